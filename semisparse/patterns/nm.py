@@ -1,0 +1,73 @@
+"""``6:8``: keep 6 of every 8 consecutive weights along K, in each row."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from semisparse.errors import PatternError
+from semisparse.patterns.base import Pattern, blocks_along, top_of_rows
+
+
+@dataclass(frozen=True)
+class NM(Pattern):
+    """Keep at most ``keep`` of every ``window`` weights along K.
+
+    Where ``window`` does not divide K the last window is short: `mask` keeps the same share of it, rounded up;
+    `check` accepts up to ``keep``, as if zeros filled it.
+    """
+
+    keep: int
+    window: int
+
+    forms: ClassVar[str] = "KEEP:WINDOW (6:8 keeps 6 of every 8 along K)"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.keep <= self.window:
+            raise PatternError(
+                f"pattern {self.keep}:{self.window}: KEEP:WINDOW counts the kept weights, 1 to {self.window}"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> NM | None:
+        found = re.fullmatch(r"(\d+):(\d+)", text)
+        return cls(int(found[1]), int(found[2])) if found else None
+
+    @property
+    def density(self) -> float:
+        return self.keep / self.window
+
+    @property
+    def step(self) -> int:
+        return self.window
+
+    def mask(self, scores: Tensor) -> Tensor:
+        columns = scores.shape[1]
+        whole = columns - columns % self.window
+        head = top_of_rows(scores[:, :whole].unflatten(1, (whole // self.window, self.window)), self.keep).flatten(1)
+        if whole == columns:
+            return head
+        kept_of_tail = -(-self.keep * (columns - whole) // self.window)
+        tail = top_of_rows(scores[:, whole:], kept_of_tail)
+        return torch.cat((head, tail), dim=1)
+
+    def violation(self, nonzero: Tensor) -> str | None:
+        counts = blocks_along(nonzero, self.window, dim=1).sum(-1)
+        bad = (counts > self.keep).nonzero()
+        if not len(bad):
+            return None
+        row, block = bad[0].tolist()
+        first = block * self.window
+        last = min(first + self.window, nonzero.shape[1]) - 1
+        return (
+            f"row {row}, columns {first} to {last} (block {block}) hold {int(counts[row, block])} non-zeros, "
+            f"at most {self.keep} are allowed"
+        )
+
+    def __str__(self) -> str:
+        return f"{self.keep}:{self.window}"
+

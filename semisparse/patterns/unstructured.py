@@ -1,0 +1,66 @@
+"""``70%``: 70 % of the weights are zero, wherever they stand; ``70%/row``: the same share in each row."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from semisparse.errors import PatternError
+from semisparse.patterns.base import Pattern, top_of_all, top_of_rows
+
+
+@dataclass(frozen=True)
+class Unstructured(Pattern):
+    """Zero a share of the weights: of the whole matrix, or of each row (``by_row``)."""
+
+    percent: float
+    by_row: bool = False
+
+    forms: ClassVar[str] = "PERCENT% or PERCENT%/row (70% makes 70 % of the weights zero)"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.percent < 100:
+            raise PatternError(f"pattern {self}: the share of zeros is at least 0 % and below 100 %")
+
+    @classmethod
+    def parse(cls, text: str) -> Unstructured | None:
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)%(/row)?", text)
+        return cls(float(found[1]), found[2] is not None) if found else None
+
+    @property
+    def density(self) -> float:
+        return 1 - self.percent / 100
+
+    @property
+    def step(self) -> int:
+        return 1
+
+    def mask(self, scores: Tensor) -> Tensor:
+        if self.by_row:
+            return top_of_rows(scores, self._kept(scores.shape[1]))
+        return top_of_all(scores, self._kept(scores.numel()))
+
+    def violation(self, nonzero: Tensor) -> str | None:
+        """One weight a row more than the exact count is accepted: pruners that work block by block round each block."""
+        rows, columns = nonzero.shape
+        counts = nonzero.sum(1)
+        if self.by_row:
+            bad = (counts > self._kept(columns) + 1).nonzero()
+            if not len(bad):
+                return None
+            row = int(bad[0])
+            return f"row {row} holds {int(counts[row])} non-zeros of {columns}, at most {self._kept(columns)} are allowed"
+        total, allowed = int(counts.sum()), self._kept(nonzero.numel())
+        if total <= allowed + rows:
+            return None
+        row = int((counts.cumsum(0) > allowed).nonzero()[0])
+        return f"{total} of {nonzero.numel()} weights are non-zero, at most {allowed} are allowed (exceeded in row {row})"
+
+    def _kept(self, count: int) -> int:
+        return count - round(count * self.percent / 100)
+
+    def __str__(self) -> str:
+        return f"{self.percent:.12g}%" + ("/row" if self.by_row else "")
