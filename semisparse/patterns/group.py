@@ -1,4 +1,4 @@
-"""``g16@50%``: half of the groups of 16 consecutive weights along K are dropped whole; ``/row`` as for `Unstructured`."""
+"""``g16@50%``: half of the groups of 16 consecutive weights along K are dropped whole."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from semisparse.patterns.unstructured import Unstructured
 
 @dataclass(frozen=True)
 class Group(Pattern):
-    """Drop a share of the 1 x ``size`` groups: over the whole matrix, or the same share of each row (GQSA, section 3.1).
+    """Drop a share of the 1 x ``size`` groups: over the whole matrix, or the same share of each row (GQSA).
 
     Where ``size`` does not divide K, the last group of a row is shorter.
     """

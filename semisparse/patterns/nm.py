@@ -70,4 +70,3 @@ class NM(Pattern):
 
     def __str__(self) -> str:
         return f"{self.keep}:{self.window}"
-

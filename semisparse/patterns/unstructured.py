@@ -52,12 +52,12 @@ class Unstructured(Pattern):
             if not len(bad):
                 return None
             row = int(bad[0])
-            return f"row {row} holds {int(counts[row])} non-zeros of {columns}, at most {self._kept(columns)} are allowed"
+            return f"row {row} holds {int(counts[row])} non-zeros of {columns}, {self._kept(columns)} are allowed"
         total, allowed = int(counts.sum()), self._kept(nonzero.numel())
         if total <= allowed + rows:
             return None
         row = int((counts.cumsum(0) > allowed).nonzero()[0])
-        return f"{total} of {nonzero.numel()} weights are non-zero, at most {allowed} are allowed (exceeded in row {row})"
+        return f"{total} of {nonzero.numel()} weights are non-zero, {allowed} are allowed (exceeded in row {row})"
 
     def _kept(self, count: int) -> int:
         return count - round(count * self.percent / 100)

@@ -15,7 +15,7 @@ from semisparse.patterns.nm import NM
 
 @dataclass(frozen=True)
 class VectorNM(Pattern):
-    """Keep ``keep`` of every ``window`` vectors along K, a vector being ``length`` consecutive rows (NM-SpMM, section 3).
+    """Keep ``keep`` of every ``window`` vectors along K, a vector being ``length`` consecutive rows (NM-SpMM).
 
     The last rows form a shorter vector where ``length`` does not divide N; the tail along K is that of `NM`.
     """
