@@ -1,0 +1,19 @@
+"""The directory on disk: the config block, validation, atomic writing."""
+
+from semisparse.checkpoint.block import METHOD, VERSION, describe, read_block
+from semisparse.checkpoint.directory import Header, ModelDirectory, check_headers, open_directory, read_headers
+from semisparse.checkpoint.write import refuse_existing, whole_directory
+
+__all__ = [
+    "METHOD",
+    "VERSION",
+    "Header",
+    "ModelDirectory",
+    "check_headers",
+    "describe",
+    "open_directory",
+    "read_block",
+    "read_headers",
+    "refuse_existing",
+    "whole_directory",
+]

@@ -1,0 +1,76 @@
+"""The ``quantization_config`` block of config.json: what each compressed layer is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from semisparse.errors import CheckpointError, SemisparseError
+from semisparse.formats.base import WEIGHT_DTYPES, Packed, get_format
+from semisparse.patterns import parse_pattern
+
+METHOD = "semisparse"
+VERSION = 1
+
+_DTYPES = {str(d).removeprefix("torch."): d for d in WEIGHT_DTYPES}
+
+
+def describe(packed: Packed) -> dict[str, Any]:
+    """Write a layer's declaration as plain JSON, without its tensors."""
+    return {
+        "format": packed.format,
+        "version": packed.version,
+        "pattern": str(packed.pattern),
+        "shape": list(packed.shape),
+        "dtype": str(packed.dtype).removeprefix("torch."),
+        "params": dict(packed.params),
+    }
+
+
+def declared(name: str, entry: Mapping[str, Any]) -> Packed:
+    """Read a layer's declaration; its tensors are on the meta device and say what dtypes and shapes the file must have.
+
+    Raises:
+        CheckpointError: a key is missing, or the format, version, pattern, dtype or a shape is impossible.
+    """
+    try:
+        form = get_format(entry["format"])
+        if entry["version"] != form.version:
+            raise CheckpointError(
+                f"format {form.name} version {entry['version']} is unknown; "
+                f"this semisparse reads version {form.version}"
+            )
+        n, k = (int(size) for size in entry["shape"])
+        if n < 1 or k < 1:
+            raise CheckpointError(f"shape {[n, k]} is impossible")
+        pattern, dtype, params = parse_pattern(entry["pattern"]), _DTYPES[entry["dtype"]], dict(entry["params"])
+        dtypes = form.dtypes(dtype, pattern, params)
+        tensors = {
+            tensor: torch.empty(shape, dtype=dtypes[tensor], device="meta")
+            for tensor, shape in form.shapes(n, k, pattern, params).items()
+        }
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"layer {name}: its entry in config.json is unreadable: {error!r}") from error
+    except SemisparseError as error:
+        raise CheckpointError(f"layer {name}: {error}") from error
+    return Packed(form.name, form.version, pattern, (n, k), dtype, params, tensors)
+
+
+def read_block(block: Mapping[str, Any]) -> dict[str, Packed]:
+    """Read the whole block: every compressed layer's declaration by module name.
+
+    Raises:
+        CheckpointError: the block is not semisparse's, or of an unknown version, or an entry is unreadable.
+    """
+    if block.get("quant_method") != METHOD:
+        raise CheckpointError(f"the model is quantised by {block.get('quant_method')!r}, not by {METHOD}")
+    if block.get("version") != VERSION:
+        raise CheckpointError(
+            f"checkpoint version {block.get('version')!r} is unknown; this semisparse reads version {VERSION}"
+        )
+    layers = block.get("layers")
+    if not isinstance(layers, Mapping):
+        raise CheckpointError("config.json has no table of layers under quantization_config")
+    return {name: declared(name, entry) for name, entry in layers.items()}

@@ -1,0 +1,163 @@
+"""Reading a model directory from a stranger: present, whole and consistent before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from semisparse.checkpoint.block import read_block
+from semisparse.errors import CheckpointError
+from semisparse.formats.base import Packed, replace_tensors
+
+_SAFETENSORS_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a safetensors file says of one tensor."""
+
+    file: Path
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class ModelDirectory:
+    """A model directory whose configuration parses and whose files are whole.
+
+    Args:
+        path: the directory.
+        config: config.json.
+        headers: every tensor in its safetensors files, by name.
+        layers: declarations of the compressed layers by module name; empty for a dense model.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    headers: dict[str, Header]
+    layers: dict[str, Packed]
+
+    def read(self, name: str) -> Tensor:
+        """Read one tensor."""
+        with safe_open(self.headers[name].file, "pt") as file:
+            return file.get_tensor(name)
+
+    def packed(self, name: str) -> Packed:
+        """Read one compressed layer."""
+        declared = self.layers[name]
+        return replace_tensors(declared, {tensor: self.read(f"{name}.{tensor}") for tensor in declared.tensors})
+
+
+def open_directory(path: str | Path) -> ModelDirectory:
+    """Open a model directory, dense or compressed, reading only its JSON files and safetensors headers.
+
+    Raises:
+        CheckpointError: the directory is missing or incomplete, a file is truncated or not safetensors, or a tensor
+            disagrees with config.json.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise CheckpointError(f"no model directory at {path}")
+    config = _read_json(path / "config.json")
+    headers = read_headers(_weight_files(path))
+    block = config.get("quantization_config")
+    layers = {} if block is None else read_block(block)
+    check_headers(layers, headers)
+    return ModelDirectory(path, config, headers, layers)
+
+
+def check_headers(layers: Mapping[str, Packed], headers: Mapping[str, Header]) -> None:
+    """Check that the files hold what the declarations promise.
+
+    Raises:
+        CheckpointError: a tensor is missing or has another dtype or shape.
+    """
+    for layer, packed in layers.items():
+        for tensor, expected in packed.tensors.items():
+            found = headers.get(f"{layer}.{tensor}")
+            if found is None:
+                raise CheckpointError(f"tensor {layer}.{tensor} is missing from the safetensors files")
+            if found.dtype != expected.dtype or found.shape != tuple(expected.shape):
+                raise CheckpointError(
+                    f"tensor {layer}.{tensor} is {found.dtype} {list(found.shape)}, "
+                    f"config.json declares {expected.dtype} {list(expected.shape)}"
+                )
+
+
+def read_headers(files: list[Path]) -> dict[str, Header]:
+    """Read every tensor's dtype and shape from safetensors files; their contents stay on disk.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or not safetensors.
+    """
+    headers: dict[str, Header] = {}
+    with ExitStack() as stack:
+        for file in files:
+            if not file.is_file():
+                raise CheckpointError(f"{file} is missing")
+            try:
+                opened = stack.enter_context(safe_open(file, "pt"))
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{file} is truncated or not a safetensors file: {error}") from error
+            for name in opened.keys():  # noqa: SIM118, it is no dict
+                part = opened.get_slice(name)
+                dtype, shape = _SAFETENSORS_DTYPES.get(part.get_dtype()), tuple(part.get_shape())
+                size = torch.Size(shape).numel() * (dtype.itemsize if dtype else 0)
+                headers[name] = Header(file, dtype, shape, size)
+    return headers
+
+
+def _weight_files(path: Path) -> list[Path]:
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{index} has no weight_map")
+        return sorted({path / Path(str(file)).name for file in weight_map.values()})
+    single = path / "model.safetensors"
+    if single.is_file():
+        return [single]
+    pickles = sorted(p.name for p in path.iterdir() if p.suffix in {".bin", ".pt", ".pth", ".ckpt"})
+    if pickles:
+        raise CheckpointError(
+            f"{path} holds {pickles[0]}, a pickle; semisparse reads safetensors only, because a pickle can run code: "
+            "convert it with transformers' save_pretrained"
+        )
+    raise CheckpointError(f"{path} holds no model.safetensors")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing") from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{file} is unreadable: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} holds {type(content).__name__}, expected a JSON object")
+    return content

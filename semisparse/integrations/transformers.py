@@ -1,0 +1,98 @@
+"""transformers: after ``import semisparse``, ``AutoModelForCausalLM.from_pretrained(dir)`` loads a compressed model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from semisparse.checkpoint import METHOD, VERSION, check_headers, read_block, read_headers
+from semisparse.errors import CheckpointError, SemisparseError
+from semisparse.nn import SparseLinear, replace_linear
+
+
+class SemisparseConfig(QuantizationConfigMixin):
+    """The ``quantization_config`` block as transformers carries it; unknown keys are kept and written back."""
+
+    def __init__(self, layers: Mapping[str, Any], version: int = VERSION, **others: Any) -> None:
+        self.quant_method = METHOD
+        self.version = version
+        self.layers = layers
+        for key, value in others.items():
+            if key != "quant_method":
+                setattr(self, key, value)
+
+
+class SemisparseQuantizer(HfQuantizer):
+    """Replaces the declared layers before the weights are loaded, and validates every tensor after."""
+
+    def __init__(self, quantization_config: SemisparseConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        if not self.pre_quantized:
+            raise SemisparseError(
+                "semisparse does not compress while loading: run `semisparse compress MODEL --out DIR` and load DIR"
+            )
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> None:
+        layers = read_block(self.quantization_config.to_dict())
+        if checkpoint_files:
+            check_headers(layers, read_headers([Path(file) for file in checkpoint_files]))
+        for name, packed in layers.items():
+            try:
+                replace_linear(model, name, packed)
+            except SemisparseError as error:
+                raise CheckpointError(f"config.json does not fit the model: {error}") from error
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        for name, module in sparse_layers(model).items():
+            try:
+                module.validate()
+            except SemisparseError as error:
+                raise CheckpointError(f"layer {name}: {error}") from error
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+def sparse_layers(model: nn.Module) -> dict[str, SparseLinear]:
+    """Give a model's compressed layers by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, SparseLinear)}
+
+
+def mark_compressed(model: PreTrainedModel, block: Mapping[str, Any]) -> None:
+    """Make a model whose layers were replaced in memory save itself as one that was loaded compressed.
+
+    Args:
+        model: holds a `SparseLinear` for every entry of the block.
+        block: the ``quantization_config`` block.
+    """
+    quantizer = SemisparseQuantizer(SemisparseConfig.from_dict(dict(block)))
+    model.hf_quantizer = quantizer
+    quantizer.postprocess_model(model)
+
+
+def register() -> None:
+    """Tell transformers about semisparse; calling it again changes nothing."""
+    if METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        register_quantization_config(METHOD)(SemisparseConfig)
+        register_quantizer(METHOD)(SemisparseQuantizer)

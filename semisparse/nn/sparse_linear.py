@@ -1,0 +1,81 @@
+"""The module that replaces ``nn.Linear``: packed tensors as parameters, a product chosen by what can run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from semisparse.errors import KernelError
+from semisparse.formats.base import Packed, get_format, replace_tensors
+from semisparse.formats.product import linear, problem_of
+
+
+class SparseLinear(nn.Module):
+    """``y = x @ w.T + bias`` with a packed weight.
+
+    Args:
+        packed: the weight [N, K]; its tensors become parameters without gradients, under their specs' names.
+        bias: [N] or None.
+        kernel: a kernel's name, or ``auto`` for the first that can run.
+    """
+
+    def __init__(self, packed: Packed, bias: Tensor | None = None, kernel: str = "auto") -> None:
+        super().__init__()
+        self.out_features, self.in_features = packed.shape
+        self.kernel = kernel
+        self._declared = replace_tensors(packed, {})
+        self._names = tuple(packed.tensors)
+        for name, tensor in packed.tensors.items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    @property
+    def packed(self) -> Packed:
+        """The weight as it is stored now, on the module's device."""
+        return replace_tensors(self._declared, {name: getattr(self, name) for name in self._names})
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply.
+
+        Args:
+            x: [..., K], float16, bfloat16 or float32.
+        Returns:
+            [..., N] in x's dtype.
+        Raises:
+            KernelError: no kernel can compute this; gives every candidate's reason.
+        """
+        return linear(x, self.packed, self.bias, self.kernel)
+
+    def validate(self) -> None:
+        """Check every stored tensor against the format, as `Format.validate` does."""
+        get_format(self._declared.format).validate(self.packed)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SparseLinear:
+        """Follow ``.to(device)``; keep every dtype, because a cast would break the packed layout or lose weights."""
+
+        def move(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        return super()._apply(move, recurse)
+
+    def extra_repr(self) -> str:
+        """Show what is stored and which kernel one token would take."""
+        packed = self.packed
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"format={packed.format}, pattern={packed.pattern}, bits_per_weight={packed.bits_per_weight:.2f}, "
+            f"kernel={self._kernel_of_one_token(packed)}"
+        )
+
+    def _kernel_of_one_token(self, packed: Packed) -> str:
+        device = next(iter(packed.tensors.values())).device
+        if device.type == "meta":
+            return f"{self.kernel} (not loaded yet)"
+        x = torch.empty(1, self.in_features, dtype=packed.dtype, device=device)
+        try:
+            return get_format(packed.format).choose(problem_of(x, packed), self.kernel).name
+        except KernelError as error:
+            return f"none ({error})"

@@ -1,0 +1,81 @@
+"""Text as token sequences, cut the same way for calibration and for evaluation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from semisparse.errors import InputError
+
+
+def token_chunks(
+    tokenizer: PreTrainedTokenizerBase, source: str | Path | Sequence[str], seqlen: int
+) -> list[list[int]]:
+    """Cut a text into token sequences of at most ``seqlen``.
+
+    A ``.jsonl`` file (one document a line, under ``text``) and a sequence of strings are documents: each starts with the
+    tokenizer's BOS, if it has one, and a longer one is cut into consecutive chunks. Any other file is one running text:
+    tokenised once, cut into chunks of exactly ``seqlen``, the tail dropped.
+
+    Args:
+        tokenizer: of the model.
+        source: a file, or documents.
+        seqlen: tokens in a chunk, at least 2.
+    Returns:
+        Chunks of 2 to ``seqlen`` token ids, at least one.
+    Raises:
+        InputError: the file is missing, empty, not UTF-8, not JSON lines, or shorter than one chunk.
+    """
+    if seqlen < 2:
+        raise InputError(f"a sequence of {seqlen} tokens predicts nothing; seqlen is at least 2")
+    name = str(source) if isinstance(source, str | Path) else "the given text"
+    if isinstance(source, str | Path) and Path(source).suffix != ".jsonl":
+        ids = _encode(tokenizer, [_read(Path(source))])[0]
+        chunks = [ids[i : i + seqlen] for i in range(0, len(ids) - seqlen + 1, seqlen)]
+        found = f"{len(ids)} tokens"
+    else:
+        documents = _documents(Path(source)) if isinstance(source, str | Path) else list(source)
+        start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        chunks = []
+        for encoded in _encode(tokenizer, documents):
+            ids = start + encoded
+            chunks += [ids[i : i + seqlen] for i in range(0, len(ids), seqlen) if len(ids) - i >= 2]
+        found = f"{len(documents)} documents"
+    if not chunks:
+        raise InputError(f"{name} holds {found}: too little for one sequence of {seqlen} tokens")
+    return chunks
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    # verbose=False: the tokenizer would warn that a running text is longer than the model's context, which it is.
+    return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+
+
+def _read(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text: {error}") from error
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    if not text.strip():
+        raise InputError(f"{path} is empty; give a file with text")
+    return text
+
+
+def _documents(path: Path) -> list[str]:
+    documents = []
+    for number, line in enumerate(_read(path).splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            document = json.loads(line)["text"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise InputError(f'{path}, line {number}: expected a JSON object with "text", got {line[:60]!r}') from error
+        if not isinstance(document, str):
+            raise InputError(f'{path}, line {number}: "text" is {type(document).__name__}, expected a string')
+        documents.append(document)
+    return documents
