@@ -16,9 +16,9 @@ def token_chunks(
 ) -> list[list[int]]:
     """Cut a text into token sequences of at most ``seqlen``.
 
-    A ``.jsonl`` file (one document a line, under ``text``) and a sequence of strings are documents: each starts with the
-    tokenizer's BOS, if it has one, and a longer one is cut into consecutive chunks. Any other file is one running text:
-    tokenised once, cut into chunks of exactly ``seqlen``, the tail dropped.
+    A ``.jsonl`` file (one document a line, under ``text``) and a sequence of strings are documents: each starts with
+    the tokenizer's BOS, if it has one, and a longer one is cut into consecutive chunks. Any other file is one running
+    text: tokenised once, cut into chunks of exactly ``seqlen``, the tail dropped.
 
     Args:
         tokenizer: of the model.

@@ -1,5 +1,7 @@
-"""Measuring what a model loses."""
+"""Measuring what a model loses, and what it says."""
 
+from semisparse.evaluate.generate import Generation, generate_text
 from semisparse.evaluate.perplexity import Quality, measure_quality
+from semisparse.evaluate.tasks import run_tasks
 
-__all__ = ["Quality", "measure_quality"]
+__all__ = ["Generation", "Quality", "generate_text", "measure_quality", "run_tasks"]

@@ -36,6 +36,11 @@ class SparseLinear(nn.Module):
         """The weight as it is stored now, on the module's device."""
         return replace_tensors(self._declared, {name: getattr(self, name) for name in self._names})
 
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight [N, K], unpacked at each access: a copy for those who look (GPT-2's initialisation does)."""
+        return self.packed.unpack()
+
     def forward(self, x: Tensor) -> Tensor:
         """Multiply.
 

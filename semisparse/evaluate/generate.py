@@ -1,0 +1,60 @@
+"""Text from a model, and how fast it came."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from semisparse.errors import InputError
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A greedy continuation.
+
+    Args:
+        text: the prompt and its continuation.
+        new_tokens: tokens generated.
+        seconds: wall time of the whole call, prompt included.
+    """
+
+    text: str
+    new_tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens over wall time."""
+        return self.new_tokens / self.seconds
+
+
+@torch.inference_mode()
+def generate_text(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, max_new_tokens: int
+) -> Generation:
+    """Continue a prompt greedily, batch size 1.
+
+    Raises:
+        InputError: the prompt is empty, or prompt and continuation do not fit the model's context.
+    """
+    if max_new_tokens < 1:
+        raise InputError(f"max-new-tokens is {max_new_tokens}; ask for at least 1")
+    ids = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
+    if ids.shape[1] == 0:
+        raise InputError("the prompt is empty; give at least one token of text")
+    context = getattr(model.config, "max_position_embeddings", None)
+    if context is not None and ids.shape[1] + max_new_tokens > context:
+        raise InputError(
+            f"{ids.shape[1]} prompt tokens and {max_new_tokens} new ones exceed the model's context of {context}"
+        )
+    model.generate(ids, max_new_tokens=1, do_sample=False, pad_token_id=0)  # load and compile the kernels
+    start = time.perf_counter()
+    out = model.generate(ids, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0)
+    if out.is_cuda:
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    text = tokenizer.decode(out[0], skip_special_tokens=True)
+    return Generation(text, out.shape[1] - ids.shape[1], seconds)

@@ -1,0 +1,36 @@
+"""Tasks through lm-eval."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from semisparse.errors import InputError
+
+
+def run_tasks(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tasks: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """Run lm-eval tasks on a model.
+
+    Returns:
+        lm-eval's numeric metrics by task.
+    Raises:
+        InputError: lm-eval is not installed, or does not know a task.
+    """
+    try:
+        import lm_eval
+        from lm_eval.models.huggingface import HFLM
+    except ImportError as error:
+        raise InputError("tasks need lm-eval: pip install 'semisparse[eval]'") from error
+    manager = lm_eval.tasks.TaskManager()
+    unknown = [task for task in tasks if task not in manager.all_tasks]
+    if unknown:
+        raise InputError(f"lm-eval knows no task {', '.join(unknown)}")
+    results = lm_eval.simple_evaluate(HFLM(pretrained=model, tokenizer=tokenizer), tasks=list(tasks))["results"]
+    return {
+        task: {metric: value for metric, value in found.items() if isinstance(value, int | float)}
+        for task, found in results.items()
+    }

@@ -1,0 +1,105 @@
+"""Directories from strangers, and writing whole ones."""
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from semisparse.checkpoint import open_directory, whole_directory
+from semisparse.errors import CheckpointError, InputError, SemisparseError
+from tests.models import random_model
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    random_model("llama").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_dense_directory_opens(directory: Path):
+    opened = open_directory(directory)
+    assert opened.layers == {}
+    header = opened.headers["model.layers.0.mlp.up_proj.weight"]
+    assert (header.dtype, header.shape, header.nbytes) == (torch.bfloat16, (44, 24), 44 * 24 * 2)
+    assert opened.read("model.layers.0.mlp.up_proj.weight").shape == (44, 24)
+
+
+def spoil_truncate(d: Path) -> None:
+    file = d / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def spoil_pickle(d: Path) -> None:
+    (d / "model.safetensors").unlink()
+    torch.save({}, d / "pytorch_model.bin")
+
+
+def spoil_disguised_pickle(d: Path) -> None:
+    torch.save({}, d / "model.safetensors")
+
+
+def spoil_index(d: Path) -> None:
+    (d / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-00002.safetensors"}}))
+
+
+def spoil_index_outside(d: Path) -> None:
+    """A file name that leads out of the directory must not be followed."""
+    save_file({"a": torch.zeros(1)}, d.parent / "outside.safetensors")
+    (d / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../outside.safetensors"}}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (lambda d: (d / "config.json").unlink(), "config.json is missing"),
+        (lambda d: (d / "config.json").write_text("{"), "config.json is unreadable"),
+        (lambda d: (d / "config.json").write_text("[]"), "expected a JSON object"),
+        (lambda d: (d / "model.safetensors").unlink(), "holds no model.safetensors"),
+        (lambda d: (d / "model.safetensors").write_bytes(b""), "truncated or not a safetensors file"),
+        (spoil_truncate, "truncated or not a safetensors file"),
+        (spoil_pickle, "a pickle; semisparse reads safetensors only"),
+        (spoil_disguised_pickle, "truncated or not a safetensors file"),
+        (spoil_index, "model-00002.safetensors is missing"),
+        (spoil_index_outside, "model/outside.safetensors is missing"),
+    ],
+)
+def test_a_broken_directory_is_refused_with_a_sentence(directory: Path, spoil, sentence: str):
+    spoil(directory)
+    with pytest.raises(CheckpointError, match=sentence):
+        open_directory(directory)
+
+
+def test_a_missing_directory_is_refused(tmp_path: Path):
+    with pytest.raises(CheckpointError, match="no model directory at"):
+        open_directory(tmp_path / "nothing")
+
+
+def test_a_whole_directory_appears_at_once(tmp_path: Path):
+    with whole_directory(tmp_path / "a" / "out") as scratch:
+        (scratch / "file").write_text("text")
+        assert not (tmp_path / "a" / "out").exists()
+    assert (tmp_path / "a" / "out" / "file").read_text() == "text"
+    assert os.listdir(tmp_path / "a") == ["out"]
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path):
+    def write_on_a_full_disk() -> None:
+        with whole_directory(tmp_path / "out") as scratch:
+            (scratch / "file").write_text("half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(SemisparseError, match="No space left on device"):
+        write_on_a_full_disk()
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_existing_directory_is_not_overwritten(tmp_path: Path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("keep")
+    with pytest.raises(InputError, match="exists already"), whole_directory(tmp_path / "out"):
+        pass
+    assert (tmp_path / "out" / "mine").read_text() == "keep"

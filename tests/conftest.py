@@ -1,0 +1,24 @@
+"""Settings for every test: reproducible hypothesis runs, and what could not be run here said at the end."""
+
+import os
+
+import pytest
+from hypothesis import settings
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+settings.register_profile("ci", deadline=None, derandomize=True, max_examples=60)
+settings.load_profile("ci")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """List what was skipped, one line a reason."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons: dict[str, int] = {}
+    for report in skipped:
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reasons[reason] = reasons.get(reason, 0) + 1
+    if reasons:
+        terminalreporter.section("not run here")
+        for reason, count in sorted(reasons.items()):
+            terminalreporter.write_line(f"{count:5d}  {reason}")
