@@ -1,0 +1,47 @@
+"""The command line: one file a verb, over `semisparse.api`."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from transformers.utils import logging as transformers_logging
+
+from semisparse.cli import compress, demo, evaluate, formats, generate, inspect
+from semisparse.cli.output import fail
+from semisparse.errors import InputError, SemisparseError
+
+app = typer.Typer(
+    name="semisparse",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    help="Make sparse language models pay: compress a model, measure what it lost, run it smaller and faster.",
+    epilog="Start with `semisparse demo`. Add --debug to any command for a traceback.",
+)
+app.command("compress")(compress.compress)
+app.command("eval")(evaluate.evaluate)
+app.command("generate")(generate.generate)
+app.command("inspect")(inspect.inspect)
+app.command("formats")(formats.formats)
+app.command("demo")(demo.demo)
+
+
+def main() -> None:
+    """Run the command line; one sentence and status 2 for bad input, 1 for a failure."""
+    debug = "--debug" in sys.argv
+    if debug:
+        sys.argv.remove("--debug")
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    try:
+        app()
+    except SemisparseError as error:
+        if debug:
+            raise
+        fail(str(error), 2 if isinstance(error, InputError) else 1)
+    except Exception as error:
+        if debug:
+            raise
+        fail(f"unexpected {type(error).__name__}: {error} (run again with --debug for the traceback)", 1)

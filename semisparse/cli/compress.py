@@ -1,0 +1,78 @@
+"""``semisparse compress``: run a recipe on a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from semisparse import api
+from semisparse.cli.output import bytes_text, console, print_json, print_table, progress_bar
+
+
+def compress(
+    model: Annotated[Path, typer.Argument(help="A dense model directory (config.json, *.safetensors, tokenizer).")],
+    recipe: Annotated[str, typer.Option("--recipe", help="A built-in recipe's name or a YAML file.")],
+    out: Annotated[Path, typer.Option("--out", help="The directory to write; it must not exist.")],
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Change a key of the recipe: pattern=6:8, prune=wanda, ...")
+    ] = None,
+    calib: Annotated[
+        Path | None, typer.Option("--calib", help="Calibration text: .txt, or .jsonl with a document a line in 'text'.")
+    ] = None,
+    samples: Annotated[int, typer.Option("--samples", help="Calibration sequences.")] = 128,
+    seqlen: Annotated[
+        int | None, typer.Option("--seqlen", help="Tokens in one; by default the model's context, 2048 at most.")
+    ] = None,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda; one block at a time is there.")] = "auto",
+    seed: Annotated[int, typer.Option("--seed", help="Of everything drawn at random.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run into the same --out.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+) -> None:
+    """Make a model sparse and pack it, so that it is smaller and faster.
+
+    Unfinished work is kept in OUT.partial; the same command with --resume goes on where it stopped, with the same result.
+
+    Example: `semisparse compress model --recipe rheosparse --set pattern=16:32 --calib text.txt --out out`
+    """
+    try:
+        with progress_bar(shown=not json) as bars:
+            report = api.compress(
+                model,
+                recipe=recipe,
+                calibration=calib,
+                out=out,
+                settings=settings or (),
+                samples=samples,
+                seqlen=seqlen,
+                device=device,
+                seed=seed,
+                resume=resume,
+                progress=_Bar(bars),
+            )
+    except KeyboardInterrupt as error:
+        console.print("interrupted; the same command with --resume goes on")
+        raise typer.Exit(130) from error
+    if json:
+        print_json(report.to_dict())
+        return
+    rows = [
+        (
+            layer["name"],
+            layer["pattern"],
+            layer["format"],
+            f"{layer['density']:.4f}",
+            f"{layer['bits_per_weight']:.3f}",
+            "" if layer["error"] is None else f"{layer['error']:.4f}",
+            layer["outcome"],
+        )
+        for layer in report.layers
+    ]
+    columns = ("layer", "pattern", "format", "density", "bits/weight", "relative error", "outcome")
+    print_table(f"{model} to {out}", columns, rows)
+    console.print(
+        f"linear layers: {bytes_text(report.bytes_before)} before, {bytes_text(report.bytes_after)} after "
+        f"({report.bytes_after / max(report.bytes_before, 1):.3f}); {report.seconds:.1f} s",
+        highlight=False,
+    )

@@ -1,0 +1,27 @@
+"""``semisparse formats``: every format and kernel, and whether it runs here."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from semisparse import api
+from semisparse.cli.output import print_json, print_table
+
+
+def formats(
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+) -> None:
+    """List every format and kernel, and whether it runs on this machine, or why not.
+
+    Example: `semisparse formats`
+    """
+    rows = api.list_formats()
+    if json:
+        print_json({"formats": rows})
+        return
+    for row in rows:
+        kernels = [(k["name"], k["device"], "yes" if k["runs"] else k["reason"]) for k in row["kernels"]]
+        title = f"{row['name']} (version {row['version']}): {row['summary']}"
+        print_table(title, ("kernel", "device", "runs here"), kernels)

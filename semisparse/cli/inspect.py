@@ -1,0 +1,50 @@
+"""``semisparse inspect``: what a model directory holds, layer by layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from semisparse import api
+from semisparse.cli.output import bytes_text, print_json, print_table, progress_bar
+
+
+def inspect(
+    model: Annotated[Path, typer.Argument(help="A model directory, dense or compressed.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Validate every index, count and bit mask.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+) -> None:
+    """Show format, pattern, density, bits a weight and bytes of every linear layer.
+
+    Example: `semisparse inspect out --verify`
+    """
+    with progress_bar(shown=not json) as bars:
+        task = bars.add_task("reading layers", total=None)
+        found = api.inspect(model, verify, progress=lambda done, total: bars.update(task, completed=done, total=total))
+    if json:
+        print_json(found)
+        return
+    rows = [
+        (
+            layer["name"],
+            layer["format"],
+            layer["pattern"],
+            "x".join(map(str, layer["shape"])),
+            f"{layer['density']:.4f}",
+            f"{layer['bits_per_weight']:.3f}",
+            bytes_text(layer["bytes"]),
+        )
+        for layer in found["layers"]
+    ]
+    print_table(str(model), ("layer", "format", "pattern", "N x K", "density", "bits/weight", "bytes"), rows)
+    print_table(
+        "whole model" + (", every tensor verified" if verify else ""),
+        ("", "bytes", "bits/weight"),
+        [
+            ("linear layers above", bytes_text(found["layer_bytes"]), f"{found['bits_per_weight']:.3f}"),
+            ("everything else", bytes_text(found["bytes"] - found["layer_bytes"]), ""),
+            ("model", bytes_text(found["bytes"]), ""),
+        ],
+    )

@@ -1,0 +1,52 @@
+"""Which kernels run on this machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from semisparse.formats.base import Format, Kernel, Problem, registry
+from semisparse.patterns import parse_pattern
+
+
+def list_formats() -> list[dict[str, Any]]:
+    """Describe every format, the patterns it stores, and its kernels: whether each runs here, or why not.
+
+    A kernel is asked about one token and a 4096 x 4096 layer, in float16 on a GPU and float32 on a CPU.
+    """
+    return [
+        {
+            "name": form.name,
+            "version": form.version,
+            "summary": form.summary,
+            "patterns": [str(pattern) for pattern in EXAMPLES if form.accepts(pattern) is None],
+            "kernels": [_describe(form, kernel) for kernel in form.all_kernels],
+        }
+        for form in registry().values()
+    ]
+
+
+EXAMPLES = tuple(parse_pattern(text) for text in ("6:8", "32:64", "8:32v32", "g16@50%", "70%"))
+"""One or two of each family."""
+
+
+def _describe(form: Format, kernel: Kernel) -> dict[str, Any]:
+    reason = _refusal(form, kernel)
+    return {"name": kernel.name, "device": kernel.device or "any", "runs": reason is None, "reason": reason}
+
+
+def _refusal(form: Format, kernel: Kernel) -> str | None:
+    if kernel.device == "cuda" and not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    kind = kernel.device or "cpu"
+    dtype = torch.float32 if kind == "cpu" else torch.float16
+    reasons = []
+    for pattern in EXAMPLES:
+        if form.accepts(pattern) is None:
+            for params in form.variants:
+                reason = kernel.refusal(Problem(1, 4096, 4096, pattern, params, dtype, dtype, torch.device(kind)))
+                if reason is None:
+                    return None
+                reasons.append(reason)
+    return reasons[0] if reasons else "it stores none of the example patterns"
