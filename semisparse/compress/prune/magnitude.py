@@ -15,4 +15,4 @@ def magnitude(weight: Tensor, pattern: Pattern) -> Tensor:
     Returns:
         [N, K], the pruned weight.
     """
-    return weight * pattern.mask(weight.abs())
+    return weight.masked_fill(~pattern.mask(weight.abs()), 0)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from semisparse.errors import InputError
+
 
 @dataclass(frozen=True)
 class Statistics:
-    """Means over calibration tokens for one layer ``y = x @ w.T``.
+    """Means over the calibration tokens for one layer ``y = x @ w.T``.
 
     Args:
         hessian: [K, K] float32, mean of x x^T, x being the layer's input in the compressed model.
-        cross: [N, K] float32, mean of t x^T, t being the output that the layer should give for x;
-            None where that is its own dense output, t = w x.
+        cross: [N, K] float32, mean of t x^T, t being the output wanted for x; None where it is ``w x``.
     """
 
     hessian: Tensor
@@ -23,51 +25,47 @@ class Statistics:
 
 
 class RunningSums:
-    """Sums over the calibration tokens for layers that share their input.
+    """Sums over calibration tokens for layers that share their input, in float32.
 
-    With x the input in the compressed model, X the same token's input in the dense model and r what a layer should
-    add besides its own dense output (the residual stream's error before it): x x^T, X x^T and r x^T.
+    For each token, x is the input in the compressed model and X in the dense one. A layer aims at ``w X``, plus the
+    gap r between the dense and the compressed residual stream if it adds to that stream. So three sums serve every
+    layer: x x^T, X x^T and r x^T.
     """
 
-    def __init__(self, features: int, device: torch.device) -> None:
-        self._inputs = torch.zeros(features, features, device=device)
-        self._dense = torch.zeros(features, features, device=device)
-        self._gaps: dict[str, Tensor] = {}
+    def __init__(self) -> None:
         self._tokens = 0
-        self._has_dense = False
+        self._sums: dict[str, Tensor] = {}
 
-    def add(self, inputs: Tensor, dense_inputs: Tensor | None, gaps: dict[str, Tensor]) -> None:
-        """Add tokens.
+    def add(self, inputs: Tensor, dense_inputs: Tensor | None, gaps: Mapping[str, Tensor]) -> None:
+        """Add the tokens of a batch.
 
         Args:
-            inputs: [tokens, K] any float dtype.
-            dense_inputs: [tokens, K], the same tokens in the dense model; None if the layers aim at no dense output.
-            gaps: for each layer that writes to the residual stream, [tokens, N] dense minus compressed stream.
+            inputs: x, [tokens, K], any float dtype.
+            dense_inputs: X, [tokens, K], the same tokens; None where the layers aim at ``w x``.
+            gaps: r, [tokens, N], for each layer that adds to the residual stream.
         """
         x = inputs.float()
         self._tokens += len(x)
-        self._inputs.addmm_(x.T, x)
-        if dense_inputs is None:
-            return
-        self._has_dense = True
-        self._dense.addmm_(dense_inputs.float().T, x)
+        self._accumulate("inputs", x, x)
+        if dense_inputs is not None:
+            self._accumulate("dense", dense_inputs.float(), x)
         for name, gap in gaps.items():
-            if name not in self._gaps:
-                self._gaps[name] = torch.zeros(gap.shape[1], x.shape[1], device=x.device)
-            self._gaps[name].addmm_(gap.float().T, x)
+            self._accumulate(f"gap {name}", gap.float(), x)
 
     def of_layer(self, name: str, weight: Tensor) -> Statistics:
-        """Give the means for one of the layers.
+        """Give the means for one of the layers, `weight` ([N, K] float32) being its dense weight.
 
-        Args:
-            name: the layer.
-            weight: [N, K] float32, its dense weight.
+        Raises:
+            InputError: no token was added.
         """
-        count = max(self._tokens, 1)
-        hessian = self._inputs / count
-        if not self._has_dense:
-            return Statistics(hessian)
-        cross = weight @ (self._dense / count)
-        if name in self._gaps:
-            cross += self._gaps[name] / count
-        return Statistics(hessian, cross)
+        if not self._tokens:
+            raise InputError("no calibration token reached it; use more samples, or list it under 'ignore'")
+        means = {key: total / self._tokens for key, total in self._sums.items()}
+        if "dense" not in means:
+            return Statistics(means["inputs"])
+        return Statistics(means["inputs"], weight @ means["dense"] + means.get(f"gap {name}", 0))
+
+    def _accumulate(self, key: str, left: Tensor, right: Tensor) -> None:
+        if key not in self._sums:
+            self._sums[key] = torch.zeros(left.shape[1], right.shape[1], device=left.device)
+        self._sums[key].addmm_(left.T, right)

@@ -16,4 +16,4 @@ def wanda(weight: Tensor, pattern: Pattern, hessian: Tensor) -> Tensor:
     Returns:
         [N, K], the pruned weight.
     """
-    return weight * pattern.mask(weight.abs() * hessian.diagonal().sqrt())
+    return weight.masked_fill(~pattern.mask(weight.abs() * hessian.diagonal().sqrt()), 0)
