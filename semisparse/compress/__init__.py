@@ -1,0 +1,18 @@
+"""Turn a dense model into one whose weights obey a pattern: recipes, calibration, pruning block by block."""
+
+from semisparse.compress.calibration import calibration_batches
+from semisparse.compress.journal import Journal, fingerprint
+from semisparse.compress.pipeline import Progress, compress_blocks
+from semisparse.compress.recipe import Recipe, read_yaml
+from semisparse.compress.report import LayerReport
+
+__all__ = [
+    "Journal",
+    "LayerReport",
+    "Progress",
+    "Recipe",
+    "calibration_batches",
+    "compress_blocks",
+    "fingerprint",
+    "read_yaml",
+]

@@ -1,0 +1,6 @@
+"""Prune one layer's weight: magnitude, Wanda, SparseGPT and what improves on it without training."""
+
+from semisparse.compress.prune.layer import PrunedLayer, prune_layer
+from semisparse.compress.prune.statistics import RunningSums, Statistics
+
+__all__ = ["PrunedLayer", "RunningSums", "Statistics", "prune_layer"]

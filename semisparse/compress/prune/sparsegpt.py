@@ -1,0 +1,144 @@
+"""SparseGPT: prune column after column, and let the later columns make up for each loss."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from semisparse.patterns import Group, Pattern, Unstructured
+
+BLOCK = 128
+"""Columns whose effect on the later ones is applied in one product, rounded up to whole windows of the pattern."""
+
+SHARE_BLOCK = 128
+
+
+class Factor(NamedTuple):
+    """A Hessian's inverse in triangular form.
+
+    Args:
+        upper: [K, K] float32, upper triangular U with ``(H + damping I)^-1 = U^T U``. ``U[i, i]^2`` is entry (i, i)
+            of the inverse of the Hessian of the columns from i on.
+        damping: what was added to the diagonal.
+        outcome: how it was found, for the report.
+    """
+
+    upper: Tensor
+    damping: float
+    outcome: str
+
+
+def factorise(hessian: Tensor, damping: float) -> Factor | None:
+    """Factor the inverse of a Hessian of unit diagonal: with more damping, then in float64, where it is singular.
+
+    Args:
+        hessian: [K, K] float32.
+        damping: added to the diagonal at first.
+    Returns:
+        the factor, or None if the Hessian is too indefinite for all of them.
+    """
+    attempts = [
+        (torch.float32, damping, "sparsegpt"),
+        (torch.float32, 10 * damping, f"sparsegpt damping {10 * damping:g}"),
+        (torch.float32, 100 * damping, f"sparsegpt damping {100 * damping:g}"),
+        (torch.float64, damping, "sparsegpt fp64"),
+    ]
+    for dtype, added, outcome in attempts:
+        upper = _inverse_factor(hessian.to(dtype), added)
+        if upper is not None:
+            return Factor(upper.float(), added, outcome)
+    return None
+
+
+def _inverse_factor(hessian: Tensor, damping: float) -> Tensor | None:
+    """Cholesky from the last column to the first gives H = R R^T with R upper triangular, so U is R^-1."""
+    identity = torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
+    lower, failed = torch.linalg.cholesky_ex((hessian + damping * identity).flip(0, 1))
+    if failed:
+        return None
+    upper = torch.linalg.solve_triangular(lower.flip(0, 1), identity, upper=True)
+    return upper if upper.isfinite().all() else None
+
+
+def order_by_loss(weight: Tensor, factor: Factor, pattern: Pattern) -> Tensor:
+    """Order the columns by whole windows, the windows that would lose most by pruning first.
+
+    The first windows have the most columns left to make up for them. A short last window stays last.
+
+    Args:
+        weight: [N, K] float32.
+    Returns:
+        [K] int64, the columns in the order to prune them.
+    """
+    scores = weight.square() / factor.upper.square().sum(0)
+    loss = scores.masked_fill(pattern.mask(scores), 0).sum(0)
+    columns = torch.arange(len(loss), device=loss.device)
+    whole = len(loss) - len(loss) % pattern.step
+    windows = columns[:whole].unflatten(0, (whole // pattern.step, pattern.step))
+    worst_first = loss[windows].sum(1).argsort(descending=True, stable=True)
+    return torch.cat((windows[worst_first].flatten(), columns[whole:]))
+
+
+def prune_columns(weight: Tensor, upper: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
+    """Prune from the first column to the last, each loss made up for by the columns after it (SparseGPT, algorithm 1).
+
+    Args:
+        weight: [N, K] float32.
+        upper: [K, K] float32, as in `Factor`.
+    Returns:
+        [N, K] float32, the pruned weight; [N, K] bool, the weights kept.
+    """
+    weight, kept = weight.clone(), torch.zeros_like(weight, dtype=torch.bool)
+    columns = weight.shape[1]
+    block = -(-BLOCK // pattern.step) * pattern.step
+    decided = 0
+    for start in range(0, columns, block):
+        stop = min(start + block, columns)
+        losses = torch.zeros_like(weight[:, start:stop])
+        for i in range(start, stop):
+            if i == decided:
+                decided = min(i + _decided_together(pattern), stop)
+                scores = (weight[:, i:decided] / upper.diagonal()[i:decided]).square()
+                kept[:, i:decided] = _choose(scores, pattern, i)
+            loss = weight[:, i].masked_fill(kept[:, i], 0) / upper[i, i]
+            weight[:, i:stop] -= torch.outer(loss, upper[i, i:stop])
+            losses[:, i - start] = loss
+        weight[:, stop:] -= losses @ upper[start:stop, stop:]
+    return weight.masked_fill(~kept, 0), kept
+
+
+def _decided_together(pattern: Pattern) -> int:
+    """Columns whose mask is chosen at once: a window, or enough columns to spread a share over."""
+    if isinstance(pattern, Unstructured | Group):
+        return -(-SHARE_BLOCK // pattern.step) * pattern.step
+    return pattern.step
+
+
+def _choose(scores: Tensor, pattern: Pattern, start: int) -> Tensor:
+    """Choose the weights to keep among columns of which `start` is the first.
+
+    A share is rounded so that the blocks of columns together drop as much as the whole matrix should.
+
+    Args:
+        scores: [N, columns] float32.
+    Returns:
+        [N, columns] bool.
+    """
+    if not isinstance(pattern, Unstructured | Group):
+        return pattern.mask(scores)
+    rows, columns = scores.shape
+    lines = 1 if pattern.by_row else rows
+
+    def items(first_columns: int) -> int:
+        return lines * -(-first_columns // pattern.step)
+
+    def dropped(first_columns: int) -> int:
+        return round(items(first_columns) * pattern.percent / 100)
+
+    share = (dropped(start + columns) - dropped(start)) / (items(start + columns) - items(start))
+    if share == 1:
+        return torch.zeros_like(scores, dtype=torch.bool)
+    return replace(pattern, percent=100 * share).mask(scores)

@@ -1,0 +1,144 @@
+"""What `compress` does to a model, as plain settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from semisparse.errors import PatternError, RecipeError
+from semisparse.patterns import parse_pattern
+
+KNOWN_VALUES: dict[str, tuple[str, ...]] = {
+    "prune": ("magnitude", "wanda", "sparsegpt", "none"),
+    "quant": ("none",),
+    "search": ("none",),
+    "tune": ("none",),
+    "refine": ("cg", "none"),
+    "order": ("windows", "columns"),
+    "target": ("residual", "local"),
+}
+"""The values of each key that has a fixed choice; a new stage adds its name here."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Settings of a compression. `refine`, `order`, `target` and `damping` shape `prune` = ``sparsegpt`` only.
+
+    Args:
+        pattern: written form of the pattern of every layer, such as ``32:64``.
+        prune: how the weights to keep are chosen; ``none`` keeps the weights and checks that they obey the pattern.
+        quant: how the kept weights are rounded.
+        format: name of the format that stores the result, or ``auto``.
+        search: how density is spread over the layers.
+        tune: how a pruned block is trained.
+        ignore: glob patterns over module names; what they match stays dense.
+        refine: ``cg`` solves the kept weights again, by conjugate gradients, after the last column is pruned.
+        order: ``windows`` prunes first the windows that lose most; ``columns`` goes from left to right.
+        target: ``residual`` makes each layer undo the error of the layers before it; ``local`` only its own.
+        damping: added to the diagonal of the Hessian, as a share of it.
+
+    Raises:
+        RecipeError: a value is not known.
+    """
+
+    pattern: str = "32:64"
+    prune: str = "sparsegpt"
+    quant: str = "none"
+    format: str = "auto"
+    search: str = "none"
+    tune: str = "none"
+    ignore: tuple[str, ...] = ()
+    refine: str = "cg"
+    order: str = "windows"
+    target: str = "residual"
+    damping: float = 0.01
+
+    def __post_init__(self) -> None:
+        for key, known in KNOWN_VALUES.items():
+            if getattr(self, key) not in known:
+                raise RecipeError(f"recipe key {key!r} is {getattr(self, key)!r}; it is one of: {', '.join(known)}")
+        if not 0 < self.damping < float("inf"):
+            raise RecipeError(f"recipe key 'damping' is {self.damping}; it is a share above 0, such as 0.01")
+        try:
+            parse_pattern(self.pattern)
+        except PatternError as error:
+            raise RecipeError(f"recipe key 'pattern': {error}") from error
+
+    @classmethod
+    def read(cls, mapping: Mapping[str, Any]) -> Recipe:
+        """Make a recipe of keys and values, as a YAML file or `to_dict` gives them; keys left out keep their defaults.
+
+        Raises:
+            RecipeError: a key or a value is not known.
+        """
+        return cls(**_checked(mapping))
+
+    def with_settings(self, settings: Iterable[str]) -> Recipe:
+        """Change some keys, each written ``key=value`` (the value as in YAML: a scalar or ``[a, b]``).
+
+        Raises:
+            RecipeError: a setting is not so written, or a key or a value is not known.
+        """
+        changes = {}
+        for setting in settings:
+            key, equals, value = setting.partition("=")
+            if not equals:
+                raise RecipeError(f"setting {setting!r} is not written key=value")
+            changes[key.strip()] = _parse_yaml(value, f"setting {setting!r}")
+        return Recipe(**{**asdict(self), **_checked(changes)})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give the recipe as plain JSON values; `read` makes an equal recipe of them."""
+        return {**asdict(self), "ignore": list(self.ignore)}
+
+
+def read_yaml(path: str | Path) -> Recipe:
+    """Read a recipe from a YAML file of keys and values.
+
+    Raises:
+        RecipeError: the file cannot be read, is not a YAML mapping, or has an unknown key or value.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"cannot read the recipe {path}: {error}") from error
+    found = _parse_yaml(text, f"recipe {path}")
+    if not isinstance(found, dict):
+        raise RecipeError(f"recipe {path} holds no key: value lines")
+    return Recipe.read(found)
+
+
+def _parse_yaml(text: str, what: str) -> Any:
+    """Parse YAML with every scalar as text: by YAML 1.1's own rules ``2:4`` would be the base-60 number 124."""
+    try:
+        return yaml.load(text, yaml.BaseLoader)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{what} is not valid YAML: {error}") from error
+
+
+def _checked(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    known = [field.name for field in fields(Recipe)]
+    for key in mapping:
+        if key not in known:
+            raise RecipeError(f"unknown recipe key {key!r}; the known keys are: {', '.join(known)}")
+    return {key: _typed(key, value) for key, value in mapping.items()}
+
+
+def _typed(key: str, value: Any) -> Any:
+    if key == "ignore":
+        names = [value] if isinstance(value, str) else value
+        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+            raise RecipeError(f"recipe key 'ignore' is {value!r}; it is a list of module name patterns")
+        return tuple(names)
+    if key == "damping":
+        try:
+            return float(value)
+        except (TypeError, ValueError) as error:
+            raise RecipeError(f"recipe key 'damping' is {value!r}; it is a number such as 0.01") from error
+    if not isinstance(value, str):
+        raise RecipeError(f"recipe key {key!r} is {value!r}; it is a word such as {getattr(Recipe, key)!r}")
+    return value

@@ -1,0 +1,26 @@
+"""What was done to one layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """The result for one layer.
+
+    Args:
+        name: the layer's module name in the model.
+        pattern: written form.
+        density: share of weights that are not zero, 0 to 1.
+        error: relative error of the layer's output on the calibration tokens, ``||(w' - w) x|| / ||w x||``.
+        outcome: what was done, such as ``sparsegpt`` or ``wanda (hessian singular)``.
+        seconds: time taken to prune it.
+    """
+
+    name: str
+    pattern: str
+    density: float
+    error: float
+    outcome: str
+    seconds: float
