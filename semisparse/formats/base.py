@@ -186,6 +186,8 @@ class Format:
             raise FormatError(f"format {self.name} cannot store pattern {pattern}: {reason}")
         if weight.dtype not in WEIGHT_DTYPES:
             raise FormatError(f"format {self.name} stores float16, bfloat16 or float32 weights, got {weight.dtype}")
+        if not weight.numel():
+            raise FormatError(f"format {self.name} cannot store an empty weight {list(weight.shape)}")
         pattern.check(weight)
         if not weight.isfinite().all():
             row, column = (~weight.isfinite()).nonzero()[0].tolist()
@@ -198,12 +200,14 @@ class Format:
         """Give every stored tensor's shape.
 
         Raises:
-            FormatError: ``params`` lacks a count that a shape needs, or holds an impossible one.
+            FormatError: N or K is below 1, or ``params`` lacks a count that a shape needs or holds an impossible one.
         """
+        if n < 1 or k < 1:
+            raise FormatError(f"format {self.name} stores weights with N, K of at least 1, got {(n, k)}")
         try:
             counts = {"N": n, "K": k, **self.counts(n, k, pattern, params)}
             return {s.name: tuple(_size(d, counts) for d in s.shape) for s in self.specs(pattern, params)}
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise FormatError(
                 f"format {self.name}: params {dict(params)} do not give every dimension: {error}"
             ) from error
