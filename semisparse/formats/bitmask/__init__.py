@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from semisparse.formats.base import Format, Params, TensorSpec
+from semisparse.formats.base import Format, Kernel, Params, TensorSpec
+from semisparse.formats.bitmask import cpu
 from semisparse.formats.bitmask.pack import BLOCK, check_content, pack_weight, unpack, values_per_block
 from semisparse.patterns import Pattern
 
@@ -43,5 +44,6 @@ FORMAT = Format(
     pack_weight=pack_weight,
     unpack=unpack,
     check_content=check_content,
+    kernels=(Kernel("cpu", "cpu", cpu.supports, cpu.load),),
     recipes={"rheosparse": {"pattern": "32:64", "prune": "sparsegpt", "format": "bitmask"}},
 )

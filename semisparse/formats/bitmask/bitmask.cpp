@@ -1,0 +1,241 @@
+// y[M, N] = x[M, K] @ w[N, K].T for a weight in format bitmask, on a CPU.
+//
+// A block of 64 weights is expanded into registers (4 vectors of 16 floats) and used for every token at hand, so the packed
+// bytes are read once from memory. Sums run over K in one fixed order per output: the result depends on no thread count.
+
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX512F__)
+#define HAS_AVX512
+#elif defined(__AVX2__) && defined(__F16C__)
+#define HAS_AVX2
+#endif
+#if defined(HAS_AVX512) || defined(HAS_AVX2)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int kLanes = 16;
+constexpr int kBlock = 64;
+constexpr int kVectors = kBlock / kLanes;
+
+// GCC and clang lower this to one AVX-512, two AVX2 or four SSE / NEON registers.
+typedef float Vector __attribute__((vector_size(kLanes * sizeof(float))));
+
+Vector load(const float* from) {
+  Vector vector;
+  std::memcpy(&vector, from, sizeof vector);
+  return vector;
+}
+
+float sum(Vector vector) {
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int lane = 0; lane < width; ++lane) vector[lane] += vector[lane + width];
+  return vector[0];
+}
+
+float float_of(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+struct Float32 {
+  using Stored = float;
+  static float widen(Stored value) { return value; }
+#ifdef HAS_AVX512
+  static __m512 widen16(const Stored* from) { return _mm512_loadu_ps(from); }
+#endif
+#ifdef HAS_AVX2
+  static __m256 widen8(const Stored* from) { return _mm256_loadu_ps(from); }
+#endif
+};
+
+struct BFloat16 {
+  using Stored = uint16_t;
+  static float widen(Stored value) { return float_of(uint32_t(value) << 16); }
+#ifdef HAS_AVX512
+  static __m512 widen16(const Stored* from) {
+    __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16));
+  }
+#endif
+#ifdef HAS_AVX2
+  static __m256 widen8(const Stored* from) {
+    __m128i words = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(words), 16));
+  }
+#endif
+};
+
+struct Float16 {
+  using Stored = uint16_t;
+  static float widen(Stored value) {
+    uint32_t magnitude = uint32_t(value & 0x7fff) << 13;
+    // 2^112 makes up for the difference of the exponents' biases, for subnormals too.
+    float scaled = float_of(magnitude) * 0x1p112f;
+    uint32_t bits;
+    std::memcpy(&bits, &scaled, sizeof bits);
+    if (magnitude >= 0x0f800000) bits |= 0x7f800000;  // Inf and NaN keep the largest exponent.
+    return float_of(bits | uint32_t(value & 0x8000) << 16);
+  }
+#ifdef HAS_AVX512
+  static __m512 widen16(const Stored* from) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  }
+#endif
+#ifdef HAS_AVX2
+  static __m256 widen8(const Stored* from) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  }
+#endif
+};
+
+#ifdef HAS_AVX2
+// For each byte of a mask: where each of 8 lanes finds its value, or a negative number for a dead lane.
+struct ExpandTable {
+  alignas(32) int32_t source[256][8];
+  constexpr ExpandTable() : source() {
+    for (int mask = 0; mask < 256; ++mask)
+      for (int lane = 0, next = 0; lane < 8; ++lane) source[mask][lane] = mask >> lane & 1 ? next++ : INT32_MIN;
+  }
+};
+constexpr ExpandTable kExpand;
+#endif
+
+// Spreads the next values over a block's 64 columns; dead columns get zero. Returns the first value not taken.
+template <typename Type>
+const typename Type::Stored* expand(uint64_t mask, const typename Type::Stored* values,
+                                    const typename Type::Stored* end, Vector (&weights)[kVectors]) {
+#if defined(HAS_AVX512) || defined(HAS_AVX2)
+  // Vector loads read up to 64 values, taken or not; the last blocks of the tensor go one by one.
+  if (end - values >= kBlock) {
+#ifdef HAS_AVX512
+    for (int q = 0; q < kVectors; ++q, mask >>= 16) {
+      weights[q] = (Vector)_mm512_maskz_expand_ps(__mmask16(mask), Type::widen16(values));
+      values += __builtin_popcount(mask & 0xffff);
+    }
+#else
+    float* columns = reinterpret_cast<float*>(weights);
+    for (int octet = 0; octet < kBlock / 8; ++octet, mask >>= 8) {
+      __m256i source = _mm256_load_si256(reinterpret_cast<const __m256i*>(kExpand.source[mask & 0xff]));
+      __m256 found = _mm256_permutevar8x32_ps(Type::widen8(values), source);
+      __m256 dead = _mm256_castsi256_ps(_mm256_srai_epi32(source, 31));
+      _mm256_storeu_ps(columns + 8 * octet, _mm256_andnot_ps(dead, found));
+      values += __builtin_popcount(mask & 0xff);
+    }
+#endif
+    return values;
+  }
+#endif
+  alignas(sizeof(Vector)) float columns[kBlock] = {};
+  for (; mask; mask &= mask - 1) columns[__builtin_ctzll(mask)] = Type::widen(*values++);
+  std::memcpy(weights, columns, sizeof columns);
+  return values;
+}
+
+struct Weight {
+  const uint64_t* masks;      // [rows, blocks]
+  const void* values;         // [rows, slots], or [kept]
+  const int64_t* row_starts;  // [rows + 1], or null where every row holds `slots` values
+  int64_t rows, blocks, slots;
+
+  int64_t start(int64_t row) const { return row_starts ? row_starts[row] : row * slots; }
+};
+
+struct Panel {
+  const float* x;  // [tokens, 64 * blocks], zero past column K
+  float* y;        // [tokens, rows]
+  int64_t tokens;
+};
+
+template <typename Type, int Rows, int Tokens>
+void tile(const Weight& weight, int64_t row, const Panel& panel, int64_t token) {
+  using Stored = typename Type::Stored;
+  const int64_t columns = weight.blocks * kBlock;
+  const auto* values = static_cast<const Stored*>(weight.values);
+  const Stored* end = values + weight.start(weight.rows);
+  const Stored* next[Rows];
+  for (int r = 0; r < Rows; ++r) next[r] = values + weight.start(row + r);
+  const float* x = panel.x + token * columns;
+
+  Vector sums[Rows][Tokens] = {};
+  for (int64_t block = 0; block < weight.blocks; ++block, x += kBlock) {
+    Vector weights[Rows][kVectors];
+    for (int r = 0; r < Rows; ++r)
+      next[r] = expand<Type>(weight.masks[(row + r) * weight.blocks + block], next[r], end, weights[r]);
+    for (int t = 0; t < Tokens; ++t)
+      for (int q = 0; q < kVectors; ++q) {
+        Vector of_x = load(x + t * columns + q * kLanes);
+        for (int r = 0; r < Rows; ++r) sums[r][t] += weights[r][q] * of_x;
+      }
+  }
+  for (int t = 0; t < Tokens; ++t)
+    for (int r = 0; r < Rows; ++r) panel.y[(token + t) * weight.rows + row + r] = sum(sums[r][t]);
+}
+
+template <typename Type, int Rows>
+void rows_by_tokens(const Weight& weight, int64_t row, const Panel& panel) {
+  int64_t token = 0;
+  for (; token + 8 <= panel.tokens; token += 8) tile<Type, Rows, 8>(weight, row, panel, token);
+  for (; token + 4 <= panel.tokens; token += 4) tile<Type, Rows, 4>(weight, row, panel, token);
+  for (; token + 2 <= panel.tokens; token += 2) tile<Type, Rows, 2>(weight, row, panel, token);
+  for (; token < panel.tokens; ++token) tile<Type, Rows, 1>(weight, row, panel, token);
+}
+
+template <typename Type>
+void product(const Weight& weight, const Panel& panel, int threads) {
+  constexpr int kRows = 2;
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t row = 0; row < weight.rows; row += kRows) {
+    if (row + kRows <= weight.rows)
+      rows_by_tokens<Type, kRows>(weight, row, panel);
+    else
+      rows_by_tokens<Type, 1>(weight, row, panel);
+  }
+}
+
+template <typename Type>
+void expand_rows(const Weight& weight, int64_t first, int64_t count, int64_t k, float* dense, int threads) {
+  using Stored = typename Type::Stored;
+  const auto* values = static_cast<const Stored*>(weight.values);
+  const Stored* end = values + weight.start(weight.rows);
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t row = 0; row < count; ++row) {
+    const Stored* next = values + weight.start(first + row);
+    for (int64_t block = 0; block < weight.blocks; ++block) {
+      Vector weights[kVectors];
+      next = expand<Type>(weight.masks[(first + row) * weight.blocks + block], next, end, weights);
+      int64_t left = k - block * kBlock;
+      std::memcpy(dense + row * k + block * kBlock, weights, sizeof(float) * (left < kBlock ? left : kBlock));
+    }
+  }
+}
+
+}  // namespace
+
+// `type`: what the values are, 0 float32, 1 float16, 2 bfloat16.
+#define DISPATCH(type, call)                                                     \
+  do {                                                                           \
+    if ((type) == 0) { using Type = Float32; call; }                             \
+    else if ((type) == 1) { using Type = Float16; call; }                        \
+    else { using Type = BFloat16; call; }                                        \
+  } while (0)
+
+extern "C" {
+
+void bitmask_product(const uint64_t* masks, const void* values, const int64_t* row_starts, int64_t rows, int64_t blocks,
+                     int64_t slots, int type, const float* x, float* y, int64_t tokens, int threads) {
+  const Weight weight{masks, values, row_starts, rows, blocks, slots};
+  const Panel panel{x, y, tokens};
+  DISPATCH(type, product<Type>(weight, panel, threads));
+}
+
+void bitmask_expand(const uint64_t* masks, const void* values, const int64_t* row_starts, int64_t rows, int64_t blocks,
+                    int64_t slots, int type, int64_t first, int64_t count, int64_t k, float* dense, int threads) {
+  const Weight weight{masks, values, row_starts, rows, blocks, slots};
+  DISPATCH(type, expand_rows<Type>(weight, first, count, k, dense, threads));
+}
+
+}  // extern "C"

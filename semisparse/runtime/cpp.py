@@ -1,0 +1,138 @@
+"""C++ for the CPU: compiled at first use by the user's compiler, kept in the user's cache folder."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from semisparse.errors import KernelError
+
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC")
+OPENMP = ("-fopenmp",)
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A C++ compiler that runs here.
+
+    Args:
+        command: the program and the arguments that the user's ``CXX`` gives it.
+        flags: how it compiles a kernel; with OpenMP if it has it.
+        target: every macro it predefines with these flags, which names its version and each feature of this CPU.
+    """
+
+    command: tuple[str, ...]
+    flags: tuple[str, ...]
+    target: str
+
+    @property
+    def threads(self) -> bool:
+        """Whether kernels are compiled with OpenMP; without it they run on one thread."""
+        return OPENMP[0] in self.flags
+
+
+def load(source: Path) -> ctypes.CDLL:
+    """Open the shared library compiled from one C++ file, compiling it unless the cache holds it.
+
+    Args:
+        source: a file that includes nothing but system headers.
+    Raises:
+        KernelError: there is no compiler, it refuses the file (its log is in the message), or the cache cannot be written.
+    """
+    compiler = find_compiler()
+    code = source.read_bytes()
+    key = _digest("\0".join((*compiler.command, *compiler.flags, compiler.target)).encode() + code)
+    folder = cache_folder() / "cpp"
+    prefix = f"{source.stem}-{key[:16]}-"
+    found = _intact(folder, prefix)
+    if found is None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            found = _compile(compiler, source, folder, prefix)
+        except OSError as error:
+            raise KernelError(f"cannot write {folder} ({error}); set SEMISPARSE_CACHE to a folder that can") from error
+    return ctypes.CDLL(str(found))
+
+
+@cache
+def refusal() -> str | None:
+    """Say why nothing can be compiled here, or None if it can."""
+    try:
+        find_compiler()
+    except KernelError as error:
+        return str(error)
+    return None
+
+
+@cache
+def find_compiler() -> Compiler:
+    """Find the compiler: ``CXX`` if it is set, else c++, g++ or clang++.
+
+    Raises:
+        KernelError: there is none, or it does not run.
+    """
+    chosen = os.environ.get("CXX")
+    candidates = [shlex.split(chosen)] if chosen else [["c++"], ["g++"], ["clang++"]]
+    for command in candidates:
+        if shutil.which(command[0]):
+            return _probe(tuple(command))
+    if chosen:
+        raise KernelError(f"CXX is {chosen!r}, which is not found: set it to g++ or clang++, or unset it")
+    raise KernelError("no C++ compiler found: install g++ or clang++, or set CXX")
+
+
+def cache_folder() -> Path:
+    """Give semisparse's folder in the user's cache: ``SEMISPARSE_CACHE``, or where the platform keeps caches."""
+    if chosen := os.environ.get("SEMISPARSE_CACHE"):
+        return Path(chosen)
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "semisparse"
+    variable = "LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME"
+    return Path(os.environ.get(variable) or Path.home() / ".cache") / "semisparse"
+
+
+def _probe(command: tuple[str, ...]) -> Compiler:
+    """Ask a compiler for its predefined macros, with OpenMP if it has the header, else without."""
+    errors = ""
+    for openmp in ((*OPENMP, "-include", "omp.h"), ()):
+        arguments = [*command, *FLAGS, *openmp, "-dM", "-E", "-x", "c++", os.devnull]
+        answer = subprocess.run(arguments, capture_output=True, text=True, check=False)
+        if answer.returncode == 0:
+            return Compiler(command, FLAGS + (OPENMP if openmp else ()), answer.stdout)
+        errors = answer.stderr
+    raise KernelError(f"the C++ compiler {shlex.join(command)} does not run with {shlex.join(FLAGS)}: {errors.strip()}")
+
+
+def _intact(folder: Path, prefix: str) -> Path | None:
+    """Find a cached library whose content is what its name says, and remove damaged ones."""
+    for entry in sorted(folder.glob(f"{prefix}*.so")):
+        if entry.name == f"{prefix}{_digest(entry.read_bytes())}.so":
+            return entry
+        entry.unlink(missing_ok=True)
+    return None
+
+
+def _compile(compiler: Compiler, source: Path, folder: Path, prefix: str) -> Path:
+    """Compile beside the cache and move the library in whole, under a name that carries its content's digest."""
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        output = Path(scratch) / "library.so"
+        arguments = [*compiler.command, *compiler.flags, str(source), "-o", str(output)]
+        answer = subprocess.run(arguments, capture_output=True, text=True, check=False)
+        if answer.returncode != 0:
+            raise KernelError(f"{shlex.join(arguments)} failed:\n{answer.stdout}{answer.stderr}")
+        final = folder / f"{prefix}{_digest(output.read_bytes())}.so"
+        os.replace(output, final)
+    return final
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
