@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -117,9 +118,10 @@ def _probe(chosen: str) -> Compiler:
 def _intact(folder: Path, prefix: str) -> Path | None:
     """Find a cached library whose content is what its name says, and remove damaged ones."""
     for entry in sorted(folder.glob(f"{prefix}*.so")):
-        if entry.name == f"{prefix}{_digest(entry.read_bytes())}.so":
-            return entry
-        entry.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # Another process has just removed it.
+            if entry.name == f"{prefix}{_digest(entry.read_bytes())}.so":
+                return entry
+            entry.unlink()
     return None
 
 
