@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -46,21 +47,17 @@ def load(source: Path) -> ctypes.CDLL:
     Args:
         source: a file that includes nothing but system headers.
     Raises:
-        KernelError: there is no compiler, it refuses the file (its log is in the message), or the cache cannot be written.
+        KernelError: there is no compiler, it refuses the file (its log is in the message), or the cache is unusable.
     """
     compiler = find_compiler()
-    code = source.read_bytes()
-    key = _digest("\0".join((*compiler.command, *compiler.flags, compiler.target)).encode() + code)
+    inputs = "\0".join((*compiler.command, *compiler.flags, compiler.target)).encode() + source.read_bytes()
     folder = cache_folder() / "cpp"
-    prefix = f"{source.stem}-{key[:16]}-"
-    found = _intact(folder, prefix)
-    if found is None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            found = _compile(compiler, source, folder, prefix)
-        except OSError as error:
-            raise KernelError(f"cannot write {folder} ({error}); set SEMISPARSE_CACHE to a folder that can") from error
-    return ctypes.CDLL(str(found))
+    prefix = f"{source.stem}-{_digest(inputs)[:16]}-"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return ctypes.CDLL(str(_intact(folder, prefix) or _compile(compiler, source, folder, prefix)))
+    except OSError as error:
+        raise KernelError(f"cannot use {folder} ({error}); set SEMISPARSE_CACHE to a folder that can be") from error
 
 
 @cache
@@ -80,13 +77,12 @@ def find_compiler() -> Compiler:
     Raises:
         KernelError: there is none, or it does not run.
     """
-    chosen = os.environ.get("CXX")
-    candidates = [shlex.split(chosen)] if chosen else [["c++"], ["g++"], ["clang++"]]
-    for command in candidates:
-        if shutil.which(command[0]):
-            return _probe(tuple(command))
+    chosen = os.environ.get("CXX", "").strip()
     if chosen:
-        raise KernelError(f"CXX is {chosen!r}, which is not found: set it to g++ or clang++, or unset it")
+        return _probe(chosen)
+    for name in ("c++", "g++", "clang++"):
+        if shutil.which(name):
+            return _probe(name)
     raise KernelError("no C++ compiler found: install g++ or clang++, or set CXX")
 
 
@@ -100,24 +96,32 @@ def cache_folder() -> Path:
     return Path(os.environ.get(variable) or Path.home() / ".cache") / "semisparse"
 
 
-def _probe(command: tuple[str, ...]) -> Compiler:
+def _probe(chosen: str) -> Compiler:
     """Ask a compiler for its predefined macros, with OpenMP if it has the header, else without."""
-    errors = ""
-    for openmp in ((*OPENMP, "-include", "omp.h"), ()):
-        arguments = [*command, *FLAGS, *openmp, "-dM", "-E", "-x", "c++", os.devnull]
-        answer = subprocess.run(arguments, capture_output=True, text=True, check=False)
-        if answer.returncode == 0:
-            return Compiler(command, FLAGS + (OPENMP if openmp else ()), answer.stdout)
-        errors = answer.stderr
-    raise KernelError(f"the C++ compiler {shlex.join(command)} does not run with {shlex.join(FLAGS)}: {errors.strip()}")
+    complaint = ""
+    try:
+        command = tuple(shlex.split(chosen))
+        for openmp in (OPENMP, ()):
+            header = ("-include", "omp.h") if openmp else ()
+            arguments = (*command, *FLAGS, *openmp, *header, "-dM", "-E", "-x", "c++", os.devnull)
+            answer = subprocess.run(arguments, capture_output=True, text=True, check=False)
+            if answer.returncode == 0:
+                return Compiler(command, (*FLAGS, *openmp), answer.stdout)
+            complaint = answer.stderr.strip()
+    except (OSError, ValueError) as error:
+        complaint = str(error)
+    raise KernelError(
+        f"the C++ compiler {chosen!r} does not run with {shlex.join(FLAGS)} ({complaint}): set CXX to g++ or clang++"
+    )
 
 
 def _intact(folder: Path, prefix: str) -> Path | None:
     """Find a cached library whose content is what its name says, and remove damaged ones."""
     for entry in sorted(folder.glob(f"{prefix}*.so")):
-        if entry.name == f"{prefix}{_digest(entry.read_bytes())}.so":
-            return entry
-        entry.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # Another process has just removed it.
+            if entry.name == f"{prefix}{_digest(entry.read_bytes())}.so":
+                return entry
+            entry.unlink()
     return None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from semisparse.formats.base import Format, Kernel, Params, TensorSpec
+from semisparse.formats.base import Case, Format, Kernel, Params, TensorSpec
 from semisparse.formats.bitmask import cpu
 from semisparse.formats.bitmask.pack import BLOCK, check_content, pack_weight, unpack, values_per_block
 from semisparse.patterns import Pattern
@@ -45,5 +45,11 @@ FORMAT = Format(
     unpack=unpack,
     check_content=check_content,
     kernels=(Kernel("cpu", "cpu", cpu.supports, cpu.load),),
+    cases=(
+        Case("zeros-stored-past-k", "64:64", lambda: torch.ones(3, 65)),
+        Case("one-of-each-block", "1:64", lambda: torch.eye(64).repeat(1, 3)),
+        Case("window-that-divides-no-block", "6:10", lambda: torch.ones(2, 70) * (torch.arange(70) % 10 < 6)),
+        Case("nothing-pruned", "0%", lambda: torch.ones(5, 130)),
+    ),
     recipes={"rheosparse": {"pattern": "32:64", "prune": "sparsegpt", "format": "bitmask"}},
 )

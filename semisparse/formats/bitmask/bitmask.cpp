@@ -102,51 +102,69 @@ struct ExpandTable {
   }
 };
 constexpr ExpandTable kExpand;
+
+template <typename Type>
+inline void expand_octets(uint64_t mask, const typename Type::Stored* values, float* columns) {
+#pragma GCC unroll 8
+  for (int octet = 0; octet < kBlock / 8; ++octet) {
+    const auto* from = values + __builtin_popcountll(mask & ((uint64_t(1) << 8 * octet) - 1));
+    __m256i source = _mm256_load_si256(reinterpret_cast<const __m256i*>(kExpand.source[mask >> 8 * octet & 0xff]));
+    __m256 found = _mm256_permutevar8x32_ps(Type::widen8(from), source);
+    __m256 dead = _mm256_castsi256_ps(_mm256_srai_epi32(source, 31));
+    _mm256_store_ps(columns + 8 * octet, _mm256_andnot_ps(dead, found));
+  }
+}
 #endif
+
+// The slow way, which reads no value it does not take.
+template <typename Type>
+__attribute__((noinline)) void expand_singly(uint64_t mask, const typename Type::Stored* values, float* columns) {
+  std::memset(columns, 0, kBlock * sizeof(float));
+  for (; mask; mask &= mask - 1) columns[__builtin_ctzll(mask)] = Type::widen(*values++);
+}
 
 // Spreads the next values over a block's 64 columns; dead columns get zero. Returns the first value not taken.
 template <typename Type>
-const typename Type::Stored* expand(uint64_t mask, const typename Type::Stored* values,
-                                    const typename Type::Stored* end, Vector (&weights)[kVectors]) {
-#if defined(HAS_AVX512) || defined(HAS_AVX2)
-  // Vector loads read up to 64 values, taken or not; the last blocks of the tensor go one by one.
-  if (end - values >= kBlock) {
+inline const typename Type::Stored* expand(uint64_t mask, const typename Type::Stored* values,
+                                           const typename Type::Stored* end, Vector (&weights)[kVectors]) {
+  const auto* next = values + __builtin_popcountll(mask);
 #ifdef HAS_AVX512
-    for (int q = 0; q < kVectors; ++q, mask >>= 16) {
-      weights[q] = (Vector)_mm512_maskz_expand_ps(__mmask16(mask), Type::widen16(values));
-      values += __builtin_popcount(mask & 0xffff);
+  // The vector loads read up to 64 values, taken or not.
+  if (__builtin_expect(end - values >= kBlock, 1)) {
+#pragma GCC unroll 4
+    for (int q = 0; q < kVectors; ++q) {
+      const auto* from = values + __builtin_popcountll(mask & ((uint64_t(1) << kLanes * q) - 1));
+      weights[q] = (Vector)_mm512_maskz_expand_ps(__mmask16(mask >> kLanes * q), Type::widen16(from));
     }
-#else
-    float* columns = reinterpret_cast<float*>(weights);
-    for (int octet = 0; octet < kBlock / 8; ++octet, mask >>= 8) {
-      __m256i source = _mm256_load_si256(reinterpret_cast<const __m256i*>(kExpand.source[mask & 0xff]));
-      __m256 found = _mm256_permutevar8x32_ps(Type::widen8(values), source);
-      __m256 dead = _mm256_castsi256_ps(_mm256_srai_epi32(source, 31));
-      _mm256_storeu_ps(columns + 8 * octet, _mm256_andnot_ps(dead, found));
-      values += __builtin_popcount(mask & 0xff);
-    }
-#endif
-    return values;
+    return next;
   }
 #endif
-  alignas(sizeof(Vector)) float columns[kBlock] = {};
-  for (; mask; mask &= mask - 1) columns[__builtin_ctzll(mask)] = Type::widen(*values++);
-  std::memcpy(weights, columns, sizeof columns);
-  return values;
+  alignas(sizeof(Vector)) float columns[kBlock];
+#ifdef HAS_AVX2
+  if (__builtin_expect(end - values >= kBlock, 1))
+    expand_octets<Type>(mask, values, columns);
+  else
+#endif
+    expand_singly<Type>(mask, values, columns);
+#pragma GCC unroll 4
+  for (int q = 0; q < kVectors; ++q) weights[q] = load(columns + q * kLanes);
+  return next;
 }
 
+// The layout is that of _Weight in cpu.py.
 struct Weight {
   const uint64_t* masks;      // [rows, blocks]
   const void* values;         // [rows, slots], or [kept]
   const int64_t* row_starts;  // [rows + 1], or null where every row holds `slots` values
   int64_t rows, blocks, slots;
+  int64_t type;  // of the values: 0 float32, 1 float16, 2 bfloat16
 
   int64_t start(int64_t row) const { return row_starts ? row_starts[row] : row * slots; }
 };
 
 struct Panel {
-  const float* x;  // [tokens, 64 * blocks], zero past column K
-  float* y;        // [tokens, rows]
+  const float* x;
+  float* y;
   int64_t tokens;
 };
 
@@ -160,14 +178,23 @@ void tile(const Weight& weight, int64_t row, const Panel& panel, int64_t token) 
   for (int r = 0; r < Rows; ++r) next[r] = values + weight.start(row + r);
   const float* x = panel.x + token * columns;
 
+  // The same place in the next tile; hardware prefetch alone reaches 7.0 ns a block from memory, this 4.7 (Zen 4).
+  const int64_t ahead = weight.start(row + Rows) - weight.start(row);
+
   Vector sums[Rows][Tokens] = {};
   for (int64_t block = 0; block < weight.blocks; ++block, x += kBlock) {
     Vector weights[Rows][kVectors];
-    for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) {
+      __builtin_prefetch(next[r] + ahead, 0, 2);
       next[r] = expand<Type>(weight.masks[(row + r) * weight.blocks + block], next[r], end, weights[r]);
+    }
+#pragma GCC unroll 8
     for (int t = 0; t < Tokens; ++t)
+#pragma GCC unroll 4
       for (int q = 0; q < kVectors; ++q) {
         Vector of_x = load(x + t * columns + q * kLanes);
+#pragma GCC unroll 8
         for (int r = 0; r < Rows; ++r) sums[r][t] += weights[r][q] * of_x;
       }
   }
@@ -213,29 +240,26 @@ void expand_rows(const Weight& weight, int64_t first, int64_t count, int64_t k, 
   }
 }
 
-}  // namespace
+// Calls `use` with the type that `type` numbers.
+template <typename Use>
+void with_type(int64_t type, Use use) {
+  if (type == 0) return use(Float32{});
+  if (type == 1) return use(Float16{});
+  use(BFloat16{});
+}
 
-// `type`: what the values are, 0 float32, 1 float16, 2 bfloat16.
-#define DISPATCH(type, call)                                                     \
-  do {                                                                           \
-    if ((type) == 0) { using Type = Float32; call; }                             \
-    else if ((type) == 1) { using Type = Float16; call; }                        \
-    else { using Type = BFloat16; call; }                                        \
-  } while (0)
+}  // namespace
 
 extern "C" {
 
-void bitmask_product(const uint64_t* masks, const void* values, const int64_t* row_starts, int64_t rows, int64_t blocks,
-                     int64_t slots, int type, const float* x, float* y, int64_t tokens, int threads) {
-  const Weight weight{masks, values, row_starts, rows, blocks, slots};
-  const Panel panel{x, y, tokens};
-  DISPATCH(type, product<Type>(weight, panel, threads));
+// Multiplies every token of x ([tokens, 64 * blocks], zero past column K) with the weight into y ([tokens, rows]).
+void bitmask_product(const Weight* weight, const float* x, float* y, int64_t tokens, int threads) {
+  with_type(weight->type, [=](auto type) { product<decltype(type)>(*weight, {x, y, tokens}, threads); });
 }
 
-void bitmask_expand(const uint64_t* masks, const void* values, const int64_t* row_starts, int64_t rows, int64_t blocks,
-                    int64_t slots, int type, int64_t first, int64_t count, int64_t k, float* dense, int threads) {
-  const Weight weight{masks, values, row_starts, rows, blocks, slots};
-  DISPATCH(type, expand_rows<Type>(weight, first, count, k, dense, threads));
+// Writes rows `first` to `first + count` as a dense [count, k] matrix.
+void bitmask_expand(const Weight* weight, int64_t first, int64_t count, int64_t k, float* dense, int threads) {
+  with_type(weight->type, [=](auto type) { expand_rows<decltype(type)>(*weight, first, count, k, dense, threads); });
 }
 
 }  // extern "C"

@@ -76,9 +76,8 @@ def _check_rows(packed: Packed, bits_of_rows: Tensor) -> None:
     starts = packed.tensors["row_starts"]
     kept = packed.tensors["values"].numel()
     if starts[0] != 0 or starts[-1] != kept:
-        raise FormatError(
-            f"tensor row_starts runs from {int(starts[0])} to {int(starts[-1])}, expected 0 to {kept}, the stored values"
-        )
+        found = f"{int(starts[0])} to {int(starts[-1])}"
+        raise FormatError(f"tensor row_starts runs from {found}, expected 0 to {kept}, the number of values")
     _refuse_first(starts.diff() != bits_of_rows, "row_starts", "a row's length is not the bit count of its masks")
 
 

@@ -1,0 +1,179 @@
+"""The compile cache: one compilation for each source and machine, and nothing damaged is ever opened."""
+
+import concurrent.futures
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from semisparse.errors import KernelError
+from semisparse.runtime import cpp
+
+needs_compiler = pytest.mark.skipif(cpp.refusal() is not None, reason=str(cpp.refusal()))
+SOURCE = 'extern "C" int answer() { return 42; }'
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Give each test a cache of its own and a compiler looked up anew."""
+    monkeypatch.setenv("SEMISPARSE_CACHE", str(tmp_path / "cache"))
+    cpp.find_compiler.cache_clear()
+    cpp.refusal.cache_clear()
+    yield
+    cpp.find_compiler.cache_clear()
+    cpp.refusal.cache_clear()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "answer.cpp"
+    path.write_text(SOURCE)
+    return path
+
+
+def entries() -> list[Path]:
+    return sorted((cpp.cache_folder() / "cpp").iterdir())
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Put a program before the compiler that writes a line for each file compiled."""
+    log = tmp_path / "log"
+    log.touch()
+    script = tmp_path / "compiler"
+    real = " ".join(cpp.find_compiler().command)
+    script.write_text(f'#!/bin/sh\ncase "$*" in *-o*) echo compiled >> {log};; esac\nexec {real} "$@"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    cpp.find_compiler.cache_clear()
+    return log
+
+
+@needs_compiler
+def test_a_library_is_compiled_once(source: Path, compilations: Path):
+    assert cpp.load(source).answer() == 42
+    assert cpp.load(source).answer() == 42
+    assert compilations.read_text().count("compiled") == 1
+    assert len(entries()) == 1
+
+
+@needs_compiler
+def test_another_source_or_other_flags_are_another_library(source: Path, monkeypatch: pytest.MonkeyPatch):
+    assert cpp.load(source).answer() == 42
+    source.write_text(SOURCE.replace("42", "OTHER"))
+    monkeypatch.setenv("CXX", " ".join((*cpp.find_compiler().command, "-DOTHER=43")))
+    cpp.find_compiler.cache_clear()
+    assert cpp.load(source).answer() == 43
+    monkeypatch.setenv("CXX", " ".join((*cpp.find_compiler().command[:-1], "-DOTHER=44")))
+    cpp.find_compiler.cache_clear()
+    assert cpp.load(source).answer() == 44
+    assert len(entries()) == 3
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", [lambda content: content[:100], lambda content: b"", lambda content: b"\0" * 5000])
+def test_a_damaged_library_is_compiled_again(source: Path, compilations: Path, damage):
+    cpp.load(source)
+    (entry,) = entries()
+    content = entry.read_bytes()
+    entry.unlink()
+    entry.write_bytes(damage(content))
+    assert cpp.load(source).answer() == 42
+    assert compilations.read_text().count("compiled") == 2
+    assert [e.read_bytes() for e in entries()] == [content]
+
+
+@needs_compiler
+def test_processes_may_compile_at_the_same_time(source: Path):
+    program = (
+        f"from pathlib import Path; from semisparse.runtime import cpp; print(cpp.load(Path({str(source)!r})).answer())"
+    )
+
+    def one(_) -> str:
+        return subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        assert list(pool.map(one, range(3))) == ["42"] * 3
+    assert [e.suffix for e in entries()] == [".so"]
+
+
+@needs_compiler
+def test_the_compilers_log_is_in_the_error(source: Path):
+    source.write_text("int broken() { return undeclared_name; }")
+    with pytest.raises(KernelError, match="undeclared_name"):
+        cpp.load(source)
+    assert entries() == []
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written_is_named(source: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SEMISPARSE_CACHE", str(source / "below-a-file"))
+    with pytest.raises(KernelError, match="set SEMISPARSE_CACHE to a folder"):
+        cpp.load(source)
+
+
+@needs_compiler
+def test_openmp_is_used_where_it_works(source: Path):
+    source.write_text("""
+#ifdef _OPENMP
+#include <omp.h>
+extern "C" int threads() { return omp_get_max_threads() > 0; }
+#else
+extern "C" int threads() { return 0; }
+#endif
+""")
+    assert cpp.load(source).threads() == cpp.find_compiler().threads
+
+
+@needs_compiler
+def test_a_compiler_without_openmp_still_compiles(source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    script = tmp_path / "compiler"
+    real = " ".join(cpp.find_compiler().command)
+    script.write_text(f'#!/bin/sh\ncase "$*" in *-fopenmp*) echo no such option >&2; exit 1;; esac\nexec {real} "$@"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    cpp.find_compiler.cache_clear()
+    assert not cpp.find_compiler().threads
+    assert cpp.load(source).answer() == 42
+
+
+@pytest.mark.parametrize(
+    ("command", "complaint"),
+    [("no-such-compiler", "No such file"), ("false", "does not run"), ("c++ 'unclosed", "No closing quotation")],
+)
+def test_a_cxx_that_does_not_run_is_named(command: str, complaint: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CXX", command)
+    reason = cpp.refusal()
+    assert reason is not None
+    assert complaint in reason
+    assert "set CXX" in reason
+
+
+def test_no_compiler_is_said(source: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    assert cpp.refusal() == "no C++ compiler found: install g++ or clang++, or set CXX"
+    with pytest.raises(KernelError, match="no C"):
+        cpp.load(source)
+
+
+@pytest.mark.parametrize(
+    ("platform", "environment", "expected"),
+    [
+        ("linux", {}, "~/.cache/semisparse"),
+        ("linux", {"XDG_CACHE_HOME": "/x"}, "/x/semisparse"),
+        ("darwin", {"XDG_CACHE_HOME": "/x"}, "~/Library/Caches/semisparse"),
+        ("win32", {"LOCALAPPDATA": "/l"}, "/l/semisparse"),
+        ("linux", {"SEMISPARSE_CACHE": "/mine", "XDG_CACHE_HOME": "/x"}, "/mine"),
+    ],
+)
+def test_the_cache_lies_where_the_platform_keeps_caches(platform, environment, expected, monkeypatch):
+    for name in ("SEMISPARSE_CACHE", "XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "platform", platform)
+    assert cpp.cache_folder() == Path(expected).expanduser()
