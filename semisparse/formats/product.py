@@ -56,17 +56,17 @@ def _product(x: Tensor, packed: Packed, bias: Tensor | None, kernel: str) -> Ten
 @lru_cache(maxsize=4096)
 def _chosen(declaration: str, kernel: str, m: int, dtype: torch.dtype, device: torch.device) -> Product:
     """Choose once for each size: asking every kernel costs more than a decode launch."""
-    packed = _undeclare(declaration)
+    packed, _ = _undeclare(declaration)
     n, k = packed.shape
     problem = Problem(m, n, k, packed.pattern, packed.params, packed.dtype, dtype, device)
     return get_format(packed.format).choose(problem, kernel).load()
 
 
 @cache
-def _undeclare(declaration: str) -> Packed:
-    """Give a packed weight whose tensors are still to be put in."""
+def _undeclare(declaration: str) -> tuple[Packed, tuple[str, ...]]:
+    """Give a packed weight whose tensors are still to be put in, and their names in order."""
     told = json.loads(declaration)
-    return Packed(
+    packed = Packed(
         told["format"],
         told["version"],
         parse_pattern(told["pattern"]),
@@ -76,6 +76,7 @@ def _undeclare(declaration: str) -> Packed:
         {},
         declaration,
     )
+    return packed, tuple(told["tensors"])
 
 
 # A plain Library, not torch.library.custom_op: 6.3 against 10.7 us a call.
@@ -84,13 +85,13 @@ _library.define("linear(Tensor x, Tensor[] tensors, Tensor? bias, str declaratio
 
 
 def _operator(x: Tensor, tensors: list[Tensor], bias: Tensor | None, declaration: str, kernel: str) -> Tensor:
-    names = json.loads(declaration)["tensors"]
-    packed = replace_tensors(_undeclare(declaration), dict(zip(names, tensors, strict=True)))
+    declared, names = _undeclare(declaration)
+    packed = replace_tensors(declared, dict(zip(names, tensors, strict=True)))
     return _product(x, packed, bias, kernel)
 
 
 def _operator_fake(x: Tensor, tensors: list[Tensor], bias: Tensor | None, declaration: str, kernel: str) -> Tensor:
-    return x.new_empty(x.shape[0], _undeclare(declaration).shape[0])
+    return x.new_empty(x.shape[0], _undeclare(declaration)[0].shape[0])
 
 
 _library.impl("linear", _operator, "CompositeExplicitAutograd")
