@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from semisparse.formats.base import Format, Kernel, Params, TensorSpec
-from semisparse.formats.bitmask import cpu
+from semisparse.formats.bitmask import cpu, cuda
 from semisparse.formats.bitmask.pack import BLOCK, check_content, pack_weight, unpack, values_per_block
 from semisparse.patterns import Pattern
 
@@ -44,6 +44,11 @@ FORMAT = Format(
     pack_weight=pack_weight,
     unpack=unpack,
     check_content=check_content,
-    kernels=(Kernel("cpu", "cpu", cpu.supports, cpu.load),),
+    kernels=(
+        Kernel("cpu", "cpu", cpu.supports, cpu.load),
+        Kernel("decode", "cuda", cuda.decode_refusal, lambda: cuda.decode),
+        Kernel("unpack", "cuda", cuda.unpack_refusal, lambda: cuda.unpack_and_multiply),
+    ),
+    cost=cuda.cost,
     recipes={"rheosparse": {"pattern": "32:64", "prune": "sparsegpt", "format": "bitmask"}},
 )
