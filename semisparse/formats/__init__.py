@@ -1,6 +1,6 @@
 """Formats: one folder each, found by scanning this package."""
 
-from semisparse.formats.base import Case, Format, Kernel, Packed, Problem, TensorSpec, get_format, registry
+from semisparse.formats.base import Case, Format, Kernel, Packed, Pass, Problem, TensorSpec, get_format, registry
 from semisparse.formats.product import linear
 
-__all__ = ["Case", "Format", "Kernel", "Packed", "Problem", "TensorSpec", "get_format", "linear", "registry"]
+__all__ = ["Case", "Format", "Kernel", "Packed", "Pass", "Problem", "TensorSpec", "get_format", "linear", "registry"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -50,6 +51,8 @@ class Packed:
         dtype: of the weight that was packed, and of the one that `unpack` gives.
         params: the format's own numbers (JSON scalars), such as data-dependent counts and bit widths.
         tensors: one for each `TensorSpec`.
+        declaration: all of the above but the tensors, as JSON; made here. It is what a traced graph keeps of them, and
+            handing it on spares a module that swaps tensors at every call the work of making it.
     """
 
     format: str
@@ -59,6 +62,11 @@ class Packed:
     dtype: torch.dtype
     params: Params
     tensors: dict[str, Tensor]
+    declaration: str = field(default="", repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.declaration:
+            object.__setattr__(self, "declaration", _declare(self))
 
     @property
     def nbytes(self) -> int:
@@ -79,9 +87,32 @@ class Packed:
         return get_format(self.format).unpack(self)
 
 
+def _declare(packed: Packed) -> str:
+    return json.dumps(
+        {
+            "format": packed.format,
+            "version": packed.version,
+            "pattern": str(packed.pattern),
+            "shape": packed.shape,
+            "dtype": str(packed.dtype).removeprefix("torch."),
+            "params": dict(packed.params),
+            "tensors": sorted(packed.tensors),
+        }
+    )
+
+
 def replace_tensors(packed: Packed, tensors: dict[str, Tensor]) -> Packed:
-    """Give the same declaration with other tensors."""
-    return Packed(packed.format, packed.version, packed.pattern, packed.shape, packed.dtype, packed.params, tensors)
+    """Give the same declaration with other tensors, of the same names."""
+    return Packed(
+        packed.format,
+        packed.version,
+        packed.pattern,
+        packed.shape,
+        packed.dtype,
+        packed.params,
+        tensors,
+        packed.declaration,
+    )
 
 
 @dataclass(frozen=True)
@@ -127,6 +158,29 @@ class Kernel:
 
 
 @dataclass(frozen=True)
+class Pass:
+    """One kernel of a product, as the roofline model sees it.
+
+    Args:
+        bytes: read and written, each operand once.
+        operations: multiplications and additions.
+        unit: what computes them: ``tensor fp16`` (bfloat16 too), ``tensor fp8``, ``tensor int8`` or ``fp32``.
+    """
+
+    bytes: float
+    operations: float
+    unit: str
+
+
+def fused_cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
+    """Give what a format costs whose kernel unpacks the weight as it reads it: packed bytes, dense operations."""
+    m, n, k = problem.m, problem.n, problem.k
+    operands = m * (n + k) * problem.dtype.itemsize
+    unit = "fp32" if problem.dtype == torch.float32 else "tensor fp16"
+    return (Pass(weight_bytes + operands, 2 * m * n * k, unit),)
+
+
+@dataclass(frozen=True)
 class Case:
     """A weight for the contract tests: [N, K] float32 that obeys ``pattern``, and what is special about it."""
 
@@ -154,6 +208,8 @@ class Format:
         cases: edge cases of its own for the contract tests.
         recipes: built-in recipes that end in this format, name -> settings.
         lossless: whether unpack gives the packed weight bit for bit.
+        cost: (problem, packed weight's bytes) -> the passes of a product, for `plan` and the bench's floors.
+        variants: the pack options worth planning and measuring.
     """
 
     name: str
@@ -169,6 +225,8 @@ class Format:
     cases: tuple[Case, ...] = ()
     recipes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     lossless: bool = True
+    cost: Callable[[Problem, float], tuple[Pass, ...]] = fused_cost
+    variants: tuple[Mapping[str, Any], ...] = ({},)
 
     def pack(self, weight: Tensor, pattern: Pattern | str, **options: Any) -> Packed:
         """Store a weight.

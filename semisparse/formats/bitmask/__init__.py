@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from semisparse.formats.base import Case, Format, Kernel, Params, TensorSpec
-from semisparse.formats.bitmask import cpu
+from semisparse.formats.bitmask import cpu, cuda
 from semisparse.formats.bitmask.pack import BLOCK, check_content, pack_weight, unpack, values_per_block
 from semisparse.patterns import Pattern
 
@@ -44,7 +44,12 @@ FORMAT = Format(
     pack_weight=pack_weight,
     unpack=unpack,
     check_content=check_content,
-    kernels=(Kernel("cpu", "cpu", cpu.supports, cpu.load),),
+    kernels=(
+        Kernel("cpu", "cpu", cpu.supports, cpu.load),
+        Kernel("decode", "cuda", cuda.decode_refusal, lambda: cuda.decode),
+        Kernel("unpack", "cuda", cuda.unpack_refusal, lambda: cuda.unpack_and_multiply),
+    ),
+    cost=cuda.cost,
     cases=(
         Case("zeros-stored-past-k", "64:64", lambda: torch.ones(3, 65)),
         Case("one-of-each-block", "1:64", lambda: torch.eye(64).repeat(1, 3)),

@@ -1,0 +1,87 @@
+"""`semisparse bench machine`: rates of the machine, and what a launch costs in a graph and from Python."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+from semisparse.bench.roofline import BASELINE, NO_ZEROS
+from semisparse.bench.timing import Timing, time_calls, time_eager
+from semisparse.formats import get_format, linear
+from semisparse.nn import SparseLinear
+from semisparse.runtime.device import device_facts
+from semisparse.runtime.launch import CudaKernel
+from semisparse.runtime.measure import measured_rates
+from semisparse.runtime.nvrtc import CudaSource, compile_cubin, unavailable
+
+SOURCE = CudaSource(Path(__file__).with_name("launch.cu"))
+
+NODES = 200
+"""Kernels in the graph whose replay is divided by their number."""
+
+COUNT = 1024
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One figure of a machine."""
+
+    machine: str
+    software: str
+    name: str
+    value: float
+    unit: str
+
+
+def machine_facts(device: torch.device) -> list[Fact]:
+    """Measure a machine: bandwidth, peaks and, on a GPU, launch costs."""
+    facts = device_facts(device)
+    rates = measured_rates(device)
+    found = [
+        ("processors", facts.processors, "count"),
+        ("last-level cache", facts.cache_bytes / 1e6, "MB"),
+        ("memory", facts.memory_bytes / 1e9, "GB"),
+        ("read bandwidth", rates.read_bandwidth / 1e12, "TB/s"),
+        *((f"peak, {unit}", peak / 1e12, "T(FL)OP/s") for unit, peak in rates.peaks.items()),
+    ]
+    if device.type == "cuda":
+        found += [(name, timing.us, "us") for name, timing in _launch_costs(device)]
+    return [Fact(facts.name, facts.driver, name, float(value), unit) for name, value, unit in found]
+
+
+def _launch_costs(device: torch.device) -> Iterator[tuple[str, Timing]]:
+    if unavailable() is None:
+        cubin = compile_cubin(SOURCE.path, device_facts(device).arch)
+        nothing = CudaKernel(cubin, "nothing", ())
+        copy = CudaKernel(cubin, "copy", (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int))
+        source, target = torch.ones(COUNT, device=device), torch.empty(COUNT, device=device)
+        grid = (COUNT // 256, 1, 1)
+
+        def launch_nothing() -> torch.Tensor:
+            nothing(device, (1, 1, 1), 32)
+            return target
+
+        def launch_copy() -> torch.Tensor:
+            copy(device, grid, 256, source.data_ptr(), target.data_ptr(), COUNT)
+            return target
+
+        yield "launch in a graph, empty kernel", time_calls([launch_nothing] * NODES, device)
+        yield "launch in a graph, kernel that copies 4 KB", time_calls([launch_copy] * NODES, device)
+        yield "launch from Python, empty kernel", time_eager(launch_nothing)
+        yield "launch from Python, three arguments", time_eager(launch_copy)
+    weight = torch.randn(64, 64, device=device, dtype=torch.bfloat16)
+    x = torch.randn(1, 64, device=device, dtype=torch.bfloat16)
+    packed = get_format(BASELINE).pack(weight, NO_ZEROS)
+    operands = [packed.tensors[name] for name in sorted(packed.tensors)]
+    module = SparseLinear(packed)
+    with torch.inference_mode():
+        yield "call from Python, torch F.linear", time_eager(lambda: F.linear(x, weight))
+        yield "call from Python, semisparse.linear over it", time_eager(lambda: linear(x, packed))
+        yield "call from Python, SparseLinear over it", time_eager(lambda: module(x))
+        operator = torch.ops.semisparse.linear
+        yield "call from Python, traced operator", time_eager(lambda: operator(x, operands, None, packed.declaration, "auto"))

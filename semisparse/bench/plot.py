@@ -1,0 +1,129 @@
+"""Plots of a bench CSV: speed-up over dense by shape and tokens, the roofline, and storage by sparsity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from semisparse.bench.kernels import Measurement
+from semisparse.bench.roofline import NO_ZEROS, candidates, problem_for
+from semisparse.errors import FormatError, SemisparseError
+from semisparse.patterns import parse_pattern
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PATTERNS = ("6:8", "5:8", "4:8", "3:8", "2:8", "32:64", "20:64", "30%", "50%", "70%", "90%")
+"""For the plot of storage: each format shows those that it can store."""
+
+STORED = (1024, 4096)
+"""N, K of the weight whose storage is plotted."""
+
+COLUMNS = 3
+
+
+def plot_all(measurements: list[Measurement], folder: Path) -> list[Path]:
+    """Draw every plot as PNG.
+
+    Args:
+        measurements: of one machine.
+        folder: where the files go.
+    Returns:
+        The files.
+    Raises:
+        SemisparseError: matplotlib is not installed.
+    """
+    machine = measurements[0].machine
+    shapes = list(dict.fromkeys((found.n, found.k) for found in measurements))
+
+    def speedups(axes: list[Axes]) -> None:
+        for cell, (n, k) in zip(axes, shapes, strict=False):
+            _speedup(cell, [found for found in measurements if (found.n, found.k) == (n, k)])
+        axes[0].legend(fontsize=7)
+
+    return [
+        _draw(folder / "speedup.png", f"Speed-up over dense, {machine}", len(shapes), speedups),
+        _draw(folder / "roofline.png", f"Roofline, {machine}", 1, lambda axes: _roofline(axes[0], measurements)),
+        _draw(folder / "storage.png", "Storage, 16-bit weights", 1, lambda axes: _storage(axes[0])),
+    ]
+
+
+def _draw(path: Path, title: str, cells: int, fill: Callable[[list[Axes]], None]) -> Path:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise SemisparseError("plots need matplotlib: pip install 'semisparse[bench]'") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    width = min(cells, COLUMNS)
+    height = -(-cells // width)
+    figure, grid = pyplot.subplots(
+        height, width, figsize=(max(8.0, 5.5 * width), max(5.0, 4 * height)), squeeze=False, layout="constrained"
+    )
+    axes = list(grid.flat)
+    fill(axes)
+    for unused in axes[cells:]:
+        unused.set_axis_off()
+    figure.suptitle(title)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return path
+
+
+def _speedup(axes: Axes, measurements: list[Measurement]) -> None:
+    series: dict[str, list[Measurement]] = {}
+    for found in measurements:
+        series.setdefault(f"{found.candidate.label} ({found.kernel})", []).append(found)
+    for label, points in series.items():
+        points.sort(key=lambda found: found.m)
+        axes.plot([p.m for p in points], [p.speedup for p in points], marker="o", markersize=3, label=label)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_title(f"N, K = {measurements[0].n:,}, {measurements[0].k:,}", fontsize=10)
+    axes.set_xlabel("tokens M")
+    axes.set_ylabel("speed-up over dense")
+
+
+def _roofline(axes: Axes, measurements: list[Measurement]) -> None:
+    bandwidth, peak = measurements[0].read_bandwidth, measurements[0].peak_fp16
+    intensities = [found.operations / found.bytes for found in measurements]
+    ends = [min(intensities), peak / bandwidth, max(*intensities, peak / bandwidth)]
+    axes.plot(ends, [min(peak, bandwidth * end) / 1e12 for end in ends], color="black", linewidth=1)
+    axes.annotate(f"{bandwidth / 1e12:.2f} TB/s read, {peak / 1e12:,.0f} TFLOP/s 16-bit", (0.03, 0.95), xycoords="axes fraction")
+    series: dict[str, list[Measurement]] = {}
+    for found in measurements:
+        series.setdefault(found.candidate.label, []).append(found)
+    for label, points in series.items():
+        x = [p.operations / p.bytes for p in points]
+        y = [p.operations / p.us / 1e6 for p in points]
+        axes.scatter(x, y, s=12, label=label)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("operations a byte")
+    axes.set_ylabel("T(FL)OP/s reached")
+    axes.legend(fontsize=7, loc="lower right")
+
+
+def _storage(axes: Axes) -> None:
+    """Bits a weight of every format at the patterns it can store, its own recipes' among them."""
+    series: dict[str, set[tuple[float, float]]] = {}
+    for candidate in candidates() + candidates(patterns=PATTERNS):
+        try:
+            _, stored = problem_for(candidate, 1, *STORED, torch.bfloat16, "cpu")
+        except FormatError:
+            continue
+        name = " ".join([candidate.format, *(str(value) for value in candidate.options.values())])
+        zeros = 0.0 if candidate.pattern == NO_ZEROS else 1 - parse_pattern(candidate.pattern).density
+        series.setdefault(name, set()).add((100 * zeros, 8 * stored / (STORED[0] * STORED[1])))
+    for name, points in series.items():
+        axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=4, label=name)
+    axes.set_xlabel("zeros, %")
+    axes.set_ylabel("bits a weight, metadata and padding included")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8)

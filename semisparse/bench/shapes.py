@@ -1,0 +1,127 @@
+"""The linear layers of a model: by an architecture's name, from a model directory, or as plain N,K."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from semisparse.errors import InputError
+from semisparse.nn import is_linear, weight_of
+
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
+
+ARCHITECTURES = {
+    "llama2-7b": ("llama", (4096, 11008, 32, 32, 32, 32000)),
+    "llama2-13b": ("llama", (5120, 13824, 40, 40, 40, 32000)),
+    "llama2-70b": ("llama", (8192, 28672, 80, 64, 8, 32000)),
+    "llama3.1-8b": ("llama", (4096, 14336, 32, 32, 8, 128256)),
+    "llama3.2-1b": ("llama", (2048, 8192, 16, 32, 8, 128256)),
+    "llama3.2-3b": ("llama", (3072, 8192, 28, 24, 8, 128256)),
+    "qwen2.5-1.5b": ("qwen2", (1536, 8960, 28, 12, 2, 151936)),
+    "qwen2.5-7b": ("qwen2", (3584, 18944, 28, 28, 4, 152064)),
+    "qwen2.5-14b": ("qwen2", (5120, 13824, 48, 40, 8, 152064)),
+}
+"""Family and sizes, in the order of ``_SIZES``, from each model's published config.json."""
+
+FUSED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+"""Layers of one input that serving stacks multiply as one."""
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """The layers of a model that share a shape.
+
+    Args:
+        names: their last names, such as ``q_proj, o_proj``; empty for a plain shape.
+        n: output features.
+        k: input features.
+        count: how many there are in the model.
+    """
+
+    names: str
+    n: int
+    k: int
+    count: int
+
+
+def layer_shapes(text: str) -> list[LayerShape]:
+    """Find the distinct linear layers of what ``text`` names, the language model head left out.
+
+    Args:
+        text: ``N,K``; a name of `ARCHITECTURES`, with ``:fused`` for q, k, v and gate, up as one product each; or a
+            model directory.
+    Raises:
+        InputError: it is none of these.
+    """
+    plain = re.fullmatch(r"(\d+),(\d+)", text)
+    if plain:
+        return [LayerShape("", int(plain[1]), int(plain[2]), 1)]
+    name, _, fused = text.partition(":")
+    if name in ARCHITECTURES and fused in ("", "fused"):
+        return _grouped(_linears(architecture(name)), bool(fused))
+    return _grouped(_linears(_config_of(Path(text))), fused=False)
+
+
+def architecture(name: str) -> PretrainedConfig:
+    """Give a named architecture's config.
+
+    Raises:
+        InputError: there is no such name; lists the known ones.
+    """
+    if name not in ARCHITECTURES:
+        raise InputError(f"unknown architecture {name!r}; known: {', '.join(ARCHITECTURES)}")
+    family, sizes = ARCHITECTURES[name]
+    return AutoConfig.for_model(family, **dict(zip(_SIZES, sizes, strict=True)))
+
+
+def _config_of(directory: Path) -> PretrainedConfig:
+    if not (directory / "config.json").is_file():
+        known = ", ".join(ARCHITECTURES)
+        raise InputError(f"{directory} is no model directory (no config.json), no N,K and none of: {known}")
+    try:
+        config = AutoConfig.from_pretrained(directory)
+    except (ValueError, OSError, KeyError) as error:
+        raise InputError(f"{directory}/config.json cannot be read: {error}") from error
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
+def _linears(config: PretrainedConfig) -> list[tuple[str, int, int]]:
+    """Name, N and K of every linear layer, from a model without memory."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    head = model.get_output_embeddings()
+    layers = [(name, module) for name, module in model.named_modules() if is_linear(module) and module is not head]
+    return [(name, *weight_of(module).shape) for name, module in layers]
+
+
+def _grouped(linears: list[tuple[str, int, int]], fused: bool) -> list[LayerShape]:
+    if fused:
+        joined: dict[str, tuple[int, int]] = {}
+        for name, n, k in linears:
+            parent, _, last = name.rpartition(".")
+            whole = f"{parent}.{FUSED.get(last, last)}"
+            joined[whole] = (joined.get(whole, (0, k))[0] + n, k)
+        linears = [(name, n, k) for name, (n, k) in joined.items()]
+    groups: dict[tuple[int, int], list[str]] = {}
+    for name, n, k in linears:
+        groups.setdefault((n, k), []).append(name.rpartition(".")[2])
+    return [LayerShape(", ".join(dict.fromkeys(names)), n, k, len(names)) for (n, k), names in groups.items()]

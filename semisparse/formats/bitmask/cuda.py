@@ -1,0 +1,98 @@
+"""GPU kernels: decode straight from the packed bytes for few tokens, unpack and cuBLAS for many."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from semisparse.formats.base import Packed, Pass, Problem, fused_cost
+from semisparse.formats.bitmask.pack import unpack, values_per_block
+from semisparse.runtime.device import device_facts
+from semisparse.runtime.launch import CudaKernel
+from semisparse.runtime.nvrtc import CudaSource, compile_cubin, unavailable
+
+MAX_DECODE_TOKENS = 16
+
+ROWS_PER_BLOCK = 8
+"""A warp a row."""
+
+SCALARS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
+
+TOKENS = (1, 2, 4, 8, 16)
+"""Tokens that a build has registers for; the smallest that is enough is taken."""
+
+DECODE = CudaSource(
+    Path(__file__).with_name("decode.cu"),
+    tuple({"SCALAR": scalar, "TOKENS": tokens} for scalar in SCALARS.values() for tokens in TOKENS),
+)
+
+SOURCES = (DECODE,)
+
+_POINTER = ctypes.c_void_p
+_PARAMETERS = (*[_POINTER] * 6, *[ctypes.c_int] * 5)
+
+
+def decode_refusal(problem: Problem) -> str | None:
+    """Say why `decode` cannot compute ``problem`` here, or None if it can."""
+    if not 1 <= problem.m <= MAX_DECODE_TOKENS:
+        return f"takes 1 to {MAX_DECODE_TOKENS} tokens, got {problem.m}"
+    if problem.dtype not in SCALARS or problem.weight_dtype != problem.dtype:
+        return f"x and w are both float16 or both bfloat16, got {problem.dtype} and {problem.weight_dtype}"
+    if torch.cuda.get_device_capability(problem.device) < (8, 0):
+        return "needs compute capability 8.0 (Ampere) or later"
+    return unavailable()
+
+
+def unpack_refusal(problem: Problem) -> str | None:
+    """Say why `unpack_and_multiply` cannot compute ``problem`` here, or None if it can."""
+    if problem.weight_dtype != problem.dtype:
+        return f"x is {problem.dtype}, the weight {problem.weight_dtype}"
+    return None
+
+
+def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+    """Multiply 1 to 16 tokens.
+
+    Args:
+        x: [M, K] float16 or bfloat16.
+        packed: in x's dtype.
+        bias: [N] or None.
+    Returns:
+        [M, N] in x's dtype.
+    """
+    x = x.contiguous()
+    bias = None if bias is None else bias.to(x.dtype).contiguous()
+    m, k = x.shape
+    n, blocks = packed.tensors["masks"].shape
+    y = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    starts = packed.tensors.get("row_starts")
+    operands = (x, packed.tensors["masks"], packed.tensors["values"], starts, bias, y)
+    pointers = [None if operand is None else operand.data_ptr() for operand in operands]
+    count = values_per_block(packed.pattern) or 0
+    kernel = _decode_kernel(x.device, x.dtype, next(tokens for tokens in TOKENS if tokens >= m))
+    kernel(x.device, (-(-n // ROWS_PER_BLOCK), 1, 1), 32 * ROWS_PER_BLOCK, *pointers, m, n, k, blocks, count)
+    return y
+
+
+@cache
+def _decode_kernel(device: torch.device, dtype: torch.dtype, tokens: int) -> CudaKernel:
+    cubin = compile_cubin(DECODE.path, device_facts(device).arch, {"SCALAR": SCALARS[dtype], "TOKENS": tokens})
+    return CudaKernel(cubin, "bitmask_decode", _PARAMETERS)
+
+
+def unpack_and_multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+    """Unpack the whole weight and let cuBLAS multiply: for many tokens, and for float32."""
+    return F.linear(x, unpack(packed), None if bias is None else bias.to(x.dtype))
+
+
+def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
+    """Give the passes of a product: fused for few tokens, an unpacking pass first for many."""
+    if problem.m <= MAX_DECODE_TOKENS:
+        return fused_cost(problem, weight_bytes)
+    dense_bytes = problem.n * problem.k * problem.weight_dtype.itemsize
+    return (Pass(weight_bytes + dense_bytes, 0, "fp32"), *fused_cost(problem, dense_bytes))

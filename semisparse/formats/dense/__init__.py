@@ -1,0 +1,34 @@
+"""Format ``dense``: the weight as it is, or rounded to 8 or 4 bits: what the sparse formats are measured against."""
+
+from __future__ import annotations
+
+from semisparse.formats.base import Format, Kernel, Product
+from semisparse.formats.dense import pack, products
+
+
+def _load_triton_int8() -> Product:
+    from semisparse.formats.dense.triton_int8 import linear
+
+    return linear
+
+
+FORMAT = Format(
+    name="dense",
+    version=1,
+    summary="the weight as it is, or rounded to int8, fp8 or int4: the baseline of the sparse formats",
+    accepts=lambda pattern: None,
+    specs=pack.specs,
+    counts=pack.counts,
+    pack_weight=pack.pack_weight,
+    unpack=pack.unpack,
+    check_content=pack.check_content,
+    kernels=(
+        Kernel("blas", None, products.blas_refusal, lambda: products.blas),
+        Kernel("triton_int8", "cuda", products.triton_int8_refusal, _load_triton_int8),
+        Kernel("int_mm", "cuda", products.int_mm_refusal, lambda: products.int_mm),
+        Kernel("scaled_mm", "cuda", products.scaled_mm_refusal, lambda: products.scaled_mm),
+        Kernel("int4pack_mm", "cuda", products.int4pack_mm_refusal, lambda: products.int4pack_mm),
+    ),
+    cost=pack.cost,
+    variants=({}, *({"kind": kind} for kind in pack.QUANTISED)),
+)

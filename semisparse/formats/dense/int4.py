@@ -1,0 +1,85 @@
+"""The 4-bit layout that torch's own int4 product reads: tiles of 8 rows by 128 columns, groups of 32 along K.
+
+Each of 32 lanes holds, for its row ``lane // 4``, the columns that ``mma.m16n8k16`` wants from it; eight of them share
+an int32. Made here rather than by torch, whose packer runs on a GPU only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from semisparse.errors import FormatError
+from semisparse.formats.base import TensorSpec
+
+GROUP = 32
+ROWS, COLUMNS = 8, 128
+"""Of a tile; 128 columns are the eight inner k-tiles of 16 that torch's kernel is fastest with."""
+
+SPECS = (
+    TensorSpec("weight", torch.int32, ("row_tiles", "column_tiles", "lanes", "words"), split_n=0, split_k=1),
+    TensorSpec("scale_and_zero", torch.bfloat16, ("groups", "N", "pair"), split_n=1, split_k=0),
+)
+
+SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
+"""Where a lane's eight values stand in their int32: those of even index in the low half, of odd index in the high."""
+
+
+def counts(n: int, k: int) -> Mapping[str, int]:
+    """Give the number of tiles, lanes, words a lane, and groups."""
+    return {
+        "row_tiles": n // ROWS,
+        "column_tiles": k // COLUMNS,
+        "lanes": 32,
+        "words": 4,
+        "groups": k // GROUP,
+        "pair": 2,
+    }
+
+
+def pack(weight: Tensor) -> dict[str, Tensor]:
+    """Round a weight [N, K] to 4 bits, asymmetric, ``w = (q - 8) * scale + zero`` with q in 0..15.
+
+    Raises:
+        FormatError: N is no multiple of 8, or K none of 128.
+    """
+    n, k = weight.shape
+    if n % ROWS or k % COLUMNS:
+        raise FormatError(f"kind int4 takes N in multiples of {ROWS} and K of {COLUMNS}, got N, K = {n}, {k}")
+    groups = weight.float().unflatten(1, (-1, GROUP))
+    low, high = groups.aminmax(dim=-1, keepdim=True)
+    scale = ((high - low) / 15).bfloat16().float()
+    scale = torch.where(scale == 0, 1.0, scale)
+    zero = (low + 8 * scale).bfloat16().float()
+    codes = ((groups - zero) / scale + 8).round().clamp(0, 15).to(torch.int64).flatten(1)
+    rows, columns = _places(weight.device)
+    tiles = codes.unflatten(0, (-1, ROWS)).unflatten(2, (-1, COLUMNS)).transpose(1, 2)
+    shifts = torch.tensor(SHIFTS, device=weight.device)
+    words = (tiles[:, :, rows, columns] << shifts).sum(-1)
+    words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+    pairs = torch.cat((scale, zero), dim=-1).transpose(0, 1).contiguous().bfloat16()
+    return {"weight": words, "scale_and_zero": pairs}
+
+
+def unpack(tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
+    """Give the dequantised weight, [N, K] float32."""
+    words = tensors["weight"].to(torch.int64)
+    rows, columns = _places(words.device)
+    values = (words[..., None] >> torch.tensor(SHIFTS, device=words.device)) & 15
+    tiles = torch.empty(*words.shape[:2], ROWS, COLUMNS, dtype=torch.int64, device=words.device)
+    tiles[:, :, rows, columns] = values
+    codes = tiles.transpose(1, 2).reshape(shape)
+    scale, zero = tensors["scale_and_zero"].float().transpose(0, 1).unbind(-1)
+    groups = codes.unflatten(1, (-1, GROUP)).float()
+    return ((groups - 8) * scale[..., None] + zero[..., None]).flatten(1)
+
+
+def _places(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Row and column within the tile of each lane's values, both [32 lanes, 4 words, 8 values]."""
+    lane = torch.arange(32, device=device)[:, None, None]
+    word = torch.arange(4, device=device)[None, :, None]
+    value = torch.arange(8, device=device)[None, None, :]
+    columns = word * 32 + (value // 4) * 16 + (lane % 4) * 2 + (value % 2) + 8 * (value // 2 % 2)
+    return (lane // 4).expand_as(columns), columns

@@ -1,0 +1,1 @@
+"""Quantisation arithmetic that every format shares."""

@@ -1,0 +1,31 @@
+"""Symmetric 8-bit rounding: one scale for each row, no zero point."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+INT8_MAX = 127
+"""The range is [-127, 127]: symmetric, so that a sign flip is exact."""
+
+FP8_MAX = 448.0
+"""The largest float8_e4m3fn."""
+
+LARGEST = {torch.int8: float(INT8_MAX), torch.float8_e4m3fn: FP8_MAX}
+
+
+def quantise_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Round each row to 8 bits at its own scale.
+
+    Args:
+        x: [rows, columns] float.
+        dtype: torch.int8 or torch.float8_e4m3fn.
+    Returns:
+        [rows, columns] of ``dtype``, and scales [rows] float32 with ``x = scale * rounded`` up to rounding (half to
+        even). A row of zeros has scale 1.
+    """
+    largest = LARGEST[dtype]
+    amax = x.abs().amax(dim=1).float()
+    scale = torch.where(amax == 0, 1.0, amax / largest)
+    scaled = (x.float() / scale[:, None]).clamp(-largest, largest)
+    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scale

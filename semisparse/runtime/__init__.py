@@ -1,0 +1,1 @@
+"""The machine underneath: device facts, measured rates, run-time compilation and launches."""

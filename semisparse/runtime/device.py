@@ -1,0 +1,107 @@
+"""What a device is: name, architecture, processors, cache and memory sizes."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+UNKNOWN_CACHE_BYTES = 32 << 20
+"""Assumed for a CPU whose last-level cache cannot be read; too much only makes a measurement rotate more."""
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What a device says of itself.
+
+    Args:
+        name: as the vendor writes it.
+        kind: ``cuda`` or ``cpu``.
+        arch: what kernels are compiled for, such as ``sm_90a``; the machine type of a CPU.
+        processors: streaming multiprocessors, or the threads torch uses on a CPU.
+        cache_bytes: L2 of a GPU, last-level cache of a CPU.
+        memory_bytes: device memory, or the machine's.
+        driver: what the timings depend on besides the device: CUDA and torch versions.
+    """
+
+    name: str
+    kind: str
+    arch: str
+    processors: int
+    cache_bytes: int
+    memory_bytes: int
+    driver: str
+
+
+def device_facts(device: torch.device | str) -> DeviceFacts:
+    """Describe a device.
+
+    Args:
+        device: a torch device; ``cuda`` is the current one.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        return _cuda_facts(device.index if device.index is not None else torch.cuda.current_device())
+    return _cpu_facts(torch.get_num_threads())
+
+
+def arch_of(major: int, minor: int) -> str:
+    """Name what to compile for on compute capability ``major.minor``.
+
+    From Hopper on, the architecture's own instructions (wgmma, tcgen05) need the suffix ``a``.
+    """
+    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
+@cache
+def _cuda_facts(index: int) -> DeviceFacts:
+    found = torch.cuda.get_device_properties(index)
+    return DeviceFacts(
+        name=found.name,
+        kind="cuda",
+        arch=arch_of(found.major, found.minor),
+        processors=found.multi_processor_count,
+        cache_bytes=found.L2_cache_size,
+        memory_bytes=found.total_memory,
+        driver=f"CUDA {torch.version.cuda}, torch {torch.__version__}",
+    )
+
+
+@cache
+def _cpu_facts(threads: int) -> DeviceFacts:
+    return DeviceFacts(
+        name=_cpu_name(),
+        kind="cpu",
+        arch=platform.machine(),
+        processors=threads,
+        cache_bytes=_last_level_cache(),
+        memory_bytes=_machine_memory(),
+        driver=f"torch {torch.__version__}",
+    )
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _last_level_cache() -> int:
+    sizes = []
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text().strip()
+        sizes.append(int(text[:-1]) << {"K": 10, "M": 20}[text[-1]] if text[-1] in "KM" else int(text))
+    return max(sizes, default=UNKNOWN_CACHE_BYTES)
+
+
+def _machine_memory() -> int:
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return 0
