@@ -3,10 +3,10 @@
 Importing it registers the checkpoint format with transformers; it initialises no CUDA and compiles nothing.
 """
 
+from semisparse.api import CompressionReport, compress, linear, load, pack
 from semisparse.errors import SemisparseError
-from semisparse.formats import linear
-from semisparse.integrations.transformers import register as _register
+from semisparse.integrations.transformers import register
 
-_register()
+register()
 
-__all__ = ["SemisparseError", "linear"]
+__all__ = ["CompressionReport", "SemisparseError", "compress", "linear", "load", "pack"]

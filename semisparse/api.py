@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from semisparse import checkpoint
+from semisparse.checkpoint import inspect_directory
 from semisparse.compress import (
     Journal,
     LayerReport,
@@ -27,17 +28,41 @@ from semisparse.compress import (
     fingerprint,
     read_yaml,
 )
-from semisparse.errors import CheckpointError, InputError, RecipeError
+from semisparse.errors import InputError, RecipeError, SemisparseError
 from semisparse.evaluate import Generation, generate_text, measure_quality, run_tasks
-from semisparse.formats import Format, Packed, Problem, get_format, registry
+from semisparse.formats import Packed, linear, registry
+from semisparse.formats.availability import list_formats
+from semisparse.formats.base import get_format
+from semisparse.integrations.loading import load, load_dense, load_tokenizer, pick_device
 from semisparse.integrations.transformers import mark_compressed
 from semisparse.nn import replace_linear, weight_of
 from semisparse.patterns import Pattern, parse_pattern
 from semisparse.text import token_chunks
 
+__all__ = [
+    "CompressionReport",
+    "compress",
+    "evaluate",
+    "generate",
+    "inspect_directory",
+    "linear",
+    "list_formats",
+    "load",
+    "load_tokenizer",
+    "pack",
+    "read_recipe",
+    "recipes",
+]
+
 Text = str | Path | Sequence[str]
 Counter = Callable[[int, int], None]
 """Called with (done, total)."""
+
+DEFAULT_SEQLEN = 2048
+"""Tokens in a calibration or evaluation sequence, where the model's context is not shorter."""
+
+SAMPLE_ROWS = 256
+"""Rows of a weight that formats are compared on by ``format: auto``."""
 
 TOKENIZER_FILES = (
     "added_tokens.json",
@@ -79,56 +104,15 @@ def pack(weight: Tensor, format: str, pattern: str | Pattern, **options: Any) ->
 
     Args:
         weight: [N, K], float16, bfloat16 or float32, obeying the pattern.
-        format: a format's name, or ``auto`` for the first that accepts the pattern.
+        format: a format's name, or ``auto`` for the lossless one that takes the fewest bytes.
         pattern: as `parse_pattern` reads it.
         options: the format's own.
     Raises:
         InputError: the format is unknown or cannot store this; `PatternError` names the row and block.
     """
-    return _format_for(parse_pattern(pattern), format).pack(weight, pattern, **options)
-
-
-def load(path: str | Path, device: str = "auto", dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Load a model directory, dense or compressed, after checking that it is whole.
-
-    Args:
-        path: the directory.
-        device: ``auto`` (CUDA if there is one), ``cpu`` or ``cuda``.
-        dtype: of what is not packed; by default the checkpoint's, and float32 on a CPU, where half precision is slow.
-    Raises:
-        CheckpointError: the directory is missing, incomplete or corrupted.
-    """
-    place = pick_device(device)
-    if dtype is None and place.type == "cpu":
-        dtype = torch.float32
-    return _load(checkpoint.open_directory(path).path, dtype or "auto").to(place)
-
-
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """Load a model directory's tokenizer.
-
-    Raises:
-        CheckpointError: there is none, or it is unreadable.
-    """
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except Exception as error:  # tokenizers raises bare Exceptions on malformed files
-        raise CheckpointError(f"cannot load the tokenizer of {path}: {error}") from error
-
-
-def pick_device(device: str) -> torch.device:
-    """Resolve ``auto``, ``cpu`` or ``cuda``.
-
-    Raises:
-        InputError: the name is unknown, or there is no CUDA device.
-    """
-    if device not in ("auto", "cpu", "cuda"):
-        raise InputError(f"unknown device {device!r}; it is auto, cpu or cuda")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise InputError("device cuda was asked for, but torch sees no CUDA device here")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(device)
+    pattern = parse_pattern(pattern)
+    name = _smallest_format(weight, pattern) if format == "auto" else format
+    return get_format(name).pack(weight, pattern, **options)
 
 
 def recipes() -> dict[str, Mapping[str, Any]]:
@@ -154,7 +138,10 @@ def read_recipe(recipe: str | Path | Recipe, settings: Sequence[str] = ()) -> Re
     else:
         raise RecipeError(f"unknown recipe {str(recipe)!r}; known: {', '.join(sorted(recipes()))}, or a YAML file")
     found = found.with_settings(settings)
-    _format_for(parse_pattern(found.pattern), found.format)
+    if found.format != "auto":
+        reason = get_format(found.format).accepts(parse_pattern(found.pattern))
+        if reason:
+            raise RecipeError(f"format {found.format} cannot store pattern {found.pattern}: {reason}")
     return found
 
 
@@ -211,15 +198,6 @@ def generate(model: str | Path, prompt: str, max_new_tokens: int) -> Generation:
     return generate_text(load(model), load_tokenizer(model), prompt, max_new_tokens)
 
 
-def generate(model: str | Path, prompt: str, max_new_tokens: int) -> Generation:
-    """Continue a prompt greedily with a dense or compressed model directory.
-
-    Raises:
-        InputError: the directory or the prompt cannot be used.
-    """
-    return generate_text(load(model), load_tokenizer(model), prompt, max_new_tokens)
-
-
 def compress(
     model: str | Path | PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -233,7 +211,7 @@ def compress(
     device: str = "auto",
     seed: int = 0,
     resume: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = lambda stage, done, total: None,
 ) -> CompressionReport:
     """Run a recipe on a model.
 
@@ -257,42 +235,35 @@ def compress(
     start = time.perf_counter()
     plan = read_recipe(recipe, settings)
     place = pick_device(device)
-    source = None if isinstance(model, PreTrainedModel) else Path(model)
-    if source is not None:
-        dense, tokenizer = _load_dense(source), tokenizer or load_tokenizer(source)
+    if isinstance(model, PreTrainedModel):
+        dense, source = model, None
     else:
-        dense = model
-    batches = _calibration(dense, tokenizer, calibration, samples, seqlen, seed)
+        source = Path(model)
+        dense, tokenizer = load_dense(source), tokenizer or load_tokenizer(source)
+    batches = []
+    if calibration is not None:
+        if tokenizer is None:
+            raise InputError("calibration text needs the model's tokenizer")
+        length = _seqlen(dense, seqlen)
+        batches = calibration_batches(tokenizer, calibration, samples=samples, seqlen=length, seed=seed)
     run = partial(compress_blocks, dense, batches, plan, device=place, progress=progress)
     if out is None:
         block = _pack_layers(dense, plan, run())
+        mark_compressed(dense, block)
         return _report(block, time.perf_counter() - start)
 
     out = Path(out).absolute()
-    identity = fingerprint(dense, batches, plan, seed)
-    block = _finished(out, identity) if resume else None
-    if block is None:
-        checkpoint.refuse_existing(out)
-        with _job(out, resume) as job:
-            block = _pack_layers(dense, plan, run(journal=Journal(job, identity))) | {"fingerprint": identity}
-            mark_compressed(dense, block)
-            _write(dense, tokenizer, source, out)
-            shutil.rmtree(job)
+    identity = fingerprint(dense, batches, plan, seed=seed, device=place)
+    finished = _finished(out, identity) if resume else None
+    if finished is not None:
+        return _report(finished, time.perf_counter() - start)
+    checkpoint.refuse_existing(out)
+    with _job(out, resume) as job:
+        block = _pack_layers(dense, plan, run(journal=Journal(job, identity))) | {"origin": identity}
+        mark_compressed(dense, block)
+        _write(dense, tokenizer, source, out)
+        shutil.rmtree(job)
     return _report(block, time.perf_counter() - start)
-
-
-def _load(path: Path, dtype: torch.dtype | str) -> PreTrainedModel:
-    try:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True).eval()
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise CheckpointError(f"cannot load {path}: {error}") from error
-
-
-def _load_dense(path: Path) -> PreTrainedModel:
-    directory = checkpoint.open_directory(path)
-    if "quantization_config" in directory.config:
-        raise InputError(f"{path} is compressed already; compress the dense model")
-    return _load(path, "auto")
 
 
 def _seqlen(model: PreTrainedModel, seqlen: int | None) -> int:
@@ -304,8 +275,16 @@ def _seqlen(model: PreTrainedModel, seqlen: int | None) -> int:
     return seqlen
 
 
-def _format_for(pattern: Pattern, name: str) -> Format:
-    """Find a format by name; ``auto`` has to wait for the weight, so it only checks that some format would do."""
+def _smallest_format(weight: Tensor, pattern: Pattern) -> str:
+    sample = weight[:SAMPLE_ROWS]
+    sizes = {
+        form.name: sum(t.numel() * t.element_size() for t in form.pack_weight(sample, pattern)[1].values())
+        for form in registry().values()
+        if form.lossless and form.accepts(pattern) is None
+    }
+    if not sizes:
+        raise InputError(f"no lossless format stores pattern {pattern}; name one with format=NAME")
+    return min(sizes, key=lambda name: sizes[name])
 
 
 def _pack_layers(model: PreTrainedModel, plan: Recipe, reports: Sequence[LayerReport]) -> dict[str, Any]:
@@ -317,13 +296,8 @@ def _pack_layers(model: PreTrainedModel, plan: Recipe, reports: Sequence[LayerRe
         replace_linear(model, report.name, packed)
         measured = {"density": report.density, "error": report.error, "outcome": report.outcome}
         layers[report.name] = checkpoint.describe(packed) | measured
-    block = {
-        "quant_method": checkpoint.METHOD,
-        "version": checkpoint.VERSION,
-        "layers": layers,
-        "recipe": plan.to_dict(),
-    }
-    return block
+    settings = {"quant_method": checkpoint.METHOD, "version": checkpoint.VERSION, "recipe": plan.to_dict()}
+    return settings | {"layers": layers}
 
 
 def _report(block: Mapping[str, Any], seconds: float) -> CompressionReport:
@@ -337,12 +311,12 @@ def _report(block: Mapping[str, Any], seconds: float) -> CompressionReport:
     return CompressionReport(rows, before, after, seconds)
 
 
-def _finished(out: Path, identity: str) -> dict[str, Any] | None:
+def _finished(out: Path, identity: Mapping[str, str]) -> dict[str, Any] | None:
     """Give the config block of an ``out`` that this very run has written already, before it was killed."""
     if not (out / "config.json").is_file():
         return None
     block = checkpoint.open_directory(out).config.get("quantization_config", {})
-    if block.get("fingerprint") != identity:
+    if block.get("origin") != identity:
         return None
     shutil.rmtree(_job_path(out), ignore_errors=True)
     return block

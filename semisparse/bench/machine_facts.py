@@ -84,4 +84,7 @@ def _launch_costs(device: torch.device) -> Iterator[tuple[str, Timing]]:
         yield "call from Python, semisparse.linear over it", time_eager(lambda: linear(x, packed))
         yield "call from Python, SparseLinear over it", time_eager(lambda: module(x))
         operator = torch.ops.semisparse.linear
-        yield "call from Python, traced operator", time_eager(lambda: operator(x, operands, None, packed.declaration, "auto"))
+        yield (
+            "call from Python, traced operator",
+            time_eager(lambda: operator(x, operands, None, packed.declaration, "auto")),
+        )

@@ -95,7 +95,9 @@ def _roofline(axes: Axes, measurements: list[Measurement]) -> None:
     intensities = [found.operations / found.bytes for found in measurements]
     ends = [min(intensities), peak / bandwidth, max(*intensities, peak / bandwidth)]
     axes.plot(ends, [min(peak, bandwidth * end) / 1e12 for end in ends], color="black", linewidth=1)
-    axes.annotate(f"{bandwidth / 1e12:.2f} TB/s read, {peak / 1e12:,.0f} TFLOP/s 16-bit", (0.03, 0.95), xycoords="axes fraction")
+    axes.annotate(
+        f"{bandwidth / 1e12:.2f} TB/s read, {peak / 1e12:,.0f} TFLOP/s 16-bit", (0.03, 0.95), xycoords="axes fraction"
+    )
     series: dict[str, list[Measurement]] = {}
     for found in measurements:
         series.setdefault(found.candidate.label, []).append(found)

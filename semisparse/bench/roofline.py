@@ -91,14 +91,18 @@ def problem_for(candidate: Candidate, m: int, n: int, k: int, dtype: torch.dtype
     Raises:
         FormatError: the format cannot store a weight of this shape.
     """
-    sample = _sample(candidate.format, candidate.pattern, tuple(candidate.options.items()), min(n, SAMPLE_ROWS), k, dtype)
+    sample = _sample(
+        candidate.format, candidate.pattern, tuple(candidate.options.items()), min(n, SAMPLE_ROWS), k, dtype
+    )
     pattern = parse_pattern(candidate.pattern)
     problem = Problem(m, n, k, pattern, sample.params, dtype, dtype, torch.device(device))
     return problem, sample.nbytes * n / sample.shape[0]
 
 
 @lru_cache(maxsize=256)
-def _sample(form: str, pattern: str, options: tuple[tuple[str, Any], ...], n: int, k: int, dtype: torch.dtype) -> Packed:
+def _sample(
+    form: str, pattern: str, options: tuple[tuple[str, Any], ...], n: int, k: int, dtype: torch.dtype
+) -> Packed:
     weight = random_weight(parse_pattern(pattern), n, k, dtype, "cpu")
     return get_format(form).pack(weight, pattern, **dict(options))
 

@@ -2,6 +2,7 @@
 
 from semisparse.checkpoint.block import METHOD, VERSION, describe, read_block
 from semisparse.checkpoint.directory import Header, ModelDirectory, check_headers, open_directory, read_headers
+from semisparse.checkpoint.inspect import inspect_directory
 from semisparse.checkpoint.write import refuse_existing, whole_directory
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "ModelDirectory",
     "check_headers",
     "describe",
+    "inspect_directory",
     "open_directory",
     "read_block",
     "read_headers",

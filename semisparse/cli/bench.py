@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -70,7 +70,9 @@ def kernels(
 def model(
     checkpoint: Annotated[Path | None, typer.Argument(help="A model directory, dense or compressed.")] = None,
     baseline: Annotated[Path | None, typer.Option(help="The dense model's directory, measured beside it.")] = None,
-    arch: Annotated[str | None, typer.Option(help="An architecture with random weights, instead of a directory.")] = None,
+    arch: Annotated[
+        str | None, typer.Option(help="An architecture with random weights, instead of a directory.")
+    ] = None,
     format: Annotated[str | None, typer.Option(help="With --arch: the format measured beside dense.")] = None,
     pattern: Annotated[str | None, typer.Option(help="With --arch: its pattern; its recipe's by default.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
@@ -133,7 +135,14 @@ def compare_with_plan(
         "Predicted and measured",
         ["format", "N, K", "M", "us", "predicted us", "error"],
         [
-            [row.candidate, f"{row.n}, {row.k}", str(row.m), f"{row.us:,.1f}", f"{row.predicted_us:,.1f}", f"{row.error:+.0%}"]
+            [
+                row.candidate,
+                f"{row.n}, {row.k}",
+                str(row.m),
+                f"{row.us:,.1f}",
+                f"{row.predicted_us:,.1f}",
+                f"{row.error:+.0%}",
+            ]
             for row in found
         ],
     )
@@ -180,7 +189,19 @@ def _candidate(form: str, pattern: str | None) -> Candidate:
 
 
 def _show_kernels(found: list[Measurement], skipped: list[Skipped]) -> None:
-    columns = ["format", "kernel", "N, K", "M", "us", "10-90 %", "floor us", "of floor", "dense us", "speed-up", "error"]
+    columns = [
+        "format",
+        "kernel",
+        "N, K",
+        "M",
+        "us",
+        "10-90 %",
+        "floor us",
+        "of floor",
+        "dense us",
+        "speed-up",
+        "error",
+    ]
     rows = [
         [
             row.candidate.label,
@@ -204,7 +225,18 @@ def _show_kernels(found: list[Measurement], skipped: list[Skipped]) -> None:
 
 
 def _show_models(found: list[ModelSpeed]) -> None:
-    columns = ["model", "weights", "batch", "prompt", "first token ms", "prefill tok/s", "decode ms", "decode tok/s", "GB", "peak GB"]
+    columns = [
+        "model",
+        "weights",
+        "batch",
+        "prompt",
+        "first token ms",
+        "prefill tok/s",
+        "decode ms",
+        "decode tok/s",
+        "GB",
+        "peak GB",
+    ]
     rows = [
         [
             row.model,

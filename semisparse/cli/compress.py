@@ -27,17 +27,24 @@ def compress(
     ] = None,
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda; one block at a time is there.")] = "auto",
     seed: Annotated[int, typer.Option("--seed", help="Of everything drawn at random.")] = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run into the same --out.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with an interrupted run into the same --out.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
     """Make a model sparse and pack it, so that it is smaller and faster.
 
-    Unfinished work is kept in OUT.partial; the same command with --resume goes on where it stopped, with the same result.
+    Unfinished work is kept in OUT.partial; the same command with --resume goes on, with the same result.
 
     Example: `semisparse compress model --recipe rheosparse --set pattern=16:32 --calib text.txt --out out`
     """
     try:
         with progress_bar(shown=not json) as bars:
+            task = bars.add_task("reading the model", total=None)
+
+            def progress(stage: str, done: int, total: int) -> None:
+                bars.update(task, description=stage, completed=done, total=total)
+
             report = api.compress(
                 model,
                 recipe=recipe,
@@ -49,7 +56,7 @@ def compress(
                 device=device,
                 seed=seed,
                 resume=resume,
-                progress=_Bar(bars),
+                progress=progress,
             )
     except KeyboardInterrupt as error:
         console.print("interrupted; the same command with --resume goes on")

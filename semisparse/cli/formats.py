@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from semisparse import api
+from semisparse.api import list_formats
 from semisparse.cli.output import print_json, print_table
 
 
@@ -17,7 +17,7 @@ def formats(
 
     Example: `semisparse formats`
     """
-    rows = api.list_formats()
+    rows = list_formats()
     if json:
         print_json({"formats": rows})
         return

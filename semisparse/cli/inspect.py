@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from semisparse import api
+from semisparse.api import inspect_directory
 from semisparse.cli.output import bytes_text, print_json, print_table, progress_bar
 
 
@@ -22,7 +22,9 @@ def inspect(
     """
     with progress_bar(shown=not json) as bars:
         task = bars.add_task("reading layers", total=None)
-        found = api.inspect(model, verify, progress=lambda done, total: bars.update(task, completed=done, total=total))
+        found = inspect_directory(
+            model, verify, progress=lambda done, total: bars.update(task, completed=done, total=total)
+        )
     if json:
         print_json(found)
         return
@@ -30,7 +32,7 @@ def inspect(
         (
             layer["name"],
             layer["format"],
-            layer["pattern"],
+            layer["pattern"] or "",
             "x".join(map(str, layer["shape"])),
             f"{layer['density']:.4f}",
             f"{layer['bits_per_weight']:.3f}",
@@ -43,7 +45,7 @@ def inspect(
         "whole model" + (", every tensor verified" if verify else ""),
         ("", "bytes", "bits/weight"),
         [
-            ("linear layers above", bytes_text(found["layer_bytes"]), f"{found['bits_per_weight']:.3f}"),
+            ("compressed layers", bytes_text(found["layer_bytes"]), f"{found['bits_per_weight'] or 0:.3f}"),
             ("everything else", bytes_text(found["bytes"] - found["layer_bytes"]), ""),
             ("model", bytes_text(found["bytes"]), ""),
         ],

@@ -21,7 +21,9 @@ app = typer.Typer()
 
 @app.command()
 def plan(
-    model: Annotated[str | None, typer.Argument(help="A model directory, or an architecture such as llama2-7b.")] = None,
+    model: Annotated[
+        str | None, typer.Argument(help="A model directory, or an architecture such as llama2-7b.")
+    ] = None,
     shape: Annotated[str | None, typer.Option(help="N,K of one layer, instead of a model.")] = None,
     gpu: Annotated[str, typer.Option(help="a100, h100, h200, b200, rtx3090, rtx4090, rtx5080, cpu or auto.")] = "auto",
     tokens: Annotated[str, typer.Option(help="Numbers of tokens M, by commas.")] = "1,16,4096",
@@ -76,7 +78,9 @@ def _show(made: Plan, console: Console) -> None:
         console.print(f"Left out: {label}: {reason}", style="dim")
     for sentence in made.sentences():
         console.print(sentence)
-    console.print("Predictions are at the roofline, accuracy apart: 8 and 4 bits and sparsity all cost some.", style="dim")
+    console.print(
+        "Predictions are at the roofline, accuracy apart: 8 and 4 bits and sparsity all cost some.", style="dim"
+    )
 
 
 def _layer_table(made: Plan) -> Table:
@@ -113,7 +117,9 @@ def _model_table(made: Plan) -> Table:
         rows = [row for row in made.rows if row.m == m and row.candidate.label == label]
         weights = sum(row.layer.count * row.layer.n * row.layer.k for row in rows)
         bits = sum(row.layer.count * row.layer.n * row.layer.k * row.bits_per_weight for row in rows)
-        table.add_row(f"{m:,}", label, f"{bits / weights:.2f}", f"{bits / 8e6:,.1f}", f"{seconds * 1e6:,.1f}", f"{gain:.2f}")
+        table.add_row(
+            f"{m:,}", label, f"{bits / weights:.2f}", f"{bits / 8e6:,.1f}", f"{seconds * 1e6:,.1f}", f"{gain:.2f}"
+        )
     return table
 
 
@@ -126,7 +132,5 @@ def _best_table(made: Plan) -> Table:
     table.add_column("speed-up", justify="right")
     for row in made.best().values():
         layer = row.layer
-        table.add_row(
-            layer.names, f"{layer.n:,}, {layer.k:,}", f"{row.m:,}", row.candidate.label, f"{row.speedup:.2f}"
-        )
+        table.add_row(layer.names, f"{layer.n:,}, {layer.k:,}", f"{row.m:,}", row.candidate.label, f"{row.speedup:.2f}")
     return table

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from semisparse.errors import InputError
+from semisparse.nn import is_linear
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def main_tensor(output: Any) -> Tensor:
     return output if isinstance(output, Tensor) else output[0]
 
 
-def decoder_blocks(model: nn.Module) -> tuple[str, Sequence[nn.Module]]:
+def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """Find the decoder blocks and the name of their list: the module list that holds most of the model's weights.
 
     Raises:
@@ -59,13 +59,7 @@ def decoder_blocks(model: nn.Module) -> tuple[str, Sequence[nn.Module]]:
 
 def linear_layers(block: nn.Module) -> dict[str, nn.Module]:
     """Give the linear layers inside a block, by their name in it."""
-    return {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear | Conv1D)}
-
-
-def weight_view(linear: nn.Module) -> Tensor:
-    """View a linear layer's weight as [N, K], whichever way it is stored (transformers' Conv1D stores [K, N])."""
-    weight = linear.get_parameter("weight").data
-    return weight.T if isinstance(linear, Conv1D) else weight
+    return {name: module for name, module in block.named_modules() if is_linear(module)}
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from semisparse.compress.blocks import Call, decoder_blocks, linear_layers, record_calls, weight_view
+from semisparse.compress.blocks import Call, decoder_blocks, linear_layers, record_calls
 from semisparse.compress.calibration import check_batches
 from semisparse.compress.journal import Journal
 from semisparse.compress.prune import RunningSums, prune_layer
@@ -21,6 +21,7 @@ from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import LayerReport
 from semisparse.compress.stages import Stage, find_stages, read_stage
 from semisparse.errors import InputError
+from semisparse.nn import weight_of
 from semisparse.patterns import Pattern, parse_pattern
 
 
@@ -52,7 +53,7 @@ class _Block:
         return copy.deepcopy(self.module).to(device, dtype)
 
     def weight(self, name: str) -> Tensor:
-        return weight_view(self.module.get_submodule(name))
+        return weight_of(self.module.get_submodule(name))
 
 
 @dataclass
@@ -192,7 +193,7 @@ def _compress_block(
         sums = _measure(stage, working, dense, tokens, index)
         for name in stage.linears:
             started = time.perf_counter()
-            copied = weight_view(working.get_submodule(name))
+            copied = weight_of(working.get_submodule(name))
             with _naming(names[name]):
                 pruned = prune_layer(copied, block.patterns[name], sums.of_layer(name, copied.float()), recipe)
             weight = block.weight(name)

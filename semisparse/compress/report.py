@@ -13,7 +13,8 @@ class LayerReport:
         name: the layer's module name in the model.
         pattern: written form.
         density: share of weights that are not zero, 0 to 1.
-        error: relative error of the layer's output on the calibration tokens, ``||(w' - w) x|| / ||w x||``.
+        error: relative error of the layer's output on the calibration tokens, ``||(w' - w) x|| / ||w x||``;
+            None where there were none.
         outcome: what was done, such as ``sparsegpt`` or ``wanda (hessian singular)``.
         seconds: time taken to prune it.
     """
@@ -21,6 +22,6 @@ class LayerReport:
     name: str
     pattern: str
     density: float
-    error: float
+    error: float | None
     outcome: str
     seconds: float
