@@ -212,6 +212,11 @@ def test_the_cpu_kernel_without_the_latest_instructions(without: str, monkeypatc
     for dtype in (torch.float16, torch.bfloat16):
         weight = every_number(dtype)
         assert torch.equal(older(torch.eye(4), BITMASK.pack(weight, "0%"), None).T, weight.float())
+    # Only a checkpoint can hold these: packing refuses them.
+    wild = torch.tensor([float("inf"), float("-inf"), float("nan"), 65504], dtype=torch.float16)
+    packed = BITMASK.pack(torch.ones(4, 1, dtype=torch.float16), "0%")
+    packed = replace(packed, tensors={**packed.tensors, "values": wild})
+    assert torch.equal(older(torch.ones(1, 1), packed, None).nan_to_num(7), wild.float().nan_to_num(7)[None])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
