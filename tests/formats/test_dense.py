@@ -1,7 +1,5 @@
 """The dense baselines: what they store, and every product that can run here."""
 
-import os
-
 import pytest
 import torch
 
@@ -24,7 +22,8 @@ def weight(n: int = 64, k: int = 256, dtype: torch.dtype = torch.bfloat16) -> to
 
 
 @pytest.mark.parametrize(
-    ("kind", "bits", "error"), [("int8", 8.125, 0.01), ("fp8", 8.125, 0.03), ("fp8_tensor", 8.002, 0.03), ("int4", 5, 0.09)]
+    ("kind", "bits", "error"),
+    [("int8", 8.125, 0.01), ("fp8", 8.125, 0.03), ("fp8_tensor", 8.002, 0.03), ("int4", 5, 0.09)],
 )
 def test_a_rounded_weight_is_near_and_as_large_as_declared(kind, bits, error):
     """Errors of a normal weight: amax 3 to 4 over 254, 15 or so levels, or e4m3's 3 bits of mantissa."""
@@ -63,7 +62,13 @@ def test_scales_that_are_not_finite_are_refused():
 def test_int4_places_each_value_where_the_tensor_core_wants_it():
     """Lane, word and shift of single values, worked out by hand from the fragment of mma.m16n8k16."""
     groups = torch.arange(16.0).repeat(8, 8)
-    for row, column, lane, word, shift in [(0, 0, 0, 0, 0), (1, 3, 5, 0, 16), (7, 9, 28, 0, 20), (2, 31, 11, 0, 28), (0, 66, 1, 2, 0)]:
+    for row, column, lane, word, shift in [
+        (0, 0, 0, 0, 0),
+        (1, 3, 5, 0, 16),
+        (7, 9, 28, 0, 20),
+        (2, 31, 11, 0, 28),
+        (0, 66, 1, 2, 0),
+    ]:
         raised = groups.clone()
         raised[row, column] = 15.0 - raised[row, column]
         before, after = (int4.pack(w)["values"][0, 0].long() for w in (groups, raised))
@@ -121,8 +126,6 @@ def test_every_baseline_that_can_run_here(kind, kernel, m):
 @pytest.mark.parametrize(("m", "n", "k"), [(5, 33, 173), (17, 64, 256), (70, 40, 130), (600, 300, 256)])
 def test_the_triton_int8_product_is_exact(m, n, k):
     pytest.importorskip("triton", reason="triton is not installed: pip install 'semisparse[cuda]'")
-    if DEVICE == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"
     from semisparse.formats.dense.triton_int8 import int8_product
 
     generator = torch.Generator().manual_seed(m)

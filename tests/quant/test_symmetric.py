@@ -1,7 +1,5 @@
 """8-bit rounding by rows: the torch form against plain arithmetic, the Triton form against the torch form."""
 
-import os
-
 import pytest
 import torch
 from hypothesis import given
@@ -41,8 +39,6 @@ def test_rounding_errs_by_half_a_step(dtype, rows, columns):
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 173), (3, 4096), (4, 9001)])
 def test_the_triton_form_gives_the_same(dtype, rows, columns):
     pytest.importorskip("triton", reason="triton is not installed: pip install 'semisparse[cuda]'")
-    if DEVICE == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"
     from semisparse.quant import triton_symmetric
 
     x = operand(rows, columns).to(DEVICE)

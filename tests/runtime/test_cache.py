@@ -30,7 +30,9 @@ def test_an_entry_is_built_once(cache):
     assert cached("kind", b"other key", lambda: b"other") == b"other"
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b"", lambda b: b + b"x", lambda b: b[:40] + b"?" + b[41:]])
+@pytest.mark.parametrize(
+    "damage", [lambda b: b[:-1], lambda b: b"", lambda b: b + b"x", lambda b: b[:40] + b"?" + b[41:]]
+)
 def test_a_damaged_entry_is_built_again(cache, damage):
     cached("kind", b"key", lambda: b"content that is longer than its digest, to be cut into")
     path = entry(cache)
