@@ -55,7 +55,10 @@ def kernels(
         for name, layer in layers:
             setting = Setting(name.strip(), dtype_named(dtype), where, machine)
             for result in measure_layer(setting, layer, counts, chosen):
-                (found if isinstance(result, Measurement) else skipped).append(result)
+                if isinstance(result, Measurement):
+                    found.append(result)
+                else:
+                    skipped.append(result)
             bars.advance(task)
     if out is not None and found:
         write_csv(out, found)

@@ -29,7 +29,8 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "scale.cu"
     path.write_text(
         '#include <cuda_fp16.h>\n#include "factor.cuh"\n'
-        'extern "C" __global__ void scale(__half* x) { x[threadIdx.x] = __half2float(x[threadIdx.x]) * kFactor * TIMES; }\n'
+        'extern "C" __global__ void scale(__half* x) {\n'
+        "  x[threadIdx.x] = __half2float(x[threadIdx.x]) * kFactor * TIMES;\n}\n"
     )
     yield path
     nvrtc._read_source.cache_clear()
