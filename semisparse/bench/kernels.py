@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,8 +35,8 @@ ROUNDED_INPUT_TOLERANCE = {"tensor int8": 0.02, "tensor fp8": 0.05}
 class Measurement:
     """One line of the CSV: a kernel on a shape, with the machine it ran on. Times in microseconds.
 
-    ``floor_us`` is the roofline's time at the rates measured on the machine, launch not included; ``fraction`` the share
-    of it that was reached; ``dense_us`` the baseline in the same run.
+    ``floor_us`` is the roofline's time at the rates measured on the machine, launch not included; ``fraction`` the
+    share of it that was reached; ``dense_us`` the baseline in the same run.
     """
 
     model: str
@@ -153,7 +154,7 @@ def _measure(
             f"{candidate.label} {kernel.name} is wrong at M, N, K = {len(x)}, {layer.n}, {layer.k}: relative error "
             f"{error:.3g}, at most {tolerance:.3g} is right; it was not timed"
         )
-    timing = time_calls([lambda copy=copy: product(x, copy, None) for copy in copies], setting.device)
+    timing = time_calls([partial(product, x, copy, None) for copy in copies], setting.device)
     floor = estimate(passes, setting.machine)
     facts = device_facts(setting.device)
     dense = timing.us if dense_us is None else dense_us

@@ -21,6 +21,8 @@ from semisparse.runtime.nvrtc import CudaSource, compile_cubin, unavailable
 
 SOURCE = CudaSource(Path(__file__).with_name("launch.cu"))
 
+SOURCES = (SOURCE,)
+
 NODES = 200
 """Kernels in the graph whose replay is divided by their number."""
 

@@ -18,7 +18,7 @@ WORTH_IT = 1.05
 
 @dataclass(frozen=True)
 class Row:
-    """One candidate on one layer shape at one number of tokens; times of all ``count`` layers are ``count`` times it."""
+    """One candidate on one layer of a shape, of which the model has ``layer.count``, at one number of tokens."""
 
     layer: LayerShape
     m: int

@@ -55,7 +55,10 @@ def kernels(
         for name, layer in layers:
             setting = Setting(name.strip(), dtype_named(dtype), where, machine)
             for result in measure_layer(setting, layer, counts, chosen):
-                (found if isinstance(result, Measurement) else skipped).append(result)
+                if isinstance(result, Measurement):
+                    found.append(result)
+                else:
+                    skipped.append(result)
             bars.advance(task)
     if out is not None and found:
         write_csv(out, found)
@@ -71,7 +74,7 @@ def model(
     checkpoint: Annotated[Path | None, typer.Argument(help="A model directory, dense or compressed.")] = None,
     baseline: Annotated[Path | None, typer.Option(help="The dense model's directory, measured beside it.")] = None,
     arch: Annotated[
-        str | None, typer.Option(help="An architecture with random weights, instead of a directory.")
+        str | None, typer.Option(help="Architectures with random weights, by commas, instead of a directory.")
     ] = None,
     format: Annotated[str | None, typer.Option(help="With --arch: the format measured beside dense.")] = None,
     pattern: Annotated[str | None, typer.Option(help="With --arch: its pattern; its recipe's by default.")] = None,
@@ -88,11 +91,12 @@ def model(
         raise InputError("bench model takes a model directory or --arch NAME, one of the two")
     where = _device(device)
     workload = Workload(batch, prompt, new)
-    if arch is not None:
-        found = _measure_arch(arch, format, pattern, dtype_named(dtype), where, workload)
-    else:
+    found: list[ModelSpeed] = []
+    for name in words(arch) or []:
+        found += _measure_arch(name, format, pattern, dtype_named(dtype), where, workload)
+    if checkpoint is not None:
         paths = {"dense": baseline, "as stored": checkpoint}
-        found = [
+        found += [
             measure_model(load_model(path, where), path.name, label, workload) for label, path in paths.items() if path
         ]
     if out is not None:
@@ -220,7 +224,8 @@ def _show_kernels(found: list[Measurement], skipped: list[Skipped]) -> None:
     ]
     title = f"{found[0].machine}, {found[0].software}, {found[0].dtype}" if found else "Nothing could be measured"
     print_table(title, columns, rows)
-    for reason in dict.fromkeys(f"{s.candidate} {s.kernel}: {s.reason}" for s in skipped):
+    ran = {row.candidate.label for row in found}
+    for reason in dict.fromkeys(f"{s.candidate} {s.kernel}: {s.reason}" for s in skipped if s.candidate not in ran):
         console.print(f"[dim]not run: {reason}[/]", highlight=False)
 
 

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from semisparse.bench.machines import find_machine
 from semisparse.bench.plan import Plan, make_plan
 from semisparse.bench.roofline import candidates
 from semisparse.bench.shapes import layer_shapes
 from semisparse.cli.arguments import DTYPES, dtype_named, numbers, words
+from semisparse.cli.output import bytes_text, console, print_json, print_table
 from semisparse.errors import InputError
 
-app = typer.Typer()
 
-
-@app.command()
 def plan(
     model: Annotated[
         str | None, typer.Argument(help="A model directory, or an architecture such as llama2-7b.")
@@ -43,12 +38,12 @@ def plan(
         find_machine(gpu),
     )
     if as_json:
-        typer.echo(json.dumps(_as_dict(made)))
+        print_json(_as_dict(made))
     else:
-        _show(made, Console())
+        _show(made)
 
 
-def _as_dict(made: Plan) -> dict[str, object]:
+def _as_dict(made: Plan) -> dict[str, Any]:
     return {
         "gpu": made.machine.name,
         "source": made.machine.source,
@@ -65,72 +60,65 @@ def _as_dict(made: Plan) -> dict[str, object]:
     }
 
 
-def _show(made: Plan, console: Console) -> None:
+def _show(made: Plan) -> None:
     machine = made.machine
     peaks = ", ".join(f"{unit} {peak / 1e12:,.4g}" for unit, peak in machine.peaks.items())
-    console.print(f"{machine.name}: reads {machine.bandwidth / 1e12:.3g} TB/s; T(FL)OP/s: {peaks}")
-    console.print(f"Figures from: {machine.source}.", style="dim")
-    one_layer = len({row.layer for row in made.rows}) == 1
-    console.print(_layer_table(made) if one_layer else _model_table(made))
-    if not one_layer:
-        console.print(_best_table(made))
+    console.print(f"{machine.name}: reads {machine.bandwidth / 1e12:.3g} TB/s; T(FL)OP/s: {peaks}", highlight=False)
+    console.print(f"[dim]Figures from: {machine.source}.[/]", highlight=False)
+    if len({row.layer for row in made.rows}) == 1:
+        _show_layer(made)
+    else:
+        _show_model(made)
+        _show_best(made)
     for label, reason in made.left_out.items():
-        console.print(f"Left out: {label}: {reason}", style="dim")
+        console.print(f"[dim]Left out: {label}: {reason}[/]", highlight=False)
     for sentence in made.sentences():
-        console.print(sentence)
-    console.print(
-        "Predictions are at the roofline, accuracy apart: 8 and 4 bits and sparsity all cost some.", style="dim"
-    )
+        console.print(sentence, highlight=False)
+    console.print("[dim]At the roofline, accuracy apart: sparsity, 8 bits and 4 bits all cost some.[/]")
 
 
-def _layer_table(made: Plan) -> Table:
+def _show_layer(made: Plan) -> None:
     layer = made.rows[0].layer
-    table = Table(title=f"N, K = {layer.n:,}, {layer.k:,}")
-    table.add_column("M", justify="right")
-    table.add_column("format")
-    for name in ("bits", "MB", "GFLOP", "FLOP/byte", "us", "speed-up"):
-        table.add_column(name, justify="right")
-    table.add_column("bound by")
-    for row in made.rows:
-        found = row.estimate
-        table.add_row(
+    rows = [
+        [
+            row.candidate.label,
+            f"{row.m:,}",
+            f"{row.bits_per_weight:.2f}",
+            f"{row.estimate.bytes / 1e6:,.2f}",
+            f"{row.estimate.operations / 1e9:,.3g}",
+            f"{row.estimate.operations / row.estimate.bytes:,.3g}",
+            f"{row.estimate.seconds * 1e6:,.1f}",
+            f"{row.speedup:.2f}",
+            row.estimate.bound,
+        ]
+        for row in made.rows
+    ]
+    columns = ["format", "M", "bits", "MB", "GFLOP", "FLOP/byte", "us", "speed-up", "bound by"]
+    print_table(f"N, K = {layer.n:,}, {layer.k:,}", columns, rows)
+
+
+def _show_model(made: Plan) -> None:
+    rows = []
+    for (m, label), (seconds, gain) in made.totals().items():
+        own = [row for row in made.rows if row.m == m and row.candidate.label == label]
+        weights = sum(row.layer.count * row.layer.n * row.layer.k for row in own)
+        bits = sum(row.layer.count * row.layer.n * row.layer.k * row.bits_per_weight for row in own)
+        rows.append(
+            [label, f"{m:,}", f"{bits / weights:.2f}", bytes_text(bits / 8), f"{seconds * 1e6:,.1f}", f"{gain:.2f}"]
+        )
+    columns = ["format", "M", "bits", "weights", "us", "speed-up"]
+    print_table("All linear layers, the head left out", columns, rows)
+
+
+def _show_best(made: Plan) -> None:
+    rows = [
+        [
+            row.layer.names,
+            f"{row.layer.n:,}, {row.layer.k:,}",
             f"{row.m:,}",
             row.candidate.label,
-            f"{row.bits_per_weight:.2f}",
-            f"{found.bytes / 1e6:,.2f}",
-            f"{found.operations / 1e9:,.3g}",
-            f"{found.operations / found.bytes:,.3g}",
-            f"{found.seconds * 1e6:,.1f}",
             f"{row.speedup:.2f}",
-            found.bound,
-        )
-    return table
-
-
-def _model_table(made: Plan) -> Table:
-    table = Table(title="All linear layers, the head left out")
-    table.add_column("M", justify="right")
-    table.add_column("format")
-    for name in ("bits", "MB of weights", "us", "speed-up"):
-        table.add_column(name, justify="right")
-    for (m, label), (seconds, gain) in made.totals().items():
-        rows = [row for row in made.rows if row.m == m and row.candidate.label == label]
-        weights = sum(row.layer.count * row.layer.n * row.layer.k for row in rows)
-        bits = sum(row.layer.count * row.layer.n * row.layer.k * row.bits_per_weight for row in rows)
-        table.add_row(
-            f"{m:,}", label, f"{bits / weights:.2f}", f"{bits / 8e6:,.1f}", f"{seconds * 1e6:,.1f}", f"{gain:.2f}"
-        )
-    return table
-
-
-def _best_table(made: Plan) -> Table:
-    table = Table(title="Fastest for each layer")
-    for name in ("layer", "N, K"):
-        table.add_column(name)
-    table.add_column("M", justify="right")
-    table.add_column("fastest")
-    table.add_column("speed-up", justify="right")
-    for row in made.best().values():
-        layer = row.layer
-        table.add_row(layer.names, f"{layer.n:,}, {layer.k:,}", f"{row.m:,}", row.candidate.label, f"{row.speedup:.2f}")
-    return table
+        ]
+        for row in made.best().values()
+    ]
+    print_table("Fastest for each layer", ["layer", "N, K", "M", "fastest", "speed-up"], rows)

@@ -40,19 +40,22 @@ class CudaKernel:
         self._code = ObjectCode.from_cubin(cubin.code)
         self._kernel = self._code.get_kernel(name).handle
         self._function = driver.CUfunction(int(self._kernel))
-        self._arguments = type("Arguments", (ctypes.Structure,), {"_fields_": _fields(parameters)})
-        self._offsets = [getattr(self._arguments, field).offset for field, _ in self._arguments._fields_]
+        fields = [(f"argument{i}", parameter) for i, parameter in enumerate(parameters)]
+        self._arguments = type("Arguments", (ctypes.Structure,), {"_fields_": fields})
+        self._offsets = [getattr(self._arguments, name).offset for name, _ in fields]
         self._pointers = ctypes.c_void_p * len(parameters)
         self._devices_ready: set[int] = set()
 
-    def __call__(self, device: torch.device, grid: tuple[int, int, int], threads: int, *arguments: int | float) -> None:
+    def __call__(
+        self, device: torch.device, grid: tuple[int, int, int], threads: int, *arguments: int | float | None
+    ) -> None:
         """Launch.
 
         Args:
             device: whose current stream runs the kernel.
             grid: blocks along x, y and z.
             threads: of a block.
-            arguments: one for each parameter; addresses as ints.
+            arguments: one for each parameter; addresses as ints, None for the null pointer.
         Raises:
             KernelError: the driver refuses the launch.
         """
@@ -82,7 +85,3 @@ class CudaKernel:
             if status:
                 raise KernelError(f"{self.name} cannot have {self.shared} bytes of shared memory: {status.name}")
         self._devices_ready.add(index)
-
-
-def _fields(parameters: Sequence[Any]) -> list[tuple[str, Any]]:
-    return [(f"argument{i}", parameter) for i, parameter in enumerate(parameters)]

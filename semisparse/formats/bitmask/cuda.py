@@ -65,13 +65,12 @@ def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     Returns:
         [M, N] in x's dtype.
     """
-    x = x.contiguous()
-    bias = None if bias is None else bias.to(x.dtype).contiguous()
     m, k = x.shape
     n, blocks = packed.tensors["masks"].shape
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    starts = packed.tensors.get("row_starts")
-    operands = (x, packed.tensors["masks"], packed.tensors["values"], starts, bias, y)
+    stored = [packed.tensors.get(name) for name in ("masks", "values", "row_starts")]
+    bias = None if bias is None else bias.to(x.dtype)
+    operands = [None if operand is None else operand.contiguous() for operand in (x, *stored, bias, y)]
     pointers = [None if operand is None else operand.data_ptr() for operand in operands]
     count = values_per_block(packed.pattern) or 0
     kernel = _decode_kernel(x.device, x.dtype, next(tokens for tokens in TOKENS if tokens >= m))

@@ -19,8 +19,8 @@ ROWS, COLUMNS = 8, 128
 """Of a tile; 128 columns are the eight inner k-tiles of 16 that torch's kernel is fastest with."""
 
 SPECS = (
-    TensorSpec("weight", torch.int32, ("row_tiles", "column_tiles", "lanes", "words"), split_n=0, split_k=1),
-    TensorSpec("scale_and_zero", torch.bfloat16, ("groups", "N", "pair"), split_n=1, split_k=0),
+    TensorSpec("values", torch.int32, ("row_tiles", "column_tiles", "lanes", "words"), split_n=0),
+    TensorSpec("scale_and_zero", torch.bfloat16, ("groups", "N", "pair"), split_n=1),
 )
 
 SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
@@ -60,12 +60,12 @@ def pack(weight: Tensor) -> dict[str, Tensor]:
     words = (tiles[:, :, rows, columns] << shifts).sum(-1)
     words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
     pairs = torch.cat((scale, zero), dim=-1).transpose(0, 1).contiguous().bfloat16()
-    return {"weight": words, "scale_and_zero": pairs}
+    return {"values": words, "scale_and_zero": pairs}
 
 
 def unpack(tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
     """Give the dequantised weight, [N, K] float32."""
-    words = tensors["weight"].to(torch.int64)
+    words = tensors["values"].to(torch.int64)
     rows, columns = _places(words.device)
     values = (words[..., None] >> torch.tensor(SHIFTS, device=words.device)) & 15
     tiles = torch.empty(*words.shape[:2], ROWS, COLUMNS, dtype=torch.int64, device=words.device)

@@ -10,7 +10,7 @@ from torch import Tensor
 from semisparse.errors import FormatError
 from semisparse.formats.base import Packed, Params, Pass, Problem, TensorSpec, fused_cost
 from semisparse.formats.dense import int4
-from semisparse.patterns import Pattern
+from semisparse.patterns import NM, Pattern, VectorNM
 from semisparse.quant.symmetric import FP8_MAX, quantise_rows
 
 QUANTISED = ("int8", "fp8", "fp8_tensor", "int4")
@@ -24,12 +24,18 @@ UNITS = {"int8": "tensor int8", "fp8": "tensor fp8", "fp8_tensor": "tensor fp8"}
 def specs(pattern: Pattern, params: Params) -> tuple[TensorSpec, ...]:
     """Give the stored tensors of the kind that ``params`` names; none means the weight as it is."""
     kind = _kind(params)
+    split_k = 1 if _windows_survive_a_cut(pattern) else None
     if kind is None:
-        return (TensorSpec("weight", None, ("N", "K"), split_n=0, split_k=1),)
+        return (TensorSpec("values", None, ("N", "K"), split_n=0, split_k=split_k),)
     if kind == "int4":
         return int4.SPECS
     scale = TensorSpec("scale", torch.float32, ("scales",), split_n=None if kind == "fp8_tensor" else 0)
-    return (TensorSpec("weight", DTYPES[kind], ("N", "K"), split_n=0, split_k=1), scale)
+    return (TensorSpec("values", DTYPES[kind], ("N", "K"), split_n=0, split_k=split_k), scale)
+
+
+def _windows_survive_a_cut(pattern: Pattern) -> bool:
+    """Whether each part of a weight that is cut along K, at multiples of 64, obeys the pattern too."""
+    return isinstance(pattern, NM | VectorNM) and 64 % pattern.window == 0
 
 
 def counts(n: int, k: int, pattern: Pattern, params: Params) -> Mapping[str, int]:
@@ -47,8 +53,9 @@ def pack_weight(weight: Tensor, pattern: Pattern, kind: str | None = None) -> tu
         FormatError: ``kind`` is unknown, or int4 cannot tile this shape.
     """
     params: Params = {} if kind is None else {"kind": kind}
+    weight = weight.detach()
     if _kind(params) is None:
-        return params, {"weight": weight.contiguous()}
+        return params, {"values": weight.contiguous() + 0.0}  # -0.0 becomes +0.0, as in every format
     if kind == "int4":
         return params, int4.pack(weight)
     if kind == "fp8_tensor":
@@ -57,13 +64,13 @@ def pack_weight(weight: Tensor, pattern: Pattern, kind: str | None = None) -> tu
         rounded = (weight.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     else:
         rounded, scale = quantise_rows(weight, DTYPES[str(kind)])
-    return params, {"weight": rounded, "scale": scale}
+    return params, {"values": rounded, "scale": scale}
 
 
 def unpack(packed: Packed) -> Tensor:
     """Give the weight [N, K] back, dequantised."""
     kind = _kind(packed.params)
-    weight = packed.tensors["weight"]
+    weight = packed.tensors["values"]
     if kind is None:
         return weight
     if kind == "int4":

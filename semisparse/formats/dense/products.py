@@ -23,8 +23,8 @@ def blas_refusal(problem: Problem) -> str | None:
 
 
 def blas(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """Multiply by torch's own linear: cuBLAS on a GPU."""
-    return F.linear(x, packed.tensors["weight"], None if bias is None else bias.to(x.dtype))
+    """Multiply by torch's own linear: cuBLAS on a GPU. Its bits would depend on how x lies in memory."""
+    return F.linear(x.contiguous(), packed.tensors["values"], None if bias is None else bias.to(x.dtype))
 
 
 def triton_int8_refusal(problem: Problem) -> str | None:
@@ -50,7 +50,7 @@ def int_mm(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     from semisparse.quant.triton_symmetric import quantise_rows
 
     rounded, scale = quantise_rows(x, torch.int8)
-    y = torch._int_mm(rounded, packed.tensors["weight"].t()) * scale[:, None] * packed.tensors["scale"]
+    y = torch._int_mm(rounded, packed.tensors["values"].t()) * scale[:, None] * packed.tensors["scale"]
     return (y if bias is None else y + bias).to(x.dtype)
 
 
@@ -69,7 +69,7 @@ def scaled_mm_refusal(problem: Problem) -> str | None:
 
 def scaled_mm(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     """Round x to fp8, by rows or as a whole as the weight was, and multiply with the scales fused."""
-    weight, scale = packed.tensors["weight"].t(), packed.tensors["scale"]
+    weight, scale = packed.tensors["values"].t(), packed.tensors["scale"]
     if packed.params["kind"] == "fp8":
         from semisparse.quant.triton_symmetric import quantise_rows
 
@@ -96,5 +96,5 @@ def int4pack_mm_refusal(problem: Problem) -> str | None:
 
 def int4pack_mm(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     """Multiply by torch's int4 weights."""
-    y = torch._weight_int4pack_mm(x, packed.tensors["weight"], GROUP, packed.tensors["scale_and_zero"])
+    y = torch._weight_int4pack_mm(x, packed.tensors["values"], GROUP, packed.tensors["scale_and_zero"])
     return y if bias is None else y + bias.to(y.dtype)

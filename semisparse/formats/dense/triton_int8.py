@@ -92,4 +92,4 @@ def int8_product(
 def linear(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     """Round x to int8 by rows and multiply by an int8 weight."""
     rounded, scale = quantise_rows(x, torch.int8)
-    return int8_product(rounded, scale, packed.tensors["weight"], packed.tensors["scale"], bias, x.dtype)
+    return int8_product(rounded, scale, packed.tensors["values"], packed.tensors["scale"], bias, x.dtype)

@@ -1,0 +1,171 @@
+"""The roofline model against arithmetic done by hand, and the sentences it leads to."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from semisparse.bench import machines
+from semisparse.bench.machines import Machine, find_machine
+from semisparse.bench.plan import make_plan
+from semisparse.bench.roofline import Candidate, candidates, estimate, estimate_product, problem_for
+from semisparse.bench.shapes import ARCHITECTURES, LayerShape, layer_shapes
+from semisparse.errors import InputError, PatternError
+from semisparse.formats import Format, Pass, get_format, registry
+from semisparse.patterns import parse_pattern
+
+MODELS = Path(__file__).parents[2] / "../shared/models"
+
+TOY = Machine("toy", "invented", 1e12, {"tensor fp16": 1e14, "fp32": 1e13}, 1e-6)
+
+SQUARE = [LayerShape("", 4096, 4096, 1)]
+
+
+def test_a_pass_takes_the_larger_of_its_two_times():
+    found = estimate([Pass(2e6, 1e8, "tensor fp16"), Pass(1e6, 3e8, "tensor fp16")], TOY)
+    assert found.floor_seconds == pytest.approx(2e-6 + 3e-6)
+    assert found.seconds == pytest.approx(7e-6)
+    assert (found.bytes, found.operations, found.bound) == (3e6, 4e8, "arithmetic")
+    assert estimate([Pass(4e6, 1e8, "tensor fp16")], TOY).bound == "memory"
+    assert estimate([Pass(1e5, 0, "no unit")], TOY).bound == "fixed time"
+
+
+def test_a_unit_that_a_machine_lacks_is_named():
+    with pytest.raises(InputError, match="toy has no known rate for tensor fp8"):
+        estimate([Pass(1, 1, "tensor fp8")], TOY)
+
+
+def test_the_dense_product_by_hand():
+    found, bits = estimate_product(candidates([])[0], 8, 1024, 512, torch.bfloat16, TOY)
+    assert bits == 16
+    assert found.bytes == 2 * (1024 * 512 + 8 * 512 + 8 * 1024)
+    assert found.operations == 2 * 8 * 1024 * 512
+
+
+@pytest.mark.parametrize("form", [pytest.param(form, id=name) for name, form in registry().items()])
+def test_the_bytes_foreseen_are_those_packed(form: Format):
+    """A sample of the rows stands for all of them."""
+    for candidate in candidates([form.name], ["32:64", "50%", "8:32v32"]):
+        if candidate.format != form.name:
+            continue
+        n, k = 1024, 640
+        _, foreseen = problem_for(candidate, 1, n, k, torch.float16, "cpu")
+        pattern = parse_pattern(candidate.pattern)
+        weight = torch.randn(n, k, generator=torch.Generator().manual_seed(7))
+        packed = form.pack((weight * pattern.mask(weight.abs())).half(), pattern, **candidate.options)
+        # The number of non-zeros in a sample of rows varies where the pattern counts over the whole matrix.
+        assert foreseen == pytest.approx(packed.nbytes, rel=0.02)
+
+
+def test_candidates_are_the_recipes_patterns_or_those_asked_for():
+    found = candidates()
+    assert found[0].is_baseline
+    assert Candidate("bitmask", "32:64") in found
+    assert {c.pattern for c in candidates(["bitmask"], ["4:8", "50%"])} == {"0%", "4:8", "50%"}
+    assert sum(c.is_baseline for c in candidates(["dense", "bitmask"])) == 1
+    with pytest.raises(InputError, match="unknown format"):
+        candidates(["abacus"])
+    with pytest.raises(PatternError):
+        candidates(patterns=["much"])
+
+
+def test_sentences_say_when_it_pays_and_when_not():
+    chosen = candidates(["bitmask"], ["32:64"])
+    one, many = make_plan(SQUARE, [1, 4096], chosen, torch.bfloat16, find_machine("h200")).sentences()
+    assert one.startswith("M = 1: the dense product is bound by reading the weights; bitmask 32:64 should gain 1.")
+    assert "M = 4,096: the dense product is bound by arithmetic; sparsity will not pay" in many
+    assert many.endswith("Keep it dense.")
+    tiny = make_plan([LayerShape("", 64, 64, 1)], [1], chosen, torch.bfloat16, find_machine("h200")).sentences()
+    assert "too small" in tiny[0]
+    alone = make_plan(SQUARE, [1], candidates([]), torch.bfloat16, find_machine("h200")).sentences()
+    assert "no sparse format" in alone[0]
+
+
+def test_a_format_that_computes_less_may_pay_where_arithmetic_binds(monkeypatch):
+    """A format's own cost is believed: half the operations, twice as fast."""
+
+    def half(problem, weight_bytes):
+        return (Pass(weight_bytes, problem.m * problem.n * problem.k, "tensor fp16"),)
+
+    bitmask = get_format("bitmask")
+    monkeypatch.setitem(bitmask.__dict__, "cost", half)
+    made = make_plan(SQUARE, [4096], candidates(["bitmask"]), torch.bfloat16, TOY)
+    assert "bitmask 32:64 should gain 2.00" in made.sentences()[0]
+
+
+def test_totals_weigh_every_layer_by_its_number():
+    layers = [LayerShape("a", 256, 256, 3), LayerShape("b", 512, 256, 1)]
+    made = make_plan(layers, [1], candidates([]), torch.float16, TOY)
+    by_hand = 3 * made.rows[0].estimate.seconds + made.rows[1].estimate.seconds
+    assert made.totals()[1, "dense"] == (pytest.approx(by_hand), 1.0)
+
+
+def test_what_cannot_be_planned_is_left_out_with_its_reason():
+    made = make_plan([LayerShape("", 64, 172, 1)], [1], candidates(["dense"]), torch.bfloat16, TOY)
+    assert {row.candidate.label for row in made.rows} == {"dense"}
+    assert "multiples" in made.left_out["dense int4"]
+    assert "tensor int8" in made.left_out["dense int8"]
+
+
+def test_dense_stays_best_unless_clearly_beaten():
+    made = make_plan(SQUARE, [1, 4096], candidates(["bitmask"]), torch.bfloat16, find_machine("h200"))
+    assert [row.candidate.label for row in made.best().values()] == ["bitmask 32:64", "dense"]
+
+
+@pytest.mark.parametrize("name", machines._data()["gpus"])
+def test_every_card_has_what_a_plan_needs(name):
+    card = machines._data()["gpus"][name]
+    assert card["source"]
+    machine = find_machine(name)
+    assert machine.bandwidth < card["bandwidth"] * 1e12
+    assert {"tensor fp16", "tensor int8", "fp32"} <= set(machine.peaks)
+    assert all(machine.peaks[unit] < card["peaks"][unit] * 1e12 for unit in machine.peaks)
+    assert make_plan(SQUARE, [1], candidates(["bitmask"]), torch.bfloat16, machine).rows
+
+
+def test_an_unknown_card_is_refused_with_the_known_ones():
+    with pytest.raises(InputError, match="unknown GPU 'abacus'; known: a100"):
+        find_machine("abacus")
+
+
+def test_shapes_of_architectures_are_those_published():
+    found = {(s.n, s.k): s.count for s in layer_shapes("llama2-7b")}
+    assert found == {(4096, 4096): 128, (11008, 4096): 64, (4096, 11008): 32}
+    fused = {(s.names, s.n, s.k, s.count) for s in layer_shapes("qwen2.5-7b:fused")}
+    assert fused == {
+        ("qkv_proj", 4608, 3584, 28),
+        ("o_proj", 3584, 3584, 28),
+        ("gate_up_proj", 37888, 3584, 28),
+        ("down_proj", 3584, 18944, 28),
+    }
+
+
+# Parameters of the linear layers, in thousands of millions, as the published totals less embeddings and head give them.
+@pytest.mark.parametrize(("name", "billions"), [("llama2-7b", 6.476), ("llama2-70b", 68.45), ("qwen2.5-1.5b", 1.31)])
+def test_architectures_have_their_published_size(name, billions):
+    total = sum(s.n * s.k * s.count for s in layer_shapes(name))
+    assert total / 1e9 == pytest.approx(billions, rel=2e-3)
+
+
+def test_a_plain_shape_and_a_bad_one():
+    assert layer_shapes("12,34") == [LayerShape("", 12, 34, 1)]
+    with pytest.raises(InputError, match="no model directory"):
+        layer_shapes("llama9-7b")
+    assert "llama2-7b" in ARCHITECTURES
+
+
+@pytest.mark.skipif(not MODELS.is_dir(), reason="../shared/models is absent")
+def test_shapes_of_a_checkpoint_leave_the_head_out():
+    found = {(s.names, s.n, s.k, s.count) for s in layer_shapes(str(MODELS / "pycode-11m"))}
+    assert found == {
+        ("q_proj, o_proj", 384, 384, 12),
+        ("k_proj, v_proj", 128, 384, 12),
+        ("gate_proj, up_proj", 1024, 384, 12),
+        ("down_proj", 384, 1024, 6),
+    }
+
+
+def test_a_directory_whose_config_is_broken_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(InputError, match="cannot be read"):
+        layer_shapes(str(tmp_path))

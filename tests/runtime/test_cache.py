@@ -1,0 +1,92 @@
+"""The user's cache: built once, rebuilt when damaged, whole for every process."""
+
+import multiprocessing
+import sys
+from pathlib import Path
+
+import pytest
+
+from semisparse.runtime.cache import cache_directory, cached, write_atomically
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SEMISPARSE_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def entry(cache: Path) -> Path:
+    (found,) = (cache / "kind").iterdir()
+    return found
+
+
+def fail() -> bytes:
+    raise AssertionError("built again")
+
+
+def test_an_entry_is_built_once(cache):
+    assert cached("kind", b"key", lambda: b"content") == b"content"
+    assert cached("kind", b"key", fail) == b"content"
+    assert cached("kind", b"other key", lambda: b"other") == b"other"
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda b: b[:-1], lambda b: b"", lambda b: b + b"x", lambda b: b[:40] + b"?" + b[41:]]
+)
+def test_a_damaged_entry_is_built_again(cache, damage):
+    cached("kind", b"key", lambda: b"content that is longer than its digest, to be cut into")
+    path = entry(cache)
+    path.write_bytes(damage(path.read_bytes()))
+    assert cached("kind", b"key", lambda: b"new") == b"new"
+    assert cached("kind", b"key", fail) == b"new"
+
+
+def test_a_write_that_fails_leaves_nothing(cache, monkeypatch):
+    def refuse(*paths):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("semisparse.runtime.cache.os.replace", refuse)
+    with pytest.raises(OSError, match="disk full"):
+        write_atomically(cache / "kind" / "file", b"content")
+    assert not list((cache / "kind").iterdir())
+
+
+def test_a_cache_that_cannot_be_written_is_said_and_survived(cache, monkeypatch):
+    blocked = cache / "file"
+    blocked.write_text("no directory")
+    monkeypatch.setenv("SEMISPARSE_CACHE", str(blocked))
+    with pytest.warns(UserWarning, match="SEMISPARSE_CACHE"):
+        assert cached("kind", b"key", lambda: b"content") == b"content"
+
+
+def build_many(directory: str) -> None:
+    import os
+
+    os.environ["SEMISPARSE_CACHE"] = directory
+    for number in range(200):
+        key = b"%d" % (number % 5)
+        assert cached("kind", key, lambda key=key: key * 5000) == key * 5000
+
+
+def test_processes_may_share_it(cache):
+    workers = [multiprocessing.get_context("spawn").Process(target=build_many, args=(str(cache),)) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    assert len(list((cache / "kind").iterdir())) == 5
+
+
+@pytest.mark.parametrize(
+    ("platform", "variable", "below"),
+    [
+        ("linux", "XDG_CACHE_HOME", "semisparse"),
+        ("win32", "LOCALAPPDATA", "semisparse"),
+    ],
+)
+def test_the_platform_says_where_it_is(monkeypatch, tmp_path, platform, variable, below):
+    monkeypatch.delenv("SEMISPARSE_CACHE", raising=False)
+    monkeypatch.setenv(variable, str(tmp_path))
+    monkeypatch.setattr(sys, "platform", platform)
+    assert cache_directory() == tmp_path / below
