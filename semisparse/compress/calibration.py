@@ -52,7 +52,7 @@ def check_batches(model: nn.Module, batches: Sequence[Tensor]) -> None:
     context = getattr(model.config, "max_position_embeddings", None)
     if context is not None and longest > context:
         raise InputError(f"calibration samples of {longest} tokens exceed the model's context of {context}")
-    vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator,union-attr]
+    vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     largest = max(int(batch.max()) for batch in batches)
     if largest >= vocabulary:
         raise InputError(f"token {largest} is not in the model's vocabulary of {vocabulary}; is this its tokenizer?")
