@@ -59,7 +59,7 @@ def declared(name: str, entry: Mapping[str, Any]) -> Packed:
 
 
 def read_block(block: Mapping[str, Any]) -> dict[str, Packed]:
-    """Read the whole block: every compressed layer's declaration by module name.
+    """Read the whole block: every compressed layer's declaration by module name, in the order of the names' numbers.
 
     Raises:
         CheckpointError: the block is not semisparse's, or of an unknown version, or an entry is unreadable.
@@ -73,4 +73,9 @@ def read_block(block: Mapping[str, Any]) -> dict[str, Packed]:
     layers = block.get("layers")
     if not isinstance(layers, Mapping):
         raise CheckpointError("config.json has no table of layers under quantization_config")
-    return {name: declared(name, entry) for name, entry in layers.items()}
+    return {name: declared(name, layers[name]) for name in sorted(layers, key=_by_number)}
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """Order layer 10 behind layer 9; the table itself is in alphabetical order, because JSON is written so."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]

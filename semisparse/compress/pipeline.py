@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from semisparse.compress.blocks import Call, decoder_blocks, linear_layers, record_calls
 from semisparse.compress.calibration import check_batches
 from semisparse.compress.journal import Journal
-from semisparse.compress.prune import RunningSums, prune_layer
+from semisparse.compress.prune import RunningSums, magnitude, prune_layer, require_finite
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import LayerReport
 from semisparse.compress.stages import Stage, find_stages, read_stage
@@ -88,7 +88,8 @@ def compress_blocks(
 
     Args:
         model: a transformers causal language model.
-        batches: calibration token ids, each [batch, tokens] int64; may be empty where `recipe.prune` is ``none``.
+        batches: calibration token ids, each [batch, tokens] int64; may be empty where `recipe.prune` looks at weights
+            alone (``none``, ``magnitude``).
         recipe: what to do.
         device: where to compute; in float32 on a CPU, in the model's dtype elsewhere.
         patterns: by module name, for the layers whose pattern is not the recipe's.
@@ -103,6 +104,8 @@ def compress_blocks(
     total = sum(len(block.patterns) for block in blocks)
     if recipe.prune == "none":
         return [report for block in blocks for report in _check_block(block)]
+    if recipe.prune == "magnitude" and not batches:
+        return [report for block in blocks for report in _prune_by_magnitude(block)]
     check_batches(model, batches)
     model.eval()
     device = torch.device(device)
@@ -161,10 +164,21 @@ def _check_block(block: _Block) -> Iterator[LayerReport]:
     for name, pattern in block.patterns.items():
         weight = block.weight(name)
         with _naming(block.full_name(name)):
-            if not weight.isfinite().all():
-                raise InputError("the weight holds NaN or infinity; the model is damaged")
+            require_finite(weight)
             pattern.check(weight)
         yield LayerReport(block.full_name(name), str(pattern), _density(weight), 0.0, "none", 0.0)
+
+
+def _prune_by_magnitude(block: _Block) -> Iterator[LayerReport]:
+    """Prune without calibration text, so that nothing is known of the outputs' error."""
+    for name, pattern in block.patterns.items():
+        weight = block.weight(name)
+        started = time.perf_counter()
+        with _naming(block.full_name(name)):
+            require_finite(weight)
+            weight.copy_(magnitude(weight, pattern))
+        seconds = time.perf_counter() - started
+        yield LayerReport(block.full_name(name), str(pattern), _density(weight), None, "magnitude", seconds)
 
 
 def _start(

@@ -45,8 +45,7 @@ def prune_layer(weight: Tensor, pattern: Pattern, statistics: Statistics, recipe
         InputError: the weight or the statistics hold NaN or infinity.
     """
     weight = weight.float()
-    if not weight.isfinite().all():
-        raise InputError("the weight holds NaN or infinity; the model is damaged")
+    require_finite(weight)
     if not all(mean.isfinite().all() for mean in (statistics.hessian, statistics.cross) if mean is not None):
         raise InputError("its calibration activations hold NaN or infinity, or are too large for float32")
     if recipe.prune == "magnitude":
@@ -56,6 +55,16 @@ def prune_layer(weight: Tensor, pattern: Pattern, statistics: Statistics, recipe
     else:
         pruned, outcome = _sparsegpt(weight, pattern, statistics, recipe)
     return PrunedLayer(pruned, outcome, _relative_error(pruned, weight, statistics.hessian))
+
+
+def require_finite(weight: Tensor) -> None:
+    """Raise unless every weight is finite.
+
+    Raises:
+        InputError: one is not.
+    """
+    if not weight.isfinite().all():
+        raise InputError("the weight holds NaN or infinity; the model is damaged")
 
 
 def _sparsegpt(weight: Tensor, pattern: Pattern, statistics: Statistics, recipe: Recipe) -> tuple[Tensor, str]:

@@ -1,0 +1,5 @@
+"""``python -m semisparse.cli``."""
+
+from semisparse.cli import main
+
+main()

@@ -1,0 +1,232 @@
+"""Bad input ends in one sentence on stderr and exit status 2, a failure in 1; nothing half-written looks whole."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from tests.cli.conftest import Outcome, Run
+
+SMALL = ("--samples", "4", "--seqlen", "32")
+
+
+def assert_refused(outcome: Outcome, sentence: str, status: int = 2) -> None:
+    assert (outcome.status, outcome.out) == (status, "")
+    assert sentence in " ".join(outcome.err.split())
+    assert "Traceback" not in outcome.err
+
+
+@pytest.fixture
+def compress(run: Run, model: Path, text: Path, tmp_path: Path):
+    def call(*arguments: object, calib: Path = text, source: Path = model, recipe: object = "rheosparse") -> Outcome:
+        out = tmp_path / "out"
+        return run("compress", source, "--recipe", recipe, "--calib", calib, "--out", out, *SMALL, "--json", *arguments)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("colour=red", "unknown recipe key 'colour'; the known keys are: pattern, prune"),
+        ("prune=scissors", "it is one of: magnitude, wanda, sparsegpt, none"),
+        ("pattern=9:8", "pattern 9:8"),
+        ("pattern", "not written key=value"),
+        ("format=zip", "unknown format 'zip'; known: bitmask"),
+        ("damping=much", "it is a number"),
+    ],
+)
+def test_a_wrong_setting(compress, setting: str, sentence: str):
+    assert_refused(compress("--set", setting), sentence)
+
+
+def test_a_wrong_recipe(compress, tmp_path: Path):
+    assert_refused(compress(recipe="nonsense"), "unknown recipe 'nonsense'; known: rheosparse")
+    (tmp_path / "bad.yaml").write_text("pattern: [")
+    assert_refused(compress(recipe=tmp_path / "bad.yaml"), "is not valid YAML")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("empty.txt", b" \n", "is empty"),
+        ("latin.txt", b"caf\xe9 " * 1000, "is not UTF-8"),
+        ("short.txt", b"short", "too little for one sequence of 32 tokens"),
+        ("bad.jsonl", b'{"text": "a"}\n{"txet": "b"}\n', 'line 2: expected a JSON object with "text"'),
+        ("number.jsonl", b'{"text": 5}\n', '"text" is int, expected a string'),
+        ("missing.txt", None, "cannot read"),
+    ],
+)
+def test_a_wrong_text(compress, tmp_path: Path, name: str, content: bytes | None, sentence: str):
+    file = tmp_path / name
+    if content is not None:
+        file.write_bytes(content)
+    assert_refused(compress(calib=file), sentence)
+
+
+def test_no_text_where_it_is_needed(run: Run, model: Path, tmp_path: Path):
+    outcome = run("compress", model, "--recipe", "rheosparse", "--out", tmp_path / "out")
+    assert_refused(outcome, "needs calibration text")
+
+
+def test_too_long_sequences(run: Run, compress, model: Path, text: Path):
+    assert_refused(compress("--seqlen", "100"), "seqlen is 100, the model's context is 64")
+    assert_refused(run("eval", model, "--text", text, "--seqlen", 1), "seqlen is at least 2")
+    assert_refused(run("generate", model, "--prompt", "a", "--max-new-tokens", 100), "exceed the model's context of 64")
+    assert_refused(run("eval", model), "nothing to measure")
+
+
+@pytest.mark.parametrize("verb", ["compress", "eval", "generate", "inspect"])
+def test_a_missing_or_half_written_model(run: Run, verb: str, model: Path, text: Path, tmp_path: Path):
+    rest = {
+        "compress": ("--recipe", "rheosparse", "--calib", text, "--out", tmp_path / "out"),
+        "eval": ("--text", text),
+        "generate": ("--prompt", "a"),
+        "inspect": (),
+    }[verb]
+    assert_refused(run(verb, tmp_path / "nowhere", *rest), "no model directory at")
+    file = model / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    assert_refused(run(verb, model, *rest), "is truncated or not a safetensors file")
+    file.unlink()
+    torch.save({}, model / "pytorch_model.bin")
+    assert_refused(run(verb, model, *rest), "a pickle; semisparse reads safetensors only")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("prune", ["sparsegpt", "magnitude", "none"])
+def test_a_weight_that_is_not_finite(compress, model: Path, value: float, prune: str):
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+    save_file(tensors, file, metadata={"format": "pt"})
+    pattern = "0%" if prune == "none" else "32:64"  # what a dense weight obeys
+    outcome = compress("--set", f"prune={prune}", "--set", f"pattern={pattern}")
+    assert_refused(outcome, "model.layers.1.mlp.up_proj: the weight holds NaN or infinity")
+
+
+def test_a_weight_that_breaks_the_pattern(compress):
+    outcome = compress("--set", "prune=none", "--set", "pattern=2:4")
+    assert_refused(
+        outcome, "layer model.layers.0.self_attn.q_proj: the weight does not obey 2:4: row 0, columns 0 to 3"
+    )
+
+
+def test_an_output_that_exists(compress, tmp_path: Path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("keep")
+    assert_refused(compress(), "exists already; choose another --out or remove it")
+    assert os.listdir(tmp_path / "out") == ["mine"]
+
+
+def test_a_compressed_model_is_not_compressed_again(run: Run, compress, text: Path, tmp_path: Path):
+    assert compress().status == 0
+    again = ("--recipe", "rheosparse", "--calib", text, "--out", tmp_path / "again")
+    assert_refused(run("compress", tmp_path / "out", *again), "is compressed already")
+
+
+def test_resume_with_other_settings(run: Run, compress, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def interrupted(*arguments: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PreTrainedModel, "save_pretrained", interrupted)
+        assert_refused(compress(), "No space left on device", status=1)
+    assert not (tmp_path / "out").exists()
+    assert (tmp_path / "out.partial").exists()
+    assert_refused(compress("--resume", "--seed", "1"), "had another calibration tokens, another seed")
+    assert_refused(compress("--resume", "--set", "prune=wanda"), "had another recipe")
+    assert compress("--resume").status == 0
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith((".out", "out"))) == ["out"]
+
+
+def test_a_full_disk_under_the_journal(compress, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        assert_refused(compress(), "No space left on device", status=1)
+    assert not (tmp_path / "out").exists()
+    assert compress("--resume").status == 0
+
+
+def test_two_runs_into_one_directory_and_control_c(model: Path, tmp_path: Path, run: Run):
+    text = tmp_path / "long.txt"
+    text.write_text("".join(f"line {i} of a longer text\n" for i in range(20000)))
+    out = tmp_path / "out"
+    rest = ["--recipe", "rheosparse", "--calib", str(text), "--out", str(out), "--samples", "4000", "--seqlen", "64"]
+    command = [sys.executable, "-m", "semisparse.cli", "compress", str(model), *rest]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "out.partial" / "fingerprint.json").exists():
+        assert first.poll() is None, first.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    assert_refused(run("compress", model, *rest, "--resume"), "another run is writing to")
+    first.send_signal(signal.SIGINT)
+    printed, said = first.communicate(timeout=60)
+    assert (first.returncode, printed) == (130, "")
+    assert "interrupted; the same command with --resume goes on" in said
+    assert "Traceback" not in said
+    assert not out.exists()
+
+
+def spoil_bits(tensors: dict[str, torch.Tensor], config: dict) -> None:
+    tensors["model.layers.1.mlp.up_proj.masks"][7, 0] ^= 1
+
+
+def spoil_length(tensors: dict[str, torch.Tensor], config: dict) -> None:
+    tensors["model.layers.1.mlp.up_proj.values"] = tensors["model.layers.1.mlp.up_proj.values"][:-1].clone()
+
+
+def spoil_version(tensors: dict[str, torch.Tensor], config: dict) -> None:
+    config["quantization_config"]["layers"]["model.layers.1.mlp.up_proj"]["version"] = 7
+
+
+def spoil_shape(tensors: dict[str, torch.Tensor], config: dict) -> None:
+    config["intermediate_size"] = 88
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (spoil_bits, "model.layers.1.mlp.up_proj"),
+        (spoil_length, "config.json declares"),
+        (spoil_version, "version 7 is unknown"),
+        (spoil_shape, "config.json does not fit the model"),
+    ],
+)
+def test_a_corrupted_checkpoint(run: Run, compress, text: Path, tmp_path: Path, spoil, sentence: str):
+    assert compress().status == 0
+    out = tmp_path / "out"
+    tensors, config = load_file(out / "model.safetensors"), json.loads((out / "config.json").read_text())
+    spoil(tensors, config)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text(json.dumps(config))
+    assert_refused(run("eval", out, "--text", text), sentence)
+    assert_refused(run("generate", out, "--prompt", "a"), sentence)
+    if spoil is not spoil_shape:  # inspect reads the tensors without building the model
+        assert_refused(run("inspect", out, "--verify"), sentence)
+
+
+def test_unknown_verbs_and_options_are_usage_errors(run: Run):
+    assert run("squeeze").status == 2
+    assert run("inspect").status == 2
+
+
+def test_a_traceback_only_with_debug(run: Run, tmp_path: Path):
+    from semisparse.errors import CheckpointError
+
+    with pytest.raises(CheckpointError):
+        run("inspect", tmp_path / "nowhere", "--debug")

@@ -1,0 +1,160 @@
+"""Each verb does its job, and --json prints one object with the keys that scripts rely on."""
+
+import filecmp
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from semisparse.cli.output import print_json
+from tests.cli.conftest import Run
+
+SMALL = ("--samples", "4", "--seqlen", "32")
+
+
+def assert_same_files(left: Path, right: Path) -> None:
+    names = sorted(p.name for p in left.iterdir())
+    assert names == sorted(p.name for p in right.iterdir())
+    for name in names:
+        assert filecmp.cmp(left / name, right / name, shallow=False), name
+
+
+def test_compress_then_everything_else(run: Run, model: Path, text: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    done = run("compress", model, "--recipe", "rheosparse", "--calib", text, "--out", out, *SMALL, "--json")
+    assert done.status == 0, done.err
+    report = done.json
+    assert set(report) == {"layers", "bytes_before", "bytes_after", "seconds"}
+    assert len(report["layers"]) == 14
+    for layer in report["layers"]:
+        assert set(layer) == {"name", "pattern", "format", "density", "bits_per_weight", "error", "outcome"}
+        assert (layer["pattern"], layer["format"], layer["outcome"]) == ("32:64", "bitmask", "sparsegpt")
+        assert 0 < layer["error"] < 1
+    assert not (tmp_path / "out.partial").exists()
+
+    dense = load_file(model / "model.safetensors")
+    packed = load_file(out / "model.safetensors")
+    names = [layer["name"] for layer in report["layers"]]
+    assert report["bytes_before"] == sum(dense[f"{name}.weight"].nbytes for name in names)
+    assert report["bytes_after"] == sum(t.nbytes for key, t in packed.items() if key.rpartition(".")[0] in names)
+
+    seen = run("inspect", out, "--verify", "--json").json
+    assert seen["verified"] is True
+    assert [layer["name"] for layer in seen["layers"] if layer["format"] == "bitmask"] == names  # in the same order
+    assert seen["bytes"] == sum(tensor.nbytes for tensor in packed.values())
+    assert seen["layer_bytes"] == report["bytes_after"]
+
+    scored = run("eval", out, "--baseline", model, "--text", text, "--seqlen", 32, "--json").json
+    assert scored["tokens"] == 31 * (sum(len(line) + 1 for line in text.read_text().splitlines()) // 32)
+    assert scored["kl"] > 0
+    assert scored["perplexity"] == pytest.approx(2.718281828459045 ** scored["nll"])
+
+    said = run("generate", out, "--prompt", "line 1", "--max-new-tokens", 5, "--json").json
+    assert said["text"].startswith("line 1")
+    assert said["tokens_per_second"] > 0
+
+
+def test_the_dense_model_is_its_own_baseline(run: Run, model: Path, text: Path):
+    assert run("eval", model, "--baseline", model, "--text", text, "--json").json["kl"] == 0
+
+
+def test_tables_go_to_stderr_and_leave_stdout_empty(run: Run, model: Path):
+    seen = run("inspect", model)
+    assert (seen.status, seen.out) == (0, "")
+    assert "model.layers.0.mlp.up_proj" in seen.err
+
+
+def test_formats_say_what_runs_here(run: Run):
+    found = {row["name"]: row for row in run("formats", "--json").json["formats"]}
+    kernels = {kernel["name"]: kernel for kernel in found["bitmask"]["kernels"]}
+    assert kernels["reference"]["runs"] is True
+    for kernel in kernels.values():
+        assert kernel["runs"] == (kernel["reason"] is None)
+    assert kernels["decode"]["runs"] == torch.cuda.is_available()
+
+
+def test_a_model_pruned_elsewhere_is_packed_as_it_is(run: Run, model: Path, text: Path, tmp_path: Path):
+    from semisparse.patterns import parse_pattern
+
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if "proj" in name:
+            tensor.mul_(parse_pattern("2:4").mask(tensor.abs().float()))
+    from safetensors.torch import save_file
+
+    save_file(tensors, file, metadata={"format": "pt"})
+    arguments = ("--set", "pattern=2:4", "--set", "prune=none", "--out", tmp_path / "out", "--json")
+    done = run("compress", model, "--recipe", "rheosparse", *arguments)
+    assert done.status == 0, done.err
+    assert {layer["density"] for layer in done.json["layers"]} == {0.5}
+    assert run("eval", tmp_path / "out", "--baseline", model, "--text", text, "--json").json["kl"] < 1e-9
+
+
+def test_a_yaml_recipe_and_settings(run: Run, model: Path, text: Path, tmp_path: Path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("pattern: 2:4\nprune: wanda\nignore: ['*.down_proj']\n")
+    arguments = ("--recipe", recipe, "--calib", text, "--out", tmp_path / "out", "--set", "pattern=g4@50%/row")
+    done = run("compress", model, *arguments, *SMALL, "--json")
+    assert done.status == 0, done.err
+    assert {layer["pattern"] for layer in done.json["layers"]} == {"g4@50%/row"}
+    assert {layer["outcome"] for layer in done.json["layers"]} == {"wanda"}
+    assert not any("down_proj" in layer["name"] for layer in done.json["layers"])
+
+
+def test_magnitude_needs_no_text(run: Run, model: Path, tmp_path: Path):
+    arguments = ("--set", "prune=magnitude", "--out", tmp_path / "out", "--json")
+    done = run("compress", model, "--recipe", "rheosparse", *arguments)
+    assert done.status == 0, done.err
+    assert {layer["error"] for layer in done.json["layers"]} == {None}
+
+
+def test_the_same_run_gives_the_same_bytes_and_another_seed_does_not(run: Run, model: Path, text: Path, tmp_path: Path):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        arguments = ("--calib", text, "--out", tmp_path / name, "--seed", seed, *SMALL)
+        assert run("compress", model, "--recipe", "rheosparse", *arguments).status == 0
+    assert_same_files(tmp_path / "a", tmp_path / "b")
+    weights = "model.safetensors"
+    assert (tmp_path / "a" / weights).read_bytes() != (tmp_path / "c" / weights).read_bytes()
+
+
+def test_resume_after_sigkill_gives_the_same_bytes(run: Run, model: Path, text: Path, tmp_path: Path):
+    arguments = ["compress", str(model), "--recipe", "rheosparse", "--calib", str(text), *SMALL, "--resume"]
+    assert run(*arguments, "--out", tmp_path / "whole").status == 0
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "semisparse.cli", *arguments, "--out", str(out)]
+    victim = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "out.partial" / "block-0000.json").exists():
+        assert victim.poll() is None, "it ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    victim.send_signal(signal.SIGKILL)
+    victim.wait()
+    assert not out.exists()
+
+    refused = run(*arguments[:-1], "--out", out)
+    assert refused.status == 2
+    assert "go on with --resume" in refused.err
+    assert run(*arguments, "--out", out).status == 0
+    assert_same_files(tmp_path / "whole", out)
+    assert os.listdir(tmp_path).count("out.partial") == 0
+
+
+def test_resume_of_a_finished_run_changes_nothing(run: Run, model: Path, text: Path, tmp_path: Path):
+    arguments = ("compress", model, "--recipe", "rheosparse", "--calib", text, "--out", tmp_path / "out", *SMALL)
+    first = run(*arguments, "--json").json
+    second = run(*arguments, "--resume", "--json").json
+    assert first | {"seconds": 0} == second | {"seconds": 0}
+
+
+def test_json_has_no_nan(capsys: pytest.CaptureFixture[str]):
+    print_json({"perplexity": float("inf"), "more": [float("nan"), 1.5]})
+    assert json.loads(capsys.readouterr().out) == {"perplexity": None, "more": [None, 1.5]}
