@@ -11,9 +11,14 @@ from torch import Tensor
 from semisparse.patterns import Group, Pattern, Unstructured
 
 BLOCK = 128
-"""Columns whose effect on the later ones is applied in one product, rounded up to whole windows of the pattern."""
+"""Columns whose effect on the later ones is applied in one product."""
 
-SHARE_BLOCK = 128
+SHARED_COLUMNS = 16
+"""Columns decided at once where a share of a whole matrix is dropped. The later, the more is known: on three models 16
+columns instead of 128 take 1 to 8 % off the KL at 50 %, 4 to 15 % at 70 %; 8 and 32 are within 1 % of 16."""
+
+SHARED_COLUMNS_BY_ROW = 128
+"""The same where a share of each row is dropped: a row needs columns to choose from, 16 cost 14 to 18 % of KL."""
 
 
 class Factor(NamedTuple):
@@ -93,14 +98,15 @@ def prune_columns(weight: Tensor, upper: Tensor, pattern: Pattern) -> tuple[Tens
     """
     weight, kept = weight.clone(), torch.zeros_like(weight, dtype=torch.bool)
     columns = weight.shape[1]
-    block = -(-BLOCK // pattern.step) * pattern.step
+    together = _decided_together(pattern)
+    block = -(-BLOCK // together) * together
     decided = 0
     for start in range(0, columns, block):
         stop = min(start + block, columns)
         losses = torch.zeros_like(weight[:, start:stop])
         for i in range(start, stop):
             if i == decided:
-                decided = min(i + _decided_together(pattern), stop)
+                decided = min(i + together, stop)
                 scores = (weight[:, i:decided] / upper.diagonal()[i:decided]).square()
                 kept[:, i:decided] = _choose(scores, pattern, i)
             loss = weight[:, i].masked_fill(kept[:, i], 0) / upper[i, i]
@@ -111,10 +117,11 @@ def prune_columns(weight: Tensor, upper: Tensor, pattern: Pattern) -> tuple[Tens
 
 
 def _decided_together(pattern: Pattern) -> int:
-    """Columns whose mask is chosen at once: a window, or enough columns to spread a share over."""
-    if isinstance(pattern, Unstructured | Group):
-        return -(-SHARE_BLOCK // pattern.step) * pattern.step
-    return pattern.step
+    """Columns whose mask is chosen at once: a window, or enough windows to spread a share over."""
+    if not isinstance(pattern, Unstructured | Group):
+        return pattern.step
+    columns = SHARED_COLUMNS_BY_ROW if pattern.by_row else SHARED_COLUMNS
+    return -(-columns // pattern.step) * pattern.step
 
 
 def _choose(scores: Tensor, pattern: Pattern, start: int) -> Tensor:
