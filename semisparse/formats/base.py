@@ -250,7 +250,7 @@ class Format:
         if not weight.isfinite().all():
             row, column = (~weight.isfinite()).nonzero()[0].tolist()
             raise FormatError(f"the weight holds {weight[row, column].item()} at row {row}, column {column}")
-        params, tensors = self.pack_weight(weight, pattern, **options)
+        params, tensors = self.pack_weight(weight.detach(), pattern, **options)
         shape = (weight.shape[0], weight.shape[1])
         return Packed(self.name, self.version, pattern, shape, weight.dtype, params, tensors)
 

@@ -1,21 +1,19 @@
-"""C++ for the CPU: compiled at first use by the user's compiler, kept in the user's cache folder."""
+"""C++ for the CPU: compiled at first use by the user's compiler, kept in the user's cache."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import hashlib
 import os
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from semisparse.errors import KernelError
+from semisparse.runtime.cache import cached
 
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC")
 OPENMP = ("-fopenmp",)
@@ -47,17 +45,22 @@ def load(source: Path) -> ctypes.CDLL:
     Args:
         source: a file that includes nothing but system headers.
     Raises:
-        KernelError: there is no compiler, it refuses the file (its log is in the message), or the cache is unusable.
+        KernelError: there is no compiler, it refuses the file (its log is in the message), or nothing can be opened
+            from the temporary directory.
     """
     compiler = find_compiler()
-    inputs = "\0".join((*compiler.command, *compiler.flags, compiler.target)).encode() + source.read_bytes()
-    folder = cache_folder() / "cpp"
-    prefix = f"{source.stem}-{_digest(inputs)[:16]}-"
+    key = "\0".join((*compiler.command, *compiler.flags, compiler.target)).encode() + source.read_bytes()
+    code = cached("cpp", key, lambda: _compile(compiler, source))
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        return ctypes.CDLL(str(_intact(folder, prefix) or _compile(compiler, source, folder, prefix)))
+        # An opened library needs no file any more, so what runs is what the cache has just checked.
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
+            library = Path(directory) / f"{source.stem}.so"
+            library.write_bytes(code)
+            return ctypes.CDLL(str(library))
     except OSError as error:
-        raise KernelError(f"cannot use {folder} ({error}); set SEMISPARSE_CACHE to a folder that can be") from error
+        raise KernelError(
+            f"cannot open the compiled {source.name}: {error}; set TMPDIR to a directory that can"
+        ) from error
 
 
 @cache
@@ -86,16 +89,6 @@ def find_compiler() -> Compiler:
     raise KernelError("no C++ compiler found: install g++ or clang++, or set CXX")
 
 
-def cache_folder() -> Path:
-    """Give semisparse's folder in the user's cache: ``SEMISPARSE_CACHE``, or where the platform keeps caches."""
-    if chosen := os.environ.get("SEMISPARSE_CACHE"):
-        return Path(chosen)
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "semisparse"
-    variable = "LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME"
-    return Path(os.environ.get(variable) or Path.home() / ".cache") / "semisparse"
-
-
 def _probe(chosen: str) -> Compiler:
     """Ask a compiler for its predefined macros, with OpenMP if it has the header, else without."""
     complaint = ""
@@ -115,28 +108,11 @@ def _probe(chosen: str) -> Compiler:
     )
 
 
-def _intact(folder: Path, prefix: str) -> Path | None:
-    """Find a cached library whose content is what its name says, and remove damaged ones."""
-    for entry in sorted(folder.glob(f"{prefix}*.so")):
-        with contextlib.suppress(FileNotFoundError):  # Another process has just removed it.
-            if entry.name == f"{prefix}{_digest(entry.read_bytes())}.so":
-                return entry
-            entry.unlink()
-    return None
-
-
-def _compile(compiler: Compiler, source: Path, folder: Path, prefix: str) -> Path:
-    """Compile beside the cache and move the library in whole, under a name that carries its content's digest."""
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        output = Path(scratch) / "library.so"
+def _compile(compiler: Compiler, source: Path) -> bytes:
+    with tempfile.TemporaryDirectory() as directory:
+        output = Path(directory) / "library.so"
         arguments = [*compiler.command, *compiler.flags, str(source), "-o", str(output)]
         answer = subprocess.run(arguments, capture_output=True, text=True, check=False)
         if answer.returncode != 0:
             raise KernelError(f"{shlex.join(arguments)} failed:\n{answer.stdout}{answer.stderr}")
-        final = folder / f"{prefix}{_digest(output.read_bytes())}.so"
-        os.replace(output, final)
-    return final
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+        return output.read_bytes()

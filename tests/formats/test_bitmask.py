@@ -82,6 +82,13 @@ def test_patterns_that_bound_64_columns_are_stored_exactly(pattern: str, count: 
     assert packed.params == {}
 
 
+@pytest.mark.parametrize("pattern", ["32:64", "70%"])
+def test_negative_zeros_come_back_as_zeros(pattern: str):
+    packed = BITMASK.pack(torch.full((3, 70), -0.0), pattern)
+    assert not packed.tensors["values"].signbit().any()
+    assert not packed.unpack().signbit().any()
+
+
 def unsigned(masks: Tensor) -> list[int]:
     return [mask & (2**64 - 1) for mask in masks.flatten().tolist()]
 

@@ -107,7 +107,8 @@ def test_round_trip(chosen: Format, case: Case, dtype: torch.dtype, device: str)
     parse_pattern(case.pattern).check(unpacked)
     if chosen.lossless:
         integer = torch.int32 if dtype == torch.float32 else torch.int16
-        assert torch.equal(unpacked.cpu().view(integer), (weight + 0.0).view(integer)), "not bit for bit"
+        # Adding 0.0 only turns -0.0, which a format may keep or not, into 0.0.
+        assert torch.equal((unpacked.cpu() + 0.0).view(integer), (weight + 0.0).view(integer)), "not bit for bit"
 
 
 @pytest.mark.parametrize(("chosen", "case"), params(*CASES))
@@ -129,14 +130,17 @@ def test_the_declaration_is_what_is_stored(chosen: Format, case: Case):
 def test_a_part_of_the_tensors_is_the_packed_part_of_the_weight(chosen: Format, dim: int):
     """Where a format declares a split, the tensors without one are the same in every part."""
     for pattern in accepted_patterns(chosen.name):
-        weight = build(parse_pattern(pattern), random, 256, 512)
+        weight = build(parse_pattern(pattern), random, 128, 1280)
+        parts = weight.chunk(2, dim)
+        if any(parse_pattern(pattern).violation(part != 0) for part in parts):
+            continue  # The share of zeros that a pattern counts over more than a part may differ in it.
         whole = chosen.pack(weight, pattern)
         specs = chosen.specs(whole.pattern, whole.params)
         splits = {spec.name: (spec.split_n, spec.split_k)[dim] for spec in specs}
         if set(splits.values()) == {None}:
             continue
         halves = zip(*(_halves(whole.tensors[name], split) for name, split in splits.items()), strict=True)
-        for part, tensors in zip(weight.chunk(2, dim), halves, strict=True):
+        for part, tensors in zip(parts, halves, strict=True):
             expected = chosen.pack(part.contiguous(), pattern).tensors
             assert all(torch.equal(expected[name], t) for name, t in zip(splits, tensors, strict=True)), pattern
 

@@ -9,6 +9,7 @@ import pytest
 
 from semisparse.errors import KernelError
 from semisparse.runtime import cpp
+from semisparse.runtime.cache import cache_directory
 
 needs_compiler = pytest.mark.skipif(cpp.refusal() is not None, reason=str(cpp.refusal()))
 SOURCE = 'extern "C" int answer() { return 42; }'
@@ -33,7 +34,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def entries() -> list[Path]:
-    return sorted((cpp.cache_folder() / "cpp").iterdir())
+    return sorted((cache_directory() / "cpp").iterdir())
 
 
 @pytest.fixture
@@ -74,12 +75,11 @@ def test_another_source_command_or_flag_is_another_library(source: Path, monkeyp
 
 
 @needs_compiler
-@pytest.mark.parametrize("damage", [lambda content: content[:100], lambda content: b"", lambda content: b"\0" * 5000])
+@pytest.mark.parametrize("damage", [lambda content: content[:100], lambda content: b"", lambda content: content[::-1]])
 def test_a_damaged_library_is_compiled_again(source: Path, compilations: Path, damage):
     cpp.load(source)
     (entry,) = entries()
     content = entry.read_bytes()
-    entry.unlink()
     entry.write_bytes(damage(content))
     assert cpp.load(source).answer() == 42
     assert compilations.read_text().count("compiled") == 2
@@ -99,7 +99,7 @@ def test_processes_may_compile_at_the_same_time(source: Path):
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         assert list(pool.map(one, range(3))) == ["42"] * 3
-    assert [e.suffix for e in entries()] == [".so"]
+    assert len(entries()) == 1
 
 
 @needs_compiler
@@ -107,14 +107,22 @@ def test_the_compilers_log_is_in_the_error(source: Path):
     source.write_text("int broken() { return undeclared_name; }")
     with pytest.raises(KernelError, match="undeclared_name"):
         cpp.load(source)
-    assert entries() == []
+    assert not (cache_directory() / "cpp").exists()
 
 
 @needs_compiler
-def test_a_cache_that_cannot_be_written_is_named(source: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_cache_that_cannot_be_written_costs_a_warning(source: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SEMISPARSE_CACHE", str(source / "below-a-file"))
-    with pytest.raises(KernelError, match="set SEMISPARSE_CACHE to a folder"):
-        cpp.load(source)
+    with pytest.warns(UserWarning, match="set SEMISPARSE_CACHE to a writable directory"):
+        assert cpp.load(source).answer() == 42
+
+
+@needs_compiler
+def test_a_library_that_cannot_be_opened_is_named(source: Path, compilations: Path):
+    """Such as one that refers to what no library has."""
+    source.write_text('extern "C" int missing(); extern "C" int answer() { return missing(); }')
+    with pytest.raises(KernelError, match=r"cannot open the compiled answer.cpp: .*missing"):
+        cpp.load(source).answer()
 
 
 @needs_compiler
@@ -160,22 +168,3 @@ def test_no_compiler_is_said(source: Path, monkeypatch: pytest.MonkeyPatch):
     assert cpp.refusal() == "no C++ compiler found: install g++ or clang++, or set CXX"
     with pytest.raises(KernelError, match="no C"):
         cpp.load(source)
-
-
-@pytest.mark.parametrize(
-    ("platform", "environment", "expected"),
-    [
-        ("linux", {}, "~/.cache/semisparse"),
-        ("linux", {"XDG_CACHE_HOME": "/x"}, "/x/semisparse"),
-        ("darwin", {"XDG_CACHE_HOME": "/x"}, "~/Library/Caches/semisparse"),
-        ("win32", {"LOCALAPPDATA": "/l"}, "/l/semisparse"),
-        ("linux", {"SEMISPARSE_CACHE": "/mine", "XDG_CACHE_HOME": "/x"}, "/mine"),
-    ],
-)
-def test_the_cache_lies_where_the_platform_keeps_caches(platform, environment, expected, monkeypatch):
-    for name in ("SEMISPARSE_CACHE", "XDG_CACHE_HOME", "LOCALAPPDATA"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "platform", platform)
-    assert cpp.cache_folder() == Path(expected).expanduser()

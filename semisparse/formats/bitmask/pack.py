@@ -28,7 +28,7 @@ def pack_weight(weight: Tensor, pattern: Pattern) -> tuple[Params, dict[str, Ten
         params: ``kept``, the number of stored values, in the variable layout; nothing in the exact one.
         tensors: as FORMAT declares them.
     """
-    blocks = blocks_along(weight.detach(), BLOCK, dim=1)
+    blocks = blocks_along(weight, BLOCK, dim=1)
     stored = blocks != 0
     count = values_per_block(pattern)
     if count is not None:

@@ -1,0 +1,13 @@
+"""The weights of these tests are so small that threads would only wait for each other."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Beside another process on two cores, two threads take 100 s for what one does in 10."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
