@@ -7,7 +7,7 @@ import sys
 import typer
 from transformers.utils import logging as transformers_logging
 
-from semisparse.cli import compress, demo, evaluate, formats, generate, inspect
+from semisparse.cli import bench, compress, demo, evaluate, formats, generate, inspect, plan
 from semisparse.cli.output import fail
 from semisparse.errors import InputError, SemisparseError
 
@@ -25,6 +25,8 @@ app.command("eval")(evaluate.evaluate)
 app.command("generate")(generate.generate)
 app.command("inspect")(inspect.inspect)
 app.command("formats")(formats.formats)
+app.command("plan")(plan.plan)
+app.add_typer(bench.app, name="bench")
 app.command("demo")(demo.demo)
 
 
