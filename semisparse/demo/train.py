@@ -44,7 +44,9 @@ CALIB_BYTES, EVAL_BYTES, EXCERPT_BYTES = 300_000, 120_000, 3_000
 
 def read_corpus(stdlib: Path) -> tuple[dict[str, str], dict[str, str]]:
     """Read the library below ``stdlib``: path and text of each training file, and of each held-out file."""
-    train, held_out, seen = {}, {}, set()
+    train: dict[str, str] = {}
+    held_out: dict[str, str] = {}
+    seen: set[str] = set()
     for path in sorted(stdlib.rglob("*.py")):
         name = path.relative_to(stdlib).as_posix()
         if any(part.startswith(NOT_PROSE) for part in name.split("/")):
