@@ -7,7 +7,7 @@ from statistics import median
 
 import torch
 
-from semisparse.bench.kernels import Measurement
+from semisparse.bench.kernels import Measurement, fastest_kernels
 from semisparse.bench.machines import Machine
 from semisparse.bench.roofline import estimate_product
 
@@ -29,12 +29,7 @@ class Comparison:
 
 def compare(measurements: list[Measurement], machine: Machine) -> list[Comparison]:
     """Predict every measured product on a machine; of several kernels of a format, the fastest stands for it."""
-    fastest: dict[tuple[int, int, int, str, str], Measurement] = {}
-    for found in measurements:
-        key = (found.n, found.k, found.m, found.dtype, found.candidate.label)
-        if key not in fastest or found.us < fastest[key].us:
-            fastest[key] = found
-    return [_compare(found, machine) for found in fastest.values()]
+    return [_compare(found, machine) for found in fastest_kernels(measurements)]
 
 
 def _compare(found: Measurement, machine: Machine) -> Comparison:

@@ -73,6 +73,16 @@ class Measurement:
         return Candidate(self.format, self.pattern, json.loads(self.options) if self.options else {})
 
 
+def fastest_kernels(measurements: Iterable[Measurement]) -> list[Measurement]:
+    """Keep, of the kernels that computed the same product in the same format, the fastest."""
+    fastest: dict[tuple[int, int, int, str, str], Measurement] = {}
+    for found in measurements:
+        key = (found.n, found.k, found.m, found.dtype, found.candidate.label)
+        if key not in fastest or found.us < fastest[key].us:
+            fastest[key] = found
+    return list(fastest.values())
+
+
 @dataclass(frozen=True)
 class Skipped:
     """A kernel that did not run, and why."""

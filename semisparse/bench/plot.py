@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from semisparse.bench.kernels import Measurement
+from semisparse.bench.kernels import Measurement, fastest_kernels
 from semisparse.bench.roofline import NO_ZEROS, candidates, problem_for
 from semisparse.errors import FormatError, SemisparseError
 from semisparse.patterns import parse_pattern
@@ -36,18 +37,18 @@ def plot_all(measurements: list[Measurement], folder: Path) -> list[Path]:
     Raises:
         SemisparseError: matplotlib is not installed.
     """
-    machine = measurements[0].machine
-    shapes = list(dict.fromkeys((found.n, found.k) for found in measurements))
+    fastest = fastest_kernels(measurements)
+    machine = f"{fastest[0].machine}, {fastest[0].dtype}, the fastest kernel of each format"
+    shapes = list(dict.fromkeys((found.n, found.k) for found in fastest))
 
     def speedups(axes: list[Axes]) -> None:
         for cell, (n, k) in zip(axes, shapes, strict=False):
-            _speedup(cell, [found for found in measurements if (found.n, found.k) == (n, k)])
-        axes[0].legend(fontsize=7)
+            _speedup(cell, [found for found in fastest if (found.n, found.k) == (n, k)])
 
     return [
         _draw(folder / "speedup.png", f"Speed-up over dense, {machine}", len(shapes), speedups),
-        _draw(folder / "roofline.png", f"Roofline, {machine}", 1, lambda axes: _roofline(axes[0], measurements)),
-        _draw(folder / "storage.png", "Storage, 16-bit weights", 1, lambda axes: _storage(axes[0])),
+        _draw(folder / "roofline.png", f"Roofline, {machine}", 1, lambda axes: _roofline(axes[0], fastest)),
+        _draw(folder / "storage.png", "Storage of 16-bit weights", 1, lambda axes: _storage(axes[0])),
     ]
 
 
@@ -68,6 +69,7 @@ def _draw(path: Path, title: str, cells: int, fill: Callable[[list[Axes]], None]
     fill(axes)
     for unused in axes[cells:]:
         unused.set_axis_off()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     figure.suptitle(title)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
@@ -78,13 +80,16 @@ def _draw(path: Path, title: str, cells: int, fill: Callable[[list[Axes]], None]
 def _speedup(axes: Axes, measurements: list[Measurement]) -> None:
     series: dict[str, list[Measurement]] = {}
     for found in measurements:
-        series.setdefault(f"{found.candidate.label} ({found.kernel})", []).append(found)
+        if not found.candidate.is_baseline:
+            series.setdefault(found.candidate.label, []).append(found)
     for label, points in series.items():
         points.sort(key=lambda found: found.m)
         axes.plot([p.m for p in points], [p.speedup for p in points], marker="o", markersize=3, label=label)
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.yaxis.set_major_formatter("{x:.3g}")
     axes.set_title(f"N, K = {measurements[0].n:,}, {measurements[0].k:,}", fontsize=10)
     axes.set_xlabel("tokens M")
     axes.set_ylabel("speed-up over dense")
@@ -108,8 +113,7 @@ def _roofline(axes: Axes, measurements: list[Measurement]) -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("operations a byte")
-    axes.set_ylabel("T(FL)OP/s reached")
-    axes.legend(fontsize=7, loc="lower right")
+    axes.set_ylabel("T(FL)OP/s reached (8-bit units have twice the 16-bit roof)")
 
 
 def _storage(axes: Axes) -> None:
@@ -123,9 +127,14 @@ def _storage(axes: Axes) -> None:
         name = " ".join([candidate.format, *(str(value) for value in candidate.options.values())])
         zeros = 0.0 if candidate.pattern == NO_ZEROS else 1 - parse_pattern(candidate.pattern).density
         series.setdefault(name, set()).add((100 * zeros, 8 * stored / (STORED[0] * STORED[1])))
+    level: dict[float, list[str]] = {}
     for name, points in series.items():
-        axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=4, label=name)
+        if len(points) > 1:
+            axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=4, label=name)
+        else:
+            level.setdefault(round(next(iter(points))[1], 1), []).append(name)
+    for (bits, names), style in zip(level.items(), cycle(("-", "--", ":", "-.")), strict=False):
+        axes.axhline(bits, color="grey", linewidth=1, linestyle=style, label=", ".join(names))
     axes.set_xlabel("zeros, %")
     axes.set_ylabel("bits a weight, metadata and padding included")
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize=8)

@@ -19,8 +19,13 @@ MOST_COPIES = 400
 
 REPLAYS = 20
 
+FEWEST_REPLAYS = 5
+
+GPU_SECONDS = 0.3
+"""Replays of a long graph stop after this long, once there are `FEWEST_REPLAYS`."""
+
 CPU_SECONDS = 0.3
-"""A CPU measurement stops after this long, once every copy has been used."""
+"""A CPU measurement lasts at least this long, and until every copy has been used."""
 
 
 @dataclass(frozen=True)
@@ -79,15 +84,20 @@ def _replay_times(calls: Sequence[Callable[[], Tensor]]) -> list[float]:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
+    graph.replay()
+    times: list[float] = []
+    while len(times) < FEWEST_REPLAYS or (len(times) < REPLAYS and sum(times) < GPU_SECONDS):
+        times.append(_seconds_of(graph))
+    return [seconds / len(calls) for seconds in times]
+
+
+def _seconds_of(graph: torch.cuda.CUDAGraph) -> float:
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    times = []
-    for _ in range(REPLAYS + 3):
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e-3 / len(calls))
-    return times[3:]
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e-3
 
 
 def _call_times(calls: Sequence[Callable[[], Tensor]]) -> list[float]:

@@ -26,6 +26,7 @@ def quantise_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """
     largest = LARGEST[dtype]
     amax = x.abs().amax(dim=1).float()
-    scale = torch.where(amax == 0, 1.0, amax / largest)
+    # A GPU multiplies by the inverse where the divisor is a number, and the last bit differs; a tensor is divided by.
+    scale = torch.where(amax == 0, 1.0, amax / torch.full_like(amax, largest))
     scaled = (x.float() / scale[:, None]).clamp(-largest, largest)
     return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scale

@@ -72,16 +72,22 @@ def random_operands(packed: Packed, m: int, dtype: torch.dtype, device: str) -> 
 
 
 def check_product(y: Tensor, x: Tensor, packed: Packed, bias: Tensor | None) -> None:
-    """Compare with float64: an error of K float32 additions, then one rounding to the output's dtype."""
+    """Compare with float64: an error of K float32 additions, then one rounding to the output's dtype.
+
+    With a bias the product may be rounded before: torch's own linear does so for one or two tokens on a GPU.
+    """
     weight, wide_x = packed.unpack().double(), x.double()
     wide_bias = torch.zeros(len(weight), device=x.device) if bias is None else bias.double()
-    exact = wide_x @ weight.T + wide_bias
+    product = wide_x @ weight.T
+    exact = product + wide_bias
     assert y.shape == exact.shape
     assert y.dtype == x.dtype
     magnitude = wide_x.abs() @ weight.abs().T + wide_bias.abs()
     accumulated = (packed.shape[1] + 2) * ROUNDOFF[x.device.type] * magnitude
     facts = torch.finfo(x.dtype)
     rounded = facts.eps / 2 * (exact.abs() + accumulated) + facts.smallest_normal * facts.eps
+    if bias is not None:
+        rounded += facts.eps / 2 * (product.abs() + accumulated)
     excess = (y.double() - exact).abs() - accumulated - rounded
     assert (excess <= 0).all(), f"bias {bias is not None}: off by {excess.max().item():.3g} more than rounding explains"
 

@@ -41,13 +41,14 @@ def test_the_triton_form_gives_the_same(dtype, rows, columns):
     pytest.importorskip("triton", reason="triton is not installed: pip install 'semisparse[cuda]'")
     from semisparse.quant import triton_symmetric
 
-    x = operand(rows, columns).to(DEVICE)
+    x = operand(rows, columns)
     expected, expected_scale = quantise_rows(x, dtype)
-    found, scale = triton_symmetric.quantise_rows(x, dtype)
+    found, scale = (tensor.float().cpu() for tensor in triton_symmetric.quantise_rows(x.to(DEVICE), dtype))
     assert torch.equal(scale, expected_scale)
+    assert torch.equal(scale, quantise_rows(x.to(DEVICE), dtype)[1].cpu())
+    expected = expected.float()
     if dtype == torch.float8_e4m3fn and DEVICE == "cpu":
-        # Triton's interpreter casts to fp8 by cutting off, so a value may lie one step of e4m3 (2^-3) lower.
-        step = expected.float().abs() * 2**-3 + 2**-9
-        assert ((found.float() - expected.float()).abs() <= step).all()
-    else:
-        assert torch.equal(found.float(), expected.float())
+        # Triton's interpreter (3.9) loses the carry where a value rounds up to a power of two: 127.9 becomes 64.
+        carried = expected.abs().frexp().mantissa == 0.5
+        found = found.where(~carried, expected)
+    assert torch.equal(found, expected)

@@ -21,11 +21,11 @@ __device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat
 __device__ __forceinline__ void store(__half* place, float value) { *place = __float2half_rn(value); }
 __device__ __forceinline__ void store(__nv_bfloat16* place, float value) { *place = __float2bfloat16_rn(value); }
 
-__device__ __forceinline__ void accumulate(float (&sums)[TOKENS], const SCALAR* x, int m, int k, int column, float weight) {
+__device__ __forceinline__ void accumulate(
+    float (&sums)[TOKENS], const SCALAR* x, const int (&token_starts)[TOKENS], int column, float weight
+) {
 #pragma unroll
-    for (int token = 0; token < TOKENS; ++token) {
-        if (token < m) sums[token] += weight * to_float(x[(long long)token * k + column]);
-    }
+    for (int token = 0; token < TOKENS; ++token) sums[token] += weight * to_float(x[token_starts[token] + column]);
 }
 
 // Two blocks a processor leave registers enough: left to itself the compiler spills on sm_100a at 16 tokens.
@@ -44,6 +44,10 @@ extern "C" __global__ void __launch_bounds__(256, 2) bitmask_decode(
     const Word below = (1u << lane) - 1;
     const uint2* mask = masks + (long long)row * blocks;
     const SCALAR* value = values + (row_starts ? row_starts[row] : (long long)row * blocks * count);
+    // Tokens past m repeat the last one and are not stored: a test in the loop would keep their loads from overlapping.
+    int token_starts[TOKENS];
+#pragma unroll
+    for (int token = 0; token < TOKENS; ++token) token_starts[token] = min(token, m - 1) * k;
     float sums[TOKENS] = {};
 
 #pragma unroll kUnroll
@@ -53,10 +57,10 @@ extern "C" __global__ void __launch_bounds__(256, 2) bitmask_decode(
         const int column = block * kBlock + lane;
         // A bit past column k belongs to a zero of the exact layout's last block; x has no such column.
         if ((bits.x >> lane & 1) && column < k) {
-            accumulate(sums, x, m, k, column, to_float(value[__popc(bits.x & below)]));
+            accumulate(sums, x, token_starts, column, to_float(value[__popc(bits.x & below)]));
         }
         if ((bits.y >> lane & 1) && column + kWarp < k) {
-            accumulate(sums, x, m, k, column + kWarp, to_float(value[low_count + __popc(bits.y & below)]));
+            accumulate(sums, x, token_starts, column + kWarp, to_float(value[low_count + __popc(bits.y & below)]));
         }
         value += row_starts ? low_count + __popc(bits.y) : count;
     }

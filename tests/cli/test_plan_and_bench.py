@@ -1,0 +1,103 @@
+"""``plan`` and ``bench`` on the command line."""
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from semisparse.cli import bench, plan
+from semisparse.errors import InputError
+
+app = typer.Typer()
+app.command("plan")(plan.plan)
+app.add_typer(bench.app, name="bench")
+
+
+def call(*arguments: str) -> dict:
+    result = CliRunner().invoke(app, [*arguments, "--json"])
+    if result.exception is not None:
+        raise result.exception
+    return json.loads(result.stdout)
+
+
+def test_plan_of_a_shape_needs_no_gpu():
+    found = call("plan", "--shape", "4096,4096", "--gpu", "h200", "--tokens", "1,16,4096", "--formats", "bitmask")
+    assert found["gpu"] == "NVIDIA H200"
+    assert [sentence.partition(":")[0] for sentence in found["sentences"]] == ["M = 1", "M = 16", "M = 4,096"]
+    row = next(row for row in found["rows"] if row["format"] == "bitmask" and row["m"] == 1)
+    assert row["bits_per_weight"] == 9
+    assert row["bytes"] == 4096 * 4096 * 9 / 8 + 2 * 2 * 4096
+    assert row["intensity"] == pytest.approx(row["operations"] / row["bytes"])
+    assert {row["m"] for row in found["best"]} == {1, 16, 4096}
+
+
+def test_plan_of_a_model_sums_its_layers():
+    found = call("plan", "llama3.2-1b", "--gpu", "a100", "--tokens", "1", "--formats", "bitmask")
+    totals = {row["candidate"]: row for row in found["totals"]}
+    dense = sum(row["us"] * row["count"] for row in found["rows"] if row["format"] == "dense")
+    assert totals["dense"]["us"] == pytest.approx(dense)
+    assert totals["bitmask 32:64"]["speedup"] > 1
+
+
+def test_plan_prints_tables_for_people(capfd):
+    plan.plan(model="llama2-7b", gpu="h100", tokens="1,4096", formats="bitmask")
+    shown = " ".join(capfd.readouterr().err.split())
+    assert "q_proj, k_proj, v_proj, o_proj" in shown
+    assert "M = 4,096: the dense product is bound by arithmetic; sparsity will not pay" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("plan",), "one of the two"),
+        (("plan", "llama2-7b", "--shape", "1,2"), "one of the two"),
+        (("plan", "--shape", "1x2"), "no model directory"),
+        (("plan", "--shape", "64,64", "--gpu", "abacus"), "unknown GPU"),
+        (("plan", "--shape", "64,64", "--tokens", "1,none"), "--tokens takes positive whole numbers"),
+        (("plan", "--shape", "64,64", "--tokens", "0"), "--tokens takes positive whole numbers"),
+        (("plan", "--shape", "64,64", "--dtype", "int3"), "--dtype takes float16"),
+        (("plan", "--shape", "64,64", "--formats", "zip"), "unknown format"),
+        (("bench", "kernels", "--device", "abacus"), "--device takes auto"),
+        (("bench", "model"), "one of the two"),
+        (("bench", "model", "--arch", "llama9", "--device", "cpu"), "unknown architecture"),
+        (("bench", "compare", "absent.csv"), "cannot be read"),
+    ],
+)
+def test_bad_arguments_are_refused_in_a_sentence(arguments, sentence):
+    with pytest.raises(InputError, match=sentence):
+        call(*arguments)
+
+
+def test_bench_kernels_then_compare_then_plot(tmp_path: Path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    monkeypatch.setenv("SEMISPARSE_CACHE", str(tmp_path / "cache"))
+    out = tmp_path / "results" / "kernels.csv"
+    options = ("--formats", "bitmask", "--device", "cpu", "--out", str(out))
+    found = call("bench", "kernels", "--shapes", "64,128;96,64", "--tokens", "1,3", *options)
+    assert {(row["n"], row["k"], row["m"]) for row in found["rows"]} == {
+        (n, k, m) for n, k in ((64, 128), (96, 64)) for m in (1, 3)
+    }
+    assert all(row["reason"] for row in found["skipped"])
+    assert {path.name for path in out.parent.iterdir()} == {"kernels.csv", "speedup.png", "roofline.png", "storage.png"}
+    compared = call("bench", "compare", str(out), "--gpu", "cpu")
+    assert {row["candidate"] for row in compared["rows"]} >= {"dense"}
+    assert set(compared["median_error"]) == {row["candidate"] for row in compared["rows"]}
+    bench.plot(out, tmp_path / "again")
+    assert (tmp_path / "again" / "roofline.png").is_file()
+
+
+def test_bench_model_of_a_directory(model: Path):
+    found = call(
+        "bench", "model", str(model), "--baseline", str(model), "--prompt", "8", "--new", "2", "--device", "cpu"
+    )
+    assert [row["weights"] for row in found["rows"]] == ["dense", "as stored"]
+    assert all(row["decode_tokens_per_second"] > 0 for row in found["rows"])
+
+
+def test_bench_machine(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("SEMISPARSE_CACHE", str(tmp_path))
+    found = call("bench", "machine", "--device", "cpu", "--out", str(tmp_path / "machine.csv"))
+    assert "read bandwidth" in {row["name"] for row in found["rows"]}
+    assert "read bandwidth" in (tmp_path / "machine.csv").read_text()
