@@ -1,0 +1,30 @@
+"""The model that ships with the project is small and trained, and the demo shows what compressing it costs."""
+
+import pytest
+
+from semisparse.api import evaluate
+from semisparse.demo import CALIBRATION, HELD_OUT, MODEL
+from tests.cli.conftest import Run, run  # noqa: F401, a fixture
+
+
+def test_the_shipped_model_is_small_and_trained():
+    assert sum(file.stat().st_size for file in MODEL.iterdir()) <= 4e6
+    # A uniform guess over its 1,024 tokens loses 6.93 nats; text it was trained on may be a little easier.
+    held_out, seen = evaluate(MODEL, text=HELD_OUT)["nll"], evaluate(MODEL, text=CALIBRATION)["nll"]
+    assert held_out < 2.0
+    assert seen < held_out < seen + 0.5
+
+
+def test_the_demo_compares_recipes_with_dense(run: Run):  # noqa: F811
+    rows = run("demo", "--json").json["models"]
+    by_recipe = {row["recipe"]: row for row in rows}
+    dense = by_recipe.pop("dense")
+    assert dense["kl"] == pytest.approx(0, abs=1e-9)
+    assert len(by_recipe) >= 3
+    for row in by_recipe.values():
+        assert row["bytes"] < dense["bytes"]
+        assert row["bits_per_weight"] < 16
+        assert 0 < row["kl"] < 2
+        assert row["perplexity"] > dense["perplexity"]
+        assert row["tokens_per_second"] > 0
+        assert row["text"]

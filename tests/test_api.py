@@ -1,0 +1,109 @@
+"""The Python entry points over every architecture and on real models."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+
+import semisparse
+from semisparse.api import load_tokenizer, read_recipe, recipes
+from semisparse.errors import InputError, RecipeError
+from semisparse.integrations.transformers import sparse_layers
+from semisparse.patterns import parse_pattern
+from tests.models import CONFIGS, SHARED, byte_tokenizer, random_model
+
+DOCUMENTS = [f"document {i}: " + "some words to read " * (i % 5) for i in range(40)]
+SMALL = {"samples": 8, "seqlen": 32}
+LINEARS = {"opt": 12, "gpt2": 8}
+"""In two blocks, of the architectures that have not 7 in each."""
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+@pytest.mark.parametrize("pattern", ["6:8", "8:32v4", "g4@50%", "70%"])
+def test_compress_save_load_for_every_architecture_and_pattern(architecture: str, pattern: str, tmp_path: Path):
+    model = random_model(architecture)
+    dense = copy.deepcopy(model)
+    settings = (f"pattern={pattern}",)
+    report = semisparse.compress(
+        model, byte_tokenizer(), calibration=DOCUMENTS, out=tmp_path / "out", settings=settings, **SMALL
+    )
+    assert len(report.layers) == len(sparse_layers(model)) == LINEARS.get(architecture, 14)
+    for name, layer in sparse_layers(model).items():
+        parse_pattern(pattern).check(layer.weight)
+        bias = getattr(dense.get_submodule(name), "bias", None)
+        assert (layer.bias is None) == (bias is None)
+        assert bias is None or torch.equal(layer.bias, bias)
+    ids = torch.arange(2 * 20).view(2, 20)
+    loaded = semisparse.load(tmp_path / "out", dtype=torch.bfloat16)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert not torch.equal(model(ids).logits, dense(ids).logits)
+
+
+def test_nothing_pruned_is_nothing_lost(tmp_path: Path):
+    model = random_model("llama")
+    dense = copy.deepcopy(model)
+    semisparse.compress(model, recipe="rheosparse", settings=("pattern=0%", "prune=none"))
+    for name, layer in sparse_layers(model).items():
+        assert torch.equal(layer.weight, dense.get_submodule(name).weight)
+
+
+def test_pack_and_linear_agree_with_torch():
+    torch.manual_seed(0)
+    weight = torch.randn(20, 100)
+    weight *= parse_pattern("32:64").mask(weight.abs())
+    x, bias = torch.randn(3, 100), torch.randn(20)
+    packed = semisparse.pack(weight, format="auto", pattern="32:64")
+    # 100 products below 4 * 4 each: float32 sums in two orders differ by less than 100 * 16 * 2^-24.
+    expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double()).float()
+    torch.testing.assert_close(semisparse.linear(x, packed, bias), expected, rtol=0, atol=100 * 16 * 2**-24)
+
+
+def test_auto_takes_the_lossless_format_with_the_fewest_bytes():
+    weight = torch.ones(64, 256)
+    assert semisparse.pack(weight, format="auto", pattern="0%").format == "dense"
+    weight[:, 32:] = 0
+    packed = semisparse.pack(weight, format="auto", pattern="80%")
+    assert packed.format != "dense"
+    assert packed.nbytes <= weight.numel() * 4 * (0.125 + 1 / 32) + 8 * 65  # no more than a bit mask and the values
+
+
+def test_every_built_in_recipe_reads():
+    assert "rheosparse" in recipes()
+    for name in recipes():
+        assert read_recipe(name).to_dict()["pattern"]
+
+
+def test_recipe_and_format_must_fit():
+    with pytest.raises(RecipeError, match="unknown recipe"):
+        read_recipe("nonsense")
+    with pytest.raises(InputError, match="needs the model's tokenizer"):
+        semisparse.compress(random_model("llama"), calibration=DOCUMENTS)
+
+
+@pytest.fixture
+def pycode() -> Path:
+    path = SHARED / "models" / "pycode-11m"
+    if not path.is_dir():
+        pytest.skip("the real models in ../shared are not here")
+    return path
+
+
+def test_a_real_model_shrinks_and_keeps_its_logits(pycode: Path, tmp_path: Path):
+    model, tokenizer = semisparse.load(pycode, device="cpu", dtype=torch.bfloat16), load_tokenizer(pycode)
+    report = semisparse.compress(
+        model,
+        tokenizer,
+        calibration=SHARED / "text" / "pycode-calib.txt",
+        out=tmp_path / "out",
+        samples=8,
+        seqlen=128,
+        device="cpu",
+    )
+    assert report.bytes_after <= 0.58 * report.bytes_before
+    ids = torch.tensor([tokenizer("def main():\n    return")["input_ids"]])
+    loaded = semisparse.load(tmp_path / "out", device="cpu", dtype=torch.bfloat16)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    loaded.save_pretrained(tmp_path / "again")
+    weights = "model.safetensors"
+    assert (tmp_path / "again" / weights).read_bytes() == (tmp_path / "out" / weights).read_bytes()
