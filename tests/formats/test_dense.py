@@ -146,3 +146,9 @@ def test_the_triton_int8_product_is_exact(m, n, k):
         wanted = exact if given is not None else exact - bias.double()
         # The sum is exact; four float32 operations follow.
         torch.testing.assert_close(y.double(), wanted, rtol=4 * 2**-24, atol=4 * 2**-24 * exact.abs().max().item())
+
+
+def test_the_readmes_example():
+    packed = DENSE.pack(torch.tensor([[127, -1, 0, 63.5], [0, 0, 0, 0]]), "0%", kind="int8")
+    assert packed.tensors["values"].numpy().tobytes().hex(" ") == "7f ff 00 40 00 00 00 00"
+    assert packed.tensors["scale"].numpy().tobytes().hex(" ") == "00 00 80 3f 00 00 80 3f"
