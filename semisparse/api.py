@@ -261,7 +261,7 @@ def compress(
     with _job(out, resume) as job:
         block = _pack_layers(dense, plan, run(journal=Journal(job, identity))) | {"origin": identity}
         mark_compressed(dense, block)
-        _write(dense, tokenizer, source, out)
+        _write(dense, tokenizer, source, out, job)
         shutil.rmtree(job)
     return _report(block, time.perf_counter() - start)
 
@@ -347,8 +347,11 @@ def _job(out: Path, resume: bool) -> Iterator[Path]:
         raise SemisparseError(f"cannot write {job}: {error}") from error
 
 
-def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, source: Path | None, out: Path) -> None:
-    with checkpoint.whole_directory(out) as scratch:
+def _write(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, source: Path | None, out: Path, job: Path
+) -> None:
+    """Write the checkpoint, prepared among the unfinished work: a kill leaves nothing that looks like a model."""
+    with checkpoint.whole_directory(out, workplace=job) as scratch:
         model.save_pretrained(scratch)
         if source is not None:
             for name in TOKENIZER_FILES:

@@ -25,11 +25,14 @@ def refuse_existing(out: Path) -> None:
 
 
 @contextmanager
-def whole_directory(out: str | Path) -> Iterator[Path]:
-    """Give a temporary directory beside ``out`` that takes its name once the block has ended well.
+def whole_directory(out: str | Path, workplace: Path | None = None) -> Iterator[Path]:
+    """Give a temporary directory that takes the name ``out`` once the block has ended well.
 
     Everything is flushed to the disk before the rename, so that a crash leaves ``out`` whole or absent.
 
+    Args:
+        out: the directory to make.
+        workplace: where the temporary directory is made, on the same disk; by default beside ``out``.
     Raises:
         InputError: ``out`` exists already.
         SemisparseError: writing failed, for instance because the disk is full; nothing is left behind.
@@ -38,9 +41,9 @@ def whole_directory(out: str | Path) -> Iterator[Path]:
     refuse_existing(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=workplace or out.parent))
     except OSError as error:
-        raise SemisparseError(f"cannot write to {out.parent}: {error}") from error
+        raise SemisparseError(f"cannot write to {workplace or out.parent}: {error}") from error
     try:
         yield scratch
         scratch.chmod(0o777 & ~_umask())

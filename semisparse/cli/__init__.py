@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from importlib import metadata
+from typing import Annotated
 
 import typer
 from transformers.utils import logging as transformers_logging
@@ -20,6 +22,23 @@ app = typer.Typer(
     help="Make sparse language models pay: compress a model, measure what it lost, run it smaller and faster.",
     epilog="Start with `semisparse demo`. Add --debug to any command for a traceback.",
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(metadata.version("semisparse"))
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Take what comes before a verb."""
+
+
 app.command("compress")(compress.compress)
 app.command("eval")(evaluate.evaluate)
 app.command("generate")(generate.generate)

@@ -13,7 +13,9 @@ from semisparse.cli.output import bytes_text, console, print_json, print_table, 
 
 def compress(
     model: Annotated[Path, typer.Argument(help="A dense model directory (config.json, *.safetensors, tokenizer).")],
-    recipe: Annotated[str, typer.Option("--recipe", help="A built-in recipe's name or a YAML file.")],
+    recipe: Annotated[
+        str, typer.Option("--recipe", help=f"A YAML file, or one of: {', '.join(sorted(api.recipes()))}.")
+    ],
     out: Annotated[Path, typer.Option("--out", help="The directory to write; it must not exist.")],
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Change a key of the recipe: pattern=6:8, prune=wanda, ...")

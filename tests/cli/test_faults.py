@@ -220,6 +220,24 @@ def test_a_corrupted_checkpoint(run: Run, compress, text: Path, tmp_path: Path, 
         assert_refused(run("inspect", out, "--verify"), sentence)
 
 
+def test_a_kill_while_saving_leaves_nothing_that_looks_whole(model: Path, tmp_path: Path):
+    """Stop for good right after the weights were written, before the directory takes its name."""
+    script = (
+        "import os, sys; from transformers import PreTrainedModel as P; save = P.save_pretrained\n"
+        "P.save_pretrained = lambda *a, **k: (save(*a, **k), os.kill(os.getpid(), 9))\n"
+        "sys.argv = ['semisparse', *sys.argv[1:]]; import semisparse.cli; semisparse.cli.main()"
+    )
+    arguments = ["compress", str(model), "--recipe", "rheosparse", "--set", "prune=magnitude", "--out"]
+    out = tmp_path / "out"
+    killed = subprocess.run([sys.executable, "-c", script, *arguments, str(out)], capture_output=True, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out.partial"]
+    assert not (tmp_path / "out.partial" / "config.json").exists()
+    command = [sys.executable, "-m", "semisparse.cli", *arguments, str(out), "--resume"]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
+
+
 def test_unknown_verbs_and_options_are_usage_errors(run: Run):
     assert run("squeeze").status == 2
     assert run("inspect").status == 2

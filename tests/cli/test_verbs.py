@@ -158,3 +158,9 @@ def test_resume_of_a_finished_run_changes_nothing(run: Run, model: Path, text: P
 def test_json_has_no_nan(capsys: pytest.CaptureFixture[str]):
     print_json({"perplexity": float("inf"), "more": [float("nan"), 1.5]})
     assert json.loads(capsys.readouterr().out) == {"perplexity": None, "more": [None, 1.5]}
+
+
+def test_the_version_is_the_package_s(run: Run):
+    from importlib.metadata import version
+
+    assert run("--version").out.strip() == version("semisparse")
