@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cache, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ from semisparse.patterns import parse_pattern
 def linear(x: Tensor, packed: Packed, bias: Tensor | None = None, kernel: str = "auto") -> Tensor:
     """Compute ``y = x @ w.T + bias`` with a packed weight.
 
-    torch.compile and torch.export see one opaque operator, whatever the format.
+    torch.compile and torch.export see one opaque operator, whatever the format. Gradients reach x and the bias; the
+    packed weight is constant.
 
     Args:
         x: [..., K], float16, bfloat16 or float32, on the packed tensors' device.
@@ -35,12 +37,16 @@ def linear(x: Tensor, packed: Packed, bias: Tensor | None = None, kernel: str = 
     if bias is not None and tuple(bias.shape) != (n,):
         raise InputError(f"bias is {list(bias.shape)}, expected [{n}]")
     rows = x.reshape(-1, k)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or _needs_gradient(x, bias):
         tensors = [packed.tensors[name] for name in sorted(packed.tensors)]
         y = torch.ops.semisparse.linear(rows, tensors, bias, packed.declaration, kernel)
     else:
         y = _product(rows, packed, bias, kernel)
     return y.reshape(*x.shape[:-1], n)
+
+
+def _needs_gradient(x: Tensor, bias: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
 
 
 def problem_of(x: Tensor, packed: Packed) -> Problem:
@@ -96,3 +102,22 @@ def _operator_fake(x: Tensor, tensors: list[Tensor], bias: Tensor | None, declar
 
 _library.impl("linear", _operator, "CompositeExplicitAutograd")
 torch.library.register_fake("semisparse::linear", _operator_fake, lib=_library)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, tensors, _, ctx.declaration, _ = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _operator_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """Give x its gradient through the unpacked weight, and the bias its own."""
+    declared, names = _undeclare(ctx.declaration)
+    packed = replace_tensors(declared, dict(zip(names, ctx.saved_tensors, strict=True)))
+    needs_x, _, needs_bias, _, _ = ctx.needs_input_grad
+    to_x = grad @ packed.unpack().to(grad.dtype) if needs_x else None
+    return to_x, [None] * len(names), grad.sum(0) if needs_bias else None, None, None
+
+
+torch.library.register_autograd(
+    "semisparse::linear", _operator_backward, setup_context=_keep_for_backward, lib=_library
+)
