@@ -59,8 +59,8 @@ def machine_facts(device: torch.device) -> list[Fact]:
 def _launch_costs(device: torch.device) -> Iterator[tuple[str, Timing]]:
     if unavailable() is None:
         cubin = compile_cubin(SOURCE.path, device_facts(device).arch)
-        nothing = CudaKernel(cubin, "nothing", ())
-        copy = CudaKernel(cubin, "copy", (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int))
+        nothing = CudaKernel(cubin, "semisparse_nothing", ())
+        copy = CudaKernel(cubin, "semisparse_copy", (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int))
         source, target = torch.ones(COUNT, device=device), torch.empty(COUNT, device=device)
         grid = (COUNT // 256, 1, 1)
 

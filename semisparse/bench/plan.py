@@ -87,7 +87,7 @@ class Plan:
         label = max(sorted(sparse), key=lambda name: totals[m, name][1])
         gain = totals[m, label][1]
         if gain >= WORTH_IT:
-            return f"{start}; {label} should gain {gain:.2f}."
+            return f"{start}; {label} may gain up to {gain:.2f}, with kernels at the roofline."
         return f"{start}; {WHY_NOT[largest.estimate.bound]}: the best, {label}, stands at {gain:.2f}. Keep it dense."
 
 

@@ -74,7 +74,9 @@ def _show(made: Plan) -> None:
         console.print(f"[dim]Left out: {label}: {reason}[/]", highlight=False)
     for sentence in made.sentences():
         console.print(sentence, highlight=False)
-    console.print("[dim]At the roofline, accuracy apart: sparsity, 8 bits and 4 bits all cost some.[/]")
+    console.print(
+        "[dim]`semisparse bench kernels` measures what the kernels of today reach. Accuracy is another matter.[/]"
+    )
 
 
 def _show_layer(made: Plan) -> None:

@@ -14,7 +14,7 @@ BLOCK = 4096
 
 
 @triton.jit
-def _quantise_rows(x, rounded, scales, columns, largest, BLOCK: tl.constexpr, TO_INT8: tl.constexpr):
+def semisparse_quantise_rows(x, rounded, scales, columns, largest, BLOCK: tl.constexpr, TO_INT8: tl.constexpr):
     row = tl.program_id(0)
     start = row.to(tl.int64) * columns
     offsets = tl.arange(0, BLOCK)
@@ -51,5 +51,7 @@ def quantise_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     rounded = torch.empty((rows, columns), dtype=dtype, device=x.device)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
     block = min(BLOCK, triton.next_power_of_2(columns))
-    _quantise_rows[(rows,)](x, rounded, scales, columns, LARGEST[dtype], BLOCK=block, TO_INT8=dtype == torch.int8)
+    semisparse_quantise_rows[(rows,)](
+        x, rounded, scales, columns, LARGEST[dtype], BLOCK=block, TO_INT8=dtype == torch.int8
+    )
     return rounded, scales

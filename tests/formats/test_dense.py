@@ -97,7 +97,7 @@ def expected_product(x: torch.Tensor, packed: Packed) -> torch.Tensor:
         w = packed.tensors["values"].double() * packed.tensors["scale"].double()[:, None]
     elif kind == "fp8_tensor":
         scale = x.abs().amax().float() / FP8_MAX
-        x = (x / scale).to(torch.float8_e4m3fn).double() * scale.double()
+        x = (x.float() / scale).to(torch.float8_e4m3fn).double() * scale.double()
         w = packed.tensors["values"].double() * packed.tensors["scale"].double()
     else:
         w = packed.unpack().double()

@@ -27,7 +27,7 @@ def cubin() -> Cubin:
 
 @pytest.fixture(scope="module")
 def copy(cubin) -> CudaKernel:
-    return CudaKernel(cubin, "copy", (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int))
+    return CudaKernel(cubin, "semisparse_copy", (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int))
 
 
 def test_a_kernel_gets_its_arguments(copy):
@@ -52,17 +52,17 @@ def test_a_kernel_runs_on_the_current_stream_and_in_a_graph(copy):
 
 
 def test_a_launch_that_the_driver_refuses_is_an_error(copy):
-    with pytest.raises(KernelError, match="launching copy"):
+    with pytest.raises(KernelError, match="launching semisparse_copy"):
         copy(DEVICE, (1, 1, 1), 4096, 0, 0, 0)
 
 
 def test_more_shared_memory_than_the_device_has_is_an_error(cubin):
     with pytest.raises(KernelError, match="shared memory"):
-        CudaKernel(cubin, "nothing", (), shared=1 << 20)(DEVICE, (1, 1, 1), 32)
+        CudaKernel(cubin, "semisparse_nothing", (), shared=1 << 20)(DEVICE, (1, 1, 1), 32)
 
 
 def test_a_kernel_with_much_shared_memory_runs(cubin):
-    CudaKernel(cubin, "nothing", (), shared=96 << 10)(DEVICE, (1, 1, 1), 32)
+    CudaKernel(cubin, "semisparse_nothing", (), shared=96 << 10)(DEVICE, (1, 1, 1), 32)
     torch.cuda.synchronize()
 
 

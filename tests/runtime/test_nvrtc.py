@@ -68,6 +68,7 @@ def test_every_kernel_compiles_without_spills(source: CudaSource, arch: str, cap
                     f"{used.spill_stores + used.spill_loads} B spilled, {used.shared} B shared",
                     end="",
                 )
+                assert name.startswith("semisparse_"), "compute-sanitizer is told our kernels by that"
                 if used.spills:
                     spilling.append(f"{name} {macros}")
     if source.spills_allowed is None:

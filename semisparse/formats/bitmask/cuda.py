@@ -81,11 +81,14 @@ def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
 @cache
 def _decode_kernel(device: torch.device, dtype: torch.dtype, tokens: int) -> CudaKernel:
     cubin = compile_cubin(DECODE.path, device_facts(device).arch, {"SCALAR": SCALARS[dtype], "TOKENS": tokens})
-    return CudaKernel(cubin, "bitmask_decode", _PARAMETERS)
+    return CudaKernel(cubin, "semisparse_bitmask_decode", _PARAMETERS)
 
 
 def unpack_and_multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """Unpack the whole weight and let cuBLAS multiply: for many tokens, and for float32."""
+    """Unpack the whole weight and let cuBLAS multiply: for many tokens, and for float32.
+
+    cuBLAS adds partial sums in 16 bits unless torch's flags forbid it, as in a dense model.
+    """
     return F.linear(x, unpack(packed), None if bias is None else bias.to(x.dtype))
 
 

@@ -28,8 +28,9 @@ __device__ __forceinline__ void accumulate(
     for (int token = 0; token < TOKENS; ++token) sums[token] += weight * to_float(x[token_starts[token] + column]);
 }
 
-// Two blocks a processor leave registers enough: left to itself the compiler spills on sm_100a at 16 tokens.
-extern "C" __global__ void __launch_bounds__(256, 2) bitmask_decode(
+// Blocks a processor: one token needs every warp it can get (32 registers; 41 us at 4096 x 4096 with 47, 25 with 32); with
+// more, left to itself, the compiler spills on sm_100a at 16 tokens.
+extern "C" __global__ void __launch_bounds__(256, TOKENS == 1 ? 8 : 2) semisparse_bitmask_decode(
     const SCALAR* __restrict__ x,               // [m, k]
     const uint2* __restrict__ masks,            // [n, blocks], low word first
     const SCALAR* __restrict__ values,          // [n, blocks * count], or [kept]

@@ -23,7 +23,10 @@ def blas_refusal(problem: Problem) -> str | None:
 
 
 def blas(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """Multiply by torch's own linear: cuBLAS on a GPU. Its bits would depend on how x lies in memory."""
+    """Multiply by torch's own linear: cuBLAS on a GPU, which adds partial sums in 16 bits unless torch's flags forbid it.
+
+    x is made contiguous because the bits of the result would depend on how it lies in memory.
+    """
     return F.linear(x.contiguous(), packed.tensors["values"], None if bias is None else bias.to(x.dtype))
 
 
