@@ -70,7 +70,7 @@ def _draw(path: Path, title: str, cells: int, fill: Callable[[list[Axes]], None]
     for unused in axes[cells:]:
         unused.set_axis_off()
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
-    figure.suptitle(title)
+    figure.suptitle(title, x=0.01, horizontalalignment="left", fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

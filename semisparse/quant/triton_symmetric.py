@@ -15,6 +15,7 @@ BLOCK = 4096
 
 @triton.jit
 def semisparse_quantise_rows(x, rounded, scales, columns, largest, BLOCK: tl.constexpr, TO_INT8: tl.constexpr):
+    """Round one row."""
     row = tl.program_id(0)
     start = row.to(tl.int64) * columns
     offsets = tl.arange(0, BLOCK)

@@ -21,6 +21,7 @@ def semisparse_int8_product(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
+    """Compute one tile of y = (x @ w.T) * x_scale * w_scale + bias."""
     # Programs walk down GROUP row tiles before the next column tile, so that both operands stay in L2.
     program = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
