@@ -48,8 +48,8 @@ def test_the_triton_form_gives_the_same(dtype, rows, columns):
     assert torch.equal(scale, quantise_rows(x.to(DEVICE), dtype)[1].cpu())
     expected = expected.float()
     if dtype == torch.float8_e4m3fn and DEVICE == "cpu":
-        # Triton's interpreter (3.9) rounds ties away from zero, and loses the carry to a power of two: 127.9 becomes 64.
-        # On an H200 every bit agrees.
+        # Triton's interpreter (3.9) rounds ties away from zero and loses the carry to a power of two: 127.9 becomes
+        # 64. On an H200 every bit agrees.
         carried = expected.abs().frexp().mantissa == 0.5
         assert ((found - expected).abs()[~carried] <= expected.abs()[~carried] * 2**-3).all()
     else:

@@ -23,7 +23,7 @@ def blas_refusal(problem: Problem) -> str | None:
 
 
 def blas(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """Multiply by torch's own linear: on a GPU cuBLAS, which may add partial sums in 16 bits unless torch's flags say no.
+    """Multiply by torch's own linear: cuBLAS on a GPU, which adds partial sums in 16 bits where torch's flags let it.
 
     x is made contiguous because the bits of the result would depend on how it lies in memory.
     """
