@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check setup table clean
+.PHONY: demo test test-gpu bench check setup table clean
 
 setup: .venv/ready
 
@@ -18,6 +18,32 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest
+
+# The same tests over every CUDA and Triton kernel; SANITIZE=memcheck or racecheck runs them under compute-sanitizer.
+# racecheck dies inside cuBLAS, so it leaves torch's own products out.
+SANITIZE ?=
+sanitizer = $(if $(SANITIZE),PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $(SANITIZE) \
+	--report-api-errors no --error-exitcode 9 --kernel-name kernel_substring=semisparse)
+select = not cpu$(if $(filter racecheck,$(SANITIZE)), and not (unpack or blas or _mm or reference))
+test-gpu: setup
+	$(sanitizer) $(BIN)/python -m pytest tests/runtime/test_launch.py tests/quant tests/formats -k '$(select)'
+
+# Everything under results/h200, on the GPU that is here.
+OUT ?= results/here
+LLAMAS = llama2-7b,qwen2.5-1.5b
+bench: setup
+	$(BIN)/semisparse bench machine --out $(OUT)/machine.csv
+	$(BIN)/semisparse bench kernels --shapes $(LLAMAS),qwen2.5-7b:fused,28672,8192 --tokens 1,4,16,64,1024,4096 \
+		--patterns 32:64 --out $(OUT)/kernels-bfloat16.csv
+	$(BIN)/semisparse bench kernels --dtype float16 --formats bitmask --shapes $(LLAMAS),28672,8192 --tokens 1,8 \
+		--out $(OUT)/kernels-float16.csv
+	$(BIN)/semisparse bench kernels --dtype float32 --formats bitmask --shapes llama2-7b --tokens 512,2048 \
+		--out $(OUT)/kernels-float32.csv
+	$(BIN)/semisparse bench model --arch llama3.2-1b,llama2-7b --format bitmask --out $(OUT)/model.csv
+
+# What each pruner loses on the models in ../shared; rows that the CSV has are kept.
+table: setup
+	$(BIN)/python benchmarks/pruners.py ../shared results/pruners.csv --readme README.md
 
 check: setup
 	$(BIN)/ruff check

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from semisparse.errors import InputError
@@ -12,6 +14,11 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 def words(text: str | None) -> list[str] | None:
     """Cut ``a,b`` into words; None stays None."""
     return None if text is None else [word.strip() for word in text.split(",") if word.strip()]
+
+
+def shape_names(text: str) -> list[str]:
+    """Cut ``llama2-7b,4096,11008,dir`` into names and ``N,K`` pairs."""
+    return [found.strip() for found in re.findall(r"\d+\s*,\s*\d+|[^,;]+", text) if found.strip()]
 
 
 def numbers(text: str, option: str) -> list[int]:

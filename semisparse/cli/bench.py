@@ -18,7 +18,7 @@ from semisparse.bench.plot import plot_all
 from semisparse.bench.roofline import Candidate, candidates
 from semisparse.bench.shapes import layer_shapes
 from semisparse.bench.table import read_csv, write_csv
-from semisparse.cli.arguments import DTYPES, dtype_named, numbers, words
+from semisparse.cli.arguments import DTYPES, dtype_named, numbers, shape_names, words
 from semisparse.cli.output import console, print_json, print_table, progress_bar
 from semisparse.errors import InputError
 
@@ -32,7 +32,7 @@ Dtype = Annotated[str, typer.Option(help=f"Of weights and activations: {', '.joi
 @app.command()
 def kernels(
     shapes: Annotated[
-        str, typer.Option(help="Architectures (with :fused for fused layers), model directories or N,K; by semicolons.")
+        str, typer.Option(help="By commas: architectures (with :fused for fused layers), model directories, N,K.")
     ] = "llama2-7b",
     tokens: Annotated[str, typer.Option(help="Numbers of tokens M, by commas.")] = "1,8,16,128,1024,4096",
     formats: Annotated[str | None, typer.Option(help="Formats, by commas; all by default.")] = None,
@@ -45,7 +45,7 @@ def kernels(
     """Time every kernel on every shape, beside dense and beside its floor."""
     where = _device(device)
     chosen = candidates(words(formats), words(patterns))
-    layers = [(name, layer) for name in shapes.split(";") for layer in layer_shapes(name.strip())]
+    layers = [(name, layer) for name in shape_names(shapes) for layer in layer_shapes(name)]
     counts = numbers(tokens, "--tokens")
     machine = find_machine(where.type)
     found: list[Measurement] = []
@@ -53,7 +53,7 @@ def kernels(
     with progress_bar(not as_json) as bars:
         task = bars.add_task("layers", total=len(layers))
         for name, layer in layers:
-            setting = Setting(name.strip(), dtype_named(dtype), where, machine)
+            setting = Setting(name, dtype_named(dtype), where, machine)
             for result in measure_layer(setting, layer, counts, chosen):
                 if isinstance(result, Measurement):
                     found.append(result)
