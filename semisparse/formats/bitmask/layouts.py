@@ -89,7 +89,7 @@ def check_content(packed: Packed) -> None:
 
 
 def arrange(packed: Packed, device: torch.device) -> Packed:
-    """Give the same weight in the layout that a device's kernels want: tiles on a GPU where they can hold it, else rows."""
+    """Give the same weight in the layout that a device's kernels want: tiles on a GPU where possible, else rows."""
     packed = packed.to(device)
     if device.type != "cuda" or tiles.refusal(packed):
         return _in_rows(packed)

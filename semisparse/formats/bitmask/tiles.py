@@ -1,9 +1,9 @@
 """The layout ``tiles``: the exact layout's masks and values in the order in which the GPU's kernels take them.
 
-A tile is 16 rows by 256 columns, what one warp turns into fragments of ``mma.m16n8k16``: lane 4 * g + t owns the 64-column
-block t of the rows g and g + 8, so it finds its own values without asking another lane. A lane's words of 32 bits are the
-two halves of its first row's mask and of its second's, then the first row's values in pairs, then the second's. Words are
-stored in groups of 4 a lane, the last group perhaps of 2, so that a warp reads each group in one coalesced access.
+A tile is 16 rows by 256 columns, what one warp turns into fragments of ``mma.m16n8k16``: lane 4 * g + t owns block t of
+64 columns of the rows g and g + 8, so it finds its own values without asking another lane. A lane's 32-bit words are
+the two halves of its first row's mask and of its second's, then the first row's values in pairs, then the second's.
+Words are stored in groups of 4 a lane, the last group perhaps of 2, so that a warp reads each in one coalesced access.
 
 Bits of the mask stand where a left shift by s brings those of the columns 4 s - 1 to 4 s + 2 of each half (32 columns)
 to the sign bits of the word's four bytes; column 63 takes the place of the missing column -1.
@@ -29,7 +29,9 @@ SPECS = (TensorSpec("tiles", torch.int32, ("row_tiles", "column_tiles", "words")
 
 DTYPES = (torch.float16, torch.bfloat16)
 
-_BIT_ORDER = torch.tensor([(32 * half + 4 * (7 - bit % 8) + bit // 8 - 1) % BLOCK for half in (0, 1) for bit in range(32)])
+_BIT_ORDER = torch.tensor(
+    [(32 * half + 4 * (7 - bit % 8) + bit // 8 - 1) % BLOCK for half in (0, 1) for bit in range(32)]
+)
 """The column whose bit stands at each place of a permuted mask."""
 
 
@@ -111,7 +113,7 @@ def _untiled(packed: Packed) -> tuple[Tensor, Tensor]:
 
 
 def _by_lane(words: Tensor) -> Tensor:
-    """Bring what each lane owns together: [padded N, padded blocks, words] to [row tiles, column tiles, 32, 2 * words]."""
+    """Bring a lane's rows together: [padded N, padded blocks, words] to [row tiles, column tiles, 32, 2 * words]."""
     tiles = words.unflatten(1, (-1, BLOCKS)).unflatten(0, (-1, 2, ROWS // 2))  # row tile, half, g, column tile, t, word
     return tiles.permute(0, 3, 2, 4, 1, 5).flatten(4).flatten(2, 3)
 
@@ -122,11 +124,13 @@ def _lane_words(packed: Packed) -> tuple[Tensor, Tensor]:
     words = tiles.shape[-1] // 32
     parts = tiles.split([32 * min(4, words - first) for first in range(0, words, 4)], dim=-1)
     lanes = torch.cat([part.unflatten(-1, (32, -1)) for part in parts], dim=-1)
-    masks, values = (
-        part.unflatten(-1, (2, -1)).unflatten(2, (ROWS // 2, BLOCKS)).permute(0, 4, 2, 1, 3, 5).flatten(3, 4).flatten(0, 2)
-        for part in (lanes[..., :4], lanes[..., 4:])
-    )
-    return masks.contiguous(), values.contiguous()
+    return _by_row(lanes[..., :4]), _by_row(lanes[..., 4:])
+
+
+def _by_row(lanes: Tensor) -> Tensor:
+    """Undo `_by_lane`."""
+    tiles = lanes.unflatten(-1, (2, -1)).unflatten(2, (ROWS // 2, BLOCKS))  # row tile, column tile, g, t, half, word
+    return tiles.permute(0, 4, 2, 1, 3, 5).flatten(3, 4).flatten(0, 2).contiguous()
 
 
 def _lowest_bits(count: int) -> int:
