@@ -210,6 +210,8 @@ class Format:
         lossless: whether unpack gives the packed weight bit for bit.
         cost: (problem, packed weight's bytes) -> the passes of a product, for `plan` and the bench's floors.
         variants: the pack options worth planning and measuring.
+        arrange: (packed, device) -> the same weight there, in the layout that this device's kernels want; on a CPU that
+            is the layout on disk. None if the format has one layout.
     """
 
     name: str
@@ -227,6 +229,7 @@ class Format:
     lossless: bool = True
     cost: Callable[[Problem, float], tuple[Pass, ...]] = fused_cost
     variants: tuple[Mapping[str, Any], ...] = ({},)
+    arrange: Callable[[Packed, torch.device], Packed] | None = None
 
     def pack(self, weight: Tensor, pattern: Pattern | str, **options: Any) -> Packed:
         """Store a weight.

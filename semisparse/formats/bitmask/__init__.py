@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 
 import torch
 
-from semisparse.formats.base import Case, Format, Kernel, Params, TensorSpec
-from semisparse.formats.bitmask import cpu, cuda
-from semisparse.formats.bitmask.pack import BLOCK, check_content, pack_weight, unpack, values_per_block
-from semisparse.patterns import Pattern
-
-EXACT = (
-    TensorSpec("masks", torch.int64, ("N", "blocks"), split_n=0, split_k=1),
-    TensorSpec("values", None, ("N", "slots"), split_n=0, split_k=1),
-)
-VARIABLE = (
-    TensorSpec("masks", torch.int64, ("N", "blocks")),
-    TensorSpec("values", None, ("kept",)),
-    TensorSpec("row_starts", torch.int64, ("N+1",)),
-)
+from semisparse.formats.base import Case, Format, Kernel, Problem
+from semisparse.formats.bitmask import cpu, cuda, layouts, tiled
 
 
-def _specs(pattern: Pattern, params: Params) -> tuple[TensorSpec, ...]:
-    return VARIABLE if values_per_block(pattern) is None else EXACT
+def _of_rows(supports: Callable[[Problem], str | None]) -> Callable[[Problem], str | None]:
+    """Narrow a kernel's support to the layout ``rows``."""
 
+    def narrowed(problem: Problem) -> str | None:
+        layout = layouts.layout_of(problem.params)
+        return supports(problem) if layout == "rows" else f"reads the layout rows, this weight is stored in {layout}"
 
-def _counts(n: int, k: int, pattern: Pattern, params: Params) -> Mapping[str, int]:
-    blocks = -(-k // BLOCK)
-    count = values_per_block(pattern)
-    if count is None:
-        return {"blocks": blocks, "kept": int(params["kept"])}
-    return {"blocks": blocks, "slots": blocks * count}
+    return narrowed
 
 
 FORMAT = Format(
@@ -39,15 +25,18 @@ FORMAT = Format(
     version=1,
     summary="any pattern: one bit a weight and the non-zeros in 16 or 32 bits (9 bits a weight at 32:64)",
     accepts=lambda pattern: None,
-    specs=_specs,
-    counts=_counts,
-    pack_weight=pack_weight,
-    unpack=unpack,
-    check_content=check_content,
+    specs=layouts.specs,
+    counts=layouts.counts,
+    pack_weight=layouts.pack_weight,
+    unpack=layouts.unpack,
+    check_content=layouts.check_content,
+    arrange=layouts.arrange,
     kernels=(
-        Kernel("cpu", "cpu", cpu.supports, cpu.load),
-        Kernel("decode", "cuda", cuda.decode_refusal, lambda: cuda.decode),
-        Kernel("unpack", "cuda", cuda.unpack_refusal, lambda: cuda.unpack_and_multiply),
+        Kernel("cpu", "cpu", _of_rows(cpu.supports), cpu.load),
+        Kernel("tiled_decode", "cuda", tiled.decode_refusal, lambda: tiled.decode),
+        Kernel("tiled_unpack", "cuda", tiled.unpack_refusal, lambda: tiled.unpack_and_multiply),
+        Kernel("decode", "cuda", _of_rows(cuda.decode_refusal), lambda: cuda.decode),
+        Kernel("unpack", "cuda", _of_rows(cuda.unpack_refusal), lambda: cuda.unpack_and_multiply),
     ),
     cost=cuda.cost,
     cases=(

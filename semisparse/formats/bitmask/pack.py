@@ -35,17 +35,17 @@ def pack_weight(weight: Tensor, pattern: Pattern) -> tuple[Params, dict[str, Ten
         stored |= _lowest_dead(stored, count)
         values = blocks.masked_select(stored).view(weight.shape[0], -1)
         # A dead position may hold -0.0; adding +0.0 makes it +0.0 and changes nothing else.
-        return {}, {"masks": _masks_of(stored), "values": values + 0.0}
+        return {}, {"masks": masks_of(stored), "values": values + 0.0}
     values = blocks.masked_select(stored)
     row_starts = torch.zeros(weight.shape[0] + 1, dtype=torch.int64, device=weight.device)
     torch.cumsum(stored.sum((1, 2)), 0, out=row_starts[1:])
-    return {"kept": len(values)}, {"masks": _masks_of(stored), "values": values, "row_starts": row_starts}
+    return {"kept": len(values)}, {"masks": masks_of(stored), "values": values, "row_starts": row_starts}
 
 
 def unpack(packed: Packed) -> Tensor:
     """Give the weight back, [N, K] in its dtype."""
     n, k = packed.shape
-    stored = _bits_of(packed.tensors["masks"])
+    stored = bits_of(packed.tensors["masks"])
     blocks = torch.zeros(stored.shape, dtype=packed.dtype, device=stored.device)
     blocks.masked_scatter_(stored, packed.tensors["values"])
     return blocks.view(n, -1)[:, :k].contiguous()
@@ -94,14 +94,14 @@ def _lowest_dead(stored: Tensor, count: int) -> Tensor:
     return dead & (dead.cumsum(-1, dtype=torch.int8) <= missing)
 
 
-def _masks_of(stored: Tensor) -> Tensor:
+def masks_of(stored: Tensor) -> Tensor:
     """Gather bits, [N, blocks, 64] bool, into int64 masks [N, blocks]; bit i is column i of its block."""
     weights = 1 << torch.arange(8, dtype=torch.uint8, device=stored.device)
     octets = (stored.unflatten(-1, (8, 8)) * weights).sum(-1, dtype=torch.uint8)
     return octets.view(torch.int64).squeeze(-1)
 
 
-def _bits_of(masks: Tensor) -> Tensor:
+def bits_of(masks: Tensor) -> Tensor:
     """Spread masks [N, blocks] into bits, [N, blocks, 64] bool."""
     shifts = torch.arange(8, dtype=torch.uint8, device=masks.device)
     octets = masks.contiguous().unsqueeze(-1).view(torch.uint8)

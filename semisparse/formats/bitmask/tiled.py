@@ -1,0 +1,158 @@
+"""GPU kernels for the layout ``tiles``: up to 16 tokens in one pass over the packed bytes, more by unpacking first."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache, lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from semisparse.formats.base import Packed, Problem
+from semisparse.formats.bitmask.division import Division, Processor, divide, tokens_of_build
+from semisparse.formats.bitmask.layouts import layout_of
+from semisparse.formats.bitmask.pack import values_per_block
+from semisparse.runtime.device import device_facts
+from semisparse.runtime.launch import CudaKernel
+from semisparse.runtime.nvrtc import CudaSource, Defines, compile_cubin, unavailable
+
+MAX_DECODE_TOKENS = 16
+
+SCALARS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
+
+OUTPUTS = {**SCALARS, torch.float32: "float"}
+
+UNIT = 8
+"""Values in 16 bytes."""
+
+UNPACK_WARPS = 4
+
+
+def _decode_defines(dtype: torch.dtype, out: torch.dtype, keep: int, tokens: int, splits: int, rows: int) -> Defines:
+    return {
+        "SCALAR": SCALARS[dtype],
+        "OUT": OUTPUTS[out],
+        "KEEP": keep,
+        "TOKENS": tokens,
+        "SPLITS": splits,
+        "ROW_TILES": rows,
+    }
+
+
+# What is compiled depends on the pattern and the shape: here are the common cases and the extremes.
+DECODE = CudaSource(
+    Path(__file__).with_name("tiled_decode.cu"),
+    (
+        *(
+            _decode_defines(torch.float16, torch.float16, keep, tokens, splits, rows)
+            for keep, tokens, splits, rows in ((1, 8, 8, 1), (32, 8, 8, 1), (32, 16, 6, 2), (64, 16, 6, 2))
+        ),
+        _decode_defines(torch.bfloat16, torch.float32, 32, 8, 8, 1),
+    ),
+)
+
+UNPACK = CudaSource(
+    Path(__file__).with_name("tiled_unpack.cu"),
+    tuple({"KEEP": keep, "WARPS": UNPACK_WARPS} for keep in (31, 64)),
+)
+
+SOURCES = (DECODE, UNPACK)
+
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
+
+
+def decode_refusal(problem: Problem) -> str | None:
+    """Say why `decode` cannot compute ``problem`` here, or None if it can."""
+    if not 1 <= problem.m <= MAX_DECODE_TOKENS:
+        return f"takes 1 to {MAX_DECODE_TOKENS} tokens, got {problem.m}"
+    return unpack_refusal(problem)
+
+
+def unpack_refusal(problem: Problem) -> str | None:
+    """Say why `unpack_and_multiply` cannot compute ``problem`` here, or None if it can."""
+    if layout_of(problem.params) != "tiles":
+        return "reads the layout tiles, this weight is stored in rows"
+    if problem.dtype != problem.weight_dtype:
+        return f"x and w have one dtype, got {problem.dtype} and {problem.weight_dtype}"
+    if torch.cuda.get_device_capability(problem.device) < (8, 0):
+        return "needs compute capability 8.0 (Ampere) or later"
+    return unavailable()
+
+
+def decode(x: Tensor, packed: Packed, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """Multiply 1 to 16 tokens straight from the packed bytes.
+
+    Args:
+        x: [M, K] float16 or bfloat16.
+        packed: in x's dtype and the layout ``tiles``.
+        bias: [N] or None.
+        out_dtype: float16, bfloat16 or float32; x's own if None.
+    Returns:
+        [M, N], accumulated in float32.
+    """
+    x = x.contiguous()
+    bias = None if bias is None else bias.to(x.dtype).contiguous()
+    tiles = packed.tensors["tiles"]
+    (m, k), n = x.shape, packed.shape[0]
+    y = torch.empty((m, n), dtype=out_dtype or x.dtype, device=x.device)
+    row_tiles, column_tiles, _ = tiles.shape
+    keep = values_per_block(packed.pattern) or 0
+    division = divide(m, row_tiles, column_tiles, keep, _processor(x.device))
+    kernel = _decode_kernel(x.device, x.dtype, y.dtype, keep, tokens_of_build(m), division)
+    pointers = (x.data_ptr(), tiles.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr())
+    vectors = int(k % UNIT == 0 and x.data_ptr() % 16 == 0)
+    sizes = (m, n, k, row_tiles, column_tiles, division.panel, vectors, 0)
+    kernel(x.device, (division.blocks, 1, 1), 32 * division.splits * division.rows, *pointers, *sizes)
+    return y
+
+
+def unpack_and_multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+    """Unpack the whole weight at memory speed and let cuBLAS multiply.
+
+    Args:
+        x: [M, K] float16 or bfloat16.
+        packed: in x's dtype and the layout ``tiles``.
+        bias: [N] or None.
+    Returns:
+        [M, N] in x's dtype.
+    """
+    return F.linear(x, unpack(packed), None if bias is None else bias.to(x.dtype))
+
+
+def unpack(packed: Packed) -> Tensor:
+    """Give the weight back, [N, K]; its rows begin at multiples of 16 bytes."""
+    tiles = packed.tensors["tiles"]
+    n, k = packed.shape
+    pitch = -(-k // UNIT) * UNIT
+    weight = torch.empty((n, pitch), dtype=packed.dtype, device=tiles.device)
+    row_tiles, column_tiles, _ = tiles.shape
+    count = row_tiles * column_tiles
+    kernel = _unpack_kernel(tiles.device, values_per_block(packed.pattern) or 0)
+    blocks = (-(-count // UNPACK_WARPS), 1, 1)
+    kernel(tiles.device, blocks, 32 * UNPACK_WARPS, tiles.data_ptr(), weight.data_ptr(), n, pitch, count, column_tiles)
+    return weight[:, :k]
+
+
+@cache
+def _processor(device: torch.device) -> Processor:
+    found = torch.cuda.get_device_properties(device)
+    return Processor(found.multi_processor_count, found.shared_memory_per_multiprocessor)
+
+
+@lru_cache(maxsize=256)
+def _decode_kernel(
+    device: torch.device, dtype: torch.dtype, out: torch.dtype, keep: int, tokens: int, division: Division
+) -> CudaKernel:
+    defines = _decode_defines(dtype, out, keep, tokens, division.splits, division.rows)
+    cubin = compile_cubin(DECODE.path, device_facts(device).arch, defines)
+    return CudaKernel(cubin, "bitmask_tiled_decode", (*[_POINTER] * 4, *[_INT] * 8), division.shared)
+
+
+@cache
+def _unpack_kernel(device: torch.device, keep: int) -> CudaKernel:
+    defines = {"KEEP": keep, "WARPS": UNPACK_WARPS}
+    cubin = compile_cubin(UNPACK.path, device_facts(device).arch, defines)
+    shared = UNPACK_WARPS * 2 * (keep + 1) * 128
+    return CudaKernel(cubin, "bitmask_tiled_unpack", (*[_POINTER] * 2, *[_INT] * 4), shared)

@@ -1,0 +1,63 @@
+"""The GPU kernels of the layout `tiles` against float64, with their outputs' memory poisoned."""
+
+import pytest
+import torch
+
+from semisparse.formats.base import get_format
+from semisparse.formats.bitmask import tiled
+from semisparse.patterns import parse_pattern
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+
+BITMASK = get_format("bitmask")
+ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 1e-6}
+"""Relative error of one rounding to the output's dtype; products of 16-bit numbers are exact in float32's sums."""
+
+
+def packed_and_x(n, k, keep, m, dtype):
+    generator = torch.Generator().manual_seed(n * k + keep)
+    weight = torch.randn(n, k, generator=generator).to(dtype)
+    weight = weight * parse_pattern(f"{keep}:64").mask(torch.rand(n, k, generator=generator))
+    x = torch.randn(m, k, generator=generator).to(dtype)
+    rows = BITMASK.pack(weight, f"{keep}:64")
+    return BITMASK.arrange(rows, torch.device("cuda")), weight, x.cuda()
+
+
+def poisoned(product, x, packed, bias, **options):
+    out = options.get("out_dtype", x.dtype)
+    poison = torch.full((x.shape[0], packed.shape[0]), torch.nan, dtype=out, device="cuda")
+    del poison
+    return product(x, packed, bias, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("m", [1, 2, 7, 8, 9, 16])
+@pytest.mark.parametrize(
+    ("n", "k", "keep"), [(64, 512, 32), (33, 701, 31), (1, 1, 64), (257, 4100, 5), (2200, 8200, 16)]
+)
+def test_decode_agrees_with_float64(n, k, keep, m, dtype):
+    packed, weight, x = packed_and_x(n, k, keep, m, dtype)
+    assert packed.params == {"layout": "tiles"}
+    bias = torch.randn(n, generator=torch.Generator().manual_seed(3)).to(dtype)
+    expected = x.cpu().double() @ weight.double().T + bias.double()
+    for out in (dtype, torch.float32):
+        y = poisoned(tiled.decode, x, packed, bias.cuda(), out_dtype=out).cpu().double()
+        assert (y - expected).norm() <= 2 * ROUNDING[out] * expected.norm()
+
+
+@pytest.mark.parametrize(("n", "k", "keep"), [(64, 512, 32), (33, 701, 31), (1, 1, 64), (257, 4100, 5)])
+def test_unpack_gives_the_weight_bit_for_bit(n, k, keep):
+    packed, weight, _ = packed_and_x(n, k, keep, 1, torch.float16)
+    assert torch.equal(tiled.unpack(packed).cpu(), weight + 0.0)
+
+
+def test_decode_repeats_its_bits_and_runs_in_a_graph():
+    packed, _, x = packed_and_x(1000, 3000, 32, 5, torch.float16)
+    first = tiled.decode(x, packed, None)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = tiled.decode(x, packed, None)
+    for _ in range(3):
+        captured.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(captured, first)
