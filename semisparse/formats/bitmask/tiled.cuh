@@ -35,7 +35,7 @@ __device__ __forceinline__ Word shared_address(const void* pointer) {
     return static_cast<Word>(__cvta_generic_to_shared(pointer));
 }
 
-// Volatile keeps these in the order written: left to itself the compiler hoists all of x and spills.
+// Volatile keeps these in the order written.
 __device__ __forceinline__ Word read_shared(Word address) {
     Word value;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address));

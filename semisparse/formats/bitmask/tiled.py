@@ -147,7 +147,7 @@ def _decode_kernel(
 ) -> CudaKernel:
     defines = _decode_defines(dtype, out, keep, tokens, division.splits, division.rows)
     cubin = compile_cubin(DECODE.path, device_facts(device).arch, defines)
-    return CudaKernel(cubin, "bitmask_tiled_decode", (*[_POINTER] * 4, *[_INT] * 8), division.shared)
+    return CudaKernel(cubin, "semisparse_bitmask_tiled_decode", (*[_POINTER] * 4, *[_INT] * 8), division.shared)
 
 
 @cache
@@ -155,4 +155,4 @@ def _unpack_kernel(device: torch.device, keep: int) -> CudaKernel:
     defines = {"KEEP": keep, "WARPS": UNPACK_WARPS}
     cubin = compile_cubin(UNPACK.path, device_facts(device).arch, defines)
     shared = UNPACK_WARPS * 2 * (keep + 1) * 128
-    return CudaKernel(cubin, "bitmask_tiled_unpack", (*[_POINTER] * 2, *[_INT] * 4), shared)
+    return CudaKernel(cubin, "semisparse_bitmask_tiled_unpack", (*[_POINTER] * 2, *[_INT] * 4), shared)

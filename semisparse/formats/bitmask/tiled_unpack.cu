@@ -24,7 +24,7 @@ __device__ __forceinline__ void unpack(Rows& rows, const Target& target, int row
     if constexpr (step + 2 < kSteps) unpack<step + 2>(rows, target, row, column);
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * kWarp) bitmask_tiled_unpack(
+extern "C" __global__ void __launch_bounds__(WARPS * kWarp) semisparse_bitmask_tiled_unpack(
     const Word* __restrict__ tiles,        // [row tiles, column_tiles, kTileWords]
     unsigned short* __restrict__ w,        // [n, pitch]
     int n, int pitch, int count, int column_tiles  // count: of all tiles
