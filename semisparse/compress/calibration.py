@@ -20,7 +20,7 @@ BATCH_TOKENS = 4096
 def calibration_batches(
     tokenizer: PreTrainedTokenizerBase, text: str | Path | Sequence[str], *, samples: int, seqlen: int, seed: int
 ) -> list[Tensor]:
-    """Draw calibration samples from text, those of equal length in one batch.
+    """Draw calibration samples from text, those of equal length in one batch, the longest first.
 
     Args:
         tokenizer: of the model.
@@ -63,7 +63,7 @@ def _batches(chunks: Iterable[list[int]]) -> list[Tensor]:
     for chunk in chunks:
         by_length.setdefault(len(chunk), []).append(chunk)
     batches = []
-    for length, alike in sorted(by_length.items()):
+    for length, alike in sorted(by_length.items(), reverse=True):
         size = max(1, BATCH_TOKENS // length)
         batches += [torch.tensor(alike[start : start + size]) for start in range(0, len(alike), size)]
     return batches

@@ -166,7 +166,7 @@ def _check_block(block: _Block) -> Iterator[LayerReport]:
         with _naming(block.full_name(name)):
             require_finite(weight)
             pattern.check(weight)
-        yield LayerReport(block.full_name(name), str(pattern), _density(weight), 0.0, "none", 0.0)
+        yield LayerReport(block.full_name(name), str(pattern), _density(weight), None, "none", 0.0)
 
 
 def _prune_by_magnitude(block: _Block) -> Iterator[LayerReport]:

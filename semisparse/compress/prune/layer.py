@@ -73,7 +73,6 @@ def _sparsegpt(weight: Tensor, pattern: Pattern, statistics: Statistics, recipe:
     dead = scale == 0
     scale = scale.masked_fill(dead, 1)
     hessian = statistics.hessian / torch.outer(scale, scale)
-    hessian.diagonal().masked_fill_(dead, 1)
     scaled = (weight * scale).masked_fill(dead, 0)
 
     factor = factorise(hessian, recipe.damping)

@@ -1,0 +1,57 @@
+"""Drawing calibration samples, and refusing those that the model cannot run."""
+
+import pytest
+import torch
+
+from semisparse.compress import calibration_batches
+from semisparse.compress.calibration import BATCH_TOKENS, check_batches
+from semisparse.errors import InputError
+from tests.models import VOCABULARY, byte_tokenizer, random_model
+
+TEXTS = [f"document {i} " * (i % 5 + 1) for i in range(40)]
+
+
+def rows(batches: list[torch.Tensor]) -> list[tuple[int, ...]]:
+    return sorted(tuple(row) for batch in batches for row in batch.tolist())
+
+
+def draw(samples: int, seed: int = 0) -> list[torch.Tensor]:
+    return calibration_batches(byte_tokenizer(), TEXTS, samples=samples, seqlen=20, seed=seed)
+
+
+def test_samples_are_drawn_by_seed_and_batched_by_length():
+    batches = draw(30)
+    assert sum(len(batch) for batch in batches) == 30
+    assert all(batch.dtype == torch.int64 and batch.shape[1] <= 20 for batch in batches)
+    lengths = [batch.shape[1] for batch in batches]
+    assert lengths == sorted(set(lengths), reverse=True), "sequences of one length share a batch, the longest first"
+    assert rows(batches) == rows(draw(30))
+    assert rows(batches) != rows(draw(30, seed=1))
+    every = rows(draw(10_000))
+    assert set(rows(batches)) <= set(every)
+    assert sum(row[0] == 256 for row in every) == len(TEXTS), "each document starts with BOS"
+
+
+def test_a_batch_is_bounded():
+    tokenizer = byte_tokenizer()
+    length = BATCH_TOKENS // 3
+    batches = calibration_batches(tokenizer, ["x" * (8 * length)], samples=7, seqlen=length, seed=0)
+    assert [len(batch) for batch in batches] == [3, 3, 1]
+
+
+def test_no_samples_is_refused():
+    with pytest.raises(InputError, match="at least 1 sample"):
+        draw(0)
+
+
+@pytest.mark.parametrize(
+    ("batches", "told"),
+    [
+        ([], "needs calibration text"),
+        ([torch.zeros(1, 65, dtype=torch.int64)], "65 tokens exceed the model's context of 64"),
+        ([torch.full((1, 4), VOCABULARY)], f"token {VOCABULARY} is not in the model's vocabulary"),
+    ],
+)
+def test_batches_that_cannot_run_are_refused(batches: list[torch.Tensor], told: str):
+    with pytest.raises(InputError, match=told):
+        check_batches(random_model("llama"), batches)

@@ -1,0 +1,185 @@
+"""Interrupted and resumed runs end in the same bytes; what a stranger or a crash left is not trusted."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from semisparse.compress import Journal, Recipe, compress_blocks, fingerprint
+from semisparse.errors import InputError
+from tests.models import VOCABULARY, random_model
+
+RECIPE = Recipe(pattern="2:4")
+
+
+def calibration(seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, VOCABULARY, (4, 30), generator=generator) for _ in range(2)]
+
+
+def identity(model: PreTrainedModel, **changes: object) -> dict[str, str]:
+    given = {"model": model, "batches": calibration(), "recipe": RECIPE, "seed": 0, "device": "cpu"} | changes
+    return fingerprint(given["model"], given["batches"], given["recipe"], seed=given["seed"], device=given["device"])
+
+
+def run(directory: Path | None, progress: Callable[[str, int, int], None] = lambda *_: None) -> PreTrainedModel:
+    model = random_model("llama")
+    journal = Journal(directory, identity(model)) if directory else None
+    compress_blocks(model, calibration(), RECIPE, progress=progress, journal=journal)
+    return model
+
+
+@pytest.fixture(scope="module")
+def uninterrupted() -> PreTrainedModel:
+    return run(None)
+
+
+def same_bytes(model: PreTrainedModel, other: PreTrainedModel) -> bool:
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in pairs)
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("calls", [1, 5, 8, 9, 16])
+def test_resumed_at_any_call_of_progress(uninterrupted: PreTrainedModel, tmp_path: Path, calls: int):
+    left = calls
+
+    def interrupt(*_: object) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        run(tmp_path, interrupt)
+    layers: list[int] = []
+    assert same_bytes(run(tmp_path, lambda _, done, __: layers.append(done)), uninterrupted)
+    first_block_done = calls > 8
+    assert layers[:2] == ([0, 7] if first_block_done else [0, 1])
+
+
+KILLED_RUN = """
+import os, signal, sys
+from pathlib import Path
+from tests.compress import test_journal
+from tests.compress.test_journal import run
+
+at, left = sys.argv[2], int(sys.argv[3])
+
+def count(*_):
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+if at == "progress":
+    run(Path(sys.argv[1]), count)
+else:
+    real = getattr(os, at)
+    def counted(*args):
+        count()
+        return real(*args)
+    setattr(os, at, counted)
+    run(Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(("at", "times"), [("progress", 12), ("replace", 3), ("fsync", 5)])
+def test_resumed_after_sigkill(uninterrupted: PreTrainedModel, tmp_path: Path, at: str, times: int):
+    """Killed while it prunes the second block, and while it writes the first one's journal."""
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
+    command = [sys.executable, "-c", KILLED_RUN, str(tmp_path), at, str(times)]
+    killed = subprocess.run(command, env=environment, cwd=root, check=False, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert same_bytes(run(tmp_path), uninterrupted)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-20] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["block-0000.safetensors", "block-0001.json"])
+@pytest.mark.parametrize("spoil", [cut, flip, Path.unlink, lambda path: path.write_text("[]")])
+def test_a_damaged_block_is_computed_again(
+    uninterrupted: PreTrainedModel, tmp_path: Path, name: str, spoil: Callable[[Path], None]
+):
+    run(tmp_path)
+    spoil(tmp_path / name)
+    if (tmp_path / "block-0001.json").exists():
+        with pytest.warns(UserWarning, match=r"block \d of the interrupted run .* computed again"):
+            resumed = run(tmp_path)
+    else:
+        resumed = run(tmp_path)
+    assert same_bytes(resumed, uninterrupted)
+
+
+def test_reports_come_back(tmp_path: Path):
+    model = random_model("llama")
+    journal = Journal(tmp_path, identity(model))
+    reports = compress_blocks(model, calibration(), RECIPE, journal=journal)
+    again = random_model("llama")
+    assert compress_blocks(again, calibration(), RECIPE, journal=Journal(tmp_path, identity(again))) == reports
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"recipe": Recipe(pattern="4:8")}, "another recipe"),
+        ({"batches": calibration(seed=1)}, "another calibration tokens"),
+        ({"batches": [torch.cat(calibration())]}, "another calibration tokens"),
+        ({"seed": 1}, "another seed"),
+        ({"device": "cuda:0"}, "another device"),
+        ({"model": random_model("llama", torch.float32)}, "another model weights"),
+        ({"seed": 1, "recipe": Recipe(pattern="4:8")}, "another recipe, another seed"),
+    ],
+)
+def test_another_run_is_refused(tmp_path: Path, change: dict[str, object], named: str):
+    model = random_model("llama")
+    Journal(tmp_path, identity(model))
+    Journal(tmp_path, identity(model))
+    with pytest.raises(InputError, match=f"had {named};"):
+        Journal(tmp_path, identity(model) | identity(**{"model": model} | change))
+
+
+def test_one_changed_weight_makes_another_model():
+    model = random_model("llama")
+    before = identity(model)
+    model.lm_head.weight.data[3, 3] += 1
+    assert identity(model)["model weights"] != before["model weights"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]"])
+def test_an_unreadable_fingerprint_is_refused(tmp_path: Path, content: str):
+    (tmp_path / "fingerprint.json").write_text(content)
+    with pytest.raises(InputError, match="remove"):
+        Journal(tmp_path, identity(random_model("llama")))
+
+
+def test_a_full_disk_leaves_no_half_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model = random_model("llama")
+    journal = Journal(tmp_path, identity(model))
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        journal.save(0, {"layer": torch.ones(2, 2)}, [])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fingerprint.json"]
+    assert journal.load(0) is None

@@ -1,0 +1,76 @@
+"""Recipes: what is read is what was written, and what is not known is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from semisparse.compress import Recipe, read_yaml
+from semisparse.errors import RecipeError
+
+
+def test_to_dict_is_json_and_reads_back():
+    recipe = Recipe(pattern="g16@50%", prune="wanda", ignore=("*.o_proj", "model.layers.0.*"), damping=0.03)
+    assert Recipe.read(json.loads(json.dumps(recipe.to_dict()))) == recipe
+
+
+@pytest.mark.parametrize(
+    ("setting", "key", "value"),
+    [
+        ("pattern=2:4", "pattern", "2:4"),  # plain YAML 1.1 reads 124
+        ("pattern=50%", "pattern", "50%"),
+        ("prune=none", "prune", "none"),
+        ("format=bitmask", "format", "bitmask"),
+        ("damping=1e-3", "damping", 0.001),
+        ("ignore=[a.*, b]", "ignore", ("a.*", "b")),
+        ("ignore=lm_head", "ignore", ("lm_head",)),
+        ("ignore=[]", "ignore", ()),
+    ],
+)
+def test_settings(setting: str, key: str, value: object):
+    assert getattr(Recipe(pattern="4:8", ignore=("x",)).with_settings([setting]), key) == value
+
+
+def test_settings_keep_the_other_keys():
+    recipe = Recipe(pattern="4:8", ignore=("x",), refine="none").with_settings(["prune=wanda", "order=columns"])
+    assert recipe == Recipe(pattern="4:8", ignore=("x",), refine="none", prune="wanda", order="columns")
+
+
+def test_yaml_file(tmp_path: Path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("pattern: 2:4\ndamping: 0.05\nignore:\n  - '*.mlp.*'\n")
+    assert read_yaml(path) == Recipe(pattern="2:4", damping=0.05, ignore=("*.mlp.*",))
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("patern=2:4", "the known keys are: pattern, prune"),
+        ("prune=sparsegtp", "magnitude, wanda, sparsegpt, none"),
+        ("target=global", "residual, local"),
+        ("pattern=9:8", "counts the kept weights"),
+        ("pattern=half", "unknown pattern"),
+        ("damping=0", "above 0"),
+        ("damping=nan", "above 0"),
+        ("damping=much", "a number"),
+        ("ignore={a: b}", "a list"),
+        ("prune=[wanda]", "a word"),
+        ("pattern", "key=value"),
+        ("ignore=[a", "not valid YAML"),
+    ],
+)
+def test_bad_settings(setting: str, told: str):
+    with pytest.raises(RecipeError, match=told):
+        Recipe().with_settings([setting])
+
+
+@pytest.mark.parametrize("content", [b"- a\n- b\n", b"\xff\xfe", b"pattern: [", b""])
+def test_bad_yaml_file(tmp_path: Path, content: bytes):
+    (tmp_path / "recipe.yaml").write_bytes(content)
+    with pytest.raises(RecipeError, match=r"recipe\.yaml"):
+        read_yaml(tmp_path / "recipe.yaml")
+
+
+def test_missing_yaml_file(tmp_path: Path):
+    with pytest.raises(RecipeError, match="cannot read"):
+        read_yaml(tmp_path / "absent.yaml")
