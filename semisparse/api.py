@@ -142,6 +142,12 @@ def read_recipe(recipe: str | Path | Recipe, settings: Sequence[str] = ()) -> Re
         reason = get_format(found.format).accepts(parse_pattern(found.pattern))
         if reason:
             raise RecipeError(f"format {found.format} cannot store pattern {found.pattern}: {reason}")
+    rounding = _pack_options(found)
+    able = [form.name for form in registry().values() if rounding in form.variants]
+    if rounding and found.format not in able:
+        raise RecipeError(
+            f"format {found.format} does not store quant={found.quant}; set quant=none or format={' or '.join(able)}"
+        )
     return found
 
 
@@ -287,12 +293,16 @@ def _smallest_format(weight: Tensor, pattern: Pattern) -> str:
     return min(sizes, key=lambda name: sizes[name])
 
 
+def _pack_options(plan: Recipe) -> dict[str, str]:
+    return {} if plan.quant == "none" else {"kind": plan.quant}
+
+
 def _pack_layers(model: PreTrainedModel, plan: Recipe, reports: Sequence[LayerReport]) -> dict[str, Any]:
     """Replace every compressed layer by a packed one, and give the config block that describes them."""
     layers = {}
     for report in reports:
         weight = weight_of(model.get_submodule(report.name))
-        packed = pack(weight, plan.format, report.pattern)
+        packed = pack(weight, plan.format, report.pattern, **_pack_options(plan))
         replace_linear(model, report.name, packed)
         measured = {"density": report.density, "error": report.error, "outcome": report.outcome}
         layers[report.name] = checkpoint.describe(packed) | measured

@@ -14,7 +14,7 @@ from semisparse.patterns import parse_pattern
 
 KNOWN_VALUES: dict[str, tuple[str, ...]] = {
     "prune": ("magnitude", "wanda", "sparsegpt", "none"),
-    "quant": ("none",),
+    "quant": ("none", "int8", "fp8"),
     "search": ("none",),
     "tune": ("none",),
     "refine": ("cg", "none"),
@@ -31,7 +31,8 @@ class Recipe:
     Args:
         pattern: written form of the pattern of every layer, such as ``32:64``.
         prune: how the weights to keep are chosen; ``none`` keeps the weights and checks that they obey the pattern.
-        quant: how the kept weights are rounded.
+        quant: how the kept weights are rounded, to 8 bits with a scale a row, and the activations with them: the
+            format's ``kind``.
         format: name of the format that stores the result, or ``auto``.
         search: how density is spread over the layers.
         tune: how a pruned block is trained.

@@ -14,27 +14,41 @@ BLOCK = 4096
 
 
 @triton.jit
-def semisparse_quantise_rows(x, rounded, scales, columns, largest, BLOCK: tl.constexpr, TO_INT8: tl.constexpr):
-    """Round one row."""
-    row = tl.program_id(0)
-    start = row.to(tl.int64) * columns
+def row_scale(row, columns, largest, BLOCK: tl.constexpr):
+    """Give the scale of the ``columns`` values at ``row``: their largest magnitude over ``largest``, or 1."""
     offsets = tl.arange(0, BLOCK)
     highest = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, columns, BLOCK):
         inside = first + offsets < columns
-        values = tl.load(x + start + first + offsets, mask=inside, other=0.0).to(tl.float32)
+        values = tl.load(row + first + offsets, mask=inside, other=0.0).to(tl.float32)
         highest = tl.maximum(highest, tl.abs(values))
     amax = tl.max(highest)
-    scale = tl.where(amax == 0, 1.0, tl.div_rn(amax, largest))
+    return tl.where(amax == 0, 1.0, tl.div_rn(amax, largest))
+
+
+@triton.jit
+def round_to(values, scale, largest, TO_INT8: tl.constexpr):
+    """Divide by the scale and saturate; for int8 round too, as the cast that follows cuts off."""
+    scaled = tl.div_rn(values, scale)
+    scaled = tl.minimum(tl.maximum(scaled, -largest), largest)
+    if TO_INT8:
+        # Adding and taking away 1.5 * 2^23 rounds half to even, as torch does; Triton has no rint of its own.
+        scaled = (scaled + 12582912.0) - 12582912.0
+    return scaled
+
+
+@triton.jit
+def semisparse_quantise_rows(x, rounded, scales, columns, largest, BLOCK: tl.constexpr, TO_INT8: tl.constexpr):
+    """Round one row."""
+    row = tl.program_id(0)
+    start = row.to(tl.int64) * columns
+    scale = row_scale(x + start, columns, largest, BLOCK)
     tl.store(scales + row, scale)
+    offsets = tl.arange(0, BLOCK)
     for first in range(0, columns, BLOCK):
         inside = first + offsets < columns
         values = tl.load(x + start + first + offsets, mask=inside, other=0.0).to(tl.float32)
-        scaled = tl.div_rn(values, scale)
-        scaled = tl.minimum(tl.maximum(scaled, -largest), largest)
-        if TO_INT8:
-            # Adding and taking away 1.5 * 2^23 rounds half to even, as torch does; Triton has no rint of its own.
-            scaled = (scaled + 12582912.0) - 12582912.0
+        scaled = round_to(values, scale, largest, TO_INT8)
         tl.store(rounded + start + first + offsets, scaled.to(rounded.dtype.element_ty), mask=inside)
 
 

@@ -1,0 +1,19 @@
+"""How long a row becomes: groups of ``window`` columns, each lifted to ``window / 2 - 1`` windows of 4."""
+
+from __future__ import annotations
+
+from math import gcd
+
+ALIGN = 32
+"""Lifted columns come in multiples of it: cuSPARSELt takes no others in 8 bits, and bytes of metadata are whole."""
+
+
+def padded_groups(k: int, window: int) -> int:
+    """Count the groups of a row of K columns, zeros filled up until the lifted columns are a multiple of `ALIGN`."""
+    together = ALIGN // gcd(ALIGN, 2 * (window - 2))
+    return -(-k // (window * together)) * together
+
+
+def lifted_columns(k: int, window: int) -> int:
+    """Give K', the length of a lifted row; half as many values are stored."""
+    return padded_groups(k, window) * 2 * (window - 2)
