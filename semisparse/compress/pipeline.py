@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from semisparse.compress.calibration import check_batches
 from semisparse.compress.journal import Journal
 from semisparse.compress.prune import magnitude, prune_layer, require_finite
 from semisparse.compress.recipe import Recipe
-from semisparse.compress.report import LayerReport
+from semisparse.compress.report import LayerReport, Progress
 from semisparse.compress.walk import (
     Block,
     Tokens,
@@ -27,13 +26,6 @@ from semisparse.compress.walk import (
     start_tokens,
 )
 from semisparse.patterns import Pattern
-
-
-class Progress(Protocol):
-    """Told how far a compression is."""
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        """Take what runs now, the layers done and the layers to do in all."""
 
 
 def compress_blocks(
