@@ -126,9 +126,7 @@ def _compress_block(
         weight.copy_(pruned.weight).add_(0)  # adding 0 makes +0 of the -0 that a small weight may be rounded to
         copied.copy_(weight)
         seconds = time.perf_counter() - started
-        yield LayerReport(
-            block.full_name(name), str(pattern), _density(weight), pruned.error, pruned.outcome, seconds
-        )
+        yield LayerReport(block.full_name(name), str(pattern), _density(weight), pruned.error, pruned.outcome, seconds)
 
 
 def _density(weight: Tensor) -> float:

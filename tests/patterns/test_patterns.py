@@ -154,7 +154,8 @@ def test_a_shifted_pattern_keeps_that_much_more(pattern: Pattern, shape: tuple[i
 
 
 @pytest.mark.parametrize(
-    ("pattern", "levels"), [("6:8", 8), ("8:32v32", 32), ("50%", 64), ("50%/row", 64), ("g16@50%", 64), ("g16@50%/row", 8)]
+    ("pattern", "levels"),
+    [("6:8", 8), ("8:32v32", 32), ("50%", 64), ("50%/row", 64), ("g16@50%", 64), ("g16@50%/row", 8)],
 )
 def test_levels_count_the_steps_from_nothing_to_everything(pattern: str, levels: int):
     shape = (64, 128)

@@ -18,12 +18,13 @@ from semisparse.compress.search.evolution import Evolution
 from semisparse.compress.search.rheosparse import RheoSparse
 from semisparse.compress.search.score import Scorer, cut_parts
 from semisparse.compress.search.space import SHARES, exchange, list_choices
-from semisparse.compress.search.state import State
+from semisparse.compress.search.state import Algorithm, State
 from semisparse.compress.walk import list_blocks
 from semisparse.errors import InputError
 from semisparse.patterns import Pattern
 
-ALGORITHMS = {"evolution": Evolution, "rheosparse": RheoSparse}
+ALGORITHMS: dict[str, type[Evolution] | type[RheoSparse]] = {"evolution": Evolution, "rheosparse": RheoSparse}
+"""By the recipe's key."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,10 @@ class Found:
     kl: float
     evaluations: int
     tokens: int
+
+    def measured(self) -> dict[str, float]:
+        """Give all but the patterns, for the checkpoint."""
+        return {"uniform_kl": self.uniform_kl, "kl": self.kl, "evaluations": self.evaluations, "tokens": self.tokens}
 
 
 def search_patterns(
@@ -78,7 +83,8 @@ def search_patterns(
     model.eval()
     device = torch.device(device)
     blocks = list_blocks(model, recipe, {})
-    choices = list_choices(blocks, accepts)
+    kind = ALGORITHMS[recipe.search]
+    choices = list_choices(blocks, kind.reach, accepts)
     uniform = (0,) * len(choices)
     if not any(exchange(choices, uniform, stage, random.Random(seed)) for stage in range(len(SHARES))):
         raise InputError(
@@ -86,7 +92,7 @@ def search_patterns(
         )
     bank = build_bank(model, blocks, choices, batches, recipe, device=device, progress=progress, journal=journal)
     scorer = Scorer(model, choices, bank, cut_parts(batches, recipe.search_tokens, seed), device)
-    algorithm = ALGORITHMS[recipe.search](choices, scorer, recipe.search_effort, seed)
+    algorithm: Algorithm = kind(choices, scorer, recipe.search_effort, seed)
 
     finished = journal.recall("search", 0) if journal else None
     start = tuple(finished[1]["best"]) if finished else uniform

@@ -27,6 +27,10 @@ class Evolution:
         seed: of what is drawn at random.
     """
 
+    reach = 2
+    """Levels reach so many steps of every stage from the uniform one, 14 of 64. With 1, seven of babyllama-1m's 35
+    layers ended at the edge, and the search took 31.6 % off the held-out KL at 50 % instead of 35.9 %."""
+
     def __init__(self, choices: Sequence[Choice], scorer: Scorer, effort: int, seed: int) -> None:
         self._choices, self._scorer, self._seed = choices, scorer, seed
         few, more = max(1, scorer.parts // 16), max(1, scorer.parts // 4)

@@ -33,6 +33,9 @@ class RheoSparse:
         seed: of what is drawn at random.
     """
 
+    reach = 1
+    """The bank of the paper: 7 levels to each side of n:64, one step of 4, one of 2 and one of 1."""
+
     generations = GENERATIONS * len(SHARES)
 
     def __init__(self, choices: Sequence[Choice], scorer: Scorer, effort: int, seed: int) -> None:
@@ -50,7 +53,7 @@ class RheoSparse:
         centre, *parents = (state.best,) if generation == 0 else state.pool
         children = []
         for _ in range(self._individuals):
-            child = self._crossed(*rng.sample(parents, PARENTS), rng) if parents else centre
+            child = self._crossed(parents, rng) if parents else centre
             children.append(self._mutated(child, centre, stage, rng))
         scored = sorted((self._kl(levels), levels) for levels in children)
         kl, best = min(scored[0], (state.kl, state.best))
@@ -60,12 +63,12 @@ class RheoSparse:
     def _kl(self, levels: Levels) -> float:
         return self._scorer.mean_kl(self._scorer.run(levels, range(self._scorer.parts)))
 
-    def _crossed(self, one: Levels, other: Levels, rng: random.Random) -> Levels:
-        child = list(one)
+    def _crossed(self, parents: Sequence[Levels], rng: random.Random) -> Levels:
+        child = list(parents[0])
         for segment in self._segments:
-            if rng.random() < 0.5:
-                for index in segment:
-                    child[index] = other[index]
+            parent = rng.choice(parents)
+            for index in segment:
+                child[index] = parent[index]
         return tuple(child)
 
     def _mutated(self, levels: Levels, centre: Levels, stage: int, rng: random.Random) -> Levels:

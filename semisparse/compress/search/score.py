@@ -1,4 +1,4 @@
-"""How far a candidate's predictions are from the dense model's: KL divergence, skipping the blocks it does not change."""
+"""How far a candidate is from the dense model: KL divergence of their predictions, unchanged first blocks skipped."""
 
 from __future__ import annotations
 
@@ -139,12 +139,10 @@ class Scorer:
         skipped = self._parent_runs[number].states[: first + 1] if first else []
         logits, states = self._forward(part.ids, skipped)
         logits = logits[:, :-1][part.predicted].float()
-        # The sum of p (log p - log q), with log q = logits - logsumexp(logits) and p summing to 1 at each position.
-        cross_entropy = logits.logsumexp(-1).sum(dtype=torch.float64) - torch.dot(
-            part.dense.view(-1), logits.view(-1)
-        )
+        # The sum of p (log p - log q), where log q = logits - logsumexp(logits) and p sums to 1 at each position.
+        cross_entropy = logits.logsumexp(-1) - torch.linalg.vecdot(part.dense, logits)
         self.tokens_run += part.ids.numel()
-        return Run(float(cross_entropy) - part.entropy, states)
+        return Run(float(cross_entropy.sum(dtype=torch.float64)) - part.entropy, states)
 
     @torch.no_grad()
     def _with_dense(self, padded: Tensor) -> Part:

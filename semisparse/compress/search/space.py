@@ -43,11 +43,12 @@ class Choice:
     strides: tuple[int, ...]
 
 
-def list_choices(blocks: Sequence[Block], accepts: Callable[[Pattern], bool]) -> list[Choice]:
-    """List what may be chosen for each layer: as far from its uniform pattern as one step of every stage leads.
+def list_choices(blocks: Sequence[Block], reach: int, accepts: Callable[[Pattern], bool]) -> list[Choice]:
+    """List what may be chosen for each layer.
 
     Args:
         blocks: with the uniform patterns.
+        reach: how far from these the levels lead: so many steps of every stage.
         accepts: whether a pattern can be stored.
     """
     choices = []
@@ -57,7 +58,7 @@ def list_choices(blocks: Sequence[Block], accepts: Callable[[Pattern], bool]) ->
             strides = tuple(max(1, round(share * pattern.levels((n, k)) / 64)) for share in SHARES)
             patterns = {0: pattern}
             for direction in (-1, 1):
-                for level in range(direction, direction * (sum(strides) + 1), direction):
+                for level in range(direction, direction * (reach * sum(strides) + 1), direction):
                     moved = pattern.shifted(level, (n, k))
                     if moved is None or not accepts(moved):
                         break
@@ -94,8 +95,9 @@ def exchange(choices: Sequence[Choice], levels: Levels, stage: int, rng: random.
             if not steps:
                 break
             index, level = rng.choice(steps)
-            freed += choices[index].kept[moved[index]] - choices[index].kept[level]
+            change = choices[index].kept[moved[index]] - choices[index].kept[level]
+            freed += change
             moved[index] = level
-            if freed == 0:
+            if freed == 0 and change:  # in a short window a step may change nothing
                 return tuple(moved)
     return None

@@ -1,9 +1,9 @@
-"""How far a search is: all that it needs to go on after an interruption."""
+"""What every search is: generations that lead from one state to the next, each all that is needed to go on."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from semisparse.compress.search.space import Levels
 
@@ -44,3 +44,14 @@ class State:
         """Read what `to_json` gave."""
         pool = tuple(tuple(levels) for levels in notes["pool"])
         return cls(**{**notes, "best": tuple(notes["best"]), "pool": pool})
+
+
+class Algorithm(Protocol):
+    """A way to search."""
+
+    @property
+    def generations(self) -> int:
+        """Count the generations it lives through."""
+
+    def live(self, state: State) -> State:
+        """Live through one generation; what it counts, apart from evaluations, is counted by the caller."""

@@ -56,5 +56,5 @@ FORMAT = Format(
         Case("window-that-divides-no-block", "6:10", lambda: torch.ones(2, 70) * (torch.arange(70) % 10 < 6)),
         Case("nothing-pruned", "0%", lambda: torch.ones(5, 130)),
     ),
-    recipes={"rheosparse": {"pattern": "32:64", "prune": "sparsegpt", "format": "bitmask"}},
+    recipes={"rheosparse": {"pattern": "32:64", "prune": "sparsegpt", "format": "bitmask", "search": "evolution"}},
 )
