@@ -28,6 +28,7 @@ from semisparse.compress import (
     fingerprint,
     read_yaml,
 )
+from semisparse.compress.search import Found, search_patterns
 from semisparse.errors import InputError, RecipeError, SemisparseError
 from semisparse.evaluate import Generation, generate_text, measure_quality, run_tasks
 from semisparse.formats import Packed, linear, registry
@@ -87,12 +88,15 @@ class CompressionReport:
         bytes_before: bytes of these layers' dense weights.
         bytes_after: bytes of their packed tensors.
         seconds: wall time of this run.
+        search: what the search over the layers found, None without one: ``uniform_kl`` and ``kl`` (nats a token, on
+            its tokens), ``evaluations`` and ``tokens``.
     """
 
     layers: list[dict[str, Any]]
     bytes_before: int
     bytes_after: int
     seconds: float
+    search: dict[str, Any] | None
 
     def to_dict(self) -> dict[str, Any]:
         """Give the report as plain JSON values."""
@@ -252,9 +256,9 @@ def compress(
             raise InputError("calibration text needs the model's tokenizer")
         length = _seqlen(dense, seqlen)
         batches = calibration_batches(tokenizer, calibration, samples=samples, seqlen=length, seed=seed)
-    run = partial(compress_blocks, dense, batches, plan, device=place, progress=progress)
+    run = partial(_run_recipe, dense, batches, plan, seed=seed, device=place, progress=progress)
     if out is None:
-        block = _pack_layers(dense, plan, run())
+        block = run(journal=None)
         mark_compressed(dense, block)
         return _report(block, time.perf_counter() - start)
 
@@ -265,7 +269,7 @@ def compress(
         return _report(finished, time.perf_counter() - start)
     checkpoint.refuse_existing(out)
     with _job(out, resume) as job:
-        block = _pack_layers(dense, plan, run(journal=Journal(job, identity))) | {"origin": identity}
+        block = run(journal=Journal(job, identity)) | {"origin": identity}
         mark_compressed(dense, block)
         _write(dense, tokenizer, source, out, job)
         shutil.rmtree(job)
@@ -297,7 +301,32 @@ def _pack_options(plan: Recipe) -> dict[str, str]:
     return {} if plan.quant == "none" else {"kind": plan.quant}
 
 
-def _pack_layers(model: PreTrainedModel, plan: Recipe, reports: Sequence[LayerReport]) -> dict[str, Any]:
+def _run_recipe(
+    model: PreTrainedModel,
+    batches: Sequence[Tensor],
+    plan: Recipe,
+    *,
+    seed: int,
+    device: torch.device,
+    progress: Progress,
+    journal: Journal | None,
+) -> dict[str, Any]:
+    """Replace the layers by compressed ones, and give the config block that describes them."""
+    run: dict[str, Any] = {"device": device, "progress": progress, "journal": journal}
+    found = None
+    if plan.search != "none" and plan.prune != "none":
+        found = search_patterns(model, batches, plan, seed=seed, accepts=partial(_can_store, plan), **run)
+    reports = compress_blocks(model, batches, plan, patterns=found.patterns if found else None, **run)
+    return _pack_layers(model, plan, reports, found)
+
+
+def _can_store(plan: Recipe, pattern: Pattern) -> bool:
+    return plan.format == "auto" or get_format(plan.format).accepts(pattern) is None
+
+
+def _pack_layers(
+    model: PreTrainedModel, plan: Recipe, reports: Sequence[LayerReport], found: Found | None
+) -> dict[str, Any]:
     """Replace every compressed layer by a packed one, and give the config block that describes them."""
     layers = {}
     for report in reports:
@@ -307,7 +336,7 @@ def _pack_layers(model: PreTrainedModel, plan: Recipe, reports: Sequence[LayerRe
         measured = {"density": report.density, "error": report.error, "outcome": report.outcome}
         layers[report.name] = checkpoint.describe(packed) | measured
     settings = {"quant_method": checkpoint.METHOD, "version": checkpoint.VERSION, "recipe": plan.to_dict()}
-    return settings | {"layers": layers}
+    return settings | {"layers": layers, "search": found.measured() if found else None}
 
 
 def _report(block: Mapping[str, Any], seconds: float) -> CompressionReport:
@@ -318,7 +347,7 @@ def _report(block: Mapping[str, Any], seconds: float) -> CompressionReport:
         rows.append({"name": name, **shown, "bits_per_weight": packed.bits_per_weight})
         before += packed.shape[0] * packed.shape[1] * packed.dtype.itemsize
         after += packed.nbytes
-    return CompressionReport(rows, before, after, seconds)
+    return CompressionReport(rows, before, after, seconds, block.get("search"))
 
 
 def _finished(out: Path, identity: Mapping[str, str]) -> dict[str, Any] | None:

@@ -1,6 +1,7 @@
 """The Python entry points over every architecture and on real models."""
 
 import copy
+import json
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ LINEARS = {"opt": 12, "gpt2": 8}
 def test_compress_save_load_for_every_architecture_and_pattern(architecture: str, pattern: str, tmp_path: Path):
     model = random_model(architecture)
     dense = copy.deepcopy(model)
-    settings = (f"pattern={pattern}",)
+    settings = (f"pattern={pattern}", "search=none")
     report = semisparse.compress(
         model, byte_tokenizer(), calibration=DOCUMENTS, out=tmp_path / "out", settings=settings, **SMALL
     )
@@ -38,6 +39,29 @@ def test_compress_save_load_for_every_architecture_and_pattern(architecture: str
     loaded = semisparse.load(tmp_path / "out", dtype=torch.bfloat16)
     assert torch.equal(loaded(ids).logits, model(ids).logits)
     assert not torch.equal(model(ids).logits, dense(ids).logits)
+
+
+@pytest.mark.parametrize("pattern", ["32:64", "8:32v4", "g4@50%", "70%"])
+def test_what_a_search_found_reaches_the_checkpoint(pattern: str, tmp_path: Path):
+    settings = (f"pattern={pattern}", "search=evolution", "search_effort=24", "format=bitmask")
+    model = random_model("llama")
+    report = semisparse.compress(
+        model, byte_tokenizer(), calibration=DOCUMENTS, out=tmp_path / "out", settings=settings, **SMALL
+    )
+    block = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert block["search"] == report.search
+    assert report.search["evaluations"] > 0
+    patterns = {layer["name"]: parse_pattern(layer["pattern"]) for layer in report.layers}
+    assert len(set(patterns.values())) > 1
+    loaded = semisparse.load(tmp_path / "out", dtype=torch.bfloat16)
+    shapes = {name: tuple(layer.weight.shape) for name, layer in sparse_layers(loaded).items()}
+    assert sum(patterns[name].kept(shape) for name, shape in shapes.items()) == sum(
+        parse_pattern(pattern).kept(shape) for shape in shapes.values()
+    )
+    for name, layer in sparse_layers(loaded).items():
+        patterns[name].check(layer.weight)
+    ids = torch.arange(20)[None]
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
 def test_nothing_pruned_is_nothing_lost(tmp_path: Path):
@@ -96,6 +120,7 @@ def test_a_real_model_shrinks_and_keeps_its_logits(pycode: Path, tmp_path: Path)
         tokenizer,
         calibration=SHARED / "text" / "pycode-calib.txt",
         out=tmp_path / "out",
+        settings=("search=none",),
         samples=8,
         seqlen=128,
         device="cpu",

@@ -80,6 +80,13 @@ def compress(
     ]
     columns = ("layer", "pattern", "format", "density", "bits/weight", "relative error", "outcome")
     print_table(f"{model} to {out}", columns, rows)
+    if report.search:
+        found = report.search
+        console.print(
+            f"search: KL to dense on its tokens {found['uniform_kl']:.4f} with the same pattern everywhere, "
+            f"{found['kl']:.4f} as chosen, after {found['evaluations']} candidates",
+            highlight=False,
+        )
     console.print(
         f"linear layers: {bytes_text(report.bytes_before)} before, {bytes_text(report.bytes_after)} after "
         f"({report.bytes_after / max(report.bytes_before, 1):.3f}); {report.seconds:.1f} s",

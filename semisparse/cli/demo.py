@@ -14,9 +14,10 @@ from semisparse.cli.output import bytes_text, console, print_json, print_table, 
 from semisparse.demo import CALIBRATION, HELD_OUT, MODEL
 
 RUNS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("rheosparse", ("pattern=48:64",)),
+    ("slidesparse", ()),
     ("rheosparse", ()),
-    ("rheosparse", ("pattern=32:64", "prune=magnitude")),
+    ("rheosparse", ("search=evolution", "search_tokens=2048", "search_effort=96")),
+    ("rheosparse", ("prune=magnitude",)),
     ("rheosparse", ("pattern=60%",)),
 )
 """Recipes and what is varied in them."""
@@ -88,6 +89,6 @@ def _show(rows: Sequence[dict[str, Any]]) -> None:
         "speed from sparsity on models whose layers do not fit a cache (`semisparse plan` says how much).",
         highlight=False,
     )
-    for row in rows[:3:2]:
+    for row in (rows[0], rows[3]):
         console.rule(f"{row['recipe']}, continuing {PROMPT!r}", align="left")
         console.print(row["text"], markup=False, highlight=False)

@@ -2,9 +2,9 @@
 
 from semisparse.compress.calibration import calibration_batches
 from semisparse.compress.journal import Journal, fingerprint
-from semisparse.compress.pipeline import Progress, compress_blocks
+from semisparse.compress.pipeline import compress_blocks
 from semisparse.compress.recipe import Recipe, read_yaml
-from semisparse.compress.report import LayerReport
+from semisparse.compress.report import LayerReport, Progress
 
 __all__ = [
     "Journal",

@@ -1,4 +1,4 @@
-"""Finished blocks of a compression, kept on disk so that an interrupted run can be resumed."""
+"""Finished pieces of a compression, kept on disk so that an interrupted run can be resumed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -48,9 +49,9 @@ def fingerprint(
 
 
 class Journal:
-    """A directory of finished blocks, each a safetensors file of weights and a JSON file of reports with a checksum.
+    """A directory of finished work, each piece a safetensors file and a JSON file with a checksum of both.
 
-    A block's JSON file is written last, and every file appears whole or not at all, so a block whose JSON file is
+    A piece's JSON file is written last, and every file appears whole or not at all, so a piece whose JSON file is
     there is finished. Used by one run at a time.
 
     Args:
@@ -58,7 +59,7 @@ class Journal:
         fingerprint: as `fingerprint` gives it.
 
     Raises:
-        InputError: the directory holds the blocks of a run with another fingerprint.
+        InputError: the directory holds the work of a run with another fingerprint.
     """
 
     def __init__(self, directory: str | Path, fingerprint: Mapping[str, str]) -> None:
@@ -72,33 +73,42 @@ class Journal:
 
     def load(self, index: int) -> tuple[dict[str, Tensor], list[LayerReport]] | None:
         """Give a block's weights by name ([N, K]) and its reports; None if it is not finished or is damaged."""
-        if not self._reports(index).exists():
+        found = self.recall("block", index)
+        return (found[0], [LayerReport(**layer) for layer in found[1]]) if found else None
+
+    def save(self, index: int, weights: Mapping[str, Tensor], reports: Sequence[LayerReport]) -> None:
+        """Keep a finished block: its weights by name ([N, K]) and its reports."""
+        self.keep("block", index, weights, [asdict(report) for report in reports])
+
+    def recall(self, part: str, index: int) -> tuple[dict[str, Tensor], Any] | None:
+        """Give what was kept of a part of the work; None if that was nothing or is damaged."""
+        notes_path, tensors_path = self._paths(part, index)
+        if not notes_path.exists():
             return None
         try:
-            entry = json.loads(self._reports(index).read_bytes())
-            content = self._weights(index).read_bytes()
-            if entry["checksum"] != _checksum(content, entry["layers"]):
+            entry = json.loads(notes_path.read_bytes())
+            content = tensors_path.read_bytes()
+            if entry["checksum"] != _checksum(content, entry["notes"]):
                 raise ValueError("its checksum does not match")
-            return safetensors.torch.load(content), [LayerReport(**layer) for layer in entry["layers"]]
+            return safetensors.torch.load(content), entry["notes"]
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             warnings.warn(
-                f"block {index} of the interrupted run in {self._directory} is damaged ({error}); it is computed again",
+                f"{part} {index} of the interrupted run in {self._directory} is damaged ({error}); "
+                "it is computed again",
                 stacklevel=2,
             )
             return None
 
-    def save(self, index: int, weights: Mapping[str, Tensor], reports: Sequence[LayerReport]) -> None:
-        """Keep a finished block: its weights by name ([N, K]) and its reports."""
-        content = safetensors.torch.save({name: weight.contiguous().cpu() for name, weight in weights.items()})
-        layers = [asdict(report) for report in reports]
-        _write(self._weights(index), content)
-        _write(self._reports(index), json.dumps({"checksum": _checksum(content, layers), "layers": layers}).encode())
+    def keep(self, part: str, index: int, tensors: Mapping[str, Tensor], notes: Any) -> None:
+        """Keep a finished piece of a part of the work: tensors by name, and notes of JSON values."""
+        notes_path, tensors_path = self._paths(part, index)
+        content = safetensors.torch.save({name: tensor.contiguous().cpu() for name, tensor in tensors.items()})
+        _write(tensors_path, content)
+        _write(notes_path, json.dumps({"checksum": _checksum(content, notes), "notes": notes}).encode())
 
-    def _weights(self, index: int) -> Path:
-        return self._directory / f"block-{index:04d}.safetensors"
-
-    def _reports(self, index: int) -> Path:
-        return self._directory / f"block-{index:04d}.json"
+    def _paths(self, part: str, index: int) -> tuple[Path, Path]:
+        stem = self._directory / f"{part}-{index:04d}"
+        return stem.with_suffix(".json"), stem.with_suffix(".safetensors")
 
     def _require_same(self, path: Path, fingerprint: Mapping[str, str]) -> None:
         try:
@@ -115,8 +125,8 @@ class Journal:
             )
 
 
-def _checksum(content: bytes, layers: Sequence[Mapping[str, object]]) -> str:
-    return hashlib.sha256(content + json.dumps(layers, sort_keys=True).encode()).hexdigest()
+def _checksum(content: bytes, notes: Any) -> str:
+    return hashlib.sha256(content + json.dumps(notes, sort_keys=True).encode()).hexdigest()
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -15,13 +15,16 @@ from semisparse.patterns import parse_pattern
 KNOWN_VALUES: dict[str, tuple[str, ...]] = {
     "prune": ("magnitude", "wanda", "sparsegpt", "none"),
     "quant": ("none", "int8", "fp8"),
-    "search": ("none",),
+    "search": ("evolution", "rheosparse", "none"),
     "tune": ("none",),
     "refine": ("cg", "none"),
     "order": ("windows", "columns"),
     "target": ("residual", "local"),
 }
 """The values of each key that has a fixed choice; a new stage adds its name here."""
+
+COUNTS = ("search_tokens", "search_effort")
+"""The keys that are whole numbers."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,16 @@ class Recipe:
         quant: how the kept weights are rounded, to 8 bits with a scale a row, and the activations with them: the
             format's ``kind``.
         format: name of the format that stores the result, or ``auto``.
-        search: how density is spread over the layers.
+        search: how density is spread over the layers, the kept weights of all together being those of `pattern`:
+            ``evolution``, ``rheosparse`` (the paper's) or ``none``. `prune` = ``none`` leaves nothing to search.
         tune: how a pruned block is trained.
         ignore: glob patterns over module names; what they match stays dense.
         refine: ``cg`` solves the kept weights again, by conjugate gradients, after the last column is pruned.
         order: ``windows`` prunes first the windows that lose most; ``columns`` goes from left to right.
         target: ``residual`` makes each layer undo the error of the layers before it; ``local`` only its own.
         damping: added to the diagonal of the Hessian, as a share of it.
+        search_tokens: calibration tokens that a candidate is scored on.
+        search_effort: what a search may spend, in candidates scored on all of these tokens; the paper's is 384.
 
     Raises:
         RecipeError: a value is not known.
@@ -57,6 +63,8 @@ class Recipe:
     order: str = "windows"
     target: str = "residual"
     damping: float = 0.01
+    search_tokens: int = 16384
+    search_effort: int = 384
 
     def __post_init__(self) -> None:
         for key, known in KNOWN_VALUES.items():
@@ -64,6 +72,9 @@ class Recipe:
                 raise RecipeError(f"recipe key {key!r} is {getattr(self, key)!r}; it is one of: {', '.join(known)}")
         if not 0 < self.damping < float("inf"):
             raise RecipeError(f"recipe key 'damping' is {self.damping}; it is a share above 0, such as 0.01")
+        for key in COUNTS:
+            if getattr(self, key) < 1:
+                raise RecipeError(f"recipe key {key!r} is {getattr(self, key)}; it is a number of 1 or more")
         try:
             parse_pattern(self.pattern)
         except PatternError as error:
@@ -140,6 +151,11 @@ def _typed(key: str, value: Any) -> Any:
             return float(value)
         except (TypeError, ValueError) as error:
             raise RecipeError(f"recipe key 'damping' is {value!r}; it is a number such as 0.01") from error
+    if key in COUNTS:
+        try:
+            return int(value)
+        except (TypeError, ValueError) as error:
+            raise RecipeError(f"recipe key {key!r} is {value!r}; it is a whole number such as 384") from error
     if not isinstance(value, str):
         raise RecipeError(f"recipe key {key!r} is {value!r}; it is a word such as {getattr(Recipe, key)!r}")
     return value

@@ -1,8 +1,16 @@
-"""What was done to one layer."""
+"""What a compression says of its work: how far it is, and what was done to one layer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
+
+
+class Progress(Protocol):
+    """Told how far a compression is."""
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Take what runs now, the steps done (layers, for the pruning itself) and the steps to do in all."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,13 @@ def weight_of(module: nn.Module) -> Tensor:
     return weight.T if isinstance(module, Conv1D) else weight
 
 
+def swap_weight(module: nn.Module, weight: Tensor) -> Tensor:
+    """Put a weight [N, K] in the place of a linear layer's, without copying, and give the one that was there."""
+    before = weight_of(module)
+    module.get_parameter("weight").data = weight.T if isinstance(module, Conv1D) else weight
+    return before
+
+
 def replace_linear(model: nn.Module, name: str, packed: Packed) -> SparseLinear:
     """Put a packed weight in the place of the linear layer ``name``; its bias stays.
 

@@ -38,6 +38,25 @@ class Pattern(ABC):
         """Columns that must be decided together: an algorithm that walks along K may stop at multiples of it."""
 
     @abstractmethod
+    def kept(self, shape: tuple[int, int]) -> int:
+        """Count the weights that `mask` keeps of N, K = ``shape``; a short group counts as a whole one."""
+
+    @abstractmethod
+    def levels(self, shape: tuple[int, int]) -> int:
+        """Count the steps of `shifted` from nothing kept to everything for N, K = ``shape``, rounded down."""
+
+    @abstractmethod
+    def shifted(self, steps: int, shape: tuple[int, int]) -> Pattern | None:
+        """Give the pattern of the same family that keeps more.
+
+        Args:
+            steps: how much more, in the smallest steps that the family has; negative for less.
+            shape: N, K of the weight.
+        Returns:
+            The pattern; None if it would keep nothing or more than everything.
+        """
+
+    @abstractmethod
     def mask(self, scores: Tensor) -> Tensor:
         """Choose the weights to keep.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -45,6 +45,16 @@ class Group(Pattern):
     def step(self) -> int:
         return self.size
 
+    def kept(self, shape: tuple[int, int]) -> int:
+        return self._over_groups.kept(self._groups(shape)) * self.size
+
+    def levels(self, shape: tuple[int, int]) -> int:
+        return self._over_groups.levels(self._groups(shape))
+
+    def shifted(self, steps: int, shape: tuple[int, int]) -> Group | None:
+        moved = self._over_groups.shifted(steps, self._groups(shape))
+        return replace(self, percent=moved.percent) if moved else None
+
     def mask(self, scores: Tensor) -> Tensor:
         columns = scores.shape[1]
         members = blocks_along(torch.ones_like(scores[:1]), self.size, dim=1).sum(-1)
@@ -54,6 +64,9 @@ class Group(Pattern):
     def violation(self, nonzero: Tensor) -> str | None:
         found = self._over_groups.violation(blocks_along(nonzero, self.size, dim=1).any(-1))
         return f"counting groups of {self.size}, {found}" if found else None
+
+    def _groups(self, shape: tuple[int, int]) -> tuple[int, int]:
+        return shape[0], -(-shape[1] // self.size)
 
     @property
     def _over_groups(self) -> Unstructured:

@@ -45,14 +45,25 @@ class NM(Pattern):
     def step(self) -> int:
         return self.window
 
+    def kept(self, shape: tuple[int, int]) -> int:
+        rows, columns = shape
+        windows, tail = divmod(columns, self.window)
+        return rows * (windows * self.keep + self._kept_of(tail))
+
+    def levels(self, shape: tuple[int, int]) -> int:
+        return self.window
+
+    def shifted(self, steps: int, shape: tuple[int, int]) -> NM | None:
+        keep = self.keep + steps
+        return NM(keep, self.window) if 1 <= keep <= self.window else None
+
     def mask(self, scores: Tensor) -> Tensor:
         columns = scores.shape[1]
         whole = columns - columns % self.window
         head = top_of_rows(scores[:, :whole].unflatten(1, (whole // self.window, self.window)), self.keep).flatten(1)
         if whole == columns:
             return head
-        kept_of_tail = -(-self.keep * (columns - whole) // self.window)
-        tail = top_of_rows(scores[:, whole:], kept_of_tail)
+        tail = top_of_rows(scores[:, whole:], self._kept_of(columns - whole))
         return torch.cat((head, tail), dim=1)
 
     def violation(self, nonzero: Tensor) -> str | None:
@@ -67,6 +78,9 @@ class NM(Pattern):
             f"row {row}, columns {first} to {last} (block {block}) hold {int(counts[row, block])} non-zeros, "
             f"at most {self.keep} are allowed"
         )
+
+    def _kept_of(self, tail: int) -> int:
+        return -(-self.keep * tail // self.window)
 
     def __str__(self) -> str:
         return f"{self.keep}:{self.window}"

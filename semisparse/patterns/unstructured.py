@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
 
 from semisparse.errors import PatternError
 from semisparse.patterns.base import Pattern, top_of_all, top_of_rows
+
+LEVELS = 64
+"""A step of `Unstructured.shifted` is this part of the weights, as it is for n:64, rounded down to whole weights."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,20 @@ class Unstructured(Pattern):
     def step(self) -> int:
         return 1
 
+    def kept(self, shape: tuple[int, int]) -> int:
+        rows, columns = shape
+        return rows * self._kept(columns) if self.by_row else self._kept(rows * columns)
+
+    def levels(self, shape: tuple[int, int]) -> int:
+        return min(LEVELS, self._line(shape))
+
+    def shifted(self, steps: int, shape: tuple[int, int]) -> Unstructured | None:
+        line = self._line(shape)
+        dropped = line - self._kept(line) - steps * (line // self.levels(shape))
+        if not 0 <= dropped < line:
+            return None
+        return replace(self, percent=float(f"{100 * dropped / line:.12g}"))  # as many digits as the written form has
+
     def mask(self, scores: Tensor) -> Tensor:
         if self.by_row:
             return top_of_rows(scores, self._kept(scores.shape[1]))
@@ -58,6 +75,10 @@ class Unstructured(Pattern):
             return None
         row = int((counts.cumsum(0) > allowed).nonzero()[0])
         return f"{total} of {nonzero.numel()} weights are non-zero, {allowed} are allowed (exceeded in row {row})"
+
+    def _line(self, shape: tuple[int, int]) -> int:
+        """Count the weights that the share is taken of."""
+        return shape[1] if self.by_row else shape[0] * shape[1]
 
     def _kept(self, count: int) -> int:
         return count - round(count * self.percent / 100)

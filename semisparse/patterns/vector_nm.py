@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -43,6 +43,16 @@ class VectorNM(Pattern):
     @property
     def step(self) -> int:
         return self.window
+
+    def kept(self, shape: tuple[int, int]) -> int:
+        return self._along_k.kept(shape)
+
+    def levels(self, shape: tuple[int, int]) -> int:
+        return self.window
+
+    def shifted(self, steps: int, shape: tuple[int, int]) -> VectorNM | None:
+        moved = self._along_k.shifted(steps, shape)
+        return replace(self, keep=moved.keep) if moved else None
 
     def mask(self, scores: Tensor) -> Tensor:
         vectors = blocks_along(scores, self.length, dim=0).sum(1)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from tests.cli.conftest import Outcome, Run
 
-SMALL = ("--samples", "4", "--seqlen", "32")
+SMALL = ("--samples", "4", "--seqlen", "32", "--set", "search=evolution", "--set", "search_effort=6")
 
 
 def assert_refused(outcome: Outcome, sentence: str, status: int = 2) -> None:
@@ -43,6 +43,9 @@ def compress(run: Run, model: Path, text: Path, tmp_path: Path):
         ("pattern", "not written key=value"),
         ("format=zip", "unknown format 'zip'; known: bitmask"),
         ("damping=much", "it is a number"),
+        ("search=luck", "it is one of: evolution, rheosparse, none"),
+        ("search_effort=0", "it is a number of 1 or more"),
+        ("pattern=64:64", "no weights can move between the layers at pattern 64:64; choose another, or search=none"),
     ],
 )
 def test_a_wrong_setting(compress, setting: str, sentence: str):
@@ -227,7 +230,17 @@ def test_a_kill_while_saving_leaves_nothing_that_looks_whole(model: Path, tmp_pa
         "P.save_pretrained = lambda *a, **k: (save(*a, **k), os.kill(os.getpid(), 9))\n"
         "sys.argv = ['semisparse', *sys.argv[1:]]; import semisparse.cli; semisparse.cli.main()"
     )
-    arguments = ["compress", str(model), "--recipe", "rheosparse", "--set", "prune=magnitude", "--out"]
+    arguments = [
+        "compress",
+        str(model),
+        "--recipe",
+        "rheosparse",
+        "--set",
+        "prune=magnitude",
+        "--set",
+        "search=none",
+        "--out",
+    ]
     out = tmp_path / "out"
     killed = subprocess.run([sys.executable, "-c", script, *arguments, str(out)], capture_output=True, check=False)
     assert killed.returncode == -signal.SIGKILL

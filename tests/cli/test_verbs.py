@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from semisparse.cli.output import print_json
 from tests.cli.conftest import Run
 
-SMALL = ("--samples", "4", "--seqlen", "32")
+SMALL = ("--samples", "4", "--seqlen", "32", "--set", "search=evolution", "--set", "search_effort=6")
 
 
 def assert_same_files(left: Path, right: Path) -> None:
@@ -31,12 +31,14 @@ def test_compress_then_everything_else(run: Run, model: Path, text: Path, tmp_pa
     done = run("compress", model, "--recipe", "rheosparse", "--calib", text, "--out", out, *SMALL, "--json")
     assert done.status == 0, done.err
     report = done.json
-    assert set(report) == {"layers", "bytes_before", "bytes_after", "seconds"}
+    assert set(report) == {"layers", "bytes_before", "bytes_after", "seconds", "search"}
     assert len(report["layers"]) == 14
     for layer in report["layers"]:
         assert set(layer) == {"name", "pattern", "format", "density", "bits_per_weight", "error", "outcome"}
-        assert (layer["pattern"], layer["format"], layer["outcome"]) == ("32:64", "bitmask", "sparsegpt")
+        assert (layer["format"], layer["outcome"]) == ("bitmask", "sparsegpt")
+        assert 18 <= int(layer["pattern"].removesuffix(":64")) <= 46
         assert 0 < layer["error"] < 1
+    assert 0 < report["search"]["kl"] <= report["search"]["uniform_kl"]
     assert not (tmp_path / "out.partial").exists()
 
     dense = load_file(model / "model.safetensors")
@@ -102,7 +104,7 @@ def test_a_yaml_recipe_and_settings(run: Run, model: Path, text: Path, tmp_path:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("pattern: 2:4\nprune: wanda\nignore: ['*.down_proj']\n")
     arguments = ("--recipe", recipe, "--calib", text, "--out", tmp_path / "out", "--set", "pattern=g4@50%/row")
-    done = run("compress", model, *arguments, *SMALL, "--json")
+    done = run("compress", model, *arguments, *SMALL, "--set", "search=none", "--json")
     assert done.status == 0, done.err
     assert {layer["pattern"] for layer in done.json["layers"]} == {"g4@50%/row"}
     assert {layer["outcome"] for layer in done.json["layers"]} == {"wanda"}
@@ -110,9 +112,10 @@ def test_a_yaml_recipe_and_settings(run: Run, model: Path, text: Path, tmp_path:
 
 
 def test_magnitude_needs_no_text(run: Run, model: Path, tmp_path: Path):
-    arguments = ("--set", "prune=magnitude", "--out", tmp_path / "out", "--json")
+    arguments = ("--set", "prune=magnitude", "--set", "search=none", "--out", tmp_path / "out", "--json")
     done = run("compress", model, "--recipe", "rheosparse", *arguments)
     assert done.status == 0, done.err
+    assert done.json["search"] is None
     assert {layer["error"] for layer in done.json["layers"]} == {None}
 
 
@@ -125,14 +128,15 @@ def test_the_same_run_gives_the_same_bytes_and_another_seed_does_not(run: Run, m
     assert (tmp_path / "a" / weights).read_bytes() != (tmp_path / "c" / weights).read_bytes()
 
 
-def test_resume_after_sigkill_gives_the_same_bytes(run: Run, model: Path, text: Path, tmp_path: Path):
+@pytest.mark.parametrize("piece", ["bank-0000.json", "search-0000.json", "block-0000.json"])
+def test_resume_after_sigkill_gives_the_same_bytes(run: Run, model: Path, text: Path, tmp_path: Path, piece: str):
     arguments = ["compress", str(model), "--recipe", "rheosparse", "--calib", str(text), *SMALL, "--resume"]
     assert run(*arguments, "--out", tmp_path / "whole").status == 0
     out = tmp_path / "out"
     command = [sys.executable, "-m", "semisparse.cli", *arguments, "--out", str(out)]
     victim = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
-    while not (tmp_path / "out.partial" / "block-0000.json").exists():
+    while not (tmp_path / "out.partial" / piece).exists():
         assert victim.poll() is None, "it ended before it could be killed"
         assert time.monotonic() < deadline
         time.sleep(0.001)

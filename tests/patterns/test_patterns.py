@@ -126,3 +126,44 @@ def test_a_broken_pattern_is_located(pattern: str, spoil, where: str):
 def test_density_is_what_large_masks_have(pattern: str):
     parsed = parse_pattern(pattern)
     assert parsed.mask(random_scores((64, 640))).float().mean().item() == pytest.approx(parsed.density, abs=1e-3)
+
+
+@given(patterns, shapes)
+def test_kept_is_what_the_mask_keeps(pattern: Pattern, shape: tuple[int, int]):
+    if isinstance(pattern, Group) and shape[1] % pattern.size:
+        shape = (shape[0], -(-shape[1] // pattern.size) * pattern.size)  # a short group counts as a whole one
+    assert pattern.kept(shape) == int(pattern.mask(random_scores(shape)).sum())
+
+
+@given(patterns, shapes, st.integers(-70, 70))
+def test_a_shifted_pattern_keeps_that_much_more(pattern: Pattern, shape: tuple[int, int], steps: int):
+    moved = pattern.shifted(steps, shape)
+    if isinstance(pattern, NM | VectorNM):
+        assert (moved is None) == (not 1 <= pattern.keep + steps <= pattern.window)
+        assert moved is None or moved.keep == pattern.keep + steps
+        return
+    size = pattern.size if isinstance(pattern, Group) else 1
+    columns = -(-shape[1] // size)
+    line, lines = (columns, shape[0]) if pattern.by_row else (shape[0] * columns, 1)
+    gained = steps * max(1, line // 64) * lines * size
+    room = 0 < pattern.kept(shape) + gained <= line * lines * size
+    assert (moved is not None) == room
+    if moved is not None:
+        assert moved.kept(shape) == pattern.kept(shape) + gained
+        assert parse_pattern(str(moved)) == moved
+
+
+@pytest.mark.parametrize(
+    ("pattern", "levels"),
+    [("6:8", 8), ("8:32v32", 32), ("50%", 64), ("50%/row", 64), ("g16@50%", 64), ("g16@50%/row", 8)],
+)
+def test_levels_count_the_steps_from_nothing_to_everything(pattern: str, levels: int):
+    shape = (64, 128)
+    parsed = parse_pattern(pattern)
+    assert parsed.levels(shape) == levels
+    whole = parsed.shifted(levels - round(parsed.density * levels), shape)
+    assert whole.kept(shape) == 64 * 128
+    least = whole.shifted(1 - levels, shape)
+    assert least.kept(shape) * levels == 64 * 128
+    assert least.shifted(-1, shape) is None
+    assert whole.shifted(1, shape) is None

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from semisparse.compress.prune.magnitude import magnitude
 from semisparse.compress.prune.refine import conjugate_gradient
-from semisparse.compress.prune.sparsegpt import factorise, order_by_loss, prune_columns
+from semisparse.compress.prune.sparsegpt import Factor, factorise, order_by_loss, prune_columns
 from semisparse.compress.prune.statistics import Statistics
 from semisparse.compress.prune.wanda import wanda
 from semisparse.compress.recipe import Recipe
@@ -44,17 +46,36 @@ def prune_layer(weight: Tensor, pattern: Pattern, statistics: Statistics, recipe
     Raises:
         InputError: the weight or the statistics hold NaN or infinity.
     """
+    return next(prune_levels(weight, [pattern], statistics, recipe))
+
+
+def prune_levels(
+    weight: Tensor, patterns: Sequence[Pattern], statistics: Statistics, recipe: Recipe
+) -> Iterator[PrunedLayer]:
+    """Prune a layer's weight to each of several patterns of one family, factorising the Hessian once.
+
+    Args:
+        patterns: the first is pruned exactly as `prune_layer` does; its order of the columns serves the others, too.
+            The other arguments are those of `prune_layer`.
+
+    Raises:
+        InputError: as in `prune_layer`.
+    """
     weight = weight.float()
     require_finite(weight)
     if not all(mean.isfinite().all() for mean in (statistics.hessian, statistics.cross) if mean is not None):
         raise InputError("its calibration activations hold NaN or infinity, or are too large for float32")
-    if recipe.prune == "magnitude":
-        pruned, outcome = magnitude(weight, pattern), "magnitude"
-    elif recipe.prune == "wanda":
-        pruned, outcome = wanda(weight, pattern, statistics.hessian), "wanda"
-    else:
-        pruned, outcome = _sparsegpt(weight, pattern, statistics, recipe)
-    return PrunedLayer(pruned, outcome, _relative_error(pruned, weight, statistics.hessian))
+    problem = _scaled(weight, patterns[0], statistics, recipe) if recipe.prune == "sparsegpt" else None
+    for pattern in patterns:
+        if recipe.prune == "magnitude":
+            pruned, outcome = magnitude(weight, pattern), "magnitude"
+        elif recipe.prune == "wanda":
+            pruned, outcome = wanda(weight, pattern, statistics.hessian), "wanda"
+        elif problem is None:
+            pruned, outcome = wanda(weight, pattern, statistics.hessian), "wanda (hessian singular)"
+        else:
+            pruned, outcome = _sparsegpt(problem, pattern, recipe), problem.factor.outcome
+        yield PrunedLayer(pruned, outcome, _relative_error(pruned, weight, statistics.hessian))
 
 
 def require_finite(weight: Tensor) -> None:
@@ -67,32 +88,52 @@ def require_finite(weight: Tensor) -> None:
         raise InputError("the weight holds NaN or infinity; the model is damaged")
 
 
-def _sparsegpt(weight: Tensor, pattern: Pattern, statistics: Statistics, recipe: Recipe) -> tuple[Tensor, str]:
-    """Prune in units that give each input a mean square of 1, so that damping weighs the same on each of them."""
+class _Scaled(NamedTuple):
+    """A layer's problem in units that give each input a mean square of 1, so that damping weighs the same on each.
+
+    Args:
+        goal: [N, K] float32, the best weight if all were kept, its columns in the order to prune them.
+        hessian: [K, K] float32, damped, in the same order.
+        factor: of its inverse.
+        order: [K] int64, the columns of the layer's weight in that order.
+        scale: [K] float32, what the weight's columns were multiplied by, in the weight's own order.
+    """
+
+    goal: Tensor
+    hessian: Tensor
+    factor: Factor
+    order: Tensor
+    scale: Tensor
+
+
+def _scaled(weight: Tensor, pattern: Pattern, statistics: Statistics, recipe: Recipe) -> _Scaled | None:
+    """Prepare a layer for SparseGPT; None if its Hessian is singular."""
     scale = statistics.hessian.diagonal().sqrt()
     dead = scale == 0
     scale = scale.masked_fill(dead, 1)
     hessian = statistics.hessian / torch.outer(scale, scale)
-    scaled = (weight * scale).masked_fill(dead, 0)
+    goal = (weight * scale).masked_fill(dead, 0)
 
     factor = factorise(hessian, recipe.damping)
-    goal = scaled
     if factor and statistics.cross is not None:
-        missing = statistics.cross / scale - scaled @ hessian
-        goal = scaled + missing @ factor.upper.T @ factor.upper
+        missing = statistics.cross / scale - goal @ hessian
+        goal = goal + missing @ factor.upper.T @ factor.upper
     order = torch.arange(len(scale), device=scale.device)
     if factor and recipe.order == "windows":
         order = order_by_loss(goal, factor, pattern)
         hessian, goal = hessian[order][:, order], goal[:, order]
         factor = factorise(hessian, recipe.damping)
     if factor is None:
-        return wanda(weight, pattern, statistics.hessian), "wanda (hessian singular)"
+        return None
+    hessian.diagonal().add_(factor.damping)
+    return _Scaled(goal, hessian, factor, order, scale)
 
-    pruned, kept = prune_columns(goal, factor.upper, pattern)
+
+def _sparsegpt(problem: _Scaled, pattern: Pattern, recipe: Recipe) -> Tensor:
+    pruned, kept = prune_columns(problem.goal, problem.factor.upper, pattern)
     if recipe.refine == "cg":
-        hessian.diagonal().add_(factor.damping)
-        pruned = conjugate_gradient(pruned, kept, hessian, goal)
-    return pruned[:, order.argsort()] / scale, factor.outcome
+        pruned = conjugate_gradient(pruned, kept, problem.hessian, problem.goal)
+    return pruned[:, problem.order.argsort()] / problem.scale
 
 
 def _relative_error(pruned: Tensor, weight: Tensor, hessian: Tensor) -> float:

@@ -1,0 +1,161 @@
+"""What the searches over layers gain on real models: one CSV row a run, a table of means, and plots of the densities.
+
+    python benchmarks/search.py ../shared results/search.csv --plots results/search
+
+The first argument holds ``models/`` and ``text/``. Rows that the CSV has already are kept, so that an interrupted run
+goes on. Plain SparseGPT on every side; calibrated and searched on the ``calib`` text, measured on all of the ``eval``
+text. Both searches spend the same number of tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean
+
+import torch
+from transformers import AutoModelForCausalLM
+
+import semisparse
+from semisparse.compress.search.plot import plot_densities
+from semisparse.evaluate import measure_quality
+from semisparse.integrations.loading import load, load_tokenizer, pick_device
+from semisparse.text import token_chunks
+
+MODELS = {
+    "babyllama-1m": ("tinystories-calib.jsonl", "tinystories-eval.jsonl", 256),
+    "pycode-11m": ("pycode-calib.txt", "pycode-eval.txt", 512),
+}
+PLAIN = ("prune=sparsegpt", "refine=none", "order=columns", "target=local", "format=bitmask")
+KEPT = {"50": 32, "62.5": 24, "75": 16}
+"""Weights kept of 64, by the share of zeros in percent."""
+
+METHODS = {
+    "uniform n:8": ("pattern={eighths}:8", "search=none"),
+    "uniform n:64": ("pattern={kept}:64", "search=none"),
+    "rheosparse": ("pattern={kept}:64", "search=rheosparse"),
+    "evolution": ("pattern={kept}:64", "search=evolution"),
+    "unstructured": ("pattern={zeros}%", "search=none"),
+}
+COLUMNS = ("model", "zeros", "method", "seed", "nll", "kl", "search_kl", "search_tokens_run", "tokens", "device")
+KEY = COLUMNS[:4]
+
+
+def main() -> None:
+    """Run what the CSV lacks, then print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shared", type=Path)
+    parser.add_argument("csv", type=Path)
+    parser.add_argument("--plots", type=Path, help="draw the densities that evolution found for the first seed there")
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--zeros", default=",".join(KEPT))
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--chunks", type=int, help="measure on the first so many sequences only")
+    parser.add_argument("--search-tokens", type=int, default=16384)
+    parser.add_argument("--search-effort", type=int, default=384)
+    parser.add_argument("--device", default="auto")
+    options = parser.parse_args()
+    rows = read_rows(options.csv)
+    done = {tuple(row[key] for key in KEY) for row in rows}
+    for name in options.models.split(","):
+        missing = [
+            (zeros, method, seed)
+            for seed in range(options.seeds)
+            for zeros in options.zeros.split(",")
+            for method in options.methods.split(",")
+            if (name, zeros, method, str(seed)) not in done
+        ]
+        for row in measure(name, missing, options):
+            rows.append(row)
+            write_rows(options.csv, rows)
+            print(*(row[column] for column in COLUMNS), flush=True)
+    print(table(rows))
+
+
+def measure(name: str, runs: list[tuple[str, str, int]], options: argparse.Namespace) -> Iterator[dict[str, str]]:
+    """Compress and evaluate one model in several ways."""
+    if not runs:
+        return
+    calibration, held_out, seqlen = MODELS[name]
+    directory, text = options.shared / "models" / name, options.shared / "text"
+    device = pick_device(options.device)
+    tokenizer = load_tokenizer(directory)
+    dense = load(directory, options.device, torch.float32)
+    chunks = token_chunks(tokenizer, text / held_out, seqlen)[: options.chunks]
+    for zeros, method, seed in runs:
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+        numbers = {"kept": KEPT[zeros], "eighths": KEPT[zeros] // 8, "zeros": zeros}
+        effort = (f"search_tokens={options.search_tokens}", f"search_effort={options.search_effort}")
+        report = semisparse.compress(
+            model,
+            tokenizer,
+            "rheosparse",
+            text / calibration,
+            settings=(*PLAIN, *effort, *(setting.format(**numbers) for setting in METHODS[method])),
+            samples=options.samples,
+            seqlen=seqlen,
+            device=options.device,
+            seed=seed,
+        )
+        if options.plots and method == "evolution" and seed == 0:
+            densities = {layer["name"]: layer["density"] for layer in report.layers}
+            title = f"{name}, {zeros} % zeros: percent kept in each layer"
+            plot_densities(densities, options.plots / f"{name}-{zeros}.png", title)
+        found = measure_quality(model.float().to(device), chunks, dense)
+        search = report.search or {"kl": "", "tokens": ""}
+        values = (name, zeros, method, seed, found.nll, found.kl, search["kl"], search["tokens"], found.tokens)
+        yield dict(zip(COLUMNS, map(str, (*values, device.type)), strict=True))
+
+
+def table(rows: list[dict[str, str]]) -> str:
+    """Write loss, KL and what is gained on the uniform pattern, means over the seeds, as Markdown."""
+    lines = []
+    for model in MODELS:
+        lines += [f"| {model} | {' | '.join(f'{zeros} %' for zeros in KEPT)} |", "|---" * (1 + len(KEPT)) + "|"]
+        for method in METHODS:
+            cells = [cell(rows, model, zeros, method) for zeros in KEPT]
+            lines.append(f"| {method} | {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def cell(rows: list[dict[str, str]], model: str, zeros: str, method: str) -> str:
+    """Write one cell: loss / KL, and for a search the mean change of KL against uniform n:64 of the same seed."""
+
+    def by_seed(wanted: str) -> dict[str, dict[str, str]]:
+        return {
+            row["seed"]: row for row in rows if (row["model"], row["zeros"], row["method"]) == (model, zeros, wanted)
+        }
+
+    found, uniform = by_seed(method), by_seed("uniform n:64")
+    if not found:
+        return ""
+    text = f"{mean(float(row['nll']) for row in found.values()):.3f} / "
+    text += f"{mean(float(row['kl']) for row in found.values()):.3f}"
+    changes = [float(row["kl"]) / float(uniform[seed]["kl"]) - 1 for seed, row in found.items() if seed in uniform]
+    return f"{text} ({100 * mean(changes):+.1f} %)" if changes and method in ("rheosparse", "evolution") else text
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Read the rows of an earlier run."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
+    """Write all rows."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()

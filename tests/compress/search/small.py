@@ -1,0 +1,40 @@
+"""A small search: models, text and a recipe that take seconds."""
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from semisparse.compress import Recipe
+from tests.models import VOCABULARY, random_model
+
+PLAIN = {"refine": "none", "order": "columns", "target": "local"}
+TOKENS = 100
+
+
+def recipe(search: str = "evolution", pattern: str = "32:64", effort: int = 18, **settings: str) -> Recipe:
+    return Recipe(pattern=pattern, search=search, search_tokens=TOKENS, search_effort=effort, **settings)
+
+
+def calibration() -> list[torch.Tensor]:
+    """Two lengths, so that some of what is scored is padded."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, VOCABULARY, (4, length), generator=generator) for length in (20, 30)]
+
+
+def sharp(model: PreTrainedModel) -> PreTrainedModel:
+    """Enlarge a random model's matrices, so that its predictions depend on them: else every KL is near rounding."""
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.data *= 6
+    return model
+
+
+def sharp_model(architecture: str = "llama") -> PreTrainedModel:
+    return sharp(random_model(architecture))
+
+
+def regular_model() -> PreTrainedModel:
+    """Three blocks whose sizes are multiples of 64, as in real models."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=64, num_key_value_heads=2, **sizes)
+    return sharp(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval())
