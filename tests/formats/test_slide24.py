@@ -272,31 +272,33 @@ def test_corrupted_content_is_refused_and_located():
     for byte, what in ((0b1110_0101, "above"), (0b1110_0100 ^ 0b11, "position"), (0b0100_1110, "above")):
         with pytest.raises(FormatError, match=rf"metadata, at row 2, group 0, slot \d: .*{what}"):
             SLIDE24.validate(corrupted(packed, "metadata", 2, 0, byte))
-    with pytest.raises(FormatError, match="values, at row 1, group 12, slot 5: a weight past column K = 100"):
-        SLIDE24.validate(corrupted(packed, "values", 1, 6 * 12 + 5, 3))
     with pytest.raises(FormatError, match="scale, at row 3: it is not finite"):
         SLIDE24.validate(corrupted(packed, "scale", 3, 0, torch.inf))
     rounded = SLIDE24.pack(random_weight("6:8", 4, 100, 0), "6:8", kind="fp8")
     with pytest.raises(FormatError, match="values, at row 0, group 0, slot 0: it is not finite"):
         SLIDE24.validate(corrupted(rounded, "values", 0, 0, torch.nan))
+    weight = random_weight("6:8", 4, 99, 0)
+    weight[:, 96:98] = 0  # left out, so that slot 1 of the last group stands for column 99, the first that is not there
+    with pytest.raises(FormatError, match="values, at row 1, group 12, slot 1: a weight past column K = 99"):
+        SLIDE24.validate(corrupted(SLIDE24.pack(weight, "6:8"), "values", 1, 6 * 12 + 1, 3))
     for params in ({"kind": "int9"}, {"kind": 8}, {}):
         with pytest.raises(FormatError):
             SLIDE24.validate(replace(packed, params=params, declaration=""))
 
 
-@given(seed=seeds)
-def test_metadata_that_validate_accepts_mean_one_weight(seed):
-    """Random positions are refused, or unpack to a weight whose lifted form has the same products."""
-    generator = torch.Generator().manual_seed(seed)
-    packed = SLIDE24.pack(random_weight("4:6", 1, 24, seed), "4:6")
-    wild = torch.randint(256, (1, 4), dtype=torch.uint8, generator=generator)
-    changed = replace_tensors(packed, {**packed.tensors, "metadata": wild})
-    try:
-        SLIDE24.validate(changed)
-    except FormatError:
-        return
-    x = torch.eye(24)
-    assert torch.equal(linear(x, changed, kernel="lifted"), linear(x, changed, kernel="dense"))
+def test_metadata_that_validate_accepts_mean_one_weight():
+    """Of a 4:6 group's 256 bytes, 15 leave out two of six columns; the others are refused."""
+    packed = SLIDE24.pack(random_weight("4:6", 1, 24, 0), "4:6")
+    x, accepted = torch.eye(24), 0
+    for byte in range(256):
+        changed = corrupted(packed, "metadata", 0, 1, byte)
+        try:
+            SLIDE24.validate(changed)
+        except FormatError:
+            continue
+        accepted += 1
+        assert torch.equal(linear(x, changed, kernel="lifted"), linear(x, changed, kernel="dense"))
+    assert accepted == 15
 
 
 # Triton, in its interpreter where there is no GPU
@@ -317,11 +319,12 @@ def test_the_triton_forms_give_the_same(half, m, k):
     for dtype in DTYPES.values():
         found, scale = triton_lift.quantise_and_lift(x.bfloat16(), dtype, window)
         # The interpreter's cast to fp8 rounds otherwise than hardware; plain rounding in Triton has the same cast.
-        rounded, expected_scale = triton_symmetric.quantise_rows(x.bfloat16(), dtype)
-        assert torch.equal(scale, expected_scale)
+        rounded, _ = triton_symmetric.quantise_rows(x.bfloat16(), dtype)
         assert torch.equal(found.float(), lift(rounded, window).float())
+        expected, expected_scale = quantise_and_lift(x.bfloat16(), dtype, window)
+        assert torch.equal(scale, expected_scale)
         if dtype == torch.int8 or DEVICE == "cuda":
-            assert torch.equal(found.float(), quantise_and_lift(x.bfloat16(), dtype, window)[0].float())
+            assert torch.equal(found.float(), expected.float())
 
 
 # The recipe

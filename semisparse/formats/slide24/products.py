@@ -9,13 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from semisparse.formats.base import Packed, Pass, Problem, fused_cost
-from semisparse.formats.slide24.layout import lifted_columns
+from semisparse.formats.base import Packed, Pass, Problem
 from semisparse.formats.slide24.lift import lift, quantise_and_lift
 from semisparse.formats.slide24.pack import stored_dtype, unpack_lifted, unpack_stored, window_of
 from semisparse.quant.symmetric import quantise_rows
-
-UNITS = {None: "tensor fp16", torch.int8: "tensor int8", torch.float8_e4m3fn: "tensor fp8"}
 
 
 def dense(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
@@ -49,15 +46,10 @@ def _scaled_product(
 
 
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
-    """Give the passes on sparse tensor cores, which take no float32: lifting x, then a product at twice the rate."""
-    if not problem.params and problem.dtype == torch.float32:
-        return fused_cost(problem, weight_bytes)
+    """Give the passes of a product as it runs today: unpack the weight, then multiply in float32."""
     m, n, k = problem.m, problem.n, problem.k
-    columns = lifted_columns(k, window_of(problem.pattern))
-    dtype = stored_dtype(problem.params)
-    width = problem.dtype.itemsize
-    lifted_bytes = m * columns * (width if dtype is None else dtype.itemsize)
+    dense_bytes = 4 * n * k
     return (
-        Pass(m * k * width + lifted_bytes, 0, "fp32"),
-        Pass(weight_bytes + lifted_bytes + m * n * width, m * n * columns, UNITS[dtype]),
+        Pass(weight_bytes + dense_bytes, 0, "fp32"),
+        Pass(dense_bytes + m * (n + k) * problem.dtype.itemsize, 2 * m * n * k, "fp32"),
     )
