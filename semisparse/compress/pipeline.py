@@ -74,19 +74,15 @@ def compress_blocks(
             stage = f"block {index + 1} of {len(blocks)}"
             progress(stage, len(reports), total)
             dense = block.copy(device, dtype)
-            finished = journal.load(index) if journal else None
-            if finished:
-                weights, found = finished
-                for name, weight in weights.items():
-                    block.weight(name).copy_(weight)
-                reports += found
-            else:
+            finished = _restore(block, index, journal) if journal else None
+            if finished is None:
+                finished = []
                 for report in _compress_block(block, dense, tokens, index, recipe):
-                    reports.append(report)
-                    progress(stage, len(reports), total)
+                    finished.append(report)
+                    progress(stage, len(reports) + len(finished), total)
                 if journal:
-                    weights = {name: block.weight(name) for name in block.patterns}
-                    journal.save(index, weights, reports[len(reports) - len(block.patterns) :])
+                    journal.save(index, {name: block.weight(name) for name in block.patterns}, finished)
+            reports += finished
             advance(tokens, index, block.copy(device, dtype), dense)
     return reports
 
@@ -110,6 +106,17 @@ def _prune_by_magnitude(block: Block) -> Iterator[LayerReport]:
             weight.copy_(magnitude(weight, pattern))
         seconds = time.perf_counter() - started
         yield LayerReport(block.full_name(name), str(pattern), _density(weight), None, "magnitude", seconds)
+
+
+def _restore(block: Block, index: int, journal: Journal) -> list[LayerReport] | None:
+    """Take over a block that an interrupted run has finished."""
+    kept = journal.load(index)
+    if kept is None:
+        return None
+    weights, reports = kept
+    for name, weight in weights.items():
+        block.weight(name).copy_(weight)
+    return reports
 
 
 def _compress_block(

@@ -164,6 +164,19 @@ def test_damaged_activations_are_named():
         compress_blocks(model, BATCHES, Recipe())
 
 
+def test_magnitude_needs_no_calibration():
+    dense = random_model("gpt2")
+    model = copy.deepcopy(dense)
+    reports = compress_blocks(model, [], Recipe(pattern="6:8", prune="magnitude"))
+    assert all((report.error, report.outcome) == (None, "magnitude") for report in reports)
+    with_text = copy.deepcopy(dense)
+    compress_blocks(with_text, BATCHES, Recipe(pattern="6:8", prune="magnitude"))
+    for name, linear in block_linears(model).items():
+        parse_pattern("6:8").check(weight_of(linear))
+        assert weight_of(linear).count_nonzero() >= 0.7 * weight_of(linear).numel()
+        assert torch.equal(weight_of(linear), weight_of(block_linears(with_text)[name]))
+
+
 def test_no_calibration_is_refused():
     with pytest.raises(InputError, match="needs calibration text"):
         compress_blocks(random_model("llama"), [], Recipe(prune="wanda"))
