@@ -33,8 +33,8 @@ def sharp_model(architecture: str = "llama") -> PreTrainedModel:
 
 
 def regular_model() -> PreTrainedModel:
-    """Three blocks whose sizes are multiples of 64, as in real models."""
+    """Five blocks whose sizes are multiples of 64, as in real models."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 5, "num_attention_heads": 4}
     config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=64, num_key_value_heads=2, **sizes)
     return sharp(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval())
