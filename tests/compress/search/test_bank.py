@@ -73,8 +73,8 @@ def test_every_level_is_what_pruning_to_it_alone_gives(architecture: str, patter
 
 
 def test_the_uniform_level_is_what_the_ordinary_pass_gives():
-    """In every layer, because the levels are pruned on the outputs of uniformly pruned layers."""
-    plan = recipe()
+    """In every layer: the levels are pruned on the outputs of uniformly pruned layers, their windows in its order."""
+    plan = recipe(pattern="4:8")
     bank = bank_of(random_model("llama"), plan)
     model = random_model("llama")
     for report in compress_blocks(model, calibration(), plan):
