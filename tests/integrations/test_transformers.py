@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 import semisparse
 from semisparse.checkpoint import describe, whole_directory
@@ -72,8 +73,9 @@ def test_another_dtype_casts_what_is_not_packed(directory: Path):
 
 
 def test_registering_twice_changes_nothing():
+    before = AUTO_QUANTIZATION_CONFIG_MAPPING["semisparse"]
     register()
-    register()
+    assert AUTO_QUANTIZATION_CONFIG_MAPPING["semisparse"] is before
 
 
 def edit_config(directory: Path, change) -> None:
