@@ -9,11 +9,11 @@ goes on. Calibrated on the ``calib`` text, measured on all of the ``eval`` text,
 from __future__ import annotations
 
 import argparse
-import csv
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from rows import read_rows, write_rows
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 import semisparse
@@ -54,7 +54,7 @@ def main() -> None:
         missing = [(p, m) for p in PATTERNS for m in METHODS if (name, p, m) not in done]
         for row in measure(name, missing, options):
             rows.append(row)
-            write_rows(options.csv, rows)
+            write_rows(options.csv, rows, COLUMNS)
             print(*(row[column] for column in COLUMNS), flush=True)
     if options.readme:
         replace_table(options.readme, table(rows))
@@ -115,23 +115,6 @@ def replace_table(readme: Path, content: str) -> None:
     text = readme.read_text()
     before, after = text.index(start) + len(start), text.index(end)
     readme.write_text(f"{text[:before]}\n{content}\n{text[after:]}")
-
-
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """Read the rows of an earlier run."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
-    """Write all rows."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ text. Both searches spend the same number of tokens.
 from __future__ import annotations
 
 import argparse
-import csv
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
 
 import torch
+from rows import read_rows, write_rows
 from transformers import AutoModelForCausalLM
 
 import semisparse
@@ -71,7 +71,7 @@ def main() -> None:
         ]
         for row in measure(name, missing, options):
             rows.append(row)
-            write_rows(options.csv, rows)
+            write_rows(options.csv, rows, COLUMNS)
             print(*(row[column] for column in COLUMNS), flush=True)
     print(table(rows))
 
@@ -138,23 +138,6 @@ def cell(rows: list[dict[str, str]], model: str, zeros: str, method: str) -> str
     text += f"{mean(float(row['kl']) for row in found.values()):.3f}"
     changes = [float(row["kl"]) / float(uniform[seed]["kl"]) - 1 for seed, row in found.items() if seed in uniform]
     return f"{text} ({100 * mean(changes):+.1f} %)" if changes and method in ("rheosparse", "evolution") else text
-
-
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """Read the rows of an earlier run."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
-    """Write all rows."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 if __name__ == "__main__":

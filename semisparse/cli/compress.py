@@ -66,6 +66,10 @@ def compress(
     if json:
         print_json(report.to_dict())
         return
+    _show(f"{model} to {out}", report)
+
+
+def _show(title: str, report: api.CompressionReport) -> None:
     rows = [
         (
             layer["name"],
@@ -79,7 +83,7 @@ def compress(
         for layer in report.layers
     ]
     columns = ("layer", "pattern", "format", "density", "bits/weight", "relative error", "outcome")
-    print_table(f"{model} to {out}", columns, rows)
+    print_table(title, columns, rows)
     if report.search:
         found = report.search
         console.print(

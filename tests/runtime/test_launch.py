@@ -62,8 +62,11 @@ def test_more_shared_memory_than_the_device_has_is_an_error(cubin):
 
 
 def test_a_kernel_with_much_shared_memory_runs(cubin):
-    CudaKernel(cubin, "semisparse_nothing", (), shared=96 << 10)(DEVICE, (1, 1, 1), 32)
-    torch.cuda.synchronize()
+    parameters = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)
+    source, target = torch.randn(256, device=DEVICE), torch.zeros(256, device=DEVICE)
+    copy = CudaKernel(cubin, "semisparse_copy", parameters, shared=96 << 10)
+    copy(DEVICE, (1, 1, 1), 256, source.data_ptr(), target.data_ptr(), 256)
+    assert torch.equal(target, source)
 
 
 def test_a_kernel_that_the_cubin_lacks_is_an_error(cubin):

@@ -1,0 +1,24 @@
+"""The rows of a benchmark's CSV, which an interrupted run finds again."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Read the rows of an earlier run."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def write_rows(path: Path, rows: list[dict[str, str]], columns: Sequence[str]) -> None:
+    """Write all rows."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
