@@ -216,7 +216,7 @@ def compress(
     out: str | Path | None = None,
     *,
     settings: Sequence[str] = (),
-    samples: int = 128,
+    samples: int | None = None,
     seqlen: int | None = None,
     device: str = "auto",
     seed: int = 0,
@@ -232,7 +232,7 @@ def compress(
         calibration: a text file or documents.
         out: the directory to write; it is whole or absent. Unfinished work lies in ``<out>.partial``.
         settings: changes to the recipe, ``key=value`` each.
-        samples: calibration sequences.
+        samples: calibration sequences; by default as many as hold 262,144 tokens.
         seqlen: tokens in one; by default the model's context, 2048 at most.
         device: where the arithmetic runs, a block at a time: ``auto``, ``cpu`` or ``cuda``.
         seed: of everything drawn at random.

@@ -18,7 +18,6 @@ from semisparse.compress.walk import (
     Block,
     Tokens,
     advance,
-    compute_dtype,
     full_float32,
     layers_in_turn,
     list_blocks,
@@ -48,7 +47,7 @@ def compress_blocks(
         batches: calibration token ids, each [batch, tokens] int64; may be empty where `recipe.prune` looks at weights
             alone (``none``, ``magnitude``).
         recipe: what to do.
-        device: where to compute; in float32 on a CPU, in the model's dtype elsewhere.
+        device: where to compute, in float32.
         patterns: by module name, for the layers whose pattern is not the recipe's.
         progress: called before each block and after each layer.
         journal: keeps finished blocks, and gives those of an interrupted run.
@@ -66,14 +65,13 @@ def compress_blocks(
     check_batches(model, batches)
     model.eval()
     device = torch.device(device)
-    dtype = compute_dtype(model, device)
     reports: list[LayerReport] = []
     with torch.no_grad(), full_float32():
-        tokens = start_tokens(model, blocks, batches, recipe, device, dtype)
+        tokens = start_tokens(model, blocks, batches, recipe, device)
         for index, block in enumerate(blocks):
             stage = f"block {index + 1} of {len(blocks)}"
             progress(stage, len(reports), total)
-            dense = block.copy(device, dtype)
+            dense = block.copy(device)
             finished = _restore(block, index, journal) if journal else None
             if finished is None:
                 finished = []
@@ -83,7 +81,7 @@ def compress_blocks(
                 if journal:
                     journal.save(index, {name: block.weight(name) for name in block.patterns}, finished)
             reports += finished
-            advance(tokens, index, block.copy(device, dtype), dense)
+            advance(tokens, index, block.copy(device), dense)
     return reports
 
 
