@@ -316,7 +316,8 @@ def _run_recipe(
     found = None
     if plan.search != "none" and plan.prune != "none":
         found = search_patterns(model, batches, plan, seed=seed, accepts=partial(_can_store, plan), **run)
-    reports = compress_blocks(model, batches, plan, patterns=found.patterns if found else None, **run)
+    patterns = found.patterns if found else None
+    reports = compress_blocks(model, batches, plan, seed=seed, patterns=patterns, **run)
     return _pack_layers(model, plan, reports, found)
 
 

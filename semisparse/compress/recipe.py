@@ -16,15 +16,18 @@ KNOWN_VALUES: dict[str, tuple[str, ...]] = {
     "prune": ("magnitude", "wanda", "sparsegpt", "none"),
     "quant": ("none", "int8", "fp8"),
     "search": ("evolution", "rheosparse", "none"),
-    "tune": ("none",),
+    "tune": ("bqpo", "none"),
     "refine": ("cg", "none"),
     "order": ("windows", "columns"),
     "target": ("residual", "local"),
 }
 """The values of each key that has a fixed choice; a new stage adds its name here."""
 
-COUNTS = ("search_tokens", "search_effort")
+COUNTS = ("search_tokens", "search_effort", "tune_epochs")
 """The keys that are whole numbers."""
+
+SHARES = ("damping", "tune_rate")
+"""The keys that are numbers above 0."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Recipe:
         format: name of the format that stores the result, or ``auto``.
         search: how density is spread over the layers, the kept weights of all together being those of `pattern`:
             ``evolution``, ``rheosparse`` (the paper's) or ``none``. `prune` = ``none`` leaves nothing to search.
-        tune: how a pruned block is trained.
+        tune: how the kept weights are trained: ``bqpo`` block by block, towards the dense block's outputs.
         ignore: glob patterns over module names; what they match stays dense.
         refine: ``cg`` solves the kept weights again, by conjugate gradients, after the last column is pruned.
         order: ``windows`` prunes first the windows that lose most; ``columns`` goes from left to right.
@@ -47,6 +50,8 @@ class Recipe:
         damping: added to the diagonal of the Hessian, as a share of it.
         search_tokens: calibration tokens that a candidate is scored on.
         search_effort: what a search may spend, in candidates scored on all of these tokens; the paper's is 384.
+        tune_epochs: passes of a tuning over the calibration tokens, at most.
+        tune_rate: its learning rate, as a share of a layer's root mean square weight.
 
     Raises:
         RecipeError: a value is not known.
@@ -65,16 +70,21 @@ class Recipe:
     damping: float = 0.01
     search_tokens: int = 16384
     search_effort: int = 384
+    tune_epochs: int = 10
+    tune_rate: float = 0.03
 
     def __post_init__(self) -> None:
         for key, known in KNOWN_VALUES.items():
             if getattr(self, key) not in known:
                 raise RecipeError(f"recipe key {key!r} is {getattr(self, key)!r}; it is one of: {', '.join(known)}")
-        if not 0 < self.damping < float("inf"):
-            raise RecipeError(f"recipe key 'damping' is {self.damping}; it is a share above 0, such as 0.01")
+        for key in SHARES:
+            if not 0 < getattr(self, key) < float("inf"):
+                raise RecipeError(f"recipe key {key!r} is {getattr(self, key)}; it is a share above 0, such as 0.01")
         for key in COUNTS:
             if getattr(self, key) < 1:
                 raise RecipeError(f"recipe key {key!r} is {getattr(self, key)}; it is a number of 1 or more")
+        if self.prune == "none" and self.tune != "none":
+            raise RecipeError(f"prune=none has no dense model to tune towards; set tune=none for it, not {self.tune}")
         try:
             parse_pattern(self.pattern)
         except PatternError as error:
@@ -146,11 +156,11 @@ def _typed(key: str, value: Any) -> Any:
         if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
             raise RecipeError(f"recipe key 'ignore' is {value!r}; it is a list of module name patterns")
         return tuple(names)
-    if key == "damping":
+    if key in SHARES:
         try:
             return float(value)
         except (TypeError, ValueError) as error:
-            raise RecipeError(f"recipe key 'damping' is {value!r}; it is a number such as 0.01") from error
+            raise RecipeError(f"recipe key {key!r} is {value!r}; it is a number such as 0.01") from error
     if key in COUNTS:
         try:
             return int(value)

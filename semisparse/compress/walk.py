@@ -57,12 +57,14 @@ class Tokens:
     Args:
         calls: for each block, what the model passes to it, one call a batch.
         compressed: hidden states before the current block in the compressed model, one a batch.
-        dense: the same in the dense model; None where no layer aims at the dense output.
+        dense: the same in the dense model; None where nothing aims at the dense outputs.
+        layers_aim_at_dense: whether layers do while they are pruned, and not only blocks while they are tuned.
     """
 
     calls: list[list[Call]]
     compressed: list[Tensor]
     dense: list[Tensor] | None
+    layers_aim_at_dense: bool
 
 
 def list_blocks(model: nn.Module, recipe: Recipe, patterns: Mapping[str, Pattern]) -> list[Block]:
@@ -103,7 +105,8 @@ def start_tokens(
     hidden = [states.to(device, torch.float32) for states in hidden]
     calls = [[call.to(device, torch.float32) for call in of_block] for of_block in calls]
     aims_at_dense = recipe.prune == "sparsegpt" and recipe.target == "residual"
-    return Tokens(calls, hidden, list(hidden) if aims_at_dense else None)
+    keeps_dense = aims_at_dense or recipe.tune != "none"
+    return Tokens(calls, hidden, list(hidden) if keeps_dense else None, aims_at_dense)
 
 
 def layers_in_turn(
@@ -132,7 +135,7 @@ def layers_in_turn(
 
 def _measure(stage: Stage, working: nn.Module, dense: nn.Module, tokens: Tokens, index: int) -> RunningSums:
     sums = RunningSums()
-    dense_hidden = tokens.dense if stage.every_token else None
+    dense_hidden = tokens.dense if tokens.layers_aim_at_dense and stage.every_token else None
     for position, call in enumerate(tokens.calls[index]):
         seen = read_stage(working, stage, call, tokens.compressed[position])
         if stage.entry not in seen:

@@ -53,6 +53,9 @@ def test_yaml_file(tmp_path: Path):
         ("damping=0", "above 0"),
         ("damping=nan", "above 0"),
         ("damping=much", "a number"),
+        ("tune_rate=-1", "'tune_rate' is -1.0; it is a share above 0"),
+        ("tune_epochs=0", "1 or more"),
+        ("tune_epochs=few", "a whole number"),
         ("ignore={a: b}", "a list"),
         ("prune=[wanda]", "a word"),
         ("pattern", "key=value"),
@@ -62,6 +65,11 @@ def test_yaml_file(tmp_path: Path):
 def test_bad_settings(setting: str, told: str):
     with pytest.raises(RecipeError, match=told):
         Recipe().with_settings([setting])
+
+
+def test_a_model_pruned_elsewhere_cannot_be_tuned():
+    with pytest.raises(RecipeError, match="no dense model to tune towards"):
+        Recipe(prune="none").with_settings(["tune=bqpo"])
 
 
 @pytest.mark.parametrize("content", [b"- a\n- b\n", b"\xff\xfe", b"pattern: [", b""])
