@@ -314,7 +314,7 @@ def _run_recipe(
     """Replace the layers by compressed ones, and give the config block that describes them."""
     run: dict[str, Any] = {"device": device, "progress": progress, "journal": journal}
     found = None
-    if plan.search != "none" and plan.prune != "none":
+    if plan.search != "none":
         found = search_patterns(model, batches, plan, seed=seed, accepts=partial(_can_store, plan), **run)
     patterns = found.patterns if found else None
     reports = compress_blocks(model, batches, plan, seed=seed, patterns=patterns, **run)
