@@ -24,7 +24,7 @@ UNITS = {"int8": "tensor int8", "fp8": "tensor fp8", "fp8_tensor": "tensor fp8"}
 def specs(pattern: Pattern, params: Params) -> tuple[TensorSpec, ...]:
     """Give the stored tensors of the kind that ``params`` names; none means the weight as it is."""
     kind = _kind(params)
-    split_k = 1 if _windows_survive_a_cut(pattern) else None
+    split_k = 1 if isinstance(pattern, NM | VectorNM) else None  # a share of zeros may differ from part to part
     if kind is None:
         return (TensorSpec("values", None, ("N", "K"), split_n=0, split_k=split_k),)
     if kind == "int4":
@@ -33,14 +33,16 @@ def specs(pattern: Pattern, params: Params) -> tuple[TensorSpec, ...]:
     return (TensorSpec("values", DTYPES[kind], ("N", "K"), split_n=0, split_k=split_k), scale)
 
 
-def _windows_survive_a_cut(pattern: Pattern) -> bool:
-    """Whether each part of a weight that is cut along K, at multiples of 64, obeys the pattern too."""
-    return isinstance(pattern, NM | VectorNM) and 64 % pattern.window == 0
-
-
 def counts(n: int, k: int, pattern: Pattern, params: Params) -> Mapping[str, int]:
     """Give the number of scales and of int4 tiles."""
     return {"scales": 1 if _kind(params) == "fp8_tensor" else n, **int4.counts(n, k)}
+
+
+def grain(pattern: Pattern, params: Params) -> tuple[int, int]:
+    """Give the rows and columns that a part of the tensors may start at, so that it obeys the pattern, too."""
+    if _kind(params) == "int4":
+        return int4.ROWS, int4.COLUMNS
+    return (pattern.length if isinstance(pattern, VectorNM) else 1), pattern.step
 
 
 def pack_weight(weight: Tensor, pattern: Pattern, kind: str | None = None) -> tuple[Params, dict[str, Tensor]]:
