@@ -1,7 +1,8 @@
 """Parts of packed weights: what one rank of tensor parallelism holds, and putting parts together again.
 
 Tensors that a format declares a split for are sliced. A weight of any other format, or one cut beside the format's
-grain, is unpacked, cut and packed anew, which is refused where that would round it a second time.
+grain, is unpacked, cut and packed anew, which is refused where that would round it a second time. A sliced part keeps
+the whole's pattern, of which a share of zeros counts over the whole.
 """
 
 from __future__ import annotations

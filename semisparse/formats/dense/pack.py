@@ -10,7 +10,7 @@ from torch import Tensor
 from semisparse.errors import FormatError
 from semisparse.formats.base import Packed, Params, Pass, Problem, TensorSpec, fused_cost
 from semisparse.formats.dense import int4
-from semisparse.patterns import NM, Pattern, VectorNM
+from semisparse.patterns import Pattern, VectorNM
 from semisparse.quant.symmetric import FP8_MAX, quantise_rows
 
 QUANTISED = ("int8", "fp8", "fp8_tensor", "int4")
@@ -24,13 +24,12 @@ UNITS = {"int8": "tensor int8", "fp8": "tensor fp8", "fp8_tensor": "tensor fp8"}
 def specs(pattern: Pattern, params: Params) -> tuple[TensorSpec, ...]:
     """Give the stored tensors of the kind that ``params`` names; none means the weight as it is."""
     kind = _kind(params)
-    split_k = 1 if isinstance(pattern, NM | VectorNM) else None  # a share of zeros may differ from part to part
     if kind is None:
-        return (TensorSpec("values", None, ("N", "K"), split_n=0, split_k=split_k),)
+        return (TensorSpec("values", None, ("N", "K"), split_n=0, split_k=1),)
     if kind == "int4":
         return int4.SPECS
     scale = TensorSpec("scale", torch.float32, ("scales",), split_n=None if kind == "fp8_tensor" else 0)
-    return (TensorSpec("values", DTYPES[kind], ("N", "K"), split_n=0, split_k=split_k), scale)
+    return (TensorSpec("values", DTYPES[kind], ("N", "K"), split_n=0, split_k=1), scale)
 
 
 def counts(n: int, k: int, pattern: Pattern, params: Params) -> Mapping[str, int]:
