@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-gpu bench check setup table clean
+.PHONY: demo test test-serving test-gpu bench check setup table clean
 
 setup: .venv/ready
 
@@ -18,6 +18,24 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest
+
+# What serves compressed models beside transformers, for real: vLLM (its Python alone: linear layers need no kernel of
+# its own) and lm-eval, in an environment of their own that sees .venv behind it.
+SERVING := .venv-serving
+VLLM := 0.33.0
+VLLM_BUILD := 'setuptools<81' setuptools_scm setuptools_rust wheel packaging jinja2
+test-serving: $(SERVING)/ready
+	$(SERVING)/bin/python -m pytest tests/vllm tests/evaluate/test_tasks.py
+
+$(SERVING)/ready: .venv/ready tests/serving-requirements.txt
+	$(BIN)/python -m venv --clear $(SERVING)
+	$(BIN)/python -c "import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')" > \
+		$$($(SERVING)/bin/python -c "import site; print(site.getsitepackages()[0])")/behind.pth
+	$(SERVING)/bin/pip install --quiet --disable-pip-version-check $(VLLM_BUILD)
+	$(SERVING)/bin/pip install --quiet --disable-pip-version-check --no-deps -r tests/serving-requirements.txt
+	VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(VLLM) $(SERVING)/bin/pip install --quiet \
+		--disable-pip-version-check --no-deps --no-build-isolation --no-binary vllm vllm==$(VLLM)
+	touch $@
 
 # The tests of every CUDA and Triton kernel. SANITIZE=memcheck or racecheck runs those that launch each kernel on fresh
 # inputs under compute-sanitizer; all of them would take hours there. racecheck dies inside cuBLAS, so it leaves torch's
@@ -55,4 +73,4 @@ check: setup
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv
+	rm -rf .venv $(SERVING)

@@ -172,7 +172,7 @@ def evaluate(
         baseline: the dense model, for the KL divergence.
         text: a file or documents, as `token_chunks` cuts them.
         seqlen: tokens in a chunk; by default the model's context, 2048 at most.
-        tasks: names of lm-eval tasks.
+        tasks: names of lm-eval tasks, or YAML files of one's own.
         progress: called with (chunks done, all chunks).
     Returns:
         ``nll`` (nats a token), ``perplexity``, ``tokens`` and ``kl`` (None without a baseline) if there is a text;

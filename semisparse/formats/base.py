@@ -28,8 +28,9 @@ class TensorSpec:
         name: its name below the module's, as in ``model.layers.0.mlp.up_proj.<name>``.
         dtype: torch dtype, or None for the weight's own (float16, bfloat16 or float32).
         shape: one name a dimension: ``N``, ``K``, or a count the format names; ``N+1`` adds one.
-        split_n: the dimension that tensor parallelism may cut by output features, if any.
-        split_k: the dimension that it may cut by input features, if any.
+        split_n: the dimension that tensor parallelism may cut by output features, if any; where another tensor of the
+            format has one, a tensor without it is the same in every part.
+        split_k: the dimension that it may cut by input features, if any, likewise.
     """
 
     name: str
@@ -210,6 +211,7 @@ class Format:
         lossless: whether unpack gives the packed weight bit for bit.
         cost: (problem, packed weight's bytes) -> the passes of a product, for `plan` and the bench's floors.
         variants: the pack options worth planning and measuring.
+        grain: (pattern, params) -> the rows and columns at whose multiples tensors with a declared split may be cut.
         arrange: (packed, device) -> the same weight there, in the layout that this device's kernels want; on a CPU that
             is the layout on disk. None if the format has one layout.
     """
@@ -229,6 +231,7 @@ class Format:
     lossless: bool = True
     cost: Callable[[Problem, float], tuple[Pass, ...]] = fused_cost
     variants: tuple[Mapping[str, Any], ...] = ({},)
+    grain: Callable[[Pattern, Params], tuple[int, int]] = lambda pattern, params: (1, 64)
     arrange: Callable[[Packed, torch.device], Packed] | None = None
 
     def pack(self, weight: Tensor, pattern: Pattern | str, **options: Any) -> Packed:

@@ -21,14 +21,15 @@ class SparseLinear(nn.Module):
         kernel: a kernel's name, or ``auto`` for the first that can run.
     """
 
+    _hf_quantized_needs_local_tp = True
+    """transformers' tensor parallelism is to hand over this rank's part of x, not a distributed tensor."""
+
     def __init__(self, packed: Packed, bias: Tensor | None = None, kernel: str = "auto") -> None:
         super().__init__()
         self.out_features, self.in_features = packed.shape
         self.kernel = kernel
-        self._declared = replace_tensors(packed, {})
-        self._names = tuple(packed.tensors)
-        for name, tensor in packed.tensors.items():
-            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        self._names: tuple[str, ...] = ()
+        self.packed = packed
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     @property
@@ -36,22 +37,33 @@ class SparseLinear(nn.Module):
         """The weight as it is stored now, on the module's device."""
         return replace_tensors(self._declared, {name: getattr(self, name) for name in self._names})
 
+    @packed.setter
+    def packed(self, packed: Packed) -> None:
+        """Put another weight in, such as a part of this one; ``out_features`` and ``in_features`` stay the layer's."""
+        for name in self._names:
+            delattr(self, name)
+        self._declared = replace_tensors(packed, {})
+        self._names = tuple(packed.tensors)
+        for name, tensor in packed.tensors.items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
     @property
     def weight(self) -> Tensor:
         """The dense weight [N, K], unpacked at each access: a copy for those who look (GPT-2's initialisation does)."""
         return self.packed.unpack()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply.
 
         Args:
             x: [..., K], float16, bfloat16 or float32.
+            bias: [N], in the place of a bias of its own.
         Returns:
             [..., N] in x's dtype.
         Raises:
             KernelError: no kernel can compute this; gives every candidate's reason.
         """
-        return linear(x, self.packed, self.bias, self.kernel)
+        return linear(x, self.packed, self.bias if bias is None else bias, self.kernel)
 
     def validate(self) -> None:
         """Check every stored tensor against the format, as `Format.validate` does."""

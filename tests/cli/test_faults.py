@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from tests.cli.conftest import Outcome, Run
+from tests.conftest import Outcome, Run
 
 SMALL = ("--samples", "4", "--seqlen", "32", "--set", "search=evolution", "--set", "search_effort=6")
 
