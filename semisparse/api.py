@@ -148,9 +148,9 @@ def read_recipe(recipe: str | Path | Recipe, settings: Sequence[str] = ()) -> Re
             raise RecipeError(f"format {found.format} cannot store pattern {found.pattern}: {reason}")
     rounding = _pack_options(found)
     able = [form.name for form in registry().values() if rounding in form.variants]
-    if rounding and found.format not in able:
+    if found.format not in able and (rounding or found.format != "auto"):
         raise RecipeError(
-            f"format {found.format} does not store quant={found.quant}; set quant=none or format={' or '.join(able)}"
+            f"format {found.format} does not store quant={found.quant}; set another one, or format={' or '.join(able)}"
         )
     return found
 
@@ -332,7 +332,8 @@ def _pack_layers(
     layers = {}
     for report in reports:
         weight = weight_of(model.get_submodule(report.name))
-        packed = pack(weight, plan.format, report.pattern, **_pack_options(plan))
+        options = _pack_options(plan) | ({"scales": report.scales} if report.scales else {})
+        packed = pack(weight, plan.format, report.pattern, **options)
         replace_linear(model, report.name, packed)
         measured = {"density": report.density, "error": report.error, "outcome": report.outcome}
         layers[report.name] = checkpoint.describe(packed) | measured

@@ -135,14 +135,14 @@ def _compress_block(
     working = copy.deepcopy(dense)
     for name, copied, statistics in layers_in_turn(block, dense, working, tokens, index):
         started = time.perf_counter()
-        pattern = block.patterns[name]
+        pattern, weight = block.patterns[name], block.weight(name)
         with naming(block.full_name(name)):
-            pruned = prune_layer(copied, pattern, statistics, recipe)
-        weight = block.weight(name)
+            pruned = prune_layer(copied.to(weight.dtype), pattern, statistics, recipe)
         weight.copy_(pruned.weight).add_(0)  # adding 0 makes +0 of the -0 that a small weight may be rounded to
         copied.copy_(weight)
         seconds = time.perf_counter() - started
-        yield LayerReport(block.full_name(name), str(pattern), _density(weight), pruned.error, pruned.outcome, seconds)
+        full_name, density = block.full_name(name), _density(weight)
+        yield LayerReport(full_name, str(pattern), density, pruned.error, pruned.outcome, seconds, pruned.scales)
 
 
 def _tune_block(
@@ -158,9 +158,10 @@ def _tune_block(
     """Train the kept weights of a pruned block, and give its reports anew."""
     dense_inputs, calls = tokens.dense or [], tokens.calls[index]
     tuned = block.copy(tokens.compressed[0].device)
-    found = tune_block(
+    scales = {report.name.removeprefix(f"{block.prefix}."): report.scales for report in pruned}
+    found, scales = tune_block(
         tuned,
-        block.patterns,
+        scales,
         calls,
         tokens.compressed,
         targets=[call(dense, hidden) for call, hidden in zip(calls, dense_inputs, strict=True)],
@@ -169,13 +170,13 @@ def _tune_block(
         seed=seed,
         progress=progress,
     )
-    density = {}
-    for name in block.patterns:
+    reports = []
+    for report, (name, rounding) in zip(pruned, scales.items(), strict=True):
         weight = block.weight(name)
         weight.copy_(weight_of(tuned.get_submodule(name))).add_(0)
-        density[block.full_name(name)] = _density(weight)
-    told = f"bqpo {found.outcome}"
-    return [replace(r, density=density[r.name], error=None, outcome=f"{r.outcome}, {told}") for r in pruned]
+        outcome = f"{report.outcome}, bqpo {found.outcome}"
+        reports.append(replace(report, density=_density(weight), error=None, outcome=outcome, scales=rounding))
+    return reports
 
 
 def _density(weight: Tensor) -> float:

@@ -10,11 +10,12 @@ from typing import Any
 import yaml
 
 from semisparse.errors import PatternError, RecipeError
-from semisparse.patterns import parse_pattern
+from semisparse.patterns import Group, parse_pattern
+from semisparse.quant.group import KINDS as GROUP_KINDS
 
 KNOWN_VALUES: dict[str, tuple[str, ...]] = {
     "prune": ("magnitude", "wanda", "sparsegpt", "none"),
-    "quant": ("none", "int8", "fp8"),
+    "quant": ("none", "int8", "fp8", *GROUP_KINDS),
     "search": ("evolution", "rheosparse", "none"),
     "tune": ("bqpo", "none"),
     "refine": ("cg", "none"),
@@ -40,8 +41,9 @@ class Recipe:
     Args:
         pattern: written form of the pattern of every layer, such as ``32:64``.
         prune: how the weights to keep are chosen; ``none`` keeps the weights and checks that they obey the pattern.
-        quant: how the kept weights are rounded, to 8 bits with a scale a row, and the activations with them: the
-            format's ``kind``.
+        quant: how the kept weights are rounded, the format's ``kind``: ``int8`` and ``fp8`` with a scale a row, and the
+            activations with them, when they are packed; ``w8``, ``w4``, ``w3`` and ``w2`` to codes of so many bits
+            with a scale and a zero point for each group of a pattern such as ``g16@50%``, while they are pruned.
         format: name of the format that stores the result, or ``auto``.
         search: how density is spread over the layers, the kept weights of all together being those of `pattern`:
             ``evolution``, ``rheosparse`` (the paper's) or ``none``.
@@ -93,9 +95,17 @@ class Recipe:
                     f"elsewhere; set {key}=none, or another prune"
                 )
         try:
-            parse_pattern(self.pattern)
+            pattern = parse_pattern(self.pattern)
         except PatternError as error:
             raise RecipeError(f"recipe key 'pattern': {error}") from error
+
+        if self.code_bits and not isinstance(pattern, Group):
+            raise RecipeError(f"quant={self.quant} rounds the groups of a pattern such as g16@50%, not {self.pattern}")
+
+    @property
+    def code_bits(self) -> int:
+        """Bits of a kept weight's code where groups are rounded; 0 where they are not."""
+        return GROUP_KINDS.get(self.quant, 0)
 
     @classmethod
     def read(cls, mapping: Mapping[str, Any]) -> Recipe:

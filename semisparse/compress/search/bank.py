@@ -118,7 +118,7 @@ def _prune(
 ) -> dict[int, Stored]:
     """Prune a layer at every level, rounded to the original's dtype as it will be in the model."""
     levels = sorted(choice.patterns, key=abs)  # the uniform level first: its order of the columns serves all
-    pruned = prune_levels(weight, [choice.patterns[level] for level in levels], statistics, recipe)
+    pruned = prune_levels(weight.to(original.dtype), [choice.patterns[level] for level in levels], statistics, recipe)
     return {level: store(found.weight.to(original.dtype)) for level, found in zip(levels, pruned, strict=True)}
 
 

@@ -5,19 +5,20 @@ GQSA, section 3.3. Without quantisation it is block-wise reconstruction of the k
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from semisparse.compress.blocks import Call
+from semisparse.compress.tune.rounded import end_rounding, round_while_training
 from semisparse.compress.tune.training import Trained, train
+from semisparse.quant.group import GroupScales
 
 
 def tune_block(
     block: nn.Module,
-    names: Collection[str],
+    scales: Mapping[str, GroupScales | None],
     calls: Sequence[Call],
     inputs: Sequence[Tensor],
     targets: Sequence[Tensor],
@@ -26,15 +27,15 @@ def tune_block(
     epochs: int,
     seed: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Trained:
-    """Train the non-zero weights of some of a block's linear layers, in place.
+) -> tuple[Trained, dict[str, GroupScales | None]]:
+    """Train the non-zero weights of some of a block's linear layers, and how they are rounded, in place.
 
     The loss is a token's square error over the square of its target, because the norms that follow divide by that: a
     plain mean would be that of the few tokens with huge features.
 
     Args:
         block: in float32; the other parameters stay as they are, and so do the zeros.
-        names: of the layers.
+        scales: of each layer to train, by its name in the block; None where its weight is not rounded.
         calls: what the model passes to the block, one a batch.
         inputs: hidden states that enter the block, [batch, tokens, features] float32 a batch.
         targets: hidden states that should leave it, likewise.
@@ -42,6 +43,8 @@ def tune_block(
         epochs: passes over the batches.
         seed: of the order of the batches.
         progress: called with (steps done, all steps).
+    Returns:
+        what the training did, and the new scales.
     """
 
     def loss(index: int) -> Tensor:
@@ -49,29 +52,23 @@ def tune_block(
         return ((output - target).square().sum(-1) / target.square().sum(-1)).mean()
 
     tokens = [target.shape[:-1].numel() for target in targets]
-    with _trainable(block, names) as weights:
-        groups = [_group(weight, rate) for weight in weights]
-        return train(groups, loss, tokens, epochs=epochs, seed=seed, progress=progress)
-
-
-def _group(weight: nn.Parameter, rate: float) -> dict[str, Any]:
-    return {"params": [weight], "lr": rate * float(weight.norm() / weight.count_nonzero().clamp_min(1).sqrt())}
-
-
-@contextlib.contextmanager
-def _trainable(block: nn.Module, names: Collection[str]) -> Iterator[list[nn.Parameter]]:
-    """Let gradients reach the non-zero weights of some layers, and nothing else of the block."""
     block.requires_grad_(False)
-    weights = [block.get_submodule(name).get_parameter("weight") for name in names]
-    hooks = []
-    for weight in weights:
-        weight.requires_grad_()
-        # AdamW without decay leaves a weight alone whose gradient was always zero, so the zeros stay exact.
-        kept = weight.detach() != 0
-        hooks.append(weight.register_hook(lambda gradient, kept=kept: gradient * kept))
-    try:
-        yield weights
-    finally:
-        for hook in hooks:
-            hook.remove()
-        block.requires_grad_(False)
+    layers = {name: block.get_submodule(name) for name in scales}
+    groups = [_weights(layer, rate) for layer in layers.values()]
+    roundings = {name: round_while_training(layers[name], given) for name, given in scales.items() if given}
+    groups += [rounding.group(rate) for rounding in roundings.values()]
+    trained = train(groups, loss, tokens, epochs=epochs, seed=seed, progress=progress)
+    for name in roundings:
+        end_rounding(layers[name])
+    block.requires_grad_(False)
+    return trained, {name: roundings[name].scales if name in roundings else None for name in scales}
+
+
+def _weights(layer: nn.Module, rate: float) -> dict[str, Any]:
+    """Let gradients reach the non-zero weights of a layer, and give them with their learning rate."""
+    weight = layer.get_parameter("weight")
+    kept = weight.detach() != 0
+    weight.requires_grad_()
+    # AdamW without decay leaves a weight alone whose gradient was always zero, so the zeros stay exact.
+    weight.register_hook(lambda gradient: gradient * kept)
+    return {"params": [weight], "lr": rate * float(weight.detach().norm() / kept.sum().clamp_min(1).sqrt())}
