@@ -34,7 +34,7 @@ class SemisparseConfig(QuantizationConfigMixin):
 
 
 class SemisparseQuantizer(HfQuantizer):
-    """Replaces the declared layers before the weights are loaded, and validates every tensor after."""
+    """Replaces the declared layers before the weights are loaded; validates and arranges every tensor after."""
 
     def __init__(self, quantization_config: SemisparseConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
@@ -61,6 +61,7 @@ class SemisparseQuantizer(HfQuantizer):
                 module.validate()
             except SemisparseError as error:
                 raise CheckpointError(f"layer {name}: {error}") from error
+            module.arrange()
 
     def is_serializable(self) -> bool:
         return True

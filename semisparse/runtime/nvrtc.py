@@ -161,6 +161,7 @@ def _compile(path: Path, arch: str, defines: Defines) -> bytes:
         define_macro=[(name, str(value)) for name, value in defines.items()] or None,
         include_path=[str(folder) for folder in _include_path(path)],
         ptxas_options=["-v"],
+        no_cache=True,  # what the compiler takes from its own cache comes without the assembler's report
     )
     log = io.StringIO()
     try:

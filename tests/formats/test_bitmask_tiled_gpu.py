@@ -20,7 +20,7 @@ def packed_and_x(n, k, keep, m, dtype):
     weight = weight * parse_pattern(f"{keep}:64").mask(torch.rand(n, k, generator=generator))
     x = torch.randn(m, k, generator=generator).to(dtype)
     rows = BITMASK.pack(weight, f"{keep}:64")
-    return BITMASK.arrange(rows, torch.device("cuda")), weight, x.cuda()
+    return rows.to("cuda"), weight, x.cuda()
 
 
 def poisoned(product, x, packed, bias, **options):
