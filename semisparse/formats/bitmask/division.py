@@ -7,8 +7,8 @@ from functools import lru_cache
 
 from semisparse.formats.bitmask.tiles import ROWS, words_per_lane
 
-MOST_WARPS = {8: 24, 16: 16}
-"""That a processor has registers for, by the tokens of the build: they take 76 and 128."""
+MOST_WARPS = {8: 24, 16: 16, 32: 16, 64: 10}
+"""That a processor has registers for, by the tokens of the build: they take 80, 128, 128 and 200."""
 
 TOKEN_BYTES = 512
 """Of shared memory, for a token's columns that go with a tile: kTokenBytes in tiled_decode.cu."""
@@ -37,7 +37,7 @@ class Division:
     """How a decode product is dealt out.
 
     Args:
-        tokens: that the build has registers for, 8 or 16.
+        tokens: that the build has registers for, one of `MOST_WARPS`.
         splits: warps of a team, which share a tile of rows, each with a part of the columns.
         teams: of a block.
         stages: tiles of each warp in flight or being read.
@@ -63,22 +63,24 @@ def divide(m: int, row_tiles: int, column_tiles: int, keep: int, gpu: Processor)
     """Choose how a decode product is dealt out, from what was fastest on an H200 (132 processors).
 
     Args:
-        m: tokens, 1 to 16.
+        m: tokens, 1 to 64.
         row_tiles: tiles along N.
         column_tiles: tiles along K.
         keep: values a block.
         gpu: what it runs on.
     """
-    if column_tiles <= 6:
+    if m <= 16 and column_tiles <= 6:
         preferred = (6, 1, 2)
     elif m == 1 and column_tiles <= 16 and row_tiles <= 2 * gpu.count:
         preferred = (4, 2, 2)
     elif m == 1 and row_tiles > 8 * gpu.count:
         preferred = (16, 1, 2)
-    elif column_tiles <= 16:
+    elif m <= 16 and column_tiles <= 16:
         preferred = (8, 1, 2)  # x stays in its place: every warp has one or two column tiles
-    else:
+    elif m <= 16:
         preferred = (6, 2, 2) if m <= 8 else (4, 2, 2)
+    else:
+        preferred = (4, 4, 1) if m <= 32 else (2, 4, 1)
     # The others are for GPUs with less shared memory; one warp with one place fits anywhere.
     choices = (preferred, (4, 1, 2), (4, 1, 1), (1, 1, 1))
     fitting = (division(m, min(s, column_tiles), t, p, row_tiles, keep, gpu) for s, t, p in choices)
@@ -89,11 +91,11 @@ def division(
     m: int, splits: int, teams: int, stages: int, row_tiles: int, keep: int, gpu: Processor
 ) -> Division | None:
     """Give a division with as many blocks as the GPU holds at a time, or None if it holds none."""
-    tokens = 8 if m <= 8 else 16
+    tokens = next(tokens for tokens in MOST_WARPS if m <= tokens)
     warps = splits * teams
-    shared = warps * stages * (tile_bytes(keep) + m * TOKEN_BYTES)
-    sums = 2 * warps * tokens * ROWS * 4
-    resident = min(gpu.shared // (shared + sums + RESERVED_SHARED), MOST_WARPS[tokens] // warps)
+    places = stages * (warps * tile_bytes(keep) + splits * m * TOKEN_BYTES)
+    shared = places + 2 * warps * tokens * ROWS * 4
+    resident = min(gpu.shared // (shared + RESERVED_SHARED), MOST_WARPS[tokens] // warps)
     if not resident:
         return None
     return Division(tokens, splits, teams, stages, min(-(-row_tiles // teams), gpu.count * resident), shared)

@@ -1,4 +1,4 @@
-"""GPU kernels for the layout ``tiles``: up to 16 tokens in one pass over the packed bytes, more by unpacking first."""
+"""GPU kernels for the layout ``tiles``: up to 64 tokens in one pass over the packed bytes, more by unpacking first."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from semisparse.formats.base import Packed, Problem
+from semisparse.formats.bitmask.cuda import multiply_dense
 from semisparse.formats.bitmask.division import Division, Processor, divide, tile_bytes
 from semisparse.formats.bitmask.layouts import layout_of
 from semisparse.formats.bitmask.pack import values_per_block
@@ -18,7 +18,7 @@ from semisparse.runtime.device import device_facts
 from semisparse.runtime.launch import CudaKernel
 from semisparse.runtime.nvrtc import CudaSource, Defines, compile_cubin, unavailable
 
-MAX_DECODE_TOKENS = 16
+MAX_DECODE_TOKENS = 64
 
 SCALARS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 
@@ -59,9 +59,9 @@ DECODE = CudaSource(
     (
         *(
             _decode_defines(torch.float16, torch.float16, keep, tokens, splits, teams, 2)
-            for keep, tokens, splits, teams in ((1, 8, 8, 1), (32, 8, 8, 1), (32, 16, 8, 2), (64, 16, 8, 2))
+            for keep, tokens, splits, teams in ((1, 8, 8, 1), (32, 8, 8, 1), (64, 16, 4, 2), (32, 32, 4, 4))
         ),
-        _decode_defines(torch.bfloat16, torch.float32, 32, 8, 8, 1, 3),
+        _decode_defines(torch.bfloat16, torch.float32, 32, 64, 2, 4, 1),
     ),
 )
 
@@ -97,7 +97,7 @@ def unpack_refusal(problem: Problem) -> str | None:
 
 
 def decode(x: Tensor, packed: Packed, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
-    """Multiply 1 to 16 tokens straight from the packed bytes.
+    """Multiply 1 to 64 tokens straight from the packed bytes.
 
     Args:
         x: [M, K] float16 or bfloat16.
@@ -134,7 +134,7 @@ def unpack_and_multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tenso
     Returns:
         [M, N] in x's dtype.
     """
-    return F.linear(x, unpack(packed), None if bias is None else bias.to(x.dtype))
+    return multiply_dense(x, unpack(packed), bias)
 
 
 def unpack(packed: Packed) -> Tensor:

@@ -4,13 +4,13 @@
 // the other, so one token and eight cost the same pass. Each mma step takes 4 columns of every lane's block, so the
 // fragment's 16 columns are a permutation of K, which x follows.
 //
-// A team of SPLITS warps computes a tile of rows, the column tiles dealt out among them; TEAMS teams make a block, and teams
-// walk over the rows. Each warp has STAGES places in shared memory, each for a tile and the columns of x that go with it,
-// on their way or being read; where the columns stay the same, x stays. Sums are float32 and reduced in a fixed order: every
-// run gives the same bits.
+// A team of SPLITS warps computes a tile of rows, the column tiles dealt out among them; TEAMS teams make a block and walk
+// over the rows side by side. STAGES tiles of each warp are in shared memory, on their way or being read, and with each the
+// columns of x that go with it, which the warps of the same split bring and read together; where the columns stay the same,
+// x stays. Sums are float32 and reduced in a fixed order: every run gives the same bits.
 //
-// Compiled for SCALAR (half or bfloat16, of x, w and bias), OUT (of y), KEEP (values a block), TOKENS (8 or 16), SPLITS,
-// TEAMS, STAGES.
+// Compiled for SCALAR (half or bfloat16, of x, w and bias), OUT (of y), KEEP (values a block), TOKENS (8, 16, 32 or 64),
+// SPLITS, TEAMS, STAGES.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -21,6 +21,10 @@ constexpr int kTeam = SPLITS * kWarp;
 constexpr int kUnit = 8;                   // values of x in 16 bytes: two steps of a lane
 constexpr int kTokenBytes = kColumns * 2;  // of x in a place
 constexpr int kTokenGroups = TOKENS / 8;
+constexpr int kSums = TOKENS > 16 ? 1 : 2;  // with few tokens even and odd steps add apart: an mma need not wait for the last
+constexpr int kWarps = TEAMS * SPLITS;
+
+static_assert(TEAMS == 1 || TEAMS + SPLITS <= 15, "a block has 16 barriers");
 
 __device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
@@ -50,21 +54,24 @@ struct Source {
     int m, k;
     bool vectors;     // whether every row of x is 16-byte aligned
 
-    // Asks for the columns of a tile, a unit of each token a lane; from k on they are zero.
-    __device__ __forceinline__ void copy(Word to, int column_tile, int lane) const {
+    // Asks for the columns of a tile: every TEAMS-th token from `first` on, a unit a lane; from k on they are zero.
+    __device__ __forceinline__ void copy(Word to, int column_tile, int first, int lane) const {
         const int column = column_tile * kColumns + lane * kUnit;
         const int left = min(max(k - column, 0), kUnit);
-        const SCALAR* from = x + (left ? column : 0);
-        const int even = lane * 16 ^ shuffled(lane / 8, 0), odd = lane * 16 ^ shuffled(lane / 8, 1);
+        const SCALAR* from = x + (left ? column : 0) + static_cast<long long>(first) * k;
         if (vectors) {
 #pragma unroll
-            for (int token = 0; token < TOKENS; ++token, from += k)
-                if (token < m) copy_async(to + token * kTokenBytes + (token % 2 ? odd : even), from, left * 2);
+            for (int i = 0; i < TOKENS; i += TEAMS, from += TEAMS * static_cast<long long>(k))
+                if (first + i < m) copy_async(place(to, first + i, lane), from, left * 2);
             return;
         }
 #pragma unroll 1
-        for (int token = 0; token < m; ++token, from += k)
-            copy_values(to + token * kTokenBytes + (token % 2 ? odd : even), reinterpret_cast<const unsigned short*>(from), left);
+        for (int token = first; token < m; token += TEAMS, from += TEAMS * static_cast<long long>(k))
+            copy_values(place(to, token, lane), reinterpret_cast<const unsigned short*>(from), left);
+    }
+
+    static __device__ __forceinline__ Word place(Word to, int token, int lane) {
+        return to + token * kTokenBytes + (lane * 16 ^ shuffled(lane / 8, token));
     }
 
     static __device__ __forceinline__ void copy_values(Word to, const unsigned short* from, int left) {
@@ -76,7 +83,7 @@ struct Source {
     }
 };
 
-// A lane's tokens g and g + 8 in a place: addresses of unit 0 of its block. Tokens past the last repeat it and are not kept.
+// A lane's tokens g, g + 8 ... in a place: addresses of unit 0 of its block. Tokens past the last repeat it and are not kept.
 struct Activations {
     Word blocks[kTokenGroups];
 
@@ -89,8 +96,7 @@ struct Activations {
     }
 };
 
-// Even and odd steps have sums of their own: an mma need not wait for the one before.
-using Sums = float[2][kTokenGroups][4];
+using Sums = float[kSums][kTokenGroups][4];
 
 template <int step = 0>
 __device__ __forceinline__ void multiply(Sums& sums, Rows& rows, const Activations& x, uint4 (&held)[kTokenGroups]) {
@@ -100,7 +106,7 @@ __device__ __forceinline__ void multiply(Sums& sums, Rows& rows, const Activatio
 #pragma unroll
     for (int i = 0; i < kTokenGroups; ++i) {
         if (step % 2 == 0) held[i] = read_shared4(x.blocks[i] ^ step * 8);
-        mma(sums[step % 2][i], weights, step % 2 ? held[i].z : held[i].x, step % 2 ? held[i].w : held[i].y,
+        mma(sums[step % kSums][i], weights, step % 2 ? held[i].z : held[i].x, step % 2 ? held[i].w : held[i].y,
             static_cast<const SCALAR*>(nullptr));
     }
     if constexpr (step + 1 < kSteps) multiply<step + 1>(sums, rows, x, held);
@@ -125,7 +131,7 @@ __device__ __forceinline__ void keep(Partial& partial, const Sums& sums, int m, 
 #pragma unroll
     for (int i = 0; i < 4 * kTokenGroups; ++i) {
         const int token = lane % 4 * 2 + i % 2 + i / 4 * 8;
-        const float sum = sums[0][i / 4][i % 4] + sums[1][i / 4][i % 4];
+        const float sum = sums[0][i / 4][i % 4] + (kSums > 1 ? sums[kSums - 1][i / 4][i % 4] : 0.0f);
         if (token < m) partial[token][lane / 4 + i / 2 % 2 * 8] = sum;
     }
 }
@@ -144,17 +150,24 @@ __device__ __forceinline__ void finish(const Partial* partials, const SCALAR* bi
     }
 }
 
+// The warps of a tile of rows meet.
 __device__ __forceinline__ void wait_for_team(int team) {
     asm volatile("bar.sync %0, %1;" : : "r"(team + 1), "n"(kTeam) : "memory");
 }
 
-// A warp's tiles in order: its columns of one row of tiles, then of the team's next row.
+// The warps that share columns of x meet.
+__device__ __forceinline__ void wait_for_split(int split) {
+    if (TEAMS == 1) __syncwarp();
+    else asm volatile("bar.sync %0, %1;" : : "r"(TEAMS + 1 + split), "n"(TEAMS * kWarp) : "memory");
+}
+
+// A warp's tiles in order: its columns of one group of TEAMS tiles of rows, then of the block's next group.
 struct Place {
-    int row, column;
+    int group, column;
 
     __device__ __forceinline__ void advance(int split, int stride, int column_tiles) {
         column += SPLITS;
-        if (column >= column_tiles) column = split, row += stride;
+        if (column >= column_tiles) column = split, group += stride;
     }
 };
 
@@ -167,67 +180,68 @@ extern "C" __global__ void __launch_bounds__(TEAMS * kTeam, 1) semisparse_bitmas
     int vectors,                              // whether every row of x is 16-byte aligned
     int dependent                             // whether this launch may begin before the previous kernel ends
 ) {
+    // Tiles by warp and stage, x by split and stage, then the sums of two groups.
     extern __shared__ __align__(256) unsigned char shared[];
-    __shared__ Partial partials[2][TEAMS * SPLITS];
     const int lane = threadIdx.x % kWarp;
     const int warp = threadIdx.x / kWarp;
     const int team = warp / SPLITS;
     const int split = warp % SPLITS;
     const int stride = gridDim.x * TEAMS;
-    const int first_row = blockIdx.x * TEAMS + team;
-    auto tile_at = [&](Place at) {
-        return tiles + (static_cast<long long>(at.row) * column_tiles + at.column) * kTileBytes;
+    const int first_group = blockIdx.x * TEAMS;
+    const int x_bytes = m * kTokenBytes;
+    const Word my_tiles = shared_address(shared) + warp * STAGES * kTileBytes;
+    const Word my_x = shared_address(shared) + kWarps * STAGES * kTileBytes + split * STAGES * x_bytes;
+    Partial* partials = reinterpret_cast<Partial*>(shared + kWarps * STAGES * kTileBytes + SPLITS * STAGES * x_bytes);
+    const Source source{x, m, k, vectors != 0};
+    auto copy_my_tile = [&](int stage, Place at) {
+        if (at.group + team < row_tiles)
+            copy_tile(my_tiles + stage * kTileBytes,
+                tiles + (static_cast<long long>(at.group + team) * column_tiles + at.column) * kTileBytes, lane);
     };
     let_next_kernel_start();
-    const int place_bytes = kTileBytes + m * kTokenBytes;
-    const Word places = shared_address(shared) + warp * STAGES * place_bytes;
-    const Source source{x, m, k, vectors != 0};
-#ifdef STAGGER
-    { const long long until = clock64() + warp * STAGGER; while (clock64() < until); }
-#endif
-    Place ahead{first_row, split};
+    Place ahead{first_group, split};
     if (dependent) {  // the weights are nobody's output
 #pragma unroll
         for (int i = 0; i < STAGES; ++i) {
-            if (ahead.row < row_tiles) copy_tile(places + i * place_bytes, tile_at(ahead), lane);
+            copy_my_tile(i, ahead);
             ahead.advance(split, stride, column_tiles);
         }
         wait_for_previous_kernel();
-        ahead = Place{first_row, split};
+        ahead = Place{first_group, split};
     }
 #pragma unroll
     for (int i = 0; i < STAGES; ++i) {
-        // x goes first, lest it queue behind the weights.
-        if (ahead.row < row_tiles) {
-            source.copy(places + i * place_bytes + kTileBytes, ahead.column, lane);
-            if (!dependent) copy_tile(places + i * place_bytes, tile_at(ahead), lane);
-        }
+        // x goes first, lest it queue behind the weights: 8.8 for 8.1 us at 4096 x 4096.
+        if (ahead.group < row_tiles) source.copy(my_x + i * x_bytes, ahead.column, team, lane);
+        if (!dependent) copy_my_tile(i, ahead);
         commit_copies();
         ahead.advance(split, stride, column_tiles);
     }
 
-    Word place = places;
-    int parity = 0;
-    for (int row = first_row; row < row_tiles; row += stride, parity ^= 1) {
+    int stage = 0, parity = 0;
+    for (int group = first_group; group < row_tiles; group += stride, parity ^= 1) {
         Sums sums = {};
 #pragma unroll 1
         for (int column = split; column < column_tiles; column += SPLITS) {
             wait_for_copies<STAGES - 1>();
-            Rows rows(place, lane);
-            const Activations activations(place + kTileBytes, m, lane);
-            uint4 held[kTokenGroups];
-            multiply(sums, rows, activations, held);
-            __syncwarp();
-            if (ahead.row < row_tiles) {
-                if (ahead.column != column) source.copy(place + kTileBytes, ahead.column, lane);
-                copy_tile(place, tile_at(ahead), lane);
+            wait_for_split(split);
+            if (group + team < row_tiles) {
+                Rows rows(my_tiles + stage * kTileBytes, lane);
+                const Activations activations(my_x + stage * x_bytes, m, lane);
+                uint4 held[kTokenGroups];
+                multiply(sums, rows, activations, held);
             }
+            wait_for_split(split);
+            if (ahead.group < row_tiles && ahead.column != column)
+                source.copy(my_x + stage * x_bytes, ahead.column, team, lane);
+            copy_my_tile(stage, ahead);
             commit_copies();
             ahead.advance(split, stride, column_tiles);
-            place = place + place_bytes < places + STAGES * place_bytes ? place + place_bytes : places;
+            stage = stage + 1 < STAGES ? stage + 1 : 0;
         }
-        keep(partials[parity][warp], sums, m, lane);
+        Partial* kept = partials + parity * kWarps;
+        keep(kept[warp], sums, m, lane);
         wait_for_team(team);
-        finish(&partials[parity][warp - split], bias, y, m, n, row * kRows, split * kWarp + lane);
+        finish(kept + warp - split, bias, y, m, n, (group + team) * kRows, split * kWarp + lane);
     }
 }
