@@ -104,7 +104,7 @@ class CompressionReport:
 
 
 def pack(weight: Tensor, format: str, pattern: str | Pattern, **options: Any) -> Packed:
-    """Store a weight in a format.
+    """Store a weight in a format, in the layout that the kernels of its device want.
 
     Args:
         weight: [N, K], float16, bfloat16 or float32, obeying the pattern.
@@ -116,7 +116,7 @@ def pack(weight: Tensor, format: str, pattern: str | Pattern, **options: Any) ->
     """
     pattern = parse_pattern(pattern)
     name = _smallest_format(weight, pattern) if format == "auto" else format
-    return get_format(name).pack(weight, pattern, **options)
+    return get_format(name).pack(weight, pattern, **options).to(weight.device)
 
 
 def recipes() -> dict[str, Mapping[str, Any]]:

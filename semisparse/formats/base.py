@@ -79,9 +79,19 @@ class Packed:
         """Stored bits over N * K, metadata and padding included."""
         return 8 * self.nbytes / (self.shape[0] * self.shape[1])
 
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return next(iter(self.tensors.values())).device
+
     def to(self, device: torch.device | str) -> Packed:
-        """Give the same weight on another device."""
-        return replace_tensors(self, {name: t.to(device) for name, t in self.tensors.items()})
+        """Give the same weight on a device, in the layout that its kernels want; a CPU's is the layout on disk."""
+        arrange = get_format(self.format).arrange
+        target = torch.device(device)
+        # Layouts are changed on the faster device: before leaving a GPU, after reaching one.
+        leaving = arrange(self, target.type) if self.device.type == "cuda" else self
+        moved = replace_tensors(leaving, {name: t.to(target) for name, t in leaving.tensors.items()})
+        return arrange(moved, target.type)
 
     def unpack(self) -> Tensor:
         """Give the weight back, [N, K] in ``dtype``, with exact zeros."""
@@ -212,8 +222,8 @@ class Format:
         cost: (problem, packed weight's bytes) -> the passes of a product, for `plan` and the bench's floors.
         variants: the pack options worth planning and measuring.
         grain: (pattern, params) -> the rows and columns at whose multiples tensors with a declared split may be cut.
-        arrange: (packed, device) -> the same weight there, in the layout that this device's kernels want; on a CPU that
-            is the layout on disk. None if the format has one layout.
+        arrange: (packed, device type) -> the same weight, where it is, in the layout that kernels on such a device
+            want; that of ``cpu`` is the layout on disk.
     """
 
     name: str
@@ -232,7 +242,7 @@ class Format:
     cost: Callable[[Problem, float], tuple[Pass, ...]] = fused_cost
     variants: tuple[Mapping[str, Any], ...] = ({},)
     grain: Callable[[Pattern, Params], tuple[int, int]] = lambda pattern, params: (1, 64)
-    arrange: Callable[[Packed, torch.device], Packed] | None = None
+    arrange: Callable[[Packed, str], Packed] = lambda packed, device_type: packed
 
     def pack(self, weight: Tensor, pattern: Pattern | str, **options: Any) -> Packed:
         """Store a weight.
