@@ -37,14 +37,17 @@ $(SERVING)/ready: .venv/ready tests/serving-requirements.txt
 		--disable-pip-version-check --no-deps --no-build-isolation --no-binary vllm vllm==$(VLLM)
 	touch $@
 
-# The same tests over every CUDA and Triton kernel; SANITIZE=memcheck or racecheck runs them under compute-sanitizer.
-# racecheck dies inside cuBLAS, so it leaves torch's own products out.
+# The tests of every CUDA and Triton kernel. SANITIZE=memcheck or racecheck runs those that launch each kernel on fresh
+# inputs under compute-sanitizer; all of them would take hours there. racecheck dies inside cuBLAS, so it leaves torch's
+# own products out.
 SANITIZE ?=
 sanitizer = $(if $(SANITIZE),PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $(SANITIZE) \
 	--report-api-errors no --error-exitcode 9 --kernel-name kernel_substring=semisparse)
+gpu_tests = tests/runtime/test_launch.py $(if $(SANITIZE),tests/formats/test_fresh_inputs.py \
+	$(wildcard tests/formats/test_*_gpu.py),tests/quant tests/formats)
 select = not cpu$(if $(filter racecheck,$(SANITIZE)), and not (unpack or blas or _mm or reference))
 test-gpu: setup
-	$(sanitizer) $(BIN)/python -m pytest tests/runtime/test_launch.py tests/quant tests/formats -k '$(select)'
+	$(sanitizer) $(BIN)/python -m pytest $(gpu_tests) -k '$(select)'
 
 # Everything under results/h200, on the GPU that is here.
 OUT ?= results/here

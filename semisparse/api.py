@@ -148,9 +148,9 @@ def read_recipe(recipe: str | Path | Recipe, settings: Sequence[str] = ()) -> Re
             raise RecipeError(f"format {found.format} cannot store pattern {found.pattern}: {reason}")
     rounding = _pack_options(found)
     able = [form.name for form in registry().values() if rounding in form.variants]
-    if rounding and found.format not in able:
+    if found.format not in able and (rounding or found.format != "auto"):
         raise RecipeError(
-            f"format {found.format} does not store quant={found.quant}; set quant=none or format={' or '.join(able)}"
+            f"format {found.format} does not store quant={found.quant}; set another one, or format={' or '.join(able)}"
         )
     return found
 
@@ -216,7 +216,7 @@ def compress(
     out: str | Path | None = None,
     *,
     settings: Sequence[str] = (),
-    samples: int = 128,
+    samples: int | None = None,
     seqlen: int | None = None,
     device: str = "auto",
     seed: int = 0,
@@ -232,7 +232,7 @@ def compress(
         calibration: a text file or documents.
         out: the directory to write; it is whole or absent. Unfinished work lies in ``<out>.partial``.
         settings: changes to the recipe, ``key=value`` each.
-        samples: calibration sequences.
+        samples: calibration sequences; by default as many as hold 262,144 tokens.
         seqlen: tokens in one; by default the model's context, 2048 at most.
         device: where the arithmetic runs, a block at a time: ``auto``, ``cpu`` or ``cuda``.
         seed: of everything drawn at random.
@@ -314,9 +314,10 @@ def _run_recipe(
     """Replace the layers by compressed ones, and give the config block that describes them."""
     run: dict[str, Any] = {"device": device, "progress": progress, "journal": journal}
     found = None
-    if plan.search != "none" and plan.prune != "none":
+    if plan.search != "none":
         found = search_patterns(model, batches, plan, seed=seed, accepts=partial(_can_store, plan), **run)
-    reports = compress_blocks(model, batches, plan, patterns=found.patterns if found else None, **run)
+    patterns = found.patterns if found else None
+    reports = compress_blocks(model, batches, plan, seed=seed, patterns=patterns, **run)
     return _pack_layers(model, plan, reports, found)
 
 
@@ -331,7 +332,8 @@ def _pack_layers(
     layers = {}
     for report in reports:
         weight = weight_of(model.get_submodule(report.name))
-        packed = pack(weight, plan.format, report.pattern, **_pack_options(plan))
+        options = _pack_options(plan) | ({"scales": report.scales} if report.scales else {})
+        packed = pack(weight, plan.format, report.pattern, **options)
         replace_linear(model, report.name, packed)
         measured = {"density": report.density, "error": report.error, "outcome": report.outcome}
         layers[report.name] = checkpoint.describe(packed) | measured
