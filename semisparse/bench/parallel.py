@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from semisparse.bench.model import ModelSpeed, Workload, measure_model
 from semisparse.bench.roofline import BASELINE, Candidate, random_weight
 from semisparse.bench.shapes import architecture
 from semisparse.formats.base import Packed, get_format
 from semisparse.nn import is_linear, weight_of
 from semisparse.patterns import parse_pattern
+
+
+def measure_parallel(
+    name: str, dtype: torch.dtype, device: torch.device, chosen: Iterable[Candidate], workload: Workload
+) -> Iterator[ModelSpeed]:
+    """Measure a named architecture over every rank, once for each candidate; sizes in GB are a rank's.
+
+    Raises:
+        InputError: there is no architecture of that name, or a layer cannot be cut over the ranks.
+        FormatError: a format cannot store a layer.
+    """
+    for candidate in chosen:
+        model = parallel_model(name, dtype, device, candidate)
+        speed = measure_model(model, name, candidate.label, workload)
+        yield replace(speed, machine=f"{ranks()} x {speed.machine}")
+        del model
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def ranks() -> int:
