@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -222,6 +222,8 @@ class Format:
         cost: (problem, packed weight's bytes) -> the passes of a product, for `plan` and the bench's floors.
         variants: the pack options worth planning and measuring.
         grain: (pattern, params) -> the rows and columns at whose multiples tensors with a declared split may be cut.
+        regroup: (parts, dim, start, stop, pattern) -> rows (``dim`` 0) or columns ``start`` to ``stop`` of the parts
+            side by side, declared as ``pattern`` and not rounded again; None if packing what unpack gives does that.
         arrange: (packed, device type) -> the same weight, where it is, in the layout that kernels on such a device
             want; that of ``cpu`` is the layout on disk.
     """
@@ -242,6 +244,7 @@ class Format:
     cost: Callable[[Problem, float], tuple[Pass, ...]] = fused_cost
     variants: tuple[Mapping[str, Any], ...] = ({},)
     grain: Callable[[Pattern, Params], tuple[int, int]] = lambda pattern, params: (1, 64)
+    regroup: Callable[[Sequence[Packed], int, int, int, Pattern], Packed] | None = None
     arrange: Callable[[Packed, str], Packed] = lambda packed, device_type: packed
 
     def pack(self, weight: Tensor, pattern: Pattern | str, **options: Any) -> Packed:

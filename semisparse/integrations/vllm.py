@@ -143,10 +143,10 @@ class SemisparseLinearMethod(LinearMethodBase):
         """
         index = QKV.index(fused) if isinstance(fused, str) else fused or 0
         arrived, declared = self._arrived[index], self._declared[index]
-        arrived[name] = tensor
+        arrived[name] = tensor.to(parameter.device)  # checked and cut there
         if arrived.keys() != declared.tensors.keys():
             return
-        whole = filled(self._names[index], declared, arrived).to(parameter.device)
+        whole = filled(self._names[index], declared, arrived)
         self._arrived[index] = {}
         dim = 1 if isinstance(layer, RowParallelLinear) else 0
         for place, start, stop in _shares(layer, dim, whole.shape[dim], fused):

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from semisparse.errors import FormatError
 from semisparse.formats.base import Format, Packed, get_format
@@ -42,9 +41,8 @@ def cut(packed: Packed, dim: int, start: int, stop: int) -> Packed:
     grain = form.grain(packed.pattern, packed.params)[dim]
     if _is_split(splits) and start % grain == 0 and (stop % grain == 0 or stop == size):
         return _sliced(form, packed, splits, dim, start, stop)
-    part = packed.unpack().narrow(dim, start, stop - start).contiguous()
     try:
-        return _packed_anew(form, part, packed, _patterns_of_part(packed.pattern))
+        return _packed_anew([packed], dim, start, stop, _patterns_of_part(packed.pattern))
     except FormatError as error:
         names = ("rows", "columns")[dim]
         raise FormatError(
@@ -71,7 +69,7 @@ def join(parts: Sequence[Packed], dim: int, pattern: Pattern) -> Packed:
     sliced = _is_split(splits) and _on_grain(form, parts, dim)
     if sliced and all(_alike(part, first) and part.pattern == pattern for part in parts):
         return _concatenated(parts, splits, dim)
-    return _packed_anew(form, torch.cat([part.unpack() for part in parts], dim), first, [pattern])
+    return _packed_anew(parts, dim, 0, sum(part.shape[dim] for part in parts), [pattern])
 
 
 def stacked(weights: Sequence[Packed]) -> list[Packed]:
@@ -148,14 +146,18 @@ def _concatenated(parts: Sequence[Packed], splits: dict[str, int | None], dim: i
     return replace(first, shape=shape, tensors=tensors, declaration="")
 
 
-def _packed_anew(form: Format, weight: Tensor, like: Packed, patterns: Iterable[Pattern]) -> Packed:
-    """Pack with the options that the params of ``like`` keep, under the first pattern that the weight obeys."""
-    options = {
-        name: like.params[name] for name in inspect.signature(form.pack_weight).parameters if name in like.params
-    }
+def _packed_anew(parts: Sequence[Packed], dim: int, start: int, stop: int, patterns: Iterable[Pattern]) -> Packed:
+    """Pack a part of parts side by side, under the first pattern that it obeys, with the options that params keep."""
+    form = get_format(parts[0].format)
+    weight = torch.cat([part.unpack() for part in parts], dim).narrow(dim, start, stop - start).contiguous()
+    taken = inspect.signature(form.pack_weight).parameters
+    options = {name: value for name, value in parts[0].params.items() if name in taken}
     for candidate in patterns:
         if form.accepts(candidate) is None and candidate.violation(weight != 0) is None:
-            packed = form.pack(weight, candidate, **options)
+            if form.regroup:
+                packed = form.regroup(parts, dim, start, stop, candidate)
+            else:
+                packed = form.pack(weight, candidate, **options)
             if not torch.equal(packed.unpack(), weight):
                 raise FormatError("packing it anew would round its weights a second time")
             return packed

@@ -93,11 +93,14 @@ def unpacked(model: PreTrainedModel) -> PreTrainedModel:
 @pytest.mark.parametrize(("form", "pattern"), [("bitmask", "32:64"), ("bitmask", "70%"), ("slide24", "6:8")])
 def test_results_are_those_of_the_unpacked_model(form: str, pattern: str, tmp_path: Path, tasks: list[str]):
     from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
 
     directory = write(Served("model", form, one(pattern)), tmp_path / "model")
     dense = unpacked(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32))
     assert not sparse_layers(dense)
-    expected = lm_eval.simple_evaluate(HFLM(pretrained=dense, tokenizer=byte_tokenizer()), tasks=tasks)["results"]
+    manager = TaskManager(include_defaults=False)
+    adapter = HFLM(pretrained=dense, tokenizer=byte_tokenizer())
+    expected = lm_eval.simple_evaluate(adapter, tasks=tasks, task_manager=manager)["results"]
     found = api.evaluate(directory, tasks=tasks)["tasks"]
     assert found.keys() == expected.keys() == TASKS.keys()
     compared = 0

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed, multiprocessing
+from torch import distributed
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.distributed import DistributedConfig
 
 from semisparse.errors import InputError
 from semisparse.integrations.transformers import sparse_layers
-from tests.serving import SIZES, Served, every_format, one, write
+from tests.serving import SIZES, Served, every_format, on_ranks, one, write
 
 WIDE = {**SIZES, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4}
 LLAMA = LlamaConfig(**WIDE, attention_bias=True)
@@ -41,7 +41,10 @@ def _rank(rank: int, ranks: int, folder: Path, directories: list[Path]) -> None:
             found = {"logits": model(IDS).logits}
         found["shapes"] = {n: layer.packed.shape for n, layer in sparse_layers(model).items()}
         found["generated"] = model.generate(IDS[:1], max_new_tokens=4, do_sample=False, pad_token_id=0)
-        model.save_pretrained(folder / f"{directory.name}-{ranks}")
+        as_stored = AutoModelForCausalLM.from_pretrained(
+            directory, distributed_config=DistributedConfig(tp_plan="auto")
+        )
+        as_stored.save_pretrained(folder / f"{directory.name}-{ranks}")
         torch.save(found, folder / f"{directory.name}-{ranks}-{rank}.pt")
 
 
@@ -51,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("parallel")
     directories = [write(served, folder / served.folder) for served in SERVED.values()]
     for ranks in RANKS:
-        multiprocessing.spawn(_rank, (ranks, folder, directories), nprocs=ranks)
+        on_ranks(_rank, (ranks, folder, directories), ranks)
     return folder
 
 

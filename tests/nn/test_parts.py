@@ -33,7 +33,7 @@ def test_parts_are_parts_of_the_weight_and_join_to_the_same_bytes(form: Format, 
             try:
                 parts = [cut(packed, dim, i * size, (i + 1) * size) for i in range(ways)]
             except FormatError as error:
-                if option and "a second time" in str(error):
+                if option and form.regroup is None and "a second time" in str(error):
                     continue
                 raise
             for part in parts:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import multiprocessing
+
+from tests.serving import on_ranks
 
 
 def prepare() -> None:
@@ -66,4 +67,4 @@ def _serve(rank: int, world: int, folder: Path, directories: list[Path]) -> None
 
 def serve(world: int, folder: Path, directories: list[Path]) -> None:
     """Load every directory on ``world`` ranks and write what its linear layers make of the inputs beside it."""
-    multiprocessing.spawn(_serve, (world, folder, directories), nprocs=world)
+    on_ranks(_serve, (world, folder, directories), world)

@@ -6,6 +6,7 @@ import torch
 
 from semisparse.formats.base import Case, Format, Kernel
 from semisparse.formats.gqs import cuda, pack
+from semisparse.formats.gqs.regroup import regroup
 from semisparse.quant.group import KINDS
 
 FORMAT = Format(
@@ -34,5 +35,6 @@ FORMAT = Format(
         "gqsa": {"pattern": "g16@50%", "prune": "sparsegpt", "quant": "w4", "format": "gqs", "tune": "bqpo"},
     },
     lossless=False,
+    regroup=regroup,
     variants=tuple({"kind": kind} for kind in KINDS),
 )
