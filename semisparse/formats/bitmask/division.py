@@ -7,8 +7,8 @@ from functools import lru_cache
 
 from semisparse.formats.bitmask.tiles import ROWS, words_per_lane
 
-MOST_WARPS = {1: 24, 8: 24, 16: 16, 32: 16, 64: 10}
-"""That a processor has registers for, by the tokens of the build: they take 80, 80, 128, 128 and 200."""
+MOST_WARPS = {1: 20, 8: 20, 16: 16, 32: 16, 64: 10}
+"""That a processor has registers for, by the tokens of the build: they take up to 96, 96, 128, 128 and 200."""
 
 TOKEN_BYTES = 512
 """Of shared memory, for a token's columns that go with a tile: kTokenBytes in tiled_decode.cu."""
