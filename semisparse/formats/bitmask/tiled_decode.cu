@@ -9,7 +9,7 @@
 // columns of x that go with it, which the warps of the same split bring and read together; where the columns stay the same,
 // x stays. Sums are float32 and reduced in a fixed order: every run gives the same bits.
 //
-// Compiled for SCALAR (half or bfloat16, of x, w and bias), OUT (of y), KEEP (values a block), TOKENS (8, 16, 32 or 64),
+// Compiled for SCALAR (half or bfloat16, of x, w and bias), OUT (of y), KEEP (values a block), TOKENS (1, 8, 16, 32 or 64),
 // SPLITS, TEAMS, STAGES.
 
 #include <cuda_bf16.h>
@@ -20,7 +20,7 @@
 constexpr int kTeam = SPLITS * kWarp;
 constexpr int kUnit = 8;                   // values of x in 16 bytes: two steps of a lane
 constexpr int kTokenBytes = kColumns * 2;  // of x in a place
-constexpr int kTokenGroups = TOKENS / 8;
+constexpr int kTokenGroups = (TOKENS + 7) / 8;
 constexpr int kSums = TOKENS > 16 ? 1 : 2;  // with few tokens even and odd steps add apart: an mma need not wait for the last
 constexpr int kWarps = TEAMS * SPLITS;
 
