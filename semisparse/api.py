@@ -104,7 +104,7 @@ class CompressionReport:
 
 
 def pack(weight: Tensor, format: str, pattern: str | Pattern, **options: Any) -> Packed:
-    """Store a weight in a format.
+    """Store a weight in a format, in the layout that the kernels of its device want.
 
     Args:
         weight: [N, K], float16, bfloat16 or float32, obeying the pattern.
@@ -114,6 +114,10 @@ def pack(weight: Tensor, format: str, pattern: str | Pattern, **options: Any) ->
     Raises:
         InputError: the format is unknown or cannot store this; `PatternError` names the row and block.
     """
+    return _pack_for_disk(weight, format, pattern, **options).to(weight.device)
+
+
+def _pack_for_disk(weight: Tensor, format: str, pattern: str | Pattern, **options: Any) -> Packed:
     pattern = parse_pattern(pattern)
     name = _smallest_format(weight, pattern) if format == "auto" else format
     return get_format(name).pack(weight, pattern, **options)
@@ -333,7 +337,7 @@ def _pack_layers(
     for report in reports:
         weight = weight_of(model.get_submodule(report.name))
         options = _pack_options(plan) | ({"scales": report.scales} if report.scales else {})
-        packed = pack(weight, plan.format, report.pattern, **options)
+        packed = _pack_for_disk(weight, plan.format, report.pattern, **options)
         replace_linear(model, report.name, packed)
         measured = {"density": report.density, "error": report.error, "outcome": report.outcome}
         layers[report.name] = checkpoint.describe(packed) | measured

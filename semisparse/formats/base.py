@@ -79,9 +79,19 @@ class Packed:
         """Stored bits over N * K, metadata and padding included."""
         return 8 * self.nbytes / (self.shape[0] * self.shape[1])
 
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return next(iter(self.tensors.values())).device
+
     def to(self, device: torch.device | str) -> Packed:
-        """Give the same weight on another device."""
-        return replace_tensors(self, {name: t.to(device) for name, t in self.tensors.items()})
+        """Give the same weight on a device, in the layout that its kernels want; a CPU's is the layout on disk."""
+        arrange = get_format(self.format).arrange
+        target = torch.device(device)
+        # Layouts are changed on the faster device: before leaving a GPU, after reaching one.
+        leaving = arrange(self, target.type) if self.device.type == "cuda" else self
+        moved = replace_tensors(leaving, {name: t.to(target) for name, t in leaving.tensors.items()})
+        return arrange(moved, target.type)
 
     def unpack(self) -> Tensor:
         """Give the weight back, [N, K] in ``dtype``, with exact zeros."""
@@ -214,8 +224,8 @@ class Format:
         grain: (pattern, params) -> the rows and columns at whose multiples tensors with a declared split may be cut.
         regroup: (parts, dim, start, stop, pattern) -> rows (``dim`` 0) or columns ``start`` to ``stop`` of the parts
             side by side, declared as ``pattern`` and not rounded again; None if packing what unpack gives does that.
-        arrange: (packed, device) -> the same weight there, in the layout that this device's kernels want; on a CPU that
-            is the layout on disk. None if the format has one layout.
+        arrange: (packed, device type) -> the same weight, where it is, in the layout that kernels on such a device
+            want; that of ``cpu`` is the layout on disk.
     """
 
     name: str
@@ -235,7 +245,7 @@ class Format:
     variants: tuple[Mapping[str, Any], ...] = ({},)
     grain: Callable[[Pattern, Params], tuple[int, int]] = lambda pattern, params: (1, 64)
     regroup: Callable[[Sequence[Packed], int, int, int, Pattern], Packed] | None = None
-    arrange: Callable[[Packed, torch.device], Packed] | None = None
+    arrange: Callable[[Packed, str], Packed] = lambda packed, device_type: packed
 
     def pack(self, weight: Tensor, pattern: Pattern | str, **options: Any) -> Packed:
         """Store a weight.

@@ -95,7 +95,8 @@ def gathered(model: PreTrainedModel, block: Mapping[str, Any], layers: Mapping[s
 
 def _to_bytes(packed: Any) -> tuple[Any, bytes]:
     """Take a packed weight apart for sending; torch cannot pickle 8-bit floats."""
-    return replace(packed, tensors={}), save(packed.to("cpu").tensors)
+    stored = packed.to("cpu")
+    return replace(stored, tensors={}), save(stored.tensors)
 
 
 def _from_bytes(declared: Any, tensors: bytes) -> Any:

@@ -35,7 +35,7 @@ class SemisparseConfig(QuantizationConfigMixin):
 
 
 class SemisparseQuantizer(HfQuantizer):
-    """Replaces the declared layers before the weights are loaded, and validates every tensor after."""
+    """Replaces the declared layers before the weights are loaded; validates and arranges every tensor after."""
 
     def __init__(self, quantization_config: SemisparseConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
@@ -65,6 +65,8 @@ class SemisparseQuantizer(HfQuantizer):
             except SemisparseError as error:
                 raise CheckpointError(f"layer {name}: {error}") from error
         keep_own_part(model, layers)
+        for layer in layers.values():
+            layer.arrange()
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
         if not is_distributed(model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,9 @@ from semisparse.formats.product import linear, problem_of
 
 class SparseLinear(nn.Module):
     """``y = x @ w.T + bias`` with a packed weight.
+
+    On a device the weight lies in the layout that its kernels want; ``state_dict`` gives and takes the layout on disk,
+    so that a model on a GPU saves what one on a CPU would.
 
     Args:
         packed: the weight [N, K]; its tensors become parameters without gradients, under their specs' names.
@@ -32,6 +36,25 @@ class SparseLinear(nn.Module):
         self.packed = packed
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
+    def arrange(self, device_type: str | None = None) -> None:
+        """Bring the weight into the layout that kernels on a device want.
+
+        Args:
+            device_type: ``cuda``, ``cpu`` (the layout on disk); by default that of the device where the weight is.
+        """
+        packed = self.packed
+        arranged = get_format(packed.format).arrange(packed, device_type or packed.device.type)
+        if arranged is not packed:
+            self._hold(arranged)
+
+    def _hold(self, packed: Packed) -> None:
+        for name in self._names:
+            delattr(self, name)
+        self._declared = replace_tensors(packed, {})
+        self._names = tuple(packed.tensors)
+        for name, tensor in packed.tensors.items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
     @property
     def packed(self) -> Packed:
         """The weight as it is stored now, on the module's device."""
@@ -40,12 +63,8 @@ class SparseLinear(nn.Module):
     @packed.setter
     def packed(self, packed: Packed) -> None:
         """Put another weight in, such as a part of this one; ``out_features`` and ``in_features`` stay the layer's."""
-        for name in self._names:
-            delattr(self, name)
-        self._declared = replace_tensors(packed, {})
-        self._names = tuple(packed.tensors)
-        for name, tensor in packed.tensors.items():
-            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        self._hold(packed)
+        self.arrange()
 
     @property
     def weight(self) -> Tensor:
@@ -76,7 +95,28 @@ class SparseLinear(nn.Module):
             moved = fn(tensor)
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
-        return super()._apply(move, recurse)
+        here = self.packed.device
+        if move(torch.empty(0, device=here)).device.type != here.type:
+            self.arrange("cpu")
+        super()._apply(move, recurse)
+        self.arrange()
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Put the layout on disk into a state dict; where that is not the one in use, it is a copy in host memory."""
+        packed = self.packed
+        stored = packed.to("cpu") if packed.device.type == "cuda" else packed
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if stored.declaration != packed.declaration:
+            for name in self._names:
+                del destination[prefix + name]
+            destination.update({prefix + name: tensor for name, tensor in stored.tensors.items()})
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Take the layout on disk from a state dict."""
+        self.arrange("cpu")
+        super()._load_from_state_dict(*args, **kwargs)
+        self.arrange()
 
     def extra_repr(self) -> str:
         """Show what is stored and which kernel one token would take."""
@@ -88,10 +128,9 @@ class SparseLinear(nn.Module):
         )
 
     def _kernel_of_one_token(self, packed: Packed) -> str:
-        device = next(iter(packed.tensors.values())).device
-        if device.type == "meta":
+        if packed.device.type == "meta":
             return f"{self.kernel} (not loaded yet)"
-        x = torch.empty(1, self.in_features, dtype=packed.dtype, device=device)
+        x = torch.empty(1, self.in_features, dtype=packed.dtype, device=packed.device)
         try:
             return get_format(packed.format).choose(problem_of(x, packed), self.kernel).name
         except KernelError as error:
