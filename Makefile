@@ -25,7 +25,7 @@ SERVING := .venv-serving
 VLLM := 0.33.0
 VLLM_BUILD := 'setuptools<81' setuptools_scm setuptools_rust wheel packaging jinja2
 test-serving: $(SERVING)/ready
-	$(SERVING)/bin/python -m pytest tests/vllm tests/evaluate/test_tasks.py
+	$(SERVING)/bin/python -m pytest tests/vllm tests/evaluate/test_tasks.py tests/docs
 
 $(SERVING)/ready: .venv/ready tests/serving-requirements.txt
 	$(BIN)/python -m venv --clear $(SERVING)
