@@ -16,7 +16,7 @@ from semisparse.compress.journal import Journal
 from semisparse.compress.prune import magnitude, prune_layer, require_finite
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import LayerReport, Progress
-from semisparse.compress.tune import cut_for_steps, tune_block
+from semisparse.compress.tune import cut_for_steps, tune_block, tune_end_to_end
 from semisparse.compress.walk import (
     Block,
     Tokens,
@@ -64,7 +64,6 @@ def compress_blocks(
         PatternError: `recipe.prune` is ``none`` and a weight does not obey its pattern.
     """
     blocks = list_blocks(model, recipe, patterns or {})
-    total = sum(len(block.patterns) for block in blocks)
     if recipe.prune == "none":
         return [report for block in blocks for report in _check_block(block)]
     if recipe.prune == "magnitude" and recipe.tune == "none" and not batches:
@@ -75,27 +74,52 @@ def compress_blocks(
     model.eval()
     device = torch.device(device)
     dtype = compute_dtype(model, device)
-    reports: list[LayerReport] = []
     with torch.no_grad(), full_float32():
         tokens = start_tokens(model, blocks, batches, recipe, device, dtype)
-        for index, block in enumerate(blocks):
-            stage = f"block {index + 1} of {len(blocks)}"
-            progress(stage, len(reports), total)
-            dense = block.copy(device, dtype)
-            finished = _restore(block, index, journal) if journal else None
-            if finished is None:
-                finished = []
-                for report in _compress_block(block, dense, tokens, index, recipe):
-                    finished.append(report)
-                    progress(stage, len(reports) + len(finished), total)
-                if recipe.tune != "none":
-                    steps_done = partial(progress, f"{stage}, tuning")
-                    finished = _tune_block(block, dense, tokens, index, recipe, finished, seed + index, steps_done)
-                if journal:
-                    journal.save(index, {name: block.weight(name) for name in block.patterns}, finished)
-            reports += finished
-            advance(tokens, index, block.copy(device, dtype), dense)
-    return reports
+        reports = [
+            report
+            for finished in _compress_in_turn(blocks, tokens, recipe, seed, progress, journal)
+            for report in finished
+        ]
+        if recipe.tune != "bqpo+e2e":
+            return reports
+        return tune_end_to_end(
+            model,
+            batches,
+            reports,
+            rate=recipe.tune_rate,
+            epochs=recipe.tune_epochs,
+            seed=seed,
+            device=device,
+            dtype=dtype,
+            progress=partial(progress, "tuning end to end"),
+        )
+
+
+def _compress_in_turn(
+    blocks: Sequence[Block], tokens: Tokens, recipe: Recipe, seed: int, progress: Progress, journal: Journal | None
+) -> Iterator[list[LayerReport]]:
+    """Compress one block after another, each on the tokens as the blocks before it leave them."""
+    done, total = 0, sum(len(block.patterns) for block in blocks)
+    for index, block in enumerate(blocks):
+        stage = f"block {index + 1} of {len(blocks)}"
+        progress(stage, done, total)
+        device, dtype = tokens.compressed[0].device, tokens.compressed[0].dtype
+        dense = block.copy(device, dtype)
+        finished = _restore(block, index, journal) if journal else None
+        if finished is None:
+            finished = []
+            for report in _compress_block(block, dense, tokens, index, recipe):
+                finished.append(report)
+                progress(stage, done + len(finished), total)
+            if recipe.tune != "none":
+                steps_done = partial(progress, f"{stage}, tuning")
+                finished = _tune_block(block, dense, tokens, index, recipe, finished, seed + index, steps_done)
+            if journal:
+                journal.save(index, {name: block.weight(name) for name in block.patterns}, finished)
+        yield finished
+        done += len(finished)
+        advance(tokens, index, block.copy(device, dtype), dense)
 
 
 def _check_block(block: Block) -> Iterator[LayerReport]:

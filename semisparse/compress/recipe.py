@@ -17,7 +17,7 @@ KNOWN_VALUES: dict[str, tuple[str, ...]] = {
     "prune": ("magnitude", "wanda", "sparsegpt", "none"),
     "quant": ("none", "int8", "fp8", *GROUP_KINDS),
     "search": ("evolution", "rheosparse", "none"),
-    "tune": ("bqpo", "none"),
+    "tune": ("bqpo", "bqpo+e2e", "none"),
     "refine": ("cg", "none"),
     "order": ("windows", "columns"),
     "target": ("residual", "local"),
@@ -44,7 +44,8 @@ class Recipe:
         format: name of the format that stores the result, or ``auto``.
         search: how density is spread over the layers, the kept weights of all together being those of `pattern`:
             ``evolution``, ``rheosparse`` (the paper's) or ``none``. `prune` = ``none`` leaves nothing to search.
-        tune: how the kept weights are trained: ``bqpo`` block by block, towards the dense block's outputs.
+        tune: how the kept weights are trained: ``bqpo`` block by block, towards the dense block's outputs; with
+            ``bqpo+e2e`` then the scales and zero points of rounded groups, on the language-model loss.
         ignore: glob patterns over module names; what they match stays dense.
         refine: ``cg`` solves the kept weights again, by conjugate gradients, after the last column is pruned.
         order: ``windows`` prunes first the windows that lose most; ``columns`` goes from left to right.
@@ -87,6 +88,8 @@ class Recipe:
                 raise RecipeError(f"recipe key {key!r} is {getattr(self, key)}; it is a number of 1 or more")
         if self.prune == "none" and self.tune != "none":
             raise RecipeError(f"prune=none has no dense model to tune towards; set tune=none for it, not {self.tune}")
+        if self.tune == "bqpo+e2e" and not self.code_bits:
+            raise RecipeError(f"tune=bqpo+e2e trains the scales of rounded groups, quant={self.quant} has none; set w4")
         try:
             pattern = parse_pattern(self.pattern)
         except PatternError as error:

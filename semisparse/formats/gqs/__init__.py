@@ -31,7 +31,7 @@ FORMAT = Format(
         Case("large-groups", "g128@80%", lambda: torch.ones(3, 300) * (torch.arange(300) < 128)),
     ),
     recipes={
-        "gqsa": {"pattern": "g16@50%", "prune": "sparsegpt", "quant": "w4", "format": "gqs", "tune": "bqpo"},
+        "gqsa": {"pattern": "g16@50%", "prune": "sparsegpt", "quant": "w4", "format": "gqs", "tune": "bqpo+e2e"},
     },
     lossless=False,
     variants=tuple({"kind": kind} for kind in KINDS),
