@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from semisparse.compress.blocks import decoder_blocks
 from semisparse.compress.report import LayerReport
 from semisparse.compress.tune.rounded import CodedLinear
-from semisparse.compress.tune.training import train
+from semisparse.compress.tune.training import Trained, train
 from semisparse.nn import weight_of
 
 RATE = 0.03
@@ -36,7 +36,7 @@ def tune_end_to_end(
     device: torch.device,
     dtype: torch.dtype,
     progress: Callable[[int, int], None],
-) -> list[LayerReport]:
+) -> tuple[Trained, list[LayerReport]]:
     """Train every rounded layer's scales and zero points, and put the new weights into the model.
 
     Args:
@@ -50,7 +50,7 @@ def tune_end_to_end(
         dtype: of the activations.
         progress: called with (steps done, all steps).
     Returns:
-        the reports, with the new scales.
+        what the training did, and the reports with the new scales.
     """
     coded = copy.deepcopy(model).to(dtype)
     coded.requires_grad_(False)
@@ -79,4 +79,4 @@ def tune_end_to_end(
             outcome = f"{report.outcome}, e2e {found.outcome}"
             report = replace(report, outcome=outcome, scales=layer.scales.scales)
         tuned.append(report)
-    return tuned
+    return found, tuned
