@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from semisparse.formats.base import Case, Format
-from semisparse.formats.ec_csr import check, layout, pack, read
+from semisparse.formats.base import Case, Format, Kernel
+from semisparse.formats.ec_csr import check, cuda, layout, pack, read
 from semisparse.patterns import Pattern
 from semisparse.patterns.unstructured import Unstructured
 
@@ -31,6 +31,12 @@ FORMAT = Format(
     pack_weight=pack.pack_weight,
     unpack=read.unpack,
     check_content=check.check_content,
+    kernels=(
+        Kernel("decode_panels", "cuda", cuda.panels_refusal, lambda: cuda.decode_panels),
+        Kernel("decode_paper", "cuda", cuda.paper_refusal, lambda: cuda.decode_paper),
+        Kernel("unpack", "cuda", cuda.unpack_refusal, lambda: cuda.unpack_and_multiply),
+    ),
+    cost=cuda.cost,
     cases=(
         Case("columns-past-16-bits", "99%", _wide),
         Case("gaps-wider-than-a-delta", "90%", lambda: torch.eye(3, 2000).roll(1999, 1)),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from semisparse.errors import FormatError
-from semisparse.formats.ec_csr.layout import LANES, NO_SLOT
+from semisparse.formats.ec_csr.layout import LANES, NO_SLOT, sizes_of
 from semisparse.formats.ec_csr.walk import Bundles
 
 
@@ -20,8 +20,8 @@ def assemble(sets: list[Bundles], panels: Tensor, owners: int) -> dict[str, Tens
         panels: [panels, rows, K], the weights.
         owners: of a bundle's rows: 32 lanes, or 1 if they share them.
     Returns:
-        The stored tensors in wide dtypes, a delta a byte, offsets and slots from 0; ``row_slots`` and ``panel_bundles``
-        hold counts.
+        The stored tensors in wide dtypes, a delta a byte, the bundles without offsets; ``row_slots`` holds
+        counts, ``panels`` the panel of each bundle.
     Raises:
         FormatError: a panel needs more slots than 16 bits can number.
     """
@@ -31,7 +31,8 @@ def assemble(sets: list[Bundles], panels: Tensor, owners: int) -> dict[str, Tens
     order = _sorted(panel, -granularity, -vector, -columns)
     place = _inverse(order)
     panel, granularity, vector, columns = table[order].T
-    sizes = torch.stack((LANES * columns, LANES * columns * granularity, owners * granularity), 1)
+    table = torch.stack((granularity, vector, columns), 1)
+    sizes = sizes_of(table, owners)
     starts = sizes.cumsum(0) - sizes
     deltas, values, entries = (int(size) for size in sizes.sum(0))
     made = _Tensors(
@@ -50,10 +51,10 @@ def assemble(sets: list[Bundles], panels: Tensor, owners: int) -> dict[str, Tens
         "values": made.values,
         "deltas": made.deltas,
         "bases": made.bases,
-        "bundles": torch.cat((torch.stack((granularity, vector, columns), 1), starts), 1),
+        "bundles": table,
         "slots": slots,
         "row_slots": row_counts,
-        "panel_bundles": panel.bincount(minlength=count),
+        "panels": panel,
     }
 
 

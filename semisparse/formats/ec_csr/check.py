@@ -16,6 +16,7 @@ from semisparse.formats.ec_csr.layout import (
     PANEL_ROWS,
     layout_of,
     most_slots,
+    sizes_of,
     vector_of,
     widened,
 )
@@ -30,11 +31,10 @@ def check_content(packed: Packed) -> None:
         FormatError: names the tensor and what is wrong.
     """
     _check_table(packed)
-    _check_starts(packed, "row_slots", None)
+    _check_row_slots(packed)
     if layout_of(packed.params) == "paper":
         _check_slots(packed, packed.tensors["slots"].long())
     else:
-        _check_starts(packed, "panel_bundles", len(packed.tensors["bundles"]))
         found = most_slots(packed.tensors["row_slots"])
         if packed.params.get("panel_slots") != found:
             raise FormatError(f"params: panel_slots is {packed.params.get('panel_slots')!r}, the rows say {found}")
@@ -46,32 +46,34 @@ def _check_table(packed: Packed) -> None:
     """Check that the bundles fill deltas, values and slots one after another."""
     shared = layout_of(packed.params) == "paper"
     granularity, vector, columns = packed.tensors["bundles"][:, :FIRST_OFFSET].long().T
-    known = torch.tensor(GRANULARITIES, device=granularity.device)
-    _refuse_first(~torch.isin(granularity, known), "bundles", f"the granularity is none of {GRANULARITIES}")
+    sizes = GRANULARITIES[layout_of(packed.params)]
+    known = torch.tensor(sizes, device=granularity.device)
+    _refuse_first(~torch.isin(granularity, known), "bundles", f"the granularity is none of {sizes}")
+    coarsest = max([1, *granularity.tolist()])
+    if packed.params.get("granularity") != coarsest:
+        raise FormatError(f"params: granularity is {packed.params.get('granularity')!r}, the bundles say {coarsest}")
     if shared:
         _refuse_first((vector != SHORT_VECTOR) & (vector != LONG_VECTOR), "bundles", "the vector is neither 1 nor 4")
-    for size in GRANULARITIES:
+    for size in () if shared else sizes:
         wanted = vector_of(size, packed.dtype)
         bad = (granularity == size) & (vector != wanted)
-        if not shared:
-            _refuse_first(bad, "bundles", f"the vector is not {wanted}, as {size} rows of {packed.dtype} ask")
+        _refuse_first(bad, "bundles", f"the vector is not {wanted}, as {size} rows of {packed.dtype} ask")
     _refuse_first((columns < 0) | (columns % vector != 0), "bundles", "the columns are no multiple of the vector")
-    sizes = torch.stack((LANES * columns, LANES * columns * granularity, granularity * (1 if shared else LANES)), 1)
-    ends = sizes.cumsum(0)
+    counts = sizes_of(torch.stack((granularity, vector, columns), 1), 1 if shared else LANES)
+    ends = counts.cumsum(0)
     for at, name in enumerate(("deltas", "values", "slots")):
         total = int(ends[-1, at]) if len(ends) else 0
         if total != packed.params[name]:
             raise FormatError(f"tensor bundles describes {total} {name}, params say {packed.params[name]}")
-    wrong = packed.tensors["bundles"][:, FIRST_OFFSET:] != ends - sizes
+    wrong = packed.tensors["bundles"][:, FIRST_OFFSET:] != ends - counts
     _refuse_first(wrong, "bundles", f"one of {', '.join(FIELDS[FIRST_OFFSET:])} is not where the bundle before it ends")
 
 
-def _check_starts(packed: Packed, name: str, total: int | None) -> None:
-    starts = packed.tensors[name].long()
-    if starts[0] != 0 or (total is not None and starts[-1] != total):
-        expected = "0" if total is None else f"0 to {total}"
-        raise FormatError(f"tensor {name} runs from {int(starts[0])} to {int(starts[-1])}, expected {expected}")
-    _refuse_first(starts.diff() < 0, name, "a start is before the one before it")
+def _check_row_slots(packed: Packed) -> None:
+    starts = packed.tensors["row_slots"].long()
+    if starts[0] != 0:
+        raise FormatError(f"tensor row_slots begins with {int(starts[0])}, expected 0")
+    _refuse_first(starts.diff() < 0, "row_slots", "a row's slots begin before those of the row before it")
 
 
 def _slots_of_panels(packed: Packed) -> Tensor:

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from semisparse.formats.base import Packed
 from semisparse.formats.ec_csr.layout import (
+    FIRST_OFFSET,
     LANES,
     NO_SLOT,
     PANEL_ROWS,
     delta_bits_of,
     layout_of,
+    sizes_of,
     widened,
 )
 
@@ -82,9 +84,11 @@ def rows_of_slots(packed: Packed) -> Tensor:
 
 
 def panel_of_slots(packed: Packed) -> Tensor:
-    bundles = packed.tensors["panel_bundles"].long().diff()
-    panel = torch.arange(len(bundles), device=bundles.device).repeat_interleave(bundles)
-    return panel.repeat_interleave(LANES * packed.tensors["bundles"][:, 0].long())
+    """Give the panel of each slot of the layout `panels`."""
+    table = packed.tensors["bundles"].long()
+    slots = sizes_of(table[:, :FIRST_OFFSET], LANES)[:, 2]
+    panel = torch.arange(len(table), device=table.device) // int(packed.params["panel_bundles"])
+    return panel.repeat_interleave(slots)
 
 
 def decode(packed: Packed) -> Iterator[Decoded]:

@@ -73,17 +73,17 @@ def steps_of(blocks: Blocks, delta_bits: int) -> Steps:
     return Steps(block[source], stepped, real, counts)
 
 
-def bundles_of_panels(blocks: Blocks, delta_bits: int, clip: int, dtype: torch.dtype) -> list[Bundles]:
+def bundles_of_panels(blocks: Blocks, delta_bits: int, clip: Tensor, dtype: torch.dtype) -> list[Bundles]:
     """Give each lane a block of its own, or a part of one.
 
-    Blocks are clipped into parts of at most ``clip`` loads, as equal as loads allow; a panel's parts are sorted by
-    length, and every 32 make a bundle.
+    Blocks are clipped into parts as near to their panel's ``clip`` ([panels] float) loads as equal parts can be; a
+    panel's parts are sorted by length, and every 32 make a bundle.
     """
     if not len(blocks.panels):
         return []
     steps, vector = steps_of(blocks, delta_bits), vector_of(blocks.granularity, dtype)
     loads = -(-steps.counts // vector)
-    parts = -(-loads // clip)
+    parts = (loads / clip[blocks.panels]).round().long().clamp(min=1)
     first_part, total = parts.cumsum(0) - parts, int(parts.sum())
     within = _rank(steps.block, steps.counts)
     load = within // vector
