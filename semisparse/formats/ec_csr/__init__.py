@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from semisparse.formats.base import Case, Format, Kernel
-from semisparse.formats.ec_csr import check, cuda, layout, pack, read
+from semisparse.formats.ec_csr import cuda, layout, pack
 from semisparse.patterns import Pattern
 from semisparse.patterns.unstructured import Unstructured
 
@@ -29,12 +29,12 @@ FORMAT = Format(
     specs=layout.specs,
     counts=layout.counts,
     pack_weight=pack.pack_weight,
-    unpack=read.unpack,
-    check_content=check.check_content,
+    unpack=pack.unpack,
+    check_content=pack.check_content,
     kernels=(
-        Kernel("decode_panels", "cuda", cuda.panels_refusal, lambda: cuda.decode_panels),
+        Kernel("decode_banks", "cuda", cuda.banks_refusal, lambda: cuda.decode_banks),
         Kernel("decode_paper", "cuda", cuda.paper_refusal, lambda: cuda.decode_paper),
-        Kernel("unpack", "cuda", cuda.unpack_refusal, lambda: cuda.unpack_and_multiply),
+        Kernel("unpack_banks", "cuda", cuda.unpack_refusal, lambda: cuda.unpack_and_multiply),
     ),
     cost=cuda.cost,
     cases=(

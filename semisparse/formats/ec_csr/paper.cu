@@ -4,34 +4,46 @@
 // Where the paper adds to y atomically, each block's sums go to slots of their own, and a second kernel adds those of each
 // row in order: every run gives the same bits.
 //
-// Compiled for SCALAR, TOKENS, DELTA_BITS, AHEAD (walk.cuh), COARSEST (the most rows of a block), INDEX (unsigned short or
+// Compiled for SCALAR, TOKENS, DELTA_BITS (load.cuh), COARSEST (the most rows of a block), INDEX (unsigned short or
 // unsigned int, of base columns) and WARPS.
 
-#include "walk.cuh"
+#include "load.cuh"
 
-struct GlobalX {
-    static constexpr int kUnit = 1;
-    const SCALAR* x[TOKENS];
-
-    __device__ __forceinline__ void get(Word column, float (&out)[TOKENS]) const {
-#pragma unroll
-        for (int token = 0; token < TOKENS; ++token) out[token] = to_float(__ldg(x[token] + column));
-    }
+struct Bundle {
+    int granularity, vector, columns, first_delta, first_value, first_slot;
 };
 
-struct Block {
-    Bundle bundle;
+struct Operands {
+    const SCALAR* x[TOKENS];
     const SCALAR* values;
     const unsigned char* deltas;
     const int* slots;
-    Word base;
-    int lane;
+    float* partial;
 };
 
 template <int GRANULARITY, int VECTOR>
-__device__ __forceinline__ void compute(const Block& block, const GlobalX& x, float* partial) {
+__device__ __forceinline__ void compute(const Operands& of, const Bundle& bundle, Word column, int lane) {
+    const Loads<GRANULARITY, VECTOR> from(of.values, of.deltas, bundle.first_value, bundle.first_delta);
+    const int count = bundle.columns / VECTOR;
     float sums[GRANULARITY][TOKENS] = {};
-    Walk<GRANULARITY, VECTOR, GlobalX>(block.bundle, block.values, block.deltas, block.lane).run(block.base, x, sums);
+    Load<GRANULARITY, VECTOR> coming = from.get(0, lane);
+    for (int at = 0; at < count; ++at) {
+        const Load<GRANULARITY, VECTOR> now = coming;
+        if (at + 1 < count) coming = from.get(at + 1, lane);
+#pragma unroll
+        for (int step = 0; step < VECTOR; ++step) {
+            const Word place = now.place_of(column, step + 1);
+#pragma unroll
+            for (int token = 0; token < TOKENS; ++token) {
+                const float feature = to_float(__ldg(of.x[token] + place));
+#pragma unroll
+                for (int row = 0; row < GRANULARITY; ++row) {
+                    sums[row][token] += scalar_of(now.values, step * GRANULARITY + row) * feature;
+                }
+            }
+        }
+        column = now.place_of(column, VECTOR);
+    }
 #pragma unroll
     for (int row = 0; row < GRANULARITY; ++row) {
 #pragma unroll
@@ -39,15 +51,15 @@ __device__ __forceinline__ void compute(const Block& block, const GlobalX& x, fl
             float sum = sums[row][token];
 #pragma unroll
             for (int step = kWarp / 2; step > 0; step /= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
-            if (block.lane == 0) partial[(long long)block.slots[row] * TOKENS + token] = sum;
+            if (lane == 0) of.partial[(long long)of.slots[bundle.first_slot + row] * TOKENS + token] = sum;
         }
     }
 }
 
 template <int GRANULARITY>
-__device__ __forceinline__ void compute_vectors(const Block& block, const GlobalX& x, float* partial) {
-    if (block.bundle.vector == 4) return compute<GRANULARITY, 4>(block, x, partial);
-    compute<GRANULARITY, 1>(block, x, partial);
+__device__ __forceinline__ void compute_vectors(const Operands& of, const Bundle& bundle, Word column, int lane) {
+    if (bundle.vector == 4) return compute<GRANULARITY, 4>(of, bundle, column, lane);
+    compute<GRANULARITY, 1>(of, bundle, column, lane);
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * kWarp) semisparse_ec_csr_paper(
@@ -63,23 +75,22 @@ extern "C" __global__ void __launch_bounds__(WARPS * kWarp) semisparse_ec_csr_pa
     const int number = blockIdx.x * WARPS + threadIdx.x / kWarp;
     if (number >= count) return;
     const int lane = threadIdx.x % kWarp;
-    GlobalX rows;
+    Operands of{{}, values, deltas, slots, partial + (long long)blockIdx.y * slot_count * TOKENS};
     // Tokens past m repeat the last one and are not stored.
 #pragma unroll
-    for (int token = 0; token < TOKENS; ++token) rows.x[token] = x + (long long)min((int)blockIdx.y * TOKENS + token, m - 1) * k;
+    for (int token = 0; token < TOKENS; ++token) of.x[token] = x + (long long)min((int)blockIdx.y * TOKENS + token, m - 1) * k;
     const Bundle bundle = bundles[number];
-    const Block block{bundle, values, deltas, slots + bundle.first_slot, bases[number * kWarp + lane], lane};
-    float* sums = partial + (long long)blockIdx.y * slot_count * TOKENS;
+    const Word column = bases[number * kWarp + lane];
 #if COARSEST >= 8
-    if (bundle.granularity == 8) return compute_vectors<8>(block, rows, sums);
+    if (bundle.granularity == 8) return compute_vectors<8>(of, bundle, column, lane);
 #endif
 #if COARSEST >= 4
-    if (bundle.granularity == 4) return compute_vectors<4>(block, rows, sums);
+    if (bundle.granularity == 4) return compute_vectors<4>(of, bundle, column, lane);
 #endif
 #if COARSEST >= 2
-    if (bundle.granularity == 2) return compute_vectors<2>(block, rows, sums);
+    if (bundle.granularity == 2) return compute_vectors<2>(of, bundle, column, lane);
 #endif
-    compute_vectors<1>(block, rows, sums);
+    compute_vectors<1>(of, bundle, column, lane);
 }
 
 extern "C" __global__ void semisparse_ec_csr_add(
