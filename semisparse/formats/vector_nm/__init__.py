@@ -1,4 +1,4 @@
-"""Format ``vector_nm`` (NM-SpMM): of every window of vectors along K a fixed number is kept. README.md gives the bytes."""
+"""Format ``vector_nm`` (NM-SpMM): of every window of vectors along K some are kept. README.md gives the bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ FORMAT = Format(
     check_content=pack.check_content,
     kernels=(
         Kernel("cpu", "cpu", cpu.supports, lambda: cpu.gather_and_multiply),
+        # `unpack` stands first until the others have passed `make test-gpu`: they have run emulated only.
         Kernel("unpack", "cuda", cuda.unpack_refusal, lambda: cuda.unpack_and_multiply),
+        Kernel("decode", "cuda", cuda.decode_refusal, lambda: cuda.decode),
+        Kernel("tensor", "cuda", cuda.tensor_refusal, lambda: cuda.multiply),
+        Kernel("simt", "cuda", cuda.simt_refusal, lambda: cuda.multiply),
     ),
     cases=(
         Case("half-of-32", "16:32v32", lambda: torch.ones(70, 172) * (torch.arange(172) % 2)),

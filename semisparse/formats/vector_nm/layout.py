@@ -1,4 +1,4 @@
-"""Which patterns fit, and how large the stored tensors are: groups of rows, windows of columns, slots for kept vectors."""
+"""Which patterns fit, and how large the stored tensors are: groups of rows, windows of columns, slots of vectors."""
 
 from __future__ import annotations
 
