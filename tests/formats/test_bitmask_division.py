@@ -34,7 +34,7 @@ def test_every_division_fits_and_covers(m, row_tiles, column_tiles, keep, gpu):
 @pytest.mark.parametrize(
     ("n", "k", "m", "expected"),
     [
-        (4096, 4096, 1, (6, 1, 2, 256)),
+        (4096, 4096, 1, (4, 1, 2, 256)),
         (11008, 4096, 1, (8, 1, 2, 264)),
         (4096, 11008, 1, (6, 2, 2, 128)),
         (28672, 8192, 1, (16, 1, 2, 132)),

@@ -10,8 +10,13 @@ from semisparse.patterns import parse_pattern
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
 BITMASK = get_format("bitmask")
-ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 1e-6}
-"""Relative error of one rounding to the output's dtype; products of 16-bit numbers are exact in float32's sums."""
+ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 2**-24}
+"""Relative error of one rounding to the output's dtype."""
+
+
+def sums_error(k: int) -> float:
+    """Give the relative error of a sum of exact products, 16 columns at a time: tensor cores cut off, always downwards."""
+    return k / 16 * 2**-24
 
 
 def packed_and_x(n, k, keep, m, dtype):
@@ -42,7 +47,7 @@ def test_decode_agrees_with_float64(n, k, keep, m, dtype):
     expected = x.cpu().double() @ weight.double().T + bias.double()
     for out in (dtype, torch.float32):
         y = poisoned(tiled.decode, x, packed, bias.cuda(), out_dtype=out).cpu().double()
-        assert (y - expected).norm() <= 2 * ROUNDING[out] * expected.norm()
+        assert (y - expected).norm() <= (2 * ROUNDING[out] + sums_error(k)) * expected.norm()
 
 
 @pytest.mark.parametrize(("n", "k", "keep"), [(64, 512, 32), (33, 701, 31), (1, 1, 64), (257, 4100, 5)])

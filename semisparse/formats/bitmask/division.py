@@ -84,7 +84,7 @@ def _preferred(m: int, few_rows: bool, column_tiles: int) -> tuple[int, int, int
         return (6, 1, 2) if m <= 8 else (3, 1, 2)
     if column_tiles <= 16:
         # Every warp has one or two column tiles, so that x stays in its place: 8.4 us for 10.5 at 4096 x 4096, m = 8.
-        return (6, 1, 2) if m == 1 and few_rows else (8, 1, 2)
+        return (4, 1, 2) if m == 1 and few_rows else (8, 1, 2)
     if m > 8:
         return 4, 2, 2
     if few_rows:
