@@ -23,6 +23,7 @@ from semisparse.compress import (
     LayerReport,
     Progress,
     Recipe,
+    Trained,
     calibration_batches,
     compress_blocks,
     fingerprint,
@@ -90,6 +91,8 @@ class CompressionReport:
         seconds: wall time of this run.
         search: what the search over the layers found, None without one: ``uniform_kl`` and ``kl`` (nats a token, on
             its tokens), ``evaluations`` and ``tokens``.
+        tuning: one mapping a tuning of this run: stage, held-out loss before and after, steps, failure, seconds and
+            peak_bytes (of GPU memory).
     """
 
     layers: list[dict[str, Any]]
@@ -97,6 +100,7 @@ class CompressionReport:
     bytes_after: int
     seconds: float
     search: dict[str, Any] | None
+    tuning: list[dict[str, Any]]
 
     def to_dict(self) -> dict[str, Any]:
         """Give the report as plain JSON values."""
@@ -260,24 +264,25 @@ def compress(
             raise InputError("calibration text needs the model's tokenizer")
         length = _seqlen(dense, seqlen)
         batches = calibration_batches(tokenizer, calibration, samples=samples, seqlen=length, seed=seed)
-    run = partial(_run_recipe, dense, batches, plan, seed=seed, device=place, progress=progress)
+    tuning: list[dict[str, Any]] = []
+    run = partial(_run_recipe, dense, batches, plan, tuning, seed=seed, device=place, progress=progress)
     if out is None:
         block = run(journal=None)
         mark_compressed(dense, block)
-        return _report(block, time.perf_counter() - start)
+        return _report(block, time.perf_counter() - start, tuning)
 
     out = Path(out).absolute()
     identity = fingerprint(dense, batches, plan, seed=seed, device=place)
     finished = _finished(out, identity) if resume else None
     if finished is not None:
-        return _report(finished, time.perf_counter() - start)
+        return _report(finished, time.perf_counter() - start, tuning)
     checkpoint.refuse_existing(out)
     with _job(out, resume) as job:
         block = run(journal=Journal(job, identity)) | {"origin": identity}
         mark_compressed(dense, block)
         _write(dense, tokenizer, source, out, job)
         shutil.rmtree(job)
-    return _report(block, time.perf_counter() - start)
+    return _report(block, time.perf_counter() - start, tuning)
 
 
 def _seqlen(model: PreTrainedModel, seqlen: int | None) -> int:
@@ -309,19 +314,24 @@ def _run_recipe(
     model: PreTrainedModel,
     batches: Sequence[Tensor],
     plan: Recipe,
+    tuning: list[dict[str, Any]],
     *,
     seed: int,
     device: torch.device,
     progress: Progress,
     journal: Journal | None,
 ) -> dict[str, Any]:
-    """Replace the layers by compressed ones, and give the config block that describes them."""
+    """Replace the layers by compressed ones, note each tuning, and give the config block that describes them."""
+
+    def trained(stage: str, found: Trained) -> None:
+        tuning.append({"stage": stage, **asdict(found)})
+
     run: dict[str, Any] = {"device": device, "progress": progress, "journal": journal}
     found = None
     if plan.search != "none":
         found = search_patterns(model, batches, plan, seed=seed, accepts=partial(_can_store, plan), **run)
     patterns = found.patterns if found else None
-    reports = compress_blocks(model, batches, plan, seed=seed, patterns=patterns, **run)
+    reports = compress_blocks(model, batches, plan, seed=seed, patterns=patterns, trained=trained, **run)
     return _pack_layers(model, plan, reports, found)
 
 
@@ -345,7 +355,7 @@ def _pack_layers(
     return settings | {"layers": layers, "search": found.measured() if found else None}
 
 
-def _report(block: Mapping[str, Any], seconds: float) -> CompressionReport:
+def _report(block: Mapping[str, Any], seconds: float, tuning: list[dict[str, Any]]) -> CompressionReport:
     rows, before, after = [], 0, 0
     for name, packed in checkpoint.read_block(block).items():
         entry = block["layers"][name]
@@ -353,7 +363,7 @@ def _report(block: Mapping[str, Any], seconds: float) -> CompressionReport:
         rows.append({"name": name, **shown, "bits_per_weight": packed.bits_per_weight})
         before += packed.shape[0] * packed.shape[1] * packed.dtype.itemsize
         after += packed.nbytes
-    return CompressionReport(rows, before, after, seconds, block.get("search"))
+    return CompressionReport(rows, before, after, seconds, block.get("search"), tuning)
 
 
 def _finished(out: Path, identity: Mapping[str, str]) -> dict[str, Any] | None:

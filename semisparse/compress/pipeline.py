@@ -16,7 +16,7 @@ from semisparse.compress.journal import Journal
 from semisparse.compress.prune import magnitude, prune_layer, require_finite
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import LayerReport, Progress
-from semisparse.compress.tune import cut_for_steps, tune_block
+from semisparse.compress.tune import Trained, cut_for_steps, tune_block, tune_end_to_end
 from semisparse.compress.walk import (
     Block,
     Tokens,
@@ -41,6 +41,7 @@ def compress_blocks(
     patterns: Mapping[str, Pattern] | None = None,
     progress: Progress = lambda stage, done, total: None,
     journal: Journal | None = None,
+    trained: Callable[[str, Trained], None] = lambda stage, found: None,
 ) -> list[LayerReport]:
     """Prune and tune the linear layers of a causal language model's decoder blocks, in place.
 
@@ -57,13 +58,13 @@ def compress_blocks(
         patterns: by module name, for the layers whose pattern is not the recipe's.
         progress: called before each block, after each layer and, while a block is tuned, with its steps.
         journal: keeps finished blocks, and gives those of an interrupted run.
+        trained: told what each tuning of this run did.
 
     Raises:
         InputError: the model, a weight or the batches cannot be used.
         PatternError: `recipe.prune` is ``none`` and a weight does not obey its pattern.
     """
     blocks = list_blocks(model, recipe, patterns or {})
-    total = sum(len(block.patterns) for block in blocks)
     if recipe.prune == "none":
         return [report for block in blocks for report in _check_block(block)]
     if recipe.prune == "magnitude" and recipe.tune == "none" and not batches:
@@ -73,27 +74,61 @@ def compress_blocks(
         batches = cut_for_steps(batches)
     model.eval()
     device = torch.device(device)
-    reports: list[LayerReport] = []
     with torch.no_grad(), full_float32():
         tokens = start_tokens(model, blocks, batches, recipe, device)
-        for index, block in enumerate(blocks):
-            stage = f"block {index + 1} of {len(blocks)}"
-            progress(stage, len(reports), total)
-            dense = block.copy(device)
-            finished = _restore(block, index, journal) if journal else None
-            if finished is None:
-                finished = []
-                for report in _compress_block(block, dense, tokens, index, recipe):
-                    finished.append(report)
-                    progress(stage, len(reports) + len(finished), total)
-                if recipe.tune != "none":
-                    steps_done = partial(progress, f"{stage}, tuning")
-                    finished = _tune_block(block, dense, tokens, index, recipe, finished, seed + index, steps_done)
-                if journal:
-                    journal.save(index, {name: block.weight(name) for name in block.patterns}, finished)
-            reports += finished
-            advance(tokens, index, block.copy(device), dense)
-    return reports
+        reports = [
+            report
+            for finished in _compress_in_turn(blocks, tokens, recipe, seed, progress, journal, trained)
+            for report in finished
+        ]
+        if recipe.tune != "bqpo+e2e":
+            return reports
+        found, reports = tune_end_to_end(
+            model,
+            batches,
+            reports,
+            rate=recipe.tune_rate,
+            epochs=recipe.tune_epochs,
+            seed=seed,
+            device=device,
+            dtype=torch.float32 if device.type == "cpu" else next(model.parameters()).dtype,
+            progress=partial(progress, "tuning end to end"),
+        )
+        trained("end to end", found)
+        return reports
+
+
+def _compress_in_turn(
+    blocks: Sequence[Block],
+    tokens: Tokens,
+    recipe: Recipe,
+    seed: int,
+    progress: Progress,
+    journal: Journal | None,
+    trained: Callable[[str, Trained], None],
+) -> Iterator[list[LayerReport]]:
+    """Compress one block after another, each on the tokens as the blocks before it leave them."""
+    done, total = 0, sum(len(block.patterns) for block in blocks)
+    for index, block in enumerate(blocks):
+        stage = f"block {index + 1} of {len(blocks)}"
+        progress(stage, done, total)
+        device = tokens.compressed[0].device
+        dense = block.copy(device)
+        finished = _restore(block, index, journal) if journal else None
+        if finished is None:
+            finished = []
+            for report in _compress_block(block, dense, tokens, index, recipe):
+                finished.append(report)
+                progress(stage, done + len(finished), total)
+            if recipe.tune != "none":
+                steps_done = partial(progress, f"{stage}, tuning")
+                found, finished = _tune_block(block, dense, tokens, index, recipe, finished, seed + index, steps_done)
+                trained(stage, found)
+            if journal:
+                journal.save(index, {name: block.weight(name) for name in block.patterns}, finished)
+        yield finished
+        done += len(finished)
+        advance(tokens, index, block.copy(device), dense)
 
 
 def _check_block(block: Block) -> Iterator[LayerReport]:
@@ -154,8 +189,8 @@ def _tune_block(
     pruned: Sequence[LayerReport],
     seed: int,
     progress: Callable[[int, int], None],
-) -> list[LayerReport]:
-    """Train the kept weights of a pruned block, and give its reports anew."""
+) -> tuple[Trained, list[LayerReport]]:
+    """Train the kept weights of a pruned block, and give what that did and the block's reports anew."""
     dense_inputs, calls = tokens.dense or [], tokens.calls[index]
     tuned = block.copy(tokens.compressed[0].device)
     scales = {report.name.removeprefix(f"{block.prefix}."): report.scales for report in pruned}
@@ -176,7 +211,7 @@ def _tune_block(
         weight.copy_(weight_of(tuned.get_submodule(name))).add_(0)
         outcome = f"{report.outcome}, bqpo {found.outcome}"
         reports.append(replace(report, density=_density(weight), error=None, outcome=outcome, scales=rounding))
-    return reports
+    return found, reports
 
 
 def _density(weight: Tensor) -> float:

@@ -17,7 +17,7 @@ KNOWN_VALUES: dict[str, tuple[str, ...]] = {
     "prune": ("magnitude", "wanda", "sparsegpt", "none"),
     "quant": ("none", "int8", "fp8", *GROUP_KINDS),
     "search": ("evolution", "rheosparse", "none"),
-    "tune": ("bqpo", "none"),
+    "tune": ("bqpo", "bqpo+e2e", "none"),
     "refine": ("cg", "none"),
     "order": ("windows", "columns"),
     "target": ("residual", "local"),
@@ -47,7 +47,8 @@ class Recipe:
         format: name of the format that stores the result, or ``auto``.
         search: how density is spread over the layers, the kept weights of all together being those of `pattern`:
             ``evolution``, ``rheosparse`` (the paper's) or ``none``.
-        tune: how the kept weights are trained: ``bqpo`` block by block, towards the dense block's outputs.
+        tune: how the kept weights are trained: ``bqpo`` block by block, towards the dense block's outputs; with
+            ``bqpo+e2e`` then the scales and zero points of rounded groups, on the language-model loss.
         ignore: glob patterns over module names; what they match stays dense.
         refine: ``cg`` solves the kept weights again, by conjugate gradients, after the last column is pruned.
         order: ``windows`` prunes first the windows that lose most; ``columns`` goes from left to right.
@@ -94,6 +95,8 @@ class Recipe:
                     f"{key}={getattr(self, key)} needs the dense model, and prune=none takes one that was pruned "
                     f"elsewhere; set {key}=none, or another prune"
                 )
+        if self.tune == "bqpo+e2e" and not self.code_bits:
+            raise RecipeError(f"tune=bqpo+e2e trains the scales of rounded groups, quant={self.quant} has none; set w4")
         try:
             pattern = parse_pattern(self.pattern)
         except PatternError as error:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import semisparse
 from semisparse.errors import FormatError, RecipeError
-from semisparse.formats import registry
+from semisparse.formats import linear, registry
 from semisparse.formats.base import Packed
 from semisparse.patterns import parse_pattern
 from semisparse.quant.group import KINDS, GroupScales, scales_of
@@ -139,8 +139,20 @@ def test_masks_and_scales_from_a_stranger_are_checked():
 
 
 def test_a_recipe_needs_a_kind_that_the_format_stores():
-    for settings in (["quant=none"], ["quant=int8"], ["format=bitmask"], ["format=auto"]):
+    for setting in ("quant=none", "quant=int8", "format=bitmask", "format=auto"):
         with pytest.raises(RecipeError, match="does not store quant="):
-            semisparse.api.read_recipe("gqsa", settings)
+            semisparse.api.read_recipe("gqsa", ["tune=bqpo", setting])
     with pytest.raises(RecipeError, match="rounds the groups of a pattern"):
         semisparse.api.read_recipe("rheosparse", ["quant=w4"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_cpu_kernel_reads_every_kind_and_size(kind: str, dtype: torch.dtype):
+    for size in SIZES if kind != "w3" else SIZES[1:]:
+        packed = GQS.pack(sparse(21, 150, size, 50).to(dtype), f"g{size}@50%", kind=kind)
+        x = torch.randn(3, 150, generator=torch.Generator().manual_seed(1))
+        found = linear(x, packed, kernel="cpu")
+        weight = packed.unpack().double()
+        bound = (150 + 2) * 2.0**-24 * (x.double().abs() @ weight.abs().T)
+        assert ((found.double() - x.double() @ weight.T).abs() <= bound + 1e-30).all(), size

@@ -15,6 +15,9 @@ from semisparse.compress.tune.rounded import end_rounding, round_while_training
 from semisparse.compress.tune.training import Trained, train
 from semisparse.quant.group import GroupScales
 
+SCALE_RATE = 0.3
+"""Learning rate of scales and zero points, as a share of the weights'."""
+
 
 def tune_block(
     block: nn.Module,
@@ -56,7 +59,7 @@ def tune_block(
     layers = {name: block.get_submodule(name) for name in scales}
     groups = [_weights(layer, rate) for layer in layers.values()]
     roundings = {name: round_while_training(layers[name], given) for name, given in scales.items() if given}
-    groups += [rounding.group(rate) for rounding in roundings.values()]
+    groups += [rounding.group(SCALE_RATE * rate) for rounding in roundings.values()]
     trained = train(groups, loss, tokens, epochs=epochs, seed=seed, progress=progress)
     for name in roundings:
         end_rounding(layers[name])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from semisparse.formats.base import Case, Format, Kernel
-from semisparse.formats.gqs import cuda, pack
+from semisparse.formats.gqs import cpu, cuda, pack
 from semisparse.formats.gqs.regroup import regroup
 from semisparse.quant.group import KINDS
 
@@ -21,6 +21,7 @@ FORMAT = Format(
     check_content=pack.check_content,
     # `decode` comes last, where only its name finds it, until it has passed its tests on a GPU.
     kernels=(
+        Kernel("cpu", "cpu", cpu.supports, cpu.load),
         Kernel("unpack", "cuda", cuda.unpack_refusal, lambda: cuda.unpack_and_multiply),
         Kernel("decode", "cuda", cuda.decode_refusal, lambda: cuda.decode),
     ),
@@ -32,7 +33,7 @@ FORMAT = Format(
         Case("large-groups", "g128@80%", lambda: torch.ones(3, 300) * (torch.arange(300) < 128)),
     ),
     recipes={
-        "gqsa": {"pattern": "g16@50%", "prune": "sparsegpt", "quant": "w4", "format": "gqs", "tune": "bqpo"},
+        "gqsa": {"pattern": "g16@50%", "prune": "sparsegpt", "quant": "w4", "format": "gqs", "tune": "bqpo+e2e"},
     },
     lossless=False,
     regroup=regroup,

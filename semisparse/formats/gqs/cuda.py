@@ -39,7 +39,7 @@ def _defines(dtype: torch.dtype, bits: int, sets: int, aligned: bool) -> Defines
         "BITS": bits,
         "SETS": sets,
         "WARPS": WARPS,
-        "BATCH": BATCH,
+        "BATCH": BATCH // sets,
         "ALIGNED": int(aligned),
     }
 
