@@ -14,6 +14,7 @@ FORMAT = Format(
     accepts=layout.accepts,
     specs=layout.specs,
     counts=layout.counts,
+    grain=layout.grain,
     pack_weight=pack.pack_weight,
     unpack=pack.unpack,
     check_content=pack.check_content,
