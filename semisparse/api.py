@@ -108,7 +108,7 @@ class CompressionReport:
 
 
 def pack(weight: Tensor, format: str, pattern: str | Pattern, **options: Any) -> Packed:
-    """Store a weight in a format.
+    """Store a weight in a format, in the layout that the kernels of its device want.
 
     Args:
         weight: [N, K], float16, bfloat16 or float32, obeying the pattern.
@@ -118,6 +118,10 @@ def pack(weight: Tensor, format: str, pattern: str | Pattern, **options: Any) ->
     Raises:
         InputError: the format is unknown or cannot store this; `PatternError` names the row and block.
     """
+    return _pack_for_disk(weight, format, pattern, **options).to(weight.device)
+
+
+def _pack_for_disk(weight: Tensor, format: str, pattern: str | Pattern, **options: Any) -> Packed:
     pattern = parse_pattern(pattern)
     name = _smallest_format(weight, pattern) if format == "auto" else format
     return get_format(name).pack(weight, pattern, **options)
@@ -176,7 +180,7 @@ def evaluate(
         baseline: the dense model, for the KL divergence.
         text: a file or documents, as `token_chunks` cuts them.
         seqlen: tokens in a chunk; by default the model's context, 2048 at most.
-        tasks: names of lm-eval tasks.
+        tasks: names of lm-eval tasks, or YAML files of one's own.
         progress: called with (chunks done, all chunks).
     Returns:
         ``nll`` (nats a token), ``perplexity``, ``tokens`` and ``kl`` (None without a baseline) if there is a text;
@@ -220,7 +224,7 @@ def compress(
     out: str | Path | None = None,
     *,
     settings: Sequence[str] = (),
-    samples: int = 128,
+    samples: int | None = None,
     seqlen: int | None = None,
     device: str = "auto",
     seed: int = 0,
@@ -236,7 +240,7 @@ def compress(
         calibration: a text file or documents.
         out: the directory to write; it is whole or absent. Unfinished work lies in ``<out>.partial``.
         settings: changes to the recipe, ``key=value`` each.
-        samples: calibration sequences.
+        samples: calibration sequences; by default as many as hold 262,144 tokens.
         seqlen: tokens in one; by default the model's context, 2048 at most.
         device: where the arithmetic runs, a block at a time: ``auto``, ``cpu`` or ``cuda``.
         seed: of everything drawn at random.
@@ -324,7 +328,7 @@ def _run_recipe(
 
     run: dict[str, Any] = {"device": device, "progress": progress, "journal": journal}
     found = None
-    if plan.search != "none" and plan.prune != "none":
+    if plan.search != "none":
         found = search_patterns(model, batches, plan, seed=seed, accepts=partial(_can_store, plan), **run)
     patterns = found.patterns if found else None
     reports = compress_blocks(model, batches, plan, seed=seed, patterns=patterns, trained=trained, **run)
@@ -343,7 +347,7 @@ def _pack_layers(
     for report in reports:
         weight = weight_of(model.get_submodule(report.name))
         options = _pack_options(plan) | ({"scales": report.scales} if report.scales else {})
-        packed = pack(weight, plan.format, report.pattern, **options)
+        packed = _pack_for_disk(weight, plan.format, report.pattern, **options)
         replace_linear(model, report.name, packed)
         measured = {"density": report.density, "error": report.error, "outcome": report.outcome}
         layers[report.name] = checkpoint.describe(packed) | measured

@@ -23,7 +23,9 @@ def compress(
     calib: Annotated[
         Path | None, typer.Option("--calib", help="Calibration text: .txt, or .jsonl with a document a line in 'text'.")
     ] = None,
-    samples: Annotated[int, typer.Option("--samples", help="Calibration sequences.")] = 128,
+    samples: Annotated[
+        int | None, typer.Option("--samples", help="Calibration sequences; by default 262,144 tokens of them.")
+    ] = None,
     seqlen: Annotated[
         int | None, typer.Option("--seqlen", help="Tokens in one; by default the model's context, 2048 at most.")
     ] = None,

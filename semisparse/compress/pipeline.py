@@ -21,7 +21,6 @@ from semisparse.compress.walk import (
     Block,
     Tokens,
     advance,
-    compute_dtype,
     full_float32,
     layers_in_turn,
     list_blocks,
@@ -55,7 +54,7 @@ def compress_blocks(
             alone (``none``, ``magnitude``).
         recipe: what to do.
         seed: of the order in which tuning sees the batches.
-        device: where to compute; in float32 on a CPU, in the model's dtype elsewhere.
+        device: where to compute, in float32.
         patterns: by module name, for the layers whose pattern is not the recipe's.
         progress: called before each block, after each layer and, while a block is tuned, with its steps.
         journal: keeps finished blocks, and gives those of an interrupted run.
@@ -75,9 +74,8 @@ def compress_blocks(
         batches = cut_for_steps(batches)
     model.eval()
     device = torch.device(device)
-    dtype = compute_dtype(model, device)
     with torch.no_grad(), full_float32():
-        tokens = start_tokens(model, blocks, batches, recipe, device, dtype)
+        tokens = start_tokens(model, blocks, batches, recipe, device)
         reports = [
             report
             for finished in _compress_in_turn(blocks, tokens, recipe, seed, progress, journal, trained)
@@ -93,7 +91,6 @@ def compress_blocks(
             epochs=recipe.tune_epochs,
             seed=seed,
             device=device,
-            dtype=dtype,
             progress=partial(progress, "tuning end to end"),
         )
         trained("end to end", found)
@@ -114,8 +111,8 @@ def _compress_in_turn(
     for index, block in enumerate(blocks):
         stage = f"block {index + 1} of {len(blocks)}"
         progress(stage, done, total)
-        device, dtype = tokens.compressed[0].device, tokens.compressed[0].dtype
-        dense = block.copy(device, dtype)
+        device = tokens.compressed[0].device
+        dense = block.copy(device)
         finished = _restore(block, index, journal) if journal else None
         if finished is None:
             finished = []
@@ -130,7 +127,7 @@ def _compress_in_turn(
                 journal.save(index, {name: block.weight(name) for name in block.patterns}, finished)
         yield finished
         done += len(finished)
-        advance(tokens, index, block.copy(device, dtype), dense)
+        advance(tokens, index, block.copy(device), dense)
 
 
 def _check_block(block: Block) -> Iterator[LayerReport]:
@@ -194,7 +191,7 @@ def _tune_block(
 ) -> tuple[Trained, list[LayerReport]]:
     """Train the kept weights of a pruned block, and give what that did and the block's reports anew."""
     dense_inputs, calls = tokens.dense or [], tokens.calls[index]
-    tuned = block.copy(tokens.compressed[0].device, torch.float32)
+    tuned = block.copy(tokens.compressed[0].device)
     scales = {report.name.removeprefix(f"{block.prefix}."): report.scales for report in pruned}
     found, scales = tune_block(
         tuned,

@@ -27,6 +27,9 @@ KNOWN_VALUES: dict[str, tuple[str, ...]] = {
 COUNTS = ("search_tokens", "search_effort", "tune_epochs")
 """The keys that are whole numbers."""
 
+NEEDS_DENSE = ("search", "tune")
+"""The stages that compare with the dense model, so that they have no place in a recipe that prunes nothing."""
+
 SHARES = ("damping", "tune_rate")
 """The keys that are numbers above 0."""
 
@@ -43,7 +46,7 @@ class Recipe:
             with a scale and a zero point for each group of a pattern such as ``g16@50%``, while they are pruned.
         format: name of the format that stores the result, or ``auto``.
         search: how density is spread over the layers, the kept weights of all together being those of `pattern`:
-            ``evolution``, ``rheosparse`` (the paper's) or ``none``. `prune` = ``none`` leaves nothing to search.
+            ``evolution``, ``rheosparse`` (the paper's) or ``none``.
         tune: how the kept weights are trained: ``bqpo`` block by block, towards the dense block's outputs; with
             ``bqpo+e2e`` then the scales and zero points of rounded groups, on the language-model loss.
         ignore: glob patterns over module names; what they match stays dense.
@@ -86,8 +89,12 @@ class Recipe:
         for key in COUNTS:
             if getattr(self, key) < 1:
                 raise RecipeError(f"recipe key {key!r} is {getattr(self, key)}; it is a number of 1 or more")
-        if self.prune == "none" and self.tune != "none":
-            raise RecipeError(f"prune=none has no dense model to tune towards; set tune=none for it, not {self.tune}")
+        for key in NEEDS_DENSE:
+            if self.prune == "none" and getattr(self, key) != "none":
+                raise RecipeError(
+                    f"{key}={getattr(self, key)} needs the dense model, and prune=none takes one that was pruned "
+                    f"elsewhere; set {key}=none, or another prune"
+                )
         if self.tune == "bqpo+e2e" and not self.code_bits:
             raise RecipeError(f"tune=bqpo+e2e trains the scales of rounded groups, quant={self.quant} has none; set w4")
         try:
@@ -115,6 +122,8 @@ class Recipe:
     def with_settings(self, settings: Iterable[str]) -> Recipe:
         """Change some keys, each written ``key=value`` (the value as in YAML: a scalar or ``[a, b]``).
 
+        ``prune=none`` takes the recipe's stages away that need the dense model.
+
         Raises:
             RecipeError: a setting is not so written, or a key or a value is not known.
         """
@@ -124,7 +133,8 @@ class Recipe:
             if not equals:
                 raise RecipeError(f"setting {setting!r} is not written key=value")
             changes[key.strip()] = _parse_yaml(value, f"setting {setting!r}")
-        return Recipe(**{**asdict(self), **_checked(changes)})
+        left_out = dict.fromkeys(NEEDS_DENSE, "none") if changes.get("prune") == "none" else {}
+        return Recipe(**{**asdict(self), **left_out, **_checked(changes)})
 
     def to_dict(self) -> dict[str, Any]:
         """Give the recipe as plain JSON values; `read` makes an equal recipe of them."""

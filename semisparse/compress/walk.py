@@ -38,9 +38,12 @@ class Block:
         """Give a layer's module name in the model."""
         return f"{self.prefix}.{name}"
 
-    def copy(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        """Copy the block as it is now."""
-        return copy.deepcopy(self.module).to(device, dtype)
+    def copy(self, device: torch.device) -> nn.Module:
+        """Copy the block as it is now, in float32.
+
+        In bfloat16 the errors that a layer should undo drown in those of rounding: 3.5 % of KL at 2:4 on babyllama-1m.
+        """
+        return copy.deepcopy(self.module).to(device, torch.float32)
 
     def weight(self, name: str) -> Tensor:
         """Give a layer's weight as a view [N, K]."""
@@ -94,23 +97,13 @@ def list_blocks(model: nn.Module, recipe: Recipe, patterns: Mapping[str, Pattern
     return blocks
 
 
-def compute_dtype(model: nn.Module, device: torch.device) -> torch.dtype:
-    """Choose the dtype to run blocks in: float32 on a CPU, where half precision is slow, the model's elsewhere."""
-    return torch.float32 if device.type == "cpu" else next(model.parameters()).dtype
-
-
 def start_tokens(
-    model: nn.Module,
-    blocks: Sequence[Block],
-    batches: Sequence[Tensor],
-    recipe: Recipe,
-    device: torch.device,
-    dtype: torch.dtype,
+    model: nn.Module, blocks: Sequence[Block], batches: Sequence[Tensor], recipe: Recipe, device: torch.device
 ) -> Tokens:
-    """Take the calibration tokens as far as the first block."""
+    """Take the calibration tokens as far as the first block, in float32."""
     hidden, calls = record_calls(model, [block.module for block in blocks], batches)
-    hidden = [states.to(device, dtype) for states in hidden]
-    calls = [[call.to(device, dtype) for call in of_block] for of_block in calls]
+    hidden = [states.to(device, torch.float32) for states in hidden]
+    calls = [[call.to(device, torch.float32) for call in of_block] for of_block in calls]
     aims_at_dense = recipe.prune == "sparsegpt" and recipe.target == "residual"
     keeps_dense = aims_at_dense or recipe.tune != "none"
     return Tokens(calls, hidden, list(hidden) if keeps_dense else None, aims_at_dense)
@@ -123,7 +116,7 @@ def layers_in_turn(
 
     Args:
         block: with the layers to give.
-        dense: its copy on the tokens' device.
+        dense: its copy on the tokens' device, float32.
         working: another copy; whoever takes a layer writes the new weight into it before taking the next.
         tokens: before the block.
         index: of the block.
@@ -131,13 +124,12 @@ def layers_in_turn(
         name in the block; the layer's weight in `working` ([N, K], a view), still dense; statistics of its inputs.
     """
     names = {name: block.full_name(name) for name in block.patterns}
-    call = tokens.calls[index][0].to(tokens.compressed[0].device, torch.float32)
-    for stage in find_stages(copy.deepcopy(dense).float(), names, call, tokens.compressed[0].float()):
+    for stage in find_stages(dense, names, tokens.calls[index][0], tokens.compressed[0]):
         sums = _measure(stage, working, dense, tokens, index)
         for name in stage.linears:
             weight = weight_of(working.get_submodule(name))
             with naming(names[name]):
-                statistics = sums.of_layer(name, weight.float())
+                statistics = sums.of_layer(name, weight)
             yield name, weight, statistics
 
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from semisparse.cli.output import print_json
-from tests.cli.conftest import Run
+from tests.conftest import Run
 
 SMALL = ("--samples", "4", "--seqlen", "32", "--set", "search=evolution", "--set", "search_effort=6")
 

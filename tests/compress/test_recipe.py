@@ -31,6 +31,16 @@ def test_settings(setting: str, key: str, value: object):
     assert getattr(Recipe(pattern="4:8", ignore=("x",)).with_settings([setting]), key) == value
 
 
+def test_a_model_pruned_elsewhere_has_nothing_to_search_or_to_tune():
+    plan = Recipe(search="evolution", tune="bqpo")
+    assert plan.with_settings(["prune=none"]) == Recipe(prune="none")
+    for setting in ("search=evolution", "tune=bqpo"):
+        with pytest.raises(RecipeError, match=f"{setting} needs the dense model"):
+            plan.with_settings([setting, "prune=none"])
+    with pytest.raises(RecipeError, match="needs the dense model"):
+        Recipe.read({"prune": "none", "search": "evolution"})
+
+
 def test_settings_keep_the_other_keys():
     recipe = Recipe(pattern="4:8", ignore=("x",), refine="none").with_settings(["prune=wanda", "order=columns"])
     assert recipe == Recipe(pattern="4:8", ignore=("x",), refine="none", prune="wanda", order="columns")
@@ -65,11 +75,6 @@ def test_yaml_file(tmp_path: Path):
 def test_bad_settings(setting: str, told: str):
     with pytest.raises(RecipeError, match=told):
         Recipe().with_settings([setting])
-
-
-def test_a_model_pruned_elsewhere_cannot_be_tuned():
-    with pytest.raises(RecipeError, match="no dense model to tune towards"):
-        Recipe(prune="none").with_settings(["tune=bqpo"])
 
 
 @pytest.mark.parametrize("content", [b"- a\n- b\n", b"\xff\xfe", b"pattern: [", b""])

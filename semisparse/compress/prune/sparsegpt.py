@@ -22,6 +22,10 @@ columns instead of 128 take 1 to 8 % off the KL at 50 %, 4 to 15 % at 70 %; 8 an
 SHARED_COLUMNS_BY_ROW = 128
 """The same where a share of each row is dropped: a row needs columns to choose from, 16 cost 14 to 18 % of KL."""
 
+DECISIONS = 16
+"""Times that a window is decided: as its first columns are pruned, the rest of it is chosen anew, by the weights that
+have made up for the loss so far. Against once, KL of babyllama-1m at 2:4 / 32:64: .570 / .251 for .605 / .332."""
+
 
 class Factor(NamedTuple):
     """A Hessian's inverse in triangular form.
@@ -104,14 +108,16 @@ def prune_columns(
     kept = torch.zeros_like(weight, dtype=torch.bool)
     together = _decided_together(pattern)
     block = -(-BLOCK // together) * together
-    decided = 0
+    whole = pattern.size if isinstance(pattern, Group) else 1
+    again = max(1, together // DECISIONS // whole) * whole
 
     def settle(working: Tensor, i: int, stop: int) -> Tensor:
-        nonlocal decided
-        if i == decided:
-            decided = min(i + together, stop)
-            scores = (working[:, i:decided] / upper.diagonal()[i:decided]).square()
-            kept[:, i:decided] = _choose(scores, pattern, i)
+        first = i - i % together
+        if (i - first) % again == 0:
+            chosen = slice(first, min(first + together, stop))
+            scores = (working[:, chosen] / upper.diagonal()[chosen]).square()
+            scores[:, : i - first] = torch.where(kept[:, first:i], torch.inf, -1)  # what is done is done
+            kept[:, chosen] = _choose(scores, pattern, first)
         return _round_kept(working, kept, i, rounding)
 
     return _sweep(weight, upper, block, settle), kept

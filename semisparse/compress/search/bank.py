@@ -17,7 +17,6 @@ from semisparse.compress.search.space import Choice
 from semisparse.compress.walk import (
     Block,
     advance,
-    compute_dtype,
     full_float32,
     layers_in_turn,
     naming,
@@ -87,12 +86,11 @@ def build_bank(
     """
     of_layer = {choice.name: choice for choice in choices}
     bank: Bank = {}
-    dtype = compute_dtype(model, device)
     with torch.no_grad(), full_float32():
-        tokens = start_tokens(model, blocks, batches, recipe, device, dtype)
+        tokens = start_tokens(model, blocks, batches, recipe, device)
         for index, block in enumerate(blocks):
             progress("every layer at every density", index, len(blocks))
-            dense = block.copy(device, dtype)
+            dense = block.copy(device)
             found = journal.recall("bank", index) if journal else None
             if found:
                 stored = _unflattened(found[0])

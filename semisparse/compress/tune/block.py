@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from semisparse.compress.blocks import Call
@@ -41,7 +40,7 @@ def tune_block(
         block: in float32; the other parameters stay as they are, and so do the zeros.
         scales: of each layer to train, by its name in the block; None where its weight is not rounded.
         calls: what the model passes to the block, one a batch.
-        inputs: hidden states that enter the block, [batch, tokens, features] a batch.
+        inputs: hidden states that enter the block, [batch, tokens, features] float32 a batch.
         targets: hidden states that should leave it, likewise.
         rate: the learning rate of a layer, as a share of the root mean square of its non-zero weights.
         epochs: passes over the batches.
@@ -52,10 +51,8 @@ def tune_block(
     """
 
     def loss(index: int) -> Tensor:
-        with _half_precision(targets[index]):
-            output = calls[index](block, inputs[index])
-        target = targets[index].float()
-        return ((output.float() - target).square().sum(-1) / target.square().sum(-1)).mean()
+        output, target = calls[index](block, inputs[index]), targets[index]
+        return ((output - target).square().sum(-1) / target.square().sum(-1)).mean()
 
     tokens = [target.shape[:-1].numel() for target in targets]
     block.requires_grad_(False)
@@ -78,8 +75,3 @@ def _weights(layer: nn.Module, rate: float) -> dict[str, Any]:
     # AdamW without decay leaves a weight alone whose gradient was always zero, so the zeros stay exact.
     weight.register_hook(lambda gradient: gradient * kept)
     return {"params": [weight], "lr": rate * float(weight.detach().norm() / kept.sum().clamp_min(1).sqrt())}
-
-
-def _half_precision(states: Tensor) -> torch.autocast:
-    """Multiply in bfloat16 where the activations have 16 bits: float16 would round small gradients to zero."""
-    return torch.autocast(states.device.type, torch.bfloat16, enabled=states.dtype != torch.float32)

@@ -6,6 +6,7 @@ import torch
 
 from semisparse.formats.base import Case, Format, Kernel
 from semisparse.formats.gqs import cpu, cuda, pack
+from semisparse.formats.gqs.regroup import regroup
 from semisparse.quant.group import KINDS
 
 FORMAT = Format(
@@ -35,5 +36,6 @@ FORMAT = Format(
         "gqsa": {"pattern": "g16@50%", "prune": "sparsegpt", "quant": "w4", "format": "gqs", "tune": "bqpo+e2e"},
     },
     lossless=False,
+    regroup=regroup,
     variants=tuple({"kind": kind} for kind in KINDS),
 )

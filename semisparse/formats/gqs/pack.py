@@ -89,8 +89,8 @@ def pack_weight(
     if scales is None:
         scales = scales_of(weight, bits, size, weight.dtype)
     _check_scales(scales, weight, bits, size)
-    masks = _masks_of(stored_groups(weight, size))
-    bits_set = _bits_of(masks)
+    masks = masks_of(stored_groups(weight, size))
+    bits_set = bits_in(masks)
     kept = int(bits_set.sum())
     if kept >= 2**31:
         raise FormatError(f"format gqs counts groups in 32 bits, this weight keeps {kept}")
@@ -98,9 +98,9 @@ def pack_weight(
     tensors = {
         "masks": masks,
         "starts": starts,
-        "codes": _join(_in_order(scales.codes(weight), bits_set), bits),
-        "scale": _in_order(scales.scale.to(weight.dtype), bits_set),
-        "zero": _in_order(scales.zero.to(torch.uint8), bits_set),
+        "codes": _join(in_order(scales.codes(weight), bits_set), bits),
+        "scale": in_order(scales.scale.to(weight.dtype), bits_set),
+        "zero": in_order(scales.zero.to(torch.uint8), bits_set),
     }
     return {"kind": kind, "rows": weight.shape[0], "kept": kept}, tensors
 
@@ -124,10 +124,10 @@ def unpack(packed: Packed) -> Tensor:
     codes = _part(tensors["codes"], bits, size)
     scales = GroupScales(bits, size, tensors["scale"], tensors["zero"])
     values = scales.values(codes) + 0.0  # -0.0 becomes +0.0
-    stored = _bits_of(tensors["masks"])
+    stored = bits_in(tensors["masks"])
     tiles = values.new_zeros(*stored.shape, size)
     tiles[stored] = values
-    return _untiled(tiles).flatten(1)[:n, :k].contiguous()
+    return untiled(tiles).flatten(1)[:n, :k].contiguous()
 
 
 def check_content(packed: Packed) -> None:
@@ -137,8 +137,8 @@ def check_content(packed: Packed) -> None:
         FormatError: names the tensor and the place.
     """
     n, k = packed.shape
-    stored = _bits_of(packed.tensors["masks"])
-    in_place = _untiled(stored[..., None]).squeeze(-1)
+    stored = bits_in(packed.tensors["masks"])
+    in_place = untiled(stored[..., None]).squeeze(-1)
     for dim, end, what in ((0, n, f"row N = {n}"), (1, -(-k // size_of(packed.pattern)), f"column K = {k}")):
         beyond = in_place.narrow(dim, end, in_place.shape[dim] - end)
         if beyond.any():
@@ -167,24 +167,24 @@ def _tiled(x: Tensor) -> Tensor:
     return x.unflatten(1, (-1, TILE_GROUPS)).unflatten(0, (-1, TILE_ROWS)).transpose(1, 2).flatten(2, 3)
 
 
-def _untiled(x: Tensor) -> Tensor:
+def untiled(x: Tensor) -> Tensor:
     """Undo `_tiled` for [row tiles, column tiles, 64, n], but for its filling: [rows, groups, n]."""
     return x.unflatten(2, (TILE_ROWS, TILE_GROUPS)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
 
-def _in_order(x: Tensor, stored: Tensor) -> Tensor:
+def in_order(x: Tensor, stored: Tensor) -> Tensor:
     """Take the stored groups of [N, groups] or [N, groups, n] in the order of the masks' bits."""
     return _tiled(x)[stored] if x.dim() == 3 else _tiled(x[..., None])[stored].squeeze(-1)
 
 
-def _masks_of(stored: Tensor) -> Tensor:
+def masks_of(stored: Tensor) -> Tensor:
     """Give the masks, [row tiles, column tiles] int64, of the groups stored, [N, groups] bool."""
     octets = _tiled(stored[..., None]).squeeze(-1).unflatten(-1, (8, 8)).to(torch.uint8)
     weights = 1 << torch.arange(8, dtype=torch.uint8, device=stored.device)
     return (octets * weights).sum(-1, dtype=torch.uint8).contiguous().view(torch.int64).squeeze(-1)
 
 
-def _bits_of(masks: Tensor) -> Tensor:
+def bits_in(masks: Tensor) -> Tensor:
     """Spread masks into bits, [row tiles, column tiles, 64] bool."""
     shifts = torch.arange(8, dtype=torch.uint8, device=masks.device)
     octets = masks.contiguous().unsqueeze(-1).view(torch.uint8)
