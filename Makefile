@@ -25,7 +25,7 @@ SERVING := .venv-serving
 VLLM := 0.33.0
 VLLM_BUILD := 'setuptools<81' setuptools_scm setuptools_rust wheel packaging jinja2
 test-serving: $(SERVING)/ready
-	$(SERVING)/bin/python -m pytest tests/vllm tests/evaluate/test_tasks.py
+	$(SERVING)/bin/python -m pytest tests/vllm tests/evaluate/test_tasks.py tests/docs
 
 $(SERVING)/ready: .venv/ready tests/serving-requirements.txt
 	$(BIN)/python -m venv --clear $(SERVING)
@@ -51,16 +51,16 @@ test-gpu: setup
 
 # Everything under results/h200, on the GPU that is here.
 OUT ?= results/here
-LLAMAS = llama2-7b,qwen2.5-1.5b
+LARGE = 28672,8192
 bench: setup
 	$(BIN)/semisparse bench machine --out $(OUT)/machine.csv
-	$(BIN)/semisparse bench kernels --shapes $(LLAMAS),qwen2.5-7b:fused,28672,8192 --tokens 1,4,16,64,1024,4096 \
-		--patterns 32:64 --out $(OUT)/kernels-bfloat16.csv
-	$(BIN)/semisparse bench kernels --dtype float16 --formats bitmask --shapes $(LLAMAS),28672,8192 --tokens 1,8 \
-		--out $(OUT)/kernels-float16.csv
+	$(BIN)/semisparse bench kernels --dtype float16 --formats bitmask --shapes llama2-7b,qwen2.5-1.5b,$(LARGE) \
+		--tokens 1,8,16 --out $(OUT)/kernels-float16.csv
+	$(BIN)/semisparse bench model --arch llama2-7b --format bitmask --out $(OUT)/model.csv
+	$(BIN)/semisparse bench kernels --formats dense,bitmask --shapes llama2-7b,qwen2.5-7b:fused,$(LARGE) \
+		--tokens 1,64,256,1024,4096 --out $(OUT)/kernels-bfloat16.csv
 	$(BIN)/semisparse bench kernels --dtype float32 --formats bitmask --shapes llama2-7b --tokens 512,2048 \
 		--out $(OUT)/kernels-float32.csv
-	$(BIN)/semisparse bench model --arch llama3.2-1b,llama2-7b --format bitmask --out $(OUT)/model.csv
 
 # What each pruner loses on the models in ../shared; rows that the CSV has are kept.
 table: setup

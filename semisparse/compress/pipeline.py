@@ -91,6 +91,7 @@ def compress_blocks(
             epochs=recipe.tune_epochs,
             seed=seed,
             device=device,
+            dtype=torch.float32 if device.type == "cpu" else next(model.parameters()).dtype,
             progress=partial(progress, "tuning end to end"),
         )
         trained("end to end", found)

@@ -128,7 +128,8 @@ def _sliced(form: Format, packed: Packed, splits: dict[str, int | None], dim: in
     for name, tensor in packed.tensors.items():
         split = splits[name]
         if split is not None:
-            tensor = tensor.narrow(split, first[name][split], last[name][split] - first[name][split]).contiguous()
+            part = tensor.narrow(split, first[name][split], last[name][split] - first[name][split])
+            tensor = part.clone(memory_format=torch.contiguous_format)  # a view would keep the whole in memory
         tensors[name] = tensor
     n, k = packed.shape
     shape = (stop - start, k) if dim == 0 else (n, stop - start)

@@ -105,12 +105,12 @@ class SparseLinear(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Put the layout on disk into a state dict; where that is not the one in use, it is a copy in host memory."""
         packed = self.packed
-        stored = packed.to("cpu") if packed.device.type == "cuda" else packed
+        stored = get_format(packed.format).arrange(packed, "cpu")
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if stored.declaration != packed.declaration:
+        if stored is not packed:
             for name in self._names:
                 del destination[prefix + name]
-            destination.update({prefix + name: tensor for name, tensor in stored.tensors.items()})
+            destination.update({prefix + name: tensor.cpu() for name, tensor in stored.tensors.items()})
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Take the layout on disk from a state dict."""

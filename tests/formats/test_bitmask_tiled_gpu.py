@@ -61,3 +61,25 @@ def test_decode_repeats_its_bits_and_runs_in_a_graph():
         captured.fill_(torch.nan)
         graph.replay()
         assert torch.equal(captured, first)
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="begins early from Hopper on"
+)
+def test_a_chain_of_early_launches_gives_the_same_bits():
+    packed, _, x = packed_and_x(2048, 2048, 32, 3, torch.bfloat16)  # its range holds 32 ** 20
+    torch.cuda.synchronize()  # the weights are there before a launch that does not wait for them
+
+    def chain(early):
+        y = x
+        for _ in range(20):
+            y = tiled.decode(y, packed, None, early=early)
+        return y
+
+    expected = chain(False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain(True)
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(found, expected)

@@ -85,6 +85,13 @@ def test_a_part_that_breaks_the_pattern_is_declared_as_what_it_obeys():
     assert str(cut(whole, 1, 1, 8).pattern) == "4:8"
 
 
+def test_a_part_does_not_keep_the_whole_in_memory():
+    for dim in (0, 1):
+        packed = get_format("bitmask").pack(weight_of("32:64", 4, 128), "32:64")
+        part = cut(packed, dim, 0, (2, 64)[dim])
+        assert all(t.untyped_storage().nbytes() == t.numel() * t.element_size() for t in part.tensors.values())
+
+
 def test_there_is_no_part_outside_the_weight():
     packed = get_format("bitmask").pack(weight_of("32:64", 4, 128), "32:64")
     for start, stop in ((-1, 64), (64, 64), (64, 129)):

@@ -34,6 +34,7 @@ def tune_end_to_end(
     epochs: int,
     seed: int,
     device: torch.device,
+    dtype: torch.dtype,
     progress: Callable[[int, int], None],
 ) -> tuple[Trained, list[LayerReport]]:
     """Train every rounded layer's scales and zero points, and put the new weights into the model.
@@ -45,12 +46,13 @@ def tune_end_to_end(
         rate: the recipe's; scales are trained at a small share of it.
         epochs: passes over the batches.
         seed: of the order of the batches.
-        device: where to compute, in float32.
+        device: where to compute.
+        dtype: of the activations.
         progress: called with (steps done, all steps).
     Returns:
         what the training did, and the reports with the new scales.
     """
-    coded = copy.deepcopy(model).float()
+    coded = copy.deepcopy(model).to(dtype)
     coded.requires_grad_(False)
     layers = {}
     for report in reports:

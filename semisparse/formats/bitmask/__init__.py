@@ -8,6 +8,7 @@ import torch
 
 from semisparse.formats.base import Case, Format, Kernel, Problem
 from semisparse.formats.bitmask import cpu, cuda, layouts, tiled
+from semisparse.formats.bitmask.cost import cost
 
 
 def _of_rows(supports: Callable[[Problem], str | None]) -> Callable[[Problem], str | None]:
@@ -38,7 +39,7 @@ FORMAT = Format(
         Kernel("decode", "cuda", _of_rows(cuda.decode_refusal), lambda: cuda.decode),
         Kernel("unpack", "cuda", _of_rows(cuda.unpack_refusal), lambda: cuda.unpack_and_multiply),
     ),
-    cost=cuda.cost,
+    cost=cost,
     cases=(
         Case("zeros-stored-past-k", "64:64", lambda: torch.ones(3, 65)),
         Case("one-of-each-block", "1:64", lambda: torch.eye(64).repeat(1, 3)),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from semisparse.formats.base import Packed, Pass, Problem, fused_cost
+from semisparse.formats.base import Packed, Problem
 from semisparse.formats.bitmask.pack import unpack, values_per_block
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.launch import CudaKernel
@@ -106,11 +106,3 @@ def multiply_dense(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
     finally:
         flags.allow_fp16_reduced_precision_reduction, flags.allow_bf16_reduced_precision_reduction = allowed
-
-
-def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
-    """Give the passes of a product: fused for few tokens, an unpacking pass first for many."""
-    if problem.m <= MAX_DECODE_TOKENS:
-        return fused_cost(problem, weight_bytes)
-    dense_bytes = problem.n * problem.k * problem.weight_dtype.itemsize
-    return (Pass(weight_bytes + dense_bytes, 0, "fp32"), *fused_cost(problem, dense_bytes))

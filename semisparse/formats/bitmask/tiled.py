@@ -59,9 +59,9 @@ DECODE = CudaSource(
     (
         *(
             _decode_defines(torch.float16, torch.float16, keep, tokens, splits, teams, 2)
-            for keep, tokens, splits, teams in ((1, 8, 8, 1), (32, 8, 8, 1), (64, 16, 4, 2), (32, 32, 4, 4))
+            for keep, tokens, splits, teams in ((1, 8, 8, 1), (32, 1, 6, 1), (64, 16, 4, 2), (32, 32, 2, 4))
         ),
-        _decode_defines(torch.bfloat16, torch.float32, 32, 64, 2, 4, 1),
+        _decode_defines(torch.bfloat16, torch.float32, 32, 64, 1, 8, 2),
     ),
 )
 
@@ -96,7 +96,9 @@ def unpack_refusal(problem: Problem) -> str | None:
     return unavailable()
 
 
-def decode(x: Tensor, packed: Packed, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
+def decode(
+    x: Tensor, packed: Packed, bias: Tensor | None, out_dtype: torch.dtype | None = None, early: bool = False
+) -> Tensor:
     """Multiply 1 to 64 tokens straight from the packed bytes.
 
     Args:
@@ -104,6 +106,9 @@ def decode(x: Tensor, packed: Packed, bias: Tensor | None, out_dtype: torch.dtyp
         packed: in x's dtype and the layout ``tiles``.
         bias: [N] or None.
         out_dtype: float16, bfloat16 or float32; x's own if None.
+        early: whether the launch may begin before the kernel before it on the stream has ended (Hopper and later). It
+            waits before it reads x and before it writes, but not before it reads the weights: nothing that still runs
+            may be writing them.
     Returns:
         [M, N], accumulated in float32.
     """
@@ -118,7 +123,6 @@ def decode(x: Tensor, packed: Packed, bias: Tensor | None, out_dtype: torch.dtyp
     kernel = _decode_kernel(x.device, x.dtype, y.dtype, keep, division)
     pointers = (x.data_ptr(), tiles.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr())
     vectors = int(k % UNIT == 0 and x.data_ptr() % 16 == 0)
-    early = _may_begin_early(tiles)
     sizes = (m, n, k, row_tiles, column_tiles, vectors, int(early))
     kernel(x.device, (division.blocks, 1, 1), 32 * division.warps, *pointers, *sizes, dependent=early)
     return y
@@ -161,24 +165,10 @@ def unpack(packed: Packed) -> Tensor:
     return weight[:, :k]
 
 
-def _may_begin_early(tiles: Tensor) -> bool:
-    """Say whether a launch may ask for its weights while the kernel before it still runs, and note that it was asked.
-
-    It may if an earlier launch read the same bytes: whatever wrote them has ended. Before it reads x, and before it
-    writes, the kernel waits.
-    """
-    if not _processor(tiles.device).overlaps or tiles.is_inference():  # inference tensors do not count their changes
-        return False
-    state = (tiles.data_ptr(), tiles._version)
-    seen = getattr(tiles, "_semisparse_read", None) == state
-    tiles._semisparse_read = state  # type: ignore[attr-defined]
-    return seen
-
-
 @cache
 def _processor(device: torch.device) -> Processor:
     found = torch.cuda.get_device_properties(device)
-    return Processor(found.multi_processor_count, found.shared_memory_per_multiprocessor, found.major >= 9)
+    return Processor(found.multi_processor_count, found.shared_memory_per_multiprocessor)
 
 
 @lru_cache(maxsize=256)

@@ -9,7 +9,7 @@
 // columns of x that go with it, which the warps of the same split bring and read together; where the columns stay the same,
 // x stays. Sums are float32 and reduced in a fixed order: every run gives the same bits.
 //
-// Compiled for SCALAR (half or bfloat16, of x, w and bias), OUT (of y), KEEP (values a block), TOKENS (8, 16, 32 or 64),
+// Compiled for SCALAR (half or bfloat16, of x, w and bias), OUT (of y), KEEP (values a block), TOKENS (1, 8, 16, 32 or 64),
 // SPLITS, TEAMS, STAGES.
 
 #include <cuda_bf16.h>
@@ -20,7 +20,7 @@
 constexpr int kTeam = SPLITS * kWarp;
 constexpr int kUnit = 8;                   // values of x in 16 bytes: two steps of a lane
 constexpr int kTokenBytes = kColumns * 2;  // of x in a place
-constexpr int kTokenGroups = TOKENS / 8;
+constexpr int kTokenGroups = (TOKENS + 7) / 8;
 constexpr int kSums = TOKENS > 16 ? 1 : 2;  // with few tokens even and odd steps add apart: an mma need not wait for the last
 constexpr int kWarps = TEAMS * SPLITS;
 
@@ -161,13 +161,49 @@ __device__ __forceinline__ void wait_for_split(int split) {
     else asm volatile("bar.sync %0, %1;" : : "r"(TEAMS + 1 + split), "n"(TEAMS * kWarp) : "memory");
 }
 
-// A warp's tiles in order: its columns of one group of TEAMS tiles of rows, then of the block's next group.
-struct Place {
-    int group, column;
+// What one warp reads: its tiles in order, its columns of one group of TEAMS tiles of rows, then of the block's next group;
+// and its share of x.
+struct Stream {
+    const unsigned char* tiles;
+    Source source;
+    Word my_tiles, my_x;         // shared addresses of its places
+    int x_bytes, row_tiles, column_tiles, stride, team, split, lane;
+    int group, column;           // of the tile to be asked for next
 
-    __device__ __forceinline__ void advance(int split, int stride, int column_tiles) {
+    __device__ __forceinline__ void advance() {
         column += SPLITS;
         if (column >= column_tiles) column = split, group += stride;
+    }
+
+    __device__ __forceinline__ void copy_weights(int stage) const {
+        const long long index = static_cast<long long>(group + team) * column_tiles + column;
+        if (group + team < row_tiles) copy_tile(my_tiles + stage * kTileBytes, tiles + index * kTileBytes, lane);
+    }
+
+    // Fills a place whose x belongs to the column tile `held`.
+    __device__ __forceinline__ void refill(int stage, int held) {
+        if (group < row_tiles && column != held) source.copy(my_x + stage * x_bytes, column, team, lane);
+        copy_weights(stage);
+        commit_copies();
+        advance();
+    }
+
+    // Fills every place.
+    __device__ __forceinline__ void start(bool dependent) {
+        const int first = group;
+        if (dependent) {  // the weights are nobody's output
+#pragma unroll
+            for (int i = 0; i < STAGES; ++i, advance()) copy_weights(i);
+            wait_for_previous_kernel();
+            group = first, column = split;
+        }
+#pragma unroll
+        for (int i = 0; i < STAGES; ++i, advance()) {
+            // x goes first, lest it queue behind the weights: 8.8 for 8.1 us at 4096 x 4096.
+            if (group < row_tiles) source.copy(my_x + i * x_bytes, column, team, lane);
+            if (!dependent) copy_weights(i);
+            commit_copies();
+        }
     }
 };
 
@@ -189,34 +225,13 @@ extern "C" __global__ void __launch_bounds__(TEAMS * kTeam, 1) semisparse_bitmas
     const int stride = gridDim.x * TEAMS;
     const int first_group = blockIdx.x * TEAMS;
     const int x_bytes = m * kTokenBytes;
-    const Word my_tiles = shared_address(shared) + warp * STAGES * kTileBytes;
-    const Word my_x = shared_address(shared) + kWarps * STAGES * kTileBytes + split * STAGES * x_bytes;
+    const Word all_x = shared_address(shared) + kWarps * STAGES * kTileBytes;
     Partial* partials = reinterpret_cast<Partial*>(shared + kWarps * STAGES * kTileBytes + SPLITS * STAGES * x_bytes);
-    const Source source{x, m, k, vectors != 0};
-    auto copy_my_tile = [&](int stage, Place at) {
-        if (at.group + team < row_tiles)
-            copy_tile(my_tiles + stage * kTileBytes,
-                tiles + (static_cast<long long>(at.group + team) * column_tiles + at.column) * kTileBytes, lane);
-    };
+    Stream stream{tiles, Source{x, m, k, vectors != 0}, shared_address(shared) + warp * STAGES * kTileBytes,
+                  all_x + split * STAGES * x_bytes, x_bytes, row_tiles, column_tiles, stride, team, split, lane,
+                  first_group, split};
     let_next_kernel_start();
-    Place ahead{first_group, split};
-    if (dependent) {  // the weights are nobody's output
-#pragma unroll
-        for (int i = 0; i < STAGES; ++i) {
-            copy_my_tile(i, ahead);
-            ahead.advance(split, stride, column_tiles);
-        }
-        wait_for_previous_kernel();
-        ahead = Place{first_group, split};
-    }
-#pragma unroll
-    for (int i = 0; i < STAGES; ++i) {
-        // x goes first, lest it queue behind the weights: 8.8 for 8.1 us at 4096 x 4096.
-        if (ahead.group < row_tiles) source.copy(my_x + i * x_bytes, ahead.column, team, lane);
-        if (!dependent) copy_my_tile(i, ahead);
-        commit_copies();
-        ahead.advance(split, stride, column_tiles);
-    }
+    stream.start(dependent);
 
     int stage = 0, parity = 0;
     for (int group = first_group; group < row_tiles; group += stride, parity ^= 1) {
@@ -226,17 +241,13 @@ extern "C" __global__ void __launch_bounds__(TEAMS * kTeam, 1) semisparse_bitmas
             wait_for_copies<STAGES - 1>();
             wait_for_split(split);
             if (group + team < row_tiles) {
-                Rows rows(my_tiles + stage * kTileBytes, lane);
-                const Activations activations(my_x + stage * x_bytes, m, lane);
+                Rows rows(stream.my_tiles + stage * kTileBytes, lane);
+                const Activations activations(stream.my_x + stage * x_bytes, m, lane);
                 uint4 held[kTokenGroups];
                 multiply(sums, rows, activations, held);
             }
             wait_for_split(split);
-            if (ahead.group < row_tiles && ahead.column != column)
-                source.copy(my_x + stage * x_bytes, ahead.column, team, lane);
-            copy_my_tile(stage, ahead);
-            commit_copies();
-            ahead.advance(split, stride, column_tiles);
+            stream.refill(stage, column);
             stage = stage + 1 < STAGES ? stage + 1 : 0;
         }
         Partial* kept = partials + parity * kWarps;

@@ -21,7 +21,7 @@ MAX_TOKENS = 32
 WORK_PER_THREAD = 1 << 16
 """Multiply-adds below which another thread costs more than it brings."""
 
-TENSORS = ("masks", "starts", "codes", "scale", "zero")
+STORED = ("masks", "starts", "codes", "scale", "zero")
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
@@ -30,12 +30,12 @@ class _Weight(ctypes.Structure):
     """What gqs.cpp reads; keeps the tensors alive that it points into."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in TENSORS),
+        *((name, ctypes.c_void_p) for name in STORED),
         *((name, ctypes.c_int64) for name in ("rows", "row_tiles", "column_tiles", "size", "bits", "type")),
     )
 
     def __init__(self, packed: Packed):
-        self.tensors = [packed.tensors[name].contiguous() for name in TENSORS]
+        self.tensors = [packed.tensors[name].contiguous() for name in STORED]
         super().__init__(
             *(tensor.data_ptr() for tensor in self.tensors),
             packed.shape[0],

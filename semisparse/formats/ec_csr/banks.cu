@@ -1,0 +1,252 @@
+// y[m, n] = sum_k x[m, k] * w[n, k] for an ec_csr weight in the layout `banks`, TOKENS tokens at a time.
+//
+// A thread block computes the rows of a panel. x lies in shared memory, the tokens of a column side by side. Lane l has
+// the columns l, l + 32, ...: no two lanes of a warp ever ask one bank for different words. A lane's list runs through the
+// rows of the panel and is cut into segments, one for each warp. A segment's sum of each row that a lane meets in it goes
+// to a place of its own; the places of a row are added in a fixed order: every run gives the same bits.
+//
+// Compiled for SCALAR (__half, __nv_bfloat16 or float: x, w, bias and y), TOKENS, DELTA_BITS (4 or 8), INDEX (unsigned
+// short or unsigned int, of bases), PANEL_ROWS (32 or 64), AHEAD (loads under way while one is used) and BLOCKS (that shall
+// fit a processor).
+
+#include "scalar.cuh"
+
+constexpr int kPanelRows = PANEL_ROWS;
+constexpr int kSegments = 16;
+constexpr int kThreads = kSegments * kWarp;
+constexpr int kRun = 2;  // a row ends after a multiple of so many steps
+constexpr int kVector = 16 / sizeof(SCALAR);
+
+// One token is widened once, on its way to shared memory; more keep their width, to fit.
+#if TOKENS == 1
+struct Feature {
+    float values[1];
+};
+#else
+struct alignas(TOKENS * sizeof(SCALAR) < 16 ? TOKENS * sizeof(SCALAR) : 16) Feature {
+    SCALAR values[TOKENS];
+};
+#endif
+
+// A lane's place in x is counted in 128ths of the way to its next column: bytes for one token, and dp4a can scale a delta.
+constexpr int kStride = 128;
+constexpr int kBytes = kWarp * sizeof(Feature) / kStride;  // of a place's unit
+static_assert(kBytes * kStride == kWarp * sizeof(Feature), "whole bytes");
+
+struct Sums {
+    float values[TOKENS];
+};
+
+struct Load {
+    uint4 values;
+    Word deltas[kVector * DELTA_BITS > 32 ? 2 : 1];
+
+    __device__ __forceinline__ float weight(int step) const {
+        const Word words[4] = {values.x, values.y, values.z, values.w};
+        return scalar_of(words, step);
+    }
+};
+
+// Where a lane finds its loads.
+struct Lane {
+    const uint4* values;
+    const char* deltas;
+
+    __device__ __forceinline__ Lane(const uint4* all_values, const void* all_deltas, long long first)
+        : values(all_values + first), deltas(static_cast<const char*>(all_deltas) + first * (kVector * DELTA_BITS / 8)) {}
+
+    __device__ __forceinline__ Load get(int index) const {
+        constexpr int kDeltaBytes = kVector * DELTA_BITS / 8;
+        const char* from = deltas + (long long)index * kWarp * kDeltaBytes;
+        Load made;
+        made.values = stream(values + (long long)index * kWarp);
+        if constexpr (kDeltaBytes == 8) {
+            const uint2 both = __ldcs(reinterpret_cast<const uint2*>(from));
+            made.deltas[0] = both.x;
+            made.deltas[1] = both.y;
+        } else if constexpr (kDeltaBytes == 4) {
+            made.deltas[0] = __ldcs(reinterpret_cast<const Word*>(from));
+        } else {
+            made.deltas[0] = __ldcs(reinterpret_cast<const unsigned short*>(from));
+        }
+        return made;
+    }
+};
+
+// Gives the places after each step, as far as deltas alone say.
+struct Places {
+    Word odd, even;  // of 4-bit deltas: bytes with the sums up to steps 0, 2, 4, 6 and 1, 3, 5, 7
+    const Load& load;
+
+    __device__ __forceinline__ explicit Places(const Load& load) : load(load) {
+#if DELTA_BITS == 4
+        // A product with 0x01010101 sums bytes; no sum exceeds 8 * 15.
+        const Word low = (load.deltas[0] & 0x0f0f0f0fu) * 0x01010101u, high = (load.deltas[0] >> 4 & 0x0f0f0f0fu) * 0x01010101u;
+        odd = low + (high << 8);
+        even = low + high;
+#endif
+    }
+
+    // Adds the deltas up to `step` to `start`; for 8 bits, `start` counts from the last multiple of four.
+    __device__ __forceinline__ int after(int start, int step) const {
+#if DELTA_BITS == 4
+        return __dp4a(step % 2 ? even : odd, (Word)kStride << 8 * (step / 2), (Word)start);
+#else
+        return __dp4a(load.deltas[step / 4], (Word)kStride * 0x01010101u >> 8 * (3 - step % 4), (Word)start);
+#endif
+    }
+};
+
+// Writes x, and zeros from column k to the lanes' last ones. Tokens past m repeat the last one and are not stored.
+__device__ __forceinline__ void stage(Feature* features, const SCALAR* x, int first, int m, int k, int columns) {
+    const SCALAR* rows[TOKENS];
+#pragma unroll
+    for (int token = 0; token < TOKENS; ++token) rows[token] = x + (long long)min(first + token, m - 1) * k;
+    int done = 0;
+#if TOKENS == 1
+    if (k % kVector == 0 && reinterpret_cast<unsigned long long>(rows[0]) % 16 == 0) {
+        for (int at = threadIdx.x; at < k / kVector; at += kThreads) {
+            const uint4 bits = __ldg(reinterpret_cast<const uint4*>(rows[0]) + at);
+            const SCALAR* values = reinterpret_cast<const SCALAR*>(&bits);
+#pragma unroll
+            for (int part = 0; part < kVector; ++part) features[at * kVector + part].values[0] = to_float(values[part]);
+        }
+        done = k;
+    }
+#endif
+    for (int column = done + threadIdx.x; column < columns; column += kThreads) {
+        Feature found;
+#pragma unroll
+        for (int token = 0; token < TOKENS; ++token) {
+#if TOKENS == 1
+            found.values[token] = column < k ? to_float(rows[token][column]) : 0.0f;
+#else
+            found.values[token] = column < k ? rows[token][column] : SCALAR(0.0f);
+#endif
+        }
+        features[column] = found;
+    }
+}
+
+// Adds what the segments found for row `row` of the panel, and stores its outputs.
+__device__ __forceinline__ void add_row(
+    const Sums* found, const int* first_rows, int span, const SCALAR* bias, SCALAR* y, int row, int first, int m, int n
+) {
+    const int lane = threadIdx.x % kWarp;
+    Sums sums = {};
+#pragma unroll 8
+    for (int segment = 0; segment < kSegments; ++segment) {
+        const int at = row - first_rows[segment * kWarp + lane];
+        if (at < 0 || at >= span) continue;
+        const Sums part = found[(segment * span + at) * kWarp + lane];
+#pragma unroll
+        for (int token = 0; token < TOKENS; ++token) sums.values[token] += part.values[token];
+    }
+    const int number = blockIdx.x * kPanelRows + row;
+#pragma unroll
+    for (int token = 0; token < TOKENS; ++token) {
+        float sum = sums.values[token];
+#pragma unroll
+        for (int step = kWarp / 2; step > 0; step /= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
+        if (lane == 0 && number < n && first + token < m) {
+            store(y + (long long)(first + token) * n + number, sum + (bias ? to_float(bias[number]) : 0.0f));
+        }
+    }
+}
+
+// What a lane knows while it walks its list.
+struct Walk {
+    const char* features;
+    int place, end;  // end: of a row
+    Sums* here;
+    Sums sums;
+
+    // Reads all it needs of x before it writes any sum: otherwise each read would wait for the sums before it.
+    __device__ __forceinline__ void use(const Load& now) {
+        const Places places(now);
+        Feature found[kVector];
+        bool ended[kVector / kRun];
+#pragma unroll
+        for (int step = 0; step < kVector; ++step) {
+            int at = places.after(place, step);
+            if (step % kRun == 0) {
+                const int passed = at >= end ? end : 0;
+                ended[step / kRun] = passed;
+                at -= passed;
+                place -= passed;
+            }
+            found[step] = *reinterpret_cast<const Feature*>(features + at * kBytes);
+            if (step == kVector - 1 || (DELTA_BITS == 8 && step % 4 == 3)) place = at;
+        }
+#pragma unroll
+        for (int step = 0; step < kVector; ++step) {
+            if (step % kRun == 0 && ended[step / kRun]) {
+                *here = sums;
+                here += kWarp;
+                sums = Sums{};
+            }
+            const float weight = now.weight(step);
+#pragma unroll
+            for (int token = 0; token < TOKENS; ++token) sums.values[token] += weight * to_float(found[step].values[token]);
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_ec_csr_banks(
+    const SCALAR* __restrict__ x,        // [m, k]
+    const uint4* __restrict__ values,    // [loads, 32], kVector values each
+    const void* __restrict__ deltas,     // [loads, 32], kVector deltas each
+    const INDEX* __restrict__ bases,     // [panels, segments, 32]
+    const int* __restrict__ panel_loads,  // [panels + 1]
+    const SCALAR* __restrict__ bias,     // [n] or null
+    SCALAR* __restrict__ y,              // [m, n]
+    int m, int n, int k, int span         // span: rows that a lane meets in a segment, at most
+) {
+    extern __shared__ __align__(16) char shared[];  // x, sums [segments, span, 32], first rows [segments, 32]
+    const int segment = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    const int height = (k + kWarp - 1) / kWarp;
+    Feature* features = reinterpret_cast<Feature*>(shared);
+    Sums* found = reinterpret_cast<Sums*>(features + height * kWarp);
+    int* first_rows = reinterpret_cast<int*>(found + kThreads * span);
+
+    const int base = bases[blockIdx.x * kThreads + threadIdx.x];
+    const int start = panel_loads[blockIdx.x], loads = panel_loads[blockIdx.x + 1] - start;
+    const int begin = segment * loads / kSegments, count = (segment + 1) * loads / kSegments - begin;
+    const Lane own(values, deltas, (long long)(start + begin) * kWarp + lane);
+    Load ring[AHEAD];
+#pragma unroll
+    for (int at = 0; at < AHEAD; ++at) {
+        if (at < count) ring[at] = own.get(at);
+    }
+    const int first = blockIdx.y * TOKENS;
+    stage(features, x, first, m, k, height * kWarp);
+    for (int at = threadIdx.x; at < kThreads * span; at += kThreads) found[at] = Sums{};
+    const int row = base / height;
+    first_rows[threadIdx.x] = row;
+    __syncthreads();
+
+    Walk walk{shared, (base - row * height) * kStride + lane * (kStride / kWarp), height * kStride, found + segment * span * kWarp + lane, {}};
+    int done = 0;
+    for (; done + 2 * AHEAD <= count; done += AHEAD) {
+#pragma unroll
+        for (int at = 0; at < AHEAD; ++at) {
+            const Load now = ring[at];
+            ring[at] = own.get(done + at + AHEAD);
+            walk.use(now);
+        }
+    }
+    for (; done < count; done += AHEAD) {
+#pragma unroll
+        for (int at = 0; at < AHEAD; ++at) {
+            if (done + at >= count) break;
+            const Load now = ring[at];
+            if (done + at + AHEAD < count) ring[at] = own.get(done + at + AHEAD);
+            walk.use(now);
+        }
+    }
+    *walk.here = walk.sums;
+    __syncthreads();
+    for (int number = segment; number < kPanelRows; number += kSegments) {
+        add_row(found, first_rows, span, bias, y, number, first, m, n);
+    }
+}

@@ -1,0 +1,281 @@
+"""GPU kernels: decode straight from the packed bytes for few tokens, unpack and cuBLAS for many."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from semisparse.formats.base import Packed, Params, Pass, Problem, fused_cost
+from semisparse.formats.ec_csr.layout import (
+    LANES,
+    SEGMENTS,
+    delta_bits_of,
+    index_bits_for,
+    layout_of,
+    panel_rows_of,
+)
+from semisparse.runtime.device import device_facts
+from semisparse.runtime.launch import CudaKernel
+from semisparse.runtime.nvrtc import CudaSource, Defines, compile_cubin, unavailable
+
+MAX_DECODE_TOKENS = 16
+
+TOKENS = (1, 2, 4, 8)
+"""Tokens of a pass that there are builds for."""
+
+SUMS = 16
+"""Of a lane of `paper`, rows times tokens: more would not fit its registers."""
+
+SCALARS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
+
+BITS = {2: "unsigned short", 4: "unsigned int"}
+
+INDICES = {16: "unsigned short", 32: "unsigned int"}
+
+AHEAD = 2
+"""Loads under way in each lane of `banks` while one is used; 3, 4 and 6 are not faster, and spill in float32."""
+
+BLOCKS = 2
+"""Thread blocks of `banks` that shall fit a processor."""
+
+PAPER_WARPS = 4
+ADD_THREADS = 256
+
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
+
+
+def _banks_defines(dtype: torch.dtype, tokens: int, params: Params) -> Defines:
+    return {
+        "SCALAR": SCALARS[dtype],
+        "TOKENS": tokens,
+        "DELTA_BITS": delta_bits_of(params),
+        "INDEX": _index(params),
+        "PANEL_ROWS": panel_rows_of(params),
+        "AHEAD": AHEAD,
+        "BLOCKS": BLOCKS if tokens < 4 else 1,
+    }
+
+
+def _paper_defines(dtype: torch.dtype, tokens: int, params: Params) -> Defines:
+    return {
+        "SCALAR": SCALARS[dtype],
+        "TOKENS": tokens,
+        "DELTA_BITS": delta_bits_of(params),
+        "INDEX": _index(params),
+        "COARSEST": int(params["granularity"]),
+        "WARPS": PAPER_WARPS,
+    }
+
+
+def _unpack_defines(dtype: torch.dtype, params: Params) -> Defines:
+    return {
+        "SCALAR": BITS[dtype.itemsize],
+        "DELTA_BITS": delta_bits_of(params),
+        "INDEX": _index(params),
+        "PANEL_ROWS": panel_rows_of(params),
+    }
+
+
+def _index(params: Params) -> str:
+    return INDICES[index_bits_for(int(params["k"]))]
+
+
+# What tests compile: each dtype, width and number of tokens, not all combinations.
+_EXAMPLES: tuple[tuple[torch.dtype, int, Params], ...] = (
+    (torch.float16, 1, {"delta_bits": 4, "granularity": 1, "k": 4096, "panel_rows": 32}),
+    (torch.float32, 1, {"delta_bits": 8, "granularity": 1, "k": 4096, "panel_rows": 64}),
+    (torch.bfloat16, 8, {"delta_bits": 8, "granularity": 2, "k": 4096, "panel_rows": 64}),
+    (torch.float32, 2, {"delta_bits": 8, "granularity": 8, "k": 1 << 20, "panel_rows": 64}),
+    (torch.float16, 4, {"delta_bits": 4, "granularity": 4, "k": 4096, "panel_rows": 32}),
+)
+
+BANKS = CudaSource(Path(__file__).with_name("banks.cu"), tuple(_banks_defines(*example) for example in _EXAMPLES))
+PAPER = CudaSource(Path(__file__).with_name("paper.cu"), tuple(_paper_defines(*example) for example in _EXAMPLES))
+UNPACK = CudaSource(
+    Path(__file__).with_name("unpack.cu"), tuple(_unpack_defines(dtype, params) for dtype, _, params in _EXAMPLES)
+)
+
+SOURCES = (BANKS, PAPER, UNPACK)
+
+
+def banks_refusal(problem: Problem) -> str | None:
+    """Say why `decode_banks` cannot compute ``problem`` here, or None if it can."""
+    reason = _decode_refusal(problem, "banks")
+    k, span = int(problem.params["k"]), int(problem.params.get("span", 0))
+    if reason is None and not _tokens_that_fit(k, span, problem.dtype, problem.device):
+        needed = _shared_bytes(k, span, problem.dtype, 1)
+        return f"one token needs {needed} bytes of shared memory, the device has {_shared_limit(problem.device)}"
+    return reason
+
+
+def paper_refusal(problem: Problem) -> str | None:
+    """Say why `decode_paper` cannot compute ``problem`` here, or None if it can."""
+    return _decode_refusal(problem, "paper")
+
+
+def _decode_refusal(problem: Problem, layout: str) -> str | None:
+    if layout_of(problem.params) != layout:
+        return f"reads the layout {layout}, this weight is stored in {layout_of(problem.params)}"
+    if not 1 <= problem.m <= MAX_DECODE_TOKENS:
+        return f"takes 1 to {MAX_DECODE_TOKENS} tokens, got {problem.m}"
+    return _refusal(problem)
+
+
+def unpack_refusal(problem: Problem) -> str | None:
+    """Say why `unpack_and_multiply` cannot compute ``problem`` here, or None if it can."""
+    if layout_of(problem.params) != "banks":
+        return f"reads the layout banks, this weight is stored in {layout_of(problem.params)}"
+    return _refusal(problem)
+
+
+def _refusal(problem: Problem) -> str | None:
+    if problem.dtype not in SCALARS or problem.dtype != problem.weight_dtype:
+        return f"x and w have one dtype, got {problem.dtype} and {problem.weight_dtype}"
+    if torch.cuda.get_device_capability(problem.device) < (8, 0):
+        return "needs compute capability 8.0 (Ampere) or later"
+    return unavailable()
+
+
+def _shared_bytes(k: int, span: int, dtype: torch.dtype, tokens: int) -> int:
+    """Give what a thread block of `decode_banks` needs: x (one token is widened), each segment's sums and rows."""
+    feature = 4 if tokens == 1 else tokens * dtype.itemsize
+    return LANES * (-(-k // LANES) * feature + SEGMENTS * (span * tokens + 1) * 4)
+
+
+@cache
+def _shared_limit(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+
+
+def _tokens_that_fit(k: int, span: int, dtype: torch.dtype, device: torch.device) -> list[int]:
+    return [tokens for tokens in TOKENS if _shared_bytes(k, span, dtype, tokens) <= _shared_limit(device)]
+
+
+def _tokens_of_pass(m: int, fitting: list[int]) -> int:
+    """Give the fewest that are enough for ``m``, or the most there are."""
+    return min((tokens for tokens in fitting if tokens >= m), default=max(fitting))
+
+
+def decode_banks(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+    """Multiply 1 to 16 tokens with a weight in the layout ``banks``; above 8, or with large K, in several passes.
+
+    Args:
+        x: [M, K] float16, bfloat16 or float32.
+        packed: in x's dtype.
+        bias: [N] or None.
+    Returns:
+        [M, N] in x's dtype, accumulated in float32.
+    """
+    x, bias, y = _operands(x, packed, bias)
+    (m, k), n = x.shape, packed.shape[0]
+    kernel, tokens = _banks_kernel(tuple(packed.params.items()), x.dtype, x.device, m)
+    operands = [x, *_stored(packed, ("values", "deltas", "bases", "panel_loads")), bias, y]
+    grid = (-(-n // panel_rows_of(packed.params)), -(-m // tokens), 1)
+    kernel(x.device, grid, LANES * SEGMENTS, *_addresses(operands), m, n, k, int(packed.params["span"]))
+    return y
+
+
+def decode_paper(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+    """Multiply 1 to 16 tokens with a weight in the layout ``paper``.
+
+    Args:
+        x: [M, K] float16, bfloat16 or float32.
+        packed: in x's dtype.
+        bias: [N] or None.
+    Returns:
+        [M, N] in x's dtype, accumulated in float32.
+    """
+    x, bias, y = _operands(x, packed, bias)
+    (m, k), n = x.shape, packed.shape[0]
+    compute, add, tokens = _paper_kernels(tuple(packed.params.items()), x.dtype, x.device, m)
+    bundles, slots = len(packed.tensors["bundles"]), len(packed.tensors["slots"])
+    passes = -(-m // tokens)
+    partial = torch.empty((passes, slots, tokens), dtype=torch.float32, device=x.device)
+    if bundles:
+        operands = [x, *_stored(packed, ("values", "deltas", "bases", "bundles", "slots")), partial]
+        grid = (-(-bundles // PAPER_WARPS), passes, 1)
+        compute(x.device, grid, LANES * PAPER_WARPS, *_addresses(operands), bundles, m, k, slots)
+    operands = [partial, *_stored(packed, ("row_slots",)), bias, y]
+    add(x.device, (-(-n // ADD_THREADS), m, 1), ADD_THREADS, *_addresses(operands), m, n, slots)
+    return y
+
+
+def unpack(packed: Packed) -> Tensor:
+    """Give a weight in the layout ``banks`` back, [N, K], on its GPU."""
+    n, k = packed.shape
+    weight = torch.zeros((n, k), dtype=packed.dtype, device=packed.tensors["values"].device)
+    operands = [*_stored(packed, ("values", "deltas", "bases", "panel_loads")), weight]
+    kernel = _unpack_kernel(tuple(packed.params.items()), packed.dtype, weight.device)
+    kernel(weight.device, (-(-n // panel_rows_of(packed.params)), 1, 1), LANES * SEGMENTS, *_addresses(operands), k)
+    return weight
+
+
+def unpack_and_multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+    """Unpack the whole weight and let cuBLAS multiply.
+
+    Args:
+        x: [M, K] float16, bfloat16 or float32.
+        packed: in x's dtype.
+        bias: [N] or None.
+    Returns:
+        [M, N] in x's dtype.
+    """
+    return F.linear(x, unpack(packed), None if bias is None else bias.to(x.dtype))
+
+
+def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
+    """Give the passes of a product: fused for few tokens, an unpacking pass first for many."""
+    if problem.m <= MAX_DECODE_TOKENS:
+        return fused_cost(problem, weight_bytes)
+    dense_bytes = problem.n * problem.k * problem.weight_dtype.itemsize
+    return (Pass(weight_bytes + dense_bytes, 0, "fp32"), *fused_cost(problem, dense_bytes))
+
+
+def _operands(x: Tensor, packed: Packed, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+    y = torch.empty((x.shape[0], packed.shape[0]), dtype=x.dtype, device=x.device)
+    return x.contiguous(), None if bias is None else bias.to(x.dtype).contiguous(), y
+
+
+def _stored(packed: Packed, names: tuple[str, ...]) -> list[Tensor]:
+    return [packed.tensors[name].contiguous() for name in names]
+
+
+def _addresses(operands: list[Tensor | None]) -> list[int | None]:
+    return [None if operand is None else operand.data_ptr() for operand in operands]
+
+
+Items = tuple[tuple[str, Any], ...]
+"""Params that a cache can hold."""
+
+
+@lru_cache(maxsize=1024)
+def _banks_kernel(params: Items, dtype: torch.dtype, device: torch.device, m: int) -> tuple[CudaKernel, int]:
+    known = dict(params)
+    k, span = int(known["k"]), int(known["span"])
+    tokens = _tokens_of_pass(m, _tokens_that_fit(k, span, dtype, device))
+    cubin = compile_cubin(BANKS.path, device_facts(device).arch, _banks_defines(dtype, tokens, known))
+    shared = _shared_bytes(k, span, dtype, tokens)
+    return CudaKernel(cubin, "semisparse_ec_csr_banks", (*[_POINTER] * 7, *[_INT] * 4), shared), tokens
+
+
+@lru_cache(maxsize=1024)
+def _paper_kernels(
+    params: Items, dtype: torch.dtype, device: torch.device, m: int
+) -> tuple[CudaKernel, CudaKernel, int]:
+    known = dict(params)
+    tokens = _tokens_of_pass(m, [tokens for tokens in TOKENS if tokens * int(known["granularity"]) <= SUMS])
+    cubin = compile_cubin(PAPER.path, device_facts(device).arch, _paper_defines(dtype, tokens, known))
+    compute = CudaKernel(cubin, "semisparse_ec_csr_paper", (*[_POINTER] * 7, *[_INT] * 4))
+    return compute, CudaKernel(cubin, "semisparse_ec_csr_add", (*[_POINTER] * 4, *[_INT] * 3)), tokens
+
+
+@lru_cache(maxsize=1024)
+def _unpack_kernel(params: Items, dtype: torch.dtype, device: torch.device) -> CudaKernel:
+    cubin = compile_cubin(UNPACK.path, device_facts(device).arch, _unpack_defines(dtype, dict(params)))
+    return CudaKernel(cubin, "semisparse_ec_csr_unpack", (*[_POINTER] * 5, _INT))
