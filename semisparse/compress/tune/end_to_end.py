@@ -21,8 +21,8 @@ from semisparse.compress.tune.rounded import CodedLinear
 from semisparse.compress.tune.training import Trained, train
 from semisparse.nn import weight_of
 
-RATE = 0.03
-"""Learning rate, as a share of the weights' in block-wise tuning."""
+RATE = 0.1
+"""Learning rate, as a share of that of the weights in block-wise tuning. On babyllama-1m 0.03 left 2 % more KL."""
 
 
 def tune_end_to_end(
