@@ -1,4 +1,4 @@
-"""The CUDA kernels' own sources, run thread by thread on a CPU, against float64: indices, copies and barriers, not speed."""
+"""The CUDA kernels' own sources, thread by thread on a CPU, against float64: indices, copies, barriers."""
 
 import itertools
 
