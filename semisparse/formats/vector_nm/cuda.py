@@ -21,6 +21,8 @@ from semisparse.runtime.launch import CudaKernel
 from semisparse.runtime.nvrtc import CudaSource, Defines, compile_cubin, unavailable
 
 MAX_DECODE_TOKENS = 16
+DECODE_LENGTHS = (8, 16, 32, 64, 128)
+"""Rows of a vector: a lane takes eight."""
 
 SCALARS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
 
@@ -127,8 +129,8 @@ def decode_refusal(problem: Problem) -> str | None:
         return f"takes 1 to {MAX_DECODE_TOKENS} tokens, got {problem.m}"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"computes float16 and bfloat16, got {problem.dtype}"
-    if pattern.length not in (8, 16, 32, 64, 128):
-        return f"takes vectors of 8, 16, 32, 64 or 128 rows, not {pattern.length}"
+    if pattern.length not in DECODE_LENGTHS:
+        return f"takes vectors of {', '.join(map(str, DECODE_LENGTHS))} rows, not {pattern.length}"
     return _machine_refusal(problem)
 
 
