@@ -185,7 +185,7 @@ def multiply_tiled(x: Tensor, packed: Packed, bias: Tensor | None, tiling: Tilin
     x = x.contiguous()
     bias = None if bias is None else bias.to(x.dtype).contiguous()
     m, n = x.shape[0], packed.shape[0]
-    values, positions = packed.tensors["values"].contiguous(), packed.tensors["positions"].contiguous()
+    values, positions = _aligned(packed.tensors["values"]), packed.tensors["positions"].contiguous()
     groups, total, _ = values.shape
     by_column, columns, offsets = _prepare(x, positions, vectors_of(packed.pattern), n, tiling)
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
@@ -247,7 +247,7 @@ def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     x = x.contiguous()
     bias = None if bias is None else bias.to(x.dtype).contiguous()
     (m, k), n, pattern = x.shape, packed.shape[0], vectors_of(packed.pattern)
-    values, positions = packed.tensors["values"].contiguous(), packed.tensors["positions"].contiguous()
+    values, positions = _aligned(packed.tensors["values"]), packed.tensors["positions"].contiguous()
     groups, total, _ = values.shape
     tokens = next((count for count in TOKENS if count >= m), TOKENS[-1])
     windows = min(total // pattern.keep, max(1, PANEL_BYTES // (pattern.window * tokens * x.dtype.itemsize)))
@@ -257,6 +257,12 @@ def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     grid = (groups, -(-m // tokens), 1)
     kernel(x.device, grid, 32 * DECODE_WARPS, *pointers, m, n, k, total, windows)
     return y
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """Give the tensor at a multiple of 16 bytes, as kernels read it; a part of another one may stand anywhere."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 @lru_cache(maxsize=256)
