@@ -176,11 +176,13 @@ class Pass:
         bytes: read and written, each operand once.
         operations: multiplications and additions.
         unit: what computes them: ``tensor fp16`` (bfloat16 too), ``tensor fp8``, ``tensor int8`` or ``fp32``.
+        strategy: how the kernel goes about it, where a format has several ways; ``plan`` shows it.
     """
 
     bytes: float
     operations: float
     unit: str
+    strategy: str = ""
 
 
 def fused_cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
