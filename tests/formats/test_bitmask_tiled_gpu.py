@@ -15,7 +15,7 @@ ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 2**-24}
 
 
 def sums_error(k: int) -> float:
-    """Give the relative error of a sum of exact products, 16 columns at a time: tensor cores cut off, always downwards."""
+    """Give the relative error of a sum of exact products, 16 columns at a time: tensor cores cut off."""
     return k / 16 * 2**-24
 
 
