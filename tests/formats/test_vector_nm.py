@@ -83,7 +83,7 @@ def test_negative_zeros_come_back_as_zeros():
     [
         ("positions", (0, 1), 4, "below the window's 4"),
         ("positions", (1, 2), 255, "below the window's 4"),
-        ("positions", (0, 1), 0, "not above the one before"),
+        ("positions", (0, 1), 1, "not above the one before"),
         ("positions", (1, 3), 3, "past column K = 7"),
         ("values", (1, 0, 1), 1.0, "past row N = 5"),
     ],

@@ -1,4 +1,7 @@
-"""The CUDA kernels' own sources, thread by thread on a CPU, against float64: indices, copies, barriers."""
+"""The CUDA kernels' own sources, thread by thread on a CPU, against float64: indices, copies, barriers.
+
+Reads past the end of a tensor are not seen here: `make test-gpu SANITIZE=memcheck` sees them.
+"""
 
 import itertools
 
@@ -113,3 +116,13 @@ def test_values_that_begin_anywhere(product, dtype: torch.dtype, monkeypatch):
     moved = replace_tensors(packed, {**packed.tensors, "values": shifted})
     x, bias = random_operands(packed, 1, dtype, "cpu")
     check_product(product(x, moved, bias), x, packed, bias)
+
+
+@pytest.mark.parametrize(("product", "dtype"), [(cuda.decode, torch.float16), (cuda.multiply, torch.float32)])
+def test_an_infinity_stays_in_its_token(product, dtype: torch.dtype, monkeypatch):
+    """What is stored past column K must not meet the next token's first columns."""
+    monkeypatch.setattr(cuda, "DECODE_WARPS", 2)
+    packed = VECTOR_NM.pack(build(parse_pattern("16:32v32"), random, 33, 165).to(dtype), "16:32v32")
+    x, _ = random_operands(packed, 2, dtype, "cpu")
+    x[1] = torch.inf
+    assert product(x, packed, None)[0].isfinite().all()
