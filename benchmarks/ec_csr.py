@@ -4,8 +4,8 @@
 
 The first argument holds ``models/`` and ``text/``. Real masks are those of pycode-11m pruned by SparseGPT, all layers
 summed; random ones are 4,096 wide. Rows that the CSV has already are kept, so that an interrupted run goes on. Bytes
-are of all stored tensors; ``padding`` is the share of stored values that are zero; ``shared2``, ``shared4`` and ``shared8``
-are the shares of the weights in blocks of 2, 4 and 8 rows (layout ``paper``).
+are of all stored tensors; ``padding`` is the share of stored values that are zero; ``shared2``, ``shared4`` and
+``shared8`` are the shares of the weights in blocks of 2, 4 and 8 rows (layout ``paper``).
 """
 
 from __future__ import annotations
