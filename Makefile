@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-gpu bench check setup table clean
+.PHONY: demo test test-serving test-gpu bench check setup table clean
 
 setup: .venv/ready
 
@@ -19,27 +19,48 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest
 
-# The same tests over every CUDA and Triton kernel; SANITIZE=memcheck or racecheck runs them under compute-sanitizer.
-# racecheck dies inside cuBLAS, so it leaves torch's own products out.
+# What serves compressed models beside transformers, for real: vLLM (its Python alone: linear layers need no kernel of
+# its own) and lm-eval, in an environment of their own that sees .venv behind it.
+SERVING := .venv-serving
+VLLM := 0.33.0
+VLLM_BUILD := 'setuptools>=78.1.1,<81' setuptools_scm setuptools_rust wheel packaging jinja2
+test-serving: $(SERVING)/ready
+	$(SERVING)/bin/python -m pytest tests/vllm tests/evaluate/test_tasks.py tests/docs
+
+$(SERVING)/ready: .venv/ready tests/serving-requirements.txt
+	$(BIN)/python -m venv --clear $(SERVING)
+	$(BIN)/python -c "import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')" > \
+		$$($(SERVING)/bin/python -c "import site; print(site.getsitepackages()[0])")/behind.pth
+	$(SERVING)/bin/pip install --quiet --disable-pip-version-check $(VLLM_BUILD)
+	$(SERVING)/bin/pip install --quiet --disable-pip-version-check --no-deps -r tests/serving-requirements.txt
+	VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(VLLM) $(SERVING)/bin/pip install --quiet \
+		--disable-pip-version-check --no-deps --no-build-isolation --no-binary vllm vllm==$(VLLM)
+	touch $@
+
+# The tests of every CUDA and Triton kernel. SANITIZE=memcheck or racecheck runs those that launch each kernel on fresh
+# inputs under compute-sanitizer; all of them would take hours there. racecheck dies inside cuBLAS, so it leaves torch's
+# own products out.
 SANITIZE ?=
 sanitizer = $(if $(SANITIZE),PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $(SANITIZE) \
 	--report-api-errors no --error-exitcode 9 --kernel-name kernel_substring=semisparse)
+gpu_tests = tests/runtime/test_launch.py $(if $(SANITIZE),tests/formats/test_fresh_inputs.py \
+	$(wildcard tests/formats/test_*_gpu.py),tests/quant tests/formats)
 select = not cpu$(if $(filter racecheck,$(SANITIZE)), and not (unpack or blas or _mm or reference))
 test-gpu: setup
-	$(sanitizer) $(BIN)/python -m pytest tests/runtime/test_launch.py tests/quant tests/formats -k '$(select)'
+	$(sanitizer) $(BIN)/python -m pytest $(gpu_tests) -k '$(select)'
 
 # Everything under results/h200, on the GPU that is here.
 OUT ?= results/here
-LLAMAS = llama2-7b,qwen2.5-1.5b
+LARGE = 28672,8192
 bench: setup
 	$(BIN)/semisparse bench machine --out $(OUT)/machine.csv
-	$(BIN)/semisparse bench kernels --shapes $(LLAMAS),qwen2.5-7b:fused,28672,8192 --tokens 1,4,16,64,1024,4096 \
-		--patterns 32:64 --out $(OUT)/kernels-bfloat16.csv
-	$(BIN)/semisparse bench kernels --dtype float16 --formats bitmask --shapes $(LLAMAS),28672,8192 --tokens 1,8 \
-		--out $(OUT)/kernels-float16.csv
+	$(BIN)/semisparse bench kernels --dtype float16 --formats bitmask --shapes llama2-7b,qwen2.5-1.5b,$(LARGE) \
+		--tokens 1,8,16 --out $(OUT)/kernels-float16.csv
+	$(BIN)/semisparse bench model --arch llama2-7b --format bitmask --out $(OUT)/model.csv
+	$(BIN)/semisparse bench kernels --formats dense,bitmask --shapes llama2-7b,qwen2.5-7b:fused,$(LARGE) \
+		--tokens 1,64,256,1024,4096 --out $(OUT)/kernels-bfloat16.csv
 	$(BIN)/semisparse bench kernels --dtype float32 --formats bitmask --shapes llama2-7b --tokens 512,2048 \
 		--out $(OUT)/kernels-float32.csv
-	$(BIN)/semisparse bench model --arch llama3.2-1b,llama2-7b --format bitmask --out $(OUT)/model.csv
 
 # What each pruner loses on the models in ../shared; rows that the CSV has are kept.
 table: setup
@@ -52,4 +73,4 @@ check: setup
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv
+	rm -rf .venv $(SERVING)

@@ -2,9 +2,9 @@
 
     python benchmarks/ec_csr.py ../shared results/ec_csr_storage.csv [--plot deltas.png]
 
-The first argument holds ``models/`` and ``text/``. Real masks are those of pycode-11m pruned by SparseGPT, all layers
+The first argument holds ``models/`` and ``text/``. Real masks are those of pycode-11m pruned by SparseGPT, its layers
 summed; random ones are 4,096 wide. Rows that the CSV has already are kept, so that an interrupted run goes on. Bytes
-are of all stored tensors; ``padding`` is the share of stored values that are zero; ``shared2``, ``shared4`` and
+are of all stored tensors; ``padding`` is the share of stored values that are zero; ``shared2``, ``shared4``,
 ``shared8`` are the shares of the weights in blocks of 2, 4 and 8 rows (layout ``paper``).
 """
 

@@ -44,14 +44,15 @@ def main() -> None:
     parser.add_argument("csv", type=Path)
     parser.add_argument("--readme", type=Path, help="replace the table between its markers")
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--patterns", default=",".join(PATTERNS))
+    parser.add_argument("--samples", type=int, help="calibration sequences; by default those of `compress`")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto")
     options = parser.parse_args()
     rows = read_rows(options.csv)
     done = {(row["model"], row["pattern"], row["method"]) for row in rows}
     for name in options.models.split(","):
-        missing = [(p, m) for p in PATTERNS for m in METHODS if (name, p, m) not in done]
+        missing = [(p, m) for p in options.patterns.split(",") for m in METHODS if (name, p, m) not in done]
         for row in measure(name, missing, options):
             rows.append(row)
             write_rows(options.csv, rows, COLUMNS)
@@ -86,7 +87,17 @@ def measure(name: str, runs: list[tuple[str, str]], options: argparse.Namespace)
             seed=options.seed,
         )
         found = measure_quality(model.float().to(device), chunks, dense)
-        values = (name, pattern, method, found.nll, found.kl, dense_nll, found.tokens, options.samples, options.seed)
+        values = (
+            name,
+            pattern,
+            method,
+            found.nll,
+            found.kl,
+            dense_nll,
+            found.tokens,
+            options.samples or "default",
+            options.seed,
+        )
         yield dict(zip(COLUMNS, map(str, (*values, device.type)), strict=True))
 
 

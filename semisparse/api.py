@@ -23,6 +23,7 @@ from semisparse.compress import (
     LayerReport,
     Progress,
     Recipe,
+    Trained,
     calibration_batches,
     compress_blocks,
     fingerprint,
@@ -90,6 +91,8 @@ class CompressionReport:
         seconds: wall time of this run.
         search: what the search over the layers found, None without one: ``uniform_kl`` and ``kl`` (nats a token, on
             its tokens), ``evaluations`` and ``tokens``.
+        tuning: one mapping a tuning of this run: stage, held-out loss before and after, steps, failure, seconds and
+            peak_bytes (of GPU memory).
     """
 
     layers: list[dict[str, Any]]
@@ -97,6 +100,7 @@ class CompressionReport:
     bytes_after: int
     seconds: float
     search: dict[str, Any] | None
+    tuning: list[dict[str, Any]]
 
     def to_dict(self) -> dict[str, Any]:
         """Give the report as plain JSON values."""
@@ -104,7 +108,7 @@ class CompressionReport:
 
 
 def pack(weight: Tensor, format: str, pattern: str | Pattern, **options: Any) -> Packed:
-    """Store a weight in a format.
+    """Store a weight in a format, in the layout that the kernels of its device want.
 
     Args:
         weight: [N, K], float16, bfloat16 or float32, obeying the pattern.
@@ -114,6 +118,10 @@ def pack(weight: Tensor, format: str, pattern: str | Pattern, **options: Any) ->
     Raises:
         InputError: the format is unknown or cannot store this; `PatternError` names the row and block.
     """
+    return _pack_for_disk(weight, format, pattern, **options).to(weight.device)
+
+
+def _pack_for_disk(weight: Tensor, format: str, pattern: str | Pattern, **options: Any) -> Packed:
     pattern = parse_pattern(pattern)
     name = _smallest_format(weight, pattern) if format == "auto" else format
     return get_format(name).pack(weight, pattern, **options)
@@ -148,9 +156,9 @@ def read_recipe(recipe: str | Path | Recipe, settings: Sequence[str] = ()) -> Re
             raise RecipeError(f"format {found.format} cannot store pattern {found.pattern}: {reason}")
     rounding = _pack_options(found)
     able = [form.name for form in registry().values() if rounding in form.variants]
-    if rounding and found.format not in able:
+    if found.format not in able and (rounding or found.format != "auto"):
         raise RecipeError(
-            f"format {found.format} does not store quant={found.quant}; set quant=none or format={' or '.join(able)}"
+            f"format {found.format} does not store quant={found.quant}; set another one, or format={' or '.join(able)}"
         )
     return found
 
@@ -172,7 +180,7 @@ def evaluate(
         baseline: the dense model, for the KL divergence.
         text: a file or documents, as `token_chunks` cuts them.
         seqlen: tokens in a chunk; by default the model's context, 2048 at most.
-        tasks: names of lm-eval tasks.
+        tasks: names of lm-eval tasks, or YAML files of one's own.
         progress: called with (chunks done, all chunks).
     Returns:
         ``nll`` (nats a token), ``perplexity``, ``tokens`` and ``kl`` (None without a baseline) if there is a text;
@@ -216,7 +224,7 @@ def compress(
     out: str | Path | None = None,
     *,
     settings: Sequence[str] = (),
-    samples: int = 128,
+    samples: int | None = None,
     seqlen: int | None = None,
     device: str = "auto",
     seed: int = 0,
@@ -232,7 +240,7 @@ def compress(
         calibration: a text file or documents.
         out: the directory to write; it is whole or absent. Unfinished work lies in ``<out>.partial``.
         settings: changes to the recipe, ``key=value`` each.
-        samples: calibration sequences.
+        samples: calibration sequences; by default as many as hold 262,144 tokens.
         seqlen: tokens in one; by default the model's context, 2048 at most.
         device: where the arithmetic runs, a block at a time: ``auto``, ``cpu`` or ``cuda``.
         seed: of everything drawn at random.
@@ -256,24 +264,25 @@ def compress(
             raise InputError("calibration text needs the model's tokenizer")
         length = _seqlen(dense, seqlen)
         batches = calibration_batches(tokenizer, calibration, samples=samples, seqlen=length, seed=seed)
-    run = partial(_run_recipe, dense, batches, plan, seed=seed, device=place, progress=progress)
+    tuning: list[dict[str, Any]] = []
+    run = partial(_run_recipe, dense, batches, plan, tuning, seed=seed, device=place, progress=progress)
     if out is None:
         block = run(journal=None)
         mark_compressed(dense, block)
-        return _report(block, time.perf_counter() - start)
+        return _report(block, time.perf_counter() - start, tuning)
 
     out = Path(out).absolute()
     identity = fingerprint(dense, batches, plan, seed=seed, device=place)
     finished = _finished(out, identity) if resume else None
     if finished is not None:
-        return _report(finished, time.perf_counter() - start)
+        return _report(finished, time.perf_counter() - start, tuning)
     checkpoint.refuse_existing(out)
     with _job(out, resume) as job:
         block = run(journal=Journal(job, identity)) | {"origin": identity}
         mark_compressed(dense, block)
         _write(dense, tokenizer, source, out, job)
         shutil.rmtree(job)
-    return _report(block, time.perf_counter() - start)
+    return _report(block, time.perf_counter() - start, tuning)
 
 
 def _seqlen(model: PreTrainedModel, seqlen: int | None) -> int:
@@ -305,18 +314,24 @@ def _run_recipe(
     model: PreTrainedModel,
     batches: Sequence[Tensor],
     plan: Recipe,
+    tuning: list[dict[str, Any]],
     *,
     seed: int,
     device: torch.device,
     progress: Progress,
     journal: Journal | None,
 ) -> dict[str, Any]:
-    """Replace the layers by compressed ones, and give the config block that describes them."""
+    """Replace the layers by compressed ones, note each tuning, and give the config block that describes them."""
+
+    def trained(stage: str, found: Trained) -> None:
+        tuning.append({"stage": stage, **asdict(found)})
+
     run: dict[str, Any] = {"device": device, "progress": progress, "journal": journal}
     found = None
-    if plan.search != "none" and plan.prune != "none":
+    if plan.search != "none":
         found = search_patterns(model, batches, plan, seed=seed, accepts=partial(_can_store, plan), **run)
-    reports = compress_blocks(model, batches, plan, patterns=found.patterns if found else None, **run)
+    patterns = found.patterns if found else None
+    reports = compress_blocks(model, batches, plan, seed=seed, patterns=patterns, trained=trained, **run)
     return _pack_layers(model, plan, reports, found)
 
 
@@ -331,7 +346,8 @@ def _pack_layers(
     layers = {}
     for report in reports:
         weight = weight_of(model.get_submodule(report.name))
-        packed = pack(weight, plan.format, report.pattern, **_pack_options(plan))
+        options = _pack_options(plan) | ({"scales": report.scales} if report.scales else {})
+        packed = _pack_for_disk(weight, plan.format, report.pattern, **options)
         replace_linear(model, report.name, packed)
         measured = {"density": report.density, "error": report.error, "outcome": report.outcome}
         layers[report.name] = checkpoint.describe(packed) | measured
@@ -339,7 +355,7 @@ def _pack_layers(
     return settings | {"layers": layers, "search": found.measured() if found else None}
 
 
-def _report(block: Mapping[str, Any], seconds: float) -> CompressionReport:
+def _report(block: Mapping[str, Any], seconds: float, tuning: list[dict[str, Any]]) -> CompressionReport:
     rows, before, after = [], 0, 0
     for name, packed in checkpoint.read_block(block).items():
         entry = block["layers"][name]
@@ -347,7 +363,7 @@ def _report(block: Mapping[str, Any], seconds: float) -> CompressionReport:
         rows.append({"name": name, **shown, "bits_per_weight": packed.bits_per_weight})
         before += packed.shape[0] * packed.shape[1] * packed.dtype.itemsize
         after += packed.nbytes
-    return CompressionReport(rows, before, after, seconds, block.get("search"))
+    return CompressionReport(rows, before, after, seconds, block.get("search"), tuning)
 
 
 def _finished(out: Path, identity: Mapping[str, str]) -> dict[str, Any] | None:

@@ -1,6 +1,10 @@
 """Settings for every test: reproducible hypothesis runs, and what could not be run here said at the end."""
 
+import json
 import os
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,6 +20,37 @@ torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 settings.register_profile("ci", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("ci")
+
+
+class Outcome(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        return json.loads(self.out)
+
+
+Run = Callable[..., Outcome]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Run the command line in this process."""
+    from semisparse import cli
+
+    def call(*arguments: object) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["semisparse", *map(str, arguments)])
+        capfd.readouterr()
+        status = 0
+        try:
+            cli.main()
+        except SystemExit as exit_:
+            status = int(exit_.code or 0)
+        return Outcome(status, *capfd.readouterr())
+
+    return call
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

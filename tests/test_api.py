@@ -42,6 +42,24 @@ def test_compress_save_load_for_every_architecture_and_pattern(architecture: str
     assert not torch.equal(model(ids).logits, dense(ids).logits)
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_gqsa_tunes_packs_and_loads(architecture: str, tmp_path: Path):
+    """The tuned weights are what is stored: the loaded model gives the same bits as the one in memory."""
+    model = random_model(architecture)
+    settings = ("pattern=g4@50%", "tune_epochs=1")
+    report = semisparse.compress(
+        model, byte_tokenizer(), "gqsa", DOCUMENTS, tmp_path / "out", settings=settings, **SMALL
+    )
+    assert {layer["format"] for layer in report.layers} == {"gqs"}
+    assert all("bqpo" in layer["outcome"] and "e2e" in layer["outcome"] for layer in report.layers)
+    assert [found["stage"] for found in report.tuning] == ["block 1 of 2", "block 2 of 2", "end to end"]
+    assert all(found["after"] <= found["before"] and found["seconds"] > 0 for found in report.tuning)
+    assert json.loads(json.dumps(report.to_dict()))["tuning"] == report.tuning
+    ids = torch.arange(2 * 20).view(2, 20)
+    loaded = semisparse.load(tmp_path / "out", dtype=torch.bfloat16)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
 @pytest.mark.parametrize("pattern", ["32:64", "8:32v4", "g4@50%", "70%"])
 def test_what_a_search_found_reaches_the_checkpoint(pattern: str, tmp_path: Path):
     settings = (f"pattern={pattern}", "search=evolution", "search_effort=24", "format=bitmask")

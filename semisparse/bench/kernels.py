@@ -142,7 +142,7 @@ def measure_layer(
 def _pack(setting: Setting, layer: LayerShape, candidate: Candidate) -> Packed:
     pattern = parse_pattern(candidate.pattern)
     weight = random_weight(pattern, layer.n, layer.k, setting.dtype, setting.device)
-    return get_format(candidate.format).pack(weight, pattern, **candidate.options)
+    return get_format(candidate.format).pack(weight, pattern, **candidate.options).to(setting.device)
 
 
 def _measure(

@@ -10,6 +10,7 @@ from statistics import median
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, StaticCache
 
 from semisparse.bench.roofline import Candidate, random_weight
@@ -39,7 +40,7 @@ class ModelSpeed:
     """How fast a model runs a workload; one line of the CSV.
 
     ``first_token_ms`` is the prefill with the first token; ``decode_ms`` a step of one token for the whole batch, in a
-    CUDA graph on a GPU; ``weight_gb`` every parameter; ``peak_gb`` the most that the device held, 0 on a CPU.
+    CUDA graph on a GPU; ``weight_gb`` every parameter on this device; ``peak_gb`` the most that it held, 0 on a CPU.
     """
 
     model: str
@@ -143,11 +144,17 @@ def measure_model(model: PreTrainedModel, name: str, weights: str, workload: Wor
         prefill_tokens_per_second=prompt.numel() / first_token,
         decode_ms=step * 1e3,
         decode_tokens_per_second=workload.batch / step,
-        weight_gb=sum(p.numel() * p.element_size() for p in model.parameters()) / 1e9,
+        weight_gb=sum(_bytes_here(parameter) for parameter in model.parameters()) / 1e9,
         peak_gb=peak / 1e9,
         machine=facts.name,
         software=facts.driver,
     )
+
+
+def _bytes_here(parameter: Tensor) -> int:
+    """Count the bytes of a parameter that this device holds, of one that is spread over several, too."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local.numel() * local.element_size()
 
 
 def _prefill_seconds(model: PreTrainedModel, prompt: Tensor) -> float:
@@ -184,7 +191,8 @@ def _captured(step: Callable[[], None]) -> Callable[[], None]:
             step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # A thread of NCCL's, where a model is spread over GPUs, may go on asking for events while this one is captured.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         step()
     return graph.replay
 

@@ -1,6 +1,6 @@
 """The directory on disk: the config block, validation, atomic writing."""
 
-from semisparse.checkpoint.block import METHOD, VERSION, describe, read_block
+from semisparse.checkpoint.block import METHOD, VERSION, describe, filled, read_block
 from semisparse.checkpoint.directory import Header, ModelDirectory, check_headers, open_directory, read_headers
 from semisparse.checkpoint.inspect import inspect_directory
 from semisparse.checkpoint.write import refuse_existing, whole_directory
@@ -12,6 +12,7 @@ __all__ = [
     "ModelDirectory",
     "check_headers",
     "describe",
+    "filled",
     "inspect_directory",
     "open_directory",
     "read_block",

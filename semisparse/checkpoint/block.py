@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from semisparse.errors import CheckpointError, SemisparseError
-from semisparse.formats.base import WEIGHT_DTYPES, Packed, get_format
+from semisparse.formats.base import WEIGHT_DTYPES, Packed, get_format, replace_tensors
 from semisparse.patterns import parse_pattern
 
 METHOD = "semisparse"
@@ -56,6 +57,20 @@ def declared(name: str, entry: Mapping[str, Any]) -> Packed:
     except SemisparseError as error:
         raise CheckpointError(f"layer {name}: {error}") from error
     return Packed(form.name, form.version, pattern, (n, k), dtype, params, tensors)
+
+
+def filled(name: str, declared: Packed, tensors: Mapping[str, Tensor]) -> Packed:
+    """Give a declared layer its tensors, and check all that a kernel will rely on.
+
+    Raises:
+        CheckpointError: names the layer, the tensor and what is wrong with it.
+    """
+    packed = replace_tensors(declared, dict(tensors))
+    try:
+        get_format(packed.format).validate(packed)
+    except SemisparseError as error:
+        raise CheckpointError(f"layer {name}: {error}") from error
+    return packed
 
 
 def read_block(block: Mapping[str, Any]) -> dict[str, Packed]:

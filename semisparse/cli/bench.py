@@ -14,6 +14,7 @@ from semisparse.bench.kernels import Measurement, Setting, Skipped, measure_laye
 from semisparse.bench.machine_facts import machine_facts
 from semisparse.bench.machines import find_machine
 from semisparse.bench.model import ModelSpeed, Workload, load_model, make_sparse, measure_model, random_model
+from semisparse.bench.parallel import is_first_rank, measure_parallel, ranks
 from semisparse.bench.plot import plot_all
 from semisparse.bench.roofline import Candidate, candidates
 from semisparse.bench.shapes import layer_shapes
@@ -99,6 +100,39 @@ def model(
         found += [
             measure_model(load_model(path, where), path.name, label, workload) for label, path in paths.items() if path
         ]
+    if out is not None:
+        write_csv(out, found)
+    if as_json:
+        print_json({"rows": [asdict(row) for row in found]})
+    else:
+        _show_models(found)
+
+
+@app.command()
+def parallel(
+    arch: Annotated[str, typer.Option(help="Architectures with random weights, by commas.")] = "llama2-13b",
+    formats: Annotated[str | None, typer.Option(help="Formats beside dense, by commas; all by default.")] = None,
+    patterns: Annotated[str | None, typer.Option(help="Patterns, by commas; the recipes' own by default.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 512,
+    new: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 128,
+    dtype: Dtype = "bfloat16",
+    device: Device = "auto",
+    out: Annotated[Path | None, typer.Option(help="A CSV file to write.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Time prefill and decode of a model spread over several devices.
+
+    Example: `torchrun --nproc-per-node 2 -m semisparse.cli bench parallel --arch llama2-13b --formats bitmask`
+    """
+    if ranks() < 2:
+        raise InputError("bench parallel measures several processes: start it with torchrun --nproc-per-node N -m ...")
+    where, workload, chosen = _device(device), Workload(batch, prompt, new), candidates(words(formats), words(patterns))
+    found = [
+        row for name in words(arch) or [] for row in measure_parallel(name, dtype_named(dtype), where, chosen, workload)
+    ]
+    if not is_first_rank():
+        return
     if out is not None:
         write_csv(out, found)
     if as_json:

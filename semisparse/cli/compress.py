@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -23,7 +23,9 @@ def compress(
     calib: Annotated[
         Path | None, typer.Option("--calib", help="Calibration text: .txt, or .jsonl with a document a line in 'text'.")
     ] = None,
-    samples: Annotated[int, typer.Option("--samples", help="Calibration sequences.")] = 128,
+    samples: Annotated[
+        int | None, typer.Option("--samples", help="Calibration sequences; by default 262,144 tokens of them.")
+    ] = None,
     seqlen: Annotated[
         int | None, typer.Option("--seqlen", help="Tokens in one; by default the model's context, 2048 at most.")
     ] = None,
@@ -84,6 +86,8 @@ def _show(title: str, report: api.CompressionReport) -> None:
     ]
     columns = ("layer", "pattern", "format", "density", "bits/weight", "relative error", "outcome")
     print_table(title, columns, rows)
+    if report.tuning:
+        _show_tuning(report.tuning)
     if report.search:
         found = report.search
         console.print(
@@ -96,3 +100,20 @@ def _show(title: str, report: api.CompressionReport) -> None:
         f"({report.bytes_after / max(report.bytes_before, 1):.3f}); {report.seconds:.1f} s",
         highlight=False,
     )
+
+
+def _show_tuning(tuning: list[dict[str, Any]]) -> None:
+    rows = [
+        (
+            found["stage"],
+            f"{found['before']:.4g}",
+            f"{found['after']:.4g}",
+            str(found["steps"]),
+            f"{found['seconds']:.1f}",
+            "" if found["peak_bytes"] is None else bytes_text(found["peak_bytes"]),
+            found["failure"] or "",
+        )
+        for found in tuning
+    ]
+    columns = ("tuned", "held-out loss", "after", "steps", "seconds", "GPU memory", "stopped because")
+    print_table("Tuning", columns, rows)

@@ -24,7 +24,8 @@ def evaluate(
         int | None, typer.Option("--seqlen", help="Tokens in a chunk; by default the model's context, 2048 at most.")
     ] = None,
     tasks: Annotated[
-        str | None, typer.Option("--tasks", help="Comma-separated lm-eval tasks (needs the extra semisparse[eval]).")
+        str | None,
+        typer.Option("--tasks", help="lm-eval tasks or YAML files of tasks, by commas (extra semisparse[eval])."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:

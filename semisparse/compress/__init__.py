@@ -5,12 +5,14 @@ from semisparse.compress.journal import Journal, fingerprint
 from semisparse.compress.pipeline import compress_blocks
 from semisparse.compress.recipe import Recipe, read_yaml
 from semisparse.compress.report import LayerReport, Progress
+from semisparse.compress.tune import Trained
 
 __all__ = [
     "Journal",
     "LayerReport",
     "Progress",
     "Recipe",
+    "Trained",
     "calibration_batches",
     "compress_blocks",
     "fingerprint",

@@ -8,7 +8,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import LayerReport
 from semisparse.errors import InputError
+from semisparse.quant.group import GroupScales
 
 
 def fingerprint(
@@ -74,11 +75,27 @@ class Journal:
     def load(self, index: int) -> tuple[dict[str, Tensor], list[LayerReport]] | None:
         """Give a block's weights by name ([N, K]) and its reports; None if it is not finished or is damaged."""
         found = self.recall("block", index)
-        return (found[0], [LayerReport(**layer) for layer in found[1]]) if found else None
+        if found is None:
+            return None
+        tensors, layers = found
+        reports = []
+        for layer in layers:
+            if layer["scales"]:
+                scale, zero = (tensors.pop(f"{layer['name']} {part}") for part in ("scale", "zero"))
+                layer = {**layer, "scales": GroupScales(**layer["scales"], scale=scale, zero=zero)}
+            reports.append(LayerReport(**layer))
+        return tensors, reports
 
     def save(self, index: int, weights: Mapping[str, Tensor], reports: Sequence[LayerReport]) -> None:
         """Keep a finished block: its weights by name ([N, K]) and its reports."""
-        self.keep("block", index, weights, [asdict(report) for report in reports])
+        tensors, notes = dict(weights), []
+        for report in reports:
+            scales = report.scales
+            if scales:
+                tensors |= {f"{report.name} scale": scales.scale, f"{report.name} zero": scales.zero}
+            rounding = {"bits": scales.bits, "size": scales.size} if scales else None
+            notes.append({**asdict(replace(report, scales=None)), "scales": rounding})
+        self.keep("block", index, tensors, notes)
 
     def recall(self, part: str, index: int) -> tuple[dict[str, Tensor], Any] | None:
         """Give what was kept of a part of the work; None if that was nothing or is damaged."""

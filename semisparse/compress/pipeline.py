@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +16,18 @@ from semisparse.compress.journal import Journal
 from semisparse.compress.prune import magnitude, prune_layer, require_finite
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import LayerReport, Progress
+from semisparse.compress.tune import Trained, cut_for_steps, tune_block, tune_end_to_end
 from semisparse.compress.walk import (
     Block,
     Tokens,
     advance,
-    compute_dtype,
     full_float32,
     layers_in_turn,
     list_blocks,
     naming,
     start_tokens,
 )
+from semisparse.nn import weight_of
 from semisparse.patterns import Pattern
 
 
@@ -33,12 +36,14 @@ def compress_blocks(
     batches: Sequence[Tensor],
     recipe: Recipe,
     *,
+    seed: int = 0,
     device: torch.device | str = "cpu",
     patterns: Mapping[str, Pattern] | None = None,
     progress: Progress = lambda stage, done, total: None,
     journal: Journal | None = None,
+    trained: Callable[[str, Trained], None] = lambda stage, found: None,
 ) -> list[LayerReport]:
-    """Prune the linear layers of a causal language model's decoder blocks, in place.
+    """Prune and tune the linear layers of a causal language model's decoder blocks, in place.
 
     The model stays where it is; two copies of one block at a time, and the calibration tokens, are on `device`.
     The result is the same for the same inputs, device and number of threads, also if it was interrupted and resumed.
@@ -48,43 +53,82 @@ def compress_blocks(
         batches: calibration token ids, each [batch, tokens] int64; may be empty where `recipe.prune` looks at weights
             alone (``none``, ``magnitude``).
         recipe: what to do.
-        device: where to compute; in float32 on a CPU, in the model's dtype elsewhere.
+        seed: of the order in which tuning sees the batches.
+        device: where to compute, in float32.
         patterns: by module name, for the layers whose pattern is not the recipe's.
-        progress: called before each block and after each layer.
+        progress: called before each block, after each layer and, while a block is tuned, with its steps.
         journal: keeps finished blocks, and gives those of an interrupted run.
+        trained: told what each tuning of this run did.
 
     Raises:
         InputError: the model, a weight or the batches cannot be used.
         PatternError: `recipe.prune` is ``none`` and a weight does not obey its pattern.
     """
     blocks = list_blocks(model, recipe, patterns or {})
-    total = sum(len(block.patterns) for block in blocks)
     if recipe.prune == "none":
         return [report for block in blocks for report in _check_block(block)]
-    if recipe.prune == "magnitude" and not batches:
+    if recipe.prune == "magnitude" and recipe.tune == "none" and not batches:
         return [report for block in blocks for report in _prune_by_magnitude(block)]
     check_batches(model, batches)
+    if recipe.tune != "none":
+        batches = cut_for_steps(batches)
     model.eval()
     device = torch.device(device)
-    dtype = compute_dtype(model, device)
-    reports: list[LayerReport] = []
     with torch.no_grad(), full_float32():
-        tokens = start_tokens(model, blocks, batches, recipe, device, dtype)
-        for index, block in enumerate(blocks):
-            stage = f"block {index + 1} of {len(blocks)}"
-            progress(stage, len(reports), total)
-            dense = block.copy(device, dtype)
-            finished = _restore(block, index, journal) if journal else None
-            if finished is None:
-                finished = []
-                for report in _compress_block(block, dense, tokens, index, recipe):
-                    finished.append(report)
-                    progress(stage, len(reports) + len(finished), total)
-                if journal:
-                    journal.save(index, {name: block.weight(name) for name in block.patterns}, finished)
-            reports += finished
-            advance(tokens, index, block.copy(device, dtype), dense)
-    return reports
+        tokens = start_tokens(model, blocks, batches, recipe, device)
+        reports = [
+            report
+            for finished in _compress_in_turn(blocks, tokens, recipe, seed, progress, journal, trained)
+            for report in finished
+        ]
+        if recipe.tune != "bqpo+e2e":
+            return reports
+        found, reports = tune_end_to_end(
+            model,
+            batches,
+            reports,
+            rate=recipe.tune_rate,
+            epochs=recipe.tune_epochs,
+            seed=seed,
+            device=device,
+            dtype=torch.float32 if device.type == "cpu" else next(model.parameters()).dtype,
+            progress=partial(progress, "tuning end to end"),
+        )
+        trained("end to end", found)
+        return reports
+
+
+def _compress_in_turn(
+    blocks: Sequence[Block],
+    tokens: Tokens,
+    recipe: Recipe,
+    seed: int,
+    progress: Progress,
+    journal: Journal | None,
+    trained: Callable[[str, Trained], None],
+) -> Iterator[list[LayerReport]]:
+    """Compress one block after another, each on the tokens as the blocks before it leave them."""
+    done, total = 0, sum(len(block.patterns) for block in blocks)
+    for index, block in enumerate(blocks):
+        stage = f"block {index + 1} of {len(blocks)}"
+        progress(stage, done, total)
+        device = tokens.compressed[0].device
+        dense = block.copy(device)
+        finished = _restore(block, index, journal) if journal else None
+        if finished is None:
+            finished = []
+            for report in _compress_block(block, dense, tokens, index, recipe):
+                finished.append(report)
+                progress(stage, done + len(finished), total)
+            if recipe.tune != "none":
+                steps_done = partial(progress, f"{stage}, tuning")
+                found, finished = _tune_block(block, dense, tokens, index, recipe, finished, seed + index, steps_done)
+                trained(stage, found)
+            if journal:
+                journal.save(index, {name: block.weight(name) for name in block.patterns}, finished)
+        yield finished
+        done += len(finished)
+        advance(tokens, index, block.copy(device), dense)
 
 
 def _check_block(block: Block) -> Iterator[LayerReport]:
@@ -126,14 +170,48 @@ def _compress_block(
     working = copy.deepcopy(dense)
     for name, copied, statistics in layers_in_turn(block, dense, working, tokens, index):
         started = time.perf_counter()
-        pattern = block.patterns[name]
+        pattern, weight = block.patterns[name], block.weight(name)
         with naming(block.full_name(name)):
-            pruned = prune_layer(copied, pattern, statistics, recipe)
-        weight = block.weight(name)
+            pruned = prune_layer(copied.to(weight.dtype), pattern, statistics, recipe)
         weight.copy_(pruned.weight).add_(0)  # adding 0 makes +0 of the -0 that a small weight may be rounded to
         copied.copy_(weight)
         seconds = time.perf_counter() - started
-        yield LayerReport(block.full_name(name), str(pattern), _density(weight), pruned.error, pruned.outcome, seconds)
+        full_name, density = block.full_name(name), _density(weight)
+        yield LayerReport(full_name, str(pattern), density, pruned.error, pruned.outcome, seconds, pruned.scales)
+
+
+def _tune_block(
+    block: Block,
+    dense: nn.Module,
+    tokens: Tokens,
+    index: int,
+    recipe: Recipe,
+    pruned: Sequence[LayerReport],
+    seed: int,
+    progress: Callable[[int, int], None],
+) -> tuple[Trained, list[LayerReport]]:
+    """Train the kept weights of a pruned block, and give what that did and the block's reports anew."""
+    dense_inputs, calls = tokens.dense or [], tokens.calls[index]
+    tuned = block.copy(tokens.compressed[0].device)
+    scales = {report.name.removeprefix(f"{block.prefix}."): report.scales for report in pruned}
+    found, scales = tune_block(
+        tuned,
+        scales,
+        calls,
+        tokens.compressed,
+        targets=[call(dense, hidden) for call, hidden in zip(calls, dense_inputs, strict=True)],
+        rate=recipe.tune_rate,
+        epochs=recipe.tune_epochs,
+        seed=seed,
+        progress=progress,
+    )
+    reports = []
+    for report, (name, rounding) in zip(pruned, scales.items(), strict=True):
+        weight = block.weight(name)
+        weight.copy_(weight_of(tuned.get_submodule(name))).add_(0)
+        outcome = f"{report.outcome}, bqpo {found.outcome}"
+        reports.append(replace(report, density=_density(weight), error=None, outcome=outcome, scales=rounding))
+    return found, reports
 
 
 def _density(weight: Tensor) -> float:

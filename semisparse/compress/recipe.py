@@ -10,21 +10,28 @@ from typing import Any
 import yaml
 
 from semisparse.errors import PatternError, RecipeError
-from semisparse.patterns import parse_pattern
+from semisparse.patterns import Group, parse_pattern
+from semisparse.quant.group import KINDS as GROUP_KINDS
 
 KNOWN_VALUES: dict[str, tuple[str, ...]] = {
     "prune": ("magnitude", "wanda", "sparsegpt", "none"),
-    "quant": ("none", "int8", "fp8"),
+    "quant": ("none", "int8", "fp8", *GROUP_KINDS),
     "search": ("evolution", "rheosparse", "none"),
-    "tune": ("none",),
+    "tune": ("bqpo", "bqpo+e2e", "none"),
     "refine": ("cg", "none"),
     "order": ("windows", "columns"),
     "target": ("residual", "local"),
 }
 """The values of each key that has a fixed choice; a new stage adds its name here."""
 
-COUNTS = ("search_tokens", "search_effort")
+COUNTS = ("search_tokens", "search_effort", "tune_epochs")
 """The keys that are whole numbers."""
+
+NEEDS_DENSE = ("search", "tune")
+"""The stages that compare with the dense model, so that they have no place in a recipe that prunes nothing."""
+
+SHARES = ("damping", "tune_rate")
+"""The keys that are numbers above 0."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +41,14 @@ class Recipe:
     Args:
         pattern: written form of the pattern of every layer, such as ``32:64``.
         prune: how the weights to keep are chosen; ``none`` keeps the weights and checks that they obey the pattern.
-        quant: how the kept weights are rounded, to 8 bits with a scale a row, and the activations with them: the
-            format's ``kind``.
+        quant: how the kept weights are rounded, the format's ``kind``: ``int8`` and ``fp8`` with a scale a row, and the
+            activations with them, when they are packed; ``w8``, ``w4``, ``w3`` and ``w2`` to codes of so many bits
+            with a scale and a zero point for each group of a pattern such as ``g16@50%``, while they are pruned.
         format: name of the format that stores the result, or ``auto``.
         search: how density is spread over the layers, the kept weights of all together being those of `pattern`:
-            ``evolution``, ``rheosparse`` (the paper's) or ``none``. `prune` = ``none`` leaves nothing to search.
-        tune: how a pruned block is trained.
+            ``evolution``, ``rheosparse`` (the paper's) or ``none``.
+        tune: how the kept weights are trained: ``bqpo`` block by block, towards the dense block's outputs; with
+            ``bqpo+e2e`` then the scales and zero points of rounded groups, on the language-model loss.
         ignore: glob patterns over module names; what they match stays dense.
         refine: ``cg`` solves the kept weights again, by conjugate gradients, after the last column is pruned.
         order: ``windows`` prunes first the windows that lose most; ``columns`` goes from left to right.
@@ -47,6 +56,8 @@ class Recipe:
         damping: added to the diagonal of the Hessian, as a share of it.
         search_tokens: calibration tokens that a candidate is scored on.
         search_effort: what a search may spend, in candidates scored on all of these tokens; the paper's is 384.
+        tune_epochs: passes of a tuning over the calibration tokens, at most.
+        tune_rate: its learning rate, as a share of a layer's root mean square weight.
 
     Raises:
         RecipeError: a value is not known.
@@ -65,20 +76,39 @@ class Recipe:
     damping: float = 0.01
     search_tokens: int = 16384
     search_effort: int = 384
+    tune_epochs: int = 10
+    tune_rate: float = 0.03
 
     def __post_init__(self) -> None:
         for key, known in KNOWN_VALUES.items():
             if getattr(self, key) not in known:
                 raise RecipeError(f"recipe key {key!r} is {getattr(self, key)!r}; it is one of: {', '.join(known)}")
-        if not 0 < self.damping < float("inf"):
-            raise RecipeError(f"recipe key 'damping' is {self.damping}; it is a share above 0, such as 0.01")
+        for key in SHARES:
+            if not 0 < getattr(self, key) < float("inf"):
+                raise RecipeError(f"recipe key {key!r} is {getattr(self, key)}; it is a share above 0, such as 0.01")
         for key in COUNTS:
             if getattr(self, key) < 1:
                 raise RecipeError(f"recipe key {key!r} is {getattr(self, key)}; it is a number of 1 or more")
+        for key in NEEDS_DENSE:
+            if self.prune == "none" and getattr(self, key) != "none":
+                raise RecipeError(
+                    f"{key}={getattr(self, key)} needs the dense model, and prune=none takes one that was pruned "
+                    f"elsewhere; set {key}=none, or another prune"
+                )
+        if self.tune == "bqpo+e2e" and not self.code_bits:
+            raise RecipeError(f"tune=bqpo+e2e trains the scales of rounded groups, quant={self.quant} has none; set w4")
         try:
-            parse_pattern(self.pattern)
+            pattern = parse_pattern(self.pattern)
         except PatternError as error:
             raise RecipeError(f"recipe key 'pattern': {error}") from error
+
+        if self.code_bits and not isinstance(pattern, Group):
+            raise RecipeError(f"quant={self.quant} rounds the groups of a pattern such as g16@50%, not {self.pattern}")
+
+    @property
+    def code_bits(self) -> int:
+        """Bits of a kept weight's code where groups are rounded; 0 where they are not."""
+        return GROUP_KINDS.get(self.quant, 0)
 
     @classmethod
     def read(cls, mapping: Mapping[str, Any]) -> Recipe:
@@ -92,6 +122,8 @@ class Recipe:
     def with_settings(self, settings: Iterable[str]) -> Recipe:
         """Change some keys, each written ``key=value`` (the value as in YAML: a scalar or ``[a, b]``).
 
+        ``prune=none`` takes the recipe's stages away that need the dense model.
+
         Raises:
             RecipeError: a setting is not so written, or a key or a value is not known.
         """
@@ -101,7 +133,8 @@ class Recipe:
             if not equals:
                 raise RecipeError(f"setting {setting!r} is not written key=value")
             changes[key.strip()] = _parse_yaml(value, f"setting {setting!r}")
-        return Recipe(**{**asdict(self), **_checked(changes)})
+        left_out = dict.fromkeys(NEEDS_DENSE, "none") if changes.get("prune") == "none" else {}
+        return Recipe(**{**asdict(self), **left_out, **_checked(changes)})
 
     def to_dict(self) -> dict[str, Any]:
         """Give the recipe as plain JSON values; `read` makes an equal recipe of them."""
@@ -146,11 +179,11 @@ def _typed(key: str, value: Any) -> Any:
         if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
             raise RecipeError(f"recipe key 'ignore' is {value!r}; it is a list of module name patterns")
         return tuple(names)
-    if key == "damping":
+    if key in SHARES:
         try:
             return float(value)
         except (TypeError, ValueError) as error:
-            raise RecipeError(f"recipe key 'damping' is {value!r}; it is a number such as 0.01") from error
+            raise RecipeError(f"recipe key {key!r} is {value!r}; it is a number such as 0.01") from error
     if key in COUNTS:
         try:
             return int(value)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
+
+from semisparse.quant.group import GroupScales
 
 
 class Progress(Protocol):
@@ -25,6 +27,7 @@ class LayerReport:
             None where there were none.
         outcome: what was done, such as ``sparsegpt`` or ``wanda (hessian singular)``.
         seconds: time taken to prune it.
+        scales: how its groups are rounded; None where they are not.
     """
 
     name: str
@@ -33,3 +36,4 @@ class LayerReport:
     error: float | None
     outcome: str
     seconds: float
+    scales: GroupScales | None = field(default=None, compare=False, repr=False)

@@ -38,9 +38,12 @@ class Block:
         """Give a layer's module name in the model."""
         return f"{self.prefix}.{name}"
 
-    def copy(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        """Copy the block as it is now."""
-        return copy.deepcopy(self.module).to(device, dtype)
+    def copy(self, device: torch.device) -> nn.Module:
+        """Copy the block as it is now, in float32.
+
+        In bfloat16 the errors that a layer should undo drown in those of rounding: 3.5 % of KL at 2:4 on babyllama-1m.
+        """
+        return copy.deepcopy(self.module).to(device, torch.float32)
 
     def weight(self, name: str) -> Tensor:
         """Give a layer's weight as a view [N, K]."""
@@ -54,12 +57,14 @@ class Tokens:
     Args:
         calls: for each block, what the model passes to it, one call a batch.
         compressed: hidden states before the current block in the compressed model, one a batch.
-        dense: the same in the dense model; None where no layer aims at the dense output.
+        dense: the same in the dense model; None where nothing aims at the dense outputs.
+        layers_aim_at_dense: whether layers do while they are pruned, and not only blocks while they are tuned.
     """
 
     calls: list[list[Call]]
     compressed: list[Tensor]
     dense: list[Tensor] | None
+    layers_aim_at_dense: bool
 
 
 def list_blocks(model: nn.Module, recipe: Recipe, patterns: Mapping[str, Pattern]) -> list[Block]:
@@ -92,25 +97,16 @@ def list_blocks(model: nn.Module, recipe: Recipe, patterns: Mapping[str, Pattern
     return blocks
 
 
-def compute_dtype(model: nn.Module, device: torch.device) -> torch.dtype:
-    """Choose the dtype to run blocks in: float32 on a CPU, where half precision is slow, the model's elsewhere."""
-    return torch.float32 if device.type == "cpu" else next(model.parameters()).dtype
-
-
 def start_tokens(
-    model: nn.Module,
-    blocks: Sequence[Block],
-    batches: Sequence[Tensor],
-    recipe: Recipe,
-    device: torch.device,
-    dtype: torch.dtype,
+    model: nn.Module, blocks: Sequence[Block], batches: Sequence[Tensor], recipe: Recipe, device: torch.device
 ) -> Tokens:
-    """Take the calibration tokens as far as the first block."""
+    """Take the calibration tokens as far as the first block, in float32."""
     hidden, calls = record_calls(model, [block.module for block in blocks], batches)
-    hidden = [states.to(device, dtype) for states in hidden]
-    calls = [[call.to(device, dtype) for call in of_block] for of_block in calls]
+    hidden = [states.to(device, torch.float32) for states in hidden]
+    calls = [[call.to(device, torch.float32) for call in of_block] for of_block in calls]
     aims_at_dense = recipe.prune == "sparsegpt" and recipe.target == "residual"
-    return Tokens(calls, hidden, list(hidden) if aims_at_dense else None)
+    keeps_dense = aims_at_dense or recipe.tune != "none"
+    return Tokens(calls, hidden, list(hidden) if keeps_dense else None, aims_at_dense)
 
 
 def layers_in_turn(
@@ -120,7 +116,7 @@ def layers_in_turn(
 
     Args:
         block: with the layers to give.
-        dense: its copy on the tokens' device.
+        dense: its copy on the tokens' device, float32.
         working: another copy; whoever takes a layer writes the new weight into it before taking the next.
         tokens: before the block.
         index: of the block.
@@ -128,19 +124,18 @@ def layers_in_turn(
         name in the block; the layer's weight in `working` ([N, K], a view), still dense; statistics of its inputs.
     """
     names = {name: block.full_name(name) for name in block.patterns}
-    call = tokens.calls[index][0].to(tokens.compressed[0].device, torch.float32)
-    for stage in find_stages(copy.deepcopy(dense).float(), names, call, tokens.compressed[0].float()):
+    for stage in find_stages(dense, names, tokens.calls[index][0], tokens.compressed[0]):
         sums = _measure(stage, working, dense, tokens, index)
         for name in stage.linears:
             weight = weight_of(working.get_submodule(name))
             with naming(names[name]):
-                statistics = sums.of_layer(name, weight.float())
+                statistics = sums.of_layer(name, weight)
             yield name, weight, statistics
 
 
 def _measure(stage: Stage, working: nn.Module, dense: nn.Module, tokens: Tokens, index: int) -> RunningSums:
     sums = RunningSums()
-    dense_hidden = tokens.dense if stage.every_token else None
+    dense_hidden = tokens.dense if tokens.layers_aim_at_dense and stage.every_token else None
     for position, call in enumerate(tokens.calls[index]):
         seen = read_stage(working, stage, call, tokens.compressed[position])
         if stage.entry not in seen:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -15,6 +16,10 @@ def run_tasks(
 ) -> dict[str, dict[str, Any]]:
     """Run lm-eval tasks on a model.
 
+    Args:
+        model: on its device.
+        tokenizer: the model's.
+        tasks: names that lm-eval knows, or YAML files of one's own, whose data may lie on this disk.
     Returns:
         lm-eval's numeric metrics by task.
     Raises:
@@ -23,13 +28,16 @@ def run_tasks(
     try:
         import lm_eval
         from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise InputError("tasks need lm-eval: pip install 'semisparse[eval]'") from error
-    manager = lm_eval.tasks.TaskManager()
-    unknown = [task for task in tasks if task not in manager.all_tasks]
+    names = [task for task in tasks if not Path(task).is_file()]
+    manager = TaskManager(include_defaults=bool(names))  # reading its thousands of own files takes ten seconds
+    unknown = [name for name in names if name not in manager.all_tasks]
     if unknown:
-        raise InputError(f"lm-eval knows no task {', '.join(unknown)}")
-    results = lm_eval.simple_evaluate(HFLM(pretrained=model, tokenizer=tokenizer), tasks=list(tasks))["results"]
+        raise InputError(f"lm-eval knows no task {', '.join(unknown)}, and there is no such YAML file")
+    adapter = HFLM(pretrained=model, tokenizer=tokenizer)
+    results = lm_eval.simple_evaluate(adapter, tasks=list(tasks), task_manager=manager)["results"]
     return {
         task: {metric: value for metric, value in found.items() if isinstance(value, int | float)}
         for task, found in results.items()

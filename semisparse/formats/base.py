@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -28,8 +28,9 @@ class TensorSpec:
         name: its name below the module's, as in ``model.layers.0.mlp.up_proj.<name>``.
         dtype: torch dtype, or None for the weight's own (float16, bfloat16 or float32).
         shape: one name a dimension: ``N``, ``K``, or a count the format names; ``N+1`` adds one.
-        split_n: the dimension that tensor parallelism may cut by output features, if any.
-        split_k: the dimension that it may cut by input features, if any.
+        split_n: the dimension that tensor parallelism may cut by output features, if any; where another tensor of the
+            format has one, a tensor without it is the same in every part.
+        split_k: the dimension that it may cut by input features, if any, likewise.
     """
 
     name: str
@@ -78,9 +79,19 @@ class Packed:
         """Stored bits over N * K, metadata and padding included."""
         return 8 * self.nbytes / (self.shape[0] * self.shape[1])
 
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return next(iter(self.tensors.values())).device
+
     def to(self, device: torch.device | str) -> Packed:
-        """Give the same weight on another device."""
-        return replace_tensors(self, {name: t.to(device) for name, t in self.tensors.items()})
+        """Give the same weight on a device, in the layout that its kernels want; a CPU's is the layout on disk."""
+        arrange = get_format(self.format).arrange
+        target = torch.device(device)
+        # Layouts are changed on the faster device: before leaving a GPU, after reaching one.
+        leaving = arrange(self, target.type) if self.device.type == "cuda" else self
+        moved = replace_tensors(leaving, {name: t.to(target) for name, t in leaving.tensors.items()})
+        return arrange(moved, target.type)
 
     def unpack(self) -> Tensor:
         """Give the weight back, [N, K] in ``dtype``, with exact zeros."""
@@ -165,11 +176,13 @@ class Pass:
         bytes: read and written, each operand once.
         operations: multiplications and additions.
         unit: what computes them: ``tensor fp16`` (bfloat16 too), ``tensor fp8``, ``tensor int8`` or ``fp32``.
+        strategy: how the kernel goes about it, where a format has several ways; ``plan`` shows it.
     """
 
     bytes: float
     operations: float
     unit: str
+    strategy: str = ""
 
 
 def fused_cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
@@ -210,8 +223,12 @@ class Format:
         lossless: whether unpack gives the packed weight bit for bit.
         cost: (problem, packed weight's bytes) -> the passes of a product, for `plan` and the bench's floors.
         variants: the pack options worth planning and measuring.
-        arrange: (packed, device) -> the same weight there, in the layout that this device's kernels want; on a CPU that
-            is the layout on disk. None if the format has one layout.
+        grain: (pattern, params) -> the rows and columns at whose multiples tensors with a declared split may be cut;
+            None if they are not to be.
+        regroup: (parts, dim, start, stop, pattern) -> rows (``dim`` 0) or columns ``start`` to ``stop`` of the parts
+            side by side, declared as ``pattern`` and not rounded again; None if packing what unpack gives does that.
+        arrange: (packed, device type) -> the same weight, where it is, in the layout that kernels on such a device
+            want; that of ``cpu`` is the layout on disk.
     """
 
     name: str
@@ -229,7 +246,9 @@ class Format:
     lossless: bool = True
     cost: Callable[[Problem, float], tuple[Pass, ...]] = fused_cost
     variants: tuple[Mapping[str, Any], ...] = ({},)
-    arrange: Callable[[Packed, torch.device], Packed] | None = None
+    grain: Callable[[Pattern, Params], tuple[int, int]] | None = None
+    regroup: Callable[[Sequence[Packed], int, int, int, Pattern], Packed] | None = None
+    arrange: Callable[[Packed, str], Packed] = lambda packed, device_type: packed
 
     def pack(self, weight: Tensor, pattern: Pattern | str, **options: Any) -> Packed:
         """Store a weight.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
@@ -18,6 +18,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from semisparse.checkpoint import METHOD, VERSION, check_headers, read_block, read_headers
 from semisparse.errors import CheckpointError, SemisparseError
+from semisparse.integrations.tensor_parallel import gathered, is_distributed, keep_own_part, load_whole
 from semisparse.nn import SparseLinear, replace_linear
 
 
@@ -34,7 +35,7 @@ class SemisparseConfig(QuantizationConfigMixin):
 
 
 class SemisparseQuantizer(HfQuantizer):
-    """Replaces the declared layers before the weights are loaded, and validates every tensor after."""
+    """Replaces the declared layers before the weights are loaded; validates and arranges every tensor after."""
 
     def __init__(self, quantization_config: SemisparseConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
@@ -54,13 +55,23 @@ class SemisparseQuantizer(HfQuantizer):
                 replace_linear(model, name, packed)
             except SemisparseError as error:
                 raise CheckpointError(f"config.json does not fit the model: {error}") from error
+        load_whole(model, sparse_layers(model))
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        for name, module in sparse_layers(model).items():
+        layers = sparse_layers(model)
+        for name, module in layers.items():
             try:
                 module.validate()
             except SemisparseError as error:
                 raise CheckpointError(f"layer {name}: {error}") from error
+        keep_own_part(model, layers)
+        for layer in layers.values():
+            layer.arrange()
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
+        if not is_distributed(model):
+            return None, {}
+        return gathered(model, self.quantization_config.to_dict(), sparse_layers(model)), {}
 
     def is_serializable(self) -> bool:
         return True

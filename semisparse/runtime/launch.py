@@ -37,6 +37,7 @@ class CudaKernel:
         self.shared = shared
         # cuda.core.launch costs 8.6 us a call with everything prepared (H200 host).
         self._launch = driver.cuLaunchKernel
+        self._launch_dependent = driver.cuLaunchKernelEx
         self._code = ObjectCode.from_cubin(cubin.code)
         self._kernel = self._code.get_kernel(name).handle
         self._function = driver.CUfunction(int(self._kernel))
@@ -47,7 +48,12 @@ class CudaKernel:
         self._devices_ready: set[int] = set()
 
     def __call__(
-        self, device: torch.device, grid: tuple[int, int, int], threads: int, *arguments: int | float | None
+        self,
+        device: torch.device,
+        grid: tuple[int, int, int],
+        threads: int,
+        *arguments: int | float | None,
+        dependent: bool = False,
     ) -> None:
         """Launch.
 
@@ -56,13 +62,15 @@ class CudaKernel:
             grid: blocks along x, y and z.
             threads: of a block.
             arguments: one for each parameter; addresses as ints, None for the null pointer.
+            dependent: the kernel may begin before the one before it on the stream has ended; it must execute
+                ``griddepcontrol.wait`` before it reads what others write, and before it writes.
         Raises:
             KernelError: the driver refuses the launch.
         """
         index = device.index if device.index is not None else torch.cuda.current_device()
         if index != torch.cuda.current_device():
             with torch.cuda.device(index):
-                self(device, grid, threads, *arguments)
+                self(device, grid, threads, *arguments, dependent=dependent)
             return
         if index not in self._devices_ready:
             self._allow_shared_memory(index)
@@ -70,11 +78,28 @@ class CudaKernel:
         base = ctypes.addressof(values)
         pointers = self._pointers(*[base + offset for offset in self._offsets])
         stream = torch._C._cuda_getCurrentRawStream(index)
-        (status,) = self._launch(
-            self._function, *grid, threads, 1, 1, self.shared, stream, ctypes.addressof(pointers), 0
-        )
+        place = ctypes.addressof(pointers)
+        if dependent:
+            (status,) = self._launch_dependent(self._configured(grid, threads, stream), self._function, place, 0)
+        else:
+            (status,) = self._launch(self._function, *grid, threads, 1, 1, self.shared, stream, place, 0)
         if status:
             raise KernelError(f"launching {self.name} on {grid} blocks of {threads} threads failed: {status.name}")
+
+    def _configured(self, grid: tuple[int, int, int], threads: int, stream: int) -> Any:
+        from cuda.bindings import driver
+
+        overlap = driver.CUlaunchAttribute()
+        overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        overlap.value.programmaticStreamSerializationAllowed = 1
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = self.shared
+        config.hStream = stream
+        config.attrs = [overlap]
+        config.numAttrs = 1
+        return config
 
     def _allow_shared_memory(self, index: int) -> None:
         from cuda.bindings import driver

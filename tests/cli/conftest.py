@@ -1,43 +1,10 @@
-"""A tiny model directory with its text, and the command line run in this process."""
+"""A tiny model directory with its text."""
 
-import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 
-from semisparse import cli
 from tests.models import byte_tokenizer, random_model
-
-
-class Outcome(NamedTuple):
-    status: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> dict[str, Any]:
-        return json.loads(self.out)
-
-
-Run = Callable[..., Outcome]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    def call(*arguments: object) -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["semisparse", *map(str, arguments)])
-        capfd.readouterr()
-        status = 0
-        try:
-            cli.main()
-        except SystemExit as exit_:
-            status = int(exit_.code or 0)
-        return Outcome(status, *capfd.readouterr())
-
-    return call
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from tests.cli.conftest import Outcome, Run
+from tests.conftest import Outcome, Run
 
 SMALL = ("--samples", "4", "--seqlen", "32", "--set", "search=evolution", "--set", "search_effort=6")
 
@@ -114,12 +114,13 @@ def test_a_weight_that_is_not_finite(compress, model: Path, value: float, prune:
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
     save_file(tensors, file, metadata={"format": "pt"})
     pattern = "0%" if prune == "none" else "32:64"  # what a dense weight obeys
-    outcome = compress("--set", f"prune={prune}", "--set", f"pattern={pattern}")
+    search = "none" if prune == "none" else "evolution"
+    outcome = compress("--set", f"prune={prune}", "--set", f"pattern={pattern}", "--set", f"search={search}")
     assert_refused(outcome, "model.layers.1.mlp.up_proj: the weight holds NaN or infinity")
 
 
 def test_a_weight_that_breaks_the_pattern(compress):
-    outcome = compress("--set", "prune=none", "--set", "pattern=2:4")
+    outcome = compress("--set", "prune=none", "--set", "search=none", "--set", "pattern=2:4")
     assert_refused(
         outcome, "layer model.layers.0.self_attn.q_proj: the weight does not obey 2:4: row 0, columns 0 to 3"
     )

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from semisparse.cli.output import print_json
-from tests.cli.conftest import Run
+from tests.conftest import Run
 
 SMALL = ("--samples", "4", "--seqlen", "32", "--set", "search=evolution", "--set", "search_effort=6")
 
@@ -168,3 +168,21 @@ def test_the_version_is_the_package_s(run: Run):
     from importlib.metadata import version
 
     assert run("--version").out.strip() == version("semisparse")
+
+
+def test_compress_tells_of_its_tuning(run: Run, model: Path, text: Path, tmp_path: Path):
+    arguments = (
+        "--recipe",
+        "gqsa",
+        "--set",
+        "pattern=g4@50%",
+        "--set",
+        "tune_epochs=1",
+        "--samples",
+        8,
+        "--seqlen",
+        32,
+    )
+    done = run("compress", model, *arguments, "--calib", text, "--out", tmp_path / "out")
+    assert done.status == 0, done.err
+    assert all(word in done.out + done.err for word in ("held-out loss", "block 2 of 2", "end to end"))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from semisparse.compress import calibration_batches
+from semisparse.compress import calibration, calibration_batches
 from semisparse.compress.calibration import BATCH_TOKENS, check_batches
 from semisparse.errors import InputError
 from tests.models import VOCABULARY, byte_tokenizer, random_model
@@ -15,7 +15,7 @@ def rows(batches: list[torch.Tensor]) -> list[tuple[int, ...]]:
     return sorted(tuple(row) for batch in batches for row in batch.tolist())
 
 
-def draw(samples: int, seed: int = 0) -> list[torch.Tensor]:
+def draw(samples: int | None, seed: int = 0) -> list[torch.Tensor]:
     return calibration_batches(byte_tokenizer(), TEXTS, samples=samples, seqlen=20, seed=seed)
 
 
@@ -37,6 +37,17 @@ def test_a_batch_is_bounded():
     length = BATCH_TOKENS // 3
     batches = calibration_batches(tokenizer, ["x" * (8 * length)], samples=7, seqlen=length, seed=0)
     assert [len(batch) for batch in batches] == [3, 3, 1]
+
+
+def test_by_default_the_samples_hold_a_given_number_of_tokens(monkeypatch: pytest.MonkeyPatch):
+    def count(tokens: int) -> int:
+        monkeypatch.setattr(calibration, "CALIBRATION_TOKENS", tokens)
+        return sum(len(row) for row in rows(draw(None)))
+
+    everything = sum(len(row) for row in rows(draw(10_000)))
+    assert 200 <= count(200) < 220, "no more than a sequence above"
+    assert count(everything) == count(everything + 1) == everything
+    assert set(rows(draw(None))) <= set(rows(draw(10_000)))
 
 
 def test_no_samples_is_refused():

@@ -31,6 +31,16 @@ def test_settings(setting: str, key: str, value: object):
     assert getattr(Recipe(pattern="4:8", ignore=("x",)).with_settings([setting]), key) == value
 
 
+def test_a_model_pruned_elsewhere_has_nothing_to_search_or_to_tune():
+    plan = Recipe(search="evolution", tune="bqpo")
+    assert plan.with_settings(["prune=none"]) == Recipe(prune="none")
+    for setting in ("search=evolution", "tune=bqpo"):
+        with pytest.raises(RecipeError, match=f"{setting} needs the dense model"):
+            plan.with_settings([setting, "prune=none"])
+    with pytest.raises(RecipeError, match="needs the dense model"):
+        Recipe.read({"prune": "none", "search": "evolution"})
+
+
 def test_settings_keep_the_other_keys():
     recipe = Recipe(pattern="4:8", ignore=("x",), refine="none").with_settings(["prune=wanda", "order=columns"])
     assert recipe == Recipe(pattern="4:8", ignore=("x",), refine="none", prune="wanda", order="columns")
@@ -53,6 +63,9 @@ def test_yaml_file(tmp_path: Path):
         ("damping=0", "above 0"),
         ("damping=nan", "above 0"),
         ("damping=much", "a number"),
+        ("tune_rate=-1", "'tune_rate' is -1.0; it is a share above 0"),
+        ("tune_epochs=0", "1 or more"),
+        ("tune_epochs=few", "a whole number"),
         ("ignore={a: b}", "a list"),
         ("prune=[wanda]", "a word"),
         ("pattern", "key=value"),

@@ -10,8 +10,13 @@ from semisparse.patterns import parse_pattern
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
 BITMASK = get_format("bitmask")
-ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 1e-6}
-"""Relative error of one rounding to the output's dtype; products of 16-bit numbers are exact in float32's sums."""
+ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 2**-24}
+"""Relative error of one rounding to the output's dtype."""
+
+
+def sums_error(k: int) -> float:
+    """Give the relative error of a sum of exact products, 16 columns at a time: tensor cores cut off."""
+    return k / 16 * 2**-24
 
 
 def packed_and_x(n, k, keep, m, dtype):
@@ -20,7 +25,7 @@ def packed_and_x(n, k, keep, m, dtype):
     weight = weight * parse_pattern(f"{keep}:64").mask(torch.rand(n, k, generator=generator))
     x = torch.randn(m, k, generator=generator).to(dtype)
     rows = BITMASK.pack(weight, f"{keep}:64")
-    return BITMASK.arrange(rows, torch.device("cuda")), weight, x.cuda()
+    return rows.to("cuda"), weight, x.cuda()
 
 
 def poisoned(product, x, packed, bias, **options):
@@ -31,7 +36,7 @@ def poisoned(product, x, packed, bias, **options):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("m", [1, 2, 7, 8, 9, 16])
+@pytest.mark.parametrize("m", [1, 7, 8, 9, 16, 17, 33, 64])
 @pytest.mark.parametrize(
     ("n", "k", "keep"), [(64, 512, 32), (33, 701, 31), (1, 1, 64), (257, 4100, 5), (2200, 8200, 16)]
 )
@@ -42,7 +47,7 @@ def test_decode_agrees_with_float64(n, k, keep, m, dtype):
     expected = x.cpu().double() @ weight.double().T + bias.double()
     for out in (dtype, torch.float32):
         y = poisoned(tiled.decode, x, packed, bias.cuda(), out_dtype=out).cpu().double()
-        assert (y - expected).norm() <= 2 * ROUNDING[out] * expected.norm()
+        assert (y - expected).norm() <= (2 * ROUNDING[out] + sums_error(k)) * expected.norm()
 
 
 @pytest.mark.parametrize(("n", "k", "keep"), [(64, 512, 32), (33, 701, 31), (1, 1, 64), (257, 4100, 5)])
@@ -61,3 +66,25 @@ def test_decode_repeats_its_bits_and_runs_in_a_graph():
         captured.fill_(torch.nan)
         graph.replay()
         assert torch.equal(captured, first)
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="begins early from Hopper on"
+)
+def test_a_chain_of_early_launches_gives_the_same_bits():
+    packed, _, x = packed_and_x(2048, 2048, 32, 3, torch.bfloat16)  # its range holds 32 ** 20
+    torch.cuda.synchronize()  # the weights are there before a launch that does not wait for them
+
+    def chain(early):
+        y = x
+        for _ in range(20):
+            y = tiled.decode(y, packed, None, early=early)
+        return y
+
+    expected = chain(False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain(True)
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(found, expected)

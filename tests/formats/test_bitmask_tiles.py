@@ -11,7 +11,6 @@ from semisparse.formats.base import get_format, replace_tensors
 from semisparse.patterns import parse_pattern
 
 BITMASK = get_format("bitmask")
-CPU = torch.device("cpu")
 
 
 def random_weight(n, k, pattern, dtype=torch.float16, seed=0):
@@ -33,7 +32,7 @@ def test_tiles_hold_the_same_weight_as_rows(n, k, keep, dtype):
     tiles = BITMASK.pack(weight, f"{keep}:64", layout="tiles")
     BITMASK.validate(tiles)
     assert torch.equal(tiles.unpack(), weight)
-    back = BITMASK.arrange(tiles, CPU)
+    back = tiles.to("cpu")
     assert back.params == rows.params
     assert all(torch.equal(back.tensors[name], rows.tensors[name]) for name in rows.tensors)
 
@@ -43,23 +42,23 @@ def test_tiles_take_nine_bits_a_weight_at_32_of_64():
 
 
 class Warp:
-    """32 lanes that expand one tile as tiled_decode.cu does: lane 4 g + t owns block t of the rows g and g + 8."""
+    """32 lanes that expand one tile as tiled.cuh does: lane 4 g + t owns block t of the rows g and g + 8."""
 
-    def __init__(self, tile, keep):
+    def __init__(self, tile):
         words = tile.numpy().view(np.uint32)
-        count = len(words) // 32
-        parts, first = [], 0
-        while first < count:
-            width = min(4, count - first)
-            parts.append(words[32 * first : 32 * (first + width)].reshape(32, width))
-            first += width
-        lanes = np.concatenate(parts, axis=1)
-        self.masks = lanes[:, :4].reshape(32, 2, 2)  # lane, row half, mask half
-        values = np.ascontiguousarray(lanes[:, 4:]).view(np.uint16).reshape(32, 2, -1)
-        empty = np.zeros((32, 2, 1), np.uint16)
-        padded = np.concatenate((empty, values[..., :keep], empty), axis=-1)
-        self.slots = np.stack((padded[..., :-1], padded[..., 1:]), axis=-1)  # slot a = (value a - 1, value a)
-        self.slot = np.zeros((32, 2), np.int64)
+        self.masks = words[:128].reshape(32, 2, 2)  # lane, row half, mask half
+        pairs = words[128:].reshape(-1, 2, 32).transpose(2, 1, 0)  # lane, row half, pair
+        self.beyond = np.full((32, 2, 1), 0xFFFFFFFF, np.uint32)  # what stands after the last values
+        self.words = np.concatenate((np.ascontiguousarray(pairs), self.beyond), axis=-1)
+        self.count = np.full((32, 2), 16, np.int64)
+        self.last = np.zeros((32, 2), np.uint64)
+
+    def pair_at(self, count):
+        """Give the values before and at ``count``, in sixteenths of a shift: one read and a funnel shift."""
+        word = np.take_along_axis(self.words, (count // 16 - 1 >> 1)[..., None], -1)[..., 0].astype(np.uint64)
+        both = (word << np.uint64(32) | self.last) << (count % 32).astype(np.uint64) >> np.uint64(32)
+        self.last = word
+        return np.stack((both & np.uint64(0xFFFF), both >> np.uint64(16) & np.uint64(0xFFFF)), -1).astype(np.uint16)
 
     def take(self, step):
         """Give each lane's and row half's weights in columns 4 * step to 4 * step + 3 as bits: [32, 2, 4]."""
@@ -69,12 +68,12 @@ class Warp:
 
         signs = (shifted(step)[..., None] >> np.array([7, 15, 23, 31], np.uint32)).astype(np.int64) & 1
         after = shifted(step + 1).astype(np.int64) >> 7 & 1
-        counted = signs.copy()
+        counted = 16 * signs
         if step == 0:
             counted[..., 0] = 0
-        first = self.slot + counted[..., :2].sum(-1)
-        self.slot = self.slot + counted.sum(-1)
-        chosen = [np.take_along_axis(self.slots, at[..., None, None], 2)[:, :, 0] for at in (first, self.slot)]
+        middle = self.count + counted[..., :2].sum(-1)
+        self.count = self.count + counted.sum(-1)
+        chosen = [self.pair_at(at) for at in (middle, self.count)]
         alive = np.stack((signs[..., 1], signs[..., 2], signs[..., 3], after), axis=-1)
         return np.concatenate(chosen, axis=-1) * alive.astype(np.uint16)
 
@@ -98,7 +97,7 @@ def test_lanes_read_tiles_into_the_right_fragments(keep):
     n, k, m = 16, 256, 8
     weight = random_weight(n, k, f"{keep}:64")
     x = torch.randn(m, k, generator=torch.Generator().manual_seed(1)).double().numpy()
-    warp = Warp(BITMASK.pack(weight, f"{keep}:64", layout="tiles").tensors["tiles"][0, 0], keep)
+    warp = Warp(BITMASK.pack(weight, f"{keep}:64", layout="tiles").tensors["tiles"][0, 0])
     lane = np.arange(32)
     sums = np.zeros((32, 4))
     for step in range(16):
@@ -138,7 +137,7 @@ def test_a_damaged_tile_is_refused(change, message):
 
 def test_a_weight_past_column_k_is_refused():
     packed = BITMASK.pack(torch.zeros(16, 258, dtype=torch.float16), "32:64", layout="tiles")
-    packed.tensors["tiles"][0, 1, 128 + 2] = 0x3C003C00  # lane 0's values 4 and 5 of columns 256 to 319
+    packed.tensors["tiles"][0, 1, 128 + 2 * 64] = 0x3C003C00  # lane 0's values 4 and 5 of columns 256 to 319
     with pytest.raises(FormatError, match="past column K"):
         BITMASK.validate(packed)
 
@@ -151,7 +150,7 @@ def test_what_tiles_cannot_hold_is_refused_and_stays_in_rows():
     with pytest.raises(FormatError, match="no layout 'columns'"):
         BITMASK.pack(random_weight(8, 64, "4:8"), "4:8", layout="columns")
     rows = BITMASK.pack(random_weight(8, 64, "50%"), "50%")
-    assert BITMASK.arrange(rows, CPU).params == rows.params
+    assert BITMASK.arrange(rows, "cuda").params == rows.params
 
 
 def test_only_kernels_of_tiles_accept_tiles():

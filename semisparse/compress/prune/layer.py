@@ -11,12 +11,14 @@ from torch import Tensor
 
 from semisparse.compress.prune.magnitude import magnitude
 from semisparse.compress.prune.refine import conjugate_gradient
-from semisparse.compress.prune.sparsegpt import Factor, factorise, order_by_loss, prune_columns
+from semisparse.compress.prune.rounding import Rounding
+from semisparse.compress.prune.sparsegpt import Factor, factorise, order_by_loss, prune_columns, round_columns
 from semisparse.compress.prune.statistics import Statistics
 from semisparse.compress.prune.wanda import wanda
 from semisparse.compress.recipe import Recipe
 from semisparse.errors import InputError
 from semisparse.patterns import Pattern
+from semisparse.quant.group import GroupScales, scales_of
 
 
 @dataclass(frozen=True)
@@ -27,18 +29,20 @@ class PrunedLayer:
         weight: [N, K] float32, with exact zeros where pruned.
         outcome: what was done, such as ``sparsegpt`` or ``sparsegpt damping 0.1``.
         error: the output's relative error, ``||(w' - w) x|| / ||w x||`` over the calibration tokens.
+        scales: how what is kept was rounded; None if it was not.
     """
 
     weight: Tensor
     outcome: str
     error: float
+    scales: GroupScales | None = None
 
 
 def prune_layer(weight: Tensor, pattern: Pattern, statistics: Statistics, recipe: Recipe) -> PrunedLayer:
     """Prune a layer's weight to a pattern.
 
     Args:
-        weight: [N, K], any float dtype.
+        weight: [N, K], any float dtype, which scales will have.
         pattern: what the result obeys.
         statistics: of the layer's calibration inputs.
         recipe: its `prune` other than ``none``, and the settings of that.
@@ -61,12 +65,13 @@ def prune_levels(
     Raises:
         InputError: as in `prune_layer`.
     """
-    weight = weight.float()
+    dtype, weight = weight.dtype, weight.float()
     require_finite(weight)
     if not all(mean.isfinite().all() for mean in (statistics.hessian, statistics.cross) if mean is not None):
         raise InputError("its calibration activations hold NaN or infinity, or are too large for float32")
     problem = _scaled(weight, patterns[0], statistics, recipe) if recipe.prune == "sparsegpt" else None
     for pattern in patterns:
+        scales = None
         if recipe.prune == "magnitude":
             pruned, outcome = magnitude(weight, pattern), "magnitude"
         elif recipe.prune == "wanda":
@@ -74,8 +79,11 @@ def prune_levels(
         elif problem is None:
             pruned, outcome = wanda(weight, pattern, statistics.hessian), "wanda (hessian singular)"
         else:
-            pruned, outcome = _sparsegpt(problem, pattern, recipe), problem.factor.outcome
-        yield PrunedLayer(pruned, outcome, _relative_error(pruned, weight, statistics.hessian))
+            (pruned, scales), outcome = _sparsegpt(problem, pattern, recipe, dtype), problem.factor.outcome
+        if recipe.code_bits:
+            scales = scales or scales_of(pruned, recipe.code_bits, pattern.step, dtype)
+            pruned = scales.rounded(pruned).float()
+        yield PrunedLayer(pruned, outcome, _relative_error(pruned, weight, statistics.hessian), scales)
 
 
 def require_finite(weight: Tensor) -> None:
@@ -129,11 +137,22 @@ def _scaled(weight: Tensor, pattern: Pattern, statistics: Statistics, recipe: Re
     return _Scaled(goal, hessian, factor, order, scale)
 
 
-def _sparsegpt(problem: _Scaled, pattern: Pattern, recipe: Recipe) -> Tensor:
-    pruned, kept = prune_columns(problem.goal, problem.factor.upper, pattern)
-    if recipe.refine == "cg":
+def _sparsegpt(
+    problem: _Scaled, pattern: Pattern, recipe: Recipe, dtype: torch.dtype
+) -> tuple[Tensor, GroupScales | None]:
+    """Prune, and round if the recipe does: in the same pass, or after the conjugate gradients in another."""
+    upper, back = problem.factor.upper, problem.order.argsort()
+    rounding = None
+    if recipe.code_bits:
+        rounding = Rounding(recipe.code_bits, pattern.step, problem.scale[problem.order], dtype)
+    solved = recipe.refine == "cg"
+    pruned, kept = prune_columns(problem.goal, upper, pattern, None if solved else rounding)
+    if solved:
         pruned = conjugate_gradient(pruned, kept, problem.hessian, problem.goal)
-    return pruned[:, problem.order.argsort()] / problem.scale
+        if rounding:
+            pruned = round_columns(pruned, kept, upper, rounding)
+    groups = problem.order[:: pattern.step].argsort()  # whole windows were ordered, so a group is where its first is
+    return pruned[:, back] / problem.scale, rounding.scales.take(groups) if rounding else None
 
 
 def _relative_error(pruned: Tensor, weight: Tensor, hessian: Tensor) -> float:

@@ -71,7 +71,7 @@ def search_patterns(
         batches: calibration token ids, each [batch, tokens] int64.
         recipe: what to do; its `search` and `prune` other than ``none``.
         seed: of what is drawn at random.
-        device: where to compute; in float32 on a CPU, in the model's dtype elsewhere.
+        device: where to compute, in float32.
         accepts: whether a pattern can be stored.
         progress: called before each block of the bank and each generation.
         journal: keeps the bank and the last generation, and gives those of an interrupted run.

@@ -17,7 +17,6 @@ from semisparse.compress.search.space import Choice
 from semisparse.compress.walk import (
     Block,
     advance,
-    compute_dtype,
     full_float32,
     layers_in_turn,
     naming,
@@ -87,12 +86,11 @@ def build_bank(
     """
     of_layer = {choice.name: choice for choice in choices}
     bank: Bank = {}
-    dtype = compute_dtype(model, device)
     with torch.no_grad(), full_float32():
-        tokens = start_tokens(model, blocks, batches, recipe, device, dtype)
+        tokens = start_tokens(model, blocks, batches, recipe, device)
         for index, block in enumerate(blocks):
             progress("every layer at every density", index, len(blocks))
-            dense = block.copy(device, dtype)
+            dense = block.copy(device)
             found = journal.recall("bank", index) if journal else None
             if found:
                 stored = _unflattened(found[0])
@@ -120,7 +118,7 @@ def _prune(
 ) -> dict[int, Stored]:
     """Prune a layer at every level, rounded to the original's dtype as it will be in the model."""
     levels = sorted(choice.patterns, key=abs)  # the uniform level first: its order of the columns serves all
-    pruned = prune_levels(weight, [choice.patterns[level] for level in levels], statistics, recipe)
+    pruned = prune_levels(weight.to(original.dtype), [choice.patterns[level] for level in levels], statistics, recipe)
     return {level: store(found.weight.to(original.dtype)) for level, found in zip(levels, pruned, strict=True)}
 
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from semisparse.compress.blocks import decoder_blocks
 from semisparse.compress.search.bank import Bank, expand
 from semisparse.compress.search.space import Choice, Levels
-from semisparse.compress.walk import compute_dtype
 from semisparse.nn import swap_weight, weight_of
 
 PARTS = 16
@@ -81,13 +80,13 @@ class Scorer:
         choices: of its layers.
         bank: their weights.
         parts: as `cut_parts` gives them.
-        device: where to compute.
+        device: where to compute, in float32.
     """
 
     def __init__(
         self, model: nn.Module, choices: Sequence[Choice], bank: Bank, parts: Sequence[Tensor], device: torch.device
     ) -> None:
-        self._model = copy.deepcopy(model).to(device, compute_dtype(model, device)).eval()
+        self._model = copy.deepcopy(model).to(device, torch.float32).eval()
         self._blocks = decoder_blocks(self._model)[1]
         self._choices = choices
         self._layers = [self._model.get_submodule(choice.name) for choice in choices]

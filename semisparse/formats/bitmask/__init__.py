@@ -8,6 +8,8 @@ import torch
 
 from semisparse.formats.base import Case, Format, Kernel, Problem
 from semisparse.formats.bitmask import cpu, cuda, layouts, tiled
+from semisparse.formats.bitmask.cost import cost
+from semisparse.formats.bitmask.pack import BLOCK
 
 
 def _of_rows(supports: Callable[[Problem], str | None]) -> Callable[[Problem], str | None]:
@@ -27,6 +29,7 @@ FORMAT = Format(
     accepts=lambda pattern: None,
     specs=layouts.specs,
     counts=layouts.counts,
+    grain=lambda pattern, params: (1, BLOCK),
     pack_weight=layouts.pack_weight,
     unpack=layouts.unpack,
     check_content=layouts.check_content,
@@ -38,7 +41,7 @@ FORMAT = Format(
         Kernel("decode", "cuda", _of_rows(cuda.decode_refusal), lambda: cuda.decode),
         Kernel("unpack", "cuda", _of_rows(cuda.unpack_refusal), lambda: cuda.unpack_and_multiply),
     ),
-    cost=cuda.cost,
+    cost=cost,
     cases=(
         Case("zeros-stored-past-k", "64:64", lambda: torch.ones(3, 65)),
         Case("one-of-each-block", "1:64", lambda: torch.eye(64).repeat(1, 3)),

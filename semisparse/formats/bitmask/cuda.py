@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from semisparse.formats.base import Packed, Pass, Problem, fused_cost
+from semisparse.formats.base import Packed, Problem
 from semisparse.formats.bitmask.pack import unpack, values_per_block
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.launch import CudaKernel
@@ -85,16 +85,24 @@ def _decode_kernel(device: torch.device, dtype: torch.dtype, tokens: int) -> Cud
 
 
 def unpack_and_multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """Unpack the whole weight and let cuBLAS multiply: for many tokens, and for float32.
+    """Unpack the whole weight and let cuBLAS multiply: for many tokens, and for float32."""
+    return multiply_dense(x, unpack(packed), bias)
 
-    cuBLAS adds partial sums in 16 bits unless torch's flags forbid it, as in a dense model.
+
+def multiply_dense(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute ``x @ weight.T + bias`` with cuBLAS, partial sums added in float32 whatever torch's flags allow.
+
+    Args:
+        x: [M, K].
+        weight: [N, K], in x's dtype.
+        bias: [N] or None.
+    Returns:
+        [M, N] in x's dtype.
     """
-    return F.linear(x, unpack(packed), None if bias is None else bias.to(x.dtype))
-
-
-def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
-    """Give the passes of a product: fused for few tokens, an unpacking pass first for many."""
-    if problem.m <= MAX_DECODE_TOKENS:
-        return fused_cost(problem, weight_bytes)
-    dense_bytes = problem.n * problem.k * problem.weight_dtype.itemsize
-    return (Pass(weight_bytes + dense_bytes, 0, "fp32"), *fused_cost(problem, dense_bytes))
+    flags = torch.backends.cuda.matmul
+    allowed = flags.allow_fp16_reduced_precision_reduction, flags.allow_bf16_reduced_precision_reduction
+    flags.allow_fp16_reduced_precision_reduction = flags.allow_bf16_reduced_precision_reduction = False
+    try:
+        return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+    finally:
+        flags.allow_fp16_reduced_precision_reduction, flags.allow_bf16_reduced_precision_reduction = allowed

@@ -88,10 +88,9 @@ def check_content(packed: Packed) -> None:
     check(packed)
 
 
-def arrange(packed: Packed, device: torch.device) -> Packed:
-    """Give the same weight in the layout that a device's kernels want: tiles on a GPU where possible, else rows."""
-    packed = packed.to(device)
-    if device.type != "cuda" or tiles.refusal(packed):
+def arrange(packed: Packed, device_type: str) -> Packed:
+    """Give the same weight in the layout that kernels on a device want: tiles on a GPU where possible, else rows."""
+    if device_type != "cuda" or tiles.refusal(packed):
         return _in_rows(packed)
     if layout_of(packed.params) == "tiles":
         return packed

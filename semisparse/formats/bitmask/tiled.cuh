@@ -1,10 +1,13 @@
 // A tile of the layout `tiles` (16 rows by 256 columns, a warp's work) and how a lane reads its own weights out of it.
 //
-// Lane 4 * g + t owns block t (64 columns) of the rows g and g + 8: its masks say where its own values stand, and no lane
-// asks another. It writes its values to shared memory as overlapped pairs, slot a = (value a - 1, value a). For the columns
-// (c, c + 1) the word at the slot "values up to and including column c" holds both their values in place; a byte-permute
-// in sign mode turns the two mask bits into a blend mask, and one dp4a moves the slot on. Slots are 128 bytes apart and a
-// lane's are in its own bank, so these accesses never conflict and need no barrier.
+// Tiles come to shared memory as they lie in the file: 512 bytes of masks, then word i (values 2 i and 2 i + 1) of every lane
+// for the rows g, then the same for the rows g + 8. Lane 4 * g + t owns block t (64 columns) of its two rows; its words stand
+// in its own bank, so reads never conflict and no lane asks another.
+//
+// For the columns (c, c + 1) let a be the number of values up to and including column c. They are the values a - 1 and a:
+// word a / 2 holds both if a is odd; else it holds the second, and the first is in the word that the pair before these
+// columns took. So one read and one funnel shift give both, and two mask bits, spread by a byte-permute, blank the dead ones.
+// Counts are kept in sixteenths of a funnel shift: bits of the mask at 0x10 of each byte, summed by one dp4a.
 //
 // KEEP is the number of values a block.
 
@@ -13,32 +16,25 @@
 using Word = unsigned int;
 
 constexpr int kWarp = 32;
-constexpr int kRows = 16;                             // of a tile
-constexpr int kColumns = 256;                         // of a tile
-constexpr int kBlock = 64;                            // columns of one mask
-constexpr int kSteps = kBlock / 4;                    // of four columns of each block
-constexpr int kPairs = (KEEP + 1) / 2;                // words of a row's values in one lane
-constexpr int kLaneWords = 4 + 2 * kPairs;
-constexpr int kTileWords = kWarp * kLaneWords;
-constexpr int kVectors = kLaneWords / 4;              // 16-byte accesses of a lane to a tile
-constexpr bool kHalfVector = kLaneWords % 4 != 0;     // and one of 8 bytes
-constexpr int kSlots = KEEP + 1;                      // of a lane and row
-constexpr int kSlotBytes = kWarp * 4;
-constexpr int kStageBytes = 2 * kSlots * kSlotBytes;  // of shared memory for a warp
-constexpr Word kSigns = 0x80808080u;
-
-struct Tile {
-    Word words[kLaneWords];  // both rows' masks, then the first row's values, then the second's
-};
+constexpr int kRows = 16;                        // of a tile
+constexpr int kColumns = 256;                    // of a tile
+constexpr int kBlock = 64;                       // columns of one mask
+constexpr int kSteps = kBlock / 4;               // of four columns of each block
+constexpr int kMaskBytes = kWarp * 16;           // both rows' masks of every lane
+constexpr int kRowBytes = kWarp * 4;             // a word of every lane
+constexpr int kTileBytes = kMaskBytes + (KEEP + 1) / 2 * 2 * kRowBytes;
+constexpr int kOverrun = 2 * kRowBytes;          // a block's last pair may read one word past its values
+constexpr Word kOnes = 0x10101010u;
 
 __device__ __forceinline__ Word shared_address(const void* pointer) {
     return static_cast<Word>(__cvta_generic_to_shared(pointer));
 }
 
 // Volatile keeps these in the order written.
+template <int offset = 0>
 __device__ __forceinline__ Word read_shared(Word address) {
     Word value;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address));
+    asm volatile("ld.shared.u32 %0, [%1+%2];" : "=r"(value) : "r"(address), "n"(offset));
     return value;
 }
 
@@ -48,25 +44,6 @@ __device__ __forceinline__ uint4 read_shared4(Word address) {
     return v;
 }
 
-__device__ __forceinline__ void write_shared(Word address, Word value) {
-    asm volatile("st.shared.u32 [%0], %1;" : : "r"(address), "r"(value));
-}
-
-// Reads a lane's words. Weights are read once: they take no place in L1.
-__device__ __forceinline__ void load(Tile& tile, const Word* from, int lane) {
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-        Word* to = tile.words + 4 * i;
-        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-            : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "l"(from + (i * kWarp + lane) * 4));
-    }
-    if (kHalfVector) {
-        Word* to = tile.words + 4 * kVectors;
-        asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];"
-            : "=r"(to[0]), "=r"(to[1]) : "l"(from + kVectors * kWarp * 4 + lane * 2));
-    }
-}
-
 // Spreads the signs of four bytes: unlike __byte_perm, the instruction takes a selector's highest bit for "only the sign".
 __device__ __forceinline__ Word spread_signs(Word low, Word high, Word selector) {
     Word mask;
@@ -74,43 +51,67 @@ __device__ __forceinline__ Word spread_signs(Word low, Word high, Word selector)
     return mask;
 }
 
-// Walks over one row of a lane's block, four columns a step.
-struct Walk {
-    Word low, high;  // the mask's halves
-    Word slot;       // shared address of the slot of the last column counted
+// Asks for 16 bytes, of which `bytes` are read and the others zero.
+__device__ __forceinline__ void copy_async(Word to, const void* from, int bytes = 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" : : "r"(to), "l"(from), "r"(bytes) : "memory");
+}
 
-    // Writes the values as overlapped pairs; past either end the half that no mask bit picks is zero.
-    __device__ __forceinline__ void stage(const Word* values) const {
-#pragma unroll
-        for (int i = 0; i < kSlots; ++i) {
-            const Word before = i >= 2 ? values[i / 2 - 1] : 0;
-            const Word here = i / 2 < kPairs ? values[i / 2] : 0;
-            write_shared(slot + i * kSlotBytes, i % 2 ? here : __byte_perm(before, here, 0x5432));
-        }
-    }
+// Closes a group of copies.
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" : : : "memory"); }
+
+// Waits until no more than `open` groups of this lane are on their way; a warp must meet before it reads others' copies.
+template <int open>
+__device__ __forceinline__ void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" : : "n"(open) : "memory");
+    __syncwarp();
+}
+
+// Asks for a tile: the lanes of a warp together. One address and constant distances: the compiler makes 64-bit sums of others.
+template <int at = 0>
+__device__ __forceinline__ void copy_tile(Word to, const unsigned char* from, int lane) {
+    if (at + kWarp * 16 <= kTileBytes || lane * 16 < kTileBytes - at)
+        asm volatile("cp.async.cg.shared.global [%0+%2], [%1+%2], 16;"
+            : : "r"(to + lane * 16), "l"(from + lane * 16), "n"(at) : "memory");
+    if constexpr (at + kWarp * 16 < kTileBytes) copy_tile<at + kWarp * 16>(to, from, lane);
+}
+
+// Walks over one row of a lane's block, four columns a step.
+template <int offset>
+struct Walk {
+    Word low, high;    // the mask's halves
+    Word base;         // shared address of the lane's first word, less 128
+    Word count = 16;   // 16 + 16 for each value up to the last column counted
+    Word last = 0;     // the word read last
 
     // The weights in the columns 4 * step to 4 * step + 3, two in each word; steps are taken in order.
     template <int step>
     __device__ __forceinline__ uint2 take() {
-        const Word bits = (step < 8 ? low : high) << step % 8;
-        const Word after = step == 7 ? high : step == 15 ? low : bits << 1;
-        const int signs = bits & kSigns;
+        constexpr int by = step % 8;
+        const Word half = step < 8 ? low : high;
+        const Word bits = half << by;
+        const Word after = step == 7 ? high : step == 15 ? low : half << (by + 1) % 8;
+        const Word ones = (by < 3 ? half >> (3 - by) % 8 : half << (by + 5) % 8) & kOnes;
         // Byte 0 is the column before these four; at step 0 it is column 63's bit and does not count yet.
-        const Word first = __dp4a(signs, step ? 0x0000ffff : 0x0000ff00, static_cast<int>(slot));
-        slot = __dp4a(signs, static_cast<int>(step ? 0xffffffffu : 0xffffff00u), static_cast<int>(slot));
-        return uint2{read_shared(first) & spread_signs(bits, bits, 0xaa99),
-                     read_shared(slot) & spread_signs(bits, after, 0xccbb)};
+        const Word middle = __dp4a(ones, step ? 0x00000101u : 0x00000100u, count);
+        count = __dp4a(ones, step ? 0x01010101u : 0x01010100u, count);
+        const Word first = read_shared<offset>(middle * 8 + base & ~128u);
+        const Word second = read_shared<offset>(count * 8 + base & ~128u);
+        const uint2 found{__funnelshift_l(last, first, middle) & spread_signs(bits, bits, 0xaa99),
+                          __funnelshift_l(first, second, count) & spread_signs(bits, after, 0xccbb)};
+        last = second;
+        return found;
     }
 };
 
-// A lane's two rows of a tile, staged; `stage` is the shared address of the lane's first slot.
+// A lane's two rows of a tile that lies at a shared address, a multiple of 256.
 struct Rows {
-    Walk upper, lower;
+    Walk<0> upper;
+    Walk<kRowBytes> lower;
 
-    __device__ __forceinline__ Rows(const Tile& tile, Word stage)
-        : upper{tile.words[0], tile.words[1], stage},
-          lower{tile.words[2], tile.words[3], stage + kSlots * kSlotBytes} {
-        upper.stage(tile.words + 4);
-        lower.stage(tile.words + 4 + kPairs);
+    __device__ __forceinline__ Rows(Word tile, int lane) {
+        const uint4 masks = read_shared4(tile + lane * 16);
+        upper.low = masks.x, upper.high = masks.y;
+        lower.low = masks.z, lower.high = masks.w;
+        upper.base = lower.base = tile + kMaskBytes + lane * 4 - 128;
     }
 };

@@ -1,4 +1,4 @@
-"""GPU kernels for the layout ``tiles``: up to 16 tokens in one pass over the packed bytes, more by unpacking first."""
+"""GPU kernels for the layout ``tiles``: up to 64 tokens in one pass over the packed bytes, more by unpacking first."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from semisparse.formats.base import Packed, Problem
-from semisparse.formats.bitmask.division import Division, Processor, divide, tokens_of_build
+from semisparse.formats.bitmask.cuda import multiply_dense
+from semisparse.formats.bitmask.division import Division, Processor, divide, tile_bytes
 from semisparse.formats.bitmask.layouts import layout_of
 from semisparse.formats.bitmask.pack import values_per_block
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.launch import CudaKernel
 from semisparse.runtime.nvrtc import CudaSource, Defines, compile_cubin, unavailable
 
-MAX_DECODE_TOKENS = 16
+MAX_DECODE_TOKENS = 64
 
 SCALARS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 
@@ -29,16 +29,28 @@ UNIT = 8
 
 UNPACK_WARPS = 4
 
+UNPACK_STAGES = 2
 
-def _decode_defines(dtype: torch.dtype, out: torch.dtype, keep: int, tokens: int, splits: int, rows: int) -> Defines:
+UNPACK_BLOCKS = 3
+"""A processor: 12 warps, of 18 KB of shared memory each at 32:64."""
+
+
+def _decode_defines(
+    dtype: torch.dtype, out: torch.dtype, keep: int, tokens: int, splits: int, teams: int, stages: int
+) -> Defines:
     return {
         "SCALAR": SCALARS[dtype],
         "OUT": OUTPUTS[out],
         "KEEP": keep,
         "TOKENS": tokens,
         "SPLITS": splits,
-        "ROW_TILES": rows,
+        "TEAMS": teams,
+        "STAGES": stages,
     }
+
+
+def _unpack_defines(keep: int) -> Defines:
+    return {"KEEP": keep, "WARPS": UNPACK_WARPS, "STAGES": UNPACK_STAGES}
 
 
 # What is compiled depends on the pattern and the shape: here are the common cases and the extremes.
@@ -46,19 +58,22 @@ DECODE = CudaSource(
     Path(__file__).with_name("tiled_decode.cu"),
     (
         *(
-            _decode_defines(torch.float16, torch.float16, keep, tokens, splits, rows)
-            for keep, tokens, splits, rows in ((1, 8, 8, 1), (32, 8, 8, 1), (32, 16, 6, 2), (64, 16, 6, 2))
+            _decode_defines(torch.float16, torch.float16, keep, tokens, splits, teams, 2)
+            for keep, tokens, splits, teams in ((1, 8, 8, 1), (32, 1, 6, 1), (64, 16, 4, 2), (32, 32, 2, 4))
         ),
-        _decode_defines(torch.bfloat16, torch.float32, 32, 8, 8, 1),
+        _decode_defines(torch.bfloat16, torch.float32, 32, 64, 1, 8, 2),
     ),
 )
 
-UNPACK = CudaSource(
-    Path(__file__).with_name("tiled_unpack.cu"),
-    tuple({"KEEP": keep, "WARPS": UNPACK_WARPS} for keep in (31, 64)),
-)
+UNPACK = CudaSource(Path(__file__).with_name("tiled_unpack.cu"), tuple(_unpack_defines(keep) for keep in (31, 64)))
 
 SOURCES = (DECODE, UNPACK)
+
+DENSE_BYTES = 16 * 4 * (64 * 2 + 16)
+"""Of shared memory, for a warp's dense tile: kDenseBytes in tiled_unpack.cu."""
+
+OVERRUN = 256
+"""Bytes past the last tile that may be read: kOverrun in tiled.cuh."""
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 
@@ -81,14 +96,19 @@ def unpack_refusal(problem: Problem) -> str | None:
     return unavailable()
 
 
-def decode(x: Tensor, packed: Packed, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
-    """Multiply 1 to 16 tokens straight from the packed bytes.
+def decode(
+    x: Tensor, packed: Packed, bias: Tensor | None, out_dtype: torch.dtype | None = None, early: bool = False
+) -> Tensor:
+    """Multiply 1 to 64 tokens straight from the packed bytes.
 
     Args:
         x: [M, K] float16 or bfloat16.
         packed: in x's dtype and the layout ``tiles``.
         bias: [N] or None.
         out_dtype: float16, bfloat16 or float32; x's own if None.
+        early: whether the launch may begin before the kernel before it on the stream has ended (Hopper and later). It
+            waits before it reads x and before it writes, but not before it reads the weights: nothing that still runs
+            may be writing them.
     Returns:
         [M, N], accumulated in float32.
     """
@@ -100,11 +120,11 @@ def decode(x: Tensor, packed: Packed, bias: Tensor | None, out_dtype: torch.dtyp
     row_tiles, column_tiles, _ = tiles.shape
     keep = values_per_block(packed.pattern) or 0
     division = divide(m, row_tiles, column_tiles, keep, _processor(x.device))
-    kernel = _decode_kernel(x.device, x.dtype, y.dtype, keep, tokens_of_build(m), division)
+    kernel = _decode_kernel(x.device, x.dtype, y.dtype, keep, division)
     pointers = (x.data_ptr(), tiles.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr())
     vectors = int(k % UNIT == 0 and x.data_ptr() % 16 == 0)
-    sizes = (m, n, k, row_tiles, column_tiles, division.panel, vectors, 0)
-    kernel(x.device, (division.blocks, 1, 1), 32 * division.splits * division.rows, *pointers, *sizes)
+    sizes = (m, n, k, row_tiles, column_tiles, vectors, int(early))
+    kernel(x.device, (division.blocks, 1, 1), 32 * division.warps, *pointers, *sizes, dependent=early)
     return y
 
 
@@ -118,7 +138,7 @@ def unpack_and_multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tenso
     Returns:
         [M, N] in x's dtype.
     """
-    return F.linear(x, unpack(packed), None if bias is None else bias.to(x.dtype))
+    return multiply_dense(x, unpack(packed), bias)
 
 
 def unpack(packed: Packed) -> Tensor:
@@ -130,8 +150,18 @@ def unpack(packed: Packed) -> Tensor:
     row_tiles, column_tiles, _ = tiles.shape
     count = row_tiles * column_tiles
     kernel = _unpack_kernel(tiles.device, values_per_block(packed.pattern) or 0)
-    blocks = (-(-count // UNPACK_WARPS), 1, 1)
-    kernel(tiles.device, blocks, 32 * UNPACK_WARPS, tiles.data_ptr(), weight.data_ptr(), n, pitch, count, column_tiles)
+    blocks = min(-(-count // UNPACK_WARPS), UNPACK_BLOCKS * _processor(tiles.device).count)
+    kernel(
+        tiles.device,
+        (blocks, 1, 1),
+        32 * UNPACK_WARPS,
+        tiles.data_ptr(),
+        weight.data_ptr(),
+        n,
+        pitch,
+        count,
+        column_tiles,
+    )
     return weight[:, :k]
 
 
@@ -143,16 +173,15 @@ def _processor(device: torch.device) -> Processor:
 
 @lru_cache(maxsize=256)
 def _decode_kernel(
-    device: torch.device, dtype: torch.dtype, out: torch.dtype, keep: int, tokens: int, division: Division
+    device: torch.device, dtype: torch.dtype, out: torch.dtype, keep: int, division: Division
 ) -> CudaKernel:
-    defines = _decode_defines(dtype, out, keep, tokens, division.splits, division.rows)
+    defines = _decode_defines(dtype, out, keep, division.tokens, division.splits, division.teams, division.stages)
     cubin = compile_cubin(DECODE.path, device_facts(device).arch, defines)
-    return CudaKernel(cubin, "semisparse_bitmask_tiled_decode", (*[_POINTER] * 4, *[_INT] * 8), division.shared)
+    return CudaKernel(cubin, "semisparse_bitmask_tiled_decode", (*[_POINTER] * 4, *[_INT] * 7), division.shared)
 
 
 @cache
 def _unpack_kernel(device: torch.device, keep: int) -> CudaKernel:
-    defines = {"KEEP": keep, "WARPS": UNPACK_WARPS}
-    cubin = compile_cubin(UNPACK.path, device_facts(device).arch, defines)
-    shared = UNPACK_WARPS * 2 * (keep + 1) * 128
+    cubin = compile_cubin(UNPACK.path, device_facts(device).arch, _unpack_defines(keep))
+    shared = UNPACK_WARPS * (UNPACK_STAGES * tile_bytes(keep) + DENSE_BYTES) + OVERRUN
     return CudaKernel(cubin, "semisparse_bitmask_tiled_unpack", (*[_POINTER] * 2, *[_INT] * 4), shared)

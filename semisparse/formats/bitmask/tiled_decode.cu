@@ -4,24 +4,27 @@
 // the other, so one token and eight cost the same pass. Each mma step takes 4 columns of every lane's block, so the
 // fragment's 16 columns are a permutation of K, which x follows.
 //
-// A block computes ROW_TILES tiles of rows at a time, SPLITS warps to each, the columns dealt out among them; blocks walk
-// over the rows. A warp's next tile is in flight while it computes one. Sums are float32 and reduced in a fixed order:
-// every run gives the same bits.
+// A team of SPLITS warps computes a tile of rows, the column tiles dealt out among them; TEAMS teams make a block and walk
+// over the rows side by side. STAGES tiles of each warp are in shared memory, on their way or being read, and with each the
+// columns of x that go with it, which the warps of the same split bring and read together; where the columns stay the same,
+// x stays. Sums are float32 and reduced in a fixed order: every run gives the same bits.
 //
-// Compiled for SCALAR (half or bfloat16, of x, w and bias), OUT (of y), KEEP (values a block), TOKENS (8 or 16), SPLITS,
-// ROW_TILES.
+// Compiled for SCALAR (half or bfloat16, of x, w and bias), OUT (of y), KEEP (values a block), TOKENS (1, 8, 16, 32 or 64),
+// SPLITS, TEAMS, STAGES.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include "tiled.cuh"
 
-constexpr int kWarps = SPLITS * ROW_TILES;
-constexpr int kThreads = kWarps * kWarp;
+constexpr int kTeam = SPLITS * kWarp;
 constexpr int kUnit = 8;                   // values of x in 16 bytes: two steps of a lane
-constexpr int kUnits = kColumns / kUnit;
-constexpr int kHead = 2;                   // units of x that a thread holds while weights are asked for
-constexpr int kTokenGroups = TOKENS / 8;
+constexpr int kTokenBytes = kColumns * 2;  // of x in a place
+constexpr int kTokenGroups = (TOKENS + 7) / 8;
+constexpr int kSums = TOKENS > 16 ? 1 : 2;  // with few tokens even and odd steps add apart: an mma need not wait for the last
+constexpr int kWarps = TEAMS * SPLITS;
+
+static_assert(TEAMS == 1 || TEAMS + SPLITS <= 15, "a block has 16 barriers");
 
 __device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
@@ -41,65 +44,73 @@ __device__ __forceinline__ void mma(float (&sums)[4], const Word (&w)[4], Word l
         : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "r"(low), "r"(high));
 }
 
-// Even and odd steps have sums of their own: an mma need not wait for the one before.
-using Sums = float[2][kTokenGroups][4];
+// Where in a token's columns a unit of a lane's block stands, as a change of the address: so the eight lanes that are served
+// at a time, four blocks of two tokens, meet in no bank.
+__device__ __forceinline__ int shuffled(int block, int token) { return (block + token % 2 * 4) * 16; }
 
-// Adds a tile's products. `x` are the shared addresses of the lane's token and block, for tokens 0 to 7 and 8 to 15.
+// The columns of x that go with a column tile, on their way to shared memory.
+struct Source {
+    const SCALAR* x;  // [m, k]
+    int m, k;
+    bool vectors;     // whether every row of x is 16-byte aligned
+
+    // Asks for the columns of a tile: every TEAMS-th token from `first` on, a unit a lane; from k on they are zero.
+    __device__ __forceinline__ void copy(Word to, int column_tile, int first, int lane) const {
+        const int column = column_tile * kColumns + lane * kUnit;
+        const int left = min(max(k - column, 0), kUnit);
+        const SCALAR* from = x + (left ? column : 0) + static_cast<long long>(first) * k;
+        if (vectors) {
+#pragma unroll
+            for (int i = 0; i < TOKENS; i += TEAMS, from += TEAMS * static_cast<long long>(k))
+                if (first + i < m) copy_async(place(to, first + i, lane), from, left * 2);
+            return;
+        }
+#pragma unroll 1
+        for (int token = first; token < m; token += TEAMS, from += TEAMS * static_cast<long long>(k))
+            copy_values(place(to, token, lane), reinterpret_cast<const unsigned short*>(from), left);
+    }
+
+    static __device__ __forceinline__ Word place(Word to, int token, int lane) {
+        return to + token * kTokenBytes + (lane * 16 ^ shuffled(lane / 8, token));
+    }
+
+    static __device__ __forceinline__ void copy_values(Word to, const unsigned short* from, int left) {
+#pragma unroll
+        for (int i = 0; i < kUnit; ++i) {
+            const unsigned short value = i < left ? *const_cast<const volatile unsigned short*>(from + i) : 0;
+            asm volatile("st.shared.u16 [%0], %1;" : : "r"(to + 2 * i), "h"(value) : "memory");
+        }
+    }
+};
+
+// A lane's tokens g, g + 8 ... in a place: addresses of unit 0 of its block. Tokens past the last repeat it and are not kept.
+struct Activations {
+    Word blocks[kTokenGroups];
+
+    __device__ __forceinline__ Activations(Word place, int m, int lane) {
+#pragma unroll
+        for (int i = 0; i < kTokenGroups; ++i) {
+            const int token = min(lane / 4 + 8 * i, m - 1);
+            blocks[i] = place + token * kTokenBytes + lane % 4 * kBlock * 2 + shuffled(lane % 4, token);
+        }
+    }
+};
+
+using Sums = float[kSums][kTokenGroups][4];
+
 template <int step = 0>
-__device__ __forceinline__ void multiply(Sums& sums, Rows& rows, const Word (&x)[kTokenGroups],
-                                         uint4 (&held)[kTokenGroups]) {
+__device__ __forceinline__ void multiply(Sums& sums, Rows& rows, const Activations& x, uint4 (&held)[kTokenGroups]) {
     const uint2 a = rows.upper.take<step>();
     const uint2 b = rows.lower.take<step>();
     const Word weights[4] = {a.x, b.x, a.y, b.y};
 #pragma unroll
     for (int i = 0; i < kTokenGroups; ++i) {
-        if (step % 2 == 0) held[i] = read_shared4(x[i] + step / 2 * 16);
-        mma(sums[step % 2][i], weights, step % 2 ? held[i].z : held[i].x, step % 2 ? held[i].w : held[i].y,
+        if (step % 2 == 0) held[i] = read_shared4(x.blocks[i] ^ step * 8);
+        mma(sums[step % kSums][i], weights, step % 2 ? held[i].z : held[i].x, step % 2 ? held[i].w : held[i].y,
             static_cast<const SCALAR*>(nullptr));
     }
     if constexpr (step + 1 < kSteps) multiply<step + 1>(sums, rows, x, held);
 }
-
-// x lies in shared memory token by token in units, one place in nine empty, so that lanes meet in no bank.
-__device__ __forceinline__ int padded(int unit) { return unit + unit / kUnit; }
-
-__device__ __forceinline__ int panel_pitch(int tiles) { return padded(tiles * kUnits) + (tiles % 2 ? 0 : 4); }
-
-// Columns of x to bring to shared memory: [first, first + tiles * 256), zero past column k.
-struct Source {
-    const SCALAR* x;  // [m, k]
-    int m, k, first, tiles;
-    bool vectors;     // whether every row of x is 16-byte aligned
-
-    __device__ __forceinline__ int units() const { return tiles * kUnits; }
-
-    __device__ __forceinline__ uint4 unit(int token, int at) const {
-        const int column = first + at * kUnit;
-        if (column >= k) return uint4{};
-        return __ldg(reinterpret_cast<const uint4*>(x + static_cast<long long>(token) * k + column));
-    }
-
-    // Copies all but the first `held_back` units of token 0.
-    __device__ __forceinline__ void copy(uint4* panel, int held_back) const {
-        const int pitch = panel_pitch(tiles);
-        if (vectors) {
-#pragma unroll 1
-            for (int at = threadIdx.x; at < units(); at += kThreads) {
-#pragma unroll 4
-                for (int token = at < held_back; token < m; ++token) panel[token * pitch + padded(at)] = unit(token, at);
-            }
-            return;
-        }
-#pragma unroll 1
-        for (int token = 0; token < m; ++token) {
-#pragma unroll 4
-            for (int i = threadIdx.x; i < units() * kUnit; i += kThreads) {
-                SCALAR* to = reinterpret_cast<SCALAR*>(panel + token * pitch + padded(i / kUnit)) + i % kUnit;
-                *to = first + i < k ? x[static_cast<long long>(token) * k + first + i] : SCALAR(0.0f);
-            }
-        }
-    }
-};
 
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
@@ -113,49 +124,23 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
-// Brings the first columns of x to shared memory, and a warp's first tile on its way.
-//
-// Weights go first where the previous kernel may still be writing x. Else a token's first units of x do, lest they queue
-// behind the weights; they wait in registers. An earlier build that used cp.async took 9.1 us for 7.9 at 4096 x 4096.
-__device__ __forceinline__ void start(Tile& tile, const Word* from, bool any, const Source& source, uint4* panel,
-                                      bool dependent) {
-    const int lane = threadIdx.x % kWarp;
-    const int held_back = source.vectors ? min(kHead * kThreads, source.units()) : 0;
-    uint4 head[kHead];
-    if (any && dependent) load(tile, from, lane);
-    if (dependent) wait_for_previous_kernel();
-#pragma unroll
-    for (int i = 0; i < kHead; ++i) {
-        const int at = threadIdx.x + i * kThreads;
-        if (at < held_back) head[i] = source.unit(0, at);
-    }
-    if (any && !dependent) load(tile, from, lane);
-#pragma unroll
-    for (int i = 0; i < kHead; ++i) {
-        const int at = threadIdx.x + i * kThreads;
-        if (at < held_back) panel[padded(at)] = head[i];
-    }
-    source.copy(panel, held_back);
-    __syncthreads();
-}
-
 using Partial = float[TOKENS][kRows];  // a warp's sums
 
 // Lane 4 * g + t holds the rows g and g + 8 of the tokens 2 t and 2 t + 1.
-__device__ __forceinline__ void keep(Partial& partial, const Sums& sums, int m) {
-    const int lane = threadIdx.x % kWarp;
+__device__ __forceinline__ void keep(Partial& partial, const Sums& sums, int m, int lane) {
 #pragma unroll
     for (int i = 0; i < 4 * kTokenGroups; ++i) {
         const int token = lane % 4 * 2 + i % 2 + i / 4 * 8;
-        const float sum = sums[0][i / 4][i % 4] + sums[1][i / 4][i % 4];
+        const float sum = sums[0][i / 4][i % 4] + (kSums > 1 ? sums[kSums - 1][i / 4][i % 4] : 0.0f);
         if (token < m) partial[token][lane / 4 + i / 2 % 2 * 8] = sum;
     }
 }
 
-// Adds what the SPLITS warps of a tile of rows kept; each of them stores a share. `index` is the thread's among them.
+// Adds what a team's warps kept; each of them stores a share. `index` is the thread's in its team.
 __device__ __forceinline__ void finish(const Partial* partials, const SCALAR* bias, OUT* y, int m, int n, int first_row,
                                        int index) {
-    for (int i = index; i < m * kRows; i += SPLITS * kWarp) {
+#pragma unroll 1
+    for (int i = index; i < m * kRows; i += kTeam) {
         const int row = first_row + i % kRows;
         if (row >= n) continue;
         float sum = bias ? to_float(bias[row]) : 0.0f;
@@ -165,68 +150,109 @@ __device__ __forceinline__ void finish(const Partial* partials, const SCALAR* bi
     }
 }
 
-// Without the 1 the compiler keeps to 80 registers and too few loads in flight: 0.5 us slower at 4096 x 4096 (H200).
-extern "C" __global__ void __launch_bounds__(kThreads, 1) semisparse_bitmask_tiled_decode(
-    const SCALAR* __restrict__ x,      // [m, k]
-    const Word* __restrict__ tiles,    // [row_tiles, column_tiles, kTileWords]
-    const SCALAR* __restrict__ bias,   // [n] or null
-    OUT* __restrict__ y,               // [m, n]
+// The warps of a tile of rows meet.
+__device__ __forceinline__ void wait_for_team(int team) {
+    asm volatile("bar.sync %0, %1;" : : "r"(team + 1), "n"(kTeam) : "memory");
+}
+
+// The warps that share columns of x meet.
+__device__ __forceinline__ void wait_for_split(int split) {
+    if (TEAMS == 1) __syncwarp();
+    else asm volatile("bar.sync %0, %1;" : : "r"(TEAMS + 1 + split), "n"(TEAMS * kWarp) : "memory");
+}
+
+// What one warp reads: its tiles in order, its columns of one group of TEAMS tiles of rows, then of the block's next group;
+// and its share of x.
+struct Stream {
+    const unsigned char* tiles;
+    Source source;
+    Word my_tiles, my_x;         // shared addresses of its places
+    int x_bytes, row_tiles, column_tiles, stride, team, split, lane;
+    int group, column;           // of the tile to be asked for next
+
+    __device__ __forceinline__ void advance() {
+        column += SPLITS;
+        if (column >= column_tiles) column = split, group += stride;
+    }
+
+    __device__ __forceinline__ void copy_weights(int stage) const {
+        const long long index = static_cast<long long>(group + team) * column_tiles + column;
+        if (group + team < row_tiles) copy_tile(my_tiles + stage * kTileBytes, tiles + index * kTileBytes, lane);
+    }
+
+    // Fills a place whose x belongs to the column tile `held`.
+    __device__ __forceinline__ void refill(int stage, int held) {
+        if (group < row_tiles && column != held) source.copy(my_x + stage * x_bytes, column, team, lane);
+        copy_weights(stage);
+        commit_copies();
+        advance();
+    }
+
+    // Fills every place.
+    __device__ __forceinline__ void start(bool dependent) {
+        const int first = group;
+        if (dependent) {  // the weights are nobody's output
+#pragma unroll
+            for (int i = 0; i < STAGES; ++i, advance()) copy_weights(i);
+            wait_for_previous_kernel();
+            group = first, column = split;
+        }
+#pragma unroll
+        for (int i = 0; i < STAGES; ++i, advance()) {
+            // x goes first, lest it queue behind the weights: 8.8 for 8.1 us at 4096 x 4096.
+            if (group < row_tiles) source.copy(my_x + i * x_bytes, column, team, lane);
+            if (!dependent) copy_weights(i);
+            commit_copies();
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(TEAMS * kTeam, 1) semisparse_bitmask_tiled_decode(
+    const SCALAR* __restrict__ x,             // [m, k]
+    const unsigned char* __restrict__ tiles,  // [row_tiles, column_tiles, kTileBytes]
+    const SCALAR* __restrict__ bias,          // [n] or null
+    OUT* __restrict__ y,                      // [m, n]
     int m, int n, int k, int row_tiles, int column_tiles,
-    int panel_tiles,                   // column tiles of x that shared memory holds: all, or a multiple of SPLITS
-    int vectors,                       // whether every row of x is 16-byte aligned
-    int dependent                      // whether this launch may begin before the previous kernel ends
+    int vectors,                              // whether every row of x is 16-byte aligned
+    int dependent                             // whether this launch may begin before the previous kernel ends
 ) {
-    extern __shared__ uint4 shared[];
-    __shared__ Partial partials[2][kWarps];
+    // Tiles by warp and stage, x by split and stage, then the sums of two groups.
+    extern __shared__ __align__(256) unsigned char shared[];
     const int lane = threadIdx.x % kWarp;
     const int warp = threadIdx.x / kWarp;
+    const int team = warp / SPLITS;
     const int split = warp % SPLITS;
-    const Word slots = shared_address(shared) + warp * kStageBytes + lane * 4;
-    uint4* panel = shared + kWarps * kStageBytes / 16;
-    const int stride = gridDim.x * ROW_TILES;
-    const int first_group = blockIdx.x * ROW_TILES;
-    int row_tile = first_group + warp / SPLITS;
-    auto first_of = [&](int row) { return tiles + (static_cast<long long>(row) * column_tiles + split) * kTileWords; };
-    const Word* next = first_of(row_tile);
-    Tile tile;
+    const int stride = gridDim.x * TEAMS;
+    const int first_group = blockIdx.x * TEAMS;
+    const int x_bytes = m * kTokenBytes;
+    const Word all_x = shared_address(shared) + kWarps * STAGES * kTileBytes;
+    Partial* partials = reinterpret_cast<Partial*>(shared + kWarps * STAGES * kTileBytes + SPLITS * STAGES * x_bytes);
+    Stream stream{tiles, Source{x, m, k, vectors != 0}, shared_address(shared) + warp * STAGES * kTileBytes,
+                  all_x + split * STAGES * x_bytes, x_bytes, row_tiles, column_tiles, stride, team, split, lane,
+                  first_group, split};
     let_next_kernel_start();
-    const Source head{x, m, k, 0, min(panel_tiles, column_tiles), vectors != 0};
-    start(tile, next, row_tile < row_tiles && split < column_tiles, head, panel, dependent);
+    stream.start(dependent);
 
-    int parity = 0;
-    // Every warp of a block walks as often, whether or not its tile of rows exists.
-    for (int group = first_group; group < row_tiles; group += stride, row_tile += stride, parity ^= 1) {
+    int stage = 0, parity = 0;
+    for (int group = first_group; group < row_tiles; group += stride, parity ^= 1) {
         Sums sums = {};
-        for (int first = 0; first < column_tiles; first += panel_tiles) {
-            const int held = min(panel_tiles, column_tiles - first);
-            if (panel_tiles < column_tiles && (group != first_group || first)) {
-                __syncthreads();
-                Source{x, m, k, first * kColumns, held, vectors != 0}.copy(panel, 0);
-                __syncthreads();
+#pragma unroll 1
+        for (int column = split; column < column_tiles; column += SPLITS) {
+            wait_for_copies<STAGES - 1>();
+            wait_for_split(split);
+            if (group + team < row_tiles) {
+                Rows rows(stream.my_tiles + stage * kTileBytes, lane);
+                const Activations activations(stream.my_x + stage * x_bytes, m, lane);
+                uint4 held[kTokenGroups];
+                multiply(sums, rows, activations, held);
             }
-            Word of_x[kTokenGroups];
-#pragma unroll
-            for (int i = 0; i < kTokenGroups; ++i) {
-                const int place = min(lane / 4 + 8 * i, m - 1) * panel_pitch(held) + padded(lane % 4 * kUnit + split * kUnits);
-                of_x[i] = shared_address(panel + place);
-            }
-            for (int at = first + split; row_tile < row_tiles && at < first + held; at += SPLITS) {
-                Rows rows(tile, slots);
-                // The next tile: further along these rows, or the first of the next rows.
-                const bool more_columns = at + SPLITS < column_tiles;
-                if (more_columns || row_tile + stride < row_tiles) {
-                    next = more_columns ? next + SPLITS * kTileWords : first_of(row_tile + stride);
-                    load(tile, next, lane);
-                }
-                uint4 units_of_x[kTokenGroups];
-                multiply(sums, rows, of_x, units_of_x);
-#pragma unroll
-                for (int i = 0; i < kTokenGroups; ++i) of_x[i] += padded(SPLITS * kUnits) * 16;
-            }
+            wait_for_split(split);
+            stream.refill(stage, column);
+            stage = stage + 1 < STAGES ? stage + 1 : 0;
         }
-        keep(partials[parity][warp], sums, m);
-        __syncthreads();
-        if (row_tile < row_tiles)
-            finish(&partials[parity][warp - split], bias, y, m, n, row_tile * kRows, split * kWarp + lane);
+        Partial* kept = partials + parity * kWarps;
+        keep(kept[warp], sums, m, lane);
+        wait_for_team(team);
+        finish(kept + warp - split, bias, y, m, n, (group + team) * kRows, split * kWarp + lane);
     }
 }

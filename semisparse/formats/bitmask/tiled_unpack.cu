@@ -1,43 +1,66 @@
-// w[n, pitch] from a bitmask weight in the layout `tiles`: a warp a tile, for products that need the dense weight. Dead
-// weights, and columns from K on, come out as zeros.
+// w[n, pitch] from a bitmask weight in the layout `tiles`, for products that need the dense weight. Dead weights, and columns
+// from K on, come out as zeros. A warp takes one tile at a time, the next ones on their way; it collects the dense tile in
+// shared memory, so that a row leaves in 512 consecutive bytes.
 //
-// Compiled for KEEP (values a block) and WARPS (of a block).
+// Compiled for KEEP (values a block), WARPS (of a block) and STAGES.
 
 #include "tiled.cuh"
 
-struct Target {
-    unsigned short* w;  // [n, pitch]
-    int n, pitch;       // a row is a multiple of 8 values long
+constexpr int kBlockPitch = kBlock * 2 + 16;      // bytes of 64 columns, and a gap that keeps lanes out of one another's banks
+constexpr int kRowPitch = 4 * kBlockPitch;
+constexpr int kDenseBytes = kRows * kRowPitch;    // of shared memory for a warp's dense tile
 
-    // Stores 8 columns.
-    __device__ __forceinline__ void store(int row, int column, uint4 values) const {
-        if (row < n && column < pitch) *reinterpret_cast<uint4*>(w + static_cast<long long>(row) * pitch + column) = values;
-    }
-};
+__device__ __forceinline__ void write_shared4(Word address, uint4 v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" : : "r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
 
 template <int step = 0>
-__device__ __forceinline__ void unpack(Rows& rows, const Target& target, int row, int column) {
+__device__ __forceinline__ void unpack(Rows& rows, Word place) {
     const uint2 a = rows.upper.take<step>(), b = rows.lower.take<step>();
     const uint2 c = rows.upper.take<step + 1>(), d = rows.lower.take<step + 1>();
-    target.store(row, column + 4 * step, uint4{a.x, a.y, c.x, c.y});
-    target.store(row + kRows / 2, column + 4 * step, uint4{b.x, b.y, d.x, d.y});
-    if constexpr (step + 2 < kSteps) unpack<step + 2>(rows, target, row, column);
+    write_shared4(place + 8 * step, uint4{a.x, a.y, c.x, c.y});
+    write_shared4(place + kRows / 2 * kRowPitch + 8 * step, uint4{b.x, b.y, d.x, d.y});
+    if constexpr (step + 2 < kSteps) unpack<step + 2>(rows, place);
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * kWarp) semisparse_bitmask_tiled_unpack(
-    const Word* __restrict__ tiles,        // [row tiles, column_tiles, kTileWords]
-    unsigned short* __restrict__ w,        // [n, pitch]
+    const unsigned char* __restrict__ tiles,       // [row tiles, column_tiles, kTileBytes]
+    unsigned short* __restrict__ w,                // [n, pitch]; a row is a multiple of 8 values long
     int n, int pitch, int count, int column_tiles  // count: of all tiles
 ) {
-    extern __shared__ uint4 shared[];
+    extern __shared__ __align__(256) unsigned char shared[];
     const int lane = threadIdx.x % kWarp;
     const int warp = threadIdx.x / kWarp;
-    const int index = blockIdx.x * WARPS + warp;
-    if (index >= count) return;
-    Tile tile;
-    load(tile, tiles + static_cast<long long>(index) * kTileWords, lane);
-    Rows rows(tile, shared_address(shared) + warp * kStageBytes + lane * 4);
-    const int row = index / column_tiles * kRows + lane / 4;
-    const int column = index % column_tiles * kColumns + lane % 4 * kBlock;
-    unpack(rows, Target{w, n, pitch}, row, column);
+    const int stride = gridDim.x * WARPS;
+    const Word base = shared_address(shared);
+    const Word dense = base + WARPS * STAGES * kTileBytes + kOverrun + warp * kDenseBytes;
+    const int first = blockIdx.x * WARPS + warp;
+    auto tile_at = [&](int index) { return tiles + static_cast<long long>(index) * kTileBytes; };
+    const Word ring = base + warp * STAGES * kTileBytes;
+#pragma unroll
+    for (int i = 0; i < STAGES; ++i) {
+        if (first + i * stride < count) copy_tile(ring + i * kTileBytes, tile_at(first + i * stride), lane);
+        commit_copies();
+    }
+    int stage = 0;
+#pragma unroll 1
+    for (int index = first; index < count; index += stride) {
+        const Word place = ring + stage * kTileBytes;
+        wait_for_copies<STAGES - 1>();
+        Rows rows(place, lane);
+        unpack(rows, dense + lane / 4 * kRowPitch + lane % 4 * kBlockPitch);
+        __syncwarp();
+        if (index + STAGES * stride < count) copy_tile(place, tile_at(index + STAGES * stride), lane);
+        commit_copies();
+        stage = stage + 1 < STAGES ? stage + 1 : 0;
+        const int row = index / column_tiles * kRows;
+        const int column = index % column_tiles * kColumns + lane * 8;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            const uint4 values = read_shared4(dense + i * kRowPitch + lane / 8 * kBlockPitch + lane % 8 * 16);
+            if (row + i < n && column < pitch)
+                *reinterpret_cast<uint4*>(w + static_cast<long long>(row + i) * pitch + column) = values;
+        }
+        __syncwarp();
+    }
 }

@@ -1,9 +1,9 @@
 """The layout ``tiles``: the exact layout's masks and values in the order in which the GPU's kernels take them.
 
 A tile is 16 rows by 256 columns, what one warp turns into fragments of ``mma.m16n8k16``: lane 4 * g + t owns block t of
-64 columns of the rows g and g + 8, so it finds its own values without asking another lane. A lane's 32-bit words are
-the two halves of its first row's mask and of its second's, then the first row's values in pairs, then the second's.
-Words are stored in groups of 4 a lane, the last group perhaps of 2, so that a warp reads each in one coalesced access.
+64 columns of the rows g and g + 8, so it finds its own values without asking another lane. First come the masks, four
+32-bit words a lane: the halves of its first row's and of its second's. Then values in pairs: the first pair of the
+32 lanes' first rows, the first pair of their second rows, the second pairs, and so on.
 
 Bits of the mask stand where a left shift by s brings those of the columns 4 s - 1 to 4 s + 2 of each half (32 columns)
 to the sign bits of the word's four bytes; column 63 takes the place of the missing column -1.
@@ -72,8 +72,9 @@ def tiles_of(packed: Packed) -> dict[str, Tensor]:
     padded = masks.new_full(values.shape[:2], _lowest_bits(count))  # F.pad would take the number through a double
     padded[:n, :blocks] = masks
     padded = masks_of(bits_of(padded)[..., _BIT_ORDER.to(masks.device)])
-    lanes = torch.cat([_by_lane(padded.unsqueeze(-1).view(torch.int32)), _by_lane(values.view(torch.int32))], dim=-1)
-    return {"tiles": torch.cat([group.flatten(2) for group in lanes.split(4, dim=-1)], dim=-1)}
+    masks, pairs = _by_lane(padded.unsqueeze(-1).view(torch.int32)), _by_lane(values.view(torch.int32))
+    pairs = pairs.unflatten(-1, (2, -1)).permute(0, 1, 4, 3, 2)  # row tile, column tile, pair, row half, lane
+    return {"tiles": torch.cat([masks.flatten(2), pairs.flatten(2)], dim=-1)}
 
 
 def rows_of(packed: Packed) -> dict[str, Tensor]:
@@ -119,18 +120,17 @@ def _by_lane(words: Tensor) -> Tensor:
 
 
 def _lane_words(packed: Packed) -> tuple[Tensor, Tensor]:
-    """Undo the grouping and `_by_lane`: the words of masks and of values, each [padded N, padded blocks, words]."""
-    tiles = packed.tensors["tiles"]
-    words = tiles.shape[-1] // 32
-    parts = tiles.split([32 * min(4, words - first) for first in range(0, words, 4)], dim=-1)
-    lanes = torch.cat([part.unflatten(-1, (32, -1)) for part in parts], dim=-1)
-    return _by_row(lanes[..., :4]), _by_row(lanes[..., 4:])
+    """Undo the order of a tile: the words of masks and of values, each [padded N, padded blocks, words]."""
+    masks, pairs = packed.tensors["tiles"].tensor_split([32 * 4], dim=-1)
+    lanes = pairs.unflatten(-1, (-1, 2, 32)).permute(0, 1, 4, 3, 2).flatten(3)
+    return _by_row(masks.unflatten(-1, (32, 4))), _by_row(lanes)
 
 
 def _by_row(lanes: Tensor) -> Tensor:
     """Undo `_by_lane`."""
     tiles = lanes.unflatten(-1, (2, -1)).unflatten(2, (ROWS // 2, BLOCKS))  # row tile, column tile, g, t, half, word
-    return tiles.permute(0, 4, 2, 1, 3, 5).flatten(3, 4).flatten(0, 2).contiguous()
+    words = tiles.permute(0, 4, 2, 1, 3, 5).flatten(3, 4).flatten(0, 2)
+    return words.clone(memory_format=torch.contiguous_format)  # a single word a lane may have any stride otherwise
 
 
 def _lowest_bits(count: int) -> int:

@@ -30,5 +30,6 @@ FORMAT = Format(
         Kernel("int4pack_mm", "cuda", products.int4pack_mm_refusal, lambda: products.int4pack_mm),
     ),
     cost=pack.cost,
+    grain=pack.grain,
     variants=({}, *({"kind": kind} for kind in pack.QUANTISED)),
 )

@@ -19,8 +19,8 @@ ROWS, COLUMNS = 8, 128
 """Of a tile; 128 columns are the eight inner k-tiles of 16 that torch's kernel is fastest with."""
 
 SPECS = (
-    TensorSpec("values", torch.int32, ("row_tiles", "column_tiles", "lanes", "words"), split_n=0),
-    TensorSpec("scale_and_zero", torch.bfloat16, ("groups", "N", "pair"), split_n=1),
+    TensorSpec("values", torch.int32, ("row_tiles", "column_tiles", "lanes", "words"), split_n=0, split_k=1),
+    TensorSpec("scale_and_zero", torch.bfloat16, ("groups", "N", "pair"), split_n=1, split_k=0),
 )
 
 SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)

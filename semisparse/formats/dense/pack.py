@@ -10,7 +10,7 @@ from torch import Tensor
 from semisparse.errors import FormatError
 from semisparse.formats.base import Packed, Params, Pass, Problem, TensorSpec, fused_cost
 from semisparse.formats.dense import int4
-from semisparse.patterns import NM, Pattern, VectorNM
+from semisparse.patterns import Pattern, VectorNM
 from semisparse.quant.symmetric import FP8_MAX, quantise_rows
 
 QUANTISED = ("int8", "fp8", "fp8_tensor", "int4")
@@ -24,23 +24,24 @@ UNITS = {"int8": "tensor int8", "fp8": "tensor fp8", "fp8_tensor": "tensor fp8"}
 def specs(pattern: Pattern, params: Params) -> tuple[TensorSpec, ...]:
     """Give the stored tensors of the kind that ``params`` names; none means the weight as it is."""
     kind = _kind(params)
-    split_k = 1 if _windows_survive_a_cut(pattern) else None
     if kind is None:
-        return (TensorSpec("values", None, ("N", "K"), split_n=0, split_k=split_k),)
+        return (TensorSpec("values", None, ("N", "K"), split_n=0, split_k=1),)
     if kind == "int4":
         return int4.SPECS
     scale = TensorSpec("scale", torch.float32, ("scales",), split_n=None if kind == "fp8_tensor" else 0)
-    return (TensorSpec("values", DTYPES[kind], ("N", "K"), split_n=0, split_k=split_k), scale)
-
-
-def _windows_survive_a_cut(pattern: Pattern) -> bool:
-    """Whether each part of a weight that is cut along K, at multiples of 64, obeys the pattern too."""
-    return isinstance(pattern, NM | VectorNM) and 64 % pattern.window == 0
+    return (TensorSpec("values", DTYPES[kind], ("N", "K"), split_n=0, split_k=1), scale)
 
 
 def counts(n: int, k: int, pattern: Pattern, params: Params) -> Mapping[str, int]:
     """Give the number of scales and of int4 tiles."""
     return {"scales": 1 if _kind(params) == "fp8_tensor" else n, **int4.counts(n, k)}
+
+
+def grain(pattern: Pattern, params: Params) -> tuple[int, int]:
+    """Give the rows and columns that a part of the tensors may start at, so that it obeys the pattern, too."""
+    if _kind(params) == "int4":
+        return int4.ROWS, int4.COLUMNS
+    return (pattern.length if isinstance(pattern, VectorNM) else 1), pattern.step
 
 
 def pack_weight(weight: Tensor, pattern: Pattern, kind: str | None = None) -> tuple[Params, dict[str, Tensor]]:

@@ -46,5 +46,6 @@ FORMAT = Format(
     ),
     recipes={"slidesparse": {"pattern": "6:8", "prune": "sparsegpt", "quant": "int8", "format": "slide24"}},
     cost=products.cost,
+    grain=pack.grain,
     variants=({}, *({"kind": kind} for kind in pack.KINDS)),
 )

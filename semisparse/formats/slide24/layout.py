@@ -8,9 +8,14 @@ ALIGN = 32
 """Lifted columns come in multiples of it: cuSPARSELt takes no others in 8 bits, and bytes of metadata are whole."""
 
 
+def aligned_groups(window: int) -> int:
+    """Count the fewest groups whose lifted columns are a multiple of `ALIGN`."""
+    return ALIGN // gcd(ALIGN, 2 * (window - 2))
+
+
 def padded_groups(k: int, window: int) -> int:
     """Count the groups of a row of K columns, zeros filled up until the lifted columns are a multiple of `ALIGN`."""
-    together = ALIGN // gcd(ALIGN, 2 * (window - 2))
+    together = aligned_groups(window)
     return -(-k // (window * together)) * together
 
 

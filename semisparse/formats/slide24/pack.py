@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from semisparse.errors import FormatError
 from semisparse.formats.base import Packed, Params, TensorSpec
-from semisparse.formats.slide24.layout import lifted_columns, padded_groups
+from semisparse.formats.slide24.layout import aligned_groups, lifted_columns, padded_groups
 from semisparse.patterns import NM, Pattern
 from semisparse.quant.symmetric import quantise_rows
 
@@ -43,6 +43,11 @@ def counts(n: int, k: int, pattern: Pattern, params: Params) -> Mapping[str, int
     """Give the stored values and the bytes of metadata of a row."""
     slots = lifted_columns(k, window_of(pattern)) // 2
     return {"slots": slots, "octets": slots // 4}
+
+
+def grain(pattern: Pattern, params: Params) -> tuple[int, int]:
+    """Give the rows and columns that a part of the tensors may start at: whole runs of padded groups."""
+    return 1, window_of(pattern) * aligned_groups(window_of(pattern))
 
 
 def window_of(pattern: Pattern) -> int:

@@ -35,7 +35,7 @@ def test_the_compressed_model_keeps_exactly_as_many_weights(name: str, pattern: 
     plan = recipe(name, pattern, effort=48)
     found = search(plan)
     assert found.kl <= found.uniform_kl
-    if pattern == "4:8":  # in layers of 24 columns a search finds little to exchange in windows of 64
+    if pattern == "g4@50%/row":  # 5 % are to be had; in layers of 24 columns windows leave little to exchange
         assert found.kl < found.uniform_kl
     model = sharp_model()
     budget = kept = 0

@@ -1,0 +1,139 @@
+"""What tuning and 4-bit groups keep of real models, beside 2:4 and others: one CSV row a run, and a table.
+
+    python benchmarks/gqsa.py ../shared results/gqsa.csv --seeds 0,1,2 --jobs 4
+
+The first argument holds ``models/`` and ``text/``. Rows that the CSV has already are kept, so that an interrupted run
+goes on. Calibrated on the ``calib`` text, measured on the ``eval`` text, in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from pruners import MODELS, PLAIN
+from rows import read_rows, write_rows
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import semisparse
+from semisparse.evaluate import measure_quality
+from semisparse.integrations.loading import load, load_tokenizer, pick_device
+from semisparse.nn import weight_of
+from semisparse.quant.group import scales_of
+from semisparse.text import token_chunks
+
+STAGES = {"one-shot": "none", "+ bqpo": "bqpo", "+ bqpo + e2e": "bqpo+e2e"}
+
+RUNS: dict[str, tuple[str, ...]] = {
+    "W2 to nearest": ("gqsa", "pattern=g16@0%", "quant=w2", "prune=magnitude", "tune=none"),
+    **{f"W{bits} dense": ("gqsa", "pattern=g16@0%", f"quant=w{bits}", "tune=none") for bits in (8, 4, 2)},
+    "sparsegpt 2:4": ("rheosparse", "pattern=2:4", *PLAIN),
+    "sparsegpt 2:4 W4": ("rheosparse", "pattern=2:4", *PLAIN),
+    **{f"bqpo {pattern}": ("rheosparse", f"pattern={pattern}", "tune=bqpo") for pattern in ("2:4", "4:8", "32:64")},
+    **{f"bqpo {pattern} W4": ("rheosparse", f"pattern={pattern}", "tune=bqpo") for pattern in ("2:4", "32:64")},
+    **{
+        f"W4S{share} {stage}": ("gqsa", f"pattern=g16@{share}%", f"tune={tune}")
+        for share in (20, 30, 40, 50)
+        for stage, tune in STAGES.items()
+    },
+}
+"""Recipe and settings of each run; ``W4`` at the end of a name rounds what is kept to nearest afterwards."""
+
+COLUMNS = ("model", "run", "seed", "nll", "kl", "bits", "tokens", "samples", "epochs", "seconds", "device")
+
+
+def main() -> None:
+    """Run what the CSV lacks, then print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shared", type=Path)
+    parser.add_argument("csv", type=Path)
+    parser.add_argument("--models", default="babyllama-1m,pycode-11m")
+    parser.add_argument("--runs", default=",".join(RUNS))
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--chunks", type=int, help="of the eval text; all by default")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--jobs", type=int, default=1, help="processes; small models leave a GPU idle")
+    options = parser.parse_args()
+    rows = read_rows(options.csv)
+    done = {(row["model"], row["run"], row["seed"]) for row in rows}
+    wanted = [
+        (m, r, s) for s in options.seeds.split(",") for m in options.models.split(",") for r in options.runs.split(",")
+    ]
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        waiting = [pool.submit(measure, *key, options) for key in wanted if key not in done]
+        for finished in as_completed(waiting):
+            rows.append(finished.result())
+            write_rows(options.csv, rows, COLUMNS)
+            print(*(rows[-1][column] for column in COLUMNS), flush=True)
+    print(table(rows))
+
+
+def measure(name: str, run: str, seed: str, options: argparse.Namespace) -> dict[str, str]:
+    """Compress and evaluate one model in one way."""
+    calibration, held_out, seqlen = MODELS[name]
+    directory, text = options.shared / "models" / name, options.shared / "text"
+    tokenizer, device = load_tokenizer(directory), pick_device(options.device)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+    recipe, *settings = RUNS[run]
+    report = semisparse.compress(
+        model,
+        tokenizer,
+        recipe,
+        text / calibration,
+        settings=(*settings, f"tune_epochs={options.epochs}", *(("format=bitmask",) if recipe != "gqsa" else ())),
+        samples=options.samples,
+        seqlen=seqlen,
+        device=options.device,
+        seed=int(seed),
+    )
+    weights = sum(1 for _ in report.layers)
+    bits = sum(layer["bits_per_weight"] for layer in report.layers) / weights
+    if run.endswith(" W4"):
+        bits = _round_kept(model, [layer["name"] for layer in report.layers])
+    chunks = token_chunks(tokenizer, text / held_out, seqlen)[: options.chunks]
+    found = measure_quality(model.float().to(device), chunks, load(directory, options.device, torch.float32))
+    values = (name, run, seed, found.nll, found.kl, bits, found.tokens, options.samples, options.epochs)
+    return dict(zip(COLUMNS, map(str, (*values, round(report.seconds), device.type)), strict=True))
+
+
+def _round_kept(model: PreTrainedModel, names: list[str]) -> float:
+    """Round kept weights to 4 bits in groups of 16 along K, as a format for it would, and give that format's bits."""
+    for name in names:
+        layer = model.get_submodule(name)
+        weight = layer.weight
+        rounded = scales_of(weight, 4, 16, weight.dtype).rounded(weight).masked_fill(weight == 0, 0)
+        dense = torch.nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, dtype=weight.dtype)
+        weight_of(dense).copy_(rounded)
+        if layer.bias is not None:
+            dense.bias = layer.bias
+        model.set_submodule(name, dense)
+    return 4 / 2 + 1 + 24 / 16
+
+
+def table(rows: list[Mapping[str, str]]) -> str:
+    """Write mean loss and KL over the seeds of every model and run as Markdown."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    lines = [f"| | bits | {' | '.join(models)} |", "|---" * (2 + len(models)) + "|"]
+    for run in RUNS:
+        cells, bits = [], ""
+        for model in models:
+            found = [row for row in rows if (row["model"], row["run"]) == (model, run)]
+            if found:
+                bits = f"{float(found[0]['bits']):.2f}"
+                nll, kl = (sum(float(row[key]) for row in found) / len(found) for key in ("nll", "kl"))
+                cells.append(f"{nll:.3f} / {kl:.3f} ({len(found)})")
+            else:
+                cells.append("")
+        if bits:
+            lines.append(f"| {run} | {bits} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+// y[m, n] = sum_k x[m, k] * w[n, k] + bias[n] for few tokens, straight from the packed bytes.
+//
+// A block computes one group of rows for up to TOKENS tokens; its warps share out the slots. A lane reads eight rows of one
+// slot, 16 bytes: LENGTH / 8 lanes to a slot, so a warp reads consecutive memory, and one gathered number of x (of each token)
+// serves eight weights. Panels of x lie in shared memory, the tokens of a column side by side. Sums are float32 and reduced in a
+// fixed order: every run gives the same bits.
+//
+// Compiled for SCALAR (half or bfloat16, of x, w, bias and y), KEEP, WINDOW, LENGTH (a multiple of 8), TOKENS (1, 2, 4 or 8)
+// and WARPS.
+
+#include "primitives.cuh"
+
+constexpr int kWarp = 32;
+constexpr int kThreads = WARPS * kWarp;
+constexpr int kUnit = 8;                        // weights in 16 bytes
+constexpr int kLanes = LENGTH / kUnit;          // that share a slot
+constexpr int kSlotsOfWarp = kWarp / kLanes;    // at a time
+constexpr int kSlotsOfBlock = WARPS * kSlotsOfWarp;
+constexpr int kAhead = 4;                       // loads in flight a lane
+constexpr Word kAllLanes = 0xffffffffu;
+
+using Sums = float[TOKENS][kUnit];
+
+// A column's tokens in the panel: one load.
+struct alignas(sizeof(SCALAR) * TOKENS) Column {
+    SCALAR tokens[TOKENS];
+};
+
+// What a lane holds of kAhead slots: its weights, and where their columns stand in the panel.
+struct Held {
+    uint4 weights[kAhead];
+    int columns[kAhead];
+};
+
+struct Group {
+    const uint4* values;             // [total, kLanes]
+    const unsigned char* positions;  // [total]
+
+    // Reads from slot `at` on, every kSlotsOfBlock-th below `end`; zeros past it.
+    __device__ __forceinline__ void read(Held& held, int at, int end, int first_column) const {
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+            const int slot = at + i * kSlotsOfBlock;
+            const bool inside = slot < end;
+            held.weights[i] = inside ? read_once(values + static_cast<long long>(slot) * kLanes + threadIdx.x % kLanes) : uint4{};
+            held.columns[i] = inside ? slot / KEEP * WINDOW + __ldg(positions + slot) - first_column : 0;
+        }
+    }
+};
+
+__device__ __forceinline__ void add(Sums& sums, const Held& held, const Column* panel) {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+        const SCALAR* w = reinterpret_cast<const SCALAR*>(&held.weights[i]);
+        const Column x = panel[held.columns[i]];
+#pragma unroll
+        for (int token = 0; token < TOKENS; ++token) {
+            const float of_token = to_float(x.tokens[token]);
+#pragma unroll
+            for (int row = 0; row < kUnit; ++row) sums[token][row] += of_token * to_float(w[row]);
+        }
+    }
+}
+
+// Brings the columns [first, first + count) of x to shared memory, zero past column k and token m.
+__device__ __forceinline__ void fill(Column* panel, const SCALAR* x, int m, int k, int first, int count) {
+#pragma unroll
+    for (int token = 0; token < TOKENS; ++token) {
+        for (int i = threadIdx.x; i < count; i += kThreads) {
+            const bool inside = token < m && first + i < k;
+            panel[i].tokens[token] = inside ? x[static_cast<long long>(token) * k + first + i] : SCALAR(0.0f);
+        }
+    }
+}
+
+// Adds the sums of the lanes that read the same rows, then those of all warps, and stores. `partials` is [WARPS, LENGTH].
+__device__ __forceinline__ void finish(Sums& sums, float* partials, const SCALAR* bias, SCALAR* y, int m, int n, int first_row) {
+    const int lane = threadIdx.x % kWarp;
+#pragma unroll
+    for (int token = 0; token < TOKENS; ++token) {
+#pragma unroll
+        for (int row = 0; row < kUnit; ++row) {
+#pragma unroll
+            for (int step = kLanes; step < kWarp; step *= 2) {
+                sums[token][row] += __shfl_xor_sync(kAllLanes, sums[token][row], step);
+            }
+        }
+        __syncthreads();
+        if (lane < kLanes) {
+            float* own = partials + threadIdx.x / kWarp * LENGTH + lane * kUnit;
+#pragma unroll
+            for (int row = 0; row < kUnit; ++row) own[row] = sums[token][row];
+        }
+        __syncthreads();
+        if (token >= m) continue;
+        for (int row = threadIdx.x; row < LENGTH && first_row + row < n; row += kThreads) {
+            float sum = bias ? to_float(bias[first_row + row]) : 0.0f;
+#pragma unroll
+            for (int warp = 0; warp < WARPS; ++warp) sum += partials[warp * LENGTH + row];
+            store(y + static_cast<long long>(token) * n + first_row + row, sum);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) semisparse_vector_nm_decode(
+    const SCALAR* __restrict__ x, const SCALAR* __restrict__ values, const unsigned char* __restrict__ positions,
+    const SCALAR* __restrict__ bias, SCALAR* __restrict__ y, int m, int n, int k, int total,
+    int panel_windows  // of x that shared memory holds
+) {
+    extern __shared__ uint4 shared[];
+    Column* panel = reinterpret_cast<Column*>(shared);
+    const int first_token = blockIdx.y * TOKENS;
+    const long long group = blockIdx.x;
+    const Group weights{reinterpret_cast<const uint4*>(values + group * total * LENGTH), positions + group * total};
+    const int own = threadIdx.x / kLanes;  // slot among the block's
+    x += static_cast<long long>(first_token) * k;
+    y += static_cast<long long>(first_token) * n;
+    m -= first_token;
+    Sums sums = {};
+    for (int window = 0; window * KEEP < total; window += panel_windows) {
+        const int first_column = window * WINDOW;
+        const int end = min((window + panel_windows) * KEEP, total);
+        int at = window * KEEP + own;
+        Held held;
+        weights.read(held, at, end, first_column);  // on its way while x is brought
+        if (window) __syncthreads();
+        fill(panel, x, m, k, first_column, (end - window * KEEP) / KEEP * WINDOW);
+        __syncthreads();
+        for (; at < end; at += kAhead * kSlotsOfBlock) {
+            const Held now = held;
+            weights.read(held, at + kAhead * kSlotsOfBlock, end, first_column);
+            add(sums, now, panel);
+        }
+    }
+    __syncthreads();
+    finish(sums, reinterpret_cast<float*>(shared), bias, y, m, n, static_cast<int>(group) * LENGTH);
+}

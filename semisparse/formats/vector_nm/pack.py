@@ -1,0 +1,83 @@
+"""Weights to kept vectors and their positions, and back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from semisparse.errors import FormatError
+from semisparse.formats.base import Packed, Params
+from semisparse.formats.vector_nm.layout import vectors_of
+from semisparse.patterns import Pattern
+
+
+def pack_weight(weight: Tensor, pattern: Pattern) -> tuple[Params, dict[str, Tensor]]:
+    """Store, of each window and group of rows, ``keep`` vectors of ``weight`` ([N, K], obeying ``pattern``).
+
+    A window with fewer vectors that are not zero is filled up with its lowest others; -0.0 becomes +0.0.
+
+    Returns:
+        params: ``rows``, N.
+        tensors: as FORMAT declares them.
+    """
+    vectors = vectors_of(pattern)
+    n, k = weight.shape
+    padded = F.pad(weight, (0, -k % vectors.window, 0, -n % vectors.length))
+    groups = padded.unflatten(0, (-1, vectors.length))
+    stored = (groups != 0).any(1).unflatten(1, (-1, vectors.window))
+    stored |= _lowest_dead(stored, vectors.keep)
+    shape = (groups.shape[0], stored.shape[1] * vectors.keep)
+    positions = stored.nonzero()[:, 2].to(torch.uint8).view(shape)
+    values = groups.transpose(1, 2)[stored.flatten(1)].view(*shape, vectors.length)
+    return {"rows": n}, {"values": values + 0.0, "positions": positions}
+
+
+def unpack(packed: Packed) -> Tensor:
+    """Give the weight back, [N, K] in its dtype."""
+    n, k = packed.shape
+    values = packed.tensors["values"]
+    groups, _, length = values.shape
+    width = k + -k % vectors_of(packed.pattern).window
+    weight = torch.zeros(groups, width, length, dtype=packed.dtype, device=values.device)
+    weight.scatter_(1, columns_of(packed)[..., None].expand_as(values), values)
+    return weight.transpose(1, 2).reshape(-1, width)[:n, :k].contiguous()
+
+
+def columns_of(packed: Packed) -> Tensor:
+    """Give the column of each slot, [groups, slots] int64; one past K belongs to a vector of zeros."""
+    vectors = vectors_of(packed.pattern)
+    positions = packed.tensors["positions"]
+    slot = torch.arange(positions.shape[1], device=positions.device)
+    return positions + slot // vectors.keep * vectors.window
+
+
+def check_content(packed: Packed) -> None:
+    """Check that positions increase and stay inside their windows, and that what lies past N or K is zero.
+
+    Raises:
+        FormatError: names the tensor, the group, the slot and what is wrong.
+    """
+    vectors = vectors_of(packed.pattern)
+    n, k = packed.shape
+    values, positions = packed.tensors["values"], packed.tensors["positions"]
+    _refuse_first(positions.int() >= vectors.window, "positions", f"not below the window's {vectors.window} vectors")
+    steps = positions.int().unflatten(1, (-1, vectors.keep)).diff(dim=-1)
+    _refuse_first(F.pad(steps, (1, 0), value=1).flatten(1) <= 0, "positions", "not above the one before it")
+    dead = (columns_of(packed) >= k)[..., None] & (values != 0)
+    _refuse_first(dead, "values", f"a weight past column K = {k} is not zero")
+    rows = values.shape[2] - (-n % values.shape[2])
+    _refuse_first(values[-1:, :, rows:] != 0, "values", f"a weight past row N = {n} of the last group is not zero")
+
+
+def _refuse_first(bad: Tensor, tensor: str, what: str) -> None:
+    found = bad.nonzero()
+    if len(found):
+        raise FormatError(f"tensor {tensor}, at {found[0].tolist()}: {what}")
+
+
+def _lowest_dead(stored: Tensor, keep: int) -> Tensor:
+    """Mark, in each window ([..., window] bool), as many of the lowest unstored vectors as are missing to ``keep``."""
+    missing = keep - stored.sum(-1, keepdim=True, dtype=torch.int16)
+    dead = ~stored
+    return dead & (dead.cumsum(-1, dtype=torch.int16) <= missing)

@@ -1,0 +1,182 @@
+"""Parts of packed weights: what one rank of tensor parallelism holds, and putting parts together again.
+
+Tensors that a format declares a split for are sliced. A weight of any other format, or one cut beside the format's
+grain, is unpacked, cut and packed anew, which is refused where that would round it a second time. A sliced part keeps
+the whole's pattern, of which a share of zeros counts over the whole.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from semisparse.errors import FormatError
+from semisparse.formats.base import Format, Packed, Params, get_format
+from semisparse.patterns import NM, Group, Pattern, Unstructured, VectorNM
+
+
+def cut(packed: Packed, dim: int, start: int, stop: int) -> Packed:
+    """Give some rows or columns of a packed weight.
+
+    Args:
+        packed: the weight [N, K].
+        dim: 0 to cut along N, 1 to cut along K.
+        start: the first row or column of the part.
+        stop: the one behind its last.
+    Raises:
+        FormatError: the part can be had only by rounding weights a second time, or there is no such part.
+    """
+    size = packed.shape[dim]
+    if not 0 <= start < stop <= size:
+        raise FormatError(
+            f"a weight [N, K] of {list(packed.shape)} has no part {start} to {stop} along dimension {dim}"
+        )
+    if (start, stop) == (0, size):
+        return packed
+    form = get_format(packed.format)
+    splits = _splits(form, packed, dim)
+    grain = _grain(form, packed, dim)
+    if grain and start % grain == 0 and (stop % grain == 0 or stop == size):
+        return _sliced(form, packed, splits, dim, start, stop)
+    try:
+        return _packed_anew([packed], dim, start, stop, _patterns_of_part(packed.pattern))
+    except FormatError as error:
+        names = ("rows", "columns")[dim]
+        raise FormatError(
+            f"{names} {start} to {stop} cannot be cut from a weight in format {form.name} ({packed.pattern}, "
+            f"{dict(packed.params)}): {error}. Its tensors may be cut at multiples of {grain or size} {names}"
+        ) from error
+
+
+def join(parts: Sequence[Packed], dim: int, pattern: Pattern) -> Packed:
+    """Put parts of one weight together again: what `cut` undoes, to the same bytes.
+
+    Args:
+        parts: along dimension ``dim``, in order.
+        dim: 0 for parts along N, 1 along K.
+        pattern: of the whole weight.
+    Raises:
+        FormatError: the whole can be had only by rounding weights a second time.
+    """
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    form = get_format(first.format)
+    splits = _splits(form, first, dim)
+    if _on_grain(form, parts, dim) and all(_alike(part, first) and part.pattern == pattern for part in parts):
+        return _concatenated(parts, splits, dim)
+    return _packed_anew(parts, dim, 0, sum(part.shape[dim] for part in parts), [pattern])
+
+
+def stacked(weights: Sequence[Packed]) -> list[Packed]:
+    """Put weights of one K above one another where their tensors join, so that one product computes them all.
+
+    Returns:
+        In the same order, as few weights as possible.
+    """
+    found = [weights[0]]
+    for below in weights[1:]:
+        above = found[-1]
+        form = get_format(above.format)
+        splits = _splits(form, above, 0)
+        if _alike(above, below) and None not in splits.values() and _on_grain(form, [above, below], 0):
+            found[-1] = _concatenated([above, below], splits, 0)
+        else:
+            found.append(below)
+    return found
+
+
+def _alike(one: Packed, other: Packed) -> bool:
+    """Whether two weights are declared alike, but for their shapes."""
+    return (one.format, one.version, one.pattern, one.dtype, _params_of(one, 0)) == (
+        other.format,
+        other.version,
+        other.pattern,
+        other.dtype,
+        _params_of(other, 0),
+    )
+
+
+def _splits(form: Format, packed: Packed, dim: int) -> dict[str, int | None]:
+    specs = form.specs(packed.pattern, packed.params)
+    return {spec.name: spec.split_k if dim else spec.split_n for spec in specs}
+
+
+def _grain(form: Format, packed: Packed, dim: int) -> int | None:
+    """Give the rows or columns at whose multiples the tensors may be sliced; None if they may not."""
+    if form.grain is None or set(_splits(form, packed, dim).values()) == {None}:
+        return None
+    return form.grain(packed.pattern, packed.params)[dim]
+
+
+def _on_grain(form: Format, parts: Sequence[Packed], dim: int) -> bool:
+    grain = _grain(form, parts[0], dim)
+    return grain is not None and all(part.shape[dim] % grain == 0 for part in parts[:-1])
+
+
+def _sliced(form: Format, packed: Packed, splits: dict[str, int | None], dim: int, start: int, stop: int) -> Packed:
+    """Slice every tensor with a split, from where the tensor of a weight that ends at ``start`` would end."""
+
+    def ends(at: int) -> dict[str, tuple[int, ...]]:
+        n, k = (at, packed.shape[1]) if dim == 0 else (packed.shape[0], at)
+        return form.shapes(n, k, packed.pattern, _params_of(packed, n))
+
+    last = ends(stop)
+    first = ends(start) if start else {name: (0,) * len(shape) for name, shape in last.items()}
+    tensors = {}
+    for name, tensor in packed.tensors.items():
+        split = splits[name]
+        if split is not None:
+            part = tensor.narrow(split, first[name][split], last[name][split] - first[name][split])
+            tensor = part.clone(memory_format=torch.contiguous_format)  # a view would keep the whole in memory
+        tensors[name] = tensor
+    n, k = packed.shape
+    shape = (stop - start, k) if dim == 0 else (n, stop - start)
+    return replace(packed, shape=shape, params=_params_of(packed, shape[0]), tensors=tensors, declaration="")
+
+
+def _concatenated(parts: Sequence[Packed], splits: dict[str, int | None], dim: int) -> Packed:
+    first = parts[0]
+    tensors = {
+        name: tensor if splits[name] is None else torch.cat([part.tensors[name] for part in parts], splits[name] or 0)
+        for name, tensor in first.tensors.items()
+    }
+    length = sum(part.shape[dim] for part in parts)
+    shape = (length, first.shape[1]) if dim == 0 else (first.shape[0], length)
+    return replace(first, shape=shape, params=_params_of(first, shape[0]), tensors=tensors, declaration="")
+
+
+def _params_of(packed: Packed, n: int) -> Params:
+    """Give the params of a part with ``n`` rows: formats whose shapes do not tell N keep it as ``rows``."""
+    return {**packed.params, "rows": n} if "rows" in packed.params else packed.params
+
+
+def _packed_anew(parts: Sequence[Packed], dim: int, start: int, stop: int, patterns: Iterable[Pattern]) -> Packed:
+    """Pack a part of parts side by side, under the first pattern that it obeys, with the options that params keep."""
+    form = get_format(parts[0].format)
+    weight = torch.cat([part.unpack() for part in parts], dim).narrow(dim, start, stop - start).contiguous()
+    taken = inspect.signature(form.pack_weight).parameters
+    options = {name: value for name, value in parts[0].params.items() if name in taken}
+    for candidate in patterns:
+        if form.accepts(candidate) is None and candidate.violation(weight != 0) is None:
+            if form.regroup:
+                packed = form.regroup(parts, dim, start, stop, candidate)
+            else:
+                packed = form.pack(weight, candidate, **options)
+            if not torch.equal(packed.unpack(), weight):
+                raise FormatError("packing it anew would round its weights a second time")
+            return packed
+    raise FormatError("it obeys no pattern that the format takes")
+
+
+def _patterns_of_part(pattern: Pattern) -> Iterator[Pattern]:
+    """Give what a part may be declared as: as the whole is or, where the cut breaks that, as what any weight obeys."""
+    yield pattern
+    yield Unstructured(0)
+    if isinstance(pattern, NM | VectorNM):
+        yield replace(pattern, keep=pattern.window)
+    if isinstance(pattern, Group):
+        yield replace(pattern, percent=0)

@@ -1,0 +1,35 @@
+"""The commands and programs on the pages in docs/."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+class Block(NamedTuple):
+    kind: str
+    text: str
+
+
+def blocks(page: str) -> Iterator[Block]:
+    """Give the fenced blocks of a page."""
+    for kind, text in re.findall(r"^```(\w+)\n(.*?)^```$", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE):
+        yield Block(kind, text)
+
+
+def file_of(block: Block) -> str | None:
+    """Give the name of the file that a block is the content of, which its first line says."""
+    found = re.match(r"# (\S+\.\w+)\n", block.text)
+    return found[1] if found else None
+
+
+def commands(page: str) -> list[list[str]]:
+    """Give the commands of a page, in order, as words."""
+    import shlex
+
+    shown = [line for block in blocks(page) if block.kind == "console" for line in block.text.splitlines()]
+    return [shlex.split(line.removeprefix("$ ")) for line in shown if line.startswith("$ ")]

@@ -1,0 +1,96 @@
+"""Every command and program on the pages about serving runs, in the order in which a reader meets them."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import DOCS, blocks, commands, file_of
+from tests.serving import Served, one, write
+
+TESTED = {"transformers.md", "vllm.md", "lm-eval.md"}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a compressed model and data."""
+    write(Served("small", "bitmask", one("32:64")), tmp_path / "small")
+    (tmp_path / "tasks").mkdir()
+    row = '{"question": "1 and 1 are", "choices": ["2", "3"], "answer": 0}\n'
+    (tmp_path / "tasks" / "sums.jsonl").write_text(row * 4)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(DOCS.parent))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def run_programs(page: str) -> None:
+    """Run a page's programs one after the other in one namespace; write its files."""
+    names: dict[str, object] = {}
+    for block in blocks(page):
+        if name := file_of(block):
+            Path(name).write_text(block.text)
+        elif block.kind == "python":
+            exec(compile(block.text, f"docs/{page}", "exec"), names)
+
+
+def run_command(words: list[str], run) -> None:
+    """Run a command as a shell would, but for pip, which only says what to install."""
+    if words[0] == "semisparse":
+        outcome = run(*words[1:])
+        assert outcome.status == 0, outcome.err
+    elif words[0] == "torchrun":
+        subprocess.run([sys.executable, "-m", "torch.distributed.run", *words[1:]], check=True, timeout=200)
+    else:
+        assert words[:2] == ["pip", "install"], words
+
+
+def test_every_page_is_tested():
+    assert {page.name for page in DOCS.glob("*.md")} == TESTED
+
+
+def test_transformers(place: Path, run, monkeypatch: pytest.MonkeyPatch):
+    import torch
+
+    compiled = torch.compile
+    # Inductor's compiler takes a minute here; tracing is what a packed layer can break.
+    monkeypatch.setattr(torch, "compile", lambda f, mode: compiled(f, backend="eager"))
+    run_programs("transformers.md")
+    for words in commands("transformers.md"):
+        run_command(words, run)
+    assert (place / "saved" / "model.safetensors").read_bytes() == (place / "small" / "model.safetensors").read_bytes()
+
+
+def test_lm_eval(place: Path, run):
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: make test-serving sets it up")
+    with contextlib.redirect_stdout(sys.stderr):
+        run_programs("lm-eval.md")
+    for words in commands("lm-eval.md"):
+        run_command(words, run)
+
+
+def test_vllm(place: Path):
+    """The server itself needs vLLM's compiled kernels; its command line must find a model it can load."""
+    pytest.importorskip("vllm", reason="vLLM is not installed: make test-serving sets it up")
+    from tests.vllm import ranks
+
+    ranks.prepare()
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.common.cli_args import make_arg_parser
+    from vllm.plugins import load_general_plugins
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    load_general_plugins()
+    served = [words for words in commands("vllm.md") if words[:2] == ["vllm", "serve"]]
+    assert len(served) == 2
+    for words, count in zip(served, (1, 2), strict=True):
+        options = make_arg_parser(FlexibleArgumentParser()).parse_args(words[2:])
+        options.model = options.model_tag
+        arguments = AsyncEngineArgs.from_cli_args(options)
+        assert arguments.create_model_config().quantization == "semisparse"
+        assert arguments.tensor_parallel_size == count

@@ -1,0 +1,63 @@
+"""CUDA kernels on a CPU: their own sources, compiled with the primitives.cuh beside this file instead of theirs."""
+
+import ctypes
+import hashlib
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+PRIMITIVES = Path(__file__).with_name("primitives.cuh")
+
+COMPILER = shutil.which("g++")
+
+adverse = [False]
+"""Whether threads run in reverse order and copies arrive late."""
+
+
+def compile_emulated(path: Path, arch: str, defines: Mapping[str, str | int]) -> tuple[Path, tuple]:
+    """Stand in for `compile_cubin`: nothing is compiled before the kernel's name is known."""
+    return path, tuple(defines.items())
+
+
+class EmulatedKernel:
+    """Stand in for `CudaKernel`."""
+
+    def __init__(self, cubin, name: str, parameters: Sequence, shared: int = 0) -> None:
+        path, defines = cubin
+        self.launch = _library(path, defines, name).launch
+        self.launch.restype = ctypes.c_char_p
+        self.parameters, self.shared = parameters, shared
+
+    def __call__(self, device, grid: tuple[int, int, int], threads: int, *arguments) -> None:
+        values = [kind(value) for kind, value in zip(self.parameters, arguments, strict=True)]
+        pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
+        failure = self.launch(
+            (ctypes.c_int * 3)(*grid),
+            ctypes.c_int(threads),
+            ctypes.c_size_t(self.shared),
+            ctypes.c_bool(adverse[0]),
+            pointers,
+            ctypes.c_size_t(len(values)),
+        )
+        assert failure is None, failure.decode()
+
+
+@cache
+def _library(path: Path, defines: tuple, name: str) -> ctypes.CDLL:
+    with tempfile.TemporaryDirectory() as folder:
+        for source in (*path.parent.glob("*.cuh"), path):
+            shutil.copy(source, folder)
+        shutil.copy(PRIMITIVES, folder)
+        text = path.read_text().replace(
+            "extern __shared__ uint4 shared[];", "uint4* shared = reinterpret_cast<uint4*>(machine_shared);"
+        )
+        whole = Path(folder) / "emulated.cpp"
+        whole.write_text(f"{text}\nLAUNCHER({name})\n")
+        library = Path(folder) / f"{hashlib.sha256(repr((path, defines)).encode()).hexdigest()[:16]}.so"
+        macros = [f"-D{key}={value}" for key, value in defines]
+        command = [COMPILER, "-std=c++17", "-O1", "-shared", "-fPIC", "-w", *macros, str(whole), "-o", str(library)]
+        subprocess.run(command, check=True)
+        return ctypes.CDLL(str(library))

@@ -1,0 +1,115 @@
+"""The CUDA kernels' own sources, thread by thread on a CPU, against float64: indices, copies, barriers."""
+
+import itertools
+
+import pytest
+import torch
+
+from semisparse.formats import get_format
+from semisparse.formats.base import replace_tensors
+from semisparse.formats.vector_nm import cuda
+from semisparse.formats.vector_nm.tiling import SIMT, TENSOR, Shape, Tiling, tilings
+from semisparse.patterns import parse_pattern
+from tests.formats import emulated
+from tests.formats.cases import build, random
+from tests.formats.test_contract import check_product, random_operands
+
+VECTOR_NM = get_format("vector_nm")
+
+pytestmark = [
+    pytest.mark.skipif(emulated.COMPILER is None, reason="no g++ to compile the emulation"),
+    pytest.mark.usefixtures("emulated_kernels", "nan_filled_memory"),
+]
+
+
+@pytest.fixture
+def emulated_kernels(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cuda, "compile_cubin", emulated.compile_emulated)
+    monkeypatch.setattr(cuda, "CudaKernel", emulated.EmulatedKernel)
+
+
+@pytest.fixture
+def nan_filled_memory():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def check(product, pattern: str, n: int, k: int, m: int, dtype: torch.dtype):
+    """Compare in both orders of threads and copies, with and without a bias, and the two orders with each other."""
+    packed = VECTOR_NM.pack(build(parse_pattern(pattern), random, n, k).to(dtype), pattern)
+    x, bias = random_operands(packed, m, dtype, "cpu")
+    results = []
+    for emulated.adverse[0], given in itertools.product((False, True), (None, bias)):
+        results.append(product(x, packed, given))
+        check_product(results[-1], x, packed, given)
+    assert torch.equal(results[0], results[2])
+    assert torch.equal(results[1], results[3])
+
+
+def tiling(pattern: str, shape: Shape, dtype: torch.dtype, packed: bool) -> Tiling:
+    return tilings(parse_pattern(pattern), shape, dtype.itemsize, packed)[0]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "shape", "packed", "sizes"),
+    [
+        ("16:32v32", SIMT[-1], False, (70, 100, 40)),
+        ("4:32v16", SIMT[1], True, (129, 101, 65)),
+        ("5:7v4", SIMT[1], True, (70, 50, 3)),
+        ("12:16v128", SIMT[1], False, (150, 33, 64)),
+        ("8:32v64", SIMT[0], True, (130, 172, 5)),
+    ],
+)
+def test_simt(pattern: str, shape: Shape, packed: bool, sizes: tuple[int, int, int]):
+    chosen = tiling(pattern, shape, torch.float32, packed)
+    check(lambda *operands: cuda.multiply_tiled(*operands, chosen), pattern, *sizes, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "shape", "packed", "sizes", "dtype"),
+    [
+        ("16:32v32", TENSOR[-1], False, (70, 100, 40), torch.float16),
+        ("4:32v8", TENSOR[-1], True, (65, 101, 65), torch.bfloat16),
+        ("8:16v16", TENSOR[-1], False, (33, 33, 1), torch.bfloat16),
+        ("7:32v128", TENSOR[-1], True, (140, 172, 17), torch.float16),
+        ("16:32v32", TENSOR[1], False, (100, 64, 9), torch.float16),
+    ],
+)
+def test_tensor(pattern: str, shape: Shape, packed: bool, sizes: tuple[int, int, int], dtype: torch.dtype):
+    chosen = tiling(pattern, shape, dtype, packed)
+    check(lambda *operands: cuda.multiply_tiled(*operands, chosen), pattern, *sizes, dtype)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "sizes", "dtype", "panel"),
+    [
+        ("16:32v32", (33, 172, 1), torch.float16, cuda.PANEL_BYTES),
+        ("5:7v8", (9, 50, 3), torch.bfloat16, cuda.PANEL_BYTES),
+        ("4:32v128", (130, 333, 11), torch.bfloat16, 2048),
+    ],
+)
+def test_decode(pattern: str, sizes: tuple[int, int, int], dtype: torch.dtype, panel: int, monkeypatch):
+    monkeypatch.setattr(cuda, "PANEL_BYTES", panel)
+    monkeypatch.setattr(cuda, "DECODE_WARPS", 2)
+    check(cuda.decode, pattern, *sizes, dtype)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_any_number_of_buffers(stages: int):
+    """One buffer is the paper's V2 (V1 with whole windows), more are its V3."""
+    chosen = Tiling(SIMT[-1], 8, 8, 32, stages, True, 4)
+    check(lambda *operands: cuda.multiply_tiled(*operands, chosen), "3:8v8", 33, 90, 3, torch.float32)
+
+
+@pytest.mark.parametrize(("product", "dtype"), [(cuda.decode, torch.float16), (cuda.multiply, torch.float32)])
+def test_values_that_begin_anywhere(product, dtype: torch.dtype, monkeypatch):
+    """A view into another tensor may begin where no 16-byte load can."""
+    monkeypatch.setattr(cuda, "DECODE_WARPS", 2)
+    packed = VECTOR_NM.pack(build(parse_pattern("16:32v32"), random, 33, 172).to(dtype), "16:32v32")
+    values = packed.tensors["values"]
+    shifted = torch.empty(values.numel() + 1, dtype=dtype)[1:].view_as(values).copy_(values)
+    assert shifted.data_ptr() % 16
+    moved = replace_tensors(packed, {**packed.tensors, "values": shifted})
+    x, bias = random_operands(packed, 1, dtype, "cpu")
+    check_product(product(x, moved, bias), x, packed, bias)

@@ -1,0 +1,211 @@
+"""Compressed directories in the real vLLM package, at one and two ranks, beside the transformers path."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from semisparse.errors import CheckpointError, InputError
+from semisparse.integrations.transformers import sparse_layers
+from tests.serving import SIZES, Served, every_format, one, write
+from tests.vllm import ranks
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm sets it up")
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+SERVED = {served.name: served for served in every_format()}
+WORLDS = (1, 2)
+
+
+def parts_of(name: str) -> list[str]:
+    parent, _, own = name.rpartition(".")
+    return [f"{parent}.{part}" for part in FUSED.get(own, (own,))]
+
+
+def linears(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
+    """The linear layers of the decoder, compressed or not."""
+    return {name: m for name, m in model.model.named_modules(prefix="model") if hasattr(m, "in_features")}
+
+
+def record(directory: Path) -> None:
+    """Write what every linear layer gets and gives in transformers."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    seen, given = {}, {}
+
+    def keep(name: str, x: Tensor, y: Tensor) -> None:
+        seen[name], given[name] = x[0], y[0]
+
+    for name, module in linears(model).items():
+        module.register_forward_hook(lambda _, x, y, name=name: keep(name, x[0], y))
+    with torch.no_grad():
+        model(torch.arange(7)[None] * 31)
+    fused = {
+        f"{name.rpartition('.')[0]}.{own}": seen[name] for name in seen for own, p in FUSED.items() if name.endswith(p)
+    }
+    torch.save(seen | fused, directory / "inputs.pt")
+    torch.save(given, directory / "given.pt")
+
+
+@pytest.fixture(scope="session")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Every model, computed by transformers here and by vLLM on one and on two ranks."""
+    folder = tmp_path_factory.mktemp("served")
+    written = {name: write(served, folder / served.folder) for name, served in SERVED.items()}
+    for directory in written.values():
+        record(directory)
+    for world in WORLDS:
+        ranks.serve(world, folder, list(written.values()))
+    return written
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("served", SERVED.values(), ids=SERVED)
+def test_every_linear_layer_computes_what_it_does_in_transformers(served: Served, world: int, directories):
+    directory = directories[served.name]
+    inputs, expected = torch.load(directory / "inputs.pt"), torch.load(directory / "given.pt")
+    outputs = [torch.load(directory / f"outputs-{world}-{rank}.pt") for rank in range(world)]
+    compared = set()
+    for name in outputs[0]:
+        parts = parts_of(name)
+        found = together([output[name] for output in outputs], [expected[part] for part in parts], served)
+        for part, y in zip(parts, found, strict=True):
+            torch.testing.assert_close(y, expected[part], rtol=0, atol=tolerance(inputs[part], served))
+            compared.add(part)
+    assert compared == expected.keys()
+
+
+def together(outputs: list[Tensor], whole: list[Tensor], served: Served) -> list[Tensor]:
+    """Give the outputs of a fused layer's weights from those of the ranks, each of which has its part of every one."""
+    if outputs[0].shape[-1] == sum(y.shape[-1] for y in whole):
+        assert all(torch.equal(outputs[0], output) for output in outputs)  # of a row-parallel layer: summed
+        return list(outputs[0].split([y.shape[-1] for y in whole], -1))
+    head = served.config.hidden_size // served.config.num_attention_heads
+    sizes = [max(y.shape[-1] // len(outputs), head if len(whole) == 3 else 1) for y in whole]
+    found = zip(*(output.split(sizes, -1) for output in outputs), strict=True)
+    # Fewer key heads than ranks: every rank has the same one.
+    return [torch.cat(parts[: y.shape[-1] // size], -1) for parts, y, size in zip(found, whole, sizes, strict=True)]
+
+
+def tolerance(x: Tensor, served: Served) -> float:
+    """Bound what differs: the order of float32 sums; where x is rounded to 8 bits, each rank's own scale.
+
+    Weights are drawn with deviation 0.02, so their sums of magnitudes stay below 0.03 K.
+    """
+    k = x.shape[-1]
+    largest = float(x.abs().max())
+    order = k * 2**-24 * largest * 0.03 * k
+    return order + (2 * largest / 254 * 0.03 * k if served.rounds else 0)
+
+
+def test_vllm_finds_the_plugin_and_may_register_it_again():
+    (found,) = [point for point in entry_points(group="vllm.general_plugins") if point.name == "semisparse"]
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    ranks.prepare()
+    for _ in range(2):
+        found.load()()
+    assert get_quantization_config("semisparse").__name__ == "SemisparseVllmConfig"
+
+
+@pytest.fixture(scope="session")
+def group(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A group of this process alone."""
+    ranks.start(0, 1, tmp_path_factory.mktemp("group") / "rendezvous")
+
+
+@pytest.mark.usefixtures("group")
+def test_a_fused_layer_traces_to_one_graph_for_any_number_of_tokens(tmp_path: Path):
+    model = ranks.load(write(SERVED["searched"], tmp_path / "model"))
+    layer = ranks.layers_of(model)["model.layers.0.self_attn.qkv_proj"]
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: layer(x)[0], fullgraph=True, backend=keep, dynamic=True)
+    for m in (2, 3, 65):
+        x = torch.randn(m, 256)
+        assert torch.equal(compiled(x), layer(x)[0])
+    (graph,) = graphs
+    called = [str(node.target) for node in graph.graph.nodes if "semisparse" in str(node.target)]
+    assert called == ["semisparse.linear"] * 3
+
+
+@pytest.mark.usefixtures("group")
+def test_weights_of_one_pattern_become_one_product(tmp_path: Path):
+    model = ranks.load(write(SERVED["bitmask-32:64"], tmp_path / "model"))
+    assert [len(layer.stacked.layers) for layer in ranks.layers_of(model).values()] == [1] * 8
+    assert not [name for name, p in model.named_parameters() if not p.numel()]
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision(dtype: str, tmp_path: Path):
+    directory = write(SERVED["bitmask-32:64"], tmp_path / "model")
+    wanted = getattr(torch, dtype)
+    packed = sparse_layers(AutoModelForCausalLM.from_pretrained(directory))["model.layers.0.mlp.down_proj"]
+    layer = ranks.layers_of(ranks.load(directory, dtype))["model.layers.0.mlp.down_proj"]
+    x = torch.randn(5, 512).to(wanted)
+    assert torch.equal(layer(x)[0], packed(x))
+
+
+@pytest.mark.usefixtures("group")
+def test_a_fused_layer_of_which_only_a_part_is_compressed_is_refused(tmp_path: Path):
+    directory = write(Served("partly", "bitmask", one("32:64"), dense=("k_proj",)), tmp_path / "model")
+    with pytest.raises(InputError, match=r"of which only .*q_proj, .*v_proj is compressed"):
+        ranks.load(directory)
+
+
+@pytest.mark.usefixtures("group")
+def test_compressed_experts_are_refused():
+    from semisparse.integrations.vllm import SemisparseVllmConfig
+
+    config = SemisparseVllmConfig({"model.layers.0.mlp.experts.0.up_proj": None})
+    with pytest.raises(InputError, match="no experts and no heads: name it in the recipe's ignore"):
+        config.get_quant_method(torch.nn.Module(), "model.layers.0.mlp.experts")
+    assert config.get_quant_method(torch.nn.Module(), "model.layers.1.mlp.experts") is None
+
+
+LAYER = "model.layers.1.mlp.down_proj"
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda tensors: tensors[f"{LAYER}.masks"][5].bitwise_xor_(1), f"layer {LAYER}: tensor masks"),
+        (lambda tensors: tensors.pop(f"{LAYER}.masks"), f"layer {LAYER}: the checkpoint has no masks"),
+        (lambda tensors: tensors.update({f"{LAYER}.masks": tensors[f"{LAYER}.masks"][1:].clone()}), "is torch.int64"),
+    ],
+    ids=["a bit", "a tensor", "a shape"],
+)
+def test_a_corrupted_checkpoint_is_refused(change, sentence: str, tmp_path: Path):
+    directory = write(SERVED["bitmask-32:64"], tmp_path / "model")
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=sentence):
+        ranks.load(directory)
+
+
+@pytest.mark.usefixtures("group")
+def test_an_unknown_version_is_refused(tmp_path: Path):
+    directory = write(SERVED["bitmask-32:64"], tmp_path / "model")
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"]["version"] = 99
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(Exception, match="checkpoint version 99 is unknown"):
+        ranks.load(directory)
+
+
+def test_the_sizes_divide_over_two_ranks():
+    assert not [key for key in ("hidden_size", "intermediate_size", "num_attention_heads") if SIZES[key] % 2]
