@@ -23,7 +23,7 @@ test: setup
 # its own) and lm-eval, in an environment of their own that sees .venv behind it.
 SERVING := .venv-serving
 VLLM := 0.33.0
-VLLM_BUILD := 'setuptools<81' setuptools_scm setuptools_rust wheel packaging jinja2
+VLLM_BUILD := 'setuptools>=78.1.1,<81' setuptools_scm setuptools_rust wheel packaging jinja2
 test-serving: $(SERVING)/ready
 	$(SERVING)/bin/python -m pytest tests/vllm tests/evaluate/test_tasks.py tests/docs
 

@@ -40,6 +40,7 @@ class Row:
             "operations": self.estimate.operations,
             "intensity": self.estimate.operations / self.estimate.bytes,
             "bound": self.estimate.bound,
+            "strategy": self.estimate.strategy,
             "us": self.estimate.seconds * 1e6,
             "speedup": self.speedup,
         }

@@ -53,6 +53,7 @@ class Estimate:
         floor_seconds: the sum over the passes of the larger of their memory and arithmetic times.
         seconds: the floor and each kernel's fixed time.
         bound: ``memory``, ``arithmetic`` or ``fixed time``, whichever is most of it.
+        strategy: how the kernels go about it, where the format says so.
     """
 
     bytes: float
@@ -60,6 +61,7 @@ class Estimate:
     floor_seconds: float
     seconds: float
     bound: str
+    strategy: str = ""
 
 
 def candidates(formats: Iterable[str] | None = None, patterns: Iterable[str] | None = None) -> list[Candidate]:
@@ -122,7 +124,9 @@ def estimate(passes: Iterable[Pass], machine: Machine) -> Estimate:
         InputError: the machine lacks a unit that a pass computes on.
     """
     moved = computed = floor = memory = arithmetic = fixed = 0.0
+    strategies = []
     for step in passes:
+        strategies += [step.strategy] if step.strategy else []
         if step.operations and step.unit not in machine.peaks:
             raise InputError(f"{machine.name} has no known rate for {step.unit}")
         moved += step.bytes
@@ -134,7 +138,8 @@ def estimate(passes: Iterable[Pass], machine: Machine) -> Estimate:
         arithmetic += computing if computing > reading else 0.0
         fixed += machine.kernel_seconds
     shares = {"memory": memory, "arithmetic": arithmetic, "fixed time": fixed}
-    return Estimate(moved, computed, floor, floor + fixed, max(shares, key=lambda name: shares[name]))
+    bound = max(shares, key=lambda name: shares[name])
+    return Estimate(moved, computed, floor, floor + fixed, bound, "; ".join(strategies))
 
 
 def estimate_product(

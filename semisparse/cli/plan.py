@@ -81,6 +81,7 @@ def _show(made: Plan) -> None:
 
 def _show_layer(made: Plan) -> None:
     layer = made.rows[0].layer
+    told = any(row.estimate.strategy for row in made.rows)
     rows = [
         [
             row.candidate.label,
@@ -92,10 +93,12 @@ def _show_layer(made: Plan) -> None:
             f"{row.estimate.seconds * 1e6:,.1f}",
             f"{row.speedup:.2f}",
             row.estimate.bound,
+            *([row.estimate.strategy] if told else []),
         ]
         for row in made.rows
     ]
     columns = ["format", "M", "bits", "MB", "GFLOP", "FLOP/byte", "us", "speed-up", "bound by"]
+    columns += ["strategy"] if told else []
     print_table(f"N, K = {layer.n:,}, {layer.k:,}", columns, rows)
 
 

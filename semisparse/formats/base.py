@@ -176,11 +176,13 @@ class Pass:
         bytes: read and written, each operand once.
         operations: multiplications and additions.
         unit: what computes them: ``tensor fp16`` (bfloat16 too), ``tensor fp8``, ``tensor int8`` or ``fp32``.
+        strategy: how the kernel goes about it, where a format has several ways; ``plan`` shows it.
     """
 
     bytes: float
     operations: float
     unit: str
+    strategy: str = ""
 
 
 def fused_cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
@@ -221,7 +223,8 @@ class Format:
         lossless: whether unpack gives the packed weight bit for bit.
         cost: (problem, packed weight's bytes) -> the passes of a product, for `plan` and the bench's floors.
         variants: the pack options worth planning and measuring.
-        grain: (pattern, params) -> the rows and columns at whose multiples tensors with a declared split may be cut.
+        grain: (pattern, params) -> the rows and columns at whose multiples tensors with a declared split may be cut;
+            None if they are not to be.
         regroup: (parts, dim, start, stop, pattern) -> rows (``dim`` 0) or columns ``start`` to ``stop`` of the parts
             side by side, declared as ``pattern`` and not rounded again; None if packing what unpack gives does that.
         arrange: (packed, device type) -> the same weight, where it is, in the layout that kernels on such a device
@@ -243,7 +246,7 @@ class Format:
     lossless: bool = True
     cost: Callable[[Problem, float], tuple[Pass, ...]] = fused_cost
     variants: tuple[Mapping[str, Any], ...] = ({},)
-    grain: Callable[[Pattern, Params], tuple[int, int]] = lambda pattern, params: (1, 64)
+    grain: Callable[[Pattern, Params], tuple[int, int]] | None = None
     regroup: Callable[[Sequence[Packed], int, int, int, Pattern], Packed] | None = None
     arrange: Callable[[Packed, str], Packed] = lambda packed, device_type: packed
 

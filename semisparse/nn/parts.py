@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from semisparse.errors import FormatError
-from semisparse.formats.base import Format, Packed, get_format
+from semisparse.formats.base import Format, Packed, Params, get_format
 from semisparse.patterns import NM, Group, Pattern, Unstructured, VectorNM
 
 
@@ -38,8 +38,8 @@ def cut(packed: Packed, dim: int, start: int, stop: int) -> Packed:
         return packed
     form = get_format(packed.format)
     splits = _splits(form, packed, dim)
-    grain = form.grain(packed.pattern, packed.params)[dim]
-    if _is_split(splits) and start % grain == 0 and (stop % grain == 0 or stop == size):
+    grain = _grain(form, packed, dim)
+    if grain and start % grain == 0 and (stop % grain == 0 or stop == size):
         return _sliced(form, packed, splits, dim, start, stop)
     try:
         return _packed_anew([packed], dim, start, stop, _patterns_of_part(packed.pattern))
@@ -47,7 +47,7 @@ def cut(packed: Packed, dim: int, start: int, stop: int) -> Packed:
         names = ("rows", "columns")[dim]
         raise FormatError(
             f"{names} {start} to {stop} cannot be cut from a weight in format {form.name} ({packed.pattern}, "
-            f"{dict(packed.params)}): {error}. Its tensors may be cut at multiples of {grain} {names}"
+            f"{dict(packed.params)}): {error}. Its tensors may be cut at multiples of {grain or size} {names}"
         ) from error
 
 
@@ -66,8 +66,7 @@ def join(parts: Sequence[Packed], dim: int, pattern: Pattern) -> Packed:
         return first
     form = get_format(first.format)
     splits = _splits(form, first, dim)
-    sliced = _is_split(splits) and _on_grain(form, parts, dim)
-    if sliced and all(_alike(part, first) and part.pattern == pattern for part in parts):
+    if _on_grain(form, parts, dim) and all(_alike(part, first) and part.pattern == pattern for part in parts):
         return _concatenated(parts, splits, dim)
     return _packed_anew(parts, dim, 0, sum(part.shape[dim] for part in parts), [pattern])
 
@@ -92,12 +91,12 @@ def stacked(weights: Sequence[Packed]) -> list[Packed]:
 
 def _alike(one: Packed, other: Packed) -> bool:
     """Whether two weights are declared alike, but for their shapes."""
-    return (one.format, one.version, one.pattern, one.dtype, one.params) == (
+    return (one.format, one.version, one.pattern, one.dtype, _params_of(one, 0)) == (
         other.format,
         other.version,
         other.pattern,
         other.dtype,
-        other.params,
+        _params_of(other, 0),
     )
 
 
@@ -106,13 +105,16 @@ def _splits(form: Format, packed: Packed, dim: int) -> dict[str, int | None]:
     return {spec.name: spec.split_k if dim else spec.split_n for spec in specs}
 
 
-def _is_split(splits: dict[str, int | None]) -> bool:
-    return any(split is not None for split in splits.values())
+def _grain(form: Format, packed: Packed, dim: int) -> int | None:
+    """Give the rows or columns at whose multiples the tensors may be sliced; None if they may not."""
+    if form.grain is None or set(_splits(form, packed, dim).values()) == {None}:
+        return None
+    return form.grain(packed.pattern, packed.params)[dim]
 
 
 def _on_grain(form: Format, parts: Sequence[Packed], dim: int) -> bool:
-    grain = form.grain(parts[0].pattern, parts[0].params)[dim]
-    return all(part.shape[dim] % grain == 0 for part in parts[:-1])
+    grain = _grain(form, parts[0], dim)
+    return grain is not None and all(part.shape[dim] % grain == 0 for part in parts[:-1])
 
 
 def _sliced(form: Format, packed: Packed, splits: dict[str, int | None], dim: int, start: int, stop: int) -> Packed:
@@ -120,7 +122,7 @@ def _sliced(form: Format, packed: Packed, splits: dict[str, int | None], dim: in
 
     def ends(at: int) -> dict[str, tuple[int, ...]]:
         n, k = (at, packed.shape[1]) if dim == 0 else (packed.shape[0], at)
-        return form.shapes(n, k, packed.pattern, packed.params)
+        return form.shapes(n, k, packed.pattern, _params_of(packed, n))
 
     last = ends(stop)
     first = ends(start) if start else {name: (0,) * len(shape) for name, shape in last.items()}
@@ -133,7 +135,7 @@ def _sliced(form: Format, packed: Packed, splits: dict[str, int | None], dim: in
         tensors[name] = tensor
     n, k = packed.shape
     shape = (stop - start, k) if dim == 0 else (n, stop - start)
-    return replace(packed, shape=shape, tensors=tensors, declaration="")
+    return replace(packed, shape=shape, params=_params_of(packed, shape[0]), tensors=tensors, declaration="")
 
 
 def _concatenated(parts: Sequence[Packed], splits: dict[str, int | None], dim: int) -> Packed:
@@ -144,7 +146,12 @@ def _concatenated(parts: Sequence[Packed], splits: dict[str, int | None], dim: i
     }
     length = sum(part.shape[dim] for part in parts)
     shape = (length, first.shape[1]) if dim == 0 else (first.shape[0], length)
-    return replace(first, shape=shape, tensors=tensors, declaration="")
+    return replace(first, shape=shape, params=_params_of(first, shape[0]), tensors=tensors, declaration="")
+
+
+def _params_of(packed: Packed, n: int) -> Params:
+    """Give the params of a part with ``n`` rows: formats whose shapes do not tell N keep it as ``rows``."""
+    return {**packed.params, "rows": n} if "rows" in packed.params else packed.params
 
 
 def _packed_anew(parts: Sequence[Packed], dim: int, start: int, stop: int, patterns: Iterable[Pattern]) -> Packed:

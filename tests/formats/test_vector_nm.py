@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 import semisparse.formats.vector_nm
 from semisparse.errors import FormatError
-from semisparse.formats import Packed, get_format, linear
+from semisparse.formats import Packed, Pass, get_format, linear
+from semisparse.formats.base import Problem
 from semisparse.formats.product import problem_of
+from semisparse.formats.vector_nm.tiling import choose_tiling
 from semisparse.patterns import VectorNM, parse_pattern
 from tests.formats.cases import build, random
 
@@ -132,3 +134,49 @@ def test_a_product_in_several_gathers_is_the_same(monkeypatch):
     assert torch.equal(linear(x, packed), whole)
     exact = x.double() @ weight.double().T
     assert (whole.double() - exact).abs().max() <= 72 * 2**-24 * (x.abs().double() @ weight.abs().double().T).max()
+
+
+def cost(m: int, n: int, k: int, pattern: str, dtype: torch.dtype):
+    problem = Problem(m, n, k, parse_pattern(pattern), {}, dtype, dtype, torch.device("cuda"))
+    return VECTOR_NM.cost(problem, 1e6)
+
+
+def test_costs_by_hand():
+    one = cost(1, 4096, 2048, "8:32v32", torch.float16)
+    assert one == (Pass(1e6 + 2 * (4096 + 2048), 2 * 4096 * 512, "fp32"),)
+    assert cost(16, 4096, 2048, "8:32v32", torch.float16)[0].bytes == 2e6 + 16 * 2 * (4096 + 2048)
+    moved, product = cost(4096, 8192, 2048, "8:32v32", torch.float32)
+    assert (moved.bytes, moved.operations) == (2 * 4096 * 2048 * 4, 0)
+    assert (product.operations, product.unit) == (2 * 4096 * 8192 * 512, "fp32")
+    assert product.strategy.startswith("packing, ")
+    assert cost(4096, 8192, 2048, "8:32v1", torch.float16)[0].strategy == "unpacked"
+
+
+def test_intensity_is_equation_3():
+    """Whole windows read all of A, packed ones what any of the four groups of a block is expected to keep."""
+    tiling = choose_tiling(parse_pattern("16:32v32"), 4096, 4096, 4, 132)
+    assert (tiling.shape.tokens, tiling.shape.rows, tiling.packed) == (128, 128, False)
+    whole = 2 * 128 * 128 * 2048 / (4 * (128 * 4096 + 2048 * 128 + 128 * 128))
+    assert tiling.intensity(parse_pattern("16:32v32"), 4096) == pytest.approx(whole)
+    tiling = choose_tiling(parse_pattern("4:32v32"), 4096, 4096, 4, 132)
+    assert (tiling.shape.tokens, tiling.shape.rows, tiling.packed) == (128, 128, True)
+    columns = (1 - (7 / 8) ** 4) * 4096
+    packed = 2 * 128 * 128 * 512 / (4 * (128 * columns + 512 * 128 + 128 * 128))
+    assert tiling.intensity(parse_pattern("4:32v32"), 4096) == pytest.approx(packed)
+
+
+@given(patterns, st.integers(1, 5000), st.integers(1, 5000), st.sampled_from([2, 4]))
+def test_tilings_fit_their_kernels(pattern: VectorNM, m: int, n: int, itemsize: int):
+    tiling = choose_tiling(pattern, m, n, itemsize, 132)
+    if tiling is None:
+        assert pattern.length * itemsize < 16 or pattern.length not in (4, 8, 16, 32, 64, 128)
+        return
+    assert tiling.shared <= 99 << 10
+    assert tiling.slots % (16 if itemsize == 2 else 4) == 0
+    groups = max(1, tiling.shape.rows // pattern.length)
+    for first in range(0, 40 * tiling.slots, tiling.slots):
+        windows = (first + tiling.slots - 1) // pattern.keep - first // pattern.keep + 1
+        assert tiling.columns >= min(groups * tiling.slots, windows * pattern.window)
+        if not tiling.packed:
+            assert first % pattern.keep == 0
+            assert tiling.columns == windows * pattern.window

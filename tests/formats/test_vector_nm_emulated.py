@@ -1,4 +1,4 @@
-"""The CUDA kernels' own sources, run thread by thread on a CPU, against float64: indices, copies and barriers, not speed."""
+"""The CUDA kernels' own sources, thread by thread on a CPU, against float64: indices, copies, barriers."""
 
 import itertools
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from semisparse.formats import get_format
+from semisparse.formats.base import replace_tensors
 from semisparse.formats.vector_nm import cuda
 from semisparse.formats.vector_nm.tiling import SIMT, TENSOR, Shape, Tiling, tilings
 from semisparse.patterns import parse_pattern
@@ -99,3 +100,16 @@ def test_any_number_of_buffers(stages: int):
     """One buffer is the paper's V2 (V1 with whole windows), more are its V3."""
     chosen = Tiling(SIMT[-1], 8, 8, 32, stages, True, 4)
     check(lambda *operands: cuda.multiply_tiled(*operands, chosen), "3:8v8", 33, 90, 3, torch.float32)
+
+
+@pytest.mark.parametrize(("product", "dtype"), [(cuda.decode, torch.float16), (cuda.multiply, torch.float32)])
+def test_values_that_begin_anywhere(product, dtype: torch.dtype, monkeypatch):
+    """A view into another tensor may begin where no 16-byte load can."""
+    monkeypatch.setattr(cuda, "DECODE_WARPS", 2)
+    packed = VECTOR_NM.pack(build(parse_pattern("16:32v32"), random, 33, 172).to(dtype), "16:32v32")
+    values = packed.tensors["values"]
+    shifted = torch.empty(values.numel() + 1, dtype=dtype)[1:].view_as(values).copy_(values)
+    assert shifted.data_ptr() % 16
+    moved = replace_tensors(packed, {**packed.tensors, "values": shifted})
+    x, bias = random_operands(packed, 1, dtype, "cpu")
+    check_product(product(x, moved, bias), x, packed, bias)

@@ -45,6 +45,22 @@ def test_parts_are_parts_of_the_weight_and_join_to_the_same_bytes(form: Format, 
                 assert torch.equal(whole.tensors[name], tensor), (pattern, name)
 
 
+@pytest.mark.parametrize("dim", [0, 1], ids=["N", "K"])
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_part_beside_every_boundary_is_right_or_refused(form: Format, dim: int):
+    for pattern in accepted_patterns(form.name):
+        packed = form.pack(weight_of(pattern, 100, 300), pattern)
+        for start, stop in ((0, 17), (16, 48), (5, 100), (63, 65)):
+            try:
+                part = cut(packed, dim, start, stop)
+            except FormatError as error:
+                if form.lossless and form.accepts(parse_pattern("0%")) is None:
+                    raise AssertionError(f"{form.name} takes any weight") from error
+                continue
+            form.validate(part)
+            assert torch.equal(part.unpack(), packed.unpack().narrow(dim, start, stop - start))
+
+
 @given(data=st.data())
 def test_any_part_of_a_lossless_weight_is_right_or_refused(data: st.DataObject):
     pattern = data.draw(st.sampled_from(PATTERNS))

@@ -9,6 +9,7 @@ import torch
 from semisparse.formats.base import Case, Format, Kernel, Problem
 from semisparse.formats.bitmask import cpu, cuda, layouts, tiled
 from semisparse.formats.bitmask.cost import cost
+from semisparse.formats.bitmask.pack import BLOCK
 
 
 def _of_rows(supports: Callable[[Problem], str | None]) -> Callable[[Problem], str | None]:
@@ -28,6 +29,7 @@ FORMAT = Format(
     accepts=lambda pattern: None,
     specs=layouts.specs,
     counts=layouts.counts,
+    grain=lambda pattern, params: (1, BLOCK),
     pack_weight=layouts.pack_weight,
     unpack=layouts.unpack,
     check_content=layouts.check_content,

@@ -67,24 +67,28 @@ def divide(m: int, row_tiles: int, column_tiles: int, keep: int, gpu: Processor)
         keep: values a block.
         gpu: what it runs on.
     """
-    preferred = _preferred(m, row_tiles <= 2 * gpu.count, column_tiles)
+    tokens = next(tokens for tokens in MOST_WARPS if m <= tokens)
+    preferred = _preferred(m, row_tiles, column_tiles, gpu.count)
     # The others are for more values a block and for GPUs with less shared memory; the last fits anywhere.
     choices = (preferred, (6, 2, 2), (*preferred[:2], 1), (4, 1, 1), (1, 1, 1))
-    fitting = (division(m, min(s, column_tiles), t, p, row_tiles, keep, gpu) for s, t, p in choices)
+    fitting = (division(tokens, m, min(s, column_tiles), t, p, row_tiles, keep, gpu) for s, t, p in choices)
     return next(found for found in fitting if found is not None)
 
 
-def _preferred(m: int, few_rows: bool, column_tiles: int) -> tuple[int, int, int]:
-    """Give splits, teams and stages; ``few_rows``: at most two tiles of rows a processor."""
+def _preferred(m: int, row_tiles: int, column_tiles: int, processors: int) -> tuple[int, int, int]:
+    """Give splits, teams and stages."""
+    few_rows = row_tiles <= 2 * processors
     if m > 32:
-        return (2, 2, 1) if few_rows else (1, 8, 2)
+        return (2, 2, 1) if row_tiles <= 3 * processors else (1, 8, 2)
     if m > 16:
         return (4, 2, 1) if few_rows else (2, 4, 2)
     if column_tiles <= 6:
         return (6, 1, 2) if m <= 8 else (3, 1, 2)
     if column_tiles <= 16:
         # Every warp has one or two column tiles, so that x stays in its place: 8.4 us for 10.5 at 4096 x 4096, m = 8.
-        return (6, 1, 2) if m == 1 and few_rows else (8, 1, 2)
+        return (4, 1, 2) if m == 1 and few_rows else (8, 1, 2)
+    if row_tiles <= processors:
+        return (12, 1, 2) if m <= 8 else (6, 1, 2)  # two teams a block would leave half of the processors idle
     if m > 8:
         return 4, 2, 2
     if few_rows:
@@ -93,10 +97,9 @@ def _preferred(m: int, few_rows: bool, column_tiles: int) -> tuple[int, int, int
 
 
 def division(
-    m: int, splits: int, teams: int, stages: int, row_tiles: int, keep: int, gpu: Processor
+    tokens: int, m: int, splits: int, teams: int, stages: int, row_tiles: int, keep: int, gpu: Processor
 ) -> Division | None:
     """Give a division with as many blocks as the GPU holds at a time, or None if it holds none."""
-    tokens = next(tokens for tokens in MOST_WARPS if m <= tokens)
     warps = splits * teams
     places = stages * (warps * tile_bytes(keep) + splits * m * TOKEN_BYTES)
     shared = places + 2 * warps * tokens * ROWS * 4

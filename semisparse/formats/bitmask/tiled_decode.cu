@@ -24,7 +24,7 @@ constexpr int kTokenGroups = (TOKENS + 7) / 8;
 constexpr int kSums = TOKENS > 16 ? 1 : 2;  // with few tokens even and odd steps add apart: an mma need not wait for the last
 constexpr int kWarps = TEAMS * SPLITS;
 
-static_assert(TEAMS == 1 || TEAMS + SPLITS <= 15, "a block has 16 barriers");
+static_assert(TEAMS == 1 || SPLITS <= 15, "a block has 16 barriers");
 
 __device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
@@ -150,15 +150,10 @@ __device__ __forceinline__ void finish(const Partial* partials, const SCALAR* bi
     }
 }
 
-// The warps of a tile of rows meet.
-__device__ __forceinline__ void wait_for_team(int team) {
-    asm volatile("bar.sync %0, %1;" : : "r"(team + 1), "n"(kTeam) : "memory");
-}
-
 // The warps that share columns of x meet.
 __device__ __forceinline__ void wait_for_split(int split) {
     if (TEAMS == 1) __syncwarp();
-    else asm volatile("bar.sync %0, %1;" : : "r"(TEAMS + 1 + split), "n"(TEAMS * kWarp) : "memory");
+    else asm volatile("bar.sync %0, %1;" : : "r"(1 + split), "n"(TEAMS * kWarp) : "memory");
 }
 
 // What one warp reads: its tiles in order, its columns of one group of TEAMS tiles of rows, then of the block's next group;
@@ -252,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(TEAMS * kTeam, 1) semisparse_bitmas
         }
         Partial* kept = partials + parity * kWarps;
         keep(kept[warp], sums, m, lane);
-        wait_for_team(team);
+        __syncthreads();
         finish(kept + warp - split, bias, y, m, n, (group + team) * kRows, split * kWarp + lane);
     }
 }

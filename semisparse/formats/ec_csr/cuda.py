@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -150,7 +151,7 @@ def _shared_bytes(k: int, span: int, dtype: torch.dtype, tokens: int) -> int:
 
 @cache
 def _shared_limit(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 def _tokens_that_fit(k: int, span: int, dtype: torch.dtype, device: torch.device) -> list[int]:
@@ -201,8 +202,8 @@ def decode_paper(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         operands = [x, *_stored(packed, ("values", "deltas", "bases", "bundles", "slots")), partial]
         grid = (-(-bundles // PAPER_WARPS), passes, 1)
         compute(x.device, grid, LANES * PAPER_WARPS, *_addresses(operands), bundles, m, k, slots)
-    operands = [partial, *_stored(packed, ("row_slots",)), bias, y]
-    add(x.device, (-(-n // ADD_THREADS), m, 1), ADD_THREADS, *_addresses(operands), m, n, slots)
+    sums = [partial, packed.tensors["row_slots"].contiguous(), bias, y]
+    add(x.device, (-(-n // ADD_THREADS), m, 1), ADD_THREADS, *_addresses(sums), m, n, slots)
     return y
 
 
@@ -246,7 +247,7 @@ def _stored(packed: Packed, names: tuple[str, ...]) -> list[Tensor]:
     return [packed.tensors[name].contiguous() for name in names]
 
 
-def _addresses(operands: list[Tensor | None]) -> list[int | None]:
+def _addresses(operands: Sequence[Tensor | None]) -> list[int | None]:
     return [None if operand is None else operand.data_ptr() for operand in operands]
 
 

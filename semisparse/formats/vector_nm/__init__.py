@@ -6,6 +6,7 @@ import torch
 
 from semisparse.formats.base import Case, Format, Kernel
 from semisparse.formats.vector_nm import cpu, cuda, layout, pack
+from semisparse.formats.vector_nm.cost import cost
 
 FORMAT = Format(
     name="vector_nm",
@@ -14,6 +15,7 @@ FORMAT = Format(
     accepts=layout.accepts,
     specs=layout.specs,
     counts=layout.counts,
+    grain=layout.grain,
     pack_weight=pack.pack_weight,
     unpack=pack.unpack,
     check_content=pack.check_content,
@@ -25,6 +27,7 @@ FORMAT = Format(
         Kernel("tensor", "cuda", cuda.tensor_refusal, lambda: cuda.multiply),
         Kernel("simt", "cuda", cuda.simt_refusal, lambda: cuda.multiply),
     ),
+    cost=cost,
     cases=(
         Case("half-of-32", "16:32v32", lambda: torch.ones(70, 172) * (torch.arange(172) % 2)),
         Case("single-rows", "3:7v1", lambda: torch.ones(5, 30) * (torch.arange(30) % 7 < 3)),

@@ -1,4 +1,4 @@
-"""GPU products: for few tokens straight from the packed bytes, for many on CUDA cores or tensor cores, or by unpacking."""
+"""GPU products: few tokens straight from the packed bytes, many on CUDA cores or tensor cores; or by unpacking."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from semisparse.errors import KernelError
 from semisparse.formats.base import Packed, Problem
 from semisparse.formats.vector_nm.layout import vectors_of
 from semisparse.formats.vector_nm.pack import unpack
-from semisparse.formats.vector_nm.tiling import SIMT, TENSOR, Tiling, choose_tiling, tiling_of, tilings
+from semisparse.formats.vector_nm.tiling import SIMT, TENSOR, Tiling, choose_tiling, lengths_of, tilings
 from semisparse.patterns import VectorNM, parse_pattern
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.launch import CudaKernel
 from semisparse.runtime.nvrtc import CudaSource, Defines, compile_cubin, unavailable
 
 MAX_DECODE_TOKENS = 16
+DECODE_LENGTHS = (8, 16, 32, 64, 128)
+"""Rows of a vector: a lane takes eight."""
 
 SCALARS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
 
@@ -65,7 +68,7 @@ def _decode_defines(pattern: VectorNM, dtype: torch.dtype, tokens: int) -> Defin
 
 
 def _common_tilings(dtype: torch.dtype) -> tuple[Defines, ...]:
-    """What is compiled depends on pattern and shape: here is a case of each tile and strategy, and the shortest vectors."""
+    """What is compiled depends on pattern and shape: here is each tile and strategy, and the shortest vectors."""
     shapes, shortest = (TENSOR, "16:32v8") if dtype.itemsize == 2 else (SIMT, "16:32v4")
     wanted = [(pattern, shape) for shape in shapes for pattern in ("16:32v32", "4:32v32")]
     wanted.append((shortest, shapes[1]))
@@ -126,8 +129,8 @@ def decode_refusal(problem: Problem) -> str | None:
         return f"takes 1 to {MAX_DECODE_TOKENS} tokens, got {problem.m}"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"computes float16 and bfloat16, got {problem.dtype}"
-    if pattern.length not in (8, 16, 32, 64, 128):
-        return f"takes vectors of 8, 16, 32, 64 or 128 rows, not {pattern.length}"
+    if pattern.length not in DECODE_LENGTHS:
+        return f"takes vectors of {', '.join(map(str, DECODE_LENGTHS))} rows, not {pattern.length}"
     return _machine_refusal(problem)
 
 
@@ -137,10 +140,14 @@ def _tiled_refusal(problem: Problem) -> str | None:
     reason = _machine_refusal(problem)
     if reason:
         return reason
-    if tiling_of(problem) is None:
-        shortest = 16 // problem.dtype.itemsize
-        return f"takes vectors of {shortest} to 128 rows, a power of two, whose stages fit shared memory: not {problem.pattern}"
+    if _tiling(vectors_of(problem.pattern), problem.m, problem.n, problem.dtype, problem.device) is None:
+        lengths = ", ".join(str(length) for length in lengths_of(problem.dtype.itemsize))
+        return f"takes vectors of {lengths} rows whose stages fit shared memory, not {problem.pattern}"
     return None
+
+
+def _tiling(pattern: VectorNM, m: int, n: int, dtype: torch.dtype, device: torch.device) -> Tiling | None:
+    return choose_tiling(pattern, m, n, dtype.itemsize, device_facts(device).processors)
 
 
 def _machine_refusal(problem: Problem) -> str | None:
@@ -167,9 +174,9 @@ def multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         [M, N] in x's dtype, accumulated in float32.
     """
     pattern = vectors_of(packed.pattern)
-    tiling = choose_tiling(pattern, x.shape[0], packed.shape[0], x.dtype.itemsize, device_facts(x.device).processors)
+    tiling = _tiling(pattern, x.shape[0], packed.shape[0], x.dtype, x.device)
     if tiling is None:
-        raise ValueError(f"no tile for {pattern}: ask the kernel's refusal first")
+        raise KernelError(f"no tile of {pattern} fits shared memory")
     return multiply_tiled(x, packed, bias, tiling)
 
 
@@ -177,8 +184,8 @@ def multiply_tiled(x: Tensor, packed: Packed, bias: Tensor | None, tiling: Tilin
     """Multiply with a given tiling, as `multiply` does."""
     x = x.contiguous()
     bias = None if bias is None else bias.to(x.dtype).contiguous()
-    (m, k), n = x.shape, packed.shape[0]
-    values, positions = packed.tensors["values"].contiguous(), packed.tensors["positions"].contiguous()
+    m, n = x.shape[0], packed.shape[0]
+    values, positions = _aligned(packed.tensors["values"]), packed.tensors["positions"].contiguous()
     groups, total, _ = values.shape
     by_column, columns, offsets = _prepare(x, positions, vectors_of(packed.pattern), n, tiling)
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
@@ -240,7 +247,7 @@ def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     x = x.contiguous()
     bias = None if bias is None else bias.to(x.dtype).contiguous()
     (m, k), n, pattern = x.shape, packed.shape[0], vectors_of(packed.pattern)
-    values, positions = packed.tensors["values"].contiguous(), packed.tensors["positions"].contiguous()
+    values, positions = _aligned(packed.tensors["values"]), packed.tensors["positions"].contiguous()
     groups, total, _ = values.shape
     tokens = next((count for count in TOKENS if count >= m), TOKENS[-1])
     windows = min(total // pattern.keep, max(1, PANEL_BYTES // (pattern.window * tokens * x.dtype.itemsize)))
@@ -250,6 +257,12 @@ def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     grid = (groups, -(-m // tokens), 1)
     kernel(x.device, grid, 32 * DECODE_WARPS, *pointers, m, n, k, total, windows)
     return y
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """Give the tensor at a multiple of 16 bytes, as kernels read it; a part of another one may stand anywhere."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 @lru_cache(maxsize=256)

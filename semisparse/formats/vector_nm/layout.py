@@ -38,6 +38,12 @@ def accepts(pattern: Pattern) -> str | None:
     return None
 
 
+def grain(pattern: Pattern, params: Params) -> tuple[int, int]:
+    """Give the rows and columns that a part of the tensors may start at: whole groups and windows."""
+    vectors = vectors_of(pattern)
+    return vectors.length, vectors.window
+
+
 def specs(pattern: Pattern, params: Params) -> tuple[TensorSpec, ...]:
     """Give the stored tensors."""
     return SPECS

@@ -54,7 +54,7 @@ __device__ __forceinline__ void multiply(Sums& sums, const Stage& stage, const P
         values[four] = stage.values() + group * kGroupPitch + place.rows(four) % kSpan;
         if (four < kOwn) offsets[four] = stage.offsets() + group * SLOTS;
     }
-#pragma unroll 4
+#pragma unroll(SLOTS % 8 == 0 ? 8 : SLOTS)
     for (int slot = 0; slot < SLOTS; ++slot) {
         float w[kRowsOfThread];
 #pragma unroll
@@ -101,7 +101,11 @@ __device__ __forceinline__ void write(const Sums& sums, const Place& place, cons
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) semisparse_vector_nm_simt(
+// Sixteen warps a processor at 64 sums a thread: left to itself the compiler takes a few registers too many for that. The
+// lists of packed stages and a second group of rows do not fit beside them: they spill on some cards.
+constexpr int kThreadsOfProcessor = PER_THREAD == 16 || PACKED || kOwn == 2 ? 256 : 512;
+
+extern "C" __global__ void __launch_bounds__(THREADS, kThreadsOfProcessor / THREADS) semisparse_vector_nm_simt(
     const float* __restrict__ by_column, const float* __restrict__ values, const int* __restrict__ columns,
     const int* __restrict__ offsets, const float* __restrict__ bias, float* __restrict__ y,
     int m, int n, int pitch, int groups, int total, int stages,

@@ -5,14 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-import torch
-
-from semisparse.formats.base import Problem
-from semisparse.formats.vector_nm.layout import vectors_of
 from semisparse.patterns import VectorNM
 
 MODERATE = 0.3
-"""Density from which on most columns of a window are kept by some group, so that whole windows are staged (section III-A)."""
+"""Density from which on some group keeps most columns of a window, so that whole windows are staged (section III-A)."""
 
 WHOLE_COLUMNS = 64
 """The widest stage of whole windows."""
@@ -21,6 +17,9 @@ SHARED_LIMIT = 99 << 10
 """Bytes a block: what an Ada card gives to one, and half of what a Hopper processor has."""
 
 WARP_ROWS = 32
+
+MAX_TURNS = 8
+"""Columns that a thread of a packed stage copies: it holds their numbers in registers, and spills from 16 on."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +90,12 @@ class Tiling:
         return (self.shape.tokens + self.pad) * self.itemsize
 
     @property
+    def turns(self) -> int:
+        """Columns of a stage that each thread copies a part of."""
+        at_once = self.threads * 16 // (self.shape.tokens * self.itemsize)
+        return -(-self.columns // at_once)
+
+    @property
     def shared(self) -> int:
         """Bytes of shared memory of a block: as staging.cuh lays them out."""
         span = min(self.length, self.shape.rows)
@@ -99,12 +104,13 @@ class Tiling:
         stage = self.columns * self.column_bytes + self.groups * (group * self.itemsize + 4 * self.slots)
         return self.stages * stage
 
-    def intensity(self, pattern: VectorNM) -> float:
-        """Operations for each byte that a block reads: equation 3, between its two bounds for the columns of x."""
-        tokens, rows, slots = self.shape.tokens, self.shape.rows, self.slots
+    def intensity(self, pattern: VectorNM, k: int) -> float:
+        """Operations for each byte that a block moves: equation 3 over all of K, y written once."""
+        tokens, rows = self.shape.tokens, self.shape.rows
+        total = -(-k // pattern.window) * pattern.keep
         columns = expected_columns(pattern, self) if self.packed else self.columns
-        moved = tokens * columns + slots * rows
-        return 2 * tokens * rows * slots / (self.itemsize * moved)
+        moved = total / self.slots * tokens * columns + total * rows + tokens * rows
+        return 2 * tokens * rows * total / (self.itemsize * moved)
 
 
 def expected_columns(pattern: VectorNM, tiling: Tiling) -> float:
@@ -119,7 +125,7 @@ def tilings(pattern: VectorNM, shape: Shape, itemsize: int, packed: bool) -> lis
     found = []
     for slots, columns in _packed_stages(pattern, shape, step) if packed else _whole_stages(pattern, step):
         of_stage = [Tiling(shape, pattern.length, slots, columns, stages, packed, itemsize) for stages in (3, 2)]
-        found += [tiling for tiling in of_stage if tiling.shared <= SHARED_LIMIT]
+        found += [t for t in of_stage if t.shared <= SHARED_LIMIT and (t.turns <= MAX_TURNS or not packed)]
     return found
 
 
@@ -144,10 +150,15 @@ def _packed_stages(pattern: VectorNM, shape: Shape, step: int) -> list[tuple[int
     return found
 
 
+def lengths_of(itemsize: int) -> tuple[int, ...]:
+    """Give the lengths of vectors that tiles take: powers of two, 16 bytes or more."""
+    return tuple(length for length in (4, 8, 16, 32, 64, 128) if length * itemsize >= 16)
+
+
 @cache
 def choose_tiling(pattern: VectorNM, m: int, n: int, itemsize: int, processors: int) -> Tiling | None:
     """Choose a tiling: the largest tile that gives every processor a block, else the smallest; None if none fits."""
-    if pattern.length not in (4, 8, 16, 32, 64, 128) or pattern.length * itemsize < 16:
+    if pattern.length not in lengths_of(itemsize):
         return None
     fitting = []
     for shape in TENSOR if itemsize == 2 else SIMT:
@@ -159,9 +170,3 @@ def choose_tiling(pattern: VectorNM, m: int, n: int, itemsize: int, processors: 
         if -(-m // tiling.shape.tokens) * -(-n // tiling.shape.rows) >= processors:
             return tiling
     return fitting[-1] if fitting else None
-
-
-def tiling_of(problem: Problem) -> Tiling | None:
-    """Choose a tiling for a product on the problem's device."""
-    processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
-    return choose_tiling(vectors_of(problem.pattern), problem.m, problem.n, problem.dtype.itemsize, processors)

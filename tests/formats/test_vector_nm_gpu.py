@@ -1,0 +1,89 @@
+"""Every build of vector_nm's GPU kernels against float64: all tiles and strategies, edges of M, N and K, graphs."""
+
+import pytest
+import torch
+
+from semisparse.formats import get_format
+from semisparse.formats.vector_nm import cuda
+from semisparse.formats.vector_nm.tiling import SIMT, TENSOR, Shape, Tiling, tilings
+from semisparse.patterns import parse_pattern
+from tests.formats.cases import build, random
+from tests.formats.test_contract import check_product, random_operands
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+
+VECTOR_NM = get_format("vector_nm")
+
+PATTERNS = (
+    "16:32v32",
+    "12:32v32",
+    "8:32v32",
+    "4:32v32",
+    "32:32v32",
+    "5:7v8",
+    "16:32v16",
+    "4:32v64",
+    "16:32v128",
+    "8:32v4",
+)
+SIZES = ((1, 1, 1), (40, 172, 3), (300, 333, 130), (513, 1000, 257))
+"""N, K, M."""
+
+
+def every_tiling(pattern: str, shapes: tuple[Shape, ...], itemsize: int) -> list[Tiling]:
+    parsed = parse_pattern(pattern)
+    return [t for shape in shapes for packed in (False, True) for t in tilings(parsed, shape, itemsize, packed)]
+
+
+def packed_weight(pattern: str, n: int, k: int, dtype: torch.dtype):
+    return VECTOR_NM.pack(build(parse_pattern(pattern), random, n, k).to(dtype).cuda(), pattern)
+
+
+def check_tilings(pattern: str, shapes: tuple[Shape, ...], dtype: torch.dtype) -> None:
+    for n, k, m in SIZES:
+        packed = packed_weight(pattern, n, k, dtype)
+        x, bias = random_operands(packed, m, dtype, "cuda")
+        for tiling in every_tiling(pattern, shapes, dtype.itemsize):
+            y = cuda.multiply_tiled(x, packed, bias, tiling)
+            check_product(y, x, packed, bias)
+            assert torch.equal(y, cuda.multiply_tiled(x, packed, bias, tiling)), f"two calls differ: {tiling}"
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_simt(pattern: str):
+    check_tilings(pattern, (*SIMT, Shape(128, 128, 16), Shape(64, 128, 8)), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("pattern", PATTERNS[:-1])
+def test_tensor(pattern: str, dtype: torch.dtype):
+    check_tilings(pattern, (*TENSOR, Shape(128, 128, 8)), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("pattern", PATTERNS[:-1])
+def test_decode(pattern: str, dtype: torch.dtype):
+    for n, k in ((1, 1), (40, 172), (513, 1000), (300, 28672)):
+        packed = packed_weight(pattern, n, k, dtype)
+        for m in (1, 2, 3, 8, 9, 16):
+            x, bias = random_operands(packed, m, dtype, "cuda")
+            y = cuda.decode(x, packed, bias)
+            check_product(y, x, packed, bias)
+            assert torch.equal(y, cuda.decode(x, packed, bias)), "two calls differ"
+
+
+@pytest.mark.parametrize(
+    ("product", "m", "dtype"),
+    [(cuda.decode, 5, torch.float16), (cuda.multiply, 700, torch.bfloat16), (cuda.multiply, 700, torch.float32)],
+)
+def test_products_run_in_a_graph(product, m: int, dtype: torch.dtype):
+    packed = packed_weight("16:32v32", 1000, 3000, dtype)
+    x, bias = random_operands(packed, m, dtype, "cuda")
+    first = product(x, packed, bias)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = product(x, packed, bias)
+    for _ in range(3):
+        captured.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(captured, first)
