@@ -12,10 +12,7 @@
 // Compiled for SCALAR (__half or __nv_bfloat16, of x, scale, bias and y), BITS (4 or 8), SETS (of 8 tokens: 1 or 2), WARPS
 // (of a block), BATCH (chunks that a warp loads at once) and ALIGNED (1: k is a multiple of 8).
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-using Word = unsigned int;
+#include "primitives.cuh"
 
 constexpr int kRows = 16;
 constexpr int kSize = 16;                        // columns of a group
@@ -34,11 +31,6 @@ struct Chunk {
     Word zero[2];           // as stored
     Word x[SETS][8];        // the lane's token, 16 columns
 };
-
-__device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
-__device__ __forceinline__ void store(__half* place, float value) { *place = __float2half_rn(value); }
-__device__ __forceinline__ void store(__nv_bfloat16* place, float value) { *place = __float2bfloat16_rn(value); }
 
 __device__ __forceinline__ Word bits_of(__half2 pair) { return *reinterpret_cast<Word*>(&pair); }
 __device__ __forceinline__ Word bits_of(__nv_bfloat162 pair) { return *reinterpret_cast<Word*>(&pair); }
@@ -76,7 +68,7 @@ __device__ __forceinline__ Word dequantise8(Word even, Word odd, int i, Word sca
 }
 
 __device__ __forceinline__ Word dequantise8(Word even, Word odd, int i, Word scale, Word zero, const __nv_bfloat16*) {
-    const float step = __bfloat162float(bfloat_pair(scale).x);
+    const float step = to_float(bfloat_pair(scale).x);
     const float first = static_cast<float>(static_cast<int>(even >> 8 * i & 255) - static_cast<int>(zero)) * step;
     const float second = static_cast<float>(static_cast<int>(odd >> 8 * i & 255) - static_cast<int>(zero)) * step;
     return bits_of(__floats2bfloat162_rn(first, second));
@@ -98,22 +90,6 @@ __device__ __forceinline__ void dequantise(Word (&pairs)[8], const Word (&codes)
         }
 #endif
     }
-}
-
-__device__ __forceinline__ void multiply(
-    float (&sums)[4], Word a0, Word a1, Word a2, Word a3, Word b0, Word b1, const __half*
-) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ void multiply(
-    float (&sums)[4], Word a0, Word a1, Word a2, Word a3, Word b0, Word b1, const __nv_bfloat16*
-) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 struct Weight {
@@ -184,11 +160,10 @@ __device__ __forceinline__ void multiply_chunk(float (&sums)[SETS][4], const Chu
     const SCALAR* tag = nullptr;
 #pragma unroll
     for (int i = 0; i < 8; i += 2) {
+        const Word rows[4] = {upper[i], lower[i], upper[i + 1], lower[i + 1]};
 #pragma unroll
         for (int set = 0; set < SETS; ++set) {
-            multiply(
-                sums[set], upper[i], lower[i], upper[i + 1], lower[i + 1], chunk.x[set][i], chunk.x[set][i + 1], tag
-            );
+            mma(sums[set], rows, chunk.x[set][i], chunk.x[set][i + 1], tag);
         }
     }
 }

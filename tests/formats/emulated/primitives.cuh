@@ -16,7 +16,7 @@
 
 #define __global__
 #define __device__
-#define __shared__
+#define __shared__ static
 #define __forceinline__ inline
 #define __restrict__
 #define __launch_bounds__(...)
@@ -25,6 +25,7 @@ using std::max;
 using std::min;
 using Word = unsigned int;
 
+struct alignas(8) uint2 { Word x, y; };
 struct alignas(16) uint4 { Word x, y, z, w; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct Index { unsigned x = 0, y = 0, z = 0; };
@@ -54,6 +55,21 @@ inline float to_float(__nv_bfloat16 value) {
     return narrow;
 }
 template <typename T> void store(T* place, float value) { *place = T(value); }
+
+// Pairs: each operation is exact in float32, or rounds there to what rounding to 16 bits once more gives.
+
+struct __half2 { __half x, y; };
+struct __nv_bfloat162 { __nv_bfloat16 x, y; };
+inline __half2 __hsub2(__half2 a, __half2 b) { return {__half(to_float(a.x) - to_float(b.x)), __half(to_float(a.y) - to_float(b.y))}; }
+inline __half2 __hmul2(__half2 a, __half2 b) { return {__half(to_float(a.x) * to_float(b.x)), __half(to_float(a.y) * to_float(b.y))}; }
+inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {__nv_bfloat16(x), __nv_bfloat16(y)}; }
+inline __nv_bfloat162 __float2bfloat162_rn(float value) { return __floats2bfloat162_rn(value, value); }
+inline __nv_bfloat162 __hsub2(__nv_bfloat162 a, __nv_bfloat162 b) {
+    return __floats2bfloat162_rn(to_float(a.x) - to_float(b.x), to_float(a.y) - to_float(b.y));
+}
+inline __nv_bfloat162 __hmul2(__nv_bfloat162 a, __nv_bfloat162 b) {
+    return __floats2bfloat162_rn(to_float(a.x) * to_float(b.x), to_float(a.y) * to_float(b.y));
+}
 
 // The machine
 
@@ -230,6 +246,15 @@ inline float __shfl_xor_sync(Word, float value, int step) {
 
 template <typename T> T __ldg(const T* place) { return *place; }
 inline int __popc(Word word) { return __builtin_popcount(word); }
+template <typename T> T __ldcg(const T* place) { return *place; }
+inline void __threadfence() {}
+inline int atomicAdd(int* place, int more) { return std::exchange(*place, *place + more); }
+inline Word __byte_perm(Word low, Word high, Word selector) {
+    const uint64_t both = low | static_cast<uint64_t>(high) << 32;
+    Word found = 0;
+    for (int i = 0; i < 4; ++i) found |= static_cast<Word>(both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+    return found;
+}
 inline Word atomicOr(Word* place, Word bits) { return std::exchange(*place, *place | bits); }
 
 // Launching

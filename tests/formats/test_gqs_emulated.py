@@ -1,0 +1,60 @@
+"""The decode kernel's own source, run thread by thread on a CPU, against float64: layout, Stream-K and barriers."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from semisparse.formats import get_format
+from semisparse.formats.gqs import cuda
+from semisparse.patterns import parse_pattern
+from tests.formats import emulated
+from tests.formats.cases import build, random
+from tests.formats.test_contract import check_product, random_operands
+
+GQS = get_format("gqs")
+
+pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="no g++ to compile the emulation")
+
+
+class _Stream:
+    cuda_stream = 0
+
+
+@pytest.fixture(autouse=True)
+def emulated_kernels(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cuda, "compile_cubin", emulated.compile_emulated)
+    monkeypatch.setattr(cuda, "CudaKernel", emulated.EmulatedKernel)
+    monkeypatch.setattr(cuda, "WARPS", 2)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: _Stream)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
+    cuda._decode_kernel.cache_clear()
+    yield
+    cuda._decode_kernel.cache_clear()
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "m", "n", "k", "pattern"),
+    [
+        ("w4", torch.float16, 1, 40, 200, "g16@50%"),
+        ("w4", torch.bfloat16, 13, 23, 172, "g16@50%"),
+        ("w8", torch.float16, 9, 16, 150, "g16@0%"),
+        ("w8", torch.bfloat16, 5, 40, 200, "g16@80%"),
+    ],
+)
+def test_any_division_of_the_work(monkeypatch, kind: str, dtype: torch.dtype, m: int, n: int, k: int, pattern: str):
+    """From one block for all chunks to one for each: tiles whole, in two and in many parts."""
+    weight = build(parse_pattern(pattern), random, n, k).to(dtype)
+    weight[3] = 0
+    packed = GQS.pack(weight, pattern, kind=kind)
+    x, bias = random_operands(packed, m, dtype, "cpu")
+    monkeypatch.setattr(cuda, "BLOCKS_PER_PROCESSOR", 1)
+    for blocks in (1, 2, 5, 99):
+        monkeypatch.setattr(cuda, "device_facts", lambda _, blocks=blocks: SimpleNamespace(processors=blocks, arch=""))
+        results = []
+        for emulated.adverse[0] in (False, True):
+            results.append(cuda.decode(x, packed, bias))
+            check_product(results[-1], x, packed, bias)
+        assert torch.equal(*results)
+    assert not cuda._arrivals(x.device, 1).any()
