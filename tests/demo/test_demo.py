@@ -4,7 +4,7 @@ import pytest
 
 from semisparse.api import evaluate
 from semisparse.demo import CALIBRATION, HELD_OUT, MODEL
-from tests.cli.conftest import Run, run  # noqa: F401, a fixture
+from tests.conftest import Run
 
 
 def test_the_shipped_model_is_small_and_trained():

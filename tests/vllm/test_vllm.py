@@ -17,7 +17,7 @@ from semisparse.integrations.transformers import sparse_layers
 from tests.serving import SIZES, Served, every_format, one, write
 from tests.vllm import ranks
 
-pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm sets it up")
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-serving sets it up")
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 SERVED = {served.name: served for served in every_format()}
