@@ -15,7 +15,7 @@ def test_the_shipped_model_is_small_and_trained():
     assert seen < held_out < seen + 0.5
 
 
-def test_the_demo_compares_recipes_with_dense(run: Run):  # noqa: F811
+def test_the_demo_compares_recipes_with_dense(run: Run):
     rows = run("demo", "--json").json["models"]
     by_recipe = {row["recipe"]: row for row in rows}
     dense = by_recipe.pop("dense")
