@@ -16,8 +16,9 @@ setup: .venv/ready
 demo: setup
 	$(BIN)/semisparse demo
 
+# A process a core: threads of their own would only wait for each other.
 test: setup
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 # What serves compressed models beside transformers, for real: vLLM (its Python alone: linear layers need no kernel of
 # its own) and lm-eval, in an environment of their own that sees .venv behind it.

@@ -53,7 +53,7 @@ def test_a_wrong_setting(compress, setting: str, sentence: str):
 
 
 def test_a_wrong_recipe(compress, tmp_path: Path):
-    assert_refused(compress(recipe="nonsense"), "unknown recipe 'nonsense'; known: rheosparse")
+    assert_refused(compress(recipe="nonsense"), "unknown recipe 'nonsense'; known: ec-spmv, gqsa, nm-spmm, rheosparse")
     (tmp_path / "bad.yaml").write_text("pattern: [")
     assert_refused(compress(recipe=tmp_path / "bad.yaml"), "is not valid YAML")
 

@@ -31,7 +31,7 @@ def test_compress_then_everything_else(run: Run, model: Path, text: Path, tmp_pa
     done = run("compress", model, "--recipe", "rheosparse", "--calib", text, "--out", out, *SMALL, "--json")
     assert done.status == 0, done.err
     report = done.json
-    assert set(report) == {"layers", "bytes_before", "bytes_after", "seconds", "search"}
+    assert set(report) == {"layers", "bytes_before", "bytes_after", "seconds", "search", "tuning"}
     assert len(report["layers"]) == 14
     for layer in report["layers"]:
         assert set(layer) == {"name", "pattern", "format", "density", "bits_per_weight", "error", "outcome"}

@@ -110,7 +110,7 @@ def cut(path: Path) -> None:
 
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
-    content[-20] ^= 1
+    content[20] ^= 1  # in the checksum or the header: the last digit of a number may round to the same one
     path.write_bytes(content)
 
 
