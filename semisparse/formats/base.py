@@ -108,7 +108,8 @@ def _declare(packed: Packed) -> str:
             "dtype": str(packed.dtype).removeprefix("torch."),
             "params": dict(packed.params),
             "tensors": sorted(packed.tensors),
-        }
+        },
+        sort_keys=True,  # a checkpoint sorts them, too, and declarations are compared
     )
 
 
