@@ -123,7 +123,7 @@ def parallel(
 ) -> None:
     """Time prefill and decode of a model spread over several devices.
 
-    Example: `torchrun --nproc-per-node 2 -m semisparse.cli bench parallel --arch llama2-13b --formats bitmask`
+    Example: `torchrun --nproc-per-node 2 -m semisparse.cli bench parallel --arch llama2-13b`
     """
     if ranks() < 2:
         raise InputError("bench parallel measures several processes: start it with torchrun --nproc-per-node N -m ...")

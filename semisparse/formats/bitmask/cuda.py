@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from semisparse.formats.base import Packed, Problem
 from semisparse.formats.bitmask.pack import unpack, values_per_block
+from semisparse.runtime.blas import multiply_dense
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.launch import CudaKernel
 from semisparse.runtime.nvrtc import CudaSource, compile_cubin, unavailable
@@ -87,22 +87,3 @@ def _decode_kernel(device: torch.device, dtype: torch.dtype, tokens: int) -> Cud
 def unpack_and_multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     """Unpack the whole weight and let cuBLAS multiply: for many tokens, and for float32."""
     return multiply_dense(x, unpack(packed), bias)
-
-
-def multiply_dense(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute ``x @ weight.T + bias`` with cuBLAS, partial sums added in float32 whatever torch's flags allow.
-
-    Args:
-        x: [M, K].
-        weight: [N, K], in x's dtype.
-        bias: [N] or None.
-    Returns:
-        [M, N] in x's dtype.
-    """
-    flags = torch.backends.cuda.matmul
-    allowed = flags.allow_fp16_reduced_precision_reduction, flags.allow_bf16_reduced_precision_reduction
-    flags.allow_fp16_reduced_precision_reduction = flags.allow_bf16_reduced_precision_reduction = False
-    try:
-        return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
-    finally:
-        flags.allow_fp16_reduced_precision_reduction, flags.allow_bf16_reduced_precision_reduction = allowed

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from semisparse.formats.base import Packed, Problem
-from semisparse.formats.bitmask.cuda import multiply_dense
 from semisparse.formats.bitmask.division import Division, Processor, divide, tile_bytes
 from semisparse.formats.bitmask.layouts import layout_of
 from semisparse.formats.bitmask.pack import values_per_block
+from semisparse.runtime.blas import multiply_dense
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.launch import CudaKernel
 from semisparse.runtime.nvrtc import CudaSource, Defines, compile_cubin, unavailable

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from semisparse.formats.base import Packed, Params, Pass, Problem, fused_cost
 from semisparse.formats.ec_csr.layout import (
@@ -21,6 +20,7 @@ from semisparse.formats.ec_csr.layout import (
     layout_of,
     panel_rows_of,
 )
+from semisparse.runtime.blas import multiply_dense
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.launch import CudaKernel
 from semisparse.runtime.nvrtc import CudaSource, Defines, compile_cubin, unavailable
@@ -227,7 +227,7 @@ def unpack_and_multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tenso
     Returns:
         [M, N] in x's dtype.
     """
-    return F.linear(x, unpack(packed), None if bias is None else bias.to(x.dtype))
+    return multiply_dense(x, unpack(packed), bias)
 
 
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:

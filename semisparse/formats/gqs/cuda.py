@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from semisparse.formats.base import Packed, Pass, Problem, fused_cost
 from semisparse.formats.gqs.pack import TILE_ROWS, size_of, unpack
 from semisparse.quant.group import KINDS
+from semisparse.runtime.blas import multiply_dense
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.launch import CudaKernel
 from semisparse.runtime.nvrtc import CudaSource, Defines, compile_cubin, unavailable
@@ -122,7 +122,7 @@ def _zeroed(device: torch.device, stream: int, count: int) -> Tensor:
 
 def unpack_and_multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     """Unpack the whole weight and let cuBLAS multiply: for many tokens, other groups, and float32."""
-    return F.linear(x, unpack(packed), None if bias is None else bias.to(x.dtype))
+    return multiply_dense(x, unpack(packed), bias)
 
 
 def unpack_refusal(problem: Problem) -> str | None:

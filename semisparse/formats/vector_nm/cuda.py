@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from semisparse.errors import KernelError
 from semisparse.formats.base import Packed, Problem
@@ -16,6 +15,7 @@ from semisparse.formats.vector_nm.layout import vectors_of
 from semisparse.formats.vector_nm.pack import unpack
 from semisparse.formats.vector_nm.tiling import SIMT, TENSOR, Tiling, choose_tiling, lengths_of, tilings
 from semisparse.patterns import VectorNM, parse_pattern
+from semisparse.runtime.blas import multiply_dense
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.launch import CudaKernel
 from semisparse.runtime.nvrtc import CudaSource, Defines, compile_cubin, unavailable
@@ -160,7 +160,7 @@ def _machine_refusal(problem: Problem) -> str | None:
 
 def unpack_and_multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     """Unpack the whole weight and let cuBLAS multiply: any length of vectors, any number of tokens."""
-    return F.linear(x, unpack(packed), None if bias is None else bias.to(x.dtype))
+    return multiply_dense(x, unpack(packed), bias)
 
 
 def multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
