@@ -1,0 +1,76 @@
+"""Products on a GPU: lifted activations on sparse tensor cores, by cuSPARSELt; and unpacked, by cuBLAS."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from semisparse.formats.base import Packed, Problem
+from semisparse.formats.slide24 import cusparselt, layouts
+from semisparse.formats.slide24.pack import stored_dtype, window_of
+from semisparse.runtime.blas import multiply_dense
+
+
+def sparse_refusal(problem: Problem) -> str | None:
+    """Say why `multiply_sparse` cannot compute ``problem`` here, or None if it can."""
+    dtype = stored_dtype(problem.params) or problem.weight_dtype
+    reason = layouts.dtype_refusal(dtype, problem.device)
+    if reason:
+        return reason
+    if importlib.util.find_spec("triton") is None:
+        return "triton, which lifts the activations, is not installed: pip install 'semisparse[cuda]'"
+    if layouts.layout_of(problem.params) != "compressed":
+        return "reads the layout compressed, this weight is stored in rows: move it with .to('cuda')"
+    if "kind" not in problem.params and problem.dtype != problem.weight_dtype:
+        return f"x is {problem.dtype}, the weight {problem.weight_dtype}"
+    if problem.m < 1:
+        return "takes at least one token"
+    return None
+
+
+def multiply_sparse(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+    """Lift x, rounded by tokens where the weight is rounded, multiply, then scale and add the bias in one pass.
+
+    Args:
+        x: [M, K] float16, bfloat16 or float32; in the weight's dtype where that is stored as it is.
+        packed: in the layout ``compressed``.
+        bias: [N] or None.
+    Returns:
+        [M, N] in x's dtype. Sums of int8 are exact in int32; a bfloat16 x has them rounded once more, to bfloat16.
+    """
+    from semisparse.formats.slide24 import triton_lift
+    from semisparse.formats.slide24.triton_scale import scale_product
+
+    (m, _), (n, _) = x.shape, packed.shape
+    window, dtype = window_of(packed.pattern), stored_dtype(packed.params)
+    tokens, rows = m + -m % cusparselt.TOKENS, layouts.padded_rows(n)
+    compressed = packed.tensors["compressed"]
+    if dtype is None:
+        product = cusparselt.multiply(triton_lift.lift(x, window, tokens), compressed, rows, x.dtype)
+        if bias is None and rows == n:
+            return product[:m]
+        return scale_product(product, None, bias, m, n, x.dtype)
+    lifted, token_scales = triton_lift.quantise_and_lift(x, dtype, window, tokens)
+    product = cusparselt.multiply(lifted, compressed, rows, product_dtype(dtype, x.dtype))
+    return scale_product(product, (token_scales, packed.tensors["scale"]), bias, m, n, x.dtype)
+
+
+def product_dtype(dtype: torch.dtype, of_x: torch.dtype) -> torch.dtype:
+    """Give the dtype in which unscaled sums are kept: two bytes where the result has no more digits, else four."""
+    if of_x == torch.bfloat16:
+        return torch.bfloat16
+    return torch.int32 if dtype == torch.int8 else torch.float32
+
+
+def unpack_refusal(problem: Problem) -> str | None:
+    """Say why `unpack_and_multiply` cannot compute ``problem`` here, or None if it can."""
+    if problem.dtype != problem.weight_dtype:
+        return f"x is {problem.dtype}, the weight {problem.weight_dtype}"
+    return None
+
+
+def unpack_and_multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+    """Unpack the whole weight, dequantised, and let cuBLAS multiply; x is not rounded."""
+    return multiply_dense(x, layouts.unpack(packed), bias)
