@@ -15,7 +15,7 @@ BLOCK = 4096
 
 @triton.jit
 def row_scale(row, columns, largest, BLOCK: tl.constexpr):
-    """Give the scale of the ``columns`` values at ``row``: their largest magnitude over ``largest``, or 1."""
+    """Give the scale of the ``columns`` values at ``row``, their largest magnitude over ``largest``, and its inverse."""
     offsets = tl.arange(0, BLOCK)
     highest = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, columns, BLOCK):
@@ -23,14 +23,14 @@ def row_scale(row, columns, largest, BLOCK: tl.constexpr):
         values = tl.load(row + first + offsets, mask=inside, other=0.0).to(tl.float32)
         highest = tl.maximum(highest, tl.abs(values))
     amax = tl.max(highest)
-    return tl.where(amax == 0, 1.0, tl.div_rn(amax, largest))
+    amax = tl.where(amax == 0, largest, amax)
+    return tl.div_rn(amax, largest), tl.minimum(tl.div_rn(largest, amax), 3.4028234663852886e38)
 
 
 @triton.jit
-def round_to(values, scale, largest, TO_INT8: tl.constexpr):
-    """Divide by the scale and saturate; for int8 round too, as the cast that follows cuts off."""
-    scaled = tl.div_rn(values, scale)
-    scaled = tl.minimum(tl.maximum(scaled, -largest), largest)
+def round_to(values, inverse, largest, TO_INT8: tl.constexpr):
+    """Scale and saturate; for int8 round too, as the cast that follows cuts off."""
+    scaled = tl.minimum(tl.maximum(values * inverse, -largest), largest)
     if TO_INT8:
         # Adding and taking away 1.5 * 2^23 rounds half to even, as torch does; Triton has no rint of its own.
         scaled = (scaled + 12582912.0) - 12582912.0
@@ -42,13 +42,13 @@ def semisparse_quantise_rows(x, rounded, scales, columns, largest, BLOCK: tl.con
     """Round one row."""
     row = tl.program_id(0)
     start = row.to(tl.int64) * columns
-    scale = row_scale(x + start, columns, largest, BLOCK)
+    scale, inverse = row_scale(x + start, columns, largest, BLOCK)
     tl.store(scales + row, scale)
     offsets = tl.arange(0, BLOCK)
     for first in range(0, columns, BLOCK):
         inside = first + offsets < columns
         values = tl.load(x + start + first + offsets, mask=inside, other=0.0).to(tl.float32)
-        scaled = round_to(values, scale, largest, TO_INT8)
+        scaled = round_to(values, inverse, largest, TO_INT8)
         tl.store(rounded + start + first + offsets, scaled.to(rounded.dtype.element_ty), mask=inside)
 
 

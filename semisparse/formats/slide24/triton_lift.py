@@ -35,9 +35,9 @@ def _halves(word, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _byte(value, scale, largest, DTYPE: tl.constexpr):
+def _byte(value, inverse, largest, DTYPE: tl.constexpr):
     """Round a column to 8 bits, as the low bits of an integer."""
-    rounded = round_to(value, scale, largest, DTYPE.is_int()).to(DTYPE)
+    rounded = round_to(value, inverse, largest, DTYPE.is_int()).to(DTYPE)
     return rounded.to(tl.uint8, bitcast=True).to(tl.int32)
 
 
@@ -49,7 +49,7 @@ def semisparse_quantise_and_lift(
     """Round and lift one token: four bytes, a window, at a time."""
     token = tl.program_id(0)
     start = token.to(tl.int64) * columns
-    scale = row_scale(x + start, columns, largest, COLUMNS)
+    scale, inverse = row_scale(x + start, columns, largest, COLUMNS)
     tl.store(scales + token, scale)
     row = words + start // 2
     lifted_row = lifted + token.to(tl.int64) * count
@@ -58,8 +58,8 @@ def semisparse_quantise_and_lift(
         word = window + window // WINDOWS
         a, b = _halves(tl.load(row + word, mask=2 * word < columns, other=0), x.dtype.element_ty)
         c, d = _halves(tl.load(row + word + 1, mask=2 * word + 2 < columns, other=0), x.dtype.element_ty)
-        low = _byte(a, scale, largest, DTYPE) | (_byte(b, scale, largest, DTYPE) << 8)
-        high = (_byte(c, scale, largest, DTYPE) << 16) | (_byte(d, scale, largest, DTYPE) << 24)
+        low = _byte(a, inverse, largest, DTYPE) | (_byte(b, inverse, largest, DTYPE) << 8)
+        high = (_byte(c, inverse, largest, DTYPE) << 16) | (_byte(d, inverse, largest, DTYPE) << 24)
         tl.store(lifted_row + window, low | high, mask=window < count)
 
 
