@@ -9,8 +9,8 @@ from torch import Tensor
 
 from semisparse.quant.symmetric import LARGEST
 
-BLOCK = 4096
-"""Columns that a program holds at once."""
+BLOCK, WARPS = 4096, 8
+"""Columns that a program holds at once, and its warps."""
 
 EIGHT_BITS = {torch.int8: tl.int8, torch.float8_e4m3fn: tl.float8e4nv}
 """Triton's names."""
@@ -18,7 +18,7 @@ EIGHT_BITS = {torch.int8: tl.int8, torch.float8_e4m3fn: tl.float8e4nv}
 
 @triton.jit
 def row_scale(row, columns, largest, BLOCK: tl.constexpr):
-    """Give the scale of the ``columns`` values at ``row``, their largest magnitude over ``largest``, and its inverse."""
+    """Give the scale of the ``columns`` values at ``row``, the largest magnitude over ``largest``, and its inverse."""
     offsets = tl.arange(0, BLOCK)
     highest = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, columns, BLOCK):
@@ -34,9 +34,9 @@ def row_scale(row, columns, largest, BLOCK: tl.constexpr):
 def round_to_bits(values, inverse, DTYPE: tl.constexpr):
     """Scale and round to 8 bits, the lowest of the integers given; no value of the row is past the largest.
 
-    Adding 1.5 * 2^23 rounds half to even, as torch does, and leaves the integer in the low bits: conversions, of which a
-    processor does 16 in a cycle, would take as long as all the rest. The product is to be rounded before, as torch does:
-    launch with ``enable_fp_fusion=False``.
+    Adding 1.5 * 2^23 rounds half to even, as torch does, and leaves the integer in the low bits: conversions, of which
+    a processor does 16 in a cycle, would take as long as all the rest. The product is to be rounded before, as torch
+    does: launch with ``enable_fp_fusion=False``.
     """
     if DTYPE.is_int():
         return (values * inverse + 12582912.0).to(tl.int32, bitcast=True)
@@ -74,5 +74,6 @@ def quantise_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     semisparse_quantise_rows[(rows,)](
         x, rounded.view(torch.int8), scales, columns, LARGEST[dtype],
         BLOCK=block, DTYPE=EIGHT_BITS[dtype], enable_fp_fusion=False,
+        num_warps=WARPS,
     )  # fmt: skip
     return rounded, scales

@@ -37,7 +37,8 @@ FORMAT = Format(
     check_content=layouts.check_content,
     arrange=layouts.arrange,
     kernels=(
-        Kernel("sparse", "cuda", gpu.sparse_refusal, lambda: gpu.multiply_sparse),
+        Kernel("hopper", "cuda", gpu.tiles_refusal, lambda: gpu.multiply_tiles),
+        Kernel("cusparselt", "cuda", gpu.compressed_refusal, lambda: gpu.multiply_compressed),
         Kernel("unpack", "cuda", gpu.unpack_refusal, lambda: gpu.unpack_and_multiply),
         Kernel("dense", "cpu", lambda problem: None, lambda: products.dense),
         Kernel("lifted", "cpu", lambda problem: None, lambda: products.lifted),

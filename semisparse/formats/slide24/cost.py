@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from semisparse.formats.base import Pass, Problem
-from semisparse.formats.slide24.gpu import product_dtype
 from semisparse.formats.slide24.layout import lifted_columns
 from semisparse.formats.slide24.pack import stored_dtype, window_of
 
@@ -13,7 +12,7 @@ UNITS = {torch.int8: "tensor int8", torch.float8_e4m3fn: "tensor fp8"}
 
 
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
-    """Give the passes of a product: lift, multiply on sparse tensor cores, scale; a CPU unpacks and multiplies.
+    """Give the passes of a product: lift, then multiply on sparse tensor cores; a CPU unpacks and multiplies.
 
     Sparse tensor cores compute two columns in the time that dense ones take for one: K' / 2 columns count.
     """
@@ -26,9 +25,6 @@ def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
     columns = lifted_columns(k, window_of(problem.pattern))
     dtype = stored_dtype(problem.params)
     stored = (dtype or problem.weight_dtype).itemsize
-    result = width if dtype is None else product_dtype(dtype, problem.dtype).itemsize
     lifting = Pass(m * (k * width + columns * stored), 0, "fp32", "sparse")
     unit = UNITS.get(dtype, "tensor fp16") if dtype else "tensor fp16"
-    product = Pass(weight_bytes + m * (columns * stored + n * result), m * n * columns, unit)
-    scaling = (Pass(m * n * (result + width), 0, "fp32"),) if dtype else ()
-    return (lifting, product, *scaling)
+    return (lifting, Pass(weight_bytes + m * (columns * stored + n * width), m * n * columns, unit))

@@ -9,7 +9,7 @@
 // What bounds it is shared memory: 64 rows times TOKENS tokens read 64 * TOKENS + 2,048 bytes in TOKENS / 2 cycles, 144 of
 // the 128 bytes a cycle there are, and bringing the tiles comes on top. So tiles are as large as registers allow.
 //
-// Compiled for INT8, FP8, BF16 or FP16 (of w and x), OUT (of y), TOKENS, GROUPS, CLUSTER, STAGES.
+// Compiled for INT8, FP8, BF16 or FP16 (of w and x), OUT (of y), PAIRS (whether n is even), TOKENS, GROUPS, CLUSTER, STAGES.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -29,7 +29,7 @@ constexpr int kTokenBytes = 128;                    // of a token in a stage
 constexpr int kTokenTile = TOKENS * kTokenBytes;
 constexpr int kShare = kTokenTile / CLUSTER;
 constexpr int kStage = kTokenTile + GROUPS * kTile;
-constexpr int kTogether = 4096 / TOKENS;  // tiles of tokens that are finished for all rows before the next: x stays in L2
+constexpr int kTogether = 4096 / TOKENS;  // tiles of tokens in a band at most, so that a band of x stays in L2
 
 #if GROUPS == 3
 constexpr int kTaken = 160, kLeft = 32;
@@ -43,9 +43,10 @@ struct Tile {
 
 // Which tile of y comes as the index-th: tokens first, then rows, a band of tokens after the other.
 __device__ __forceinline__ Tile tile_of(int index, int row_tiles, int token_tiles) {
-    const int band = index / (kTogether * row_tiles), within = index % (kTogether * row_tiles);
-    const int width = min(kTogether, token_tiles - band * kTogether);
-    return {within / width, band * kTogether + within % width};
+    const int bands = (token_tiles + kTogether - 1) / kTogether, most = (token_tiles + bands - 1) / bands;
+    const int band = index / (most * row_tiles), within = index % (most * row_tiles);
+    const int width = min(most, token_tiles - band * most);
+    return {within / width, band * most + within % width};
 }
 
 __device__ __forceinline__ Word pack(float low, float high, __half) {
@@ -78,7 +79,7 @@ __device__ __forceinline__ void finish(const Sum (&sums)[TOKENS / 2], const floa
     const int out_row = warp_row + lane % 4 * 2;
     OUT* place = y + static_cast<Long>(first_token + lane / 4) * n + out_row;
     const int left = m - first_token - lane / 4;
-    const bool pairs = n % 2 == 0;
+    const int columns = n - out_row;
 #pragma unroll
     for (int j = 0; j < TOKENS / 8; ++j, place += static_cast<Long>(8) * n) {
         const float2 by_token = *reinterpret_cast<const float2*>(token_scales + 8 * j + lane % 4 * 2);
@@ -87,13 +88,13 @@ __device__ __forceinline__ void finish(const Sum (&sums)[TOKENS / 2], const floa
             const float low = static_cast<float>(sums[4 * j + 2 * i]) * by_token.x * scales[i] + added[i];
             const float high = static_cast<float>(sums[4 * j + 2 * i + 1]) * by_token.y * scales[i] + added[i];
             const Word both = transpose(pack(low, high, OUT()));
-            const bool first = 8 * j < left && out_row + 8 * i < n, second = first && out_row + 8 * i + 1 < n;
-            if (pairs) {
-                if (first) *reinterpret_cast<Word*>(place + 8 * i) = both;
-            } else {
-                if (first) place[8 * i] = reinterpret_cast<const OUT*>(&both)[0];
-                if (second) place[8 * i + 1] = reinterpret_cast<const OUT*>(&both)[1];
-            }
+            if (8 * j >= left) continue;
+#if PAIRS
+            if (8 * i < columns) *reinterpret_cast<Word*>(place + 8 * i) = both;
+#else
+            if (8 * i < columns) place[8 * i] = reinterpret_cast<const OUT*>(&both)[0];
+            if (8 * i + 1 < columns) place[8 * i + 1] = reinterpret_cast<const OUT*>(&both)[1];
+#endif
         }
     }
 }

@@ -1,12 +1,14 @@
 """The layout ``tiles`` that Hopper's own kernel reads: what shared memory holds while 64 rows are multiplied.
 
-A block is 128 bytes of a lifted token, so 64 bytes of each row's values; it is multiplied in two steps of 32. Tiles of a
-block lie side by side, 64 rows each; in a tile first its values, 4,096 bytes, then their positions.
+A block is 128 bytes of a lifted token, so 64 bytes of each row's values; it is multiplied in two steps of 32. Tiles of
+a block lie side by side, 64 rows each; in a tile first its values, 4,096 bytes, then their positions.
 
 - Values: step, 16 bytes, eight rows, row, byte: what a wgmma descriptor without swizzling calls core matrices.
-- Positions: a word for each thread of the warp group that multiplies. Of thread ``32 w + 4 g + t`` in 8 bits, a word a
-  step: row ``16 w + g + 8 (t % 2)``, the step's half ``t // 2``. In 16 bits, one word for both steps: the low half is of
-  row ``16 w + g``, the high one of row ``16 w + g + 8``, the step ``t // 2``, its half ``t % 2``.
+- Positions: a word for each thread of the warp group that multiplies. Of thread ``32 w + 4 g + t`` in 8 bits, a word
+  a step: row ``16 w + g + 8 (t % 2)``, the step's half ``t // 2``. In 16 bits, one word for both steps: the low half is
+  of row ``16 w + g``, the high one of row ``16 w + g + 8``, the step ``t // 2``, its half ``t % 2``.
+- Lifted activations lie in tiles too, [blocks, tokens, 128 bytes]; the 16 bytes at place c of a token t stand at place
+  ``c ^ (t % 8)``, which is how a descriptor of 128-byte swizzling reads them.
 
 Rows past N and columns past K' hold zeros at positions 0 and 1.
 """

@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 from semisparse.formats.slide24.layout import TOKEN_BYTES, lifted_columns
 from semisparse.quant.symmetric import LARGEST
-from semisparse.quant.triton_symmetric import BLOCK, EIGHT_BITS, round_to_bits, row_scale
+from semisparse.quant.triton_symmetric import EIGHT_BITS, round_to_bits, row_scale
 
-WINDOWS_AT_ONCE = 1024
-"""That a program holds."""
+WINDOWS_AT_ONCE, COLUMNS_AT_ONCE, WARPS = 1024, 2048, 8
+"""Of a program that rounds: of 27 combinations on an H200 within 7 % of the best for every K."""
 
 WORDS_AT_ONCE = 2048
 """Of lifted pairs of columns that a program holds."""
@@ -100,9 +100,10 @@ def quantise_and_lift(
     count = lifted.numel() // (tokens or m) // 4
     semisparse_quantise_and_lift[(m,)](
         x, words, lifted.view(torch.int32), scales, columns, count, tokens or m, LARGEST[dtype],
-        WINDOWS=window // 2 - 1, COLUMNS=min(BLOCK, triton.next_power_of_2(columns)),
+        WINDOWS=window // 2 - 1, COLUMNS=min(COLUMNS_AT_ONCE, triton.next_power_of_2(columns)),
         BLOCK=min(WINDOWS_AT_ONCE, triton.next_power_of_2(count)),
         DTYPE=EIGHT_BITS[dtype], TILED=tiled, enable_fp_fusion=False,
+        num_warps=WARPS,
     )  # fmt: skip
     return lifted, scales
 
