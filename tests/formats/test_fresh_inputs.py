@@ -42,6 +42,8 @@ def test_fresh_inputs(form: Format, kernel: Kernel):
         packed = form.pack(weight.to(dtype).cuda(), pattern)
         x = torch.randn(m, k, generator=generator).to(dtype).cuda()
         if kernel.refusal(problem_of(x, packed)):
+            packed = packed.to("cuda")  # in the layout of a GPU at work
+        if kernel.refusal(problem_of(x, packed)):
             continue
         ran += 1
         poison = torch.full((m, n), torch.nan, dtype=dtype, device="cuda")

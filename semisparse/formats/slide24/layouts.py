@@ -71,9 +71,16 @@ def check_content(packed: Packed) -> None:
     Raises:
         FormatError: names the tensor and what is wrong, or where alone it could be checked.
     """
-    if layout_of(packed.params) == "compressed" and packed.device.type != "cuda":
+    layout = layout_of(packed.params)
+    dtype = rows.stored_dtype(packed.params) or packed.dtype
+    if layout != "rows" and dtype not in DTYPES:
+        raise FormatError(f"layout {layout} holds 8 or 16 bits a weight, not {dtype}")
+    if layout == "compressed" and packed.device.type != "cuda":
         raise FormatError("layout compressed is one of a GPU at work: on disk and on a CPU the layout is rows")
-    rows.check_content(in_rows(packed))
+    stored = in_rows(packed)
+    rows.check_content(stored)
+    if layout == "tiles" and not torch.equal(in_tiles(stored).tensors["tiles"], packed.tensors["tiles"]):
+        raise FormatError("tensor tiles holds something where nothing belongs: past the last row or column")
 
 
 def arrange(packed: Packed, device_type: str) -> Packed:
