@@ -7,7 +7,7 @@ from torch import Tensor
 from semisparse.formats import linear
 from semisparse.formats.base import Packed
 from semisparse.formats.product import problem_of
-from semisparse.formats.slide24 import layouts
+from semisparse.formats.slide24 import hopper, layouts
 from semisparse.formats.slide24.pack import stored_dtype, unpack_stored
 from semisparse.quant.symmetric import quantise_rows
 from tests.formats.test_slide24 import SLIDE24, random_weight
@@ -15,6 +15,7 @@ from tests.formats.test_slide24 import SLIDE24, random_weight
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="slide24's GPU kernels: no GPU here")
 
 KINDS = (None, "int8", "fp8")
+COMPUTED = [(None, torch.float16), (None, torch.bfloat16), ("int8", torch.bfloat16), ("fp8", torch.float16)]
 SHAPES = ((1, 1), (33, 130), (333, 1000), (700, 3584))
 LAYOUTS = {
     "hopper": (layouts.in_tiles, layouts.tiles_refusal),
@@ -32,50 +33,52 @@ def packed_for(kernel: str, pattern: str, n: int, k: int, kind: str | None, dtyp
     return arrange(rows)
 
 
-def exact_product(x: Tensor, packed: Packed, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Give the product in float64, of rounded operands where the weight is rounded, and of the magnitudes."""
+def exact_product(x: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
+    """Give the product in float64, of rounded operands where the weight is rounded, and that of the magnitudes."""
     weight, dtype = unpack_stored(layouts.in_rows(packed)).double(), stored_dtype(packed.params)
-    wide, scales = x.double(), torch.ones((), dtype=torch.float64, device=x.device)
-    if dtype is not None:
-        rounded, token_scales = quantise_rows(x, dtype)
-        wide = rounded.double()
-        scales = token_scales.double()[:, None] * packed.tensors["scale"].double()
-    added = torch.zeros((), dtype=torch.float64, device=x.device) if bias is None else bias.double()
-    return wide @ weight.T * scales + added, wide.abs() @ weight.abs().T * scales + added.abs()
+    if dtype is None:
+        return x.double() @ weight.T, x.double().abs() @ weight.abs().T
+    rounded, token_scales = quantise_rows(x, dtype)
+    scales = token_scales.double()[:, None] * packed.tensors["scale"].double()
+    return rounded.double() @ weight.T * scales, rounded.double().abs() @ weight.abs().T * scales
 
 
-def roundings(packed: Packed, kernel: str) -> float:
-    """Give the error of a sum as a share of its magnitudes.
-
-    fp8's tensor cores keep some 14 bits of a sum (7.3e-4 of the norm was seen); others add in int32 or float32.
-    """
-    if packed.params.get("kind") == "fp8":
-        return 2.0**-12
-    return 2.0**-20 if packed.params.get("kind") == "int8" else packed.shape[1] * 2.0**-23
+def sum_error(packed: Packed) -> float:
+    """Give the error of a sum as a share of its magnitudes: fp8's tensor cores keep some 14 bits, float32's cut off."""
+    return {"int8": 2.0**-20, "fp8": 2.0**-10}.get(packed.params.get("kind"), packed.shape[1] * 2.0**-23)
 
 
-@pytest.mark.parametrize("m", [1, 7, 65, 300, 1025])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+def check_products(kernel: str, packed: Packed, m: int, dtype: torch.dtype) -> None:
+    n, k = packed.shape
+    generator = torch.Generator("cuda").manual_seed(m)
+    x = torch.randn(m, k, generator=generator, device="cuda").to(dtype)
+    bias = torch.randn(n, generator=generator, device="cuda").to(dtype)
+    product, magnitude = exact_product(x, packed)
+    half = torch.finfo(dtype).eps / 2
+    for given, exact in ((None, product), (bias, product + bias.double())):
+        torch.full((m, n), torch.nan, dtype=dtype, device="cuda")  # most likely the output's memory
+        y = linear(x, packed, given, kernel)
+        # cuSPARSELt's sums for a bfloat16 x are rounded once before they are scaled; ours only at the end.
+        before = half * product.abs() if kernel == "cusparselt" else 0
+        allowed = before + half * exact.abs() + sum_error(packed) * magnitude + 1e-6
+        assert ((y.double() - exact).abs() <= allowed).all(), given is not None
+        assert torch.equal(y, linear(x, packed, given, kernel)), "two calls differ"
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (7, 33, 130), (65, 40, 172), (300, 334, 1000), (1025, 700, 3584)])
+@pytest.mark.parametrize(("kind", "dtype"), COMPUTED, ids=str)
 @pytest.mark.parametrize("pattern", ["2:4", "6:8", "8:10"])
 @pytest.mark.parametrize("kernel", LAYOUTS)
-def test_products(kernel, pattern, kind, dtype, m):
-    for n, k in SHAPES:
-        packed = packed_for(kernel, pattern, n, k, kind, dtype)
-        generator = torch.Generator("cuda").manual_seed(m)
-        x = torch.randn(m, k, generator=generator, device="cuda").to(dtype)
-        bias = torch.randn(n, generator=generator, device="cuda").to(dtype)
-        for given in (None, bias):
-            torch.full((m, n), torch.nan, dtype=dtype, device="cuda")  # most likely the output's memory
-            y = linear(x, packed, given, kernel)
-            exact, magnitude = exact_product(x, packed, given)
-            # cuSPARSELt's sums of a bfloat16 x are rounded once more before they are scaled.
-            steps = 2 if kernel == "cusparselt" else 1
-            allowed = steps * torch.finfo(dtype).eps / 2 * exact.abs() + roundings(packed, kernel) * magnitude + 1e-6
-            if steps == 2:
-                allowed += torch.finfo(dtype).eps / 2 * magnitude.clamp(max=0.0 if given is None else torch.inf)
-            assert ((y.double() - exact).abs() <= allowed).all(), (n, k, given is not None)
-            assert torch.equal(y, linear(x, packed, given, kernel)), "two calls differ"
+def test_products(kernel, pattern, kind, dtype, m, n, k):
+    check_products(kernel, packed_for(kernel, pattern, n, k, kind, dtype), m, dtype)
+
+
+@pytest.mark.parametrize("tiling", hopper.TILINGS, ids=lambda tiling: f"{tiling.tokens}x{64 * tiling.groups}")
+def test_every_tiling(tiling, monkeypatch):
+    packed = packed_for("hopper", "6:8", 900, 1000, "int8", torch.bfloat16)
+    monkeypatch.setattr(hopper, "choose_tiling", lambda *problem: tiling)
+    for m in (1, 257, 600):
+        check_products("hopper", packed, m, torch.bfloat16)
 
 
 @pytest.mark.parametrize("kind", KINDS)
