@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Sta
 from semisparse.integrations.transformers import sparse_layers
 from tests.serving import SIZES, Served, every_format, write
 
+pytestmark = pytest.mark.xdist_group("generate")  # one process makes `models`
+
 SMALL = LlamaConfig(**{**SIZES, "num_hidden_layers": 1})
 SERVED = {s.name: replace(s, config=SMALL) for s in every_format() if s.config.num_hidden_layers == 2}
 FORMATS = pytest.mark.parametrize("served", SERVED.values(), ids=SERVED)
