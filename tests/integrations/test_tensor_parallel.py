@@ -20,7 +20,6 @@ from tests.serving import SIZES, Served, every_format, on_ranks, one, write
 pytestmark = pytest.mark.xdist_group("tensor parallel")  # one process makes `folder`, which takes a minute
 
 WIDE = {**SIZES, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4}
-WIDE |= {"num_hidden_layers": 1}
 LLAMA = LlamaConfig(**WIDE, attention_bias=True)
 RAGGED = LlamaConfig(**{**WIDE, "intermediate_size": 344})
 ALIKE = [served for served in every_format() if served.config.to_dict() == LlamaConfig(**SIZES).to_dict()]
