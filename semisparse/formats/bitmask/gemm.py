@@ -13,7 +13,7 @@ from torch import Tensor
 from semisparse.formats.base import Packed, Problem
 from semisparse.formats.bitmask.division import RESERVED_SHARED, Processor, tile_bytes
 from semisparse.formats.bitmask.pack import values_per_block
-from semisparse.formats.bitmask.tiled import OVERRUN, SCALARS, UNIT, processor, unpack_refusal
+from semisparse.formats.bitmask.tiled import OVERRUN, SCALARS, processor, unpack_refusal
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.launch import CudaKernel
 from semisparse.runtime.nvrtc import CudaSource, Defines, compile_cubin
@@ -30,8 +30,8 @@ SLICE_BYTES = 128
 SLICES = 4
 """In a tile of the weight."""
 
-COLUMN_TILES = 32
-"""Of a token that a block of tiled_columns.cu takes."""
+COLUMN_THREADS = 256
+"""Of a block of tiled_columns.cu; 32 take a token's columns of a tile."""
 
 
 @dataclass(frozen=True)
@@ -41,25 +41,23 @@ class Grid:
     Args:
         tokens: of a block, one of `TOKENS`.
         warpgroups: of a block, 64 rows each.
-        splits: blocks of a cluster, which share the columns.
-        weight_stages: tiles of the weight in flight or being read.
-        x_stages: slices of x likewise.
+        splits: blocks that share the columns.
+        stages: tiles of the weight of each warp in flight or being read.
         blocks: that a processor holds at a time.
     """
 
     tokens: int
     warpgroups: int
     splits: int
-    weight_stages: int
-    x_stages: int
+    stages: int
     blocks: int
 
     def shared(self, keep: int) -> int:
         """Give the bytes of dynamic shared memory of a block."""
-        weights = self.weight_stages * self.warpgroups * 4 * tile_bytes(keep) + OVERRUN
-        rings = self.x_stages * self.tokens * SLICE_BYTES + weights
+        weights = self.stages * self.warpgroups * 4 * tile_bytes(keep) + OVERRUN
+        rings = SLICES * self.tokens * SLICE_BYTES + weights
         sums = self.tokens * (self.warpgroups * 64 + 4) * 4
-        return max(rings, sums) + 16 * (self.weight_stages + self.x_stages)
+        return max(rings, sums) + 16 * (self.stages + SLICES)
 
 
 def _defines(dtype: torch.dtype, keep: int, grid: Grid) -> Defines:
@@ -69,8 +67,7 @@ def _defines(dtype: torch.dtype, keep: int, grid: Grid) -> Defines:
         "TOKENS": grid.tokens,
         "WARPGROUPS": grid.warpgroups,
         "SPLITS": grid.splits,
-        "WEIGHT_STAGES": grid.weight_stages,
-        "X_STAGES": grid.x_stages,
+        "STAGES": grid.stages,
         "BLOCKS": grid.blocks,
     }
 
@@ -80,10 +77,10 @@ COLUMNS = CudaSource(Path(__file__).with_name("tiled_columns.cu"), ({"TOKENS": 3
 GEMM = CudaSource(
     Path(__file__).with_name("tiled_gemm.cu"),
     (
-        _defines(torch.float16, 32, Grid(64, 2, 4, 2, 4, 2)),
-        _defines(torch.float16, 64, Grid(256, 2, 1, 2, 2, 1)),
-        _defines(torch.bfloat16, 31, Grid(32, 2, 1, 2, 4, 2)),
-        _defines(torch.bfloat16, 32, Grid(192, 2, 3, 2, 4, 1)),
+        _defines(torch.float16, 32, Grid(64, 2, 4, 2, 2)),
+        _defines(torch.float16, 64, Grid(256, 2, 1, 1, 1)),
+        _defines(torch.bfloat16, 31, Grid(32, 2, 1, 2, 2)),
+        _defines(torch.bfloat16, 32, Grid(192, 2, 3, 2, 1)),
     ),
 )
 
@@ -125,46 +122,49 @@ def multiply_by(grid: Grid, x: Tensor, packed: Packed, bias: Tensor | None) -> T
     tiles = packed.tensors["tiles"]
     m, n = x.shape[0], packed.shape[0]
     row_tiles, column_tiles, _ = tiles.shape
-    columns = columns_of(x, grid.tokens, column_tiles)
+    row_blocks, token_tiles = -(-row_tiles // (4 * grid.warpgroups)), -(-m // grid.tokens)
+    columns, counters = columns_of(x, grid.tokens, column_tiles, token_tiles * row_blocks)
+    handed = grid.splits * grid.tokens * grid.warpgroups * 64 if grid.splits > 1 else 0
+    scratch = torch.empty(token_tiles * row_blocks * handed, dtype=torch.float32, device=x.device)
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    operands = (columns, tiles, bias, y, scratch, counters)
+    pointers = [None if operand is None else operand.data_ptr() for operand in operands]
     kernel = _gemm_kernel(x.device, x.dtype, values_per_block(packed.pattern) or 0, grid)
-    blocks = (-(-row_tiles // (4 * grid.warpgroups)), grid.splits, columns.shape[0])
-    bias_at = None if bias is None else bias.data_ptr()
-    # It may begin early: only x's columns are from the kernel before, and it waits for those.
-    threads = 128 * (grid.warpgroups + 1)
-    pointers = (columns.data_ptr(), tiles.data_ptr(), bias_at, y.data_ptr())
+    blocks, threads = (grid.splits, row_blocks, token_tiles), 128 * (grid.warpgroups + 1)
+    # It may begin early: all that it takes from the kernel before are columns and counters, and it waits for those.
     kernel(x.device, blocks, threads, *pointers, m, n, row_tiles, column_tiles, dependent=True)
     return y
 
 
-def columns_of(x: Tensor, tokens: int, column_tiles: int) -> Tensor:
-    """Give x, [M, K], as tiled_gemm.cu takes it.
+def columns_of(x: Tensor, tokens: int, column_tiles: int, count: int) -> tuple[Tensor, Tensor]:
+    """Give x, [M, K], as tiled_gemm.cu takes it; the next kernel on the stream may begin before this one has ended.
 
     Returns:
-        [token tiles, slices, tokens, 64] in x's dtype: tiled_columns.cu gives their order. Memory of the next kernel on
-        the stream only: whichever it is may begin before this one has ended.
+        columns: [token tiles, slices, tokens, 64] in x's dtype; tiled_columns.cu gives their order.
+        counters: [count] int32, zeros.
     """
     x = x.contiguous()
     m, k = x.shape
     token_tiles = -(-m // tokens)
     columns = torch.empty((token_tiles, SLICES * column_tiles, tokens, 64), dtype=x.dtype, device=x.device)
-    vectors = int(k % UNIT == 0 and x.data_ptr() % 16 == 0)
-    blocks = (-(-column_tiles // COLUMN_TILES), token_tiles * tokens, 1)
-    kernel = _columns_kernel(x.device, tokens)
-    kernel(x.device, blocks, 8 * COLUMN_TILES, x.data_ptr(), columns.data_ptr(), m, k, column_tiles, vectors)
-    return columns
+    counters = torch.empty(count, dtype=torch.int32, device=x.device)
+    blocks = (-(-32 * column_tiles // COLUMN_THREADS), token_tiles * tokens, 1)
+    sizes = (m, k, column_tiles, count, int(k % 2 == 0 and x.data_ptr() % 4 == 0))
+    pointers = (x.data_ptr(), columns.data_ptr(), counters.data_ptr())
+    _columns_kernel(x.device, tokens)(x.device, blocks, COLUMN_THREADS, *pointers, *sizes)
+    return columns, counters
 
 
 @lru_cache(maxsize=256)
 def _gemm_kernel(device: torch.device, dtype: torch.dtype, keep: int, grid: Grid) -> CudaKernel:
     cubin = compile_cubin(GEMM.path, device_facts(device).arch, _defines(dtype, keep, grid))
-    return CudaKernel(cubin, "semisparse_bitmask_tiled_gemm", (*[_POINTER] * 4, *[_INT] * 4), grid.shared(keep))
+    return CudaKernel(cubin, "semisparse_bitmask_tiled_gemm", (*[_POINTER] * 6, *[_INT] * 4), grid.shared(keep))
 
 
 @cache
 def _columns_kernel(device: torch.device, tokens: int) -> CudaKernel:
     cubin = compile_cubin(COLUMNS.path, device_facts(device).arch, {"TOKENS": tokens})
-    return CudaKernel(cubin, "semisparse_bitmask_tiled_columns", (*[_POINTER] * 2, *[_INT] * 4))
+    return CudaKernel(cubin, "semisparse_bitmask_tiled_columns", (*[_POINTER] * 3, *[_INT] * 5))
 
 
 @lru_cache(maxsize=1024)
@@ -185,14 +185,13 @@ def choose(m: int, row_tiles: int, column_tiles: int, keep: int, gpu: Processor)
     )
 
 
-SPLITS = (1, 2, 3, 4, 6, 8)
+SPLITS = (1, 2, 3, 4, 5, 6, 8)
 
 
 def fitting(tokens: int, warpgroups: int, splits: int, blocks: int, keep: int, gpu: Processor) -> list[Grid]:
     """Give the grid of that division with the most stages that fit, if any do."""
     room = gpu.shared // blocks - RESERVED_SHARED
-    stages = ((3, 8), (3, 6), (3, 4), (2, 8), (2, 6), (2, 4), (2, 3), (2, 2), (1, 4), (1, 2))
-    grids = (Grid(tokens, warpgroups, splits, w, x, blocks) for w, x in stages)
+    grids = (Grid(tokens, warpgroups, splits, stages, blocks) for stages in (3, 2, 1))
     return next(([grid] for grid in grids if grid.shared(keep) <= room), [])
 
 
@@ -200,5 +199,5 @@ def _work(grid: Grid, m: int, row_tiles: int, column_tiles: int, gpu: Processor)
     if grid.splits > column_tiles:
         return float("inf")
     blocks = -(-row_tiles // (4 * grid.warpgroups)) * -(-m // grid.tokens)
-    slots = gpu.count * grid.blocks // grid.splits * grid.splits
+    slots = gpu.count * grid.blocks
     return -(-blocks * grid.splits // slots) * (-(-column_tiles // grid.splits) + 2)

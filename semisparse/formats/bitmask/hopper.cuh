@@ -1,4 +1,4 @@
-// What Hopper adds: barriers that count bytes, bulk copies, asynchronous products of a warpgroup, clusters of blocks.
+// What Hopper adds: barriers that count bytes, bulk copies, asynchronous products of a warpgroup; and blocks that wait for one another.
 
 #pragma once
 
@@ -36,10 +36,10 @@ __device__ __forceinline__ void copy_bulk(Word to, const void* from, int bytes, 
         : : "r"(to), "l"(from), "r"(bytes), "r"(told) : "memory");
 }
 
-// A matrix in shared memory whose rows of 128 bytes have their 16-byte units exchanged in groups of 8 rows.
-__device__ __forceinline__ unsigned long long describe(Word address) {
-    return static_cast<unsigned long long>(address >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
-}
+// A matrix in shared memory whose rows of 128 bytes have their 16-byte units exchanged in groups of 8 rows: the low half of
+// what wgmma is told, which moves on by 1 for 16 bytes; the high half is always the same.
+__device__ __forceinline__ Word describe(Word address) { return address >> 4 | 1u << 16; }
+constexpr Word kSwizzled = 64 | 1u << 30;  // 1,024 bytes from 8 rows to the next 8; 128-byte swizzle
 
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" : : : "memory"); }
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" : : : "memory"); }
@@ -54,26 +54,26 @@ __device__ __forceinline__ void wait_for_products() {
 
 // sums += w * x for 64 rows and 32 tokens; `w` is the fragment that mma.m16n8k16 takes, of a warp's 16 rows.
 #define PRODUCT_OF_32(TYPE)                                                                                               \
-    asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %21, 0;\n"                                                        \
+    asm volatile("{\n.reg .pred adds;\n.reg .b64 x;\nsetp.ne.b32 adds, %21, 0;\nmov.b64 x, {%20, %22};\n"                                                        \
         "wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14," \
-        "%15}, {%16,%17,%18,%19}, %20, adds, 1, 1, 0;\n}"                                                                  \
+        "%15}, {%16,%17,%18,%19}, x, adds, 1, 1, 0;\n}"                                                                  \
         : SUMS_OF_8(0), SUMS_OF_8(8)                                                                                       \
-        : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(x), "r"(adds))
+        : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "r"(x), "r"(adds), "n"(kSwizzled))
 
 #define PRODUCT_OF_64(TYPE)                                                                                               \
-    asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %37, 0;\n"                                                        \
+    asm volatile("{\n.reg .pred adds;\n.reg .b64 x;\nsetp.ne.b32 adds, %37, 0;\nmov.b64 x, {%36, %38};\n"                                                        \
         "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14," \
-        "%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, adds, 1, 1, 0;\n}"  \
+        "%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, x, adds, 1, 1, 0;\n}"  \
         : SUMS_OF_8(0), SUMS_OF_8(8), SUMS_OF_8(16), SUMS_OF_8(24)                                                         \
-        : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(x), "r"(adds))
+        : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "r"(x), "r"(adds), "n"(kSwizzled))
 
-__device__ __forceinline__ void multiply_async(float (&sums)[16], const Word (&w)[4], unsigned long long x, int adds,
+__device__ __forceinline__ void multiply_async(float (&sums)[16], const Word (&w)[4], Word x, int adds,
                                                const __half*) { PRODUCT_OF_32("f16"); }
-__device__ __forceinline__ void multiply_async(float (&sums)[16], const Word (&w)[4], unsigned long long x, int adds,
+__device__ __forceinline__ void multiply_async(float (&sums)[16], const Word (&w)[4], Word x, int adds,
                                                const __nv_bfloat16*) { PRODUCT_OF_32("bf16"); }
-__device__ __forceinline__ void multiply_async(float (&sums)[32], const Word (&w)[4], unsigned long long x, int adds,
+__device__ __forceinline__ void multiply_async(float (&sums)[32], const Word (&w)[4], Word x, int adds,
                                                const __half*) { PRODUCT_OF_64("f16"); }
-__device__ __forceinline__ void multiply_async(float (&sums)[32], const Word (&w)[4], unsigned long long x, int adds,
+__device__ __forceinline__ void multiply_async(float (&sums)[32], const Word (&w)[4], Word x, int adds,
                                                const __nv_bfloat16*) { PRODUCT_OF_64("bf16"); }
 
 #undef PRODUCT_OF_64
@@ -86,20 +86,14 @@ __device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.
 template <int count>
 __device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" : : "n"(count)); }
 
-// All threads of a cluster's blocks meet, but those that have ended.
-template <bool publishes>  // whether what was written to shared memory before is read by the others after
-__device__ __forceinline__ void meet_cluster() {
-    if (publishes) asm volatile("barrier.cluster.arrive.release.aligned;" : : : "memory");
-    else asm volatile("barrier.cluster.arrive.relaxed.aligned;" : : : "memory");
-    asm volatile("barrier.cluster.wait.acquire.aligned;" : : : "memory");
+// Counts this block in, once its threads have met after writing.
+__device__ __forceinline__ void count_in(int* counter) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" : : "l"(counter) : "memory");
 }
 
-// Reads four words of another block of the cluster.
-__device__ __forceinline__ float4 read_cluster4(Word address, int rank) {
-    Word there;
-    float4 v;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-    asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
-        : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(there) : "memory");
-    return v;
+// Waits until so many blocks have been counted in.
+__device__ __forceinline__ void wait_for_blocks(const int* counter, int blocks) {
+    int found;
+    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(counter) : "memory");
+    while (found < blocks);
 }

@@ -12,44 +12,36 @@
 #include "scalars.cuh"
 
 constexpr int kBlock = 64;
-constexpr int kSliceBytes = TOKENS * 128;
 constexpr int kThreads = 256;
+constexpr int kWords = 32;  // of a block
 
-// Eight values; from k on they are zero.
-__device__ __forceinline__ uint4 read_unit(const unsigned short* row, int column, int k, bool vectors) {
-    if (vectors) return column < k ? *reinterpret_cast<const uint4*>(row + column) : uint4{};
-    union {
-        unsigned short values[8];
-        uint4 all;
-    } unit;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) unit.values[i] = column + i < k ? row[column + i] : 0;
-    return unit.all;
+// Two neighbouring values; from k on they are zero.
+__device__ __forceinline__ unsigned int read_word(const unsigned short* row, int column, int k, bool words) {
+    if (words) return column < k ? *reinterpret_cast<const unsigned int*>(row + column) : 0;
+    const unsigned int low = column < k ? row[column] : 0, high = column + 1 < k ? row[column + 1] : 0;
+    return low | high << 16;
 }
 
-// A thread takes 8 columns of each block of one token: words p = 4 unit to 4 unit + 3.
+// A thread takes word p of the four blocks of a tile and one token.
 extern "C" __global__ void __launch_bounds__(kThreads) semisparse_bitmask_tiled_columns(
     const unsigned short* __restrict__ x,  // [m, k]
     unsigned char* __restrict__ columns,   // [token tiles, 4 * column_tiles, TOKENS, 128 bytes]
-    int m, int k, int column_tiles,
-    int vectors                            // whether every row of x is 16-byte aligned
+    int* __restrict__ counters,            // [count] of tiled_gemm.cu: set to zero
+    int m, int k, int column_tiles, int count,
+    int words                              // whether every row of x is 4-byte aligned
 ) {
     let_next_kernel_start();
-    const int unit = threadIdx.x % 8;
-    const int column_tile = blockIdx.x * (kThreads / 8) + threadIdx.x / 8;
     const int token = blockIdx.y;
+    const int place = blockIdx.x * kThreads + threadIdx.x;
+    for (int i = token * gridDim.x * kThreads + place; i < count; i += gridDim.y * gridDim.x * kThreads) counters[i] = 0;
+    const int p = place % kWords, column_tile = place / kWords;
     if (column_tile >= column_tiles) return;
-    uint4 blocks[4] = {};
+    unsigned int found[4] = {};
 #pragma unroll
     for (int t = 0; t < 4; ++t)
         if (token < m)
-            blocks[t] = read_unit(x + static_cast<long long>(token) * k, (column_tile * 4 + t) * kBlock + unit * 8, k, vectors);
-    const long long slice = static_cast<long long>(token / TOKENS * column_tiles + column_tile) * 4 + unit / 2;
-    unsigned char* place = columns + slice * kSliceBytes + token % TOKENS * 128;
-    const int first = unit % 2 * 4;
-    auto put = [&](int i, uint4 words) { *reinterpret_cast<uint4*>(place + ((first + i) ^ token % 8) * 16) = words; };
-    put(0, uint4{blocks[0].x, blocks[1].x, blocks[2].x, blocks[3].x});
-    put(1, uint4{blocks[0].y, blocks[1].y, blocks[2].y, blocks[3].y});
-    put(2, uint4{blocks[0].z, blocks[1].z, blocks[2].z, blocks[3].z});
-    put(3, uint4{blocks[0].w, blocks[1].w, blocks[2].w, blocks[3].w});
+            found[t] = read_word(x + static_cast<long long>(token) * k, (column_tile * 4 + t) * kBlock + 2 * p, k, words);
+    const long long slice = (static_cast<long long>(token / TOKENS) * column_tiles + column_tile) * 4 + p / 8;
+    uint4* row = reinterpret_cast<uint4*>(columns + (slice * TOKENS + token % TOKENS) * 128);
+    row[(p ^ token) % 8] = uint4{found[0], found[1], found[2], found[3]};
 }

@@ -4,13 +4,14 @@
 // 16 rows as in tiled_decode.cu, and while the tensor cores take one slice of 64 columns it unpacks the next. x comes from
 // shared memory in the order of the fragments' columns: tiled_columns.cu has put it so.
 //
-// A block computes WARPGROUPS * 64 rows for TOKENS tokens. Two warps of one more warpgroup bring the operands by bulk copies: one tiles of
-// weights into WEIGHT_STAGES places, one slices of x into X_STAGES places. SPLITS blocks form a cluster and share the columns;
-// each then adds what all of them found for its share of the tokens, always in the same order: every run gives the same bits.
+// A block computes WARPGROUPS * 64 rows for TOKENS tokens. Two warps of one more warpgroup bring the operands by bulk copies:
+// one tiles of weights into STAGES places, one the four slices of x that go with a tile into a place each. SPLITS blocks
+// share the columns: each hands its sums over in memory, and when all have, each adds its share of the tokens, in the order of
+// the blocks: every run gives the same bits. Blocks start in the order of their numbers and those that share are neighbours,
+// so the first that wait have all whom they wait for.
 //
 // Compiled for SCALAR (half or bfloat16), KEEP (values a block), TOKENS (32, or a multiple of 64 up to 256), WARPGROUPS,
-// SPLITS, WEIGHT_STAGES, X_STAGES, BLOCKS (a processor holds at once). Other GPUs than Hopper get an empty kernel, which
-// tiled.py never launches.
+// SPLITS, STAGES, BLOCKS (a processor holds at once). Other GPUs than Hopper get an empty kernel, which nobody launches.
 
 #ifndef __CUDA_ARCH_FEAT_SM90_ALL
 
@@ -22,32 +23,33 @@ extern "C" __global__ void semisparse_bitmask_tiled_gemm() {}
 #include "hopper.cuh"
 
 constexpr int kConsumers = WARPGROUPS * 4;                           // warps, of 16 rows each
-constexpr int kThreads = (kConsumers + 4) * kWarp;                   // a warpgroup to bring operands: registers go by those
-constexpr int kRegisters = 65536 / BLOCKS / kThreads / 8 * 8;         // that a thread begins with
+constexpr int kConsumerThreads = kConsumers * kWarp;
+constexpr int kThreads = kConsumerThreads + 128;                     // a warpgroup to bring operands: registers go by those
+constexpr int kRegisters = 65536 / BLOCKS / kThreads / 8 * 8;        // that a thread begins with
 constexpr int kFewRegisters = 32;
-constexpr int kManyRegisters = (kRegisters * kThreads - kFewRegisters * 128) / (kConsumers * kWarp) / 8 * 8;
+constexpr int kManyRegisters = (kRegisters * kThreads - kFewRegisters * 128) / kConsumerThreads / 8 * 8;
 constexpr int kBlockRows = WARPGROUPS * 64;
 constexpr int kPitch = kBlockRows + 4;                               // of sums, in words: lanes meet in no bank
 constexpr int kSlices = 4;                                           // of 64 columns in a tile
 constexpr int kSliceBytes = TOKENS * 128;
-constexpr int kXBytes = X_STAGES * kSliceBytes;
+constexpr int kXBytes = kSlices * kSliceBytes;
 constexpr int kStageBytes = kConsumers * kTileBytes;
-constexpr int kRingBytes = kXBytes + WEIGHT_STAGES * kStageBytes + kOverrun;
+constexpr int kRingBytes = kXBytes + STAGES * kStageBytes + kOverrun;
 constexpr int kSumBytes = TOKENS * kPitch * 4;                       // where the rings were
 constexpr int kBarriers = kRingBytes > kSumBytes ? kRingBytes : kSumBytes;
 constexpr int kChunk = TOKENS < 64 ? 32 : 64;                        // tokens of one wgmma
 constexpr int kChunks = TOKENS / kChunk;
+constexpr int kGroups = TOKENS / 8;                                  // of eight tokens
 
-// A ring of places in shared memory: where the next turn takes place.
-template <int stages>
+// Where the next turn of a ring takes place.
 struct Turn {
     int stage = 0, parity = 0;
     __device__ __forceinline__ void advance() {
-        if (++stage == stages) stage = 0, parity ^= 1;
+        if (++stage == STAGES) stage = 0, parity ^= 1;
     }
 };
 
-// The barriers of a ring: a place is full, a place is free.
+// The barriers of places in shared memory: one is full, one is free.
 struct Ring {
     Word barriers;
     __device__ __forceinline__ Word full(int stage) const { return barriers + stage * 16; }
@@ -71,28 +73,27 @@ __device__ __forceinline__ void multiply(Sums& sums, const Fragments& weights, W
     for (int step = 0; step < 4; ++step)
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk)
-            multiply_async(sums[chunk], weights[step], describe(x + chunk * kChunk * 128 + step * 32), adds || step,
+            multiply_async(sums[chunk], weights[step], x + chunk * kChunk * 8 + step * 2, adds || step,
                            static_cast<const SCALAR*>(nullptr));
     commit_products();
 }
 
 // One slice of a tile: unpacked while the one before is multiplied, whose place is then free.
 template <int slice = 0>
-__device__ __forceinline__ void take_slices(Sums& sums, Fragments (&weights)[2], Rows& rows, Turn<X_STAGES>& turn,
-                                            Ring ring, Word x, bool first, int lane) {
+__device__ __forceinline__ void take_slices(Sums& sums, Fragments (&weights)[2], Rows& rows, Ring ring, Word x, int parity,
+                                            bool first, int lane) {
     unpack<slice>(weights[slice % 2], rows);
     const bool adds = slice || !first;
-    barrier::wait(ring.full(turn.stage), turn.parity);
-    multiply(sums, weights[slice % 2], x + turn.stage * kSliceBytes, adds);
+    barrier::wait(ring.full(slice), parity);
+    multiply(sums, weights[slice % 2], x + slice * kSliceBytes / 16, adds);
     wait_for_products<1>();
-    if (adds && lane == 0) barrier::arrive(ring.free(turn.stage ? turn.stage - 1 : X_STAGES - 1));
-    turn.advance();
-    if constexpr (slice + 1 < kSlices) take_slices<slice + 1>(sums, weights, rows, turn, ring, x, first, lane);
+    if (adds && lane == 0) barrier::arrive(ring.free((slice + kSlices - 1) % kSlices));
+    if constexpr (slice + 1 < kSlices) take_slices<slice + 1>(sums, weights, rows, ring, x, parity, first, lane);
 }
 
 __device__ __forceinline__ void bring_weights(Ring ring, Word place, const unsigned char* tiles, int first_row_tile,
                                               int row_tiles, int column_tiles, int first, int last) {
-    Turn<WEIGHT_STAGES> turn;
+    Turn turn;
     for (int column = first; column < last; ++column, turn.advance()) {
         barrier::wait(ring.free(turn.stage), turn.parity ^ 1);
         barrier::expect(ring.full(turn.stage), kStageBytes);
@@ -106,51 +107,72 @@ __device__ __forceinline__ void bring_weights(Ring ring, Word place, const unsig
 }
 
 __device__ __forceinline__ void bring_x(Ring ring, Word place, const unsigned char* columns, int first, int last) {
-    Turn<X_STAGES> turn;
-    for (int slice = first; slice < last; ++slice, turn.advance()) {
-        barrier::wait(ring.free(turn.stage), turn.parity ^ 1);
-        barrier::expect(ring.full(turn.stage), kSliceBytes);
-        copy_bulk(place + turn.stage * kSliceBytes, columns + static_cast<long long>(slice) * kSliceBytes, kSliceBytes,
-                  ring.full(turn.stage));
+    for (int slice = first * kSlices; slice < last * kSlices; ++slice) {
+        const int stage = slice % kSlices;
+        barrier::wait(ring.free(stage), slice / kSlices - first & 1 ^ 1);
+        barrier::expect(ring.full(stage), kSliceBytes);
+        copy_bulk(place + stage * kSliceBytes, columns + static_cast<long long>(slice) * kSliceBytes, kSliceBytes,
+                  ring.full(stage));
     }
 }
 
-// Lane 4 * g + t of a warp holds its rows g and g + 8 of the tokens 2 t and 2 t + 1 of every 8.
-__device__ __forceinline__ void keep(float* kept, const Sums& sums, int warp, int lane) {
-#pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk)
-#pragma unroll
-        for (int i = 0; i < kChunk / 2; ++i) {
-            const int token = chunk * kChunk + i / 4 * 8 + lane % 4 * 2 + i % 2;
-            kept[token * kPitch + warp * kRows + i / 2 % 2 * 8 + lane / 4] = sums[chunk][i];
-        }
+// Lane 4 * g + t of a warp holds, of every eight tokens, 2 t and 2 t + 1: those of row g, then those of row g + 8.
+__device__ __forceinline__ float4 sums_of(const Sums& sums, int group) {
+    const float* found = sums[group * 8 / kChunk] + group * 8 % kChunk / 2;
+    return float4{found[0], found[1], found[2], found[3]};
 }
 
-// Adds what the cluster's blocks found for this block's share of the tokens, eight rows a thread.
-__device__ __forceinline__ void finish(Word kept, const SCALAR* bias, SCALAR* y, int m, int n, int first_row, int split) {
-    constexpr int kUnits = kBlockRows / 8;
-    constexpr int kShare = (TOKENS + SPLITS - 1) / SPLITS;
-    const int first = split * kShare, last = min(min(first + kShare, TOKENS), m);
+__device__ __forceinline__ void keep(float* kept, float4 sums, int group, int warp, int lane) {
+    float* place = kept + (group * 8 + lane % 4 * 2) * kPitch + warp * kRows + lane / 4;
+    place[0] = sums.x, place[kPitch] = sums.y, place[8] = sums.z, place[kPitch + 8] = sums.w;
+}
+
+// Hands this block's sums over, and keeps those of all blocks that share the columns for its share of the groups.
+__device__ __forceinline__ void exchange(float* kept, const Sums& sums, float4* handed, int* counter, int split, int first,
+                                         int last, int warp, int lane) {
+    float4* mine = handed + threadIdx.x;
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group)
+        __stcg(mine + (split * kGroups + group) * kConsumerThreads, sums_of(sums, group));
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        wait_for_previous_kernel();  // which sets the counters to zero
+        count_in(counter);
+        wait_for_blocks(counter, SPLITS);
+    }
+    __syncthreads();
 #pragma unroll 2
-    for (int i = first * kUnits + threadIdx.x; i < last * kUnits; i += kConsumers * kWarp) {
+    for (int group = first; group < last; ++group) {
+        float4 sum{};
+#pragma unroll
+        for (int other = 0; other < SPLITS; ++other) {
+            const float4 found = __ldcg(mine + (other * kGroups + group) * kConsumerThreads);
+            sum.x += found.x, sum.y += found.y, sum.z += found.z, sum.w += found.w;
+        }
+        keep(kept, sum, group, warp, lane);
+    }
+}
+
+// Stores the tokens of some groups, eight rows a thread.
+__device__ __forceinline__ void store_tokens(const float* kept, const SCALAR* bias, SCALAR* y, int first, int last, int m,
+                                             int n, int first_row) {
+    constexpr int kUnits = kBlockRows / 8;
+#pragma unroll 2
+    for (int i = first * 8 * kUnits + threadIdx.x; i < min(last * 8, m) * kUnits; i += kConsumerThreads) {
         const int token = i / kUnits, row = i % kUnits * 8;
         const int left = n - first_row - row;
         if (left <= 0) continue;
-        float sums[8] = {};
-#pragma unroll
-        for (int other = 0; other < SPLITS; ++other) {
-            const Word place = kept + (token * kPitch + row) * 4;
-            const float4 a = read_cluster4(place, other), b = read_cluster4(place + 16, other);
-            sums[0] += a.x, sums[1] += a.y, sums[2] += a.z, sums[3] += a.w;
-            sums[4] += b.x, sums[5] += b.y, sums[6] += b.z, sums[7] += b.w;
-        }
+        const float4* sums = reinterpret_cast<const float4*>(kept + token * kPitch + row);
+        const float4 a = sums[0], b = sums[1];
+        const float found[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
         union {
             SCALAR values[8];
             uint4 all;
         } unit;
 #pragma unroll
         for (int j = 0; j < 8; ++j)
-            store(unit.values + j, sums[j] + (bias && j < left ? to_float(bias[first_row + row + j]) : 0.0f));
+            store(unit.values + j, found[j] + (bias && j < left ? to_float(bias[first_row + row + j]) : 0.0f));
         SCALAR* place = y + static_cast<long long>(token) * n + first_row + row;
         if (n % 8 == 0) {
             *reinterpret_cast<uint4*>(place) = unit.all;
@@ -162,23 +184,25 @@ __device__ __forceinline__ void finish(Word kept, const SCALAR* bias, SCALAR* y,
     }
 }
 
-extern "C" __global__ void __cluster_dims__(1, SPLITS, 1) __launch_bounds__(kThreads, BLOCKS) semisparse_bitmask_tiled_gemm(
+extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_bitmask_tiled_gemm(
     const unsigned char* __restrict__ columns,  // x as tiled_columns.cu stores it
     const unsigned char* __restrict__ tiles,    // [row_tiles, column_tiles, kTileBytes]
     const SCALAR* __restrict__ bias,            // [n] or null
     SCALAR* __restrict__ y,                     // [m, n]
+    float4* handed,                             // [token tiles, row blocks, SPLITS, kGroups, kConsumerThreads]
+    int* counters,                              // [token tiles, row blocks]
     int m, int n, int row_tiles, int column_tiles
 ) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const int lane = threadIdx.x % kWarp;
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / kWarp, 0);  // tells the compiler that it is the warp's
-    const int split = blockIdx.y;
+    const int split = blockIdx.x;
     const int first = split * column_tiles / SPLITS, last = (split + 1) * column_tiles / SPLITS;
     const Word base = shared_address(shared);
     const Word places = base + kXBytes;
-    const Ring x_ring{base + kBarriers}, weight_ring{base + kBarriers + X_STAGES * 16};
+    const Ring x_ring{base + kBarriers}, weight_ring{base + kBarriers + kSlices * 16};
     if (threadIdx.x == 0) {
-        for (int i = 0; i < X_STAGES + WEIGHT_STAGES; ++i)
+        for (int i = 0; i < kSlices + STAGES; ++i)
             barrier::init(x_ring.full(i), 1), barrier::init(x_ring.free(i), kConsumers);
         barrier::publish();
     }
@@ -187,11 +211,10 @@ extern "C" __global__ void __cluster_dims__(1, SPLITS, 1) __launch_bounds__(kThr
     if (warp >= kConsumers) {
         give_registers<kFewRegisters>();
         if (lane == 0 && warp == kConsumers) {
-            bring_weights(weight_ring, places, tiles, blockIdx.x * kConsumers, row_tiles, column_tiles, first, last);
+            bring_weights(weight_ring, places, tiles, blockIdx.y * kConsumers, row_tiles, column_tiles, first, last);
         } else if (lane == 0 && warp == kConsumers + 1) {
             wait_for_previous_kernel();
-            const long long token_tile = static_cast<long long>(blockIdx.z) * column_tiles * kSlices;
-            bring_x(x_ring, base, columns + token_tile * kSliceBytes, first * kSlices, last * kSlices);
+            bring_x(x_ring, base, columns + static_cast<long long>(blockIdx.z) * column_tiles * kXBytes, first, last);
         }
         __syncwarp();
         __syncthreads();
@@ -200,23 +223,30 @@ extern "C" __global__ void __cluster_dims__(1, SPLITS, 1) __launch_bounds__(kThr
     take_registers<kManyRegisters>();
     Sums sums;
     Fragments weights[2];
-    Turn<X_STAGES> x_turn;
-    Turn<WEIGHT_STAGES> turn;
+    Turn turn;
 #pragma unroll 1
     for (int column = first; column < last; ++column, turn.advance()) {
         barrier::wait(weight_ring.full(turn.stage), turn.parity);
         Rows rows(places + turn.stage * kStageBytes + warp * kTileBytes, lane);
-        take_slices(sums, weights, rows, x_turn, x_ring, base, column == first, lane);
+        take_slices(sums, weights, rows, x_ring, describe(base), column - first & 1, column == first, lane);
         if (lane == 0) barrier::arrive(weight_ring.free(turn.stage));
     }
     wait_for_products<0>();
     __syncthreads();  // every place has been read
-    keep(reinterpret_cast<float*>(shared), sums, warp, lane);
-    if (SPLITS > 1) meet_cluster<true>();
-    else __syncthreads();
+    float* kept = reinterpret_cast<float*>(shared);
+    const int tile = blockIdx.z * gridDim.y + blockIdx.y;
+    const int first_group = split * kGroups / SPLITS, last_group = (split + 1) * kGroups / SPLITS;
+    if constexpr (SPLITS > 1) {
+        exchange(kept, sums, handed + static_cast<long long>(tile) * SPLITS * kGroups * kConsumerThreads, counters + tile,
+                 split, first_group, last_group, warp, lane);
+    } else {
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) keep(kept, sums_of(sums, group), group, warp, lane);
+    }
+    __syncthreads();
     const long long first_token = static_cast<long long>(blockIdx.z) * TOKENS;
-    finish(base, bias, y + first_token * n, m - blockIdx.z * TOKENS, n, blockIdx.x * kBlockRows, split);
-    if (SPLITS > 1) meet_cluster<false>();  // others still read this block's sums
+    store_tokens(kept, bias, y + first_token * n, first_group, last_group, m - blockIdx.z * TOKENS, n,
+                 blockIdx.y * kBlockRows);
 }
 
 #endif
