@@ -1,7 +1,7 @@
 // y[m, n] = sum_k x[m, k] * w[n, k] + bias[n] for a bitmask weight in the layout `tiles` and any m, on Hopper's wgmma.
 //
 // The weights are the operand in registers: a lane's fragment of wgmma is that of mma.m16n8k16, so each warp unpacks its own
-// 16 rows as in tiled_decode.cu, and while the tensor cores take one slice of 64 columns it unpacks the next. x comes from
+// 16 rows as in tiled_decode.cu, and while the tensor cores take one step of 16 columns it unpacks the next. x comes from
 // shared memory in the order of the fragments' columns: tiled_columns.cu has put it so.
 //
 // A block computes WARPGROUPS * 64 rows for TOKENS tokens. Two warps of one more warpgroup bring the operands by bulk copies:
@@ -37,8 +37,7 @@ constexpr int kStageBytes = kConsumers * kTileBytes;
 constexpr int kRingBytes = kXBytes + STAGES * kStageBytes + kOverrun;
 constexpr int kSumBytes = TOKENS * kPitch * 4;                       // where the rings were
 constexpr int kBarriers = kRingBytes > kSumBytes ? kRingBytes : kSumBytes;
-constexpr int kChunk = TOKENS < 64 ? 32 : 64;                        // tokens of one wgmma
-constexpr int kChunks = TOKENS / kChunk;
+constexpr int kFragments = 4;                                        // of weights: two products under way, two at hand
 constexpr int kGroups = TOKENS / 8;                                  // of eight tokens
 
 // Where the next turn of a ring takes place.
@@ -56,39 +55,27 @@ struct Ring {
     __device__ __forceinline__ Word free(int stage) const { return barriers + stage * 16 + 8; }
 };
 
-using Sums = float[kChunks][kChunk / 2];
-using Fragments = Word[4][4];  // of the four steps of a slice
+using Sums = float[TOKENS / 2];
+using Fragment = Word[4];
 
-template <int slice, int step = 0>
-__device__ __forceinline__ void unpack(Fragments& found, Rows& rows) {
-    const uint2 a = rows.upper.take<slice * 4 + step>();
-    const uint2 b = rows.lower.take<slice * 4 + step>();
-    found[step][0] = a.x, found[step][1] = b.x, found[step][2] = a.y, found[step][3] = b.y;
-    if constexpr (step < 3) unpack<slice, step + 1>(found, rows);
-}
-
-__device__ __forceinline__ void multiply(Sums& sums, const Fragments& weights, Word x, bool adds) {
+// One step of a tile after the other: each is unpacked behind the product of the step before. A warp waits at a product until
+// the tensor core takes it, so several in a row would leave nothing to unpack behind: that took the sum of both times.
+template <int step = 0>
+__device__ __forceinline__ void take_steps(Sums& sums, Fragment (&weights)[kFragments], Rows& rows, Ring ring, Word x,
+                                           int parity, bool first, int lane) {
+    constexpr int slice = step / 4;
+    const uint2 a = rows.upper.take<step>(), b = rows.lower.take<step>();
+    Fragment& fragment = weights[step % kFragments];
+    fragment[0] = a.x, fragment[1] = b.x, fragment[2] = a.y, fragment[3] = b.y;
+    if (step % 4 == 0) barrier::wait(ring.full(slice), parity);
     begin_products();
-#pragma unroll
-    for (int step = 0; step < 4; ++step)
-#pragma unroll
-        for (int chunk = 0; chunk < kChunks; ++chunk)
-            multiply_async(sums[chunk], weights[step], x + chunk * kChunk * 8 + step * 2, adds || step,
-                           static_cast<const SCALAR*>(nullptr));
+    multiply_async(sums, fragment, x + slice * kSliceBytes / 16 + step % 4 * 2, step || !first,
+                   static_cast<const SCALAR*>(nullptr));
     commit_products();
-}
-
-// One slice of a tile: unpacked while the one before is multiplied, whose place is then free.
-template <int slice = 0>
-__device__ __forceinline__ void take_slices(Sums& sums, Fragments (&weights)[2], Rows& rows, Ring ring, Word x, int parity,
-                                            bool first, int lane) {
-    unpack<slice>(weights[slice % 2], rows);
-    const bool adds = slice || !first;
-    barrier::wait(ring.full(slice), parity);
-    multiply(sums, weights[slice % 2], x + slice * kSliceBytes / 16, adds);
-    wait_for_products<1>();
-    if (adds && lane == 0) barrier::arrive(ring.free((slice + kSlices - 1) % kSlices));
-    if constexpr (slice + 1 < kSlices) take_slices<slice + 1>(sums, weights, rows, ring, x, parity, first, lane);
+    wait_for_products<kFragments - 2>();
+    // Now the last product of the slice before is done, if kFragments is 4.
+    if (step % 4 == 1 && (slice || !first) && lane == 0) barrier::arrive(ring.free((slice + kSlices - 1) % kSlices));
+    if constexpr (step + 1 < kSteps) take_steps<step + 1>(sums, weights, rows, ring, x, parity, first, lane);
 }
 
 __device__ __forceinline__ void bring_weights(Ring ring, Word place, const unsigned char* tiles, int first_row_tile,
@@ -118,8 +105,7 @@ __device__ __forceinline__ void bring_x(Ring ring, Word place, const unsigned ch
 
 // Lane 4 * g + t of a warp holds, of every eight tokens, 2 t and 2 t + 1: those of row g, then those of row g + 8.
 __device__ __forceinline__ float4 sums_of(const Sums& sums, int group) {
-    const float* found = sums[group * 8 / kChunk] + group * 8 % kChunk / 2;
-    return float4{found[0], found[1], found[2], found[3]};
+    return float4{sums[4 * group], sums[4 * group + 1], sums[4 * group + 2], sums[4 * group + 3]};
 }
 
 __device__ __forceinline__ void keep(float* kept, float4 sums, int group, int warp, int lane) {
@@ -222,13 +208,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_bitmas
     }
     take_registers<kManyRegisters>();
     Sums sums;
-    Fragments weights[2];
+    Fragment weights[kFragments];
     Turn turn;
 #pragma unroll 1
     for (int column = first; column < last; ++column, turn.advance()) {
         barrier::wait(weight_ring.full(turn.stage), turn.parity);
         Rows rows(places + turn.stage * kStageBytes + warp * kTileBytes, lane);
-        take_slices(sums, weights, rows, x_ring, describe(base), column - first & 1, column == first, lane);
+        take_steps(sums, weights, rows, x_ring, describe(base), column - first & 1, column == first, lane);
         if (lane == 0) barrier::arrive(weight_ring.free(turn.stage));
     }
     wait_for_products<0>();
