@@ -37,7 +37,8 @@ constexpr int kStageBytes = kConsumers * kTileBytes;
 constexpr int kRingBytes = kXBytes + STAGES * kStageBytes + kOverrun;
 constexpr int kSumBytes = TOKENS * kPitch * 4;                       // where the rings were
 constexpr int kBarriers = kRingBytes > kSumBytes ? kRingBytes : kSumBytes;
-constexpr int kFragments = 4;                                        // of weights: two products under way, two at hand
+constexpr int kBatch = 1;                                            // steps unpacked, then multiplied, together
+constexpr int kOpen = kBatch == 1 ? 2 : 1;                           // batches being multiplied while one is unpacked
 constexpr int kGroups = TOKENS / 8;                                  // of eight tokens
 
 // Where the next turn of a ring takes place.
@@ -56,26 +57,34 @@ struct Ring {
 };
 
 using Sums = float[TOKENS / 2];
-using Fragment = Word[4];
+using Fragments = Word[kBatch][4];
 
-// One step of a tile after the other: each is unpacked behind the product of the step before. A warp waits at a product until
-// the tensor core takes it, so several in a row would leave nothing to unpack behind: that took the sum of both times.
+template <int step, int i = 0>
+__device__ __forceinline__ void unpack(Fragments& found, Rows& rows) {
+    const uint2 a = rows.upper.take<step + i>(), b = rows.lower.take<step + i>();
+    found[i][0] = a.x, found[i][1] = b.x, found[i][2] = a.y, found[i][3] = b.y;
+    if constexpr (i + 1 < kBatch) unpack<step, i + 1>(found, rows);
+}
+
+// A tile, kBatch steps at a time: they are unpacked behind the products of the steps before. A warp waits at a product until
+// the tensor cores take it, so many in a row leave nothing to unpack behind: 16 took the sum of both times.
 template <int step = 0>
-__device__ __forceinline__ void take_steps(Sums& sums, Fragment (&weights)[kFragments], Rows& rows, Ring ring, Word x,
+__device__ __forceinline__ void take_steps(Sums& sums, Fragments (&weights)[kOpen * 2], Rows& rows, Ring ring, Word x,
                                            int parity, bool first, int lane) {
     constexpr int slice = step / 4;
-    const uint2 a = rows.upper.take<step>(), b = rows.lower.take<step>();
-    Fragment& fragment = weights[step % kFragments];
-    fragment[0] = a.x, fragment[1] = b.x, fragment[2] = a.y, fragment[3] = b.y;
+    Fragments& fragments = weights[step / kBatch % (kOpen * 2)];
+    unpack<step>(fragments, rows);
     if (step % 4 == 0) barrier::wait(ring.full(slice), parity);
     begin_products();
-    multiply_async(sums, fragment, x + slice * kSliceBytes / 16 + step % 4 * 2, step || !first,
-                   static_cast<const SCALAR*>(nullptr));
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i)
+        multiply_async(sums, fragments[i], x + slice * kSliceBytes / 16 + (step % 4 + i) * 2, step + i || !first,
+                       static_cast<const SCALAR*>(nullptr));
     commit_products();
-    wait_for_products<kFragments - 2>();
-    // Now the last product of the slice before is done, if kFragments is 4.
-    if (step % 4 == 1 && (slice || !first) && lane == 0) barrier::arrive(ring.free((slice + kSlices - 1) % kSlices));
-    if constexpr (step + 1 < kSteps) take_steps<step + 1>(sums, weights, rows, ring, x, parity, first, lane);
+    wait_for_products<kOpen>();
+    if (step % 4 == (kOpen - 1) * kBatch && (slice || !first) && lane == 0)  // the last product of the slice before is done
+        barrier::arrive(ring.free((slice + kSlices - 1) % kSlices));
+    if constexpr (step + kBatch < kSteps) take_steps<step + kBatch>(sums, weights, rows, ring, x, parity, first, lane);
 }
 
 __device__ __forceinline__ void bring_weights(Ring ring, Word place, const unsigned char* tiles, int first_row_tile,
@@ -208,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_bitmas
     }
     take_registers<kManyRegisters>();
     Sums sums;
-    Fragment weights[kFragments];
+    Fragments weights[kOpen * 2];
     Turn turn;
 #pragma unroll 1
     for (int column = first; column < last; ++column, turn.advance()) {
