@@ -3,9 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tests.formats.test_bitmask_tiles import Warp, random_weight
 from semisparse.formats.base import get_format
+from semisparse.formats.bitmask.gemm import TOKENS, choose
+from tests.formats.test_bitmask_division import H200
+from tests.formats.test_bitmask_tiles import Warp, random_weight
 
 
 def columns_of(x, tokens, column_tiles):
@@ -45,3 +49,22 @@ def test_the_products_of_fragments_and_columns_sum_to_the_product(keep):
             y += operand(columns[0, column_tile * 4 + step // 4], step % 4) @ fragment.T
     expected = x.double().numpy() @ weight.double().numpy().T
     assert np.abs(y[:m] - expected).max() <= 1e-12 * np.abs(expected).max()
+
+
+@given(
+    m=st.integers(1, 65_535),
+    row_tiles=st.integers(1, 20_000),
+    column_tiles=st.integers(1, 500),
+    keep=st.integers(1, 64),
+)
+def test_every_grid_fits_a_processor_and_gives_each_split_columns(m, row_tiles, column_tiles, keep):
+    grid = choose(m, row_tiles, column_tiles, keep, H200)
+    tile = 512 + -(-keep // 2) * 256
+    rings = 4 * grid.tokens * 128 + grid.stages * grid.warpgroups * 4 * tile
+    assert rings <= grid.shared(keep)
+    assert grid.tokens * grid.warpgroups * 64 * 4 <= grid.shared(keep)
+    assert grid.blocks * (grid.shared(keep) + 1024) <= H200.shared
+    assert grid.tokens in TOKENS
+    assert 1 <= grid.splits <= column_tiles
+    registers = 65536 // grid.blocks // (128 * (grid.warpgroups + 1)) // 8 * 8
+    assert registers * (grid.warpgroups + 1) - 32 >= 72 * grid.warpgroups + grid.tokens // 2 * grid.warpgroups
