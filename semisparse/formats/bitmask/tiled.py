@@ -167,6 +167,7 @@ def unpack(packed: Packed) -> Tensor:
 
 @cache
 def processor(device: torch.device) -> Processor:
+    """Say what a GPU gives."""
     found = torch.cuda.get_device_properties(device)
     return Processor(found.multi_processor_count, found.shared_memory_per_multiprocessor)
 
