@@ -73,8 +73,8 @@ def test_simt(pattern: str, shape: Shape, packed: bool, sizes: tuple[int, int, i
     ("pattern", "shape", "packed", "sizes", "dtype"),
     [
         ("16:32v32", TENSOR[-1], False, (70, 100, 40), torch.float16),
-        ("4:32v8", TENSOR[-1], True, (65, 101, 65), torch.bfloat16),
-        ("8:16v16", TENSOR[-1], False, (33, 33, 1), torch.bfloat16),
+        ("4:32v16", TENSOR[-1], True, (65, 101, 65), torch.bfloat16),
+        ("12:16v8", TENSOR[-1], False, (33, 33, 1), torch.bfloat16),
         ("7:32v128", TENSOR[-1], True, (140, 172, 17), torch.float16),
         ("16:32v32", TENSOR[1], False, (100, 64, 9), torch.float16),
     ],

@@ -30,6 +30,8 @@ TOKENS = (1, 2, 4, 8)
 """Tokens that a decode build takes; more are several passes over the weight."""
 
 DECODE_WARPS = 16
+DECODE_AHEAD = 4
+"""Loads of a lane on their way."""
 
 PANEL_BYTES = 96 << 10
 """Of x in shared memory while decoding."""
@@ -64,6 +66,7 @@ def _decode_defines(pattern: VectorNM, dtype: torch.dtype, tokens: int) -> Defin
         "LENGTH": pattern.length,
         "TOKENS": tokens,
         "WARPS": DECODE_WARPS,
+        "AHEAD": DECODE_AHEAD,
     }
 
 
@@ -182,20 +185,18 @@ def multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
 
 def multiply_tiled(x: Tensor, packed: Packed, bias: Tensor | None, tiling: Tiling) -> Tensor:
     """Multiply with a given tiling, as `multiply` does."""
-    x = x.contiguous()
+    x = _aligned(x)
     bias = None if bias is None else bias.to(x.dtype).contiguous()
     m, n = x.shape[0], packed.shape[0]
     values, positions = _aligned(packed.tensors["values"]), packed.tensors["positions"].contiguous()
     groups, total, _ = values.shape
-    by_column, columns, offsets = _prepare(x, positions, vectors_of(packed.pattern), n, tiling)
+    by_column, columns, slots = _prepare(x, positions, vectors_of(packed.pattern), n, tiling)
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    row_blocks, stages = offsets.shape[:2]
+    row_blocks, stages = slots.shape[:2]
     pitch = by_column.shape[1]
-    operands = (by_column, values, columns, offsets, bias, y)
+    operands = (by_column, values, columns, slots, bias, y)
     pointers = [None if operand is None else operand.data_ptr() for operand in operands]
-    sizes = [m, n, pitch, groups, total, stages]
-    if x.dtype == torch.float32:
-        sizes.append(int(n % 4 == 0))
+    sizes = [m, n, pitch, groups, total, stages, int(n * x.dtype.itemsize % 16 == 0)]
     grid = (pitch // tiling.shape.tokens, row_blocks, 1)
     _tiled_kernel(x.device, tiling, x.dtype)(x.device, grid, tiling.threads, *pointers, *sizes)
     return y
@@ -209,14 +210,14 @@ def _prepare(
     Returns:
         by_column: [columns, tokens] of x, zeros filled up to whole windows or stages and whole tiles of tokens.
         columns: [row_blocks, stages, columns] int32 of a packed tiling, else None.
-        offsets: [row_blocks, stages, groups, slots] int32.
+        slots: [row_blocks, stages, groups, slots] int32, as prepare.cu describes them.
     """
     (m, k), (groups, total) = x.shape, positions.shape
     row_blocks, stages = -(-n // tiling.shape.rows), -(-total // tiling.slots)
     width = -(-k // pattern.window) * pattern.window if tiling.packed else stages * tiling.columns
     pitch = -(-m // tiling.shape.tokens) * tiling.shape.tokens
     by_column = x.new_empty((width, pitch))
-    offsets = positions.new_empty((row_blocks, stages, tiling.groups, tiling.slots), dtype=torch.int32)
+    slots = positions.new_empty((row_blocks, stages, tiling.groups, tiling.slots), dtype=torch.int32)
     columns = positions.new_empty((row_blocks, stages, tiling.columns), dtype=torch.int32) if tiling.packed else None
     tiles = -(-width // TRANSPOSED_TILE) * -(-pitch // TRANSPOSED_TILE)
     tables = row_blocks * stages
@@ -227,11 +228,11 @@ def _prepare(
         (tiles + -(-tables // warps), 1, 1),
         PREPARE_THREADS,
         *(x.data_ptr(), by_column.data_ptr(), m, k, width, pitch),
-        *(positions.data_ptr(), None if columns is None else columns.data_ptr(), offsets.data_ptr()),
+        *(positions.data_ptr(), None if columns is None else columns.data_ptr(), slots.data_ptr()),
         *(pattern.keep, pattern.window, groups, total, pattern.length, tiling.shape.rows, tiling.slots, stages),
         *(tiling.columns, tiling.column_bytes, tiles, tables),
     )
-    return by_column, columns, offsets
+    return by_column, columns, slots
 
 
 def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
@@ -244,7 +245,7 @@ def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     Returns:
         [M, N] in x's dtype, accumulated in float32.
     """
-    x = x.contiguous()
+    x = _aligned(x)
     bias = None if bias is None else bias.to(x.dtype).contiguous()
     (m, k), n, pattern = x.shape, packed.shape[0], vectors_of(packed.pattern)
     values, positions = _aligned(packed.tensors["values"]), packed.tensors["positions"].contiguous()
@@ -267,9 +268,9 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _tiled_kernel(device: torch.device, tiling: Tiling, dtype: torch.dtype) -> CudaKernel:
-    source, name, sizes = (SIMT_SOURCE, "simt", 7) if dtype == torch.float32 else (TENSOR_SOURCE, "tensor", 6)
+    source, name = (SIMT_SOURCE, "simt") if dtype == torch.float32 else (TENSOR_SOURCE, "tensor")
     cubin = compile_cubin(source.path, device_facts(device).arch, _tiled_defines(tiling, dtype))
-    return CudaKernel(cubin, f"semisparse_vector_nm_{name}", (*[_POINTER] * 6, *[_INT] * sizes), tiling.shared)
+    return CudaKernel(cubin, f"semisparse_vector_nm_{name}", (*[_POINTER] * 6, *[_INT] * 7), tiling.shared)
 
 
 @cache
@@ -277,7 +278,7 @@ def _prepare_kernel(device: torch.device, itemsize: int, pattern: VectorNM, slot
     cubin = compile_cubin(PREPARE_SOURCE.path, device_facts(device).arch, {"BYTES": itemsize})
     # A tile of x, or a bit mask of a stage's columns for each warp.
     mask_words = -(-((slots - 1) // pattern.keep + 2) * pattern.window // 32)
-    shared = max(TRANSPOSED_TILE * (TRANSPOSED_TILE + 1) * itemsize, PREPARE_THREADS // 32 * 4 * mask_words)
+    shared = max(TRANSPOSED_TILE * (TRANSPOSED_TILE + 4 // itemsize) * itemsize, PREPARE_THREADS // 32 * 4 * mask_words)
     parameters = (*[_POINTER] * 2, *[_INT] * 4, *[_POINTER] * 3, *[_INT] * 12)
     return CudaKernel(cubin, "semisparse_vector_nm_prepare", parameters, shared)
 

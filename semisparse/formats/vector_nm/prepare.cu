@@ -5,11 +5,16 @@
 //
 // The other blocks deal with a stage of a product's block of rows, a warp each: `slots` slots of every group in it. A whole
 // stage stages all columns of its windows. A packed one stages only those that some group keeps: `columns` lists them (the
-// paper's col_info), -1 from the last on. Either way `offsets` gives for each group and slot the byte at which its column
-// stands in shared memory. The paper does this once, offline; here it runs beside the transposition, which takes longer,
-// and so there is nothing to be kept with a weight and to grow stale when its tensors are written anew.
+// paper's col_info), -1 from the last on. Either way `slots` says for each group and slot where its column stands in shared
+// memory. The paper does this once, offline; here it runs beside the transposition, which takes longer, and so there is
+// nothing to be kept with a weight and to grow stale when its tensors are written anew.
 //
-// Compiled for BYTES (2 or 4, of an element of x).
+// For simt.cu an entry of `slots` is the byte at which the column begins, slot by slot. For tensor.cu it is the column's number
+// in the stage, and 65,536 times the slot's, -1 past the last slot; entry 4 t + r of each 16 is what lanes t of four take
+// in round r. A round's four columns are to differ mod 4, so a stage's slots are sorted by that and dealt out to its rounds:
+// a read of 16 columns of 32 then takes 1.3 turns at the banks on average, in order of the columns 1.8 (simulated).
+//
+// Compiled for BYTES (2 or 4, of an element of x): 2 is for tensor.cu.
 
 #include "primitives.cuh"
 
@@ -29,6 +34,45 @@ struct Transposition {
     Element* by_column;  // [columns, pitch]
     int m, k, columns, pitch;
 };
+
+#if BYTES == 2
+// Two columns in a word and eight tokens in a copy: 16 memory instructions of a thread for 32.
+__device__ __forceinline__ void transpose_words(const Transposition& task, int tile, Word* shared) {
+    constexpr int words = kTile / 2 + 1;
+    const int across = (task.columns + kTile - 1) / kTile;
+    const int first_column = tile % across * kTile;
+    const int first_token = tile / across * kTile;
+    for (int i = threadIdx.x; i < kTile * kTile / 8; i += kThreads) {
+        const int token = first_token + i / 8;
+        const int column = first_column + i % 8 * 8;
+        uint4 eight = {};
+        if (token < task.m && column < task.k) {
+            eight = *reinterpret_cast<const uint4*>(task.x + static_cast<long long>(token) * task.k + column);
+        }
+        Word* to = shared + i / 8 * words + i % 8 * 4;
+        to[0] = eight.x;
+        to[1] = eight.y;
+        to[2] = eight.z;
+        to[3] = eight.w;
+    }
+    __syncthreads();
+    const int pair = threadIdx.x % 16 + threadIdx.x / 128 * 16;
+    const int token = threadIdx.x / 16 % 8 * 8;
+    Word both[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) both[i] = shared[(token + i) * words + pair];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int column = first_column + 2 * pair + half;
+        const Word selector = half ? 0x7632 : 0x5410;
+        const uint4 eight = {__byte_perm(both[0], both[1], selector), __byte_perm(both[2], both[3], selector),
+                             __byte_perm(both[4], both[5], selector), __byte_perm(both[6], both[7], selector)};
+        if (column < task.columns) {
+            *reinterpret_cast<uint4*>(task.by_column + static_cast<long long>(column) * task.pitch + first_token + token) = eight;
+        }
+    }
+}
+#endif
 
 __device__ __forceinline__ void transpose(const Transposition& task, int tile, Element* shared) {
     const int across = (task.columns + kTile - 1) / kTile;
@@ -54,7 +98,7 @@ __device__ __forceinline__ void transpose(const Transposition& task, int tile, E
 struct Staging {
     const unsigned char* positions;  // [groups, total]
     int* columns;                    // [row_blocks, stages, capacity], or null: whole stages
-    int* offsets;                    // [row_blocks, stages, groups_of_block, slots]
+    int* entries;                    // [row_blocks, stages, groups_of_block, slots]
     int keep, window, groups, total; // total: slots of a group
     int length, rows_of_block, slots, stages, capacity, row_bytes;
 
@@ -81,14 +125,52 @@ __device__ __forceinline__ int rank(const Word* marks, int column) {
     return below;
 }
 
+// Where a column stands in its stage: at its own number, or, packed, at its rank among those marked.
+struct Placing {
+    const Staging& task;
+    const Word* marks;
+
+    __device__ __forceinline__ int operator()(int column) const { return task.columns ? rank(marks, column) : column; }
+};
+
+#if BYTES == 4
+__device__ __forceinline__ void write_entries(const Staging& task, const Placing& place, int first_group, int stage, int* to) {
+    for (int i = threadIdx.x % kWarp; i < task.groups_of_block() * task.slots; i += kWarp) {
+        const int column = task.column(first_group + i / task.slots, stage, i % task.slots);
+        to[i] = column < 0 ? 0 : place(column) * task.row_bytes;
+    }
+}
+#else
+__device__ __forceinline__ void write_entries(const Staging& task, const Placing& place, int first_group, int stage, int* to) {
+    const int lane = threadIdx.x % kWarp;
+    const Word below = (1u << lane) - 1;
+    for (int first = 0; first < task.groups_of_block() * task.slots; first += task.slots) {
+        for (int at = 0; at < task.slots; at += kWarp) {
+            const int count = min(kWarp, task.slots - at);  // a multiple of 16
+            const int column = lane < count ? task.column(first_group + first / task.slots, stage, at + lane) : -1;
+            const int stands = column < 0 ? 3 : place(column);
+            int dealt = 0;
+#pragma unroll
+            for (int residue = 0; residue < 4; ++residue) {
+                const Word same = __ballot_sync(0xffffffffu, lane < count && stands % 4 == residue);
+                if (residue < stands % 4) dealt += __popc(same);
+                if (residue == stands % 4) dealt += __popc(same & below);
+            }
+            const int rounds = count / 4;
+            const int round = dealt % rounds;
+            const int entry = column < 0 ? -65536 : (at + lane) * 65536 + stands;
+            if (lane < count) to[first + at + round / 4 * 16 + dealt / rounds * 4 + round % 4] = entry;
+        }
+    }
+}
+#endif
+
 __device__ __forceinline__ void find_columns(const Staging& task, int index, Word* marks) {
     const int lane = threadIdx.x % kWarp;
     const int of_block = task.groups_of_block();
     const int stage = index % task.stages;
     const int first_group = static_cast<int>(static_cast<long long>(index / task.stages) * task.rows_of_block / task.length);
-    int* offsets = task.offsets + static_cast<long long>(index) * of_block * task.slots;
-    const bool packed = task.columns != nullptr;
-    if (packed) {
+    if (task.columns) {
         for (int word = lane; word < task.words(); word += kWarp) marks[word] = 0;
         __syncwarp();
         for (int i = lane; i < of_block * task.slots; i += kWarp) {
@@ -97,11 +179,9 @@ __device__ __forceinline__ void find_columns(const Staging& task, int index, Wor
         }
         __syncwarp();
     }
-    for (int i = lane; i < of_block * task.slots; i += kWarp) {
-        const int column = task.column(first_group + i / task.slots, stage, i % task.slots);
-        offsets[i] = column < 0 ? 0 : (packed ? rank(marks, column) : column) * task.row_bytes;
-    }
-    if (!packed) return;
+    int* entries = task.entries + static_cast<long long>(index) * of_block * task.slots;
+    write_entries(task, Placing{task, marks}, first_group, stage, entries);
+    if (!task.columns) return;
     int* columns = task.columns + static_cast<long long>(index) * task.capacity;
     const int marked = rank(marks, 32 * task.words() - 1) + (marks[task.words() - 1] >> 31);
     for (int i = marked + lane; i < task.capacity; i += kWarp) columns[i] = -1;
@@ -112,16 +192,23 @@ __device__ __forceinline__ void find_columns(const Staging& task, int index, Wor
 
 extern "C" __global__ void __launch_bounds__(kThreads) semisparse_vector_nm_prepare(
     const Element* __restrict__ x, Element* __restrict__ by_column, int m, int k, int columns, int pitch,
-    const unsigned char* __restrict__ positions, int* __restrict__ packed_columns, int* __restrict__ offsets,
+    const unsigned char* __restrict__ positions, int* __restrict__ packed_columns, int* __restrict__ entries,
     int keep, int window, int groups, int total, int length, int rows_of_block, int slots, int stages, int capacity,
     int row_bytes, int tiles, int tables  // tables: row blocks * stages
 ) {
     extern __shared__ uint4 shared[];
     if (blockIdx.x < tiles) {
-        transpose(Transposition{x, by_column, m, k, columns, pitch}, blockIdx.x, reinterpret_cast<Element*>(shared));
+        const Transposition task{x, by_column, m, k, columns, pitch};
+#if BYTES == 2
+        if (k % 8 == 0) {
+            transpose_words(task, blockIdx.x, reinterpret_cast<Word*>(shared));
+            return;
+        }
+#endif
+        transpose(task, blockIdx.x, reinterpret_cast<Element*>(shared));
         return;
     }
-    const Staging task{positions, packed_columns, offsets, keep, window, groups, total,
+    const Staging task{positions, packed_columns, entries, keep, window, groups, total,
                        length, rows_of_block, slots, stages, capacity, row_bytes};
     const int warp = threadIdx.x / kWarp;
     const int index = (blockIdx.x - tiles) * (kThreads / kWarp) + warp;

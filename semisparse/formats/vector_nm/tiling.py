@@ -10,7 +10,7 @@ from semisparse.patterns import VectorNM
 MODERATE = 0.3
 """Density from which on some group keeps most columns of a window, so that whole windows are staged (section III-A)."""
 
-WHOLE_COLUMNS = 64
+WHOLE_COLUMNS = 128
 """The widest stage of whole windows."""
 
 SHARED_LIMIT = 99 << 10
@@ -43,7 +43,7 @@ class Shape:
 
 
 SIMT = (Shape(128, 128, 8), Shape(64, 64, 8), Shape(32, 32, 4))
-TENSOR = (Shape(128, 256, 8), Shape(128, 128, 4), Shape(64, 64, 2))
+TENSOR = (Shape(128, 256, 8), Shape(128, 128, 8), Shape(64, 64, 4))
 """Largest first. Nothing of this is measured yet: the shapes are those of the paper's table I, doubled for 16 bits."""
 
 
@@ -81,8 +81,8 @@ class Tiling:
 
     @property
     def pad(self) -> int:
-        """Elements after each row in shared memory: matrix loads then meet in no bank."""
-        return 8 if self.itemsize == 2 else 0
+        """Elements after each column in shared memory: four consecutive ones then lie in banks of their own."""
+        return 16 if self.itemsize == 2 else 0
 
     @property
     def column_bytes(self) -> int:
@@ -97,11 +97,12 @@ class Tiling:
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory of a block: as staging.cuh lays them out."""
-        span = min(self.length, self.shape.rows)
-        value = span + self.pad
-        group = self.slots * value + (value if span < WARP_ROWS else 0)
-        stage = self.columns * self.column_bytes + self.groups * (group * self.itemsize + 4 * self.slots)
+        """Bytes of shared memory of a block: as staging.cuh and values.cuh lay them out."""
+        stage = self.columns * self.column_bytes
+        if self.itemsize == 4:
+            span = min(self.length, self.shape.rows)
+            group = self.slots * span + (span if span < WARP_ROWS else 0)
+            stage += self.groups * 4 * (group + self.slots)
         return self.stages * stage
 
     def intensity(self, pattern: VectorNM, k: int) -> float:
