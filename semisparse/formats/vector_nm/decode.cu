@@ -16,7 +16,8 @@ constexpr int kUnit = 8;                        // weights in 16 bytes
 constexpr int kLanes = LENGTH / kUnit;          // that share a slot
 constexpr int kSlotsOfWarp = kWarp / kLanes;    // at a time
 constexpr int kSlotsOfBlock = WARPS * kSlotsOfWarp;
-constexpr int kAhead = AHEAD;                   // loads in flight a lane
+constexpr int kAhead = AHEAD;                   // slots that a lane reads at once
+constexpr int kStride = kAhead * kSlotsOfBlock;
 constexpr int kParts = TOKENS > 4 ? TOKENS / 4 : 1;  // of the tokens, brought one after another: more spill
 constexpr Word kAllLanes = 0xffffffffu;
 
@@ -153,15 +154,19 @@ extern "C" __global__ void __launch_bounds__(kThreads) semisparse_vector_nm_deco
         const int first_column = window * WINDOW;
         const int end = min((window + panel_windows) * KEEP, total);
         int at = window * KEEP + own;
-        Held held;
-        weights.read(held, at, end, first_column);  // on its way while x is brought
+        // Two sets take turns: one would have to be moved, and so waited for, before the next is asked for.
+        Held first, second;
+        weights.read(first, at, end, first_column);  // on their way while x is brought
+        weights.read(second, at + kStride, end, first_column);
         if (window) __syncthreads();
         fill(panel, x, m, k, first_column, (end - window * KEEP) / KEEP * WINDOW);
         __syncthreads();
-        for (; at < end; at += kAhead * kSlotsOfBlock) {
-            const Held now = held;
-            weights.read(held, at + kAhead * kSlotsOfBlock, end, first_column);
-            add(sums, now, panel);
+#pragma unroll 1
+        for (; at < end; at += 2 * kStride) {
+            add(sums, first, panel);
+            weights.read(first, at + 2 * kStride, end, first_column);
+            add(sums, second, panel);
+            weights.read(second, at + 3 * kStride, end, first_column);
         }
     }
     __syncthreads();

@@ -35,44 +35,54 @@ struct Transposition {
     int m, k, columns, pitch;
 };
 
-#if BYTES == 2
-// Two columns in a word and eight tokens in a copy: 16 memory instructions of a thread for 32.
-__device__ __forceinline__ void transpose_words(const Transposition& task, int tile, Word* shared) {
-    constexpr int words = kTile / 2 + 1;
+// The same by 16 bytes at a time, where rows of x begin at multiples of 16 bytes.
+__device__ __forceinline__ void transpose_units(const Transposition& task, int tile, Word* shared) {
+    constexpr int unit = 16 / BYTES;          // elements
+    constexpr int word = 4 / BYTES;           // elements
+    constexpr int pitch = kTile / word + 1;   // words
+    constexpr int units = kTile / unit;
     const int across = (task.columns + kTile - 1) / kTile;
     const int first_column = tile % across * kTile;
     const int first_token = tile / across * kTile;
-    for (int i = threadIdx.x; i < kTile * kTile / 8; i += kThreads) {
-        const int token = first_token + i / 8;
-        const int column = first_column + i % 8 * 8;
-        uint4 eight = {};
+#pragma unroll
+    for (int i = threadIdx.x; i < kTile * units; i += kThreads) {
+        const int token = first_token + i / units;
+        const int column = first_column + i % units * unit;
+        uint4 read = {};
         if (token < task.m && column < task.k) {
-            eight = *reinterpret_cast<const uint4*>(task.x + static_cast<long long>(token) * task.k + column);
+            read = *reinterpret_cast<const uint4*>(task.x + static_cast<long long>(token) * task.k + column);
         }
-        Word* to = shared + i / 8 * words + i % 8 * 4;
-        to[0] = eight.x;
-        to[1] = eight.y;
-        to[2] = eight.z;
-        to[3] = eight.w;
+        Word* to = shared + i / units * pitch + i % units * 4;
+        to[0] = read.x;
+        to[1] = read.y;
+        to[2] = read.z;
+        to[3] = read.w;
     }
     __syncthreads();
-    const int pair = threadIdx.x % 16 + threadIdx.x / 128 * 16;
-    const int token = threadIdx.x / 16 % 8 * 8;
-    Word both[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) both[i] = shared[(token + i) * words + pair];
+    for (int i = threadIdx.x; i < kTile / word * units; i += kThreads) {
+        // Four lanes write one column, so that whole sectors are written.
+        const int at = i / 4 % (kTile / word);
+        const int token = (i % 4 + i / (4 * kTile / word) * 4) * unit;
+        if (first_token + token >= task.pitch) continue;
+        Word read[unit];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int column = first_column + 2 * pair + half;
-        const Word selector = half ? 0x7632 : 0x5410;
-        const uint4 eight = {__byte_perm(both[0], both[1], selector), __byte_perm(both[2], both[3], selector),
-                             __byte_perm(both[4], both[5], selector), __byte_perm(both[6], both[7], selector)};
-        if (column < task.columns) {
-            *reinterpret_cast<uint4*>(task.by_column + static_cast<long long>(column) * task.pitch + first_token + token) = eight;
+        for (int j = 0; j < unit; ++j) read[j] = shared[(token + j) * pitch + at];
+#pragma unroll
+        for (int part = 0; part < word; ++part) {
+            const int column = first_column + at * word + part;
+            if (column >= task.columns) continue;
+#if BYTES == 2
+            const Word halves = part ? 0x7632 : 0x5410;
+            const uint4 written = {__byte_perm(read[0], read[1], halves), __byte_perm(read[2], read[3], halves),
+                                   __byte_perm(read[4], read[5], halves), __byte_perm(read[6], read[7], halves)};
+#else
+            const uint4 written = {read[0], read[1], read[2], read[3]};
+#endif
+            *reinterpret_cast<uint4*>(task.by_column + static_cast<long long>(column) * task.pitch + first_token + token) = written;
         }
     }
 }
-#endif
 
 __device__ __forceinline__ void transpose(const Transposition& task, int tile, Element* shared) {
     const int across = (task.columns + kTile - 1) / kTile;
@@ -199,13 +209,11 @@ extern "C" __global__ void __launch_bounds__(kThreads) semisparse_vector_nm_prep
     extern __shared__ uint4 shared[];
     if (blockIdx.x < tiles) {
         const Transposition task{x, by_column, m, k, columns, pitch};
-#if BYTES == 2
-        if (k % 8 == 0) {
-            transpose_words(task, blockIdx.x, reinterpret_cast<Word*>(shared));
-            return;
+        if (k % (16 / BYTES) == 0) {
+            transpose_units(task, blockIdx.x, reinterpret_cast<Word*>(shared));
+        } else {
+            transpose(task, blockIdx.x, reinterpret_cast<Element*>(shared));
         }
-#endif
-        transpose(task, blockIdx.x, reinterpret_cast<Element*>(shared));
         return;
     }
     const Staging task{positions, packed_columns, entries, keep, window, groups, total,

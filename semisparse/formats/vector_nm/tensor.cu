@@ -42,61 +42,58 @@ struct Slots {
     __device__ __forceinline__ int slot(int round) const { return static_cast<int>(of_round[round]) >> 16; }
 };
 
-// What a lane holds of a step, for each group of its warp.
-struct Step {
-    Slots slots[kOwners];
-    Word weights[kOwners][kRounds][kWords];  // rows of a lane, two in a word
-};
+using Weights = Word[kOwners][kRounds][kWords];  // of a step; rows of a lane, two in a word
 
-// Reads slots two steps and weights one step before they are multiplied.
+// Where a lane finds its slots and weights in memory.
 struct Reader {
-    const uint4* slots;    // the lane's, of the stage that is computed on
+    const uint4* slots;    // of the stage that is read next
     const SCALAR* values;  // the lane's rows in the warp's first group, of that stage
-    int stages;            // left, that one included
+    int left;              // stages, that one included
     int next_group[kOwners];
 
-    __device__ __forceinline__ Reader(const Operands& from, int first_row) : stages(from.stages) {
+    __device__ __forceinline__ Reader(const Operands& from, int first_row) : left(from.stages) {
         const int lane = threadIdx.x % kWarp;
         const int group = first_row / kSpan;
         const int row = static_cast<int>((blockIdx.y * 1LL * ROWS + first_row) % LENGTH);
-        slots = reinterpret_cast<const uint4*>(from.slots_of_block() + group * SLOTS) + lane % 4;
+        // Past the last group its values are read again: those rows are not stored.
         const int last = from.groups - 1;
+        const int own = min(from.first_group() + group, last);
 #pragma unroll
         for (int owner = 0; owner < kOwners; ++owner) {
-            // Past the last group its values are read again: those rows are not stored.
-            next_group[owner] = (min(from.first_group() + group + owner, last) - min(from.first_group() + group, last)) *
-                                from.total * LENGTH;
+            next_group[owner] = (min(from.first_group() + group + owner, last) - own) * from.total * LENGTH;
         }
-        values = from.values + static_cast<long long>(min(from.first_group() + group, last)) * from.total * LENGTH + row +
-                 lane / 4 * kOwn;
+        slots = reinterpret_cast<const uint4*>(from.slots_of_block() + group * SLOTS) + lane % 4;
+        values = from.values + static_cast<long long>(own) * from.total * LENGTH + row + lane / 4 * kOwn;
     }
 
-    // `step` counts from the first of the stage that is computed on, and may reach into later ones.
-    __device__ __forceinline__ void read_slots(Slots (&to)[kOwners], int step) const {
-        const bool inside = step / kSteps < stages;
+    // Past the last stage there are no slots. It is no branch round the loads: reads of x would not move across it.
+    __device__ __forceinline__ void read_slots(Slots (&to)[kSteps][kOwners]) const {
 #pragma unroll
-        for (int owner = 0; owner < kOwners; ++owner) {
-            const int at = (step / kSteps * kGroups + owner) * SLOTS + step % kSteps * kStep;
-            const uint4 four = inside ? __ldg(slots + at / 4) : uint4{~0u, ~0u, ~0u, ~0u};
-            to[owner].of_round[0] = four.x;
-            to[owner].of_round[1] = four.y;
-            to[owner].of_round[2] = four.z;
-            to[owner].of_round[3] = four.w;
+        for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+            for (int owner = 0; owner < kOwners; ++owner) {
+                const int at = (owner * SLOTS + step * kStep) / 4;
+                const uint4 four = left > 0 ? __ldg(slots + at) : uint4{~0u, ~0u, ~0u, ~0u};
+                to[step][owner].of_round[0] = four.x;
+                to[step][owner].of_round[1] = four.y;
+                to[step][owner].of_round[2] = four.z;
+                to[step][owner].of_round[3] = four.w;
+            }
         }
     }
 
-    __device__ __forceinline__ void read_weights(Step& to, int step) const {
+    __device__ __forceinline__ void read_weights(Weights& to, const Slots (&of)[kOwners]) const {
 #pragma unroll
         for (int owner = 0; owner < kOwners; ++owner) {
 #pragma unroll
             for (int round = 0; round < kRounds; ++round) {
-                const int slot = to.slots[owner].slot(round);
-                Word(&words)[kWords] = to.weights[owner][round];
+                const int slot = of[owner].slot(round);
+                Word(&words)[kWords] = to[owner][round];
                 words[0] = 0;
                 words[kWords - 1] = 0;
                 // Past the last slot there are no weights.
                 if (slot < 0) continue;
-                const SCALAR* rows = values + next_group[owner] + (step / kSteps * SLOTS + slot) * LENGTH;
+                const SCALAR* rows = values + next_group[owner] + slot * LENGTH;
                 if (kOwn == 4) {
                     const uint2 both = __ldg(reinterpret_cast<const uint2*>(rows));
                     words[0] = both.x;
@@ -113,37 +110,35 @@ struct Reader {
     __device__ __forceinline__ void next_stage() {
         slots += kGroups * SLOTS / 4;
         values += SLOTS * LENGTH;
-        --stages;
+        --left;
     }
 };
 
-__device__ __forceinline__ void multiply(Sums& sums, const Step& step, const char* columns) {
+using Chunk = Word[kRounds][4];  // eight tokens of a lane's four columns
+
+__device__ __forceinline__ void read_chunk(Chunk& to, const Slots& slots, const char* columns, int chunk) {
 #pragma unroll
-    for (int owner = 0; owner < kOwners; ++owner) {
+    for (int round = 0; round < kRounds; ++round) {
+        const char* column = columns + slots.place(round) * kBytesOfColumn + chunk * 64 * static_cast<int>(sizeof(SCALAR));
+        const uint4 eight = *reinterpret_cast<const uint4*>(column);
+        to[round][0] = eight.x;
+        to[round][1] = eight.y;
+        to[round][2] = eight.z;
+        to[round][3] = eight.w;
+    }
+}
+
+__device__ __forceinline__ void multiply(Sums& sums, const Chunk& x, const Weights& weights, int owner, int chunk) {
+    const Word(&w)[kRounds][kWords] = weights[owner];
 #pragma unroll
-        for (int chunk = 0; chunk < kChunks; ++chunk) {
-            Word x[kRounds][4];
+    for (int pair = 0; pair < 4; ++pair) {
+        const Word a[4] = {__byte_perm(x[0][pair], x[1][pair], kLow), __byte_perm(x[0][pair], x[1][pair], kHigh),
+                           __byte_perm(x[2][pair], x[3][pair], kLow), __byte_perm(x[2][pair], x[3][pair], kHigh)};
 #pragma unroll
-            for (int round = 0; round < kRounds; ++round) {
-                const char* column = columns + step.slots[owner].place(round) * kBytesOfColumn;
-                const uint4 eight = *reinterpret_cast<const uint4*>(column + chunk * 64 * sizeof(SCALAR));
-                x[round][0] = eight.x;
-                x[round][1] = eight.y;
-                x[round][2] = eight.z;
-                x[round][3] = eight.w;
-            }
-#pragma unroll
-            for (int pair = 0; pair < 4; ++pair) {
-                const Word a[4] = {__byte_perm(x[0][pair], x[1][pair], kLow), __byte_perm(x[0][pair], x[1][pair], kHigh),
-                                   __byte_perm(x[2][pair], x[3][pair], kLow), __byte_perm(x[2][pair], x[3][pair], kHigh)};
-#pragma unroll
-                for (int own = 0; own < kOwn; ++own) {
-                    const Word(&w)[kRounds][kWords] = step.weights[owner];
-                    const Word half = own % 2 ? kHigh : kLow;
-                    mma(sums[chunk][pair][owner * kOwn + own], a, __byte_perm(w[0][own / 2], w[1][own / 2], half),
-                        __byte_perm(w[2][own / 2], w[3][own / 2], half), static_cast<const SCALAR*>(nullptr));
-                }
-            }
+        for (int own = 0; own < kOwn; ++own) {
+            const Word half = own % 2 ? kHigh : kLow;
+            mma(sums[chunk][pair][owner * kOwn + own], a, __byte_perm(w[0][own / 2], w[1][own / 2], half),
+                __byte_perm(w[2][own / 2], w[3][own / 2], half), static_cast<const SCALAR*>(nullptr));
         }
     }
 }
@@ -198,11 +193,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) semisparse_vector_nm_te
     const int first_row = warp / kWarpsAlongTokens * kRowsOfWarp;
     ColumnStager stager(operands);
     Reader reader(operands, first_row);
-    Step next;
-    Slots coming[kOwners];
-    reader.read_slots(next.slots, 0);
-    reader.read_slots(coming, 1);
-    reader.read_weights(next, 0);
+    Slots here[kSteps][kOwners], ahead[kSteps][kOwners];
+    Weights weights[kSteps];
+    reader.read_slots(ahead);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) reader.read_weights(weights[step], ahead[step]);
     Sums sums = {};
     for_each_stage<kColumnBytes>(
         stages, reinterpret_cast<char*>(shared),
@@ -213,15 +208,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) semisparse_vector_nm_te
         [&](const char* buffer) {
             const char* columns = buffer + (first_token + lane / 4 * 8) * sizeof(SCALAR);
 #pragma unroll
-            for (int step = 0; step < kSteps; ++step) {
-                const Step now = next;
-#pragma unroll
-                for (int owner = 0; owner < kOwners; ++owner) next.slots[owner] = coming[owner];
-                reader.read_slots(coming, step + 2);
-                reader.read_weights(next, step + 1);
-                multiply(sums, now, columns);
-            }
+            for (int i = 0; i < kSteps * kOwners; ++i) here[i / kOwners][i % kOwners] = ahead[i / kOwners][i % kOwners];
             reader.next_stage();
+            reader.read_slots(ahead);
+            constexpr int parts = kOwners * kChunks;  // of a step
+            Chunk x[2];
+            read_chunk(x[0], here[0][0], columns, 0);
+#pragma unroll
+            for (int i = 0; i < kSteps * parts; ++i) {
+                const int next = i + 1;
+                // Columns are on their way while those before are multiplied, weights for as long as a stage takes.
+                if (next < kSteps * parts) {
+                    read_chunk(x[next % 2], here[next / parts][next % parts / kChunks], columns, next % kChunks);
+                }
+                multiply(sums, x[i % 2], weights[i / parts], i % parts / kChunks, i % kChunks);
+                if (next % parts == 0) reader.read_weights(weights[i / parts], ahead[i / parts]);
+            }
         });
     write(sums, first_token, first_row, bias, y, m, n, vectors != 0);
 }
