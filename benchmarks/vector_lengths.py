@@ -24,7 +24,11 @@ from semisparse.text import token_chunks
 
 LENGTHS = (1, 4, 16, 32)
 STAGES = {"sparsegpt": "none", "+ bqpo": "bqpo"}
-COLUMNS = ("model", "length", "stage", "nll", "kl", "bits", "tokens", "samples", "epochs", "seed", "seconds", "device")
+COLUMNS = (
+    *("model", "length", "stage", "nll", "kl", "bits", "tokens", "samples", "epochs", "seed", "seconds", "device"),
+    "first_outcome",
+)
+"""``first_outcome`` is that of the first layer: a tuning that does no good on held-out sequences is undone."""
 
 
 def main() -> None:
@@ -33,6 +37,7 @@ def main() -> None:
     parser.add_argument("shared", type=Path)
     parser.add_argument("csv", type=Path)
     parser.add_argument("--model", default="pycode-11m", choices=list(MODELS))
+    parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--chunks", type=int, help="of the eval text; all by default")
@@ -42,15 +47,15 @@ def main() -> None:
     rows = read_rows(options.csv)
     done = {(row["model"], row["length"], row["stage"]) for row in rows}
     for stage in STAGES:
-        for length in LENGTHS:
-            if (options.model, str(length), stage) not in done:
+        for length in options.lengths.split(","):
+            if (options.model, length, stage) not in done:
                 rows.append(measure(length, stage, options))
                 write_rows(options.csv, rows, COLUMNS)
                 print(*(rows[-1][column] for column in COLUMNS), flush=True)
     print(table(rows, options.model))
 
 
-def measure(length: int, stage: str, options: argparse.Namespace) -> dict[str, str]:
+def measure(length: str, stage: str, options: argparse.Namespace) -> dict[str, str]:
     """Compress and evaluate the model in one way."""
     calibration, held_out, seqlen = MODELS[options.model]
     directory, text = options.shared / "models" / options.model, options.shared / "text"
@@ -72,7 +77,7 @@ def measure(length: int, stage: str, options: argparse.Namespace) -> dict[str, s
     chunks = token_chunks(tokenizer, text / held_out, seqlen)[: options.chunks]
     found = measure_quality(model.float().to(device), chunks, load(directory, options.device, torch.float32))
     values = (options.model, length, stage, found.nll, found.kl, bits, found.tokens, options.samples, options.epochs)
-    more = (options.seed, round(report.seconds), device.type)
+    more = (options.seed, round(report.seconds), device.type, layers[0]["outcome"])
     return dict(zip(COLUMNS, map(str, (*values, *more)), strict=True))
 
 
