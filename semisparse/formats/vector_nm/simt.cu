@@ -56,7 +56,7 @@ __device__ __forceinline__ void multiply(Sums& sums, const Stage& stage, const P
         values[four] = stage.values() + group * kGroupPitch + place.rows(four) % kSpan;
         if (four < kOwn) offsets[four] = stage.offsets() + group * SLOTS;
     }
-#pragma unroll(SLOTS % 8 == 0 ? 8 : SLOTS)
+#pragma unroll(SLOTS % 8 == 0 ? 8 : 4)
     for (int slot = 0; slot < SLOTS; ++slot) {
         float w[kRowsOfThread];
 #pragma unroll
