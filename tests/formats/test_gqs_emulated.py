@@ -37,10 +37,10 @@ def emulated_kernels(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("kind", "dtype", "m", "n", "k", "pattern"),
     [
-        ("w4", torch.float16, 1, 40, 200, "g16@50%"),
-        ("w4", torch.bfloat16, 13, 23, 172, "g16@50%"),
-        ("w8", torch.float16, 9, 16, 150, "g16@0%"),
-        ("w8", torch.bfloat16, 5, 40, 200, "g16@80%"),
+        ("w4", torch.float16, 1, 40, 1024, "g16@50%"),
+        ("w4", torch.bfloat16, 13, 23, 684, "g16@50%"),
+        ("w8", torch.float16, 9, 16, 1400, "g16@0%"),
+        ("w8", torch.bfloat16, 5, 70, 200, "g16@80%"),
     ],
 )
 def test_any_division_of_the_work(monkeypatch, kind: str, dtype: torch.dtype, m: int, n: int, k: int, pattern: str):
