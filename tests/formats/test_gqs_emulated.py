@@ -26,6 +26,7 @@ def emulated_kernels(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cuda, "compile_cubin", emulated.compile_emulated)
     monkeypatch.setattr(cuda, "CudaKernel", emulated.EmulatedKernel)
     monkeypatch.setattr(cuda, "WARPS", 2)
+    monkeypatch.setattr(cuda, "BATCH", 4)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: _Stream)
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
     cuda._decode_kernel.cache_clear()
