@@ -26,7 +26,6 @@ def emulated_kernels(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cuda, "compile_cubin", emulated.compile_emulated)
     monkeypatch.setattr(cuda, "CudaKernel", emulated.EmulatedKernel)
     monkeypatch.setattr(cuda, "WARPS", 2)
-    monkeypatch.setattr(cuda, "BATCH", 4)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: _Stream)
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
     cuda._decode_kernel.cache_clear()
@@ -50,7 +49,7 @@ def test_any_division_of_the_work(monkeypatch, kind: str, dtype: torch.dtype, m:
     weight[3] = 0
     packed = GQS.pack(weight, pattern, kind=kind)
     x, bias = random_operands(packed, m, dtype, "cpu")
-    monkeypatch.setattr(cuda, "BLOCKS_PER_PROCESSOR", 1)
+    monkeypatch.setattr(cuda, "_blocks", lambda tiles, processors: processors)
     for blocks in (1, 2, 5, 99):
         monkeypatch.setattr(cuda, "device_facts", lambda _, blocks=blocks: SimpleNamespace(processors=blocks, arch=""))
         results = []

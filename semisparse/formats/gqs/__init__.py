@@ -19,11 +19,10 @@ FORMAT = Format(
     pack_weight=pack.pack_weight,
     unpack=pack.unpack,
     check_content=pack.check_content,
-    # `decode` comes last, where only its name finds it, until it was timed on a GPU; an earlier build passed its tests.
     kernels=(
         Kernel("cpu", "cpu", cpu.supports, cpu.load),
-        Kernel("unpack", "cuda", cuda.unpack_refusal, lambda: cuda.unpack_and_multiply),
         Kernel("decode", "cuda", cuda.decode_refusal, lambda: cuda.decode),
+        Kernel("unpack", "cuda", cuda.unpack_refusal, lambda: cuda.unpack_and_multiply),
     ),
     cost=cuda.cost,
     cases=(

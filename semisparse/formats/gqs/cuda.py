@@ -31,11 +31,8 @@ TOKENS_A_SET = 8
 WARPS = 8
 """Of a block."""
 
-BATCH = 8
-"""Chunks along K of a strip, which a warp copies to shared memory at once."""
-
-STAGES = 2
-"""Strips of a warp in shared memory, being read or on their way."""
+BATCH = 4
+"""Chunks along K that a warp loads at once; a strip."""
 
 BLOCKS_PER_PROCESSOR = 2
 """That registers are left for, and that share the work."""
@@ -48,7 +45,6 @@ def _defines(dtype: torch.dtype, bits: int, sets: int, whole: bool) -> Defines:
         "SETS": sets,
         "WARPS": WARPS,
         "BATCH": BATCH,
-        "STAGES": STAGES,
         "BLOCKS": BLOCKS_PER_PROCESSOR,
         "WHOLE": int(whole),
     }
@@ -111,27 +107,20 @@ def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     pointers = [None if operand is None else operand.data_ptr() for operand in operands]
     whole = k % (TILE_GROUPS * SIZE * BATCH) == 0 and x.data_ptr() % 16 == 0
     kernel = _decode_kernel(x.device, x.dtype, KINDS[str(packed.params["kind"])], sets, whole)
-    kernel(x.device, (blocks, 1, 1), 32 * WARPS, *pointers, m, n, k, tile_chunks, kept, *divmod(strips, blocks))
+    kernel(x.device, (blocks, 1, 1), 32 * WARPS, *pointers, m, n, k, tile_chunks, kept - 1, *divmod(strips, blocks))
     return y
 
 
 def _blocks(tiles: int, processors: int) -> int:
-    """Say how many blocks share the work of some tiles."""
-    return BLOCKS_PER_PROCESSOR * processors
+    """Say how many blocks share the work of some tiles: where there is one for each, none waits for another."""
+    most = BLOCKS_PER_PROCESSOR * processors
+    return tiles if tiles <= most else most
 
 
 @cache
 def _decode_kernel(device: torch.device, dtype: torch.dtype, bits: int, sets: int, whole: bool) -> CudaKernel:
     cubin = compile_cubin(DECODE.path, device_facts(device).arch, _defines(dtype, bits, sets, whole))
-    parameters = (*[_POINTER] * 10, *[_INT] * 7)
-    return CudaKernel(cubin, "semisparse_gqs_decode", parameters, _shared_bytes(bits, sets))
-
-
-def _shared_bytes(bits: int, sets: int) -> int:
-    """Give the shared memory of a block: each warp's slots, its two shares of a tile, and what tells of arrivals."""
-    groups = TILE_ROWS * TILE_GROUPS * BATCH + 16
-    slot = 16 * BATCH + groups * (SIZE * bits // 8 + 2 + 1)
-    return WARPS * (STAGES * (slot + 8) + 2 * 4 * TILE_ROWS * TOKENS_A_SET * sets)
+    return CudaKernel(cubin, "semisparse_gqs_decode", (*[_POINTER] * 10, *[_INT] * 7))
 
 
 def _arrivals(device: torch.device, tiles: int) -> Tensor:

@@ -12,7 +12,7 @@
 // same bits.
 //
 // Compiled for SCALAR (__half or __nv_bfloat16, of x, scale, bias and y), BITS (4 or 8), SETS (of 8 tokens: 1 or 2), WARPS
-// (of a block), BATCH (chunks of a strip), STAGES (strips of a warp in shared memory, being read or on their way), BLOCKS (of a processor, for registers) and WHOLE (1: k is a
+// (of a block), BATCH (chunks that a warp loads at once), BLOCKS (of a processor, for registers) and WHOLE (1: k is a
 // multiple of a strip's columns, 64 * BATCH).
 
 #include "primitives.cuh"
@@ -25,15 +25,16 @@ constexpr int kCells = kRows * kTokens;    // sums of a tile, token after token
 constexpr int kWords = kSize * BITS / 32;  // of a group's codes
 constexpr Word kAll = 0xffffffff;
 
-constexpr int kGroups = 64 * BATCH + 16;    // that a slot has room for: a strip's, from a multiple of 16 on
+struct Header {
+    Word low, high;  // masks of rows 0 to 7 and 8 to 15
+    Word start;      // groups stored before
+};
 
-// A strip in shared memory. Group i stands at i - origin, where origin is the first of the strip rounded down to 16, so that
-// 16-byte copies fit all three.
-struct Slot {
-    uint4 headers[BATCH];  // of a chunk: masks of rows 0 to 7 and 8 to 15, the place of its first group
-    uint4 codes[kGroups * kWords / 4];
-    uint4 scale[kGroups / 8];
-    uint4 zero[kGroups / 16];
+struct Chunk {
+    Word codes[2][kWords];  // of the lane's two rows; another group's where its own is dropped
+    Word zero[2];           // likewise
+    Word scale[2];          // likewise
+    Word kept[2];           // 0 where the group is dropped, else what makes two of a scale
 };
 
 __device__ __forceinline__ Word bits_of(__half2 pair) { return *reinterpret_cast<Word*>(&pair); }
@@ -105,7 +106,7 @@ struct Weight {
     const Word* codes;              // [kept, kWords]
     const unsigned short* scale;    // [kept], a SCALAR each
     const unsigned char* zero;      // [kept]
-    Word kept;
+    Word last;                      // of the groups
 };
 
 // How the strips are dealt out.
@@ -127,84 +128,36 @@ struct Division {
     }
 };
 
-// Lane i has chunk i of a strip, and of the one after the last only `start`.
-struct Header {
-    Word low, high;  // masks of rows 0 to 7 and 8 to 15
-    Word start;      // groups stored before
-};
-
+// Lane i gets the header of chunk i of a strip, which has `count` chunks.
 __device__ __forceinline__ Header read_header(const Weight& weight, int chunk, int count) {
     const int lane = threadIdx.x % 32;
-    Header header = {0, 0, 0};
-    if (lane > count) return header;
-    header.start = __ldg(weight.starts + chunk + lane);
-    if (lane == count) return header;
+    if (lane >= min(count, BATCH)) return {0, 0, 0};
     const uint2 mask = __ldg(weight.masks + chunk + lane);
-    return {mask.x, mask.y, header.start};
+    return {mask.x, mask.y, __ldg(weight.starts + chunk + lane)};
 }
 
-// Groups first to end, in things of `size` bytes, as 16-byte copies take them: from first rounded down on. What is left past
-// the last whole 16 bytes of all `kept` groups is for the lanes to bring.
-template <int size> struct Range {
-    static constexpr Word kUnit = 16 / size;
-    const char* from;
-    char* to;
-    int bytes;
-
-    __device__ __forceinline__ Range(uint4* slot, const void* all, Word origin, Word first, Word end, Word kept) {
-        const Word begin = first & ~(kUnit - 1), bound = end + kUnit - 1 & ~(kUnit - 1);
-        from = static_cast<const char*>(all) + static_cast<long long>(begin) * size;
-        to = reinterpret_cast<char*>(slot) + (begin - origin) * size;
-        bytes = (min(bound, kept & ~(kUnit - 1)) - begin) * size;
-    }
-
-    __device__ __forceinline__ void bring_rest(Word first, Word kept) const {
-        const int rest = (kept & kUnit - 1) * size, lane = threadIdx.x % 32;
-        if (lane < rest) to[bytes + lane] = from[bytes + lane];
-    }
-};
-
-// Asks for a strip's groups.
-__device__ __forceinline__ void fetch(Slot& slot, Arrival& arrival, const Weight& weight, const Header& header, int count) {
-    const int lane = threadIdx.x % 32;
-    const Word first = __shfl_sync(kAll, header.start, 0), end = __shfl_sync(kAll, header.start, count);
-    const Word origin = first & ~15u;
-    const Range<4 * kWords> codes(slot.codes, weight.codes, origin, first, end, weight.kept);
-    const Range<2> scale(slot.scale, weight.scale, origin, first, end, weight.kept);
-    const Range<1> zero(slot.zero, weight.zero, origin, first, end, weight.kept);
-    __syncwarp();  // the slot has been read
-    copy_async(arrival, codes.to, codes.from, codes.bytes, scale.to, scale.from, scale.bytes, zero.to, zero.from, zero.bytes);
-    if (lane < BATCH) slot.headers[lane] = {header.low, header.high, lane < count ? header.start - origin : 0, 0};
-    if (end == weight.kept && first < end) {
-        codes.bring_rest(first, end);
-        scale.bring_rest(first, end);
-        zero.bring_rest(first, end);
-    }
-}
-
-struct Group {
-    Word codes[kWords];
-    Word scale;  // twice in a word; 0 where the group is dropped
-    Word zero;
-};
-
-// Where the group is dropped, another's codes and zero.
-__device__ __forceinline__ Group read_group(const Slot& slot, bool kept, Word place) {
-    Group group;
-    const Word* codes = reinterpret_cast<const Word*>(slot.codes) + place * kWords;
+// Where the group is dropped, another is read: no load waits for what another brought.
+__device__ __forceinline__ void read_group(Chunk& chunk, const Weight& weight, int row, bool kept, Word place) {
+    place = min(place, weight.last);
 #if BITS == 4
-    const uint2 words = *reinterpret_cast<const uint2*>(codes);
+    const uint2 codes = __ldg(reinterpret_cast<const uint2*>(weight.codes) + place);
 #else
-    const uint4 words = *reinterpret_cast<const uint4*>(codes);
-    group.codes[2] = words.z;
-    group.codes[3] = words.w;
+    const uint4 codes = __ldg(reinterpret_cast<const uint4*>(weight.codes) + place);
+    chunk.codes[row][2] = codes.z;
+    chunk.codes[row][3] = codes.w;
 #endif
-    group.codes[0] = words.x;
-    group.codes[1] = words.y;
-    group.zero = reinterpret_cast<const unsigned char*>(slot.zero)[place];
-    group.scale = 0;
-    if (kept) group.scale = reinterpret_cast<const unsigned short*>(slot.scale)[place] * 0x10001u;
-    return group;
+    chunk.codes[row][0] = codes.x;
+    chunk.codes[row][1] = codes.y;
+    chunk.zero[row] = __ldg(weight.zero + place);
+    chunk.scale[row] = __ldg(weight.scale + place);
+    chunk.kept[row] = kept ? 0x10001u : 0;
+}
+
+__device__ __forceinline__ void read_chunk(Chunk& chunk, const Weight& weight, const Header& header, int index, Word bit, Word below) {
+    const Word low = __shfl_sync(kAll, header.low, index), high = __shfl_sync(kAll, header.high, index);
+    const Word first = __shfl_sync(kAll, header.start, index), second = first + __popc(low);
+    read_group(chunk, weight, 0, low & bit, first + __popc(low & below));
+    read_group(chunk, weight, 1, high & bit, second + __popc(high & below));
 }
 
 // 16 columns of a token; what lies past k is zero.
@@ -228,41 +181,15 @@ __device__ __forceinline__ void read_x(Word (&words)[8], const SCALAR* place, in
 #endif
 }
 
-// What does not change from chunk to chunk, kept in registers.
-struct Constants {
-    Word bit, below;       // of the lane, and of those before it
-    Word nibbles, magic;   // see dequantise4
-
-    __device__ __forceinline__ Constants() {
-        const bool half = is_half(static_cast<const SCALAR*>(nullptr));
-        bit = 1u << threadIdx.x % 32;
-        below = bit - 1;
-        nibbles = half ? 0x00f000f0u : 0x00780078u;
-        magic = half ? 0x54005400u : 0x41804180u;
-        keep_in_register(bit);
-        keep_in_register(below);
-        keep_in_register(nibbles);
-        keep_in_register(magic);
-    }
-};
-
 __device__ __forceinline__ void multiply_chunk(
-    float (&sums)[SETS][4], const Slot& slot, int index, const SCALAR* const (&x)[SETS], int left, const Constants& constants
+    float (&sums)[SETS][4], const Chunk& chunk, const SCALAR* const (&x)[SETS], int column, int left, Word nibbles, Word magic
 ) {
     Word words[SETS][8];
 #pragma unroll
-    for (int set = 0; set < SETS; ++set) {
-        read_x(words[set], x[set] + index * kColumns, left - index * kColumns - threadIdx.x % 4 * kSize);
-    }
-    const uint4 header = slot.headers[index];
-    const Word second = header.z + __popc(header.x);
-    const Group groups[2] = {
-        read_group(slot, header.x & constants.bit, header.z + __popc(header.x & constants.below)),
-        read_group(slot, header.y & constants.bit, second + __popc(header.y & constants.below)),
-    };
+    for (int set = 0; set < SETS; ++set) read_x(words[set], x[set] + column, left - column - threadIdx.x % 4 * kSize);
     Word upper[8], lower[8];
-    dequantise(upper, groups[0].codes, groups[0].scale, groups[0].zero, constants.nibbles, constants.magic);
-    dequantise(lower, groups[1].codes, groups[1].scale, groups[1].zero, constants.nibbles, constants.magic);
+    dequantise(upper, chunk.codes[0], chunk.scale[0] * chunk.kept[0], chunk.zero[0], nibbles, magic);
+    dequantise(lower, chunk.codes[1], chunk.scale[1] * chunk.kept[1], chunk.zero[1], nibbles, magic);
     const SCALAR* tag = nullptr;
 #pragma unroll
     for (int i = 0; i < 8; i += 2) {
@@ -292,82 +219,45 @@ template <typename Take> __device__ __forceinline__ void each_sum(const float (&
     }
 }
 
-// A place in the strips, which follow each other tile by tile.
-struct Cursor {
-    int tile, strip, chunk;  // the strip is the tile's
-
-    __device__ __forceinline__ Cursor(const Division& division, int index)
-        : tile(index / division.tile_strips), strip(index - tile * division.tile_strips),
-          chunk(tile * division.tile_chunks + strip * BATCH) {}
-
-    __device__ __forceinline__ int count(const Division& division) const {
-        return min(division.tile_chunks - strip * BATCH, BATCH);
-    }
-
-    // Whether the tile ends.
-    __device__ __forceinline__ bool advance(const Division& division) {
-        const bool ends = ++strip == division.tile_strips;
-        chunk += BATCH;
-        if (ends) ++tile, strip = 0, chunk = tile * division.tile_chunks;
-        return ends;
-    }
-};
-
 // A warp's run: `shares` gets what it has of a tile that began before, then of one that goes on after it.
 __device__ __forceinline__ void sum_run(
-    float (&shares)[2][kCells], Slot (&slots)[STAGES], Arrival (&arrived)[STAGES], const Weight& weight, const Division& division, const SCALAR* x,
-    const Output& output, int k
+    float (&shares)[2][kCells], const Weight& weight, const Division& division, const SCALAR* x, const Output& output, int k
 ) {
     const int lane = threadIdx.x % 32;
     const int first = division.begin + threadIdx.x / 32 * division.run;
-    const int run = min(division.end - first, division.run);
-    if (run <= 0) return;
-    Cursor cursor(division, first), ahead = cursor;
-    bool begun_before = cursor.strip > 0;
-    const Constants constants;
+    int left = min(division.end - first, division.run);
+    if (left <= 0) return;
+    int tile = first / division.tile_strips, strip = first - tile * division.tile_strips;
+    int chunk = tile * division.tile_chunks + strip * BATCH;
+    bool begun_before = strip > 0;
+    Word bit = 1u << lane, below = bit - 1;
+    keep_in_register(bit);
+    keep_in_register(below);
     const SCALAR* tokens[SETS];
 #pragma unroll
     for (int set = 0; set < SETS; ++set) {
         // Tokens past the last repeat it and are not kept.
-        tokens[set] = x + static_cast<long long>(min(lane / 4 + 8 * set, output.m - 1)) * k + lane % 4 * kSize + cursor.strip * BATCH * kColumns;
+        tokens[set] = x + static_cast<long long>(min(lane / 4 + 8 * set, output.m - 1)) * k + lane % 4 * kSize + strip * BATCH * kColumns;
     }
+    const bool half = is_half(static_cast<const SCALAR*>(nullptr));
+    Word nibbles = half ? 0x00f000f0u : 0x00780078u, magic = half ? 0x54005400u : 0x41804180u;
+    keep_in_register(magic);
+    keep_in_register(nibbles);
     float sums[SETS][4] = {};
-    int asked = 0, slot = 0, free = 0;
-    Word round = 0;
-    start_arrivals(arrived);
-    Header header = read_header(weight, ahead.chunk, ahead.count(division));
-    const auto fetch_next = [&] {
-        if (asked < run) {
-            const int count = ahead.count(division);
-            ahead.advance(division);
-            const Header next = asked + 1 < run ? read_header(weight, ahead.chunk, ahead.count(division)) : Header{0, 0, 0};
-            fetch(slots[free], arrived[free], weight, header, count);
-            header = next;
-            free = free + 1 == STAGES ? 0 : free + 1;
-            ++asked;
-        }
-        commit_copies();
-    };
+    Header header = read_header(weight, chunk, division.tile_chunks - strip * BATCH);
+    for (; left > 0; --left) {
+        Chunk chunks[BATCH];
 #pragma unroll
-    for (int i = 1; i < STAGES; ++i) fetch_next();
-    for (int done = 0; done < run; ++done) {
-        fetch_next();
-        wait_for_copies<STAGES - 1>(arrived[slot], round);
-        __syncwarp();
-        const int column = cursor.strip * BATCH * kColumns, tile = cursor.tile, count = cursor.count(division);
-        if (count == BATCH) {
+        for (int i = 0; i < BATCH; ++i) read_chunk(chunks[i], weight, header, i, bit, below);
+        const int column = strip * BATCH * kColumns;
+        const bool ends = ++strip == division.tile_strips;
+        chunk = ends ? (tile + 1) * division.tile_chunks : chunk + BATCH;
+        if (left > 1) header = read_header(weight, chunk, division.tile_chunks - (ends ? 0 : strip * BATCH));
 #pragma unroll
-            for (int i = 0; i < BATCH; ++i) multiply_chunk(sums, slots[slot], i, tokens, k - column, constants);
-        } else {
-#pragma unroll 1
-            for (int i = 0; i < count; ++i) multiply_chunk(sums, slots[slot], i, tokens, k - column, constants);
-        }
-        if (++slot == STAGES) slot = 0, round ^= 1;
-        const bool ends = cursor.advance(division);
-        const int step = cursor.strip * BATCH * kColumns - column;
+        for (int i = 0; i < BATCH; ++i) multiply_chunk(sums, chunks[i], tokens, i * kColumns, k - column, nibbles, magic);
 #pragma unroll
-        for (int set = 0; set < SETS; ++set) tokens[set] += step;
-        if (!ends && done + 1 < run) continue;
+        for (int set = 0; set < SETS; ++set) tokens[set] += BATCH * kColumns;
+        if (!ends && left > 1) continue;
         if (ends && !begun_before) {
             each_sum(sums, [&](int row, int token, float sum) { output.write(tile * kRows + row, token, sum); });
         } else {
@@ -377,6 +267,10 @@ __device__ __forceinline__ void sum_run(
 #pragma unroll
         for (int i = 0; i < 4 * SETS; ++i) sums[i / 4][i % 4] = 0.0f;
         begun_before = false;
+#pragma unroll
+        for (int set = 0; set < SETS; ++set) tokens[set] -= strip * BATCH * kColumns;
+        strip = 0;
+        ++tile;
     }
 }
 
@@ -392,18 +286,15 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) semisparse_gqs_
     float* __restrict__ parts,                // [blocks, 2, kCells]: a block's share of its first and of its last tile
     int* __restrict__ arrivals,               // [tiles], zero before and after
     int m, int n, int k, int tile_chunks,
-    Word kept,                                // groups
+    Word last,                                // kept - 1
     int each, int more                        // a block's strips, and how many blocks have one more
 ) {
-    extern __shared__ uint4 shared[];  // each warp's slots, its shares, and what tells of arrivals
-    auto& slots = *reinterpret_cast<Slot(*)[WARPS][STAGES]>(shared);
-    auto& shares = *reinterpret_cast<float(*)[WARPS][2][kCells]>(&slots + 1);
-    auto& arrived = *reinterpret_cast<Arrival(*)[WARPS][STAGES]>(&shares + 1);
-    const Weight weight = {masks, starts, codes, scale, zero, kept};
+    __shared__ float shares[WARPS][2][kCells];
+    const Weight weight = {masks, starts, codes, scale, zero, last};
     const Division division(tile_chunks, each, more);
     const Output output = {bias, y, m, n};
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    sum_run(shares[warp], slots[warp], arrived[warp], weight, division, x, output, k);
+    sum_run(shares[warp], weight, division, x, output, k);
     __syncthreads();
     // A warp a tile.
     for (int tile = division.begin / division.tile_strips + warp; tile * division.tile_strips < division.end; tile += WARPS) {

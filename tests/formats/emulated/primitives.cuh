@@ -175,24 +175,6 @@ inline void copy_async(void* to, const void* from, bool wanted) {
     else do_copy({to, from, wanted});
 }
 
-struct Arrival { uint64_t barrier; };
-
-template <int count> void start_arrivals(Arrival (&)[count]) {}
-
-inline void copy_units(char* to, const char* from, int bytes) {
-    if (bytes % 16) fail("a copy is not of whole units");
-    for (int i = threadIdx.x % 32 * 16; i < bytes; i += 512) copy_async(to + i, from + i, true);
-}
-
-inline void copy_async(
-    Arrival&, char* to0, const char* from0, int bytes0, char* to1, const char* from1, int bytes1, char* to2,
-    const char* from2, int bytes2
-) {
-    copy_units(to0, from0, bytes0);
-    copy_units(to1, from1, bytes1);
-    copy_units(to2, from2, bytes2);
-}
-
 inline void commit_copies() {
     self().committed.push_back(std::move(self().open));
     self().open.clear();
@@ -205,8 +187,6 @@ template <int pending> void wait_for_copies() {
         groups.erase(groups.begin());
     }
 }
-
-template <int pending> void wait_for_copies(Arrival&, Word) { wait_for_copies<pending>(); }
 
 inline uint4 read_once(const uint4* from) {
     if (reinterpret_cast<uintptr_t>(from) % 16) fail("a load is not aligned");
