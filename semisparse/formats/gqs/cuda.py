@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from semisparse.formats.base import Packed, Pass, Problem, fused_cost
-from semisparse.formats.gqs.pack import TILE_GROUPS, TILE_ROWS, size_of, unpack
+from semisparse.formats.gqs.layouts import unpack
+from semisparse.formats.gqs.pack import TILE_GROUPS, TILE_ROWS, size_of
 from semisparse.quant.group import KINDS
 from semisparse.runtime.blas import multiply_dense
 from semisparse.runtime.device import device_facts
@@ -61,8 +62,6 @@ DECODE = CudaSource(
     ),
 )
 
-SOURCES = (DECODE,)
-
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 
 
@@ -102,7 +101,7 @@ def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
     parts = torch.empty((blocks, 2, TILE_ROWS * TOKENS_A_SET * sets), dtype=torch.float32, device=x.device)
     stored = [packed.tensors[name] for name in ("masks", "starts", "codes", "scale", "zero")]
-    operands = [x, *stored, None if bias is None else bias.to(x.dtype), y, parts, _arrivals(x.device, tiles)]
+    operands = [x, *stored, None if bias is None else bias.to(x.dtype), y, parts, arrivals(x.device, tiles)]
     operands = [None if operand is None else operand.contiguous() for operand in operands]
     pointers = [None if operand is None else operand.data_ptr() for operand in operands]
     whole = k % (TILE_GROUPS * SIZE * BATCH) == 0 and x.data_ptr() % 16 == 0
@@ -123,12 +122,12 @@ def _decode_kernel(device: torch.device, dtype: torch.dtype, bits: int, sets: in
     return CudaKernel(cubin, "semisparse_gqs_decode", (*[_POINTER] * 10, *[_INT] * 7))
 
 
-def _arrivals(device: torch.device, tiles: int) -> Tensor:
+def arrivals(device: torch.device, count: int) -> Tensor:
     """Give the counters of a stream's kernels, zero between them.
 
     As cuBLAS's workspaces are, they are one stream's: graphs captured on one stream must not run at the same time.
     """
-    rounded = 1 << (tiles - 1).bit_length()
+    rounded = 1 << (count - 1).bit_length()
     return _zeroed(device, torch.cuda.current_stream(device).cuda_stream, max(rounded, 4096))
 
 

@@ -15,15 +15,13 @@
 // (of a block), BATCH (chunks that a warp loads at once), BLOCKS (of a processor, for registers) and WHOLE (1: k is a
 // multiple of a strip's columns, 64 * BATCH).
 
-#include "primitives.cuh"
+#include "dequantise.cuh"
+#include "runs.cuh"
 
 constexpr int kRows = 16;
-constexpr int kSize = 16;                  // columns of a group
 constexpr int kColumns = 4 * kSize;        // of a chunk
 constexpr int kTokens = 8 * SETS;
 constexpr int kCells = kRows * kTokens;    // sums of a tile, token after token
-constexpr int kWords = kSize * BITS / 32;  // of a group's codes
-constexpr Word kAll = 0xffffffff;
 
 struct Header {
     Word low, high;  // masks of rows 0 to 7 and 8 to 15
@@ -37,69 +35,6 @@ struct Chunk {
     Word kept[2];           // 0 where the group is dropped, else what makes two of a scale
 };
 
-__device__ __forceinline__ Word bits_of(__half2 pair) { return *reinterpret_cast<Word*>(&pair); }
-__device__ __forceinline__ Word bits_of(__nv_bfloat162 pair) { return *reinterpret_cast<Word*>(&pair); }
-__device__ __forceinline__ __half2 half_pair(Word bits) { return *reinterpret_cast<__half2*>(&bits); }
-__device__ __forceinline__ __nv_bfloat162 bfloat_pair(Word bits) { return *reinterpret_cast<__nv_bfloat162*>(&bits); }
-
-// Four pairs of columns from eight 4-bit codes: (code - zero) is exact in both dtypes, and its product with the scale is
-// rounded once, as `unpack` does. 0x5400 is 64 as a half, whose last place is 1/16; 0x4180 is 16 in bfloat16.
-__device__ __forceinline__ void dequantise4(Word (&pairs)[4], Word codes, Word scale, Word zero, Word nibbles, Word magic, const __half*) {
-    const __half2 point = half_pair(__byte_perm(zero, magic, 0x5050));
-    const Word shifted[4] = {codes << 4, codes, codes >> 4, codes >> 8};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const __half2 code = half_pair((shifted[i] & nibbles) | magic);
-        pairs[i] = bits_of(__hmul2(__hsub2(code, point), half_pair(scale)));
-    }
-}
-
-__device__ __forceinline__ void dequantise4(Word (&pairs)[4], Word codes, Word scale, Word zero, Word nibbles, Word magic, const __nv_bfloat16*) {
-    const __nv_bfloat162 point = __float2bfloat162_rn(static_cast<float>(zero) * 0.0625f);
-    const __nv_bfloat162 sixteen = bfloat_pair(0x41804180u);
-    const Word shifted[4] = {codes << 3, codes >> 1, codes >> 5, codes >> 9};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const __nv_bfloat162 code = __hsub2(bfloat_pair((shifted[i] & nibbles) | magic), sixteen);
-        pairs[i] = bits_of(__hmul2(__hsub2(code, point), bfloat_pair(scale)));
-    }
-}
-
-// Two pairs of columns from four 8-bit codes, which stand as the columns 0, 2, 4, 6 or 1, 3, 5, 7 of eight.
-__device__ __forceinline__ Word dequantise8(Word even, Word odd, int i, Word scale, Word zero, const __half*) {
-    const Word code = __byte_perm(__byte_perm(even, odd, i | (i + 4) << 4), 0x64646464u, 0x4140);  // 1024 + code
-    const __half2 point = half_pair(0x64006400u | zero * 0x10001u);
-    return bits_of(__hmul2(__hsub2(half_pair(code), point), half_pair(scale)));
-}
-
-__device__ __forceinline__ Word dequantise8(Word even, Word odd, int i, Word scale, Word zero, const __nv_bfloat16*) {
-    const float step = to_float(bfloat_pair(scale).x);
-    const float first = static_cast<float>(static_cast<int>(even >> 8 * i & 255) - static_cast<int>(zero)) * step;
-    const float second = static_cast<float>(static_cast<int>(odd >> 8 * i & 255) - static_cast<int>(zero)) * step;
-    return bits_of(__floats2bfloat162_rn(first, second));
-}
-
-__device__ __forceinline__ void dequantise(Word (&pairs)[8], const Word (&codes)[kWords], Word scale, Word zero, Word nibbles, Word magic) {
-    const SCALAR* tag = nullptr;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#if BITS == 4
-        Word part[4];
-        dequantise4(part, codes[half], scale, zero, nibbles, magic, tag);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) pairs[4 * half + i] = part[i];
-#else
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            pairs[4 * half + i] = dequantise8(codes[2 * half], codes[2 * half + 1], i, scale, zero, tag);
-        }
-#endif
-    }
-}
-
-__device__ constexpr bool is_half(const __half*) { return true; }
-__device__ constexpr bool is_half(const __nv_bfloat16*) { return false; }
-
 struct Weight {
     const uint2* masks;             // [chunks], low word first
     const Word* starts;              // [chunks + 1]
@@ -110,22 +45,11 @@ struct Weight {
 };
 
 // How the strips are dealt out.
-struct Division {
+struct Division : Runs {
     int tile_chunks, tile_strips;
-    int each, more;  // a block's strips, and how many blocks have one more
-    int begin, end;  // of this block
-    int run;         // a warp's strips; the last warps may have fewer
 
     __device__ __forceinline__ Division(int tile_chunks, int each, int more)
-        : tile_chunks(tile_chunks), tile_strips((tile_chunks + BATCH - 1) / BATCH), each(each), more(more),
-          begin(begin_of(blockIdx.x)), end(begin_of(blockIdx.x + 1)), run((end - begin + WARPS - 1) / WARPS) {}
-
-    __device__ __forceinline__ int begin_of(int block) const { return block * each + min(block, more); }
-
-    __device__ __forceinline__ int block_of(int strip) const {
-        const int larger = more * (each + 1);
-        return strip < larger ? strip / (each + 1) : more + (strip - larger) / each;
-    }
+        : Runs(each, more), tile_chunks(tile_chunks), tile_strips((tile_chunks + BATCH - 1) / BATCH) {}
 };
 
 // Lane i gets the header of chunk i of a strip, which has `count` chunks.
@@ -182,14 +106,14 @@ __device__ __forceinline__ void read_x(Word (&words)[8], const SCALAR* place, in
 }
 
 __device__ __forceinline__ void multiply_chunk(
-    float (&sums)[SETS][4], const Chunk& chunk, const SCALAR* const (&x)[SETS], int column, int left, Word nibbles, Word magic
+    float (&sums)[SETS][4], const Chunk& chunk, const SCALAR* const (&x)[SETS], int column, int left, const Constants& constants
 ) {
     Word words[SETS][8];
 #pragma unroll
     for (int set = 0; set < SETS; ++set) read_x(words[set], x[set] + column, left - column - threadIdx.x % 4 * kSize);
     Word upper[8], lower[8];
-    dequantise(upper, chunk.codes[0], chunk.scale[0] * chunk.kept[0], chunk.zero[0], nibbles, magic);
-    dequantise(lower, chunk.codes[1], chunk.scale[1] * chunk.kept[1], chunk.zero[1], nibbles, magic);
+    dequantise(upper, chunk.codes[0], chunk.scale[0] * chunk.kept[0], chunk.zero[0], constants);
+    dequantise(lower, chunk.codes[1], chunk.scale[1] * chunk.kept[1], chunk.zero[1], constants);
     const SCALAR* tag = nullptr;
 #pragma unroll
     for (int i = 0; i < 8; i += 2) {
@@ -239,10 +163,7 @@ __device__ __forceinline__ void sum_run(
         // Tokens past the last repeat it and are not kept.
         tokens[set] = x + static_cast<long long>(min(lane / 4 + 8 * set, output.m - 1)) * k + lane % 4 * kSize + strip * BATCH * kColumns;
     }
-    const bool half = is_half(static_cast<const SCALAR*>(nullptr));
-    Word nibbles = half ? 0x00f000f0u : 0x00780078u, magic = half ? 0x54005400u : 0x41804180u;
-    keep_in_register(magic);
-    keep_in_register(nibbles);
+    const Constants constants;
     float sums[SETS][4] = {};
     Header header = read_header(weight, chunk, division.tile_chunks - strip * BATCH);
     for (; left > 0; --left) {
@@ -254,7 +175,7 @@ __device__ __forceinline__ void sum_run(
         chunk = ends ? (tile + 1) * division.tile_chunks : chunk + BATCH;
         if (left > 1) header = read_header(weight, chunk, division.tile_chunks - (ends ? 0 : strip * BATCH));
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i) multiply_chunk(sums, chunks[i], tokens, i * kColumns, k - column, nibbles, magic);
+        for (int i = 0; i < BATCH; ++i) multiply_chunk(sums, chunks[i], tokens, i * kColumns, k - column, constants);
 #pragma unroll
         for (int set = 0; set < SETS; ++set) tokens[set] += BATCH * kColumns;
         if (!ends && left > 1) continue;
