@@ -16,9 +16,9 @@ setup: .venv/ready
 demo: setup
 	$(BIN)/semisparse demo
 
-# A process a core: threads of their own would only wait for each other.
+# A process a core: threads of their own would only wait for each other. Tests that share costly models share a process.
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup
 
 # What serves compressed models beside transformers, for real: vLLM (its Python alone: linear layers need no kernel of
 # its own) and lm-eval, in an environment of their own that sees .venv behind it.
@@ -38,14 +38,13 @@ $(SERVING)/ready: .venv/ready tests/serving-requirements.txt
 		--disable-pip-version-check --no-deps --no-build-isolation --no-binary vllm vllm==$(VLLM)
 	touch $@
 
-# The tests of every CUDA and Triton kernel. SANITIZE=memcheck or racecheck runs those that launch each kernel on fresh
-# inputs under compute-sanitizer; all of them would take hours there. racecheck dies inside cuBLAS, so it leaves torch's
-# own products out.
+# The tests of every CUDA and Triton kernel. SANITIZE=memcheck or racecheck runs those that launch each kernel, in every
+# layout, on fresh inputs under compute-sanitizer; all of them would take hours there. racecheck dies inside cuBLAS, so it
+# leaves torch's own products out.
 SANITIZE ?=
 sanitizer = $(if $(SANITIZE),PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $(SANITIZE) \
 	--report-api-errors no --error-exitcode 9 --kernel-name kernel_substring=semisparse)
-gpu_tests = tests/runtime/test_launch.py $(if $(SANITIZE),tests/formats/test_fresh_inputs.py \
-	$(wildcard tests/formats/test_*_gpu.py),tests/quant tests/formats)
+gpu_tests = tests/runtime/test_launch.py $(if $(SANITIZE),tests/formats/test_fresh_inputs.py,tests/quant tests/formats)
 select = not cpu$(if $(filter racecheck,$(SANITIZE)), and not (unpack or blas or _mm or reference))
 test-gpu: setup
 	$(sanitizer) $(BIN)/python -m pytest $(gpu_tests) -k '$(select)'

@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 128,
     "hidden_size": 256,
     "intermediate_size": 512,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "bos_token_id": 256,

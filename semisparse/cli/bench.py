@@ -128,13 +128,14 @@ def parallel(
     if ranks() < 2:
         raise InputError("bench parallel measures several processes: start it with torchrun --nproc-per-node N -m ...")
     where, workload, chosen = _device(device), Workload(batch, prompt, new), candidates(words(formats), words(patterns))
-    found = [
-        row for name in words(arch) or [] for row in measure_parallel(name, dtype_named(dtype), where, chosen, workload)
-    ]
+    found: list[ModelSpeed] = []
+    for name in words(arch) or []:
+        for row in measure_parallel(name, dtype_named(dtype), where, chosen, workload):
+            found.append(row)
+            if out is not None and is_first_rank():
+                write_csv(out, found)
     if not is_first_rank():
         return
-    if out is not None:
-        write_csv(out, found)
     if as_json:
         print_json({"rows": [asdict(row) for row in found]})
     else:

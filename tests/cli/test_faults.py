@@ -177,8 +177,10 @@ def test_two_runs_into_one_directory_and_control_c(model: Path, tmp_path: Path, 
         assert first.poll() is None, first.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.005)
+    first.send_signal(signal.SIGSTOP)  # or it might be done before the second is
     assert_refused(run("compress", model, *rest, "--resume"), "another run is writing to")
     first.send_signal(signal.SIGINT)
+    first.send_signal(signal.SIGCONT)
     printed, said = first.communicate(timeout=60)
     assert (first.returncode, printed) == (130, "")
     assert "interrupted; the same command with --resume goes on" in said

@@ -15,10 +15,10 @@ import semisparse.formats.ec_csr
 from semisparse.bench.roofline import random_weight
 from semisparse.errors import FormatError
 from semisparse.formats import Packed, get_format
-from semisparse.formats.ec_csr import cuda, layout
+from semisparse.formats.ec_csr import cpu, cuda, layout
 from semisparse.formats.ec_csr.extract import count_overlaps, extract, match_rows
 from semisparse.patterns import parse_pattern
-from semisparse.runtime import nvrtc
+from semisparse.runtime import cpp, nvrtc
 from semisparse.runtime.nvrtc import compile_cubin
 from tests.formats.cases import build, random
 
@@ -241,12 +241,20 @@ def test_clipped_blocks_are_not_longer_than_asked():
 # Files from strangers
 
 
+@pytest.fixture(params=["compiled", "torch"])
+def walker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists are checked by compiled code, or by torch where there is no compiler or the lists are on a GPU."""
+    if request.param == "torch":
+        monkeypatch.setattr(cpp, "refusal", lambda: "no compiler")
+
+
 def spoiled(packed: Packed, name: str, at: tuple[int, ...], value: float) -> Packed:
     tensor = packed.tensors[name].clone()
     tensor[at] = value
     return replace(packed, tensors={**packed.tensors, name: tensor})
 
 
+@pytest.mark.usefixtures("walker")
 @pytest.mark.parametrize(
     ("layout", "name", "at", "value", "message"),
     [
@@ -278,13 +286,37 @@ def test_any_delta_is_refused_or_keeps_every_weight_inside(layout: str, bits: in
     weight = build(parse_pattern("70%"), random, 40, 172).half()
     packed = EC_CSR.pack(weight, "70%", layout=layout, delta_bits=bits)
     changed = spoiled(packed, "deltas", (at % len(packed.tensors["deltas"]),), value)
+    accepted = accepts(changed)
+    if layout == "banks":
+        with pytest.MonkeyPatch.context() as without:
+            without.setattr(cpp, "refusal", lambda: "no compiler")
+            assert accepts(changed) == accepted
+    if accepted:
+        assert SLOW_READ[layout](changed) == changed.unpack().tolist()
+
+
+def accepts(packed: Packed) -> bool:
     try:
-        EC_CSR.validate(changed)
+        EC_CSR.validate(packed)
     except FormatError:
-        return
-    assert SLOW_READ[layout](changed) == changed.unpack().tolist()
+        return False
+    return True
 
 
+@pytest.mark.skipif(cpp.refusal() is not None, reason=f"C++: {cpp.refusal()}")
+@given(
+    st.sampled_from((4, 8)),
+    st.sampled_from(("0%", "50%", "70%", "99%")),
+    st.integers(1, 80),
+    st.integers(1, 300),
+    st.sampled_from((torch.float16, torch.bfloat16, torch.float32)),
+)
+def test_compiled_code_gives_the_weight_back(bits: int, pattern: str, n: int, k: int, dtype: torch.dtype):
+    packed = EC_CSR.pack(build(parse_pattern(pattern), random, n, k).to(dtype), pattern, delta_bits=bits)
+    assert torch.equal(cpu.unpack(packed), packed.unpack())
+
+
+@pytest.mark.usefixtures("walker")
 def test_a_weight_past_column_k_is_refused():
     """Lane 1 of K = 33 has column 1 only; its padding step is moved to column 33 and given a value."""
     weight = torch.zeros(1, 33)
@@ -296,6 +328,7 @@ def test_a_weight_past_column_k_is_refused():
         EC_CSR.validate(spoiled(moved, "values", (1 * 4 + 1,), 1.0))
 
 
+@pytest.mark.usefixtures("walker")
 @pytest.mark.parametrize(("bits", "steps", "what"), [(8, 1, "where no kernel looks"), (8, 2, "goes past row N = 1")])
 def test_a_step_to_another_row_is_refused_where_kernels_miss_it(bits: int, steps: int, what: str):
     """H = 1: a delta of 1 is the next row."""
@@ -304,6 +337,7 @@ def test_a_step_to_another_row_is_refused_where_kernels_miss_it(bits: int, steps
         EC_CSR.validate(spoiled(packed, "deltas", (steps,), 1))
 
 
+@pytest.mark.usefixtures("walker")
 def test_a_step_over_a_row_is_refused():
     packed = EC_CSR.pack(torch.ones(32, 1), "0%", delta_bits=8)
     assert packed.tensors["deltas"].max() == 1
@@ -321,11 +355,12 @@ def test_panels_of_64_rows(monkeypatch: pytest.MonkeyPatch):
         assert slow_read_banks(packed) == weight.tolist()
 
 
+@pytest.mark.usefixtures("walker")
 def test_a_weight_stored_twice_is_refused():
     packed = EC_CSR.pack(torch.ones(1, 1), "0%", delta_bits=8)
     values = packed.tensors["values"].clone()
     values[1] = 1.0  # the padding step of the same place
-    with pytest.raises(FormatError, match="2 weights are stored at 1 places"):
+    with pytest.raises(FormatError, match=r"2 weights are stored at 1 places|lane 0 in panel 0 stores a weight twice"):
         EC_CSR.validate(replace(packed, tensors={**packed.tensors, "values": values}))
 
 

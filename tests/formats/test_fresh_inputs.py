@@ -13,7 +13,8 @@ from tests.formats.test_contract import check_product
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="fresh inputs are for GPU kernels: no GPU here")
 
-DRAWS = 20
+DRAWS = 40
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 GPU_KERNELS = [
     pytest.param(form, kernel, id=f"{name}-{kernel.name}")
@@ -35,21 +36,24 @@ def test_fresh_inputs(form: Format, kernel: Kernel):
 
         patterns = accepted_patterns(form.name)
         pattern = parse_pattern(patterns[number(0, len(patterns) - 1)])
-        dtype = (torch.float16, torch.bfloat16)[number(0, 1)]
-        m, n, k = number(1, 16), number(1, 700), number(1, 900)
+        dtype = DTYPES[number(0, len(DTYPES) - 1)]
+        m, n, k = number(1, (16, 300)[number(0, 1)]), number(1, 700), number(1, 900)
         weight = torch.randn(n, k, generator=generator)
         weight *= pattern.mask(weight.abs())
         packed = form.pack(weight.to(dtype).cuda(), pattern)
+        if number(0, 1):
+            packed = form.arrange(packed, "cuda")
         x = torch.randn(m, k, generator=generator).to(dtype).cuda()
+        bias = torch.randn(n, generator=generator).to(dtype).cuda() if number(0, 1) else None
         if kernel.refusal(problem_of(x, packed)):
             continue
         ran += 1
         poison = torch.full((m, n), torch.nan, dtype=dtype, device="cuda")
         del poison  # the output's memory, most likely
-        y = linear(x, packed, kernel=kernel.name)
+        y = linear(x, packed, bias, kernel=kernel.name)
         try:
-            check_product(y, x, packed, None)
-            assert torch.equal(y, linear(x, packed, kernel=kernel.name)), "two launches differ"
+            check_product(y, x, packed, bias)
+            assert torch.equal(y, linear(x, packed, bias, kernel=kernel.name)), "two launches differ"
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: M, N, K = {m}, {n}, {k}, {pattern}, {dtype}: {error}") from error
     if not ran:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, StaticCache
+from transformers import AutoModelForCausalLM, PreTrainedModel, StaticCache
 
 from semisparse.integrations.transformers import sparse_layers
-from tests.serving import SIZES, Served, every_format, write
+from tests.serving import Served, every_format, write
 
-SMALL = LlamaConfig(**{**SIZES, "num_hidden_layers": 1})
-SERVED = {s.name: replace(s, config=SMALL) for s in every_format() if s.config.num_hidden_layers == 2}
+pytestmark = pytest.mark.xdist_group("generate")  # one process makes `models`
+
+SERVED = {s.name: s for s in every_format()}
 FORMATS = pytest.mark.parametrize("served", SERVED.values(), ids=SERVED)
 ONE_OF_EACH = pytest.mark.parametrize("served", {s.format: s for s in SERVED.values()}.values(), ids=lambda s: s.format)
 """Tracing a whole model takes seconds; tests/formats/test_traced_product.py traces every layer."""

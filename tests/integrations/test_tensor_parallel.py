@@ -17,6 +17,8 @@ from semisparse.errors import InputError
 from semisparse.integrations.transformers import sparse_layers
 from tests.serving import SIZES, Served, every_format, on_ranks, one, write
 
+pytestmark = pytest.mark.xdist_group("tensor parallel")  # one process makes `folder`, which takes a minute
+
 WIDE = {**SIZES, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4}
 LLAMA = LlamaConfig(**WIDE, attention_bias=True)
 RAGGED = LlamaConfig(**{**WIDE, "intermediate_size": 344})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -82,9 +83,8 @@ def _check_rows(packed: Packed, bits_of_rows: Tensor) -> None:
 
 
 def _refuse_first(bad: Tensor, tensor: str, what: str) -> None:
-    found = bad.nonzero()
-    if len(found):
-        raise FormatError(f"tensor {tensor}, at {found[0].tolist()}: {what}")
+    if bad.any():
+        raise FormatError(f"tensor {tensor}, at {bad.nonzero()[0].tolist()}: {what}")
 
 
 def _lowest_dead(stored: Tensor, count: int) -> Tensor:
@@ -110,6 +110,8 @@ def bits_of(masks: Tensor) -> Tensor:
 
 def _bit_counts(masks: Tensor) -> Tensor:
     """Count the bits of int64 masks of any shape."""
+    if masks.device.type == "cpu":  # 40 times as fast as what follows, and loading waits for it
+        return torch.from_numpy(np.bitwise_count(masks.numpy().view(np.uint64)))
     octets = masks.contiguous().unsqueeze(-1).view(torch.uint8)
     octets = octets - (octets >> 1 & 0x55)
     octets = (octets & 0x33) + (octets >> 2 & 0x33)

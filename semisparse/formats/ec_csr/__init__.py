@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from semisparse.formats.base import Case, Format, Kernel
-from semisparse.formats.ec_csr import cuda, layout, pack
+from semisparse.formats.ec_csr import cpu, cuda, layout, pack
 from semisparse.patterns import Pattern
 from semisparse.patterns.unstructured import Unstructured
 
@@ -32,6 +32,7 @@ FORMAT = Format(
     unpack=pack.unpack,
     check_content=pack.check_content,
     kernels=(
+        Kernel("cpu", "cpu", cpu.refusal, lambda: cpu.product),
         Kernel("decode_banks", "cuda", cuda.banks_refusal, lambda: cuda.decode_banks),
         Kernel("decode_paper", "cuda", cuda.paper_refusal, lambda: cuda.decode_paper),
         Kernel("unpack_banks", "cuda", cuda.unpack_refusal, lambda: cuda.unpack_and_multiply),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -158,3 +159,17 @@ def refuse_first(bad: Tensor, tensor: str, what: str) -> None:
     found = bad.nonzero()
     if len(found):
         raise FormatError(f"tensor {tensor}, at {found[0].tolist()}: {what}")
+
+
+def refuse_repeats(shape: tuple[int, int], stored: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Raise `FormatError` if two of the weights that `stored_weights` gives have one place."""
+    seen: Tensor | None = None
+    weights = 0
+    for places, _ in stored:
+        if seen is None:
+            seen = torch.zeros(math.prod(shape), dtype=torch.bool, device=places.device)
+        seen[places] = True
+        weights += len(places)
+    found = 0 if seen is None else int(seen.count_nonzero())
+    if found != weights:
+        raise FormatError(f"{weights} weights are stored at {found} places, expected each once")

@@ -22,6 +22,7 @@ from semisparse.formats.ec_csr.layout import (
     packed_deltas,
     rank_in_group,
     refuse_first,
+    refuse_repeats,
     widened,
 )
 
@@ -247,7 +248,7 @@ def stored_weights(packed: Packed) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def check(packed: Packed) -> None:
-    """Check every size, offset and slot, and that no lane walks past column K.
+    """Check every size, offset and slot, that no lane walks past column K, and that no weight is stored twice.
 
     Raises:
         FormatError: names the tensor and what is wrong.
@@ -262,6 +263,7 @@ def check(packed: Packed) -> None:
             at = int(beyond.nonzero()[0])
             lane, bundle, column = (int(t[at]) for t in (steps.lane, steps.bundle, steps.column))
             raise FormatError(f"tensor deltas: lane {lane} of bundle {bundle} walks to column {column}, past K = {k}")
+    refuse_repeats(packed.shape, stored_weights(packed))
 
 
 def _check_table(packed: Packed) -> None:
