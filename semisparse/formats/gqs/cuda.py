@@ -62,6 +62,8 @@ DECODE = CudaSource(
     ),
 )
 
+SOURCES = (DECODE,)
+
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 
 

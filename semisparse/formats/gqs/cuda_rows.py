@@ -11,7 +11,6 @@ from torch import Tensor
 
 from semisparse.formats.base import Packed, Problem
 from semisparse.formats.gqs import cuda
-from semisparse.formats.gqs.pack import size_of
 from semisparse.quant.group import KINDS
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.launch import CudaKernel
@@ -50,6 +49,8 @@ ROWS = CudaSource(
         _defines(torch.bfloat16, 8, 4),
     ),
 )
+
+SOURCES = (ROWS,)
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 

@@ -61,7 +61,7 @@ def rows_of(tensors: Mapping[str, Tensor], groups: int, n: int) -> tuple[int, di
 
 
 def _steps_of(lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Cut rows of ``lengths`` [N] groups into steps: [steps + 1, 2] of row and groups before, and [N + 1] first steps."""
+    """Cut rows of ``lengths`` [N] groups into steps: [steps + 1, 2] row and groups before, and [N + 1] first steps."""
     of_row = (-(-lengths // STEP)).clamp_min(1)  # a row without groups has a step, too: its output is written there
     begins = F.pad(of_row.cumsum(0), (1, 0))
     before = F.pad(lengths.cumsum(0), (1, 0))
