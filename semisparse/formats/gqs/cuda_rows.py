@@ -25,7 +25,7 @@ WARPS = 8
 BATCH = 4
 """Steps that a warp loads at once, while it multiplies as many."""
 
-BLOCKS_PER_PROCESSOR = 3
+BLOCKS_PER_PROCESSOR = 2
 """That registers are left for, and that share the work."""
 
 
