@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from semisparse.formats.base import Packed, Pass, Problem, fused_cost
-from semisparse.formats.gqs.pack import TILE_ROWS, size_of, unpack
+from semisparse.formats.gqs.layouts import unpack
+from semisparse.formats.gqs.pack import TILE_GROUPS, TILE_ROWS, size_of
 from semisparse.quant.group import KINDS
 from semisparse.runtime.blas import multiply_dense
 from semisparse.runtime.device import device_facts
@@ -29,18 +30,24 @@ SCALARS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 TOKENS_A_SET = 8
 
 WARPS = 8
-BATCH = 2
+"""Of a block."""
+
+BATCH = 4
+"""Chunks along K that a warp loads at once; a strip."""
+
 BLOCKS_PER_PROCESSOR = 2
+"""That registers are left for, and that share the work."""
 
 
-def _defines(dtype: torch.dtype, bits: int, sets: int, aligned: bool) -> Defines:
+def _defines(dtype: torch.dtype, bits: int, sets: int, whole: bool) -> Defines:
     return {
         "SCALAR": SCALARS[dtype],
         "BITS": bits,
         "SETS": sets,
         "WARPS": WARPS,
-        "BATCH": BATCH // sets,
-        "ALIGNED": int(aligned),
+        "BATCH": BATCH,
+        "BLOCKS": BLOCKS_PER_PROCESSOR,
+        "WHOLE": int(whole),
     }
 
 
@@ -53,6 +60,7 @@ DECODE = CudaSource(
         _defines(torch.float16, 8, 2, False),
         _defines(torch.bfloat16, 8, 2, True),
     ),
+    spills_allowed="4 bytes in the build that reads x value by value (K no multiple of 256, 9 tokens or more)",
 )
 
 SOURCES = (DECODE,)
@@ -86,32 +94,43 @@ def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         [M, N] in x's dtype.
     """
     (m, k), n = x.shape, packed.shape[0]
+    kept = len(packed.tensors["zero"])
+    if not kept:
+        return x.new_zeros(m, n) if bias is None else bias.to(x.dtype).repeat(m, 1)
     tiles, tile_chunks = packed.tensors["masks"].shape
+    strips = tiles * -(-tile_chunks // BATCH)
     sets = -(-m // TOKENS_A_SET)
-    blocks = min(BLOCKS_PER_PROCESSOR * device_facts(x.device).processors, tiles * tile_chunks)
+    blocks = min(_blocks(tiles, device_facts(x.device).processors), strips)
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
     parts = torch.empty((blocks, 2, TILE_ROWS * TOKENS_A_SET * sets), dtype=torch.float32, device=x.device)
     stored = [packed.tensors[name] for name in ("masks", "starts", "codes", "scale", "zero")]
-    operands = [x, *stored, None if bias is None else bias.to(x.dtype), y, parts, _arrivals(x.device, tiles)]
+    operands = [x, *stored, None if bias is None else bias.to(x.dtype), y, parts, arrivals(x.device, tiles)]
     operands = [None if operand is None else operand.contiguous() for operand in operands]
     pointers = [None if operand is None else operand.data_ptr() for operand in operands]
-    kernel = _decode_kernel(x.device, x.dtype, KINDS[str(packed.params["kind"])], sets, k % 8 == 0)
-    kernel(x.device, (blocks, 1, 1), 32 * WARPS, *pointers, m, n, k, tile_chunks, tiles * tile_chunks)
+    whole = k % (TILE_GROUPS * SIZE * BATCH) == 0 and x.data_ptr() % 16 == 0
+    kernel = _decode_kernel(x.device, x.dtype, KINDS[str(packed.params["kind"])], sets, whole)
+    kernel(x.device, (blocks, 1, 1), 32 * WARPS, *pointers, m, n, k, tile_chunks, kept - 1, *divmod(strips, blocks))
     return y
 
 
+def _blocks(tiles: int, processors: int) -> int:
+    """Say how many blocks share the work of some tiles: where there is one for each, none waits for another."""
+    most = BLOCKS_PER_PROCESSOR * processors
+    return tiles if tiles <= most else most
+
+
 @cache
-def _decode_kernel(device: torch.device, dtype: torch.dtype, bits: int, sets: int, aligned: bool) -> CudaKernel:
-    cubin = compile_cubin(DECODE.path, device_facts(device).arch, _defines(dtype, bits, sets, aligned))
-    return CudaKernel(cubin, "semisparse_gqs_decode", (*[_POINTER] * 10, *[_INT] * 5))
+def _decode_kernel(device: torch.device, dtype: torch.dtype, bits: int, sets: int, whole: bool) -> CudaKernel:
+    cubin = compile_cubin(DECODE.path, device_facts(device).arch, _defines(dtype, bits, sets, whole))
+    return CudaKernel(cubin, "semisparse_gqs_decode", (*[_POINTER] * 10, *[_INT] * 7))
 
 
-def _arrivals(device: torch.device, tiles: int) -> Tensor:
+def arrivals(device: torch.device, count: int) -> Tensor:
     """Give the counters of a stream's kernels, zero between them.
 
     As cuBLAS's workspaces are, they are one stream's: graphs captured on one stream must not run at the same time.
     """
-    rounded = 1 << (tiles - 1).bit_length()
+    rounded = 1 << (count - 1).bit_length()
     return _zeroed(device, torch.cuda.current_stream(device).cuda_stream, max(rounded, 4096))
 
 

@@ -5,138 +5,90 @@
 // its 16 columns in their own order: the columns of a fragment are a permutation that weights and x share. So a lane
 // needs no other lane's weights, and a chunk's bit l (l + 32 for the second row) says whether it has any.
 //
-// Stream-K: the chunks of all tiles of 16 rows, one after another, are cut into equal runs, one a block. The warps of a
-// block share the chunks of a tile and add up in shared memory. A tile that several blocks share is finished by the one
-// that comes last, which adds the parts of all in the order of the blocks: every run gives the same bits.
+// Stream-K: the chunks of all tiles of 16 rows, one after another, are cut into strips of BATCH chunks of a tile, the strips
+// dealt out in equal runs to the blocks, and a block's run to its warps. A warp writes the tiles that lie in its run whole.
+// Of the others it keeps its share; when a block's warps are done, the shares of a tile are added in the order of the
+// warps, and where several blocks share it, by the last of them to come, in the order of the blocks: every run gives the
+// same bits.
 //
 // Compiled for SCALAR (__half or __nv_bfloat16, of x, scale, bias and y), BITS (4 or 8), SETS (of 8 tokens: 1 or 2), WARPS
-// (of a block), BATCH (chunks that a warp loads at once) and ALIGNED (1: k is a multiple of 8).
+// (of a block), BATCH (chunks that a warp loads at once), BLOCKS (of a processor, for registers) and WHOLE (1: k is a
+// multiple of a strip's columns, 64 * BATCH).
 
-#include "primitives.cuh"
+#include "dequantise.cuh"
+#include "runs.cuh"
 
 constexpr int kRows = 16;
-constexpr int kSize = 16;                        // columns of a group
-constexpr int kColumns = 4 * kSize;              // of a chunk
-constexpr int kCells = kRows * 8 * SETS;         // sums of a tile
-constexpr int kWords = kSize * BITS / 32;        // of a group's codes
+constexpr int kColumns = 4 * kSize;        // of a chunk
+constexpr int kTokens = 8 * SETS;
+constexpr int kCells = kRows * kTokens;    // sums of a tile, token after token
 
 struct Header {
     Word low, high;  // masks of rows 0 to 7 and 8 to 15
-    int start;       // groups stored before
+    Word start;      // groups stored before
 };
 
 struct Chunk {
-    Word codes[2][kWords];  // of the lane's two rows
-    Word scale[2];          // twice in a word; 0 where the group is dropped
-    Word zero[2];           // as stored
-    Word x[SETS][8];        // the lane's token, 16 columns
+    Word codes[2][kWords];  // of the lane's two rows; another group's where its own is dropped
+    Word zero[2];           // likewise
+    Word scale[2];          // likewise
+    Word kept[2];           // 0 where the group is dropped, else what makes two of a scale
 };
-
-__device__ __forceinline__ Word bits_of(__half2 pair) { return *reinterpret_cast<Word*>(&pair); }
-__device__ __forceinline__ Word bits_of(__nv_bfloat162 pair) { return *reinterpret_cast<Word*>(&pair); }
-__device__ __forceinline__ __half2 half_pair(Word bits) { return *reinterpret_cast<__half2*>(&bits); }
-__device__ __forceinline__ __nv_bfloat162 bfloat_pair(Word bits) { return *reinterpret_cast<__nv_bfloat162*>(&bits); }
-
-// Four pairs of columns from eight 4-bit codes: (code - zero) is exact in both dtypes, and its product with the scale is
-// rounded once, as `unpack` does. 0x5400 is 64 as a half, whose last place is 1/16; 0x4180 is 16 in bfloat16.
-__device__ __forceinline__ void dequantise4(Word (&pairs)[4], Word codes, Word scale, Word zero, const __half*) {
-    const __half2 point = half_pair(0x54005400u | zero * 0x10001u);
-    const Word shifted[4] = {codes << 4, codes, codes >> 4, codes >> 8};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const __half2 code = half_pair((shifted[i] & 0x00f000f0u) | 0x54005400u);
-        pairs[i] = bits_of(__hmul2(__hsub2(code, point), half_pair(scale)));
-    }
-}
-
-__device__ __forceinline__ void dequantise4(Word (&pairs)[4], Word codes, Word scale, Word zero, const __nv_bfloat16*) {
-    const __nv_bfloat162 point = __float2bfloat162_rn(static_cast<float>(zero) * 0.0625f);
-    const __nv_bfloat162 sixteen = bfloat_pair(0x41804180u);
-    const Word shifted[4] = {codes << 3, codes >> 1, codes >> 5, codes >> 9};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const __nv_bfloat162 code = __hsub2(bfloat_pair((shifted[i] & 0x00780078u) | 0x41804180u), sixteen);
-        pairs[i] = bits_of(__hmul2(__hsub2(code, point), bfloat_pair(scale)));
-    }
-}
-
-// Two pairs of columns from four 8-bit codes, which stand as the columns 0, 2, 4, 6 or 1, 3, 5, 7 of eight.
-__device__ __forceinline__ Word dequantise8(Word even, Word odd, int i, Word scale, Word zero, const __half*) {
-    const Word code = __byte_perm(__byte_perm(even, odd, i | (i + 4) << 4), 0x64646464u, 0x4140);  // 1024 + code
-    const __half2 point = half_pair(0x64006400u | zero * 0x10001u);
-    return bits_of(__hmul2(__hsub2(half_pair(code), point), half_pair(scale)));
-}
-
-__device__ __forceinline__ Word dequantise8(Word even, Word odd, int i, Word scale, Word zero, const __nv_bfloat16*) {
-    const float step = to_float(bfloat_pair(scale).x);
-    const float first = static_cast<float>(static_cast<int>(even >> 8 * i & 255) - static_cast<int>(zero)) * step;
-    const float second = static_cast<float>(static_cast<int>(odd >> 8 * i & 255) - static_cast<int>(zero)) * step;
-    return bits_of(__floats2bfloat162_rn(first, second));
-}
-
-__device__ __forceinline__ void dequantise(Word (&pairs)[8], const Word (&codes)[kWords], Word scale, Word zero) {
-    const SCALAR* tag = nullptr;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#if BITS == 4
-        Word part[4];
-        dequantise4(part, codes[half], scale, zero, tag);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) pairs[4 * half + i] = part[i];
-#else
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            pairs[4 * half + i] = dequantise8(codes[2 * half], codes[2 * half + 1], i, scale, zero, tag);
-        }
-#endif
-    }
-}
 
 struct Weight {
-    const uint2* __restrict__ masks;             // [chunks], low word first
-    const int* __restrict__ starts;              // [chunks + 1]
-    const Word* __restrict__ codes;              // [kept, kWords]
-    const unsigned short* __restrict__ scale;    // [kept], a SCALAR each
-    const unsigned char* __restrict__ zero;      // [kept]
+    const uint2* masks;             // [chunks], low word first
+    const Word* starts;              // [chunks + 1]
+    const Word* codes;              // [kept, kWords]
+    const unsigned short* scale;    // [kept], a SCALAR each
+    const unsigned char* zero;      // [kept]
+    Word last;                      // of the groups
 };
 
-__device__ __forceinline__ Header read_header(const Weight& weight, int chunk, int end) {
-    if (chunk >= end) return {0, 0, 0};
-    const uint2 mask = __ldg(weight.masks + chunk);
-    return {mask.x, mask.y, __ldg(weight.starts + chunk)};
+// How the strips are dealt out.
+struct Division : Runs {
+    int tile_chunks, tile_strips;
+
+    __device__ __forceinline__ Division(int tile_chunks, int each, int more)
+        : Runs(each, more), tile_chunks(tile_chunks), tile_strips((tile_chunks + BATCH - 1) / BATCH) {}
+};
+
+// Lane i gets the header of chunk i of a strip, which has `count` chunks.
+__device__ __forceinline__ Header read_header(const Weight& weight, int chunk, int count) {
+    const int lane = threadIdx.x % 32;
+    if (lane >= min(count, BATCH)) return {0, 0, 0};
+    const uint2 mask = __ldg(weight.masks + chunk + lane);
+    return {mask.x, mask.y, __ldg(weight.starts + chunk + lane)};
 }
 
-__device__ __forceinline__ void read_group(Chunk& chunk, const Weight& weight, int row, bool kept, int place) {
-    chunk.scale[row] = 0;
-    chunk.zero[row] = 0;
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) chunk.codes[row][i] = 0;
-    if (!kept) return;
+// Where the group is dropped, another is read: no load waits for what another brought.
+__device__ __forceinline__ void read_group(Chunk& chunk, const Weight& weight, int row, bool kept, Word place) {
+    place = min(place, weight.last);
 #if BITS == 4
     const uint2 codes = __ldg(reinterpret_cast<const uint2*>(weight.codes) + place);
-    chunk.codes[row][0] = codes.x;
-    chunk.codes[row][1] = codes.y;
 #else
     const uint4 codes = __ldg(reinterpret_cast<const uint4*>(weight.codes) + place);
-    chunk.codes[row][0] = codes.x;
-    chunk.codes[row][1] = codes.y;
     chunk.codes[row][2] = codes.z;
     chunk.codes[row][3] = codes.w;
 #endif
-    chunk.scale[row] = __ldg(weight.scale + place) * 0x10001u;
+    chunk.codes[row][0] = codes.x;
+    chunk.codes[row][1] = codes.y;
     chunk.zero[row] = __ldg(weight.zero + place);
+    chunk.scale[row] = __ldg(weight.scale + place);
+    chunk.kept[row] = kept ? 0x10001u : 0;
 }
 
-// The lane's token takes 16 columns from `column` on; what lies past m or k is zero.
-__device__ __forceinline__ void read_x(Word (&words)[8], const SCALAR* x, int token, int m, int column, int k) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) words[i] = 0;
-    if (token >= m) return;
-    const SCALAR* place = x + static_cast<long long>(token) * k + column;
-#if ALIGNED
+__device__ __forceinline__ void read_chunk(Chunk& chunk, const Weight& weight, const Header& header, int index, Word bit, Word below) {
+    const Word low = __shfl_sync(kAll, header.low, index), high = __shfl_sync(kAll, header.high, index);
+    const Word first = __shfl_sync(kAll, header.start, index), second = first + __popc(low);
+    read_group(chunk, weight, 0, low & bit, first + __popc(low & below));
+    read_group(chunk, weight, 1, high & bit, second + __popc(high & below));
+}
+
+// 16 columns of a token; what lies past k is zero.
+__device__ __forceinline__ void read_x(Word (&words)[8], const SCALAR* place, int left) {
+#if WHOLE
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        if (column + 8 * half >= k) continue;
         const uint4 part = __ldg(reinterpret_cast<const uint4*>(place) + half);
         words[4 * half] = part.x;
         words[4 * half + 1] = part.y;
@@ -147,85 +99,106 @@ __device__ __forceinline__ void read_x(Word (&words)[8], const SCALAR* x, int to
     const unsigned short* bits = reinterpret_cast<const unsigned short*>(place);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        if (column + 2 * i < k) words[i] = __ldg(bits + 2 * i);
-        if (column + 2 * i + 1 < k) words[i] |= static_cast<Word>(__ldg(bits + 2 * i + 1)) << 16;
+        words[i] = 2 * i < left ? __ldg(bits + 2 * i) : 0;
+        if (2 * i + 1 < left) words[i] |= static_cast<Word>(__ldg(bits + 2 * i + 1)) << 16;
     }
 #endif
 }
 
-__device__ __forceinline__ void multiply_chunk(float (&sums)[SETS][4], const Chunk& chunk) {
+__device__ __forceinline__ void multiply_chunk(
+    float (&sums)[SETS][4], const Chunk& chunk, const SCALAR* const (&x)[SETS], int column, int left, const Constants& constants
+) {
+    Word words[SETS][8];
+#pragma unroll
+    for (int set = 0; set < SETS; ++set) read_x(words[set], x[set] + column, left - column - threadIdx.x % 4 * kSize);
     Word upper[8], lower[8];
-    dequantise(upper, chunk.codes[0], chunk.scale[0], chunk.zero[0]);
-    dequantise(lower, chunk.codes[1], chunk.scale[1], chunk.zero[1]);
+    dequantise(upper, chunk.codes[0], chunk.scale[0] * chunk.kept[0], chunk.zero[0], constants);
+    dequantise(lower, chunk.codes[1], chunk.scale[1] * chunk.kept[1], chunk.zero[1], constants);
     const SCALAR* tag = nullptr;
 #pragma unroll
     for (int i = 0; i < 8; i += 2) {
         const Word rows[4] = {upper[i], lower[i], upper[i + 1], lower[i + 1]};
 #pragma unroll
-        for (int set = 0; set < SETS; ++set) {
-            mma(sums[set], rows, chunk.x[set][i], chunk.x[set][i + 1], tag);
-        }
+        for (int set = 0; set < SETS; ++set) mma(sums[set], rows, words[set][i], words[set][i + 1], tag);
     }
 }
 
-// Adds the chunks first + warp, first + warp + WARPS ... below end, of the tile whose chunk 0 is `origin`.
-__device__ __forceinline__ void sum_chunks(
-    float (&sums)[SETS][4], const Weight& weight, const SCALAR* x, int origin, int first, int end, int m, int k
+struct Output {
+    const SCALAR* __restrict__ bias;  // [n] or null
+    SCALAR* __restrict__ y;           // [m, n]
+    int m, n;
+
+    __device__ __forceinline__ void write(int row, int token, float sum) const {
+        if (row >= n || token >= m) return;
+        store(y + static_cast<long long>(token) * n + row, sum + (bias ? to_float(bias[row]) : 0.0f));
+    }
+};
+
+// What a warp's lane has of a tile: rows lane / 4 and 8 more of two tokens.
+template <typename Take> __device__ __forceinline__ void each_sum(const float (&sums)[SETS][4], const Take& take) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 4 * SETS; ++i) {
+        take(lane / 4 + i / 2 % 2 * 8, lane % 4 * 2 + i % 2 + i / 4 * 8, sums[i / 4][i % 4]);
+    }
+}
+
+// A warp's run: `shares` gets what it has of a tile that began before, then of one that goes on after it.
+__device__ __forceinline__ void sum_run(
+    float (&shares)[2][kCells], const Weight& weight, const Division& division, const SCALAR* x, const Output& output, int k
 ) {
     const int lane = threadIdx.x % 32;
-    const Word below = (1u << lane) - 1;
-    int next = first + threadIdx.x / 32;
-    Header headers[BATCH];
-#pragma unroll
-    for (int i = 0; i < BATCH; ++i) headers[i] = read_header(weight, next + i * WARPS, end);
-    while (next < end) {
-        Chunk chunks[BATCH];
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i) {
-            const Header header = headers[i];
-            const int second = header.start + __popc(header.low);
-            read_group(chunks[i], weight, 0, header.low >> lane & 1, header.start + __popc(header.low & below));
-            read_group(chunks[i], weight, 1, header.high >> lane & 1, second + __popc(header.high & below));
-            const int column = (next + i * WARPS - origin) * kColumns + lane % 4 * kSize;
-#pragma unroll
-            for (int set = 0; set < SETS; ++set) {
-                const bool any = (header.low | header.high) != 0;
-                read_x(chunks[i].x[set], x, any ? lane / 4 + 8 * set : m, m, column, k);
-            }
-        }
-        next += BATCH * WARPS;
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i) headers[i] = read_header(weight, next + i * WARPS, end);
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i) multiply_chunk(sums, chunks[i]);
-    }
-}
-
-// Leaves the block's sums of a tile in cells[0 .. kCells), token after token of row after row.
-__device__ __forceinline__ void add_warps(float* cells, const float (&sums)[SETS][4]) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    __syncthreads();
+    const int first = division.begin + threadIdx.x / 32 * division.run;
+    int left = min(division.end - first, division.run);
+    if (left <= 0) return;
+    int tile = first / division.tile_strips, strip = first - tile * division.tile_strips;
+    int chunk = tile * division.tile_chunks + strip * BATCH;
+    bool begun_before = strip > 0;
+    Word bit = 1u << lane, below = bit - 1;
+    keep_in_register(bit);
+    keep_in_register(below);
+    const SCALAR* tokens[SETS];
 #pragma unroll
     for (int set = 0; set < SETS; ++set) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int row = lane / 4 + 8 * (i / 2), token = 8 * set + lane % 4 * 2 + i % 2;
-            cells[warp * kCells + row * 8 * SETS + token] = sums[set][i];
-        }
+        // Tokens past the last repeat it and are not kept.
+        tokens[set] = x + static_cast<long long>(min(lane / 4 + 8 * set, output.m - 1)) * k + lane % 4 * kSize + strip * BATCH * kColumns;
     }
-    __syncthreads();
-    for (int cell = threadIdx.x; cell < kCells; cell += 32 * WARPS) {
-        float total = cells[cell];
+    const Constants constants;
+    float sums[SETS][4] = {};
+    Header header = read_header(weight, chunk, division.tile_chunks - strip * BATCH);
+    for (; left > 0; --left) {
+        Chunk chunks[BATCH];
 #pragma unroll
-        for (int i = 1; i < WARPS; ++i) total += cells[i * kCells + cell];
-        cells[cell] = total;  // read and written by this thread alone
+        for (int i = 0; i < BATCH; ++i) read_chunk(chunks[i], weight, header, i, bit, below);
+        const int column = strip * BATCH * kColumns;
+        const bool ends = ++strip == division.tile_strips;
+        chunk = ends ? (tile + 1) * division.tile_chunks : chunk + BATCH;
+        if (left > 1) header = read_header(weight, chunk, division.tile_chunks - (ends ? 0 : strip * BATCH));
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) multiply_chunk(sums, chunks[i], tokens, i * kColumns, k - column, constants);
+#pragma unroll
+        for (int set = 0; set < SETS; ++set) tokens[set] += BATCH * kColumns;
+        if (!ends && left > 1) continue;
+        if (ends && !begun_before) {
+            each_sum(sums, [&](int row, int token, float sum) { output.write(tile * kRows + row, token, sum); });
+        } else {
+            float* share = shares[!begun_before];
+            each_sum(sums, [&](int row, int token, float sum) { share[token * kRows + row] = sum; });
+        }
+#pragma unroll
+        for (int i = 0; i < 4 * SETS; ++i) sums[i / 4][i % 4] = 0.0f;
+        begun_before = false;
+#pragma unroll
+        for (int set = 0; set < SETS; ++set) tokens[set] -= strip * BATCH * kColumns;
+        strip = 0;
+        ++tile;
     }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS) semisparse_gqs_decode(
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) semisparse_gqs_decode(
     const SCALAR* __restrict__ x,             // [m, k]
     const uint2* __restrict__ masks,          // [chunks]
-    const int* __restrict__ starts,           // [chunks + 1]
+    const Word* __restrict__ starts,          // [chunks + 1]
     const Word* __restrict__ codes,           // [kept, kWords]
     const unsigned short* __restrict__ scale, // [kept]
     const unsigned char* __restrict__ zero,   // [kept]
@@ -233,59 +206,46 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) semisparse_gqs_decode(
     SCALAR* __restrict__ y,                   // [m, n]
     float* __restrict__ parts,                // [blocks, 2, kCells]: a block's share of its first and of its last tile
     int* __restrict__ arrivals,               // [tiles], zero before and after
-    int m, int n, int k, int tile_chunks, int chunks
+    int m, int n, int k, int tile_chunks,
+    Word last,                                // kept - 1
+    int each, int more                        // a block's strips, and how many blocks have one more
 ) {
-    __shared__ float cells[WARPS * kCells];
-    __shared__ bool last;
-    const Weight weight = {masks, starts, codes, scale, zero};
-    const int blocks = gridDim.x;
-    const auto begin_of = [&](int block) { return static_cast<int>(static_cast<long long>(chunks) * block / blocks); };
-    const int end = begin_of(blockIdx.x + 1);
-    for (int first = begin_of(blockIdx.x); first < end;) {
-        const int tile = first / tile_chunks, origin = tile * tile_chunks;
-        const int stop = min(end, origin + tile_chunks);
-        float sums[SETS][4] = {};
-        sum_chunks(sums, weight, x, origin, first, stop, m, k);
-        add_warps(cells, sums);
-        bool whole = first == origin && stop == origin + tile_chunks;
+    __shared__ float shares[WARPS][2][kCells];
+    const Weight weight = {masks, starts, codes, scale, zero, last};
+    const Division division(tile_chunks, each, more);
+    const Output output = {bias, y, m, n};
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    sum_run(shares[warp], weight, division, x, output, k);
+    __syncthreads();
+    // A warp a tile.
+    for (int tile = division.begin / division.tile_strips + warp; tile * division.tile_strips < division.end; tile += WARPS) {
+        const int begin = tile * division.tile_strips, end = begin + division.tile_strips;
+        const int from = max(begin, division.begin), to = min(end, division.end);
+        const bool begins = from == begin, whole = begins && to == end;
+        const int first = (from - division.begin) / division.run, last = (to - 1 - division.begin) / division.run;
+        if (whole && first == last) continue;
+        const auto share = [&](int cell) {
+            float total = shares[first][begins][cell];
+            for (int i = first + 1; i <= last; ++i) total += shares[i][0][cell];
+            return total;
+        };
+        const int cells = kRows * m;
         if (!whole) {
-            const bool begins_here = first == origin;
-            float* part = parts + (2ll * blockIdx.x + begins_here) * kCells;
-            for (int cell = threadIdx.x; cell < kCells; cell += 32 * WARPS) part[cell] = cells[cell];
-            __threadfence();
-            __syncthreads();
-            // The blocks of this tile: from the one that holds its first chunk to the one that holds its last.
-            const auto block_of = [&](int chunk) {
-                int block = static_cast<int>(static_cast<long long>(chunk) * blocks / chunks);
-                while (begin_of(block + 1) <= chunk) ++block;
-                return block;
-            };
-            const int from = block_of(origin), to = block_of(origin + tile_chunks - 1);
-            if (threadIdx.x == 0) {
-                last = atomicAdd(arrivals + tile, 1) == to - from;
-                if (last) arrivals[tile] = 0;
-                __threadfence();
-            }
-            __syncthreads();
-            whole = last;
-            if (whole) {
-                for (int cell = threadIdx.x; cell < kCells; cell += 32 * WARPS) {
-                    float total = 0.0f;
-                    for (int block = from; block <= to; ++block) {
-                        total += __ldcg(parts + (2ll * block + (block == from)) * kCells + cell);
-                    }
-                    cells[cell] = total;
+            float* part = parts + (2ll * blockIdx.x + begins) * kCells;
+            for (int cell = lane; cell < cells; cell += 32) part[cell] = share(cell);
+            const int from_block = division.block_of(begin), to_block = division.block_of(end - 1);
+            if (!is_last(arrivals + tile, to_block - from_block)) continue;
+            for (int cell = lane; cell < cells; cell += 32) {
+                float total = 0.0f;
+                for (int block = from_block; block <= to_block; ++block) {
+                    total += __ldcg(parts + (2ll * block + (block == from_block)) * kCells + cell);
                 }
+                output.write(tile * kRows + cell % kRows, cell / kRows, total);
+            }
+        } else {
+            for (int cell = lane; cell < cells; cell += 32) {
+                output.write(tile * kRows + cell % kRows, cell / kRows, share(cell));
             }
         }
-        if (whole) {
-            for (int cell = threadIdx.x; cell < kCells; cell += 32 * WARPS) {
-                const int row = tile * kRows + cell / (8 * SETS), token = cell % (8 * SETS);
-                if (row < n && token < m) {
-                    store(y + static_cast<long long>(token) * n + row, cells[cell] + (bias ? to_float(bias[row]) : 0.0f));
-                }
-            }
-        }
-        first = stop;
     }
 }

@@ -118,16 +118,19 @@ def _check_scales(scales: GroupScales, weight: Tensor, bits: int, size: int) -> 
 def unpack(packed: Packed) -> Tensor:
     """Give the weight [N, K] back, dequantised in its dtype, dropped groups exactly zero."""
     n, k = packed.shape
-    size = size_of(packed.pattern)
-    bits = bits_of(packed.params, size)
-    tensors = packed.tensors
-    codes = _part(tensors["codes"], bits, size)
-    scales = GroupScales(bits, size, tensors["scale"], tensors["zero"])
-    values = scales.values(codes) + 0.0  # -0.0 becomes +0.0
-    stored = bits_in(tensors["masks"])
-    tiles = values.new_zeros(*stored.shape, size)
+    values = values_of(packed, packed.tensors["scale"])
+    stored = bits_in(packed.tensors["masks"])
+    tiles = values.new_zeros(*stored.shape, values.shape[1])
     tiles[stored] = values
     return untiled(tiles).flatten(1)[:n, :k].contiguous()
+
+
+def values_of(packed: Packed, scale: Tensor) -> Tensor:
+    """Dequantise the stored groups, [kept, size] in the weight's dtype, in their order."""
+    size = size_of(packed.pattern)
+    bits = bits_of(packed.params, size)
+    codes = _part(packed.tensors["codes"], bits, size)
+    return GroupScales(bits, size, scale, packed.tensors["zero"]).values(codes) + 0.0  # -0.0 becomes +0.0
 
 
 def check_content(packed: Packed) -> None:
@@ -151,7 +154,15 @@ def check_content(packed: Packed) -> None:
         raise FormatError(f"tensor starts, at chunk {place}: {found} groups before it, the masks have {wanted[place]}")
     if int(wanted[-1]) != len(packed.tensors["zero"]):
         raise FormatError(f"the masks keep {wanted[-1]} groups, {len(packed.tensors['zero'])} are stored")
-    scale = packed.tensors["scale"]
+    check_scale(packed.tensors["scale"])
+
+
+def check_scale(scale: Tensor) -> None:
+    """Check that every scale is above 0 and finite.
+
+    Raises:
+        FormatError: names the group.
+    """
     bad = (~(scale.isfinite() & (scale > 0))).nonzero()
     if len(bad):
         place = int(bad[0])
@@ -170,6 +181,14 @@ def _tiled(x: Tensor) -> Tensor:
 def untiled(x: Tensor) -> Tensor:
     """Undo `_tiled` for [row tiles, column tiles, 64, n], but for its filling: [rows, groups, n]."""
     return x.unflatten(2, (TILE_ROWS, TILE_GROUPS)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+
+
+def places_of(masks: Tensor, n: int, groups: int) -> Tensor:
+    """Say where each group of a weight is stored: [N, groups] int64, -1 where it is dropped."""
+    stored = bits_in(masks)
+    places = torch.full_like(stored, -1, dtype=torch.int64)
+    places[stored] = torch.arange(int(stored.sum()), device=stored.device)
+    return untiled(places[..., None]).squeeze(-1)[:n, :groups]
 
 
 def in_order(x: Tensor, stored: Tensor) -> Tensor:

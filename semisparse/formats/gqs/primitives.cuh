@@ -24,3 +24,22 @@ __device__ __forceinline__ void mma(float (&sums)[4], const Word (&a)[4], Word b
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+
+// Whether this warp is the last of others + 1 to come here; what all of them wrote before is then to be seen. Leaves 0.
+__device__ __forceinline__ bool is_last(int* arrivals, int others) {
+    int before = 0;
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+        asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(arrivals) : "memory");
+        if (before == others) *arrivals = 0;
+    }
+    return __shfl_sync(0xffffffffu, before, 0) == others;
+}
+
+// Keeps a number that is used in a loop from being made anew at each use: the assembler cannot see through a shuffle.
+__device__ __forceinline__ void keep_in_register(Word& value) {
+    value = __shfl_sync(0xffffffffu, value, threadIdx.x % 32);
+}
+
+// Lets a number be anything.
+__device__ __forceinline__ void leave_open(Word& value) { asm("" : "=r"(value)); }

@@ -26,6 +26,7 @@ using std::min;
 using Word = unsigned int;
 
 struct alignas(8) uint2 { Word x, y; };
+struct alignas(8) int2 { int x, y; };
 struct alignas(16) uint4 { Word x, y, z, w; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct Index { unsigned x = 0, y = 0, z = 0; };
@@ -88,7 +89,7 @@ struct Barrier { int arrived = 0; long generation = 0; };
 struct Warp {
     Barrier barrier;
     const void* rows[32];
-    float numbers[32];
+    uint64_t numbers[32];
     Word a[32][4], b[32][2];
 };
 
@@ -235,13 +236,30 @@ void mma(float (&sums)[4], const Word (&a)[4], Word b0, Word b1, const Scalar*) 
     __syncwarp();
 }
 
-inline float __shfl_xor_sync(Word, float value, int step) {
+template <typename T> T __shfl_sync(Word, T value, int source) {
     const int lane = threadIdx.x % 32;
-    warp().numbers[lane] = value;
+    std::memcpy(&warp().numbers[lane], &value, sizeof value);
     __syncwarp();
-    const float other = warp().numbers[lane ^ step];
+    std::memcpy(&value, &warp().numbers[source % 32], sizeof value);
     __syncwarp();
-    return other;
+    return value;
+}
+
+inline float __shfl_xor_sync(Word mask, float value, int step) {
+    return __shfl_sync(mask, value, threadIdx.x % 32 ^ step);
+}
+
+inline void keep_in_register(Word&) {}
+inline void leave_open(Word& value) { value = 0x7e007e00u; }  // NaN in both halves
+
+inline bool is_last(int* arrivals, int others) {
+    __syncwarp();
+    int before = 0;
+    if (threadIdx.x % 32 == 0) {
+        before = std::exchange(*arrivals, *arrivals + 1);
+        if (before == others) *arrivals = 0;
+    }
+    return __shfl_sync(~0u, before, 0) == others;
 }
 
 inline Word __ballot_sync(Word, bool vote) {
