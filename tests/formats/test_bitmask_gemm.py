@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semisparse.formats.base import get_format
-from semisparse.formats.bitmask.gemm import TOKENS, choose
+from semisparse.formats.bitmask.gemm import TOKENS, choose, pays
 from tests.formats.test_bitmask_division import H200
 from tests.formats.test_bitmask_tiles import Warp, random_weight
 
@@ -68,3 +68,27 @@ def test_every_grid_fits_a_processor_and_gives_each_split_columns(m, row_tiles, 
     assert 1 <= grid.splits <= column_tiles
     registers = 65536 // grid.blocks // (128 * (grid.warpgroups + 1)) // 8 * 8
     assert registers * (grid.warpgroups + 1) - 32 >= 72 * grid.warpgroups + grid.tokens // 2 * grid.warpgroups
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "expected"),
+    [
+        (32, 4096, 4096, (1, 4, 3)),
+        (64, 28672, 8192, (1, 2, 3)),
+        (64, 1536, 8960, (1, 5, 3)),
+        (128, 11008, 4096, (3, 2, 1)),
+        (128, 28672, 8192, (2, 1, 1)),
+        (192, 4096, 11008, (2, 4, 1)),
+        (256, 4096, 4096, (2, 4, 1)),
+        (1024, 28672, 8192, (2, 1, 1)),
+    ],
+)
+def test_what_was_fastest_on_an_h200_is_chosen(m, n, k, expected):
+    grid = choose(m, n // 16, k // 256, 32, H200)
+    assert (grid.warpgroups, grid.splits, grid.blocks) == expected
+
+
+def test_other_kernels_are_left_what_they_do_faster():
+    assert [m for m in (1, 16, 17, 128, 129, 256, 1024, 1025) if pays(m, 1536, 1536)] == [17, 128]
+    assert [m for m in (16, 17, 256, 257) if pays(m, 8960, 1536)] == [17, 256]
+    assert [m for m in (16, 17, 1024, 1025) if pays(m, 4096, 4096)] == [17, 1024]

@@ -36,8 +36,8 @@ FORMAT = Format(
     arrange=layouts.arrange,
     kernels=(
         Kernel("cpu", "cpu", _of_rows(cpu.supports), cpu.load),
-        Kernel("tiled_decode", "cuda", tiled.decode_refusal, lambda: tiled.decode),
         Kernel("tiled_gemm", "cuda", gemm.refusal, lambda: gemm.multiply),
+        Kernel("tiled_decode", "cuda", tiled.decode_refusal, lambda: tiled.decode),
         Kernel("tiled_unpack", "cuda", tiled.unpack_refusal, lambda: tiled.unpack_and_multiply),
         Kernel("decode", "cuda", _of_rows(cuda.decode_refusal), lambda: cuda.decode),
         Kernel("unpack", "cuda", _of_rows(cuda.unpack_refusal), lambda: cuda.unpack_and_multiply),
