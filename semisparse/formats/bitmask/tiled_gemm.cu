@@ -66,8 +66,8 @@ __device__ __forceinline__ void unpack(Fragments& found, Rows& rows) {
     if constexpr (i + 1 < kBatch) unpack<step, i + 1>(found, rows);
 }
 
-// A tile, kBatch steps at a time: they are unpacked behind the products of the steps before. A warp waits at a product until
-// the tensor cores take it, so many in a row leave nothing to unpack behind: 16 took the sum of both times.
+// A tile, kBatch steps at a time: they are unpacked while the products of the steps before are under way. One, two and four
+// steps are equally fast.
 template <int step = 0>
 __device__ __forceinline__ void take_steps(Sums& sums, Fragments (&weights)[kOpen * 2], Rows& rows, Ring ring, Word x,
                                            int parity, bool first, int lane) {
