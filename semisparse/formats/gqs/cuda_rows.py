@@ -52,6 +52,9 @@ ROWS = CudaSource(
 
 SOURCES = (ROWS,)
 
+RESERVED_SHARED = 1024
+"""Bytes of a processor's shared memory that a block cannot have."""
+
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 
 
@@ -63,7 +66,7 @@ def refusal(problem: Problem) -> str | None:
     if reason:
         return reason
     wanted = _shared_bytes(problem.m, problem.k)
-    found = torch.cuda.get_device_properties(problem.device).shared_memory_per_block_optin
+    found = torch.cuda.get_device_properties(problem.device).shared_memory_per_multiprocessor - RESERVED_SHARED
     return None if wanted <= found else f"keeps x in {wanted} bytes of shared memory, this GPU has {found}"
 
 

@@ -27,16 +27,6 @@ def layout_of(params: Params) -> str:
     return str(layout)
 
 
-def require_chunks(params: Params) -> None:
-    """Refuse another layout than ``chunks``.
-
-    Raises:
-        FormatError: it is another.
-    """
-    if layout_of(params) != "chunks":
-        raise FormatError(f"a weight in layout {layout_of(params)} cannot be cut or joined: pack it in chunks")
-
-
 def reads(layout: str, supports: Callable[[Problem], str | None]) -> Callable[[Problem], str | None]:
     """Narrow a kernel's support to a layout."""
 
@@ -69,11 +59,28 @@ def pack_weight(
     """
     wanted = layout_of({"layout": layout})
     params, tensors = pack.pack_weight(weight, pattern, kind, scales)
-    if wanted == "chunks":
-        return params, tensors
-    (n, k), size = weight.shape, pack.size_of(pattern)
-    steps, tensors = rows.rows_of(tensors, -(-k // size), n)
-    return {"kind": kind, "kept": params["kept"], "layout": wanted, "steps": steps}, tensors
+    packed = Packed("gqs", 1, pattern, (weight.shape[0], weight.shape[1]), weight.dtype, params, tensors)
+    if wanted == "rows":
+        packed = in_rows(packed)
+    return packed.params, packed.tensors
+
+
+def in_rows(packed: Packed) -> Packed:
+    """Give a weight in layout ``chunks`` in layout ``rows``."""
+    n, k = packed.shape
+    steps, tensors = rows.rows_of(packed.tensors, -(-k // pack.size_of(packed.pattern)), n)
+    params = {"kind": packed.params["kind"], "kept": packed.params["kept"], "layout": "rows", "steps": steps}
+    return Packed(packed.format, packed.version, packed.pattern, packed.shape, packed.dtype, params, tensors)
+
+
+def in_chunks(packed: Packed) -> Packed:
+    """Give a weight in either layout in layout ``chunks``."""
+    if layout_of(packed.params) == "chunks":
+        return packed
+    params = {"kind": packed.params["kind"], "rows": packed.shape[0], "kept": packed.params["kept"]}
+    return Packed(
+        packed.format, packed.version, packed.pattern, packed.shape, packed.dtype, params, rows.chunks_of(packed)
+    )
 
 
 def unpack(packed: Packed) -> Tensor:

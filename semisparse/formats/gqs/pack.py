@@ -191,6 +191,14 @@ def places_of(masks: Tensor, n: int, groups: int) -> Tensor:
     return untiled(places[..., None]).squeeze(-1)[:n, :groups]
 
 
+def in_chunks(places: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Give the order in which groups at ``places`` [N, groups] (-1: dropped) are stored, the masks and the starts."""
+    masks = masks_of(places >= 0)
+    stored = bits_in(masks)
+    starts = F.pad(stored.sum(-1).flatten().cumsum(0), (1, 0)).to(torch.int32)
+    return in_order(places, stored), {"masks": masks, "starts": starts}
+
+
 def in_order(x: Tensor, stored: Tensor) -> Tensor:
     """Take the stored groups of [N, groups] or [N, groups, n] in the order of the masks' bits."""
     return _tiled(x)[stored] if x.dim() == 3 else _tiled(x[..., None])[stored].squeeze(-1)

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from semisparse.errors import FormatError
 from semisparse.formats.base import Packed
-from semisparse.formats.gqs.layouts import require_chunks
-from semisparse.formats.gqs.pack import bits_in, in_order, masks_of, places_of, size_of
+from semisparse.formats.gqs import pack
+from semisparse.formats.gqs.layouts import in_chunks, in_rows, layout_of
 from semisparse.patterns import Pattern
 
 
@@ -19,13 +18,13 @@ def regroup(parts: Sequence[Packed], dim: int, start: int, stop: int, pattern: P
     """Give rows or columns ``start`` to ``stop`` of weights side by side along ``dim``, declared as ``pattern``.
 
     Raises:
-        FormatError: a group would be cut, one that is not the last of its row is short, or a layout is not ``chunks``.
+        FormatError: a group would be cut, or one that is not the last of its row is short.
     """
-    for part in parts:
-        require_chunks(part.params)
-    size = size_of(pattern)
-    whole = sum(part.shape[dim] for part in parts)
-    edges = [start, *(part.shape[dim] for part in parts[:-1]), *([stop] if stop < whole else [])]
+    layout = layout_of(parts[0].params)
+    parts = [in_chunks(part) for part in parts]
+    size = pack.size_of(pattern)
+    total = sum(part.shape[dim] for part in parts)
+    edges = [start, *(part.shape[dim] for part in parts[:-1]), *([stop] if stop < total else [])]
     if dim == 1 and any(edge % size for edge in edges):
         raise FormatError(f"groups of {size} columns cannot be cut or joined at columns {edges}")
     offsets = [0]
@@ -33,21 +32,18 @@ def regroup(parts: Sequence[Packed], dim: int, start: int, stop: int, pattern: P
         offsets.append(offsets[-1] + int(part.params["kept"]))
     places = torch.cat([_places(part, offset) for part, offset in zip(parts, offsets, strict=False)], dim)
     places = places[start:stop] if dim == 0 else places[:, start // size : -(-stop // size)]
-    masks = masks_of(places >= 0)
-    stored = bits_in(masks)
-    order = in_order(places, stored)
-    tensors = {key: torch.cat([p.tensors[key] for p in parts])[order] for key in ("codes", "scale", "zero")}
-    starts = F.pad(stored.sum(-1).flatten().cumsum(0), (1, 0)).to(torch.int32)
+    order, where = pack.in_chunks(places)
+    kept = {key: torch.cat([p.tensors[key] for p in parts])[order] for key in ("codes", "scale", "zero")}
     other = parts[0].shape[1 - dim]
     shape = (stop - start, other) if dim == 0 else (other, stop - start)
     first = parts[0]
     params = {**first.params, "rows": shape[0], "kept": len(order)}
-    tensors = {"masks": masks, "starts": starts, **tensors}
-    return Packed(first.format, first.version, pattern, shape, first.dtype, params, tensors)
+    whole = Packed(first.format, first.version, pattern, shape, first.dtype, params, {**where, **kept})
+    return in_rows(whole) if layout == "rows" else whole
 
 
 def _places(packed: Packed, offset: int) -> Tensor:
     """Say where each group is stored, counted from ``offset``: [N, groups], -1 where it is dropped."""
     n, k = packed.shape
-    places = places_of(packed.tensors["masks"], n, -(-k // size_of(packed.pattern)))
+    places = pack.places_of(packed.tensors["masks"], n, -(-k // pack.size_of(packed.pattern)))
     return torch.where(places >= 0, places + offset, places)

@@ -60,6 +60,21 @@ def rows_of(tensors: Mapping[str, Tensor], groups: int, n: int) -> tuple[int, di
     }
 
 
+def chunks_of(packed: Packed) -> dict[str, Tensor]:
+    """Undo `rows_of`."""
+    n, k = packed.shape
+    rows, columns, scale = _split(packed.tensors, packed.dtype)
+    places = rows.new_full((n, -(-k // pack.size_of(packed.pattern))), -1)
+    places[rows, columns.to(torch.int64)] = torch.arange(len(rows), device=rows.device)
+    order, tensors = pack.in_chunks(places)
+    return {
+        **tensors,
+        "codes": packed.tensors["codes"][order],
+        "scale": scale[order],
+        "zero": packed.tensors["zero"][order],
+    }
+
+
 def _steps_of(lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Cut rows of ``lengths`` [N] groups into steps: [steps + 1, 2] row and groups before, and [N + 1] first steps."""
     of_row = (-(-lengths // STEP)).clamp_min(1)  # a row without groups has a step, too: its output is written there
