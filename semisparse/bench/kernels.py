@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -105,7 +105,11 @@ class Setting:
 
 
 def measure_layer(
-    setting: Setting, layer: LayerShape, tokens: Iterable[int], candidates: Iterable[Candidate]
+    setting: Setting,
+    layer: LayerShape,
+    tokens: Iterable[int],
+    candidates: Iterable[Candidate],
+    leave_out: Collection[str] = (),
 ) -> Iterator[Measurement | Skipped]:
     """Measure every kernel of every candidate on one shape.
 
@@ -114,6 +118,7 @@ def measure_layer(
         layer: the shape.
         tokens: values of M.
         candidates: the dense baseline first.
+        leave_out: names of kernels that are not to be measured.
     Raises:
         KernelError: a kernel's output is wrong.
     """
@@ -129,6 +134,8 @@ def measure_layer(
         for m in tokens:
             x = torch.randn(m, layer.k, device=setting.device).to(setting.dtype)
             for kernel in get_format(candidate.format).kernels:
+                if kernel.name in leave_out:
+                    continue
                 reason = kernel.refusal(problem_of(x, packed))
                 if reason:
                     yield Skipped(layer.names, m, candidate.label, kernel.name, reason)

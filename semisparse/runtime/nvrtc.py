@@ -15,7 +15,7 @@ from semisparse.errors import KernelError
 from semisparse.runtime.cache import cached
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100a")
-"""What every .cu must compile for: A100, Ada, Hopper, Blackwell."""
+"""What a .cu compiles for unless it says otherwise: A100, Ada, Hopper, Blackwell."""
 
 HEADERS = Path(__file__).parent / "cuda"
 """Headers that kernels of different formats share."""
@@ -36,11 +36,13 @@ class CudaSource:
         path: the file; its kernels have C linkage.
         variants: one set of macros for each cubin.
         spills_allowed: why this file may keep registers in local memory; None if it may not.
+        architectures: what it compiles for.
     """
 
     path: Path
     variants: tuple[Defines, ...] = ({},)
     spills_allowed: str | None = None
+    architectures: tuple[str, ...] = ARCHITECTURES
 
 
 @dataclass(frozen=True)

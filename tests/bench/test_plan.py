@@ -33,7 +33,7 @@ def test_a_pass_takes_the_larger_of_its_two_times():
 def test_strategies_are_passed_on():
     passes = [Pass(1, 0, "fp32"), Pass(1, 1, "fp32", "folding"), Pass(1, 1, "fp32", "stacking")]
     assert estimate(passes, TOY).strategy == "folding; stacking"
-    chosen = candidates(["vector_nm"], ["16:32v32", "4:32v32"])
+    chosen = candidates(["vector_nm"], ["16:32v32", "2:32v32"])
     rows = [row.as_dict() for row in make_plan(SQUARE, [4096], chosen, torch.float32, find_machine("h200")).rows]
     assert [row["strategy"].split(",")[0] for row in rows] == ["", "non-packing", "packing"]
 

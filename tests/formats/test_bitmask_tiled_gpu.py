@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from semisparse.formats.base import get_format
-from semisparse.formats.bitmask import tiled
+from semisparse.formats.bitmask import gemm, tiled
 from semisparse.patterns import parse_pattern
+from tests.formats.test_bitmask_gemm import columns_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
@@ -54,6 +55,70 @@ def test_decode_agrees_with_float64(n, k, keep, m, dtype):
     for out in (dtype, torch.float32):
         y = poisoned(tiled.decode, x, packed, bias.cuda(), out_dtype=out).cpu().double()
         assert (y - expected).norm() <= (2 * ROUNDING[out] + sums_error(k)) * expected.norm()
+
+
+needs_hopper = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="wgmma is Hopper's"
+)
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("m", [1, 17, 33, 65, 129, 200, 300])
+@pytest.mark.parametrize(
+    ("n", "k", "keep"), [(64, 512, 32), (33, 701, 31), (1, 1, 64), (257, 4100, 5), (2200, 8200, 16), (130, 520, 64)]
+)
+def test_gemm_agrees_with_float64(n, k, keep, m, dtype):
+    packed, weight, x = packed_and_x(n, k, keep, m, dtype)
+    bias = torch.randn(n, generator=torch.Generator().manual_seed(3)).to(dtype)
+    expected = x.cpu().double() @ weight.double().T + bias.double()
+    y = poisoned(gemm.multiply, x, packed, bias.cuda())
+    assert (y.cpu().double() - expected).norm() <= (2 * ROUNDING[dtype] + sums_error(k)) * expected.norm()
+    for _ in range(5):
+        assert torch.equal(gemm.multiply(x, packed, bias.cuda()), y)
+
+
+@needs_hopper
+@pytest.mark.parametrize("splits", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize(
+    ("tokens", "warpgroups", "blocks"), [(32, 1, 3), (64, 2, 2), (128, 2, 1), (192, 2, 1), (256, 2, 1)]
+)
+def test_every_division_of_gemm_gives_the_same_sums(tokens, warpgroups, blocks, splits):
+    packed, weight, x = packed_and_x(300, 2500, 32, 270, torch.float16)
+    (grid,) = gemm.fitting(tokens, warpgroups, splits, blocks, 32, tiled.processor(x.device))
+    expected = x.cpu().double() @ weight.double().T
+    y = gemm.multiply_by(grid, x, packed, None)
+    assert (y.cpu().double() - expected).norm() <= (2 * ROUNDING[x.dtype] + sums_error(2500)) * expected.norm()
+
+
+@needs_hopper
+@needs_graphs
+def test_gemm_runs_in_a_graph_and_before_a_kernel_that_needs_it():
+    packed, _, x = packed_and_x(2048, 2048, 32, 40, torch.bfloat16)
+
+    def chain():
+        y = x
+        for _ in range(10):
+            y = gemm.multiply(y, packed, None)
+        return y
+
+    expected = chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain()
+    for _ in range(3):
+        found.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(("m", "k", "tokens"), [(1, 1, 32), (40, 701, 32), (300, 4096, 256), (70, 1030, 64)])
+def test_columns_of_x_come_in_the_order_of_the_fragments(m, k, tokens):
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(0)).half()
+    column_tiles = -(-k // 256)
+    columns, counters = gemm.columns_of(x.cuda(), tokens, column_tiles, 1000)
+    assert torch.equal(columns.cpu(), columns_of(x, tokens, column_tiles))
+    assert not counters.any()
 
 
 @pytest.mark.parametrize(("n", "k", "keep"), [(64, 512, 32), (33, 701, 31), (1, 1, 64), (257, 4100, 5)])

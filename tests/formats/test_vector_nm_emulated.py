@@ -10,8 +10,8 @@ import torch
 
 from semisparse.formats import get_format
 from semisparse.formats.base import replace_tensors
-from semisparse.formats.vector_nm import cuda
-from semisparse.formats.vector_nm.tiling import SIMT, TENSOR, Shape, Tiling, tilings
+from semisparse.formats.vector_nm import cuda, tiled
+from semisparse.formats.vector_nm.tiling import SHARED_LIMIT, SIMT, TENSOR, Shape, Tiling, tile
 from semisparse.patterns import parse_pattern
 from tests.formats import emulated
 from tests.formats.cases import build, random
@@ -27,8 +27,10 @@ pytestmark = [
 
 @pytest.fixture
 def emulated_kernels(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cuda, "compile_cubin", emulated.compile_emulated)
-    monkeypatch.setattr(cuda, "CudaKernel", emulated.EmulatedKernel)
+    for module in (cuda, tiled):
+        monkeypatch.setattr(module, "compile_cubin", emulated.compile_emulated)
+        monkeypatch.setattr(module, "CudaKernel", emulated.EmulatedKernel)
+    monkeypatch.setattr(tiled, "shared_limit", lambda device: SHARED_LIMIT)
 
 
 @pytest.fixture
@@ -51,7 +53,7 @@ def check(product, pattern: str, n: int, k: int, m: int, dtype: torch.dtype):
 
 
 def tiling(pattern: str, shape: Shape, dtype: torch.dtype, packed: bool) -> Tiling:
-    return tilings(parse_pattern(pattern), shape, dtype.itemsize, packed)[0]
+    return tile(parse_pattern(pattern), shape, dtype.itemsize, packed)
 
 
 @pytest.mark.parametrize(
@@ -66,22 +68,22 @@ def tiling(pattern: str, shape: Shape, dtype: torch.dtype, packed: bool) -> Tili
 )
 def test_simt(pattern: str, shape: Shape, packed: bool, sizes: tuple[int, int, int]):
     chosen = tiling(pattern, shape, torch.float32, packed)
-    check(lambda *operands: cuda.multiply_tiled(*operands, chosen), pattern, *sizes, torch.float32)
+    check(lambda *operands: tiled.multiply_tiled(*operands, chosen), pattern, *sizes, torch.float32)
 
 
 @pytest.mark.parametrize(
     ("pattern", "shape", "packed", "sizes", "dtype"),
     [
         ("16:32v32", TENSOR[-1], False, (70, 100, 40), torch.float16),
-        ("4:32v8", TENSOR[-1], True, (65, 101, 65), torch.bfloat16),
-        ("8:16v16", TENSOR[-1], False, (33, 33, 1), torch.bfloat16),
+        ("4:32v16", TENSOR[-1], True, (65, 101, 65), torch.bfloat16),
+        ("8:16v8", TENSOR[-1], False, (33, 33, 1), torch.bfloat16),
         ("7:32v128", TENSOR[-1], True, (140, 172, 17), torch.float16),
         ("16:32v32", TENSOR[1], False, (100, 64, 9), torch.float16),
     ],
 )
 def test_tensor(pattern: str, shape: Shape, packed: bool, sizes: tuple[int, int, int], dtype: torch.dtype):
     chosen = tiling(pattern, shape, dtype, packed)
-    check(lambda *operands: cuda.multiply_tiled(*operands, chosen), pattern, *sizes, dtype)
+    check(lambda *operands: tiled.multiply_tiled(*operands, chosen), pattern, *sizes, dtype)
 
 
 @pytest.mark.parametrize(
@@ -94,21 +96,35 @@ def test_tensor(pattern: str, shape: Shape, packed: bool, sizes: tuple[int, int,
 )
 def test_decode(pattern: str, sizes: tuple[int, int, int], dtype: torch.dtype, panel: int, monkeypatch):
     monkeypatch.setattr(cuda, "PANEL_BYTES", panel)
-    monkeypatch.setattr(cuda, "DECODE_WARPS", 2)
     check(cuda.decode, pattern, *sizes, dtype)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "n", "k", "dtype"),
+    [
+        ("16:32v32", 70, 172, torch.float16),
+        ("5:7v1", 33, 100, torch.float32),
+        ("2:5v3", 65, 33, torch.bfloat16),
+        ("40:200v100", 150, 333, torch.float16),
+        ("4:32v16", 40, 130, torch.float32),
+    ],
+)
+def test_unpack(pattern: str, n: int, k: int, dtype: torch.dtype):
+    packed = VECTOR_NM.pack(build(parse_pattern(pattern), random, n, k).to(dtype), pattern)
+    for emulated.adverse[0] in (False, True):
+        assert torch.equal(cuda.unpack_on_gpu(packed), packed.unpack())
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_any_number_of_buffers(stages: int):
     """One buffer is the paper's V2 (V1 with whole windows), more are its V3."""
     chosen = Tiling(SIMT[-1], 8, 8, 32, stages, True, 4)
-    check(lambda *operands: cuda.multiply_tiled(*operands, chosen), "3:8v8", 33, 90, 3, torch.float32)
+    check(lambda *operands: tiled.multiply_tiled(*operands, chosen), "3:8v8", 33, 90, 3, torch.float32)
 
 
-@pytest.mark.parametrize(("product", "dtype"), [(cuda.decode, torch.float16), (cuda.multiply, torch.float32)])
-def test_values_that_begin_anywhere(product, dtype: torch.dtype, monkeypatch):
+@pytest.mark.parametrize(("product", "dtype"), [(cuda.decode, torch.float16), (tiled.multiply, torch.float32)])
+def test_values_that_begin_anywhere(product, dtype: torch.dtype):
     """A view into another tensor may begin where no 16-byte load can."""
-    monkeypatch.setattr(cuda, "DECODE_WARPS", 2)
     packed = VECTOR_NM.pack(build(parse_pattern("16:32v32"), random, 33, 172).to(dtype), "16:32v32")
     values = packed.tensors["values"]
     shifted = torch.empty(values.numel() + 1, dtype=dtype)[1:].view_as(values).copy_(values)
@@ -118,10 +134,9 @@ def test_values_that_begin_anywhere(product, dtype: torch.dtype, monkeypatch):
     check_product(product(x, moved, bias), x, packed, bias)
 
 
-@pytest.mark.parametrize(("product", "dtype"), [(cuda.decode, torch.float16), (cuda.multiply, torch.float32)])
-def test_an_infinity_stays_in_its_token(product, dtype: torch.dtype, monkeypatch):
+@pytest.mark.parametrize(("product", "dtype"), [(cuda.decode, torch.float16), (tiled.multiply, torch.float32)])
+def test_an_infinity_stays_in_its_token(product, dtype: torch.dtype):
     """What is stored past column K must not meet the next token's first columns."""
-    monkeypatch.setattr(cuda, "DECODE_WARPS", 2)
     packed = VECTOR_NM.pack(build(parse_pattern("16:32v32"), random, 33, 165).to(dtype), "16:32v32")
     x, _ = random_operands(packed, 2, dtype, "cpu")
     x[1] = torch.inf

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from semisparse.formats import get_format
-from semisparse.formats.vector_nm import cuda
-from semisparse.formats.vector_nm.tiling import SIMT, TENSOR, Shape, Tiling, tilings
+from semisparse.formats.vector_nm import cuda, tiled
+from semisparse.formats.vector_nm.tiling import SIMT, TENSOR, Shape, Tiling, tile
 from semisparse.patterns import parse_pattern
 from tests.formats.cases import build, random
 from tests.formats.test_contract import check_product, random_operands
@@ -32,7 +32,9 @@ SIZES = ((1, 1, 1), (40, 172, 3), (300, 333, 130), (513, 1000, 257))
 
 def every_tiling(pattern: str, shapes: tuple[Shape, ...], itemsize: int) -> list[Tiling]:
     parsed = parse_pattern(pattern)
-    return [t for shape in shapes for packed in (False, True) for t in tilings(parsed, shape, itemsize, packed)]
+    limit = tiled.shared_limit(torch.device("cuda"))
+    found = [tile(parsed, shape, itemsize, packed, limit) for shape in shapes for packed in (False, True)]
+    return [tiling for tiling in found if tiling]
 
 
 def packed_weight(pattern: str, n: int, k: int, dtype: torch.dtype):
@@ -44,20 +46,20 @@ def check_tilings(pattern: str, shapes: tuple[Shape, ...], dtype: torch.dtype) -
         packed = packed_weight(pattern, n, k, dtype)
         x, bias = random_operands(packed, m, dtype, "cuda")
         for tiling in every_tiling(pattern, shapes, dtype.itemsize):
-            y = cuda.multiply_tiled(x, packed, bias, tiling)
+            y = tiled.multiply_tiled(x, packed, bias, tiling)
             check_product(y, x, packed, bias)
-            assert torch.equal(y, cuda.multiply_tiled(x, packed, bias, tiling)), f"two calls differ: {tiling}"
+            assert torch.equal(y, tiled.multiply_tiled(x, packed, bias, tiling)), f"two calls differ: {tiling}"
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_simt(pattern: str):
-    check_tilings(pattern, (*SIMT, Shape(128, 128, 16), Shape(64, 128, 8)), torch.float32)
+    check_tilings(pattern, SIMT, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("pattern", PATTERNS[:-1])
 def test_tensor(pattern: str, dtype: torch.dtype):
-    check_tilings(pattern, (*TENSOR, Shape(128, 128, 8)), dtype)
+    check_tilings(pattern, TENSOR, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -72,9 +74,17 @@ def test_decode(pattern: str, dtype: torch.dtype):
             assert torch.equal(y, cuda.decode(x, packed, bias)), "two calls differ"
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("pattern", [*PATTERNS, "3:7v1", "2:5v3", "40:200v100"])
+def test_unpack(pattern: str, dtype: torch.dtype):
+    for n, k, _ in SIZES:
+        packed = packed_weight(pattern, n, k, dtype)
+        assert torch.equal(cuda.unpack_on_gpu(packed), packed.unpack())
+
+
 @pytest.mark.parametrize(
     ("product", "m", "dtype"),
-    [(cuda.decode, 5, torch.float16), (cuda.multiply, 700, torch.bfloat16), (cuda.multiply, 700, torch.float32)],
+    [(cuda.decode, 5, torch.float16), (tiled.multiply, 700, torch.bfloat16), (tiled.multiply, 700, torch.float32)],
 )
 def test_products_run_in_a_graph(product, m: int, dtype: torch.dtype):
     packed = packed_weight("16:32v32", 1000, 3000, dtype)

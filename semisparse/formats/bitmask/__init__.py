@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from semisparse.formats.base import Case, Format, Kernel, Problem
-from semisparse.formats.bitmask import cpu, cuda, layouts, tiled
+from semisparse.formats.bitmask import cpu, cuda, gemm, layouts, tiled
 from semisparse.formats.bitmask.cost import cost
 from semisparse.formats.bitmask.pack import BLOCK
 
@@ -37,6 +37,7 @@ FORMAT = Format(
     kernels=(
         Kernel("cpu", "cpu", _of_rows(cpu.supports), cpu.load),
         Kernel("tiled_decode", "cuda", tiled.decode_refusal, lambda: tiled.decode),
+        Kernel("tiled_gemm", "cuda", gemm.refusal, lambda: gemm.multiply),
         Kernel("tiled_unpack", "cuda", tiled.unpack_refusal, lambda: tiled.unpack_and_multiply),
         Kernel("decode", "cuda", _of_rows(cuda.decode_refusal), lambda: cuda.decode),
         Kernel("unpack", "cuda", _of_rows(cuda.unpack_refusal), lambda: cuda.unpack_and_multiply),

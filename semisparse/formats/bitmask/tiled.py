@@ -119,7 +119,7 @@ def decode(
     y = torch.empty((m, n), dtype=out_dtype or x.dtype, device=x.device)
     row_tiles, column_tiles, _ = tiles.shape
     keep = values_per_block(packed.pattern) or 0
-    division = divide(m, row_tiles, column_tiles, keep, _processor(x.device))
+    division = divide(m, row_tiles, column_tiles, keep, processor(x.device))
     kernel = _decode_kernel(x.device, x.dtype, y.dtype, keep, division)
     pointers = (x.data_ptr(), tiles.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr())
     vectors = int(k % UNIT == 0 and x.data_ptr() % 16 == 0)
@@ -150,7 +150,7 @@ def unpack(packed: Packed) -> Tensor:
     row_tiles, column_tiles, _ = tiles.shape
     count = row_tiles * column_tiles
     kernel = _unpack_kernel(tiles.device, values_per_block(packed.pattern) or 0)
-    blocks = min(-(-count // UNPACK_WARPS), UNPACK_BLOCKS * _processor(tiles.device).count)
+    blocks = min(-(-count // UNPACK_WARPS), UNPACK_BLOCKS * processor(tiles.device).count)
     kernel(
         tiles.device,
         (blocks, 1, 1),
@@ -166,7 +166,8 @@ def unpack(packed: Packed) -> Tensor:
 
 
 @cache
-def _processor(device: torch.device) -> Processor:
+def processor(device: torch.device) -> Processor:
+    """Say what a GPU gives."""
     found = torch.cuda.get_device_properties(device)
     return Processor(found.multi_processor_count, found.shared_memory_per_multiprocessor)
 

@@ -12,9 +12,7 @@
 // Compiled for SCALAR (half or bfloat16, of x, w and bias), OUT (of y), KEEP (values a block), TOKENS (1, 8, 16, 32 or 64),
 // SPLITS, TEAMS, STAGES.
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
+#include "scalars.cuh"
 #include "tiled.cuh"
 
 constexpr int kTeam = SPLITS * kWarp;
@@ -25,12 +23,6 @@ constexpr int kSums = TOKENS > 16 ? 1 : 2;  // with few tokens even and odd step
 constexpr int kWarps = TEAMS * SPLITS;
 
 static_assert(TEAMS == 1 || SPLITS <= 15, "a block has 16 barriers");
-
-__device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
-__device__ __forceinline__ void store(__half* place, float value) { *place = __float2half_rn(value); }
-__device__ __forceinline__ void store(__nv_bfloat16* place, float value) { *place = __float2bfloat16_rn(value); }
-__device__ __forceinline__ void store(float* place, float value) { *place = value; }
 
 __device__ __forceinline__ void mma(float (&sums)[4], const Word (&w)[4], Word low, Word high, const __half*) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -110,18 +102,6 @@ __device__ __forceinline__ void multiply(Sums& sums, Rows& rows, const Activatio
             static_cast<const SCALAR*>(nullptr));
     }
     if constexpr (step + 1 < kSteps) multiply<step + 1>(sums, rows, x, held);
-}
-
-__device__ __forceinline__ void wait_for_previous_kernel() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" : : : "memory");
-#endif
-}
-
-__device__ __forceinline__ void let_next_kernel_start() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
 }
 
 using Partial = float[TOKENS][kRows];  // a warp's sums

@@ -87,8 +87,8 @@ def product(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         return F.linear(x.to(wide), unpack(packed).to(wide), None if bias is None else bias.to(wide)).to(x.dtype)
     (m, k), n, weight = x.shape, packed.shape[0], _Weight(packed)
     together = 1 if m == 1 else PASS_TOKENS
-    wide = F.pad(x.float(), (0, -k % LANES, 0, -m % together)).view(-1, together, -(-k // LANES), LANES)
-    panels = wide.permute(0, 3, 2, 1).contiguous()  # a lane's columns are neighbours
+    padded = F.pad(x.float(), (0, -k % LANES, 0, -m % together)).view(-1, together, -(-k // LANES), LANES)
+    panels = padded.permute(0, 3, 2, 1).contiguous()  # a lane's columns are neighbours
     y = torch.empty(len(panels) * together, n)
     for first, panel in enumerate(panels):
         to = y[first * together :]

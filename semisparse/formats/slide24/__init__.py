@@ -6,7 +6,8 @@ import torch
 
 from semisparse.errors import PatternError
 from semisparse.formats.base import Case, Format, Kernel
-from semisparse.formats.slide24 import pack, products
+from semisparse.formats.slide24 import gpu, layouts, pack, products
+from semisparse.formats.slide24.cost import cost
 from semisparse.formats.slide24.theory import Decomposition
 from semisparse.patterns import NM, Pattern
 
@@ -29,12 +30,16 @@ FORMAT = Format(
     version=1,
     summary="keep 2N-2 of 2N (4:6, 6:8, 8:10 ...) as overlapping 2:4 windows, in 16 bits, int8 or fp8",
     accepts=_accepts,
-    specs=pack.specs,
-    counts=pack.counts,
+    specs=layouts.specs,
+    counts=layouts.counts,
     pack_weight=pack.pack_weight,
-    unpack=pack.unpack,
-    check_content=pack.check_content,
+    unpack=layouts.unpack,
+    check_content=layouts.check_content,
+    arrange=layouts.arrange,
     kernels=(
+        Kernel("hopper", "cuda", gpu.tiles_refusal, lambda: gpu.multiply_tiles),
+        Kernel("cusparselt", "cuda", gpu.compressed_refusal, lambda: gpu.multiply_compressed),
+        Kernel("unpack", "cuda", gpu.unpack_refusal, lambda: gpu.unpack_and_multiply),
         Kernel("dense", "cpu", lambda problem: None, lambda: products.dense),
         Kernel("lifted", "cpu", lambda problem: None, lambda: products.lifted),
     ),
@@ -45,7 +50,7 @@ FORMAT = Format(
         Case("wide-group", "32:34", lambda: torch.ones(2, 70) * (torch.arange(70) % 34 > 1)),
     ),
     recipes={"slidesparse": {"pattern": "6:8", "prune": "sparsegpt", "quant": "int8", "format": "slide24"}},
-    cost=products.cost,
+    cost=cost,
     grain=pack.grain,
     variants=({}, *({"kind": kind} for kind in pack.KINDS)),
 )

@@ -7,6 +7,9 @@ from math import gcd
 ALIGN = 32
 """Lifted columns come in multiples of it: cuSPARSELt takes no others in 8 bits, and bytes of metadata are whole."""
 
+TOKEN_BYTES = 128
+"""Of a token in a tile of lifted activations: what Hopper's shared memory swizzles as one row."""
+
 
 def aligned_groups(window: int) -> int:
     """Count the fewest groups whose lifted columns are a multiple of `ALIGN`."""

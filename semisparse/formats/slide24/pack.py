@@ -85,13 +85,17 @@ def pack_weight(weight: Tensor, pattern: Pattern, kind: str | None = None) -> tu
 
 def _pack_band(weight: Tensor, window: int, dtype: torch.dtype | None) -> dict[str, Tensor]:
     if dtype is None:
-        values, metadata = _compress(_as_bits(weight + 0.0), window)  # -0.0 becomes +0.0
-        return {"values": values.view(weight.dtype), "metadata": metadata}
+        return compress_stored(weight + 0.0, window)  # -0.0 becomes +0.0
     rounded, scale = quantise_rows(weight, dtype)
     bits = _as_bits(rounded)
     # What rounds to -0.0 in fp8 is a zero too; int8 has no such bits.
-    values, metadata = _compress(bits.masked_fill(bits == -128, 0), window)
-    return {"values": values.view(dtype), "metadata": metadata, "scale": scale}
+    return {**compress_stored(bits.masked_fill(bits == -128, 0).view(dtype), window), "scale": scale}
+
+
+def compress_stored(weight: Tensor, window: int) -> dict[str, Tensor]:
+    """Give values and metadata of a weight [N, K] that is stored as it is; it holds no -0.0."""
+    values, metadata = _compress(_as_bits(weight), window)
+    return {"values": values.view(weight.dtype), "metadata": metadata}
 
 
 def _compress(bits: Tensor, window: int) -> tuple[Tensor, Tensor]:
@@ -167,6 +171,15 @@ def unpack_lifted(packed: Packed) -> Tensor:
     bits = _as_bits(values).view(positions.shape)
     lifted = bits.new_zeros(*positions.shape[:2], 4)
     return lifted.scatter_(2, positions, bits).flatten(1).view(values.dtype)
+
+
+def unlift(lifted: Tensor, window: int) -> Tensor:
+    """Give back the weight [N, K, filled up to whole groups] of a 2:4 one [N, K'] without -0.0."""
+    bits = _as_bits(lifted).view(len(lifted), -1, window // 2 - 1, 4)
+    blocks = bits.new_zeros(*bits.shape[:2], window)
+    for j in range(bits.shape[2]):
+        blocks[..., 2 * j : 2 * j + 4] |= bits[..., j, :]
+    return blocks.flatten(1).view(lifted.dtype)
 
 
 def check_content(packed: Packed) -> None:

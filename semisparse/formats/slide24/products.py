@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from semisparse.formats.base import Packed, Pass, Problem
+from semisparse.formats.base import Packed
 from semisparse.formats.slide24.lift import lift, quantise_and_lift
 from semisparse.formats.slide24.pack import stored_dtype, unpack_lifted, unpack_stored, window_of
 from semisparse.quant.symmetric import quantise_rows
@@ -43,13 +43,3 @@ def _scaled_product(
 ) -> Tensor:
     y = (x.double() @ weight.double().T) * x_scale.double()[:, None] * scale.double()
     return (y if bias is None else y + bias).to(dtype)
-
-
-def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
-    """Give the passes of a product as it runs today: unpack the weight, then multiply in float32."""
-    m, n, k = problem.m, problem.n, problem.k
-    dense_bytes = 4 * n * k
-    return (
-        Pass(weight_bytes + dense_bytes, 0, "fp32"),
-        Pass(dense_bytes + m * (n + k) * problem.dtype.itemsize, 2 * m * n * k, "fp32"),
-    )

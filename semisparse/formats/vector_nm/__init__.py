@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from semisparse.formats.base import Case, Format, Kernel
-from semisparse.formats.vector_nm import cpu, cuda, layout, pack
+from semisparse.formats.vector_nm import cpu, cuda, layout, pack, tiled
 from semisparse.formats.vector_nm.cost import cost
 
 FORMAT = Format(
@@ -21,11 +21,11 @@ FORMAT = Format(
     check_content=pack.check_content,
     kernels=(
         Kernel("cpu", "cpu", cpu.supports, lambda: cpu.gather_and_multiply),
-        # `unpack` stands first until the others were timed on a GPU; an earlier build of them passed its tests there.
-        Kernel("unpack", "cuda", cuda.unpack_refusal, lambda: cuda.unpack_and_multiply),
         Kernel("decode", "cuda", cuda.decode_refusal, lambda: cuda.decode),
-        Kernel("tensor", "cuda", cuda.tensor_refusal, lambda: cuda.multiply),
-        Kernel("simt", "cuda", cuda.simt_refusal, lambda: cuda.multiply),
+        Kernel("simt", "cuda", tiled.simt_refusal, lambda: tiled.multiply),
+        Kernel("tensor", "cuda", tiled.tensor_refusal, lambda: tiled.multiply),
+        Kernel("unpack", "cuda", cuda.unpack_refusal, lambda: cuda.unpack_and_multiply),
+        Kernel("unpack_torch", "cuda", cuda.unpack_torch_refusal, lambda: cuda.unpack_by_torch),
     ),
     cost=cost,
     cases=(

@@ -1,4 +1,4 @@
-"""GPU products: few tokens straight from the packed bytes, many on CUDA cores or tensor cores; or by unpacking."""
+"""GPU products: few tokens straight from the packed bytes, any number by unpacking; tiled.py has those between."""
 
 from __future__ import annotations
 
@@ -9,117 +9,81 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from semisparse.errors import KernelError
 from semisparse.formats.base import Packed, Problem
 from semisparse.formats.vector_nm.layout import vectors_of
 from semisparse.formats.vector_nm.pack import unpack
-from semisparse.formats.vector_nm.tiling import SIMT, TENSOR, Tiling, choose_tiling, lengths_of, tilings
-from semisparse.patterns import VectorNM, parse_pattern
+from semisparse.formats.vector_nm.tiled import SCALARS, aligned, machine_refusal
+from semisparse.patterns import VectorNM
 from semisparse.runtime.blas import multiply_dense
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.launch import CudaKernel
-from semisparse.runtime.nvrtc import CudaSource, Defines, compile_cubin, unavailable
+from semisparse.runtime.nvrtc import CudaSource, Defines, compile_cubin
 
 MAX_DECODE_TOKENS = 16
 DECODE_LENGTHS = (8, 16, 32, 64, 128)
 """Rows of a vector: a lane takes eight."""
 
-SCALARS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
-
 TOKENS = (1, 2, 4, 8)
 """Tokens that a decode build takes; more are several passes over the weight."""
-
-DECODE_WARPS = 16
 
 PANEL_BYTES = 96 << 10
 """Of x in shared memory while decoding."""
 
-PREPARE_THREADS = 256
-TRANSPOSED_TILE = 64
+UNPACK_THREADS = 256
+UNPACK_ROWS, UNPACK_COLUMNS = 32, 128
+"""Of a tile in unpack.cu; a wider window makes it wider."""
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 
 
-def _tiled_defines(tiling: Tiling, dtype: torch.dtype) -> Defines:
-    shape = tiling.shape
-    return {
-        "SCALAR": SCALARS[dtype],
-        "TOKENS": shape.tokens,
-        "ROWS": shape.rows,
-        "THREADS": tiling.threads,
-        "PER_WARP" if tiling.itemsize == 2 else "PER_THREAD": shape.per_thread,
-        "LENGTH": tiling.length,
-        "SLOTS": tiling.slots,
-        "COLUMNS": tiling.columns,
-        "STAGES": tiling.stages,
-        "PACKED": int(tiling.packed),
-    }
+def _decode_defines(pattern: VectorNM, dtype: torch.dtype, tokens: int, groups: int, processors: int) -> Defines:
+    """Give the build of fewest microseconds at 4096 x 4096, 11008 x 4096 and 28672 x 8192 (H200, 16:32v32).
 
-
-def _decode_defines(pattern: VectorNM, dtype: torch.dtype, tokens: int) -> Defines:
+    For 1 token, with 16 warps 8.0, 16.2, 68.9, with 8 warps 8.8, 14.1, 66.3; with 4 slots ahead 8.1, 14.8, 68.4.
+    """
+    few = tokens < TOKENS[-1] and groups <= processors
     return {
         "SCALAR": SCALARS[dtype],
         "KEEP": pattern.keep,
         "WINDOW": pattern.window,
         "LENGTH": pattern.length,
         "TOKENS": tokens,
-        "WARPS": DECODE_WARPS,
+        "WARPS": 16 if few else 8,
+        "AHEAD": 4 if tokens == TOKENS[-1] else 2,
     }
 
 
-def _common_tilings(dtype: torch.dtype) -> tuple[Defines, ...]:
-    """What is compiled depends on pattern and shape: here is each tile and strategy, and the shortest vectors."""
-    shapes, shortest = (TENSOR, "16:32v8") if dtype.itemsize == 2 else (SIMT, "16:32v4")
-    wanted = [(pattern, shape) for shape in shapes for pattern in ("16:32v32", "4:32v32")]
-    wanted.append((shortest, shapes[1]))
-    patterns = [(parse_pattern(pattern), shape) for pattern, shape in wanted]
-    found = [
-        tilings(pattern, shape, dtype.itemsize, packed=pattern.density < 0.3)[0]
-        for pattern, shape in patterns
-        if isinstance(pattern, VectorNM)
-    ]
-    return tuple(_tiled_defines(tiling, dtype) for tiling in found)
+def _unpack_defines(pattern: VectorNM, itemsize: int) -> Defines:
+    return {"BYTES": itemsize, "KEEP": pattern.keep, "WINDOW": pattern.window, "LENGTH": pattern.length}
 
-
-PREPARE_SOURCE = CudaSource(Path(__file__).with_name("prepare.cu"), ({"BYTES": 2}, {"BYTES": 4}))
-
-SIMT_SOURCE = CudaSource(Path(__file__).with_name("simt.cu"), _common_tilings(torch.float32))
-
-TENSOR_SOURCE = CudaSource(
-    Path(__file__).with_name("tensor.cu"), (*_common_tilings(torch.float16), _common_tilings(torch.bfloat16)[0])
-)
 
 DECODE_SOURCE = CudaSource(
     Path(__file__).with_name("decode.cu"),
     (
-        *(_decode_defines(VectorNM(16, 32, 32), torch.float16, tokens) for tokens in TOKENS),
-        _decode_defines(VectorNM(5, 7, 128), torch.bfloat16, 1),
-        _decode_defines(VectorNM(4, 32, 8), torch.bfloat16, 8),
+        *(_decode_defines(VectorNM(16, 32, 32), torch.float16, tokens, 128, 132) for tokens in TOKENS),
+        _decode_defines(VectorNM(5, 7, 128), torch.bfloat16, 1, 512, 132),
+        _decode_defines(VectorNM(4, 32, 8), torch.bfloat16, 8, 512, 132),
     ),
 )
 
-SOURCES = (PREPARE_SOURCE, SIMT_SOURCE, TENSOR_SOURCE, DECODE_SOURCE)
+UNPACK_SOURCE = CudaSource(
+    Path(__file__).with_name("unpack.cu"),
+    tuple(_unpack_defines(VectorNM(*p), size) for p in ((16, 32, 32), (5, 7, 1), (64, 256, 128)) for size in (2, 4)),
+)
+
+SOURCES = (DECODE_SOURCE, UNPACK_SOURCE)
 
 
 def unpack_refusal(problem: Problem) -> str | None:
     """Say why `unpack_and_multiply` cannot compute ``problem``, or None if it can."""
+    return machine_refusal(problem)
+
+
+def unpack_torch_refusal(problem: Problem) -> str | None:
+    """Say why `unpack_by_torch` cannot compute ``problem``, or None if it can."""
     if problem.weight_dtype != problem.dtype:
         return f"x is {problem.dtype}, the weight {problem.weight_dtype}"
     return None
-
-
-def simt_refusal(problem: Problem) -> str | None:
-    """Say why `multiply` cannot compute ``problem`` on CUDA cores here, or None if it can."""
-    if problem.dtype != torch.float32:
-        return f"computes float32, got {problem.dtype}"
-    return _tiled_refusal(problem)
-
-
-def tensor_refusal(problem: Problem) -> str | None:
-    """Say why `multiply` cannot compute ``problem`` on tensor cores here, or None if it can."""
-    if problem.dtype not in (torch.float16, torch.bfloat16):
-        return f"computes float16 and bfloat16, got {problem.dtype}"
-    return _tiled_refusal(problem)
 
 
 def decode_refusal(problem: Problem) -> str | None:
@@ -131,107 +95,32 @@ def decode_refusal(problem: Problem) -> str | None:
         return f"computes float16 and bfloat16, got {problem.dtype}"
     if pattern.length not in DECODE_LENGTHS:
         return f"takes vectors of {', '.join(map(str, DECODE_LENGTHS))} rows, not {pattern.length}"
-    return _machine_refusal(problem)
-
-
-def _tiled_refusal(problem: Problem) -> str | None:
-    if problem.m < 1:
-        return "takes 1 token or more, got none"
-    reason = _machine_refusal(problem)
-    if reason:
-        return reason
-    if _tiling(vectors_of(problem.pattern), problem.m, problem.n, problem.dtype, problem.device) is None:
-        lengths = ", ".join(str(length) for length in lengths_of(problem.dtype.itemsize))
-        return f"takes vectors of {lengths} rows whose stages fit shared memory, not {problem.pattern}"
-    return None
-
-
-def _tiling(pattern: VectorNM, m: int, n: int, dtype: torch.dtype, device: torch.device) -> Tiling | None:
-    return choose_tiling(pattern, m, n, dtype.itemsize, device_facts(device).processors)
-
-
-def _machine_refusal(problem: Problem) -> str | None:
-    if problem.weight_dtype != problem.dtype:
-        return f"x and w have one dtype, got {problem.dtype} and {problem.weight_dtype}"
-    if torch.cuda.get_device_capability(problem.device) < (8, 0):
-        return "needs compute capability 8.0 (Ampere) or later"
-    return unavailable()
+    return machine_refusal(problem)
 
 
 def unpack_and_multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     """Unpack the whole weight and let cuBLAS multiply: any length of vectors, any number of tokens."""
+    return multiply_dense(x, unpack_on_gpu(packed), bias)
+
+
+def unpack_by_torch(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+    """Do the same on cards, and in environments, for which nothing can be compiled."""
     return multiply_dense(x, unpack(packed), bias)
 
 
-def multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """Multiply many tokens: x is transposed and the columns of each stage found, then one tiled product.
-
-    Args:
-        x: [M, K] float32 (CUDA cores), float16 or bfloat16 (tensor cores).
-        packed: in x's dtype.
-        bias: [N] or None.
-    Returns:
-        [M, N] in x's dtype, accumulated in float32.
-    """
-    pattern = vectors_of(packed.pattern)
-    tiling = _tiling(pattern, x.shape[0], packed.shape[0], x.dtype, x.device)
-    if tiling is None:
-        raise KernelError(f"no tile of {pattern} fits shared memory")
-    return multiply_tiled(x, packed, bias, tiling)
-
-
-def multiply_tiled(x: Tensor, packed: Packed, bias: Tensor | None, tiling: Tiling) -> Tensor:
-    """Multiply with a given tiling, as `multiply` does."""
-    x = x.contiguous()
-    bias = None if bias is None else bias.to(x.dtype).contiguous()
-    m, n = x.shape[0], packed.shape[0]
-    values, positions = _aligned(packed.tensors["values"]), packed.tensors["positions"].contiguous()
-    groups, total, _ = values.shape
-    by_column, columns, offsets = _prepare(x, positions, vectors_of(packed.pattern), n, tiling)
-    y = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    row_blocks, stages = offsets.shape[:2]
-    pitch = by_column.shape[1]
-    operands = (by_column, values, columns, offsets, bias, y)
-    pointers = [None if operand is None else operand.data_ptr() for operand in operands]
-    sizes = [m, n, pitch, groups, total, stages]
-    if x.dtype == torch.float32:
-        sizes.append(int(n % 4 == 0))
-    grid = (pitch // tiling.shape.tokens, row_blocks, 1)
-    _tiled_kernel(x.device, tiling, x.dtype)(x.device, grid, tiling.threads, *pointers, *sizes)
-    return y
-
-
-def _prepare(
-    x: Tensor, positions: Tensor, pattern: VectorNM, n: int, tiling: Tiling
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Transpose x and find each slot's column in its stage.
-
-    Returns:
-        by_column: [columns, tokens] of x, zeros filled up to whole windows or stages and whole tiles of tokens.
-        columns: [row_blocks, stages, columns] int32 of a packed tiling, else None.
-        offsets: [row_blocks, stages, groups, slots] int32.
-    """
-    (m, k), (groups, total) = x.shape, positions.shape
-    row_blocks, stages = -(-n // tiling.shape.rows), -(-total // tiling.slots)
-    width = -(-k // pattern.window) * pattern.window if tiling.packed else stages * tiling.columns
-    pitch = -(-m // tiling.shape.tokens) * tiling.shape.tokens
-    by_column = x.new_empty((width, pitch))
-    offsets = positions.new_empty((row_blocks, stages, tiling.groups, tiling.slots), dtype=torch.int32)
-    columns = positions.new_empty((row_blocks, stages, tiling.columns), dtype=torch.int32) if tiling.packed else None
-    tiles = -(-width // TRANSPOSED_TILE) * -(-pitch // TRANSPOSED_TILE)
-    tables = row_blocks * stages
-    warps = PREPARE_THREADS // 32
-    kernel = _prepare_kernel(x.device, x.dtype.itemsize, pattern, tiling.slots)
-    kernel(
-        x.device,
-        (tiles + -(-tables // warps), 1, 1),
-        PREPARE_THREADS,
-        *(x.data_ptr(), by_column.data_ptr(), m, k, width, pitch),
-        *(positions.data_ptr(), None if columns is None else columns.data_ptr(), offsets.data_ptr()),
-        *(pattern.keep, pattern.window, groups, total, pattern.length, tiling.shape.rows, tiling.slots, stages),
-        *(tiling.columns, tiling.column_bytes, tiles, tables),
-    )
-    return by_column, columns, offsets
+def unpack_on_gpu(packed: Packed) -> Tensor:
+    """Give the weight back, [N, K] in its dtype."""
+    (n, k), pattern = packed.shape, vectors_of(packed.pattern)
+    values, positions = packed.tensors["values"].contiguous(), packed.tensors["positions"].contiguous()
+    groups, total, length = values.shape
+    weight = values.new_empty(n, k)
+    slice_rows = min(length, UNPACK_ROWS)
+    tiles = -(-groups // (UNPACK_ROWS // slice_rows)) * -(-length // slice_rows)
+    grid = (-(-k // _unpack_columns(pattern)), tiles, 1)
+    kernel = _unpack_kernel(values.device, pattern, values.element_size())
+    pointers = (values.data_ptr(), positions.data_ptr(), weight.data_ptr())
+    kernel(values.device, grid, UNPACK_THREADS, *pointers, n, k, groups, total)
+    return weight
 
 
 def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
@@ -244,49 +133,37 @@ def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     Returns:
         [M, N] in x's dtype, accumulated in float32.
     """
-    x = x.contiguous()
+    x = aligned(x)
     bias = None if bias is None else bias.to(x.dtype).contiguous()
     (m, k), n, pattern = x.shape, packed.shape[0], vectors_of(packed.pattern)
-    values, positions = _aligned(packed.tensors["values"]), packed.tensors["positions"].contiguous()
+    values, positions = aligned(packed.tensors["values"]), packed.tensors["positions"].contiguous()
     groups, total, _ = values.shape
     tokens = next((count for count in TOKENS if count >= m), TOKENS[-1])
     windows = min(total // pattern.keep, max(1, PANEL_BYTES // (pattern.window * tokens * x.dtype.itemsize)))
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    kernel = _decode_kernel(x.device, x.dtype, pattern, tokens, windows)
+    defines = _decode_defines(pattern, x.dtype, tokens, groups, device_facts(x.device).processors)
+    kernel = _decode_kernel(x.device, tuple(defines.items()), windows * pattern.window * tokens * x.dtype.itemsize)
     pointers = [None if operand is None else operand.data_ptr() for operand in (x, values, positions, bias, y)]
     grid = (groups, -(-m // tokens), 1)
-    kernel(x.device, grid, 32 * DECODE_WARPS, *pointers, m, n, k, total, windows)
+    kernel(x.device, grid, 32 * int(defines["WARPS"]), *pointers, m, n, k, total, windows)
     return y
 
 
-def _aligned(tensor: Tensor) -> Tensor:
-    """Give the tensor at a multiple of 16 bytes, as kernels read it; a part of another one may stand anywhere."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
-
-
-@lru_cache(maxsize=256)
-def _tiled_kernel(device: torch.device, tiling: Tiling, dtype: torch.dtype) -> CudaKernel:
-    source, name, sizes = (SIMT_SOURCE, "simt", 7) if dtype == torch.float32 else (TENSOR_SOURCE, "tensor", 6)
-    cubin = compile_cubin(source.path, device_facts(device).arch, _tiled_defines(tiling, dtype))
-    return CudaKernel(cubin, f"semisparse_vector_nm_{name}", (*[_POINTER] * 6, *[_INT] * sizes), tiling.shared)
+def _unpack_columns(pattern: VectorNM) -> int:
+    return max(1, UNPACK_COLUMNS // pattern.window) * pattern.window
 
 
 @cache
-def _prepare_kernel(device: torch.device, itemsize: int, pattern: VectorNM, slots: int) -> CudaKernel:
-    cubin = compile_cubin(PREPARE_SOURCE.path, device_facts(device).arch, {"BYTES": itemsize})
-    # A tile of x, or a bit mask of a stage's columns for each warp.
-    mask_words = -(-((slots - 1) // pattern.keep + 2) * pattern.window // 32)
-    shared = max(TRANSPOSED_TILE * (TRANSPOSED_TILE + 1) * itemsize, PREPARE_THREADS // 32 * 4 * mask_words)
-    parameters = (*[_POINTER] * 2, *[_INT] * 4, *[_POINTER] * 3, *[_INT] * 12)
-    return CudaKernel(cubin, "semisparse_vector_nm_prepare", parameters, shared)
+def _unpack_kernel(device: torch.device, pattern: VectorNM, itemsize: int) -> CudaKernel:
+    cubin = compile_cubin(UNPACK_SOURCE.path, device_facts(device).arch, _unpack_defines(pattern, itemsize))
+    words = -(-_unpack_columns(pattern) * itemsize // 4) | 1
+    shared = 4 * words * UNPACK_ROWS
+    return CudaKernel(cubin, "semisparse_vector_nm_unpack", (*[_POINTER] * 3, *[_INT] * 4), shared)
 
 
 @lru_cache(maxsize=256)
-def _decode_kernel(
-    device: torch.device, dtype: torch.dtype, pattern: VectorNM, tokens: int, windows: int
-) -> CudaKernel:
-    cubin = compile_cubin(DECODE_SOURCE.path, device_facts(device).arch, _decode_defines(pattern, dtype, tokens))
-    panel = windows * pattern.window * tokens * dtype.itemsize
-    shared = max(panel, 4 * DECODE_WARPS * pattern.length)
+def _decode_kernel(device: torch.device, defines: tuple[tuple[str, str | int], ...], panel_bytes: int) -> CudaKernel:
+    cubin = compile_cubin(DECODE_SOURCE.path, device_facts(device).arch, dict(defines))
+    macros = dict(defines)
+    shared = max(panel_bytes, 4 * int(macros["WARPS"]) * int(macros["LENGTH"]))
     return CudaKernel(cubin, "semisparse_vector_nm_decode", (*[_POINTER] * 5, *[_INT] * 5), shared)

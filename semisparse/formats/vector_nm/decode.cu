@@ -5,8 +5,8 @@
 // serves eight weights. Panels of x lie in shared memory, the tokens of a column side by side. Sums are float32 and reduced in a
 // fixed order: every run gives the same bits.
 //
-// Compiled for SCALAR (half or bfloat16, of x, w, bias and y), KEEP, WINDOW, LENGTH (a multiple of 8), TOKENS (1, 2, 4 or 8)
-// and WARPS.
+// Compiled for SCALAR (half or bfloat16, of x, w, bias and y), KEEP, WINDOW, LENGTH (a multiple of 8), TOKENS (1, 2, 4 or 8),
+// WARPS and AHEAD.
 
 #include "primitives.cuh"
 
@@ -16,7 +16,9 @@ constexpr int kUnit = 8;                        // weights in 16 bytes
 constexpr int kLanes = LENGTH / kUnit;          // that share a slot
 constexpr int kSlotsOfWarp = kWarp / kLanes;    // at a time
 constexpr int kSlotsOfBlock = WARPS * kSlotsOfWarp;
-constexpr int kAhead = 4;                       // loads in flight a lane
+constexpr int kAhead = AHEAD;                   // slots that a lane reads at once
+constexpr int kStride = kAhead * kSlotsOfBlock;
+constexpr int kParts = TOKENS > 4 ? TOKENS / 4 : 1;  // of the tokens, brought one after another: more spill
 constexpr Word kAllLanes = 0xffffffffu;
 
 using Sums = float[TOKENS][kUnit];
@@ -62,8 +64,39 @@ __device__ __forceinline__ void add(Sums& sums, const Held& held, const Column* 
     }
 }
 
+// Brings eight columns from `first` on of some tokens to the panel.
+__device__ __forceinline__ void fill_eight(Column* panel, const SCALAR* x, int part, int m, int k, int first) {
+    constexpr int tokens = TOKENS / kParts;
+    struct alignas(sizeof(SCALAR) * tokens) Some {
+        SCALAR of[tokens];
+    };
+    uint4 eight[tokens];
+#pragma unroll
+    for (int i = 0; i < tokens; ++i) {
+        const int token = part * tokens + i;
+        const bool inside = token < m && first < k;
+        eight[i] = inside ? __ldg(reinterpret_cast<const uint4*>(x + static_cast<long long>(token) * k + first)) : uint4{};
+    }
+#pragma unroll
+    for (int column = 0; column < kUnit; ++column) {
+        Some some;
+#pragma unroll
+        for (int i = 0; i < tokens; ++i) some.of[i] = reinterpret_cast<const SCALAR*>(&eight[i])[column];
+        reinterpret_cast<Some*>(panel + column)[part] = some;
+    }
+}
+
 // Brings the columns [first, first + count) of x to shared memory, zero past column k and token m.
 __device__ __forceinline__ void fill(Column* panel, const SCALAR* x, int m, int k, int first, int count) {
+    if (WINDOW % kUnit == 0 && k % kUnit == 0) {
+        // Eight columns at a time: one trip to memory for 4,096 columns.
+#pragma unroll 1
+        for (int i = threadIdx.x * kUnit; i < count; i += kThreads * kUnit) {
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) fill_eight(panel + i, x, part, m, k, first + i);
+        }
+        return;
+    }
 #pragma unroll
     for (int token = 0; token < TOKENS; ++token) {
         for (int i = threadIdx.x; i < count; i += kThreads) {
@@ -121,15 +154,19 @@ extern "C" __global__ void __launch_bounds__(kThreads) semisparse_vector_nm_deco
         const int first_column = window * WINDOW;
         const int end = min((window + panel_windows) * KEEP, total);
         int at = window * KEEP + own;
-        Held held;
-        weights.read(held, at, end, first_column);  // on its way while x is brought
+        // Two sets take turns: one would have to be moved, and so waited for, before the next is asked for.
+        Held first, second;
+        weights.read(first, at, end, first_column);  // on their way while x is brought
+        weights.read(second, at + kStride, end, first_column);
         if (window) __syncthreads();
         fill(panel, x, m, k, first_column, (end - window * KEEP) / KEEP * WINDOW);
         __syncthreads();
-        for (; at < end; at += kAhead * kSlotsOfBlock) {
-            const Held now = held;
-            weights.read(held, at + kAhead * kSlotsOfBlock, end, first_column);
-            add(sums, now, panel);
+#pragma unroll 1
+        for (; at < end; at += 2 * kStride) {
+            add(sums, first, panel);
+            weights.read(first, at + 2 * kStride, end, first_column);
+            add(sums, second, panel);
+            weights.read(second, at + 3 * kStride, end, first_column);
         }
     }
     __syncthreads();

@@ -1,13 +1,13 @@
 // y[m, n] = sum_k x[m, k] * w[n, k] + bias[n] in float32, on CUDA cores.
 //
-// A block computes TOKENS x ROWS, a warp 8 * PER_THREAD x 32 of it, a thread PER_THREAD tokens of 8 rows. Lane 4 * a + b holds
-// the tokens 4 a to 4 a + 3 of every 32, so that the lanes of a warp read one column of x without a conflict, and 8 rows
-// of one group: a warp's 32 rows are one group from 32 rows a vector on, and its lanes share the column. Sums are float32 in
-// the order of the slots: every run gives the same bits.
+// A block computes TOKENS x ROWS, a warp 8 * PER_THREAD x 32 of it, a thread PER_THREAD tokens of 8 rows. A lane is one of
+// eight `a`, which hold the tokens 4 a to 4 a + 3 of every 32, so that a warp reads one column of x without a conflict, and one
+// of four `b`, which hold 8 rows of one group: a warp's 32 rows are one group from 32 rows a vector on, and its lanes share
+// the column. Sums are float32 in the order of the slots: every run gives the same bits.
 //
 // Compiled for PER_THREAD (4, 8 or 16), TOKENS, ROWS, THREADS and the macros of staging.cuh; SCALAR is float.
 
-#include "staging.cuh"
+#include "values.cuh"
 
 constexpr int kRowsOfThread = 8;
 constexpr int kRowsOfWarp = 32;
@@ -26,8 +26,10 @@ struct Place {
         const int warp = threadIdx.x / kWarp;
         const int lane = threadIdx.x % kWarp;
         constexpr int lanes = kHalf / 4;  // that share a group
-        token = warp % kWarpsAlongTokens * kTokensOfWarp + lane / 4 * 4;
-        row = warp / kWarpsAlongTokens * kRowsOfWarp + lane % 4 / lanes * 2 * kHalf + lane % 4 % lanes * 4;
+        // Lanes 1 apart share tokens, lanes 2 apart share rows: 16-byte loads of both then take half the wavefronts (2 to 3 %).
+        const int a = lane / 2 % 8, b = lane % 2 + lane / 16 * 2;
+        token = warp % kWarpsAlongTokens * kTokensOfWarp + a * 4;
+        row = warp / kWarpsAlongTokens * kRowsOfWarp + b / lanes * 2 * kHalf + b % lanes * 4;
     }
 
     // Its four rows number `four`.
@@ -54,7 +56,7 @@ __device__ __forceinline__ void multiply(Sums& sums, const Stage& stage, const P
         values[four] = stage.values() + group * kGroupPitch + place.rows(four) % kSpan;
         if (four < kOwn) offsets[four] = stage.offsets() + group * SLOTS;
     }
-#pragma unroll(SLOTS % 8 == 0 ? 8 : SLOTS)
+#pragma unroll(SLOTS % 8 == 0 ? 8 : 4)
     for (int slot = 0; slot < SLOTS; ++slot) {
         float w[kRowsOfThread];
 #pragma unroll
@@ -113,9 +115,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, kThreadsOfProcessor / THRE
 ) {
     extern __shared__ uint4 shared[];
     const Operands operands{by_column, values, columns, offsets, pitch, groups, total, stages};
-    Stager stager(operands, reinterpret_cast<char*>(shared));
+    ColumnStager of_columns(operands);
+    ValueStager of_values(operands);
     const Place place;
     Sums sums = {};
-    for_each_stage(stager, [&](const Stage& stage) { multiply(sums, stage, place); });
+    for_each_stage<kStageBytes>(
+        stages, reinterpret_cast<char*>(shared),
+        [&](char* buffer, bool last) {
+            const Stage to{buffer};
+            of_columns.copy(to.columns());
+            of_values.copy(to);
+            if (!last) of_columns.look_ahead();
+        },
+        [&](char* buffer) { multiply(sums, Stage{buffer}, place); });
     write(sums, place, bias, y, m, n, vectors != 0);
 }

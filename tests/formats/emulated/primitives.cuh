@@ -260,6 +260,15 @@ inline bool is_last(int* arrivals, int others) {
     return __shfl_sync(~0u, before, 0) == others;
 }
 
+inline Word __ballot_sync(Word, bool vote) {
+    warp().numbers[threadIdx.x % 32] = vote;
+    __syncwarp();
+    Word votes = 0;
+    for (int lane = 0; lane < 32; ++lane) votes |= static_cast<Word>(warp().numbers[lane] != 0) << lane;
+    __syncwarp();
+    return votes;
+}
+
 template <typename T> T __ldg(const T* place) { return *place; }
 inline int __popc(Word word) { return __builtin_popcount(word); }
 template <typename T> T __ldcg(const T* place) { return *place; }

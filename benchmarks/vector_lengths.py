@@ -1,0 +1,100 @@
+"""The price of a longer vector: 16:32 in vectors of 1 to 32 rows on a real model, one CSV row a run, and a table.
+
+    python benchmarks/vector_lengths.py ../shared results/vector_lengths.csv --samples 64 --chunks 100
+
+The first argument holds ``models/`` and ``text/``. Rows that the CSV has already are kept, so that an interrupted run
+goes on. Calibrated on the ``calib`` text, measured on the ``eval`` text, in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from pruners import MODELS
+from rows import read_rows, write_rows
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import semisparse
+from semisparse.evaluate import measure_quality
+from semisparse.integrations.loading import load, load_tokenizer, pick_device
+from semisparse.text import token_chunks
+
+LENGTHS = (1, 4, 16, 32)
+STAGES = {"sparsegpt": "none", "+ bqpo": "bqpo"}
+COLUMNS = (
+    *("model", "length", "stage", "nll", "kl", "bits", "tokens", "samples", "epochs", "seed", "seconds", "device"),
+    "first_outcome",
+)
+"""``first_outcome`` is that of the first layer: a tuning that does no good on held-out sequences is undone."""
+
+
+def main() -> None:
+    """Run what the CSV lacks, then print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shared", type=Path)
+    parser.add_argument("csv", type=Path)
+    parser.add_argument("--model", default="pycode-11m", choices=list(MODELS))
+    parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--chunks", type=int, help="of the eval text; all by default")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="auto")
+    options = parser.parse_args()
+    rows = read_rows(options.csv)
+    done = {(row["model"], row["length"], row["stage"]) for row in rows}
+    for stage in STAGES:
+        for length in options.lengths.split(","):
+            if (options.model, length, stage) not in done:
+                rows.append(measure(length, stage, options))
+                write_rows(options.csv, rows, COLUMNS)
+                print(*(rows[-1][column] for column in COLUMNS), flush=True)
+    print(table(rows, options.model))
+
+
+def measure(length: str, stage: str, options: argparse.Namespace) -> dict[str, str]:
+    """Compress and evaluate the model in one way."""
+    calibration, held_out, seqlen = MODELS[options.model]
+    directory, text = options.shared / "models" / options.model, options.shared / "text"
+    tokenizer, device = load_tokenizer(directory), pick_device(options.device)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+    report = semisparse.compress(
+        model,
+        tokenizer,
+        "nm-spmm",
+        text / calibration,
+        settings=(f"pattern=16:32v{length}", f"tune={STAGES[stage]}", f"tune_epochs={options.epochs}"),
+        samples=options.samples,
+        seqlen=seqlen,
+        device=options.device,
+        seed=options.seed,
+    )
+    layers = list(report.layers)
+    bits = sum(layer["bits_per_weight"] for layer in layers) / len(layers)
+    chunks = token_chunks(tokenizer, text / held_out, seqlen)[: options.chunks]
+    found = measure_quality(model.float().to(device), chunks, load(directory, options.device, torch.float32))
+    values = (options.model, length, stage, found.nll, found.kl, bits, found.tokens, options.samples, options.epochs)
+    more = (options.seed, round(report.seconds), device.type, layers[0]["outcome"])
+    return dict(zip(COLUMNS, map(str, (*values, *more)), strict=True))
+
+
+def table(rows: list[dict[str, str]], model: str) -> str:
+    """Write loss and KL by length and stage as Markdown."""
+    found: Mapping[tuple[str, str], dict[str, str]] = {
+        (row["stage"], row["length"]): row for row in rows if row["model"] == model
+    }
+    lines = [f"| {model}, 16:32 | {' | '.join(f'L = {length}' for length in LENGTHS)} |", "|---" * 5 + "|"]
+    for stage in STAGES:
+        cells = [
+            f"{float(row['nll']):.3f} / {float(row['kl']):.3f}" if (row := found.get((stage, str(length)))) else ""
+            for length in LENGTHS
+        ]
+        lines.append(f"| {stage} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Products of kept vectors on a GPU beside cuBLAS in the same run: one CSV row a measurement.
+
+    python benchmarks/vector_nm.py products results/h200/nm-products.csv [--dtype float32] [--tokens 512,2048,4096]
+    python benchmarks/vector_nm.py ablation results/h200/nm-ablation.csv
+    python benchmarks/vector_nm.py decode results/h200/nm-decode.csv
+
+`products` times whole products, the transposition of x included, and what cuBLAS takes after unpacking. `ablation` is
+the paper's: V1 tiles of whole windows, V2 with only the columns that are kept, V3 with the next stages on their way.
+Every output is compared with float64 before it is timed; without TF32.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from rows import write_rows
+from torch import Tensor
+from torch.nn import functional as F
+
+from semisparse.bench.roofline import random_weight
+from semisparse.bench.timing import rotating_copies, time_calls
+from semisparse.errors import KernelError
+from semisparse.formats import Packed, get_format
+from semisparse.formats.vector_nm import cuda, tiled
+from semisparse.formats.vector_nm.layout import vectors_of
+from semisparse.formats.vector_nm.tiling import SIMT, Tiling, choose_tiling
+from semisparse.patterns import parse_pattern
+from semisparse.runtime.device import device_facts
+
+GPU = torch.device("cuda")
+PATTERNS = "32:32v32,16:32v32,12:32v32,8:32v32,4:32v32"
+SHAPES = ((4096, 4096), (11008, 4096), (4096, 11008))
+DECODED = ((4096, 4096), (11008, 4096), (28672, 8192))
+CHECKED_ROWS = 48
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
+COLUMNS = (
+    "what",
+    "dtype",
+    "m",
+    "n",
+    "k",
+    "pattern",
+    "kernel",
+    "us",
+    "dense_us",
+    "speedup",
+    "error",
+    "dense_error",
+    "gpu",
+)
+
+Product = Callable[[Tensor, Packed, Tensor | None], Tensor]
+
+
+class Layer:
+    """One size and dtype, with cuBLAS's time on it.
+
+    Args:
+        m, n, k: y[M, N] = x[M, K] @ w[N, K].T.
+        dtype: of all three.
+    """
+
+    def __init__(self, what: str, m: int, n: int, k: int, dtype: torch.dtype) -> None:
+        self.x = torch.randn(m, k, device=GPU).to(dtype)
+        weights = [torch.randn(n, k, device=GPU).to(dtype) for _ in range(2 if m > 16 else 4)]
+        self.head = (what, str(dtype).removeprefix("torch."), m, n, k)
+        self.dense_us = time_calls([partial(F.linear, self.x, w) for w in weights], GPU).us
+        self.dense_error = self.error(F.linear(self.x, weights[0]), weights[0])
+
+    def error(self, y: Tensor, weight: Tensor) -> float:
+        """Relative error of some rows of the output against float64."""
+        rows = torch.linspace(0, len(y) - 1, min(len(y), CHECKED_ROWS), device=GPU).long()
+        expected = self.x[rows].double() @ weight.double().T
+        return ((y[rows].double() - expected).norm() / expected.norm()).item()
+
+    def pack(self, pattern: str) -> list[Packed]:
+        """Give copies of a random weight."""
+        _, _, m, n, k = self.head
+        weight = random_weight(parse_pattern(pattern), n, k, self.x.dtype, GPU)
+        packed = get_format("vector_nm").pack(weight, pattern).to(GPU)
+        return rotating_copies(packed, device_facts(GPU).cache_bytes if m <= 16 else 1)
+
+    def measure(self, kernel: str, product: Product, copies: list[Packed]) -> dict[str, str]:
+        """Verify and time a product."""
+        error = self.error(product(self.x, copies[0], None), copies[0].unpack())
+        if not error <= TOLERANCE[self.x.dtype]:
+            raise KernelError(f"{kernel} is wrong at {self.head}, {copies[0].pattern}: relative error {error:.3g}")
+        us = time_calls([partial(product, self.x, packed, None) for packed in copies], GPU).us
+        figures = (f"{us:.2f}", f"{self.dense_us:.2f}", f"{self.dense_us / us:.3f}", f"{error:.2e}")
+        values = (*self.head, copies[0].pattern, kernel, *figures, f"{self.dense_error:.2e}")
+        return dict(zip(COLUMNS, map(str, values), strict=True))
+
+
+def label(tiling: Tiling) -> str:
+    """Name a tiling."""
+    shape = tiling.shape
+    way = "packed" if tiling.packed else "whole"
+    return f"{shape.tokens}x{shape.rows} {way} {tiling.slots}/{tiling.columns} x{tiling.stages}"
+
+
+def products(dtype: torch.dtype, tokens: list[int], patterns: list[str]) -> Iterator[dict[str, str]]:
+    """Measure the tiled product that would be chosen and, where it may be slower, cuBLAS after unpacking."""
+    facts = device_facts(GPU)
+    limit = tiled.shared_limit(GPU)
+    for n, k in SHAPES:
+        for m in tokens:
+            layer = Layer("product", m, n, k, dtype)
+            for pattern in patterns:
+                copies = layer.pack(pattern)
+                vectors = vectors_of(copies[0].pattern)
+                chosen = choose_tiling(vectors, m, n, dtype.itemsize, facts.processors, limit)
+                if chosen:
+                    yield layer.measure(label(chosen), tiled.multiply, copies)
+                if dtype != torch.float32 or not chosen:
+                    yield layer.measure("unpack", cuda.unpack_and_multiply, copies)
+
+
+def ablation(patterns: list[str]) -> Iterator[dict[str, str]]:
+    """Measure the paper's three steps with one tile, in float32."""
+    layer = Layer("ablation", 2048, 4096, 4096, torch.float32)
+    for pattern in patterns:
+        copies = layer.pack(pattern)
+        length = vectors_of(copies[0].pattern).length
+        for version, packed, buffers in (("V1", False, 1), ("V2", True, 1), ("V3", True, 3), ("V3 whole", False, 3)):
+            keep, window = vectors_of(copies[0].pattern).keep, vectors_of(copies[0].pattern).window
+            slots = keep if not packed else 8
+            tiling = Tiling(SIMT[1], length, slots, window, buffers, packed, 4)
+            yield layer.measure(f"{version}: {label(tiling)}", partial(tiled.multiply_tiled, tiling=tiling), copies)
+
+
+def decoding(dtype: torch.dtype) -> Iterator[dict[str, str]]:
+    """Measure few tokens at 50 %."""
+    for n, k in DECODED:
+        for m in (1, 2, 4, 8, 16):
+            layer = Layer("decode", m, n, k, dtype)
+            yield layer.measure("decode", cuda.decode, layer.pack("16:32v32"))
+
+
+def main() -> None:
+    """Measure, and write rows as they come."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["products", "ablation", "decode"])
+    parser.add_argument("csv", type=Path)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
+    parser.add_argument("--tokens", default="512,2048,4096")
+    parser.add_argument("--patterns", default=PATTERNS)
+    options = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    dtype, tokens = getattr(torch, options.dtype), [int(m) for m in options.tokens.split(",")]
+    patterns = options.patterns.split(",")
+    found = {
+        "products": lambda: products(dtype, tokens, patterns),
+        "ablation": lambda: ablation(patterns),
+        "decode": lambda: decoding(
+            torch.float16, [m for m in tokens if m <= cuda.MAX_DECODE_TOKENS] or [1, 2, 4, 8, 16]
+        ),
+    }[options.what]
+    rows: list[dict[str, str]] = []
+    for row in found():
+        rows.append(row)
+        print(*row.values(), flush=True)
+        write_rows(options.csv, rows, COLUMNS)
+
+
+if __name__ == "__main__":
+    main()

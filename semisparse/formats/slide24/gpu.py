@@ -1,0 +1,111 @@
+"""Products on a GPU: lifted activations on sparse tensor cores, our own or cuSPARSELt's; or unpacked, by cuBLAS."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from semisparse.formats.base import Packed, Problem
+from semisparse.formats.slide24 import cusparselt, hopper, layouts
+from semisparse.formats.slide24.pack import stored_dtype, window_of
+from semisparse.runtime.blas import multiply_dense
+from semisparse.runtime.device import device_facts
+
+
+def tiles_refusal(problem: Problem) -> str | None:
+    """Say why `multiply_tiles` cannot compute ``problem`` here, or None if it can."""
+    if problem.dtype not in hopper.SCALARS:
+        return f"x is float16 or bfloat16, got {problem.dtype}"
+    dtype = stored_dtype(problem.params) or problem.weight_dtype
+    return layouts.tiles_refusal(dtype, problem.device) or _operand_refusal(problem, "tiles")
+
+
+def compressed_refusal(problem: Problem) -> str | None:
+    """Say why `multiply_compressed` cannot compute ``problem`` here, or None if it can."""
+    dtype = stored_dtype(problem.params) or problem.weight_dtype
+    return layouts.compressed_refusal(dtype, problem.device) or _operand_refusal(problem, "compressed")
+
+
+def _operand_refusal(problem: Problem, layout: str) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton, which lifts the activations, is not installed: pip install 'semisparse[cuda]'"
+    stored = layouts.layout_of(problem.params)
+    if stored != layout:
+        return f"reads the layout {layout}, this weight is stored in {stored}"
+    if "kind" not in problem.params and problem.dtype != problem.weight_dtype:
+        return f"x is {problem.dtype}, the weight {problem.weight_dtype}"
+    return None if problem.m else "takes at least one token"
+
+
+def multiply_tiles(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+    """Lift x, rounded by tokens where the weight is rounded, and multiply with scales and bias in one launch.
+
+    Args:
+        x: [M, K] float16 or bfloat16; in the weight's dtype where that is stored as it is.
+        packed: in the layout ``tiles``.
+        bias: [N] or None.
+    Returns:
+        [M, N] in x's dtype. Sums of int8 are exact in int32 and rounded once.
+    """
+    from semisparse.formats.slide24 import triton_lift
+
+    (m, _), (n, _) = x.shape, packed.shape
+    window, dtype, tiles = window_of(packed.pattern), stored_dtype(packed.params), packed.tensors["tiles"]
+    tiling = hopper.choose_tiling(m, tiles.shape[1], tiles.shape[0], device_facts(x.device).processors)
+    tokens = m + -m % tiling.tokens
+    scales = None
+    if dtype is None:
+        lifted = triton_lift.lift(x, window, tokens, tiled=True)
+    else:
+        lifted, token_scales = triton_lift.quantise_and_lift(x, dtype, window, tokens, tiled=True)
+        scales = token_scales, packed.tensors["scale"]
+    bias = None if bias is None else bias.to(x.dtype)
+    return hopper.multiply(lifted, tiles, scales, bias, m, n, x.dtype, tiling)
+
+
+def multiply_compressed(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+    """Lift x, rounded by tokens where the weight is rounded, multiply, then scale and add the bias in one pass.
+
+    Args:
+        x: [M, K] float16, bfloat16 or float32; in the weight's dtype where that is stored as it is.
+        packed: in the layout ``compressed``.
+        bias: [N] or None.
+    Returns:
+        [M, N] in x's dtype. Sums of int8 are exact in int32; a bfloat16 x has them rounded once more, to bfloat16.
+    """
+    from semisparse.formats.slide24 import triton_lift
+    from semisparse.formats.slide24.triton_scale import scale_product
+
+    (m, _), (n, _) = x.shape, packed.shape
+    window, dtype = window_of(packed.pattern), stored_dtype(packed.params)
+    tokens, rows = m + -m % cusparselt.TOKENS, layouts.padded_rows(n)
+    compressed = packed.tensors["compressed"]
+    if dtype is None:
+        product = cusparselt.multiply(triton_lift.lift(x, window, tokens), compressed, rows, x.dtype)
+        if bias is None and rows == n:
+            return product[:m]
+        return scale_product(product, None, bias, m, n, x.dtype)
+    lifted, token_scales = triton_lift.quantise_and_lift(x, dtype, window, tokens)
+    product = cusparselt.multiply(lifted, compressed, rows, product_dtype(dtype, x.dtype))
+    return scale_product(product, (token_scales, packed.tensors["scale"]), bias, m, n, x.dtype)
+
+
+def product_dtype(dtype: torch.dtype, of_x: torch.dtype) -> torch.dtype:
+    """Give the dtype in which unscaled sums are kept: two bytes where the result has no more digits, else four."""
+    if of_x == torch.bfloat16:
+        return torch.bfloat16
+    return torch.int32 if dtype == torch.int8 else torch.float32
+
+
+def unpack_refusal(problem: Problem) -> str | None:
+    """Say why `unpack_and_multiply` cannot compute ``problem`` here, or None if it can."""
+    if problem.dtype != problem.weight_dtype:
+        return f"x is {problem.dtype}, the weight {problem.weight_dtype}"
+    return None
+
+
+def unpack_and_multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+    """Unpack the whole weight, dequantised, and let cuBLAS multiply; x is not rounded."""
+    return multiply_dense(x, layouts.unpack(packed), bias)

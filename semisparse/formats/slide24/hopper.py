@@ -1,0 +1,158 @@
+"""Products on Hopper's sparse tensor cores: sums, scales, bias and cast in one launch (sparse.cu)."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from semisparse.formats.slide24.layout import TOKEN_BYTES
+from semisparse.formats.slide24.tiles import tile_bytes
+from semisparse.runtime.device import device_facts
+from semisparse.runtime.launch import CudaKernel
+from semisparse.runtime.nvrtc import CudaSource, compile_cubin, unavailable
+
+ARCHITECTURE = "sm_90a"
+"""wgmma is Hopper's alone."""
+
+SHARED_BYTES = 223 << 10
+"""Dynamic shared memory of a block; barriers and scales take the rest."""
+
+THREADS = 128
+"""Of a warp group."""
+
+KINDS = {torch.int8: "INT8", torch.float8_e4m3fn: "FP8", torch.bfloat16: "BF16", torch.float16: "FP16"}
+
+SCALARS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How y is divided.
+
+    Args:
+        tokens: of a thread block.
+        groups: warp groups of a thread block, 64 rows each.
+        cluster: thread blocks that share their tokens.
+        block_us: of 128 bytes of K', when every processor is busy, on an H200.
+        finish_us: of scaling and writing a tile of y.
+    """
+
+    tokens: int
+    groups: int
+    cluster: int
+    block_us: float
+    finish_us: float
+
+    def stage_bytes(self, itemsize: int) -> int:
+        """Give the shared memory of a stage of the pipeline."""
+        return self.tokens * TOKEN_BYTES + self.groups * tile_bytes(itemsize)
+
+    def stages(self, itemsize: int) -> int:
+        """Count the stages that shared memory has room for."""
+        return SHARED_BYTES // self.stage_bytes(itemsize)
+
+    def clusters(self, m: int, tiles: int) -> int:
+        """Count the clusters of thread blocks that ``m`` tokens and 64 * ``tiles`` rows are divided into."""
+        return -(-m // self.tokens) * -(-tiles // (self.groups * self.cluster))
+
+    def waves(self, m: int, tiles: int, processors: int) -> int:
+        """Count the tiles that the busiest processor computes."""
+        return -(-self.clusters(m, tiles) // (processors // self.cluster))
+
+
+TILINGS = (
+    Tiling(256, 2, 2, 0.435, 3.9),
+    Tiling(192, 3, 2, 0.488, 5.0),
+    Tiling(128, 2, 2, 0.330, 1.8),
+    Tiling(64, 2, 1, 0.228, 1.5),
+)
+"""Paces are of int8, whole waves of two depths (K' of 5,376 and 28,416) compared."""
+
+
+@lru_cache(maxsize=4096)
+def choose_tiling(m: int, tiles: int, blocks: int, processors: int) -> Tiling:
+    """Take the tiling that should be fastest: whole waves of tiles, at each tiling's measured pace."""
+    return min(TILINGS, key=lambda t: t.waves(m, tiles, processors) * (blocks * t.block_us + t.finish_us))
+
+
+def defines(tiling: Tiling, dtype: torch.dtype, out: torch.dtype, pairs: bool = True) -> dict[str, str | int]:
+    """Give the macros of a build."""
+    return {
+        KINDS[dtype]: 1,
+        "OUT": SCALARS[out],
+        "PAIRS": int(pairs),
+        "TOKENS": tiling.tokens,
+        "GROUPS": tiling.groups,
+        "CLUSTER": tiling.cluster,
+        "STAGES": tiling.stages(dtype.itemsize),
+    }
+
+
+SOURCE = CudaSource(
+    Path(__file__).with_name("sparse.cu"),
+    (
+        *(defines(tiling, torch.int8, torch.bfloat16) for tiling in TILINGS),
+        *(defines(TILINGS[0], dtype, dtype) for dtype in SCALARS),
+        *(defines(TILINGS[0], torch.float8_e4m3fn, out, pairs=False) for out in SCALARS),
+    ),
+    architectures=(ARCHITECTURE,),
+)
+
+SOURCES = (SOURCE,)
+
+_POINTER = ctypes.c_void_p
+_PARAMETERS = (*[_POINTER] * 6, *[ctypes.c_int] * 4)
+
+
+def refusal(device: torch.device) -> str | None:
+    """Say why this kernel cannot run on a GPU, or None if it can."""
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return "is for Hopper (compute capability 9.0)"
+    return unavailable()
+
+
+def multiply(
+    x: Tensor,
+    tiles: Tensor,
+    scales: tuple[Tensor, Tensor] | None,
+    bias: Tensor | None,
+    m: int,
+    n: int,
+    out: torch.dtype,
+    tiling: Tiling,
+) -> Tensor:
+    """Compute ``x @ w.T``, scaled, with the bias.
+
+    Args:
+        x: lifted, in tiles [blocks, tokens, 128 bytes], tokens a multiple of the tiling's.
+        tiles: of a weight in x's dtype, [blocks, tiles, bytes].
+        scales: of the tokens [M] and of the rows [N], float32; None for a weight as it is.
+        bias: [N] in ``out``, or None.
+        m: tokens.
+        n: rows of the weight.
+        out: float16 or bfloat16.
+        tiling: how to divide y.
+    Returns:
+        [M, N].
+    """
+    y = torch.empty((m, n), dtype=out, device=x.device)
+    blocks, count, _ = tiles.shape
+    resident = device_facts(x.device).processors // tiling.cluster
+    grid = (min(tiling.clusters(m, count), resident) * tiling.cluster, 1, 1)
+    token_scales, row_scales = scales or (None, None)
+    pointers = [None if t is None else t.data_ptr() for t in (tiles, x, token_scales, row_scales, bias, y)]
+    kernel = _kernel(x.device, x.dtype, out, n % 2 == 0, tiling)
+    kernel(x.device, grid, THREADS * (tiling.groups + 1), *pointers, m, n, blocks, count)
+    return y
+
+
+@cache
+def _kernel(device: torch.device, dtype: torch.dtype, out: torch.dtype, pairs: bool, tiling: Tiling) -> CudaKernel:
+    cubin = compile_cubin(SOURCE.path, ARCHITECTURE, defines(tiling, dtype, out, pairs))
+    shared = tiling.stages(dtype.itemsize) * tiling.stage_bytes(dtype.itemsize)
+    return CudaKernel(cubin, "semisparse_slide24_sparse", _PARAMETERS, shared)

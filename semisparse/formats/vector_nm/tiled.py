@@ -1,0 +1,216 @@
+"""GPU products for many tokens: x transposed and the columns of each stage found, then one tiled product."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache, lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from semisparse.errors import KernelError
+from semisparse.formats.base import Packed, Problem
+from semisparse.formats.vector_nm.layout import vectors_of
+from semisparse.formats.vector_nm.tiling import SIMT, TENSOR, Tiling, choose_tiling, lengths_of, tile
+from semisparse.patterns import VectorNM, parse_pattern
+from semisparse.runtime.device import device_facts
+from semisparse.runtime.launch import CudaKernel
+from semisparse.runtime.nvrtc import CudaSource, Defines, compile_cubin, unavailable
+
+SCALARS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
+
+PREPARE_THREADS = 256
+TRANSPOSED_TILE = 64
+
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
+
+
+def tiled_defines(tiling: Tiling, dtype: torch.dtype) -> Defines:
+    """Give what simt.cu or tensor.cu is compiled for."""
+    shape = tiling.shape
+    return {
+        "SCALAR": SCALARS[dtype],
+        "TOKENS": shape.tokens,
+        "ROWS": shape.rows,
+        "THREADS": tiling.threads,
+        "PER_WARP" if tiling.itemsize == 2 else "PER_THREAD": shape.per_thread,
+        "LENGTH": tiling.length,
+        "SLOTS": tiling.slots,
+        "COLUMNS": tiling.columns,
+        "STAGES": tiling.stages,
+        "PACKED": int(tiling.packed),
+    }
+
+
+def _common_tilings(dtype: torch.dtype) -> tuple[Defines, ...]:
+    """What is compiled depends on pattern and shape: here is each tile and strategy, and the shortest vectors."""
+    shapes, shortest = (TENSOR, "16:32v8") if dtype.itemsize == 2 else (SIMT, "16:32v4")
+    wanted = [(pattern, shape, pattern == "4:32v32") for shape in shapes for pattern in ("16:32v32", "4:32v32")]
+    wanted.append((shortest, shapes[1], False))
+    patterns = [(parse_pattern(pattern), shape, packed) for pattern, shape, packed in wanted]
+    found = [
+        tile(pattern, shape, dtype.itemsize, packed)
+        for pattern, shape, packed in patterns
+        if isinstance(pattern, VectorNM)
+    ]
+    return tuple(tiled_defines(tiling, dtype) for tiling in found if tiling)
+
+
+PREPARE_SOURCE = CudaSource(Path(__file__).with_name("prepare.cu"), ({"BYTES": 2}, {"BYTES": 4}))
+
+SIMT_SOURCE = CudaSource(Path(__file__).with_name("simt.cu"), _common_tilings(torch.float32))
+
+TENSOR_SOURCE = CudaSource(
+    Path(__file__).with_name("tensor.cu"), (*_common_tilings(torch.float16), _common_tilings(torch.bfloat16)[0])
+)
+
+SOURCES = (PREPARE_SOURCE, SIMT_SOURCE, TENSOR_SOURCE)
+
+
+def simt_refusal(problem: Problem) -> str | None:
+    """Say why `multiply` cannot compute ``problem`` on CUDA cores here, or None if it can."""
+    if problem.dtype != torch.float32:
+        return f"computes float32, got {problem.dtype}"
+    return _tiled_refusal(problem)
+
+
+def tensor_refusal(problem: Problem) -> str | None:
+    """Say why `multiply` cannot compute ``problem`` on tensor cores here, or None if it can."""
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"computes float16 and bfloat16, got {problem.dtype}"
+    return _tiled_refusal(problem)
+
+
+def _tiled_refusal(problem: Problem) -> str | None:
+    if problem.m < 1:
+        return "takes 1 token or more, got none"
+    reason = machine_refusal(problem)
+    if reason:
+        return reason
+    if _tiling(vectors_of(problem.pattern), problem.m, problem.n, problem.dtype, problem.device) is None:
+        lengths = ", ".join(str(length) for length in lengths_of(problem.dtype.itemsize))
+        return f"takes vectors of {lengths} rows whose stages fit shared memory, not {problem.pattern}"
+    return None
+
+
+def machine_refusal(problem: Problem) -> str | None:
+    """Say why no kernel that is compiled here can compute ``problem``, or None if one may."""
+    if problem.weight_dtype != problem.dtype:
+        return f"x and w have one dtype, got {problem.dtype} and {problem.weight_dtype}"
+    if torch.cuda.get_device_capability(problem.device) < (8, 0):
+        return "needs compute capability 8.0 (Ampere) or later"
+    return unavailable()
+
+
+def _tiling(pattern: VectorNM, m: int, n: int, dtype: torch.dtype, device: torch.device) -> Tiling | None:
+    return choose_tiling(pattern, m, n, dtype.itemsize, device_facts(device).processors, shared_limit(device))
+
+
+@cache
+def shared_limit(device: torch.device) -> int:
+    """Give the bytes of shared memory that a block may have on a GPU.
+
+    Raises:
+        KernelError: the driver does not say.
+    """
+    from cuda.bindings import driver
+
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    wanted = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    status, limit = driver.cuDeviceGetAttribute(wanted, index)
+    if status:
+        raise KernelError(f"the driver does not tell the shared memory of GPU {index}: {status.name}")
+    return int(limit)
+
+
+def multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+    """Multiply many tokens.
+
+    Args:
+        x: [M, K] float32 (CUDA cores), float16 or bfloat16 (tensor cores).
+        packed: in x's dtype.
+        bias: [N] or None.
+    Returns:
+        [M, N] in x's dtype, accumulated in float32.
+    """
+    pattern = vectors_of(packed.pattern)
+    tiling = _tiling(pattern, x.shape[0], packed.shape[0], x.dtype, x.device)
+    if tiling is None:
+        raise KernelError(f"no tile of {pattern} fits shared memory")
+    return multiply_tiled(x, packed, bias, tiling)
+
+
+def multiply_tiled(x: Tensor, packed: Packed, bias: Tensor | None, tiling: Tiling) -> Tensor:
+    """Multiply with a given tiling, as `multiply` does."""
+    x = aligned(x)
+    bias = None if bias is None else bias.to(x.dtype).contiguous()
+    m, n = x.shape[0], packed.shape[0]
+    values, positions = aligned(packed.tensors["values"]), packed.tensors["positions"].contiguous()
+    groups, total, _ = values.shape
+    by_column, columns, slots = _prepare(x, positions, vectors_of(packed.pattern), n, tiling)
+    y = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    row_blocks, stages = slots.shape[:2]
+    pitch = by_column.shape[1]
+    operands = (by_column, values, columns, slots, bias, y)
+    pointers = [None if operand is None else operand.data_ptr() for operand in operands]
+    sizes = [m, n, pitch, groups, total, stages, int(n * x.dtype.itemsize % 16 == 0)]
+    grid = (pitch // tiling.shape.tokens, row_blocks, 1)
+    _tiled_kernel(x.device, tiling, x.dtype)(x.device, grid, tiling.threads, *pointers, *sizes)
+    return y
+
+
+def _prepare(
+    x: Tensor, positions: Tensor, pattern: VectorNM, n: int, tiling: Tiling
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Transpose x and find each slot's column in its stage.
+
+    Returns:
+        by_column: [columns, tokens] of x, zeros filled up to whole windows or stages and whole tiles of tokens.
+        columns: [row_blocks, stages, columns] int32 of a packed tiling, else None.
+        slots: [row_blocks, stages, groups, slots] int32, as prepare.cu describes them.
+    """
+    (m, k), (groups, total) = x.shape, positions.shape
+    row_blocks, stages = -(-n // tiling.shape.rows), -(-total // tiling.slots)
+    width = -(-k // pattern.window) * pattern.window if tiling.packed else stages * tiling.columns
+    pitch = -(-m // tiling.shape.tokens) * tiling.shape.tokens
+    by_column = x.new_empty((width, pitch))
+    slots = positions.new_empty((row_blocks, stages, tiling.groups, tiling.slots), dtype=torch.int32)
+    columns = positions.new_empty((row_blocks, stages, tiling.columns), dtype=torch.int32) if tiling.packed else None
+    tiles = -(-width // TRANSPOSED_TILE) * -(-pitch // TRANSPOSED_TILE)
+    parts = row_blocks * stages * (1 if tiling.packed else tiling.groups)
+    warps = PREPARE_THREADS // 32
+    kernel = _prepare_kernel(x.device, x.dtype.itemsize, pattern, tiling.slots)
+    kernel(
+        x.device,
+        (tiles + -(-parts // warps), 1, 1),
+        PREPARE_THREADS,
+        *(x.data_ptr(), by_column.data_ptr(), m, k, width, pitch),
+        *(positions.data_ptr(), None if columns is None else columns.data_ptr(), slots.data_ptr()),
+        *(pattern.keep, pattern.window, groups, total, pattern.length, tiling.shape.rows, tiling.slots, stages),
+        *(tiling.columns, tiling.column_bytes, tiles, parts),
+    )
+    return by_column, columns, slots
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """Give the tensor at a multiple of 16 bytes, as kernels read it; a part of another one may stand anywhere."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+@lru_cache(maxsize=256)
+def _tiled_kernel(device: torch.device, tiling: Tiling, dtype: torch.dtype) -> CudaKernel:
+    source, name = (SIMT_SOURCE, "simt") if dtype == torch.float32 else (TENSOR_SOURCE, "tensor")
+    cubin = compile_cubin(source.path, device_facts(device).arch, tiled_defines(tiling, dtype))
+    return CudaKernel(cubin, f"semisparse_vector_nm_{name}", (*[_POINTER] * 6, *[_INT] * 7), tiling.shared)
+
+
+@cache
+def _prepare_kernel(device: torch.device, itemsize: int, pattern: VectorNM, slots: int) -> CudaKernel:
+    cubin = compile_cubin(PREPARE_SOURCE.path, device_facts(device).arch, {"BYTES": itemsize})
+    # A tile of x, or a bit mask of a stage's columns for each warp.
+    mask_words = -(-((slots - 1) // pattern.keep + 2) * pattern.window // 32)
+    shared = max(TRANSPOSED_TILE * (TRANSPOSED_TILE + 4 // itemsize) * itemsize, PREPARE_THREADS // 32 * 4 * mask_words)
+    parameters = (*[_POINTER] * 2, *[_INT] * 4, *[_POINTER] * 3, *[_INT] * 12)
+    return CudaKernel(cubin, "semisparse_vector_nm_prepare", parameters, shared)
