@@ -15,7 +15,6 @@ from semisparse.formats import linear, registry
 from semisparse.formats.base import Packed
 from semisparse.patterns import parse_pattern
 from semisparse.quant.group import KINDS, GroupScales, scales_of
-from tests.formats.test_contract import check_product, random_operands
 
 GQS = registry()["gqs"]
 SIZES = (4, 8, 16, 32, 64, 128)
@@ -157,70 +156,3 @@ def test_the_cpu_kernel_reads_every_kind_and_size(kind: str, dtype: torch.dtype)
         weight = packed.unpack().double()
         bound = (150 + 2) * 2.0**-24 * (x.double().abs() @ weight.abs().T)
         assert ((found.double() - x.double() @ weight.T).abs() <= bound + 1e-30).all(), size
-
-
-# The layout rows
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@given(
-    n=st.integers(1, 37),
-    k=st.integers(1, 1200),
-    size=st.sampled_from((8, 16, 32)),
-    percent=st.sampled_from([0, 50, 90]),
-)
-def test_both_layouts_hold_the_same_weight(kind: str, n: int, k: int, size: int, percent: float):
-    weight = sparse(n, k, size, percent).half()
-    chunks, rows = (GQS.pack(weight, f"g{size}@{percent}%", kind=kind, layout=layout) for layout in ("chunks", "rows"))
-    GQS.validate(rows)
-    assert torch.equal(rows.unpack(), chunks.unpack())
-
-
-def test_rows_from_a_stranger_are_checked():
-    packed = GQS.pack(sparse(20, 1400, 16, 50).half(), "g16@50%", layout="rows")
-    steps = packed.params["steps"]
-
-    def corrupted(name: str, place: tuple[int, ...], value: float) -> Packed:
-        tensor = packed.tensors[name].clone()
-        tensor[place] = value
-        return replace(packed, tensors={**packed.tensors, name: tensor})
-
-    for name, place, value, told in (
-        ("steps", (2, 0), 20, "leaves the 20 rows"),
-        ("steps", (2, 0), -1, "leaves the 20 rows"),
-        ("steps", (2, 1), 10**6, "leaves the 20 rows"),
-        ("steps", (steps, 1), 10**6, "leaves the 20 rows"),
-        ("steps", (1, 1), int(packed.tensors["steps"][1, 1]) - 1, "does not cut each row into steps of 32"),
-        ("steps", (steps, 0), 19, "does not cut each row into steps of 32"),
-        ("begins", (3,), 0, "tensor begins"),
-        ("heads", (0,), 88 << 16 | 0x3C00, "at group 0: column 88 does not rise in 88 groups"),
-        ("heads", (1,), 0x3C00, "at group 1: column 0 does not rise"),
-        ("heads", (2,), int(packed.tensors["heads"][2]) & ~0xFFFF, "at group 2: 0.0 is not above 0"),
-    ):
-        with pytest.raises(FormatError, match=told):
-            GQS.validate(corrupted(name, place, value))
-
-
-def test_rows_are_refused_where_they_cannot_be():
-    with pytest.raises(FormatError, match="16-bit weights"):
-        GQS.pack(torch.ones(2, 32), "g16@0%", layout="rows")
-    with pytest.raises(FormatError, match="no layout 'columns'"):
-        GQS.pack(torch.ones(2, 32), "g16@0%", layout="columns")
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel of layout rows: no GPU here")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["w4", "w8"])
-@pytest.mark.parametrize(
-    ("n", "k", "percent"), [(1, 16, 0), (33, 172, 50), (200, 1000, 0), (70, 9000, 50), (5000, 520, 80), (300, 4096, 50)]
-)
-def test_rows_on_a_gpu(kind: str, dtype: torch.dtype, n: int, k: int, percent: float):
-    weight = sparse(n, k, 16, percent)
-    weight[n // 2 :: 7] = 0
-    packed = GQS.pack(weight.to(dtype).cuda(), f"g16@{percent}%", kind=kind, layout="rows")
-    for m in (1, 2, 3, 4):
-        x, bias = random_operands(packed, m, dtype, "cuda")
-        for given_bias in (None, bias):
-            y = linear(x, packed, given_bias, kernel="rows")
-            check_product(y, x, packed, given_bias)
-            assert torch.equal(y, linear(x, packed, given_bias, kernel="rows"))

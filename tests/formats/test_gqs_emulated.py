@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from semisparse.formats import get_format
-from semisparse.formats.gqs import cuda, cuda_rows
+from semisparse.formats.gqs import cuda
 from semisparse.patterns import parse_pattern
 from tests.formats import emulated
 from tests.formats.cases import build, random
@@ -17,26 +17,19 @@ GQS = get_format("gqs")
 pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="no g++ to compile the emulation")
 
 
-def forget_kernels() -> None:
-    cuda._decode_kernel.cache_clear()
-    cuda_rows._kernel.cache_clear()
-
-
 class _Stream:
     cuda_stream = 0
 
 
 @pytest.fixture(autouse=True)
 def emulated_kernels(monkeypatch: pytest.MonkeyPatch):
-    for module in (cuda, cuda_rows):
-        monkeypatch.setattr(module, "compile_cubin", emulated.compile_emulated)
-        monkeypatch.setattr(module, "CudaKernel", emulated.EmulatedKernel)
-        monkeypatch.setattr(module, "WARPS", 2)
+    monkeypatch.setattr(cuda, "compile_cubin", emulated.compile_emulated)
+    monkeypatch.setattr(cuda, "CudaKernel", emulated.EmulatedKernel)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: _Stream)
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
-    forget_kernels()
+    cuda._decode_kernel.cache_clear()
     yield
-    forget_kernels()
+    cuda._decode_kernel.cache_clear()
     torch.use_deterministic_algorithms(False)
 
 
@@ -55,7 +48,7 @@ def test_any_division_of_the_work(monkeypatch, kind: str, dtype: torch.dtype, m:
     weight[3] = 0
     packed = GQS.pack(weight, pattern, kind=kind)
     x, bias = random_operands(packed, m, dtype, "cpu")
-    monkeypatch.setattr(cuda, "_blocks", lambda tiles, processors: processors)
+    monkeypatch.setattr(cuda, "_divide", lambda tiles, sets, processors: (cuda.Build(2, 1), processors))
     for blocks in (1, 2, 5, 99):
         monkeypatch.setattr(cuda, "device_facts", lambda _, blocks=blocks: SimpleNamespace(processors=blocks, arch=""))
         results = []
@@ -63,33 +56,4 @@ def test_any_division_of_the_work(monkeypatch, kind: str, dtype: torch.dtype, m:
             results.append(cuda.decode(x, packed, bias))
             check_product(results[-1], x, packed, bias)
         assert torch.equal(*results)
-    assert not cuda.arrivals(x.device, 1).any()
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype", "m", "n", "k", "pattern"),
-    [
-        ("w4", torch.float16, 1, 9, 1500, "g16@50%"),
-        ("w4", torch.bfloat16, 3, 7, 2040, "g16@30%"),
-        ("w8", torch.float16, 2, 23, 172, "g16@50%"),
-        ("w8", torch.bfloat16, 4, 5, 1000, "g16@0%"),
-    ],
-)
-def test_rows_in_any_division(monkeypatch, kind: str, dtype: torch.dtype, m: int, n: int, k: int, pattern: str):
-    """From one block for all steps to one for each: rows whole, in two and in many parts, and one without groups."""
-    weight = build(parse_pattern(pattern), random, n, k).to(dtype)
-    weight[3] = 0
-    packed = GQS.pack(weight, pattern, kind=kind, layout="rows")
-    x, bias = random_operands(packed, m, dtype, "cpu")
-    monkeypatch.setattr(cuda_rows, "BATCH", 2)
-    monkeypatch.setattr(cuda_rows, "BLOCKS_PER_PROCESSOR", 1)
-    for blocks in (1, 2, 5, 99):
-        monkeypatch.setattr(
-            cuda_rows, "device_facts", lambda _, blocks=blocks: SimpleNamespace(processors=blocks, arch="")
-        )
-        results = []
-        for emulated.adverse[0] in (False, True):
-            results.append(cuda_rows.decode(x, packed, bias))
-            check_product(results[-1], x, packed, bias)
-        assert torch.equal(*results)
-    assert not cuda.arrivals(x.device, 1).any()
+    assert not cuda._arrivals(x.device, 1).any()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from semisparse.formats.base import Case, Format, Kernel
-from semisparse.formats.gqs import cpu, cuda, cuda_rows, layouts, pack
+from semisparse.formats.gqs import cpu, cuda, pack
 from semisparse.formats.gqs.regroup import regroup
 from semisparse.quant.group import KINDS
 
@@ -14,15 +14,14 @@ FORMAT = Format(
     version=1,
     summary="groups of 4 to 128 along K, dropped whole or kept in 8, 4, 3 or 2 bits (2.9 bits a weight at W4S50 G16)",
     accepts=pack.accepts,
-    specs=layouts.specs,
-    counts=layouts.counts,
-    pack_weight=layouts.pack_weight,
-    unpack=layouts.unpack,
-    check_content=layouts.check_content,
+    specs=lambda pattern, params: pack.SPECS,
+    counts=pack.counts,
+    pack_weight=pack.pack_weight,
+    unpack=pack.unpack,
+    check_content=pack.check_content,
     kernels=(
-        Kernel("cpu", "cpu", layouts.reads("chunks", cpu.supports), cpu.load),
-        Kernel("rows", "cuda", layouts.reads("rows", cuda_rows.refusal), lambda: cuda_rows.decode),
-        Kernel("decode", "cuda", layouts.reads("chunks", cuda.decode_refusal), lambda: cuda.decode),
+        Kernel("cpu", "cpu", cpu.supports, cpu.load),
+        Kernel("decode", "cuda", cuda.decode_refusal, lambda: cuda.decode),
         Kernel("unpack", "cuda", cuda.unpack_refusal, lambda: cuda.unpack_and_multiply),
     ),
     cost=cuda.cost,
@@ -37,5 +36,5 @@ FORMAT = Format(
     },
     lossless=False,
     regroup=regroup,
-    variants=({"kind": "w4"}, {"kind": "w4", "layout": "rows"}, *({"kind": kind} for kind in KINDS if kind != "w4")),
+    variants=({"kind": "w4"}, *({"kind": kind} for kind in KINDS if kind != "w4")),
 )

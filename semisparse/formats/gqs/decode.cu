@@ -16,7 +16,6 @@
 // multiple of a strip's columns, 64 * BATCH).
 
 #include "dequantise.cuh"
-#include "runs.cuh"
 
 constexpr int kRows = 16;
 constexpr int kColumns = 4 * kSize;        // of a chunk
@@ -45,11 +44,22 @@ struct Weight {
 };
 
 // How the strips are dealt out.
-struct Division : Runs {
+struct Division {
     int tile_chunks, tile_strips;
+    int each, more;  // a block's strips, and how many blocks have one more
+    int begin, end;  // of this block
+    int run;         // a warp's strips; the last warps may have fewer
 
     __device__ __forceinline__ Division(int tile_chunks, int each, int more)
-        : Runs(each, more), tile_chunks(tile_chunks), tile_strips((tile_chunks + BATCH - 1) / BATCH) {}
+        : tile_chunks(tile_chunks), tile_strips((tile_chunks + BATCH - 1) / BATCH), each(each), more(more),
+          begin(begin_of(blockIdx.x)), end(begin_of(blockIdx.x + 1)), run((end - begin + WARPS - 1) / WARPS) {}
+
+    __device__ __forceinline__ int begin_of(int block) const { return block * each + min(block, more); }
+
+    __device__ __forceinline__ int block_of(int strip) const {
+        const int larger = more * (each + 1);
+        return strip < larger ? strip / (each + 1) : more + (strip - larger) / each;
+    }
 };
 
 // Lane i gets the header of chunk i of a strip, which has `count` chunks.

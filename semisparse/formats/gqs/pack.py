@@ -118,19 +118,16 @@ def _check_scales(scales: GroupScales, weight: Tensor, bits: int, size: int) -> 
 def unpack(packed: Packed) -> Tensor:
     """Give the weight [N, K] back, dequantised in its dtype, dropped groups exactly zero."""
     n, k = packed.shape
-    values = values_of(packed, packed.tensors["scale"])
-    stored = bits_in(packed.tensors["masks"])
-    tiles = values.new_zeros(*stored.shape, values.shape[1])
-    tiles[stored] = values
-    return untiled(tiles).flatten(1)[:n, :k].contiguous()
-
-
-def values_of(packed: Packed, scale: Tensor) -> Tensor:
-    """Dequantise the stored groups, [kept, size] in the weight's dtype, in their order."""
     size = size_of(packed.pattern)
     bits = bits_of(packed.params, size)
-    codes = _part(packed.tensors["codes"], bits, size)
-    return GroupScales(bits, size, scale, packed.tensors["zero"]).values(codes) + 0.0  # -0.0 becomes +0.0
+    tensors = packed.tensors
+    codes = _part(tensors["codes"], bits, size)
+    scales = GroupScales(bits, size, tensors["scale"], tensors["zero"])
+    values = scales.values(codes) + 0.0  # -0.0 becomes +0.0
+    stored = bits_in(tensors["masks"])
+    tiles = values.new_zeros(*stored.shape, size)
+    tiles[stored] = values
+    return untiled(tiles).flatten(1)[:n, :k].contiguous()
 
 
 def check_content(packed: Packed) -> None:
@@ -154,15 +151,7 @@ def check_content(packed: Packed) -> None:
         raise FormatError(f"tensor starts, at chunk {place}: {found} groups before it, the masks have {wanted[place]}")
     if int(wanted[-1]) != len(packed.tensors["zero"]):
         raise FormatError(f"the masks keep {wanted[-1]} groups, {len(packed.tensors['zero'])} are stored")
-    check_scale(packed.tensors["scale"])
-
-
-def check_scale(scale: Tensor) -> None:
-    """Check that every scale is above 0 and finite.
-
-    Raises:
-        FormatError: names the group.
-    """
+    scale = packed.tensors["scale"]
     bad = (~(scale.isfinite() & (scale > 0))).nonzero()
     if len(bad):
         place = int(bad[0])
@@ -181,14 +170,6 @@ def _tiled(x: Tensor) -> Tensor:
 def untiled(x: Tensor) -> Tensor:
     """Undo `_tiled` for [row tiles, column tiles, 64, n], but for its filling: [rows, groups, n]."""
     return x.unflatten(2, (TILE_ROWS, TILE_GROUPS)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
-
-
-def places_of(masks: Tensor, n: int, groups: int) -> Tensor:
-    """Say where each group of a weight is stored: [N, groups] int64, -1 where it is dropped."""
-    stored = bits_in(masks)
-    places = torch.full_like(stored, -1, dtype=torch.int64)
-    places[stored] = torch.arange(int(stored.sum()), device=stored.device)
-    return untiled(places[..., None]).squeeze(-1)[:n, :groups]
 
 
 def in_order(x: Tensor, stored: Tensor) -> Tensor:
@@ -222,8 +203,12 @@ def _join(codes: Tensor, bits: int) -> Tensor:
 def _part(octets: Tensor, bits: int, size: int) -> Tensor:
     """Undo `_join`: [kept, size] uint8."""
     unit = min(8, size)
-    width = unit * bits // 8
-    places = 8 * torch.arange(width, device=octets.device)
-    words = (octets.unflatten(1, (-1, width)).to(torch.int64) << places).sum(-1)
-    codes = words[..., None] >> bits * torch.arange(unit, device=octets.device) & 2**bits - 1
+    if 8 % bits == 0:  # no code stands in two bytes
+        codes = octets[..., None] >> torch.arange(0, 8, bits, dtype=torch.uint8, device=octets.device) & 2**bits - 1
+        codes = codes.flatten(1).unflatten(1, (-1, unit))
+    else:
+        width = unit * bits // 8
+        places = 8 * torch.arange(width, device=octets.device)
+        words = (octets.unflatten(1, (-1, width)).to(torch.int64) << places).sum(-1)
+        codes = words[..., None] >> bits * torch.arange(unit, device=octets.device) & 2**bits - 1
     return codes.to(torch.uint8).unflatten(-1, (2, unit // 2)).transpose(-1, -2).flatten(1)

@@ -40,6 +40,3 @@ __device__ __forceinline__ bool is_last(int* arrivals, int others) {
 __device__ __forceinline__ void keep_in_register(Word& value) {
     value = __shfl_sync(0xffffffffu, value, threadIdx.x % 32);
 }
-
-// Lets a number be anything.
-__device__ __forceinline__ void leave_open(Word& value) { asm("" : "=r"(value)); }

@@ -10,8 +10,7 @@ from torch.nn import functional as F
 
 from semisparse.errors import FormatError
 from semisparse.formats.base import Packed
-from semisparse.formats.gqs.layouts import require_chunks
-from semisparse.formats.gqs.pack import bits_in, in_order, masks_of, places_of, size_of
+from semisparse.formats.gqs.pack import bits_in, in_order, masks_of, size_of, untiled
 from semisparse.patterns import Pattern
 
 
@@ -19,10 +18,8 @@ def regroup(parts: Sequence[Packed], dim: int, start: int, stop: int, pattern: P
     """Give rows or columns ``start`` to ``stop`` of weights side by side along ``dim``, declared as ``pattern``.
 
     Raises:
-        FormatError: a group would be cut, one that is not the last of its row is short, or a layout is not ``chunks``.
+        FormatError: a group would be cut, or one that is not the last of its row is short.
     """
-    for part in parts:
-        require_chunks(part.params)
     size = size_of(pattern)
     whole = sum(part.shape[dim] for part in parts)
     edges = [start, *(part.shape[dim] for part in parts[:-1]), *([stop] if stop < whole else [])]
@@ -48,6 +45,8 @@ def regroup(parts: Sequence[Packed], dim: int, start: int, stop: int, pattern: P
 
 def _places(packed: Packed, offset: int) -> Tensor:
     """Say where each group is stored, counted from ``offset``: [N, groups], -1 where it is dropped."""
-    n, k = packed.shape
-    places = places_of(packed.tensors["masks"], n, -(-k // size_of(packed.pattern)))
-    return torch.where(places >= 0, places + offset, places)
+    stored = bits_in(packed.tensors["masks"])
+    places = torch.full_like(stored, -1, dtype=torch.int64)
+    places[stored] = torch.arange(offset, offset + int(stored.sum()), device=stored.device)
+    groups = -(-packed.shape[1] // size_of(packed.pattern))
+    return untiled(places[..., None]).squeeze(-1)[: packed.shape[0], :groups]

@@ -26,7 +26,6 @@ using std::min;
 using Word = unsigned int;
 
 struct alignas(8) uint2 { Word x, y; };
-struct alignas(8) int2 { int x, y; };
 struct alignas(16) uint4 { Word x, y, z, w; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct Index { unsigned x = 0, y = 0, z = 0; };
@@ -250,7 +249,6 @@ inline float __shfl_xor_sync(Word mask, float value, int step) {
 }
 
 inline void keep_in_register(Word&) {}
-inline void leave_open(Word& value) { value = 0x7e007e00u; }  // NaN in both halves
 
 inline bool is_last(int* arrivals, int others) {
     __syncwarp();
