@@ -64,6 +64,7 @@ DECODE_SOURCE = CudaSource(
         _decode_defines(VectorNM(5, 7, 128), torch.bfloat16, 1, 512, 132),
         _decode_defines(VectorNM(4, 32, 8), torch.bfloat16, 8, 512, 132),
     ),
+    spills_allowed="for 2 tokens the compiler keeps 16 warps at 64 registers on sm_80 and sm_89, 8 bytes too few",
 )
 
 UNPACK_SOURCE = CudaSource(
