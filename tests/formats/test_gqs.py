@@ -15,6 +15,7 @@ from semisparse.formats import linear, registry
 from semisparse.formats.base import Packed
 from semisparse.patterns import parse_pattern
 from semisparse.quant.group import KINDS, GroupScales, scales_of
+from tests.formats.test_contract import check_product, random_operands
 
 GQS = registry()["gqs"]
 SIZES = (4, 8, 16, 32, 64, 128)
@@ -156,3 +157,19 @@ def test_the_cpu_kernel_reads_every_kind_and_size(kind: str, dtype: torch.dtype)
         weight = packed.unpack().double()
         bound = (150 + 2) * 2.0**-24 * (x.double().abs() @ weight.abs().T)
         assert ((found.double() - x.double() @ weight.T).abs() <= bound + 1e-30).all(), size
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the decode kernel: no GPU here")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["w4", "w8"])
+@pytest.mark.parametrize("k", [172, 520, 1024])
+def test_more_rows_than_blocks_on_a_gpu(kind: str, dtype: torch.dtype, k: int):
+    """The contract's weights have a block for each 16 rows; these are divided among blocks, in another build."""
+    weight = sparse(9000, k, 16, 50)
+    weight[4000:4100] = 0
+    packed = GQS.pack(weight.to(dtype).cuda(), "g16@50%", kind=kind)
+    for m in (1, 8, 16):
+        x, bias = random_operands(packed, m, dtype, "cuda")
+        y = linear(x, packed, bias, kernel="decode")
+        check_product(y, x, packed, bias)
+        assert torch.equal(y, linear(x, packed, bias, kernel="decode"))
