@@ -50,7 +50,6 @@ COLUMNS = (
     "speedup",
     "error",
     "dense_error",
-    "gpu",
 )
 
 Product = Callable[[Tensor, Packed, Tensor | None], Tensor]

@@ -150,6 +150,8 @@ def test_costs_by_hand():
     assert (product.operations, product.unit) == (2 * 4096 * 8192 * 128, "fp32")
     assert product.strategy.startswith("packing, ")
     assert cost(4096, 8192, 2048, "8:32v1", torch.float16)[0].strategy == "unpacked"
+    assert cost(4096, 8192, 2048, "16:32v32", torch.float16)[0].strategy == "unpacked"
+    assert cost(4096, 8192, 2048, "8:32v32", torch.float16)[1].strategy.startswith("non-packing, ")
 
 
 def test_intensity_is_equation_3():

@@ -187,6 +187,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__((GR
                 // Not one more in flight: it would read its positions while the next are loaded into the same registers. The
                 // other warp groups keep the tensor cores busy meanwhile.
                 finish_products<0>();
+                __syncwarp();  // every lane has read its positions
                 if (lane < CLUSTER) arrive_at(empty_at + 8 * at.stage, lane);
                 at.next();
             }

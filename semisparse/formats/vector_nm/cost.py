@@ -7,6 +7,7 @@ import torch
 from semisparse.formats.base import Pass, Problem, fused_cost
 from semisparse.formats.vector_nm.cuda import DECODE_LENGTHS, MAX_DECODE_TOKENS, TOKENS
 from semisparse.formats.vector_nm.layout import vectors_of
+from semisparse.formats.vector_nm.tiled import MOST_DENSITY
 from semisparse.formats.vector_nm.tiling import choose_tiling
 
 PROCESSORS = 128
@@ -16,8 +17,8 @@ PROCESSORS = 128
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
     """Give the passes of a product, those of the kernels that it is made for.
 
-    The strategy names the staging of x and the intensity of a block (equation 3); where no kernel takes the vectors,
-    the weight is unpacked for a dense product.
+    The strategy names the staging of x and the intensity of a block (equation 3); where no kernel takes the vectors, or
+    the dense product is faster, the weight is unpacked for that.
     """
     pattern = vectors_of(problem.pattern)
     m, n, k, itemsize = problem.m, problem.n, problem.k, problem.dtype.itemsize
@@ -27,7 +28,8 @@ def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
         rereads = (-(-m // TOKENS[-1]) - 1) * weight_bytes
         return (Pass(operands + rereads, operations, "fp32"),)
     tiling = choose_tiling(pattern, m, n, itemsize, PROCESSORS)
-    if tiling is None or problem.dtype != problem.weight_dtype:
+    too_dense = itemsize == 2 and pattern.density > MOST_DENSITY
+    if tiling is None or too_dense or problem.dtype != problem.weight_dtype:
         dense = n * k * itemsize
         return (Pass(weight_bytes + dense, 0, "fp32", "unpacked"), *fused_cost(problem, dense))
     way = "packing" if tiling.packed else "non-packing"
