@@ -1,4 +1,4 @@
-// The instructions that the kernels here are made of: asynchronous copies, matrix loads, tensor-core products.
+// The instructions that the kernels here are made of: asynchronous copies, tensor-core products.
 
 #pragma once
 
@@ -37,12 +37,6 @@ __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_
 // Waits for all but the `pending` groups of copies that this thread committed last.
 template <int pending>
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_group %0;" : : "n"(pending) : "memory"); }
-
-// Loads four 8 x 8 matrices of 16-bit numbers, transposed; lane 8 i + r gives the place of row r of matrix i.
-__device__ __forceinline__ void load_transposed(Word (&to)[4], const void* row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-        : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(shared_address(row)) : "memory");
-}
 
 // sums[16 x 8] += a[16 x 16] b[16 x 8]
 __device__ __forceinline__ void mma(float (&sums)[4], const Word (&a)[4], Word b0, Word b1, const __half*) {

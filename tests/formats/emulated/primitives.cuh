@@ -87,7 +87,6 @@ struct Barrier { int arrived = 0; long generation = 0; };
 
 struct Warp {
     Barrier barrier;
-    const void* rows[32];
     uint64_t numbers[32];
     Word a[32][4], b[32][2];
 };
@@ -191,21 +190,6 @@ template <int pending> void wait_for_copies() {
 inline uint4 read_once(const uint4* from) {
     if (reinterpret_cast<uintptr_t>(from) % 16) fail("a load is not aligned");
     return *from;
-}
-
-inline void load_transposed(Word (&to)[4], const void* row) {
-    const int lane = threadIdx.x % 32;
-    check_shared(row, 16);
-    warp().rows[lane] = row;
-    __syncwarp();
-    for (int i = 0; i < 4 && !failure; ++i) {
-        uint16_t halves[2];
-        for (int j = 0; j < 2; ++j) {
-            halves[j] = static_cast<const uint16_t*>(warp().rows[8 * i + lane % 4 * 2 + j])[lane / 4];
-        }
-        to[i] = halves[0] | static_cast<Word>(halves[1]) << 16;
-    }
-    __syncwarp();
 }
 
 template <typename Scalar> float half_of(Word word, int index) {
