@@ -26,7 +26,8 @@ SERVING := .venv-serving
 VLLM := 0.33.0
 VLLM_BUILD := 'setuptools>=78.1.1,<81' setuptools_scm setuptools_rust wheel packaging jinja2
 test-serving: $(SERVING)/ready
-	$(SERVING)/bin/python -m pytest tests/vllm tests/evaluate/test_tasks.py tests/docs
+	OMP_NUM_THREADS=1 $(SERVING)/bin/python -m pytest -n auto --dist loadgroup tests/vllm tests/evaluate/test_tasks.py \
+		tests/docs
 
 $(SERVING)/ready: .venv/ready tests/serving-requirements.txt
 	$(BIN)/python -m venv --clear $(SERVING)

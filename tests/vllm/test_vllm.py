@@ -19,6 +19,8 @@ from tests.vllm import ranks
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-serving sets it up")
 
+pytestmark = pytest.mark.xdist_group("vllm")  # one process makes `directories`
+
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 SERVED = {served.name: served for served in every_format()}
 WORLDS = (1, 2)

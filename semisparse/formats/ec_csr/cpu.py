@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from semisparse.errors import FormatError
 from semisparse.formats.base import Packed, Problem
-from semisparse.formats.ec_csr.layout import INDEX_DTYPES, LANES, delta_bits_of, layout_of, panel_rows_of
+from semisparse.formats.ec_csr.layout import INDEX_DTYPES, LANES, delta_bits_of, panel_rows_of
 from semisparse.runtime import cpp
 
 PASS_TOKENS = 8
@@ -63,8 +63,9 @@ class _Weight(ctypes.Structure):
 
 def refusal(problem: Problem) -> str | None:
     """Say why the kernel cannot compute ``problem`` here, or None if it can."""
-    if layout_of(problem.params) != "banks":
-        return "takes the layout banks"
+    layout = problem.params.get("layout", "banks")
+    if layout != "banks":
+        return f"reads the layout banks, this weight is stored in {layout}"
     if problem.dtype not in TYPES:
         return f"x is {problem.dtype}; it takes float32, float16 and bfloat16"
     return cpp.refusal()
