@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -171,7 +172,9 @@ def test_two_runs_into_one_directory_and_control_c(model: Path, tmp_path: Path, 
     out = tmp_path / "out"
     rest = ["--recipe", "rheosparse", "--calib", str(text), "--out", str(out), "--samples", "4000", "--seqlen", "64"]
     command = [sys.executable, "-m", "semisparse.cli", "compress", str(model), *rest]
-    first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # what a shell starts with & does not
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    first = subprocess.Popen(command, **pipes, preexec_fn=listens)
     deadline = time.monotonic() + 120
     while not (tmp_path / "out.partial" / "fingerprint.json").exists():
         assert first.poll() is None, first.communicate()

@@ -26,7 +26,12 @@ ALIKE = [served for served in every_format() if served.config.to_dict() == Llama
 SERVED = {served.name: replace(served, config=LLAMA) for served in ALIKE}
 SERVED["ragged"] = Served("ragged", "bitmask", one("32:64"), config=RAGGED)
 IDS = torch.arange(2 * 9).view(2, 9) * 13
-RANKS = (2, 4)
+WORLDS = {2: SERVED, 4: {served.format: served for served in SERVED.values()}}
+"""Which models are spread over how many ranks: each at two, one of each format at four, which takes as long."""
+RUNS = pytest.mark.parametrize(
+    ("served", "ranks"),
+    [pytest.param(s, ranks, id=f"{s.name}-{ranks}") for ranks, chosen in WORLDS.items() for s in chosen.values()],
+)
 
 
 def _rank(rank: int, ranks: int, folder: Path, directories: list[Path]) -> None:
@@ -52,16 +57,15 @@ def _rank(rank: int, ranks: int, folder: Path, directories: list[Path]) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every model on two and on four ranks."""
+    """Every model, alone and on its ranks."""
     folder = tmp_path_factory.mktemp("parallel")
-    directories = [write(served, folder / served.folder) for served in SERVED.values()]
-    for ranks in RANKS:
-        on_ranks(_rank, (ranks, folder, directories), ranks)
+    directories = {served.name: write(served, folder / served.folder) for served in SERVED.values()}
+    for ranks, chosen in WORLDS.items():
+        on_ranks(_rank, (ranks, folder, [directories[served.name] for served in chosen.values()]), ranks)
     return folder
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("served", SERVED.values(), ids=SERVED)
+@RUNS
 def test_the_ranks_compute_what_one_process_does(served: Served, ranks: int, folder: Path):
     alone = AutoModelForCausalLM.from_pretrained(folder / served.folder, dtype=torch.float32)
     found = [torch.load(folder / f"{served.folder}-{ranks}-{rank}.pt") for rank in range(ranks)]
@@ -80,8 +84,7 @@ def test_the_ranks_compute_what_one_process_does(served: Served, ranks: int, fol
         assert (n, k) == ((whole[0], whole[1] // ranks) if rows else (whole[0] // ranks, whole[1]))
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("served", SERVED.values(), ids=SERVED)
+@RUNS
 def test_saving_gathers_the_bytes_that_were_loaded(served: Served, ranks: int, folder: Path):
     loaded, saved = folder / served.folder, folder / f"{served.folder}-{ranks}"
     assert (saved / "model.safetensors").read_bytes() == (loaded / "model.safetensors").read_bytes()
