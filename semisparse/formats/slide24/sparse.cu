@@ -126,10 +126,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__((GR
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
-            make_barrier(full_at + 8 * i, 1);
-            make_barrier(empty_at + 8 * i, GROUPS * 4 * CLUSTER);
+            barrier::init(full_at + 8 * i, 1);
+            barrier::init(empty_at + 8 * i, GROUPS * 4 * CLUSTER);
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        barrier::publish();
     }
     sync_cluster();
 
@@ -145,15 +145,15 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__((GR
                 const unsigned char* w_from = w + static_cast<Long>(row) * kTile;
                 const unsigned char* x_from = x + static_cast<Long>(tile.token) * kTokenTile + mine * kShare;
                 for (int block = 0; block < blocks; ++block) {
-                    wait(empty_at + 8 * at.stage, at.parity ^ 1);
-                    const Word barrier = full_at + 8 * at.stage;
-                    expect(barrier, kStage);
-                    copy(weights + at.stage * GROUPS * kTile, w_from, GROUPS * kTile, barrier);
+                    barrier::wait(empty_at + 8 * at.stage, at.parity ^ 1);
+                    const Word told = full_at + 8 * at.stage;
+                    barrier::expect(told, kStage);
+                    copy_bulk(weights + at.stage * GROUPS * kTile, w_from, GROUPS * kTile, told);
                     const Word to = stages + at.stage * kTokenTile + mine * kShare;
                     if (CLUSTER == 1) {
-                        copy(to, x_from, kShare, barrier);
+                        copy_bulk(to, x_from, kShare, told);
                     } else {
-                        copy_to_all(to, x_from, kShare, barrier, (1 << CLUSTER) - 1);
+                        copy_to_all(to, x_from, kShare, told, (1 << CLUSTER) - 1);
                     }
                     w_from += w_stride;
                     x_from += x_stride;
@@ -173,7 +173,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__((GR
                 token_scales_of[group][i] = token_scales && token < m ? token_scales[token] : 1.0f;
             }
             for (int block = 0; block < blocks; ++block) {
-                wait(full_at + 8 * at.stage, at.parity);
+                barrier::wait(full_at + 8 * at.stage, at.parity);
                 const int offset = STAGES * kTokenTile + (at.stage * GROUPS + group) * kTile;
                 const Word* positions = reinterpret_cast<const Word*>(shared + offset + kValues) + thread;
                 const Word first = positions[0], second = kSelectors == 1 ? positions[kGroup] : first;
@@ -186,7 +186,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__((GR
                 commit_products();
                 // Not one more in flight: it would read its positions while the next are loaded into the same registers. The
                 // other warp groups keep the tensor cores busy meanwhile.
-                finish_products<0>();
+                wait_for_products<0>();
                 __syncwarp();  // every lane has read its positions
                 if (lane < CLUSTER) arrive_at(empty_at + 8 * at.stage, lane);
                 at.next();

@@ -16,7 +16,7 @@
 //
 // Compiled for BYTES (2 or 4, of an element of x): 2 is for tensor.cu.
 
-#include "primitives.cuh"
+#include "word.cuh"
 
 #if BYTES == 2
 using Element = unsigned short;

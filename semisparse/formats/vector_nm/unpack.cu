@@ -5,7 +5,7 @@
 //
 // Compiled for BYTES (2 or 4, of a weight), KEEP, WINDOW and LENGTH.
 
-#include "primitives.cuh"
+#include "word.cuh"
 
 #if BYTES == 2
 using Element = unsigned short;
