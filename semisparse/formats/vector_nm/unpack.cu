@@ -5,15 +5,8 @@
 //
 // Compiled for BYTES (2 or 4, of a weight), KEEP, WINDOW and LENGTH.
 
-#include "primitives.cuh"
+#include "element.cuh"
 
-#if BYTES == 2
-using Element = unsigned short;
-#else
-using Element = unsigned int;
-#endif
-
-constexpr int kThreads = 256;
 constexpr int kRows = 32;
 constexpr int kSlice = LENGTH < kRows ? LENGTH : kRows;        // rows of a group in a tile
 constexpr int kSlices = (LENGTH + kSlice - 1) / kSlice;        // tiles along a group
