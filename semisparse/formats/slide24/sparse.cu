@@ -206,7 +206,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__((GR
                 // other warp groups keep the tensor cores busy meanwhile.
                 wait_for_products<0>();
                 __syncwarp();  // every lane has read its positions
-                if (lane < CLUSTER) arrive_at(empty_at + 8 * at.stage, lane);
+                if (CLUSTER == 1 && lane == 0) barrier::arrive(empty_at + 8 * at.stage);
+                if (CLUSTER > 1 && lane < CLUSTER) arrive_at(empty_at + 8 * at.stage, lane);
                 at.next();
             }
             sync_group(group);  // the scales are there
