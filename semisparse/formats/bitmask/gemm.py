@@ -21,7 +21,7 @@ from semisparse.runtime.nvrtc import CudaSource, Defines, compile_cubin
 MOST_TOKENS = {1 << 24: 1024, 1 << 22: 256, 0: 128}
 """Above, `tiled_unpack` is faster, or nearly; by the fewest weights of a matrix."""
 
-TOKENS = {32: ((1, 3),), 64: ((1, 3),), 128: ((3, 1), (2, 1), (1, 2)), 192: ((2, 1),), 256: ((2, 1),)}
+TOKENS = {32: ((1, 1, 3),), 64: ((1, 1, 3),), 128: ((2, 2, 1),), 192: ((2, 2, 1),), 256: ((2, 2, 1),)}
 """Of a tile that a block computes; and the warpgroups of a block and the blocks of a processor worth trying."""
 
 MOST_SPLITS = 8
@@ -46,23 +46,37 @@ class Grid:
     Args:
         tokens: of a block, one of `TOKENS`.
         warpgroups: of a block, 64 rows each.
-        splits: blocks that share the columns.
+        cluster: blocks that send one another x.
+        splits: shares that are one tile of y; 0 if shares end anywhere.
         stages: tiles of the weight of each warp in flight or being read.
+        x_stages: the same of x, tiles of 256 columns.
         blocks: that a processor holds at a time.
     """
 
     tokens: int
     warpgroups: int
+    cluster: int
     splits: int
     stages: int
+    x_stages: int
     blocks: int
 
     def shared(self, keep: int) -> int:
         """Give the bytes of dynamic shared memory of a block."""
         weights = self.stages * self.warpgroups * 4 * tile_bytes(keep) + OVERRUN
-        rings = SLICES * self.tokens * SLICE_BYTES + weights
-        sums = self.tokens * (self.warpgroups * 64 + 4) * 4
-        return max(rings, sums) + 16 * (self.stages + SLICES)
+        x = self.x_stages * SLICES * self.tokens * SLICE_BYTES
+        return x + weights + 16 * (self.stages * self.warpgroups * 4 + self.x_stages * SLICES)
+
+    def tiles(self, m: int, row_tiles: int) -> int:
+        """Count the tiles of y."""
+        return -(-row_tiles // (4 * self.warpgroups * self.cluster)) * -(-m // self.tokens)
+
+    def shares(self, m: int, row_tiles: int, column_tiles: int, processors: int) -> int:
+        """Count the shares of the work, one for each cluster."""
+        tiles = self.tiles(m, row_tiles)
+        if self.splits:
+            return tiles * self.splits
+        return min(tiles * column_tiles, self.blocks * processors // self.cluster)
 
 
 def _defines(dtype: torch.dtype, keep: int, grid: Grid) -> Defines:
@@ -71,8 +85,10 @@ def _defines(dtype: torch.dtype, keep: int, grid: Grid) -> Defines:
         "KEEP": keep,
         "TOKENS": grid.tokens,
         "WARPGROUPS": grid.warpgroups,
+        "CLUSTER": grid.cluster,
         "SPLITS": grid.splits,
         "STAGES": grid.stages,
+        "X_STAGES": grid.x_stages,
         "BLOCKS": grid.blocks,
     }
 
@@ -82,10 +98,10 @@ COLUMNS = CudaSource(Path(__file__).with_name("tiled_columns.cu"), ({"TOKENS": 3
 GEMM = CudaSource(
     Path(__file__).with_name("tiled_gemm.cu"),
     (
-        _defines(torch.float16, 32, Grid(64, 1, 4, 2, 3)),
-        _defines(torch.float16, 64, Grid(256, 2, 1, 1, 1)),
-        _defines(torch.bfloat16, 31, Grid(32, 1, 1, 3, 3)),
-        _defines(torch.bfloat16, 32, Grid(192, 2, 4, 3, 1)),
+        _defines(torch.float16, 32, Grid(64, 4, 1, 0, 2, 1, 1)),
+        _defines(torch.float16, 64, Grid(256, 2, 2, 0, 1, 1, 1)),
+        _defines(torch.bfloat16, 31, Grid(32, 1, 1, 4, 3, 1, 3)),
+        _defines(torch.bfloat16, 32, Grid(192, 2, 2, 3, 2, 1, 1)),
     ),
 )
 
@@ -132,17 +148,17 @@ def multiply_by(grid: Grid, x: Tensor, packed: Packed, bias: Tensor | None) -> T
     tiles = packed.tensors["tiles"]
     m, n = x.shape[0], packed.shape[0]
     row_tiles, column_tiles, _ = tiles.shape
-    row_blocks, token_tiles = -(-row_tiles // (4 * grid.warpgroups)), -(-m // grid.tokens)
-    columns, counters = columns_of(x, grid.tokens, column_tiles, token_tiles * row_blocks)
-    handed = grid.splits * grid.tokens * grid.warpgroups * 64 if grid.splits > 1 else 0
-    scratch = torch.empty(token_tiles * row_blocks * handed, dtype=torch.float32, device=x.device)
+    blocks = grid.cluster * grid.shares(m, row_tiles, column_tiles, processor(x.device).count)
+    warps = 4 * grid.warpgroups
+    columns, counters = columns_of(x, grid.tokens, column_tiles, blocks * warps)
+    handed = 0 if grid.splits == 1 else blocks * warps * 16 * grid.tokens
+    scratch = torch.empty(handed, dtype=torch.float32, device=x.device)
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
     operands = (columns, tiles, bias, y, scratch, counters)
     pointers = [None if operand is None else operand.data_ptr() for operand in operands]
     kernel = _gemm_kernel(x.device, x.dtype, values_per_block(packed.pattern) or 0, grid)
-    blocks, threads = (grid.splits, row_blocks, token_tiles), 128 * (grid.warpgroups + 1)
     # It may begin early: all that it takes from the kernel before are columns and counters, and it waits for those.
-    kernel(x.device, blocks, threads, *pointers, m, n, row_tiles, column_tiles, dependent=True)
+    kernel(x.device, (blocks, 1, 1), 32 * warps + 128, *pointers, m, n, row_tiles, column_tiles, dependent=True)
     return y
 
 
@@ -191,26 +207,23 @@ def choose(m: int, row_tiles: int, column_tiles: int, keep: int, gpu: Processor)
     tokens = next((size for size in TOKENS if m <= size), max(TOKENS))
     grids = (
         grid
-        for warpgroups, blocks in TOKENS[tokens]
-        for splits in range(1, min(MOST_SPLITS, column_tiles) + 1)
-        for grid in fitting(tokens, warpgroups, splits, blocks, keep, gpu)
+        for warpgroups, cluster, blocks in TOKENS[tokens]
+        for splits in range(min(MOST_SPLITS, column_tiles) + 1)
+        for grid in fitting(tokens, warpgroups, cluster, splits, blocks, keep, gpu)
     )
     return min(grids, key=lambda grid: _microseconds(grid, m, row_tiles, column_tiles, gpu.count))
 
 
-def fitting(tokens: int, warpgroups: int, splits: int, blocks: int, keep: int, gpu: Processor) -> list[Grid]:
+def fitting(
+    tokens: int, warpgroups: int, cluster: int, splits: int, blocks: int, keep: int, gpu: Processor
+) -> list[Grid]:
     """Give the grid of that division with the most stages that fit, if any do."""
     room = gpu.shared // blocks - RESERVED_SHARED
-    grids = (Grid(tokens, warpgroups, splits, stages, blocks) for stages in (3, 2, 1))
+    grids = (Grid(tokens, warpgroups, cluster, splits, stages, 1, blocks) for stages in (4, 3, 2, 1))
     return next(([grid] for grid in grids if grid.shared(keep) <= room), [])
 
 
 def _microseconds(grid: Grid, m: int, row_tiles: int, column_tiles: int, processors: int) -> float:
-    """Estimate the time on an H200 at 32:64: fits 336 measured products of 32 to 2,048 tokens within 6 % (rms)."""
-    blocks = -(-row_tiles // (4 * grid.warpgroups)) * -(-m // grid.tokens) * grid.splits
-    busiest = -(-blocks // processors)
-    waves = -(-busiest // grid.blocks)
-    tiles = -(-column_tiles // grid.splits)
-    rows, tokens = busiest * grid.warpgroups, grid.tokens / 64
-    handing_over = 1.57 + 0.61 * rows * tokens if grid.splits > 1 else 0.0
-    return rows * tiles * (0.477 + 0.197 * tokens) + waves * (3.2 + 0.52 * tiles) + handing_over
+    """Estimate."""
+    shares = grid.shares(m, row_tiles, column_tiles, processors)
+    return -(-shares * grid.cluster // (processors * grid.blocks)) + grid.splits
