@@ -23,8 +23,9 @@ extern "C" __global__ void semisparse_bitmask_tiled_gemm() {}
 
 #else
 
-#include "scalars.cuh"
+#include "dependent.cuh"
 #include "hopper.cuh"
+#include "scalars.cuh"
 #include "tiled_sums.cuh"
 
 constexpr int kThreads = kConsumerThreads + 128;                     // a warpgroup to bring operands: registers go by those

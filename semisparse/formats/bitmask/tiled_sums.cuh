@@ -11,6 +11,7 @@
 
 #pragma once
 
+#include "dependent.cuh"
 #include "hopper.cuh"
 #include "scalars.cuh"
 
