@@ -90,7 +90,12 @@ def measure(name: str, run: str, seed: str, options: argparse.Namespace) -> dict
         tokenizer,
         recipe,
         text / calibration,
-        settings=(*settings, f"tune_epochs={options.epochs}", *(("format=bitmask",) if recipe != "gqsa" else ())),
+        settings=(
+            *settings,
+            "search=none",
+            f"tune_epochs={options.epochs}",
+            *(("format=bitmask",) if recipe != "gqsa" else ()),
+        ),
         samples=options.samples,
         seqlen=seqlen,
         device=options.device,

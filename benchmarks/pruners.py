@@ -74,7 +74,7 @@ def measure(name: str, runs: list[tuple[str, str]], options: argparse.Namespace)
     dense_nll = measure_quality(dense, chunks).nll
     for pattern, method in runs:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
-        settings = (f"pattern={pattern}", "format=bitmask", *METHODS[method])
+        settings = (f"pattern={pattern}", "format=bitmask", "search=none", *METHODS[method])
         semisparse.compress(
             model,
             tokenizer,

@@ -88,7 +88,9 @@ def test_gemm_agrees_with_float64(n, k, keep, m, dtype):
 def test_every_division_of_gemm_gives_the_same_sums(n, k, tokens, warpgroups, cluster, blocks, splits):
     """Of few tiles that many shares have a part of, and of more tiles than shares."""
     packed, weight, x = packed_and_x(n, k, 32, 270, torch.float16)
-    (grid,) = gemm.fitting(tokens, warpgroups, cluster, min(splits, -(-k // 256)), blocks, 32, tiled.processor(x.device))
+    (grid,) = gemm.fitting(
+        tokens, warpgroups, cluster, min(splits, -(-k // 256)), blocks, 32, tiled.processor(x.device)
+    )
     expected = x.cpu().double() @ weight.double().T
     y = gemm.multiply_by(grid, x, packed, None)
     assert (y.cpu().double() - expected).norm() <= (2 * ROUNDING[x.dtype] + sums_error(k)) * expected.norm()

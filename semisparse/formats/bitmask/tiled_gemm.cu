@@ -11,7 +11,7 @@
 //   SPLITS = 0: whoever has a tile's first columns, as the last of its share, adds what the others had as the first of theirs.
 //   SPLITS > 0: so many shares are one tile, and each adds a part of the tokens.
 // Each warp hands over and takes over its own rows. Two warps of one more warpgroup bring the operands by bulk copies: one
-// tiles of weights into STAGES places of each warp, one x in slices of 64 columns, the four of a tile in each of X_STAGES places.
+// tiles of weights into STAGES places, one x in slices of 64 columns, the four of a tile in each of X_STAGES places.
 //
 // Compiled for SCALAR (half or bfloat16), KEEP (values a block), TOKENS (32, or a multiple of 64 up to 256), WARPGROUPS,
 // CLUSTER, SPLITS, STAGES, X_STAGES, BLOCKS (a processor holds at once). Other GPUs than Hopper get an empty kernel, which
@@ -35,7 +35,8 @@ constexpr int kManyRegisters = (kRegisters * kThreads - kFewRegisters * 128) / k
 constexpr int kSlices = 4;                                           // of 64 columns in a tile
 constexpr int kSliceBytes = TOKENS * 128;
 constexpr int kXBytes = kSlices * kSliceBytes;
-constexpr int kBarriers = X_STAGES * kXBytes + STAGES * kConsumers * kTileBytes + kOverrun;
+constexpr int kStageBytes = kConsumers * kTileBytes;
+constexpr int kBarriers = X_STAGES * kXBytes + STAGES * kStageBytes + kOverrun;
 constexpr int kOpen = 2;                                             // steps being multiplied while one is unpacked
 
 using Fragments = Word[2 * kOpen][4];
@@ -76,14 +77,14 @@ __device__ __forceinline__ void bring_weights(Ring ring, Word place, const unsig
     Turn<STAGES> turn;
     for (int unit = first; unit < last; ++unit, turn.advance()) {
         const int first_row_tile = work.row_tile(work.tile(unit)), column = work.column(unit);
+        barrier::wait(ring.free(turn.place), turn.parity ^ 1);
+        barrier::expect(ring.full(turn.place), kStageBytes);
 #pragma unroll 1
         for (int i = 0; i < kConsumers; ++i) {  // rows past the last tile repeat it and are not stored
-            const int at = turn.place * kConsumers + i;
             const long long index =
                 static_cast<long long>(min(first_row_tile + i, row_tiles - 1)) * work.column_tiles + column;
-            barrier::wait(ring.free(at), turn.parity ^ 1);
-            barrier::expect(ring.full(at), kTileBytes);
-            copy_bulk(place + at * kTileBytes, tiles + index * kTileBytes, kTileBytes, ring.full(at));
+            copy_bulk(place + turn.place * kStageBytes + i * kTileBytes, tiles + index * kTileBytes, kTileBytes,
+                      ring.full(turn.place));
         }
     }
 }
@@ -131,8 +132,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
     if (threadIdx.x == 0) {
         for (int i = 0; i < X_STAGES * kSlices; ++i)
             barrier::init(x_ring.full(i), 1), barrier::init(x_ring.free(i), CLUSTER * kConsumers);
-        for (int i = 0; i < STAGES * kConsumers; ++i)
-            barrier::init(weight_ring.full(i), 1), barrier::init(weight_ring.free(i), 1);
+        for (int i = 0; i < STAGES; ++i)
+            barrier::init(weight_ring.full(i), 1), barrier::init(weight_ring.free(i), kConsumers);
         barrier::publish();
     }
     if constexpr (CLUSTER > 1) meet_cluster();
@@ -160,12 +161,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
             const int tile = work.tile(unit), begin = unit, end = min(last, work.end(tile));
 #pragma unroll 1
             for (; unit < end; ++unit, turn.advance(), x_turn.advance()) {
-                const int place = turn.place * kConsumers + warp;
-                barrier::wait(weight_ring.full(place), turn.parity);
-                Rows rows(places + place * kTileBytes, lane);
+                barrier::wait(weight_ring.full(turn.place), turn.parity);
+                Rows rows(places + turn.place * kStageBytes + warp * kTileBytes, lane);
                 take_steps(sums, weights, rows, x_ring, describe(base + x_turn.place * kXBytes), x_turn, before,
                            unit == begin, lane);
-                if (lane == 0) barrier::arrive(weight_ring.free(place));
+                if (lane == 0) barrier::arrive(weight_ring.free(turn.place));
                 before = x_turn.place;
             }
             wait_for_products<0>();
