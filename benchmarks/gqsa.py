@@ -67,10 +67,14 @@ def main() -> None:
     ]
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         waiting = [pool.submit(measure, *key, options) for key in wanted if key not in done]
-        for finished in as_completed(waiting):
-            rows.append(finished.result())
-            write_rows(options.csv, rows, COLUMNS)
-            print(*(rows[-1][column] for column in COLUMNS), flush=True)
+        try:
+            for finished in as_completed(waiting):
+                rows.append(finished.result())
+                write_rows(options.csv, rows, COLUMNS)
+                print(*(rows[-1][column] for column in COLUMNS), flush=True)
+        except BaseException:  # else leaving would wait for all the others
+            pool.shutdown(cancel_futures=True)
+            raise
     print(table(rows))
 
 

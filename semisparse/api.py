@@ -346,7 +346,7 @@ def _pack_layers(
     layers = {}
     for report in reports:
         weight = weight_of(model.get_submodule(report.name))
-        options = _pack_options(plan) | ({"scales": report.scales} if report.scales else {})
+        options = _pack_options(plan) | ({"scales": report.scales.to(weight.device)} if report.scales else {})
         packed = _pack_for_disk(weight, plan.format, report.pattern, **options)
         replace_linear(model, report.name, packed)
         measured = {"density": report.density, "error": report.error, "outcome": report.outcome}

@@ -19,8 +19,9 @@ extern "C" __global__ void semisparse_bitmask_tiled_gemm() {}
 
 #else
 
-#include "scalars.cuh"
+#include "dependent.cuh"
 #include "hopper.cuh"
+#include "scalars.cuh"
 
 constexpr int kConsumers = WARPGROUPS * 4;                           // warps, of 16 rows each
 constexpr int kConsumerThreads = kConsumers * kWarp;

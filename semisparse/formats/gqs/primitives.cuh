@@ -1,29 +1,9 @@
-// The conversions and the tensor-core product that the kernel here is made of.
+// What the warps of this format's kernels do beside the shared primitives.
 
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-using Word = unsigned int;
-
-__device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
-__device__ __forceinline__ void store(__half* place, float value) { *place = __float2half_rn(value); }
-__device__ __forceinline__ void store(__nv_bfloat16* place, float value) { *place = __float2bfloat16_rn(value); }
-
-// sums += a * b for m16n8k16; of a the registers are rows 0 to 7 and 8 to 15 of columns 0 to 7, then of 8 to 15.
-__device__ __forceinline__ void mma(float (&sums)[4], const Word (&a)[4], Word b0, Word b1, const __half*) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ void mma(float (&sums)[4], const Word (&a)[4], Word b0, Word b1, const __nv_bfloat16*) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
+#include "mma.cuh"
+#include "scalars.cuh"
 
 // Whether this warp is the last of others + 1 to come here; what all of them wrote before is then to be seen. Leaves 0.
 __device__ __forceinline__ bool is_last(int* arrivals, int others) {
