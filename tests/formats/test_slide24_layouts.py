@@ -127,12 +127,20 @@ def test_a_weight_without_a_gpu_stays_in_rows():
 
 
 @given(m=st.integers(1, 70000), rows=st.integers(1, 600), blocks=st.integers(1, 300))
-def test_a_tiling_is_chosen_by_whole_waves(m, rows, blocks):
+def test_a_division_is_the_fastest_by_its_estimate(m, rows, blocks):
     rows = max(rows, tiles.FEWEST)
-    chosen = hopper.choose_tiling(m, rows, blocks, 132)
-    cost = {t: t.waves(m, rows, 132) * (blocks * t.block_us + t.finish_us) for t in hopper.TILINGS}
-    assert cost[chosen] == min(cost.values())
-    assert chosen.clusters(m, rows) * chosen.tokens * chosen.groups * chosen.cluster * 64 >= m * rows * 64
+    problem = (m, rows, blocks, 132)
+    chosen = hopper.choose_division(*problem)
+    assert chosen.parts <= blocks
+    assert chosen.us(*problem) == min(d.us(*problem) for d in hopper.DIVISIONS if d.parts <= blocks)
+    tiling = chosen.tiling
+    assert tiling.clusters(m, rows) * tiling.tokens * tiling.groups * tiling.cluster * 64 >= m * rows * 64
+    assert chosen.parts == 1 or tiling.cluster == 1
+
+
+def test_few_tiles_of_many_columns_are_cut_into_parts():
+    assert hopper.choose_division(64, 56, 222, 132).parts > 1
+    assert hopper.choose_division(4096, 56, 222, 132).parts == 1
 
 
 def test_every_tiling_fits_into_shared_memory_and_registers():

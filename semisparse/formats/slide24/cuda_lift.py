@@ -1,4 +1,4 @@
-"""`quantise_and_lift` and `lift` into tiles, for Hopper's own product: one launch of lift.cu, a thread block a token."""
+"""`quantise_and_lift` and `lift` into tiles, for Hopper: one launch of lift.cu, a thread block a token."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FEWEST_THREADS, MOST_THREADS, WARP = 64, 1024, 32
 SHARED_LIMIT = 226 << 10
 """Bytes of a row; what the kernel needs beside it are some 128."""
 
-_PARAMETERS = (*[ctypes.c_void_p] * 3, *[ctypes.c_int] * 4, ctypes.c_uint64)
+_PARAMETERS = (*[ctypes.c_void_p] * 4, *[ctypes.c_int] * 5, ctypes.c_uint64)
 
 
 def defines(of_x: torch.dtype, dtype: torch.dtype | None) -> dict[str, str | int]:
@@ -47,6 +47,8 @@ SOURCE = CudaSource(
     tuple(defines(of_x, dtype) for of_x in SCALARS for dtype in ROUNDED),
     architectures=(ARCHITECTURE,),
 )
+
+SOURCES = (SOURCE,)
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,9 @@ def refusal(k: int, window: int, itemsize: int) -> str | None:
     return f"a token of {k} columns does not fit shared memory, which has {SHARED_LIMIT} bytes"
 
 
-def lift(x: Tensor, dtype: torch.dtype | None, window: int, tokens: int) -> tuple[Tensor, Tensor | None]:
+def lift(
+    x: Tensor, dtype: torch.dtype | None, window: int, tokens: int, counters: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Round each token at its own scale (algorithm 1), or leave it as it is, and lift it (equation 4).
 
     Args:
@@ -92,6 +96,7 @@ def lift(x: Tensor, dtype: torch.dtype | None, window: int, tokens: int) -> tupl
         dtype: torch.int8, torch.float8_e4m3fn, or None for x as it is.
         window: columns of a group, 2N.
         tokens: rows of the result, at least M; those past M are not written.
+        counters: int32, which are set to 0 for the product that follows.
     Returns:
         [blocks, tokens, 128 bytes] in tiles, as `tiles.py` says; and scales [M] float32, or None.
     """
@@ -101,10 +106,11 @@ def lift(x: Tensor, dtype: torch.dtype | None, window: int, tokens: int) -> tupl
     row = row_of(k, window, stored.itemsize)
     lifted = torch.empty((row.blocks, tokens, TOKEN_BYTES // stored.itemsize), dtype=stored, device=x.device)
     scales = None if dtype is None else torch.empty(m, dtype=torch.float32, device=x.device)
-    pointers = (x.data_ptr(), lifted.data_ptr(), None if scales is None else scales.data_ptr())
+    pointers = [None if t is None else t.data_ptr() for t in (x, lifted, scales, counters)]
+    count = 0 if counters is None else counters.numel()
     kernel = _kernel(x.dtype, dtype, row.room * stored.itemsize)
     units = row.blocks * (TOKEN_BYTES // UNIT)
-    kernel(x.device, (m, 1, 1), row.threads, *pointers, k, row.room // 2, tokens, units, row.over)
+    kernel(x.device, (m, 1, 1), row.threads, *pointers, k, row.room // 2, tokens, units, count, row.over)
     return lifted, scales
 
 

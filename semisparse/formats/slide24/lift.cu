@@ -8,8 +8,7 @@
 // Macros: IN (type of x); ROUNDED 0 (pairs as they are), 1 (int8) or 2 (fp8 e4m3); KEEP, the loads of eight columns that a thread
 // keeps in registers between the search for the largest and the rounding; what does not fit is read a second time.
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+#include "scalars.cuh"
 
 namespace {
 
@@ -41,9 +40,6 @@ __device__ __forceinline__ Load read(const IN* row, int number, int columns, boo
 }
 
 #if ROUNDED
-__device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
-
 constexpr float kLargest = ROUNDED == 1 ? 127.0f : 448.0f;
 constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds half to even and leaves the integer in the low bits
 constexpr float kFloatMax = 3.4028234663852886e38f;
@@ -109,13 +105,16 @@ __device__ __forceinline__ void write_units(const Pair* pairs, uint4* lifted, in
 
 extern __shared__ uint4 shared[];
 
-// x is [M, columns], lifted 16 * units bytes for each of `tokens` in tiles, scales [M]; `room` is of shared memory, in pairs.
-extern "C" __global__ void semisparse_lift(const IN* x, uint4* lifted, float* scales, int columns, int room, int tokens,
-                                           int units, unsigned long long over) {
+// x is [M, columns], lifted 16 * units bytes for each of `tokens` in tiles, scales [M]; `room` is of shared memory, in
+// pairs. The product that follows counts in `counters`: they are set to 0.
+extern "C" __global__ void semisparse_lift(const IN* x, uint4* lifted, float* scales, int* counters, int columns, int room,
+                                           int tokens, int units, int count, unsigned long long over) {
     const int token = blockIdx.x, loads = (columns + kColumns - 1) / kColumns;
     const IN* row = x + static_cast<long long>(token) * columns;
     const bool aligned = columns % kColumns == 0 && reinterpret_cast<unsigned long long>(x) % 16 == 0;
     Pair* pairs = reinterpret_cast<Pair*>(shared);
+    if (token == 0)
+        for (int i = threadIdx.x; i < count; i += blockDim.x) counters[i] = 0;
     for (int pair = loads * (kColumns / 2) + threadIdx.x; pair < room; pair += blockDim.x) pairs[pair] = 0;
 #if ROUNDED
     Load kept[KEEP];
