@@ -11,7 +11,8 @@ from torch import Tensor
 from semisparse.errors import FormatError
 from semisparse.formats import get_format
 from semisparse.formats.base import replace_tensors
-from semisparse.formats.slide24 import hopper, layouts, lift, tiles
+from semisparse.formats.slide24 import cuda_lift, hopper, layouts, lift, tiles
+from semisparse.formats.slide24.layout import lifted_columns
 from semisparse.formats.slide24.pack import unpack_lifted, unpack_stored
 from tests.formats.test_slide24 import DEVICE, DTYPES, SLIDE24, patterns, random_weight
 
@@ -141,6 +142,19 @@ def test_a_division_is_the_fastest_by_its_estimate(m, rows, blocks):
 def test_few_tiles_of_many_columns_are_cut_into_parts():
     assert hopper.choose_division(64, 56, 222, 132).parts > 1
     assert hopper.choose_division(4096, 56, 222, 132).parts == 1
+
+
+@given(st.integers(1, 4096), st.integers(1, 60_000), st.sampled_from((4, 6, 8, 10, 34)), st.sampled_from((1, 2)))
+def test_a_lifted_row_has_room_for_every_window(m, k, window, itemsize):
+    row, windows = cuda_lift.row_of(m, k, window, itemsize), window // 2 - 1
+    last = row.blocks * 128 // itemsize // 4 - 1
+    assert 4 * (last + 1) >= lifted_columns(k, window)
+    for place in (0, windows - 1, last // 2, last):
+        assert place * row.over >> 32 == place // windows, "a division, as lift.cu computes it"
+    assert 2 * (last + last // windows) + 4 <= row.room
+    assert row.room >= k
+    assert row.room % 8 == 0
+    assert row.threads % 32 == 0
 
 
 def test_every_tiling_fits_into_shared_memory_and_registers():

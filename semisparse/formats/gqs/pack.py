@@ -127,7 +127,7 @@ def unpack(packed: Packed) -> Tensor:
     values = scales.values(codes) + 0.0  # -0.0 becomes +0.0
     stored = bits_in(tensors["masks"])
     tiles = values.new_zeros(*stored.shape, size)
-    tiles[stored] = values
+    tiles.masked_scatter_(stored[..., None], values)  # an assignment by mask waits for the GPU: no graph captures it
     return untiled(tiles).flatten(1)[:n, :k].contiguous()
 
 

@@ -76,7 +76,7 @@ TILINGS = (
 
 MOST_PARTS = 16
 
-PART_US, ADDED_US = 1.5, 0.5
+PART_US, ADDED_US = 3.0, 0.5
 """What a part of K costs beside its blocks, and what each part costs the one that adds them."""
 
 
