@@ -127,6 +127,11 @@ def replace_tensors(packed: Packed, tensors: dict[str, Tensor]) -> Packed:
     )
 
 
+def in_layout(packed: Packed, params: Params, tensors: dict[str, Tensor]) -> Packed:
+    """Give the same weight as another layout declares and stores it."""
+    return Packed(packed.format, packed.version, packed.pattern, packed.shape, packed.dtype, params, tensors)
+
+
 @dataclass(frozen=True)
 class Problem:
     """One product that a kernel is asked for: ``y[M, N] = x[M, K] @ w[N, K].T``."""

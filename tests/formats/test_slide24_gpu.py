@@ -11,6 +11,7 @@ from semisparse.formats.slide24 import cuda_lift, hopper, layouts
 from semisparse.formats.slide24.lift import lift, quantise_and_lift
 from semisparse.formats.slide24.pack import stored_dtype, unpack_stored
 from semisparse.quant.symmetric import quantise_rows
+from tests.formats.lifted_tiles import rows_in
 from tests.formats.test_slide24 import SLIDE24, random_weight
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="slide24's GPU kernels: no GPU here")
@@ -143,12 +144,3 @@ def test_lifting_into_tiles_gives_the_bits_of_the_reference(dtype, of_x, window)
                 rows_in(found.cpu(), m)[:, : expected.shape[1]].view(torch.uint8), expected.view(torch.uint8)
             )
             assert not rows_in(found.cpu(), m)[:, expected.shape[1] :].view(torch.uint8).any()
-
-
-def rows_in(tiles: Tensor, m: int) -> Tensor:
-    """Read the first tokens back from lifted tiles, [m, columns]."""
-    blocks, tokens = tiles.shape[:2]
-    units = tiles.view(torch.uint8).view(blocks, tokens, 8, 16)[:, :m]
-    places = torch.arange(8)[None, :] ^ torch.arange(m)[:, None] % 8
-    plain = units.gather(2, places[None, :, :, None].expand_as(units))
-    return plain.permute(1, 0, 2, 3).reshape(m, -1).view(tiles.dtype)

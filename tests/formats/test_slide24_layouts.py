@@ -11,10 +11,10 @@ from torch import Tensor
 from semisparse.errors import FormatError
 from semisparse.formats import get_format
 from semisparse.formats.base import replace_tensors
-from semisparse.formats.slide24 import cuda_lift, hopper, layouts, lift, tiles
+from semisparse.formats.slide24 import cuda_lift, hopper, layouts, tiles
 from semisparse.formats.slide24.layout import lifted_columns
 from semisparse.formats.slide24.pack import unpack_lifted, unpack_stored
-from tests.formats.test_slide24 import DEVICE, DTYPES, SLIDE24, patterns, random_weight
+from tests.formats.test_slide24 import DTYPES, SLIDE24, patterns, random_weight
 
 KINDS = (None, *DTYPES)
 
@@ -76,29 +76,6 @@ def test_tiles_mean_the_lifted_weight_to_the_hardware(kind):
     for block, tile in torch.cartesian_prod(torch.arange(blocks), torch.arange(count)).tolist():
         found = what_wgmma_multiplies(layouts.in_tiles(packed).tensors["tiles"][block, tile], itemsize)
         assert torch.equal(found, expected[64 * tile : 64 * (tile + 1), across * block : across * (block + 1)])
-
-
-@pytest.mark.parametrize("k", [1, 130, 173])
-def test_lifted_activations_in_tiles_are_swizzled_rows(k):
-    pytest.importorskip("triton", reason="triton is not installed: pip install 'semisparse[cuda]'")
-    from semisparse.formats.slide24 import triton_lift
-
-    x = torch.randn(11, k, generator=torch.Generator().manual_seed(k)).bfloat16()
-    expected_int8, scale = lift.quantise_and_lift(x, torch.int8, 8)
-    found_int8, found_scale = triton_lift.quantise_and_lift(x.to(DEVICE), torch.int8, 8, 16, tiled=True)
-    assert torch.equal(found_scale.cpu(), scale)
-    found = triton_lift.lift(x.to(DEVICE), 8, 16, tiled=True)
-    for tiled, expected in ((found_int8.cpu(), expected_int8), (found.cpu(), lift.lift(x, 8))):
-        blocks, tokens, across = tiled.shape
-        assert tokens == 16
-        assert across * tiled.element_size() == 128
-        units = tiled.view(torch.uint8).view(blocks, tokens, 8, 16)
-        plain = torch.zeros(11, blocks, 8, 16, dtype=torch.uint8)
-        for token, place in torch.cartesian_prod(torch.arange(11), torch.arange(8)).tolist():
-            plain[token, :, place] = units[:, token, place ^ token % 8]
-        row = plain.flatten(1).view(tiled.dtype)
-        assert torch.equal(row[:, : expected.shape[1]], expected)
-        assert not row[:, expected.shape[1] :].any()
 
 
 def test_what_a_file_must_not_say_is_refused():

@@ -6,9 +6,10 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <type_traits>
 #include <vector>
+
+#include "scalars.hpp"
 
 namespace {
 
@@ -21,33 +22,6 @@ struct Weight {
     const int32_t* panel_loads;  // [panels + 1]
     int64_t n, k, panel_rows, panels, bits, wide;
     int64_t type;                // 0 float32, 1 float16, 2 bfloat16
-};
-
-float from_bits(uint32_t bits) {
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-struct Float32 {
-    using Stored = uint32_t;
-    static float widen(Stored stored) { return from_bits(stored); }
-};
-
-struct Float16 {
-    using Stored = uint16_t;
-    static float widen(Stored stored) {
-        const uint32_t magnitude = stored & 0x7fffu;
-        const float value = magnitude >= 0x7c00u  ? from_bits(magnitude << 13 | 0x7f800000u)
-                            : magnitude >= 0x400u ? from_bits((magnitude << 13) + 0x38000000u)
-                                                  : static_cast<float>(magnitude) * 0x1p-24f;
-        return stored & 0x8000u ? -value : value;
-    }
-};
-
-struct BFloat16 {
-    using Stored = uint16_t;
-    static float widen(Stored stored) { return from_bits(static_cast<uint32_t>(stored) << 16); }
 };
 
 // Where a list stands: in its panel's row `row`, at the `rest`-th of the lane's columns.
@@ -303,9 +277,7 @@ void with_bits(const Weight& weight, Call call) {
 
 template <typename Call>
 void with_types(const Weight& weight, Call call) {
-    if (weight.type == 0) with_bits<Float32>(weight, call);
-    else if (weight.type == 1) with_bits<Float16>(weight, call);
-    else with_bits<BFloat16>(weight, call);
+    with_type(weight.type, [&](auto type) { with_bits<decltype(type)>(weight, call); });
 }
 
 }  // namespace

@@ -22,7 +22,7 @@ SCALARS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 ROUNDED = {None: 0, torch.int8: 1, torch.float8_e4m3fn: 2}
 
 KEEP = 2
-"""Loads of `LOAD` columns that a thread keeps in registers: 99 us for 110 with 4 and 157 with 8 (4096 x 18944, int8)."""
+"""Loads of `LOAD` columns that a thread keeps in registers. 4096 x 18944 to int8: 99 us; with 4 110, with 8 157."""
 
 LOAD = 8
 
