@@ -7,6 +7,7 @@ from torch import Tensor
 
 from semisparse.errors import FormatError
 from semisparse.formats.base import Packed, Params
+from semisparse.formats.checks import refuse_first
 from semisparse.patterns import NM, Pattern, VectorNM
 from semisparse.patterns.base import blocks_along
 from semisparse.runtime.bits import bit_counts
@@ -64,15 +65,15 @@ def check_content(packed: Packed) -> None:
     count = values_per_block(packed.pattern)
     if count is None:
         _check_rows(packed, bits.sum(1))
-        _refuse_first(beyond != 0, "masks", f"the last mask has bits past column K = {packed.shape[1]}")
+        refuse_first(beyond != 0, "masks", f"the last mask has bits past column K = {packed.shape[1]}")
         return
-    _refuse_first(bits != count, "masks", f"a mask has not exactly {count} bits, as pattern {packed.pattern} asks")
+    refuse_first(bits != count, "masks", f"a mask has not exactly {count} bits, as pattern {packed.pattern} asks")
     if packed.shape[1] % BLOCK == 0:
         return
     slot = torch.arange(count, device=masks.device)
     past_k = slot >= count - beyond[:, None]
     tail = packed.tensors["values"][:, -count:]
-    _refuse_first(past_k & (tail != 0), "values", f"a weight past column K = {packed.shape[1]} is not zero")
+    refuse_first(past_k & (tail != 0), "values", f"a weight past column K = {packed.shape[1]} is not zero")
 
 
 def _check_rows(packed: Packed, bits_of_rows: Tensor) -> None:
@@ -81,12 +82,7 @@ def _check_rows(packed: Packed, bits_of_rows: Tensor) -> None:
     if starts[0] != 0 or starts[-1] != kept:
         found = f"{int(starts[0])} to {int(starts[-1])}"
         raise FormatError(f"tensor row_starts runs from {found}, expected 0 to {kept}, the number of values")
-    _refuse_first(starts.diff() != bits_of_rows, "row_starts", "a row's length is not the bit count of its masks")
-
-
-def _refuse_first(bad: Tensor, tensor: str, what: str) -> None:
-    if bad.any():
-        raise FormatError(f"tensor {tensor}, at {bad.nonzero()[0].tolist()}: {what}")
+    refuse_first(starts.diff() != bits_of_rows, "row_starts", "a row's length is not the bit count of its masks")
 
 
 def _lowest_dead(stored: Tensor, count: int) -> Tensor:

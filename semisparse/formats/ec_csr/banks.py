@@ -10,6 +10,7 @@ from torch import Tensor
 
 from semisparse.errors import FormatError
 from semisparse.formats.base import Packed, Params
+from semisparse.formats.checks import refuse_first
 from semisparse.formats.ec_csr import cpu
 from semisparse.formats.ec_csr.layout import (
     LANES,
@@ -23,7 +24,6 @@ from semisparse.formats.ec_csr.layout import (
     panel_rows_for,
     panel_rows_of,
     rank_in_group,
-    refuse_first,
     refuse_repeats,
     vector_of,
     widened,

@@ -147,13 +147,6 @@ def rank_in_group(groups: Tensor, counts: Tensor) -> Tensor:
     return torch.arange(len(groups), device=groups.device) - (counts.cumsum(0) - counts)[groups]
 
 
-def refuse_first(bad: Tensor, tensor: str, what: str) -> None:
-    """Raise `FormatError` for the first place of ``tensor`` that is ``bad``."""
-    found = bad.nonzero()
-    if len(found):
-        raise FormatError(f"tensor {tensor}, at {found[0].tolist()}: {what}")
-
-
 def refuse_repeats(shape: tuple[int, int], stored: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Raise `FormatError` if two of the weights that `stored_weights` gives have one place."""
     seen: Tensor | None = None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from semisparse.errors import FormatError
 from semisparse.formats.base import Packed, Params
+from semisparse.formats.checks import refuse_first
 from semisparse.formats.ec_csr.extract import Blocks
 from semisparse.formats.ec_csr.layout import (
     FIRST_OFFSET,
@@ -21,7 +22,6 @@ from semisparse.formats.ec_csr.layout import (
     narrowed,
     packed_deltas,
     rank_in_group,
-    refuse_first,
     refuse_repeats,
     widened,
 )

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from semisparse.errors import FormatError
 from semisparse.formats.base import Packed, Params
+from semisparse.formats.checks import refuse_first
 from semisparse.formats.vector_nm.layout import vectors_of
 from semisparse.patterns import Pattern
 
@@ -63,24 +63,17 @@ def check_content(packed: Packed) -> None:
     values, positions = packed.tensors["values"], packed.tensors["positions"]
     if positions.max() >= vectors.window:
         outside = positions > vectors.window - 1  # a uint8, which 256 is not
-        _refuse_first(outside, "positions", f"not below the window's {vectors.window} vectors")
+        refuse_first(outside, "positions", f"not below the window's {vectors.window} vectors")
     same_window = torch.arange(1, positions.shape[1], device=positions.device) % vectors.keep != 0
     backwards = (positions[:, 1:] <= positions[:, :-1]) & same_window
-    _refuse_first(backwards, "positions", "not above the one before it", (0, 1))
+    refuse_first(backwards, "positions", "not above the one before it", (0, 1))
     # Only the last window reaches past K, only the last group past N: of the other values none is read.
     last = values.shape[1] - vectors.keep
     dead = (columns_of(packed)[:, last:] >= k)[..., None] & (values[:, last:] != 0)
-    _refuse_first(dead, "values", f"a weight past column K = {k} is not zero", (0, last, 0))
+    refuse_first(dead, "values", f"a weight past column K = {k} is not zero", (0, last, 0))
     rows = values.shape[2] - (-n % values.shape[2])
     past_n = values[-1:, :, rows:] != 0
-    _refuse_first(past_n, "values", f"a weight past row N = {n} is not zero", (len(values) - 1, 0, rows))
-
-
-def _refuse_first(bad: Tensor, tensor: str, what: str, start: tuple[int, ...] = (0, 0)) -> None:
-    """Raise `FormatError` for the first place of ``tensor`` that is ``bad``, which begins at ``start``."""
-    if bad.count_nonzero():  # five times as fast as `any` on a CPU
-        place = [first + at for first, at in zip(start, bad.nonzero()[0].tolist(), strict=True)]
-        raise FormatError(f"tensor {tensor}, at {place}: {what}")
+    refuse_first(past_n, "values", f"a weight past row N = {n} is not zero", (len(values) - 1, 0, rows))
 
 
 def _lowest_dead(stored: Tensor, keep: int) -> Tensor:
