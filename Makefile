@@ -48,7 +48,8 @@ SANITIZE ?=
 sanitizer = $(if $(SANITIZE),PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $(SANITIZE) \
 	--report-api-errors no --error-exitcode 9 --kernel-name kernel_substring=semisparse)
 gpu_tests = tests/runtime/test_launch.py \
-	$(if $(SANITIZE),tests/formats/test_fresh_inputs.py,tests/quant tests/formats tests/test_gpu.py)
+	$(if $(SANITIZE),tests/formats/test_fresh_inputs.py,tests/quant tests/formats tests/test_gpu.py \
+	tests/integrations/test_cuda_graphs.py)
 select = not cpu$(if $(filter racecheck,$(SANITIZE)), and not (unpack or blas or _mm or reference or hopper or tiled_gemm))
 test-gpu: setup
 	$(sanitizer) $(BIN)/python -m pytest $(gpu_tests) -k '$(select)'

@@ -22,8 +22,8 @@ MOST_TOKENS = {1 << 24: 1024, 1 << 22: 512, 0: 128}
 """Above, `tiled_unpack` is faster, or nearly; by the fewest weights of a matrix."""
 
 SPLIT = {32: ((1, 3),), 64: ((1, 3),), 128: ((3, 1), (2, 1), (1, 2)), 192: ((2, 1),), 256: ((2, 1),)}
-"""By the tokens of a tile: the warpgroups of a block and the blocks of a processor worth trying where shares are parts
-of a tile."""
+"""By the tokens of a tile: the warpgroups of a block and the blocks of a processor worth trying, where shares are whole
+parts of a tile."""
 
 SPREAD = (2, 2)
 """The warpgroups of a block and the blocks of a cluster where shares end anywhere; a processor has one block."""

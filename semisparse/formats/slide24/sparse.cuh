@@ -28,6 +28,13 @@ __device__ __forceinline__ void wait(Word at, Word parity) {
 
 __device__ __forceinline__ void sync_group(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
 
+// Says how many came here before. What the calling thread's block has written, and what those before wrote, can be read then.
+__device__ __forceinline__ int count_arrival(int* arrivals) {
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(arrivals) : "memory");
+    return before;
+}
+
 // Where a matrix lies in shared memory: rows of 16 bytes in groups of eight (`leading` from one group of columns to the
 // next, `stride` from eight rows to the next), or, swizzled, rows of 128 bytes.
 __device__ __forceinline__ Long describe(Word address, Word leading, Word stride, Long swizzle) {

@@ -8,6 +8,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <utility>
@@ -147,6 +148,11 @@ inline int __popc(Word word) { return __builtin_popcount(word); }
 template <typename T> T __ldcg(const T* place) { return *place; }
 inline void __threadfence() {}
 inline int atomicAdd(int* place, int more) { return std::exchange(*place, *place + more); }
+inline float __fmul_rn(float a, float b) { return a * b; }  // no -march, no contraction to fma
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline Word __float_as_uint(float value) { Word bits; std::memcpy(&bits, &value, 4); return bits; }
+inline uint2 make_uint2(Word x, Word y) { return {x, y}; }
 inline Word __byte_perm(Word low, Word high, Word selector) {
     const uint64_t both = low | static_cast<uint64_t>(high) << 32;
     Word found = 0;
