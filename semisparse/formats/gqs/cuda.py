@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from semisparse.formats.base import Packed, Pass, Problem, fused_cost
-from semisparse.formats.gqs.pack import TILE_GROUPS, TILE_ROWS, size_of, unpack
+from semisparse.formats.gqs.pack import TILE_GROUPS, TILE_ROWS, size_of
 from semisparse.quant.group import KINDS
-from semisparse.runtime.blas import multiply_dense
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.launch import CudaKernel
 from semisparse.runtime.nvrtc import CudaSource, Defines, compile_cubin, unavailable
@@ -162,18 +161,6 @@ def _arrivals(device: torch.device, tiles: int) -> Tensor:
 @cache
 def _zeroed(device: torch.device, stream: int, count: int) -> Tensor:
     return torch.zeros(count, dtype=torch.int32, device=device)
-
-
-def unpack_and_multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """Unpack the whole weight and let cuBLAS multiply: for many tokens, other groups, and float32."""
-    return multiply_dense(x, unpack(packed), bias)
-
-
-def unpack_refusal(problem: Problem) -> str | None:
-    """Say why `unpack_and_multiply` cannot compute ``problem`` here, or None if it can."""
-    if problem.weight_dtype != problem.dtype:
-        return f"x is {problem.dtype}, the weight {problem.weight_dtype}"
-    return None
 
 
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:

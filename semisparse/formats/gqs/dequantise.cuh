@@ -24,8 +24,6 @@ struct Constants {
     }
 };
 
-__device__ __forceinline__ Word bits_of(__half2 pair) { return *reinterpret_cast<Word*>(&pair); }
-__device__ __forceinline__ Word bits_of(__nv_bfloat162 pair) { return *reinterpret_cast<Word*>(&pair); }
 __device__ __forceinline__ __half2 half_pair(Word bits) { return *reinterpret_cast<__half2*>(&bits); }
 __device__ __forceinline__ __nv_bfloat162 bfloat_pair(Word bits) { return *reinterpret_cast<__nv_bfloat162*>(&bits); }
 

@@ -7,10 +7,18 @@
 
 using Word = unsigned int;
 
+__device__ __forceinline__ float to_float(float value) { return value; }
 __device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
 __device__ __forceinline__ void store(__half* place, float value) { *place = __float2half_rn(value); }
 __device__ __forceinline__ void store(__nv_bfloat16* place, float value) { *place = __float2bfloat16_rn(value); }
+
+__device__ __forceinline__ Word bits_of(__half2 pair) { return *reinterpret_cast<Word*>(&pair); }
+__device__ __forceinline__ Word bits_of(__nv_bfloat162 pair) { return *reinterpret_cast<Word*>(&pair); }
+__device__ __forceinline__ Word pair_of(float first, float second, const __half*) { return bits_of(__floats2half2_rn(first, second)); }
+__device__ __forceinline__ Word pair_of(float first, float second, const __nv_bfloat16*) {
+    return bits_of(__floats2bfloat162_rn(first, second));
+}
 
 // sums += a * b for m16n8k16; of a the registers are rows 0 to 7 and 8 to 15 of columns 0 to 7, then of 8 to 15.
 __device__ __forceinline__ void mma(float (&sums)[4], const Word (&a)[4], Word b0, Word b1, const __half*) {

@@ -63,6 +63,16 @@ struct __nv_bfloat162 { __nv_bfloat16 x, y; };
 inline __half2 __hsub2(__half2 a, __half2 b) { return {__half(to_float(a.x) - to_float(b.x)), __half(to_float(a.y) - to_float(b.y))}; }
 inline __half2 __hmul2(__half2 a, __half2 b) { return {__half(to_float(a.x) * to_float(b.x)), __half(to_float(a.y) * to_float(b.y))}; }
 inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {__nv_bfloat16(x), __nv_bfloat16(y)}; }
+template <typename Scalar> Word pair_of(float first, float second, const Scalar*) {
+    return static_cast<Word>(Scalar(second).bits) << 16 | Scalar(first).bits;
+}
+inline Word bits_of(__half2 pair) { return static_cast<Word>(pair.y.bits) << 16 | pair.x.bits; }
+inline Word bits_of(__nv_bfloat162 pair) { return static_cast<Word>(pair.y.bits) << 16 | pair.x.bits; }
+inline float __uint_as_float(Word bits) {
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
 inline __nv_bfloat162 __float2bfloat162_rn(float value) { return __floats2bfloat162_rn(value, value); }
 inline __nv_bfloat162 __hsub2(__nv_bfloat162 a, __nv_bfloat162 b) {
     return __floats2bfloat162_rn(to_float(a.x) - to_float(b.x), to_float(a.y) - to_float(b.y));
