@@ -26,6 +26,14 @@ def sparse(n: int, k: int, size: int, percent: float, seed: int = 0) -> torch.Te
     return weight * parse_pattern(f"g{size}@{percent}%").mask(weight.abs())
 
 
+def as_multiplied(x: torch.Tensor, packed: Packed, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Give x as a kernel multiplies it: with 8-bit activations, whole multiples of each token's largest over 127."""
+    if packed.params["kind"] != "w4a8":
+        return x
+    step = x.float().abs().amax(1, keepdim=True).clamp_min(1e-30).double() / 127
+    return ((x.double() / step).round() * step).to(dtype)
+
+
 def by_hand(packed: Packed) -> torch.Tensor:
     """Read the bytes as README.md says, bit by bit."""
     (n, k), size = packed.shape, int(re.match(r"g(\d+)", str(packed.pattern))[1])
@@ -154,22 +162,23 @@ def test_the_cpu_kernel_reads_every_kind_and_size(kind: str, dtype: torch.dtype)
         packed = GQS.pack(sparse(21, 150, size, 50).to(dtype), f"g{size}@50%", kind=kind)
         x = torch.randn(3, 150, generator=torch.Generator().manual_seed(1))
         found = linear(x, packed, kernel="cpu")
-        weight = packed.unpack().double()
-        bound = (150 + 2) * 2.0**-24 * (x.double().abs() @ weight.abs().T)
-        assert ((found.double() - x.double() @ weight.T).abs() <= bound + 1e-30).all(), size
+        weight, multiplied = packed.unpack().double(), as_multiplied(x, packed).double()
+        bound = (150 + 4) * 2.0**-24 * (multiplied.abs() @ weight.abs().T)
+        assert ((found.double() - multiplied @ weight.T).abs() <= bound + 1e-30).all(), size
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the decode kernel: no GPU here")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["w4", "w8"])
+@pytest.mark.parametrize("kind", ["w4", "w8", "w4a8"])
 @pytest.mark.parametrize("k", [172, 520, 1024])
 def test_more_rows_than_blocks_on_a_gpu(kind: str, dtype: torch.dtype, k: int):
     """The contract's weights have a block for each 16 rows; these are divided among blocks, in another build."""
     weight = sparse(9000, k, 16, 50)
     weight[4000:4100] = 0
     packed = GQS.pack(weight.to(dtype).cuda(), "g16@50%", kind=kind)
-    for m in (1, 8, 16):
+    for m in (1, 2, 3, 4, 8, 16):
         x, bias = random_operands(packed, m, dtype, "cuda")
         y = linear(x, packed, bias, kernel="decode")
-        check_product(y, x, packed, bias)
+        # Where weights are made of the codes, activations are taken in 16 bits.
+        check_product(y, x, packed, bias, as_multiplied(x, packed, dtype if m > 4 else torch.float64))
         assert torch.equal(y, linear(x, packed, bias, kernel="decode"))

@@ -11,6 +11,7 @@ from semisparse.patterns import parse_pattern
 from tests.formats import emulated
 from tests.formats.cases import build, random
 from tests.formats.test_contract import check_product, random_operands
+from tests.formats.test_gqs import as_multiplied
 
 GQS = get_format("gqs")
 
@@ -46,6 +47,14 @@ def _forget_kernels() -> None:
         ("w4", torch.bfloat16, 13, 23, 684, "g16@50%"),
         ("w8", torch.float16, 9, 16, 1400, "g16@0%"),
         ("w8", torch.bfloat16, 5, 70, 200, "g16@80%"),
+        ("w4", torch.float16, 2, 33, 172, "g16@50%"),
+        ("w4", torch.float16, 3, 20, 512, "g16@0%"),
+        ("w4", torch.bfloat16, 1, 36, 512, "g16@50%"),
+        ("w4", torch.bfloat16, 4, 17, 300, "g16@50%"),
+        ("w4a8", torch.float16, 1, 40, 1024, "g16@50%"),
+        ("w4a8", torch.bfloat16, 3, 23, 172, "g16@50%"),
+        ("w4a8", torch.float16, 4, 16, 512, "g16@0%"),
+        ("w4a8", torch.float16, 6, 20, 300, "g16@50%"),
     ],
 )
 def test_any_division_of_the_work(monkeypatch, kind: str, dtype: torch.dtype, m: int, n: int, k: int, pattern: str):
@@ -54,13 +63,14 @@ def test_any_division_of_the_work(monkeypatch, kind: str, dtype: torch.dtype, m:
     weight[3] = 0
     packed = GQS.pack(weight, pattern, kind=kind)
     x, bias = random_operands(packed, m, dtype, "cpu")
-    monkeypatch.setattr(cuda, "_divide", lambda tiles, sets, processors: (cuda.Build(2, 1), processors))
+    multiplied = as_multiplied(x, packed, torch.float64 if m <= 4 else dtype)
+    monkeypatch.setattr(cuda, "_divide", lambda tiles, tokens, processors: (cuda.Build(2, 1), processors))
     for blocks in (1, 2, 5, 99):
         monkeypatch.setattr(cuda, "device_facts", lambda _, blocks=blocks: SimpleNamespace(processors=blocks, arch=""))
         results = []
         for emulated.adverse[0] in (False, True):
             results.append(cuda.decode(x, packed, bias))
-            check_product(results[-1], x, packed, bias)
+            check_product(results[-1], x, packed, bias, multiplied)
         assert torch.equal(*results)
     assert not cuda._arrivals(x.device, 1).any()
 

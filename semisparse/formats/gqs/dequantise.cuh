@@ -2,25 +2,16 @@
 
 #pragma once
 
-#include "primitives.cuh"
-
-constexpr int kSize = 16;                  // columns of a group
-constexpr int kWords = kSize * BITS / 32;  // of a group's codes
-constexpr Word kAll = 0xffffffff;
-
-__device__ constexpr bool is_half(const __half*) { return true; }
-__device__ constexpr bool is_half(const __nv_bfloat16*) { return false; }
+#include "chunk.cuh"
 
 // Where four-bit codes stand in a word, and what they are put into; see dequantise4.
 struct Constants {
     Word nibbles, magic;
 
-    __device__ __forceinline__ Constants() {
+    __device__ __forceinline__ explicit Constants(int positive) {
         const bool half = is_half(static_cast<const SCALAR*>(nullptr));
-        nibbles = half ? 0x00f000f0u : 0x00780078u;
-        magic = half ? 0x54005400u : 0x41804180u;
-        keep_in_register(nibbles);
-        keep_in_register(magic);
+        nibbles = kept_constant(half ? 0x00f000f0u : 0x00780078u, positive);
+        magic = kept_constant(half ? 0x54005400u : 0x41804180u, positive);
     }
 };
 

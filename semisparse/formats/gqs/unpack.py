@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 from functools import cache
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from semisparse.formats.base import Packed, Problem
+from semisparse.formats.gqs.activations import rounded, rounds_activations
 from semisparse.formats.gqs.pack import bits_of, size_of
 from semisparse.runtime.blas import multiply_dense
 from semisparse.runtime.device import device_facts
@@ -50,6 +52,8 @@ def unpack_refusal(problem: Problem) -> str | None:
         return f"x is {problem.dtype}, the weight {problem.weight_dtype}"
     if torch.cuda.get_device_capability(problem.device) < (8, 0):
         return "needs compute capability 8.0 (Ampere) or later"
+    if rounds_activations(problem.params) and importlib.util.find_spec("triton") is None:
+        return "triton, which rounds the activations, is not installed: pip install 'semisparse[cuda]'"
     return unavailable()
 
 
@@ -63,6 +67,8 @@ def unpack_and_multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tenso
     Returns:
         [M, N] in x's dtype.
     """
+    if rounds_activations(packed.params):
+        x = rounded(x, x.dtype)
     return multiply_dense(x, unpack(packed), bias)
 
 

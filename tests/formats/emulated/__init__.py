@@ -48,14 +48,13 @@ class EmulatedKernel:
 @cache
 def _library(path: Path, defines: tuple, name: str) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
-        for source in (*path.parent.glob("*.cuh"), path):
-            shutil.copy(source, folder)
-        shutil.copy(PRIMITIVES, folder)
-        text = path.read_text().replace(
-            "extern __shared__ uint4 shared[];", "uint4* shared = reinterpret_cast<uint4*>(machine_shared);"
-        )
+        for source in (*path.parent.glob("*.cuh"), path, PRIMITIVES):
+            text = source.read_text().replace(
+                "extern __shared__ uint4 shared[];", "uint4* shared = reinterpret_cast<uint4*>(machine_shared);"
+            )
+            (Path(folder) / source.name).write_text(text)
         whole = Path(folder) / "emulated.cpp"
-        whole.write_text(f"{text}\nLAUNCHER({name})\n")
+        whole.write_text(f'#include "{path.name}"\nLAUNCHER({name})\n')
         library = Path(folder) / f"{hashlib.sha256(repr((path, defines)).encode()).hexdigest()[:16]}.so"
         macros = [f"-D{key}={value}" for key, value in defines]
         command = [COMPILER, "-std=c++17", "-O1", "-shared", "-fPIC", "-w", *macros, str(whole), "-o", str(library)]
