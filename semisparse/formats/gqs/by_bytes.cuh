@@ -25,14 +25,9 @@ struct Product : Diagonal<Input> {
     using Diagonal::Diagonal;
 
     __device__ __forceinline__ void add(const Chunk& chunk, int column, int left, Word bit) {
-        int found[2][kPairs][4];
-        Word words[kPairs][4];
-#pragma unroll
-        for (int pair = 0; pair < kPairs; ++pair) {
-            read(words[pair], pair, column, left);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) found[0][pair][i] = 0, found[1][pair][i] = kAnchorBits;
-        }
+        Word words[4];
+        read(words, column, left);
+        int found[2][4] = {{0, 0, 0, 0}, {kAnchorBits, kAnchorBits, kAnchorBits, kAnchorBits}};
 #pragma unroll
         for (int second = 0; second < 2; ++second) {
             // Low nibbles as they are, high ones as 16 times their code.
@@ -40,19 +35,14 @@ struct Product : Diagonal<Input> {
             const Word rows[4] = {
                 chunk.codes[0][0] & nibbles, chunk.codes[1][0] & nibbles, chunk.codes[0][1] & nibbles, chunk.codes[1][1] & nibbles
             };
-#pragma unroll
-            for (int pair = 0; pair < kPairs; ++pair) {
-                const Word first = __byte_perm(words[pair][0], words[pair][1], order);
-                const Word other = __byte_perm(words[pair][2], words[pair][3], order);
-                mma(found[second][pair], rows, first, other);
-            }
+            mma(found[second], rows, __byte_perm(words[0], words[1], order), __byte_perm(words[2], words[3], order));
         }
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-            add_row(row, chunk, column, bit, [&](int pair, int cell, int total) {
+            add_row(row, chunk, column, bit, [&](int cell, int total) {
                 // In sixteenths of a code; below 2^20.
-                const int sum = 16 * found[0][pair][cell] + found[1][pair][cell];
-                return __int_as_float(sum - static_cast<int>(chunk.zero[row]) * total) - kAnchor;
+                const int sum = 16 * found[0][cell] + found[1][cell] - static_cast<int>(chunk.zero[row]) * total;
+                return __int_as_float(sum) - kAnchor;
             });
         }
     }

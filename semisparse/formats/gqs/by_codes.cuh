@@ -47,10 +47,9 @@ struct Product : Diagonal<Input> {
     }
 
     __device__ __forceinline__ void add(const Chunk& chunk, int column, int left, Word bit) {
-        Word words[kPairs][8];
-#pragma unroll
-        for (int pair = 0; pair < kPairs; ++pair) read(words[pair], pair, column, left);
-        float found[2][kPairs][4] = {};
+        Word words[8];
+        read(words, column, left);
+        float found[2][4] = {};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int word = i / 2, second = i % 2;
@@ -58,18 +57,15 @@ struct Product : Diagonal<Input> {
             pairs_of(upper, chunk.codes[0][word], second);
             pairs_of(lower, chunk.codes[1][word], second);
             const Word rows[4] = {upper[0], lower[0], upper[1], lower[1]};
-#pragma unroll
-            for (int pair = 0; pair < kPairs; ++pair) {
-                const Word* x = words[pair] + 4 * word + (kHalf ? second : 2 * second);
-                mma(found[second][pair], rows, x[0], x[kHalf ? 2 : 1], static_cast<const SCALAR*>(nullptr));
-            }
+            const Word* x = words + 4 * word + (kHalf ? second : 2 * second);
+            mma(found[second], rows, x[0], x[kHalf ? 2 : 1], static_cast<const SCALAR*>(nullptr));
         }
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             const float offset = kHalf ? 0.0f : 16.0f;
             const float zero = (kAnchor - offset) - __uint_as_float(kAnchorBits | chunk.zero[row]);  // below 0
-            add_row(row, chunk, column, bit, [&](int pair, int cell, float total) {
-                return (found[1][pair][cell] * kSecond + found[0][pair][cell]) + zero * total;
+            add_row(row, chunk, column, bit, [&](int cell, float total) {
+                return (found[1][cell] * kSecond + found[0][cell]) + zero * total;
             });
         }
     }

@@ -28,7 +28,7 @@ DECODE_BITS = (4, 8)
 
 SCALARS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 
-CODE_TOKENS = (1, 2, 4)
+CODE_TOKENS = (1, 2)
 """How many the builds take that multiply by 4-bit codes."""
 
 WEIGHT_TOKENS = (8, 16)
@@ -112,7 +112,7 @@ def decode_refusal(problem: Problem) -> str | None:
 def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     """Multiply 1 to 16 tokens.
 
-    Up to 4 are multiplied by 4-bit codes, in int8 where the kind is ``w4a8``; more by the weights that codes stand for,
+    One or two are multiplied by 4-bit codes, in int8 where the kind is ``w4a8``; more by the weights that codes stand for,
     rounded to x's dtype.
 
     Args:
@@ -144,8 +144,7 @@ def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     operands = [x, x_scale, *stored, bias, y, parts, _arrivals(x.device, tiles)]
     operands = [None if operand is None else operand.contiguous() for operand in operands]
     pointers = [None if operand is None else operand.data_ptr() for operand in operands]
-    aligned = all(pointers[i] % 16 == 0 for i in (0, 2, 3))  # x, masks and starts, which are read 16 bytes at a time
-    whole = aligned and k % (TILE_GROUPS * SIZE * BATCH) == 0
+    whole = k % (TILE_GROUPS * SIZE * BATCH) == 0 and pointers[0] % 16 == 0
     kernel = _decode_kernel(x.device, dtype, bits, tokens, rounds, whole, build, sum_bytes)
     sizes = (m, n, k, tile_chunks, kept - 1, *divmod(strips, blocks))
     kernel(x.device, (blocks, 1, 1), 32 * build.warps, *pointers, *sizes)

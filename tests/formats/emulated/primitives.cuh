@@ -272,7 +272,8 @@ inline void check_aligned(const void* place, size_t bytes) {
     if (reinterpret_cast<uintptr_t>(place) % bytes) fail("a load is not aligned");
 }
 
-template <int count> void load_words(Word (&words)[count], const Word* place) {
+template <int count> void load_words(Word (&words)[count], const Word* place, bool wanted) {
+    if (!wanted) return;
     check_aligned(place, 4 * count);
     std::memcpy(words, place, 4 * count);
 }
@@ -282,7 +283,7 @@ template <int count> void read_words(Word* words, const void* place) {
     std::memcpy(words, place, 4 * count);
 }
 
-template <typename T> Word load(const T* place) { return *place; }
+template <typename T> void load(Word& value, const T* place, bool wanted) { if (wanted) value = *place; }
 
 template <typename T> T __shfl_sync(Word, T value, int source) {
     const int lane = threadIdx.x % 32;
