@@ -71,9 +71,7 @@ def random_operands(packed: Packed, m: int, dtype: torch.dtype, device: str) -> 
     return x, torch.randn(n, generator=generator).to(dtype).to(device)
 
 
-def check_product(
-    y: Tensor, x: Tensor, packed: Packed, bias: Tensor | None, multiplied: Tensor | None = None
-) -> None:
+def check_product(y: Tensor, x: Tensor, packed: Packed, bias: Tensor | None, multiplied: Tensor | None = None) -> None:
     """Compare with float64: an error of K float32 additions, then one rounding to the output's dtype.
 
     With a bias the product may be rounded before: torch's own linear does so for one or two tokens on a GPU. What x is
@@ -86,7 +84,7 @@ def check_product(
 
 
 def _weights(packed: Packed) -> list[Tensor]:
-    """Give what a kernel may multiply by: the unpacked weight and, where that rounds what is stored, the weight before."""
+    """Give what a kernel may multiply by: the unpacked weight and, where that rounds what is stored, what is stored."""
     form = registry()[packed.format]
     if form.lossless:
         return [packed.unpack().double()]

@@ -64,7 +64,8 @@ def test_any_division_of_the_work(monkeypatch, kind: str, dtype: torch.dtype, m:
     packed = GQS.pack(weight, pattern, kind=kind)
     x, bias = random_operands(packed, m, dtype, "cpu")
     multiplied = as_multiplied(x, packed, torch.float64 if m <= 2 else dtype)
-    monkeypatch.setattr(cuda, "_divide", lambda tiles, tokens, processors: (cuda.Build(2, 1), processors))
+    monkeypatch.setattr(cuda, "WARPS", 2)
+    monkeypatch.setattr(cuda, "_blocks", lambda tiles, processors: processors)
     for blocks in (1, 2, 5, 99):
         monkeypatch.setattr(cuda, "device_facts", lambda _, blocks=blocks: SimpleNamespace(processors=blocks, arch=""))
         results = []

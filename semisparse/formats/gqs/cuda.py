@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -40,33 +39,20 @@ MOST_SUM_BYTES = 32 << 10
 BATCH = 4
 """Chunks along K that a warp loads at once; a strip."""
 
-
-@dataclass(frozen=True)
-class Build:
-    """What a decode kernel is compiled for.
-
-    Args:
-        warps: of a block.
-        blocks: of a processor, which registers are left for, and which share the work.
-    """
-
-    warps: int
-    blocks: int
+WARPS, BLOCKS = 8, 2
+"""Of a block; and of a processor, which registers are left for, and which share the work. Four warps and four or five
+blocks, 16 and one, and fewer chunks at once in more warps were slower or the same (LOG.md)."""
 
 
-LARGE, SMALL = Build(8, 2), Build(4, 5)
-"""Blocks of eight warps for few rows or many tokens, of four else."""
-
-
-def _defines(dtype: torch.dtype, bits: int, tokens: int, rounds: bool, whole: bool, build: Build) -> Defines:
+def _defines(dtype: torch.dtype, bits: int, tokens: int, rounds: bool, whole: bool) -> Defines:
     return {
         "SCALAR": SCALARS[dtype],
         "BITS": bits,
         "TOKENS": tokens,
         "ROUNDED": int(rounds),
-        "WARPS": build.warps,
+        "WARPS": WARPS,
         "BATCH": BATCH,
-        "BLOCKS": build.blocks,
+        "BLOCKS": BLOCKS,
         "WHOLE": int(whole),
     }
 
@@ -75,16 +61,15 @@ def _defines(dtype: torch.dtype, bits: int, tokens: int, rounds: bool, whole: bo
 DECODE = CudaSource(
     Path(__file__).with_name("decode.cu"),
     (
-        _defines(torch.bfloat16, 4, 16, False, False, LARGE),
-        _defines(torch.float16, 8, 16, False, False, LARGE),
-        _defines(torch.bfloat16, 8, 8, False, True, SMALL),
-        _defines(torch.float16, 4, 1, False, True, SMALL),
-        _defines(torch.bfloat16, 4, 1, False, False, SMALL),
-        _defines(torch.float16, 4, 4, False, False, LARGE),
-        _defines(torch.float16, 4, 1, True, True, SMALL),
-        _defines(torch.bfloat16, 4, 4, True, False, LARGE),
+        _defines(torch.float16, 4, 1, False, True),
+        _defines(torch.bfloat16, 4, 2, False, False),
+        _defines(torch.float16, 4, 1, True, True),
+        _defines(torch.bfloat16, 4, 2, True, False),
+        _defines(torch.float16, 4, 8, False, True),
+        _defines(torch.bfloat16, 4, 16, False, False),
+        _defines(torch.float16, 8, 16, False, False),
+        _defines(torch.bfloat16, 8, 8, False, True),
     ),
-    spills_allowed="8 bytes of stack where K is no multiple of 256 and x is read value by value, 9 tokens or more",
 )
 
 SOURCES = (DECODE,)
@@ -112,8 +97,8 @@ def decode_refusal(problem: Problem) -> str | None:
 def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     """Multiply 1 to 16 tokens.
 
-    One or two are multiplied by 4-bit codes, in int8 where the kind is ``w4a8``; more by the weights that codes stand for,
-    rounded to x's dtype.
+    One or two are multiplied by 4-bit codes, in int8 where the kind is ``w4a8``; more by the weights that codes stand
+    for, rounded to x's dtype.
 
     Args:
         x: [M, K] float16 or bfloat16.
@@ -135,19 +120,19 @@ def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         x = rounded(x, dtype)
     tiles, tile_chunks = packed.tensors["masks"].shape
     strips = tiles * -(-tile_chunks // BATCH)
-    build, blocks = _divide(tiles, tokens, device_facts(x.device).processors)
-    blocks = min(blocks, strips)
+    blocks = min(_blocks(tiles, device_facts(x.device).processors), strips)
     y = torch.empty((m, n), dtype=dtype, device=x.device)
     parts = torch.empty((blocks, 2, TILE_ROWS * max(tokens, 8)), dtype=torch.float32, device=x.device)
     stored = [packed.tensors[name] for name in ("masks", "starts", "codes", "scale", "zero")]
     bias = None if bias is None else bias.to(dtype)
     operands = [x, x_scale, *stored, bias, y, parts, _arrivals(x.device, tiles)]
     operands = [None if operand is None else operand.contiguous() for operand in operands]
-    pointers = [None if operand is None else operand.data_ptr() for operand in operands]
-    whole = k % (TILE_GROUPS * SIZE * BATCH) == 0 and pointers[0] % 16 == 0
-    kernel = _decode_kernel(x.device, dtype, bits, tokens, rounds, whole, build, sum_bytes)
+    pointers = [0 if operand is None else operand.data_ptr() for operand in operands]
+    aligned = all(pointers[i] % 16 == 0 for i in (0, 2, 3))  # x, masks and starts, which are read 16 bytes at a time
+    whole = aligned and k % (TILE_GROUPS * SIZE * BATCH) == 0
+    kernel = _decode_kernel(x.device, dtype, bits, tokens, rounds, whole, sum_bytes)
     sizes = (m, n, k, tile_chunks, kept - 1, *divmod(strips, blocks))
-    kernel(x.device, (blocks, 1, 1), 32 * build.warps, *pointers, *sizes)
+    kernel(x.device, (blocks, 1, 1), 32 * WARPS, *pointers, *sizes)
     return y
 
 
@@ -161,29 +146,19 @@ def _tokens_of(m: int, k: int, bits: int) -> tuple[int, int]:
     return next(tokens for tokens in WEIGHT_TOKENS if m <= tokens), 0
 
 
-def _divide(tiles: int, tokens: int, processors: int) -> tuple[Build, int]:
-    """Choose the build, and how many blocks share the work of some tiles, as was fastest on an H200.
+def _blocks(tiles: int, processors: int) -> int:
+    """Choose how many blocks share the work of some tiles, as was fastest on an H200.
 
-    Where there is a block for each tile, none waits for another: 7.0 us for 8.3 at 4096 x 4096.
+    Where there is a block for each tile, none waits for another: 6.6 us for 7.9 at 4096 x 4096.
     """
-    if tiles <= LARGE.blocks * processors:
-        return LARGE, tiles
-    build = SMALL if tokens <= 2 else LARGE
-    return build, build.blocks * processors
+    return min(tiles, BLOCKS * processors)
 
 
 @lru_cache(maxsize=256)
 def _decode_kernel(
-    device: torch.device,
-    dtype: torch.dtype,
-    bits: int,
-    tokens: int,
-    rounds: bool,
-    whole: bool,
-    build: Build,
-    sum_bytes: int,
+    device: torch.device, dtype: torch.dtype, bits: int, tokens: int, rounds: bool, whole: bool, sum_bytes: int
 ) -> CudaKernel:
-    defines = _defines(dtype, bits, tokens, rounds, whole, build)
+    defines = _defines(dtype, bits, tokens, rounds, whole)
     cubin = compile_cubin(DECODE.path, device_facts(device).arch, defines)
     return CudaKernel(cubin, "semisparse_gqs_decode", (*[_POINTER] * 11, *[_INT] * 7), sum_bytes)
 

@@ -8,8 +8,8 @@
 //
 // Compiled for SCALAR (__half or __nv_bfloat16, of scale, bias and y, and of x where it is not rounded), BITS (4 or 8), TOKENS
 // (1 or 2 by codes, 8 or 16 by weights), ROUNDED (1: x is in 8 bits), WARPS (of a block), BATCH (chunks that a warp loads at
-// once), BLOCKS (of a processor, for registers) and WHOLE (1: k is a multiple of a strip's columns, 64 * BATCH, and x is
-// aligned to 16 bytes).
+// once), BLOCKS (of a processor, for registers) and WHOLE (1: k is a multiple of a strip's columns, 64 * BATCH, and x, masks and
+// starts are aligned to 16 bytes).
 
 #if TOKENS >= 8
 #include "by_weights.cuh"
@@ -49,39 +49,41 @@ struct Division {
     }
 };
 
-// Of a chunk: which groups it has, the rows 0 to 7 first, and how many are stored before.
-struct Header {
-    Word mask[2], start;
+// Of the chunks of a strip: their masks, and how many groups are stored before each.
+struct Headers {
+    Word masks[BATCH][2], starts[BATCH];
 };
 
-// Chunk `index` of a strip; past the tile's last one there is nothing.
-__device__ __forceinline__ void read_header(Header& header, const Weight& weight, const Division& division, int strip, int index) {
+// Those past the tile's last chunk, of which `count` are left, have nothing.
+__device__ __forceinline__ void read_headers(Headers& headers, const Weight& weight, int chunk, int count) {
 #if WHOLE
-    const int chunk = strip * BATCH + index;
-    const bool found = true;
+    read_words<2 * BATCH>(headers.masks[0], weight.masks + chunk);
+    read_words<BATCH>(headers.starts, weight.starts + chunk);
 #else
-    const int tile = strip / division.tile_strips, of_tile = strip % division.tile_strips * BATCH + index;
-    const int chunk = tile * division.tile_chunks + of_tile;
-    const bool found = of_tile < division.tile_chunks;
-    header = {};
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) {
+        const uint2 mask = i < count ? __ldg(weight.masks + chunk + i) : uint2{0, 0};
+        headers.masks[i][0] = mask.x;
+        headers.masks[i][1] = mask.y;
+        headers.starts[i] = i < count ? __ldg(weight.starts + chunk + i) : 0;
+    }
 #endif
-    load_words(header.mask, reinterpret_cast<const Word*>(weight.masks + chunk), found);
-    load(header.start, weight.starts + chunk, found);
 }
 
 // Where the group is dropped, another is read: no load waits for what another brought.
-__device__ __forceinline__ void read_group(Chunk& chunk, const Weight& weight, int row, Word place, bool wanted) {
+__device__ __forceinline__ void read_group(Chunk& chunk, const Weight& weight, int row, Word place) {
     place = min(place, weight.last);
-    load_words(chunk.codes[row], weight.codes + static_cast<size_t>(place) * kWords, wanted);
-    load(chunk.zero[row], weight.zero + place, wanted);
-    load(chunk.scale[row], weight.scale + place, wanted);
+    load_words<kWords>(chunk.codes[row], weight.codes + static_cast<size_t>(place) * kWords);
+    chunk.zero[row] = load(weight.zero + place);
+    chunk.scale[row] = load(weight.scale + place);
 }
 
-__device__ __forceinline__ void read_chunk(Chunk& chunk, const Weight& weight, const Header& header, Word below, bool wanted) {
-    chunk.mask[0] = header.mask[0];
-    chunk.mask[1] = header.mask[1];
-    read_group(chunk, weight, 0, header.start + __popc(header.mask[0] & below), wanted);
-    read_group(chunk, weight, 1, header.start + __popc(header.mask[0]) + __popc(header.mask[1] & below), wanted);
+__device__ __forceinline__ void read_chunk(Chunk& chunk, const Weight& weight, const Headers& headers, int index, Word below) {
+    const Word low = headers.masks[index][0], high = headers.masks[index][1], start = headers.starts[index];
+    chunk.mask[0] = low;
+    chunk.mask[1] = high;
+    read_group(chunk, weight, 0, start + __popc(low & below));
+    read_group(chunk, weight, 1, start + __popc(low) + __popc(high & below));
 }
 
 struct Output {
@@ -97,44 +99,33 @@ struct Output {
     }
 };
 
-// A warp's run: `shares` gets what it has of a tile that began before, then of one that goes on after it. A strip's chunks are
-// on their way while those of the strip before are multiplied, and their headers a strip earlier.
+// A warp's run: `shares` gets what it has of a tile that began before, then of one that goes on after it.
 __device__ __forceinline__ void sum_run(
     float (&shares)[2][kCells], const Weight& weight, const Division& division, const Product::X* x, const Output& output, int k
 ) {
-    int strip = division.begin + threadIdx.x / 32 * division.run;
-    const int end = min(strip + division.run, division.end);
+    const int first = division.begin + threadIdx.x / 32 * division.run;
+    int left = min(division.end - first, division.run);
+    int tile = first / division.tile_strips, strip = first - tile * division.tile_strips;
+    int chunk = tile * division.tile_chunks + strip * BATCH;
+    bool begun_before = strip > 0;
     const Word bit = 1u << threadIdx.x % 32, below = bit - 1;
-    Header headers[BATCH] = {};
-#pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
-        if (strip < end) read_header(headers[i], weight, division, strip, i);
-    }
+    Headers headers;
+    if (left > 0) read_headers(headers, weight, chunk, division.tile_chunks - strip * BATCH);
     Product product(x, output.m, k);
-    if (strip >= end) return;
-    int tile = strip / division.tile_strips, of_tile = strip - tile * division.tile_strips;
-    bool begun_before = of_tile > 0;
-    product.move(of_tile * BATCH * kColumns);
-    Chunk chunks[BATCH] = {};
+    product.move(strip * BATCH * kColumns);
+    for (; left > 0; --left) {
+        Chunk chunks[BATCH];
 #pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
-        read_chunk(chunks[i], weight, headers[i], below, true);
-        read_header(headers[i], weight, division, min(strip + 1, end - 1), i);
-    }
-    __syncwarp();  // nothing is computed before all of the strip is on its way
-    for (; strip < end; ++strip) {
-        const int columns = k - of_tile * BATCH * kColumns, later = min(strip + 2, end - 1);
-        const bool more = strip + 1 < end;
+        for (int i = 0; i < BATCH; ++i) read_chunk(chunks[i], weight, headers, i, below);
+        __syncwarp();  // nothing is computed before all of the strip is on its way
+        const int columns = k - strip * BATCH * kColumns;
+        const bool ends = ++strip == division.tile_strips;
+        chunk = ends ? (tile + 1) * division.tile_chunks : chunk + BATCH;
+        if (left > 1) read_headers(headers, weight, chunk, division.tile_chunks - (ends ? 0 : strip * BATCH));
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i) {
-            product.add(chunks[i], i * kColumns, columns - i * kColumns, bit);
-            read_chunk(chunks[i], weight, headers[i], below, more);
-            read_header(headers[i], weight, division, later, i);
-            __syncwarp();
-        }
+        for (int i = 0; i < BATCH; ++i) product.add(chunks[i], i * kColumns, columns - i * kColumns, bit);
         product.move(BATCH * kColumns);
-        const bool ends = ++of_tile == division.tile_strips;
-        if (!ends && more) continue;
+        if (!ends && left > 1) continue;
         if (ends && !begun_before) {
             product.each([&](int row, int token, float sum) { output.write(tile * kRows + row, token, sum); });
         } else {
@@ -142,9 +133,9 @@ __device__ __forceinline__ void sum_run(
             product.each([&](int row, int token, float sum) { share[token * kRows + row] = sum; });
         }
         product.clear();
-        product.move(-of_tile * BATCH * kColumns);
+        product.move(-strip * BATCH * kColumns);
         begun_before = false;
-        of_tile = 0;
+        strip = 0;
         ++tile;
     }
 }

@@ -50,32 +50,27 @@ template <int count> __device__ __forceinline__ void read_words(Word* words, con
     }
 }
 
-// Loads that stay before a __syncwarp: the assembler puts others where registers are free, after what waits for memory. Where
-// not `wanted`, they leave what was there.
-template <int count> __device__ __forceinline__ void load_words(Word (&words)[count], const Word* place, bool wanted) {
+// Loads that stay before a __syncwarp: the assembler puts others where registers are free, after what waits for memory.
+template <int count> __device__ __forceinline__ void load_words(Word (&words)[count], const Word* place) {
     static_assert(count == 2 || count == 4, "what one load brings");
     if constexpr (count == 2) {
-        asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p ld.global.v2.u32 {%0, %1}, [%2];}"
-            : "+r"(words[0]), "+r"(words[1]) : "l"(place), "r"(static_cast<Word>(wanted)) : "memory");
+        asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "l"(place) : "memory");
     } else {
-        asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];}"
-            : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3]) : "l"(place), "r"(static_cast<Word>(wanted)) : "memory");
+        asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+            : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "l"(place) : "memory");
     }
 }
 
-__device__ __forceinline__ void load(Word& value, const unsigned char* place, bool wanted) {
-    asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.u8 %0, [%1];}"
-        : "+r"(value) : "l"(place), "r"(static_cast<Word>(wanted)) : "memory");
+__device__ __forceinline__ Word load(const unsigned char* place) {
+    Word value;
+    asm volatile("ld.global.u8 %0, [%1];" : "=r"(value) : "l"(place) : "memory");
+    return value;
 }
 
-__device__ __forceinline__ void load(Word& value, const unsigned short* place, bool wanted) {
-    asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.u16 %0, [%1];}"
-        : "+r"(value) : "l"(place), "r"(static_cast<Word>(wanted)) : "memory");
-}
-
-__device__ __forceinline__ void load(Word& value, const Word* place, bool wanted) {
-    asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.u32 %0, [%1];}"
-        : "+r"(value) : "l"(place), "r"(static_cast<Word>(wanted)) : "memory");
+__device__ __forceinline__ Word load(const unsigned short* place) {
+    Word value;
+    asm volatile("ld.global.u16 %0, [%1];" : "=r"(value) : "l"(place) : "memory");
+    return value;
 }
 
 // sums += a * b for m16n8k16; of a the registers are rows 0 to 7 and 8 to 15 of columns 0 to 7, then of 8 to 15.

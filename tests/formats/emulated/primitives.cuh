@@ -272,8 +272,7 @@ inline void check_aligned(const void* place, size_t bytes) {
     if (reinterpret_cast<uintptr_t>(place) % bytes) fail("a load is not aligned");
 }
 
-template <int count> void load_words(Word (&words)[count], const Word* place, bool wanted) {
-    if (!wanted) return;
+template <int count> void load_words(Word (&words)[count], const Word* place) {
     check_aligned(place, 4 * count);
     std::memcpy(words, place, 4 * count);
 }
@@ -283,7 +282,7 @@ template <int count> void read_words(Word* words, const void* place) {
     std::memcpy(words, place, 4 * count);
 }
 
-template <typename T> void load(Word& value, const T* place, bool wanted) { if (wanted) value = *place; }
+template <typename T> Word load(const T* place) { return *place; }
 
 template <typename T> T __shfl_sync(Word, T value, int source) {
     const int lane = threadIdx.x % 32;
