@@ -15,6 +15,7 @@ from semisparse.formats import linear, registry
 from semisparse.formats.base import Packed
 from semisparse.patterns import parse_pattern
 from semisparse.quant.group import KINDS, GroupScales, scales_of
+from semisparse.quant.symmetric import quantise_rows
 from tests.formats.test_contract import check_product, random_operands
 
 GQS = registry()["gqs"]
@@ -27,11 +28,12 @@ def sparse(n: int, k: int, size: int, percent: float, seed: int = 0) -> torch.Te
 
 
 def as_multiplied(x: torch.Tensor, packed: Packed, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Give x as a kernel multiplies it: with 8-bit activations, whole multiples of each token's largest over 127."""
+    """Give x as a kernel multiplies it, rounded to 8 bits by tokens for ``w4a8``: whole codes, or what they make in dtype."""
     if packed.params["kind"] != "w4a8":
         return x
-    step = x.float().abs().amax(1, keepdim=True).clamp_min(1e-30).double() / 127
-    return ((x.double() / step).round() * step).to(dtype)
+    codes, scale = quantise_rows(x.cpu(), torch.int8)
+    whole = codes.double() * scale.double()[:, None] if dtype == torch.float64 else codes.float() * scale[:, None]
+    return whole.to(dtype).to(x.device)
 
 
 def by_hand(packed: Packed) -> torch.Tensor:
