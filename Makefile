@@ -2,7 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-serving test-gpu bench check setup table clean
+.PHONY: demo test test-serving test-gpu bench bench-kernels bench-models bench-systems bench-parallel check setup table \
+	clean
 
 setup: .venv/ready
 
@@ -41,27 +42,53 @@ $(SERVING)/ready: .venv/ready tests/serving-requirements.txt
 
 # The tests of every CUDA and Triton kernel. SANITIZE=memcheck or racecheck runs those that launch each kernel, in every
 # layout, on fresh inputs under compute-sanitizer; all of them would take hours there. racecheck dies inside cuBLAS, so it
-# leaves torch's own products out.
+# leaves torch's own products out, and the kernels in which one lane arrives at a barrier for its warp, which it does not
+# follow (LOG.md).
 SANITIZE ?=
 sanitizer = $(if $(SANITIZE),PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $(SANITIZE) \
 	--report-api-errors no --error-exitcode 9 --kernel-name kernel_substring=semisparse)
-gpu_tests = tests/runtime/test_launch.py $(if $(SANITIZE),tests/formats/test_fresh_inputs.py,tests/quant tests/formats)
-select = not cpu$(if $(filter racecheck,$(SANITIZE)), and not (unpack or blas or _mm or reference))
+gpu_tests = tests/runtime/test_launch.py \
+	$(if $(SANITIZE),tests/formats/test_fresh_inputs.py,tests/quant tests/formats tests/test_gpu.py \
+	tests/integrations/test_cuda_graphs.py)
+select = not cpu$(if $(filter racecheck,$(SANITIZE)), and not (unpack or blas or _mm or reference or hopper or tiled_gemm))
 test-gpu: setup
 	$(sanitizer) $(BIN)/python -m pytest $(gpu_tests) -k '$(select)'
 
-# Everything under results/h200, on the GPU that is here.
+# Everything under results/h200, on the GPU that is here; `bench-parallel` needs two.
 OUT ?= results/here
 LARGE = 28672,8192
-bench: setup
+GPU ?= h200
+bench: bench-kernels bench-models bench-systems
+
+bench-kernels: setup
 	$(BIN)/semisparse bench machine --out $(OUT)/machine.csv
-	$(BIN)/semisparse bench kernels --dtype float16 --formats bitmask --shapes llama2-7b,qwen2.5-1.5b,$(LARGE) \
-		--tokens 1,8,16 --out $(OUT)/kernels-float16.csv
-	$(BIN)/semisparse bench model --arch llama2-7b --format bitmask --out $(OUT)/model.csv
-	$(BIN)/semisparse bench kernels --formats dense,bitmask --shapes llama2-7b,qwen2.5-7b:fused,$(LARGE) \
+	$(BIN)/semisparse bench kernels --dtype float16 --formats dense,bitmask,gqs,ec_csr,vector_nm \
+		--shapes llama2-7b,qwen2.5-1.5b,$(LARGE) --tokens 1,8,16 --out $(OUT)/kernels-float16.csv
+	$(BIN)/semisparse bench kernels --formats dense,bitmask,gqs,vector_nm --shapes llama2-7b,qwen2.5-7b:fused,$(LARGE) \
 		--tokens 1,64,256,1024,4096 --out $(OUT)/kernels-bfloat16.csv
-	$(BIN)/semisparse bench kernels --dtype float32 --formats bitmask --shapes llama2-7b --tokens 512,2048 \
+	$(BIN)/semisparse bench kernels --dtype float32 --formats bitmask,vector_nm --shapes llama2-7b --tokens 512,2048 \
 		--out $(OUT)/kernels-float32.csv
+
+bench-models: setup
+	for format in bitmask gqs ec_csr vector_nm slide24; do \
+		$(BIN)/semisparse bench model --arch llama2-7b --format $$format --out $(OUT)/model-$$format.csv || exit; done
+
+bench-systems: setup
+	$(BIN)/python benchmarks/slide24.py $(OUT)/slide24-int8.csv --gpu $(GPU) --seconds 0.04 --kinds int8
+	$(BIN)/python benchmarks/slide24.py $(OUT)/slide24-fp8-bfloat16.csv --gpu $(GPU) --seconds 0.04 \
+		--kinds fp8,bf16 --patterns 2:4,6:8 --tokens 4096,8192
+	$(BIN)/python benchmarks/vector_nm.py products $(OUT)/vector_nm-float32.csv
+	$(BIN)/python benchmarks/vector_nm.py products $(OUT)/vector_nm-bfloat16.csv --dtype bfloat16 --tokens 64,512,2048,4096
+	$(BIN)/python benchmarks/vector_nm.py ablation $(OUT)/vector_nm-ablation.csv
+	$(BIN)/python benchmarks/vector_nm.py decode $(OUT)/vector_nm-decode.csv
+	$(BIN)/python benchmarks/ec_csr_speed.py decode $(OUT)/ec_csr-decode.csv
+	$(BIN)/python benchmarks/ec_csr_speed.py decode $(OUT)/ec_csr-decode-float32.csv --dtype float32 --zeros 70
+	$(BIN)/python benchmarks/ec_csr_speed.py ablation $(OUT)/ec_csr-ablation.csv
+	$(BIN)/python benchmarks/ec_csr_speed.py extraction $(OUT)/ec_csr-extraction.csv
+
+bench-parallel: setup
+	$(BIN)/torchrun --nproc-per-node 2 -m semisparse.cli bench parallel --arch llama2-13b --dtype float16 \
+		--formats bitmask,gqs,ec_csr,vector_nm,slide24 --out $(OUT)/parallel.csv
 
 # What each pruner loses on the models in ../shared; rows that the CSV has are kept.
 table: setup

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 import semisparse
 from semisparse.bench.roofline import random_weight
 from semisparse.formats import Packed, get_format
-from semisparse.integrations.loading import load_tokenizer
+from semisparse.integrations.loading import load_tokenizer, pick_device
 from semisparse.patterns import parse_pattern
 
 ZEROS = (50, 60, 70, 80, 90)
@@ -44,6 +44,7 @@ COLUMNS = (
     "bytes",
     "of_dense",
     "of_csr32",
+    "of_csr16",
     "padding",
     "shared2",
     "shared4",
@@ -62,6 +63,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4096, help="of the random matrices")
     parser.add_argument("--samples", type=int, default=32, help="calibration sequences")
     parser.add_argument("--zeros", default=",".join(map(str, ZEROS)))
+    parser.add_argument("--device", default="auto", help="where weights are pruned and packed")
     parser.add_argument("--plot", type=Path, help="draw the distribution of the gaps between columns there")
     options = parser.parse_args()
     rows = read_rows(options.csv)
@@ -73,7 +75,7 @@ def main() -> None:
             missing = [(d, w) for d in DTYPES for w in ways if (masks, str(zeros), d, w) not in done]
             if not missing and not options.plot:
                 continue
-            weights = pruned(options, zeros) if masks == "pycode-11m" else [random_matrix(options.rows, zeros)]
+            weights = pruned(options, zeros) if masks == "pycode-11m" else [random_matrix(options, zeros)]
             gaps[f"{masks}, {zeros} %"] = gap_counts(weights)
             for dtype, way in missing:
                 rows.append(measure(masks, zeros, dtype, way, weights))
@@ -84,9 +86,10 @@ def main() -> None:
         plot_gaps(gaps, options.plot)
 
 
-def random_matrix(rows: int, zeros: int) -> Tensor:
-    """Draw a weight [rows, 4096]."""
-    return random_weight(parse_pattern(f"{zeros}%"), rows, 4096, torch.float32, "cpu")
+def random_matrix(options: argparse.Namespace, zeros: int) -> Tensor:
+    """Draw a weight [rows, 4096], the same for every device."""
+    weight = random_weight(parse_pattern(f"{zeros}%"), options.rows, 4096, torch.float32, "cpu")
+    return weight.to(pick_device(options.device))
 
 
 def pruned(options: argparse.Namespace, zeros: int) -> list[Tensor]:
@@ -101,14 +104,15 @@ def pruned(options: argparse.Namespace, zeros: int) -> list[Tensor]:
         settings=(*PLAIN, f"pattern={zeros}%"),
         samples=options.samples,
         seqlen=512,
-        device="cpu",
+        device=options.device,
     )
-    return [layer.packed.unpack().float() for layer in model.modules() if hasattr(layer, "packed")]
+    place = pick_device(options.device)
+    return [layer.packed.unpack().float().to(place) for layer in model.modules() if hasattr(layer, "packed")]
 
 
 def measure(masks: str, zeros: int, dtype: str, way: str, weights: list[Tensor]) -> dict[str, str]:
     """Pack every weight in one way and add up."""
-    kept = stored = padded = size = csr = 0
+    kept = stored = padded = size = csr = narrow = 0
     shared = dict.fromkeys((2, 4, 8), 0.0)
     start = time.perf_counter()
     for weight in (w.to(DTYPES[dtype]) for w in weights):
@@ -120,9 +124,10 @@ def measure(masks: str, zeros: int, dtype: str, way: str, weights: list[Tensor])
         padded += packed.tensors["values"].numel() - count
         size += weight.numel() * weight.element_size()
         csr += count * (4 + weight.element_size()) + 4 * (len(weight) + 1)
+        narrow += count * (2 + weight.element_size()) + 4 * (len(weight) + 1)
         for rows, weights_in in block_weights(packed).items():
             shared[rows] += weights_in
-    found = (kept, stored, stored / size, stored / csr, padded / (kept + padded))
+    found = (kept, stored, stored / size, stored / csr, stored / narrow, padded / (kept + padded))
     found += tuple(shared[rows] / kept for rows in shared)
     return dict(
         zip(COLUMNS, (masks, str(zeros), dtype, way, *map(_short, (*found, time.perf_counter() - start))), strict=True)
@@ -147,7 +152,7 @@ def gap_counts(weights: list[Tensor]) -> Tensor:
     for weight in weights:
         row, column = weight.nonzero(as_tuple=True)
         gap = column.diff()[row.diff() == 0]
-        counts += gap.clamp(max=255).bincount(minlength=256)
+        counts += gap.clamp(max=255).bincount(minlength=256).cpu()
     return counts
 
 

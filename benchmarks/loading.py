@@ -1,7 +1,10 @@
-"""What loading a checkpoint takes, dense beside compressed: seconds, and host memory at its highest.
+"""What loading a checkpoint takes, dense beside every format: seconds, and host memory at its highest.
 
-Run: python benchmarks/loading.py llama3.2-1b results/cpu/loading.csv [--format bitmask] [--pattern 32:64]
-Each load is a process of its own, whose files are in the page cache; `memory_gb` is less what it held before.
+Usage: python benchmarks/loading.py OUT.csv [--arch llama2-7b] [--blocks 8] [--weights bitmask:32:64,gqs:g16@50%,...]
+
+A model of the architecture's first blocks with random weights. Each load is a process of its own, whose file is in the
+page cache; `seconds` is the fastest of some, `cpu_seconds` what it computed in them, `memory_gb` the most it held, less
+what it held before.
 """
 
 from __future__ import annotations
@@ -14,14 +17,20 @@ from pathlib import Path
 
 import torch
 from rows import write_rows
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from semisparse.bench.model import make_sparse, random_model
+from semisparse.bench.model import make_sparse
 from semisparse.bench.roofline import Candidate
+from semisparse.bench.shapes import architecture
 from semisparse.checkpoint import describe
 from semisparse.integrations.transformers import mark_compressed, sparse_layers
+from semisparse.nn import is_linear
 
-COLUMNS = ("model", "weights", "file_gb", "seconds", "memory_gb")
+COLUMNS = ("model", "blocks", "weights", "file_gb", "seconds", "cpu_seconds", "memory_gb")
+
+WEIGHTS = "bitmask:32:64,gqs:g16@50%,vector_nm:16:32v32,ec_csr:70%,slide24:6:8"
+
+LOADS = 5
 
 LOAD = """
 import sys, time
@@ -31,11 +40,11 @@ from transformers import AutoModelForCausalLM
 def held():
     status = open("/proc/self/status").read()
     return int(status.split("VmHWM:")[1].split()[0]) / 1e6
-before, start = held(), time.perf_counter()
+before, start, cpu = held(), time.perf_counter(), time.process_time()
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 for parameter in model.parameters():
     parameter.data.reshape(-1).view(torch.uint8)[::4096].sum()
-print(time.perf_counter() - start, held() - before)
+print(time.perf_counter() - start, time.process_time() - cpu, held() - before)
 """
 """Every page is read once at the end: safetensors maps the file, so that a dense model has nothing in memory before."""
 
@@ -48,33 +57,42 @@ def compress_at_random(model: PreTrainedModel, candidate: Candidate) -> None:
 
 
 def load(directory: Path) -> dict[str, str]:
-    """Load a directory in a new process, the second time for the figures."""
-    for _ in range(2):
-        told = subprocess.run([sys.executable, "-c", LOAD, str(directory)], capture_output=True, text=True, check=True)
-    seconds, memory = map(float, told.stdout.split())
+    """Load a directory in new processes; the first brings its file into the page cache."""
+    command = [sys.executable, "-c", LOAD, str(directory)]
+    told = [subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(1 + LOADS)]
+    seconds, cpu_seconds, memory = min(tuple(map(float, line.split())) for line in told[1:])
     size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
-    return {"file_gb": f"{size / 1e9:.3f}", "seconds": f"{seconds:.2f}", "memory_gb": f"{memory:.3f}"}
+    return {
+        "file_gb": f"{size / 1e9:.3f}",
+        "seconds": f"{seconds:.2f}",
+        "cpu_seconds": f"{cpu_seconds:.2f}",
+        "memory_gb": f"{memory:.3f}",
+    }
 
 
 def main() -> None:
     """Measure and write the CSV."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("arch")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--format", default="bitmask")
-    parser.add_argument("--pattern", default="32:64")
+    parser.add_argument("--arch", default="llama2-7b")
+    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--weights", default=WEIGHTS, help="format:pattern, separated by commas")
     options = parser.parse_args()
-    candidate = Candidate(options.format, options.pattern)
+    config = architecture(options.arch)
+    config.num_hidden_layers = options.blocks
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    linear = {name: module for name, module in model.named_modules() if is_linear(module)}
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        model = random_model(options.arch, torch.bfloat16, torch.device("cpu"))
-        for label in ("dense", candidate.label):
-            if label != "dense":
-                compress_at_random(model, candidate)
-            model.save_pretrained(Path(folder) / "model")
-            rows.append({"model": options.arch, "weights": label} | load(Path(folder) / "model"))
-            print(rows[-1])
-    write_rows(options.out, rows, COLUMNS)
+    for weights in ("dense", *options.weights.split(",")):
+        with tempfile.TemporaryDirectory() as folder:
+            if weights != "dense":
+                compress_at_random(model, Candidate(*weights.split(":", 1)))
+            model.save_pretrained(folder)
+            rows.append({"model": options.arch, "blocks": options.blocks, "weights": weights, **load(Path(folder))})
+        for name, module in linear.items():
+            model.set_submodule(name, module)
+        print(rows[-1])
+        write_rows(options.out, rows, COLUMNS)  # what is there already outlives an interruption
 
 
 if __name__ == "__main__":

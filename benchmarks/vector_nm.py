@@ -131,10 +131,10 @@ def ablation(patterns: list[str]) -> Iterator[dict[str, str]]:
             yield layer.measure(f"{version}: {label(tiling)}", partial(tiled.multiply_tiled, tiling=tiling), copies)
 
 
-def decoding(dtype: torch.dtype) -> Iterator[dict[str, str]]:
+def decoding(dtype: torch.dtype, tokens: list[int]) -> Iterator[dict[str, str]]:
     """Measure few tokens at 50 %."""
     for n, k in DECODED:
-        for m in (1, 2, 4, 8, 16):
+        for m in tokens:
             layer = Layer("decode", m, n, k, dtype)
             yield layer.measure("decode", cuda.decode, layer.pack("16:32v32"))
 
@@ -145,18 +145,16 @@ def main() -> None:
     parser.add_argument("what", choices=["products", "ablation", "decode"])
     parser.add_argument("csv", type=Path)
     parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
-    parser.add_argument("--tokens", default="512,2048,4096")
+    parser.add_argument("--tokens", default="1,2,4,8,16,512,2048,4096")
     parser.add_argument("--patterns", default=PATTERNS)
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     dtype, tokens = getattr(torch, options.dtype), [int(m) for m in options.tokens.split(",")]
     patterns = options.patterns.split(",")
     found = {
-        "products": lambda: products(dtype, tokens, patterns),
+        "products": lambda: products(dtype, [m for m in tokens if m > cuda.MAX_DECODE_TOKENS], patterns),
         "ablation": lambda: ablation(patterns),
-        "decode": lambda: decoding(
-            torch.float16, [m for m in tokens if m <= cuda.MAX_DECODE_TOKENS] or [1, 2, 4, 8, 16]
-        ),
+        "decode": lambda: decoding(torch.float16, [m for m in tokens if m <= cuda.MAX_DECODE_TOKENS]),
     }[options.what]
     rows: list[dict[str, str]] = []
     for row in found():

@@ -192,8 +192,12 @@ def _tune_block(
 ) -> tuple[Trained, list[LayerReport]]:
     """Train the kept weights of a pruned block, and give what that did and the block's reports anew."""
     dense_inputs, calls = tokens.dense or [], tokens.calls[index]
-    tuned = block.copy(tokens.compressed[0].device)
-    scales = {report.name.removeprefix(f"{block.prefix}."): report.scales for report in pruned}
+    device = tokens.compressed[0].device
+    tuned = block.copy(device)
+    scales = {
+        report.name.removeprefix(f"{block.prefix}."): report.scales.to(device) if report.scales else None
+        for report in pruned
+    }
     found, scales = tune_block(
         tuned,
         scales,

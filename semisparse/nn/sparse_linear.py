@@ -33,6 +33,7 @@ class SparseLinear(nn.Module):
         self.out_features, self.in_features = packed.shape
         self.kernel = kernel
         self._names: tuple[str, ...] = ()
+        self._put_together: Packed | None = None
         self.packed = packed
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
@@ -50,7 +51,7 @@ class SparseLinear(nn.Module):
     def _hold(self, packed: Packed) -> None:
         for name in self._names:
             delattr(self, name)
-        self._declared = replace_tensors(packed, {})
+        self._declared, self._put_together = replace_tensors(packed, {}), None
         self._names = tuple(packed.tensors)
         for name, tensor in packed.tensors.items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
@@ -58,7 +59,14 @@ class SparseLinear(nn.Module):
     @property
     def packed(self) -> Packed:
         """The weight as it is stored now, on the module's device."""
-        return replace_tensors(self._declared, {name: getattr(self, name) for name in self._names})
+        if torch.compiler.is_compiling():
+            return replace_tensors(self._declared, {name: getattr(self, name) for name in self._names})
+        # Every call asks for it, and making it anew takes as long as a launch.
+        held, found = self._parameters, self._put_together
+        if found is None or any(found.tensors[name] is not held[name] for name in self._names):
+            tensors = {name: getattr(self, name) for name in self._names}
+            found = self._put_together = replace_tensors(self._declared, tensors)
+        return found
 
     @packed.setter
     def packed(self, packed: Packed) -> None:

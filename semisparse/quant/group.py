@@ -32,6 +32,10 @@ class GroupScales:
     scale: Tensor
     zero: Tensor
 
+    def to(self, device: torch.device) -> GroupScales:
+        """Give the scales on a device."""
+        return replace(self, scale=self.scale.to(device), zero=self.zero.to(device))
+
     def take(self, groups: Tensor) -> GroupScales:
         """Give the scales of other groups of the rows: [groups] int64."""
         return replace(self, scale=self.scale[:, groups], zero=self.zero[:, groups])

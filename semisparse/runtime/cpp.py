@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import shlex
 import shutil
@@ -14,6 +15,10 @@ from pathlib import Path
 
 from semisparse.errors import KernelError
 from semisparse.runtime.cache import cached
+from semisparse.runtime.includes import read_with_includes
+
+HEADERS = Path(__file__).parent / "host"
+"""Headers that kernels of different formats share."""
 
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC")
 OPENMP = ("-fopenmp",)
@@ -43,13 +48,14 @@ def load(source: Path) -> ctypes.CDLL:
     """Open the shared library compiled from one C++ file, compiling it unless the cache holds it.
 
     Args:
-        source: a file that includes nothing but system headers.
+        source: a file. It may include the system's headers and the shared ones.
     Raises:
         KernelError: there is no compiler, it refuses the file (its log is in the message), or nothing can be opened
             from the temporary directory.
     """
     compiler = find_compiler()
-    key = "\0".join((*compiler.command, *compiler.flags, compiler.target)).encode() + source.read_bytes()
+    texts = read_with_includes(source, (HEADERS,))
+    key = json.dumps([compiler.command, compiler.flags, compiler.target, texts], sort_keys=True).encode()
     code = cached("cpp", key, lambda: _compile(compiler, source))
     try:
         # An opened library needs no file any more, so what runs is what the cache has just checked.
@@ -111,7 +117,7 @@ def _probe(chosen: str) -> Compiler:
 def _compile(compiler: Compiler, source: Path) -> bytes:
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "library.so"
-        arguments = [*compiler.command, *compiler.flags, str(source), "-o", str(output)]
+        arguments = [*compiler.command, *compiler.flags, "-I", str(HEADERS), str(source), "-o", str(output)]
         answer = subprocess.run(arguments, capture_output=True, text=True, check=False)
         if answer.returncode != 0:
             raise KernelError(f"{shlex.join(arguments)} failed:\n{answer.stdout}{answer.stderr}")

@@ -67,8 +67,9 @@ class CudaKernel:
         Raises:
             KernelError: the driver refuses the launch.
         """
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        if index != torch.cuda.current_device():
+        current = torch._C._cuda_getDevice()  # torch.cuda.current_device() asks first whether CUDA has been started
+        index = current if device.index is None else device.index
+        if index != current:
             with torch.cuda.device(index):
                 self(device, grid, threads, *arguments, dependent=dependent)
             return

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from semisparse.errors import KernelError
 from semisparse.runtime.cache import cached
+from semisparse.runtime.includes import read_with_includes
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100a")
 """What a .cu compiles for unless it says otherwise: A100, Ada, Hopper, Blackwell."""
@@ -99,8 +100,7 @@ def compile_cubin(path: Path, arch: str, defines: Defines | None = None) -> Cubi
 
 
 def _key(path: Path, arch: str, defines: Defines) -> bytes:
-    folders = _include_path(path)
-    texts = {name: text.decode(errors="replace") for name, text in _texts(path, folders).items()}
+    texts = read_with_includes(path, _include_path(path))
     return json.dumps(["nvrtc", _compiler_version(), STANDARD, arch, defines, texts], sort_keys=True).encode()
 
 
@@ -132,28 +132,6 @@ def _require_compiler() -> None:
     reason = unavailable()
     if reason:
         raise KernelError(f"cannot compile CUDA kernels: {reason}")
-
-
-def _texts(path: Path, folders: tuple[Path, ...]) -> dict[str, bytes]:
-    """Read a file and everything it includes, by path; a header that is nowhere is the compiler's to report."""
-    found: dict[str, bytes] = {}
-    waiting = [path]
-    while waiting:
-        current = waiting.pop()
-        if str(current) in found:
-            continue
-        found[str(current)], included = _read_source(current)
-        for name in included:
-            places = [current.parent / name, *(folder / name for folder in folders)]
-            waiting += [place for place in places if place.is_file()][:1]
-    return found
-
-
-@cache
-def _read_source(path: Path) -> tuple[bytes, tuple[str, ...]]:
-    text = path.read_bytes()
-    names = re.findall(rb'^\s*#\s*include\s*[<"]([^>"]+)[>"]', text, re.MULTILINE)
-    return text, tuple(name.decode() for name in names)
 
 
 def _compile(path: Path, arch: str, defines: Defines) -> bytes:

@@ -338,11 +338,13 @@ def test_a_step_to_another_row_is_refused_where_kernels_miss_it(bits: int, steps
 
 
 @pytest.mark.usefixtures("walker")
-def test_a_step_over_a_row_is_refused():
+@pytest.mark.parametrize("value", [1.0, 0.0])  # a weight, or padding
+def test_a_step_over_a_row_is_refused(value: float):
     packed = EC_CSR.pack(torch.ones(32, 1), "0%", delta_bits=8)
     assert packed.tensors["deltas"].max() == 1
+    stepped = spoiled(spoiled(packed, "deltas", (2,), 2), "values", (2,), value)
     with pytest.raises(FormatError, match="passes over a row"):
-        EC_CSR.validate(spoiled(packed, "deltas", (2,), 2))
+        EC_CSR.validate(stepped)
 
 
 def test_panels_of_64_rows(monkeypatch: pytest.MonkeyPatch):

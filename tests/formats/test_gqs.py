@@ -28,7 +28,7 @@ def sparse(n: int, k: int, size: int, percent: float, seed: int = 0) -> torch.Te
 
 
 def as_multiplied(x: torch.Tensor, packed: Packed, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Give x as a kernel multiplies it, rounded to 8 bits by tokens for ``w4a8``: whole codes, or what they make in dtype."""
+    """Give x as a kernel multiplies it: for ``w4a8`` in 8 bits by tokens, exactly or as they are in ``dtype``."""
     if packed.params["kind"] != "w4a8":
         return x
     codes, scale = quantise_rows(x.cpu(), torch.int8)

@@ -1,6 +1,7 @@
 """Format slide24 against the paper's formulas written as loops, and its theory against plain enumeration."""
 
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations, combinations_with_replacement
@@ -284,6 +285,23 @@ def test_corrupted_content_is_refused_and_located():
     for params in ({"kind": "int9"}, {"kind": 8}, {}):
         with pytest.raises(FormatError):
             SLIDE24.validate(replace(packed, params=params, declaration=""))
+
+
+@given(half=st.integers(2, 8), data=st.data())
+def test_metadata_are_refused_unless_columns_increase(half: int, data):
+    """Groups begin inside bytes, and go on in the next."""
+    slots = 2 * half - 2
+    packed = SLIDE24.pack(random_weight(f"{slots}:{2 * half}", 2, 20 * half, 0), f"{slots}:{2 * half}")
+    damaged = packed.tensors["metadata"].clone()
+    byte = data.draw(st.integers(0, damaged.shape[1] - 1))
+    windows = st.sampled_from([0b0100, 0b1000, 0b1100, 0b1001, 0b1101, 0b1110])  # each of them right alone
+    damaged[1, byte] = data.draw(st.integers(0, 255) | st.builds(lambda low, high: low | high << 4, windows, windows))
+    row = [int(number) >> 2 * place & 3 for number in damaged[1] for place in range(4)]
+    groups = [row[start : start + slots] for start in range(0, len(row), slots)]
+    skipped = [[position - slot % 2 for slot, position in enumerate(group)] for group in groups]
+    right = all(found == sorted(found) and set(found) <= {0, 1, 2} for found in skipped)
+    with nullcontext() if right else pytest.raises(FormatError, match="metadata, at row 1, group"):
+        SLIDE24.validate(corrupted(packed, "metadata", 1, byte, damaged[1, byte]))
 
 
 def test_metadata_that_validate_accepts_mean_one_weight():

@@ -7,14 +7,17 @@ from torch import Tensor
 from semisparse.formats import linear
 from semisparse.formats.base import Packed
 from semisparse.formats.product import problem_of
-from semisparse.formats.slide24 import hopper, layouts
+from semisparse.formats.slide24 import cuda_lift, hopper, layouts
+from semisparse.formats.slide24.lift import lift, quantise_and_lift
 from semisparse.formats.slide24.pack import stored_dtype, unpack_stored
 from semisparse.quant.symmetric import quantise_rows
+from tests.formats.lifted_tiles import rows_in
 from tests.formats.test_slide24 import SLIDE24, random_weight
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="slide24's GPU kernels: no GPU here")
 
 KINDS = (None, "int8", "fp8")
+SOME_DIVISIONS = [d for d in hopper.DIVISIONS if d.parts in (1, 2, 5)]
 COMPUTED = [(None, torch.float16), (None, torch.bfloat16), ("int8", torch.bfloat16), ("fp8", torch.float16)]
 SHAPES = ((1, 1), (33, 130), (333, 1000), (700, 3584))
 LAYOUTS = {
@@ -73,12 +76,15 @@ def test_products(kernel, pattern, kind, dtype, m, n, k):
     check_products(kernel, packed_for(kernel, pattern, n, k, kind, dtype), m, dtype)
 
 
-@pytest.mark.parametrize("tiling", hopper.TILINGS, ids=lambda tiling: f"{tiling.tokens}x{64 * tiling.groups}")
-def test_every_tiling(tiling, monkeypatch):
-    packed = packed_for("hopper", "6:8", 900, 1000, "int8", torch.bfloat16)
-    monkeypatch.setattr(hopper, "choose_tiling", lambda *problem: tiling)
+@pytest.mark.parametrize(
+    "division", SOME_DIVISIONS, ids=lambda d: f"{d.tiling.tokens}x{64 * d.tiling.groups}/{d.parts}"
+)
+@pytest.mark.parametrize(("kind", "dtype"), COMPUTED, ids=str)
+def test_every_division(kind, dtype, division, monkeypatch):
+    packed = packed_for("hopper", "6:8", 900, 1000, kind, dtype)
+    monkeypatch.setattr(hopper, "choose_division", lambda *problem: division)
     for m in (1, 257, 600):
-        check_products("hopper", packed, m, torch.bfloat16)
+        check_products("hopper", packed, m, dtype)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -115,3 +121,26 @@ def test_auto_takes_sparse_tensor_cores_where_they_are():
     expected = {"tiles": "hopper", "compressed": "cusparselt", "rows": "reference"}
     layout = packed.params.get("layout", "rows")
     assert SLIDE24.choose(problem_of(x, packed)).name in (expected[layout], "unpack")
+
+
+@pytest.mark.parametrize("window", [4, 6, 8, 10, 34])
+@pytest.mark.parametrize("of_x", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [None, torch.int8, torch.float8_e4m3fn])
+def test_lifting_into_tiles_gives_the_bits_of_the_reference(dtype, of_x, window):
+    if hopper.refusal(torch.device("cuda")):
+        pytest.skip("lift.cu is for Hopper")
+    for m, k in ((1, 1), (3, 173), (9, 130), (2, 9000), (33, 512), (1, 40_000)):
+        x = torch.randn(m, k, generator=torch.Generator().manual_seed(k)).to(of_x)
+        x[m // 2] *= m == 1
+        tokens, counters = m + 7, torch.full((5,), 3, dtype=torch.int32, device="cuda")
+        for given in (x.cuda(), torch.cat((x[:1, :1], x.flatten()[None]), 1).cuda()[0, 1:].view(m, k)):  # aligned, not
+            found, scales = cuda_lift.lift(given, dtype, window, tokens, counters)
+            expected, expected_scales = (
+                (lift(x, window), None) if dtype is None else quantise_and_lift(x, dtype, window)
+            )
+            assert counters.eq(0).all()
+            assert scales is None or torch.equal(scales.cpu(), expected_scales)
+            assert torch.equal(
+                rows_in(found.cpu(), m)[:, : expected.shape[1]].view(torch.uint8), expected.view(torch.uint8)
+            )
+            assert not rows_in(found.cpu(), m)[:, expected.shape[1] :].view(torch.uint8).any()

@@ -11,9 +11,10 @@ from torch import Tensor
 from semisparse.errors import FormatError
 from semisparse.formats import get_format
 from semisparse.formats.base import replace_tensors
-from semisparse.formats.slide24 import hopper, layouts, lift, tiles
+from semisparse.formats.slide24 import cuda_lift, hopper, layouts, tiles
+from semisparse.formats.slide24.layout import lifted_columns
 from semisparse.formats.slide24.pack import unpack_lifted, unpack_stored
-from tests.formats.test_slide24 import DEVICE, DTYPES, SLIDE24, patterns, random_weight
+from tests.formats.test_slide24 import DTYPES, SLIDE24, patterns, random_weight
 
 KINDS = (None, *DTYPES)
 
@@ -77,29 +78,6 @@ def test_tiles_mean_the_lifted_weight_to_the_hardware(kind):
         assert torch.equal(found, expected[64 * tile : 64 * (tile + 1), across * block : across * (block + 1)])
 
 
-@pytest.mark.parametrize("k", [1, 130, 173])
-def test_lifted_activations_in_tiles_are_swizzled_rows(k):
-    pytest.importorskip("triton", reason="triton is not installed: pip install 'semisparse[cuda]'")
-    from semisparse.formats.slide24 import triton_lift
-
-    x = torch.randn(11, k, generator=torch.Generator().manual_seed(k)).bfloat16()
-    expected_int8, scale = lift.quantise_and_lift(x, torch.int8, 8)
-    found_int8, found_scale = triton_lift.quantise_and_lift(x.to(DEVICE), torch.int8, 8, 16, tiled=True)
-    assert torch.equal(found_scale.cpu(), scale)
-    found = triton_lift.lift(x.to(DEVICE), 8, 16, tiled=True)
-    for tiled, expected in ((found_int8.cpu(), expected_int8), (found.cpu(), lift.lift(x, 8))):
-        blocks, tokens, across = tiled.shape
-        assert tokens == 16
-        assert across * tiled.element_size() == 128
-        units = tiled.view(torch.uint8).view(blocks, tokens, 8, 16)
-        plain = torch.zeros(11, blocks, 8, 16, dtype=torch.uint8)
-        for token, place in torch.cartesian_prod(torch.arange(11), torch.arange(8)).tolist():
-            plain[token, :, place] = units[:, token, place ^ token % 8]
-        row = plain.flatten(1).view(tiled.dtype)
-        assert torch.equal(row[:, : expected.shape[1]], expected)
-        assert not row[:, expected.shape[1] :].any()
-
-
 def test_what_a_file_must_not_say_is_refused():
     packed = layouts.in_tiles(packed_weight("6:8", 5, 40, "int8"))
     filled = packed.tensors["tiles"].clone()
@@ -127,12 +105,33 @@ def test_a_weight_without_a_gpu_stays_in_rows():
 
 
 @given(m=st.integers(1, 70000), rows=st.integers(1, 600), blocks=st.integers(1, 300))
-def test_a_tiling_is_chosen_by_whole_waves(m, rows, blocks):
+def test_a_division_is_the_fastest_by_its_estimate(m, rows, blocks):
     rows = max(rows, tiles.FEWEST)
-    chosen = hopper.choose_tiling(m, rows, blocks, 132)
-    cost = {t: t.waves(m, rows, 132) * (blocks * t.block_us + t.finish_us) for t in hopper.TILINGS}
-    assert cost[chosen] == min(cost.values())
-    assert chosen.clusters(m, rows) * chosen.tokens * chosen.groups * chosen.cluster * 64 >= m * rows * 64
+    problem = (m, rows, blocks, 132)
+    chosen = hopper.choose_division(*problem)
+    assert chosen.parts <= blocks
+    assert chosen.us(*problem) == min(d.us(*problem) for d in hopper.DIVISIONS if d.parts <= blocks)
+    tiling = chosen.tiling
+    assert tiling.clusters(m, rows) * tiling.tokens * tiling.groups * tiling.cluster * 64 >= m * rows * 64
+    assert chosen.parts == 1 or tiling.cluster == 1
+
+
+def test_few_tiles_of_many_columns_are_cut_into_parts():
+    assert hopper.choose_division(64, 56, 222, 132).parts > 1
+    assert hopper.choose_division(4096, 56, 222, 132).parts == 1
+
+
+@given(st.integers(1, 4096), st.integers(1, 60_000), st.sampled_from((4, 6, 8, 10, 34)), st.sampled_from((1, 2)))
+def test_a_lifted_row_has_room_for_every_window(m, k, window, itemsize):
+    row, windows = cuda_lift.row_of(m, k, window, itemsize), window // 2 - 1
+    last = row.blocks * 128 // itemsize // 4 - 1
+    assert 4 * (last + 1) >= lifted_columns(k, window)
+    for place in (0, windows - 1, last // 2, last):
+        assert place * row.over >> 32 == place // windows, "a division, as lift.cu computes it"
+    assert 2 * (last + last // windows) + 4 <= row.room
+    assert row.room >= k
+    assert row.room % 8 == 0
+    assert row.threads % 32 == 0
 
 
 def test_every_tiling_fits_into_shared_memory_and_registers():

@@ -83,9 +83,9 @@ def test_negative_zeros_come_back_as_zeros():
     [
         ("positions", (0, 1), 4, "below the window's 4"),
         ("positions", (1, 2), 255, "below the window's 4"),
-        ("positions", (0, 1), 1, "not above the one before"),
-        ("positions", (1, 3), 3, "past column K = 7"),
-        ("values", (1, 0, 1), 1.0, "past row N = 5"),
+        ("positions", (0, 1), 1, r"at \[0, 1\]: not above the one before"),
+        ("positions", (1, 3), 3, r"at \[1, 3, 0\]: a weight past column K = 7"),
+        ("values", (1, 0, 2), 1.0, r"at \[1, 0, 2\]: a weight past row N = 5"),
     ],
 )
 def test_damaged_tensors_are_refused(name: str, at: tuple[int, ...], value: float, message: str):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from semisparse.errors import KernelError
-from semisparse.runtime import cpp
+from semisparse.runtime import cpp, includes
 from semisparse.runtime.cache import cache_directory
 
 needs_compiler = pytest.mark.skipif(cpp.refusal() is not None, reason=str(cpp.refusal()))
@@ -31,6 +31,11 @@ def source(tmp_path: Path) -> Path:
     path = tmp_path / "answer.cpp"
     path.write_text(SOURCE)
     return path
+
+
+def rewrite(source: Path, text: str) -> None:
+    source.write_text(text)
+    includes._read.cache_clear()
 
 
 def entries() -> list[Path]:
@@ -62,7 +67,7 @@ def test_a_library_is_compiled_once(source: Path, compilations: Path):
 @needs_compiler
 def test_another_source_command_or_flag_is_another_library(source: Path, monkeypatch: pytest.MonkeyPatch):
     assert cpp.load(source).answer() == 42
-    source.write_text(SOURCE.replace("42", "43"))
+    rewrite(source, SOURCE.replace("42", "43"))
     assert cpp.load(source).answer() == 43
     monkeypatch.setenv("CXX", " ".join((*cpp.find_compiler().command, "-DNOTHING")))
     cpp.find_compiler.cache_clear()
@@ -72,6 +77,17 @@ def test_another_source_command_or_flag_is_another_library(source: Path, monkeyp
     cpp.find_compiler.cache_clear()
     assert cpp.load(source).answer() == 43
     assert len(entries()) == 4
+
+
+@needs_compiler
+def test_another_shared_header_is_another_library(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cpp, "HEADERS", tmp_path / "shared")
+    (tmp_path / "shared").mkdir()
+    source.write_text('#include "number.hpp"\nextern "C" int answer() { return number; }')
+    for number in (42, 43):
+        rewrite(tmp_path / "shared" / "number.hpp", f"constexpr int number = {number};")
+        assert cpp.load(source).answer() == number
+    assert len(entries()) == 2
 
 
 @needs_compiler

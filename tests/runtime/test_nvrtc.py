@@ -7,7 +7,7 @@ import pytest
 
 import semisparse
 from semisparse.errors import KernelError
-from semisparse.runtime import nvrtc
+from semisparse.runtime import includes, nvrtc
 from semisparse.runtime.nvrtc import ARCHITECTURES, CudaSource, compile_cubin
 
 ROOT = Path(semisparse.__file__).parent
@@ -24,7 +24,7 @@ def declared_sources() -> list[CudaSource]:
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SEMISPARSE_CACHE", str(tmp_path / "cache"))
-    nvrtc._read_source.cache_clear()
+    includes._read.cache_clear()
     (tmp_path / "factor.cuh").write_text("constexpr float kFactor = 2.0f;\n")
     path = tmp_path / "scale.cu"
     path.write_text(
@@ -33,7 +33,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "  x[threadIdx.x] = __half2float(x[threadIdx.x]) * kFactor * TIMES;\n}\n"
     )
     yield path
-    nvrtc._read_source.cache_clear()
+    includes._read.cache_clear()
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_every_kernel_compiles_without_spills(source: CudaSource, arch: str, cap
 @needs_compiler
 def test_a_cubin_is_kept_until_something_it_depends_on_changes(source, compilations):
     def compile_it(arch="sm_90a", times=1):
-        nvrtc._read_source.cache_clear()
+        includes._read.cache_clear()
         return compile_cubin(source, arch, {"TIMES": times})
 
     first = compile_it()
@@ -97,6 +97,20 @@ def test_a_cubin_is_kept_until_something_it_depends_on_changes(source, compilati
     source.write_text(source.read_text().replace("kFactor", "7.0f"))
     compile_it()
     assert len(compilations) == 5
+
+
+@needs_compiler
+def test_a_cubin_depends_on_the_shared_headers(source, compilations, tmp_path, monkeypatch):
+    monkeypatch.setattr(nvrtc, "HEADERS", tmp_path / "shared")
+    (tmp_path / "factor.cuh").rename(tmp_path / "shared.cuh")
+    (tmp_path / "shared").mkdir()
+    header = tmp_path / "shared" / "factor.cuh"
+    header.write_text('#include "../shared.cuh"\n')
+    first = compile_cubin(source, "sm_90a", {"TIMES": 1})
+    header.write_text("constexpr float kFactor = 5.0f;\n")
+    includes._read.cache_clear()
+    assert compile_cubin(source, "sm_90a", {"TIMES": 1}).code != first.code
+    assert len(compilations) == 2
 
 
 @needs_compiler

@@ -57,7 +57,8 @@ def tune_end_to_end(
     layers = {}
     for report in reports:
         if report.scales:
-            layers[report.name] = CodedLinear(coded.get_submodule(report.name), report.scales)
+            linear = coded.get_submodule(report.name)
+            layers[report.name] = CodedLinear(linear, report.scales.to(weight_of(linear).device))
             coded.set_submodule(report.name, layers[report.name])
     coded.to(device)
     for block in decoder_blocks(coded)[1]:

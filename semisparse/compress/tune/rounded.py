@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,17 +22,22 @@ class TrainedScales(nn.Module):
         scales: to start from, in the dtype that they are stored in.
     """
 
+    scale: Tensor
+    zero: Tensor
+
     def __init__(self, scales: GroupScales) -> None:
         super().__init__()
-        self._start = scales
+        self._bits, self._size = scales.bits, scales.size
+        self.register_buffer("scale", scales.scale)
+        self.register_buffer("zero", scales.zero)
         self.stretch = nn.Parameter(torch.zeros_like(scales.scale, dtype=torch.float32))
         self.shift = nn.Parameter(torch.zeros_like(scales.zero, dtype=torch.float32))
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Give scales and stored zero points as they will be stored, both float32, with gradients."""
-        scale = self._start.scale.float() * self.stretch.exp()
-        zero = self._start.zero + self.shift * 2.0 ** (8 - self._start.bits)
-        stored = straight_through(scale.to(self._start.scale.dtype).float(), scale)
+        scale = self.scale.float() * self.stretch.exp()
+        zero = self.zero + self.shift * 2.0 ** (8 - self._bits)
+        stored = straight_through(scale.to(self.scale.dtype).float(), scale)
         return stored, straight_through(zero.round(), zero).clamp(0, 255)
 
     @property
@@ -41,7 +45,7 @@ class TrainedScales(nn.Module):
     def scales(self) -> GroupScales:
         """The scales as they are stored."""
         scale, zero = self()
-        return replace(self._start, scale=scale.to(self._start.scale.dtype), zero=zero)
+        return GroupScales(self._bits, self._size, scale.to(self.scale.dtype), zero)
 
     def group(self, rate: float) -> dict[str, Any]:
         """Give the parameters with their learning rate, as torch's optimisers take them."""

@@ -14,6 +14,8 @@
 #include <immintrin.h>
 #endif
 
+#include "scalars.hpp"
+
 namespace {
 
 constexpr int kLanes = 16;
@@ -35,62 +37,27 @@ float sum(Vector vector) {
   return vector[0];
 }
 
-float float_of(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
+#ifdef HAS_AVX512
+__m512 widen16(Float32, const uint32_t* from) { return _mm512_loadu_ps(from); }
+__m512 widen16(Float16, const uint16_t* from) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 }
+__m512 widen16(BFloat16, const uint16_t* from) {
+  __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16));
+}
+#endif
 
-struct Float32 {
-  using Stored = float;
-  static float widen(Stored value) { return value; }
-#ifdef HAS_AVX512
-  static __m512 widen16(const Stored* from) { return _mm512_loadu_ps(from); }
-#endif
 #ifdef HAS_AVX2
-  static __m256 widen8(const Stored* from) { return _mm256_loadu_ps(from); }
+__m256 widen8(Float32, const uint32_t* from) { return _mm256_loadu_ps(reinterpret_cast<const float*>(from)); }
+__m256 widen8(Float16, const uint16_t* from) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+__m256 widen8(BFloat16, const uint16_t* from) {
+  __m128i words = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(words), 16));
+}
 #endif
-};
-
-struct BFloat16 {
-  using Stored = uint16_t;
-  static float widen(Stored value) { return float_of(uint32_t(value) << 16); }
-#ifdef HAS_AVX512
-  static __m512 widen16(const Stored* from) {
-    __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16));
-  }
-#endif
-#ifdef HAS_AVX2
-  static __m256 widen8(const Stored* from) {
-    __m128i words = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(words), 16));
-  }
-#endif
-};
-
-struct Float16 {
-  using Stored = uint16_t;
-  static float widen(Stored value) {
-    uint32_t magnitude = uint32_t(value & 0x7fff) << 13;
-    // 2^112 makes up for the difference of the exponents' biases, for subnormals too.
-    float scaled = float_of(magnitude) * 0x1p112f;
-    uint32_t bits;
-    std::memcpy(&bits, &scaled, sizeof bits);
-    if (magnitude >= 0x0f800000) bits |= 0x7f800000;  // Inf and NaN keep the largest exponent.
-    return float_of(bits | uint32_t(value & 0x8000) << 16);
-  }
-#ifdef HAS_AVX512
-  static __m512 widen16(const Stored* from) {
-    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-  }
-#endif
-#ifdef HAS_AVX2
-  static __m256 widen8(const Stored* from) {
-    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-  }
-#endif
-};
 
 #ifdef HAS_AVX2
 // For each byte of a mask: where each of 8 lanes finds its value, or a negative number for a dead lane.
@@ -109,7 +76,7 @@ inline void expand_octets(uint64_t mask, const typename Type::Stored* values, fl
   for (int octet = 0; octet < kBlock / 8; ++octet) {
     const auto* from = values + __builtin_popcountll(mask & ((uint64_t(1) << 8 * octet) - 1));
     __m256i source = _mm256_load_si256(reinterpret_cast<const __m256i*>(kExpand.source[mask >> 8 * octet & 0xff]));
-    __m256 found = _mm256_permutevar8x32_ps(Type::widen8(from), source);
+    __m256 found = _mm256_permutevar8x32_ps(widen8(Type(), from), source);
     __m256 dead = _mm256_castsi256_ps(_mm256_srai_epi32(source, 31));
     _mm256_store_ps(columns + 8 * octet, _mm256_andnot_ps(dead, found));
   }
@@ -134,7 +101,7 @@ inline const typename Type::Stored* expand(uint64_t mask, const typename Type::S
 #pragma GCC unroll 4
     for (int q = 0; q < kVectors; ++q) {
       const auto* from = values + __builtin_popcountll(mask & ((uint64_t(1) << kLanes * q) - 1));
-      weights[q] = (Vector)_mm512_maskz_expand_ps(__mmask16(mask >> kLanes * q), Type::widen16(from));
+      weights[q] = (Vector)_mm512_maskz_expand_ps(__mmask16(mask >> kLanes * q), widen16(Type(), from));
     }
     return next;
   }
@@ -238,14 +205,6 @@ void expand_rows(const Weight& weight, int64_t first, int64_t count, int64_t k, 
       std::memcpy(dense + row * k + block * kBlock, weights, sizeof(float) * (left < kBlock ? left : kBlock));
     }
   }
-}
-
-// Calls `use` with the type that `type` numbers.
-template <typename Use>
-void with_type(int64_t type, Use use) {
-  if (type == 0) return use(Float32{});
-  if (type == 1) return use(Float16{});
-  use(BFloat16{});
 }
 
 }  // namespace

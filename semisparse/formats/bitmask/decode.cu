@@ -6,20 +6,13 @@
 //
 // Compiled for SCALAR (__half or __nv_bfloat16, of x, w, bias and y) and TOKENS (1, 2, 4, 8 or 16).
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-using Word = unsigned int;
+#include "scalars.cuh"
+#include "word.cuh"
 
 constexpr int kWarp = 32;
 constexpr int kBlock = 64;
 constexpr Word kAllLanes = 0xffffffffu;
 constexpr int kUnroll = 4;  // blocks in flight: their loads are independent
-
-__device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
-__device__ __forceinline__ void store(__half* place, float value) { *place = __float2half_rn(value); }
-__device__ __forceinline__ void store(__nv_bfloat16* place, float value) { *place = __float2bfloat16_rn(value); }
 
 __device__ __forceinline__ void accumulate(
     float (&sums)[TOKENS], const SCALAR* x, const int (&token_starts)[TOKENS], int column, float weight

@@ -1,24 +1,20 @@
-// What Hopper adds: barriers that count bytes, bulk copies, asynchronous products of a warpgroup; and blocks that wait for one another.
+// How Hopper's tensor cores take a tile's weights, out of registers; and blocks that wait for one another.
 
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include "tiled.cuh"
+#include "warpgroups.cuh"
 
 namespace barrier {
 
-__device__ __forceinline__ void init(Word at, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" : : "r"(at), "r"(arrivals) : "memory");
-}
-
-__device__ __forceinline__ void publish() { asm volatile("fence.mbarrier_init.release.cluster;" : : : "memory"); }
-
-__device__ __forceinline__ void arrive(Word at) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(at) : "memory");
-}
-
-// Arrives, and has the phase last until so many bytes have been copied.
-__device__ __forceinline__ void expect(Word at, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" : : "r"(at), "r"(bytes) : "memory");
+// Arrives at the same barrier of a block of the cluster. What is handed back was only read, so no fence is asked for:
+// `.release.cluster` costs a fence of the whole GPU.
+__device__ __forceinline__ void arrive_at(Word at, Word block) {
+    asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [there];\n}"
+        : : "r"(at), "r"(block) : "memory");
 }
 
 __device__ __forceinline__ void wait(Word at, int parity) {
@@ -30,24 +26,29 @@ __device__ __forceinline__ void wait(Word at, int parity) {
 
 }  // namespace barrier
 
-// One thread's request; the barrier is told of the bytes.
-__device__ __forceinline__ void copy_bulk(Word to, const void* from, int bytes, Word told) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-        : : "r"(to), "l"(from), "r"(bytes), "r"(told) : "memory");
+// The same to as many bytes of several blocks of the cluster at the same place of each, and each one's barrier is told.
+__device__ __forceinline__ void copy_bulk_to(unsigned short blocks, Word to, const void* from, int bytes, Word told) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
+        : : "r"(to), "l"(from), "r"(bytes), "r"(told), "h"(blocks) : "memory");
+}
+
+__device__ __forceinline__ Word rank_in_cluster() {
+    Word rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// All threads of the cluster's blocks meet.
+__device__ __forceinline__ void meet_cluster() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" : : : "memory");
 }
 
 // A matrix in shared memory whose rows of 128 bytes have their 16-byte units exchanged in groups of 8 rows: the low half of
-// what wgmma is told, which moves on by 1 for 16 bytes; the high half is always the same.
-__device__ __forceinline__ Word describe(Word address) { return address >> 4 | 1u << 16; }
+// what wgmma is told, which moves on by 1 for 16 bytes; the high half is always the same. In a cluster the address has the
+// block's rank in its upper bits.
+__device__ __forceinline__ Word describe(Word address) { return (address & 0x3ffff) >> 4 | 1u << 16; }
+
 constexpr Word kSwizzled = 64 | 1u << 30;  // 1,024 bytes from 8 rows to the next 8; 128-byte swizzle
-
-__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" : : : "memory"); }
-__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" : : : "memory"); }
-
-template <int open>
-__device__ __forceinline__ void wait_for_products() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(open) : "memory");
-}
 
 #define SUMS_OF_8(i) "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3]), "+f"(sums[i + 4]), \
         "+f"(sums[i + 5]), "+f"(sums[i + 6]), "+f"(sums[i + 7])
@@ -104,11 +105,20 @@ MULTIPLY_ALL("bf16", __nv_bfloat16)
 #undef SUMS_OF_96
 #undef SUMS_OF_128
 
-// A warpgroup's registers a thread; together they have what the block began with.
-template <int count>
-__device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" : : "n"(count)); }
-template <int count>
-__device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" : : "n"(count)); }
+// Two sums in one word, the first in its low half.
+template <typename Scalar>
+__device__ __forceinline__ Word pack(float low, float high) {
+    Scalar values[2];
+    store(values, low), store(values + 1, high);
+    return *reinterpret_cast<const Word*>(values);
+}
+
+// Of a matrix of 8 x 8 values, a lane's two of row lane / 4 for two of column lane / 4.
+__device__ __forceinline__ Word transpose(Word row) {
+    Word column;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(column) : "r"(row));
+    return column;
+}
 
 // Counts this block in, once its threads have met after writing.
 __device__ __forceinline__ void count_in(int* counter) {

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from semisparse.errors import FormatError
-from semisparse.formats.base import Packed, Params, TensorSpec
+from semisparse.formats.base import Packed, Params, TensorSpec, in_layout
 from semisparse.formats.bitmask import pack as rows
 from semisparse.formats.bitmask import tiles
+from semisparse.formats.params import choice_of
 from semisparse.patterns import Pattern
 
 LAYOUTS = ("rows", "tiles")
@@ -32,10 +32,7 @@ def layout_of(params: Params) -> str:
     Raises:
         FormatError: there is no such layout.
     """
-    layout = params.get("layout", "rows")
-    if layout not in LAYOUTS:
-        raise FormatError(f"format bitmask has no layout {layout!r}; it has {', '.join(LAYOUTS)}")
-    return str(layout)
+    return choice_of("bitmask", params, "layout", LAYOUTS, default="rows")
 
 
 def specs(pattern: Pattern, params: Params) -> tuple[TensorSpec, ...]:
@@ -94,14 +91,10 @@ def arrange(packed: Packed, device_type: str) -> Packed:
         return _in_rows(packed)
     if layout_of(packed.params) == "tiles":
         return packed
-    return _with_layout(packed, {"layout": "tiles"}, tiles.tiles_of(packed))
+    return in_layout(packed, {"layout": "tiles"}, tiles.tiles_of(packed))
 
 
 def _in_rows(packed: Packed) -> Packed:
     if layout_of(packed.params) == "rows":
         return packed
-    return _with_layout(packed, {}, tiles.rows_of(packed))
-
-
-def _with_layout(packed: Packed, params: Params, tensors: dict[str, Tensor]) -> Packed:
-    return Packed(packed.format, packed.version, packed.pattern, packed.shape, packed.dtype, params, tensors)
+    return in_layout(packed, {}, tiles.rows_of(packed))

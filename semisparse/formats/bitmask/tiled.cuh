@@ -13,7 +13,7 @@
 
 #pragma once
 
-using Word = unsigned int;
+#include "copies.cuh"
 
 constexpr int kWarp = 32;
 constexpr int kRows = 16;                        // of a tile
@@ -25,10 +25,6 @@ constexpr int kRowBytes = kWarp * 4;             // a word of every lane
 constexpr int kTileBytes = kMaskBytes + (KEEP + 1) / 2 * 2 * kRowBytes;
 constexpr int kOverrun = 2 * kRowBytes;          // a block's last pair may read one word past its values
 constexpr Word kOnes = 0x10101010u;
-
-__device__ __forceinline__ Word shared_address(const void* pointer) {
-    return static_cast<Word>(__cvta_generic_to_shared(pointer));
-}
 
 // Volatile keeps these in the order written.
 template <int offset = 0>
@@ -51,18 +47,10 @@ __device__ __forceinline__ Word spread_signs(Word low, Word high, Word selector)
     return mask;
 }
 
-// Asks for 16 bytes, of which `bytes` are read and the others zero.
-__device__ __forceinline__ void copy_async(Word to, const void* from, int bytes = 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" : : "r"(to), "l"(from), "r"(bytes) : "memory");
-}
-
-// Closes a group of copies.
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" : : : "memory"); }
-
 // Waits until no more than `open` groups of this lane are on their way; a warp must meet before it reads others' copies.
 template <int open>
-__device__ __forceinline__ void wait_for_copies() {
-    asm volatile("cp.async.wait_group %0;" : : "n"(open) : "memory");
+__device__ __forceinline__ void wait_for_tiles() {
+    wait_for_copies<open>();
     __syncwarp();
 }
 

@@ -9,7 +9,7 @@
 //
 // Compiled for TOKENS (of a token tile).
 
-#include "scalars.cuh"
+#include "dependent.cuh"
 
 constexpr int kBlock = 64;
 constexpr int kThreads = 256;

@@ -12,6 +12,8 @@
 // Compiled for SCALAR (half or bfloat16, of x, w and bias), OUT (of y), KEEP (values a block), TOKENS (1, 8, 16, 32 or 64),
 // SPLITS, TEAMS, STAGES.
 
+#include "dependent.cuh"
+#include "mma.cuh"
 #include "scalars.cuh"
 #include "tiled.cuh"
 
@@ -23,18 +25,6 @@ constexpr int kSums = TOKENS > 16 ? 1 : 2;  // with few tokens even and odd step
 constexpr int kWarps = TEAMS * SPLITS;
 
 static_assert(TEAMS == 1 || SPLITS <= 15, "a block has 16 barriers");
-
-__device__ __forceinline__ void mma(float (&sums)[4], const Word (&w)[4], Word low, Word high, const __half*) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "r"(low), "r"(high));
-}
-
-__device__ __forceinline__ void mma(float (&sums)[4], const Word (&w)[4], Word low, Word high, const __nv_bfloat16*) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "r"(low), "r"(high));
-}
 
 // Where in a token's columns a unit of a lane's block stands, as a change of the address: so the eight lanes that are served
 // at a time, four blocks of two tokens, meet in no bank.
@@ -213,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(TEAMS * kTeam, 1) semisparse_bitmas
         Sums sums = {};
 #pragma unroll 1
         for (int column = split; column < column_tiles; column += SPLITS) {
-            wait_for_copies<STAGES - 1>();
+            wait_for_tiles<STAGES - 1>();
             wait_for_split(split);
             if (group + team < row_tiles) {
                 Rows rows(stream.my_tiles + stage * kTileBytes, lane);

@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * kWarp) semisparse_bitmask_t
 #pragma unroll 1
     for (int index = first; index < count; index += stride) {
         const Word place = ring + stage * kTileBytes;
-        wait_for_copies<STAGES - 1>();
+        wait_for_tiles<STAGES - 1>();
         Rows rows(place, lane);
         unpack(rows, dense + lane / 4 * kRowPitch + lane % 4 * kBlockPitch);
         __syncwarp();

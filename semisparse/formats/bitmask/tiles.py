@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from semisparse.errors import FormatError
-from semisparse.formats.base import Packed, TensorSpec
+from semisparse.formats.base import Packed, TensorSpec, in_layout
 from semisparse.formats.bitmask.pack import BLOCK, bits_of, check_content, masks_of, values_per_block
 
 ROWS = 16
@@ -101,7 +101,7 @@ def check_tiles(packed: Packed) -> None:
         raise FormatError(f"tensor tiles: the padding at row, block {filled.nonzero()[0].tolist()} is not empty")
     if count % 2 and (_lane_words(packed)[1][..., -1] >> 16 != 0).any():
         raise FormatError(f"tensor tiles: a lane holds more than {count} values a row")
-    rows = Packed(packed.format, packed.version, packed.pattern, packed.shape, packed.dtype, {}, rows_of(packed))
+    rows = in_layout(packed, {}, rows_of(packed))
     check_content(rows)
 
 

@@ -59,7 +59,7 @@ struct Lane {
         constexpr int kDeltaBytes = kVector * DELTA_BITS / 8;
         const char* from = deltas + (long long)index * kWarp * kDeltaBytes;
         Load made;
-        made.values = stream(values + (long long)index * kWarp);
+        made.values = read_once(values + (long long)index * kWarp);
         if constexpr (kDeltaBytes == 8) {
             const uint2 both = __ldcs(reinterpret_cast<const uint2*>(from));
             made.deltas[0] = both.x;

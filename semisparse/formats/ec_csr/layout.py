@@ -10,6 +10,7 @@ from torch import Tensor
 
 from semisparse.errors import FormatError
 from semisparse.formats.base import Params, TensorSpec
+from semisparse.formats.params import choice_of
 from semisparse.patterns import Pattern
 
 LAYOUTS = ("banks", "paper")
@@ -52,7 +53,7 @@ def layout_of(params: Params) -> str:
     Raises:
         FormatError: there is no such layout.
     """
-    return str(_known(params, "layout", LAYOUTS))
+    return choice_of("ec_csr", params, "layout", LAYOUTS)
 
 
 def delta_bits_of(params: Params) -> int:
@@ -61,15 +62,7 @@ def delta_bits_of(params: Params) -> int:
     Raises:
         FormatError: it is another.
     """
-    return int(_known(params, "delta_bits", DELTA_BITS))
-
-
-def _known(params: Params, key: str, values: tuple[int, ...] | tuple[str, ...]) -> int | str:
-    found = params.get(key)
-    for value in values:
-        if found == value and type(found) is type(value):
-            return value
-    raise FormatError(f"format ec_csr: {key} is {found!r}, expected {' or '.join(map(str, values))}")
+    return choice_of("ec_csr", params, "delta_bits", DELTA_BITS)
 
 
 def panel_rows_of(params: Params) -> int:
@@ -78,7 +71,7 @@ def panel_rows_of(params: Params) -> int:
     Raises:
         FormatError: it is another number.
     """
-    return int(_known(params, "panel_rows", PANEL_ROWS))
+    return choice_of("ec_csr", params, "panel_rows", PANEL_ROWS)
 
 
 def panel_rows_for(n: int) -> int:

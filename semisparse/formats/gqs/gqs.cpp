@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "scalars.hpp"
+
 namespace {
 
 constexpr int kTileRows = 16, kTileGroups = 4, kLargest = 128;
@@ -21,23 +23,10 @@ struct Weight {
     int64_t type;            // 0 float32, 1 float16, 2 bfloat16
 };
 
-float from_bits(uint32_t bits) {
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
 uint32_t to_bits(float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, sizeof bits);
     return bits;
-}
-
-float from_half(uint16_t half) {
-    const uint32_t sign = (half & 0x8000u) << 16, exponent = half >> 10 & 31, fraction = half & 0x3ffu;
-    // A subnormal is its fraction in units of 2^-24.
-    const float magnitude = exponent ? from_bits((exponent + 112) << 23 | fraction << 13) : fraction * 0x1p-24f;
-    return sign ? -magnitude : magnitude;
 }
 
 // Adding and taking away a number whose last place is that of the result rounds to nearest, half to even.
@@ -53,9 +42,9 @@ float round_to_bfloat16(float value) {
 }
 
 float scale_of(const Weight& weight, int64_t place) {
-    if (weight.type == 0) return static_cast<const float*>(weight.scale)[place];
-    const uint16_t stored = static_cast<const uint16_t*>(weight.scale)[place];
-    return weight.type == 1 ? from_half(stored) : from_bits(static_cast<uint32_t>(stored) << 16);
+    return with_type(weight.type, [&](auto type) {
+        return type.widen(static_cast<const typename decltype(type)::Stored*>(weight.scale)[place]);
+    });
 }
 
 void dequantise(const Weight& weight, int64_t place, float* values) {

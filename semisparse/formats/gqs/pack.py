@@ -12,6 +12,7 @@ from semisparse.errors import FormatError
 from semisparse.formats.base import Packed, Params, TensorSpec
 from semisparse.patterns import Group, Pattern
 from semisparse.quant.group import KINDS, GroupScales, scales_of, stored_groups
+from semisparse.runtime.bits import bit_counts
 
 SIZES = (4, 8, 16, 32, 64, 128)
 
@@ -126,7 +127,7 @@ def unpack(packed: Packed) -> Tensor:
     values = scales.values(codes) + 0.0  # -0.0 becomes +0.0
     stored = bits_in(tensors["masks"])
     tiles = values.new_zeros(*stored.shape, size)
-    tiles[stored] = values
+    tiles.masked_scatter_(stored[..., None], values)  # an assignment by mask waits for the GPU: no graph captures it
     return untiled(tiles).flatten(1)[:n, :k].contiguous()
 
 
@@ -137,25 +138,49 @@ def check_content(packed: Packed) -> None:
         FormatError: names the tensor and the place.
     """
     n, k = packed.shape
-    stored = bits_in(packed.tensors["masks"])
-    in_place = untiled(stored[..., None]).squeeze(-1)
-    for dim, end, what in ((0, n, f"row N = {n}"), (1, -(-k // size_of(packed.pattern)), f"column K = {k}")):
-        beyond = in_place.narrow(dim, end, in_place.shape[dim] - end)
-        if beyond.any():
+    masks = packed.tensors["masks"]
+    for last, inside, what in (
+        (masks[-1], _bits_of_rows((n - 1) % TILE_ROWS + 1), f"row N = {n}"),
+        (masks[:, -1], _bits_of_groups((-(-k // size_of(packed.pattern)) - 1) % TILE_GROUPS + 1), f"column K = {k}"),
+    ):
+        if (last & ~inside).any():
             raise FormatError(f"tensor masks keeps a group past {what}")
-    wanted = F.pad(stored.sum(-1).flatten().cumsum(0), (1, 0))
-    wrong = (packed.tensors["starts"] != wanted).nonzero()
-    if len(wrong):
-        place = int(wrong[0])
-        found = int(packed.tensors["starts"][place])
-        raise FormatError(f"tensor starts, at chunk {place}: {found} groups before it, the masks have {wanted[place]}")
+    wanted = F.pad(bit_counts(masks).flatten().cumsum(0), (1, 0))
+    starts = packed.tensors["starts"]
+    if not torch.equal(starts, wanted.to(starts.dtype)):
+        place = int((starts != wanted).nonzero()[0])
+        raise FormatError(
+            f"tensor starts, at chunk {place}: {starts[place]} groups before it, the masks have {wanted[place]}"
+        )
     if int(wanted[-1]) != len(packed.tensors["zero"]):
         raise FormatError(f"the masks keep {wanted[-1]} groups, {len(packed.tensors['zero'])} are stored")
     scale = packed.tensors["scale"]
-    bad = (~(scale.isfinite() & (scale > 0))).nonzero()
-    if len(bad):
-        place = int(bad[0])
+    if not _positive(scale):
+        place = int((~((scale > 0) & (scale < torch.inf))).nonzero()[0])
         raise FormatError(f"tensor scale, at group {place}: {scale[place].item()} is not above 0 and finite")
+
+
+def _positive(numbers: Tensor) -> bool:
+    """Say whether every number is above 0 and finite: bits in order, as integers, from the first one to infinity's."""
+    if not numbers.numel():
+        return True
+    whole = {2: torch.int16, 4: torch.int32}[numbers.element_size()]
+    least, most = numbers.view(whole).aminmax()  # 5 times as fast on a CPU as comparing numbers of 16 bits
+    return bool((least > 0) & (most < numbers.new_tensor(torch.inf).view(whole)))
+
+
+def _bits_of_rows(count: int) -> int:
+    """Give the bits of the first rows of a chunk, as a signed 64-bit number."""
+    return _signed(sum(1 << bit for bit in range(64) if bit // 32 * 8 + bit % 32 // 4 < count))
+
+
+def _bits_of_groups(count: int) -> int:
+    """Give the bits of the first groups of each row of a chunk, as a signed 64-bit number."""
+    return _signed(sum(1 << bit for bit in range(64) if bit % TILE_GROUPS < count))
+
+
+def _signed(bits: int) -> int:
+    return bits - (bits >> 63 << 64)
 
 
 # Tiles: bit 32 h + 4 r + g of a chunk's mask is row 8 h + r, group g of it. Groups are stored in the order of the bits.

@@ -1,22 +1,14 @@
-// The conversions and the tensor-core product that the kernel here is made of.
+// What the warps of this format's kernels do beside the shared primitives.
 
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-using Word = unsigned int;
+#include "mma.cuh"
+#include "scalars.cuh"
 
 constexpr Word kAll = 0xffffffff;  // lanes
 
 __device__ constexpr bool is_half(const __half*) { return true; }
 __device__ constexpr bool is_half(const __nv_bfloat16*) { return false; }
-
-__device__ __forceinline__ float to_float(float value) { return value; }
-__device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
-__device__ __forceinline__ void store(__half* place, float value) { *place = __float2half_rn(value); }
-__device__ __forceinline__ void store(__nv_bfloat16* place, float value) { *place = __float2bfloat16_rn(value); }
 
 __device__ __forceinline__ Word bits_of(__half2 pair) { return *reinterpret_cast<Word*>(&pair); }
 __device__ __forceinline__ Word bits_of(__nv_bfloat162 pair) { return *reinterpret_cast<Word*>(&pair); }
@@ -73,20 +65,7 @@ __device__ __forceinline__ Word load(const unsigned short* place) {
     return value;
 }
 
-// sums += a * b for m16n8k16; of a the registers are rows 0 to 7 and 8 to 15 of columns 0 to 7, then of 8 to 15.
-__device__ __forceinline__ void mma(float (&sums)[4], const Word (&a)[4], Word b0, Word b1, const __half*) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ void mma(float (&sums)[4], const Word (&a)[4], Word b0, Word b1, const __nv_bfloat16*) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// sums += a * b for m16n8k32, a in bytes without a sign, b with one; registers as above, with twice the columns.
+// sums[16, 8] += a[16, 32] b[32, 8], a in bytes without a sign, b with one; registers as in mma.cuh, with twice the columns.
 __device__ __forceinline__ void mma(int (&sums)[4], const Word (&a)[4], Word b0, Word b1) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])

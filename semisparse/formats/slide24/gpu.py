@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from semisparse.formats.base import Packed, Problem
-from semisparse.formats.slide24 import cusparselt, hopper, layouts
+from semisparse.formats.slide24 import cuda_lift, cusparselt, hopper, layouts
 from semisparse.formats.slide24.pack import stored_dtype, window_of
 from semisparse.runtime.blas import multiply_dense
 from semisparse.runtime.device import device_facts
@@ -19,18 +19,22 @@ def tiles_refusal(problem: Problem) -> str | None:
     if problem.dtype not in hopper.SCALARS:
         return f"x is float16 or bfloat16, got {problem.dtype}"
     dtype = stored_dtype(problem.params) or problem.weight_dtype
-    return layouts.tiles_refusal(dtype, problem.device) or _operand_refusal(problem, "tiles")
+    return (
+        layouts.tiles_refusal(dtype, problem.device)
+        or _operand_refusal(problem, "tiles")
+        or cuda_lift.refusal(problem.k, window_of(problem.pattern), dtype.itemsize)
+    )
 
 
 def compressed_refusal(problem: Problem) -> str | None:
     """Say why `multiply_compressed` cannot compute ``problem`` here, or None if it can."""
     dtype = stored_dtype(problem.params) or problem.weight_dtype
+    if importlib.util.find_spec("triton") is None:
+        return "triton, which lifts the activations, is not installed: pip install 'semisparse[cuda]'"
     return layouts.compressed_refusal(dtype, problem.device) or _operand_refusal(problem, "compressed")
 
 
 def _operand_refusal(problem: Problem, layout: str) -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return "triton, which lifts the activations, is not installed: pip install 'semisparse[cuda]'"
     stored = layouts.layout_of(problem.params)
     if stored != layout:
         return f"reads the layout {layout}, this weight is stored in {stored}"
@@ -40,7 +44,7 @@ def _operand_refusal(problem: Problem, layout: str) -> str | None:
 
 
 def multiply_tiles(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """Lift x, rounded by tokens where the weight is rounded, and multiply with scales and bias in one launch.
+    """Lift x, rounded by tokens where the weight is rounded, and multiply with scales and bias: a launch each.
 
     Args:
         x: [M, K] float16 or bfloat16; in the weight's dtype where that is stored as it is.
@@ -49,20 +53,14 @@ def multiply_tiles(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     Returns:
         [M, N] in x's dtype. Sums of int8 are exact in int32 and rounded once.
     """
-    from semisparse.formats.slide24 import triton_lift
-
-    (m, _), (n, _) = x.shape, packed.shape
+    m, n = x.shape[0], packed.shape[0]
     window, dtype, tiles = window_of(packed.pattern), stored_dtype(packed.params), packed.tensors["tiles"]
-    tiling = hopper.choose_tiling(m, tiles.shape[1], tiles.shape[0], device_facts(x.device).processors)
-    tokens = m + -m % tiling.tokens
-    scales = None
-    if dtype is None:
-        lifted = triton_lift.lift(x, window, tokens, tiled=True)
-    else:
-        lifted, token_scales = triton_lift.quantise_and_lift(x, dtype, window, tokens, tiled=True)
-        scales = token_scales, packed.tensors["scale"]
-    bias = None if bias is None else bias.to(x.dtype)
-    return hopper.multiply(lifted, tiles, scales, bias, m, n, x.dtype, tiling)
+    blocks, count, _ = tiles.shape
+    division = hopper.choose_division(m, count, blocks, device_facts(x.device).processors)
+    zeros = hopper.counters(count, m, division, x.device)
+    lifted, token_scales = cuda_lift.lift(x, dtype, window, m + -m % division.tiling.tokens, zeros)
+    scales = None if token_scales is None else (token_scales, packed.tensors["scale"])
+    return hopper.multiply(lifted, tiles, scales, bias, m, n, x.dtype, division, zeros)
 
 
 def multiply_compressed(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from semisparse.formats.slide24.layout import TOKEN_BYTES
-from semisparse.formats.slide24.tiles import tile_bytes
+from semisparse.formats.slide24.tiles import ROWS, tile_bytes
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.launch import CudaKernel
 from semisparse.runtime.nvrtc import CudaSource, compile_cubin, unavailable
@@ -74,10 +74,40 @@ TILINGS = (
 """Paces are of int8, whole waves of two depths (K' of 5,376 and 28,416) compared."""
 
 
+MOST_PARTS = 16
+
+PART_US, ADDED_US = 3.0, 0.5
+"""What a part of K costs beside its blocks, and what each part costs the one that adds them."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a product is divided over the processors: y in tiles and, if it has few of them, K in parts."""
+
+    tiling: Tiling
+    parts: int = 1
+
+    def us(self, m: int, tiles: int, blocks: int, processors: int) -> float:
+        """Estimate the time of ``m`` tokens, 64 * ``tiles`` rows and 128 * ``blocks`` bytes of K'."""
+        tiling = self.tiling
+        if self.parts == 1:
+            return tiling.waves(m, tiles, processors) * (blocks * tiling.block_us + tiling.finish_us)
+        waves = -(-tiling.clusters(m, tiles) * self.parts // processors)
+        part = -(-blocks // self.parts) * tiling.block_us + PART_US
+        return waves * part + self.parts * ADDED_US + tiling.finish_us
+
+
+DIVISIONS = (
+    *(Division(tiling) for tiling in TILINGS),
+    *(Division(tiling, parts) for tiling in TILINGS if tiling.cluster == 1 for parts in range(2, MOST_PARTS + 1)),
+)
+
+
 @lru_cache(maxsize=4096)
-def choose_tiling(m: int, tiles: int, blocks: int, processors: int) -> Tiling:
-    """Take the tiling that should be fastest: whole waves of tiles, at each tiling's measured pace."""
-    return min(TILINGS, key=lambda t: t.waves(m, tiles, processors) * (blocks * t.block_us + t.finish_us))
+def choose_division(m: int, tiles: int, blocks: int, processors: int) -> Division:
+    """Take the division that should be fastest: whole waves of tiles or parts, at each tiling's measured pace."""
+    possible = (d for d in DIVISIONS if d.parts <= blocks)
+    return min(possible, key=lambda division: division.us(m, tiles, blocks, processors))
 
 
 def defines(tiling: Tiling, dtype: torch.dtype, out: torch.dtype, pairs: bool = True) -> dict[str, str | int]:
@@ -106,7 +136,7 @@ SOURCE = CudaSource(
 SOURCES = (SOURCE,)
 
 _POINTER = ctypes.c_void_p
-_PARAMETERS = (*[_POINTER] * 6, *[ctypes.c_int] * 4)
+_PARAMETERS = (*[_POINTER] * 8, *[ctypes.c_int] * 5)
 
 
 def refusal(device: torch.device) -> str | None:
@@ -114,6 +144,14 @@ def refusal(device: torch.device) -> str | None:
     if torch.cuda.get_device_capability(device)[0] != 9:
         return "is for Hopper (compute capability 9.0)"
     return unavailable()
+
+
+def counters(tiles: int, m: int, division: Division, device: torch.device) -> Tensor | None:
+    """Make what `multiply` counts in, [n] int32, to be set to 0 before; None if K is in one part."""
+    if division.parts == 1:
+        return None
+    count = division.tiling.clusters(m, tiles) * division.tiling.groups
+    return torch.empty(count, dtype=torch.int32, device=device)
 
 
 def multiply(
@@ -124,7 +162,8 @@ def multiply(
     m: int,
     n: int,
     out: torch.dtype,
-    tiling: Tiling,
+    division: Division,
+    zeros: Tensor | None,
 ) -> Tensor:
     """Compute ``x @ w.T``, scaled, with the bias.
 
@@ -136,18 +175,24 @@ def multiply(
         m: tokens.
         n: rows of the weight.
         out: float16 or bfloat16.
-        tiling: how to divide y.
+        division: how to divide the work.
+        zeros: what `counters` made, all 0; they are not 0 any more afterwards.
     Returns:
         [M, N].
     """
     y = torch.empty((m, n), dtype=out, device=x.device)
     blocks, count, _ = tiles.shape
+    tiling, parts = division.tiling, division.parts
+    kept = None
+    if zeros is not None:  # sums of 32 bits, of whatever kind
+        kept = torch.empty(zeros.numel() * parts * ROWS * tiling.tokens, dtype=torch.int32, device=x.device)
     resident = device_facts(x.device).processors // tiling.cluster
-    grid = (min(tiling.clusters(m, count), resident) * tiling.cluster, 1, 1)
+    grid = (min(tiling.clusters(m, count) * parts, resident) * tiling.cluster, 1, 1)
     token_scales, row_scales = scales or (None, None)
-    pointers = [None if t is None else t.data_ptr() for t in (tiles, x, token_scales, row_scales, bias, y)]
+    operands = (tiles, x, token_scales, row_scales, bias, y, kept, zeros)
+    pointers = [None if t is None else t.data_ptr() for t in operands]
     kernel = _kernel(x.device, x.dtype, out, n % 2 == 0, tiling)
-    kernel(x.device, grid, THREADS * (tiling.groups + 1), *pointers, m, n, blocks, count)
+    kernel(x.device, grid, THREADS * (tiling.groups + 1), *pointers, m, n, blocks, count, parts)
     return y
 
 

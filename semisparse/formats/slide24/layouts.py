@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from semisparse.errors import FormatError
-from semisparse.formats.base import Packed, Params, TensorSpec
+from semisparse.formats.base import Packed, Params, TensorSpec, in_layout
+from semisparse.formats.params import choice_of
 from semisparse.formats.slide24 import cusparselt, hopper
 from semisparse.formats.slide24 import pack as rows
 from semisparse.formats.slide24 import tiles as tiling
@@ -34,10 +35,7 @@ def layout_of(params: Params) -> str:
     Raises:
         FormatError: there is no such layout.
     """
-    layout = params.get("layout", "rows")
-    if layout not in LAYOUTS:
-        raise FormatError(f"format slide24 has no layout {layout!r}; it has {', '.join(LAYOUTS)}")
-    return str(layout)
+    return choice_of("slide24", params, "layout", LAYOUTS, default="rows")
 
 
 def specs(pattern: Pattern, params: Params) -> tuple[TensorSpec, ...]:
@@ -119,7 +117,7 @@ def _dtype_refusal(dtype: torch.dtype) -> str | None:
 def in_tiles(packed: Packed) -> Packed:
     """Bring a weight from rows into tiles."""
     tiles = tiling.tiles_of(packed.tensors["values"], packed.tensors["metadata"])
-    return _with_layout(packed, {**packed.params, "layout": "tiles"}, {"tiles": tiles, **_scale_of(packed)})
+    return in_layout(packed, {**packed.params, "layout": "tiles"}, {"tiles": tiles, **_scale_of(packed)})
 
 
 def compressed(packed: Packed) -> Packed:
@@ -129,7 +127,7 @@ def compressed(packed: Packed) -> Packed:
     filled = F.pad(wide, (0, 0, 0, -len(lifted) % cusparselt.ROWS)).view(lifted.dtype)
     stored = cusparselt.compress(filled)
     params = {**packed.params, "layout": "compressed", "bytes": stored.numel()}
-    return _with_layout(packed, params, {"compressed": stored, **_scale_of(packed)})
+    return in_layout(packed, params, {"compressed": stored, **_scale_of(packed)})
 
 
 def in_rows(packed: Packed) -> Packed:
@@ -147,7 +145,7 @@ def in_rows(packed: Packed) -> Packed:
         lifted = cusparselt.decompress(packed.tensors["compressed"], padded_rows(n), columns, dtype)
         tensors = rows.compress_stored(rows.unlift(lifted[:n], window)[:, :k], window)
     params = {name: value for name, value in packed.params.items() if name not in ("layout", "bytes")}
-    return _with_layout(packed, params, {**tensors, **_scale_of(packed)})
+    return in_layout(packed, params, {**tensors, **_scale_of(packed)})
 
 
 def padded_rows(n: int) -> int:
@@ -157,7 +155,3 @@ def padded_rows(n: int) -> int:
 
 def _scale_of(packed: Packed) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in packed.tensors.items() if name == "scale"}
-
-
-def _with_layout(packed: Packed, params: Params, tensors: dict[str, Tensor]) -> Packed:
-    return Packed(packed.format, packed.version, packed.pattern, packed.shape, packed.dtype, params, tensors)

@@ -25,6 +25,14 @@ KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
+INFINITY = {
+    torch.float8_e4m3fn: 0x7F,  # has none, but NaN
+    torch.float16: 0x7C00,
+    torch.bfloat16: 0x7F80,
+    torch.float32: 0x7F800000,
+}
+"""Bits of the least magnitude that is not finite."""
+
 BAND_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
 """Of weight packed at a time: what stays in a CPU's cache packs twice as fast; a GPU wants few launches."""
 
@@ -131,16 +139,15 @@ def _join(positions: Tensor) -> Tensor:
     return first | second << 2 | third << 4 | fourth << 6
 
 
-def positions_of(packed: Packed) -> Tensor:
+def positions_of(metadata: Tensor) -> Tensor:
     """Give each stored value's position in its window: [N, slots] uint8, 0 to 3."""
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=packed.tensors["metadata"].device)
-    return ((packed.tensors["metadata"][..., None] >> shifts) & 3).flatten(1)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=metadata.device)
+    return ((metadata[..., None] >> shifts) & 3).flatten(1)
 
 
-def _shifts(packed: Packed) -> Tensor:
-    """Give each slot's shift, [N, groups, slots of a group] uint8; wrong metadata give one above 2."""
-    window = window_of(packed.pattern)
-    positions = positions_of(packed).unflatten(1, (-1, window - 2))
+def _shifts(metadata: Tensor, window: int) -> Tensor:
+    """Give each slot's shift, [N, groups, slots of a group] uint8, of whole groups."""
+    positions = positions_of(metadata).unflatten(1, (-1, window - 2))
     return positions - _odd(window, positions.device)
 
 
@@ -148,7 +155,7 @@ def unpack_stored(packed: Packed) -> Tensor:
     """Give the weight back as it is stored, [N, K] in the values' dtype, without its scales."""
     n, k = packed.shape
     window = window_of(packed.pattern)
-    values, shifts = packed.tensors["values"], _shifts(packed)
+    values, shifts = packed.tensors["values"], _shifts(packed.tensors["metadata"], window)
     bits = _as_bits(values).view(shifts.shape)
     blocks = bits.new_zeros(*shifts.shape[:2], window)
     for distance in range(3):
@@ -167,7 +174,7 @@ def unpack(packed: Packed) -> Tensor:
 def unpack_lifted(packed: Packed) -> Tensor:
     """Give the 2:4 weight [N, K'] that hardware multiplies, in the values' dtype, without its scales."""
     values = packed.tensors["values"]
-    positions = positions_of(packed).unflatten(1, (-1, 2)).long()
+    positions = positions_of(packed.tensors["metadata"]).unflatten(1, (-1, 2)).long()
     bits = _as_bits(values).view(positions.shape)
     lifted = bits.new_zeros(*positions.shape[:2], 4)
     return lifted.scatter_(2, positions, bits).flatten(1).view(values.dtype)
@@ -188,29 +195,68 @@ def check_content(packed: Packed) -> None:
     Raises:
         FormatError: names the tensor, the row, the group and the slot.
     """
-    shifts = _shifts(packed)
-    _refuse_first(shifts > 2, "metadata", "the position is none that this slot can have")
-    backwards = F.pad(shifts[..., 1:] < shifts[..., :-1], (1, 0))
-    _refuse_first(backwards, "metadata", "the column does not lie above the one before")
-    window = window_of(packed.pattern)
-    last = packed.shape[1] // window
-    slots = torch.arange(window - 2, device=shifts.device)
-    starts = window * torch.arange(last, shifts.shape[1], device=shifts.device)
-    columns = starts[:, None] + slots + shifts[:, last:]
-    values = packed.tensors["values"].float().view(shifts.shape)
-    past_k = (columns >= packed.shape[1]) & (values[:, last:] != 0)
-    _refuse_first(F.pad(past_k, (0, 0, last, 0)), "values", f"a weight past column K = {packed.shape[1]} is not zero")
-    _refuse_first(~values.isfinite(), "values", "it is not finite")
+    _check_positions(packed)
+    _check_past_k(packed)
+    values = packed.tensors["values"]
+    if values.dtype in INFINITY:
+        bits = _as_bits(values)
+        magnitudes = bits & torch.iinfo(bits.dtype).max
+        if magnitudes.max() >= INFINITY[values.dtype]:
+            infinite = magnitudes >= INFINITY[values.dtype]
+            _refuse_first(infinite, "values", window_of(packed.pattern) - 2, "it is not finite")
     if "scale" in packed.tensors:
-        _refuse_first(~packed.tensors["scale"].isfinite(), "scale", "it is not finite")
+        _refuse_first(~packed.tensors["scale"].isfinite(), "scale", 0, "it is not finite")
 
 
-def _refuse_first(bad: Tensor, tensor: str, what: str) -> None:
-    found = bad.nonzero()
-    if len(found):
-        axes = ("row", "group", "slot")[: bad.dim()]
-        where = ", ".join(f"{axis} {index}" for axis, index in zip(axes, found[0].tolist(), strict=True))
-        raise FormatError(f"tensor {tensor}, at {where}: {what}")
+def _check_positions(packed: Packed) -> None:
+    """Check the four slots of every byte, then each beside the next, which may be the next byte's first."""
+    metadata = packed.tensors["metadata"]
+    slots = window_of(packed.pattern) - 2
+    shifts = [_position_in_bytes(metadata, place) - place % 2 for place in range(4)]  # below 0 is 255
+    for place in range(4):
+        if shifts[place].max() > 2:  # 40 times as fast as comparing each
+            what = "the position is none that this slot can have"
+            _refuse_first(shifts[place] > 2, "metadata", slots, what, 4, place)
+    shifts.append(F.pad(shifts[0][:, 1:], (0, 1)))
+    first = 4 * torch.arange(metadata.shape[1], device=metadata.device)
+    for place in range(4):
+        same_group = (first + place + 1) % slots != 0
+        backwards = (shifts[place] > shifts[place + 1]) & same_group
+        _refuse_first(backwards, "metadata", slots, "the column does not lie above the one before", 4, place + 1)
+
+
+def _position_in_bytes(metadata: Tensor, place: int) -> Tensor:
+    """Give the position at ``place`` of every byte."""
+    by = metadata.new_full(metadata.shape[1:], 2 * place)  # shifts ten times as fast as a number does
+    return (metadata >> by) & 3
+
+
+def _check_past_k(packed: Packed) -> None:
+    """Check the groups that reach past K, and those before them whose positions stand in the same bytes."""
+    k, window = packed.shape[1], window_of(packed.pattern)
+    groups = k // window // aligned_groups(window) * aligned_groups(window)
+    slot = groups * (window - 2)
+    values = packed.tensors["values"][:, slot:]
+    shifts = _shifts(packed.tensors["metadata"][:, slot // 4 :], window)
+    places = torch.arange(slot, slot + values.shape[1], device=values.device).view(shifts.shape[1:])
+    # Two columns of every group before are not stored.
+    columns = places + 2 * (places // (window - 2)) + shifts
+    past_k = (columns >= k).flatten(1) & (values.float() != 0)
+    _refuse_first(past_k, "values", window - 2, f"a weight past column K = {k} is not zero", 1, slot)
+
+
+def _refuse_first(bad: Tensor, tensor: str, slots: int, what: str, step: int = 1, start: int = 0) -> None:
+    """Raise `FormatError` for the first row, group and slot that are ``bad``.
+
+    Args:
+        bad: [N], or [N, count]: of the slots ``start``, ``start + step`` and so on.
+        slots: of a group.
+    """
+    if not bad.count_nonzero():  # five times as fast as `any` on a CPU
+        return
+    row, *column = bad.nonzero()[0].tolist()
+    groups = "".join(f", group {slot // slots}, slot {slot % slots}" for slot in (start + step * at for at in column))
+    raise FormatError(f"tensor {tensor}, at row {row}{groups}: {what}")
 
 
 def _as_bits(values: Tensor) -> Tensor:

@@ -6,6 +6,9 @@
 // tile of w, and its share of the tokens, which goes to every block of the cluster. GROUPS warp groups multiply. Blocks
 // stay and walk over the tiles of y, so that the next tile is on its way while one is being scaled and written.
 //
+// Where y has fewer tiles than there are processors, K is cut into parts (of blocks that are no cluster), each a block's: all
+// write their sums, and the last to come adds them in the order of the parts, so that every run gives the same bits.
+//
 // What bounds it is shared memory: 64 rows times TOKENS tokens read 64 * TOKENS + 2,048 bytes in TOKENS / 2 cycles, 144 of
 // the 128 bytes a cycle there are, and bringing the tiles comes on top. So tiles are as large as registers allow.
 //
@@ -110,70 +113,118 @@ struct Walk {  // over the stages, for as long as the block lives
     }
 };
 
+// What the blocks of a grid share out: parts of tiles of y, of which this block computes GROUPS tiles of rows.
+struct Work {
+    int blocks, tiles;  // of w: along k, and of rows
+    int parts;          // of k
+    Word mine;          // this block's number in its cluster
+    int token_tiles, row_tiles, count;
+
+    __device__ __forceinline__ Work(int m, int blocks, int tiles, int parts)
+        : blocks(blocks), tiles(tiles), parts(CLUSTER == 1 ? parts : 1), mine(block_of_cluster()),
+          token_tiles((m + TOKENS - 1) / TOKENS), row_tiles((tiles + GROUPS * CLUSTER - 1) / (GROUPS * CLUSTER)),
+          count(token_tiles * row_tiles * this->parts) {}
+
+    __device__ __forceinline__ Tile tile(int index) const { return tile_of(index / parts, row_tiles, token_tiles); }
+
+    // The first block of the index-th part, and the one behind its last.
+    __device__ __forceinline__ int from(int index) const { return blocks * (index % parts) / parts; }
+    __device__ __forceinline__ int to(int index) const { return blocks * (index % parts + 1) / parts; }
+
+    // The first of its tiles of rows: at the end they are taken from before, and computed twice.
+    __device__ __forceinline__ int first_row(const Tile& tile) const {
+        return min((tile.row * CLUSTER + static_cast<int>(mine)) * GROUPS, tiles - GROUPS);
+    }
+};
+
+// One thread brings every stage of the block's tiles, as places become empty.
+__device__ __forceinline__ void bring(const Work& work, const unsigned char* w, const unsigned char* x, Word stages,
+                                      Word full_at, Word empty_at, Walk& at) {
+    const Word weights = stages + STAGES * kTokenTile;
+    const Long w_stride = static_cast<Long>(work.tiles) * kTile;
+    const Long x_stride = static_cast<Long>(work.token_tiles) * kTokenTile;
+    for (int index = blockIdx.x / CLUSTER; index < work.count; index += gridDim.x / CLUSTER) {
+        const Tile tile = work.tile(index);
+        const int from = work.from(index), to = work.to(index);
+        const unsigned char* w_from = w + from * w_stride + static_cast<Long>(work.first_row(tile)) * kTile;
+        const unsigned char* x_from = x + from * x_stride + static_cast<Long>(tile.token) * kTokenTile + work.mine * kShare;
+        for (int block = from; block < to; ++block) {
+            barrier::wait(empty_at + 8 * at.stage, at.parity ^ 1);
+            const Word told = full_at + 8 * at.stage;
+            barrier::expect(told, kStage);
+            copy_bulk(weights + at.stage * GROUPS * kTile, w_from, GROUPS * kTile, told);
+            const Word place = stages + at.stage * kTokenTile + work.mine * kShare;
+            if (CLUSTER == 1) {
+                copy_bulk(place, x_from, kShare, told);
+            } else {
+                copy_to_all(place, x_from, kShare, told, (1 << CLUSTER) - 1);
+            }
+            w_from += w_stride;
+            x_from += x_stride;
+            at.next();
+        }
+    }
+}
+
+// Keeps a warp group's sums of one part for the group that comes last to this tile. Says whether this one is that, and then
+// gives it the sums of all parts. `kept` has room for those of every part, `arrivals` is 0 before the first.
+__device__ __forceinline__ bool add_parts(Sum (&sums)[TOKENS / 2], Sum* kept, int* arrivals, int part, int parts,
+                                          int group, int* last) {
+    constexpr int kSums = TOKENS / 2 * kGroup;
+    const int thread = threadIdx.x % kGroup;
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; ++i) kept[part * kSums + i * kGroup + thread] = sums[i];
+    sync_group(group);
+    if (thread == 0) *last = count_arrival(arrivals) == parts - 1;
+    sync_group(group);
+    if (!*last) return false;
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; ++i) sums[i] = __ldcg(kept + i * kGroup + thread);
+    for (int other = 1; other < parts; ++other)
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2; ++i) sums[i] += __ldcg(kept + other * kSums + i * kGroup + thread);
+    return true;
+}
+
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__((GROUPS + 1) * kGroup, 1)
     semisparse_slide24_sparse(const unsigned char* w, const unsigned char* x, const float* token_scales,
-                              const float* row_scales, const OUT* bias, OUT* y, int m, int n, int blocks, int tiles) {
+                              const float* row_scales, const OUT* bias, OUT* y, Sum* kept, int* arrivals, int m, int n,
+                              int blocks, int tiles, int parts) {
     extern __shared__ __align__(1024) unsigned char shared[];
     __shared__ __align__(8) Long full[STAGES], empty[STAGES];
     __shared__ __align__(16) float token_scales_of[GROUPS][TOKENS];  // each warp group keeps its own
+    __shared__ int last[GROUPS];
     const Word stages = shared_address(shared), full_at = shared_address(full), empty_at = shared_address(empty);
-    const Word weights = stages + STAGES * kTokenTile;
-    const Word mine = block_of_cluster();
-    const int token_tiles = (m + TOKENS - 1) / TOKENS;
-    const int row_tiles = (tiles + GROUPS * CLUSTER - 1) / (GROUPS * CLUSTER);
-    const int count = token_tiles * row_tiles;
+    const Work work(m, blocks, tiles, parts);
     const int group = threadIdx.x / kGroup;
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
-            make_barrier(full_at + 8 * i, 1);
-            make_barrier(empty_at + 8 * i, GROUPS * 4 * CLUSTER);
+            barrier::init(full_at + 8 * i, 1);
+            barrier::init(empty_at + 8 * i, GROUPS * 4 * CLUSTER);
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        barrier::publish();
     }
     sync_cluster();
 
     Walk at;
     if (group == GROUPS) {
         give_registers<kLeft>();
-        if (threadIdx.x == GROUPS * kGroup) {
-            const Long w_stride = static_cast<Long>(tiles) * kTile;
-            const Long x_stride = static_cast<Long>(token_tiles) * kTokenTile;
-            for (int index = blockIdx.x / CLUSTER; index < count; index += gridDim.x / CLUSTER) {
-                const Tile tile = tile_of(index, row_tiles, token_tiles);
-                const int row = min((tile.row * CLUSTER + static_cast<int>(mine)) * GROUPS, tiles - GROUPS);
-                const unsigned char* w_from = w + static_cast<Long>(row) * kTile;
-                const unsigned char* x_from = x + static_cast<Long>(tile.token) * kTokenTile + mine * kShare;
-                for (int block = 0; block < blocks; ++block) {
-                    wait(empty_at + 8 * at.stage, at.parity ^ 1);
-                    const Word barrier = full_at + 8 * at.stage;
-                    expect(barrier, kStage);
-                    copy(weights + at.stage * GROUPS * kTile, w_from, GROUPS * kTile, barrier);
-                    const Word to = stages + at.stage * kTokenTile + mine * kShare;
-                    if (CLUSTER == 1) {
-                        copy(to, x_from, kShare, barrier);
-                    } else {
-                        copy_to_all(to, x_from, kShare, barrier, (1 << CLUSTER) - 1);
-                    }
-                    w_from += w_stride;
-                    x_from += x_stride;
-                    at.next();
-                }
-            }
-        }
+        if (threadIdx.x == GROUPS * kGroup) bring(work, w, x, stages, full_at, empty_at, at);
     } else {
         take_registers<kTaken>();
         const int thread = threadIdx.x % kGroup, lane = threadIdx.x % 32;
         Sum sums[TOKENS / 2];
-        for (int index = blockIdx.x / CLUSTER; index < count; index += gridDim.x / CLUSTER) {
-            const Tile tile = tile_of(index, row_tiles, token_tiles);
-            const int row = min((tile.row * CLUSTER + static_cast<int>(mine)) * GROUPS, tiles - GROUPS) + group;
+        for (int index = blockIdx.x / CLUSTER; index < work.count; index += gridDim.x / CLUSTER) {
+            const Tile tile = work.tile(index);
+            const int row = work.first_row(tile) + group;
             for (int i = thread; i < TOKENS; i += kGroup) {
                 const int token = tile.token * TOKENS + i;
                 token_scales_of[group][i] = token_scales && token < m ? token_scales[token] : 1.0f;
             }
-            for (int block = 0; block < blocks; ++block) {
-                wait(full_at + 8 * at.stage, at.parity);
+            const int from = work.from(index), to = work.to(index);
+            for (int block = from; block < to; ++block) {
+                barrier::wait(full_at + 8 * at.stage, at.parity);
                 const int offset = STAGES * kTokenTile + (at.stage * GROUPS + group) * kTile;
                 const Word* positions = reinterpret_cast<const Word*>(shared + offset + kValues) + thread;
                 const Word first = positions[0], second = kSelectors == 1 ? positions[kGroup] : first;
@@ -181,15 +232,22 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__((GR
                 const Long x_at = describe(stages + at.stage * kTokenTile, 16, 1024, 1);
                 __syncwarp();
                 begin_products();
-                multiply<0>(sums, w_at, x_at, first, block != 0);
+                multiply<0>(sums, w_at, x_at, first, block != from);
                 multiply<kSelectors - 1>(sums, w_at + (2048 >> 4), x_at + (64 >> 4), second, 1);
                 commit_products();
                 // Not one more in flight: it would read its positions while the next are loaded into the same registers. The
                 // other warp groups keep the tensor cores busy meanwhile.
-                finish_products<0>();
+                wait_for_products<0>();
                 __syncwarp();  // every lane has read its positions
-                if (lane < CLUSTER) arrive_at(empty_at + 8 * at.stage, lane);
+                if (CLUSTER == 1 && lane == 0) barrier::arrive(empty_at + 8 * at.stage);
+                if (CLUSTER > 1 && lane < CLUSTER) arrive_at(empty_at + 8 * at.stage, lane);
                 at.next();
+            }
+            if (CLUSTER == 1 && work.parts > 1) {
+                const int number = index / work.parts * GROUPS + group;
+                Sum* of_tile = kept + static_cast<Long>(number) * work.parts * (TOKENS / 2 * kGroup);
+                if (!add_parts(sums, of_tile, arrivals + number, index % work.parts, work.parts, group, last + group))
+                    continue;
             }
             sync_group(group);  // the scales are there
             finish(sums, token_scales_of[group], row_scales, bias, y, row * kRows, tile.token * TOKENS, m, n);

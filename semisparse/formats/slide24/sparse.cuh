@@ -1,35 +1,29 @@
-// What Hopper's asynchronous units are told: barriers in shared memory, bulk copies, wgmma on 2:4 operands.
+// What clusters of blocks, and products with 2:4 weights, take of Hopper beside the shared primitives.
 
 #pragma once
 
-using Word = unsigned;
+#include "copies.cuh"
+#include "warpgroups.cuh"
+
 using Long = unsigned long long;
 
 #define TEXT_OF(x) #x
 #define TEXT(x) TEXT_OF(x)
 
-__device__ __forceinline__ Word shared_address(const void* place) {
-    return static_cast<Word>(__cvta_generic_to_shared(place));
-}
+namespace barrier {
 
-__device__ __forceinline__ void make_barrier(Word barrier, Word arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-__device__ __forceinline__ void expect(Word barrier, Word bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void wait(Word barrier, Word parity) {
+__device__ __forceinline__ void wait(Word at, Word parity) {
     Word done;
     do {
         asm volatile(
             "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
             : "=r"(done)
-            : "r"(barrier), "r"(parity)
+            : "r"(at), "r"(parity)
             : "memory");
     } while (!done);
 }
+
+}  // namespace barrier
 
 // Arrives at the same barrier of another block of the cluster. What is handed back was only read, so no fence is asked for:
 // `.release.cluster` costs a fence of the whole GPU, some 1,200 cycles each time.
@@ -38,13 +32,6 @@ __device__ __forceinline__ void arrive_at(Word barrier, Word block) {
         "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
         "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
         "r"(block)
-        : "memory");
-}
-
-__device__ __forceinline__ void copy(Word to, const void* from, Word bytes, Word barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
-        "r"(bytes), "r"(barrier)
         : "memory");
 }
 
@@ -67,25 +54,14 @@ __device__ __forceinline__ void sync_cluster() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-template <int REGISTERS>
-__device__ __forceinline__ void take_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-}
-
-template <int REGISTERS>
-__device__ __forceinline__ void give_registers() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-}
-
-__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-template <int LEFT>
-__device__ __forceinline__ void finish_products() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
-}
-
 __device__ __forceinline__ void sync_group(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
+
+// Says how many came here before. What the calling thread's block has written, and what those before wrote, can be read then.
+__device__ __forceinline__ int count_arrival(int* arrivals) {
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(arrivals) : "memory");
+    return before;
+}
 
 // Where a matrix lies in shared memory: rows of 16 bytes in groups of eight (`leading` from one group of columns to the
 // next, `stride` from eight rows to the next), or, swizzled, rows of 128 bytes.

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from semisparse.formats.slide24.layout import TOKEN_BYTES, lifted_columns
+from semisparse.formats.slide24.layout import lifted_columns
 from semisparse.quant.symmetric import LARGEST
 from semisparse.quant.triton_symmetric import EIGHT_BITS, round_to_bits, row_scale
 
@@ -35,17 +35,9 @@ def _halves(word, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _places(token, word, count, tokens, TILED: tl.constexpr):
-    """Say where a token's lifted words of four bytes go: in a row of its own, or in tiles (`tiles.py`)."""
-    if TILED:
-        return (word // 32 * tokens + token) * 32 + ((word // 4 % 8) ^ (token % 8)) * 4 + word % 4
-    return token * count + word
-
-
-@triton.jit
 def semisparse_quantise_and_lift(
-    x, words, lifted, scales, columns, count, tokens, largest,
-    WINDOWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr, TILED: tl.constexpr,
+    x, words, lifted, scales, columns, count, largest,
+    WINDOWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Round and lift one token: four bytes, a window, at a time."""
     token = tl.program_id(0)
@@ -60,14 +52,11 @@ def semisparse_quantise_and_lift(
         c, d = _halves(tl.load(row + word + 1, mask=2 * word + 2 < columns, other=0), x.dtype.element_ty)
         low = (round_to_bits(a, inverse, DTYPE) & 255) | (round_to_bits(b, inverse, DTYPE) & 255) << 8
         high = (round_to_bits(c, inverse, DTYPE) & 255) << 16 | round_to_bits(d, inverse, DTYPE) << 24
-        places = _places(token.to(tl.int64), window, count, tokens, TILED)
-        tl.store(lifted + places, low | high, mask=window < count)
+        tl.store(lifted + token.to(tl.int64) * count + window, low | high, mask=window < count)
 
 
 @triton.jit
-def semisparse_lift(
-    words, lifted, half, count, tokens, WINDOWS: tl.constexpr, BLOCK: tl.constexpr, TILED: tl.constexpr
-):  # fmt: skip
+def semisparse_lift(words, lifted, half, count, WINDOWS: tl.constexpr, BLOCK: tl.constexpr):
     """Lift one token: two columns, half a window, at a time."""
     token = tl.program_id(0)
     row = words + token.to(tl.int64) * half
@@ -75,13 +64,11 @@ def semisparse_lift(
         place = first + tl.arange(0, BLOCK)
         window = place // 2
         word = window + window // WINDOWS + place % 2
-        places = _places(token.to(tl.int64), place, count, tokens, TILED)
+        places = token.to(tl.int64) * count + place
         tl.store(lifted + places, tl.load(row + word, mask=word < half, other=0), mask=place < count)
 
 
-def quantise_and_lift(
-    x: Tensor, dtype: torch.dtype, window: int, tokens: int | None = None, tiled: bool = False
-) -> tuple[Tensor, Tensor]:
+def quantise_and_lift(x: Tensor, dtype: torch.dtype, window: int, tokens: int | None = None) -> tuple[Tensor, Tensor]:
     """Round each token at its own scale and lift it (algorithm 1), as `lift.quantise_and_lift` does.
 
     Args:
@@ -89,54 +76,43 @@ def quantise_and_lift(
         dtype: torch.int8 or torch.float8_e4m3fn.
         window: columns of a group, 2N.
         tokens: rows of the result, at least M; those past M are not written.
-        tiled: whether the result lies in tiles, as `tiles.py` says.
     Returns:
-        [tokens, K'] of ``dtype``, or in tiles [blocks, tokens, 128]; and scales [M] float32.
+        [tokens, K'] of ``dtype``, and scales [M] float32.
     """
     x, words = _in_words(x)
     m, columns = x.shape
-    lifted = _room(x, dtype, window, tokens or m, tiled)
+    lifted = torch.empty((tokens or m, lifted_columns(columns, window)), dtype=dtype, device=x.device)
     scales = torch.empty(m, dtype=torch.float32, device=x.device)
-    count = lifted.numel() // (tokens or m) // 4
+    count = lifted.shape[1] // 4
     semisparse_quantise_and_lift[(m,)](
-        x, words, lifted.view(torch.int32), scales, columns, count, tokens or m, LARGEST[dtype],
+        x, words, lifted.view(torch.int32), scales, columns, count, LARGEST[dtype],
         WINDOWS=window // 2 - 1, COLUMNS=min(COLUMNS_AT_ONCE, triton.next_power_of_2(columns)),
         BLOCK=min(WINDOWS_AT_ONCE, triton.next_power_of_2(count)),
-        DTYPE=EIGHT_BITS[dtype], TILED=tiled, enable_fp_fusion=False,
+        DTYPE=EIGHT_BITS[dtype], enable_fp_fusion=False,
         num_warps=WARPS,
     )  # fmt: skip
     return lifted, scales
 
 
-def lift(x: Tensor, window: int, tokens: int | None = None, tiled: bool = False) -> Tensor:
+def lift(x: Tensor, window: int, tokens: int | None = None) -> Tensor:
     """Repeat columns as the windows overlap (equation 4), as `lift.lift` does.
 
     Args:
         x: [M, K], float16 or bfloat16, on a GPU.
         window: columns of a group, 2N.
         tokens: rows of the result, at least M; those past M are not written.
-        tiled: whether the result lies in tiles, as `tiles.py` says.
     Returns:
-        [tokens, K'] in x's dtype, or in tiles [blocks, tokens, 64].
+        [tokens, K'] in x's dtype.
     """
     x, words = _in_words(x)
     m, columns = x.shape
-    lifted = _room(x, x.dtype, window, tokens or m, tiled)
-    count = lifted.numel() // (tokens or m) // 2
+    lifted = torch.empty((tokens or m, lifted_columns(columns, window)), dtype=x.dtype, device=x.device)
+    count = lifted.shape[1] // 2
     block = min(WORDS_AT_ONCE, triton.next_power_of_2(count))
     semisparse_lift[(m,)](
-        words, lifted.view(words.dtype), columns // 2, count, tokens or m,
-        WINDOWS=window // 2 - 1, BLOCK=block, TILED=tiled,
+        words, lifted.view(words.dtype), columns // 2, count, WINDOWS=window // 2 - 1, BLOCK=block
     )  # fmt: skip
     return lifted
-
-
-def _room(x: Tensor, dtype: torch.dtype, window: int, tokens: int, tiled: bool) -> Tensor:
-    columns = lifted_columns(x.shape[1], window)
-    if not tiled:
-        return torch.empty((tokens, columns), dtype=dtype, device=x.device)
-    across = TOKEN_BYTES // dtype.itemsize
-    return torch.empty((-(-columns // across), tokens, across), dtype=dtype, device=x.device)
 
 
 def _in_words(x: Tensor) -> tuple[Tensor, Tensor]:

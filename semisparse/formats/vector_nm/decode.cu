@@ -8,7 +8,8 @@
 // Compiled for SCALAR (half or bfloat16, of x, w, bias and y), KEEP, WINDOW, LENGTH (a multiple of 8), TOKENS (1, 2, 4 or 8),
 // WARPS and AHEAD.
 
-#include "primitives.cuh"
+#include "copies.cuh"
+#include "scalars.cuh"
 
 constexpr int kWarp = 32;
 constexpr int kThreads = WARPS * kWarp;

@@ -61,19 +61,26 @@ def check_content(packed: Packed) -> None:
     vectors = vectors_of(packed.pattern)
     n, k = packed.shape
     values, positions = packed.tensors["values"], packed.tensors["positions"]
-    _refuse_first(positions.int() >= vectors.window, "positions", f"not below the window's {vectors.window} vectors")
-    steps = positions.int().unflatten(1, (-1, vectors.keep)).diff(dim=-1)
-    _refuse_first(F.pad(steps, (1, 0), value=1).flatten(1) <= 0, "positions", "not above the one before it")
-    dead = (columns_of(packed) >= k)[..., None] & (values != 0)
-    _refuse_first(dead, "values", f"a weight past column K = {k} is not zero")
+    if positions.max() >= vectors.window:
+        outside = positions > vectors.window - 1  # a uint8, which 256 is not
+        _refuse_first(outside, "positions", f"not below the window's {vectors.window} vectors")
+    same_window = torch.arange(1, positions.shape[1], device=positions.device) % vectors.keep != 0
+    backwards = (positions[:, 1:] <= positions[:, :-1]) & same_window
+    _refuse_first(backwards, "positions", "not above the one before it", (0, 1))
+    # Only the last window reaches past K, only the last group past N: of the other values none is read.
+    last = values.shape[1] - vectors.keep
+    dead = (columns_of(packed)[:, last:] >= k)[..., None] & (values[:, last:] != 0)
+    _refuse_first(dead, "values", f"a weight past column K = {k} is not zero", (0, last, 0))
     rows = values.shape[2] - (-n % values.shape[2])
-    _refuse_first(values[-1:, :, rows:] != 0, "values", f"a weight past row N = {n} of the last group is not zero")
+    past_n = values[-1:, :, rows:] != 0
+    _refuse_first(past_n, "values", f"a weight past row N = {n} is not zero", (len(values) - 1, 0, rows))
 
 
-def _refuse_first(bad: Tensor, tensor: str, what: str) -> None:
-    found = bad.nonzero()
-    if len(found):
-        raise FormatError(f"tensor {tensor}, at {found[0].tolist()}: {what}")
+def _refuse_first(bad: Tensor, tensor: str, what: str, start: tuple[int, ...] = (0, 0)) -> None:
+    """Raise `FormatError` for the first place of ``tensor`` that is ``bad``, which begins at ``start``."""
+    if bad.count_nonzero():  # five times as fast as `any` on a CPU
+        place = [first + at for first, at in zip(start, bad.nonzero()[0].tolist(), strict=True)]
+        raise FormatError(f"tensor {tensor}, at {place}: {what}")
 
 
 def _lowest_dead(stored: Tensor, keep: int) -> Tensor:

@@ -16,15 +16,8 @@
 //
 // Compiled for BYTES (2 or 4, of an element of x): 2 is for tensor.cu.
 
-#include "primitives.cuh"
+#include "element.cuh"
 
-#if BYTES == 2
-using Element = unsigned short;
-#else
-using Element = unsigned int;
-#endif
-
-constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 constexpr int kTile = 64;  // tokens and columns
 constexpr int kPitch = kTile + 1;

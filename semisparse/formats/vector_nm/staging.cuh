@@ -9,7 +9,8 @@
 
 #pragma once
 
-#include "primitives.cuh"
+#include "copies.cuh"
+#include "scalars.cuh"
 
 constexpr int kWarp = 32;
 constexpr int kUnit = 16 / sizeof(SCALAR);                 // elements in a copy
@@ -78,7 +79,8 @@ struct ColumnStager {
         for (int turn = 0; turn < kColumnTurns; ++turn) {
             if (PACKED) column = tokens + static_cast<long long>(ahead[turn]) * bytes;
             // Past the list's end nothing is read: a branch would cost more than the copy of zeros.
-            if (is_mine(turn)) copy_async(to + turn * kColumnsAtOnce * kColumnPitch, column, !PACKED || ahead[turn] >= 0);
+            const int wanted = !PACKED || ahead[turn] >= 0 ? 16 : 0;
+            if (is_mine(turn)) copy_async(shared_address(to + turn * kColumnsAtOnce * kColumnPitch), column, wanted);
             if (!PACKED) column += kColumnsAtOnce * static_cast<long long>(bytes);
         }
         if (!PACKED) tokens += COLUMNS * static_cast<long long>(bytes);

@@ -12,6 +12,7 @@
 //
 // Compiled for PER_WARP (mma tiles of tokens in a warp, a multiple of 4), TOKENS, ROWS, THREADS and the macros of staging.cuh.
 
+#include "mma.cuh"
 #include "staging.cuh"
 
 constexpr int kStep = 16;   // slots of an mma

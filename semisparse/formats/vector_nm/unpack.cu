@@ -5,15 +5,8 @@
 //
 // Compiled for BYTES (2 or 4, of a weight), KEEP, WINDOW and LENGTH.
 
-#include "primitives.cuh"
+#include "element.cuh"
 
-#if BYTES == 2
-using Element = unsigned short;
-#else
-using Element = unsigned int;
-#endif
-
-constexpr int kThreads = 256;
 constexpr int kRows = 32;
 constexpr int kSlice = LENGTH < kRows ? LENGTH : kRows;        // rows of a group in a tile
 constexpr int kSlices = (LENGTH + kSlice - 1) / kSlice;        // tiles along a group
@@ -22,8 +15,13 @@ constexpr int kWindows = WINDOW < 128 ? 128 / WINDOW : 1;      // of a tile
 constexpr int kColumns = kWindows * WINDOW;
 constexpr int kSlots = kWindows * KEEP;
 constexpr int kOfWord = 4 / BYTES;
+constexpr int kOfLoad = LENGTH % (16 / BYTES) == 0 ? 16 / BYTES : 1;  // rows of a vector that a thread loads at a time
 constexpr int kWords = (kColumns + kOfWord - 1) / kOfWord | 1;  // of a row; odd, so that a vector meets in no bank
 constexpr int kPitch = kWords * kOfWord;
+
+struct alignas(kOfLoad * BYTES) Loaded {
+    Element rows[kOfLoad];
+};
 
 struct Tile {
     int first_group, first_row;  // the row inside its group
@@ -63,15 +61,17 @@ extern "C" __global__ void __launch_bounds__(kThreads) semisparse_vector_nm_unpa
     for (int i = threadIdx.x; i < kGroups * kSlice * kWords; i += kThreads) words[i] = 0;
     __syncthreads();
 #pragma unroll 8
-    for (int i = threadIdx.x; i < kGroups * kSlots * kSlice; i += kThreads) {
-        const int group = i / (kSlots * kSlice);
-        const int slot = i / kSlice % kSlots;
-        const int row = i % kSlice;
+    for (int i = threadIdx.x; i < kGroups * kSlots * (kSlice / kOfLoad); i += kThreads) {
+        const int row = i % (kSlice / kOfLoad) * kOfLoad;
+        const int slot = i / (kSlice / kOfLoad) % kSlots;
+        const int group = i / (kSlice / kOfLoad * kSlots);
         const int at = blockIdx.x * kSlots + slot;
         if (tile.first_group + group >= groups || at >= total || tile.first_row + row >= LENGTH) continue;
         const long long found = static_cast<long long>(tile.first_group + group) * total + at;
-        const int column = slot / KEEP * WINDOW + positions[found];
-        elements[(group * kSlice + row) * kPitch + column] = values[found * LENGTH + tile.first_row + row];
+        const Loaded loaded = *reinterpret_cast<const Loaded*>(values + found * LENGTH + tile.first_row + row);
+        Element* place = elements + (group * kSlice + row) * kPitch + slot / KEEP * WINDOW + positions[found];
+#pragma unroll
+        for (int j = 0; j < kOfLoad; ++j) place[j * kPitch] = loaded.rows[j];
     }
     __syncthreads();
     if (kColumns % kOfWord == 0 && k % kOfWord == 0) {

@@ -66,7 +66,9 @@ struct ValueStager {
         copy_values(to.values());
 #pragma unroll
         for (int i = 0; i < kGroups * SLOTS; i += 4 * THREADS) {
-            if (i + threadIdx.x * 4 < kGroups * SLOTS) copy_async(to.offsets() + i + threadIdx.x * 4, offsets + i, true);
+            if (i + threadIdx.x * 4 < kGroups * SLOTS) {
+                copy_async(shared_address(to.offsets() + i + threadIdx.x * 4), offsets + i);
+            }
         }
         offsets += kGroups * SLOTS;
         values += SLOTS * LENGTH;
@@ -79,7 +81,7 @@ struct ValueStager {
             for (int turn = 0; turn < kValueTurns; ++turn) {
                 if (kValueUnits % THREADS && threadIdx.x + turn * THREADS >= kValueUnits) continue;
                 const int place = kEven ? places[0] + ValueUnit(turn * THREADS).place() : places[kEven ? 0 : turn];
-                copy_async(to + place, values + sources[turn], true);
+                copy_async(shared_address(to + place), values + sources[turn]);
             }
             return;
         }
@@ -89,7 +91,7 @@ struct ValueStager {
             const ValueUnit mine(i);
             const bool wanted = mine.slot < left;
             const SCALAR* source = values + (group(mine) * from.total + (wanted ? mine.slot : 0)) * LENGTH + mine.element;
-            copy_async(to + mine.place(), source, wanted);
+            copy_async(shared_address(to + mine.place()), source, wanted ? 16 : 0);
         }
     }
 };

@@ -1,4 +1,4 @@
-"""CUDA kernels on a CPU: their own sources, compiled with the primitives.cuh beside this file instead of theirs."""
+"""CUDA kernels on a CPU: their own sources, compiled with the headers beside this file instead of their namesakes."""
 
 import ctypes
 import hashlib
@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-PRIMITIVES = Path(__file__).with_name("primitives.cuh")
+from semisparse.runtime.nvrtc import HEADERS
+
+STAND_INS = Path(__file__).parent
 
 COMPILER = shutil.which("g++")
 
@@ -48,15 +50,17 @@ class EmulatedKernel:
 @cache
 def _library(path: Path, defines: tuple, name: str) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
-        for source in (*path.parent.glob("*.cuh"), path, PRIMITIVES):
-            text = source.read_text().replace(
-                "extern __shared__ uint4 shared[];", "uint4* shared = reinterpret_cast<uint4*>(machine_shared);"
-            )
-            (Path(folder) / source.name).write_text(text)
+        for place in (HEADERS, path.parent, STAND_INS):  # the last written stays
+            for source in (*place.glob("*.cuh"), *place.glob("*.h"), path):
+                text = source.read_text().replace(
+                    "extern __shared__ uint4 shared[];", "uint4* shared = reinterpret_cast<uint4*>(machine_shared);"
+                )
+                (Path(folder) / source.name).write_text(text)
         whole = Path(folder) / "emulated.cpp"
         whole.write_text(f'#include "{path.name}"\nLAUNCHER({name})\n')
         library = Path(folder) / f"{hashlib.sha256(repr((path, defines)).encode()).hexdigest()[:16]}.so"
         macros = [f"-D{key}={value}" for key, value in defines]
-        command = [COMPILER, "-std=c++17", "-O1", "-shared", "-fPIC", "-w", *macros, str(whole), "-o", str(library)]
+        flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-I", folder, "-include", "machine.cuh"]
+        command = [COMPILER, *flags, *macros, str(whole), "-o", str(library)]
         subprocess.run(command, check=True)
         return ctypes.CDLL(str(library))

@@ -1,4 +1,4 @@
-"""The Python entry points over every architecture and on real models."""
+"""Compressing, saving and loading models of every architecture, and real ones."""
 
 import copy
 import json
@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import semisparse
-from semisparse.api import load_tokenizer, read_recipe, recipes
-from semisparse.errors import InputError, RecipeError
+from semisparse.api import load_tokenizer
+from semisparse.errors import InputError
 from semisparse.integrations.transformers import sparse_layers
 from semisparse.patterns import parse_pattern
 from tests.compress.search.small import sharp
@@ -91,35 +91,7 @@ def test_nothing_pruned_is_nothing_lost(tmp_path: Path):
         assert torch.equal(layer.weight, dense.get_submodule(name).weight)
 
 
-def test_pack_and_linear_agree_with_torch():
-    torch.manual_seed(0)
-    weight = torch.randn(20, 100)
-    weight *= parse_pattern("32:64").mask(weight.abs())
-    x, bias = torch.randn(3, 100), torch.randn(20)
-    packed = semisparse.pack(weight, format="auto", pattern="32:64")
-    # 100 products below 4 * 4 each: float32 sums in two orders differ by less than 100 * 16 * 2^-24.
-    expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double()).float()
-    torch.testing.assert_close(semisparse.linear(x, packed, bias), expected, rtol=0, atol=100 * 16 * 2**-24)
-
-
-def test_auto_takes_the_lossless_format_with_the_fewest_bytes():
-    weight = torch.ones(64, 256)
-    assert semisparse.pack(weight, format="auto", pattern="0%").format == "dense"
-    weight[:, 32:] = 0
-    packed = semisparse.pack(weight, format="auto", pattern="80%")
-    assert packed.format != "dense"
-    assert packed.nbytes <= weight.numel() * 4 * (0.125 + 1 / 32) + 8 * 65  # no more than a bit mask and the values
-
-
-def test_every_built_in_recipe_reads():
-    assert "rheosparse" in recipes()
-    for name in recipes():
-        assert read_recipe(name).to_dict()["pattern"]
-
-
-def test_recipe_and_format_must_fit():
-    with pytest.raises(RecipeError, match="unknown recipe"):
-        read_recipe("nonsense")
+def test_calibration_text_needs_a_tokenizer():
     with pytest.raises(InputError, match="needs the model's tokenizer"):
         semisparse.compress(random_model("llama"), calibration=DOCUMENTS)
 

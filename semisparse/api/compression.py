@@ -1,0 +1,184 @@
+"""Compressing a model: a recipe run on it, its layers packed, the result written and reported."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from semisparse import checkpoint
+from semisparse.api.job import finished_before, unfinished_work, write_model
+from semisparse.api.packing import pack_for_disk
+from semisparse.api.recipe import can_store, pack_options, read_recipe
+from semisparse.api.sequences import Text, sequence_length
+from semisparse.compress import (
+    Journal,
+    LayerReport,
+    Progress,
+    Recipe,
+    Trained,
+    calibration_batches,
+    compress_blocks,
+    fingerprint,
+)
+from semisparse.compress.search import Found, search_patterns
+from semisparse.errors import InputError
+from semisparse.integrations.loading import load_dense, load_tokenizer, pick_device
+from semisparse.integrations.transformers import mark_compressed
+from semisparse.nn import replace_linear, weight_of
+
+
+@dataclass(frozen=True)
+class CompressionReport:
+    """What a compression did.
+
+    Args:
+        layers: one mapping a compressed layer: name, pattern, format, density, bits_per_weight, error, outcome.
+        bytes_before: bytes of these layers' dense weights.
+        bytes_after: bytes of their packed tensors.
+        seconds: wall time of this run.
+        search: what the search over the layers found, None without one: ``uniform_kl`` and ``kl`` (nats a token, on
+            its tokens), ``evaluations`` and ``tokens``.
+        tuning: one mapping a tuning of this run: stage, held-out loss before and after, steps, failure, seconds and
+            peak_bytes (of GPU memory).
+    """
+
+    layers: list[dict[str, Any]]
+    bytes_before: int
+    bytes_after: int
+    seconds: float
+    search: dict[str, Any] | None
+    tuning: list[dict[str, Any]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give the report as plain JSON values."""
+        return asdict(self)
+
+
+def compress(
+    model: str | Path | PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    recipe: str | Path | Recipe = "rheosparse",
+    calibration: Text | None = None,
+    out: str | Path | None = None,
+    *,
+    settings: Sequence[str] = (),
+    samples: int | None = None,
+    seqlen: int | None = None,
+    device: str = "auto",
+    seed: int = 0,
+    resume: bool = False,
+    progress: Progress = lambda stage, done, total: None,
+) -> CompressionReport:
+    """Run a recipe on a model.
+
+    Args:
+        model: a model directory, or a model, whose layers are replaced in place.
+        tokenizer: the model's; read from the directory if None.
+        recipe: a built-in recipe's name, a YAML file or a `Recipe`.
+        calibration: a text file or documents.
+        out: the directory to write; it is whole or absent. Unfinished work lies in ``<out>.partial``.
+        settings: changes to the recipe, ``key=value`` each.
+        samples: calibration sequences; by default as many as hold 262,144 tokens.
+        seqlen: tokens in one; by default the model's context, 2048 at most.
+        device: where the arithmetic runs, a block at a time: ``auto``, ``cpu`` or ``cuda``.
+        seed: of everything drawn at random.
+        resume: go on with unfinished work; start anew if there is none.
+        progress: told of every step.
+    Raises:
+        InputError: the model, the recipe, the text or ``out`` cannot be used.
+        SemisparseError: writing failed.
+    """
+    start = time.perf_counter()
+    plan = read_recipe(recipe, settings)
+    place = pick_device(device)
+    if isinstance(model, PreTrainedModel):
+        dense, source = model, None
+    else:
+        source = Path(model)
+        dense, tokenizer = load_dense(source), tokenizer or load_tokenizer(source)
+    batches = []
+    if calibration is not None:
+        if tokenizer is None:
+            raise InputError("calibration text needs the model's tokenizer")
+        length = sequence_length(dense, seqlen)
+        batches = calibration_batches(tokenizer, calibration, samples=samples, seqlen=length, seed=seed)
+    tuning: list[dict[str, Any]] = []
+    run = partial(_run_recipe, dense, batches, plan, tuning, seed=seed, device=place, progress=progress)
+    if out is None:
+        block = run(journal=None)
+        mark_compressed(dense, block)
+        return _report(block, time.perf_counter() - start, tuning)
+
+    out = Path(out).absolute()
+    identity = fingerprint(dense, batches, plan, seed=seed, device=place)
+    finished = finished_before(out, identity) if resume else None
+    if finished is not None:
+        return _report(finished, time.perf_counter() - start, tuning)
+    checkpoint.refuse_existing(out)
+    with unfinished_work(out, resume) as job:
+        block = run(journal=Journal(job, identity)) | {"origin": identity}
+        mark_compressed(dense, block)
+        write_model(dense, tokenizer, source, out, job)
+        shutil.rmtree(job)
+    return _report(block, time.perf_counter() - start, tuning)
+
+
+def _run_recipe(
+    model: PreTrainedModel,
+    batches: Sequence[Tensor],
+    plan: Recipe,
+    tuning: list[dict[str, Any]],
+    *,
+    seed: int,
+    device: torch.device,
+    progress: Progress,
+    journal: Journal | None,
+) -> dict[str, Any]:
+    """Replace the layers by compressed ones, note each tuning, and give the config block that describes them."""
+
+    def trained(stage: str, found: Trained) -> None:
+        tuning.append({"stage": stage, **asdict(found)})
+
+    run: dict[str, Any] = {"device": device, "progress": progress, "journal": journal}
+    found = None
+    if plan.search != "none":
+        found = search_patterns(model, batches, plan, seed=seed, accepts=partial(can_store, plan), **run)
+    patterns = found.patterns if found else None
+    reports = compress_blocks(model, batches, plan, seed=seed, patterns=patterns, trained=trained, **run)
+    return _pack_layers(model, plan, reports, found)
+
+
+def _pack_layers(
+    model: PreTrainedModel, plan: Recipe, reports: Sequence[LayerReport], found: Found | None
+) -> dict[str, Any]:
+    """Replace every compressed layer by a packed one, and give the config block that describes them."""
+    layers = {}
+    for report in reports:
+        weight = weight_of(model.get_submodule(report.name))
+        options = pack_options(plan) | ({"scales": report.scales.to(weight.device)} if report.scales else {})
+        packed = pack_for_disk(weight, plan.format, report.pattern, **options)
+        replace_linear(model, report.name, packed)
+        measured = {"density": report.density, "error": report.error, "outcome": report.outcome}
+        layers[report.name] = checkpoint.describe(packed) | measured
+    settings = {"quant_method": checkpoint.METHOD, "version": checkpoint.VERSION, "recipe": plan.to_dict()}
+    return settings | {"layers": layers, "search": found.measured() if found else None}
+
+
+def _report(block: Mapping[str, Any], seconds: float, tuning: list[dict[str, Any]]) -> CompressionReport:
+    rows, before, after = [], 0, 0
+    for name, packed in checkpoint.read_block(block).items():
+        entry = block["layers"][name]
+        shown = {key: entry[key] for key in ("pattern", "format", "density", "error", "outcome")}
+        rows.append({"name": name, **shown, "bits_per_weight": packed.bits_per_weight})
+        before += packed.shape[0] * packed.shape[1] * packed.dtype.itemsize
+        after += packed.nbytes
+    return CompressionReport(rows, before, after, seconds, block.get("search"), tuning)

@@ -1,0 +1,59 @@
+"""Recipes by name or from a file, checked against the format that they end in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from semisparse.compress import Recipe, read_yaml
+from semisparse.errors import RecipeError
+from semisparse.formats import registry
+from semisparse.formats.base import get_format
+from semisparse.patterns import Pattern, parse_pattern
+
+
+def recipes() -> dict[str, Mapping[str, Any]]:
+    """Give the built-in recipes, which the formats declare, by name."""
+    return {name: settings for form in registry().values() for name, settings in form.recipes.items()}
+
+
+def read_recipe(recipe: str | Path | Recipe, settings: Sequence[str] = ()) -> Recipe:
+    """Read a recipe by name or from a YAML file, and vary it.
+
+    Args:
+        recipe: a built-in recipe's name or a YAML file.
+        settings: ``key=value`` each.
+    Raises:
+        RecipeError: unknown name, key or value; lists the known ones.
+    """
+    if isinstance(recipe, Recipe):
+        found = recipe
+    elif str(recipe) in recipes():
+        found = Recipe.read(recipes()[str(recipe)])
+    elif Path(recipe).suffix in (".yaml", ".yml") or Path(recipe).is_file():
+        found = read_yaml(recipe)
+    else:
+        raise RecipeError(f"unknown recipe {str(recipe)!r}; known: {', '.join(sorted(recipes()))}, or a YAML file")
+    found = found.with_settings(settings)
+    if found.format != "auto":
+        reason = get_format(found.format).accepts(parse_pattern(found.pattern))
+        if reason:
+            raise RecipeError(f"format {found.format} cannot store pattern {found.pattern}: {reason}")
+    rounding = pack_options(found)
+    able = [form.name for form in registry().values() if rounding in form.variants]
+    if found.format not in able and (rounding or found.format != "auto"):
+        raise RecipeError(
+            f"format {found.format} does not store quant={found.quant}; set another one, or format={' or '.join(able)}"
+        )
+    return found
+
+
+def pack_options(plan: Recipe) -> dict[str, str]:
+    """Give the options that a recipe's format packs with."""
+    return {} if plan.quant == "none" else {"kind": plan.quant}
+
+
+def can_store(plan: Recipe, pattern: Pattern) -> bool:
+    """Say whether a recipe's format stores a pattern."""
+    return plan.format == "auto" or get_format(plan.format).accepts(pattern) is None

@@ -1,0 +1,22 @@
+"""Recipes by name."""
+
+import pytest
+
+from semisparse.api import read_recipe, recipes
+from semisparse.errors import RecipeError
+
+
+def test_every_built_in_recipe_reads():
+    assert "rheosparse" in recipes()
+    for name in recipes():
+        assert read_recipe(name).to_dict()["pattern"]
+
+
+def test_an_unknown_recipe_is_refused():
+    with pytest.raises(RecipeError, match="unknown recipe"):
+        read_recipe("nonsense")
+
+
+def test_a_format_that_cannot_store_the_pattern_is_refused():
+    with pytest.raises(RecipeError, match="format slide24 cannot store pattern 70%"):
+        read_recipe("slidesparse", ["pattern=70%"])

@@ -1,0 +1,51 @@
+"""lift.cu on a CPU: every column where tiles want it, for rows of any length. A GPU alone rounds to fp8 as it does."""
+
+import pytest
+import torch
+
+from semisparse.formats.slide24 import cuda_lift
+from semisparse.formats.slide24.lift import lift, quantise_and_lift
+from tests.formats import emulated
+from tests.formats.lifted_tiles import rows_in
+
+pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="no g++ to compile the emulation")
+
+
+@pytest.fixture(autouse=True)
+def emulated_kernels(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cuda_lift, "compile_cubin", emulated.compile_emulated)
+    monkeypatch.setattr(cuda_lift, "CudaKernel", emulated.EmulatedKernel)
+    cuda_lift._kernel.cache_clear()
+    yield
+    cuda_lift._kernel.cache_clear()
+
+
+@pytest.mark.parametrize("window", [4, 6, 8, 34])
+@pytest.mark.parametrize(("of_x", "dtype"), [(torch.float16, None), (torch.bfloat16, torch.int8)])
+def test_lifted_tiles_hold_the_lifted_rows(of_x, dtype, window):
+    for m, k in ((1, 1), (3, 173), (9, 130), (1, 700)):
+        x = torch.randn(m, k, generator=torch.Generator().manual_seed(k)).to(of_x)
+        x[m // 2] *= m == 1
+        counters = torch.full((3,), 7, dtype=torch.int32)
+        for emulated.adverse[0] in (False, True):
+            found, scales = cuda_lift.lift(x, dtype, window, m + 7, counters)
+            expected, expected_scales = (
+                (lift(x, window), None) if dtype is None else quantise_and_lift(x, dtype, window)
+            )
+            rows = rows_in(found, m)
+            assert torch.equal(rows[:, : expected.shape[1]], expected)
+            assert not rows[:, expected.shape[1] :].any()
+            assert scales is None or torch.equal(scales, expected_scales)
+            assert not counters.any()
+
+
+def test_a_row_longer_than_registers_hold_is_read_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cuda_lift, "FEW_TOKENS", 0)
+    cuda_lift.row_of.cache_clear()
+    x = torch.randn(2, 5000, generator=torch.Generator().manual_seed(1)).bfloat16()
+    assert cuda_lift.row_of(2, 5000, 8, 1).threads * cuda_lift.KEEP * cuda_lift.LOAD < 5000
+    found, scales = cuda_lift.lift(x, torch.int8, 8, 2)
+    cuda_lift.row_of.cache_clear()
+    expected, expected_scales = quantise_and_lift(x, torch.int8, 8)
+    assert torch.equal(rows_in(found, 2)[:, : expected.shape[1]], expected)
+    assert torch.equal(scales, expected_scales)
