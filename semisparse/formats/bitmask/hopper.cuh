@@ -5,17 +5,11 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "clusters.cuh"
 #include "tiled.cuh"
 #include "warpgroups.cuh"
 
 namespace barrier {
-
-// Arrives at the same barrier of a block of the cluster. What is handed back was only read, so no fence is asked for:
-// `.release.cluster` costs a fence of the whole GPU.
-__device__ __forceinline__ void arrive_at(Word at, Word block) {
-    asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [there];\n}"
-        : : "r"(at), "r"(block) : "memory");
-}
 
 __device__ __forceinline__ void wait(Word at, int parity) {
     asm volatile(
@@ -25,23 +19,6 @@ __device__ __forceinline__ void wait(Word at, int parity) {
 }
 
 }  // namespace barrier
-
-// The same to as many bytes of several blocks of the cluster at the same place of each, and each one's barrier is told.
-__device__ __forceinline__ void copy_bulk_to(unsigned short blocks, Word to, const void* from, int bytes, Word told) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
-        : : "r"(to), "l"(from), "r"(bytes), "r"(told), "h"(blocks) : "memory");
-}
-
-__device__ __forceinline__ Word rank_in_cluster() {
-    Word rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-// All threads of the cluster's blocks meet.
-__device__ __forceinline__ void meet_cluster() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" : : : "memory");
-}
 
 // A matrix in shared memory whose rows of 128 bytes have their 16-byte units exchanged in groups of 8 rows: the low half of
 // what wgmma is told, which moves on by 1 for 16 bytes; the high half is always the same. In a cluster the address has the

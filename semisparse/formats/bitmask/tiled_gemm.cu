@@ -43,7 +43,7 @@ using Fragments = Word[2 * kOpen][4];
 
 __device__ __forceinline__ void free_slice(Word barrier, int lane) {
     if constexpr (CLUSTER > 1) {
-        if (lane < CLUSTER) barrier::arrive_at(barrier, lane);
+        if (lane < CLUSTER) arrive_at(barrier, lane);
     } else {
         if (lane == 0) barrier::arrive(barrier);
     }
@@ -91,7 +91,7 @@ __device__ __forceinline__ void bring_weights(Ring ring, Word place, const unsig
 
 __device__ __forceinline__ void bring_x(Ring ring, Word place, const unsigned char* columns, Work work, int first, int last) {
     constexpr int kShare = kSliceBytes / CLUSTER;
-    const int mine = CLUSTER > 1 ? static_cast<int>(rank_in_cluster()) * kShare : 0;
+    const int mine = CLUSTER > 1 ? static_cast<int>(block_of_cluster()) * kShare : 0;
     Turn<X_STAGES> turn;
     for (int unit = first; unit < last; ++unit, turn.advance()) {
         const long long tile = static_cast<long long>(work.token_tile(work.tile(unit))) * work.column_tiles + work.column(unit);
@@ -102,8 +102,8 @@ __device__ __forceinline__ void bring_x(Ring ring, Word place, const unsigned ch
             barrier::wait(ring.free(at), turn.parity ^ 1);
             barrier::expect(ring.full(at), kSliceBytes);
             if constexpr (CLUSTER > 1) {
-                copy_bulk_to((1 << CLUSTER) - 1, place + at * kSliceBytes + mine, from + slice * kSliceBytes, kShare,
-                             ring.full(at));
+                copy_to_all(place + at * kSliceBytes + mine, from + slice * kSliceBytes, kShare, ring.full(at),
+                            (1 << CLUSTER) - 1);
             } else {
                 copy_bulk(place + at * kSliceBytes, from + slice * kSliceBytes, kShare, ring.full(at));
             }
@@ -136,7 +136,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
             barrier::init(weight_ring.full(i), 1), barrier::init(weight_ring.free(i), kConsumers);
         barrier::publish();
     }
-    if constexpr (CLUSTER > 1) meet_cluster();
+    if constexpr (CLUSTER > 1) sync_cluster();
     else __syncthreads();
 
     if (warp >= kConsumers) {
@@ -174,7 +174,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
             finish(sums, work, handing, output, tile, begin, end, share, warp, lane);
         }
     }
-    if constexpr (CLUSTER > 1) meet_cluster();  // nobody leaves while another may still write into its shared memory
+    if constexpr (CLUSTER > 1) sync_cluster();  // nobody leaves while another may still write into its shared memory
 }
 
 #endif
