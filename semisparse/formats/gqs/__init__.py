@@ -21,6 +21,7 @@ FORMAT = Format(
     check_content=pack.check_content,
     kernels=(
         Kernel("cpu", "cpu", cpu.supports, cpu.load),
+        Kernel("unpack_cpu", "cpu", cpu.unpack_refusal, lambda: cpu.unpack_and_multiply),
         Kernel("decode", "cuda", cuda.decode_refusal, lambda: cuda.decode),
         Kernel("unpack", "cuda", unpack.unpack_refusal, lambda: unpack.unpack_and_multiply),
     ),

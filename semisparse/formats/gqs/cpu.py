@@ -1,4 +1,4 @@
-"""The CPU kernel: few tokens straight from the packed bytes."""
+"""The CPU kernels: few tokens straight from the packed bytes, and rounded activations, however many."""
 
 from __future__ import annotations
 
@@ -78,3 +78,14 @@ def load() -> Product:
         return (y if bias is None else y + bias).to(x.dtype)
 
     return product
+
+
+def unpack_refusal(problem: Problem) -> str | None:
+    """Say why `unpack_and_multiply` is not for ``problem``, or None if it is."""
+    return None if rounds_activations(problem.params) else "multiplies kind w4a8; others need not round x"
+
+
+def unpack_and_multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+    """Round each token of x, [M, K], to 8 bits, and multiply by the unpacked weight in float32: [M, N] in x's dtype."""
+    wide_bias = None if bias is None else bias.float()
+    return F.linear(rounded(x, torch.float32), packed.unpack().float(), wide_bias).to(x.dtype)
