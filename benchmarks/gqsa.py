@@ -12,19 +12,15 @@ import argparse
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
-from pathlib import Path
 
 import torch
-from pruners import MODELS, PLAIN
+from models import Subject, parser_of
+from pruners import PLAIN
 from rows import read_rows, write_rows
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-import semisparse
-from semisparse.evaluate import measure_quality
-from semisparse.integrations.loading import load, load_tokenizer, pick_device
 from semisparse.nn import weight_of
 from semisparse.quant.group import scales_of
-from semisparse.text import token_chunks
 
 STAGES = {"one-shot": "none", "+ bqpo": "bqpo", "+ bqpo + e2e": "bqpo+e2e"}
 
@@ -48,16 +44,11 @@ COLUMNS = ("model", "run", "seed", "nll", "kl", "bits", "tokens", "samples", "ep
 
 def main() -> None:
     """Run what the CSV lacks, then print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shared", type=Path)
-    parser.add_argument("csv", type=Path)
+    parser = parser_of(__doc__, samples=128)
     parser.add_argument("--models", default="babyllama-1m,pycode-11m")
     parser.add_argument("--runs", default=",".join(RUNS))
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--chunks", type=int, help="of the eval text; all by default")
-    parser.add_argument("--device", default="auto")
     parser.add_argument("--jobs", type=int, default=1, help="processes; small models leave a GPU idle")
     options = parser.parse_args()
     rows = read_rows(options.csv)
@@ -80,30 +71,18 @@ def main() -> None:
 
 def measure(name: str, run: str, seed: str, options: argparse.Namespace) -> dict[str, str]:
     """Compress and evaluate one model in one way."""
-    calibration, held_out, seqlen = MODELS[name]
-    directory, text = options.shared / "models" / name, options.shared / "text"
-    tokenizer, device = load_tokenizer(directory), pick_device(options.device)
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+    subject = Subject(name, options)
     recipe, *settings = RUNS[run]
-    report = semisparse.compress(
-        model,
-        tokenizer,
-        recipe,
-        text / calibration,
-        settings=(*settings, f"tune_epochs={options.epochs}", *(("format=bitmask",) if recipe != "gqsa" else ())),
-        samples=options.samples,
-        seqlen=seqlen,
-        device=options.device,
-        seed=int(seed),
-    )
+    form = ("format=bitmask",) if recipe != "gqsa" else ()
+    settings += ["search=none", f"tune_epochs={options.epochs}", *form]
+    model, report = subject.compress(recipe, settings, int(seed))
     weights = sum(1 for _ in report.layers)
     bits = sum(layer["bits_per_weight"] for layer in report.layers) / weights
     if run.endswith(" W4"):
         bits = _round_kept(model, [layer["name"] for layer in report.layers])
-    chunks = token_chunks(tokenizer, text / held_out, seqlen)[: options.chunks]
-    found = measure_quality(model.float().to(device), chunks, load(directory, options.device, torch.float32))
+    found = subject.measure(model)
     values = (name, run, seed, found.nll, found.kl, bits, found.tokens, options.samples, options.epochs)
-    return dict(zip(COLUMNS, map(str, (*values, round(report.seconds), device.type)), strict=True))
+    return dict(zip(COLUMNS, map(str, (*values, round(report.seconds), subject.device.type)), strict=True))
 
 
 def _round_kept(model: PreTrainedModel, names: list[str]) -> float:

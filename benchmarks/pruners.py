@@ -12,20 +12,11 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
+from models import MODELS, Subject, parser_of
 from rows import read_rows, write_rows
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-import semisparse
 from semisparse.evaluate import measure_quality
-from semisparse.integrations.loading import load, load_tokenizer, pick_device
-from semisparse.text import token_chunks
 
-MODELS = {
-    "stories260k": ("tinystories-calib.jsonl", "tinystories-eval.jsonl", 512),
-    "babyllama-1m": ("tinystories-calib.jsonl", "tinystories-eval.jsonl", 256),
-    "pycode-11m": ("pycode-calib.txt", "pycode-eval.txt", 512),
-}
 PATTERNS = ("2:4", "4:8", "6:8", "32:64", "50%")
 PLAIN = ("refine=none", "order=columns", "target=local")
 METHODS: dict[str, tuple[str, ...]] = {
@@ -39,15 +30,11 @@ COLUMNS = ("model", "pattern", "method", "nll", "kl", "dense_nll", "tokens", "sa
 
 def main() -> None:
     """Run what the CSV lacks, then write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shared", type=Path)
-    parser.add_argument("csv", type=Path)
+    parser = parser_of(__doc__, samples=None)
     parser.add_argument("--readme", type=Path, help="replace the table between its markers")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--patterns", default=",".join(PATTERNS))
-    parser.add_argument("--samples", type=int, help="calibration sequences; by default those of `compress`")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="auto")
     options = parser.parse_args()
     rows = read_rows(options.csv)
     done = {(row["model"], row["pattern"], row["method"]) for row in rows}
@@ -65,28 +52,12 @@ def measure(name: str, runs: list[tuple[str, str]], options: argparse.Namespace)
     """Compress and evaluate one model in several ways."""
     if not runs:
         return
-    calibration, held_out, seqlen = MODELS[name]
-    directory, text = options.shared / "models" / name, options.shared / "text"
-    device = pick_device(options.device)
-    tokenizer: PreTrainedTokenizerBase = load_tokenizer(directory)
-    dense = load(directory, options.device, torch.float32)
-    chunks = token_chunks(tokenizer, text / held_out, seqlen)
-    dense_nll = measure_quality(dense, chunks).nll
+    subject = Subject(name, options)
+    dense_nll = measure_quality(subject.dense, subject.chunks).nll
     for pattern, method in runs:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
-        settings = (f"pattern={pattern}", "format=bitmask", *METHODS[method])
-        semisparse.compress(
-            model,
-            tokenizer,
-            "rheosparse",
-            text / calibration,
-            settings=settings,
-            samples=options.samples,
-            seqlen=seqlen,
-            device=options.device,
-            seed=options.seed,
-        )
-        found = measure_quality(model.float().to(device), chunks, dense)
+        settings = (f"pattern={pattern}", "format=bitmask", "search=none", *METHODS[method])
+        model, _ = subject.compress("rheosparse", settings, options.seed)
+        found = subject.measure(model)
         values = (
             name,
             pattern,
@@ -98,7 +69,7 @@ def measure(name: str, runs: list[tuple[str, str]], options: argparse.Namespace)
             options.samples or "default",
             options.seed,
         )
-        yield dict(zip(COLUMNS, map(str, (*values, device.type)), strict=True))
+        yield dict(zip(COLUMNS, map(str, (*values, subject.device.type)), strict=True))
 
 
 def table(rows: list[dict[str, str]]) -> str:

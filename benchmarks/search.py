@@ -14,20 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
 
-import torch
+from models import Subject, parser_of
 from rows import read_rows, write_rows
-from transformers import AutoModelForCausalLM
 
-import semisparse
 from semisparse.compress.search.plot import plot_densities
-from semisparse.evaluate import measure_quality
-from semisparse.integrations.loading import load, load_tokenizer, pick_device
-from semisparse.text import token_chunks
 
-MODELS = {
-    "babyllama-1m": ("tinystories-calib.jsonl", "tinystories-eval.jsonl", 256),
-    "pycode-11m": ("pycode-calib.txt", "pycode-eval.txt", 512),
-}
+MODELS = ("babyllama-1m", "pycode-11m")
 PLAIN = ("prune=sparsegpt", "refine=none", "order=columns", "target=local", "format=bitmask")
 KEPT = {"50": 32, "62.5": 24, "75": 16}
 """Weights kept of 64, by the share of zeros in percent."""
@@ -45,19 +37,14 @@ KEY = COLUMNS[:4]
 
 def main() -> None:
     """Run what the CSV lacks, then print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shared", type=Path)
-    parser.add_argument("csv", type=Path)
+    parser = parser_of(__doc__, samples=128)
     parser.add_argument("--plots", type=Path, help="draw the densities that evolution found for the first seed there")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--zeros", default=",".join(KEPT))
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--samples", type=int, default=128)
-    parser.add_argument("--chunks", type=int, help="measure on the first so many sequences only")
     parser.add_argument("--search-tokens", type=int, default=16384)
     parser.add_argument("--search-effort", type=int, default=384)
-    parser.add_argument("--device", default="auto")
     options = parser.parse_args()
     rows = read_rows(options.csv)
     done = {tuple(row[key] for key in KEY) for row in rows}
@@ -80,35 +67,20 @@ def measure(name: str, runs: list[tuple[str, str, int]], options: argparse.Names
     """Compress and evaluate one model in several ways."""
     if not runs:
         return
-    calibration, held_out, seqlen = MODELS[name]
-    directory, text = options.shared / "models" / name, options.shared / "text"
-    device = pick_device(options.device)
-    tokenizer = load_tokenizer(directory)
-    dense = load(directory, options.device, torch.float32)
-    chunks = token_chunks(tokenizer, text / held_out, seqlen)[: options.chunks]
+    subject = Subject(name, options)
     for zeros, method, seed in runs:
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
         numbers = {"kept": KEPT[zeros], "eighths": KEPT[zeros] // 8, "zeros": zeros}
         effort = (f"search_tokens={options.search_tokens}", f"search_effort={options.search_effort}")
-        report = semisparse.compress(
-            model,
-            tokenizer,
-            "rheosparse",
-            text / calibration,
-            settings=(*PLAIN, *effort, *(setting.format(**numbers) for setting in METHODS[method])),
-            samples=options.samples,
-            seqlen=seqlen,
-            device=options.device,
-            seed=seed,
-        )
+        settings = (*PLAIN, *effort, *(setting.format(**numbers) for setting in METHODS[method]))
+        model, report = subject.compress("rheosparse", settings, seed)
         if options.plots and method == "evolution" and seed == 0:
             densities = {layer["name"]: layer["density"] for layer in report.layers}
             title = f"{name}, {zeros} % zeros: percent kept in each layer"
             plot_densities(densities, options.plots / f"{name}-{zeros}.png", title)
-        found = measure_quality(model.float().to(device), chunks, dense)
+        found = subject.measure(model)
         search = report.search or {"kl": "", "tokens": ""}
         values = (name, zeros, method, seed, found.nll, found.kl, search["kl"], search["tokens"], found.tokens)
-        yield dict(zip(COLUMNS, map(str, (*values, device.type)), strict=True))
+        yield dict(zip(COLUMNS, map(str, (*values, subject.device.type)), strict=True))
 
 
 def table(rows: list[dict[str, str]]) -> str:

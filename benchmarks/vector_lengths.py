@@ -10,17 +10,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from pathlib import Path
 
-import torch
-from pruners import MODELS
+from models import MODELS, Subject, parser_of
 from rows import read_rows, write_rows
-from transformers import AutoModelForCausalLM, PreTrainedModel
-
-import semisparse
-from semisparse.evaluate import measure_quality
-from semisparse.integrations.loading import load, load_tokenizer, pick_device
-from semisparse.text import token_chunks
 
 LENGTHS = (1, 4, 16, 32)
 STAGES = {"sparsegpt": "none", "+ bqpo": "bqpo"}
@@ -33,16 +25,11 @@ COLUMNS = (
 
 def main() -> None:
     """Run what the CSV lacks, then print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shared", type=Path)
-    parser.add_argument("csv", type=Path)
+    parser = parser_of(__doc__, samples=128)
     parser.add_argument("--model", default="pycode-11m", choices=list(MODELS))
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
-    parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--chunks", type=int, help="of the eval text; all by default")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="auto")
     options = parser.parse_args()
     rows = read_rows(options.csv)
     done = {(row["model"], row["length"], row["stage"]) for row in rows}
@@ -57,27 +44,14 @@ def main() -> None:
 
 def measure(length: str, stage: str, options: argparse.Namespace) -> dict[str, str]:
     """Compress and evaluate the model in one way."""
-    calibration, held_out, seqlen = MODELS[options.model]
-    directory, text = options.shared / "models" / options.model, options.shared / "text"
-    tokenizer, device = load_tokenizer(directory), pick_device(options.device)
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
-    report = semisparse.compress(
-        model,
-        tokenizer,
-        "nm-spmm",
-        text / calibration,
-        settings=(f"pattern=16:32v{length}", f"tune={STAGES[stage]}", f"tune_epochs={options.epochs}"),
-        samples=options.samples,
-        seqlen=seqlen,
-        device=options.device,
-        seed=options.seed,
-    )
+    subject = Subject(options.model, options)
+    settings = (f"pattern=16:32v{length}", f"tune={STAGES[stage]}", f"tune_epochs={options.epochs}")
+    model, report = subject.compress("nm-spmm", settings, options.seed)
     layers = list(report.layers)
     bits = sum(layer["bits_per_weight"] for layer in layers) / len(layers)
-    chunks = token_chunks(tokenizer, text / held_out, seqlen)[: options.chunks]
-    found = measure_quality(model.float().to(device), chunks, load(directory, options.device, torch.float32))
+    found = subject.measure(model)
     values = (options.model, length, stage, found.nll, found.kl, bits, found.tokens, options.samples, options.epochs)
-    more = (options.seed, round(report.seconds), device.type, layers[0]["outcome"])
+    more = (options.seed, round(report.seconds), subject.device.type, layers[0]["outcome"])
     return dict(zip(COLUMNS, map(str, (*values, *more)), strict=True))
 
 

@@ -15,11 +15,11 @@ from semisparse.demo import CALIBRATION, HELD_OUT, MODEL
 
 RUNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("slidesparse", ()),
-    ("rheosparse", ()),
-    ("rheosparse", ("prune=magnitude",)),
-    ("rheosparse", ("pattern=60%",)),
+    ("rheosparse", ("search=none",)),
+    ("rheosparse", ("search=none", "prune=magnitude")),
+    ("rheosparse", ("search=none", "pattern=60%")),
 )
-"""Recipes and what is varied in them."""
+"""Recipes and what is varied in them; a search would take as long as all of these."""
 
 PROMPT = "class Queue:\n    def __init__(self, maxsize=0):\n"
 NEW_TOKENS = 64

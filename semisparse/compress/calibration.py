@@ -53,7 +53,10 @@ def check_batches(model: nn.Module, batches: Sequence[Tensor]) -> None:
         InputError: there is none, one is longer than the model's context, or a token is not in its vocabulary.
     """
     if not batches:
-        raise InputError("compression needs calibration text; it is used to decide which weights to keep")
+        raise InputError(
+            "compression needs calibration text: it decides which weights to keep, and a search compares on it "
+            "(only prune=magnitude with search=none and tune=none does without)"
+        )
     longest = max(batch.shape[1] for batch in batches)
     context = getattr(model.config, "max_position_embeddings", None)
     if context is not None and longest > context:

@@ -160,12 +160,14 @@ class Kernel:
         device: ``cpu`` or ``cuda``; None runs on any.
         supports: None if it can compute this problem on this machine, else the reason why not.
         load: import (and, where needed, compile) the implementation; called at the first use.
+        pays: whether ``auto`` may prefer it to the kernels after it; false where another was measured to be faster.
     """
 
     name: str
     device: str | None
     supports: Callable[[Problem], str | None]
     load: Callable[[], Product]
+    pays: Callable[[Problem], bool] = lambda problem: True
 
     def refusal(self, problem: Problem) -> str | None:
         """Say why this kernel cannot compute ``problem``, or None if it can."""
@@ -328,7 +330,7 @@ class Format:
         self.check_content(packed)
 
     def choose(self, problem: Problem, kernel: str = "auto") -> Kernel:
-        """Take the first kernel that can compute ``problem``, or the one asked for by name.
+        """Take the first kernel that can compute ``problem`` and pays there, or the one asked for by name.
 
         Raises:
             KernelError: none can, or the named one cannot; gives every candidate's reason.
@@ -340,12 +342,17 @@ class Format:
             if not candidates:
                 known = ", ".join(c.name for c in self.all_kernels)
                 raise InputError(f"format {self.name} has no kernel {kernel!r}; it has auto, {known}")
-        refusals = []
+        refusals, able = [], []
         for candidate in candidates:
             reason = candidate.refusal(problem)
-            if reason is None:
+            if reason is not None:
+                refusals.append(f"{candidate.name}: {reason}")
+            elif candidate.pays(problem):
                 return candidate
-            refusals.append(f"{candidate.name}: {reason}")
+            else:
+                able.append(candidate)
+        if able:
+            return able[0]
         raise KernelError(f"no kernel of format {self.name} can compute {problem}: " + "; ".join(refusals))
 
     @property
@@ -371,7 +378,7 @@ def _reference(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     return y.to(x.dtype)
 
 
-reference_kernel = Kernel("reference", None, lambda problem: None, lambda: _reference)
+reference_kernel = Kernel("reference", None, lambda problem: None, lambda: _reference, lambda problem: False)
 """Unpack the whole weight and multiply in float32: right everywhere, fast nowhere."""
 
 

@@ -1,4 +1,4 @@
-"""What a format's params say, read as what may stand there."""
+"""Reading a format's params, where few values may stand."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def linear(x: Tensor, packed: Packed, bias: Tensor | None = None, kernel: str = 
         x: [..., K], float16, bfloat16 or float32, on the packed tensors' device.
         packed: a weight [N, K]; trusted: call `validate` first if it comes from a file.
         bias: [N] or None.
-        kernel: a kernel's name, or ``auto`` for the first that can.
+        kernel: a kernel's name, or ``auto`` for the first that can and pays.
     Returns:
         [..., N] in x's dtype, accumulated in float32.
     Raises:

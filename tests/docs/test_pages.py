@@ -6,9 +6,11 @@ import contextlib
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.conftest import Outcome
 from tests.docs.pages import DOCS, blocks, commands, file_of
 from tests.serving import Served, one, write
 
@@ -20,8 +22,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with a compressed model and data."""
     write(Served("small", "bitmask", one("32:64")), tmp_path / "small")
     (tmp_path / "tasks").mkdir()
-    row = '{"question": "1 and 1 are", "choices": ["2", "3"], "answer": 0}\n'
-    (tmp_path / "tasks" / "sums.jsonl").write_text(row * 4)
+    row = '{"question": "1 and 1 are", "choices": ["2", "3"], "answer": %d}\n'
+    (tmp_path / "tasks" / "sums.jsonl").write_text("".join(row % answer for answer in (0, 0, 0, 1)))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(DOCS.parent))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -29,25 +31,28 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run_programs(page: str) -> None:
-    """Run a page's programs one after the other in one namespace; write its files."""
-    names: dict[str, object] = {}
+def run_programs(page: str) -> dict[str, Any]:
+    """Run a page's programs one after the other in one namespace, and give it; write its files."""
+    names: dict[str, Any] = {}
     for block in blocks(page):
         if name := file_of(block):
             Path(name).write_text(block.text)
         elif block.kind == "python":
             exec(compile(block.text, f"docs/{page}", "exec"), names)
+    return names
 
 
-def run_command(words: list[str], run) -> None:
-    """Run a command as a shell would, but for pip, which only says what to install."""
+def run_command(words: list[str], run) -> Outcome | None:
+    """Run a command as a shell would, but for pip, which only says what to install; give semisparse's outcome."""
     if words[0] == "semisparse":
         outcome = run(*words[1:])
         assert outcome.status == 0, outcome.err
-    elif words[0] == "torchrun":
+        return outcome
+    if words[0] == "torchrun":
         subprocess.run([sys.executable, "-m", "torch.distributed.run", *words[1:]], check=True, timeout=200)
     else:
         assert words[:2] == ["pip", "install"], words
+    return None
 
 
 def test_every_page_is_tested():
@@ -69,9 +74,15 @@ def test_transformers(place: Path, run, monkeypatch: pytest.MonkeyPatch):
 def test_lm_eval(place: Path, run):
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: make test-serving sets it up")
     with contextlib.redirect_stdout(sys.stderr):
-        run_programs("lm-eval.md")
-    for words in commands("lm-eval.md"):
-        run_command(words, run)
+        found = run_programs("lm-eval.md")["found"]["results"]["sums"]
+    install, evaluate = commands("lm-eval.md")
+    run_command(install, run)
+    shown = run_command(evaluate, run).json["tasks"]["sums"]
+    # Four times the same question: whichever choice the model takes is right three times, or once.
+    assert found["acc,none"] in (0.75, 0.25)
+    assert {name: shown[name] for name in ("acc,none", "acc_norm,none")} == {
+        name: found[name] for name in ("acc,none", "acc_norm,none")
+    }
 
 
 def test_vllm(place: Path):

@@ -60,6 +60,14 @@ def test_the_first_kernel_that_can_is_taken():
     assert replace(chosen, kernels=chosen.kernels[:2]).choose(problem()).name == "reference"
 
 
+def test_a_kernel_that_does_not_pay_is_taken_by_name_or_before_the_reference():
+    slow = replace(refusing("slow", None), pays=lambda problem: False)
+    chosen = replace(PLAIN, kernels=(slow, refusing("fast", None)))
+    assert chosen.choose(problem()).name == "fast"
+    assert chosen.choose(problem(), "slow").name == "slow"
+    assert replace(PLAIN, kernels=(slow, refusing("other", "tired"))).choose(problem()).name == "slow"
+
+
 def test_a_kernel_asked_for_by_name_is_never_replaced():
     chosen = replace(PLAIN, kernels=(refusing("first", "tired"), refusing("gpu", None, "cuda")))
     with pytest.raises(KernelError, match="first: tired"):

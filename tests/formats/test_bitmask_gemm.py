@@ -6,8 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semisparse.formats.base import get_format
-from semisparse.formats.bitmask.gemm import TOKENS, choose, pays
+from semisparse.formats.base import Problem, get_format
+from semisparse.formats.bitmask.gemm import SPLIT, choose, pays
+from semisparse.patterns import parse_pattern
 from tests.formats.test_bitmask_division import H200
 from tests.formats.test_bitmask_tiles import Warp, random_weight
 
@@ -57,15 +58,19 @@ def test_the_products_of_fragments_and_columns_sum_to_the_product(keep):
     column_tiles=st.integers(1, 500),
     keep=st.integers(1, 64),
 )
-def test_every_grid_fits_a_processor_and_gives_each_split_columns(m, row_tiles, column_tiles, keep):
+def test_every_grid_fits_a_processor_and_gives_each_share_work(m, row_tiles, column_tiles, keep):
     grid = choose(m, row_tiles, column_tiles, keep, H200)
     tile = 512 + -(-keep // 2) * 256
-    rings = 4 * grid.tokens * 128 + grid.stages * grid.warpgroups * 4 * tile
+    rings = grid.x_stages * 4 * grid.tokens * 128 + grid.stages * grid.warpgroups * 4 * tile
     assert rings <= grid.shared(keep)
-    assert grid.tokens * grid.warpgroups * 64 * 4 <= grid.shared(keep)
     assert grid.blocks * (grid.shared(keep) + 1024) <= H200.shared
-    assert grid.tokens in TOKENS
-    assert 1 <= grid.splits <= column_tiles
+    assert grid.tokens in SPLIT
+    shares = grid.shares(m, row_tiles, column_tiles, H200.count)
+    assert 1 <= shares <= grid.tiles(m, row_tiles) * column_tiles
+    if grid.splits:
+        assert grid.splits <= column_tiles
+    else:  # those that wait for one another are there at the same time
+        assert shares * grid.cluster <= H200.count * grid.blocks
     registers = 65536 // grid.blocks // (128 * (grid.warpgroups + 1)) // 8 * 8
     assert registers * (grid.warpgroups + 1) - 32 >= 72 * grid.warpgroups + grid.tokens // 2 * grid.warpgroups
 
@@ -73,22 +78,28 @@ def test_every_grid_fits_a_processor_and_gives_each_split_columns(m, row_tiles, 
 @pytest.mark.parametrize(
     ("m", "n", "k", "expected"),
     [
-        (32, 4096, 4096, (1, 4, 3)),
-        (64, 28672, 8192, (1, 2, 3)),
-        (64, 1536, 8960, (1, 5, 3)),
-        (128, 11008, 4096, (3, 2, 1)),
-        (128, 28672, 8192, (2, 1, 1)),
-        (192, 4096, 11008, (2, 4, 1)),
-        (256, 4096, 4096, (2, 4, 1)),
-        (1024, 28672, 8192, (2, 1, 1)),
+        (32, 4096, 4096, (1, 1, 4, 3)),
+        (64, 28672, 8192, (2, 2, 0, 1)),
+        (64, 1536, 8960, (1, 1, 5, 3)),
+        (128, 4096, 11008, (2, 1, 4, 1)),
+        (128, 28672, 8192, (2, 2, 0, 1)),
+        (192, 4096, 11008, (2, 1, 4, 1)),
+        (256, 4096, 4096, (2, 1, 4, 1)),
+        (256, 11008, 4096, (2, 2, 0, 1)),
+        (1024, 28672, 8192, (2, 2, 0, 1)),
     ],
 )
 def test_what_was_fastest_on_an_h200_is_chosen(m, n, k, expected):
     grid = choose(m, n // 16, k // 256, 32, H200)
-    assert (grid.warpgroups, grid.splits, grid.blocks) == expected
+    assert (grid.warpgroups, grid.cluster, grid.splits, grid.blocks) == expected
 
 
 def test_other_kernels_are_left_what_they_do_faster():
-    assert [m for m in (1, 16, 17, 128, 129, 256, 1024, 1025) if pays(m, 1536, 1536)] == [17, 128]
-    assert [m for m in (16, 17, 256, 257) if pays(m, 8960, 1536)] == [17, 256]
-    assert [m for m in (16, 17, 1024, 1025) if pays(m, 4096, 4096)] == [17, 1024]
+    def paying(n, k, *tokens):
+        half = torch.float16
+        problems = [Problem(m, n, k, parse_pattern("32:64"), {}, half, half, torch.device("cuda")) for m in tokens]
+        return [problem.m for problem in problems if pays(problem)]
+
+    assert paying(1536, 1536, 1, 16, 17, 128, 129, 256, 1024, 1025) == [17, 128]
+    assert paying(8960, 1536, 16, 17, 512, 513) == [17, 512]
+    assert paying(4096, 4096, 16, 17, 1024, 1025) == [17, 1024]

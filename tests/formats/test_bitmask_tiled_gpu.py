@@ -79,16 +79,22 @@ def test_gemm_agrees_with_float64(n, k, keep, m, dtype):
 
 
 @needs_hopper
-@pytest.mark.parametrize("splits", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("splits", [0, 1, 2, 3, 5, 8])
 @pytest.mark.parametrize(
-    ("tokens", "warpgroups", "blocks"), [(32, 1, 3), (64, 2, 2), (128, 2, 1), (192, 2, 1), (256, 2, 1)]
+    ("tokens", "warpgroups", "cluster", "blocks"),
+    [(32, 1, 1, 3), (64, 2, 1, 2), (64, 2, 2, 1), (128, 2, 2, 1), (192, 2, 1, 1), (256, 2, 2, 1)],
 )
-def test_every_division_of_gemm_gives_the_same_sums(tokens, warpgroups, blocks, splits):
-    packed, weight, x = packed_and_x(300, 2500, 32, 270, torch.float16)
-    (grid,) = gemm.fitting(tokens, warpgroups, splits, blocks, 32, tiled.processor(x.device))
+@pytest.mark.parametrize(("n", "k"), [(300, 2500), (9001, 1100)])
+def test_every_division_of_gemm_gives_the_same_sums(n, k, tokens, warpgroups, cluster, blocks, splits):
+    """Of few tiles that many shares have a part of, and of more tiles than shares."""
+    packed, weight, x = packed_and_x(n, k, 32, 270, torch.float16)
+    (grid,) = gemm.fitting(
+        tokens, warpgroups, cluster, min(splits, -(-k // 256)), blocks, 32, tiled.processor(x.device)
+    )
     expected = x.cpu().double() @ weight.double().T
     y = gemm.multiply_by(grid, x, packed, None)
-    assert (y.cpu().double() - expected).norm() <= (2 * ROUNDING[x.dtype] + sums_error(2500)) * expected.norm()
+    assert (y.cpu().double() - expected).norm() <= (2 * ROUNDING[x.dtype] + sums_error(k)) * expected.norm()
+    assert torch.equal(gemm.multiply_by(grid, x, packed, None), y)
 
 
 @needs_hopper

@@ -36,7 +36,7 @@ FORMAT = Format(
     arrange=layouts.arrange,
     kernels=(
         Kernel("cpu", "cpu", _of_rows(cpu.supports), cpu.load),
-        Kernel("tiled_gemm", "cuda", gemm.refusal, lambda: gemm.multiply),
+        Kernel("tiled_gemm", "cuda", gemm.refusal, lambda: gemm.multiply, gemm.pays),
         Kernel("tiled_decode", "cuda", tiled.decode_refusal, lambda: tiled.decode),
         Kernel("tiled_unpack", "cuda", tiled.unpack_refusal, lambda: tiled.unpack_and_multiply),
         Kernel("decode", "cuda", _of_rows(cuda.decode_refusal), lambda: cuda.decode),
@@ -49,5 +49,5 @@ FORMAT = Format(
         Case("window-that-divides-no-block", "6:10", lambda: torch.ones(2, 70) * (torch.arange(70) % 10 < 6)),
         Case("nothing-pruned", "0%", lambda: torch.ones(5, 130)),
     ),
-    recipes={"rheosparse": {"pattern": "32:64", "prune": "sparsegpt", "format": "bitmask"}},
+    recipes={"rheosparse": {"pattern": "32:64", "prune": "sparsegpt", "search": "evolution", "format": "bitmask"}},
 )

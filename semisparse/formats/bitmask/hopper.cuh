@@ -5,6 +5,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "clusters.cuh"
 #include "tiled.cuh"
 #include "warpgroups.cuh"
 
@@ -20,8 +21,10 @@ __device__ __forceinline__ void wait(Word at, int parity) {
 }  // namespace barrier
 
 // A matrix in shared memory whose rows of 128 bytes have their 16-byte units exchanged in groups of 8 rows: the low half of
-// what wgmma is told, which moves on by 1 for 16 bytes; the high half is always the same.
-__device__ __forceinline__ Word describe(Word address) { return address >> 4 | 1u << 16; }
+// what wgmma is told, which moves on by 1 for 16 bytes; the high half is always the same. In a cluster the address has the
+// block's rank in its upper bits.
+__device__ __forceinline__ Word describe(Word address) { return (address & 0x3ffff) >> 4 | 1u << 16; }
+
 constexpr Word kSwizzled = 64 | 1u << 30;  // 1,024 bytes from 8 rows to the next 8; 128-byte swizzle
 
 #define SUMS_OF_8(i) "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3]), "+f"(sums[i + 4]), \
@@ -78,6 +81,21 @@ MULTIPLY_ALL("bf16", __nv_bfloat16)
 #undef SUMS_OF_64
 #undef SUMS_OF_96
 #undef SUMS_OF_128
+
+// Two sums in one word, the first in its low half.
+template <typename Scalar>
+__device__ __forceinline__ Word pack(float low, float high) {
+    Scalar values[2];
+    store(values, low), store(values + 1, high);
+    return *reinterpret_cast<const Word*>(values);
+}
+
+// Of a matrix of 8 x 8 values, a lane's two of row lane / 4 for two of column lane / 4.
+__device__ __forceinline__ Word transpose(Word row) {
+    Word column;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(column) : "r"(row));
+    return column;
+}
 
 // Counts this block in, once its threads have met after writing.
 __device__ __forceinline__ void count_in(int* counter) {

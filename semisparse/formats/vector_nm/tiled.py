@@ -86,10 +86,12 @@ def tensor_refusal(problem: Problem) -> str | None:
     """Say why `multiply` cannot compute ``problem`` on tensor cores here, or None if it can."""
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"computes float16 and bfloat16, got {problem.dtype}"
-    density = vectors_of(problem.pattern).density
-    if density > MOST_DENSITY:
-        return f"where {float(density):.0%} are kept, unpacking for cuBLAS is faster (from {MOST_DENSITY:.0%} on)"
     return _tiled_refusal(problem)
+
+
+def tensor_pays(problem: Problem) -> bool:
+    """Say whether so few weights are kept that `multiply` on tensor cores is faster than unpacking for cuBLAS."""
+    return vectors_of(problem.pattern).density <= MOST_DENSITY
 
 
 def _tiled_refusal(problem: Problem) -> str | None:
