@@ -63,9 +63,9 @@ bench: bench-kernels bench-models bench-systems
 bench-kernels: setup
 	$(BIN)/semisparse bench machine --out $(OUT)/machine.csv
 	$(BIN)/semisparse bench kernels --dtype float16 --formats dense,bitmask,gqs,ec_csr,vector_nm \
-		--shapes llama2-7b,qwen2.5-1.5b,$(LARGE) --tokens 1,8,16 --out $(OUT)/kernels-float16.csv
-	$(BIN)/semisparse bench kernels --formats dense,bitmask,gqs,vector_nm --shapes llama2-7b,qwen2.5-7b:fused,$(LARGE) \
-		--tokens 1,64,256,1024,4096 --out $(OUT)/kernels-bfloat16.csv
+		--shapes llama2-7b,$(LARGE) --tokens 1,8,16 --out $(OUT)/kernels-float16.csv
+	$(BIN)/semisparse bench kernels --formats dense,bitmask,gqs,vector_nm --shapes llama2-7b,$(LARGE) \
+		--tokens 64,256,1024,4096 --out $(OUT)/kernels-bfloat16.csv
 	$(BIN)/semisparse bench kernels --dtype float32 --formats bitmask,vector_nm --shapes llama2-7b --tokens 512,2048 \
 		--out $(OUT)/kernels-float32.csv
 

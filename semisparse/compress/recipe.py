@@ -43,7 +43,8 @@ class Recipe:
         prune: how the weights to keep are chosen; ``none`` keeps the weights and checks that they obey the pattern.
         quant: how the kept weights are rounded, the format's ``kind``: ``int8`` and ``fp8`` with a scale a row, and the
             activations with them, when they are packed; ``w8``, ``w4``, ``w3`` and ``w2`` to codes of so many bits
-            with a scale and a zero point for each group of a pattern such as ``g16@50%``, while they are pruned.
+            with a scale and a zero point for each group of a pattern such as ``g16@50%``, while they are pruned;
+            ``w4a8`` as ``w4``, and the activations to 8 bits when the model runs.
         format: name of the format that stores the result, or ``auto``.
         search: how density is spread over the layers, the kept weights of all together being those of `pattern`:
             ``evolution``, ``rheosparse`` (the paper's) or ``none``.

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-KINDS = {"w8": 8, "w4": 4, "w3": 3, "w2": 2}
-"""Bits of a code, by the name that recipes and formats give the rounding."""
+KINDS = {"w8": 8, "w4": 4, "w3": 3, "w2": 2, "w4a8": 4}
+"""Bits of a code, by the name that recipes and formats give the rounding; with ``a8`` activations have 8 bits, too."""
 
 
 @dataclass(frozen=True)

@@ -71,25 +71,43 @@ def random_operands(packed: Packed, m: int, dtype: torch.dtype, device: str) -> 
     return x, torch.randn(n, generator=generator).to(dtype).to(device)
 
 
-def check_product(y: Tensor, x: Tensor, packed: Packed, bias: Tensor | None) -> None:
+def check_product(y: Tensor, x: Tensor, packed: Packed, bias: Tensor | None, multiplied: Tensor | None = None) -> None:
     """Compare with float64: an error of K float32 additions, then one rounding to the output's dtype.
 
-    With a bias the product may be rounded before: torch's own linear does so for one or two tokens on a GPU.
+    With a bias the product may be rounded before: torch's own linear does so for one or two tokens on a GPU. What x is
+    ``multiplied`` as is x itself, unless a kernel rounds it.
     """
-    weight, wide_x = packed.unpack().double(), x.double()
+    wide_x = (x if multiplied is None else multiplied).double()
+    assert y.dtype == x.dtype
+    off = min(_excess(y, wide_x, weight, bias, packed.shape[1]) for weight in _weights(packed))
+    assert off <= 0, f"bias {bias is not None}: off by {off:.3g} more than rounding explains"
+
+
+def _weights(packed: Packed) -> list[Tensor]:
+    """Give what a kernel may multiply by: the unpacked weight and, where that rounds what is stored, what is stored."""
+    form = registry()[packed.format]
+    if form.lossless:
+        return [packed.unpack().double()]
+    own = [spec.name for spec in form.specs(packed.pattern, packed.params) if spec.dtype is None]
+    widened = {name: packed.tensors[name].float() for name in own}
+    wide = replace(packed, dtype=torch.float32, tensors={**packed.tensors, **widened}, declaration="")
+    return [packed.unpack().double(), wide.unpack().double()]
+
+
+def _excess(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, columns: int) -> float:
+    """Give by how much an output is off at most, beyond what rounding explains; NaN counts as infinity."""
     wide_bias = torch.zeros(len(weight), device=x.device) if bias is None else bias.double()
-    product = wide_x @ weight.T
+    product = x @ weight.T
     exact = product + wide_bias
     assert y.shape == exact.shape
-    assert y.dtype == x.dtype
-    magnitude = wide_x.abs() @ weight.abs().T + wide_bias.abs()
-    accumulated = (packed.shape[1] + 2) * ROUNDOFF[x.device.type] * magnitude
-    facts = torch.finfo(x.dtype)
+    magnitude = x.abs() @ weight.abs().T + wide_bias.abs()
+    accumulated = (columns + 2) * ROUNDOFF[x.device.type] * magnitude
+    facts = torch.finfo(y.dtype)
     rounded = facts.eps / 2 * (exact.abs() + accumulated) + facts.smallest_normal * facts.eps
     if bias is not None:
         rounded += facts.eps / 2 * (product.abs() + accumulated)
     excess = (y.double() - exact).abs() - accumulated - rounded
-    assert (excess <= 0).all(), f"bias {bias is not None}: off by {excess.max().item():.3g} more than rounding explains"
+    return excess.nan_to_num(nan=float("inf")).max().item()
 
 
 def run(kernel: Kernel, x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:

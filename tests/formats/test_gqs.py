@@ -15,6 +15,7 @@ from semisparse.formats import linear, registry
 from semisparse.formats.base import Packed
 from semisparse.patterns import parse_pattern
 from semisparse.quant.group import KINDS, GroupScales, scales_of
+from semisparse.quant.symmetric import quantise_rows
 from tests.formats.test_contract import check_product, random_operands
 
 GQS = registry()["gqs"]
@@ -24,6 +25,15 @@ SIZES = (4, 8, 16, 32, 64, 128)
 def sparse(n: int, k: int, size: int, percent: float, seed: int = 0) -> torch.Tensor:
     weight = torch.randn(n, k, generator=torch.Generator().manual_seed(seed))
     return weight * parse_pattern(f"g{size}@{percent}%").mask(weight.abs())
+
+
+def as_multiplied(x: torch.Tensor, packed: Packed, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Give x as a kernel multiplies it: for ``w4a8`` in 8 bits by tokens, exactly or as they are in ``dtype``."""
+    if packed.params["kind"] != "w4a8":
+        return x
+    codes, scale = quantise_rows(x.cpu(), torch.int8)
+    whole = codes.double() * scale.double()[:, None] if dtype == torch.float64 else codes.float() * scale[:, None]
+    return whole.to(dtype).to(x.device)
 
 
 def by_hand(packed: Packed) -> torch.Tensor:
@@ -154,22 +164,23 @@ def test_the_cpu_kernel_reads_every_kind_and_size(kind: str, dtype: torch.dtype)
         packed = GQS.pack(sparse(21, 150, size, 50).to(dtype), f"g{size}@50%", kind=kind)
         x = torch.randn(3, 150, generator=torch.Generator().manual_seed(1))
         found = linear(x, packed, kernel="cpu")
-        weight = packed.unpack().double()
-        bound = (150 + 2) * 2.0**-24 * (x.double().abs() @ weight.abs().T)
-        assert ((found.double() - x.double() @ weight.T).abs() <= bound + 1e-30).all(), size
+        weight, multiplied = packed.unpack().double(), as_multiplied(x, packed).double()
+        bound = (150 + 4) * 2.0**-24 * (multiplied.abs() @ weight.abs().T)
+        assert ((found.double() - multiplied @ weight.T).abs() <= bound + 1e-30).all(), size
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the decode kernel: no GPU here")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["w4", "w8"])
+@pytest.mark.parametrize("kind", ["w4", "w8", "w4a8"])
 @pytest.mark.parametrize("k", [172, 520, 1024])
 def test_more_rows_than_blocks_on_a_gpu(kind: str, dtype: torch.dtype, k: int):
     """The contract's weights have a block for each 16 rows; these are divided among blocks, in another build."""
     weight = sparse(9000, k, 16, 50)
     weight[4000:4100] = 0
     packed = GQS.pack(weight.to(dtype).cuda(), "g16@50%", kind=kind)
-    for m in (1, 8, 16):
+    for m in (1, 2, 3, 4, 8, 16):
         x, bias = random_operands(packed, m, dtype, "cuda")
         y = linear(x, packed, bias, kernel="decode")
-        check_product(y, x, packed, bias)
+        # Where weights are made of the codes, activations are taken in 16 bits.
+        check_product(y, x, packed, bias, as_multiplied(x, packed, dtype if m > 2 else torch.float64))
         assert torch.equal(y, linear(x, packed, bias, kernel="decode"))

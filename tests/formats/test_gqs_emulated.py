@@ -1,4 +1,4 @@
-"""The decode kernel's own source, run thread by thread on a CPU, against float64: layout, Stream-K and barriers."""
+"""The GPU kernels' own sources, run thread by thread on a CPU: layout, Stream-K and barriers."""
 
 from types import SimpleNamespace
 
@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from semisparse.formats import get_format
-from semisparse.formats.gqs import cuda
+from semisparse.formats.gqs import cuda, unpack
 from semisparse.patterns import parse_pattern
 from tests.formats import emulated
 from tests.formats.cases import build, random
 from tests.formats.test_contract import check_product, random_operands
+from tests.formats.test_gqs import as_multiplied
 
 GQS = get_format("gqs")
 
@@ -23,14 +24,20 @@ class _Stream:
 
 @pytest.fixture(autouse=True)
 def emulated_kernels(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cuda, "compile_cubin", emulated.compile_emulated)
-    monkeypatch.setattr(cuda, "CudaKernel", emulated.EmulatedKernel)
+    for module in (cuda, unpack):
+        monkeypatch.setattr(module, "compile_cubin", emulated.compile_emulated)
+        monkeypatch.setattr(module, "CudaKernel", emulated.EmulatedKernel)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: _Stream)
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
-    cuda._decode_kernel.cache_clear()
+    _forget_kernels()
     yield
-    cuda._decode_kernel.cache_clear()
+    _forget_kernels()
     torch.use_deterministic_algorithms(False)
+
+
+def _forget_kernels() -> None:
+    cuda._decode_kernel.cache_clear()
+    unpack._unpack_kernel.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -40,6 +47,14 @@ def emulated_kernels(monkeypatch: pytest.MonkeyPatch):
         ("w4", torch.bfloat16, 13, 23, 684, "g16@50%"),
         ("w8", torch.float16, 9, 16, 1400, "g16@0%"),
         ("w8", torch.bfloat16, 5, 70, 200, "g16@80%"),
+        ("w4", torch.float16, 2, 33, 172, "g16@50%"),
+        ("w4", torch.float16, 3, 20, 512, "g16@0%"),
+        ("w4", torch.bfloat16, 1, 36, 512, "g16@50%"),
+        ("w4", torch.bfloat16, 4, 17, 300, "g16@50%"),
+        ("w4a8", torch.float16, 1, 40, 1024, "g16@50%"),
+        ("w4a8", torch.bfloat16, 3, 23, 172, "g16@50%"),
+        ("w4a8", torch.float16, 4, 16, 512, "g16@0%"),
+        ("w4a8", torch.float16, 6, 20, 300, "g16@50%"),
     ],
 )
 def test_any_division_of_the_work(monkeypatch, kind: str, dtype: torch.dtype, m: int, n: int, k: int, pattern: str):
@@ -48,12 +63,37 @@ def test_any_division_of_the_work(monkeypatch, kind: str, dtype: torch.dtype, m:
     weight[3] = 0
     packed = GQS.pack(weight, pattern, kind=kind)
     x, bias = random_operands(packed, m, dtype, "cpu")
-    monkeypatch.setattr(cuda, "_divide", lambda tiles, sets, processors: (cuda.Build(2, 1), processors))
+    multiplied = as_multiplied(x, packed, torch.float64 if m <= 2 else dtype)
+    monkeypatch.setattr(cuda, "WARPS", 2)
+    monkeypatch.setattr(cuda, "_blocks", lambda tiles, processors: processors)
     for blocks in (1, 2, 5, 99):
         monkeypatch.setattr(cuda, "device_facts", lambda _, blocks=blocks: SimpleNamespace(processors=blocks, arch=""))
         results = []
         for emulated.adverse[0] in (False, True):
             results.append(cuda.decode(x, packed, bias))
-            check_product(results[-1], x, packed, bias)
+            check_product(results[-1], x, packed, bias, multiplied)
         assert torch.equal(*results)
     assert not cuda._arrivals(x.device, 1).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("kind", "n", "k", "pattern"),
+    [
+        ("w4", 40, 300, "g16@50%"),
+        ("w8", 17, 172, "g16@0%"),
+        ("w3", 5, 700, "g128@30%"),
+        ("w2", 16, 130, "g4@50%"),
+        ("w4", 1, 33, "g8@50%"),
+        ("w8", 3, 50, "g4@80%"),
+        ("w3", 18, 64, "g32@50%"),
+    ],
+)
+def test_the_weight_unpacked_for_many_tokens(monkeypatch, kind: str, n: int, k: int, pattern: str, dtype: torch.dtype):
+    monkeypatch.setattr(unpack, "device_facts", lambda _: SimpleNamespace(arch=""))
+    weight = build(parse_pattern(pattern), random, n, k).to(dtype)
+    weight[-1] = 0
+    packed = GQS.pack(weight, pattern, kind=kind)
+    found = unpack.unpack(packed)
+    assert torch.equal(found, packed.unpack())
+    assert found.stride() == (-(-k // 8) * 8, 1)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from semisparse.quant.group import KINDS, GroupScales, fake_quantise, scales_of, stored_groups
 
-WIDTHS = sorted(KINDS.values())
+WIDTHS = sorted(set(KINDS.values()))
 
 
 def weight_of(n: int, k: int, seed: int = 0) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from semisparse.formats.base import Case, Format, Kernel
-from semisparse.formats.gqs import cpu, cuda, pack
+from semisparse.formats.gqs import cpu, cuda, pack, unpack
 from semisparse.formats.gqs.regroup import regroup
 from semisparse.quant.group import KINDS
 
@@ -22,7 +22,7 @@ FORMAT = Format(
     kernels=(
         Kernel("cpu", "cpu", cpu.supports, cpu.load),
         Kernel("decode", "cuda", cuda.decode_refusal, lambda: cuda.decode),
-        Kernel("unpack", "cuda", cuda.unpack_refusal, lambda: cuda.unpack_and_multiply),
+        Kernel("unpack", "cuda", unpack.unpack_refusal, lambda: unpack.unpack_and_multiply),
     ),
     cost=cuda.cost,
     cases=(

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from semisparse.formats.base import Packed, Problem, Product
+from semisparse.formats.gqs.activations import rounded, rounds_activations
 from semisparse.formats.gqs.pack import TILE_GROUPS, size_of
 from semisparse.quant.group import KINDS
 from semisparse.runtime import cpp
@@ -69,7 +70,8 @@ def load() -> Product:
 
     def product(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         (m, k), n = x.shape, packed.shape[0]
-        panel = F.pad(x.float(), (0, -k % (TILE_GROUPS * size_of(packed.pattern)))).contiguous()
+        wide = rounded(x, torch.float32) if rounds_activations(packed.params) else x.float()
+        panel = F.pad(wide, (0, -k % (TILE_GROUPS * size_of(packed.pattern)))).contiguous()
         y = torch.zeros(m, n)
         threads = max(1, min(torch.get_num_threads(), m * n * k // WORK_PER_THREAD))
         library.gqs_product(_Weight(packed), panel.data_ptr(), panel.shape[1], y.data_ptr(), m, threads)

@@ -1,19 +1,19 @@
-"""The GPU kernels: up to 16 tokens straight from the packed groups, by Stream-K; more by unpacking first."""
+"""The GPU kernel for few tokens, straight from the packed groups, by Stream-K."""
 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
-from functools import cache
+import importlib.util
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from semisparse.formats.base import Packed, Pass, Problem, fused_cost
-from semisparse.formats.gqs.pack import TILE_GROUPS, TILE_ROWS, size_of, unpack
+from semisparse.formats.gqs.activations import quantise_tokens, rounded, rounds_activations
+from semisparse.formats.gqs.pack import TILE_GROUPS, TILE_ROWS, size_of
 from semisparse.quant.group import KINDS
-from semisparse.runtime.blas import multiply_dense
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.launch import CudaKernel
 from semisparse.runtime.nvrtc import CudaSource, Defines, compile_cubin, unavailable
@@ -27,37 +27,32 @@ DECODE_BITS = (4, 8)
 
 SCALARS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 
-TOKENS_A_SET = 8
+CODE_TOKENS = (1, 2)
+"""How many the builds take that multiply by 4-bit codes."""
+
+WEIGHT_TOKENS = (8, 16)
+"""How many those take that make weights of the codes first."""
+
+MOST_SUM_BYTES = 32 << 10
+"""Of shared memory, for the sums of x by groups that a product by codes needs."""
 
 BATCH = 4
 """Chunks along K that a warp loads at once; a strip."""
 
-
-@dataclass(frozen=True)
-class Build:
-    """What a decode kernel is compiled for.
-
-    Args:
-        warps: of a block.
-        blocks: of a processor, which registers are left for, and which share the work.
-    """
-
-    warps: int
-    blocks: int
+WARPS, BLOCKS = 8, 2
+"""Of a block; and of a processor, which registers are left for, and which share the work. Four warps and four or five
+blocks, 16 and one, and fewer chunks at once in more warps were slower or the same (LOG.md)."""
 
 
-LARGE, SMALL = Build(8, 2), Build(4, 5)
-"""Blocks of eight warps for few rows or many tokens, of four else."""
-
-
-def _defines(dtype: torch.dtype, bits: int, sets: int, whole: bool, build: Build) -> Defines:
+def _defines(dtype: torch.dtype, bits: int, tokens: int, rounds: bool, whole: bool) -> Defines:
     return {
         "SCALAR": SCALARS[dtype],
         "BITS": bits,
-        "SETS": sets,
-        "WARPS": build.warps,
+        "TOKENS": tokens,
+        "ROUNDED": int(rounds),
+        "WARPS": WARPS,
         "BATCH": BATCH,
-        "BLOCKS": build.blocks,
+        "BLOCKS": BLOCKS,
         "WHOLE": int(whole),
     }
 
@@ -66,14 +61,15 @@ def _defines(dtype: torch.dtype, bits: int, sets: int, whole: bool, build: Build
 DECODE = CudaSource(
     Path(__file__).with_name("decode.cu"),
     (
-        _defines(torch.float16, 4, 1, True, LARGE),
-        _defines(torch.bfloat16, 4, 2, False, LARGE),
-        _defines(torch.float16, 8, 2, False, LARGE),
-        _defines(torch.bfloat16, 8, 2, True, LARGE),
-        _defines(torch.float16, 4, 1, False, SMALL),
-        _defines(torch.bfloat16, 8, 1, True, SMALL),
+        _defines(torch.float16, 4, 1, False, True),
+        _defines(torch.bfloat16, 4, 2, False, False),
+        _defines(torch.float16, 4, 1, True, True),
+        _defines(torch.bfloat16, 4, 2, True, False),
+        _defines(torch.float16, 4, 8, False, True),
+        _defines(torch.bfloat16, 4, 16, False, False),
+        _defines(torch.float16, 8, 16, False, False),
+        _defines(torch.bfloat16, 8, 8, False, True),
     ),
-    spills_allowed="8 bytes of stack where K is no multiple of 256 and x is read value by value, 9 tokens or more",
 )
 
 SOURCES = (DECODE,)
@@ -91,6 +87,8 @@ def decode_refusal(problem: Problem) -> str | None:
         return f"takes groups of {SIZE}, this weight has groups of {size_of(problem.pattern)}"
     if KINDS.get(str(problem.params.get("kind"))) not in DECODE_BITS:
         return f"takes codes of 4 or 8 bits, this weight is {problem.params.get('kind')}"
+    if rounds_activations(problem.params) and importlib.util.find_spec("triton") is None:
+        return "triton, which rounds the activations, is not installed: pip install 'semisparse[cuda]'"
     if torch.cuda.get_device_capability(problem.device) < (8, 0):
         return "needs compute capability 8.0 (Ampere) or later"
     return unavailable()
@@ -98,6 +96,9 @@ def decode_refusal(problem: Problem) -> str | None:
 
 def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     """Multiply 1 to 16 tokens.
+
+    One or two are multiplied by 4-bit codes, in int8 where the kind is ``w4a8``; more by the weights that codes stand
+    for, rounded to x's dtype.
 
     Args:
         x: [M, K] float16 or bfloat16.
@@ -110,44 +111,56 @@ def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     kept = len(packed.tensors["zero"])
     if not kept:
         return x.new_zeros(m, n) if bias is None else bias.to(x.dtype).repeat(m, 1)
+    bits, dtype = KINDS[str(packed.params["kind"])], x.dtype
+    tokens, sum_bytes = _tokens_of(m, k, bits)
+    x_scale, rounds = None, rounds_activations(packed.params) and tokens in CODE_TOKENS
+    if rounds:
+        x, x_scale = quantise_tokens(x)
+    elif rounds_activations(packed.params):
+        x = rounded(x, dtype)
     tiles, tile_chunks = packed.tensors["masks"].shape
     strips = tiles * -(-tile_chunks // BATCH)
-    sets, bits = -(-m // TOKENS_A_SET), KINDS[str(packed.params["kind"])]
-    whole = k % (TILE_GROUPS * SIZE * BATCH) == 0 and x.data_ptr() % 16 == 0
-    tried = x.dtype == torch.float16 and bits == 4 and sets == 1 and whole
-    build, blocks = _divide(tiles, tried, device_facts(x.device).processors)
-    blocks = min(blocks, strips)
-    y = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    parts = torch.empty((blocks, 2, TILE_ROWS * TOKENS_A_SET * sets), dtype=torch.float32, device=x.device)
+    blocks = min(_blocks(tiles, device_facts(x.device).processors), strips)
+    y = torch.empty((m, n), dtype=dtype, device=x.device)
+    parts = torch.empty((blocks, 2, TILE_ROWS * max(tokens, 8)), dtype=torch.float32, device=x.device)
     stored = [packed.tensors[name] for name in ("masks", "starts", "codes", "scale", "zero")]
-    operands = [x, *stored, None if bias is None else bias.to(x.dtype), y, parts, _arrivals(x.device, tiles)]
+    bias = None if bias is None else bias.to(dtype)
+    operands = [x, x_scale, *stored, bias, y, parts, _arrivals(x.device, tiles)]
     operands = [None if operand is None else operand.contiguous() for operand in operands]
-    pointers = [None if operand is None else operand.data_ptr() for operand in operands]
-    kernel = _decode_kernel(x.device, x.dtype, bits, sets, whole, build)
-    kernel(
-        x.device, (blocks, 1, 1), 32 * build.warps, *pointers, m, n, k, tile_chunks, kept - 1, *divmod(strips, blocks)
-    )
+    pointers = [0 if operand is None else operand.data_ptr() for operand in operands]
+    aligned = all(pointers[i] % 16 == 0 for i in (0, 2, 3))  # x, masks and starts, which are read 16 bytes at a time
+    whole = aligned and k % (TILE_GROUPS * SIZE * BATCH) == 0
+    kernel = _decode_kernel(x.device, dtype, bits, tokens, rounds, whole, sum_bytes)
+    sizes = (m, n, k, tile_chunks, kept - 1, *divmod(strips, blocks))
+    kernel(x.device, (blocks, 1, 1), 32 * WARPS, *pointers, *sizes)
     return y
 
 
-def _divide(tiles: int, tried: bool, processors: int) -> tuple[Build, int]:
-    """Choose the build, and how many blocks share the work of some tiles, as was fastest on an H200.
+def _tokens_of(m: int, k: int, bits: int) -> tuple[int, int]:
+    """Choose for how many tokens the kernel is compiled, and give the bytes that it needs for their sums."""
+    for tokens in CODE_TOKENS:
+        strip_columns = TILE_GROUPS * SIZE * BATCH
+        sum_bytes = -(-k // strip_columns) * strip_columns // SIZE * tokens * 4
+        if bits == 4 and m <= tokens and sum_bytes <= MOST_SUM_BYTES:
+            return tokens, sum_bytes
+    return next(tokens for tokens in WEIGHT_TOKENS if m <= tokens), 0
 
-    Where there is a block for each tile, none waits for another: 7.0 us for 8.3 at 4096 x 4096. Small blocks are taken
-    where they have been ``tried`` on a GPU: for up to 8 tokens in float16, W4, and a K of whole strips.
+
+def _blocks(tiles: int, processors: int) -> int:
+    """Choose how many blocks share the work of some tiles, as was fastest on an H200.
+
+    Where there is a block for each tile, none waits for another: 6.6 us for 7.9 at 4096 x 4096.
     """
-    most = LARGE.blocks * processors
-    if tiles <= most:
-        return LARGE, tiles
-    return (SMALL, SMALL.blocks * processors) if tried else (LARGE, most)
+    return min(tiles, BLOCKS * processors)
 
 
-@cache
+@lru_cache(maxsize=256)
 def _decode_kernel(
-    device: torch.device, dtype: torch.dtype, bits: int, sets: int, whole: bool, build: Build
+    device: torch.device, dtype: torch.dtype, bits: int, tokens: int, rounds: bool, whole: bool, sum_bytes: int
 ) -> CudaKernel:
-    cubin = compile_cubin(DECODE.path, device_facts(device).arch, _defines(dtype, bits, sets, whole, build))
-    return CudaKernel(cubin, "semisparse_gqs_decode", (*[_POINTER] * 10, *[_INT] * 7))
+    defines = _defines(dtype, bits, tokens, rounds, whole)
+    cubin = compile_cubin(DECODE.path, device_facts(device).arch, defines)
+    return CudaKernel(cubin, "semisparse_gqs_decode", (*[_POINTER] * 11, *[_INT] * 7), sum_bytes)
 
 
 def _arrivals(device: torch.device, tiles: int) -> Tensor:
@@ -162,18 +175,6 @@ def _arrivals(device: torch.device, tiles: int) -> Tensor:
 @cache
 def _zeroed(device: torch.device, stream: int, count: int) -> Tensor:
     return torch.zeros(count, dtype=torch.int32, device=device)
-
-
-def unpack_and_multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """Unpack the whole weight and let cuBLAS multiply: for many tokens, other groups, and float32."""
-    return multiply_dense(x, unpack(packed), bias)
-
-
-def unpack_refusal(problem: Problem) -> str | None:
-    """Say why `unpack_and_multiply` cannot compute ``problem`` here, or None if it can."""
-    if problem.weight_dtype != problem.dtype:
-        return f"x is {problem.dtype}, the weight {problem.weight_dtype}"
-    return None
 
 
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:

@@ -2,30 +2,19 @@
 
 #pragma once
 
-#include "primitives.cuh"
-
-constexpr int kSize = 16;                  // columns of a group
-constexpr int kWords = kSize * BITS / 32;  // of a group's codes
-constexpr Word kAll = 0xffffffff;
-
-__device__ constexpr bool is_half(const __half*) { return true; }
-__device__ constexpr bool is_half(const __nv_bfloat16*) { return false; }
+#include "chunk.cuh"
 
 // Where four-bit codes stand in a word, and what they are put into; see dequantise4.
 struct Constants {
     Word nibbles, magic;
 
-    __device__ __forceinline__ Constants() {
+    __device__ __forceinline__ explicit Constants(int positive) {
         const bool half = is_half(static_cast<const SCALAR*>(nullptr));
-        nibbles = half ? 0x00f000f0u : 0x00780078u;
-        magic = half ? 0x54005400u : 0x41804180u;
-        keep_in_register(nibbles);
-        keep_in_register(magic);
+        nibbles = kept_constant(half ? 0x00f000f0u : 0x00780078u, positive);
+        magic = kept_constant(half ? 0x54005400u : 0x41804180u, positive);
     }
 };
 
-__device__ __forceinline__ Word bits_of(__half2 pair) { return *reinterpret_cast<Word*>(&pair); }
-__device__ __forceinline__ Word bits_of(__nv_bfloat162 pair) { return *reinterpret_cast<Word*>(&pair); }
 __device__ __forceinline__ __half2 half_pair(Word bits) { return *reinterpret_cast<__half2*>(&bits); }
 __device__ __forceinline__ __nv_bfloat162 bfloat_pair(Word bits) { return *reinterpret_cast<__nv_bfloat162*>(&bits); }
 

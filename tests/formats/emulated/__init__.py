@@ -50,14 +50,14 @@ class EmulatedKernel:
 @cache
 def _library(path: Path, defines: tuple, name: str) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
-        for place in (HEADERS, path.parent, STAND_INS):  # the last copied stays
-            for header in (*place.glob("*.cuh"), *place.glob("*.h")):
-                shutil.copy(header, folder)
-        text = path.read_text().replace(
-            "extern __shared__ uint4 shared[];", "uint4* shared = reinterpret_cast<uint4*>(machine_shared);"
-        )
+        for place in (HEADERS, path.parent, STAND_INS):  # the last written stays
+            for source in (*place.glob("*.cuh"), *place.glob("*.h"), path):
+                text = source.read_text().replace(
+                    "extern __shared__ uint4 shared[];", "uint4* shared = reinterpret_cast<uint4*>(machine_shared);"
+                )
+                (Path(folder) / source.name).write_text(text)
         whole = Path(folder) / "emulated.cpp"
-        whole.write_text(f"{text}\nLAUNCHER({name})\n")
+        whole.write_text(f'#include "{path.name}"\nLAUNCHER({name})\n')
         library = Path(folder) / f"{hashlib.sha256(repr((path, defines)).encode()).hexdigest()[:16]}.so"
         macros = [f"-D{key}={value}" for key, value in defines]
         flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-I", folder, "-include", "machine.cuh"]

@@ -1,0 +1,74 @@
+// Multiplies 16-bit x by 4-bit codes. See diagonal.cuh.
+//
+// As halves, codes are taken as they stand: the bits of a word's low nibbles are subnormal numbers, code / 2^24, and those of
+// its high nibbles 16 of these. Tensor cores multiply them exactly. bfloat16 has no such room: there 16 is added to a code.
+
+#pragma once
+
+#include "diagonal.cuh"
+
+constexpr bool kHalf = is_half(static_cast<const SCALAR*>(nullptr));
+constexpr float kUnit = kHalf ? 0x1p-24f : 1.0f;     // what a code is multiplied by
+constexpr float kSecond = kHalf ? 0.0625f : 1.0f;    // what makes codes of the second product's
+constexpr float kAnchor = kUnit * 0x1p19f;           // its last place is 1/16 of a code
+constexpr Word kAnchorBits = (127 + 19 - (kHalf ? 24 : 0)) << 23;
+
+struct Input {
+    using Value = unsigned short;
+    using Number = float;
+
+    __device__ __forceinline__ static float sum(const Word (&words)[8]) {
+        const SCALAR* tag = nullptr;
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sum += to_float(scalar_of(words[i], tag)) + to_float(scalar_of(words[i] >> 16, tag));
+        return sum;
+    }
+};
+
+struct Product : Diagonal<Input> {
+    using X = SCALAR;
+
+    Word low, high;
+
+    __device__ __forceinline__ Product(const X* x, int m, int k) : Diagonal(reinterpret_cast<const Value*>(x), m, k) {
+        low = kept_constant(kHalf ? 0x000f000fu : 0x00780078u, k);
+        high = kept_constant(kHalf ? 0x00f000f0u : 0x41804180u, k);
+    }
+
+    // Two pairs of a word's 8 columns; as halves the pairs 0 and 2 or 1 and 3, else 0 and 1 or 2 and 3, which lie together in x.
+    __device__ __forceinline__ void pairs_of(Word (&pairs)[2], Word codes, bool second) const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int shift = 4 * (2 * second + i) - 3;
+            pairs[i] = kHalf ? codes >> 8 * i & (second ? high : low)
+                             : ((shift < 0 ? codes << -shift : codes >> shift) & low) | high;
+        }
+    }
+
+    __device__ __forceinline__ void add(const Chunk& chunk, int column, int left, Word bit) {
+        Word words[8];
+        read(words, column, left);
+        float found[2][4] = {};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int word = i / 2, second = i % 2;
+            Word upper[2], lower[2];
+            pairs_of(upper, chunk.codes[0][word], second);
+            pairs_of(lower, chunk.codes[1][word], second);
+            const Word rows[4] = {upper[0], lower[0], upper[1], lower[1]};
+            const Word* x = words + 4 * word + (kHalf ? second : 2 * second);
+            mma(found[second], rows, x[0], x[kHalf ? 2 : 1], static_cast<const SCALAR*>(nullptr));
+        }
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            const float offset = kHalf ? 0.0f : 16.0f;
+            const float zero = (kAnchor - offset) - __uint_as_float(kAnchorBits | chunk.zero[row]);  // below 0
+            add_row(row, chunk, column, bit, [&](int cell, float total) {
+                return (found[1][cell] * kSecond + found[0][cell]) + zero * total;
+            });
+        }
+    }
+
+    __device__ __forceinline__ static float final(float sum, const float*, int) { return sum * (1.0f / kUnit); }
+};
