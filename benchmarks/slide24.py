@@ -1,11 +1,14 @@
-"""Whole layers of slide24 beside dense ones in the same precision: the linear layers of a model, summed.
+"""Whole layers of slide24 beside dense ones in the same precision.
 
 Usage: python benchmarks/slide24.py OUT.csv [--model qwen2.5-7b:fused] [--tokens 64,1024,4096,8192]
        [--patterns 2:4,4:6,6:8,8:10] [--kinds int8,fp8,bf16] [--seconds 0.05]
+       python benchmarks/slide24.py OUT.csv --square 1024,2048,4096,8192,16384
 
-A line is a kernel on a layer, as `semisparse bench kernels` writes it, all of one process. Printed are the sums over
-the layers, their ratio to the dense layers, and the paper's efficiency (equation 19): the speed-up over dense as a
-share of what 2:4's speed-up leaves after the expansion, S(2:4) / gamma.
+Model mode: the linear layers of a model, for each number of tokens, up to 65,536. Square mode: M = N = K.
+
+A line is a kernel on a layer, as `semisparse bench kernels` writes it, all of one process, and `semisparse bench plot
+OUT.csv` draws them. Printed are the sums over the layers, their ratio to the dense layers, and the paper's efficiency
+(equation 19): the speed-up over dense as a share of what 2:4's speed-up leaves after the expansion, S(2:4) / gamma.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from semisparse.bench import timing
 from semisparse.bench.kernels import Measurement, Setting, measure_layer
 from semisparse.bench.machines import find_machine
 from semisparse.bench.roofline import BASELINE, NO_ZEROS, Candidate
-from semisparse.bench.shapes import layer_shapes
+from semisparse.bench.shapes import LayerShape, layer_shapes
 from semisparse.bench.table import write_csv
 
 DENSE = {"bf16": {}, "int8": {"kind": "int8"}, "fp8": {"kind": "fp8"}}
@@ -37,6 +40,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", default="qwen2.5-7b:fused")
     parser.add_argument("--tokens", default="64,1024,4096,8192")
+    parser.add_argument("--square", help="M = N = K, separated by commas, in the place of a model and its tokens")
     parser.add_argument("--patterns", default="2:4,4:6,6:8,8:10")
     parser.add_argument("--kinds", default="int8,fp8,bf16")
     parser.add_argument("--gpu", default="cuda", help="whose rates the floors are of, as `plan` knows it")
@@ -47,15 +51,24 @@ def main() -> None:
     candidates = [Candidate(BASELINE, NO_ZEROS, options) for options in DENSE.values()]
     candidates += [Candidate("slide24", pattern, options) for options in kinds.values() for pattern in patterns]
     device = torch.device("cuda")
-    setting = Setting(chosen.model, torch.bfloat16, device, find_machine(chosen.gpu))
-    tokens = [int(m) for m in chosen.tokens.split(",")]
+    name = "square" if chosen.square else chosen.model
+    setting = Setting(name, torch.bfloat16, device, find_machine(chosen.gpu))
     found: list[Measurement] = []
-    for layer in layer_shapes(chosen.model):
+    for layer, tokens in work(chosen):
         for result in measure_layer(setting, layer, tokens, candidates, SLOW):
             if isinstance(result, Measurement):
                 found.append(result)
         write_csv(chosen.out, found)  # what is there already outlives an interruption
-    show(found, tokens)
+    show(found)
+
+
+def work(chosen: argparse.Namespace) -> list[tuple[LayerShape, list[int]]]:
+    """List the layers to measure, each with its numbers of tokens."""
+    if chosen.square:
+        sizes = [int(size) for size in chosen.square.split(",")]
+        return [(LayerShape("", size, size, 1), [size]) for size in sizes]
+    tokens = [int(m) for m in chosen.tokens.split(",")]
+    return [(layer, tokens) for layer in layer_shapes(chosen.model)]
 
 
 def layer_sums(found: list[Measurement]) -> Sums:
@@ -70,10 +83,10 @@ def layer_sums(found: list[Measurement]) -> Sums:
     return dict(sums)
 
 
-def show(found: list[Measurement], tokens: list[int]) -> None:
+def show(found: list[Measurement]) -> None:
     """Print a table for each number of tokens."""
     sums = layer_sums(found)
-    for m in tokens:
+    for m in sorted({m for m, _ in sums}):
         rows = {label: us for (at, label), us in sums.items() if at == m}
         print(f"M = {m}")
         for label, us in rows.items():
