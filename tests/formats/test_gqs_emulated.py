@@ -28,6 +28,7 @@ def emulated_kernels(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(module, "compile_cubin", emulated.compile_emulated)
         monkeypatch.setattr(module, "CudaKernel", emulated.EmulatedKernel)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: _Stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
     _forget_kernels()
     yield
@@ -97,3 +98,24 @@ def test_the_weight_unpacked_for_many_tokens(monkeypatch, kind: str, n: int, k: 
     found = unpack.unpack(packed)
     assert torch.equal(found, packed.unpack())
     assert found.stride() == (-(-k // 8) * 8, 1)
+
+
+def test_counters_that_are_kept_are_never_of_a_graph_in_the_making(monkeypatch: pytest.MonkeyPatch):
+    """A compiled model's graphs refuse to hold memory that outlives a step, warming up on a stream of their own."""
+    for name in ("_of_default_stream", "_of_graphs"):
+        monkeypatch.setattr(cuda, name, {})
+    device = torch.device("cpu")
+
+    def place(stream: int, capturing: bool = False) -> int:
+        monkeypatch.setattr(_Stream, "cuda_stream", stream)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+        found.append(cuda._arrivals(device, 9))
+        return found[-1].data_ptr()
+
+    found: list[torch.Tensor] = []
+    assert place(7, capturing=True) != place(7, capturing=True)
+    assert place(7) != place(7)
+    assert place(0) == place(0)
+    assert place(7, capturing=True) == place(7, capturing=True) == place(8, capturing=True)
+    assert place(7, capturing=True) != place(0)
+    assert place(7) != place(7)

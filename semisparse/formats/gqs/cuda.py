@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -164,17 +164,28 @@ def _decode_kernel(
 
 
 def _arrivals(device: torch.device, tiles: int) -> Tensor:
-    """Give the counters of a stream's kernels, zero between them.
+    """Give the kernel's counters, zero between launches.
 
-    As cuBLAS's workspaces are, they are one stream's: graphs captured on one stream must not run at the same time.
+    They are kept where nothing else can use them at once: for the default stream, and for graphs captured after a call
+    there, which must not run at the same time (cuBLAS's workspaces are like that). Other streams get new ones each
+    time, because their memory may belong to a graph in the making.
     """
-    rounded = 1 << (tiles - 1).bit_length()
-    return _zeroed(device, torch.cuda.current_stream(device).cuda_stream, max(rounded, 4096))
+    count = max(1 << (tiles - 1).bit_length(), 4096)
+    if torch.cuda.is_current_stream_capturing():
+        kept = _of_graphs.get((device, count))
+        return torch.zeros(count, dtype=torch.int32, device=device) if kept is None else kept
+    if torch.cuda.current_stream(device).cuda_stream != DEFAULT_STREAM:
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    if (device, count) not in _of_graphs:
+        _of_graphs[device, count] = torch.zeros(count, dtype=torch.int32, device=device)
+        _of_default_stream[device, count] = torch.zeros(count, dtype=torch.int32, device=device)
+    return _of_default_stream[device, count]
 
 
-@cache
-def _zeroed(device: torch.device, stream: int, count: int) -> Tensor:
-    return torch.zeros(count, dtype=torch.int32, device=device)
+DEFAULT_STREAM = 0
+
+_of_default_stream: dict[tuple[torch.device, int], Tensor] = {}
+_of_graphs: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
