@@ -16,7 +16,7 @@ from semisparse.bench.plot import plot_all
 from semisparse.bench.roofline import Candidate, candidates, random_weight
 from semisparse.bench.shapes import LayerShape
 from semisparse.bench.table import read_csv, write_csv
-from semisparse.bench.timing import MOST_COPIES, rotating_copies, time_calls
+from semisparse.bench.timing import MOST_COPIES, Timing, rotating_copies, time_calls
 from semisparse.errors import InputError, KernelError
 from semisparse.formats import get_format
 from semisparse.nn import SparseLinear
@@ -26,7 +26,8 @@ MODELS = Path(__file__).parents[2] / "../shared/models"
 
 CPU = torch.device("cpu")
 
-SLOW = Machine("slow", "invented", 1e10, {"tensor fp16": 1e11, "fp32": 1e11}, 1e-6, "cpu")
+UNITS = ("tensor fp16", "tensor fp8", "tensor int8", "fp32")
+SLOW = Machine("slow", "invented", 1e10, dict.fromkeys(UNITS, 1e11), 1e-6, "cpu")
 
 LAYER = LayerShape("up_proj", 96, 128, 2)
 
@@ -79,6 +80,14 @@ def test_the_last_rows_are_verified_too(monkeypatch):
     monkeypatch.setitem(form.__dict__, "kernels", (dataclasses.replace(blas, load=lambda: forget_the_last),))
     with pytest.raises(KernelError, match="is wrong at M, N, K = 1000"):
         measured(tokens=(1000,))
+
+
+@pytest.mark.parametrize("m", [1, 40])
+@pytest.mark.parametrize("candidate", candidates(), ids=lambda candidate: candidate.label)
+def test_every_variant_of_every_format_is_within_what_is_right(candidate: Candidate, m: int, monkeypatch):
+    """A variant that rounds x must say so in its cost, or it would be called wrong."""
+    monkeypatch.setattr("semisparse.bench.kernels.time_calls", lambda calls, device: Timing(1.0, 1.0, 1.0))
+    assert list(measure_layer(Setting("toy", torch.float32, CPU, SLOW), LAYER, [m], [candidate]))
 
 
 def test_copies_outgrow_the_cache_and_share_no_memory():

@@ -1,5 +1,6 @@
 """The GPU kernels' own sources, run thread by thread on a CPU: layout, Stream-K and barriers."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -100,22 +101,24 @@ def test_the_weight_unpacked_for_many_tokens(monkeypatch, kind: str, n: int, k: 
     assert found.stride() == (-(-k // 8) * 8, 1)
 
 
-def test_counters_that_are_kept_are_never_of_a_graph_in_the_making(monkeypatch: pytest.MonkeyPatch):
-    """A compiled model's graphs refuse to hold memory that outlives a step, warming up on a stream of their own."""
-    for name in ("_of_default_stream", "_of_graphs"):
-        monkeypatch.setattr(cuda, name, {})
-    device = torch.device("cpu")
+def test_counters_are_a_streams_and_never_of_a_graph_in_the_making(monkeypatch: pytest.MonkeyPatch):
+    """A compiled model's graphs refuse to hold memory that outlives a step; theirs is what their thread allocates."""
+    allocate, threads = cuda._zeros, []
 
-    def place(stream: int, capturing: bool = False) -> int:
+    def zeros(device: torch.device, count: int) -> torch.Tensor:
+        threads.append(threading.get_ident())
+        return allocate(device, count)
+
+    def counters(stream: int, capturing: bool = False) -> torch.Tensor:
         monkeypatch.setattr(_Stream, "cuda_stream", stream)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-        found.append(cuda._arrivals(device, 9))
-        return found[-1].data_ptr()
+        return cuda._arrivals(torch.device("cpu"), 9)
 
-    found: list[torch.Tensor] = []
-    assert place(7, capturing=True) != place(7, capturing=True)
-    assert place(7) != place(7)
-    assert place(0) == place(0)
-    assert place(7, capturing=True) == place(7, capturing=True) == place(8, capturing=True)
-    assert place(7, capturing=True) != place(0)
-    assert place(7) != place(7)
+    monkeypatch.setattr(cuda, "_zeros", zeros)
+    monkeypatch.setattr(cuda, "_kept", {})
+    assert counters(7, capturing=True) is not counters(7, capturing=True)
+    kept = counters(7)
+    assert counters(7) is counters(7, capturing=True) is kept
+    assert counters(8) is not kept
+    here = threading.get_ident()
+    assert [thread == here for thread in threads] == [True, True, False, False]

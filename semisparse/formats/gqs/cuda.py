@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
@@ -164,33 +165,37 @@ def _decode_kernel(
 
 
 def _arrivals(device: torch.device, tiles: int) -> Tensor:
-    """Give the kernel's counters, zero between launches.
+    """Give the counters of a stream's kernels, zero between them.
 
-    They are kept where nothing else can use them at once: for the default stream, and for graphs captured after a call
-    there, which must not run at the same time (cuBLAS's workspaces are like that). Other streams get new ones each
-    time, because their memory may belong to a graph in the making.
+    As cuBLAS's workspaces are, they are one stream's: graphs captured on one stream must not run at the same time.
     """
     count = max(1 << (tiles - 1).bit_length(), 4096)
-    if torch.cuda.is_current_stream_capturing():
-        kept = _of_graphs.get((device, count))
-        return torch.zeros(count, dtype=torch.int32, device=device) if kept is None else kept
-    if torch.cuda.current_stream(device).cuda_stream != DEFAULT_STREAM:
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    if (device, count) not in _of_graphs:
-        _of_graphs[device, count] = torch.zeros(count, dtype=torch.int32, device=device)
-        _of_default_stream[device, count] = torch.zeros(count, dtype=torch.int32, device=device)
-    return _of_default_stream[device, count]
+    place = (device, torch.cuda.current_stream(device).cuda_stream, count)
+    if place not in _kept:
+        if torch.cuda.is_current_stream_capturing():  # the graph sets its own to zero each time
+            return _zeros(device, count)
+        # In a thread of its own: what this one allocates may go to the pool of torch.compile's graphs, which refuses what
+        # outlives them.
+        with ThreadPoolExecutor(1) as thread:
+            _kept[place] = thread.submit(_zeros, device, count).result()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return _kept[place]
 
 
-DEFAULT_STREAM = 0
+_kept: dict[tuple[torch.device, int, int], Tensor] = {}
 
-_of_default_stream: dict[tuple[torch.device, int], Tensor] = {}
-_of_graphs: dict[tuple[torch.device, int], Tensor] = {}
+
+def _zeros(device: torch.device, count: int) -> Tensor:
+    return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
-    """Give the passes of a product: fused for few tokens, an unpacking pass first for many."""
+    """Give the passes of a product: rounding x; then one fused pass for few tokens, unpacking first for many."""
+    passes: list[Pass] = []
+    if rounds_activations(problem.params):
+        passes.append(Pass(problem.m * problem.k * (problem.dtype.itemsize + 1), 0, "tensor int8"))
     if problem.m <= MAX_DECODE_TOKENS:
-        return fused_cost(problem, weight_bytes)
+        return (*passes, *fused_cost(problem, weight_bytes))
     dense_bytes = problem.n * problem.k * problem.weight_dtype.itemsize
-    return (Pass(weight_bytes + dense_bytes, 0, "fp32"), *fused_cost(problem, dense_bytes))
+    return (*passes, Pass(weight_bytes + dense_bytes, 0, "fp32"), *fused_cost(problem, dense_bytes))

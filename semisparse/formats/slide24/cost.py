@@ -12,19 +12,20 @@ UNITS = {torch.int8: "tensor int8", torch.float8_e4m3fn: "tensor fp8"}
 
 
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
-    """Give the passes of a product: lift, then multiply on sparse tensor cores; a CPU unpacks and multiplies.
+    """Give the passes of a product: lift, then multiply on sparse tensor cores; a CPU rounds, unpacks and multiplies.
 
     Sparse tensor cores compute two columns in the time that dense ones take for one: K' / 2 columns count.
     """
     m, n, k = problem.m, problem.n, problem.k
     width = problem.dtype.itemsize
+    dtype = stored_dtype(problem.params)
+    unit = UNITS.get(dtype, "tensor fp16") if dtype else "tensor fp16"
     if problem.device.type != "cuda" or (torch.float32 in (problem.weight_dtype, problem.dtype)):
         dense_bytes = 4 * n * k
         operands = dense_bytes + m * (n + k) * width
-        return (Pass(weight_bytes + dense_bytes, 0, "fp32"), Pass(operands, 2 * m * n * k, "fp32"))
+        rounding = (Pass(m * k * (width + dtype.itemsize), 0, unit),) if dtype in UNITS else ()
+        return (*rounding, Pass(weight_bytes + dense_bytes, 0, "fp32"), Pass(operands, 2 * m * n * k, "fp32"))
     columns = lifted_columns(k, window_of(problem.pattern))
-    dtype = stored_dtype(problem.params)
     stored = (dtype or problem.weight_dtype).itemsize
     lifting = Pass(m * (k * width + columns * stored), 0, "fp32", "sparse")
-    unit = UNITS.get(dtype, "tensor fp16") if dtype else "tensor fp16"
     return (lifting, Pass(weight_bytes + m * (columns * stored + n * width), m * n * columns, unit))
