@@ -174,8 +174,8 @@ def _arrivals(device: torch.device, tiles: int) -> Tensor:
     if place not in _kept:
         if torch.cuda.is_current_stream_capturing():  # the graph sets its own to zero each time
             return _zeros(device, count)
-        # In a thread of its own: what this one allocates may go to the pool of torch.compile's graphs, which refuses what
-        # outlives them.
+        # In a thread of its own: what this one allocates may go to the pool of torch.compile's graphs, which refuses
+        # what outlives them.
         with ThreadPoolExecutor(1) as thread:
             _kept[place] = thread.submit(_zeros, device, count).result()
         if device.type == "cuda":
