@@ -14,7 +14,7 @@ from tests.conftest import Outcome
 from tests.docs.pages import DOCS, blocks, commands, file_of
 from tests.serving import Served, one, write
 
-TESTED = {"transformers.md", "vllm.md", "lm-eval.md"}
+TESTED = {"transformers.md", "vllm.md", "lm-eval.md", "quality.md"}
 
 
 @pytest.fixture
@@ -69,6 +69,15 @@ def test_transformers(place: Path, run, monkeypatch: pytest.MonkeyPatch):
     for words in commands("transformers.md"):
         run_command(words, run)
     assert (place / "saved" / "model.safetensors").read_bytes() == (place / "small" / "model.safetensors").read_bytes()
+
+
+def test_quality():
+    """The commands take hours; each must be a program that knows its arguments, and its CSV what the page shows."""
+    root = DOCS.parent
+    for words in commands("quality.md"):
+        assert words[0] == "python"
+        subprocess.run([sys.executable, *words[1:], "--help"], check=True, cwd=root, timeout=200, capture_output=True)
+        assert (root / words[-1]).is_file()
 
 
 def test_lm_eval(place: Path, run):
