@@ -76,7 +76,7 @@ class Recipe:
     order: str = "windows"
     target: str = "residual"
     damping: float = 0.01
-    search_tokens: int = 4096
+    search_tokens: int = 2048
     search_effort: int = 192
     tune_epochs: int = 10
     tune_rate: float = 0.03
