@@ -75,7 +75,7 @@ def test_any_division_of_the_work(monkeypatch, kind: str, dtype: torch.dtype, m:
             results.append(cuda.decode(x, packed, bias))
             check_product(results[-1], x, packed, bias, multiplied)
         assert torch.equal(*results)
-    assert not cuda._arrivals(x.device, 1).any()
+    assert not any(parts.any() for parts in cuda._kept.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -112,7 +112,7 @@ def test_counters_are_a_streams_and_never_of_a_graph_in_the_making(monkeypatch: 
     def counters(stream: int, capturing: bool = False) -> torch.Tensor:
         monkeypatch.setattr(_Stream, "cuda_stream", stream)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-        return cuda._arrivals(torch.device("cpu"), 9)
+        return cuda._parts(torch.device("cpu"), 9)
 
     monkeypatch.setattr(cuda, "_zeros", zeros)
     monkeypatch.setattr(cuda, "_kept", {})

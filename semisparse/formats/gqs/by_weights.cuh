@@ -7,18 +7,18 @@
 #pragma once
 
 #include "dequantise.cuh"
+#include "stream.cuh"
 
 constexpr int kSets = TOKENS / 8;
 
 struct Product {
-    using X = SCALAR;
-
     float sums[kSets][4];
     const unsigned short* place[kSets];  // of the lane's columns of its tokens
     Constants constants;
+    int k;
 
     // Tokens past the last repeat it and are not kept.
-    __device__ __forceinline__ Product(const X* x, int m, int k) : constants(k) {
+    __device__ __forceinline__ Product(const SCALAR* x, Word, int m, int k) : constants(k), k(k) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int set = 0; set < kSets; ++set) {
@@ -38,11 +38,13 @@ struct Product {
         for (int set = 0; set < kSets; ++set) place[set] += columns;
     }
 
-    // A chunk that begins `column` columns further; `left` columns from there to k.
-    __device__ __forceinline__ void add(const Chunk& chunk, int column, int left, Word bit) {
+    // A chunk that begins `column` columns further, of the strip that begins at column `strip` of x.
+    __device__ __forceinline__ void add(const Chunk& chunk, int column, int strip, Word bit) {
         Word words[kSets][8];
 #pragma unroll
-        for (int set = 0; set < kSets; ++set) read_x<unsigned short>(words[set], place[set] + column, left - static_cast<int>(threadIdx.x % 4) * kSize);
+        for (int set = 0; set < kSets; ++set) {
+            read_x(words[set], place[set] + column, k - strip - column - static_cast<int>(threadIdx.x % 4) * kSize);
+        }
         Word upper[8], lower[8];
         dequantise(upper, chunk.codes[0], chunk.scale[0] * (chunk.mask[0] & bit ? 0x10001u : 0), chunk.zero[0], constants);
         dequantise(lower, chunk.codes[1], chunk.scale[1] * (chunk.mask[1] & bit ? 0x10001u : 0), chunk.zero[1], constants);
@@ -64,5 +66,5 @@ struct Product {
         }
     }
 
-    __device__ __forceinline__ static float final(float sum, const float*, int) { return sum; }
+    __device__ __forceinline__ float final(float sum, int) const { return sum; }
 };

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from semisparse.formats.base import Packed, Pass, Problem, fused_cost
-from semisparse.formats.gqs.activations import quantise_tokens, rounded, rounds_activations
+from semisparse.formats.gqs.activations import rounded, rounds_activations
 from semisparse.formats.gqs.pack import TILE_GROUPS, TILE_ROWS, size_of
 from semisparse.quant.group import KINDS
 from semisparse.runtime.device import device_facts
@@ -34,11 +34,16 @@ CODE_TOKENS = (1, 2)
 WEIGHT_TOKENS = (8, 16)
 """How many those take that make weights of the codes first."""
 
-MOST_SUM_BYTES = 32 << 10
-"""Of shared memory, for the sums of x by groups that a product by codes needs."""
+MOST_X_BYTES = 64 << 10
+"""Of shared memory, for x and the sums of its groups, which a product by codes keeps there."""
 
 BATCH = 4
 """Chunks along K that a warp loads at once; a strip."""
+
+STRIP_COLUMNS = TILE_GROUPS * SIZE * BATCH
+
+PIECE, SLOTS = 64, 8
+"""Groups that a warp asks for at once, and how many times as many it has room for in shared memory."""
 
 WARPS, BLOCKS = 8, 2
 """Of a block; and of a processor, which registers are left for, and which share the work. Four warps and four or five
@@ -54,6 +59,8 @@ def _defines(dtype: torch.dtype, bits: int, tokens: int, rounds: bool, whole: bo
         "WARPS": WARPS,
         "BATCH": BATCH,
         "BLOCKS": BLOCKS,
+        "PIECE": PIECE,
+        "SLOTS": SLOTS,
         "WHOLE": int(whole),
     }
 
@@ -95,7 +102,7 @@ def decode_refusal(problem: Problem) -> str | None:
     return unavailable()
 
 
-def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+def decode(x: Tensor, packed: Packed, bias: Tensor | None, early: bool = False) -> Tensor:
     """Multiply 1 to 16 tokens.
 
     One or two are multiplied by 4-bit codes, in int8 where the kind is ``w4a8``; more by the weights that codes stand
@@ -105,6 +112,9 @@ def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         x: [M, K] float16 or bfloat16.
         packed: in x's dtype.
         bias: [N] or None.
+        early: whether the launch may begin before the kernel before it on the stream has ended (Hopper and later). It
+            waits before it reads x and before it writes, but not before it reads the weight: nothing that still runs
+            may be writing it.
     Returns:
         [M, N] in x's dtype.
     """
@@ -113,38 +123,42 @@ def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     if not kept:
         return x.new_zeros(m, n) if bias is None else bias.to(x.dtype).repeat(m, 1)
     bits, dtype = KINDS[str(packed.params["kind"])], x.dtype
-    tokens, sum_bytes = _tokens_of(m, k, bits)
-    x_scale, rounds = None, rounds_activations(packed.params) and tokens in CODE_TOKENS
-    if rounds:
-        x, x_scale = quantise_tokens(x)
-    elif rounds_activations(packed.params):
+    tokens, shared = _tokens_of(m, k, bits, rounds_activations(packed.params))
+    rounds = rounds_activations(packed.params) and tokens in CODE_TOKENS
+    if rounds_activations(packed.params) and not rounds:
         x = rounded(x, dtype)
-    tiles, tile_chunks = packed.tensors["masks"].shape
+    masks = packed.tensors["masks"]
+    tiles, tile_chunks = masks.shape
     strips = tiles * -(-tile_chunks // BATCH)
     blocks = min(_blocks(tiles, device_facts(x.device).processors), strips)
     y = torch.empty((m, n), dtype=dtype, device=x.device)
-    parts = torch.empty((blocks, 2, TILE_ROWS * max(tokens, 8)), dtype=torch.float32, device=x.device)
-    stored = [packed.tensors[name] for name in ("masks", "starts", "codes", "scale", "zero")]
-    bias = None if bias is None else bias.to(dtype)
-    operands = [x, x_scale, *stored, bias, y, parts, _arrivals(x.device, tiles)]
-    operands = [None if operand is None else operand.contiguous() for operand in operands]
+    x, bias = x.contiguous(), None if bias is None else bias.to(dtype).contiguous()
+    stored = [_aligned(packed.tensors[name]) for name in ("masks", "starts", "codes", "scale", "zero")]
+    operands = [x, *stored, bias, y, _parts(x.device, blocks * TILE_ROWS * tokens)]
     pointers = [0 if operand is None else operand.data_ptr() for operand in operands]
-    aligned = all(pointers[i] % 16 == 0 for i in (0, 2, 3))  # x, masks and starts, which are read 16 bytes at a time
-    whole = aligned and k % (TILE_GROUPS * SIZE * BATCH) == 0
-    kernel = _decode_kernel(x.device, dtype, bits, tokens, rounds, whole, sum_bytes)
-    sizes = (m, n, k, tile_chunks, kept - 1, *divmod(strips, blocks))
-    kernel(x.device, (blocks, 1, 1), 32 * WARPS, *pointers, *sizes)
+    whole = x.data_ptr() % 16 == 0 and k % STRIP_COLUMNS == 0
+    kernel = _decode_kernel(x.device, dtype, bits, tokens, rounds, whole, shared)
+    sizes = (m, n, k, tile_chunks, tiles * tile_chunks, kept, *divmod(strips, blocks))
+    kernel(x.device, (blocks, 1, 1), 32 * WARPS, *pointers, *sizes, dependent=early)
     return y
 
 
-def _tokens_of(m: int, k: int, bits: int) -> tuple[int, int]:
-    """Choose for how many tokens the kernel is compiled, and give the bytes that it needs for their sums."""
+def _aligned(tensor: Tensor) -> Tensor:
+    """Give a tensor whose memory can be copied 16 bytes at a time."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def _tokens_of(m: int, k: int, bits: int, rounds: bool) -> tuple[int, int]:
+    """Choose for how many tokens the kernel is compiled, and give the bytes of shared memory that it needs."""
+    group_bytes = SIZE * bits // 8 + 3
+    streams = WARPS * (PIECE * SLOTS * group_bytes + 64 * 16)
     for tokens in CODE_TOKENS:
-        strip_columns = TILE_GROUPS * SIZE * BATCH
-        sum_bytes = -(-k // strip_columns) * strip_columns // SIZE * tokens * 4
-        if bits == 4 and m <= tokens and sum_bytes <= MOST_SUM_BYTES:
-            return tokens, sum_bytes
-    return next(tokens for tokens in WEIGHT_TOKENS if m <= tokens), 0
+        columns = -(-k // STRIP_COLUMNS) * STRIP_COLUMNS
+        x_bytes = (STRIP_COLUMNS + tokens * columns) * (1 if rounds else 2) + tokens * columns // SIZE * 4
+        if bits == 4 and m <= tokens and x_bytes <= MOST_X_BYTES:
+            return tokens, streams + x_bytes
+    return next(tokens for tokens in WEIGHT_TOKENS if m <= tokens), streams
 
 
 def _blocks(tiles: int, processors: int) -> int:
@@ -157,19 +171,19 @@ def _blocks(tiles: int, processors: int) -> int:
 
 @lru_cache(maxsize=256)
 def _decode_kernel(
-    device: torch.device, dtype: torch.dtype, bits: int, tokens: int, rounds: bool, whole: bool, sum_bytes: int
+    device: torch.device, dtype: torch.dtype, bits: int, tokens: int, rounds: bool, whole: bool, shared: int
 ) -> CudaKernel:
     defines = _defines(dtype, bits, tokens, rounds, whole)
     cubin = compile_cubin(DECODE.path, device_facts(device).arch, defines)
-    return CudaKernel(cubin, "semisparse_gqs_decode", (*[_POINTER] * 11, *[_INT] * 7), sum_bytes)
+    return CudaKernel(cubin, "semisparse_gqs_decode", (*[_POINTER] * 9, *[_INT] * 8), shared)
 
 
-def _arrivals(device: torch.device, tiles: int) -> Tensor:
-    """Give the counters of a stream's kernels, zero between them.
+def _parts(device: torch.device, cells: int) -> Tensor:
+    """Give the memory through which the blocks of a stream's kernels hand each other their parts, zero between them.
 
     As cuBLAS's workspaces are, they are one stream's: graphs captured on one stream must not run at the same time.
     """
-    count = max(1 << (tiles - 1).bit_length(), 4096)
+    count = max(1 << (cells - 1).bit_length(), 1 << 15)
     place = (device, torch.cuda.current_stream(device).cuda_stream, count)
     if place not in _kept:
         if torch.cuda.is_current_stream_capturing():  # the graph sets its own to zero each time
@@ -187,7 +201,7 @@ _kept: dict[tuple[torch.device, int, int], Tensor] = {}
 
 
 def _zeros(device: torch.device, count: int) -> Tensor:
-    return torch.zeros(count, dtype=torch.int32, device=device)
+    return torch.zeros(count, dtype=torch.int64, device=device)
 
 
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:

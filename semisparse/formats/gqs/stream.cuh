@@ -1,0 +1,61 @@
+// A warp's run of the weight, passing through shared memory: its groups in pieces of PIECE, kDepth of them on their way, asked
+// for in the order in which they are stored, so no copy waits for a mask; its masks and starts 32 chunks at a time.
+
+#pragma once
+
+#include "chunk.cuh"
+#include "pieces.cuh"
+
+constexpr int kWindow = 32;  // chunks whose headers are read at once, one a lane; shared memory has two windows
+constexpr int kHeadersAt = kPiecesBytes, kStreamBytes = kHeadersAt + 2 * kWindow * 16;  // of a warp
+
+// Of a chunk: its mask, and how many groups are stored before its first row and before its row 8.
+struct Header {
+    Word low, high, start, middle;
+
+    __device__ __forceinline__ Word end() const { return middle + __popc(high); }
+};
+
+struct Stream {
+    Pieces pieces;
+    const Weight& weight;
+    Word headers;             // the shared memory of the window
+    int end;                  // groups: the run's last
+    int first, seen;          // the run's first chunk; chunks in shared memory from there
+    uint2 mask;               // of the next window's chunk of this lane
+    Word start;
+
+    // The chunks from `from` up to `to`; `at` is the warp's place in shared memory.
+    __device__ __forceinline__ Stream(const Weight& weight, Word at, int from, int to)
+        : pieces(weight, at, from < to ? __ldg(weight.starts + from) : 0, from < to ? __ldg(weight.starts + to) : 0),
+          weight(weight), headers(at + kHeadersAt), first(from), seen(0) {
+        look_ahead();
+    }
+
+    __device__ __forceinline__ void look_ahead() {
+        const int chunk = first + seen + static_cast<int>(threadIdx.x % 32);
+        mask = __ldg(weight.masks + min(chunk, weight.chunks - 1));
+        start = __ldg(weight.starts + min(chunk, weight.chunks));
+    }
+
+    // Makes the headers of chunks before `chunk` readable.
+    __device__ __forceinline__ void show(int chunk) {
+#pragma unroll 1
+        while (first + seen < chunk) {
+            __syncwarp();
+            const Word header[4] = {mask.x, mask.y, start, start + __popc(mask.x)};
+            write_shared(headers + 16 * (seen + threadIdx.x % 32) % (2 * kWindow * 16), header);
+            __syncwarp();
+            seen += kWindow;
+            look_ahead();
+        }
+    }
+
+    // Of the chunk `more` further, which may be past the windows' end only where runs begin and go on by strips.
+    __device__ __forceinline__ Header header(int chunk, int more) const {
+        const Word slot = static_cast<Word>(WHOLE ? chunk - first : chunk - first + more) % (2 * kWindow);
+        Word words[4];
+        read_shared(words, headers + 16 * slot + (WHOLE ? 16 * more : 0));
+        return {words[0], words[1], words[2], words[3]};
+    }
+};
