@@ -34,8 +34,8 @@ CODE_TOKENS = (1, 2)
 WEIGHT_TOKENS = (8, 16)
 """How many those take that make weights of the codes first."""
 
-MOST_X_BYTES = 64 << 10
-"""Of shared memory, for x and the sums of its groups, which a product by codes keeps there."""
+MOST_SHARED = {"sm_80": 163 << 10, "sm_90a": 227 << 10, "sm_100a": 227 << 10}
+"""Bytes of shared memory that a block may have; 99 KiB on other devices."""
 
 BATCH = 4
 """Chunks along K that a warp loads at once; a strip."""
@@ -44,6 +44,9 @@ STRIP_COLUMNS = TILE_GROUPS * SIZE * BATCH
 
 PIECE, SLOTS = 64, 8
 """Groups that a warp asks for at once, and how many times as many it has room for in shared memory."""
+
+HEADERS_BYTES = 64 * 16
+"""Of the masks and starts of chunks that a warp looks ahead to."""
 
 WARPS, BLOCKS = 8, 2
 """Of a block; and of a processor, which registers are left for, and which share the work. Four warps and four or five
@@ -123,14 +126,15 @@ def decode(x: Tensor, packed: Packed, bias: Tensor | None, early: bool = False) 
     if not kept:
         return x.new_zeros(m, n) if bias is None else bias.to(x.dtype).repeat(m, 1)
     bits, dtype = KINDS[str(packed.params["kind"])], x.dtype
-    tokens, shared = _tokens_of(m, k, bits, rounds_activations(packed.params))
+    facts = device_facts(x.device)
+    tokens, shared = _tokens_of(m, k, bits, rounds_activations(packed.params), facts.arch)
     rounds = rounds_activations(packed.params) and tokens in CODE_TOKENS
     if rounds_activations(packed.params) and not rounds:
         x = rounded(x, dtype)
     masks = packed.tensors["masks"]
     tiles, tile_chunks = masks.shape
     strips = tiles * -(-tile_chunks // BATCH)
-    blocks = min(_blocks(tiles, device_facts(x.device).processors), strips)
+    blocks = min(_blocks(tiles, facts.processors), strips)
     y = torch.empty((m, n), dtype=dtype, device=x.device)
     x, bias = x.contiguous(), None if bias is None else bias.to(dtype).contiguous()
     stored = [_aligned(packed.tensors[name]) for name in ("masks", "starts", "codes", "scale", "zero")]
@@ -149,14 +153,17 @@ def _aligned(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-def _tokens_of(m: int, k: int, bits: int, rounds: bool) -> tuple[int, int]:
-    """Choose for how many tokens the kernel is compiled, and give the bytes of shared memory that it needs."""
-    group_bytes = SIZE * bits // 8 + 3
-    streams = WARPS * (PIECE * SLOTS * group_bytes + 64 * 16)
+def _tokens_of(m: int, k: int, bits: int, rounds: bool, arch: str) -> tuple[int, int]:
+    """Choose for how many tokens the kernel is compiled, and give the bytes of dynamic shared memory that it needs.
+
+    Products by codes keep x and the sums of its groups there, beside the warps' streams of the weight.
+    """
+    streams = WARPS * (PIECE * SLOTS * (SIZE * bits // 8 + 3) + HEADERS_BYTES)
+    columns = -(-k // STRIP_COLUMNS) * STRIP_COLUMNS
     for tokens in CODE_TOKENS:
-        columns = -(-k // STRIP_COLUMNS) * STRIP_COLUMNS
         x_bytes = (STRIP_COLUMNS + tokens * columns) * (1 if rounds else 2) + tokens * columns // SIZE * 4
-        if bits == 4 and m <= tokens and x_bytes <= MOST_X_BYTES:
+        static = WARPS * tokens * (2 * TILE_ROWS + 1) * 4
+        if bits == 4 and m <= tokens and streams + x_bytes + static <= MOST_SHARED.get(arch, 99 << 10):
             return tokens, streams + x_bytes
     return next(tokens for tokens in WEIGHT_TOKENS if m <= tokens), streams
 
@@ -207,7 +214,7 @@ def _zeros(device: torch.device, count: int) -> Tensor:
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
     """Give the passes of a product: rounding x; then one fused pass for few tokens, unpacking first for many."""
     passes: list[Pass] = []
-    if rounds_activations(problem.params):
+    if rounds_activations(problem.params) and problem.m > CODE_TOKENS[-1]:  # `decode` rounds fewer itself
         passes.append(Pass(problem.m * problem.k * (problem.dtype.itemsize + 1), 0, "tensor int8"))
     if problem.m <= MAX_DECODE_TOKENS:
         return (*passes, *fused_cost(problem, weight_bytes))
