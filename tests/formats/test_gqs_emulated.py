@@ -9,6 +9,7 @@ import torch
 from semisparse.formats import get_format
 from semisparse.formats.gqs import cuda, unpack
 from semisparse.patterns import parse_pattern
+from semisparse.quant.symmetric import quantise_rows
 from tests.formats import emulated
 from tests.formats.cases import build, random
 from tests.formats.test_contract import check_product, random_operands
@@ -76,6 +77,20 @@ def test_any_division_of_the_work(monkeypatch, kind: str, dtype: torch.dtype, m:
             check_product(results[-1], x, packed, bias, multiplied)
         assert torch.equal(*results)
     assert not any(parts.any() for parts in cuda._kept.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("k", [100, 256])
+def test_tokens_are_rounded_as_elsewhere(monkeypatch: pytest.MonkeyPatch, k: int, dtype: torch.dtype):
+    """Weights of one 15 a row show the codes of x: halves to even, scales of each token, zeros as they are."""
+    monkeypatch.setattr(cuda, "device_facts", lambda _: SimpleNamespace(processors=2, arch=""))
+    packed = GQS.pack(15 * torch.eye(k).to(dtype), "g16@0%", kind="w4a8")
+    halves = torch.arange(k) % 64 - 31.5
+    halves[3] = 127
+    for tokens in (torch.stack((halves, halves * 3)), torch.stack((torch.zeros(k), 1e-3 * halves)), halves[None]):
+        x = tokens.to(dtype)
+        codes, scale = quantise_rows(x, torch.int8)
+        assert torch.equal(cuda.decode(x, packed, None), (codes.float() * scale[:, None] * 15).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
