@@ -10,9 +10,7 @@
 constexpr bool kHalf = is_half(static_cast<const SCALAR*>(nullptr));
 constexpr float kUnit = kHalf ? 0x1p-24f : 1.0f;     // what a code is multiplied by
 constexpr float kSecond = kHalf ? 0.0625f : 1.0f;    // what makes codes of the second product's
-constexpr float kAnchor = kUnit * 0x1p19f;           // its last place is 1/16 of a code
-constexpr Word kAnchorBits = (127 + 19 - (kHalf ? 24 : 0)) << 23;
-
+constexpr float kZeroUnit = 0x1p20f * kUnit;           // what makes a zero point, its bits those of a half, one of codes
 struct Input {
     using Value = unsigned short;
     using Number = float;
@@ -30,7 +28,7 @@ struct Input {
             sum += to_float(scalar_of(words[i], tag)) + to_float(scalar_of(words[i] >> 16, tag));
             staged[i / 4][i % 4] = words[kHalf ? i & 4 | i % 2 << 1 | i / 2 % 2 : i];
         }
-        return sum;
+        return sum * kZeroUnit;
     }
 };
 
@@ -69,8 +67,8 @@ struct Product : Diagonal<Input> {
         }
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-            const float offset = kHalf ? 0.0f : 16.0f;
-            const float zero = __uint_as_float(kAnchorBits | chunk.zero[row]) - (kAnchor - offset);
+            // The sixteenths of a code are the bits of a subnormal half.
+            const float zero = to_float(scalar_of(chunk.zero[row] | (kHalf ? 0 : 256), static_cast<const __half*>(nullptr)));
             add_row(row, chunk, totals, bit, [&](int cell, float total) {
                 return (found[1][cell] * kSecond + found[0][cell]) + zero * total;
             });
