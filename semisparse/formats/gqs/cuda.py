@@ -45,6 +45,7 @@ STRIP_COLUMNS = TILE_GROUPS * SIZE * BATCH
 PIECE, SLOTS = 64, 8
 """Groups that a warp asks for at once, and how many times as many it has room for in shared memory."""
 
+OVERLAP = True
 HEADERS_BYTES = 64 * 16
 """Of the masks and starts of chunks that a warp looks ahead to."""
 
@@ -142,8 +143,8 @@ def decode(x: Tensor, packed: Packed, bias: Tensor | None, early: bool = False) 
     pointers = [0 if operand is None else operand.data_ptr() for operand in operands]
     whole = x.data_ptr() % 16 == 0 and k % STRIP_COLUMNS == 0
     kernel = _decode_kernel(x.device, dtype, bits, tokens, rounds, whole, shared)
-    sizes = (m, n, k, tile_chunks, tiles * tile_chunks, kept, *divmod(strips, blocks))
-    kernel(x.device, (blocks, 1, 1), 32 * WARPS, *pointers, *sizes, dependent=early)
+    sizes = (m, n, k, tile_chunks, tiles * tile_chunks, kept, *divmod(strips, blocks), int(early))
+    kernel(x.device, (blocks, 1, 1), 32 * WARPS, *pointers, *sizes, dependent=OVERLAP and facts.arch.endswith("a"))
     return y
 
 
@@ -182,7 +183,7 @@ def _decode_kernel(
 ) -> CudaKernel:
     defines = _defines(dtype, bits, tokens, rounds, whole)
     cubin = compile_cubin(DECODE.path, device_facts(device).arch, defines)
-    return CudaKernel(cubin, "semisparse_gqs_decode", (*[_POINTER] * 9, *[_INT] * 8), shared)
+    return CudaKernel(cubin, "semisparse_gqs_decode", (*[_POINTER] * 9, *[_INT] * 9), shared)
 
 
 def _parts(device: torch.device, cells: int) -> Tensor:

@@ -125,7 +125,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) semisparse_gqs_
     SCALAR* __restrict__ y,           // [m, n]
     unsigned long long* parts,        // [blocks, kCells]: a block's share of a tile that goes on after it; 0 before and after
     int m, int n, int k, int tile_chunks, int chunks, int kept,
-    int each, int more                // a block's strips, and how many blocks have one more
+    int each, int more,               // a block's strips, and how many blocks have one more
+    int early                         // whether the weight may be read before the previous kernel ends
 ) {
     extern __shared__ uint4 shared[];  // the warps' streams, then what products keep there
     __shared__ float shares[WARPS][2][kCells];
@@ -134,8 +135,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) semisparse_gqs_
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int run = division.begin + warp * division.run, strips = max(0, min(division.end - run, division.run));
     const Word at = shared_address(shared);
+    if (!early) wait_for_previous_kernel();
     Stream stream(weight, pinned(at + warp * kStreamBytes), division.chunk_of(run), division.chunk_of(run + strips));
-    wait_for_previous_kernel();
+    if (early) wait_for_previous_kernel();
     let_next_kernel_start();
     Product product(x, at + WARPS * kStreamBytes, m, k);
     const Output output = {bias, y, m, n, product};
