@@ -47,21 +47,26 @@ struct Division {
     }
 };
 
-// Those past the tile's last chunk, of which `count` are left, have nothing.
-__device__ __forceinline__ void read_headers(Header (&headers)[BATCH], Stream& stream, int chunk, int count) {
-    stream.show(chunk + (WHOLE ? BATCH : min(count, BATCH)));
-#pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
-        headers[i] = stream.header(chunk, WHOLE ? i : min(i, count - 1));
-        if (!WHOLE && i >= count) headers[i] = {0, 0, headers[i].end(), headers[i].end()};
-    }
-}
-
 __device__ __forceinline__ void read_chunk(Chunk& chunk, const Pieces& pieces, const Header& header, Word below) {
     chunk.mask[0] = header.low;
     chunk.mask[1] = header.high;
     pieces.read(chunk, 0, header.start + __popc(header.low & below));
     pieces.read(chunk, 1, header.middle + __popc(header.high & below));
+}
+
+// Adds the strip that begins at column `column`, of the tile's last `chunks` chunks.
+__device__ __forceinline__ void add_strip(Product& product, Stream& stream, int column, int chunks, Word bit) {
+    Header headers[BATCH];
+    stream.next(headers, chunks);
+    stream.pieces.require(headers[BATCH - 1].end());
+    Chunk pair[2];  // the next one is read before one is multiplied
+    read_chunk(pair[0], stream.pieces, headers[0], bit - 1);
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) {
+        if (i + 1 < BATCH) read_chunk(pair[(i + 1) % 2], stream.pieces, headers[i + 1], bit - 1);
+        product.add(pair[i % 2], i * kColumns, column, bit);
+    }
+    product.move(BATCH * kColumns);
 }
 
 struct Output {
@@ -82,33 +87,23 @@ __device__ __forceinline__ void sum_run(
     float (&shares)[2][kCells], Stream& stream, Product& product, const Division& division, const Output& output, int first, int left
 ) {
     int tile = first / division.tile_strips, strip = first - tile * division.tile_strips;
-    int chunk = tile * division.tile_chunks + strip * BATCH;
-    bool begun_before = strip > 0;
-    const Word bit = pinned(1u << threadIdx.x % 32), below = bit - 1;
+    const Word bit = pinned(1u << threadIdx.x % 32);
     product.move(strip * BATCH * kColumns);
-    for (; left > 0; --left) {
-        Header headers[BATCH];
-        read_headers(headers, stream, chunk, division.tile_chunks - strip * BATCH);
-        stream.pieces.require(headers[BATCH - 1].end());
-        Chunk chunks[BATCH];
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i) read_chunk(chunks[i], stream.pieces, headers[i], below);
-        const int column = strip * BATCH * kColumns;
-        const bool ends = ++strip == division.tile_strips;
-        chunk = ends ? (tile + 1) * division.tile_chunks : chunk + BATCH;
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i) product.add(chunks[i], i * kColumns, column, bit);
-        product.move(BATCH * kColumns);
-        if (!ends && left > 1) continue;
-        if (ends && !begun_before) {
+    while (left > 0) {
+        const int until = min(strip + left, division.tile_strips);
+        const bool begins = strip == 0, ends = until == division.tile_strips;
+        left -= until - strip;
+        for (; strip < until; ++strip) {
+            add_strip(product, stream, strip * BATCH * kColumns, division.tile_chunks - strip * BATCH, bit);
+        }
+        if (begins && ends) {
             product.each([&](int row, int token, float sum) { output.write(tile * kRows + row, token, sum); });
         } else {
-            float* share = shares[!begun_before];
+            float* share = shares[begins];
             product.each([&](int row, int token, float sum) { share[token * kRows + row] = sum; });
         }
         product.clear();
         product.move(-strip * BATCH * kColumns);
-        begun_before = false;
         strip = 0;
         ++tile;
     }

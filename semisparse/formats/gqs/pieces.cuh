@@ -70,7 +70,7 @@ struct Pieces {
     // Waits until all groups before `group` have come.
     __device__ __forceinline__ void require(int group) {
 #pragma unroll 1
-        while (ready < group) {
+        while (any_of_warp(ready < group)) {
             wait_for_copies<kDepth - 1>();
             __syncwarp();
             ready += PIECE;

@@ -114,6 +114,8 @@ __device__ __forceinline__ float take_part(unsigned long long* place) {
     return __uint_as_float(static_cast<Word>(word));
 }
 
+// The same in all lanes, as the compiler knows.
+__device__ __forceinline__ bool any_of_warp(bool value) { return __any_sync(kAll, value); }
 __device__ __forceinline__ Word max_of_warp(Word value) { return __reduce_max_sync(kAll, value); }
 
 // How a kernel overlaps with those before and after it on its stream.

@@ -20,15 +20,15 @@ struct Stream {
     Pieces pieces;
     const Weight& weight;
     Word headers;             // the shared memory of the window
-    int end;                  // groups: the run's last
-    int first, seen;          // the run's first chunk; chunks in shared memory from there
+    int first;                // the run's first chunk
+    int seen, passed;         // chunks from there: in shared memory; passed
     uint2 mask;               // of the next window's chunk of this lane
     Word start;
 
     // The chunks from `from` up to `to`; `at` is the warp's place in shared memory.
     __device__ __forceinline__ Stream(const Weight& weight, Word at, int from, int to)
         : pieces(weight, at, from < to ? __ldg(weight.starts + from) : 0, from < to ? __ldg(weight.starts + to) : 0),
-          weight(weight), headers(at + kHeadersAt), first(from), seen(0) {
+          weight(weight), headers(at + kHeadersAt), first(from), seen(0), passed(0) {
         look_ahead();
     }
 
@@ -38,24 +38,32 @@ struct Stream {
         start = __ldg(weight.starts + min(chunk, weight.chunks));
     }
 
-    // Makes the headers of chunks before `chunk` readable.
-    __device__ __forceinline__ void show(int chunk) {
+    // Passes a strip, of the tile's last `left` chunks. Of those past the tile's end no group is kept.
+    __device__ __forceinline__ void next(Header (&strip)[BATCH], int left) {
+        const int count = WHOLE ? BATCH : min(BATCH, left);
+        show(passed + count);
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            // A whole strip does not go round the windows' end.
+            const Word slot = WHOLE ? passed % (2 * kWindow) + i : (passed + min(i, count - 1)) % (2 * kWindow);
+            Word words[4];
+            read_shared(words, headers + 16 * slot);
+            strip[i] = {words[0], words[1], words[2], words[3]};
+            if (i >= count) strip[i] = {0, 0, strip[i].end(), strip[i].end()};
+        }
+        passed += count;
+    }
+
+    // Makes readable the headers of so many chunks of the run.
+    __device__ __forceinline__ void show(int chunks) {
 #pragma unroll 1
-        while (first + seen < chunk) {
-            __syncwarp();
+        while (any_of_warp(seen < chunks)) {
             const Word header[4] = {mask.x, mask.y, start, start + __popc(mask.x)};
-            write_shared(headers + 16 * (seen + threadIdx.x % 32) % (2 * kWindow * 16), header);
+            __syncwarp();
+            write_shared(headers + 16 * ((seen + threadIdx.x % 32) % (2 * kWindow)), header);
             __syncwarp();
             seen += kWindow;
             look_ahead();
         }
-    }
-
-    // Of the chunk `more` further, which may be past the windows' end only where runs begin and go on by strips.
-    __device__ __forceinline__ Header header(int chunk, int more) const {
-        const Word slot = static_cast<Word>(WHOLE ? chunk - first : chunk - first + more) % (2 * kWindow);
-        Word words[4];
-        read_shared(words, headers + 16 * slot + (WHOLE ? 16 * more : 0));
-        return {words[0], words[1], words[2], words[3]};
     }
 };
