@@ -46,6 +46,7 @@ PIECE, SLOTS = 64, 8
 """Groups that a warp asks for at once, and how many times as many it has room for in shared memory."""
 
 OVERLAP = True
+DEPTH = 9
 HEADERS_BYTES = 64 * 16
 """Of the masks and starts of chunks that a warp looks ahead to."""
 
@@ -65,6 +66,7 @@ def _defines(dtype: torch.dtype, bits: int, tokens: int, rounds: bool, whole: bo
         "BLOCKS": BLOCKS,
         "PIECE": PIECE,
         "SLOTS": SLOTS,
+        "DEPTH": DEPTH,
         "WHOLE": int(whole),
     }
 

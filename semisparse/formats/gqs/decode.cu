@@ -127,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) semisparse_gqs_
     __shared__ float shares[WARPS][2][kCells];
     const Weight weight = {masks, starts, codes, scale, zero, chunks, kept};
     const Division division(tile_chunks, each, more);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int warp = warp_of_block(), lane = threadIdx.x % 32;
     const int run = division.begin + warp * division.run, strips = max(0, min(division.end - run, division.run));
     const Word at = shared_address(shared);
     if (!early) wait_for_previous_kernel();

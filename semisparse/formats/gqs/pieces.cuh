@@ -13,7 +13,12 @@ constexpr int kScalesAt = kRing * kGroupBytes, kZerosAt = kScalesAt + 2 * kRing;
 constexpr int kPiecesBytes = kZerosAt + kRing;  // of a warp
 constexpr int kScaleLanes = 2 * PIECE / kVector, kZeroLanes = PIECE / kVector;
 // A strip may lie in as many pieces as it has groups, and the one that it began in is not to be written over.
-constexpr int kDepth = SLOTS - 1 - (BATCH * 64 + PIECE - 1) / PIECE;
+constexpr int kMost = SLOTS - 1 - (BATCH * 64 + PIECE - 1) / PIECE;
+#ifdef DEPTH
+constexpr int kDepth = DEPTH < kMost ? DEPTH : kMost;
+#else
+constexpr int kDepth = kMost;
+#endif
 static_assert(kDepth > 0 && PIECE % 64 == 0 && 3 * PIECE <= 32 * kVector && (SLOTS & SLOTS - 1) == 0, "the ring");
 
 struct Weight {
@@ -37,7 +42,7 @@ struct Share {
         : from(pinned(array + offset)), to(pinned(at + offset)), step(step), limit(min(end, kept - offset / static_cast<int>(step))) {}
 
     __device__ __forceinline__ void copy(int group, Word place) const {
-        if (group < limit) copy_async(to + place * step, from + static_cast<size_t>(static_cast<Word>(group)) * step);
+        if (group < limit) copy_async(to + place * step, further(from, group, step));
     }
 };
 

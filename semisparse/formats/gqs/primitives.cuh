@@ -114,6 +114,16 @@ __device__ __forceinline__ float take_part(unsigned long long* place) {
     return __uint_as_float(static_cast<Word>(word));
 }
 
+// The number of this warp in its block; the compiler knows that all lanes have it.
+__device__ __forceinline__ int warp_of_block() { return __shfl_sync(kAll, static_cast<int>(threadIdx.x / 32), 0); }
+
+// The place `count` times `bytes` further, by one instruction.
+__device__ __forceinline__ const char* further(const char* place, Word count, Word bytes) {
+    unsigned long long found;
+    asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(found) : "r"(count), "r"(bytes), "l"(place));
+    return reinterpret_cast<const char*>(found);
+}
+
 // The same in all lanes, as the compiler knows.
 __device__ __forceinline__ bool any_of_warp(bool value) { return __any_sync(kAll, value); }
 __device__ __forceinline__ Word max_of_warp(Word value) { return __reduce_max_sync(kAll, value); }

@@ -45,7 +45,7 @@ struct Stream {
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) {
             // A whole strip does not go round the windows' end.
-            const Word slot = WHOLE ? passed % (2 * kWindow) + i : (passed + min(i, count - 1)) % (2 * kWindow);
+            const Word from = passed, slot = WHOLE ? from % (2 * kWindow) + i : (from + min(i, count - 1)) % (2 * kWindow);
             Word words[4];
             read_shared(words, headers + 16 * slot);
             strip[i] = {words[0], words[1], words[2], words[3]};

@@ -86,6 +86,8 @@ inline Word read_shared_byte(Word at) { return read_shared_number<unsigned char>
 inline void write_shared(Word at, const Word (&words)[4]) { std::memcpy(shared_place(at, 16), words, 16); }
 inline void write_shared(Word at, Word value) { std::memcpy(shared_place(at, 4), &value, 4); }
 
+inline int warp_of_block() { return threadIdx.x / 32; }
+inline const char* further(const char* place, Word count, Word bytes) { return place + size_t(count) * bytes; }
 inline bool any_of_warp(bool value) { return __ballot_sync(kAll, value); }
 
 inline Word max_of_warp(Word value) {
