@@ -142,4 +142,4 @@ __device__ __forceinline__ void let_next_kernel_start() {
 }
 
 // A constant for a loop, by way of a number above 0 that the compiler does not know: it would make others anew at each use.
-__device__ __forceinline__ Word kept_constant(Word value, int positive) { return value + (positive >> 31); }
+__device__ __forceinline__ Word kept_constant(Word value, int positive) { return pinned(value + (positive >> 31)); }
