@@ -193,7 +193,7 @@ def _parts(device: torch.device, cells: int) -> Tensor:
 
     As cuBLAS's workspaces are, they are one stream's: graphs captured on one stream must not run at the same time.
     """
-    count = max(1 << (cells - 1).bit_length(), 1 << 15)
+    count = max(1 << (cells - 1).bit_length(), 1 << 13)
     place = (device, torch.cuda.current_stream(device).cuda_stream, count)
     if place not in _kept:
         if torch.cuda.is_current_stream_capturing():  # the graph sets its own to zero each time

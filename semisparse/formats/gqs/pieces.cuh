@@ -30,32 +30,36 @@ struct Weight {
     int chunks, kept;
 };
 
-// A lane's share of an array's copies: 16 bytes of each piece.
+// A lane's share of an array's copies: 16 bytes of each piece, `offset` bytes from where the array's part of it begins.
 struct Share {
     const char* from;  // of group 0
     Word to;           // in shared memory, of place 0
     Word step;         // bytes of a group
-    int limit;         // of the groups at which a piece begins: it has no such bytes, or they are not wanted
+    int offset;
 
-    // From byte `offset` of a piece on; of the last 16 bytes of an array all are read: they lie in one page.
-    __device__ __forceinline__ Share(const char* array, Word at, Word step, int offset, int kept, int end)
-        : from(pinned(array + offset)), to(pinned(at + offset)), step(step), limit(min(end, kept - offset / static_cast<int>(step))) {}
+    __device__ __forceinline__ Share(const char* array, Word at, Word step, int offset)
+        : from(pinned(array + offset)), to(pinned(at + offset)), step(step), offset(offset) {}
 
-    __device__ __forceinline__ void copy(int group, Word place) const {
-        if (group < limit) copy_async(to + place * step, further(from, group, step));
+    __device__ __forceinline__ void copy(Word group, Word place) const { copy_async(to + place * step, further(from, group, step)); }
+
+    // Where only `left` groups are left of the array.
+    __device__ __forceinline__ void copy_some(Word group, Word place, int left) const {
+        const int bytes = min(left * static_cast<int>(step) - offset, kVector);
+        if (bytes > 0) copy_async(to + place * step, further(from, group, step), bytes);
     }
 };
 
 struct Pieces {
-    Word at;                 // in shared memory
-    int asked, ready;        // groups: asked for up to; come up to
-    Share codes, parameters; // the first copy of codes; scales by the first lanes, zero points by the next
+    Word at;                  // in shared memory
+    int asked, ready;         // groups: asked for up to; come up to
+    int end, kept;            // groups: the last that is wanted, and all
+    Share codes, parameters;  // the first copy of codes; scales by the first lanes, zero points by the next
 
     __device__ __forceinline__ Pieces(const Weight& weight, Word at, int begin, int end)
-        : at(at), asked(begin / PIECE * PIECE), ready(asked), codes(weight.codes, at, kGroupBytes, kVector * lane(), weight.kept, end),
-          parameters(lane() < kScaleLanes
-              ? Share(weight.scale, at + kScalesAt, 2, kVector * lane(), weight.kept, end)
-              : Share(weight.zero, at + kZerosAt, 1, kVector * (lane() - kScaleLanes), weight.kept, lane() < kScaleLanes + kZeroLanes ? end : 0)) {
+        : at(at), asked(begin / PIECE * PIECE), ready(asked), end(end), kept(weight.kept),
+          codes(weight.codes, at, kGroupBytes, kVector * lane()),
+          parameters(lane() < kScaleLanes ? Share(weight.scale, at + kScalesAt, 2, kVector * lane())
+                                          : Share(weight.zero, at + kZerosAt, 1, kVector * (lane() - kScaleLanes))) {
 #pragma unroll 1
         for (int i = 0; i < kDepth; ++i) ask();
     }
@@ -64,10 +68,18 @@ struct Pieces {
 
     // Asks for one more piece, if one is wanted.
     __device__ __forceinline__ void ask() {
-        const Word place = opaque(asked & kRing - 1);
+        const Word group = asked, place = opaque(group & kRing - 1);
+        const bool has_parameters = lane() < kScaleLanes + kZeroLanes;
+        const int left = min(end, kept - PIECE + 1) - asked;
+        if (left > 0) {
 #pragma unroll
-        for (int i = 0; i < PIECE; i += 32 * kVector / kGroupBytes) codes.copy(asked + i, place + i);
-        parameters.copy(asked, place);
+            for (int i = 0; i < PIECE; i += 32 * kVector / kGroupBytes) codes.copy(group + i, place + i);
+            if (has_parameters) parameters.copy(group, place);
+        } else if (asked < end) {
+#pragma unroll
+            for (int i = 0; i < PIECE; i += 32 * kVector / kGroupBytes) codes.copy_some(group + i, place + i, kept - asked - i);
+            if (has_parameters) parameters.copy_some(group, place, kept - asked);
+        }
         commit_copies();
         asked += PIECE;
     }
