@@ -36,11 +36,14 @@ struct Share {
     Word to;           // in shared memory, of place 0
     Word step;         // bytes of a group
     int offset;
+    int limit;         // of the groups at which whole pieces begin that are wanted; 0 where this lane has none of their bytes
 
-    __device__ __forceinline__ Share(const char* array, Word at, Word step, int offset)
-        : from(pinned(array + offset)), to(pinned(at + offset)), step(step), offset(offset) {}
+    __device__ __forceinline__ Share(const char* array, Word at, Word step, int offset, int limit)
+        : from(pinned(array + offset)), to(pinned(at + offset)), step(step), offset(offset), limit(limit) {}
 
-    __device__ __forceinline__ void copy(Word group, Word place) const { copy_async(to + place * step, further(from, group, step)); }
+    __device__ __forceinline__ void copy(int group, Word place) const {
+        if (group < limit) copy_async(to + place * step, further(from, group, step));
+    }
 
     // Where only `left` groups are left of the array.
     __device__ __forceinline__ void copy_some(Word group, Word place, int left) const {
@@ -57,28 +60,29 @@ struct Pieces {
 
     __device__ __forceinline__ Pieces(const Weight& weight, Word at, int begin, int end)
         : at(at), asked(begin / PIECE * PIECE), ready(asked), end(end), kept(weight.kept),
-          codes(weight.codes, at, kGroupBytes, kVector * lane()),
-          parameters(lane() < kScaleLanes ? Share(weight.scale, at + kScalesAt, 2, kVector * lane())
-                                          : Share(weight.zero, at + kZerosAt, 1, kVector * (lane() - kScaleLanes))) {
+          codes(weight.codes, at, kGroupBytes, kVector * lane(), whole()),
+          parameters(lane() < kScaleLanes ? Share(weight.scale, at + kScalesAt, 2, kVector * lane(), whole())
+                                          : Share(weight.zero, at + kZerosAt, 1, kVector * (lane() - kScaleLanes), has_parameters() ? whole() : 0)) {
 #pragma unroll 1
         for (int i = 0; i < kDepth; ++i) ask();
     }
 
     __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
+    __device__ __forceinline__ static bool has_parameters() { return lane() < kScaleLanes + kZeroLanes; }
+
+    // Pieces that begin before are whole, and wanted.
+    __device__ __forceinline__ int whole() const { return min(end, kept - PIECE + 1); }
 
     // Asks for one more piece, if one is wanted.
     __device__ __forceinline__ void ask() {
-        const Word group = asked, place = opaque(group & kRing - 1);
-        const bool has_parameters = lane() < kScaleLanes + kZeroLanes;
-        const int left = min(end, kept - PIECE + 1) - asked;
-        if (left > 0) {
+        const Word place = opaque(asked & kRing - 1);
 #pragma unroll
-            for (int i = 0; i < PIECE; i += 32 * kVector / kGroupBytes) codes.copy(group + i, place + i);
-            if (has_parameters) parameters.copy(group, place);
-        } else if (asked < end) {
+        for (int i = 0; i < PIECE; i += 32 * kVector / kGroupBytes) codes.copy(asked + i, place + i);
+        parameters.copy(asked, place);
+        if (!(asked < codes.limit) && asked < end) {
 #pragma unroll
-            for (int i = 0; i < PIECE; i += 32 * kVector / kGroupBytes) codes.copy_some(group + i, place + i, kept - asked - i);
-            if (has_parameters) parameters.copy_some(group, place, kept - asked);
+            for (int i = 0; i < PIECE; i += 32 * kVector / kGroupBytes) codes.copy_some(asked + i, place + i, kept - asked - i);
+            if (has_parameters()) parameters.copy_some(asked, place, kept - asked);
         }
         commit_copies();
         asked += PIECE;
