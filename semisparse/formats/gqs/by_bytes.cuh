@@ -24,6 +24,7 @@ struct Input {
         for (int token = 0; token < TOKENS; ++token) {
             const unsigned short* row = reinterpret_cast<const unsigned short*>(x) + static_cast<long long>(min(token, m - 1)) * k;
             Word high = 0;  // bits of a SCALAR, in the upper half
+#pragma unroll 1
             for (int first = threadIdx.x * kSize; first < k; first += 32 * WARPS * kSize) {
                 Word words[kSize / 2];
                 read_x(words, row + first, k - first);
@@ -70,11 +71,7 @@ struct Input {
 struct Product : Diagonal<Input> {
     using Diagonal::Diagonal;
 
-    __device__ __forceinline__ void add(const Chunk& chunk, int column, int, Word bit) {
-        Word words[1][4];
-        int totals[TOKENS];
-        read(words, column);
-        read_totals(totals, column);
+    __device__ __forceinline__ void add(const Chunk& chunk, const X& x, Word bit) {
         int found[2][4] = {{0, 0, 0, 0}, {kAnchorBits, kAnchorBits, kAnchorBits, kAnchorBits}};
 #pragma unroll
         for (int second = 0; second < 2; ++second) {
@@ -83,11 +80,11 @@ struct Product : Diagonal<Input> {
             const Word rows[4] = {
                 chunk.codes[0][0] & nibbles, chunk.codes[1][0] & nibbles, chunk.codes[0][1] & nibbles, chunk.codes[1][1] & nibbles
             };
-            mma(found[second], rows, words[0][2 * second], words[0][2 * second + 1]);
+            mma(found[second], rows, x.words[0][2 * second], x.words[0][2 * second + 1]);
         }
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-            add_row(row, chunk, totals, bit, [&](int cell, int total) {
+            add_row(row, chunk, x.totals, bit, [&](int cell, int total) {
                 // In sixteenths of a code; below 2^20.
                 const int sum = 16 * found[0][cell] + found[1][cell] + static_cast<int>(chunk.zero[row]) * total;
                 return __int_as_float(sum) - kAnchor;

@@ -50,11 +50,7 @@ struct Product : Diagonal<Input> {
         }
     }
 
-    __device__ __forceinline__ void add(const Chunk& chunk, int column, int, Word bit) {
-        Word words[2][4];
-        float totals[TOKENS];
-        read(words, column);
-        read_totals(totals, column);
+    __device__ __forceinline__ void add(const Chunk& chunk, const X& x, Word bit) {
         float found[2][4] = {};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -63,13 +59,13 @@ struct Product : Diagonal<Input> {
             pairs_of(upper, chunk.codes[0][word], second);
             pairs_of(lower, chunk.codes[1][word], second);
             const Word rows[4] = {upper[0], lower[0], upper[1], lower[1]};
-            mma(found[second], rows, words[word][2 * second], words[word][2 * second + 1], static_cast<const SCALAR*>(nullptr));
+            mma(found[second], rows, x.words[word][2 * second], x.words[word][2 * second + 1], static_cast<const SCALAR*>(nullptr));
         }
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             // The sixteenths of a code are the bits of a subnormal half.
             const float zero = to_float(scalar_of(chunk.zero[row] | (kHalf ? 0 : 256), static_cast<const __half*>(nullptr)));
-            add_row(row, chunk, totals, bit, [&](int cell, float total) {
+            add_row(row, chunk, x.totals, bit, [&](int cell, float total) {
                 return (found[1][cell] * kSecond + found[0][cell]) + zero * total;
             });
         }

@@ -12,6 +12,11 @@
 constexpr int kSets = TOKENS / 8;
 
 struct Product {
+    // Of a chunk: the lane's columns, by sets of 8 tokens.
+    struct X {
+        Word words[kSets][8];
+    };
+
     float sums[kSets][4];
     const unsigned short* place[kSets];  // of the lane's columns of its tokens
     Constants constants;
@@ -39,12 +44,14 @@ struct Product {
     }
 
     // A chunk that begins `column` columns further, of the strip that begins at column `strip` of x.
-    __device__ __forceinline__ void add(const Chunk& chunk, int column, int strip, Word bit) {
-        Word words[kSets][8];
+    __device__ __forceinline__ void read(X& x, int column, int strip) const {
 #pragma unroll
         for (int set = 0; set < kSets; ++set) {
-            read_x(words[set], place[set] + column, k - strip - column - static_cast<int>(threadIdx.x % 4) * kSize);
+            read_x(x.words[set], place[set] + column, k - strip - column - static_cast<int>(threadIdx.x % 4) * kSize);
         }
+    }
+
+    __device__ __forceinline__ void add(const Chunk& chunk, const X& x, Word bit) {
         Word upper[8], lower[8];
         dequantise(upper, chunk.codes[0], chunk.scale[0] * (chunk.mask[0] & bit ? 0x10001u : 0), chunk.zero[0], constants);
         dequantise(lower, chunk.codes[1], chunk.scale[1] * (chunk.mask[1] & bit ? 0x10001u : 0), chunk.zero[1], constants);
@@ -53,7 +60,7 @@ struct Product {
         for (int i = 0; i < 8; i += 2) {
             const Word rows[4] = {upper[i], lower[i], upper[i + 1], lower[i + 1]};
 #pragma unroll
-            for (int set = 0; set < kSets; ++set) mma(sums[set], rows, words[set][i], words[set][i + 1], tag);
+            for (int set = 0; set < kSets; ++set) mma(sums[set], rows, x.words[set][i], x.words[set][i + 1], tag);
         }
     }
 

@@ -24,8 +24,8 @@ __device__ __forceinline__ void read_x(Word (&words)[kSize / 2], const unsigned 
 #else
 #pragma unroll
     for (int i = 0; i < kSize / 2; ++i) {
-        words[i] = 2 * i < left ? __ldg(place + 2 * i) : 0;
-        if (2 * i + 1 < left) words[i] |= static_cast<Word>(__ldg(place + 2 * i + 1)) << 16;
+        words[i] = 2 * i < left ? place[2 * i] : 0;
+        if (2 * i + 1 < left) words[i] |= static_cast<Word>(place[2 * i + 1]) << 16;
     }
 #endif
 }

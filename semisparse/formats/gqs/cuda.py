@@ -45,8 +45,6 @@ STRIP_COLUMNS = TILE_GROUPS * SIZE * BATCH
 PIECE, SLOTS = 64, 8
 """Groups that a warp asks for at once, and how many times as many it has room for in shared memory."""
 
-OVERLAP = True
-DEPTH = 9
 HEADERS_BYTES = 64 * 16
 """Of the masks and starts of chunks that a warp looks ahead to."""
 
@@ -66,7 +64,6 @@ def _defines(dtype: torch.dtype, bits: int, tokens: int, rounds: bool, whole: bo
         "BLOCKS": BLOCKS,
         "PIECE": PIECE,
         "SLOTS": SLOTS,
-        "DEPTH": DEPTH,
         "WHOLE": int(whole),
     }
 
@@ -146,7 +143,7 @@ def decode(x: Tensor, packed: Packed, bias: Tensor | None, early: bool = False) 
     whole = x.data_ptr() % 16 == 0 and k % STRIP_COLUMNS == 0
     kernel = _decode_kernel(x.device, dtype, bits, tokens, rounds, whole, shared)
     sizes = (m, n, k, tile_chunks, tiles * tile_chunks, kept, *divmod(strips, blocks), int(early))
-    kernel(x.device, (blocks, 1, 1), 32 * WARPS, *pointers, *sizes, dependent=OVERLAP and facts.arch.endswith("a"))
+    kernel(x.device, (blocks, 1, 1), 32 * WARPS, *pointers, *sizes, dependent=facts.arch.endswith("a"))
     return y
 
 

@@ -37,6 +37,7 @@ struct Division {
     __device__ __forceinline__ int begin_of(int block) const { return block * each + min(block, more); }
 
     __device__ __forceinline__ int chunk_of(int strip) const {
+        if (WHOLE) return strip * BATCH;
         const int tile = strip / tile_strips;
         return tile * tile_chunks + (strip - tile * tile_strips) * BATCH;
     }
@@ -57,14 +58,20 @@ __device__ __forceinline__ void read_chunk(Chunk& chunk, const Pieces& pieces, c
 // Adds the strip that begins at column `column`, of the tile's last `chunks` chunks.
 __device__ __forceinline__ void add_strip(Product& product, Stream& stream, int column, int chunks, Word bit) {
     Header headers[BATCH];
+    Chunk pair[2];  // the next one is read before one is multiplied
+    Product::X x[2];
+    product.read(x[0], 0, column);
     stream.next(headers, chunks);
     stream.pieces.require(headers[BATCH - 1].end());
-    Chunk pair[2];  // the next one is read before one is multiplied
     read_chunk(pair[0], stream.pieces, headers[0], bit - 1);
 #pragma unroll
     for (int i = 0; i < BATCH; ++i) {
-        if (i + 1 < BATCH) read_chunk(pair[(i + 1) % 2], stream.pieces, headers[i + 1], bit - 1);
-        product.add(pair[i % 2], i * kColumns, column, bit);
+        const int other = (i + 1) % 2;
+        if (i + 1 < BATCH) {
+            read_chunk(pair[other], stream.pieces, headers[i + 1], bit - 1);
+            product.read(x[other], (i + 1) * kColumns, column);
+        }
+        product.add(pair[i % 2], x[i % 2], bit);
     }
     product.move(BATCH * kColumns);
 }
@@ -110,12 +117,13 @@ __device__ __forceinline__ void sum_run(
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) semisparse_gqs_decode(
-    const SCALAR* __restrict__ x,     // [m, k]
-    const uint2* __restrict__ masks,  // [chunks]
-    const Word* __restrict__ starts,  // [chunks + 1]
-    const char* __restrict__ codes,   // [kept, kGroupBytes]
-    const char* __restrict__ scale,   // [kept], a SCALAR each
-    const char* __restrict__ zero,    // [kept]
+    // Not __restrict__: loads that the compiler takes for constants could move before the wait for the previous kernel.
+    const SCALAR* x,                  // [m, k]
+    const uint2* masks,               // [chunks]
+    const Word* starts,               // [chunks + 1]
+    const char* codes,                // [kept, kGroupBytes]
+    const char* scale,                // [kept], a SCALAR each
+    const char* zero,                 // [kept]
     const SCALAR* __restrict__ bias,  // [n] or null
     SCALAR* __restrict__ y,           // [m, n]
     unsigned long long* parts,        // [blocks, kCells]: a block's share of a tile that goes on after it; 0 before and after

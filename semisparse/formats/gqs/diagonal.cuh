@@ -30,12 +30,14 @@ template <typename Input> struct Diagonal {
         const int lane = threadIdx.x % 32, token = lane / 4 % 2;
         const int columns = (k + kStripColumns - 1) / kStripColumns * kStripColumns, groups = columns / kSize;
         const Word x_at = at + kZerosBytes, totals_at = x_at + TOKENS * columns * sizeof(Value);
+#pragma unroll 1
         for (int i = threadIdx.x; i < kZerosBytes / 16; i += 32 * WARPS) write_shared(at + 16 * i, kNothing);
         input.prepare(x, m, k);
-#pragma unroll
+#pragma unroll 1
         for (int token = 0; token < TOKENS; ++token) {
             const unsigned short* row = reinterpret_cast<const unsigned short*>(x) + static_cast<long long>(min(token, m - 1)) * k;
             const Word to = x_at + token * columns * sizeof(Value);
+#pragma unroll 1
             for (int i = threadIdx.x; i < groups; i += 32 * WARPS) {
                 Word words[kSize / 2], staged[kXWords / 4][4];
                 read_x(words, row + i * kSize, k - i * kSize);
@@ -63,17 +65,19 @@ template <typename Input> struct Diagonal {
         place += step * columns;
     }
 
-    // The lane's columns of the chunk that stands `column` columns further.
-    __device__ __forceinline__ void read(Word (&words)[kXWords / 4][4], int column) const {
-#pragma unroll
-        for (int i = 0; i < kXWords / 4; ++i) read_shared(words[i], place + column * static_cast<int>(sizeof(Value)) + 16 * i);
-    }
+    // Of a chunk: the lane's columns, and minus the sums of its group by tokens.
+    struct X {
+        Word words[kXWords / 4][4];
+        Number totals[TOKENS];
+    };
 
-    // Minus the sums of x of the lane's group of a chunk, by tokens.
-    __device__ __forceinline__ void read_totals(Number (&numbers)[TOKENS], int column) const {
+    // Of the chunk that stands `column` columns further.
+    __device__ __forceinline__ void read(X& x, int column, int) const {
+#pragma unroll
+        for (int i = 0; i < kXWords / 4; ++i) read_shared(x.words[i], place + column * static_cast<int>(sizeof(Value)) + 16 * i);
 #pragma unroll
         for (int token = 0; token < TOKENS; ++token) {
-            numbers[token] = Input::number(read_shared_word(totals + (column / kSize * TOKENS + token) * 4));
+            x.totals[token] = Input::number(read_shared_word(totals + (column / kSize * TOKENS + token) * 4));
         }
     }
 

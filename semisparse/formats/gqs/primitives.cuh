@@ -78,7 +78,7 @@ template <int count> __device__ __forceinline__ void read_words(Word* words, con
     if constexpr (count % 4 == 0) {
 #pragma unroll
         for (int i = 0; i < count / 4; ++i) {
-            const uint4 part = __ldg(static_cast<const uint4*>(place) + i);
+            const uint4 part = static_cast<const uint4*>(place)[i];
             words[4 * i] = part.x;
             words[4 * i + 1] = part.y;
             words[4 * i + 2] = part.z;
@@ -86,7 +86,7 @@ template <int count> __device__ __forceinline__ void read_words(Word* words, con
         }
     } else {
         static_assert(count == 2, "two words or fours");
-        const uint2 part = __ldg(static_cast<const uint2*>(place));
+        const uint2 part = *static_cast<const uint2*>(place);
         words[0] = part.x;
         words[1] = part.y;
     }

@@ -27,15 +27,15 @@ struct Stream {
 
     // The chunks from `from` up to `to`; `at` is the warp's place in shared memory.
     __device__ __forceinline__ Stream(const Weight& weight, Word at, int from, int to)
-        : pieces(weight, at, from < to ? __ldg(weight.starts + from) : 0, from < to ? __ldg(weight.starts + to) : 0),
+        : pieces(weight, at, from < to ? weight.starts[from] : 0, from < to ? weight.starts[to] : 0),
           weight(weight), headers(at + kHeadersAt), first(from), seen(0), passed(0) {
         look_ahead();
     }
 
     __device__ __forceinline__ void look_ahead() {
         const int chunk = first + seen + static_cast<int>(threadIdx.x % 32);
-        mask = __ldg(weight.masks + min(chunk, weight.chunks - 1));
-        start = __ldg(weight.starts + min(chunk, weight.chunks));
+        mask = weight.masks[min(chunk, weight.chunks - 1)];
+        start = weight.starts[min(chunk, weight.chunks)];
     }
 
     // Passes a strip, of the tile's last `left` chunks. Of those past the tile's end no group is kept.
