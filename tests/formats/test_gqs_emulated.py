@@ -68,7 +68,8 @@ def test_any_division_of_the_work(monkeypatch, kind: str, dtype: torch.dtype, m:
     x, bias = random_operands(packed, m, dtype, "cpu")
     multiplied = as_multiplied(x, packed, torch.float64 if m <= 2 else dtype)
     monkeypatch.setattr(cuda, "WARPS", 2)
-    monkeypatch.setattr(cuda, "_blocks", lambda tiles, processors: processors)
+    monkeypatch.setattr(cuda, "PROCESSOR_WARPS", 1)  # a block of a processor
+    monkeypatch.setattr(cuda, "_blocks", lambda tiles, most: most)
     for blocks in (1, 2, 5, 99):
         monkeypatch.setattr(cuda, "device_facts", lambda _, blocks=blocks: SimpleNamespace(processors=blocks, arch=""))
         results = []

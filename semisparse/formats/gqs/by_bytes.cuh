@@ -14,6 +14,11 @@ struct Input {
 
     float scale[TOKENS], inverse[TOKENS];
 
+    // Registers have no numbers.
+    __device__ __forceinline__ static float of_token(const float (&values)[TOKENS], int token) {
+        return token == 0 ? values[0] : values[TOKENS - 1];
+    }
+
     __device__ __forceinline__ static Word bits(int value) { return value; }
     __device__ __forceinline__ static int number(Word bits) { return bits; }
 
@@ -59,7 +64,7 @@ struct Input {
             for (int j = 0; j < 4; ++j) {
                 const float value = to_float(scalar_of(words[word + j % 2 * 2] >> j / 2 * 16, tag));
                 // Adding 1.5 * 2^23 rounds half to even and leaves the integer in the low bits.
-                bytes[j] = __float_as_uint(__fadd_rn(__fmul_rn(value, inverse[token]), kAnchor));
+                bytes[j] = __float_as_uint(__fadd_rn(__fmul_rn(value, of_token(inverse, token)), kAnchor));
             }
             staged[0][i] = __byte_perm(__byte_perm(bytes[0], bytes[1], 0x0040), __byte_perm(bytes[2], bytes[3], 0x0040), 0x5410);
             sum = __dp4a(static_cast<int>(staged[0][i]), 0x01010101, sum);
@@ -93,6 +98,6 @@ struct Product : Diagonal<Input> {
     }
 
     __device__ __forceinline__ float final(float sum, int token) const {
-        return sum * ((token == 0 ? input.scale[0] : input.scale[TOKENS - 1]) * 0.0625f);
+        return sum * (Input::of_token(input.scale, token) * 0.0625f);
     }
 };

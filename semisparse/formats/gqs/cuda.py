@@ -7,6 +7,7 @@ import importlib.util
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from semisparse.formats.base import Packed, Pass, Problem, fused_cost
 from semisparse.formats.gqs.activations import rounded, rounds_activations
 from semisparse.formats.gqs.pack import TILE_GROUPS, TILE_ROWS, size_of
 from semisparse.quant.group import KINDS
-from semisparse.runtime.device import device_facts
+from semisparse.runtime.device import DeviceFacts, device_facts
 from semisparse.runtime.launch import CudaKernel
 from semisparse.runtime.nvrtc import CudaSource, Defines, compile_cubin, unavailable
 
@@ -37,8 +38,11 @@ WEIGHT_TOKENS = (8, 16)
 MOST_SHARED = {"sm_80": 163 << 10, "sm_90a": 227 << 10, "sm_100a": 227 << 10}
 """Bytes of shared memory that a block may have; 99 KiB on other devices."""
 
+RESERVED = 1 << 10
+"""Bytes that each block takes beside."""
+
 BATCH = 4
-"""Chunks along K that a warp loads at once; a strip."""
+"""Chunks along K that a warp multiplies at once; a strip."""
 
 STRIP_COLUMNS = TILE_GROUPS * SIZE * BATCH
 
@@ -48,38 +52,77 @@ PIECE, SLOTS = 64, 8
 HEADERS_BYTES = 64 * 16
 """Of the masks and starts of chunks that a warp looks ahead to."""
 
-WARPS, BLOCKS = 8, 2
-"""Of a block; and of a processor, which registers are left for, and which share the work. Four warps and four or five
-blocks, 16 and one, and fewer chunks at once in more warps were slower or the same (LOG.md)."""
+WARPS = 8
+"""Of a block, or twice or half as many."""
+
+PROCESSOR_WARPS = 16
+"""That share a processor; what each may have of its registers. More, of fewer chunks at once, were slower (LOG.md)."""
 
 
-def _defines(dtype: torch.dtype, bits: int, tokens: int, rounds: bool, whole: bool) -> Defines:
-    return {
-        "SCALAR": SCALARS[dtype],
-        "BITS": bits,
-        "TOKENS": tokens,
-        "ROUNDED": int(rounds),
-        "WARPS": WARPS,
-        "BATCH": BATCH,
-        "BLOCKS": BLOCKS,
-        "PIECE": PIECE,
-        "SLOTS": SLOTS,
-        "WHOLE": int(whole),
-    }
+class Build(NamedTuple):
+    """What the kernel is compiled for: how many tokens, whether it rounds them, and the warps of a block.
+
+    ``whole`` says that x has no ragged end, see decode.cu.
+    """
+
+    dtype: torch.dtype
+    bits: int
+    tokens: int
+    rounds: bool
+    whole: bool
+    warps: int
+
+    @property
+    def blocks(self) -> int:
+        """How many share a processor."""
+        return max(1, PROCESSOR_WARPS // self.warps)
+
+    @property
+    def defines(self) -> Defines:
+        """Macros."""
+        return {
+            "SCALAR": SCALARS[self.dtype],
+            "BITS": self.bits,
+            "TOKENS": self.tokens,
+            "ROUNDED": int(self.rounds),
+            "WARPS": self.warps,
+            "BATCH": BATCH,
+            "BLOCKS": self.blocks,
+            "PIECE": PIECE,
+            "SLOTS": SLOTS,
+            "WHOLE": int(self.whole),
+        }
+
+    def shared_bytes(self, k: int) -> int:
+        """Give the dynamic shared memory of a block: the warps' streams, and x with the sums of its groups where
+        products by codes keep them there."""
+        stream = PIECE * SLOTS * (SIZE * self.bits // 8 + 3) + HEADERS_BYTES
+        if self.tokens not in CODE_TOKENS:
+            return self.warps * stream
+        columns = self.tokens * -(-k // STRIP_COLUMNS) * STRIP_COLUMNS
+        return self.warps * stream + (STRIP_COLUMNS + columns) * (1 if self.rounds else 2) + columns // SIZE * 4
+
+    def fits(self, k: int, arch: str, blocks: int = 1) -> bool:
+        """Say whether so many blocks find room in a processor."""
+        static = self.warps * self.tokens * (2 * TILE_ROWS + 1) * 4
+        return blocks * (self.shared_bytes(k) + static + RESERVED) <= MOST_SHARED.get(arch, 99 << 10) + RESERVED
 
 
 # The extremes of what is compiled.
 DECODE = CudaSource(
     Path(__file__).with_name("decode.cu"),
-    (
-        _defines(torch.float16, 4, 1, False, True),
-        _defines(torch.bfloat16, 4, 2, False, False),
-        _defines(torch.float16, 4, 1, True, True),
-        _defines(torch.bfloat16, 4, 2, True, False),
-        _defines(torch.float16, 4, 8, False, True),
-        _defines(torch.bfloat16, 4, 16, False, False),
-        _defines(torch.float16, 8, 16, False, False),
-        _defines(torch.bfloat16, 8, 8, False, True),
+    tuple(
+        build.defines
+        for build in (
+            Build(torch.float16, 4, 1, False, True, 16),
+            Build(torch.bfloat16, 4, 2, False, False, 8),
+            Build(torch.float16, 4, 1, True, True, 8),
+            Build(torch.bfloat16, 4, 2, True, False, 16),
+            Build(torch.float16, 4, 8, False, True, 8),
+            Build(torch.bfloat16, 4, 16, False, False, 8),
+            Build(torch.float16, 8, 16, False, False, 8),
+            Build(torch.bfloat16, 8, 8, False, True, 4),
+        )
     ),
 )
 
@@ -121,29 +164,28 @@ def decode(x: Tensor, packed: Packed, bias: Tensor | None, early: bool = False) 
     Returns:
         [M, N] in x's dtype.
     """
-    (m, k), n = x.shape, packed.shape[0]
+    x, (m, k), n = x.contiguous(), x.shape, packed.shape[0]
     kept = len(packed.tensors["zero"])
     if not kept:
         return x.new_zeros(m, n) if bias is None else bias.to(x.dtype).repeat(m, 1)
     bits, dtype = KINDS[str(packed.params["kind"])], x.dtype
     facts = device_facts(x.device)
-    tokens, shared = _tokens_of(m, k, bits, rounds_activations(packed.params), facts.arch)
-    rounds = rounds_activations(packed.params) and tokens in CODE_TOKENS
-    if rounds_activations(packed.params) and not rounds:
-        x = rounded(x, dtype)
-    masks = packed.tensors["masks"]
-    tiles, tile_chunks = masks.shape
-    strips = tiles * -(-tile_chunks // BATCH)
-    blocks = min(_blocks(tiles, facts.processors), strips)
-    y = torch.empty((m, n), dtype=dtype, device=x.device)
-    x, bias = x.contiguous(), None if bias is None else bias.to(dtype).contiguous()
-    stored = [_aligned(packed.tensors[name]) for name in ("masks", "starts", "codes", "scale", "zero")]
-    operands = [x, *stored, bias, y, _parts(x.device, blocks * TILE_ROWS * tokens)]
-    pointers = [0 if operand is None else operand.data_ptr() for operand in operands]
+    tiles, tile_chunks = packed.tensors["masks"].shape
+    rounds = rounds_activations(packed.params)
     whole = x.data_ptr() % 16 == 0 and k % STRIP_COLUMNS == 0
-    kernel = _decode_kernel(x.device, dtype, bits, tokens, rounds, whole, shared)
+    build = _build_of(m, k, Build(dtype, bits, 0, rounds, whole, WARPS), tiles, facts)
+    if rounds and not build.rounds:
+        x = rounded(x, dtype)
+    strips = tiles * -(-tile_chunks // BATCH)
+    blocks = min(_blocks(tiles, build.blocks * facts.processors), strips)
+    y = torch.empty((m, n), dtype=dtype, device=x.device)
+    bias = None if bias is None else bias.to(dtype).contiguous()
+    stored = [_aligned(packed.tensors[name]) for name in ("masks", "starts", "codes", "scale", "zero")]
+    operands = [x, *stored, bias, y, _parts(x.device, blocks * TILE_ROWS * build.tokens)]
+    pointers = [0 if operand is None else operand.data_ptr() for operand in operands]
+    kernel = _decode_kernel(x.device, build, build.shared_bytes(k))
     sizes = (m, n, k, tile_chunks, tiles * tile_chunks, kept, *divmod(strips, blocks), int(early))
-    kernel(x.device, (blocks, 1, 1), 32 * WARPS, *pointers, *sizes, dependent=facts.arch.endswith("a"))
+    kernel(x.device, (blocks, 1, 1), 32 * build.warps, *pointers, *sizes, dependent=facts.arch.endswith("a"))
     return y
 
 
@@ -153,35 +195,30 @@ def _aligned(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-def _tokens_of(m: int, k: int, bits: int, rounds: bool, arch: str) -> tuple[int, int]:
-    """Choose for how many tokens the kernel is compiled, and give the bytes of dynamic shared memory that it needs.
+def _build_of(m: int, k: int, build: Build, tiles: int, facts: DeviceFacts) -> Build:
+    """Choose for how many tokens the kernel is compiled, and how many warps a block has.
 
-    Products by codes keep x and the sums of its groups there, beside the warps' streams of the weight.
+    A block of 16 warps keeps one copy of x for a whole processor. Where there is a block of 8 for each tile, none waits
+    for another.
     """
-    streams = WARPS * (PIECE * SLOTS * (SIZE * bits // 8 + 3) + HEADERS_BYTES)
-    columns = -(-k // STRIP_COLUMNS) * STRIP_COLUMNS
     for tokens in CODE_TOKENS:
-        x_bytes = (STRIP_COLUMNS + tokens * columns) * (1 if rounds else 2) + tokens * columns // SIZE * 4
-        static = WARPS * tokens * (2 * TILE_ROWS + 1) * 4
-        if bits == 4 and m <= tokens and streams + x_bytes + static <= MOST_SHARED.get(arch, 99 << 10):
-            return tokens, streams + x_bytes
-    return next(tokens for tokens in WEIGHT_TOKENS if m <= tokens), streams
+        by_codes = build._replace(tokens=tokens)
+        if build.bits == 4 and m <= tokens and by_codes.fits(k, facts.arch):
+            doubled = by_codes._replace(warps=2 * WARPS)
+            few = _blocks(tiles, by_codes.blocks * facts.processors) == tiles and by_codes.fits(k, facts.arch, 2)
+            return by_codes if few or not doubled.fits(k, facts.arch) else doubled
+    by_weights = build._replace(tokens=next(tokens for tokens in WEIGHT_TOKENS if m <= tokens), rounds=False)
+    return by_weights if by_weights.fits(k, facts.arch) else by_weights._replace(warps=WARPS // 2)
 
 
-def _blocks(tiles: int, processors: int) -> int:
-    """Choose how many blocks share the work of some tiles, as was fastest on an H200.
-
-    Where there is a block for each tile, none waits for another: 6.6 us for 7.9 at 4096 x 4096.
-    """
-    return min(tiles, BLOCKS * processors)
+def _blocks(tiles: int, most: int) -> int:
+    """Choose how many blocks share the work of some tiles, where ``most`` run at a time."""
+    return min(tiles, most)
 
 
 @lru_cache(maxsize=256)
-def _decode_kernel(
-    device: torch.device, dtype: torch.dtype, bits: int, tokens: int, rounds: bool, whole: bool, shared: int
-) -> CudaKernel:
-    defines = _defines(dtype, bits, tokens, rounds, whole)
-    cubin = compile_cubin(DECODE.path, device_facts(device).arch, defines)
+def _decode_kernel(device: torch.device, build: Build, shared: int) -> CudaKernel:
+    cubin = compile_cubin(DECODE.path, device_facts(device).arch, build.defines)
     return CudaKernel(cubin, "semisparse_gqs_decode", (*[_POINTER] * 9, *[_INT] * 9), shared)
 
 

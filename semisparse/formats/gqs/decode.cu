@@ -55,23 +55,23 @@ __device__ __forceinline__ void read_chunk(Chunk& chunk, const Pieces& pieces, c
     pieces.read(chunk, 1, header.middle + __popc(header.high & below));
 }
 
+constexpr int kAhead = TOKENS == 16 ? 1 : 2;  // chunks of x at a time, as registers allow
+
 // Adds the strip that begins at column `column`, of the tile's last `chunks` chunks.
 __device__ __forceinline__ void add_strip(Product& product, Stream& stream, int column, int chunks, Word bit) {
     Header headers[BATCH];
     Chunk pair[2];  // the next one is read before one is multiplied
-    Product::X x[2];
+    Product::X x[kAhead];
     product.read(x[0], 0, column);
     stream.next(headers, chunks);
     stream.pieces.require(headers[BATCH - 1].end());
     read_chunk(pair[0], stream.pieces, headers[0], bit - 1);
 #pragma unroll
     for (int i = 0; i < BATCH; ++i) {
-        const int other = (i + 1) % 2;
-        if (i + 1 < BATCH) {
-            read_chunk(pair[other], stream.pieces, headers[i + 1], bit - 1);
-            product.read(x[other], (i + 1) * kColumns, column);
-        }
-        product.add(pair[i % 2], x[i % 2], bit);
+        if (i + 1 < BATCH) read_chunk(pair[(i + 1) % 2], stream.pieces, headers[i + 1], bit - 1);
+        if (i + 1 < BATCH && kAhead > 1) product.read(x[(i + 1) % kAhead], (i + 1) * kColumns, column);
+        product.add(pair[i % 2], x[i % kAhead], bit);
+        if (i + 1 < BATCH && kAhead == 1) product.read(x[0], (i + 1) * kColumns, column);
     }
     product.move(BATCH * kColumns);
 }
