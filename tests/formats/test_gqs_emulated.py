@@ -8,6 +8,7 @@ import torch
 
 from semisparse.formats import get_format
 from semisparse.formats.gqs import cuda, unpack
+from semisparse.formats.product import problem_of
 from semisparse.patterns import parse_pattern
 from tests.formats import emulated
 from tests.formats.cases import build, random
@@ -96,7 +97,7 @@ def test_the_weight_unpacked_for_many_tokens(monkeypatch, kind: str, n: int, k: 
     weight = build(parse_pattern(pattern), random, n, k).to(dtype)
     weight[-1] = 0
     packed = GQS.pack(weight, pattern, kind=kind)
-    found = unpack.unpack(packed)
+    found = unpack.prepare_unpack(problem_of(torch.empty(0, k), packed))(packed)
     assert torch.equal(found, packed.unpack())
     assert found.stride() == (-(-k // 8) * 8, 1)
 
