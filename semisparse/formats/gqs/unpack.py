@@ -59,7 +59,7 @@ def unpack_refusal(problem: Problem) -> str | None:
 
 
 def prepare_unpack_and_multiply(problem: Problem) -> Product:
-    """Prepare to unpack the whole weight, of any kind and size of groups, into scratch memory and let cuBLAS multiply."""
+    """Prepare to unpack the whole weight, of any kind and size of groups, and let cuBLAS multiply."""
     unpack, rounds = prepare_unpack(problem), rounds_activations(problem.params)
     return lambda x, packed, bias: multiply_dense(rounded(x, x.dtype) if rounds else x, unpack(packed), bias)
 
