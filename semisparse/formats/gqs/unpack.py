@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -53,8 +52,6 @@ def unpack_refusal(problem: Problem) -> str | None:
         return f"x is {problem.dtype}, the weight {problem.weight_dtype}"
     if torch.cuda.get_device_capability(problem.device) < (8, 0):
         return "needs compute capability 8.0 (Ampere) or later"
-    if rounds_activations(problem.params) and importlib.util.find_spec("triton") is None:
-        return "triton, which rounds the activations, is not installed: pip install 'semisparse[cuda]'"
     return unavailable()
 
 
