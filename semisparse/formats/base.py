@@ -148,7 +148,7 @@ class Problem:
 
 
 Product = Callable[[Tensor, Packed, Tensor | None], Tensor]
-"""(x [M, K], packed, bias [N] or None) -> y [M, N] in x's dtype."""
+"""(x [M, K], packed, bias [N] or None) -> y [M, N] in x's dtype; of the problem it was prepared for."""
 
 
 @dataclass(frozen=True)
