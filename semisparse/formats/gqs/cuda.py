@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -141,8 +140,6 @@ def decode_refusal(problem: Problem) -> str | None:
         return f"takes groups of {SIZE}, this weight has groups of {size_of(problem.pattern)}"
     if KINDS.get(str(problem.params.get("kind"))) not in DECODE_BITS:
         return f"takes codes of 4 or 8 bits, this weight is {problem.params.get('kind')}"
-    if rounds_activations(problem.params) and importlib.util.find_spec("triton") is None:
-        return "triton, which rounds the activations, is not installed: pip install 'semisparse[cuda]'"
     if torch.cuda.get_device_capability(problem.device) < (8, 0):
         return "needs compute capability 8.0 (Ampere) or later"
     return unavailable()

@@ -20,12 +20,12 @@ FORMAT = Format(
     unpack=pack.unpack,
     check_content=pack.check_content,
     kernels=(
-        Kernel("cpu", "cpu", cpu.supports, lambda: cpu.gather_and_multiply),
-        Kernel("decode", "cuda", cuda.decode_refusal, lambda: cuda.decode),
-        Kernel("simt", "cuda", tiled.simt_refusal, lambda: tiled.multiply),
-        Kernel("tensor", "cuda", tiled.tensor_refusal, lambda: tiled.multiply, tiled.tensor_pays),
-        Kernel("unpack", "cuda", cuda.unpack_refusal, lambda: cuda.unpack_and_multiply),
-        Kernel("unpack_torch", "cuda", cuda.unpack_torch_refusal, lambda: cuda.unpack_by_torch),
+        Kernel("cpu", "cpu", cpu.supports, lambda problem: cpu.gather_and_multiply),
+        Kernel("decode", "cuda", cuda.decode_refusal, lambda problem: cuda.decode),
+        Kernel("simt", "cuda", tiled.simt_refusal, lambda problem: tiled.multiply),
+        Kernel("tensor", "cuda", tiled.tensor_refusal, lambda problem: tiled.multiply, tiled.tensor_pays),
+        Kernel("unpack", "cuda", cuda.unpack_refusal, lambda problem: cuda.unpack_and_multiply),
+        Kernel("unpack_torch", "cuda", cuda.unpack_torch_refusal, lambda problem: cuda.unpack_by_torch),
     ),
     cost=cost,
     cases=(
