@@ -205,6 +205,23 @@ def _prepare(
     return by_column, columns, slots
 
 
+def transpose(x: Tensor, width: int, pitch: int, pattern: VectorNM) -> Tensor:
+    """Give x [M, K] by columns, [width, pitch]: zeros past K and M."""
+    by_column = x.new_empty((width, pitch))
+    tiles = -(-width // TRANSPOSED_TILE) * -(-pitch // TRANSPOSED_TILE)
+    kernel = _prepare_kernel(x.device, x.dtype.itemsize, pattern, pattern.keep)
+    kernel(
+        x.device,
+        (tiles, 1, 1),
+        PREPARE_THREADS,
+        *(x.data_ptr(), by_column.data_ptr(), *x.shape, width, pitch),
+        *(None, None, None),
+        *(0, 0, 0, 0, 0, 0, 0, 0),
+        *(0, 0, tiles, 0),
+    )
+    return by_column
+
+
 def aligned(tensor: Tensor) -> Tensor:
     """Give the tensor at a multiple of 16 bytes, as kernels read it; a part of another one may stand anywhere."""
     tensor = tensor.contiguous()
