@@ -20,6 +20,7 @@ extern "C" __global__ void semisparse_vector_nm_fours() {}
 #include "clusters.cuh"
 #include "copies.cuh"
 #include "fours.cuh"
+#include "matrices.cuh"
 #include "scalars.cuh"
 #include "warpgroups.cuh"
 

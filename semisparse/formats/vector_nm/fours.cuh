@@ -25,19 +25,6 @@ __device__ __forceinline__ void arrive_after_copies(Word barrier) {
 
 __device__ __forceinline__ void wait_for_own_copies() { asm volatile("cp.async.wait_all;" : : : "memory"); }
 
-// Four matrices of 8 x 8 values, turned: a lane's address is that of a row of one; it gets two of column lane / 4 of each.
-__device__ __forceinline__ void load_turned(Word (&to)[4], Word from) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-        : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
-}
-
-// Of a matrix of 8 x 8 values, a lane's two of row lane / 4 for two of column lane / 4.
-__device__ __forceinline__ Word transpose(Word row) {
-    Word column;
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(column) : "r"(row));
-    return column;
-}
-
 __device__ __forceinline__ Word pack(float low, float high, const __half*) {
     const __half2 both = __floats2half2_rn(low, high);
     return *reinterpret_cast<const Word*>(&both);
