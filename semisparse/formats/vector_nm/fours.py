@@ -9,10 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from semisparse.formats.base import Packed
-from semisparse.formats.vector_nm.layout import vectors_of
-from semisparse.formats.vector_nm.plan import ROWS
-from semisparse.formats.vector_nm.tiled import SCALARS, aligned, transpose
+from semisparse.formats.base import Packed, Problem
+from semisparse.formats.vector_nm.layout import TILE_ROWS, vectors_of
+from semisparse.formats.vector_nm.tiled import SCALARS, aligned, machine_refusal, transpose
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.launch import CudaKernel
 from semisparse.runtime.nvrtc import CudaSource, Defines, compile_cubin
@@ -21,7 +20,7 @@ ARCHITECTURE = "sm_90a"
 """wgmma is Hopper's alone."""
 
 TOKENS = 128
-THREADS = 640
+THREADS = 384
 STAGES = 12
 STAGE_BYTES = (16 << 10) + 64 + 16
 """Columns of x and weights, the record of a block, two barriers."""
@@ -39,6 +38,22 @@ SOURCE = CudaSource(
     tuple(defines(length, dtype) for length, dtype in ((32, torch.float16), (32, torch.bfloat16), (128, torch.float16))),
     architectures=(ARCHITECTURE, "sm_80"),
 )
+
+
+def refusal(problem: Problem) -> str | None:
+    """Say why `multiply` cannot compute ``problem`` here, or None if it can."""
+    if problem.m < 1:
+        return "takes 1 token or more, got none"
+    if "blocks" not in problem.params:
+        return "takes weights with a plan: 16 bits, densities up to 0.55, vectors of 32 rows or more, on a Hopper GPU"
+    if torch.cuda.get_device_capability(problem.device)[0] != 9:
+        return "is for Hopper (compute capability 9.0)"
+    return machine_refusal(problem)
+
+
+def pays(problem: Problem) -> bool:
+    """Whether the product is faster than a dense one after unpacking."""
+    return problem.m > 256
 
 
 def multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
@@ -60,7 +75,7 @@ def multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
     plan = (aligned(packed.tensors[name]) for name in ("starts", "columns", "slots", "records"))
     pointers = [None if t is None else t.data_ptr() for t in (by_column, values, *plan, bias, y)]
-    row_tiles = -(-n // ROWS)
+    row_tiles = -(-n // TILE_ROWS)
     tiles = row_tiles * (by_column.shape[1] // TOKENS)
     grid = (min(tiles, device_facts(x.device).processors), 1, 1)
     sizes = (m, n, by_column.shape[1], groups, total, row_tiles)

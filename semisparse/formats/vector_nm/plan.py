@@ -15,30 +15,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from semisparse.formats.base import Packed, TensorSpec
-from semisparse.formats.vector_nm.layout import vectors_of
-from semisparse.formats.vector_nm.pack import columns_of
+from semisparse.errors import FormatError
+from semisparse.formats.base import Packed, in_layout
+from semisparse.formats.vector_nm import pack as stored
+from semisparse.formats.vector_nm.layout import SPECS, TILE_ROWS, vectors_of
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.launch import CudaKernel
-from semisparse.runtime.nvrtc import CudaSource, compile_cubin
+from semisparse.runtime.nvrtc import CudaSource, compile_cubin, unavailable
 
-ROWS = 256
-"""Of a tile."""
 PARTS, PART_ROWS = 8, 32
-SETS = 4
+SETS = TILE_ROWS // 64
 FOURS = 8
 """Of a block."""
 SLOTS = 2 * FOURS
 """That a part keeps of a block, at most."""
-NONE = 65535
-"""In the place of a slot."""
+NONE, UNNEEDED = 65535, 65534
+"""In the place of a slot: its weights are zero, and nobody reads them."""
 
-SPECS = (
-    TensorSpec("starts", torch.int32, ("row_tiles+1",)),
-    TensorSpec("columns", torch.int16, ("blocks", "block_columns")),
-    TensorSpec("slots", torch.int16, ("blocks", "block_slots")),
-    TensorSpec("records", torch.int32, ("blocks", "record")),
-)
+MOST_DENSITY = 0.55
+"""Of a weight that gets a plan: with more, fours hold three columns or two, and nothing is gained."""
 
 FIT_THREADS = 256
 
@@ -47,6 +42,90 @@ SOURCE = CudaSource(Path(__file__).with_name("fit.cu"))
 SORTED = 0.45
 """Density from which on columns are placed in their own order: blocks and sets' shares of them are 1.06 and 1.06 times K at 16:32v32,
 sorted 1.13 and 1.06; at 8:32v32 .91 and .75, sorted .91 and .57."""
+
+
+def refusal(packed: Packed) -> str | None:
+    """Say why a weight gets no plan where it is, or None if it does."""
+    vectors, device = vectors_of(packed.pattern), packed.device
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return "plans are for Hopper (compute capability 9.0)"
+    if packed.dtype not in (torch.float16, torch.bfloat16):
+        return f"plans are for float16 and bfloat16, not {packed.dtype}"
+    if vectors.length % PART_ROWS or vectors.density > MOST_DENSITY:
+        return f"plans are for vectors of 32, 64, 96 or 128 rows and densities up to {MOST_DENSITY}, not {vectors}"
+    if packed.shape[1] + vectors.window > UNNEEDED:
+        return f"plans are for fewer than {UNNEEDED - vectors.window} columns, not {packed.shape[1]}"
+    return unavailable()
+
+
+def arrange(packed: Packed, device_type: str) -> Packed:
+    """Give the weight with a plan where kernels on such a device want one, else as on disk."""
+    if device_type == "cuda" and refusal(packed) is None:
+        return packed if "blocks" in packed.params else planned(packed)
+    if "blocks" not in packed.params:
+        return packed
+    params = {name: value for name, value in packed.params.items() if name != "blocks"}
+    return in_layout(packed, params, {spec.name: packed.tensors[spec.name] for spec in SPECS})
+
+
+def planned(packed: Packed) -> Packed:
+    """Add a plan to a weight."""
+    tensors = plan_of(packed)
+    return in_layout(packed, {**packed.params, "blocks": len(tensors["columns"])}, {**packed.tensors, **tensors})
+
+
+def check_content(packed: Packed) -> None:
+    """Check a weight as `pack.check_content` does, and its plan if it has one.
+
+    Raises:
+        FormatError: names the tensor and what is wrong.
+    """
+    stored.check_content(packed)
+    if "blocks" in packed.params:
+        check_plan(packed)
+
+
+def check_plan(packed: Packed) -> None:
+    """Check that a plan has every slot of every part once, beside the column that it belongs to.
+
+    The positions have passed `pack.check_content`.
+
+    Raises:
+        FormatError: names the tensor and what is wrong.
+    """
+    starts, own = packed.tensors["starts"].long(), stored.columns_of(packed)
+    groups, total = own.shape
+    if starts[0] != 0 or (starts.diff() < 0).any() or starts[-1] != packed.params["blocks"]:
+        raise FormatError(f"tensor starts: {starts.tolist()} do not rise from 0 to {packed.params['blocks']}")
+    vectors = vectors_of(packed.pattern)
+    columns = _unsigned(packed.tensors["columns"]).unflatten(1, (8, 4)).transpose(1, 2)
+    if columns.max() >= -(-packed.shape[1] // vectors.window) * vectors.window:
+        raise FormatError(f"tensor columns: {columns.max()} is past the last column")
+    slots = _unsigned(packed.tensors["slots"]).unflatten(1, (SLOTS, PARTS)).transpose(1, 2)
+    words, needed = packed.tensors["records"].long().unflatten(1, (PARTS, 2)).unbind(2)
+    places = (words[..., None] >> 2 * torch.arange(SLOTS, device=words.device) & 3).unflatten(2, (FOURS, 2))
+    if (places[..., 0] >= places[..., 1]).any():
+        raise FormatError("tensor records: of two positions in a four the first is not the lower")
+    part = torch.repeat_interleave(torch.arange(len(starts) - 1, device=words.device), starts.diff())[:, None] * PARTS
+    part = part + torch.arange(PARTS, device=words.device)
+    group = (part * PART_ROWS // vectors.length)[..., None]
+    there = slots < UNNEEDED
+    if ((group >= groups) & there).any() or slots[there].max() >= total:
+        raise FormatError(f"tensor slots: a slot is not one of {groups} groups' {total}")
+    found = columns.reshape(-1, 1, FOURS, 4).expand(-1, PARTS, -1, -1).gather(3, places).flatten(2)
+    if (found != own[group.clamp(max=groups - 1), slots.clamp(max=total - 1)])[there].any():
+        raise FormatError("tensor slots: a slot stands for another column than its own")
+    parts = -(-groups * vectors.length // PART_ROWS)
+    times = torch.bincount((part[..., None] * total + slots)[there], minlength=parts * total)
+    if (times != 1).any():
+        raise FormatError("tensor slots: a slot is not multiplied exactly once")
+    wanted = there.any(-1).unflatten(1, (SETS, -1)).any(-1).repeat_interleave(PARTS // SETS, 1)
+    if (needed != wanted).any() or ((slots == UNNEEDED) == wanted[..., None]).any():
+        raise FormatError("tensor records: the sets that need a block are not those that have slots in it")
+
+
+def _unsigned(numbers: Tensor) -> Tensor:
+    return numbers.long() & 0xFFFF
 
 
 def plan_of(packed: Packed) -> dict[str, Tensor]:
@@ -60,29 +139,27 @@ def plan_of(packed: Packed) -> dict[str, Tensor]:
     columns, starts = _blocks(fours, counts, types)
     tile = torch.repeat_interleave(torch.arange(tiles, device=kept.device), starts.diff())
     slots, positions = _slots_and_positions(columns, tile, slot_of)
-    needed = (slots >= 0).any(-1).unflatten(1, (SETS, -1)).any(-1)
-    sets = (needed << torch.arange(SETS, device=kept.device)).sum(1, keepdim=True)
-    records = F.pad(torch.cat([positions, sets], 1), (0, 16 - PARTS - 1))
-    in_threads = slots.unflatten(1, (SETS, 2)).permute(0, 3, 2, 1).flatten(1)  # fours.cu reads them so
+    needed = (slots >= 0).any(-1).unflatten(1, (SETS, -1)).any(-1).repeat_interleave(PARTS // SETS, 1)
+    slots = torch.where(needed[..., None], slots.masked_fill(slots < 0, NONE), UNNEEDED)
     by_row = columns.clamp(min=0).view(-1, 4, 8).transpose(1, 2).flatten(1)
     return {
         "starts": starts.to(torch.int32),
         "columns": by_row.to(torch.int16).contiguous(),
-        "slots": in_threads.to(torch.int16).contiguous(),
-        "records": records.to(torch.int32).contiguous(),
+        "slots": slots.transpose(1, 2).flatten(1).to(torch.int16).contiguous(),
+        "records": torch.stack([positions, needed], 2).flatten(1).to(torch.int32).contiguous(),
     }
 
 
 def _slots_of_parts(packed: Packed) -> Tensor:
     """Give the slot of each column, [row_tiles, parts, columns + 1] int32; -1 for none, as for the last, which is no column."""
     vectors, (n, k) = vectors_of(packed.pattern), packed.shape
-    columns = columns_of(packed)
+    columns = stored.columns_of(packed)
     groups, total = columns.shape
     width = -(-k // vectors.window) * vectors.window
     slot_of = torch.full((groups + 1, width + 1), -1, dtype=torch.int32, device=columns.device)
     numbers = torch.arange(total, dtype=torch.int32, device=columns.device)
     slot_of[:groups].scatter_(1, columns, numbers.expand(groups, total))
-    group = torch.arange(-(-n // ROWS) * PARTS, device=columns.device) * PART_ROWS // vectors.length
+    group = torch.arange(-(-n // TILE_ROWS) * PARTS, device=columns.device) * PART_ROWS // vectors.length
     return slot_of[group.clamp(max=groups)].unflatten(0, (-1, PARTS))
 
 
