@@ -15,7 +15,7 @@ constexpr int kOwn = 2;                   // open fours of a thread
 constexpr int kOpen = kThreads * kOwn;
 constexpr int kNewFour = -60;             // merit of opening one
 constexpr int kNewSet = 32;               // what it costs that 64 rows come to need a four
-constexpr int kBias = 1024;               // makes merits positive
+constexpr int kBias = 4096;               // makes merits positive
 
 struct Four {
     Word kept = 0;
@@ -34,6 +34,8 @@ __device__ __forceinline__ Word spread(Word type) {
 // A bit for each set of rows that keeps something.
 __device__ __forceinline__ Word sets_of(Word kept) { return (kept | kept >> 1 | kept >> 2 | kept >> 3) & 0x1111; }
 
+__device__ __forceinline__ int fourth(int value) { return value * value * value * value; }
+
 // How well a column fits, or what a new four is worth; negative where it does not.
 __device__ __forceinline__ int merit(const Four& four, Word column) {
     if (four.size == 0) return kBias + kNewFour;
@@ -42,8 +44,7 @@ __device__ __forceinline__ int merit(const Four& four, Word column) {
     const int room = 3 - four.size;
     const int full = __popc(kept >> 1 & parts), half = __popc(kept & parts);
     const int none = 2 * __popc(sets) - full - half;
-    const int off = none * (4 - room) * (4 - room) + half * (2 - room) * (2 - room) + full * room * room;
-    return kBias - off - kNewSet * (__popc(sets) - __popc(sets_of(four.kept)));
+    return kBias - none * fourth(4 - room) - half * fourth(2 - room) - full * fourth(room) - kNewSet * (__popc(sets) - __popc(sets_of(four.kept)));
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads) semisparse_vector_nm_fit(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from semisparse.formats.base import Packed, Problem
 from semisparse.formats.vector_nm.layout import TILE_ROWS, vectors_of
-from semisparse.formats.vector_nm.tiled import SCALARS, aligned, machine_refusal, transpose
+from semisparse.formats.vector_nm.tiled import SCALARS, aligned, by_column, machine_refusal
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.launch import CudaKernel
 from semisparse.runtime.nvrtc import CudaSource, Defines, compile_cubin
@@ -36,8 +36,10 @@ def defines(length: int, dtype: torch.dtype) -> Defines:
 SOURCE = CudaSource(
     Path(__file__).with_name("fours.cu"),
     tuple(defines(length, dtype) for length, dtype in ((32, torch.float16), (32, torch.bfloat16), (128, torch.float16))),
-    architectures=(ARCHITECTURE, "sm_80"),
+    architectures=(ARCHITECTURE,),
 )
+
+SOURCES = (SOURCE,)
 
 
 def refusal(problem: Problem) -> str | None:
@@ -69,16 +71,17 @@ def multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     x = aligned(x)
     bias = None if bias is None else bias.to(x.dtype).contiguous()
     (m, k), n, pattern = x.shape, packed.shape[0], vectors_of(packed.pattern)
-    by_column = transpose(x, -(-k // pattern.window) * pattern.window, -(-m // TOKENS) * TOKENS, pattern)
+    pitch = -(-m // TOKENS) * TOKENS
+    columns = by_column(x, -(-k // pattern.window) * pattern.window, pitch, pattern)
     values = aligned(packed.tensors["values"])
     groups, total, length = values.shape
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
     plan = (aligned(packed.tensors[name]) for name in ("starts", "columns", "slots", "records"))
-    pointers = [None if t is None else t.data_ptr() for t in (by_column, values, *plan, bias, y)]
+    pointers = [None if t is None else t.data_ptr() for t in (columns, values, *plan, bias, y)]
     row_tiles = -(-n // TILE_ROWS)
-    tiles = row_tiles * (by_column.shape[1] // TOKENS)
+    tiles = row_tiles * (pitch // TOKENS)
     grid = (min(tiles, device_facts(x.device).processors), 1, 1)
-    sizes = (m, n, by_column.shape[1], groups, total, row_tiles)
+    sizes = (m, n, pitch, groups, total, row_tiles)
     _kernel(x.device, length, x.dtype)(x.device, grid, THREADS, *pointers, *sizes)
     return y
 

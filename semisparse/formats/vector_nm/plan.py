@@ -39,8 +39,10 @@ FIT_THREADS = 256
 
 SOURCE = CudaSource(Path(__file__).with_name("fit.cu"))
 
+SOURCES = (SOURCE,)
+
 SORTED = 0.45
-"""Density from which on columns are placed in their own order: blocks and sets' shares of them are 1.06 and 1.06 times K at 16:32v32,
+"""Density from which on columns are placed in their own order: blocks and sets' shares of them are 1.04 and 1.04 times K at 16:32v32,
 sorted 1.13 and 1.06; at 8:32v32 .91 and .75, sorted .91 and .57."""
 
 
