@@ -70,8 +70,7 @@ bench-kernels: setup
 		--out $(OUT)/kernels-float32.csv
 
 bench-models: setup
-	for format in bitmask gqs ec_csr vector_nm slide24; do \
-		$(BIN)/semisparse bench model --arch llama2-7b --format $$format --out $(OUT)/model-$$format.csv || exit; done
+	$(BIN)/semisparse bench model --arch llama2-7b --format bitmask,gqs,ec_csr,vector_nm,slide24 --out $(OUT)/model.csv
 
 bench-systems: setup
 	$(BIN)/python benchmarks/slide24.py $(OUT)/slide24-int8.csv --gpu $(GPU) --seconds 0.04 --kinds int8

@@ -1,4 +1,4 @@
-"""The real models: compressed on their ``calib`` text, measured on their ``eval`` text, in float32, beside dense."""
+"""The real models: compressed on their ``calib`` text, measured on their ``eval`` text, beside dense."""
 
 from __future__ import annotations
 
@@ -70,6 +70,6 @@ class Subject:
         )
         return model, report
 
-    def measure(self, model: PreTrainedModel) -> Quality:
-        """Measure loss, and KL to the dense model."""
-        return measure_quality(model.float().to(self.device), self.chunks, self.dense)
+    def measure(self, model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> Quality:
+        """Measure loss, and KL to the dense model, which stays in float32."""
+        return measure_quality(model.to(self.device, dtype), self.chunks, self.dense)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, StaticCache
 
-from semisparse.bench.roofline import Candidate, random_weight
+from semisparse.bench.roofline import BASELINE, Candidate, random_weight
 from semisparse.bench.shapes import architecture
 from semisparse.errors import InputError
 from semisparse.formats.base import Packed, get_format, replace_tensors
@@ -39,8 +40,9 @@ class Workload:
 class ModelSpeed:
     """How fast a model runs a workload; one line of the CSV.
 
-    ``first_token_ms`` is the prefill with the first token; ``decode_ms`` a step of one token for the whole batch, in a
-    CUDA graph on a GPU; ``weight_gb`` every parameter on this device; ``peak_gb`` the most that it held, 0 on a CPU.
+    ``first_token_ms`` is the prefill with the first token, eager; ``decode_ms`` a step of one token for the whole
+    batch, on a GPU compiled and in a CUDA graph, as transformers' ``generate`` runs it with a static cache;
+    ``weight_gb`` every parameter on this device; ``peak_gb`` the most that it held, 0 on a CPU.
     """
 
     model: str
@@ -68,15 +70,24 @@ def load_model(directory: Path, device: torch.device) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(directory, dtype="auto").to(device).eval()
 
 
-def random_model(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def random_model(name: str, dtype: torch.dtype, device: torch.device, candidate: Candidate) -> PreTrainedModel:
     """Build a named architecture with random weights, straight on the device.
 
+    Args:
+        name: of the architecture.
+        dtype: of weights and activations.
+        device: where it is built.
+        candidate: what every linear layer but the head is stored as; the dense baseline leaves the model as it is.
     Raises:
         InputError: there is no architecture of that name.
+        FormatError: the format cannot store a layer.
     """
     config: PretrainedConfig = architecture(name)
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    if candidate.format != BASELINE:
+        make_sparse(model, candidate)
+    return model
 
 
 def make_sparse(model: PreTrainedModel, candidate: Candidate) -> None:
@@ -111,6 +122,24 @@ def _check_context(model: PreTrainedModel, workload: Workload) -> int:
             f"{workload.new} new ones need {room}: ask for fewer"
         )
     return room
+
+
+def measure_each(
+    build: Callable[[Candidate], PreTrainedModel], name: str, chosen: Iterable[Candidate], workload: Workload
+) -> Iterator[ModelSpeed]:
+    """Measure a model once for each candidate, one of them in memory at a time.
+
+    Raises:
+        InputError: the model's context is too short for the workload.
+    """
+    for candidate in chosen:
+        model = build(candidate)
+        yield measure_model(model, name, candidate.label, workload)
+        del model
+        gc.collect()
+        torch.compiler.reset()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 @torch.inference_mode()
@@ -167,13 +196,15 @@ def _prefill_seconds(model: PreTrainedModel, prompt: Tensor) -> float:
 
 def _decode_seconds(model: PreTrainedModel, prompt: Tensor, new: int, room: int) -> float:
     """Time decode steps in a static cache, as a replayed CUDA graph on a GPU; the token stays on the device."""
+    on_gpu = model.device.type == "cuda"
     cache = StaticCache(config=model.config, max_cache_len=room)
     token = model(prompt, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
+    forward = torch.compile(model.__call__, dynamic=False) if on_gpu else model
 
     def step() -> None:
-        token.copy_(model(token, past_key_values=cache).logits.argmax(-1))
+        token.copy_(forward(token, past_key_values=cache).logits.argmax(-1))
 
-    run = step if model.device.type != "cuda" else _captured(step)
+    run = _captured(step) if on_gpu else step
 
     def generate() -> None:
         for _ in range(new):

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from semisparse.bench.model import ModelSpeed, Workload, measure_model
+from semisparse.bench.model import ModelSpeed, Workload, measure_each
 from semisparse.bench.roofline import BASELINE, Candidate, random_weight
 from semisparse.bench.shapes import architecture
 from semisparse.formats.base import Packed, get_format
@@ -30,14 +30,8 @@ def measure_parallel(
         InputError: there is no architecture of that name, or a layer cannot be cut over the ranks.
         FormatError: a format cannot store a layer.
     """
-    for candidate in chosen:
-        model = parallel_model(name, dtype, device, candidate)
-        speed = measure_model(model, name, candidate.label, workload)
+    for speed in measure_each(partial(parallel_model, name, dtype, device), name, chosen, workload):
         yield replace(speed, machine=f"{ranks()} x {speed.machine}")
-        del model
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 def ranks() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -13,10 +14,10 @@ from semisparse.bench.compare import compare, median_errors
 from semisparse.bench.kernels import Measurement, Setting, Skipped, measure_layer
 from semisparse.bench.machine_facts import machine_facts
 from semisparse.bench.machines import find_machine
-from semisparse.bench.model import ModelSpeed, Workload, load_model, make_sparse, measure_model, random_model
+from semisparse.bench.model import ModelSpeed, Workload, load_model, measure_each, measure_model, random_model
 from semisparse.bench.parallel import is_first_rank, measure_parallel, ranks
 from semisparse.bench.plot import plot_all
-from semisparse.bench.roofline import Candidate, candidates
+from semisparse.bench.roofline import BASELINE, Candidate, candidates
 from semisparse.bench.shapes import layer_shapes
 from semisparse.bench.table import read_csv, write_csv
 from semisparse.cli.arguments import DTYPES, dtype_named, numbers, shape_names, words
@@ -77,8 +78,8 @@ def model(
     arch: Annotated[
         str | None, typer.Option(help="Architectures with random weights, by commas, instead of a directory.")
     ] = None,
-    format: Annotated[str | None, typer.Option(help="With --arch: the format measured beside dense.")] = None,
-    pattern: Annotated[str | None, typer.Option(help="With --arch: its pattern; its recipe's by default.")] = None,
+    format: Annotated[str | None, typer.Option(help="With --arch: formats, by commas, measured beside dense.")] = None,
+    pattern: Annotated[str | None, typer.Option(help="With --arch: their pattern; their recipes' by default.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 512,
     new: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 128,
@@ -93,15 +94,19 @@ def model(
     where = _device(device)
     workload = Workload(batch, prompt, new)
     found: list[ModelSpeed] = []
+    chosen = [_candidate(form, pattern) for form in (BASELINE, *(words(format) or []))]
     for name in words(arch) or []:
-        found += _measure_arch(name, format, pattern, dtype_named(dtype), where, workload)
+        for row in measure_each(partial(random_model, name, dtype_named(dtype), where), name, chosen, workload):
+            found.append(row)
+            if out is not None:
+                write_csv(out, found)
     if checkpoint is not None:
         paths = {"dense": baseline, "as stored": checkpoint}
         found += [
             measure_model(load_model(path, where), path.name, label, workload) for label, path in paths.items() if path
         ]
-    if out is not None:
-        write_csv(out, found)
+        if out is not None:
+            write_csv(out, found)
     if as_json:
         print_json({"rows": [asdict(row) for row in found]})
     else:
@@ -206,18 +211,6 @@ def _device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda: torch sees no GPU on this machine")
     return torch.device(name)
-
-
-def _measure_arch(
-    name: str, form: str | None, pattern: str | None, dtype: torch.dtype, device: torch.device, workload: Workload
-) -> list[ModelSpeed]:
-    built = random_model(name, dtype, device)
-    found = [measure_model(built, name, "dense", workload)]
-    if form is not None:
-        candidate = _candidate(form, pattern)
-        make_sparse(built, candidate)
-        found.append(measure_model(built, name, candidate.label, workload))
-    return found
 
 
 def _candidate(form: str, pattern: str | None) -> Candidate:

@@ -18,14 +18,17 @@ EIGHT_BITS = {torch.int8: tl.int8, torch.float8_e4m3fn: tl.float8e4nv}
 
 @triton.jit
 def row_scale(row, columns, largest, BLOCK: tl.constexpr):
-    """Give the scale of the ``columns`` values at ``row``, the largest magnitude over ``largest``, and its inverse."""
+    """Give the scale of the ``columns`` values at ``row``, the largest magnitude over ``largest``, and its inverse.
+
+    Magnitudes are compared by their bits, which order as they do, with NaN above all: `tl.max` would leave it out.
+    """
     offsets = tl.arange(0, BLOCK)
-    highest = tl.zeros((BLOCK,), tl.float32)
+    highest = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, columns, BLOCK):
         inside = first + offsets < columns
         values = tl.load(row + first + offsets, mask=inside, other=0.0).to(tl.float32)
-        highest = tl.maximum(highest, tl.abs(values))
-    amax = tl.max(highest)
+        highest = tl.maximum(highest, tl.abs(values).to(tl.int32, bitcast=True))
+    amax = tl.max(highest).to(tl.float32, bitcast=True)
     amax = tl.where(amax == 0, largest, amax)
     return tl.div_rn(amax, largest), tl.minimum(tl.div_rn(largest, amax), 3.4028234663852886e38)
 

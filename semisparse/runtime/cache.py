@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-import tempfile
+import uuid
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -65,11 +65,10 @@ def _read(path: Path) -> bytes | None:
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file whole or not at all, creating its directory."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+    temporary = path.with_name(f".new-{uuid.uuid4().hex}")  # tempfile's files can be read by their owner alone
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
+        temporary.write_bytes(content)
         os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise

@@ -81,7 +81,7 @@ def test_quality(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
         with pytest.raises(SystemExit, match="0"):
             runpy.run_path(str(root / words[1]), run_name="__main__")
         assert words[1].rpartition("/")[2] in capsys.readouterr().out
-        assert (root / words[-1]).is_file()
+        assert (root / words[3]).is_file()
 
 
 def test_lm_eval(place: Path, run):

@@ -218,6 +218,22 @@ def test_product_of_x_in_any_layout(chosen: Format, kernel: Kernel, device: str,
     check_product(run(kernel, x[None], packed, bias)[0], x, packed, bias)
 
 
+@pytest.mark.parametrize("m", [3, 40])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("chosen", "kernel", "device"), params(*KERNELS))
+def test_a_token_that_is_not_finite_is_seen_and_spoils_no_other(
+    chosen: Format, kernel: Kernel, device: str, bad: float, m: int
+):
+    packed = packed_weight(chosen.name, cases_of(chosen.name)[0], torch.float16, device)
+    x, bias = random_operands(packed, m, torch.float16, device)
+    expected = run(kernel, x, packed, bias)
+    x[1] = bad
+    y = run(kernel, x, packed, bias)
+    others = torch.arange(m, device=device) != 1
+    assert torch.equal(y[others], expected[others])
+    assert not y[1, packed.unpack().any(1)].isfinite().any()
+
+
 @pytest.mark.parametrize(("chosen", "kernel", "device"), params(*KERNELS))
 def test_product_of_no_tokens(chosen: Format, kernel: Kernel, device: str):
     packed = packed_weight(chosen.name, cases_of(chosen.name)[0], torch.float16, device)

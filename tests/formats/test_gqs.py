@@ -164,7 +164,9 @@ def test_the_cpu_kernel_reads_every_kind_and_size(kind: str, dtype: torch.dtype)
         packed = GQS.pack(sparse(21, 150, size, 50).to(dtype), f"g{size}@50%", kind=kind)
         x = torch.randn(3, 150, generator=torch.Generator().manual_seed(1))
         found = linear(x, packed, kernel="cpu")
-        weight, multiplied = packed.unpack().double(), as_multiplied(x, packed).double()
+        widened = {**packed.tensors, "scale": packed.tensors["scale"].float()}
+        stored = replace(packed, dtype=torch.float32, tensors=widened, declaration="")  # before it is rounded to dtype
+        weight, multiplied = stored.unpack().double(), as_multiplied(x, packed).double()
         bound = (150 + 4) * 2.0**-24 * (multiplied.abs() @ weight.abs().T)
         assert ((found.double() - multiplied @ weight.T).abs() <= bound + 1e-30).all(), size
 

@@ -256,6 +256,7 @@ def test_products_of_rounded_weights(pattern, m, kind):
         # Sums of 172 float64 values, then one rounding to float16.
         torch.testing.assert_close(y.double(), exact, rtol=2**-11, atol=1e-10)
         assert torch.equal(linear(x, packed, given_bias, "lifted"), y)
+        assert torch.equal(linear(x, packed, given_bias, "cpu"), y)
 
 
 # Files from strangers

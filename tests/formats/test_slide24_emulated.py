@@ -49,3 +49,10 @@ def test_a_row_longer_than_registers_hold_is_read_again(monkeypatch: pytest.Monk
     expected, expected_scales = quantise_and_lift(x, torch.int8, 8)
     assert torch.equal(rows_in(found, 2)[:, : expected.shape[1]], expected)
     assert torch.equal(scales, expected_scales)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_has_a_scale_that_is_not(bad):
+    x = torch.randn(3, 700, generator=torch.Generator().manual_seed(1)).half()
+    x[1, 69] = bad
+    assert cuda_lift.lift(x, torch.int8, 8, 3)[1].isfinite().tolist() == [True, False, True]

@@ -54,3 +54,14 @@ def test_the_triton_form_gives_the_same(dtype, rows, columns):
         assert ((found - expected).abs()[~carried] <= expected.abs()[~carried] * 2**-3).all()
     else:
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_has_a_scale_that_is_not(bad):
+    pytest.importorskip("triton", reason="triton is not installed: pip install 'semisparse[cuda]'")
+    from semisparse.quant import triton_symmetric
+
+    x = operand(3, 173)
+    x[1, 7] = bad
+    for found in (quantise_rows(x, torch.int8), triton_symmetric.quantise_rows(x.to(DEVICE), torch.int8)):
+        assert found[1].isfinite().tolist() == [True, False, True]

@@ -51,6 +51,12 @@ def test_a_write_that_fails_leaves_nothing(cache, monkeypatch):
     assert not list((cache / "kind").iterdir())
 
 
+def test_others_may_read_what_is_written(cache):
+    write_atomically(cache / "results.csv", b"content")
+    (cache / "plain").touch()
+    assert (cache / "results.csv").stat().st_mode == (cache / "plain").stat().st_mode
+
+
 def test_a_cache_that_cannot_be_written_is_said_and_survived(cache, monkeypatch):
     blocked = cache / "file"
     blocked.write_text("no directory")

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from semisparse.errors import FormatError
 from semisparse.formats.base import Packed, Params
+from semisparse.formats.bits import bit_counts
 from semisparse.formats.checks import refuse_first
 from semisparse.patterns import NM, Pattern, VectorNM
 from semisparse.patterns.base import blocks_along
-from semisparse.runtime.bits import bit_counts
 
 BLOCK = 64
 """Columns of one mask."""

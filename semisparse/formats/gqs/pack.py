@@ -10,9 +10,9 @@ from torch.nn import functional as F
 
 from semisparse.errors import FormatError
 from semisparse.formats.base import Packed, Params, TensorSpec
+from semisparse.formats.bits import bit_counts
 from semisparse.patterns import Group, Pattern
 from semisparse.quant.group import KINDS, GroupScales, scales_of, stored_groups
-from semisparse.runtime.bits import bit_counts
 
 SIZES = (4, 8, 16, 32, 64, 128)
 

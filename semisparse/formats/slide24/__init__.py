@@ -6,7 +6,7 @@ import torch
 
 from semisparse.errors import PatternError
 from semisparse.formats.base import Case, Format, Kernel
-from semisparse.formats.slide24 import gpu, layouts, pack, products
+from semisparse.formats.slide24 import cpu, gpu, layouts, pack, products
 from semisparse.formats.slide24.cost import cost
 from semisparse.formats.slide24.theory import Decomposition
 from semisparse.patterns import NM, Pattern
@@ -40,6 +40,7 @@ FORMAT = Format(
         Kernel("hopper", "cuda", gpu.tiles_refusal, lambda: gpu.multiply_tiles),
         Kernel("cusparselt", "cuda", gpu.compressed_refusal, lambda: gpu.multiply_compressed),
         Kernel("unpack", "cuda", gpu.unpack_refusal, lambda: gpu.unpack_and_multiply),
+        Kernel("cpu", "cpu", cpu.supports, cpu.load),
         Kernel("dense", "cpu", lambda problem: None, lambda: products.dense),
         Kernel("lifted", "cpu", lambda problem: None, lambda: products.lifted),
     ),

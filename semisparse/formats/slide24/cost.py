@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from semisparse.formats.base import Pass, Problem
+from semisparse.formats.slide24 import cpu
 from semisparse.formats.slide24.layout import lifted_columns
 from semisparse.formats.slide24.pack import stored_dtype, window_of
 
@@ -12,7 +13,7 @@ UNITS = {torch.int8: "tensor int8", torch.float8_e4m3fn: "tensor fp8"}
 
 
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
-    """Give the passes of a product: lift, then multiply on sparse tensor cores; a CPU rounds, unpacks and multiplies.
+    """Give the passes of a product: lift, then multiply on sparse tensor cores. A CPU multiplies row by row.
 
     Sparse tensor cores compute two columns in the time that dense ones take for one: K' / 2 columns count.
     """
@@ -21,10 +22,13 @@ def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
     dtype = stored_dtype(problem.params)
     unit = UNITS.get(dtype, "tensor fp16") if dtype else "tensor fp16"
     if problem.device.type != "cuda" or (torch.float32 in (problem.weight_dtype, problem.dtype)):
-        dense_bytes = 4 * n * k
-        operands = dense_bytes + m * (n + k) * width
         rounding = (Pass(m * k * (width + dtype.itemsize), 0, unit),) if dtype in UNITS else ()
-        return (*rounding, Pass(weight_bytes + dense_bytes, 0, "fp32"), Pass(operands, 2 * m * n * k, "fp32"))
+        operands = m * (n + k) * width
+        if problem.device.type == "cpu" and (dtype or m <= cpu.MAX_TOKENS):
+            return (*rounding, Pass(weight_bytes + operands, 2 * m * n * k, "fp32"))
+        dense_bytes = 4 * n * k
+        unpacking = Pass(weight_bytes + dense_bytes, 0, "fp32")
+        return (*rounding, unpacking, Pass(dense_bytes + operands, 2 * m * n * k, "fp32"))
     columns = lifted_columns(k, window_of(problem.pattern))
     stored = (dtype or problem.weight_dtype).itemsize
     lifting = Pass(m * (k * width + columns * stored), 0, "fp32", "sparse")

@@ -44,22 +44,23 @@ constexpr float kLargest = ROUNDED == 1 ? 127.0f : 448.0f;
 constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds half to even and leaves the integer in the low bits
 constexpr float kFloatMax = 3.4028234663852886e38f;
 
-__device__ __forceinline__ float largest_of(const Load& load, float largest) {
+// Magnitudes by their bits, which order as they do, with NaN above all: fmaxf would leave it out.
+__device__ __forceinline__ unsigned int largest_of(const Load& load, unsigned int largest) {
 #pragma unroll
-    for (int i = 0; i < kColumns; ++i) largest = fmaxf(largest, fabsf(to_float(load.values[i])));
+    for (int i = 0; i < kColumns; ++i) largest = max(largest, __float_as_uint(fabsf(to_float(load.values[i]))));
     return largest;
 }
 
 // The largest of all threads, in every thread.
-__device__ __forceinline__ float block_largest(float largest) {
-    __shared__ float of_warps[kMostWarps];
+__device__ __forceinline__ float block_largest(unsigned int largest) {
+    __shared__ unsigned int of_warps[kMostWarps];
 #pragma unroll
-    for (int step = kWarp / 2; step; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+    for (int step = kWarp / 2; step; step /= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, step));
     if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = largest;
     __syncthreads();
     largest = of_warps[0];
-    for (int warp = 1; warp < blockDim.x / kWarp; ++warp) largest = fmaxf(largest, of_warps[warp]);
-    return largest;
+    for (int warp = 1; warp < blockDim.x / kWarp; ++warp) largest = max(largest, of_warps[warp]);
+    return __uint_as_float(largest);
 }
 
 // Rounds two columns to the low two bytes; other bits may be anything.
@@ -118,7 +119,7 @@ extern "C" __global__ void semisparse_lift(const IN* x, uint4* lifted, float* sc
     for (int pair = loads * (kColumns / 2) + threadIdx.x; pair < room; pair += blockDim.x) pairs[pair] = 0;
 #if ROUNDED
     Load kept[KEEP];
-    float largest = 0;
+    unsigned int bits = 0;
 #pragma unroll
     for (int i = 0; i < KEEP; ++i) {
         const int number = threadIdx.x + i * blockDim.x;
@@ -126,10 +127,10 @@ extern "C" __global__ void semisparse_lift(const IN* x, uint4* lifted, float* sc
     }
 #pragma unroll
     for (int i = 0; i < KEEP; ++i)
-        if (threadIdx.x + i * blockDim.x < loads) largest = largest_of(kept[i], largest);
+        if (threadIdx.x + i * blockDim.x < loads) bits = largest_of(kept[i], bits);
     for (int number = threadIdx.x + KEEP * blockDim.x; number < loads; number += blockDim.x)
-        largest = largest_of(read(row, number, columns, aligned), largest);
-    largest = block_largest(largest);
+        bits = largest_of(read(row, number, columns, aligned), bits);
+    float largest = block_largest(bits);
     largest = largest == 0 ? kLargest : largest;
     const float inverse = fminf(__fdiv_rn(kLargest, largest), kFloatMax);
     if (threadIdx.x == 0) scales[token] = __fdiv_rn(largest, kLargest);

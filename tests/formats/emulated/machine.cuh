@@ -130,7 +130,7 @@ template <typename T> T __shfl_sync(Word, T value, int source) {
     return value;
 }
 
-inline float __shfl_xor_sync(Word mask, float value, int step) {
+template <typename T> T __shfl_xor_sync(Word mask, T value, int step) {
     return __shfl_sync(mask, value, threadIdx.x % 32 ^ step);
 }
 
@@ -159,6 +159,7 @@ inline float __fmul_rn(float a, float b) { return a * b; }  // no -march, no con
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline Word __float_as_uint(float value) { Word bits; std::memcpy(&bits, &value, 4); return bits; }
+inline float __uint_as_float(Word bits) { float value; std::memcpy(&value, &bits, 4); return value; }
 inline uint2 make_uint2(Word x, Word y) { return {x, y}; }
 inline Word __byte_perm(Word low, Word high, Word selector) {
     const uint64_t both = low | static_cast<uint64_t>(high) << 32;

@@ -24,11 +24,6 @@ inline float __int_as_float(int bits) {
     std::memcpy(&value, &bits, 4);
     return value;
 }
-inline float __uint_as_float(Word bits) {
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
-}
 inline Word kept_constant(Word value, int) { return value; }
 
 inline int byte_of(Word word, int index) { return word >> 8 * index & 255; }
