@@ -23,6 +23,9 @@ __device__ __forceinline__ void arrive_after_copies(Word barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" : : "r"(barrier) : "memory");
 }
 
+// Lets products, which read shared memory by another way, see what copies have written: barriers order only this one.
+__device__ __forceinline__ void show_copies() { asm volatile("fence.proxy.async.shared::cta;" : : : "memory"); }
+
 __device__ __forceinline__ void wait_for_own_copies() { asm volatile("cp.async.wait_all;" : : : "memory"); }
 
 __device__ __forceinline__ Word pack(float low, float high, const __half*) {

@@ -19,6 +19,14 @@ from semisparse.runtime.nvrtc import CudaSource, Defines, compile_cubin
 ARCHITECTURE = "sm_90a"
 """wgmma is Hopper's alone."""
 
+FEWEST_TOKENS = 1024
+MOST_DENSITY = 0.3
+"""Where the product beats unpacking for cuBLAS.
+
+With an earlier build, 4096 x 4096 and 2,048 tokens (cuBLAS 88 us, H200): 111, 100, 87 and 67 us at 16:32v32, 12:32,
+8:32 and 4:32, unpacking some 100. With 512 tokens only half of the processors have a tile.
+"""
+
 TOKENS = 128
 THREADS = 384
 STAGES = 12
@@ -35,7 +43,9 @@ def defines(length: int, dtype: torch.dtype) -> Defines:
 
 SOURCE = CudaSource(
     Path(__file__).with_name("fours.cu"),
-    tuple(defines(length, dtype) for length, dtype in ((32, torch.float16), (32, torch.bfloat16), (128, torch.float16))),
+    tuple(
+        defines(length, dtype) for length, dtype in ((32, torch.float16), (32, torch.bfloat16), (128, torch.float16))
+    ),
     architectures=(ARCHITECTURE,),
 )
 
@@ -55,7 +65,7 @@ def refusal(problem: Problem) -> str | None:
 
 def pays(problem: Problem) -> bool:
     """Whether the product is faster than a dense one after unpacking."""
-    return problem.m > 256
+    return problem.m >= FEWEST_TOKENS and vectors_of(problem.pattern).density <= MOST_DENSITY
 
 
 def multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:

@@ -1,8 +1,8 @@
 """The plan of a weight for fours.cu: an order of columns in which every group of rows keeps at most two of four.
 
-Rows are cut into tiles of 256, of eight *parts* of 32 rows; two parts are a *set*, what a warpgroup multiplies. A part lies in
-one group, so it keeps a column or not. fit.cu puts the columns that a tile keeps in fours; those that the same sets need
-come together in *blocks* of eight fours, and a set passes over the blocks that it does not need.
+Rows are cut into tiles of 256, of eight *parts* of 32 rows; two parts are a *set*, what a warpgroup multiplies. A part
+lies in one group, so it keeps a column or not. fit.cu puts the columns that a tile keeps in fours; those that the same
+sets need come together in *blocks* of eight fours, and a set passes over the blocks that it does not need.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from semisparse.runtime.nvrtc import CudaSource, compile_cubin, unavailable
 
 PARTS, PART_ROWS = 8, 32
 SETS = TILE_ROWS // 64
+LENGTHS = (32, 64, 128)
 FOURS = 8
 """Of a block."""
 SLOTS = 2 * FOURS
@@ -42,8 +43,11 @@ SOURCE = CudaSource(Path(__file__).with_name("fit.cu"))
 SOURCES = (SOURCE,)
 
 SORTED = 0.45
-"""Density from which on columns are placed in their own order: blocks and sets' shares of them are 1.04 and 1.04 times K at 16:32v32,
-sorted 1.13 and 1.06; at 8:32v32 .91 and .75, sorted .91 and .57."""
+"""Density from which on columns are placed in their own order.
+
+Blocks, and sets' shares of them, are 1.04 and 1.04 times K / 32 at 16:32v32, sorted 1.13 and 1.06; .91 and .75 at 8:32v32,
+sorted .91 and .57 (K = 4,096).
+"""
 
 
 def refusal(packed: Packed) -> str | None:
@@ -53,8 +57,8 @@ def refusal(packed: Packed) -> str | None:
         return "plans are for Hopper (compute capability 9.0)"
     if packed.dtype not in (torch.float16, torch.bfloat16):
         return f"plans are for float16 and bfloat16, not {packed.dtype}"
-    if vectors.length % PART_ROWS or vectors.density > MOST_DENSITY:
-        return f"plans are for vectors of 32, 64, 96 or 128 rows and densities up to {MOST_DENSITY}, not {vectors}"
+    if vectors.length not in LENGTHS or vectors.density > MOST_DENSITY:
+        return f"plans are for vectors of 32, 64 or 128 rows and densities up to {MOST_DENSITY}, not {vectors}"
     if packed.shape[1] + vectors.window > UNNEEDED:
         return f"plans are for fewer than {UNNEEDED - vectors.window} columns, not {packed.shape[1]}"
     return unavailable()
@@ -100,7 +104,7 @@ def check_plan(packed: Packed) -> None:
     if starts[0] != 0 or (starts.diff() < 0).any() or starts[-1] != packed.params["blocks"]:
         raise FormatError(f"tensor starts: {starts.tolist()} do not rise from 0 to {packed.params['blocks']}")
     vectors = vectors_of(packed.pattern)
-    columns = _unsigned(packed.tensors["columns"]).unflatten(1, (8, 4)).transpose(1, 2)
+    columns = _unsigned(packed.tensors["columns"]).unflatten(1, (2, 16)).transpose(1, 2)
     if columns.max() >= -(-packed.shape[1] // vectors.window) * vectors.window:
         raise FormatError(f"tensor columns: {columns.max()} is past the last column")
     slots = _unsigned(packed.tensors["slots"]).unflatten(1, (SLOTS, PARTS)).transpose(1, 2)
@@ -143,7 +147,7 @@ def plan_of(packed: Packed) -> dict[str, Tensor]:
     slots, positions = _slots_and_positions(columns, tile, slot_of)
     needed = (slots >= 0).any(-1).unflatten(1, (SETS, -1)).any(-1).repeat_interleave(PARTS // SETS, 1)
     slots = torch.where(needed[..., None], slots.masked_fill(slots < 0, NONE), UNNEEDED)
-    by_row = columns.clamp(min=0).view(-1, 4, 8).transpose(1, 2).flatten(1)
+    by_row = columns.clamp(min=0).view(-1, 16, 2).transpose(1, 2).flatten(1)  # fours.cu reads them so
     return {
         "starts": starts.to(torch.int32),
         "columns": by_row.to(torch.int16).contiguous(),
@@ -153,7 +157,7 @@ def plan_of(packed: Packed) -> dict[str, Tensor]:
 
 
 def _slots_of_parts(packed: Packed) -> Tensor:
-    """Give the slot of each column, [row_tiles, parts, columns + 1] int32; -1 for none, as for the last, which is no column."""
+    """Give the slot of each column, [row_tiles, parts, columns + 1] int32; -1 for none, as in the last place."""
     vectors, (n, k) = vectors_of(packed.pattern), packed.shape
     columns = stored.columns_of(packed)
     groups, total = columns.shape
