@@ -62,6 +62,7 @@ bench: bench-kernels bench-models bench-systems
 
 bench-kernels: setup
 	$(BIN)/semisparse bench machine --out $(OUT)/machine.csv
+	$(BIN)/python benchmarks/host.py $(OUT)/host.csv
 	$(BIN)/semisparse bench kernels --dtype float16 --formats dense,bitmask,gqs,ec_csr,vector_nm \
 		--shapes llama2-7b,$(LARGE) --tokens 1,8,16 --out $(OUT)/kernels-float16.csv
 	$(BIN)/semisparse bench kernels --formats dense,bitmask,gqs,vector_nm --shapes llama2-7b,$(LARGE) \

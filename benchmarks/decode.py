@@ -18,6 +18,7 @@ from semisparse.bench.roofline import random_weight
 from semisparse.bench.timing import rotating_copies, time_calls
 from semisparse.formats import get_format
 from semisparse.formats.bitmask import tiled
+from semisparse.formats.product import problem_of
 from semisparse.patterns import parse_pattern
 from semisparse.runtime.device import device_facts
 
@@ -34,12 +35,17 @@ def measure(n: int, k: int, tokens: list[int], dtype: torch.dtype, pattern: str)
     dense = [packed.tensors["values"] for packed in rotating_copies(get_format("dense").pack(weight, "0%"), cache)]
     for m in tokens:
         x = torch.randn(m, k, device=GPU).to(dtype)
+        problem = problem_of(x, packed[0])
+        wide, alone, early = (
+            tiled.prepare_decode(problem, out, chained)
+            for out, chained in ((torch.float32, False), (None, False), (None, True))
+        )
         expected = x.double() @ weight.double().T
-        error = (tiled.decode(x, packed[0], None, torch.float32) - expected).norm() / expected.norm()
+        error = (wide(x, packed[0], None) - expected).norm() / expected.norm()
         times = [
             time_calls([partial(F.linear, x, w) for w in dense], GPU),
-            time_calls([partial(tiled.decode, x, p, None) for p in packed], GPU),
-            time_calls([partial(tiled.decode, x, p, None, early=True) for p in packed], GPU),
+            time_calls([partial(alone, x, p, None) for p in packed], GPU),
+            time_calls([partial(early, x, p, None) for p in packed], GPU),
         ]
         cells = [f"{time.us:8.2f}" for time in times]
         print(f"{n:6d} x {k:<6d} {m:3d} {' '.join(cells)}   error {error:.1e}", flush=True)

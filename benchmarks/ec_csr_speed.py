@@ -88,9 +88,10 @@ def decode(
     form = get_format("ec_csr")
     for way, options in ways.items():
         packed = form.pack(weight, f"{zeros}%", **options)
-        kernel = next(kernel for kernel in form.kernels if not kernel.refusal(problem_of(x, packed)))
+        problem = problem_of(x, packed)
+        product = next(kernel for kernel in form.kernels if not kernel.refusal(problem)).prepare(problem)
         rotated: list[Packed] = rotating_copies(packed, facts.cache_bytes)
-        yield row(way, [partial(kernel.load(), x, each, None) for each in rotated], packed.nbytes)
+        yield row(way, [partial(product, x, each, None) for each in rotated], packed.nbytes)
 
 
 def extraction(n: int, k: int, zeros: str, device: torch.device) -> Row:

@@ -162,9 +162,10 @@ def _measure(
     dense_us: float | None,
 ) -> Measurement:
     packed = copies[0]
-    passes = get_format(candidate.format).cost(problem_of(x, packed), packed.nbytes)
+    problem = problem_of(x, packed)
+    passes = get_format(candidate.format).cost(problem, packed.nbytes)
     tolerance = max(TOLERANCE[x.dtype], *(ROUNDED_INPUT_TOLERANCE.get(step.unit, 0.0) for step in passes))
-    product = kernel.load()
+    product = kernel.prepare(problem)
     error = _error(product, x, packed)
     if not error <= tolerance:
         raise KernelError(

@@ -61,9 +61,10 @@ def kernels(
                     found.append(result)
                 else:
                     skipped.append(result)
+            if out is not None and found:
+                write_csv(out, found)
             bars.advance(task)
     if out is not None and found:
-        write_csv(out, found)
         plot_all(found, out.parent)
     if as_json:
         print_json({"rows": [asdict(row) for row in found], "skipped": [asdict(row) for row in skipped]})

@@ -148,7 +148,7 @@ class Problem:
 
 
 Product = Callable[[Tensor, Packed, Tensor | None], Tensor]
-"""(x [M, K], packed, bias [N] or None) -> y [M, N] in x's dtype."""
+"""(x [M, K], packed, bias [N] or None) -> y [M, N] in x's dtype; of the problem it was prepared for."""
 
 
 @dataclass(frozen=True)
@@ -159,14 +159,16 @@ class Kernel:
         name: unique inside the format.
         device: ``cpu`` or ``cuda``; None runs on any.
         supports: None if it can compute this problem on this machine, else the reason why not.
-        load: import (and, where needed, compile) the implementation; called at the first use.
+        prepare: give the product for one problem: import and compile what it needs, and settle whatever x, the stored
+            tensors and the bias do not change. Asked once for each problem, because a decode call takes the GPU less
+            time than such choices take the host.
         pays: whether ``auto`` may prefer it to the kernels after it; false where another was measured to be faster.
     """
 
     name: str
     device: str | None
     supports: Callable[[Problem], str | None]
-    load: Callable[[], Product]
+    prepare: Callable[[Problem], Product]
     pays: Callable[[Problem], bool] = lambda problem: True
 
     def refusal(self, problem: Problem) -> str | None:
@@ -378,7 +380,7 @@ def _reference(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     return y.to(x.dtype)
 
 
-reference_kernel = Kernel("reference", None, lambda problem: None, lambda: _reference, lambda problem: False)
+reference_kernel = Kernel("reference", None, lambda problem: None, lambda problem: _reference, lambda problem: False)
 """Unpack the whole weight and multiply in float32: right everywhere, fast nowhere."""
 
 

@@ -34,15 +34,16 @@ def linear(x: Tensor, packed: Packed, bias: Tensor | None = None, kernel: str = 
     n, k = packed.shape
     if x.shape[-1] != k:
         raise InputError(f"x has {x.shape[-1]} features, the weight takes K = {k}")
-    if bias is not None and tuple(bias.shape) != (n,):
+    if bias is not None and bias.shape != packed.shape[:1]:
         raise InputError(f"bias is {list(bias.shape)}, expected [{n}]")
-    rows = x.reshape(-1, k)
+    flat = x.dim() == 2
+    rows = x if flat else x.reshape(-1, k)
     if torch.compiler.is_compiling() or _needs_gradient(x, bias):
         tensors = [packed.tensors[name] for name in sorted(packed.tensors)]
         y = torch.ops.semisparse.linear(rows, tensors, bias, packed.declaration, kernel)
     else:
         y = _product(rows, packed, bias, kernel)
-    return y.reshape(*x.shape[:-1], n)
+    return y if flat else y.reshape(*x.shape[:-1], n)
 
 
 def _needs_gradient(x: Tensor, bias: Tensor | None) -> bool:
@@ -56,16 +57,16 @@ def problem_of(x: Tensor, packed: Packed) -> Problem:
 
 
 def _product(x: Tensor, packed: Packed, bias: Tensor | None, kernel: str) -> Tensor:
-    return _chosen(packed.declaration, kernel, x.shape[0], x.dtype, x.device)(x, packed, bias)
+    return _prepared(packed.declaration, kernel, x.shape[0], x.dtype, x.device)(x, packed, bias)
 
 
 @lru_cache(maxsize=4096)
-def _chosen(declaration: str, kernel: str, m: int, dtype: torch.dtype, device: torch.device) -> Product:
-    """Choose once for each size: asking every kernel costs more than a decode launch."""
+def _prepared(declaration: str, kernel: str, m: int, dtype: torch.dtype, device: torch.device) -> Product:
+    """Choose and prepare once for each problem, which the key holds whole: no tensor's address outlives its call."""
     packed, _ = _undeclare(declaration)
     n, k = packed.shape
     problem = Problem(m, n, k, packed.pattern, packed.params, packed.dtype, dtype, device)
-    return get_format(packed.format).choose(problem, kernel).load()
+    return get_format(packed.format).choose(problem, kernel).prepare(problem)
 
 
 @cache

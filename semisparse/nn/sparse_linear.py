@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -63,7 +64,7 @@ class SparseLinear(nn.Module):
             return replace_tensors(self._declared, {name: getattr(self, name) for name in self._names})
         # Every call asks for it, and making it anew takes as long as a launch.
         held, found = self._parameters, self._put_together
-        if found is None or any(found.tensors[name] is not held[name] for name in self._names):
+        if found is None or not all(map(operator.is_, map(held.get, self._names), found.tensors.values())):
             tensors = {name: getattr(self, name) for name in self._names}
             found = self._put_together = replace_tensors(self._declared, tensors)
         return found

@@ -6,6 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+REDUCED = {
+    torch.float16: "allow_fp16_reduced_precision_reduction",
+    torch.bfloat16: "allow_bf16_reduced_precision_reduction",
+}
+"""torch's flag that lets cuBLAS add partial sums in that dtype."""
+
 
 def multiply_dense(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute ``x @ weight.T + bias`` with cuBLAS, partial sums added in float32 whatever torch's flags allow.
@@ -17,10 +23,12 @@ def multiply_dense(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     Returns:
         [M, N] in x's dtype.
     """
-    flags = torch.backends.cuda.matmul
-    allowed = flags.allow_fp16_reduced_precision_reduction, flags.allow_bf16_reduced_precision_reduction
-    flags.allow_fp16_reduced_precision_reduction = flags.allow_bf16_reduced_precision_reduction = False
+    bias = None if bias is None else bias.to(x.dtype)
+    flags, name = torch.backends.cuda.matmul, REDUCED.get(x.dtype, "")
+    if not (name and getattr(flags, name)):
+        return F.linear(x, weight, bias)
+    setattr(flags, name, False)
     try:
-        return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+        return F.linear(x, weight, bias)
     finally:
-        flags.allow_fp16_reduced_precision_reduction, flags.allow_bf16_reduced_precision_reduction = allowed
+        setattr(flags, name, True)

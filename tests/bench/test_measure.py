@@ -61,7 +61,9 @@ def test_what_cannot_run_says_why():
 def test_a_wrong_kernel_is_never_timed(monkeypatch, spoil):
     form = get_format("dense")
     blas = form.kernels[0]
-    broken = dataclasses.replace(blas, load=lambda: lambda x, packed, bias: spoil(blas.load()(x, packed, bias)))
+    broken = dataclasses.replace(
+        blas, prepare=lambda problem: lambda *operands: spoil(blas.prepare(problem)(*operands))
+    )
     monkeypatch.setitem(form.__dict__, "kernels", (broken,))
     monkeypatch.setattr("semisparse.bench.kernels.time_calls", lambda *arguments: pytest.fail("timed"))
     with pytest.raises(KernelError, match="dense blas is wrong at M, N, K = 1, 96, 128"):
@@ -72,12 +74,15 @@ def test_the_last_rows_are_verified_too(monkeypatch):
     form = get_format("dense")
     blas = form.kernels[0]
 
-    def forget_the_last(x, packed, bias):
-        y = blas.load()(x, packed, bias)
-        y[-1] = 0
-        return y
+    def forgetful(problem):
+        def forget_the_last(x, packed, bias):
+            y = blas.prepare(problem)(x, packed, bias)
+            y[-1] = 0
+            return y
 
-    monkeypatch.setitem(form.__dict__, "kernels", (dataclasses.replace(blas, load=lambda: forget_the_last),))
+        return forget_the_last
+
+    monkeypatch.setitem(form.__dict__, "kernels", (dataclasses.replace(blas, prepare=forgetful),))
     with pytest.raises(KernelError, match="is wrong at M, N, K = 1000"):
         measured(tokens=(1000,))
 

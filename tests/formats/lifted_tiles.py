@@ -1,7 +1,23 @@
-"""Lifted activations read back from tiles."""
+"""Activations lifted into tiles, and read back from them."""
 
 import torch
 from torch import Tensor
+
+from semisparse.formats.slide24 import cuda_lift
+from semisparse.runtime.launch import address
+
+
+def lifted(
+    x: Tensor, dtype: torch.dtype | None, window: int, tokens: int, counters: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Lift x, [M, K], by lift.cu; give [blocks, tokens, 128 bytes] and the scales [M]."""
+    shape, lift = cuda_lift.prepare(
+        *x.shape, x.dtype, dtype, window, tokens, 0 if counters is None else counters.numel()
+    )
+    tiles = torch.empty(shape, dtype=dtype or x.dtype, device=x.device)
+    scales = None if dtype is None else torch.empty(len(x), dtype=torch.float32, device=x.device)
+    lift(x, tiles.data_ptr(), address(scales), address(counters))
+    return tiles, scales
 
 
 def rows_in(tiles: Tensor, m: int) -> Tensor:

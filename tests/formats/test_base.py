@@ -11,7 +11,7 @@ from semisparse.patterns import parse_pattern
 
 
 def refusing(name: str, reason: str | None, device: str | None = None) -> Kernel:
-    return Kernel(name, device, lambda problem: reason, lambda: lambda x, packed, bias: x)
+    return Kernel(name, device, lambda problem: reason, lambda problem: lambda x, packed, bias: x)
 
 
 PLAIN = Format(

@@ -5,8 +5,9 @@ import os
 import pytest
 import torch
 
-from semisparse.formats.base import get_format
+from semisparse.formats.base import Problem, get_format
 from semisparse.formats.bitmask import gemm, tiled
+from semisparse.formats.product import problem_of
 from semisparse.patterns import parse_pattern
 from tests.formats.test_bitmask_gemm import columns_of
 
@@ -35,6 +36,14 @@ def packed_and_x(n, k, keep, m, dtype):
     return rows.to("cuda"), weight, x.cuda()
 
 
+def decode(x, packed, bias, **options):
+    return tiled.prepare_decode(problem_of(x, packed), **options)(x, packed, bias)
+
+
+def multiply(x, packed, bias, grid=None):
+    return gemm.prepare(problem_of(x, packed), grid)(x, packed, bias)
+
+
 def poisoned(product, x, packed, bias, **options):
     out = options.get("out_dtype", x.dtype)
     poison = torch.full((x.shape[0], packed.shape[0]), torch.nan, dtype=out, device="cuda")
@@ -53,7 +62,7 @@ def test_decode_agrees_with_float64(n, k, keep, m, dtype):
     bias = torch.randn(n, generator=torch.Generator().manual_seed(3)).to(dtype)
     expected = x.cpu().double() @ weight.double().T + bias.double()
     for out in (dtype, torch.float32):
-        y = poisoned(tiled.decode, x, packed, bias.cuda(), out_dtype=out).cpu().double()
+        y = poisoned(decode, x, packed, bias.cuda(), out_dtype=out).cpu().double()
         assert (y - expected).norm() <= (2 * ROUNDING[out] + sums_error(k)) * expected.norm()
 
 
@@ -72,10 +81,10 @@ def test_gemm_agrees_with_float64(n, k, keep, m, dtype):
     packed, weight, x = packed_and_x(n, k, keep, m, dtype)
     bias = torch.randn(n, generator=torch.Generator().manual_seed(3)).to(dtype)
     expected = x.cpu().double() @ weight.double().T + bias.double()
-    y = poisoned(gemm.multiply, x, packed, bias.cuda())
+    y = poisoned(multiply, x, packed, bias.cuda())
     assert (y.cpu().double() - expected).norm() <= (2 * ROUNDING[dtype] + sums_error(k)) * expected.norm()
     for _ in range(5):
-        assert torch.equal(gemm.multiply(x, packed, bias.cuda()), y)
+        assert torch.equal(multiply(x, packed, bias.cuda()), y)
 
 
 @needs_hopper
@@ -92,9 +101,9 @@ def test_every_division_of_gemm_gives_the_same_sums(n, k, tokens, warpgroups, cl
         tokens, warpgroups, cluster, min(splits, -(-k // 256)), blocks, 32, tiled.processor(x.device)
     )
     expected = x.cpu().double() @ weight.double().T
-    y = gemm.multiply_by(grid, x, packed, None)
+    y = multiply(x, packed, None, grid=grid)
     assert (y.cpu().double() - expected).norm() <= (2 * ROUNDING[x.dtype] + sums_error(k)) * expected.norm()
-    assert torch.equal(gemm.multiply_by(grid, x, packed, None), y)
+    assert torch.equal(multiply(x, packed, None, grid=grid), y)
 
 
 @needs_hopper
@@ -105,7 +114,7 @@ def test_gemm_runs_in_a_graph_and_before_a_kernel_that_needs_it():
     def chain():
         y = x
         for _ in range(10):
-            y = gemm.multiply(y, packed, None)
+            y = multiply(y, packed, None)
         return y
 
     expected = chain()
@@ -122,24 +131,28 @@ def test_gemm_runs_in_a_graph_and_before_a_kernel_that_needs_it():
 def test_columns_of_x_come_in_the_order_of_the_fragments(m, k, tokens):
     x = torch.randn(m, k, generator=torch.Generator().manual_seed(0)).half()
     column_tiles = -(-k // 256)
-    columns, counters = gemm.columns_of(x.cuda(), tokens, column_tiles, 1000)
+    problem = Problem(m, 16, k, parse_pattern("32:64"), {}, x.dtype, x.dtype, torch.device("cuda"))
+    shape, launch = gemm.prepare_columns(problem, tokens, 1000)
+    columns = torch.empty(shape, dtype=x.dtype, device="cuda")
+    counters = torch.ones(1000, dtype=torch.int32, device="cuda")
+    launch(x.cuda(), columns.data_ptr(), counters.data_ptr())
     assert torch.equal(columns.cpu(), columns_of(x, tokens, column_tiles))
     assert not counters.any()
 
 
 @pytest.mark.parametrize(("n", "k", "keep"), [(64, 512, 32), (33, 701, 31), (1, 1, 64), (257, 4100, 5)])
 def test_unpack_gives_the_weight_bit_for_bit(n, k, keep):
-    packed, weight, _ = packed_and_x(n, k, keep, 1, torch.float16)
-    assert torch.equal(tiled.unpack(packed).cpu(), weight + 0.0)
+    packed, weight, x = packed_and_x(n, k, keep, 1, torch.float16)
+    assert torch.equal(tiled.prepare_unpack(problem_of(x, packed))(packed).cpu(), weight + 0.0)
 
 
 @needs_graphs
 def test_decode_repeats_its_bits_and_runs_in_a_graph():
     packed, _, x = packed_and_x(1000, 3000, 32, 5, torch.float16)
-    first = tiled.decode(x, packed, None)
+    first = decode(x, packed, None)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = tiled.decode(x, packed, None)
+        captured = decode(x, packed, None)
     for _ in range(3):
         captured.fill_(torch.nan)
         graph.replay()
@@ -157,7 +170,7 @@ def test_a_chain_of_early_launches_gives_the_same_bits():
     def chain(early):
         y = x
         for _ in range(20):
-            y = tiled.decode(y, packed, None, early=early)
+            y = decode(y, packed, None, early=early)
         return y
 
     expected = chain(False)

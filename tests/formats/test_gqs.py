@@ -13,6 +13,7 @@ import semisparse
 from semisparse.errors import FormatError, RecipeError
 from semisparse.formats import linear, registry
 from semisparse.formats.base import Packed
+from semisparse.formats.gqs.activations import rounded
 from semisparse.patterns import parse_pattern
 from semisparse.quant.group import KINDS, GroupScales, scales_of
 from semisparse.quant.symmetric import quantise_rows
@@ -197,3 +198,11 @@ def test_more_rows_than_blocks_on_a_gpu(kind: str, dtype: torch.dtype, k: int):
         # Where weights are made of the codes, activations are taken in 16 bits.
         check_product(y, x, packed, bias, as_multiplied(x, packed, dtype if m > 2 else torch.float64))
         assert torch.equal(y, linear(x, packed, bias, kernel="decode"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel that rounds activations: no GPU here")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_tokens_rounded_on_a_gpu_have_the_bits_of_the_reference(dtype: torch.dtype):
+    for m, k in ((1, 1), (3, 173), (300, 4096)):
+        x = torch.randn(m, k, generator=torch.Generator().manual_seed(k)).to(dtype)
+        assert torch.equal(rounded(x.cuda(), dtype).cpu(), rounded(x, dtype))

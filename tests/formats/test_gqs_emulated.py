@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from semisparse.formats import get_format
-from semisparse.formats.gqs import cuda, unpack
+from semisparse.formats.gqs import activations, cuda, unpack
+from semisparse.formats.product import problem_of
 from semisparse.patterns import parse_pattern
 from tests.formats import emulated
 from tests.formats.cases import build, random
@@ -25,7 +26,7 @@ class _Stream:
 
 @pytest.fixture(autouse=True)
 def emulated_kernels(monkeypatch: pytest.MonkeyPatch):
-    for module in (cuda, unpack):
+    for module in (activations, cuda, unpack):
         monkeypatch.setattr(module, "compile_cubin", emulated.compile_emulated)
         monkeypatch.setattr(module, "CudaKernel", emulated.EmulatedKernel)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: _Stream)
@@ -40,6 +41,7 @@ def emulated_kernels(monkeypatch: pytest.MonkeyPatch):
 def _forget_kernels() -> None:
     cuda._decode_kernel.cache_clear()
     unpack._unpack_kernel.cache_clear()
+    activations._round_kernel.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -96,9 +98,29 @@ def test_the_weight_unpacked_for_many_tokens(monkeypatch, kind: str, n: int, k: 
     weight = build(parse_pattern(pattern), random, n, k).to(dtype)
     weight[-1] = 0
     packed = GQS.pack(weight, pattern, kind=kind)
-    found = unpack.unpack(packed)
+    found = unpack.prepare_unpack(problem_of(torch.empty(0, k), packed))(packed)
     assert torch.equal(found, packed.unpack())
     assert found.stride() == (-(-k // 8) * 8, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("m", "k"), [(1, 1), (3, 33), (5, 700), (2, 1400)])
+def test_tokens_rounded_in_one_launch_have_the_bits_of_the_reference(monkeypatch, m: int, k: int, dtype: torch.dtype):
+    monkeypatch.setattr(activations, "device_facts", lambda _: SimpleNamespace(arch=""))
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(k)).to(dtype)
+    x[m // 2, : k // 2] *= 100
+    x[-1] *= m == 1
+    assert torch.equal(activations.rounded_on_gpu(x), activations.rounded(x, dtype))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_token_that_is_not_finite_stays_so(monkeypatch, bad: float):
+    monkeypatch.setattr(activations, "device_facts", lambda _: SimpleNamespace(arch=""))
+    x = torch.randn(3, 700, generator=torch.Generator().manual_seed(1)).half()
+    x[1, 69] = bad
+    finite = activations.rounded_on_gpu(x).isfinite()
+    assert finite[[0, 2]].all()
+    assert not finite[1, 69]
 
 
 def test_counters_are_a_streams_and_never_of_a_graph_in_the_making(monkeypatch: pytest.MonkeyPatch):

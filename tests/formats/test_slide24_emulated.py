@@ -6,7 +6,7 @@ import torch
 from semisparse.formats.slide24 import cuda_lift
 from semisparse.formats.slide24.lift import lift, quantise_and_lift
 from tests.formats import emulated
-from tests.formats.lifted_tiles import rows_in
+from tests.formats.lifted_tiles import lifted, rows_in
 
 pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="no g++ to compile the emulation")
 
@@ -28,7 +28,7 @@ def test_lifted_tiles_hold_the_lifted_rows(of_x, dtype, window):
         x[m // 2] *= m == 1
         counters = torch.full((3,), 7, dtype=torch.int32)
         for emulated.adverse[0] in (False, True):
-            found, scales = cuda_lift.lift(x, dtype, window, m + 7, counters)
+            found, scales = lifted(x, dtype, window, m + 7, counters)
             expected, expected_scales = (
                 (lift(x, window), None) if dtype is None else quantise_and_lift(x, dtype, window)
             )
@@ -44,7 +44,7 @@ def test_a_row_longer_than_registers_hold_is_read_again(monkeypatch: pytest.Monk
     cuda_lift.row_of.cache_clear()
     x = torch.randn(2, 5000, generator=torch.Generator().manual_seed(1)).bfloat16()
     assert cuda_lift.row_of(2, 5000, 8, 1).threads * cuda_lift.KEEP * cuda_lift.LOAD < 5000
-    found, scales = cuda_lift.lift(x, torch.int8, 8, 2)
+    found, scales = lifted(x, torch.int8, 8, 2)
     cuda_lift.row_of.cache_clear()
     expected, expected_scales = quantise_and_lift(x, torch.int8, 8)
     assert torch.equal(rows_in(found, 2)[:, : expected.shape[1]], expected)
@@ -55,4 +55,5 @@ def test_a_row_longer_than_registers_hold_is_read_again(monkeypatch: pytest.Monk
 def test_a_row_that_is_not_finite_has_a_scale_that_is_not(bad):
     x = torch.randn(3, 700, generator=torch.Generator().manual_seed(1)).half()
     x[1, 69] = bad
-    assert cuda_lift.lift(x, torch.int8, 8, 3)[1].isfinite().tolist() == [True, False, True]
+    _, scales = lifted(x, torch.int8, 8, 3)
+    assert scales.isfinite().tolist() == [True, False, True]

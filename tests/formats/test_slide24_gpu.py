@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from semisparse.formats import linear
+from semisparse.formats import linear, product
 from semisparse.formats.base import Packed
 from semisparse.formats.product import problem_of
-from semisparse.formats.slide24 import cuda_lift, hopper, layouts
+from semisparse.formats.slide24 import hopper, layouts
 from semisparse.formats.slide24.lift import lift, quantise_and_lift
 from semisparse.formats.slide24.pack import stored_dtype, unpack_stored
 from semisparse.quant.symmetric import quantise_rows
-from tests.formats.lifted_tiles import rows_in
+from tests.formats.lifted_tiles import lifted, rows_in
 from tests.formats.test_slide24 import SLIDE24, random_weight
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="slide24's GPU kernels: no GPU here")
@@ -24,6 +24,14 @@ LAYOUTS = {
     "hopper": (layouts.in_tiles, layouts.tiles_refusal),
     "cusparselt": (layouts.compressed, layouts.compressed_refusal),
 }
+
+
+@pytest.fixture
+def chosen_anew():
+    """Forget what was prepared, before and after."""
+    product._prepared.cache_clear()
+    yield
+    product._prepared.cache_clear()
 
 
 def packed_for(kernel: str, pattern: str, n: int, k: int, kind: str | None, dtype: torch.dtype) -> Packed:
@@ -80,7 +88,7 @@ def test_products(kernel, pattern, kind, dtype, m, n, k):
     "division", SOME_DIVISIONS, ids=lambda d: f"{d.tiling.tokens}x{64 * d.tiling.groups}/{d.parts}"
 )
 @pytest.mark.parametrize(("kind", "dtype"), COMPUTED, ids=str)
-def test_every_division(kind, dtype, division, monkeypatch):
+def test_every_division(kind, dtype, division, monkeypatch, chosen_anew):
     packed = packed_for("hopper", "6:8", 900, 1000, kind, dtype)
     monkeypatch.setattr(hopper, "choose_division", lambda *problem: division)
     for m in (1, 257, 600):
@@ -134,7 +142,7 @@ def test_lifting_into_tiles_gives_the_bits_of_the_reference(dtype, of_x, window)
         x[m // 2] *= m == 1
         tokens, counters = m + 7, torch.full((5,), 3, dtype=torch.int32, device="cuda")
         for given in (x.cuda(), torch.cat((x[:1, :1], x.flatten()[None]), 1).cuda()[0, 1:].view(m, k)):  # aligned, not
-            found, scales = cuda_lift.lift(given, dtype, window, tokens, counters)
+            found, scales = lifted(given, dtype, window, tokens, counters)
             expected, expected_scales = (
                 (lift(x, window), None) if dtype is None else quantise_and_lift(x, dtype, window)
             )

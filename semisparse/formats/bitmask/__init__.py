@@ -35,12 +35,12 @@ FORMAT = Format(
     check_content=layouts.check_content,
     arrange=layouts.arrange,
     kernels=(
-        Kernel("cpu", "cpu", _of_rows(cpu.supports), cpu.load),
-        Kernel("tiled_gemm", "cuda", gemm.refusal, lambda: gemm.multiply, gemm.pays),
-        Kernel("tiled_decode", "cuda", tiled.decode_refusal, lambda: tiled.decode),
-        Kernel("tiled_unpack", "cuda", tiled.unpack_refusal, lambda: tiled.unpack_and_multiply),
-        Kernel("decode", "cuda", _of_rows(cuda.decode_refusal), lambda: cuda.decode),
-        Kernel("unpack", "cuda", _of_rows(cuda.unpack_refusal), lambda: cuda.unpack_and_multiply),
+        Kernel("cpu", "cpu", _of_rows(cpu.supports), lambda problem: cpu.load()),
+        Kernel("tiled_gemm", "cuda", gemm.refusal, gemm.prepare, gemm.pays),
+        Kernel("tiled_decode", "cuda", tiled.decode_refusal, tiled.prepare_decode),
+        Kernel("tiled_unpack", "cuda", tiled.unpack_refusal, tiled.prepare_unpack_and_multiply),
+        Kernel("decode", "cuda", _of_rows(cuda.decode_refusal), cuda.prepare_decode),
+        Kernel("unpack", "cuda", _of_rows(cuda.unpack_refusal), lambda problem: cuda.unpack_and_multiply),
     ),
     cost=cost,
     cases=(

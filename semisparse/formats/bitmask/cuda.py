@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from semisparse.formats.base import Packed, Problem
-from semisparse.formats.bitmask.pack import unpack, values_per_block
+from semisparse.formats.base import Packed, Problem, Product
+from semisparse.formats.bitmask.pack import BLOCK, unpack, values_per_block
 from semisparse.runtime.blas import multiply_dense
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.launch import CudaKernel
+from semisparse.runtime.launch import CudaKernel, address
 from semisparse.runtime.nvrtc import CudaSource, compile_cubin, unavailable
 
 MAX_DECODE_TOKENS = 16
@@ -55,27 +55,21 @@ def unpack_refusal(problem: Problem) -> str | None:
     return None
 
 
-def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """Multiply 1 to 16 tokens.
+def prepare_decode(problem: Problem) -> Product:
+    """Prepare to multiply 1 to 16 tokens, float16 or bfloat16 as w is, in the layout ``rows``."""
+    m, n, k, device = problem.m, problem.n, problem.k, problem.device
+    kernel = _decode_kernel(device, problem.dtype, next(tokens for tokens in TOKENS if tokens >= m))
+    grid, sizes = (-(-n // ROWS_PER_BLOCK), 1, 1), (m, n, k, -(-k // BLOCK), values_per_block(problem.pattern) or 0)
 
-    Args:
-        x: [M, K] float16 or bfloat16.
-        packed: in x's dtype.
-        bias: [N] or None.
-    Returns:
-        [M, N] in x's dtype.
-    """
-    m, k = x.shape
-    n, blocks = packed.tensors["masks"].shape
-    y = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    stored = [packed.tensors.get(name) for name in ("masks", "values", "row_starts")]
-    bias = None if bias is None else bias.to(x.dtype)
-    operands = [None if operand is None else operand.contiguous() for operand in (x, *stored, bias, y)]
-    pointers = [None if operand is None else operand.data_ptr() for operand in operands]
-    count = values_per_block(packed.pattern) or 0
-    kernel = _decode_kernel(x.device, x.dtype, next(tokens for tokens in TOKENS if tokens >= m))
-    kernel(x.device, (-(-n // ROWS_PER_BLOCK), 1, 1), 32 * ROWS_PER_BLOCK, *pointers, m, n, k, blocks, count)
-    return y
+    def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+        y = x.new_empty(m, n)
+        stored = [packed.tensors.get(name) for name in ("masks", "values", "row_starts")]
+        bias = None if bias is None else bias.to(x.dtype)
+        operands = [None if operand is None else operand.contiguous() for operand in (x, *stored, bias)]
+        kernel(device, grid, 32 * ROWS_PER_BLOCK, *map(address, operands), y.data_ptr(), *sizes)
+        return y
+
+    return decode
 
 
 @cache

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -10,12 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from semisparse.formats.base import Packed, Problem
+from semisparse.formats.base import Packed, Problem, Product
 from semisparse.formats.bitmask.division import RESERVED_SHARED, Processor, tile_bytes
 from semisparse.formats.bitmask.pack import values_per_block
-from semisparse.formats.bitmask.tiled import OVERRUN, SCALARS, processor, unpack_refusal
+from semisparse.formats.bitmask.tiled import OVERRUN, SCALARS, processor, tile_counts, unpack_refusal
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.launch import CudaKernel
+from semisparse.runtime.launch import CudaKernel, address, places_of
 from semisparse.runtime.nvrtc import CudaSource, Defines, compile_cubin
 
 MOST_TOKENS = {1 << 24: 1024, 1 << 22: 512, 0: 128}
@@ -133,58 +135,68 @@ def refusal(problem: Problem) -> str | None:
     return None
 
 
-def multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """Multiply any number of tokens, unpacking the weight on the way to the tensor cores.
+def prepare(problem: Problem, grid: Grid | None = None) -> Product:
+    """Prepare to multiply any number of tokens, unpacking the weight on the way to the tensor cores.
 
     Args:
-        x: [M, K] float16 or bfloat16.
-        packed: in x's dtype and the layout ``tiles``.
-        bias: [N] or None.
+        problem: x and w float16, or both bfloat16, w in the layout ``tiles``.
+        grid: how the product is dealt out; the one that should be fastest if None.
     Returns:
-        [M, N] in x's dtype, accumulated in float32.
+        The product, accumulated in float32.
     """
-    row_tiles, column_tiles, _ = packed.tensors["tiles"].shape
-    keep = values_per_block(packed.pattern) or 0
-    return multiply_by(choose(x.shape[0], row_tiles, column_tiles, keep, processor(x.device)), x, packed, bias)
-
-
-def multiply_by(grid: Grid, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """Multiply as dealt out by ``grid``; else as `multiply`."""
-    bias = None if bias is None else bias.to(x.dtype).contiguous()
-    tiles = packed.tensors["tiles"]
-    m, n = x.shape[0], packed.shape[0]
-    row_tiles, column_tiles, _ = tiles.shape
-    blocks = grid.cluster * grid.shares(m, row_tiles, column_tiles, processor(x.device).count)
+    m, n, device, gpu = problem.m, problem.n, problem.device, processor(problem.device)
+    row_tiles, column_tiles = tile_counts(problem)
+    keep = values_per_block(problem.pattern) or 0
+    grid = grid or choose(m, row_tiles, column_tiles, keep, gpu)
+    blocks = grid.cluster * grid.shares(m, row_tiles, column_tiles, gpu.count)
     warps = 4 * grid.warpgroups
-    columns, counters = columns_of(x, grid.tokens, column_tiles, blocks * warps)
+    shape, order = prepare_columns(problem, grid.tokens, blocks * warps)
     handed = 0 if grid.splits == 1 else blocks * warps * 16 * grid.tokens
-    scratch = torch.empty(handed, dtype=torch.float32, device=x.device)
-    y = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    operands = (columns, tiles, bias, y, scratch, counters)
-    pointers = [None if operand is None else operand.data_ptr() for operand in operands]
-    kernel = _gemm_kernel(x.device, x.dtype, values_per_block(packed.pattern) or 0, grid)
-    # It may begin early: all that it takes from the kernel before are columns and counters, and it waits for those.
-    kernel(x.device, (blocks, 1, 1), 32 * warps + 128, *pointers, m, n, row_tiles, column_tiles, dependent=True)
-    return y
+    *places, size = places_of(math.prod(shape) * problem.dtype.itemsize, 4 * blocks * warps, 4 * handed)
+    kernel = _gemm_kernel(device, problem.dtype, keep, grid)
+    at, sizes = ((blocks, 1, 1), 32 * warps + 128), (m, n, row_tiles, column_tiles)
+
+    def multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+        bias = None if bias is None else bias.to(x.dtype).contiguous()
+        y = x.new_empty(m, n)
+        room = x.new_empty(size, dtype=torch.uint8)
+        begin = room.data_ptr()
+        columns, counters, scratch = [begin + place for place in places]
+        order(x, columns, counters)
+        pointers = (columns, packed.tensors["tiles"].data_ptr(), address(bias), y.data_ptr(), scratch, counters)
+        # It may begin early: all that it takes from the kernel before are columns and counters, and it waits for those.
+        kernel(device, *at, *pointers, *sizes, dependent=True)
+        return y
+
+    return multiply
 
 
-def columns_of(x: Tensor, tokens: int, column_tiles: int, count: int) -> tuple[Tensor, Tensor]:
-    """Give x, [M, K], as tiled_gemm.cu takes it; the next kernel on the stream may begin before this one has ended.
+def prepare_columns(
+    problem: Problem, tokens: int, count: int
+) -> tuple[tuple[int, ...], Callable[[Tensor, int, int], None]]:
+    """Prepare the pass over x before the product; the next kernel on the stream may begin before this one has ended.
 
+    Args:
+        problem: whose x, [M, K], is to be ordered.
+        tokens: of a tile.
+        count: of the counters.
     Returns:
-        columns: [token tiles, slices, tokens, 64] in x's dtype; tiled_columns.cu gives their order.
-        counters: [count] int32, zeros.
+        The shape of x as tiled_gemm.cu takes it, [token tiles, slices, tokens, 64] in x's dtype (tiled_columns.cu gives
+        its order), and what launches the pass, given x and the addresses of that and of the counters, int32, which are
+        set to 0.
     """
-    x = x.contiguous()
-    m, k = x.shape
-    token_tiles = -(-m // tokens)
-    columns = torch.empty((token_tiles, SLICES * column_tiles, tokens, 64), dtype=x.dtype, device=x.device)
-    counters = torch.empty(count, dtype=torch.int32, device=x.device)
+    m, k, device = problem.m, problem.k, problem.device
+    column_tiles, token_tiles = tile_counts(problem)[1], -(-m // tokens)
+    kernel = _columns_kernel(device, tokens)
     blocks = (-(-32 * column_tiles // COLUMN_THREADS), token_tiles * tokens, 1)
-    sizes = (m, k, column_tiles, count, int(k % 2 == 0 and x.data_ptr() % 4 == 0))
-    pointers = (x.data_ptr(), columns.data_ptr(), counters.data_ptr())
-    _columns_kernel(x.device, tokens)(x.device, blocks, COLUMN_THREADS, *pointers, *sizes)
-    return columns, counters
+
+    def launch(x: Tensor, columns: int, counters: int) -> None:
+        x = x.contiguous()
+        start = x.data_ptr()
+        in_pairs = k % 2 == 0 and start % 4 == 0
+        kernel(device, blocks, COLUMN_THREADS, start, columns, counters, m, k, column_tiles, count, in_pairs)
+
+    return (token_tiles, SLICES * column_tiles, tokens, 64), launch
 
 
 @lru_cache(maxsize=256)

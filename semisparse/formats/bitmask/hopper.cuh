@@ -6,6 +6,7 @@
 #include <cuda_fp16.h>
 
 #include "clusters.cuh"
+#include "pairs.cuh"
 #include "tiled.cuh"
 #include "warpgroups.cuh"
 
@@ -82,19 +83,12 @@ MULTIPLY_ALL("bf16", __nv_bfloat16)
 #undef SUMS_OF_96
 #undef SUMS_OF_128
 
-// Two sums in one word, the first in its low half.
+// Two sums in one word, the first in its low half; `pair_of` compiles to other code in two builds of tiled_gemm.cu.
 template <typename Scalar>
 __device__ __forceinline__ Word pack(float low, float high) {
     Scalar values[2];
     store(values, low), store(values + 1, high);
     return *reinterpret_cast<const Word*>(values);
-}
-
-// Of a matrix of 8 x 8 values, a lane's two of row lane / 4 for two of column lane / 4.
-__device__ __forceinline__ Word transpose(Word row) {
-    Word column;
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(column) : "r"(row));
-    return column;
 }
 
 // Counts this block in, once its threads have met after writing.

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from semisparse.formats.base import Packed, Problem
+from semisparse.formats.base import Packed, Problem, Product
+from semisparse.formats.bitmask import tiles
 from semisparse.formats.bitmask.division import Division, Processor, divide, tile_bytes
 from semisparse.formats.bitmask.layouts import layout_of
 from semisparse.formats.bitmask.pack import values_per_block
 from semisparse.runtime.blas import multiply_dense
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.launch import CudaKernel
+from semisparse.runtime.launch import CudaKernel, address
 from semisparse.runtime.nvrtc import CudaSource, Defines, compile_cubin, unavailable
 
 MAX_DECODE_TOKENS = 64
@@ -96,73 +98,67 @@ def unpack_refusal(problem: Problem) -> str | None:
     return unavailable()
 
 
-def decode(
-    x: Tensor, packed: Packed, bias: Tensor | None, out_dtype: torch.dtype | None = None, early: bool = False
-) -> Tensor:
-    """Multiply 1 to 64 tokens straight from the packed bytes.
+def prepare_decode(problem: Problem, out_dtype: torch.dtype | None = None, early: bool = False) -> Product:
+    """Prepare to multiply 1 to 64 tokens straight from the packed bytes, in the layout ``tiles``.
 
     Args:
-        x: [M, K] float16 or bfloat16.
-        packed: in x's dtype and the layout ``tiles``.
-        bias: [N] or None.
-        out_dtype: float16, bfloat16 or float32; x's own if None.
+        problem: x and w float16, or both bfloat16.
+        out_dtype: of y: float16, bfloat16 or float32; x's own if None.
         early: whether the launch may begin before the kernel before it on the stream has ended (Hopper and later). It
             waits before it reads x and before it writes, but not before it reads the weights: nothing that still runs
             may be writing them.
     Returns:
-        [M, N], accumulated in float32.
+        The product, accumulated in float32.
     """
-    x = x.contiguous()
-    bias = None if bias is None else bias.to(x.dtype).contiguous()
-    tiles = packed.tensors["tiles"]
-    (m, k), n = x.shape, packed.shape[0]
-    y = torch.empty((m, n), dtype=out_dtype or x.dtype, device=x.device)
-    row_tiles, column_tiles, _ = tiles.shape
-    keep = values_per_block(packed.pattern) or 0
-    division = divide(m, row_tiles, column_tiles, keep, processor(x.device))
-    kernel = _decode_kernel(x.device, x.dtype, y.dtype, keep, division)
-    pointers = (x.data_ptr(), tiles.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr())
-    vectors = int(k % UNIT == 0 and x.data_ptr() % 16 == 0)
-    sizes = (m, n, k, row_tiles, column_tiles, vectors, int(early))
-    kernel(x.device, (division.blocks, 1, 1), 32 * division.warps, *pointers, *sizes, dependent=early)
-    return y
+    m, n, k, device = problem.m, problem.n, problem.k, problem.device
+    keep, out = values_per_block(problem.pattern) or 0, out_dtype or problem.dtype
+    row_tiles, column_tiles = tile_counts(problem)
+    division = divide(m, row_tiles, column_tiles, keep, processor(device))
+    kernel = _decode_kernel(device, problem.dtype, out, keep, division)
+    grid, threads, sizes = (division.blocks, 1, 1), 32 * division.warps, (m, n, k, row_tiles, column_tiles)
+    in_units = k % UNIT == 0
+
+    def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+        x = x.contiguous()
+        bias = None if bias is None else bias.to(x.dtype).contiguous()
+        y = x.new_empty(m, n, dtype=out)
+        start = x.data_ptr()
+        pointers = (start, packed.tensors["tiles"].data_ptr(), address(bias), y.data_ptr())
+        kernel(device, grid, threads, *pointers, *sizes, in_units and start % 16 == 0, early, dependent=early)
+        return y
+
+    return decode
 
 
-def unpack_and_multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """Unpack the whole weight at memory speed and let cuBLAS multiply.
-
-    Args:
-        x: [M, K] float16 or bfloat16.
-        packed: in x's dtype and the layout ``tiles``.
-        bias: [N] or None.
-    Returns:
-        [M, N] in x's dtype.
-    """
-    return multiply_dense(x, unpack(packed), bias)
+def prepare_unpack_and_multiply(problem: Problem) -> Product:
+    """Prepare to unpack the whole weight at memory speed and let cuBLAS multiply, in the layout ``tiles``."""
+    unpack = prepare_unpack(problem)
+    return lambda x, packed, bias: multiply_dense(x, unpack(packed), bias)
 
 
-def unpack(packed: Packed) -> Tensor:
-    """Give the weight back, [N, K]; its rows begin at multiples of 16 bytes."""
-    tiles = packed.tensors["tiles"]
-    n, k = packed.shape
+def prepare_unpack(problem: Problem) -> Callable[[Packed], Tensor]:
+    """Prepare to give the weight back, [N, K]; its rows begin at multiples of 16 bytes."""
+    n, k, dtype, device = problem.n, problem.k, problem.weight_dtype, problem.device
     pitch = -(-k // UNIT) * UNIT
-    weight = torch.empty((n, pitch), dtype=packed.dtype, device=tiles.device)
-    row_tiles, column_tiles, _ = tiles.shape
+    row_tiles, column_tiles = tile_counts(problem)
     count = row_tiles * column_tiles
-    kernel = _unpack_kernel(tiles.device, values_per_block(packed.pattern) or 0)
-    blocks = min(-(-count // UNPACK_WARPS), UNPACK_BLOCKS * processor(tiles.device).count)
-    kernel(
-        tiles.device,
-        (blocks, 1, 1),
-        32 * UNPACK_WARPS,
-        tiles.data_ptr(),
-        weight.data_ptr(),
-        n,
-        pitch,
-        count,
-        column_tiles,
-    )
-    return weight[:, :k]
+    kernel = _unpack_kernel(device, values_per_block(problem.pattern) or 0)
+    grid = (min(-(-count // UNPACK_WARPS), UNPACK_BLOCKS * processor(device).count), 1, 1)
+
+    def unpack(packed: Packed) -> Tensor:
+        stored = packed.tensors["tiles"]
+        weight = stored.new_empty(n, pitch, dtype=dtype)
+        sizes = (n, pitch, count, column_tiles)
+        kernel(device, grid, 32 * UNPACK_WARPS, stored.data_ptr(), weight.data_ptr(), *sizes)
+        return weight if pitch == k else weight[:, :k]
+
+    return unpack
+
+
+def tile_counts(problem: Problem) -> tuple[int, int]:
+    """Count the weight's tiles along N and K."""
+    counts = tiles.counts(problem.n, problem.k, values_per_block(problem.pattern) or 0)
+    return counts["row_tiles"], counts["column_tiles"]
 
 
 @cache

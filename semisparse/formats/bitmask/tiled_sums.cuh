@@ -113,8 +113,8 @@ struct Output {
     // Eight tokens; a lane stores two neighbouring rows of one of them.
     __device__ __forceinline__ void store(float4 sums, int group, int lane) const {
         const int token = group * 8 + lane / 4, row = lane % 4 * 2;
-        const Word found[2] = {transpose(pack<SCALAR>(sums.x + upper, sums.y + upper)),
-                               transpose(pack<SCALAR>(sums.z + lower, sums.w + lower))};
+        const Word found[2] = {transposed(pack<SCALAR>(sums.x + upper, sums.y + upper)),
+                               transposed(pack<SCALAR>(sums.z + lower, sums.w + lower))};
         if (token >= tokens) return;
         SCALAR* place = y + static_cast<long long>(token) * n;
 #pragma unroll

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from semisparse.formats.base import Format, Kernel, Product
+from semisparse.formats.base import Format, Kernel, Problem, Product
 from semisparse.formats.dense import pack, products
 
 
-def _load_triton_int8() -> Product:
+def _triton_int8(problem: Problem) -> Product:
     from semisparse.formats.dense.triton_int8 import linear
 
     return linear
@@ -23,11 +23,11 @@ FORMAT = Format(
     unpack=pack.unpack,
     check_content=pack.check_content,
     kernels=(
-        Kernel("blas", None, products.blas_refusal, lambda: products.blas),
-        Kernel("triton_int8", "cuda", products.triton_int8_refusal, _load_triton_int8),
-        Kernel("int_mm", "cuda", products.int_mm_refusal, lambda: products.int_mm),
-        Kernel("scaled_mm", "cuda", products.scaled_mm_refusal, lambda: products.scaled_mm),
-        Kernel("int4pack_mm", "cuda", products.int4pack_mm_refusal, lambda: products.int4pack_mm),
+        Kernel("blas", None, products.blas_refusal, lambda problem: products.blas),
+        Kernel("triton_int8", "cuda", products.triton_int8_refusal, _triton_int8),
+        Kernel("int_mm", "cuda", products.int_mm_refusal, lambda problem: products.int_mm),
+        Kernel("scaled_mm", "cuda", products.scaled_mm_refusal, lambda problem: products.scaled_mm),
+        Kernel("int4pack_mm", "cuda", products.int4pack_mm_refusal, lambda problem: products.int4pack_mm),
     ),
     cost=pack.cost,
     grain=pack.grain,

@@ -32,10 +32,10 @@ FORMAT = Format(
     unpack=pack.unpack,
     check_content=pack.check_content,
     kernels=(
-        Kernel("cpu", "cpu", cpu.refusal, lambda: cpu.product),
-        Kernel("decode_banks", "cuda", cuda.banks_refusal, lambda: cuda.decode_banks),
-        Kernel("decode_paper", "cuda", cuda.paper_refusal, lambda: cuda.decode_paper),
-        Kernel("unpack_banks", "cuda", cuda.unpack_refusal, lambda: cuda.unpack_and_multiply),
+        Kernel("cpu", "cpu", cpu.refusal, lambda problem: cpu.product),
+        Kernel("decode_banks", "cuda", cuda.banks_refusal, cuda.prepare_banks),
+        Kernel("decode_paper", "cuda", cuda.paper_refusal, lambda problem: cuda.decode_paper),
+        Kernel("unpack_banks", "cuda", cuda.unpack_refusal, cuda.prepare_unpack_and_multiply),
     ),
     cost=cuda.cost,
     cases=(

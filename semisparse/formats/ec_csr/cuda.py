@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from semisparse.formats.base import Packed, Params, Pass, Problem, fused_cost
+from semisparse.formats.base import Packed, Params, Pass, Problem, Product, fused_cost
 from semisparse.formats.ec_csr.layout import (
     LANES,
     SEGMENTS,
@@ -22,7 +22,7 @@ from semisparse.formats.ec_csr.layout import (
 )
 from semisparse.runtime.blas import multiply_dense
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.launch import CudaKernel
+from semisparse.runtime.launch import CudaKernel, address
 from semisparse.runtime.nvrtc import CudaSource, Defines, compile_cubin, unavailable
 
 MAX_DECODE_TOKENS = 16
@@ -163,23 +163,22 @@ def _tokens_of_pass(m: int, fitting: list[int]) -> int:
     return min((tokens for tokens in fitting if tokens >= m), default=max(fitting))
 
 
-def decode_banks(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """Multiply 1 to 16 tokens with a weight in the layout ``banks``; above 8, or with large K, in several passes.
+def prepare_banks(problem: Problem) -> Product:
+    """Prepare to multiply 1 to 16 tokens with a weight in the layout ``banks``, in x's dtype.
 
-    Args:
-        x: [M, K] float16, bfloat16 or float32.
-        packed: in x's dtype.
-        bias: [N] or None.
-    Returns:
-        [M, N] in x's dtype, accumulated in float32.
+    Above 8, or with large K, in several passes; accumulated in float32.
     """
-    x, bias, y = _operands(x, packed, bias)
-    (m, k), n = x.shape, packed.shape[0]
-    kernel, tokens = _banks_kernel(tuple(packed.params.items()), x.dtype, x.device, m)
-    operands = [x, *_stored(packed, ("values", "deltas", "bases", "panel_loads")), bias, y]
-    grid = (-(-n // panel_rows_of(packed.params)), -(-m // tokens), 1)
-    kernel(x.device, grid, LANES * SEGMENTS, *_addresses(operands), m, n, k, int(packed.params["span"]))
-    return y
+    m, n, k, device, params = problem.m, problem.n, problem.k, problem.device, problem.params
+    kernel, tokens = _banks_kernel(tuple(params.items()), problem.dtype, device, m)
+    grid, sizes = (-(-n // panel_rows_of(params)), -(-m // tokens), 1), (m, n, k, int(params["span"]))
+
+    def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+        x, bias, y = _operands(x, packed, bias)
+        operands = [x, *_stored(packed, ("values", "deltas", "bases", "panel_loads")), bias, y]
+        kernel(device, grid, LANES * SEGMENTS, *map(address, operands), *sizes)
+        return y
+
+    return decode
 
 
 def decode_paper(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
@@ -201,33 +200,31 @@ def decode_paper(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     if bundles:
         operands = [x, *_stored(packed, ("values", "deltas", "bases", "bundles", "slots")), partial]
         grid = (-(-bundles // PAPER_WARPS), passes, 1)
-        compute(x.device, grid, LANES * PAPER_WARPS, *_addresses(operands), bundles, m, k, slots)
+        compute(x.device, grid, LANES * PAPER_WARPS, *map(address, operands), bundles, m, k, slots)
     sums = [partial, packed.tensors["row_slots"].contiguous(), bias, y]
-    add(x.device, (-(-n // ADD_THREADS), m, 1), ADD_THREADS, *_addresses(sums), m, n, slots)
+    add(x.device, (-(-n // ADD_THREADS), m, 1), ADD_THREADS, *map(address, sums), m, n, slots)
     return y
 
 
-def unpack(packed: Packed) -> Tensor:
-    """Give a weight in the layout ``banks`` back, [N, K], on its GPU."""
-    n, k = packed.shape
-    weight = torch.zeros((n, k), dtype=packed.dtype, device=packed.tensors["values"].device)
-    operands = [*_stored(packed, ("values", "deltas", "bases", "panel_loads")), weight]
-    kernel = _unpack_kernel(tuple(packed.params.items()), packed.dtype, weight.device)
-    kernel(weight.device, (-(-n // panel_rows_of(packed.params)), 1, 1), LANES * SEGMENTS, *_addresses(operands), k)
-    return weight
+def prepare_unpack(problem: Problem) -> Callable[[Packed], Tensor]:
+    """Prepare to give a weight in the layout ``banks`` back, [N, K]."""
+    n, k, device = problem.n, problem.k, problem.device
+    kernel = _unpack_kernel(tuple(problem.params.items()), problem.weight_dtype, device)
+    grid = (-(-n // panel_rows_of(problem.params)), 1, 1)
+
+    def unpack(packed: Packed) -> Tensor:
+        stored = _stored(packed, ("values", "deltas", "bases", "panel_loads"))
+        weight = stored[0].new_zeros(n, k)
+        kernel(device, grid, LANES * SEGMENTS, *map(address, stored), weight.data_ptr(), k)
+        return weight
+
+    return unpack
 
 
-def unpack_and_multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """Unpack the whole weight and let cuBLAS multiply.
-
-    Args:
-        x: [M, K] float16, bfloat16 or float32.
-        packed: in x's dtype.
-        bias: [N] or None.
-    Returns:
-        [M, N] in x's dtype.
-    """
-    return multiply_dense(x, unpack(packed), bias)
+def prepare_unpack_and_multiply(problem: Problem) -> Product:
+    """Prepare to unpack the whole weight and let cuBLAS multiply: x float16, bfloat16 or float32, as w is."""
+    unpack = prepare_unpack(problem)
+    return lambda x, packed, bias: multiply_dense(x, unpack(packed), bias)
 
 
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
@@ -239,16 +236,12 @@ def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
 
 
 def _operands(x: Tensor, packed: Packed, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-    y = torch.empty((x.shape[0], packed.shape[0]), dtype=x.dtype, device=x.device)
+    y = x.new_empty(x.shape[0], packed.shape[0])
     return x.contiguous(), None if bias is None else bias.to(x.dtype).contiguous(), y
 
 
 def _stored(packed: Packed, names: tuple[str, ...]) -> list[Tensor]:
     return [packed.tensors[name].contiguous() for name in names]
-
-
-def _addresses(operands: Sequence[Tensor | None]) -> list[int | None]:
-    return [None if operand is None else operand.data_ptr() for operand in operands]
 
 
 Items = tuple[tuple[str, Any], ...]

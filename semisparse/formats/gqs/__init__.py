@@ -20,10 +20,10 @@ FORMAT = Format(
     unpack=pack.unpack,
     check_content=pack.check_content,
     kernels=(
-        Kernel("cpu", "cpu", cpu.supports, cpu.load),
-        Kernel("unpack_cpu", "cpu", cpu.unpack_refusal, lambda: cpu.unpack_and_multiply),
-        Kernel("decode", "cuda", cuda.decode_refusal, lambda: cuda.decode),
-        Kernel("unpack", "cuda", unpack.unpack_refusal, lambda: unpack.unpack_and_multiply),
+        Kernel("cpu", "cpu", cpu.supports, lambda problem: cpu.load()),
+        Kernel("unpack_cpu", "cpu", cpu.unpack_refusal, lambda problem: cpu.unpack_and_multiply),
+        Kernel("decode", "cuda", cuda.decode_refusal, lambda problem: cuda.decode),
+        Kernel("unpack", "cuda", unpack.unpack_refusal, unpack.prepare_unpack_and_multiply),
     ),
     cost=cuda.cost,
     cases=(

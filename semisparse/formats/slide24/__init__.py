@@ -37,12 +37,12 @@ FORMAT = Format(
     check_content=layouts.check_content,
     arrange=layouts.arrange,
     kernels=(
-        Kernel("hopper", "cuda", gpu.tiles_refusal, lambda: gpu.multiply_tiles),
-        Kernel("cusparselt", "cuda", gpu.compressed_refusal, lambda: gpu.multiply_compressed),
-        Kernel("unpack", "cuda", gpu.unpack_refusal, lambda: gpu.unpack_and_multiply),
-        Kernel("cpu", "cpu", cpu.supports, cpu.load),
-        Kernel("dense", "cpu", lambda problem: None, lambda: products.dense),
-        Kernel("lifted", "cpu", lambda problem: None, lambda: products.lifted),
+        Kernel("hopper", "cuda", gpu.tiles_refusal, gpu.prepare_tiles),
+        Kernel("cusparselt", "cuda", gpu.compressed_refusal, lambda problem: gpu.multiply_compressed),
+        Kernel("unpack", "cuda", gpu.unpack_refusal, lambda problem: gpu.unpack_and_multiply),
+        Kernel("cpu", "cpu", cpu.supports, lambda problem: cpu.load()),
+        Kernel("dense", "cpu", lambda problem: None, lambda problem: products.dense),
+        Kernel("lifted", "cpu", lambda problem: None, lambda problem: products.lifted),
     ),
     cases=(
         Case("first-columns-dead", "6:8", lambda: torch.ones(2, 40) * (torch.arange(40) % 8 > 1)),

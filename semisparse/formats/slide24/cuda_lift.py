@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -90,32 +91,36 @@ def refusal(k: int, window: int, itemsize: int) -> str | None:
     return f"a token of {k} columns does not fit shared memory, which has {SHARED_LIMIT} bytes"
 
 
-def lift(
-    x: Tensor, dtype: torch.dtype | None, window: int, tokens: int, counters: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Round each token at its own scale (algorithm 1), or leave it as it is, and lift it (equation 4).
+Lift = Callable[[Tensor, int, int, int], None]
+"""(x [M, K], and the addresses of what it becomes, of scales and of counters) -> None."""
+
+
+def prepare(
+    m: int, k: int, of_x: torch.dtype, dtype: torch.dtype | None, window: int, tokens: int, count: int = 0
+) -> tuple[tuple[int, int, int], Lift]:
+    """Prepare to round each token at its own scale (algorithm 1), or leave it as it is, and lift it (equation 4).
 
     Args:
-        x: [M, K], float16 or bfloat16, on a Hopper GPU.
+        m, k: of x.
+        of_x: float16 or bfloat16; x is on a Hopper GPU.
         dtype: torch.int8, torch.float8_e4m3fn, or None for x as it is.
         window: columns of a group, 2N.
         tokens: rows of the result, at least M; those past M are not written.
-        counters: int32, which are set to 0 for the product that follows.
+        count: of counters, int32, which are set to 0 for the product that follows.
     Returns:
-        [blocks, tokens, 128 bytes] in tiles, as `tiles.py` says; and scales [M] float32, or None.
+        The shape of what x becomes, [blocks, tokens, 128 bytes] in tiles, as `tiles.py` says; and what launches the
+        kernel. Scales are [M] float32, and null for x as it is.
     """
-    x = x.contiguous()
-    m, k = x.shape
-    stored = dtype or x.dtype
+    stored = dtype or of_x
     row = row_of(m, k, window, stored.itemsize)
-    lifted = torch.empty((row.blocks, tokens, TOKEN_BYTES // stored.itemsize), dtype=stored, device=x.device)
-    scales = None if dtype is None else torch.empty(m, dtype=torch.float32, device=x.device)
-    pointers = [None if t is None else t.data_ptr() for t in (x, lifted, scales, counters)]
-    count = 0 if counters is None else counters.numel()
-    kernel = _kernel(x.dtype, dtype, row.room * stored.itemsize)
-    units = row.blocks * (TOKEN_BYTES // UNIT)
-    kernel(x.device, (m, 1, 1), row.threads, *pointers, k, row.room // 2, tokens, units, count, row.over)
-    return lifted, scales
+    kernel = _kernel(of_x, dtype, row.room * stored.itemsize)
+    sizes = (k, row.room // 2, tokens, row.blocks * (TOKEN_BYTES // UNIT), count, row.over)
+
+    def lift(x: Tensor, lifted: int, scales: int, counters: int) -> None:
+        x = x.contiguous()
+        kernel(x.device, (m, 1, 1), row.threads, x.data_ptr(), lifted, scales, counters, *sizes)
+
+    return (row.blocks, tokens, TOKEN_BYTES // stored.itemsize), lift
 
 
 @lru_cache(maxsize=4096)

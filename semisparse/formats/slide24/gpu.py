@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 
 import torch
 from torch import Tensor
 
-from semisparse.formats.base import Packed, Problem
-from semisparse.formats.slide24 import cuda_lift, cusparselt, hopper, layouts
+from semisparse.formats.base import Packed, Problem, Product
+from semisparse.formats.slide24 import cuda_lift, cusparselt, hopper, layouts, tiles
+from semisparse.formats.slide24.layout import lifted_columns
 from semisparse.formats.slide24.pack import stored_dtype, window_of
 from semisparse.runtime.blas import multiply_dense
 from semisparse.runtime.device import device_facts
+from semisparse.runtime.launch import address, places_of
 
 
 def tiles_refusal(problem: Problem) -> str | None:
-    """Say why `multiply_tiles` cannot compute ``problem`` here, or None if it can."""
+    """Say why `prepare_tiles` cannot compute ``problem`` here, or None if it can."""
     if problem.dtype not in hopper.SCALARS:
         return f"x is float16 or bfloat16, got {problem.dtype}"
     dtype = stored_dtype(problem.params) or problem.weight_dtype
@@ -43,24 +46,37 @@ def _operand_refusal(problem: Problem, layout: str) -> str | None:
     return None if problem.m else "takes at least one token"
 
 
-def multiply_tiles(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """Lift x, rounded by tokens where the weight is rounded, and multiply with scales and bias: a launch each.
+def prepare_tiles(problem: Problem) -> Product:
+    """Prepare to lift x, rounded by tokens where the weight is, and multiply with scales and bias: a launch each.
+
+    Sums of int8 are exact in int32 and rounded once.
 
     Args:
-        x: [M, K] float16 or bfloat16; in the weight's dtype where that is stored as it is.
-        packed: in the layout ``tiles``.
-        bias: [N] or None.
-    Returns:
-        [M, N] in x's dtype. Sums of int8 are exact in int32 and rounded once.
+        problem: x float16 or bfloat16, in the weight's dtype where that is stored as it is; in the layout ``tiles``.
     """
-    m, n = x.shape[0], packed.shape[0]
-    window, dtype, tiles = window_of(packed.pattern), stored_dtype(packed.params), packed.tensors["tiles"]
-    blocks, count, _ = tiles.shape
-    division = hopper.choose_division(m, count, blocks, device_facts(x.device).processors)
-    zeros = hopper.counters(count, m, division, x.device)
-    lifted, token_scales = cuda_lift.lift(x, dtype, window, m + -m % division.tiling.tokens, zeros)
-    scales = None if token_scales is None else (token_scales, packed.tensors["scale"])
-    return hopper.multiply(lifted, tiles, scales, bias, m, n, x.dtype, division, zeros)
+    m, n, k, device, out = problem.m, problem.n, problem.k, problem.device, problem.dtype
+    window, rounded = window_of(problem.pattern), stored_dtype(problem.params)
+    dtype = rounded or problem.weight_dtype
+    blocks, count = tiles.tile_counts(n, lifted_columns(k, window), dtype.itemsize)
+    division = hopper.choose_division(m, count, blocks, device_facts(device).processors)
+    tokens, counters = m + -m % division.tiling.tokens, hopper.count_counters(count, m, division)
+    shape, lift = cuda_lift.prepare(m, k, out, rounded, window, tokens, counters)
+    sums, multiply = hopper.prepare((m, n, blocks, count), dtype, out, division, device)
+    *places, size = places_of(math.prod(shape) * dtype.itemsize, 4 * m, sums, 4 * counters)
+
+    def product(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+        bias = None if bias is None else bias.to(out).contiguous()
+        y = x.new_empty(m, n)
+        room = x.new_empty(size, dtype=torch.uint8)
+        begin = room.data_ptr()
+        lifted, scales, kept, zeros = [begin + place for place in places]
+        lift(x, lifted, scales if rounded else 0, zeros)
+        stored = packed.tensors
+        scaled = (scales, stored["scale"].data_ptr()) if rounded else (0, 0)
+        multiply(stored["tiles"].data_ptr(), lifted, *scaled, address(bias), y.data_ptr(), kept, zeros)
+        return y
+
+    return product
 
 
 def multiply_compressed(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:

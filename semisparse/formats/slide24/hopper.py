@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from semisparse.formats.slide24.layout import TOKEN_BYTES
 from semisparse.formats.slide24.tiles import ROWS, tile_bytes
@@ -146,54 +146,39 @@ def refusal(device: torch.device) -> str | None:
     return unavailable()
 
 
-def counters(tiles: int, m: int, division: Division, device: torch.device) -> Tensor | None:
-    """Make what `multiply` counts in, [n] int32, to be set to 0 before; None if K is in one part."""
-    if division.parts == 1:
-        return None
-    count = division.tiling.clusters(m, tiles) * division.tiling.groups
-    return torch.empty(count, dtype=torch.int32, device=device)
+def count_counters(tiles: int, m: int, division: Division) -> int:
+    """Say in how many int32, set to 0 before, a product counts; in none if K is in one part."""
+    return 0 if division.parts == 1 else division.tiling.clusters(m, tiles) * division.tiling.groups
 
 
-def multiply(
-    x: Tensor,
-    tiles: Tensor,
-    scales: tuple[Tensor, Tensor] | None,
-    bias: Tensor | None,
-    m: int,
-    n: int,
-    out: torch.dtype,
-    division: Division,
-    zeros: Tensor | None,
-) -> Tensor:
-    """Compute ``x @ w.T``, scaled, with the bias.
+def prepare(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, out: torch.dtype, division: Division, device: torch.device
+) -> tuple[int, Callable[..., None]]:
+    """Prepare to compute ``x @ w.T``, scaled, with the bias.
 
     Args:
-        x: lifted, in tiles [blocks, tokens, 128 bytes], tokens a multiple of the tiling's.
-        tiles: of a weight in x's dtype, [blocks, tiles, bytes].
-        scales: of the tokens [M] and of the rows [N], float32; None for a weight as it is.
-        bias: [N] in ``out``, or None.
-        m: tokens.
-        n: rows of the weight.
-        out: float16 or bfloat16.
+        shape: M, N, blocks and tiles of the weight.
+        dtype: of the lifted x and of the weight.
+        out: of y: float16 or bfloat16.
         division: how to divide the work.
-        zeros: what `counters` made, all 0; they are not 0 any more afterwards.
+        device: where.
     Returns:
-        [M, N].
+        The bytes that the parts of K leave their sums in, and what launches the product, given addresses: of the
+        weight's tiles [blocks, tiles, bytes]; x, lifted, in tiles [blocks, tokens, 128 bytes], tokens a multiple of the
+        tiling's; scales of the tokens [M] and of the rows [N], float32, null for a weight as it is; bias [N] in ``out``
+        or null; y [M, N]; those sums; the counters, all 0, which they are not any more afterwards.
     """
-    y = torch.empty((m, n), dtype=out, device=x.device)
-    blocks, count, _ = tiles.shape
+    m, n, blocks, count = shape
     tiling, parts = division.tiling, division.parts
-    kept = None
-    if zeros is not None:  # sums of 32 bits, of whatever kind
-        kept = torch.empty(zeros.numel() * parts * ROWS * tiling.tokens, dtype=torch.int32, device=x.device)
-    resident = device_facts(x.device).processors // tiling.cluster
+    sums = 4 * count_counters(count, m, division) * parts * ROWS * tiling.tokens  # of 32 bits, of whatever kind
+    resident = device_facts(device).processors // tiling.cluster
     grid = (min(tiling.clusters(m, count) * parts, resident) * tiling.cluster, 1, 1)
-    token_scales, row_scales = scales or (None, None)
-    operands = (tiles, x, token_scales, row_scales, bias, y, kept, zeros)
-    pointers = [None if t is None else t.data_ptr() for t in operands]
-    kernel = _kernel(x.device, x.dtype, out, n % 2 == 0, tiling)
-    kernel(x.device, grid, THREADS * (tiling.groups + 1), *pointers, m, n, blocks, count, parts)
-    return y
+    kernel = _kernel(device, dtype, out, n % 2 == 0, tiling)
+
+    def launch(*addresses: int) -> None:
+        kernel(device, grid, THREADS * (tiling.groups + 1), *addresses, m, n, blocks, count, parts)
+
+    return sums, launch
 
 
 @cache

@@ -17,6 +17,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "pairs.cuh"
 #include "sparse.cuh"
 
 constexpr int kRows = 64;                  // of a warp group
@@ -52,21 +53,6 @@ __device__ __forceinline__ Tile tile_of(int index, int row_tiles, int token_tile
     return {within / width, band * most + within % width};
 }
 
-__device__ __forceinline__ Word pack(float low, float high, __half) {
-    const __half2 both = __floats2half2_rn(low, high);
-    return *reinterpret_cast<const Word*>(&both);
-}
-__device__ __forceinline__ Word pack(float low, float high, __nv_bfloat16) {
-    const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
-    return *reinterpret_cast<const Word*>(&both);
-}
-
-__device__ __forceinline__ Word transpose(Word eight_by_eight) {
-    Word transposed;
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(eight_by_eight));
-    return transposed;
-}
-
 // Scales a warp group's sums and writes them: y lies by tokens, the sums by rows, so each 8 x 8 is transposed.
 __device__ __forceinline__ void finish(const Sum (&sums)[TOKENS / 2], const float* token_scales, const float* row_scales,
                                        const OUT* bias, OUT* y, int first_row, int first_token, int m, int n) {
@@ -90,7 +76,7 @@ __device__ __forceinline__ void finish(const Sum (&sums)[TOKENS / 2], const floa
         for (int i = 0; i < 2; ++i) {
             const float low = static_cast<float>(sums[4 * j + 2 * i]) * by_token.x * scales[i] + added[i];
             const float high = static_cast<float>(sums[4 * j + 2 * i + 1]) * by_token.y * scales[i] + added[i];
-            const Word both = transpose(pack(low, high, OUT()));
+            const Word both = transposed(pair_of(low, high, static_cast<const OUT*>(nullptr)));
             if (8 * j >= left) continue;
 #if PAIRS
             if (8 * i < columns) *reinterpret_cast<Word*>(place + 8 * i) = both;

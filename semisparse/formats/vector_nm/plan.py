@@ -45,8 +45,8 @@ SOURCES = (SOURCE,)
 SORTED = 0.45
 """Density from which on columns are placed in their own order.
 
-Blocks, and sets' shares of them, are 1.04 and 1.04 times K / 32 at 16:32v32, sorted 1.13 and 1.06; .91 and .75 at 8:32v32,
-sorted .91 and .57 (K = 4,096).
+Blocks, and sets' shares of them, are 1.04 and 1.04 times K / 32 at 16:32v32, sorted 1.19 and 1.04; .91 and .75 at
+8:32v32, sorted .94 and .54 (K = 4,096).
 """
 
 

@@ -1,0 +1,117 @@
+"""What an eager call of a sparse layer costs the host, beside ``nn.Linear``.
+
+    python benchmarks/host.py OUT.csv [--tokens 1,16,64,512] [--dtype bfloat16] [--formats gqs,slide24] [--profile]
+
+Microseconds of `SparseLinear` as a model calls it, on a layer so small that the GPU waits for the host: medians of 20
+batches of 50 calls. ``--profile`` prints where Python's time goes instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from semisparse.bench.roofline import Candidate, candidates, random_weight
+from semisparse.bench.table import write_csv
+from semisparse.bench.timing import time_eager
+from semisparse.errors import KernelError
+from semisparse.formats import get_format
+from semisparse.formats.product import problem_of
+from semisparse.nn import SparseLinear
+from semisparse.patterns import parse_pattern
+from semisparse.runtime.device import device_facts
+
+SIDE = 512
+"""Rows and columns of the layer: its products take the GPU a few microseconds."""
+
+GPU = torch.device("cuda")
+
+PROFILED_CALLS = 2000
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a call costs the host: the median, and the tenth and ninetieth percentile."""
+
+    machine: str
+    software: str
+    layer: str
+    kernel: str
+    m: int
+    dtype: str
+    us: float
+    low_us: float
+    high_us: float
+
+
+def layers(dtype: torch.dtype, formats: list[str] | None) -> Iterator[tuple[str, nn.Module]]:
+    """Give ``nn.Linear`` and every format in its variants."""
+    yield "nn.Linear", nn.Linear(SIDE, SIDE, bias=False, device=GPU, dtype=dtype)
+    few = Candidate("vector_nm", "4:32v32")
+    for candidate in (*candidates(formats), *([few] if formats is None or few.format in formats else [])):
+        weight = random_weight(parse_pattern(candidate.pattern), SIDE, SIDE, dtype, GPU)
+        packed = get_format(candidate.format).pack(weight, candidate.pattern, **candidate.options)
+        yield candidate.label, SparseLinear(packed.to(GPU))
+
+
+def kernel_of(layer: nn.Module, x: Tensor) -> str:
+    """Name the kernel that a layer takes."""
+    if not isinstance(layer, SparseLinear):
+        return ""
+    return get_format(layer.packed.format).choose(problem_of(x, layer.packed)).name
+
+
+def profile(call: Callable[[], Tensor]) -> None:
+    """Print the functions that take most of the host's time."""
+    call()
+    found = cProfile.Profile()
+    found.enable()
+    for _ in range(PROFILED_CALLS):
+        call()
+    found.disable()
+    torch.cuda.synchronize()
+    pstats.Stats(found).sort_stats("tottime").print_stats(14)
+
+
+def main() -> None:
+    """Measure and write the CSV, a line at a time."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--tokens", default="1,16,64,512")
+    parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16"])
+    parser.add_argument("--formats", help="separated by commas; all by default")
+    parser.add_argument("--profile", action="store_true")
+    asked = parser.parse_args()
+    dtype, facts = getattr(torch, asked.dtype), device_facts(GPU)
+    found: list[Cost] = []
+    for name, layer in layers(dtype, asked.formats and asked.formats.split(",")):
+        for m in (int(m) for m in asked.tokens.split(",")):
+            x = torch.randn(m, SIDE, device=GPU, dtype=dtype)
+            try:
+                kernel = kernel_of(layer, x)
+            except KernelError as error:
+                print(f"{name}, {m} tokens: {error}", flush=True)
+                continue
+            with torch.inference_mode():
+                if asked.profile:
+                    print(f"{name} {kernel}, {m} tokens", flush=True)
+                    profile(partial(layer, x))
+                    continue
+                time = time_eager(partial(layer, x))
+            found.append(
+                Cost(facts.name, facts.driver, name, kernel, m, asked.dtype, time.us, time.low_us, time.high_us)
+            )
+            print(f"{name:34} {kernel:14} {m:4d} {time.us:7.1f} us", flush=True)
+            write_csv(asked.out, found)
+
+
+if __name__ == "__main__":
+    main()
