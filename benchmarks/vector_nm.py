@@ -5,8 +5,8 @@
     python benchmarks/vector_nm.py decode results/h200/nm-decode.csv
 
 `products` times whole products, the transposition of x included: the tiled one that would be chosen, `fours` on Hopper,
-and cuBLAS after unpacking. `ablation` is the paper's: V1 tiles of whole windows, V2 with only the columns that are kept,
-V3 with the next stages on their way.
+and cuBLAS after unpacking. `ablation` is the paper's: V1 tiles of whole windows, V2 with only the columns that are
+kept, V3 with the next stages on their way.
 Every output is compared with float64 before it is timed; without TF32.
 """
 
