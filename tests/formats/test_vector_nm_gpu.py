@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from semisparse.formats import get_format
-from semisparse.formats.vector_nm import cuda, tiled
+from semisparse.formats.vector_nm import cuda, fours, plan, tiled
 from semisparse.formats.vector_nm.tiling import SIMT, TENSOR, Shape, Tiling, tile
 from semisparse.patterns import parse_pattern
 from tests.formats.cases import build, random
@@ -60,6 +60,33 @@ def test_simt(pattern: str):
 @pytest.mark.parametrize("pattern", PATTERNS[:-1])
 def test_tensor(pattern: str, dtype: torch.dtype):
     check_tilings(pattern, TENSOR, dtype)
+
+
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="no Hopper GPU here"
+)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("pattern", ["16:32v32", "12:32v32", "8:32v32", "4:32v32", "4:32v64", "16:32v128", "1:7v32"])
+def test_fours(pattern: str, dtype: torch.dtype):
+    for n, k, m in (*SIZES, (1024, 2048, 4500)):
+        planned = plan.planned(packed_weight(pattern, n, k, dtype))
+        VECTOR_NM.validate(planned)
+        x, bias = random_operands(planned, m, dtype, "cuda")
+        y = fours.multiply(x, planned, bias)
+        check_product(y, x, planned, bias)
+        assert torch.equal(y, fours.multiply(x, planned, bias)), "two calls differ"
+
+
+@on_hopper
+def test_a_weight_has_a_plan_on_a_gpu_alone():
+    packed = packed_weight("8:32v32", 300, 333, torch.bfloat16).to("cpu")
+    moved = packed.to("cuda")
+    assert moved.params.keys() == {"rows", "blocks"}
+    assert all(torch.equal(tensor, packed.tensors[name]) for name, tensor in moved.to("cpu").tensors.items())
+    assert packed_weight("8:32v32", 300, 333, torch.float32).to("cpu").to("cuda").params.keys() == {"rows"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from semisparse.formats.base import Case, Format, Kernel
-from semisparse.formats.vector_nm import cpu, cuda, layout, pack, tiled
+from semisparse.formats.vector_nm import cpu, cuda, fours, layout, pack, plan, tiled
 from semisparse.formats.vector_nm.cost import cost
 
 FORMAT = Format(
@@ -16,13 +16,15 @@ FORMAT = Format(
     specs=layout.specs,
     counts=layout.counts,
     grain=layout.grain,
+    arrange=plan.arrange,
     pack_weight=pack.pack_weight,
     unpack=pack.unpack,
-    check_content=pack.check_content,
+    check_content=plan.check_content,
     kernels=(
         Kernel("cpu", "cpu", cpu.supports, lambda problem: cpu.gather_and_multiply),
         Kernel("decode", "cuda", cuda.decode_refusal, lambda problem: cuda.decode),
         Kernel("simt", "cuda", tiled.simt_refusal, lambda problem: tiled.multiply),
+        Kernel("fours", "cuda", fours.refusal, lambda problem: fours.multiply, fours.pays),
         Kernel("tensor", "cuda", tiled.tensor_refusal, lambda problem: tiled.multiply, tiled.tensor_pays),
         Kernel("unpack", "cuda", cuda.unpack_refusal, lambda problem: cuda.unpack_and_multiply),
         Kernel("unpack_torch", "cuda", cuda.unpack_torch_refusal, lambda problem: cuda.unpack_by_torch),

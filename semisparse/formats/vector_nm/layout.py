@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -18,6 +19,19 @@ SPECS = (
     TensorSpec("values", None, ("groups", "slots", "length"), split_n=0, split_k=1),
     TensorSpec("positions", torch.uint8, ("groups", "slots"), split_n=0, split_k=1),
 )
+
+PLANNED = (
+    *(replace(spec, split_n=None, split_k=None) for spec in SPECS),
+    TensorSpec("starts", torch.int32, ("row_tiles+1",)),
+    TensorSpec("columns", torch.int16, ("blocks", "block_columns")),
+    TensorSpec("slots", torch.int16, ("blocks", "block_slots")),
+    TensorSpec("records", torch.int32, ("blocks", "record")),
+)
+"""With a plan, on a GPU: see plan.py."""
+
+TILE_ROWS = 256
+"""Rows that have a plan together."""
+BLOCK_COUNTS = {"block_columns": 32, "block_slots": 128, "record": 16}
 
 
 def vectors_of(pattern: Pattern) -> VectorNM:
@@ -46,7 +60,7 @@ def grain(pattern: Pattern, params: Params) -> tuple[int, int]:
 
 def specs(pattern: Pattern, params: Params) -> tuple[TensorSpec, ...]:
     """Give the stored tensors."""
-    return SPECS
+    return PLANNED if "blocks" in params else SPECS
 
 
 def counts(n: int, k: int, pattern: Pattern, params: Params) -> Mapping[str, int]:
@@ -56,4 +70,7 @@ def counts(n: int, k: int, pattern: Pattern, params: Params) -> Mapping[str, int
     if params["rows"] != n:
         raise ValueError(f"rows = {params['rows']!r}, expected N = {n}")
     windows = -(-k // vectors.window)
-    return {"groups": -(-n // vectors.length), "slots": windows * vectors.keep, "length": vectors.length}
+    found = {"groups": -(-n // vectors.length), "slots": windows * vectors.keep, "length": vectors.length}
+    if "blocks" in params:
+        found |= {"blocks": int(params["blocks"]), "row_tiles": -(-n // TILE_ROWS), **BLOCK_COUNTS}
+    return found

@@ -29,6 +29,8 @@ With an earlier build of tensor.cu 156 us at 16:32v32, 130 at 12:32, 102 at 8:32
 
 PREPARE_THREADS = 256
 TRANSPOSED_TILE = 64
+TRANSPOSED_TOKENS = 64
+"""Of a tile in transpose.cu."""
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 
@@ -66,13 +68,15 @@ def _common_tilings(dtype: torch.dtype) -> tuple[Defines, ...]:
 
 PREPARE_SOURCE = CudaSource(Path(__file__).with_name("prepare.cu"), ({"BYTES": 2}, {"BYTES": 4}))
 
+TRANSPOSE_SOURCE = CudaSource(Path(__file__).with_name("transpose.cu"), ({"TOKENS": TRANSPOSED_TOKENS},))
+
 SIMT_SOURCE = CudaSource(Path(__file__).with_name("simt.cu"), _common_tilings(torch.float32))
 
 TENSOR_SOURCE = CudaSource(
     Path(__file__).with_name("tensor.cu"), (*_common_tilings(torch.float16), _common_tilings(torch.bfloat16)[0])
 )
 
-SOURCES = (PREPARE_SOURCE, SIMT_SOURCE, TENSOR_SOURCE)
+SOURCES = (PREPARE_SOURCE, TRANSPOSE_SOURCE, SIMT_SOURCE, TENSOR_SOURCE)
 
 
 def simt_refusal(problem: Problem) -> str | None:
@@ -205,6 +209,21 @@ def _prepare(
     return by_column, columns, slots
 
 
+def by_column(x: Tensor, width: int, pitch: int, pattern: VectorNM) -> Tensor:
+    """Transpose x [M, K], 16 bits, to [width, pitch]: zeros past K and M."""
+    found = x.new_empty((width, pitch))
+    (m, k), operands = x.shape, (x.data_ptr(), found.data_ptr())
+    if k % 8 == 0:
+        grid = (-(-width // TRANSPOSED_TILE), -(-pitch // TRANSPOSED_TOKENS), 1)
+        _transpose_kernel(x.device)(x.device, grid, PREPARE_THREADS, *operands, m, k, width, pitch)
+        return found
+    tiles = -(-width // TRANSPOSED_TILE) * -(-pitch // TRANSPOSED_TILE)
+    kernel = _prepare_kernel(x.device, 2, pattern, pattern.keep)
+    nothing = (None, None, None, *[0] * 10)
+    kernel(x.device, (tiles, 1, 1), PREPARE_THREADS, *operands, m, k, width, pitch, *nothing, tiles, 0)
+    return found
+
+
 def aligned(tensor: Tensor) -> Tensor:
     """Give the tensor at a multiple of 16 bytes, as kernels read it; a part of another one may stand anywhere."""
     tensor = tensor.contiguous()
@@ -226,3 +245,11 @@ def _prepare_kernel(device: torch.device, itemsize: int, pattern: VectorNM, slot
     shared = max(TRANSPOSED_TILE * (TRANSPOSED_TILE + 4 // itemsize) * itemsize, PREPARE_THREADS // 32 * 4 * mask_words)
     parameters = (*[_POINTER] * 2, *[_INT] * 4, *[_POINTER] * 3, *[_INT] * 12)
     return CudaKernel(cubin, "semisparse_vector_nm_prepare", parameters, shared)
+
+
+@cache
+def _transpose_kernel(device: torch.device) -> CudaKernel:
+    (defines,) = TRANSPOSE_SOURCE.variants
+    cubin = compile_cubin(TRANSPOSE_SOURCE.path, device_facts(device).arch, defines)
+    shared = TRANSPOSED_TOKENS * TRANSPOSED_TILE * 2
+    return CudaKernel(cubin, "semisparse_vector_nm_transpose", (*[_POINTER] * 2, *[_INT] * 4), shared)

@@ -2,6 +2,7 @@
 
 import ctypes
 import hashlib
+import re
 import shutil
 import subprocess
 import tempfile
@@ -52,8 +53,10 @@ def _library(path: Path, defines: tuple, name: str) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
         for place in (HEADERS, path.parent, STAND_INS):  # the last written stays
             for source in (*place.glob("*.cuh"), *place.glob("*.h"), path):
-                text = source.read_text().replace(
-                    "extern __shared__ uint4 shared[];", "uint4* shared = reinterpret_cast<uint4*>(machine_shared);"
+                text = re.sub(
+                    r"extern __shared__ (?:__align__\(\d+\) )?(.+) shared\[\];",
+                    r"\1* shared = reinterpret_cast<\1*>(machine_shared);",
+                    source.read_text(),
                 )
                 (Path(folder) / source.name).write_text(text)
         whole = Path(folder) / "emulated.cpp"

@@ -134,6 +134,13 @@ template <typename T> T __shfl_xor_sync(Word mask, T value, int step) {
     return __shfl_sync(mask, value, threadIdx.x % 32 ^ step);
 }
 
+inline int __reduce_max_sync(Word mask, int value) {
+    for (int step = 1; step < 32; step *= 2) {
+        value = max(value, __shfl_sync<int>(mask, value, threadIdx.x % 32 ^ step));
+    }
+    return value;
+}
+
 inline Word __ballot_sync(Word, bool vote) {
     warp().numbers[threadIdx.x % 32] = vote;
     __syncwarp();
