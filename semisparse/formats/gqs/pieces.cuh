@@ -17,11 +17,11 @@ constexpr int kDepth = SLOTS - 1 - (BATCH * 64 + PIECE - 1) / PIECE;
 static_assert(kDepth > 0 && PIECE % 64 == 0 && 3 * PIECE <= 32 * kVector && (SLOTS & SLOTS - 1) == 0, "the ring");
 
 struct Weight {
-    const uint2* masks;           // [chunks], low word first
-    const Word* starts;           // [chunks + 1]
-    const char* codes;            // [kept, kGroupBytes]
-    const char* scale;            // [kept], a SCALAR each
-    const char* zero;             // [kept]
+    const uint2* masks;  // [chunks], low word first
+    const Word* starts;  // [chunks + 1]
+    const char* codes;   // [kept, kGroupBytes]
+    const char* scale;   // [kept], a SCALAR each
+    const char* zero;    // [kept]
     int chunks, kept;
 };
 
