@@ -60,6 +60,7 @@ def _forget_kernels() -> None:
         ("w4a8", torch.bfloat16, 3, 23, 172, "g16@50%"),
         ("w4a8", torch.float16, 4, 16, 512, "g16@0%"),
         ("w4a8", torch.float16, 6, 20, 300, "g16@50%"),
+        ("w8", torch.float16, 1, 67, 512, "g16@0%"),
         ("w4a8", torch.float16, 1, 130, 1024, "g16@80%"),
         ("w4", torch.float16, 1, 120, 700, "g16@30%"),
     ],
