@@ -181,7 +181,9 @@ def prepare_decode(problem: Problem, early: bool = False) -> Product:
         y = x.new_empty(m, n)
         bias = None if bias is None else bias.to(dtype).contiguous()
         stored = [_aligned(packed.tensors[name]) for name in ("masks", "starts", "codes", "scale", "zero")]
-        operands = [x, *stored, bias, y, _parts(device, blocks * TILE_ROWS * build.tokens)]
+        # Blocks of whole tiles have nothing to hand over, and a captured graph nothing to set to zero for them.
+        parts = _parts(device, blocks * TILE_ROWS * build.tokens) if tiles % blocks else None
+        operands = [x, *stored, bias, y, parts]
         threads, pointers = 32 * build.warps, map(address, operands)
         kernel(device, (blocks, 1, 1), threads, *pointers, *sizes, dependent=facts.arch.endswith("a"))
         return y
