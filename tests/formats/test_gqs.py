@@ -13,6 +13,7 @@ import semisparse
 from semisparse.errors import FormatError, RecipeError
 from semisparse.formats import linear, registry
 from semisparse.formats.base import Packed
+from semisparse.formats.gqs import cuda
 from semisparse.formats.gqs.activations import rounded
 from semisparse.patterns import parse_pattern
 from semisparse.quant.group import KINDS, GroupScales, scales_of
@@ -198,6 +199,7 @@ def test_more_rows_than_blocks_on_a_gpu(kind: str, dtype: torch.dtype, k: int):
         # Where weights are made of the codes, activations are taken in 16 bits.
         check_product(y, x, packed, bias, as_multiplied(x, packed, dtype if m > 2 else torch.float64))
         assert torch.equal(y, linear(x, packed, bias, kernel="decode"))
+        assert torch.equal(y, cuda.decode(x * 1, packed, bias, early=True))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel that rounds activations: no GPU here")

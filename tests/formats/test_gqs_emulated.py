@@ -10,6 +10,7 @@ from semisparse.formats import get_format
 from semisparse.formats.gqs import activations, cuda, unpack
 from semisparse.formats.product import problem_of
 from semisparse.patterns import parse_pattern
+from semisparse.quant.symmetric import quantise_rows
 from tests.formats import emulated
 from tests.formats.cases import build, random
 from tests.formats.test_contract import check_product, random_operands
@@ -69,7 +70,8 @@ def test_any_division_of_the_work(monkeypatch, kind: str, dtype: torch.dtype, m:
     x, bias = random_operands(packed, m, dtype, "cpu")
     multiplied = as_multiplied(x, packed, torch.float64 if m <= 2 else dtype)
     monkeypatch.setattr(cuda, "WARPS", 2)
-    monkeypatch.setattr(cuda, "_blocks", lambda tiles, processors: processors)
+    monkeypatch.setattr(cuda, "PROCESSOR_WARPS", 1)  # a block of a processor
+    monkeypatch.setattr(cuda, "_blocks", lambda tiles, most: most)
     for blocks in (1, 2, 5, 99):
         monkeypatch.setattr(cuda, "device_facts", lambda _, blocks=blocks: SimpleNamespace(processors=blocks, arch=""))
         results = []
@@ -77,7 +79,21 @@ def test_any_division_of_the_work(monkeypatch, kind: str, dtype: torch.dtype, m:
             results.append(cuda.decode(x, packed, bias))
             check_product(results[-1], x, packed, bias, multiplied)
         assert torch.equal(*results)
-    assert not cuda._arrivals(x.device, 1).any()
+    assert not any(parts.any() for parts in cuda._kept.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("k", [100, 256])
+def test_tokens_are_rounded_as_elsewhere(monkeypatch: pytest.MonkeyPatch, k: int, dtype: torch.dtype):
+    """Weights of one 15 a row show the codes of x: halves to even, scales of each token, zeros as they are."""
+    monkeypatch.setattr(cuda, "device_facts", lambda _: SimpleNamespace(processors=2, arch=""))
+    packed = GQS.pack(15 * torch.eye(k).to(dtype), "g16@0%", kind="w4a8")
+    halves = torch.arange(k) % 64 - 31.5
+    halves[3] = 127
+    for tokens in (torch.stack((halves, halves * 3)), torch.stack((torch.zeros(k), 1e-3 * halves)), halves[None]):
+        x = tokens.to(dtype)
+        codes, scale = quantise_rows(x, torch.int8)
+        assert torch.equal(cuda.decode(x, packed, None), (codes.float() * scale[:, None] * 15).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -134,7 +150,7 @@ def test_counters_are_a_streams_and_never_of_a_graph_in_the_making(monkeypatch: 
     def counters(stream: int, capturing: bool = False) -> torch.Tensor:
         monkeypatch.setattr(_Stream, "cuda_stream", stream)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-        return cuda._arrivals(torch.device("cpu"), 9)
+        return cuda._parts(torch.device("cpu"), 9)
 
     monkeypatch.setattr(cuda, "_zeros", zeros)
     monkeypatch.setattr(cuda, "_kept", {})

@@ -1,4 +1,5 @@
-// Multiplies x in 8 bits by 4-bit codes (W4A8), exactly in integers up to the scales. See diagonal.cuh.
+// Rounds x to 8 bits, a scale a token as `quant.symmetric` does, and multiplies it by 4-bit codes (W4A8), exactly in integers up
+// to the scales. See diagonal.cuh.
 
 #pragma once
 
@@ -11,43 +12,92 @@ struct Input {
     using Value = signed char;
     using Number = int;
 
-    __device__ __forceinline__ static int sum(const Word (&words)[4]) {
+    float scale[TOKENS], inverse[TOKENS];
+
+    // Registers have no numbers.
+    __device__ __forceinline__ static float of_token(const float (&values)[TOKENS], int token) {
+        return token == 0 ? values[0] : values[TOKENS - 1];
+    }
+
+    __device__ __forceinline__ static Word bits(int value) { return value; }
+    __device__ __forceinline__ static int number(Word bits) { return bits; }
+
+    // Finds the tokens' largest magnitudes.
+    __device__ __forceinline__ void prepare(const SCALAR* x, int m, int k) {
+        __shared__ Word largest[TOKENS][WARPS];
+#pragma unroll
+        for (int token = 0; token < TOKENS; ++token) {
+            const unsigned short* row = reinterpret_cast<const unsigned short*>(x) + static_cast<long long>(min(token, m - 1)) * k;
+            Word high = 0;  // bits of a SCALAR, in the upper half
+#pragma unroll 1
+            for (int first = threadIdx.x * kSize; first < k; first += 32 * WARPS * kSize) {
+                Word words[kSize / 2];
+                read_x(words, row + first, k - first);
+#pragma unroll
+                for (int i = 0; i < kSize / 2; ++i) high = max(high, max(words[i] & 0x7fff0000u, words[i] << 16 & 0x7fff0000u));
+            }
+            high = max_of_warp(high);
+            if (threadIdx.x % 32 == 0) largest[token][threadIdx.x / 32] = high;
+        }
+        __syncthreads();
+#pragma unroll
+        for (int token = 0; token < TOKENS; ++token) {
+            Word high = 0;
+#pragma unroll
+            for (int i = 0; i < WARPS; ++i) high = max(high, largest[token][i]);
+            const float found = to_float(scalar_of(high >> 16, static_cast<const SCALAR*>(nullptr)));
+            const float magnitude = found == 0.0f ? 127.0f : found;
+            scale[token] = __fdiv_rn(magnitude, 127.0f);
+            inverse[token] = min(__fdiv_rn(127.0f, magnitude), 3.4028234663852886e38f);
+        }
+    }
+
+    // Of each eight columns 0, 4, 1, 5, as codes have them in low nibbles; then 2, 6, 3, 7, as in high ones.
+    __device__ __forceinline__ int stage(Word (&staged)[1][4], const Word (&words)[8], int token) const {
+        const SCALAR* tag = nullptr;
         int sum = 0;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sum = __dp4a(static_cast<int>(words[i]), 0x01010101, sum);
+        for (int i = 0; i < 4; ++i) {
+            const int word = i % 2 * 4 + i / 2;  // of columns 0 and 1, or 2 and 3
+            Word bytes[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const float value = to_float(scalar_of(words[word + j % 2 * 2] >> j / 2 * 16, tag));
+                // Adding 1.5 * 2^23 rounds half to even and leaves the integer in the low bits.
+                bytes[j] = __float_as_uint(__fadd_rn(__fmul_rn(value, of_token(inverse, token)), kAnchor));
+            }
+            staged[0][i] = __byte_perm(__byte_perm(bytes[0], bytes[1], 0x0040), __byte_perm(bytes[2], bytes[3], 0x0040), 0x5410);
+            sum = __dp4a(static_cast<int>(staged[0][i]), 0x01010101, sum);
+        }
         return sum;
     }
 };
 
 struct Product : Diagonal<Input> {
-    using X = signed char;
-
     using Diagonal::Diagonal;
 
-    __device__ __forceinline__ void add(const Chunk& chunk, int column, int left, Word bit) {
-        Word words[4];
-        read(words, column, left);
+    __device__ __forceinline__ void add(const Chunk& chunk, const X& x, Word bit) {
         int found[2][4] = {{0, 0, 0, 0}, {kAnchorBits, kAnchorBits, kAnchorBits, kAnchorBits}};
 #pragma unroll
         for (int second = 0; second < 2; ++second) {
             // Low nibbles as they are, high ones as 16 times their code.
-            const Word nibbles = second ? 0xf0f0f0f0u : 0x0f0f0f0fu, order = second ? 0x7362 : 0x5140;
+            const Word nibbles = second ? 0xf0f0f0f0u : 0x0f0f0f0fu;
             const Word rows[4] = {
                 chunk.codes[0][0] & nibbles, chunk.codes[1][0] & nibbles, chunk.codes[0][1] & nibbles, chunk.codes[1][1] & nibbles
             };
-            mma(found[second], rows, __byte_perm(words[0], words[1], order), __byte_perm(words[2], words[3], order));
+            mma(found[second], rows, x.words[0][2 * second], x.words[0][2 * second + 1]);
         }
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-            add_row(row, chunk, column, bit, [&](int cell, int total) {
+            add_row(row, chunk, x.totals, bit, [&](int cell, int total) {
                 // In sixteenths of a code; below 2^20.
-                const int sum = 16 * found[0][cell] + found[1][cell] - static_cast<int>(chunk.zero[row]) * total;
+                const int sum = 16 * found[0][cell] + found[1][cell] + static_cast<int>(chunk.zero[row]) * total;
                 return __int_as_float(sum) - kAnchor;
             });
         }
     }
 
-    __device__ __forceinline__ static float final(float sum, const float* x_scale, int token) {
-        return sum * (x_scale[token] * 0.0625f);
+    __device__ __forceinline__ float final(float sum, int token) const {
+        return sum * (Input::of_token(input.scale, token) * 0.0625f);
     }
 };

@@ -10,33 +10,37 @@
 constexpr bool kHalf = is_half(static_cast<const SCALAR*>(nullptr));
 constexpr float kUnit = kHalf ? 0x1p-24f : 1.0f;     // what a code is multiplied by
 constexpr float kSecond = kHalf ? 0.0625f : 1.0f;    // what makes codes of the second product's
-constexpr float kAnchor = kUnit * 0x1p19f;           // its last place is 1/16 of a code
-constexpr Word kAnchorBits = (127 + 19 - (kHalf ? 24 : 0)) << 23;
-
+constexpr float kZeroUnit = 0x1p20f * kUnit;           // what makes a zero point, its bits those of a half, one of codes
 struct Input {
     using Value = unsigned short;
     using Number = float;
 
-    __device__ __forceinline__ static float sum(const Word (&words)[8]) {
+    __device__ __forceinline__ static Word bits(float value) { return __float_as_uint(value); }
+    __device__ __forceinline__ static float number(Word bits) { return __uint_as_float(bits); }
+    __device__ __forceinline__ void prepare(const SCALAR*, int, int) {}
+
+    // Pairs in the order in which products take them.
+    __device__ __forceinline__ float stage(Word (&staged)[2][4], const Word (&words)[8], int) const {
         const SCALAR* tag = nullptr;
         float sum = 0.0f;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) sum += to_float(scalar_of(words[i], tag)) + to_float(scalar_of(words[i] >> 16, tag));
-        return sum;
+        for (int i = 0; i < 8; ++i) {
+            sum += to_float(scalar_of(words[i], tag)) + to_float(scalar_of(words[i] >> 16, tag));
+            staged[i / 4][i % 4] = words[kHalf ? i & 4 | i % 2 << 1 | i / 2 % 2 : i];
+        }
+        return sum * kZeroUnit;
     }
 };
 
 struct Product : Diagonal<Input> {
-    using X = SCALAR;
-
     Word low, high;
 
-    __device__ __forceinline__ Product(const X* x, int m, int k) : Diagonal(reinterpret_cast<const Value*>(x), m, k) {
+    __device__ __forceinline__ Product(const SCALAR* x, Word at, int m, int k) : Diagonal(x, at, m, k) {
         low = kept_constant(kHalf ? 0x000f000fu : 0x00780078u, k);
         high = kept_constant(kHalf ? 0x00f000f0u : 0x41804180u, k);
     }
 
-    // Two pairs of a word's 8 columns; as halves the pairs 0 and 2 or 1 and 3, else 0 and 1 or 2 and 3, which lie together in x.
+    // Two pairs of a word's 8 columns; as halves the pairs 0 and 2 or 1 and 3, else 0 and 1 or 2 and 3.
     __device__ __forceinline__ void pairs_of(Word (&pairs)[2], Word codes, bool second) const {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -46,9 +50,7 @@ struct Product : Diagonal<Input> {
         }
     }
 
-    __device__ __forceinline__ void add(const Chunk& chunk, int column, int left, Word bit) {
-        Word words[8];
-        read(words, column, left);
+    __device__ __forceinline__ void add(const Chunk& chunk, const X& x, Word bit) {
         float found[2][4] = {};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -57,18 +59,17 @@ struct Product : Diagonal<Input> {
             pairs_of(upper, chunk.codes[0][word], second);
             pairs_of(lower, chunk.codes[1][word], second);
             const Word rows[4] = {upper[0], lower[0], upper[1], lower[1]};
-            const Word* x = words + 4 * word + (kHalf ? second : 2 * second);
-            mma(found[second], rows, x[0], x[kHalf ? 2 : 1], static_cast<const SCALAR*>(nullptr));
+            mma(found[second], rows, x.words[word][2 * second], x.words[word][2 * second + 1], static_cast<const SCALAR*>(nullptr));
         }
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-            const float offset = kHalf ? 0.0f : 16.0f;
-            const float zero = (kAnchor - offset) - __uint_as_float(kAnchorBits | chunk.zero[row]);  // below 0
-            add_row(row, chunk, column, bit, [&](int cell, float total) {
+            // The sixteenths of a code are the bits of a subnormal half.
+            const float zero = to_float(scalar_of(chunk.zero[row] | (kHalf ? 0 : 256), static_cast<const __half*>(nullptr)));
+            add_row(row, chunk, x.totals, bit, [&](int cell, float total) {
                 return (found[1][cell] * kSecond + found[0][cell]) + zero * total;
             });
         }
     }
 
-    __device__ __forceinline__ static float final(float sum, const float*, int) { return sum * (1.0f / kUnit); }
+    __device__ __forceinline__ float final(float sum, int) const { return sum * (1.0f / kUnit); }
 };

@@ -7,18 +7,23 @@
 #pragma once
 
 #include "dequantise.cuh"
+#include "stream.cuh"
 
 constexpr int kSets = TOKENS / 8;
 
 struct Product {
-    using X = SCALAR;
+    // Of a chunk: the lane's columns, by sets of 8 tokens.
+    struct X {
+        Word words[kSets][8];
+    };
 
     float sums[kSets][4];
     const unsigned short* place[kSets];  // of the lane's columns of its tokens
     Constants constants;
+    int k;
 
     // Tokens past the last repeat it and are not kept.
-    __device__ __forceinline__ Product(const X* x, int m, int k) : constants(k) {
+    __device__ __forceinline__ Product(const SCALAR* x, Word, int m, int k) : constants(k), k(k) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int set = 0; set < kSets; ++set) {
@@ -38,11 +43,15 @@ struct Product {
         for (int set = 0; set < kSets; ++set) place[set] += columns;
     }
 
-    // A chunk that begins `column` columns further; `left` columns from there to k.
-    __device__ __forceinline__ void add(const Chunk& chunk, int column, int left, Word bit) {
-        Word words[kSets][8];
+    // A chunk that begins `column` columns further, of the strip that begins at column `strip` of x.
+    __device__ __forceinline__ void read(X& x, int column, int strip) const {
 #pragma unroll
-        for (int set = 0; set < kSets; ++set) read_x<unsigned short>(words[set], place[set] + column, left - static_cast<int>(threadIdx.x % 4) * kSize);
+        for (int set = 0; set < kSets; ++set) {
+            read_x(x.words[set], place[set] + column, k - strip - column - static_cast<int>(threadIdx.x % 4) * kSize);
+        }
+    }
+
+    __device__ __forceinline__ void add(const Chunk& chunk, const X& x, Word bit) {
         Word upper[8], lower[8];
         dequantise(upper, chunk.codes[0], chunk.scale[0] * (chunk.mask[0] & bit ? 0x10001u : 0), chunk.zero[0], constants);
         dequantise(lower, chunk.codes[1], chunk.scale[1] * (chunk.mask[1] & bit ? 0x10001u : 0), chunk.zero[1], constants);
@@ -51,7 +60,7 @@ struct Product {
         for (int i = 0; i < 8; i += 2) {
             const Word rows[4] = {upper[i], lower[i], upper[i + 1], lower[i + 1]};
 #pragma unroll
-            for (int set = 0; set < kSets; ++set) mma(sums[set], rows, words[set][i], words[set][i + 1], tag);
+            for (int set = 0; set < kSets; ++set) mma(sums[set], rows, x.words[set][i], x.words[set][i + 1], tag);
         }
     }
 
@@ -64,5 +73,5 @@ struct Product {
         }
     }
 
-    __device__ __forceinline__ static float final(float sum, const float*, int) { return sum; }
+    __device__ __forceinline__ float final(float sum, int) const { return sum; }
 };

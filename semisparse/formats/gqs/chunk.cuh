@@ -17,22 +17,15 @@ struct Chunk {
     Word scale[2];          // likewise
 };
 
-// A group's columns of a token, the first one lowest; zeros where they are not among the `left` up to k. Value: unsigned short or
-// signed char.
-template <typename Value> __device__ __forceinline__ void read_x(Word (&words)[kSize * sizeof(Value) / 4], const Value* place, int left) {
+// A group's columns of a token, the first one lowest; zeros where they are not among the `left` up to k.
+__device__ __forceinline__ void read_x(Word (&words)[kSize / 2], const unsigned short* place, int left) {
 #if WHOLE
-    read_words<kSize * sizeof(Value) / 4>(words, place);
+    read_words<kSize / 2>(words, place);
 #else
-    constexpr int per_word = 4 / sizeof(Value);
 #pragma unroll
-    for (int i = 0; i < kSize / per_word; ++i) {
-        words[i] = 0;
-#pragma unroll
-        for (int j = 0; j < per_word; ++j) {
-            const int column = i * per_word + j;
-            if (column >= left) continue;
-            words[i] |= (static_cast<Word>(__ldg(place + column)) & (1u << 8 * sizeof(Value)) - 1) << 32 / per_word * j;
-        }
+    for (int i = 0; i < kSize / 2; ++i) {
+        words[i] = 2 * i < left ? place[2 * i] : 0;
+        if (2 * i + 1 < left) words[i] |= static_cast<Word>(place[2 * i + 1]) << 16;
     }
 #endif
 }

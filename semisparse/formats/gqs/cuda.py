@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from semisparse.formats.base import Packed, Pass, Problem, fused_cost
-from semisparse.formats.gqs.activations import quantise_tokens, rounded, rounds_activations
+from semisparse.formats.gqs.activations import rounded, rounds_activations
 from semisparse.formats.gqs.pack import TILE_GROUPS, TILE_ROWS, size_of
 from semisparse.quant.group import KINDS
-from semisparse.runtime.device import device_facts
+from semisparse.runtime.device import DeviceFacts, device_facts
 from semisparse.runtime.launch import CudaKernel
 from semisparse.runtime.nvrtc import CudaSource, Defines, compile_cubin, unavailable
 
@@ -34,42 +34,94 @@ CODE_TOKENS = (1, 2)
 WEIGHT_TOKENS = (8, 16)
 """How many those take that make weights of the codes first."""
 
-MOST_SUM_BYTES = 32 << 10
-"""Of shared memory, for the sums of x by groups that a product by codes needs."""
+MOST_SHARED = {"sm_80": 163 << 10, "sm_90a": 227 << 10, "sm_100a": 227 << 10}
+"""Bytes of shared memory that a block may have; 99 KiB on other devices."""
+
+RESERVED = 1 << 10
+"""Bytes that each block takes beside."""
 
 BATCH = 4
-"""Chunks along K that a warp loads at once; a strip."""
+"""Chunks along K that a warp multiplies at once; a strip."""
 
-WARPS, BLOCKS = 8, 2
-"""Of a block; and of a processor, which registers are left for, and which share the work. Four warps and four or five
-blocks, 16 and one, and fewer chunks at once in more warps were slower or the same (LOG.md)."""
+STRIP_COLUMNS = TILE_GROUPS * SIZE * BATCH
+
+PIECE, SLOTS = 64, 8
+"""Groups that a warp asks for at once, and how many times as many it has room for in shared memory."""
+
+HEADERS_BYTES = 64 * 16
+"""Of the masks and starts of chunks that a warp looks ahead to."""
+
+WARPS = 8
+"""Of a block, or twice or half as many."""
+
+PROCESSOR_WARPS = 16
+"""That share a processor; what each may have of its registers. More, of fewer chunks at once, were slower (LOG.md)."""
 
 
-def _defines(dtype: torch.dtype, bits: int, tokens: int, rounds: bool, whole: bool) -> Defines:
-    return {
-        "SCALAR": SCALARS[dtype],
-        "BITS": bits,
-        "TOKENS": tokens,
-        "ROUNDED": int(rounds),
-        "WARPS": WARPS,
-        "BATCH": BATCH,
-        "BLOCKS": BLOCKS,
-        "WHOLE": int(whole),
-    }
+class Build(NamedTuple):
+    """What the kernel is compiled for: how many tokens, whether it rounds them, and the warps of a block.
+
+    ``whole`` says that x has no ragged end, see decode.cu.
+    """
+
+    dtype: torch.dtype
+    bits: int
+    tokens: int
+    rounds: bool
+    whole: bool
+    warps: int
+
+    @property
+    def blocks(self) -> int:
+        """How many share a processor."""
+        return max(1, PROCESSOR_WARPS // self.warps)
+
+    @property
+    def defines(self) -> Defines:
+        """Macros."""
+        return {
+            "SCALAR": SCALARS[self.dtype],
+            "BITS": self.bits,
+            "TOKENS": self.tokens,
+            "ROUNDED": int(self.rounds),
+            "WARPS": self.warps,
+            "BATCH": BATCH,
+            "BLOCKS": self.blocks,
+            "PIECE": PIECE,
+            "SLOTS": SLOTS,
+            "WHOLE": int(self.whole),
+        }
+
+    def shared_bytes(self, k: int) -> int:
+        """Give the dynamic shared memory of a block: the warps' streams, and x with the sums of its groups where
+        products by codes keep them there."""
+        stream = PIECE * SLOTS * (SIZE * self.bits // 8 + 3) + HEADERS_BYTES
+        if self.tokens not in CODE_TOKENS:
+            return self.warps * stream
+        columns = self.tokens * -(-k // STRIP_COLUMNS) * STRIP_COLUMNS
+        return self.warps * stream + (STRIP_COLUMNS + columns) * (1 if self.rounds else 2) + columns // SIZE * 4
+
+    def fits(self, k: int, arch: str, blocks: int = 1) -> bool:
+        """Say whether so many blocks find room in a processor."""
+        static = self.warps * self.tokens * (2 * TILE_ROWS + 1) * 4
+        return blocks * (self.shared_bytes(k) + static + RESERVED) <= MOST_SHARED.get(arch, 99 << 10) + RESERVED
 
 
 # The extremes of what is compiled.
 DECODE = CudaSource(
     Path(__file__).with_name("decode.cu"),
-    (
-        _defines(torch.float16, 4, 1, False, True),
-        _defines(torch.bfloat16, 4, 2, False, False),
-        _defines(torch.float16, 4, 1, True, True),
-        _defines(torch.bfloat16, 4, 2, True, False),
-        _defines(torch.float16, 4, 8, False, True),
-        _defines(torch.bfloat16, 4, 16, False, False),
-        _defines(torch.float16, 8, 16, False, False),
-        _defines(torch.bfloat16, 8, 8, False, True),
+    tuple(
+        build.defines
+        for build in (
+            Build(torch.float16, 4, 1, False, True, 16),
+            Build(torch.bfloat16, 4, 2, False, False, 8),
+            Build(torch.float16, 4, 1, True, True, 8),
+            Build(torch.bfloat16, 4, 2, True, False, 16),
+            Build(torch.float16, 4, 8, False, True, 8),
+            Build(torch.bfloat16, 4, 16, False, False, 8),
+            Build(torch.float16, 8, 16, False, False, 8),
+            Build(torch.bfloat16, 8, 8, False, True, 4),
+        )
     ),
 )
 
@@ -88,14 +140,12 @@ def decode_refusal(problem: Problem) -> str | None:
         return f"takes groups of {SIZE}, this weight has groups of {size_of(problem.pattern)}"
     if KINDS.get(str(problem.params.get("kind"))) not in DECODE_BITS:
         return f"takes codes of 4 or 8 bits, this weight is {problem.params.get('kind')}"
-    if rounds_activations(problem.params) and importlib.util.find_spec("triton") is None:
-        return "triton, which rounds the activations, is not installed: pip install 'semisparse[cuda]'"
     if torch.cuda.get_device_capability(problem.device) < (8, 0):
         return "needs compute capability 8.0 (Ampere) or later"
     return unavailable()
 
 
-def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+def decode(x: Tensor, packed: Packed, bias: Tensor | None, early: bool = False) -> Tensor:
     """Multiply 1 to 16 tokens.
 
     One or two are multiplied by 4-bit codes, in int8 where the kind is ``w4a8``; more by the weights that codes stand
@@ -105,71 +155,76 @@ def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         x: [M, K] float16 or bfloat16.
         packed: in x's dtype.
         bias: [N] or None.
+        early: whether the launch may begin before the kernel before it on the stream has ended (Hopper and later). It
+            waits before it reads x and before it writes, but not before it reads the weight: nothing that still runs
+            may be writing it.
     Returns:
         [M, N] in x's dtype.
     """
-    (m, k), n = x.shape, packed.shape[0]
+    x, (m, k), n = x.contiguous(), x.shape, packed.shape[0]
     kept = len(packed.tensors["zero"])
     if not kept:
         return x.new_zeros(m, n) if bias is None else bias.to(x.dtype).repeat(m, 1)
     bits, dtype = KINDS[str(packed.params["kind"])], x.dtype
-    tokens, sum_bytes = _tokens_of(m, k, bits)
-    x_scale, rounds = None, rounds_activations(packed.params) and tokens in CODE_TOKENS
-    if rounds:
-        x, x_scale = quantise_tokens(x)
-    elif rounds_activations(packed.params):
-        x = rounded(x, dtype)
+    facts = device_facts(x.device)
     tiles, tile_chunks = packed.tensors["masks"].shape
+    rounds = rounds_activations(packed.params)
+    whole = x.data_ptr() % 16 == 0 and k % STRIP_COLUMNS == 0
+    build = _build_of(m, k, Build(dtype, bits, 0, rounds, whole, WARPS), tiles, facts)
+    if rounds and not build.rounds:
+        x = rounded(x, dtype)
     strips = tiles * -(-tile_chunks // BATCH)
-    blocks = min(_blocks(tiles, device_facts(x.device).processors), strips)
+    blocks = min(_blocks(tiles, build.blocks * facts.processors), strips)
     y = torch.empty((m, n), dtype=dtype, device=x.device)
-    parts = torch.empty((blocks, 2, TILE_ROWS * max(tokens, 8)), dtype=torch.float32, device=x.device)
-    stored = [packed.tensors[name] for name in ("masks", "starts", "codes", "scale", "zero")]
-    bias = None if bias is None else bias.to(dtype)
-    operands = [x, x_scale, *stored, bias, y, parts, _arrivals(x.device, tiles)]
-    operands = [None if operand is None else operand.contiguous() for operand in operands]
+    bias = None if bias is None else bias.to(dtype).contiguous()
+    stored = [_aligned(packed.tensors[name]) for name in ("masks", "starts", "codes", "scale", "zero")]
+    operands = [x, *stored, bias, y, _parts(x.device, blocks * TILE_ROWS * build.tokens)]
     pointers = [0 if operand is None else operand.data_ptr() for operand in operands]
-    aligned = all(pointers[i] % 16 == 0 for i in (0, 2, 3))  # x, masks and starts, which are read 16 bytes at a time
-    whole = aligned and k % (TILE_GROUPS * SIZE * BATCH) == 0
-    kernel = _decode_kernel(x.device, dtype, bits, tokens, rounds, whole, sum_bytes)
-    sizes = (m, n, k, tile_chunks, kept - 1, *divmod(strips, blocks))
-    kernel(x.device, (blocks, 1, 1), 32 * WARPS, *pointers, *sizes)
+    kernel = _decode_kernel(x.device, build, build.shared_bytes(k))
+    sizes = (m, n, k, tile_chunks, tiles * tile_chunks, kept, *divmod(strips, blocks), int(early))
+    kernel(x.device, (blocks, 1, 1), 32 * build.warps, *pointers, *sizes, dependent=facts.arch.endswith("a"))
     return y
 
 
-def _tokens_of(m: int, k: int, bits: int) -> tuple[int, int]:
-    """Choose for how many tokens the kernel is compiled, and give the bytes that it needs for their sums."""
-    for tokens in CODE_TOKENS:
-        strip_columns = TILE_GROUPS * SIZE * BATCH
-        sum_bytes = -(-k // strip_columns) * strip_columns // SIZE * tokens * 4
-        if bits == 4 and m <= tokens and sum_bytes <= MOST_SUM_BYTES:
-            return tokens, sum_bytes
-    return next(tokens for tokens in WEIGHT_TOKENS if m <= tokens), 0
+def _aligned(tensor: Tensor) -> Tensor:
+    """Give a tensor whose memory can be copied 16 bytes at a time."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-def _blocks(tiles: int, processors: int) -> int:
-    """Choose how many blocks share the work of some tiles, as was fastest on an H200.
+def _build_of(m: int, k: int, build: Build, tiles: int, facts: DeviceFacts) -> Build:
+    """Choose for how many tokens the kernel is compiled, and how many warps a block has.
 
-    Where there is a block for each tile, none waits for another: 6.6 us for 7.9 at 4096 x 4096.
+    A block of 16 warps keeps one copy of x for a whole processor. Where there is a block of 8 for each tile, none waits
+    for another.
     """
-    return min(tiles, BLOCKS * processors)
+    for tokens in CODE_TOKENS:
+        by_codes = build._replace(tokens=tokens)
+        if build.bits == 4 and m <= tokens and by_codes.fits(k, facts.arch):
+            doubled = by_codes._replace(warps=2 * WARPS)
+            few = _blocks(tiles, by_codes.blocks * facts.processors) == tiles and by_codes.fits(k, facts.arch, 2)
+            return by_codes if few or not doubled.fits(k, facts.arch) else doubled
+    by_weights = build._replace(tokens=next(tokens for tokens in WEIGHT_TOKENS if m <= tokens), rounds=False)
+    return by_weights if by_weights.fits(k, facts.arch) else by_weights._replace(warps=WARPS // 2)
+
+
+def _blocks(tiles: int, most: int) -> int:
+    """Choose how many blocks share the work of some tiles, where ``most`` run at a time."""
+    return min(tiles, most)
 
 
 @lru_cache(maxsize=256)
-def _decode_kernel(
-    device: torch.device, dtype: torch.dtype, bits: int, tokens: int, rounds: bool, whole: bool, sum_bytes: int
-) -> CudaKernel:
-    defines = _defines(dtype, bits, tokens, rounds, whole)
-    cubin = compile_cubin(DECODE.path, device_facts(device).arch, defines)
-    return CudaKernel(cubin, "semisparse_gqs_decode", (*[_POINTER] * 11, *[_INT] * 7), sum_bytes)
+def _decode_kernel(device: torch.device, build: Build, shared: int) -> CudaKernel:
+    cubin = compile_cubin(DECODE.path, device_facts(device).arch, build.defines)
+    return CudaKernel(cubin, "semisparse_gqs_decode", (*[_POINTER] * 9, *[_INT] * 9), shared)
 
 
-def _arrivals(device: torch.device, tiles: int) -> Tensor:
-    """Give the counters of a stream's kernels, zero between them.
+def _parts(device: torch.device, cells: int) -> Tensor:
+    """Give the memory through which the blocks of a stream's kernels hand each other their parts, zero between them.
 
     As cuBLAS's workspaces are, they are one stream's: graphs captured on one stream must not run at the same time.
     """
-    count = max(1 << (tiles - 1).bit_length(), 4096)
+    count = max(1 << (cells - 1).bit_length(), 1 << 13)
     place = (device, torch.cuda.current_stream(device).cuda_stream, count)
     if place not in _kept:
         if torch.cuda.is_current_stream_capturing():  # the graph sets its own to zero each time
@@ -187,13 +242,13 @@ _kept: dict[tuple[torch.device, int, int], Tensor] = {}
 
 
 def _zeros(device: torch.device, count: int) -> Tensor:
-    return torch.zeros(count, dtype=torch.int32, device=device)
+    return torch.zeros(count, dtype=torch.int64, device=device)
 
 
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
     """Give the passes of a product: rounding x; then one fused pass for few tokens, unpacking first for many."""
     passes: list[Pass] = []
-    if rounds_activations(problem.params):
+    if rounds_activations(problem.params) and problem.m > CODE_TOKENS[-1]:  # `decode` rounds fewer itself
         passes.append(Pass(problem.m * problem.k * (problem.dtype.itemsize + 1), 0, "tensor int8"))
     if problem.m <= MAX_DECODE_TOKENS:
         return (*passes, *fused_cost(problem, weight_bytes))

@@ -23,12 +23,62 @@ __device__ __forceinline__ __nv_bfloat16 scalar_of(Word bits, const __nv_bfloat1
     return __ushort_as_bfloat16(static_cast<unsigned short>(bits));
 }
 
+// Shared memory by its own addresses: pointers into it would be made anew at each use.
+__device__ __forceinline__ void read_shared(Word (&words)[2], Word at) {
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(at) : "memory");
+}
+
+__device__ __forceinline__ void read_shared(Word (&words)[4], Word at) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(at) : "memory");
+}
+
+__device__ __forceinline__ Word read_shared_word(Word at) {
+    Word value;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(at) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ Word read_shared_half(Word at) {
+    Word value;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=r"(value) : "r"(at) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ Word read_shared_byte(Word at) {
+    Word value;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(at) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void write_shared(Word at, const Word (&words)[4]) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
+        : : "r"(at), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
+}
+
+__device__ __forceinline__ void write_shared(Word at, Word value) {
+    asm volatile("st.shared.u32 [%0], %1;" : : "r"(at), "r"(value) : "memory");
+}
+
+// The same number, of which the compiler knows nothing: it would make three sums of what is added to it three times scaled.
+__device__ __forceinline__ Word opaque(Word value) {
+    asm("" : "+r"(value));
+    return value;
+}
+
+// The same number, which the assembler keeps in a register: others it makes anew at each use. For whole warps.
+__device__ __forceinline__ Word pinned(Word value) { return __shfl_sync(kAll, value, threadIdx.x % 32); }
+
+template <typename T> __device__ __forceinline__ const T* pinned(const T* place) {
+    return reinterpret_cast<const T*>(__shfl_sync(kAll, reinterpret_cast<unsigned long long>(place), threadIdx.x % 32));
+}
+
 // `count` words from a place that is aligned to them, or to 16 bytes.
 template <int count> __device__ __forceinline__ void read_words(Word* words, const void* place) {
     if constexpr (count % 4 == 0) {
 #pragma unroll
         for (int i = 0; i < count / 4; ++i) {
-            const uint4 part = __ldg(static_cast<const uint4*>(place) + i);
+            const uint4 part = static_cast<const uint4*>(place)[i];
             words[4 * i] = part.x;
             words[4 * i + 1] = part.y;
             words[4 * i + 2] = part.z;
@@ -36,33 +86,10 @@ template <int count> __device__ __forceinline__ void read_words(Word* words, con
         }
     } else {
         static_assert(count == 2, "two words or fours");
-        const uint2 part = __ldg(static_cast<const uint2*>(place));
+        const uint2 part = *static_cast<const uint2*>(place);
         words[0] = part.x;
         words[1] = part.y;
     }
-}
-
-// Loads that stay before a __syncwarp: the assembler puts others where registers are free, after what waits for memory.
-template <int count> __device__ __forceinline__ void load_words(Word (&words)[count], const Word* place) {
-    static_assert(count == 2 || count == 4, "what one load brings");
-    if constexpr (count == 2) {
-        asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "l"(place) : "memory");
-    } else {
-        asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-            : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "l"(place) : "memory");
-    }
-}
-
-__device__ __forceinline__ Word load(const unsigned char* place) {
-    Word value;
-    asm volatile("ld.global.u8 %0, [%1];" : "=r"(value) : "l"(place) : "memory");
-    return value;
-}
-
-__device__ __forceinline__ Word load(const unsigned short* place) {
-    Word value;
-    asm volatile("ld.global.u16 %0, [%1];" : "=r"(value) : "l"(place) : "memory");
-    return value;
 }
 
 // sums[16, 8] += a[16, 32] b[32, 8], a in bytes without a sign, b with one; registers as in mma.cuh, with twice the columns.
@@ -72,16 +99,47 @@ __device__ __forceinline__ void mma(int (&sums)[4], const Word (&a)[4], Word b0,
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Whether this warp is the last of others + 1 to come here; what all of them wrote before is then to be seen. Leaves 0.
-__device__ __forceinline__ bool is_last(int* arrivals, int others) {
-    int before = 0;
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) {
-        asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(arrivals) : "memory");
-        if (before == others) *arrivals = 0;
-    }
-    return __shfl_sync(0xffffffffu, before, 0) == others;
+// Hands a number to another block, which waits for it. Both are one word, so that no fence is needed.
+__device__ __forceinline__ void leave_part(unsigned long long* place, float value) {
+    const unsigned long long word = 1ull << 32 | __float_as_uint(value);
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" : : "l"(place), "l"(word) : "memory");
+}
+
+__device__ __forceinline__ float take_part(unsigned long long* place) {
+    unsigned long long word;
+    do {
+        asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(place) : "memory");
+    } while (word == 0);
+    *place = 0;
+    return __uint_as_float(static_cast<Word>(word));
+}
+
+// The number of this warp in its block; the compiler knows that all lanes have it.
+__device__ __forceinline__ int warp_of_block() { return __shfl_sync(kAll, static_cast<int>(threadIdx.x / 32), 0); }
+
+// The place `count` times `bytes` further, by one instruction.
+__device__ __forceinline__ const char* further(const char* place, Word count, Word bytes) {
+    unsigned long long found;
+    asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(found) : "r"(count), "r"(bytes), "l"(place));
+    return reinterpret_cast<const char*>(found);
+}
+
+// The same in all lanes, as the compiler knows.
+__device__ __forceinline__ bool any_of_warp(bool value) { return __any_sync(kAll, value); }
+__device__ __forceinline__ Word max_of_warp(Word value) { return __reduce_max_sync(kAll, value); }
+
+// How a kernel overlaps with those before and after it on its stream.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" : : : "memory");
+#endif
+}
+
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
+#endif
 }
 
 // A constant for a loop, by way of a number above 0 that the compiler does not know: it would make others anew at each use.
-__device__ __forceinline__ Word kept_constant(Word value, int positive) { return value + (positive >> 31); }
+__device__ __forceinline__ Word kept_constant(Word value, int positive) { return pinned(value + (positive >> 31)); }

@@ -16,6 +16,7 @@
 #include "copies.cuh"
 #include "fours.cuh"
 #include "matrices.cuh"
+#include "pairs.cuh"
 #include "scalars.cuh"
 #include "warpgroups.cuh"
 
@@ -154,7 +155,7 @@ __device__ __forceinline__ void finish(const float (&sums)[kTokens / 2], const S
         Word of[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            of[i] = transpose(pack(sums[4 * j + 2 * i] + added[i], sums[4 * j + 2 * i + 1] + added[i], kind));
+            of[i] = transposed(pair_of(sums[4 * j + 2 * i] + added[i], sums[4 * j + 2 * i + 1] + added[i], kind));
         }
         const Word other = __shfl_xor_sync(0xffffffffu, odd ? of[0] : of[1], 1);
         const uint2 four = odd ? uint2{other, of[1]} : uint2{of[0], other};

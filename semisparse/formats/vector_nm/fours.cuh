@@ -28,15 +28,6 @@ __device__ __forceinline__ void show_copies() { asm volatile("fence.proxy.async.
 
 __device__ __forceinline__ void wait_for_own_copies() { asm volatile("cp.async.wait_all;" : : : "memory"); }
 
-__device__ __forceinline__ Word pack(float low, float high, const __half*) {
-    const __half2 both = __floats2half2_rn(low, high);
-    return *reinterpret_cast<const Word*>(&both);
-}
-__device__ __forceinline__ Word pack(float low, float high, const __nv_bfloat16*) {
-    const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
-    return *reinterpret_cast<const Word*>(&both);
-}
-
 // A matrix of columns of 64 tokens, 128 swizzled bytes each: `next` bytes from 64 tokens to the next, `eight` from eight columns
 // to the next.
 __device__ __forceinline__ unsigned long long describe(Word address, Word next, Word eight) {

@@ -9,10 +9,3 @@ __device__ __forceinline__ void load_turned(Word (&to)[4], Word from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
         : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
 }
-
-// A lane's two of row lane / 4 for two of column lane / 4.
-__device__ __forceinline__ Word transpose(Word row) {
-    Word column;
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(column) : "r"(row));
-    return column;
-}

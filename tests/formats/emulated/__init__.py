@@ -34,7 +34,7 @@ class EmulatedKernel:
         self.launch.restype = ctypes.c_char_p
         self.parameters, self.shared = parameters, shared
 
-    def __call__(self, device, grid: tuple[int, int, int], threads: int, *arguments) -> None:
+    def __call__(self, device, grid: tuple[int, int, int], threads: int, *arguments, dependent: bool = False) -> None:
         values = [kind(value) for kind, value in zip(self.parameters, arguments, strict=True)]
         pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
         failure = self.launch(

@@ -26,10 +26,6 @@ inline void arrive_after_copies(Word barrier) {
 inline void show_copies() {}
 inline void wait_for_own_copies() {}
 
-template <typename Scalar> Word pack(float low, float high, const Scalar*) {
-    return static_cast<Word>(Scalar(high).bits) << 16 | Scalar(low).bits;
-}
-
 struct Matrix { Word address, next, eight; };
 
 inline Matrix describe(Word address, Word next, Word eight) {

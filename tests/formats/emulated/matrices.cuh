@@ -19,16 +19,3 @@ inline void load_turned(Word (&to)[4], Word from) {
     }
     __syncwarp();
 }
-
-inline Word transpose(Word row) {
-    const int lane = threadIdx.x % 32;
-    warp().numbers[lane] = row;
-    __syncwarp();
-    Word column = 0;
-    for (int i = 0; i < 2; ++i) {
-        const Word found = warp().numbers[(lane % 4 * 2 + i) * 4 + lane / 8];
-        column |= (found >> 16 * (lane / 4 % 2) & 0xffff) << 16 * i;
-    }
-    __syncwarp();
-    return column;
-}

@@ -24,6 +24,8 @@ inline float __int_as_float(int bits) {
     std::memcpy(&value, &bits, 4);
     return value;
 }
+inline Word opaque(Word value) { return value; }
+template <typename T> T pinned(T value) { return value; }
 inline Word kept_constant(Word value, int) { return value; }
 
 inline int byte_of(Word word, int index) { return word >> 8 * index & 255; }
@@ -55,24 +57,48 @@ inline void check_aligned(const void* place, size_t bytes) {
     if (reinterpret_cast<uintptr_t>(place) % bytes) fail("a load is not aligned");
 }
 
-template <int count> void load_words(Word (&words)[count], const Word* place) {
-    check_aligned(place, 4 * count);
-    std::memcpy(words, place, 4 * count);
-}
-
 template <int count> void read_words(Word* words, const void* place) {
     check_aligned(place, count % 4 ? 8 : 16);
     std::memcpy(words, place, 4 * count);
 }
 
-template <typename T> Word load(const T* place) { return *place; }
-
-inline bool is_last(int* arrivals, int others) {
-    __syncwarp();
-    int before = 0;
-    if (threadIdx.x % 32 == 0) {
-        before = std::exchange(*arrivals, *arrivals + 1);
-        if (before == others) *arrivals = 0;
-    }
-    return __shfl_sync(~0u, before, 0) == others;
+inline char* shared_place(Word at, Word bytes) {
+    if (at + bytes > shared_bytes) fail("outside shared memory");
+    if (at % bytes) fail("a place in shared memory is not aligned");
+    return machine_shared + (failure ? 0 : at);
 }
+
+template <typename T> Word read_shared_number(Word at) {
+    T value;
+    std::memcpy(&value, shared_place(at, sizeof value), sizeof value);
+    return value;
+}
+
+template <int count> void read_shared(Word (&words)[count], Word at) { std::memcpy(words, shared_place(at, 4 * count), 4 * count); }
+inline Word read_shared_word(Word at) { return read_shared_number<Word>(at); }
+inline Word read_shared_half(Word at) { return read_shared_number<unsigned short>(at); }
+inline Word read_shared_byte(Word at) { return read_shared_number<unsigned char>(at); }
+inline void write_shared(Word at, const Word (&words)[4]) { std::memcpy(shared_place(at, 16), words, 16); }
+inline void write_shared(Word at, Word value) { std::memcpy(shared_place(at, 4), &value, 4); }
+
+inline int warp_of_block() { return threadIdx.x / 32; }
+inline const char* further(const char* place, Word count, Word bytes) { return place + size_t(count) * bytes; }
+inline bool any_of_warp(bool value) { return __ballot_sync(kAll, value); }
+
+inline Word max_of_warp(Word value) {
+    for (int step = 1; step < 32; step *= 2) value = max(value, __shfl_sync(kAll, value, threadIdx.x % 32 ^ step));
+    return value;
+}
+
+inline void leave_part(unsigned long long* place, float value) {
+    if (*place) fail("a part that nobody took");
+    *place = 1ull << 32 | __float_as_uint(value);
+}
+
+inline float take_part(unsigned long long* place) {
+    if (!*place) fail("a part that was not left");
+    return __uint_as_float(static_cast<Word>(std::exchange(*place, 0)));
+}
+
+inline void wait_for_previous_kernel() {}
+inline void let_next_kernel_start() {}

@@ -1,0 +1,104 @@
+// A ring of pieces of a weight's groups in shared memory, a warp's own: codes, scales and zero points of SLOTS pieces of PIECE
+// groups. Group i stands at place i % kRing of each.
+
+#pragma once
+
+#include "chunk.cuh"
+#include "copies.cuh"
+
+constexpr int kRing = SLOTS * PIECE;  // groups
+constexpr int kGroupBytes = 4 * kWords;
+constexpr int kVector = 16;           // bytes of which copies are made
+constexpr int kScalesAt = kRing * kGroupBytes, kZerosAt = kScalesAt + 2 * kRing;
+constexpr int kPiecesBytes = kZerosAt + kRing;  // of a warp
+constexpr int kScaleLanes = 2 * PIECE / kVector, kZeroLanes = PIECE / kVector;
+// A strip may lie in as many pieces as it has groups, and the one that it began in is not to be written over.
+constexpr int kDepth = SLOTS - 1 - (BATCH * 64 + PIECE - 1) / PIECE;
+static_assert(kDepth > 0 && PIECE % 64 == 0 && 3 * PIECE <= 32 * kVector && (SLOTS & SLOTS - 1) == 0, "the ring");
+
+struct Weight {
+    const uint2* masks;           // [chunks], low word first
+    const Word* starts;           // [chunks + 1]
+    const char* codes;            // [kept, kGroupBytes]
+    const char* scale;            // [kept], a SCALAR each
+    const char* zero;             // [kept]
+    int chunks, kept;
+};
+
+// A lane's share of an array's copies: 16 bytes of each piece, `offset` bytes from where the array's part of it begins.
+struct Share {
+    const char* from;  // of group 0
+    Word to;           // in shared memory, of place 0
+    Word step;         // bytes of a group
+    int offset;
+    int limit;         // of the groups at which whole pieces begin that are wanted; 0 where this lane has none of their bytes
+
+    __device__ __forceinline__ Share(const char* array, Word at, Word step, int offset, int limit)
+        : from(pinned(array + offset)), to(pinned(at + offset)), step(step), offset(offset), limit(limit) {}
+
+    __device__ __forceinline__ void copy(int group, Word place) const {
+        if (group < limit) copy_async(to + place * step, further(from, group, step));
+    }
+
+    // Where only `left` groups are left of the array.
+    __device__ __forceinline__ void copy_some(Word group, Word place, int left) const {
+        const int bytes = min(left * static_cast<int>(step) - offset, kVector);
+        if (bytes > 0) copy_async(to + place * step, further(from, group, step), bytes);
+    }
+};
+
+struct Pieces {
+    Word at;                  // in shared memory
+    int asked, ready;         // groups: asked for up to; come up to
+    int end, kept;            // groups: the last that is wanted, and all
+    Share codes, parameters;  // the first copy of codes; scales by the first lanes, zero points by the next
+
+    __device__ __forceinline__ Pieces(const Weight& weight, Word at, int begin, int end)
+        : at(at), asked(begin / PIECE * PIECE), ready(asked), end(end), kept(weight.kept),
+          codes(weight.codes, at, kGroupBytes, kVector * lane(), whole()),
+          parameters(lane() < kScaleLanes ? Share(weight.scale, at + kScalesAt, 2, kVector * lane(), whole())
+                                          : Share(weight.zero, at + kZerosAt, 1, kVector * (lane() - kScaleLanes), has_parameters() ? whole() : 0)) {
+#pragma unroll 1
+        for (int i = 0; i < kDepth; ++i) ask();
+    }
+
+    __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
+    __device__ __forceinline__ static bool has_parameters() { return lane() < kScaleLanes + kZeroLanes; }
+
+    // Pieces that begin before are whole, and wanted.
+    __device__ __forceinline__ int whole() const { return min(end, kept - PIECE + 1); }
+
+    // Asks for one more piece, if one is wanted.
+    __device__ __forceinline__ void ask() {
+        const Word place = opaque(asked & kRing - 1);
+#pragma unroll
+        for (int i = 0; i < PIECE; i += 32 * kVector / kGroupBytes) codes.copy(asked + i, place + i);
+        parameters.copy(asked, place);
+        if (!(asked < codes.limit) && asked < end) {
+#pragma unroll
+            for (int i = 0; i < PIECE; i += 32 * kVector / kGroupBytes) codes.copy_some(asked + i, place + i, kept - asked - i);
+            if (has_parameters()) parameters.copy_some(asked, place, kept - asked);
+        }
+        commit_copies();
+        asked += PIECE;
+    }
+
+    // Waits until all groups before `group` have come.
+    __device__ __forceinline__ void require(int group) {
+#pragma unroll 1
+        while (any_of_warp(ready < group)) {
+            wait_for_copies<kDepth - 1>();
+            __syncwarp();
+            ready += PIECE;
+            ask();
+        }
+    }
+
+    // A group's numbers; any for one that is not there.
+    __device__ __forceinline__ void read(Chunk& chunk, int row, Word group) const {
+        const Word place = opaque(group & kRing - 1);
+        read_shared(chunk.codes[row], at + place * kGroupBytes);
+        chunk.scale[row] = read_shared_half(at + kScalesAt + 2 * place);
+        chunk.zero[row] = read_shared_byte(at + kZerosAt + place);
+    }
+};
