@@ -76,7 +76,7 @@ def test_any_division_of_the_work(monkeypatch, kind: str, dtype: torch.dtype, m:
         monkeypatch.setattr(cuda, "device_facts", lambda _, blocks=blocks: SimpleNamespace(processors=blocks, arch=""))
         results = []
         for emulated.adverse[0] in (False, True):
-            results.append(cuda.decode(x, packed, bias))
+            results.append(cuda.prepare_decode(problem_of(x, packed))(x, packed, bias))
             check_product(results[-1], x, packed, bias, multiplied)
         assert torch.equal(*results)
     assert not any(parts.any() for parts in cuda._kept.values())
@@ -93,7 +93,8 @@ def test_tokens_are_rounded_as_elsewhere(monkeypatch: pytest.MonkeyPatch, k: int
     for tokens in (torch.stack((halves, halves * 3)), torch.stack((torch.zeros(k), 1e-3 * halves)), halves[None]):
         x = tokens.to(dtype)
         codes, scale = quantise_rows(x, torch.int8)
-        assert torch.equal(cuda.decode(x, packed, None), (codes.float() * scale[:, None] * 15).to(dtype))
+        found = cuda.prepare_decode(problem_of(x, packed))(x, packed, None)
+        assert torch.equal(found, (codes.float() * scale[:, None] * 15).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -22,7 +22,7 @@ FORMAT = Format(
     kernels=(
         Kernel("cpu", "cpu", cpu.supports, lambda problem: cpu.load()),
         Kernel("unpack_cpu", "cpu", cpu.unpack_refusal, lambda problem: cpu.unpack_and_multiply),
-        Kernel("decode", "cuda", cuda.decode_refusal, lambda problem: cuda.decode),
+        Kernel("decode", "cuda", cuda.decode_refusal, cuda.prepare_decode),
         Kernel("unpack", "cuda", unpack.unpack_refusal, unpack.prepare_unpack_and_multiply),
     ),
     cost=cuda.cost,

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from dataclasses import replace
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from semisparse.formats.base import Packed, Pass, Problem, fused_cost
+from semisparse.formats.base import Packed, Pass, Problem, Product, fused_cost
 from semisparse.formats.gqs.activations import rounded, rounds_activations
 from semisparse.formats.gqs.pack import TILE_GROUPS, TILE_ROWS, size_of
 from semisparse.quant.group import KINDS
 from semisparse.runtime.device import DeviceFacts, device_facts
-from semisparse.runtime.launch import CudaKernel
+from semisparse.runtime.launch import CudaKernel, address
 from semisparse.runtime.nvrtc import CudaSource, Defines, compile_cubin, unavailable
 
 MAX_DECODE_TOKENS = 16
@@ -131,7 +132,7 @@ _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 
 
 def decode_refusal(problem: Problem) -> str | None:
-    """Say why `decode` cannot compute ``problem`` here, or None if it can."""
+    """Say why `prepare_decode` cannot compute ``problem`` here, or None if it can."""
     if not 1 <= problem.m <= MAX_DECODE_TOKENS:
         return f"takes 1 to {MAX_DECODE_TOKENS} tokens, got {problem.m}"
     if problem.dtype not in SCALARS or problem.weight_dtype != problem.dtype:
@@ -145,45 +146,47 @@ def decode_refusal(problem: Problem) -> str | None:
     return unavailable()
 
 
-def decode(x: Tensor, packed: Packed, bias: Tensor | None, early: bool = False) -> Tensor:
-    """Multiply 1 to 16 tokens.
+def prepare_decode(problem: Problem, early: bool = False) -> Product:
+    """Prepare to multiply 1 to 16 tokens.
 
     One or two are multiplied by 4-bit codes, in int8 where the kind is ``w4a8``; more by the weights that codes stand
     for, rounded to x's dtype.
 
     Args:
-        x: [M, K] float16 or bfloat16.
-        packed: in x's dtype.
-        bias: [N] or None.
+        problem: x and w in float16 or bfloat16.
         early: whether the launch may begin before the kernel before it on the stream has ended (Hopper and later). It
             waits before it reads x and before it writes, but not before it reads the weight: nothing that still runs
             may be writing it.
-    Returns:
-        [M, N] in x's dtype.
     """
-    x, (m, k), n = x.contiguous(), x.shape, packed.shape[0]
-    kept = len(packed.tensors["zero"])
+    m, n, k, dtype, device = problem.m, problem.n, problem.k, problem.dtype, problem.device
+    kept = int(problem.params["kept"])
     if not kept:
-        return x.new_zeros(m, n) if bias is None else bias.to(x.dtype).repeat(m, 1)
-    bits, dtype = KINDS[str(packed.params["kind"])], x.dtype
-    facts = device_facts(x.device)
-    tiles, tile_chunks = packed.tensors["masks"].shape
-    rounds = rounds_activations(packed.params)
-    whole = x.data_ptr() % 16 == 0 and k % STRIP_COLUMNS == 0
-    build = _build_of(m, k, Build(dtype, bits, 0, rounds, whole, WARPS), tiles, facts)
-    if rounds and not build.rounds:
-        x = rounded(x, dtype)
+        return lambda x, packed, bias: x.new_zeros(m, n) if bias is None else bias.to(dtype).repeat(m, 1)
+    facts, rounds = device_facts(device), rounds_activations(problem.params)
+    tiles, tile_chunks = -(-n // TILE_ROWS), -(-k // (SIZE * TILE_GROUPS))
     strips = tiles * -(-tile_chunks // BATCH)
-    blocks = min(_blocks(tiles, build.blocks * facts.processors), strips)
-    y = torch.empty((m, n), dtype=dtype, device=x.device)
-    bias = None if bias is None else bias.to(dtype).contiguous()
-    stored = [_aligned(packed.tensors[name]) for name in ("masks", "starts", "codes", "scale", "zero")]
-    operands = [x, *stored, bias, y, _parts(x.device, blocks * TILE_ROWS * build.tokens)]
-    pointers = [0 if operand is None else operand.data_ptr() for operand in operands]
-    kernel = _decode_kernel(x.device, build, build.shared_bytes(k))
-    sizes = (m, n, k, tile_chunks, tiles * tile_chunks, kept, *divmod(strips, blocks), int(early))
-    kernel(x.device, (blocks, 1, 1), 32 * build.warps, *pointers, *sizes, dependent=facts.arch.endswith("a"))
-    return y
+
+    @cache
+    def launch_of(whole: bool) -> tuple[Build, int, CudaKernel, tuple[int, ...]]:
+        build = _build_of(m, k, Build(dtype, KINDS[str(problem.params["kind"])], 0, rounds, whole, WARPS), tiles, facts)
+        blocks = min(_blocks(tiles, build.blocks * facts.processors), strips)
+        sizes = (m, n, k, tile_chunks, tiles * tile_chunks, kept, *divmod(strips, blocks), int(early))
+        return build, blocks, _decode_kernel(device, build, build.shared_bytes(k)), sizes
+
+    def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+        x = x.contiguous()
+        build, blocks, kernel, sizes = launch_of(x.data_ptr() % 16 == 0 and k % STRIP_COLUMNS == 0)
+        if rounds and not build.rounds:
+            x = rounded(x, dtype)
+        y = x.new_empty(m, n)
+        bias = None if bias is None else bias.to(dtype).contiguous()
+        stored = [_aligned(packed.tensors[name]) for name in ("masks", "starts", "codes", "scale", "zero")]
+        operands = [x, *stored, bias, y, _parts(device, blocks * TILE_ROWS * build.tokens)]
+        threads, pointers = 32 * build.warps, map(address, operands)
+        kernel(device, (blocks, 1, 1), threads, *pointers, *sizes, dependent=facts.arch.endswith("a"))
+        return y
+
+    return decode
 
 
 def _aligned(tensor: Tensor) -> Tensor:
@@ -248,7 +251,9 @@ def _zeros(device: torch.device, count: int) -> Tensor:
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
     """Give the passes of a product: rounding x; then one fused pass for few tokens, unpacking first for many."""
     passes: list[Pass] = []
-    if rounds_activations(problem.params) and problem.m > CODE_TOKENS[-1]:  # `decode` rounds fewer itself
+    if rounds_activations(problem.params):
+        if problem.device.type == "cuda" and problem.m <= CODE_TOKENS[-1]:  # `decode` rounds these itself
+            return (replace(*fused_cost(problem, weight_bytes), unit="tensor int8"),)
         passes.append(Pass(problem.m * problem.k * (problem.dtype.itemsize + 1), 0, "tensor int8"))
     if problem.m <= MAX_DECODE_TOKENS:
         return (*passes, *fused_cost(problem, weight_bytes))
