@@ -40,6 +40,12 @@ def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
+def stream_of(device: torch.device) -> int:
+    """Give the handle of torch's current stream on a GPU."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch._C._cuda_getCurrentRawStream(index)  # torch.cuda.current_stream() makes an object: 4.2 us for .1
+
+
 def places_of(*sizes: int) -> tuple[int, ...]:
     """Give where arrays of so many bytes begin that share one allocation and, last, its own size.
 
@@ -107,8 +113,7 @@ class CudaKernel:
         if index not in self._devices_ready:
             self._allow_shared_memory(index)
         blocks = self._blocks
-        # torch.cuda.current_stream() makes an object: 1.5 us more.
-        stream = torch._C._cuda_getCurrentRawStream(index)
+        stream = stream_of(device)
         CONFIG.pack_into(blocks.config, 0, *grid, threads, 1, 1, self.shared, stream, _OVERLAP_AT, dependent)
         self._layout.pack_into(blocks.arguments, 0, *[argument or 0 for argument in arguments])
         status = self._launch(blocks.config_at, self._function, blocks.pointers_at, None)

@@ -21,16 +21,12 @@ GQS = get_format("gqs")
 pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="no g++ to compile the emulation")
 
 
-class _Stream:
-    cuda_stream = 0
-
-
 @pytest.fixture(autouse=True)
 def emulated_kernels(monkeypatch: pytest.MonkeyPatch):
     for module in (activations, cuda, unpack):
         monkeypatch.setattr(module, "compile_cubin", emulated.compile_emulated)
         monkeypatch.setattr(module, "CudaKernel", emulated.EmulatedKernel)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: _Stream)
+    monkeypatch.setattr(cuda, "stream_of", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
     _forget_kernels()
@@ -60,6 +56,9 @@ def _forget_kernels() -> None:
         ("w4a8", torch.bfloat16, 3, 23, 172, "g16@50%"),
         ("w4a8", torch.float16, 4, 16, 512, "g16@0%"),
         ("w4a8", torch.float16, 6, 20, 300, "g16@50%"),
+        ("w8", torch.float16, 1, 67, 512, "g16@0%"),
+        ("w4a8", torch.float16, 1, 130, 1024, "g16@80%"),
+        ("w4", torch.float16, 1, 120, 700, "g16@30%"),
     ],
 )
 def test_any_division_of_the_work(monkeypatch, kind: str, dtype: torch.dtype, m: int, n: int, k: int, pattern: str):
@@ -149,7 +148,7 @@ def test_counters_are_a_streams_and_never_of_a_graph_in_the_making(monkeypatch: 
         return allocate(device, count)
 
     def counters(stream: int, capturing: bool = False) -> torch.Tensor:
-        monkeypatch.setattr(_Stream, "cuda_stream", stream)
+        monkeypatch.setattr(cuda, "stream_of", lambda device: stream)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
         return cuda._parts(torch.device("cpu"), 9)
 

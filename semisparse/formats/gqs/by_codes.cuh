@@ -8,9 +8,10 @@
 #include "diagonal.cuh"
 
 constexpr bool kHalf = is_half(static_cast<const SCALAR*>(nullptr));
-constexpr float kUnit = kHalf ? 0x1p-24f : 1.0f;     // what a code is multiplied by
-constexpr float kSecond = kHalf ? 0.0625f : 1.0f;    // what makes codes of the second product's
-constexpr float kZeroUnit = 0x1p20f * kUnit;           // what makes a zero point, its bits those of a half, one of codes
+constexpr float kUnit = kHalf ? 0x1p-24f : 1.0f;   // what a code is multiplied by
+constexpr float kSecond = kHalf ? 0.0625f : 1.0f;  // what makes codes of the second product's
+constexpr float kZeroUnit = 0x1p20f * kUnit;       // what makes a zero point, its bits those of a half, one of codes
+
 struct Input {
     using Value = unsigned short;
     using Number = float;

@@ -17,7 +17,7 @@ from semisparse.formats.gqs.activations import rounded, rounds_activations
 from semisparse.formats.gqs.pack import TILE_GROUPS, TILE_ROWS, size_of
 from semisparse.quant.group import KINDS
 from semisparse.runtime.device import DeviceFacts, device_facts
-from semisparse.runtime.launch import CudaKernel, address
+from semisparse.runtime.launch import CudaKernel, address, stream_of
 from semisparse.runtime.nvrtc import CudaSource, Defines, compile_cubin, unavailable
 
 MAX_DECODE_TOKENS = 16
@@ -228,7 +228,7 @@ def _parts(device: torch.device, cells: int) -> Tensor:
     As cuBLAS's workspaces are, they are one stream's: graphs captured on one stream must not run at the same time.
     """
     count = max(1 << (cells - 1).bit_length(), 1 << 13)
-    place = (device, torch.cuda.current_stream(device).cuda_stream, count)
+    place = (device, stream_of(device), count)
     if place not in _kept:
         if torch.cuda.is_current_stream_capturing():  # the graph sets its own to zero each time
             return _zeros(device, count)

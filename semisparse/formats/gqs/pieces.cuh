@@ -17,11 +17,11 @@ constexpr int kDepth = SLOTS - 1 - (BATCH * 64 + PIECE - 1) / PIECE;
 static_assert(kDepth > 0 && PIECE % 64 == 0 && 3 * PIECE <= 32 * kVector && (SLOTS & SLOTS - 1) == 0, "the ring");
 
 struct Weight {
-    const uint2* masks;           // [chunks], low word first
-    const Word* starts;           // [chunks + 1]
-    const char* codes;            // [kept, kGroupBytes]
-    const char* scale;            // [kept], a SCALAR each
-    const char* zero;             // [kept]
+    const uint2* masks;  // [chunks], low word first
+    const Word* starts;  // [chunks + 1]
+    const char* codes;   // [kept, kGroupBytes]
+    const char* scale;   // [kept], a SCALAR each
+    const char* zero;    // [kept]
     int chunks, kept;
 };
 
@@ -36,8 +36,9 @@ struct Share {
     __device__ __forceinline__ Share(const char* array, Word at, Word step, int offset, int limit)
         : from(pinned(array + offset)), to(pinned(at + offset)), step(step), offset(offset), limit(limit) {}
 
-    __device__ __forceinline__ void copy(int group, Word place) const {
-        if (group < limit) copy_async(to + place * step, further(from, group, step));
+    // Of the piece that begins at group `piece`; `more` groups further where the lanes copy more than once.
+    __device__ __forceinline__ void copy(int piece, Word place, int more) const {
+        if (piece < limit) copy_async(to + (place + more) * step, further(from, piece + more, step));
     }
 
     // Where only `left` groups are left of the array.
@@ -72,8 +73,8 @@ struct Pieces {
     __device__ __forceinline__ void ask() {
         const Word place = opaque(asked & kRing - 1);
 #pragma unroll
-        for (int i = 0; i < PIECE; i += 32 * kVector / kGroupBytes) codes.copy(asked + i, place + i);
-        parameters.copy(asked, place);
+        for (int i = 0; i < PIECE; i += 32 * kVector / kGroupBytes) codes.copy(asked, place, i);
+        parameters.copy(asked, place, 0);
         if (!(asked < codes.limit) && asked < end) {
 #pragma unroll
             for (int i = 0; i < PIECE; i += 32 * kVector / kGroupBytes) codes.copy_some(asked + i, place + i, kept - asked - i);

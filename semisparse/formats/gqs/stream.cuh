@@ -19,11 +19,11 @@ struct Header {
 struct Stream {
     Pieces pieces;
     const Weight& weight;
-    Word headers;             // the shared memory of the window
-    int first;                // the run's first chunk
-    int seen, passed;         // chunks from there: in shared memory; passed
-    uint2 mask;               // of the next window's chunk of this lane
-    Word start;
+    Word headers;      // the windows, in shared memory
+    int first;         // the run's first chunk
+    int seen, passed;  // chunks from there: whose headers lie in shared memory; multiplied
+    uint2 mask;        // of this lane's chunk of the next window
+    Word start;        // likewise
 
     // The chunks from `from` up to `to`; `at` is the warp's place in shared memory.
     __device__ __forceinline__ Stream(const Weight& weight, Word at, int from, int to)
