@@ -38,7 +38,7 @@ struct Share {
 
     // Of the piece that begins at group `piece`; `more` groups further where the lanes copy more than once.
     __device__ __forceinline__ void copy(int piece, Word place, int more) const {
-        if (piece < limit) copy_async(to + (place + more) * step, further(from, piece + more, step));
+        if (piece < limit) copy_async(to + place * step + more * step, further(from, piece, step) + more * step);
     }
 
     // Where only `left` groups are left of the array.
@@ -76,7 +76,7 @@ struct Pieces {
         for (int i = 0; i < PIECE; i += 32 * kVector / kGroupBytes) codes.copy(asked, place, i);
         parameters.copy(asked, place, 0);
         if (!(asked < codes.limit) && asked < end) {
-#pragma unroll
+#pragma unroll 1  // else the build for 16 tokens in 8 bits spills on Ampere
             for (int i = 0; i < PIECE; i += 32 * kVector / kGroupBytes) codes.copy_some(asked + i, place + i, kept - asked - i);
             if (has_parameters()) parameters.copy_some(asked, place, kept - asked);
         }
