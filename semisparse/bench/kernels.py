@@ -16,7 +16,8 @@ from semisparse.bench.roofline import Candidate, estimate, random_weight
 from semisparse.bench.shapes import LayerShape
 from semisparse.bench.timing import rotating_copies, time_calls
 from semisparse.errors import InputError, KernelError
-from semisparse.formats.base import Kernel, Packed, Product, get_format
+from semisparse.formats.base import Packed, get_format
+from semisparse.formats.kernel import Kernel, Product
 from semisparse.formats.product import problem_of
 from semisparse.patterns import parse_pattern
 from semisparse.runtime.device import device_facts

@@ -11,7 +11,8 @@ import torch
 
 from semisparse.bench.machines import Machine
 from semisparse.errors import InputError
-from semisparse.formats.base import Format, Packed, Pass, Problem, get_format, registry
+from semisparse.formats.base import Format, Packed, get_format, registry
+from semisparse.formats.kernel import Pass, Problem
 from semisparse.patterns import Pattern, parse_pattern
 
 BASELINE = "dense"

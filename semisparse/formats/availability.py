@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from semisparse.formats.base import Format, Kernel, Problem, registry
+from semisparse.formats.base import Format, registry
+from semisparse.formats.kernel import Kernel, Problem
 from semisparse.patterns import parse_pattern
 
 

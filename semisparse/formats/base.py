@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from semisparse.errors import FormatError, InputError, KernelError
+from semisparse.formats.kernel import Kernel, Pass, Problem, fused_cost
 from semisparse.patterns import Pattern, parse_pattern
 
 Params = Mapping[str, int | float | str]
@@ -130,77 +131,6 @@ def replace_tensors(packed: Packed, tensors: dict[str, Tensor]) -> Packed:
 def in_layout(packed: Packed, params: Params, tensors: dict[str, Tensor]) -> Packed:
     """Give the same weight as another layout declares and stores it."""
     return Packed(packed.format, packed.version, packed.pattern, packed.shape, packed.dtype, params, tensors)
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One product that a kernel is asked for: ``y[M, N] = x[M, K] @ w[N, K].T``."""
-
-    m: int
-    n: int
-    k: int
-    pattern: Pattern
-    params: Params
-    weight_dtype: torch.dtype
-    dtype: torch.dtype
-    """Of x and y."""
-    device: torch.device
-
-
-Product = Callable[[Tensor, Packed, Tensor | None], Tensor]
-"""(x [M, K], packed, bias [N] or None) -> y [M, N] in x's dtype; of the problem it was prepared for."""
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """One implementation of a format's product on one kind of device.
-
-    Args:
-        name: unique inside the format.
-        device: ``cpu`` or ``cuda``; None runs on any.
-        supports: None if it can compute this problem on this machine, else the reason why not.
-        prepare: give the product for one problem: import and compile what it needs, and settle whatever x, the stored
-            tensors and the bias do not change. Asked once for each problem, because a decode call takes the GPU less
-            time than such choices take the host.
-        pays: whether ``auto`` may prefer it to the kernels after it; false where another was measured to be faster.
-    """
-
-    name: str
-    device: str | None
-    supports: Callable[[Problem], str | None]
-    prepare: Callable[[Problem], Product]
-    pays: Callable[[Problem], bool] = lambda problem: True
-
-    def refusal(self, problem: Problem) -> str | None:
-        """Say why this kernel cannot compute ``problem``, or None if it can."""
-        if self.device is not None and self.device != problem.device.type:
-            return f"runs on {self.device}, the operands are on {problem.device.type}"
-        return self.supports(problem)
-
-
-@dataclass(frozen=True)
-class Pass:
-    """One kernel of a product, as the roofline model sees it.
-
-    Args:
-        bytes: read and written, each operand once.
-        operations: multiplications and additions.
-        unit: what computes them: ``tensor fp16`` (bfloat16 too), ``tensor fp8``, ``tensor int8`` or ``fp32``.
-        strategy: how the kernel goes about it, where a format has several ways; ``plan`` shows it.
-    """
-
-    bytes: float
-    operations: float
-    unit: str
-    strategy: str = ""
-
-
-def fused_cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
-    """Give what a format costs whose kernel unpacks the weight as it reads it: packed bytes, dense operations."""
-    m, n, k = problem.m, problem.n, problem.k
-    operands = m * (n + k) * problem.dtype.itemsize
-    unit = "fp32" if problem.dtype == torch.float32 else "tensor fp16"
-    return (Pass(weight_bytes + operands, 2 * m * n * k, unit),)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from semisparse.errors import InputError
-from semisparse.formats.base import Packed, Problem, Product, get_format, replace_tensors
+from semisparse.formats.base import Packed, get_format, replace_tensors
+from semisparse.formats.kernel import Problem, Product
 from semisparse.patterns import parse_pattern
 
 

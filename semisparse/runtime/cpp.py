@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import shlex
 import shutil
@@ -13,12 +14,19 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import torch
+
 from semisparse.errors import KernelError
 from semisparse.runtime.cache import cached
 from semisparse.runtime.includes import read_with_includes
 
+logger = logging.getLogger(__name__)
+
 HEADERS = Path(__file__).parent / "host"
 """Headers that kernels of different formats share."""
+
+WORK_PER_THREAD = 1 << 16
+"""Multiply-adds below which another thread costs more than it brings."""
 
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC")
 OPENMP = ("-fopenmp",)
@@ -37,11 +45,6 @@ class Compiler:
     command: tuple[str, ...]
     flags: tuple[str, ...]
     target: str
-
-    @property
-    def threads(self) -> bool:
-        """Whether kernels are compiled with OpenMP; without it they run on one thread."""
-        return OPENMP[0] in self.flags
 
 
 def load(source: Path) -> ctypes.CDLL:
@@ -67,6 +70,11 @@ def load(source: Path) -> ctypes.CDLL:
         raise KernelError(
             f"cannot open the compiled {source.name}: {error}; set TMPDIR to a directory that can"
         ) from error
+
+
+def threads_for(work: int) -> int:
+    """Say how many threads share so many multiply-adds."""
+    return max(1, min(torch.get_num_threads(), work // WORK_PER_THREAD))
 
 
 @cache
@@ -105,6 +113,8 @@ def _probe(chosen: str) -> Compiler:
             arguments = (*command, *FLAGS, *openmp, *header, "-dM", "-E", "-x", "c++", os.devnull)
             answer = subprocess.run(arguments, capture_output=True, text=True, check=False)
             if answer.returncode == 0:
+                if not openmp:
+                    logger.warning("the C++ compiler %s has no OpenMP: CPU kernels run on one thread", chosen)
                 return Compiler(command, (*FLAGS, *openmp), answer.stdout)
             complaint = answer.stderr.strip()
     except (OSError, ValueError) as error:

@@ -6,8 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semisparse.formats.base import Problem, get_format
+from semisparse.formats.base import get_format
 from semisparse.formats.bitmask.gemm import SPLIT, choose, pays
+from semisparse.formats.kernel import Problem
 from semisparse.patterns import parse_pattern
 from tests.formats.test_bitmask_division import H200
 from tests.formats.test_bitmask_tiles import Warp, random_weight

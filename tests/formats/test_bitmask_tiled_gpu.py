@@ -5,8 +5,9 @@ import os
 import pytest
 import torch
 
-from semisparse.formats.base import Problem, get_format
+from semisparse.formats.base import get_format
 from semisparse.formats.bitmask import gemm, tiled
+from semisparse.formats.kernel import Problem
 from semisparse.formats.product import problem_of
 from semisparse.patterns import parse_pattern
 from tests.formats.test_bitmask_gemm import columns_of

@@ -175,14 +175,14 @@ def test_the_cpu_kernel_reads_every_kind_and_size(kind: str, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
-@pytest.mark.parametrize("m", [1, 2, 9, 40])
+@pytest.mark.parametrize("m", [0, 1, 2, 9, 40])
 def test_activations_have_8_bits_however_many_tokens_there_are(m: int, device: str):
     packed = GQS.pack(sparse(30, 200, 16, 50).half().to(device), "g16@50%", kind="w4a8")
     x, bias = random_operands(packed, m, torch.float16, device)
     y = linear(x, packed, bias)
     exact = as_multiplied(x, packed).double() @ packed.unpack().double().T + bias.double()
     unrounded = x.double() @ packed.unpack().double().T + bias.double()
-    assert (y.double() - exact).norm() < 0.1 * (unrounded - exact).norm()
+    assert (y.double() - exact).norm() <= 0.1 * (unrounded - exact).norm()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the decode kernel: no GPU here")

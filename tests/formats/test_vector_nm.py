@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import semisparse.formats.vector_nm
 from semisparse.errors import FormatError
 from semisparse.formats import Packed, Pass, get_format, linear
-from semisparse.formats.base import Problem
+from semisparse.formats.kernel import Problem
 from semisparse.formats.product import problem_of
 from semisparse.formats.vector_nm.tiling import choose_tiling
 from semisparse.patterns import VectorNM, parse_pattern

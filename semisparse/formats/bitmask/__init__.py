@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import torch
 
-from semisparse.formats.base import Case, Format, Kernel, Problem
+from semisparse.formats.base import Case, Format
 from semisparse.formats.bitmask import cpu, cuda, gemm, layouts, tiled
 from semisparse.formats.bitmask.cost import cost
 from semisparse.formats.bitmask.pack import BLOCK
+from semisparse.formats.kernel import Kernel, Problem
 
 
 def _of_rows(supports: Callable[[Problem], str | None]) -> Callable[[Problem], str | None]:

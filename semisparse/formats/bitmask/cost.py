@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from semisparse.formats.base import Pass, Problem, fused_cost
 from semisparse.formats.bitmask import cuda, gemm, tiled, tiles
 from semisparse.formats.bitmask.pack import values_per_block
+from semisparse.formats.kernel import Pass, Problem, fused_cost
 
 
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:

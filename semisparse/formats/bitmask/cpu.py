@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 from functools import cache
 from pathlib import Path
 
@@ -11,20 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from semisparse.formats.base import Packed, Problem, Product
+from semisparse.formats.base import Packed
 from semisparse.formats.bitmask.pack import BLOCK
+from semisparse.formats.kernel import Problem, Product
 from semisparse.runtime import cpp
 
 MAX_DIRECT_TOKENS = 32
 """Bands cost 12.6 ms against 7.0 here and win from 40 (one thread) or 96 (two) tokens on: 4096 x 4096, Zen 4."""
 BAND_BYTES = 8 << 20
 """Of float32 weights expanded at a time."""
-WORK_PER_THREAD = 1 << 16
-"""Multiply-adds below which another thread costs more than it brings."""
-
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-
-logger = logging.getLogger(__name__)
 
 
 class _Weight(ctypes.Structure):
@@ -72,8 +67,6 @@ def load() -> Product:
     library.bitmask_product.argtypes = (weight, pointer, pointer, count, threads)
     library.bitmask_expand.argtypes = (weight, count, count, count, pointer, threads)
     library.bitmask_product.restype = library.bitmask_expand.restype = None
-    if not cpp.find_compiler().threads:
-        logger.warning("the C++ compiler has no OpenMP: the cpu kernel of format bitmask runs on one thread")
 
     def product(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         compute = _direct if x.shape[0] <= MAX_DIRECT_TOKENS else _by_bands
@@ -91,7 +84,7 @@ def _direct(library: ctypes.CDLL, x: Tensor, packed: Packed) -> Tensor:
     n = packed.shape[0]
     panel = F.pad(x, (0, -k % BLOCK)).contiguous()
     y = torch.empty(m, n)
-    library.bitmask_product(_Weight(packed), panel.data_ptr(), y.data_ptr(), m, _threads(m * n * k))
+    library.bitmask_product(_Weight(packed), panel.data_ptr(), y.data_ptr(), m, cpp.threads_for(m * n * k))
     return y
 
 
@@ -104,10 +97,6 @@ def _by_bands(library: ctypes.CDLL, x: Tensor, packed: Packed) -> Tensor:
     y = torch.empty(x.shape[0], n)
     for first in range(0, n, rows):
         count = min(rows, n - first)
-        library.bitmask_expand(weight, first, count, k, band.data_ptr(), _threads(count * k))
+        library.bitmask_expand(weight, first, count, k, band.data_ptr(), cpp.threads_for(count * k))
         y[:, first : first + count] = F.linear(x, band[:count])
     return y
-
-
-def _threads(work: int) -> int:
-    return max(1, min(torch.get_num_threads(), work // WORK_PER_THREAD))

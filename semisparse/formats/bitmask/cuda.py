@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from semisparse.formats.base import Packed, Problem, Product
+from semisparse.formats.base import Packed
 from semisparse.formats.bitmask.pack import BLOCK, unpack, values_per_block
+from semisparse.formats.kernel import Problem, Product
 from semisparse.runtime.blas import multiply_dense
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.launch import CudaKernel, address

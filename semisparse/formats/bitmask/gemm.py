@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from semisparse.formats.base import Packed, Problem, Product
+from semisparse.formats.base import Packed
 from semisparse.formats.bitmask.division import RESERVED_SHARED, Processor, tile_bytes
 from semisparse.formats.bitmask.pack import values_per_block
 from semisparse.formats.bitmask.tiled import OVERRUN, SCALARS, processor, tile_counts, unpack_refusal
+from semisparse.formats.kernel import Problem, Product
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.launch import CudaKernel, address, places_of
 from semisparse.runtime.nvrtc import CudaSource, Defines, compile_cubin

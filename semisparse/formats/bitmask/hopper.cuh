@@ -8,18 +8,8 @@
 #include "clusters.cuh"
 #include "pairs.cuh"
 #include "tiled.cuh"
+#include "waiting.cuh"
 #include "warpgroups.cuh"
-
-namespace barrier {
-
-__device__ __forceinline__ void wait(Word at, int parity) {
-    asm volatile(
-        "{\n.reg .pred done;\nagain:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}"
-        : : "r"(at), "r"(parity) : "memory");
-}
-
-}  // namespace barrier
 
 // A matrix in shared memory whose rows of 128 bytes have their 16-byte units exchanged in groups of 8 rows: the low half of
 // what wgmma is told, which moves on by 1 for 16 bytes; the high half is always the same. In a cluster the address has the

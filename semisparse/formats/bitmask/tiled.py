@@ -10,11 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from semisparse.formats.base import Packed, Problem, Product
+from semisparse.formats.base import Packed
 from semisparse.formats.bitmask import tiles
 from semisparse.formats.bitmask.division import Division, Processor, divide, tile_bytes
 from semisparse.formats.bitmask.layouts import layout_of
 from semisparse.formats.bitmask.pack import values_per_block
+from semisparse.formats.kernel import Problem, Product
 from semisparse.runtime.blas import multiply_dense
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.launch import CudaKernel, address

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from semisparse.formats.base import Format, Kernel, Problem, Product
+from semisparse.formats.base import Format
 from semisparse.formats.dense import pack, products
+from semisparse.formats.kernel import Kernel, Problem, Product
 
 
 def _triton_int8(problem: Problem) -> Product:

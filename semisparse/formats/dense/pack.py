@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from semisparse.errors import FormatError
-from semisparse.formats.base import Packed, Params, Pass, Problem, TensorSpec, fused_cost
+from semisparse.formats.base import Packed, Params, TensorSpec
 from semisparse.formats.dense import int4
+from semisparse.formats.kernel import Pass, Problem, fused_cost
 from semisparse.patterns import Pattern, VectorNM
 from semisparse.quant.symmetric import FP8_MAX, quantise_rows
 

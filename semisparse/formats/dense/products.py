@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from semisparse.formats.base import Packed, Problem
+from semisparse.formats.base import Packed
 from semisparse.formats.dense.int4 import GROUP
+from semisparse.formats.kernel import Problem
 from semisparse.quant.symmetric import FP8_MAX
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from semisparse.formats.base import Case, Format, Kernel
+from semisparse.formats.base import Case, Format
 from semisparse.formats.ec_csr import cpu, cuda, layout, pack
+from semisparse.formats.kernel import Kernel
 from semisparse.patterns import Pattern
 from semisparse.patterns.unstructured import Unstructured
 

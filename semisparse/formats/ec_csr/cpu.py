@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from semisparse.errors import FormatError
-from semisparse.formats.base import Packed, Problem
+from semisparse.formats.base import Packed
 from semisparse.formats.ec_csr.layout import INDEX_DTYPES, LANES, delta_bits_of, panel_rows_of
+from semisparse.formats.kernel import Problem
 from semisparse.runtime import cpp
 
 PASS_TOKENS = 8
@@ -20,9 +21,6 @@ PASS_TOKENS = 8
 
 MAX_TOKENS = 16
 """For more, giving the weight back once for all tokens is faster."""
-
-WORK_PER_THREAD = 1 << 16
-"""Multiply-adds below which another thread costs more than it brings."""
 
 STORED = ("values", "deltas", "bases", "panel_loads")
 
@@ -93,7 +91,7 @@ def product(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     y = torch.empty(len(panels) * together, n)
     for first, panel in enumerate(panels):
         to = y[first * together :]
-        _library().ec_csr_product(weight, panel.data_ptr(), to.data_ptr(), together, _threads(together * n * k))
+        _library().ec_csr_product(weight, panel.data_ptr(), to.data_ptr(), together, cpp.threads_for(together * n * k))
     y = y[:m]
     return (y if bias is None else y + bias).to(x.dtype)
 
@@ -105,7 +103,7 @@ def unpack(packed: Packed) -> Tensor:
         KernelError: ec_csr.cpp cannot be compiled.
     """
     weight = torch.zeros(packed.shape, dtype=packed.dtype)
-    _library().ec_csr_unpack(_Weight(packed), weight.data_ptr(), _threads(weight.numel()))
+    _library().ec_csr_unpack(_Weight(packed), weight.data_ptr(), cpp.threads_for(weight.numel()))
     return weight
 
 
@@ -117,17 +115,13 @@ def check_lists(packed: Packed) -> None:
         KernelError: ec_csr.cpp cannot be compiled.
     """
     found = (ctypes.c_int64 * 4)()
-    _library().ec_csr_check(_Weight(packed), found, _threads(packed.tensors["values"].numel()))
+    _library().ec_csr_check(_Weight(packed), found, cpp.threads_for(packed.tensors["values"].numel()))
     fault, panel, lane, span = found
     n, k = packed.shape
     if fault:
         raise FormatError(f"tensor deltas: the list of lane {lane} in panel {panel} {FAULTS[fault].format(n=n, k=k)}")
     if packed.params.get("span") != span:
         raise FormatError(f"params: span is {packed.params.get('span')!r}, the lists have {span}")
-
-
-def _threads(work: int) -> int:
-    return max(1, min(torch.get_num_threads(), work // WORK_PER_THREAD))
 
 
 @cache

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from semisparse.formats.base import Packed, Params, Pass, Problem, Product, fused_cost
+from semisparse.formats.base import Packed, Params
 from semisparse.formats.ec_csr.layout import (
     LANES,
     SEGMENTS,
@@ -20,6 +20,7 @@ from semisparse.formats.ec_csr.layout import (
     layout_of,
     panel_rows_of,
 )
+from semisparse.formats.kernel import Pass, Problem, Product, fused_cost
 from semisparse.runtime.blas import multiply_dense
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.launch import CudaKernel, address

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from semisparse.formats.base import Case, Format, Kernel
+from semisparse.formats.base import Case, Format
 from semisparse.formats.gqs import cpu, cuda, pack, unpack
 from semisparse.formats.gqs.regroup import regroup
+from semisparse.formats.kernel import Kernel
 from semisparse.quant.group import KINDS
 
 FORMAT = Format(

@@ -43,8 +43,9 @@ def rounded_on_gpu(x: Tensor) -> Tensor:
     x = x.contiguous()
     m, k = x.shape
     y = torch.empty_like(x)
-    threads = min(MOST_THREADS, -(-k // WARP) * WARP)
-    _round_kernel(x.device, x.dtype)(x.device, (m, 1, 1), threads, x.data_ptr(), y.data_ptr(), k)
+    if m:
+        threads = min(MOST_THREADS, -(-k // WARP) * WARP)
+        _round_kernel(x.device, x.dtype)(x.device, (m, 1, 1), threads, x.data_ptr(), y.data_ptr(), k)
     return y
 
 

@@ -10,17 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from semisparse.formats.base import Packed, Problem, Product
+from semisparse.formats.base import Packed
 from semisparse.formats.gqs.activations import rounded, rounds_activations
 from semisparse.formats.gqs.pack import TILE_GROUPS, size_of
+from semisparse.formats.kernel import Problem, Product
 from semisparse.quant.group import KINDS
 from semisparse.runtime import cpp
 
 MAX_TOKENS = 32
 """For more, unpacking the weight once for all tokens is faster."""
-
-WORK_PER_THREAD = 1 << 16
-"""Multiply-adds below which another thread costs more than it brings."""
 
 STORED = ("masks", "starts", "codes", "scale", "zero")
 
@@ -73,7 +71,7 @@ def load() -> Product:
         wide = rounded(x, torch.float32) if rounds_activations(packed.params) else x.float()
         panel = F.pad(wide, (0, -k % (TILE_GROUPS * size_of(packed.pattern)))).contiguous()
         y = torch.zeros(m, n)
-        threads = max(1, min(torch.get_num_threads(), m * n * k // WORK_PER_THREAD))
+        threads = cpp.threads_for(m * n * k)
         library.gqs_product(_Weight(packed), panel.data_ptr(), panel.shape[1], y.data_ptr(), m, threads)
         return (y if bias is None else y + bias).to(x.dtype)
 

@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from semisparse.formats.base import Packed, Pass, Problem, Product, fused_cost
+from semisparse.formats.base import Packed
 from semisparse.formats.gqs.activations import rounded, rounds_activations
 from semisparse.formats.gqs.pack import TILE_GROUPS, TILE_ROWS, size_of
+from semisparse.formats.kernel import Pass, Problem, Product, fused_cost
 from semisparse.quant.group import KINDS
 from semisparse.runtime.device import DeviceFacts, device_facts
 from semisparse.runtime.launch import CudaKernel, address, stream_of

@@ -2,7 +2,9 @@
 
 #pragma once
 
+#include "dependent.cuh"
 #include "mma.cuh"
+#include "pairs.cuh"
 #include "scalars.cuh"
 
 constexpr Word kAll = 0xffffffff;  // lanes
@@ -12,10 +14,6 @@ __device__ constexpr bool is_half(const __nv_bfloat16*) { return false; }
 
 __device__ __forceinline__ Word bits_of(__half2 pair) { return *reinterpret_cast<Word*>(&pair); }
 __device__ __forceinline__ Word bits_of(__nv_bfloat162 pair) { return *reinterpret_cast<Word*>(&pair); }
-__device__ __forceinline__ Word pair_of(float first, float second, const __half*) { return bits_of(__floats2half2_rn(first, second)); }
-__device__ __forceinline__ Word pair_of(float first, float second, const __nv_bfloat16*) {
-    return bits_of(__floats2bfloat162_rn(first, second));
-}
 
 // The low half of a word.
 __device__ __forceinline__ __half scalar_of(Word bits, const __half*) { return __ushort_as_half(static_cast<unsigned short>(bits)); }
@@ -127,19 +125,6 @@ __device__ __forceinline__ const char* further(const char* place, Word count, Wo
 // The same in all lanes, as the compiler knows.
 __device__ __forceinline__ bool any_of_warp(bool value) { return __any_sync(kAll, value); }
 __device__ __forceinline__ Word max_of_warp(Word value) { return __reduce_max_sync(kAll, value); }
-
-// How a kernel overlaps with those before and after it on its stream.
-__device__ __forceinline__ void wait_for_previous_kernel() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" : : : "memory");
-#endif
-}
-
-__device__ __forceinline__ void let_next_kernel_start() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
-#endif
-}
 
 // A constant for a loop, by way of a number above 0 that the compiler does not know: it would make others anew at each use.
 __device__ __forceinline__ Word kept_constant(Word value, int positive) { return pinned(value + (positive >> 31)); }

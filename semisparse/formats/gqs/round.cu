@@ -3,28 +3,19 @@
 //
 // Macro: SCALAR (type of x and y).
 
+#include "rounding.cuh"
 #include "scalars.cuh"
 
 namespace {
 
-constexpr int kWarp = 32, kMostWarps = 32;
-constexpr float kLargest = 127.0f, kFloatMax = 3.4028234663852886e38f;
-constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds half to even
+constexpr float kLargest = 127.0f;
 
-// Magnitudes by their bits, which order as they do, with NaN above all: fmaxf would leave it out.
 __device__ __forceinline__ float largest_of(const SCALAR* x, int columns) {
-    __shared__ unsigned int of_warps[kMostWarps];
     unsigned int largest = 0;
 #pragma unroll 4
     for (int column = threadIdx.x; column < columns; column += blockDim.x)
-        largest = max(largest, __float_as_uint(fabsf(to_float(x[column]))));
-#pragma unroll
-    for (int step = kWarp / 2; step; step /= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, step));
-    if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = largest;
-    __syncthreads();
-    largest = of_warps[0];
-    for (int warp = 1; warp < blockDim.x / kWarp; ++warp) largest = max(largest, of_warps[warp]);
-    return __uint_as_float(largest);
+        largest = max(largest, magnitude(to_float(x[column])));
+    return largest_of_block(largest);
 }
 
 }  // namespace

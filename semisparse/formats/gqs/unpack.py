@@ -10,15 +10,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from semisparse.formats.base import Packed, Problem, Product
-from semisparse.formats.gqs.activations import rounded, rounds_activations
+from semisparse.formats.base import Packed
+from semisparse.formats.gqs.activations import SCALARS, rounded, rounds_activations
 from semisparse.formats.gqs.pack import bits_of, size_of
+from semisparse.formats.kernel import Problem, Product
 from semisparse.runtime.blas import multiply_dense
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.launch import CudaKernel, address
 from semisparse.runtime.nvrtc import CudaSource, Defines, compile_cubin, unavailable
-
-SCALARS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
 
 WARPS = 8
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from semisparse.errors import PatternError
-from semisparse.formats.base import Case, Format, Kernel
+from semisparse.formats.base import Case, Format
+from semisparse.formats.kernel import Kernel
 from semisparse.formats.slide24 import cpu, gpu, layouts, pack, products
 from semisparse.formats.slide24.cost import cost
 from semisparse.formats.slide24.theory import Decomposition

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from semisparse.formats.base import Pass, Problem
+from semisparse.formats.kernel import Pass, Problem
 from semisparse.formats.slide24 import cpu
 from semisparse.formats.slide24.layout import lifted_columns
 from semisparse.formats.slide24.pack import stored_dtype, window_of

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from semisparse.formats.base import Packed, Problem, Product
+from semisparse.formats.base import Packed
+from semisparse.formats.kernel import Problem, Product
 from semisparse.formats.slide24.pack import stored_dtype, window_of
 from semisparse.quant.symmetric import quantise_rows
 from semisparse.runtime import cpp
@@ -20,9 +21,6 @@ MAX_TOKENS = 32
 
 LANES = 32
 """The columns of x are filled up to a multiple of it."""
-
-WORK_PER_THREAD = 1 << 16
-"""Multiply-adds below which another thread costs more than it brings."""
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
 
@@ -82,7 +80,7 @@ def _sums(library: ctypes.CDLL, x: Tensor, packed: Packed) -> Tensor:
     panel = F.pad(x, (0, filled + -filled % LANES - k)).contiguous()
     weight = _Weight(values.data_ptr(), metadata.data_ptr(), octets.data_ptr(), n, slots, window, TYPES[values.dtype])
     y = torch.empty(m, n, dtype=torch.float64)
-    threads = max(1, min(torch.get_num_threads(), m * n * k // WORK_PER_THREAD))
+    threads = cpp.threads_for(m * n * k)
     library.slide24_product(weight, _Tokens(panel.data_ptr(), m, panel.shape[1]), y.data_ptr(), threads)
     return y
 

@@ -8,7 +8,8 @@ import math
 import torch
 from torch import Tensor
 
-from semisparse.formats.base import Packed, Problem, Product
+from semisparse.formats.base import Packed
+from semisparse.formats.kernel import Problem, Product
 from semisparse.formats.slide24 import cuda_lift, cusparselt, hopper, layouts, tiles
 from semisparse.formats.slide24.layout import lifted_columns
 from semisparse.formats.slide24.pack import stored_dtype, window_of

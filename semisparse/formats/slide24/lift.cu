@@ -8,12 +8,12 @@
 // Macros: IN (type of x); ROUNDED 0 (pairs as they are), 1 (int8) or 2 (fp8 e4m3); KEEP, the loads of eight columns that a thread
 // keeps in registers between the search for the largest and the rounding; what does not fit is read a second time.
 
+#include "rounding.cuh"
 #include "scalars.cuh"
 
 namespace {
 
 constexpr int kColumns = 8;  // of a load
-constexpr int kWarp = 32, kMostWarps = 32;
 #if ROUNDED
 using Pair = unsigned short;
 #else
@@ -41,26 +41,11 @@ __device__ __forceinline__ Load read(const IN* row, int number, int columns, boo
 
 #if ROUNDED
 constexpr float kLargest = ROUNDED == 1 ? 127.0f : 448.0f;
-constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds half to even and leaves the integer in the low bits
-constexpr float kFloatMax = 3.4028234663852886e38f;
 
-// Magnitudes by their bits, which order as they do, with NaN above all: fmaxf would leave it out.
 __device__ __forceinline__ unsigned int largest_of(const Load& load, unsigned int largest) {
 #pragma unroll
-    for (int i = 0; i < kColumns; ++i) largest = max(largest, __float_as_uint(fabsf(to_float(load.values[i]))));
+    for (int i = 0; i < kColumns; ++i) largest = max(largest, magnitude(to_float(load.values[i])));
     return largest;
-}
-
-// The largest of all threads, in every thread.
-__device__ __forceinline__ float block_largest(unsigned int largest) {
-    __shared__ unsigned int of_warps[kMostWarps];
-#pragma unroll
-    for (int step = kWarp / 2; step; step /= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, step));
-    if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = largest;
-    __syncthreads();
-    largest = of_warps[0];
-    for (int warp = 1; warp < blockDim.x / kWarp; ++warp) largest = max(largest, of_warps[warp]);
-    return __uint_as_float(largest);
 }
 
 // Rounds two columns to the low two bytes; other bits may be anything.
@@ -130,7 +115,7 @@ extern "C" __global__ void semisparse_lift(const IN* x, uint4* lifted, float* sc
         if (threadIdx.x + i * blockDim.x < loads) bits = largest_of(kept[i], bits);
     for (int number = threadIdx.x + KEEP * blockDim.x; number < loads; number += blockDim.x)
         bits = largest_of(read(row, number, columns, aligned), bits);
-    float largest = block_largest(bits);
+    float largest = largest_of_block(bits);
     largest = largest == 0 ? kLargest : largest;
     const float inverse = fminf(__fdiv_rn(kLargest, largest), kFloatMax);
     if (threadIdx.x == 0) scales[token] = __fdiv_rn(largest, kLargest);

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from semisparse.formats.base import Case, Format, Kernel
+from semisparse.formats.base import Case, Format
+from semisparse.formats.kernel import Kernel
 from semisparse.formats.vector_nm import cpu, cuda, fours, layout, pack, plan, tiled
 from semisparse.formats.vector_nm.cost import cost
 

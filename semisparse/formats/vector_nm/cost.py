@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from semisparse.formats.base import Pass, Problem, fused_cost
+from semisparse.formats.kernel import Pass, Problem, fused_cost
 from semisparse.formats.vector_nm.cuda import DECODE_LENGTHS, MAX_DECODE_TOKENS, TOKENS
 from semisparse.formats.vector_nm.layout import vectors_of
 from semisparse.formats.vector_nm.tiled import MOST_DENSITY

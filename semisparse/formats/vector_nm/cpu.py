@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from semisparse.formats.base import Packed, Problem
+from semisparse.formats.base import Packed
+from semisparse.formats.kernel import Problem
 from semisparse.formats.vector_nm.layout import vectors_of
 from semisparse.formats.vector_nm.pack import columns_of
 

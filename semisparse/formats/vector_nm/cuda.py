@@ -9,14 +9,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from semisparse.formats.base import Packed, Problem
+from semisparse.formats.base import Packed
+from semisparse.formats.kernel import Problem
 from semisparse.formats.vector_nm.layout import vectors_of
 from semisparse.formats.vector_nm.pack import unpack
 from semisparse.formats.vector_nm.tiled import SCALARS, aligned, machine_refusal
 from semisparse.patterns import VectorNM
 from semisparse.runtime.blas import multiply_dense
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.launch import CudaKernel
+from semisparse.runtime.launch import CudaKernel, address
 from semisparse.runtime.nvrtc import CudaSource, Defines, compile_cubin
 
 MAX_DECODE_TOKENS = 16
@@ -144,7 +145,7 @@ def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
     defines = _decode_defines(pattern, x.dtype, tokens, groups, device_facts(x.device).processors)
     kernel = _decode_kernel(x.device, tuple(defines.items()), windows * pattern.window * tokens * x.dtype.itemsize)
-    pointers = [None if operand is None else operand.data_ptr() for operand in (x, values, positions, bias, y)]
+    pointers = map(address, (x, values, positions, bias, y))
     grid = (groups, -(-m // tokens), 1)
     kernel(x.device, grid, 32 * int(defines["WARPS"]), *pointers, m, n, k, total, windows)
     return y

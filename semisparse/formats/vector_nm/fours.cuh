@@ -5,18 +5,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "waiting.cuh"
 #include "word.cuh"
-
-namespace barrier {
-
-__device__ __forceinline__ void wait(Word at, Word parity) {
-    asm volatile(
-        "{\n.reg .pred done;\nagain:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}"
-        : : "r"(at), "r"(parity) : "memory");
-}
-
-}  // namespace barrier
 
 // Arrives once this thread's copies up to here have come.
 __device__ __forceinline__ void arrive_after_copies(Word barrier) {

@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from semisparse.formats.base import Packed, Problem
+from semisparse.formats.base import Packed
+from semisparse.formats.kernel import Problem
 from semisparse.formats.vector_nm.layout import TILE_ROWS, vectors_of
 from semisparse.formats.vector_nm.tiled import SCALARS, aligned, by_column, machine_refusal
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.launch import CudaKernel
+from semisparse.runtime.launch import CudaKernel, address
 from semisparse.runtime.nvrtc import CudaSource, Defines, compile_cubin
 
 ARCHITECTURE = "sm_90a"
@@ -86,7 +87,7 @@ def multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     groups, total, length = values.shape
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
     plan = (aligned(packed.tensors[name]) for name in ("starts", "columns", "slots", "records"))
-    pointers = [None if t is None else t.data_ptr() for t in (columns, values, *plan, bias, y)]
+    pointers = map(address, (columns, values, *plan, bias, y))
     row_tiles = -(-n // TILE_ROWS)
     tiles = row_tiles * (pitch // TOKENS)
     grid = (min(tiles, device_facts(x.device).processors), 1, 1)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from semisparse.errors import KernelError
-from semisparse.formats.base import Packed, Problem
+from semisparse.formats.base import Packed
+from semisparse.formats.kernel import Problem
 from semisparse.formats.vector_nm.layout import vectors_of
 from semisparse.formats.vector_nm.tiling import SIMT, TENSOR, Tiling, choose_tiling, lengths_of, tile
 from semisparse.patterns import VectorNM, parse_pattern

@@ -7,15 +7,8 @@
 
 #include "copies.cuh"
 #include "scalars.cuh"
+#include "waiting.cuh"
 #include "warpgroups.cuh"
-
-namespace barrier {
-
-inline void wait(Word at, Word parity) {
-    while (!failure && (counting_barriers.at(at).phase & 1) == parity) pause_fiber();
-}
-
-}  // namespace barrier
 
 inline void arrive_after_copies(Word barrier) {
     for (const Copy& copy : self().open) do_copy(copy);
@@ -42,10 +35,7 @@ template <typename Scalar> float value_at(const char* place) {
 template <typename Scalar>
 void multiply(float (&sums)[64], const Word (&w)[4], Matrix x, Word positions, const Scalar*) {
     const int lane = threadIdx.x % 32;
-    Warp& all = warp();
-    std::copy(w, w + 4, all.a[lane]);
-    all.b[lane][0] = positions;
-    __syncwarp();
+    const Warp& all = shown_to_warp(w, positions, 0);
     for (int half = 0; half < 2; ++half) {
         for (int kept = 0; kept < 16; ++kept) {
             const Word values = all.a[lane / 4 * 4 + kept % 8 / 2][half + kept / 8 * 2];

@@ -119,6 +119,16 @@ inline void do_copy(const Copy& copy) {
     std::memcpy(machine_shared + copy.to, copy.from, copy.bytes);
 }
 
+// Shows a lane's operands of a matrix product to the others of its warp.
+inline const Warp& shown_to_warp(const Word (&a)[4], Word b0, Word b1) {
+    Warp& all = warp();
+    std::copy(a, a + 4, all.a[threadIdx.x % 32]);
+    all.b[threadIdx.x % 32][0] = b0;
+    all.b[threadIdx.x % 32][1] = b1;
+    __syncwarp();
+    return all;
+}
+
 // Functions that need no header
 
 template <typename T> T __shfl_sync(Word, T value, int source) {

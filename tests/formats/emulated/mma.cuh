@@ -16,11 +16,7 @@ float half_of(Word word, int index) {
 template <typename Scalar>
 void mma(float (&sums)[4], const Word (&a)[4], Word b0, Word b1, const Scalar*) {
     const int lane = threadIdx.x % 32;
-    Warp& all = warp();
-    std::copy(a, a + 4, all.a[lane]);
-    all.b[lane][0] = b0;
-    all.b[lane][1] = b1;
-    __syncwarp();
+    const Warp& all = shown_to_warp(a, b0, b1);
     for (int i = 0; i < 4; ++i) {
         const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
         double sum = 0;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "mma.cuh"
+#include "pairs.cuh"
 #include "scalars.cuh"
 
 constexpr Word kAll = 0xffffffff;
@@ -13,9 +14,6 @@ template <typename Scalar> Scalar scalar_of(Word bits, const Scalar*) {
     Scalar value;
     value.bits = static_cast<uint16_t>(bits);
     return value;
-}
-template <typename Scalar> Word pair_of(float first, float second, const Scalar*) {
-    return static_cast<Word>(Scalar(second).bits) << 16 | Scalar(first).bits;
 }
 inline Word bits_of(__half2 pair) { return static_cast<Word>(pair.y.bits) << 16 | pair.x.bits; }
 inline Word bits_of(__nv_bfloat162 pair) { return static_cast<Word>(pair.y.bits) << 16 | pair.x.bits; }
@@ -32,11 +30,7 @@ inline int byte_of(Word word, int index) { return word >> 8 * index & 255; }
 
 inline void mma(int (&sums)[4], const Word (&a)[4], Word b0, Word b1) {
     const int lane = threadIdx.x % 32;
-    Warp& all = warp();
-    std::copy(a, a + 4, all.a[lane]);
-    all.b[lane][0] = b0;
-    all.b[lane][1] = b1;
-    __syncwarp();
+    const Warp& all = shown_to_warp(a, b0, b1);
     for (int i = 0; i < 4; ++i) {
         const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
         for (int k = 0; k < 32; ++k) {

@@ -10,6 +10,6 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 
 __device__ __forceinline__ void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
 #endif
 }
