@@ -292,6 +292,24 @@ def test_corrupted_content_is_refused_and_located():
             SLIDE24.validate(replace(packed, params=params, declaration=""))
 
 
+def columns_increase(row: Tensor, slots: int) -> bool:
+    """Say whether the positions in a row's metadata, [octets] uint8, are those of increasing columns in every group."""
+    positions = [octet >> 2 * place & 3 for octet in row.tolist() for place in range(4)]
+    groups = [positions[start : start + slots] for start in range(0, len(positions), slots)]
+    skipped = [[position - slot % 2 for slot, position in enumerate(group)] for group in groups]
+    return all(found == sorted(found) and set(found) <= {0, 1, 2} for found in skipped)
+
+
+@pytest.mark.parametrize("half", range(2, 9))
+def test_the_compiled_check_knows_every_byte_at_every_place(half):
+    slots = 2 * half - 2
+    packed = SLIDE24.pack(random_weight(f"{slots}:{2 * half}", 1, 4 * half, 0), f"{slots}:{2 * half}")
+    for place in range(packed.tensors["metadata"].shape[1]):
+        for octet in range(256):
+            damaged = corrupted(packed, "metadata", 0, place, octet)
+            assert check._sound(damaged) == columns_increase(damaged.tensors["metadata"][0], slots), (place, octet)
+
+
 @given(half=st.integers(2, 8), data=st.data())
 def test_metadata_are_refused_unless_columns_increase(half: int, data):
     """Groups begin inside bytes, and go on in the next."""
@@ -301,10 +319,7 @@ def test_metadata_are_refused_unless_columns_increase(half: int, data):
     byte = data.draw(st.integers(0, damaged.shape[1] - 1))
     windows = st.sampled_from([0b0100, 0b1000, 0b1100, 0b1001, 0b1101, 0b1110])  # each of them right alone
     damaged[1, byte] = data.draw(st.integers(0, 255) | st.builds(lambda low, high: low | high << 4, windows, windows))
-    row = [int(number) >> 2 * place & 3 for number in damaged[1] for place in range(4)]
-    groups = [row[start : start + slots] for start in range(0, len(row), slots)]
-    skipped = [[position - slot % 2 for slot, position in enumerate(group)] for group in groups]
-    right = all(found == sorted(found) and set(found) <= {0, 1, 2} for found in skipped)
+    right = columns_increase(damaged[1], slots)
     for compiled in (check._sound, lambda packed: False):  # what finds nothing wrong, and what says where it is
         verdict = nullcontext() if right else pytest.raises(FormatError, match="metadata, at row 1, group")
         with mock.patch.object(check, "_sound", compiled), verdict:
