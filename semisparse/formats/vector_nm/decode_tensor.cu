@@ -106,7 +106,7 @@ __device__ __forceinline__ void ask(Held& held, Word place, const Plan& plan, co
 #if REGISTERS
         held.weights[i] = inside ? read_once(from + i * kSpan * LENGTH) : uint4{};
 #else
-        copy_async(to + i * kWarp * kUnitBytes, inside ? from + i * kSpan * LENGTH : plan.values, inside ? kUnitBytes : 0);
+        copy_async(to + i * kWarp * kUnitBytes, from + i * kSpan * LENGTH, inside ? kUnitBytes : 0);
 #endif
     }
 }
@@ -126,12 +126,12 @@ __device__ __forceinline__ void gather_one(Word (&x)[4], const char* panel, char
     x[0] = eight.x, x[1] = eight.y, x[2] = eight.z, x[3] = eight.w;
 }
 
-__device__ __forceinline__ void multiply(Sums& sums, const Held& held, Word place, char* panel, char* exchange, Word half_bytes,
-                                         int first_slot, int first_column, int nothing) {
-    const int lane = threadIdx.x % kWarp;
-    const int column = (first_slot + lane) / KEEP * WINDOW + held.position - first_column;
+using Columns = Word[kHalves][4];  // a tile's right operands
+
+__device__ __forceinline__ void gather(Columns& x, const Held& held, char* panel, char* exchange, Word half_bytes, int first_slot,
+                                       int first_column, int nothing) {
+    const int column = (first_slot + static_cast<int>(threadIdx.x % kWarp)) / KEEP * WINDOW + held.position - first_column;
     const int found = held.position < 0 ? nothing : column;
-    Word x[kHalves][4];
     if constexpr (kOne) {
         gather_one(x[0], panel, exchange, found);
     } else {
@@ -139,6 +139,10 @@ __device__ __forceinline__ void multiply(Sums& sums, const Held& held, Word plac
 #pragma unroll
         for (int half = 0; half < kHalves; ++half) load_turned(x[half], from + half * half_bytes);
     }
+}
+
+__device__ __forceinline__ void multiply(Sums& sums, const Held& held, Word place, const Columns& x) {
+    const int lane = threadIdx.x % kWarp;
 #if !REGISTERS
     const int slot = lane / 16 * 8 + lane % 8, part = lane / 8 % 2;
     const Word rows = place + (slot * kParts + (part ^ shuffled(slot))) * kUnitBytes;
@@ -298,6 +302,8 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads) semisparse_vector
     int m, int n, int k, int total, int strips,
     int panel_tiles,                                // of x that shared memory holds
     int panel_units,                                // of eight columns
+    int panels,                                     // that cover x
+    int rounds,                                     // that a warp takes for a panel's tiles, a multiple of STAGES
     int vectors,                                    // whether x can be read 16 bytes at a time
     int early                                       // whether the weight may be read before the previous kernel ends
 #if STAMPS
@@ -306,10 +312,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads) semisparse_vector
 ) {
     // The warps' tiles (with REGISTERS none), the panel, the partial sums, for one token the warps' exchanges.
     extern __shared__ __align__(256) unsigned char shared[];
-    const int tiles = (total + kSlots - 1) / kSlots;
-    const int panels = (tiles + panel_tiles - 1) / panel_tiles;
-    const int rounds = (min(tiles, panel_tiles) + WARPS * STAGES - 1) / (WARPS * STAGES) * STAGES;
-    const Plan plan{values, positions, total, panel_tiles, panels, tiles, rounds};
+    const Plan plan{values, positions, total, panel_tiles, panels, (total + kSlots - 1) / kSlots, rounds};
     const Panel source{x, m, k, panel_units, static_cast<Word>((panel_units + 1) * kUnit * kColumnBytes)};
     constexpr int ring_bytes = REGISTERS ? 0 : WARPS * STAGES * kTileBytes;
     char* panel = reinterpret_cast<char*>(shared) + ring_bytes;
@@ -368,14 +371,17 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads) semisparse_vector
                 for (int i = 0; i < STAGES; ++i) {
                     Cursor now = at;
                     now.round += i;
+                    const bool holds = now.holds(plan, strips);
+                    Columns columns;
+                    if (holds) {
+                        gather(columns, held[i], panel, exchange, source.half_bytes, now.tile(plan) * kSlots, first_column,
+                               panel_units * kUnit);
+                    }
                     if (!REGISTERS) {
                         wait_for_copies<STAGES - 1>();
                         __syncwarp();
                     }
-                    if (now.holds(plan, strips)) {
-                        multiply(sums, held[i], ring + i * kTileBytes, panel, exchange, source.half_bytes,
-                                 now.tile(plan) * kSlots, first_column, panel_units * kUnit);
-                    }
+                    if (holds) multiply(sums, held[i], ring + i * kTileBytes, columns);
                     if (i == 0 && at.round == 0) { STAMP(3); }
                     if (!REGISTERS) __syncwarp();
                     if (asked.holds(plan, strips)) ask(held[i], ring + i * kTileBytes, plan, asked);

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from semisparse.formats.base import Packed
 from semisparse.formats.kernel import Problem, Product
-from semisparse.formats.vector_nm.layout import vectors_of
-from semisparse.formats.vector_nm.tiled import SCALARS, aligned, machine_refusal, shared_limit
+from semisparse.formats.vector_nm.tiled import SCALARS, aligned, shared_limit
 from semisparse.patterns import VectorNM
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.launch import CudaKernel, address
-from semisparse.runtime.nvrtc import CudaSource, Defines, compile_cubin
+from semisparse.runtime.nvrtc import Defines, compile_cubin
 
 MAX_TOKENS = 16
 LENGTHS = (16, 32, 64, 128)
@@ -72,7 +71,12 @@ class Build:
         halves = -(-self.tokens // UNIT)
         column = 2 if self.tokens == 1 else UNIT_BYTES
         exchange = self.warps * TILE_SLOTS * 2 if self.tokens == 1 else 0
-        return ring + halves * (units + 1) * UNIT * column + (self.warps + 2 * (self.split - 1)) * self.tokens * self.rows * 4 + exchange
+        return (
+            ring
+            + halves * (units + 1) * UNIT * column
+            + (self.warps + 2 * (self.split - 1)) * self.tokens * self.rows * 4
+            + exchange
+        )
 
     @property
     def split(self) -> int:
@@ -105,6 +109,11 @@ def prepare(problem: Problem, build: Build, early: bool = False, blocks_of: int 
     windows = panel_windows(build, k, shared_limit(device))
     units, total = units_of(windows, pattern), -(-k // pattern.window) * pattern.keep
     panel_tiles = -(-windows * pattern.keep // TILE_SLOTS)
+    tiles = -(-total // TILE_SLOTS)
+    panels, rounds = (
+        -(-tiles // panel_tiles),
+        -(-min(tiles, panel_tiles) // (build.warps * build.stages)) * build.stages,
+    )
     strips = -(-n // build.rows)
     facts = device_facts(device)
     kernel = _kernel(device, build, build.shared(units))
@@ -116,7 +125,7 @@ def prepare(problem: Problem, build: Build, early: bool = False, blocks_of: int 
         y = x.new_empty(m, n)
         values, positions = aligned(packed.tensors["values"]), packed.tensors["positions"].contiguous()
         pointers = map(address, (x, values, positions, bias, y))
-        sizes = (m, n, k, total, strips, panel_tiles, units, int(k % UNIT == 0), int(early))
+        sizes = (m, n, k, total, strips, panel_tiles, units, panels, rounds, int(k % UNIT == 0), int(early))
         kernel(device, grid, 32 * build.warps, *pointers, *sizes, *stamps, dependent=dependent)
         return y
 
@@ -128,4 +137,4 @@ def _kernel(device: torch.device, build: Build, shared: int) -> CudaKernel:
     path = Path(__file__).with_name("decode_tensor.cu")
     cubin = compile_cubin(path, device_facts(device).arch, build.defines)
     stamps = [_POINTER] if dict(build.extra).get("STAMPS") else []
-    return CudaKernel(cubin, "semisparse_vector_nm_decode_tensor", (*[_POINTER] * 5, *[_INT] * 9, *stamps), shared)
+    return CudaKernel(cubin, "semisparse_vector_nm_decode_tensor", (*[_POINTER] * 5, *[_INT] * 11, *stamps), shared)
