@@ -33,6 +33,9 @@
 #else
 #define CLUSTER
 #endif
+#ifndef BLOCKS
+#define BLOCKS 1
+#endif
 #ifndef STAMPS
 #define STAMPS 0
 #endif
@@ -292,7 +295,7 @@ __device__ __forceinline__ void finish(const Partial* partials, const SCALAR* bi
 #define STAMP(i)
 #endif
 
-extern "C" __global__ void CLUSTER __launch_bounds__(kThreads) semisparse_vector_nm_decode_tensor(
+extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, BLOCKS) semisparse_vector_nm_decode_tensor(
     // x is not __restrict__: loads that the compiler takes for constants could move before the wait for the previous kernel.
     const SCALAR* x,                                // [m, k]
     const SCALAR* __restrict__ values,              // [groups, total, LENGTH]
