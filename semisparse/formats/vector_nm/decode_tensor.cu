@@ -11,6 +11,7 @@
 // Compiled for SCALAR (half or bfloat16, of x, w, bias and y), KEEP, WINDOW, LENGTH, ROWS (16 or 32), TOKENS (1, 8 or 16), WARPS,
 // STAGES.
 
+#include "clusters.cuh"
 #include "copies.cuh"
 #include "dependent.cuh"
 #include "matrices.cuh"
@@ -28,7 +29,6 @@
 #define SPLIT 1
 #endif
 #if SPLIT > 1
-#include "clusters.cuh"
 #define CLUSTER __cluster_dims__(SPLIT, 1, 1)
 #else
 #define CLUSTER
@@ -212,17 +212,17 @@ struct Panel {
         }
     }
 
-    // Brings columns from `first` on, and a unit of zeros after them.
+    // Brings columns from `first` on, and a unit of zeros after them. Warps take the halves in turn.
     template <bool vectors>
-    __device__ __forceinline__ void fill(char* panel, int first, int from_unit) const {
+    __device__ __forceinline__ void fill(char* panel, int first, int from) const {
 #pragma unroll 1
-        for (int unit = from_unit; unit <= units; unit += kThreads) {
-#pragma unroll 1
-            for (int half = 0; half < kHalves; ++half) {
-                uint4 eight[kLoaded];
-                read<vectors>(eight, half, first, unit);
-                write(panel, eight, half, unit);
-            }
+        for (int i = from;; i += kThreads) {
+            const int half = i / kWarp % kHalves, unit = i / (kWarp * kHalves) * kWarp + i % kWarp;
+            if (i / (kWarp * kHalves) * kWarp > units) return;
+            if (unit > units) continue;
+            uint4 eight[kLoaded];
+            read<vectors>(eight, half, first, unit);
+            write(panel, eight, half, unit);
         }
     }
 };
@@ -244,48 +244,31 @@ __device__ __forceinline__ void keep(Partial& partial, const Sums& sums) {
     }
 }
 
-#if SPLIT > 1
-// Adds what the warps kept, and hands it to the first block of the cluster, which stores the sum of all.
-__device__ __forceinline__ void finish(const Partial* partials, Partial* shares, const SCALAR* bias, SCALAR* y, int m, int n, int first_row) {
-    const Word rank = block_of_cluster();
-    float own[(TOKENS * ROWS + kThreads - 1) / kThreads];
+// Adds what the warps kept. The last block of a cluster adds what the others have, and stores; `shares` are theirs.
+__device__ __forceinline__ void finish(const Partial* partials, Partial* shares, const SCALAR* bias, SCALAR* y, int m, int n,
+                                       int first_row) {
+    constexpr int most = (TOKENS * ROWS + kThreads - 1) / kThreads;
+    const int rank = blockIdx.x % SPLIT;
+    float own[most];
 #pragma unroll
-    for (int j = 0; j < sizeof(own) / 4; ++j) {
+    for (int j = 0; j < most; ++j) {
         const int i = j * kThreads + threadIdx.x;
         if (i >= m * ROWS) break;
-        float sum = 0.0f;
+        own[j] = 0.0f;
 #pragma unroll
-        for (int warp = 0; warp < WARPS; ++warp) sum += partials[warp][i / ROWS][i % ROWS];
-        own[j] = sum;
-        if (rank) {
-            const Word place = shared_address(&shares[rank - 1][i / ROWS][i % ROWS]);
-            asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, 0;\nst.shared::cluster.f32 [there], %1;\n}" : : "r"(place), "f"(sum) : "memory");
-        }
+        for (int warp = 0; warp < WARPS; ++warp) own[j] += partials[warp][i / ROWS][i % ROWS];
+        if (rank < SPLIT - 1) store_at(shared_address(&shares[rank][i / ROWS][i % ROWS]), SPLIT - 1, own[j]);
     }
-    sync_cluster();
-    if (rank) return;
+    if (SPLIT > 1) sync_cluster();
+    if (rank < SPLIT - 1) return;
 #pragma unroll
-    for (int j = 0; j < sizeof(own) / 4; ++j) {
-        const int i = j * kThreads + threadIdx.x;
-        const int token = i / ROWS, row = first_row + i % ROWS;
+    for (int j = 0; j < most; ++j) {
+        const int i = j * kThreads + threadIdx.x, token = i / ROWS, row = first_row + i % ROWS;
         if (i >= m * ROWS || row >= n) continue;
-        float sum = (bias ? to_float(bias[row]) : 0.0f) + own[j];
-#pragma unroll
-        for (int other = 0; other < SPLIT - 1; ++other) sum += shares[other][token][i % ROWS];
-        store(y + static_cast<long long>(token) * n + row, sum);
-    }
-}
-#endif
-
-// Adds what the warps kept, and stores.
-__device__ __forceinline__ void finish(const Partial* partials, const SCALAR* bias, SCALAR* y, int m, int n, int first_row) {
-    for (int i = threadIdx.x; i < m * ROWS; i += kThreads) {
-        const int token = i / ROWS, row = first_row + i % ROWS;
-        if (row >= n) continue;
         float sum = bias ? to_float(bias[row]) : 0.0f;
 #pragma unroll
-        for (int warp = 0; warp < WARPS; ++warp) sum += partials[warp][token][i % ROWS];
-        store(y + static_cast<long long>(token) * n + row, sum);
+        for (int block = 0; block < SPLIT - 1; ++block) sum += shares[block][token][i % ROWS];
+        store(y + static_cast<long long>(token) * n + row, sum + own[j]);
     }
 }
 
@@ -325,10 +308,8 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, BLOCKS) semispars
 
     const int first_panel = blockIdx.x % SPLIT;
     Cursor at{static_cast<int>(blockIdx.x) / SPLIT, first_panel, 0}, asked = at;
-#if SPLIT > 1
     Partial* shares = reinterpret_cast<Partial*>(exchange - threadIdx.x / kWarp * kSlots * 2 + (kOne ? WARPS * kSlots * 2 : 0));
     int parity = 0;
-#endif
     STAMP(0);
     if (!early) wait_for_previous_kernel();
     Held held[STAGES];
@@ -356,9 +337,6 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, BLOCKS) semispars
 #if XFIRST
                 if (vectors && !early && !filled) {
                     if (from_unit <= panel_units) source.write(panel, eight, 0, from_unit);
-                    if (kHalves > 1) {
-                        if (from_unit <= panel_units) { source.read<true>(eight, 1, first_column, from_unit); source.write(panel, eight, 1, from_unit); }
-                    }
                     from_unit += kThreads;
                 }
 #endif
@@ -396,12 +374,8 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, BLOCKS) semispars
         STAMP(4);
         keep(partials[threadIdx.x / kWarp], sums);
         __syncthreads();
-#if SPLIT > 1
         finish(partials, shares + parity * (SPLIT - 1), bias, y, m, n, at.strip * ROWS);
         parity ^= 1;
-#else
-        finish(partials, bias, y, m, n, at.strip * ROWS);
-#endif
         STAMP(5);
         at.strip += gridDim.x / SPLIT;
         if (at.strip < strips) __syncthreads();

@@ -62,6 +62,7 @@ class Build:
             "TOKENS": self.tokens,
             "WARPS": self.warps,
             "STAGES": self.stages,
+            "SPLIT": 1,
             **dict(self.extra),
         }
 
@@ -117,7 +118,7 @@ def prepare(problem: Problem, build: Build, early: bool = False, blocks_of: int 
     strips = -(-n // build.rows)
     facts = device_facts(device)
     kernel = _kernel(device, build, build.shared(units))
-    grid = (build.split * min(strips, blocks_of * facts.processors // build.split), 1, 1)
+    grid = (build.split * min(strips, max(1, blocks_of * facts.processors // build.split)), 1, 1)
 
     def decode(x: Tensor, packed: Packed, bias: Tensor | None, *stamps: int) -> Tensor:
         x = aligned(x)
