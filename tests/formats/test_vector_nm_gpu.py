@@ -5,7 +5,7 @@ import torch
 
 from semisparse.formats import get_format
 from semisparse.formats.product import problem_of
-from semisparse.formats.vector_nm import cuda, fours, plan, tiled
+from semisparse.formats.vector_nm import cuda, decode_tensor, fours, plan, tiled
 from semisparse.formats.vector_nm.tiling import SIMT, TENSOR, Shape, Tiling, tile
 from semisparse.patterns import parse_pattern
 from tests.formats.cases import build, random
@@ -105,6 +105,19 @@ def test_decode(pattern: str, dtype: torch.dtype):
             assert torch.equal(y, cuda.prepare_decode(problem, early=True)(x, packed, bias)), "two calls differ"
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("pattern", [p for p in PATTERNS if not p.endswith(("v4", "v8"))])
+def test_decode_on_tensor_cores(pattern: str, dtype: torch.dtype):
+    for n, k in ((1, 1), (40, 172), (513, 1000), (9000, 256), (5000, 28672)):
+        packed = packed_weight(pattern, n, k, dtype)
+        for m in (1, 2, 8, 9, 16):
+            x, bias = random_operands(packed, m, dtype, "cuda")
+            problem = problem_of(x, packed)
+            y = decode_tensor.prepare(problem)(x, packed, bias)
+            check_product(y, x, packed, bias)
+            assert torch.equal(y, decode_tensor.prepare(problem, early=True)(x, packed, bias)), "two calls differ"
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("pattern", [*PATTERNS, "3:7v1", "2:5v3", "40:200v100"])
 def test_unpack(pattern: str, dtype: torch.dtype):
@@ -118,6 +131,7 @@ def test_unpack(pattern: str, dtype: torch.dtype):
     ("prepare", "m", "dtype"),
     [
         (cuda.prepare_decode, 5, torch.float16),
+        (decode_tensor.prepare, 5, torch.float16),
         (tiled.prepare, 700, torch.bfloat16),
         (tiled.prepare, 700, torch.float32),
     ],

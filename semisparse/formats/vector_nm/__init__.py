@@ -6,7 +6,7 @@ import torch
 
 from semisparse.formats.base import Case, Format
 from semisparse.formats.kernel import Kernel
-from semisparse.formats.vector_nm import cpu, cuda, fours, layout, pack, plan, tiled
+from semisparse.formats.vector_nm import cpu, cuda, decode_tensor, fours, layout, pack, plan, tiled
 from semisparse.formats.vector_nm.cost import cost
 
 FORMAT = Format(
@@ -23,6 +23,7 @@ FORMAT = Format(
     check_content=plan.check_content,
     kernels=(
         Kernel("cpu", "cpu", cpu.supports, lambda problem: cpu.gather_and_multiply),
+        Kernel("decode_tensor", "cuda", decode_tensor.refusal, decode_tensor.prepare),
         Kernel("decode", "cuda", cuda.decode_refusal, cuda.prepare_decode),
         Kernel("simt", "cuda", tiled.simt_refusal, tiled.prepare),
         Kernel("fours", "cuda", fours.refusal, fours.prepare, fours.pays),

@@ -11,7 +11,6 @@
 // Compiled for SCALAR (half or bfloat16, of x, w, bias and y), KEEP, WINDOW, LENGTH, ROWS (16 or 32), TOKENS (1, 8 or 16), WARPS,
 // STAGES.
 
-#include "clusters.cuh"
 #include "copies.cuh"
 #include "dependent.cuh"
 #include "matrices.cuh"
@@ -19,19 +18,17 @@
 #include "pairs.cuh"
 #include "scalars.cuh"
 
-#ifndef REGISTERS
-#define REGISTERS 0
-#endif
 #ifndef XFIRST
 #define XFIRST 0
 #endif
-#ifndef SPLIT
-#define SPLIT 1
+#ifndef PREFETCH
+#define PREFETCH 0
 #endif
-#if SPLIT > 1
-#define CLUSTER __cluster_dims__(SPLIT, 1, 1)
-#else
-#define CLUSTER
+#ifndef LINES
+#define LINES 0
+#endif
+#ifndef LETFIRST
+#define LETFIRST 0
 #endif
 #ifndef BLOCKS
 #define BLOCKS 1
@@ -67,51 +64,47 @@ struct Plan {
     int total, panel_tiles, panels, tiles, rounds;
 };
 
-// Where a warp is: its tiles of a turn one after another, then those of the block's next turn.
+// Where a warp is: its tiles of a turn one after another, then those of the block's next turn. Every other strip passes over the
+// panels from the last to the first, and so begins with the one that is there.
 struct Cursor {
-    int strip, panel, round;
+    int strip, turn, round;
+    bool back;
 
+    __device__ __forceinline__ int panel(const Plan& plan) const { return back ? plan.panels - 1 - turn : turn; }
     __device__ __forceinline__ int tile(const Plan& plan) const {
-        return panel * plan.panel_tiles + round * WARPS + static_cast<int>(threadIdx.x) / kWarp;
+        return panel(plan) * plan.panel_tiles + round * WARPS + static_cast<int>(threadIdx.x) / kWarp;
     }
     __device__ __forceinline__ bool holds(const Plan& plan, int strips) const {
-        return strip < strips && tile(plan) < min((panel + 1) * plan.panel_tiles, plan.tiles);
+        return strip < strips && tile(plan) < min((panel(plan) + 1) * plan.panel_tiles, plan.tiles);
+    }
+    __device__ __forceinline__ void next_strip() {
+        turn = 0;
+        back = !back;
+        strip += gridDim.x;
     }
     __device__ __forceinline__ void advance(const Plan& plan) {
         if (++round < plan.rounds) return;
         round = 0;
-        if ((panel += SPLIT) < plan.panels) return;
-        panel = blockIdx.x % SPLIT;
-        strip += gridDim.x / SPLIT;
+        if (++turn == plan.panels) next_strip();
     }
-};
-
-// What a lane has of a tile on its way.
-struct Held {
-#if REGISTERS
-    uint4 weights[kUnitsOfLane];
-#endif
-    int position;
 };
 
 // Units of eight slots and the same rows stand in banks of their own.
 __device__ __forceinline__ int shuffled(int slot) { return slot / (kUnit / kParts) % kParts; }
 
-__device__ __forceinline__ void ask(Held& held, Word place, const Plan& plan, const Cursor& at) {
+// Asks for a tile. Gives the position of the lane's slot in its window, -1 past the last slot.
+__device__ __forceinline__ int ask(Word place, const Plan& plan, const Cursor& at) {
     const int lane = threadIdx.x % kWarp, first = at.tile(plan) * kSlots, left = plan.total - first;
     const long long start = static_cast<long long>(at.strip / kStrips) * plan.total + first;
-    held.position = lane < left ? plan.positions[start + lane] : -1;
+    const int position = lane < left ? plan.positions[start + lane] : -1;
     const SCALAR* from = plan.values + (start + lane / kParts) * LENGTH + at.strip % kStrips * ROWS + lane % kParts * kUnit;
     const Word to = place + (lane / kParts * kParts + (lane % kParts ^ shuffled(lane / kParts))) * kUnitBytes;
 #pragma unroll
     for (int i = 0; i < kUnitsOfLane; ++i) {
         const bool inside = lane / kParts + i * kSpan < left;
-#if REGISTERS
-        held.weights[i] = inside ? read_once(from + i * kSpan * LENGTH) : uint4{};
-#else
         copy_async(to + i * kWarp * kUnitBytes, from + i * kSpan * LENGTH, inside ? kUnitBytes : 0);
-#endif
     }
+    return position;
 }
 
 // Where a column of x stands in a panel: eight neighbours of eight columns meet in no bank when they are written.
@@ -131,10 +124,10 @@ __device__ __forceinline__ void gather_one(Word (&x)[4], const char* panel, char
 
 using Columns = Word[kHalves][4];  // a tile's right operands
 
-__device__ __forceinline__ void gather(Columns& x, const Held& held, char* panel, char* exchange, Word half_bytes, int first_slot,
+__device__ __forceinline__ void gather(Columns& x, int position, char* panel, char* exchange, Word half_bytes, int first_slot,
                                        int first_column, int nothing) {
-    const int column = (first_slot + static_cast<int>(threadIdx.x % kWarp)) / KEEP * WINDOW + held.position - first_column;
-    const int found = held.position < 0 ? nothing : column;
+    const int column = (first_slot + static_cast<int>(threadIdx.x % kWarp)) / KEEP * WINDOW + position - first_column;
+    const int found = position < 0 ? nothing : column;
     if constexpr (kOne) {
         gather_one(x[0], panel, exchange, found);
     } else {
@@ -144,26 +137,16 @@ __device__ __forceinline__ void gather(Columns& x, const Held& held, char* panel
     }
 }
 
-__device__ __forceinline__ void multiply(Sums& sums, const Held& held, Word place, const Columns& x) {
+__device__ __forceinline__ void multiply(Sums& sums, Word place, const Columns& x) {
     const int lane = threadIdx.x % kWarp;
-#if !REGISTERS
     const int slot = lane / 16 * 8 + lane % 8, part = lane / 8 % 2;
     const Word rows = place + (slot * kParts + (part ^ shuffled(slot))) * kUnitBytes;
-#endif
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
 #pragma unroll
         for (int band = 0; band < kBands; ++band) {
             Word w[4];
-#if REGISTERS
-            const uint4 upper = held.weights[2 * step], lower = held.weights[2 * step + 1];
-            w[0] = transposed(band ? upper.z : upper.x);
-            w[1] = transposed(band ? upper.w : upper.y);
-            w[2] = transposed(band ? lower.z : lower.x);
-            w[3] = transposed(band ? lower.w : lower.y);
-#else
             load_turned(w, (rows ^ band * 2 * kUnitBytes) + step * 16 * kParts * kUnitBytes);
-#endif
 #pragma unroll
             for (int half = 0; half < kHalves; ++half)
                 mma(sums[band][half], w, x[half][2 * step], x[half][2 * step + 1], kind());
@@ -212,20 +195,41 @@ struct Panel {
         }
     }
 
-    // Brings columns from `first` on, and a unit of zeros after them. Warps take the halves in turn.
+    // Warps take the halves in turn.
+    static __device__ __forceinline__ int half_of(int item) { return item / kWarp % kHalves; }
+    static __device__ __forceinline__ int unit_of(int item) { return item / (kWarp * kHalves) * kWarp + item % kWarp; }
+
+    // Brings columns from `first` on, and a unit of zeros after them, from an item on.
     template <bool vectors>
-    __device__ __forceinline__ void fill(char* panel, int first, int from) const {
+    __device__ __forceinline__ void fill(char* panel, int first, int item) const {
+        const int items = (units / kWarp + 1) * kWarp * kHalves;
 #pragma unroll 1
-        for (int i = from;; i += kThreads) {
-            const int half = i / kWarp % kHalves, unit = i / (kWarp * kHalves) * kWarp + i % kWarp;
-            if (i / (kWarp * kHalves) * kWarp > units) return;
-            if (unit > units) continue;
+        for (; item < items; item += kThreads) {
+            if (unit_of(item) > units) continue;
             uint4 eight[kLoaded];
-            read<vectors>(eight, half, first, unit);
-            write(panel, eight, half, unit);
+            read<vectors>(eight, half_of(item), first, unit_of(item));
+            write(panel, eight, half_of(item), unit_of(item));
         }
     }
 };
+
+#if PREFETCH
+// Has the block's first strip brought to L2: no reading yet, so it needs not wait for anything.
+__device__ __forceinline__ void prefetch(const Plan& plan, int strip, int strips) {
+    if (strip >= strips) return;
+    const long long group = strip / kStrips;
+    const int bytes = min(plan.total * ROWS * 2, PREFETCH);
+    const char* from = reinterpret_cast<const char*>(plan.values + (group * LENGTH + strip % kStrips * ROWS) * plan.total);
+#if LINES
+    for (int at = threadIdx.x * 128; at < bytes; at += kThreads * 128) asm volatile("prefetch.global.L2 [%0];" : : "l"(from + at));
+#else
+    const int share = (bytes / WARPS + 15) / 16 * 16, at = threadIdx.x / kWarp * share, own = min(share, bytes - at);
+    if (threadIdx.x % kWarp == 0 && own > 0) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" : : "l"(from + at), "r"(own) : "memory");
+#endif
+    const unsigned char* positions = plan.positions + group * plan.total;
+    for (int at = threadIdx.x * 128; at < plan.total; at += kThreads * 128) asm volatile("prefetch.global.L2 [%0];" : : "l"(positions + at));
+}
+#endif
 
 using Partial = float[TOKENS][ROWS];  // a warp's sums
 
@@ -235,50 +239,30 @@ __device__ __forceinline__ void keep(Partial& partial, const Sums& sums) {
     for (int i = 0; i < kBands * kHalves * 4; ++i) {
         const int band = i / 4 / kHalves, half = i / 4 % kHalves, lower = i / 2 % 2;
         const int token = half * kUnit + lane % 4 * 2 + i % 2;
-#if REGISTERS
-        const int row = lane / 8 * 8 + band * 4 + lower * 2 + lane / 4 % 2;
-#else
         const int row = band * 16 + lower * 8 + lane / 4;
-#endif
         if (token < TOKENS) partial[token][row] = sums[band][half][i % 4];
     }
 }
 
-// Adds what the warps kept. The last block of a cluster adds what the others have, and stores; `shares` are theirs.
-__device__ __forceinline__ void finish(const Partial* partials, Partial* shares, const SCALAR* bias, SCALAR* y, int m, int n,
-                                       int first_row) {
-    constexpr int most = (TOKENS * ROWS + kThreads - 1) / kThreads;
-    const int rank = blockIdx.x % SPLIT;
-    float own[most];
-#pragma unroll
-    for (int j = 0; j < most; ++j) {
-        const int i = j * kThreads + threadIdx.x;
-        if (i >= m * ROWS) break;
-        own[j] = 0.0f;
-#pragma unroll
-        for (int warp = 0; warp < WARPS; ++warp) own[j] += partials[warp][i / ROWS][i % ROWS];
-        if (rank < SPLIT - 1) store_at(shared_address(&shares[rank][i / ROWS][i % ROWS]), SPLIT - 1, own[j]);
-    }
-    if (SPLIT > 1) sync_cluster();
-    if (rank < SPLIT - 1) return;
-#pragma unroll
-    for (int j = 0; j < most; ++j) {
-        const int i = j * kThreads + threadIdx.x, token = i / ROWS, row = first_row + i % ROWS;
-        if (i >= m * ROWS || row >= n) continue;
+// Adds what the warps kept, and stores.
+__device__ __forceinline__ void finish(const Partial* partials, const SCALAR* bias, SCALAR* y, int m, int n, int first_row) {
+    for (int i = threadIdx.x; i < m * ROWS; i += kThreads) {
+        const int token = i / ROWS, row = first_row + i % ROWS;
+        if (row >= n) continue;
         float sum = bias ? to_float(bias[row]) : 0.0f;
 #pragma unroll
-        for (int block = 0; block < SPLIT - 1; ++block) sum += shares[block][token][i % ROWS];
-        store(y + static_cast<long long>(token) * n + row, sum + own[j]);
+        for (int warp = 0; warp < WARPS; ++warp) sum += partials[warp][token][i % ROWS];
+        store(y + static_cast<long long>(token) * n + row, sum);
     }
 }
 
 #if STAMPS
-#define STAMP(i) if (threadIdx.x % 32 == 0 && at.strip == static_cast<int>(blockIdx.x) / SPLIT) stamps[(blockIdx.x * WARPS + threadIdx.x / 32) * 8 + i] = clock64()
+#define STAMP(i) if (threadIdx.x % 32 == 0 && at.strip == static_cast<int>(blockIdx.x)) stamps[(blockIdx.x * WARPS + threadIdx.x / 32) * 8 + i] = clock64()
 #else
 #define STAMP(i)
 #endif
 
-extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, BLOCKS) semisparse_vector_nm_decode_tensor(
+extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_vector_nm_decode_tensor(
     // x is not __restrict__: loads that the compiler takes for constants could move before the wait for the previous kernel.
     const SCALAR* x,                                // [m, k]
     const SCALAR* __restrict__ values,              // [groups, total, LENGTH]
@@ -296,54 +280,61 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, BLOCKS) semispars
     , long long* stamps
 #endif
 ) {
-    // The warps' tiles (with REGISTERS none), the panel, the partial sums, for one token the warps' exchanges.
+    // The warps' tiles, the panel, the partial sums, for one token the warps' exchanges.
     extern __shared__ __align__(256) unsigned char shared[];
     const Plan plan{values, positions, total, panel_tiles, panels, (total + kSlots - 1) / kSlots, rounds};
     const Panel source{x, m, k, panel_units, static_cast<Word>((panel_units + 1) * kUnit * kColumnBytes)};
-    constexpr int ring_bytes = REGISTERS ? 0 : WARPS * STAGES * kTileBytes;
+    constexpr int ring_bytes = WARPS * STAGES * kTileBytes;
     char* panel = reinterpret_cast<char*>(shared) + ring_bytes;
     Partial* partials = reinterpret_cast<Partial*>(panel + kHalves * source.half_bytes);
     const Word ring = shared_address(shared) + threadIdx.x / kWarp * STAGES * kTileBytes;
     char* exchange = reinterpret_cast<char*>(partials + WARPS) + threadIdx.x / kWarp * kSlots * 2;
 
-    const int first_panel = blockIdx.x % SPLIT;
-    Cursor at{static_cast<int>(blockIdx.x) / SPLIT, first_panel, 0}, asked = at;
-    Partial* shares = reinterpret_cast<Partial*>(exchange - threadIdx.x / kWarp * kSlots * 2 + (kOne ? WARPS * kSlots * 2 : 0));
-    int parity = 0;
+    Cursor at{static_cast<int>(blockIdx.x), 0, 0, false}, asked = at;
     STAMP(0);
+#if LETFIRST
+    let_next_kernel_start();
+#endif
+#if PREFETCH
+    prefetch(plan, at.strip, strips);
+#endif
     if (!early) wait_for_previous_kernel();
-    Held held[STAGES];
+    STAMP(6);
+    int positions_of[STAGES];
+    int item = threadIdx.x, loaded = -1;
 #if XFIRST
     uint4 eight[kLoaded];
-    if (vectors && !early) source.read<true>(eight, 0, first_panel * panel_tiles * kSlots / KEEP * WINDOW, threadIdx.x);
+    const bool x_first = vectors && !early && Panel::unit_of(item) <= panel_units;
+    if (x_first) source.read<true>(eight, Panel::half_of(item), 0, Panel::unit_of(item));
 #endif
 #pragma unroll
     for (int i = 0; i < STAGES; ++i) {
-        if (asked.holds(plan, strips)) ask(held[i], ring + i * kTileBytes, plan, asked);
+        if (asked.holds(plan, strips)) positions_of[i] = ask(ring + i * kTileBytes, plan, asked);
         commit_copies();
         asked.advance(plan);
     }
     STAMP(1);
     if (early) wait_for_previous_kernel();
+#if !LETFIRST
     let_next_kernel_start();
-    bool filled = false;
-    while (at.strip < strips) {
-        Sums sums = {};
-        for (at.panel = first_panel; at.panel < panels; at.panel += SPLIT) {
-            const int first_column = at.panel * panel_tiles * kSlots / KEEP * WINDOW;
-            if (panels > SPLIT || !filled) {
-                if (filled) __syncthreads();
-                int from_unit = threadIdx.x;
-#if XFIRST
-                if (vectors && !early && !filled) {
-                    if (from_unit <= panel_units) source.write(panel, eight, 0, from_unit);
-                    from_unit += kThreads;
-                }
 #endif
-                if (vectors) source.fill<true>(panel, first_column, from_unit);
-                else source.fill<false>(panel, first_column, from_unit);
+#if XFIRST
+    if (x_first) {
+        source.write(panel, eight, Panel::half_of(item), Panel::unit_of(item));
+        item += kThreads;
+    }
+#endif
+    for (; at.strip < strips; at.next_strip()) {
+        Sums sums = {};
+        for (at.turn = 0; at.turn < panels; ++at.turn) {
+            const int first_column = at.panel(plan) * panel_tiles * kSlots / KEEP * WINDOW;
+            if (at.panel(plan) != loaded) {
+                if (loaded >= 0) __syncthreads();
+                if (vectors) source.fill<true>(panel, first_column, item);
+                else source.fill<false>(panel, first_column, item);
                 __syncthreads();
-                filled = true;
+                loaded = at.panel(plan);
+                item = threadIdx.x;
             }
             STAMP(2);
 #pragma unroll 1
@@ -355,18 +346,16 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, BLOCKS) semispars
                     const bool holds = now.holds(plan, strips);
                     Columns columns;
                     if (holds) {
-                        gather(columns, held[i], panel, exchange, source.half_bytes, now.tile(plan) * kSlots, first_column,
+                        gather(columns, positions_of[i], panel, exchange, source.half_bytes, now.tile(plan) * kSlots, first_column,
                                panel_units * kUnit);
                     }
-                    if (!REGISTERS) {
-                        wait_for_copies<STAGES - 1>();
-                        __syncwarp();
-                    }
-                    if (holds) multiply(sums, held[i], ring + i * kTileBytes, columns);
+                    wait_for_copies<STAGES - 1>();
+                    __syncwarp();
+                    if (holds) multiply(sums, ring + i * kTileBytes, columns);
                     if (i == 0 && at.round == 0) { STAMP(3); }
-                    if (!REGISTERS) __syncwarp();
-                    if (asked.holds(plan, strips)) ask(held[i], ring + i * kTileBytes, plan, asked);
-                    if (!REGISTERS) commit_copies();
+                    __syncwarp();
+                    if (asked.holds(plan, strips)) positions_of[i] = ask(ring + i * kTileBytes, plan, asked);
+                    commit_copies();
                     asked.advance(plan);
                 }
             }
@@ -374,10 +363,8 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, BLOCKS) semispars
         STAMP(4);
         keep(partials[threadIdx.x / kWarp], sums);
         __syncthreads();
-        finish(partials, shares + parity * (SPLIT - 1), bias, y, m, n, at.strip * ROWS);
-        parity ^= 1;
+        finish(partials, bias, y, m, n, at.strip * ROWS);
         STAMP(5);
-        at.strip += gridDim.x / SPLIT;
-        if (at.strip < strips) __syncthreads();
+        __syncthreads();
     }
 }

@@ -3,39 +3,44 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd, lcm
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from semisparse.errors import KernelError
 from semisparse.formats.base import Packed
 from semisparse.formats.kernel import Problem, Product
-from semisparse.formats.vector_nm.tiled import SCALARS, aligned, shared_limit
+from semisparse.formats.vector_nm.layout import vectors_of
+from semisparse.formats.vector_nm.tiled import SCALARS, aligned, machine_refusal, shared_limit, stored_slots
 from semisparse.patterns import VectorNM
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.launch import CudaKernel, address
-from semisparse.runtime.nvrtc import Defines, compile_cubin
+from semisparse.runtime.nvrtc import CudaSource, Defines, compile_cubin
 
 MAX_TOKENS = 16
+
 LENGTHS = (16, 32, 64, 128)
 """Rows of a vector: a product of tensor cores takes 16."""
 
 TOKENS = (1, 8, 16)
-"""Tokens that a build takes."""
+"""Tokens that a build takes; the smallest that is enough is chosen."""
 
-TILE_SLOTS = 32
 STRIP_ROWS = 32
+TILE_SLOTS = 32
 UNIT = 8
-UNIT_BYTES = 16
+"""Columns of x that a thread brings at a time: 16 bytes of a row."""
+
+DIVISIONS = ((16, 2), (16, 1), (8, 2), (8, 1))
+"""Warps of a block, and tiles that each has on its way."""
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 
 
-@dataclass(frozen=True)
-class Build:
+class Build(NamedTuple):
     """What the kernel is compiled for, see decode_tensor.cu."""
 
     pattern: VectorNM
@@ -48,7 +53,7 @@ class Build:
     @property
     def rows(self) -> int:
         """Of a strip."""
-        return dict(self.extra).get("ROWS", min(self.pattern.length, STRIP_ROWS))
+        return min(self.pattern.length, STRIP_ROWS)
 
     @property
     def defines(self) -> Defines:
@@ -62,80 +67,123 @@ class Build:
             "TOKENS": self.tokens,
             "WARPS": self.warps,
             "STAGES": self.stages,
-            "SPLIT": 1,
             **dict(self.extra),
         }
 
     def shared(self, units: int) -> int:
         """Count the bytes of shared memory of a block whose panel of x has so many units of eight columns."""
-        ring = 0 if dict(self.extra).get("REGISTERS") else self.warps * self.stages * TILE_SLOTS * self.rows * 2
-        halves = -(-self.tokens // UNIT)
-        column = 2 if self.tokens == 1 else UNIT_BYTES
-        exchange = self.warps * TILE_SLOTS * 2 if self.tokens == 1 else 0
-        return (
-            ring
-            + halves * (units + 1) * UNIT * column
-            + (self.warps + 2 * (self.split - 1)) * self.tokens * self.rows * 4
-            + exchange
-        )
+        ring = self.warps * self.stages * TILE_SLOTS * self.rows * 2
+        of_column = 2 if self.tokens == 1 else 16 * -(-self.tokens // 8)
+        sums = self.warps * self.tokens * self.rows * 4
+        exchanges = self.warps * TILE_SLOTS * 2 if self.tokens == 1 else 0
+        return ring + (units + 1) * UNIT * of_column + sums + exchanges
 
-    @property
-    def split(self) -> int:
-        return dict(self.extra).get("SPLIT", 1)
+    def panel_windows(self, k: int, limit: int) -> int | None:
+        """Give the windows of a panel: as few equal ones as ``limit`` bytes hold beside the rest; None if none do."""
+        windows = -(-k // self.pattern.window)
+        if self.shared(self.units(windows)) <= limit:
+            return windows
+        # A panel ends with a tile, and the next begins at a multiple of eight columns.
+        step = lcm(TILE_SLOTS // gcd(self.pattern.keep, TILE_SLOTS), UNIT // gcd(self.pattern.window, UNIT))
+        fitting = [count for count in range(step, windows, step) if self.shared(self.units(count)) <= limit]
+        if not fitting:
+            return None
+        panels = -(-windows // fitting[-1])
+        return -(-windows // (panels * step)) * step
 
-
-def panel_windows(build: Build, k: int, shared: int) -> int | None:
-    """Give the most windows of x that ``shared`` bytes hold beside the rest, of whole tiles; None if none do."""
-    pattern = build.pattern
-    windows = -(-k // pattern.window)
-    if build.split == 1 and build.shared(units_of(windows, pattern)) <= shared:
-        return windows
-    # A panel ends with a tile, and the next begins at a multiple of eight columns.
-    step = lcm(TILE_SLOTS // gcd(pattern.keep, TILE_SLOTS), UNIT // gcd(pattern.window, UNIT))
-    fitting = [count for count in range(step, windows, step) if build.shared(units_of(count, pattern)) <= shared]
-    if build.split > 1:
-        share = -(-windows // build.split)
-        return min((count for count in fitting if count >= share), default=max(fitting, default=None))
-    return max(fitting, default=None)
+    def units(self, windows: int) -> int:
+        """Count the units of eight columns of so many windows."""
+        return -(-windows * self.pattern.window // UNIT)
 
 
-def units_of(windows: int, pattern: VectorNM) -> int:
-    """Count the units of eight columns of so many windows."""
-    return -(-windows * pattern.window // UNIT)
+def refusal(problem: Problem) -> str | None:
+    """Say why `prepare` cannot compute ``problem`` here, or None if it can."""
+    pattern = vectors_of(problem.pattern)
+    if not 1 <= problem.m <= MAX_TOKENS:
+        return f"takes 1 to {MAX_TOKENS} tokens, got {problem.m}"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"computes float16 and bfloat16, got {problem.dtype}"
+    if pattern.length not in LENGTHS:
+        return f"takes vectors of {', '.join(map(str, LENGTHS))} rows, not {pattern.length}"
+    reason = machine_refusal(problem)
+    if reason is None and build_for(problem, shared_limit(problem.device)) is None:
+        return f"no panel of x for {pattern} fits shared memory"
+    return reason
 
 
-def prepare(problem: Problem, build: Build, early: bool = False, blocks_of: int = 1, dependent: bool = True) -> Product:
-    m, n, k, device = problem.m, problem.n, problem.k, problem.device
-    pattern = build.pattern
-    windows = panel_windows(build, k, shared_limit(device))
-    units, total = units_of(windows, pattern), -(-k // pattern.window) * pattern.keep
-    panel_tiles = -(-windows * pattern.keep // TILE_SLOTS)
-    tiles = -(-total // TILE_SLOTS)
-    panels, rounds = (
-        -(-tiles // panel_tiles),
-        -(-min(tiles, panel_tiles) // (build.warps * build.stages)) * build.stages,
-    )
+def build_for(problem: Problem, limit: int) -> Build | None:
+    """Choose the build whose blocks bring the fewest panels of x into ``limit`` bytes; None if none fits."""
+    tokens = next(count for count in TOKENS if count >= problem.m)
+    builds = [Build(vectors_of(problem.pattern), problem.dtype, tokens, *division) for division in DIVISIONS]
+    sizes = [(build.panel_windows(problem.k, limit), build) for build in builds]
+    fitting = [(windows, build) for windows, build in sizes if windows]
+    return max(fitting, key=lambda found: found[0], default=(0, None))[1]
+
+
+def prepare(problem: Problem, early: bool = False) -> Product:
+    """Prepare to multiply 1 to 16 tokens.
+
+    Args:
+        problem: x and w float16, or both bfloat16; sums are float32.
+        early: whether the weight may be read before the kernel before it on the stream has ended (Hopper and later):
+            nothing that still runs may be writing it.
+    Raises:
+        KernelError: no panel of x fits shared memory.
+    """
+    build = build_for(problem, shared_limit(problem.device))
+    if build is None:
+        raise KernelError(f"no panel of x for {problem.pattern} fits shared memory")
+    return prepare_build(problem, build, early)
+
+
+def prepare_build(
+    problem: Problem, build: Build, early: bool = False, blocks_of: int = 1, dependent: bool | None = None
+) -> Product:
+    """Prepare to multiply with a given build, as `prepare` does."""
+    m, n, k, device, facts = problem.m, problem.n, problem.k, problem.device, device_facts(problem.device)
+    windows = build.panel_windows(k, shared_limit(device))
+    if windows is None:
+        raise KernelError(f"no panel of x for {problem.pattern} fits shared memory")
+    units, (_, total) = build.units(windows), stored_slots(problem)
+    tiles, panel_tiles = -(-total // TILE_SLOTS), -(-windows * build.pattern.keep // TILE_SLOTS)
+    rounds = -(-min(tiles, panel_tiles) // (build.warps * build.stages)) * build.stages
     strips = -(-n // build.rows)
-    facts = device_facts(device)
-    kernel = _kernel(device, build, build.shared(units))
-    grid = (build.split * min(strips, max(1, blocks_of * facts.processors // build.split)), 1, 1)
+    sizes = (m, n, k, total, strips, panel_tiles, units, -(-tiles // panel_tiles), rounds, int(k % UNIT == 0), early)
+    grid = (min(strips, blocks_of * facts.processors), 1, 1)
+    kernel, threads = _kernel(device, build, build.shared(units)), 32 * build.warps
+    if dependent is None:
+        dependent = facts.arch.endswith("a")
 
     def decode(x: Tensor, packed: Packed, bias: Tensor | None, *stamps: int) -> Tensor:
-        x = aligned(x)
+        x, values = aligned(x), aligned(packed.tensors["values"])
         bias = None if bias is None else bias.to(x.dtype).contiguous()
         y = x.new_empty(m, n)
-        values, positions = aligned(packed.tensors["values"]), packed.tensors["positions"].contiguous()
-        pointers = map(address, (x, values, positions, bias, y))
-        sizes = (m, n, k, total, strips, panel_tiles, units, panels, rounds, int(k % UNIT == 0), int(early))
-        kernel(device, grid, 32 * build.warps, *pointers, *sizes, *stamps, dependent=dependent)
+        pointers = map(address, (x, values, packed.tensors["positions"].contiguous(), bias, y))
+        kernel(device, grid, threads, *pointers, *sizes, *stamps, dependent=dependent)
         return y
 
     return decode
 
 
+SOURCE = CudaSource(
+    Path(__file__).with_name("decode_tensor.cu"),
+    tuple(
+        Build(VectorNM(*pattern), dtype, tokens, 16, 2).defines
+        for pattern, dtype, tokens in (
+            ((16, 32, 32), torch.float16, 1),
+            ((16, 32, 32), torch.float16, 8),
+            ((16, 32, 32), torch.bfloat16, 16),
+            ((5, 7, 16), torch.bfloat16, 8),
+            ((5, 7, 128), torch.float16, 1),
+        )
+    ),
+)
+
+SOURCES = (SOURCE,)
+
+
 @lru_cache(maxsize=256)
 def _kernel(device: torch.device, build: Build, shared: int) -> CudaKernel:
-    path = Path(__file__).with_name("decode_tensor.cu")
-    cubin = compile_cubin(path, device_facts(device).arch, build.defines)
+    cubin = compile_cubin(SOURCE.path, device_facts(device).arch, build.defines)
     stamps = [_POINTER] if dict(build.extra).get("STAMPS") else []
     return CudaKernel(cubin, "semisparse_vector_nm_decode_tensor", (*[_POINTER] * 5, *[_INT] * 11, *stamps), shared)

@@ -23,14 +23,6 @@ __device__ __forceinline__ void copy_to_all(Word to, const void* from, Word byte
         : "memory");
 }
 
-// Stores a number at the same place of another block of the cluster.
-__device__ __forceinline__ void store_at(Word place, Word block, float value) {
-    asm volatile(
-        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nst.shared::cluster.f32 [there], %2;\n}" ::"r"(place),
-        "r"(block), "f"(value)
-        : "memory");
-}
-
 __device__ __forceinline__ Word block_of_cluster() {
     Word rank;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
