@@ -11,7 +11,7 @@ import torch
 from semisparse.formats import get_format
 from semisparse.formats.base import replace_tensors
 from semisparse.formats.product import problem_of
-from semisparse.formats.vector_nm import cuda, tiled
+from semisparse.formats.vector_nm import cuda, decode_tensor, tiled
 from semisparse.formats.vector_nm.tiling import SHARED_LIMIT, SIMT, TENSOR, Shape, Tiling, tile
 from semisparse.patterns import parse_pattern
 from tests.formats import emulated
@@ -28,10 +28,11 @@ pytestmark = [
 
 @pytest.fixture
 def emulated_kernels(monkeypatch: pytest.MonkeyPatch):
-    for module in (cuda, tiled):
+    for module in (cuda, decode_tensor, tiled):
         monkeypatch.setattr(module, "compile_cubin", emulated.compile_emulated)
         monkeypatch.setattr(module, "CudaKernel", emulated.EmulatedKernel)
-    monkeypatch.setattr(tiled, "shared_limit", lambda device: SHARED_LIMIT)
+    for module in (decode_tensor, tiled):
+        monkeypatch.setattr(module, "shared_limit", lambda device: SHARED_LIMIT)
 
 
 @pytest.fixture
@@ -105,6 +106,25 @@ def test_decode(pattern: str, sizes: tuple[int, int, int], dtype: torch.dtype, p
 
 
 @pytest.mark.parametrize(
+    ("pattern", "sizes", "dtype", "division", "limit"),
+    [
+        ("16:32v32", (70, 172, 1), torch.float16, (4, 2), SHARED_LIMIT),
+        ("4:32v16", (33, 333, 8), torch.bfloat16, (2, 3), SHARED_LIMIT),
+        ("5:7v64", (130, 100, 9), torch.float16, (2, 1), SHARED_LIMIT),
+        ("16:32v32", (100, 512, 3), torch.bfloat16, (4, 2), 24 << 10),  # 2 panels
+        ("5:7v128", (130, 777, 11), torch.bfloat16, (4, 2), 33000),  # 4 panels, x of no whole units
+        ("12:32v32", (70, 1600, 1), torch.float16, (2, 2), 10 << 10),  # 2 panels of one token
+    ],
+)
+def test_decode_on_tensor_cores(pattern, sizes, dtype, division, limit, monkeypatch):
+    """One block of threads takes all strips: panels go back and forth between them."""
+    monkeypatch.setattr(decode_tensor, "shared_limit", lambda device: limit)
+    tokens = next(count for count in decode_tensor.TOKENS if count >= sizes[2])
+    build = decode_tensor.Build(parse_pattern(pattern), dtype, tokens, *division)
+    check(decode_tensor.prepare_build, pattern, *sizes, dtype, build)
+
+
+@pytest.mark.parametrize(
     ("pattern", "n", "k", "dtype"),
     [
         ("16:32v32", 70, 172, torch.float16),
@@ -128,7 +148,10 @@ def test_any_number_of_buffers(stages: int):
     check(tiled.prepare_tiled, "3:8v8", 33, 90, 3, torch.float32, chosen)
 
 
-@pytest.mark.parametrize(("prepare", "dtype"), [(cuda.prepare_decode, torch.float16), (tiled.prepare, torch.float32)])
+@pytest.mark.parametrize(
+    ("prepare", "dtype"),
+    [(cuda.prepare_decode, torch.float16), (decode_tensor.prepare, torch.float16), (tiled.prepare, torch.float32)],
+)
 def test_values_that_begin_anywhere(prepare, dtype: torch.dtype):
     """A view into another tensor may begin where no 16-byte load can."""
     packed = VECTOR_NM.pack(build(parse_pattern("16:32v32"), random, 33, 172).to(dtype), "16:32v32")
@@ -140,7 +163,10 @@ def test_values_that_begin_anywhere(prepare, dtype: torch.dtype):
     check_product(multiply(prepare, x, moved, bias), x, packed, bias)
 
 
-@pytest.mark.parametrize(("prepare", "dtype"), [(cuda.prepare_decode, torch.float16), (tiled.prepare, torch.float32)])
+@pytest.mark.parametrize(
+    ("prepare", "dtype"),
+    [(cuda.prepare_decode, torch.float16), (decode_tensor.prepare, torch.float16), (tiled.prepare, torch.float32)],
+)
 def test_an_infinity_stays_in_its_token(prepare, dtype: torch.dtype):
     """What is stored past column K must not meet the next token's first columns."""
     packed = VECTOR_NM.pack(build(parse_pattern("16:32v32"), random, 33, 165).to(dtype), "16:32v32")

@@ -125,9 +125,9 @@ __device__ __forceinline__ void gather_one(Word (&x)[4], const char* panel, char
 using Columns = Word[kHalves][4];  // a tile's right operands
 
 __device__ __forceinline__ void gather(Columns& x, int position, char* panel, char* exchange, Word half_bytes, int first_slot,
-                                       int first_column, int nothing) {
+                                       int first_column) {
     const int column = (first_slot + static_cast<int>(threadIdx.x % kWarp)) / KEEP * WINDOW + position - first_column;
-    const int found = position < 0 ? nothing : column;
+    const int found = position < 0 ? 0 : column;  // its weights are zeros
     if constexpr (kOne) {
         gather_one(x[0], panel, exchange, found);
     } else {
@@ -172,7 +172,7 @@ struct Panel {
 
     template <bool vectors>
     __device__ __forceinline__ void read(uint4 (&eight)[kLoaded], int half, int first, int unit) const {
-        const int column = first + unit * kUnit, left = unit < units ? k - column : 0;
+        const int column = first + unit * kUnit, left = k - column;
 #pragma unroll
         for (int i = 0; i < kLoaded; ++i) {
             const int token = half * kUnit + i;
@@ -199,13 +199,13 @@ struct Panel {
     static __device__ __forceinline__ int half_of(int item) { return item / kWarp % kHalves; }
     static __device__ __forceinline__ int unit_of(int item) { return item / (kWarp * kHalves) * kWarp + item % kWarp; }
 
-    // Brings columns from `first` on, and a unit of zeros after them, from an item on.
+    // Brings columns from `first` on, those past column k and token m as zeros, from an item on.
     template <bool vectors>
     __device__ __forceinline__ void fill(char* panel, int first, int item) const {
-        const int items = (units / kWarp + 1) * kWarp * kHalves;
+        const int items = (units + kWarp - 1) / kWarp * kWarp * kHalves;
 #pragma unroll 1
         for (; item < items; item += kThreads) {
-            if (unit_of(item) > units) continue;
+            if (unit_of(item) >= units) continue;
             uint4 eight[kLoaded];
             read<vectors>(eight, half_of(item), first, unit_of(item));
             write(panel, eight, half_of(item), unit_of(item));
@@ -283,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_vector
     // The warps' tiles, the panel, the partial sums, for one token the warps' exchanges.
     extern __shared__ __align__(256) unsigned char shared[];
     const Plan plan{values, positions, total, panel_tiles, panels, (total + kSlots - 1) / kSlots, rounds};
-    const Panel source{x, m, k, panel_units, static_cast<Word>((panel_units + 1) * kUnit * kColumnBytes)};
+    const Panel source{x, m, k, panel_units, static_cast<Word>(panel_units * kUnit * kColumnBytes)};
     constexpr int ring_bytes = WARPS * STAGES * kTileBytes;
     char* panel = reinterpret_cast<char*>(shared) + ring_bytes;
     Partial* partials = reinterpret_cast<Partial*>(panel + kHalves * source.half_bytes);
@@ -304,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_vector
     int item = threadIdx.x, loaded = -1;
 #if XFIRST
     uint4 eight[kLoaded];
-    const bool x_first = vectors && !early && Panel::unit_of(item) <= panel_units;
+    const bool x_first = vectors && !early && Panel::unit_of(item) < panel_units;
     if (x_first) source.read<true>(eight, Panel::half_of(item), 0, Panel::unit_of(item));
 #endif
 #pragma unroll
@@ -346,8 +346,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_vector
                     const bool holds = now.holds(plan, strips);
                     Columns columns;
                     if (holds) {
-                        gather(columns, positions_of[i], panel, exchange, source.half_bytes, now.tile(plan) * kSlots, first_column,
-                               panel_units * kUnit);
+                        gather(columns, positions_of[i], panel, exchange, source.half_bytes, now.tile(plan) * kSlots, first_column);
                     }
                     wait_for_copies<STAGES - 1>();
                     __syncwarp();

@@ -71,12 +71,12 @@ class Build(NamedTuple):
         }
 
     def shared(self, units: int) -> int:
-        """Count the bytes of shared memory of a block whose panel of x has so many units of eight columns."""
+        """Count the bytes of shared memory of a block whose panel of x has so many units."""
         ring = self.warps * self.stages * TILE_SLOTS * self.rows * 2
         of_column = 2 if self.tokens == 1 else 16 * -(-self.tokens // 8)
         sums = self.warps * self.tokens * self.rows * 4
         exchanges = self.warps * TILE_SLOTS * 2 if self.tokens == 1 else 0
-        return ring + (units + 1) * UNIT * of_column + sums + exchanges
+        return ring + units * UNIT * of_column + sums + exchanges
 
     def panel_windows(self, k: int, limit: int) -> int | None:
         """Give the windows of a panel: as few equal ones as ``limit`` bytes hold beside the rest; None if none do."""
