@@ -6,36 +6,18 @@
 // shared memory, the tokens of a column side by side, so that one load of matrices gathers 32 columns by their addresses. Sums
 // are float32 and added in a fixed order: every run gives the same bits.
 //
-// A launch may begin before the kernel before it has ended: up to `wait_for_previous_kernel` only the weight is read.
+// A launch may begin before the kernel before it has ended. Up to `wait_for_previous_kernel` nothing is read but, where that is
+// asked for, the weight; what is brought to L2 before that is still to be read.
 //
 // Compiled for SCALAR (half or bfloat16, of x, w, bias and y), KEEP, WINDOW, LENGTH, ROWS (16 or 32), TOKENS (1, 8 or 16), WARPS,
-// STAGES.
+// STAGES, BLOCKS (of a processor, for registers).
 
 #include "copies.cuh"
 #include "dependent.cuh"
 #include "matrices.cuh"
 #include "mma.cuh"
-#include "pairs.cuh"
+#include "prefetch.cuh"
 #include "scalars.cuh"
-
-#ifndef XFIRST
-#define XFIRST 0
-#endif
-#ifndef PREFETCH
-#define PREFETCH 0
-#endif
-#ifndef LINES
-#define LINES 0
-#endif
-#ifndef LETFIRST
-#define LETFIRST 0
-#endif
-#ifndef BLOCKS
-#define BLOCKS 1
-#endif
-#ifndef STAMPS
-#define STAMPS 0
-#endif
 
 constexpr int kWarp = 32;
 constexpr int kThreads = WARPS * kWarp;
@@ -52,6 +34,7 @@ constexpr int kLoaded = TOKENS > 8 ? 8 : TOKENS; // tokens of a half
 constexpr int kStrips = LENGTH / ROWS;           // of a group
 constexpr bool kOne = TOKENS == 1;               // then a column is a number, and products have it for all their tokens
 constexpr int kColumnBytes = kOne ? 2 : kUnitBytes;
+constexpr int kPrefetched = 128 << 10;           // bytes of a block's first strip
 
 using Sums = float[kBands][kHalves][4];
 
@@ -61,7 +44,7 @@ __device__ __forceinline__ const SCALAR* kind() { return nullptr; }
 struct Plan {
     const SCALAR* values;            // [groups, total, LENGTH]
     const unsigned char* positions;  // [groups, total]
-    int total, panel_tiles, panels, tiles, rounds;
+    int total, strips, panel_tiles, panels, tiles, rounds;
 };
 
 // Where a warp is: its tiles of a turn one after another, then those of the block's next turn. Every other strip passes over the
@@ -74,8 +57,11 @@ struct Cursor {
     __device__ __forceinline__ int tile(const Plan& plan) const {
         return panel(plan) * plan.panel_tiles + round * WARPS + static_cast<int>(threadIdx.x) / kWarp;
     }
-    __device__ __forceinline__ bool holds(const Plan& plan, int strips) const {
-        return strip < strips && tile(plan) < min((panel(plan) + 1) * plan.panel_tiles, plan.tiles);
+    __device__ __forceinline__ int first_column(const Plan& plan) const {
+        return panel(plan) * plan.panel_tiles * kSlots / KEEP * WINDOW;
+    }
+    __device__ __forceinline__ bool holds(const Plan& plan) const {
+        return strip < plan.strips && tile(plan) < min((panel(plan) + 1) * plan.panel_tiles, plan.tiles);
     }
     __device__ __forceinline__ void next_strip() {
         turn = 0;
@@ -195,41 +181,66 @@ struct Panel {
         }
     }
 
-    // Warps take the halves in turn.
-    static __device__ __forceinline__ int half_of(int item) { return item / kWarp % kHalves; }
-    static __device__ __forceinline__ int unit_of(int item) { return item / (kWarp * kHalves) * kWarp + item % kWarp; }
-
-    // Brings columns from `first` on, those past column k and token m as zeros, from an item on.
+    // Brings columns from `first` on, those past column k and token m as zeros. Warps take the halves in turn.
     template <bool vectors>
-    __device__ __forceinline__ void fill(char* panel, int first, int item) const {
+    __device__ __forceinline__ void fill(char* panel, int first) const {
         const int items = (units + kWarp - 1) / kWarp * kWarp * kHalves;
 #pragma unroll 1
-        for (; item < items; item += kThreads) {
-            if (unit_of(item) >= units) continue;
+        for (int item = threadIdx.x; item < items; item += kThreads) {
+            const int half = item / kWarp % kHalves, unit = item / (kWarp * kHalves) * kWarp + item % kWarp;
+            if (unit >= units) continue;
             uint4 eight[kLoaded];
-            read<vectors>(eight, half_of(item), first, unit_of(item));
-            write(panel, eight, half_of(item), unit_of(item));
+            read<vectors>(eight, half, first, unit);
+            write(panel, eight, half, unit);
         }
     }
 };
 
-#if PREFETCH
-// Has the block's first strip brought to L2: no reading yet, so it needs not wait for anything.
-__device__ __forceinline__ void prefetch(const Plan& plan, int strip, int strips) {
-    if (strip >= strips) return;
+// Has the beginning of a strip brought to L2. Nothing is read yet, so the kernel before may still be writing it.
+__device__ __forceinline__ void prefetch(const Plan& plan, int strip) {
     const long long group = strip / kStrips;
-    const int bytes = min(plan.total * ROWS * 2, PREFETCH);
-    const char* from = reinterpret_cast<const char*>(plan.values + (group * LENGTH + strip % kStrips * ROWS) * plan.total);
-#if LINES
-    for (int at = threadIdx.x * 128; at < bytes; at += kThreads * 128) asm volatile("prefetch.global.L2 [%0];" : : "l"(from + at));
-#else
-    const int share = (bytes / WARPS + 15) / 16 * 16, at = threadIdx.x / kWarp * share, own = min(share, bytes - at);
-    if (threadIdx.x % kWarp == 0 && own > 0) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" : : "l"(from + at), "r"(own) : "memory");
-#endif
-    const unsigned char* positions = plan.positions + group * plan.total;
-    for (int at = threadIdx.x * 128; at < plan.total; at += kThreads * 128) asm volatile("prefetch.global.L2 [%0];" : : "l"(positions + at));
+    const char* values = reinterpret_cast<const char*>(plan.values + (group * LENGTH + strip % kStrips * ROWS) * plan.total);
+    const int bytes = min(plan.total * ROWS * 2, kPrefetched), share = (bytes / WARPS + 15) / 16 * 16;
+    const int at = threadIdx.x / kWarp * share;
+    if (threadIdx.x % kWarp == 0) prefetch_bulk(values + at, min(share, bytes - at));
+    for (int i = threadIdx.x * kLine; i < plan.total; i += kThreads * kLine) prefetch_line(plan.positions + group * plan.total + i);
 }
-#endif
+
+// A warp's tiles on their way.
+struct Ring {
+    Word places;  // in shared memory
+    Cursor asked;
+    int positions[STAGES];
+
+    __device__ __forceinline__ Word place(int stage) const { return places + stage * kTileBytes; }
+
+    __device__ __forceinline__ void refill(int stage, const Plan& plan) {
+        if (asked.holds(plan)) positions[stage] = ask(place(stage), plan, asked);
+        commit_copies();
+        asked.advance(plan);
+    }
+};
+
+// Adds a warp's tiles of a panel of x.
+__device__ __forceinline__ void add_panel(Sums& sums, Ring& ring, Cursor at, const Plan& plan, char* panel, char* exchange,
+                                          Word half_bytes) {
+    const int first_column = at.first_column(plan);
+#pragma unroll 1
+    for (int round = 0; round < plan.rounds; round += STAGES) {
+#pragma unroll
+        for (int i = 0; i < STAGES; ++i) {
+            at.round = round + i;
+            const bool holds = at.holds(plan);
+            Columns columns;
+            if (holds) gather(columns, ring.positions[i], panel, exchange, half_bytes, at.tile(plan) * kSlots, first_column);
+            wait_for_copies<STAGES - 1>();
+            __syncwarp();
+            if (holds) multiply(sums, ring.place(i), columns);
+            __syncwarp();
+            ring.refill(i, plan);
+        }
+    }
+}
 
 using Partial = float[TOKENS][ROWS];  // a warp's sums
 
@@ -256,12 +267,6 @@ __device__ __forceinline__ void finish(const Partial* partials, const SCALAR* bi
     }
 }
 
-#if STAMPS
-#define STAMP(i) if (threadIdx.x % 32 == 0 && at.strip == static_cast<int>(blockIdx.x)) stamps[(blockIdx.x * WARPS + threadIdx.x / 32) * 8 + i] = clock64()
-#else
-#define STAMP(i)
-#endif
-
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_vector_nm_decode_tensor(
     // x is not __restrict__: loads that the compiler takes for constants could move before the wait for the previous kernel.
     const SCALAR* x,                                // [m, k]
@@ -276,94 +281,39 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_vector
     int rounds,                                     // that a warp takes for a panel's tiles, a multiple of STAGES
     int vectors,                                    // whether x can be read 16 bytes at a time
     int early                                       // whether the weight may be read before the previous kernel ends
-#if STAMPS
-    , long long* stamps
-#endif
 ) {
     // The warps' tiles, the panel, the partial sums, for one token the warps' exchanges.
     extern __shared__ __align__(256) unsigned char shared[];
-    const Plan plan{values, positions, total, panel_tiles, panels, (total + kSlots - 1) / kSlots, rounds};
+    const Plan plan{values, positions, total, strips, panel_tiles, panels, (total + kSlots - 1) / kSlots, rounds};
     const Panel source{x, m, k, panel_units, static_cast<Word>(panel_units * kUnit * kColumnBytes)};
-    constexpr int ring_bytes = WARPS * STAGES * kTileBytes;
-    char* panel = reinterpret_cast<char*>(shared) + ring_bytes;
+    const int warp = threadIdx.x / kWarp;
+    char* panel = reinterpret_cast<char*>(shared) + WARPS * STAGES * kTileBytes;
     Partial* partials = reinterpret_cast<Partial*>(panel + kHalves * source.half_bytes);
-    const Word ring = shared_address(shared) + threadIdx.x / kWarp * STAGES * kTileBytes;
-    char* exchange = reinterpret_cast<char*>(partials + WARPS) + threadIdx.x / kWarp * kSlots * 2;
+    char* exchange = reinterpret_cast<char*>(partials + WARPS) + warp * kSlots * 2;
 
-    Cursor at{static_cast<int>(blockIdx.x), 0, 0, false}, asked = at;
-    STAMP(0);
-#if LETFIRST
+    Cursor at{static_cast<int>(blockIdx.x), 0, 0, false};
+    Ring ring{shared_address(shared) + warp * STAGES * kTileBytes, at};
     let_next_kernel_start();
-#endif
-#if PREFETCH
-    prefetch(plan, at.strip, strips);
-#endif
+    prefetch(plan, at.strip);
     if (!early) wait_for_previous_kernel();
-    STAMP(6);
-    int positions_of[STAGES];
-    int item = threadIdx.x, loaded = -1;
-#if XFIRST
-    uint4 eight[kLoaded];
-    const bool x_first = vectors && !early && Panel::unit_of(item) < panel_units;
-    if (x_first) source.read<true>(eight, Panel::half_of(item), 0, Panel::unit_of(item));
-#endif
 #pragma unroll
-    for (int i = 0; i < STAGES; ++i) {
-        if (asked.holds(plan, strips)) positions_of[i] = ask(ring + i * kTileBytes, plan, asked);
-        commit_copies();
-        asked.advance(plan);
-    }
-    STAMP(1);
+    for (int i = 0; i < STAGES; ++i) ring.refill(i, plan);
     if (early) wait_for_previous_kernel();
-#if !LETFIRST
-    let_next_kernel_start();
-#endif
-#if XFIRST
-    if (x_first) {
-        source.write(panel, eight, Panel::half_of(item), Panel::unit_of(item));
-        item += kThreads;
-    }
-#endif
-    for (; at.strip < strips; at.next_strip()) {
+    for (int loaded = -1; at.strip < strips; at.next_strip()) {
         Sums sums = {};
         for (at.turn = 0; at.turn < panels; ++at.turn) {
-            const int first_column = at.panel(plan) * panel_tiles * kSlots / KEEP * WINDOW;
             if (at.panel(plan) != loaded) {
                 if (loaded >= 0) __syncthreads();
-                if (vectors) source.fill<true>(panel, first_column, item);
-                else source.fill<false>(panel, first_column, item);
-                __syncthreads();
                 loaded = at.panel(plan);
-                item = threadIdx.x;
+                if (vectors) source.fill<true>(panel, at.first_column(plan));
+                else source.fill<false>(panel, at.first_column(plan));
+                __syncthreads();
             }
-            STAMP(2);
-#pragma unroll 1
-            for (at.round = 0; at.round < rounds; at.round += STAGES) {
-#pragma unroll
-                for (int i = 0; i < STAGES; ++i) {
-                    Cursor now = at;
-                    now.round += i;
-                    const bool holds = now.holds(plan, strips);
-                    Columns columns;
-                    if (holds) {
-                        gather(columns, positions_of[i], panel, exchange, source.half_bytes, now.tile(plan) * kSlots, first_column);
-                    }
-                    wait_for_copies<STAGES - 1>();
-                    __syncwarp();
-                    if (holds) multiply(sums, ring + i * kTileBytes, columns);
-                    if (i == 0 && at.round == 0) { STAMP(3); }
-                    __syncwarp();
-                    if (asked.holds(plan, strips)) positions_of[i] = ask(ring + i * kTileBytes, plan, asked);
-                    commit_copies();
-                    asked.advance(plan);
-                }
-            }
+            add_panel(sums, ring, at, plan, panel, exchange, source.half_bytes);
         }
-        STAMP(4);
-        keep(partials[threadIdx.x / kWarp], sums);
+        keep(partials[warp], sums);
         __syncthreads();
         finish(partials, bias, y, m, n, at.strip * ROWS);
-        STAMP(5);
         __syncthreads();
     }
 }
