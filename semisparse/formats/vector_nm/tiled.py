@@ -226,7 +226,8 @@ def prepare_by_column(problem: Problem, pitch: int) -> Callable[[Tensor], Tensor
     (m, k), pattern, device = (problem.m, problem.k), vectors_of(problem.pattern), problem.device
     width = -(-k // pattern.window) * pattern.window
     if k % 8 == 0:
-        kernel, rest = _transpose_kernel(device), ()
+        kernel = _transpose_kernel(device)
+        rest: tuple[int | None, ...] = ()
         grid = (-(-width // TRANSPOSED_TILE), -(-pitch // TRANSPOSED_TOKENS), 1)
     else:
         kernel = _prepare_kernel(device, 2, pattern, pattern.keep)
