@@ -28,7 +28,7 @@ from semisparse.errors import KernelError
 from semisparse.formats import Packed, get_format
 from semisparse.formats.kernel import Problem, Product
 from semisparse.formats.product import problem_of
-from semisparse.formats.vector_nm import cuda, fours, plan, tiled
+from semisparse.formats.vector_nm import cuda, decode_tensor, fours, plan, tiled
 from semisparse.formats.vector_nm.layout import vectors_of
 from semisparse.formats.vector_nm.tiling import SIMT, Tiling, choose_tiling
 from semisparse.patterns import parse_pattern
@@ -37,7 +37,7 @@ from semisparse.runtime.device import device_facts
 GPU = torch.device("cuda")
 PATTERNS = "32:32v32,16:32v32,12:32v32,8:32v32,4:32v32"
 SHAPES = ((4096, 4096), (11008, 4096), (4096, 11008))
-DECODED = ((4096, 4096), (11008, 4096), (28672, 8192))
+DECODED = ((4096, 4096), (11008, 4096), (4096, 11008), (28672, 8192))
 CHECKED_ROWS = 48
 CALLS = 8
 """Of a graph, at least: starting one takes as long as a short product."""
@@ -143,11 +143,14 @@ def ablation(patterns: list[str]) -> Iterator[dict[str, str]]:
 
 
 def decoding(dtype: torch.dtype, tokens: list[int]) -> Iterator[dict[str, str]]:
-    """Measure few tokens at 50 %."""
+    """Measure few tokens at 50 %: launches overlap, and "early" asks for the weight before the end of the one before."""
     for n, k in DECODED:
         for m in tokens:
             layer = Layer("decode", m, n, k, dtype)
-            yield layer.measure("decode", cuda.prepare_decode, layer.pack("16:32v32"))
+            copies = layer.pack("16:32v32")
+            for name, kernel in (("decode_tensor", decode_tensor.prepare), ("decode", cuda.prepare_decode)):
+                yield layer.measure(name, kernel, copies)
+                yield layer.measure(f"{name}, early", partial(kernel, early=True), copies)
 
 
 def main() -> None:

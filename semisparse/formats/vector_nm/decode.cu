@@ -47,7 +47,7 @@ struct Group {
             const int slot = at + i * kSlotsOfBlock;
             const bool inside = slot < end;
             held.weights[i] = inside ? read_once(values + static_cast<long long>(slot) * kLanes + threadIdx.x % kLanes) : uint4{};
-            held.columns[i] = inside ? slot / KEEP * WINDOW + __ldg(positions + slot) - first_column : 0;
+            held.columns[i] = inside ? slot / KEEP * WINDOW + positions[slot] - first_column : 0;
         }
     }
 };
@@ -137,21 +137,12 @@ __device__ __forceinline__ void finish(Sums& sums, float* partials, const SCALAR
     }
 }
 
-#if STAMPS
-#define STAMP(i) if (threadIdx.x % 32 == 0) stamps[(blockIdx.x * WARPS + threadIdx.x / 32) * 8 + i] = clock64()
-#else
-#define STAMP(i)
-#endif
-
 extern "C" __global__ void __launch_bounds__(kThreads) semisparse_vector_nm_decode(
-    // x is not __restrict__: loads that the compiler takes for constants could move before the wait for the previous kernel.
-    const SCALAR* x, const SCALAR* __restrict__ values, const unsigned char* __restrict__ positions,
+    // Not __restrict__: loads that the compiler takes for constants could move before the wait for the previous kernel.
+    const SCALAR* x, const SCALAR* values, const unsigned char* positions,
     const SCALAR* bias, SCALAR* y, int m, int n, int k, int total,
     int panel_windows,  // of x that shared memory holds
     int early           // whether the weight may be read before the previous kernel ends
-#if STAMPS
-    , long long* stamps
-#endif
 ) {
     extern __shared__ uint4 shared[];
     Column* panel = reinterpret_cast<Column*>(shared);
@@ -163,7 +154,6 @@ extern "C" __global__ void __launch_bounds__(kThreads) semisparse_vector_nm_deco
     y += static_cast<long long>(first_token) * n;
     m -= first_token;
     Sums sums = {};
-    STAMP(0);
     if (!early) wait_for_previous_kernel();
     for (int window = 0; window * KEEP < total; window += panel_windows) {
         const int first_column = window * WINDOW;
@@ -173,24 +163,19 @@ extern "C" __global__ void __launch_bounds__(kThreads) semisparse_vector_nm_deco
         Held first, second;
         weights.read(first, at, end, first_column);  // on their way while x is brought
         weights.read(second, at + kStride, end, first_column);
-        STAMP(1);
         if (early && !window) wait_for_previous_kernel();
         let_next_kernel_start();
         if (window) __syncthreads();
         fill(panel, x, m, k, first_column, (end - window * KEEP) / KEEP * WINDOW);
         __syncthreads();
-        STAMP(2);
 #pragma unroll 1
         for (; at < end; at += 2 * kStride) {
             add(sums, first, panel);
-            STAMP(3);
             weights.read(first, at + 2 * kStride, end, first_column);
             add(sums, second, panel);
             weights.read(second, at + 3 * kStride, end, first_column);
         }
     }
-    STAMP(4);
     __syncthreads();
     finish(sums, reinterpret_cast<float*>(shared), bias, y, m, n, static_cast<int>(group) * LENGTH);
-    STAMP(5);
 }

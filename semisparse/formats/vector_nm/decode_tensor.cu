@@ -260,19 +260,19 @@ __device__ __forceinline__ void finish(const Partial* partials, const SCALAR* bi
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_vector_nm_decode_tensor(
-    // x is not __restrict__: loads that the compiler takes for constants could move before the wait for the previous kernel.
-    const SCALAR* x,                                // [m, k]
-    const SCALAR* __restrict__ values,              // [groups, total, LENGTH]
-    const unsigned char* __restrict__ positions,    // [groups, total]
-    const SCALAR* bias,                             // [n] or null
-    SCALAR* y,                                      // [m, n]
+    // Not __restrict__: loads that the compiler takes for constants could move before the wait for the previous kernel.
+    const SCALAR* x,                 // [m, k]
+    const SCALAR* values,            // [groups, total, LENGTH]
+    const unsigned char* positions,  // [groups, total]
+    const SCALAR* bias,              // [n] or null
+    SCALAR* y,                       // [m, n]
     int m, int n, int k, int total, int strips,
-    int panel_tiles,                                // of x that shared memory holds
-    int panel_units,                                // of eight columns
-    int panels,                                     // that cover x
-    int rounds,                                     // that a warp takes for a panel's tiles, a multiple of STAGES
-    int vectors,                                    // whether x can be read 16 bytes at a time
-    int early                                       // whether the weight may be read before the previous kernel ends
+    int panel_tiles,                 // of x that shared memory holds
+    int panel_units,                 // of eight columns
+    int panels,                      // that cover x
+    int rounds,                      // that a warp takes for a panel's tiles, a multiple of STAGES
+    int vectors,                     // whether x can be read 16 bytes at a time
+    int early                        // whether the weight may be read before the previous kernel ends
 ) {
     // The warps' tiles, the panel, the partial sums, for one token the warps' exchanges.
     extern __shared__ __align__(256) unsigned char shared[];
