@@ -143,7 +143,7 @@ def ablation(patterns: list[str]) -> Iterator[dict[str, str]]:
 
 
 def decoding(dtype: torch.dtype, tokens: list[int]) -> Iterator[dict[str, str]]:
-    """Measure few tokens at 50 %: launches overlap, and "early" asks for the weight before the end of the one before."""
+    """Measure few tokens at 50 %: launches overlap, "early" asks for the weight before the one before has ended."""
     for n, k in DECODED:
         for m in tokens:
             layer = Layer("decode", m, n, k, dtype)
