@@ -26,7 +26,9 @@ from semisparse.bench.roofline import random_weight
 from semisparse.bench.timing import rotating_copies, time_calls
 from semisparse.errors import KernelError
 from semisparse.formats import Packed, get_format
-from semisparse.formats.vector_nm import cuda, fours, plan, tiled
+from semisparse.formats.kernel import Problem, Product
+from semisparse.formats.product import problem_of
+from semisparse.formats.vector_nm import cuda, decode_tensor, fours, plan, tiled
 from semisparse.formats.vector_nm.layout import vectors_of
 from semisparse.formats.vector_nm.tiling import SIMT, Tiling, choose_tiling
 from semisparse.patterns import parse_pattern
@@ -35,7 +37,7 @@ from semisparse.runtime.device import device_facts
 GPU = torch.device("cuda")
 PATTERNS = "32:32v32,16:32v32,12:32v32,8:32v32,4:32v32"
 SHAPES = ((4096, 4096), (11008, 4096), (4096, 11008))
-DECODED = ((4096, 4096), (11008, 4096), (28672, 8192))
+DECODED = ((4096, 4096), (11008, 4096), (4096, 11008), (28672, 8192))
 CHECKED_ROWS = 48
 CALLS = 8
 """Of a graph, at least: starting one takes as long as a short product."""
@@ -54,8 +56,6 @@ COLUMNS = (
     "error",
     "dense_error",
 )
-
-Product = Callable[[Tensor, Packed, Tensor | None], Tensor]
 
 
 class Layer:
@@ -86,8 +86,9 @@ class Layer:
         packed = get_format("vector_nm").pack(weight, pattern).to(GPU)
         return rotating_copies(packed, device_facts(GPU).cache_bytes if m <= 16 else 1)
 
-    def measure(self, kernel: str, product: Product, copies: list[Packed]) -> dict[str, str]:
+    def measure(self, kernel: str, prepare: Callable[[Problem], Product], copies: list[Packed]) -> dict[str, str]:
         """Verify and time a product."""
+        product = prepare(problem_of(self.x, copies[0]))
         error = self.error(product(self.x, copies[0], None), copies[0].unpack())
         if not error <= TOLERANCE[self.x.dtype]:
             raise KernelError(f"{kernel} is wrong at {self.head}, {copies[0].pattern}: relative error {error:.3g}")
@@ -121,11 +122,11 @@ def products(dtype: torch.dtype, tokens: list[int], patterns: list[str]) -> Iter
                 vectors = vectors_of(copies[0].pattern)
                 chosen = choose_tiling(vectors, m, n, dtype.itemsize, facts.processors, limit)
                 if chosen:
-                    yield layer.measure(label(chosen), tiled.multiply, copies)
+                    yield layer.measure(label(chosen), tiled.prepare, copies)
                 if plan.refusal(copies[0]) is None:
-                    yield layer.measure("fours", fours.multiply, copies)
+                    yield layer.measure("fours", fours.prepare, copies)
                 if dtype != torch.float32 or not chosen:
-                    yield layer.measure("unpack", cuda.unpack_and_multiply, copies)
+                    yield layer.measure("unpack", cuda.prepare_unpack_and_multiply, copies)
 
 
 def ablation(patterns: list[str]) -> Iterator[dict[str, str]]:
@@ -138,15 +139,18 @@ def ablation(patterns: list[str]) -> Iterator[dict[str, str]]:
             keep, window = vectors_of(copies[0].pattern).keep, vectors_of(copies[0].pattern).window
             slots = keep if not packed else 8
             tiling = Tiling(SIMT[1], length, slots, window, buffers, packed, 4)
-            yield layer.measure(f"{version}: {label(tiling)}", partial(tiled.multiply_tiled, tiling=tiling), copies)
+            yield layer.measure(f"{version}: {label(tiling)}", partial(tiled.prepare_tiled, tiling=tiling), copies)
 
 
 def decoding(dtype: torch.dtype, tokens: list[int]) -> Iterator[dict[str, str]]:
-    """Measure few tokens at 50 %."""
+    """Measure few tokens at 50 %: launches overlap, "early" asks for the weight before the one before has ended."""
     for n, k in DECODED:
         for m in tokens:
             layer = Layer("decode", m, n, k, dtype)
-            yield layer.measure("decode", cuda.decode, layer.pack("16:32v32"))
+            copies = layer.pack("16:32v32")
+            for name, kernel in (("decode_tensor", decode_tensor.prepare), ("decode", cuda.prepare_decode)):
+                yield layer.measure(name, kernel, copies)
+                yield layer.measure(f"{name}, early", partial(kernel, early=True), copies)
 
 
 def main() -> None:

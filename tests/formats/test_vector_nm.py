@@ -143,8 +143,10 @@ def cost(m: int, n: int, k: int, pattern: str, dtype: torch.dtype):
 
 def test_costs_by_hand():
     one = cost(1, 4096, 2048, "8:32v32", torch.float16)
-    assert one == (Pass(1e6 + 2 * (4096 + 2048), 2 * 4096 * 512, "fp32"),)
-    assert cost(16, 4096, 2048, "8:32v32", torch.float16)[0].bytes == 2e6 + 16 * 2 * (4096 + 2048)
+    assert one == (Pass(1e6 + 2 * (4096 + 2048), 2 * 4096 * 512, "tensor fp16"),)
+    assert cost(16, 4096, 2048, "8:32v32", torch.float16)[0].bytes == 1e6 + 16 * 2 * (4096 + 2048)
+    assert cost(16, 4096, 2048, "8:32v8", torch.float16)[0].bytes == 2e6 + 16 * 2 * (4096 + 2048)
+    assert cost(16, 4096, 2048, "8:32v8", torch.float16)[0].unit == "fp32"
     moved, product = cost(4096, 8192, 2048, "2:32v32", torch.float32)
     assert (moved.bytes, moved.operations) == (2 * 4096 * 2048 * 4, 0)
     assert (product.operations, product.unit) == (2 * 4096 * 8192 * 128, "fp32")

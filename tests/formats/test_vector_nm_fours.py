@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from semisparse.errors import FormatError
 from semisparse.formats import get_format
 from semisparse.formats.base import replace_tensors
+from semisparse.formats.product import problem_of
 from semisparse.formats.vector_nm import fours, plan, tiled
 from semisparse.patterns import parse_pattern
 from tests.formats import emulated
@@ -52,7 +53,7 @@ def test_products(pattern: str, n: int, k: int, m: int, dtype: torch.dtype):
     x, bias = random_operands(packed, m, dtype, "cpu")
     results = []
     for emulated.adverse[0], added in ((False, None), (False, bias), (True, bias)):
-        results.append(fours.multiply(x, planned, added))
+        results.append(fours.prepare(problem_of(x, planned))(x, planned, added))
         check_product(results[-1], x, packed, added)
     assert torch.equal(results[1], results[2])
 
@@ -149,9 +150,9 @@ def test_a_plan_goes_before_a_weight_is_stored():
 @pytest.mark.parametrize(("m", "k"), [(1, 8), (70, 200), (129, 64), (5, 72)])
 def test_x_by_columns(m: int, k: int):
     x = torch.randn(m, k).half()
-    width, pitch = k + -k % 32, m + -m % 128
+    packed = packed_weight("16:32v32", 1, k)
     for emulated.adverse[0] in (False, True):
-        found = tiled.by_column(x, width, pitch, parse_pattern("16:32v32"))
+        found = tiled.prepare_by_column(problem_of(x, packed), m + -m % 128)(x)
         assert torch.equal(found[:k, :m], x.T)
         assert not found[k:].any()
         assert not found[:, m:].any()

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from semisparse.formats import get_format
-from semisparse.formats.vector_nm import cuda, fours, plan, tiled
+from semisparse.formats.product import problem_of
+from semisparse.formats.vector_nm import cuda, decode_tensor, fours, plan, tiled
 from semisparse.formats.vector_nm.tiling import SIMT, TENSOR, Shape, Tiling, tile
 from semisparse.patterns import parse_pattern
 from tests.formats.cases import build, random
@@ -46,9 +47,10 @@ def check_tilings(pattern: str, shapes: tuple[Shape, ...], dtype: torch.dtype) -
         packed = packed_weight(pattern, n, k, dtype)
         x, bias = random_operands(packed, m, dtype, "cuda")
         for tiling in every_tiling(pattern, shapes, dtype.itemsize):
-            y = tiled.multiply_tiled(x, packed, bias, tiling)
+            multiply = tiled.prepare_tiled(problem_of(x, packed), tiling)
+            y = multiply(x, packed, bias)
             check_product(y, x, packed, bias)
-            assert torch.equal(y, tiled.multiply_tiled(x, packed, bias, tiling)), f"two calls differ: {tiling}"
+            assert torch.equal(y, multiply(x, packed, bias)), f"two calls differ: {tiling}"
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -75,9 +77,10 @@ def test_fours(pattern: str, dtype: torch.dtype):
         planned = plan.planned(packed_weight(pattern, n, k, dtype))
         VECTOR_NM.validate(planned)
         x, bias = random_operands(planned, m, dtype, "cuda")
-        y = fours.multiply(x, planned, bias)
+        multiply = fours.prepare(problem_of(x, planned))
+        y = multiply(x, planned, bias)
         check_product(y, x, planned, bias)
-        assert torch.equal(y, fours.multiply(x, planned, bias)), "two calls differ"
+        assert torch.equal(y, multiply(x, planned, bias)), "two calls differ"
 
 
 @on_hopper
@@ -96,9 +99,23 @@ def test_decode(pattern: str, dtype: torch.dtype):
         packed = packed_weight(pattern, n, k, dtype)
         for m in (1, 2, 3, 8, 9, 16):
             x, bias = random_operands(packed, m, dtype, "cuda")
-            y = cuda.decode(x, packed, bias)
+            problem = problem_of(x, packed)
+            y = cuda.prepare_decode(problem)(x, packed, bias)
             check_product(y, x, packed, bias)
-            assert torch.equal(y, cuda.decode(x, packed, bias)), "two calls differ"
+            assert torch.equal(y, cuda.prepare_decode(problem, early=True)(x, packed, bias)), "two calls differ"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("pattern", [p for p in PATTERNS if not p.endswith(("v4", "v8"))])
+def test_decode_on_tensor_cores(pattern: str, dtype: torch.dtype):
+    for n, k in ((1, 1), (40, 172), (513, 1000), (9000, 256), (5000, 28672)):
+        packed = packed_weight(pattern, n, k, dtype)
+        for m in (1, 2, 8, 9, 16):
+            x, bias = random_operands(packed, m, dtype, "cuda")
+            problem = problem_of(x, packed)
+            y = decode_tensor.prepare(problem)(x, packed, bias)
+            check_product(y, x, packed, bias)
+            assert torch.equal(y, decode_tensor.prepare(problem, early=True)(x, packed, bias)), "two calls differ"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -106,16 +123,23 @@ def test_decode(pattern: str, dtype: torch.dtype):
 def test_unpack(pattern: str, dtype: torch.dtype):
     for n, k, _ in SIZES:
         packed = packed_weight(pattern, n, k, dtype)
-        assert torch.equal(cuda.unpack_on_gpu(packed), packed.unpack())
+        unpack = cuda.prepare_unpack(problem_of(torch.empty(1, k, dtype=dtype, device="cuda"), packed))
+        assert torch.equal(unpack(packed), packed.unpack())
 
 
 @pytest.mark.parametrize(
-    ("product", "m", "dtype"),
-    [(cuda.decode, 5, torch.float16), (tiled.multiply, 700, torch.bfloat16), (tiled.multiply, 700, torch.float32)],
+    ("prepare", "m", "dtype"),
+    [
+        (cuda.prepare_decode, 5, torch.float16),
+        (decode_tensor.prepare, 5, torch.float16),
+        (tiled.prepare, 700, torch.bfloat16),
+        (tiled.prepare, 700, torch.float32),
+    ],
 )
-def test_products_run_in_a_graph(product, m: int, dtype: torch.dtype):
+def test_products_run_in_a_graph(prepare, m: int, dtype: torch.dtype):
     packed = packed_weight("16:32v32", 1000, 3000, dtype)
     x, bias = random_operands(packed, m, dtype, "cuda")
+    product = prepare(problem_of(x, packed))
     first = product(x, packed, bias)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

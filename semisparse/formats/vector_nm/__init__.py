@@ -6,7 +6,7 @@ import torch
 
 from semisparse.formats.base import Case, Format
 from semisparse.formats.kernel import Kernel
-from semisparse.formats.vector_nm import cpu, cuda, fours, layout, pack, plan, tiled
+from semisparse.formats.vector_nm import cpu, cuda, decode_tensor, fours, layout, pack, plan, tiled
 from semisparse.formats.vector_nm.cost import cost
 
 FORMAT = Format(
@@ -23,11 +23,12 @@ FORMAT = Format(
     check_content=plan.check_content,
     kernels=(
         Kernel("cpu", "cpu", cpu.supports, lambda problem: cpu.gather_and_multiply),
-        Kernel("decode", "cuda", cuda.decode_refusal, lambda problem: cuda.decode),
-        Kernel("simt", "cuda", tiled.simt_refusal, lambda problem: tiled.multiply),
-        Kernel("fours", "cuda", fours.refusal, lambda problem: fours.multiply, fours.pays),
-        Kernel("tensor", "cuda", tiled.tensor_refusal, lambda problem: tiled.multiply, tiled.tensor_pays),
-        Kernel("unpack", "cuda", cuda.unpack_refusal, lambda problem: cuda.unpack_and_multiply),
+        Kernel("decode_tensor", "cuda", decode_tensor.refusal, decode_tensor.prepare),
+        Kernel("decode", "cuda", cuda.decode_refusal, cuda.prepare_decode),
+        Kernel("simt", "cuda", tiled.simt_refusal, tiled.prepare),
+        Kernel("fours", "cuda", fours.refusal, fours.prepare, fours.pays),
+        Kernel("tensor", "cuda", tiled.tensor_refusal, tiled.prepare, tiled.tensor_pays),
+        Kernel("unpack", "cuda", cuda.unpack_refusal, cuda.prepare_unpack_and_multiply),
         Kernel("unpack_torch", "cuda", cuda.unpack_torch_refusal, lambda problem: cuda.unpack_by_torch),
     ),
     cost=cost,

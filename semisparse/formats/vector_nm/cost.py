@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from semisparse.formats.kernel import Pass, Problem, fused_cost
+from semisparse.formats.vector_nm import decode_tensor
 from semisparse.formats.vector_nm.cuda import DECODE_LENGTHS, MAX_DECODE_TOKENS, TOKENS
 from semisparse.formats.vector_nm.layout import vectors_of
 from semisparse.formats.vector_nm.tiled import MOST_DENSITY
@@ -25,6 +26,8 @@ def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
     operations = 2 * m * n * k * pattern.density
     operands = weight_bytes + m * (n + k) * itemsize
     if problem.dtype != torch.float32 and m <= MAX_DECODE_TOKENS and pattern.length in DECODE_LENGTHS:
+        if pattern.length in decode_tensor.LENGTHS:
+            return (Pass(operands, operations, "tensor fp16"),)
         rereads = (-(-m // TOKENS[-1]) - 1) * weight_bytes
         return (Pass(operands + rereads, operations, "fp32"),)
     tiling = choose_tiling(pattern, m, n, itemsize, PROCESSORS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -10,10 +11,10 @@ import torch
 from torch import Tensor
 
 from semisparse.formats.base import Packed
-from semisparse.formats.kernel import Problem
+from semisparse.formats.kernel import Problem, Product
 from semisparse.formats.vector_nm.layout import vectors_of
 from semisparse.formats.vector_nm.pack import unpack
-from semisparse.formats.vector_nm.tiled import SCALARS, aligned, machine_refusal
+from semisparse.formats.vector_nm.tiled import SCALARS, aligned, machine_refusal, stored_slots
 from semisparse.patterns import VectorNM
 from semisparse.runtime.blas import multiply_dense
 from semisparse.runtime.device import device_facts
@@ -77,7 +78,7 @@ SOURCES = (DECODE_SOURCE, UNPACK_SOURCE)
 
 
 def unpack_refusal(problem: Problem) -> str | None:
-    """Say why `unpack_and_multiply` cannot compute ``problem``, or None if it can."""
+    """Say why `prepare_unpack_and_multiply` cannot compute ``problem``, or None if it can."""
     return machine_refusal(problem)
 
 
@@ -89,7 +90,7 @@ def unpack_torch_refusal(problem: Problem) -> str | None:
 
 
 def decode_refusal(problem: Problem) -> str | None:
-    """Say why `decode` cannot compute ``problem`` here, or None if it can."""
+    """Say why `prepare_decode` cannot compute ``problem`` here, or None if it can."""
     pattern = vectors_of(problem.pattern)
     if not 1 <= problem.m <= MAX_DECODE_TOKENS:
         return f"takes 1 to {MAX_DECODE_TOKENS} tokens, got {problem.m}"
@@ -100,9 +101,10 @@ def decode_refusal(problem: Problem) -> str | None:
     return machine_refusal(problem)
 
 
-def unpack_and_multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """Unpack the whole weight and let cuBLAS multiply: any length of vectors, any number of tokens."""
-    return multiply_dense(x, unpack_on_gpu(packed), bias)
+def prepare_unpack_and_multiply(problem: Problem) -> Product:
+    """Prepare to unpack the whole weight and let cuBLAS multiply: any length of vectors, any number of tokens."""
+    unpack = prepare_unpack(problem)
+    return lambda x, packed, bias: multiply_dense(x, unpack(packed), bias)
 
 
 def unpack_by_torch(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
@@ -110,45 +112,52 @@ def unpack_by_torch(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     return multiply_dense(x, unpack(packed), bias)
 
 
-def unpack_on_gpu(packed: Packed) -> Tensor:
-    """Give the weight back, [N, K] in its dtype."""
-    (n, k), pattern = packed.shape, vectors_of(packed.pattern)
-    values, positions = packed.tensors["values"].contiguous(), packed.tensors["positions"].contiguous()
-    groups, total, length = values.shape
-    weight = values.new_empty(n, k)
-    slice_rows = min(length, UNPACK_ROWS)
-    tiles = -(-groups // (UNPACK_ROWS // slice_rows)) * -(-length // slice_rows)
+def prepare_unpack(problem: Problem) -> Callable[[Packed], Tensor]:
+    """Prepare to give the weight back, [N, K] in its dtype."""
+    n, k, dtype, device = problem.n, problem.k, problem.weight_dtype, problem.device
+    pattern, (groups, total) = vectors_of(problem.pattern), stored_slots(problem)
+    slice_rows = min(pattern.length, UNPACK_ROWS)
+    tiles = -(-groups // (UNPACK_ROWS // slice_rows)) * -(-pattern.length // slice_rows)
     grid = (-(-k // _unpack_columns(pattern)), tiles, 1)
-    kernel = _unpack_kernel(values.device, pattern, values.element_size())
-    pointers = (values.data_ptr(), positions.data_ptr(), weight.data_ptr())
-    kernel(values.device, grid, UNPACK_THREADS, *pointers, n, k, groups, total)
-    return weight
+    kernel = _unpack_kernel(device, pattern, dtype.itemsize)
+
+    def unpack_on_gpu(packed: Packed) -> Tensor:
+        values, positions = packed.tensors["values"].contiguous(), packed.tensors["positions"].contiguous()
+        weight = values.new_empty(n, k)
+        kernel(device, grid, UNPACK_THREADS, *map(address, (values, positions, weight)), n, k, groups, total)
+        return weight
+
+    return unpack_on_gpu
 
 
-def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """Multiply 1 to 16 tokens straight from the packed bytes.
+def prepare_decode(problem: Problem, early: bool = False) -> Product:
+    """Prepare to multiply 1 to 16 tokens straight from the packed bytes.
 
     Args:
-        x: [M, K] float16 or bfloat16.
-        packed: in x's dtype.
-        bias: [N] or None.
-    Returns:
-        [M, N] in x's dtype, accumulated in float32.
+        problem: x and w float16, or both bfloat16; sums are float32.
+        early: whether the launch may begin before the kernel before it on the stream has ended (Hopper and later). It
+            waits before it reads x and before it writes, but not before it reads the weight: nothing that still runs
+            may be writing it.
     """
-    x = aligned(x)
-    bias = None if bias is None else bias.to(x.dtype).contiguous()
-    (m, k), n, pattern = x.shape, packed.shape[0], vectors_of(packed.pattern)
-    values, positions = aligned(packed.tensors["values"]), packed.tensors["positions"].contiguous()
-    groups, total, _ = values.shape
+    m, n, k, device = problem.m, problem.n, problem.k, problem.device
+    pattern, (groups, total), facts = vectors_of(problem.pattern), stored_slots(problem), device_facts(device)
     tokens = next((count for count in TOKENS if count >= m), TOKENS[-1])
-    windows = min(total // pattern.keep, max(1, PANEL_BYTES // (pattern.window * tokens * x.dtype.itemsize)))
-    y = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    defines = _decode_defines(pattern, x.dtype, tokens, groups, device_facts(x.device).processors)
-    kernel = _decode_kernel(x.device, tuple(defines.items()), windows * pattern.window * tokens * x.dtype.itemsize)
-    pointers = map(address, (x, values, positions, bias, y))
-    grid = (groups, -(-m // tokens), 1)
-    kernel(x.device, grid, 32 * int(defines["WARPS"]), *pointers, m, n, k, total, windows)
-    return y
+    column_bytes = tokens * problem.dtype.itemsize
+    windows = min(total // pattern.keep, max(1, PANEL_BYTES // (pattern.window * column_bytes)))
+    defines = _decode_defines(pattern, problem.dtype, tokens, groups, facts.processors)
+    kernel = _decode_kernel(device, tuple(defines.items()), windows * pattern.window * column_bytes)
+    grid, threads = (groups, -(-m // tokens), 1), 32 * int(defines["WARPS"])
+    sizes, dependent = (m, n, k, total, windows, int(early)), facts.arch.endswith("a")
+
+    def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+        x, values = aligned(x), aligned(packed.tensors["values"])
+        bias = None if bias is None else bias.to(x.dtype).contiguous()
+        y = x.new_empty(m, n)
+        pointers = map(address, (x, values, packed.tensors["positions"].contiguous(), bias, y))
+        kernel(device, grid, threads, *pointers, *sizes, dependent=dependent)
+        return y
+
+    return decode
 
 
 def _unpack_columns(pattern: VectorNM) -> int:
@@ -168,4 +177,4 @@ def _decode_kernel(device: torch.device, defines: tuple[tuple[str, str | int], .
     cubin = compile_cubin(DECODE_SOURCE.path, device_facts(device).arch, dict(defines))
     macros = dict(defines)
     shared = max(panel_bytes, 4 * int(macros["WARPS"]) * int(macros["LENGTH"]))
-    return CudaKernel(cubin, "semisparse_vector_nm_decode", (*[_POINTER] * 5, *[_INT] * 5), shared)
+    return CudaKernel(cubin, "semisparse_vector_nm_decode", (*[_POINTER] * 5, *[_INT] * 6), shared)

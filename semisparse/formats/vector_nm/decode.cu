@@ -9,6 +9,7 @@
 // WARPS and AHEAD.
 
 #include "copies.cuh"
+#include "dependent.cuh"
 #include "scalars.cuh"
 
 constexpr int kWarp = 32;
@@ -46,7 +47,7 @@ struct Group {
             const int slot = at + i * kSlotsOfBlock;
             const bool inside = slot < end;
             held.weights[i] = inside ? read_once(values + static_cast<long long>(slot) * kLanes + threadIdx.x % kLanes) : uint4{};
-            held.columns[i] = inside ? slot / KEEP * WINDOW + __ldg(positions + slot) - first_column : 0;
+            held.columns[i] = inside ? slot / KEEP * WINDOW + positions[slot] - first_column : 0;
         }
     }
 };
@@ -76,7 +77,7 @@ __device__ __forceinline__ void fill_eight(Column* panel, const SCALAR* x, int p
     for (int i = 0; i < tokens; ++i) {
         const int token = part * tokens + i;
         const bool inside = token < m && first < k;
-        eight[i] = inside ? __ldg(reinterpret_cast<const uint4*>(x + static_cast<long long>(token) * k + first)) : uint4{};
+        eight[i] = inside ? *reinterpret_cast<const uint4*>(x + static_cast<long long>(token) * k + first) : uint4{};
     }
 #pragma unroll
     for (int column = 0; column < kUnit; ++column) {
@@ -137,9 +138,11 @@ __device__ __forceinline__ void finish(Sums& sums, float* partials, const SCALAR
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads) semisparse_vector_nm_decode(
-    const SCALAR* __restrict__ x, const SCALAR* __restrict__ values, const unsigned char* __restrict__ positions,
-    const SCALAR* __restrict__ bias, SCALAR* __restrict__ y, int m, int n, int k, int total,
-    int panel_windows  // of x that shared memory holds
+    // Not __restrict__: loads that the compiler takes for constants could move before the wait for the previous kernel.
+    const SCALAR* x, const SCALAR* values, const unsigned char* positions,
+    const SCALAR* bias, SCALAR* y, int m, int n, int k, int total,
+    int panel_windows,  // of x that shared memory holds
+    int early           // whether the weight may be read before the previous kernel ends
 ) {
     extern __shared__ uint4 shared[];
     Column* panel = reinterpret_cast<Column*>(shared);
@@ -151,6 +154,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) semisparse_vector_nm_deco
     y += static_cast<long long>(first_token) * n;
     m -= first_token;
     Sums sums = {};
+    if (!early) wait_for_previous_kernel();
     for (int window = 0; window * KEEP < total; window += panel_windows) {
         const int first_column = window * WINDOW;
         const int end = min((window + panel_windows) * KEEP, total);
@@ -159,6 +163,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) semisparse_vector_nm_deco
         Held first, second;
         weights.read(first, at, end, first_column);  // on their way while x is brought
         weights.read(second, at + kStride, end, first_column);
+        if (early && !window) wait_for_previous_kernel();
+        let_next_kernel_start();
         if (window) __syncthreads();
         fill(panel, x, m, k, first_column, (end - window * KEEP) / KEEP * WINDOW);
         __syncthreads();

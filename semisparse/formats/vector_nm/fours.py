@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from semisparse.formats.base import Packed
-from semisparse.formats.kernel import Problem
+from semisparse.formats.kernel import Problem, Product
 from semisparse.formats.vector_nm.layout import TILE_ROWS, vectors_of
-from semisparse.formats.vector_nm.tiled import SCALARS, aligned, by_column, machine_refusal
+from semisparse.formats.vector_nm.tiled import SCALARS, aligned, machine_refusal, prepare_by_column, stored_slots
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.launch import CudaKernel, address
 from semisparse.runtime.nvrtc import CudaSource, Defines, compile_cubin
@@ -53,7 +53,7 @@ SOURCES = (SOURCE,)
 
 
 def refusal(problem: Problem) -> str | None:
-    """Say why `multiply` cannot compute ``problem`` here, or None if it can."""
+    """Say why `prepare` cannot compute ``problem`` here, or None if it can."""
     if problem.m < 1:
         return "takes 1 token or more, got none"
     if "blocks" not in problem.params:
@@ -68,32 +68,27 @@ def pays(problem: Problem) -> bool:
     return problem.m >= FEWEST_TOKENS
 
 
-def multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """Multiply by a weight with a plan.
-
-    Args:
-        x: [M, K] float16 or bfloat16.
-        packed: in x's dtype, with a plan.
-        bias: [N] or None.
-    Returns:
-        [M, N] in x's dtype, accumulated in float32.
-    """
-    x = aligned(x)
-    bias = None if bias is None else bias.to(x.dtype).contiguous()
-    (m, k), n, pattern = x.shape, packed.shape[0], vectors_of(packed.pattern)
+def prepare(problem: Problem) -> Product:
+    """Prepare to multiply by a weight with a plan; x and w float16 or bfloat16, sums float32."""
+    m, n, device = problem.m, problem.n, problem.device
     pitch = -(-m // TOKENS) * TOKENS
-    columns = by_column(x, -(-k // pattern.window) * pattern.window, pitch, pattern)
-    values = aligned(packed.tensors["values"])
-    groups, total, length = values.shape
-    y = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    plan = (aligned(packed.tensors[name]) for name in ("starts", "columns", "slots", "records"))
-    pointers = map(address, (columns, values, *plan, bias, y))
+    by_column, kernel = (
+        prepare_by_column(problem, pitch),
+        _kernel(device, vectors_of(problem.pattern).length, problem.dtype),
+    )
     row_tiles = -(-n // TILE_ROWS)
-    tiles = row_tiles * (pitch // TOKENS)
-    grid = (min(tiles, device_facts(x.device).processors), 1, 1)
-    sizes = (m, n, pitch, groups, total, row_tiles)
-    _kernel(x.device, length, x.dtype)(x.device, grid, THREADS, *pointers, *sizes)
-    return y
+    grid = (min(row_tiles * (pitch // TOKENS), device_facts(device).processors), 1, 1)
+    sizes = (m, n, pitch, *stored_slots(problem), row_tiles)
+
+    def multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+        bias = None if bias is None else bias.to(x.dtype).contiguous()
+        columns = by_column(aligned(x))
+        stored = [aligned(packed.tensors[name]) for name in ("values", "starts", "columns", "slots", "records")]
+        y = x.new_empty(m, n)
+        kernel(device, grid, THREADS, *map(address, (columns, *stored, bias, y)), *sizes)
+        return y
+
+    return multiply
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -11,12 +12,12 @@ from torch import Tensor
 
 from semisparse.errors import KernelError
 from semisparse.formats.base import Packed
-from semisparse.formats.kernel import Problem
+from semisparse.formats.kernel import Problem, Product
 from semisparse.formats.vector_nm.layout import vectors_of
 from semisparse.formats.vector_nm.tiling import SIMT, TENSOR, Tiling, choose_tiling, lengths_of, tile
 from semisparse.patterns import VectorNM, parse_pattern
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.launch import CudaKernel
+from semisparse.runtime.launch import CudaKernel, address
 from semisparse.runtime.nvrtc import CudaSource, Defines, compile_cubin, unavailable
 
 SCALARS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
@@ -81,21 +82,21 @@ SOURCES = (PREPARE_SOURCE, TRANSPOSE_SOURCE, SIMT_SOURCE, TENSOR_SOURCE)
 
 
 def simt_refusal(problem: Problem) -> str | None:
-    """Say why `multiply` cannot compute ``problem`` on CUDA cores here, or None if it can."""
+    """Say why `prepare` cannot compute ``problem`` on CUDA cores here, or None if it can."""
     if problem.dtype != torch.float32:
         return f"computes float32, got {problem.dtype}"
     return _tiled_refusal(problem)
 
 
 def tensor_refusal(problem: Problem) -> str | None:
-    """Say why `multiply` cannot compute ``problem`` on tensor cores here, or None if it can."""
+    """Say why `prepare` cannot compute ``problem`` on tensor cores here, or None if it can."""
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"computes float16 and bfloat16, got {problem.dtype}"
     return _tiled_refusal(problem)
 
 
 def tensor_pays(problem: Problem) -> bool:
-    """Say whether so few weights are kept that `multiply` on tensor cores is faster than unpacking for cuBLAS."""
+    """Say whether so few weights are kept that the product on tensor cores is faster than unpacking for cuBLAS."""
     return vectors_of(problem.pattern).density <= MOST_DENSITY
 
 
@@ -141,88 +142,104 @@ def shared_limit(device: torch.device) -> int:
     return int(limit)
 
 
-def multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """Multiply many tokens.
+def prepare(problem: Problem) -> Product:
+    """Prepare to multiply many tokens, with the tiling whose estimated time is least.
 
     Args:
-        x: [M, K] float32 (CUDA cores), float16 or bfloat16 (tensor cores).
-        packed: in x's dtype.
-        bias: [N] or None.
-    Returns:
-        [M, N] in x's dtype, accumulated in float32.
+        problem: x and w float32 (CUDA cores), float16 or bfloat16 (tensor cores); sums are float32.
+    Raises:
+        KernelError: no tiling fits shared memory.
     """
-    pattern = vectors_of(packed.pattern)
-    tiling = _tiling(pattern, x.shape[0], packed.shape[0], x.dtype, x.device)
+    pattern = vectors_of(problem.pattern)
+    tiling = _tiling(pattern, problem.m, problem.n, problem.dtype, problem.device)
     if tiling is None:
         raise KernelError(f"no tile of {pattern} fits shared memory")
-    return multiply_tiled(x, packed, bias, tiling)
+    return prepare_tiled(problem, tiling)
 
 
-def multiply_tiled(x: Tensor, packed: Packed, bias: Tensor | None, tiling: Tiling) -> Tensor:
-    """Multiply with a given tiling, as `multiply` does."""
-    x = aligned(x)
-    bias = None if bias is None else bias.to(x.dtype).contiguous()
-    m, n = x.shape[0], packed.shape[0]
-    values, positions = aligned(packed.tensors["values"]), packed.tensors["positions"].contiguous()
-    groups, total, _ = values.shape
-    by_column, columns, slots = _prepare(x, positions, vectors_of(packed.pattern), n, tiling)
-    y = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    row_blocks, stages = slots.shape[:2]
-    pitch = by_column.shape[1]
-    operands = (by_column, values, columns, slots, bias, y)
-    pointers = [None if operand is None else operand.data_ptr() for operand in operands]
-    sizes = [m, n, pitch, groups, total, stages, int(n * x.dtype.itemsize % 16 == 0)]
+def prepare_tiled(problem: Problem, tiling: Tiling) -> Product:
+    """Prepare to multiply with a given tiling, as `prepare` does."""
+    (m, n), (groups, total) = (problem.m, problem.n), stored_slots(problem)
+    stage, kernel = _prepare_stages(problem, tiling), _tiled_kernel(problem.device, tiling, problem.dtype)
+    row_blocks, stages = stages_of(problem, tiling)
+    pitch = -(-m // tiling.shape.tokens) * tiling.shape.tokens
     grid = (pitch // tiling.shape.tokens, row_blocks, 1)
-    _tiled_kernel(x.device, tiling, x.dtype)(x.device, grid, tiling.threads, *pointers, *sizes)
-    return y
+    sizes = (m, n, pitch, groups, total, stages, int(n * problem.dtype.itemsize % 16 == 0))
+
+    def multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+        x, values = aligned(x), aligned(packed.tensors["values"])
+        bias = None if bias is None else bias.to(x.dtype).contiguous()
+        by_column, columns, slots = stage(x, packed.tensors["positions"].contiguous())
+        y = x.new_empty(m, n)
+        pointers = map(address, (by_column, values, columns, slots, bias, y))
+        kernel(problem.device, grid, tiling.threads, *pointers, *sizes)
+        return y
+
+    return multiply
 
 
-def _prepare(
-    x: Tensor, positions: Tensor, pattern: VectorNM, n: int, tiling: Tiling
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Transpose x and find each slot's column in its stage.
+def stored_slots(problem: Problem) -> tuple[int, int]:
+    """Count the weight's groups of rows, and the slots of each."""
+    pattern = vectors_of(problem.pattern)
+    return -(-problem.n // pattern.length), -(-problem.k // pattern.window) * pattern.keep
+
+
+def stages_of(problem: Problem, tiling: Tiling) -> tuple[int, int]:
+    """Count the tiles of rows of a product, and the stages along K."""
+    return -(-problem.n // tiling.shape.rows), -(-stored_slots(problem)[1] // tiling.slots)
+
+
+def _prepare_stages(
+    problem: Problem, tiling: Tiling
+) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None, Tensor]]:
+    """Prepare to transpose x and find each slot's column in its stage.
 
     Returns:
-        by_column: [columns, tokens] of x, zeros filled up to whole windows or stages and whole tiles of tokens.
-        columns: [row_blocks, stages, columns] int32 of a packed tiling, else None.
-        slots: [row_blocks, stages, groups, slots] int32, as prepare.cu describes them.
+        (x, positions) -> by_column: [columns, tokens] of x, zeros filled up to whole windows or stages and whole tiles
+        of tokens; columns: [row_blocks, stages, columns] int32 of a packed tiling, else None; slots: [row_blocks,
+        stages, groups, slots] int32, as prepare.cu describes them.
     """
-    (m, k), (groups, total) = x.shape, positions.shape
-    row_blocks, stages = -(-n // tiling.shape.rows), -(-total // tiling.slots)
+    (m, k), pattern, (groups, total) = (problem.m, problem.k), vectors_of(problem.pattern), stored_slots(problem)
+    row_blocks, stages = stages_of(problem, tiling)
     width = -(-k // pattern.window) * pattern.window if tiling.packed else stages * tiling.columns
     pitch = -(-m // tiling.shape.tokens) * tiling.shape.tokens
-    by_column = x.new_empty((width, pitch))
-    slots = positions.new_empty((row_blocks, stages, tiling.groups, tiling.slots), dtype=torch.int32)
-    columns = positions.new_empty((row_blocks, stages, tiling.columns), dtype=torch.int32) if tiling.packed else None
     tiles = -(-width // TRANSPOSED_TILE) * -(-pitch // TRANSPOSED_TILE)
     parts = row_blocks * stages * (1 if tiling.packed else tiling.groups)
-    warps = PREPARE_THREADS // 32
-    kernel = _prepare_kernel(x.device, x.dtype.itemsize, pattern, tiling.slots)
-    kernel(
-        x.device,
-        (tiles + -(-parts // warps), 1, 1),
-        PREPARE_THREADS,
-        *(x.data_ptr(), by_column.data_ptr(), m, k, width, pitch),
-        *(positions.data_ptr(), None if columns is None else columns.data_ptr(), slots.data_ptr()),
-        *(pattern.keep, pattern.window, groups, total, pattern.length, tiling.shape.rows, tiling.slots, stages),
-        *(tiling.columns, tiling.column_bytes, tiles, parts),
-    )
-    return by_column, columns, slots
+    grid = (tiles + -(-parts // (PREPARE_THREADS // 32)), 1, 1)
+    kernel = _prepare_kernel(problem.device, problem.dtype.itemsize, pattern, tiling.slots)
+    slot_sizes = (pattern.keep, pattern.window, groups, total, pattern.length, tiling.shape.rows, tiling.slots, stages)
+    stage_sizes = (tiling.columns, tiling.column_bytes, tiles, parts)
+
+    def stage(x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        by_column = x.new_empty(width, pitch)
+        slots = positions.new_empty(row_blocks, stages, tiling.groups, tiling.slots, dtype=torch.int32)
+        columns = positions.new_empty(row_blocks, stages, tiling.columns, dtype=torch.int32) if tiling.packed else None
+        pointers = (x.data_ptr(), by_column.data_ptr(), m, k, width, pitch, *map(address, (positions, columns, slots)))
+        kernel(problem.device, grid, PREPARE_THREADS, *pointers, *slot_sizes, *stage_sizes)
+        return by_column, columns, slots
+
+    return stage
 
 
-def by_column(x: Tensor, width: int, pitch: int, pattern: VectorNM) -> Tensor:
-    """Transpose x [M, K], 16 bits, to [width, pitch]: zeros past K and M."""
-    found = x.new_empty((width, pitch))
-    (m, k), operands = x.shape, (x.data_ptr(), found.data_ptr())
+def prepare_by_column(problem: Problem, pitch: int) -> Callable[[Tensor], Tensor]:
+    """Prepare to transpose x [M, K], 16 bits, to [whole windows, pitch]: zeros past K and M."""
+    (m, k), pattern, device = (problem.m, problem.k), vectors_of(problem.pattern), problem.device
+    width = -(-k // pattern.window) * pattern.window
     if k % 8 == 0:
+        kernel = _transpose_kernel(device)
+        rest: tuple[int | None, ...] = ()
         grid = (-(-width // TRANSPOSED_TILE), -(-pitch // TRANSPOSED_TOKENS), 1)
-        _transpose_kernel(x.device)(x.device, grid, PREPARE_THREADS, *operands, m, k, width, pitch)
+    else:
+        kernel = _prepare_kernel(device, 2, pattern, pattern.keep)
+        grid = (-(-width // TRANSPOSED_TILE) * -(-pitch // TRANSPOSED_TILE), 1, 1)
+        rest = (None, None, None, *[0] * 10, grid[0], 0)
+
+    def by_column(x: Tensor) -> Tensor:
+        found = x.new_empty(width, pitch)
+        kernel(device, grid, PREPARE_THREADS, x.data_ptr(), found.data_ptr(), m, k, width, pitch, *rest)
         return found
-    tiles = -(-width // TRANSPOSED_TILE) * -(-pitch // TRANSPOSED_TILE)
-    kernel = _prepare_kernel(x.device, 2, pattern, pattern.keep)
-    nothing = (None, None, None, *[0] * 10)
-    kernel(x.device, (tiles, 1, 1), PREPARE_THREADS, *operands, m, k, width, pitch, *nothing, tiles, 0)
-    return found
+
+    return by_column
 
 
 def aligned(tensor: Tensor) -> Tensor:
