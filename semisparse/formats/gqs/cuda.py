@@ -56,8 +56,16 @@ HEADERS_BYTES = 64 * 16
 WARPS = 8
 """Of a block, or twice or half as many."""
 
+OWN_TILES = 2
+"""Tiles of rows for each processor up to which a block has one of its own."""
+
 PROCESSOR_WARPS = 16
 """That share a processor; what each may have of its registers. More, of fewer chunks at once, were slower (LOG.md)."""
+
+
+HELD, AHEAD, XFIRST, STAMPS, PREFETCH, OVERLAP = 2, {1: 1, 2: 1, 8: 4, 16: 2}, 1, 0, 512, True
+
+STAMPS_AT = [None]
 
 
 class Build(NamedTuple):
@@ -72,6 +80,7 @@ class Build(NamedTuple):
     rounds: bool
     whole: bool
     warps: int
+    own: bool = False
 
     @property
     def blocks(self) -> int:
@@ -92,6 +101,11 @@ class Build(NamedTuple):
             "PIECE": PIECE,
             "SLOTS": SLOTS,
             "WHOLE": int(self.whole),
+            "OWN": int(self.own),
+            "HELD": HELD,
+            "AHEAD": AHEAD[self.tokens],
+            "XFIRST": XFIRST,
+            "STAMPS": STAMPS,
         }
 
     def shared_bytes(self, k: int) -> int:
@@ -170,8 +184,9 @@ def prepare_decode(problem: Problem, early: bool = False) -> Product:
     @cache
     def launch_of(whole: bool) -> tuple[Build, int, CudaKernel, tuple[int, ...]]:
         build = _build_of(m, k, Build(dtype, KINDS[str(problem.params["kind"])], 0, rounds, whole, WARPS), tiles, facts)
-        blocks = min(_blocks(tiles, build.blocks * facts.processors), strips)
-        sizes = (m, n, k, tile_chunks, tiles * tile_chunks, kept, *divmod(strips, blocks), int(early))
+        blocks = tiles if build.own else min(build.blocks * facts.processors, strips)
+        share = min(PREFETCH, -(-kept // (16 * blocks * build.warps)) * 16) if facts.arch.endswith("a") else 0
+        sizes = (m, n, k, tile_chunks, tiles * tile_chunks, kept, *divmod(strips, blocks), share, int(early))
         return build, blocks, _decode_kernel(device, build, build.shared_bytes(k)), sizes
 
     def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
@@ -183,10 +198,12 @@ def prepare_decode(problem: Problem, early: bool = False) -> Product:
         bias = None if bias is None else bias.to(dtype).contiguous()
         stored = [_aligned(packed.tensors[name]) for name in ("masks", "starts", "codes", "scale", "zero")]
         # Blocks of whole tiles have nothing to hand over, and a captured graph nothing to set to zero for them.
-        parts = _parts(device, blocks * TILE_ROWS * build.tokens) if tiles % blocks else None
+        parts = None if build.own else _parts(device, blocks * TILE_ROWS * build.tokens)
+        if STAMPS:
+            parts = STAMPS_AT[0]
         operands = [x, *stored, bias, y, parts]
         threads, pointers = 32 * build.warps, map(address, operands)
-        kernel(device, (blocks, 1, 1), threads, *pointers, *sizes, dependent=facts.arch.endswith("a"))
+        kernel(device, (blocks, 1, 1), threads, *pointers, *sizes, dependent=OVERLAP and facts.arch.endswith("a"))
         return y
 
     return decode
@@ -199,30 +216,26 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 
 def _build_of(m: int, k: int, build: Build, tiles: int, facts: DeviceFacts) -> Build:
-    """Choose for how many tokens the kernel is compiled, and how many warps a block has.
+    """Choose for how many tokens the kernel is compiled, how many warps a block has, and whether it has a tile of its own.
 
-    A block of 16 warps keeps one copy of x for a whole processor. Where there is a block of 8 for each tile, none waits
-    for another.
+    A block of 16 warps keeps one copy of x for a whole processor.
     """
-    for tokens in CODE_TOKENS:
-        by_codes = build._replace(tokens=tokens)
-        if build.bits == 4 and m <= tokens and by_codes.fits(k, facts.arch):
-            doubled = by_codes._replace(warps=2 * WARPS)
-            few = _blocks(tiles, by_codes.blocks * facts.processors) == tiles and by_codes.fits(k, facts.arch, 2)
-            return by_codes if few or not doubled.fits(k, facts.arch) else doubled
-    by_weights = build._replace(tokens=next(tokens for tokens in WEIGHT_TOKENS if m <= tokens), rounds=False)
-    return by_weights if by_weights.fits(k, facts.arch) else by_weights._replace(warps=WARPS // 2)
-
-
-def _blocks(tiles: int, most: int) -> int:
-    """Choose how many blocks share the work of some tiles, where ``most`` run at a time."""
-    return min(tiles, most)
+    own = tiles <= OWN_TILES * facts.processors
+    by_codes = build.bits == 4 and m <= CODE_TOKENS[-1]
+    if by_codes:
+        tokens = next(tokens for tokens in CODE_TOKENS if m <= tokens)
+        for warps in (WARPS if tiles <= facts.processors else WARPS // 2,) if own else (2 * WARPS, WARPS):
+            chosen = build._replace(tokens=tokens, own=own, warps=warps)
+            if chosen.fits(k, facts.arch):
+                return chosen
+    chosen = build._replace(tokens=next(tokens for tokens in WEIGHT_TOKENS if m <= tokens), rounds=False, own=own)
+    return chosen if chosen.fits(k, facts.arch) else chosen._replace(warps=WARPS // 2)
 
 
 @lru_cache(maxsize=256)
 def _decode_kernel(device: torch.device, build: Build, shared: int) -> CudaKernel:
     cubin = compile_cubin(DECODE.path, device_facts(device).arch, build.defines)
-    return CudaKernel(cubin, "semisparse_gqs_decode", (*[_POINTER] * 9, *[_INT] * 9), shared)
+    return CudaKernel(cubin, "semisparse_gqs_decode", (*[_POINTER] * 9, *[_INT] * 10), shared)
 
 
 def _parts(device: torch.device, cells: int) -> Tensor:
@@ -232,15 +245,21 @@ def _parts(device: torch.device, cells: int) -> Tensor:
     """
     count = max(1 << (cells - 1).bit_length(), 1 << 13)
     place = (device, stream_of(device), count)
-    if place not in _kept:
-        if torch.cuda.is_current_stream_capturing():  # the graph sets its own to zero each time
-            return _zeros(device, count)
-        # In a thread of its own: what this one allocates may go to the pool of torch.compile's graphs, which refuses
-        # what outlives them.
-        with ThreadPoolExecutor(1) as thread:
-            _kept[place] = thread.submit(_zeros, device, count).result()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+    spare = (device, -1, count)
+    if torch.cuda.is_current_stream_capturing():
+        if place not in _kept and spare not in _kept:
+            return _zeros(device, count)  # the graph sets its own to zero each time
+        if place not in _kept:
+            _kept[place] = _kept.pop(spare)
+        return _kept[place]
+    for wanted in (place, spare):
+        if wanted not in _kept:
+            # In a thread of its own: what this one allocates may go to the pool of torch.compile's graphs, which refuses
+            # what outlives them.
+            with ThreadPoolExecutor(1) as thread:
+                _kept[wanted] = thread.submit(_zeros, device, count).result()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
     return _kept[place]
 
 

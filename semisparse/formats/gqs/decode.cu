@@ -21,6 +21,13 @@
 #endif
 #include "stream.cuh"
 
+#if STAMPS
+#define STAMP(i) if (threadIdx.x == 0) parts[blockIdx.x * 8 + i] = i == 7 ? now() : clock64();
+__device__ __forceinline__ unsigned long long now() { unsigned long long t; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)); return t; }
+#else
+#define STAMP(i)
+#endif
+
 constexpr int kCells = kRows * TOKENS;  // sums of a tile, token after token
 
 // How the strips are dealt out.
@@ -55,25 +62,19 @@ __device__ __forceinline__ void read_chunk(Chunk& chunk, const Pieces& pieces, c
     pieces.read(chunk, 1, header.middle + __popc(header.high & below));
 }
 
-constexpr int kAhead = TOKENS == 16 ? 1 : 2;  // chunks of x at a time, as registers allow
-
-// Adds the strip that begins at column `column`, of the tile's last `chunks` chunks.
-__device__ __forceinline__ void add_strip(Product& product, Stream& stream, int column, int chunks, Word bit) {
+// Adds a strip, of the tile's last `chunks` chunks.
+__device__ __forceinline__ void add_strip(Product& product, Stream& stream, int strip, int next, int chunks, Word bit) {
     Header headers[BATCH];
     Chunk pair[2];  // the next one is read before one is multiplied
-    Product::X x[kAhead];
-    product.read(x[0], 0, column);
+    product.begin_strip(strip * kStripColumns, next * kStripColumns);
     stream.next(headers, chunks);
     stream.pieces.require(headers[BATCH - 1].end());
     read_chunk(pair[0], stream.pieces, headers[0], bit - 1);
 #pragma unroll
     for (int i = 0; i < BATCH; ++i) {
         if (i + 1 < BATCH) read_chunk(pair[(i + 1) % 2], stream.pieces, headers[i + 1], bit - 1);
-        if (i + 1 < BATCH && kAhead > 1) product.read(x[(i + 1) % kAhead], (i + 1) * kColumns, column);
-        product.add(pair[i % 2], x[i % kAhead], bit);
-        if (i + 1 < BATCH && kAhead == 1) product.read(x[0], (i + 1) * kColumns, column);
+        product.add(pair[i % 2], i, bit);
     }
-    product.move(BATCH * kColumns);
 }
 
 struct Output {
@@ -95,13 +96,14 @@ __device__ __forceinline__ void sum_run(
 ) {
     int tile = first / division.tile_strips, strip = first - tile * division.tile_strips;
     const Word bit = pinned(1u << threadIdx.x % 32);
-    product.move(strip * BATCH * kColumns);
+    product.begin_run(strip * kStripColumns);
     while (left > 0) {
         const int until = min(strip + left, division.tile_strips);
         const bool begins = strip == 0, ends = until == division.tile_strips;
         left -= until - strip;
         for (; strip < until; ++strip) {
-            add_strip(product, stream, strip * BATCH * kColumns, division.tile_chunks - strip * BATCH, bit);
+            const int next = strip + 1 < division.tile_strips ? strip + 1 : 0;
+            add_strip(product, stream, strip, next, division.tile_chunks - strip * BATCH, bit);
         }
         if (begins && ends) {
             product.each([&](int row, int token, float sum) { output.write(tile * kRows + row, token, sum); });
@@ -110,7 +112,6 @@ __device__ __forceinline__ void sum_run(
             product.each([&](int row, int token, float sum) { share[token * kRows + row] = sum; });
         }
         product.clear();
-        product.move(-strip * BATCH * kColumns);
         strip = 0;
         ++tile;
     }
@@ -129,22 +130,66 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) semisparse_gqs_
     unsigned long long* parts,        // [blocks, kCells]: a block's share of a tile that goes on after it; 0 before and after
     int m, int n, int k, int tile_chunks, int chunks, int kept,
     int each, int more,               // a block's strips, and how many blocks have one more
+    int share,                        // groups a warp that are asked for before the previous kernel ends; 0 if none are
     int early                         // whether the weight may be read before the previous kernel ends
 ) {
     extern __shared__ uint4 shared[];  // the warps' streams, then what products keep there
-    __shared__ float shares[WARPS][2][kCells];
     const Weight weight = {masks, starts, codes, scale, zero, chunks, kept};
-    const Division division(tile_chunks, each, more);
     const int warp = warp_of_block(), lane = threadIdx.x % 32;
-    const int run = division.begin + warp * division.run, strips = max(0, min(division.end - run, division.run));
     const Word at = shared_address(shared);
+    STAMP(7); STAMP(0);
+#if OWN
+    __shared__ float sums[WARPS][kCells];
+    const int tile = blockIdx.x, tile_strips = (tile_chunks + BATCH - 1) / BATCH;
+    const int begin = tile_strips * warp / WARPS, end = tile_strips * (warp + 1) / WARPS;
+    const int first = tile * tile_chunks + begin * BATCH, last = tile * tile_chunks + (WHOLE ? end * BATCH : min(end * BATCH, tile_chunks));
+#else
+    __shared__ float shares[WARPS][2][kCells];
+    const Division division(tile_chunks, each, more);
+    const int run = division.begin + warp * division.run, strips = max(0, min(division.end - run, division.run));
+    const int first = division.chunk_of(run), last = division.chunk_of(run + strips);
+#endif
+    if (share) weight.prefetch(first, last, (blockIdx.x * WARPS + warp) * share, share);
+#if XFIRST == 2
+    let_next_kernel_start();
+#endif
     if (!early) wait_for_previous_kernel();
-    Stream stream(weight, pinned(at + warp * kStreamBytes), division.chunk_of(run), division.chunk_of(run + strips));
+    STAMP(1);
+#if XFIRST
+    const Product::Asked asked(x, m, k);
+#endif
+    Stream stream(weight, pinned(at + warp * kStreamBytes), first, last);
     if (early) wait_for_previous_kernel();
     let_next_kernel_start();
-    Product product(x, at + WARPS * kStreamBytes, m, k);
+    STAMP(2);
+#if !XFIRST
+    const Product::Asked asked(x, m, k);
+#endif
+    Product product(asked, x, at + WARPS * kStreamBytes, m, k);
+    STAMP(3);
     const Output output = {bias, y, m, n, product};
+#if OWN
+    const Word bit = pinned(1u << lane);
+    product.begin_run(begin * kStripColumns);
+#pragma unroll 1
+    for (int strip = begin; strip < end; ++strip) {
+        add_strip(product, stream, strip, strip + 1 < tile_strips ? strip + 1 : 0, tile_chunks - strip * BATCH, bit);
+    }
+    STAMP(4);
+    product.each([&](int row, int token, float sum) { sums[warp][token * kRows + row] = sum; });
+    __syncthreads();
+    STAMP(5);
+#pragma unroll 1
+    for (int cell = threadIdx.x; cell < kRows * m; cell += 32 * WARPS) {
+        float sum = sums[0][cell];
+#pragma unroll
+        for (int i = 1; i < WARPS; ++i) sum += sums[i][cell];
+        output.write(tile * kRows + cell % kRows, cell / kRows, sum);
+    }
+    STAMP(6);
+#else
     sum_run(shares[warp], stream, product, division, output, run, strips);
+    STAMP(4);
     __syncthreads();
     // A warp a tile, the one that other blocks wait for first.
     const int first_tile = division.begin / division.tile_strips;
@@ -154,6 +199,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) semisparse_gqs_
         const bool begins = from == begin;
         const int first = (from - division.begin) / division.run, last = (to - 1 - division.begin) / division.run;
         if (begins && to == end && first == last) continue;
+#pragma unroll 1
         for (int cell = lane; cell < kRows * m; cell += 32) {
             float total = 0.0f;
             if (to == end) {
@@ -167,4 +213,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) semisparse_gqs_
             else leave_part(parts + static_cast<size_t>(blockIdx.x) * kCells + cell, share);
         }
     }
+    STAMP(6);
+#endif
 }

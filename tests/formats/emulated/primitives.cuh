@@ -96,3 +96,6 @@ inline float take_part(unsigned long long* place) {
 
 inline void wait_for_previous_kernel() {}
 inline void let_next_kernel_start() {}
+inline void prefetch_line(const void*) {}
+inline void prefetch_lines(const void* place, Word bytes) { check_aligned(place, 16); if (bytes % 16) fail("a prefetch's length is not aligned"); }
+inline bool one_of_warp() { return threadIdx.x % 32 == 0; }
