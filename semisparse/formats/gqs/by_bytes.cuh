@@ -77,7 +77,7 @@ struct Input {
 struct Product : Diagonal<Input> {
     using Diagonal::Diagonal;
 
-    __device__ __forceinline__ void add(const Chunk& chunk, int index, Word bit) {
+    template <int> __device__ __forceinline__ void add(const Chunk& chunk, int index, Word bit) {
         const X& x = this->x[index % 2];
         if (index + 1 < BATCH) read(index + 1);
         int found[2][4] = {{0, 0, 0, 0}, {kAnchorBits, kAnchorBits, kAnchorBits, kAnchorBits}};

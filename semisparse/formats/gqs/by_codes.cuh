@@ -51,7 +51,7 @@ struct Product : Diagonal<Input> {
         }
     }
 
-    __device__ __forceinline__ void add(const Chunk& chunk, int index, Word bit) {
+    template <int> __device__ __forceinline__ void add(const Chunk& chunk, int index, Word bit) {
         const X& x = this->x[index % 2];
         if (index + 1 < BATCH) read(index + 1);
         float found[2][4] = {};

@@ -81,6 +81,7 @@ class Build(NamedTuple):
     whole: bool
     warps: int
     own: bool = False
+    tiles: int = 1
 
     @property
     def blocks(self) -> int:
@@ -102,6 +103,7 @@ class Build(NamedTuple):
             "SLOTS": SLOTS,
             "WHOLE": int(self.whole),
             "OWN": int(self.own),
+            "TILES": self.tiles,
             "HELD": HELD,
             "AHEAD": AHEAD[self.tokens],
             "XFIRST": XFIRST,
@@ -113,13 +115,13 @@ class Build(NamedTuple):
         products by codes keep them there."""
         stream = PIECE * SLOTS * (SIZE * self.bits // 8 + 3) + HEADERS_BYTES
         if self.tokens not in CODE_TOKENS:
-            return self.warps * stream
+            return self.warps * stream * self.tiles
         columns = self.tokens * -(-k // STRIP_COLUMNS) * STRIP_COLUMNS
         return self.warps * stream + (STRIP_COLUMNS + columns) * (1 if self.rounds else 2) + columns // SIZE * 4
 
     def fits(self, k: int, arch: str, blocks: int = 1) -> bool:
         """Say whether so many blocks find room in a processor."""
-        static = self.warps * self.tokens * (2 * TILE_ROWS + 1) * 4
+        static = self.warps * self.tokens * (2 * TILE_ROWS + 1) * 4  # or as much for two tiles of its own
         return blocks * (self.shared_bytes(k) + static + RESERVED) <= MOST_SHARED.get(arch, 99 << 10) + RESERVED
 
 
@@ -184,7 +186,7 @@ def prepare_decode(problem: Problem, early: bool = False) -> Product:
     @cache
     def launch_of(whole: bool) -> tuple[Build, int, CudaKernel, tuple[int, ...]]:
         build = _build_of(m, k, Build(dtype, KINDS[str(problem.params["kind"])], 0, rounds, whole, WARPS), tiles, facts)
-        blocks = tiles if build.own else min(build.blocks * facts.processors, strips)
+        blocks = -(-tiles // build.tiles) if build.own else min(build.blocks * facts.processors, strips)
         share = min(PREFETCH, -(-kept // (16 * blocks * build.warps)) * 16) if facts.arch.endswith("a") else 0
         sizes = (m, n, k, tile_chunks, tiles * tile_chunks, kept, *divmod(strips, blocks), share, int(early))
         return build, blocks, _decode_kernel(device, build, build.shared_bytes(k)), sizes

@@ -63,7 +63,7 @@ __device__ __forceinline__ void read_chunk(Chunk& chunk, const Pieces& pieces, c
 }
 
 // Adds a strip, of the tile's last `chunks` chunks.
-__device__ __forceinline__ void add_strip(Product& product, Stream& stream, int strip, int next, int chunks, Word bit) {
+template <int tile = 0> __device__ __forceinline__ void add_strip(Product& product, Stream& stream, int strip, int next, int chunks, Word bit) {
     Header headers[BATCH];
     Chunk pair[2];  // the next one is read before one is multiplied
     product.begin_strip(strip * kStripColumns, next * kStripColumns);
@@ -73,7 +73,7 @@ __device__ __forceinline__ void add_strip(Product& product, Stream& stream, int 
 #pragma unroll
     for (int i = 0; i < BATCH; ++i) {
         if (i + 1 < BATCH) read_chunk(pair[(i + 1) % 2], stream.pieces, headers[i + 1], bit - 1);
-        product.add(pair[i % 2], i, bit);
+        product.template add<tile>(pair[i % 2], i, bit);
     }
 }
 
@@ -139,8 +139,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) semisparse_gqs_
     const Word at = shared_address(shared);
     STAMP(7); STAMP(0);
 #if OWN
-    __shared__ float sums[WARPS][kCells];
-    const int tile = blockIdx.x, tile_strips = (tile_chunks + BATCH - 1) / BATCH;
+    __shared__ float sums[WARPS][TILES][kCells];
+    const int tiles = (n + kRows - 1) / kRows, tile = TILES * blockIdx.x, tile_strips = (tile_chunks + BATCH - 1) / BATCH;
     const int begin = tile_strips * warp / WARPS, end = tile_strips * (warp + 1) / WARPS;
     const int first = tile * tile_chunks + begin * BATCH, last = tile * tile_chunks + (WHOLE ? end * BATCH : min(end * BATCH, tile_chunks));
 #else
@@ -158,14 +158,18 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) semisparse_gqs_
 #if XFIRST
     const Product::Asked asked(x, m, k);
 #endif
-    Stream stream(weight, pinned(at + warp * kStreamBytes), first, last);
+    Stream stream(weight, pinned(at + warp * (kStreamBytes * TILES)), first, last);
+#if OWN && TILES == 2
+    const int further_chunks = min(1, tiles - 1 - tile) * tile_chunks;
+    Stream second(weight, pinned(at + warp * (kStreamBytes * TILES) + kStreamBytes), first + further_chunks, last + further_chunks);
+#endif
     if (early) wait_for_previous_kernel();
     let_next_kernel_start();
     STAMP(2);
 #if !XFIRST
     const Product::Asked asked(x, m, k);
 #endif
-    Product product(asked, x, at + WARPS * kStreamBytes, m, k);
+    Product product(asked, x, at + WARPS * kStreamBytes * TILES, m, k);
     STAMP(3);
     const Output output = {bias, y, m, n, product};
 #if OWN
@@ -174,17 +178,24 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) semisparse_gqs_
 #pragma unroll 1
     for (int strip = begin; strip < end; ++strip) {
         add_strip(product, stream, strip, strip + 1 < tile_strips ? strip + 1 : 0, tile_chunks - strip * BATCH, bit);
+#if TILES == 2
+        add_strip<1>(product, second, strip, strip + 1 < tile_strips ? strip + 1 : 0, tile_chunks - strip * BATCH, bit);
+#endif
     }
     STAMP(4);
-    product.each([&](int row, int token, float sum) { sums[warp][token * kRows + row] = sum; });
+    product.each([&](int row, int token, float sum) { sums[warp][0][token * kRows + row] = sum; });
+#if TILES == 2
+    product.each<1>([&](int row, int token, float sum) { sums[warp][1][token * kRows + row] = sum; });
+#endif
     __syncthreads();
     STAMP(5);
 #pragma unroll 1
-    for (int cell = threadIdx.x; cell < kRows * m; cell += 32 * WARPS) {
-        float sum = sums[0][cell];
+    for (int cell = threadIdx.x; cell < kRows * m * TILES; cell += 32 * WARPS) {
+        const int which = TILES == 2 ? cell / kRows % 2 : 0, row = cell % kRows, token = cell / (kRows * TILES), at = token * kRows + row;
+        float sum = sums[0][which][at];
 #pragma unroll
-        for (int i = 1; i < WARPS; ++i) sum += sums[i][cell];
-        output.write(tile * kRows + cell % kRows, cell / kRows, sum);
+        for (int i = 1; i < WARPS; ++i) sum += sums[i][which][at];
+        output.write((tile + which) * kRows + row, token, sum);
     }
     STAMP(6);
 #else
