@@ -62,7 +62,7 @@ def _forget_kernels() -> None:
     ],
 )
 def test_any_division_of_the_work(monkeypatch, kind: str, dtype: torch.dtype, m: int, n: int, k: int, pattern: str):
-    """From one block for all chunks to one for each: tiles whole, in two and in many parts."""
+    """From one block for all chunks to one for each: tiles whole, in two and in many parts; and a block for each tile."""
     weight = build(parse_pattern(pattern), random, n, k).to(dtype)
     weight[3] = 0
     packed = GQS.pack(weight, pattern, kind=kind)
@@ -70,8 +70,10 @@ def test_any_division_of_the_work(monkeypatch, kind: str, dtype: torch.dtype, m:
     multiplied = as_multiplied(x, packed, torch.float64 if m <= 2 else dtype)
     monkeypatch.setattr(cuda, "WARPS", 2)
     monkeypatch.setattr(cuda, "PROCESSOR_WARPS", 1)  # a block of a processor
-    for blocks in (1, 2, 5, 99):
-        monkeypatch.setattr(cuda, "device_facts", lambda _, blocks=blocks: SimpleNamespace(processors=blocks, arch="sm_90a"))
+    for blocks, own in ((1, 0), (2, 0), (5, 0), (99, 0), (99, 1)):
+        monkeypatch.setattr(cuda, "OWN_TILES", own)
+        facts = SimpleNamespace(processors=blocks, arch="sm_90a")
+        monkeypatch.setattr(cuda, "device_facts", lambda _, facts=facts: facts)
         results = []
         for emulated.adverse[0] in (False, True):
             results.append(cuda.prepare_decode(problem_of(x, packed))(x, packed, bias))
@@ -138,24 +140,31 @@ def test_a_token_that_is_not_finite_stays_so(monkeypatch, bad: float):
     assert not finite[1, 69]
 
 
-def test_counters_are_a_streams_and_never_of_a_graph_in_the_making(monkeypatch: pytest.MonkeyPatch):
-    """A compiled model's graphs refuse to hold memory that outlives a step; theirs is what their thread allocates."""
+def test_parts_are_a_streams_and_graphs_find_them_ready(monkeypatch: pytest.MonkeyPatch):
+    """Memory that a graph allocates it sets to zero at each replay, so a graph gets what lies ready. A compiled model's
+    graphs refuse to hold memory that outlives a step; theirs is what their thread allocates."""
     allocate, threads = cuda._zeros, []
 
     def zeros(device: torch.device, count: int) -> torch.Tensor:
         threads.append(threading.get_ident())
         return allocate(device, count)
 
-    def counters(stream: int, capturing: bool = False) -> torch.Tensor:
+    def parts(stream: int, capturing: bool = False) -> torch.Tensor:
         monkeypatch.setattr(cuda, "stream_of", lambda device: stream)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
         return cuda._parts(torch.device("cpu"), 9)
 
     monkeypatch.setattr(cuda, "_zeros", zeros)
     monkeypatch.setattr(cuda, "_kept", {})
-    assert counters(7, capturing=True) is not counters(7, capturing=True)
-    kept = counters(7)
-    assert counters(7) is counters(7, capturing=True) is kept
-    assert counters(8) is not kept
+    monkeypatch.setattr(cuda, "_spare", {})
+    assert parts(7, capturing=True) is not parts(7, capturing=True)
     here = threading.get_ident()
-    assert [thread == here for thread in threads] == [True, True, False, False]
+    assert threads == [here, here]
+    kept = parts(7)
+    assert parts(7) is parts(7, capturing=True) is kept
+    of_graph = parts(8, capturing=True)
+    assert of_graph is parts(8, capturing=True) is parts(8)
+    assert parts(9) is not kept
+    assert of_graph is not parts(9)
+    assert len({id(found) for found in (kept, of_graph, parts(9), parts(10, capturing=True))}) == 4
+    assert here not in threads[2:]

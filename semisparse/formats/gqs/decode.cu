@@ -35,11 +35,10 @@ struct Division {
     int tile_chunks, tile_strips;
     int each, more;  // a block's strips, and how many blocks have one more
     int begin, end;  // of this block
-    int run;         // a warp's strips; the last warps may have fewer
 
     __device__ __forceinline__ Division(int tile_chunks, int each, int more)
         : tile_chunks(tile_chunks), tile_strips((tile_chunks + BATCH - 1) / BATCH), each(each), more(more),
-          begin(begin_of(blockIdx.x)), end(begin_of(blockIdx.x + 1)), run((end - begin + WARPS - 1) / WARPS) {}
+          begin(begin_of(blockIdx.x)), end(begin_of(blockIdx.x + 1)) {}
 
     __device__ __forceinline__ int begin_of(int block) const { return block * each + min(block, more); }
 
@@ -48,6 +47,11 @@ struct Division {
         const int tile = strip / tile_strips;
         return tile * tile_chunks + (strip - tile * tile_strips) * BATCH;
     }
+
+    __device__ __forceinline__ int begin_of_warp(int warp) const { return begin + (end - begin) * warp / WARPS; }
+
+    // The last warp that begins at a strip or before.
+    __device__ __forceinline__ int warp_of(int strip) const { return ((strip - begin + 1) * WARPS - 1) / (end - begin); }
 
     __device__ __forceinline__ int block_of(int strip) const {
         const int larger = more * (each + 1);
@@ -90,13 +94,14 @@ struct Output {
     }
 };
 
-// A warp's run: `shares` gets what it has of a tile that began before, then of one that goes on after it.
+// A warp's run: `shares` gets what it has of a tile that began before (nothing if it has no strip), then of one that goes on after it.
 __device__ __forceinline__ void sum_run(
     float (&shares)[2][kCells], Stream& stream, Product& product, const Division& division, const Output& output, int first, int left
 ) {
     int tile = first / division.tile_strips, strip = first - tile * division.tile_strips;
     const Word bit = pinned(1u << threadIdx.x % 32);
     product.begin_run(strip * kStripColumns);
+    if (left == 0) product.each([&](int row, int token, float sum) { shares[0][token * kRows + row] = 0.0f; });
     while (left > 0) {
         const int until = min(strip + left, division.tile_strips);
         const bool begins = strip == 0, ends = until == division.tile_strips;
@@ -146,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) semisparse_gqs_
 #else
     __shared__ float shares[WARPS][2][kCells];
     const Division division(tile_chunks, each, more);
-    const int run = division.begin + warp * division.run, strips = max(0, min(division.end - run, division.run));
+    const int run = division.begin_of_warp(warp), strips = division.begin_of_warp(warp + 1) - run;
     const int first = division.chunk_of(run), last = division.chunk_of(run + strips);
 #endif
     if (share) weight.prefetch(first, last, (blockIdx.x * WARPS + warp) * share, share);
@@ -208,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) semisparse_gqs_
         const int begin = tile * division.tile_strips, end = begin + division.tile_strips;
         const int from = max(begin, division.begin), to = min(end, division.end);
         const bool begins = from == begin;
-        const int first = (from - division.begin) / division.run, last = (to - 1 - division.begin) / division.run;
+        const int first = division.warp_of(from), last = division.warp_of(to - 1);
         if (begins && to == end && first == last) continue;
 #pragma unroll 1
         for (int cell = lane; cell < kRows * m; cell += 32) {
