@@ -23,10 +23,10 @@ struct Input {
     __device__ __forceinline__ static int number(Word bits) { return bits; }
 
     // Finds the tokens' largest magnitudes.
-    template <typename Each> __device__ __forceinline__ void prepare(const Each& each) {
+    template <typename Groups> __device__ __forceinline__ void prepare(const Groups& groups) {
         __shared__ Word largest[TOKENS][WARPS];
         Word high[TOKENS] = {};  // bits of a SCALAR, in the upper half
-        each([&](const Word (&words)[kSize / 2], int, int token) {
+        groups.each([&](const Word (&words)[kSize / 2], int, int token) {
             Word found = 0;
 #pragma unroll
             for (int i = 0; i < kSize / 2; ++i) found = max(found, max(words[i] & 0x7fff0000u, words[i] << 16 & 0x7fff0000u));
@@ -77,7 +77,7 @@ struct Input {
 struct Product : Diagonal<Input> {
     using Diagonal::Diagonal;
 
-    template <int> __device__ __forceinline__ void add(const Chunk& chunk, int index, Word bit) {
+    __device__ __forceinline__ void add(const Chunk& chunk, int index, Word bit) {
         const X& x = this->x[index % 2];
         if (index + 1 < BATCH) read(index + 1);
         int found[2][4] = {{0, 0, 0, 0}, {kAnchorBits, kAnchorBits, kAnchorBits, kAnchorBits}};

@@ -18,7 +18,7 @@ struct Input {
 
     __device__ __forceinline__ static Word bits(float value) { return __float_as_uint(value); }
     __device__ __forceinline__ static float number(Word bits) { return __uint_as_float(bits); }
-    template <typename Each> __device__ __forceinline__ void prepare(const Each&) {}
+    template <typename Groups> __device__ __forceinline__ void prepare(const Groups&) {}
 
     // Pairs in the order in which products take them.
     __device__ __forceinline__ float stage(Word (&staged)[2][4], const Word (&words)[8], int) const {
@@ -51,7 +51,7 @@ struct Product : Diagonal<Input> {
         }
     }
 
-    template <int> __device__ __forceinline__ void add(const Chunk& chunk, int index, Word bit) {
+    __device__ __forceinline__ void add(const Chunk& chunk, int index, Word bit) {
         const X& x = this->x[index % 2];
         if (index + 1 < BATCH) read(index + 1);
         float found[2][4] = {};

@@ -10,7 +10,7 @@
 #include "stream.cuh"
 
 constexpr int kSets = TOKENS / 8;
-constexpr int kAhead = AHEAD;  // chunks of x
+constexpr int kAhead = TOKENS == 16 && !WHOLE ? 1 : 2;  // chunks of x, as registers allow
 static_assert(BATCH % kAhead == 0, "a chunk's place is known at compile time");
 
 struct Product {
@@ -23,7 +23,7 @@ struct Product {
         __device__ __forceinline__ Asked(const SCALAR*, int, int) {}
     };
 
-    float sums[TILES][kSets][4];
+    float sums[kSets][4];
     const unsigned short* place[kSets];  // of the lane's columns of its tokens
     Constants constants;
     int k;
@@ -43,7 +43,7 @@ struct Product {
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
-        for (int i = 0; i < 4 * kSets * TILES; ++i) sums[i / (4 * kSets)][i / 4 % kSets][i % 4] = 0.0f;
+        for (int i = 0; i < 4 * kSets; ++i) sums[i / 4][i % 4] = 0.0f;
     }
 
     __device__ __forceinline__ void begin_run(int column) {
@@ -64,7 +64,7 @@ struct Product {
         }
     }
 
-    template <int tile> __device__ __forceinline__ void add(const Chunk& chunk, int index, Word bit) {
+    __device__ __forceinline__ void add(const Chunk& chunk, int index, Word bit) {
         const X& x = this->x[index % kAhead];
         Word upper[8], lower[8];
         dequantise(upper, chunk.codes[0], chunk.scale[0] * (chunk.mask[0] & bit ? 0x10001u : 0), chunk.zero[0], constants);
@@ -74,20 +74,18 @@ struct Product {
         for (int i = 0; i < 8; i += 2) {
             const Word rows[4] = {upper[i], lower[i], upper[i + 1], lower[i + 1]};
 #pragma unroll
-            for (int set = 0; set < kSets; ++set) mma(sums[tile][set], rows, x.words[set][i], x.words[set][i + 1], tag);
+            for (int set = 0; set < kSets; ++set) mma(sums[set], rows, x.words[set][i], x.words[set][i + 1], tag);
         }
-        static_assert(TILES == 1 || kAhead == BATCH, "a strip of x is for both tiles");
-        if (tile + 1 < TILES) return;
         const int after = index + kAhead;
         read(index % kAhead, after < BATCH ? column + after * kColumns : next + (after - BATCH) * kColumns);
     }
 
     // What is added up so far, of rows lane / 4 and 8 more and two tokens of each 8.
-    template <int tile = 0, typename Take> __device__ __forceinline__ void each(const Take& take) const {
+    template <typename Take> __device__ __forceinline__ void each(const Take& take) const {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int i = 0; i < 4 * kSets; ++i) {
-            take(lane / 4 + i / 2 % 2 * 8, lane % 4 * 2 + i % 2 + i / 4 * 8, sums[tile][i / 4][i % 4]);
+            take(lane / 4 + i / 2 % 2 * 8, lane % 4 * 2 + i % 2 + i / 4 * 8, sums[i / 4][i % 4]);
         }
     }
 

@@ -39,9 +39,6 @@ WEIGHT_TOKENS = (8, 16)
 MOST_SHARED = {"sm_80": 163 << 10, "sm_90a": 227 << 10, "sm_100a": 227 << 10}
 """Bytes of shared memory that a block may have; 99 KiB on other devices."""
 
-RESERVED = 1 << 10
-"""Bytes that each block takes beside."""
-
 BATCH = 4
 """Chunks along K that a warp multiplies at once; a strip."""
 
@@ -53,6 +50,9 @@ PIECE, SLOTS = 64, 8
 HEADERS_BYTES = 64 * 16
 """Of the masks and starts of chunks that a warp looks ahead to."""
 
+AHEAD = 512
+"""Groups that each warp has L2 bring while the kernel before ends."""
+
 WARPS = 8
 """Of a block, or twice or half as many."""
 
@@ -63,15 +63,11 @@ PROCESSOR_WARPS = 16
 """That share a processor; what each may have of its registers. More, of fewer chunks at once, were slower (LOG.md)."""
 
 
-HELD, AHEAD, XFIRST, STAMPS, PREFETCH, OVERLAP = 2, {1: 1, 2: 1, 8: 4, 16: 2}, 1, 0, 512, True
-
-STAMPS_AT = [None]
-
 
 class Build(NamedTuple):
     """What the kernel is compiled for: how many tokens, whether it rounds them, and the warps of a block.
 
-    ``whole`` says that x has no ragged end, see decode.cu.
+    ``whole`` says that x has no ragged end, ``own`` that each block has a tile of its own, see decode.cu.
     """
 
     dtype: torch.dtype
@@ -80,8 +76,7 @@ class Build(NamedTuple):
     rounds: bool
     whole: bool
     warps: int
-    own: bool = False
-    tiles: int = 1
+    own: bool
 
     @property
     def blocks(self) -> int:
@@ -103,11 +98,6 @@ class Build(NamedTuple):
             "SLOTS": SLOTS,
             "WHOLE": int(self.whole),
             "OWN": int(self.own),
-            "TILES": self.tiles,
-            "HELD": HELD,
-            "AHEAD": AHEAD[self.tokens],
-            "XFIRST": XFIRST,
-            "STAMPS": STAMPS,
         }
 
     def shared_bytes(self, k: int) -> int:
@@ -115,14 +105,14 @@ class Build(NamedTuple):
         products by codes keep them there."""
         stream = PIECE * SLOTS * (SIZE * self.bits // 8 + 3) + HEADERS_BYTES
         if self.tokens not in CODE_TOKENS:
-            return self.warps * stream * self.tiles
+            return self.warps * stream
         columns = self.tokens * -(-k // STRIP_COLUMNS) * STRIP_COLUMNS
         return self.warps * stream + (STRIP_COLUMNS + columns) * (1 if self.rounds else 2) + columns // SIZE * 4
 
-    def fits(self, k: int, arch: str, blocks: int = 1) -> bool:
-        """Say whether so many blocks find room in a processor."""
-        static = self.warps * self.tokens * (2 * TILE_ROWS + 1) * 4  # or as much for two tiles of its own
-        return blocks * (self.shared_bytes(k) + static + RESERVED) <= MOST_SHARED.get(arch, 99 << 10) + RESERVED
+    def fits(self, k: int, arch: str) -> bool:
+        """Say whether a block finds room in a processor."""
+        static = self.warps * self.tokens * (2 * TILE_ROWS + 1) * 4
+        return self.shared_bytes(k) + static <= MOST_SHARED.get(arch, 99 << 10)
 
 
 # The extremes of what is compiled.
@@ -131,14 +121,15 @@ DECODE = CudaSource(
     tuple(
         build.defines
         for build in (
-            Build(torch.float16, 4, 1, False, True, 16),
-            Build(torch.bfloat16, 4, 2, False, False, 8),
-            Build(torch.float16, 4, 1, True, True, 8),
-            Build(torch.bfloat16, 4, 2, True, False, 16),
-            Build(torch.float16, 4, 8, False, True, 8),
-            Build(torch.bfloat16, 4, 16, False, False, 8),
-            Build(torch.float16, 8, 16, False, False, 8),
-            Build(torch.bfloat16, 8, 8, False, True, 4),
+            Build(torch.float16, 4, 1, False, True, 16, False),
+            Build(torch.bfloat16, 4, 2, False, False, 8, False),
+            Build(torch.float16, 4, 1, True, True, 4, True),
+            Build(torch.bfloat16, 4, 2, True, False, 16, False),
+            Build(torch.float16, 4, 2, False, True, 4, True),
+            Build(torch.float16, 4, 8, False, True, 8, True),
+            Build(torch.bfloat16, 4, 16, False, False, 8, True),
+            Build(torch.float16, 8, 16, False, False, 8, True),
+            Build(torch.bfloat16, 8, 8, False, True, 4, True),
         )
     ),
 )
@@ -163,7 +154,7 @@ def decode_refusal(problem: Problem) -> str | None:
     return unavailable()
 
 
-def prepare_decode(problem: Problem, early: bool = False) -> Product:
+def prepare_decode(problem: Problem) -> Product:
     """Prepare to multiply 1 to 16 tokens.
 
     One or two are multiplied by 4-bit codes, in int8 where the kind is ``w4a8``; more by the weights that codes stand
@@ -171,9 +162,6 @@ def prepare_decode(problem: Problem, early: bool = False) -> Product:
 
     Args:
         problem: x and w in float16 or bfloat16.
-        early: whether the launch may begin before the kernel before it on the stream has ended (Hopper and later). It
-            waits before it reads x and before it writes, but not before it reads the weight: nothing that still runs
-            may be writing it.
     """
     m, n, k, dtype, device = problem.m, problem.n, problem.k, problem.dtype, problem.device
     kept = int(problem.params["kept"])
@@ -185,10 +173,10 @@ def prepare_decode(problem: Problem, early: bool = False) -> Product:
 
     @cache
     def launch_of(whole: bool) -> tuple[Build, int, CudaKernel, tuple[int, ...]]:
-        build = _build_of(m, k, Build(dtype, KINDS[str(problem.params["kind"])], 0, rounds, whole, WARPS), tiles, facts)
-        blocks = -(-tiles // build.tiles) if build.own else min(build.blocks * facts.processors, strips)
-        share = min(PREFETCH, -(-kept // (16 * blocks * build.warps)) * 16) if facts.arch.endswith("a") else 0
-        sizes = (m, n, k, tile_chunks, tiles * tile_chunks, kept, *divmod(strips, blocks), share, int(early))
+        build = _build_of(m, k, Build(dtype, KINDS[str(problem.params["kind"])], 0, rounds, whole, WARPS, True), tiles, facts)
+        blocks = tiles if build.own else min(build.blocks * facts.processors, strips)
+        ahead = min(AHEAD, -(-kept // (16 * blocks * build.warps)) * 16) if facts.arch.endswith("a") else 0
+        sizes = (m, n, k, tile_chunks, tiles * tile_chunks, kept, *divmod(strips, blocks), ahead)
         return build, blocks, _decode_kernel(device, build, build.shared_bytes(k)), sizes
 
     def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
@@ -201,11 +189,9 @@ def prepare_decode(problem: Problem, early: bool = False) -> Product:
         stored = [_aligned(packed.tensors[name]) for name in ("masks", "starts", "codes", "scale", "zero")]
         # Blocks of whole tiles have nothing to hand over, and a captured graph nothing to set to zero for them.
         parts = None if build.own else _parts(device, blocks * TILE_ROWS * build.tokens)
-        if STAMPS:
-            parts = STAMPS_AT[0]
         operands = [x, *stored, bias, y, parts]
         threads, pointers = 32 * build.warps, map(address, operands)
-        kernel(device, (blocks, 1, 1), threads, *pointers, *sizes, dependent=OVERLAP and facts.arch.endswith("a"))
+        kernel(device, (blocks, 1, 1), threads, *pointers, *sizes, dependent=facts.arch.endswith("a"))
         return y
 
     return decode
@@ -218,26 +204,21 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 
 def _build_of(m: int, k: int, build: Build, tiles: int, facts: DeviceFacts) -> Build:
-    """Choose for how many tokens the kernel is compiled, how many warps a block has, and whether it has a tile of its own.
-
-    A block of 16 warps keeps one copy of x for a whole processor.
-    """
-    own = tiles <= OWN_TILES * facts.processors
-    by_codes = build.bits == 4 and m <= CODE_TOKENS[-1]
-    if by_codes:
-        tokens = next(tokens for tokens in CODE_TOKENS if m <= tokens)
-        for warps in (WARPS if tiles <= facts.processors else WARPS // 2,) if own else (2 * WARPS, WARPS):
-            chosen = build._replace(tokens=tokens, own=own, warps=warps)
-            if chosen.fits(k, facts.arch):
-                return chosen
-    chosen = build._replace(tokens=next(tokens for tokens in WEIGHT_TOKENS if m <= tokens), rounds=False, own=own)
-    return chosen if chosen.fits(k, facts.arch) else chosen._replace(warps=WARPS // 2)
+    """Choose for how many tokens the kernel is compiled, how many warps a block has, and whether it has a tile of its own."""
+    few = tiles <= OWN_TILES * facts.processors
+    if build.bits == 4 and m <= CODE_TOKENS[-1]:
+        by_codes = build._replace(tokens=next(tokens for tokens in CODE_TOKENS if m <= tokens), own=few)
+        for warps in (WARPS // 2,) if few else (2 * WARPS, WARPS):
+            if by_codes._replace(warps=warps).fits(k, facts.arch):
+                return by_codes._replace(warps=warps)
+    tokens = next(tokens for tokens in WEIGHT_TOKENS if m <= tokens)
+    return build._replace(tokens=tokens, rounds=False, own=True, warps=WARPS if few else WARPS // 2)
 
 
 @lru_cache(maxsize=256)
 def _decode_kernel(device: torch.device, build: Build, shared: int) -> CudaKernel:
     cubin = compile_cubin(DECODE.path, device_facts(device).arch, build.defines)
-    return CudaKernel(cubin, "semisparse_gqs_decode", (*[_POINTER] * 9, *[_INT] * 10), shared)
+    return CudaKernel(cubin, "semisparse_gqs_decode", (*[_POINTER] * 9, *[_INT] * 9), shared)
 
 
 def _parts(device: torch.device, cells: int) -> Tensor:

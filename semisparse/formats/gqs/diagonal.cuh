@@ -18,7 +18,7 @@ template <typename Input> struct Diagonal {
     static constexpr int kXWords = kSize * sizeof(Value) / 4;
     static constexpr int kZerosBytes = kStripColumns * sizeof(Value);
 
-    static constexpr int kHeld = WHOLE ? HELD : 0;  // groups that a thread asks for before anything else
+    static constexpr int kHeld = WHOLE ? 2 : 0;  // groups that a thread asks for before anything else
 
     __device__ __forceinline__ static int groups_of(int k) { return (k + kStripColumns - 1) / kStripColumns * (kStripColumns / kSize); }
 
@@ -36,6 +36,29 @@ template <typename Input> struct Diagonal {
             for (int j = 0; j < kHeld; ++j) {
                 const int i = threadIdx.x + j * 32 * WARPS, token = TOKENS > 1 && i >= groups;
                 if (i < TOKENS * groups) read_x(words[j], row_of(x, token, m, k) + (i - token * groups) * kSize, k);
+            }
+        }
+    };
+
+    // The groups of x that this thread stages.
+    struct Groups {
+        const Asked& asked;
+        const SCALAR* x;
+        int m, k;
+
+        template <typename Take> __device__ __forceinline__ void each(const Take& take) const {
+            const int groups = groups_of(k);
+#pragma unroll
+            for (int j = 0; j < kHeld; ++j) {
+                const int i = threadIdx.x + j * 32 * WARPS, token = TOKENS > 1 && i >= groups;
+                if (i < TOKENS * groups) take(asked.words[j], i - token * groups, token);
+            }
+#pragma unroll 1
+            for (int i = threadIdx.x + kHeld * 32 * WARPS; i < TOKENS * groups; i += 32 * WARPS) {
+                const int token = TOKENS > 1 && i >= groups, group = i - token * groups;
+                Word words[kSize / 2];
+                read_x(words, row_of(x, token, m, k) + group * kSize, k - group * kSize);
+                take(words, group, token);
             }
         }
     };
@@ -59,22 +82,9 @@ template <typename Input> struct Diagonal {
         const Word x_at = at + kZerosBytes, totals_at = x_at + TOKENS * columns * sizeof(Value);
 #pragma unroll 1
         for (int i = threadIdx.x; i < kZerosBytes / 16; i += 32 * WARPS) write_shared(at + 16 * i, kNothing);
-        const auto each = [&](const auto& take) {
-#pragma unroll
-            for (int j = 0; j < kHeld; ++j) {
-                const int i = threadIdx.x + j * 32 * WARPS, token = TOKENS > 1 && i >= groups;
-                if (i < TOKENS * groups) take(asked.words[j], i - token * groups, token);
-            }
-#pragma unroll 1
-            for (int i = threadIdx.x + kHeld * 32 * WARPS; i < TOKENS * groups; i += 32 * WARPS) {
-                const int token = TOKENS > 1 && i >= groups, group = i - token * groups;
-                Word words[kSize / 2];
-                read_x(words, row_of(x, token, m, k) + group * kSize, k - group * kSize);
-                take(words, group, token);
-            }
-        };
-        input.prepare(each);
-        each([&](const Word (&words)[kSize / 2], int group, int token) {
+        const Groups groups_of_x = {asked, x, m, k};
+        input.prepare(groups_of_x);
+        groups_of_x.each([&](const Word (&words)[kSize / 2], int group, int token) {
             Word staged[kXWords / 4][4];
             const Number sum = input.stage(staged, words, token);
             const Word to = x_at + (token * groups + group) * (4 * kXWords);
