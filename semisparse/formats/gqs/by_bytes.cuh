@@ -23,10 +23,10 @@ struct Input {
     __device__ __forceinline__ static int number(Word bits) { return bits; }
 
     // Finds the tokens' largest magnitudes.
-    template <typename Groups> __device__ __forceinline__ void prepare(const Groups& groups) {
+    template <typename Asked> __device__ __forceinline__ void prepare(const Asked& asked) {
         __shared__ Word largest[TOKENS][WARPS];
         Word high[TOKENS] = {};  // bits of a SCALAR, in the upper half
-        groups.each([&](const Word (&words)[kSize / 2], int, int token) {
+        asked.each([&](const Word (&words)[kSize / 2], int, int token) {
             Word found = 0;
 #pragma unroll
             for (int i = 0; i < kSize / 2; ++i) found = max(found, max(words[i] & 0x7fff0000u, words[i] << 16 & 0x7fff0000u));

@@ -20,7 +20,8 @@ struct Product {
     };
 
     struct Asked {
-        __device__ __forceinline__ Asked(const SCALAR*, int, int) {}
+        const SCALAR* x;
+        int m, k;
     };
 
     float sums[kSets][4];
@@ -31,12 +32,12 @@ struct Product {
     X x[kAhead];       // of the chunks to come
 
     // Tokens past the last repeat it and are not kept.
-    __device__ __forceinline__ Product(const Asked&, const SCALAR* x, Word, int m, int k) : constants(k), k(k) {
+    __device__ __forceinline__ Product(const Asked& asked, Word) : constants(asked.k), k(asked.k) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int set = 0; set < kSets; ++set) {
-            const long long token = min(lane / 4 + 8 * set, m - 1);
-            place[set] = reinterpret_cast<const unsigned short*>(x) + token * k + lane % 4 * kSize;
+            const long long token = min(lane / 4 + 8 * set, asked.m - 1);
+            place[set] = reinterpret_cast<const unsigned short*>(asked.x) + token * k + lane % 4 * kSize;
         }
         clear();
     }

@@ -18,56 +18,56 @@ template <typename Input> struct Diagonal {
     static constexpr int kXWords = kSize * sizeof(Value) / 4;
     static constexpr int kZerosBytes = kStripColumns * sizeof(Value);
 
-    static constexpr int kHeld = WHOLE ? 2 : 0;  // groups that a thread asks for before anything else
+    // Groups of x that a thread asks for before anything else: behind copies of the weight they would come last.
+    static constexpr int kHeld = WHOLE ? 2 : 0;
 
     __device__ __forceinline__ static int groups_of(int k) { return (k + kStripColumns - 1) / kStripColumns * (kStripColumns / kSize); }
 
-    // Tokens past the last repeat it and are not kept.
-    __device__ __forceinline__ static const unsigned short* row_of(const SCALAR* x, int token, int m, int k) {
-        return reinterpret_cast<const unsigned short*>(x) + static_cast<long long>(min(token, m - 1)) * k;
-    }
-
+    // The groups of x that this thread puts into shared memory, one of each 32 * WARPS, token after token.
     struct Asked {
-        Word words[kHeld + 1][kSize / 2];
-
-        __device__ __forceinline__ Asked(const SCALAR* x, int m, int k) {
-            const int groups = groups_of(k);
-#pragma unroll
-            for (int j = 0; j < kHeld; ++j) {
-                const int i = threadIdx.x + j * 32 * WARPS, token = TOKENS > 1 && i >= groups;
-                if (i < TOKENS * groups) read_x(words[j], row_of(x, token, m, k) + (i - token * groups) * kSize, k);
-            }
-        }
-    };
-
-    // The groups of x that this thread stages.
-    struct Groups {
-        const Asked& asked;
         const SCALAR* x;
         int m, k;
+        Word held[kHeld + 1][kSize / 2];
 
-        template <typename Take> __device__ __forceinline__ void each(const Take& take) const {
-            const int groups = groups_of(k);
+        __device__ __forceinline__ Asked(const SCALAR* x, int m, int k) : x(x), m(m), k(k) {
 #pragma unroll
             for (int j = 0; j < kHeld; ++j) {
-                const int i = threadIdx.x + j * 32 * WARPS, token = TOKENS > 1 && i >= groups;
-                if (i < TOKENS * groups) take(asked.words[j], i - token * groups, token);
+                if (number(j) < TOKENS * groups_of(k)) read(held[j], number(j));
+            }
+        }
+
+        __device__ __forceinline__ static int number(int j) { return threadIdx.x + j * 32 * WARPS; }
+        __device__ __forceinline__ int token_of(int i) const { return TOKENS > 1 && i >= groups_of(k); }
+        __device__ __forceinline__ int group_of(int i) const { return i - token_of(i) * groups_of(k); }
+
+        // Tokens past the last repeat it and are not kept.
+        __device__ __forceinline__ void read(Word (&words)[kSize / 2], int i) const {
+            const long long row = static_cast<long long>(min(token_of(i), m - 1)) * k;
+            const int column = group_of(i) * kSize;
+            read_x(words, reinterpret_cast<const unsigned short*>(x) + row + column, k - column);
+        }
+
+        // take(a group's words, the group, its token).
+        template <typename Take> __device__ __forceinline__ void each(const Take& take) const {
+            const int count = TOKENS * groups_of(k);
+#pragma unroll
+            for (int j = 0; j < kHeld; ++j) {
+                if (number(j) < count) take(held[j], group_of(number(j)), token_of(number(j)));
             }
 #pragma unroll 1
-            for (int i = threadIdx.x + kHeld * 32 * WARPS; i < TOKENS * groups; i += 32 * WARPS) {
-                const int token = TOKENS > 1 && i >= groups, group = i - token * groups;
+            for (int i = number(kHeld); i < count; i += 32 * WARPS) {
                 Word words[kSize / 2];
-                read_x(words, row_of(x, token, m, k) + group * kSize, k - group * kSize);
-                take(words, group, token);
+                read(words, i);
+                take(words, group_of(i), token_of(i));
             }
         }
     };
 
     Input input;
-    float sums[4];            // of the lane's groups: rows lane / 4 and 8 more, the tokens
-    Word place, first_place;  // in shared memory, of the lane's group of a token, or of zeros; of the strip, of column 0
+    float sums[4];              // of the lane's groups: rows lane / 4 and 8 more, the tokens
+    Word place, first_place;    // in shared memory, of the lane's group of a token, or of zeros: of the strip, of column 0
     Word totals, first_totals;  // likewise, of minus the sums of x of the lane's group
-    int step;                 // bytes of a column; 0 if the lane does not read x
+    int step;                   // bytes of a column; 0 if the lane does not read x
 
     // Of a chunk: the lane's columns, and minus the sums of its group by tokens.
     struct X {
@@ -77,14 +77,13 @@ template <typename Input> struct Diagonal {
     X x[2];
 
     // `at` is free shared memory.
-    __device__ __forceinline__ Diagonal(const Asked& asked, const SCALAR* x, Word at, int m, int k) {
-        const int lane = threadIdx.x % 32, token = lane / 4 % 2, groups = groups_of(k), columns = groups * kSize;
+    __device__ __forceinline__ Diagonal(const Asked& asked, Word at) {
+        const int lane = threadIdx.x % 32, token = lane / 4 % 2, groups = groups_of(asked.k), columns = groups * kSize;
         const Word x_at = at + kZerosBytes, totals_at = x_at + TOKENS * columns * sizeof(Value);
 #pragma unroll 1
         for (int i = threadIdx.x; i < kZerosBytes / 16; i += 32 * WARPS) write_shared(at + 16 * i, kNothing);
-        const Groups groups_of_x = {asked, x, m, k};
-        input.prepare(groups_of_x);
-        groups_of_x.each([&](const Word (&words)[kSize / 2], int group, int token) {
+        input.prepare(asked);
+        asked.each([&](const Word (&words)[kSize / 2], int group, int token) {
             Word staged[kXWords / 4][4];
             const Number sum = input.stage(staged, words, token);
             const Word to = x_at + (token * groups + group) * (4 * kXWords);
