@@ -92,7 +92,7 @@ class Build(NamedTuple):
             "TOKENS": self.tokens,
             "ROUNDED": int(self.rounds),
             "WARPS": self.warps,
-            "BATCH": BATCH,
+            "BATCH": BATCH if self.whole or self.tokens < WEIGHT_TOKENS[-1] else BATCH // 2,  # as registers allow
             "BLOCKS": self.blocks,
             "PIECE": PIECE,
             "SLOTS": SLOTS,
@@ -128,7 +128,8 @@ DECODE = CudaSource(
             Build(torch.float16, 4, 2, False, True, 4, True),
             Build(torch.float16, 4, 8, False, True, 8, True),
             Build(torch.bfloat16, 4, 16, False, False, 8, True),
-            Build(torch.float16, 8, 16, False, False, 8, True),
+            Build(torch.float16, 8, 16, False, True, 8, True),
+            Build(torch.bfloat16, 8, 16, False, False, 8, True),
             Build(torch.bfloat16, 8, 8, False, True, 4, True),
         )
     ),
