@@ -20,11 +20,12 @@ struct Division {
 
     __device__ __forceinline__ void sum(Stream& stream, Product& product, const Output& output, unsigned long long*) const {
         __shared__ float sums[WARPS][kCells];
+        const int warp = warp_of_block();
         const Word bit = pinned(1u << threadIdx.x % 32);
         product.begin_run(begin * kStripColumns);
 #pragma unroll 1
         for (int strip = begin; strip < end; ++strip) add_strip(product, stream, strip, tile_chunks, bit);
-        product.each([&](int row, int token, float sum) { sums[warp_of_block()][token * kRows + row] = sum; });
+        product.each([&](int row, int token, float sum) { sums[warp][token * kRows + row] = sum; });
         __syncthreads();
 #pragma unroll 1
         for (int cell = threadIdx.x; cell < kRows * output.m; cell += 32 * WARPS) {

@@ -23,8 +23,8 @@ inline float __int_as_float(int bits) {
     return value;
 }
 inline Word opaque(Word value) { return value; }
-template <typename T> T pinned(T value) { return value; }
-inline Word kept_constant(Word value, int) { return value; }
+template <typename T> T pinned(T value) { return __shfl_sync(kAll, value, threadIdx.x % 32); }
+inline Word kept_constant(Word value, int) { return pinned(value); }
 
 inline int byte_of(Word word, int index) { return word >> 8 * index & 255; }
 
@@ -75,7 +75,7 @@ inline Word read_shared_byte(Word at) { return read_shared_number<unsigned char>
 inline void write_shared(Word at, const Word (&words)[4]) { std::memcpy(shared_place(at, 16), words, 16); }
 inline void write_shared(Word at, Word value) { std::memcpy(shared_place(at, 4), &value, 4); }
 
-inline int warp_of_block() { return threadIdx.x / 32; }
+inline int warp_of_block() { return __shfl_sync<int>(kAll, threadIdx.x / 32, 0); }
 inline const char* further(const char* place, Word count, Word bytes) { return place + size_t(count) * bytes; }
 inline bool any_of_warp(bool value) { return __ballot_sync(kAll, value); }
 
