@@ -62,7 +62,7 @@ def _forget_kernels() -> None:
     ],
 )
 def test_any_division_of_the_work(monkeypatch, kind: str, dtype: torch.dtype, m: int, n: int, k: int, pattern: str):
-    """From one block for all chunks to one for each: tiles whole, in two and in many parts; and a block for each tile."""
+    """From one block for all chunks to one for each: tiles whole, in two and in many parts; and a block a tile."""
     weight = build(parse_pattern(pattern), random, n, k).to(dtype)
     weight[3] = 0
     packed = GQS.pack(weight, pattern, kind=kind)

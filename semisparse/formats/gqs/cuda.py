@@ -63,7 +63,6 @@ PROCESSOR_WARPS = 16
 """That share a processor; what each may have of its registers. More, of fewer chunks at once, were slower (LOG.md)."""
 
 
-
 class Build(NamedTuple):
     """What the kernel is compiled for: how many tokens, whether it rounds them, and the warps of a block.
 
@@ -174,7 +173,9 @@ def prepare_decode(problem: Problem) -> Product:
 
     @cache
     def launch_of(whole: bool) -> tuple[Build, int, CudaKernel, tuple[int, ...]]:
-        build = _build_of(m, k, Build(dtype, KINDS[str(problem.params["kind"])], 0, rounds, whole, WARPS, True), tiles, facts)
+        build = _build_of(
+            m, k, Build(dtype, KINDS[str(problem.params["kind"])], 0, rounds, whole, WARPS, True), tiles, facts
+        )
         blocks = tiles if build.own else min(build.blocks * facts.processors, strips)
         ahead = min(AHEAD, -(-kept // (16 * blocks * build.warps)) * 16) if facts.arch.endswith("a") else 0
         sizes = (m, n, k, tile_chunks, tiles * tile_chunks, kept, *divmod(strips, blocks), ahead)
@@ -205,7 +206,7 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 
 def _build_of(m: int, k: int, build: Build, tiles: int, facts: DeviceFacts) -> Build:
-    """Choose for how many tokens the kernel is compiled, how many warps a block has, and whether it has a tile of its own."""
+    """Choose for how many tokens the kernel is compiled, and a block's warps: for a tile of its own, or for a run."""
     few = tiles <= OWN_TILES * facts.processors
     if build.bits == 4 and m <= CODE_TOKENS[-1]:
         by_codes = build._replace(tokens=next(tokens for tokens in CODE_TOKENS if m <= tokens), own=few)
