@@ -230,29 +230,19 @@ def _parts(device: torch.device, cells: int) -> Tensor:
     """
     count = max(1 << (cells - 1).bit_length(), 1 << 13)
     place = (device, stream_of(device), count)
-    if place in _kept:
-        return _kept[place]
-    if torch.cuda.is_current_stream_capturing():
-        # Most are captured on another stream than they ran on before. What a graph allocates, it sets to zero at every
-        # replay, which takes as long as a small product and keeps launches from overlapping.
-        found = _spare.pop((device, count), None)
-        if found is None:
+    if place not in _kept:
+        if torch.cuda.is_current_stream_capturing():  # the graph sets its own to zero each time
             return _zeros(device, count)
-        return _kept.setdefault(place, found)
-    # In a thread of its own: what this one allocates may go to the pool of torch.compile's graphs, which refuses
-    # what outlives them.
-    with ThreadPoolExecutor(1) as thread:
-        _kept[place] = thread.submit(_zeros, device, count).result()
-        if (device, count) not in _spare:
-            _spare[device, count] = thread.submit(_zeros, device, count).result()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        # In a thread of its own: what this one allocates may go to the pool of torch.compile's graphs, which refuses
+        # what outlives them.
+        with ThreadPoolExecutor(1) as thread:
+            _kept[place] = thread.submit(_zeros, device, count).result()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
     return _kept[place]
 
 
 _kept: dict[tuple[torch.device, int, int], Tensor] = {}
-_spare: dict[tuple[torch.device, int], Tensor] = {}
-"""For the next graph's stream."""
 
 
 def _zeros(device: torch.device, count: int) -> Tensor:
