@@ -50,8 +50,8 @@ PIECE, SLOTS = 64, 8
 HEADERS_BYTES = 64 * 16
 """Of the masks and starts of chunks that a warp looks ahead to."""
 
-AHEAD = 512
-"""Groups that each warp has L2 bring while the kernel before ends."""
+AHEAD = 256
+"""Groups that each warp has L2 bring while the kernel before ends. With 512 large weights are slower."""
 
 WARPS = 8
 """Of a block, or twice or half as many."""
@@ -122,9 +122,9 @@ DECODE = CudaSource(
         for build in (
             Build(torch.float16, 4, 1, False, True, 16, False),
             Build(torch.bfloat16, 4, 2, False, False, 8, False),
-            Build(torch.float16, 4, 1, True, True, 4, True),
+            Build(torch.float16, 4, 1, True, True, 8, True),
             Build(torch.bfloat16, 4, 2, True, False, 16, False),
-            Build(torch.float16, 4, 2, False, True, 4, True),
+            Build(torch.float16, 4, 2, False, True, 8, True),
             Build(torch.float16, 4, 8, False, True, 8, True),
             Build(torch.bfloat16, 4, 16, False, False, 8, True),
             Build(torch.float16, 8, 16, False, True, 8, True),
@@ -210,7 +210,7 @@ def _build_of(m: int, k: int, build: Build, tiles: int, facts: DeviceFacts) -> B
     few = tiles <= OWN_TILES * facts.processors
     if build.bits == 4 and m <= CODE_TOKENS[-1]:
         by_codes = build._replace(tokens=next(tokens for tokens in CODE_TOKENS if m <= tokens), own=few)
-        for warps in (WARPS // 2,) if few else (2 * WARPS, WARPS):
+        for warps in (WARPS, WARPS // 2) if few else (2 * WARPS, WARPS):
             if by_codes._replace(warps=warps).fits(k, facts.arch):
                 return by_codes._replace(warps=warps)
     tokens = next(tokens for tokens in WEIGHT_TOKENS if m <= tokens)
