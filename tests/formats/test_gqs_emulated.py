@@ -62,7 +62,7 @@ def _forget_kernels() -> None:
     ],
 )
 def test_any_division_of_the_work(monkeypatch, kind: str, dtype: torch.dtype, m: int, n: int, k: int, pattern: str):
-    """From one block for all chunks to one for each: tiles whole, in two and in many parts."""
+    """From one block for all chunks to one for each: tiles whole, in two and in many parts; and a block a tile."""
     weight = build(parse_pattern(pattern), random, n, k).to(dtype)
     weight[3] = 0
     packed = GQS.pack(weight, pattern, kind=kind)
@@ -70,9 +70,10 @@ def test_any_division_of_the_work(monkeypatch, kind: str, dtype: torch.dtype, m:
     multiplied = as_multiplied(x, packed, torch.float64 if m <= 2 else dtype)
     monkeypatch.setattr(cuda, "WARPS", 2)
     monkeypatch.setattr(cuda, "PROCESSOR_WARPS", 1)  # a block of a processor
-    monkeypatch.setattr(cuda, "_blocks", lambda tiles, most: most)
-    for blocks in (1, 2, 5, 99):
-        monkeypatch.setattr(cuda, "device_facts", lambda _, blocks=blocks: SimpleNamespace(processors=blocks, arch=""))
+    for blocks, own in ((1, 0), (2, 0), (5, 0), (99, 0), (99, 1)):
+        monkeypatch.setattr(cuda, "OWN_TILES", own)
+        facts = SimpleNamespace(processors=blocks, arch="sm_90a")
+        monkeypatch.setattr(cuda, "device_facts", lambda _, facts=facts: facts)
         results = []
         for emulated.adverse[0] in (False, True):
             results.append(cuda.prepare_decode(problem_of(x, packed))(x, packed, bias))
@@ -85,7 +86,7 @@ def test_any_division_of_the_work(monkeypatch, kind: str, dtype: torch.dtype, m:
 @pytest.mark.parametrize("k", [100, 256])
 def test_tokens_are_rounded_as_elsewhere(monkeypatch: pytest.MonkeyPatch, k: int, dtype: torch.dtype):
     """Weights of one 15 a row show the codes of x: halves to even, scales of each token, zeros as they are."""
-    monkeypatch.setattr(cuda, "device_facts", lambda _: SimpleNamespace(processors=2, arch=""))
+    monkeypatch.setattr(cuda, "device_facts", lambda _: SimpleNamespace(processors=2, arch="sm_90a"))
     packed = GQS.pack(15 * torch.eye(k).to(dtype), "g16@0%", kind="w4a8")
     halves = torch.arange(k) % 64 - 31.5
     halves[3] = 127
@@ -110,7 +111,7 @@ def test_tokens_are_rounded_as_elsewhere(monkeypatch: pytest.MonkeyPatch, k: int
     ],
 )
 def test_the_weight_unpacked_for_many_tokens(monkeypatch, kind: str, n: int, k: int, pattern: str, dtype: torch.dtype):
-    monkeypatch.setattr(unpack, "device_facts", lambda _: SimpleNamespace(arch=""))
+    monkeypatch.setattr(unpack, "device_facts", lambda _: SimpleNamespace(arch="sm_90a"))
     weight = build(parse_pattern(pattern), random, n, k).to(dtype)
     weight[-1] = 0
     packed = GQS.pack(weight, pattern, kind=kind)
@@ -122,7 +123,7 @@ def test_the_weight_unpacked_for_many_tokens(monkeypatch, kind: str, n: int, k: 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("m", "k"), [(1, 1), (3, 33), (5, 700), (2, 1400)])
 def test_tokens_rounded_in_one_launch_have_the_bits_of_the_reference(monkeypatch, m: int, k: int, dtype: torch.dtype):
-    monkeypatch.setattr(activations, "device_facts", lambda _: SimpleNamespace(arch=""))
+    monkeypatch.setattr(activations, "device_facts", lambda _: SimpleNamespace(arch="sm_90a"))
     x = torch.randn(m, k, generator=torch.Generator().manual_seed(k)).to(dtype)
     x[m // 2, : k // 2] *= 100
     x[-1] *= m == 1
@@ -131,7 +132,7 @@ def test_tokens_rounded_in_one_launch_have_the_bits_of_the_reference(monkeypatch
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_token_that_is_not_finite_stays_so(monkeypatch, bad: float):
-    monkeypatch.setattr(activations, "device_facts", lambda _: SimpleNamespace(arch=""))
+    monkeypatch.setattr(activations, "device_facts", lambda _: SimpleNamespace(arch="sm_90a"))
     x = torch.randn(3, 700, generator=torch.Generator().manual_seed(1)).half()
     x[1, 69] = bad
     finite = activations.rounded_on_gpu(x).isfinite()

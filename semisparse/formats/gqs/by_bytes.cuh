@@ -23,21 +23,22 @@ struct Input {
     __device__ __forceinline__ static int number(Word bits) { return bits; }
 
     // Finds the tokens' largest magnitudes.
-    __device__ __forceinline__ void prepare(const SCALAR* x, int m, int k) {
+    template <typename Asked> __device__ __forceinline__ void prepare(const Asked& asked) {
         __shared__ Word largest[TOKENS][WARPS];
+        Word high[TOKENS] = {};  // bits of a SCALAR, in the upper half
+        asked.each([&](const Word (&words)[kSize / 2], int, int token) {
+            Word found = 0;
+#pragma unroll
+            for (int i = 0; i < kSize / 2; ++i) found = max(found, max(words[i] & 0x7fff0000u, words[i] << 16 & 0x7fff0000u));
+#pragma unroll
+            for (int i = 0; i < TOKENS; ++i) {
+                if (i == token) high[i] = max(high[i], found);
+            }
+        });
 #pragma unroll
         for (int token = 0; token < TOKENS; ++token) {
-            const unsigned short* row = reinterpret_cast<const unsigned short*>(x) + static_cast<long long>(min(token, m - 1)) * k;
-            Word high = 0;  // bits of a SCALAR, in the upper half
-#pragma unroll 1
-            for (int first = threadIdx.x * kSize; first < k; first += 32 * WARPS * kSize) {
-                Word words[kSize / 2];
-                read_x(words, row + first, k - first);
-#pragma unroll
-                for (int i = 0; i < kSize / 2; ++i) high = max(high, max(words[i] & 0x7fff0000u, words[i] << 16 & 0x7fff0000u));
-            }
-            high = max_of_warp(high);
-            if (threadIdx.x % 32 == 0) largest[token][threadIdx.x / 32] = high;
+            high[token] = max_of_warp(high[token]);
+            if (threadIdx.x % 32 == 0) largest[token][threadIdx.x / 32] = high[token];
         }
         __syncthreads();
 #pragma unroll
@@ -76,7 +77,9 @@ struct Input {
 struct Product : Diagonal<Input> {
     using Diagonal::Diagonal;
 
-    __device__ __forceinline__ void add(const Chunk& chunk, const X& x, Word bit) {
+    __device__ __forceinline__ void add(const Chunk& chunk, int index, Word bit) {
+        const X& x = this->x[index % 2];
+        if (index + 1 < BATCH) read(index + 1);
         int found[2][4] = {{0, 0, 0, 0}, {kAnchorBits, kAnchorBits, kAnchorBits, kAnchorBits}};
 #pragma unroll
         for (int second = 0; second < 2; ++second) {

@@ -18,7 +18,7 @@ struct Input {
 
     __device__ __forceinline__ static Word bits(float value) { return __float_as_uint(value); }
     __device__ __forceinline__ static float number(Word bits) { return __uint_as_float(bits); }
-    __device__ __forceinline__ void prepare(const SCALAR*, int, int) {}
+    template <typename Asked> __device__ __forceinline__ void prepare(const Asked&) {}
 
     // Pairs in the order in which products take them.
     __device__ __forceinline__ float stage(Word (&staged)[2][4], const Word (&words)[8], int) const {
@@ -36,9 +36,9 @@ struct Input {
 struct Product : Diagonal<Input> {
     Word low, high;
 
-    __device__ __forceinline__ Product(const SCALAR* x, Word at, int m, int k) : Diagonal(x, at, m, k) {
-        low = kept_constant(kHalf ? 0x000f000fu : 0x00780078u, k);
-        high = kept_constant(kHalf ? 0x00f000f0u : 0x41804180u, k);
+    __device__ __forceinline__ Product(const Asked& asked, Word at) : Diagonal(asked, at) {
+        low = kept_constant(kHalf ? 0x000f000fu : 0x00780078u, asked.k);
+        high = kept_constant(kHalf ? 0x00f000f0u : 0x41804180u, asked.k);
     }
 
     // Two pairs of a word's 8 columns; as halves the pairs 0 and 2 or 1 and 3, else 0 and 1 or 2 and 3.
@@ -51,7 +51,9 @@ struct Product : Diagonal<Input> {
         }
     }
 
-    __device__ __forceinline__ void add(const Chunk& chunk, const X& x, Word bit) {
+    __device__ __forceinline__ void add(const Chunk& chunk, int index, Word bit) {
+        const X& x = this->x[index % 2];
+        if (index + 1 < BATCH) read(index + 1);
         float found[2][4] = {};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {

@@ -10,6 +10,8 @@
 #include "stream.cuh"
 
 constexpr int kSets = TOKENS / 8;
+constexpr int kAhead = TOKENS == 16 && !WHOLE ? 1 : 2;  // chunks of x, as registers allow
+static_assert(BATCH % kAhead == 0, "a chunk's place is known at compile time");
 
 struct Product {
     // Of a chunk: the lane's columns, by sets of 8 tokens.
@@ -17,18 +19,25 @@ struct Product {
         Word words[kSets][8];
     };
 
+    struct Asked {
+        const SCALAR* x;
+        int m, k;
+    };
+
     float sums[kSets][4];
     const unsigned short* place[kSets];  // of the lane's columns of its tokens
     Constants constants;
     int k;
+    int column, next;  // of the strip, and of the one after it
+    X x[kAhead];       // of the chunks to come
 
     // Tokens past the last repeat it and are not kept.
-    __device__ __forceinline__ Product(const SCALAR* x, Word, int m, int k) : constants(k), k(k) {
+    __device__ __forceinline__ Product(const Asked& asked, Word) : constants(asked.k), k(asked.k) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int set = 0; set < kSets; ++set) {
-            const long long token = min(lane / 4 + 8 * set, m - 1);
-            place[set] = reinterpret_cast<const unsigned short*>(x) + token * k + lane % 4 * kSize;
+            const long long token = min(lane / 4 + 8 * set, asked.m - 1);
+            place[set] = reinterpret_cast<const unsigned short*>(asked.x) + token * k + lane % 4 * kSize;
         }
         clear();
     }
@@ -38,20 +47,26 @@ struct Product {
         for (int i = 0; i < 4 * kSets; ++i) sums[i / 4][i % 4] = 0.0f;
     }
 
-    __device__ __forceinline__ void move(int columns) {
+    __device__ __forceinline__ void begin_run(int column) {
 #pragma unroll
-        for (int set = 0; set < kSets; ++set) place[set] += columns;
+        for (int i = 0; i < kAhead; ++i) read(i, column + i * kColumns);
     }
 
-    // A chunk that begins `column` columns further, of the strip that begins at column `strip` of x.
-    __device__ __forceinline__ void read(X& x, int column, int strip) const {
+    __device__ __forceinline__ void begin_strip(int column, int next) {
+        this->column = column;
+        this->next = next;
+    }
+
+    // The chunk of x that begins at a column.
+    __device__ __forceinline__ void read(int i, int column) {
 #pragma unroll
         for (int set = 0; set < kSets; ++set) {
-            read_x(x.words[set], place[set] + column, k - strip - column - static_cast<int>(threadIdx.x % 4) * kSize);
+            read_x(x[i].words[set], place[set] + column, k - column - static_cast<int>(threadIdx.x % 4) * kSize);
         }
     }
 
-    __device__ __forceinline__ void add(const Chunk& chunk, const X& x, Word bit) {
+    __device__ __forceinline__ void add(const Chunk& chunk, int index, Word bit) {
+        const X& x = this->x[index % kAhead];
         Word upper[8], lower[8];
         dequantise(upper, chunk.codes[0], chunk.scale[0] * (chunk.mask[0] & bit ? 0x10001u : 0), chunk.zero[0], constants);
         dequantise(lower, chunk.codes[1], chunk.scale[1] * (chunk.mask[1] & bit ? 0x10001u : 0), chunk.zero[1], constants);
@@ -62,6 +77,8 @@ struct Product {
 #pragma unroll
             for (int set = 0; set < kSets; ++set) mma(sums[set], rows, x.words[set][i], x.words[set][i + 1], tag);
         }
+        const int after = index + kAhead;
+        read(index % kAhead, after < BATCH ? column + after * kColumns : next + (after - BATCH) * kColumns);
     }
 
     // What is added up so far, of rows lane / 4 and 8 more and two tokens of each 8.

@@ -39,9 +39,6 @@ WEIGHT_TOKENS = (8, 16)
 MOST_SHARED = {"sm_80": 163 << 10, "sm_90a": 227 << 10, "sm_100a": 227 << 10}
 """Bytes of shared memory that a block may have; 99 KiB on other devices."""
 
-RESERVED = 1 << 10
-"""Bytes that each block takes beside."""
-
 BATCH = 4
 """Chunks along K that a warp multiplies at once; a strip."""
 
@@ -53,8 +50,14 @@ PIECE, SLOTS = 64, 8
 HEADERS_BYTES = 64 * 16
 """Of the masks and starts of chunks that a warp looks ahead to."""
 
+AHEAD = 256
+"""Groups that each warp has L2 bring while the kernel before ends. With 512 large weights are slower."""
+
 WARPS = 8
 """Of a block, or twice or half as many."""
+
+OWN_TILES = 2
+"""Tiles of rows for each processor up to which a block has one of its own."""
 
 PROCESSOR_WARPS = 16
 """That share a processor; what each may have of its registers. More, of fewer chunks at once, were slower (LOG.md)."""
@@ -63,7 +66,7 @@ PROCESSOR_WARPS = 16
 class Build(NamedTuple):
     """What the kernel is compiled for: how many tokens, whether it rounds them, and the warps of a block.
 
-    ``whole`` says that x has no ragged end, see decode.cu.
+    ``whole`` says that x has no ragged end, ``own`` that each block has a tile of its own, see decode.cu.
     """
 
     dtype: torch.dtype
@@ -72,6 +75,7 @@ class Build(NamedTuple):
     rounds: bool
     whole: bool
     warps: int
+    own: bool
 
     @property
     def blocks(self) -> int:
@@ -87,11 +91,12 @@ class Build(NamedTuple):
             "TOKENS": self.tokens,
             "ROUNDED": int(self.rounds),
             "WARPS": self.warps,
-            "BATCH": BATCH,
+            "BATCH": BATCH if self.whole or self.tokens < WEIGHT_TOKENS[-1] else BATCH // 2,  # as registers allow
             "BLOCKS": self.blocks,
             "PIECE": PIECE,
             "SLOTS": SLOTS,
             "WHOLE": int(self.whole),
+            "OWN": int(self.own),
         }
 
     def shared_bytes(self, k: int) -> int:
@@ -103,10 +108,10 @@ class Build(NamedTuple):
         columns = self.tokens * -(-k // STRIP_COLUMNS) * STRIP_COLUMNS
         return self.warps * stream + (STRIP_COLUMNS + columns) * (1 if self.rounds else 2) + columns // SIZE * 4
 
-    def fits(self, k: int, arch: str, blocks: int = 1) -> bool:
-        """Say whether so many blocks find room in a processor."""
+    def fits(self, k: int, arch: str) -> bool:
+        """Say whether a block finds room in a processor."""
         static = self.warps * self.tokens * (2 * TILE_ROWS + 1) * 4
-        return blocks * (self.shared_bytes(k) + static + RESERVED) <= MOST_SHARED.get(arch, 99 << 10) + RESERVED
+        return self.shared_bytes(k) + static <= MOST_SHARED.get(arch, 99 << 10)
 
 
 # The extremes of what is compiled.
@@ -115,14 +120,16 @@ DECODE = CudaSource(
     tuple(
         build.defines
         for build in (
-            Build(torch.float16, 4, 1, False, True, 16),
-            Build(torch.bfloat16, 4, 2, False, False, 8),
-            Build(torch.float16, 4, 1, True, True, 8),
-            Build(torch.bfloat16, 4, 2, True, False, 16),
-            Build(torch.float16, 4, 8, False, True, 8),
-            Build(torch.bfloat16, 4, 16, False, False, 8),
-            Build(torch.float16, 8, 16, False, False, 8),
-            Build(torch.bfloat16, 8, 8, False, True, 4),
+            Build(torch.float16, 4, 1, False, True, 16, False),
+            Build(torch.bfloat16, 4, 2, False, False, 8, False),
+            Build(torch.float16, 4, 1, True, True, 8, True),
+            Build(torch.bfloat16, 4, 2, True, False, 16, False),
+            Build(torch.float16, 4, 2, False, True, 8, True),
+            Build(torch.float16, 4, 8, False, True, 8, True),
+            Build(torch.bfloat16, 4, 16, False, False, 8, True),
+            Build(torch.float16, 8, 16, False, True, 8, True),
+            Build(torch.bfloat16, 8, 16, False, False, 8, True),
+            Build(torch.bfloat16, 8, 8, False, True, 4, True),
         )
     ),
 )
@@ -147,7 +154,7 @@ def decode_refusal(problem: Problem) -> str | None:
     return unavailable()
 
 
-def prepare_decode(problem: Problem, early: bool = False) -> Product:
+def prepare_decode(problem: Problem) -> Product:
     """Prepare to multiply 1 to 16 tokens.
 
     One or two are multiplied by 4-bit codes, in int8 where the kind is ``w4a8``; more by the weights that codes stand
@@ -155,9 +162,6 @@ def prepare_decode(problem: Problem, early: bool = False) -> Product:
 
     Args:
         problem: x and w in float16 or bfloat16.
-        early: whether the launch may begin before the kernel before it on the stream has ended (Hopper and later). It
-            waits before it reads x and before it writes, but not before it reads the weight: nothing that still runs
-            may be writing it.
     """
     m, n, k, dtype, device = problem.m, problem.n, problem.k, problem.dtype, problem.device
     kept = int(problem.params["kept"])
@@ -169,9 +173,12 @@ def prepare_decode(problem: Problem, early: bool = False) -> Product:
 
     @cache
     def launch_of(whole: bool) -> tuple[Build, int, CudaKernel, tuple[int, ...]]:
-        build = _build_of(m, k, Build(dtype, KINDS[str(problem.params["kind"])], 0, rounds, whole, WARPS), tiles, facts)
-        blocks = min(_blocks(tiles, build.blocks * facts.processors), strips)
-        sizes = (m, n, k, tile_chunks, tiles * tile_chunks, kept, *divmod(strips, blocks), int(early))
+        build = _build_of(
+            m, k, Build(dtype, KINDS[str(problem.params["kind"])], 0, rounds, whole, WARPS, True), tiles, facts
+        )
+        blocks = tiles if build.own else min(build.blocks * facts.processors, strips)
+        ahead = min(AHEAD, -(-kept // (16 * blocks * build.warps)) * 16) if facts.arch.endswith("a") else 0
+        sizes = (m, n, k, tile_chunks, tiles * tile_chunks, kept, *divmod(strips, blocks), ahead)
         return build, blocks, _decode_kernel(device, build, build.shared_bytes(k)), sizes
 
     def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
@@ -183,7 +190,7 @@ def prepare_decode(problem: Problem, early: bool = False) -> Product:
         bias = None if bias is None else bias.to(dtype).contiguous()
         stored = [_aligned(packed.tensors[name]) for name in ("masks", "starts", "codes", "scale", "zero")]
         # Blocks of whole tiles have nothing to hand over, and a captured graph nothing to set to zero for them.
-        parts = _parts(device, blocks * TILE_ROWS * build.tokens) if tiles % blocks else None
+        parts = None if build.own else _parts(device, blocks * TILE_ROWS * build.tokens)
         operands = [x, *stored, bias, y, parts]
         threads, pointers = 32 * build.warps, map(address, operands)
         kernel(device, (blocks, 1, 1), threads, *pointers, *sizes, dependent=facts.arch.endswith("a"))
@@ -199,24 +206,15 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 
 def _build_of(m: int, k: int, build: Build, tiles: int, facts: DeviceFacts) -> Build:
-    """Choose for how many tokens the kernel is compiled, and how many warps a block has.
-
-    A block of 16 warps keeps one copy of x for a whole processor. Where there is a block of 8 for each tile, none waits
-    for another.
-    """
-    for tokens in CODE_TOKENS:
-        by_codes = build._replace(tokens=tokens)
-        if build.bits == 4 and m <= tokens and by_codes.fits(k, facts.arch):
-            doubled = by_codes._replace(warps=2 * WARPS)
-            few = _blocks(tiles, by_codes.blocks * facts.processors) == tiles and by_codes.fits(k, facts.arch, 2)
-            return by_codes if few or not doubled.fits(k, facts.arch) else doubled
-    by_weights = build._replace(tokens=next(tokens for tokens in WEIGHT_TOKENS if m <= tokens), rounds=False)
-    return by_weights if by_weights.fits(k, facts.arch) else by_weights._replace(warps=WARPS // 2)
-
-
-def _blocks(tiles: int, most: int) -> int:
-    """Choose how many blocks share the work of some tiles, where ``most`` run at a time."""
-    return min(tiles, most)
+    """Choose for how many tokens the kernel is compiled, and a block's warps: for a tile of its own, or for a run."""
+    few = tiles <= OWN_TILES * facts.processors
+    if build.bits == 4 and m <= CODE_TOKENS[-1]:
+        by_codes = build._replace(tokens=next(tokens for tokens in CODE_TOKENS if m <= tokens), own=few)
+        for warps in (WARPS, WARPS // 2) if few else (2 * WARPS, WARPS):
+            if by_codes._replace(warps=warps).fits(k, facts.arch):
+                return by_codes._replace(warps=warps)
+    tokens = next(tokens for tokens in WEIGHT_TOKENS if m <= tokens)
+    return build._replace(tokens=tokens, rounds=False, own=True, warps=WARPS if few else WARPS // 2)
 
 
 @lru_cache(maxsize=256)

@@ -1,170 +1,44 @@
 // y[m, n] = sum_k x[m, k] * w[n, k] for a gqs weight with groups of 16 in 4 or 8 bits, and m of 1 to TOKENS.
 //
-// Stream-K: the chunks of all tiles of 16 rows, one after another, are cut into strips of BATCH chunks of a tile, the strips
-// dealt out in equal runs to the blocks, and a block's run to its warps. A warp writes the tiles that lie in its run whole.
-// Of the others it keeps its share; when a block's warps are done, the shares of a tile are added in the order of the
-// warps, and where several blocks share it, by the last of them, in the order of the blocks: every run gives the same bits.
-//
-// A launch may begin before the kernel before it has ended: up to `wait_for_previous_kernel` only the weight is read.
+// A launch may begin before the kernel before it has ended. Until then it reads nothing, but has L2 bring the weight: that keeps
+// whoever still writes it from nothing, and memory is idle while the last blocks of a kernel finish.
 //
 // Compiled for SCALAR (__half or __nv_bfloat16, of x, scale, bias and y), BITS (4 or 8), TOKENS (1 or 2 by codes, 8 or 16 by
-// weights), ROUNDED (1: x is rounded to 8 bits), WARPS (of a block), BATCH (chunks that a warp multiplies at once), BLOCKS (of a
-// processor, for registers), PIECE and SLOTS (see stream.cuh) and WHOLE (1: k is a multiple of a strip's columns, 64 * BATCH, and
-// x is aligned to 16 bytes).
+// weights), ROUNDED (1: x is rounded to 8 bits), OWN (1: a block for each tile; 0: Stream-K), WARPS (of a block), BATCH (chunks that
+// a warp multiplies at once), BLOCKS (of a processor, for registers), PIECE and SLOTS (see stream.cuh) and WHOLE (1: k is a multiple
+// of 256 columns, and x is aligned to 16 bytes).
 
-#if TOKENS >= 8
-#include "by_weights.cuh"
-#elif ROUNDED
-#include "by_bytes.cuh"
+#if OWN
+#include "own_tile.cuh"
 #else
-#include "by_codes.cuh"
+#include "stream_k.cuh"
 #endif
-#include "stream.cuh"
-
-constexpr int kCells = kRows * TOKENS;  // sums of a tile, token after token
-
-// How the strips are dealt out.
-struct Division {
-    int tile_chunks, tile_strips;
-    int each, more;  // a block's strips, and how many blocks have one more
-    int begin, end;  // of this block
-    int run;         // a warp's strips; the last warps may have fewer
-
-    __device__ __forceinline__ Division(int tile_chunks, int each, int more)
-        : tile_chunks(tile_chunks), tile_strips((tile_chunks + BATCH - 1) / BATCH), each(each), more(more),
-          begin(begin_of(blockIdx.x)), end(begin_of(blockIdx.x + 1)), run((end - begin + WARPS - 1) / WARPS) {}
-
-    __device__ __forceinline__ int begin_of(int block) const { return block * each + min(block, more); }
-
-    __device__ __forceinline__ int chunk_of(int strip) const {
-        if (WHOLE) return strip * BATCH;
-        const int tile = strip / tile_strips;
-        return tile * tile_chunks + (strip - tile * tile_strips) * BATCH;
-    }
-
-    __device__ __forceinline__ int block_of(int strip) const {
-        const int larger = more * (each + 1);
-        return strip < larger ? strip / (each + 1) : more + (strip - larger) / each;
-    }
-};
-
-__device__ __forceinline__ void read_chunk(Chunk& chunk, const Pieces& pieces, const Header& header, Word below) {
-    chunk.mask[0] = header.low;
-    chunk.mask[1] = header.high;
-    pieces.read(chunk, 0, header.start + __popc(header.low & below));
-    pieces.read(chunk, 1, header.middle + __popc(header.high & below));
-}
-
-constexpr int kAhead = TOKENS == 16 ? 1 : 2;  // chunks of x at a time, as registers allow
-
-// Adds the strip that begins at column `column`, of the tile's last `chunks` chunks.
-__device__ __forceinline__ void add_strip(Product& product, Stream& stream, int column, int chunks, Word bit) {
-    Header headers[BATCH];
-    Chunk pair[2];  // the next one is read before one is multiplied
-    Product::X x[kAhead];
-    product.read(x[0], 0, column);
-    stream.next(headers, chunks);
-    stream.pieces.require(headers[BATCH - 1].end());
-    read_chunk(pair[0], stream.pieces, headers[0], bit - 1);
-#pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
-        if (i + 1 < BATCH) read_chunk(pair[(i + 1) % 2], stream.pieces, headers[i + 1], bit - 1);
-        if (i + 1 < BATCH && kAhead > 1) product.read(x[(i + 1) % kAhead], (i + 1) * kColumns, column);
-        product.add(pair[i % 2], x[i % kAhead], bit);
-        if (i + 1 < BATCH && kAhead == 1) product.read(x[0], (i + 1) * kColumns, column);
-    }
-    product.move(BATCH * kColumns);
-}
-
-struct Output {
-    const SCALAR* __restrict__ bias;  // [n] or null
-    SCALAR* __restrict__ y;           // [m, n]
-    int m, n;
-    const Product& from;
-
-    __device__ __forceinline__ void write(int row, int token, float sum) const {
-        if (row >= n || token >= m) return;
-        const float product = from.final(sum, token);
-        store(y + static_cast<long long>(token) * n + row, product + (bias ? to_float(bias[row]) : 0.0f));
-    }
-};
-
-// A warp's run: `shares` gets what it has of a tile that began before, then of one that goes on after it.
-__device__ __forceinline__ void sum_run(
-    float (&shares)[2][kCells], Stream& stream, Product& product, const Division& division, const Output& output, int first, int left
-) {
-    int tile = first / division.tile_strips, strip = first - tile * division.tile_strips;
-    const Word bit = pinned(1u << threadIdx.x % 32);
-    product.move(strip * BATCH * kColumns);
-    while (left > 0) {
-        const int until = min(strip + left, division.tile_strips);
-        const bool begins = strip == 0, ends = until == division.tile_strips;
-        left -= until - strip;
-        for (; strip < until; ++strip) {
-            add_strip(product, stream, strip * BATCH * kColumns, division.tile_chunks - strip * BATCH, bit);
-        }
-        if (begins && ends) {
-            product.each([&](int row, int token, float sum) { output.write(tile * kRows + row, token, sum); });
-        } else {
-            float* share = shares[begins];
-            product.each([&](int row, int token, float sum) { share[token * kRows + row] = sum; });
-        }
-        product.clear();
-        product.move(-strip * BATCH * kColumns);
-        strip = 0;
-        ++tile;
-    }
-}
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) semisparse_gqs_decode(
     // Not __restrict__: loads that the compiler takes for constants could move before the wait for the previous kernel.
-    const SCALAR* x,                  // [m, k]
-    const uint2* masks,               // [chunks]
-    const Word* starts,               // [chunks + 1]
-    const char* codes,                // [kept, kGroupBytes]
-    const char* scale,                // [kept], a SCALAR each
-    const char* zero,                 // [kept]
-    const SCALAR* __restrict__ bias,  // [n] or null
-    SCALAR* __restrict__ y,           // [m, n]
-    unsigned long long* parts,        // [blocks, kCells]: a block's share of a tile that goes on after it; 0 before and after
+    const SCALAR* x,            // [m, k]
+    const uint2* masks,         // [chunks]
+    const Word* starts,         // [chunks + 1]
+    const char* codes,          // [kept, kGroupBytes]
+    const char* scale,          // [kept], a SCALAR each
+    const char* zero,           // [kept]
+    const SCALAR* bias,         // [n] or null
+    SCALAR* __restrict__ y,     // [m, n]
+    unsigned long long* parts,  // [blocks, kCells]: a block's share of a tile that goes on after it; 0 before and after
     int m, int n, int k, int tile_chunks, int chunks, int kept,
-    int each, int more,               // a block's strips, and how many blocks have one more
-    int early                         // whether the weight may be read before the previous kernel ends
+    int each, int more,         // a block's strips, and how many blocks have one more
+    int ahead                   // groups that a warp has L2 bring before anything else
 ) {
     extern __shared__ uint4 shared[];  // the warps' streams, then what products keep there
-    __shared__ float shares[WARPS][2][kCells];
     const Weight weight = {masks, starts, codes, scale, zero, chunks, kept};
     const Division division(tile_chunks, each, more);
-    const int warp = warp_of_block(), lane = threadIdx.x % 32;
-    const int run = division.begin + warp * division.run, strips = max(0, min(division.end - run, division.run));
-    const Word at = shared_address(shared);
-    if (!early) wait_for_previous_kernel();
-    Stream stream(weight, pinned(at + warp * kStreamBytes), division.chunk_of(run), division.chunk_of(run + strips));
-    if (early) wait_for_previous_kernel();
+    const int warp = warp_of_block();
+    weight.prefetch(division.first, division.last, (blockIdx.x * WARPS + warp) * ahead, ahead);
+    wait_for_previous_kernel();
     let_next_kernel_start();
-    Product product(x, at + WARPS * kStreamBytes, m, k);
-    const Output output = {bias, y, m, n, product};
-    sum_run(shares[warp], stream, product, division, output, run, strips);
-    __syncthreads();
-    // A warp a tile, the one that other blocks wait for first.
-    const int first_tile = division.begin / division.tile_strips;
-    for (int tile = (division.end - 1) / division.tile_strips - warp; tile >= first_tile; tile -= WARPS) {
-        const int begin = tile * division.tile_strips, end = begin + division.tile_strips;
-        const int from = max(begin, division.begin), to = min(end, division.end);
-        const bool begins = from == begin;
-        const int first = (from - division.begin) / division.run, last = (to - 1 - division.begin) / division.run;
-        if (begins && to == end && first == last) continue;
-        for (int cell = lane; cell < kRows * m; cell += 32) {
-            float total = 0.0f;
-            if (to == end) {
-                for (int block = division.block_of(begin); block < static_cast<int>(blockIdx.x); ++block) {
-                    total += take_part(parts + static_cast<size_t>(block) * kCells + cell);
-                }
-            }
-            float share = shares[first][begins][cell];
-            for (int i = first + 1; i <= last; ++i) share += shares[i][0][cell];
-            if (to == end) output.write(tile * kRows + cell % kRows, cell / kRows, total + share);
-            else leave_part(parts + static_cast<size_t>(blockIdx.x) * kCells + cell, share);
-        }
-    }
+    const Product::Asked asked{x, m, k};
+    const Word at = shared_address(shared);
+    Stream stream(weight, pinned(at + warp * kStreamBytes), division.first, division.last);
+    Product product(asked, at + WARPS * kStreamBytes);
+    division.sum(stream, product, {bias, y, m, n, product}, parts);
 }

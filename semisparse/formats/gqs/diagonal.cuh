@@ -9,7 +9,6 @@
 
 #include "stream.cuh"
 
-constexpr int kStripColumns = BATCH * kColumns;
 constexpr Word kNothing[4] = {};
 
 // Input says what x becomes: Value, `prepare` by the whole block, and `stage`, which reorders a group's words and adds them up.
@@ -19,38 +18,83 @@ template <typename Input> struct Diagonal {
     static constexpr int kXWords = kSize * sizeof(Value) / 4;
     static constexpr int kZerosBytes = kStripColumns * sizeof(Value);
 
-    Input input;
-    float sums[4];  // of the lane's groups: rows lane / 4 and 8 more, the tokens
-    Word place;     // in shared memory, of the lane's group of a token, or of zeros
-    Word totals;    // likewise, of minus the sums of x of the lane's group
-    int step;       // bytes of a column; 0 if the lane does not read x
+    // Groups of x that a thread asks for before anything else: behind copies of the weight they would come last.
+    static constexpr int kHeld = WHOLE ? 2 : 0;
 
-    // `at` is free shared memory. Tokens past the last repeat it and are not kept.
-    __device__ __forceinline__ Diagonal(const SCALAR* x, Word at, int m, int k) {
-        const int lane = threadIdx.x % 32, token = lane / 4 % 2;
-        const int columns = (k + kStripColumns - 1) / kStripColumns * kStripColumns, groups = columns / kSize;
+    __device__ __forceinline__ static int groups_of(int k) { return (k + kStripColumns - 1) / kStripColumns * (kStripColumns / kSize); }
+
+    // The groups of x that this thread puts into shared memory, one of each 32 * WARPS, token after token.
+    struct Asked {
+        const SCALAR* x;
+        int m, k;
+        Word held[kHeld + 1][kSize / 2];
+
+        __device__ __forceinline__ Asked(const SCALAR* x, int m, int k) : x(x), m(m), k(k) {
+#pragma unroll
+            for (int j = 0; j < kHeld; ++j) {
+                if (number(j) < TOKENS * groups_of(k)) read(held[j], number(j));
+            }
+        }
+
+        __device__ __forceinline__ static int number(int j) { return threadIdx.x + j * 32 * WARPS; }
+        __device__ __forceinline__ int token_of(int i) const { return TOKENS > 1 && i >= groups_of(k); }
+        __device__ __forceinline__ int group_of(int i) const { return i - token_of(i) * groups_of(k); }
+
+        // Tokens past the last repeat it and are not kept.
+        __device__ __forceinline__ void read(Word (&words)[kSize / 2], int i) const {
+            const long long row = static_cast<long long>(min(token_of(i), m - 1)) * k;
+            const int column = group_of(i) * kSize;
+            read_x(words, reinterpret_cast<const unsigned short*>(x) + row + column, k - column);
+        }
+
+        // take(a group's words, the group, its token).
+        template <typename Take> __device__ __forceinline__ void each(const Take& take) const {
+            const int count = TOKENS * groups_of(k);
+#pragma unroll
+            for (int j = 0; j < kHeld; ++j) {
+                if (number(j) < count) take(held[j], group_of(number(j)), token_of(number(j)));
+            }
+#pragma unroll 1
+            for (int i = number(kHeld); i < count; i += 32 * WARPS) {
+                Word words[kSize / 2];
+                read(words, i);
+                take(words, group_of(i), token_of(i));
+            }
+        }
+    };
+
+    Input input;
+    float sums[4];              // of the lane's groups: rows lane / 4 and 8 more, the tokens
+    Word place, first_place;    // in shared memory, of the lane's group of a token, or of zeros: of the strip, of column 0
+    Word totals, first_totals;  // likewise, of minus the sums of x of the lane's group
+    int step;                   // bytes of a column; 0 if the lane does not read x
+
+    // Of a chunk: the lane's columns, and minus the sums of its group by tokens.
+    struct X {
+        Word words[kXWords / 4][4];
+        Number totals[TOKENS];
+    };
+    X x[2];
+
+    // `at` is free shared memory.
+    __device__ __forceinline__ Diagonal(const Asked& asked, Word at) {
+        const int lane = threadIdx.x % 32, token = lane / 4 % 2, groups = groups_of(asked.k), columns = groups * kSize;
         const Word x_at = at + kZerosBytes, totals_at = x_at + TOKENS * columns * sizeof(Value);
 #pragma unroll 1
         for (int i = threadIdx.x; i < kZerosBytes / 16; i += 32 * WARPS) write_shared(at + 16 * i, kNothing);
-        input.prepare(x, m, k);
-#pragma unroll 1
-        for (int token = 0; token < TOKENS; ++token) {
-            const unsigned short* row = reinterpret_cast<const unsigned short*>(x) + static_cast<long long>(min(token, m - 1)) * k;
-            const Word to = x_at + token * columns * sizeof(Value);
-#pragma unroll 1
-            for (int i = threadIdx.x; i < groups; i += 32 * WARPS) {
-                Word words[kSize / 2], staged[kXWords / 4][4];
-                read_x(words, row + i * kSize, k - i * kSize);
-                const Number sum = input.stage(staged, words, token);
+        input.prepare(asked);
+        asked.each([&](const Word (&words)[kSize / 2], int group, int token) {
+            Word staged[kXWords / 4][4];
+            const Number sum = input.stage(staged, words, token);
+            const Word to = x_at + (token * groups + group) * (4 * kXWords);
 #pragma unroll
-                for (int j = 0; j < kXWords / 4; ++j) write_shared(to + i * (4 * kXWords) + 16 * j, staged[j]);
-                write_shared(totals_at + 4 * (i * TOKENS + token), Input::bits(-sum));
-            }
-        }
-        totals = totals_at + lane % 4 * TOKENS * 4;
+            for (int j = 0; j < kXWords / 4; ++j) write_shared(to + 16 * j, staged[j]);
+            write_shared(totals_at + 4 * (group * TOKENS + token), Input::bits(-sum));
+        });
+        first_totals = totals_at + lane % 4 * TOKENS * 4;
         const bool reads = lane / 8 == lane % 4 && token < TOKENS;
         step = static_cast<int>(pinned(reads ? static_cast<Word>(sizeof(Value)) : 0u));
-        place = reads ? x_at + (token * columns + lane % 4 * kSize) * static_cast<int>(sizeof(Value)) : at;
+        first_place = reads ? x_at + (token * columns + lane % 4 * kSize) * static_cast<int>(sizeof(Value)) : at;
         clear();
         __syncthreads();
     }
@@ -60,24 +104,21 @@ template <typename Input> struct Diagonal {
         for (int i = 0; i < 4; ++i) sums[i] = 0.0f;
     }
 
-    __device__ __forceinline__ void move(int columns) {
-        totals += columns / kSize * TOKENS * 4;
-        place += step * columns;
+    __device__ __forceinline__ void begin_run(int) {}
+
+    __device__ __forceinline__ void begin_strip(int column, int) {
+        place = opaque(first_place + step * column);
+        totals = opaque(first_totals + column / kSize * TOKENS * 4);
+        read(0);
     }
 
-    // Of a chunk: the lane's columns, and minus the sums of its group by tokens.
-    struct X {
-        Word words[kXWords / 4][4];
-        Number totals[TOKENS];
-    };
-
-    // Of the chunk that stands `column` columns further.
-    __device__ __forceinline__ void read(X& x, int column, int) const {
+    // Of the strip's chunk `i`.
+    __device__ __forceinline__ void read(int i) {
 #pragma unroll
-        for (int i = 0; i < kXWords / 4; ++i) read_shared(x.words[i], place + column * static_cast<int>(sizeof(Value)) + 16 * i);
+        for (int j = 0; j < kXWords / 4; ++j) read_shared(x[i % 2].words[j], place + i * kColumns * static_cast<int>(sizeof(Value)) + 16 * j);
 #pragma unroll
         for (int token = 0; token < TOKENS; ++token) {
-            x.totals[token] = Input::number(read_shared_word(totals + (column / kSize * TOKENS + token) * 4));
+            x[i % 2].totals[token] = Input::number(read_shared_word(totals + (i * (kColumns / kSize) * TOKENS + token) * 4));
         }
     }
 

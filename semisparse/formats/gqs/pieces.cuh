@@ -23,6 +23,19 @@ struct Weight {
     const char* scale;   // [kept], a SCALAR each
     const char* zero;    // [kept]
     int chunks, kept;
+
+    // Has L2 bring the headers of the chunks `from` to `to`, and about where their groups may be, `count` groups. Nothing is
+    // read by that, so whoever still writes them may.
+    __device__ __forceinline__ void prefetch(int from, int to, int group, int count) const {
+        const int lane = threadIdx.x % 32;
+        if (lane < 3) prefetch_line(lane == 0 ? static_cast<const void*>(starts + from) : lane == 1 ? static_cast<const void*>(starts + to) : masks + from);
+        count = min(count, kept - group) & ~(kVector - 1);
+        if (count > 0 && one_of_warp()) {
+            prefetch_lines(further(codes, group, kGroupBytes), count * kGroupBytes);
+            prefetch_lines(further(scale, group, 2), count * 2);
+            prefetch_lines(further(zero, group, 1), count);
+        }
+    }
 };
 
 // A lane's share of an array's copies: 16 bytes of each piece, `offset` bytes from where the array's part of it begins.

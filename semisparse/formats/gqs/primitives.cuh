@@ -128,3 +128,24 @@ __device__ __forceinline__ Word max_of_warp(Word value) { return __reduce_max_sy
 
 // A constant for a loop, by way of a number above 0 that the compiler does not know: it would make others anew at each use.
 __device__ __forceinline__ Word kept_constant(Word value, int positive) { return pinned(value + (positive >> 31)); }
+
+// Has L2 bring a line.
+__device__ __forceinline__ void prefetch_line(const void* place) { asm volatile("prefetch.global.L2 [%0];" : : "l"(place)); }
+
+// Has L2 bring so many bytes, a multiple of 16 from a multiple of 16 on (Hopper and later).
+__device__ __forceinline__ void prefetch_lines(const void* place, Word bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" : : "l"(place), "r"(bytes));
+#endif
+}
+
+// Whether this lane is the one of its warp that does what one does.
+__device__ __forceinline__ bool one_of_warp() {
+#if __CUDA_ARCH__ >= 900
+    Word chosen;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(chosen));
+    return chosen;
+#else
+    return threadIdx.x % 32 == 0;
+#endif
+}

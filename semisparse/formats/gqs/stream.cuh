@@ -6,6 +6,7 @@
 #include "chunk.cuh"
 #include "pieces.cuh"
 
+constexpr int kStripColumns = BATCH * kColumns;
 constexpr int kWindow = 32;  // chunks whose headers are read at once, one a lane; shared memory has two windows
 constexpr int kHeadersAt = kPiecesBytes, kStreamBytes = kHeadersAt + 2 * kWindow * 16;  // of a warp
 

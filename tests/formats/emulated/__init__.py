@@ -63,7 +63,9 @@ def _library(path: Path, defines: tuple, name: str) -> ctypes.CDLL:
         whole.write_text(f'#include "{path.name}"\nLAUNCHER({name})\n')
         library = Path(folder) / f"{hashlib.sha256(repr((path, defines)).encode()).hexdigest()[:16]}.so"
         macros = [f"-D{key}={value}" for key, value in defines]
-        flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-I", folder, "-include", "machine.cuh"]
+        # Shared arrays of inline functions would be one for all libraries of the process, whatever their sizes.
+        apart = "-fno-gnu-unique"
+        flags = ["-std=c++17", "-O1", "-shared", "-fPIC", apart, "-w", "-I", folder, "-include", "machine.cuh"]
         command = [COMPILER, *flags, *macros, str(whole), "-o", str(library)]
         subprocess.run(command, check=True)
         return ctypes.CDLL(str(library))

@@ -23,8 +23,8 @@ inline float __int_as_float(int bits) {
     return value;
 }
 inline Word opaque(Word value) { return value; }
-template <typename T> T pinned(T value) { return value; }
-inline Word kept_constant(Word value, int) { return value; }
+template <typename T> T pinned(T value) { return __shfl_sync(kAll, value, threadIdx.x % 32); }
+inline Word kept_constant(Word value, int) { return pinned(value); }
 
 inline int byte_of(Word word, int index) { return word >> 8 * index & 255; }
 
@@ -75,7 +75,7 @@ inline Word read_shared_byte(Word at) { return read_shared_number<unsigned char>
 inline void write_shared(Word at, const Word (&words)[4]) { std::memcpy(shared_place(at, 16), words, 16); }
 inline void write_shared(Word at, Word value) { std::memcpy(shared_place(at, 4), &value, 4); }
 
-inline int warp_of_block() { return threadIdx.x / 32; }
+inline int warp_of_block() { return __shfl_sync<int>(kAll, threadIdx.x / 32, 0); }
 inline const char* further(const char* place, Word count, Word bytes) { return place + size_t(count) * bytes; }
 inline bool any_of_warp(bool value) { return __ballot_sync(kAll, value); }
 
@@ -96,3 +96,6 @@ inline float take_part(unsigned long long* place) {
 
 inline void wait_for_previous_kernel() {}
 inline void let_next_kernel_start() {}
+inline void prefetch_line(const void*) {}
+inline void prefetch_lines(const void* place, Word bytes) { check_aligned(place, 16); if (bytes % 16) fail("a prefetch's length is not aligned"); }
+inline bool one_of_warp() { return threadIdx.x % 32 == 0; }
