@@ -9,13 +9,12 @@
 // short or unsigned int, of bases), PANEL_ROWS (32 or 64), AHEAD (loads under way while one is used) and BLOCKS (that shall
 // fit a processor).
 
+#include "dependent.cuh"
+#include "lists.cuh"
 #include "scalar.cuh"
 
 constexpr int kPanelRows = PANEL_ROWS;
-constexpr int kSegments = 16;
 constexpr int kThreads = kSegments * kWarp;
-constexpr int kRun = 2;  // a row ends after a multiple of so many steps
-constexpr int kVector = 16 / sizeof(SCALAR);
 
 // One token is widened once, on its way to shared memory; more keep their width, to fit.
 #if TOKENS == 1
@@ -35,66 +34,6 @@ static_assert(kBytes * kStride == kWarp * sizeof(Feature), "whole bytes");
 
 struct Sums {
     float values[TOKENS];
-};
-
-struct Load {
-    uint4 values;
-    Word deltas[kVector * DELTA_BITS > 32 ? 2 : 1];
-
-    __device__ __forceinline__ float weight(int step) const {
-        const Word words[4] = {values.x, values.y, values.z, values.w};
-        return scalar_of(words, step);
-    }
-};
-
-// Where a lane finds its loads.
-struct Lane {
-    const uint4* values;
-    const char* deltas;
-
-    __device__ __forceinline__ Lane(const uint4* all_values, const void* all_deltas, long long first)
-        : values(all_values + first), deltas(static_cast<const char*>(all_deltas) + first * (kVector * DELTA_BITS / 8)) {}
-
-    __device__ __forceinline__ Load get(int index) const {
-        constexpr int kDeltaBytes = kVector * DELTA_BITS / 8;
-        const char* from = deltas + (long long)index * kWarp * kDeltaBytes;
-        Load made;
-        made.values = read_once(values + (long long)index * kWarp);
-        if constexpr (kDeltaBytes == 8) {
-            const uint2 both = __ldcs(reinterpret_cast<const uint2*>(from));
-            made.deltas[0] = both.x;
-            made.deltas[1] = both.y;
-        } else if constexpr (kDeltaBytes == 4) {
-            made.deltas[0] = __ldcs(reinterpret_cast<const Word*>(from));
-        } else {
-            made.deltas[0] = __ldcs(reinterpret_cast<const unsigned short*>(from));
-        }
-        return made;
-    }
-};
-
-// Gives the places after each step, as far as deltas alone say.
-struct Places {
-    Word odd, even;  // of 4-bit deltas: bytes with the sums up to steps 0, 2, 4, 6 and 1, 3, 5, 7
-    const Load& load;
-
-    __device__ __forceinline__ explicit Places(const Load& load) : load(load) {
-#if DELTA_BITS == 4
-        // A product with 0x01010101 sums bytes; no sum exceeds 8 * 15.
-        const Word low = (load.deltas[0] & 0x0f0f0f0fu) * 0x01010101u, high = (load.deltas[0] >> 4 & 0x0f0f0f0fu) * 0x01010101u;
-        odd = low + (high << 8);
-        even = low + high;
-#endif
-    }
-
-    // Adds the deltas up to `step` to `start`; for 8 bits, `start` counts from the last multiple of four.
-    __device__ __forceinline__ int after(int start, int step) const {
-#if DELTA_BITS == 4
-        return __dp4a(step % 2 ? even : odd, (Word)kStride << 8 * (step / 2), (Word)start);
-#else
-        return __dp4a(load.deltas[step / 4], (Word)kStride * 0x01010101u >> 8 * (3 - step % 4), (Word)start);
-#endif
-    }
 };
 
 // Writes x, and zeros from column k to the lanes' last ones. Tokens past m repeat the last one and are not stored.
@@ -163,7 +102,8 @@ struct Walk {
 
     // Reads all it needs of x before it writes any sum: otherwise each read would wait for the sums before it.
     __device__ __forceinline__ void use(const Load& now) {
-        const Places places(now);
+        const Places<kStride> places(now.deltas);
+        const Word words[4] = {now.values.x, now.values.y, now.values.z, now.values.w};
         Feature found[kVector];
         bool ended[kVector / kRun];
 #pragma unroll
@@ -176,7 +116,7 @@ struct Walk {
                 place -= passed;
             }
             found[step] = *reinterpret_cast<const Feature*>(features + at * kBytes);
-            if (step == kVector - 1 || (DELTA_BITS == 8 && step % 4 == 3)) place = at;
+            if (places.starts_anew(step)) place = at;
         }
 #pragma unroll
         for (int step = 0; step < kVector; ++step) {
@@ -185,7 +125,7 @@ struct Walk {
                 here += kWarp;
                 sums = Sums{};
             }
-            const float weight = now.weight(step);
+            const float weight = scalar_of(words, step);
 #pragma unroll
             for (int token = 0; token < TOKENS; ++token) sums.values[token] += weight * to_float(found[step].values[token]);
         }
@@ -193,13 +133,13 @@ struct Walk {
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_ec_csr_banks(
-    const SCALAR* __restrict__ x,        // [m, k]
-    const uint4* __restrict__ values,    // [loads, 32], kVector values each
-    const void* __restrict__ deltas,     // [loads, 32], kVector deltas each
-    const INDEX* __restrict__ bases,     // [panels, segments, 32]
-    const int* __restrict__ panel_loads,  // [panels + 1]
-    const SCALAR* __restrict__ bias,     // [n] or null
-    SCALAR* __restrict__ y,              // [m, n]
+    const SCALAR* x,        // [m, k]
+    const uint4* values,    // [loads, 32], kVector values each
+    const void* deltas,     // [loads, 32], kVector deltas each
+    const INDEX* bases,     // [panels, segments, 32]
+    const int* panel_loads,  // [panels + 1]
+    const SCALAR* bias,     // [n] or null
+    SCALAR* y,              // [m, n]
     int m, int n, int k, int span         // span: rows that a lane meets in a segment, at most
 ) {
     extern __shared__ __align__(16) char shared[];  // x, sums [segments, span, 32], first rows [segments, 32]
@@ -209,10 +149,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_ec_csr
     Sums* found = reinterpret_cast<Sums*>(features + height * kWarp);
     int* first_rows = reinterpret_cast<int*>(found + kThreads * span);
 
+    for (int at = threadIdx.x; at < kThreads * span; at += kThreads) found[at] = Sums{};
+    wait_for_previous_kernel();
+    let_next_kernel_start();
     const int base = bases[blockIdx.x * kThreads + threadIdx.x];
     const int start = panel_loads[blockIdx.x], loads = panel_loads[blockIdx.x + 1] - start;
     const int begin = segment * loads / kSegments, count = (segment + 1) * loads / kSegments - begin;
-    const Lane own(values, deltas, (long long)(start + begin) * kWarp + lane);
+    const List own(values, deltas, (long long)(start + begin) * kWarp + lane);
     Load ring[AHEAD];
 #pragma unroll
     for (int at = 0; at < AHEAD; ++at) {
@@ -220,7 +163,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_ec_csr
     }
     const int first = blockIdx.y * TOKENS;
     stage(features, x, first, m, k, height * kWarp);
-    for (int at = threadIdx.x; at < kThreads * span; at += kThreads) found[at] = Sums{};
     const int row = base / height;
     first_rows[threadIdx.x] = row;
     __syncthreads();
