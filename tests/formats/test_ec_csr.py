@@ -262,6 +262,8 @@ def spoiled(packed: Packed, name: str, at: tuple[int, ...], value: float) -> Pac
         ("banks", "panel_loads", (1,), 10**6, "panel_loads, at .1.: a panel begins before"),
         ("banks", "bases", (0, 0), -1, "bases, at .0, 0.: the place is not below 64"),
         ("banks", "bases", (12, 0), 63, "lane 0 in panel 0 leaves its panel"),
+        ("banks", "bases", (12, 0), 1, "lane 0 in panel 0 begins a segment below the end of the one before"),
+        ("banks", "bases", (16, 0), 5, "bases, at .16, 0.: the segment has no loads"),
         ("banks", "deltas", (1,), 9, "lane 0 in panel 0"),
         ("paper", "bundles", (0, 0), 3, "granularity is none of"),
         ("paper", "bundles", (0, 1), 2, "vector is neither"),

@@ -114,6 +114,7 @@ def _decode_refusal(problem: Problem, layout: str) -> str | None:
 
 
 def refusal(problem: Problem) -> str | None:
+    """Say why no kernel for GPUs can compute ``problem`` here, or None if one may."""
     if problem.dtype not in SCALARS or problem.dtype != problem.weight_dtype:
         return f"x and w have one dtype, got {problem.dtype} and {problem.weight_dtype}"
     if torch.cuda.get_device_capability(problem.device) < (8, 0):

@@ -44,6 +44,9 @@ FIELDS = ("granularity", "vector", "columns", "first_delta", "first_value", "fir
 
 FIRST_OFFSET = FIELDS.index("first_delta")
 
+BACK = "begins a segment below the end of the one before"
+"""What a list may not do: a kernel that gives rows back takes the bases for the ends of segments."""
+
 INDEX_DTYPES = {16: torch.int16, 32: torch.int32}
 
 

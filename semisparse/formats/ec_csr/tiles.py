@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from semisparse.formats.base import Packed
+from semisparse.formats.ec_csr.cuda import INDICES, refusal, shared_limit
 from semisparse.formats.ec_csr.layout import (
     LANES,
     delta_bits_of,
@@ -18,7 +19,6 @@ from semisparse.formats.ec_csr.layout import (
     layout_of,
     panel_rows_of,
 )
-from semisparse.formats.ec_csr.cuda import INDICES, refusal, shared_limit
 from semisparse.formats.kernel import Problem, Product
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.launch import CudaKernel, address
@@ -36,6 +36,9 @@ FEWEST_TOKENS = 4
 """For fewer `decode_banks` is faster."""
 
 WARPS = 8
+
+RESERVED = 1024
+"""Bytes of shared memory that each block takes for the system."""
 
 STRIP = 64
 """Bytes of a row of a tile that a warp multiplies at a time."""
@@ -102,8 +105,8 @@ def tiles_refusal(problem: Problem) -> str | None:
     if problem.dtype not in SCALARS:
         return f"x is {problem.dtype}; it takes float16 and bfloat16"
     reason = refusal(problem)
-    if reason is None and build_for(problem) is None:
-        return f"the columns of {GROUPS[-1]} lanes do not fit the {shared_limit(problem.device)} bytes of shared memory"
+    if reason is None and (needed := build_for(problem).shared_bytes(problem.k)) > shared_limit(problem.device):
+        return f"a tile needs {needed} bytes of shared memory, the device has {shared_limit(problem.device)}"
     return reason
 
 
@@ -112,24 +115,19 @@ def tiles_pay(problem: Problem) -> bool:
     return problem.m >= FEWEST_TOKENS
 
 
-def build_for(problem: Problem) -> Build | None:
-    """Choose the build for a problem, or None if no tile fits."""
+def build_for(problem: Problem) -> Build:
+    """Choose the build for a problem; where no tile fits, its shared memory exceeds the device's."""
     k, tokens = problem.k, next(tokens for tokens in TOKENS if problem.m <= tokens)
     params = problem.params
     fixed = (problem.dtype, tokens, delta_bits_of(params), index_bits_for(k), panel_rows_of(params))
-    limit = shared_limit(problem.device)
-    for blocks in (2, 1):
-        for group in GROUPS:
-            build = Build(*fixed, group, blocks=blocks)
-            if blocks * (build.shared_bytes(k) + 1024) <= limit + 1024:
-                return build
-    return None
+    builds = [Build(*fixed, group, blocks=blocks) for blocks in (2, 1) for group in GROUPS]
+    limit = shared_limit(problem.device) + RESERVED
+    return next((b for b in builds if b.blocks * (b.shared_bytes(k) + RESERVED) <= limit), builds[-1])
 
 
 def prepare_tiles(problem: Problem) -> Product:
     """Prepare to multiply 1 to 16 tokens of 16 bits with a weight in the layout ``banks``, in x's dtype."""
     build = build_for(problem)
-    assert build
     m, n, k, device = problem.m, problem.n, problem.k, problem.device
     groups = LANES // build.group
     tiles, add = _kernels(build, device, build.shared_bytes(k))
