@@ -6,11 +6,11 @@
 // to a place of its own; the places of a row are added in a fixed order: every run gives the same bits.
 //
 // Compiled for SCALAR (__half, __nv_bfloat16 or float: x, w, bias and y), TOKENS, DELTA_BITS (4 or 8), INDEX (unsigned
-// short or unsigned int, of bases), PANEL_ROWS (32 or 64), AHEAD (loads under way while one is used) and BLOCKS (that shall
+// short or unsigned int, of bases), PANEL_ROWS (32 or 64), AHEAD (ring.cuh) and BLOCKS (that shall
 // fit a processor).
 
 #include "dependent.cuh"
-#include "lists.cuh"
+#include "ring.cuh"
 #include "scalar.cuh"
 
 constexpr int kPanelRows = PANEL_ROWS;
@@ -142,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_ec_csr
     SCALAR* y,              // [m, n]
     int m, int n, int k, int span         // span: rows that a lane meets in a segment, at most
 ) {
-    extern __shared__ __align__(16) char shared[];  // x, sums [segments, span, 32], first rows [segments, 32]
+    extern __shared__ __align__(16) char shared[];  // x, sums [segments, span, 32], first rows [segments, 32], ring
     const int segment = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const int height = (k + kWarp - 1) / kWarp;
     Feature* features = reinterpret_cast<Feature*>(shared);
@@ -156,11 +156,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_ec_csr
     const int start = panel_loads[blockIdx.x], loads = panel_loads[blockIdx.x + 1] - start;
     const int begin = segment * loads / kSegments, count = (segment + 1) * loads / kSegments - begin;
     const List own(values, deltas, (long long)(start + begin) * kWarp + lane);
-    Load ring[AHEAD];
+    const Ring<kThreads> ring(reinterpret_cast<const char*>(first_rows + kThreads));
 #pragma unroll
-    for (int at = 0; at < AHEAD; ++at) {
-        if (at < count) ring[at] = own.get(at);
-    }
+    for (int at = 0; at < AHEAD; ++at) ring.ask(own, at, count);
     const int first = blockIdx.y * TOKENS;
     stage(features, x, first, m, k, height * kWarp);
     const int row = base / height;
@@ -168,23 +166,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_ec_csr
     __syncthreads();
 
     Walk walk{shared, (base - row * height) * kStride + lane * (kStride / kWarp), height * kStride, found + segment * span * kWarp + lane, {}};
-    int done = 0;
-    for (; done + 2 * AHEAD <= count; done += AHEAD) {
-#pragma unroll
-        for (int at = 0; at < AHEAD; ++at) {
-            const Load now = ring[at];
-            ring[at] = own.get(done + at + AHEAD);
-            walk.use(now);
-        }
-    }
-    for (; done < count; done += AHEAD) {
-#pragma unroll
-        for (int at = 0; at < AHEAD; ++at) {
-            if (done + at >= count) break;
-            const Load now = ring[at];
-            if (done + at + AHEAD < count) ring[at] = own.get(done + at + AHEAD);
-            walk.use(now);
-        }
+#pragma unroll 1
+    for (int done = 0; done < count; ++done) {
+        const Load now = ring.take(done);
+        ring.ask(own, done + AHEAD, count);
+        walk.use(now);
     }
     *walk.here = walk.sums;
     __syncthreads();

@@ -14,10 +14,12 @@ from semisparse.formats.base import Packed, Params
 from semisparse.formats.ec_csr.layout import (
     LANES,
     SEGMENTS,
+    VECTOR_BYTES,
     delta_bits_of,
     index_bits_for,
     layout_of,
     panel_rows_of,
+    vector_of,
 )
 from semisparse.formats.kernel import Pass, Problem, Product, fused_cost
 from semisparse.runtime.device import device_facts
@@ -36,8 +38,8 @@ SCALARS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float
 
 INDICES = {16: "unsigned short", 32: "unsigned int"}
 
-AHEAD = 2
-"""Loads under way in each lane of `banks` while one is used; 3, 4 and 6 are not faster, and spill in float32."""
+AHEAD = 4
+"""Loads under way in each lane of `banks` while one is used."""
 
 BLOCKS = 2
 """Thread blocks of `banks` that shall fit a processor."""
@@ -123,9 +125,11 @@ def refusal(problem: Problem) -> str | None:
 
 
 def _shared_bytes(k: int, span: int, dtype: torch.dtype, tokens: int) -> int:
-    """Give what a thread block of `decode_banks` needs: x (one token is widened), each segment's sums and rows."""
+    """Give what a thread block of `decode_banks` needs: x (one token is widened), each segment's sums and rows, and loads
+    under way with deltas of 8 bits."""
     feature = 4 if tokens == 1 else tokens * dtype.itemsize
-    return LANES * (-(-k // LANES) * feature + SEGMENTS * (span * tokens + 1) * 4)
+    loads = AHEAD * (VECTOR_BYTES + max(4, vector_of(dtype)))
+    return LANES * (-(-k // LANES) * feature + SEGMENTS * (span * tokens * 4 + 4 + loads))
 
 
 @cache

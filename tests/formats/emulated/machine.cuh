@@ -41,8 +41,8 @@ bool adverse = false;
 const char* failure = nullptr;
 Index threadIdx, blockIdx, gridDim, blockDim;
 
-// Of 16 bytes to shared memory, of which `bytes` are read.
-struct Copy { Word to; const void* from; int bytes; };
+// Of `size` bytes to shared memory, of which `bytes` are read.
+struct Copy { Word to; const void* from; int bytes; Word size; };
 
 struct Barrier { int arrived = 0; long generation = 0; };
 
@@ -115,7 +115,7 @@ inline void run_block(int threads) {
 }
 
 inline void do_copy(const Copy& copy) {
-    std::memset(machine_shared + copy.to, 0, 16);
+    std::memset(machine_shared + copy.to, 0, copy.size);
     std::memcpy(machine_shared + copy.to, copy.from, copy.bytes);
 }
 
