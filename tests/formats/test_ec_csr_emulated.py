@@ -68,8 +68,8 @@ def packed_weight(kind: str, n: int, k: int, pattern: str, dtype: torch.dtype, b
 )
 def test_the_weight_unpacked_for_many_tokens(monkeypatch, kind, n, k, pattern, dtype, bits):
     """In tiles of whole panels, and so small that most segments reach none."""
-    for many_rows, tile_bytes in ((1 << 14, 64 << 10), (2, 4096)):
-        monkeypatch.setattr(layout, "MANY_ROWS", many_rows)
+    for processors, tile_bytes in ((132, 64 << 10), (1, 4096)):
+        monkeypatch.setattr(layout, "PROCESSORS", processors)
         monkeypatch.setattr(unpack, "TILE_BYTES", tile_bytes)
         unpack._kernel.cache_clear()
         packed = packed_weight(kind, n, k, pattern, dtype, bits)
@@ -91,8 +91,8 @@ def test_the_weight_unpacked_for_many_tokens(monkeypatch, kind, n, k, pattern, d
     ],
 )
 def test_tokens_in_one_pass(monkeypatch, group, kind, m, n, k, pattern, dtype, bits):
-    monkeypatch.setattr(tiles, "GROUPS", (group,))
-    monkeypatch.setattr(layout, "MANY_ROWS", 70)
+    monkeypatch.setattr(tiles, "SHARES", ((group, 1),))
+    monkeypatch.setattr(layout, "PROCESSORS", 2)
     packed = packed_weight(kind, n, k, pattern, dtype, bits)
     x, bias = random_operands(packed, m, dtype, "cpu")
     results = []
@@ -113,7 +113,7 @@ def test_tokens_in_one_pass(monkeypatch, group, kind, m, n, k, pattern, dtype, b
     ],
 )
 def test_few_tokens(monkeypatch, kind, m, n, k, pattern, dtype, bits):
-    monkeypatch.setattr(layout, "MANY_ROWS", 70)
+    monkeypatch.setattr(layout, "PROCESSORS", 2)
     packed = packed_weight(kind, n, k, pattern, dtype, bits)
     x, bias = random_operands(packed, m, dtype, "cpu")
     results = []

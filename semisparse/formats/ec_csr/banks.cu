@@ -6,7 +6,7 @@
 // to a place of its own; the places of a row are added in a fixed order: every run gives the same bits.
 //
 // Compiled for SCALAR (__half, __nv_bfloat16 or float: x, w, bias and y), TOKENS, DELTA_BITS (4 or 8), INDEX (unsigned
-// short or unsigned int, of bases), PANEL_ROWS (32 or 64), AHEAD (ring.cuh) and BLOCKS (that shall
+// short or unsigned int, of bases), PANEL_ROWS (at most 64), AHEAD (ring.cuh) and BLOCKS (that shall
 // fit a processor).
 
 #include "dependent.cuh"
@@ -36,6 +36,9 @@ struct Sums {
     float values[TOKENS];
 };
 
+// The number that the low bits are.
+__device__ __forceinline__ SCALAR of_bits(Word word) { return *reinterpret_cast<const SCALAR*>(&word); }
+
 // Writes x, and zeros from column k to the lanes' last ones. Tokens past m repeat the last one and are not stored.
 __device__ __forceinline__ void stage(Feature* features, const SCALAR* x, int first, int m, int k, int columns) {
     const SCALAR* rows[TOKENS];
@@ -48,9 +51,31 @@ __device__ __forceinline__ void stage(Feature* features, const SCALAR* x, int fi
             const uint4 bits = __ldg(reinterpret_cast<const uint4*>(rows[0]) + at);
             const SCALAR* values = reinterpret_cast<const SCALAR*>(&bits);
 #pragma unroll
-            for (int part = 0; part < kVector; ++part) features[at * kVector + part].values[0] = to_float(values[part]);
+            for (int part = 0; part < kVector; part += 4) {
+                reinterpret_cast<float4*>(features)[(at * kVector + part) / 4] = {
+                    to_float(values[part]), to_float(values[part + 1]), to_float(values[part + 2]), to_float(values[part + 3])
+                };
+            }
         }
         done = k;
+    }
+#endif
+#if TOKENS > 1
+    // Two columns of each token at a time.
+    if (sizeof(SCALAR) == 2 && k % 2 == 0 && reinterpret_cast<unsigned long long>(x) % 4 == 0) {
+#pragma unroll 2
+        for (int column = 2 * threadIdx.x; column < columns; column += 2 * kThreads) {
+            Feature pair[2];
+#pragma unroll
+            for (int token = 0; token < TOKENS; ++token) {
+                const Word both = column < k ? *reinterpret_cast<const Word*>(rows[token] + column) : 0;
+                pair[0].values[token] = of_bits(both);
+                pair[1].values[token] = of_bits(both >> 16);
+            }
+            features[column] = pair[0];
+            features[column + 1] = pair[1];
+        }
+        return;
     }
 #endif
     for (int column = done + threadIdx.x; column < columns; column += kThreads) {
@@ -73,13 +98,13 @@ __device__ __forceinline__ void add_row(
 ) {
     const int lane = threadIdx.x % kWarp;
     Sums sums = {};
-#pragma unroll 8
+    // Without branches, so that one segment's reads do not wait for another's.
+#pragma unroll (TOKENS < 4 ? 8 : 4)
     for (int segment = 0; segment < kSegments; ++segment) {
-        const int at = row - first_rows[segment * kWarp + lane];
-        if (at < 0 || at >= span) continue;
-        const Sums part = found[(segment * span + at) * kWarp + lane];
+        const Word at = row - first_rows[segment * kWarp + lane];
+        const Sums part = found[(segment * span + min(at, static_cast<Word>(span) - 1)) * kWarp + lane];
 #pragma unroll
-        for (int token = 0; token < TOKENS; ++token) sums.values[token] += part.values[token];
+        for (int token = 0; token < TOKENS; ++token) sums.values[token] += at < span ? part.values[token] : 0.0f;
     }
     const int number = blockIdx.x * kPanelRows + row;
 #pragma unroll
@@ -140,7 +165,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_ec_csr
     const int* panel_loads,  // [panels + 1]
     const SCALAR* bias,     // [n] or null
     SCALAR* y,              // [m, n]
-    int m, int n, int k, int span         // span: rows that a lane meets in a segment, at most
+    int m, int n, int k, int span,        // span: rows that a lane meets in a segment, at most
+    int early                             // whether nothing that may still run writes the weight
 ) {
     extern __shared__ __align__(16) char shared[];  // x, sums [segments, span, 32], first rows [segments, 32], ring
     const int segment = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -150,15 +176,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_ec_csr
     int* first_rows = reinterpret_cast<int*>(found + kThreads * span);
 
     for (int at = threadIdx.x; at < kThreads * span; at += kThreads) found[at] = Sums{};
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    if (!early) wait_for_previous_kernel();
     const int base = bases[blockIdx.x * kThreads + threadIdx.x];
     const int start = panel_loads[blockIdx.x], loads = panel_loads[blockIdx.x + 1] - start;
     const int begin = segment * loads / kSegments, count = (segment + 1) * loads / kSegments - begin;
     const List own(values, deltas, (long long)(start + begin) * kWarp + lane);
     const Ring<kThreads> ring(reinterpret_cast<const char*>(first_rows + kThreads));
 #pragma unroll
-    for (int at = 0; at < AHEAD; ++at) ring.ask(own, at, count);
+    for (int at = 0; at < AHEAD; ++at) {
+        if (at < count) ring.ask(own, at, at);
+        commit_copies();
+    }
+    if (early) wait_for_previous_kernel();
+    let_next_kernel_start();
     const int first = blockIdx.y * TOKENS;
     stage(features, x, first, m, k, height * kWarp);
     const int row = base / height;
@@ -166,11 +196,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_ec_csr
     __syncthreads();
 
     Walk walk{shared, (base - row * height) * kStride + lane * (kStride / kWarp), height * kStride, found + segment * span * kWarp + lane, {}};
-#pragma unroll 1
-    for (int done = 0; done < count; ++done) {
-        const Load now = ring.take(done);
-        ring.ask(own, done + AHEAD, count);
-        walk.use(now);
+    for (int done = 0; done < count; done += AHEAD) {
+        const List next(own.values + done * kWarp, own.deltas + done * (kWarp * kDeltaBytes), AHEAD * kWarp);
+#pragma unroll
+        for (int at = 0; at < AHEAD; ++at) {
+            if (done + at >= count) break;
+            const Load now = ring.take(at);
+            if (done + at + AHEAD < count) ring.ask(next, at, at);
+            commit_copies();
+            walk.use(now);
+        }
     }
     *walk.here = walk.sums;
     __syncthreads();

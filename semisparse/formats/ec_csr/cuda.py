@@ -38,11 +38,11 @@ SCALARS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float
 
 INDICES = {16: "unsigned short", 32: "unsigned int"}
 
-AHEAD = 4
+AHEAD = 3
 """Loads under way in each lane of `banks` while one is used."""
 
-BLOCKS = 2
-"""Thread blocks of `banks` that shall fit a processor."""
+BLOCKS = {1: 3, 2: 2, 4: 2}
+"""Thread blocks of `banks` that shall fit a processor, by tokens; one where it is not said."""
 
 PAPER_WARPS = 4
 ADD_THREADS = 256
@@ -58,7 +58,7 @@ def _banks_defines(dtype: torch.dtype, tokens: int, params: Params) -> Defines:
         "INDEX": index_of(params),
         "PANEL_ROWS": panel_rows_of(params),
         "AHEAD": AHEAD,
-        "BLOCKS": BLOCKS if tokens < 4 else 1,
+        "BLOCKS": BLOCKS.get(tokens, 1),
     }
 
 
@@ -95,9 +95,8 @@ SOURCES = (BANKS, PAPER)
 def banks_refusal(problem: Problem) -> str | None:
     """Say why `decode_banks` cannot compute ``problem`` here, or None if it can."""
     reason = _decode_refusal(problem, "banks")
-    k, span = int(problem.params["k"]), int(problem.params.get("span", 0))
-    if reason is None and not _tokens_that_fit(k, span, problem.dtype, problem.device):
-        needed = _shared_bytes(k, span, problem.dtype, 1)
+    if reason is None and not _tokens_that_fit(problem.params, problem.dtype, problem.device):
+        needed = _shared_bytes(problem.params, problem.dtype, 1)
         return f"one token needs {needed} bytes of shared memory, the device has {shared_limit(problem.device)}"
     return reason
 
@@ -124,12 +123,13 @@ def refusal(problem: Problem) -> str | None:
     return unavailable()
 
 
-def _shared_bytes(k: int, span: int, dtype: torch.dtype, tokens: int) -> int:
-    """Give what a thread block of `decode_banks` needs: x (one token is widened), each segment's sums and rows, and loads
-    under way with deltas of 8 bits."""
+def _shared_bytes(params: Params, dtype: torch.dtype, tokens: int) -> int:
+    """Give what a thread block of `decode_banks` needs: x (one token is widened), each segment's sums and rows, and the
+    loads under way."""
     feature = 4 if tokens == 1 else tokens * dtype.itemsize
-    loads = AHEAD * (VECTOR_BYTES + max(4, vector_of(dtype)))
-    return LANES * (-(-k // LANES) * feature + SEGMENTS * (span * tokens * 4 + 4 + loads))
+    load = VECTOR_BYTES + max(4, vector_of(dtype) * delta_bits_of(params) // 8)
+    height = -(-int(params["k"]) // LANES)
+    return LANES * (height * feature + SEGMENTS * (int(params["span"]) * tokens * 4 + 4 + AHEAD * load))
 
 
 @cache
@@ -138,8 +138,8 @@ def shared_limit(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
-def _tokens_that_fit(k: int, span: int, dtype: torch.dtype, device: torch.device) -> list[int]:
-    return [tokens for tokens in TOKENS if _shared_bytes(k, span, dtype, tokens) <= shared_limit(device)]
+def _tokens_that_fit(params: Params, dtype: torch.dtype, device: torch.device) -> list[int]:
+    return [tokens for tokens in TOKENS if _shared_bytes(params, dtype, tokens) <= shared_limit(device)]
 
 
 def _tokens_of_pass(m: int, fitting: list[int]) -> int:
@@ -147,19 +147,26 @@ def _tokens_of_pass(m: int, fitting: list[int]) -> int:
     return min((tokens for tokens in fitting if tokens >= m), default=max(fitting))
 
 
-def prepare_banks(problem: Problem) -> Product:
+def prepare_banks(problem: Problem, early: bool = False) -> Product:
     """Prepare to multiply 1 to 16 tokens with a weight in the layout ``banks``, in x's dtype.
 
     Above 8, or with large K, in several passes; accumulated in float32.
+
+    Args:
+        problem: x and w in one dtype.
+        early: whether the launch may begin before the kernel before it on the stream has ended (Hopper and later). It
+            waits before it reads x and before it writes, but not before it reads the weight: nothing that still runs
+            may be writing it.
     """
     m, n, k, device, params = problem.m, problem.n, problem.k, problem.device, problem.params
     kernel, tokens = _banks_kernel(tuple(params.items()), problem.dtype, device, m)
-    grid, sizes = (-(-n // panel_rows_of(params)), -(-m // tokens), 1), (m, n, k, int(params["span"]))
+    grid, sizes = (-(-n // panel_rows_of(params)), -(-m // tokens), 1), (m, n, k, int(params["span"]), int(early))
+    dependent = device_facts(device).arch.endswith("a")
 
     def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         x, bias, y = _operands(x, packed, bias)
         operands = [x, *_stored(packed, ("values", "deltas", "bases", "panel_loads")), bias, y]
-        kernel(device, grid, LANES * SEGMENTS, *map(address, operands), *sizes)
+        kernel(device, grid, LANES * SEGMENTS, *map(address, operands), *sizes, dependent=dependent)
         return y
 
     return decode
@@ -214,11 +221,10 @@ Items = tuple[tuple[str, Any], ...]
 @lru_cache(maxsize=1024)
 def _banks_kernel(params: Items, dtype: torch.dtype, device: torch.device, m: int) -> tuple[CudaKernel, int]:
     known = dict(params)
-    k, span = int(known["k"]), int(known["span"])
-    tokens = _tokens_of_pass(m, _tokens_that_fit(k, span, dtype, device))
+    tokens = _tokens_of_pass(m, _tokens_that_fit(known, dtype, device))
     cubin = compile_cubin(BANKS.path, device_facts(device).arch, _banks_defines(dtype, tokens, known))
-    shared = _shared_bytes(k, span, dtype, tokens)
-    return CudaKernel(cubin, "semisparse_ec_csr_banks", (*[_POINTER] * 7, *[_INT] * 4), shared), tokens
+    shared = _shared_bytes(known, dtype, tokens)
+    return CudaKernel(cubin, "semisparse_ec_csr_banks", (*[_POINTER] * 7, *[_INT] * 5), shared), tokens
 
 
 @lru_cache(maxsize=1024)

@@ -8,7 +8,7 @@
 // TOKENS, and every sum is made in a fixed order.
 //
 // Compiled for SCALAR (__half or __nv_bfloat16), TOKENS (a multiple of 8), DELTA_BITS (4 or 8), INDEX (unsigned short or
-// unsigned int, of bases), PANEL_ROWS (32 or 64), GROUP (2, 4 or 8), WARPS (2 * WARPS is a multiple of GROUP, at most 32)
+// unsigned int, of bases), PANEL_ROWS (at most 64), GROUP (2, 4 or 8), WARPS (2 * WARPS is a multiple of GROUP, at most 32)
 // and BLOCKS (that shall fit a processor).
 
 #include "dependent.cuh"
@@ -23,33 +23,30 @@ constexpr int kParts = kThreads / (kSegments * GROUP);  // of a segment
 constexpr int kUnit = GROUP * sizeof(SCALAR);           // bytes of a place
 constexpr int kStrip = 64;                              // bytes of a row that a warp multiplies at a time
 constexpr int kAhead = 2;                               // loads under way while one is used
-constexpr int kSumRows = kPanelRows + 4;                // apart in memory, for the banks
-constexpr int kRowTiles = kPanelRows / 16, kTokenTiles = TOKENS / 8;
+constexpr int kRowTiles = (kPanelRows + 15) / 16, kTokenTiles = TOKENS / 8;
+constexpr int kTileRows = 16 * kRowTiles;
+constexpr int kSumRows = kTileRows + 4;  // apart in memory, for the banks
 
-struct alignas(kUnit) Piece {
-    SCALAR values[GROUP];
-};
-
-// Copies the columns of this block's lanes, zeros past column k and past token m.
+// Copies the columns of this block's lanes, zeros past column k and past token m; some arrive later.
 __device__ __forceinline__ void stage(char* tile, int stride, const SCALAR* x, int first_lane, int m, int k) {
     const int lane = threadIdx.x % kWarp, height = (k + kWarp - 1) / kWarp;
     const bool whole = k % kWarp == 0 && reinterpret_cast<unsigned long long>(x) % 16 == 0;
     for (int token = threadIdx.x / kWarp; token < min(TOKENS, m); token += WARPS) {
         const SCALAR* row = x + (long long)token * k + first_lane;
-#pragma unroll 4
         for (int place = lane; place < height; place += kWarp) {
-            Piece piece = {};
+            char* to = tile + token * stride + place * kUnit;
             if (whole) {
-                piece = *reinterpret_cast<const Piece*>(row + place * kWarp);
+                if constexpr (kUnit == 16) copy_async(shared_address(to), row + place * kWarp);
+                else copy_few_async<kUnit>(shared_address(to), row + place * kWarp);
             } else {
 #pragma unroll
                 for (int at = 0; at < GROUP; ++at) {
-                    if (place * kWarp + first_lane + at < k) piece.values[at] = row[place * kWarp + at];
+                    if (place * kWarp + first_lane + at < k) reinterpret_cast<SCALAR*>(to)[at] = row[place * kWarp + at];
                 }
             }
-            *reinterpret_cast<Piece*>(tile + token * stride + place * kUnit) = piece;
         }
     }
+    commit_copies();
 }
 
 // Where a thread stands in its list: the row's first byte in the tile, this lane's, and bytes from there.
@@ -95,11 +92,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_ec_csr
     const int own = threadIdx.x % GROUP, part = threadIdx.x / GROUP % kParts, segment = threadIdx.x / (GROUP * kParts);
     const int warp = threadIdx.x / kWarp, lane = group * GROUP + own;
     const int height = (k + kWarp - 1) / kWarp;
-    char* features = shared + kPanelRows * stride;
+    char* features = shared + kTileRows * stride;
 
-    for (int at = threadIdx.x; at < (kPanelRows + TOKENS) * stride / 16; at += kThreads) reinterpret_cast<uint4*>(shared)[at] = uint4{};
+    for (int at = threadIdx.x; at < (kTileRows + TOKENS) * stride / 16; at += kThreads) reinterpret_cast<uint4*>(shared)[at] = uint4{};
+    __syncthreads();
     wait_for_previous_kernel();
     let_next_kernel_start();
+    stage(features, stride, x, group * GROUP, m, k);
     int place = bases[(panel * kSegments + segment) * kWarp + lane];
     const int start = panel_loads[panel], loads = panel_loads[panel + 1] - start;
     const int first = segment * loads / kSegments, count = (segment + 1) * loads / kSegments - first;
@@ -122,8 +121,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_ec_csr
         }
         place += passed;
     }
-    __syncthreads();
-    stage(features, stride, x, group * GROUP, m, k);
     const int row = place / height;
     Walk walk{shared + row * stride + own * (int)sizeof(SCALAR), (place - row * height) * kUnit, height * kUnit, stride};
     for (int done = 0; done < left; done += kAhead) {
@@ -135,6 +132,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_ec_csr
             walk.use(now);
         }
     }
+    wait_for_copies<0>();
     __syncthreads();
 
     // Lane 4 g + t reads 16 bytes of the rows and the tokens g, at byte 16 t of a strip.

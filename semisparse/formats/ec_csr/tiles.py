@@ -29,13 +29,13 @@ SCALARS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 TOKENS = (8, 16)
 """Of a pass that there are builds for."""
 
-GROUPS = (8, 4, 2)
-"""Lanes of a block, the first preferred."""
+SHARES = ((8, 2), (4, 2), (8, 1), (4, 1), (2, 2), (2, 1))
+"""Lanes of a block, and blocks that shall fit a processor, the first preferred."""
 
 FEWEST_TOKENS = 4
 """For fewer `decode_banks` is faster."""
 
-WARPS = 8
+WARPS = 16
 
 RESERVED = 1024
 """Bytes of shared memory that each block takes for the system."""
@@ -57,8 +57,8 @@ class Build(NamedTuple):
     index_bits: int
     panel_rows: int
     group: int
+    blocks: int
     warps: int = WARPS
-    blocks: int = 2
 
     @property
     def defines(self) -> Defines:
@@ -80,16 +80,16 @@ class Build(NamedTuple):
 
     def shared_bytes(self, k: int) -> int:
         """Give the dynamic shared memory of a block: the tiles of w and x, then the warps' sums in their place."""
-        sums = self.warps * self.tokens * (self.panel_rows + 4) * 4
-        return max((self.panel_rows + self.tokens) * self.stride(k), sums)
+        rows = -(-self.panel_rows // 16) * 16
+        return max((rows + self.tokens) * self.stride(k), self.warps * self.tokens * (rows + 4) * 4)
 
 
 TILES = CudaSource(
     Path(__file__).with_name("tiles.cu"),
     (
-        Build(torch.float16, 16, 4, 16, 32, 8).defines,
-        Build(torch.bfloat16, 8, 8, 16, 64, 4).defines,
-        Build(torch.float16, 16, 8, 32, 64, 2).defines,
+        Build(torch.float16, 16, 4, 16, 32, 8, 2).defines,
+        Build(torch.bfloat16, 8, 8, 16, 56, 4, 1).defines,
+        Build(torch.float16, 16, 8, 32, 64, 2, 1).defines,
     ),
 )
 
@@ -120,7 +120,7 @@ def build_for(problem: Problem) -> Build:
     k, tokens = problem.k, next(tokens for tokens in TOKENS if problem.m <= tokens)
     params = problem.params
     fixed = (problem.dtype, tokens, delta_bits_of(params), index_bits_for(k), panel_rows_of(params))
-    builds = [Build(*fixed, group, blocks=blocks) for blocks in (2, 1) for group in GROUPS]
+    builds = [Build(*fixed, group, blocks) for group, blocks in SHARES]
     limit = shared_limit(problem.device) + RESERVED
     return next((b for b in builds if b.blocks * (b.shared_bytes(k) + RESERVED) <= limit), builds[-1])
 

@@ -5,7 +5,7 @@
 // PARTS for a warp each, and copies the tile out in whole lines.
 //
 // Compiled for SCALAR (an unsigned integer of the weight's size), DELTA_BITS (4 or 8), INDEX (unsigned short or unsigned
-// int, of bases), PANEL_ROWS (32 or 64), PARTS, WARPS (16 at least) and BLOCKS (that shall fit a processor).
+// int, of bases), PANEL_ROWS (at most 64), PARTS, WARPS (16 at least) and BLOCKS (that shall fit a processor).
 
 #include "dependent.cuh"
 #include "lists.cuh"

@@ -24,13 +24,13 @@ BITS = {2: "unsigned short", 4: "unsigned int"}
 WARPS = 16
 """Of a block."""
 
-BLOCKS = 3
+BLOCKS = 2
 """That shall fit a processor."""
 
 PARTS = 4
 """That a segment is cut into, for a warp each."""
 
-TILE_BYTES = 64 << 10
+TILE_BYTES = 96 << 10
 """Of the dense weight that a block makes."""
 
 MOST_COLUMNS = 1 << 23
