@@ -15,6 +15,11 @@
 
 constexpr int kPanelRows = PANEL_ROWS;
 constexpr int kThreads = kSegments * kWarp;
+#if __CUDA_ARCH__ >= 1000
+constexpr int kBlocks = BLOCKS < 2 ? BLOCKS : 2;  // three would spill there
+#else
+constexpr int kBlocks = BLOCKS;
+#endif
 
 // One token is widened once, on its way to shared memory; more keep their width, to fit.
 #if TOKENS == 1
@@ -157,7 +162,7 @@ struct Walk {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_ec_csr_banks(
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) semisparse_ec_csr_banks(
     const SCALAR* x,        // [m, k]
     const uint4* values,    // [loads, 32], kVector values each
     const void* deltas,     // [loads, 32], kVector deltas each

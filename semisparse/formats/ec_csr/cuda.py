@@ -41,8 +41,8 @@ INDICES = {16: "unsigned short", 32: "unsigned int"}
 AHEAD = 3
 """Loads under way in each lane of `banks` while one is used."""
 
-BLOCKS = {1: 3, 2: 2, 4: 2}
-"""Thread blocks of `banks` that shall fit a processor, by tokens; one where it is not said."""
+BLOCKS = {(1, 2): 3, (1, 4): 2, (2, 2): 2, (2, 4): 2, (4, 2): 2}
+"""Thread blocks of `banks` that shall fit a processor, by tokens and bytes of a number; one where it is not said."""
 
 PAPER_WARPS = 4
 ADD_THREADS = 256
@@ -58,7 +58,7 @@ def _banks_defines(dtype: torch.dtype, tokens: int, params: Params) -> Defines:
         "INDEX": index_of(params),
         "PANEL_ROWS": panel_rows_of(params),
         "AHEAD": AHEAD,
-        "BLOCKS": BLOCKS.get(tokens, 1),
+        "BLOCKS": BLOCKS.get((tokens, dtype.itemsize), 1),
     }
 
 

@@ -32,7 +32,7 @@ TOKENS = (8, 16)
 SHARES = ((8, 2), (4, 2), (8, 1), (4, 1), (2, 2), (2, 1))
 """Lanes of a block, and blocks that shall fit a processor, the first preferred."""
 
-FEWEST_TOKENS = 4
+FEWEST_TOKENS = 9
 """For fewer `decode_banks` is faster."""
 
 WARPS = 16
@@ -120,7 +120,7 @@ def build_for(problem: Problem) -> Build:
     k, tokens = problem.k, next(tokens for tokens in TOKENS if problem.m <= tokens)
     params = problem.params
     fixed = (problem.dtype, tokens, delta_bits_of(params), index_bits_for(k), panel_rows_of(params))
-    builds = [Build(*fixed, group, blocks) for group, blocks in SHARES]
+    builds = [Build(*fixed, group, blocks if panel_rows_of(params) <= 32 else 1) for group, blocks in SHARES]
     limit = shared_limit(problem.device) + RESERVED
     return next((b for b in builds if b.blocks * (b.shared_bytes(k) + RESERVED) <= limit), builds[-1])
 
