@@ -15,11 +15,6 @@
 
 constexpr int kPanelRows = PANEL_ROWS;
 constexpr int kThreads = kSegments * kWarp;
-#if __CUDA_ARCH__ >= 1000
-constexpr int kBlocks = BLOCKS < 2 ? BLOCKS : 2;  // three would spill there
-#else
-constexpr int kBlocks = BLOCKS;
-#endif
 
 // One token is widened once, on its way to shared memory; more keep their width, to fit.
 #if TOKENS == 1
@@ -162,7 +157,7 @@ struct Walk {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) semisparse_ec_csr_banks(
+extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_ec_csr_banks(
     const SCALAR* x,        // [m, k]
     const uint4* values,    // [loads, 32], kVector values each
     const void* deltas,     // [loads, 32], kVector deltas each
@@ -185,17 +180,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) semisparse_ec_cs
     const int base = bases[blockIdx.x * kThreads + threadIdx.x];
     const int start = panel_loads[blockIdx.x], loads = panel_loads[blockIdx.x + 1] - start;
     const int begin = segment * loads / kSegments, count = (segment + 1) * loads / kSegments - begin;
+    const int first = blockIdx.y * TOKENS;
+    if (!early) stage(features, x, first, m, k, height * kWarp);  // else x would queue behind the weight
     const List own(values, deltas, (long long)(start + begin) * kWarp + lane);
-    const Ring<kThreads> ring(reinterpret_cast<const char*>(first_rows + kThreads));
+#if TOKENS < 4
+    Ring<kThreads> ring(reinterpret_cast<const char*>(first_rows + kThreads));
+#else
+    Held ring;
+#endif
 #pragma unroll
     for (int at = 0; at < AHEAD; ++at) {
         if (at < count) ring.ask(own, at, at);
         commit_copies();
     }
-    if (early) wait_for_previous_kernel();
+    if (early) {
+        wait_for_previous_kernel();
+        stage(features, x, first, m, k, height * kWarp);
+    }
     let_next_kernel_start();
-    const int first = blockIdx.y * TOKENS;
-    stage(features, x, first, m, k, height * kWarp);
     const int row = base / height;
     first_rows[threadIdx.x] = row;
     __syncthreads();

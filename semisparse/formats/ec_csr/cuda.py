@@ -38,11 +38,14 @@ SCALARS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float
 
 INDICES = {16: "unsigned short", 32: "unsigned int"}
 
-AHEAD = 3
-"""Loads under way in each lane of `banks` while one is used."""
+RING_TOKENS = 2
+"""Up to so many, loads come through shared memory."""
 
-BLOCKS = {(1, 2): 3, (1, 4): 2, (2, 2): 2, (2, 4): 2, (4, 2): 2}
-"""Thread blocks of `banks` that shall fit a processor, by tokens and bytes of a number; one where it is not said."""
+AHEAD = {True: 4, False: 2}
+"""Loads under way in each lane of `banks` while one is used: through shared memory, and in registers."""
+
+BLOCKS = 2
+"""Thread blocks of `banks` for up to `RING_TOKENS` tokens that shall fit a processor."""
 
 PAPER_WARPS = 4
 ADD_THREADS = 256
@@ -57,8 +60,8 @@ def _banks_defines(dtype: torch.dtype, tokens: int, params: Params) -> Defines:
         "DELTA_BITS": delta_bits_of(params),
         "INDEX": index_of(params),
         "PANEL_ROWS": panel_rows_of(params),
-        "AHEAD": AHEAD,
-        "BLOCKS": BLOCKS.get((tokens, dtype.itemsize), 1),
+        "AHEAD": AHEAD[tokens <= RING_TOKENS],
+        "BLOCKS": BLOCKS if tokens <= RING_TOKENS else 1,
     }
 
 
@@ -128,8 +131,9 @@ def _shared_bytes(params: Params, dtype: torch.dtype, tokens: int) -> int:
     loads under way."""
     feature = 4 if tokens == 1 else tokens * dtype.itemsize
     load = VECTOR_BYTES + max(4, vector_of(dtype) * delta_bits_of(params) // 8)
+    ahead = AHEAD[True] if tokens <= RING_TOKENS else 0
     height = -(-int(params["k"]) // LANES)
-    return LANES * (height * feature + SEGMENTS * (int(params["span"]) * tokens * 4 + 4 + AHEAD * load))
+    return LANES * (height * feature + SEGMENTS * (int(params["span"]) * tokens * 4 + 4 + ahead * load))
 
 
 @cache

@@ -36,3 +36,11 @@ struct Ring {
 
     static __device__ __forceinline__ int odd_bytes() { return kDeltaBytes < kSlot ? threadIdx.x % 2 * kDeltaBytes : 0; }
 };
+
+// The same in registers, for kernels that need shared memory for more tokens.
+struct Held {
+    Load loads[AHEAD];
+
+    __device__ __forceinline__ void ask(const List& list, int index, int slot) { loads[slot] = list.get(index); }
+    __device__ __forceinline__ Load take(int slot) const { return loads[slot]; }
+};

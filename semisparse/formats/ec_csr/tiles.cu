@@ -27,26 +27,30 @@ constexpr int kRowTiles = (kPanelRows + 15) / 16, kTokenTiles = TOKENS / 8;
 constexpr int kTileRows = 16 * kRowTiles;
 constexpr int kSumRows = kTileRows + 4;  // apart in memory, for the banks
 
-// Copies the columns of this block's lanes, zeros past column k and past token m; some arrive later.
+struct alignas(kUnit) Piece {
+    SCALAR values[GROUP];
+};
+
+// Copies the columns of this block's lanes, zeros past column k and past token m.
 __device__ __forceinline__ void stage(char* tile, int stride, const SCALAR* x, int first_lane, int m, int k) {
     const int lane = threadIdx.x % kWarp, height = (k + kWarp - 1) / kWarp;
     const bool whole = k % kWarp == 0 && reinterpret_cast<unsigned long long>(x) % 16 == 0;
     for (int token = threadIdx.x / kWarp; token < min(TOKENS, m); token += WARPS) {
         const SCALAR* row = x + (long long)token * k + first_lane;
+#pragma unroll 4
         for (int place = lane; place < height; place += kWarp) {
-            char* to = tile + token * stride + place * kUnit;
+            Piece piece = {};
             if (whole) {
-                if constexpr (kUnit == 16) copy_async(shared_address(to), row + place * kWarp);
-                else copy_few_async<kUnit>(shared_address(to), row + place * kWarp);
+                piece = *reinterpret_cast<const Piece*>(row + place * kWarp);
             } else {
 #pragma unroll
                 for (int at = 0; at < GROUP; ++at) {
-                    if (place * kWarp + first_lane + at < k) reinterpret_cast<SCALAR*>(to)[at] = row[place * kWarp + at];
+                    if (place * kWarp + first_lane + at < k) piece.values[at] = row[place * kWarp + at];
                 }
             }
+            *reinterpret_cast<Piece*>(tile + token * stride + place * kUnit) = piece;
         }
     }
-    commit_copies();
 }
 
 // Where a thread stands in its list: the row's first byte in the tile, this lane's, and bytes from there.
@@ -95,10 +99,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_ec_csr
     char* features = shared + kTileRows * stride;
 
     for (int at = threadIdx.x; at < (kTileRows + TOKENS) * stride / 16; at += kThreads) reinterpret_cast<uint4*>(shared)[at] = uint4{};
-    __syncthreads();
     wait_for_previous_kernel();
     let_next_kernel_start();
-    stage(features, stride, x, group * GROUP, m, k);
     int place = bases[(panel * kSegments + segment) * kWarp + lane];
     const int start = panel_loads[panel], loads = panel_loads[panel + 1] - start;
     const int first = segment * loads / kSegments, count = (segment + 1) * loads / kSegments - first;
@@ -121,6 +123,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_ec_csr
         }
         place += passed;
     }
+    __syncthreads();
+    stage(features, stride, x, group * GROUP, m, k);
     const int row = place / height;
     Walk walk{shared + row * stride + own * (int)sizeof(SCALAR), (place - row * height) * kUnit, height * kUnit, stride};
     for (int done = 0; done < left; done += kAhead) {
@@ -132,7 +136,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_ec_csr
             walk.use(now);
         }
     }
-    wait_for_copies<0>();
     __syncthreads();
 
     // Lane 4 g + t reads 16 bytes of the rows and the tokens g, at byte 16 t of a strip.

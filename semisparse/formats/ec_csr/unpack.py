@@ -30,7 +30,7 @@ BLOCKS = 2
 PARTS = 4
 """That a segment is cut into, for a warp each."""
 
-TILE_BYTES = 96 << 10
+TILE_BYTES = 112 << 10
 """Of the dense weight that a block makes."""
 
 MOST_COLUMNS = 1 << 23
