@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--search-tokens", type=int, default=16384)
     parser.add_argument("--search-effort", type=int, default=384)
+    parser.add_argument("--search-banks", type=int, default=4)
     options = parser.parse_args()
     rows = read_rows(options.csv)
     done = {tuple(row[key] for key in KEY) for row in rows}
@@ -70,7 +71,7 @@ def measure(name: str, runs: list[tuple[str, str, int]], options: argparse.Names
     subject = Subject(name, options)
     for zeros, method, seed in runs:
         numbers = {"kept": KEPT[zeros], "eighths": KEPT[zeros] // 8, "zeros": zeros}
-        effort = (f"search_tokens={options.search_tokens}", f"search_effort={options.search_effort}")
+        effort = [f"{key}={getattr(options, key)}" for key in ("search_tokens", "search_effort", "search_banks")]
         settings = (*PLAIN, *effort, *(setting.format(**numbers) for setting in METHODS[method]))
         model, report = subject.compress("rheosparse", settings, seed)
         if options.plots and method == "evolution" and seed == 0:

@@ -152,8 +152,9 @@ def _run_recipe(
     found = None
     if plan.search != "none":
         found = search_patterns(model, batches, plan, seed=seed, accepts=partial(can_store, plan), **run)
-    patterns = found.patterns if found else None
-    reports = compress_blocks(model, batches, plan, seed=seed, patterns=patterns, trained=trained, **run)
+    patterns, pruned = (found.patterns, found.weights) if found else (None, None)
+    told = {"seed": seed, "trained": trained, **run}
+    reports = compress_blocks(model, batches, plan, patterns=patterns, pruned=pruned, **told)
     return _pack_layers(model, plan, reports, found)
 
 

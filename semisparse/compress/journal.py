@@ -78,23 +78,12 @@ class Journal:
         if found is None:
             return None
         tensors, layers = found
-        reports = []
-        for layer in layers:
-            if layer["scales"]:
-                scale, zero = (tensors.pop(f"{layer['name']} {part}") for part in ("scale", "zero"))
-                layer = {**layer, "scales": GroupScales(**layer["scales"], scale=scale, zero=zero)}
-            reports.append(LayerReport(**layer))
-        return tensors, reports
+        return tensors, [read_report(layer, tensors, layer["name"]) for layer in layers]
 
     def save(self, index: int, weights: Mapping[str, Tensor], reports: Sequence[LayerReport]) -> None:
         """Keep a finished block: its weights by name ([N, K]) and its reports."""
-        tensors, notes = dict(weights), []
-        for report in reports:
-            scales = report.scales
-            if scales:
-                tensors |= {f"{report.name} scale": scales.scale, f"{report.name} zero": scales.zero}
-            rounding = {"bits": scales.bits, "size": scales.size} if scales else None
-            notes.append({**asdict(replace(report, scales=None)), "scales": rounding})
+        tensors = dict(weights)
+        notes = [note_report(report, tensors, report.name) for report in reports]
         self.keep("block", index, tensors, notes)
 
     def recall(self, part: str, index: int) -> tuple[dict[str, Tensor], Any] | None:
@@ -140,6 +129,24 @@ class Journal:
                 f"the interrupted run in {self._directory} had another {', another '.join(different)}; "
                 "repeat it with the same, or remove the directory to start again"
             )
+
+
+def note_report(report: LayerReport, tensors: dict[str, Tensor], key: str) -> dict[str, Any]:
+    """Write a report as JSON values, and its tensors among others under names that begin with ``key``."""
+    scales = report.scales
+    if scales:
+        tensors |= {f"{key} scale": scales.scale, f"{key} zero": scales.zero}
+    rounding = {"bits": scales.bits, "size": scales.size} if scales else None
+    return {**asdict(replace(report, scales=None)), "scales": rounding}
+
+
+def read_report(notes: Mapping[str, Any], tensors: dict[str, Tensor], key: str) -> LayerReport:
+    """Read what `note_report` wrote, and take its tensors out."""
+    scales = None
+    if notes["scales"]:
+        scale, zero = (tensors.pop(f"{key} {part}") for part in ("scale", "zero"))
+        scales = GroupScales(**notes["scales"], scale=scale, zero=zero)
+    return LayerReport(**{**notes, "scales": scales})
 
 
 def _checksum(content: bytes, notes: Any) -> str:

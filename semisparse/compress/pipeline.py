@@ -16,6 +16,7 @@ from semisparse.compress.journal import Journal
 from semisparse.compress.prune import magnitude, prune_layer, require_finite
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import LayerReport, Progress
+from semisparse.compress.search.bank import Stored, expand
 from semisparse.compress.tune import Trained, cut_for_steps, tune_block, tune_end_to_end
 from semisparse.compress.walk import (
     Block,
@@ -39,6 +40,7 @@ def compress_blocks(
     seed: int = 0,
     device: torch.device | str = "cpu",
     patterns: Mapping[str, Pattern] | None = None,
+    pruned: Mapping[str, Stored] | None = None,
     progress: Progress = lambda stage, done, total: None,
     journal: Journal | None = None,
     trained: Callable[[str, Trained], None] = lambda stage, found: None,
@@ -56,6 +58,7 @@ def compress_blocks(
         seed: of the order in which tuning sees the batches.
         device: where to compute, in float32.
         patterns: by module name, for the layers whose pattern is not the recipe's.
+        pruned: every layer's weight by module name, if a search has pruned them.
         progress: called before each block, after each layer and, while a block is tuned, with its steps.
         journal: keeps finished blocks, and gives those of an interrupted run.
         trained: told what each tuning of this run did.
@@ -78,7 +81,7 @@ def compress_blocks(
         tokens = start_tokens(model, blocks, batches, recipe, device)
         reports = [
             report
-            for finished in _compress_in_turn(blocks, tokens, recipe, seed, progress, journal, trained)
+            for finished in _compress_in_turn(blocks, tokens, recipe, pruned, seed, progress, journal, trained)
             for report in finished
         ]
         if recipe.tune != "bqpo+e2e":
@@ -102,6 +105,7 @@ def _compress_in_turn(
     blocks: Sequence[Block],
     tokens: Tokens,
     recipe: Recipe,
+    pruned: Mapping[str, Stored] | None,
     seed: int,
     progress: Progress,
     journal: Journal | None,
@@ -117,7 +121,8 @@ def _compress_in_turn(
         finished = _restore(block, index, journal) if journal else None
         if finished is None:
             finished = []
-            for report in _compress_block(block, dense, tokens, index, recipe):
+            reports = _take_over(block, pruned) if pruned else _prune_block(block, dense, tokens, index, recipe)
+            for report in reports:
                 finished.append(report)
                 progress(stage, done + len(finished), total)
             if recipe.tune != "none":
@@ -163,9 +168,15 @@ def _restore(block: Block, index: int, journal: Journal) -> list[LayerReport] | 
     return reports
 
 
-def _compress_block(
-    block: Block, dense: nn.Module, tokens: Tokens, index: int, recipe: Recipe
-) -> Iterator[LayerReport]:
+def _take_over(block: Block, pruned: Mapping[str, Stored]) -> Iterator[LayerReport]:
+    """Put weights in place that are pruned already."""
+    for name in block.patterns:
+        stored, weight = pruned[block.full_name(name)], block.weight(name)
+        weight.copy_(expand(stored, weight))
+        yield stored.report
+
+
+def _prune_block(block: Block, dense: nn.Module, tokens: Tokens, index: int, recipe: Recipe) -> Iterator[LayerReport]:
     """Prune the block's layers, each on the outputs of those already pruned."""
     working = copy.deepcopy(dense)
     for name, copied, statistics in layers_in_turn(block, dense, working, tokens, index):

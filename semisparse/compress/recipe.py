@@ -24,7 +24,7 @@ KNOWN_VALUES: dict[str, tuple[str, ...]] = {
 }
 """The values of each key that has a fixed choice; a new stage adds its name here."""
 
-COUNTS = ("search_tokens", "search_effort", "tune_epochs")
+COUNTS = ("search_tokens", "search_effort", "search_banks", "tune_epochs")
 """The keys that are whole numbers."""
 
 NEEDS_DENSE = ("search", "tune")
@@ -58,6 +58,8 @@ class Recipe:
         search_tokens: calibration tokens that a candidate is scored on.
         search_effort: what a search may spend, in candidates scored on all of these tokens; the paper's is 384. More
             candidates on fewer tokens found more than fewer on more (LOG.md).
+        search_banks: how often ``evolution`` prunes the layers anew in each of its three stages, at densities near the
+            best that it has found. Each costs as much as pruning.
         tune_epochs: passes of a tuning over the calibration tokens, at most.
         tune_rate: its learning rate, as a share of a layer's root mean square weight.
 
@@ -78,6 +80,7 @@ class Recipe:
     damping: float = 0.01
     search_tokens: int = 2048
     search_effort: int = 192
+    search_banks: int = 1
     tune_epochs: int = 10
     tune_rate: float = 0.03
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations, combinations_with_replacement
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from semisparse.api import read_recipe
 from semisparse.errors import FormatError, PatternError, RecipeError
 from semisparse.formats import Packed, get_format, linear
 from semisparse.formats.base import replace_tensors
+from semisparse.formats.slide24 import check
 from semisparse.formats.slide24.layout import lifted_columns
 from semisparse.formats.slide24.lift import lift, quantise_and_lift
 from semisparse.formats.slide24.pack import unpack_lifted, unpack_stored
@@ -277,8 +279,10 @@ def test_corrupted_content_is_refused_and_located():
     with pytest.raises(FormatError, match="scale, at row 3: it is not finite"):
         SLIDE24.validate(corrupted(packed, "scale", 3, 0, torch.inf))
     rounded = SLIDE24.pack(random_weight("6:8", 4, 100, 0), "6:8", kind="fp8")
-    with pytest.raises(FormatError, match="values, at row 0, group 0, slot 0: it is not finite"):
-        SLIDE24.validate(corrupted(rounded, "values", 0, 0, torch.nan))
+    plain = [SLIDE24.pack(random_weight("6:8", 4, 100, 0).to(dtype), "6:8") for dtype in (torch.half, torch.float32)]
+    for sound, value in ((rounded, torch.nan), (plain[0], -torch.inf), (plain[1], torch.inf)):
+        with pytest.raises(FormatError, match="values, at row 0, group 0, slot 0: it is not finite"):
+            SLIDE24.validate(corrupted(sound, "values", 0, 0, value))
     weight = random_weight("6:8", 4, 99, 0)
     weight[:, 96:98] = 0  # left out, so that slot 1 of the last group stands for column 99, the first that is not there
     with pytest.raises(FormatError, match="values, at row 1, group 12, slot 1: a weight past column K = 99"):
@@ -286,6 +290,24 @@ def test_corrupted_content_is_refused_and_located():
     for params in ({"kind": "int9"}, {"kind": 8}, {}):
         with pytest.raises(FormatError):
             SLIDE24.validate(replace(packed, params=params, declaration=""))
+
+
+def columns_increase(row: Tensor, slots: int) -> bool:
+    """Say whether the positions in a row's metadata, [octets] uint8, are those of increasing columns in every group."""
+    positions = [octet >> 2 * place & 3 for octet in row.tolist() for place in range(4)]
+    groups = [positions[start : start + slots] for start in range(0, len(positions), slots)]
+    skipped = [[position - slot % 2 for slot, position in enumerate(group)] for group in groups]
+    return all(found == sorted(found) and set(found) <= {0, 1, 2} for found in skipped)
+
+
+@pytest.mark.parametrize("half", range(2, 9))
+def test_the_compiled_check_knows_every_byte_at_every_place(half):
+    slots = 2 * half - 2
+    packed = SLIDE24.pack(random_weight(f"{slots}:{2 * half}", 1, 4 * half, 0), f"{slots}:{2 * half}")
+    for place in range(packed.tensors["metadata"].shape[1]):
+        for octet in range(256):
+            damaged = corrupted(packed, "metadata", 0, place, octet)
+            assert check._sound(damaged) == columns_increase(damaged.tensors["metadata"][0], slots), (place, octet)
 
 
 @given(half=st.integers(2, 8), data=st.data())
@@ -297,12 +319,11 @@ def test_metadata_are_refused_unless_columns_increase(half: int, data):
     byte = data.draw(st.integers(0, damaged.shape[1] - 1))
     windows = st.sampled_from([0b0100, 0b1000, 0b1100, 0b1001, 0b1101, 0b1110])  # each of them right alone
     damaged[1, byte] = data.draw(st.integers(0, 255) | st.builds(lambda low, high: low | high << 4, windows, windows))
-    row = [int(number) >> 2 * place & 3 for number in damaged[1] for place in range(4)]
-    groups = [row[start : start + slots] for start in range(0, len(row), slots)]
-    skipped = [[position - slot % 2 for slot, position in enumerate(group)] for group in groups]
-    right = all(found == sorted(found) and set(found) <= {0, 1, 2} for found in skipped)
-    with nullcontext() if right else pytest.raises(FormatError, match="metadata, at row 1, group"):
-        SLIDE24.validate(corrupted(packed, "metadata", 1, byte, damaged[1, byte]))
+    right = columns_increase(damaged[1], slots)
+    for compiled in (check._sound, lambda packed: False):  # what finds nothing wrong, and what says where it is
+        verdict = nullcontext() if right else pytest.raises(FormatError, match="metadata, at row 1, group")
+        with mock.patch.object(check, "_sound", compiled), verdict:
+            SLIDE24.validate(corrupted(packed, "metadata", 1, byte, damaged[1, byte]))
 
 
 def test_metadata_that_validate_accepts_mean_one_weight():

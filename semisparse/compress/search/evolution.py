@@ -6,9 +6,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+from semisparse.compress.recipe import Recipe
 from semisparse.compress.search.score import Run, Scorer
 from semisparse.compress.search.space import SHARES, Choice, Levels, exchange
-from semisparse.compress.search.state import State
+from semisparse.compress.search.state import State, pass_of
 
 OFFSPRING = 16
 """Of each generation; a quarter of them survive the first round, one the second."""
@@ -17,31 +18,52 @@ MOST_EXCHANGES = 3
 """Between parent and offspring. The number is the lower of two throws of 1 to 3, as in EvoPress: mostly 1."""
 
 
+REACH = 3
+"""Steps of each stage that the passes of the stage together may move a layer, at least."""
+
+
 class Evolution:
     """Each generation the best of some changed copies takes its parent's place, if it is better on all tokens.
 
+    Each of three stages, coarse to fine, has some passes, and each pass a bank around the best candidate so far. A
+    weight is pruned for the outputs of the layers before it: the further a candidate is from the bank's centre, the
+    less these are what it gets.
+
     Args:
-        choices: of the layers.
+        choices: of the layers, as `offered` gives them for a pass.
         scorer: of candidates on them.
-        effort: candidates that may be scored on all tokens.
+        recipe: its effort, in candidates that may be scored on all tokens, and its banks a stage.
         seed: of what is drawn at random.
     """
 
-    reach = 2
-    """Levels reach so many steps of every stage from the uniform one, 14 of 64. With 1, seven of babyllama-1m's 35
-    layers ended at the edge, and the search took 31.6 % off the held-out KL at 50 % instead of 35.9 %."""
-
-    def __init__(self, choices: Sequence[Choice], scorer: Scorer, effort: int, seed: int) -> None:
+    def __init__(self, choices: Sequence[Choice], scorer: Scorer, recipe: Recipe, seed: int) -> None:
         self._choices, self._scorer, self._seed = choices, scorer, seed
+        self.passes = self.count_passes(recipe)
         few, more = max(1, scorer.parts // 16), max(1, scorer.parts // 4)
         self._rounds = ((OFFSPRING, few), (OFFSPRING // 4, more), (1, scorer.parts))
         cost = OFFSPRING * few + OFFSPRING // 4 * (more - few) + scorer.parts - more
-        self.generations = max(len(SHARES), effort * scorer.parts // cost)
+        self.generations = max(self.passes, recipe.search_effort * scorer.parts // cost)
+
+    @staticmethod
+    def count_passes(recipe: Recipe) -> int:
+        """Count the passes: some for each stage."""
+        return len(SHARES) * recipe.search_banks
+
+    @staticmethod
+    def reach(recipe: Recipe) -> int:
+        """Say how many steps of every stage the passes can go from the uniform level."""
+        return recipe.search_banks * _steps(recipe)
+
+    @staticmethod
+    def offered(choices: Sequence[Choice], best: Levels, number: int, recipe: Recipe) -> list[Choice]:
+        """Give what a pass chooses from: the levels near the best candidate's."""
+        stage = number // recipe.search_banks
+        return [choice.near(level, stage, _steps(recipe)) for choice, level in zip(choices, best, strict=True)]
 
     def live(self, state: State) -> State:
         """Live through one generation."""
         rng = random.Random(f"{self._seed} {state.generation}")
-        stage = state.generation * len(SHARES) // self.generations
+        stage = pass_of(state.generation, self) * len(SHARES) // self.passes
         offspring = {self._mutated(state.best, stage, rng) for _ in range(OFFSPRING)} - {state.best}
         order = rng.sample(range(self._scorer.parts), self._scorer.parts)
         runs: dict[Levels, dict[int, Run]] = {levels: {} for levels in sorted(offspring)}
@@ -62,6 +84,11 @@ class Evolution:
         for _ in range(min(rng.randint(1, MOST_EXCHANGES), rng.randint(1, MOST_EXCHANGES))):
             levels = exchange(self._choices, levels, stage, rng) or levels
         return levels
+
+
+def _steps(recipe: Recipe) -> int:
+    """Count the steps of its stage that a pass may move a layer."""
+    return -(-REACH // recipe.search_banks)
 
 
 def _kl(item: tuple[Levels, dict[int, Run]]) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 
+from semisparse.compress.recipe import Recipe
 from semisparse.compress.search.score import Scorer
 from semisparse.compress.search.space import SHARES, Choice, Levels
 from semisparse.compress.search.state import State
@@ -29,22 +30,35 @@ class RheoSparse:
     Args:
         choices: of the layers.
         scorer: of candidates on them.
-        effort: candidates that may be scored on all tokens.
+        recipe: its effort, in candidates that may be scored on all tokens.
         seed: of what is drawn at random.
     """
 
-    reach = 1
-    """The bank of the paper: 7 levels to each side of n:64, one step of 4, one of 2 and one of 1."""
-
+    passes = 1
     generations = GENERATIONS * len(SHARES)
 
-    def __init__(self, choices: Sequence[Choice], scorer: Scorer, effort: int, seed: int) -> None:
+    def __init__(self, choices: Sequence[Choice], scorer: Scorer, recipe: Recipe, seed: int) -> None:
         self._choices, self._scorer, self._seed = choices, scorer, seed
-        self._individuals = max(PARENTS, effort // self.generations)
+        self._individuals = max(PARENTS, recipe.search_effort // self.generations)
         segments: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         for index, choice in enumerate(choices):
             segments.setdefault((choice.segment, tuple(choice.kept.values())), []).append(index)
         self._segments = list(segments.values())
+
+    @staticmethod
+    def count_passes(recipe: Recipe) -> int:
+        """Count the passes: all is chosen from one bank."""
+        return 1
+
+    @staticmethod
+    def reach(recipe: Recipe) -> int:
+        """Give the reach of the paper's bank: 7 levels to each side of n:64, one step of 4, one of 2 and one of 1."""
+        return 1
+
+    @staticmethod
+    def offered(choices: Sequence[Choice], best: Levels, number: int, recipe: Recipe) -> list[Choice]:
+        """Give what the pass chooses from: all."""
+        return list(choices)
 
     def live(self, state: State) -> State:
         """Live through one generation."""

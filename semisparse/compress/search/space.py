@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from semisparse.compress.walk import Block
 from semisparse.patterns import Pattern
@@ -41,6 +41,12 @@ class Choice:
     patterns: Mapping[int, Pattern]
     kept: Mapping[int, int]
     strides: tuple[int, ...]
+
+    def near(self, level: int, stage: int, steps: int) -> Choice:
+        """Give the choice between the levels up to so many steps of a stage away from one."""
+        around = {level + step * self.strides[stage] for step in range(-steps, steps + 1)}
+        patterns = {found: pattern for found, pattern in self.patterns.items() if found in around}
+        return replace(self, patterns=patterns, kept={found: self.kept[found] for found in patterns})
 
 
 def list_choices(blocks: Sequence[Block], reach: int, accepts: Callable[[Pattern], bool]) -> list[Choice]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from semisparse.compress.search.space import Levels
+from semisparse.compress.recipe import Recipe
+from semisparse.compress.search.score import Scorer
+from semisparse.compress.search.space import Choice, Levels
 
 
 @dataclass(frozen=True)
@@ -31,8 +35,8 @@ class State:
     tokens: int
 
     @classmethod
-    def start(cls, uniform: Levels, kl: float) -> State:
-        """Begin with the uniform patterns and their KL."""
+    def start(cls, uniform: Levels, kl: float = math.inf) -> State:
+        """Begin with the uniform patterns and their KL, if it is known."""
         return cls(0, uniform, kl, kl, (), 0, 0)
 
     def to_json(self) -> dict[str, Any]:
@@ -47,11 +51,32 @@ class State:
 
 
 class Algorithm(Protocol):
-    """A way to search."""
+    """A way to search, in passes of some generations each, every pass with a bank of its own."""
 
-    @property
-    def generations(self) -> int:
-        """Count the generations it lives through."""
+    passes: int
+    """How many."""
+
+    generations: int
+    """It lives through, in all passes."""
+
+    def __init__(self, choices: Sequence[Choice], scorer: Scorer, recipe: Recipe, seed: int) -> None: ...
+
+    @staticmethod
+    def count_passes(recipe: Recipe) -> int:
+        """Count the passes."""
+
+    @staticmethod
+    def reach(recipe: Recipe) -> int:
+        """Say how far levels lead from the uniform one: so many steps of every stage."""
+
+    @staticmethod
+    def offered(choices: Sequence[Choice], best: Levels, number: int, recipe: Recipe) -> list[Choice]:
+        """Give what a pass, by its number, chooses from, given the best candidate before it."""
 
     def live(self, state: State) -> State:
         """Live through one generation; what it counts, apart from evaluations, is counted by the caller."""
+
+
+def pass_of(generation: int, algorithm: Algorithm) -> int:
+    """Give the number of the pass that a generation belongs to."""
+    return generation * algorithm.passes // algorithm.generations

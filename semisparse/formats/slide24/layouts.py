@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from semisparse.errors import FormatError
 from semisparse.formats.base import Packed, Params, TensorSpec, in_layout
 from semisparse.formats.params import choice_of
-from semisparse.formats.slide24 import cusparselt, hopper
+from semisparse.formats.slide24 import check, cusparselt, hopper
 from semisparse.formats.slide24 import pack as rows
 from semisparse.formats.slide24 import tiles as tiling
 from semisparse.formats.slide24.layout import lifted_columns
@@ -62,7 +62,7 @@ def unpack(packed: Packed) -> Tensor:
 
 
 def check_content(packed: Packed) -> None:
-    """Check a weight as `pack.check_content` does; one in the other layout is brought back first.
+    """Check a weight as `check.check_content` does; one in the other layout is brought back first.
 
     Positions have two bits for four columns in every layout, so that none of them leads a kernel astray.
 
@@ -76,7 +76,7 @@ def check_content(packed: Packed) -> None:
     if layout == "compressed" and packed.device.type != "cuda":
         raise FormatError("layout compressed is one of a GPU at work: on disk and on a CPU the layout is rows")
     stored = in_rows(packed)
-    rows.check_content(stored)
+    check.check_content(stored)
     if layout == "tiles" and not torch.equal(in_tiles(stored).tensors["tiles"], packed.tensors["tiles"]):
         raise FormatError("tensor tiles holds something where nothing belongs: past the last row or column")
 

@@ -25,14 +25,6 @@ KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
-INFINITY = {
-    torch.float8_e4m3fn: 0x7F,  # has none, but NaN
-    torch.float16: 0x7C00,
-    torch.bfloat16: 0x7F80,
-    torch.float32: 0x7F800000,
-}
-"""Bits of the least magnitude that is not finite."""
-
 BAND_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
 """Of weight packed at a time: what stays in a CPU's cache packs twice as fast; a GPU wants few launches."""
 
@@ -95,14 +87,14 @@ def _pack_band(weight: Tensor, window: int, dtype: torch.dtype | None) -> dict[s
     if dtype is None:
         return compress_stored(weight + 0.0, window)  # -0.0 becomes +0.0
     rounded, scale = quantise_rows(weight, dtype)
-    bits = _as_bits(rounded)
+    bits = as_bits(rounded)
     # What rounds to -0.0 in fp8 is a zero too; int8 has no such bits.
     return {**compress_stored(bits.masked_fill(bits == -128, 0).view(dtype), window), "scale": scale}
 
 
 def compress_stored(weight: Tensor, window: int) -> dict[str, Tensor]:
     """Give values and metadata of a weight [N, K] that is stored as it is; it holds no -0.0."""
-    values, metadata = _compress(_as_bits(weight), window)
+    values, metadata = _compress(as_bits(weight), window)
     return {"values": values.view(weight.dtype), "metadata": metadata}
 
 
@@ -145,7 +137,7 @@ def positions_of(metadata: Tensor) -> Tensor:
     return ((metadata[..., None] >> shifts) & 3).flatten(1)
 
 
-def _shifts(metadata: Tensor, window: int) -> Tensor:
+def shifts_of(metadata: Tensor, window: int) -> Tensor:
     """Give each slot's shift, [N, groups, slots of a group] uint8, of whole groups."""
     positions = positions_of(metadata).unflatten(1, (-1, window - 2))
     return positions - _odd(window, positions.device)
@@ -155,8 +147,8 @@ def unpack_stored(packed: Packed) -> Tensor:
     """Give the weight back as it is stored, [N, K] in the values' dtype, without its scales."""
     n, k = packed.shape
     window = window_of(packed.pattern)
-    values, shifts = packed.tensors["values"], _shifts(packed.tensors["metadata"], window)
-    bits = _as_bits(values).view(shifts.shape)
+    values, shifts = packed.tensors["values"], shifts_of(packed.tensors["metadata"], window)
+    bits = as_bits(values).view(shifts.shape)
     blocks = bits.new_zeros(*shifts.shape[:2], window)
     for distance in range(3):
         blocks[..., distance : distance + window - 2] |= bits & -(shifts == distance).to(bits.dtype)
@@ -175,89 +167,20 @@ def unpack_lifted(packed: Packed) -> Tensor:
     """Give the 2:4 weight [N, K'] that hardware multiplies, in the values' dtype, without its scales."""
     values = packed.tensors["values"]
     positions = positions_of(packed.tensors["metadata"]).unflatten(1, (-1, 2)).long()
-    bits = _as_bits(values).view(positions.shape)
+    bits = as_bits(values).view(positions.shape)
     lifted = bits.new_zeros(*positions.shape[:2], 4)
     return lifted.scatter_(2, positions, bits).flatten(1).view(values.dtype)
 
 
 def unlift(lifted: Tensor, window: int) -> Tensor:
     """Give back the weight [N, K, filled up to whole groups] of a 2:4 one [N, K'] without -0.0."""
-    bits = _as_bits(lifted).view(len(lifted), -1, window // 2 - 1, 4)
+    bits = as_bits(lifted).view(len(lifted), -1, window // 2 - 1, 4)
     blocks = bits.new_zeros(*bits.shape[:2], window)
     for j in range(bits.shape[2]):
         blocks[..., 2 * j : 2 * j + 4] |= bits[..., j, :]
     return blocks.flatten(1).view(lifted.dtype)
 
 
-def check_content(packed: Packed) -> None:
-    """Check that the slots of every group stand for increasing columns, none past K with a weight, and all is finite.
-
-    Raises:
-        FormatError: names the tensor, the row, the group and the slot.
-    """
-    _check_positions(packed)
-    _check_past_k(packed)
-    values = packed.tensors["values"]
-    if values.dtype in INFINITY:
-        bits = _as_bits(values)
-        magnitudes = bits & torch.iinfo(bits.dtype).max
-        if magnitudes.max() >= INFINITY[values.dtype]:
-            infinite = magnitudes >= INFINITY[values.dtype]
-            _refuse_first(infinite, "values", window_of(packed.pattern) - 2, "it is not finite")
-    if "scale" in packed.tensors:
-        _refuse_first(~packed.tensors["scale"].isfinite(), "scale", 0, "it is not finite")
-
-
-def _check_positions(packed: Packed) -> None:
-    """Check the four slots of every byte, then each beside the next, which may be the next byte's first."""
-    metadata = packed.tensors["metadata"]
-    slots = window_of(packed.pattern) - 2
-    shifts = [_position_in_bytes(metadata, place) - place % 2 for place in range(4)]  # below 0 is 255
-    for place in range(4):
-        if shifts[place].max() > 2:  # 40 times as fast as comparing each
-            what = "the position is none that this slot can have"
-            _refuse_first(shifts[place] > 2, "metadata", slots, what, 4, place)
-    shifts.append(F.pad(shifts[0][:, 1:], (0, 1)))
-    first = 4 * torch.arange(metadata.shape[1], device=metadata.device)
-    for place in range(4):
-        same_group = (first + place + 1) % slots != 0
-        backwards = (shifts[place] > shifts[place + 1]) & same_group
-        _refuse_first(backwards, "metadata", slots, "the column does not lie above the one before", 4, place + 1)
-
-
-def _position_in_bytes(metadata: Tensor, place: int) -> Tensor:
-    """Give the position at ``place`` of every byte."""
-    by = metadata.new_full(metadata.shape[1:], 2 * place)  # shifts ten times as fast as a number does
-    return (metadata >> by) & 3
-
-
-def _check_past_k(packed: Packed) -> None:
-    """Check the groups that reach past K, and those before them whose positions stand in the same bytes."""
-    k, window = packed.shape[1], window_of(packed.pattern)
-    groups = k // window // aligned_groups(window) * aligned_groups(window)
-    slot = groups * (window - 2)
-    values = packed.tensors["values"][:, slot:]
-    shifts = _shifts(packed.tensors["metadata"][:, slot // 4 :], window)
-    places = torch.arange(slot, slot + values.shape[1], device=values.device).view(shifts.shape[1:])
-    # Two columns of every group before are not stored.
-    columns = places + 2 * (places // (window - 2)) + shifts
-    past_k = (columns >= k).flatten(1) & (values.float() != 0)
-    _refuse_first(past_k, "values", window - 2, f"a weight past column K = {k} is not zero", 1, slot)
-
-
-def _refuse_first(bad: Tensor, tensor: str, slots: int, what: str, step: int = 1, start: int = 0) -> None:
-    """Raise `FormatError` for the first row, group and slot that are ``bad``.
-
-    Args:
-        bad: [N], or [N, count]: of the slots ``start``, ``start + step`` and so on.
-        slots: of a group.
-    """
-    if not bad.count_nonzero():  # five times as fast as `any` on a CPU
-        return
-    row, *column = bad.nonzero()[0].tolist()
-    groups = "".join(f", group {slot // slots}, slot {slot % slots}" for slot in (start + step * at for at in column))
-    raise FormatError(f"tensor {tensor}, at row {row}{groups}: {what}")
-
-
-def _as_bits(values: Tensor) -> Tensor:
+def as_bits(values: Tensor) -> Tensor:
+    """Give values as the integers of their own width that their bits are."""
     return values.contiguous().view(BITS[values.element_size()])

@@ -38,3 +38,14 @@ def regular_model() -> PreTrainedModel:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 5, "num_attention_heads": 4}
     config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=64, num_key_value_heads=2, **sizes)
     return sharp(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval())
+
+
+@torch.no_grad()
+def mean_kl(dense: PreTrainedModel, sparse: PreTrainedModel, batches: list[torch.Tensor]) -> float:
+    """Mean KL(dense || sparse) of float32 models in float64, sequence by sequence, without padding."""
+    total, count = 0.0, 0
+    for sequence in (row for batch in batches for row in batch):
+        p, q = (model.float()(sequence[None]).logits[0, :-1].double().log_softmax(-1) for model in (dense, sparse))
+        total += float((p.exp() * (p - q)).sum())
+        count += len(sequence) - 1
+    return total / count

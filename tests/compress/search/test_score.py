@@ -6,15 +6,17 @@ import random
 import pytest
 import torch
 
+from semisparse.compress.report import LayerReport
 from semisparse.compress.search.bank import Bank, store
 from semisparse.compress.search.score import PARTS, Scorer, cut_parts
 from semisparse.compress.search.space import Choice, Levels, list_choices
 from semisparse.compress.walk import list_blocks
 from semisparse.nn import weight_of
-from tests.compress.search.small import calibration, recipe, sharp_model
+from tests.compress.search.small import calibration, mean_kl, recipe, sharp_model
 from tests.models import CONFIGS
 
 CPU = torch.device("cpu")
+REPORT = LayerReport("layer", "50%", 0.5, None, "magnitude", 0.0)
 
 
 def small_bank(model, choices: list[Choice]) -> Bank:
@@ -23,24 +25,18 @@ def small_bank(model, choices: list[Choice]) -> Bank:
     for choice in choices:
         weight = weight_of(model.get_submodule(choice.name))
         masks = {level: found.mask(weight.abs().float()) for level, found in choice.patterns.items()}
-        bank[choice.name] = {level: store(weight * mask) for level, mask in masks.items()}
+        bank[choice.name] = {level: store(weight * mask, REPORT) for level, mask in masks.items()}
     return bank
 
 
 def reference(model, choices: list[Choice], levels: Levels, batches: list[torch.Tensor]) -> float:
-    """Mean KL in float64, sequence by sequence, without padding."""
+    """Mean KL of a candidate."""
     dense = copy.deepcopy(model).float()
     sparse = copy.deepcopy(dense)
     for choice, level in zip(choices, levels, strict=True):
         weight = weight_of(sparse.get_submodule(choice.name))
         weight *= choice.patterns[level].mask(weight_of(model.get_submodule(choice.name)).abs().float())
-    total, count = 0.0, 0
-    with torch.no_grad():
-        for sequence in (row for batch in batches for row in batch):
-            p, q = (m(sequence[None]).logits[0, :-1].double().log_softmax(-1) for m in (dense, sparse))
-            total += float((p.exp() * (p - q)).sum())
-            count += len(sequence) - 1
-    return total / count
+    return mean_kl(dense, sparse, batches)
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)

@@ -2,9 +2,11 @@
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from semisparse.compress import Journal, Recipe, compress_blocks
 from semisparse.compress.search import Found, search_patterns
@@ -14,7 +16,7 @@ from semisparse.compress.search.state import State
 from semisparse.compress.walk import list_blocks
 from semisparse.errors import InputError, RecipeError
 from semisparse.patterns import parse_pattern
-from tests.compress.search.small import calibration, recipe, regular_model, sharp_model
+from tests.compress.search.small import calibration, mean_kl, recipe, regular_model, sharp_model
 
 SEARCHES = ["evolution", "rheosparse"]
 
@@ -39,7 +41,7 @@ def test_the_compressed_model_keeps_exactly_as_many_weights(name: str, pattern: 
         assert found.kl < found.uniform_kl
     model = sharp_model()
     budget = kept = 0
-    for report in compress_blocks(model, calibration(), plan, patterns=found.patterns):
+    for report in compress_blocks(model, calibration(), plan, patterns=found.patterns, pruned=found.weights):
         weight = model.get_submodule(report.name).weight
         assert report.pattern == str(found.patterns[report.name])
         assert int(weight.count_nonzero()) <= parse_pattern(report.pattern).kept(tuple(weight.shape))
@@ -52,18 +54,41 @@ def test_the_compressed_model_keeps_exactly_as_many_weights(name: str, pattern: 
 @pytest.mark.parametrize("name", SEARCHES)
 def test_the_same_seed_finds_the_same_and_another_does_not(name: str):
     plan = recipe(name, "4:8", effort=36)
-    assert search(plan) == search(plan)
-    assert search(plan).uniform_kl != search(plan, seed=1).uniform_kl  # other tokens
+    found = search(plan)
+    again = search(plan)
+    assert again == found
+    assert all(torch.equal(stored.values, again.weights[layer].values) for layer, stored in found.weights.items())
+    assert search(plan, seed=1).uniform_kl != found.uniform_kl  # other tokens
+
+
+def test_the_compressed_model_is_what_was_scored():
+    """To the weight: through all banks, and whatever the layers before it have become since it was pruned."""
+    plan = replace(recipe(effort=48), search_tokens=10**6)
+    found = search(plan)
+    assert found.kl < found.uniform_kl
+    dense, sparse = sharp_model(), sharp_model()
+    compress_blocks(sparse, calibration(), plan, patterns=found.patterns, pruned=found.weights)
+    assert mean_kl(dense, sparse, calibration()) == pytest.approx(found.kl, rel=1e-3)  # float32 through two blocks
+    pruned_again = sharp_model()
+    compress_blocks(pruned_again, calibration(), plan, patterns=found.patterns)
+    assert mean_kl(dense, pruned_again, calibration()) != pytest.approx(found.kl, rel=1e-3)
 
 
 class Interrupted(Exception):
     pass
 
 
-@pytest.mark.parametrize("name", SEARCHES)
-@pytest.mark.parametrize("calls", [2, 3, 4, 5])
+@cache
+def uninterrupted(name: str) -> Found:
+    return search(recipe(name, effort=30))
+
+
+@pytest.mark.parametrize(
+    ("name", "calls"),
+    [*(("rheosparse", calls) for calls in (2, 5)), *(("evolution", calls) for calls in (2, 4, 5, 8, 12))],
+)
 def test_resumed_at_any_call_of_progress(name: str, calls: int, tmp_path: Path):
-    """In the bank and in the search itself."""
+    """In a bank and in the search itself; evolution has two generations for each of three banks."""
     stages: list[str] = []
 
     def interrupt(stage: str, done: int, total: int) -> None:
@@ -71,23 +96,27 @@ def test_resumed_at_any_call_of_progress(name: str, calls: int, tmp_path: Path):
         if len(stages) == calls:
             raise Interrupted
 
-    whole = search(recipe(name))
+    plan = recipe(name, effort=30)
+    whole = uninterrupted(name)
     with pytest.raises(Interrupted):
-        search(recipe(name), progress=interrupt, journal=Journal(tmp_path, {}))
+        search(plan, progress=interrupt, journal=Journal(tmp_path, {}))
     resumed: list[int] = []
-    again = search(recipe(name), progress=lambda _, done, __: resumed.append(done), journal=Journal(tmp_path, {}))
+    again = search(plan, progress=lambda _, done, __: resumed.append(done), journal=Journal(tmp_path, {}))
     assert replace(again, evaluations=0, tokens=0) == replace(whole, evaluations=0, tokens=0)
     assert again.evaluations == whole.evaluations
     assert again.tokens == whole.tokens
-    if calls > 3:
-        assert resumed[2] == calls - 3  # two blocks of the bank, then the generation that was interrupted
+    of_pass, in_pass = divmod(calls - 1, 4) if name == "evolution" else (0, calls - 1)
+    if in_pass >= 2:
+        # Two blocks of the bank, then the generation that was interrupted.
+        assert resumed[2] == 2 * of_pass + in_pass - 2
 
 
 def test_progress_tells_the_best_so_far():
     told: list[tuple[str, int, int]] = []
     found = search(recipe(), progress=lambda *what: told.append(what))
-    assert [done for _, done, _ in told[:2]] == [0, 1]
-    of_search = told[2:]
+    of_banks = [what for what in told if what[0] == "every layer at every density"]
+    assert [done for _, done, _ in of_banks] == [0, 1] * 3
+    of_search = [what for what in told if what not in of_banks]
     assert [done for _, done, _ in of_search] == list(range(of_search[0][2]))
     best = [float(stage.split("best KL so far ")[1].split(",")[0]) for stage, _, _ in of_search]
     assert best == sorted(best, reverse=True)
@@ -117,7 +146,7 @@ def test_genes_are_letters_and_segments_keep_their_budget():
             return 1 - len(seen) / 1000  # the later the better
 
     state = State.start((0,) * len(choices), 1.0)
-    algorithm = RheoSparse(choices, Blind(), 60, seed=0)
+    algorithm = RheoSparse(choices, Blind(), recipe(effort=60), seed=0)
     for generation in range(algorithm.generations):
         seen: list[tuple[int, ...]] = []
         centre = state.best if generation % 2 == 0 else state.pool[0]
