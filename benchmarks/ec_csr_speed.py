@@ -89,7 +89,9 @@ def decode(
     for way, options in ways.items():
         packed = form.pack(weight, f"{zeros}%", **options)
         problem = problem_of(x, packed)
-        product = next(kernel for kernel in form.kernels if not kernel.refusal(problem)).prepare(problem)
+        product = next(
+            kernel for kernel in form.kernels if not kernel.refusal(problem) and kernel.pays(problem)
+        ).prepare(problem)
         rotated: list[Packed] = rotating_copies(packed, facts.cache_bytes)
         yield row(way, [partial(product, x, each, None) for each in rotated], packed.nbytes)
 

@@ -262,6 +262,8 @@ def spoiled(packed: Packed, name: str, at: tuple[int, ...], value: float) -> Pac
         ("banks", "panel_loads", (1,), 10**6, "panel_loads, at .1.: a panel begins before"),
         ("banks", "bases", (0, 0), -1, "bases, at .0, 0.: the place is not below 64"),
         ("banks", "bases", (12, 0), 63, "lane 0 in panel 0 leaves its panel"),
+        ("banks", "bases", (12, 0), 1, "lane 0 in panel 0 begins a segment below the end of the one before"),
+        ("banks", "bases", (16, 0), 5, "bases, at .16, 0.: the segment has no loads"),
         ("banks", "deltas", (1,), 9, "lane 0 in panel 0"),
         ("paper", "bundles", (0, 0), 3, "granularity is none of"),
         ("paper", "bundles", (0, 1), 2, "vector is neither"),
@@ -347,9 +349,11 @@ def test_a_step_over_a_row_is_refused(value: float):
         EC_CSR.validate(stepped)
 
 
-def test_panels_of_64_rows(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(layout, "MANY_ROWS", 100)
-    for n, rows in ((99, 32), (100, 64)):
+def test_panels_give_all_processors_as_many_rows(monkeypatch: pytest.MonkeyPatch):
+    for n, rows in ((1, 32), (4096, 32), (5120, 40), (8192, 32), (11008, 28), (14336, 56), (28672, 56)):
+        assert layout.panel_rows_for(n) == rows
+    monkeypatch.setattr(layout, "PROCESSORS", 2)
+    for n, rows in ((64, 32), (100, 52), (110, 56)):
         weight = random_weight(parse_pattern("70%"), n, 300, torch.float16, "cpu")
         packed = EC_CSR.pack(weight, "70%")
         assert packed.params["panel_rows"] == rows
@@ -378,10 +382,13 @@ def test_all_shared_memory_is_asked_for_at_launch():
 
 
 def test_a_build_takes_the_tokens_that_fit(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cuda, "_shared_limit", lambda device: 227 << 10)
-    device = torch.device("cpu")
-    assert cuda._tokens_that_fit(4096, 4, torch.float16, device) == [1, 2, 4, 8]
-    assert cuda._tokens_that_fit(11008, 4, torch.float16, device) == [1, 2, 4]
-    assert cuda._tokens_that_fit(28672, 4, torch.float16, device) == [1, 2]
-    assert cuda._tokens_that_fit(1 << 17, 4, torch.float16, device) == []
+    monkeypatch.setattr(cuda, "shared_limit", lambda device: 227 << 10)
+
+    def fitting(k: int) -> list[int]:
+        return cuda._tokens_that_fit({"k": k, "span": 4, "delta_bits": 4}, torch.float16, torch.device("cpu"))
+
+    assert fitting(4096) == [1, 2, 4, 8]
+    assert fitting(11008) == [1, 2, 4]
+    assert fitting(28672) == [1, 2]
+    assert fitting(1 << 17) == []
     assert [cuda._tokens_of_pass(m, [1, 2, 4]) for m in (1, 2, 3, 4, 9)] == [1, 2, 4, 4, 4]

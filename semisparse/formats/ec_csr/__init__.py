@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from semisparse.formats.base import Case, Format
-from semisparse.formats.ec_csr import cpu, cuda, layout, pack
+from semisparse.formats.ec_csr import cpu, cuda, layout, pack, tiles
+from semisparse.formats.ec_csr.unpack import prepare_unpack_and_multiply, unpack_refusal
 from semisparse.formats.kernel import Kernel
 from semisparse.patterns import Pattern
 from semisparse.patterns.unstructured import Unstructured
@@ -34,9 +35,10 @@ FORMAT = Format(
     check_content=pack.check_content,
     kernels=(
         Kernel("cpu", "cpu", cpu.refusal, lambda problem: cpu.product),
+        Kernel("decode_tiles", "cuda", tiles.tiles_refusal, tiles.prepare_tiles, tiles.tiles_pay),
         Kernel("decode_banks", "cuda", cuda.banks_refusal, cuda.prepare_banks),
         Kernel("decode_paper", "cuda", cuda.paper_refusal, lambda problem: cuda.decode_paper),
-        Kernel("unpack_banks", "cuda", cuda.unpack_refusal, cuda.prepare_unpack_and_multiply),
+        Kernel("unpack_banks", "cuda", unpack_refusal, prepare_unpack_and_multiply),
     ),
     cost=cuda.cost,
     cases=(

@@ -6,16 +6,15 @@
 // to a place of its own; the places of a row are added in a fixed order: every run gives the same bits.
 //
 // Compiled for SCALAR (__half, __nv_bfloat16 or float: x, w, bias and y), TOKENS, DELTA_BITS (4 or 8), INDEX (unsigned
-// short or unsigned int, of bases), PANEL_ROWS (32 or 64), AHEAD (loads under way while one is used) and BLOCKS (that shall
+// short or unsigned int, of bases), PANEL_ROWS (at most 64), AHEAD (ring.cuh) and BLOCKS (that shall
 // fit a processor).
 
+#include "dependent.cuh"
+#include "ring.cuh"
 #include "scalar.cuh"
 
 constexpr int kPanelRows = PANEL_ROWS;
-constexpr int kSegments = 16;
 constexpr int kThreads = kSegments * kWarp;
-constexpr int kRun = 2;  // a row ends after a multiple of so many steps
-constexpr int kVector = 16 / sizeof(SCALAR);
 
 // One token is widened once, on its way to shared memory; more keep their width, to fit.
 #if TOKENS == 1
@@ -37,65 +36,8 @@ struct Sums {
     float values[TOKENS];
 };
 
-struct Load {
-    uint4 values;
-    Word deltas[kVector * DELTA_BITS > 32 ? 2 : 1];
-
-    __device__ __forceinline__ float weight(int step) const {
-        const Word words[4] = {values.x, values.y, values.z, values.w};
-        return scalar_of(words, step);
-    }
-};
-
-// Where a lane finds its loads.
-struct Lane {
-    const uint4* values;
-    const char* deltas;
-
-    __device__ __forceinline__ Lane(const uint4* all_values, const void* all_deltas, long long first)
-        : values(all_values + first), deltas(static_cast<const char*>(all_deltas) + first * (kVector * DELTA_BITS / 8)) {}
-
-    __device__ __forceinline__ Load get(int index) const {
-        constexpr int kDeltaBytes = kVector * DELTA_BITS / 8;
-        const char* from = deltas + (long long)index * kWarp * kDeltaBytes;
-        Load made;
-        made.values = read_once(values + (long long)index * kWarp);
-        if constexpr (kDeltaBytes == 8) {
-            const uint2 both = __ldcs(reinterpret_cast<const uint2*>(from));
-            made.deltas[0] = both.x;
-            made.deltas[1] = both.y;
-        } else if constexpr (kDeltaBytes == 4) {
-            made.deltas[0] = __ldcs(reinterpret_cast<const Word*>(from));
-        } else {
-            made.deltas[0] = __ldcs(reinterpret_cast<const unsigned short*>(from));
-        }
-        return made;
-    }
-};
-
-// Gives the places after each step, as far as deltas alone say.
-struct Places {
-    Word odd, even;  // of 4-bit deltas: bytes with the sums up to steps 0, 2, 4, 6 and 1, 3, 5, 7
-    const Load& load;
-
-    __device__ __forceinline__ explicit Places(const Load& load) : load(load) {
-#if DELTA_BITS == 4
-        // A product with 0x01010101 sums bytes; no sum exceeds 8 * 15.
-        const Word low = (load.deltas[0] & 0x0f0f0f0fu) * 0x01010101u, high = (load.deltas[0] >> 4 & 0x0f0f0f0fu) * 0x01010101u;
-        odd = low + (high << 8);
-        even = low + high;
-#endif
-    }
-
-    // Adds the deltas up to `step` to `start`; for 8 bits, `start` counts from the last multiple of four.
-    __device__ __forceinline__ int after(int start, int step) const {
-#if DELTA_BITS == 4
-        return __dp4a(step % 2 ? even : odd, (Word)kStride << 8 * (step / 2), (Word)start);
-#else
-        return __dp4a(load.deltas[step / 4], (Word)kStride * 0x01010101u >> 8 * (3 - step % 4), (Word)start);
-#endif
-    }
-};
+// The number that the low bits are.
+__device__ __forceinline__ SCALAR of_bits(Word word) { return *reinterpret_cast<const SCALAR*>(&word); }
 
 // Writes x, and zeros from column k to the lanes' last ones. Tokens past m repeat the last one and are not stored.
 __device__ __forceinline__ void stage(Feature* features, const SCALAR* x, int first, int m, int k, int columns) {
@@ -109,9 +51,31 @@ __device__ __forceinline__ void stage(Feature* features, const SCALAR* x, int fi
             const uint4 bits = __ldg(reinterpret_cast<const uint4*>(rows[0]) + at);
             const SCALAR* values = reinterpret_cast<const SCALAR*>(&bits);
 #pragma unroll
-            for (int part = 0; part < kVector; ++part) features[at * kVector + part].values[0] = to_float(values[part]);
+            for (int part = 0; part < kVector; part += 4) {
+                reinterpret_cast<float4*>(features)[(at * kVector + part) / 4] = {
+                    to_float(values[part]), to_float(values[part + 1]), to_float(values[part + 2]), to_float(values[part + 3])
+                };
+            }
         }
         done = k;
+    }
+#endif
+#if TOKENS > 1
+    // Two columns of each token at a time.
+    if (sizeof(SCALAR) == 2 && k % 2 == 0 && reinterpret_cast<unsigned long long>(x) % 4 == 0) {
+#pragma unroll 2
+        for (int column = 2 * threadIdx.x; column < columns; column += 2 * kThreads) {
+            Feature pair[2];
+#pragma unroll
+            for (int token = 0; token < TOKENS; ++token) {
+                const Word both = column < k ? *reinterpret_cast<const Word*>(rows[token] + column) : 0;
+                pair[0].values[token] = of_bits(both);
+                pair[1].values[token] = of_bits(both >> 16);
+            }
+            features[column] = pair[0];
+            features[column + 1] = pair[1];
+        }
+        return;
     }
 #endif
     for (int column = done + threadIdx.x; column < columns; column += kThreads) {
@@ -134,13 +98,13 @@ __device__ __forceinline__ void add_row(
 ) {
     const int lane = threadIdx.x % kWarp;
     Sums sums = {};
-#pragma unroll 8
+    // Without branches, so that one segment's reads do not wait for another's.
+#pragma unroll (TOKENS < 4 ? 8 : 4)
     for (int segment = 0; segment < kSegments; ++segment) {
-        const int at = row - first_rows[segment * kWarp + lane];
-        if (at < 0 || at >= span) continue;
-        const Sums part = found[(segment * span + at) * kWarp + lane];
+        const Word at = row - first_rows[segment * kWarp + lane];
+        const Sums part = found[(segment * span + min(at, static_cast<Word>(span) - 1)) * kWarp + lane];
 #pragma unroll
-        for (int token = 0; token < TOKENS; ++token) sums.values[token] += part.values[token];
+        for (int token = 0; token < TOKENS; ++token) sums.values[token] += at < span ? part.values[token] : 0.0f;
     }
     const int number = blockIdx.x * kPanelRows + row;
 #pragma unroll
@@ -163,7 +127,8 @@ struct Walk {
 
     // Reads all it needs of x before it writes any sum: otherwise each read would wait for the sums before it.
     __device__ __forceinline__ void use(const Load& now) {
-        const Places places(now);
+        const Places<kStride> places(now.deltas);
+        const Word words[4] = {now.values.x, now.values.y, now.values.z, now.values.w};
         Feature found[kVector];
         bool ended[kVector / kRun];
 #pragma unroll
@@ -176,7 +141,7 @@ struct Walk {
                 place -= passed;
             }
             found[step] = *reinterpret_cast<const Feature*>(features + at * kBytes);
-            if (step == kVector - 1 || (DELTA_BITS == 8 && step % 4 == 3)) place = at;
+            if (places.starts_anew(step)) place = at;
         }
 #pragma unroll
         for (int step = 0; step < kVector; ++step) {
@@ -185,7 +150,7 @@ struct Walk {
                 here += kWarp;
                 sums = Sums{};
             }
-            const float weight = now.weight(step);
+            const float weight = scalar_of(words, step);
 #pragma unroll
             for (int token = 0; token < TOKENS; ++token) sums.values[token] += weight * to_float(found[step].values[token]);
         }
@@ -193,54 +158,59 @@ struct Walk {
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_ec_csr_banks(
-    const SCALAR* __restrict__ x,        // [m, k]
-    const uint4* __restrict__ values,    // [loads, 32], kVector values each
-    const void* __restrict__ deltas,     // [loads, 32], kVector deltas each
-    const INDEX* __restrict__ bases,     // [panels, segments, 32]
-    const int* __restrict__ panel_loads,  // [panels + 1]
-    const SCALAR* __restrict__ bias,     // [n] or null
-    SCALAR* __restrict__ y,              // [m, n]
-    int m, int n, int k, int span         // span: rows that a lane meets in a segment, at most
+    const SCALAR* x,        // [m, k]
+    const uint4* values,    // [loads, 32], kVector values each
+    const void* deltas,     // [loads, 32], kVector deltas each
+    const INDEX* bases,     // [panels, segments, 32]
+    const int* panel_loads,  // [panels + 1]
+    const SCALAR* bias,     // [n] or null
+    SCALAR* y,              // [m, n]
+    int m, int n, int k, int span,        // span: rows that a lane meets in a segment, at most
+    int early                             // whether nothing that may still run writes the weight
 ) {
-    extern __shared__ __align__(16) char shared[];  // x, sums [segments, span, 32], first rows [segments, 32]
+    extern __shared__ __align__(16) char shared[];  // x, sums [segments, span, 32], first rows [segments, 32], ring
     const int segment = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const int height = (k + kWarp - 1) / kWarp;
     Feature* features = reinterpret_cast<Feature*>(shared);
     Sums* found = reinterpret_cast<Sums*>(features + height * kWarp);
     int* first_rows = reinterpret_cast<int*>(found + kThreads * span);
 
+    for (int at = threadIdx.x; at < kThreads * span; at += kThreads) found[at] = Sums{};
+    if (!early) wait_for_previous_kernel();
     const int base = bases[blockIdx.x * kThreads + threadIdx.x];
     const int start = panel_loads[blockIdx.x], loads = panel_loads[blockIdx.x + 1] - start;
     const int begin = segment * loads / kSegments, count = (segment + 1) * loads / kSegments - begin;
-    const Lane own(values, deltas, (long long)(start + begin) * kWarp + lane);
-    Load ring[AHEAD];
+    const int first = blockIdx.y * TOKENS;
+    if (!early) stage(features, x, first, m, k, height * kWarp);  // else x would queue behind the weight
+    const List own(values, deltas, (long long)(start + begin) * kWarp + lane);
+#if TOKENS < 4
+    Ring<kThreads> ring(reinterpret_cast<const char*>(first_rows + kThreads));
+#else
+    Held ring;
+#endif
 #pragma unroll
     for (int at = 0; at < AHEAD; ++at) {
-        if (at < count) ring[at] = own.get(at);
+        if (at < count) ring.ask(own, at, at);
+        commit_copies();
     }
-    const int first = blockIdx.y * TOKENS;
-    stage(features, x, first, m, k, height * kWarp);
-    for (int at = threadIdx.x; at < kThreads * span; at += kThreads) found[at] = Sums{};
+    if (early) {
+        wait_for_previous_kernel();
+        stage(features, x, first, m, k, height * kWarp);
+    }
+    let_next_kernel_start();
     const int row = base / height;
     first_rows[threadIdx.x] = row;
     __syncthreads();
 
     Walk walk{shared, (base - row * height) * kStride + lane * (kStride / kWarp), height * kStride, found + segment * span * kWarp + lane, {}};
-    int done = 0;
-    for (; done + 2 * AHEAD <= count; done += AHEAD) {
-#pragma unroll
-        for (int at = 0; at < AHEAD; ++at) {
-            const Load now = ring[at];
-            ring[at] = own.get(done + at + AHEAD);
-            walk.use(now);
-        }
-    }
-    for (; done < count; done += AHEAD) {
+    for (int done = 0; done < count; done += AHEAD) {
+        const List next(own.values + done * kWarp, own.deltas + done * (kWarp * kDeltaBytes), AHEAD * kWarp);
 #pragma unroll
         for (int at = 0; at < AHEAD; ++at) {
             if (done + at >= count) break;
-            const Load now = ring[at];
-            if (done + at + AHEAD < count) ring[at] = own.get(done + at + AHEAD);
+            const Load now = ring.take(at);
+            if (done + at + AHEAD < count) ring.ask(next, at, at);
+            commit_copies();
             walk.use(now);
         }
     }

@@ -13,6 +13,7 @@ from semisparse.formats.base import Packed, Params
 from semisparse.formats.checks import refuse_first
 from semisparse.formats.ec_csr import cpu
 from semisparse.formats.ec_csr.layout import (
+    BACK,
     LANES,
     RUN,
     SEGMENTS,
@@ -148,6 +149,7 @@ class _Walked:
         delta: from the place before it, or from the base where a segment begins.
         base: of its segment.
         place: in the list's rows.
+        begins: whether a segment begins with it, bool.
     """
 
     panel: Tensor
@@ -157,6 +159,7 @@ class _Walked:
     delta: Tensor
     base: Tensor
     place: Tensor
+    begins: Tensor
 
 
 def _decode(packed: Packed) -> Iterator[_Walked]:
@@ -180,7 +183,7 @@ def _decode(packed: Packed) -> Iterator[_Walked]:
         step = torch.arange(len(lists), device=starts.device)
         begin = step - (index - begins * vector)
         base = bases[panel, segment, lane]
-        yield _Walked(panel, lane, index, at, delta, base, base + walked - before[begin])
+        yield _Walked(panel, lane, index, at, delta, base, base + walked - before[begin], begin == step)
         first = last
 
 
@@ -212,6 +215,9 @@ def check(packed: Packed) -> None:
     refuse_first(starts.diff() < 0, "panel_loads", "a panel begins before the one before it")
     bases = widened(packed.tensors["bases"])
     refuse_first((bases < 0) | (bases >= rows * height), "bases", f"the place is not below {rows * height}")
+    first_loads = torch.arange(SEGMENTS + 1, device=starts.device) * starts.diff()[:, None] // SEGMENTS
+    empty = (first_loads.diff() == 0).view(-1, 1)
+    refuse_first(empty & (bases != 0), "bases", "the segment has no loads, so it is 0")
     if bases.device.type == "cpu" and cpp.refusal() is None:  # 1000 times as fast, and loading waits for it
         cpu.check_lists(packed)
         return
@@ -233,6 +239,7 @@ def check_lists(packed: Packed) -> None:
         if len(row):
             span = max(span, 1 + int((row - steps.base // height).max()))
         _refuse_step(steps.place >= rows * height, steps, "leaves its panel")
+        _refuse_step(_goes_back(steps, rows * height, packed.tensors["values"]), steps, BACK)
         # Kernels look for the end of a row before every second step, and take one row then.
         crossed = row - (steps.place - steps.delta) // height
         _refuse_step((steps.index % RUN != 0) & (crossed != 0), steps, "ends a row where no kernel looks for it")
@@ -242,6 +249,18 @@ def check_lists(packed: Packed) -> None:
         _refuse_step(steps.panel * rows + row >= n, steps, f"goes past row N = {n}")
     if packed.params.get("span") != span:
         raise FormatError(f"params: span is {packed.params.get('span')!r}, the lists have {span}")
+
+
+def _goes_back(steps: _Walked, places: int, values: Tensor) -> Tensor:
+    """Say which steps begin a segment below a weight before it: `unpack.cu` takes bases for the ends of segments.
+
+    Args:
+        places: of a panel.
+    """
+    begin = (steps.panel * LANES + steps.lane) * places
+    reached = torch.where(values[steps.at] != 0, begin + steps.place, begin).cummax(0).values
+    before = torch.cat((reached.new_zeros(1), reached))[:-1]
+    return steps.begins & (steps.base != 0) & (begin + steps.base < before)
 
 
 def _refuse_step(bad: Tensor, steps: _Walked, what: str) -> None:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from semisparse.errors import FormatError
 from semisparse.formats.base import Packed
-from semisparse.formats.ec_csr.layout import INDEX_DTYPES, LANES, delta_bits_of, panel_rows_of
+from semisparse.formats.ec_csr.layout import BACK, INDEX_DTYPES, LANES, delta_bits_of, panel_rows_of
 from semisparse.formats.kernel import Problem
 from semisparse.runtime import cpp
 
@@ -34,6 +34,7 @@ FAULTS = (
     "has a weight past K = {k}",
     "goes past row N = {n}",
     "stores a weight twice",
+    BACK,
 )
 """As ec_csr.cpp numbers them."""
 

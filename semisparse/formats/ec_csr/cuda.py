@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,14 @@ from semisparse.formats.base import Packed, Params
 from semisparse.formats.ec_csr.layout import (
     LANES,
     SEGMENTS,
+    VECTOR_BYTES,
     delta_bits_of,
     index_bits_for,
     layout_of,
     panel_rows_of,
+    vector_of,
 )
 from semisparse.formats.kernel import Pass, Problem, Product, fused_cost
-from semisparse.runtime.blas import multiply_dense
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.launch import CudaKernel, address
 from semisparse.runtime.nvrtc import CudaSource, Defines, compile_cubin, unavailable
@@ -36,15 +36,16 @@ SUMS = 16
 
 SCALARS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
 
-BITS = {2: "unsigned short", 4: "unsigned int"}
-
 INDICES = {16: "unsigned short", 32: "unsigned int"}
 
-AHEAD = 2
-"""Loads under way in each lane of `banks` while one is used; 3, 4 and 6 are not faster, and spill in float32."""
+RING_TOKENS = 2
+"""Up to so many, loads come through shared memory."""
+
+AHEAD = {True: 4, False: 2}
+"""Loads under way in each lane of `banks` while one is used: through shared memory, and in registers."""
 
 BLOCKS = 2
-"""Thread blocks of `banks` that shall fit a processor."""
+"""Thread blocks of `banks` for up to `RING_TOKENS` tokens that shall fit a processor."""
 
 PAPER_WARPS = 4
 ADD_THREADS = 256
@@ -57,10 +58,10 @@ def _banks_defines(dtype: torch.dtype, tokens: int, params: Params) -> Defines:
         "SCALAR": SCALARS[dtype],
         "TOKENS": tokens,
         "DELTA_BITS": delta_bits_of(params),
-        "INDEX": _index(params),
+        "INDEX": index_of(params),
         "PANEL_ROWS": panel_rows_of(params),
-        "AHEAD": AHEAD,
-        "BLOCKS": BLOCKS if tokens < 4 else 1,
+        "AHEAD": AHEAD[tokens <= RING_TOKENS],
+        "BLOCKS": BLOCKS if tokens <= RING_TOKENS else 1,
     }
 
 
@@ -69,22 +70,14 @@ def _paper_defines(dtype: torch.dtype, tokens: int, params: Params) -> Defines:
         "SCALAR": SCALARS[dtype],
         "TOKENS": tokens,
         "DELTA_BITS": delta_bits_of(params),
-        "INDEX": _index(params),
+        "INDEX": index_of(params),
         "COARSEST": int(params["granularity"]),
         "WARPS": PAPER_WARPS,
     }
 
 
-def _unpack_defines(dtype: torch.dtype, params: Params) -> Defines:
-    return {
-        "SCALAR": BITS[dtype.itemsize],
-        "DELTA_BITS": delta_bits_of(params),
-        "INDEX": _index(params),
-        "PANEL_ROWS": panel_rows_of(params),
-    }
-
-
-def _index(params: Params) -> str:
+def index_of(params: Params) -> str:
+    """Give the C type of bases."""
     return INDICES[index_bits_for(int(params["k"]))]
 
 
@@ -99,20 +92,15 @@ _EXAMPLES: tuple[tuple[torch.dtype, int, Params], ...] = (
 
 BANKS = CudaSource(Path(__file__).with_name("banks.cu"), tuple(_banks_defines(*example) for example in _EXAMPLES))
 PAPER = CudaSource(Path(__file__).with_name("paper.cu"), tuple(_paper_defines(*example) for example in _EXAMPLES))
-UNPACK = CudaSource(
-    Path(__file__).with_name("unpack.cu"), tuple(_unpack_defines(dtype, params) for dtype, _, params in _EXAMPLES)
-)
-
-SOURCES = (BANKS, PAPER, UNPACK)
+SOURCES = (BANKS, PAPER)
 
 
 def banks_refusal(problem: Problem) -> str | None:
     """Say why `decode_banks` cannot compute ``problem`` here, or None if it can."""
     reason = _decode_refusal(problem, "banks")
-    k, span = int(problem.params["k"]), int(problem.params.get("span", 0))
-    if reason is None and not _tokens_that_fit(k, span, problem.dtype, problem.device):
-        needed = _shared_bytes(k, span, problem.dtype, 1)
-        return f"one token needs {needed} bytes of shared memory, the device has {_shared_limit(problem.device)}"
+    if reason is None and not _tokens_that_fit(problem.params, problem.dtype, problem.device):
+        needed = _shared_bytes(problem.params, problem.dtype, 1)
+        return f"one token needs {needed} bytes of shared memory, the device has {shared_limit(problem.device)}"
     return reason
 
 
@@ -126,17 +114,11 @@ def _decode_refusal(problem: Problem, layout: str) -> str | None:
         return f"reads the layout {layout}, this weight is stored in {layout_of(problem.params)}"
     if not 1 <= problem.m <= MAX_DECODE_TOKENS:
         return f"takes 1 to {MAX_DECODE_TOKENS} tokens, got {problem.m}"
-    return _refusal(problem)
+    return refusal(problem)
 
 
-def unpack_refusal(problem: Problem) -> str | None:
-    """Say why `unpack_and_multiply` cannot compute ``problem`` here, or None if it can."""
-    if layout_of(problem.params) != "banks":
-        return f"reads the layout banks, this weight is stored in {layout_of(problem.params)}"
-    return _refusal(problem)
-
-
-def _refusal(problem: Problem) -> str | None:
+def refusal(problem: Problem) -> str | None:
+    """Say why no kernel for GPUs can compute ``problem`` here, or None if one may."""
     if problem.dtype not in SCALARS or problem.dtype != problem.weight_dtype:
         return f"x and w have one dtype, got {problem.dtype} and {problem.weight_dtype}"
     if torch.cuda.get_device_capability(problem.device) < (8, 0):
@@ -144,19 +126,24 @@ def _refusal(problem: Problem) -> str | None:
     return unavailable()
 
 
-def _shared_bytes(k: int, span: int, dtype: torch.dtype, tokens: int) -> int:
-    """Give what a thread block of `decode_banks` needs: x (one token is widened), each segment's sums and rows."""
+def _shared_bytes(params: Params, dtype: torch.dtype, tokens: int) -> int:
+    """Give what a thread block of `decode_banks` needs: x (one token is widened), each segment's sums and rows, and the
+    loads under way."""
     feature = 4 if tokens == 1 else tokens * dtype.itemsize
-    return LANES * (-(-k // LANES) * feature + SEGMENTS * (span * tokens + 1) * 4)
+    load = VECTOR_BYTES + max(4, vector_of(dtype) * delta_bits_of(params) // 8)
+    ahead = AHEAD[True] if tokens <= RING_TOKENS else 0
+    height = -(-int(params["k"]) // LANES)
+    return LANES * (height * feature + SEGMENTS * (int(params["span"]) * tokens * 4 + 4 + ahead * load))
 
 
 @cache
-def _shared_limit(device: torch.device) -> int:
+def shared_limit(device: torch.device) -> int:
+    """Give the bytes of shared memory that a thread block may have."""
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
-def _tokens_that_fit(k: int, span: int, dtype: torch.dtype, device: torch.device) -> list[int]:
-    return [tokens for tokens in TOKENS if _shared_bytes(k, span, dtype, tokens) <= _shared_limit(device)]
+def _tokens_that_fit(params: Params, dtype: torch.dtype, device: torch.device) -> list[int]:
+    return [tokens for tokens in TOKENS if _shared_bytes(params, dtype, tokens) <= shared_limit(device)]
 
 
 def _tokens_of_pass(m: int, fitting: list[int]) -> int:
@@ -164,19 +151,26 @@ def _tokens_of_pass(m: int, fitting: list[int]) -> int:
     return min((tokens for tokens in fitting if tokens >= m), default=max(fitting))
 
 
-def prepare_banks(problem: Problem) -> Product:
+def prepare_banks(problem: Problem, early: bool = False) -> Product:
     """Prepare to multiply 1 to 16 tokens with a weight in the layout ``banks``, in x's dtype.
 
     Above 8, or with large K, in several passes; accumulated in float32.
+
+    Args:
+        problem: x and w in one dtype.
+        early: whether the launch may begin before the kernel before it on the stream has ended (Hopper and later). It
+            waits before it reads x and before it writes, but not before it reads the weight: nothing that still runs
+            may be writing it.
     """
     m, n, k, device, params = problem.m, problem.n, problem.k, problem.device, problem.params
     kernel, tokens = _banks_kernel(tuple(params.items()), problem.dtype, device, m)
-    grid, sizes = (-(-n // panel_rows_of(params)), -(-m // tokens), 1), (m, n, k, int(params["span"]))
+    grid, sizes = (-(-n // panel_rows_of(params)), -(-m // tokens), 1), (m, n, k, int(params["span"]), int(early))
+    dependent = device_facts(device).arch.endswith("a")
 
     def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         x, bias, y = _operands(x, packed, bias)
         operands = [x, *_stored(packed, ("values", "deltas", "bases", "panel_loads")), bias, y]
-        kernel(device, grid, LANES * SEGMENTS, *map(address, operands), *sizes)
+        kernel(device, grid, LANES * SEGMENTS, *map(address, operands), *sizes, dependent=dependent)
         return y
 
     return decode
@@ -207,27 +201,6 @@ def decode_paper(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     return y
 
 
-def prepare_unpack(problem: Problem) -> Callable[[Packed], Tensor]:
-    """Prepare to give a weight in the layout ``banks`` back, [N, K]."""
-    n, k, device = problem.n, problem.k, problem.device
-    kernel = _unpack_kernel(tuple(problem.params.items()), problem.weight_dtype, device)
-    grid = (-(-n // panel_rows_of(problem.params)), 1, 1)
-
-    def unpack(packed: Packed) -> Tensor:
-        stored = _stored(packed, ("values", "deltas", "bases", "panel_loads"))
-        weight = stored[0].new_zeros(n, k)
-        kernel(device, grid, LANES * SEGMENTS, *map(address, stored), weight.data_ptr(), k)
-        return weight
-
-    return unpack
-
-
-def prepare_unpack_and_multiply(problem: Problem) -> Product:
-    """Prepare to unpack the whole weight and let cuBLAS multiply: x float16, bfloat16 or float32, as w is."""
-    unpack = prepare_unpack(problem)
-    return lambda x, packed, bias: multiply_dense(x, unpack(packed), bias)
-
-
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
     """Give the passes of a product: fused for few tokens, an unpacking pass first for many."""
     if problem.m <= MAX_DECODE_TOKENS:
@@ -252,11 +225,10 @@ Items = tuple[tuple[str, Any], ...]
 @lru_cache(maxsize=1024)
 def _banks_kernel(params: Items, dtype: torch.dtype, device: torch.device, m: int) -> tuple[CudaKernel, int]:
     known = dict(params)
-    k, span = int(known["k"]), int(known["span"])
-    tokens = _tokens_of_pass(m, _tokens_that_fit(k, span, dtype, device))
+    tokens = _tokens_of_pass(m, _tokens_that_fit(known, dtype, device))
     cubin = compile_cubin(BANKS.path, device_facts(device).arch, _banks_defines(dtype, tokens, known))
-    shared = _shared_bytes(k, span, dtype, tokens)
-    return CudaKernel(cubin, "semisparse_ec_csr_banks", (*[_POINTER] * 7, *[_INT] * 4), shared), tokens
+    shared = _shared_bytes(known, dtype, tokens)
+    return CudaKernel(cubin, "semisparse_ec_csr_banks", (*[_POINTER] * 7, *[_INT] * 5), shared), tokens
 
 
 @lru_cache(maxsize=1024)
@@ -268,9 +240,3 @@ def _paper_kernels(
     cubin = compile_cubin(PAPER.path, device_facts(device).arch, _paper_defines(dtype, tokens, known))
     compute = CudaKernel(cubin, "semisparse_ec_csr_paper", (*[_POINTER] * 7, *[_INT] * 4))
     return compute, CudaKernel(cubin, "semisparse_ec_csr_add", (*[_POINTER] * 4, *[_INT] * 3)), tokens
-
-
-@lru_cache(maxsize=1024)
-def _unpack_kernel(params: Items, dtype: torch.dtype, device: torch.device) -> CudaKernel:
-    cubin = compile_cubin(UNPACK.path, device_facts(device).arch, _unpack_defines(dtype, dict(params)))
-    return CudaKernel(cubin, "semisparse_ec_csr_unpack", (*[_POINTER] * 5, _INT))

@@ -120,7 +120,7 @@ void multiply_panel(const Weight& weight, int64_t panel, const float* x, float* 
         for (int token = 0; token < tokens; ++token) y[token * weight.n + first + row] = sums[row][token];
 }
 
-enum Fault { kNone, kLeaves, kEndsRow, kPassesRow, kPastK, kPastN, kTwice };
+enum Fault { kNone, kLeaves, kEndsRow, kPassesRow, kPastK, kPastN, kTwice, kGoesBack };
 
 struct Finding {
     int64_t fault, panel, lane;
@@ -190,6 +190,7 @@ bool sound_panel(const Weight& weight, int64_t panel, int& span) {
         for (int lane = 0; lane < kLanes; ++lane) {
             stand.rests[lane] = places[lane].rest;
             stand.numbers[lane] = places[lane].row * lists.height + places[lane].rest;
+            if (stand.numbers[lane] && stand.numbers[lane] < stand.last[lane]) return false;
         }
         if (!sound_segment(lists, segment, ends, stand)) return false;
         for (int lane = 0; lane < kLanes; ++lane) {
@@ -207,15 +208,20 @@ Finding check_panel(const Weight& weight, int64_t panel, int& span) {
     const Lists<Type, bits> lists(weight, panel);
     const int64_t first = panel * weight.panel_rows, columns = int64_t{lists.height} * kLanes;
     std::vector<bool> seen(weight.panel_rows * columns);
-    int base_rows[kLanes] = {};
+    int base_rows[kLanes] = {}, last[kLanes] = {};
     Finding finding = {kNone, panel, 0};
     walk<Type, bits>(weight, panel, [&](int lane, Place place, int crossed, int64_t load, int i, auto stored) {
         if (finding.fault) return;
-        if (i == 0 && load == lists.first_load(((load + 1) * kSegments - 1) / lists.loads))
+        bool back = false;
+        if (i == 0 && load == lists.first_load(((load + 1) * kSegments - 1) / lists.loads)) {
             base_rows[lane] = place.row - crossed;
+            const int base = place.row * lists.height + place.rest - lists.delta(load, lane, i);
+            back = base && base < last[lane];
+        }
         const int64_t column = int64_t{place.rest} * kLanes + lane, number = place.row * columns + column;
         const bool is_weight = Type::widen(stored) != 0;
         const int fault = place.row >= weight.panel_rows      ? kLeaves
+                          : back                              ? kGoesBack
                           : i % kRun != 0 && crossed          ? kEndsRow
                           : crossed > 1                       ? kPassesRow
                           : is_weight && column >= weight.k   ? kPastK
@@ -226,7 +232,7 @@ Finding check_panel(const Weight& weight, int64_t panel, int& span) {
             finding = {fault, panel, lane};
             return;
         }
-        if (is_weight) seen[number] = true;
+        if (is_weight) seen[number] = true, last[lane] = std::max(last[lane], place.row * lists.height + place.rest);
         span = std::max(span, 1 + place.row - base_rows[lane]);
     });
     return finding;

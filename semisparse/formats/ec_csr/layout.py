@@ -20,12 +20,16 @@ DELTA_BITS = (4, 8)
 LANES = 32
 """Of a warp, and banks of a processor's shared memory."""
 
-PANEL_ROWS = (32, 64)
+PANEL_ROWS = tuple(range(28, 65, 4))
 """Rows of a panel of `banks`: what one thread block computes."""
 
-MANY_ROWS = 1 << 14
-"""Weights of so many rows have the larger panels: 56 against 63 us at 28672 x 8192, but 11.0 against 8.6 at 4096 x
-4096, where they leave half of an H200's 132 processors idle."""
+USUAL_ROWS = 32
+
+PROCESSORS = 132
+"""Of an H200, for which panels are cut."""
+
+SLACK = 1.03
+"""Of the rows that the busiest processor gets: for less than that, panels are rather large."""
 
 SEGMENTS = 16
 """Parts of equal length that each lane's list of a panel is cut into, one for each warp of a thread block."""
@@ -43,6 +47,9 @@ FIELDS = ("granularity", "vector", "columns", "first_delta", "first_value", "fir
 """Of a bundle of `paper`: rows of its block, columns a load, columns a lane, where deltas, values and slots begin."""
 
 FIRST_OFFSET = FIELDS.index("first_delta")
+
+BACK = "begins a segment below the end of the one before"
+"""What a list may not do: a kernel that gives rows back takes the bases for the ends of segments."""
 
 INDEX_DTYPES = {16: torch.int16, 32: torch.int32}
 
@@ -66,7 +73,7 @@ def delta_bits_of(params: Params) -> int:
 
 
 def panel_rows_of(params: Params) -> int:
-    """Give the rows of a panel of `banks`, 32 or 64.
+    """Give the rows of a panel of `banks`, a multiple of 4 from 28 to 64.
 
     Raises:
         FormatError: it is another number.
@@ -75,8 +82,16 @@ def panel_rows_of(params: Params) -> int:
 
 
 def panel_rows_for(n: int) -> int:
-    """Give the rows that a panel of a weight with ``n`` rows has."""
-    return PANEL_ROWS[1] if n >= MANY_ROWS else PANEL_ROWS[0]
+    """Give the rows that a panel of a weight with ``n`` rows has, so that all processors have about as many.
+
+    11,008 rows in panels of 32 give some processors three and others two: 17.2 us for 15.0 in panels of 28.
+    """
+    if n <= PROCESSORS * USUAL_ROWS:
+        return USUAL_ROWS
+    panels = {rows: -(-n // rows) for rows in PANEL_ROWS}
+    most = {rows: -(-count // PROCESSORS) * rows for rows, count in panels.items()}
+    even = [rows for rows in PANEL_ROWS if most[rows] <= SLACK * min(most.values())]
+    return max((rows for rows in even if panels[rows] >= 2 * (PROCESSORS - 4)), default=even[0])
 
 
 def index_bits_for(k: int) -> int:

@@ -2,11 +2,8 @@
 
 #pragma once
 
-#include "copies.cuh"
 #include "scalars.cuh"
-
-constexpr int kWarp = 32;
-constexpr Word kAllLanes = 0xffffffffu;
+#include "warp.cuh"
 
 // The number at `index` of those that words hold; the index is known when this is compiled.
 __device__ __forceinline__ float scalar_of(const Word* words, int index) {

@@ -21,6 +21,12 @@ __device__ __forceinline__ void copy_async(Word to, const void* from, int bytes 
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" : : "r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
+// Starts to copy 4 or 8 bytes.
+template <int bytes>
+__device__ __forceinline__ void copy_few_async(Word to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" : : "r"(to), "l"(from), "n"(bytes) : "memory");
+}
+
 // Closes a group of copies.
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" : : : "memory"); }
 

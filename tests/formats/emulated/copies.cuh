@@ -18,14 +18,19 @@ inline uint4 read_once(const void* from) {
     return *static_cast<const uint4*>(from);
 }
 
-inline void copy_async(Word to, const void* from, int bytes = 16) {
-    if (to + 16 > shared_bytes) fail("outside shared memory");
-    if (to % 16) fail("a place in shared memory is not aligned");
-    if (reinterpret_cast<uintptr_t>(from) % 16) fail("a copy's source is not aligned");
+// Starts a copy to `size` bytes, of which `bytes` are read.
+inline void start_copy(Word to, const void* from, int bytes, Word size) {
+    if (to + size > shared_bytes) fail("outside shared memory");
+    if (to % size) fail("a place in shared memory is not aligned");
+    if (reinterpret_cast<uintptr_t>(from) % size) fail("a copy's source is not aligned");
     if (failure) return;
-    if (adverse) self().open.push_back({to, from, bytes});
-    else do_copy({to, from, bytes});
+    if (adverse) self().open.push_back({to, from, bytes, size});
+    else do_copy({to, from, bytes, size});
 }
+
+inline void copy_async(Word to, const void* from, int bytes = 16) { start_copy(to, from, bytes, 16); }
+
+template <int bytes> void copy_few_async(Word to, const void* from) { start_copy(to, from, bytes, bytes); }
 
 inline void commit_copies() {
     self().committed.push_back(std::move(self().open));

@@ -41,8 +41,8 @@ bool adverse = false;
 const char* failure = nullptr;
 Index threadIdx, blockIdx, gridDim, blockDim;
 
-// Of 16 bytes to shared memory, of which `bytes` are read.
-struct Copy { Word to; const void* from; int bytes; };
+// Of `size` bytes to shared memory, of which `bytes` are read.
+struct Copy { Word to; const void* from; int bytes; Word size; };
 
 struct Barrier { int arrived = 0; long generation = 0; };
 
@@ -115,7 +115,7 @@ inline void run_block(int threads) {
 }
 
 inline void do_copy(const Copy& copy) {
-    std::memset(machine_shared + copy.to, 0, 16);
+    std::memset(machine_shared + copy.to, 0, copy.size);
     std::memcpy(machine_shared + copy.to, copy.from, copy.bytes);
 }
 
@@ -135,7 +135,7 @@ template <typename T> T __shfl_sync(Word, T value, int source) {
     const int lane = threadIdx.x % 32;
     std::memcpy(&warp().numbers[lane], &value, sizeof value);
     __syncwarp();
-    std::memcpy(&value, &warp().numbers[source % 32], sizeof value);
+    std::memcpy(&value, &warp().numbers[source & 31], sizeof value);
     __syncwarp();
     return value;
 }
@@ -160,7 +160,16 @@ inline Word __ballot_sync(Word, bool vote) {
     return votes;
 }
 
+inline bool __any_sync(Word mask, bool vote) { return __ballot_sync(mask, vote); }
+
+inline int __dp4a(Word a, Word b, Word sum) {
+    for (int shift = 0; shift < 32; shift += 8) sum += (a >> shift & 255) * (b >> shift & 255);
+    return sum;
+}
+
 template <typename T> T __ldg(const T* place) { return *place; }
+template <typename T> T __ldcs(const T* place) { return *place; }
+inline int __ffs(Word word) { return __builtin_ffs(word); }
 inline int __popc(Word word) { return __builtin_popcount(word); }
 template <typename T> T __ldcg(const T* place) { return *place; }
 inline void __threadfence() {}
