@@ -91,7 +91,7 @@ class Build(NamedTuple):
             "TOKENS": self.tokens,
             "ROUNDED": int(self.rounds),
             "WARPS": self.warps,
-            "BATCH": BATCH if self.whole or self.tokens < WEIGHT_TOKENS[-1] else BATCH // 2,  # as registers allow
+            "BATCH": BATCH // 2 if self.tokens == WEIGHT_TOKENS[-1] and (self.bits == 8 or not self.whole) else BATCH,
             "BLOCKS": self.blocks,
             "PIECE": PIECE,
             "SLOTS": SLOTS,
