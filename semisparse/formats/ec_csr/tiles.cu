@@ -82,6 +82,45 @@ __device__ __forceinline__ uint4 strip_of(const char* tile, int row, int stride,
     return *reinterpret_cast<const uint4*>(tile + row * stride + at);
 }
 
+using TileSums = float[kRowTiles][kTokenTiles][4];
+
+// Multiplies this warp's strips. Lane 4 g + t reads 16 bytes of the rows and the tokens g, at byte 16 t of a strip.
+__device__ __forceinline__ void multiply(TileSums& sums, const char* weights, const char* features, int stride, int bytes) {
+    const int warp = threadIdx.x / kWarp, g = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
+    for (int strip = warp; strip * kStrip < bytes; strip += WARPS) {
+        const int at = strip * kStrip + 16 * t;
+        uint4 b[kTokenTiles];
+#pragma unroll
+        for (int j = 0; j < kTokenTiles; ++j) b[j] = strip_of(features, 8 * j + g, stride, at);
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i) {
+            const uint4 low = strip_of(weights, 16 * i + g, stride, at), high = strip_of(weights, 16 * i + 8 + g, stride, at);
+            const Word first_half[4] = {low.x, high.x, low.y, high.y}, second_half[4] = {low.z, high.z, low.w, high.w};
+#pragma unroll
+            for (int j = 0; j < kTokenTiles; ++j) {
+                mma(sums[i][j], first_half, b[j].x, b[j].y, static_cast<const SCALAR*>(nullptr));
+                mma(sums[i][j], second_half, b[j].z, b[j].w, static_cast<const SCALAR*>(nullptr));
+            }
+        }
+    }
+}
+
+// Shows a warp's sums to the others, [warps, TOKENS, kSumRows].
+__device__ __forceinline__ void leave_sums(const TileSums& sums, float* of_warps) {
+    const int warp = threadIdx.x / kWarp, g = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int j = 0; j < kTokenTiles; ++j) {
+#pragma unroll
+            for (int number = 0; number < 4; ++number) {
+                const int token = 8 * j + 2 * t + number % 2;
+                of_warps[(warp * TOKENS + token) * kSumRows + 16 * i + number / 2 * 8 + g] = sums[i][j][number];
+            }
+        }
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_ec_csr_tiles(
     const SCALAR* x,         // [m, k]
     const uint4* values,     // [loads, 32], kVector values each
@@ -138,38 +177,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_ec_csr
     }
     __syncthreads();
 
-    // Lane 4 g + t reads 16 bytes of the rows and the tokens g, at byte 16 t of a strip.
-    const int g = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
-    float sums[kRowTiles][kTokenTiles][4] = {};
-    for (int strip = warp; strip * kStrip < height * kUnit; strip += WARPS) {
-        const int at = strip * kStrip + 16 * t;
-        uint4 b[kTokenTiles];
-#pragma unroll
-        for (int j = 0; j < kTokenTiles; ++j) b[j] = strip_of(features, 8 * j + g, stride, at);
-#pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) {
-            const uint4 low = strip_of(shared, 16 * i + g, stride, at), high = strip_of(shared, 16 * i + 8 + g, stride, at);
-            const Word first_half[4] = {low.x, high.x, low.y, high.y}, second_half[4] = {low.z, high.z, low.w, high.w};
-#pragma unroll
-            for (int j = 0; j < kTokenTiles; ++j) {
-                mma(sums[i][j], first_half, b[j].x, b[j].y, static_cast<const SCALAR*>(nullptr));
-                mma(sums[i][j], second_half, b[j].z, b[j].w, static_cast<const SCALAR*>(nullptr));
-            }
-        }
-    }
+    TileSums sums = {};
+    multiply(sums, shared, features, stride, height * kUnit);
     __syncthreads();
-    float* of_warps = reinterpret_cast<float*>(shared);  // [warps, TOKENS, kSumRows]
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-        for (int j = 0; j < kTokenTiles; ++j) {
-#pragma unroll
-            for (int number = 0; number < 4; ++number) {
-                const int token = 8 * j + 2 * t + number % 2;
-                of_warps[(warp * TOKENS + token) * kSumRows + 16 * i + number / 2 * 8 + g] = sums[i][j][number];
-            }
-        }
-    }
+    float* of_warps = reinterpret_cast<float*>(shared);
+    leave_sums(sums, of_warps);
     __syncthreads();
     for (int at = threadIdx.x; at < min(TOKENS, m) * kPanelRows; at += kThreads) {
         const int token = at / kPanelRows, of_panel = at % kPanelRows, number = panel * kPanelRows + of_panel;
