@@ -58,6 +58,10 @@ __device__ __forceinline__ void write_shared(Word at, Word value) {
     asm volatile("st.shared.u32 [%0], %1;" : : "r"(at), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ void write_shared_byte(Word at, char value) {
+    asm volatile("st.shared.u8 [%0], %1;" : : "r"(at), "r"(static_cast<Word>(value)) : "memory");
+}
+
 // The same number, of which the compiler knows nothing: it would make three sums of what is added to it three times scaled.
 __device__ __forceinline__ Word opaque(Word value) {
     asm("" : "+r"(value));

@@ -74,6 +74,7 @@ inline Word read_shared_half(Word at) { return read_shared_number<unsigned short
 inline Word read_shared_byte(Word at) { return read_shared_number<unsigned char>(at); }
 inline void write_shared(Word at, const Word (&words)[4]) { std::memcpy(shared_place(at, 16), words, 16); }
 inline void write_shared(Word at, Word value) { std::memcpy(shared_place(at, 4), &value, 4); }
+inline void write_shared_byte(Word at, char value) { std::memcpy(shared_place(at, 1), &value, 1); }
 
 inline int warp_of_block() { return __shfl_sync<int>(kAll, threadIdx.x / 32, 0); }
 inline const char* further(const char* place, Word count, Word bytes) { return place + size_t(count) * bytes; }
