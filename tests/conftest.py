@@ -29,6 +29,11 @@ def pytest_configure() -> None:
     measure.REPEATS = 1
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that share a process come first: they are long, and at the end one process would run them alone."""
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+
+
 class Outcome(NamedTuple):
     status: int
     out: str

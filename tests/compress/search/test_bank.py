@@ -14,7 +14,7 @@ from semisparse.compress.search.bank import Bank, build_bank, expand, store
 from semisparse.compress.search.space import list_choices
 from semisparse.compress.walk import list_blocks
 from semisparse.nn import weight_of
-from tests.compress.search.small import PLAIN, calibration, recipe
+from tests.compress.search.small import GAINS, calibration, recipe
 from tests.models import random_model
 
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ def test_every_level_is_what_pruning_to_it_alone_gives(architecture: str, patter
     """In the first block, whose inputs are the dense model's, and with an order of the columns that is no level's."""
     model = random_model(architecture)
     before = [parameter.clone() for parameter in model.parameters()]
-    plan = recipe(pattern=pattern, **PLAIN)
+    plan = recipe(pattern=pattern)
     bank = bank_of(model, plan)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     choices = list_choices(list_blocks(model, plan, {}), 1, lambda _: True)
@@ -80,7 +80,7 @@ def test_every_level_is_what_pruning_to_it_alone_gives(architecture: str, patter
 
 def test_the_uniform_level_is_what_the_ordinary_pass_gives():
     """In every layer: the levels are pruned on the outputs of uniformly pruned layers, their windows in its order."""
-    plan = recipe(pattern="4:8")
+    plan = recipe(pattern="4:8", **GAINS)
     bank = bank_of(random_model("llama"), plan)
     model = random_model("llama")
     for report in compress_blocks(model, calibration(), plan):

@@ -53,7 +53,7 @@ def test_the_compressed_model_keeps_exactly_as_many_weights(name: str, pattern: 
 
 @pytest.mark.parametrize("name", SEARCHES)
 def test_the_same_seed_finds_the_same_and_another_does_not(name: str):
-    plan = recipe(name, "4:8", effort=36)
+    plan = recipe(name, "4:8")
     found = search(plan)
     again = search(plan)
     assert again == found
