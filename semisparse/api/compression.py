@@ -153,8 +153,7 @@ def _run_recipe(
     if plan.search != "none":
         found = search_patterns(model, batches, plan, seed=seed, accepts=partial(can_store, plan), **run)
     patterns, pruned = (found.patterns, found.weights) if found else (None, None)
-    told = {"seed": seed, "trained": trained, **run}
-    reports = compress_blocks(model, batches, plan, patterns=patterns, pruned=pruned, **told)
+    reports = compress_blocks(model, batches, plan, seed=seed, patterns=patterns, pruned=pruned, trained=trained, **run)
     return _pack_layers(model, plan, reports, found)
 
 

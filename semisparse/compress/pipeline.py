@@ -72,6 +72,8 @@ def compress_blocks(
         return [report for block in blocks for report in _check_block(block)]
     if recipe.prune == "magnitude" and recipe.tune == "none" and not batches:
         return [report for block in blocks for report in _prune_by_magnitude(block)]
+    if pruned and recipe.tune == "none":
+        return [report for block in blocks for report in _take_over(block, pruned)]
     check_batches(model, batches)
     if recipe.tune != "none":
         batches = cut_for_steps(batches)

@@ -36,6 +36,11 @@ class DeviceFacts:
     memory_bytes: int
     driver: str
 
+    @property
+    def overlaps_launches(self) -> bool:
+        """Whether a kernel may begin before the one before it on its stream has ended: on Hopper and later."""
+        return self.arch.startswith("sm_") and self.arch.endswith("a")
+
 
 def device_facts(device: torch.device | str) -> DeviceFacts:
     """Describe a device.

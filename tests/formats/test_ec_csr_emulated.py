@@ -1,7 +1,5 @@
 """The GPU kernels' own sources of ec_csr, run thread by thread on a CPU: tiles of any shape, lists out of step."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import Tensor
@@ -16,22 +14,20 @@ from tests.formats.test_contract import check_product, random_operands
 
 EC_CSR = get_format("ec_csr")
 
-pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="no g++ to compile the emulation")
+pytestmark = [
+    pytest.mark.skipif(emulated.COMPILER is None, reason="no g++ to compile the emulation"),
+    pytest.mark.usefixtures("emulated_kernels", "nan_filled_memory"),
+]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def emulated_kernels(monkeypatch: pytest.MonkeyPatch):
-    for module in (cuda, tiles, unpack):
-        monkeypatch.setattr(module, "compile_cubin", emulated.compile_emulated)
-        monkeypatch.setattr(module, "CudaKernel", emulated.EmulatedKernel)
-        monkeypatch.setattr(module, "device_facts", lambda _: SimpleNamespace(arch=""))
+    emulated.stand_in(monkeypatch, cuda, tiles, unpack)
     for module in (cuda, tiles):
         monkeypatch.setattr(module, "shared_limit", lambda _: 227 << 10)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
     _forget_kernels()
     yield
     _forget_kernels()
-    torch.use_deterministic_algorithms(False)
 
 
 def _forget_kernels() -> None:

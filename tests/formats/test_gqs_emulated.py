@@ -1,7 +1,6 @@
 """The GPU kernels' own sources, run thread by thread on a CPU: layout, Stream-K and barriers."""
 
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,21 +17,22 @@ from tests.formats.test_gqs import as_multiplied
 
 GQS = get_format("gqs")
 
-pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="no g++ to compile the emulation")
+pytestmark = [
+    pytest.mark.skipif(emulated.COMPILER is None, reason="no g++ to compile the emulation"),
+    pytest.mark.usefixtures("emulated_kernels", "nan_filled_memory"),
+]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def emulated_kernels(monkeypatch: pytest.MonkeyPatch):
-    for module in (activations, cuda, unpack):
-        monkeypatch.setattr(module, "compile_cubin", emulated.compile_emulated)
-        monkeypatch.setattr(module, "CudaKernel", emulated.EmulatedKernel)
+    emulated.stand_in(monkeypatch, activations, cuda, unpack)
+    for module in (activations, unpack):
+        monkeypatch.setattr(module, "device_facts", lambda _: emulated.hopper())
     monkeypatch.setattr(cuda, "stream_of", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
     _forget_kernels()
     yield
     _forget_kernels()
-    torch.use_deterministic_algorithms(False)
 
 
 def _forget_kernels() -> None:
@@ -72,8 +72,7 @@ def test_any_division_of_the_work(monkeypatch, kind: str, dtype: torch.dtype, m:
     monkeypatch.setattr(cuda, "PROCESSOR_WARPS", 1)  # a block of a processor
     for blocks, own in ((1, 0), (2, 0), (5, 0), (99, 0), (99, 1)):
         monkeypatch.setattr(cuda, "OWN_TILES", own)
-        facts = SimpleNamespace(processors=blocks, arch="sm_90a")
-        monkeypatch.setattr(cuda, "device_facts", lambda _, facts=facts: facts)
+        monkeypatch.setattr(cuda, "device_facts", lambda _, blocks=blocks: emulated.hopper(blocks))
         results = []
         for emulated.adverse[0] in (False, True):
             results.append(cuda.prepare_decode(problem_of(x, packed))(x, packed, bias))
@@ -86,7 +85,7 @@ def test_any_division_of_the_work(monkeypatch, kind: str, dtype: torch.dtype, m:
 @pytest.mark.parametrize("k", [100, 256])
 def test_tokens_are_rounded_as_elsewhere(monkeypatch: pytest.MonkeyPatch, k: int, dtype: torch.dtype):
     """Weights of one 15 a row show the codes of x: halves to even, scales of each token, zeros as they are."""
-    monkeypatch.setattr(cuda, "device_facts", lambda _: SimpleNamespace(processors=2, arch="sm_90a"))
+    monkeypatch.setattr(cuda, "device_facts", lambda _: emulated.hopper(2))
     packed = GQS.pack(15 * torch.eye(k).to(dtype), "g16@0%", kind="w4a8")
     halves = torch.arange(k) % 64 - 31.5
     halves[3] = 127
@@ -110,8 +109,7 @@ def test_tokens_are_rounded_as_elsewhere(monkeypatch: pytest.MonkeyPatch, k: int
         ("w3", 18, 64, "g32@50%"),
     ],
 )
-def test_the_weight_unpacked_for_many_tokens(monkeypatch, kind: str, n: int, k: int, pattern: str, dtype: torch.dtype):
-    monkeypatch.setattr(unpack, "device_facts", lambda _: SimpleNamespace(arch="sm_90a"))
+def test_the_weight_unpacked_for_many_tokens(kind: str, n: int, k: int, pattern: str, dtype: torch.dtype):
     weight = build(parse_pattern(pattern), random, n, k).to(dtype)
     weight[-1] = 0
     packed = GQS.pack(weight, pattern, kind=kind)
@@ -122,8 +120,7 @@ def test_the_weight_unpacked_for_many_tokens(monkeypatch, kind: str, n: int, k: 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("m", "k"), [(1, 1), (3, 33), (5, 700), (2, 1400)])
-def test_tokens_rounded_in_one_launch_have_the_bits_of_the_reference(monkeypatch, m: int, k: int, dtype: torch.dtype):
-    monkeypatch.setattr(activations, "device_facts", lambda _: SimpleNamespace(arch="sm_90a"))
+def test_tokens_rounded_in_one_launch_have_the_bits_of_the_reference(m: int, k: int, dtype: torch.dtype):
     x = torch.randn(m, k, generator=torch.Generator().manual_seed(k)).to(dtype)
     x[m // 2, : k // 2] *= 100
     x[-1] *= m == 1
@@ -131,8 +128,7 @@ def test_tokens_rounded_in_one_launch_have_the_bits_of_the_reference(monkeypatch
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_token_that_is_not_finite_stays_so(monkeypatch, bad: float):
-    monkeypatch.setattr(activations, "device_facts", lambda _: SimpleNamespace(arch="sm_90a"))
+def test_a_token_that_is_not_finite_stays_so(bad: float):
     x = torch.randn(3, 700, generator=torch.Generator().manual_seed(1)).half()
     x[1, 69] = bad
     finite = activations.rounded_on_gpu(x).isfinite()

@@ -1,12 +1,7 @@
-"""Format slide24 against the paper's formulas written as loops, and its theory against plain enumeration."""
+"""Format slide24 against the paper's formulas written as loops."""
 
 import re
-from contextlib import nullcontext
-from dataclasses import replace
-from fractions import Fraction
-from itertools import combinations, combinations_with_replacement
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -17,14 +12,11 @@ from torch import Tensor
 import semisparse
 import semisparse.formats.slide24
 from semisparse.api import read_recipe
-from semisparse.errors import FormatError, PatternError, RecipeError
-from semisparse.formats import Packed, get_format, linear
-from semisparse.formats.base import replace_tensors
-from semisparse.formats.slide24 import check
+from semisparse.errors import FormatError, RecipeError
+from semisparse.formats import get_format, linear
 from semisparse.formats.slide24.layout import lifted_columns
 from semisparse.formats.slide24.lift import lift, quantise_and_lift
 from semisparse.formats.slide24.pack import unpack_lifted, unpack_stored
-from semisparse.formats.slide24.theory import Decomposition
 from semisparse.integrations.transformers import sparse_layers
 from semisparse.patterns import parse_pattern
 from semisparse.quant.symmetric import quantise_rows
@@ -45,82 +37,6 @@ def random_weight(pattern: str, n: int, k: int, seed: int) -> Tensor:
     weight = torch.randn(n, k, generator=generator)
     weight *= torch.rand(n, k, generator=generator) < torch.linspace(1, 0.2, n)[:, None]
     return weight * parse_pattern(pattern).mask(weight.abs())
-
-
-# Theory
-
-
-def covers(starts, length: int, capacity: int, nonzeros) -> bool:
-    """Whether windows of ``length`` columns can hold the non-zeros: a matching by augmenting paths."""
-    held: dict[tuple[int, int], int] = {}
-
-    def place(column: int, seen: set) -> bool:
-        for window, start in enumerate(starts):
-            for slot in range(capacity if start <= column < start + length else 0):
-                if (window, slot) not in seen:
-                    seen.add((window, slot))
-                    if (window, slot) not in held or place(held[window, slot], seen):
-                        held[window, slot] = column
-                        return True
-        return False
-
-    return all(place(column, set()) for column in nonzeros)
-
-
-def every_pattern(longest: int):
-    for hardware_window in range(2, 6):
-        for hardware_keep in range(1, hardware_window):
-            for window in range(hardware_window, longest + 1):
-                for keep in range(1, window + 1):
-                    yield Decomposition(keep, window, hardware_keep, hardware_window)
-
-
-def test_a_decomposition_exists_where_enumeration_finds_one_for_every_block():
-    for found in every_pattern(8):
-        starts = [found.stride * i for i in range(found.windows)]
-        blocks = combinations(range(found.window), found.keep)
-        assert found.exists == all(covers(starts, found.hardware_window, found.hardware_keep, b) for b in blocks), found
-
-
-def test_the_bound_is_reached_where_some_placement_of_windows_reaches_it():
-    for found in every_pattern(6):
-        count, odd = divmod(found.keep, found.hardware_keep)
-        places = range(found.window - found.hardware_window + 1)
-        reached = not odd and any(
-            all(
-                covers(starts, found.hardware_window, found.hardware_keep, block)
-                for block in combinations(range(found.window), found.keep)
-            )
-            for starts in combinations_with_replacement(places, count)
-        )
-        assert found.tight == reached, found
-
-
-def test_the_papers_table():
-    for half in (2, 3, 4, 5, 6, 8, 40):
-        found = Decomposition(2 * half - 2, 2 * half)
-        assert found.exists
-        assert found.tight
-        assert (found.stride, found.windows, found.capacity) == (2, half - 1, 2 * half - 2)
-        assert found.expansion == 2 - Fraction(2, half)
-        assert found.speedup_bound == Fraction(half, half - 1) == Fraction(found.window, found.keep)
-
-
-def test_what_the_paper_says_wrongly():
-    assert Decomposition(8, 10).expansion == Fraction(8, 5)  # section D.3: 1.67
-    onto_one_of_four = Decomposition(6, 8, 1, 4)  # section C.1.7: six windows
-    assert (onto_one_of_four.windows, onto_one_of_four.capacity, onto_one_of_four.exists) == (2, 2, False)
-    assert onto_one_of_four.tight  # but with six windows a column apart
-    assert not Decomposition(2, 8, 1, 4).tight  # "any Z:L"
-    theorem_2 = Decomposition(2, 7, 1, 4)
-    assert theorem_2.capacity >= theorem_2.keep
-    assert not theorem_2.exists
-
-
-def test_impossible_patterns_are_refused():
-    for numbers in ((3, 2, 2, 4), (0, 8, 2, 4), (2, 3, 2, 4), (6, 8, 4, 4), (6, 8, 0, 4)):
-        with pytest.raises(PatternError, match="the hardware keeps fewer"):
-            Decomposition(*numbers)
 
 
 # Packing
@@ -259,86 +175,6 @@ def test_products_of_rounded_weights(pattern, m, kind):
         torch.testing.assert_close(y.double(), exact, rtol=2**-11, atol=1e-10)
         assert torch.equal(linear(x, packed, given_bias, "lifted"), y)
         assert torch.equal(linear(x, packed, given_bias, "cpu"), y)
-
-
-# Files from strangers
-
-
-def corrupted(packed: Packed, tensor: str, row: int, column: int, value) -> Packed:
-    changed = packed.tensors[tensor].clone()
-    changed[(row, column) if changed.dim() == 2 else row] = value
-    return replace_tensors(packed, {**packed.tensors, tensor: changed})
-
-
-def test_corrupted_content_is_refused_and_located():
-    packed = SLIDE24.pack(random_weight("6:8", 4, 100, 0), "6:8", kind="int8")
-    # Slots 0 to 3 of group 0: a pair that does not increase, a position its slot cannot have, a window that goes back.
-    for byte, what in ((0b1110_0101, "above"), (0b1110_0100 ^ 0b11, "position"), (0b0100_1110, "above")):
-        with pytest.raises(FormatError, match=rf"metadata, at row 2, group 0, slot \d: .*{what}"):
-            SLIDE24.validate(corrupted(packed, "metadata", 2, 0, byte))
-    with pytest.raises(FormatError, match="scale, at row 3: it is not finite"):
-        SLIDE24.validate(corrupted(packed, "scale", 3, 0, torch.inf))
-    rounded = SLIDE24.pack(random_weight("6:8", 4, 100, 0), "6:8", kind="fp8")
-    plain = [SLIDE24.pack(random_weight("6:8", 4, 100, 0).to(dtype), "6:8") for dtype in (torch.half, torch.float32)]
-    for sound, value in ((rounded, torch.nan), (plain[0], -torch.inf), (plain[1], torch.inf)):
-        with pytest.raises(FormatError, match="values, at row 0, group 0, slot 0: it is not finite"):
-            SLIDE24.validate(corrupted(sound, "values", 0, 0, value))
-    weight = random_weight("6:8", 4, 99, 0)
-    weight[:, 96:98] = 0  # left out, so that slot 1 of the last group stands for column 99, the first that is not there
-    with pytest.raises(FormatError, match="values, at row 1, group 12, slot 1: a weight past column K = 99"):
-        SLIDE24.validate(corrupted(SLIDE24.pack(weight, "6:8"), "values", 1, 6 * 12 + 1, 3))
-    for params in ({"kind": "int9"}, {"kind": 8}, {}):
-        with pytest.raises(FormatError):
-            SLIDE24.validate(replace(packed, params=params, declaration=""))
-
-
-def columns_increase(row: Tensor, slots: int) -> bool:
-    """Say whether the positions in a row's metadata, [octets] uint8, are those of increasing columns in every group."""
-    positions = [octet >> 2 * place & 3 for octet in row.tolist() for place in range(4)]
-    groups = [positions[start : start + slots] for start in range(0, len(positions), slots)]
-    skipped = [[position - slot % 2 for slot, position in enumerate(group)] for group in groups]
-    return all(found == sorted(found) and set(found) <= {0, 1, 2} for found in skipped)
-
-
-@pytest.mark.parametrize("half", range(2, 9))
-def test_the_compiled_check_knows_every_byte_at_every_place(half):
-    slots = 2 * half - 2
-    packed = SLIDE24.pack(random_weight(f"{slots}:{2 * half}", 1, 4 * half, 0), f"{slots}:{2 * half}")
-    for place in range(packed.tensors["metadata"].shape[1]):
-        for octet in range(256):
-            damaged = corrupted(packed, "metadata", 0, place, octet)
-            assert check._sound(damaged) == columns_increase(damaged.tensors["metadata"][0], slots), (place, octet)
-
-
-@given(half=st.integers(2, 8), data=st.data())
-def test_metadata_are_refused_unless_columns_increase(half: int, data):
-    """Groups begin inside bytes, and go on in the next."""
-    slots = 2 * half - 2
-    packed = SLIDE24.pack(random_weight(f"{slots}:{2 * half}", 2, 20 * half, 0), f"{slots}:{2 * half}")
-    damaged = packed.tensors["metadata"].clone()
-    byte = data.draw(st.integers(0, damaged.shape[1] - 1))
-    windows = st.sampled_from([0b0100, 0b1000, 0b1100, 0b1001, 0b1101, 0b1110])  # each of them right alone
-    damaged[1, byte] = data.draw(st.integers(0, 255) | st.builds(lambda low, high: low | high << 4, windows, windows))
-    right = columns_increase(damaged[1], slots)
-    for compiled in (check._sound, lambda packed: False):  # what finds nothing wrong, and what says where it is
-        verdict = nullcontext() if right else pytest.raises(FormatError, match="metadata, at row 1, group")
-        with mock.patch.object(check, "_sound", compiled), verdict:
-            SLIDE24.validate(corrupted(packed, "metadata", 1, byte, damaged[1, byte]))
-
-
-def test_metadata_that_validate_accepts_mean_one_weight():
-    """Of a 4:6 group's 256 bytes, 15 leave out two of six columns; the others are refused."""
-    packed = SLIDE24.pack(random_weight("4:6", 1, 24, 0), "4:6")
-    x, accepted = torch.eye(24), 0
-    for byte in range(256):
-        changed = corrupted(packed, "metadata", 0, 1, byte)
-        try:
-            SLIDE24.validate(changed)
-        except FormatError:
-            continue
-        accepted += 1
-        assert torch.equal(linear(x, changed, kernel="lifted"), linear(x, changed, kernel="dense"))
-    assert accepted == 15
 
 
 # Triton, in its interpreter where there is no GPU

@@ -13,8 +13,7 @@ pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="no g++ to com
 
 @pytest.fixture(autouse=True)
 def emulated_kernels(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cuda_lift, "compile_cubin", emulated.compile_emulated)
-    monkeypatch.setattr(cuda_lift, "CudaKernel", emulated.EmulatedKernel)
+    emulated.stand_in(monkeypatch, cuda_lift)
     cuda_lift._kernel.cache_clear()
     yield
     cuda_lift._kernel.cache_clear()

@@ -28,18 +28,9 @@ pytestmark = [
 
 @pytest.fixture
 def emulated_kernels(monkeypatch: pytest.MonkeyPatch):
-    for module in (cuda, decode_tensor, tiled):
-        monkeypatch.setattr(module, "compile_cubin", emulated.compile_emulated)
-        monkeypatch.setattr(module, "CudaKernel", emulated.EmulatedKernel)
+    emulated.stand_in(monkeypatch, cuda, decode_tensor, tiled)
     for module in (decode_tensor, tiled):
         monkeypatch.setattr(module, "shared_limit", lambda device: SHARED_LIMIT)
-
-
-@pytest.fixture
-def nan_filled_memory():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def multiply(prepare, x, packed, bias, *options):

@@ -23,9 +23,7 @@ pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="no g++ to com
 @pytest.fixture(autouse=True, scope="module")
 def emulated_kernels():
     with pytest.MonkeyPatch.context() as patch:
-        for module in (fours, plan, tiled):
-            patch.setattr(module, "compile_cubin", emulated.compile_emulated)
-            patch.setattr(module, "CudaKernel", emulated.EmulatedKernel)
+        emulated.stand_in(patch, fours, plan, tiled)
         yield
     plan._fit_kernel.cache_clear()
     tiled._transpose_kernel.cache_clear()

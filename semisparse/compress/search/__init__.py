@@ -19,7 +19,7 @@ from semisparse.compress.search.evolution import Evolution
 from semisparse.compress.search.rheosparse import RheoSparse
 from semisparse.compress.search.score import Scorer, cut_parts
 from semisparse.compress.search.space import SHARES, exchange, list_choices
-from semisparse.compress.search.state import Algorithm, State, pass_of
+from semisparse.compress.search.state import Algorithm, State
 from semisparse.compress.walk import list_blocks
 from semisparse.errors import InputError
 from semisparse.patterns import Pattern
@@ -97,7 +97,7 @@ def search_patterns(
     parts = cut_parts(batches, recipe.search_tokens, seed)
     state = State.start(uniform)
     held: dict[str, Stored] = {}
-    for number in range(kind.count_passes(recipe)):
+    for number in range(kind.passes(recipe)):
         finished = journal.recall("pass", number) if journal else None
         if finished:
             state, held = _read_pass(*finished)
@@ -106,7 +106,7 @@ def search_patterns(
         of_bank: dict[str, Any] = {"number": number, "device": device, "progress": progress, "journal": journal}
         bank = build_bank(model, blocks, offered, state.best, held, batches, recipe, **of_bank)
         scorer = Scorer(model, offered, bank, parts, device)
-        algorithm = kind(offered, scorer, recipe, seed)
+        algorithm = kind(offered, scorer, recipe, seed, number)
         state = _live_through(number, algorithm, scorer, state, progress, journal)
         held = {choice.name: bank[choice.name][level] for choice, level in zip(choices, state.best, strict=True)}
         if journal:
@@ -131,7 +131,7 @@ def _live_through(
     if state.generation == 0:
         kl = scorer.mean_kl(runs)
         state = replace(state, kl=kl, uniform_kl=kl)
-    while state.generation < algorithm.generations and pass_of(state.generation, algorithm) == number:
+    while state.generation < algorithm.end:
         stage = f"search: best KL so far {state.kl:.4f}, uniform {state.uniform_kl:.4f}"
         progress(stage, state.generation, algorithm.generations)
         tokens = state.tokens - scorer.tokens_run

@@ -133,8 +133,10 @@ def _prune(
     original: Tensor,
 ) -> dict[int, Stored]:
     """Prune a layer at every level that is not known, rounded to the original's dtype as it will be in the model."""
-    levels = sorted(choice.patterns.keys() - known, key=lambda level: (abs(level - centre), level))
     # The first is the centre or next to it: its order of the columns serves all.
+    levels = sorted(choice.patterns.keys() - known, key=lambda level: (abs(level - centre), level))
+    if not levels:  # nothing but the centre can be stored, or is near
+        return dict(known)
     pruned = prune_levels(weight.to(original.dtype), [choice.patterns[level] for level in levels], statistics, recipe)
     found, started = dict(known), time.perf_counter()
     for level, layer in zip(levels, pruned, strict=True):

@@ -9,14 +9,13 @@ from dataclasses import replace
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.search.score import Run, Scorer
 from semisparse.compress.search.space import SHARES, Choice, Levels, exchange
-from semisparse.compress.search.state import State, pass_of
+from semisparse.compress.search.state import State
 
 OFFSPRING = 16
 """Of each generation; a quarter of them survive the first round, one the second."""
 
 MOST_EXCHANGES = 3
 """Between parent and offspring. The number is the lower of two throws of 1 to 3, as in EvoPress: mostly 1."""
-
 
 REACH = 3
 """Steps of each stage that the passes of the stage together may move a layer, at least."""
@@ -34,18 +33,20 @@ class Evolution:
         scorer: of candidates on them.
         recipe: its effort, in candidates that may be scored on all tokens, and its banks a stage.
         seed: of what is drawn at random.
+        number: of the pass.
     """
 
-    def __init__(self, choices: Sequence[Choice], scorer: Scorer, recipe: Recipe, seed: int) -> None:
+    def __init__(self, choices: Sequence[Choice], scorer: Scorer, recipe: Recipe, seed: int, number: int) -> None:
         self._choices, self._scorer, self._seed = choices, scorer, seed
-        self.passes = self.count_passes(recipe)
+        self._stage, passes = number // recipe.search_banks, self.passes(recipe)
         few, more = max(1, scorer.parts // 16), max(1, scorer.parts // 4)
         self._rounds = ((OFFSPRING, few), (OFFSPRING // 4, more), (1, scorer.parts))
         cost = OFFSPRING * few + OFFSPRING // 4 * (more - few) + scorer.parts - more
-        self.generations = max(self.passes, recipe.search_effort * scorer.parts // cost)
+        self.generations = max(passes, recipe.search_effort * scorer.parts // cost)
+        self.end = -(-(number + 1) * self.generations // passes)
 
     @staticmethod
-    def count_passes(recipe: Recipe) -> int:
+    def passes(recipe: Recipe) -> int:
         """Count the passes: some for each stage."""
         return len(SHARES) * recipe.search_banks
 
@@ -63,8 +64,7 @@ class Evolution:
     def live(self, state: State) -> State:
         """Live through one generation."""
         rng = random.Random(f"{self._seed} {state.generation}")
-        stage = pass_of(state.generation, self) * len(SHARES) // self.passes
-        offspring = {self._mutated(state.best, stage, rng) for _ in range(OFFSPRING)} - {state.best}
+        offspring = {self._mutated(state.best, rng) for _ in range(OFFSPRING)} - {state.best}
         order = rng.sample(range(self._scorer.parts), self._scorer.parts)
         runs: dict[Levels, dict[int, Run]] = {levels: {} for levels in sorted(offspring)}
         for survivors, parts in self._rounds:
@@ -80,9 +80,9 @@ class Evolution:
                 self._scorer.adopt(levels, in_order)
         return replace(state, best=best, kl=kl, evaluations=state.evaluations + len(offspring))
 
-    def _mutated(self, levels: Levels, stage: int, rng: random.Random) -> Levels:
+    def _mutated(self, levels: Levels, rng: random.Random) -> Levels:
         for _ in range(min(rng.randint(1, MOST_EXCHANGES), rng.randint(1, MOST_EXCHANGES))):
-            levels = exchange(self._choices, levels, stage, rng) or levels
+            levels = exchange(self._choices, levels, self._stage, rng) or levels
         return levels
 
 

@@ -32,12 +32,12 @@ class RheoSparse:
         scorer: of candidates on them.
         recipe: its effort, in candidates that may be scored on all tokens.
         seed: of what is drawn at random.
+        number: of the one pass.
     """
 
-    passes = 1
-    generations = GENERATIONS * len(SHARES)
+    generations = end = GENERATIONS * len(SHARES)
 
-    def __init__(self, choices: Sequence[Choice], scorer: Scorer, recipe: Recipe, seed: int) -> None:
+    def __init__(self, choices: Sequence[Choice], scorer: Scorer, recipe: Recipe, seed: int, number: int) -> None:
         self._choices, self._scorer, self._seed = choices, scorer, seed
         self._individuals = max(PARENTS, recipe.search_effort // self.generations)
         segments: dict[tuple[str, tuple[int, ...]], list[int]] = {}
@@ -46,7 +46,7 @@ class RheoSparse:
         self._segments = list(segments.values())
 
     @staticmethod
-    def count_passes(recipe: Recipe) -> int:
+    def passes(recipe: Recipe) -> int:
         """Count the passes: all is chosen from one bank."""
         return 1
 

@@ -51,18 +51,18 @@ class State:
 
 
 class Algorithm(Protocol):
-    """A way to search, in passes of some generations each, every pass with a bank of its own."""
-
-    passes: int
-    """How many."""
+    """A way to search, in passes of some generations each; an object of it lives through one pass, with its bank."""
 
     generations: int
-    """It lives through, in all passes."""
+    """Of all passes."""
 
-    def __init__(self, choices: Sequence[Choice], scorer: Scorer, recipe: Recipe, seed: int) -> None: ...
+    end: int
+    """The generation with which the next pass begins."""
+
+    def __init__(self, choices: Sequence[Choice], scorer: Scorer, recipe: Recipe, seed: int, number: int) -> None: ...
 
     @staticmethod
-    def count_passes(recipe: Recipe) -> int:
+    def passes(recipe: Recipe) -> int:
         """Count the passes."""
 
     @staticmethod
@@ -75,8 +75,3 @@ class Algorithm(Protocol):
 
     def live(self, state: State) -> State:
         """Live through one generation; what it counts, apart from evaluations, is counted by the caller."""
-
-
-def pass_of(generation: int, algorithm: Algorithm) -> int:
-    """Give the number of the pass that a generation belongs to."""
-    return generation * algorithm.passes // algorithm.generations

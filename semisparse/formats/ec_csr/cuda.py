@@ -165,7 +165,7 @@ def prepare_banks(problem: Problem, early: bool = False) -> Product:
     m, n, k, device, params = problem.m, problem.n, problem.k, problem.device, problem.params
     kernel, tokens = _banks_kernel(tuple(params.items()), problem.dtype, device, m)
     grid, sizes = (-(-n // panel_rows_of(params)), -(-m // tokens), 1), (m, n, k, int(params["span"]), int(early))
-    dependent = device_facts(device).arch.endswith("a")
+    dependent = device_facts(device).overlaps_launches
 
     def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         x, bias, y = _operands(x, packed, bias)

@@ -132,7 +132,7 @@ def prepare_tiles(problem: Problem) -> Product:
     groups = LANES // build.group
     tiles, add = _kernels(build, device, build.shared_bytes(k))
     grid = (-(-n // build.panel_rows) * groups, 1, 1)
-    stride, dependent = build.stride(k), device_facts(device).arch.endswith("a")
+    stride, dependent = build.stride(k), device_facts(device).overlaps_launches
 
     def multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         x, y = x.contiguous(), x.new_empty(m, n)

@@ -82,7 +82,7 @@ def prepare_unpack(problem: Problem) -> Callable[[Packed], Tensor]:
     places = -(-rows * height // tiles)
     kernel = _kernel(tuple(problem.params.items()), dtype, device, places * place_bytes + LANES * 4)
     grid, sizes = (-(-n // rows) * tiles, 1, 1), (n, height, tiles, places)
-    dependent = device_facts(device).arch.endswith("a")
+    dependent = device_facts(device).overlaps_launches
 
     def unpack(packed: Packed) -> Tensor:
         stored = [packed.tensors[name].contiguous() for name in ("values", "deltas", "bases", "panel_loads")]

@@ -177,7 +177,7 @@ def prepare_decode(problem: Problem) -> Product:
             m, k, Build(dtype, KINDS[str(problem.params["kind"])], 0, rounds, whole, WARPS, True), tiles, facts
         )
         blocks = tiles if build.own else min(build.blocks * facts.processors, strips)
-        ahead = min(AHEAD, -(-kept // (16 * blocks * build.warps)) * 16) if facts.arch.endswith("a") else 0
+        ahead = min(AHEAD, -(-kept // (16 * blocks * build.warps)) * 16) if facts.overlaps_launches else 0
         sizes = (m, n, k, tile_chunks, tiles * tile_chunks, kept, *divmod(strips, blocks), ahead)
         return build, blocks, _decode_kernel(device, build, build.shared_bytes(k)), sizes
 
@@ -193,7 +193,7 @@ def prepare_decode(problem: Problem) -> Product:
         parts = None if build.own else _parts(device, blocks * TILE_ROWS * build.tokens)
         operands = [x, *stored, bias, y, parts]
         threads, pointers = 32 * build.warps, map(address, operands)
-        kernel(device, (blocks, 1, 1), threads, *pointers, *sizes, dependent=facts.arch.endswith("a"))
+        kernel(device, (blocks, 1, 1), threads, *pointers, *sizes, dependent=facts.overlaps_launches)
         return y
 
     return decode

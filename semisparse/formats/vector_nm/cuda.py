@@ -89,15 +89,15 @@ def unpack_torch_refusal(problem: Problem) -> str | None:
     return None
 
 
-def decode_refusal(problem: Problem) -> str | None:
-    """Say why `prepare_decode` cannot compute ``problem`` here, or None if it can."""
-    pattern = vectors_of(problem.pattern)
+def decode_refusal(problem: Problem, lengths: tuple[int, ...] = DECODE_LENGTHS) -> str | None:
+    """Say why a kernel for few tokens and such vectors cannot compute ``problem`` here, or None if it can."""
+    length = vectors_of(problem.pattern).length
     if not 1 <= problem.m <= MAX_DECODE_TOKENS:
         return f"takes 1 to {MAX_DECODE_TOKENS} tokens, got {problem.m}"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"computes float16 and bfloat16, got {problem.dtype}"
-    if pattern.length not in DECODE_LENGTHS:
-        return f"takes vectors of {', '.join(map(str, DECODE_LENGTHS))} rows, not {pattern.length}"
+    if length not in lengths:
+        return f"takes vectors of {', '.join(map(str, lengths))} rows, not {length}"
     return machine_refusal(problem)
 
 
@@ -147,7 +147,14 @@ def prepare_decode(problem: Problem, early: bool = False) -> Product:
     defines = _decode_defines(pattern, problem.dtype, tokens, groups, facts.processors)
     kernel = _decode_kernel(device, tuple(defines.items()), windows * pattern.window * column_bytes)
     grid, threads = (groups, -(-m // tokens), 1), 32 * int(defines["WARPS"])
-    sizes, dependent = (m, n, k, total, windows, int(early)), facts.arch.endswith("a")
+    return prepare_launch(problem, kernel, grid, threads, (m, n, k, total, windows, int(early)))
+
+
+def prepare_launch(
+    problem: Problem, kernel: CudaKernel, grid: tuple[int, int, int], threads: int, sizes: tuple[int, ...]
+) -> Product:
+    """Give the product of a kernel that takes x, the values, the positions, a bias and y, and then sizes."""
+    m, n, device, dependent = problem.m, problem.n, problem.device, device_facts(problem.device).overlaps_launches
 
     def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         x, values = aligned(x), aligned(packed.tensors["values"])

@@ -9,19 +9,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from semisparse.errors import KernelError
-from semisparse.formats.base import Packed
 from semisparse.formats.kernel import Problem, Product
+from semisparse.formats.vector_nm.cuda import decode_refusal, prepare_launch
 from semisparse.formats.vector_nm.layout import vectors_of
-from semisparse.formats.vector_nm.tiled import SCALARS, aligned, machine_refusal, shared_limit, stored_slots
+from semisparse.formats.vector_nm.tiled import SCALARS, shared_limit, stored_slots
 from semisparse.patterns import VectorNM
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.launch import CudaKernel, address
+from semisparse.runtime.launch import CudaKernel
 from semisparse.runtime.nvrtc import CudaSource, Defines, compile_cubin
-
-MAX_TOKENS = 16
 
 LENGTHS = (16, 32, 64, 128)
 """Rows of a vector: a product of tensor cores takes 16."""
@@ -105,16 +102,9 @@ class Build(NamedTuple):
 
 def refusal(problem: Problem) -> str | None:
     """Say why `prepare` cannot compute ``problem`` here, or None if it can."""
-    pattern = vectors_of(problem.pattern)
-    if not 1 <= problem.m <= MAX_TOKENS:
-        return f"takes 1 to {MAX_TOKENS} tokens, got {problem.m}"
-    if problem.dtype not in (torch.float16, torch.bfloat16):
-        return f"computes float16 and bfloat16, got {problem.dtype}"
-    if pattern.length not in LENGTHS:
-        return f"takes vectors of {', '.join(map(str, LENGTHS))} rows, not {pattern.length}"
-    reason = machine_refusal(problem)
+    reason = decode_refusal(problem, LENGTHS)
     if reason is None and build_for(problem, shared_limit(problem.device)) is None:
-        return f"no panel of x for {pattern} fits shared memory"
+        return f"no panel of x for {problem.pattern} fits shared memory"
     return reason
 
 
@@ -154,21 +144,12 @@ def prepare_build(problem: Problem, build: Build, early: bool = False) -> Produc
     tiles, panel_tiles = -(-total // TILE_SLOTS), -(-windows * build.pattern.keep // TILE_SLOTS)
     rounds = -(-min(tiles, panel_tiles) // (build.warps * build.stages)) * build.stages
     strips = -(-n // build.rows)
-    sizes = (m, n, k, total, strips, panel_tiles, units, -(-tiles // panel_tiles), rounds, int(k % UNIT == 0), early)
+    panels, flags = -(-tiles // panel_tiles), (int(k % UNIT == 0), int(early))
+    sizes = (m, n, k, total, strips, panel_tiles, units, panels, rounds, *flags)
     # For one token blocks come and go; x in many tokens is brought once for all strips of a block.
     grid = (strips if build.tokens == 1 else min(strips, facts.processors), 1, 1)
     kernel, threads = _kernel(device, build, build.shared(units)), 32 * build.warps
-    dependent = facts.arch.endswith("a")
-
-    def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-        x, values = aligned(x), aligned(packed.tensors["values"])
-        bias = None if bias is None else bias.to(x.dtype).contiguous()
-        y = x.new_empty(m, n)
-        pointers = map(address, (x, values, packed.tensors["positions"].contiguous(), bias, y))
-        kernel(device, grid, threads, *pointers, *sizes, dependent=dependent)
-        return y
-
-    return decode
+    return prepare_launch(problem, kernel, grid, threads, sizes)
 
 
 SOURCE = CudaSource(

@@ -72,10 +72,8 @@ def prepare(problem: Problem) -> Product:
     """Prepare to multiply by a weight with a plan; x and w float16 or bfloat16, sums float32."""
     m, n, device = problem.m, problem.n, problem.device
     pitch = -(-m // TOKENS) * TOKENS
-    by_column, kernel = (
-        prepare_by_column(problem, pitch),
-        _kernel(device, vectors_of(problem.pattern).length, problem.dtype),
-    )
+    by_column = prepare_by_column(problem, pitch)
+    kernel = _kernel(device, vectors_of(problem.pattern).length, problem.dtype)
     row_tiles = -(-n // TILE_ROWS)
     grid = (min(row_tiles * (pitch // TOKENS), device_facts(device).processors), 1, 1)
     sizes = (m, n, pitch, *stored_slots(problem), row_tiles)

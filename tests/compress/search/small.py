@@ -4,10 +4,12 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from semisparse.compress import Recipe
+from semisparse.compress.report import LayerReport
 from tests.models import VOCABULARY, random_model
 
 PLAIN = {"refine": "none", "order": "columns", "target": "local"}
 TOKENS = 100
+REPORT = LayerReport("layer", "50%", 0.5, None, "magnitude", 0.0)
 
 
 GAINS = {"refine": "cg", "order": "windows", "target": "residual"}

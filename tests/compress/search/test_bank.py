@@ -9,24 +9,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semisparse.compress import Journal, compress_blocks
-from semisparse.compress.report import LayerReport
 from semisparse.compress.search.bank import Bank, build_bank, expand, store
 from semisparse.compress.search.space import list_choices
 from semisparse.compress.walk import list_blocks
 from semisparse.nn import weight_of
-from tests.compress.search.small import GAINS, calibration, recipe
+from tests.compress.search.small import GAINS, REPORT, calibration, recipe
 from tests.models import random_model
 
 CPU = torch.device("cpu")
-REPORT = LayerReport("layer", "50%", 0.5, None, "magnitude", 0.0)
 
 
-def bank_of(model, plan, journal: Journal | None = None) -> Bank:
+def bank_of(model, plan, journal: Journal | None = None, held=None, number: int = 0, accepts=lambda _: True) -> Bank:
     blocks = list_blocks(model, plan, {})
-    choices = list_choices(blocks, 1, lambda _: True)
+    choices = list_choices(blocks, 1, accepts)
     centre = (0,) * len(choices)
-    quiet = {"number": 0, "device": CPU, "progress": lambda *_: None, "journal": journal}
-    return build_bank(model, blocks, choices, centre, {}, calibration(), plan, **quiet)
+    quiet = {"number": number, "device": CPU, "progress": lambda *_: None, "journal": journal}
+    return build_bank(model, blocks, choices, centre, held or {}, calibration(), plan, **quiet)
 
 
 def same(left: Bank, right: Bank) -> bool:
@@ -104,3 +102,21 @@ def test_finished_blocks_are_not_pruned_again(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(module, "prune_levels", counted)
     assert same(bank_of(random_model("llama"), recipe(), Journal(tmp_path, {})), whole)
     assert len(pruned) == 7
+
+
+def test_a_bank_around_held_weights_keeps_them_and_prunes_the_rest_for_their_outputs(tmp_path: Path):
+    plan = recipe(pattern="4:8")
+    first = bank_of(random_model("llama"), plan, Journal(tmp_path, {}))
+    held = {name: levels[min(levels)]._replace(report=levels[0].report) for name, levels in first.items()}
+    second = bank_of(random_model("llama"), plan, Journal(tmp_path, {}), held, number=1)  # not the first's blocks
+    assert all(second[name][0] is held[name] for name in held)
+    last = next(name for name in first if name.startswith("model.layers.1."))
+    assert not torch.equal(first[last][1].values, second[last][1].values)
+
+
+def test_where_nothing_is_near_a_held_weight_it_is_all_there_is():
+    plan = recipe(pattern="4:8")
+    first = bank_of(random_model("llama"), plan)
+    held = {name: levels[0] for name, levels in first.items()}
+    alone = bank_of(random_model("llama"), plan, held=held, number=1, accepts=lambda pattern: str(pattern) == "4:8")
+    assert alone == {name: {0: stored} for name, stored in held.items()}

@@ -6,17 +6,15 @@ import random
 import pytest
 import torch
 
-from semisparse.compress.report import LayerReport
 from semisparse.compress.search.bank import Bank, store
 from semisparse.compress.search.score import PARTS, Scorer, cut_parts
 from semisparse.compress.search.space import Choice, Levels, list_choices
 from semisparse.compress.walk import list_blocks
 from semisparse.nn import weight_of
-from tests.compress.search.small import calibration, mean_kl, recipe, sharp_model
+from tests.compress.search.small import REPORT, calibration, mean_kl, recipe, sharp_model
 from tests.models import CONFIGS
 
 CPU = torch.device("cpu")
-REPORT = LayerReport("layer", "50%", 0.5, None, "magnitude", 0.0)
 
 
 def small_bank(model, choices: list[Choice]) -> Bank:

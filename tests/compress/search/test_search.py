@@ -146,7 +146,7 @@ def test_genes_are_letters_and_segments_keep_their_budget():
             return 1 - len(seen) / 1000  # the later the better
 
     state = State.start((0,) * len(choices), 1.0)
-    algorithm = RheoSparse(choices, Blind(), recipe(effort=60), seed=0)
+    algorithm = RheoSparse(choices, Blind(), recipe(effort=60), seed=0, number=0)
     for generation in range(algorithm.generations):
         seen: list[tuple[int, ...]] = []
         centre = state.best if generation % 2 == 0 else state.pool[0]

@@ -9,7 +9,11 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
+import pytest
+
+from semisparse.runtime.device import DeviceFacts
 from semisparse.runtime.nvrtc import HEADERS
 
 STAND_INS = Path(__file__).parent
@@ -23,6 +27,18 @@ adverse = [False]
 def compile_emulated(path: Path, arch: str, defines: Mapping[str, str | int]) -> tuple[Path, tuple]:
     """Stand in for `compile_cubin`: nothing is compiled before the kernel's name is known."""
     return path, tuple(defines.items())
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
+    """Let kernels of some modules be emulated."""
+    for module in modules:
+        monkeypatch.setattr(module, "compile_cubin", compile_emulated)
+        monkeypatch.setattr(module, "CudaKernel", EmulatedKernel)
+
+
+def hopper(processors: int = 132) -> DeviceFacts:
+    """Describe a GPU whose launches overlap."""
+    return DeviceFacts("emulated", "cuda", "sm_90a", processors, 0, 0, "")
 
 
 class EmulatedKernel:
