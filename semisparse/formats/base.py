@@ -163,12 +163,12 @@ class Format:
         lossless: whether unpack gives the packed weight bit for bit.
         cost: (problem, packed weight's bytes) -> the passes of a product, for `plan` and the bench's floors.
         variants: the pack options worth planning and measuring.
-        grain: (pattern, params) -> the rows and columns at whose multiples tensors with a declared split may be cut, and
-            at whose rows `stack` has weights begin; None if neither is to be.
+        grain: (pattern, params) -> the rows and columns at whose multiples tensors with a declared split may be cut, or
+            weights stacked; None if they are not to be.
         regroup: (parts, dim, start, stop, pattern) -> rows (``dim`` 0) or columns ``start`` to ``stop`` of the parts
             side by side, declared as ``pattern`` and not rounded again; None if packing what unpack gives does that.
-        stack: (weights one above the other, their rows) -> the params of them all, where that weight's tensors are theirs
-            along the first dimension, offsets counted on; None if it is not. By default the declared splits say so.
+        stack: (weights one above the other, rows in all) -> the params of them as one, whose tensors are theirs behind
+            one another, offsets counted on; None if theirs do not join. Without it, the declared splits tell.
         arrange: (packed, device type) -> the same weight, where it is, in the layout that kernels on such a device
             want; that of ``cpu`` is the layout on disk.
     """

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from semisparse.errors import InputError
 from semisparse.formats.base import Packed, get_format, replace_tensors
 from semisparse.nn.parts import first_rows, stacked_on_grain, unstacked
+from semisparse.nn.remembered import Remembered, Setting, note_version, setting_of
 from semisparse.nn.sparse_linear import SparseLinear
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -41,7 +42,7 @@ class JoinedLinear(SparseLinear):
         super().__init__(whole, _joined_bias(layers, starts, whole.shape[0]), layers[0].kernel)
         self.extents = [(start, weight.shape[0]) for start, weight in zip(starts, stored, strict=True)]
         self._parts = [replace_tensors(weight, {}) for weight in stored]
-        self._remembered: tuple[Tensor, Any, list[Tensor | None]] | None = None
+        self._remembered: Remembered | None = None
 
     def rows_of(self, index: int, x: Tensor) -> Tensor:
         """Multiply, or take what was multiplied already, for one of the layers.
@@ -52,20 +53,21 @@ class JoinedLinear(SparseLinear):
         Returns:
             [..., the layer's N] in x's dtype.
         """
-        found, setting = self._remembered, _setting(x)
-        if found is not None and found[0] is x and found[1] == setting and setting is not None:
-            outputs = found[2]
-            y = outputs[index]
-            if y is not None:
-                outputs[index] = None
-                if all(output is None for output in outputs):
-                    self._remembered = None
-                return y
+        found, setting = self._remembered, setting_of(x)
+        if found is None or found.taken[index] or not found.holds(x, setting):
+            found = self._multiplied(x, setting)
+        found.taken[index] = True
+        if all(found.taken):
+            self._remembered = None
+        return found.whole.narrow(-1, *self.extents[index])
+
+    def _multiplied(self, x: Tensor, setting: Setting | None) -> Remembered:
+        """Multiply for every layer, and remember it where that is safe."""
         whole = self.forward(x)
-        outputs = [whole.narrow(-1, start, size) for start, size in self.extents]
-        y, outputs[index] = outputs[index], None
-        self._remembered = None if setting is None or whole.requires_grad else (x, setting, outputs)
-        return y
+        note_version(whole, x)
+        found = Remembered(x, setting or (), whole, [False] * len(self.extents))
+        self._remembered = None if setting is None or whole.requires_grad else found
+        return found
 
     def parts(self) -> list[Packed]:
         """Give each layer's weight, in the layout on disk: the bytes that were joined."""
@@ -96,6 +98,8 @@ class JoinedPart(nn.Module):
         whole: the product, which another module holds.
         index: the layer's, in it.
     """
+
+    _whole: JoinedLinear
 
     def __init__(self, whole: JoinedLinear, index: int) -> None:
         super().__init__()
@@ -146,8 +150,8 @@ def join_layers(model: nn.Module) -> list[str]:
 
     Layers of unequal formats, patterns or params stay as they are, as do those with hooks, and those of which some have
     a bias. A state dict stays what it was, and nothing can be loaded any more. Where nobody can know whether an input
-    was written since (`torch.inference_mode` outside of `torch.compile`, gradients), every layer computes the whole
-    product: use `torch.no_grad`.
+    was written since (`torch.inference_mode` without `torch.compile`), or gradients are wanted, every layer computes
+    the whole product: use `torch.no_grad`.
 
     Args:
         model: holds `SparseLinear`, on the device where it will run.
@@ -198,19 +202,3 @@ def _joined_bias(layers: Sequence[SparseLinear], starts: Sequence[int], rows: in
     ends = [*starts[1:], rows]
     room = [end - start for start, end in zip(starts, ends, strict=True)]
     return torch.cat([F.pad(bias.detach(), (0, r - len(bias))) for bias, r in zip(biases, room, strict=True)])
-
-
-def _setting(x: Tensor) -> tuple[Any, ...] | None:
-    """Give what must not have changed since a product was remembered; None if nobody can tell whether it has.
-
-    A compiler sees nothing of this: there the input is the same tensor of the graph, or another.
-    """
-    if torch.compiler.is_compiling():
-        return ()
-    if not isinstance(x, Tensor) or x.is_inference() or (torch.is_grad_enabled() and x.requires_grad):
-        return None
-    mode = torch.is_inference_mode_enabled(), torch.is_autocast_enabled(x.device.type)
-    if not x.is_cuda:
-        return x._version, *mode
-    # What one stream has written another must not read, and what is captured is not written yet.
-    return x._version, *mode, torch.cuda.current_stream(x.device), torch.cuda.is_current_stream_capturing()
