@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from semisparse.errors import InputError
@@ -43,6 +44,7 @@ class JoinedLinear(SparseLinear):
         self.extents = [(start, weight.shape[0]) for start, weight in zip(starts, stored, strict=True)]
         self._parts = [replace_tensors(weight, {}) for weight in stored]
         self._remembered: Remembered | None = None
+        self._passes_gradients = not any("forward" in vars(layer) for layer in layers)
 
     def rows_of(self, index: int, x: Tensor) -> Tensor:
         """Multiply, or take what was multiplied already, for one of the layers.
@@ -52,7 +54,11 @@ class JoinedLinear(SparseLinear):
             x: [..., K], float16, bfloat16 or float32.
         Returns:
             [..., the layer's N] in x's dtype.
+        Raises:
+            InputError: x wants gradients, which only what wrapped the layers would have gathered from all ranks.
         """
+        if not self._passes_gradients and torch.is_grad_enabled() and x.requires_grad:
+            raise InputError("joined layers that are spread over ranks give x no gradients: use torch.no_grad")
         found, setting = self._remembered, setting_of(x)
         if found is None or found.taken[index] or not found.holds(x, setting):
             found = self._multiplied(x, setting)
@@ -184,10 +190,12 @@ def _groups_of(parent: nn.Module) -> Iterator[tuple[Sequence[str], list[SparseLi
             yield names, layers
 
 
-def _is_watched(layer: nn.Module) -> bool:
+def _is_watched(layer: SparseLinear) -> bool:
     """Whether somebody else has put a hand on how the layer is called, such as hooks do."""
     hooks: Mapping[str, Any] = vars(layer)
-    return "forward" in hooks or any(hooks[name] for name in hooks if name.endswith("_hooks"))
+    return ("forward" in hooks and not layer.wrapped_for_gradients) or any(
+        hooks[name] for name in hooks if name.endswith("_hooks")
+    )
 
 
 def _on_disk(packed: Packed) -> Packed:
@@ -195,8 +203,9 @@ def _on_disk(packed: Packed) -> Packed:
 
 
 def _joined_bias(layers: Sequence[SparseLinear], starts: Sequence[int], rows: int) -> Tensor | None:
-    """Put biases one behind the other, each from its weight's first row on."""
+    """Put biases one behind the other, each from its weight's first row on; of one that ranks share, this one's part."""
     biases = [layer.bias for layer in layers if layer.bias is not None]
+    biases = [bias.to_local() if isinstance(bias, DTensor) else bias for bias in biases]
     if not biases:
         return None
     ends = [*starts[1:], rows]
