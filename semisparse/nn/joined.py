@@ -203,7 +203,7 @@ def _on_disk(packed: Packed) -> Packed:
 
 
 def _joined_bias(layers: Sequence[SparseLinear], starts: Sequence[int], rows: int) -> Tensor | None:
-    """Put biases one behind the other, each from its weight's first row on; of one that ranks share, this one's part."""
+    """Put biases one behind the other, each from its weight's first row on; of one spread over ranks, the part here."""
     biases = [layer.bias for layer in layers if layer.bias is not None]
     biases = [bias.to_local() if isinstance(bias, DTensor) else bias for bias in biases]
     if not biases:
