@@ -204,10 +204,13 @@ def _on_disk(packed: Packed) -> Packed:
 
 def _joined_bias(layers: Sequence[SparseLinear], starts: Sequence[int], rows: int) -> Tensor | None:
     """Put biases one behind the other, each from its weight's first row on; of one spread over ranks, the part here."""
-    biases = [layer.bias for layer in layers if layer.bias is not None]
-    biases = [bias.to_local() if isinstance(bias, DTensor) else bias for bias in biases]
+    biases = [_local(layer.bias) for layer in layers if layer.bias is not None]
     if not biases:
         return None
     ends = [*starts[1:], rows]
     room = [end - start for start, end in zip(starts, ends, strict=True)]
-    return torch.cat([F.pad(bias.detach(), (0, r - len(bias))) for bias, r in zip(biases, room, strict=True)])
+    return torch.cat([F.pad(bias, (0, r - len(bias))) for bias, r in zip(biases, room, strict=True)])
+
+
+def _local(bias: Tensor) -> Tensor:
+    return (bias.to_local() if isinstance(bias, DTensor) else bias).detach()
