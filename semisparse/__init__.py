@@ -6,7 +6,8 @@ Importing it registers the checkpoint format with transformers; it initialises n
 from semisparse.api import CompressionReport, compress, linear, load, pack
 from semisparse.errors import SemisparseError
 from semisparse.integrations.transformers import register
+from semisparse.nn import join_layers
 
 register()
 
-__all__ = ["CompressionReport", "SemisparseError", "compress", "linear", "load", "pack"]
+__all__ = ["CompressionReport", "SemisparseError", "compress", "join_layers", "linear", "load", "pack"]

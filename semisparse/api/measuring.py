@@ -19,7 +19,7 @@ Counter = Callable[[int, int], None]
 """Called with (done, total)."""
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def evaluate(
     model: str | Path,
     baseline: str | Path | None = None,

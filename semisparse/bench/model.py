@@ -18,7 +18,7 @@ from semisparse.bench.roofline import BASELINE, Candidate, random_weight
 from semisparse.bench.shapes import architecture
 from semisparse.errors import InputError
 from semisparse.formats.base import Packed, get_format, replace_tensors
-from semisparse.nn import is_linear, replace_linear, weight_of
+from semisparse.nn import is_linear, join_layers, replace_linear, weight_of
 from semisparse.patterns import parse_pattern
 from semisparse.runtime.device import device_facts
 
@@ -60,14 +60,17 @@ class ModelSpeed:
 
 
 def load_model(directory: Path, device: torch.device) -> PreTrainedModel:
-    """Load a checkpoint, dense or compressed.
+    """Load a checkpoint, dense or compressed; on a GPU its layers are joined.
 
     Raises:
         InputError: it is no model directory.
     """
     if not (directory / "config.json").is_file():
         raise InputError(f"{directory} is no model directory: it has no config.json")
-    return AutoModelForCausalLM.from_pretrained(directory, dtype="auto").to(device).eval()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto").eval()
+    if device.type == "cuda":
+        join_layers(model)
+    return model.to(device)
 
 
 def random_model(name: str, dtype: torch.dtype, device: torch.device, candidate: Candidate) -> PreTrainedModel:
@@ -87,6 +90,8 @@ def random_model(name: str, dtype: torch.dtype, device: torch.device, candidate:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     if candidate.format != BASELINE:
         make_sparse(model, candidate)
+        if device.type == "cuda":
+            join_layers(model)
     return model
 
 
@@ -142,7 +147,7 @@ def measure_each(
             torch.cuda.empty_cache()
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def measure_model(model: PreTrainedModel, name: str, weights: str, workload: Workload) -> ModelSpeed:
     """Measure prefill, decode and memory.
 

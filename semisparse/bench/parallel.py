@@ -17,7 +17,7 @@ from semisparse.bench.model import ModelSpeed, Workload, measure_each
 from semisparse.bench.roofline import BASELINE, Candidate, random_weight
 from semisparse.bench.shapes import architecture
 from semisparse.formats.base import Packed, get_format
-from semisparse.nn import is_linear, weight_of
+from semisparse.nn import is_linear, join_layers, weight_of
 from semisparse.patterns import parse_pattern
 
 
@@ -71,6 +71,8 @@ def parallel_model(name: str, dtype: torch.dtype, device: torch.device, candidat
     found = type(skeleton).from_pretrained(
         None, config=config, state_dict=state, dtype=dtype, distributed_config=distributed
     )
+    if device.type == "cuda":
+        join_layers(found)
     return found.eval()
 
 

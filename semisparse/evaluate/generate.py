@@ -31,7 +31,7 @@ class Generation:
         return self.new_tokens / self.seconds
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def generate_text(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, max_new_tokens: int
 ) -> Generation:

@@ -32,7 +32,7 @@ class Quality:
         return math.exp(self.nll) if self.nll < 700 else math.inf
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def measure_quality(
     model: PreTrainedModel,
     chunks: Sequence[Sequence[int]],

@@ -28,7 +28,7 @@ class TensorSpec:
     Args:
         name: its name below the module's, as in ``model.layers.0.mlp.up_proj.<name>``.
         dtype: torch dtype, or None for the weight's own (float16, bfloat16 or float32).
-        shape: one name a dimension: ``N``, ``K``, or a count the format names; ``N+1`` adds one.
+        shape: one name a dimension: ``N``, ``K``, or a count the format names; ``N+1`` adds one, for offsets from 0.
         split_n: the dimension that tensor parallelism may cut by output features, if any; where another tensor of the
             format has one, a tensor without it is the same in every part.
         split_k: the dimension that it may cut by input features, if any, likewise.
@@ -163,10 +163,12 @@ class Format:
         lossless: whether unpack gives the packed weight bit for bit.
         cost: (problem, packed weight's bytes) -> the passes of a product, for `plan` and the bench's floors.
         variants: the pack options worth planning and measuring.
-        grain: (pattern, params) -> the rows and columns at whose multiples tensors with a declared split may be cut;
-            None if they are not to be.
+        grain: (pattern, params) -> the rows and columns at whose multiples tensors with a declared split may be cut, or
+            weights stacked; None if they are not to be.
         regroup: (parts, dim, start, stop, pattern) -> rows (``dim`` 0) or columns ``start`` to ``stop`` of the parts
             side by side, declared as ``pattern`` and not rounded again; None if packing what unpack gives does that.
+        stack: (weights one above the other, rows in all) -> the params of them as one, whose tensors are theirs behind
+            one another, offsets counted on; None if theirs do not join. Without it, the declared splits tell.
         arrange: (packed, device type) -> the same weight, where it is, in the layout that kernels on such a device
             want; that of ``cpu`` is the layout on disk.
     """
@@ -188,6 +190,7 @@ class Format:
     variants: tuple[Mapping[str, Any], ...] = ({},)
     grain: Callable[[Pattern, Params], tuple[int, int]] | None = None
     regroup: Callable[[Sequence[Packed], int, int, int, Pattern], Packed] | None = None
+    stack: Callable[[Sequence[Packed], int], Params | None] | None = None
     arrange: Callable[[Packed, str], Packed] = lambda packed, device_type: packed
 
     def pack(self, weight: Tensor, pattern: Pattern | str, **options: Any) -> Packed:

@@ -10,10 +10,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from semisparse.checkpoint import open_directory
 from semisparse.errors import CheckpointError, InputError
+from semisparse.nn import join_layers
 
 
 def load(path: str | Path, device: str = "auto", dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Load a model directory, dense or compressed, after checking that it is whole.
+    """Load a model directory, dense or compressed, after checking that it is whole; on a GPU its layers are joined.
 
     Args:
         path: the directory.
@@ -25,7 +26,10 @@ def load(path: str | Path, device: str = "auto", dtype: torch.dtype | None = Non
     place = pick_device(device)
     if dtype is None and place.type == "cpu":
         dtype = torch.float32
-    return _from_pretrained(open_directory(path).path, dtype or "auto").to(place)
+    model = _from_pretrained(open_directory(path).path, dtype or "auto")
+    if place.type == "cuda":
+        join_layers(model)
+    return model.to(place)
 
 
 def load_dense(path: str | Path) -> PreTrainedModel:

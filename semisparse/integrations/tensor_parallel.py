@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from semisparse.checkpoint import read_block
 from semisparse.errors import CheckpointError, InputError, SemisparseError
-from semisparse.nn import SparseLinear, cut, join
+from semisparse.nn import JoinedLinear, SparseLinear, cut, join
 
 WHOLE = "semisparse_whole"
 """The style of a parameter that every rank loads whole; it does nothing."""
@@ -45,6 +45,7 @@ def keep_own_part(model: PreTrainedModel, layers: Mapping[str, SparseLinear]) ->
     if mesh is None:
         return
     rank, ranks = mesh.get_local_rank(), mesh.size()
+    sequences = any(str(style).startswith("sequence") for style in model.tp_plan.values())
     for name, layer in layers.items():
         dim = _dimension(model, name)
         if dim is None:
@@ -58,6 +59,7 @@ def keep_own_part(model: PreTrainedModel, layers: Mapping[str, SparseLinear]) ->
             layer.packed = cut(packed, dim, rank * size, (rank + 1) * size)
         except SemisparseError as error:
             raise InputError(f"layer {name} over {ranks} ranks: {error}") from error
+        layer.wrapped_for_gradients = _style(model, name) == "colwise" and not sequences
 
 
 def gathered(model: PreTrainedModel, block: Mapping[str, Any], layers: Mapping[str, SparseLinear]) -> dict[str, Tensor]:
@@ -70,8 +72,10 @@ def gathered(model: PreTrainedModel, block: Mapping[str, Any], layers: Mapping[s
     Returns:
         Names on disk to tensors; the other ranks keep their parts, which transformers does not save.
     Raises:
-        CheckpointError: a layer's parts give other bytes than were loaded.
+        CheckpointError: a layer's parts give other bytes than were loaded, or layers are joined.
     """
+    if any(isinstance(layer, JoinedLinear) for layer in layers.values()):
+        raise CheckpointError("layers are joined, which cannot be gathered from the ranks: save before joining them")
     mesh = _mesh(model)
     state, declared = dict(model.state_dict()), read_block(block)
     for name, layer in layers.items():

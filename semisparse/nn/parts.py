@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from semisparse.errors import FormatError
-from semisparse.formats.base import Format, Packed, Params, get_format
+from semisparse.formats.base import Format, Packed, Params, TensorSpec, get_format, replace_tensors
 from semisparse.patterns import NM, Group, Pattern, Unstructured, VectorNM
 
 
@@ -74,19 +74,91 @@ def join(parts: Sequence[Packed], dim: int, pattern: Pattern) -> Packed:
 def stacked(weights: Sequence[Packed]) -> list[Packed]:
     """Put weights of one K above one another where their tensors join, so that one product computes them all.
 
+    Args:
+        weights: each in the layout on disk.
     Returns:
         In the same order, as few weights as possible.
     """
     found = [weights[0]]
     for below in weights[1:]:
-        above = found[-1]
-        form = get_format(above.format)
-        splits = _splits(form, above, 0)
-        if _alike(above, below) and None not in splits.values() and _on_grain(form, [above, below], 0):
-            found[-1] = _concatenated([above, below], splits, 0)
-        else:
+        both = stacked_on_grain([found[-1], below])
+        if both is None or both.shape[0] != found[-1].shape[0] + below.shape[0]:
             found.append(below)
+        else:
+            found[-1] = both
     return found
+
+
+def first_rows(weights: Sequence[Packed]) -> list[int]:
+    """Give the rows that `stacked_on_grain` has the weights begin at, and the one behind the last."""
+    first = weights[0]
+    form = get_format(first.format)
+    grain = 1 if form.grain is None else form.grain(first.pattern, first.params)[0]
+    rows = [0]
+    for weight in weights[:-1]:
+        rows.append(rows[-1] + -(-weight.shape[0] // grain) * grain)
+    return [*rows, rows[-1] + weights[-1].shape[0]]
+
+
+def stacked_on_grain(weights: Sequence[Packed]) -> Packed | None:
+    """Put weights of one K above one another, rows of zeros between them up to the format's grain.
+
+    Args:
+        weights: each in the layout on disk.
+    Returns:
+        One weight, which begins each of them where `first_rows` says; None if their tensors do not join.
+    """
+    first = weights[0]
+    if any(_declared(weight) != _declared(first) for weight in weights):
+        return None
+    form, rows = get_format(first.format), first_rows(weights)[-1]
+    params: Params | None
+    if form.stack is not None:
+        params = form.stack(weights, rows)
+    else:
+        splits = _splits(form, first, 0)
+        joins = form.grain is not None and None not in splits.values() and all(_alike(w, first) for w in weights)
+        params = _params_of(first, rows) if joins else None
+    if params is None:
+        return None
+    tensors = {}
+    for spec in form.specs(first.pattern, first.params):
+        parts = [weight.tensors[spec.name] for weight in weights]
+        if _holds_offsets(spec):
+            ends = torch.stack([part[-1] for part in parts]).cumsum(0, dtype=parts[0].dtype)
+            parts = parts[:1] + [part[1:] + end for part, end in zip(parts[1:], ends, strict=False)]
+        tensors[spec.name] = torch.cat(parts, spec.split_n or 0)
+    return replace(first, shape=(rows, first.shape[1]), params=params, tensors=tensors, declaration="")
+
+
+def unstacked(whole: Packed, declared: Sequence[Packed]) -> list[Packed]:
+    """Undo `stacked_on_grain`, to the same bytes.
+
+    Args:
+        whole: in the layout on disk.
+        declared: the weights that it was made of; their tensors are not asked for.
+    """
+    form = get_format(whole.format)
+    found, at = [], dict.fromkeys(whole.tensors, 0)
+    for weight in declared:
+        shapes, tensors = form.shapes(*weight.shape, weight.pattern, weight.params), {}
+        for spec in form.specs(weight.pattern, weight.params):
+            name, dim, more = spec.name, spec.split_n or 0, int(_holds_offsets(spec))
+            length = shapes[name][dim]
+            tensor = whole.tensors[name].narrow(dim, at[name], length)
+            at[name] += length - more
+            # Views would keep the whole in memory.
+            tensors[name] = tensor - tensor[0] if more else tensor.clone(memory_format=torch.contiguous_format)
+        found.append(replace_tensors(weight, tensors))
+    return found
+
+
+def _holds_offsets(spec: TensorSpec) -> bool:
+    return spec.shape[0].endswith("+1")
+
+
+def _declared(packed: Packed) -> tuple[object, ...]:
+    return packed.format, packed.version, packed.pattern, packed.dtype, packed.shape[1]
 
 
 def _alike(one: Packed, other: Packed) -> bool:

@@ -29,6 +29,9 @@ class SparseLinear(nn.Module):
     _hf_quantized_needs_local_tp = True
     """transformers' tensor parallelism is to hand over this rank's part of x, not a distributed tensor."""
 
+    wrapped_for_gradients = False
+    """Whether ``forward`` is wrapped for no more than the gradients of x; who sets it has looked at the wrapper."""
+
     def __init__(self, packed: Packed, bias: Tensor | None = None, kernel: str = "auto") -> None:
         super().__init__()
         self.out_features, self.in_features = packed.shape

@@ -9,6 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
+from semisparse.nn import join_layers
 from tests.serving import Served, every_format, write
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
@@ -17,10 +18,11 @@ ONE_OF_EACH = {served.format: served for served in every_format()}
 NEW = 9
 
 
-@pytest.mark.parametrize("batch", [1, 5, 64])
+@pytest.mark.parametrize(("batch", "joined"), [(1, False), (5, False), (64, False), (1, True), (5, True)])
 @pytest.mark.parametrize("served", ONE_OF_EACH.values(), ids=ONE_OF_EACH)
-def test_decoding_replays_cuda_graphs(served: Served, batch: int, tmp_path: Path):
+def test_decoding_replays_cuda_graphs(served: Served, batch: int, joined: bool, tmp_path: Path):
     model = AutoModelForCausalLM.from_pretrained(write(served, tmp_path / served.folder), dtype=torch.bfloat16).cuda()
+    assert not joined or join_layers(model)
     ids = torch.randint(1, 250, (batch, 7), generator=torch.Generator().manual_seed(batch)).cuda()
     mask = torch.ones_like(ids)
     ids[0, :3] = mask[0, :3] = 0

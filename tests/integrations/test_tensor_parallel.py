@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from dataclasses import replace
 from datetime import timedelta
@@ -13,8 +14,9 @@ from torch import distributed
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.distributed import DistributedConfig
 
-from semisparse.errors import InputError
+from semisparse.errors import CheckpointError, InputError
 from semisparse.integrations.transformers import sparse_layers
+from semisparse.nn import join_layers
 from tests.serving import SIZES, Served, every_format, on_ranks, one, write
 
 pytestmark = pytest.mark.xdist_group("tensor parallel")  # one process makes `folder`, which takes a minute
@@ -33,6 +35,8 @@ RUNS = pytest.mark.parametrize(
     [pytest.param(s, ranks, id=f"{s.name}-{ranks}") for ranks, chosen in WORLDS.items() for s in chosen.values()],
 )
 
+ATTENTION = "model.layers.0.self_attn.q_proj_k_proj_v_proj"
+
 
 def _rank(rank: int, ranks: int, folder: Path, directories: list[Path]) -> None:
     torch.set_num_threads(1)
@@ -48,6 +52,14 @@ def _rank(rank: int, ranks: int, folder: Path, directories: list[Path]) -> None:
             found = {"logits": model(IDS).logits}
         found["shapes"] = {n: layer.packed.shape for n, layer in sparse_layers(model).items()}
         found["generated"] = model.generate(IDS[:1], max_new_tokens=4, do_sample=False, pad_token_id=0)
+        found["joined"] = join_layers(model)
+        with torch.no_grad():
+            found["joined logits"] = model(IDS).logits
+        if ATTENTION in found["joined"]:
+            with pytest.raises(InputError, match="no gradients"):
+                model.model.layers[0].self_attn.q_proj(torch.zeros(1, 512, requires_grad=True))
+            with pytest.raises(CheckpointError, match="save before joining"):
+                model.save_pretrained(folder / f"joined-{ranks}-{rank}")
         as_stored = AutoModelForCausalLM.from_pretrained(
             directory, distributed_config=DistributedConfig(tp_plan="auto")
         )
@@ -77,6 +89,10 @@ def test_the_ranks_compute_what_one_process_does(served: Served, ranks: int, fol
         torch.testing.assert_close(rank["logits"], expected, rtol=0, atol=tolerance)
         assert torch.equal(rank["logits"], found[0]["logits"])
         assert torch.equal(rank["generated"], found[0]["generated"])
+        torch.testing.assert_close(
+            rank["joined logits"], rank["logits"], rtol=0, atol=1e-5 * float(expected.abs().max())
+        )
+        assert bool(rank["joined"]) == bool(join_layers(copy.deepcopy(alone)))
     shapes = {name: layer.packed.shape for name, layer in sparse_layers(alone).items()}
     for name, (n, k) in found[0]["shapes"].items():
         whole = shapes[name]

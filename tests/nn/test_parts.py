@@ -126,6 +126,26 @@ def test_weights_stack_where_their_tensors_join():
     assert stacked(variable) == variable
 
 
+@pytest.mark.parametrize(("chosen", "pattern", "grain"), [("gqs", "g16@50%", 16), ("ec_csr", "70%", 32)])
+def test_groups_and_lists_stack_where_a_weight_fills_its_tiles(chosen, pattern, grain):
+    form = get_format(chosen)
+    q, k, v = (form.pack(weight_of(pattern, n, 128), pattern) for n in (2 * grain, grain, 7))
+    (whole,) = stacked([q, k, v])
+    form.validate(whole)
+    assert torch.equal(whole.unpack(), torch.cat([w.unpack() for w in (q, k, v)]))
+    assert [w.shape[0] for w in stacked([v, q, k])] == [7, 3 * grain]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "pattern", "options"),
+    [("gqs", "g16@50%", {"kind": "w2"}), ("ec_csr", "70%", {"delta_bits": 4}), ("ec_csr", "70%", {"layout": "paper"})],
+)
+def test_groups_and_lists_of_another_kind_stay_apart(chosen, pattern, options):
+    form, weight = get_format(chosen), weight_of(pattern, 64, 128)
+    one, other = form.pack(weight, pattern), form.pack(weight, pattern, **options)
+    assert (one.params == other.params) or len(stacked([one, other])) == len(stacked([other, one])) == 2
+
+
 def test_a_scale_of_the_whole_weight_keeps_weights_apart():
     weights = [get_format("dense").pack(weight_of("0%", 8, 64) * scale, "0%", kind="fp8_tensor") for scale in (1, 2)]
     assert len(stacked(weights)) == 2

@@ -6,6 +6,7 @@ import torch
 
 from semisparse.formats.base import Case, Format
 from semisparse.formats.ec_csr import cpu, cuda, layout, pack, tiles
+from semisparse.formats.ec_csr.stack import grain, stack
 from semisparse.formats.ec_csr.unpack import prepare_unpack_and_multiply, unpack_refusal
 from semisparse.formats.kernel import Kernel
 from semisparse.patterns import Pattern
@@ -33,6 +34,8 @@ FORMAT = Format(
     pack_weight=pack.pack_weight,
     unpack=pack.unpack,
     check_content=pack.check_content,
+    grain=grain,
+    stack=stack,
     kernels=(
         Kernel("cpu", "cpu", cpu.refusal, lambda problem: cpu.product),
         Kernel("decode_tiles", "cuda", tiles.tiles_refusal, tiles.prepare_tiles, tiles.tiles_pay),

@@ -7,6 +7,7 @@ import torch
 from semisparse.formats.base import Case, Format
 from semisparse.formats.gqs import cpu, cuda, pack, unpack
 from semisparse.formats.gqs.regroup import regroup
+from semisparse.formats.gqs.stack import stack
 from semisparse.formats.kernel import Kernel
 from semisparse.quant.group import KINDS
 
@@ -38,5 +39,7 @@ FORMAT = Format(
     },
     lossless=False,
     regroup=regroup,
+    grain=lambda pattern, params: (pack.TILE_ROWS, pack.TILE_GROUPS * pack.size_of(pattern)),
+    stack=stack,
     variants=({"kind": "w4"}, *({"kind": kind} for kind in KINDS if kind != "w4")),
 )
