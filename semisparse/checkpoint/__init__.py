@@ -1,7 +1,14 @@
 """The directory on disk: the config block, validation, atomic writing."""
 
 from semisparse.checkpoint.block import METHOD, VERSION, describe, filled, read_block
-from semisparse.checkpoint.directory import Header, ModelDirectory, check_headers, open_directory, read_headers
+from semisparse.checkpoint.directory import (
+    Header,
+    ModelDirectory,
+    check_headers,
+    open_directory,
+    read_ahead,
+    read_headers,
+)
 from semisparse.checkpoint.inspect import inspect_directory
 from semisparse.checkpoint.write import refuse_existing, whole_directory
 
@@ -15,6 +22,7 @@ __all__ = [
     "filled",
     "inspect_directory",
     "open_directory",
+    "read_ahead",
     "read_block",
     "read_headers",
     "refuse_existing",

@@ -318,26 +318,28 @@ reference_kernel = Kernel("reference", None, lambda problem: None, lambda proble
 
 
 @cache
-def registry() -> dict[str, Format]:
-    """Every format: each folder of ``semisparse/formats`` declares its own as ``FORMAT``."""
+def format_names() -> tuple[str, ...]:
+    """List the folders of ``semisparse/formats``, each of which declares its format as ``FORMAT``."""
     import semisparse.formats as package
 
-    found: dict[str, Format] = {}
-    for module in pkgutil.iter_modules(package.__path__):
-        if module.ispkg:
-            declared: Format = importlib.import_module(f"{package.__name__}.{module.name}").FORMAT
-            if declared.name != module.name:
-                raise ImportError(f"formats/{module.name} declares a format named {declared.name}")
-            found[declared.name] = declared
-    return found
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(package.__path__) if module.ispkg))
 
 
+@cache
 def get_format(name: str) -> Format:
-    """Look a format up by name.
+    """Look a format up by name; its folder is imported now, the others when they are asked for.
 
     Raises:
         InputError: there is none; lists the known ones.
     """
-    if name not in registry():
-        raise InputError(f"unknown format {name!r}; known: {', '.join(sorted(registry()))}")
-    return registry()[name]
+    if name not in format_names():
+        raise InputError(f"unknown format {name!r}; known: {', '.join(format_names())}")
+    declared: Format = importlib.import_module(f"semisparse.formats.{name}").FORMAT
+    if declared.name != name:
+        raise ImportError(f"formats/{name} declares a format named {declared.name}")
+    return declared
+
+
+def registry() -> dict[str, Format]:
+    """Every format, by name."""
+    return {name: get_format(name) for name in format_names()}

@@ -16,7 +16,7 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from semisparse.checkpoint import METHOD, VERSION, check_headers, read_block, read_headers
+from semisparse.checkpoint import METHOD, VERSION, check_headers, read_ahead, read_block, read_headers
 from semisparse.errors import CheckpointError, SemisparseError
 from semisparse.integrations.tensor_parallel import gathered, is_distributed, keep_own_part, load_whole
 from semisparse.nn import SparseLinear, replace_linear
@@ -48,8 +48,10 @@ class SemisparseQuantizer(HfQuantizer):
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         layers = read_block(self.quantization_config.to_dict())
-        if checkpoint_files:
-            check_headers(layers, read_headers([Path(file) for file in checkpoint_files]))
+        files = [Path(file) for file in checkpoint_files or ()]
+        if files:
+            check_headers(layers, read_headers(files))
+            read_ahead(files)
         for name, packed in layers.items():
             try:
                 replace_linear(model, name, packed)
