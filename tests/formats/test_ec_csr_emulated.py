@@ -115,6 +115,6 @@ def test_few_tokens(monkeypatch, kind, m, n, k, pattern, dtype, bits):
     results = []
     for emulated.adverse[0] in (False, True):
         for early in (False, True):
-            results.append(cuda.prepare_banks(problem_of(x, packed), early)(x, packed, bias))
+            results.append(cuda.prepare_banks(problem_of(x, packed))(x, packed, bias))
     check_product(results[0], x, packed, bias)
     assert all(torch.equal(results[0], other) for other in results)

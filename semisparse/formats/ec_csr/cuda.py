@@ -151,20 +151,19 @@ def _tokens_of_pass(m: int, fitting: list[int]) -> int:
     return min((tokens for tokens in fitting if tokens >= m), default=max(fitting))
 
 
-def prepare_banks(problem: Problem, early: bool = False) -> Product:
+def prepare_banks(problem: Problem) -> Product:
     """Prepare to multiply 1 to 16 tokens with a weight in the layout ``banks``, in x's dtype.
 
     Above 8, or with large K, in several passes; accumulated in float32.
 
     Args:
         problem: x and w in one dtype.
-        early: whether the launch may begin before the kernel before it on the stream has ended (Hopper and later). It
-            waits before it reads x and before it writes, but not before it reads the weight: nothing that still runs
-            may be writing it.
     """
     m, n, k, device, params = problem.m, problem.n, problem.k, problem.device, problem.params
     kernel, tokens = _banks_kernel(tuple(params.items()), problem.dtype, device, m)
-    grid, sizes = (-(-n // panel_rows_of(params)), -(-m // tokens), 1), (m, n, k, int(params["span"]), int(early))
+    panels = -(-n // panel_rows_of(params))
+    all_loads = int(params["values"]) // (LANES * vector_of(problem.dtype))
+    grid, sizes = (panels, -(-m // tokens), 1), (m, n, k, int(params["span"]), all_loads, all_loads / panels)
     dependent = device_facts(device).overlaps_launches
 
     def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
@@ -228,7 +227,7 @@ def _banks_kernel(params: Items, dtype: torch.dtype, device: torch.device, m: in
     tokens = _tokens_of_pass(m, _tokens_that_fit(known, dtype, device))
     cubin = compile_cubin(BANKS.path, device_facts(device).arch, _banks_defines(dtype, tokens, known))
     shared = _shared_bytes(known, dtype, tokens)
-    return CudaKernel(cubin, "semisparse_ec_csr_banks", (*[_POINTER] * 7, *[_INT] * 5), shared), tokens
+    return CudaKernel(cubin, "semisparse_ec_csr_banks", (*[_POINTER] * 7, *[_INT] * 5, ctypes.c_float), shared), tokens
 
 
 @lru_cache(maxsize=1024)

@@ -14,7 +14,13 @@
 #include "stream_k.cuh"
 #endif
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) semisparse_gqs_decode(
+#if CLUSTER > 1
+#define IN_CLUSTERS __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define IN_CLUSTERS
+#endif
+
+extern "C" __global__ void IN_CLUSTERS __launch_bounds__(32 * WARPS, BLOCKS) semisparse_gqs_decode(
     // Not __restrict__: loads that the compiler takes for constants could move before the wait for the previous kernel.
     const SCALAR* x,            // [m, k]
     const uint2* masks,         // [chunks]
@@ -24,21 +30,25 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) semisparse_gqs_
     const char* zero,           // [kept]
     const SCALAR* bias,         // [n] or null
     SCALAR* __restrict__ y,     // [m, n]
-    unsigned long long* parts,  // [blocks, kCells]: a block's share of a tile that goes on after it; 0 before and after
     int m, int n, int k, int tile_chunks, int chunks, int kept,
-    int each, int more,         // a block's strips, and how many blocks have one more
-    int ahead                   // groups that a warp has L2 bring before anything else
+    int each, int more,         // a cluster's tiles, and how many clusters have one more
+    int ahead, float share      // groups that a warp has L2 bring before anything else, of so many that are its own
 ) {
     extern __shared__ uint4 shared[];  // the warps' streams, then what products keep there
     const Weight weight = {masks, starts, codes, scale, zero, chunks, kept};
     const Division division(tile_chunks, each, more);
     const int warp = warp_of_block();
-    weight.prefetch(division.first, division.last, (blockIdx.x * WARPS + warp) * ahead, ahead);
+#if HINT
+    const int begin = static_cast<int>(min(hint_of(starts + division.first), static_cast<Word>(kept))) & ~15;
+#else
+    const int begin = static_cast<int>((blockIdx.x * WARPS + warp) * share) & ~15;
+#endif
+    weight.prefetch(division.first, division.last, begin, ahead);
     wait_for_previous_kernel();
     let_next_kernel_start();
     const Product::Asked asked{x, m, k};
     const Word at = shared_address(shared);
     Stream stream(weight, pinned(at + warp * kStreamBytes), division.first, division.last);
     Product product(asked, at + WARPS * kStreamBytes);
-    division.sum(stream, product, {bias, y, m, n, product}, parts);
+    division.sum(stream, product, {bias, y, m, n, product});
 }

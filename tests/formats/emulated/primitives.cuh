@@ -4,6 +4,7 @@
 
 #include "mma.cuh"
 #include "pairs.cuh"
+#include "prefetch.cuh"
 #include "scalars.cuh"
 
 constexpr Word kAll = 0xffffffff;
@@ -85,18 +86,6 @@ inline Word max_of_warp(Word value) {
     return value;
 }
 
-inline void leave_part(unsigned long long* place, float value) {
-    if (*place) fail("a part that nobody took");
-    *place = 1ull << 32 | __float_as_uint(value);
-}
-
-inline float take_part(unsigned long long* place) {
-    if (!*place) fail("a part that was not left");
-    return __uint_as_float(static_cast<Word>(std::exchange(*place, 0)));
-}
-
 inline void wait_for_previous_kernel() {}
 inline void let_next_kernel_start() {}
-inline void prefetch_line(const void*) {}
-inline void prefetch_lines(const void* place, Word bytes) { check_aligned(place, 16); if (bytes % 16) fail("a prefetch's length is not aligned"); }
 inline bool one_of_warp() { return threadIdx.x % 32 == 0; }
