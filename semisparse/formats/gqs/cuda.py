@@ -118,16 +118,16 @@ class Build(NamedTuple):
         return self.shared_bytes(k) + static <= MOST_SHARED.get(arch, 99 << 10)
 
 
+_PATH = Path(__file__).with_name("decode.cu")
+
 # The extremes of what is compiled.
 DECODE = CudaSource(
-    Path(__file__).with_name("decode.cu"),
+    _PATH,
     tuple(
         build.defines
         for build in (
-            Build(torch.float16, 4, 1, False, True, 16, 2),
             Build(torch.bfloat16, 4, 2, False, False, 8, 1),
             Build(torch.float16, 4, 1, True, True, 8, 0),
-            Build(torch.bfloat16, 4, 2, True, False, 16, 2),
             Build(torch.float16, 4, 2, False, True, 8, 0),
             Build(torch.float16, 4, 8, False, True, 8, 0),
             Build(torch.bfloat16, 4, 16, False, False, 8, 0),
@@ -138,7 +138,16 @@ DECODE = CudaSource(
     ),
 )
 
-SOURCES = (DECODE,)
+CLUSTERS = CudaSource(
+    _PATH,
+    (
+        Build(torch.float16, 4, 1, False, True, 16, CLUSTER).defines,
+        Build(torch.bfloat16, 4, 2, True, False, 16, CLUSTER).defines,
+    ),
+    architectures=("sm_90a", "sm_100a"),
+)
+
+SOURCES = (DECODE, CLUSTERS)
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 

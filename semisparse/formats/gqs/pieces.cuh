@@ -13,7 +13,10 @@ constexpr int kScalesAt = kRing * kGroupBytes, kZerosAt = kScalesAt + 2 * kRing;
 constexpr int kPiecesBytes = kZerosAt + kRing;  // of a warp
 constexpr int kScaleLanes = 2 * PIECE / kVector, kZeroLanes = PIECE / kVector;
 // A strip may lie in as many pieces as it has groups, and the one that it began in is not to be written over.
-constexpr int kDepth = SLOTS - 1 - (BATCH * 64 + PIECE - 1) / PIECE;
+#ifndef DEPTH
+#define DEPTH 9
+#endif
+constexpr int kDepth = SLOTS - 1 - (BATCH * 64 + PIECE - 1) / PIECE < DEPTH ? SLOTS - 1 - (BATCH * 64 + PIECE - 1) / PIECE : DEPTH;
 static_assert(kDepth > 0 && PIECE % 64 == 0 && 3 * PIECE <= 32 * kVector && (SLOTS & SLOTS - 1) == 0, "the ring");
 
 struct Weight {
