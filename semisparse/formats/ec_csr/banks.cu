@@ -195,8 +195,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_ec_csr
     const int* panel_loads,  // [panels + 1]
     const SCALAR* bias,     // [n] or null
     SCALAR* y,              // [m, n]
-    int m, int n, int k, int span,        // span: rows that a lane meets in a segment, at most
-    int all_loads, float share            // of the weight; of a panel, about
+    int m, int n, int k, int span         // span: rows that a lane meets in a segment, at most
 ) {
     extern __shared__ __align__(16) char shared[];  // x, sums [segments, span, 32], first rows [segments, 32], ring
     const int segment = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -205,36 +204,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_ec_csr
     Sums* found = reinterpret_cast<Sums*>(features + height * kWarp);
     int* first_rows = reinterpret_cast<int*>(found + kThreads * span);
 
-    const int begin_of_bases = blockIdx.x * kThreads + threadIdx.x;
-#if PRE >= 0
-    if (lane == 0) prefetch_line(segment == 0 ? static_cast<const void*>(panel_loads + blockIdx.x) : bases + begin_of_bases);
-#endif
-#if PRE > 0
-    {
-#if HINT
-        const int from = hint_of(panel_loads + blockIdx.x), behind = hint_of(panel_loads + blockIdx.x + 1);
-#else
-        const int from = blockIdx.x * share, behind = (blockIdx.x + 1) * share;
-#endif
-        int at = from + segment * (behind - from) / kSegments;
-        int ask = min(PRE, from + (segment + 1) * (behind - from) / kSegments - at);
-        ask = min(ask, all_loads - at);
-        if (at >= 0 && ask > 0 && lane == 0) {
-            prefetch_lines(values + (long long)at * kWarp, ask * kWarp * 16);
-            prefetch_lines(static_cast<const char*>(deltas) + (long long)at * kWarp * kDeltaBytes, ask * kWarp * kDeltaBytes);
-        }
-    }
-#endif
+    const int own_base = blockIdx.x * kThreads + threadIdx.x;
+    if (lane % (32 / sizeof(INDEX)) == 0) prefetch_line(bases + own_base);
+    if (threadIdx.x == 0) prefetch_line(panel_loads + blockIdx.x);
     for (int at = threadIdx.x; at < kThreads * span; at += kThreads) found[at] = Sums{};
     wait_for_previous_kernel();
     const int first = blockIdx.y * TOKENS;
     const Asked asked(x, first, m, k);
-    const int base = bases[begin_of_bases];
+    const int base = bases[own_base];
     const int start = panel_loads[blockIdx.x], loads = panel_loads[blockIdx.x + 1] - start;
     const int begin = segment * loads / kSegments, count = (segment + 1) * loads / kSegments - begin;
-#if XMODE == 0
-    asked.stage(features, height * kWarp);
-#endif
     const List own(values, deltas, (long long)(start + begin) * kWarp + lane);
 #if TOKENS < 4
     Ring<kThreads> ring(reinterpret_cast<const char*>(first_rows + kThreads));
@@ -246,9 +225,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_ec_csr
         if (at < count) ring.ask(own, at, at);
         commit_copies();
     }
-#if XMODE
     asked.stage(features, height * kWarp);
-#endif
     let_next_kernel_start();
     const int row = base / height;
     first_rows[threadIdx.x] = row;

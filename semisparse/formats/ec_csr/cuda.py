@@ -161,9 +161,7 @@ def prepare_banks(problem: Problem) -> Product:
     """
     m, n, k, device, params = problem.m, problem.n, problem.k, problem.device, problem.params
     kernel, tokens = _banks_kernel(tuple(params.items()), problem.dtype, device, m)
-    panels = -(-n // panel_rows_of(params))
-    all_loads = int(params["values"]) // (LANES * vector_of(problem.dtype))
-    grid, sizes = (panels, -(-m // tokens), 1), (m, n, k, int(params["span"]), all_loads, all_loads / panels)
+    grid, sizes = (-(-n // panel_rows_of(params)), -(-m // tokens), 1), (m, n, k, int(params["span"]))
     dependent = device_facts(device).overlaps_launches
 
     def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
@@ -227,7 +225,7 @@ def _banks_kernel(params: Items, dtype: torch.dtype, device: torch.device, m: in
     tokens = _tokens_of_pass(m, _tokens_that_fit(known, dtype, device))
     cubin = compile_cubin(BANKS.path, device_facts(device).arch, _banks_defines(dtype, tokens, known))
     shared = _shared_bytes(known, dtype, tokens)
-    return CudaKernel(cubin, "semisparse_ec_csr_banks", (*[_POINTER] * 7, *[_INT] * 5, ctypes.c_float), shared), tokens
+    return CudaKernel(cubin, "semisparse_ec_csr_banks", (*[_POINTER] * 7, *[_INT] * 4), shared), tokens
 
 
 @lru_cache(maxsize=1024)

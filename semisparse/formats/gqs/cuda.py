@@ -184,7 +184,7 @@ def prepare_decode(problem: Problem) -> Product:
     tiles, tile_chunks = -(-n // TILE_ROWS), -(-k // (SIZE * TILE_GROUPS))
 
     @cache
-    def launch_of(whole: bool) -> tuple[Build, int, CudaKernel, tuple[int, ...]]:
+    def launch_of(whole: bool) -> tuple[Build, int, CudaKernel, tuple[float, ...]]:
         build = _build_of(
             m, k, Build(dtype, KINDS[str(problem.params["kind"])], 0, rounds, whole, WARPS, 0), tiles, facts
         )

@@ -4,9 +4,9 @@
 // whoever still writes it from nothing, and memory is idle while the last blocks of a kernel finish.
 //
 // Compiled for SCALAR (__half or __nv_bfloat16, of x, scale, bias and y), BITS (4 or 8), TOKENS (1 or 2 by codes, 8 or 16 by
-// weights), ROUNDED (1: x is rounded to 8 bits), OWN (1: a block for each tile; 0: Stream-K), WARPS (of a block), BATCH (chunks that
-// a warp multiplies at once), BLOCKS (of a processor, for registers), PIECE and SLOTS (see stream.cuh) and WHOLE (1: k is a multiple
-// of 256 columns, and x is aligned to 16 bytes).
+// weights), ROUNDED (1: x is rounded to 8 bits), OWN (1: a block for each tile; 0: Stream-K), CLUSTER (blocks that share tiles),
+// WARPS (of a block), BATCH (chunks that a warp multiplies at once), BLOCKS (of a processor, for registers), PIECE and SLOTS (see
+// stream.cuh) and WHOLE (1: k is a multiple of 256 columns, and x is aligned to 16 bytes).
 
 #if OWN
 #include "own_tile.cuh"
@@ -38,11 +38,8 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(32 * WARPS, BLOCKS) sem
     const Weight weight = {masks, starts, codes, scale, zero, chunks, kept};
     const Division division(tile_chunks, each, more);
     const int warp = warp_of_block();
-#if HINT
-    const int begin = static_cast<int>(min(hint_of(starts + division.first), static_cast<Word>(kept))) & ~15;
-#else
-    const int begin = static_cast<int>((blockIdx.x * WARPS + warp) * share) & ~15;
-#endif
+    // If rows were even. Where a run begins is not to be read yet.
+    const int begin = static_cast<int>((blockIdx.x * WARPS + warp) * share) & ~(kVector - 1);
     weight.prefetch(division.first, division.last, begin, ahead);
     wait_for_previous_kernel();
     let_next_kernel_start();

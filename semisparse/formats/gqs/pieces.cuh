@@ -13,10 +13,7 @@ constexpr int kScalesAt = kRing * kGroupBytes, kZerosAt = kScalesAt + 2 * kRing;
 constexpr int kPiecesBytes = kZerosAt + kRing;  // of a warp
 constexpr int kScaleLanes = 2 * PIECE / kVector, kZeroLanes = PIECE / kVector;
 // A strip may lie in as many pieces as it has groups, and the one that it began in is not to be written over.
-#ifndef DEPTH
-#define DEPTH 9
-#endif
-constexpr int kDepth = SLOTS - 1 - (BATCH * 64 + PIECE - 1) / PIECE < DEPTH ? SLOTS - 1 - (BATCH * 64 + PIECE - 1) / PIECE : DEPTH;
+constexpr int kDepth = SLOTS - 1 - (BATCH * 64 + PIECE - 1) / PIECE;
 static_assert(kDepth > 0 && PIECE % 64 == 0 && 3 * PIECE <= 32 * kVector && (SLOTS & SLOTS - 1) == 0, "the ring");
 
 struct Weight {
@@ -27,8 +24,7 @@ struct Weight {
     const char* zero;    // [kept]
     int chunks, kept;
 
-    // Has L2 bring the headers of the chunks `from` to `to`, and about where their groups may be, `count` groups. Nothing is
-    // read by that, so whoever still writes them may.
+    // Has L2 bring the headers of the chunks `from` to `to`, and `count` groups where theirs may begin.
     __device__ __forceinline__ void prefetch(int from, int to, int group, int count) const {
         const int lane = threadIdx.x % 32;
         if (lane < 3) prefetch_line(lane == 0 ? static_cast<const void*>(starts + from) : lane == 1 ? static_cast<const void*>(starts + to) : masks + from);

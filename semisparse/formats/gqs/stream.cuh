@@ -7,10 +7,7 @@
 #include "pieces.cuh"
 
 constexpr int kStripColumns = BATCH * kColumns;
-#ifndef WINDOW
-#define WINDOW 32
-#endif
-constexpr int kWindow = WINDOW;  // chunks whose headers are read at once, one a lane; shared memory has two windows
+constexpr int kWindow = 32;  // chunks whose headers are read at once, one a lane; shared memory has two windows
 constexpr int kHeadersAt = kPiecesBytes, kStreamBytes = kHeadersAt + 2 * kWindow * 16;  // of a warp
 
 // Of a chunk: its mask, and how many groups are stored before its first row and before its row 8.
@@ -64,7 +61,7 @@ struct Stream {
         while (any_of_warp(seen < chunks)) {
             const Word header[4] = {mask.x, mask.y, start, start + __popc(mask.x)};
             __syncwarp();
-            if (kWindow == 32 || threadIdx.x % 32 < kWindow) write_shared(headers + 16 * ((seen + threadIdx.x % 32) % (2 * kWindow)), header);
+            write_shared(headers + 16 * ((seen + threadIdx.x % 32) % (2 * kWindow)), header);
             __syncwarp();
             seen += kWindow;
             look_ahead();

@@ -12,10 +12,3 @@ __device__ __forceinline__ void prefetch_lines(const void* place, Word bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" : : "l"(place), "r"(bytes));
 #endif
 }
-
-// What a word may be: of a kernel that may still be writing it, not to be relied on.
-__device__ __forceinline__ Word hint_of(const void* place) {
-    Word value;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(place) : "memory");
-    return value;
-}

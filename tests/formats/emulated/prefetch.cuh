@@ -11,5 +11,3 @@ inline void prefetch_lines(const void* place, Word bytes) {
     if (reinterpret_cast<uintptr_t>(place) % 16) fail("a prefetch is not aligned");
     if (bytes % 16) fail("a prefetch's length is not aligned");
 }
-
-inline Word hint_of(const void* place) { return *static_cast<const Word*>(place); }
