@@ -58,7 +58,7 @@ def _forget_kernels() -> None:
     ],
 )
 def test_any_division_of_the_work(monkeypatch, kind: str, dtype: torch.dtype, m: int, n: int, k: int, pattern: str):
-    """From one block for all tiles to one for each; and two blocks that share tiles: several, and one each."""
+    """From one block for all tiles to one for each, whose warps share several or have it alone."""
     weight = build(parse_pattern(pattern), random, n, k).to(dtype)
     weight[3] = 0
     packed = GQS.pack(weight, pattern, kind=kind)
@@ -66,9 +66,8 @@ def test_any_division_of_the_work(monkeypatch, kind: str, dtype: torch.dtype, m:
     multiplied = as_multiplied(x, packed, torch.float64 if m <= 2 else dtype)
     monkeypatch.setattr(cuda, "WARPS", 2)
     monkeypatch.setattr(cuda, "PROCESSOR_WARPS", 1)  # a block of a processor
-    for blocks, own, cluster in ((1, 0, 1), (2, 0, 1), (1, 0, 2), (4, 0, 2), (99, 0, 2), (99, 1, 2)):
+    for blocks, own in ((1, 0), (2, 0), (4, 0), (99, 0), (99, 1)):
         monkeypatch.setattr(cuda, "OWN_TILES", own)
-        monkeypatch.setattr(cuda, "CLUSTER", cluster)
         monkeypatch.setattr(cuda, "device_facts", lambda _, blocks=blocks: emulated.hopper(blocks))
         results = []
         for emulated.adverse[0] in (False, True):

@@ -59,9 +59,6 @@ WARPS = 8
 OWN_TILES = 2
 """Tiles of rows for each processor up to which a block has one of its own."""
 
-CLUSTER = 2
-"""Blocks that share tiles of rows where there are more."""
-
 PROCESSOR_WARPS = 16
 """That share a processor; what each may have of its registers. More, of fewer chunks at once, were slower (LOG.md)."""
 
@@ -69,7 +66,7 @@ PROCESSOR_WARPS = 16
 class Build(NamedTuple):
     """What the kernel is compiled for: how many tokens, whether it rounds them, and the warps of a block.
 
-    ``whole`` says that x has no ragged end; ``cluster`` how many blocks share tiles, 0 where each has one of its own.
+    ``whole`` says that x has no ragged end; ``own`` that each block has one tile of rows.
     """
 
     dtype: torch.dtype
@@ -78,7 +75,7 @@ class Build(NamedTuple):
     rounds: bool
     whole: bool
     warps: int
-    cluster: int
+    own: bool
 
     @property
     def blocks(self) -> int:
@@ -99,8 +96,7 @@ class Build(NamedTuple):
             "PIECE": PIECE,
             "SLOTS": SLOTS,
             "WHOLE": int(self.whole),
-            "OWN": int(not self.cluster),
-            "CLUSTER": max(1, self.cluster),
+            "OWN": int(self.own),
         }
 
     def shared_bytes(self, k: int) -> int:
@@ -126,28 +122,20 @@ DECODE = CudaSource(
     tuple(
         build.defines
         for build in (
-            Build(torch.bfloat16, 4, 2, False, False, 8, 1),
-            Build(torch.float16, 4, 1, True, True, 8, 0),
-            Build(torch.float16, 4, 2, False, True, 8, 0),
-            Build(torch.float16, 4, 8, False, True, 8, 0),
-            Build(torch.bfloat16, 4, 16, False, False, 8, 0),
-            Build(torch.float16, 8, 16, False, True, 8, 0),
-            Build(torch.bfloat16, 8, 16, False, False, 8, 0),
-            Build(torch.bfloat16, 8, 8, False, True, 4, 0),
+            Build(torch.bfloat16, 4, 2, True, False, 16, False),
+            Build(torch.float16, 4, 1, False, True, 16, False),
+            Build(torch.float16, 4, 1, True, True, 8, True),
+            Build(torch.float16, 4, 2, False, True, 8, True),
+            Build(torch.float16, 4, 8, False, True, 8, True),
+            Build(torch.bfloat16, 4, 16, False, False, 8, True),
+            Build(torch.float16, 8, 16, False, True, 8, True),
+            Build(torch.bfloat16, 8, 16, False, False, 8, True),
+            Build(torch.bfloat16, 8, 8, False, True, 4, True),
         )
     ),
 )
 
-CLUSTERS = CudaSource(
-    _PATH,
-    (
-        Build(torch.float16, 4, 1, False, True, 16, CLUSTER).defines,
-        Build(torch.bfloat16, 4, 2, True, False, 16, CLUSTER).defines,
-    ),
-    architectures=("sm_90a", "sm_100a"),
-)
-
-SOURCES = (DECODE, CLUSTERS)
+SOURCES = (DECODE,)
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 
@@ -186,13 +174,11 @@ def prepare_decode(problem: Problem) -> Product:
     @cache
     def launch_of(whole: bool) -> tuple[Build, int, CudaKernel, tuple[float, ...]]:
         build = _build_of(
-            m, k, Build(dtype, KINDS[str(problem.params["kind"])], 0, rounds, whole, WARPS, 0), tiles, facts
+            m, k, Build(dtype, KINDS[str(problem.params["kind"])], 0, rounds, whole, WARPS, True), tiles, facts
         )
-        clusters = min(max(1, build.blocks * facts.processors // max(1, build.cluster)), tiles)
-        blocks = clusters * build.cluster or tiles
-        share = kept / (blocks * build.warps)
-        ahead = min(AHEAD, math.ceil(share / 16) * 16) if facts.overlaps_launches else 0
-        sizes = (m, n, k, tile_chunks, tiles * tile_chunks, kept, *divmod(tiles, clusters), ahead, share)
+        blocks = tiles if build.own else min(build.blocks * facts.processors, tiles)
+        ahead = min(AHEAD, math.ceil(kept / (blocks * build.warps) / 16) * 16) if facts.overlaps_launches else 0
+        sizes = (m, n, k, tile_chunks, tiles * tile_chunks, kept, *divmod(tiles, blocks), ahead)
         return build, blocks, _decode_kernel(device, build, build.shared_bytes(k)), sizes
 
     def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
@@ -218,22 +204,21 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 
 def _build_of(m: int, k: int, build: Build, tiles: int, facts: DeviceFacts) -> Build:
-    """Choose for how many tokens the kernel is compiled, and a block's warps: for a tile of its own, or for a run."""
+    """Choose for how many tokens the kernel is compiled, and a block's warps: for a tile of its own, or for several."""
     few = tiles <= OWN_TILES * facts.processors
     if build.bits == 4 and m <= CODE_TOKENS[-1]:
-        cluster = 0 if few else CLUSTER if facts.overlaps_launches else 1
-        by_codes = build._replace(tokens=next(tokens for tokens in CODE_TOKENS if m <= tokens), cluster=cluster)
+        by_codes = build._replace(tokens=next(tokens for tokens in CODE_TOKENS if m <= tokens), own=few)
         for warps in (WARPS, WARPS // 2) if few else (2 * WARPS, WARPS):
             if by_codes._replace(warps=warps).fits(k, facts.arch):
                 return by_codes._replace(warps=warps)
     tokens = next(tokens for tokens in WEIGHT_TOKENS if m <= tokens)
-    return build._replace(tokens=tokens, rounds=False, cluster=0, warps=WARPS if few else WARPS // 2)
+    return build._replace(tokens=tokens, rounds=False, own=True, warps=WARPS if few else WARPS // 2)
 
 
 @lru_cache(maxsize=256)
 def _decode_kernel(device: torch.device, build: Build, shared: int) -> CudaKernel:
     cubin = compile_cubin(DECODE.path, device_facts(device).arch, build.defines)
-    return CudaKernel(cubin, "semisparse_gqs_decode", (*[_POINTER] * 8, *[_INT] * 9, ctypes.c_float), shared)
+    return CudaKernel(cubin, "semisparse_gqs_decode", (*[_POINTER] * 8, *[_INT] * 9), shared)
 
 
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:

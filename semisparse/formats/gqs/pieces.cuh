@@ -24,10 +24,11 @@ struct Weight {
     const char* zero;    // [kept]
     int chunks, kept;
 
-    // Has L2 bring the headers of the chunks `from` to `to`, and `count` groups where theirs may begin.
-    __device__ __forceinline__ void prefetch(int from, int to, int group, int count) const {
+    // Has L2 bring the headers of the chunks `from` to `to`, and their first `count` groups.
+    __device__ __forceinline__ void prefetch(int from, int to, int count) const {
         const int lane = threadIdx.x % 32;
         if (lane < 3) prefetch_line(lane == 0 ? static_cast<const void*>(starts + from) : lane == 1 ? static_cast<const void*>(starts + to) : masks + from);
+        const int group = min(static_cast<int>(hint_of(starts + from) & 0x7fffffff), kept) & ~(kVector - 1);
         count = min(count, kept - group) & ~(kVector - 1);
         if (count > 0 && one_of_warp()) {
             prefetch_lines(further(codes, group, kGroupBytes), count * kGroupBytes);

@@ -1,14 +1,10 @@
-// Stream-K between the blocks of a cluster: each cluster has tiles of 16 rows whole, whose chunks, one after another, are cut into
-// strips, dealt out in equal runs to its blocks, and a block's run to its warps. A warp writes the tiles that lie in its run whole.
-// Of the others it keeps its share; when a block's warps are done, the shares of a tile are added in the order of the warps, and
-// where two blocks share it, by the second, which the first sends its sums to: every run gives the same bits, and nothing is left
-// in memory.
-//
-// Compiled for CLUSTER (blocks; each has as many strips as a tile, or there are two, so that no three share a tile).
+// Stream-K within a block: each block has tiles of 16 rows whole, whose chunks, one after another, are cut into strips, dealt out
+// in equal runs to its warps. A strip takes a warp the same instructions whatever it keeps, so runs are equal in strips, not in
+// groups. A warp writes the tiles that lie in its run whole. Of the others it keeps its share; when all are done, the shares of a
+// tile are added in the order of the warps: every run gives the same bits, and no block waits for another.
 
 #pragma once
 
-#include "sent.cuh"
 #include "strip.cuh"
 
 struct Division {
@@ -16,15 +12,13 @@ struct Division {
     int begin, end;    // strips of this block
     int run, strips;   // of this warp: its first strip, and how many
     int first, last;   // its chunks; the one behind them
-    Sent<kCells> sent;
 
-    // A cluster has `each` tiles, the first `more` one more.
+    // A block has `each` tiles, the first `more` one more.
     __device__ __forceinline__ Division(int tile_chunks, int each, int more)
         : tile_chunks(tile_chunks), tile_strips((tile_chunks + BATCH - 1) / BATCH) {
-        const int cluster = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER, warp = warp_of_block();
-        const int from = (cluster * each + min(cluster, more)) * tile_strips, count = (each + (cluster < more)) * tile_strips;
-        begin = from + count * rank / CLUSTER;
-        end = from + count * (rank + 1) / CLUSTER;
+        const int block = blockIdx.x, warp = warp_of_block();
+        begin = (block * each + min(block, more)) * tile_strips;
+        end = begin + (each + (block < more)) * tile_strips;
         run = begin_of_warp(warp);
         strips = begin_of_warp(warp + 1) - run;
         first = chunk_of(run);
@@ -38,7 +32,6 @@ struct Division {
     }
 
     __device__ __forceinline__ int begin_of_warp(int warp) const { return begin + (end - begin) * warp / WARPS; }
-
     // The last warp that begins at a strip or before.
     __device__ __forceinline__ int warp_of(int strip) const { return ((strip - begin + 1) * WARPS - 1) / (end - begin); }
 
@@ -46,9 +39,8 @@ struct Division {
         __shared__ float shares[WARPS][2][kCells];
         sum_run(shares[warp_of_block()], stream, product, output);
         __syncthreads();
-        // A warp a tile, the one that another block waits for first.
-        const int first_tile = begin / tile_strips;
-        for (int tile = (end - 1) / tile_strips - warp_of_block(); tile >= first_tile; tile -= WARPS) {
+        // A warp a tile.
+        for (int tile = begin / tile_strips + warp_of_block(); tile * tile_strips < end; tile += WARPS) {
             add_shares(tile, shares, output);
         }
     }
@@ -77,21 +69,15 @@ struct Division {
         }
     }
 
-    // Of a tile that no warp had whole: its cells a lane each, to y or to the block that ends it.
+    // Of a tile that no warp had whole: its cells a lane each.
     __device__ __forceinline__ void add_shares(int tile, const float (&shares)[WARPS][2][kCells], const Output& output) const {
-        const int tile_begin = tile * tile_strips, tile_end = tile_begin + tile_strips;
-        const int from = max(tile_begin, begin), to = min(tile_end, end);
-        const bool begins = from == tile_begin, ends = to == tile_end;
-        const int first_warp = warp_of(from), last_warp = warp_of(to - 1);
-        if (begins && ends && first_warp == last_warp) return;
-        if (!begins) sent.wait();
-        if (!ends) sent.wait_for_next_block();
+        const int first_warp = warp_of(tile * tile_strips), last_warp = warp_of((tile + 1) * tile_strips - 1);
+        if (first_warp == last_warp) return;
 #pragma unroll 1
         for (int cell = threadIdx.x % 32; cell < kCells; cell += 32) {
-            float share = begins ? 0.0f : sent.get(cell);
-            for (int i = first_warp; i <= last_warp; ++i) share += shares[i][begins && i == first_warp][cell];
-            if (ends) output.write(tile * kRows + cell % kRows, cell / kRows, share);
-            else sent.send(cell, share);
+            float sum = shares[first_warp][1][cell];
+            for (int i = first_warp + 1; i <= last_warp; ++i) sum += shares[i][0][cell];
+            output.write(tile * kRows + cell % kRows, cell / kRows, sum);
         }
     }
 };

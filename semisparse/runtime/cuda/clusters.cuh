@@ -32,25 +32,3 @@ __device__ __forceinline__ Word block_of_cluster() {
 __device__ __forceinline__ void sync_cluster() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-
-// Makes a barrier that so many bytes open, once. The blocks of the cluster know of it after `wait_for_cluster`.
-__device__ __forceinline__ void expect_bytes(Word barrier, Word bytes) {
-    asm volatile(
-        "mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;\n"
-        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
-        "r"(bytes)
-        : "memory");
-}
-
-// Writes a word to the same place of another block of the cluster, and tells its barrier of four bytes.
-__device__ __forceinline__ void send_word(Word to, Word value, Word barrier, Word block) {
-    asm volatile(
-        "{\n.reg .b32 there, told;\nmapa.shared::cluster.u32 there, %0, %3;\nmapa.shared::cluster.u32 told, %2, %3;\n"
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], %1, [told];\n}" ::"r"(to),
-        "r"(value), "r"(barrier), "r"(block)
-        : "memory");
-}
-
-// Between them a block may do something else. For whole warps.
-__device__ __forceinline__ void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }

@@ -22,7 +22,6 @@
 #define __forceinline__ inline
 #define __restrict__
 #define __launch_bounds__(...)
-#define __cluster_dims__(...)
 
 using std::max;
 using std::min;
