@@ -40,87 +40,58 @@ struct Sums {
 // The number that the low bits are.
 __device__ __forceinline__ SCALAR of_bits(Word word) { return *reinterpret_cast<const SCALAR*>(&word); }
 
+// Writes x, and zeros from column k to the lanes' last ones. Tokens past m repeat the last one and are not stored.
+__device__ __forceinline__ void stage(Feature* features, const SCALAR* x, int first, int m, int k, int columns) {
+    const SCALAR* rows[TOKENS];
+#pragma unroll
+    for (int token = 0; token < TOKENS; ++token) rows[token] = x + (long long)min(first + token, m - 1) * k;
+    int done = 0;
 #if TOKENS == 1
-// What a thread has of x, kVector columns of each kThreads * kVector: asked for before the weight, behind which they would queue,
-// and waited for after the weight is asked for.
-constexpr int kHeld = 2;
-
-struct Asked {
-    const SCALAR* row;
-    int k, count;  // count: of vectors
-    uint4 held[kHeld];
-
-    __device__ __forceinline__ Asked(const SCALAR* x, int first, int, int k) : row(x + (long long)first * k), k(k), count(k / kVector) {
-        if (k % kVector != 0 || reinterpret_cast<unsigned long long>(row) % 16 != 0) count = 0;
+    if (k % kVector == 0 && reinterpret_cast<unsigned long long>(rows[0]) % 16 == 0) {
+        for (int at = threadIdx.x; at < k / kVector; at += kThreads) {
+            const uint4 bits = __ldg(reinterpret_cast<const uint4*>(rows[0]) + at);
+            const SCALAR* values = reinterpret_cast<const SCALAR*>(&bits);
 #pragma unroll
-        for (int i = 0; i < kHeld; ++i) {
-            if (number(i) < count) held[i] = reinterpret_cast<const uint4*>(row)[number(i)];
-        }
-    }
-
-    __device__ __forceinline__ static int number(int i) { return threadIdx.x + i * kThreads; }
-
-    __device__ __forceinline__ static void widen(Feature* features, int at, const uint4& bits) {
-        const SCALAR* values = reinterpret_cast<const SCALAR*>(&bits);
-#pragma unroll
-        for (int part = 0; part < kVector; part += 4) {
-            reinterpret_cast<float4*>(features)[(at * kVector + part) / 4] = {
-                to_float(values[part]), to_float(values[part + 1]), to_float(values[part + 2]), to_float(values[part + 3])
-            };
-        }
-    }
-
-    // Writes x, and zeros from column k to the lanes' last ones.
-    __device__ __forceinline__ void stage(Feature* features, int columns) const {
-#pragma unroll
-        for (int i = 0; i < kHeld; ++i) {
-            if (number(i) < count) widen(features, number(i), held[i]);
-        }
-#pragma unroll 1
-        for (int at = number(kHeld); at < count; at += kThreads) widen(features, at, reinterpret_cast<const uint4*>(row)[at]);
-#pragma unroll 1
-        for (int column = count * kVector + threadIdx.x; column < columns; column += kThreads) {
-            features[column].values[0] = column < k ? to_float(row[column]) : 0.0f;
-        }
-    }
-};
-#else
-struct Asked {
-    const SCALAR* x;
-    int first, m, k;
-
-    __device__ __forceinline__ Asked(const SCALAR* x, int first, int m, int k) : x(x), first(first), m(m), k(k) {}
-
-    // Writes x, and zeros from column k to the lanes' last ones. Tokens past m repeat the last one and are not stored.
-    __device__ __forceinline__ void stage(Feature* features, int columns) const {
-        const SCALAR* rows[TOKENS];
-#pragma unroll
-        for (int token = 0; token < TOKENS; ++token) rows[token] = x + (long long)min(first + token, m - 1) * k;
-        // Two columns of each token at a time.
-        if (sizeof(SCALAR) == 2 && k % 2 == 0 && reinterpret_cast<unsigned long long>(x) % 4 == 0) {
-#pragma unroll 2
-            for (int column = 2 * threadIdx.x; column < columns; column += 2 * kThreads) {
-                Feature pair[2];
-#pragma unroll
-                for (int token = 0; token < TOKENS; ++token) {
-                    const Word both = column < k ? *reinterpret_cast<const Word*>(rows[token] + column) : 0;
-                    pair[0].values[token] = of_bits(both);
-                    pair[1].values[token] = of_bits(both >> 16);
-                }
-                features[column] = pair[0];
-                features[column + 1] = pair[1];
+            for (int part = 0; part < kVector; part += 4) {
+                reinterpret_cast<float4*>(features)[(at * kVector + part) / 4] = {
+                    to_float(values[part]), to_float(values[part + 1]), to_float(values[part + 2]), to_float(values[part + 3])
+                };
             }
-            return;
         }
-        for (int column = threadIdx.x; column < columns; column += kThreads) {
-            Feature found;
-#pragma unroll
-            for (int token = 0; token < TOKENS; ++token) found.values[token] = column < k ? rows[token][column] : SCALAR(0.0f);
-            features[column] = found;
-        }
+        done = k;
     }
-};
 #endif
+#if TOKENS > 1
+    // Two columns of each token at a time.
+    if (sizeof(SCALAR) == 2 && k % 2 == 0 && reinterpret_cast<unsigned long long>(x) % 4 == 0) {
+#pragma unroll 2
+        for (int column = 2 * threadIdx.x; column < columns; column += 2 * kThreads) {
+            Feature pair[2];
+#pragma unroll
+            for (int token = 0; token < TOKENS; ++token) {
+                const Word both = column < k ? *reinterpret_cast<const Word*>(rows[token] + column) : 0;
+                pair[0].values[token] = of_bits(both);
+                pair[1].values[token] = of_bits(both >> 16);
+            }
+            features[column] = pair[0];
+            features[column + 1] = pair[1];
+        }
+        return;
+    }
+#endif
+    for (int column = done + threadIdx.x; column < columns; column += kThreads) {
+        Feature found;
+#pragma unroll
+        for (int token = 0; token < TOKENS; ++token) {
+#if TOKENS == 1
+            found.values[token] = column < k ? to_float(rows[token][column]) : 0.0f;
+#else
+            found.values[token] = column < k ? rows[token][column] : SCALAR(0.0f);
+#endif
+        }
+        features[column] = found;
+    }
+}
 
 // Adds what the segments found for row `row` of the panel, and stores its outputs.
 __device__ __forceinline__ void add_row(
@@ -204,16 +175,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_ec_csr
     Sums* found = reinterpret_cast<Sums*>(features + height * kWarp);
     int* first_rows = reinterpret_cast<int*>(found + kThreads * span);
 
+    // What nobody has read since the last product: L2 brings it while the kernel before ends.
     const int own_base = blockIdx.x * kThreads + threadIdx.x;
     if (lane % (32 / sizeof(INDEX)) == 0) prefetch_line(bases + own_base);
     if (threadIdx.x == 0) prefetch_line(panel_loads + blockIdx.x);
     for (int at = threadIdx.x; at < kThreads * span; at += kThreads) found[at] = Sums{};
     wait_for_previous_kernel();
-    const int first = blockIdx.y * TOKENS;
-    const Asked asked(x, first, m, k);
     const int base = bases[own_base];
     const int start = panel_loads[blockIdx.x], loads = panel_loads[blockIdx.x + 1] - start;
     const int begin = segment * loads / kSegments, count = (segment + 1) * loads / kSegments - begin;
+    const int first = blockIdx.y * TOKENS;
+    stage(features, x, first, m, k, height * kWarp);  // behind the weight it would come last
     const List own(values, deltas, (long long)(start + begin) * kWarp + lane);
 #if TOKENS < 4
     Ring<kThreads> ring(reinterpret_cast<const char*>(first_rows + kThreads));
@@ -225,7 +197,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_ec_csr
         if (at < count) ring.ask(own, at, at);
         commit_copies();
     }
-    asked.stage(features, height * kWarp);
     let_next_kernel_start();
     const int row = base / height;
     first_rows[threadIdx.x] = row;
