@@ -4,8 +4,9 @@
 // keeps whoever still writes it from nothing, and memory is idle while the last blocks of a kernel finish.
 //
 // Compiled for SCALAR (__half or __nv_bfloat16, of x, scale, bias and y), BITS (4 or 8), TOKENS (1 or 2 by codes, 8 or 16 by
-// weights), ROUNDED (1: x is rounded to 8 bits), OWN (1: a block for each tile; 0: Stream-K), WARPS (of a block), BATCH (chunks that a warp multiplies at once), BLOCKS (of a processor, for registers), PIECE and SLOTS (see
-// stream.cuh) and WHOLE (1: k is a multiple of 256 columns, and x is aligned to 16 bytes).
+// weights), ROUNDED (1: x is rounded to 8 bits), OWN (1: a block for each tile; 0: Stream-K), WARPS (of a block), BATCH (chunks
+// that a warp multiplies at once), BLOCKS (of a processor, for registers), PIECE and SLOTS (see stream.cuh) and WHOLE (1: k is a
+// multiple of 256 columns, and x is aligned to 16 bytes).
 
 #if OWN
 #include "own_tile.cuh"
