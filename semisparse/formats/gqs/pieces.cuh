@@ -69,6 +69,7 @@ struct Share {
 
 struct Pieces {
     Word at;                  // in shared memory
+    Word code_bytes, scale_bytes;  // of a group
     int base;                 // of the weight's groups, where others are counted from
     int asked, ready;         // groups: asked for up to; come up to
     int kept;                 // groups from base on
@@ -77,7 +78,7 @@ struct Pieces {
 
     // The groups from `begin` up to `end`.
     __device__ __forceinline__ Pieces(const Weight& weight, Word at, int begin, int end)
-        : at(at), base(begin & ~(kVector - 1)), asked(0), ready(0), kept(weight.kept - base),
+        : at(at), code_bytes(kept_constant(kGroupBytes, weight.kept)), scale_bytes(kept_constant(2, weight.kept)), base(begin & ~(kVector - 1)), asked(0), ready(0), kept(weight.kept - base),
           cut(kept / PIECE * PIECE < end - base ? kept / PIECE * PIECE : -1),
           codes(further(weight.codes, base, kGroupBytes), at, kGroupBytes, lane(), end - base, kept),
           parameters(lane() < kScaleLanes
@@ -120,8 +121,8 @@ struct Pieces {
     // A group's numbers; any for one that is not there.
     __device__ __forceinline__ void read(Chunk& chunk, int row, Word group) const {
         const Word place = opaque(group & kRing - 1);
-        read_shared(chunk.codes[row], at + place * kGroupBytes);
-        chunk.scale[row] = read_shared_half(at + kScalesAt + 2 * place);
+        read_shared(chunk.codes[row], times_plus(place, code_bytes, at));
+        chunk.scale[row] = read_shared_half(times_plus(place, scale_bytes, at) + kScalesAt);
         chunk.zero[row] = read_shared_byte(at + kZerosAt + place);
     }
 };

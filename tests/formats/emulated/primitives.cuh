@@ -79,6 +79,8 @@ inline void write_shared_byte(Word at, char value) { std::memcpy(shared_place(at
 
 inline int warp_of_block() { return __shfl_sync<int>(kAll, threadIdx.x / 32, 0); }
 inline const char* further(const char* place, Word count, Word bytes) { return place + size_t(count) * bytes; }
+
+inline Word times_plus(Word a, Word b, Word c) { return a * b + c; }
 inline bool any_of_warp(bool value) { return __ballot_sync(kAll, value); }
 
 inline Word max_of_warp(Word value) {
