@@ -98,6 +98,13 @@ def test_tokens_in_one_pass(monkeypatch, group, kind, m, n, k, pattern, dtype, b
     assert torch.equal(*results)
 
 
+@pytest.mark.parametrize(("each", "expected"), [(1, 2), (2, 2), (3, 3), (4, 2), (5, 2), (6, 2), (9, 3)])
+def test_blocks_of_a_processor_leave_few_places_empty(each: int, expected: int):
+    params = packed_weight("random", 40, 300, "70%", torch.float16, 4).params
+    assert cuda._resident_blocks(each, params, torch.float16, 1, torch.device("cpu")) == expected
+    assert cuda._resident_blocks(3, {**params, "k": 16384}, torch.float16, 1, torch.device("cpu")) == 2
+
+
 @pytest.mark.parametrize(
     ("kind", "m", "n", "k", "pattern", "dtype", "bits"),
     [
@@ -113,8 +120,9 @@ def test_few_tokens(monkeypatch, kind, m, n, k, pattern, dtype, bits):
     packed = packed_weight(kind, n, k, pattern, dtype, bits)
     x, bias = random_operands(packed, m, dtype, "cpu")
     results = []
-    for emulated.adverse[0] in (False, True):
-        for early in (False, True):
-            results.append(cuda.prepare_banks(problem_of(x, packed), early)(x, packed, bias))
+    for processors in (1, 132):
+        monkeypatch.setattr(cuda, "device_facts", lambda _, processors=processors: emulated.hopper(processors))
+        for emulated.adverse[0] in (False, True):
+            results.append(cuda.prepare_banks(problem_of(x, packed))(x, packed, bias))
     check_product(results[0], x, packed, bias)
     assert all(torch.equal(results[0], other) for other in results)

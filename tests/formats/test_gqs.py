@@ -201,6 +201,27 @@ def test_more_rows_than_blocks_on_a_gpu(kind: str, dtype: torch.dtype, k: int):
         assert torch.equal(y, linear(x * 1, packed, bias, kernel="decode"))  # after a kernel that it overlaps
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the decode kernel: no GPU here")
+def test_graphs_of_one_stream_replay_at_once():
+    """Blocks that share tiles leave nothing in memory that another graph could find."""
+    packed = GQS.pack(sparse(9000, 1024, 16, 50).half().cuda(), "g16@50%", kind="w4")
+    tokens, graphs = torch.randn(2, 1, 1024, device="cuda").half(), []
+    expected = [linear(x, packed, kernel="decode") for x in tokens]
+    for x in tokens:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = [linear(x, packed, kernel="decode") for _ in range(30)]
+        graphs.append((graph, found, torch.cuda.Stream()))
+    torch.cuda.synchronize()
+    for _ in range(10):
+        for graph, _, stream in graphs:
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for y, (_, found, _) in zip(expected, graphs, strict=True):
+        assert all(torch.equal(y, other) for other in found)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel that rounds activations: no GPU here")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_tokens_rounded_on_a_gpu_have_the_bits_of_the_reference(dtype: torch.dtype):

@@ -10,6 +10,7 @@
 // fit a processor).
 
 #include "dependent.cuh"
+#include "prefetch.cuh"
 #include "ring.cuh"
 #include "scalar.cuh"
 
@@ -165,8 +166,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_ec_csr
     const int* panel_loads,  // [panels + 1]
     const SCALAR* bias,     // [n] or null
     SCALAR* y,              // [m, n]
-    int m, int n, int k, int span,        // span: rows that a lane meets in a segment, at most
-    int early                             // whether nothing that may still run writes the weight
+    int m, int n, int k, int span         // span: rows that a lane meets in a segment, at most
 ) {
     extern __shared__ __align__(16) char shared[];  // x, sums [segments, span, 32], first rows [segments, 32], ring
     const int segment = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -175,13 +175,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_ec_csr
     Sums* found = reinterpret_cast<Sums*>(features + height * kWarp);
     int* first_rows = reinterpret_cast<int*>(found + kThreads * span);
 
+    // What nobody has read since the last product: L2 brings it while the kernel before ends.
+    const int own_base = blockIdx.x * kThreads + threadIdx.x;
+    if (lane % (32 / sizeof(INDEX)) == 0) prefetch_line(bases + own_base);
+    if (threadIdx.x == 0) prefetch_line(panel_loads + blockIdx.x);
     for (int at = threadIdx.x; at < kThreads * span; at += kThreads) found[at] = Sums{};
-    if (!early) wait_for_previous_kernel();
-    const int base = bases[blockIdx.x * kThreads + threadIdx.x];
+    wait_for_previous_kernel();
+    const int base = bases[own_base];
     const int start = panel_loads[blockIdx.x], loads = panel_loads[blockIdx.x + 1] - start;
     const int begin = segment * loads / kSegments, count = (segment + 1) * loads / kSegments - begin;
     const int first = blockIdx.y * TOKENS;
-    if (!early) stage(features, x, first, m, k, height * kWarp);  // else x would queue behind the weight
+    stage(features, x, first, m, k, height * kWarp);  // behind the weight it would come last
     const List own(values, deltas, (long long)(start + begin) * kWarp + lane);
 #if TOKENS < 4
     Ring<kThreads> ring(reinterpret_cast<const char*>(first_rows + kThreads));
@@ -192,10 +196,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_ec_csr
     for (int at = 0; at < AHEAD; ++at) {
         if (at < count) ring.ask(own, at, at);
         commit_copies();
-    }
-    if (early) {
-        wait_for_previous_kernel();
-        stage(features, x, first, m, k, height * kWarp);
     }
     let_next_kernel_start();
     const int row = base / height;

@@ -41,11 +41,14 @@ INDICES = {16: "unsigned short", 32: "unsigned int"}
 RING_TOKENS = 2
 """Up to so many, loads come through shared memory."""
 
-AHEAD = {True: 4, False: 2}
-"""Loads under way in each lane of `banks` while one is used: through shared memory, and in registers."""
+HELD_AHEAD = 2
+"""Loads under way in registers, in each lane of `banks`, while one is used."""
 
-BLOCKS = 2
-"""Thread blocks of `banks` for up to `RING_TOKENS` tokens that shall fit a processor."""
+RING_AHEAD = {2: 4, 3: 2}
+"""Likewise through shared memory, for so many thread blocks that shall fit a processor."""
+
+RESERVED = 1024
+"""Bytes of shared memory that each block takes for the system."""
 
 PAPER_WARPS = 4
 ADD_THREADS = 256
@@ -53,16 +56,20 @@ ADD_THREADS = 256
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 
 
-def _banks_defines(dtype: torch.dtype, tokens: int, params: Params) -> Defines:
+def _banks_defines(dtype: torch.dtype, tokens: int, params: Params, blocks: int = 2) -> Defines:
     return {
         "SCALAR": SCALARS[dtype],
         "TOKENS": tokens,
         "DELTA_BITS": delta_bits_of(params),
         "INDEX": index_of(params),
         "PANEL_ROWS": panel_rows_of(params),
-        "AHEAD": AHEAD[tokens <= RING_TOKENS],
-        "BLOCKS": BLOCKS if tokens <= RING_TOKENS else 1,
+        "AHEAD": _ahead(tokens, blocks),
+        "BLOCKS": blocks if tokens <= RING_TOKENS else 1,
     }
+
+
+def _ahead(tokens: int, blocks: int) -> int:
+    return RING_AHEAD[blocks] if tokens <= RING_TOKENS else HELD_AHEAD
 
 
 def _paper_defines(dtype: torch.dtype, tokens: int, params: Params) -> Defines:
@@ -90,7 +97,13 @@ _EXAMPLES: tuple[tuple[torch.dtype, int, Params], ...] = (
     (torch.float16, 4, {"delta_bits": 4, "granularity": 4, "k": 4096, "panel_rows": 32}),
 )
 
-BANKS = CudaSource(Path(__file__).with_name("banks.cu"), tuple(_banks_defines(*example) for example in _EXAMPLES))
+BANKS = CudaSource(
+    Path(__file__).with_name("banks.cu"),
+    (
+        *(_banks_defines(*example) for example in _EXAMPLES),
+        *(_banks_defines(torch.bfloat16, tokens, _EXAMPLES[0][2], 3) for tokens in (1, RING_TOKENS)),
+    ),
+)
 PAPER = CudaSource(Path(__file__).with_name("paper.cu"), tuple(_paper_defines(*example) for example in _EXAMPLES))
 SOURCES = (BANKS, PAPER)
 
@@ -126,12 +139,12 @@ def refusal(problem: Problem) -> str | None:
     return unavailable()
 
 
-def _shared_bytes(params: Params, dtype: torch.dtype, tokens: int) -> int:
+def _shared_bytes(params: Params, dtype: torch.dtype, tokens: int, blocks: int = 2) -> int:
     """Give what a thread block of `decode_banks` needs: x (one token is widened), each segment's sums and rows, and the
     loads under way."""
     feature = 4 if tokens == 1 else tokens * dtype.itemsize
     load = VECTOR_BYTES + max(4, vector_of(dtype) * delta_bits_of(params) // 8)
-    ahead = AHEAD[True] if tokens <= RING_TOKENS else 0
+    ahead = RING_AHEAD[blocks] if tokens <= RING_TOKENS else 0
     height = -(-int(params["k"]) // LANES)
     return LANES * (height * feature + SEGMENTS * (int(params["span"]) * tokens * 4 + 4 + ahead * load))
 
@@ -151,26 +164,37 @@ def _tokens_of_pass(m: int, fitting: list[int]) -> int:
     return min((tokens for tokens in fitting if tokens >= m), default=max(fitting))
 
 
-def prepare_banks(problem: Problem, early: bool = False) -> Product:
+def _resident_blocks(each: int, params: Params, dtype: torch.dtype, tokens: int, device: torch.device) -> int:
+    """Give how many of its ``each`` blocks a processor shall have at once.
+
+    Two; three if that leaves fewer places empty at the end, and registers and shared memory suffice. 11008x4096, three
+    blocks: 14.0 us in one wave, 15.2 as two and one. 28672x8192, four: 60.6 us as three and one, 55.7 as twice two.
+    """
+    if tokens > RING_TOKENS or dtype == torch.float32:
+        return 2
+    room = 3 * (_shared_bytes(params, dtype, tokens, 3) + RESERVED) <= shared_limit(device) + RESERVED
+    return 3 if room and -each % 3 < -each % 2 else 2
+
+
+def prepare_banks(problem: Problem) -> Product:
     """Prepare to multiply 1 to 16 tokens with a weight in the layout ``banks``, in x's dtype.
 
     Above 8, or with large K, in several passes; accumulated in float32.
 
     Args:
         problem: x and w in one dtype.
-        early: whether the launch may begin before the kernel before it on the stream has ended (Hopper and later). It
-            waits before it reads x and before it writes, but not before it reads the weight: nothing that still runs
-            may be writing it.
     """
     m, n, k, device, params = problem.m, problem.n, problem.k, problem.device, problem.params
-    kernel, tokens = _banks_kernel(tuple(params.items()), problem.dtype, device, m)
-    grid, sizes = (-(-n // panel_rows_of(params)), -(-m // tokens), 1), (m, n, k, int(params["span"]), int(early))
-    dependent = device_facts(device).overlaps_launches
+    facts = device_facts(device)
+    tokens = _tokens_of_pass(m, _tokens_that_fit(params, problem.dtype, device))
+    grid, sizes = (-(-n // panel_rows_of(params)), -(-m // tokens), 1), (m, n, k, int(params["span"]))
+    resident = _resident_blocks(-(-grid[0] * grid[1] // facts.processors), params, problem.dtype, tokens, device)
+    kernel = _banks_kernel(tuple(params.items()), problem.dtype, device, tokens, resident)
 
     def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         x, bias, y = _operands(x, packed, bias)
         operands = [x, *_stored(packed, ("values", "deltas", "bases", "panel_loads")), bias, y]
-        kernel(device, grid, LANES * SEGMENTS, *map(address, operands), *sizes, dependent=dependent)
+        kernel(device, grid, LANES * SEGMENTS, *map(address, operands), *sizes, dependent=facts.overlaps_launches)
         return y
 
     return decode
@@ -223,12 +247,11 @@ Items = tuple[tuple[str, Any], ...]
 
 
 @lru_cache(maxsize=1024)
-def _banks_kernel(params: Items, dtype: torch.dtype, device: torch.device, m: int) -> tuple[CudaKernel, int]:
+def _banks_kernel(params: Items, dtype: torch.dtype, device: torch.device, tokens: int, resident: int) -> CudaKernel:
     known = dict(params)
-    tokens = _tokens_of_pass(m, _tokens_that_fit(known, dtype, device))
-    cubin = compile_cubin(BANKS.path, device_facts(device).arch, _banks_defines(dtype, tokens, known))
-    shared = _shared_bytes(known, dtype, tokens)
-    return CudaKernel(cubin, "semisparse_ec_csr_banks", (*[_POINTER] * 7, *[_INT] * 5), shared), tokens
+    cubin = compile_cubin(BANKS.path, device_facts(device).arch, _banks_defines(dtype, tokens, known, resident))
+    shared = _shared_bytes(known, dtype, tokens, resident)
+    return CudaKernel(cubin, "semisparse_ec_csr_banks", (*[_POINTER] * 7, *[_INT] * 4), shared)
 
 
 @lru_cache(maxsize=1024)

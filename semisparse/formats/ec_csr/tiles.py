@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from semisparse.formats.base import Packed
-from semisparse.formats.ec_csr.cuda import INDICES, refusal, shared_limit
+from semisparse.formats.ec_csr.cuda import INDICES, RESERVED, refusal, shared_limit
 from semisparse.formats.ec_csr.layout import (
     LANES,
     delta_bits_of,
@@ -36,9 +36,6 @@ FEWEST_TOKENS = 9
 """For fewer `decode_banks` is faster."""
 
 WARPS = 16
-
-RESERVED = 1024
-"""Bytes of shared memory that each block takes for the system."""
 
 STRIP = 64
 """Bytes of a row of a tile that a warp multiplies at a time."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from concurrent.futures import ThreadPoolExecutor
+import math
 from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -18,7 +18,7 @@ from semisparse.formats.gqs.pack import TILE_GROUPS, TILE_ROWS, size_of
 from semisparse.formats.kernel import Pass, Problem, Product, fused_cost
 from semisparse.quant.group import KINDS
 from semisparse.runtime.device import DeviceFacts, device_facts
-from semisparse.runtime.launch import CudaKernel, address, stream_of
+from semisparse.runtime.launch import CudaKernel, address
 from semisparse.runtime.nvrtc import CudaSource, Defines, compile_cubin, unavailable
 
 MAX_DECODE_TOKENS = 16
@@ -66,7 +66,7 @@ PROCESSOR_WARPS = 16
 class Build(NamedTuple):
     """What the kernel is compiled for: how many tokens, whether it rounds them, and the warps of a block.
 
-    ``whole`` says that x has no ragged end, ``own`` that each block has a tile of its own, see decode.cu.
+    ``whole`` says that x has no ragged end; ``own`` that each block has one tile of rows.
     """
 
     dtype: torch.dtype
@@ -110,20 +110,21 @@ class Build(NamedTuple):
 
     def fits(self, k: int, arch: str) -> bool:
         """Say whether a block finds room in a processor."""
-        static = self.warps * self.tokens * (2 * TILE_ROWS + 1) * 4
+        static = (2 * self.warps * TILE_ROWS + self.warps + TILE_ROWS) * self.tokens * 4 + 8
         return self.shared_bytes(k) + static <= MOST_SHARED.get(arch, 99 << 10)
 
 
+_PATH = Path(__file__).with_name("decode.cu")
+
 # The extremes of what is compiled.
 DECODE = CudaSource(
-    Path(__file__).with_name("decode.cu"),
+    _PATH,
     tuple(
         build.defines
         for build in (
-            Build(torch.float16, 4, 1, False, True, 16, False),
-            Build(torch.bfloat16, 4, 2, False, False, 8, False),
-            Build(torch.float16, 4, 1, True, True, 8, True),
             Build(torch.bfloat16, 4, 2, True, False, 16, False),
+            Build(torch.float16, 4, 1, False, True, 16, False),
+            Build(torch.float16, 4, 1, True, True, 8, True),
             Build(torch.float16, 4, 2, False, True, 8, True),
             Build(torch.float16, 4, 8, False, True, 8, True),
             Build(torch.bfloat16, 4, 16, False, False, 8, True),
@@ -169,16 +170,15 @@ def prepare_decode(problem: Problem) -> Product:
         return lambda x, packed, bias: x.new_zeros(m, n) if bias is None else bias.to(dtype).repeat(m, 1)
     facts, rounds = device_facts(device), rounds_activations(problem.params)
     tiles, tile_chunks = -(-n // TILE_ROWS), -(-k // (SIZE * TILE_GROUPS))
-    strips = tiles * -(-tile_chunks // BATCH)
 
     @cache
-    def launch_of(whole: bool) -> tuple[Build, int, CudaKernel, tuple[int, ...]]:
+    def launch_of(whole: bool) -> tuple[Build, int, CudaKernel, tuple[float, ...]]:
         build = _build_of(
             m, k, Build(dtype, KINDS[str(problem.params["kind"])], 0, rounds, whole, WARPS, True), tiles, facts
         )
-        blocks = tiles if build.own else min(build.blocks * facts.processors, strips)
-        ahead = min(AHEAD, -(-kept // (16 * blocks * build.warps)) * 16) if facts.overlaps_launches else 0
-        sizes = (m, n, k, tile_chunks, tiles * tile_chunks, kept, *divmod(strips, blocks), ahead)
+        blocks = tiles if build.own else min(build.blocks * facts.processors, tiles)
+        ahead = min(AHEAD, math.ceil(kept / (blocks * build.warps) / 16) * 16) if facts.overlaps_launches else 0
+        sizes = (m, n, k, tile_chunks, tiles * tile_chunks, kept, *divmod(tiles, blocks), ahead)
         return build, blocks, _decode_kernel(device, build, build.shared_bytes(k)), sizes
 
     def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
@@ -189,9 +189,7 @@ def prepare_decode(problem: Problem) -> Product:
         y = x.new_empty(m, n)
         bias = None if bias is None else bias.to(dtype).contiguous()
         stored = [_aligned(packed.tensors[name]) for name in ("masks", "starts", "codes", "scale", "zero")]
-        # Blocks of whole tiles have nothing to hand over, and a captured graph nothing to set to zero for them.
-        parts = None if build.own else _parts(device, blocks * TILE_ROWS * build.tokens)
-        operands = [x, *stored, bias, y, parts]
+        operands = [x, *stored, bias, y]
         threads, pointers = 32 * build.warps, map(address, operands)
         kernel(device, (blocks, 1, 1), threads, *pointers, *sizes, dependent=facts.overlaps_launches)
         return y
@@ -206,7 +204,7 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 
 def _build_of(m: int, k: int, build: Build, tiles: int, facts: DeviceFacts) -> Build:
-    """Choose for how many tokens the kernel is compiled, and a block's warps: for a tile of its own, or for a run."""
+    """Choose for how many tokens the kernel is compiled, and a block's warps: for a tile of its own, or for several."""
     few = tiles <= OWN_TILES * facts.processors
     if build.bits == 4 and m <= CODE_TOKENS[-1]:
         by_codes = build._replace(tokens=next(tokens for tokens in CODE_TOKENS if m <= tokens), own=few)
@@ -220,33 +218,7 @@ def _build_of(m: int, k: int, build: Build, tiles: int, facts: DeviceFacts) -> B
 @lru_cache(maxsize=256)
 def _decode_kernel(device: torch.device, build: Build, shared: int) -> CudaKernel:
     cubin = compile_cubin(DECODE.path, device_facts(device).arch, build.defines)
-    return CudaKernel(cubin, "semisparse_gqs_decode", (*[_POINTER] * 9, *[_INT] * 9), shared)
-
-
-def _parts(device: torch.device, cells: int) -> Tensor:
-    """Give the memory through which the blocks of a stream's kernels hand each other their parts, zero between them.
-
-    As cuBLAS's workspaces are, they are one stream's: graphs captured on one stream must not run at the same time.
-    """
-    count = max(1 << (cells - 1).bit_length(), 1 << 13)
-    place = (device, stream_of(device), count)
-    if place not in _kept:
-        if torch.cuda.is_current_stream_capturing():  # the graph sets its own to zero each time
-            return _zeros(device, count)
-        # In a thread of its own: what this one allocates may go to the pool of torch.compile's graphs, which refuses
-        # what outlives them.
-        with ThreadPoolExecutor(1) as thread:
-            _kept[place] = thread.submit(_zeros, device, count).result()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    return _kept[place]
-
-
-_kept: dict[tuple[torch.device, int, int], Tensor] = {}
-
-
-def _zeros(device: torch.device, count: int) -> Tensor:
-    return torch.zeros(count, dtype=torch.int64, device=device)
+    return CudaKernel(cubin, "semisparse_gqs_decode", (*[_POINTER] * 8, *[_INT] * 9), shared)
 
 
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:

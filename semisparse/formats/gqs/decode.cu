@@ -1,12 +1,12 @@
 // y[m, n] = sum_k x[m, k] * w[n, k] for a gqs weight with groups of 16 in 4 or 8 bits, and m of 1 to TOKENS.
 //
-// A launch may begin before the kernel before it has ended. Until then it reads nothing, but has L2 bring the weight: that keeps
-// whoever still writes it from nothing, and memory is idle while the last blocks of a kernel finish.
+// A launch may begin before the kernel before it has ended. Until then it uses nothing it reads, but has L2 bring the weight: that
+// keeps whoever still writes it from nothing, and memory is idle while the last blocks of a kernel finish.
 //
 // Compiled for SCALAR (__half or __nv_bfloat16, of x, scale, bias and y), BITS (4 or 8), TOKENS (1 or 2 by codes, 8 or 16 by
-// weights), ROUNDED (1: x is rounded to 8 bits), OWN (1: a block for each tile; 0: Stream-K), WARPS (of a block), BATCH (chunks that
-// a warp multiplies at once), BLOCKS (of a processor, for registers), PIECE and SLOTS (see stream.cuh) and WHOLE (1: k is a multiple
-// of 256 columns, and x is aligned to 16 bytes).
+// weights), ROUNDED (1: x is rounded to 8 bits), OWN (1: a block for each tile; 0: Stream-K), WARPS (of a block), BATCH (chunks
+// that a warp multiplies at once), BLOCKS (of a processor, for registers), PIECE and SLOTS (see stream.cuh) and WHOLE (1: k is a
+// multiple of 256 columns, and x is aligned to 16 bytes).
 
 #if OWN
 #include "own_tile.cuh"
@@ -24,21 +24,20 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) semisparse_gqs_
     const char* zero,           // [kept]
     const SCALAR* bias,         // [n] or null
     SCALAR* __restrict__ y,     // [m, n]
-    unsigned long long* parts,  // [blocks, kCells]: a block's share of a tile that goes on after it; 0 before and after
     int m, int n, int k, int tile_chunks, int chunks, int kept,
-    int each, int more,         // a block's strips, and how many blocks have one more
+    int each, int more,         // a block's tiles, and how many blocks have one more
     int ahead                   // groups that a warp has L2 bring before anything else
 ) {
     extern __shared__ uint4 shared[];  // the warps' streams, then what products keep there
     const Weight weight = {masks, starts, codes, scale, zero, chunks, kept};
     const Division division(tile_chunks, each, more);
     const int warp = warp_of_block();
-    weight.prefetch(division.first, division.last, (blockIdx.x * WARPS + warp) * ahead, ahead);
+    weight.prefetch(division.first, division.last, ahead);
     wait_for_previous_kernel();
     let_next_kernel_start();
     const Product::Asked asked{x, m, k};
     const Word at = shared_address(shared);
     Stream stream(weight, pinned(at + warp * kStreamBytes), division.first, division.last);
     Product product(asked, at + WARPS * kStreamBytes);
-    division.sum(stream, product, {bias, y, m, n, product}, parts);
+    division.sum(stream, product, {bias, y, m, n, product});
 }

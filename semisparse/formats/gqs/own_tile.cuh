@@ -18,7 +18,7 @@ struct Division {
         last = blockIdx.x * tile_chunks + (WHOLE ? end * BATCH : min(end * BATCH, tile_chunks));
     }
 
-    __device__ __forceinline__ void sum(Stream& stream, Product& product, const Output& output, unsigned long long*) const {
+    __device__ __forceinline__ void sum(Stream& stream, Product& product, const Output& output) const {
         __shared__ float sums[WARPS][kCells];
         const int warp = warp_of_block();
         const Word bit = pinned(1u << threadIdx.x % 32);

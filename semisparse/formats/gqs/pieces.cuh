@@ -1,5 +1,5 @@
 // A ring of pieces of a weight's groups in shared memory, a warp's own: codes, scales and zero points of SLOTS pieces of PIECE
-// groups. Group i stands at place i % kRing of each.
+// groups. Groups are counted from `base` on, where the first piece begins; group i stands at place i % kRing of each.
 
 #pragma once
 
@@ -24,11 +24,11 @@ struct Weight {
     const char* zero;    // [kept]
     int chunks, kept;
 
-    // Has L2 bring the headers of the chunks `from` to `to`, and about where their groups may be, `count` groups. Nothing is
-    // read by that, so whoever still writes them may.
-    __device__ __forceinline__ void prefetch(int from, int to, int group, int count) const {
+    // Has L2 bring the headers of the chunks `from` to `to`, and their first `count` groups.
+    __device__ __forceinline__ void prefetch(int from, int to, int count) const {
         const int lane = threadIdx.x % 32;
         if (lane < 3) prefetch_line(lane == 0 ? static_cast<const void*>(starts + from) : lane == 1 ? static_cast<const void*>(starts + to) : masks + from);
+        const int group = min(static_cast<int>(hint_of(starts + from) & 0x7fffffff), kept) & ~(kVector - 1);
         count = min(count, kept - group) & ~(kVector - 1);
         if (count > 0 && one_of_warp()) {
             prefetch_lines(further(codes, group, kGroupBytes), count * kGroupBytes);
@@ -38,30 +38,29 @@ struct Weight {
     }
 };
 
-// A lane's share of an array's copies: 16 bytes of each piece, `offset` bytes from where the array's part of it begins.
+// A lane's share of an array's copies: 16 bytes of each piece, from its group `first` on.
 struct Share {
     const char* from;  // of group 0
     Word to;           // in shared memory, of place 0
     Word step;         // bytes of a group
-    int offset;
-    int limit;         // of the groups at which whole pieces begin that are wanted; 0 where this lane has none of their bytes
+    int first;
+    int limit;         // the lane copies of the pieces that begin before: of others its 16 bytes are not wanted, or not all there
 
-    __device__ __forceinline__ Share(const char* array, Word at, Word step, int offset, int limit)
-        : from(pinned(array + offset)), to(pinned(at + offset)), step(step), offset(offset), limit(limit) {}
+    // `at` is of the array's place 0, `index` of the lane's 16 bytes; of the groups up to `end` and `kept`.
+    __device__ __forceinline__ Share(const char* array, Word at, Word step, int index, int end, int kept)
+        : from(pinned(array + kVector * index)), to(pinned(at + kVector * index)), step(step),
+          first(kVector * index / static_cast<int>(step)), limit(min(end, kept - kVector / static_cast<int>(step) + 1) - first) {}
 
     // Of the piece that begins at group `piece`; `more` groups further where the lanes copy more than once.
     __device__ __forceinline__ void copy(int piece, Word place, int more) const {
-        if (piece < limit) copy_async(to + place * step + more * step, further(from, piece, step) + more * step);
+        if (piece + more < limit) copy_async(to + place * step + more * step, further(from, piece, step) + more * step);
     }
 
-    // Where only `left` groups are left of the array.
-    __device__ __forceinline__ void copy_some(Word group, Word place, int left) const {
-        const int bytes = left * static_cast<int>(step) - offset;
+    // Where only `left` groups are left of the array, what `copy` leaves out.
+    __device__ __forceinline__ void copy_rest(Word group, Word place, int left) const {
+        const int bytes = (left - first) * static_cast<int>(step);
+        if (bytes >= kVector) return;
         const char* source = further(from, group, step);
-        if (bytes >= kVector) {
-            copy_async(to + place * step, source);
-            return;
-        }
         // Not by a shorter copy: compute-sanitizer takes it for 16 bytes, of which some lie behind the array.
 #pragma unroll 1
         for (int i = 0; i < bytes; ++i) write_shared_byte(to + place * step + i, source[i]);
@@ -70,15 +69,21 @@ struct Share {
 
 struct Pieces {
     Word at;                  // in shared memory
+    Word code_bytes, scale_bytes;  // of a group
+    int base;                 // of the weight's groups, where others are counted from
     int asked, ready;         // groups: asked for up to; come up to
-    int end, kept;            // groups: the last that is wanted, and all
+    int kept;                 // groups from base on
+    int cut;                  // where the piece begins that the arrays end in; -1 if it is not wanted
     Share codes, parameters;  // the first copy of codes; scales by the first lanes, zero points by the next
 
+    // The groups from `begin` up to `end`.
     __device__ __forceinline__ Pieces(const Weight& weight, Word at, int begin, int end)
-        : at(at), asked(begin / PIECE * PIECE), ready(asked), end(end), kept(weight.kept),
-          codes(weight.codes, at, kGroupBytes, kVector * lane(), whole()),
-          parameters(lane() < kScaleLanes ? Share(weight.scale, at + kScalesAt, 2, kVector * lane(), whole())
-                                          : Share(weight.zero, at + kZerosAt, 1, kVector * (lane() - kScaleLanes), has_parameters() ? whole() : 0)) {
+        : at(at), code_bytes(kept_constant(kGroupBytes, weight.kept)), scale_bytes(kept_constant(2, weight.kept)), base(begin & ~(kVector - 1)), asked(0), ready(0), kept(weight.kept - base),
+          cut(kept / PIECE * PIECE < end - base ? kept / PIECE * PIECE : -1),
+          codes(further(weight.codes, base, kGroupBytes), at, kGroupBytes, lane(), end - base, kept),
+          parameters(lane() < kScaleLanes
+                         ? Share(further(weight.scale, base, 2), at + kScalesAt, 2, lane(), end - base, kept)
+                         : Share(further(weight.zero, base, 1), at + kZerosAt, 1, lane() - kScaleLanes, has_parameters() ? end - base : 0, kept)) {
 #pragma unroll 1
         for (int i = 0; i < kDepth; ++i) ask();
     }
@@ -86,19 +91,16 @@ struct Pieces {
     __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
     __device__ __forceinline__ static bool has_parameters() { return lane() < kScaleLanes + kZeroLanes; }
 
-    // Pieces that begin before are whole, and wanted.
-    __device__ __forceinline__ int whole() const { return min(end, kept - PIECE + 1); }
-
     // Asks for one more piece, if one is wanted.
     __device__ __forceinline__ void ask() {
         const Word place = opaque(asked & kRing - 1);
 #pragma unroll
         for (int i = 0; i < PIECE; i += 32 * kVector / kGroupBytes) codes.copy(asked, place, i);
         parameters.copy(asked, place, 0);
-        if (!(asked < codes.limit) && asked < end) {
+        if (asked == cut) {
 #pragma unroll 1  // else the build for 16 tokens in 8 bits spills on Ampere
-            for (int i = 0; i < PIECE; i += 32 * kVector / kGroupBytes) codes.copy_some(asked + i, place + i, kept - asked - i);
-            if (has_parameters()) parameters.copy_some(asked, place, kept - asked);
+            for (int i = 0; i < PIECE; i += 32 * kVector / kGroupBytes) codes.copy_rest(asked + i, place + i, kept - asked - i);
+            if (has_parameters()) parameters.copy_rest(asked, place, kept - asked);
         }
         commit_copies();
         asked += PIECE;
@@ -106,6 +108,7 @@ struct Pieces {
 
     // Waits until all groups before `group` have come.
     __device__ __forceinline__ void require(int group) {
+        group = static_cast<int>(opaque(group));
 #pragma unroll 1
         while (any_of_warp(ready < group)) {
             wait_for_copies<kDepth - 1>();
@@ -118,8 +121,8 @@ struct Pieces {
     // A group's numbers; any for one that is not there.
     __device__ __forceinline__ void read(Chunk& chunk, int row, Word group) const {
         const Word place = opaque(group & kRing - 1);
-        read_shared(chunk.codes[row], at + place * kGroupBytes);
-        chunk.scale[row] = read_shared_half(at + kScalesAt + 2 * place);
+        read_shared(chunk.codes[row], times_plus(place, code_bytes, at));
+        chunk.scale[row] = read_shared_half(times_plus(place, scale_bytes, at) + kScalesAt);
         chunk.zero[row] = read_shared_byte(at + kZerosAt + place);
     }
 };

@@ -5,6 +5,7 @@
 #include "dependent.cuh"
 #include "mma.cuh"
 #include "pairs.cuh"
+#include "prefetch.cuh"
 #include "scalars.cuh"
 
 constexpr Word kAll = 0xffffffff;  // lanes
@@ -101,21 +102,6 @@ __device__ __forceinline__ void mma(int (&sums)[4], const Word (&a)[4], Word b0,
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Hands a number to another block, which waits for it. Both are one word, so that no fence is needed.
-__device__ __forceinline__ void leave_part(unsigned long long* place, float value) {
-    const unsigned long long word = 1ull << 32 | __float_as_uint(value);
-    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" : : "l"(place), "l"(word) : "memory");
-}
-
-__device__ __forceinline__ float take_part(unsigned long long* place) {
-    unsigned long long word;
-    do {
-        asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(place) : "memory");
-    } while (word == 0);
-    *place = 0;
-    return __uint_as_float(static_cast<Word>(word));
-}
-
 // The number of this warp in its block; the compiler knows that all lanes have it.
 __device__ __forceinline__ int warp_of_block() { return __shfl_sync(kAll, static_cast<int>(threadIdx.x / 32), 0); }
 
@@ -126,22 +112,19 @@ __device__ __forceinline__ const char* further(const char* place, Word count, Wo
     return reinterpret_cast<const char*>(found);
 }
 
+// a * b + c on the pipe of the multipliers, where the compiler would shift on the one for bits, which is the busier one.
+__device__ __forceinline__ Word times_plus(Word a, Word b, Word c) {
+    Word found;
+    asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(found) : "r"(a), "r"(b), "r"(c));
+    return found;
+}
+
 // The same in all lanes, as the compiler knows.
 __device__ __forceinline__ bool any_of_warp(bool value) { return __any_sync(kAll, value); }
 __device__ __forceinline__ Word max_of_warp(Word value) { return __reduce_max_sync(kAll, value); }
 
 // A constant for a loop, by way of a number above 0 that the compiler does not know: it would make others anew at each use.
 __device__ __forceinline__ Word kept_constant(Word value, int positive) { return pinned(value + (positive >> 31)); }
-
-// Has L2 bring a line.
-__device__ __forceinline__ void prefetch_line(const void* place) { asm volatile("prefetch.global.L2 [%0];" : : "l"(place)); }
-
-// Has L2 bring so many bytes, a multiple of 16 from a multiple of 16 on (Hopper and later).
-__device__ __forceinline__ void prefetch_lines(const void* place, Word bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" : : "l"(place), "r"(bytes));
-#endif
-}
 
 // Whether this lane is the one of its warp that does what one does.
 __device__ __forceinline__ bool one_of_warp() {

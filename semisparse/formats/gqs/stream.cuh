@@ -10,7 +10,7 @@ constexpr int kStripColumns = BATCH * kColumns;
 constexpr int kWindow = 32;  // chunks whose headers are read at once, one a lane; shared memory has two windows
 constexpr int kHeadersAt = kPiecesBytes, kStreamBytes = kHeadersAt + 2 * kWindow * 16;  // of a warp
 
-// Of a chunk: its mask, and how many groups are stored before its first row and before its row 8.
+// Of a chunk: its mask, and how many groups of the run's are stored before its first row and before its row 8.
 struct Header {
     Word low, high, start, middle;
 
@@ -36,7 +36,7 @@ struct Stream {
     __device__ __forceinline__ void look_ahead() {
         const int chunk = first + seen + static_cast<int>(threadIdx.x % 32);
         mask = weight.masks[min(chunk, weight.chunks - 1)];
-        start = weight.starts[min(chunk, weight.chunks)];
+        start = weight.starts[min(chunk, weight.chunks)] - pieces.base;
     }
 
     // Passes a strip, of the tile's last `left` chunks. Of those past the tile's end no group is kept.

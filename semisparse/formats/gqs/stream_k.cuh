@@ -1,7 +1,7 @@
-// Stream-K: the chunks of all tiles of 16 rows, one after another, are cut into strips, the strips dealt out in equal runs to the
-// blocks, and a block's run to its warps. A warp writes the tiles that lie in its run whole. Of the others it keeps its share;
-// when a block's warps are done, the shares of a tile are added in the order of the warps, and where several blocks share it, by
-// the last of them, in the order of the blocks: every run gives the same bits.
+// Stream-K within a block: each block has tiles of 16 rows whole, whose chunks, one after another, are cut into strips, dealt out
+// in equal runs to its warps. A strip takes a warp the same instructions whatever it keeps, so runs are equal in strips, not in
+// groups. A warp writes the tiles that lie in its run whole. Of the others it keeps its share; when all are done, the shares of a
+// tile are added in the order of the warps: every run gives the same bits, and no block waits for another.
 
 #pragma once
 
@@ -9,17 +9,21 @@
 
 struct Division {
     int tile_chunks, tile_strips;
-    int each, more;    // a block's strips, and how many blocks have one more
-    int begin, end;    // of this block
+    int begin, end;    // strips of this block
     int run, strips;   // of this warp: its first strip, and how many
     int first, last;   // its chunks; the one behind them
 
+    // A block has `each` tiles, the first `more` one more.
     __device__ __forceinline__ Division(int tile_chunks, int each, int more)
-        : tile_chunks(tile_chunks), tile_strips((tile_chunks + BATCH - 1) / BATCH), each(each), more(more),
-          begin(begin_of(blockIdx.x)), end(begin_of(blockIdx.x + 1)), run(begin_of_warp(warp_of_block())),
-          strips(begin_of_warp(warp_of_block() + 1) - run), first(chunk_of(run)), last(chunk_of(run + strips)) {}
-
-    __device__ __forceinline__ int begin_of(int block) const { return block * each + min(block, more); }
+        : tile_chunks(tile_chunks), tile_strips((tile_chunks + BATCH - 1) / BATCH) {
+        const int block = blockIdx.x, warp = warp_of_block();
+        begin = (block * each + min(block, more)) * tile_strips;
+        end = begin + (each + (block < more)) * tile_strips;
+        run = begin_of_warp(warp);
+        strips = begin_of_warp(warp + 1) - run;
+        first = chunk_of(run);
+        last = chunk_of(run + strips);
+    }
 
     __device__ __forceinline__ int chunk_of(int strip) const {
         if (WHOLE) return strip * BATCH;
@@ -28,23 +32,16 @@ struct Division {
     }
 
     __device__ __forceinline__ int begin_of_warp(int warp) const { return begin + (end - begin) * warp / WARPS; }
-
     // The last warp that begins at a strip or before.
     __device__ __forceinline__ int warp_of(int strip) const { return ((strip - begin + 1) * WARPS - 1) / (end - begin); }
 
-    __device__ __forceinline__ int block_of(int strip) const {
-        const int larger = more * (each + 1);
-        return strip < larger ? strip / (each + 1) : more + (strip - larger) / each;
-    }
-
-    __device__ __forceinline__ void sum(Stream& stream, Product& product, const Output& output, unsigned long long* parts) const {
+    __device__ __forceinline__ void sum(Stream& stream, Product& product, const Output& output) const {
         __shared__ float shares[WARPS][2][kCells];
         sum_run(shares[warp_of_block()], stream, product, output);
         __syncthreads();
-        // A warp a tile, the one that other blocks wait for first.
-        const int first_tile = begin / tile_strips;
-        for (int tile = (end - 1) / tile_strips - warp_of_block(); tile >= first_tile; tile -= WARPS) {
-            add_shares(tile, shares, output, parts);
+        // A warp a tile.
+        for (int tile = begin / tile_strips + warp_of_block(); tile * tile_strips < end; tile += WARPS) {
+            add_shares(tile, shares, output);
         }
     }
 
@@ -72,27 +69,15 @@ struct Division {
         }
     }
 
-    // Of a tile that no warp had whole: its cells a lane each, to y or to the block that ends it.
-    __device__ __forceinline__ void add_shares(
-        int tile, const float (&shares)[WARPS][2][kCells], const Output& output, unsigned long long* parts
-    ) const {
-        const int tile_begin = tile * tile_strips, tile_end = tile_begin + tile_strips;
-        const int from = max(tile_begin, begin), to = min(tile_end, end);
-        const bool begins = from == tile_begin, ends = to == tile_end;
-        const int first_warp = warp_of(from), last_warp = warp_of(to - 1);
-        if (begins && ends && first_warp == last_warp) return;
+    // Of a tile that no warp had whole: its cells a lane each.
+    __device__ __forceinline__ void add_shares(int tile, const float (&shares)[WARPS][2][kCells], const Output& output) const {
+        const int first_warp = warp_of(tile * tile_strips), last_warp = warp_of((tile + 1) * tile_strips - 1);
+        if (first_warp == last_warp) return;
 #pragma unroll 1
-        for (int cell = threadIdx.x % 32; cell < kRows * output.m; cell += 32) {
-            float total = 0.0f;
-            if (ends) {
-                for (int block = block_of(tile_begin); block < static_cast<int>(blockIdx.x); ++block) {
-                    total += take_part(parts + static_cast<size_t>(block) * kCells + cell);
-                }
-            }
-            float share = shares[first_warp][begins][cell];
-            for (int i = first_warp + 1; i <= last_warp; ++i) share += shares[i][0][cell];
-            if (ends) output.write(tile * kRows + cell % kRows, cell / kRows, total + share);
-            else leave_part(parts + static_cast<size_t>(blockIdx.x) * kCells + cell, share);
+        for (int cell = threadIdx.x % 32; cell < kCells; cell += 32) {
+            float sum = shares[first_warp][1][cell];
+            for (int i = first_warp + 1; i <= last_warp; ++i) sum += shares[i][0][cell];
+            output.write(tile * kRows + cell % kRows, cell / kRows, sum);
         }
     }
 };

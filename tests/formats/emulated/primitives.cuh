@@ -4,6 +4,7 @@
 
 #include "mma.cuh"
 #include "pairs.cuh"
+#include "prefetch.cuh"
 #include "scalars.cuh"
 
 constexpr Word kAll = 0xffffffff;
@@ -78,6 +79,8 @@ inline void write_shared_byte(Word at, char value) { std::memcpy(shared_place(at
 
 inline int warp_of_block() { return __shfl_sync<int>(kAll, threadIdx.x / 32, 0); }
 inline const char* further(const char* place, Word count, Word bytes) { return place + size_t(count) * bytes; }
+
+inline Word times_plus(Word a, Word b, Word c) { return a * b + c; }
 inline bool any_of_warp(bool value) { return __ballot_sync(kAll, value); }
 
 inline Word max_of_warp(Word value) {
@@ -85,18 +88,6 @@ inline Word max_of_warp(Word value) {
     return value;
 }
 
-inline void leave_part(unsigned long long* place, float value) {
-    if (*place) fail("a part that nobody took");
-    *place = 1ull << 32 | __float_as_uint(value);
-}
-
-inline float take_part(unsigned long long* place) {
-    if (!*place) fail("a part that was not left");
-    return __uint_as_float(static_cast<Word>(std::exchange(*place, 0)));
-}
-
 inline void wait_for_previous_kernel() {}
 inline void let_next_kernel_start() {}
-inline void prefetch_line(const void*) {}
-inline void prefetch_lines(const void* place, Word bytes) { check_aligned(place, 16); if (bytes % 16) fail("a prefetch's length is not aligned"); }
 inline bool one_of_warp() { return threadIdx.x % 32 == 0; }
