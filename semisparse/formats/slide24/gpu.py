@@ -59,8 +59,9 @@ def prepare_tiles(problem: Problem) -> Product:
     window, rounded = window_of(problem.pattern), stored_dtype(problem.params)
     dtype = rounded or problem.weight_dtype
     blocks, count = tiles.tile_counts(n, lifted_columns(k, window), dtype.itemsize)
-    division = hopper.choose_division(m, count, blocks, device_facts(device).processors)
-    tokens, counters = m + -m % division.tiling.tokens, hopper.count_counters(count, m, division)
+    processors = device_facts(device).processors
+    division = hopper.choose_division(m, count, blocks, processors)
+    tokens, counters = m + -m % division.tiling.tokens, hopper.count_counters(count, m, division, processors)
     shape, lift = cuda_lift.prepare(m, k, out, rounded, window, tokens, counters)
     sums, multiply = hopper.prepare((m, n, blocks, count), dtype, out, division, device)
     *places, size = places_of(math.prod(shape) * dtype.itemsize, 4 * m, sums, 4 * counters)
