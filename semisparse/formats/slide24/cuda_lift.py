@@ -82,6 +82,11 @@ def row_of(m: int, k: int, window: int, itemsize: int) -> Row:
     return Row(blocks, min(most, max(FEWEST_THREADS, threads)))
 
 
+def inverse_of(gap: int) -> int:
+    """Give 2^32 over the pairs of a group, rounded up: a multiplication takes the place of a division."""
+    return -(-(1 << 32) // gap)
+
+
 def refusal(k: int, window: int, itemsize: int) -> str | None:
     """Say why a token of K columns cannot be lifted, or None if it can."""
     if row_of(1, k, window, itemsize).bytes <= SHARED_LIMIT:
@@ -112,7 +117,7 @@ def prepare(
     stored = dtype or of_x
     row = row_of(m, k, window, stored.itemsize)
     kernel, gap = _kernel(of_x, dtype, row.bytes), window // 2
-    sizes = (k, gap, tokens, row.bytes // UNIT, count, -(-(1 << 32) // gap))
+    sizes = (k, gap, tokens, row.bytes // UNIT, count, inverse_of(gap))
 
     def lift(x: Tensor, lifted: int, scales: int, counters: int) -> None:
         x = x.contiguous()

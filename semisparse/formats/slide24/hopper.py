@@ -103,6 +103,11 @@ class Division:
         clusters = self.tiling.clusters(m, tiles)
         return clusters if self.parts == 1 else clusters - clusters % (processors // self.tiling.cluster)
 
+    def fits(self, m: int, tiles: int, processors: int) -> bool:
+        """Say whether the parts are computed all at once."""
+        cut = self.tiling.clusters(m, tiles) - self.whole(m, tiles, processors)
+        return cut * self.parts <= processors // self.tiling.cluster
+
     def us(self, m: int, tiles: int, blocks: int, processors: int) -> float:
         """Estimate the time of ``m`` tokens, 64 * ``tiles`` rows and 128 * ``blocks`` bytes of K'."""
         tiling, at_once = self.tiling, processors // self.tiling.cluster
@@ -112,7 +117,7 @@ class Division:
         if not cut:
             return us
         part = -(-blocks // self.parts) * tiling.block_us + PART_US
-        return us + -(-cut * self.parts // at_once) * part + self.parts * ADDED_US + tiling.finish_us
+        return us + part + self.parts * ADDED_US + tiling.finish_us
 
 
 DIVISIONS = tuple(Division(tiling, parts) for tiling in TILINGS for parts in range(1, MOST_PARTS + 1))
@@ -120,8 +125,8 @@ DIVISIONS = tuple(Division(tiling, parts) for tiling in TILINGS for parts in ran
 
 @lru_cache(maxsize=4096)
 def choose_division(m: int, tiles: int, blocks: int, processors: int) -> Division:
-    """Take the division that should be fastest: whole waves of tiles or parts, at each tiling's measured pace."""
-    possible = (d for d in DIVISIONS if d.parts <= blocks)
+    """Take the division that should be fastest: whole waves of tiles, and parts in one at most, at measured paces."""
+    possible = (d for d in DIVISIONS if d.parts <= blocks and d.fits(m, tiles, processors))
     return min(possible, key=lambda division: division.us(m, tiles, blocks, processors))
 
 
