@@ -1,4 +1,4 @@
-"""lift.cu and unpack.cu on a CPU: every column in its place, for rows of any length. A GPU alone rounds to fp8 as it does."""
+"""lift.cu and unpack.cu on a CPU: every column in its place, whatever the length. A GPU alone rounds to fp8 as it does."""
 
 import pytest
 import torch
@@ -67,7 +67,8 @@ def test_a_row_that_is_not_finite_has_a_scale_that_is_not(bad):
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
 def test_tiles_unpack_to_the_dense_weight(pattern, dtype):
     for n, k in ((1, 1), (65, 173), (70, 264), (200, 520)):
-        weight = torch.randint(-127, 128, (n, k), generator=torch.Generator().manual_seed(k), dtype=torch.int8).to(dtype)
+        generator = torch.Generator().manual_seed(k)
+        weight = torch.randint(-127, 128, (n, k), generator=generator, dtype=torch.int8).to(dtype)
         weight[parse_pattern(pattern).mask(weight.abs().float()) == 0] = 0
         window = int(pattern.split(":")[1])
         tiles = tiles_of(*compress_stored(weight, window).values())

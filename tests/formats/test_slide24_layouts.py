@@ -145,7 +145,7 @@ def test_every_tiling_fits_into_shared_memory_and_registers():
             assert tiling.stages(itemsize) >= 3
             taken = tiling.stages(itemsize) * tiling.stage_bytes(itemsize) + tiling.desk_bytes
             assert taken <= hopper.SHARED_BYTES
-            assert hopper.SKEW < tiling.stages(itemsize), "a warp group waits for another that has stages enough to go on"
+            assert tiling.stages(itemsize) > hopper.SKEW, "a warp group waits for another that has stages to go on"
         assert tiling.tokens * 128 // tiling.cluster % 1024 == 0, "a share is whole swizzled units of eight tokens"
         assert tiling.groups <= tiles.FEWEST
 

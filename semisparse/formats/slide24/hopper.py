@@ -93,7 +93,7 @@ PART_US, ADDED_US = 3.0, 0.5
 
 @dataclass(frozen=True)
 class Division:
-    """How a product is divided over the processors: y in tiles; those that fill no whole wave may be cut into parts of K."""
+    """How a product is divided over the processors: y in tiles, of which those that fill no wave may be cut along K."""
 
     tiling: Tiling
     parts: int = 1
