@@ -1,4 +1,4 @@
-"""lift.cu and unpack.cu on a CPU: every column in its place, whatever the length. A GPU alone rounds to fp8 as it does."""
+"""lift.cu and unpack.cu on a CPU: every column in its place, for rows of any length; fp8 is rounded by a GPU alone."""
 
 import pytest
 import torch

@@ -36,7 +36,7 @@ FEW_TOKENS = 256
 """Up to so many, a thread block has as many threads as its token has use for: nothing else hides the latency."""
 
 SHARED_LIMIT = 226 << 10
-"""Bytes of a row; what the kernel needs beside it are some 128."""
+"""Bytes of a lifted row; what the kernel needs beside it are some 128."""
 
 _PARAMETERS = (*[ctypes.c_void_p] * 4, *[ctypes.c_int] * 5, ctypes.c_uint32)
 
