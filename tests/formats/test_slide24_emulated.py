@@ -1,10 +1,13 @@
-"""lift.cu on a CPU: every column where tiles want it, for rows of any length. A GPU alone rounds to fp8 as it does."""
+"""lift.cu and unpack.cu on a CPU: every column in its place, for rows of any length; fp8 is rounded by a GPU alone."""
 
 import pytest
 import torch
 
-from semisparse.formats.slide24 import cuda_lift
+from semisparse.formats.slide24 import cuda_lift, cuda_unpack
 from semisparse.formats.slide24.lift import lift, quantise_and_lift
+from semisparse.formats.slide24.pack import compress_stored
+from semisparse.formats.slide24.tiles import tiles_of
+from semisparse.patterns import parse_pattern
 from tests.formats import emulated
 from tests.formats.lifted_tiles import lifted, rows_in
 
@@ -13,13 +16,15 @@ pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="no g++ to com
 
 @pytest.fixture(autouse=True)
 def emulated_kernels(monkeypatch: pytest.MonkeyPatch):
-    emulated.stand_in(monkeypatch, cuda_lift)
-    cuda_lift._kernel.cache_clear()
+    emulated.stand_in(monkeypatch, cuda_lift, cuda_unpack)
+    for module in (cuda_lift, cuda_unpack):
+        module._kernel.cache_clear()
     yield
-    cuda_lift._kernel.cache_clear()
+    for module in (cuda_lift, cuda_unpack):
+        module._kernel.cache_clear()
 
 
-@pytest.mark.parametrize("window", [4, 6, 8, 34])
+@pytest.mark.parametrize("window", [4, 6, 8, 10, 34])
 @pytest.mark.parametrize(("of_x", "dtype"), [(torch.float16, None), (torch.bfloat16, torch.int8)])
 def test_lifted_tiles_hold_the_lifted_rows(of_x, dtype, window):
     for m, k in ((1, 1), (3, 173), (9, 130), (1, 700)):
@@ -56,3 +61,16 @@ def test_a_row_that_is_not_finite_has_a_scale_that_is_not(bad):
     x[1, 69] = bad
     _, scales = lifted(x, torch.int8, 8, 3)
     assert scales.isfinite().tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "4:6", "6:8", "14:16", "32:34"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
+def test_tiles_unpack_to_the_dense_weight(pattern, dtype):
+    for n, k in ((1, 1), (65, 173), (70, 264), (200, 520)):
+        generator = torch.Generator().manual_seed(k)
+        weight = torch.randint(-127, 128, (n, k), generator=generator, dtype=torch.int8).to(dtype)
+        weight[parse_pattern(pattern).mask(weight.abs().float()) == 0] = 0
+        window = int(pattern.split(":")[1])
+        tiles = tiles_of(*compress_stored(weight, window).values())
+        for emulated.adverse[0] in (False, True):
+            assert torch.equal(cuda_unpack.unpack(tiles, n, k, window, dtype), weight)

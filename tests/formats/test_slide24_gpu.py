@@ -7,7 +7,7 @@ from torch import Tensor
 from semisparse.formats import linear, product
 from semisparse.formats.base import Packed
 from semisparse.formats.product import problem_of
-from semisparse.formats.slide24 import hopper, layouts
+from semisparse.formats.slide24 import gpu, hopper, layouts
 from semisparse.formats.slide24.lift import lift, quantise_and_lift
 from semisparse.formats.slide24.pack import stored_dtype, unpack_stored
 from semisparse.quant.symmetric import quantise_rows
@@ -152,3 +152,13 @@ def test_lifting_into_tiles_gives_the_bits_of_the_reference(dtype, of_x, window)
                 rows_in(found.cpu(), m)[:, : expected.shape[1]].view(torch.uint8), expected.view(torch.uint8)
             )
             assert not rows_in(found.cpu(), m)[:, expected.shape[1] :].view(torch.uint8).any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("pattern", ["2:4", "6:8", "8:10", "14:16"])
+def test_tiles_are_unpacked_for_a_dense_product(pattern, kind):
+    if hopper.refusal(torch.device("cuda")):
+        pytest.skip("unpack.cu is for Hopper")
+    for n, k in ((1, 1), (65, 173), (300, 3584)):
+        packed = packed_for("hopper", pattern, n, k, kind, torch.bfloat16)
+        assert torch.equal(gpu._unpacked(packed), layouts.unpack(packed))

@@ -110,35 +110,42 @@ def test_a_division_is_the_fastest_by_its_estimate(m, rows, blocks):
     problem = (m, rows, blocks, 132)
     chosen = hopper.choose_division(*problem)
     assert chosen.parts <= blocks
-    assert chosen.us(*problem) == min(d.us(*problem) for d in hopper.DIVISIONS if d.parts <= blocks)
+    possible = [d for d in hopper.DIVISIONS if d.parts <= blocks and d.fits(m, rows, 132)]
+    assert chosen.us(*problem) == min(d.us(*problem) for d in possible)
     tiling = chosen.tiling
     assert tiling.clusters(m, rows) * tiling.tokens * tiling.groups * tiling.cluster * 64 >= m * rows * 64
-    assert chosen.parts == 1 or tiling.cluster == 1
+    whole, at_once = chosen.whole(m, rows, 132), 132 // tiling.cluster
+    cut = tiling.clusters(m, rows) - whole
+    assert whole % at_once == 0 or not cut
+    assert cut * chosen.parts <= at_once, "what is cut is one wave at most"
+    assert hopper.count_counters(rows, m, chosen, 132) == cut * tiling.cluster * tiling.groups
 
 
 def test_few_tiles_of_many_columns_are_cut_into_parts():
-    assert hopper.choose_division(64, 56, 222, 132).parts > 1
-    assert hopper.choose_division(4096, 56, 222, 132).parts == 1
+    few, many = hopper.choose_division(64, 56, 222, 132), hopper.choose_division(4096, 56, 222, 132)
+    assert few.parts > 1
+    assert few.whole(64, 56, 132) == 0
+    assert many.parts > 1, "3.4 waves"
+    assert many.whole(4096, 56, 132) == 3 * 66
+    assert hopper.choose_division(4096, 592, 42, 132).parts == 1, "35.9 waves"
 
 
 @given(st.integers(1, 4096), st.integers(1, 60_000), st.sampled_from((4, 6, 8, 10, 34)), st.sampled_from((1, 2)))
 def test_a_lifted_row_has_room_for_every_window(m, k, window, itemsize):
-    row, windows = cuda_lift.row_of(m, k, window, itemsize), window // 2 - 1
-    last = row.blocks * 128 // itemsize // 4 - 1
-    assert 4 * (last + 1) >= lifted_columns(k, window)
-    for place in (0, windows - 1, last // 2, last):
-        assert place * row.over >> 32 == place // windows, "a division, as lift.cu computes it"
-    assert 2 * (last + last // windows) + 4 <= row.room
-    assert row.room >= k
-    assert row.room % 8 == 0
-    assert row.threads % 32 == 0
+    row, gap = cuda_lift.row_of(m, k, window, itemsize), window // 2
+    assert row.bytes >= lifted_columns(k, window) * itemsize
+    assert row.bytes % 128 == row.threads % 32 == 0
+    for pair in (gap - 1, gap, row.bytes // itemsize - 1):
+        assert pair * cuda_lift.inverse_of(gap) >> 32 == pair // gap, "a division, as lift.cu computes it"
 
 
 def test_every_tiling_fits_into_shared_memory_and_registers():
     for tiling in hopper.TILINGS:
         for itemsize in (1, 2):
             assert tiling.stages(itemsize) >= 3
-            assert tiling.stages(itemsize) * tiling.stage_bytes(itemsize) <= hopper.SHARED_BYTES
+            taken = tiling.stages(itemsize) * tiling.stage_bytes(itemsize) + tiling.desk_bytes
+            assert taken <= hopper.SHARED_BYTES
+            assert tiling.stages(itemsize) > hopper.SKEW, "a warp group waits for another that has stages to go on"
         assert tiling.tokens * 128 // tiling.cluster % 1024 == 0, "a share is whole swizzled units of eight tokens"
         assert tiling.groups <= tiles.FEWEST
 

@@ -36,9 +36,9 @@ FEW_TOKENS = 256
 """Up to so many, a thread block has as many threads as its token has use for: nothing else hides the latency."""
 
 SHARED_LIMIT = 226 << 10
-"""Bytes of a row; what the kernel needs beside it are some 128."""
+"""Bytes of a lifted row; what the kernel needs beside it are some 128."""
 
-_PARAMETERS = (*[ctypes.c_void_p] * 4, *[ctypes.c_int] * 5, ctypes.c_uint64)
+_PARAMETERS = (*[ctypes.c_void_p] * 4, *[ctypes.c_int] * 5, ctypes.c_uint32)
 
 
 def defines(of_x: torch.dtype, dtype: torch.dtype | None) -> dict[str, str | int]:
@@ -61,32 +61,35 @@ class Row:
 
     Args:
         blocks: of 128 bytes, when lifted.
-        room: columns in shared memory, pairs of which windows begin with.
         threads: of a thread block.
-        over: 2^32 over the windows of a group, rounded up: a multiplication takes the place of a division.
     """
 
     blocks: int
-    room: int
     threads: int
-    over: int
+
+    @property
+    def bytes(self) -> int:
+        """Of shared memory."""
+        return self.blocks * TOKEN_BYTES
 
 
 @lru_cache(maxsize=4096)
 def row_of(m: int, k: int, window: int, itemsize: int) -> Row:
     """Say how M tokens of K columns, in groups of ``window``, are lifted to values of ``itemsize`` bytes."""
-    blocks, windows = -(-lifted_columns(k, window) * itemsize // TOKEN_BYTES), window // 2 - 1
-    last = blocks * TOKEN_BYTES // itemsize // 4 - 1  # window
-    loads = -(-k // LOAD)
-    room = max(loads * LOAD, 2 * (last + last // windows + 2))
-    threads = -(-loads // KEEP // WARP) * WARP
+    blocks = -(-lifted_columns(k, window) * itemsize // TOKEN_BYTES)
+    threads = -(-k // LOAD // KEEP // WARP) * WARP
     most = MOST_THREADS if m <= FEW_TOKENS else MANY_THREADS
-    return Row(blocks, room + -room % LOAD, min(most, max(FEWEST_THREADS, threads)), -(-(1 << 32) // windows))
+    return Row(blocks, min(most, max(FEWEST_THREADS, threads)))
+
+
+def inverse_of(gap: int) -> int:
+    """Give 2^32 over the pairs of a group, rounded up: a multiplication takes the place of a division."""
+    return -(-(1 << 32) // gap)
 
 
 def refusal(k: int, window: int, itemsize: int) -> str | None:
     """Say why a token of K columns cannot be lifted, or None if it can."""
-    if row_of(1, k, window, itemsize).room * itemsize <= SHARED_LIMIT:
+    if row_of(1, k, window, itemsize).bytes <= SHARED_LIMIT:
         return None
     return f"a token of {k} columns does not fit shared memory, which has {SHARED_LIMIT} bytes"
 
@@ -113,8 +116,8 @@ def prepare(
     """
     stored = dtype or of_x
     row = row_of(m, k, window, stored.itemsize)
-    kernel = _kernel(of_x, dtype, row.room * stored.itemsize)
-    sizes = (k, row.room // 2, tokens, row.blocks * (TOKEN_BYTES // UNIT), count, row.over)
+    kernel, gap = _kernel(of_x, dtype, row.bytes), window // 2
+    sizes = (k, gap, tokens, row.bytes // UNIT, count, inverse_of(gap))
 
     def lift(x: Tensor, lifted: int, scales: int, counters: int) -> None:
         x = x.contiguous()

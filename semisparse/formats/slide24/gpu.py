@@ -10,7 +10,7 @@ from torch import Tensor
 
 from semisparse.formats.base import Packed
 from semisparse.formats.kernel import Problem, Product
-from semisparse.formats.slide24 import cuda_lift, cusparselt, hopper, layouts, tiles
+from semisparse.formats.slide24 import cuda_lift, cuda_unpack, cusparselt, hopper, layouts, tiles
 from semisparse.formats.slide24.layout import lifted_columns
 from semisparse.formats.slide24.pack import stored_dtype, window_of
 from semisparse.runtime.blas import multiply_dense
@@ -59,8 +59,9 @@ def prepare_tiles(problem: Problem) -> Product:
     window, rounded = window_of(problem.pattern), stored_dtype(problem.params)
     dtype = rounded or problem.weight_dtype
     blocks, count = tiles.tile_counts(n, lifted_columns(k, window), dtype.itemsize)
-    division = hopper.choose_division(m, count, blocks, device_facts(device).processors)
-    tokens, counters = m + -m % division.tiling.tokens, hopper.count_counters(count, m, division)
+    processors = device_facts(device).processors
+    division = hopper.choose_division(m, count, blocks, processors)
+    tokens, counters = m + -m % division.tiling.tokens, hopper.count_counters(count, m, division, processors)
     shape, lift = cuda_lift.prepare(m, k, out, rounded, window, tokens, counters)
     sums, multiply = hopper.prepare((m, n, blocks, count), dtype, out, division, device)
     *places, size = places_of(math.prod(shape) * dtype.itemsize, 4 * m, sums, 4 * counters)
@@ -123,4 +124,13 @@ def unpack_refusal(problem: Problem) -> str | None:
 
 def unpack_and_multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     """Unpack the whole weight, dequantised, and let cuBLAS multiply; x is not rounded."""
-    return multiply_dense(x, layouts.unpack(packed), bias)
+    return multiply_dense(x, _unpacked(packed), bias)
+
+
+def _unpacked(packed: Packed) -> Tensor:
+    window, rounded = window_of(packed.pattern), stored_dtype(packed.params)
+    dtype = rounded or packed.dtype
+    if layouts.layout_of(packed.params) != "tiles" or cuda_unpack.refusal(window, dtype.itemsize):
+        return layouts.unpack(packed)
+    stored = cuda_unpack.unpack(packed.tensors["tiles"], *packed.shape, window, dtype)
+    return stored if rounded is None else (stored.float() * packed.tensors["scale"][:, None]).to(packed.dtype)

@@ -25,6 +25,12 @@ SHARED_BYTES = 223 << 10
 THREADS = 128
 """Of a warp group."""
 
+SKEW = 2
+"""Blocks of K' that a warp group is ahead of the next, so that one writes while the others multiply."""
+
+TURN = 16
+"""Tokens that a warp group writes at a time."""
+
 KINDS = {torch.int8: "INT8", torch.float8_e4m3fn: "FP8", torch.bfloat16: "BF16", torch.float16: "FP16"}
 
 SCALARS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
@@ -54,7 +60,12 @@ class Tiling:
 
     def stages(self, itemsize: int) -> int:
         """Count the stages that shared memory has room for."""
-        return SHARED_BYTES // self.stage_bytes(itemsize)
+        return (SHARED_BYTES - self.desk_bytes) // self.stage_bytes(itemsize)
+
+    @property
+    def desk_bytes(self) -> int:
+        """Give the shared memory that warp groups write y from."""
+        return self.groups * (2 * TURN * ROWS * 2 + 4 * self.tokens)
 
     def clusters(self, m: int, tiles: int) -> int:
         """Count the clusters of thread blocks that ``m`` tokens and 64 * ``tiles`` rows are divided into."""
@@ -82,44 +93,53 @@ PART_US, ADDED_US = 3.0, 0.5
 
 @dataclass(frozen=True)
 class Division:
-    """How a product is divided over the processors: y in tiles and, if it has few of them, K in parts."""
+    """How a product is divided over the processors: y in tiles, of which those that fill no wave may be cut along K."""
 
     tiling: Tiling
     parts: int = 1
 
+    def whole(self, m: int, tiles: int, processors: int) -> int:
+        """Count the tiles of y, a cluster each, that are in one piece; those after them are cut."""
+        clusters = self.tiling.clusters(m, tiles)
+        return clusters if self.parts == 1 else clusters - clusters % (processors // self.tiling.cluster)
+
+    def fits(self, m: int, tiles: int, processors: int) -> bool:
+        """Say whether the parts are computed all at once."""
+        cut = self.tiling.clusters(m, tiles) - self.whole(m, tiles, processors)
+        return cut * self.parts <= processors // self.tiling.cluster
+
     def us(self, m: int, tiles: int, blocks: int, processors: int) -> float:
         """Estimate the time of ``m`` tokens, 64 * ``tiles`` rows and 128 * ``blocks`` bytes of K'."""
-        tiling = self.tiling
-        if self.parts == 1:
-            return tiling.waves(m, tiles, processors) * (blocks * tiling.block_us + tiling.finish_us)
-        waves = -(-tiling.clusters(m, tiles) * self.parts // processors)
+        tiling, at_once = self.tiling, processors // self.tiling.cluster
+        whole = self.whole(m, tiles, processors)
+        us = -(-whole // at_once) * (blocks * tiling.block_us + tiling.finish_us)
+        cut = tiling.clusters(m, tiles) - whole
+        if not cut:
+            return us
         part = -(-blocks // self.parts) * tiling.block_us + PART_US
-        return waves * part + self.parts * ADDED_US + tiling.finish_us
+        return us + part + self.parts * ADDED_US + tiling.finish_us
 
 
-DIVISIONS = (
-    *(Division(tiling) for tiling in TILINGS),
-    *(Division(tiling, parts) for tiling in TILINGS if tiling.cluster == 1 for parts in range(2, MOST_PARTS + 1)),
-)
+DIVISIONS = tuple(Division(tiling, parts) for tiling in TILINGS for parts in range(1, MOST_PARTS + 1))
 
 
 @lru_cache(maxsize=4096)
 def choose_division(m: int, tiles: int, blocks: int, processors: int) -> Division:
-    """Take the division that should be fastest: whole waves of tiles or parts, at each tiling's measured pace."""
-    possible = (d for d in DIVISIONS if d.parts <= blocks)
+    """Take the division that should be fastest: whole waves of tiles, and parts in one at most, at measured paces."""
+    possible = (d for d in DIVISIONS if d.parts <= blocks and d.fits(m, tiles, processors))
     return min(possible, key=lambda division: division.us(m, tiles, blocks, processors))
 
 
-def defines(tiling: Tiling, dtype: torch.dtype, out: torch.dtype, pairs: bool = True) -> dict[str, str | int]:
+def defines(tiling: Tiling, dtype: torch.dtype, out: torch.dtype) -> dict[str, str | int]:
     """Give the macros of a build."""
     return {
         KINDS[dtype]: 1,
         "OUT": SCALARS[out],
-        "PAIRS": int(pairs),
         "TOKENS": tiling.tokens,
         "GROUPS": tiling.groups,
         "CLUSTER": tiling.cluster,
         "STAGES": tiling.stages(dtype.itemsize),
+        "SKEW": SKEW,
     }
 
 
@@ -128,7 +148,7 @@ SOURCE = CudaSource(
     (
         *(defines(tiling, torch.int8, torch.bfloat16) for tiling in TILINGS),
         *(defines(TILINGS[0], dtype, dtype) for dtype in SCALARS),
-        *(defines(TILINGS[0], torch.float8_e4m3fn, out, pairs=False) for out in SCALARS),
+        *(defines(TILINGS[0], torch.float8_e4m3fn, out) for out in SCALARS),
     ),
     architectures=(ARCHITECTURE,),
 )
@@ -136,7 +156,7 @@ SOURCE = CudaSource(
 SOURCES = (SOURCE,)
 
 _POINTER = ctypes.c_void_p
-_PARAMETERS = (*[_POINTER] * 8, *[ctypes.c_int] * 5)
+_PARAMETERS = (*[_POINTER] * 8, *[ctypes.c_int] * 6)
 
 
 def refusal(device: torch.device) -> str | None:
@@ -146,9 +166,11 @@ def refusal(device: torch.device) -> str | None:
     return unavailable()
 
 
-def count_counters(tiles: int, m: int, division: Division) -> int:
-    """Say in how many int32, set to 0 before, a product counts; in none if K is in one part."""
-    return 0 if division.parts == 1 else division.tiling.clusters(m, tiles) * division.tiling.groups
+def count_counters(tiles: int, m: int, division: Division, processors: int) -> int:
+    """Say in how many int32, set to 0 before, a product counts: one for each warp group's rows of a tile in parts."""
+    tiling = division.tiling
+    cut = tiling.clusters(m, tiles) - division.whole(m, tiles, processors)
+    return cut * tiling.cluster * tiling.groups
 
 
 def prepare(
@@ -169,20 +191,22 @@ def prepare(
         or null; y [M, N]; those sums; the counters, all 0, which they are not any more afterwards.
     """
     m, n, blocks, count = shape
-    tiling, parts = division.tiling, division.parts
-    sums = 4 * count_counters(count, m, division) * parts * ROWS * tiling.tokens  # of 32 bits, of whatever kind
-    resident = device_facts(device).processors // tiling.cluster
-    grid = (min(tiling.clusters(m, count) * parts, resident) * tiling.cluster, 1, 1)
-    kernel = _kernel(device, dtype, out, n % 2 == 0, tiling)
+    tiling, parts, processors = division.tiling, division.parts, device_facts(device).processors
+    counters = count_counters(count, m, division, processors)
+    sums = 4 * counters * parts * ROWS * tiling.tokens  # of 32 bits, of whatever kind
+    whole = division.whole(m, count, processors)
+    pieces = whole + (tiling.clusters(m, count) - whole) * parts
+    grid = (min(pieces, processors // tiling.cluster) * tiling.cluster, 1, 1)
+    kernel = _kernel(device, dtype, out, tiling)
 
     def launch(*addresses: int) -> None:
-        kernel(device, grid, THREADS * (tiling.groups + 1), *addresses, m, n, blocks, count, parts)
+        kernel(device, grid, THREADS * (tiling.groups + 1), *addresses, m, n, blocks, count, whole, parts)
 
     return sums, launch
 
 
 @cache
-def _kernel(device: torch.device, dtype: torch.dtype, out: torch.dtype, pairs: bool, tiling: Tiling) -> CudaKernel:
-    cubin = compile_cubin(SOURCE.path, ARCHITECTURE, defines(tiling, dtype, out, pairs))
-    shared = tiling.stages(dtype.itemsize) * tiling.stage_bytes(dtype.itemsize)
+def _kernel(device: torch.device, dtype: torch.dtype, out: torch.dtype, tiling: Tiling) -> CudaKernel:
+    cubin = compile_cubin(SOURCE.path, ARCHITECTURE, defines(tiling, dtype, out))
+    shared = tiling.stages(dtype.itemsize) * tiling.stage_bytes(dtype.itemsize) + tiling.desk_bytes
     return CudaKernel(cubin, "semisparse_slide24_sparse", _PARAMETERS, shared)

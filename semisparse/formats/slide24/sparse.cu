@@ -35,6 +35,8 @@ constexpr int kShare = kTokenTile / CLUSTER;
 constexpr int kStage = kTokenTile + GROUPS * kTile;
 constexpr int kTogether = 4096 / TOKENS;  // tiles of tokens in a band at most, so that a band of x stays in L2
 
+constexpr int kTurn = 16;                 // tokens that a warp group writes at a time
+
 #if GROUPS == 3
 constexpr int kTaken = 160, kLeft = 32;
 #else
@@ -53,37 +55,71 @@ __device__ __forceinline__ Tile tile_of(int index, int row_tiles, int token_tile
     return {within / width, band * most + within % width};
 }
 
-// Scales a warp group's sums and writes them: y lies by tokens, the sums by rows, so each 8 x 8 is transposed.
-__device__ __forceinline__ void finish(const Sum (&sums)[TOKENS / 2], const float* token_scales, const float* row_scales,
-                                       const OUT* bias, OUT* y, int first_row, int first_token, int m, int n) {
-    const int lane = threadIdx.x % 32;
-    const int warp_row = first_row + threadIdx.x % kGroup / 32 * 16;
-    float scales[2], added[2];
+// What a tile's sums are multiplied with and added to. A thread asks for its part before the products, so that it is there after.
+struct Scales {
+    float tokens[(TOKENS + kGroup - 1) / kGroup], rows[2], added[2];
+
+    __device__ __forceinline__ Scales(const float* of_tokens, const float* of_rows, const OUT* bias, int first_row,
+                                      int first_token, int m, int n) {
+        const int thread = threadIdx.x % kGroup;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const int row = warp_row + lane / 4 + 8 * i;
-        scales[i] = row < n && row_scales ? row_scales[row] : 1.0f;
-        added[i] = row < n && bias ? static_cast<float>(bias[row]) : 0.0f;
-    }
-    const int out_row = warp_row + lane % 4 * 2;
-    OUT* place = y + static_cast<Long>(first_token + lane / 4) * n + out_row;
-    const int left = m - first_token - lane / 4;
-    const int columns = n - out_row;
-#pragma unroll
-    for (int j = 0; j < TOKENS / 8; ++j, place += static_cast<Long>(8) * n) {
-        const float2 by_token = *reinterpret_cast<const float2*>(token_scales + 8 * j + lane % 4 * 2);
+        for (int i = 0; i * kGroup < TOKENS; ++i) {
+            const int token = first_token + thread + i * kGroup;
+            tokens[i] = of_tokens && token < m ? of_tokens[token] : 1.0f;
+        }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float low = static_cast<float>(sums[4 * j + 2 * i]) * by_token.x * scales[i] + added[i];
-            const float high = static_cast<float>(sums[4 * j + 2 * i + 1]) * by_token.y * scales[i] + added[i];
-            const Word both = transposed(pair_of(low, high, static_cast<const OUT*>(nullptr)));
-            if (8 * j >= left) continue;
-#if PAIRS
-            if (8 * i < columns) *reinterpret_cast<Word*>(place + 8 * i) = both;
-#else
-            if (8 * i < columns) place[8 * i] = reinterpret_cast<const OUT*>(&both)[0];
-            if (8 * i + 1 < columns) place[8 * i + 1] = reinterpret_cast<const OUT*>(&both)[1];
-#endif
+            const int row = first_row + thread / 32 * 16 + thread % 32 / 4 + 8 * i;
+            rows[i] = of_rows && row < n ? of_rows[row] : 1.0f;
+            added[i] = bias && row < n ? static_cast<float>(bias[row]) : 0.0f;
+        }
+    }
+};
+
+// What a warp group keeps in shared memory to write its tile of y: its scales, and twice kTurn tokens of y as they lie in memory.
+struct alignas(128) Desk {
+    unsigned char turns[2][kTurn * kRows * sizeof(OUT)];
+    float token_scales[TOKENS];
+};
+
+// Scales a warp group's sums and writes them. Sums lie by rows and y by tokens: they are transposed on the way through shared
+// memory, and lines of 128 bytes are written.
+__device__ __forceinline__ void finish(const Sum (&sums)[TOKENS / 2], const Scales& scales, Desk& desk, int group, OUT* y,
+                                       int first_row, int first_token, int m, int n) {
+    const int thread = threadIdx.x % kGroup, lane = threadIdx.x % 32, warp = thread / 32;
+#pragma unroll
+    for (int i = 0; i * kGroup < TOKENS; ++i)
+        if (thread + i * kGroup < TOKENS) desk.token_scales[thread + i * kGroup] = scales.tokens[i];
+    sync_group(group);
+    // Of a turn's token t, the eight rows c stand at place c ^ (t % 8).
+    const int put_token = lane / 16 * 8 + lane % 8, put = put_token * 128 + ((warp * 2 + lane / 8 % 2) ^ lane % 8) * 16;
+    const int token = thread / 8, row = first_row + thread % 8 * 8, get = token * 128 + (thread % 8 ^ token % 8) * 16;
+    OUT* place = y + static_cast<Long>(first_token + token) * n + row;
+#pragma unroll
+    for (int turn = 0; turn < TOKENS / kTurn; ++turn, place += static_cast<Long>(kTurn) * n) {
+        Word words[4];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int j = 2 * turn + half;
+            const float2 by_token = *reinterpret_cast<const float2*>(desk.token_scales + 8 * j + lane % 4 * 2);
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                words[2 * half + i] =
+                    pair_of(static_cast<float>(sums[4 * j + 2 * i]) * by_token.x * scales.rows[i] + scales.added[i],
+                            static_cast<float>(sums[4 * j + 2 * i + 1]) * by_token.y * scales.rows[i] + scales.added[i],
+                            static_cast<const OUT*>(nullptr));
+        }
+        unsigned char* of_turn = desk.turns[turn % 2];
+        store_transposed(shared_address(of_turn + put), words);
+        sync_group(group);
+        const uint4 found = *reinterpret_cast<const uint4*>(of_turn + get);
+        const bool inside = first_token + turn * kTurn + token < m;
+        if (n % 8 == 0) {
+            if (inside && row < n) *reinterpret_cast<uint4*>(place) = found;
+        } else {
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+                if (inside && row + i < n) place[i] = reinterpret_cast<const OUT*>(&found)[i];
         }
     }
 }
@@ -99,23 +135,32 @@ struct Walk {  // over the stages, for as long as the block lives
     }
 };
 
-// What the blocks of a grid share out: parts of tiles of y, of which this block computes GROUPS tiles of rows.
+// What the blocks of a grid share out: tiles of y, of which this block computes GROUPS tiles of rows. The last ones are cut
+// into parts of K.
 struct Work {
     int blocks, tiles;  // of w: along k, and of rows
     int parts;          // of k
     Word mine;          // this block's number in its cluster
-    int token_tiles, row_tiles, count;
+    int token_tiles, row_tiles, whole, count;
 
-    __device__ __forceinline__ Work(int m, int blocks, int tiles, int parts)
-        : blocks(blocks), tiles(tiles), parts(CLUSTER == 1 ? parts : 1), mine(block_of_cluster()),
-          token_tiles((m + TOKENS - 1) / TOKENS), row_tiles((tiles + GROUPS * CLUSTER - 1) / (GROUPS * CLUSTER)),
-          count(token_tiles * row_tiles * this->parts) {}
+    __device__ __forceinline__ Work(int m, int blocks, int tiles, int whole, int parts)
+        : blocks(blocks), tiles(tiles), parts(parts), mine(block_of_cluster()), token_tiles((m + TOKENS - 1) / TOKENS),
+          row_tiles((tiles + GROUPS * CLUSTER - 1) / (GROUPS * CLUSTER)), whole(whole),
+          count(whole + (token_tiles * row_tiles - whole) * parts) {}
 
-    __device__ __forceinline__ Tile tile(int index) const { return tile_of(index / parts, row_tiles, token_tiles); }
+    __device__ __forceinline__ bool is_part(int index) const { return index >= whole; }
+    __device__ __forceinline__ int cut(int index) const { return (index - whole) / parts; }  // which of the tiles in parts
+    __device__ __forceinline__ int part(int index) const { return (index - whole) % parts; }
 
-    // The first block of the index-th part, and the one behind its last.
-    __device__ __forceinline__ int from(int index) const { return blocks * (index % parts) / parts; }
-    __device__ __forceinline__ int to(int index) const { return blocks * (index % parts + 1) / parts; }
+    __device__ __forceinline__ Tile tile(int index) const {
+        return tile_of(is_part(index) ? whole + cut(index) : index, row_tiles, token_tiles);
+    }
+
+    // The first block of the index-th piece of work, and the one behind its last.
+    __device__ __forceinline__ int from(int index) const { return is_part(index) ? blocks * part(index) / parts : 0; }
+    __device__ __forceinline__ int to(int index) const {
+        return is_part(index) ? blocks * (part(index) + 1) / parts : blocks;
+    }
 
     // The first of its tiles of rows: at the end they are taken from before, and computed twice.
     __device__ __forceinline__ int first_row(const Tile& tile) const {
@@ -175,13 +220,12 @@ __device__ __forceinline__ bool add_parts(Sum (&sums)[TOKENS / 2], Sum* kept, in
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__((GROUPS + 1) * kGroup, 1)
     semisparse_slide24_sparse(const unsigned char* w, const unsigned char* x, const float* token_scales,
                               const float* row_scales, const OUT* bias, OUT* y, Sum* kept, int* arrivals, int m, int n,
-                              int blocks, int tiles, int parts) {
+                              int blocks, int tiles, int whole, int parts) {
     extern __shared__ __align__(1024) unsigned char shared[];
     __shared__ __align__(8) Long full[STAGES], empty[STAGES];
-    __shared__ __align__(16) float token_scales_of[GROUPS][TOKENS];  // each warp group keeps its own
     __shared__ int last[GROUPS];
     const Word stages = shared_address(shared), full_at = shared_address(full), empty_at = shared_address(empty);
-    const Work work(m, blocks, tiles, parts);
+    const Work work(m, blocks, tiles, whole, parts);
     const int group = threadIdx.x / kGroup;
 
     if (threadIdx.x == 0) {
@@ -200,14 +244,15 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__((GR
     } else {
         take_registers<kTaken>();
         const int thread = threadIdx.x % kGroup, lane = threadIdx.x % 32;
+        Desk& desk = reinterpret_cast<Desk*>(shared + STAGES * kStage)[group];
+#if SKEW
+        if (group > 0) wait_for_group(group);
+#endif
         Sum sums[TOKENS / 2];
         for (int index = blockIdx.x / CLUSTER; index < work.count; index += gridDim.x / CLUSTER) {
             const Tile tile = work.tile(index);
-            const int row = work.first_row(tile) + group;
-            for (int i = thread; i < TOKENS; i += kGroup) {
-                const int token = tile.token * TOKENS + i;
-                token_scales_of[group][i] = token_scales && token < m ? token_scales[token] : 1.0f;
-            }
+            const int first_row = (work.first_row(tile) + group) * kRows, first_token = tile.token * TOKENS;
+            const Scales scales(token_scales, row_scales, bias, first_row, first_token, m, n);
             const int from = work.from(index), to = work.to(index);
             for (int block = from; block < to; ++block) {
                 barrier::wait(full_at + 8 * at.stage, at.parity);
@@ -228,16 +273,18 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__((GR
                 if (CLUSTER == 1 && lane == 0) barrier::arrive(empty_at + 8 * at.stage);
                 if (CLUSTER > 1 && lane < CLUSTER) arrive_at(empty_at + 8 * at.stage, lane);
                 at.next();
+#if SKEW
+                if (group + 1 < GROUPS && index == blockIdx.x / CLUSTER && block == min(from + SKEW, to) - 1)
+                    let_group(group + 1);
+#endif
             }
-            if (CLUSTER == 1 && work.parts > 1) {
-                const int number = index / work.parts * GROUPS + group;
+            if (work.parts > 1 && work.is_part(index)) {
+                const int number = (work.cut(index) * CLUSTER + static_cast<int>(work.mine)) * GROUPS + group;
                 Sum* of_tile = kept + static_cast<Long>(number) * work.parts * (TOKENS / 2 * kGroup);
-                if (!add_parts(sums, of_tile, arrivals + number, index % work.parts, work.parts, group, last + group))
+                if (!add_parts(sums, of_tile, arrivals + number, work.part(index), work.parts, group, last + group))
                     continue;
             }
-            sync_group(group);  // the scales are there
-            finish(sums, token_scales_of[group], row_scales, bias, y, row * kRows, tile.token * TOKENS, m, n);
-            sync_group(group);  // and read
+            finish(sums, scales, desk, group, y, first_row, first_token, m, n);
         }
     }
     sync_cluster();  // nobody leaves while others may still write into its shared memory

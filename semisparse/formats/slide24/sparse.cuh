@@ -28,6 +28,18 @@ __device__ __forceinline__ void wait(Word at, Word parity) {
 
 __device__ __forceinline__ void sync_group(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
 
+// A warp group lets another begin, and that one waits for it, once.
+__device__ __forceinline__ void let_group(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(group + 8) : "memory"); }
+__device__ __forceinline__ void wait_for_group(int group) { asm volatile("bar.sync %0, 256;" ::"r"(group + 8) : "memory"); }
+
+// Writes four matrices of 8 x 8 values of 16 bits, of which a lane has two of row lane / 4 each, by columns: lane l gives the
+// place of column l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_transposed(Word to, const Word (&rows)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(rows[0]),
+                 "r"(rows[1]), "r"(rows[2]), "r"(rows[3])
+                 : "memory");
+}
+
 // Says how many came here before. What the calling thread's block has written, and what those before wrote, can be read then.
 __device__ __forceinline__ int count_arrival(int* arrivals) {
     int before;

@@ -144,6 +144,11 @@ template <typename T> T __shfl_xor_sync(Word mask, T value, int step) {
     return __shfl_sync(mask, value, threadIdx.x % 32 ^ step);
 }
 
+template <typename T> T __shfl_down_sync(Word mask, T value, int lanes) {
+    const int lane = threadIdx.x % 32;
+    return __shfl_sync(mask, value, lane + lanes < 32 ? lane + lanes : lane);
+}
+
 inline int __reduce_max_sync(Word mask, int value) {
     for (int step = 1; step < 32; step *= 2) {
         value = max(value, __shfl_sync<int>(mask, value, threadIdx.x % 32 ^ step));
@@ -186,6 +191,8 @@ inline Word __byte_perm(Word low, Word high, Word selector) {
     for (int i = 0; i < 4; ++i) found |= static_cast<Word>(both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
     return found;
 }
+inline Word __umulhi(Word a, Word b) { return static_cast<uint64_t>(a) * b >> 32; }
+inline Word __vmaxu2(Word a, Word b) { return max(a >> 16, b >> 16) << 16 | max(a & 0xffff, b & 0xffff); }
 inline Word atomicOr(Word* place, Word bits) { return std::exchange(*place, *place | bits); }
 
 // Launching
