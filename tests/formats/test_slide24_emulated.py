@@ -44,10 +44,11 @@ def test_lifted_tiles_hold_the_lifted_rows(of_x, dtype, window):
 
 
 def test_a_row_longer_than_registers_hold_is_read_again(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cuda_lift, "FEW_TOKENS", 0)
+    monkeypatch.setattr(cuda_lift, "MOST_THREADS", 64)
     cuda_lift.row_of.cache_clear()
     x = torch.randn(2, 5000, generator=torch.Generator().manual_seed(1)).bfloat16()
-    assert cuda_lift.row_of(2, 5000, 8, 1).threads * cuda_lift.KEEP * cuda_lift.LOAD < 5000
+    row = cuda_lift.row_of(2, 5000, 8, 1)
+    assert row.threads * row.keep * cuda_lift.LOAD < 5000
     found, scales = lifted(x, torch.int8, 8, 2)
     cuda_lift.row_of.cache_clear()
     expected, expected_scales = quantise_and_lift(x, torch.int8, 8)

@@ -22,18 +22,21 @@ SCALARS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 
 ROUNDED = {None: 0, torch.int8: 1, torch.float8_e4m3fn: 2}
 
-KEEP = 2
-"""Loads of `LOAD` columns that a thread keeps in registers. 4096 x 18944 to int8: 99 us; with 4 110, with 8 157."""
+KEEPS = (2, 4, 8)
+"""Loads of `LOAD` columns that a thread keeps in registers. The most, with so many fewer threads, are fastest where
+tokens fill the device all the same: 4096 x 3584 to int8 with 8 and 4 takes 16.7 and 18.3 us, 64 x 3584 with 8, 4 and 2
+3.8, 3.0 and 2.6."""
+
+ENOUGH_THREADS = 100_000
+"""On the device."""
 
 LOAD = 8
 
 UNIT = 16
 """Bytes that a thread writes at once."""
 
-FEWEST_THREADS, MANY_THREADS, MOST_THREADS, WARP = 64, 256, 1024, 32
-
-FEW_TOKENS = 256
-"""Up to so many, a thread block has as many threads as its token has use for: nothing else hides the latency."""
+FEWEST_THREADS, MOST_THREADS, WARP = 64, 640, 32
+"""Of a thread block."""
 
 SHARED_LIMIT = 226 << 10
 """Bytes of a lifted row; what the kernel needs beside it are some 128."""
@@ -41,14 +44,14 @@ SHARED_LIMIT = 226 << 10
 _PARAMETERS = (*[ctypes.c_void_p] * 4, *[ctypes.c_int] * 5, ctypes.c_uint32)
 
 
-def defines(of_x: torch.dtype, dtype: torch.dtype | None) -> dict[str, str | int]:
+def defines(of_x: torch.dtype, dtype: torch.dtype | None, keep: int) -> dict[str, str | int]:
     """Give the macros of a build."""
-    return {"IN": SCALARS[of_x], "ROUNDED": ROUNDED[dtype], "KEEP": KEEP}
+    return {"IN": SCALARS[of_x], "ROUNDED": ROUNDED[dtype], "KEEP": keep}
 
 
 SOURCE = CudaSource(
     Path(__file__).with_name("lift.cu"),
-    tuple(defines(of_x, dtype) for of_x in SCALARS for dtype in ROUNDED),
+    tuple(defines(of_x, dtype, keep) for of_x in SCALARS for dtype in ROUNDED for keep in KEEPS),
     architectures=(ARCHITECTURE,),
 )
 
@@ -61,10 +64,12 @@ class Row:
 
     Args:
         blocks: of 128 bytes, when lifted.
+        keep: loads that a thread keeps in registers.
         threads: of a thread block.
     """
 
     blocks: int
+    keep: int
     threads: int
 
     @property
@@ -77,9 +82,11 @@ class Row:
 def row_of(m: int, k: int, window: int, itemsize: int) -> Row:
     """Say how M tokens of K columns, in groups of ``window``, are lifted to values of ``itemsize`` bytes."""
     blocks = -(-lifted_columns(k, window) * itemsize // TOKEN_BYTES)
-    threads = -(-k // LOAD // KEEP // WARP) * WARP
-    most = MOST_THREADS if m <= FEW_TOKENS else MANY_THREADS
-    return Row(blocks, min(most, max(FEWEST_THREADS, threads)))
+    loads = -(-k // LOAD)
+    possible = [keep for keep in KEEPS if loads <= keep * MOST_THREADS] or [KEEPS[-1]]
+    keep = max((keep for keep in possible if m * loads >= keep * ENOUGH_THREADS), default=possible[0])
+    threads = -(-loads // keep // WARP) * WARP
+    return Row(blocks, keep, min(MOST_THREADS, max(FEWEST_THREADS, threads)))
 
 
 def inverse_of(gap: int) -> int:
@@ -116,7 +123,7 @@ def prepare(
     """
     stored = dtype or of_x
     row = row_of(m, k, window, stored.itemsize)
-    kernel, gap = _kernel(of_x, dtype, row.bytes), window // 2
+    kernel, gap = _kernel(of_x, dtype, row.keep, row.bytes), window // 2
     sizes = (k, gap, tokens, row.bytes // UNIT, count, inverse_of(gap))
 
     def lift(x: Tensor, lifted: int, scales: int, counters: int) -> None:
@@ -127,6 +134,6 @@ def prepare(
 
 
 @lru_cache(maxsize=4096)
-def _kernel(of_x: torch.dtype, dtype: torch.dtype | None, shared: int) -> CudaKernel:
-    cubin = compile_cubin(SOURCE.path, ARCHITECTURE, defines(of_x, dtype))
+def _kernel(of_x: torch.dtype, dtype: torch.dtype | None, keep: int, shared: int) -> CudaKernel:
+    cubin = compile_cubin(SOURCE.path, ARCHITECTURE, defines(of_x, dtype, keep))
     return CudaKernel(cubin, "semisparse_lift", _PARAMETERS, shared)
