@@ -50,7 +50,7 @@ sanitizer = $(if $(SANITIZE),PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer 
 gpu_tests = tests/runtime/test_launch.py \
 	$(if $(SANITIZE),tests/formats/test_fresh_inputs.py,tests/quant tests/formats tests/test_gpu.py \
 	tests/integrations/test_cuda_graphs.py)
-select = not cpu$(if $(filter racecheck,$(SANITIZE)), and not (unpack or blas or _mm or reference or hopper or tiled_gemm))
+select = not cpu$(if $(filter racecheck,$(SANITIZE)), and not (unpack or blas or _mm or reference or hopper or tiled_gemm or fours))
 test-gpu: setup
 	$(sanitizer) $(BIN)/python -m pytest $(gpu_tests) -k '$(select)'
 
