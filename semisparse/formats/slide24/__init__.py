@@ -38,7 +38,7 @@ FORMAT = Format(
     check_content=layouts.check_content,
     arrange=layouts.arrange,
     kernels=(
-        Kernel("hopper", "cuda", gpu.tiles_refusal, gpu.prepare_tiles),
+        Kernel("hopper", "cuda", gpu.tiles_refusal, gpu.prepare_tiles, gpu.tiles_pay),
         Kernel("cusparselt", "cuda", gpu.compressed_refusal, lambda problem: gpu.multiply_compressed),
         Kernel("unpack", "cuda", gpu.unpack_refusal, lambda problem: gpu.unpack_and_multiply),
         Kernel("cpu", "cpu", cpu.supports, lambda problem: cpu.load()),

@@ -17,6 +17,12 @@ from semisparse.runtime.blas import multiply_dense
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.launch import address, places_of
 
+TILES_PACE = 0.81
+"""A product in 16 bits from tiles over cuBLAS's where nothing is lifted (2:4), at 8,192 tokens, on an H200."""
+
+UNPACK_TOKENS = 430
+"""Which cuBLAS multiplies in the time that a weight of 16 bits is unpacked in."""
+
 
 def tiles_refusal(problem: Problem) -> str | None:
     """Say why `prepare_tiles` cannot compute ``problem`` here, or None if it can."""
@@ -28,6 +34,14 @@ def tiles_refusal(problem: Problem) -> str | None:
         or _operand_refusal(problem, "tiles")
         or cuda_lift.refusal(problem.k, window_of(problem.pattern), dtype.itemsize)
     )
+
+
+def tiles_pay(problem: Problem) -> bool:
+    """Say whether unpacking is slower: always in 8 bits; in 16, lifting costs more than sparse tensor cores gain."""
+    if stored_dtype(problem.params) is not None:
+        return True
+    lifted = lifted_columns(problem.k, window_of(problem.pattern))
+    return TILES_PACE * lifted / problem.k <= 1 + UNPACK_TOKENS / problem.m
 
 
 def compressed_refusal(problem: Problem) -> str | None:
