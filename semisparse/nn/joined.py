@@ -164,8 +164,10 @@ def join_layers(model: nn.Module) -> list[str]:
     Returns:
         The names of the new modules that hold the joined weights.
     """
+    # No layer is in the list, so that each is freed once its weight has been joined.
+    parents = [(path, module) for path, module in model.named_modules() if not isinstance(module, SparseLinear)]
     joined = []
-    for path, parent in list(model.named_modules()):
+    for path, parent in parents:
         for names, layers in _groups_of(parent):
             whole = stacked_on_grain([_on_disk(layer.packed) for layer in layers])
             if whole is None:

@@ -1,7 +1,9 @@
 """Joined layers against the layers that they were, whatever their caller does."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -60,6 +62,21 @@ def pair(**options) -> tuple[Attention, Attention]:
     joined = copy.deepcopy(apart)
     assert join_layers(joined) == ["q_proj_k_proj_v_proj"]
     return apart, joined
+
+
+def test_a_layer_is_freed_once_it_is_joined(monkeypatch: pytest.MonkeyPatch):
+    model = nn.ModuleList(Attention() for _ in range(4))
+    layers = [[weakref.ref(layer) for layer in part.children()] for part in model]
+    alive: list[int] = []
+
+    def watched(weights: list[Packed]) -> Packed | None:
+        gc.collect()
+        alive.append(sum(layer() is not None for part in layers for layer in part))
+        return stacked_on_grain(weights)
+
+    monkeypatch.setattr("semisparse.nn.joined.stacked_on_grain", watched)
+    join_layers(model)
+    assert alive == [12, 9, 6, 3]
 
 
 def product_of(model: nn.Module) -> JoinedLinear:
