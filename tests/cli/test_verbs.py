@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -128,20 +127,37 @@ def test_the_same_run_gives_the_same_bytes_and_another_seed_does_not(run: Run, m
     assert (tmp_path / "a" / weights).read_bytes() != (tmp_path / "c" / weights).read_bytes()
 
 
-@pytest.mark.parametrize("piece", ["bank-0000.json", "search-0000.json", "block-0000.json"])
-def test_resume_after_sigkill_gives_the_same_bytes(run: Run, model: Path, text: Path, tmp_path: Path, piece: str):
-    arguments = ["compress", str(model), "--recipe", "rheosparse", "--calib", str(text), *SMALL, "--resume"]
+DIES_AFTER = """
+import os, runpy, signal, sys
+from semisparse.compress.journal import Journal
+
+keep, last = Journal.keep, sys.argv.pop(1)
+
+def keep_and_die(self, part, index, *more):
+    keep(self, part, index, *more)
+    if f"{part}-{index:04}" == last:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Journal.keep = keep_and_die
+runpy.run_module("semisparse.cli", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("search", "piece"),
+    [("evolution", "bank-0000"), ("evolution", "search-0000"), ("evolution", "pass-0000"), ("none", "block-0000")],
+)
+def test_resume_after_sigkill_gives_the_same_bytes(
+    run: Run, model: Path, text: Path, tmp_path: Path, search: str, piece: str
+):
+    settings = [*SMALL, "--set", f"search={search}"]
+    arguments = ["compress", str(model), "--recipe", "rheosparse", "--calib", str(text), *settings, "--resume"]
     assert run(*arguments, "--out", tmp_path / "whole").status == 0
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "semisparse.cli", *arguments, "--out", str(out)]
-    victim = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "out.partial" / piece).exists():
-        assert victim.poll() is None, "it ended before it could be killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    victim.send_signal(signal.SIGKILL)
-    victim.wait()
+    command = [sys.executable, "-c", DIES_AFTER, piece, *arguments, "--out", str(out)]
+    killed = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert (tmp_path / "out.partial" / f"{piece}.json").exists()
     assert not out.exists()
 
     refused = run(*arguments[:-1], "--out", out)
