@@ -11,9 +11,11 @@ from torch import Tensor
 from semisparse.errors import FormatError
 from semisparse.formats import get_format
 from semisparse.formats.base import replace_tensors
-from semisparse.formats.slide24 import cuda_lift, hopper, layouts, tiles
+from semisparse.formats.kernel import Problem
+from semisparse.formats.slide24 import cuda_lift, gpu, hopper, layouts, tiles
 from semisparse.formats.slide24.layout import lifted_columns
 from semisparse.formats.slide24.pack import unpack_lifted, unpack_stored
+from semisparse.patterns import parse_pattern
 from tests.formats.test_slide24 import DTYPES, SLIDE24, patterns, random_weight
 
 KINDS = (None, *DTYPES)
@@ -154,3 +156,21 @@ def test_the_stored_weight_is_what_every_layout_unpacks_to():
     packed = packed_weight("8:10", 9, 101, "fp8")
     assert torch.equal(unpack_stored(layouts.in_rows(layouts.in_tiles(packed))).float(), unpack_stored(packed).float())
     assert get_format("slide24").unpack(layouts.in_tiles(packed)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("pattern", "params", "unpacked_from"),
+    [("2:4", {}, None), ("4:6", {}, 8192), ("6:8", {}, 2048), ("6:8", {"kind": "int8"}, None), ("8:10", {}, 2048)],
+)
+def test_tiles_are_left_where_lifting_costs_more_than_they_gain(pattern: str, params: dict, unpacked_from: int | None):
+    for m in (1, 64, 1024, 2048, 4096, 8192, 65536):
+        problem = Problem(m, 4096, 4096, parse_pattern(pattern), params, *[torch.bfloat16] * 2, torch.device("cuda"))
+        assert gpu.tiles_pay(problem) == (unpacked_from is None or m < unpacked_from)
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "keep", "threads"), [(4096, 3584, 8, 64), (1024, 3584, 4, 128), (64, 3584, 2, 224), (64, 18944, 4, 608)]
+)
+def test_a_lift_keeps_as_many_loads_as_leave_the_device_full(m: int, k: int, keep: int, threads: int):
+    row = cuda_lift.row_of(m, k, 8, 1)
+    assert (row.keep, row.threads) == (keep, threads)
