@@ -91,7 +91,7 @@ def count_products(joined: Attention, monkeypatch: pytest.MonkeyPatch) -> list[i
     return calls
 
 
-def same(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
+def assert_same(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
@@ -104,7 +104,7 @@ def test_one_product_gives_what_three_give(chosen, bias, monkeypatch):
     calls = count_products(joined, monkeypatch)
     for shape in ((1, K), (5, K), (2, 3, K)):
         x = torch.randn(shape)
-        same(joined(x), apart(x))
+        assert_same(joined(x), apart(x))
     assert len(calls) == 3
     product_of(joined).validate()
     assert product_of(joined)._remembered is None
@@ -184,7 +184,7 @@ def test_what_a_caller_does_between_layers_changes_no_result(habit, mode):
     with mode():
         for _ in range(2):
             x = torch.randn(3, K)
-            same(habit(joined, x.clone()), habit(apart, x.clone()))
+            assert_same(habit(joined, x.clone()), habit(apart, x.clone()))
 
 
 @HABITS
@@ -196,7 +196,7 @@ def test_nor_does_it_where_the_model_is_compiled(habit):
         with mode():
             for _ in range(2):
                 x = torch.randn(3, K)
-                same(compiled(joined, x.clone()), habit(apart, x.clone()))
+                assert_same(compiled(joined, x.clone()), habit(apart, x.clone()))
 
 
 def test_nor_does_a_break_of_the_graph():
@@ -213,7 +213,7 @@ def test_nor_does_a_break_of_the_graph():
     with torch.no_grad():
         for _ in range(3):
             x = torch.randn(3, K)
-            same(compiled(joined, x.clone()), broken(apart, x.clone()))
+            assert_same(compiled(joined, x.clone()), broken(apart, x.clone()))
 
 
 def test_gradients_reach_the_input():
@@ -242,7 +242,7 @@ def test_a_compiled_step_holds_one_product_and_is_compiled_once():
     compiled = torch.compile(lambda x: joined(x * 2), fullgraph=True, backend=keep)
     for _ in range(3):
         x = torch.randn(2, K)
-        same(compiled(x), apart(x * 2))
+        assert_same(compiled(x), apart(x * 2))
     assert products == [1]
     assert product_of(joined)._remembered is None
 
@@ -255,7 +255,7 @@ def test_copies_remember_nothing_and_are_whole():
     for other in (copy.deepcopy(joined), pickle.loads(pickle.dumps(joined))):
         assert product_of(other)._remembered is None
         assert product_of(other) is other.q_proj._whole is not product_of(joined)
-        same(other(x), apart(x))
+        assert_same(other(x), apart(x))
     assert joined.to("cpu") is joined
     assert product_of(joined)._remembered is None
 

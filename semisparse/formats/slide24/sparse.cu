@@ -245,9 +245,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__((GR
         take_registers<kTaken>();
         const int thread = threadIdx.x % kGroup, lane = threadIdx.x % 32;
         Desk& desk = reinterpret_cast<Desk*>(shared + STAGES * kStage)[group];
-#if SKEW
         if (group > 0) wait_for_group(group);
-#endif
         Sum sums[TOKENS / 2];
         for (int index = blockIdx.x / CLUSTER; index < work.count; index += gridDim.x / CLUSTER) {
             const Tile tile = work.tile(index);
@@ -273,10 +271,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__((GR
                 if (CLUSTER == 1 && lane == 0) barrier::arrive(empty_at + 8 * at.stage);
                 if (CLUSTER > 1 && lane < CLUSTER) arrive_at(empty_at + 8 * at.stage, lane);
                 at.next();
-#if SKEW
                 if (group + 1 < GROUPS && index == blockIdx.x / CLUSTER && block == min(from + SKEW, to) - 1)
                     let_group(group + 1);
-#endif
             }
             if (work.parts > 1 && work.is_part(index)) {
                 const int number = (work.cut(index) * CLUSTER + static_cast<int>(work.mine)) * GROUPS + group;
