@@ -203,7 +203,7 @@ def test_more_rows_than_blocks_on_a_gpu(kind: str, dtype: torch.dtype, k: int):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the decode kernel: no GPU here")
 def test_graphs_of_one_stream_replay_at_once():
-    """Blocks that share tiles leave nothing in memory that another graph could find."""
+    """A product leaves nothing in memory that another graph could find."""
     packed = GQS.pack(sparse(9000, 1024, 16, 50).half().cuda(), "g16@50%", kind="w4")
     tokens, graphs = torch.randn(2, 1, 1024, device="cuda").half(), []
     expected = [linear(x, packed, kernel="decode") for x in tokens]

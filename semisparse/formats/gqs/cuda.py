@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -110,15 +109,13 @@ class Build(NamedTuple):
 
     def fits(self, k: int, arch: str) -> bool:
         """Say whether a block finds room in a processor."""
-        static = (2 * self.warps * TILE_ROWS + self.warps + TILE_ROWS) * self.tokens * 4 + 8
+        static = self.warps * self.tokens * (2 * TILE_ROWS + 1) * 4
         return self.shared_bytes(k) + static <= MOST_SHARED.get(arch, 99 << 10)
 
 
-_PATH = Path(__file__).with_name("decode.cu")
-
 # The extremes of what is compiled.
 DECODE = CudaSource(
-    _PATH,
+    Path(__file__).with_name("decode.cu"),
     tuple(
         build.defines
         for build in (
@@ -172,12 +169,12 @@ def prepare_decode(problem: Problem) -> Product:
     tiles, tile_chunks = -(-n // TILE_ROWS), -(-k // (SIZE * TILE_GROUPS))
 
     @cache
-    def launch_of(whole: bool) -> tuple[Build, int, CudaKernel, tuple[float, ...]]:
+    def launch_of(whole: bool) -> tuple[Build, int, CudaKernel, tuple[int, ...]]:
         build = _build_of(
             m, k, Build(dtype, KINDS[str(problem.params["kind"])], 0, rounds, whole, WARPS, True), tiles, facts
         )
         blocks = tiles if build.own else min(build.blocks * facts.processors, tiles)
-        ahead = min(AHEAD, math.ceil(kept / (blocks * build.warps) / 16) * 16) if facts.overlaps_launches else 0
+        ahead = min(AHEAD, -(-kept // (16 * blocks * build.warps)) * 16) if facts.overlaps_launches else 0
         sizes = (m, n, k, tile_chunks, tiles * tile_chunks, kept, *divmod(tiles, blocks), ahead)
         return build, blocks, _decode_kernel(device, build, build.shared_bytes(k)), sizes
 
