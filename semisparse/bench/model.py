@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, StaticCache
 
-from semisparse.bench.roofline import BASELINE, Candidate, random_weight
+from semisparse.bench.roofline import Candidate, random_weight
 from semisparse.bench.shapes import architecture
 from semisparse.errors import InputError
 from semisparse.formats.base import Packed, get_format, replace_tensors
@@ -73,14 +73,14 @@ def load_model(directory: Path, device: torch.device) -> PreTrainedModel:
     return model.to(device)
 
 
-def random_model(name: str, dtype: torch.dtype, device: torch.device, candidate: Candidate) -> PreTrainedModel:
+def random_model(name: str, dtype: torch.dtype, device: torch.device, candidate: Candidate | None) -> PreTrainedModel:
     """Build a named architecture with random weights, straight on the device.
 
     Args:
         name: of the architecture.
         dtype: of weights and activations.
         device: where it is built.
-        candidate: what every linear layer but the head is stored as; the dense baseline leaves the model as it is.
+        candidate: what every linear layer but the head is stored as; None leaves the model as transformers has it.
     Raises:
         InputError: there is no architecture of that name.
         FormatError: the format cannot store a layer.
@@ -88,7 +88,7 @@ def random_model(name: str, dtype: torch.dtype, device: torch.device, candidate:
     config: PretrainedConfig = architecture(name)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    if candidate.format != BASELINE:
+    if candidate is not None:
         make_sparse(model, candidate)
         if device.type == "cuda":
             join_layers(model)
@@ -130,21 +130,31 @@ def _check_context(model: PreTrainedModel, workload: Workload) -> int:
 
 
 def measure_each(
-    build: Callable[[Candidate], PreTrainedModel], name: str, chosen: Iterable[Candidate], workload: Workload
+    build: Callable[[Candidate | None], PreTrainedModel],
+    name: str,
+    chosen: Iterable[Candidate | None],
+    workload: Workload,
 ) -> Iterator[ModelSpeed]:
-    """Measure a model once for each candidate, one of them in memory at a time.
+    """Measure a model once for each candidate, one of them in memory at a time; None is the model without semisparse.
 
     Raises:
         InputError: the model's context is too short for the workload.
     """
     for candidate in chosen:
         model = build(candidate)
-        yield measure_model(model, name, candidate.label, workload)
+        yield measure_model(model, name, _weights_of(candidate), workload)
         del model
         gc.collect()
         torch.compiler.reset()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def _weights_of(candidate: Candidate | None) -> str:
+    """Name what a model's linear layers are; those that semisparse stores are joined on a GPU, dense ones, too."""
+    if candidate is None:
+        return "dense"
+    return f"{candidate.label} joined" if candidate.is_baseline else candidate.label
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from semisparse.bench.model import ModelSpeed, Workload, measure_each
-from semisparse.bench.roofline import BASELINE, Candidate, random_weight
+from semisparse.bench.roofline import Candidate, random_weight
 from semisparse.bench.shapes import architecture
 from semisparse.formats.base import Packed, get_format
 from semisparse.nn import is_linear, join_layers, weight_of
@@ -22,7 +22,7 @@ from semisparse.patterns import parse_pattern
 
 
 def measure_parallel(
-    name: str, dtype: torch.dtype, device: torch.device, chosen: Iterable[Candidate], workload: Workload
+    name: str, dtype: torch.dtype, device: torch.device, chosen: Iterable[Candidate | None], workload: Workload
 ) -> Iterator[ModelSpeed]:
     """Measure a named architecture over every rank, once for each candidate; sizes in GB are a rank's.
 
@@ -44,14 +44,14 @@ def is_first_rank() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-def parallel_model(name: str, dtype: torch.dtype, device: torch.device, candidate: Candidate) -> PreTrainedModel:
+def parallel_model(name: str, dtype: torch.dtype, device: torch.device, candidate: Candidate | None) -> PreTrainedModel:
     """Build this rank's part of a named architecture, as loading a checkpoint would.
 
     Args:
         name: of the architecture.
         dtype: of weights and activations.
         device: where random weights are drawn and packed.
-        candidate: what every linear layer but the head is stored as; the dense baseline leaves the model as it is.
+        candidate: what every linear layer but the head is stored as; None leaves the model as transformers has it.
     Raises:
         InputError: there is no architecture of that name, or a layer cannot be cut over the ranks.
         FormatError: the format cannot store a layer.
@@ -62,7 +62,7 @@ def parallel_model(name: str, dtype: torch.dtype, device: torch.device, candidat
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype)
     state: dict[str, Tensor] = {}
-    if candidate.format != BASELINE:
+    if candidate is not None:
         packed = _packed_layers(skeleton, candidate, dtype, device)
         layers: dict[str, Any] = {layer: json.loads(weight.declaration) for layer, weight in packed.items()}
         config.quantization_config = {"quant_method": "semisparse", "version": 1, "layers": layers}

@@ -17,7 +17,7 @@ from semisparse.bench.machines import find_machine
 from semisparse.bench.model import ModelSpeed, Workload, load_model, measure_each, measure_model, random_model
 from semisparse.bench.parallel import is_first_rank, measure_parallel, ranks
 from semisparse.bench.plot import plot_all
-from semisparse.bench.roofline import BASELINE, Candidate, candidates
+from semisparse.bench.roofline import Candidate, candidates
 from semisparse.bench.shapes import layer_shapes
 from semisparse.bench.table import read_csv, write_csv
 from semisparse.cli.arguments import DTYPES, dtype_named, numbers, shape_names, words
@@ -79,7 +79,9 @@ def model(
     arch: Annotated[
         str | None, typer.Option(help="Architectures with random weights, by commas, instead of a directory.")
     ] = None,
-    format: Annotated[str | None, typer.Option(help="With --arch: formats, by commas, measured beside dense.")] = None,
+    format: Annotated[
+        str | None, typer.Option(help="With --arch: formats, by commas, measured beside the model without semisparse.")
+    ] = None,
     pattern: Annotated[str | None, typer.Option(help="With --arch: their pattern; their recipes' by default.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 512,
@@ -95,7 +97,7 @@ def model(
     where = _device(device)
     workload = Workload(batch, prompt, new)
     found: list[ModelSpeed] = []
-    chosen = [_candidate(form, pattern) for form in (BASELINE, *(words(format) or []))]
+    chosen = [None, *(_candidate(form, pattern) for form in words(format) or [])]
     for name in words(arch) or []:
         for row in measure_each(partial(random_model, name, dtype_named(dtype), where), name, chosen, workload):
             found.append(row)
@@ -133,7 +135,8 @@ def parallel(
     """
     if ranks() < 2:
         raise InputError("bench parallel measures several processes: start it with torchrun --nproc-per-node N -m ...")
-    where, workload, chosen = _device(device), Workload(batch, prompt, new), candidates(words(formats), words(patterns))
+    where, workload = _device(device), Workload(batch, prompt, new)
+    chosen = [None, *candidates(words(formats), words(patterns))[1:]]
     found: list[ModelSpeed] = []
     for name in words(arch) or []:
         for row in measure_parallel(name, dtype_named(dtype), where, chosen, workload):

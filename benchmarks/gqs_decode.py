@@ -1,0 +1,131 @@
+"""One token through format gqs, beside cuBLAS and torch's int4 product, and Stream-K against a block for each tile.
+
+    python benchmarks/gqs_decode.py results/h200/gqs-decode.csv [--dtype bfloat16] [--shapes 4096,4096,11008,4096]
+
+Needs a GPU: CUDA graphs over weights that outgrow the cache, every output compared with float64 before it is timed.
+The rows' sizes differ by a fifth (standard deviation), so that one threshold for the matrix leaves some rows with a
+tenth of their groups and others with nine.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from rows import write_rows
+from torch import Tensor
+from torch.nn import functional as F
+
+from semisparse.bench.timing import rotating_copies, time_calls
+from semisparse.errors import KernelError
+from semisparse.formats import Packed, get_format
+from semisparse.formats.gqs import cuda
+from semisparse.formats.kernel import Product
+from semisparse.formats.product import problem_of
+from semisparse.patterns import parse_pattern
+from semisparse.runtime.device import device_facts
+
+SHAPES = "4096,4096,11008,4096,4096,11008,28672,8192"
+GPU = torch.device("cuda")
+TOLERANCE, ROUNDED_TOLERANCE = 5e-3, 2e-2
+"""Of sums in float32 that are rounded to 16 bits; of those whose x is rounded to 8."""
+
+COLUMNS = ("n", "k", "dtype", "way", "us", "low_us", "high_us", "bytes", "bits_per_weight", "error", "machine")
+
+
+class Way(NamedTuple):
+    """A format's pattern, kind and kernel; ``own_tiles`` for gqs, as `cuda.OWN_TILES`."""
+
+    format: str
+    pattern: str
+    kind: str | None = None
+    kernel: str | None = None
+    own_tiles: int = cuda.OWN_TILES
+
+
+ALWAYS, NEVER = 1 << 30, 0
+
+WAYS = {
+    "cuBLAS": Way("dense", "0%", None, "blas"),
+    "torch int4, groups of 32": Way("dense", "0%", "int4", "int4pack_mm"),
+    "W4S50": Way("gqs", "g16@50%", "w4"),
+    "W4S50, a block for each tile": Way("gqs", "g16@50%", "w4", own_tiles=ALWAYS),
+    "W4S50, Stream-K": Way("gqs", "g16@50%", "w4", own_tiles=NEVER),
+    "W4A8S50": Way("gqs", "g16@50%", "w4a8"),
+    "W4S20": Way("gqs", "g16@20%", "w4"),
+    "W4": Way("gqs", "g16@0%", "w4"),
+    "W8S50": Way("gqs", "g16@50%", "w8"),
+}
+
+
+def measure(n: int, k: int, dtype: torch.dtype) -> Iterator[dict[str, str]]:
+    """Time one token in every way that takes the dtype."""
+    facts = device_facts(GPU)
+    generator = torch.Generator(GPU).manual_seed(n * k)
+    drawn = torch.randn(n, k, generator=generator, device=GPU)
+    drawn *= (torch.randn(n, 1, generator=generator, device=GPU) / 5).exp() / k**0.5
+    x = torch.randn(1, k, generator=generator, device=GPU).to(dtype)
+    for name, way in WAYS.items():
+        packed = pack(drawn, dtype, way)
+        product = prepare(x, packed, way)
+        if product is None:  # torch's int4 product takes bfloat16 alone
+            continue
+        copies = rotating_copies(packed, facts.cache_bytes)
+        error = error_of(product, x, packed)
+        if not error <= (ROUNDED_TOLERANCE if way.kind == "w4a8" else TOLERANCE):
+            raise KernelError(f"{name} is wrong at {n} x {k}: relative error {error:.3g}; it was not timed")
+        found = time_calls([partial(product, x, copy, None) for copy in copies], GPU)
+        times = (f"{us:.2f}" for us in (found.us, found.low_us, found.high_us))
+        sizes = (packed.nbytes, f"{packed.bits_per_weight:.2f}", f"{error:.1e}")
+        values = (n, k, str(dtype).removeprefix("torch."), name, *times, *sizes, facts.name)
+        yield dict(zip(COLUMNS, map(str, values), strict=True))
+
+
+def pack(drawn: Tensor, dtype: torch.dtype, way: Way) -> Packed:
+    """Drop what the way's pattern drops, and store the rest."""
+    pattern = parse_pattern(way.pattern)
+    weight = (drawn * pattern.mask(drawn.abs())).to(dtype)
+    return get_format(way.format).pack(weight, pattern, **({} if way.kind is None else {"kind": way.kind})).to(GPU)
+
+
+def prepare(x: Tensor, packed: Packed, way: Way) -> Product | None:
+    """Prepare the way's kernel, or the first that takes the product; None if there is none."""
+    problem = problem_of(x, packed)
+    cuda.OWN_TILES = way.own_tiles
+    for kernel in get_format(way.format).kernels:
+        if way.kernel in (None, kernel.name) and kernel.refusal(problem) is None:
+            product = kernel.prepare(problem)
+            product(x, packed, None)  # the build is chosen at the first call
+            return product
+    return None
+
+
+def error_of(product: Product, x: Tensor, packed: Packed) -> float:
+    """Give the relative error against float64."""
+    expected = F.linear(x.double(), packed.unpack().double())
+    return ((product(x, packed, None).double() - expected).norm() / expected.norm()).item()
+
+
+def main() -> None:
+    """Measure, and write rows as they come."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("csv", type=Path)
+    parser.add_argument("--shapes", default=SHAPES, help="N,K pairs, by commas")
+    parser.add_argument("--dtype", default="float16,bfloat16", help="by commas")
+    asked = parser.parse_args()
+    sizes = [int(size) for size in asked.shapes.split(",")]
+    rows: list[dict[str, str]] = []
+    for dtype in asked.dtype.split(","):
+        for n, k in zip(sizes[::2], sizes[1::2], strict=True):
+            for row in measure(n, k, getattr(torch, dtype)):
+                rows.append(row)
+                write_rows(asked.csv, rows, COLUMNS)
+                print(*(row[column] for column in COLUMNS[:7]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
