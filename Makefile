@@ -71,16 +71,17 @@ bench-kernels: setup
 		--out $(OUT)/kernels-float32.csv
 
 bench-models: setup
-	$(BIN)/semisparse bench model --arch llama2-7b --format bitmask,gqs,ec_csr,vector_nm,slide24 --out $(OUT)/model.csv
+	$(BIN)/semisparse bench model --arch llama2-7b --format dense,bitmask,gqs,ec_csr,vector_nm,slide24 --out $(OUT)/model.csv
 
 bench-systems: setup
 	$(BIN)/python benchmarks/slide24.py $(OUT)/slide24-int8.csv --gpu $(GPU) --seconds 0.04 --kinds int8
 	$(BIN)/python benchmarks/slide24.py $(OUT)/slide24-fp8-bfloat16.csv --gpu $(GPU) --seconds 0.04 \
-		--kinds fp8,bf16 --patterns 2:4,6:8 --tokens 4096,8192
+		--kinds fp8,bf16 --patterns 2:4,6:8,8:10 --tokens 2048,4096,8192
 	$(BIN)/python benchmarks/slide24.py $(OUT)/slide24-square.csv --gpu $(GPU) --seconds 0.02 --kinds int8 \
 		--square 1024,2048,4096,8192,16384
 	$(BIN)/python benchmarks/slide24.py $(OUT)/slide24-many.csv --gpu $(GPU) --seconds 0.02 --kinds int8 \
 		--tokens 16384,32768,65536
+	$(BIN)/python benchmarks/gqs_decode.py $(OUT)/gqs-decode.csv
 	$(BIN)/python benchmarks/vector_nm.py products $(OUT)/vector_nm-float32.csv
 	$(BIN)/python benchmarks/vector_nm.py products $(OUT)/vector_nm-bfloat16.csv --dtype bfloat16 --tokens 64,512,2048,4096
 	$(BIN)/python benchmarks/vector_nm.py ablation $(OUT)/vector_nm-ablation.csv

@@ -28,7 +28,7 @@ from semisparse.bench.table import write_csv
 
 DENSE = {"bf16": {}, "int8": {"kind": "int8"}, "fp8": {"kind": "fp8"}}
 
-SLOW = ("int_mm", "unpack")
+SLOW = ("int_mm",)
 """Kernels that are not measured: others of the same weight are faster."""
 
 Sums = dict[tuple[int, str], float]
