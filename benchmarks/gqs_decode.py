@@ -3,8 +3,8 @@
     python benchmarks/gqs_decode.py results/h200/gqs-decode.csv [--dtype bfloat16] [--shapes 4096,4096,11008,4096]
 
 Needs a GPU: CUDA graphs over weights that outgrow the cache, every output compared with float64 before it is timed.
-The rows' sizes differ by a fifth (standard deviation), so that one threshold for the matrix leaves some rows with a
-tenth of their groups and others with nine.
+The rows' sizes differ by a tenth (standard deviation), so that one threshold for the matrix leaves some rows with a
+sixth of their groups and others with five sixths.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def measure(n: int, k: int, dtype: torch.dtype) -> Iterator[dict[str, str]]:
     facts = device_facts(GPU)
     generator = torch.Generator(GPU).manual_seed(n * k)
     drawn = torch.randn(n, k, generator=generator, device=GPU)
-    drawn *= (torch.randn(n, 1, generator=generator, device=GPU) / 5).exp() / k**0.5
+    drawn *= (torch.randn(n, 1, generator=generator, device=GPU) / 10).exp() / k**0.5
     x = torch.randn(1, k, generator=generator, device=GPU).to(dtype)
     for name, way in WAYS.items():
         packed = pack(drawn, dtype, way)
