@@ -4,7 +4,8 @@
 
 The first argument holds ``models/`` and ``text/``. Rows that the CSV has already are kept, so that an interrupted run
 goes on. Plain SparseGPT on every side; calibrated and searched on the ``calib`` text, measured on all of the ``eval``
-text. Both searches spend the same number of tokens.
+text. Both searches spend the same number of tokens. "Decided once" is SparseGPT as published, a window's mask chosen at
+its first column; without these words what is left of the window is chosen again sixteen times, as `compress` does.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from statistics import mean
 from models import Subject, parser_of
 from rows import read_rows, write_rows
 
+from semisparse.compress.prune import sparsegpt
 from semisparse.compress.search.plot import plot_densities
 
 MODELS = ("babyllama-1m", "pycode-11m")
@@ -24,13 +26,17 @@ PLAIN = ("prune=sparsegpt", "refine=none", "order=columns", "target=local", "for
 KEPT = {"50": 32, "62.5": 24, "75": 16}
 """Weights kept of 64, by the share of zeros in percent."""
 
+ONCE = " (decided once)"
 METHODS = {
     "uniform n:8": ("pattern={eighths}:8", "search=none"),
     "uniform n:64": ("pattern={kept}:64", "search=none"),
     "rheosparse": ("pattern={kept}:64", "search=rheosparse"),
     "evolution": ("pattern={kept}:64", "search=evolution"),
     "unstructured": ("pattern={zeros}%", "search=none"),
+    f"uniform n:64{ONCE}": ("pattern={kept}:64", "search=none"),
+    f"evolution{ONCE}": ("pattern={kept}:64", "search=evolution"),
 }
+DECISIONS = sparsegpt.DECISIONS
 COLUMNS = ("model", "zeros", "method", "seed", "nll", "kl", "search_kl", "search_tokens_run", "tokens", "device")
 KEY = COLUMNS[:4]
 
@@ -72,6 +78,7 @@ def measure(name: str, runs: list[tuple[str, str, int]], options: argparse.Names
     for zeros, method, seed in runs:
         numbers = {"kept": KEPT[zeros], "eighths": KEPT[zeros] // 8, "zeros": zeros}
         effort = [f"{key}={getattr(options, key)}" for key in ("search_tokens", "search_effort", "search_banks")]
+        sparsegpt.DECISIONS = 1 if method.endswith(ONCE) else DECISIONS
         settings = (*PLAIN, *effort, *(setting.format(**numbers) for setting in METHODS[method]))
         model, report = subject.compress("rheosparse", settings, seed)
         if options.plots and method == "evolution" and seed == 0:
@@ -104,13 +111,14 @@ def cell(rows: list[dict[str, str]], model: str, zeros: str, method: str) -> str
             row["seed"]: row for row in rows if (row["model"], row["zeros"], row["method"]) == (model, zeros, wanted)
         }
 
-    found, uniform = by_seed(method), by_seed("uniform n:64")
+    search, decided, _ = method.partition(ONCE)
+    found, uniform = by_seed(method), by_seed(f"uniform n:64{decided}")
     if not found:
         return ""
     text = f"{mean(float(row['nll']) for row in found.values()):.3f} / "
     text += f"{mean(float(row['kl']) for row in found.values()):.3f}"
     changes = [float(row["kl"]) / float(uniform[seed]["kl"]) - 1 for seed, row in found.items() if seed in uniform]
-    return f"{text} ({100 * mean(changes):+.1f} %)" if changes and method in ("rheosparse", "evolution") else text
+    return f"{text} ({100 * mean(changes):+.1f} %)" if changes and search in ("rheosparse", "evolution") else text
 
 
 if __name__ == "__main__":
