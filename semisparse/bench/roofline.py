@@ -52,8 +52,8 @@ class Estimate:
         bytes: read and written in all passes.
         operations: of all passes.
         floor_seconds: the sum over the passes of the larger of their memory and arithmetic times.
-        seconds: the floor and each kernel's fixed time.
-        bound: ``memory``, ``arithmetic`` or ``fixed time``, whichever is most of it.
+        seconds: the same with what the kernels reach and what unpacking takes, and each kernel's fixed time.
+        bound: ``memory``, ``arithmetic``, ``unpacking`` or ``fixed time``, whichever is most of it.
         strategy: how the kernels go about it, where the format says so.
     """
 
@@ -124,23 +124,29 @@ def estimate(passes: Iterable[Pass], machine: Machine) -> Estimate:
     Raises:
         InputError: the machine lacks a unit that a pass computes on.
     """
-    moved = computed = floor = memory = arithmetic = fixed = 0.0
+    moved = computed = floor = seconds = memory = arithmetic = unpacking = fixed = 0.0
     strategies = []
     for step in passes:
         strategies += [step.strategy] if step.strategy else []
-        if step.operations and step.unit not in machine.peaks:
-            raise InputError(f"{machine.name} has no known rate for {step.unit}")
+        for unit, operations in ((step.unit, step.operations), ("fp32", step.unpacking)):
+            if operations and unit not in machine.peaks:
+                raise InputError(f"{machine.name} has no known rate for {unit}")
         moved += step.bytes
         computed += step.operations
         reading = step.bytes / machine.bandwidth
         computing = step.operations / machine.peaks[step.unit] if step.operations else 0.0
         floor += max(reading, computing)
-        memory += reading if reading >= computing else 0.0
-        arithmetic += computing if computing > reading else 0.0
+        computing /= step.reached
+        finding = step.unpacking / machine.peaks["fp32"] if step.unpacking else 0.0
+        longest = max(reading, computing, finding)
+        seconds += longest
+        memory += reading if reading == longest else 0.0
+        arithmetic += computing if computing == longest > reading else 0.0
+        unpacking += finding if finding == longest > max(reading, computing) else 0.0
         fixed += machine.kernel_seconds
-    shares = {"memory": memory, "arithmetic": arithmetic, "fixed time": fixed}
+    shares = {"memory": memory, "arithmetic": arithmetic, "unpacking": unpacking, "fixed time": fixed}
     bound = max(shares, key=lambda name: shares[name])
-    return Estimate(moved, computed, floor, floor + fixed, bound, "; ".join(strategies))
+    return Estimate(moved, computed, floor, seconds + fixed, bound, "; ".join(strategies))
 
 
 def estimate_product(

@@ -70,12 +70,19 @@ class Pass:
         operations: multiplications and additions.
         unit: what computes them: ``tensor fp16`` (bfloat16 too), ``tensor fp8``, ``tensor int8`` or ``fp32``.
         strategy: how the kernel goes about it, where a format has several ways; ``plan`` shows it.
+        unpacking: operations of ``fp32`` units that finding and unpacking weights takes beside these.
+        reached: share of the unit's rate that the kernel reaches.
+
+    The last two are as measured, and belong to the time that ``plan`` predicts, not to the floor: another kernel may do
+    with fewer, or reach more.
     """
 
     bytes: float
     operations: float
     unit: str
     strategy: str = ""
+    unpacking: float = 0
+    reached: float = 1
 
 
 def fused_cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:

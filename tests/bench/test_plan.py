@@ -1,20 +1,26 @@
 """The roofline model against arithmetic done by hand, and the sentences it leads to."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from semisparse.bench import machines
+from semisparse.bench.compare import compare, median_errors
+from semisparse.bench.kernels import Measurement
 from semisparse.bench.machines import Machine, find_machine
 from semisparse.bench.plan import make_plan
 from semisparse.bench.roofline import Candidate, candidates, estimate, estimate_product, problem_for
 from semisparse.bench.shapes import ARCHITECTURES, LayerShape, layer_shapes
+from semisparse.bench.table import read_csv
 from semisparse.errors import InputError, PatternError
 from semisparse.formats import Format, Pass, get_format, registry
 from semisparse.patterns import parse_pattern
 
 MODELS = Path(__file__).parents[2] / "../shared/models"
+
+RESULTS = Path(__file__).parents[2] / "results/h200"
 
 TOY = Machine("toy", "invented", 1e12, {"tensor fp16": 1e14, "fp32": 1e13}, 1e-6)
 
@@ -28,6 +34,25 @@ def test_a_pass_takes_the_larger_of_its_two_times():
     assert (found.bytes, found.operations, found.bound) == (3e6, 4e8, "arithmetic")
     assert estimate([Pass(4e6, 1e8, "tensor fp16")], TOY).bound == "memory"
     assert estimate([Pass(1e5, 0, "no unit")], TOY).bound == "fixed time"
+
+
+def test_what_unpacks_and_what_is_not_reached_is_predicted_but_not_in_the_floor():
+    found = estimate([Pass(1e6, 1e8, "tensor fp16", unpacking=5e7), Pass(1e6, 3e8, "tensor fp16", reached=0.5)], TOY)
+    assert found.floor_seconds == pytest.approx(1e-6 + 3e-6)
+    assert found.seconds == pytest.approx(5e-6 + 6e-6 + 2e-6)
+    assert found.bound == "arithmetic"
+    assert estimate([Pass(1e6, 0, "fp32", unpacking=5e7)], TOY).bound == "unpacking"
+    assert estimate([Pass(9e6, 0, "fp32", unpacking=5e7)], TOY).bound == "memory"
+    with pytest.raises(InputError, match="toy has no known rate for fp32"):
+        estimate([Pass(1, 0, "fp32", unpacking=1)], replace(TOY, peaks={}))
+
+
+@pytest.mark.parametrize("name", ["kernels-float16", "kernels-bfloat16", "slide24-int8", "slide24-fp8-bfloat16"])
+def test_predictions_of_sparse_formats_are_within_a_fifth_of_what_was_measured(name):
+    measured = read_csv(RESULTS / f"{name}.csv", Measurement)
+    errors = median_errors(compare([row for row in measured if row.format != "dense"], find_machine("h200")))
+    assert errors
+    assert max(errors.values()) < 0.2, errors
 
 
 def test_strategies_are_passed_on():

@@ -218,14 +218,24 @@ def _decode_kernel(device: torch.device, build: Build, shared: int) -> CudaKerne
     return CudaKernel(cubin, "semisparse_gqs_decode", (*[_POINTER] * 8, *[_INT] * 9), shared)
 
 
+UNPACKING = {4: (13, 1), 8: (24, 0.5)}
+"""By bits, operations that `decode` takes a kept weight, and a kept weight and token, on an H200."""
+
+
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
-    """Give the passes of a product: rounding x; then one fused pass for few tokens, unpacking first for many."""
+    """Give the passes of a product: rounding x; then one fused pass for few tokens, unpacking first for the rest."""
     passes: list[Pass] = []
+    on_gpu, bits = problem.device.type == "cuda", KINDS[str(problem.params["kind"])]
+    (fused,) = fused_cost(problem, weight_bytes)
+    if on_gpu and bits in UNPACKING:
+        each, each_token = UNPACKING[bits]
+        kept = problem.n * problem.k * problem.pattern.density
+        fused = replace(fused, unpacking=(each + each_token * problem.m) * kept)
     if rounds_activations(problem.params):
-        if problem.device.type == "cuda" and problem.m <= CODE_TOKENS[-1]:  # `decode` rounds these itself
-            return (replace(*fused_cost(problem, weight_bytes), unit="tensor int8"),)
+        if on_gpu and problem.m <= CODE_TOKENS[-1]:  # `decode` rounds these itself
+            return (replace(fused, unit="tensor int8"),)
         passes.append(Pass(problem.m * problem.k * (problem.dtype.itemsize + 1), 0, "tensor int8"))
-    if problem.m <= MAX_DECODE_TOKENS:
-        return (*passes, *fused_cost(problem, weight_bytes))
+    if problem.m <= MAX_DECODE_TOKENS and (bits in UNPACKING or not on_gpu):
+        return (*passes, fused)
     dense_bytes = problem.n * problem.k * problem.weight_dtype.itemsize
     return (*passes, Pass(weight_bytes + dense_bytes, 0, "fp32"), *fused_cost(problem, dense_bytes))
