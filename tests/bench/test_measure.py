@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from semisparse.bench import kernels
 from semisparse.bench.compare import compare, median_errors
 from semisparse.bench.kernels import Measurement, Setting, Skipped, measure_layer
 from semisparse.bench.machine_facts import machine_facts
@@ -68,6 +69,13 @@ def test_a_wrong_kernel_is_never_timed(monkeypatch, spoil):
     monkeypatch.setattr("semisparse.bench.kernels.time_calls", lambda *arguments: pytest.fail("timed"))
     with pytest.raises(KernelError, match="dense blas is wrong at M, N, K = 1, 96, 128"):
         measured()
+
+
+@pytest.mark.parametrize(("weight", "error"), [([[1.0, -1.0]], 1e-6 / 2**0.5), ([[0.0, 0.0]], 0.0)])
+def test_an_output_next_to_nothing_is_measured_against_its_terms(weight: list[list[float]], error: float):
+    packed = get_format("dense").pack(torch.tensor(weight), "0%")
+    found = kernels._error(lambda x, packed, bias: torch.full((1, 1), error * 2**0.5), torch.ones(1, 2), packed)
+    assert found == pytest.approx(error)
 
 
 def test_the_last_rows_are_verified_too(monkeypatch):
