@@ -1,5 +1,7 @@
 """The model that ships with the project is small and trained, and the demo shows what compressing it costs."""
 
+from pathlib import Path
+
 import pytest
 
 from semisparse.api import evaluate
@@ -8,16 +10,24 @@ from semisparse.demo import CALIBRATION, HELD_OUT, MODEL
 from tests.conftest import Run
 
 
-def test_the_shipped_model_is_small_and_trained():
+def start_of(text: Path, folder: Path) -> Path:
+    """Give the first 40,000 characters of a text: a third of what is held out, in a third of the time."""
+    path = folder / text.name
+    path.write_text(text.read_text()[:40_000])
+    return path
+
+
+def test_the_shipped_model_is_small_and_trained(tmp_path: Path):
     assert sum(file.stat().st_size for file in MODEL.iterdir()) <= 4e6
     # A uniform guess over its 1,024 tokens loses 6.93 nats; text it was trained on may be a little easier.
-    held_out, seen = evaluate(MODEL, text=HELD_OUT)["nll"], evaluate(MODEL, text=CALIBRATION)["nll"]
+    held_out, seen = (evaluate(MODEL, text=start_of(text, tmp_path))["nll"] for text in (HELD_OUT, CALIBRATION))
     assert held_out < 2.0
     assert seen < held_out < seen + 0.5
 
 
-def test_the_demo_compares_recipes_with_dense(run: Run, monkeypatch: pytest.MonkeyPatch):
+def test_the_demo_compares_recipes_with_dense(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(demo, "SAMPLES", 8)  # with three runs for five a minute less
+    monkeypatch.setattr(demo, "HELD_OUT", start_of(HELD_OUT, tmp_path))
     monkeypatch.setattr(demo, "RUNS", demo.RUNS[:3])
     rows = run("demo", "--json").json["models"]
     by_recipe = {row["recipe"]: row for row in rows}
