@@ -1,10 +1,11 @@
-"""One token through format gqs, beside cuBLAS and torch's int4 product, and Stream-K against a block for each tile.
+"""One token through format gqs, beside cuBLAS and torch's int4 product, and the ways to divide it.
 
     python benchmarks/gqs_decode.py results/h200/gqs-decode.csv [--dtype bfloat16] [--shapes 4096,4096,11008,4096]
 
 Needs a GPU: CUDA graphs over weights that outgrow the cache, every output compared with float64 before it is timed.
 The rows' sizes differ by a tenth (standard deviation), so that one threshold for the matrix leaves some rows with a
-sixth of their groups and others with five sixths.
+sixth of their groups and others with five sixths. "Stream-K" is within a block: several tiles of 16 rows, dealt out to
+its warps in equal runs, against a block for each tile; `W4S50` itself takes what the kernel chooses for the shape.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from rows import write_rows
 from torch import Tensor
 from torch.nn import functional as F
 
+from semisparse.bench.kernels import ROUNDED_INPUT_TOLERANCE, TOLERANCE
 from semisparse.bench.timing import rotating_copies, time_calls
 from semisparse.errors import KernelError
 from semisparse.formats import Packed, get_format
@@ -31,9 +33,6 @@ from semisparse.runtime.device import device_facts
 
 SHAPES = "4096,4096,11008,4096,4096,11008,28672,8192"
 GPU = torch.device("cuda")
-TOLERANCE, ROUNDED_TOLERANCE = 5e-3, 2e-2
-"""Of sums in float32 that are rounded to 16 bits; of those whose x is rounded to 8."""
-
 COLUMNS = ("n", "k", "dtype", "way", "us", "low_us", "high_us", "bytes", "bits_per_weight", "error", "machine")
 
 
@@ -76,7 +75,7 @@ def measure(n: int, k: int, dtype: torch.dtype) -> Iterator[dict[str, str]]:
             continue
         copies = rotating_copies(packed, facts.cache_bytes)
         error = error_of(product, x, packed)
-        if not error <= (ROUNDED_TOLERANCE if way.kind == "w4a8" else TOLERANCE):
+        if not error <= (ROUNDED_INPUT_TOLERANCE["tensor int8"] if way.kind == "w4a8" else TOLERANCE[dtype]):
             raise KernelError(f"{name} is wrong at {n} x {k}: relative error {error:.3g}; it was not timed")
         found = time_calls([partial(product, x, copy, None) for copy in copies], GPU)
         times = (f"{us:.2f}" for us in (found.us, found.low_us, found.high_us))

@@ -142,7 +142,7 @@ def measure_each(
     """
     for candidate in chosen:
         model = build(candidate)
-        yield measure_model(model, name, _weights_of(candidate), workload)
+        yield measure_model(model, name, _weights_of(candidate, model.device), workload)
         del model
         gc.collect()
         torch.compiler.reset()
@@ -150,11 +150,12 @@ def measure_each(
             torch.cuda.empty_cache()
 
 
-def _weights_of(candidate: Candidate | None) -> str:
-    """Name what a model's linear layers are; those that semisparse stores are joined on a GPU, dense ones, too."""
+def _weights_of(candidate: Candidate | None, device: torch.device) -> str:
+    """Name what a model's linear layers are, so that dense ones that semisparse stores are told from transformers'."""
     if candidate is None:
         return "dense"
-    return f"{candidate.label} joined" if candidate.is_baseline else candidate.label
+    stored = "joined" if device.type == "cuda" else "stored"
+    return f"{candidate.label} {stored}" if candidate.is_baseline else candidate.label
 
 
 @torch.no_grad()

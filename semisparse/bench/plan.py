@@ -80,16 +80,15 @@ class Plan:
     def _sentence(self, m: int) -> str:
         rows = [row for row in self.rows if row.m == m]
         largest = max((row for row in rows if row.candidate.is_baseline), key=lambda row: row.layer.n * row.layer.k)
-        labels = {row.candidate.label: row.candidate for row in rows}
-        sparse = [label for label, candidate in labels.items() if candidate.pattern != largest.candidate.pattern]
+        sparse = sorted({row.candidate.label for row in rows if row.candidate.pattern != largest.candidate.pattern})
         start = f"M = {m:,}: the dense product is bound by {BOUND[largest.estimate.bound]}"
         if not sparse:
             return f"{start}; no sparse format was asked for or could be planned."
-        gains = {label: self.totals()[m, label][1] for label in sorted(labels)}
+        gains = {label: gain for (tokens, label), (_, gain) in sorted(self.totals().items()) if tokens == m}
         label = max(sparse, key=lambda name: gains[name])
         gain = gains[label]
         if gain >= WORTH_IT:
-            rounded = max(gains.keys() - sparse, key=lambda name: gains[name])
+            rounded = max((name for name in gains if name not in sparse), key=lambda name: gains[name])
             rival = f", {rounded} up to {gains[rounded]:.2f} without zeros" if gains[rounded] >= WORTH_IT else ""
             return f"{start}; {label} may gain up to {gain:.2f}{rival}."
         return f"{start}; {WHY_NOT[largest.estimate.bound]}: the best, {label}, stands at {gain:.2f}. Keep it dense."

@@ -75,7 +75,8 @@ def _show(made: Plan) -> None:
     for sentence in made.sentences():
         console.print(sentence, highlight=False)
     console.print(
-        "[dim]Predicted, on an H200 within a fifth: `semisparse bench kernels` measures. Accuracy is another matter.[/]"
+        "[dim]Predictions: `semisparse bench kernels` measures, `bench compare` says how far off these are. "
+        "Accuracy is another matter.[/]"
     )
 
 

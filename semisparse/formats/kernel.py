@@ -85,9 +85,16 @@ class Pass:
     reached: float = 1
 
 
-def fused_cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
-    """Give what a format costs whose kernel unpacks the weight as it reads it: packed bytes, dense operations."""
+def fused_cost(problem: Problem, weight_bytes: float, unpacking: float = 0) -> tuple[Pass, ...]:
+    """Give what a format costs whose kernel unpacks the weight as it reads it: packed bytes, dense operations.
+
+    Args:
+        problem: the product.
+        weight_bytes: of the packed weight.
+        unpacking: as in `Pass`, measured on GPUs, and so left out for a CPU.
+    """
     m, n, k = problem.m, problem.n, problem.k
     operands = m * (n + k) * problem.dtype.itemsize
     unit = "fp32" if problem.dtype == torch.float32 else "tensor fp16"
-    return (Pass(weight_bytes + operands, 2 * m * n * k, unit),)
+    on_gpu = problem.device.type == "cuda"
+    return (Pass(weight_bytes + operands, 2 * m * n * k, unit, unpacking=unpacking if on_gpu else 0),)

@@ -114,6 +114,23 @@ def test_sentences_say_when_it_pays_and_when_not():
     assert "no sparse format" in alone[0]
 
 
+def test_what_dense_gains_in_fewer_bits_is_said_beside_it():
+    made = make_plan(SQUARE, [4096], candidates(["dense", "slide24"]), torch.bfloat16, find_machine("h200"))
+    gains = {label: gain for (_, label), (_, gain) in made.totals().items()}
+    assert f"dense fp8 up to {gains['dense fp8']:.2f} without zeros." in made.sentences()[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "dtype"), [("w3", 16, torch.float16), ("w4", 8, torch.float16), ("w4", 16, torch.float32)]
+)
+def test_groups_that_no_decode_kernel_takes_are_planned_unpacked(kind: str, size: int, dtype: torch.dtype):
+    candidate = Candidate("gqs", f"g{size}@50%", {"kind": kind})
+    for m in (1, 16):
+        problem, nbytes = problem_for(candidate, m, 4096, 4096, dtype, "cuda")
+        assert len(get_format("gqs").cost(problem, nbytes)) == 2
+        assert len(get_format("gqs").cost(replace(problem, device=torch.device("cpu")), nbytes)) == 1
+
+
 def test_a_format_that_computes_less_may_pay_where_arithmetic_binds(monkeypatch):
     """A format's own cost is believed: half the operations, twice as fast."""
 

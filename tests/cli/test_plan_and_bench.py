@@ -7,6 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from semisparse.bench import shapes
 from semisparse.cli import bench, plan
 from semisparse.errors import InputError
 
@@ -94,6 +95,25 @@ def test_bench_model_of_a_directory(model: Path):
     )
     assert [row["weights"] for row in found["rows"]] == ["dense", "as stored"]
     assert all(row["decode_tokens_per_second"] > 0 for row in found["rows"])
+
+
+def test_bench_model_tells_stored_dense_layers_from_transformers(monkeypatch):
+    monkeypatch.setitem(shapes.ARCHITECTURES, "tiny", ("llama", (256, 512, 2, 4, 4, 256)))
+    found = call(
+        "bench",
+        "model",
+        "--arch",
+        "tiny",
+        "--format",
+        "dense,bitmask",
+        "--prompt",
+        "8",
+        "--new",
+        "2",
+        "--device",
+        "cpu",
+    )
+    assert [row["weights"] for row in found["rows"]] == ["dense", "dense stored", "bitmask 32:64"]
 
 
 def test_bench_machine(tmp_path: Path, monkeypatch):

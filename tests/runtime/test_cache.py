@@ -1,12 +1,12 @@
 """The user's cache: built once, rebuilt when damaged, whole for every process."""
 
-import multiprocessing
 import sys
 from pathlib import Path
 
 import pytest
 
 from semisparse.runtime.cache import cache_directory, cached, write_atomically
+from tests.forked import run_at_once
 
 
 @pytest.fixture
@@ -72,13 +72,7 @@ def build_many() -> None:
 
 
 def test_processes_may_share_it(cache):
-    # Forked: nothing has to be imported again, so they start together.
-    workers = [multiprocessing.get_context("fork").Process(target=build_many) for _ in range(3)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert [worker.exitcode for worker in workers] == [0, 0, 0]
+    run_at_once(build_many)
     assert len(list((cache / "kind").iterdir())) == 5
 
 

@@ -1,7 +1,5 @@
 """The compile cache: one compilation for each source and machine, and nothing damaged is ever opened."""
 
-import multiprocessing
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +7,7 @@ import pytest
 from semisparse.errors import KernelError
 from semisparse.runtime import cpp, includes
 from semisparse.runtime.cache import cache_directory
+from tests.forked import run_at_once
 
 needs_compiler = pytest.mark.skipif(cpp.refusal() is not None, reason=str(cpp.refusal()))
 SOURCE = 'extern "C" int answer() { return 42; }'
@@ -104,15 +103,9 @@ def test_a_damaged_library_is_compiled_again(source: Path, compilations: Path, d
 @needs_compiler
 def test_processes_may_compile_at_the_same_time(source: Path):
     def load() -> None:
-        sys.exit(cpp.load(source).answer() != 42)
+        assert cpp.load(source).answer() == 42
 
-    # Forked: nothing has to be imported again, so they start together.
-    workers = [multiprocessing.get_context("fork").Process(target=load) for _ in range(3)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert [worker.exitcode for worker in workers] == [0, 0, 0]
+    run_at_once(load)
     assert len(entries()) == 1
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -95,12 +94,9 @@ UNPACKING_INT4 = 3.5
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
     """Give the passes of a product; 8-bit kinds round the activations first."""
     kind = _kind(problem.params)
-    if kind is None:
-        return fused_cost(problem, weight_bytes)
-    if kind == "int4":
-        (fused,) = fused_cost(problem, weight_bytes)
-        return (replace(fused, unpacking=UNPACKING_INT4 * problem.m * problem.n * problem.k),)
     m, n, k = problem.m, problem.n, problem.k
+    if kind is None or kind == "int4":
+        return fused_cost(problem, weight_bytes, 0 if kind is None else UNPACKING_INT4 * m * n * k)
     width = problem.dtype.itemsize
     rounding = Pass(m * k * (width + 1), 0, "fp32")
     return (rounding, Pass(weight_bytes + m * k + m * n * width, 2 * m * n * k, UNITS[kind]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -233,11 +232,8 @@ GATHERING = 14
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
     """Give the passes of a product: fused for few tokens, an unpacking pass first for many."""
     if problem.m <= MAX_DECODE_TOKENS:
-        (fused,) = fused_cost(problem, weight_bytes)
-        if problem.device.type != "cuda":
-            return (fused,)
         kept = problem.n * problem.k * problem.pattern.density
-        return (replace(fused, unpacking=GATHERING * problem.m * kept),)
+        return fused_cost(problem, weight_bytes, GATHERING * problem.m * kept)
     dense_bytes = problem.n * problem.k * problem.weight_dtype.itemsize
     return (Pass(weight_bytes + dense_bytes, 0, "fp32"), *fused_cost(problem, dense_bytes))
 

@@ -1,4 +1,4 @@
-"""The GPU kernel for few tokens, straight from the packed groups, by Stream-K."""
+"""The GPU kernel for few tokens, straight from the packed groups, by Stream-K within a block."""
 
 from __future__ import annotations
 
@@ -137,8 +137,8 @@ SOURCES = (DECODE,)
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 
 
-def decode_refusal(problem: Problem) -> str | None:
-    """Say why `prepare_decode` cannot compute ``problem`` here, or None if it can."""
+def _unlike_refusal(problem: Problem) -> str | None:
+    """Say why `decode` is not written for ``problem``, on whatever GPU, or None if it is."""
     if not 1 <= problem.m <= MAX_DECODE_TOKENS:
         return f"takes 1 to {MAX_DECODE_TOKENS} tokens, got {problem.m}"
     if problem.dtype not in SCALARS or problem.weight_dtype != problem.dtype:
@@ -147,6 +147,14 @@ def decode_refusal(problem: Problem) -> str | None:
         return f"takes groups of {SIZE}, this weight has groups of {size_of(problem.pattern)}"
     if KINDS.get(str(problem.params.get("kind"))) not in DECODE_BITS:
         return f"takes codes of 4 or 8 bits, this weight is {problem.params.get('kind')}"
+    return None
+
+
+def decode_refusal(problem: Problem) -> str | None:
+    """Say why `prepare_decode` cannot compute ``problem`` here, or None if it can."""
+    unlike = _unlike_refusal(problem)
+    if unlike:
+        return unlike
     if torch.cuda.get_device_capability(problem.device) < (8, 0):
         return "needs compute capability 8.0 (Ampere) or later"
     return unavailable()
@@ -224,18 +232,17 @@ UNPACKING = {4: (13, 1), 8: (24, 0.5)}
 
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
     """Give the passes of a product: rounding x; then one fused pass for few tokens, unpacking first for the rest."""
+    m, n, k = problem.m, problem.n, problem.k
+    on_gpu = problem.device.type == "cuda"
+    fused = _unlike_refusal(problem) is None if on_gpu else m <= MAX_DECODE_TOKENS
+    each, each_token = UNPACKING.get(KINDS[str(problem.params["kind"])], (0, 0))
+    by_decode = fused_cost(problem, weight_bytes, (each + each_token * m) * n * k * problem.pattern.density)
     passes: list[Pass] = []
-    on_gpu, bits = problem.device.type == "cuda", KINDS[str(problem.params["kind"])]
-    (fused,) = fused_cost(problem, weight_bytes)
-    if on_gpu and bits in UNPACKING:
-        each, each_token = UNPACKING[bits]
-        kept = problem.n * problem.k * problem.pattern.density
-        fused = replace(fused, unpacking=(each + each_token * problem.m) * kept)
     if rounds_activations(problem.params):
-        if on_gpu and problem.m <= CODE_TOKENS[-1]:  # `decode` rounds these itself
-            return (replace(fused, unit="tensor int8"),)
-        passes.append(Pass(problem.m * problem.k * (problem.dtype.itemsize + 1), 0, "tensor int8"))
-    if problem.m <= MAX_DECODE_TOKENS and (bits in UNPACKING or not on_gpu):
-        return (*passes, fused)
-    dense_bytes = problem.n * problem.k * problem.weight_dtype.itemsize
+        if on_gpu and fused and m <= CODE_TOKENS[-1]:  # `decode` rounds these itself
+            return (replace(*by_decode, unit="tensor int8"),)
+        passes.append(Pass(m * k * (problem.dtype.itemsize + 1), 0, "tensor int8"))
+    if fused:
+        return (*passes, *by_decode)
+    dense_bytes = n * k * problem.weight_dtype.itemsize
     return (*passes, Pass(weight_bytes + dense_bytes, 0, "fp32"), *fused_cost(problem, dense_bytes))

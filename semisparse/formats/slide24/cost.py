@@ -12,7 +12,7 @@ from semisparse.formats.slide24.pack import stored_dtype, window_of
 UNITS = {torch.int8: "tensor int8", torch.float8_e4m3fn: "tensor fp8"}
 
 REACHED = {"tensor int8": 0.86, "tensor fp8": 0.7, "tensor fp16": 0.65}
-"""Of twice the dense rate, on an H200 at 4,096 and 8,192 tokens; power bounds all three (LOG.md)."""
+"""Of twice the dense rate, by the times of `hopper` at 4,096 and 8,192 tokens on an H200."""
 
 
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
