@@ -5,12 +5,14 @@
 The first argument holds ``models/`` and ``text/``. Rows that the CSV has already are kept, so that an interrupted run
 goes on. Plain SparseGPT on every side; calibrated and searched on the ``calib`` text, measured on all of the ``eval``
 text. Both searches spend the same number of tokens. "Decided once" is SparseGPT as published, a window's mask chosen at
-its first column; without these words what is left of the window is chosen again sixteen times, as `compress` does.
+its first column and its columns pruned from left to right; without these words they are pruned in the order of their
+loss, and what is left of the window is chosen again sixteen times, as `compress` does.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
@@ -36,7 +38,8 @@ METHODS = {
     f"uniform n:64{ONCE}": ("pattern={kept}:64", "search=none"),
     f"evolution{ONCE}": ("pattern={kept}:64", "search=evolution"),
 }
-DECISIONS = sparsegpt.DECISIONS
+PUBLISHED = (1, sys.maxsize)
+PRESENT = (sparsegpt.DECISIONS, sparsegpt.WIDE)
 COLUMNS = ("model", "zeros", "method", "seed", "nll", "kl", "search_kl", "search_tokens_run", "tokens", "device")
 KEY = COLUMNS[:4]
 
@@ -78,7 +81,7 @@ def measure(name: str, runs: list[tuple[str, str, int]], options: argparse.Names
     for zeros, method, seed in runs:
         numbers = {"kept": KEPT[zeros], "eighths": KEPT[zeros] // 8, "zeros": zeros}
         effort = [f"{key}={getattr(options, key)}" for key in ("search_tokens", "search_effort", "search_banks")]
-        sparsegpt.DECISIONS = 1 if method.endswith(ONCE) else DECISIONS
+        sparsegpt.DECISIONS, sparsegpt.WIDE = PUBLISHED if method.endswith(ONCE) else PRESENT
         settings = (*PLAIN, *effort, *(setting.format(**numbers) for setting in METHODS[method]))
         model, report = subject.compress("rheosparse", settings, seed)
         if options.plots and method == "evolution" and seed == 0:

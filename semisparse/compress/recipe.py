@@ -52,7 +52,7 @@ class Recipe:
             ``bqpo+e2e`` then the scales and zero points of rounded groups, on the language-model loss.
         ignore: glob patterns over module names; what they match stays dense.
         refine: ``cg`` solves the kept weights again, by conjugate gradients, after the last column is pruned.
-        order: ``windows`` prunes first the windows that lose most; ``columns`` goes from left to right.
+        order: ``windows`` prunes first the windows that lose most; ``columns`` takes them from left to right.
         target: ``residual`` makes each layer undo the error of the layers before it; ``local`` only its own.
         damping: added to the diagonal of the Hessian, as a share of it.
         search_tokens: calibration tokens that a candidate is scored on.

@@ -126,13 +126,14 @@ def _scaled(weight: Tensor, pattern: Pattern, statistics: Statistics, recipe: Re
     if factor and statistics.cross is not None:
         missing = statistics.cross / scale - goal @ hessian
         goal = goal + missing @ factor.upper.T @ factor.upper
-    order = torch.arange(len(scale), device=scale.device)
-    if factor and recipe.order == "windows":
-        order = order_by_loss(goal, factor, pattern)
-        hessian, goal = hessian[order][:, order], goal[:, order]
-        factor = factorise(hessian, recipe.damping)
     if factor is None:
         return None
+    order = order_by_loss(goal, factor, pattern, windows=recipe.order == "windows")
+    if (order.diff() != 1).any():
+        hessian, goal = hessian[order][:, order], goal[:, order]
+        factor = factorise(hessian, recipe.damping)
+        if factor is None:
+            return None
     hessian.diagonal().add_(factor.damping)
     return _Scaled(goal, hessian, factor, order, scale)
 
@@ -151,7 +152,7 @@ def _sparsegpt(
         pruned = conjugate_gradient(pruned, kept, problem.hessian, problem.goal)
         if rounding:
             pruned = round_columns(pruned, kept, upper, rounding)
-    groups = problem.order[:: pattern.step].argsort()  # whole windows were ordered, so a group is where its first is
+    groups = problem.order[:: pattern.step].argsort()  # whole groups were ordered, so a group is where its first is
     return pruned[:, back] / problem.scale, rounding.scales.take(groups) if rounding else None
 
 

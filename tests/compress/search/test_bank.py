@@ -1,5 +1,6 @@
 """The bank holds what the pruners give for each level, and nothing else of it."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semisparse.compress import Journal, compress_blocks
+from semisparse.compress.prune import sparsegpt
 from semisparse.compress.search.bank import Bank, build_bank, expand, store
 from semisparse.compress.search.space import list_choices
 from semisparse.compress.walk import list_blocks
@@ -53,8 +55,9 @@ def test_a_stored_weight_comes_back(n: int, k: int, density: float, dtype: torch
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 @pytest.mark.parametrize("pattern", ["32:64", "16:32v4", "g4@50%", "70%"])
-def test_every_level_is_what_pruning_to_it_alone_gives(architecture: str, pattern: str):
+def test_every_level_is_what_pruning_to_it_alone_gives(architecture: str, pattern: str, monkeypatch):
     """In the first block, whose inputs are the dense model's, and with an order of the columns that is no level's."""
+    monkeypatch.setattr(sparsegpt, "WIDE", sys.maxsize)
     model = random_model(architecture)
     before = [parameter.clone() for parameter in model.parameters()]
     plan = recipe(pattern=pattern)
