@@ -1,15 +1,20 @@
-"""Several processes at once, for the tests of what they share."""
+"""Processes of their own for tests of what is shared, what is killed and what is spread over ranks."""
 
 import multiprocessing
 from collections.abc import Callable
+from typing import Any
+
+from torch.multiprocessing import start_processes
 
 PROCESSES, SECONDS = 3, 60
+IMPORTED = ["semisparse.cli", "tests.models", "tests.serving", "transformers.models.llama.modeling_llama"]
+"""What such a process finds imported: a new interpreter needs 6 s of a core for it."""
 
 
 def run_at_once(target: Callable[[], None]) -> None:
     """Run a function in some processes at the same time, and expect that each ends well.
 
-    They are forked: nothing has to be imported again, so they start together.
+    They are forked from this one: nothing has to be imported again, so they start together.
     """
     workers = [multiprocessing.get_context("fork").Process(target=target, daemon=True) for _ in range(PROCESSES)]
     for worker in workers:
@@ -17,3 +22,21 @@ def run_at_once(target: Callable[[], None]) -> None:
     for worker in workers:
         worker.join(SECONDS)
     assert [worker.exitcode for worker in workers] == [0] * PROCESSES
+
+
+def exit_code(target: Callable[..., None], *arguments: Any) -> int | None:
+    """Run a function of a module in a process that has computed nothing yet; give its status, minus its signal.
+
+    What it prints goes where this process prints.
+    """
+    multiprocessing.set_forkserver_preload(IMPORTED)
+    worker = multiprocessing.get_context("forkserver").Process(target=target, args=arguments, daemon=True)
+    worker.start()
+    worker.join(300)
+    return worker.exitcode
+
+
+def on_ranks(work: Callable[..., None], arguments: tuple[Any, ...], ranks: int) -> None:
+    """Run ``work(rank, *arguments)`` in as many processes, and expect that each ends well."""
+    multiprocessing.set_forkserver_preload(IMPORTED)
+    start_processes(work, arguments, nprocs=ranks, start_method="forkserver")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.multiprocessing import start_processes
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config
 
 from semisparse.checkpoint import describe, whole_directory
@@ -96,12 +94,6 @@ def every_format() -> list[Served]:
         Served("bias", "bitmask", one("32:64"), config=Qwen2Config(**{**SIZES, "architectures": ["Qwen2ForCausalLM"]})),
         Served("some-dense", "bitmask", one("32:64"), dense=("o_proj", "gate_proj", "up_proj")),
     ]
-
-
-def on_ranks(work: Callable[..., None], arguments: tuple[Any, ...], ranks: int) -> None:
-    """Run ``work(rank, *arguments)`` in processes that share one import of what they need."""
-    multiprocessing.set_forkserver_preload([__name__])
-    start_processes(work, arguments, nprocs=ranks, start_method="forkserver")
 
 
 def write(served: Served, out: Path) -> Path:

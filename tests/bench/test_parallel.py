@@ -13,7 +13,7 @@ from semisparse.bench import shapes
 from semisparse.bench.model import Workload
 from semisparse.bench.parallel import measure_parallel
 from semisparse.bench.roofline import candidates
-from tests.serving import on_ranks
+from tests.forked import on_ranks
 
 
 def _rank(rank: int, folder: Path) -> None:

@@ -9,13 +9,16 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from semisparse import cli
 from tests.conftest import Outcome, Run
+from tests.forked import exit_code
 
 SMALL = ("--samples", "4", "--seqlen", "32", "--set", "search=evolution", "--set", "search_effort=6")
 
@@ -229,31 +232,26 @@ def test_a_corrupted_checkpoint(run: Run, compress, text: Path, tmp_path: Path, 
         assert_refused(run("inspect", out, "--verify"), sentence)
 
 
-def test_a_kill_while_saving_leaves_nothing_that_looks_whole(model: Path, tmp_path: Path):
-    """Stop for good right after the weights were written, before the directory takes its name."""
-    script = (
-        "import os, sys; from transformers import PreTrainedModel as P; save = P.save_pretrained\n"
-        "P.save_pretrained = lambda *a, **k: (save(*a, **k), os.kill(os.getpid(), 9))\n"
-        "sys.argv = ['semisparse', *sys.argv[1:]]; import semisparse.cli; semisparse.cli.main()"
-    )
-    arguments = [
-        "compress",
-        str(model),
-        "--recipe",
-        "rheosparse",
-        "--set",
-        "prune=magnitude",
-        "--set",
-        "search=none",
-        "--out",
-    ]
-    out = tmp_path / "out"
-    killed = subprocess.run([sys.executable, "-c", script, *arguments, str(out)], capture_output=True, check=False)
-    assert killed.returncode == -signal.SIGKILL
+def run_until_saved(arguments: list[str]) -> None:
+    """Run the command line, and end right after the weights were written, before the directory takes its name."""
+    save = PreTrainedModel.save_pretrained
+
+    def save_and_die(*positional: Any, **named: Any) -> None:
+        save(*positional, **named)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    PreTrainedModel.save_pretrained = save_and_die
+    sys.argv = ["semisparse", *arguments]
+    cli.main()
+
+
+def test_a_kill_while_saving_leaves_nothing_that_looks_whole(run: Run, model: Path, tmp_path: Path):
+    settings = ["--set", "prune=magnitude", "--set", "search=none"]
+    arguments = ["compress", str(model), "--recipe", "rheosparse", *settings, "--out", str(tmp_path / "out")]
+    assert exit_code(run_until_saved, arguments) == -signal.SIGKILL
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out.partial"]
     assert not (tmp_path / "out.partial" / "config.json").exists()
-    command = [sys.executable, "-m", "semisparse.cli", *arguments, str(out), "--resume"]
-    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+    assert run(*arguments, "--resume").status == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
 
 

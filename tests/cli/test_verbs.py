@@ -4,16 +4,19 @@ import filecmp
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from semisparse import cli
 from semisparse.cli.output import print_json
+from semisparse.compress.journal import Journal
 from tests.conftest import Run
+from tests.forked import exit_code
 
 SMALL = ("--samples", "4", "--seqlen", "32", "--set", "search=evolution", "--set", "search_effort=6")
 
@@ -127,20 +130,18 @@ def test_the_same_run_gives_the_same_bytes_and_another_seed_does_not(run: Run, m
     assert (tmp_path / "a" / weights).read_bytes() != (tmp_path / "c" / weights).read_bytes()
 
 
-DIES_AFTER = """
-import os, runpy, signal, sys
-from semisparse.compress.journal import Journal
+def run_until_written(piece: str, arguments: list[str]) -> None:
+    """Run the command line, and end once the journal has a piece of this name."""
+    keep = Journal.keep
 
-keep, last = Journal.keep, sys.argv.pop(1)
+    def keep_and_die(self: Journal, part: str, index: int, *more: Any) -> None:
+        keep(self, part, index, *more)
+        if f"{part}-{index:04}" == piece:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-def keep_and_die(self, part, index, *more):
-    keep(self, part, index, *more)
-    if f"{part}-{index:04}" == last:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-Journal.keep = keep_and_die
-runpy.run_module("semisparse.cli", run_name="__main__")
-"""
+    Journal.keep = keep_and_die
+    sys.argv = ["semisparse", *arguments]
+    cli.main()
 
 
 @pytest.mark.parametrize(
@@ -154,9 +155,7 @@ def test_resume_after_sigkill_gives_the_same_bytes(
     arguments = ["compress", str(model), "--recipe", "rheosparse", "--calib", str(text), *settings, "--resume"]
     assert run(*arguments, "--out", tmp_path / "whole").status == 0
     out = tmp_path / "out"
-    command = [sys.executable, "-c", DIES_AFTER, piece, *arguments, "--out", str(out)]
-    killed = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert exit_code(run_until_written, piece, [*arguments, "--out", str(out)]) == -signal.SIGKILL
     assert (tmp_path / "out.partial" / f"{piece}.json").exists()
     assert not out.exists()
 

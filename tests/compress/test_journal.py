@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +11,7 @@ from transformers import PreTrainedModel
 
 from semisparse.compress import Journal, Recipe, compress_blocks, fingerprint
 from semisparse.errors import InputError
+from tests.forked import exit_code
 from tests.models import VOCABULARY, random_model
 
 RECIPE = Recipe(pattern="2:4")
@@ -67,40 +66,26 @@ def test_resumed_at_any_call_of_progress(uninterrupted: PreTrainedModel, tmp_pat
     assert layers[:2] == ([0, 7] if first_block_done else [0, 1])
 
 
-KILLED_RUN = """
-import os, signal, sys
-from pathlib import Path
-from tests.compress import test_journal
-from tests.compress.test_journal import run
+def run_until_killed(directory: Path, at: str, left: int) -> None:
+    """Run, and end at a call of the progress bar or of a function of `os`."""
 
-at, left = sys.argv[2], int(sys.argv[3])
+    def count(*_: object) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-def count(*_):
-    global left
-    left -= 1
-    if left == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-if at == "progress":
-    run(Path(sys.argv[1]), count)
-else:
+    if at == "progress":
+        run(directory, count)
     real = getattr(os, at)
-    def counted(*args):
-        count()
-        return real(*args)
-    setattr(os, at, counted)
-    run(Path(sys.argv[1]))
-"""
+    setattr(os, at, lambda *arguments: (count(), real(*arguments))[1])
+    run(directory)
 
 
 @pytest.mark.parametrize(("at", "times"), [("progress", 12), ("replace", 3), ("fsync", 5)])
 def test_resumed_after_sigkill(uninterrupted: PreTrainedModel, tmp_path: Path, at: str, times: int):
     """Killed while it prunes the second block, and while it writes the first one's journal."""
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
-    command = [sys.executable, "-c", KILLED_RUN, str(tmp_path), at, str(times)]
-    killed = subprocess.run(command, env=environment, cwd=root, check=False, capture_output=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert exit_code(run_until_killed, tmp_path, at, times) == -signal.SIGKILL
     assert same_bytes(run(tmp_path), uninterrupted)
 
 

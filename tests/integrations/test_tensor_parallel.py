@@ -17,7 +17,8 @@ from transformers.distributed import DistributedConfig
 from semisparse.errors import CheckpointError, InputError
 from semisparse.integrations.transformers import sparse_layers
 from semisparse.nn import join_layers
-from tests.serving import SIZES, Served, every_format, on_ranks, one, write
+from tests.forked import on_ranks
+from tests.serving import SIZES, Served, every_format, one, write
 
 pytestmark = pytest.mark.xdist_group("tensor parallel")  # one process makes `folder`, which takes a minute
 

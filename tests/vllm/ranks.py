@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.serving import on_ranks
+from tests.forked import on_ranks
 
 
 def prepare() -> None:

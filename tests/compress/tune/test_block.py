@@ -4,8 +4,6 @@ import copy
 import fnmatch
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from transformers import PreTrainedModel
 from semisparse.compress import Journal, LayerReport, Recipe, compress_blocks, fingerprint
 from semisparse.nn import weight_of
 from semisparse.patterns import parse_pattern
+from tests.forked import exit_code
 from tests.models import VOCABULARY, random_model
 
 TUNED = Recipe(pattern="2:4", tune="bqpo", tune_epochs=2)
@@ -126,25 +125,16 @@ def test_interrupted_in_the_middle_of_a_block(tmp_path: Path, block: int):
     assert ("block 1 of 2, tuning" in stages) is (block == 1)
 
 
-KILLED_RUN = """
-import os, signal, sys
-from pathlib import Path
-from tests.compress.tune.test_block import resumed
+def tune_until_killed(directory: Path) -> None:
+    def kill(stage: str, done: int, total: int) -> None:
+        if stage == "block 2 of 2, tuning" and done == total // 2:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-def kill(stage, done, total):
-    if stage == "block 2 of 2, tuning" and done == total // 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-resumed(Path(sys.argv[1]), kill)
-"""
+    resumed(directory, kill)
 
 
 def test_killed_in_the_middle_of_a_block(tmp_path: Path):
     uninterrupted = random_model("llama")
     tuned(uninterrupted)
-    root = Path(__file__).parents[3]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
-    command = [sys.executable, "-c", KILLED_RUN, str(tmp_path)]
-    killed = subprocess.run(command, env=environment, cwd=root, check=False, capture_output=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert exit_code(tune_until_killed, tmp_path) == -signal.SIGKILL
     assert same_bytes(resumed(tmp_path), uninterrupted)
