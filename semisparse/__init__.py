@@ -7,7 +7,8 @@ from semisparse.api import CompressionReport, compress, linear, load, pack
 from semisparse.errors import SemisparseError
 from semisparse.integrations.transformers import register
 from semisparse.nn import join_layers
+from semisparse.version import __version__
 
 register()
 
-__all__ = ["CompressionReport", "SemisparseError", "compress", "join_layers", "linear", "load", "pack"]
+__all__ = ["CompressionReport", "SemisparseError", "__version__", "compress", "join_layers", "linear", "load", "pack"]

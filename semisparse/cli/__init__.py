@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from importlib import metadata
 from typing import Annotated
 
 import typer
@@ -12,6 +11,7 @@ from transformers.utils import logging as transformers_logging
 from semisparse.cli import bench, compress, demo, evaluate, formats, generate, inspect, plan
 from semisparse.cli.output import fail
 from semisparse.errors import InputError, SemisparseError
+from semisparse.version import __version__
 
 app = typer.Typer(
     name="semisparse",
@@ -26,7 +26,7 @@ app = typer.Typer(
 
 def _print_version(asked: bool) -> None:
     if asked:
-        print(metadata.version("semisparse"))
+        print(__version__)
         raise typer.Exit
 
 

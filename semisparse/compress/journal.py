@@ -9,12 +9,12 @@ import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
+import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
@@ -22,6 +22,7 @@ from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import LayerReport
 from semisparse.errors import InputError
 from semisparse.quant.group import GroupScales
+from semisparse.version import __version__
 
 
 def fingerprint(
@@ -45,7 +46,7 @@ def fingerprint(
         "calibration tokens": tokens.hexdigest(),
         "seed": str(seed),
         "device": torch.device(device).type,
-        "versions": " ".join(f"{name} {version(name)}" for name in ("semisparse", "torch", "transformers")),
+        "versions": f"semisparse {__version__} torch {torch.__version__} transformers {transformers.__version__}",
     }
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import semisparse
 from semisparse import cli
 from semisparse.cli.output import print_json
 from semisparse.compress.journal import Journal
@@ -182,7 +183,7 @@ def test_json_has_no_nan(capsys: pytest.CaptureFixture[str]):
 def test_the_version_is_the_package_s(run: Run):
     from importlib.metadata import version
 
-    assert run("--version").out.strip() == version("semisparse")
+    assert run("--version").out.strip() == version("semisparse") == semisparse.__version__
 
 
 def test_compress_tells_of_its_tuning(run: Run, model: Path, text: Path, tmp_path: Path):
