@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import torch
+from pruners import PLAIN
 from rows import read_rows, write_rows
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -52,7 +53,6 @@ COLUMNS = (
     "pack_seconds",
 )
 KEY = COLUMNS[:4]
-PLAIN = ("prune=sparsegpt", "refine=none", "order=columns", "target=local", "format=bitmask")
 
 
 def main() -> None:
@@ -101,7 +101,7 @@ def pruned(options: argparse.Namespace, zeros: int) -> list[Tensor]:
         load_tokenizer(directory),
         "ec-spmv",
         options.shared / "text" / "pycode-calib.txt",
-        settings=(*PLAIN, f"pattern={zeros}%"),
+        settings=("prune=sparsegpt", *PLAIN, "format=bitmask", f"pattern={zeros}%"),
         samples=options.samples,
         seqlen=512,
         device=options.device,

@@ -18,13 +18,14 @@ from pathlib import Path
 from statistics import mean
 
 from models import Subject, parser_of
+from pruners import PLAIN
 from rows import read_rows, write_rows
 
 from semisparse.compress.prune import sparsegpt
 from semisparse.compress.search.plot import plot_densities
 
 MODELS = ("babyllama-1m", "pycode-11m")
-PLAIN = ("prune=sparsegpt", "refine=none", "order=columns", "target=local", "format=bitmask")
+SETTINGS = ("prune=sparsegpt", *PLAIN, "format=bitmask")
 KEPT = {"50": 32, "62.5": 24, "75": 16}
 """Weights kept of 64, by the share of zeros in percent."""
 
@@ -38,8 +39,9 @@ METHODS = {
     f"uniform n:64{ONCE}": ("pattern={kept}:64", "search=none"),
     f"evolution{ONCE}": ("pattern={kept}:64", "search=evolution"),
 }
-PUBLISHED = (1, sys.maxsize)
-PRESENT = (sparsegpt.DECISIONS, sparsegpt.WIDE)
+PUBLISHED, PRESENT = (1, sys.maxsize), (sparsegpt.DECISIONS, sparsegpt.WIDE)
+"""Decisions a window, and columns from which on it is wide: no recipe has these, for nobody wants the first."""
+
 COLUMNS = ("model", "zeros", "method", "seed", "nll", "kl", "search_kl", "search_tokens_run", "tokens", "device")
 KEY = COLUMNS[:4]
 
@@ -82,7 +84,7 @@ def measure(name: str, runs: list[tuple[str, str, int]], options: argparse.Names
         numbers = {"kept": KEPT[zeros], "eighths": KEPT[zeros] // 8, "zeros": zeros}
         effort = [f"{key}={getattr(options, key)}" for key in ("search_tokens", "search_effort", "search_banks")]
         sparsegpt.DECISIONS, sparsegpt.WIDE = PUBLISHED if method.endswith(ONCE) else PRESENT
-        settings = (*PLAIN, *effort, *(setting.format(**numbers) for setting in METHODS[method]))
+        settings = (*SETTINGS, *effort, *(setting.format(**numbers) for setting in METHODS[method]))
         model, report = subject.compress("rheosparse", settings, seed)
         if options.plots and method == "evolution" and seed == 0:
             densities = {layer["name"]: layer["density"] for layer in report.layers}

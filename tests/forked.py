@@ -8,7 +8,9 @@ from torch.multiprocessing import start_processes
 
 PROCESSES, SECONDS = 3, 60
 IMPORTED = ["semisparse.cli", "tests.models", "tests.serving", "transformers.models.llama.modeling_llama"]
-"""What such a process finds imported: a new interpreter needs 6 s of a core for it."""
+"""What processes that are not forked from this one find imported: a new interpreter needs 6 s of a core for it."""
+
+multiprocessing.set_forkserver_preload(IMPORTED)
 
 
 def run_at_once(target: Callable[[], None]) -> None:
@@ -25,11 +27,13 @@ def run_at_once(target: Callable[[], None]) -> None:
 
 
 def exit_code(target: Callable[..., None], *arguments: Any) -> int | None:
-    """Run a function of a module in a process that has computed nothing yet; give its status, minus its signal.
+    """Run a function of a module in a process that has computed nothing yet, to its end or 300 seconds.
 
     What it prints goes where this process prints.
+
+    Returns:
+        its exit status; minus the signal that ended it; None if it still runs.
     """
-    multiprocessing.set_forkserver_preload(IMPORTED)
     worker = multiprocessing.get_context("forkserver").Process(target=target, args=arguments, daemon=True)
     worker.start()
     worker.join(300)
@@ -38,5 +42,4 @@ def exit_code(target: Callable[..., None], *arguments: Any) -> int | None:
 
 def on_ranks(work: Callable[..., None], arguments: tuple[Any, ...], ranks: int) -> None:
     """Run ``work(rank, *arguments)`` in as many processes, and expect that each ends well."""
-    multiprocessing.set_forkserver_preload(IMPORTED)
     start_processes(work, arguments, nprocs=ranks, start_method="forkserver")

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -77,9 +78,10 @@ def run_until_killed(directory: Path, at: str, left: int) -> None:
 
     if at == "progress":
         run(directory, count)
-    real = getattr(os, at)
-    setattr(os, at, lambda *arguments: (count(), real(*arguments))[1])
-    run(directory)
+    else:
+        real = getattr(os, at)
+        setattr(os, at, lambda *arguments: (count(), real(*arguments))[1])
+        run(directory)
 
 
 @pytest.mark.parametrize(("at", "times"), [("progress", 12), ("replace", 3), ("fsync", 5)])
@@ -147,6 +149,14 @@ def test_one_changed_weight_makes_another_model():
     before = identity(model)
     model.lm_head.weight.data[3, 3] += 1
     assert identity(model)["model weights"] != before["model weights"]
+
+
+def test_a_source_tree_that_is_not_installed_has_a_fingerprint(monkeypatch: pytest.MonkeyPatch):
+    def not_installed(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata.Distribution, "from_name", not_installed)
+    assert identity(random_model("llama"))["versions"].startswith("semisparse ")
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]"])

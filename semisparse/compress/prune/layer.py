@@ -123,11 +123,11 @@ def _scaled(weight: Tensor, pattern: Pattern, statistics: Statistics, recipe: Re
     goal = (weight * scale).masked_fill(dead, 0)
 
     factor = factorise(hessian, recipe.damping)
-    if factor and statistics.cross is not None:
-        missing = statistics.cross / scale - goal @ hessian
-        goal = goal + missing @ factor.upper.T @ factor.upper
     if factor is None:
         return None
+    if statistics.cross is not None:
+        missing = statistics.cross / scale - goal @ hessian
+        goal = goal + missing @ factor.upper.T @ factor.upper
     order = order_by_loss(goal, factor, pattern, windows=recipe.order == "windows")
     if (order.diff() != 1).any():
         hessian, goal = hessian[order][:, order], goal[:, order]
