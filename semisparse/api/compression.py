@@ -168,7 +168,7 @@ def _pack_layers(
         packed = pack_for_disk(weight, plan.format, report.pattern, **options)
         replace_linear(model, report.name, packed)
         measured = {"density": report.density, "error": report.error, "outcome": report.outcome}
-        layers[report.name] = checkpoint.describe(packed) | measured
+        layers[report.name] = packed.spec.to_dict() | measured
     settings = {"quant_method": checkpoint.METHOD, "version": checkpoint.VERSION, "recipe": plan.to_dict()}
     return settings | {"layers": layers, "search": found.measured() if found else None}
 

@@ -88,5 +88,5 @@ def _launch_costs(device: torch.device) -> Iterator[tuple[str, Timing]]:
         operator = torch.ops.semisparse.linear
         yield (
             "call from Python, traced operator",
-            time_eager(lambda: operator(x, operands, None, packed.declaration, "auto")),
+            time_eager(lambda: operator(x, operands, None, packed.spec.json, "auto")),
         )

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from semisparse.bench.roofline import Candidate, random_weight
 from semisparse.bench.shapes import architecture
 from semisparse.errors import InputError
-from semisparse.formats.base import Packed, get_format, replace_tensors
+from semisparse.formats.base import Packed, get_format
 from semisparse.nn import is_linear, join_layers, replace_linear, weight_of
 from semisparse.patterns import parse_pattern
 from semisparse.runtime.device import device_facts
@@ -114,7 +114,7 @@ def make_sparse(model: PreTrainedModel, candidate: Candidate) -> None:
             drawn = random_weight(pattern, n, k, weight.dtype, weight.device)
             packed_by_shape[n, k] = get_format(candidate.format).pack(drawn, pattern, **candidate.options)
         packed = packed_by_shape[n, k]
-        replace_linear(model, name, replace_tensors(packed, {key: t.clone() for key, t in packed.tensors.items()}))
+        replace_linear(model, name, Packed(packed.spec, {key: t.clone() for key, t in packed.tensors.items()}))
 
 
 def _check_context(model: PreTrainedModel, workload: Workload) -> int:

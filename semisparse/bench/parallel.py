@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -64,7 +63,7 @@ def parallel_model(name: str, dtype: torch.dtype, device: torch.device, candidat
     state: dict[str, Tensor] = {}
     if candidate is not None:
         packed = _packed_layers(skeleton, candidate, dtype, device)
-        layers: dict[str, Any] = {layer: json.loads(weight.declaration) for layer, weight in packed.items()}
+        layers: dict[str, Any] = {layer: weight.spec.to_dict() for layer, weight in packed.items()}
         config.quantization_config = {"quant_method": "semisparse", "version": 1, "layers": layers}
         state = {f"{layer}.{key}": tensor for layer, w in packed.items() for key, tensor in w.tensors.items()}
     distributed = DistributedConfig(tp_plan="auto")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -97,9 +97,8 @@ def problem_for(candidate: Candidate, m: int, n: int, k: int, dtype: torch.dtype
     sample = _sample(
         candidate.format, candidate.pattern, tuple(candidate.options.items()), min(n, SAMPLE_ROWS), k, dtype
     )
-    pattern = parse_pattern(candidate.pattern)
-    problem = Problem(m, n, k, pattern, sample.params, dtype, dtype, torch.device(device))
-    return problem, sample.nbytes * n / sample.shape[0]
+    spec = replace(get_format(candidate.format).structure(sample.spec), shape=(n, k))
+    return Problem(m, spec, dtype, torch.device(device)), sample.nbytes * n / sample.shape[0]
 
 
 @lru_cache(maxsize=256)

@@ -10,7 +10,7 @@ from statistics import quantiles
 import torch
 from torch import Tensor
 
-from semisparse.formats.base import Packed, replace_tensors
+from semisparse.formats.base import Packed
 
 CACHES = 4
 """Copies of the weights take this many times the last-level cache, so that each is read from memory."""
@@ -41,7 +41,7 @@ def rotating_copies(packed: Packed, cache_bytes: int) -> list[Packed]:
     """Copy a packed weight until the copies outgrow the cache `CACHES` times, or there are `MOST_COPIES`."""
     count = min(MOST_COPIES, max(2, -(-CACHES * cache_bytes // packed.nbytes)))
     copies = [
-        replace_tensors(packed, {name: t.clone() for name, t in packed.tensors.items()}) for _ in range(count - 1)
+        Packed(packed.spec, {name: t.clone() for name, t in packed.tensors.items()}) for _ in range(count - 1)
     ]
     return [packed, *copies]
 

@@ -1,6 +1,6 @@
 """The directory on disk: the config block, validation, atomic writing."""
 
-from semisparse.checkpoint.block import METHOD, VERSION, describe, filled, read_block
+from semisparse.checkpoint.block import METHOD, VERSION, filled, read_block
 from semisparse.checkpoint.directory import (
     Header,
     ModelDirectory,
@@ -18,7 +18,6 @@ __all__ = [
     "Header",
     "ModelDirectory",
     "check_headers",
-    "describe",
     "filled",
     "inspect_directory",
     "open_directory",

@@ -5,29 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from semisparse.errors import CheckpointError, SemisparseError
-from semisparse.formats.base import WEIGHT_DTYPES, Packed, get_format, replace_tensors
-from semisparse.patterns import parse_pattern
+from semisparse.formats.base import Packed, WeightSpec, get_format
 
 METHOD = "semisparse"
 VERSION = 1
-
-_DTYPES = {str(d).removeprefix("torch."): d for d in WEIGHT_DTYPES}
-
-
-def describe(packed: Packed) -> dict[str, Any]:
-    """Write a layer's declaration as plain JSON, without its tensors."""
-    return {
-        "format": packed.format,
-        "version": packed.version,
-        "pattern": str(packed.pattern),
-        "shape": list(packed.shape),
-        "dtype": str(packed.dtype).removeprefix("torch."),
-        "params": dict(packed.params),
-    }
 
 
 def declared(name: str, entry: Mapping[str, Any]) -> Packed:
@@ -37,26 +21,13 @@ def declared(name: str, entry: Mapping[str, Any]) -> Packed:
         CheckpointError: a key is missing, or the format, version, pattern, dtype or a shape is impossible.
     """
     try:
-        form = get_format(entry["format"])
-        if entry["version"] != form.version:
-            raise CheckpointError(
-                f"format {form.name} version {entry['version']} is unknown; "
-                f"this semisparse reads version {form.version}"
-            )
-        n, k = (int(size) for size in entry["shape"])
-        if n < 1 or k < 1:
-            raise CheckpointError(f"shape {[n, k]} is impossible")
-        pattern, dtype, params = parse_pattern(entry["pattern"]), _DTYPES[entry["dtype"]], dict(entry["params"])
-        dtypes = form.dtypes(dtype, pattern, params)
-        tensors = {
-            tensor: torch.empty(shape, dtype=dtypes[tensor], device="meta")
-            for tensor, shape in form.shapes(n, k, pattern, params).items()
-        }
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        spec = WeightSpec.from_dict(entry)
+        get_format(spec.format).check_spec(spec)
+        return Packed.empty(spec)
+    except (TypeError, ValueError) as error:
         raise CheckpointError(f"layer {name}: its entry in config.json is unreadable: {error!r}") from error
     except SemisparseError as error:
         raise CheckpointError(f"layer {name}: {error}") from error
-    return Packed(form.name, form.version, pattern, (n, k), dtype, params, tensors)
 
 
 def filled(name: str, declared: Packed, tensors: Mapping[str, Tensor]) -> Packed:
@@ -65,9 +36,9 @@ def filled(name: str, declared: Packed, tensors: Mapping[str, Tensor]) -> Packed
     Raises:
         CheckpointError: names the layer, the tensor and what is wrong with it.
     """
-    packed = replace_tensors(declared, dict(tensors))
+    packed = Packed(declared.spec, dict(tensors))
     try:
-        get_format(packed.format).validate(packed)
+        get_format(packed.spec.format).validate(packed)
     except SemisparseError as error:
         raise CheckpointError(f"layer {name}: {error}") from error
     return packed

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from semisparse.checkpoint.block import read_block
 from semisparse.errors import CheckpointError
-from semisparse.formats.base import Packed, replace_tensors
+from semisparse.formats.base import Packed
 
 _SAFETENSORS_DTYPES = {
     "BOOL": torch.bool,
@@ -71,7 +71,7 @@ class ModelDirectory:
     def packed(self, name: str) -> Packed:
         """Read one compressed layer."""
         declared = self.layers[name]
-        return replace_tensors(declared, {tensor: self.read(f"{name}.{tensor}") for tensor in declared.tensors})
+        return Packed(declared.spec, {tensor: self.read(f"{name}.{tensor}") for tensor in declared.tensors})
 
 
 def open_directory(path: str | Path) -> ModelDirectory:

@@ -60,14 +60,14 @@ def inspect_directory(
 def _packed_row(name: str, packed: Packed, entry: Mapping[str, Any], verify: bool) -> dict[str, Any]:
     try:
         if verify:
-            get_format(packed.format).validate(packed)
+            get_format(packed.spec.format).validate(packed)
         weight = packed.unpack()
     except (SemisparseError, RuntimeError, IndexError) as error:
         hint = "" if verify else " (run inspect --verify for the reason)"
         raise CheckpointError(f"layer {name} is corrupted: {error}{hint}") from error
     return {
         "name": name,
-        "format": packed.format,
+        "format": packed.spec.format,
         "pattern": str(packed.pattern),
         "shape": list(packed.shape),
         "density": _density(weight),

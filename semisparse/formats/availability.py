@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from semisparse.formats.base import Format, registry
+from semisparse.formats.base import Format, Params, WeightSpec, registry
 from semisparse.formats.kernel import Kernel, Problem
 from semisparse.patterns import parse_pattern
 
@@ -46,7 +46,8 @@ def _refusal(form: Format, kernel: Kernel) -> str | None:
     for pattern in EXAMPLES:
         if form.accepts(pattern) is None:
             for params in form.variants:
-                reason = kernel.refusal(Problem(1, 4096, 4096, pattern, params, dtype, dtype, torch.device(kind)))
+                spec = WeightSpec(form.name, form.version, pattern, (4096, 4096), dtype, Params(params))
+                reason = kernel.refusal(Problem(1, spec, dtype, torch.device(kind)))
                 if reason is None:
                     return None
                 reasons.append(reason)

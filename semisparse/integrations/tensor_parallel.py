@@ -88,7 +88,7 @@ def gathered(model: PreTrainedModel, block: Mapping[str, Any], layers: Mapping[s
         if parts is None:
             continue
         whole = join([_from_bytes(*part) for part in parts], dim, declared[name].pattern)
-        if whole.declaration != declared[name].declaration:
+        if whole.spec != declared[name].spec:
             raise CheckpointError(
                 f"layer {name} was packed with options that its entry in config.json does not keep, so its parts do "
                 "not pack to the bytes that were loaded: save it from one process, without tensor parallelism"

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from semisparse.errors import InputError
-from semisparse.formats.base import Packed, get_format, replace_tensors
+from semisparse.formats.base import Packed, get_format
 from semisparse.nn.parts import first_rows, stacked_on_grain, unstacked
 from semisparse.nn.remembered import Remembered, Setting, note_version, setting_of
 from semisparse.nn.sparse_linear import SparseLinear
@@ -42,7 +42,7 @@ class JoinedLinear(SparseLinear):
         starts = first_rows(stored)[:-1]
         super().__init__(whole, _joined_bias(layers, starts, whole.shape[0]), layers[0].kernel)
         self.extents = [(start, weight.shape[0]) for start, weight in zip(starts, stored, strict=True)]
-        self._parts = [replace_tensors(weight, {}) for weight in stored]
+        self._parts = [Packed(weight.spec, {}) for weight in stored]
         self._remembered: Remembered | None = None
         self._passes_gradients = not any("forward" in vars(layer) for layer in layers)
 
@@ -201,7 +201,7 @@ def _is_watched(layer: SparseLinear) -> bool:
 
 
 def _on_disk(packed: Packed) -> Packed:
-    return get_format(packed.format).arrange(packed, "cpu")
+    return get_format(packed.spec.format).arrange(packed, "cpu")
 
 
 def _joined_bias(layers: Sequence[SparseLinear], starts: Sequence[int], rows: int) -> Tensor | None:

@@ -8,13 +8,13 @@ the whole's pattern, of which a share of zeros counts over the whole.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from semisparse.errors import FormatError
-from semisparse.formats.base import Format, Packed, Params, TensorSpec, get_format, replace_tensors
+from semisparse.formats.base import Format, Packed, Params, TensorSpec, WeightSpec, get_format
 from semisparse.patterns import NM, Group, Pattern, Unstructured, VectorNM
 
 
@@ -36,7 +36,7 @@ def cut(packed: Packed, dim: int, start: int, stop: int) -> Packed:
         )
     if (start, stop) == (0, size):
         return packed
-    form = get_format(packed.format)
+    form = get_format(packed.spec.format)
     splits = _splits(form, packed, dim)
     grain = _grain(form, packed, dim)
     if grain and start % grain == 0 and (stop % grain == 0 or stop == size):
@@ -64,7 +64,7 @@ def join(parts: Sequence[Packed], dim: int, pattern: Pattern) -> Packed:
     first = parts[0]
     if len(parts) == 1:
         return first
-    form = get_format(first.format)
+    form = get_format(first.spec.format)
     splits = _splits(form, first, dim)
     if _on_grain(form, parts, dim) and all(_alike(part, first) and part.pattern == pattern for part in parts):
         return _concatenated(parts, splits, dim)
@@ -92,8 +92,8 @@ def stacked(weights: Sequence[Packed]) -> list[Packed]:
 def first_rows(weights: Sequence[Packed]) -> list[int]:
     """Give the rows that `stacked_on_grain` has the weights begin at, and the one behind the last."""
     first = weights[0]
-    form = get_format(first.format)
-    grain = 1 if form.grain is None else form.grain(first.pattern, first.params)[0]
+    form = get_format(first.spec.format)
+    grain = 1 if form.grain is None else form.grain(first.spec)[0]
     rows = [0]
     for weight in weights[:-1]:
         rows.append(rows[-1] + -(-weight.shape[0] // grain) * grain)
@@ -111,24 +111,24 @@ def stacked_on_grain(weights: Sequence[Packed]) -> Packed | None:
     first = weights[0]
     if any(_declared(weight) != _declared(first) for weight in weights):
         return None
-    form, rows = get_format(first.format), first_rows(weights)[-1]
-    params: Params | None
+    form, rows = get_format(first.spec.format), first_rows(weights)[-1]
+    params: Mapping[str, int | float | str] | None
     if form.stack is not None:
         params = form.stack(weights, rows)
     else:
         splits = _splits(form, first, 0)
         joins = form.grain is not None and None not in splits.values() and all(_alike(w, first) for w in weights)
-        params = _params_of(first, rows) if joins else None
+        params = _spec_of_part(first.spec, (rows, 0)).params if joins else None
     if params is None:
         return None
     tensors = {}
-    for spec in form.specs(first.pattern, first.params):
+    for spec in form.specs(first.spec):
         parts = [weight.tensors[spec.name] for weight in weights]
         if _holds_offsets(spec):
             ends = torch.stack([part[-1] for part in parts]).cumsum(0, dtype=parts[0].dtype)
             parts = parts[:1] + [part[1:] + end for part, end in zip(parts[1:], ends, strict=False)]
         tensors[spec.name] = torch.cat(parts, spec.split_n or 0)
-    return replace(first, shape=(rows, first.shape[1]), params=params, tensors=tensors, declaration="")
+    return Packed(replace(first.spec, shape=(rows, first.shape[1]), params=Params(params)), tensors)
 
 
 def unstacked(whole: Packed, declared: Sequence[Packed]) -> list[Packed]:
@@ -138,18 +138,18 @@ def unstacked(whole: Packed, declared: Sequence[Packed]) -> list[Packed]:
         whole: in the layout on disk.
         declared: the weights that it was made of; their tensors are not asked for.
     """
-    form = get_format(whole.format)
+    form = get_format(whole.spec.format)
     found, at = [], dict.fromkeys(whole.tensors, 0)
     for weight in declared:
-        shapes, tensors = form.shapes(*weight.shape, weight.pattern, weight.params), {}
-        for spec in form.specs(weight.pattern, weight.params):
+        shapes, tensors = form.shapes(weight.spec), {}
+        for spec in form.specs(weight.spec):
             name, dim, more = spec.name, spec.split_n or 0, int(_holds_offsets(spec))
             length = shapes[name][dim]
             tensor = whole.tensors[name].narrow(dim, at[name], length)
             at[name] += length - more
             # Views would keep the whole in memory.
             tensors[name] = tensor - tensor[0] if more else tensor.clone(memory_format=torch.contiguous_format)
-        found.append(replace_tensors(weight, tensors))
+        found.append(Packed(weight.spec, tensors))
     return found
 
 
@@ -158,30 +158,24 @@ def _holds_offsets(spec: TensorSpec) -> bool:
 
 
 def _declared(packed: Packed) -> tuple[object, ...]:
-    return packed.format, packed.version, packed.pattern, packed.dtype, packed.shape[1]
+    spec = packed.spec
+    return spec.format, spec.version, spec.pattern, spec.dtype, spec.shape[1]
 
 
 def _alike(one: Packed, other: Packed) -> bool:
     """Whether two weights are declared alike, but for their shapes."""
-    return (one.format, one.version, one.pattern, one.dtype, _params_of(one, 0)) == (
-        other.format,
-        other.version,
-        other.pattern,
-        other.dtype,
-        _params_of(other, 0),
-    )
+    return _spec_of_part(one.spec, (0, 0)) == _spec_of_part(other.spec, (0, 0))
 
 
 def _splits(form: Format, packed: Packed, dim: int) -> dict[str, int | None]:
-    specs = form.specs(packed.pattern, packed.params)
-    return {spec.name: spec.split_k if dim else spec.split_n for spec in specs}
+    return {tensor.name: tensor.split_k if dim else tensor.split_n for tensor in form.specs(packed.spec)}
 
 
 def _grain(form: Format, packed: Packed, dim: int) -> int | None:
     """Give the rows or columns at whose multiples the tensors may be sliced; None if they may not."""
     if form.grain is None or set(_splits(form, packed, dim).values()) == {None}:
         return None
-    return form.grain(packed.pattern, packed.params)[dim]
+    return form.grain(packed.spec)[dim]
 
 
 def _on_grain(form: Format, parts: Sequence[Packed], dim: int) -> bool:
@@ -194,7 +188,7 @@ def _sliced(form: Format, packed: Packed, splits: dict[str, int | None], dim: in
 
     def ends(at: int) -> dict[str, tuple[int, ...]]:
         n, k = (at, packed.shape[1]) if dim == 0 else (packed.shape[0], at)
-        return form.shapes(n, k, packed.pattern, _params_of(packed, n))
+        return form.shapes(_spec_of_part(packed.spec, (n, k)))
 
     last = ends(stop)
     first = ends(start) if start else {name: (0,) * len(shape) for name, shape in last.items()}
@@ -207,7 +201,7 @@ def _sliced(form: Format, packed: Packed, splits: dict[str, int | None], dim: in
         tensors[name] = tensor
     n, k = packed.shape
     shape = (stop - start, k) if dim == 0 else (n, stop - start)
-    return replace(packed, shape=shape, params=_params_of(packed, shape[0]), tensors=tensors, declaration="")
+    return Packed(_spec_of_part(packed.spec, shape), tensors)
 
 
 def _concatenated(parts: Sequence[Packed], splits: dict[str, int | None], dim: int) -> Packed:
@@ -218,17 +212,18 @@ def _concatenated(parts: Sequence[Packed], splits: dict[str, int | None], dim: i
     }
     length = sum(part.shape[dim] for part in parts)
     shape = (length, first.shape[1]) if dim == 0 else (first.shape[0], length)
-    return replace(first, shape=shape, params=_params_of(first, shape[0]), tensors=tensors, declaration="")
+    return Packed(_spec_of_part(first.spec, shape), tensors)
 
 
-def _params_of(packed: Packed, n: int) -> Params:
-    """Give the params of a part with ``n`` rows: formats whose shapes do not tell N keep it as ``rows``."""
-    return {**packed.params, "rows": n} if "rows" in packed.params else packed.params
+def _spec_of_part(spec: WeightSpec, shape: tuple[int, int]) -> WeightSpec:
+    """Return the spec of a part of this shape: formats whose tensors do not tell N keep it as ``rows``."""
+    params = {**spec.params, "rows": shape[0]} if "rows" in spec.params else spec.params
+    return replace(spec, shape=shape, params=Params(params))
 
 
 def _packed_anew(parts: Sequence[Packed], dim: int, start: int, stop: int, patterns: Iterable[Pattern]) -> Packed:
     """Pack a part of parts side by side, under the first pattern that it obeys, with the options that params keep."""
-    form = get_format(parts[0].format)
+    form = get_format(parts[0].spec.format)
     weight = torch.cat([part.unpack() for part in parts], dim).narrow(dim, start, stop - start).contiguous()
     taken = inspect.signature(form.pack_weight).parameters
     options = {name: value for name, value in parts[0].params.items() if name in taken}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from semisparse.errors import KernelError
-from semisparse.formats.base import Packed, get_format, replace_tensors
+from semisparse.formats.base import Packed, get_format
 from semisparse.formats.product import linear, problem_of
 
 
@@ -48,14 +48,14 @@ class SparseLinear(nn.Module):
             device_type: ``cuda``, ``cpu`` (the layout on disk); by default that of the device where the weight is.
         """
         packed = self.packed
-        arranged = get_format(packed.format).arrange(packed, device_type or packed.device.type)
+        arranged = get_format(packed.spec.format).arrange(packed, device_type or packed.device.type)
         if arranged is not packed:
             self._hold(arranged)
 
     def _hold(self, packed: Packed) -> None:
         for name in self._names:
             delattr(self, name)
-        self._declared, self._put_together = replace_tensors(packed, {}), None
+        self.spec, self._put_together = packed.spec, None
         self._names = tuple(packed.tensors)
         for name, tensor in packed.tensors.items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
@@ -64,12 +64,12 @@ class SparseLinear(nn.Module):
     def packed(self) -> Packed:
         """The weight as it is stored now, on the module's device."""
         if torch.compiler.is_compiling():
-            return replace_tensors(self._declared, {name: getattr(self, name) for name in self._names})
+            return Packed(self.spec, {name: getattr(self, name) for name in self._names})
         # Every call asks for it, and making it anew takes as long as a launch.
         held, found = self._parameters, self._put_together
         if found is None or not all(map(operator.is_, map(held.get, self._names), found.tensors.values())):
             tensors = {name: getattr(self, name) for name in self._names}
-            found = self._put_together = replace_tensors(self._declared, tensors)
+            found = self._put_together = Packed(self.spec, tensors)
         return found
 
     @packed.setter
@@ -98,7 +98,7 @@ class SparseLinear(nn.Module):
 
     def validate(self) -> None:
         """Check every stored tensor against the format, as `Format.validate` does."""
-        get_format(self._declared.format).validate(self.packed)
+        get_format(self.spec.format).validate(self.packed)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SparseLinear:
         """Follow ``.to(device)``; keep every dtype, because a cast would break the packed layout or lose weights."""
@@ -117,7 +117,7 @@ class SparseLinear(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Put the layout on disk into a state dict; where that is not the one in use, it is a copy in host memory."""
         packed = self.packed
-        stored = get_format(packed.format).arrange(packed, "cpu")
+        stored = get_format(packed.spec.format).arrange(packed, "cpu")
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if stored is not packed:
             for name in self._names:
@@ -135,7 +135,7 @@ class SparseLinear(nn.Module):
         packed = self.packed
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"format={packed.format}, pattern={packed.pattern}, bits_per_weight={packed.bits_per_weight:.2f}, "
+            f"format={packed.spec.format}, pattern={packed.pattern}, bits_per_weight={packed.bits_per_weight:.2f}, "
             f"kernel={self._kernel_of_one_token(packed)}"
         )
 
@@ -144,6 +144,6 @@ class SparseLinear(nn.Module):
             return f"{self.kernel} (not loaded yet)"
         x = torch.empty(1, self.in_features, dtype=packed.dtype, device=packed.device)
         try:
-            return get_format(packed.format).choose(problem_of(x, packed), self.kernel).name
+            return get_format(packed.spec.format).choose(problem_of(x, packed), self.kernel).name
         except KernelError as error:
             return f"none ({error})"

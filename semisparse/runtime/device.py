@@ -1,4 +1,4 @@
-"""What a device is: name, architecture, processors, cache and memory sizes."""
+"""What a device is: name, architecture, SMs, shared memory, cache and memory sizes. Nothing else asks the driver."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ UNKNOWN_CACHE_BYTES = 32 << 20
 """Assumed for a CPU whose last-level cache cannot be read; too much only makes a measurement rotate more."""
 
 
+RESERVED_SHARED = 1 << 10
+"""Bytes of an SM's shared memory that the system takes for each resident CTA."""
+
+
 @dataclass(frozen=True)
 class DeviceFacts:
     """What a device says of itself.
@@ -22,24 +26,30 @@ class DeviceFacts:
         name: as the vendor writes it.
         kind: ``cuda`` or ``cpu``.
         arch: what kernels are compiled for, such as ``sm_90a``; the machine type of a CPU.
-        processors: streaming multiprocessors, or the threads torch uses on a CPU.
+        sms: streaming multiprocessors of a GPU, or the threads torch uses on a CPU.
         cache_bytes: L2 of a GPU, last-level cache of a CPU.
         memory_bytes: device memory, or the machine's.
         driver: what the timings depend on besides the device: CUDA and torch versions.
+        capability: compute capability (major, minor); (0, 0) for a CPU.
+        shared_per_sm: bytes of shared memory of an SM.
+        shared_per_cta: bytes of shared memory that one CTA may use.
     """
 
     name: str
     kind: str
     arch: str
-    processors: int
+    sms: int
     cache_bytes: int
     memory_bytes: int
     driver: str
+    capability: tuple[int, int] = (0, 0)
+    shared_per_sm: int = 0
+    shared_per_cta: int = 0
 
     @property
-    def overlaps_launches(self) -> bool:
-        """Whether a kernel may begin before the one before it on its stream has ended: on Hopper and later."""
-        return self.arch.startswith("sm_") and self.arch.endswith("a")
+    def has_pdl(self) -> bool:
+        """Whether a kernel may start before the preceding one on its stream has ended (PDL): Hopper and later."""
+        return self.capability >= (9, 0)
 
 
 def device_facts(device: torch.device | str) -> DeviceFacts:
@@ -69,10 +79,13 @@ def _cuda_facts(index: int) -> DeviceFacts:
         name=found.name,
         kind="cuda",
         arch=arch_of(found.major, found.minor),
-        processors=found.multi_processor_count,
+        sms=found.multi_processor_count,
         cache_bytes=found.L2_cache_size,
         memory_bytes=found.total_memory,
         driver=f"CUDA {torch.version.cuda}, torch {torch.__version__}",
+        capability=(found.major, found.minor),
+        shared_per_sm=found.shared_memory_per_multiprocessor,
+        shared_per_cta=found.shared_memory_per_block_optin,
     )
 
 
@@ -82,7 +95,7 @@ def _cpu_facts(threads: int) -> DeviceFacts:
         name=_cpu_name(),
         kind="cpu",
         arch=platform.machine(),
-        processors=threads,
+        sms=threads,
         cache_bytes=_last_level_cache(),
         memory_bytes=_machine_memory(),
         driver=f"torch {torch.__version__}",

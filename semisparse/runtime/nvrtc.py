@@ -15,9 +15,6 @@ from semisparse.errors import KernelError
 from semisparse.runtime.cache import cached
 from semisparse.runtime.includes import read_with_includes
 
-ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100a")
-"""What a .cu compiles for unless it says otherwise: A100, Ada, Hopper, Blackwell."""
-
 HEADERS = Path(__file__).parent / "cuda"
 """Headers that kernels of different formats share."""
 
@@ -30,25 +27,8 @@ Defines = Mapping[str, str | int]
 
 
 @dataclass(frozen=True)
-class CudaSource:
-    """A .cu file and the ways it is compiled; ``SOURCES`` of each format's cuda.py lists its own.
-
-    Args:
-        path: the file; its kernels have C linkage.
-        variants: one set of macros for each cubin.
-        spills_allowed: why this file may keep registers in local memory; None if it may not.
-        architectures: what it compiles for.
-    """
-
-    path: Path
-    variants: tuple[Defines, ...] = ({},)
-    spills_allowed: str | None = None
-    architectures: tuple[str, ...] = ARCHITECTURES
-
-
-@dataclass(frozen=True)
 class Resources:
-    """What one kernel takes: registers a thread, then bytes a thread of stack and spills, and static shared memory."""
+    """What one kernel takes: registers per thread, bytes of stack and spills per thread, static shared memory per CTA."""
 
     registers: int
     stack: int

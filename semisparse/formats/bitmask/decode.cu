@@ -6,8 +6,8 @@
 //
 // Compiled for SCALAR (__half or __nv_bfloat16, of x, w, bias and y) and TOKENS (1, 2, 4, 8 or 16).
 
-#include "scalars.cuh"
-#include "word.cuh"
+#include "types.cuh"
+#include "ptx/word.cuh"
 
 constexpr int kWarp = 32;
 constexpr int kBlock = 64;

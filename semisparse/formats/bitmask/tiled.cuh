@@ -13,7 +13,10 @@
 
 #pragma once
 
-#include "copies.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/global.cuh"
+#include "ptx/integer.cuh"
+#include "ptx/shared.cuh"
 
 constexpr int kWarp = 32;
 constexpr int kRows = 16;                        // of a tile
@@ -26,40 +29,18 @@ constexpr int kTileBytes = kMaskBytes + (KEEP + 1) / 2 * 2 * kRowBytes;
 constexpr int kOverrun = 2 * kRowBytes;          // a block's last pair may read one word past its values
 constexpr Word kOnes = 0x10101010u;
 
-// Volatile keeps these in the order written.
-template <int offset = 0>
-__device__ __forceinline__ Word read_shared(Word address) {
-    Word value;
-    asm volatile("ld.shared.u32 %0, [%1+%2];" : "=r"(value) : "r"(address), "n"(offset));
-    return value;
-}
-
-__device__ __forceinline__ uint4 read_shared4(Word address) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
-    return v;
-}
-
-// Spreads the signs of four bytes: unlike __byte_perm, the instruction takes a selector's highest bit for "only the sign".
-__device__ __forceinline__ Word spread_signs(Word low, Word high, Word selector) {
-    Word mask;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(mask) : "r"(low), "r"(high), "r"(selector));
-    return mask;
-}
-
 // Waits until no more than `open` groups of this lane are on their way; a warp must meet before it reads others' copies.
 template <int open>
 __device__ __forceinline__ void wait_for_tiles() {
-    wait_for_copies<open>();
+    cp_async_wait_group<open>();
     __syncwarp();
 }
 
-// Asks for a tile: the lanes of a warp together. One address and constant distances: the compiler makes 64-bit sums of others.
+// Asks for a tile: the lanes of a warp together.
 template <int at = 0>
 __device__ __forceinline__ void copy_tile(Word to, const unsigned char* from, int lane) {
     if (at + kWarp * 16 <= kTileBytes || lane * 16 < kTileBytes - at)
-        asm volatile("cp.async.cg.shared.global [%0+%2], [%1+%2], 16;"
-            : : "r"(to + lane * 16), "l"(from + lane * 16), "n"(at) : "memory");
+        cp_async_16_at<at>(to + lane * 16, from + lane * 16);
     if constexpr (at + kWarp * 16 < kTileBytes) copy_tile<at + kWarp * 16>(to, from, lane);
 }
 
@@ -82,10 +63,10 @@ struct Walk {
         // Byte 0 is the column before these four; at step 0 it is column 63's bit and does not count yet.
         const Word middle = __dp4a(ones, step ? 0x00000101u : 0x00000100u, count);
         count = __dp4a(ones, step ? 0x01010101u : 0x01010100u, count);
-        const Word first = read_shared<offset>(middle * 8 + base & ~128u);
-        const Word second = read_shared<offset>(count * 8 + base & ~128u);
-        const uint2 found{__funnelshift_l(last, first, middle) & spread_signs(bits, bits, 0xaa99),
-                          __funnelshift_l(first, second, count) & spread_signs(bits, after, 0xccbb)};
+        const Word first = ld_shared<offset>(middle * 8 + base & ~128u);
+        const Word second = ld_shared<offset>(count * 8 + base & ~128u);
+        const uint2 found{__funnelshift_l(last, first, middle) & prmt(bits, bits, 0xaa99),
+                          __funnelshift_l(first, second, count) & prmt(bits, after, 0xccbb)};
         last = second;
         return found;
     }
@@ -97,7 +78,7 @@ struct Rows {
     Walk<kRowBytes> lower;
 
     __device__ __forceinline__ Rows(Word tile, int lane) {
-        const uint4 masks = read_shared4(tile + lane * 16);
+        const uint4 masks = ld_shared_v4(tile + lane * 16);
         upper.low = masks.x, upper.high = masks.y;
         lower.low = masks.z, lower.high = masks.w;
         upper.base = lower.base = tile + kMaskBytes + lane * 4 - 128;

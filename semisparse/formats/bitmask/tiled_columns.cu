@@ -9,7 +9,7 @@
 //
 // Compiled for TOKENS (of a token tile).
 
-#include "dependent.cuh"
+#include "ptx/griddepcontrol.cuh"
 
 constexpr int kBlock = 64;
 constexpr int kThreads = 256;
@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) semisparse_bitmask_tiled_
     int m, int k, int column_tiles, int count,
     int words                              // whether every row of x is 4-byte aligned
 ) {
-    let_next_kernel_start();
+    griddepcontrol_launch_dependents();
     const int token = blockIdx.y;
     const int place = blockIdx.x * kThreads + threadIdx.x;
     for (int i = token * gridDim.x * kThreads + place; i < count; i += gridDim.y * gridDim.x * kThreads) counters[i] = 0;

@@ -12,9 +12,10 @@
 // Compiled for SCALAR (half or bfloat16, of x, w and bias), OUT (of y), KEEP (values a block), TOKENS (1, 8, 16, 32 or 64),
 // SPLITS, TEAMS, STAGES.
 
-#include "dependent.cuh"
-#include "mma.cuh"
-#include "scalars.cuh"
+#include "ptx/bar.cuh"
+#include "ptx/griddepcontrol.cuh"
+#include "ptx/mma.cuh"
+#include "types.cuh"
 #include "tiled.cuh"
 
 constexpr int kTeam = SPLITS * kWarp;
@@ -44,7 +45,7 @@ struct Source {
         if (vectors) {
 #pragma unroll
             for (int i = 0; i < TOKENS; i += TEAMS, from += TEAMS * static_cast<long long>(k))
-                if (first + i < m) copy_async(place(to, first + i, lane), from, left * 2);
+                if (first + i < m) cp_async_16(place(to, first + i, lane), from, left * 2);
             return;
         }
 #pragma unroll 1
@@ -60,7 +61,7 @@ struct Source {
 #pragma unroll
         for (int i = 0; i < kUnit; ++i) {
             const unsigned short value = i < left ? *const_cast<const volatile unsigned short*>(from + i) : 0;
-            asm volatile("st.shared.u16 [%0], %1;" : : "r"(to + 2 * i), "h"(value) : "memory");
+            st_shared_u16(to + 2 * i, value);
         }
     }
 };
@@ -87,8 +88,8 @@ __device__ __forceinline__ void multiply(Sums& sums, Rows& rows, const Activatio
     const Word weights[4] = {a.x, b.x, a.y, b.y};
 #pragma unroll
     for (int i = 0; i < kTokenGroups; ++i) {
-        if (step % 2 == 0) held[i] = read_shared4(x.blocks[i] ^ step * 8);
-        mma(sums[step % kSums][i], weights, step % 2 ? held[i].z : held[i].x, step % 2 ? held[i].w : held[i].y,
+        if (step % 2 == 0) held[i] = ld_shared_v4(x.blocks[i] ^ step * 8);
+        mma_m16n8k16(sums[step % kSums][i], weights, step % 2 ? held[i].z : held[i].x, step % 2 ? held[i].w : held[i].y,
             static_cast<const SCALAR*>(nullptr));
     }
     if constexpr (step + 1 < kSteps) multiply<step + 1>(sums, rows, x, held);
@@ -123,7 +124,7 @@ __device__ __forceinline__ void finish(const Partial* partials, const SCALAR* bi
 // The warps that share columns of x meet.
 __device__ __forceinline__ void wait_for_split(int split) {
     if (TEAMS == 1) __syncwarp();
-    else asm volatile("bar.sync %0, %1;" : : "r"(1 + split), "n"(TEAMS * kWarp) : "memory");
+    else bar_sync<TEAMS * kWarp>(1 + split);
 }
 
 // What one warp reads: its tiles in order, its columns of one group of TEAMS tiles of rows, then of the block's next group;
@@ -149,7 +150,7 @@ struct Stream {
     __device__ __forceinline__ void refill(int stage, int held) {
         if (group < row_tiles && column != held) source.copy(my_x + stage * x_bytes, column, team, lane);
         copy_weights(stage);
-        commit_copies();
+        cp_async_commit_group();
         advance();
     }
 
@@ -159,7 +160,7 @@ struct Stream {
         if (dependent) {  // the weights are nobody's output
 #pragma unroll
             for (int i = 0; i < STAGES; ++i, advance()) copy_weights(i);
-            wait_for_previous_kernel();
+            griddepcontrol_wait();
             group = first, column = split;
         }
 #pragma unroll
@@ -167,7 +168,7 @@ struct Stream {
             // x goes first, lest it queue behind the weights: 8.8 for 8.1 us at 4096 x 4096.
             if (group < row_tiles) source.copy(my_x + i * x_bytes, column, team, lane);
             if (!dependent) copy_weights(i);
-            commit_copies();
+            cp_async_commit_group();
         }
     }
 };
@@ -190,12 +191,12 @@ extern "C" __global__ void __launch_bounds__(TEAMS * kTeam, 1) semisparse_bitmas
     const int stride = gridDim.x * TEAMS;
     const int first_group = blockIdx.x * TEAMS;
     const int x_bytes = m * kTokenBytes;
-    const Word all_x = shared_address(shared) + kWarps * STAGES * kTileBytes;
+    const Word all_x = smem_address(shared) + kWarps * STAGES * kTileBytes;
     Partial* partials = reinterpret_cast<Partial*>(shared + kWarps * STAGES * kTileBytes + SPLITS * STAGES * x_bytes);
-    Stream stream{tiles, Source{x, m, k, vectors != 0}, shared_address(shared) + warp * STAGES * kTileBytes,
+    Stream stream{tiles, Source{x, m, k, vectors != 0}, smem_address(shared) + warp * STAGES * kTileBytes,
                   all_x + split * STAGES * x_bytes, x_bytes, row_tiles, column_tiles, stride, team, split, lane,
                   first_group, split};
-    let_next_kernel_start();
+    griddepcontrol_launch_dependents();
     stream.start(dependent);
 
     int stage = 0, parity = 0;

@@ -19,9 +19,9 @@ extern "C" __global__ void semisparse_bitmask_tiled_gemm() {}
 
 #else
 
-#include "dependent.cuh"
+#include "ptx/griddepcontrol.cuh"
 #include "hopper.cuh"
-#include "scalars.cuh"
+#include "types.cuh"
 #include "tiled_sums.cuh"
 
 constexpr int kThreads = kConsumerThreads + 128;                     // a warpgroup to bring operands: registers go by those
@@ -39,9 +39,9 @@ using Fragments = Word[2 * kOpen][4];
 
 __device__ __forceinline__ void free_slice(Word barrier, int lane) {
     if constexpr (CLUSTER > 1) {
-        if (lane < CLUSTER) arrive_at(barrier, lane);
+        if (lane < CLUSTER) mbarrier_arrive_cluster(barrier, lane);
     } else {
-        if (lane == 0) barrier::arrive(barrier);
+        if (lane == 0) mbarrier_arrive(barrier);
     }
 }
 
@@ -54,12 +54,12 @@ __device__ __forceinline__ void take_steps(Sums& sums, Fragments& weights, Rows&
     Word(&fragments)[4] = weights[step % (2 * kOpen)];
     const uint2 a = rows.upper.take<step>(), b = rows.lower.take<step>();
     fragments[0] = a.x, fragments[1] = b.x, fragments[2] = a.y, fragments[3] = b.y;
-    if (step % 4 == 0) barrier::wait(ring.full(turn.place * kSlices + slice), turn.parity);
-    begin_products();
-    multiply_async(sums, fragments, x + slice * kSliceBytes / 16 + step % 4 * 2, step || !begins,
+    if (step % 4 == 0) mbarrier_wait_parity(ring.full(turn.place * kSlices + slice), turn.parity);
+    wgmma_fence();
+    wgmma_m64k16(sums, fragments, x + slice * kSliceBytes / 16 + step % 4 * 2, step || !begins,
                    static_cast<const SCALAR*>(nullptr));
-    commit_products();
-    wait_for_products<kOpen>();
+    wgmma_commit_group();
+    wgmma_wait_group<kOpen>();
     if constexpr (step == kOpen - 1) {  // the last product of the slice before is done
         if (before >= 0) free_slice(ring.free(before * kSlices + kSlices - 1), lane);
     } else if constexpr (step % 4 == kOpen - 1) {
@@ -73,13 +73,13 @@ __device__ __forceinline__ void bring_weights(Ring ring, Word place, const unsig
     Turn<STAGES> turn;
     for (int unit = first; unit < last; ++unit, turn.advance()) {
         const int first_row_tile = work.row_tile(work.tile(unit)), column = work.column(unit);
-        barrier::wait(ring.free(turn.place), turn.parity ^ 1);
-        barrier::expect(ring.full(turn.place), kStageBytes);
+        mbarrier_wait_parity(ring.free(turn.place), turn.parity ^ 1);
+        mbarrier_arrive_expect_tx(ring.full(turn.place), kStageBytes);
 #pragma unroll 1
         for (int i = 0; i < kConsumers; ++i) {  // rows past the last tile repeat it and are not stored
             const long long index =
                 static_cast<long long>(min(first_row_tile + i, row_tiles - 1)) * work.column_tiles + column;
-            copy_bulk(place + turn.place * kStageBytes + i * kTileBytes, tiles + index * kTileBytes, kTileBytes,
+            cp_async_bulk(place + turn.place * kStageBytes + i * kTileBytes, tiles + index * kTileBytes, kTileBytes,
                       ring.full(turn.place));
         }
     }
@@ -87,7 +87,7 @@ __device__ __forceinline__ void bring_weights(Ring ring, Word place, const unsig
 
 __device__ __forceinline__ void bring_x(Ring ring, Word place, const unsigned char* columns, Work work, int first, int last) {
     constexpr int kShare = kSliceBytes / CLUSTER;
-    const int mine = CLUSTER > 1 ? static_cast<int>(block_of_cluster()) * kShare : 0;
+    const int mine = CLUSTER > 1 ? static_cast<int>(cluster_ctarank()) * kShare : 0;
     Turn<X_STAGES> turn;
     for (int unit = first; unit < last; ++unit, turn.advance()) {
         const long long tile = static_cast<long long>(work.token_tile(work.tile(unit))) * work.column_tiles + work.column(unit);
@@ -95,13 +95,13 @@ __device__ __forceinline__ void bring_x(Ring ring, Word place, const unsigned ch
 #pragma unroll 1
         for (int slice = 0; slice < kSlices; ++slice) {
             const int at = turn.place * kSlices + slice;
-            barrier::wait(ring.free(at), turn.parity ^ 1);
-            barrier::expect(ring.full(at), kSliceBytes);
+            mbarrier_wait_parity(ring.free(at), turn.parity ^ 1);
+            mbarrier_arrive_expect_tx(ring.full(at), kSliceBytes);
             if constexpr (CLUSTER > 1) {
-                copy_to_all(place + at * kSliceBytes + mine, from + slice * kSliceBytes, kShare, ring.full(at),
+                cp_async_bulk_multicast(place + at * kSliceBytes + mine, from + slice * kSliceBytes, kShare, ring.full(at),
                             (1 << CLUSTER) - 1);
             } else {
-                copy_bulk(place + at * kSliceBytes, from + slice * kSliceBytes, kShare, ring.full(at));
+                cp_async_bulk(place + at * kSliceBytes, from + slice * kSliceBytes, kShare, ring.full(at));
             }
         }
     }
@@ -122,30 +122,30 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
     const Work work = work_of(m, row_tiles, column_tiles);
     const int share = blockIdx.x / CLUSTER;
     const int first = work.first(share), last = work.first(share + 1);
-    const Word base = shared_address(shared);
+    const Word base = smem_address(shared);
     const Word places = base + X_STAGES * kXBytes;
     const Ring x_ring{base + kBarriers}, weight_ring{base + kBarriers + X_STAGES * kSlices * 16};
     if (threadIdx.x == 0) {
         for (int i = 0; i < X_STAGES * kSlices; ++i)
-            barrier::init(x_ring.full(i), 1), barrier::init(x_ring.free(i), CLUSTER * kConsumers);
+            mbarrier_init(x_ring.full(i), 1), mbarrier_init(x_ring.free(i), CLUSTER * kConsumers);
         for (int i = 0; i < STAGES; ++i)
-            barrier::init(weight_ring.full(i), 1), barrier::init(weight_ring.free(i), kConsumers);
-        barrier::publish();
+            mbarrier_init(weight_ring.full(i), 1), mbarrier_init(weight_ring.free(i), kConsumers);
+        fence_mbarrier_init();
     }
-    if constexpr (CLUSTER > 1) sync_cluster();
+    if constexpr (CLUSTER > 1) barrier_cluster_sync();
     else __syncthreads();
 
     if (warp >= kConsumers) {
-        give_registers<kFewRegisters>();
+        setmaxnreg_dec<kFewRegisters>();
         if (lane == 0 && warp == kConsumers) {
             bring_weights(weight_ring, places, tiles, work, row_tiles, first, last);
         } else if (lane == 0 && warp == kConsumers + 1) {
-            wait_for_previous_kernel();
+            griddepcontrol_wait();
             bring_x(x_ring, base, columns, work, first, last);
         }
         __syncwarp();
     } else {
-        take_registers<kManyRegisters>();
+        setmaxnreg_inc<kManyRegisters>();
         const Handing handing{handed, counters};
         Sums sums;
         Fragments weights;
@@ -157,20 +157,20 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
             const int tile = work.tile(unit), begin = unit, end = min(last, work.end(tile));
 #pragma unroll 1
             for (; unit < end; ++unit, turn.advance(), x_turn.advance()) {
-                barrier::wait(weight_ring.full(turn.place), turn.parity);
+                mbarrier_wait_parity(weight_ring.full(turn.place), turn.parity);
                 Rows rows(places + turn.place * kStageBytes + warp * kTileBytes, lane);
-                take_steps(sums, weights, rows, x_ring, describe(base + x_turn.place * kXBytes), x_turn, before,
+                take_steps(sums, weights, rows, x_ring, smem_descriptor_low(base + x_turn.place * kXBytes), x_turn, before,
                            unit == begin, lane);
-                if (lane == 0) barrier::arrive(weight_ring.free(turn.place));
+                if (lane == 0) mbarrier_arrive(weight_ring.free(turn.place));
                 before = x_turn.place;
             }
-            wait_for_products<0>();
+            wgmma_wait_group<0>();
             const int first_row = (work.row_tile(tile) + warp) * kRows;
             const Output output(y, bias, work.token_tile(tile) * TOKENS, first_row, m, n, lane);
             finish(sums, work, handing, output, tile, begin, end, share, warp, lane);
         }
     }
-    if constexpr (CLUSTER > 1) sync_cluster();  // nobody leaves while another may still write into its shared memory
+    if constexpr (CLUSTER > 1) barrier_cluster_sync();  // nobody leaves while another may still write into its shared memory
 }
 
 #endif

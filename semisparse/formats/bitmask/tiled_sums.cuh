@@ -11,9 +11,9 @@
 
 #pragma once
 
-#include "dependent.cuh"
+#include "ptx/griddepcontrol.cuh"
 #include "hopper.cuh"
-#include "scalars.cuh"
+#include "types.cuh"
 
 constexpr int kConsumers = WARPGROUPS * 4;                           // warps that multiply, of 16 rows each
 constexpr int kConsumerThreads = kConsumers * kWarp;
@@ -86,14 +86,14 @@ __device__ __forceinline__ void hand_over(const Sums& sums, float4* place, int* 
     for (int group = 0; group < kGroups; ++group) __stcg(place + group * kWarp, sums_of(sums, group));
     __syncwarp();
     if (lane == 0) {
-        wait_for_previous_kernel();  // which sets the counters to zero
-        count_in(counter);
+        griddepcontrol_wait();  // which sets the counters to zero
+        red_release_gpu_increment(counter);
     }
 }
 
 __device__ __forceinline__ void wait_for_warps(const int* counter, int count, int lane) {
     if (lane == 0) {
-        wait_for_previous_kernel();
+        griddepcontrol_wait();
         wait_for_blocks(counter, count);
     }
     __syncwarp();
@@ -113,8 +113,8 @@ struct Output {
     // Eight tokens; a lane stores two neighbouring rows of one of them.
     __device__ __forceinline__ void store(float4 sums, int group, int lane) const {
         const int token = group * 8 + lane / 4, row = lane % 4 * 2;
-        const Word found[2] = {transposed(pack<SCALAR>(sums.x + upper, sums.y + upper)),
-                               transposed(pack<SCALAR>(sums.z + lower, sums.w + lower))};
+        const Word found[2] = {movmatrix_trans(pack<SCALAR>(sums.x + upper, sums.y + upper)),
+                               movmatrix_trans(pack<SCALAR>(sums.z + lower, sums.w + lower))};
         if (token >= tokens) return;
         SCALAR* place = y + static_cast<long long>(token) * n;
 #pragma unroll

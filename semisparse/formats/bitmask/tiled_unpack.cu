@@ -10,16 +10,12 @@ constexpr int kBlockPitch = kBlock * 2 + 16;      // bytes of 64 columns, and a 
 constexpr int kRowPitch = 4 * kBlockPitch;
 constexpr int kDenseBytes = kRows * kRowPitch;    // of shared memory for a warp's dense tile
 
-__device__ __forceinline__ void write_shared4(Word address, uint4 v) {
-    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" : : "r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-
 template <int step = 0>
 __device__ __forceinline__ void unpack(Rows& rows, Word place) {
     const uint2 a = rows.upper.take<step>(), b = rows.lower.take<step>();
     const uint2 c = rows.upper.take<step + 1>(), d = rows.lower.take<step + 1>();
-    write_shared4(place + 8 * step, uint4{a.x, a.y, c.x, c.y});
-    write_shared4(place + kRows / 2 * kRowPitch + 8 * step, uint4{b.x, b.y, d.x, d.y});
+    st_shared_v4(place + 8 * step, uint4{a.x, a.y, c.x, c.y});
+    st_shared_v4(place + kRows / 2 * kRowPitch + 8 * step, uint4{b.x, b.y, d.x, d.y});
     if constexpr (step + 2 < kSteps) unpack<step + 2>(rows, place);
 }
 
@@ -32,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * kWarp) semisparse_bitmask_t
     const int lane = threadIdx.x % kWarp;
     const int warp = threadIdx.x / kWarp;
     const int stride = gridDim.x * WARPS;
-    const Word base = shared_address(shared);
+    const Word base = smem_address(shared);
     const Word dense = base + WARPS * STAGES * kTileBytes + kOverrun + warp * kDenseBytes;
     const int first = blockIdx.x * WARPS + warp;
     auto tile_at = [&](int index) { return tiles + static_cast<long long>(index) * kTileBytes; };
@@ -40,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * kWarp) semisparse_bitmask_t
 #pragma unroll
     for (int i = 0; i < STAGES; ++i) {
         if (first + i * stride < count) copy_tile(ring + i * kTileBytes, tile_at(first + i * stride), lane);
-        commit_copies();
+        cp_async_commit_group();
     }
     int stage = 0;
 #pragma unroll 1
@@ -51,13 +47,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * kWarp) semisparse_bitmask_t
         unpack(rows, dense + lane / 4 * kRowPitch + lane % 4 * kBlockPitch);
         __syncwarp();
         if (index + STAGES * stride < count) copy_tile(place, tile_at(index + STAGES * stride), lane);
-        commit_copies();
+        cp_async_commit_group();
         stage = stage + 1 < STAGES ? stage + 1 : 0;
         const int row = index / column_tiles * kRows;
         const int column = index % column_tiles * kColumns + lane * 8;
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-            const uint4 values = read_shared4(dense + i * kRowPitch + lane / 8 * kBlockPitch + lane % 8 * 16);
+            const uint4 values = ld_shared_v4(dense + i * kRowPitch + lane / 8 * kBlockPitch + lane % 8 * 16);
             if (row + i < n && column < pitch)
                 *reinterpret_cast<uint4*>(w + static_cast<long long>(row + i) * pitch + column) = values;
         }

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from semisparse.errors import FormatError
-from semisparse.formats.base import Packed, Params, TensorSpec
+from semisparse.formats.base import Packed, Params, TensorSpec, WeightSpec
 from semisparse.formats.dense import int4
 from semisparse.formats.kernel import Pass, Problem, fused_cost
 from semisparse.patterns import Pattern, VectorNM
@@ -22,9 +22,9 @@ DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp8_tensor": torch.fl
 UNITS = {"int8": "tensor int8", "fp8": "tensor fp8", "fp8_tensor": "tensor fp8"}
 
 
-def specs(pattern: Pattern, params: Params) -> tuple[TensorSpec, ...]:
+def specs(spec: WeightSpec) -> tuple[TensorSpec, ...]:
     """Give the stored tensors of the kind that ``params`` names; none means the weight as it is."""
-    kind = _kind(params)
+    kind = _kind(spec.params)
     if kind is None:
         return (TensorSpec("values", None, ("N", "K"), split_n=0, split_k=1),)
     if kind == "int4":
@@ -33,16 +33,17 @@ def specs(pattern: Pattern, params: Params) -> tuple[TensorSpec, ...]:
     return (TensorSpec("values", DTYPES[kind], ("N", "K"), split_n=0, split_k=1), scale)
 
 
-def counts(n: int, k: int, pattern: Pattern, params: Params) -> Mapping[str, int]:
+def counts(spec: WeightSpec) -> Mapping[str, int]:
     """Give the number of scales and of int4 tiles."""
-    return {"scales": 1 if _kind(params) == "fp8_tensor" else n, **int4.counts(n, k)}
+    n, k = spec.shape
+    return {"scales": 1 if _kind(spec.params) == "fp8_tensor" else n, **int4.counts(n, k)}
 
 
-def grain(pattern: Pattern, params: Params) -> tuple[int, int]:
+def grain(spec: WeightSpec) -> tuple[int, int]:
     """Give the rows and columns that a part of the tensors may start at, so that it obeys the pattern, too."""
-    if _kind(params) == "int4":
+    if _kind(spec.params) == "int4":
         return int4.ROWS, int4.COLUMNS
-    return (pattern.length if isinstance(pattern, VectorNM) else 1), pattern.step
+    return (spec.pattern.length if isinstance(spec.pattern, VectorNM) else 1), spec.pattern.step
 
 
 def pack_weight(weight: Tensor, pattern: Pattern, kind: str | None = None) -> tuple[Params, dict[str, Tensor]]:
@@ -54,7 +55,7 @@ def pack_weight(weight: Tensor, pattern: Pattern, kind: str | None = None) -> tu
     Raises:
         FormatError: ``kind`` is unknown, or int4 cannot tile this shape.
     """
-    params: Params = {} if kind is None else {"kind": kind}
+    params = Params() if kind is None else Params(kind=kind)
     weight = weight.detach()
     if _kind(params) is None:
         return params, {"values": weight.contiguous() + 0.0}  # -0.0 becomes +0.0, as in every format

@@ -9,8 +9,9 @@
 // short or unsigned int, of bases), PANEL_ROWS (at most 64), AHEAD (ring.cuh) and BLOCKS (that shall
 // fit a processor).
 
-#include "dependent.cuh"
-#include "prefetch.cuh"
+#include "ptx/griddepcontrol.cuh"
+#include "ptx/cp_async_bulk.cuh"
+#include "ptx/global.cuh"
 #include "ring.cuh"
 #include "scalar.cuh"
 
@@ -177,10 +178,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_ec_csr
 
     // What nobody has read since the last product: L2 brings it while the kernel before ends.
     const int own_base = blockIdx.x * kThreads + threadIdx.x;
-    if (lane % (32 / sizeof(INDEX)) == 0) prefetch_line(bases + own_base);
-    if (threadIdx.x == 0) prefetch_line(panel_loads + blockIdx.x);
+    if (lane % (32 / sizeof(INDEX)) == 0) prefetch_global_L2(bases + own_base);
+    if (threadIdx.x == 0) prefetch_global_L2(panel_loads + blockIdx.x);
     for (int at = threadIdx.x; at < kThreads * span; at += kThreads) found[at] = Sums{};
-    wait_for_previous_kernel();
+    griddepcontrol_wait();
     const int base = bases[own_base];
     const int start = panel_loads[blockIdx.x], loads = panel_loads[blockIdx.x + 1] - start;
     const int begin = segment * loads / kSegments, count = (segment + 1) * loads / kSegments - begin;
@@ -195,9 +196,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_ec_csr
 #pragma unroll
     for (int at = 0; at < AHEAD; ++at) {
         if (at < count) ring.ask(own, at, at);
-        commit_copies();
+        cp_async_commit_group();
     }
-    let_next_kernel_start();
+    griddepcontrol_launch_dependents();
     const int row = base / height;
     first_rows[threadIdx.x] = row;
     __syncthreads();
@@ -210,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_ec_csr
             if (done + at >= count) break;
             const Load now = ring.take(at);
             if (done + at + AHEAD < count) ring.ask(next, at, at);
-            commit_copies();
+            cp_async_commit_group();
             walk.use(now);
         }
     }

@@ -4,7 +4,7 @@
 
 #pragma once
 
-#include "scalars.cuh"
+#include "types.cuh"
 #include "warp.cuh"
 
 constexpr int kSegments = 16;
@@ -51,7 +51,7 @@ struct List {
     }
 
     __device__ __forceinline__ Load get(int index) const {
-        return {read_once(values + (long long)index * kWarp), get_deltas(index)};
+        return {ld_global_nc_v4(values + (long long)index * kWarp), get_deltas(index)};
     }
 };
 

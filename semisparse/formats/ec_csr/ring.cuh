@@ -20,14 +20,14 @@ struct Ring {
 
     // Asks for the load `index` of a list, to come to a slot.
     __device__ __forceinline__ void ask(const List& list, int index, int slot) const {
-        copy_async(shared_address(values) + slot * (threads * 16), list.values + index * kWarp);
+        cp_async_16(smem_address(values) + slot * (threads * 16), list.values + index * kWarp);
         const char* from = list.deltas + index * (kWarp * kDeltaBytes) - odd_bytes();
-        copy_few_async<kSlot>(shared_address(deltas) + slot * (threads * kSlot), from);
+        cp_async<kSlot>(smem_address(deltas) + slot * (threads * kSlot), from);
     }
 
     // Waits for the load that was asked for AHEAD groups of copies ago.
     __device__ __forceinline__ Load take(int slot) const {
-        wait_for_copies<AHEAD - 1>();
+        cp_async_wait_group<AHEAD - 1>();
         Load load = {*reinterpret_cast<const uint4*>(values + slot * (threads * 16)),
                      *reinterpret_cast<const Deltas*>(deltas + slot * (threads * kSlot))};
         if constexpr (kDeltaBytes < kSlot) load.deltas.words[0] = load.deltas.words[0] >> 8 * odd_bytes() & 0xffffu;

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "scalars.cuh"
+#include "types.cuh"
 #include "warp.cuh"
 
 // The number at `index` of those that words hold; the index is known when this is compiled.

@@ -11,9 +11,9 @@
 // unsigned int, of bases), PANEL_ROWS (at most 64), GROUP (2, 4 or 8), WARPS (2 * WARPS is a multiple of GROUP, at most 32)
 // and BLOCKS (that shall fit a processor).
 
-#include "dependent.cuh"
+#include "ptx/griddepcontrol.cuh"
 #include "lists.cuh"
-#include "mma.cuh"
+#include "ptx/mma.cuh"
 #include "scalar.cuh"
 
 constexpr int kPanelRows = PANEL_ROWS;
@@ -98,8 +98,8 @@ __device__ __forceinline__ void multiply(TileSums& sums, const char* weights, co
             const Word first_half[4] = {low.x, high.x, low.y, high.y}, second_half[4] = {low.z, high.z, low.w, high.w};
 #pragma unroll
             for (int j = 0; j < kTokenTiles; ++j) {
-                mma(sums[i][j], first_half, b[j].x, b[j].y, static_cast<const SCALAR*>(nullptr));
-                mma(sums[i][j], second_half, b[j].z, b[j].w, static_cast<const SCALAR*>(nullptr));
+                mma_m16n8k16(sums[i][j], first_half, b[j].x, b[j].y, static_cast<const SCALAR*>(nullptr));
+                mma_m16n8k16(sums[i][j], second_half, b[j].z, b[j].w, static_cast<const SCALAR*>(nullptr));
             }
         }
     }
@@ -138,8 +138,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_ec_csr
     char* features = shared + kTileRows * stride;
 
     for (int at = threadIdx.x; at < (kTileRows + TOKENS) * stride / 16; at += kThreads) reinterpret_cast<uint4*>(shared)[at] = uint4{};
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     int place = bases[(panel * kSegments + segment) * kWarp + lane];
     const int start = panel_loads[panel], loads = panel_loads[panel + 1] - start;
     const int first = segment * loads / kSegments, count = (segment + 1) * loads / kSegments - first;
@@ -199,8 +199,8 @@ extern "C" __global__ void semisparse_ec_csr_add_parts(
     int m, int n
 ) {
     const int row = blockIdx.x * blockDim.x + threadIdx.x, token = blockIdx.y;
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     if (row >= n) return;
     float sum = 0.0f;
 #pragma unroll

@@ -7,7 +7,7 @@
 // Compiled for SCALAR (an unsigned integer of the weight's size), DELTA_BITS (4 or 8), INDEX (unsigned short or unsigned
 // int, of bases), PANEL_ROWS (at most 64), PARTS, WARPS (16 at least) and BLOCKS (that shall fit a processor).
 
-#include "dependent.cuh"
+#include "ptx/griddepcontrol.cuh"
 #include "lists.cuh"
 
 constexpr int kPanelRows = PANEL_ROWS;
@@ -58,8 +58,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_ec_csr
     Word* reached = reinterpret_cast<Word*>(shared + tile_places * kUnit);
 
     for (int at = threadIdx.x; at < tile_places * (kUnit / 16); at += kThreads) reinterpret_cast<uint4*>(shared)[at] = uint4{};
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     const int start = panel_loads[panel], loads = panel_loads[panel + 1] - start;
     const INDEX* own_bases = bases + panel * kSegments * kWarp + lane;
     if (warp < kSegments) {

@@ -2,7 +2,9 @@
 
 #pragma once
 
-#include "copies.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/global.cuh"
+#include "ptx/shared.cuh"
 
 constexpr int kWarp = 32;
 constexpr Word kAllLanes = 0xffffffffu;

@@ -88,7 +88,7 @@ struct Product : Diagonal<Input> {
             const Word rows[4] = {
                 chunk.codes[0][0] & nibbles, chunk.codes[1][0] & nibbles, chunk.codes[0][1] & nibbles, chunk.codes[1][1] & nibbles
             };
-            mma(found[second], rows, x.words[0][2 * second], x.words[0][2 * second + 1]);
+            mma_m16n8k32_u8_s8(found[second], rows, x.words[0][2 * second], x.words[0][2 * second + 1]);
         }
 #pragma unroll
         for (int row = 0; row < 2; ++row) {

@@ -62,7 +62,7 @@ struct Product : Diagonal<Input> {
             pairs_of(upper, chunk.codes[0][word], second);
             pairs_of(lower, chunk.codes[1][word], second);
             const Word rows[4] = {upper[0], lower[0], upper[1], lower[1]};
-            mma(found[second], rows, x.words[word][2 * second], x.words[word][2 * second + 1], static_cast<const SCALAR*>(nullptr));
+            mma_m16n8k16(found[second], rows, x.words[word][2 * second], x.words[word][2 * second + 1], static_cast<const SCALAR*>(nullptr));
         }
 #pragma unroll
         for (int row = 0; row < 2; ++row) {

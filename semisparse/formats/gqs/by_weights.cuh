@@ -75,7 +75,7 @@ struct Product {
         for (int i = 0; i < 8; i += 2) {
             const Word rows[4] = {upper[i], lower[i], upper[i + 1], lower[i + 1]};
 #pragma unroll
-            for (int set = 0; set < kSets; ++set) mma(sums[set], rows, x.words[set][i], x.words[set][i + 1], tag);
+            for (int set = 0; set < kSets; ++set) mma_m16n8k16(sums[set], rows, x.words[set][i], x.words[set][i + 1], tag);
         }
         const int after = index + kAhead;
         read(index % kAhead, after < BATCH ? column + after * kColumns : next + (after - BATCH) * kColumns);

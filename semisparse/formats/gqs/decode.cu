@@ -33,10 +33,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) semisparse_gqs_
     const Division division(tile_chunks, each, more);
     const int warp = warp_of_block();
     weight.prefetch(division.first, division.last, ahead);
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     const Product::Asked asked{x, m, k};
-    const Word at = shared_address(shared);
+    const Word at = smem_address(shared);
     Stream stream(weight, pinned(at + warp * kStreamBytes), division.first, division.last);
     Product product(asked, at + WARPS * kStreamBytes);
     division.sum(stream, product, {bias, y, m, n, product});

@@ -81,15 +81,15 @@ template <typename Input> struct Diagonal {
         const int lane = threadIdx.x % 32, token = lane / 4 % 2, groups = groups_of(asked.k), columns = groups * kSize;
         const Word x_at = at + kZerosBytes, totals_at = x_at + TOKENS * columns * sizeof(Value);
 #pragma unroll 1
-        for (int i = threadIdx.x; i < kZerosBytes / 16; i += 32 * WARPS) write_shared(at + 16 * i, kNothing);
+        for (int i = threadIdx.x; i < kZerosBytes / 16; i += 32 * WARPS) st_shared_v4(at + 16 * i, kNothing);
         input.prepare(asked);
         asked.each([&](const Word (&words)[kSize / 2], int group, int token) {
             Word staged[kXWords / 4][4];
             const Number sum = input.stage(staged, words, token);
             const Word to = x_at + (token * groups + group) * (4 * kXWords);
 #pragma unroll
-            for (int j = 0; j < kXWords / 4; ++j) write_shared(to + 16 * j, staged[j]);
-            write_shared(totals_at + 4 * (group * TOKENS + token), Input::bits(-sum));
+            for (int j = 0; j < kXWords / 4; ++j) st_shared_v4(to + 16 * j, staged[j]);
+            st_shared(totals_at + 4 * (group * TOKENS + token), Input::bits(-sum));
         });
         first_totals = totals_at + lane % 4 * TOKENS * 4;
         const bool reads = lane / 8 == lane % 4 && token < TOKENS;
@@ -115,10 +115,10 @@ template <typename Input> struct Diagonal {
     // Of the strip's chunk `i`.
     __device__ __forceinline__ void read(int i) {
 #pragma unroll
-        for (int j = 0; j < kXWords / 4; ++j) read_shared(x[i % 2].words[j], place + i * kColumns * static_cast<int>(sizeof(Value)) + 16 * j);
+        for (int j = 0; j < kXWords / 4; ++j) ld_shared_ordered(x[i % 2].words[j], place + i * kColumns * static_cast<int>(sizeof(Value)) + 16 * j);
 #pragma unroll
         for (int token = 0; token < TOKENS; ++token) {
-            x[i % 2].totals[token] = Input::number(read_shared_word(totals + (i * (kColumns / kSize) * TOKENS + token) * 4));
+            x[i % 2].totals[token] = Input::number(ld_shared_ordered(totals + (i * (kColumns / kSize) * TOKENS + token) * 4));
         }
     }
 

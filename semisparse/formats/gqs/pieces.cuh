@@ -4,7 +4,9 @@
 #pragma once
 
 #include "chunk.cuh"
-#include "copies.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/global.cuh"
+#include "ptx/shared.cuh"
 
 constexpr int kRing = SLOTS * PIECE;  // groups
 constexpr int kGroupBytes = 4 * kWords;
@@ -27,13 +29,13 @@ struct Weight {
     // Has L2 bring the headers of the chunks `from` to `to`, and their first `count` groups.
     __device__ __forceinline__ void prefetch(int from, int to, int count) const {
         const int lane = threadIdx.x % 32;
-        if (lane < 3) prefetch_line(lane == 0 ? static_cast<const void*>(starts + from) : lane == 1 ? static_cast<const void*>(starts + to) : masks + from);
-        const int group = min(static_cast<int>(hint_of(starts + from) & 0x7fffffff), kept) & ~(kVector - 1);
+        if (lane < 3) prefetch_global_L2(lane == 0 ? static_cast<const void*>(starts + from) : lane == 1 ? static_cast<const void*>(starts + to) : masks + from);
+        const int group = min(static_cast<int>(ld_relaxed_gpu(starts + from) & 0x7fffffff), kept) & ~(kVector - 1);
         count = min(count, kept - group) & ~(kVector - 1);
-        if (count > 0 && one_of_warp()) {
-            prefetch_lines(further(codes, group, kGroupBytes), count * kGroupBytes);
-            prefetch_lines(further(scale, group, 2), count * 2);
-            prefetch_lines(further(zero, group, 1), count);
+        if (count > 0 && elect_sync()) {
+            cp_async_bulk_prefetch_L2(mad_wide(group, kGroupBytes, codes), count * kGroupBytes);
+            cp_async_bulk_prefetch_L2(mad_wide(group, 2, scale), count * 2);
+            cp_async_bulk_prefetch_L2(mad_wide(group, 1, zero), count);
         }
     }
 };
@@ -53,17 +55,17 @@ struct Share {
 
     // Of the piece that begins at group `piece`; `more` groups further where the lanes copy more than once.
     __device__ __forceinline__ void copy(int piece, Word place, int more) const {
-        if (piece + more < limit) copy_async(to + place * step + more * step, further(from, piece, step) + more * step);
+        if (piece + more < limit) cp_async_16(to + place * step + more * step, mad_wide(piece, step, from) + more * step);
     }
 
     // Where only `left` groups are left of the array, what `copy` leaves out.
     __device__ __forceinline__ void copy_rest(Word group, Word place, int left) const {
         const int bytes = (left - first) * static_cast<int>(step);
         if (bytes >= kVector) return;
-        const char* source = further(from, group, step);
+        const char* source = mad_wide(group, step, from);
         // Not by a shorter copy: compute-sanitizer takes it for 16 bytes, of which some lie behind the array.
 #pragma unroll 1
-        for (int i = 0; i < bytes; ++i) write_shared_byte(to + place * step + i, source[i]);
+        for (int i = 0; i < bytes; ++i) st_shared_u8(to + place * step + i, source[i]);
     }
 };
 
@@ -80,10 +82,10 @@ struct Pieces {
     __device__ __forceinline__ Pieces(const Weight& weight, Word at, int begin, int end)
         : at(at), code_bytes(kept_constant(kGroupBytes, weight.kept)), scale_bytes(kept_constant(2, weight.kept)), base(begin & ~(kVector - 1)), asked(0), ready(0), kept(weight.kept - base),
           cut(kept / PIECE * PIECE < end - base ? kept / PIECE * PIECE : -1),
-          codes(further(weight.codes, base, kGroupBytes), at, kGroupBytes, lane(), end - base, kept),
+          codes(mad_wide(base, kGroupBytes, weight.codes), at, kGroupBytes, lane(), end - base, kept),
           parameters(lane() < kScaleLanes
-                         ? Share(further(weight.scale, base, 2), at + kScalesAt, 2, lane(), end - base, kept)
-                         : Share(further(weight.zero, base, 1), at + kZerosAt, 1, lane() - kScaleLanes, has_parameters() ? end - base : 0, kept)) {
+                         ? Share(mad_wide(base, 2, weight.scale), at + kScalesAt, 2, lane(), end - base, kept)
+                         : Share(mad_wide(base, 1, weight.zero), at + kZerosAt, 1, lane() - kScaleLanes, has_parameters() ? end - base : 0, kept)) {
 #pragma unroll 1
         for (int i = 0; i < kDepth; ++i) ask();
     }
@@ -102,7 +104,7 @@ struct Pieces {
             for (int i = 0; i < PIECE; i += 32 * kVector / kGroupBytes) codes.copy_rest(asked + i, place + i, kept - asked - i);
             if (has_parameters()) parameters.copy_rest(asked, place, kept - asked);
         }
-        commit_copies();
+        cp_async_commit_group();
         asked += PIECE;
     }
 
@@ -111,7 +113,7 @@ struct Pieces {
         group = static_cast<int>(opaque(group));
 #pragma unroll 1
         while (any_of_warp(ready < group)) {
-            wait_for_copies<kDepth - 1>();
+            cp_async_wait_group<kDepth - 1>();
             __syncwarp();
             ready += PIECE;
             ask();
@@ -121,8 +123,8 @@ struct Pieces {
     // A group's numbers; any for one that is not there.
     __device__ __forceinline__ void read(Chunk& chunk, int row, Word group) const {
         const Word place = opaque(group & kRing - 1);
-        read_shared(chunk.codes[row], times_plus(place, code_bytes, at));
-        chunk.scale[row] = read_shared_half(times_plus(place, scale_bytes, at) + kScalesAt);
-        chunk.zero[row] = read_shared_byte(at + kZerosAt + place);
+        ld_shared_ordered(chunk.codes[row], mad_lo(place, code_bytes, at));
+        chunk.scale[row] = ld_shared_ordered_u16(mad_lo(place, scale_bytes, at) + kScalesAt);
+        chunk.zero[row] = ld_shared_ordered_u8(at + kZerosAt + place);
     }
 };

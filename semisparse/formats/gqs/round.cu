@@ -3,8 +3,8 @@
 //
 // Macro: SCALAR (type of x and y).
 
-#include "rounding.cuh"
-#include "scalars.cuh"
+#include "quantise.cuh"
+#include "types.cuh"
 
 namespace {
 
@@ -14,8 +14,8 @@ __device__ __forceinline__ float largest_of(const SCALAR* x, int columns) {
     unsigned int largest = 0;
 #pragma unroll 4
     for (int column = threadIdx.x; column < columns; column += blockDim.x)
-        largest = max(largest, magnitude(to_float(x[column])));
-    return largest_of_block(largest);
+        largest = max(largest, abs_bits(to_float(x[column])));
+    return cta_reduce_max(largest);
 }
 
 }  // namespace

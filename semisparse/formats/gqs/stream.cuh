@@ -48,7 +48,7 @@ struct Stream {
             // A whole strip does not go round the windows' end.
             const Word from = passed, slot = WHOLE ? from % (2 * kWindow) + i : (from + min(i, count - 1)) % (2 * kWindow);
             Word words[4];
-            read_shared(words, headers + 16 * slot);
+            ld_shared_ordered(words, headers + 16 * slot);
             strip[i] = {words[0], words[1], words[2], words[3]};
             if (i >= count) strip[i] = {0, 0, strip[i].end(), strip[i].end()};
         }
@@ -61,7 +61,7 @@ struct Stream {
         while (any_of_warp(seen < chunks)) {
             const Word header[4] = {mask.x, mask.y, start, start + __popc(mask.x)};
             __syncwarp();
-            write_shared(headers + 16 * ((seen + threadIdx.x % 32) % (2 * kWindow)), header);
+            st_shared_v4(headers + 16 * ((seen + threadIdx.x % 32) % (2 * kWindow)), header);
             __syncwarp();
             seen += kWindow;
             look_ahead();

@@ -38,7 +38,7 @@ __device__ __forceinline__ float weight_of(unsigned long long codes, int column,
 template <typename Scalar> __device__ __forceinline__ void write_run(Scalar* place, const float (&values)[kRun]) {
     Word pairs[kRun / 2];
 #pragma unroll
-    for (int i = 0; i < kRun / 2; ++i) pairs[i] = pair_of(values[2 * i], values[2 * i + 1], place);
+    for (int i = 0; i < kRun / 2; ++i) pairs[i] = pack2(values[2 * i], values[2 * i + 1], place);
 #if SIZE < 8
     *reinterpret_cast<uint2*>(place) = uint2{pairs[0], pairs[1]};
 #else

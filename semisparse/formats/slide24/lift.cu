@@ -8,9 +8,12 @@
 // Macros: IN (type of x); ROUNDED 0 (pairs as they are), 1 (int8) or 2 (fp8 e4m3); KEEP, the loads of eight columns that a thread
 // keeps in registers between the search for the largest and the rounding; what does not fit is read a second time.
 
-#include "copies.cuh"
-#include "rounding.cuh"
-#include "scalars.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/global.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/cvt.cuh"
+#include "quantise.cuh"
+#include "types.cuh"
 
 namespace {
 
@@ -44,7 +47,7 @@ __device__ __forceinline__ Load read(const Row& row, int number) {
     Load found = {{0, 0, 0, 0}};
     if (number >= row.loads) return found;
     if (ALIGNED) {
-        *reinterpret_cast<uint4*>(&found) = read_once(row.x + number * kColumns);
+        *reinterpret_cast<uint4*>(&found) = ld_global_nc_v4(row.x + number * kColumns);
     } else {
 #pragma unroll
         for (int i = 0; i < kPairs; ++i) found.pairs[i] = read_pair<false>(row, number * kColumns + 2 * i);
@@ -75,9 +78,7 @@ __device__ __forceinline__ Word rounded(Word pair, float inverse) {
 #if ROUNDED == 1
     return __byte_perm(__float_as_uint(__fadd_rn(first, kMagic)), __float_as_uint(__fadd_rn(second, kMagic)), 0x0040);
 #else
-    unsigned short both;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(second), "f"(first));
-    return both;
+    return cvt_e4m3x2(first, second);
 #endif
 }
 
@@ -134,7 +135,7 @@ __device__ __forceinline__ void lift_row(const Row& row, Lifting lifting, Window
     for (int i = 0; i < KEEP; ++i) both = largest_of(kept[i], both);
     for (int number = threadIdx.x + KEEP * blockDim.x; number < row.loads; number += blockDim.x)
         both = largest_of(read<ALIGNED>(row, number), both);
-    const float found = largest_of_block(max(magnitude(low(both)), magnitude(high(both))));
+    const float found = cta_reduce_max(max(abs_bits(low(both)), abs_bits(high(both))));
     const float largest = found == 0 ? kLargest : found;
     lifting.inverse = fminf(__fdiv_rn(kLargest, largest), kFloatMax);
     if (threadIdx.x == 0) *scale = __fdiv_rn(largest, kLargest);

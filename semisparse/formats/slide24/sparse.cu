@@ -17,7 +17,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "pairs.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "types.cuh"
 #include "sparse.cuh"
 
 constexpr int kRows = 64;                  // of a warp group
@@ -105,12 +106,12 @@ __device__ __forceinline__ void finish(const Sum (&sums)[TOKENS / 2], const Scal
 #pragma unroll
             for (int i = 0; i < 2; ++i)
                 words[2 * half + i] =
-                    pair_of(static_cast<float>(sums[4 * j + 2 * i]) * by_token.x * scales.rows[i] + scales.added[i],
+                    pack2(static_cast<float>(sums[4 * j + 2 * i]) * by_token.x * scales.rows[i] + scales.added[i],
                             static_cast<float>(sums[4 * j + 2 * i + 1]) * by_token.y * scales.rows[i] + scales.added[i],
                             static_cast<const OUT*>(nullptr));
         }
         unsigned char* of_turn = desk.turns[turn % 2];
-        store_transposed(shared_address(of_turn + put), words);
+        stmatrix_x4_trans(smem_address(of_turn + put), words);
         sync_group(group);
         const uint4 found = *reinterpret_cast<const uint4*>(of_turn + get);
         const bool inside = first_token + turn * kTurn + token < m;
@@ -144,7 +145,7 @@ struct Work {
     int token_tiles, row_tiles, whole, count;
 
     __device__ __forceinline__ Work(int m, int blocks, int tiles, int whole, int parts)
-        : blocks(blocks), tiles(tiles), parts(parts), mine(block_of_cluster()), token_tiles((m + TOKENS - 1) / TOKENS),
+        : blocks(blocks), tiles(tiles), parts(parts), mine(cluster_ctarank()), token_tiles((m + TOKENS - 1) / TOKENS),
           row_tiles((tiles + GROUPS * CLUSTER - 1) / (GROUPS * CLUSTER)), whole(whole),
           count(whole + (token_tiles * row_tiles - whole) * parts) {}
 
@@ -180,15 +181,15 @@ __device__ __forceinline__ void bring(const Work& work, const unsigned char* w, 
         const unsigned char* w_from = w + from * w_stride + static_cast<Long>(work.first_row(tile)) * kTile;
         const unsigned char* x_from = x + from * x_stride + static_cast<Long>(tile.token) * kTokenTile + work.mine * kShare;
         for (int block = from; block < to; ++block) {
-            barrier::wait(empty_at + 8 * at.stage, at.parity ^ 1);
+            mbarrier_wait_parity(empty_at + 8 * at.stage, at.parity ^ 1);
             const Word told = full_at + 8 * at.stage;
-            barrier::expect(told, kStage);
-            copy_bulk(weights + at.stage * GROUPS * kTile, w_from, GROUPS * kTile, told);
+            mbarrier_arrive_expect_tx(told, kStage);
+            cp_async_bulk(weights + at.stage * GROUPS * kTile, w_from, GROUPS * kTile, told);
             const Word place = stages + at.stage * kTokenTile + work.mine * kShare;
             if (CLUSTER == 1) {
-                copy_bulk(place, x_from, kShare, told);
+                cp_async_bulk(place, x_from, kShare, told);
             } else {
-                copy_to_all(place, x_from, kShare, told, (1 << CLUSTER) - 1);
+                cp_async_bulk_multicast(place, x_from, kShare, told, (1 << CLUSTER) - 1);
             }
             w_from += w_stride;
             x_from += x_stride;
@@ -206,7 +207,7 @@ __device__ __forceinline__ bool add_parts(Sum (&sums)[TOKENS / 2], Sum* kept, in
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; ++i) kept[part * kSums + i * kGroup + thread] = sums[i];
     sync_group(group);
-    if (thread == 0) *last = count_arrival(arrivals) == parts - 1;
+    if (thread == 0) *last = atom_acq_rel_gpu_increment(arrivals) == parts - 1;
     sync_group(group);
     if (!*last) return false;
 #pragma unroll
@@ -224,25 +225,25 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__((GR
     extern __shared__ __align__(1024) unsigned char shared[];
     __shared__ __align__(8) Long full[STAGES], empty[STAGES];
     __shared__ int last[GROUPS];
-    const Word stages = shared_address(shared), full_at = shared_address(full), empty_at = shared_address(empty);
+    const Word stages = smem_address(shared), full_at = smem_address(full), empty_at = smem_address(empty);
     const Work work(m, blocks, tiles, whole, parts);
     const int group = threadIdx.x / kGroup;
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
-            barrier::init(full_at + 8 * i, 1);
-            barrier::init(empty_at + 8 * i, GROUPS * 4 * CLUSTER);
+            mbarrier_init(full_at + 8 * i, 1);
+            mbarrier_init(empty_at + 8 * i, GROUPS * 4 * CLUSTER);
         }
-        barrier::publish();
+        fence_mbarrier_init();
     }
-    sync_cluster();
+    barrier_cluster_sync();
 
     Walk at;
     if (group == GROUPS) {
-        give_registers<kLeft>();
+        setmaxnreg_dec<kLeft>();
         if (threadIdx.x == GROUPS * kGroup) bring(work, w, x, stages, full_at, empty_at, at);
     } else {
-        take_registers<kTaken>();
+        setmaxnreg_inc<kTaken>();
         const int thread = threadIdx.x % kGroup, lane = threadIdx.x % 32;
         Desk& desk = reinterpret_cast<Desk*>(shared + STAGES * kStage)[group];
         if (group > 0) wait_for_group(group);
@@ -253,23 +254,23 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__((GR
             const Scales scales(token_scales, row_scales, bias, first_row, first_token, m, n);
             const int from = work.from(index), to = work.to(index);
             for (int block = from; block < to; ++block) {
-                barrier::wait(full_at + 8 * at.stage, at.parity);
+                mbarrier_wait_parity(full_at + 8 * at.stage, at.parity);
                 const int offset = STAGES * kTokenTile + (at.stage * GROUPS + group) * kTile;
                 const Word* positions = reinterpret_cast<const Word*>(shared + offset + kValues) + thread;
                 const Word first = positions[0], second = kSelectors == 1 ? positions[kGroup] : first;
-                const Long w_at = describe(stages + offset, 1024, 128, 0);
-                const Long x_at = describe(stages + at.stage * kTokenTile, 16, 1024, 1);
+                const Long w_at = smem_descriptor(stages + offset, 1024, 128, kNoSwizzle);
+                const Long x_at = smem_descriptor(stages + at.stage * kTokenTile, 16, 1024, kSwizzle128);
                 __syncwarp();
-                begin_products();
-                multiply<0>(sums, w_at, x_at, first, block != from);
-                multiply<kSelectors - 1>(sums, w_at + (2048 >> 4), x_at + (64 >> 4), second, 1);
-                commit_products();
+                wgmma_fence();
+                wgmma_sp_m64<0>(sums, w_at, x_at, first, block != from, static_cast<const Element*>(nullptr));
+                wgmma_sp_m64<kSelectors - 1>(sums, w_at + (2048 >> 4), x_at + (64 >> 4), second, 1, static_cast<const Element*>(nullptr));
+                wgmma_commit_group();
                 // Not one more in flight: it would read its positions while the next are loaded into the same registers. The
                 // other warp groups keep the tensor cores busy meanwhile.
-                wait_for_products<0>();
+                wgmma_wait_group<0>();
                 __syncwarp();  // every lane has read its positions
-                if (CLUSTER == 1 && lane == 0) barrier::arrive(empty_at + 8 * at.stage);
-                if (CLUSTER > 1 && lane < CLUSTER) arrive_at(empty_at + 8 * at.stage, lane);
+                if (CLUSTER == 1 && lane == 0) mbarrier_arrive(empty_at + 8 * at.stage);
+                if (CLUSTER > 1 && lane < CLUSTER) mbarrier_arrive_cluster(empty_at + 8 * at.stage, lane);
                 at.next();
                 if (group + 1 < GROUPS && index == blockIdx.x / CLUSTER && block == min(from + SKEW, to) - 1)
                     let_group(group + 1);
@@ -283,5 +284,5 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__((GR
             finish(sums, scales, desk, group, y, first_row, first_token, m, n);
         }
     }
-    sync_cluster();  // nobody leaves while others may still write into its shared memory
+    barrier_cluster_sync();  // nobody leaves while others may still write into its shared memory
 }

@@ -3,7 +3,9 @@
 //
 // Macro: WIDE, bytes of a value: 1 or 2.
 
-#include "copies.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/global.cuh"
+#include "ptx/shared.cuh"
 
 namespace {
 
@@ -42,7 +44,7 @@ extern "C" __global__ void semisparse_unpack(const unsigned char* w, Value* dens
         const int row = i % kRows, piece = i / kRows % kPieces, block = i / kRows / kPieces;
         if (first_block + block >= blocks) break;
         const unsigned char* from = w + (static_cast<long long>(first_block + block) * tiles + tile) * kTile;
-        const uint4 found = read_once(from + piece * kRows * 16 + row * 16);
+        const uint4 found = ld_global_nc_v4(from + piece * kRows * 16 + row * 16);
         const Value* values = reinterpret_cast<const Value*>(&found);
         const Word positions = positions_of(from, row, piece);
         const int first = (block * kPieces + piece) * (kKept / 2);  // window

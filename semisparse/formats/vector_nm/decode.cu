@@ -8,9 +8,11 @@
 // Compiled for SCALAR (half or bfloat16, of x, w, bias and y), KEEP, WINDOW, LENGTH (a multiple of 8), TOKENS (1, 2, 4 or 8),
 // WARPS and AHEAD.
 
-#include "copies.cuh"
-#include "dependent.cuh"
-#include "scalars.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/global.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/griddepcontrol.cuh"
+#include "types.cuh"
 
 constexpr int kWarp = 32;
 constexpr int kThreads = WARPS * kWarp;
@@ -46,7 +48,7 @@ struct Group {
         for (int i = 0; i < kAhead; ++i) {
             const int slot = at + i * kSlotsOfBlock;
             const bool inside = slot < end;
-            held.weights[i] = inside ? read_once(values + static_cast<long long>(slot) * kLanes + threadIdx.x % kLanes) : uint4{};
+            held.weights[i] = inside ? ld_global_nc_v4(values + static_cast<long long>(slot) * kLanes + threadIdx.x % kLanes) : uint4{};
             held.columns[i] = inside ? slot / KEEP * WINDOW + positions[slot] - first_column : 0;
         }
     }
@@ -154,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) semisparse_vector_nm_deco
     y += static_cast<long long>(first_token) * n;
     m -= first_token;
     Sums sums = {};
-    if (!early) wait_for_previous_kernel();
+    if (!early) griddepcontrol_wait();
     for (int window = 0; window * KEEP < total; window += panel_windows) {
         const int first_column = window * WINDOW;
         const int end = min((window + panel_windows) * KEEP, total);
@@ -163,8 +165,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) semisparse_vector_nm_deco
         Held first, second;
         weights.read(first, at, end, first_column);  // on their way while x is brought
         weights.read(second, at + kStride, end, first_column);
-        if (early && !window) wait_for_previous_kernel();
-        let_next_kernel_start();
+        if (early && !window) griddepcontrol_wait();
+        griddepcontrol_launch_dependents();
         if (window) __syncthreads();
         fill(panel, x, m, k, first_column, (end - window * KEEP) / KEEP * WINDOW);
         __syncthreads();

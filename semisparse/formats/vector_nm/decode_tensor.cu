@@ -6,17 +6,19 @@
 // shared memory, the tokens of a column side by side, so that one load of matrices gathers 32 columns by their addresses. Sums
 // are float32 and added in a fixed order: every run gives the same bits.
 //
-// A launch may begin before the kernel before it has ended. Up to `wait_for_previous_kernel` nothing is read but, where that is
+// A launch may begin before the kernel before it has ended. Up to `griddepcontrol_wait` nothing is read but, where that is
 // asked for, the weight.
 //
 // Compiled for SCALAR (half or bfloat16, of x, w, bias and y), KEEP, WINDOW, LENGTH, ROWS (16 or 32), TOKENS (1, 8 or 16), WARPS,
 // STAGES, BLOCKS (of a processor, for registers).
 
-#include "copies.cuh"
-#include "dependent.cuh"
-#include "matrices.cuh"
-#include "mma.cuh"
-#include "scalars.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/global.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/griddepcontrol.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/mma.cuh"
+#include "types.cuh"
 
 constexpr int kWarp = 32;
 constexpr int kThreads = WARPS * kWarp;
@@ -87,7 +89,7 @@ __device__ __forceinline__ int ask(Word place, const Plan& plan, const Cursor& a
 #pragma unroll
     for (int i = 0; i < kUnitsOfLane; ++i) {
         const bool inside = lane / kParts + i * kSpan < left;
-        copy_async(to + i * kWarp * kUnitBytes, from + i * kSpan * LENGTH, inside ? kUnitBytes : 0);
+        cp_async_16(to + i * kWarp * kUnitBytes, from + i * kSpan * LENGTH, inside ? kUnitBytes : 0);
     }
     return position;
 }
@@ -116,9 +118,9 @@ __device__ __forceinline__ void gather(Columns& x, int position, char* panel, ch
     if constexpr (kOne) {
         gather_one(x[0], panel, exchange, found);
     } else {
-        const Word from = shared_address(panel) + place_of(found);
+        const Word from = smem_address(panel) + place_of(found);
 #pragma unroll
-        for (int half = 0; half < kHalves; ++half) load_turned(x[half], from + half * half_bytes);
+        for (int half = 0; half < kHalves; ++half) ldmatrix_x4_trans(x[half], from + half * half_bytes);
     }
 }
 
@@ -131,10 +133,10 @@ __device__ __forceinline__ void multiply(Sums& sums, Word place, const Columns& 
 #pragma unroll
         for (int band = 0; band < kBands; ++band) {
             Word w[4];
-            load_turned(w, (rows ^ band * 2 * kUnitBytes) + step * 16 * kParts * kUnitBytes);
+            ldmatrix_x4_trans(w, (rows ^ band * 2 * kUnitBytes) + step * 16 * kParts * kUnitBytes);
 #pragma unroll
             for (int half = 0; half < kHalves; ++half)
-                mma(sums[band][half], w, x[half][2 * step], x[half][2 * step + 1], kind());
+                mma_m16n8k16(sums[band][half], w, x[half][2 * step], x[half][2 * step + 1], kind());
         }
     }
 }
@@ -208,7 +210,7 @@ struct Ring {
 
     __device__ __forceinline__ void refill(int stage, const Plan& plan) {
         if (asked.holds(plan)) positions[stage] = ask(place(stage), plan, asked);
-        commit_copies();
+        cp_async_commit_group();
         asked.advance(plan);
     }
 };
@@ -225,7 +227,7 @@ __device__ __forceinline__ void add_panel(Sums& sums, Ring& ring, Cursor at, con
             const bool holds = at.holds(plan);
             Columns columns;
             if (holds) gather(columns, ring.positions[i], panel, exchange, half_bytes, at.tile(plan) * kSlots, first_column);
-            wait_for_copies<STAGES - 1>();
+            cp_async_wait_group<STAGES - 1>();
             __syncwarp();
             if (holds) multiply(sums, ring.place(i), columns);
             __syncwarp();
@@ -284,16 +286,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) semisparse_vector
     char* exchange = reinterpret_cast<char*>(partials + WARPS) + warp * kSlots * 2;
 
     Cursor at{static_cast<int>(blockIdx.x), 0, 0, false};
-    Ring ring{shared_address(shared) + warp * STAGES * kTileBytes, at};
-    if (!early) wait_for_previous_kernel();
+    Ring ring{smem_address(shared) + warp * STAGES * kTileBytes, at};
+    if (!early) griddepcontrol_wait();
     int item = threadIdx.x;
     uint4 eight[kLoaded];
     const bool first = kFirst && vectors && !early && Panel::unit_of(item) < panel_units;
     if (first) source.read<true>(eight, Panel::half_of(item), 0, Panel::unit_of(item));
 #pragma unroll
     for (int i = 0; i < STAGES; ++i) ring.refill(i, plan);
-    if (early) wait_for_previous_kernel();
-    let_next_kernel_start();
+    if (early) griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     if (first) {
         source.write(panel, eight, Panel::half_of(item), Panel::unit_of(item));
         item += kThreads;

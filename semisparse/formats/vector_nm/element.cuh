@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "word.cuh"
+#include "ptx/word.cuh"
 
 #if BYTES == 2
 using Element = unsigned short;

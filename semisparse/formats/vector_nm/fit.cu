@@ -6,7 +6,7 @@
 //
 // A four's state is two bits a part, how many it keeps: 16 bits, of which four are a set of 64 rows.
 
-#include "word.cuh"
+#include "ptx/word.cuh"
 
 constexpr int kWarp = 32;
 constexpr int kThreads = 256;

@@ -13,12 +13,15 @@
 //
 // Compiled for SCALAR, LENGTH (32, 64 or 128) and STAGES.
 
-#include "copies.cuh"
-#include "fours.cuh"
-#include "matrices.cuh"
-#include "pairs.cuh"
-#include "scalars.cuh"
-#include "warpgroups.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/global.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "types.cuh"
+#include "ptx/cp_async_bulk.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/setmaxnreg.cuh"
+#include "ptx/wgmma.cuh"
 
 constexpr int kWarp = 32;
 constexpr int kTokens = 128;
@@ -113,25 +116,25 @@ __device__ __forceinline__ void bring(const Operands& from, const Plan& plan, in
         next.read(plan, first + min(block + kBringers, count - 1), lane);
         const Place at(begin + block);
         const Word stage = base + at.stage * kStageBytes, full = base + kBarriers + 8 * at.stage;
-        barrier::wait(full + 8 * STAGES, at.parity ^ 1);
+        mbarrier_wait_parity(full + 8 * STAGES, at.parity ^ 1);
 #pragma unroll
         for (int i = 0; i < kColumns / 2; ++i) {
-            copy_async(stage + (x_place ^ i % 4 << 5) + i * 2 * 128, x + sixteen(here.columns, i) * bytes);
+            cp_async_16(stage + (x_place ^ i % 4 << 5) + i * 2 * 128, x + sixteen(here.columns, i) * bytes);
         }
 #pragma unroll
         for (int i = 0; i < 2 * kParts; ++i) {
             // 65,535: there is none; 65,534: nor is it needed.
             const Word slot = sixteen(here.slots, i);
             if (slot != 0xfffe) {
-                copy_async(stage + w_place + i / kParts * 512 + i % kParts * kPartBytes,
+                cp_async_16(stage + w_place + i / kParts * 512 + i % kParts * kPartBytes,
                            w[i % kParts] + (slot == 0xffff ? 0 : slot * (LENGTH / 8)), slot == 0xffff ? 0 : 16);
             }
         }
         if (lane < 4) {
-            copy_async(base + kRecords + at.stage * kRecordBytes + lane * 16,
+            cp_async_16(base + kRecords + at.stage * kRecordBytes + lane * 16,
                        plan.records + (first + block) * 4 + lane);
         }
-        arrive_after_copies(full);
+        cp_async_mbarrier_arrive_noinc(full);
     }
 }
 
@@ -155,7 +158,7 @@ __device__ __forceinline__ void finish(const float (&sums)[kTokens / 2], const S
         Word of[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            of[i] = transposed(pair_of(sums[4 * j + 2 * i] + added[i], sums[4 * j + 2 * i + 1] + added[i], kind));
+            of[i] = movmatrix_trans(pack2(sums[4 * j + 2 * i] + added[i], sums[4 * j + 2 * i + 1] + added[i], kind));
         }
         const Word other = __shfl_xor_sync(0xffffffffu, odd ? of[0] : of[1], 1);
         const uint2 four = odd ? uint2{other, of[1]} : uint2{of[0], other};
@@ -177,21 +180,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) semisparse_vector_nm_f
     const SCALAR* __restrict__ bias, SCALAR* __restrict__ y, int m, int n, int pitch, int groups, int total, int row_tiles
 ) {
     extern __shared__ __align__(1024) unsigned char shared[];
-    const Word base = shared_address(shared);
+    const Word base = smem_address(shared);
     const int group = __shfl_sync(0xffffffffu, threadIdx.x / kGroup, 0);
     const int token_tiles = (m + kTokens - 1) / kTokens, tiles = token_tiles * row_tiles;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
-            barrier::init(base + kBarriers + 8 * i, kWarp);
-            barrier::init(base + kBarriers + 8 * (STAGES + i), kTakers * 4);
+            mbarrier_init(base + kBarriers + 8 * i, kWarp);
+            mbarrier_init(base + kBarriers + 8 * (STAGES + i), kTakers * 4);
         }
-        barrier::publish();
+        fence_mbarrier_init();
     }
     __syncthreads();
     int begin = 0;  // blocks before the tile's
     const Plan plan{starts, columns, slots, records};
     if (group == kTakers) {
-        give_registers<88>();
+        setmaxnreg_dec<88>();
         const Operands from{by_column, values, pitch, groups, total};
         for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
             const int row_tile = tile / token_tiles, warp = threadIdx.x % kGroup / kWarp;
@@ -199,15 +202,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) semisparse_vector_nm_f
             bring(from, plan, row_tile, tile % token_tiles, base, begin, (warp + kBringers - begin % kBringers) % kBringers);
             begin += starts[row_tile + 1] - starts[row_tile];
         }
-        wait_for_own_copies();
+        cp_async_wait_all();
     } else {
-        take_registers<208>();
+        setmaxnreg_inc<208>();
         const int lane = threadIdx.x % kWarp, warp = threadIdx.x % kGroup / kWarp;
         const int slot = lane / 16 * 8 + lane % 8, part = group * 4 + warp / 2;  // of the first set; the other's is 2 further
         const Word w_place = kXBytes + (part * kKept + slot) * 64 + (((warp % 2 * 2 + lane / 8 % 2) ^ (slot / 2 % 4)) << 4);
         const Word half = lane % 2 ? 0x3232 : 0x1010;
         auto free_stage = [&](Word barrier) {
-            if (lane == 0) barrier::arrive(barrier);
+            if (lane == 0) mbarrier_arrive(barrier);
         };
         for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
             const int row_tile = tile / token_tiles, token_tile = tile % token_tiles;
@@ -220,20 +223,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) semisparse_vector_nm_f
             auto take = [&](Weights& of, int block) {
                 const Place at(block);
                 const Word full = base + kBarriers + 8 * at.stage, stage = base + at.stage * kStageBytes;
-                barrier::wait(full, at.parity);
+                mbarrier_wait_parity(full, at.parity);
                 const uint2* record = reinterpret_cast<const uint2*>(shared + kRecords + at.stage * kRecordBytes) + part;
                 const uint2 mine = record[0], other = record[2];
                 const bool first_needed = __shfl_sync(0xffffffffu, mine.y, 0), second_needed = __shfl_sync(0xffffffffu, other.y, 0);
-                if (first_needed) load_turned(of.values[0], stage + w_place);
-                if (second_needed) load_turned(of.values[1], stage + w_place + 2 * kPartBytes);
+                if (first_needed) ldmatrix_x4_trans(of.values[0], stage + w_place);
+                if (second_needed) ldmatrix_x4_trans(of.values[1], stage + w_place + 2 * kPartBytes);
                 of.positions[0] = __byte_perm(mine.x, 0, half);
                 of.positions[1] = __byte_perm(other.x, 0, half);
-                show_copies();
-                begin_products();
-                if (first_needed) multiply(first, of.values[0], describe(stage, kAtom, 1024), of.positions[0], kind);
-                if (second_needed) multiply(second, of.values[1], describe(stage, kAtom, 1024), of.positions[1], kind);
-                commit_products();
-                wait_for_products<1>();
+                fence_proxy_async();
+                wgmma_fence();
+                if (first_needed) wgmma_sp_m64n128k32(first, of.values[0], smem_descriptor(stage, kAtom, 1024, kSwizzle128), of.positions[0], kind);
+                if (second_needed) wgmma_sp_m64n128k32(second, of.values[1], smem_descriptor(stage, kAtom, 1024, kSwizzle128), of.positions[1], kind);
+                wgmma_commit_group();
+                wgmma_wait_group<1>();
                 if (held) free_stage(held);
                 held = full + 8 * STAGES;
             };
@@ -244,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) semisparse_vector_nm_f
             }
             if (count % 2) take(w[0], begin + count - 1);
             begin += count;
-            wait_for_products<0>();
+            wgmma_wait_group<0>();
             if (held) free_stage(held);
             const int row = row_tile * kRows + group * 128 + warp * 16;
             finish(first, bias, y, row, token_tile * kTokens, m, n);

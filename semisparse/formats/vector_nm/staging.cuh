@@ -9,8 +9,10 @@
 
 #pragma once
 
-#include "copies.cuh"
-#include "scalars.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/global.cuh"
+#include "ptx/shared.cuh"
+#include "types.cuh"
 
 constexpr int kWarp = 32;
 constexpr int kUnit = 16 / sizeof(SCALAR);                 // elements in a copy
@@ -80,7 +82,7 @@ struct ColumnStager {
             if (PACKED) column = tokens + static_cast<long long>(ahead[turn]) * bytes;
             // Past the list's end nothing is read: a branch would cost more than the copy of zeros.
             const int wanted = !PACKED || ahead[turn] >= 0 ? 16 : 0;
-            if (is_mine(turn)) copy_async(shared_address(to + turn * kColumnsAtOnce * kColumnPitch), column, wanted);
+            if (is_mine(turn)) cp_async_16(smem_address(to + turn * kColumnsAtOnce * kColumnPitch), column, wanted);
             if (!PACKED) column += kColumnsAtOnce * static_cast<long long>(bytes);
         }
         if (!PACKED) tokens += COLUMNS * static_cast<long long>(bytes);
@@ -98,13 +100,13 @@ __device__ __forceinline__ void for_each_stage(int stages, char* shared, Copy co
             filling = filling == (STAGES - 1) * bytes ? 0 : filling + bytes;
             ++next;
         }
-        commit_copies();
+        cp_async_commit_group();
     };
 #pragma unroll
     for (int i = 0; i < in_flight; ++i) copy_next();
 #pragma unroll 1
     for (int index = 0; index < stages; ++index) {
-        wait_for_copies<in_flight - 1>();
+        cp_async_wait_group<in_flight - 1>();
         __syncthreads();  // Every thread's copies have come, and the buffer computed on before is free.
         if (STAGES > 1) copy_next();
         compute(shared + reading);

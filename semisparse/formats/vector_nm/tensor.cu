@@ -12,7 +12,7 @@
 //
 // Compiled for PER_WARP (mma tiles of tokens in a warp, a multiple of 4), TOKENS, ROWS, THREADS and the macros of staging.cuh.
 
-#include "mma.cuh"
+#include "ptx/mma.cuh"
 #include "staging.cuh"
 
 constexpr int kStep = 16;   // slots of an mma
@@ -162,7 +162,7 @@ __device__ __forceinline__ void multiply(Sums& sums, const Chunk& x, const Weigh
 #pragma unroll
         for (int own = 0; own < kOwn; ++own) {
             const Word half = own % 2 ? kHigh : kLow;
-            mma(sums[chunk][pair][owner * kOwn + own], a, __byte_perm(w[0][own / 2], w[1][own / 2], half),
+            mma_m16n8k16(sums[chunk][pair][owner * kOwn + own], a, __byte_perm(w[0][own / 2], w[1][own / 2], half),
                 __byte_perm(w[2][own / 2], w[3][own / 2], half), static_cast<const SCALAR*>(nullptr));
         }
     }

@@ -5,8 +5,10 @@
 //
 // Compiled for TOKENS (a multiple of 32).
 
-#include "copies.cuh"
-#include "matrices.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/global.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/ldmatrix.cuh"
 
 constexpr int kThreads = 256;
 constexpr int kColumns = 64;
@@ -44,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) semisparse_vector_nm_tran
 #pragma unroll
     for (int i = 0; i < TOKENS / 32; ++i) {
         Word eight[4];
-        load_turned(eight, shared_address(shared + place(i * 32 + row, warp)));
+        ldmatrix_x4_trans(eight, smem_address(shared + place(i * 32 + row, warp)));
         const int token = first_token + i * 32 + lane % 4 * 8;
         if (column < columns && token < pitch) {
             *reinterpret_cast<uint4*>(by_column + static_cast<long long>(column) * pitch + token) =

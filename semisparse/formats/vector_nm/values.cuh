@@ -67,7 +67,7 @@ struct ValueStager {
 #pragma unroll
         for (int i = 0; i < kGroups * SLOTS; i += 4 * THREADS) {
             if (i + threadIdx.x * 4 < kGroups * SLOTS) {
-                copy_async(shared_address(to.offsets() + i + threadIdx.x * 4), offsets + i);
+                cp_async_16(smem_address(to.offsets() + i + threadIdx.x * 4), offsets + i);
             }
         }
         offsets += kGroups * SLOTS;
@@ -81,7 +81,7 @@ struct ValueStager {
             for (int turn = 0; turn < kValueTurns; ++turn) {
                 if (kValueUnits % THREADS && threadIdx.x + turn * THREADS >= kValueUnits) continue;
                 const int place = kEven ? places[0] + ValueUnit(turn * THREADS).place() : places[kEven ? 0 : turn];
-                copy_async(shared_address(to + place), values + sources[turn]);
+                cp_async_16(smem_address(to + place), values + sources[turn]);
             }
             return;
         }
@@ -91,7 +91,7 @@ struct ValueStager {
             const ValueUnit mine(i);
             const bool wanted = mine.slot < left;
             const SCALAR* source = values + (group(mine) * from.total + (wanted ? mine.slot : 0)) * LENGTH + mine.element;
-            copy_async(shared_address(to + mine.place()), source, wanted ? 16 : 0);
+            cp_async_16(smem_address(to + mine.place()), source, wanted ? 16 : 0);
         }
     }
 };
