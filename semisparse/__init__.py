@@ -1,14 +1,39 @@
-"""semisparse makes sparse language models pay: prune, pack and run them faster and smaller than dense.
+"""semisparse makes sparse and low-bit language models pay: prune, pack and run them faster and smaller than dense.
 
-Importing it registers the checkpoint format with transformers; it initialises no CUDA and compiles nothing.
+Importing it registers the checkpoint format with transformers, now or as soon as transformers is imported. It imports
+nothing heavy, initialises no CUDA and compiles nothing.
 """
 
-from semisparse.api import CompressionReport, compress, linear, load, pack
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from semisparse.errors import SemisparseError
-from semisparse.integrations.transformers import register
-from semisparse.nn import join_layers
+from semisparse.integrations.on_import import register_with_transformers
 from semisparse.version import __version__
 
-register()
+if TYPE_CHECKING:
+    from semisparse.api import CompressionReport, compress, linear, load, pack
+    from semisparse.nn import join_layers
+
+register_with_transformers()
 
 __all__ = ["CompressionReport", "SemisparseError", "__version__", "compress", "join_layers", "linear", "load", "pack"]
+
+HOMES = {
+    **dict.fromkeys(("CompressionReport", "compress", "linear", "load", "pack"), "semisparse.api"),
+    "join_layers": "semisparse.nn",
+}
+"""The modules of the public names, which are imported when a name is first used."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module 'semisparse' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,12 +1,15 @@
-"""The command line: one file a verb, over `semisparse.api`."""
+"""The command line: one file per verb, over `semisparse.api`.
+
+Verbs import what they run when they run: `--help` and `--version` import no torch.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
 import typer
-from transformers.utils import logging as transformers_logging
 
 from semisparse.cli import bench, compress, demo, evaluate, formats, generate, inspect, plan
 from semisparse.cli.output import fail
@@ -54,8 +57,8 @@ def main() -> None:
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported: by the verbs that use it
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         app()
     except SemisparseError as error:

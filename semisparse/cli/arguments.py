@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-
-import torch
+from typing import TYPE_CHECKING
 
 from semisparse.errors import InputError
 
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("float16", "bfloat16", "float32")
 
 
 def words(text: str | None) -> list[str] | None:
@@ -41,4 +43,6 @@ def dtype_named(name: str) -> torch.dtype:
     """
     if name not in DTYPES:
         raise InputError(f"--dtype takes {', '.join(DTYPES)}, got {name!r}")
-    return DTYPES[name]
+    import torch
+
+    return getattr(torch, name)

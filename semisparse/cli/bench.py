@@ -5,24 +5,20 @@ from __future__ import annotations
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 
-from semisparse.bench.compare import compare, median_errors
-from semisparse.bench.kernels import Measurement, Setting, Skipped, measure_layer
-from semisparse.bench.machine_facts import machine_facts
-from semisparse.bench.machines import find_machine
-from semisparse.bench.model import ModelSpeed, Workload, load_model, measure_each, measure_model, random_model
-from semisparse.bench.parallel import is_first_rank, measure_parallel, ranks
-from semisparse.bench.plot import plot_all
-from semisparse.bench.roofline import Candidate, candidates
-from semisparse.bench.shapes import layer_shapes
-from semisparse.bench.table import read_csv, write_csv
 from semisparse.cli.arguments import DTYPES, dtype_named, numbers, shape_names, words
 from semisparse.cli.output import console, print_json, print_table, progress_bar
 from semisparse.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+    from semisparse.bench.kernels import Measurement, Skipped
+    from semisparse.bench.model import ModelSpeed
+    from semisparse.bench.roofline import Candidate
 
 app = typer.Typer(no_args_is_help=True, help="Measure kernels, models and the machine.")
 
@@ -45,6 +41,13 @@ def kernels(
     as_json: Json = False,
 ) -> None:
     """Time every kernel on every shape, beside dense and beside its floor."""
+    from semisparse.bench.kernels import Measurement, Setting, Skipped, measure_layer
+    from semisparse.bench.machines import find_machine
+    from semisparse.bench.plot import plot_all
+    from semisparse.bench.roofline import candidates
+    from semisparse.bench.shapes import layer_shapes
+    from semisparse.bench.table import write_csv
+
     where = _device(device)
     chosen = candidates(words(formats), words(patterns))
     layers = [(name, layer) for name in shape_names(shapes) for layer in layer_shapes(name)]
@@ -92,6 +95,9 @@ def model(
     as_json: Json = False,
 ) -> None:
     """Time prefill and decode of a whole model, dense beside compressed."""
+    from semisparse.bench.model import Workload, load_model, measure_each, measure_model, random_model
+    from semisparse.bench.table import write_csv
+
     if (checkpoint is None) == (arch is None):
         raise InputError("bench model takes a model directory or --arch NAME, one of the two")
     where = _device(device)
@@ -133,6 +139,11 @@ def parallel(
 
     Example: `torchrun --nproc-per-node 2 -m semisparse.cli bench parallel --arch llama2-13b`
     """
+    from semisparse.bench.model import Workload
+    from semisparse.bench.parallel import is_first_rank, measure_parallel, ranks
+    from semisparse.bench.roofline import candidates
+    from semisparse.bench.table import write_csv
+
     if ranks() < 2:
         raise InputError("bench parallel measures several processes: start it with torchrun --nproc-per-node N -m ...")
     where, workload = _device(device), Workload(batch, prompt, new)
@@ -158,6 +169,9 @@ def machine(
     as_json: Json = False,
 ) -> None:
     """Measure this machine: bandwidth, peaks, and what a launch costs."""
+    from semisparse.bench.machine_facts import machine_facts
+    from semisparse.bench.table import write_csv
+
     found = machine_facts(_device(device))
     if out is not None:
         write_csv(out, found)
@@ -174,6 +188,11 @@ def compare_with_plan(
     as_json: Json = False,
 ) -> None:
     """Show how far the plan's predictions are from what was measured."""
+    from semisparse.bench.compare import compare, median_errors
+    from semisparse.bench.kernels import Measurement
+    from semisparse.bench.machines import find_machine
+    from semisparse.bench.table import read_csv
+
     found = compare(read_csv(results, Measurement), find_machine(gpu))
     errors = median_errors(found)
     if as_json:
@@ -203,11 +222,17 @@ def plot(
     out: Annotated[Path | None, typer.Option(help="The folder for the PNG files; the CSV's own by default.")] = None,
 ) -> None:
     """Draw the plots of a CSV again."""
+    from semisparse.bench.kernels import Measurement
+    from semisparse.bench.plot import plot_all
+    from semisparse.bench.table import read_csv
+
     for path in plot_all(read_csv(results, Measurement), out or results.parent):
         console.print(str(path))
 
 
 def _device(name: str) -> torch.device:
+    import torch
+
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name not in ("cpu", "cuda"):
@@ -218,6 +243,8 @@ def _device(name: str) -> torch.device:
 
 
 def _candidate(form: str, pattern: str | None) -> Candidate:
+    from semisparse.bench.roofline import candidates
+
     offered = [c for c in candidates([form], None if pattern is None else [pattern]) if c.format == form]
     if not offered:
         raise InputError(f"format {form} has no recipe with a pattern: give --pattern")

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from semisparse import api
 from semisparse.cli.output import bytes_text, console, print_json, print_table, progress_bar
+
+if TYPE_CHECKING:
+    from semisparse.api import CompressionReport
+
+RECIPES = ("slidesparse", "nm-spmm", "ec-spmv", "rheosparse", "gqsa")
+"""The built-in recipes, for the help text."""
 
 
 def compress(
     model: Annotated[Path, typer.Argument(help="A dense model directory (config.json, *.safetensors, tokenizer).")],
     recipe: Annotated[
-        str, typer.Option("--recipe", help=f"A YAML file, or one of: {', '.join(sorted(api.recipes()))}.")
+        str, typer.Option("--recipe", help=f"A YAML file, or one of: {', '.join(RECIPES)}.")
     ],
     out: Annotated[Path, typer.Option("--out", help="The directory to write; it must not exist.")],
     settings: Annotated[
@@ -42,6 +47,8 @@ def compress(
 
     Example: `semisparse compress model --recipe rheosparse --set pattern=16:32 --calib text.txt --out out`
     """
+    from semisparse import api
+
     try:
         with progress_bar(shown=not json) as bars:
             task = bars.add_task("reading the model", total=None)
@@ -71,7 +78,7 @@ def compress(
     _show(f"{model} to {out}", report)
 
 
-def _show(title: str, report: api.CompressionReport) -> None:
+def _show(title: str, report: CompressionReport) -> None:
     rows = [
         (
             layer["name"],

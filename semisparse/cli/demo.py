@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from semisparse import api
 from semisparse.cli.output import bytes_text, console, print_json, print_table, progress_bar
 from semisparse.demo import CALIBRATION, HELD_OUT, MODEL
 
@@ -36,6 +35,8 @@ def demo(
 
     Example: `semisparse demo`
     """
+    from semisparse import api
+
     with tempfile.TemporaryDirectory() as scratch, progress_bar(shown=not json) as bars:
         task = bars.add_task("dense", total=1 + len(RUNS))
         rows = [_measure("dense", MODEL)]
@@ -53,6 +54,8 @@ def demo(
 
 
 def _measure(name: str, model: Path) -> dict[str, Any]:
+    from semisparse import api
+
     found = api.inspect_directory(model)
     quality = api.evaluate(model, MODEL, HELD_OUT)
     text = api.generate(model, PROMPT, NEW_TOKENS)

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from semisparse import api
 from semisparse.cli.output import print_json, print_table, progress_bar
 
 
@@ -33,6 +32,8 @@ def evaluate(
 
     Example: `semisparse eval out --baseline model --text held-out.txt`
     """
+    from semisparse import api
+
     with progress_bar(shown=not json) as bars:
         task = bars.add_task("scoring", total=None)
         found = api.evaluate(

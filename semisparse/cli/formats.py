@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from semisparse.api import list_formats
 from semisparse.cli.output import print_json, print_table
 
 
@@ -17,6 +16,8 @@ def formats(
 
     Example: `semisparse formats`
     """
+    from semisparse.api import list_formats
+
     rows = list_formats()
     if json:
         print_json({"formats": rows})

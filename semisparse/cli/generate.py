@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from semisparse import api
 from semisparse.cli.output import console, print_json
 
 
@@ -21,6 +20,8 @@ def generate(
 
     Example: `semisparse generate out --prompt "Once upon a time" --max-new-tokens 100`
     """
+    from semisparse import api
+
     found = api.generate(model, prompt, max_new_tokens)
     if json:
         values = {"text": found.text, "new_tokens": found.new_tokens, "seconds": found.seconds}

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from semisparse.api import inspect_directory
 from semisparse.cli.output import bytes_text, print_json, print_table, progress_bar
 
 
@@ -20,6 +19,8 @@ def inspect(
 
     Example: `semisparse inspect out --verify`
     """
+    from semisparse.api import inspect_directory
+
     with progress_bar(shown=not json) as bars:
         task = bars.add_task("reading layers", total=None)
         found = inspect_directory(

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from semisparse.bench.machines import find_machine
-from semisparse.bench.plan import Plan, make_plan
-from semisparse.bench.roofline import candidates
-from semisparse.bench.shapes import layer_shapes
 from semisparse.cli.arguments import DTYPES, dtype_named, numbers, words
 from semisparse.cli.output import bytes_text, console, print_json, print_table
 from semisparse.errors import InputError
+
+if TYPE_CHECKING:
+    from semisparse.bench.plan import Plan
 
 
 def plan(
@@ -28,6 +27,11 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Predict what each format gains over dense on a machine, by the roofline model."""
+    from semisparse.bench.machines import find_machine
+    from semisparse.bench.plan import make_plan
+    from semisparse.bench.roofline import candidates
+    from semisparse.bench.shapes import layer_shapes
+
     if (model is None) == (shape is None):
         raise InputError("plan takes a model or --shape N,K, one of the two")
     made = make_plan(

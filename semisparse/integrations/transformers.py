@@ -1,4 +1,7 @@
-"""transformers: after ``import semisparse``, ``AutoModelForCausalLM.from_pretrained(dir)`` loads a compressed model."""
+"""transformers: after ``import semisparse``, ``AutoModelForCausalLM.from_pretrained(dir)`` loads a compressed model.
+
+Importing this module registers the checkpoint format.
+"""
 
 from __future__ import annotations
 
@@ -104,8 +107,6 @@ def mark_compressed(model: PreTrainedModel, block: Mapping[str, Any]) -> None:
     quantizer.postprocess_model(model)
 
 
-def register() -> None:
-    """Tell transformers about semisparse; calling it again changes nothing."""
-    if METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
-        register_quantization_config(METHOD)(SemisparseConfig)
-        register_quantizer(METHOD)(SemisparseQuantizer)
+if METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+    register_quantization_config(METHOD)(SemisparseConfig)
+    register_quantizer(METHOD)(SemisparseQuantizer)

@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from semisparse.errors import InputError
 from semisparse.formats.base import Packed, get_format
 from semisparse.nn.parts import first_rows, stacked_on_grain, unstacked
-from semisparse.nn.remembered import Remembered, Setting, note_version, setting_of
+from semisparse.nn.remembered import Remembered, Setting, setting_of
 from semisparse.nn.sparse_linear import SparseLinear
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -70,7 +69,10 @@ class JoinedLinear(SparseLinear):
     def _multiplied(self, x: Tensor, setting: Setting | None) -> Remembered:
         """Multiply for every layer, and remember it where that is safe."""
         whole = self.forward(x)
-        note_version(whole, x)
+        if torch.compiler.is_dynamo_compiling():
+            from semisparse.nn.traced import note_version
+
+            note_version(whole, x)
         found = Remembered(x, setting or (), whole, [False] * len(self.extents))
         self._remembered = None if setting is None or whole.requires_grad else found
         return found
@@ -215,4 +217,6 @@ def _joined_bias(layers: Sequence[SparseLinear], starts: Sequence[int], rows: in
 
 
 def _local(bias: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor  # imported with the first joined bias: it costs a second
+
     return (bias.to_local() if isinstance(bias, DTensor) else bias).detach()

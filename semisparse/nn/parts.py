@@ -8,14 +8,17 @@ the whole's pattern, of which a share of zeros counts over the whole.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from semisparse.errors import FormatError
 from semisparse.formats.base import Format, Packed, Params, TensorSpec, WeightSpec, get_format
-from semisparse.patterns import NM, Group, Pattern, Unstructured, VectorNM
+
+if TYPE_CHECKING:
+    from semisparse.patterns import Pattern
 
 
 def cut(packed: Packed, dim: int, start: int, stop: int) -> Packed:
@@ -42,7 +45,7 @@ def cut(packed: Packed, dim: int, start: int, stop: int) -> Packed:
     if grain and start % grain == 0 and (stop % grain == 0 or stop == size):
         return _sliced(form, packed, splits, dim, start, stop)
     try:
-        return _packed_anew([packed], dim, start, stop, _patterns_of_part(packed.pattern))
+        return _packed_anew([packed], dim, start, stop, packed.pattern.of_part())
     except FormatError as error:
         names = ("rows", "columns")[dim]
         raise FormatError(
@@ -237,13 +240,3 @@ def _packed_anew(parts: Sequence[Packed], dim: int, start: int, stop: int, patte
                 raise FormatError("packing it anew would round its weights a second time")
             return packed
     raise FormatError("it obeys no pattern that the format takes")
-
-
-def _patterns_of_part(pattern: Pattern) -> Iterator[Pattern]:
-    """Give what a part may be declared as: as the whole is or, where the cut breaks that, as what any weight obeys."""
-    yield pattern
-    yield Unstructured(0)
-    if isinstance(pattern, NM | VectorNM):
-        yield replace(pattern, keep=pattern.window)
-    if isinstance(pattern, Group):
-        yield replace(pattern, percent=0)

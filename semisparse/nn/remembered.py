@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._dynamo.comptime import ComptimeContext, comptime
 
 Setting = tuple[Any, ...]
 
@@ -28,13 +27,17 @@ class Remembered(NamedTuple):
         """Whether the product of x, made now, would be this one."""
         if self.x is not x or self.setting != setting:
             return False
-        return not torch.compiler.is_dynamo_compiling() or _is_of_this_trace(self.whole, x)
+        if not torch.compiler.is_dynamo_compiling():
+            return True
+        from semisparse.nn.traced import is_of_this_trace
+
+        return is_of_this_trace(self.whole, x)
 
 
 def setting_of(x: Tensor) -> Setting | None:
     """Give what must not have changed since a product was remembered; None if nobody can tell whether it has."""
     if torch.compiler.is_dynamo_compiling():
-        return ()  # `_is_of_this_trace` tells
+        return ()  # `traced.is_of_this_trace` tells
     if not isinstance(x, Tensor) or x.is_inference() or (torch.is_grad_enabled() and x.requires_grad):
         return None
     mode = x._version, torch.is_inference_mode_enabled(), torch.is_autocast_enabled(x.device.type)
@@ -42,42 +45,3 @@ def setting_of(x: Tensor) -> Setting | None:
         return mode
     # What one stream has written another must not read, and what is captured is not written yet.
     return *mode, torch.cuda.current_stream(x.device), torch.cuda.is_current_stream_capturing()
-
-
-# While a compiler traces, versions are those of the fake tensors it computes with, which only `comptime` lets see.
-
-_seen: dict[str, bool] = {}
-
-
-def note_version(whole: Tensor, x: Tensor) -> None:
-    """While a compiler traces, write on a product which version of its input it is of."""
-    if torch.compiler.is_dynamo_compiling():
-        comptime(_note_version)
-
-
-def _note_version(trace: ComptimeContext) -> None:
-    """Write on a product which version of its input it is of."""
-    whole: Any = trace.get_local("whole").as_fake()
-    whole.version_of_x = _version_of_x(trace)
-
-
-def _compare_version(trace: ComptimeContext) -> None:
-    """See whether a product was made in this trace, and of an input that was not written since."""
-    noted = getattr(trace.get_local("whole").as_fake(), "version_of_x", None)
-    _seen["unchanged"] = noted == _version_of_x(trace)
-
-
-def _version_of_x(trace: ComptimeContext) -> int:
-    x: Any = trace.get_local("x").as_fake()
-    return int(x._version)
-
-
-def _is_of_this_trace(whole: Tensor, x: Tensor) -> bool:
-    """Say whether a product was traced in this graph, of what x still is."""
-    comptime(_compare_version)
-    return _unchanged()
-
-
-@torch.compiler.assume_constant_result
-def _unchanged() -> bool:
-    return _seen.pop("unchanged")

@@ -70,6 +70,17 @@ class Pattern(ABC):
     def violation(self, nonzero: Tensor) -> str | None:
         """Say where ``nonzero`` ([N, K] bool) first breaks the pattern, or None if it obeys."""
 
+    def unrestricted(self) -> Pattern | None:
+        """Return the pattern of the same family that every weight obeys; None if the family has none."""
+        return None
+
+    def of_part(self) -> tuple[Pattern, ...]:
+        """Return what a part of a weight may be declared as: as the whole or, where the cut breaks that, as any weight."""
+        from semisparse.patterns.unstructured import Unstructured  # a Pattern itself
+
+        loosest = self.unrestricted()
+        return (self, Unstructured(0), *([] if loosest is None else [loosest]))
+
     def check(self, weight: Tensor) -> None:
         """Raise unless ``weight`` ([N, K], any dtype) obeys the pattern.
 

@@ -55,6 +55,9 @@ class Group(Pattern):
         moved = self._over_groups.shifted(steps, self._groups(shape))
         return replace(self, percent=moved.percent) if moved else None
 
+    def unrestricted(self) -> Group:
+        return replace(self, percent=0)
+
     def mask(self, scores: Tensor) -> Tensor:
         columns = scores.shape[1]
         members = blocks_along(torch.ones_like(scores[:1]), self.size, dim=1).sum(-1)

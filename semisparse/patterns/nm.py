@@ -57,6 +57,9 @@ class NM(Pattern):
         keep = self.keep + steps
         return NM(keep, self.window) if 1 <= keep <= self.window else None
 
+    def unrestricted(self) -> NM:
+        return NM(self.window, self.window)
+
     def mask(self, scores: Tensor) -> Tensor:
         columns = scores.shape[1]
         whole = columns - columns % self.window

@@ -54,6 +54,9 @@ class VectorNM(Pattern):
         moved = self._along_k.shifted(steps, shape)
         return replace(self, keep=moved.keep) if moved else None
 
+    def unrestricted(self) -> VectorNM:
+        return replace(self, keep=self.window)
+
     def mask(self, scores: Tensor) -> Tensor:
         vectors = blocks_along(scores, self.length, dim=0).sum(1)
         return self._along_k.mask(vectors).repeat_interleave(self.length, dim=0)[: scores.shape[0]]

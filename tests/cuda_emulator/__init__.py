@@ -68,7 +68,8 @@ class EmulatedKernel:
         self.names = [name for name, _ in parameters]
         self.types = [C_TYPES[code] for _, code in parameters]
         self.shared = build.shared
-        clustered = "__cluster_dims__(" in build.source.read_text()
+        head = rf"__cluster_dims__\([^{{}};]*\b{build.name}\("
+        clustered = re.search(head, build.source.read_text()) is not None
         self.cluster = int(dict(build.defines)["CLUSTER"]) if clustered else 1
         self.launch = _library(build.source, build.defines, build.name).launch
         self.launch.restype = ctypes.c_char_p

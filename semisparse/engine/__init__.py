@@ -1,0 +1,1 @@
+"""Running models: static cache, captured decode step, sampling."""

@@ -1,0 +1,54 @@
+"""Registering with transformers once it is imported, so that ``import semisparse`` alone costs no import of torch."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+TRIGGER = "transformers.quantizers.auto"
+"""The module of transformers that holds the registry of quantisation methods."""
+
+REGISTRAR = "semisparse.integrations.transformers"
+"""Importing it registers the checkpoint format."""
+
+
+def register_with_transformers() -> None:
+    """Register now if transformers' registry is there, else as soon as it is imported; again changes nothing."""
+    if TRIGGER in sys.modules:
+        importlib.import_module(REGISTRAR)
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the registry's module as the other finders do, and has it followed by ours."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != TRIGGER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    """Loads a module by another loader, then registers."""
+
+    def __init__(self, loader: importlib.abc.Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        importlib.import_module(REGISTRAR)
