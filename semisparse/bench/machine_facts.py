@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,9 @@ from semisparse.bench.timing import Timing, time_calls, time_eager
 from semisparse.formats import get_format, linear
 from semisparse.nn import SparseLinear
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.launch import CudaKernel
+from semisparse.runtime.kernel import CudaSource
 from semisparse.runtime.measure import measured_rates
-from semisparse.runtime.nvrtc import CudaSource, compile_cubin, unavailable
+from semisparse.runtime.nvrtc import unavailable
 
 SOURCE = CudaSource(Path(__file__).with_name("launch.cu"))
 
@@ -45,7 +44,7 @@ def machine_facts(device: torch.device) -> list[Fact]:
     facts = device_facts(device)
     rates = measured_rates(device)
     found = [
-        ("processors", facts.processors, "count"),
+        ("SMs" if facts.kind == "cuda" else "threads", facts.sms, "count"),
         ("last-level cache", facts.cache_bytes / 1e6, "MB"),
         ("memory", facts.memory_bytes / 1e9, "GB"),
         ("read bandwidth", rates.read_bandwidth / 1e12, "TB/s"),
@@ -58,18 +57,17 @@ def machine_facts(device: torch.device) -> list[Fact]:
 
 def _launch_costs(device: torch.device) -> Iterator[tuple[str, Timing]]:
     if unavailable() is None:
-        cubin = compile_cubin(SOURCE.path, device_facts(device).arch)
-        nothing = CudaKernel(cubin, "semisparse_nothing", ())
-        copy = CudaKernel(cubin, "semisparse_copy", (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int))
+        nothing = SOURCE.build("semisparse_nothing").load(device)
+        copy = SOURCE.build("semisparse_copy").load(device)
         source, target = torch.ones(COUNT, device=device), torch.empty(COUNT, device=device)
         grid = (COUNT // 256, 1, 1)
 
         def launch_nothing() -> torch.Tensor:
-            nothing(device, (1, 1, 1), 32)
+            nothing((1, 1, 1), 32)
             return target
 
         def launch_copy() -> torch.Tensor:
-            copy(device, grid, 256, source.data_ptr(), target.data_ptr(), COUNT)
+            copy(grid, 256, source=source, target=target, count=COUNT)
             return target
 
         yield "launch in a graph, empty kernel", time_calls([launch_nothing] * NODES, device)

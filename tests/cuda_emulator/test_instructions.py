@@ -10,7 +10,7 @@ from torch import Tensor
 from semisparse.runtime.kernel import CudaSource
 from tests.cuda_emulator import EmulatedKernel, adverse, needs_compiler
 
-SOURCE = CudaSource(Path(__file__).with_name("instructions.cu"))
+SOURCE = CudaSource(Path(__file__).parent / "kernels" / "instructions.cu")
 
 RUNS = [
     pytest.param("early", marks=needs_compiler),

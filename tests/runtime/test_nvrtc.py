@@ -8,7 +8,8 @@ import pytest
 import semisparse
 from semisparse.errors import KernelError
 from semisparse.runtime import includes, nvrtc
-from semisparse.runtime.nvrtc import ARCHITECTURES, CudaSource, compile_cubin
+from semisparse.runtime.kernel import ARCHITECTURES, CudaSource
+from semisparse.runtime.nvrtc import compile_cubin
 
 ROOT = Path(semisparse.__file__).parent
 
@@ -16,7 +17,7 @@ needs_compiler = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=f"NV
 
 
 def declared_sources() -> list[CudaSource]:
-    modules = [path for path in ROOT.rglob("*.py") if "CudaSource(" in path.read_text() and path.name != "nvrtc.py"]
+    modules = [path for path in ROOT.rglob("*.py") if "CudaSource(" in path.read_text() and path != ROOT / "runtime" / "kernel.py"]
     names = [".".join(path.relative_to(ROOT.parent).with_suffix("").parts) for path in modules]
     return [source for name in names for source in importlib.import_module(name).SOURCES]
 

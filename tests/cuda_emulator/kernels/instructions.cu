@@ -22,6 +22,8 @@
 #define CLUSTER 1
 #endif
 
+extern __shared__ __align__(1024) uint4 shared[];
+
 // Fragments are [32 lanes, words].
 extern "C" __global__ void instruction_mma(const Word* a, const Word* b, float* d) {
     const int lane = threadIdx.x;
@@ -43,7 +45,6 @@ extern "C" __global__ void instruction_mma_8_bits(const Word* a, const Word* b, 
 
 // from: [4 matrices, 8 rows, 8] of 16 bits; to: [32 lanes, 4 words]; back: as from, stored from what was loaded.
 extern "C" __global__ void instruction_ldmatrix(const uint4* from, Word* to, uint4* back) {
-    extern __shared__ uint4 shared[];
     const int lane = threadIdx.x;
     shared[lane] = from[lane];
     __syncwarp();
@@ -77,7 +78,6 @@ extern "C" __global__ void instruction_cvt(const float* from, unsigned short* to
 
 // to: [32, 8 words]: 16 bytes of which 4 * (lane % 5) are read, then 8 and 4 bytes.
 extern "C" __global__ void instruction_cp_async(const uint4* from, uint4* to) {
-    extern __shared__ uint4 shared[];
     const int lane = threadIdx.x;
     const Word at = smem_address(shared + 2 * lane);
     cp_async_16(at, from + lane, 4 * (lane % 5));
@@ -93,7 +93,7 @@ extern "C" __global__ void instruction_cp_async(const uint4* from, uint4* to) {
 
 // Each CTA of a cluster sends its 64 words to all. to: [CTAs, CLUSTER * 64].
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) instruction_bulk(const Word* from, Word* to) {
-    extern __shared__ __align__(16) Word shared[];  // CLUSTER * 64 words, then an mbarrier
+    // CLUSTER * 64 words, then an mbarrier.
     const Word base = smem_address(shared), full = base + CLUSTER * 256;
     if (threadIdx.x == 0) {
         mbarrier_init(full, 1);
@@ -104,7 +104,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) instruction_bulk(cons
     if (threadIdx.x == 0)
         cp_async_bulk_multicast(base + cluster_ctarank() * 256, from + blockIdx.x * 64, 256, full, (1 << CLUSTER) - 1);
     mbarrier_wait_parity(full, 0);
-    for (int i = threadIdx.x; i < CLUSTER * 64; i += 32) to[blockIdx.x * CLUSTER * 64 + i] = shared[i];
+    for (int i = threadIdx.x; i < CLUSTER * 64; i += 32) to[blockIdx.x * CLUSTER * 64 + i] = reinterpret_cast<const Word*>(shared)[i];
     barrier_cluster_sync();
 }
 
@@ -125,7 +125,6 @@ extern "C" __global__ void instruction_order(int* counter, int* to) {
 // a: [128 threads, 4 words], a fragment of [64, 16] per warpgroup; b: [COLUMNS, 64] of 16 bits, of which columns 16 * step and on
 // are multiplied, in 128-byte swizzle; d: [128, COLUMNS / 2].
 extern "C" __global__ void instruction_wgmma(const Word* a, const uint4* b, float* d, int step, int scale) {
-    extern __shared__ __align__(1024) uint4 shared[];
     const int thread = threadIdx.x;
     for (int i = thread; i < COLUMNS * 8; i += 128) shared[i / 8 * 8 + (i % 8 ^ i / 8 % 8)] = b[i];
     fence_proxy_async();
@@ -146,7 +145,6 @@ extern "C" __global__ void instruction_wgmma(const Word* a, const uint4* b, floa
 
 // a: [128, 4 words], the kept half of [64, 32]; metadata: [128]; b: [32, 128] of 16 bits; d: [128, 64].
 extern "C" __global__ void instruction_wgmma_sparse_registers(const Word* a, const Word* metadata, const uint4* b, float* d) {
-    extern __shared__ __align__(1024) uint4 shared[];
     const int thread = threadIdx.x;
     for (int i = thread; i < 32 * 16; i += 128) {
         const int row = i / 16, unit = i % 16;
@@ -172,7 +170,6 @@ extern "C" __global__ void instruction_wgmma_sparse_registers(const Word* a, con
 // a: [64 rows, 32 bytes], the kept half of 64 bytes of K, without swizzle; b: [COLUMNS, 128 bytes], of which the first 64 are
 // multiplied, in 128-byte swizzle; metadata: [128]; d: [128, COLUMNS / 2].
 extern "C" __global__ void instruction_wgmma_sparse(const uint4* a, const Word* metadata, const uint4* b, ACCUMULATOR* d) {
-    extern __shared__ __align__(1024) uint4 shared[];
     const int thread = threadIdx.x;
     uint4* weights = shared + COLUMNS * 8;
     for (int i = thread; i < COLUMNS * 8; i += 128) shared[i / 8 * 8 + (i % 8 ^ i / 8 % 8)] = b[i];
