@@ -6,7 +6,7 @@ from semisparse.api.packing import pack
 from semisparse.api.recipe import read_recipe, recipes
 from semisparse.checkpoint import inspect_directory
 from semisparse.formats import linear
-from semisparse.formats.availability import list_formats
+from semisparse.api.availability import list_formats
 from semisparse.integrations.loading import load, load_tokenizer
 
 __all__ = [

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from semisparse.compress import Recipe, read_yaml
+from semisparse.compress import Recipe, parse_settings, read_yaml
 from semisparse.errors import RecipeError
 from semisparse.formats import registry
-from semisparse.formats.base import get_format
+from semisparse.formats.base import format_names, get_format
 from semisparse.patterns import Pattern, parse_pattern
 
 
@@ -27,20 +27,18 @@ def read_recipe(recipe: str | Path | Recipe, settings: Sequence[str] = ()) -> Re
     Raises:
         RecipeError: unknown name, key or value; lists the known ones.
     """
+    changes = parse_settings(settings)
     if isinstance(recipe, Recipe):
-        found = recipe
-    elif str(recipe) in recipes():
-        found = Recipe.read(recipes()[str(recipe)])
-    elif Path(recipe).suffix in (".yaml", ".yml") or Path(recipe).is_file():
-        found = read_yaml(recipe)
+        found = recipe.with_changes(changes, _own_keys({"format": recipe.format} | changes))
     else:
-        raise RecipeError(f"unknown recipe {str(recipe)!r}; known: {', '.join(sorted(recipes()))}, or a YAML file")
-    found = found.with_settings(settings)
+        written = _written(recipe)
+        own = _own_keys(written | changes)
+        found = Recipe.read(written, own).with_changes(changes, own)
     if found.format != "auto":
         reason = get_format(found.format).accepts(parse_pattern(found.pattern))
         if reason:
             raise RecipeError(f"format {found.format} cannot store pattern {found.pattern}: {reason}")
-    rounding = pack_options(found)
+    rounding = {} if found.quant == "none" else {"kind": found.quant}
     able = [form.name for form in registry().values() if rounding in form.variants]
     if found.format not in able and (rounding or found.format != "auto"):
         raise RecipeError(
@@ -49,9 +47,24 @@ def read_recipe(recipe: str | Path | Recipe, settings: Sequence[str] = ()) -> Re
     return found
 
 
-def pack_options(plan: Recipe) -> dict[str, str]:
-    """Give the options that a recipe's format packs with."""
-    return {} if plan.quant == "none" else {"kind": plan.quant}
+def _written(recipe: str | Path) -> dict[str, Any]:
+    """Return the keys and values of a recipe by name, or of a YAML file."""
+    if str(recipe) in recipes():
+        return dict(recipes()[str(recipe)])
+    if Path(recipe).suffix in (".yaml", ".yml") or Path(recipe).is_file():
+        return read_yaml(recipe)
+    raise RecipeError(f"unknown recipe {str(recipe)!r}; known: {', '.join(sorted(recipes()))}, or a YAML file")
+
+
+def _own_keys(written: Mapping[str, Any]) -> Mapping[str, Sequence[str | int]]:
+    """Return the keys that a recipe's format adds."""
+    name = written.get("format", "auto")
+    return get_format(name).options if name in format_names() else {}
+
+
+def pack_options(plan: Recipe) -> dict[str, str | int]:
+    """Return the options that a recipe's format packs with."""
+    return dict(plan.options) | ({} if plan.quant == "none" else {"kind": plan.quant})
 
 
 def can_store(plan: Recipe, pattern: Pattern) -> bool:

@@ -3,7 +3,7 @@
 from semisparse.compress.calibration import calibration_batches
 from semisparse.compress.journal import Journal, fingerprint
 from semisparse.compress.pipeline import compress_blocks
-from semisparse.compress.recipe import Recipe, read_yaml
+from semisparse.compress.recipe import Recipe, parse_settings, read_yaml
 from semisparse.compress.report import LayerReport, Progress
 from semisparse.compress.tune import Trained
 
@@ -16,5 +16,6 @@ __all__ = [
     "calibration_batches",
     "compress_blocks",
     "fingerprint",
+    "parse_settings",
     "read_yaml",
 ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,12 @@ KNOWN_VALUES: dict[str, tuple[str, ...]] = {
     "target": ("residual", "local"),
 }
 """The values of each key that has a fixed choice; a new stage adds its name here."""
+
+Options = Mapping[str, Sequence[str | int]]
+"""A format's own keys, each with its values; () for any whole number."""
+
+MAX_YAML_BYTES = 1 << 16
+"""Of a recipe file."""
 
 COUNTS = ("search_tokens", "search_effort", "search_banks", "tune_epochs")
 """The keys that are whole numbers."""
@@ -62,6 +68,7 @@ class Recipe:
             best that it has found. Each costs as much as pruning.
         tune_epochs: passes of a tuning over the calibration tokens, at most.
         tune_rate: its learning rate, as a share of a layer's root mean square weight.
+        options: what the format packs with beside these, such as ``delta_bits``; each its own key when it is set.
 
     Raises:
         RecipeError: a value is not known.
@@ -83,6 +90,7 @@ class Recipe:
     search_banks: int = 1
     tune_epochs: int = 10
     tune_rate: float = 0.03
+    options: tuple[tuple[str, str | int], ...] = ()
 
     def __post_init__(self) -> None:
         for key, known in KNOWN_VALUES.items():
@@ -116,66 +124,118 @@ class Recipe:
         return GROUP_KINDS.get(self.quant, 0)
 
     @classmethod
-    def read(cls, mapping: Mapping[str, Any]) -> Recipe:
+    def read(cls, mapping: Mapping[str, Any], options: Options | None = None) -> Recipe:
         """Make a recipe of keys and values, as a YAML file or `to_dict` gives them; keys left out keep their defaults.
 
+        Args:
+            mapping: the keys and values.
+            options: the format's own keys.
         Raises:
             RecipeError: a key or a value is not known.
         """
-        return cls(**_checked(mapping))
+        return cls().with_changes(mapping, options)
 
-    def with_settings(self, settings: Iterable[str]) -> Recipe:
-        """Change some keys, each written ``key=value`` (the value as in YAML: a scalar or ``[a, b]``).
+    def with_changes(self, changes: Mapping[str, Any], options: Options | None = None) -> Recipe:
+        """Change some keys; ``prune=none`` takes the recipe's stages away that need the dense model.
 
-        ``prune=none`` takes the recipe's stages away that need the dense model.
-
+        Args:
+            changes: keys and values, as `parse_settings` or a YAML file gives them.
+            options: the format's own keys.
         Raises:
-            RecipeError: a setting is not so written, or a key or a value is not known.
+            RecipeError: a key or a value is not known.
         """
-        changes = {}
-        for setting in settings:
-            key, equals, value = setting.partition("=")
-            if not equals:
-                raise RecipeError(f"setting {setting!r} is not written key=value")
-            changes[key.strip()] = _parse_yaml(value, f"setting {setting!r}")
-        left_out = dict.fromkeys(NEEDS_DENSE, "none") if changes.get("prune") == "none" else {}
-        return Recipe(**{**asdict(self), **left_out, **_checked(changes)})
+        own = {} if options is None else options
+        known = [field.name for field in fields(Recipe) if field.name != "options"]
+        changed: dict[str, Any] = {}
+        packing = dict(self.options)
+        for key, value in changes.items():
+            if key == "options" and isinstance(value, Mapping):
+                packing |= {name: _option(name, each, own) for name, each in value.items()}
+            elif key in known:
+                changed[key] = _typed(key, value)
+            else:
+                packing[key] = _option(key, value, own)
+        left_out = dict.fromkeys(NEEDS_DENSE, "none") if changed.get("prune") == "none" else {}
+        return replace(self, **{**left_out, **changed}, options=tuple(sorted(packing.items())))
+
+    def with_settings(self, settings: Iterable[str], options: Options | None = None) -> Recipe:
+        """Change some keys, each written ``key=value``, as `with_changes` does."""
+        return self.with_changes(parse_settings(settings), options)
 
     def to_dict(self) -> dict[str, Any]:
-        """Give the recipe as plain JSON values; `read` makes an equal recipe of them."""
-        return {**asdict(self), "ignore": list(self.ignore)}
+        """Return the recipe as plain JSON values; `read` makes an equal recipe of them."""
+        values = {**asdict(self), "ignore": list(self.ignore), "options": dict(self.options)}
+        return values if self.options else {key: value for key, value in values.items() if key != "options"}
 
 
-def read_yaml(path: str | Path) -> Recipe:
-    """Read a recipe from a YAML file of keys and values.
+def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
+    """Read settings written ``key=value``; the value is text, or a YAML list or mapping in brackets.
 
     Raises:
-        RecipeError: the file cannot be read, is not a YAML mapping, or has an unknown key or value.
+        RecipeError: a setting is not so written.
+    """
+    changes = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise RecipeError(f"setting {setting!r} is not written key=value")
+        # Outside of brackets the value is taken as it is written: in YAML *.mlp.experts would be an alias.
+        brackets = value.lstrip()[:1] in ("[", "{")
+        changes[key.strip()] = _parse_yaml(value, f"setting {setting!r}") if brackets else value.strip()
+    return changes
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """Read a recipe's keys and values from a YAML file.
+
+    Raises:
+        RecipeError: the file cannot be read, is too large, or is no plain YAML mapping.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        with Path(path).open("rb") as file:
+            content = file.read(MAX_YAML_BYTES + 1)
+        text = content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"cannot read the recipe {path}: {error}") from error
+    if len(content) > MAX_YAML_BYTES:
+        raise RecipeError(f"the recipe {path} is larger than {MAX_YAML_BYTES} bytes")
     found = _parse_yaml(text, f"recipe {path}")
     if not isinstance(found, dict):
         raise RecipeError(f"recipe {path} holds no key: value lines")
-    return Recipe.read(found)
+    return found
+
+
+class _PlainLoader(yaml.BaseLoader):
+    """YAML with every scalar as text (by YAML 1.1's own rules ``2:4`` is the base-60 number 124) and without aliases."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases (*name) are not read; write a pattern that begins with * in quotes")
+        return super().compose_node(parent, index)
 
 
 def _parse_yaml(text: str, what: str) -> Any:
-    """Parse YAML with every scalar as text: by YAML 1.1's own rules ``2:4`` would be the base-60 number 124."""
     try:
-        return yaml.load(text, yaml.BaseLoader)
+        return yaml.load(text, _PlainLoader)
     except yaml.YAMLError as error:
         raise RecipeError(f"{what} is not valid YAML: {error}") from error
+    except RecursionError as error:
+        raise RecipeError(f"{what} is nested too deeply") from error
 
 
-def _checked(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    known = [field.name for field in fields(Recipe)]
-    for key in mapping:
-        if key not in known:
-            raise RecipeError(f"unknown recipe key {key!r}; the known keys are: {', '.join(known)}")
-    return {key: _typed(key, value) for key, value in mapping.items()}
+def _option(key: str, value: Any, options: Options) -> str | int:
+    """Read the value of one of a format's own keys."""
+    if key not in options:
+        known = [field.name for field in fields(Recipe) if field.name != "options"]
+        raise RecipeError(f"unknown recipe key {key!r}; the known keys are: {', '.join([*known, *options])}")
+    allowed = options[key]
+    for choice in allowed:
+        if value == choice or value == str(choice):
+            return choice
+    if not allowed and str(value).isdecimal():
+        return int(value)
+    kind = f"one of: {', '.join(map(str, allowed))}" if allowed else "a whole number"
+    raise RecipeError(f"recipe key {key!r} is {value!r}; it is {kind}")
 
 
 def _typed(key: str, value: Any) -> Any:
