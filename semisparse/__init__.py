@@ -7,6 +7,8 @@ nothing heavy, initialises no CUDA and compiles nothing.
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from semisparse.errors import SemisparseError
@@ -22,7 +24,7 @@ register_with_transformers()
 __all__ = ["CompressionReport", "SemisparseError", "__version__", "compress", "join_layers", "linear", "load", "pack"]
 
 HOMES = {
-    **dict.fromkeys(("CompressionReport", "compress", "linear", "load", "pack"), "semisparse.api"),
+    **dict.fromkeys(("CompressionReport", "linear", "load", "pack"), "semisparse.api"),
     "join_layers": "semisparse.nn",
 }
 """The modules of the public names, which are imported when a name is first used."""
@@ -37,3 +39,19 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """This package, in which ``compress`` is the function also once the subpackage of that name has been imported."""
+
+    @property
+    def compress(self) -> Any:
+        return importlib.import_module("semisparse.api").compress
+
+    @compress.setter
+    def compress(self, subpackage: ModuleType) -> None:
+        """Leave the name to the function; the import system sets it to the subpackage."""
+
+
+if not TYPE_CHECKING:
+    sys.modules[__name__].__class__ = _Package

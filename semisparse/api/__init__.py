@@ -1,12 +1,12 @@
 """The Python entry points, where compression meets formats."""
 
+from semisparse.api.availability import list_formats
 from semisparse.api.compression import CompressionReport, compress
+from semisparse.api.inspecting import inspect_directory
 from semisparse.api.measuring import evaluate, generate
 from semisparse.api.packing import pack
 from semisparse.api.recipe import read_recipe, recipes
-from semisparse.checkpoint import inspect_directory
 from semisparse.formats import linear
-from semisparse.api.availability import list_formats
 from semisparse.integrations.loading import load, load_tokenizer
 
 __all__ = [

@@ -67,7 +67,7 @@ def load_model(directory: Path, device: torch.device) -> PreTrainedModel:
     """
     if not (directory / "config.json").is_file():
         raise InputError(f"{directory} is no model directory: it has no config.json")
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto").eval()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", trust_remote_code=False).eval()
     if device.type == "cuda":
         join_layers(model)
     return model.to(device)

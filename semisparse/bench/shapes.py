@@ -96,7 +96,7 @@ def _config_of(directory: Path) -> PretrainedConfig:
         known = ", ".join(ARCHITECTURES)
         raise InputError(f"{directory} is no model directory (no config.json), no N,K and none of: {known}")
     try:
-        config = AutoConfig.from_pretrained(directory)
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except (ValueError, OSError, KeyError) as error:
         raise InputError(f"{directory}/config.json cannot be read: {error}") from error
     if hasattr(config, "quantization_config"):
@@ -107,7 +107,7 @@ def _config_of(directory: Path) -> PretrainedConfig:
 def _linears(config: PretrainedConfig) -> list[tuple[str, int, int]]:
     """Name, N and K of every linear layer, from a model without memory."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     head = model.get_output_embeddings()
     layers = [(name, module) for name, module in model.named_modules() if is_linear(module) and module is not head]
     return [(name, *weight_of(module).shape) for name, module in layers]

@@ -1,4 +1,4 @@
-"""Reading a model directory from a stranger: present, whole and consistent before anything is loaded."""
+"""Reading an untrusted model directory: present, whole and consistent before anything is loaded."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _weight_files(path: Path) -> list[Path]:
         weight_map = _read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{index} has no weight_map")
-        return sorted({path / Path(str(file)).name for file in weight_map.values()})
+        return sorted({path / _file_inside(index, file) for file in weight_map.values()})
     single = path / "model.safetensors"
     if single.is_file():
         return [single]
@@ -161,6 +161,13 @@ def _weight_files(path: Path) -> list[Path]:
             "convert it with transformers' save_pretrained"
         )
     raise CheckpointError(f"{path} holds no model.safetensors")
+
+
+def _file_inside(index: Path, name: Any) -> str:
+    """Return a file name of an index, unless it leads out of the directory."""
+    if not isinstance(name, str) or name in ("", ".", "..") or set(name) & set("/\\\0"):
+        raise CheckpointError(f"{index} names the file {name!r}, expected a file of the directory itself")
+    return name
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def inspect_directory(
         progress: called with (layers done, all layers).
     Returns:
         ``layers`` (name, format, pattern, shape, density, bits_per_weight, bytes, error, outcome; the last two and the
-        pattern are None where nothing was compressed), ``bytes`` of all tensors, ``layer_bytes`` and
+        pattern are None where nothing was compressed; density is what config.json says of compressed layers), ``bytes`` of all tensors, ``layer_bytes`` and
         ``bits_per_weight`` of the compressed layers, and ``verified``.
     Raises:
         CheckpointError: the directory is incomplete or corrupted.
@@ -39,7 +39,9 @@ def inspect_directory(
     compressed, others = [], []
     total = len(directory.layers) + len(dense)
     for name in directory.layers:
-        compressed.append(_packed_row(name, directory.packed(name), entries[name], verify))
+        if verify:
+            _validate(name, directory.packed(name))
+        compressed.append(_packed_row(name, directory.layers[name], entries[name]))
         if progress:
             progress(len(compressed), total)
     for name in dense:
@@ -57,20 +59,21 @@ def inspect_directory(
     }
 
 
-def _packed_row(name: str, packed: Packed, entry: Mapping[str, Any], verify: bool) -> dict[str, Any]:
+def _validate(name: str, packed: Packed) -> None:
     try:
-        if verify:
-            get_format(packed.spec.format).validate(packed)
-        weight = packed.unpack()
+        get_format(packed.spec.format).validate(packed)
     except (SemisparseError, RuntimeError, IndexError) as error:
-        hint = "" if verify else " (run inspect --verify for the reason)"
-        raise CheckpointError(f"layer {name} is corrupted: {error}{hint}") from error
+        raise CheckpointError(f"layer {name} is corrupted: {error}") from error
+
+
+def _packed_row(name: str, packed: Packed, entry: Mapping[str, Any]) -> dict[str, Any]:
+    density = entry.get("density")
     return {
         "name": name,
         "format": packed.spec.format,
         "pattern": str(packed.pattern),
         "shape": list(packed.shape),
-        "density": _density(weight),
+        "density": density if isinstance(density, float | int) else None,
         "bits_per_weight": packed.bits_per_weight,
         "bytes": packed.nbytes,
         "error": entry.get("error"),

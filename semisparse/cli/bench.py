@@ -41,7 +41,7 @@ def kernels(
     as_json: Json = False,
 ) -> None:
     """Time every kernel on every shape, beside dense and beside its floor."""
-    from semisparse.bench.kernels import Measurement, Setting, Skipped, measure_layer
+    from semisparse.bench.kernels import Measurement, Setting, measure_layer
     from semisparse.bench.machines import find_machine
     from semisparse.bench.plot import plot_all
     from semisparse.bench.roofline import candidates

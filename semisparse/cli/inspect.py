@@ -35,7 +35,7 @@ def inspect(
             layer["format"],
             layer["pattern"] or "",
             "x".join(map(str, layer["shape"])),
-            f"{layer['density']:.4f}",
+            "" if layer["density"] is None else f"{layer['density']:.4f}",
             f"{layer['bits_per_weight']:.3f}",
             bytes_text(layer["bytes"]),
         )

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-TRIGGER = "transformers.quantizers.auto"
-"""The module of transformers that holds the registry of quantisation methods."""
+TRIGGER = "transformers.modeling_utils"
+"""The module of transformers that every model needs; the registry of quantisation methods is imported before it ends."""
 
 REGISTRAR = "semisparse.integrations.transformers"
 """Importing it registers the checkpoint format."""
 
 
 def register_with_transformers() -> None:
-    """Register now if transformers' registry is there, else as soon as it is imported; again changes nothing."""
+    """Register now if transformers' models are imported, else as soon as they are; again changes nothing."""
     if TRIGGER in sys.modules:
         importlib.import_module(REGISTRAR)
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -26,7 +26,7 @@ def register_with_transformers() -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the registry's module as the other finders do, and has it followed by ours."""
+    """Finds the module as the other finders do, and has it followed by ours."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None

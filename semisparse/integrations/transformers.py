@@ -53,6 +53,7 @@ class SemisparseQuantizer(HfQuantizer):
         layers = read_block(self.quantization_config.to_dict())
         files = [Path(file) for file in checkpoint_files or ()]
         if files:
+            _refuse_files_elsewhere(files)
             check_headers(layers, read_headers(files))
             read_ahead(files)
         for name, packed in layers.items():
@@ -88,6 +89,14 @@ class SemisparseQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _refuse_files_elsewhere(files: list[Path]) -> None:
+    """Refuse an index that leads out of the model's directory; transformers follows it."""
+    if any(".." in file.parts for file in files) or len({file.parent for file in files}) > 1:
+        raise CheckpointError(
+            f"the checkpoint's index names files of several directories: {', '.join(sorted(map(str, files)))}"
+        )
 
 
 def sparse_layers(model: nn.Module) -> dict[str, SparseLinear]:

@@ -1,4 +1,4 @@
-"""Directories from strangers, and writing whole ones."""
+"""Untrusted directories, and writing whole ones."""
 
 import errno
 import json
@@ -47,8 +47,9 @@ def spoil_index(d: Path) -> None:
 
 
 def spoil_index_outside(d: Path) -> None:
-    """A file name that leads out of the directory must not be followed."""
+    """A file name that leads out of the directory must not be followed, nor pass for a decoy of its name inside."""
     save_file({"a": torch.zeros(1)}, d.parent / "outside.safetensors")
+    save_file({"a": torch.zeros(1)}, d / "outside.safetensors")
     (d / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../outside.safetensors"}}))
 
 
@@ -64,7 +65,7 @@ def spoil_index_outside(d: Path) -> None:
         (spoil_pickle, "a pickle; semisparse reads safetensors only"),
         (spoil_disguised_pickle, "truncated or not a safetensors file"),
         (spoil_index, "model-00002.safetensors is missing"),
-        (spoil_index_outside, "model/outside.safetensors is missing"),
+        (spoil_index_outside, "expected a file of the directory itself"),
     ],
 )
 def test_a_broken_directory_is_refused_with_a_sentence(directory: Path, spoil, sentence: str):

@@ -1,10 +1,10 @@
 """Activations lifted into tiles, and read back from them."""
 
 import torch
+from semisparse.runtime.launch import address
 from torch import Tensor
 
 from semisparse.formats.slide24 import cuda_lift
-from semisparse.runtime.launch import address
 
 
 def lifted(
