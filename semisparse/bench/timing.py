@@ -40,9 +40,7 @@ class Timing:
 def rotating_copies(packed: Packed, cache_bytes: int) -> list[Packed]:
     """Copy a packed weight until the copies outgrow the cache `CACHES` times, or there are `MOST_COPIES`."""
     count = min(MOST_COPIES, max(2, -(-CACHES * cache_bytes // packed.nbytes)))
-    copies = [
-        Packed(packed.spec, {name: t.clone() for name, t in packed.tensors.items()}) for _ in range(count - 1)
-    ]
+    copies = [Packed(packed.spec, {name: t.clone() for name, t in packed.tensors.items()}) for _ in range(count - 1)]
     return [packed, *copies]
 
 

@@ -24,8 +24,8 @@ def inspect_directory(
         progress: called with (layers done, all layers).
     Returns:
         ``layers`` (name, format, pattern, shape, density, bits_per_weight, bytes, error, outcome; the last two and the
-        pattern are None where nothing was compressed; density is what config.json says of compressed layers), ``bytes`` of all tensors, ``layer_bytes`` and
-        ``bits_per_weight`` of the compressed layers, and ``verified``.
+        pattern are None where nothing was compressed; the density of compressed layers is what config.json says),
+        ``bytes`` of all tensors, ``layer_bytes`` and ``bits_per_weight`` of the compressed layers, and ``verified``.
     Raises:
         CheckpointError: the directory is incomplete or corrupted.
     """

@@ -57,7 +57,8 @@ def main() -> None:
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported: by the verbs that use it
+    # Read when a verb imports transformers.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         app()

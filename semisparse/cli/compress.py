@@ -18,9 +18,7 @@ RECIPES = ("slidesparse", "nm-spmm", "ec-spmv", "rheosparse", "gqsa")
 
 def compress(
     model: Annotated[Path, typer.Argument(help="A dense model directory (config.json, *.safetensors, tokenizer).")],
-    recipe: Annotated[
-        str, typer.Option("--recipe", help=f"A YAML file, or one of: {', '.join(RECIPES)}.")
-    ],
+    recipe: Annotated[str, typer.Option("--recipe", help=f"A YAML file, or one of: {', '.join(RECIPES)}.")],
     out: Annotated[Path, typer.Option("--out", help="The directory to write; it must not exist.")],
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Change a key of the recipe: pattern=6:8, prune=wanda, ...")

@@ -206,7 +206,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 class _PlainLoader(yaml.BaseLoader):
-    """YAML with every scalar as text (by YAML 1.1's own rules ``2:4`` is the base-60 number 124) and without aliases."""
+    """YAML without aliases, every scalar as text: by YAML 1.1's own rules ``2:4`` is the base-60 number 124."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):

@@ -413,9 +413,7 @@ def _shapes(form: str, spec: WeightSpec) -> tuple[tuple[str, tuple[int, ...]], .
         counts = {"N": n, "K": k, **declared.counts(spec)}
         return tuple((t.name, tuple(_size(d, counts) for d in t.shape)) for t in declared.specs(spec))
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise FormatError(
-            f"format {form}: params {dict(spec.params)} do not give every dimension: {error}"
-        ) from error
+        raise FormatError(f"format {form}: params {dict(spec.params)} do not give every dimension: {error}") from error
 
 
 def _size(dimension: str, counts: Mapping[str, int]) -> int:

@@ -114,8 +114,8 @@ def _refuse_other_code(directory: ModelDirectory) -> None:
         name = directory.config.get(key)
         if name is not None and name not in ATTENTIONS:
             raise CheckpointError(
-                f"{directory.path}/config.json asks for {key} = {name!r}, which is code from elsewhere; it may be one of: "
-                f"{', '.join(ATTENTIONS)}"
+                f"{directory.path}/config.json asks for {key} = {name!r}, which is code from elsewhere; "
+                f"it may be one of: {', '.join(ATTENTIONS)}"
             )
 
 

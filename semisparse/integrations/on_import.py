@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 TRIGGER = "transformers.modeling_utils"
-"""The module of transformers that every model needs; the registry of quantisation methods is imported before it ends."""
+"""The module of transformers that every model needs; it imports the registry of quantisation methods."""
 
 REGISTRAR = "semisparse.integrations.transformers"
 """Importing it registers the checkpoint format."""

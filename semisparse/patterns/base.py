@@ -75,7 +75,7 @@ class Pattern(ABC):
         return None
 
     def of_part(self) -> tuple[Pattern, ...]:
-        """Return what a part of a weight may be declared as: as the whole or, where the cut breaks that, as any weight."""
+        """Return what a part of a weight may be declared as, the strictest first: as the whole, or as any weight."""
         from semisparse.patterns.unstructured import Unstructured  # a Pattern itself
 
         loosest = self.unrestricted()

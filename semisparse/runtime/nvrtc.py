@@ -28,7 +28,7 @@ Defines = Mapping[str, str | int]
 
 @dataclass(frozen=True)
 class Resources:
-    """What one kernel takes: registers per thread, bytes of stack and spills per thread, static shared memory per CTA."""
+    """What one kernel takes: registers, bytes of stack and of spills per thread; static shared memory per CTA."""
 
     registers: int
     stack: int

@@ -1,4 +1,4 @@
-"""CUDA kernels on a CPU: their own sources, compiled with stand-ins for the headers under runtime/cuda/ptx. README.md says how."""
+"""CUDA kernels on a CPU: their own sources, with stand-ins for the headers in runtime/cuda/ptx. README.md says how."""
 
 import ctypes
 import hashlib

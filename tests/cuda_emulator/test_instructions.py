@@ -99,7 +99,7 @@ def test_ldmatrix_and_stmatrix(run):
     matrices = torch.randint(-(2**15), 2**15, (4, 8, 8), dtype=torch.int16)
     found, back = torch.zeros(32, 4, dtype=torch.int32), torch.zeros_like(matrices)
     run("ldmatrix", {"from": matrices, "to": found, "back": back}, shared=1024)
-    words = matrices.transpose(1, 2).contiguous().view(torch.int32)  # of the transposed: [4, 8, 4], lane = row * 4 + word
+    words = matrices.transpose(1, 2).contiguous().view(torch.int32)  # [4, 8, 4], lane = row * 4 + word
     assert torch.equal(found, words.flatten(1).T)
     assert torch.equal(back, matrices)
 
@@ -183,7 +183,7 @@ def sparse_rows(rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def metadata_of_16_bits(positions: np.ndarray, selector: int) -> Tensor:
-    """Of [64, 16] positions: lanes 2 * selector and the next of each quad have eight of row g low, of row g + 8 high."""
+    """Of [64, 16] positions: lanes 2 * selector and the next of a quad have eight of row g low, of row g + 8 high."""
     words = np.random.default_rng(0).integers(0, 2**32, 128, dtype=np.uint64)  # the other lanes' must not count
     for warp in range(4):
         for g in range(8):

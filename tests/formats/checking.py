@@ -32,7 +32,7 @@ def check_product(y: Tensor, x: Tensor, packed: Packed, bias: Tensor | None, mul
 
 
 def _weights(packed: Packed) -> list[Tensor]:
-    """Return what a kernel may multiply by: the unpacked weight and, where that rounds what is stored, what is stored."""
+    """Return what a kernel may multiply by: the unpacked weight and, where that rounds, what is stored."""
     form = get_format(packed.spec.format)
     if form.lossless:
         return [packed.unpack().double()]

@@ -1,7 +1,7 @@
 """What every format promises, over the registry: a new format is tested by being there.
 
-Every case meets every kernel, and every pair of number of tokens, dtype, bias and layout of x meets every kernel: pairs,
-not products, of what may interact. On a GPU weights come through ``.to``, in the layout of the kernels there.
+Every case meets every kernel, and so does every pair of number of tokens, dtype, bias and layout of x: pairs, not
+products, of what may interact. On a GPU weights come through ``.to``, in the layout of the kernels there.
 """
 
 import functools
@@ -77,9 +77,7 @@ KERNELS = [
     for kernel in f.all_kernels
     if kernel.device in (None, device)
 ]
-COMPUTED = [
-    (*kernel, number) for kernel in KERNELS for number in range(max(len(ROWS), len(cases_of(kernel[0].name))))
-]
+COMPUTED = [(*kernel, number) for kernel in KERNELS for number in range(max(len(ROWS), len(cases_of(kernel[0].name))))]
 
 
 @functools.cache
@@ -148,7 +146,8 @@ def check_stored(packed: Packed, weight: Tensor, pattern: str) -> None:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+    bits = [tensor.contiguous().view(torch.uint8) for tensor in (one, other)]
+    return one.dtype == other.dtype and torch.equal(*bits)
 
 
 @pytest.mark.parametrize(("chosen", "case", "dtype"), params(*CASES))
@@ -221,7 +220,8 @@ def test_packing_leaves_its_weight_alone_and_takes_parameters(chosen: Format):
 def test_product(chosen: Format, kernel: Kernel, device: str, number: int, nan_filled_memory):
     """One case and one row each; where the kernel refuses that row, the next that it takes with the case."""
     case = cases_of(chosen.name)[number % len(cases_of(chosen.name))]
-    for m, dtype, with_bias, layout in (ROWS[(number + i) % len(ROWS)] for i in range(len(ROWS))):
+    for row in itertools.islice(itertools.cycle(ROWS), number, number + len(ROWS)):
+        m, dtype, with_bias, layout = row
         packed = packed_weight(chosen.name, case, dtype, device)
         x, bias = operands(packed, m, dtype, seed=number)
         if refused(kernel, x, packed) is None:

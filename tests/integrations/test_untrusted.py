@@ -1,4 +1,4 @@
-"""Directories made to deceive: their code is not run, their index does not lead elsewhere, their shapes are the model's."""
+"""Directories made to deceive: no code of theirs runs, no index leads elsewhere, shapes are the model's."""
 
 import json
 import shutil
@@ -93,5 +93,5 @@ def test_a_tensor_of_another_shape_is_seen(directory: Path):
     weights = load_file(directory / "model.safetensors")
     weights["model.norm.weight"] = torch.ones(7)
     save_file(weights, directory / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match="model.norm.weight is"):
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is"):
         inspect_directory(directory, verify=True)

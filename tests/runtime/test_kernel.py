@@ -1,4 +1,4 @@
-"""Kernels: their parameters read from the source, what a launch hands to the driver, and real launches where there is a GPU."""
+"""Kernels: their parameters, read from the source; what a launch hands to the driver; real launches on a GPU."""
 
 import ctypes
 import os
@@ -15,6 +15,7 @@ from semisparse.runtime import kernel as kernels
 from semisparse.runtime.device import DeviceFacts
 from semisparse.runtime.kernel import CudaSource, KernelBuild, LoadedKernel, offsets_in_workspace, parameters_of
 from semisparse.runtime.nvrtc import Cubin, unavailable
+from tests.cuda_emulator import C_TYPES
 
 needs_bindings = pytest.mark.skipif(unavailable() is not None, reason=f"CUDA bindings: {unavailable()}")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="launching kernels needs a GPU")
@@ -59,7 +60,7 @@ class Driver:
 
     def __call__(self, config: int, function: int, pointers: int, extra: None) -> int:
         self.before_reading()
-        kinds = {"P": ctypes.c_void_p, "I": ctypes.c_uint, "q": ctypes.c_longlong, "Q": ctypes.c_uint64, "f": ctypes.c_float}
+        kinds = {**C_TYPES, "Q": ctypes.c_uint64}
         at = (ctypes.c_void_p * len(CODES)).from_address(pointers)
         found = [kinds[code].from_address(address).value for (_, code), address in zip(CODES, at, strict=True)]
         configured = kernels.LAUNCH_CONFIG.unpack(ctypes.string_at(config, kernels.LAUNCH_CONFIG.size))
@@ -111,9 +112,7 @@ def test_threads_launch_what_they_asked_for(driver, source):
     """Each waits, once it has written its arguments, until all have: memory in common would hold the last one's."""
     count, kernel = 4, LoadedKernel(source.build("semisparse_scale"), 0)
     driver.before_reading = threading.Barrier(count).wait
-    threads = [
-        threading.Thread(target=kernel, args=((i, 1, 1), 32), kwargs=arguments(i)) for i in range(1, count + 1)
-    ]
+    threads = [threading.Thread(target=kernel, args=((i, 1, 1), 32), kwargs=arguments(i)) for i in range(1, count + 1)]
     for thread in threads:
         thread.start()
     for thread in threads:
