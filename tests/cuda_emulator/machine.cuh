@@ -34,6 +34,7 @@
 #define __CUDA_ARCH__ 900
 #define __CUDA_ARCH_FEAT_SM90_ALL 1
 
+using std::isnan;
 using std::max;
 using std::min;
 
@@ -136,7 +137,7 @@ inline void enter_fiber() {
 }
 
 inline void start_cta(Cta& cta, Cluster& cluster, unsigned number) {
-    cta.index = {number % gridDim.x, number / gridDim.x, 0};
+    cta.index = {number % gridDim.x, number / gridDim.x % gridDim.y, number / gridDim.x / gridDim.y};
     cta.rank = number % cluster_size;
     cta.cluster = &cluster;
     cta.memory = std::make_unique<char[]>(kSharedLimit + kStaticLimit + 1024);
@@ -165,7 +166,7 @@ inline void run_once(Cta& cta) {
 }
 
 inline void run_grid() {
-    const unsigned count = gridDim.x * gridDim.y;
+    const unsigned count = gridDim.x * gridDim.y * gridDim.z;
     if (count % cluster_size) return fail("a grid that is no multiple of the cluster");
     std::vector<std::unique_ptr<Cluster>> resident;
     for (unsigned next = 0; !failure && (next < count || !resident.empty());) {
@@ -288,6 +289,7 @@ inline Word atomicOr(Word* to, Word bits) { return std::exchange(*to, *to | bits
 inline float __fmul_rn(float a, float b) { return a * b; }  // no -march, no contraction to fma
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float rsqrtf(float value) { return 1 / std::sqrt(value); }
 inline Word __float_as_uint(float value) { Word bits; std::memcpy(&bits, &value, 4); return bits; }
 inline float __uint_as_float(Word bits) { float value; std::memcpy(&value, &bits, 4); return value; }
 inline float __int_as_float(int bits) { return __uint_as_float(bits); }

@@ -3,8 +3,9 @@
 
 #pragma once
 
+#include "types.cuh"
+
 constexpr int kMaxWarps = 32;  // per CTA
-constexpr float kFloatMax = 3.4028234663852886e38f;
 constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds half to even and leaves the integer in the low bits
 
 __device__ __forceinline__ unsigned int abs_bits(float value) { return __float_as_uint(fabsf(value)); }

@@ -7,6 +7,8 @@
 
 #include "ptx/word.cuh"
 
+constexpr float kFloatMax = 3.4028234663852886e38f;
+
 __device__ __forceinline__ float to_float(float value) { return value; }
 __device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
