@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 import semisparse
 from semisparse.bench.roofline import random_weight
 from semisparse.formats import Packed, get_format
-from semisparse.integrations.loading import load_tokenizer, pick_device
+from semisparse.checkpoint import load_tokenizer, pick_device
 from semisparse.patterns import parse_pattern
 
 ZEROS = (50, 60, 70, 80, 90)

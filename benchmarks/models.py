@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import semisparse
 from semisparse.evaluate import Quality, measure_quality
-from semisparse.integrations.loading import load, load_tokenizer, pick_device
+from semisparse.api import load
+from semisparse.checkpoint import load_tokenizer, pick_device
 from semisparse.text import token_chunks
 
 MODELS = {

@@ -17,14 +17,27 @@ from semisparse.version import __version__
 
 if TYPE_CHECKING:
     from semisparse.api import CompressionReport, compress, linear, load, pack
+    from semisparse.engine import Engine, Sampling
     from semisparse.nn import join_layers
 
 register_with_transformers()
 
-__all__ = ["CompressionReport", "SemisparseError", "__version__", "compress", "join_layers", "linear", "load", "pack"]
+__all__ = [
+    "CompressionReport",
+    "Engine",
+    "Sampling",
+    "SemisparseError",
+    "__version__",
+    "compress",
+    "join_layers",
+    "linear",
+    "load",
+    "pack",
+]
 
 HOMES = {
     **dict.fromkeys(("CompressionReport", "linear", "load", "pack"), "semisparse.api"),
+    **dict.fromkeys(("Engine", "Sampling"), "semisparse.engine"),
     "join_layers": "semisparse.nn",
 }
 """The modules of the public names, which are imported when a name is first used."""

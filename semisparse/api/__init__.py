@@ -3,17 +3,17 @@
 from semisparse.api.availability import list_formats
 from semisparse.api.compression import CompressionReport, compress
 from semisparse.api.inspecting import inspect_directory
-from semisparse.api.measuring import evaluate, generate
+from semisparse.api.loading import load
+from semisparse.api.measuring import evaluate
 from semisparse.api.packing import pack
 from semisparse.api.recipe import read_recipe, recipes
+from semisparse.checkpoint import load_tokenizer
 from semisparse.formats import linear
-from semisparse.integrations.loading import load, load_tokenizer
 
 __all__ = [
     "CompressionReport",
     "compress",
     "evaluate",
-    "generate",
     "inspect_directory",
     "linear",
     "list_formats",

@@ -31,7 +31,6 @@ from semisparse.compress import (
 )
 from semisparse.compress.search import Found, search_patterns
 from semisparse.errors import InputError
-from semisparse.integrations.loading import load_dense, load_tokenizer, pick_device
 from semisparse.integrations.transformers import mark_compressed
 from semisparse.nn import replace_linear, weight_of
 
@@ -99,12 +98,12 @@ def compress(
     """
     start = time.perf_counter()
     plan = read_recipe(recipe, settings)
-    place = pick_device(device)
+    place = checkpoint.pick_device(device)
     if isinstance(model, PreTrainedModel):
         dense, source = model, None
     else:
         source = Path(model)
-        dense, tokenizer = load_dense(source), tokenizer or load_tokenizer(source)
+        dense, tokenizer = checkpoint.load_dense(source), tokenizer or checkpoint.load_tokenizer(source)
     batches = []
     if calibration is not None:
         if tokenizer is None:

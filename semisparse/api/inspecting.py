@@ -6,8 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
 from semisparse import checkpoint
-from semisparse.integrations.loading import check_fits
+from semisparse.checkpoint import NO_OWN_CODE, open_directory, refuse_other_code
+from semisparse.errors import CheckpointError
+from semisparse.nn import is_linear, weight_of
 
 
 def inspect_directory(
@@ -26,3 +31,34 @@ def inspect_directory(
     if verify:
         check_fits(path)
     return found
+
+
+def check_fits(path: str | Path) -> None:
+    """Check that a directory's tensors are those of the model that its config.json describes.
+
+    Raises:
+        CheckpointError: the model cannot be built, or a tensor or layer has another shape than the model gives it.
+    """
+    directory = open_directory(path)
+    refuse_other_code(directory)
+    try:
+        config = AutoConfig.from_pretrained(directory.path, **NO_OWN_CODE)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, **NO_OWN_CODE)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"no model can be built from {path}/config.json: {error}") from error
+    linears = {name: tuple(weight_of(module).shape) for name, module in model.named_modules() if is_linear(module)}
+    for name, packed in directory.layers.items():
+        if linears.get(name) != packed.shape:
+            raise CheckpointError(
+                f"layer {name} is stored as N, K = {packed.shape}; the model of config.json has "
+                f"{linears.get(name, 'no such linear layer')}"
+            )
+    for name, parameter in model.named_parameters():
+        header = directory.headers.get(name)
+        if header is not None and header.shape != tuple(parameter.shape):
+            raise CheckpointError(
+                f"tensor {name} is {list(header.shape)}, the model of config.json has {list(parameter.shape)}"
+            )

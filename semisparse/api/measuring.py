@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from semisparse.api.loading import load
 from semisparse.api.sequences import Text, sequence_length
+from semisparse.checkpoint import load_tokenizer
 from semisparse.errors import InputError
-from semisparse.evaluate import Generation, generate_text, measure_quality, run_tasks
-from semisparse.integrations.loading import load, load_tokenizer
+from semisparse.evaluate import measure_quality, run_tasks
 from semisparse.text import token_chunks
 
 Counter = Callable[[int, int], None]
@@ -61,12 +62,3 @@ def evaluate(
     if tasks:
         found["tasks"] = run_tasks(loaded, tokenizer, tasks)
     return found
-
-
-def generate(model: str | Path, prompt: str, max_new_tokens: int) -> Generation:
-    """Continue a prompt greedily with a dense or compressed model directory.
-
-    Raises:
-        InputError: the directory or the prompt cannot be used.
-    """
-    return generate_text(load(model), load_tokenizer(model), prompt, max_new_tokens)

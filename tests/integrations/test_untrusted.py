@@ -10,11 +10,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import semisparse
-from semisparse.api import inspect_directory
+from semisparse.api import inspect_directory, load, load_tokenizer
 from semisparse.compress import Recipe
 from semisparse.errors import CheckpointError
 from semisparse.formats import Packed
-from semisparse.integrations.loading import load, load_tokenizer
 from tests.models import byte_tokenizer, random_model
 
 

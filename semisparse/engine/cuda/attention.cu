@@ -18,7 +18,7 @@ constexpr int kVector = 8;                                        // values of a
 constexpr int kNeeded = DIM / kVector;                            // lanes that have values of a position
 constexpr int kLanes = kNeeded <= 1 ? 1 : kNeeded <= 2 ? 2 : kNeeded <= 4 ? 4 : kNeeded <= 8 ? 8 : kNeeded <= 16 ? 16 : 32;
 constexpr int kTeams = 32 / kLanes;                               // positions that a warp takes at a time
-constexpr int kAhead = 4;                                         // positions of a team whose loads are in flight
+constexpr int kAhead = GROUP > 2 ? 2 : 4;                         // positions of a team whose loads are in flight
 static_assert(DIM % kVector == 0 && kNeeded <= 32, "DIM is a multiple of 8, up to 256");
 
 // A lane's values of a position, as they lie in memory: 16 or 32 bytes.
@@ -75,7 +75,7 @@ struct Partial {
     float values[DIM];
 };
 
-extern "C" __global__ void __launch_bounds__(kWarps * 32) semisparse_engine_attention(
+extern "C" __global__ void __launch_bounds__(kWarps * 32, GROUP > 4 ? 2 : 3) semisparse_engine_attention(
     const SCALAR* q,        // [m, heads, DIM]
     const SCALAR* keys,     // [sequences, kv_heads, length, DIM]
     const SCALAR* values,   // [sequences, kv_heads, length, DIM]
