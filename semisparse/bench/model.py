@@ -1,4 +1,4 @@
-"""`semisparse bench model`: prefill and decode speed and memory of a whole model, dense beside compressed."""
+"""`semisparse bench model`: speed of prompts and of decode, and memory of a whole model, dense beside compressed."""
 
 from __future__ import annotations
 
@@ -6,25 +6,21 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, StaticCache
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from semisparse.bench.roofline import Candidate, random_weight
 from semisparse.bench.shapes import architecture
+from semisparse.engine import Engine, Sampling
 from semisparse.errors import InputError
 from semisparse.formats.base import Packed, get_format
-from semisparse.nn import is_linear, join_layers, replace_linear, weight_of
+from semisparse.nn import is_linear, replace_linear, weight_of
 from semisparse.patterns import parse_pattern
 from semisparse.runtime.device import device_facts
 
 REPEATS = 5
-
-WARM_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -40,9 +36,9 @@ class Workload:
 class ModelSpeed:
     """How fast a model runs a workload; one line of the CSV.
 
-    ``first_token_ms`` is the prefill with the first token, eager; ``decode_ms`` a step of one token for the whole
-    batch, on a GPU compiled and in a CUDA graph, as transformers' ``generate`` runs it with a static cache;
-    ``weight_gb`` every parameter on this device; ``peak_gb`` the most that it held, 0 on a CPU.
+    ``first_token_ms`` is the time until the first token, ``decode_ms`` that of a step of one token for the whole batch,
+    both as the engine runs them for `semisparse generate`; ``weight_gb`` counts every parameter on this device;
+    ``peak_gb`` is the most memory that it held, 0 on a CPU.
     """
 
     model: str
@@ -57,20 +53,6 @@ class ModelSpeed:
     peak_gb: float
     machine: str
     software: str
-
-
-def load_model(directory: Path, device: torch.device) -> PreTrainedModel:
-    """Load a checkpoint, dense or compressed; on a GPU its layers are joined.
-
-    Raises:
-        InputError: it is no model directory.
-    """
-    if not (directory / "config.json").is_file():
-        raise InputError(f"{directory} is no model directory: it has no config.json")
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", trust_remote_code=False).eval()
-    if device.type == "cuda":
-        join_layers(model)
-    return model.to(device)
 
 
 def random_model(name: str, dtype: torch.dtype, device: torch.device, candidate: Candidate | None) -> PreTrainedModel:
@@ -90,8 +72,6 @@ def random_model(name: str, dtype: torch.dtype, device: torch.device, candidate:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     if candidate is not None:
         make_sparse(model, candidate)
-        if device.type == "cuda":
-            join_layers(model)
     return model
 
 
@@ -117,32 +97,27 @@ def make_sparse(model: PreTrainedModel, candidate: Candidate) -> None:
         replace_linear(model, name, Packed(packed.spec, {key: t.clone() for key, t in packed.tensors.items()}))
 
 
-def _check_context(model: PreTrainedModel, workload: Workload) -> int:
-    """Give the cache's length; the repeats of decode follow one another in it."""
-    room = workload.prompt + WARM_STEPS + 1 + (REPEATS + 1) * workload.new
-    context = getattr(model.config, "max_position_embeddings", room)
-    if room > context:
-        raise InputError(
-            f"the model's context is {context} tokens; a prompt of {workload.prompt} and {REPEATS + 1} repeats of "
-            f"{workload.new} new ones need {room}: ask for fewer"
-        )
-    return room
-
-
 def measure_each(
     build: Callable[[Candidate | None], PreTrainedModel],
     name: str,
     chosen: Iterable[Candidate | None],
     workload: Workload,
+    measure: Callable[[PreTrainedModel, str, str, Workload], ModelSpeed],
 ) -> Iterator[ModelSpeed]:
     """Measure a model once for each candidate, one of them in memory at a time; None is the model without semisparse.
 
+    Args:
+        build: makes the model for a candidate.
+        name: of the model.
+        chosen: the candidates.
+        workload: how many tokens.
+        measure: the measurement.
     Raises:
         InputError: the model's context is too short for the workload.
     """
     for candidate in chosen:
         model = build(candidate)
-        yield measure_model(model, name, _weights_of(candidate, model.device), workload)
+        yield measure(model, name, _weights_of(candidate, model.device), workload)
         del model
         gc.collect()
         torch.compiler.reset()
@@ -158,27 +133,31 @@ def _weights_of(candidate: Candidate | None, device: torch.device) -> str:
     return f"{candidate.label} {stored}" if candidate.is_baseline else candidate.label
 
 
-@torch.no_grad()
-def measure_model(model: PreTrainedModel, name: str, weights: str, workload: Workload) -> ModelSpeed:
-    """Measure prefill, decode and memory.
+def measure_model(engine: Engine, name: str, weights: str, workload: Workload) -> ModelSpeed:
+    """Measure prompts, decode and memory, as `semisparse generate` runs them.
 
     Args:
-        model: on its device.
+        engine: the model.
         name: of the model, for the table.
         weights: what its linear layers are, for the table.
         workload: how many tokens.
     Raises:
         InputError: the model's context is too short for it.
     """
-    device = model.device
-    room = _check_context(model, workload)
+    model, device = engine.model, engine.model.device
+    if workload.prompt + workload.new > engine.backend.context:
+        raise InputError(
+            f"the model's context is {engine.backend.context} tokens; a prompt of {workload.prompt} and {workload.new} "
+            f"new ones need {workload.prompt + workload.new}: ask for fewer"
+        )
     facts = device_facts(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     generator = torch.Generator().manual_seed(0)
-    prompt = torch.randint(model.config.vocab_size, (workload.batch, workload.prompt), generator=generator).to(device)
-    first_token = _prefill_seconds(model, prompt)
-    step = _decode_seconds(model, prompt, workload.new, room)
+    shape = (workload.batch, workload.prompt)
+    prompts = torch.randint(engine.backend.vocabulary, shape, generator=generator).tolist()
+    times = [_times(engine, prompts, workload.new) for _ in range(REPEATS + 1)][1:]  # the first compiles and captures
+    first_token, step = (median(column) for column in zip(*times, strict=True))
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     return ModelSpeed(
         model=name,
@@ -186,69 +165,28 @@ def measure_model(model: PreTrainedModel, name: str, weights: str, workload: Wor
         batch=workload.batch,
         prompt=workload.prompt,
         first_token_ms=first_token * 1e3,
-        prefill_tokens_per_second=prompt.numel() / first_token,
+        prefill_tokens_per_second=workload.batch * workload.prompt / first_token,
         decode_ms=step * 1e3,
-        decode_tokens_per_second=workload.batch / step,
-        weight_gb=sum(_bytes_here(parameter) for parameter in model.parameters()) / 1e9,
+        decode_tokens_per_second=workload.batch / step if step else 0.0,
+        weight_gb=sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) / 1e9,
         peak_gb=peak / 1e9,
         machine=facts.name,
         software=facts.driver,
     )
 
 
-def _bytes_here(parameter: Tensor) -> int:
-    """Count the bytes of a parameter that this device holds, of one that is spread over several, too."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return local.numel() * local.element_size()
-
-
-def _prefill_seconds(model: PreTrainedModel, prompt: Tensor) -> float:
-    def prefill() -> None:
-        model(prompt, use_cache=True, logits_to_keep=1).logits.argmax(-1)
-
-    prefill()
-    return median(_elapsed(prefill, model.device) for _ in range(REPEATS))
-
-
-def _decode_seconds(model: PreTrainedModel, prompt: Tensor, new: int, room: int) -> float:
-    """Time decode steps in a static cache, as a replayed CUDA graph on a GPU; the token stays on the device."""
-    on_gpu = model.device.type == "cuda"
-    cache = StaticCache(config=model.config, max_cache_len=room)
-    token = model(prompt, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
-    forward = torch.compile(model.__call__, dynamic=False) if on_gpu else model
-
-    def step() -> None:
-        token.copy_(forward(token, past_key_values=cache).logits.argmax(-1))
-
-    run = _captured(step) if on_gpu else step
-
-    def generate() -> None:
-        for _ in range(new):
-            run()
-
-    generate()
-    return median(_elapsed(generate, model.device) for _ in range(REPEATS)) / new
-
-
-def _captured(step: Callable[[], None]) -> Callable[[], None]:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(WARM_STEPS):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    # A thread of NCCL's, where a model is spread over GPUs, may go on asking for events while this one is captured.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        step()
-    return graph.replay
-
-
-def _elapsed(call: Callable[[], None], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _times(engine: Engine, prompts: list[list[int]], new: int) -> tuple[float, float]:
+    """Return the seconds until the first token of a batch, and of each step after it."""
+    if engine.model.device.type == "cuda":
+        torch.cuda.synchronize(engine.model.device)
     start = time.perf_counter()
-    call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+    first = last = 0.0
+    for _ in engine.backend.run(prompts, new, Sampling()):
+        last = time.perf_counter() - start
+        first = first or last
+    return first, (last - first) / max(new - 1, 1)
+
+
+def measure_in_engine(model: PreTrainedModel, name: str, weights: str, workload: Workload) -> ModelSpeed:
+    """Measure a model as `measure_model` does."""
+    return measure_model(Engine(model), name, weights, workload)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from semisparse.bench.compiled import measure_rank
 from semisparse.bench.model import ModelSpeed, Workload, measure_each
 from semisparse.bench.roofline import Candidate, random_weight
 from semisparse.bench.shapes import architecture
@@ -29,7 +30,7 @@ def measure_parallel(
         InputError: there is no architecture of that name, or a layer cannot be cut over the ranks.
         FormatError: a format cannot store a layer.
     """
-    for speed in measure_each(partial(parallel_model, name, dtype, device), name, chosen, workload):
+    for speed in measure_each(partial(parallel_model, name, dtype, device), name, chosen, workload, measure_rank):
         yield replace(speed, machine=f"{ranks()} x {speed.machine}")
 
 

@@ -95,8 +95,9 @@ def model(
     as_json: Json = False,
 ) -> None:
     """Time prefill and decode of a whole model, dense beside compressed."""
-    from semisparse.bench.model import Workload, load_model, measure_each, measure_model, random_model
+    from semisparse.bench.model import Workload, measure_each, measure_in_engine, measure_model, random_model
     from semisparse.bench.table import write_csv
+    from semisparse.engine import Engine
 
     if (checkpoint is None) == (arch is None):
         raise InputError("bench model takes a model directory or --arch NAME, one of the two")
@@ -105,14 +106,17 @@ def model(
     found: list[ModelSpeed] = []
     chosen = [None, *(_candidate(form, pattern) for form in words(format) or [])]
     for name in words(arch) or []:
-        for row in measure_each(partial(random_model, name, dtype_named(dtype), where), name, chosen, workload):
+        build = partial(random_model, name, dtype_named(dtype), where)
+        for row in measure_each(build, name, chosen, workload, measure_in_engine):
             found.append(row)
             if out is not None:
                 write_csv(out, found)
     if checkpoint is not None:
         paths = {"dense": baseline, "as stored": checkpoint}
         found += [
-            measure_model(load_model(path, where), path.name, label, workload) for label, path in paths.items() if path
+            measure_model(Engine(path, device=where.type), path.name, label, workload)
+            for label, path in paths.items()
+            if path
         ]
         if out is not None:
             write_csv(out, found)

@@ -55,10 +55,11 @@ def demo(
 
 def _measure(name: str, model: Path) -> dict[str, Any]:
     from semisparse import api
+    from semisparse.engine import Engine
 
     found = api.inspect_directory(model)
     quality = api.evaluate(model, MODEL, HELD_OUT)
-    text = api.generate(model, PROMPT, NEW_TOKENS)
+    (text,) = Engine(model).generate([PROMPT], NEW_TOKENS)
     return {
         "recipe": name,
         "bytes": found["bytes"],

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,6 +13,8 @@ from transformers import PreTrainedModel
 from semisparse.engine.decoder import Cache, Decoder, check_against
 from semisparse.engine.ops import greedy_step, move_on
 from semisparse.engine.sampling import Sampling, choose
+from semisparse.engine.speculation import Verifier, speculated
+from semisparse.engine.state import State
 from semisparse.errors import InputError
 from semisparse.formats.kernel import bucket_of
 
@@ -36,43 +37,21 @@ class Backend(ABC):
     vocabulary: int
 
     @abstractmethod
-    def needs(self, prompts: Sequence[Sequence[int]], new: int, sampling: Sampling) -> Hashable:
+    def needs(self, prompts: Sequence[Sequence[int]], new: int, sampling: Sampling, proposals: int) -> Hashable:
         """Return what must be compiled and captured for a batch; equal for batches that need the same."""
 
     @abstractmethod
-    def run(self, prompts: Sequence[Sequence[int]], new: int, sampling: Sampling) -> Iterator[list[int]]:
-        """Yield one token per prompt for each of ``new`` steps, the first after the prompts."""
+    def run(
+        self, prompts: Sequence[Sequence[int]], new: int, sampling: Sampling, proposals: int = 0
+    ) -> Iterator[list[int]]:
+        """Yield one token per prompt for each of ``new`` steps, the first after the prompts.
 
-
-@dataclass
-class State:
-    """What a decode step reads and writes, on the device.
-
-    Args:
-        cache: keys and values.
-        tokens: [sequences] int64, the tokens to take next.
-        positions: [sequences] int32, their places.
-        output: [capacity, sequences] int64, the tokens chosen so far.
-        steps: [2] int32, how many rows of it are written; then a 0.
-    """
-
-    cache: Cache
-    tokens: Tensor
-    positions: Tensor
-    output: Tensor
-    steps: Tensor
-
-    @staticmethod
-    def make(decoder: Decoder, sequences: int, length: int) -> State:
-        """Allocate a state for so many sequences of so many positions."""
-        device = decoder.device
-        return State(
-            Cache(decoder.structure, sequences, length, device, decoder.dtype),
-            torch.zeros(sequences, dtype=torch.int64, device=device),
-            torch.zeros(sequences, dtype=torch.int32, device=device),
-            torch.zeros(length, sequences, dtype=torch.int64, device=device),
-            torch.zeros(2, dtype=torch.int32, device=device),
-        )
+        Args:
+            prompts: tokens.
+            new: tokens to add to each.
+            sampling: how they are chosen.
+            proposals: tokens that are proposed and verified at once (greedy sampling only); 0 takes them one by one.
+        """
 
 
 class DecoderBackend(Backend):
@@ -92,22 +71,25 @@ class DecoderBackend(Backend):
         self._on_gpu = self.decoder.device.type == "cuda"
         self._state: State | None = None
         self._graphs: dict[Sampling, torch.cuda.CUDAGraph] = {}
+        self._verifiers: dict[int, Verifier] = {}
         self._generator = torch.Generator(self.decoder.device)
 
-    def needs(self, prompts: Sequence[Sequence[int]], new: int, sampling: Sampling) -> Hashable:
+    def needs(self, prompts: Sequence[Sequence[int]], new: int, sampling: Sampling, proposals: int) -> Hashable:
         count, longest = len(prompts), max(map(len, prompts))
-        state = self._state_for(count, longest + new)
-        return id(state), bucket_of(state.cache.sequences * longest), sampling, new > 1
+        state = self._state_for(count, longest + new + proposals)
+        return id(state), bucket_of(state.cache.sequences * longest), sampling, proposals, new > 1
 
     @torch.no_grad()
-    def run(self, prompts: Sequence[Sequence[int]], new: int, sampling: Sampling) -> Iterator[list[int]]:
+    def run(
+        self, prompts: Sequence[Sequence[int]], new: int, sampling: Sampling, proposals: int = 0
+    ) -> Iterator[list[int]]:
         """Yield one token per prompt for each of ``new`` steps.
 
         Raises:
             InputError: the cache does not fit the device's memory; says what would.
         """
         count, longest = len(prompts), max(map(len, prompts))
-        state = self._state_for(count, longest + new)
+        state = self._state_for(count, longest + new + proposals)
         self._generator.manual_seed(sampling.seed)
         padded = [*prompts, *[[0]] * (state.cache.sequences - count)]
         tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in padded])
@@ -116,7 +98,12 @@ class DecoderBackend(Backend):
         state.positions.copy_(lengths - 1)
         state.steps.zero_()
         self._choose(logits, state, sampling)
-        rows = self._rows_on_gpu(state, new, sampling) if self._on_gpu else self._rows_on_cpu(state, new, sampling)
+        if proposals:
+            rows = speculated(self.decoder, state, padded, new, proposals, self._verifiers)
+        elif self._on_gpu:
+            rows = self._rows_on_gpu(state, new, sampling)
+        else:
+            rows = self._rows_on_cpu(state, new, sampling)
         for row in rows:
             yield row[:count]
 
@@ -188,7 +175,7 @@ class DecoderBackend(Backend):
         state = self._state
         if state is not None and state.cache.sequences == sequences and state.cache.length >= positions:
             return state
-        self._state, self._graphs = None, {}
+        self._state, self._graphs, self._verifiers = None, {}, {}
         self._check_memory(sequences, length)
         self.decoder.ensure_length(length)
         self._state = State.make(self.decoder, sequences, length)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ from semisparse.engine.ops import (
     rotate_and_cache,
     silu_mul,
 )
-from semisparse.engine.structure import Layer, Structure, recognise, rotary_table
+from semisparse.engine.structure import Layer, Structure, UnknownStructureError, recognise, rotary_table
 from semisparse.nn import JoinedLinear
 
 
@@ -34,9 +34,9 @@ class Projection:
 
     def __init__(self, layers: Sequence[nn.Module], parent: nn.Module) -> None:
         joined = [module for module in parent.children() if isinstance(module, JoinedLinear)]
-        self._whole: nn.Module | None = None
+        self._whole: Callable[[Tensor], Tensor] | None = None
         self._apart: Sequence[nn.Module] = ()
-        widths = [int(layer.out_features) for layer in layers]
+        widths = [rows_of(layer) for layer in layers]
         starts = tuple(sum(widths[:i]) for i in range(len(widths)))
         self.columns = Columns(starts, sum(widths))
         if len(layers) == 1:
@@ -45,7 +45,7 @@ class Projection:
             self._whole = joined[0]
             self.columns = Columns(tuple(start for start, _ in joined[0].extents), joined[0].out_features)
         elif all(type(layer) is nn.Linear for layer in layers):
-            self._whole = _concatenated(layers)
+            self._whole = _Concatenated(layers)
         else:
             self._apart = layers
 
@@ -56,21 +56,34 @@ class Projection:
         return torch.cat([layer(x) for layer in self._apart], dim=-1)
 
 
-def _concatenated(layers: Sequence[nn.Module]) -> nn.Linear:
-    """Concatenate dense layers, which from then on hold views of the whole weight."""
-    weights = [layer.get_parameter("weight") for layer in layers]
-    whole = nn.Linear(weights[0].shape[1], 0, bias=False, device="meta")
-    whole.weight = nn.Parameter(torch.cat([weight.data for weight in weights]), requires_grad=False)
-    whole.out_features = len(whole.weight)
-    if any(getattr(layer, "bias", None) is not None for layer in layers):
-        biases = [
-            weight.new_zeros(len(weight)) if getattr(layer, "bias", None) is None else layer.get_parameter("bias").data
-            for layer, weight in zip(layers, weights, strict=True)
-        ]
-        whole.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
-    for weight, rows in zip(weights, whole.weight.data.split([len(weight) for weight in weights]), strict=True):
-        weight.data = rows
-    return whole
+def rows_of(layer: nn.Module) -> int:
+    """Return the output features of a linear layer."""
+    count = layer.out_features
+    assert isinstance(count, int)
+    return count
+
+
+class _Concatenated:
+    """Dense layers on one input as one matmul; from then on they hold views of the whole weight.
+
+    Args:
+        layers: with biases or without.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        weights = [layer.get_parameter("weight") for layer in layers]
+        rows = [len(weight) for weight in weights]
+        self._weight = torch.cat([weight.data for weight in weights])
+        self._bias: Tensor | None = None
+        if any(getattr(layer, "bias", None) is not None for layer in layers):
+            biases = [getattr(layer, "bias", None) for layer in layers]
+            filled = [w.new_zeros(len(w)) if b is None else b.data for w, b in zip(weights, biases, strict=True)]
+            self._bias = torch.cat(filled)
+        for weight, part in zip(weights, self._weight.split(rows), strict=True):
+            weight.data = part
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._weight, self._bias)
 
 
 @dataclass(frozen=True)
@@ -179,7 +192,9 @@ class Decoder:
         """Return the head's logits, [M, vocabulary], of normalised hidden states [M, C]."""
         return self.structure.head(hidden)
 
-    def _layers(self, tokens: Tensor, positions: Tensor, cache: Cache, attend) -> Tensor:
+    def _layers(
+        self, tokens: Tensor, positions: Tensor, cache: Cache, attend: Callable[[Tensor, LayerCache], Tensor]
+    ) -> Tensor:
         """Return the hidden states after the last norm, [M, C]."""
         structure = self.structure
         epsilon, heads = structure.epsilon, structure.heads
@@ -194,7 +209,7 @@ class Decoder:
             delta = layer.o(attend(queries, cached))
             residual, hidden = rms_norm(residual, layer.mlp_norm, epsilon, delta)
             gate_up = fused.gate_up(hidden)
-            delta = layer.down(silu_mul(gate_up, fused.gate_up.columns, int(layer.gate.out_features)))
+            delta = layer.down(silu_mul(gate_up, fused.gate_up.columns, rows_of(layer.gate)))
         return rms_norm(residual, structure.norm, epsilon, delta)[1]
 
 
@@ -205,8 +220,6 @@ def check_against(model: PreTrainedModel, decoder: Decoder) -> None:
     Raises:
         UnknownStructureError: the logits differ by more than rounding explains.
     """
-    from semisparse.engine.structure import UnknownStructureError
-
     vocabulary = int(decoder.structure.embedding.get_parameter("weight").shape[0])
     tokens = (torch.arange(8, device=decoder.device) * 7 + 1).remainder(vocabulary)[None]
     own = model(input_ids=tokens, use_cache=False).logits[0, -1].float()

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -19,6 +20,9 @@ from semisparse.engine.text import TextStream
 from semisparse.engine.transformers_backend import TransformersBackend
 from semisparse.errors import InputError
 from semisparse.nn import join_layers
+
+MAX_PROPOSALS = 31
+"""Tokens that are proposed at once."""
 
 OnText = Callable[[int, str], None]
 """Called with a prompt's number and the text that follows, as it comes."""
@@ -111,6 +115,38 @@ class Engine:
             warnings.warn(self.note, stacklevel=3)
             return TransformersBackend(model)
 
+    def prepare(
+        self,
+        prompts: Sequence[str],
+        max_new_tokens: int = 64,
+        *,
+        sampling: Sampling | None = None,
+        proposals: int = 0,
+        **others: Any,
+    ) -> float:
+        """Compile and capture what a batch needs, and check that it can be run; return the seconds that it took.
+
+        Args:
+            prompts: as of `generate`, as are the others.
+        """
+        sampling = sampling or Sampling()
+        tokenized = [self._tokenized(prompt) for prompt in prompts]
+        return self._compile(tokenized, self._room(tokenized, max_new_tokens), sampling, proposals)
+
+    def echo(self, prompt: str) -> str:
+        """Return a prompt as a continuation's text begins: without special tokens."""
+        return self._decoded(self._tokenized(prompt))
+
+    def chat_prompt(self, messages: list[dict[str, str]]) -> str:
+        """Write a conversation as the model was trained to read it.
+
+        Raises:
+            InputError: the tokenizer has no chat template.
+        """
+        if self.tokenizer is None or self.tokenizer.chat_template is None:
+            raise InputError("the model's tokenizer has no chat template: it was not trained for conversations")
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
     def generate(
         self,
         prompts: Sequence[str],
@@ -118,7 +154,9 @@ class Engine:
         *,
         sampling: Sampling | None = None,
         stop: Sequence[str] = (),
+        proposals: int = 0,
         on_text: OnText | None = None,
+        special_tokens: bool = True,
     ) -> list[Generation]:
         """Continue prompts, all at once.
 
@@ -127,20 +165,21 @@ class Engine:
             max_new_tokens: of each, at most.
             sampling: how tokens are chosen; greedily if None.
             stop: strings that end a continuation, and are left out.
-            on_text: told of text as it comes.
+            proposals: tokens proposed by look-up in the text before and verified at once; the text stays the greedy
+                one. 0 takes tokens one by one.
+            on_text: called with text as it comes.
+            special_tokens: whether the tokenizer adds its own to prompts, such as BOS.
         Raises:
             InputError: a prompt is empty or longer than the model's context, or the batch does not fit the memory.
         """
-        if self.tokenizer is None:
-            raise InputError("the model has no tokenizer; give one to Engine")
         sampling = sampling or Sampling()
-        tokenized = [self._tokenized(prompt) for prompt in prompts]
+        tokenized = [self._tokenized(prompt, special_tokens) for prompt in prompts]
         new = self._room(tokenized, max_new_tokens)
-        compile_seconds = self._compile(tokenized, new, sampling)
-        sequences = [_Sequence(tokens, TextStream(self.tokenizer, tokens, stop)) for tokens in tokenized]
+        compile_seconds = self._compile(tokenized, new, sampling, proposals)
+        sequences = [_Sequence(tokens, TextStream(self._decoded, tokens, stop)) for tokens in tokenized]
         start = time.perf_counter()
         first = 0.0
-        for row in self.backend.run(tokenized, new, sampling):
+        for row in self.backend.run(tokenized, new, sampling, proposals):
             first = first or time.perf_counter() - start
             for number, (sequence, token) in enumerate(zip(sequences, row, strict=True)):
                 self._take(sequence, token, number, on_text)
@@ -149,8 +188,7 @@ class Engine:
         seconds = time.perf_counter() - start
         return [
             Generation(
-                text=self.tokenizer.decode(sequence.tokens, skip_special_tokens=True)
-                + self._finished(sequence, number, on_text),
+                text=self._decoded(sequence.tokens) + self._finished(sequence, number, on_text),
                 new_tokens=len(sequence.new),
                 seconds=seconds,
                 first_token_seconds=first,
@@ -183,8 +221,15 @@ class Engine:
             ends = getattr(self.model.config, "eos_token_id", None)
         return set(ends) if isinstance(ends, list | tuple) else set() if ends is None else {int(ends)}
 
-    def _tokenized(self, prompt: str) -> list[int]:
-        tokens = list(self.tokenizer(prompt).input_ids) if self.tokenizer else []
+    def _decoded(self, tokens: Sequence[int]) -> str:
+        if self.tokenizer is None:
+            raise InputError("the model has no tokenizer; give one to Engine")
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def _tokenized(self, prompt: str, special_tokens: bool = True) -> list[int]:
+        if self.tokenizer is None:
+            raise InputError("the model has no tokenizer; give one to Engine")
+        tokens = list(self.tokenizer(prompt, add_special_tokens=special_tokens).input_ids)
         if not tokens:
             raise InputError("a prompt is empty; give at least one token of text")
         outside = [token for token in tokens if not 0 <= token < self.backend.vocabulary]
@@ -206,13 +251,17 @@ class Engine:
             )
         return wanted
 
-    def _compile(self, tokenized: Sequence[Sequence[int]], new: int, sampling: Sampling) -> float:
+    def _compile(self, tokenized: Sequence[Sequence[int]], new: int, sampling: Sampling, proposals: int) -> float:
         """Run what a batch of this size needs once, so that its time holds no compiling; return the seconds it took."""
-        key = self.backend.needs(tokenized, new, sampling)
+        if proposals and not sampling.greedy:
+            raise InputError("proposed tokens are verified against the greedy choice: leave the temperature at 0")
+        if not 0 <= proposals <= MAX_PROPOSALS:
+            raise InputError(f"{proposals} tokens are to be proposed at once; it is 0 to {MAX_PROPOSALS}")
+        key = self.backend.needs(tokenized, new, sampling, proposals)
         if key in self._warm:
             return 0.0
         start = time.perf_counter()
-        for _ in zip(range(min(new, 2)), self.backend.run(tokenized, new, sampling), strict=False):
+        for _ in zip(range(min(new, 2)), self.backend.run(tokenized, new, sampling, proposals), strict=False):
             pass
         self._warm.add(key)
         return time.perf_counter() - start

@@ -227,7 +227,7 @@ def attend_to_cache(q: Tensor, cache: LayerCache, positions: Tensor, heads: Head
         ctas = heads.kv_count * -(-per_kv // group)
         splits = _splits(ctas * len(q), length, device_facts(q.device).sms)
         workspace = _workspace(q.device, len(q) * heads.count * splits * (heads.dim + 2), len(q) * ctas)
-        defines = {"SCALAR": SCALARS[q.dtype], "DIM": heads.dim, "GROUP": group}
+        defines: dict[str, str | int] = {"SCALAR": SCALARS[q.dtype], "DIM": heads.dim, "GROUP": group}
         ATTENTION.build("semisparse_engine_attention", defines).load(q.device)(
             (ctas, splits, len(q)), 128, pdl=device_facts(q.device).has_pdl,
             q=q, keys=cache.keys, values=cache.values, positions=positions, out=out,

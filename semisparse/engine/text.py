@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from transformers import PreTrainedTokenizerBase
+from collections.abc import Callable, Sequence
 
 UNFINISHED = "�"
 """What tokenizers give for the first bytes of a character."""
@@ -14,13 +12,13 @@ class TextStream:
     """The text of a growing sequence of tokens.
 
     Args:
-        tokenizer: the model's.
+        decode: tokens to text.
         prompt: tokens before the text; some tokenizers join words by what is before them.
         stop: strings that end the text; they are not part of it.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stop = tokenizer, [text for text in stop if text]
+    def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
+        self._decode, self._stop = decode, [text for text in stop if text]
         self._tokens = list(prompt)
         self._start = len(prompt)
         self._text = ""
@@ -60,6 +58,3 @@ class TextStream:
         """Return the length of the longest end of the text that a stop string begins with."""
         lengths = [length for stop in self._stop for length in range(1, len(stop)) if text.endswith(stop[:length])]
         return max(lengths, default=0)
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)

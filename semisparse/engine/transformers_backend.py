@@ -27,12 +27,17 @@ class TransformersBackend(Backend):
         self.vocabulary = int(config.vocab_size)
         self._generator = torch.Generator(model.device)
 
-    def needs(self, prompts: Sequence[Sequence[int]], new: int, sampling: Sampling) -> Hashable:
+    def needs(self, prompts: Sequence[Sequence[int]], new: int, sampling: Sampling, proposals: int) -> Hashable:
         return bucket_of(len(prompts)), bucket_of(len(prompts) * max(map(len, prompts)))
 
     @torch.no_grad()
-    def run(self, prompts: Sequence[Sequence[int]], new: int, sampling: Sampling) -> Iterator[list[int]]:
-        """Yield one token per prompt for each of ``new`` steps; shorter prompts are padded on the left."""
+    def run(
+        self, prompts: Sequence[Sequence[int]], new: int, sampling: Sampling, proposals: int = 0
+    ) -> Iterator[list[int]]:
+        """Yield one token per prompt for each of ``new`` steps; shorter prompts are padded on the left.
+
+        Proposals change no token, and are not verified here: tokens come one by one.
+        """
         self._generator.manual_seed(sampling.seed)
         device, longest = self._model.device, max(map(len, prompts))
         ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)

@@ -85,7 +85,7 @@ def _cuda_facts(index: int) -> DeviceFacts:
         driver=f"CUDA {torch.version.cuda}, torch {torch.__version__}",
         capability=(found.major, found.minor),
         shared_per_sm=found.shared_memory_per_multiprocessor,
-        shared_per_cta=found.shared_memory_per_block_optin,
+        shared_per_cta=found.shared_memory_per_block_optin,  # type: ignore[attr-defined]
     )
 
 
