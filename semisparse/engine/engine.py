@@ -133,6 +133,18 @@ class Engine:
         tokenized = [self._tokenized(prompt) for prompt in prompts]
         return self._compile(tokenized, self._room(tokenized, max_new_tokens), sampling, proposals)
 
+    def warm(self, batches: Sequence[int] = (1,)) -> float:
+        """Compile and capture what batches of these sizes need for short and long prompts; return the seconds it took.
+
+        Kernels are compiled in parallel processes first, where there are several processors.
+        """
+        start = time.perf_counter()
+        for count in batches:
+            for length in (1, self.backend.context // 2):
+                prompts = [[0] * length] * count
+                self._compile(prompts, min(2, self.backend.context - length), Sampling(), 0)
+        return time.perf_counter() - start
+
     def echo(self, prompt: str) -> str:
         """Return a prompt as a continuation's text begins: without special tokens."""
         return self._decoded(self._tokenized(prompt))
