@@ -1,0 +1,1 @@
+"""The kernel of the RheoSparse paper, for comparison."""
