@@ -33,7 +33,7 @@ template <typename Product> void issue(Product product) {
 enum Swizzle : Long { kNoSwizzle = 0, kSwizzle128 = 1 };
 
 inline Long smem_descriptor(Word address, Word leading, Word stride, Long swizzle) {
-    if (swizzle && (address & ~1023u) % 1024) fail("a swizzled matrix is not aligned");
+    if (swizzle && address % 1024) fail("a swizzled matrix is not aligned");
     return static_cast<Long>((address & 0x3ffff) >> 4) | static_cast<Long>(leading >> 4) << 16 |
            static_cast<Long>(stride >> 4) << 32 | swizzle << 62;
 }
