@@ -15,7 +15,7 @@ from semisparse.patterns.base import Pattern, blocks_along, top_per_row
 
 @dataclass(frozen=True)
 class Windowed(Pattern):
-    """What N:M and vector-wise N:M share: ``keep`` of every ``window`` columns stay."""
+    """The base class of N:M and vector-wise N:M, which keep ``keep`` of every ``window`` columns."""
 
     keep: int
     window: int

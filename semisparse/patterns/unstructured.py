@@ -61,7 +61,10 @@ class Unstructured(Pattern):
         return top_overall(scores, self._kept(scores.numel()))
 
     def violation(self, nonzero: Tensor) -> str | None:
-        """Accept one weight per row more than the exact count: pruners that go block by block round in each block."""
+        """Describe the first violation, or return None.
+
+        One weight per row more than the exact count is accepted: pruners round the count in each block of columns.
+        """
         rows, columns = nonzero.shape
         counts = nonzero.sum(1)
         if self.by_row:
