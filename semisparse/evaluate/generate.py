@@ -44,7 +44,7 @@ def generate_text(
         max_new_tokens: tokens to generate at most, 1 or more.
 
     Raises:
-        InputError: the prompt is empty, prompt and continuation exceed the model's context, or no token is wanted.
+        InputError: the prompt is empty, prompt and continuation exceed the model's context, or ``max_new_tokens`` < 1.
     """
     if max_new_tokens < 1:
         raise InputError(f"max-new-tokens is {max_new_tokens}; it is at least 1")

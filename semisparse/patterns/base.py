@@ -75,7 +75,7 @@ class Pattern(ABC):
         return None
 
     def of_part(self) -> tuple[Pattern, ...]:
-        """Return the patterns to try for a slice of a weight, the strictest first; every weight obeys the last ones."""
+        """Return the patterns to try for a slice of a weight, the strictest first; a slice may break the first only."""
         from semisparse.patterns.unstructured import Unstructured  # not at the top: that module imports this one
 
         loosest = self.unrestricted()
