@@ -42,7 +42,7 @@ CALIB_BYTES, EVAL_BYTES, EXCERPT_BYTES = 300_000, 120_000, 3_000
 
 
 def read_corpus(stdlib: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Read the library in ``stdlib``; return the training files and the held-out files, text by path."""
+    """Read the library in ``stdlib``; return the texts of the training files and of the held-out files, by path."""
     train: dict[str, str] = {}
     held_out: dict[str, str] = {}
     seen: set[str] = set()

@@ -20,7 +20,7 @@ def recipe(search: str = "evolution", pattern: str = "32:64", effort: int = 18, 
 
 
 def calibration() -> list[torch.Tensor]:
-    """Sequences of two lengths, so that some scored batches are padded."""
+    """Sequences of two lengths."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(0, VOCABULARY, (4, length), generator=generator) for length in (20, 30)]
 

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from semisparse.compress.propagate import list_decoder_layers
+from semisparse.compress.search import score as score_module
 from semisparse.compress.search.bank import Bank, to_masked
 from semisparse.compress.search.score import BATCHES, Scorer, scoring_batches
 from semisparse.compress.search.space import Candidate, LayerSpace, search_space
@@ -15,6 +16,13 @@ from semisparse.nn import weight_of
 from tests.compress.search.small import REPORT, calibration, mean_kl, recipe, sharp_model
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few batches, so that some hold sequences of both lengths."""
+    monkeypatch.setattr(score_module, "BATCHES", 3)
+    assert any((batch < 0).any() for batch in scoring_batches(calibration(), 10**6, seed=0))
 
 
 def space_of(model: PreTrainedModel) -> list[LayerSpace]:
@@ -45,6 +53,7 @@ def reference(model: PreTrainedModel, space: list[LayerSpace], candidate: Candid
     return mean_kl(dense, sparse, calibration())
 
 
+@pytest.mark.usefixtures("padded")
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral", "opt", "gpt2"])
 def test_scores_are_kl_divergences(architecture: str):
     model = sharp_model(architecture)
