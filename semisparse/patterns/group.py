@@ -39,7 +39,7 @@ class Group(Pattern):
 
     @property
     def density(self) -> float:
-        return 1 - self.percent / 100
+        return self._over_groups.density
 
     @property
     def step(self) -> int:
