@@ -25,7 +25,12 @@ def hidden_error(model: PreTrainedModel, dense: PreTrainedModel, batches: list[T
 
 
 def is_quantised(weight: Tensor, scales: GroupScales) -> bool:
-    """Whether each group of a weight [N, K] is all zero, or ``(code - zero) * scale`` for integer codes in range."""
+    """Whether each group of a weight [N, K] is all zero, or ``(code - zero) * scale`` for integer codes in range.
+
+    The stored zero points must be integers from 0 to 255.
+    """
+    if not torch.equal(scales.zero, scales.zero.to(torch.uint8).float()):
+        return False
     for index, group in enumerate(weight.split(scales.size, dim=1)):
         scale, zero = scales.scale[:, [index]].double(), scales.zero[:, [index]].double() / 2 ** (8 - scales.bits)
         codes = (group.double() / scale + zero).round()

@@ -19,12 +19,17 @@ def draw(samples: int | None, seed: int = 0) -> list[torch.Tensor]:
     return calibration_batches(byte_tokenizer(), TEXTS, samples=samples, seqlen=20, seed=seed)
 
 
-def test_samples_are_drawn_by_seed_and_batched_by_length():
+@pytest.mark.parametrize("seed", range(4))
+def test_batches_hold_sequences_of_one_length_the_longest_first(seed: int):
+    lengths = [batch.shape[1] for batch in draw(20, seed)]
+    assert len(lengths) > 2
+    assert lengths == sorted(set(lengths), reverse=True)
+
+
+def test_samples_are_drawn_by_seed():
     batches = draw(30)
     assert sum(len(batch) for batch in batches) == 30
     assert all(batch.dtype == torch.int64 and batch.shape[1] <= 20 for batch in batches)
-    lengths = [batch.shape[1] for batch in batches]
-    assert lengths == sorted(set(lengths), reverse=True), "sequences of one length share a batch, the longest first"
     assert rows(batches) == rows(draw(30))
     assert rows(batches) != rows(draw(30, seed=1))
     every = rows(draw(10_000))

@@ -100,6 +100,7 @@ def test_groups_are_kept_or_pruned_whole(size: int, percent: float, shape: tuple
 def test_ties_go_to_the_lower_column():
     assert NM(2, 4).mask(torch.ones(1, 8)).tolist() == [[True, True, False, False] * 2]
     assert Unstructured(50).mask(torch.ones(1, 4)).tolist() == [[True, True, False, False]]
+    assert Unstructured(50).mask(torch.tensor([[1.0, 1, 1, 2]])).tolist() == [[True, False, False, True]]
 
 
 @pytest.mark.parametrize(
