@@ -39,8 +39,8 @@ METHODS = {
     f"uniform n:64{ONCE}": ("pattern={kept}:64", "search=none"),
     f"evolution{ONCE}": ("pattern={kept}:64", "search=evolution"),
 }
-PUBLISHED, PRESENT = (1, sys.maxsize), (sparsegpt.DECISIONS, sparsegpt.WIDE)
-"""Decisions a window, and columns from which on it is wide: no recipe has these, for nobody wants the first."""
+PUBLISHED, PRESENT = (1, sys.maxsize), (sparsegpt.MASK_UPDATES, sparsegpt.MIN_REORDERED_WINDOW)
+"""How often a window's mask is chosen, and the smallest window whose columns are reordered: no recipe keys."""
 
 COLUMNS = ("model", "zeros", "method", "seed", "nll", "kl", "search_kl", "search_tokens_run", "tokens", "device")
 KEY = COLUMNS[:4]
@@ -83,7 +83,7 @@ def measure(name: str, runs: list[tuple[str, str, int]], options: argparse.Names
     for zeros, method, seed in runs:
         numbers = {"kept": KEPT[zeros], "eighths": KEPT[zeros] // 8, "zeros": zeros}
         effort = [f"{key}={getattr(options, key)}" for key in ("search_tokens", "search_effort", "search_banks")]
-        sparsegpt.DECISIONS, sparsegpt.WIDE = PUBLISHED if method.endswith(ONCE) else PRESENT
+        sparsegpt.MASK_UPDATES, sparsegpt.MIN_REORDERED_WINDOW = PUBLISHED if method.endswith(ONCE) else PRESENT
         settings = (*SETTINGS, *effort, *(setting.format(**numbers) for setting in METHODS[method]))
         model, report = subject.compress("rheosparse", settings, seed)
         if options.plots and method == "evolution" and seed == 0:

@@ -24,12 +24,12 @@ from semisparse.compress import (
     LayerReport,
     Progress,
     Recipe,
-    Trained,
+    TuningResult,
     calibration_batches,
-    compress_blocks,
+    compress_decoder_layers,
     fingerprint,
 )
-from semisparse.compress.search import Found, search_patterns
+from semisparse.compress.search import SearchResult, search_patterns
 from semisparse.errors import InputError
 from semisparse.integrations.transformers import mark_compressed
 from semisparse.nn import replace_linear, weight_of
@@ -144,20 +144,22 @@ def _run_recipe(
 ) -> dict[str, Any]:
     """Replace the layers by compressed ones, note each tuning, and give the config block that describes them."""
 
-    def trained(stage: str, found: Trained) -> None:
-        tuning.append({"stage": stage, **asdict(found)})
+    def on_tuned(stage: str, result: TuningResult) -> None:
+        tuning.append({"stage": stage, **asdict(result)})
 
     run: dict[str, Any] = {"device": device, "progress": progress, "journal": journal}
     found = None
     if plan.search != "none":
         found = search_patterns(model, batches, plan, seed=seed, accepts=partial(can_store, plan), **run)
     patterns, pruned = (found.patterns, found.weights) if found else (None, None)
-    reports = compress_blocks(model, batches, plan, seed=seed, patterns=patterns, pruned=pruned, trained=trained, **run)
+    reports = compress_decoder_layers(
+        model, batches, plan, seed=seed, patterns=patterns, pruned=pruned, on_tuned=on_tuned, **run
+    )
     return _pack_layers(model, plan, reports, found)
 
 
 def _pack_layers(
-    model: PreTrainedModel, plan: Recipe, reports: Sequence[LayerReport], found: Found | None
+    model: PreTrainedModel, plan: Recipe, reports: Sequence[LayerReport], found: SearchResult | None
 ) -> dict[str, Any]:
     """Replace every compressed layer by a packed one, and give the config block that describes them."""
     layers = {}
@@ -169,7 +171,7 @@ def _pack_layers(
         measured = {"density": report.density, "error": report.error, "outcome": report.outcome}
         layers[report.name] = packed.spec.to_dict() | measured
     settings = {"quant_method": checkpoint.METHOD, "version": checkpoint.VERSION, "recipe": plan.to_dict()}
-    return settings | {"layers": layers, "search": found.measured() if found else None}
+    return settings | {"layers": layers, "search": found.metrics() if found else None}
 
 
 def _report(block: Mapping[str, Any], seconds: float, tuning: list[dict[str, Any]]) -> CompressionReport:

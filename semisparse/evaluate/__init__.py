@@ -1,4 +1,4 @@
-"""Measuring what a model loses, and what it says."""
+"""Measure a model's quality, run tasks on it, and generate text with it."""
 
 from semisparse.evaluate.generate import Generation, generate_text
 from semisparse.evaluate.perplexity import Quality, measure_quality

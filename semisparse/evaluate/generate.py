@@ -1,4 +1,4 @@
-"""Text from a model, and how fast it came."""
+"""Generate text with a model, and measure the speed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Generation:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens over wall time."""
+        """New tokens per second of wall time."""
         return self.new_tokens / self.seconds
 
 
@@ -35,13 +35,19 @@ class Generation:
 def generate_text(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, max_new_tokens: int
 ) -> Generation:
-    """Continue a prompt greedily, batch size 1.
+    """Continue a prompt greedily, with batch size 1.
+
+    Args:
+        model: a causal language model.
+        tokenizer: of the model.
+        prompt: text.
+        max_new_tokens: tokens to generate at most, 1 or more.
 
     Raises:
-        InputError: the prompt is empty, or prompt and continuation do not fit the model's context.
+        InputError: the prompt is empty, prompt and continuation exceed the model's context, or ``max_new_tokens`` < 1.
     """
     if max_new_tokens < 1:
-        raise InputError(f"max-new-tokens is {max_new_tokens}; ask for at least 1")
+        raise InputError(f"max-new-tokens is {max_new_tokens}; it is at least 1")
     ids = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
     if ids.shape[1] == 0:
         raise InputError("the prompt is empty; give at least one token of text")
@@ -50,7 +56,7 @@ def generate_text(
         raise InputError(
             f"{ids.shape[1]} prompt tokens and {max_new_tokens} new ones exceed the model's context of {context}"
         )
-    model.generate(ids, max_new_tokens=1, do_sample=False, pad_token_id=0)  # load and compile the kernels
+    model.generate(ids, max_new_tokens=1, do_sample=False, pad_token_id=0)  # loads and compiles the kernels
     start = time.perf_counter()
     out = model.generate(ids, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0)
     if out.is_cuda:

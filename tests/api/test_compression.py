@@ -52,7 +52,7 @@ def test_gqsa_tunes_packs_and_loads(architecture: str, tmp_path: Path):
     )
     assert {layer["format"] for layer in report.layers} == {"gqs"}
     assert all("bqpo" in layer["outcome"] and "e2e" in layer["outcome"] for layer in report.layers)
-    assert [found["stage"] for found in report.tuning] == ["block 1 of 2", "block 2 of 2", "end to end"]
+    assert [found["stage"] for found in report.tuning] == ["decoder layer 1 of 2", "decoder layer 2 of 2", "end to end"]
     assert all(found["after"] <= found["before"] and found["seconds"] > 0 for found in report.tuning)
     assert json.loads(json.dumps(report.to_dict()))["tuning"] == report.tuning
     ids = torch.arange(2 * 20).view(2, 20)

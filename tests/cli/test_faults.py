@@ -152,8 +152,8 @@ def test_resume_with_other_settings(run: Run, compress, monkeypatch: pytest.Monk
         assert_refused(compress(), "No space left on device", status=1)
     assert not (tmp_path / "out").exists()
     assert (tmp_path / "out.partial").exists()
-    assert_refused(compress("--resume", "--seed", "1"), "had another calibration tokens, another seed")
-    assert_refused(compress("--resume", "--set", "prune=wanda"), "had another recipe")
+    assert_refused(compress("--resume", "--seed", "1"), "differs in: calibration tokens, seed")
+    assert_refused(compress("--resume", "--set", "prune=wanda"), "differs in: recipe")
     assert compress("--resume").status == 0
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith((".out", "out"))) == ["out"]
 
