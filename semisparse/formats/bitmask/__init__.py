@@ -7,9 +7,8 @@ import torch
 from semisparse.formats.base import Case, Format
 from semisparse.formats.bitmask.cost import cost
 from semisparse.formats.bitmask.cpu import kernel as cpu
-from semisparse.formats.bitmask.cuda import decode, gemm, unpack
+from semisparse.formats.bitmask.cuda import decode, decode_rows, gemm, unpack
 from semisparse.formats.bitmask.cuda.schedule import gemm_pays
-from semisparse.formats.bitmask.paper import spmv
 from semisparse.formats.bitmask.storage import disk, layouts
 from semisparse.formats.bitmask.storage.check import check_content
 from semisparse.formats.kernel import Kernel
@@ -31,8 +30,8 @@ FORMAT = Format(
         Kernel("cpu", "cpu", cpu.refusal, cpu.prepare),
         Kernel("gemm", "cuda", gemm.refusal, gemm.prepare, gemm_pays),
         Kernel("decode", "cuda", decode.refusal, decode.prepare),
+        Kernel("decode_rows", "cuda", decode_rows.refusal, decode_rows.prepare),
         Kernel("unpack", "cuda", unpack.refusal, unpack.prepare),
-        Kernel("paper", "cuda", spmv.refusal, spmv.prepare, lambda problem: False),
     ),
     cost=cost,
     cases=(

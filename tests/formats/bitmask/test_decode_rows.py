@@ -1,9 +1,9 @@
-"""paper/spmv.cu, in both layouts on disk."""
+"""decode_rows.cu, in both layouts on disk."""
 
 import pytest
 import torch
 
-from semisparse.formats.bitmask.paper import spmv
+from semisparse.formats.bitmask.cuda import decode_rows
 from tests.cuda_emulator import needs_compiler
 from tests.formats.bitmask.weights import BITMASK, check, check_on_gpu, needs_gpu, random_weight
 
@@ -13,10 +13,10 @@ from tests.formats.bitmask.weights import BITMASK, check, check_on_gpu, needs_gp
     ("pattern", "dtype", "m", "aligned"), [("64:64", torch.float16, 1, True), ("70%", torch.bfloat16, 13, False)]
 )
 def test_emulated(emulated, pattern: str, dtype: torch.dtype, m: int, aligned: bool):
-    check(spmv.prepare, BITMASK.pack(random_weight(20, 302, pattern, dtype), pattern), m, aligned)
+    check(decode_rows.prepare, BITMASK.pack(random_weight(20, 302, pattern, dtype), pattern), m, aligned)
 
 
 @needs_gpu
 @pytest.mark.parametrize(("pattern", "dtype", "m"), [("0%", torch.float16, 1), ("70%", torch.bfloat16, 13)])
 def test_on_a_gpu(pattern: str, dtype: torch.dtype, m: int, nan_filled_memory):
-    check_on_gpu("paper", BITMASK.pack(random_weight(70, 302, pattern, dtype), pattern), m)
+    check_on_gpu("decode_rows", BITMASK.pack(random_weight(70, 302, pattern, dtype), pattern), m)

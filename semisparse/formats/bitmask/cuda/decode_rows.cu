@@ -1,5 +1,5 @@
-// y[m, n] = x[m, k] @ w[n, k].T + bias[n] for a bitmask weight in the layout `rows` and m of 1 to TOKENS: RheoSparse's SpMV
-// kernel (section IV, algorithm 1) in the form that spmv.py describes.
+// y[m, n] = x[m, k] @ w[n, k].T + bias[n] for a bitmask weight in the layout `rows` and m of 1 to TOKENS, after
+// RheoSparse's kernel (section IV, algorithm 1); decode_rows.py says what differs.
 //
 // Grid: n / 8 rounded up. CTA: 8 warps, a row of w each. No shared memory. A warp takes one block of 64 columns at a time; lane
 // l computes columns l and l + 32. A lane's value lies as many slots behind the block's first as bits are set below its own
@@ -27,7 +27,7 @@ __device__ __forceinline__ void accumulate(
 
 // CTAs per SM: one token needs all resident warps (32 registers; 41 us at 4096 x 4096 with 47, 25 with 32). With more, the
 // compiler spills on sm_100a at 16 tokens unless it is bounded to two.
-extern "C" __global__ void __launch_bounds__(256, TOKENS == 1 ? 8 : 2) semisparse_bitmask_spmv(
+extern "C" __global__ void __launch_bounds__(256, TOKENS == 1 ? 8 : 2) semisparse_bitmask_decode_rows(
     const SCALAR* __restrict__ x,               // [m, k]
     const uint2* __restrict__ masks,            // [n, blocks], low word first
     const SCALAR* __restrict__ values,          // [n, blocks * count], or [kept]

@@ -1,20 +1,10 @@
-"""spmv.cu: the decode kernel of the RheoSparse paper (section IV), for comparison; ``auto`` never takes it.
+"""Decode from the layout on disk, for patterns that bound no block: a warp per row, without tensor cores.
 
-The same as the paper's:
-    - no tensor cores, and no dense tile is reconstructed;
-    - one 64-bit mask per row and 64 columns, and only the kept values;
-    - positions are recovered from the mask by bit operations.
-
-Different:
-    - A warp computes a row and a lane two columns of each block, where the paper has a thread per row.
-    - A lane finds its value by a popcount prefix, not by a walk with find-first-set (algorithm 1). So consecutive lanes
-      read consecutive values of the layout on disk. The paper's reordering of values into power-of-two segments for
-      vector loads (section IV-B) is not replicated.
-    - x is read through L1, not from shared memory.
-    - One launch, reduced by shuffles; the authors' code has three, and atomics.
-    - It takes patterns that do not bound a block, 1 to 16 tokens, bfloat16, and any N and K.
-
-At 4096 x 4096, 32:64 and one token an H200 takes 24.9 us, with the authors' kernel 12.6, cuBLAS 13.2, decode.cu 8.2.
+It is RheoSparse's kernel (section IV, algorithm 1) in what it reads, one 64-bit mask per row and 64 columns and the kept
+values, and in that no dense tile is reconstructed. It differs in that a warp computes a row and a lane two columns of each
+block, where the paper has a thread per row; in that a lane finds its value by a popcount prefix, not by a walk with
+find-first-set; and in that values are not reordered for vector loads (section IV-B). At 4096 x 4096, 32:64 and one token
+an H200 takes 24.9 us, with the authors' kernel 12.6, cuBLAS 13.2, decode.cu 8.2; unpacking for cuBLAS takes some 250.
 """
 
 from __future__ import annotations
@@ -37,7 +27,7 @@ ROWS_PER_CTA = 8
 """One per warp."""
 
 SOURCE = CudaSource(
-    Path(__file__).with_name("spmv.cu"),
+    Path(__file__).with_name("decode_rows.cu"),
     tuple({"SCALAR": scalar, "TOKENS": tokens} for scalar in SCALARS.values() for tokens in (1, 2, 4, 8, 16)),
 )
 
@@ -59,11 +49,11 @@ def prepare(problem: Problem) -> Product:
     """Compile and load the kernel for one problem."""
     n, k, device = problem.n, problem.k, problem.device
     macros: Defines = {"SCALAR": SCALARS[problem.dtype], "TOKENS": problem.m}
-    kernel = SOURCE.build("semisparse_bitmask_spmv", macros).load(device)
+    kernel = SOURCE.build("semisparse_bitmask_decode_rows", macros).load(device)
     grid, threads = (-(-n // ROWS_PER_CTA), 1, 1), 32 * ROWS_PER_CTA
     blocks, count = -(-k // BLOCK), values_per_block(problem.pattern) or 0
 
-    def spmv(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+    def decode_rows(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         x, m = x.contiguous(), x.shape[0]
         y = x.new_empty(m, n)
         stored = {name: tensor.contiguous() for name, tensor in packed.tensors.items()}
@@ -74,4 +64,4 @@ def prepare(problem: Problem) -> Product:
         )  # fmt: skip
         return y
 
-    return spmv
+    return decode_rows
