@@ -29,7 +29,7 @@ from semisparse.bench.roofline import random_weight
 from semisparse.bench.timing import rotating_copies, time_calls
 from semisparse.errors import KernelError
 from semisparse.formats import Packed, get_format
-from semisparse.formats.ec_csr.extract import Blocks, extract
+from semisparse.formats.ec_csr.paper.extract import Blocks, extract
 from semisparse.formats.product import problem_of
 from semisparse.patterns import parse_pattern
 from semisparse.runtime.device import device_facts
@@ -87,11 +87,9 @@ def decode(
     yield row("cuSPARSE", [partial(torch.mv, matrix, x[0]) for matrix in compressed], size)
     form = get_format("ec_csr")
     for way, options in ways.items():
-        packed = form.pack(weight, f"{zeros}%", **options)
+        packed = form.pack(weight, f"{zeros}%", **options).to(device)
         problem = problem_of(x, packed)
-        product = next(
-            kernel for kernel in form.kernels if not kernel.refusal(problem) and kernel.pays(problem)
-        ).prepare(problem)
+        product = form.choose(problem).prepare(problem)
         rotated: list[Packed] = rotating_copies(packed, facts.cache_bytes)
         yield row(way, [partial(product, x, each, None) for each in rotated], packed.nbytes)
 
