@@ -150,8 +150,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) semisparse_vector_nm_deco
     // Not __restrict__: the compiler could move loads that it takes for constants before griddepcontrol.wait.
     const SCALAR* x, const SCALAR* values, const unsigned char* positions,
     const SCALAR* bias, SCALAR* y, int m, int n, int k, int slots,
-    int panel_windows,  // of x in shared memory
-    int early           // whether the weight may be read before the previous kernel ends
+    int panel_windows  // of x in shared memory
 ) {
     extern __shared__ uint4 shared[];
     Column* panel = reinterpret_cast<Column*>(shared);
@@ -163,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) semisparse_vector_nm_deco
     y += static_cast<long long>(first_token) * n;
     m -= first_token;
     Accumulators d = {};
-    if (!early) griddepcontrol_wait();
+    griddepcontrol_wait();
     for (int window = 0; window * KEEP < slots; window += panel_windows) {
         const int first_column = window * WINDOW;
         const int end = min((window + panel_windows) * KEEP, slots);
@@ -172,7 +171,6 @@ extern "C" __global__ void __launch_bounds__(kThreads) semisparse_vector_nm_deco
         Slots first, second;
         weights.load(first, at, end, first_column);  // in flight while x is loaded
         weights.load(second, at + kStride, end, first_column);
-        if (early && !window) griddepcontrol_wait();
         griddepcontrol_launch_dependents();
         if (window) __syncthreads();
         load_panel(panel, x, m, k, first_column, (end - window * KEEP) / KEEP * WINDOW);

@@ -54,7 +54,7 @@ def prepare(problem: Problem) -> Product:
     schedule = choose_decode(vectors_of(problem.pattern), problem.dtype, problem.m, n, facts.sms)
     build = SOURCE.build("semisparse_vector_nm_decode", schedule.defines, schedule.shared(k))
     kernel, threads = build.load(problem.device), 32 * schedule.warps
-    sizes = {"n": n, "k": k, "slots": slots, "panel_windows": schedule.panel_windows(k), "early": 0}
+    sizes = {"n": n, "k": k, "slots": slots, "panel_windows": schedule.panel_windows(k)}
 
     def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         x, values, bias = aligned(x), aligned(packed.tensors["values"]), bias_like(x, bias)

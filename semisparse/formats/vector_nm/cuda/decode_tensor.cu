@@ -10,7 +10,7 @@
 // way to registers (ldmatrix.trans). A panel holds columns of x with the tokens of each side by side, so ldmatrix.trans
 // gathers the columns of 32 slots by their addresses. Partial sums are float32, added over the warps in a fixed order:
 // every run gives the same bits.
-// PDL: before griddepcontrol.wait nothing is read but, with `early`, the weight.
+// PDL: nothing is read before griddepcontrol.wait. The next kernel may launch once the first copies are issued.
 // Bound: latency to the first byte and from the last. 7.5 us alone for one token at 4096 x 4096, 16:32v32 (H200); ncu: DRAM
 // busy for 43 %, issue 24 %, shared memory 17 %. At 28672 x 8192 DRAM: 56.9 us (results/h200/sweeps/nm-decode-tensor.csv).
 //
@@ -283,8 +283,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_v
     int panel_chunks,                // its chunks of eight columns
     int panels,                      // that cover x
     int steps,                       // of a warp per panel, a multiple of STAGES
-    int aligned,                     // whether the rows of x begin at multiples of 16 bytes
-    int early                        // whether the weight may be read before the previous kernel ends
+    int aligned                      // whether the rows of x begin at multiples of 16 bytes
 ) {
     extern __shared__ __align__(256) unsigned char shared[];
     const Work work{values, positions, slots, row_tiles, panel_tiles, panels, (slots + kTileSlots - 1) / kTileSlots, steps};
@@ -296,14 +295,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_v
 
     TileIterator at{static_cast<int>(blockIdx.x), 0, 0, false};
     Pipeline pipeline{smem_address(shared) + warp * STAGES * kTileBytes, at};
-    if (!early) griddepcontrol_wait();
+    griddepcontrol_wait();
     int item = threadIdx.x;
     uint4 eight[kN8Tokens];
-    const bool x_first = kXFirst && aligned && !early && PanelLoader::chunk_of(item) < panel_chunks;
+    const bool x_first = kXFirst && aligned && PanelLoader::chunk_of(item) < panel_chunks;
     if (x_first) loader.load<true>(eight, PanelLoader::n8_of(item), 0, PanelLoader::chunk_of(item));
 #pragma unroll
     for (int i = 0; i < STAGES; ++i) pipeline.refill(i, work);
-    if (early) griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     if (x_first) {
         loader.store(panel, eight, PanelLoader::n8_of(item), PanelLoader::chunk_of(item));

@@ -83,7 +83,6 @@ def prepare_schedule(problem: Problem, schedule: DecodeTensorSchedule) -> Produc
         "panels": -(-slot_tiles // panel_tiles),
         "steps": -(-min(slot_tiles, panel_tiles) // (schedule.warps * schedule.stages)) * schedule.stages,
         "aligned": int(k % PANEL_CHUNK == 0),
-        "early": 0,
     }
     # For one token a CTA per row tile; x of more tokens is copied once for all row tiles of a CTA.
     grid = (row_tiles if schedule.tile_m == 1 else min(row_tiles, facts.sms), 1, 1)
