@@ -139,7 +139,7 @@ def ablation(patterns: list[str]) -> Iterator[dict[str, str]]:
             keep, window = vectors_of(copies[0].pattern).keep, vectors_of(copies[0].pattern).window
             slots = keep if not packed else 8
             schedule = GemmSchedule(TILES[4][1], length, slots, window, stages, packed, torch.float32)
-            prepare = partial(gemm_fp32.prepare_schedule, schedule=schedule)
+            prepare = partial(gemm_fp32.prepare, schedule=schedule)
             yield layer.measure(f"{version}: {label(schedule)}", prepare, copies)
 
 

@@ -43,12 +43,12 @@ def test_decode_tensor(emulated, monkeypatch, pattern, n, k, m, dtype, warps_sta
     tile_m = next(tile for tile in decode_schedule.TENSOR_TILE_M if tile >= m)
     schedule = DecodeTensorSchedule(packed.pattern, dtype, tile_m, *warps_stages)
     assert -(-k // (schedule.panel_windows(k, shared) * packed.pattern.window)) == panels
-    check_kernel(lambda problem: decode_tensor.prepare_schedule(problem, schedule), packed, m)
+    check_kernel(lambda problem: decode_tensor.prepare(problem, schedule), packed, m)
 
 
 def prepare_with_4_warps(problem: Problem) -> Product:
     schedule = DecodeTensorSchedule(problem.pattern, problem.dtype, 16, 4, 2)
-    return decode_tensor.prepare_schedule(problem, schedule)
+    return decode_tensor.prepare(problem, schedule)
 
 
 @pytest.mark.parametrize(

@@ -24,14 +24,14 @@ pytestmark = needs_compiler
 def test_gemm_fp32(emulated, pattern: str, tile: int, packed: bool, n: int, k: int, m: int):
     schedule = gemm_schedule(parse_pattern(pattern), TILES[4][tile], torch.float32, packed, gpu().shared_per_cta)
     weight = pack(pattern, n, k, torch.float32)
-    check_kernel(lambda problem: gemm_fp32.prepare_schedule(problem, schedule), weight, m)
+    check_kernel(lambda problem: gemm_fp32.prepare(problem, schedule), weight, m)
 
 
 def test_one_stage(emulated):
     """The paper's V2: copying and computing alternate."""
     schedule = GemmSchedule(TILES[4][0], 64, 8, 32, 1, True, torch.float32)
     weight = pack("8:32v64", 260, 172, torch.float32)
-    check_kernel(lambda problem: gemm_fp32.prepare_schedule(problem, schedule), weight, 5)
+    check_kernel(lambda problem: gemm_fp32.prepare(problem, schedule), weight, 5)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_one_stage(emulated):
 )
 def test_gemm(emulated, pattern: str, tile: int, packed: bool, n: int, k: int, m: int, dtype: torch.dtype):
     schedule = gemm_schedule(parse_pattern(pattern), TILES[2][tile], dtype, packed, gpu().shared_per_cta)
-    check_kernel(lambda problem: gemm.prepare_schedule(problem, schedule), pack(pattern, n, k, dtype), m)
+    check_kernel(lambda problem: gemm.prepare(problem, schedule), pack(pattern, n, k, dtype), m)
 
 
 @pytest.mark.parametrize(

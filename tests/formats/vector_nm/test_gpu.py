@@ -60,7 +60,7 @@ def test_every_gemm_schedule(pattern: str):
             for whole in (True, False):
                 schedule = gemm_schedule(packed.pattern, tile, dtype, not whole, limit)
                 if schedule:
-                    check_kernel(lambda problem, s=schedule, k=kernel: k.prepare_schedule(problem, s), packed, 130)
+                    check_kernel(lambda problem, s=schedule, k=kernel: k.prepare(problem, s), packed, 130)
 
 
 @pytest.mark.parametrize(("n", "k"), SIZES)

@@ -42,33 +42,29 @@ SOURCE = CudaSource(
 def refusal(problem: Problem) -> str | None:
     """Say why `prepare` cannot compute ``problem``, or None if it can."""
     reason = decode.refusal(problem, TENSOR_LENGTHS)
-    if reason is None and _schedule(problem) is None:
+    if reason is None and schedule_for(problem) is None:
         return f"no panel of x for {problem.pattern} fits shared memory"
     return reason
 
 
-def _schedule(problem: Problem) -> DecodeTensorSchedule | None:
+def schedule_for(problem: Problem) -> DecodeTensorSchedule | None:
+    """Choose the schedule of a problem; None if no panel of x fits shared memory."""
     limit = device_facts(problem.device).shared_per_cta
     return choose_decode_tensor(vectors_of(problem.pattern), problem.dtype, problem.m, problem.k, limit)
 
 
-def prepare(problem: Problem) -> Product:
+def prepare(problem: Problem, schedule: DecodeTensorSchedule | None = None) -> Product:
     """Prepare to multiply; x and w float16, or both bfloat16; accumulators are float32.
 
+    Args:
+        schedule: by default the one that is chosen.
     Raises:
         KernelError: no panel of x fits shared memory.
     """
-    schedule = _schedule(problem)
-    if schedule is None:
-        raise KernelError(f"no panel of x for {problem.pattern} fits shared memory")
-    return prepare_schedule(problem, schedule)
-
-
-def prepare_schedule(problem: Problem, schedule: DecodeTensorSchedule) -> Product:
-    """Prepare to multiply with a given schedule, as `prepare` does."""
     (n, k), facts = problem.spec.shape, device_facts(problem.device)
-    windows = schedule.panel_windows(k, facts.shared_per_cta)
-    if windows is None:
+    schedule = schedule or schedule_for(problem)
+    windows = schedule.panel_windows(k, facts.shared_per_cta) if schedule else None
+    if schedule is None or windows is None:
         raise KernelError(f"no panel of x for {problem.pattern} fits shared memory")
     _, slots = groups_and_slots(problem.spec)
     slot_tiles, row_tiles = -(-slots // TILE_SLOTS), -(-n // schedule.tile_n)
@@ -84,7 +80,7 @@ def prepare_schedule(problem: Problem, schedule: DecodeTensorSchedule) -> Produc
         "steps": -(-min(slot_tiles, panel_tiles) // (schedule.warps * schedule.stages)) * schedule.stages,
         "aligned": int(k % PANEL_CHUNK == 0),
     }
-    # For one token a CTA per row tile; x of more tokens is copied once for all row tiles of a CTA.
+    # For one token a CTA per row tile; for more a CTA copies x once for all of its row tiles.
     grid = (row_tiles if schedule.tile_m == 1 else min(row_tiles, facts.sms), 1, 1)
     build = SOURCE.build("semisparse_vector_nm_decode_tensor", schedule.defines, schedule.shared(windows))
     kernel, threads = build.load(problem.device), 32 * schedule.warps

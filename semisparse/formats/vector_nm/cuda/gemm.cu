@@ -15,8 +15,8 @@
 // the banks than the one before, so there is no conflict if the columns of the four t differ mod 4; column_info.cu orders
 // slots so.
 // Bound: shared-memory reads. A column of x serves the rows of one group only, at most 32 of a warp: at LENGTH 32 these
-// reads take 21 of every 26 cycles that the tensor cores need. 0.54 to 0.69 of cuBLAS at 16:32v32
-// (results/h200/sweeps/nm.csv).
+// reads take 21 of every 26 cycles that the tensor cores need. 2,048 and 4,096 tokens: 0.56 to 0.67 of cuBLAS's speed at
+// 16:32v32, 0.79 to 0.96 at 8:32v32 (results/h200/vector_nm-bfloat16.csv).
 //
 // Macros: WARP_M_TILES (m16 tiles per warp, a multiple of 4), and those of pipeline.cuh.
 

@@ -23,9 +23,7 @@ SOURCE = CudaSource(
 
 def refusal(problem: Problem) -> str | None:
     """Say why `prepare` cannot compute ``problem``, or None if it can."""
-    if problem.dtype not in (torch.float16, torch.bfloat16):
-        return f"computes float16 and bfloat16, got {problem.dtype}"
-    return tiled.refusal(problem)
+    return tiled.refusal(problem, (torch.float16, torch.bfloat16))
 
 
 def pays(problem: Problem) -> bool:
@@ -33,16 +31,6 @@ def pays(problem: Problem) -> bool:
     return vectors_of(problem.pattern).density <= MAX_DENSITY
 
 
-def prepare(problem: Problem) -> Product:
-    """Prepare to multiply; accumulators are float32.
-
-    Raises:
-        KernelError: no stage fits shared memory.
-    """
-    return prepare_schedule(problem, tiled.schedule_for(problem))
-
-
-def prepare_schedule(problem: Problem, schedule: GemmSchedule) -> Product:
-    """Prepare to multiply with a given schedule, as `prepare` does."""
-    build = SOURCE.build("semisparse_vector_nm_gemm", schedule.defines, schedule.shared)
-    return tiled.prepare(problem, schedule, build)
+def prepare(problem: Problem, schedule: GemmSchedule | None = None) -> Product:
+    """Prepare to multiply with a schedule, by default the one that is chosen."""
+    return tiled.prepare(problem, SOURCE, schedule)

@@ -17,21 +17,9 @@ SOURCE = CudaSource(Path(__file__).with_name("gemm_fp32.cu"), tiled.common_defin
 
 def refusal(problem: Problem) -> str | None:
     """Say why `prepare` cannot compute ``problem``, or None if it can."""
-    if problem.dtype != torch.float32:
-        return f"computes float32, got {problem.dtype}"
-    return tiled.refusal(problem)
+    return tiled.refusal(problem, (torch.float32,))
 
 
-def prepare(problem: Problem) -> Product:
-    """Prepare to multiply.
-
-    Raises:
-        KernelError: no stage fits shared memory.
-    """
-    return prepare_schedule(problem, tiled.schedule_for(problem))
-
-
-def prepare_schedule(problem: Problem, schedule: GemmSchedule) -> Product:
-    """Prepare to multiply with a given schedule, as `prepare` does."""
-    build = SOURCE.build("semisparse_vector_nm_gemm_fp32", schedule.defines, schedule.shared)
-    return tiled.prepare(problem, schedule, build)
+def prepare(problem: Problem, schedule: GemmSchedule | None = None) -> Product:
+    """Prepare to multiply with a schedule, by default the one that is chosen."""
+    return tiled.prepare(problem, SOURCE, schedule)

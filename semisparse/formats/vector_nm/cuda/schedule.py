@@ -250,6 +250,6 @@ SPARSE_STAGE_BYTES = (16 << 10) + 64 + 16
 SPARSE_MIN_M = 1024
 """From here on `gemm_sparse` beats unpacking for cuBLAS.
 
-By 1.08 to 1.24 at 8:32v32 and 1.48 to 1.69 at 4:32v32 with 2,048 and 4,096 tokens (H200, three shapes); with 512 tokens
+By 1.07 to 1.25 at 8:32v32 and 1.48 to 1.78 at 4:32v32 with 2,048 and 4,096 tokens (H200, three shapes); with 512 tokens
 and 4,096 rows only half of the SMs have a tile.
 """

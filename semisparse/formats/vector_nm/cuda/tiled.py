@@ -14,59 +14,52 @@ from semisparse.formats.vector_nm.cuda.schedule import TILES, GemmSchedule, choo
 from semisparse.formats.vector_nm.storage.disk import groups_and_slots, vectors_of
 from semisparse.patterns import VectorNM
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.kernel import KernelBuild
+from semisparse.runtime.kernel import CudaSource
 from semisparse.runtime.nvrtc import Defines
 
 
 def common_defines(dtype: torch.dtype, shortest: VectorNM) -> tuple[Defines, ...]:
     """Return the macros of each tile, with whole and with packed stages, and of the shortest vectors."""
-    tiles = TILES[dtype.itemsize]
-    half, eighth = VectorNM(16, 32, 32), VectorNM(4, 32, 32)
+    half, eighth, tiles = VectorNM(16, 32, 32), VectorNM(4, 32, 32), TILES[dtype.itemsize]
     wanted = [(pattern, tile, pattern is eighth) for tile in tiles for pattern in (half, eighth)]
     wanted.append((shortest, tiles[1], False))
     schedules = [gemm_schedule(pattern, tile, dtype, packed) for pattern, tile, packed in wanted]
     return tuple(schedule.defines for schedule in schedules if schedule)
 
 
-def refusal(problem: Problem) -> str | None:
-    """Say why no tiled GEMM can compute ``problem``, or None if one can."""
+def refusal(problem: Problem, dtypes: tuple[torch.dtype, ...]) -> str | None:
+    """Say why a tiled GEMM of these dtypes cannot compute ``problem``, or None if it can."""
+    if problem.dtype not in dtypes:
+        return f"computes {' and '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)}, got {problem.dtype}"
     reason = operands_refusal(problem)
-    if reason is None and _schedule(problem) is None:
+    if reason is None and schedule_for(problem) is None:
         lengths = ", ".join(map(str, gemm_lengths(problem.dtype.itemsize)))
         return f"takes vectors of {lengths} rows whose stages fit shared memory, not {problem.pattern}"
     return reason
 
 
-def schedule_for(problem: Problem) -> GemmSchedule:
-    """Return the schedule for a problem.
-
-    Raises:
-        KernelError: no stage fits shared memory.
-    """
-    schedule = _schedule(problem)
-    if schedule is None:
-        raise KernelError(f"no tile of {problem.pattern} fits shared memory")
-    return schedule
-
-
-def _schedule(problem: Problem) -> GemmSchedule | None:
-    facts = device_facts(problem.device)
-    pattern = vectors_of(problem.pattern)
+def schedule_for(problem: Problem) -> GemmSchedule | None:
+    """Choose the schedule of a problem; None if the pattern has none."""
+    facts, pattern = device_facts(problem.device), vectors_of(problem.pattern)
     return choose_gemm(pattern, problem.m, problem.n, problem.dtype, facts.sms, facts.shared_per_cta)
 
 
-def prepare(problem: Problem, schedule: GemmSchedule, build: KernelBuild) -> Product:
-    """Prepare to multiply with a schedule and the kernel that is compiled for it."""
-    n, (groups, slots) = problem.n, groups_and_slots(problem.spec)
-    info, kernel = column_info.prepare(problem, schedule), build.load(problem.device)
-    row_tiles, threads = -(-n // schedule.tile.n), schedule.threads
-    sizes = {
-        "n": n,
-        "groups": groups,
-        "slots": slots,
-        "stages": -(-slots // schedule.slots),
-        "aligned": int(n * problem.dtype.itemsize % 16 == 0),
-    }
+def prepare(problem: Problem, source: CudaSource, schedule: GemmSchedule | None) -> Product:
+    """Prepare to multiply with a schedule, by default the one that is chosen.
+
+    Raises:
+        KernelError: the pattern has no schedule.
+    """
+    schedule = schedule or schedule_for(problem)
+    if schedule is None:
+        raise KernelError(f"no tile of {problem.pattern} fits shared memory")
+    n, tile, threads = problem.n, schedule.tile, schedule.threads
+    (groups, slots), row_tiles = groups_and_slots(problem.spec), -(-n // tile.n)
+    info = column_info.prepare(problem, schedule)
+    build = source.build(f"semisparse_vector_nm_{source.path.stem}", schedule.defines, schedule.shared)
+    kernel = build.load(problem.device)
+    aligned_y = int(n * problem.dtype.itemsize % 16 == 0)
+    sizes = {"n": n, "groups": groups, "slots": slots, "stages": -(-slots // schedule.slots), "aligned": aligned_y}
 
     def multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         x, values, bias = aligned(x), aligned(packed.tensors["values"]), bias_like(x, bias)
@@ -74,7 +67,7 @@ def prepare(problem: Problem, schedule: GemmSchedule, build: KernelBuild) -> Pro
         m, pitch = x.shape[0], x_t.shape[1]
         y = x.new_empty(m, n)
         operands = {"x_t": x_t, "values": values, "columns": columns, "offsets": offsets, "bias": bias, "y": y}
-        kernel((pitch // schedule.tile.m, row_tiles, 1), threads, pdl=False, **operands, m=m, pitch=pitch, **sizes)
+        kernel((pitch // tile.m, row_tiles, 1), threads, pdl=False, **operands, m=m, pitch=pitch, **sizes)
         return y
 
     return multiply

@@ -100,11 +100,11 @@ def unpack(packed: Packed) -> Tensor:
     """Return the dense weight, [N, K] in its dtype."""
     n, k = packed.shape
     values = packed.tensors["values"]
-    groups, _, length = values.shape
+    groups, slots, length = values.shape
     width = k + -k % vectors_of(packed.pattern).window
-    weight = torch.zeros(groups, width, length, dtype=packed.dtype, device=values.device)
-    weight.scatter_(1, columns_of(packed)[..., None].expand_as(values), values)
-    return weight.transpose(1, 2).reshape(-1, width)[:n, :k].contiguous()
+    weight = torch.zeros(groups, length, width, dtype=packed.dtype, device=values.device)
+    weight.scatter_(2, columns_of(packed)[:, None].expand(groups, length, slots), values.transpose(1, 2))
+    return weight.view(-1, width)[:n, :k].contiguous()
 
 
 def columns_of(packed: Packed) -> Tensor:

@@ -35,13 +35,6 @@ BLOCK_SLOTS = 2 * BLOCK_QUADS
 NO_SLOT, SKIPPED = 0xFFFF, 0xFFFE
 """In place of a slot: zeros; nothing, because the 64-row tile skips the block."""
 
-SORT_BELOW = 0.45
-"""Density below which columns are assigned in the order of the 64-row tiles that need them, from which on in their own.
-
-Blocks, and blocks that a 64-row tile multiplies, over K / 32: at 16:32v32 1.04 and 1.04 in their own order, 1.19 and
-1.04 sorted; at 8:32v32 .91 and .75, .94 and .54 (random weights, K = 4,096).
-"""
-
 ORDERED_SPECS = (
     *(replace(spec, split_n=None, split_k=None) for spec in disk.SPECS),
     TensorSpec("block_starts", torch.int32, ("row_tiles+1",)),
@@ -108,8 +101,7 @@ def with_order(packed: Packed) -> Packed:
     slot_of = _slots_of_slices(packed)
     kept = slot_of[..., :-1] >= 0
     masks = (kept << torch.arange(SLICES, device=kept.device)[:, None]).sum(1).to(torch.uint8)
-    sort = vectors_of(packed.pattern).density < SORT_BELOW
-    order = (_urgency(masks) if sort else (masks == 0).int()).argsort(dim=1, stable=True).to(torch.int32)
+    order = _priority(masks).argsort(dim=1, stable=True).to(torch.int32)
     columns, starts = _blocks_of(*assign_columns(order, masks.gather(1, order.long())), masks)
     row_tile = torch.repeat_interleave(torch.arange(len(masks), device=kept.device), starts.diff())
     slots, metadata = _slots_and_metadata(columns, row_tile, slot_of)
@@ -161,8 +153,12 @@ def _count(bits: Tensor, width: int) -> Tensor:
     return sum((bits >> i & 1).int() for i in range(width))  # type: ignore[return-value]
 
 
-def _urgency(masks: Tensor) -> Tensor:
-    """Return what columns are sorted by: more 64-row tiles first, the same tiles together, more slices first."""
+def _priority(masks: Tensor) -> Tensor:
+    """Return what columns are sorted by before they are assigned to quads, from a bit for each slice that keeps them.
+
+    More 64-row tiles first, the same tiles together, more slices first. At 8:32v32 a 64-row tile then multiplies .54 of
+    K / 32 blocks, of .94 in all; with the columns in their own order .75 of .91 (random weights, K = 4,096).
+    """
     tiles = _mma_tiles_of(masks)
     return ((MMA_TILES - _count(tiles, MMA_TILES)) * 16 + tiles) * 16 + SLICES - _count(masks, SLICES)
 
