@@ -1,4 +1,4 @@
-"""What a product costs on a GPU, for the roofline: the operations of kept weights; for many tokens x is transposed."""
+"""What a matmul costs on a GPU, for the roofline: the operations of kept weights; for many tokens x is transposed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from semisparse.formats.vector_nm.cuda.schedule import MAX_DENSITY, choose_gemm
 from semisparse.formats.vector_nm.storage.disk import vectors_of
 
 ASSUMED_SMS = 128
-"""Of a GPU that is planned for: only the tile of small products depends on it."""
+"""Of a GPU that is planned for; only the tile of small matmuls depends on it."""
 
 
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
-    """Return the passes of a product by the kernel that is made for it.
+    """Return the passes of a matmul by the kernel that is made for it.
 
     The strategy names how stages of x are copied, and a CTA's arithmetic intensity (equation 3); where no kernel takes
     the vectors, or cuBLAS is faster, the weight is unpacked.

@@ -41,6 +41,18 @@ def read(packed: Packed) -> list[list[float]]:
     return weight
 
 
+def expected_positions(weight: torch.Tensor, pattern: VectorNM) -> list[list[int]]:
+    """The non-zero vectors of each window, filled up with its lowest others."""
+    (n, k), groups = weight.shape, []
+    for row in range(0, n, pattern.length):
+        kept = weight[row : row + pattern.length].any(0).tolist() + [False] * pattern.window
+        groups.append([])
+        for start in range(0, k, pattern.window):
+            order = sorted(range(pattern.window), key=lambda i, start=start: (not kept[start + i], i))
+            groups[-1] += sorted(order[: pattern.keep])
+    return groups
+
+
 windows = st.integers(1, 20) | st.sampled_from([32, 64, 256])
 patterns = windows.flatmap(
     lambda window: st.builds(VectorNM, st.integers(1, window), st.just(window), st.integers(1, 9) | st.just(32))
@@ -54,6 +66,7 @@ def test_bytes_mean_the_weight(pattern: VectorNM, n: int, k: int, dtype: torch.d
     packed = VECTOR_NM.pack(weight, pattern)
     assert read(packed) == weight.tolist()
     assert packed.unpack().tolist() == weight.tolist()
+    assert packed.tensors["positions"].tolist() == expected_positions(weight, pattern)
     VECTOR_NM.validate(packed)
 
 

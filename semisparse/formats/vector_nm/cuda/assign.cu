@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) semisparse_vector_nm_assi
         int winner = best[i % 2][0];
 #pragma unroll
         for (int warp = 1; warp < kWarps; ++warp) winner = max(winner, best[i % 2][warp]);
-        // If all are open and none fits, they are closed in turn.
+        // If all are open and none fits, they are closed round-robin.
         const int slot = winner < 0 ? closed++ % kOpen : kOpen - 1 - (winner >> 1 & (kOpen - 1));
         const bool opens = winner < 0 || winner & 1;
 #pragma unroll

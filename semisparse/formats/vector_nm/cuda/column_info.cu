@@ -12,7 +12,7 @@
 // For gemm_fp32.cu (BYTES 4) `offsets` holds, slot by slot, the byte of the stage's buffer at which the column begins. For
 // gemm.cu (BYTES 2) an entry is the column's number in the stage plus 65,536 times the slot's, -1 past the last slot; of
 // each 16 entries lane t of four takes 4 t to 4 t + 3. The i-th entries of the four lanes are read together, and their
-// columns should differ mod 4. So a stage's slots are sorted by that and dealt to the reads in turn: with 16 of 32 columns
+// columns should differ mod 4. So a stage's slots are sorted by that and given to the reads round-robin: with 16 of 32 columns
 // kept, a read then takes 1.34 wavefronts on average (simulated; 1.33 measured), in the order of the columns 1.81.
 //
 // Grid: `transpose_tiles` CTAs of 64 tokens x 64 columns, then one warp for each task: a packed stage, or a group of a

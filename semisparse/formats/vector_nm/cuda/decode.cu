@@ -6,7 +6,7 @@
 // LENGTH].
 // Warps: each takes its share of the group's slots. A lane loads eight rows of a slot, 16 bytes, LENGTH / 8 lanes share a
 // slot, so a warp loads consecutive memory; one column of x from shared memory serves eight weights. The loads of the next
-// SLOTS_AHEAD slots are in flight meanwhile. Sums are float32, reduced in a fixed order: every run gives the same bits.
+// SLOTS_AHEAD slots are in flight meanwhile. Accumulators are float32, reduced in a fixed order: every run gives the same bits.
 // Bound: latency for one token: 9.3 us at 4096 x 4096, 16:32v32, with DRAM busy for 38 % (H200, ncu, cold caches). FMA and
 // conversions for eight: 4.48 M instructions, DRAM at 19 %. decode_tensor.cu is faster from LENGTH 16 on.
 //
@@ -116,7 +116,7 @@ __device__ __forceinline__ void load_panel(Column* panel, const SCALAR* x, int m
     }
 }
 
-// Adds the sums of the lanes that hold the same rows, then those of all warps, and stores. `partials` is [WARPS, LENGTH].
+// Adds the accumulators of lanes with the same rows, then the warps' partial sums, and stores. `partials`: [WARPS, LENGTH].
 __device__ __forceinline__ void epilogue(Accumulators& d, float* partials, const SCALAR* bias, SCALAR* y, int m, int n,
                                          int first_row) {
     const int lane = threadIdx.x % kWarp;

@@ -246,7 +246,7 @@ __device__ __forceinline__ void multiply_panel(Accumulators& d, Pipeline& pipeli
     }
 }
 
-using Partial = float[TILE_M][TILE_N];  // a warp's sums
+using Partial = float[TILE_M][TILE_N];  // a warp's partial sums
 
 __device__ __forceinline__ void store_partial(Partial& partial, const Accumulators& d) {
     const int lane = threadIdx.x % kWarp;
@@ -259,7 +259,7 @@ __device__ __forceinline__ void store_partial(Partial& partial, const Accumulato
     }
 }
 
-// Adds the sums of all warps, and stores.
+// Adds the warps' partial sums, and stores.
 __device__ __forceinline__ void epilogue(const Partial* partials, const SCALAR* bias, SCALAR* y, int m, int n, int first_row) {
     for (int i = threadIdx.x; i < m * TILE_N; i += kThreads) {
         const int token = i / TILE_N, row = first_row + i % TILE_N;

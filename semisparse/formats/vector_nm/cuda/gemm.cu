@@ -8,7 +8,7 @@
 // Warps: every thread copies its share of x; weights go from global memory straight to registers. Tokens are the m of the
 // mma, rows its n, slots its k. Of each 16 slots a lane (g, t), g = lane / 4 and t = lane % 4, takes four. It loads eight
 // tokens of each slot's column at once and its rows of the slot's weights; __byte_perm then pairs slots, as fragments need
-// them. Which tokens and rows a fragment's elements stand for is free: they are those that a lane loads together, tokens 8
+// them. A fragment's elements may stand for any tokens and rows: they are those that a lane loads together, tokens 8
 // g to 8 g + 7 of every 64 and consecutive rows, which it also stores together. Slots are added in a fixed order: every run
 // gives the same bits.
 // Bank conflicts: shared memory serves eight lanes at a time, two g and all four t. A column begins 32 bytes further along

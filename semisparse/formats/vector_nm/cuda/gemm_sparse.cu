@@ -48,7 +48,7 @@ constexpr int kMetadata = STAGES * kStageBytes;     // offsets in shared memory
 constexpr int kFull = kMetadata + STAGES * kMetadataBytes;
 constexpr int kEmpty = kFull + STAGES * 8;
 
-// Values in place of a slot in `slots`.
+// What `slots` holds instead of a slot.
 constexpr Word kNoSlot = 0xffff;       // the slice keeps fewer than two columns of the quad: zeros
 constexpr Word kSkippedSlot = 0xfffe;  // the 64-row tile skips the block: nothing is copied
 
@@ -215,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) semisparse_vector_nm_g
         const Operands from{x_t, values, pitch, groups, slots_per_group};
         for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
             const int row_tile = tile / token_tiles, warp = threadIdx.x % kWarpgroup / kWarp;
-            // The warps go on in turn from tile to tile.
+            // The warps continue round-robin from tile to tile.
             const int own = (warp + kProducers - before % kProducers) % kProducers;
             produce(from, order, row_tile, tile % token_tiles, base, before, own);
             before += block_starts[row_tile + 1] - block_starts[row_tile];

@@ -33,7 +33,7 @@ BLOCK_QUADS = 8
 BLOCK_SLOTS = 2 * BLOCK_QUADS
 """Of a slice in a block, at most."""
 NO_SLOT, SKIPPED = 0xFFFF, 0xFFFE
-"""In place of a slot: zeros; nothing, because the 64-row tile skips the block."""
+"""What `slots` holds instead of a slot: for zeros; where the 64-row tile skips the block."""
 
 ORDERED_SPECS = (
     *(replace(spec, split_n=None, split_k=None) for spec in disk.SPECS),
