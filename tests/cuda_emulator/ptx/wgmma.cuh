@@ -23,6 +23,7 @@ template <int pending> void wgmma_wait_group() {
         for (const auto& product : groups.front()) product();
         groups.erase(groups.begin());
     }
+    __syncwarp();  // .sync.aligned: no lane goes on, and releases a stage, before all lanes' products are complete
 }
 
 template <typename Product> void issue(Product product) {
