@@ -7,7 +7,7 @@ import json
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -331,7 +331,16 @@ class Format:
         Raises:
             FormatError: N or K is below 1, or the params lack a count that a shape needs or hold an impossible one.
         """
-        return dict(_shapes(self.name, spec))
+        n, k = spec.shape
+        if n < 1 or k < 1:
+            raise FormatError(f"format {self.name} stores weights with N, K of at least 1, got {(n, k)}")
+        try:
+            counts = {"N": n, "K": k, **self.counts(spec)}
+            return {tensor.name: tuple(_size(d, counts) for d in tensor.shape) for tensor in self.specs(spec)}
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise FormatError(
+                f"format {self.name}: params {dict(spec.params)} do not give every dimension: {error}"
+            ) from error
 
     def dtypes(self, spec: WeightSpec) -> dict[str, torch.dtype]:
         """Return every stored tensor's dtype."""
@@ -401,19 +410,6 @@ class Format:
     def all_kernels(self) -> tuple[Kernel, ...]:
         """The format's kernels and, last, the reference."""
         return (*self.kernels, reference_kernel)
-
-
-@lru_cache(maxsize=1 << 16)
-def _shapes(form: str, spec: WeightSpec) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    declared = get_format(form)
-    n, k = spec.shape
-    if n < 1 or k < 1:
-        raise FormatError(f"format {form} stores weights with N, K of at least 1, got {(n, k)}")
-    try:
-        counts = {"N": n, "K": k, **declared.counts(spec)}
-        return tuple((t.name, tuple(_size(d, counts) for d in t.shape)) for t in declared.specs(spec))
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise FormatError(f"format {form}: params {dict(spec.params)} do not give every dimension: {error}") from error
 
 
 def _size(dimension: str, counts: Mapping[str, int]) -> int:

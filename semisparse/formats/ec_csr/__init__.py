@@ -37,6 +37,13 @@ FORMAT = Format(
     specs=disk.specs,
     counts=disk.counts,
     counted=("values", "span", "bundles", "deltas", "slots"),
+    options={
+        "layout": ("banks", "paper"),
+        "delta_bits": ("auto", 4, 8),
+        "granularity": (1, 2, 4, 8),
+        "multiple": (),
+        "clip": (),
+    },
     pack_weight=disk.pack_weight,
     unpack=disk.unpack,
     check_content=check_content,
