@@ -43,8 +43,8 @@ def read_recipe(recipe: str | Path | Recipe, settings: Sequence[str] = ()) -> Re
     formats = [form.name for form in registry().values() if variant in form.variants]
     if result.format not in formats and (variant or result.format != "auto"):
         raise RecipeError(
-            f"format {result.format} does not store quant={result.quant}; set another quant, or "
-            f"format={' or '.join(formats)}"
+            f"format {result.format} does not store quant={result.quant}; "
+            f"set another one, or format={' or '.join(formats)}"
         )
     return result
 
