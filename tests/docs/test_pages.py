@@ -69,7 +69,9 @@ def test_transformers(workdir: Path, run, monkeypatch: pytest.MonkeyPatch):
     run_programs("transformers.md")
     for words in commands("transformers.md"):
         run_command(words, run)
-    assert (workdir / "saved" / "model.safetensors").read_bytes() == (workdir / "small" / "model.safetensors").read_bytes()
+    assert (workdir / "saved" / "model.safetensors").read_bytes() == (
+        workdir / "small" / "model.safetensors"
+    ).read_bytes()
 
 
 def test_quality(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

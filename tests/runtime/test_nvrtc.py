@@ -71,7 +71,7 @@ def test_every_kernel_compiles_without_spills(source: CudaSource, arch: str, cap
                     f"{used.spill_stores + used.spill_loads} B spilled, {used.shared} B shared",
                     end="",
                 )
-                assert name.startswith("semisparse_"), "make test-gpu selects kernels for compute-sanitizer by this prefix"
+                assert name.startswith("semisparse_"), "make test-gpu SANITIZE=... filters by this prefix"
                 if used.spills:
                     spilling.append(f"{name} {macros}")
     if source.spills_allowed is None:
