@@ -85,6 +85,22 @@ def candidates(formats: Iterable[str] | None = None, patterns: Iterable[str] | N
     return list({candidate.label: candidate for candidate in listed}.values())
 
 
+def candidate_named(form: str, pattern: str | None = None) -> Candidate:
+    """Return the first candidate of a format.
+
+    Args:
+        form: the format's name.
+        pattern: in written form; None for that of the format's first recipe.
+    Raises:
+        InputError: the format is unknown, has no recipe with a pattern, or cannot store the pattern.
+    """
+    matching = [c for c in candidates([form], None if pattern is None else [pattern]) if c.format == form]
+    if not matching:
+        reason = "has no recipe with a pattern: give --pattern" if pattern is None else f"cannot store {pattern}"
+        raise InputError(f"format {form} {reason}")
+    return matching[0]
+
+
 def _recipe_patterns(form: Format) -> list[str]:
     return list(dict.fromkeys(str(recipe["pattern"]) for recipe in form.recipes.values() if "pattern" in recipe))
 
