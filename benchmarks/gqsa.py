@@ -33,8 +33,8 @@ RUNS: dict[str, tuple[str, ...]] = {
     **{f"bqpo {pattern}": ("rheosparse", f"pattern={pattern}", "tune=bqpo") for pattern in ("2:4", "4:8", "32:64")},
     **{f"bqpo {pattern} W4": ("rheosparse", f"pattern={pattern}", "tune=bqpo") for pattern in ("2:4", "32:64")},
     **{
-        f"W4S{share} {stage}": ("gqsa", f"pattern=g16@{share}%", f"tune={tune}")
-        for share in (20, 30, 40, 50)
+        f"W4S{percent} {stage}": ("gqsa", f"pattern=g16@{percent}%", f"tune={tune}")
+        for percent in (20, 30, 40, 50)
         for stage, tune in STAGES.items()
     },
 }

@@ -144,7 +144,7 @@ def _run_recipe(
     progress: Progress,
     journal: Journal | None,
 ) -> dict[str, Any]:
-    """Replace the layers by compressed ones, note each tuning, and give the config block that describes them."""
+    """Replace the layers by packed ones. Return the config block; append a report per tuning stage to ``tuning``."""
 
     def trained(stage: str, found: Trained) -> None:
         tuning.append({"stage": stage, **asdict(found)})
@@ -161,7 +161,7 @@ def _run_recipe(
 def _pack_layers(
     model: PreTrainedModel, plan: Recipe, reports: Sequence[LayerReport], found: Found | None
 ) -> dict[str, Any]:
-    """Replace every compressed layer by a packed one, and give the config block that describes them."""
+    """Replace every compressed layer by a packed one. Return the ``quantization_config`` block."""
     layers = {}
     for report in reports:
         weight = weight_of(model.get_submodule(report.name))
