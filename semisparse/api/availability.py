@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from semisparse.formats.base import Format, Params, WeightSpec, registry
-from semisparse.formats.kernel import Kernel, Problem
+from semisparse.bench.roofline import Candidate, problem_for
+from semisparse.formats.base import Format, registry
+from semisparse.formats.kernel import Kernel
 from semisparse.patterns import parse_pattern
 
 
@@ -31,6 +32,9 @@ def list_formats() -> list[dict[str, Any]]:
 EXAMPLE_PATTERNS = tuple(parse_pattern(text) for text in ("6:8", "32:64", "8:32v32", "g16@50%", "70%"))
 """One or two of each family of patterns."""
 
+SHAPE = (4096, 4096)
+"""N and K of the layer that a kernel must support."""
+
 
 def _describe(form: Format, kernel: Kernel) -> dict[str, Any]:
     reason = _refusal(form, kernel)
@@ -41,14 +45,14 @@ def _refusal(form: Format, kernel: Kernel) -> str | None:
     """Return why a kernel runs for none of the example patterns and variants, or None if it runs for one."""
     if kernel.device == "cuda" and not torch.cuda.is_available():
         return "torch finds no CUDA device"
-    device = torch.device(kernel.device or "cpu")
-    dtype = torch.float32 if device.type == "cpu" else torch.float16
+    device = kernel.device or "cpu"
+    dtype = torch.float32 if device == "cpu" else torch.float16
     reasons = []
     for pattern in EXAMPLE_PATTERNS:
         if form.accepts(pattern) is None:
-            for params in form.variants:
-                spec = WeightSpec(form.name, form.version, pattern, (4096, 4096), dtype, Params(params))
-                reason = kernel.refusal(Problem(1, spec, dtype, device))
+            for options in form.variants:
+                problem, _ = problem_for(Candidate(form.name, str(pattern), options), 1, *SHAPE, dtype, device)
+                reason = kernel.refusal(problem)
                 if reason is None:
                     return None
                 reasons.append(reason)

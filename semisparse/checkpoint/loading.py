@@ -52,8 +52,10 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Load a model directory's tokenizer.
 
     Raises:
-        CheckpointError: the tokenizer is missing or unreadable.
+        CheckpointError: the directory or its tokenizer is missing, or the tokenizer is unreadable.
     """
+    if not Path(path).is_dir():
+        raise CheckpointError(f"no model directory at {path}")
     try:
         return AutoTokenizer.from_pretrained(path, **NO_REMOTE_CODE)
     except Exception as error:  # tokenizers raises bare Exceptions on malformed files

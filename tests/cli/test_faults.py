@@ -48,7 +48,7 @@ def compress(run: Run, model: Path, text: Path, tmp_path: Path):
         ("format=zip", "unknown format 'zip'; known: bitmask"),
         ("damping=much", "it is a number"),
         ("search=luck", "it is one of: evolution, rheosparse, none"),
-        ("search_effort=0", "it is a number of 1 or more"),
+        ("search_effort=0", "of 1 or more"),
         ("pattern=64:64", "no weights can move between the layers at pattern 64:64; choose another, or search=none"),
     ],
 )
