@@ -52,7 +52,7 @@ print(time.perf_counter() - start, time.process_time() - cpu, held() - before)
 
 
 def compress_at_random(model: PreTrainedModel, candidate: Candidate) -> None:
-    """Replace a model's layers by random packed weights, as if it had been compressed."""
+    """Replace a model's layers by random packed weights, and make it save itself as a compressed model."""
     make_sparse(model, candidate)
     layers = {name: layer.packed.spec.to_dict() for name, layer in sparse_layers(model).items()}
     mark_compressed(model, {"quant_method": "semisparse", "version": 1, "layers": layers})

@@ -28,7 +28,12 @@ class Comparison:
 
 
 def compare(measurements: list[Measurement], machine: Machine) -> list[Comparison]:
-    """Predict the time of every measured matmul on a machine. Only the fastest kernel of each format is compared."""
+    """Compare every measured matmul with the time that the roofline model predicts for it.
+
+    Args:
+        measurements: of one machine; of several kernels for one matmul and format only the fastest is compared.
+        machine: whose rates the prediction uses.
+    """
     return [_compare(measurement, machine) for measurement in fastest_kernels(measurements)]
 
 

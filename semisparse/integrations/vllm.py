@@ -167,7 +167,7 @@ class SemisparseLinearMethod(LinearMethodBase):
         """Stack the shards in the order of the layer's rows.
 
         Raises:
-            CheckpointError: tensors are missing.
+            CheckpointError: the checkpoint lacks tensors of the layer.
         """
         for name, declared, loaded in zip(self._names, self._declared, self._loaded, strict=True):
             if loaded or not self._shards:

@@ -2,8 +2,8 @@
 
 Tensors with a declared split (`TensorSpec.split_n`, `TensorSpec.split_k`) are sliced directly where the slice begins
 and ends at multiples of the format's grain (`Format.grain`). Everywhere else the weight is unpacked, sliced and packed
-again. That is refused where it would quantise weights a second time. A slice of packed tensors keeps the pattern of the
-whole weight: an unstructured fraction of zeros is that of the whole weight.
+again. That is refused where it would quantise weights a second time. A slice of packed tensors keeps the whole weight's
+pattern, although the fraction of zeros in a slice of a ``70%`` weight may differ from 70 %.
 """
 
 from __future__ import annotations

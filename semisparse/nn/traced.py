@@ -15,7 +15,7 @@ _comparison: dict[str, bool] = {}
 
 
 def record_version(y: Tensor, x: Tensor) -> None:
-    """Record on an output, while dynamo traces, the version of the input that it was computed from."""
+    """Record on y, while dynamo traces, the version of x from which y was computed."""
     comptime(_record_version)
 
 
