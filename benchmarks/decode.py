@@ -55,11 +55,11 @@ def main() -> None:
     parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16"])
     parser.add_argument("--pattern", default="32:64")
     parser.add_argument("--shapes", default=SHAPES)
-    asked = parser.parse_args()
-    sizes = [int(size) for size in asked.shapes.split(",")]
+    options = parser.parse_args()
+    sizes = [int(size) for size in options.shapes.split(",")]
     print(" N x K            M   cuBLAS    alone    chain")
     for n, k in zip(sizes[::2], sizes[1::2], strict=True):
-        measure(n, k, [int(m) for m in asked.tokens.split(",")], getattr(torch, asked.dtype), asked.pattern)
+        measure(n, k, [int(m) for m in options.tokens.split(",")], getattr(torch, options.dtype), options.pattern)
 
 
 if __name__ == "__main__":

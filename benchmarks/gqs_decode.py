@@ -71,14 +71,14 @@ def measure(n: int, k: int, dtype: torch.dtype) -> Iterator[dict[str, str]]:
     for name, way in WAYS.items():
         packed = pack(drawn, dtype, way)
         product = prepare(x, packed, way)
-        if product is None:  # torch's int4 product takes bfloat16 alone
+        if product is None:  # torch's int4 matmul takes bfloat16 only
             continue
         copies = rotating_copies(packed, facts.cache_bytes)
         error = error_of(product, x, packed)
         if not error <= (ROUNDED_INPUT_TOLERANCE["tensor int8"] if way.kind == "w4a8" else TOLERANCE[dtype]):
             raise KernelError(f"{name} is wrong at {n} x {k}: relative error {error:.3g}; it was not timed")
-        found = time_calls([partial(product, x, copy, None) for copy in copies], GPU)
-        times = (f"{us:.2f}" for us in (found.us, found.low_us, found.high_us))
+        timing = time_calls([partial(product, x, copy, None) for copy in copies], GPU)
+        times = (f"{us:.2f}" for us in (timing.us, timing.low_us, timing.high_us))
         sizes = (packed.nbytes, f"{packed.bits_per_weight:.2f}", f"{error:.1e}")
         values = (n, k, str(dtype).removeprefix("torch."), name, *times, *sizes, facts.name)
         yield dict(zip(COLUMNS, map(str, values), strict=True))
@@ -102,25 +102,25 @@ def prepare(x: Tensor, packed: Packed, way: Way) -> Product | None:
 
 
 def error_of(product: Product, x: Tensor, packed: Packed) -> float:
-    """Give the relative error against float64."""
+    """Return the relative error against float64."""
     expected = F.linear(x.double(), packed.unpack().double())
     return ((product(x, packed, None).double() - expected).norm() / expected.norm()).item()
 
 
 def main() -> None:
-    """Measure, and write rows as they come."""
+    """Measure, and write the CSV after each row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("csv", type=Path)
-    parser.add_argument("--shapes", default=SHAPES, help="N,K pairs, by commas")
-    parser.add_argument("--dtype", default="float16,bfloat16", help="by commas")
-    asked = parser.parse_args()
-    sizes = [int(size) for size in asked.shapes.split(",")]
+    parser.add_argument("--shapes", default=SHAPES, help="N,K pairs, comma-separated")
+    parser.add_argument("--dtype", default="float16,bfloat16", help="comma-separated")
+    options = parser.parse_args()
+    sizes = [int(size) for size in options.shapes.split(",")]
     rows: list[dict[str, str]] = []
-    for dtype in asked.dtype.split(","):
+    for dtype in options.dtype.split(","):
         for n, k in zip(sizes[::2], sizes[1::2], strict=True):
             for row in measure(n, k, getattr(torch, dtype)):
                 rows.append(row)
-                write_rows(asked.csv, rows, COLUMNS)
+                write_rows(options.csv, rows, COLUMNS)
                 print(*(row[column] for column in COLUMNS[:7]), flush=True)
 
 

@@ -41,7 +41,7 @@ SHAPES = ((4096, 4096), (11008, 4096), (4096, 11008))
 DECODED = ((4096, 4096), (11008, 4096), (4096, 11008), (28672, 8192))
 CHECKED_ROWS = 48
 CALLS = 8
-"""Of a graph, at least: starting one takes as long as a short product."""
+"""Least calls per CUDA graph: launching a graph takes as long as a short GEMM."""
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 COLUMNS = (
     "what",
@@ -60,7 +60,7 @@ COLUMNS = (
 
 
 class Layer:
-    """One size and dtype, with cuBLAS's time on it.
+    """One problem size and dtype, with the time of cuBLAS.
 
     Args:
         m, n, k: y[M, N] = x[M, K] @ w[N, K].T.
@@ -75,20 +75,20 @@ class Layer:
         self.dense_error = self.error(F.linear(self.x, weights[0]), weights[0])
 
     def error(self, y: Tensor, weight: Tensor) -> float:
-        """Relative error of some rows of the output against float64."""
+        """Return the relative error of some rows of y against float64."""
         rows = torch.linspace(0, len(y) - 1, min(len(y), CHECKED_ROWS), device=GPU).long()
         expected = self.x[rows].double() @ weight.double().T
         return ((y[rows].double() - expected).norm() / expected.norm()).item()
 
     def pack(self, pattern: str) -> list[Packed]:
-        """Give copies of a random weight."""
+        """Return copies of a random packed weight."""
         _, _, m, n, k = self.head
         weight = random_weight(parse_pattern(pattern), n, k, self.x.dtype, GPU)
         packed = get_format("vector_nm").pack(weight, pattern).to(GPU)
         return rotating_copies(packed, device_facts(GPU).cache_bytes if m <= 16 else 1)
 
     def measure(self, kernel: str, prepare: Callable[[Problem], Product], copies: list[Packed]) -> dict[str, str]:
-        """Verify and time a product."""
+        """Verify and time a kernel; return a row of the CSV."""
         product = prepare(problem_of(self.x, copies[0]))
         error = self.error(product(self.x, copies[0], None), copies[0].unpack())
         if not error <= TOLERANCE[self.x.dtype]:
@@ -100,7 +100,7 @@ class Layer:
 
 
 def often(calls: list[Callable[[], Tensor]]) -> list[Callable[[], Tensor]]:
-    """Repeat calls, in order, until a graph of them is long enough to be timed."""
+    """Repeat calls, in order, until there are at least `CALLS`."""
     return calls * -(-CALLS // len(calls))
 
 

@@ -1,4 +1,4 @@
-"""The Python entry points, where compression meets formats."""
+"""The Python entry points. They run compression algorithms and pack the results into formats."""
 
 from semisparse.api.availability import list_formats
 from semisparse.api.compression import CompressionReport, compress
@@ -7,7 +7,7 @@ from semisparse.api.loading import load
 from semisparse.api.measuring import evaluate
 from semisparse.api.packing import pack
 from semisparse.api.recipe import read_recipe, recipes
-from semisparse.checkpoint import load_tokenizer
+from semisparse.checkpoint import load_tokenizer, pick_device
 from semisparse.formats import linear
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "load",
     "load_tokenizer",
     "pack",
+    "pick_device",
     "read_recipe",
     "recipes",
 ]

@@ -1,4 +1,4 @@
-"""What a model directory holds, and whether it is what it says."""
+"""Describing a model directory, and checking its tensors against the model in config.json."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from semisparse import checkpoint
-from semisparse.checkpoint import NO_OWN_CODE, open_directory, refuse_other_code
+from semisparse.checkpoint import NO_REMOTE_CODE, open_directory, refuse_remote_code
 from semisparse.errors import CheckpointError
 from semisparse.nn import is_linear, weight_of
 
@@ -21,32 +21,32 @@ def inspect_directory(
     """Describe a model directory, as `checkpoint.inspect_directory` does.
 
     Args:
-        path: dense or compressed.
-        verify: validate every packed tensor, and check that the tensors are those of the model in config.json.
+        path: a dense or compressed model directory.
+        verify: whether to validate every packed tensor, and to check all shapes against the model in config.json.
         progress: called with (layers done, all layers).
     Raises:
-        CheckpointError: the directory is incomplete or corrupted, or its tensors are not the model's.
+        CheckpointError: the directory is incomplete or corrupted, or a shape differs from the model's.
     """
-    found = checkpoint.inspect_directory(path, verify, progress)
+    description = checkpoint.inspect_directory(path, verify, progress)
     if verify:
-        check_fits(path)
-    return found
+        check_shapes(path)
+    return description
 
 
-def check_fits(path: str | Path) -> None:
-    """Check that a directory's tensors are those of the model that its config.json describes.
+def check_shapes(path: str | Path) -> None:
+    """Check that a directory's layers and tensors have the shapes of the model in its config.json.
 
     Raises:
-        CheckpointError: the model cannot be built, or a tensor or layer has another shape than the model gives it.
+        CheckpointError: the model cannot be built, or a layer or tensor has another shape.
     """
     directory = open_directory(path)
-    refuse_other_code(directory)
+    refuse_remote_code(directory)
     try:
-        config = AutoConfig.from_pretrained(directory.path, **NO_OWN_CODE)
+        config = AutoConfig.from_pretrained(directory.path, **NO_REMOTE_CODE)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, **NO_OWN_CODE)
+            model = AutoModelForCausalLM.from_config(config, **NO_REMOTE_CODE)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"no model can be built from {path}/config.json: {error}") from error
     linears = {name: tuple(weight_of(module).shape) for name, module in model.named_modules() if is_linear(module)}

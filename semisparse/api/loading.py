@@ -1,4 +1,4 @@
-"""Loading a model directory to run it."""
+"""Loading a model directory for inference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ from semisparse.nn import join_layers
 
 
 def load(path: str | Path, device: str = "auto", dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Load a model directory, dense or compressed, as `checkpoint.load_model` does; on a GPU its layers are joined."""
+    """Load a model directory, dense or compressed. On a GPU its layers are joined (`nn.join_layers`).
+
+    Args:
+        path: the directory.
+        device: ``auto`` (CUDA if available), ``cpu`` or ``cuda``.
+        dtype: of activations and dense weights. By default the checkpoint's dtype on a GPU, and float32 on a CPU.
+    Raises:
+        CheckpointError: the directory is missing, incomplete or corrupted.
+        InputError: the device is unknown or absent.
+    """
     model = load_model(path, device, dtype)
     if model.device.type == "cuda":
         join_layers(model)

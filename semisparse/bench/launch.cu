@@ -1,4 +1,4 @@
-// Kernels whose time is that of their launch: an empty one, and one that copies `count` floats, a thread each.
+// Kernels that measure the cost of a launch: an empty one, and one that copies `count` floats, one per thread.
 
 extern "C" __global__ void semisparse_nothing() {}
 

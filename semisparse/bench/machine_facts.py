@@ -1,4 +1,4 @@
-"""`semisparse bench machine`: rates of the machine, and what a launch costs in a graph and from Python."""
+"""`semisparse bench machine`: the machine's measured rates, and the cost of a launch in a graph and from Python."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ SOURCE = CudaSource(Path(__file__).with_name("launch.cu"))
 
 SOURCES = (SOURCE,)
 
-NODES = 200
-"""Kernels in the graph whose replay is divided by their number."""
+GRAPH_KERNELS = 200
+"""Kernels in the timed graph."""
 
-COUNT = 1024
+COPIED_FLOATS = 1024
 
 
 @dataclass(frozen=True)
 class Fact:
-    """One figure of a machine."""
+    """One figure of a machine: a line of the CSV."""
 
     machine: str
     software: str
@@ -40,10 +40,10 @@ class Fact:
 
 
 def machine_facts(device: torch.device) -> list[Fact]:
-    """Measure a machine: bandwidth, peaks and, on a GPU, launch costs."""
+    """Return a machine's sizes, bandwidth, peaks and, on a GPU, launch costs."""
     facts = device_facts(device)
     rates = measured_rates(device)
-    found = [
+    figures = [
         ("SMs" if facts.kind == "cuda" else "threads", facts.sms, "count"),
         ("last-level cache", facts.cache_bytes / 1e6, "MB"),
         ("memory", facts.memory_bytes / 1e9, "GB"),
@@ -51,27 +51,28 @@ def machine_facts(device: torch.device) -> list[Fact]:
         *((f"peak, {unit}", peak / 1e12, "T(FL)OP/s") for unit, peak in rates.peaks.items()),
     ]
     if device.type == "cuda":
-        found += [(name, timing.us, "us") for name, timing in _launch_costs(device)]
-    return [Fact(facts.name, facts.driver, name, float(value), unit) for name, value, unit in found]
+        figures += [(name, timing.us, "us") for name, timing in _launch_costs(device)]
+    return [Fact(facts.name, facts.driver, name, float(value), unit) for name, value, unit in figures]
 
 
 def _launch_costs(device: torch.device) -> Iterator[tuple[str, Timing]]:
+    """Yield the name and time of a launch, or of an eager call, in several ways."""
     if unavailable() is None:
         nothing = SOURCE.build("semisparse_nothing").load(device)
         copy = SOURCE.build("semisparse_copy").load(device)
-        source, target = torch.ones(COUNT, device=device), torch.empty(COUNT, device=device)
-        grid = (COUNT // 256, 1, 1)
+        source, target = torch.ones(COPIED_FLOATS, device=device), torch.empty(COPIED_FLOATS, device=device)
+        grid = (COPIED_FLOATS // 256, 1, 1)
 
         def launch_nothing() -> torch.Tensor:
             nothing((1, 1, 1), 32)
             return target
 
         def launch_copy() -> torch.Tensor:
-            copy(grid, 256, source=source, target=target, count=COUNT)
+            copy(grid, 256, source=source, target=target, count=COPIED_FLOATS)
             return target
 
-        yield "launch in a graph, empty kernel", time_calls([launch_nothing] * NODES, device)
-        yield "launch in a graph, kernel that copies 4 KB", time_calls([launch_copy] * NODES, device)
+        yield "launch in a graph, empty kernel", time_calls([launch_nothing] * GRAPH_KERNELS, device)
+        yield "launch in a graph, kernel that copies 4 KB", time_calls([launch_copy] * GRAPH_KERNELS, device)
         yield "launch from Python, empty kernel", time_eager(launch_nothing)
         yield "launch from Python, three arguments", time_eager(launch_copy)
     weight = torch.randn(64, 64, device=device, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""`semisparse bench model`: speed of prompts and of decode, and memory of a whole model, dense beside compressed."""
+"""`semisparse bench model`: prefill, decode and memory of a whole model, dense beside compressed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from statistics import median
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from semisparse.bench.roofline import Candidate, random_weight
 from semisparse.bench.shapes import architecture
+from semisparse.bench.timing import clone
 from semisparse.engine import Engine, Sampling
 from semisparse.errors import InputError
 from semisparse.formats.base import Packed, get_format
@@ -25,7 +28,7 @@ REPEATS = 5
 
 @dataclass(frozen=True)
 class Workload:
-    """What is generated: ``batch`` prompts of ``prompt`` random tokens, then ``new`` tokens each, one at a time."""
+    """The work that is timed: ``batch`` prompts of ``prompt`` random tokens, then ``new`` decode steps."""
 
     batch: int = 1
     prompt: int = 512
@@ -34,11 +37,10 @@ class Workload:
 
 @dataclass(frozen=True)
 class ModelSpeed:
-    """How fast a model runs a workload; one line of the CSV.
+    """The speed of a model on a workload: a line of the CSV.
 
-    ``first_token_ms`` is the time until the first token, ``decode_ms`` that of a step of one token for the whole batch,
-    both as the engine runs them for `semisparse generate`; ``weight_gb`` counts every parameter on this device;
-    ``peak_gb`` is the most memory that it held, 0 on a CPU.
+    ``first_token_ms`` is the time to the first token; ``decode_ms`` the time per decode step of the whole batch;
+    ``weight_gb`` the size of all parameters on this device; ``peak_gb`` the most memory in use, 0 on a CPU.
     """
 
     model: str
@@ -56,18 +58,18 @@ class ModelSpeed:
 
 
 def random_model(name: str, dtype: torch.dtype, device: torch.device, candidate: Candidate | None) -> PreTrainedModel:
-    """Build a named architecture with random weights, straight on the device.
+    """Build an architecture with random weights on a device.
 
     Args:
-        name: of the architecture.
+        name: the architecture, a name in `ARCHITECTURES`.
         dtype: of weights and activations.
-        device: where it is built.
-        candidate: what every linear layer but the head is stored as; None leaves the model as transformers has it.
+        device: where the weights are allocated.
+        candidate: how every linear layer but the head is stored; None for transformers' dense layers.
     Raises:
-        InputError: there is no architecture of that name.
+        InputError: the architecture is unknown.
         FormatError: the format cannot store a layer.
     """
-    config: PretrainedConfig = architecture(name)
+    config = architecture(name)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     if candidate is not None:
@@ -76,48 +78,64 @@ def random_model(name: str, dtype: torch.dtype, device: torch.device, candidate:
 
 
 def make_sparse(model: PreTrainedModel, candidate: Candidate) -> None:
-    """Put random packed weights in the place of every linear layer but the head.
-
-    Layers of one shape get copies of one weight: what is read is what counts, not what it says.
+    """Replace every linear layer but the head by random packed weights.
 
     Raises:
         FormatError: the format cannot store a layer.
     """
-    pattern = parse_pattern(candidate.pattern)
-    packed_by_shape: dict[tuple[int, ...], Packed] = {}
-    head = model.get_output_embeddings()
-    names = [name for name, module in model.named_modules() if is_linear(module) and module is not head]
-    for name in names:
-        weight = weight_of(model.get_submodule(name))
-        n, k = weight.shape
-        if (n, k) not in packed_by_shape:
-            drawn = random_weight(pattern, n, k, weight.dtype, weight.device)
-            packed_by_shape[n, k] = get_format(candidate.format).pack(drawn, pattern, **candidate.options)
-        packed = packed_by_shape[n, k]
-        replace_linear(model, name, Packed(packed.spec, {key: t.clone() for key, t in packed.tensors.items()}))
+    for name, packed in random_layers(model, candidate, model.dtype, model.device).items():
+        replace_linear(model, name, clone(packed))
+
+
+def random_layers(
+    model: PreTrainedModel, candidate: Candidate, dtype: torch.dtype, device: torch.device
+) -> dict[str, Packed]:
+    """Return a random packed weight for every linear layer but the head, by module name.
+
+    Layers of one shape share one weight: its values do not change the time that reading it takes.
+
+    Args:
+        model: the model, which may be on the meta device.
+        candidate: the format, pattern and options.
+        dtype: of the weights.
+        device: where they are drawn and packed.
+    Raises:
+        FormatError: the format cannot store a layer.
+    """
+    pattern, head = parse_pattern(candidate.pattern), model.get_output_embeddings()
+    by_shape: dict[tuple[int, ...], Packed] = {}
+    layers = {}
+    for name, module in model.named_modules():
+        if is_linear(module) and module is not head:
+            n, k = weight_of(module).shape
+            if (n, k) not in by_shape:
+                weight = random_weight(pattern, n, k, dtype, device)
+                by_shape[n, k] = get_format(candidate.format).pack(weight, pattern, **candidate.options)
+            layers[name] = by_shape[n, k]
+    return layers
 
 
 def measure_each(
     build: Callable[[Candidate | None], PreTrainedModel],
     name: str,
-    chosen: Iterable[Candidate | None],
+    candidates: Iterable[Candidate | None],
     workload: Workload,
     measure: Callable[[PreTrainedModel, str, str, Workload], ModelSpeed],
 ) -> Iterator[ModelSpeed]:
-    """Measure a model once for each candidate, one of them in memory at a time; None is the model without semisparse.
+    """Measure a model once per candidate, with one model in memory at a time.
 
     Args:
-        build: makes the model for a candidate.
-        name: of the model.
-        chosen: the candidates.
-        workload: how many tokens.
-        measure: the measurement.
+        build: returns the model for a candidate.
+        name: the model's name in the table.
+        candidates: how the linear layers are stored; None for transformers' dense layers.
+        workload: the number of tokens.
+        measure: called with the model, its name, its weights' name and the workload.
     Raises:
         InputError: the model's context is too short for the workload.
     """
-    for candidate in chosen:
+    for candidate in candidates:
         model = build(candidate)
-        yield measure(model, name, _weights_of(candidate, model.device), workload)
+        yield measure(model, name, _weights_label(candidate, model.device), workload)
         del model
         gc.collect()
         torch.compiler.reset()
@@ -125,58 +143,44 @@ def measure_each(
             torch.cuda.empty_cache()
 
 
-def _weights_of(candidate: Candidate | None, device: torch.device) -> str:
-    """Name what a model's linear layers are, so that dense ones that semisparse stores are told from transformers'."""
+def _weights_label(candidate: Candidate | None, device: torch.device) -> str:
+    """Name a candidate in the table. Dense layers stored by semisparse get another name than transformers' own."""
     if candidate is None:
         return "dense"
-    stored = "joined" if device.type == "cuda" else "stored"
-    return f"{candidate.label} {stored}" if candidate.is_baseline else candidate.label
+    suffix = "joined" if device.type == "cuda" else "stored"
+    return f"{candidate.label} {suffix}" if candidate.is_baseline else candidate.label
+
+
+def measure_in_engine(model: PreTrainedModel, name: str, weights: str, workload: Workload) -> ModelSpeed:
+    """Measure a model in memory as `measure_model` does."""
+    return measure_model(Engine(model), name, weights, workload)
 
 
 def measure_model(engine: Engine, name: str, weights: str, workload: Workload) -> ModelSpeed:
-    """Measure prompts, decode and memory, as `semisparse generate` runs them.
+    """Measure time to first token, decode and memory, as `semisparse generate` runs them.
 
     Args:
-        engine: the model.
-        name: of the model, for the table.
-        weights: what its linear layers are, for the table.
-        workload: how many tokens.
+        engine: contains the model.
+        name: the model's name in the table.
+        weights: the name of its linear layers' storage in the table.
+        workload: the number of tokens.
     Raises:
-        InputError: the model's context is too short for it.
+        InputError: the model's context is too short for the workload.
     """
-    model, device = engine.model, engine.model.device
     if workload.prompt + workload.new > engine.backend.context:
         raise InputError(
             f"the model's context is {engine.backend.context} tokens; a prompt of {workload.prompt} and {workload.new} "
             f"new ones need {workload.prompt + workload.new}: ask for fewer"
         )
-    facts = device_facts(device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    generator = torch.Generator().manual_seed(0)
-    shape = (workload.batch, workload.prompt)
-    prompts = torch.randint(engine.backend.vocabulary, shape, generator=generator).tolist()
+    reset_peak_memory(engine.model.device)
+    prompts = random_prompts(engine.backend.vocabulary, workload).tolist()
     times = [_times(engine, prompts, workload.new) for _ in range(REPEATS + 1)][1:]  # the first compiles and captures
     first_token, step = (median(column) for column in zip(*times, strict=True))
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    return ModelSpeed(
-        model=name,
-        weights=weights,
-        batch=workload.batch,
-        prompt=workload.prompt,
-        first_token_ms=first_token * 1e3,
-        prefill_tokens_per_second=workload.batch * workload.prompt / first_token,
-        decode_ms=step * 1e3,
-        decode_tokens_per_second=workload.batch / step if step else 0.0,
-        weight_gb=sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) / 1e9,
-        peak_gb=peak / 1e9,
-        machine=facts.name,
-        software=facts.driver,
-    )
+    return model_speed(engine.model, name, weights, workload, first_token, step)
 
 
 def _times(engine: Engine, prompts: list[list[int]], new: int) -> tuple[float, float]:
-    """Return the seconds until the first token of a batch, and of each step after it."""
+    """Return the seconds to the first token of a batch, and per later decode step."""
     if engine.model.device.type == "cuda":
         torch.cuda.synchronize(engine.model.device)
     start = time.perf_counter()
@@ -187,6 +191,50 @@ def _times(engine: Engine, prompts: list[list[int]], new: int) -> tuple[float, f
     return first, (last - first) / max(new - 1, 1)
 
 
-def measure_in_engine(model: PreTrainedModel, name: str, weights: str, workload: Workload) -> ModelSpeed:
-    """Measure a model as `measure_model` does."""
-    return measure_model(Engine(model), name, weights, workload)
+def random_prompts(vocabulary: int, workload: Workload) -> Tensor:
+    """Return random token ids [batch, prompt], int64 on the CPU, the same at each call."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(vocabulary, (workload.batch, workload.prompt), generator=generator)
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Reset a GPU's statistic of the most memory in use."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def model_speed(
+    model: PreTrainedModel, name: str, weights: str, workload: Workload, first_token: float, step: float
+) -> ModelSpeed:
+    """Return a line of the CSV, with the model's size and the most memory in use since `reset_peak_memory`.
+
+    Args:
+        model: the model.
+        name: its name in the table.
+        weights: the name of its linear layers' storage in the table.
+        workload: the number of tokens.
+        first_token: seconds to the first token of the batch.
+        step: seconds per decode step; 0 if there was none.
+    """
+    facts = device_facts(model.device)
+    peak = torch.cuda.max_memory_allocated(model.device) if model.device.type == "cuda" else 0
+    return ModelSpeed(
+        model=name,
+        weights=weights,
+        batch=workload.batch,
+        prompt=workload.prompt,
+        first_token_ms=first_token * 1e3,
+        prefill_tokens_per_second=workload.batch * workload.prompt / first_token,
+        decode_ms=step * 1e3,
+        decode_tokens_per_second=workload.batch / step if step else 0.0,
+        weight_gb=sum(_local_bytes(parameter) for parameter in model.parameters()) / 1e9,
+        peak_gb=peak / 1e9,
+        machine=facts.name,
+        software=facts.driver,
+    )
+
+
+def _local_bytes(parameter: Tensor) -> int:
+    """Return a parameter's bytes on this device; of a `DTensor` those of the local shard."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local.numel() * local.element_size()

@@ -1,4 +1,4 @@
-"""``semisparse generate``: text, and how fast it came."""
+"""``semisparse generate``: continue a prompt, and report the speed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from semisparse.cli.arguments import Device, Json
 from semisparse.cli.output import console, print_json
 from semisparse.errors import InputError
 
@@ -18,34 +19,36 @@ if TYPE_CHECKING:
 def generate(
     model: Annotated[Path, typer.Argument(help="A model directory, dense or compressed.")],
     prompt: Annotated[str | None, typer.Option("--prompt", help="The text to continue.")] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="How many tokens to add at most.")] = 64,
-    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="The most tokens to generate.")] = 64,
+    device: Device = "auto",
     chat: Annotated[
-        bool, typer.Option("--chat", help="Hold a conversation: a message per line of standard input.")
+        bool, typer.Option("--chat", help="Hold a conversation: one message per line of standard input.")
     ] = False,
     temperature: Annotated[
-        float, typer.Option("--temperature", help="Draw tokens at random; 0 takes the most probable one.")
+        float, typer.Option("--temperature", help="Sample tokens at this temperature; 0 takes the most probable token.")
     ] = 0.0,
-    top_k: Annotated[int, typer.Option("--top-k", help="Draw from the K most probable tokens; 0 for all.")] = 0,
-    top_p: Annotated[float, typer.Option("--top-p", help="Draw from the tokens that make up this probability.")] = 1.0,
-    seed: Annotated[int, typer.Option("--seed", help="Of the random numbers.")] = 0,
+    top_k: Annotated[int, typer.Option("--top-k", help="Sample from the K most probable tokens; 0 for all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option("--top-p", help="Sample from the fewest tokens with this probability in all.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option("--seed", help="The random seed.")] = 0,
     stop: Annotated[
-        list[str] | None, typer.Option("--stop", help="Text that ends the continuation; may be given several times.")
+        list[str] | None, typer.Option("--stop", help="Text that ends the continuation. May be given several times.")
     ] = None,
     batch: Annotated[
-        Path | None, typer.Option("--batch", help="A file with a prompt per line, continued at once.")
+        Path | None, typer.Option("--batch", help="A file with one prompt per line; all run as one batch.")
     ] = None,
     speculate: Annotated[
         int,
         typer.Option(
-            "--speculate", help="Propose N tokens by look-up in the text, verify them at once; 4 to 8 is good."
+            "--speculate", help="Propose N tokens by prompt look-up and verify them in one step; 4 to 8 is good."
         ),
     ] = 0,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Continue a prompt, a batch of prompts or a conversation, and say how fast.
+    """Continue a prompt, a batch of prompts or a conversation, and report the speed.
 
-    Times leave out loading and compiling, which are printed apart.
+    Loading and compiling are timed separately.
 
     Example: `semisparse generate out --prompt "Once upon a time" --max-new-tokens 100`
     """
@@ -53,31 +56,31 @@ def generate(
 
     if (prompt is not None) + (batch is not None) + chat != 1:
         raise InputError("generate takes --prompt TEXT, --batch FILE or --chat, one of the three")
-    if chat and json:
+    if chat and as_json:
         raise InputError("--chat prints a conversation; --json is for --prompt and --batch")
     sampling = Sampling(temperature, top_k, top_p, seed)
-    prompts = _lines(batch) if batch is not None else [prompt or ""]
-    engine = _load(model, device, quiet=json)
+    prompts = _read_prompts(batch) if batch is not None else [prompt or ""]
+    engine = _load(model, device, quiet=as_json)
     options: dict[str, Any] = {"sampling": sampling, "stop": stop or (), "proposals": speculate}
     try:
         if chat:
-            _converse(engine, max_new_tokens, options)
+            _chat(engine, max_new_tokens, options)
             return
-        found = _generate(engine, prompts, max_new_tokens, options, streamed=not json and batch is None)
+        generations = _generate(engine, prompts, max_new_tokens, options, streamed=not as_json and batch is None)
     except BrokenPipeError:
-        sys.stderr.close()  # nobody reads on: leave without a word, as other tools do
+        sys.stderr.close()  # the reader of the pipe has gone: exit silently, as other tools do
         raise SystemExit(141) from None
-    if json:
-        rows = [_as_dict(one) for one in found]
+    if as_json:
+        rows = [_as_dict(generation) for generation in generations]
         print_json({"results": rows} if batch is not None else rows[0])
         return
     if batch is not None:
-        for one in found:
-            print(one.text)
-    _show_speed(found)
+        for generation in generations:
+            print(generation.text)
+    _show_speed(generations)
 
 
-def _lines(file: Path) -> list[str]:
+def _read_prompts(file: Path) -> list[str]:
     try:
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
@@ -117,17 +120,17 @@ def _generate(
     engine.prepare(prompts, new, **options)
     print(engine.echo(prompts[0]), end="", flush=on_terminal)
     try:
-        found = engine.generate(prompts, new, **options, on_text=show)
+        generations = engine.generate(prompts, new, **options, on_text=show)
     except KeyboardInterrupt:
         print(flush=True)
         console.print("interrupted")
         raise SystemExit(130) from None
     print(flush=True)
-    return found
+    return generations
 
 
-def _converse(engine: Engine, new: int, options: dict[str, Any]) -> None:
-    """Answer the lines of standard input, each with all that was said before."""
+def _chat(engine: Engine, new: int, options: dict[str, Any]) -> None:
+    """Answer each line of standard input, with the conversation so far as context."""
     messages: list[dict[str, str]] = []
     on_terminal = sys.stdin.isatty()
     while True:
@@ -143,42 +146,43 @@ def _converse(engine: Engine, new: int, options: dict[str, Any]) -> None:
             continue
         messages.append({"role": "user", "content": line.strip()})
         text = engine.chat_prompt(messages)
-        said: list[str] = []
+        pieces: list[str] = []
 
-        def show(number: int, text: str, said: list[str] = said) -> None:
-            said.append(text)
+        def show(number: int, text: str, pieces: list[str] = pieces) -> None:
+            pieces.append(text)
             print(text, end="", flush=True)
 
         try:
-            found = engine.generate([text], new, **options, on_text=show, special_tokens=False)
+            generations = engine.generate([text], new, **options, on_text=show, special_tokens=False)
         except KeyboardInterrupt:
             print(flush=True)
             console.print("interrupted")
             raise SystemExit(130) from None
         print(flush=True)
-        _show_speed(found)
-        messages.append({"role": "assistant", "content": "".join(said)})
+        _show_speed(generations)
+        messages.append({"role": "assistant", "content": "".join(pieces)})
 
 
-def _as_dict(found: Generation) -> dict[str, Any]:
+def _as_dict(generation: Generation) -> dict[str, Any]:
     return {
-        "text": found.text,
-        "new_tokens": found.new_tokens,
-        "seconds": found.seconds,
-        "tokens_per_second": found.tokens_per_second,
-        "load_seconds": found.load_seconds,
-        "first_token_seconds": found.first_token_seconds,
-        "decode_tokens_per_second": found.decode_tokens_per_second,
-        "compile_seconds": found.compile_seconds,
+        "text": generation.text,
+        "new_tokens": generation.new_tokens,
+        "seconds": generation.seconds,
+        "tokens_per_second": generation.tokens_per_second,
+        "load_seconds": generation.load_seconds,
+        "first_token_seconds": generation.first_token_seconds,
+        "decode_tokens_per_second": generation.decode_tokens_per_second,
+        "compile_seconds": generation.compile_seconds,
     }
 
 
-def _show_speed(found: list[Generation]) -> None:
-    new, one = sum(each.new_tokens for each in found), found[0]
-    decode = sum(each.decode_tokens_per_second or 0 for each in found)
+def _show_speed(generations: list[Generation]) -> None:
+    first = generations[0]  # all generations of a batch have the same times
+    new = sum(generation.new_tokens for generation in generations)
+    decode = sum(generation.decode_tokens_per_second or 0 for generation in generations)
     console.print(
-        f"{new} tokens, {new / one.seconds:.1f} per second (first after {one.first_token_seconds * 1e3:.0f} ms, then "
-        f"{decode:.1f} per second); loading took {one.load_seconds:.1f} s, compiling and warming up "
-        f"{one.compile_seconds:.1f} s",
+        f"{new} tokens, {new / first.seconds:.1f} per second (first after {first.first_token_seconds * 1e3:.0f} ms, "
+        f"then {decode:.1f} per second); loading took {first.load_seconds:.1f} s, compiling and warming up "
+        f"{first.compile_seconds:.1f} s",
         highlight=False,
     )

@@ -1,4 +1,4 @@
-"""Registering with transformers once it is imported, so that ``import semisparse`` alone costs no import of torch."""
+"""Registering with transformers when transformers is imported, so that ``import semisparse`` imports no torch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 TRIGGER = "transformers.modeling_utils"
-"""The module of transformers that every model needs; it imports the registry of quantisation methods."""
+"""The module of transformers that every model imports. It imports the registry of quantisation methods."""
 
 REGISTRAR = "semisparse.integrations.transformers"
-"""Importing it registers the checkpoint format."""
+"""The module that registers the checkpoint format when it is imported."""
 
 
 def register_with_transformers() -> None:
-    """Register now if transformers' models are imported, else as soon as they are; again changes nothing."""
+    """Register the checkpoint format now if `TRIGGER` is imported, else when it is. A second call changes nothing."""
     if TRIGGER in sys.modules:
         importlib.import_module(REGISTRAR)
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -26,7 +26,7 @@ def register_with_transformers() -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the module as the other finders do, and has it followed by ours."""
+    """Finds `TRIGGER` as the other finders do, and wraps its loader so that `REGISTRAR` is imported after it."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -41,7 +41,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Loads a module by another loader, then registers."""
+    """Loads a module with another loader, then imports `REGISTRAR`."""
 
     def __init__(self, loader: importlib.abc.Loader) -> None:
         self._loader = loader

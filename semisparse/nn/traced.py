@@ -1,6 +1,7 @@
-"""What a traced graph remembers of a joined product: while a compiler traces, versions are those of its fake tensors.
+"""Validity of a cached output while dynamo traces: it compares version counters of the trace's fake tensors.
 
-Only `comptime` lets code see them. This module imports torch's compiler, so it is imported while that runs.
+User code can read those only through `comptime`. This module imports torch's compiler, so it is imported only while the
+compiler runs.
 """
 
 from __future__ import annotations
@@ -10,28 +11,31 @@ from typing import Any
 from torch import Tensor, compiler
 from torch._dynamo.comptime import ComptimeContext, comptime
 
-_seen: dict[str, bool] = {}
+_comparison: dict[str, bool] = {}
 
 
-def note_version(whole: Tensor, x: Tensor) -> None:
-    """Note on a product, while a compiler traces it, which version of its input it is of."""
-    comptime(_note_version)
+def record_version(y: Tensor, x: Tensor) -> None:
+    """Record on y, while dynamo traces, the version of x from which y was computed."""
+    comptime(_record_version)
 
 
-def is_of_this_trace(whole: Tensor, x: Tensor) -> bool:
-    """Say whether a product was traced in this graph, and of what x still is."""
+def is_current(y: Tensor, x: Tensor) -> bool:
+    """Return whether y was traced in this graph and x has not been written to since."""
     comptime(_compare_version)
-    return _unchanged()
+    return _is_unchanged()
 
 
-def _note_version(trace: ComptimeContext) -> None:
-    whole: Any = trace.get_local("whole").as_fake()
-    whole.version_of_x = _version_of_x(trace)
+# The functions below run while dynamo traces. They read the arguments of their caller by name.
+
+
+def _record_version(trace: ComptimeContext) -> None:
+    y: Any = trace.get_local("y").as_fake()
+    y.version_of_x = _version_of_x(trace)
 
 
 def _compare_version(trace: ComptimeContext) -> None:
-    noted = getattr(trace.get_local("whole").as_fake(), "version_of_x", None)
-    _seen["unchanged"] = noted == _version_of_x(trace)
+    recorded = getattr(trace.get_local("y").as_fake(), "version_of_x", None)
+    _comparison["unchanged"] = recorded == _version_of_x(trace)
 
 
 def _version_of_x(trace: ComptimeContext) -> int:
@@ -40,5 +44,5 @@ def _version_of_x(trace: ComptimeContext) -> int:
 
 
 @compiler.assume_constant_result
-def _unchanged() -> bool:
-    return _seen.pop("unchanged")
+def _is_unchanged() -> bool:
+    return _comparison.pop("unchanged")

@@ -1,4 +1,4 @@
-"""A CUDA kernel: what it is compiled from, its named arguments, and its launch on torch's current stream."""
+"""CUDA kernels: their source and macros, their arguments by name, and launches on torch's current stream."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ from semisparse.runtime.device import device_facts
 from semisparse.runtime.nvrtc import Cubin, Defines, compile_cubin, unavailable
 
 Argument = Tensor | int | float | None
-"""Of a kernel: a tensor for its address, None for the null pointer."""
+"""An argument of a kernel. A tensor is passed as its address, None as the null pointer."""
 
 AMPERE, HOPPER = (8, 0), (9, 0)
 """Compute capabilities."""
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100a")
-"""What a .cu compiles for unless it says otherwise: A100, Ada, Hopper, Blackwell."""
+"""The architectures that a .cu file compiles for by default: A100, Ada, Hopper, Blackwell."""
 
 STATIC_SHARED_LIMIT = 48 << 10
-"""Bytes of dynamic shared memory that need no attribute on the kernel."""
+"""Bytes of dynamic shared memory per CTA up to which a kernel needs no attribute."""
 
 LAUNCH_CONFIG = struct.Struct("@7I2PI0P")
-"""CUlaunchConfig: grid and block along x, y and z, bytes of shared memory; stream and attributes; how many of these."""
+"""CUlaunchConfig: grid and block along x, y and z, bytes of shared memory, stream, attributes, number of attributes."""
 
 PDL_ATTRIBUTE = ctypes.create_string_buffer(struct.pack("@i4xi60x", 6, 1), 72)
-"""A CUlaunchAttribute: programmatic stream serialization, allowed."""
+"""A CUlaunchAttribute that allows programmatic stream serialization (PDL)."""
 
 _PDL_ADDRESS = ctypes.addressof(PDL_ATTRIBUTE)
 
 LAUNCH_SINCE = 11080
-"""The CUDA version that brought cuLaunchKernelEx."""
+"""The first CUDA version with cuLaunchKernelEx: 11.8."""
 
 ALIGNMENT = 256
-"""Of arrays that share an allocation, in bytes."""
+"""Alignment, in bytes, of arrays that share one allocation."""
 
 TYPE_CODES = {"int": "i", "unsigned int": "I", "Word": "I", "float": "f", "long long": "q", "unsigned long long": "Q"}
-"""The `struct` codes of the types that a kernel's parameters may have beside pointers."""
+"""The `struct` codes of the parameter types that kernels may have, apart from pointers."""
 
 
 def cuda_refusal(device: torch.device, at_least: tuple[int, int] = AMPERE) -> str | None:
-    """Say why no CUDA kernel can be compiled for a GPU and run on it, or None if it can."""
+    """Return why no CUDA kernel can be compiled for a GPU and run on it, or None if it can."""
     if device_facts(device).capability < at_least:
         name = {AMPERE: "Ampere", HOPPER: "Hopper"}.get(at_least, "such a GPU")
         return f"needs compute capability {at_least[0]}.{at_least[1]} ({name}) or later"
@@ -59,7 +59,7 @@ def cuda_refusal(device: torch.device, at_least: tuple[int, int] = AMPERE) -> st
 
 
 def hopper_refusal(device: torch.device) -> str | None:
-    """Say why no kernel of Hopper's own instructions (wgmma) can run on a GPU, or None if it can."""
+    """Return why no kernel with Hopper's own instructions (wgmma) can run on a GPU, or None if it can."""
     if device_facts(device).capability != HOPPER:
         return "needs wgmma, so compute capability 9.0 (Hopper)"
     return unavailable()
@@ -67,13 +67,13 @@ def hopper_refusal(device: torch.device) -> str | None:
 
 @dataclass(frozen=True)
 class CudaSource:
-    """A .cu file and the ways it is compiled.
+    """A .cu file and how it is compiled.
 
     Args:
-        path: the file; its kernels have C linkage.
-        variants: sets of macros that tests compile: the common ones and the extremes.
-        spills_allowed: why this file may keep registers in local memory; None if it may not.
-        architectures: what it compiles for.
+        path: the file. Its kernels have C linkage.
+        variants: the sets of macros that tests compile: common and extreme ones.
+        spills_allowed: why this file's kernels may spill registers; None if they may not.
+        architectures: those that it compiles for.
     """
 
     path: Path
@@ -82,21 +82,27 @@ class CudaSource:
     architectures: tuple[str, ...] = ARCHITECTURES
 
     def build(self, name: str, defines: Defines | None = None, shared: int = 0) -> KernelBuild:
-        """Say how one of the file's kernels is compiled."""
+        """Return the build of one of the file's kernels.
+
+        Args:
+            name: the kernel's name.
+            defines: macros.
+            shared: bytes of dynamic shared memory per CTA.
+        """
         only = self.architectures[0] if len(self.architectures) == 1 else None
         return KernelBuild(self.path, name, tuple((defines or {}).items()), shared, only)
 
 
 @dataclass(frozen=True)
 class KernelBuild:
-    """One kernel of a .cu file, compiled with given macros.
+    """One kernel of a .cu file, with its macros. `CudaSource.build` returns these.
 
     Args:
-        source: the file; `CudaSource.build` makes these.
-        name: of the kernel, with C linkage; its parameters are read from the file.
+        source: the file.
+        name: the kernel's name. The kernel has C linkage, and its parameters are read from the file.
         defines: the macros' names and values.
-        shared: bytes of dynamic shared memory of a CTA.
-        arch: what it is compiled for; by default the device's own architecture.
+        shared: bytes of dynamic shared memory per CTA.
+        arch: the architecture to compile for; by default the device's own.
     """
 
     source: Path
@@ -106,15 +112,15 @@ class KernelBuild:
     arch: str | None = None
 
     def compile(self, arch: str) -> Cubin:
-        """Compile it, or take what the cache has; needs no GPU."""
+        """Return the compiled kernel, from the cache on disk or compiled now. Needs no GPU."""
         return compile_cubin(self.source, self.arch or arch, dict(self.defines))
 
     def load(self, device: torch.device) -> LoadedKernel:
-        """Compile it and load it on a GPU; once for each device and process.
+        """Return the kernel loaded on a GPU. Loaded kernels are cached in the process, per build and device.
 
         Raises:
-            KernelError: it does not compile, the device refuses it or its shared memory, or the current stream is
-                being captured and it is not loaded yet.
+            KernelError: the kernel does not compile, the device refuses it or its shared memory, or the current stream
+                is being captured and the kernel is not loaded yet.
         """
         return _load(self, torch.cuda.current_device() if device.index is None else device.index)
 
@@ -123,18 +129,18 @@ class KernelBuild:
 def _load(build: KernelBuild, index: int) -> LoadedKernel:
     if torch.cuda.is_current_stream_capturing():
         raise KernelError(
-            f"{build.name} is not compiled for this number of tokens yet, and a CUDA graph is being captured: "
+            f"{build.name} is not loaded for this number of tokens yet, and a CUDA graph is being captured: "
             "run the model once with as many tokens before capturing it"
         )
     return LoadedKernel(build, index)
 
 
 class LoadedKernel:
-    """A kernel on a device, ready to launch.
+    """A kernel loaded on a device.
 
     Args:
-        build: what to load.
-        index: of the device.
+        build: the kernel.
+        index: the device's index.
     Raises:
         KernelError: as `KernelBuild.load`.
     """
@@ -159,10 +165,11 @@ class LoadedKernel:
 
         Args:
             grid: CTAs along x, y and z.
-            threads: of a CTA.
-            pdl: programmatic dependent launch: the kernel may start before the preceding one on the stream has ended.
-                It must execute ``griddepcontrol.wait`` before it reads what others write, and before it writes.
-            arguments: one for each parameter of the kernel, by its name.
+            threads: threads per CTA.
+            pdl: whether to use programmatic dependent launch: the kernel may start before its predecessor on the stream
+                has ended. It must then execute ``griddepcontrol.wait`` before it reads what other kernels write, and
+                before it writes.
+            arguments: the kernel's arguments, by parameter name.
         Raises:
             KernelError: the driver refuses the launch.
         """
@@ -174,7 +181,7 @@ class LoadedKernel:
         if len(arguments) != len(values):
             raise TypeError(f"{self.name} takes {', '.join(self._names)}, got {', '.join(arguments)}")
         buffers = self._buffers
-        stream = torch._C._cuda_getCurrentRawStream(self.index)  # current_stream() makes an object: 4.2 us, not 0.1
+        stream = torch._C._cuda_getCurrentRawStream(self.index)  # 0.1 us; torch.cuda.current_stream() takes 4.2
         LAUNCH_CONFIG.pack_into(buffers.config, 0, *grid, threads, 1, 1, self.shared, stream, _PDL_ADDRESS, pdl)
         self._layout.pack_into(buffers.arguments, 0, *values)
         status = self._launch(buffers.config_address, self._function, buffers.pointers_address, None)
@@ -189,14 +196,14 @@ def _value(argument: Argument) -> int | float:
 
 
 class _LaunchBuffers(threading.local):
-    """What the driver reads at a launch, per thread, so that no thread overwrites what another launches.
+    """The memory that the driver reads at a launch, one instance per thread so that threads can launch concurrently.
 
-    Written in place: making ctypes structures anew takes 4.6 us per launch, packing into these 1.3.
+    A launch packs its configuration and arguments into it in 1.3 us; new ctypes structures would take 4.6 us.
 
     Args:
-        index: of the device, which is the current one.
+        index: the device's index. The device is current.
         size: bytes of all arguments.
-        offsets: where each begins.
+        offsets: the offset of each argument in bytes.
     """
 
     def __init__(self, index: int, size: int, offsets: Sequence[int]) -> None:
@@ -210,30 +217,31 @@ class _LaunchBuffers(threading.local):
 
 
 def offsets_in_workspace(*sizes: int) -> tuple[int, ...]:
-    """Return where arrays of so many bytes begin that share one allocation and, last, the allocation's size.
+    """Return the offsets in bytes of arrays that share one allocation and, last, the allocation's size.
 
-    An allocation for each would cost the host as much as a launch.
+    One allocation per array would cost the host as much as a launch.
+
+    Args:
+        sizes: the arrays' sizes in bytes.
     """
     return tuple(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
 
 
 @cache
 def parameters_of(source: Path, kernel: str) -> tuple[tuple[str, str], ...]:
-    """Read a kernel's parameters from its file.
+    """Return a kernel's parameters, read from its .cu file: each parameter's name and `struct` code.
 
     Args:
-        source: a .cu file.
-        kernel: a ``__global__`` function in it, with C linkage.
-    Returns:
-        Each parameter's name and `struct` code.
+        source: the .cu file.
+        kernel: the name of a ``__global__`` function with C linkage.
     Raises:
-        KernelError: the file has no such kernel, or a parameter's type is not one of `TYPE_CODES` or a pointer.
+        KernelError: the file has no such kernel, or a parameter is neither a pointer nor of a type in `TYPE_CODES`.
     """
     text = re.sub(r"//[^\n]*|/\*.*?\*/", "", source.read_text(encoding="utf-8"), flags=re.DOTALL)
-    found = re.findall(rf"__global__[^;{{}}]*?\b{re.escape(kernel)}\s*\(([^(){{}}]*)\)\s*{{", text)
-    if not found:
+    definitions = re.findall(rf"__global__[^;{{}}]*?\b{re.escape(kernel)}\s*\(([^(){{}}]*)\)\s*{{", text)
+    if not definitions:
         raise KernelError(f"{source.name} has no kernel {kernel}")
-    declarations = [" ".join(declaration.split()) for declaration in found[-1].split(",") if declaration.strip()]
+    declarations = [" ".join(declaration.split()) for declaration in definitions[-1].split(",") if declaration.strip()]
     return tuple(_parameter(declaration, source) for declaration in declarations)
 
 
@@ -242,25 +250,25 @@ def _parameter(declaration: str, source: Path) -> tuple[str, str]:
     kind = kind.strip().removeprefix("const ")
     code = "P" if "*" in kind else TYPE_CODES.get(kind)
     if code is None:
-        raise KernelError(f"{source.name}: parameter {declaration!r} is no pointer, {', '.join(TYPE_CODES)}")
+        raise KernelError(f"{source.name}: parameter {declaration!r} is neither a pointer nor {', '.join(TYPE_CODES)}")
     return name, code
 
 
 def _function_of(cubin: Cubin, build: KernelBuild, index: int) -> tuple[Any, int]:
-    """Load a kernel into a device's context: its code object, which must stay alive, and its CUfunction."""
+    """Load a kernel into a device's context. Return its code object, which must stay alive, and its CUfunction."""
     from cuda.bindings import driver
     from cuda.core import ObjectCode
 
     with torch.cuda.device(index):
-        torch._C._cuda_setDevice(index)  # binds the context also where the device was current already
+        torch._C._cuda_setDevice(index)  # binds the context even if the device was current already
         code = ObjectCode.from_cubin(cubin.code)
         kernel = code.get_kernel(build.name).handle
         if build.shared > STATIC_SHARED_LIMIT:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             (status,) = driver.cuKernelSetAttribute(attribute, build.shared, kernel, driver.CUdevice(index))
             if status:
-                raise KernelError(f"{build.name} cannot have {build.shared} bytes of shared memory: {status.name}")
-        status, function = driver.cuKernelGetFunction(kernel)  # loads it now, not at the first launch
+                raise KernelError(f"{build.name} cannot use {build.shared} bytes of shared memory: {status.name}")
+        status, function = driver.cuKernelGetFunction(kernel)  # loads the code now instead of at the first launch
         if status:
             raise KernelError(f"{build.name} cannot be loaded on device {index}: {status.name}")
         return code, int(function)
@@ -270,14 +278,14 @@ def _function_of(cubin: Cubin, build: KernelBuild, index: int) -> tuple[Any, int
 def _launcher() -> Callable[[int, int, int, None], int]:
     """Return the driver's cuLaunchKernelEx(config, function, parameters, extra), through ctypes.
 
-    An empty kernel takes cuda.core 8.6 us per launch, and cuda.bindings 5.6 (H200 host).
+    Launching an empty kernel takes 8.6 us through cuda.core and 5.6 us through cuda.bindings (H200 host).
     """
     from cuda.bindings import driver
 
-    status, found, _ = driver.cuGetProcAddress(b"cuLaunchKernelEx", LAUNCH_SINCE, 0)
-    if status or not found:
+    status, address, _ = driver.cuGetProcAddress(b"cuLaunchKernelEx", LAUNCH_SINCE, 0)
+    if status or not address:
         raise KernelError(f"the CUDA driver has no cuLaunchKernelEx ({status.name}): it is older than CUDA 11.8")
-    return ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(found)
+    return ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(address)
 
 
 def _status_name(status: int) -> str:

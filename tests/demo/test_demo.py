@@ -1,4 +1,4 @@
-"""The model that ships with the project is small and trained, and the demo shows what compressing it costs."""
+"""The model that ships with semisparse is small and trained; the demo compares its compressed versions."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from tests.conftest import Run
 
 
 def start_of(text: Path, folder: Path) -> Path:
-    """Give the first 40,000 characters of a text: a third of what is held out, in a third of the time."""
+    """Write the first 40,000 characters of a text: a third of the held-out text, in a third of the time."""
     path = folder / text.name
     path.write_text(text.read_text()[:40_000])
     return path

@@ -121,7 +121,7 @@ def test_layers_that_do_not_divide_are_refused(tmp_path: Path):
 
     model._device_mesh, model._tp_size = Mesh(), 3
     with pytest.raises(InputError, match=r"has 512 rows, which do not divide over 3 ranks"):
-        parallel.keep_own_part(model, layers)
+        parallel.shard_layers(model, layers)
     model.tp_plan["model.layers.*.self_attn.q_proj"] = "packed_colwise"
     with pytest.raises(InputError, match="is to be distributed as 'packed_colwise'"):
-        parallel.keep_own_part(model, layers)
+        parallel.shard_layers(model, layers)

@@ -1,4 +1,4 @@
-"""Kernels: their parameters, read from the source; what a launch hands to the driver; real launches on a GPU."""
+"""Kernels: their parameters, read from the source; what a launch passes to the driver; launches on a GPU."""
 
 import ctypes
 import os
@@ -51,7 +51,7 @@ def test_parameters_are_read_from_the_source(source):
 
 
 class Driver:
-    """Keeps, of each launch, its configuration, function and arguments."""
+    """A driver that records the configuration, function and arguments of each launch."""
 
     def __init__(self) -> None:
         self.launches: list[tuple[tuple, int, tuple]] = []
@@ -62,32 +62,32 @@ class Driver:
         self.before_reading()
         kinds = {**C_TYPES, "Q": ctypes.c_uint64}
         at = (ctypes.c_void_p * len(CODES)).from_address(pointers)
-        found = [kinds[code].from_address(address).value for (_, code), address in zip(CODES, at, strict=True)]
+        values = [kinds[code].from_address(address).value for (_, code), address in zip(CODES, at, strict=True)]
         configured = kernels.LAUNCH_CONFIG.unpack(ctypes.string_at(config, kernels.LAUNCH_CONFIG.size))
-        self.launches.append((configured, function, tuple(found)))
+        self.launches.append((configured, function, tuple(values)))
         return self.status
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    found = Driver()
+    fake = Driver()
     facts = DeviceFacts("GPU", "cuda", "sm_90a", 132, 0, 0, "", (9, 0))
     monkeypatch.setattr(kernels, "device_facts", lambda device: facts)
     monkeypatch.setattr(KernelBuild, "compile", lambda build, arch: Cubin(b"", {build.name: None}))
     monkeypatch.setattr(kernels, "_function_of", lambda cubin, build, index: (None, 4321))
-    monkeypatch.setattr(kernels, "_launcher", lambda: found)
+    monkeypatch.setattr(kernels, "_launcher", lambda: fake)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_setDevice", lambda index: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77 + index, raising=False)
-    return found
+    return fake
 
 
 def arguments(value: int = 0) -> dict:
     return {name: value for name, _ in CODES}
 
 
-def test_the_driver_gets_every_argument_in_its_place(driver, source):
+def test_the_driver_gets_every_argument_in_order(driver, source):
     kernel = LoadedKernel(source.build("semisparse_scale", shared=1000), 0)
     x = torch.zeros(3)
     mixed = {"bits": 2**32 - 1, "factor": 0.5, "big": -3, "bigger": 2**63, "n": 9, "y": None, "x": x}
@@ -108,8 +108,8 @@ def test_an_argument_too_few_or_too_many_is_refused(driver, source):
     assert not driver.launches
 
 
-def test_threads_launch_what_they_asked_for(driver, source):
-    """Each waits, once it has written its arguments, until all have: memory in common would hold the last one's."""
+def test_threads_launch_with_their_own_arguments(driver, source):
+    """Each thread packs its arguments and waits for all others: common buffers would hold only the last thread's."""
     count, kernel = 4, LoadedKernel(source.build("semisparse_scale"), 0)
     driver.before_reading = threading.Barrier(count).wait
     threads = [threading.Thread(target=kernel, args=((i, 1, 1), 32), kwargs=arguments(i)) for i in range(1, count + 1)]
@@ -142,7 +142,7 @@ def test_a_pdl_launch_has_the_attribute_as_the_bindings_write_it(driver, source)
 
 
 @needs_bindings
-def test_the_configuration_lies_as_the_bindings_write_it():
+def test_the_configuration_is_as_the_bindings_write_it():
     from cuda.bindings import driver as bindings
 
     config = bindings.CUlaunchConfig()
@@ -228,7 +228,7 @@ def test_a_kernel_runs_in_a_thread_of_its_own():
 
 @needs_gpu
 @needs_bindings
-def test_what_the_device_refuses_is_an_error():
+def test_a_launch_or_load_that_the_device_refuses_is_an_error():
     device = torch.device("cuda")
     copy = SOURCE.build("semisparse_copy").load(device)
     with pytest.raises(KernelError, match="launching semisparse_copy"):

@@ -1,4 +1,4 @@
-"""Run-time compilation: every .cu for every architecture, without a GPU, and the cache in front of it."""
+"""Run-time compilation: every .cu for every architecture, without a GPU, and the cache of cubins."""
 
 import importlib
 from pathlib import Path
@@ -40,15 +40,15 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Record each real compilation."""
-    made: list[Path] = []
+    compiled: list[Path] = []
     compile_now = nvrtc._compile
 
     def record(path, arch, defines):
-        made.append(path)
+        compiled.append(path)
         return compile_now(path, arch, defines)
 
     monkeypatch.setattr(nvrtc, "_compile", record)
-    return made
+    return compiled
 
 
 def test_every_cu_file_is_declared():
@@ -71,7 +71,7 @@ def test_every_kernel_compiles_without_spills(source: CudaSource, arch: str, cap
                     f"{used.spill_stores + used.spill_loads} B spilled, {used.shared} B shared",
                     end="",
                 )
-                assert name.startswith("semisparse_"), "compute-sanitizer is told our kernels by that"
+                assert name.startswith("semisparse_"), "make test-gpu SANITIZE=... filters by this prefix"
                 if used.spills:
                     spilling.append(f"{name} {macros}")
     if source.spills_allowed is None:
@@ -79,7 +79,7 @@ def test_every_kernel_compiles_without_spills(source: CudaSource, arch: str, cap
 
 
 @needs_compiler
-def test_a_cubin_is_kept_until_something_it_depends_on_changes(source, compilations):
+def test_a_cubin_is_cached_until_something_it_depends_on_changes(source, compilations):
     def compile_it(arch="sm_90a", times=1):
         includes._read.cache_clear()
         return compile_cubin(source, arch, {"TIMES": times})
@@ -124,14 +124,14 @@ def test_a_damaged_cubin_is_compiled_again(source, compilations, tmp_path):
 
 
 @needs_compiler
-def test_the_compilers_words_are_in_the_error(source):
+def test_the_compilers_log_is_in_the_error(source):
     source.write_text('extern "C" __global__ void broken() { nonsense; }')
     with pytest.raises(KernelError, match=r"(?s)scale\.cu does not compile for sm_90a.*nonsense"):
         compile_cubin(source, "sm_90a")
 
 
 @needs_compiler
-def test_a_spill_is_seen(source):
+def test_a_spill_is_detected(source):
     source.write_text(
         'extern "C" __global__ void local(float* x, int n) {\n'
         "  float kept[64]; for (int i = 0; i < 64; ++i) kept[i] = x[i * 32 + threadIdx.x];\n"
