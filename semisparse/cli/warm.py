@@ -22,10 +22,10 @@ def warm(
 
     Example: `semisparse warm out`
     """
-    from semisparse.cli.arguments import numbers
+    from semisparse.cli.arguments import positive_integers
     from semisparse.engine import Engine
 
-    counts = numbers(batches, "--batch")
+    counts = positive_integers(batches, "--batch")
     engine = Engine(model, device=device)
     seconds = engine.warm(counts)
     if json:
