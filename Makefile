@@ -48,9 +48,10 @@ SANITIZE ?=
 sanitizer = $(if $(SANITIZE),PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $(SANITIZE) \
 	--report-api-errors no --error-exitcode 9 --kernel-name kernel_substring=semisparse)
 gpu_tests = tests/runtime/test_kernel.py \
-	$(if $(SANITIZE),tests/formats/test_fresh_inputs.py,tests/quant tests/formats tests/test_gpu.py \
-	tests/integrations/test_cuda_graphs.py)
-select = not cpu$(if $(filter racecheck,$(SANITIZE)), and not (unpack or blas or _mm or reference or hopper or tiled_gemm or fours))
+	$(if $(SANITIZE),tests/formats/test_fresh_inputs.py,tests/cuda_emulator tests/engine tests/quant tests/formats \
+	tests/test_gpu.py tests/integrations/test_cuda_graphs.py)
+racecheck_fails = unpack or blas or _mm or reference or bitmask-gemm or slide24-gemm or gemm_sparse
+select = not cpu$(if $(filter racecheck,$(SANITIZE)), and not ($(racecheck_fails)))
 test-gpu: setup
 	$(sanitizer) $(BIN)/python -m pytest $(gpu_tests) -k '$(select)'
 
@@ -95,9 +96,10 @@ bench-parallel: setup
 	$(BIN)/torchrun --nproc-per-node 2 -m semisparse.cli bench parallel --arch llama2-13b --dtype float16 \
 		--formats bitmask,gqs,ec_csr,vector_nm,slide24 --out $(OUT)/parallel.csv
 
-# Loss and KL of each pruner on the models in ../shared. Rows that the CSV already has are not measured again.
+# Loss and KL of each pruner on the models and texts of a folder. Rows that the CSV already has are not measured again.
+SHARED ?= ../shared
 table: setup
-	$(BIN)/python benchmarks/pruners.py ../shared results/pruners.csv --readme README.md
+	$(BIN)/python benchmarks/pruners.py $(SHARED) results/pruners.csv --readme README.md
 
 check: setup
 	$(BIN)/ruff check

@@ -20,7 +20,6 @@ from semisparse.runtime.nvrtc import unavailable
 
 SOURCE = CudaSource(Path(__file__).with_name("launch.cu"))
 
-SOURCES = (SOURCE,)
 
 GRAPH_KERNELS = 200
 """Kernels in the timed graph."""

@@ -63,7 +63,8 @@ class Recipe:
         damping: added to the Hessian's diagonal, as a fraction of the diagonal.
         search_tokens: calibration tokens that a candidate is scored on.
         search_effort: budget of the search, in candidates scored on all of these tokens; the paper's is 384. More
-            candidates on fewer tokens gave better results than fewer on more (LOG.md).
+            candidates on fewer tokens gave better results than fewer on more
+            (docs/experiments/search.md).
         search_banks: how often each of the three stages of ``evolution`` prunes the linear layers anew, at densities
             near those of its best candidate. Each time costs as much as pruning.
         tune_epochs: maximum number of passes of tuning over the calibration tokens.

@@ -16,6 +16,7 @@ from semisparse.engine.ops import (
     RotaryTable,
     attend_to_cache,
     attend_to_prompt,
+    kernels_refusal,
     rms_norm,
     rotate_and_cache,
     silu_mul,
@@ -130,13 +131,17 @@ class Decoder:
         model: on its device.
         length: positions to make the rotary table for.
     Raises:
-        UnknownStructureError: the model is no Llama-like decoder, or computes something else than this does.
+        UnknownStructureError: the model is no Llama-like decoder, or the engine's kernels cannot run it.
     """
 
     def __init__(self, model: PreTrainedModel, length: int) -> None:
         self.structure = recognise(model)
         weight = self.structure.norm
         self.device, self.dtype = weight.device, weight.dtype
+        if self.device.type == "cuda":
+            reason = kernels_refusal(self.device, self.dtype, self.structure.heads.dim)
+            if reason is not None:
+                raise UnknownStructureError(reason)
         self.layers = [
             FusedLayer(
                 layer,

@@ -38,7 +38,6 @@ ATTENTION = CudaSource(
         {"SCALAR": "__half", "DIM": 8, "GROUP": 8},
     ),
 )
-SOURCES = (RMS_NORM, SILU_MUL, GREEDY, ROPE, ATTENTION)
 
 MAX_GROUP = 8
 """Query heads that a CTA of the attention kernel computes; more of one key-value head take several CTAs."""

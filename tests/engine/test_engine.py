@@ -16,6 +16,8 @@ from tests.models import SHARED, byte_tokenizer, random_model
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 LLAMA_LIKE = ("llama", "llama-bias", "llama-tied", "qwen2", "qwen3")
 OTHERS = ("opt", "gpt2", "mistral")  # this mistral attends to a sliding window
+HEADS = {"head_dim": 8}
+"""What the kernels take; families without the setting ignore it."""
 PROMPTS = ("def f(x):", "a", "The quick brown fox")
 
 
@@ -40,7 +42,7 @@ def llama() -> Engine:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", [*LLAMA_LIKE, *OTHERS])
 def test_greedy_text_is_that_of_transformers(name: str, device: str):
-    model = random_model(name, torch.float32).to(device)
+    model = random_model(name, torch.float32, **HEADS).to(device)
     expected = [greedy(model, prompt, 24) for prompt in PROMPTS]
     engine = engine_of(model)
     assert isinstance(engine.backend, DecoderBackend if name in LLAMA_LIKE else TransformersBackend)
@@ -72,6 +74,14 @@ def test_a_model_that_only_looks_like_llama_is_not_taken_for_one():
     model.model.layers[1].mlp.forward = lambda x: 2 * forward(x)
     engine = engine_of(model)
     assert "logits are others" in str(engine.note)
+    assert engine.generate(["abc"], 8)[0].text == greedy(model, "abc", 8)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="on a CPU the engine takes any: no GPU here")
+def test_heads_that_no_kernel_takes_run_through_transformers():
+    model = random_model("llama", torch.float32, head_dim=6).cuda()
+    engine = engine_of(model)
+    assert "heads have 6 values" in str(engine.note)
     assert engine.generate(["abc"], 8)[0].text == greedy(model, "abc", 8)
 
 

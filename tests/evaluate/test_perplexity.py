@@ -5,10 +5,9 @@ import math
 import pytest
 import torch
 
-from semisparse.errors import InputError
-from semisparse.evaluate import generate_text, measure_quality
+from semisparse.evaluate import measure_quality
 from semisparse.evaluate.perplexity import Quality
-from tests.models import byte_tokenizer, random_model
+from tests.models import random_model
 
 CHUNKS = [[5, 9, 200], list(range(30)), [7, 7], list(range(40, 64))]
 
@@ -40,20 +39,3 @@ def test_progress_ends_at_all_chunks():
     seen = []
     measure_quality(random_model("llama"), CHUNKS, batch_tokens=32, progress=lambda *call: seen.append(call))
     assert seen[-1] == (4, 4)
-
-
-def test_generation_is_greedy_and_counts_its_tokens():
-    model = random_model("llama", torch.float32)
-    generation = generate_text(model, byte_tokenizer(), "abc", 5)
-    ids = byte_tokenizer()("abc")["input_ids"]
-    for _ in range(5):
-        with torch.no_grad():
-            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    assert generation.text == byte_tokenizer().decode(ids, skip_special_tokens=True)
-    assert generation.new_tokens == 5
-    assert generation.tokens_per_second == pytest.approx(5 / generation.seconds)
-
-
-def test_an_empty_prompt_is_refused():
-    with pytest.raises(InputError, match="the prompt is empty"):
-        generate_text(random_model("llama"), byte_tokenizer(), "", 5)

@@ -19,7 +19,9 @@ needs_compiler = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=f"NV
 def declared_sources() -> list[CudaSource]:
     modules = [path for path in ROOT.rglob("*.py") if "CudaSource(" in path.read_text() and path.name != "kernel.py"]
     names = [".".join(path.relative_to(ROOT.parent).with_suffix("").parts) for path in modules]
-    return [source for name in names for source in importlib.import_module(name).SOURCES]
+    values = (value for name in names for value in vars(importlib.import_module(name)).values())
+    found = {source.path: source for source in values if isinstance(source, CudaSource)}
+    return [found[path] for path in sorted(found)]
 
 
 @pytest.fixture

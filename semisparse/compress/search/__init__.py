@@ -35,7 +35,8 @@ class SearchResult:
     Args:
         patterns: of each linear layer, by module name.
         weights: pruned to these patterns, by module name; the very weights that were scored. Pruning again would give
-            others, because the inputs have changed since, and these may be worse (LOG.md).
+            others, because the inputs have changed since, and these may be worse
+            (docs/experiments/search.md).
         uniform_kl: KL(dense || candidate) of the uniform patterns on the search's tokens, mean in nats per token.
         kl: the same of `weights`.
         evaluations: number of candidates scored, on all or some of the tokens.

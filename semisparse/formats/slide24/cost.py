@@ -24,7 +24,8 @@ def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
     operands, operations = m * (n + k) * width, 2 * m * n * k
     if problem.device.type == "cpu" and not cpu.unpacks(m, problem.spec):
         dtype = quantised_dtype(problem.params)
-        quantising = (Pass(m * k * (width + dtype.itemsize), 0, "fp32"),) if dtype else ()
+        # No operations, but the unit: it tells what x is rounded to, and so what error a product may have.
+        quantising = (Pass(m * k * (width + dtype.itemsize), 0, UNITS[dtype]),) if dtype else ()
         return (*quantising, Pass(weight_bytes + operands, operations, "fp32"))
     if problem.device.type == "cpu" or torch.float32 in (problem.weight_dtype, problem.dtype):
         dense_bytes = 4 * n * k

@@ -68,6 +68,7 @@ def library(monkeypatch, tmp_path) -> Library:
     found = Library()
     monkeypatch.setenv("SEMISPARSE_CACHE", str(tmp_path))
     monkeypatch.setattr(cusparselt, "_library", lambda: found)
+    monkeypatch.setattr(cusparselt, "unavailable", lambda device: None)
     monkeypatch.setattr(cusparselt, "_handle", lambda device: 0)
     monkeypatch.setattr(cusparselt, "_type", lambda dtype: 0)
     monkeypatch.setattr(cusparselt, "device_facts", lambda device: SimpleNamespace(name="a GPU"))

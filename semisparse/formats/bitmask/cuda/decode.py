@@ -40,8 +40,6 @@ SOURCE = CudaSource(
     ),
 )
 
-SOURCES = (SOURCE,)
-
 
 def refusal(problem: Problem) -> str | None:
     """Say why the kernel cannot compute ``problem`` here, or None if it can."""

@@ -1,10 +1,11 @@
 """Decode from the layout on disk, for patterns that bound no block: a warp per row, without tensor cores.
 
-It is RheoSparse's kernel (section IV, algorithm 1) in what it reads, one 64-bit mask per row and 64 columns and the kept
-values, and in that no dense tile is reconstructed. It differs in that a warp computes a row and a lane two columns of each
-block, where the paper has a thread per row; in that a lane finds its value by a popcount prefix, not by a walk with
-find-first-set; and in that values are not reordered for vector loads (section IV-B). At 4096 x 4096, 32:64 and one token
-an H200 takes 24.9 us, with the authors' kernel 12.6, cuBLAS 13.2, decode.cu 8.2; unpacking for cuBLAS takes some 250.
+It is RheoSparse's kernel (section IV, algorithm 1) in what it reads, one 64-bit mask per row and 64 columns and the
+kept values, and in that no dense tile is reconstructed. It differs in that a warp computes a row and a lane two columns
+of each block, where the paper has a thread per row; in that a lane finds its value by a popcount prefix, not by a walk
+with find-first-set; and in that values are not reordered for vector loads (section IV-B). At 4096 x 4096, 32:64 and one
+token an H200 takes 24.9 us, with the authors' kernel 12.6, cuBLAS 13.2, decode.cu 8.2; unpacking for cuBLAS takes some
+250.
 """
 
 from __future__ import annotations
@@ -30,8 +31,6 @@ SOURCE = CudaSource(
     Path(__file__).with_name("decode_rows.cu"),
     tuple({"SCALAR": scalar, "TOKENS": tokens} for scalar in SCALARS.values() for tokens in (1, 2, 4, 8, 16)),
 )
-
-SOURCES = (SOURCE,)
 
 
 def refusal(problem: Problem) -> str | None:

@@ -42,8 +42,6 @@ GEMM = CudaSource(
     architectures=("sm_90a",),
 )
 
-SOURCES = (PERMUTE_X, GEMM)
-
 
 def refusal(problem: Problem) -> str | None:
     """Say why the kernel cannot compute ``problem`` here, or None if it can."""

@@ -22,8 +22,6 @@ SOURCE = CudaSource(
     Path(__file__).with_name("unpack.cu"), tuple({"KEEP": keep, "WARPS": 4, "STAGES": 2} for keep in (31, 64))
 )
 
-SOURCES = (SOURCE,)
-
 
 def refusal(problem: Problem) -> str | None:
     """Say why the kernel cannot compute ``problem`` here, or None if it can."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from semisparse.formats.base import Packed, Params, TensorSpec, WeightSpec
 from semisparse.formats.bitmask.storage import disk, gpu
-from semisparse.formats.params import choice_of
+from semisparse.formats.checks import choice_of
 
 LAYOUTS = ("rows", "tiles")
 

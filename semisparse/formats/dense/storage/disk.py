@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from semisparse.formats.base import Packed, Params, TensorSpec, WeightSpec
+from semisparse.formats.checks import choice_of
 from semisparse.formats.dense.storage import int4
-from semisparse.formats.params import choice_of
 from semisparse.patterns import Pattern, VectorNM
 from semisparse.quant.symmetric import FP8_MAX, quantise_rows
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from semisparse.formats.base import Packed
+from semisparse.formats.checks import choice_of
 from semisparse.formats.ec_csr.cuda.schedule import BITS, SCALARS
 from semisparse.formats.ec_csr.paper.disk import GRANULARITIES
 from semisparse.formats.ec_csr.storage.deltas import LANES, PAPER, delta_bits_of, index_bits_for, layout_of
 from semisparse.formats.kernel import Problem, Product
-from semisparse.formats.params import choice_of
 from semisparse.runtime.kernel import CudaSource, cuda_refusal
 from semisparse.runtime.nvrtc import Defines
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from semisparse.errors import FormatError
 from semisparse.formats.base import Params
-from semisparse.formats.params import choice_of
+from semisparse.formats.checks import choice_of
 
 PANELS, PAPER = LAYOUTS = ("banks", "paper")
 """Of ``params["layout"]``. The name of row panels in files, `banks`, is from the shared-memory banks they avoid."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from semisparse.formats.base import Packed, Params
+from semisparse.formats.checks import choice_of
 from semisparse.formats.ec_csr.storage import panels
 from semisparse.formats.ec_csr.storage.deltas import LANES, PANELS, delta_bits_of, layout_of
 from semisparse.formats.ec_csr.storage.disk import unpack
 from semisparse.formats.ec_csr.storage.panels import DISK_PANEL_ROWS, PANEL_ROWS, panel_rows_of, vector_of
-from semisparse.formats.params import choice_of
 from semisparse.runtime.device import device_facts
 
 SPAN_LIMITS = (6, 8, 12, 16, 24, 32, 48, 64)

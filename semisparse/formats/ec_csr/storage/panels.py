@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from semisparse.formats.base import Packed, Params, Scalar, TensorSpec, WeightSpec
+from semisparse.formats.checks import choice_of
 from semisparse.formats.ec_csr.storage.deltas import (
     INDEX_DTYPES,
     LANES,
@@ -22,7 +23,6 @@ from semisparse.formats.ec_csr.storage.deltas import (
     rank_in_group,
     widened,
 )
-from semisparse.formats.params import choice_of
 from semisparse.patterns.base import blocks_along
 
 PANEL_ROWS = tuple(range(28, 65, 4))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from semisparse.errors import FormatError
 from semisparse.formats.base import Packed, Params, TensorSpec, WeightSpec
+from semisparse.formats.checks import choice_of
 from semisparse.formats.gqs.storage.masks import (
     CHUNK_GROUPS,
     CHUNK_ROWS,
@@ -18,7 +19,6 @@ from semisparse.formats.gqs.storage.masks import (
     starts_of,
     unchunked,
 )
-from semisparse.formats.params import choice_of
 from semisparse.patterns import Group, Pattern
 from semisparse.quant.group import KINDS, GroupScales, scales_of, stored_groups
 
