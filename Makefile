@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-serving test-gpu bench bench-kernels bench-models bench-systems bench-parallel check setup table \
+.PHONY: demo test test-builds test-serving test-gpu bench bench-kernels bench-models bench-systems bench-parallel check setup table \
 	clean
 
 setup: .venv/ready
@@ -19,7 +19,11 @@ demo: setup
 
 # One process per core and one thread per process. Tests that share costly models run in one process (loadgroup).
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup --ignore tests/docs
+
+# Every CUDA kernel, for every architecture and in every variant that its source declares. Needs no GPU.
+test-builds: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m builds tests/runtime/test_nvrtc.py
 
 # Tests against the real vLLM (its Python code only: linear layers need none of its kernels) and lm-eval. Their environment
 # also finds the packages of .venv.
@@ -27,8 +31,8 @@ SERVING := .venv-serving
 VLLM := 0.33.0
 VLLM_BUILD := 'setuptools>=78.1.1,<81' setuptools_scm setuptools_rust wheel packaging jinja2
 test-serving: $(SERVING)/ready
-	OMP_NUM_THREADS=1 $(SERVING)/bin/python -m pytest -n auto --dist loadgroup tests/vllm tests/evaluate/test_tasks.py \
-		tests/docs
+	OMP_NUM_THREADS=1 $(SERVING)/bin/python -m pytest -n auto --dist loadgroup -m '' tests/vllm \
+		tests/evaluate/test_tasks.py tests/docs
 
 $(SERVING)/ready: .venv/ready tests/serving-requirements.txt
 	$(BIN)/python -m venv --clear $(SERVING)
