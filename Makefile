@@ -1,13 +1,13 @@
-# Two commands do everything on a fresh machine with Python and make: `make demo` and `make test`.
+# `make demo` and `make test` need only Python and make; they set up .venv.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-serving test-gpu bench bench-kernels bench-models bench-systems bench-parallel check setup table \
+.PHONY: demo test test-builds test-serving test-gpu bench bench-kernels bench-models bench-systems bench-parallel check setup table \
 	clean
 
 setup: .venv/ready
 
-# torch first and alone: on a machine that offers a CPU build, nothing after it asks for another.
+# torch is installed first, so that a CPU build, where pip offers one, is not replaced by a later requirement.
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
@@ -17,18 +17,22 @@ setup: .venv/ready
 demo: setup
 	$(BIN)/semisparse demo
 
-# A process a core: threads of their own would only wait for each other. Tests that share costly models share a process.
+# One process per core and one thread per process. Tests that share costly models run in one process (loadgroup).
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup --ignore tests/docs
 
-# What serves compressed models beside transformers, for real: vLLM (its Python alone: linear layers need no kernel of
-# its own) and lm-eval, in an environment of their own that sees .venv behind it.
+# Every CUDA kernel, for every architecture and in every variant that its source declares. Needs no GPU.
+test-builds: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m builds tests/runtime/test_nvrtc.py
+
+# Tests against the real vLLM (its Python code only: linear layers need none of its kernels) and lm-eval. Their environment
+# also finds the packages of .venv.
 SERVING := .venv-serving
 VLLM := 0.33.0
 VLLM_BUILD := 'setuptools>=78.1.1,<81' setuptools_scm setuptools_rust wheel packaging jinja2
 test-serving: $(SERVING)/ready
-	OMP_NUM_THREADS=1 $(SERVING)/bin/python -m pytest -n auto --dist loadgroup tests/vllm tests/evaluate/test_tasks.py \
-		tests/docs
+	OMP_NUM_THREADS=1 $(SERVING)/bin/python -m pytest -n auto --dist loadgroup -m '' tests/vllm \
+		tests/evaluate/test_tasks.py tests/docs
 
 $(SERVING)/ready: .venv/ready tests/serving-requirements.txt
 	$(BIN)/python -m venv --clear $(SERVING)
@@ -40,21 +44,22 @@ $(SERVING)/ready: .venv/ready tests/serving-requirements.txt
 		--disable-pip-version-check --no-deps --no-build-isolation --no-binary vllm vllm==$(VLLM)
 	touch $@
 
-# The tests of every CUDA and Triton kernel. SANITIZE=memcheck or racecheck runs those that launch each kernel, in every
-# layout, on fresh inputs under compute-sanitizer; all of them would take hours there. racecheck dies inside cuBLAS, so it
-# leaves torch's own products out, and the kernels in which one lane arrives at a barrier for its warp, which it does not
-# follow (LOG.md).
+# The tests of every CUDA and Triton kernel. SANITIZE=memcheck or racecheck runs only the tests that launch each kernel once
+# per layout, under compute-sanitizer; all tests would take hours. racecheck crashes inside cuBLAS, so torch's own matmuls
+# are left out. So are the kernels in which one lane arrives at an mbarrier for its warp: racecheck reports hazards that are
+# none (docs/experiments/sanitizers.md).
 SANITIZE ?=
 sanitizer = $(if $(SANITIZE),PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $(SANITIZE) \
 	--report-api-errors no --error-exitcode 9 --kernel-name kernel_substring=semisparse)
-gpu_tests = tests/runtime/test_launch.py \
-	$(if $(SANITIZE),tests/formats/test_fresh_inputs.py,tests/quant tests/formats tests/test_gpu.py \
-	tests/integrations/test_cuda_graphs.py)
-select = not cpu$(if $(filter racecheck,$(SANITIZE)), and not (unpack or blas or _mm or reference or hopper or tiled_gemm or fours))
+gpu_tests = tests/runtime/test_kernel.py \
+	$(if $(SANITIZE),tests/formats/test_fresh_inputs.py,tests/cuda_emulator tests/engine tests/quant tests/formats \
+	tests/test_gpu.py tests/integrations/test_cuda_graphs.py)
+racecheck_fails = unpack or blas or _mm or reference or bitmask-gemm or slide24-gemm or gemm_sparse
+select = not cpu$(if $(filter racecheck,$(SANITIZE)), and not ($(racecheck_fails)))
 test-gpu: setup
 	$(sanitizer) $(BIN)/python -m pytest $(gpu_tests) -k '$(select)'
 
-# Everything under results/h200, on the GPU that is here; `bench-parallel` needs two.
+# The files of results/h200, measured on this machine's GPU; `bench-parallel` needs two.
 OUT ?= results/here
 LARGE = 28672,8192
 GPU ?= h200
@@ -95,9 +100,10 @@ bench-parallel: setup
 	$(BIN)/torchrun --nproc-per-node 2 -m semisparse.cli bench parallel --arch llama2-13b --dtype float16 \
 		--formats bitmask,gqs,ec_csr,vector_nm,slide24 --out $(OUT)/parallel.csv
 
-# What each pruner loses on the models in ../shared; rows that the CSV has are kept.
+# Loss and KL of each pruner on the models and texts of a folder. Rows that the CSV already has are not measured again.
+SHARED ?= ../shared
 table: setup
-	$(BIN)/python benchmarks/pruners.py ../shared results/pruners.csv --readme README.md
+	$(BIN)/python benchmarks/pruners.py $(SHARED) results/pruners.csv --readme README.md
 
 check: setup
 	$(BIN)/ruff check

@@ -1,9 +1,9 @@
-"""Few tokens on a GPU: a bitmask layer's product alone, and in a chain whose launches begin early, beside cuBLAS.
+"""Few tokens on a GPU: bitmask's decode kernel alone, and in a chain of overlapping launches (PDL), beside cuBLAS.
 
     python benchmarks/decode.py [--tokens 1,8,16] [--dtype float16] [--pattern 32:64] [--shapes 4096,4096,11008,4096]
 
-Microseconds a product, CUDA graphs over weights that outgrow the cache four times. A chain is the same products in one
-stream, each asking for its weights while the one before still runs (programmatic dependent launch, Hopper and later).
+Microseconds per call, CUDA graphs over weights that outgrow the cache four times. A chain is the same calls on one
+stream, each loading its weights while the one before still runs (programmatic dependent launch, Hopper and later).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from semisparse.bench.roofline import random_weight
 from semisparse.bench.timing import rotating_copies, time_calls
 from semisparse.formats import get_format
-from semisparse.formats.bitmask import tiled
+from semisparse.formats.bitmask.cuda import decode
 from semisparse.formats.product import problem_of
 from semisparse.patterns import parse_pattern
 from semisparse.runtime.device import device_facts
@@ -28,7 +28,7 @@ GPU = torch.device("cuda")
 
 
 def measure(n: int, k: int, tokens: list[int], dtype: torch.dtype, pattern: str) -> None:
-    """Print a line for each number of tokens."""
+    """Print a line per number of tokens."""
     cache = device_facts(GPU).cache_bytes
     weight = random_weight(parse_pattern(pattern), n, k, dtype, GPU)
     packed = rotating_copies(get_format("bitmask").pack(weight, pattern).to(GPU), cache)
@@ -36,16 +36,13 @@ def measure(n: int, k: int, tokens: list[int], dtype: torch.dtype, pattern: str)
     for m in tokens:
         x = torch.randn(m, k, device=GPU).to(dtype)
         problem = problem_of(x, packed[0])
-        wide, alone, early = (
-            tiled.prepare_decode(problem, out, chained)
-            for out, chained in ((torch.float32, False), (None, False), (None, True))
-        )
+        alone, overlapped = (decode.prepare(problem, pdl) for pdl in (False, True))
         expected = x.double() @ weight.double().T
-        error = (wide(x, packed[0], None) - expected).norm() / expected.norm()
+        error = (alone(x, packed[0], None) - expected).norm() / expected.norm()
         times = [
             time_calls([partial(F.linear, x, w) for w in dense], GPU),
             time_calls([partial(alone, x, p, None) for p in packed], GPU),
-            time_calls([partial(early, x, p, None) for p in packed], GPU),
+            time_calls([partial(overlapped, x, p, None) for p in packed], GPU),
         ]
         cells = [f"{time.us:8.2f}" for time in times]
         print(f"{n:6d} x {k:<6d} {m:3d} {' '.join(cells)}   error {error:.1e}", flush=True)
@@ -58,11 +55,11 @@ def main() -> None:
     parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16"])
     parser.add_argument("--pattern", default="32:64")
     parser.add_argument("--shapes", default=SHAPES)
-    asked = parser.parse_args()
-    sizes = [int(size) for size in asked.shapes.split(",")]
+    options = parser.parse_args()
+    sizes = [int(size) for size in options.shapes.split(",")]
     print(" N x K            M   cuBLAS    alone    chain")
     for n, k in zip(sizes[::2], sizes[1::2], strict=True):
-        measure(n, k, [int(m) for m in asked.tokens.split(",")], getattr(torch, asked.dtype), asked.pattern)
+        measure(n, k, [int(m) for m in options.tokens.split(",")], getattr(torch, options.dtype), options.pattern)
 
 
 if __name__ == "__main__":

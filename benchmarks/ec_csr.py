@@ -1,11 +1,12 @@
-"""What format ec_csr stores on real and random masks: the EC-SpMV paper's figures 5 and 9 and its table 2.
+"""Storage of format ec_csr for real and random masks: the EC-SpMV paper's figures 5 and 9 and its table 2.
 
-    python benchmarks/ec_csr.py ../shared results/ec_csr_storage.csv [--plot deltas.png]
+    python benchmarks/ec_csr.py DATA results/ec_csr_storage.csv [--plot deltas.png]
 
-The first argument holds ``models/`` and ``text/``. Real masks are those of pycode-11m pruned by SparseGPT, its layers
-summed; random ones are 4,096 wide. Rows that the CSV has already are kept, so that an interrupted run goes on. Bytes
-are of all stored tensors; ``padding`` is the share of stored values that are zero; ``shared2``, ``shared4``,
-``shared8`` are the shares of the weights in blocks of 2, 4 and 8 rows (layout ``paper``).
+DATA is a directory with ``models/`` and ``text/``. Real masks are those of pycode-11m pruned by SparseGPT, summed over
+its layers; random matrices have K = 4,096. Rows that the CSV already has are not measured again, so that an
+interrupted run continues. Bytes are those of all stored tensors; ``padding`` is the fraction of stored values that are
+zero; ``shared2``, ``shared4``, ``shared8`` are the fractions of the weights in blocks of 2, 4 and 8 rows (layout
+``paper``).
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from transformers import AutoModelForCausalLM
 
 import semisparse
 from semisparse.bench.roofline import random_weight
+from semisparse.checkpoint import load_tokenizer, pick_device
 from semisparse.formats import Packed, get_format
-from semisparse.integrations.loading import load_tokenizer, pick_device
 from semisparse.patterns import parse_pattern
 
 ZEROS = (50, 60, 70, 80, 90)
@@ -56,15 +57,15 @@ KEY = COLUMNS[:4]
 
 
 def main() -> None:
-    """Measure what the CSV lacks, then print the table."""
+    """Measure the rows that the CSV lacks, then print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shared", type=Path)
     parser.add_argument("csv", type=Path)
-    parser.add_argument("--rows", type=int, default=4096, help="of the random matrices")
+    parser.add_argument("--rows", type=int, default=4096, help="rows of the random matrices")
     parser.add_argument("--samples", type=int, default=32, help="calibration sequences")
     parser.add_argument("--zeros", default=",".join(map(str, ZEROS)))
-    parser.add_argument("--device", default="auto", help="where weights are pruned and packed")
-    parser.add_argument("--plot", type=Path, help="draw the distribution of the gaps between columns there")
+    parser.add_argument("--device", default="auto", help="the device on which weights are pruned and packed")
+    parser.add_argument("--plot", type=Path, help="the PNG file for a plot of the gaps between columns")
     options = parser.parse_args()
     rows = read_rows(options.csv)
     done = {tuple(row[key] for key in KEY) for row in rows}
@@ -87,13 +88,13 @@ def main() -> None:
 
 
 def random_matrix(options: argparse.Namespace, zeros: int) -> Tensor:
-    """Draw a weight [rows, 4096], the same for every device."""
+    """Return a random weight [rows, 4096], the same on every device."""
     weight = random_weight(parse_pattern(f"{zeros}%"), options.rows, 4096, torch.float32, "cpu")
     return weight.to(pick_device(options.device))
 
 
 def pruned(options: argparse.Namespace, zeros: int) -> list[Tensor]:
-    """Prune pycode-11m by SparseGPT and give its weights in float32."""
+    """Return the weights of pycode-11m pruned by SparseGPT, in float32."""
     directory = options.shared / "models" / "pycode-11m"
     model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
     semisparse.compress(
@@ -106,13 +107,13 @@ def pruned(options: argparse.Namespace, zeros: int) -> list[Tensor]:
         seqlen=512,
         device=options.device,
     )
-    place = pick_device(options.device)
-    return [layer.packed.unpack().float().to(place) for layer in model.modules() if hasattr(layer, "packed")]
+    device = pick_device(options.device)
+    return [layer.packed.unpack().float().to(device) for layer in model.modules() if hasattr(layer, "packed")]
 
 
 def measure(masks: str, zeros: int, dtype: str, way: str, weights: list[Tensor]) -> dict[str, str]:
-    """Pack every weight in one way and add up."""
-    kept = stored = padded = size = csr = narrow = 0
+    """Pack every weight in one way; return a row with the sums over the weights."""
+    kept = stored = padded = dense = csr32 = csr16 = 0
     shared = dict.fromkeys((2, 4, 8), 0.0)
     start = time.perf_counter()
     for weight in (w.to(DTYPES[dtype]) for w in weights):
@@ -122,16 +123,14 @@ def measure(masks: str, zeros: int, dtype: str, way: str, weights: list[Tensor])
         kept += count
         stored += packed.nbytes
         padded += packed.tensors["values"].numel() - count
-        size += weight.numel() * weight.element_size()
-        csr += count * (4 + weight.element_size()) + 4 * (len(weight) + 1)
-        narrow += count * (2 + weight.element_size()) + 4 * (len(weight) + 1)
-        for rows, weights_in in block_weights(packed).items():
-            shared[rows] += weights_in
-    found = (kept, stored, stored / size, stored / csr, stored / narrow, padded / (kept + padded))
-    found += tuple(shared[rows] / kept for rows in shared)
-    return dict(
-        zip(COLUMNS, (masks, str(zeros), dtype, way, *map(_short, (*found, time.perf_counter() - start))), strict=True)
-    )
+        dense += weight.numel() * weight.element_size()
+        csr32 += count * (4 + weight.element_size()) + 4 * (len(weight) + 1)
+        csr16 += count * (2 + weight.element_size()) + 4 * (len(weight) + 1)
+        for rows, in_blocks in block_weights(packed).items():
+            shared[rows] += in_blocks
+    figures = (kept, stored, stored / dense, stored / csr32, stored / csr16, padded / (kept + padded))
+    figures += (*(shared[rows] / kept for rows in shared), time.perf_counter() - start)
+    return dict(zip(COLUMNS, (masks, str(zeros), dtype, way, *map(_short, figures)), strict=True))
 
 
 def _short(number: float) -> str:
@@ -139,7 +138,7 @@ def _short(number: float) -> str:
 
 
 def block_weights(packed: Packed) -> dict[int, int]:
-    """Count the weights of the layout ``paper`` in blocks of 2, 4 and 8 rows."""
+    """Return the weights in blocks of 2, 4 and 8 rows, for the layout ``paper``."""
     if packed.params.get("layout") != "paper":
         return {}
     table = packed.tensors["bundles"].long()
@@ -147,7 +146,7 @@ def block_weights(packed: Packed) -> dict[int, int]:
 
 
 def gap_counts(weights: list[Tensor]) -> Tensor:
-    """Count the gaps between neighbouring columns by their width, [256], the last for all from 255 on."""
+    """Return a histogram [256] of the gaps between a row's neighbouring columns; the last bin is for 255 and more."""
     counts = torch.zeros(256, dtype=torch.int64)
     for weight in weights:
         row, column = weight.nonzero(as_tuple=True)
@@ -157,7 +156,7 @@ def gap_counts(weights: list[Tensor]) -> Tensor:
 
 
 def plot_gaps(gaps: dict[str, Tensor], path: Path) -> None:
-    """Draw the cumulative distribution of the gaps, as the paper's figure 5."""
+    """Plot the cumulative distribution of the gaps, as in the paper's figure 5."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots()
@@ -165,20 +164,20 @@ def plot_gaps(gaps: dict[str, Tensor], path: Path) -> None:
         axes.plot(range(256), counts.cumsum(0) / counts.sum(), label=name)
     for limit in (15, 255):
         axes.axvline(limit, color="grey", linewidth=0.5)
-    axes.set(xscale="log", xlabel="gap to the next column", ylabel="share of gaps, at most so wide")
+    axes.set(xscale="log", xlabel="gap to the next column", ylabel="cumulative fraction of gaps")
     axes.legend(fontsize="x-small")
     figure.savefig(path, dpi=150)
 
 
 def table(rows: list[dict[str, str]]) -> str:
-    """Write bytes relative to dense (to CSR-32) and padding as Markdown, one line a way."""
+    """Return bytes relative to dense (to CSR-32) and padding as a Markdown table, one line per way."""
     zeros = sorted({row["zeros"] for row in rows}, key=int)
     lines = []
     for masks, dtype in dict.fromkeys((row["masks"], row["dtype"]) for row in rows):
         lines += [f"| {masks}, {dtype} | {' | '.join(f'{z} %' for z in zeros)} |", "|---" * (1 + len(zeros)) + "|"]
-        chosen = {(row["way"], row["zeros"]): row for row in rows if (row["masks"], row["dtype"]) == (masks, dtype)}
-        for way in dict.fromkeys(way for way, _ in chosen):
-            cells = [chosen.get((way, z)) for z in zeros]
+        by_way = {(row["way"], row["zeros"]): row for row in rows if (row["masks"], row["dtype"]) == (masks, dtype)}
+        for way in dict.fromkeys(way for way, _ in by_way):
+            cells = [by_way.get((way, z)) for z in zeros]
             shown = [
                 f"{float(c['of_dense']):.3f} ({float(c['of_csr32']):.3f}), {100 * float(c['padding']):.2f} %"
                 if c

@@ -4,10 +4,10 @@
     python benchmarks/ec_csr_speed.py ablation results/h200/ec_csr-ablation.csv
     python benchmarks/ec_csr_speed.py extraction results/h200/ec_csr-extraction.csv [--device cpu --shapes 4096,4096]
 
-`decode` and `ablation` need a GPU: one token, CUDA graphs over weights that outgrow the cache, every output compared
-with float64 before it is timed. `ablation` is section 8.3 in the layout ``paper``: columns as deltas alone, with rows
-that share columns, and with long blocks clipped. `extraction` gives seconds, and a digest that is the same on every
-device.
+`decode` and `ablation` need a GPU. They time one token in CUDA graphs over weights that exceed the cache. Every output
+is compared with float64 before it is timed. `ablation` is section 8.3 in the layout ``paper``: columns as deltas
+alone, with rows that share columns, and with long blocks clipped. `extraction` measures seconds, and a digest that is
+the same on every device.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from semisparse.bench.roofline import random_weight
 from semisparse.bench.timing import rotating_copies, time_calls
 from semisparse.errors import KernelError
 from semisparse.formats import Packed, get_format
-from semisparse.formats.ec_csr.extract import Blocks, extract
+from semisparse.formats.ec_csr.paper.extract import Blocks, extract
 from semisparse.formats.product import problem_of
 from semisparse.patterns import parse_pattern
 from semisparse.runtime.device import device_facts
@@ -38,7 +38,7 @@ SHAPES = dict.fromkeys(("decode", "ablation"), "4096,4096,11008,4096,4096,11008,
 SHAPES["extraction"] = "4096,4096,28672,8192"
 MULTIPLE, GRANULARITY = 128, 8
 NEVER = 1 << 20
-"""Loads of a lane that no block reaches: nothing is clipped."""
+"""Loads per lane that no block reaches, so that no block is clipped."""
 
 WAYS: dict[str, dict[str, dict[str, Any]]] = {
     "decode": {"banks 4": {"delta_bits": 4}, "banks 8": {"delta_bits": 8}},
@@ -70,8 +70,8 @@ def decode(
         error = ((calls[0]().view(1, n).double() - expected).norm() / expected.norm()).item()
         if not error <= TOLERANCE[dtype]:
             raise KernelError(f"{way} is wrong at {n} x {k}, {zeros} %: relative error {error:.3g}")
-        found = time_calls(calls, device)
-        times = (f"{us:.2f}" for us in (found.us, found.low_us, found.high_us))
+        timing = time_calls(calls, device)
+        times = (f"{us:.2f}" for us in (timing.us, timing.low_us, timing.high_us))
         name = str(dtype).removeprefix("torch.")
         values = (what, n, k, zeros, name, way, *times, size, f"{error:.1e}", facts.name)
         return dict(zip(TIMED, map(str, values), strict=True))
@@ -87,17 +87,15 @@ def decode(
     yield row("cuSPARSE", [partial(torch.mv, matrix, x[0]) for matrix in compressed], size)
     form = get_format("ec_csr")
     for way, options in ways.items():
-        packed = form.pack(weight, f"{zeros}%", **options)
+        packed = form.pack(weight, f"{zeros}%", **options).to(device)
         problem = problem_of(x, packed)
-        product = next(
-            kernel for kernel in form.kernels if not kernel.refusal(problem) and kernel.pays(problem)
-        ).prepare(problem)
+        product = form.choose(problem).prepare(problem)
         rotated: list[Packed] = rotating_copies(packed, facts.cache_bytes)
         yield row(way, [partial(product, x, each, None) for each in rotated], packed.nbytes)
 
 
 def extraction(n: int, k: int, zeros: str, device: torch.device) -> Row:
-    """Time the extraction of a random mask, the same on every device."""
+    """Time block extraction on a random mask, which is the same on every device."""
     generator = torch.Generator().manual_seed(n * k)
     stored = (torch.rand(n, k, generator=generator) >= float(zeros) / 100).to(device)
     if device.type == "cuda":
@@ -107,41 +105,41 @@ def extraction(n: int, k: int, zeros: str, device: torch.device) -> Row:
     sets = extract(stored, MULTIPLE, GRANULARITY)
     total = int(stored.count_nonzero())
     seconds = time.perf_counter() - start
-    shares = {blocks.granularity: blocks.weights / total for blocks in sets}
-    found = (*(f"{shares.get(rows, 0.0):.4f}" for rows in (2, 4, 8)), digest(sets), device_facts(device).name)
-    values = (n, k, zeros, device.type, f"{seconds:.2f}", *found)
+    fractions = {blocks.granularity: blocks.weights / total for blocks in sets}
+    figures = (f"{fractions.get(rows, 0.0):.4f}" for rows in (2, 4, 8))
+    values = (n, k, zeros, device.type, f"{seconds:.2f}", *figures, digest(sets), device_facts(device).name)
     return dict(zip(EXTRACTION, map(str, values), strict=True))
 
 
 def digest(sets: list[Blocks]) -> str:
-    """Hash the rows and columns of all blocks, in order."""
-    found = hashlib.sha256()
+    """Return a digest of the rows and columns of all blocks, in order."""
+    sha = hashlib.sha256()
     for blocks in sets:
-        found.update(blocks.rows.cpu().numpy().tobytes())
-        found.update(blocks.columns.cpu().numpy().tobytes())
-    return found.hexdigest()[:16]
+        sha.update(blocks.rows.cpu().numpy().tobytes())
+        sha.update(blocks.columns.cpu().numpy().tobytes())
+    return sha.hexdigest()[:16]
 
 
 def main() -> None:
-    """Measure, and write rows as they come."""
+    """Measure, and write the CSV after each row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=[*WAYS, "extraction"])
     parser.add_argument("csv", type=Path)
-    parser.add_argument("--shapes", help="N,K pairs, by commas")
-    parser.add_argument("--zeros", help="percent, by commas; 70,90 by default, 70 for the ablation and the extraction")
+    parser.add_argument("--shapes", help="N,K pairs, comma-separated")
+    parser.add_argument("--zeros", help="percent, comma-separated; by default 70,90, or 70 for ablation and extraction")
     parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16", "float32"])
-    parser.add_argument("--device", default="cuda", help="of the extraction")
+    parser.add_argument("--device", default="cuda", help="the device of the extraction")
     options = parser.parse_args()
     sizes = [int(size) for size in (options.shapes or SHAPES[options.what]).split(",")]
     zeros = (options.zeros or ("70,90" if options.what == "decode" else "70")).split(",")
     rows: list[Row] = []
     for n, k in zip(sizes[::2], sizes[1::2], strict=True):
-        for share in zeros:
+        for percent in zeros:
             if options.what == "extraction":
-                found: Iterator[Row] = iter([extraction(n, k, share, torch.device(options.device))])
+                measured: Iterator[Row] = iter([extraction(n, k, percent, torch.device(options.device))])
             else:
-                found = decode(options.what, n, k, share, getattr(torch, options.dtype), WAYS[options.what])
-            for row in found:
+                measured = decode(options.what, n, k, percent, getattr(torch, options.dtype), WAYS[options.what])
+            for row in measured:
                 rows.append(row)
                 print(*row.values(), flush=True)
                 write_rows(options.csv, rows, EXTRACTION if options.what == "extraction" else TIMED)

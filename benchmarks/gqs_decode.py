@@ -4,8 +4,8 @@
 
 Needs a GPU: CUDA graphs over weights that outgrow the cache, every output compared with float64 before it is timed.
 The rows' sizes differ by a tenth (standard deviation), so that one threshold for the matrix leaves some rows with a
-sixth of their groups and others with five sixths. "Stream-K" is within a block: several tiles of 16 rows, dealt out to
-its warps in equal runs, against a block for each tile; `W4S50` itself takes what the kernel chooses for the shape.
+sixth of their groups and others with five sixths. "Stream-K" is inside of a CTA: several row tiles, whose k-tiles its
+warps share evenly, against a CTA ("a block") for each tile; `W4S50` itself takes the schedule that is chosen.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from semisparse.bench.kernels import ROUNDED_INPUT_TOLERANCE, TOLERANCE
 from semisparse.bench.timing import rotating_copies, time_calls
 from semisparse.errors import KernelError
 from semisparse.formats import Packed, get_format
-from semisparse.formats.gqs import cuda
+from semisparse.formats.gqs.cuda import schedule
 from semisparse.formats.kernel import Product
 from semisparse.formats.product import problem_of
 from semisparse.patterns import parse_pattern
@@ -37,13 +37,13 @@ COLUMNS = ("n", "k", "dtype", "way", "us", "low_us", "high_us", "bytes", "bits_p
 
 
 class Way(NamedTuple):
-    """A format's pattern, kind and kernel; ``own_tiles`` for gqs, as `cuda.OWN_TILES`."""
+    """A format's pattern, kind and kernel; for gqs, the row tiles per SM up to which each has a CTA."""
 
     format: str
     pattern: str
     kind: str | None = None
     kernel: str | None = None
-    own_tiles: int = cuda.OWN_TILES
+    tiles_per_sm: int = schedule.TILES_PER_SM
 
 
 ALWAYS, NEVER = 1 << 30, 0
@@ -52,8 +52,8 @@ WAYS = {
     "cuBLAS": Way("dense", "0%", None, "blas"),
     "torch int4, groups of 32": Way("dense", "0%", "int4", "int4pack_mm"),
     "W4S50": Way("gqs", "g16@50%", "w4"),
-    "W4S50, a block for each tile": Way("gqs", "g16@50%", "w4", own_tiles=ALWAYS),
-    "W4S50, Stream-K": Way("gqs", "g16@50%", "w4", own_tiles=NEVER),
+    "W4S50, a block for each tile": Way("gqs", "g16@50%", "w4", tiles_per_sm=ALWAYS),
+    "W4S50, Stream-K": Way("gqs", "g16@50%", "w4", tiles_per_sm=NEVER),
     "W4A8S50": Way("gqs", "g16@50%", "w4a8"),
     "W4S20": Way("gqs", "g16@20%", "w4"),
     "W4": Way("gqs", "g16@0%", "w4"),
@@ -71,14 +71,14 @@ def measure(n: int, k: int, dtype: torch.dtype) -> Iterator[dict[str, str]]:
     for name, way in WAYS.items():
         packed = pack(drawn, dtype, way)
         product = prepare(x, packed, way)
-        if product is None:  # torch's int4 product takes bfloat16 alone
+        if product is None:  # torch's int4 matmul takes bfloat16 only
             continue
         copies = rotating_copies(packed, facts.cache_bytes)
         error = error_of(product, x, packed)
         if not error <= (ROUNDED_INPUT_TOLERANCE["tensor int8"] if way.kind == "w4a8" else TOLERANCE[dtype]):
             raise KernelError(f"{name} is wrong at {n} x {k}: relative error {error:.3g}; it was not timed")
-        found = time_calls([partial(product, x, copy, None) for copy in copies], GPU)
-        times = (f"{us:.2f}" for us in (found.us, found.low_us, found.high_us))
+        timing = time_calls([partial(product, x, copy, None) for copy in copies], GPU)
+        times = (f"{us:.2f}" for us in (timing.us, timing.low_us, timing.high_us))
         sizes = (packed.nbytes, f"{packed.bits_per_weight:.2f}", f"{error:.1e}")
         values = (n, k, str(dtype).removeprefix("torch."), name, *times, *sizes, facts.name)
         yield dict(zip(COLUMNS, map(str, values), strict=True))
@@ -94,35 +94,33 @@ def pack(drawn: Tensor, dtype: torch.dtype, way: Way) -> Packed:
 def prepare(x: Tensor, packed: Packed, way: Way) -> Product | None:
     """Prepare the way's kernel, or the first that takes the product; None if there is none."""
     problem = problem_of(x, packed)
-    cuda.OWN_TILES = way.own_tiles
+    schedule.TILES_PER_SM = way.tiles_per_sm
     for kernel in get_format(way.format).kernels:
         if way.kernel in (None, kernel.name) and kernel.refusal(problem) is None:
-            product = kernel.prepare(problem)
-            product(x, packed, None)  # the build is chosen at the first call
-            return product
+            return kernel.prepare(problem)
     return None
 
 
 def error_of(product: Product, x: Tensor, packed: Packed) -> float:
-    """Give the relative error against float64."""
+    """Return the relative error against float64."""
     expected = F.linear(x.double(), packed.unpack().double())
     return ((product(x, packed, None).double() - expected).norm() / expected.norm()).item()
 
 
 def main() -> None:
-    """Measure, and write rows as they come."""
+    """Measure, and write the CSV after each row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("csv", type=Path)
-    parser.add_argument("--shapes", default=SHAPES, help="N,K pairs, by commas")
-    parser.add_argument("--dtype", default="float16,bfloat16", help="by commas")
-    asked = parser.parse_args()
-    sizes = [int(size) for size in asked.shapes.split(",")]
+    parser.add_argument("--shapes", default=SHAPES, help="N,K pairs, comma-separated")
+    parser.add_argument("--dtype", default="float16,bfloat16", help="comma-separated")
+    options = parser.parse_args()
+    sizes = [int(size) for size in options.shapes.split(",")]
     rows: list[dict[str, str]] = []
-    for dtype in asked.dtype.split(","):
+    for dtype in options.dtype.split(","):
         for n, k in zip(sizes[::2], sizes[1::2], strict=True):
             for row in measure(n, k, getattr(torch, dtype)):
                 rows.append(row)
-                write_rows(asked.csv, rows, COLUMNS)
+                write_rows(options.csv, rows, COLUMNS)
                 print(*(row[column] for column in COLUMNS[:7]), flush=True)
 
 

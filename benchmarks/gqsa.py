@@ -1,9 +1,9 @@
-"""What tuning and 4-bit groups keep of real models, beside 2:4 and others: one CSV row a run, and a table.
+"""Quality of tuned and quantised trained models, beside 2:4 and other patterns: one CSV row per run, and a table.
 
-    python benchmarks/gqsa.py ../shared results/gqsa.csv --seeds 0,1,2 --jobs 4
+    python benchmarks/gqsa.py DATA results/gqsa.csv --seeds 0,1,2 --jobs 4
 
-The first argument holds ``models/`` and ``text/``. Rows that the CSV has already are kept, so that an interrupted run
-goes on. Calibrated on the ``calib`` text, measured on the ``eval`` text, in float32.
+DATA is a directory with ``models/`` and ``text/``. Rows that the CSV already has are not measured again, so that an
+interrupted run continues. Models are calibrated on the ``calib`` text and measured on the ``eval`` text, in float32.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
+from statistics import mean
 
 import torch
 from models import Subject, parser_of
@@ -32,18 +33,18 @@ RUNS: dict[str, tuple[str, ...]] = {
     **{f"bqpo {pattern}": ("rheosparse", f"pattern={pattern}", "tune=bqpo") for pattern in ("2:4", "4:8", "32:64")},
     **{f"bqpo {pattern} W4": ("rheosparse", f"pattern={pattern}", "tune=bqpo") for pattern in ("2:4", "32:64")},
     **{
-        f"W4S{share} {stage}": ("gqsa", f"pattern=g16@{share}%", f"tune={tune}")
-        for share in (20, 30, 40, 50)
+        f"W4S{percent} {stage}": ("gqsa", f"pattern=g16@{percent}%", f"tune={tune}")
+        for percent in (20, 30, 40, 50)
         for stage, tune in STAGES.items()
     },
 }
-"""Recipe and settings of each run; ``W4`` at the end of a name rounds what is kept to nearest afterwards."""
+"""Recipe and settings of each run. Runs that end in "W4" round the kept weights to nearest afterwards."""
 
 COLUMNS = ("model", "run", "seed", "nll", "kl", "bits", "tokens", "samples", "epochs", "seconds", "device")
 
 
 def main() -> None:
-    """Run what the CSV lacks, then print the table."""
+    """Measure the runs that the CSV lacks, then print the table."""
     parser = parser_of(__doc__, samples=128)
     parser.add_argument("--models", default="babyllama-1m,pycode-11m")
     parser.add_argument("--runs", default=",".join(RUNS))
@@ -53,40 +54,39 @@ def main() -> None:
     options = parser.parse_args()
     rows = read_rows(options.csv)
     done = {(row["model"], row["run"], row["seed"]) for row in rows}
-    wanted = [
+    keys = [
         (m, r, s) for s in options.seeds.split(",") for m in options.models.split(",") for r in options.runs.split(",")
     ]
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        waiting = [pool.submit(measure, *key, options) for key in wanted if key not in done]
+        futures = [pool.submit(measure, *key, options) for key in keys if key not in done]
         try:
-            for finished in as_completed(waiting):
+            for finished in as_completed(futures):
                 rows.append(finished.result())
                 write_rows(options.csv, rows, COLUMNS)
                 print(*(rows[-1][column] for column in COLUMNS), flush=True)
-        except BaseException:  # else leaving would wait for all the others
+        except BaseException:  # otherwise the exit would wait for all other runs
             pool.shutdown(cancel_futures=True)
             raise
     print(table(rows))
 
 
 def measure(name: str, run: str, seed: str, options: argparse.Namespace) -> dict[str, str]:
-    """Compress and evaluate one model in one way."""
+    """Compress and evaluate one model."""
     subject = Subject(name, options)
     recipe, *settings = RUNS[run]
     form = ("format=bitmask",) if recipe != "gqsa" else ()
     settings += ["search=none", f"tune_epochs={options.epochs}", *form]
     model, report = subject.compress(recipe, settings, int(seed))
-    weights = sum(1 for _ in report.layers)
-    bits = sum(layer["bits_per_weight"] for layer in report.layers) / weights
+    bits = mean(layer["bits_per_weight"] for layer in report.layers)
     if run.endswith(" W4"):
         bits = _round_kept(model, [layer["name"] for layer in report.layers])
-    found = subject.measure(model)
-    values = (name, run, seed, found.nll, found.kl, bits, found.tokens, options.samples, options.epochs)
+    quality = subject.measure(model)
+    values = (name, run, seed, quality.nll, quality.kl, bits, quality.tokens, options.samples, options.epochs)
     return dict(zip(COLUMNS, map(str, (*values, round(report.seconds), subject.device.type)), strict=True))
 
 
 def _round_kept(model: PreTrainedModel, names: list[str]) -> float:
-    """Round kept weights to 4 bits in groups of 16 along K, as a format for it would, and give that format's bits."""
+    """Round kept weights to 4 bits in groups of 16 along K; return the bits per weight of a format that stores them."""
     for name in names:
         layer = model.get_submodule(name)
         weight = layer.weight
@@ -100,17 +100,17 @@ def _round_kept(model: PreTrainedModel, names: list[str]) -> float:
 
 
 def table(rows: list[Mapping[str, str]]) -> str:
-    """Write mean loss and KL over the seeds of every model and run as Markdown."""
+    """Return loss and KL of every model and run, means over the seeds, as a Markdown table."""
     models = list(dict.fromkeys(row["model"] for row in rows))
     lines = [f"| | bits | {' | '.join(models)} |", "|---" * (2 + len(models)) + "|"]
     for run in RUNS:
         cells, bits = [], ""
         for model in models:
-            found = [row for row in rows if (row["model"], row["run"]) == (model, run)]
-            if found:
-                bits = f"{float(found[0]['bits']):.2f}"
-                nll, kl = (sum(float(row[key]) for row in found) / len(found) for key in ("nll", "kl"))
-                cells.append(f"{nll:.3f} / {kl:.3f} ({len(found)})")
+            seeds = [row for row in rows if (row["model"], row["run"]) == (model, run)]
+            if seeds:
+                bits = f"{float(seeds[0]['bits']):.2f}"
+                nll, kl = (mean(float(row[key]) for row in seeds) for key in ("nll", "kl"))
+                cells.append(f"{nll:.3f} / {kl:.3f} ({len(seeds)})")
             else:
                 cells.append("")
         if bits:

@@ -1,10 +1,11 @@
-"""What loading a checkpoint takes, dense beside every format: seconds, and host memory at its highest.
+"""Time and peak host memory of loading a checkpoint, dense beside every format.
 
 Usage: python benchmarks/loading.py OUT.csv [--arch llama2-7b] [--blocks 8] [--weights bitmask:32:64,gqs:g16@50%,...]
 
-A model of the architecture's first blocks with random weights. Each load is a process of its own: `cold_seconds` with
-the file dropped from the page cache before, `seconds` with it there, each the fastest of some; `cpu_seconds` is what
-the latter computed, `memory_gb` the most it held, less what it held before.
+The model has the architecture's first decoder layers with random weights. Each load runs in a new process.
+`cold_seconds` is the time with the file dropped from the page cache, `seconds` with the file in it; each is the
+fastest of several. `cpu_seconds` is the CPU time of the latter, `memory_gb` the process's peak memory less that before
+the load.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from semisparse.bench.model import make_sparse
 from semisparse.bench.roofline import Candidate
 from semisparse.bench.shapes import architecture
-from semisparse.checkpoint import describe
 from semisparse.integrations.transformers import mark_compressed, sparse_layers
 from semisparse.nn import is_linear
 
@@ -48,28 +48,28 @@ for parameter in model.parameters():
     parameter.data.reshape(-1).view(torch.uint8)[::4096].sum()
 print(time.perf_counter() - start, time.process_time() - cpu, held() - before)
 """
-"""Every page is read once at the end: safetensors maps the file, so that a dense model has nothing in memory before."""
+"""Loads a model and then reads every page once: safetensors maps the file, so that loading alone reads nothing."""
 
 
 def compress_at_random(model: PreTrainedModel, candidate: Candidate) -> None:
-    """Put random packed weights into a model, as if it had been compressed."""
+    """Replace a model's layers by random packed weights, and make it save itself as a compressed model."""
     make_sparse(model, candidate)
-    layers = {name: describe(layer.packed) for name, layer in sparse_layers(model).items()}
+    layers = {name: layer.packed.spec.to_dict() for name, layer in sparse_layers(model).items()}
     mark_compressed(model, {"quant_method": "semisparse", "version": 1, "layers": layers})
 
 
 def load(directory: Path) -> dict[str, str]:
-    """Load a directory in new processes, from the disk and from the page cache."""
+    """Return the CSV's figures for a directory, each load in a new process."""
     files = list(directory.glob("*.safetensors"))
-    colds = []
+    cold_seconds = []
     for _ in range(COLD_LOADS):
         for file in files:
             drop_from_cache(file)
-        colds.append(load_once(directory)[0])
+        cold_seconds.append(load_once(directory)[0])
     seconds, cpu_seconds, memory = min([load_once(directory) for _ in range(1 + LOADS)][1:])
     return {
         "file_gb": f"{sum(file.stat().st_size for file in files) / 1e9:.3f}",
-        "cold_seconds": f"{min(colds):.2f}",
+        "cold_seconds": f"{min(cold_seconds):.2f}",
         "seconds": f"{seconds:.2f}",
         "cpu_seconds": f"{cpu_seconds:.2f}",
         "memory_gb": f"{memory:.3f}",
@@ -77,17 +77,17 @@ def load(directory: Path) -> dict[str, str]:
 
 
 def load_once(directory: Path) -> tuple[float, float, float]:
-    """Load a directory in a new process; give seconds by the clock and of CPU, and the memory in GB."""
+    """Load a directory in a new process; return wall seconds, CPU seconds and memory in GB."""
     command = [sys.executable, "-c", LOAD, str(directory)]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    seconds, cpu_seconds, memory = map(float, told.split())
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    seconds, cpu_seconds, memory = map(float, output.split())
     return seconds, cpu_seconds, memory
 
 
 def drop_from_cache(file: Path) -> None:
-    """Have the next read of a file come from the disk."""
+    """Drop a file from the page cache."""
     with file.open("rb") as opened:
-        os.fsync(opened.fileno())  # what is not on the disk yet stays in the cache
+        os.fsync(opened.fileno())  # pages that are not written yet would stay in the cache
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--arch", default="llama2-7b")
     parser.add_argument("--blocks", type=int, default=8)
-    parser.add_argument("--weights", default=WEIGHTS, help="format:pattern, separated by commas")
+    parser.add_argument("--weights", default=WEIGHTS, help="format:pattern, comma-separated")
     options = parser.parse_args()
     config = architecture(options.arch)
     config.num_hidden_layers = options.blocks
@@ -113,7 +113,7 @@ def main() -> None:
         for name, module in linear.items():
             model.set_submodule(name, module)
         print(rows[-1])
-        write_rows(options.out, rows, COLUMNS)  # what is there already outlives an interruption
+        write_rows(options.out, rows, COLUMNS)  # after each row, so that an interrupted run keeps its rows
 
 
 if __name__ == "__main__":

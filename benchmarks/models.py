@@ -1,4 +1,4 @@
-"""The real models: compressed on their ``calib`` text, measured on their ``eval`` text, beside dense."""
+"""The trained models of the quality benchmarks, with their calibration and evaluation texts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import semisparse
+from semisparse.api import load
+from semisparse.checkpoint import load_tokenizer, pick_device
 from semisparse.evaluate import Quality, measure_quality
-from semisparse.integrations.loading import load, load_tokenizer, pick_device
 from semisparse.text import token_chunks
 
 MODELS = {
@@ -19,27 +20,32 @@ MODELS = {
     "babyllama-1m": ("tinystories-calib.jsonl", "tinystories-eval.jsonl", 256),
     "pycode-11m": ("pycode-calib.txt", "pycode-eval.txt", 512),
 }
-"""Texts, and tokens in a sequence."""
+"""Model -> calibration text, evaluation text, tokens per sequence."""
 
 
 def parser_of(description: str | None, samples: int | None) -> argparse.ArgumentParser:
-    """Make a parser of what every measurement of these models takes.
+    """Return a parser with the arguments that all quality benchmarks have.
 
     Args:
         description: the program's docstring.
-        samples: how many calibration sequences by default; None for as many as `compress` takes.
+        samples: the default number of calibration sequences; None for that of `compress`.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shared", type=Path, help="holds models/ and text/")
-    parser.add_argument("csv", type=Path, help="rows that it has already are kept")
+    parser.add_argument("shared", type=Path, help="a directory with models/ and text/")
+    parser.add_argument("csv", type=Path, help="the output; rows that it already has are kept")
     parser.add_argument("--samples", type=int, default=samples, help="calibration sequences")
-    parser.add_argument("--chunks", type=int, help="sequences of the eval text; all by default")
+    parser.add_argument("--chunks", type=int, help="evaluation sequences; all by default")
     parser.add_argument("--device", default="auto")
     return parser
 
 
 class Subject:
-    """A model that is compressed again and again; ``options`` are those of `parser_of`."""
+    """A model that is compressed in several ways, with its texts.
+
+    Args:
+        name: a name in `MODELS`.
+        options: the parsed arguments of `parser_of`.
+    """
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
         calibration, held_out, self.seqlen = MODELS[name]
@@ -55,7 +61,7 @@ class Subject:
     def compress(
         self, recipe: str, settings: Sequence[str], seed: int
     ) -> tuple[PreTrainedModel, semisparse.CompressionReport]:
-        """Compress a fresh copy, and say how that went."""
+        """Compress a new copy of the model; return it and the report."""
         model = AutoModelForCausalLM.from_pretrained(self.directory, dtype="auto")
         report = semisparse.compress(
             model,
@@ -71,5 +77,5 @@ class Subject:
         return model, report
 
     def measure(self, model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> Quality:
-        """Measure loss, and KL to the dense model, which stays in float32."""
+        """Measure a model's loss, and its KL divergence to the dense model in float32."""
         return measure_quality(model.to(self.device, dtype), self.chunks, self.dense)

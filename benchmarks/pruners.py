@@ -1,9 +1,10 @@
-"""What each pruner loses on real models, by pattern: one CSV row a run, and the README's table.
+"""Loss and KL of each pruner on trained models, by pattern: one CSV row per run, and the README's table.
 
-    python benchmarks/pruners.py ../shared results/pruners.csv --readme README.md
+    python benchmarks/pruners.py DATA results/pruners.csv --readme README.md
 
-The first argument holds ``models/`` and ``text/``. Rows that the CSV has already are kept, so that an interrupted run
-goes on. Calibrated on the ``calib`` text, measured on all of the ``eval`` text, in float32.
+DATA is a directory with ``models/`` and ``text/``. Rows that the CSV already has are not measured again, so that an
+interrupted run continues. Models are calibrated on the ``calib`` text and measured on all of the ``eval`` text, in
+float32.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ COLUMNS = ("model", "pattern", "method", "nll", "kl", "dense_nll", "tokens", "sa
 
 
 def main() -> None:
-    """Run what the CSV lacks, then write the table."""
+    """Measure the runs that the CSV lacks, then write the table."""
     parser = parser_of(__doc__, samples=None)
     parser.add_argument("--readme", type=Path, help="replace the table between its markers")
     parser.add_argument("--models", default=",".join(MODELS))
@@ -49,7 +50,7 @@ def main() -> None:
 
 
 def measure(name: str, runs: list[tuple[str, str]], options: argparse.Namespace) -> Iterator[dict[str, str]]:
-    """Compress and evaluate one model in several ways."""
+    """Compress and evaluate one model, once per pattern and method."""
     if not runs:
         return
     subject = Subject(name, options)
@@ -57,15 +58,15 @@ def measure(name: str, runs: list[tuple[str, str]], options: argparse.Namespace)
     for pattern, method in runs:
         settings = (f"pattern={pattern}", "format=bitmask", "search=none", *METHODS[method])
         model, _ = subject.compress("rheosparse", settings, options.seed)
-        found = subject.measure(model)
+        quality = subject.measure(model)
         values = (
             name,
             pattern,
             method,
-            found.nll,
-            found.kl,
+            quality.nll,
+            quality.kl,
             dense_nll,
-            found.tokens,
+            quality.tokens,
             options.samples or "default",
             options.seed,
         )
@@ -73,7 +74,7 @@ def measure(name: str, runs: list[tuple[str, str]], options: argparse.Namespace)
 
 
 def table(rows: list[dict[str, str]]) -> str:
-    """Write loss and KL of every model, method and pattern as Markdown."""
+    """Return loss and KL of every model, method and pattern as Markdown tables."""
     lines = []
     for model in MODELS:
         of_model = {(row["pattern"], row["method"]): row for row in rows if row["model"] == model}
@@ -92,7 +93,7 @@ def table(rows: list[dict[str, str]]) -> str:
 
 
 def replace_table(readme: Path, content: str) -> None:
-    """Put the table between the README's markers."""
+    """Replace the table between the README's markers."""
     start, end = "<!-- pruners: begin -->", "<!-- pruners: end -->"
     text = readme.read_text()
     before, after = text.index(start) + len(start), text.index(end)

@@ -1,4 +1,4 @@
-"""The rows of a benchmark's CSV, which an interrupted run finds again."""
+"""Reading and writing the rows of a benchmark's CSV. An interrupted run continues from them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Read the rows of an earlier run."""
+    """Return the rows of an earlier run; none if the file does not exist."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
@@ -16,7 +16,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def write_rows(path: Path, rows: list[dict[str, str]], columns: Sequence[str]) -> None:
-    """Write all rows."""
+    """Write all rows, and create the file's folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns)

@@ -1,12 +1,13 @@
-"""What the searches over layers gain on real models: one CSV row a run, a table of means, and plots of the densities.
+"""Quality gained by the searches over layer densities: one CSV row per run, a table of means, plots of the densities.
 
-    python benchmarks/search.py ../shared results/search.csv --plots results/search
+    python benchmarks/search.py DATA results/search.csv --plots results/search
 
-The first argument holds ``models/`` and ``text/``. Rows that the CSV has already are kept, so that an interrupted run
-goes on. Plain SparseGPT on every side; calibrated and searched on the ``calib`` text, measured on all of the ``eval``
-text. Both searches spend the same number of tokens. "Decided once" is SparseGPT as published, a window's mask chosen at
-its first column and its columns pruned from left to right; without these words they are pruned in the order of their
-loss, and what is left of the window is chosen again sixteen times, as `compress` does.
+DATA is a directory with ``models/`` and ``text/``. Rows that the CSV already has are not measured again, so that an
+interrupted run continues. All runs prune by plain SparseGPT, calibrate and search on the ``calib`` text, and are
+measured on all of the ``eval`` text. Both searches evaluate the same number of tokens. "Decided once" is SparseGPT as
+published: a window's mask is chosen at its first column, and its columns are pruned from left to right. In all other
+runs columns are pruned in the order of their loss, and the rest of the window's mask is chosen again sixteen times, as
+in `compress`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from semisparse.compress.search.plot import plot_densities
 MODELS = ("babyllama-1m", "pycode-11m")
 SETTINGS = ("prune=sparsegpt", *PLAIN, "format=bitmask")
 KEPT = {"50": 32, "62.5": 24, "75": 16}
-"""Weights kept of 64, by the share of zeros in percent."""
+"""Percentage of zeros -> weights kept of 64."""
 
 ONCE = " (decided once)"
 METHODS = {
@@ -39,17 +40,19 @@ METHODS = {
     f"uniform n:64{ONCE}": ("pattern={kept}:64", "search=none"),
     f"evolution{ONCE}": ("pattern={kept}:64", "search=evolution"),
 }
-PUBLISHED, PRESENT = (1, sys.maxsize), (sparsegpt.DECISIONS, sparsegpt.WIDE)
-"""Decisions a window, and columns from which on it is wide: no recipe has these, for nobody wants the first."""
+PUBLISHED, PRESENT = (1, sys.maxsize), (sparsegpt.MASK_UPDATES, sparsegpt.MIN_REORDERED_WINDOW)
+"""How often a window's mask is chosen, and the smallest window whose columns are reordered: no recipe keys."""
 
 COLUMNS = ("model", "zeros", "method", "seed", "nll", "kl", "search_kl", "search_tokens_run", "tokens", "device")
 KEY = COLUMNS[:4]
 
 
 def main() -> None:
-    """Run what the CSV lacks, then print the table."""
+    """Measure the runs that the CSV lacks, then print the table."""
     parser = parser_of(__doc__, samples=128)
-    parser.add_argument("--plots", type=Path, help="draw the densities that evolution found for the first seed there")
+    parser.add_argument(
+        "--plots", type=Path, help="the folder for plots of the densities that evolution finds for the first seed"
+    )
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--zeros", default=",".join(KEPT))
     parser.add_argument("--methods", default=",".join(METHODS))
@@ -76,28 +79,28 @@ def main() -> None:
 
 
 def measure(name: str, runs: list[tuple[str, str, int]], options: argparse.Namespace) -> Iterator[dict[str, str]]:
-    """Compress and evaluate one model in several ways."""
+    """Compress and evaluate one model, once per sparsity, method and seed."""
     if not runs:
         return
     subject = Subject(name, options)
     for zeros, method, seed in runs:
         numbers = {"kept": KEPT[zeros], "eighths": KEPT[zeros] // 8, "zeros": zeros}
         effort = [f"{key}={getattr(options, key)}" for key in ("search_tokens", "search_effort", "search_banks")]
-        sparsegpt.DECISIONS, sparsegpt.WIDE = PUBLISHED if method.endswith(ONCE) else PRESENT
+        sparsegpt.MASK_UPDATES, sparsegpt.MIN_REORDERED_WINDOW = PUBLISHED if method.endswith(ONCE) else PRESENT
         settings = (*SETTINGS, *effort, *(setting.format(**numbers) for setting in METHODS[method]))
         model, report = subject.compress("rheosparse", settings, seed)
         if options.plots and method == "evolution" and seed == 0:
             densities = {layer["name"]: layer["density"] for layer in report.layers}
             title = f"{name}, {zeros} % zeros: percent kept in each layer"
             plot_densities(densities, options.plots / f"{name}-{zeros}.png", title)
-        found = subject.measure(model)
+        quality = subject.measure(model)
         search = report.search or {"kl": "", "tokens": ""}
-        values = (name, zeros, method, seed, found.nll, found.kl, search["kl"], search["tokens"], found.tokens)
+        values = (name, zeros, method, seed, quality.nll, quality.kl, search["kl"], search["tokens"], quality.tokens)
         yield dict(zip(COLUMNS, map(str, (*values, subject.device.type)), strict=True))
 
 
 def table(rows: list[dict[str, str]]) -> str:
-    """Write loss, KL and what is gained on the uniform pattern, means over the seeds, as Markdown."""
+    """Return loss, KL and the change of KL against the uniform pattern, means over the seeds, as Markdown tables."""
     lines = []
     for model in MODELS:
         lines += [f"| {model} | {' | '.join(f'{zeros} %' for zeros in KEPT)} |", "|---" * (1 + len(KEPT)) + "|"]
@@ -109,20 +112,18 @@ def table(rows: list[dict[str, str]]) -> str:
 
 
 def cell(rows: list[dict[str, str]], model: str, zeros: str, method: str) -> str:
-    """Write one cell: loss / KL, and for a search the mean change of KL against uniform n:64 of the same seed."""
+    """Return one cell: loss / KL, and for a search the mean change of KL against uniform n:64 with the same seed."""
 
-    def by_seed(wanted: str) -> dict[str, dict[str, str]]:
-        return {
-            row["seed"]: row for row in rows if (row["model"], row["zeros"], row["method"]) == (model, zeros, wanted)
-        }
+    def by_seed(name: str) -> dict[str, dict[str, str]]:
+        return {row["seed"]: row for row in rows if (row["model"], row["zeros"], row["method"]) == (model, zeros, name)}
 
-    search, decided, _ = method.partition(ONCE)
-    found, uniform = by_seed(method), by_seed(f"uniform n:64{decided}")
-    if not found:
+    search, once, _ = method.partition(ONCE)
+    runs, uniform = by_seed(method), by_seed(f"uniform n:64{once}")
+    if not runs:
         return ""
-    text = f"{mean(float(row['nll']) for row in found.values()):.3f} / "
-    text += f"{mean(float(row['kl']) for row in found.values()):.3f}"
-    changes = [float(row["kl"]) / float(uniform[seed]["kl"]) - 1 for seed, row in found.items() if seed in uniform]
+    text = f"{mean(float(row['nll']) for row in runs.values()):.3f} / "
+    text += f"{mean(float(row['kl']) for row in runs.values()):.3f}"
+    changes = [float(row["kl"]) / float(uniform[seed]["kl"]) - 1 for seed, row in runs.items() if seed in uniform]
     return f"{text} ({100 * mean(changes):+.1f} %)" if changes and search in ("rheosparse", "evolution") else text
 
 

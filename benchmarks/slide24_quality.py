@@ -1,9 +1,10 @@
-"""What `slide24` keeps of a real model, by pattern and rounding, beside dense: one CSV row a run, and a table.
+"""Loss and KL of a trained model in `slide24`, by pattern and quantisation: one CSV row per run, and a table.
 
-    python benchmarks/slide24_quality.py ../shared results/slide24_quality.csv --device cuda
+    python benchmarks/slide24_quality.py DATA results/slide24_quality.csv --device cuda
 
-The first argument holds ``models/`` and ``text/``. Rows that the CSV has already are kept, so that an interrupted run
-goes on. Pruned by SparseGPT with its gains on the ``calib`` text, measured on the ``eval`` text.
+DATA is a directory with ``models/`` and ``text/``. Rows that the CSV already has are not measured again, so that an
+interrupted run continues. The model is pruned by SparseGPT with the default settings on the ``calib`` text, and
+measured on the ``eval`` text.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ COLUMNS = ("model", "pattern", "quant", "nll", "kl", "dense_nll", "tokens", "sam
 
 
 def main() -> None:
-    """Run what the CSV lacks, then print the table."""
+    """Measure the runs that the CSV lacks, then print the table."""
     parser = parser_of(__doc__, samples=None)
     parser.add_argument("--model", default="pycode-11m", choices=MODELS)
     parser.add_argument("--patterns", default=",".join(PATTERNS))
@@ -31,23 +32,24 @@ def main() -> None:
     done = {(row["model"], row["pattern"], row["quant"]) for row in rows}
     subject = Subject(options.model, options)
     dense_nll = measure_quality(subject.dense, subject.chunks).nll
-    dtype = torch.float32 if subject.device.type == "cpu" else torch.bfloat16  # what the kernels take there
+    dtype = torch.float32 if subject.device.type == "cpu" else torch.bfloat16  # the dtype of the kernels there
     for pattern in options.patterns.split(","):
         for kind in options.kinds.split(","):
             if (options.model, pattern, kind) in done:
                 continue
             model, _ = subject.compress("slidesparse", (f"pattern={pattern}", f"quant={kind}"), options.seed)
-            found = subject.measure(model, dtype)
+            quality = subject.measure(model, dtype)
             samples = options.samples or "default"
-            key = (options.model, pattern, kind, found.nll, found.kl, dense_nll, found.tokens, samples, options.seed)
-            rows.append(dict(zip(COLUMNS, map(str, (*key, subject.device.type)), strict=True)))
+            run = (options.model, pattern, kind, quality.nll, quality.kl, dense_nll, quality.tokens)
+            values = (*run, samples, options.seed)
+            rows.append(dict(zip(COLUMNS, map(str, (*values, subject.device.type)), strict=True)))
             write_rows(options.csv, rows, COLUMNS)
             print(*rows[-1].values(), flush=True)
     print(table([row for row in rows if row["model"] == options.model]))
 
 
 def table(rows: list[dict[str, str]]) -> str:
-    """Write loss and KL as Markdown: a row a pattern, a column a kind."""
+    """Return loss and KL as a Markdown table: one row per pattern, one column per kind."""
     kinds = list(dict.fromkeys(row["quant"] for row in rows))
     cells = {(r["pattern"], r["quant"]): f"{float(r['nll']):.3f} / {float(r['kl']):.3f}" for r in rows}
     head = f"| {rows[0]['model']} (dense {float(rows[0]['dense_nll']):.3f})"

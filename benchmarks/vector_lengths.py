@@ -1,9 +1,9 @@
-"""The price of a longer vector: 16:32 in vectors of 1 to 32 rows on a real model, one CSV row a run, and a table.
+"""Loss and KL of a trained model with 16:32 in vectors of 1 to 32 rows: one CSV row per run, and a table.
 
-    python benchmarks/vector_lengths.py ../shared results/vector_lengths.csv --samples 64 --chunks 100
+    python benchmarks/vector_lengths.py DATA results/vector_lengths.csv --samples 64 --chunks 100
 
-The first argument holds ``models/`` and ``text/``. Rows that the CSV has already are kept, so that an interrupted run
-goes on. Calibrated on the ``calib`` text, measured on the ``eval`` text, in float32.
+DATA is a directory with ``models/`` and ``text/``. Rows that the CSV already has are not measured again, so that an
+interrupted run continues. The model is calibrated on the ``calib`` text and measured on the ``eval`` text, in float32.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ COLUMNS = (
     *("model", "length", "stage", "nll", "kl", "bits", "tokens", "samples", "epochs", "seed", "seconds", "device"),
     "first_outcome",
 )
-"""``first_outcome`` is that of the first layer: a tuning that does no good on held-out sequences is undone."""
+"""``first_outcome`` is the outcome of the first layer: tuning that does not lower the held-out loss is undone."""
 
 
 def main() -> None:
-    """Run what the CSV lacks, then print the table."""
+    """Measure the runs that the CSV lacks, then print the table."""
     parser = parser_of(__doc__, samples=128)
     parser.add_argument("--model", default="pycode-11m", choices=list(MODELS))
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
@@ -43,27 +43,27 @@ def main() -> None:
 
 
 def measure(length: str, stage: str, options: argparse.Namespace) -> dict[str, str]:
-    """Compress and evaluate the model in one way."""
+    """Compress and evaluate the model with one vector length and stage."""
     subject = Subject(options.model, options)
     settings = (f"pattern=16:32v{length}", f"tune={STAGES[stage]}", f"tune_epochs={options.epochs}")
     model, report = subject.compress("nm-spmm", settings, options.seed)
     layers = list(report.layers)
     bits = sum(layer["bits_per_weight"] for layer in layers) / len(layers)
-    found = subject.measure(model)
-    values = (options.model, length, stage, found.nll, found.kl, bits, found.tokens, options.samples, options.epochs)
-    more = (options.seed, round(report.seconds), subject.device.type, layers[0]["outcome"])
-    return dict(zip(COLUMNS, map(str, (*values, *more)), strict=True))
+    quality = subject.measure(model)
+    values = (options.model, length, stage, quality.nll, quality.kl, bits, quality.tokens)
+    run = (options.samples, options.epochs, options.seed, round(report.seconds), subject.device.type)
+    return dict(zip(COLUMNS, map(str, (*values, *run, layers[0]["outcome"])), strict=True))
 
 
 def table(rows: list[dict[str, str]], model: str) -> str:
-    """Write loss and KL by length and stage as Markdown."""
-    found: Mapping[tuple[str, str], dict[str, str]] = {
+    """Return loss and KL by vector length and stage as a Markdown table."""
+    by_run: Mapping[tuple[str, str], dict[str, str]] = {
         (row["stage"], row["length"]): row for row in rows if row["model"] == model
     }
     lines = [f"| {model}, 16:32 | {' | '.join(f'L = {length}' for length in LENGTHS)} |", "|---" * 5 + "|"]
     for stage in STAGES:
         cells = [
-            f"{float(row['nll']):.3f} / {float(row['kl']):.3f}" if (row := found.get((stage, str(length)))) else ""
+            f"{float(row['nll']):.3f} / {float(row['kl']):.3f}" if (row := by_run.get((stage, str(length)))) else ""
             for length in LENGTHS
         ]
         lines.append(f"| {stage} | {' | '.join(cells)} |")

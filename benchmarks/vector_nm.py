@@ -4,9 +4,9 @@
     python benchmarks/vector_nm.py ablation results/h200/nm-ablation.csv
     python benchmarks/vector_nm.py decode results/h200/nm-decode.csv
 
-`products` times whole products, the transposition of x included: the tiled one that would be chosen, `fours` on Hopper,
-and cuBLAS after unpacking. `ablation` is the paper's: V1 tiles of whole windows, V2 with only the columns that are
-kept, V3 with the next stages on their way.
+`products` times whole products, the transposition of x included: the tiled GEMM that would be chosen, `gemm_sparse` on
+Hopper, and cuBLAS after unpacking. `ablation` is the paper's: V1 tiles of whole windows, V2 with only the columns that
+are kept, V3 with more stages in flight.
 Every output is compared with float64 before it is timed; without TF32.
 """
 
@@ -26,11 +26,12 @@ from semisparse.bench.roofline import random_weight
 from semisparse.bench.timing import rotating_copies, time_calls
 from semisparse.errors import KernelError
 from semisparse.formats import Packed, get_format
-from semisparse.formats.kernel import Problem, Product
+from semisparse.formats.kernel import Problem, Product, bucket_of
 from semisparse.formats.product import problem_of
-from semisparse.formats.vector_nm import cuda, decode_tensor, fours, plan, tiled
-from semisparse.formats.vector_nm.layout import vectors_of
-from semisparse.formats.vector_nm.tiling import SIMT, Tiling, choose_tiling
+from semisparse.formats.vector_nm.cuda import decode, decode_tensor, gemm, gemm_fp32, gemm_sparse, unpack
+from semisparse.formats.vector_nm.cuda.decode_schedule import MAX_M
+from semisparse.formats.vector_nm.cuda.schedule import TILES, GemmSchedule, choose_gemm
+from semisparse.formats.vector_nm.storage.disk import vectors_of
 from semisparse.patterns import parse_pattern
 from semisparse.runtime.device import device_facts
 
@@ -40,7 +41,7 @@ SHAPES = ((4096, 4096), (11008, 4096), (4096, 11008))
 DECODED = ((4096, 4096), (11008, 4096), (4096, 11008), (28672, 8192))
 CHECKED_ROWS = 48
 CALLS = 8
-"""Of a graph, at least: starting one takes as long as a short product."""
+"""Least calls per CUDA graph: launching a graph takes as long as a short GEMM."""
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 COLUMNS = (
     "what",
@@ -59,7 +60,7 @@ COLUMNS = (
 
 
 class Layer:
-    """One size and dtype, with cuBLAS's time on it.
+    """One problem size and dtype, with the time of cuBLAS.
 
     Args:
         m, n, k: y[M, N] = x[M, K] @ w[N, K].T.
@@ -74,20 +75,20 @@ class Layer:
         self.dense_error = self.error(F.linear(self.x, weights[0]), weights[0])
 
     def error(self, y: Tensor, weight: Tensor) -> float:
-        """Relative error of some rows of the output against float64."""
+        """Return the relative error of some rows of y against float64."""
         rows = torch.linspace(0, len(y) - 1, min(len(y), CHECKED_ROWS), device=GPU).long()
         expected = self.x[rows].double() @ weight.double().T
         return ((y[rows].double() - expected).norm() / expected.norm()).item()
 
     def pack(self, pattern: str) -> list[Packed]:
-        """Give copies of a random weight."""
+        """Return copies of a random packed weight."""
         _, _, m, n, k = self.head
         weight = random_weight(parse_pattern(pattern), n, k, self.x.dtype, GPU)
         packed = get_format("vector_nm").pack(weight, pattern).to(GPU)
         return rotating_copies(packed, device_facts(GPU).cache_bytes if m <= 16 else 1)
 
     def measure(self, kernel: str, prepare: Callable[[Problem], Product], copies: list[Packed]) -> dict[str, str]:
-        """Verify and time a product."""
+        """Verify and time a kernel; return a row of the CSV."""
         product = prepare(problem_of(self.x, copies[0]))
         error = self.error(product(self.x, copies[0], None), copies[0].unpack())
         if not error <= TOLERANCE[self.x.dtype]:
@@ -99,34 +100,33 @@ class Layer:
 
 
 def often(calls: list[Callable[[], Tensor]]) -> list[Callable[[], Tensor]]:
-    """Repeat calls, in order, until a graph of them is long enough to be timed."""
+    """Repeat calls, in order, until there are at least `CALLS`."""
     return calls * -(-CALLS // len(calls))
 
 
-def label(tiling: Tiling) -> str:
-    """Name a tiling."""
-    shape = tiling.shape
-    way = "packed" if tiling.packed else "whole"
-    return f"{shape.tokens}x{shape.rows} {way} {tiling.slots}/{tiling.columns} x{tiling.stages}"
+def label(schedule: GemmSchedule) -> str:
+    """Name a schedule."""
+    way = "packed" if schedule.packed else "whole"
+    return f"{schedule.tile.m}x{schedule.tile.n} {way} {schedule.slots}/{schedule.columns} x{schedule.stages}"
 
 
 def products(dtype: torch.dtype, tokens: list[int], patterns: list[str]) -> Iterator[dict[str, str]]:
-    """Measure the tiled product that would be chosen and, where it may be slower, cuBLAS after unpacking."""
+    """Measure the tiled GEMM that would be chosen and, where it may be slower, cuBLAS after unpacking."""
     facts = device_facts(GPU)
-    limit = tiled.shared_limit(GPU)
+    tiled = gemm_fp32 if dtype == torch.float32 else gemm
     for n, k in SHAPES:
         for m in tokens:
             layer = Layer("product", m, n, k, dtype)
             for pattern in patterns:
                 copies = layer.pack(pattern)
                 vectors = vectors_of(copies[0].pattern)
-                chosen = choose_tiling(vectors, m, n, dtype.itemsize, facts.processors, limit)
+                chosen = choose_gemm(vectors, bucket_of(m), n, dtype, facts.sms, facts.shared_per_cta)
                 if chosen:
                     yield layer.measure(label(chosen), tiled.prepare, copies)
-                if plan.refusal(copies[0]) is None:
-                    yield layer.measure("fours", fours.prepare, copies)
+                if gemm_sparse.refusal(problem_of(layer.x, copies[0])) is None:
+                    yield layer.measure("gemm_sparse", gemm_sparse.prepare, copies)
                 if dtype != torch.float32 or not chosen:
-                    yield layer.measure("unpack", cuda.prepare_unpack_and_multiply, copies)
+                    yield layer.measure("unpack", unpack.prepare, copies)
 
 
 def ablation(patterns: list[str]) -> Iterator[dict[str, str]]:
@@ -135,22 +135,22 @@ def ablation(patterns: list[str]) -> Iterator[dict[str, str]]:
     for pattern in patterns:
         copies = layer.pack(pattern)
         length = vectors_of(copies[0].pattern).length
-        for version, packed, buffers in (("V1", False, 1), ("V2", True, 1), ("V3", True, 3), ("V3 whole", False, 3)):
+        for version, packed, stages in (("V1", False, 1), ("V2", True, 1), ("V3", True, 3), ("V3 whole", False, 3)):
             keep, window = vectors_of(copies[0].pattern).keep, vectors_of(copies[0].pattern).window
             slots = keep if not packed else 8
-            tiling = Tiling(SIMT[1], length, slots, window, buffers, packed, 4)
-            yield layer.measure(f"{version}: {label(tiling)}", partial(tiled.prepare_tiled, tiling=tiling), copies)
+            schedule = GemmSchedule(TILES[4][1], length, slots, window, stages, packed, torch.float32)
+            prepare = partial(gemm_fp32.prepare, schedule=schedule)
+            yield layer.measure(f"{version}: {label(schedule)}", prepare, copies)
 
 
 def decoding(dtype: torch.dtype, tokens: list[int]) -> Iterator[dict[str, str]]:
-    """Measure few tokens at 50 %: launches overlap, "early" asks for the weight before the one before has ended."""
+    """Measure few tokens at 50 %, with programmatic dependent launches."""
     for n, k in DECODED:
         for m in tokens:
             layer = Layer("decode", m, n, k, dtype)
             copies = layer.pack("16:32v32")
-            for name, kernel in (("decode_tensor", decode_tensor.prepare), ("decode", cuda.prepare_decode)):
-                yield layer.measure(name, kernel, copies)
-                yield layer.measure(f"{name}, early", partial(kernel, early=True), copies)
+            for name, prepare in (("decode_tensor", decode_tensor.prepare), ("decode", decode.prepare)):
+                yield layer.measure(name, prepare, copies)
 
 
 def main() -> None:
@@ -166,9 +166,9 @@ def main() -> None:
     dtype, tokens = getattr(torch, options.dtype), [int(m) for m in options.tokens.split(",")]
     patterns = options.patterns.split(",")
     found = {
-        "products": lambda: products(dtype, [m for m in tokens if m > cuda.MAX_DECODE_TOKENS], patterns),
+        "products": lambda: products(dtype, [m for m in tokens if m > MAX_M], patterns),
         "ablation": lambda: ablation(patterns),
-        "decode": lambda: decoding(torch.float16, [m for m in tokens if m <= cuda.MAX_DECODE_TOKENS]),
+        "decode": lambda: decoding(torch.float16, [m for m in tokens if m <= MAX_M]),
     }[options.what]
     rows: list[dict[str, str]] = []
     for row in found():

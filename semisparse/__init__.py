@@ -1,14 +1,70 @@
-"""semisparse makes sparse language models pay: prune, pack and run them faster and smaller than dense.
+"""semisparse makes sparse and low-bit language models pay: prune, pack and run them faster and smaller than dense.
 
-Importing it registers the checkpoint format with transformers; it initialises no CUDA and compiles nothing.
+Importing it registers the checkpoint format with transformers, now or as soon as transformers is imported. It imports
+nothing heavy, initialises no CUDA and compiles nothing.
 """
 
-from semisparse.api import CompressionReport, compress, linear, load, pack
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
 from semisparse.errors import SemisparseError
-from semisparse.integrations.transformers import register
-from semisparse.nn import join_layers
+from semisparse.integrations.on_import import register_with_transformers
 from semisparse.version import __version__
 
-register()
+if TYPE_CHECKING:
+    from semisparse.api import CompressionReport, compress, linear, load, pack
+    from semisparse.engine import Engine, Sampling
+    from semisparse.nn import join_layers
 
-__all__ = ["CompressionReport", "SemisparseError", "__version__", "compress", "join_layers", "linear", "load", "pack"]
+register_with_transformers()
+
+__all__ = [
+    "CompressionReport",
+    "Engine",
+    "Sampling",
+    "SemisparseError",
+    "__version__",
+    "compress",
+    "join_layers",
+    "linear",
+    "load",
+    "pack",
+]
+
+HOMES = {
+    **dict.fromkeys(("CompressionReport", "linear", "load", "pack"), "semisparse.api"),
+    **dict.fromkeys(("Engine", "Sampling"), "semisparse.engine"),
+    "join_layers": "semisparse.nn",
+}
+"""The modules of the public names, which are imported when a name is first used."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module 'semisparse' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """This package, in which ``compress`` is the function also once the subpackage of that name has been imported."""
+
+    @property
+    def compress(self) -> Any:
+        return importlib.import_module("semisparse.api").compress
+
+    @compress.setter
+    def compress(self, subpackage: ModuleType) -> None:
+        """Leave the name to the function; the import system sets it to the subpackage."""
+
+
+if not TYPE_CHECKING:
+    sys.modules[__name__].__class__ = _Package

@@ -1,16 +1,16 @@
-"""The errors semisparse raises. A message says what was got, what was expected and what to do."""
+"""The exceptions that semisparse raises. A message says what was received, what was expected and what to do."""
 
 
 class SemisparseError(Exception):
-    """Something failed that the user can read about; the command line exits with status 1."""
+    """An operation failed. The command line prints the message and exits with status 1."""
 
 
 class InputError(SemisparseError):
-    """What the user gave is wrong (a path, a key, a file's content); the command line exits with status 2."""
+    """The user's input is invalid: a path, an option, a file's content. The command line exits with status 2."""
 
 
 class PatternError(InputError):
-    """A pattern cannot be parsed, or a weight does not obey it."""
+    """A pattern cannot be parsed, or a weight violates it."""
 
 
 class FormatError(InputError):
@@ -18,12 +18,12 @@ class FormatError(InputError):
 
 
 class CheckpointError(InputError):
-    """A model directory is missing, incomplete, of an unknown version or corrupted."""
+    """A model directory is missing, incomplete, corrupted or of an unknown version."""
 
 
 class RecipeError(InputError):
-    """A recipe has an unknown key or an impossible value."""
+    """A recipe has an unknown key or an invalid value."""
 
 
 class KernelError(SemisparseError):
-    """No kernel can run this product here; the message lists every candidate's reason."""
+    """No kernel can compute a matmul here, or a kernel cannot be compiled, loaded or launched."""

@@ -1,4 +1,4 @@
-"""Text as token sequences, cut the same way for calibration and for evaluation."""
+"""Cut text into token sequences, in the same way for calibration and for evaluation."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from semisparse.errors import InputError
 def token_chunks(
     tokenizer: PreTrainedTokenizerBase, source: str | Path | Sequence[str], seqlen: int
 ) -> list[list[int]]:
-    """Cut a text into token sequences of at most ``seqlen``.
+    """Cut a text into chunks of at most ``seqlen`` tokens.
 
-    A ``.jsonl`` file (one document a line, under ``text``) and a sequence of strings are documents: each starts with
-    the tokenizer's BOS, if it has one, and a longer one is cut into consecutive chunks. Any other file is one running
-    text: tokenised once, cut into chunks of exactly ``seqlen``, the tail dropped.
+    A ``.jsonl`` file (one document per line, under the key ``text``) and a sequence of strings hold documents. Each
+    document starts with the tokenizer's BOS, if it has one; a long document is cut into consecutive chunks. Any other
+    file is one text: it is tokenised as a whole and cut into chunks of exactly ``seqlen``; the tail is dropped.
 
     Args:
         tokenizer: of the model.
-        source: a file, or documents.
-        seqlen: tokens in a chunk, at least 2.
+        source: path of a file, or documents.
+        seqlen: maximum number of tokens per chunk, at least 2.
     Returns:
-        Chunks of 2 to ``seqlen`` token ids, at least one.
+        One or more chunks of 2 to ``seqlen`` token ids.
     Raises:
-        InputError: the file is missing, empty, not UTF-8, not JSON lines, or shorter than one chunk.
+        InputError: the file is missing, empty, not UTF-8 or not JSON lines; there is no chunk; ``seqlen`` is below 2.
     """
     if seqlen < 2:
         raise InputError(f"a sequence of {seqlen} tokens predicts nothing; seqlen is at least 2")
@@ -35,22 +35,22 @@ def token_chunks(
     if isinstance(source, str | Path) and Path(source).suffix != ".jsonl":
         ids = _encode(tokenizer, [_read(Path(source))])[0]
         chunks = [ids[i : i + seqlen] for i in range(0, len(ids) - seqlen + 1, seqlen)]
-        found = f"{len(ids)} tokens"
+        length = f"{len(ids)} tokens"
     else:
         documents = _documents(Path(source)) if isinstance(source, str | Path) else list(source)
-        start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
         chunks = []
         for encoded in _encode(tokenizer, documents):
-            ids = start + encoded
+            ids = bos + encoded
             chunks += [ids[i : i + seqlen] for i in range(0, len(ids), seqlen) if len(ids) - i >= 2]
-        found = f"{len(documents)} documents"
+        length = f"{len(documents)} documents"
     if not chunks:
-        raise InputError(f"{name} holds {found}: too little for one sequence of {seqlen} tokens")
+        raise InputError(f"{name} holds {length}: too little for one sequence of {seqlen} tokens")
     return chunks
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
-    # verbose=False: the tokenizer would warn that a running text is longer than the model's context, which it is.
+    # verbose=False: no warning that the text is longer than the model's context.
     return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
 
 

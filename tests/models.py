@@ -45,9 +45,13 @@ CONFIGS = {
 }
 
 
-def random_model(architecture: str, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+def random_model(architecture: str, dtype: torch.dtype = torch.bfloat16, **settings: int) -> PreTrainedModel:
+    """Return a family's model; ``settings`` are of its config."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[architecture]), dtype=dtype).eval()
+    config = copy.deepcopy(CONFIGS[architecture])
+    for name, value in settings.items():
+        setattr(config, name, value)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.5)  # zero biases would hide a bias that was lost

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config
 
-from semisparse.checkpoint import describe, whole_directory
+from semisparse.checkpoint import atomic_directory
 from semisparse.formats import registry
 from semisparse.integrations.transformers import mark_compressed
 from semisparse.nn import is_linear, replace_linear, weight_of
@@ -77,7 +77,7 @@ def every_format() -> list[Served]:
     """Every format with every option on the patterns it takes, and shapes and models that are awkward to cut."""
     found = []
     for name, form in registry().items():
-        # One pattern of each family, of windows that divide a rank's columns; tests/nn/test_parts.py has the others.
+        # One pattern of each family, of windows that divide a rank's columns; tests/nn/test_slicing.py has the others.
         taken = [p for p in accepted_patterns(name) if 64 % parse_pattern(p).step == 0]
         patterns = list({type(parse_pattern(p)): p for p in reversed(taken)}.values())
         found += [Served(f"{name}-{p}", name, one(p)) for p in patterns]
@@ -110,9 +110,9 @@ def write(served: Served, out: Path) -> Path:
             weight.mul_(pattern.mask(weight.abs().float()))
             packed = registry()[served.format].pack(weight, pattern, **served.options)
             replace_linear(model, name, packed)
-            layers[name] = describe(packed)
+            layers[name] = packed.spec.to_dict()
     mark_compressed(model, {"quant_method": "semisparse", "version": 1, "layers": layers})
-    with whole_directory(out) as scratch:
+    with atomic_directory(out) as scratch:
         model.save_pretrained(scratch)
         byte_tokenizer().save_pretrained(scratch)
     return out

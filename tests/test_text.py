@@ -18,7 +18,7 @@ def decode(chunk: list[int]) -> str:
 
 def test_documents_start_with_bos_and_are_cut_into_consecutive_chunks(tmp_path: Path):
     documents = ["abcdefgh", "ij", ""]
-    expected = ["abc", "defg", "ij"]  # the first has BOS, "h" and the empty document's BOS predict nothing
+    expected = ["abc", "defg", "ij"]  # chunks of one token are dropped: "h", and the empty document's BOS
     file = tmp_path / "text.jsonl"
     file.write_text("\n".join(json.dumps({"text": document}) for document in documents) + "\n\n")
     for source in (documents, file):
@@ -27,7 +27,7 @@ def test_documents_start_with_bos_and_are_cut_into_consecutive_chunks(tmp_path: 
         assert [chunk[0] == BOS for chunk in chunks] == [True, False, True]
 
 
-def test_running_text_is_joined_and_the_tail_dropped(tmp_path: Path):
+def test_a_text_file_is_cut_as_a_whole_and_the_tail_dropped(tmp_path: Path):
     file = tmp_path / "text.txt"
     file.write_text("abcdefghij\nk")
     assert [decode(chunk) for chunk in token_chunks(byte_tokenizer(), file, 4)] == ["abcd", "efgh", "ij\nk"]

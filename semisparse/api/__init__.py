@@ -1,25 +1,26 @@
-"""The Python entry points, where compression meets formats."""
+"""The Python entry points. They run compression algorithms and pack the results into formats."""
 
+from semisparse.api.availability import list_formats
 from semisparse.api.compression import CompressionReport, compress
-from semisparse.api.measuring import evaluate, generate
+from semisparse.api.inspecting import inspect_directory
+from semisparse.api.loading import load
+from semisparse.api.measuring import evaluate
 from semisparse.api.packing import pack
 from semisparse.api.recipe import read_recipe, recipes
-from semisparse.checkpoint import inspect_directory
+from semisparse.checkpoint import load_tokenizer, pick_device
 from semisparse.formats import linear
-from semisparse.formats.availability import list_formats
-from semisparse.integrations.loading import load, load_tokenizer
 
 __all__ = [
     "CompressionReport",
     "compress",
     "evaluate",
-    "generate",
     "inspect_directory",
     "linear",
     "list_formats",
     "load",
     "load_tokenizer",
     "pack",
+    "pick_device",
     "read_recipe",
     "recipes",
 ]

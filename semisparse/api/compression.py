@@ -1,4 +1,4 @@
-"""Compressing a model: a recipe run on it, its layers packed, the result written and reported."""
+"""Compressing a model: run a recipe, pack the layers, write the checkpoint, report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from semisparse import checkpoint
-from semisparse.api.job import finished_before, unfinished_work, write_model
+from semisparse.api.job import finished_block, job_directory, write_model
 from semisparse.api.packing import pack_for_disk
 from semisparse.api.recipe import can_store, pack_options, read_recipe
 from semisparse.api.sequences import Text, sequence_length
@@ -24,30 +24,29 @@ from semisparse.compress import (
     LayerReport,
     Progress,
     Recipe,
-    Trained,
+    TuningResult,
     calibration_batches,
-    compress_blocks,
+    compress_decoder_layers,
     fingerprint,
 )
-from semisparse.compress.search import Found, search_patterns
+from semisparse.compress.search import SearchResult, search_patterns
 from semisparse.errors import InputError
-from semisparse.integrations.loading import load_dense, load_tokenizer, pick_device
 from semisparse.integrations.transformers import mark_compressed
 from semisparse.nn import replace_linear, weight_of
 
 
 @dataclass(frozen=True)
 class CompressionReport:
-    """What a compression did.
+    """The result of a compression.
 
     Args:
-        layers: one mapping a compressed layer: name, pattern, format, density, bits_per_weight, error, outcome.
+        layers: per compressed layer its name, pattern, format, density, bits_per_weight, error, outcome.
         bytes_before: bytes of these layers' dense weights.
         bytes_after: bytes of their packed tensors.
         seconds: wall time of this run.
-        search: what the search over the layers found, None without one: ``uniform_kl`` and ``kl`` (nats a token, on
-            its tokens), ``evaluations`` and ``tokens``.
-        tuning: one mapping a tuning of this run: stage, held-out loss before and after, steps, failure, seconds and
+        search: the result of the search over layer densities: ``uniform_kl`` and ``kl`` (nats per token, on the tokens
+            of the search), ``evaluations`` and ``tokens``. None without a search.
+        tuning: per tuning stage of this run its name, held-out loss before and after, steps, failure, seconds and
             peak_bytes (of GPU memory).
     """
 
@@ -59,7 +58,7 @@ class CompressionReport:
     tuning: list[dict[str, Any]]
 
     def to_dict(self) -> dict[str, Any]:
-        """Give the report as plain JSON values."""
+        """Return the report as plain JSON values."""
         return asdict(self)
 
 
@@ -81,30 +80,32 @@ def compress(
     """Run a recipe on a model.
 
     Args:
-        model: a model directory, or a model, whose layers are replaced in place.
-        tokenizer: the model's; read from the directory if None.
+        model: a model directory, or a model in memory, whose layers are replaced in place.
+        tokenizer: the model's tokenizer; by default read from the directory.
         recipe: a built-in recipe's name, a YAML file or a `Recipe`.
         calibration: a text file or documents.
-        out: the directory to write; it is whole or absent. Unfinished work lies in ``<out>.partial``.
+        out: the directory to write, atomically. Unfinished work is kept in ``<out>.partial``.
         settings: changes to the recipe, ``key=value`` each.
-        samples: calibration sequences; by default as many as hold 262,144 tokens.
-        seqlen: tokens in one; by default the model's context, 2048 at most.
-        device: where the arithmetic runs, a block at a time: ``auto``, ``cpu`` or ``cuda``.
-        seed: of everything drawn at random.
-        resume: go on with unfinished work; start anew if there is none.
-        progress: told of every step.
+        samples: calibration sequences; by default 262,144 tokens.
+        seqlen: tokens per sequence; by default the model's context, 2048 at most.
+        device: where one decoder layer at a time is compressed: ``auto``, ``cpu`` or ``cuda``.
+        seed: the random seed.
+        resume: continue unfinished work, if there is any.
+        progress: called with (stage, steps done, all steps).
+    Returns:
+        The report, per layer and in total.
     Raises:
-        InputError: the model, the recipe, the text or ``out`` cannot be used.
+        InputError: the model, the recipe, the text or ``out`` is invalid.
         SemisparseError: writing failed.
     """
     start = time.perf_counter()
     plan = read_recipe(recipe, settings)
-    place = pick_device(device)
+    target = checkpoint.pick_device(device)
     if isinstance(model, PreTrainedModel):
         dense, source = model, None
     else:
         source = Path(model)
-        dense, tokenizer = load_dense(source), tokenizer or load_tokenizer(source)
+        dense, tokenizer = checkpoint.load_dense(source), tokenizer or checkpoint.load_tokenizer(source)
     batches = []
     if calibration is not None:
         if tokenizer is None:
@@ -112,19 +113,19 @@ def compress(
         length = sequence_length(dense, seqlen)
         batches = calibration_batches(tokenizer, calibration, samples=samples, seqlen=length, seed=seed)
     tuning: list[dict[str, Any]] = []
-    run = partial(_run_recipe, dense, batches, plan, tuning, seed=seed, device=place, progress=progress)
+    run = partial(_run_recipe, dense, batches, plan, tuning, seed=seed, device=target, progress=progress)
     if out is None:
         block = run(journal=None)
         mark_compressed(dense, block)
         return _report(block, time.perf_counter() - start, tuning)
 
     out = Path(out).absolute()
-    identity = fingerprint(dense, batches, plan, seed=seed, device=place)
-    finished = finished_before(out, identity) if resume else None
+    identity = fingerprint(dense, batches, plan, seed=seed, device=target)
+    finished = finished_block(out, identity) if resume else None
     if finished is not None:
         return _report(finished, time.perf_counter() - start, tuning)
     checkpoint.refuse_existing(out)
-    with unfinished_work(out, resume) as job:
+    with job_directory(out, resume) as job:
         block = run(journal=Journal(job, identity)) | {"origin": identity}
         mark_compressed(dense, block)
         write_model(dense, tokenizer, source, out, job)
@@ -143,24 +144,26 @@ def _run_recipe(
     progress: Progress,
     journal: Journal | None,
 ) -> dict[str, Any]:
-    """Replace the layers by compressed ones, note each tuning, and give the config block that describes them."""
+    """Replace the layers by packed ones. Return the config block; append a report per tuning stage to ``tuning``."""
 
-    def trained(stage: str, found: Trained) -> None:
-        tuning.append({"stage": stage, **asdict(found)})
+    def on_tuned(stage: str, result: TuningResult) -> None:
+        tuning.append({"stage": stage, **asdict(result)})
 
     run: dict[str, Any] = {"device": device, "progress": progress, "journal": journal}
     found = None
     if plan.search != "none":
         found = search_patterns(model, batches, plan, seed=seed, accepts=partial(can_store, plan), **run)
     patterns, pruned = (found.patterns, found.weights) if found else (None, None)
-    reports = compress_blocks(model, batches, plan, seed=seed, patterns=patterns, pruned=pruned, trained=trained, **run)
+    reports = compress_decoder_layers(
+        model, batches, plan, seed=seed, patterns=patterns, pruned=pruned, on_tuned=on_tuned, **run
+    )
     return _pack_layers(model, plan, reports, found)
 
 
 def _pack_layers(
-    model: PreTrainedModel, plan: Recipe, reports: Sequence[LayerReport], found: Found | None
+    model: PreTrainedModel, plan: Recipe, reports: Sequence[LayerReport], found: SearchResult | None
 ) -> dict[str, Any]:
-    """Replace every compressed layer by a packed one, and give the config block that describes them."""
+    """Replace every compressed layer by a packed one. Return the ``quantization_config`` block."""
     layers = {}
     for report in reports:
         weight = weight_of(model.get_submodule(report.name))
@@ -168,9 +171,9 @@ def _pack_layers(
         packed = pack_for_disk(weight, plan.format, report.pattern, **options)
         replace_linear(model, report.name, packed)
         measured = {"density": report.density, "error": report.error, "outcome": report.outcome}
-        layers[report.name] = checkpoint.describe(packed) | measured
+        layers[report.name] = packed.spec.to_dict() | measured
     settings = {"quant_method": checkpoint.METHOD, "version": checkpoint.VERSION, "recipe": plan.to_dict()}
-    return settings | {"layers": layers, "search": found.measured() if found else None}
+    return settings | {"layers": layers, "search": found.metrics() if found else None}
 
 
 def _report(block: Mapping[str, Any], seconds: float, tuning: list[dict[str, Any]]) -> CompressionReport:

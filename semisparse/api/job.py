@@ -1,4 +1,4 @@
-"""The directory that a compression writes: unfinished work beside it, itself whole or absent."""
+"""The output directory of a compression, and the job directory ``<out>.partial`` with its unfinished work."""
 
 from __future__ import annotations
 
@@ -28,8 +28,13 @@ TOKENIZER_FILES = (
 )
 
 
-def finished_before(out: Path, identity: Mapping[str, str]) -> dict[str, Any] | None:
-    """Give the config block of an ``out`` that this very run has written already, before it was killed."""
+def finished_block(out: Path, identity: Mapping[str, str]) -> dict[str, Any] | None:
+    """Return the config block of ``out`` if an earlier process has finished this run; else None.
+
+    Args:
+        out: the output directory.
+        identity: the run's fingerprint: model, calibration tokens, recipe, seed.
+    """
     if not (out / "config.json").is_file():
         return None
     block = checkpoint.open_directory(out).config.get("quantization_config", {})
@@ -40,11 +45,15 @@ def finished_before(out: Path, identity: Mapping[str, str]) -> dict[str, Any] | 
 
 
 @contextmanager
-def unfinished_work(out: Path, resume: bool) -> Iterator[Path]:
-    """Hold the directory of unfinished work, alone.
+def job_directory(out: Path, resume: bool) -> Iterator[Path]:
+    """Yield the job directory of ``out``, locked against other processes.
 
+    Args:
+        out: the output directory.
+        resume: whether the job directory may contain unfinished work.
     Raises:
-        InputError: another run holds it, or there is unfinished work and ``resume`` is off.
+        InputError: another process holds the lock, or there is unfinished work and ``resume`` is false.
+        SemisparseError: the job directory cannot be written.
     """
     job = _job_path(out)
     unfinished = job.is_dir() and not resume
@@ -63,8 +72,16 @@ def unfinished_work(out: Path, resume: bool) -> Iterator[Path]:
 def write_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, source: Path | None, out: Path, job: Path
 ) -> None:
-    """Write the checkpoint, prepared among the unfinished work: a kill leaves nothing that looks like a model."""
-    with checkpoint.whole_directory(out, workplace=job) as scratch:
+    """Write a compressed model and its tokenizer to ``out``, atomically.
+
+    Args:
+        model: the compressed model.
+        tokenizer: saved if there is no ``source``.
+        source: the dense model's directory, whose tokenizer files are copied; None if the model was given in memory.
+        out: the output directory.
+        job: its job directory. Files are written there first, so that a killed run leaves no partial model.
+    """
+    with checkpoint.atomic_directory(out, scratch_parent=job) as scratch:
         model.save_pretrained(scratch)
         if source is not None:
             for name in TOKENIZER_FILES:

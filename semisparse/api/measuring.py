@@ -1,4 +1,4 @@
-"""What a model directory is worth: its quality on a text and on tasks, and what it says."""
+"""Measuring a model directory's quality on a text and on lm-eval tasks."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 
+from semisparse.api.loading import load
 from semisparse.api.sequences import Text, sequence_length
+from semisparse.checkpoint import load_tokenizer
 from semisparse.errors import InputError
-from semisparse.evaluate import Generation, generate_text, measure_quality, run_tasks
-from semisparse.integrations.loading import load, load_tokenizer
+from semisparse.evaluate import measure_quality, run_tasks
 from semisparse.text import token_chunks
 
-Counter = Callable[[int, int], None]
-"""Called with (done, total)."""
+ChunkProgress = Callable[[int, int], None]
+"""Called with (chunks scored, all chunks)."""
 
 
 @torch.no_grad()
@@ -27,27 +28,27 @@ def evaluate(
     *,
     seqlen: int | None = None,
     tasks: Sequence[str] = (),
-    progress: Counter | None = None,
+    progress: ChunkProgress | None = None,
 ) -> dict[str, Any]:
-    """Measure a model directory on a text and on lm-eval tasks.
+    """Measure a model directory's loss on a text, its KL divergence to a baseline, and lm-eval tasks.
 
     Args:
         model: a dense or compressed model directory.
-        baseline: the dense model, for the KL divergence.
-        text: a file or documents, as `token_chunks` cuts them.
-        seqlen: tokens in a chunk; by default the model's context, 2048 at most.
-        tasks: names of lm-eval tasks, or YAML files of one's own.
-        progress: called with (chunks done, all chunks).
+        baseline: the dense model's directory, for the KL divergence.
+        text: a text file or documents. `token_chunks` splits them into chunks.
+        seqlen: tokens per chunk; by default the model's context, 2048 at most.
+        tasks: names of lm-eval tasks, or YAML files that define tasks.
+        progress: called with (chunks scored, all chunks).
     Returns:
-        ``nll`` (nats a token), ``perplexity``, ``tokens`` and ``kl`` (None without a baseline) if there is a text;
-        ``tasks`` if there are any.
+        A dictionary. With a text: ``nll`` (nats per token), ``perplexity``, ``tokens`` and ``kl`` (nats per token, None
+        without a baseline). With tasks: ``tasks``.
     Raises:
-        InputError: there is nothing to measure, or an input cannot be used.
+        InputError: there is neither text nor task, or an input is invalid.
     """
     if text is None and not tasks:
         raise InputError("nothing to measure: give --text FILE, --tasks NAMES or both")
     loaded, tokenizer = load(model), load_tokenizer(model)
-    found: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     if text is not None:
         chunks = token_chunks(tokenizer, text, sequence_length(loaded, seqlen))
         dense = None if baseline is None else load(baseline)
@@ -57,16 +58,7 @@ def evaluate(
                 "they must share a vocabulary"
             )
         quality = measure_quality(loaded, chunks, dense, progress=progress)
-        found |= asdict(quality) | {"perplexity": quality.perplexity}
+        report |= asdict(quality) | {"perplexity": quality.perplexity}
     if tasks:
-        found["tasks"] = run_tasks(loaded, tokenizer, tasks)
-    return found
-
-
-def generate(model: str | Path, prompt: str, max_new_tokens: int) -> Generation:
-    """Continue a prompt greedily with a dense or compressed model directory.
-
-    Raises:
-        InputError: the directory or the prompt cannot be used.
-    """
-    return generate_text(load(model), load_tokenizer(model), prompt, max_new_tokens)
+        report["tasks"] = run_tasks(loaded, tokenizer, tasks)
+    return report

@@ -1,4 +1,4 @@
-"""A weight in a format, named or the smallest."""
+"""Packing a weight into a named format, or into the one that needs the fewest bytes."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from semisparse.formats.base import get_format
 from semisparse.patterns import Pattern, parse_pattern
 
 SAMPLE_ROWS = 256
-"""Rows of a weight that formats are compared on by ``format: auto``."""
+"""Rows of a weight that ``format="auto"`` packs into every format to compare their sizes."""
 
 
 def pack(weight: Tensor, format: str, pattern: str | Pattern, **options: Any) -> Packed:
-    """Store a weight in a format, in the layout that the kernels of its device want.
+    """Pack a weight into a format, in the layout that the kernels of its device read.
 
     Args:
         weight: [N, K], float16, bfloat16 or float32, obeying the pattern.
-        format: a format's name, or ``auto`` for the lossless one that takes the fewest bytes.
-        pattern: as `parse_pattern` reads it.
-        options: the format's own.
+        format: a format's name, or ``auto`` for the lossless format that needs the fewest bytes.
+        pattern: such as ``6:8``; see `parse_pattern`.
+        options: the format's pack options.
     Raises:
-        InputError: the format is unknown or cannot store this; `PatternError` names the row and block.
+        PatternError: the weight violates the pattern; names the first offending row and columns.
+        InputError: the format is unknown, or cannot store the pattern or the weight.
     """
     return pack_for_disk(weight, format, pattern, **options).to(weight.device)
 
 
 def pack_for_disk(weight: Tensor, format: str, pattern: str | Pattern, **options: Any) -> Packed:
-    """Store a weight as `pack` does, in the layout that a checkpoint has."""
+    """Pack a weight as `pack` does, in the layout on disk."""
     pattern = parse_pattern(pattern)
     name = _smallest_format(weight, pattern) if format == "auto" else format
     return get_format(name).pack(weight, pattern, **options)

@@ -1,4 +1,4 @@
-"""The length of the sequences that a model is calibrated and measured on."""
+"""The length of calibration and evaluation sequences."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from transformers import PreTrainedModel
 from semisparse.errors import InputError
 
 Text = str | Path | Sequence[str]
-"""A file, or documents."""
+"""A text file, or documents."""
 
 DEFAULT_SEQLEN = 2048
-"""Tokens in a calibration or evaluation sequence, where the model's context is not shorter."""
+"""Tokens per calibration or evaluation sequence, if the model's context is not shorter."""
 
 
 def sequence_length(model: PreTrainedModel, seqlen: int | None) -> int:
-    """Give the tokens in a sequence: as asked for, or else the model's context, `DEFAULT_SEQLEN` at most.
+    """Return the tokens per sequence: ``seqlen``, or by default the model's context, `DEFAULT_SEQLEN` at most.
 
     Raises:
-        InputError: the context is shorter.
+        InputError: ``seqlen`` exceeds the model's context.
     """
     context = getattr(model.config, "max_position_embeddings", None)
     if seqlen is None:

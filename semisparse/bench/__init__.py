@@ -1,1 +1,1 @@
-"""Measuring kernels and models, and predicting what sparsity gains before anything is compressed."""
+"""Benchmarks of kernels and models, and predictions of speed-ups by the roofline model."""

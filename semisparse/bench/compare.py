@@ -1,4 +1,4 @@
-"""`semisparse bench compare`: the plan's predictions beside what was measured."""
+"""`semisparse bench compare`: the roofline model's predictions beside measured times."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 from semisparse.bench.kernels import Measurement, fastest_kernels
 from semisparse.bench.machines import Machine
-from semisparse.bench.roofline import estimate_product
+from semisparse.bench.roofline import estimate_matmul
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A measured time (microseconds) and the predicted one; ``error`` is predicted over measured, less 1."""
+    """A measured time and the predicted one, in microseconds. ``error`` is predicted / measured - 1."""
 
     layer: str
     n: int
@@ -28,18 +28,22 @@ class Comparison:
 
 
 def compare(measurements: list[Measurement], machine: Machine) -> list[Comparison]:
-    """Predict every measured product on a machine; of several kernels of a format, the fastest stands for it."""
-    return [_compare(found, machine) for found in fastest_kernels(measurements)]
+    """Compare every measured matmul with the time that the roofline model predicts for it.
+
+    Args:
+        measurements: of one machine; of several kernels for one matmul and format only the fastest is compared.
+        machine: whose rates the prediction uses.
+    """
+    return [_compare(measurement, machine) for measurement in fastest_kernels(measurements)]
 
 
-def _compare(found: Measurement, machine: Machine) -> Comparison:
-    predicted, _ = estimate_product(found.candidate, found.m, found.n, found.k, getattr(torch, found.dtype), machine)
+def _compare(row: Measurement, machine: Machine) -> Comparison:
+    predicted, _ = estimate_matmul(row.candidate, row.m, row.n, row.k, getattr(torch, row.dtype), machine)
     us = predicted.seconds * 1e6
-    label = found.candidate.label
-    return Comparison(found.layer, found.n, found.k, found.m, label, found.kernel, found.us, us, us / found.us - 1)
+    return Comparison(row.layer, row.n, row.k, row.m, row.candidate.label, row.kernel, row.us, us, us / row.us - 1)
 
 
 def median_errors(comparisons: list[Comparison]) -> dict[str, float]:
-    """Candidate -> the median size of its errors."""
+    """Return the median absolute error per candidate label."""
     labels = dict.fromkeys(c.candidate for c in comparisons)
     return {label: median(abs(c.error) for c in comparisons if c.candidate == label) for label in labels}

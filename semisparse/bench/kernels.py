@@ -1,4 +1,4 @@
-"""`semisparse bench kernels`: every kernel on every shape, verified, timed, beside dense and beside its floor."""
+"""`semisparse bench kernels`: verify and time every kernel on every shape, beside dense and the roofline floor."""
 
 from __future__ import annotations
 
@@ -23,21 +23,24 @@ from semisparse.patterns import parse_pattern
 from semisparse.runtime.device import device_facts
 
 CHECKED_ROWS = 64
-"""Rows of the output compared with the reference; a row costs N * K operations in float32."""
+"""Rows of y compared with the reference. The reference takes N * K operations per row in float32."""
 
 TOLERANCE = {torch.float16: 2**-10, torch.bfloat16: 2**-8, torch.float32: 1e-5}
-"""Relative error of a whole output (norms): one rounding to the output's dtype, and float32 sums."""
+"""Tolerated relative error (of norms) for one rounding to the output's dtype and float32 accumulation."""
 
 ROUNDED_INPUT_TOLERANCE = {"tensor int8": 0.02, "tensor fp8": 0.05}
-"""Where a kernel rounds x to 8 bits: a normal x errs by 0.9 % in int8 with a scale a row, 2.6 % in e4m3."""
+"""Tolerated relative error by unit for kernels that round x to 8 bits.
+
+A normally distributed x has an error of 0.9 % in int8 with one scale per row, and 2.6 % in e4m3.
+"""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One line of the CSV: a kernel on a shape, with the machine it ran on. Times in microseconds.
+    """A kernel's time on one shape: a line of the CSV. Times are in microseconds.
 
-    ``floor_us`` is the roofline's time at the rates measured on the machine, launch not included; ``fraction`` the
-    share of it that was reached; ``dense_us`` the baseline in the same run.
+    ``floor_us`` is the roofline's time at the machine's measured rates, without launch; ``fraction`` is floor_us / us;
+    ``dense_us`` is the baseline's time in the same run; ``low_us`` and ``high_us`` are the 10th and 90th percentile.
     """
 
     model: str
@@ -70,23 +73,23 @@ class Measurement:
 
     @property
     def candidate(self) -> Candidate:
-        """What was measured."""
+        """The format, pattern and options that were measured."""
         return Candidate(self.format, self.pattern, json.loads(self.options) if self.options else {})
 
 
 def fastest_kernels(measurements: Iterable[Measurement]) -> list[Measurement]:
-    """Keep, of the kernels that computed the same product in the same format, the fastest."""
+    """Keep only the fastest kernel per shape, M, dtype and candidate."""
     fastest: dict[tuple[int, int, int, str, str], Measurement] = {}
-    for found in measurements:
-        key = (found.n, found.k, found.m, found.dtype, found.candidate.label)
-        if key not in fastest or found.us < fastest[key].us:
-            fastest[key] = found
+    for row in measurements:
+        key = (row.n, row.k, row.m, row.dtype, row.candidate.label)
+        if key not in fastest or row.us < fastest[key].us:
+            fastest[key] = row
     return list(fastest.values())
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A kernel that did not run, and why."""
+    """A kernel that was not measured, and the reason."""
 
     layer: str
     m: int
@@ -96,8 +99,8 @@ class Skipped:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What stays the same through a run."""
+class Setup:
+    """What all measurements of a run have in common: model, dtype, device and its rates."""
 
     model: str
     dtype: torch.dtype
@@ -106,20 +109,20 @@ class Setting:
 
 
 def measure_layer(
-    setting: Setting,
+    setup: Setup,
     layer: LayerShape,
     tokens: Iterable[int],
     candidates: Iterable[Candidate],
-    leave_out: Collection[str] = (),
+    exclude: Collection[str] = (),
 ) -> Iterator[Measurement | Skipped]:
-    """Measure every kernel of every candidate on one shape.
+    """Verify and time every kernel of every candidate on one shape.
 
     Args:
-        setting: the machine and the dtype.
+        setup: the model, dtype, device and machine.
         layer: the shape.
         tokens: values of M.
         candidates: the dense baseline first.
-        leave_out: names of kernels that are not to be measured.
+        exclude: names of kernels that are not measured.
     Raises:
         KernelError: a kernel's output is wrong.
     """
@@ -127,34 +130,34 @@ def measure_layer(
     dense_us: dict[int, float] = {}
     for candidate in candidates:
         try:
-            packed = _pack(setting, layer, candidate)
+            packed = _pack(setup, layer, candidate)
         except InputError as error:
             yield Skipped(layer.names, 0, candidate.label, "", str(error))
             continue
-        copies = rotating_copies(packed, device_facts(setting.device).cache_bytes)
+        copies = rotating_copies(packed, device_facts(setup.device).cache_bytes)
         for m in tokens:
-            x = torch.randn(m, layer.k, device=setting.device).to(setting.dtype)
+            x = torch.randn(m, layer.k, device=setup.device).to(setup.dtype)
             for kernel in get_format(candidate.format).kernels:
-                if kernel.name in leave_out:
+                if kernel.name in exclude:
                     continue
                 reason = kernel.refusal(problem_of(x, packed))
                 if reason:
                     yield Skipped(layer.names, m, candidate.label, kernel.name, reason)
                     continue
-                found = _measure(setting, layer, candidate, kernel, copies, x, dense_us.get(m))
+                measurement = _measure(setup, layer, candidate, kernel, copies, x, dense_us.get(m))
                 if candidate.is_baseline:
-                    dense_us.setdefault(m, found.us)
-                yield found
+                    dense_us.setdefault(m, measurement.us)
+                yield measurement
 
 
-def _pack(setting: Setting, layer: LayerShape, candidate: Candidate) -> Packed:
+def _pack(setup: Setup, layer: LayerShape, candidate: Candidate) -> Packed:
     pattern = parse_pattern(candidate.pattern)
-    weight = random_weight(pattern, layer.n, layer.k, setting.dtype, setting.device)
-    return get_format(candidate.format).pack(weight, pattern, **candidate.options).to(setting.device)
+    weight = random_weight(pattern, layer.n, layer.k, setup.dtype, setup.device)
+    return get_format(candidate.format).pack(weight, pattern, **candidate.options).to(setup.device)
 
 
 def _measure(
-    setting: Setting,
+    setup: Setup,
     layer: LayerShape,
     candidate: Candidate,
     kernel: Kernel,
@@ -162,25 +165,26 @@ def _measure(
     x: Tensor,
     dense_us: float | None,
 ) -> Measurement:
+    """Verify and time one kernel. ``dense_us`` is None for the baseline itself."""
     packed = copies[0]
     problem = problem_of(x, packed)
     passes = get_format(candidate.format).cost(problem, packed.nbytes)
     tolerance = max(TOLERANCE[x.dtype], *(ROUNDED_INPUT_TOLERANCE.get(step.unit, 0.0) for step in passes))
-    # The fewer outputs, the more the norm of their errors scatters: by 1 / sqrt(2 outputs); this is four times that.
+    # The norm of few errors scatters by 1 / sqrt(2 * outputs). Four times that is tolerated.
     tolerance *= 1 + 3 / (min(len(x), CHECKED_ROWS) * layer.n) ** 0.5
-    product = kernel.prepare(problem)
-    error = _error(product, x, packed)
+    matmul = kernel.prepare(problem)
+    error = _relative_error(matmul, x, packed)
     if not error <= tolerance:
         raise KernelError(
             f"{candidate.label} {kernel.name} is wrong at M, N, K = {len(x)}, {layer.n}, {layer.k}: relative error "
             f"{error:.3g}, at most {tolerance:.3g} is right; it was not timed"
         )
-    timing = time_calls([partial(product, x, copy, None) for copy in copies], setting.device)
-    floor = estimate(passes, setting.machine)
-    facts = device_facts(setting.device)
+    timing = time_calls([partial(matmul, x, copy, None) for copy in copies], setup.device)
+    floor = estimate(passes, setup.machine)
+    facts = device_facts(setup.device)
     dense = timing.us if dense_us is None else dense_us
     return Measurement(
-        model=setting.model,
+        model=setup.model,
         layer=layer.names,
         n=layer.n,
         k=layer.k,
@@ -204,24 +208,24 @@ def _measure(
         error=error,
         machine=facts.name,
         arch=facts.arch,
-        read_bandwidth=setting.machine.bandwidth,
-        peak_fp16=setting.machine.peaks["tensor fp16"],
+        read_bandwidth=setup.machine.bandwidth,
+        peak_fp16=setup.machine.peaks["tensor fp16"],
         software=facts.driver,
     )
 
 
-def _error(product: Product, x: Tensor, packed: Packed) -> float:
-    """Error of some rows of the output, last ones included, against float32; NaN where one was not written.
+def _relative_error(matmul: Product, x: Tensor, packed: Packed) -> float:
+    """Return the relative error of `CHECKED_ROWS` rows of y, the last one included, against float32.
 
-    It is relative to these, or to what the terms of the sums would add up to if their signs were random, whichever is
-    more: a single output may be next to nothing.
+    The error is ``||y - expected|| / size``. The size is ``||expected||``, or what that would be for terms of random
+    signs if it is larger: a single output may be close to zero. The result is NaN if an output was not written.
     """
     m, n = x.shape[0], packed.shape[0]
     poison = torch.full((m, n), torch.nan, dtype=x.dtype, device=x.device)
-    del poison  # its memory is what the product's output most likely gets
-    y = product(x, packed, None)
+    del poison  # the allocator most likely gives its memory to y, so that outputs that are not written are NaN
+    y = matmul(x, packed, None)
     rows = torch.linspace(0, m - 1, min(m, CHECKED_ROWS), device=x.device).long()
-    known, weight = x[rows].float(), packed.unpack().float()
-    expected = F.linear(known, weight)
-    size = torch.maximum(expected.norm(), F.linear(known.square(), weight.square()).sum().sqrt())
+    checked, weight = x[rows].float(), packed.unpack().float()
+    expected = F.linear(checked, weight)
+    size = torch.maximum(expected.norm(), F.linear(checked.square(), weight.square()).sum().sqrt())
     return ((y[rows].float() - expected).norm() / size.clamp_min(torch.finfo(torch.float32).tiny)).item()

@@ -1,8 +1,7 @@
-"""`semisparse bench machine`: rates of the machine, and what a launch costs in a graph and from Python."""
+"""`semisparse bench machine`: the machine's measured rates, and the cost of a launch in a graph and from Python."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,23 +14,22 @@ from semisparse.bench.timing import Timing, time_calls, time_eager
 from semisparse.formats import get_format, linear
 from semisparse.nn import SparseLinear
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.launch import CudaKernel
+from semisparse.runtime.kernel import CudaSource
 from semisparse.runtime.measure import measured_rates
-from semisparse.runtime.nvrtc import CudaSource, compile_cubin, unavailable
+from semisparse.runtime.nvrtc import unavailable
 
 SOURCE = CudaSource(Path(__file__).with_name("launch.cu"))
 
-SOURCES = (SOURCE,)
 
-NODES = 200
-"""Kernels in the graph whose replay is divided by their number."""
+GRAPH_KERNELS = 200
+"""Kernels in the timed graph."""
 
-COUNT = 1024
+COPIED_FLOATS = 1024
 
 
 @dataclass(frozen=True)
 class Fact:
-    """One figure of a machine."""
+    """One figure of a machine: a line of the CSV."""
 
     machine: str
     software: str
@@ -41,39 +39,39 @@ class Fact:
 
 
 def machine_facts(device: torch.device) -> list[Fact]:
-    """Measure a machine: bandwidth, peaks and, on a GPU, launch costs."""
+    """Return a machine's sizes, bandwidth, peaks and, on a GPU, launch costs."""
     facts = device_facts(device)
     rates = measured_rates(device)
-    found = [
-        ("processors", facts.processors, "count"),
+    figures = [
+        ("SMs" if facts.kind == "cuda" else "threads", facts.sms, "count"),
         ("last-level cache", facts.cache_bytes / 1e6, "MB"),
         ("memory", facts.memory_bytes / 1e9, "GB"),
         ("read bandwidth", rates.read_bandwidth / 1e12, "TB/s"),
         *((f"peak, {unit}", peak / 1e12, "T(FL)OP/s") for unit, peak in rates.peaks.items()),
     ]
     if device.type == "cuda":
-        found += [(name, timing.us, "us") for name, timing in _launch_costs(device)]
-    return [Fact(facts.name, facts.driver, name, float(value), unit) for name, value, unit in found]
+        figures += [(name, timing.us, "us") for name, timing in _launch_costs(device)]
+    return [Fact(facts.name, facts.driver, name, float(value), unit) for name, value, unit in figures]
 
 
 def _launch_costs(device: torch.device) -> Iterator[tuple[str, Timing]]:
+    """Yield the name and time of a launch, or of an eager call, in several ways."""
     if unavailable() is None:
-        cubin = compile_cubin(SOURCE.path, device_facts(device).arch)
-        nothing = CudaKernel(cubin, "semisparse_nothing", ())
-        copy = CudaKernel(cubin, "semisparse_copy", (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int))
-        source, target = torch.ones(COUNT, device=device), torch.empty(COUNT, device=device)
-        grid = (COUNT // 256, 1, 1)
+        nothing = SOURCE.build("semisparse_nothing").load(device)
+        copy = SOURCE.build("semisparse_copy").load(device)
+        source, target = torch.ones(COPIED_FLOATS, device=device), torch.empty(COPIED_FLOATS, device=device)
+        grid = (COPIED_FLOATS // 256, 1, 1)
 
         def launch_nothing() -> torch.Tensor:
-            nothing(device, (1, 1, 1), 32)
+            nothing((1, 1, 1), 32)
             return target
 
         def launch_copy() -> torch.Tensor:
-            copy(device, grid, 256, source.data_ptr(), target.data_ptr(), COUNT)
+            copy(grid, 256, source=source, target=target, count=COPIED_FLOATS)
             return target
 
-        yield "launch in a graph, empty kernel", time_calls([launch_nothing] * NODES, device)
-        yield "launch in a graph, kernel that copies 4 KB", time_calls([launch_copy] * NODES, device)
+        yield "launch in a graph, empty kernel", time_calls([launch_nothing] * GRAPH_KERNELS, device)
+        yield "launch in a graph, kernel that copies 4 KB", time_calls([launch_copy] * GRAPH_KERNELS, device)
         yield "launch from Python, empty kernel", time_eager(launch_nothing)
         yield "launch from Python, three arguments", time_eager(launch_copy)
     weight = torch.randn(64, 64, device=device, dtype=torch.bfloat16)
@@ -88,5 +86,5 @@ def _launch_costs(device: torch.device) -> Iterator[tuple[str, Timing]]:
         operator = torch.ops.semisparse.linear
         yield (
             "call from Python, traced operator",
-            time_eager(lambda: operator(x, operands, None, packed.declaration, "auto")),
+            time_eager(lambda: operator(x, operands, None, packed.spec.json, "auto")),
         )

@@ -1,4 +1,4 @@
-"""The machines `plan` knows: cards from gpus.yaml, and whatever is measured here."""
+"""The machines that `plan` knows: the GPUs in gpus.yaml, and this machine's own, measured."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from semisparse.runtime.device import device_facts
 from semisparse.runtime.measure import measured_rates
 
 CPU_CALL_SECONDS = 5e-6
-"""A call of torch's linear on a CPU, beside its work."""
+"""Fixed time of a call of torch's linear on a CPU."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the roofline needs of a machine.
+    """A machine in the roofline model.
 
     Args:
-        name: as its vendor writes it.
+        name: the vendor's name.
         source: where the figures come from.
-        bandwidth: bytes a second that a large kernel reads.
-        peaks: operations a second that a large product reaches, by unit.
-        kernel_seconds: fixed time of a kernel: launch, ramp-up and tail.
+        bandwidth: bytes per second that a large kernel reads.
+        peaks: operations per second that a large matmul reaches, by unit.
+        kernel_seconds: fixed time per kernel: launch, ramp-up and tail.
         device: ``cuda`` or ``cpu``.
     """
 
@@ -41,42 +41,45 @@ class Machine:
 
 
 def find_machine(name: str) -> Machine:
-    """Look a machine up.
+    """Return a machine by name.
 
     Args:
-        name: a key of gpus.yaml; ``cpu`` for this machine's CPU and ``auto`` for its GPU if it has one, both measured.
+        name: a key of gpus.yaml, or a device of this machine, which is measured: ``cuda``, ``cpu``, or ``auto`` for the
+            GPU if there is one.
     Raises:
-        InputError: there is no such machine; lists the known ones.
+        InputError: the name is unknown; lists the known ones.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name in ("cpu", "cuda"):
         return _machine_here(name)
-    cards = _data()["gpus"]
-    if name not in cards:
-        raise InputError(f"unknown GPU {name!r}; known: {', '.join(cards)}, cpu, auto")
-    return _machine_from_data(cards[name])
+    gpus = _data()["gpus"]
+    if name not in gpus:
+        raise InputError(f"unknown GPU {name!r}; known: {', '.join(gpus)}, cpu, auto")
+    return _machine_from_data(gpus[name])
 
 
 def _machine_here(device: str) -> Machine:
+    """Measure this machine's GPU or CPU."""
     rates = measured_rates(device)
     fixed = _data()["kernel_us"] * 1e-6 if device == "cuda" else CPU_CALL_SECONDS
     name = device_facts(device).name
     return Machine(name, "measured on this machine", rates.read_bandwidth, rates.peaks, fixed, device)
 
 
-def _machine_from_data(card: Mapping[str, Any]) -> Machine:
+def _machine_from_data(gpu: Mapping[str, Any]) -> Machine:
+    """Return a GPU of gpus.yaml: with measured rates, or with the fraction of the data sheet's that an H200 reaches."""
     data = _data()
-    measured = card.get("measured")
+    measured = gpu.get("measured")
     if measured:
         bandwidth, peaks, source = measured["bandwidth"], measured["peaks"], measured["source"]
     else:
         reached = data["reached"]
-        bandwidth = card["bandwidth"] * reached["bandwidth"]
-        peaks = {unit: peak * reached["peaks"][unit] for unit, peak in card["peaks"].items()}
-        source = f"{card['source']}, times the share an H200 reaches"
+        bandwidth = gpu["bandwidth"] * reached["bandwidth"]
+        peaks = {unit: peak * reached["peaks"][unit] for unit, peak in gpu["peaks"].items()}
+        source = f"{gpu['source']}, times the fraction that an H200 reaches"
     peaks = {unit: peak * 1e12 for unit, peak in peaks.items()}
-    return Machine(card["name"], source, bandwidth * 1e12, peaks, data["kernel_us"] * 1e-6)
+    return Machine(gpu["name"], source, bandwidth * 1e12, peaks, data["kernel_us"] * 1e-6)
 
 
 @cache

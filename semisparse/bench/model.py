@@ -1,4 +1,4 @@
-"""`semisparse bench model`: prefill and decode speed and memory of a whole model, dense beside compressed."""
+"""`semisparse bench model`: prefill, decode and memory of a whole model, dense beside compressed."""
 
 from __future__ import annotations
 
@@ -6,30 +6,29 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, StaticCache
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from semisparse.bench.roofline import Candidate, random_weight
 from semisparse.bench.shapes import architecture
+from semisparse.bench.timing import clone
+from semisparse.engine import Engine, Sampling
 from semisparse.errors import InputError
-from semisparse.formats.base import Packed, get_format, replace_tensors
-from semisparse.nn import is_linear, join_layers, replace_linear, weight_of
+from semisparse.formats.base import Packed, get_format
+from semisparse.nn import is_linear, replace_linear, weight_of
 from semisparse.patterns import parse_pattern
 from semisparse.runtime.device import device_facts
 
 REPEATS = 5
 
-WARM_STEPS = 3
-
 
 @dataclass(frozen=True)
 class Workload:
-    """What is generated: ``batch`` prompts of ``prompt`` random tokens, then ``new`` tokens each, one at a time."""
+    """The work that is timed: ``batch`` prompts of ``prompt`` random tokens, then ``new`` decode steps."""
 
     batch: int = 1
     prompt: int = 512
@@ -38,11 +37,10 @@ class Workload:
 
 @dataclass(frozen=True)
 class ModelSpeed:
-    """How fast a model runs a workload; one line of the CSV.
+    """The speed of a model on a workload: a line of the CSV.
 
-    ``first_token_ms`` is the prefill with the first token, eager; ``decode_ms`` a step of one token for the whole
-    batch, on a GPU compiled and in a CUDA graph, as transformers' ``generate`` runs it with a static cache;
-    ``weight_gb`` every parameter on this device; ``peak_gb`` the most that it held, 0 on a CPU.
+    ``first_token_ms`` is the time to the first token; ``decode_ms`` the time per decode step of the whole batch;
+    ``weight_gb`` the size of all parameters on this device; ``peak_gb`` the most memory in use, 0 on a CPU.
     """
 
     model: str
@@ -59,90 +57,85 @@ class ModelSpeed:
     software: str
 
 
-def load_model(directory: Path, device: torch.device) -> PreTrainedModel:
-    """Load a checkpoint, dense or compressed; on a GPU its layers are joined.
-
-    Raises:
-        InputError: it is no model directory.
-    """
-    if not (directory / "config.json").is_file():
-        raise InputError(f"{directory} is no model directory: it has no config.json")
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto").eval()
-    if device.type == "cuda":
-        join_layers(model)
-    return model.to(device)
-
-
 def random_model(name: str, dtype: torch.dtype, device: torch.device, candidate: Candidate | None) -> PreTrainedModel:
-    """Build a named architecture with random weights, straight on the device.
+    """Build an architecture with random weights on a device.
 
     Args:
-        name: of the architecture.
+        name: the architecture, a name in `ARCHITECTURES`.
         dtype: of weights and activations.
-        device: where it is built.
-        candidate: what every linear layer but the head is stored as; None leaves the model as transformers has it.
+        device: where the weights are allocated.
+        candidate: how every linear layer but the head is stored; None for transformers' dense layers.
     Raises:
-        InputError: there is no architecture of that name.
+        InputError: the architecture is unknown.
         FormatError: the format cannot store a layer.
     """
-    config: PretrainedConfig = architecture(name)
+    config = architecture(name)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     if candidate is not None:
         make_sparse(model, candidate)
-        if device.type == "cuda":
-            join_layers(model)
     return model
 
 
 def make_sparse(model: PreTrainedModel, candidate: Candidate) -> None:
-    """Put random packed weights in the place of every linear layer but the head.
-
-    Layers of one shape get copies of one weight: what is read is what counts, not what it says.
+    """Replace every linear layer but the head by random packed weights.
 
     Raises:
         FormatError: the format cannot store a layer.
     """
-    pattern = parse_pattern(candidate.pattern)
-    packed_by_shape: dict[tuple[int, ...], Packed] = {}
-    head = model.get_output_embeddings()
-    names = [name for name, module in model.named_modules() if is_linear(module) and module is not head]
-    for name in names:
-        weight = weight_of(model.get_submodule(name))
-        n, k = weight.shape
-        if (n, k) not in packed_by_shape:
-            drawn = random_weight(pattern, n, k, weight.dtype, weight.device)
-            packed_by_shape[n, k] = get_format(candidate.format).pack(drawn, pattern, **candidate.options)
-        packed = packed_by_shape[n, k]
-        replace_linear(model, name, replace_tensors(packed, {key: t.clone() for key, t in packed.tensors.items()}))
+    for name, packed in random_layers(model, candidate, model.dtype, model.device).items():
+        replace_linear(model, name, clone(packed))
 
 
-def _check_context(model: PreTrainedModel, workload: Workload) -> int:
-    """Give the cache's length; the repeats of decode follow one another in it."""
-    room = workload.prompt + WARM_STEPS + 1 + (REPEATS + 1) * workload.new
-    context = getattr(model.config, "max_position_embeddings", room)
-    if room > context:
-        raise InputError(
-            f"the model's context is {context} tokens; a prompt of {workload.prompt} and {REPEATS + 1} repeats of "
-            f"{workload.new} new ones need {room}: ask for fewer"
-        )
-    return room
+def random_layers(
+    model: PreTrainedModel, candidate: Candidate, dtype: torch.dtype, device: torch.device
+) -> dict[str, Packed]:
+    """Return a random packed weight for every linear layer but the head, by module name.
+
+    Layers of one shape share one weight: its values do not change the time that reading it takes.
+
+    Args:
+        model: the model, which may be on the meta device.
+        candidate: the format, pattern and options.
+        dtype: of the weights.
+        device: where they are drawn and packed.
+    Raises:
+        FormatError: the format cannot store a layer.
+    """
+    pattern, head = parse_pattern(candidate.pattern), model.get_output_embeddings()
+    by_shape: dict[tuple[int, ...], Packed] = {}
+    layers = {}
+    for name, module in model.named_modules():
+        if is_linear(module) and module is not head:
+            n, k = weight_of(module).shape
+            if (n, k) not in by_shape:
+                weight = random_weight(pattern, n, k, dtype, device)
+                by_shape[n, k] = get_format(candidate.format).pack(weight, pattern, **candidate.options)
+            layers[name] = by_shape[n, k]
+    return layers
 
 
 def measure_each(
     build: Callable[[Candidate | None], PreTrainedModel],
     name: str,
-    chosen: Iterable[Candidate | None],
+    candidates: Iterable[Candidate | None],
     workload: Workload,
+    measure: Callable[[PreTrainedModel, str, str, Workload], ModelSpeed],
 ) -> Iterator[ModelSpeed]:
-    """Measure a model once for each candidate, one of them in memory at a time; None is the model without semisparse.
+    """Measure a model once per candidate, with one model in memory at a time.
 
+    Args:
+        build: returns the model for a candidate.
+        name: the model's name in the table.
+        candidates: how the linear layers are stored; None for transformers' dense layers.
+        workload: the number of tokens.
+        measure: called with the model, its name, its weights' name and the workload.
     Raises:
         InputError: the model's context is too short for the workload.
     """
-    for candidate in chosen:
+    for candidate in candidates:
         model = build(candidate)
-        yield measure_model(model, name, _weights_of(candidate, model.device), workload)
+        yield measure(model, name, _weights_label(candidate, model.device), workload)
         del model
         gc.collect()
         torch.compiler.reset()
@@ -150,105 +143,98 @@ def measure_each(
             torch.cuda.empty_cache()
 
 
-def _weights_of(candidate: Candidate | None, device: torch.device) -> str:
-    """Name what a model's linear layers are, so that dense ones that semisparse stores are told from transformers'."""
+def _weights_label(candidate: Candidate | None, device: torch.device) -> str:
+    """Name a candidate in the table. Dense layers stored by semisparse get another name than transformers' own."""
     if candidate is None:
         return "dense"
-    stored = "joined" if device.type == "cuda" else "stored"
-    return f"{candidate.label} {stored}" if candidate.is_baseline else candidate.label
+    suffix = "joined" if device.type == "cuda" else "stored"
+    return f"{candidate.label} {suffix}" if candidate.is_baseline else candidate.label
 
 
-@torch.no_grad()
-def measure_model(model: PreTrainedModel, name: str, weights: str, workload: Workload) -> ModelSpeed:
-    """Measure prefill, decode and memory.
+def measure_in_engine(model: PreTrainedModel, name: str, weights: str, workload: Workload) -> ModelSpeed:
+    """Measure a model in memory as `measure_model` does."""
+    return measure_model(Engine(model), name, weights, workload)
+
+
+def measure_model(engine: Engine, name: str, weights: str, workload: Workload) -> ModelSpeed:
+    """Measure time to first token, decode and memory, as `semisparse generate` runs them.
 
     Args:
-        model: on its device.
-        name: of the model, for the table.
-        weights: what its linear layers are, for the table.
-        workload: how many tokens.
+        engine: contains the model.
+        name: the model's name in the table.
+        weights: the name of its linear layers' storage in the table.
+        workload: the number of tokens.
     Raises:
-        InputError: the model's context is too short for it.
+        InputError: the model's context is too short for the workload.
     """
-    device = model.device
-    room = _check_context(model, workload)
-    facts = device_facts(device)
+    if workload.prompt + workload.new > engine.backend.context:
+        raise InputError(
+            f"the model's context is {engine.backend.context} tokens; a prompt of {workload.prompt} and {workload.new} "
+            f"new ones need {workload.prompt + workload.new}: ask for fewer"
+        )
+    reset_peak_memory(engine.model.device)
+    prompts = random_prompts(engine.backend.vocabulary, workload).tolist()
+    times = [_times(engine, prompts, workload.new) for _ in range(REPEATS + 1)][1:]  # the first compiles and captures
+    first_token, step = (median(column) for column in zip(*times, strict=True))
+    return model_speed(engine.model, name, weights, workload, first_token, step)
+
+
+def _times(engine: Engine, prompts: list[list[int]], new: int) -> tuple[float, float]:
+    """Return the seconds to the first token of a batch, and per later decode step."""
+    if engine.model.device.type == "cuda":
+        torch.cuda.synchronize(engine.model.device)
+    start = time.perf_counter()
+    first = last = 0.0
+    for _ in engine.backend.run(prompts, new, Sampling()):
+        last = time.perf_counter() - start
+        first = first or last
+    return first, (last - first) / max(new - 1, 1)
+
+
+def random_prompts(vocabulary: int, workload: Workload) -> Tensor:
+    """Return random token ids [batch, prompt], int64 on the CPU, the same at each call."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(vocabulary, (workload.batch, workload.prompt), generator=generator)
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Reset a GPU's statistic of the most memory in use."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    generator = torch.Generator().manual_seed(0)
-    prompt = torch.randint(model.config.vocab_size, (workload.batch, workload.prompt), generator=generator).to(device)
-    first_token = _prefill_seconds(model, prompt)
-    step = _decode_seconds(model, prompt, workload.new, room)
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def model_speed(
+    model: PreTrainedModel, name: str, weights: str, workload: Workload, first_token: float, step: float
+) -> ModelSpeed:
+    """Return a line of the CSV, with the model's size and the most memory in use since `reset_peak_memory`.
+
+    Args:
+        model: the model.
+        name: its name in the table.
+        weights: the name of its linear layers' storage in the table.
+        workload: the number of tokens.
+        first_token: seconds to the first token of the batch.
+        step: seconds per decode step; 0 if there was none.
+    """
+    facts = device_facts(model.device)
+    peak = torch.cuda.max_memory_allocated(model.device) if model.device.type == "cuda" else 0
     return ModelSpeed(
         model=name,
         weights=weights,
         batch=workload.batch,
         prompt=workload.prompt,
         first_token_ms=first_token * 1e3,
-        prefill_tokens_per_second=prompt.numel() / first_token,
+        prefill_tokens_per_second=workload.batch * workload.prompt / first_token,
         decode_ms=step * 1e3,
-        decode_tokens_per_second=workload.batch / step,
-        weight_gb=sum(_bytes_here(parameter) for parameter in model.parameters()) / 1e9,
+        decode_tokens_per_second=workload.batch / step if step else 0.0,
+        weight_gb=sum(_local_bytes(parameter) for parameter in model.parameters()) / 1e9,
         peak_gb=peak / 1e9,
         machine=facts.name,
         software=facts.driver,
     )
 
 
-def _bytes_here(parameter: Tensor) -> int:
-    """Count the bytes of a parameter that this device holds, of one that is spread over several, too."""
+def _local_bytes(parameter: Tensor) -> int:
+    """Return a parameter's bytes on this device; of a `DTensor` those of the local shard."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return local.numel() * local.element_size()
-
-
-def _prefill_seconds(model: PreTrainedModel, prompt: Tensor) -> float:
-    def prefill() -> None:
-        model(prompt, use_cache=True, logits_to_keep=1).logits.argmax(-1)
-
-    prefill()
-    return median(_elapsed(prefill, model.device) for _ in range(REPEATS))
-
-
-def _decode_seconds(model: PreTrainedModel, prompt: Tensor, new: int, room: int) -> float:
-    """Time decode steps in a static cache, as a replayed CUDA graph on a GPU; the token stays on the device."""
-    on_gpu = model.device.type == "cuda"
-    cache = StaticCache(config=model.config, max_cache_len=room)
-    token = model(prompt, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
-    forward = torch.compile(model.__call__, dynamic=False) if on_gpu else model
-
-    def step() -> None:
-        token.copy_(forward(token, past_key_values=cache).logits.argmax(-1))
-
-    run = _captured(step) if on_gpu else step
-
-    def generate() -> None:
-        for _ in range(new):
-            run()
-
-    generate()
-    return median(_elapsed(generate, model.device) for _ in range(REPEATS)) / new
-
-
-def _captured(step: Callable[[], None]) -> Callable[[], None]:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(WARM_STEPS):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    # A thread of NCCL's, where a model is spread over GPUs, may go on asking for events while this one is captured.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        step()
-    return graph.replay
-
-
-def _elapsed(call: Callable[[], None], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""`semisparse plan`: what each format should gain on a machine, before anything is compressed."""
+"""`semisparse plan`: the predicted speed-up of each format on a machine, before anything is compressed."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 import torch
 
 from semisparse.bench.machines import Machine
-from semisparse.bench.roofline import Candidate, Estimate, estimate_product
+from semisparse.bench.roofline import Candidate, Estimate, estimate_matmul
 from semisparse.bench.shapes import LayerShape
 from semisparse.errors import InputError
 
-WORTH_IT = 1.05
-"""A predicted speed-up below this is not told from none: times drift by a few percent."""
+MIN_SPEEDUP = 1.05
+"""Predicted speed-ups below this count as none: measured times vary by a few percent."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One candidate on one layer of a shape, of which the model has ``layer.count``, at one number of tokens."""
+    """The prediction for one candidate on one layer shape and M. The model has ``layer.count`` such layers."""
 
     layer: LayerShape
     m: int
@@ -28,7 +28,7 @@ class Row:
     speedup: float
 
     def as_dict(self) -> dict[str, Any]:
-        """Give plain JSON."""
+        """Return the row as plain JSON values."""
         return {
             **asdict(self.layer),
             "m": self.m,
@@ -48,15 +48,20 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """What was predicted, what could not be, and what to make of it."""
+    """The predictions for a model on a machine.
+
+    Args:
+        machine: whose rates are used.
+        rows: one prediction per layer shape, M and candidate.
+        left_out: candidate label -> why it is not in the rows.
+    """
 
     machine: Machine
     rows: list[Row]
     left_out: dict[str, str]
-    """Candidate -> the reason why it is not in the rows."""
 
     def totals(self) -> dict[tuple[int, str], tuple[float, float]]:
-        """(M, candidate) -> seconds of all layers of the model, and their speed-up over dense."""
+        """Return (M, candidate label) -> (seconds of all the model's layers, speed-up over dense)."""
         seconds: dict[tuple[int, str], float] = {}
         for row in self.rows:
             key = (row.m, row.candidate.label)
@@ -65,33 +70,35 @@ class Plan:
         return {(m, label): (time, seconds[m, dense[m]] / time) for (m, label), time in seconds.items()}
 
     def best(self) -> dict[tuple[str, int], Row]:
-        """(layer, M) -> the fastest candidate; dense unless it is beaten by more than times drift."""
-        found: dict[tuple[str, int], Row] = {}
+        """Return (layer, M) -> the fastest candidate; dense unless another is `MIN_SPEEDUP` times as fast."""
+        best: dict[tuple[str, int], Row] = {}
         for row in self.rows:
             key = (f"{row.layer.names} {row.layer.n},{row.layer.k}".strip(), row.m)
-            if key not in found or row.speedup > max(found[key].speedup, WORTH_IT):
-                found[key] = row
-        return found
+            if key not in best or row.speedup > max(best[key].speedup, MIN_SPEEDUP):
+                best[key] = row
+        return best
 
     def sentences(self) -> list[str]:
-        """Say in words whether sparsity pays, one sentence for each number of tokens."""
+        """Return one sentence per M: whether sparsity pays, and why."""
         return [self._sentence(m) for m in dict.fromkeys(row.m for row in self.rows)]
 
     def _sentence(self, m: int) -> str:
         rows = [row for row in self.rows if row.m == m]
         largest = max((row for row in rows if row.candidate.is_baseline), key=lambda row: row.layer.n * row.layer.k)
         sparse = sorted({row.candidate.label for row in rows if row.candidate.pattern != largest.candidate.pattern})
-        start = f"M = {m:,}: the dense product is bound by {BOUND[largest.estimate.bound]}"
+        start = f"M = {m:,}: the dense matmul is bound by {BOUND[largest.estimate.bound]}"
         if not sparse:
-            return f"{start}; no sparse format was asked for or could be planned."
-        gains = {label: gain for (tokens, label), (_, gain) in sorted(self.totals().items()) if tokens == m}
-        label = max(sparse, key=lambda name: gains[name])
-        gain = gains[label]
-        if gain >= WORTH_IT:
-            rounded = max((name for name in gains if name not in sparse), key=lambda name: gains[name])
-            rival = f", {rounded} up to {gains[rounded]:.2f} without zeros" if gains[rounded] >= WORTH_IT else ""
-            return f"{start}; {label} may gain up to {gain:.2f}{rival}."
-        return f"{start}; {WHY_NOT[largest.estimate.bound]}: the best, {label}, stands at {gain:.2f}. Keep it dense."
+            return f"{start}; no sparse format was requested or can be predicted."
+        speedups = {label: speedup for (tokens, label), (_, speedup) in sorted(self.totals().items()) if tokens == m}
+        label = max(sparse, key=lambda name: speedups[name])
+        speedup = speedups[label]
+        if speedup < MIN_SPEEDUP:
+            reason = WHY_NOT[largest.estimate.bound]
+            return f"{start}; {reason}: the best, {label}, reaches {speedup:.2f}. Keep it dense."
+        # Without zeros, but possibly quantised: the rival that a sparse format has to beat.
+        rival = max((name for name in speedups if name not in sparse), key=lambda name: speedups[name])
+        beside = f", {rival} up to {speedups[rival]:.2f} without zeros" if speedups[rival] >= MIN_SPEEDUP else ""
+        return f"{start}; {label} may be up to {speedup:.2f} times as fast{beside}."
 
 
 BOUND = {"memory": "reading the weights", "arithmetic": "arithmetic", "fixed time": "a kernel's fixed time"}
@@ -106,10 +113,10 @@ WHY_NOT = {
 def make_plan(
     layers: list[LayerShape], tokens: list[int], candidates: list[Candidate], dtype: torch.dtype, machine: Machine
 ) -> Plan:
-    """Predict every candidate on every layer shape at every number of tokens.
+    """Predict every candidate on every layer shape and M.
 
     Args:
-        layers: the shapes.
+        layers: the layer shapes.
         tokens: values of M.
         candidates: the dense baseline first.
         dtype: of weights and activations.
@@ -119,14 +126,14 @@ def make_plan(
     left_out: dict[str, str] = {}
     for layer in layers:
         for m in tokens:
-            dense, _ = estimate_product(candidates[0], m, layer.n, layer.k, dtype, machine)
+            dense, _ = estimate_matmul(candidates[0], m, layer.n, layer.k, dtype, machine)
             for candidate in candidates:
                 try:
-                    found, bits = estimate_product(candidate, m, layer.n, layer.k, dtype, machine)
-                except InputError as reason:
-                    left_out[candidate.label] = str(reason)
+                    predicted, bits = estimate_matmul(candidate, m, layer.n, layer.k, dtype, machine)
+                except InputError as error:
+                    left_out[candidate.label] = str(error)
                     continue
-                rows.append(Row(layer, m, candidate, bits, found, dense.seconds / found.seconds))
-    # A candidate that cannot store one layer has no total: leave it out whole.
+                rows.append(Row(layer, m, candidate, bits, predicted, dense.seconds / predicted.seconds))
+    # A candidate that cannot store one of the layers has no total, so all its rows are dropped.
     rows = [row for row in rows if row.candidate.label not in left_out]
     return Plan(machine, rows, left_out)

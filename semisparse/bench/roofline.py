@@ -1,9 +1,9 @@
-"""The roofline model: what a product's passes take at the least on a machine, and what bounds them."""
+"""The roofline model: the time that a matmul's kernels take on a machine, and what bounds it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -16,12 +16,12 @@ from semisparse.formats.kernel import Pass, Problem
 from semisparse.patterns import Pattern, parse_pattern
 
 BASELINE = "dense"
-"""The format of the dense product that every speed-up is over."""
+"""The format of the dense matmul that speed-ups are relative to."""
 
 NO_ZEROS = "0%"
 
 SAMPLE_ROWS = 256
-"""Rows that are packed to learn how many bits a weight takes, padding and metadata included."""
+"""Rows of a random weight that are packed to predict the bytes of a whole weight, padding and metadata included."""
 
 
 @dataclass(frozen=True)
@@ -34,27 +34,27 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """Such as ``bitmask 32:64``."""
+        """The name in tables, such as ``bitmask 32:64``."""
         words = [self.format, *(str(value) for value in self.options.values())]
         return " ".join(words if self.pattern == NO_ZEROS else [*words, self.pattern])
 
     @property
     def is_baseline(self) -> bool:
-        """Whether this is the weight as it is."""
+        """Whether this is the dense, unquantised weight."""
         return self.format == BASELINE and not self.options and self.pattern == NO_ZEROS
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a product takes on a machine.
+    """The predicted time of a matmul on a machine. A matmul consists of one or several passes (kernel launches).
 
     Args:
-        bytes: read and written in all passes.
+        bytes: read and written by all passes.
         operations: of all passes.
-        floor_seconds: the sum over the passes of the larger of their memory and arithmetic times.
-        seconds: the same with what the kernels reach and what unpacking takes, and each kernel's fixed time.
-        bound: ``memory``, ``arithmetic``, ``unpacking`` or ``fixed time``, whichever is most of it.
-        strategy: how the kernels go about it, where the format says so.
+        floor_seconds: the sum over the passes of the larger of memory time and arithmetic time.
+        seconds: the predicted time. It adds the fraction of the peak that kernels reach, unpacking, and fixed time.
+        bound: ``memory``, ``arithmetic``, ``unpacking`` or ``fixed time``, whichever takes most of the time.
+        strategy: the kernels' strategy, for formats with several.
     """
 
     bytes: float
@@ -66,22 +66,39 @@ class Estimate:
 
 
 def candidates(formats: Iterable[str] | None = None, patterns: Iterable[str] | None = None) -> list[Candidate]:
-    """List what may be compared: the dense baseline first, then each format in the variants it declares.
+    """Return the candidates for a comparison: the dense baseline, then each format with all its variants.
 
     Args:
-        formats: names, or None for all.
-        patterns: written forms; None for those of each format's own recipes. A format gets those it can store.
+        formats: names; None for all.
+        patterns: in written form; None for the patterns of each format's recipes. Each format is combined with those
+            that it can store.
     Raises:
-        InputError: a name is unknown.
+        InputError: a format is unknown.
         PatternError: a pattern cannot be parsed.
     """
-    asked = None if patterns is None else [str(parse_pattern(p)) for p in patterns]
-    found = [Candidate(BASELINE, NO_ZEROS)]
+    requested = None if patterns is None else [str(parse_pattern(p)) for p in patterns]
+    listed = [Candidate(BASELINE, NO_ZEROS)]
     for form in registry().values() if formats is None else [get_format(name) for name in formats]:
-        own = [NO_ZEROS] if form.name == BASELINE else asked or _recipe_patterns(form)
-        usable = [p for p in own if form.accepts(parse_pattern(p)) is None]
-        found += [Candidate(form.name, p, options) for p in usable for options in form.variants]
-    return list({candidate.label: candidate for candidate in found}.values())
+        wanted = [NO_ZEROS] if form.name == BASELINE else requested or _recipe_patterns(form)
+        usable = [p for p in wanted if form.accepts(parse_pattern(p)) is None]
+        listed += [Candidate(form.name, p, options) for p in usable for options in form.variants]
+    return list({candidate.label: candidate for candidate in listed}.values())
+
+
+def candidate_named(form: str, pattern: str | None = None) -> Candidate:
+    """Return the first candidate of a format.
+
+    Args:
+        form: the format's name.
+        pattern: in written form; None for that of the format's first recipe.
+    Raises:
+        InputError: the format is unknown, has no recipe with a pattern, or cannot store the pattern.
+    """
+    matching = [c for c in candidates([form], None if pattern is None else [pattern]) if c.format == form]
+    if not matching:
+        reason = "has no recipe with a pattern: give --pattern" if pattern is None else f"cannot store {pattern}"
+        raise InputError(f"format {form} {reason}")
+    return matching[0]
 
 
 def _recipe_patterns(form: Format) -> list[str]:
@@ -89,21 +106,27 @@ def _recipe_patterns(form: Format) -> list[str]:
 
 
 def problem_for(candidate: Candidate, m: int, n: int, k: int, dtype: torch.dtype, device: str) -> tuple[Problem, float]:
-    """Describe a product that nobody has packed yet, with the bytes that its weight would take.
+    """Return the problem of a matmul whose weight is not packed, and the bytes that the packed weight would take.
 
+    Args:
+        candidate: how the weight is stored.
+        m: tokens.
+        n: output features.
+        k: input features.
+        dtype: of weight and activations.
+        device: ``cuda`` or ``cpu``.
     Raises:
         FormatError: the format cannot store a weight of this shape.
     """
-    sample = _sample(
+    sample = _packed_sample(
         candidate.format, candidate.pattern, tuple(candidate.options.items()), min(n, SAMPLE_ROWS), k, dtype
     )
-    pattern = parse_pattern(candidate.pattern)
-    problem = Problem(m, n, k, pattern, sample.params, dtype, dtype, torch.device(device))
-    return problem, sample.nbytes * n / sample.shape[0]
+    spec = replace(get_format(candidate.format).structure(sample.spec), shape=(n, k))
+    return Problem(m, spec, dtype, torch.device(device)), sample.nbytes * n / sample.shape[0]
 
 
 @lru_cache(maxsize=256)
-def _sample(
+def _packed_sample(
     form: str, pattern: str, options: tuple[tuple[str, Any], ...], n: int, k: int, dtype: torch.dtype
 ) -> Packed:
     weight = random_weight(parse_pattern(pattern), n, k, dtype, "cpu")
@@ -111,7 +134,7 @@ def _sample(
 
 
 def random_weight(pattern: Pattern, n: int, k: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """Draw a weight [N, K] that obeys a pattern, the same at each call on a device."""
+    """Return a random weight [N, K] that obeys a pattern. The same arguments give the same weight."""
     generator = torch.Generator(device).manual_seed(n * k)
     weight = torch.randn(n, k, generator=generator, device=device)
     weight *= pattern.mask(weight.abs())
@@ -119,44 +142,43 @@ def random_weight(pattern: Pattern, n: int, k: int, dtype: torch.dtype, device: 
 
 
 def estimate(passes: Iterable[Pass], machine: Machine) -> Estimate:
-    """Apply the roofline to each pass.
+    """Apply the roofline model to each pass of a matmul, and add up.
 
     Raises:
-        InputError: the machine lacks a unit that a pass computes on.
+        InputError: the machine has no rate for a unit that a pass uses.
     """
-    moved = computed = floor = seconds = memory = arithmetic = unpacking = fixed = 0.0
+    total_bytes = operations = floor = longest = 0.0
+    seconds = {"memory": 0.0, "arithmetic": 0.0, "unpacking": 0.0, "fixed time": 0.0}
     strategies = []
     for step in passes:
-        strategies += [step.strategy] if step.strategy else []
-        for unit, operations in ((step.unit, step.operations), ("fp32", step.unpacking)):
-            if operations and unit not in machine.peaks:
+        for unit, count in ((step.unit, step.operations), ("fp32", step.unpacking)):
+            if count and unit not in machine.peaks:
                 raise InputError(f"{machine.name} has no known rate for {unit}")
-        moved += step.bytes
-        computed += step.operations
-        reading = step.bytes / machine.bandwidth
-        computing = step.operations / machine.peaks[step.unit] if step.operations else 0.0
-        floor += max(reading, computing)
-        computing /= step.reached
-        finding = step.unpacking / machine.peaks["fp32"] if step.unpacking else 0.0
-        longest = max(reading, computing, finding)
-        seconds += longest
-        memory += reading if reading == longest else 0.0
-        arithmetic += computing if computing == longest > reading else 0.0
-        unpacking += finding if finding == longest > max(reading, computing) else 0.0
-        fixed += machine.kernel_seconds
-    shares = {"memory": memory, "arithmetic": arithmetic, "unpacking": unpacking, "fixed time": fixed}
-    bound = max(shares, key=lambda name: shares[name])
-    return Estimate(moved, computed, floor, seconds + fixed, bound, "; ".join(strategies))
+        memory = step.bytes / machine.bandwidth
+        arithmetic = step.operations / machine.peaks[step.unit] if step.operations else 0.0
+        unpacking = step.unpacking / machine.peaks["fp32"] if step.unpacking else 0.0
+        total_bytes += step.bytes
+        operations += step.operations
+        floor += max(memory, arithmetic)
+        times = {"memory": memory, "arithmetic": arithmetic / step.reached, "unpacking": unpacking}
+        bound = max(times, key=lambda name: times[name])
+        longest += times[bound]
+        seconds[bound] += times[bound]
+        seconds["fixed time"] += machine.kernel_seconds
+        if step.strategy:
+            strategies.append(step.strategy)
+    bound = max(seconds, key=lambda name: seconds[name])
+    return Estimate(total_bytes, operations, floor, longest + seconds["fixed time"], bound, "; ".join(strategies))
 
 
-def estimate_product(
+def estimate_matmul(
     candidate: Candidate, m: int, n: int, k: int, dtype: torch.dtype, machine: Machine
 ) -> tuple[Estimate, float]:
-    """Estimate one product; gives the bits a weight too.
+    """Return the estimate of a matmul on a machine, and the bits per weight.
 
     Raises:
         FormatError: the format cannot store a weight of this shape.
-        InputError: the machine lacks a unit.
+        InputError: the machine has no rate for a unit that a pass uses.
     """
     problem, weight_bytes = problem_for(candidate, m, n, k, dtype, machine.device)
     passes = get_format(candidate.format).cost(problem, weight_bytes)

@@ -1,4 +1,4 @@
-"""The linear layers of a model: by an architecture's name, from a model directory, or as plain N,K."""
+"""The shapes of a model's linear layers: from an architecture's name, a model directory, or plain N,K."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ARCHITECTURES = {
     "qwen2.5-7b": ("qwen2", (3584, 18944, 28, 28, 4, 152064)),
     "qwen2.5-14b": ("qwen2", (5120, 13824, 48, 40, 8, 152064)),
 }
-"""Family and sizes, in the order of ``_SIZES``, from each model's published config.json."""
+"""Name -> transformers' model type, and the sizes in `_SIZES` from the model's published config.json."""
 
 FUSED = {
     "q_proj": "qkv_proj",
@@ -41,18 +41,18 @@ FUSED = {
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
 }
-"""Layers of one input that serving stacks multiply as one."""
+"""Layer -> the fused layer that serving stacks compute it in."""
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The layers of a model that share a shape.
+    """The layers of a model that have the same shape.
 
     Args:
-        names: their last names, such as ``q_proj, o_proj``; empty for a plain shape.
+        names: the last parts of their names, such as ``q_proj, o_proj``; empty for a plain shape.
         n: output features.
         k: input features.
-        count: how many there are in the model.
+        count: the number of such layers in the model.
     """
 
     names: str
@@ -62,13 +62,13 @@ class LayerShape:
 
 
 def layer_shapes(text: str) -> list[LayerShape]:
-    """Find the distinct linear layers of what ``text`` names, the language model head left out.
+    """Return the distinct shapes of a model's linear layers, without the language model head.
 
     Args:
-        text: ``N,K``; a name of `ARCHITECTURES`, with ``:fused`` for q, k, v and gate, up as one product each; or a
-            model directory.
+        text: ``N,K``, a model directory, or a name in `ARCHITECTURES`. ``:fused`` after the name fuses q, k, v into
+            one layer, and gate, up into another.
     Raises:
-        InputError: it is none of these.
+        InputError: ``text`` is none of these.
     """
     plain = re.fullmatch(r"(\d+),(\d+)", text)
     if plain:
@@ -80,10 +80,10 @@ def layer_shapes(text: str) -> list[LayerShape]:
 
 
 def architecture(name: str) -> PretrainedConfig:
-    """Give a named architecture's config.
+    """Return the config of an architecture in `ARCHITECTURES`.
 
     Raises:
-        InputError: there is no such name; lists the known ones.
+        InputError: the name is unknown; lists the known ones.
     """
     if name not in ARCHITECTURES:
         raise InputError(f"unknown architecture {name!r}; known: {', '.join(ARCHITECTURES)}")
@@ -96,7 +96,7 @@ def _config_of(directory: Path) -> PretrainedConfig:
         known = ", ".join(ARCHITECTURES)
         raise InputError(f"{directory} is no model directory (no config.json), no N,K and none of: {known}")
     try:
-        config = AutoConfig.from_pretrained(directory)
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except (ValueError, OSError, KeyError) as error:
         raise InputError(f"{directory}/config.json cannot be read: {error}") from error
     if hasattr(config, "quantization_config"):
@@ -105,22 +105,23 @@ def _config_of(directory: Path) -> PretrainedConfig:
 
 
 def _linears(config: PretrainedConfig) -> list[tuple[str, int, int]]:
-    """Name, N and K of every linear layer, from a model without memory."""
+    """Return name, N and K of every linear layer but the head, from a model on the meta device."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     head = model.get_output_embeddings()
     layers = [(name, module) for name, module in model.named_modules() if is_linear(module) and module is not head]
     return [(name, *weight_of(module).shape) for name, module in layers]
 
 
 def _grouped(linears: list[tuple[str, int, int]], fused: bool) -> list[LayerShape]:
+    """Group layers (name, N, K) by shape, after fusing them if ``fused``."""
     if fused:
-        joined: dict[str, tuple[int, int]] = {}
+        sizes: dict[str, tuple[int, int]] = {}
         for name, n, k in linears:
             parent, _, last = name.rpartition(".")
-            whole = f"{parent}.{FUSED.get(last, last)}"
-            joined[whole] = (joined.get(whole, (0, k))[0] + n, k)
-        linears = [(name, n, k) for name, (n, k) in joined.items()]
+            fused_name = f"{parent}.{FUSED.get(last, last)}"
+            sizes[fused_name] = (sizes.get(fused_name, (0, k))[0] + n, k)
+        linears = [(name, n, k) for name, (n, k) in sizes.items()]
     groups: dict[tuple[int, int], list[str]] = {}
     for name, n, k in linears:
         groups.setdefault((n, k), []).append(name.rpartition(".")[2])

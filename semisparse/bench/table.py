@@ -1,4 +1,4 @@
-"""Reading and writing the CSV files under results/: one dataclass, one line each."""
+"""Reading and writing the CSV files in results/: one dataclass per file, one record per line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Record = TypeVar("Record")
 
 
 def write_csv(path: Path, records: Sequence[Any]) -> None:
-    """Write records of one dataclass, floats to six digits; the file is whole or absent."""
+    """Write records of one dataclass atomically. Floats have six digits."""
     text = io.StringIO()
     writer = csv.DictWriter(text, [field.name for field in fields(records[0])], lineterminator="\n")
     writer.writeheader()
@@ -26,10 +26,10 @@ def write_csv(path: Path, records: Sequence[Any]) -> None:
 
 
 def read_csv(path: Path, kind: type[Record]) -> list[Record]:
-    """Read records of a dataclass whose fields are str, int and float.
+    """Read records of a dataclass whose fields are str, int or float.
 
     Raises:
-        InputError: the file is missing, or its columns or values are not the dataclass's.
+        InputError: the file cannot be read, or a column is missing or has a value of the wrong type.
     """
     types = get_type_hints(kind)
     try:

@@ -1,4 +1,4 @@
-"""Honest times: CUDA graph replays over more operands than the cache holds, medians and spread."""
+"""Timing: medians of CUDA graph replays over more copies of the weights than fit in the L2 cache."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from statistics import quantiles
 import torch
 from torch import Tensor
 
-from semisparse.formats.base import Packed, replace_tensors
+from semisparse.formats.base import Packed
 
 CACHES = 4
-"""Copies of the weights take this many times the last-level cache, so that each is read from memory."""
+"""Size of all copies of a weight over the size of the last-level cache, so that each is read from memory."""
 
 MOST_COPIES = 400
 
@@ -22,15 +22,15 @@ REPLAYS = 20
 FEWEST_REPLAYS = 5
 
 GPU_SECONDS = 0.3
-"""Replays of a long graph stop after this long, once there are `FEWEST_REPLAYS`."""
+"""Replays end once they have taken this long in all, if there are at least `FEWEST_REPLAYS`."""
 
 CPU_SECONDS = 0.3
-"""A CPU measurement lasts at least this long, and until every copy has been used."""
+"""A measurement on a CPU takes at least this long, and at least one call per copy."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds of one call: the median, and the tenth and ninetieth percentile of the repeats."""
+    """Microseconds per call: the median, and the 10th and 90th percentile of the repeats."""
 
     us: float
     low_us: float
@@ -38,28 +38,35 @@ class Timing:
 
 
 def rotating_copies(packed: Packed, cache_bytes: int) -> list[Packed]:
-    """Copy a packed weight until the copies outgrow the cache `CACHES` times, or there are `MOST_COPIES`."""
+    """Return a packed weight and copies of it, `CACHES` times ``cache_bytes`` in all or `MOST_COPIES` copies."""
     count = min(MOST_COPIES, max(2, -(-CACHES * cache_bytes // packed.nbytes)))
-    copies = [
-        replace_tensors(packed, {name: t.clone() for name, t in packed.tensors.items()}) for _ in range(count - 1)
-    ]
-    return [packed, *copies]
+    return [packed, *(clone(packed) for _ in range(count - 1))]
+
+
+def clone(packed: Packed) -> Packed:
+    """Return a packed weight with tensors of its own."""
+    return Packed(packed.spec, {name: tensor.clone() for name, tensor in packed.tensors.items()})
 
 
 def time_calls(calls: Sequence[Callable[[], Tensor]], device: torch.device) -> Timing:
     """Time calls that do the same work on different operands.
 
-    On a GPU they are captured in one CUDA graph, in order, and the graph is replayed; on a CPU they are called in turn.
+    On a GPU all calls are captured in one CUDA graph, which is replayed. On a CPU they are called in turn.
 
     Args:
-        calls: each launches on the current stream; run once before, so that nothing is compiled or loaded in capture.
-        device: where they run.
+        calls: callables that launch on the current stream. Each kernel has been compiled and loaded before.
+        device: the device that they run on.
     """
     return _summary(_replay_times(calls) if device.type == "cuda" else _call_times(calls))
 
 
 def time_eager(call: Callable[[], object], calls: int = 1000) -> Timing:
-    """Time a call from Python with the queue never full: what a launch costs the host."""
+    """Time a call from Python: what it costs the host. The queue of launches never fills up.
+
+    Args:
+        call: launches on a GPU.
+        calls: how often it is called in all, in `REPLAYS` batches.
+    """
     for _ in range(20):
         call()
     times = []
@@ -112,5 +119,5 @@ def _call_times(calls: Sequence[Callable[[], Tensor]]) -> list[float]:
 
 
 def _summary(seconds: Sequence[float]) -> Timing:
-    tenths = [1e6 * cut for cut in quantiles(seconds, n=10)]
-    return Timing(us=tenths[4], low_us=tenths[0], high_us=tenths[8])
+    deciles = [1e6 * decile for decile in quantiles(seconds, n=10)]
+    return Timing(us=deciles[4], low_us=deciles[0], high_us=deciles[8])

@@ -1,6 +1,6 @@
-"""The directory on disk: the config block, validation, atomic writing."""
+"""The model directory on disk: its config block, validation, loading and atomic writing."""
 
-from semisparse.checkpoint.block import METHOD, VERSION, describe, filled, read_block
+from semisparse.checkpoint.block import METHOD, VERSION, packed_from_tensors, read_block
 from semisparse.checkpoint.directory import (
     Header,
     ModelDirectory,
@@ -10,21 +10,34 @@ from semisparse.checkpoint.directory import (
     read_headers,
 )
 from semisparse.checkpoint.inspect import inspect_directory
-from semisparse.checkpoint.write import refuse_existing, whole_directory
+from semisparse.checkpoint.loading import (
+    NO_REMOTE_CODE,
+    load_dense,
+    load_model,
+    load_tokenizer,
+    pick_device,
+    refuse_remote_code,
+)
+from semisparse.checkpoint.write import atomic_directory, refuse_existing
 
 __all__ = [
     "METHOD",
+    "NO_REMOTE_CODE",
     "VERSION",
     "Header",
     "ModelDirectory",
+    "atomic_directory",
     "check_headers",
-    "describe",
-    "filled",
     "inspect_directory",
+    "load_dense",
+    "load_model",
+    "load_tokenizer",
     "open_directory",
+    "packed_from_tensors",
+    "pick_device",
     "read_ahead",
     "read_block",
     "read_headers",
     "refuse_existing",
-    "whole_directory",
+    "refuse_remote_code",
 ]

@@ -1,83 +1,61 @@
-"""The ``quantization_config`` block of config.json: what each compressed layer is."""
+"""The ``quantization_config`` block of config.json: the spec of each compressed layer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from semisparse.errors import CheckpointError, SemisparseError
-from semisparse.formats.base import WEIGHT_DTYPES, Packed, get_format, replace_tensors
-from semisparse.patterns import parse_pattern
+from semisparse.formats.base import Packed, WeightSpec, get_format
 
 METHOD = "semisparse"
 VERSION = 1
 
-_DTYPES = {str(d).removeprefix("torch."): d for d in WEIGHT_DTYPES}
 
+def read_entry(name: str, entry: Mapping[str, Any]) -> Packed:
+    """Return a layer as its entry declares it: its spec, and tensors on the meta device with their dtypes and shapes.
 
-def describe(packed: Packed) -> dict[str, Any]:
-    """Write a layer's declaration as plain JSON, without its tensors."""
-    return {
-        "format": packed.format,
-        "version": packed.version,
-        "pattern": str(packed.pattern),
-        "shape": list(packed.shape),
-        "dtype": str(packed.dtype).removeprefix("torch."),
-        "params": dict(packed.params),
-    }
-
-
-def declared(name: str, entry: Mapping[str, Any]) -> Packed:
-    """Read a layer's declaration; its tensors are on the meta device and say what dtypes and shapes the file must have.
-
+    Args:
+        name: the layer's module name, for error messages.
+        entry: the layer's entry in the block.
     Raises:
-        CheckpointError: a key is missing, or the format, version, pattern, dtype or a shape is impossible.
+        CheckpointError: a key is missing, or the format, version, pattern, dtype or a shape is invalid.
     """
     try:
-        form = get_format(entry["format"])
-        if entry["version"] != form.version:
-            raise CheckpointError(
-                f"format {form.name} version {entry['version']} is unknown; "
-                f"this semisparse reads version {form.version}"
-            )
-        n, k = (int(size) for size in entry["shape"])
-        if n < 1 or k < 1:
-            raise CheckpointError(f"shape {[n, k]} is impossible")
-        pattern, dtype, params = parse_pattern(entry["pattern"]), _DTYPES[entry["dtype"]], dict(entry["params"])
-        dtypes = form.dtypes(dtype, pattern, params)
-        tensors = {
-            tensor: torch.empty(shape, dtype=dtypes[tensor], device="meta")
-            for tensor, shape in form.shapes(n, k, pattern, params).items()
-        }
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        spec = WeightSpec.from_dict(entry)
+        get_format(spec.format).check_spec(spec)
+        return Packed.empty(spec)
+    except (TypeError, ValueError) as error:
         raise CheckpointError(f"layer {name}: its entry in config.json is unreadable: {error!r}") from error
     except SemisparseError as error:
         raise CheckpointError(f"layer {name}: {error}") from error
-    return Packed(form.name, form.version, pattern, (n, k), dtype, params, tensors)
 
 
-def filled(name: str, declared: Packed, tensors: Mapping[str, Tensor]) -> Packed:
-    """Give a declared layer its tensors, and check all that a kernel will rely on.
+def packed_from_tensors(name: str, declared: Packed, tensors: Mapping[str, Tensor]) -> Packed:
+    """Return a declared layer with its tensors, after validating them (`Format.validate`).
 
+    Args:
+        name: the layer's module name, for error messages.
+        declared: the layer, as `read_entry` returns it.
+        tensors: the stored tensors by name.
     Raises:
-        CheckpointError: names the layer, the tensor and what is wrong with it.
+        CheckpointError: a tensor is invalid; names the layer, the tensor and the fault.
     """
-    packed = replace_tensors(declared, dict(tensors))
+    packed = Packed(declared.spec, dict(tensors))
     try:
-        get_format(packed.format).validate(packed)
+        get_format(packed.spec.format).validate(packed)
     except SemisparseError as error:
         raise CheckpointError(f"layer {name}: {error}") from error
     return packed
 
 
 def read_block(block: Mapping[str, Any]) -> dict[str, Packed]:
-    """Read the whole block: every compressed layer's declaration by module name, in the order of the names' numbers.
+    """Return every compressed layer of a block, as `read_entry` does, by module name and in the model's order.
 
     Raises:
-        CheckpointError: the block is not semisparse's, or of an unknown version, or an entry is unreadable.
+        CheckpointError: the block is another library's, its version is unknown, or an entry is unreadable.
     """
     if block.get("quant_method") != METHOD:
         raise CheckpointError(f"the model is quantised by {block.get('quant_method')!r}, not by {METHOD}")
@@ -88,9 +66,9 @@ def read_block(block: Mapping[str, Any]) -> dict[str, Packed]:
     layers = block.get("layers")
     if not isinstance(layers, Mapping):
         raise CheckpointError("config.json has no table of layers under quantization_config")
-    return {name: declared(name, layers[name]) for name in sorted(layers, key=_by_number)}
+    return {name: read_entry(name, layers[name]) for name in sorted(layers, key=_numeric_order)}
 
 
-def _by_number(name: str) -> list[tuple[int, str]]:
-    """Order layer 10 behind layer 9; the table itself is in alphabetical order, because JSON is written so."""
+def _numeric_order(name: str) -> list[tuple[int, str]]:
+    """Return a sort key that puts layer 10 after layer 9. The JSON table is in alphabetical order."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]

@@ -1,4 +1,4 @@
-"""Reading a model directory from a stranger: present, whole and consistent before anything is loaded."""
+"""Reading an untrusted model directory. Files and declarations are checked before any tensor is loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from semisparse.checkpoint.block import read_block
 from semisparse.errors import CheckpointError
-from semisparse.formats.base import Packed, replace_tensors
+from semisparse.formats.base import Packed
 
 _SAFETENSORS_DTYPES = {
     "BOOL": torch.bool,
@@ -39,7 +39,14 @@ _SAFETENSORS_DTYPES = {
 
 @dataclass(frozen=True)
 class Header:
-    """What a safetensors file says of one tensor."""
+    """One tensor's entry in a safetensors header.
+
+    Args:
+        file: the safetensors file.
+        dtype: None if torch has no such dtype.
+        shape: the tensor's shape.
+        nbytes: the tensor's size in bytes.
+    """
 
     file: Path
     dtype: torch.dtype | None
@@ -49,13 +56,13 @@ class Header:
 
 @dataclass(frozen=True)
 class ModelDirectory:
-    """A model directory whose configuration parses and whose files are whole.
+    """A model directory with a readable config.json and complete safetensors files.
 
     Args:
         path: the directory.
-        config: config.json.
-        headers: every tensor in its safetensors files, by name.
-        layers: declarations of the compressed layers by module name; empty for a dense model.
+        config: the content of config.json.
+        headers: the header entry of every stored tensor, by tensor name.
+        layers: the compressed layers by module name, with tensors on the meta device; empty for a dense model.
     """
 
     path: Path
@@ -64,22 +71,22 @@ class ModelDirectory:
     layers: dict[str, Packed]
 
     def read(self, name: str) -> Tensor:
-        """Read one tensor."""
+        """Read the tensor ``name``."""
         with safe_open(self.headers[name].file, "pt") as file:
             return file.get_tensor(name)
 
     def packed(self, name: str) -> Packed:
-        """Read one compressed layer."""
+        """Read the compressed layer ``name``, without validating it."""
         declared = self.layers[name]
-        return replace_tensors(declared, {tensor: self.read(f"{name}.{tensor}") for tensor in declared.tensors})
+        return Packed(declared.spec, {tensor: self.read(f"{name}.{tensor}") for tensor in declared.tensors})
 
 
 def open_directory(path: str | Path) -> ModelDirectory:
-    """Open a model directory, dense or compressed, reading only its JSON files and safetensors headers.
+    """Open a model directory, dense or compressed. Reads only JSON files and safetensors headers.
 
     Raises:
         CheckpointError: the directory is missing or incomplete, a file is truncated or not safetensors, or a tensor
-            disagrees with config.json.
+            has another dtype or shape than config.json declares.
     """
     path = Path(path)
     if not path.is_dir():
@@ -93,25 +100,28 @@ def open_directory(path: str | Path) -> ModelDirectory:
 
 
 def check_headers(layers: Mapping[str, Packed], headers: Mapping[str, Header]) -> None:
-    """Check that the files hold what the declarations promise.
+    """Check that the files contain every tensor that config.json declares, with its dtype and shape.
 
+    Args:
+        layers: the compressed layers, as `read_block` returns them.
+        headers: the header entry of every stored tensor, by tensor name.
     Raises:
         CheckpointError: a tensor is missing or has another dtype or shape.
     """
     for layer, packed in layers.items():
         for tensor, expected in packed.tensors.items():
-            found = headers.get(f"{layer}.{tensor}")
-            if found is None:
+            header = headers.get(f"{layer}.{tensor}")
+            if header is None:
                 raise CheckpointError(f"tensor {layer}.{tensor} is missing from the safetensors files")
-            if found.dtype != expected.dtype or found.shape != tuple(expected.shape):
+            if header.dtype != expected.dtype or header.shape != tuple(expected.shape):
                 raise CheckpointError(
-                    f"tensor {layer}.{tensor} is {found.dtype} {list(found.shape)}, "
+                    f"tensor {layer}.{tensor} is {header.dtype} {list(header.shape)}, "
                     f"config.json declares {expected.dtype} {list(expected.shape)}"
                 )
 
 
 def read_headers(files: list[Path]) -> dict[str, Header]:
-    """Read every tensor's dtype and shape from safetensors files; their contents stay on disk.
+    """Return the header entry of every tensor in safetensors files, by tensor name. No tensor is read.
 
     Raises:
         CheckpointError: a file is missing, truncated or not safetensors.
@@ -134,9 +144,9 @@ def read_headers(files: list[Path]) -> dict[str, Header]:
 
 
 def read_ahead(files: Iterable[Path]) -> None:
-    """Ask the system to bring files into memory while something else is done, where it can be asked.
+    """Start reading files into the page cache in the background, on systems with ``posix_fadvise``.
 
-    Weights that are checked one after another otherwise wait for the disk one page after another.
+    Without it, validating the weights waits for the disk page by page.
     """
     if hasattr(os, "posix_fadvise"):
         for file in files:
@@ -150,7 +160,7 @@ def _weight_files(path: Path) -> list[Path]:
         weight_map = _read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{index} has no weight_map")
-        return sorted({path / Path(str(file)).name for file in weight_map.values()})
+        return sorted({path / _file_inside(index, file) for file in weight_map.values()})
     single = path / "model.safetensors"
     if single.is_file():
         return [single]
@@ -161,6 +171,17 @@ def _weight_files(path: Path) -> list[Path]:
             "convert it with transformers' save_pretrained"
         )
     raise CheckpointError(f"{path} holds no model.safetensors")
+
+
+def _file_inside(index: Path, name: Any) -> str:
+    """Return the file that an index names.
+
+    Raises:
+        CheckpointError: the name is a path, which could lead out of the directory.
+    """
+    if not isinstance(name, str) or name in ("", ".", "..") or set(name) & set("/\\\0"):
+        raise CheckpointError(f"{index} names the file {name!r}, expected a file of the directory itself")
+    return name
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a model directory holds, layer by layer."""
+"""Describing a model directory layer by layer."""
 
 from __future__ import annotations
 
@@ -19,13 +19,18 @@ def inspect_directory(
     """Describe a model directory.
 
     Args:
-        path: dense or compressed; in a dense one the densities show what an earlier pruning left.
-        verify: validate every packed tensor too.
+        path: a dense or compressed model directory.
+        verify: whether to validate every packed tensor.
         progress: called with (layers done, all layers).
     Returns:
-        ``layers`` (name, format, pattern, shape, density, bits_per_weight, bytes, error, outcome; the last two and the
-        pattern are None where nothing was compressed), ``bytes`` of all tensors, ``layer_bytes`` and
-        ``bits_per_weight`` of the compressed layers, and ``verified``.
+        A dictionary:
+
+        - ``layers``: per layer its name, format, pattern, shape [N, K], density, bits_per_weight, bytes, error and
+          outcome. A compressed layer's density is the one in config.json, a dense layer's is counted. Dense layers have
+          no pattern, error and outcome (None).
+        - ``bytes``: of all tensors.
+        - ``layer_bytes`` and ``bits_per_weight``: of the compressed layers.
+        - ``verified``: the argument ``verify``.
     Raises:
         CheckpointError: the directory is incomplete or corrupted.
     """
@@ -36,20 +41,23 @@ def inspect_directory(
         for name, header in directory.headers.items()
         if name.endswith(".weight") and len(header.shape) == 2 and name.removesuffix(".weight") not in directory.layers
     ]
-    compressed, others = [], []
-    total = len(directory.layers) + len(dense)
-    for name in directory.layers:
-        compressed.append(_packed_row(name, directory.packed(name), entries[name], verify))
+    rows: list[dict[str, Any]] = []
+
+    def add(row: dict[str, Any]) -> None:
+        rows.append(row)
         if progress:
-            progress(len(compressed), total)
+            progress(len(rows), len(directory.layers) + len(dense))
+
+    for name, packed in directory.layers.items():
+        if verify:
+            _validate(name, directory.packed(name))
+        add(_packed_row(name, packed, entries[name]))
     for name in dense:
-        others.append(_dense_row(name.removesuffix(".weight"), directory.read(name)))
-        if progress:
-            progress(len(compressed) + len(others), total)
-    layer_bytes = sum(row["bytes"] for row in compressed)
-    weights = sum(row["shape"][0] * row["shape"][1] for row in compressed)
+        add(_dense_row(name.removesuffix(".weight"), directory.read(name)))
+    layer_bytes = sum(packed.nbytes for packed in directory.layers.values())
+    weights = sum(packed.shape[0] * packed.shape[1] for packed in directory.layers.values())
     return {
-        "layers": compressed + others,
+        "layers": rows,
         "bytes": sum(header.nbytes for header in directory.headers.values()),
         "layer_bytes": layer_bytes,
         "bits_per_weight": 8 * layer_bytes / weights if weights else None,
@@ -57,20 +65,21 @@ def inspect_directory(
     }
 
 
-def _packed_row(name: str, packed: Packed, entry: Mapping[str, Any], verify: bool) -> dict[str, Any]:
+def _validate(name: str, packed: Packed) -> None:
     try:
-        if verify:
-            get_format(packed.format).validate(packed)
-        weight = packed.unpack()
+        get_format(packed.spec.format).validate(packed)
     except (SemisparseError, RuntimeError, IndexError) as error:
-        hint = "" if verify else " (run inspect --verify for the reason)"
-        raise CheckpointError(f"layer {name} is corrupted: {error}{hint}") from error
+        raise CheckpointError(f"layer {name} is corrupted: {error}") from error
+
+
+def _packed_row(name: str, packed: Packed, entry: Mapping[str, Any]) -> dict[str, Any]:
+    density = entry.get("density")
     return {
         "name": name,
-        "format": packed.format,
+        "format": packed.spec.format,
         "pattern": str(packed.pattern),
         "shape": list(packed.shape),
-        "density": _density(weight),
+        "density": density if isinstance(density, float | int) else None,
         "bits_per_weight": packed.bits_per_weight,
         "bytes": packed.nbytes,
         "error": entry.get("error"),
@@ -84,13 +93,9 @@ def _dense_row(name: str, weight: Tensor) -> dict[str, Any]:
         "format": "dense",
         "pattern": None,
         "shape": list(weight.shape),
-        "density": _density(weight),
+        "density": int((weight != 0).sum()) / max(weight.numel(), 1),
         "bits_per_weight": 8.0 * weight.element_size(),
         "bytes": weight.numel() * weight.element_size(),
         "error": None,
         "outcome": None,
     }
-
-
-def _density(weight: Tensor) -> float:
-    return int((weight != 0).sum()) / max(weight.numel(), 1)

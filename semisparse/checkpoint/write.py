@@ -1,4 +1,4 @@
-"""Writing a directory that is either whole or absent."""
+"""Writing a directory atomically: it is either complete or absent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from semisparse.errors import InputError, SemisparseError
 
 
 def refuse_existing(out: Path) -> None:
-    """Refuse to write over something.
+    """Refuse to overwrite an existing output.
 
     Raises:
         InputError: ``out`` exists and is not an empty directory.
@@ -25,25 +25,26 @@ def refuse_existing(out: Path) -> None:
 
 
 @contextmanager
-def whole_directory(out: str | Path, workplace: Path | None = None) -> Iterator[Path]:
-    """Give a temporary directory that takes the name ``out`` once the block has ended well.
+def atomic_directory(out: str | Path, scratch_parent: Path | None = None) -> Iterator[Path]:
+    """Yield a temporary directory that is renamed to ``out`` when the ``with`` block ends without an exception.
 
-    Everything is flushed to the disk before the rename, so that a crash leaves ``out`` whole or absent.
+    All files are flushed to disk before the rename, so that a crash leaves ``out`` complete or absent.
 
     Args:
-        out: the directory to make.
-        workplace: where the temporary directory is made, on the same disk; by default beside ``out``.
+        out: the directory to create.
+        scratch_parent: the parent of the temporary directory, on the file system of ``out``; by default the parent of
+            ``out``.
     Raises:
         InputError: ``out`` exists already.
-        SemisparseError: writing failed, for instance because the disk is full; nothing is left behind.
+        SemisparseError: writing failed, for instance because the disk is full. The temporary directory is removed.
     """
     out = Path(out).absolute()
     refuse_existing(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=workplace or out.parent))
+        scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=scratch_parent or out.parent))
     except OSError as error:
-        raise SemisparseError(f"cannot write to {workplace or out.parent}: {error}") from error
+        raise SemisparseError(f"cannot write to {scratch_parent or out.parent}: {error}") from error
     try:
         yield scratch
         scratch.chmod(0o777 & ~_umask())

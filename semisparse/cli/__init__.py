@@ -1,14 +1,17 @@
-"""The command line: one file a verb, over `semisparse.api`."""
+"""The command line: one file per verb, over `semisparse.api`.
+
+A verb imports what it runs when it runs, so that `--help` and `--version` import no torch.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
 import typer
-from transformers.utils import logging as transformers_logging
 
-from semisparse.cli import bench, compress, demo, evaluate, formats, generate, inspect, plan
+from semisparse.cli import bench, compress, demo, evaluate, formats, generate, inspect, plan, serve, warm
 from semisparse.cli.output import fail
 from semisparse.errors import InputError, SemisparseError
 from semisparse.version import __version__
@@ -19,13 +22,13 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
-    help="Make sparse language models pay: compress a model, measure what it lost, run it smaller and faster.",
+    help="Compress language models by sparsity, measure what they lose, and run them smaller and faster.",
     epilog="Start with `semisparse demo`. Add --debug to any command for a traceback.",
 )
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(__version__)
         raise typer.Exit
 
@@ -33,15 +36,17 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Take what comes before a verb."""
+    """Accept options that precede a verb."""
 
 
 app.command("compress")(compress.compress)
 app.command("eval")(evaluate.evaluate)
 app.command("generate")(generate.generate)
+app.command("serve")(serve.serve)
+app.command("warm")(warm.warm)
 app.command("inspect")(inspect.inspect)
 app.command("formats")(formats.formats)
 app.command("plan")(plan.plan)
@@ -50,12 +55,13 @@ app.command("demo")(demo.demo)
 
 
 def main() -> None:
-    """Run the command line; one sentence and status 2 for bad input, 1 for a failure."""
+    """Run the command line. Errors print one sentence and exit with status 2 (bad input) or 1 (failure)."""
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
+    # transformers and huggingface_hub read these when a verb imports them.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         app()
     except SemisparseError as error:

@@ -1,4 +1,4 @@
-"""``python -m semisparse.cli``."""
+"""Run the command line as ``python -m semisparse.cli``."""
 
 from semisparse.cli import main
 

@@ -1,44 +1,66 @@
-"""Reading option values that are lists."""
+"""Options that several verbs share, and the parsing of their values."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-import torch
+import typer
 
 from semisparse.errors import InputError
 
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("float16", "bfloat16", "float32")
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+Dtype = Annotated[str, typer.Option("--dtype", help=f"Dtype of weights and activations: {', '.join(DTYPES)}.")]
+Formats = Annotated[str | None, typer.Option("--formats", help="Formats, comma-separated; all by default.")]
+Patterns = Annotated[
+    str | None, typer.Option("--patterns", help="Patterns, comma-separated; those of the recipes by default.")
+]
+OutCsv = Annotated[Path | None, typer.Option("--out", help="The CSV file to write.")]
+Batch = Annotated[int, typer.Option("--batch", min=1, help="Sequences per batch.")]
+PromptTokens = Annotated[int, typer.Option("--prompt", min=1, help="Tokens per prompt.")]
+NewTokens = Annotated[int, typer.Option("--new", min=1, help="Tokens to generate per sequence.")]
 
 
-def words(text: str | None) -> list[str] | None:
-    """Cut ``a,b`` into words; None stays None."""
+def comma_separated(text: str | None) -> list[str] | None:
+    """Split ``a,b`` into words; None stays None."""
     return None if text is None else [word.strip() for word in text.split(",") if word.strip()]
 
 
 def shape_names(text: str) -> list[str]:
-    """Cut ``llama2-7b,4096,11008,dir`` into names and ``N,K`` pairs."""
-    return [found.strip() for found in re.findall(r"\d+\s*,\s*\d+|[^,;]+", text) if found.strip()]
+    """Split ``llama2-7b,4096,11008,dir`` into names and ``N,K`` pairs."""
+    return [name.strip() for name in re.findall(r"\d+\s*,\s*\d+|[^,;]+", text) if name.strip()]
 
 
-def numbers(text: str, option: str) -> list[int]:
-    """Cut ``1,16,4096`` into positive numbers.
+def positive_integers(text: str, option: str) -> list[int]:
+    """Split ``1,16,4096`` into positive integers.
 
+    Args:
+        text: the option's value.
+        option: the option's name, for the error message.
     Raises:
-        InputError: a word is no positive whole number; names the option.
+        InputError: a word is no positive integer.
     """
-    found = words(text) or []
-    if not found or not all(word.isdecimal() and int(word) > 0 for word in found):
-        raise InputError(f"{option} takes positive whole numbers by commas, got {text!r}")
-    return [int(word) for word in found]
+    words = comma_separated(text) or []
+    if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise InputError(f"{option} takes positive whole numbers, comma-separated, got {text!r}")
+    return [int(word) for word in words]
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Look a dtype up.
+    """Return the torch dtype ``name``.
 
     Raises:
-        InputError: it is none that weights may have.
+        InputError: it is not one of `DTYPES`.
     """
     if name not in DTYPES:
         raise InputError(f"--dtype takes {', '.join(DTYPES)}, got {name!r}")
-    return DTYPES[name]
+    import torch
+
+    return getattr(torch, name)

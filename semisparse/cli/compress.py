@@ -3,47 +3,54 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from semisparse import api
+from semisparse.cli.arguments import Json
 from semisparse.cli.output import bytes_text, console, print_json, print_table, progress_bar
+
+if TYPE_CHECKING:
+    from semisparse.api import CompressionReport
+
+RECIPES = ("slidesparse", "nm-spmm", "ec-spmv", "rheosparse", "gqsa")
+"""The built-in recipes, for the help text."""
 
 
 def compress(
     model: Annotated[Path, typer.Argument(help="A dense model directory (config.json, *.safetensors, tokenizer).")],
-    recipe: Annotated[
-        str, typer.Option("--recipe", help=f"A YAML file, or one of: {', '.join(sorted(api.recipes()))}.")
-    ],
+    recipe: Annotated[str, typer.Option("--recipe", help=f"A YAML file, or one of: {', '.join(RECIPES)}.")],
     out: Annotated[Path, typer.Option("--out", help="The directory to write; it must not exist.")],
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Change a key of the recipe: pattern=6:8, prune=wanda, ...")
     ] = None,
     calib: Annotated[
-        Path | None, typer.Option("--calib", help="Calibration text: .txt, or .jsonl with a document a line in 'text'.")
+        Path | None,
+        typer.Option("--calib", help="Calibration text: .txt, or .jsonl with one document per line in 'text'."),
     ] = None,
     samples: Annotated[
-        int | None, typer.Option("--samples", help="Calibration sequences; by default 262,144 tokens of them.")
+        int | None, typer.Option("--samples", help="Calibration sequences; by default 262,144 tokens in all.")
     ] = None,
     seqlen: Annotated[
-        int | None, typer.Option("--seqlen", help="Tokens in one; by default the model's context, 2048 at most.")
+        int | None, typer.Option("--seqlen", help="Tokens per sequence; by default the model's context, 2048 at most.")
     ] = None,
-    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda; one block at a time is there.")] = "auto",
-    seed: Annotated[int, typer.Option("--seed", help="Of everything drawn at random.")] = 0,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with an interrupted run into the same --out.")
-    ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+    device: Annotated[
+        str, typer.Option("--device", help="auto, cpu or cuda; it holds one decoder layer at a time.")
+    ] = "auto",
+    seed: Annotated[int, typer.Option("--seed", help="The random seed.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run with the same --out.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Make a model sparse and pack it, so that it is smaller and faster.
+    """Prune a model's linear layers by a recipe, and pack them.
 
-    Unfinished work is kept in OUT.partial; the same command with --resume goes on, with the same result.
+    Unfinished work is kept in OUT.partial. The same command with --resume continues it, with the same result.
 
     Example: `semisparse compress model --recipe rheosparse --set pattern=16:32 --calib text.txt --out out`
     """
+    from semisparse import api
+
     try:
-        with progress_bar(shown=not json) as bars:
+        with progress_bar(shown=not as_json) as bars:
             task = bars.add_task("reading the model", total=None)
 
             def progress(stage: str, done: int, total: int) -> None:
@@ -65,13 +72,13 @@ def compress(
     except KeyboardInterrupt as error:
         console.print("interrupted; the same command with --resume goes on")
         raise typer.Exit(130) from error
-    if json:
+    if as_json:
         print_json(report.to_dict())
         return
     _show(f"{model} to {out}", report)
 
 
-def _show(title: str, report: api.CompressionReport) -> None:
+def _show(title: str, report: CompressionReport) -> None:
     rows = [
         (
             layer["name"],
@@ -89,10 +96,10 @@ def _show(title: str, report: api.CompressionReport) -> None:
     if report.tuning:
         _show_tuning(report.tuning)
     if report.search:
-        found = report.search
+        search = report.search
         console.print(
-            f"search: KL to dense on its tokens {found['uniform_kl']:.4f} with the same pattern everywhere, "
-            f"{found['kl']:.4f} as chosen, after {found['evaluations']} candidates",
+            f"search: KL to dense on the search's tokens {search['uniform_kl']:.4f} with the same pattern everywhere, "
+            f"{search['kl']:.4f} with the patterns found, after {search['evaluations']} evaluations",
             highlight=False,
         )
     console.print(
@@ -105,15 +112,15 @@ def _show(title: str, report: api.CompressionReport) -> None:
 def _show_tuning(tuning: list[dict[str, Any]]) -> None:
     rows = [
         (
-            found["stage"],
-            f"{found['before']:.4g}",
-            f"{found['after']:.4g}",
-            str(found["steps"]),
-            f"{found['seconds']:.1f}",
-            "" if found["peak_bytes"] is None else bytes_text(found["peak_bytes"]),
-            found["failure"] or "",
+            stage["stage"],
+            f"{stage['before']:.4g}",
+            f"{stage['after']:.4g}",
+            str(stage["steps"]),
+            f"{stage['seconds']:.1f}",
+            "" if stage["peak_bytes"] is None else bytes_text(stage["peak_bytes"]),
+            stage["failure"] or "",
         )
-        for found in tuning
+        for stage in tuning
     ]
     columns = ("tuned", "held-out loss", "after", "steps", "seconds", "GPU memory", "stopped because")
     print_table("Tuning", columns, rows)

@@ -1,4 +1,4 @@
-"""``semisparse demo``: the main job on the model that ships with the project."""
+"""``semisparse demo``: compress and run the small model that ships with semisparse."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from semisparse import api
+from semisparse.cli.arguments import Json
 from semisparse.cli.output import bytes_text, console, print_json, print_table, progress_bar
 from semisparse.demo import CALIBRATION, HELD_OUT, MODEL
 
@@ -19,7 +19,7 @@ RUNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("rheosparse", ("search=none", "prune=magnitude")),
     ("rheosparse", ("search=none", "pattern=60%")),
 )
-"""Recipes and what is varied in them; a search would take as long as all of these."""
+"""Recipes and settings. They leave out the search, which would take as long as all of these."""
 
 PROMPT = "class Queue:\n    def __init__(self, maxsize=0):\n"
 NEW_TOKENS = 64
@@ -28,42 +28,47 @@ SAMPLES = 64
 
 def demo(
     out: Annotated[
-        Path | None, typer.Option("--out", help="Keep the compressed models there; by default nothing is kept.")
+        Path | None, typer.Option("--out", help="The folder for the compressed models; by default they are deleted.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Compress the small model that ships with the project by several recipes, and show what each costs and brings.
+    """Compress the small model that ships with semisparse by several recipes; show each one's size, quality and speed.
 
     Example: `semisparse demo`
     """
-    with tempfile.TemporaryDirectory() as scratch, progress_bar(shown=not json) as bars:
+    from semisparse import api
+
+    with tempfile.TemporaryDirectory() as scratch, progress_bar(shown=not as_json) as bars:
         task = bars.add_task("dense", total=1 + len(RUNS))
         rows = [_measure("dense", MODEL)]
         for recipe, settings in RUNS:
             name = " ".join((recipe, *settings))
             bars.update(task, advance=1, description=name)
-            place = (out or Path(scratch)) / name.replace(" ", "-").replace("%", "pct").replace(":", "of")
-            api.compress(MODEL, recipe=recipe, calibration=CALIBRATION, out=place, settings=settings, samples=SAMPLES)
-            rows.append(_measure(name, place))
+            target = (out or Path(scratch)) / name.replace(" ", "-").replace("%", "pct").replace(":", "of")
+            api.compress(MODEL, recipe=recipe, calibration=CALIBRATION, out=target, settings=settings, samples=SAMPLES)
+            rows.append(_measure(name, target))
         bars.update(task, advance=1, description="done")
-    if json:
+    if as_json:
         print_json({"models": rows})
         return
     _show(rows)
 
 
 def _measure(name: str, model: Path) -> dict[str, Any]:
-    found = api.inspect_directory(model)
+    from semisparse import api
+    from semisparse.engine import Engine
+
+    description = api.inspect_directory(model)
     quality = api.evaluate(model, MODEL, HELD_OUT)
-    text = api.generate(model, PROMPT, NEW_TOKENS)
+    (generation,) = Engine(model).generate([PROMPT], NEW_TOKENS)
     return {
         "recipe": name,
-        "bytes": found["bytes"],
-        "bits_per_weight": found["bits_per_weight"] or found["layers"][0]["bits_per_weight"],
+        "bytes": description["bytes"],
+        "bits_per_weight": description["bits_per_weight"] or description["layers"][0]["bits_per_weight"],
         "perplexity": quality["perplexity"],
         "kl": quality["kl"],
-        "tokens_per_second": text.tokens_per_second,
-        "text": text.text,
+        "tokens_per_second": generation.tokens_per_second,
+        "text": generation.text,
     }
 
 
@@ -84,8 +89,8 @@ def _show(rows: Sequence[dict[str, Any]]) -> None:
         ],
     )
     console.print(
-        "A model this small spends a token's time on the host's work for each layer, not on reading weights: expect "
-        "speed from sparsity on models whose layers do not fit a cache (`semisparse plan` says how much).",
+        "A decode step of a model this small is bound by the host's work per layer, not by reading weights. Expect "
+        "speed-ups from sparsity on models whose layers exceed the cache (`semisparse plan` predicts them).",
         highlight=False,
     )
     for row in (rows[0], rows[2]):

@@ -1,4 +1,4 @@
-"""``semisparse eval``: perplexity, KL to a baseline, tasks."""
+"""``semisparse eval``: measure perplexity, KL divergence to a baseline, and lm-eval tasks."""
 
 from __future__ import annotations
 
@@ -7,35 +7,37 @@ from typing import Annotated
 
 import typer
 
-from semisparse import api
+from semisparse.cli.arguments import Json
 from semisparse.cli.output import print_json, print_table, progress_bar
 
 
 def evaluate(
     model: Annotated[Path, typer.Argument(help="A model directory, dense or compressed.")],
     baseline: Annotated[
-        Path | None, typer.Option("--baseline", help="The dense model, for the KL divergence to it.")
+        Path | None, typer.Option("--baseline", help="The dense model's directory, for the KL divergence to it.")
     ] = None,
     text: Annotated[
         Path | None,
-        typer.Option("--text", help="A .txt file (joined and cut into chunks) or .jsonl (one document a line)."),
+        typer.Option("--text", help="A .txt file (split into chunks) or a .jsonl file (one document per line)."),
     ] = None,
     seqlen: Annotated[
-        int | None, typer.Option("--seqlen", help="Tokens in a chunk; by default the model's context, 2048 at most.")
+        int | None, typer.Option("--seqlen", help="Tokens per chunk; by default the model's context, 2048 at most.")
     ] = None,
     tasks: Annotated[
         str | None,
-        typer.Option("--tasks", help="lm-eval tasks or YAML files of tasks, by commas (extra semisparse[eval])."),
+        typer.Option("--tasks", help="lm-eval tasks or YAML files of tasks, comma-separated (needs semisparse[eval])."),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Measure a model's loss on a text, and how far it is from the dense one.
+    """Measure a model's loss on a text, its KL divergence to the dense model, and lm-eval tasks.
 
     Example: `semisparse eval out --baseline model --text held-out.txt`
     """
-    with progress_bar(shown=not json) as bars:
+    from semisparse import api
+
+    with progress_bar(shown=not as_json) as bars:
         task = bars.add_task("scoring", total=None)
-        found = api.evaluate(
+        report = api.evaluate(
             model,
             baseline,
             text,
@@ -43,12 +45,12 @@ def evaluate(
             tasks=tasks.split(",") if tasks else (),
             progress=lambda done, total: bars.update(task, completed=done, total=total),
         )
-    if json:
-        print_json(found)
+    if as_json:
+        print_json(report)
         return
     rows = [
-        (name, f"{found[name]:.6g}") for name in ("nll", "perplexity", "kl", "tokens") if found.get(name) is not None
+        (name, f"{report[name]:.6g}") for name in ("nll", "perplexity", "kl", "tokens") if report.get(name) is not None
     ]
-    for name, metrics in found.get("tasks", {}).items():
+    for name, metrics in report.get("tasks", {}).items():
         rows += [(f"{name} {metric}", f"{value:.6g}") for metric, value in metrics.items()]
     print_table(str(model), ("", "value"), rows)

@@ -1,24 +1,20 @@
-"""``semisparse formats``: every format and kernel, and whether it runs here."""
+"""``semisparse formats``: list every format and kernel, and whether it runs here."""
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
-from semisparse.api import list_formats
+from semisparse.cli.arguments import Json
 from semisparse.cli.output import print_json, print_table
 
 
-def formats(
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
-) -> None:
+def formats(as_json: Json = False) -> None:
     """List every format and kernel, and whether it runs on this machine, or why not.
 
     Example: `semisparse formats`
     """
+    from semisparse.api import list_formats
+
     rows = list_formats()
-    if json:
+    if as_json:
         print_json({"formats": rows})
         return
     for row in rows:

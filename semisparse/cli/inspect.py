@@ -1,4 +1,4 @@
-"""``semisparse inspect``: what a model directory holds, layer by layer."""
+"""``semisparse inspect``: describe a model directory layer by layer."""
 
 from __future__ import annotations
 
@@ -7,26 +7,28 @@ from typing import Annotated
 
 import typer
 
-from semisparse.api import inspect_directory
+from semisparse.cli.arguments import Json
 from semisparse.cli.output import bytes_text, print_json, print_table, progress_bar
 
 
 def inspect(
     model: Annotated[Path, typer.Argument(help="A model directory, dense or compressed.")],
     verify: Annotated[bool, typer.Option("--verify", help="Validate every index, count and bit mask.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Show format, pattern, density, bits a weight and bytes of every linear layer.
+    """Show format, pattern, density, bits per weight and bytes of every linear layer.
 
     Example: `semisparse inspect out --verify`
     """
-    with progress_bar(shown=not json) as bars:
+    from semisparse.api import inspect_directory
+
+    with progress_bar(shown=not as_json) as bars:
         task = bars.add_task("reading layers", total=None)
-        found = inspect_directory(
+        description = inspect_directory(
             model, verify, progress=lambda done, total: bars.update(task, completed=done, total=total)
         )
-    if json:
-        print_json(found)
+    if as_json:
+        print_json(description)
         return
     rows = [
         (
@@ -34,19 +36,19 @@ def inspect(
             layer["format"],
             layer["pattern"] or "",
             "x".join(map(str, layer["shape"])),
-            f"{layer['density']:.4f}",
+            "" if layer["density"] is None else f"{layer['density']:.4f}",
             f"{layer['bits_per_weight']:.3f}",
             bytes_text(layer["bytes"]),
         )
-        for layer in found["layers"]
+        for layer in description["layers"]
     ]
     print_table(str(model), ("layer", "format", "pattern", "N x K", "density", "bits/weight", "bytes"), rows)
     print_table(
         "whole model" + (", every tensor verified" if verify else ""),
         ("", "bytes", "bits/weight"),
         [
-            ("compressed layers", bytes_text(found["layer_bytes"]), f"{found['bits_per_weight'] or 0:.3f}"),
-            ("everything else", bytes_text(found["bytes"] - found["layer_bytes"]), ""),
-            ("model", bytes_text(found["bytes"]), ""),
+            ("compressed layers", bytes_text(description["layer_bytes"]), f"{description['bits_per_weight'] or 0:.3f}"),
+            ("everything else", bytes_text(description["bytes"] - description["layer_bytes"]), ""),
+            ("model", bytes_text(description["bytes"]), ""),
         ],
     )

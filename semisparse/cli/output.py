@@ -1,4 +1,4 @@
-"""What every verb prints with: tables and bars on stderr, one JSON object on stdout."""
+"""Printing for all verbs: tables and progress bars on stderr, one JSON object on stdout."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-# Rich assumes 80 columns where stderr is no terminal and would fold the tables of a log file.
+# Without a terminal, rich assumes 80 columns and would wrap the tables in a log file.
 console = Console(stderr=True, width=None if sys.stderr.isatty() else 160)
 
 
 def print_json(values: dict[str, Any]) -> None:
-    """Print one JSON object on stdout; a number that is not finite becomes null."""
+    """Print one JSON object on stdout. Numbers that are not finite become null."""
     print(json.dumps(_finite(values)))
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table on stderr, the first column left-aligned and the others right-aligned."""
+    """Print a table on stderr, with the first column left-aligned and the others right-aligned."""
     table = Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left", no_wrap=True)
@@ -34,7 +34,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 @contextmanager
 def progress_bar(shown: bool = True) -> Iterator[Progress]:
-    """Show bars with the time left, on stderr."""
+    """Yield progress bars on stderr, with elapsed and remaining time; hidden if ``shown`` is false."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -48,13 +48,13 @@ def progress_bar(shown: bool = True) -> Iterator[Progress]:
 
 
 def fail(sentence: str, status: int) -> NoReturn:
-    """Say why on stderr and leave."""
-    console.print(f"[bold red]error:[/] {_plain(sentence)}", soft_wrap=True, highlight=False)
+    """Print an error on stderr and exit."""
+    console.print(f"[bold red]error:[/] {_escaped(sentence)}", soft_wrap=True, highlight=False)
     raise SystemExit(status)
 
 
 def bytes_text(count: float) -> str:
-    """Write a number of bytes for people."""
+    """Return a number of bytes with three digits and a unit."""
     for unit in ("B", "kB", "MB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
@@ -62,11 +62,13 @@ def bytes_text(count: float) -> str:
     return f"{count:.3g} GB"
 
 
-def _plain(text: str) -> str:
+def _escaped(text: str) -> str:
+    """Escape rich markup."""
     return text.replace("[", "\\[")
 
 
 def _finite(value: Any) -> Any:
+    """Replace numbers that are not finite by None, in nested lists and dictionaries."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

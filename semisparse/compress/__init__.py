@@ -1,20 +1,21 @@
-"""Turn a dense model into one whose weights obey a pattern: recipes, calibration, pruning block by block."""
+"""Turn a dense model into one whose weights obey a pattern: recipes, calibration, pruning, search and tuning."""
 
 from semisparse.compress.calibration import calibration_batches
 from semisparse.compress.journal import Journal, fingerprint
-from semisparse.compress.pipeline import compress_blocks
-from semisparse.compress.recipe import Recipe, read_yaml
+from semisparse.compress.pipeline import compress_decoder_layers
+from semisparse.compress.recipe import Recipe, parse_settings, read_yaml
 from semisparse.compress.report import LayerReport, Progress
-from semisparse.compress.tune import Trained
+from semisparse.compress.tune import TuningResult
 
 __all__ = [
     "Journal",
     "LayerReport",
     "Progress",
     "Recipe",
-    "Trained",
+    "TuningResult",
     "calibration_batches",
-    "compress_blocks",
+    "compress_decoder_layers",
     "fingerprint",
+    "parse_settings",
     "read_yaml",
 ]

@@ -1,4 +1,4 @@
-"""Finished pieces of a compression, kept on disk so that an interrupted run can be resumed."""
+"""The journal of a compression: finished pieces of work on disk, from which an interrupted run is resumed."""
 
 from __future__ import annotations
 
@@ -28,10 +28,16 @@ from semisparse.version import __version__
 def fingerprint(
     model: nn.Module, batches: Sequence[Tensor], recipe: Recipe, *, seed: int, device: torch.device | str
 ) -> dict[str, str]:
-    """Name everything that decides a compression's result, for `Journal`; take it before the model is changed.
+    """Return what determines the result of a compression, by name, for `Journal`.
+
+    Call it before the model is changed.
 
     Args:
-        batches: calibration token ids.
+        model: the dense model.
+        batches: calibration token ids, each [batch, tokens] int64.
+        recipe: of the compression.
+        seed: of the compression.
+        device: where it computes; only the type counts.
     """
     weights, tokens = hashlib.sha256(), hashlib.sha256()
     for name, tensor in model.state_dict().items():
@@ -51,14 +57,14 @@ def fingerprint(
 
 
 class Journal:
-    """A directory of finished work, each piece a safetensors file and a JSON file with a checksum of both.
+    """A directory of finished pieces of work, for one run at a time.
 
-    A piece's JSON file is written last, and every file appears whole or not at all, so a piece whose JSON file is
-    there is finished. Used by one run at a time.
+    A piece is a safetensors file and a JSON file with a checksum of both. Files are written atomically, the JSON file
+    last: a piece whose JSON file exists is finished.
 
     Args:
-        directory: made if absent.
-        fingerprint: as `fingerprint` gives it.
+        directory: created if absent.
+        fingerprint: of the run, from `fingerprint`.
 
     Raises:
         InputError: the directory holds the work of a run with another fingerprint.
@@ -73,22 +79,22 @@ class Journal:
         else:
             _write(path, json.dumps(dict(fingerprint), indent=1).encode())
 
-    def load(self, index: int) -> tuple[dict[str, Tensor], list[LayerReport]] | None:
-        """Give a block's weights by name ([N, K]) and its reports; None if it is not finished or is damaged."""
-        found = self.recall("block", index)
-        if found is None:
+    def load_layer(self, index: int) -> tuple[dict[str, Tensor], list[LayerReport]] | None:
+        """Load the weights ([N, K], by name) and reports of a decoder layer; None if they are absent or damaged."""
+        piece = self.load("block", index)
+        if piece is None:
             return None
-        tensors, layers = found
-        return tensors, [read_report(layer, tensors, layer["name"]) for layer in layers]
+        tensors, notes = piece
+        return tensors, [report_from_json(note, tensors, note["name"]) for note in notes]
 
-    def save(self, index: int, weights: Mapping[str, Tensor], reports: Sequence[LayerReport]) -> None:
-        """Keep a finished block: its weights by name ([N, K]) and its reports."""
+    def save_layer(self, index: int, weights: Mapping[str, Tensor], reports: Sequence[LayerReport]) -> None:
+        """Save the weights ([N, K], by name) and reports of a finished decoder layer."""
         tensors = dict(weights)
-        notes = [note_report(report, tensors, report.name) for report in reports]
-        self.keep("block", index, tensors, notes)
+        notes = [report_to_json(report, tensors, report.name) for report in reports]
+        self.save("block", index, tensors, notes)
 
-    def recall(self, part: str, index: int) -> tuple[dict[str, Tensor], Any] | None:
-        """Give what was kept of a part of the work; None if that was nothing or is damaged."""
+    def load(self, part: str, index: int) -> tuple[dict[str, Tensor], Any] | None:
+        """Load piece ``index`` of a part of the work: tensors by name and notes; None if it is absent or damaged."""
         notes_path, tensors_path = self._paths(part, index)
         if not notes_path.exists():
             return None
@@ -100,14 +106,14 @@ class Journal:
             return safetensors.torch.load(content), entry["notes"]
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             warnings.warn(
-                f"{part} {index} of the interrupted run in {self._directory} is damaged ({error}); "
+                f"{notes_path.stem} of the interrupted run in {self._directory} is damaged ({error}); "
                 "it is computed again",
                 stacklevel=2,
             )
             return None
 
-    def keep(self, part: str, index: int, tensors: Mapping[str, Tensor], notes: Any) -> None:
-        """Keep a finished piece of a part of the work: tensors by name, and notes of JSON values."""
+    def save(self, part: str, index: int, tensors: Mapping[str, Tensor], notes: Any) -> None:
+        """Save a finished piece of a part of the work: tensors by name, and notes that are JSON values."""
         notes_path, tensors_path = self._paths(part, index)
         content = safetensors.torch.save({name: tensor.contiguous().cpu() for name, tensor in tensors.items()})
         _write(tensors_path, content)
@@ -119,30 +125,30 @@ class Journal:
 
     def _require_same(self, path: Path, fingerprint: Mapping[str, str]) -> None:
         try:
-            found = json.loads(path.read_bytes())
+            previous = json.loads(path.read_bytes())
         except ValueError as error:
             raise InputError(f"{path} is not readable; remove {self._directory} to start again") from error
         different = [
-            key for key, value in fingerprint.items() if not isinstance(found, dict) or found.get(key) != value
+            key for key, value in fingerprint.items() if not isinstance(previous, dict) or previous.get(key) != value
         ]
         if different:
             raise InputError(
-                f"the interrupted run in {self._directory} had another {', another '.join(different)}; "
+                f"the interrupted run in {self._directory} differs in: {', '.join(different)}; "
                 "repeat it with the same, or remove the directory to start again"
             )
 
 
-def note_report(report: LayerReport, tensors: dict[str, Tensor], key: str) -> dict[str, Any]:
-    """Write a report as JSON values, and its tensors among others under names that begin with ``key``."""
+def report_to_json(report: LayerReport, tensors: dict[str, Tensor], key: str) -> dict[str, Any]:
+    """Return a report as JSON values, and add its tensors to ``tensors`` under names that begin with ``key``."""
     scales = report.scales
     if scales:
         tensors |= {f"{key} scale": scales.scale, f"{key} zero": scales.zero}
-    rounding = {"bits": scales.bits, "size": scales.size} if scales else None
-    return {**asdict(replace(report, scales=None)), "scales": rounding}
+    integers = {"bits": scales.bits, "size": scales.size} if scales else None
+    return {**asdict(replace(report, scales=None)), "scales": integers}
 
 
-def read_report(notes: Mapping[str, Any], tensors: dict[str, Tensor], key: str) -> LayerReport:
-    """Read what `note_report` wrote, and take its tensors out."""
+def report_from_json(notes: Mapping[str, Any], tensors: dict[str, Tensor], key: str) -> LayerReport:
+    """Return the report that `report_to_json` wrote, and remove its tensors from ``tensors``."""
     scales = None
     if notes["scales"]:
         scale, zero = (tensors.pop(f"{key} {part}") for part in ("scale", "zero"))
@@ -159,7 +165,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file so that it is there whole or not at all, whenever the process or the machine stops."""
+    """Write a file atomically and durably: whenever the process or the machine stops, it is whole or absent."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         try:
             file.write(content)

@@ -1,9 +1,9 @@
-"""What `compress` does to a model, as plain settings."""
+"""Recipes: what `compress` does to a model, as plain settings."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,49 +22,57 @@ KNOWN_VALUES: dict[str, tuple[str, ...]] = {
     "order": ("windows", "columns"),
     "target": ("residual", "local"),
 }
-"""The values of each key that has a fixed choice; a new stage adds its name here."""
+"""The values of the keys that have a fixed choice."""
 
-COUNTS = ("search_tokens", "search_effort", "search_banks", "tune_epochs")
-"""The keys that are whole numbers."""
+Options = Mapping[str, Sequence[str | int]]
+"""The keys that a format adds to recipes, each with its values; () stands for any integer of 0 or more."""
+
+MAX_YAML_BYTES = 1 << 16
+"""Largest recipe file that is read."""
+
+INTEGERS = ("search_tokens", "search_effort", "search_banks", "tune_epochs")
+"""The keys that are integers of 1 or more."""
+
+POSITIVE = ("damping", "tune_rate")
+"""The keys that are numbers above 0."""
 
 NEEDS_DENSE = ("search", "tune")
-"""The stages that compare with the dense model, so that they have no place in a recipe that prunes nothing."""
-
-SHARES = ("damping", "tune_rate")
-"""The keys that are numbers above 0."""
+"""The stages that compare with the dense model; a recipe with ``prune=none`` has none, and cannot use them."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings of a compression. `refine`, `order`, `target` and `damping` shape `prune` = ``sparsegpt`` only.
+    """Settings of a compression. `refine`, `order`, `target` and `damping` apply to ``prune=sparsegpt`` only.
 
     Args:
-        pattern: written form of the pattern of every layer, such as ``32:64``.
-        prune: how the weights to keep are chosen; ``none`` keeps the weights and checks that they obey the pattern.
-        quant: how the kept weights are rounded, the format's ``kind``: ``int8`` and ``fp8`` with a scale a row, and the
-            activations with them, when they are packed; ``w8``, ``w4``, ``w3`` and ``w2`` to codes of so many bits
-            with a scale and a zero point for each group of a pattern such as ``g16@50%``, while they are pruned;
-            ``w4a8`` as ``w4``, and the activations to 8 bits when the model runs.
+        pattern: written form of the pattern of every linear layer, such as ``32:64``.
+        prune: how the weights to keep are chosen; ``none`` keeps all and checks that they obey the pattern.
+        quant: how kept weights are quantised. ``int8``, ``fp8``: one scale per row, when packed; activations are
+            quantised, too. ``w8``, ``w4``, ``w3``, ``w2``: that many bits, with a scale and a zero point per group of a
+            pattern such as ``g16@50%``, while pruned. ``w4a8``: as ``w4``, with 8-bit activations at inference.
         format: name of the format that stores the result, or ``auto``.
-        search: how density is spread over the layers, the kept weights of all together being those of `pattern`:
-            ``evolution``, ``rheosparse`` (the paper's) or ``none``.
-        tune: how the kept weights are trained: ``bqpo`` block by block, towards the dense block's outputs; with
-            ``bqpo+e2e`` then the scales and zero points of rounded groups, on the language-model loss.
-        ignore: glob patterns over module names; what they match stays dense.
-        refine: ``cg`` solves the kept weights again, by conjugate gradients, after the last column is pruned.
-        order: ``windows`` prunes first the windows that lose most; ``columns`` takes them from left to right.
-        target: ``residual`` makes each layer undo the error of the layers before it; ``local`` only its own.
-        damping: added to the diagonal of the Hessian, as a share of it.
+        search: how density is distributed over the linear layers: ``evolution``, ``rheosparse`` (the paper's) or
+            ``none`` (uniform). The total number of kept weights is that of `pattern`.
+        tune: how kept weights are trained. ``bqpo``: one decoder layer at a time, to match the dense one's outputs.
+            ``bqpo+e2e``: then also the scales and zero points of quantised groups, on the language-model loss.
+        ignore: glob patterns of module names; linear layers that match stay dense.
+        refine: ``cg`` optimises the kept weights by conjugate gradients once the mask is final.
+        order: ``windows`` prunes the windows with the largest loss first; ``columns`` prunes from left to right.
+        target: ``residual`` makes each linear layer also compensate the error of those before it; ``local`` only its
+            own.
+        damping: added to the Hessian's diagonal, as a fraction of the diagonal.
         search_tokens: calibration tokens that a candidate is scored on.
-        search_effort: what a search may spend, in candidates scored on all of these tokens; the paper's is 384. More
-            candidates on fewer tokens found more than fewer on more (LOG.md).
-        search_banks: how often ``evolution`` prunes the layers anew in each of its three stages, at densities near the
-            best that it has found. Each costs as much as pruning.
-        tune_epochs: passes of a tuning over the calibration tokens, at most.
-        tune_rate: its learning rate, as a share of a layer's root mean square weight.
+        search_effort: budget of the search, in candidates scored on all of these tokens; the paper's is 384. More
+            candidates on fewer tokens gave better results than fewer on more
+            (docs/experiments/search.md).
+        search_banks: how often each of the three stages of ``evolution`` prunes the linear layers anew, at densities
+            near those of its best candidate. Each time costs as much as pruning.
+        tune_epochs: maximum number of passes of tuning over the calibration tokens.
+        tune_rate: learning rate of tuning, as a fraction of a linear layer's root mean square weight.
+        options: keys that the format adds, such as ``delta_bits``, as (key, value); each is set as a key of its own.
 
     Raises:
-        RecipeError: a value is not known.
+        RecipeError: a value is unknown, or out of range.
     """
 
     pattern: str = "32:64"
@@ -83,25 +91,28 @@ class Recipe:
     search_banks: int = 1
     tune_epochs: int = 10
     tune_rate: float = 0.03
+    options: tuple[tuple[str, str | int], ...] = ()
 
     def __post_init__(self) -> None:
         for key, known in KNOWN_VALUES.items():
             if getattr(self, key) not in known:
                 raise RecipeError(f"recipe key {key!r} is {getattr(self, key)!r}; it is one of: {', '.join(known)}")
-        for key in SHARES:
+        for key in POSITIVE:
             if not 0 < getattr(self, key) < float("inf"):
-                raise RecipeError(f"recipe key {key!r} is {getattr(self, key)}; it is a share above 0, such as 0.01")
-        for key in COUNTS:
+                raise RecipeError(f"recipe key {key!r} is {getattr(self, key)}; it is a number above 0")
+        for key in INTEGERS:
             if getattr(self, key) < 1:
-                raise RecipeError(f"recipe key {key!r} is {getattr(self, key)}; it is a number of 1 or more")
+                raise RecipeError(f"recipe key {key!r} is {getattr(self, key)}; it is an integer of 1 or more")
         for key in NEEDS_DENSE:
             if self.prune == "none" and getattr(self, key) != "none":
                 raise RecipeError(
-                    f"{key}={getattr(self, key)} needs the dense model, and prune=none takes one that was pruned "
-                    f"elsewhere; set {key}=none, or another prune"
+                    f"{key}={getattr(self, key)} needs the dense model, but with prune=none the model is already "
+                    f"pruned; set {key}=none, or another prune"
                 )
         if self.tune == "bqpo+e2e" and not self.code_bits:
-            raise RecipeError(f"tune=bqpo+e2e trains the scales of rounded groups, quant={self.quant} has none; set w4")
+            raise RecipeError(
+                f"tune=bqpo+e2e trains the scales of quantised groups, quant={self.quant} has none; set quant=w4"
+            )
         try:
             pattern = parse_pattern(self.pattern)
         except PatternError as error:
@@ -112,88 +123,144 @@ class Recipe:
 
     @property
     def code_bits(self) -> int:
-        """Bits of a kept weight's code where groups are rounded; 0 where they are not."""
+        """Bits per code if groups are quantised, else 0."""
         return GROUP_KINDS.get(self.quant, 0)
 
     @classmethod
-    def read(cls, mapping: Mapping[str, Any]) -> Recipe:
-        """Make a recipe of keys and values, as a YAML file or `to_dict` gives them; keys left out keep their defaults.
+    def read(cls, mapping: Mapping[str, Any], options: Options | None = None) -> Recipe:
+        """Build a recipe from keys and values; keys left out keep their defaults.
 
+        Args:
+            mapping: keys and values, from a YAML file or `to_dict`.
+            options: the keys that the format adds.
         Raises:
-            RecipeError: a key or a value is not known.
+            RecipeError: a key or a value is unknown.
         """
-        return cls(**_checked(mapping))
+        return cls().with_changes(mapping, options)
 
-    def with_settings(self, settings: Iterable[str]) -> Recipe:
-        """Change some keys, each written ``key=value`` (the value as in YAML: a scalar or ``[a, b]``).
+    def with_changes(self, changes: Mapping[str, Any], options: Options | None = None) -> Recipe:
+        """Return the recipe with some keys changed; ``prune=none`` also removes the stages that need the dense model.
 
-        ``prune=none`` takes the recipe's stages away that need the dense model.
-
+        Args:
+            changes: keys and values, from a YAML file or `parse_settings`.
+            options: the keys that the format adds.
         Raises:
-            RecipeError: a setting is not so written, or a key or a value is not known.
+            RecipeError: a key or a value is unknown.
         """
-        changes = {}
-        for setting in settings:
-            key, equals, value = setting.partition("=")
-            if not equals:
-                raise RecipeError(f"setting {setting!r} is not written key=value")
-            changes[key.strip()] = _parse_yaml(value, f"setting {setting!r}")
-        left_out = dict.fromkeys(NEEDS_DENSE, "none") if changes.get("prune") == "none" else {}
-        return Recipe(**{**asdict(self), **left_out, **_checked(changes)})
+        options = options or {}
+        changed: dict[str, Any] = {}
+        packing = dict(self.options)
+        for key, value in changes.items():
+            if key == "options" and isinstance(value, Mapping):
+                packing |= {name: _option(name, each, options) for name, each in value.items()}
+            elif key in _known_keys():
+                changed[key] = _typed(key, value)
+            else:
+                packing[key] = _option(key, value, options)
+        removed = dict.fromkeys(NEEDS_DENSE, "none") if changed.get("prune") == "none" else {}
+        return replace(self, **{**removed, **changed}, options=tuple(sorted(packing.items())))
+
+    def with_settings(self, settings: Iterable[str], options: Options | None = None) -> Recipe:
+        """Return the recipe with some keys changed, each written ``key=value``; as `with_changes`."""
+        return self.with_changes(parse_settings(settings), options)
 
     def to_dict(self) -> dict[str, Any]:
-        """Give the recipe as plain JSON values; `read` makes an equal recipe of them."""
-        return {**asdict(self), "ignore": list(self.ignore)}
+        """Return the recipe as JSON values, from which `read` builds an equal recipe."""
+        values = {**asdict(self), "ignore": list(self.ignore), "options": dict(self.options)}
+        return values if self.options else {key: value for key, value in values.items() if key != "options"}
 
 
-def read_yaml(path: str | Path) -> Recipe:
-    """Read a recipe from a YAML file of keys and values.
+def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
+    """Parse settings ``key=value``; a value is text, or a YAML list or mapping in brackets.
 
     Raises:
-        RecipeError: the file cannot be read, is not a YAML mapping, or has an unknown key or value.
+        RecipeError: a setting has another form.
+    """
+    changes = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise RecipeError(f"setting {setting!r} is not written key=value")
+        # Other values are not parsed as YAML: *.mlp.experts would be an alias.
+        brackets = value.lstrip()[:1] in ("[", "{")
+        changes[key.strip()] = _parse_yaml(value, f"setting {setting!r}") if brackets else value.strip()
+    return changes
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """Read a recipe's keys and values from a YAML file.
+
+    Raises:
+        RecipeError: the file cannot be read, is too large, or is not a YAML mapping without aliases.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        with Path(path).open("rb") as file:
+            content = file.read(MAX_YAML_BYTES + 1)
+        text = content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"cannot read the recipe {path}: {error}") from error
-    found = _parse_yaml(text, f"recipe {path}")
-    if not isinstance(found, dict):
+    if len(content) > MAX_YAML_BYTES:
+        raise RecipeError(f"the recipe {path} is larger than {MAX_YAML_BYTES} bytes")
+    mapping = _parse_yaml(text, f"recipe {path}")
+    if not isinstance(mapping, dict):
         raise RecipeError(f"recipe {path} holds no key: value lines")
-    return Recipe.read(found)
+    return mapping
+
+
+class _PlainLoader(yaml.BaseLoader):
+    """YAML without aliases, with every scalar as text: in YAML 1.1 ``2:4`` is the base-60 number 124."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases (*name) are not read; write a pattern that begins with * in quotes")
+        return super().compose_node(parent, index)
 
 
 def _parse_yaml(text: str, what: str) -> Any:
-    """Parse YAML with every scalar as text: by YAML 1.1's own rules ``2:4`` would be the base-60 number 124."""
     try:
-        return yaml.load(text, yaml.BaseLoader)
+        return yaml.load(text, _PlainLoader)
     except yaml.YAMLError as error:
         raise RecipeError(f"{what} is not valid YAML: {error}") from error
+    except RecursionError as error:
+        raise RecipeError(f"{what} is nested too deeply") from error
 
 
-def _checked(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    known = [field.name for field in fields(Recipe)]
-    for key in mapping:
-        if key not in known:
-            raise RecipeError(f"unknown recipe key {key!r}; the known keys are: {', '.join(known)}")
-    return {key: _typed(key, value) for key, value in mapping.items()}
+def _known_keys() -> list[str]:
+    """Return the keys that every recipe has."""
+    return [field.name for field in fields(Recipe) if field.name != "options"]
+
+
+def _option(key: str, value: Any, options: Options) -> str | int:
+    """Check and convert the value of a key that a format adds."""
+    if key not in options:
+        raise RecipeError(f"unknown recipe key {key!r}; the known keys are: {', '.join([*_known_keys(), *options])}")
+    allowed = options[key]
+    for choice in allowed:
+        if value == choice or value == str(choice):
+            return choice
+    if not allowed and str(value).isdecimal():
+        return int(value)
+    kind = f"one of: {', '.join(map(str, allowed))}" if allowed else "an integer of 0 or more"
+    raise RecipeError(f"recipe key {key!r} is {value!r}; it is {kind}")
 
 
 def _typed(key: str, value: Any) -> Any:
+    """Convert the value of a key that every recipe has to the key's type."""
     if key == "ignore":
         names = [value] if isinstance(value, str) else value
         if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
             raise RecipeError(f"recipe key 'ignore' is {value!r}; it is a list of module name patterns")
         return tuple(names)
-    if key in SHARES:
+    if key in POSITIVE:
         try:
             return float(value)
         except (TypeError, ValueError) as error:
             raise RecipeError(f"recipe key {key!r} is {value!r}; it is a number such as 0.01") from error
-    if key in COUNTS:
+    if key in INTEGERS:
         try:
             return int(value)
         except (TypeError, ValueError) as error:
-            raise RecipeError(f"recipe key {key!r} is {value!r}; it is a whole number such as 384") from error
+            raise RecipeError(f"recipe key {key!r} is {value!r}; it is an integer such as 384") from error
     if not isinstance(value, str):
-        raise RecipeError(f"recipe key {key!r} is {value!r}; it is a word such as {getattr(Recipe, key)!r}")
+        raise RecipeError(f"recipe key {key!r} is {value!r}; it is text such as {getattr(Recipe, key)!r}")
     return value

@@ -1,4 +1,4 @@
-"""What a compression says of its work: how far it is, and what was done to one layer."""
+"""What a compression reports: its progress, and the result for each linear layer."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from semisparse.quant.group import GroupScales
 
 
 class Progress(Protocol):
-    """Told how far a compression is."""
+    """A callback for the progress of a compression."""
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Take what runs now, the steps done (layers, for the pruning itself) and the steps to do in all."""
+        """Report how many steps of a stage are done, of how many; in pruning a step is a linear layer."""
 
 
 @dataclass(frozen=True)
 class LayerReport:
-    """The result for one layer.
+    """The result for one linear layer.
 
     Args:
-        name: the layer's module name in the model.
+        name: module name in the model.
         pattern: written form.
-        density: share of weights that are not zero, 0 to 1.
-        error: relative error of the layer's output on the calibration tokens, ``||(w' - w) x|| / ||w x||``;
-            None where there were none.
+        density: fraction of weights that are not zero, 0 to 1.
+        error: relative error of the output over the calibration tokens, ``||(w' - w) x|| / ||w x||``; None if it was
+            not measured.
         outcome: what was done, such as ``sparsegpt`` or ``wanda (hessian singular)``.
-        seconds: time taken to prune it.
-        scales: how its groups are rounded; None where they are not.
+        seconds: wall time of pruning.
+        scales: of the quantised groups; None if the weight is not quantised.
     """
 
     name: str

@@ -1,19 +1,18 @@
-"""Train the demo model: a small Llama that has read Python's standard library.
+"""Train the demo model: a small Llama on the source of Python's standard library.
 
     python train.py --out . --device cuda
 
-writes two folders below ``--out``:
+writes two folders in ``--out``:
 
     model/   a Hugging Face directory: config, bf16 weights, tokenizer
-    text/    calib.txt, from files the model trained on, to calibrate compression with;
-             eval.txt, from files it never saw, to measure the loss on
+    text/    calib.txt: calibration text, from training files
+             eval.txt: evaluation text, from held-out files
 
-The text is the ``.py`` files of the running interpreter's standard library (``--stdlib`` names another), so every
-machine that can run this script has it. The hash of a file's path decides on which side of the split the file falls,
-and so a file that is held out in one version of Python is held out in all of them. That text, and what is excerpted
-from it, is under the Python Software Foundation's licence, which is copied beside the excerpts.
+The text is the ``.py`` files of the running interpreter's standard library (``--stdlib`` names another), which every
+machine that runs this script has. The hash of its path decides whether a file is held out, so that every version of
+Python holds out the same files. The text is under the Python Software Foundation's licence, which is copied to text/.
 
-Every loss is in nats per token, over windows of ``CONTEXT`` tokens in which all tokens but the first are predicted.
+Losses are in nats per token. Windows have ``CONTEXT`` tokens, of which all but the first are predicted.
 """
 
 import argparse
@@ -36,24 +35,24 @@ CONTEXT = 256
 END_OF_TEXT = "<|endoftext|>"
 
 HELD_OUT_ONE_IN = 20
-# Tables and files that a machine wrote; some hold the paths of the machine they were written on.
-NOT_PROSE = ("site-packages", "encodings", "pydoc_data", "_sysconfigdata", "config-")
+# Generated files; some hold paths of the machine that generated them.
+EXCLUDED = ("site-packages", "encodings", "pydoc_data", "_sysconfigdata", "config-")
 
 CALIB_BYTES, EVAL_BYTES, EXCERPT_BYTES = 300_000, 120_000, 3_000
 
 
 def read_corpus(stdlib: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Read the library below ``stdlib``: path and text of each training file, and of each held-out file."""
+    """Read the library in ``stdlib``; return the texts of the training files and of the held-out files, by path."""
     train: dict[str, str] = {}
     held_out: dict[str, str] = {}
     seen: set[str] = set()
     for path in sorted(stdlib.rglob("*.py")):
         name = path.relative_to(stdlib).as_posix()
-        if any(part.startswith(NOT_PROSE) for part in name.split("/")):
+        if any(part.startswith(EXCLUDED) for part in name.split("/")):
             continue
         try:
             text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:  # the library's own tests of what the parser must refuse
+        except UnicodeDecodeError:  # test files that the parser must refuse
             continue
         if not text.strip() or text in seen:
             continue
@@ -63,12 +62,12 @@ def read_corpus(stdlib: Path) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def is_held_out(name: str) -> bool:
-    """Decide by the hash of a file's path, so that neither the machine nor the version of Python matters."""
+    """Return whether a file is held out; only its path decides."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % HELD_OUT_ONE_IN == 0
 
 
 def write_text(train: dict[str, str], held_out: dict[str, str], stdlib: Path, out: Path) -> None:
-    """Write calib.txt from the training files, eval.txt from the held-out files, and the licence of both."""
+    """Write calib.txt from the training files, eval.txt from the held-out files, and their licence."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "calib.txt").write_bytes(excerpts(train, CALIB_BYTES))
     (out / "eval.txt").write_bytes(excerpts(held_out, EVAL_BYTES))
@@ -77,24 +76,24 @@ def write_text(train: dict[str, str], held_out: dict[str, str], stdlib: Path, ou
 
 
 def excerpts(files: dict[str, str], limit: int) -> bytes:
-    """Join runs of whole lines, one run a file from as many files as fit, until ``limit`` bytes are nearly full."""
-    chosen = random.Random(0)
+    """Join excerpts of whole lines, one per file, in random order, as long as they fit into ``limit`` bytes."""
+    rng = random.Random(0)
     names = sorted(files)
-    chosen.shuffle(names)
-    parts, total = [], 0
+    rng.shuffle(names)
+    chosen, total = [], 0
     for name in names:
         lines = files[name].encode().splitlines(keepends=True)
-        at, part = chosen.randrange(len(lines)), b""
-        while at < len(lines) and len(part) + len(lines[at]) < EXCERPT_BYTES:
-            part, at = part + lines[at], at + 1
-        if EXCERPT_BYTES // 2 < len(part) < limit - total:
-            parts.append(part)
-            total += len(part) + 1
-    return b"\n".join(parts)
+        line, excerpt = rng.randrange(len(lines)), b""
+        while line < len(lines) and len(excerpt) + len(lines[line]) < EXCERPT_BYTES:
+            excerpt, line = excerpt + lines[line], line + 1
+        if EXCERPT_BYTES // 2 < len(excerpt) < limit - total:
+            chosen.append(excerpt)
+            total += len(excerpt) + 1
+    return b"\n".join(chosen)
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer; nothing is unknown to it, and decoding what it encoded is exact."""
+    """Train a byte-level BPE tokenizer, which encodes any text without loss."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -116,13 +115,13 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor:
-    """Tokens of all ``texts`` in one row, each text led by the end-of-text token."""
+    """Return the token ids of all ``texts``, [tokens] int64; each text starts with the end-of-text token."""
     encoded = tokenizer.backend_tokenizer.encode_batch([END_OF_TEXT + text for text in texts])
     return torch.tensor([token for text in encoded for token in text.ids])
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A Llama of 1.6 million parameters, of which 88 % are in its linear layers."""
+    """Build a Llama with 1.6 million parameters; 88 % of them are in linear layers."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=192,
@@ -140,7 +139,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Rise linearly over the first 3 % of ``steps``, then fall along a cosine to 1 % of ``peak``."""
+    """Return the learning rate of a step: linear warm-up over 3 % of ``steps``, then a cosine to 1 % of ``peak``."""
     warm_up = max(1, steps * 3 // 100)
     if step < warm_up:
         return peak * (step + 1) / warm_up
@@ -149,7 +148,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 def make_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
-    """AdamW that decays the matrices and leaves the norms' gains alone."""
+    """Return AdamW with weight decay on the matrices only."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     gains = [parameter for parameter in model.parameters() if parameter.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}]
@@ -157,14 +156,14 @@ def make_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
 
 
 def draw_windows(tokens: torch.Tensor, count: int, generator: torch.Generator) -> torch.Tensor:
-    """``count`` windows ``[count, CONTEXT]`` of ``tokens``, from places drawn at random."""
+    """Draw ``count`` random windows of ``tokens``: [count, CONTEXT] int64."""
     starts = torch.randint(len(tokens) - CONTEXT, (count, 1), generator=generator).to(tokens.device)
     return tokens[starts + torch.arange(CONTEXT, device=tokens.device)]
 
 
 @torch.no_grad()
 def mean_loss(model: LlamaForCausalLM, tokens: torch.Tensor, batch: int = 256) -> float:
-    """Mean loss over consecutive windows of ``tokens``; what is left over at the end is not scored."""
+    """Return the mean loss over consecutive windows of ``tokens``; a shorter window at the end is not scored."""
     windows = tokens[: len(tokens) // CONTEXT * CONTEXT].view(-1, CONTEXT)
     total = sum(
         model(input_ids=part, labels=part, use_cache=False).loss.item() * len(part) for part in windows.split(batch)
@@ -183,7 +182,7 @@ def train_model(
     seed: int,
     compiled: bool,
 ) -> None:
-    """Train ``model`` in place, in fp32 weights with bf16 products, and print the loss as it falls."""
+    """Train ``model`` in place, with fp32 weights and bf16 autocast, and print the loss."""
     optimizer = make_optimizer(model)
     generator = torch.Generator().manual_seed(seed)
     forward = torch.compile(model) if compiled else model
@@ -201,13 +200,16 @@ def train_model(
         optimizer.zero_grad()
         if (step + 1) % report_every == 0 or step + 1 == steps:
             with autocast:
-                unseen = mean_loss(model, held_out)
+                held_out_loss = mean_loss(model, held_out)
             seconds = time.perf_counter() - started
-            print(f"step {step + 1:6d}  loss {loss.item():.4f}  held-out {unseen:.4f}  {seconds:6.1f} s", flush=True)
+            print(
+                f"step {step + 1:6d}  loss {loss.item():.4f}  held-out {held_out_loss:.4f}  {seconds:6.1f} s",
+                flush=True,
+            )
 
 
 def sample(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompt: str, tokens: int = 120) -> str:
-    """Continue ``prompt`` by ``tokens`` tokens, drawn at a temperature of 0.7."""
+    """Continue ``prompt`` by up to ``tokens`` tokens, sampled at temperature 0.7."""
     ids = torch.tensor([tokenizer.encode(prompt)], device=model.device)
     ids = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=True, temperature=0.7
@@ -216,7 +218,7 @@ def sample(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompt: 
 
 
 def count_parameters(model: LlamaForCausalLM) -> dict[str, int]:
-    """Parameters in the blocks' linear layers, in the embedding (tied to the output), and in the norms."""
+    """Count the parameters of the linear layers, of the embedding (tied to the output), and of the norms."""
     linear = sum(
         part.weight.numel()
         for name, part in model.named_modules()
@@ -231,19 +233,21 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("."), help="folder to write model/ and text/ in")
     parser.add_argument("--steps", type=int, default=4_000, help="optimizer steps; 0 trains nothing, writes text/ only")
-    parser.add_argument("--batch", type=int, default=256, help=f"windows of {CONTEXT} tokens in a step")
-    parser.add_argument("--lr", type=float, default=4e-3, help="learning rate at its peak")
+    parser.add_argument("--batch", type=int, default=256, help=f"windows of {CONTEXT} tokens per step")
+    parser.add_argument("--lr", type=float, default=4e-3, help="peak learning rate")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--stdlib", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="library to read")
+    parser.add_argument(
+        "--stdlib", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="standard library to read"
+    )
     parser.add_argument("--compile", action="store_true", help="compile the model's forward and backward passes")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Read the library, train on it, and write the model and the two texts."""
+    """Read the library, train the model on it, and write the model and the text."""
     arguments = parse_arguments()
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS may not repeat a sum bit for bit
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with it
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.manual_seed(arguments.seed)
 

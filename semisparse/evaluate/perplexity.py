@@ -1,4 +1,4 @@
-"""Loss, perplexity and KL divergence to a baseline, over a text cut into token sequences."""
+"""Loss, perplexity and KL divergence from a baseline, on a text cut into token sequences."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 
 @dataclass(frozen=True)
 class Quality:
-    """What a model loses on a text.
+    """The quality of a model on a text.
 
     Args:
-        nll: mean negative log-likelihood of a predicted token, nats.
-        tokens: predicted tokens.
-        kl: mean KL(baseline || model) over the predicted positions, nats; None without a baseline.
+        nll: mean negative log-likelihood, in nats per predicted token.
+        tokens: number of predicted tokens.
+        kl: mean KL(baseline || model), in nats per predicted token; None without a baseline.
     """
 
     nll: float
@@ -28,7 +28,7 @@ class Quality:
 
     @property
     def perplexity(self) -> float:
-        """``exp(nll)``; infinite where that overflows."""
+        """``exp(nll)``; infinite if that overflows."""
         return math.exp(self.nll) if self.nll < 700 else math.inf
 
 
@@ -41,16 +41,16 @@ def measure_quality(
     batch_tokens: int = 4096,
     progress: Callable[[int, int], None] | None = None,
 ) -> Quality:
-    """Score every token but the first of each chunk.
+    """Measure loss and KL divergence on every token but the first of each chunk.
 
     Args:
         model: a causal language model.
-        chunks: token ids, 2 or more each.
+        chunks: token ids; each chunk has 2 or more.
         baseline: a dense model with the same vocabulary, for the KL divergence.
-        batch_tokens: at most so many tokens, padding included, in one forward.
+        batch_tokens: maximum number of tokens per forward, with padding; a longer chunk runs alone.
         progress: called with (chunks done, all chunks).
     Returns:
-        Means over the predicted tokens, summed in float64.
+        Means over the predicted tokens; the sums are in float64.
     """
     nll = kl = 0.0
     tokens = done = 0
@@ -71,12 +71,13 @@ def measure_quality(
 
 
 def _log_probabilities(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
+    """Return log-probabilities [batch, tokens - 1, vocabulary] float32 of the tokens after the first."""
     logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
     return logits.float().log_softmax(-1)
 
 
 def _batches(chunks: Sequence[Sequence[int]], batch_tokens: int) -> Iterator[list[Sequence[int]]]:
-    """Similar lengths together, so that little of a batch is padding."""
+    """Batch chunks of similar length, the longest first, to keep padding small."""
     batch: list[Sequence[int]] = []
     for chunk in sorted(chunks, key=len, reverse=True):
         if batch and (len(batch) + 1) * len(batch[0]) > batch_tokens:
@@ -88,7 +89,7 @@ def _batches(chunks: Sequence[Sequence[int]], batch_tokens: int) -> Iterator[lis
 
 
 def _padded(batch: list[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Pad on the right, where a causal model cannot see it."""
+    """Return token ids and attention mask, [batch, tokens] int64; padded on the right, which a causal model ignores."""
     ids = torch.zeros(len(batch), len(batch[0]), dtype=torch.long)
     mask = torch.zeros_like(ids)
     for row, chunk in enumerate(batch):

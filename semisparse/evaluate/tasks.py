@@ -1,4 +1,4 @@
-"""Tasks through lm-eval."""
+"""Run evaluation tasks through lm-eval."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def run_tasks(
 
     Args:
         model: on its device.
-        tokenizer: the model's.
-        tasks: names that lm-eval knows, or YAML files of one's own, whose data may lie on this disk.
+        tokenizer: of the model.
+        tasks: names of lm-eval tasks, or paths of YAML task files.
     Returns:
-        lm-eval's numeric metrics by task.
+        The numeric metrics by task.
     Raises:
         InputError: lm-eval is not installed, or does not know a task.
     """
@@ -32,13 +32,13 @@ def run_tasks(
     except ImportError as error:
         raise InputError("tasks need lm-eval: pip install 'semisparse[eval]'") from error
     names = [task for task in tasks if not Path(task).is_file()]
-    manager = TaskManager(include_defaults=bool(names))  # reading its thousands of own files takes ten seconds
+    manager = TaskManager(include_defaults=bool(names))  # lm-eval reads thousands of task files in 10 s
     unknown = [name for name in names if name not in manager.all_tasks]
     if unknown:
         raise InputError(f"lm-eval knows no task {', '.join(unknown)}, and there is no such YAML file")
     adapter = HFLM(pretrained=model, tokenizer=tokenizer)
     results = lm_eval.simple_evaluate(adapter, tasks=list(tasks), task_manager=manager)["results"]
     return {
-        task: {metric: value for metric, value in found.items() if isinstance(value, int | float)}
-        for task, found in results.items()
+        task: {metric: value for metric, value in metrics.items() if isinstance(value, int | float)}
+        for task, metrics in results.items()
     }

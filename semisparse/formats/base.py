@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -18,7 +18,38 @@ from semisparse.errors import FormatError, InputError, KernelError
 from semisparse.formats.kernel import Kernel, Pass, Problem, fused_cost
 from semisparse.patterns import Pattern, parse_pattern
 
-Params = Mapping[str, int | float | str]
+WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+Scalar = int | float | str
+
+
+class Params(Mapping[str, Scalar]):
+    """A format's own numbers (bit widths, layouts, counts): JSON scalars by name, immutable.
+
+    Args:
+        values: the numbers; more of them, by name.
+    """
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Mapping[str, Scalar] | None = None, **more: Scalar) -> None:
+        self._values = {**(values or {}), **more}
+
+    def __getitem__(self, name: str) -> Scalar:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"Params({self._values})"
+
+    def without(self, *names: str) -> Params:
+        """Leave some of the numbers out."""
+        return Params({name: value for name, value in self._values.items() if name not in names})
 
 
 @dataclass(frozen=True)
@@ -28,7 +59,7 @@ class TensorSpec:
     Args:
         name: its name below the module's, as in ``model.layers.0.mlp.up_proj.<name>``.
         dtype: torch dtype, or None for the weight's own (float16, bfloat16 or float32).
-        shape: one name a dimension: ``N``, ``K``, or a count the format names; ``N+1`` adds one, for offsets from 0.
+        shape: one name per dimension: ``N``, ``K``, or a count the format names; ``N+1`` adds one, for offsets from 0.
         split_n: the dimension that tensor parallelism may cut by output features, if any; where another tensor of the
             format has one, a tensor without it is the same in every part.
         split_k: the dimension that it may cut by input features, if any, likewise.
@@ -41,20 +72,20 @@ class TensorSpec:
     split_k: int | None = None
 
 
-@dataclass(frozen=True)
-class Packed:
-    """A weight ``w[N, K]`` in a format.
+@dataclass(frozen=True, eq=False)
+class WeightSpec:
+    """What a stored weight ``w[N, K]`` is: all but its tensors. Hashable; equal if its JSON is.
 
     Args:
         format: the format's name.
-        version: the version of its layout.
+        version: of the format's layout.
         pattern: what the weight obeys.
         shape: (N, K).
-        dtype: of the weight that was packed, and of the one that `unpack` gives.
-        params: the format's own numbers (JSON scalars), such as data-dependent counts and bit widths.
-        tensors: one for each `TensorSpec`.
-        declaration: all of the above but the tensors, as JSON; made here. It is what a traced graph keeps of them, and
-            handing it on spares a module that swaps tensors at every call the work of making it.
+        dtype: of the weight that was packed, and of the one that `Packed.unpack` returns.
+        params: the format's own numbers.
+
+    Attributes:
+        json: the same as canonical JSON, made from the above: what a traced graph and a checkpoint hold.
     """
 
     format: str
@@ -62,13 +93,110 @@ class Packed:
     pattern: Pattern
     shape: tuple[int, int]
     dtype: torch.dtype
-    params: Params
-    tensors: dict[str, Tensor]
-    declaration: str = field(default="", repr=False)
+    params: Params = field(default_factory=Params)
+    json: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not self.declaration:
-            object.__setattr__(self, "declaration", _declare(self))
+        object.__setattr__(self, "shape", tuple(self.shape))
+        object.__setattr__(self, "params", Params(self.params))
+        object.__setattr__(self, "json", json.dumps(self.to_dict(), sort_keys=True))
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, WeightSpec) and self.json == other.json)
+
+    def __hash__(self) -> int:
+        return hash(self.json)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain JSON values, as config.json holds it."""
+        return {
+            "format": self.format,
+            "version": self.version,
+            "pattern": str(self.pattern),
+            "shape": list(self.shape),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "params": dict(self.params),
+        }
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> WeightSpec:
+        """Read what `to_dict` wrote; other keys are left alone.
+
+        Raises:
+            FormatError: a key is missing or of another type, or the pattern or dtype is unknown.
+        """
+        try:
+            n, k = values["shape"]
+            spec = WeightSpec(
+                _typed(values["format"], str),
+                _typed(values["version"], int),
+                parse_pattern(_typed(values["pattern"], str)),
+                (_typed(n, int), _typed(k, int)),
+                _DTYPES[values["dtype"]],
+                Params({_typed(name, str): _typed(v, int, float, str) for name, v in dict(values["params"]).items()}),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise FormatError(f"the declaration {dict(values)} is unreadable: {error!r}") from error
+        return spec
+
+    @staticmethod
+    def from_json(text: str) -> WeightSpec:
+        """Read `json` back."""
+        return WeightSpec.from_dict(json.loads(text))
+
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in WEIGHT_DTYPES}
+
+
+def _typed(value: Any, *types: type) -> Any:
+    if type(value) not in types:
+        raise TypeError(f"{value!r} is {type(value).__name__}, expected {' or '.join(t.__name__ for t in types)}")
+    return value
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight ``w[N, K]`` in a format.
+
+    Args:
+        spec: what it is.
+        tensors: one for each `TensorSpec`, by name.
+    """
+
+    spec: WeightSpec
+    tensors: dict[str, Tensor]
+
+    @staticmethod
+    def empty(spec: WeightSpec, device: torch.device | str = "meta") -> Packed:
+        """Return a weight whose tensors are allocated, not filled.
+
+        Raises:
+            FormatError: as `Format.shapes`.
+        """
+        form = get_format(spec.format)
+        dtypes = form.dtypes(spec)
+        shapes = form.shapes(spec)
+        return Packed(spec, {name: torch.empty(shapes[name], dtype=dtypes[name], device=device) for name in shapes})
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.spec.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weight."""
+        return self.spec.dtype
+
+    @property
+    def pattern(self) -> Pattern:
+        """What the weight obeys."""
+        return self.spec.pattern
+
+    @property
+    def params(self) -> Params:
+        """The format's own numbers."""
+        return self.spec.params
 
     @property
     def nbytes(self) -> int:
@@ -86,51 +214,21 @@ class Packed:
         return next(iter(self.tensors.values())).device
 
     def to(self, device: torch.device | str) -> Packed:
-        """Give the same weight on a device, in the layout that its kernels want; a CPU's is the layout on disk."""
-        arrange = get_format(self.format).arrange
+        """Return the same weight on a device, in the layout that its kernels want; a CPU's is the layout on disk."""
+        arrange = get_format(self.spec.format).arrange
         target = torch.device(device)
         # Layouts are changed on the faster device: before leaving a GPU, after reaching one.
         leaving = arrange(self, target.type) if self.device.type == "cuda" else self
-        moved = replace_tensors(leaving, {name: t.to(target) for name, t in leaving.tensors.items()})
+        moved = Packed(leaving.spec, {name: t.to(target) for name, t in leaving.tensors.items()})
         return arrange(moved, target.type)
 
+    def in_layout(self, params: Mapping[str, Scalar], tensors: dict[str, Tensor]) -> Packed:
+        """Return the same weight as another layout's params and tensors store it."""
+        return Packed(replace(self.spec, params=Params(params)), tensors)
+
     def unpack(self) -> Tensor:
-        """Give the weight back, [N, K] in ``dtype``, with exact zeros."""
-        return get_format(self.format).unpack(self)
-
-
-def _declare(packed: Packed) -> str:
-    return json.dumps(
-        {
-            "format": packed.format,
-            "version": packed.version,
-            "pattern": str(packed.pattern),
-            "shape": packed.shape,
-            "dtype": str(packed.dtype).removeprefix("torch."),
-            "params": dict(packed.params),
-            "tensors": sorted(packed.tensors),
-        },
-        sort_keys=True,  # a checkpoint sorts them, too, and declarations are compared
-    )
-
-
-def replace_tensors(packed: Packed, tensors: dict[str, Tensor]) -> Packed:
-    """Give the same declaration with other tensors, of the same names."""
-    return Packed(
-        packed.format,
-        packed.version,
-        packed.pattern,
-        packed.shape,
-        packed.dtype,
-        packed.params,
-        tensors,
-        packed.declaration,
-    )
-
-
-def in_layout(packed: Packed, params: Params, tensors: dict[str, Tensor]) -> Packed:
-    """Give the same weight as another layout declares and stores it."""
-    return Packed(packed.format, packed.version, packed.pattern, packed.shape, packed.dtype, params, tensors)
+        """Return the dense weight, [N, K] in ``dtype``, with exact zeros."""
+        return get_format(self.spec.format).unpack(self)
 
 
 @dataclass(frozen=True)
@@ -151,8 +249,9 @@ class Format:
         version: of the layout; a checkpoint with another one is refused.
         summary: a line for ``semisparse formats``.
         accepts: None if the format can store this pattern, else the reason why not.
-        specs: the stored tensors for a pattern and the format's params.
-        counts: the named dimensions of the specs, from (N, K, pattern, params).
+        specs: the stored tensors of a weight.
+        counts: the named dimensions of the specs.
+        counted: names of the params that count what is stored, such as non-zeros: no kernel is built by them.
         pack_weight: (weight [N, K], pattern, options) -> (params, tensors); the weight has passed ``pattern.check``.
         unpack: Packed -> weight [N, K] in its dtype.
         check_content: raise `FormatError` unless every index, offset, count and bit mask lies inside the shape; it may
@@ -160,13 +259,14 @@ class Format:
         kernels: in order of preference; `reference_kernel` is appended.
         cases: edge cases of its own for the contract tests.
         recipes: built-in recipes that end in this format, name -> settings.
-        lossless: whether unpack gives the packed weight bit for bit.
+        lossless: whether unpack returns the packed weight bit for bit.
         cost: (problem, packed weight's bytes) -> the passes of a product, for `plan` and the bench's floors.
         variants: the pack options worth planning and measuring.
-        grain: (pattern, params) -> the rows and columns at whose multiples tensors with a declared split may be cut, or
-            weights stacked; None if they are not to be.
+        options: the pack options that a recipe may set, each with its values; () for any whole number.
+        grain: the rows and columns at whose multiples tensors with a declared split may be cut, or weights stacked;
+            None if they are not to be.
         regroup: (parts, dim, start, stop, pattern) -> rows (``dim`` 0) or columns ``start`` to ``stop`` of the parts
-            side by side, declared as ``pattern`` and not rounded again; None if packing what unpack gives does that.
+            side by side, declared as ``pattern`` and not rounded again; None if packing what unpack returns does that.
         stack: (weights one above the other, rows in all) -> the params of them as one, whose tensors are theirs behind
             one another, offsets counted on; None if theirs do not join. Without it, the declared splits tell.
         arrange: (packed, device type) -> the same weight, where it is, in the layout that kernels on such a device
@@ -177,20 +277,22 @@ class Format:
     version: int
     summary: str
     accepts: Callable[[Pattern], str | None]
-    specs: Callable[[Pattern, Params], tuple[TensorSpec, ...]]
-    counts: Callable[[int, int, Pattern, Params], Mapping[str, int]]
-    pack_weight: Callable[..., tuple[Params, dict[str, Tensor]]]
+    specs: Callable[[WeightSpec], tuple[TensorSpec, ...]]
+    counts: Callable[[WeightSpec], Mapping[str, int]]
+    pack_weight: Callable[..., tuple[Mapping[str, Scalar], dict[str, Tensor]]]
     unpack: Callable[[Packed], Tensor]
     check_content: Callable[[Packed], None]
+    counted: tuple[str, ...] = ()
     kernels: tuple[Kernel, ...] = ()
     cases: tuple[Case, ...] = ()
     recipes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     lossless: bool = True
     cost: Callable[[Problem, float], tuple[Pass, ...]] = fused_cost
     variants: tuple[Mapping[str, Any], ...] = ({},)
-    grain: Callable[[Pattern, Params], tuple[int, int]] | None = None
+    options: Mapping[str, Sequence[str | int]] = field(default_factory=dict)
+    grain: Callable[[WeightSpec], tuple[int, int]] | None = None
     regroup: Callable[[Sequence[Packed], int, int, int, Pattern], Packed] | None = None
-    stack: Callable[[Sequence[Packed], int], Params | None] | None = None
+    stack: Callable[[Sequence[Packed], int], Mapping[str, Scalar] | None] | None = None
     arrange: Callable[[Packed, str], Packed] = lambda packed, device_type: packed
 
     def pack(self, weight: Tensor, pattern: Pattern | str, **options: Any) -> Packed:
@@ -217,27 +319,47 @@ class Format:
             raise FormatError(f"the weight holds {weight[row, column].item()} at row {row}, column {column}")
         params, tensors = self.pack_weight(weight.detach(), pattern, **options)
         shape = (weight.shape[0], weight.shape[1])
-        return Packed(self.name, self.version, pattern, shape, weight.dtype, params, tensors)
+        return Packed(WeightSpec(self.name, self.version, pattern, shape, weight.dtype, Params(params)), tensors)
 
-    def shapes(self, n: int, k: int, pattern: Pattern, params: Params) -> dict[str, tuple[int, ...]]:
-        """Give every stored tensor's shape.
+    def structure(self, spec: WeightSpec) -> WeightSpec:
+        """Return a spec without the params that count what is stored: what a product is chosen and prepared by."""
+        return replace(spec, params=spec.params.without(*self.counted))
+
+    def shapes(self, spec: WeightSpec) -> dict[str, tuple[int, ...]]:
+        """Return every stored tensor's shape.
 
         Raises:
-            FormatError: N or K is below 1, or ``params`` lacks a count that a shape needs or holds an impossible one.
+            FormatError: N or K is below 1, or the params lack a count that a shape needs or hold an impossible one.
         """
+        n, k = spec.shape
         if n < 1 or k < 1:
             raise FormatError(f"format {self.name} stores weights with N, K of at least 1, got {(n, k)}")
         try:
-            counts = {"N": n, "K": k, **self.counts(n, k, pattern, params)}
-            return {s.name: tuple(_size(d, counts) for d in s.shape) for s in self.specs(pattern, params)}
+            counts = {"N": n, "K": k, **self.counts(spec)}
+            return {tensor.name: tuple(_size(d, counts) for d in tensor.shape) for tensor in self.specs(spec)}
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise FormatError(
-                f"format {self.name}: params {dict(params)} do not give every dimension: {error}"
+                f"format {self.name}: params {dict(spec.params)} do not give every dimension: {error}"
             ) from error
 
-    def dtypes(self, weight_dtype: torch.dtype, pattern: Pattern, params: Params) -> dict[str, torch.dtype]:
-        """Give every stored tensor's dtype."""
-        return {s.name: s.dtype or weight_dtype for s in self.specs(pattern, params)}
+    def dtypes(self, spec: WeightSpec) -> dict[str, torch.dtype]:
+        """Return every stored tensor's dtype."""
+        return {tensor.name: tensor.dtype or spec.dtype for tensor in self.specs(spec)}
+
+    def check_spec(self, spec: WeightSpec) -> None:
+        """Check that a weight of this format may be declared so.
+
+        Raises:
+            FormatError: the version is another, the pattern is none of the format's, or a shape is impossible.
+        """
+        if spec.version != self.version:
+            raise FormatError(
+                f"format {self.name} version {spec.version} is unknown; this semisparse reads version {self.version}"
+            )
+        reason = self.accepts(spec.pattern)
+        if reason:
+            raise FormatError(f"format {self.name} cannot store pattern {spec.pattern}: {reason}")
+        self.shapes(spec)
 
     def validate(self, packed: Packed) -> None:
         """Check everything a kernel will rely on: names, dtypes, shapes, and every index, offset, count and bit mask.
@@ -245,22 +367,16 @@ class Format:
         Raises:
             FormatError: names the tensor and what is wrong with it.
         """
-        if packed.version != self.version:
-            raise FormatError(
-                f"format {self.name} version {packed.version} is unknown; this semisparse reads version {self.version}"
-            )
-        reason = self.accepts(packed.pattern)
-        if reason:
-            raise FormatError(f"format {self.name} cannot store pattern {packed.pattern}: {reason}")
-        shapes = self.shapes(*packed.shape, packed.pattern, packed.params)
-        dtypes = self.dtypes(packed.dtype, packed.pattern, packed.params)
+        spec = packed.spec
+        self.check_spec(spec)
+        shapes, dtypes = self.shapes(spec), self.dtypes(spec)
         if set(packed.tensors) != set(shapes):
             raise FormatError(f"format {self.name} stores {sorted(shapes)}, got {sorted(packed.tensors)}")
         for name, tensor in packed.tensors.items():
             if tensor.dtype != dtypes[name] or tuple(tensor.shape) != shapes[name]:
                 raise FormatError(
                     f"tensor {name} is {tensor.dtype} {list(tensor.shape)}, "
-                    f"expected {dtypes[name]} {list(shapes[name])} for N, K = {packed.shape}"
+                    f"expected {dtypes[name]} {list(shapes[name])} for N, K = {spec.shape}"
                 )
         self.check_content(packed)
 
@@ -268,7 +384,7 @@ class Format:
         """Take the first kernel that can compute ``problem`` and pays there, or the one asked for by name.
 
         Raises:
-            KernelError: none can, or the named one cannot; gives every candidate's reason.
+            KernelError: none can, or the named one cannot; lists every candidate's reason.
             InputError: no kernel has that name.
         """
         candidates = self.all_kernels
@@ -294,9 +410,6 @@ class Format:
     def all_kernels(self) -> tuple[Kernel, ...]:
         """The format's kernels and, last, the reference."""
         return (*self.kernels, reference_kernel)
-
-
-WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def _size(dimension: str, counts: Mapping[str, int]) -> int:

@@ -12,26 +12,62 @@ from torch import Tensor
 from semisparse.patterns import Pattern
 
 if TYPE_CHECKING:
-    from semisparse.formats.base import Packed, Params
+    from semisparse.formats.base import Packed, Params, WeightSpec
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One product that a kernel is asked for: ``y[M, N] = x[M, K] @ w[N, K].T``."""
+    """One product that a kernel is asked for: ``y[M, N] = x[M, K] @ w[N, K].T``.
+
+    Args:
+        m: the most tokens that it is prepared for: a product takes every M of its bucket (`bucket_of`).
+        spec: of the weight, without the params that count what is stored (`Format.structure`).
+        dtype: of x and y.
+        device: of all operands.
+    """
 
     m: int
-    n: int
-    k: int
-    pattern: Pattern
-    params: Params
-    weight_dtype: torch.dtype
+    spec: WeightSpec
     dtype: torch.dtype
-    """Of x and y."""
     device: torch.device
+
+    @property
+    def n(self) -> int:
+        """Output features."""
+        return self.spec.shape[0]
+
+    @property
+    def k(self) -> int:
+        """Input features."""
+        return self.spec.shape[1]
+
+    @property
+    def pattern(self) -> Pattern:
+        """What the weight obeys."""
+        return self.spec.pattern
+
+    @property
+    def params(self) -> Params:
+        """The format's own numbers, without counts."""
+        return self.spec.params
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Of the weight."""
+        return self.spec.dtype
+
+
+def bucket_of(m: int) -> int:
+    """Return the upper end of the bucket of M that ``m`` falls in: 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128 ...
+
+    Products are chosen and prepared once per bucket, so that a new prompt length prepares next to nothing.
+    """
+    upper = 1 << (m - 1).bit_length()
+    return upper * 3 // 4 if m > 16 and 4 * m <= 3 * upper else upper
 
 
 Product = Callable[[Tensor, "Packed", Tensor | None], Tensor]
-"""(x [M, K], packed, bias [N] or None) -> y [M, N] in x's dtype; of the problem it was prepared for."""
+"""(x [M, K], packed, bias [N] or None) -> y [M, N] in x's dtype, for any M of the problem's bucket."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +78,9 @@ class Kernel:
         name: unique inside the format.
         device: ``cpu`` or ``cuda``; None runs on any.
         supports: None if it can compute this problem on this machine, else the reason why not.
-        prepare: give the product for one problem: import and compile what it needs, and settle whatever x, the stored
-            tensors and the bias do not change. Asked once for each problem, because a decode call takes the GPU less
-            time than such choices take the host.
+        prepare: return the product for one problem: import, compile and load what it needs, and compute whatever x, the
+            stored tensors and the bias do not change. Called once per problem, because a decode call takes the GPU less
+            time than such choices take the host. It keeps no tensor.
         pays: whether ``auto`` may prefer it to the kernels after it; false where another was measured to be faster.
     """
 
@@ -63,7 +99,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Pass:
-    """One kernel of a product, as the roofline model sees it.
+    """One kernel launch of a product, as the roofline model sees it.
 
     Args:
         bytes: read and written, each operand once.
@@ -86,7 +122,7 @@ class Pass:
 
 
 def fused_cost(problem: Problem, weight_bytes: float, unpacking: float = 0) -> tuple[Pass, ...]:
-    """Give what a format costs whose kernel unpacks the weight as it reads it: packed bytes, dense operations.
+    """Return what a kernel costs that unpacks the weight as it reads it: packed bytes, dense operations.
 
     Args:
         problem: the product.

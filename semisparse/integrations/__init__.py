@@ -1,1 +1,1 @@
-"""Adapters to host frameworks."""
+"""Adapters to transformers and vLLM."""

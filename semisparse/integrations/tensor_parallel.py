@@ -1,8 +1,8 @@
 """transformers' tensor parallelism, ``DistributedConfig(tp_plan="auto")``, for packed layers of every format.
 
-transformers can slice a tensor that is a matrix of rows and columns only. So every rank loads a layer's tensors whole,
-keeps its own part once they have been checked (unpacking and packing anew where a format asks for it), and saving
-gathers the parts to the bytes that were loaded. The exchange of activations is transformers' own.
+transformers can shard only tensors that are matrices of rows and columns, which packed tensors are not. So every rank
+loads each layer whole, validates it and keeps its shard (`nn.slice_weight`). Saving gathers the shards and concatenates
+them to the bytes that were loaded. The collectives on activations are transformers' own.
 """
 
 from __future__ import annotations
@@ -18,36 +18,39 @@ from transformers import PreTrainedModel
 
 from semisparse.checkpoint import read_block
 from semisparse.errors import CheckpointError, InputError, SemisparseError
-from semisparse.nn import JoinedLinear, SparseLinear, cut, join
+from semisparse.nn import JoinedLinear, SparseLinear, concatenate_weights, slice_weight
 
 WHOLE = "semisparse_whole"
-"""The style of a parameter that every rank loads whole; it does nothing."""
+"""The parallel style, without any effect, of a parameter that every rank loads whole."""
 
 
-def load_whole(model: PreTrainedModel, layers: Mapping[str, SparseLinear]) -> None:
-    """Keep transformers from slicing packed tensors; to be called before it distributes the model."""
+def load_tensors_whole(model: PreTrainedModel, layers: Mapping[str, SparseLinear]) -> None:
+    """Add packed tensors to the model's plan as tensors that transformers does not shard.
+
+    Call it before transformers distributes the model.
+    """
     from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
     ALL_PARALLEL_STYLES.register(WHOLE, TensorParallelLayer())
     plan = model.tp_plan
     for name, layer in layers.items():
         if _style(model, name) is not None:
-            plan.update({_generic(f"{name}.{tensor}"): WHOLE for tensor in layer.packed.tensors})
+            plan.update({_plan_key(f"{name}.{tensor}"): WHOLE for tensor in layer.packed.tensors})
 
 
-def keep_own_part(model: PreTrainedModel, layers: Mapping[str, SparseLinear]) -> None:
-    """Cut every layer to this rank's part, if the model is distributed.
+def shard_layers(model: PreTrainedModel, layers: Mapping[str, SparseLinear]) -> None:
+    """Replace every layer's weight by this rank's shard, if the model is distributed.
 
     Raises:
-        InputError: a layer is distributed in a way that packed layers are not, or cannot be cut.
+        InputError: a layer's style is neither column- nor row-parallel, or a layer cannot be sliced evenly.
     """
-    mesh = _mesh(model)
+    mesh = _tp_mesh(model)
     if mesh is None:
         return
     rank, ranks = mesh.get_local_rank(), mesh.size()
-    sequences = any(str(style).startswith("sequence") for style in model.tp_plan.values())
+    sequence_parallel = any(str(style).startswith("sequence") for style in model.tp_plan.values())
     for name, layer in layers.items():
-        dim = _dimension(model, name)
+        dim = _shard_dim(model, name)
         if dim is None:
             continue
         packed = layer.packed
@@ -56,85 +59,87 @@ def keep_own_part(model: PreTrainedModel, layers: Mapping[str, SparseLinear]) ->
             names = ("rows", "columns")[dim]
             raise InputError(f"layer {name} has {packed.shape[dim]} {names}, which do not divide over {ranks} ranks")
         try:
-            layer.packed = cut(packed, dim, rank * size, (rank + 1) * size)
+            layer.packed = slice_weight(packed, dim, rank * size, (rank + 1) * size)
         except SemisparseError as error:
             raise InputError(f"layer {name} over {ranks} ranks: {error}") from error
-        layer.wrapped_for_gradients = _style(model, name) == "colwise" and not sequences
+        layer.wrapped_for_gradients = _style(model, name) == "colwise" and not sequence_parallel
 
 
-def gathered(model: PreTrainedModel, block: Mapping[str, Any], layers: Mapping[str, SparseLinear]) -> dict[str, Tensor]:
-    """Give the state of a distributed model with every packed layer whole again, on the first rank.
+def gather_state_dict(
+    model: PreTrainedModel, block: Mapping[str, Any], layers: Mapping[str, SparseLinear]
+) -> dict[str, Tensor]:
+    """Return a distributed model's state dict; on the first rank it has every packed layer whole.
 
     Args:
-        model: what `keep_own_part` cut.
-        block: the ``quantization_config`` block it was loaded with.
+        model: sharded by `shard_layers`.
+        block: the ``quantization_config`` block that the model was loaded with.
         layers: its packed layers by name.
     Returns:
-        Names on disk to tensors; the other ranks keep their parts, which transformers does not save.
+        Tensors by their names on disk. The other ranks return their shards, which transformers does not save.
     Raises:
-        CheckpointError: a layer's parts give other bytes than were loaded, or layers are joined.
+        CheckpointError: a layer's shards do not concatenate to the bytes that were loaded, or layers are joined.
     """
     if any(isinstance(layer, JoinedLinear) for layer in layers.values()):
         raise CheckpointError("layers are joined, which cannot be gathered from the ranks: save before joining them")
-    mesh = _mesh(model)
+    mesh = _tp_mesh(model)
     state, declared = dict(model.state_dict()), read_block(block)
     for name, layer in layers.items():
-        dim = _dimension(model, name)
+        dim = _shard_dim(model, name)
         if mesh is None or dim is None:
             continue
-        parts: list[Any] | None = [None] * mesh.size() if mesh.get_local_rank() == 0 else None
+        shards: list[Any] | None = [None] * mesh.size() if mesh.get_local_rank() == 0 else None
         group = mesh.get_group()
-        distributed.gather_object(_to_bytes(layer.packed), parts, distributed.get_global_rank(group, 0), group)
-        if parts is None:
+        distributed.gather_object(_serialise(layer.packed), shards, distributed.get_global_rank(group, 0), group)
+        if shards is None:
             continue
-        whole = join([_from_bytes(*part) for part in parts], dim, declared[name].pattern)
-        if whole.declaration != declared[name].declaration:
+        whole = concatenate_weights([_deserialise(*shard) for shard in shards], dim, declared[name].pattern)
+        if whole.spec != declared[name].spec:
             raise CheckpointError(
-                f"layer {name} was packed with options that its entry in config.json does not keep, so its parts do "
+                f"layer {name} was packed with options that its entry in config.json does not record, so its shards do "
                 "not pack to the bytes that were loaded: save it from one process, without tensor parallelism"
             )
         state.update({f"{name}.{tensor}": values for tensor, values in whole.tensors.items()})
     return state
 
 
-def _to_bytes(packed: Any) -> tuple[Any, bytes]:
-    """Take a packed weight apart for sending; torch cannot pickle 8-bit floats."""
+def _serialise(packed: Any) -> tuple[Any, bytes]:
+    """Return a packed weight without tensors, and the tensors as safetensors: torch cannot pickle 8-bit floats."""
     stored = packed.to("cpu")
     return replace(stored, tensors={}), save(stored.tensors)
 
 
-def _from_bytes(declared: Any, tensors: bytes) -> Any:
-    return replace(declared, tensors=load(tensors))
+def _deserialise(packed: Any, tensors: bytes) -> Any:
+    return replace(packed, tensors=load(tensors))
 
 
 def is_distributed(model: PreTrainedModel) -> bool:
-    """Say whether transformers has spread the model over several ranks."""
-    return _mesh(model) is not None
+    """Return whether transformers has distributed the model over several ranks."""
+    return _tp_mesh(model) is not None
 
 
-def _mesh(model: PreTrainedModel) -> Any:
-    """Give the ranks that share each layer, None if the model is whole."""
+def _tp_mesh(model: PreTrainedModel) -> Any:
+    """Return the device mesh of the tensor-parallel ranks; None if the model is not distributed."""
     mesh = getattr(model, "_device_mesh", None)
     if mesh is None or (getattr(model, "_tp_size", None) or 1) == 1:
         return None
     return mesh["tp"] if mesh.ndim > 1 else mesh
 
 
-def _dimension(model: PreTrainedModel, name: str) -> int | None:
-    """Give what a layer is cut along, None if every rank has it whole."""
+def _shard_dim(model: PreTrainedModel, name: str) -> int | None:
+    """Return 0 if a layer is sharded along N, 1 if along K, None if every rank has it whole."""
     style = _style(model, name)
     if style is None or style.startswith("replicate"):
         return None
     for dim, start in enumerate(("colwise", "rowwise")):
         if style.startswith(start):
             return dim
-    raise InputError(f"layer {name} is to be distributed as {style!r}; packed layers know colwise and rowwise")
+    raise InputError(f"layer {name} is to be distributed as {style!r}; packed layers support colwise and rowwise")
 
 
 def _style(model: PreTrainedModel, name: str) -> str | None:
-    return model.tp_plan.get(_generic(name)) or model.tp_plan.get(name)
+    return model.tp_plan.get(_plan_key(name)) or model.tp_plan.get(name)
 
 
-def _generic(name: str) -> str:
-    """Name a module or parameter as transformers' plans do, with ``*`` for the number of a layer."""
+def _plan_key(name: str) -> str:
+    """Return a module's or parameter's name as transformers' plans write it, with ``*`` for every number."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)

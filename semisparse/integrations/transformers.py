@@ -1,4 +1,7 @@
-"""transformers: after ``import semisparse``, ``AutoModelForCausalLM.from_pretrained(dir)`` loads a compressed model."""
+"""The adapter to transformers: ``AutoModelForCausalLM.from_pretrained(DIR)`` loads a compressed model.
+
+Importing this module registers the checkpoint format. ``import semisparse`` imports it when transformers is imported.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,12 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from semisparse.checkpoint import METHOD, VERSION, check_headers, read_ahead, read_block, read_headers
 from semisparse.errors import CheckpointError, SemisparseError
-from semisparse.integrations.tensor_parallel import gathered, is_distributed, keep_own_part, load_whole
+from semisparse.integrations.tensor_parallel import gather_state_dict, is_distributed, load_tensors_whole, shard_layers
 from semisparse.nn import SparseLinear, replace_linear
 
 
 class SemisparseConfig(QuantizationConfigMixin):
-    """The ``quantization_config`` block as transformers carries it; unknown keys are kept and written back."""
+    """The ``quantization_config`` block as transformers holds it. Unknown keys are kept and written back."""
 
     def __init__(self, layers: Mapping[str, Any], version: int = VERSION, **others: Any) -> None:
         self.quant_method = METHOD
@@ -35,7 +38,7 @@ class SemisparseConfig(QuantizationConfigMixin):
 
 
 class SemisparseQuantizer(HfQuantizer):
-    """Replaces the declared layers before the weights are loaded; validates and arranges every tensor after."""
+    """Replaces the declared layers before the weights are loaded; then validates, shards and arranges them."""
 
     def __init__(self, quantization_config: SemisparseConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
@@ -50,6 +53,7 @@ class SemisparseQuantizer(HfQuantizer):
         layers = read_block(self.quantization_config.to_dict())
         files = [Path(file) for file in checkpoint_files or ()]
         if files:
+            _refuse_other_directories(files)
             check_headers(layers, read_headers(files))
             read_ahead(files)
         for name, packed in layers.items():
@@ -57,7 +61,7 @@ class SemisparseQuantizer(HfQuantizer):
                 replace_linear(model, name, packed)
             except SemisparseError as error:
                 raise CheckpointError(f"config.json does not fit the model: {error}") from error
-        load_whole(model, sparse_layers(model))
+        load_tensors_whole(model, sparse_layers(model))
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         layers = sparse_layers(model)
@@ -66,14 +70,14 @@ class SemisparseQuantizer(HfQuantizer):
                 module.validate()
             except SemisparseError as error:
                 raise CheckpointError(f"layer {name}: {error}") from error
-        keep_own_part(model, layers)
+        shard_layers(model, layers)
         for layer in layers.values():
             layer.arrange()
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
         if not is_distributed(model):
             return None, {}
-        return gathered(model, self.quantization_config.to_dict(), sparse_layers(model)), {}
+        return gather_state_dict(model, self.quantization_config.to_dict(), sparse_layers(model)), {}
 
     def is_serializable(self) -> bool:
         return True
@@ -87,16 +91,24 @@ class SemisparseQuantizer(HfQuantizer):
         return True
 
 
+def _refuse_other_directories(files: list[Path]) -> None:
+    """Refuse an index that names files outside the model's directory, which transformers would read."""
+    if any(".." in file.parts for file in files) or len({file.parent for file in files}) > 1:
+        raise CheckpointError(
+            f"the checkpoint's index names files of several directories: {', '.join(sorted(map(str, files)))}"
+        )
+
+
 def sparse_layers(model: nn.Module) -> dict[str, SparseLinear]:
-    """Give a model's compressed layers by name."""
+    """Return a model's compressed layers by module name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, SparseLinear)}
 
 
 def mark_compressed(model: PreTrainedModel, block: Mapping[str, Any]) -> None:
-    """Make a model whose layers were replaced in memory save itself as one that was loaded compressed.
+    """Make ``save_pretrained`` write a model whose layers were replaced in memory as a compressed checkpoint.
 
     Args:
-        model: holds a `SparseLinear` for every entry of the block.
+        model: contains a `SparseLinear` for every entry of the block.
         block: the ``quantization_config`` block.
     """
     quantizer = SemisparseQuantizer(SemisparseConfig.from_dict(dict(block)))
@@ -104,8 +116,6 @@ def mark_compressed(model: PreTrainedModel, block: Mapping[str, Any]) -> None:
     quantizer.postprocess_model(model)
 
 
-def register() -> None:
-    """Tell transformers about semisparse; calling it again changes nothing."""
-    if METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
-        register_quantization_config(METHOD)(SemisparseConfig)
-        register_quantizer(METHOD)(SemisparseQuantizer)
+if METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+    register_quantization_config(METHOD)(SemisparseConfig)
+    register_quantizer(METHOD)(SemisparseQuantizer)

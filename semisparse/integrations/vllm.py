@@ -1,8 +1,8 @@
-"""vLLM: with semisparse installed beside it, ``vllm serve DIR`` serves a compressed directory.
+"""The adapter to vLLM: with semisparse installed, ``vllm serve DIR`` serves a compressed directory.
 
-vLLM calls `register` in every process (entry point ``vllm.general_plugins``). Every layer takes its tensors whole, as
-they lie on disk, keeps this rank's part of them and puts the parts of a fused layer together, whatever the format.
-Which rows or columns are this rank's is vLLM's own answer: its loader is given their numbers in the place of weights.
+vLLM calls `register` in every process (entry point ``vllm.general_plugins``). Every layer receives its tensors whole,
+in the layout on disk, keeps this rank's shard and stacks the weights of a fused layer, whatever the format. Which rows
+or columns belong to this rank is read from vLLM's own weight loader, which is given row or column numbers as weights.
 """
 
 from __future__ import annotations
@@ -23,22 +23,26 @@ from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, regist
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.parameter import ModelWeightParameter
 
-from semisparse.checkpoint import METHOD, filled, read_block
+from semisparse.checkpoint import METHOD, packed_from_tensors, read_block
 from semisparse.errors import CheckpointError, InputError
-from semisparse.nn import StackedLinear, cut
+from semisparse.nn import StackedLinear, slice_weight
 
 QKV = ("q", "k", "v")
-"""vLLM's names for the weights of a fused attention layer; those of others are numbered."""
+"""vLLM's shard ids of a fused attention layer, in order. Other fused layers number theirs from 0."""
 
 
 def register() -> None:
-    """Tell vLLM about semisparse; calling it again changes nothing."""
+    """Register the quantisation method with vLLM. A second call changes nothing."""
     if METHOD not in QUANTIZATION_METHODS:
         register_quantization_config(METHOD)(SemisparseVllmConfig)
 
 
 class SemisparseVllmConfig(QuantizationConfig):
-    """The ``quantization_config`` block as vLLM carries it: what each layer of the checkpoint is."""
+    """The ``quantization_config`` block as vLLM holds it.
+
+    Args:
+        layers: the checkpoint's layers by module name, as `read_block` returns them.
+    """
 
     def __init__(self, layers: Mapping[str, Any]) -> None:
         super().__init__()
@@ -56,66 +60,67 @@ class SemisparseVllmConfig(QuantizationConfig):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Any: each kernel says itself where it runs."""
+        """Return 0, for any GPU: each kernel checks for itself where it can run."""
         return 0
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """None: everything stands in config.json."""
+        """Return no files: everything is in config.json."""
         return []
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
-        """Follow vLLM in renaming the checkpoint's modules."""
+        """Rename the layers as vLLM renames the checkpoint's modules."""
         self.layers = hf_to_vllm_mapper.apply_dict(self.layers)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Choose how a layer is stored: as packed weights where the checkpoint has them, else as vLLM would.
+        """Return the method for a layer: packed if the checkpoint has it compressed, else vLLM's unquantised one.
 
         Raises:
-            InputError: it has them for a layer that is not linear, or for some weights of a fused layer only.
+            InputError: a layer that is not linear, or only some weights of a fused layer, are compressed.
         """
         if not isinstance(layer, LinearBase):
             self._refuse_compressed(layer, prefix)
             return None
-        fused = self._fused(prefix)
-        compressed = [name for name in fused if name in self.layers]
+        names = self._checkpoint_names(prefix)
+        compressed = [name for name in names if name in self.layers]
         if not compressed:
             return UnquantizedLinearMethod()
-        if len(compressed) < len(fused):
+        if len(compressed) < len(names):
             raise InputError(
-                f"vLLM fuses {', '.join(fused)} into one layer, of which only {', '.join(compressed)} is compressed: "
+                f"vLLM fuses {', '.join(names)} into one layer, of which only {', '.join(compressed)} is compressed: "
                 "compress all of them, or name all of them in the recipe's ignore"
             )
-        return SemisparseLinearMethod({name: self.layers[name] for name in fused})
+        return SemisparseLinearMethod({name: self.layers[name] for name in names})
 
-    def _fused(self, prefix: str) -> list[str]:
-        """Name the checkpoint's layers that one of vLLM's holds."""
-        parent, _, own = prefix.rpartition(".")
-        if prefix in self.layers or own not in self.packed_modules_mapping:
+    def _checkpoint_names(self, prefix: str) -> list[str]:
+        """Return the names of the checkpoint's layers that a layer of vLLM contains: several if it is fused."""
+        parent, _, last = prefix.rpartition(".")
+        if prefix in self.layers or last not in self.packed_modules_mapping:
             return [prefix]
-        return [f"{parent}.{name}" if parent else name for name in self.packed_modules_mapping[own]]
+        return [f"{parent}.{name}" if parent else name for name in self.packed_modules_mapping[last]]
 
     def _refuse_compressed(self, layer: Any, prefix: str) -> None:
         inside = [name for name in self.layers if name == prefix or name.startswith(f"{prefix}.")]
         if inside:
             raise InputError(
-                f"{inside[0]} is compressed, but vLLM has it in a {type(layer).__name__} ({prefix}), and semisparse "
-                "serves only linear layers there, no experts and no heads: name it in the recipe's ignore"
+                f"{inside[0]} is compressed, but vLLM has it in a {type(layer).__name__} ({prefix}); semisparse serves "
+                "only linear layers in vLLM, no experts and no heads: name it in the recipe's ignore"
             )
 
 
 class SemisparseLinearMethod(LinearMethodBase):
-    """One of vLLM's linear layers from packed weights.
+    """A linear layer of vLLM with packed weights.
 
     Args:
-        fused: the declarations of the checkpoint's layers that it holds, in vLLM's order, by name.
+        layers: the checkpoint's layers that vLLM's layer contains, by name and in vLLM's order, as `read_block` returns
+            them.
     """
 
-    def __init__(self, fused: Mapping[str, Any]) -> None:
-        self._names = list(fused)
-        self._declared = list(fused.values())
-        self._arrived: list[dict[str, Tensor]] = [{} for _ in fused]
-        self._parts: dict[int, Any] = {}
+    def __init__(self, layers: Mapping[str, Any]) -> None:
+        self._names = list(layers)
+        self._declared = list(layers.values())
+        self._loaded: list[dict[str, Tensor]] = [{} for _ in layers]
+        self._shards: dict[int, Any] = {}  # by their first row in vLLM's layer
 
     def create_weights(
         self,
@@ -127,71 +132,80 @@ class SemisparseLinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **others: Any,
     ) -> None:
-        """Stand in for every tensor on disk with an empty parameter, whose loader takes the tensor whole."""
+        """Register an empty parameter for every stored tensor. Its loader receives the tensor whole."""
         for name, tensor in {n: t for declared in self._declared for n, t in declared.tensors.items()}.items():
             parameter = nn.Parameter(torch.empty(0, dtype=tensor.dtype), requires_grad=False)
-            parameter.weight_loader = partial(self._take, layer, name)  # type: ignore[attr-defined]
+            parameter.weight_loader = partial(self._load, layer, name)  # type: ignore[attr-defined]
             layer.register_parameter(name, parameter)
 
-    def _take(
-        self, layer: Any, name: str, parameter: nn.Parameter, tensor: Tensor, fused: str | int | None = None
+    def _load(
+        self, layer: Any, name: str, parameter: nn.Parameter, tensor: Tensor, shard_id: str | int | None = None
     ) -> None:
-        """Keep a tensor; once its weight is whole, check it and keep this rank's part alone.
+        """Load one tensor. Once a weight is complete, validate it and keep only this rank's shard.
 
+        Args:
+            layer: vLLM's layer.
+            name: the tensor's name in the format.
+            parameter: the empty parameter.
+            tensor: the stored tensor.
+            shard_id: which weight of a fused layer it belongs to; None if the layer is not fused.
         Raises:
-            CheckpointError: the weight is corrupted, or is not what vLLM's layer takes.
+            CheckpointError: the weight is corrupted.
         """
-        index = QKV.index(fused) if isinstance(fused, str) else fused or 0
-        arrived, declared = self._arrived[index], self._declared[index]
-        arrived[name] = tensor.to(parameter.device)  # checked and cut there
-        if arrived.keys() != declared.tensors.keys():
+        index = QKV.index(shard_id) if isinstance(shard_id, str) else shard_id or 0
+        loaded, declared = self._loaded[index], self._declared[index]
+        loaded[name] = tensor.to(parameter.device)  # validated and sliced there
+        if loaded.keys() != declared.tensors.keys():
             return
-        whole = filled(self._names[index], declared, arrived)
-        self._arrived[index] = {}
+        whole = packed_from_tensors(self._names[index], declared, loaded)
+        self._loaded[index] = {}
         dim = 1 if isinstance(layer, RowParallelLinear) else 0
-        for place, start, stop in _shares(layer, dim, whole.shape[dim], fused):
-            self._parts[place] = cut(whole, dim, start, stop)
+        for position, start, stop in _runs_of_rank(layer, dim, whole.shape[dim], shard_id):
+            self._shards[position] = slice_weight(whole, dim, start, stop)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Put the parts together in the order of the layer's rows.
+        """Stack the shards in the order of the layer's rows.
 
         Raises:
-            CheckpointError: tensors are missing.
+            CheckpointError: the checkpoint lacks tensors of the layer.
         """
-        for name, declared, arrived in zip(self._names, self._declared, self._arrived, strict=True):
-            if arrived or not self._parts:
-                missing = sorted(declared.tensors.keys() - arrived.keys())
+        for name, declared, loaded in zip(self._names, self._declared, self._loaded, strict=True):
+            if loaded or not self._shards:
+                missing = sorted(declared.tensors.keys() - loaded.keys())
                 raise CheckpointError(f"layer {name}: the checkpoint has no {', '.join(missing)}")
         for name in {name for declared in self._declared for name in declared.tensors}:
             delattr(layer, name)
-        layer.stacked = StackedLinear([self._parts[place] for place in sorted(self._parts)])
-        self._parts = {}
+        layer.stacked = StackedLinear([self._shards[position] for position in sorted(self._shards)])
+        self._shards = {}
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply: one opaque operator a product where vLLM traces it."""
+        """Compute ``x @ w.T + bias``. Each matmul traces to one opaque operator."""
         return layer.stacked(x, bias)
 
 
-def _shares(layer: Any, dim: int, size: int, fused: str | int | None) -> Iterator[tuple[int, int, int]]:
-    """Give the runs of a weight's rows (columns, with ``dim`` 1) that this rank keeps, by asking vLLM's own loader.
+def _runs_of_rank(layer: Any, dim: int, size: int, shard_id: str | int | None) -> Iterator[tuple[int, int, int]]:
+    """Yield the runs of a weight's rows (columns if ``dim`` is 1) that this rank keeps.
+
+    vLLM's own weight loader is given the numbers 0 to ``size`` - 1 as a weight. What it stores are the numbers of the
+    rows that this rank keeps.
 
     Args:
-        layer: vLLM's.
-        dim: what it cuts.
+        layer: vLLM's layer.
+        dim: the dimension that it shards.
         size: the weight's rows or columns.
-        fused: which of the layer's weights it is, as vLLM says it.
+        shard_id: which weight of a fused layer it is; None if the layer is not fused.
     Returns:
-        (place in the layer, first, the one behind the last) for each run.
+        (position in the layer, first row, one past the last row) for each run of consecutive rows.
     """
     length = layer.input_size_per_partition if dim else sum(layer.output_partition_sizes)
-    kept = torch.full((1, length) if dim else (length, 1), -1, device="cpu")
-    asked = ModelWeightParameter(data=kept, input_dim=1, output_dim=0, weight_loader=None)
-    asked.tp_rank, asked.tp_size = layer.tp_rank, layer.tp_size
+    stored = torch.full((1, length) if dim else (length, 1), -1, device="cpu")
+    parameter = ModelWeightParameter(data=stored, input_dim=1, output_dim=0, weight_loader=None)
+    parameter.tp_rank, parameter.tp_size = layer.tp_rank, layer.tp_size
     numbers = torch.arange(size, device="cpu").view((1, -1) if dim else (-1, 1))
     load = getattr(layer, "weight_loader_v2", layer.weight_loader)
-    load(asked, numbers, *(() if fused is None else (fused,)))
-    kept = kept.flatten()
-    places = (kept >= 0).nonzero().flatten()
-    breaks = ((kept[places].diff() != 1) | (places.diff() != 1)).nonzero().flatten() + 1
-    for run in places.tensor_split(breaks):
-        yield int(run[0]), int(kept[run[0]]), int(kept[run[-1]]) + 1
+    load(parameter, numbers, *(() if shard_id is None else (shard_id,)))
+    stored = stored.flatten()
+    positions = (stored >= 0).nonzero().flatten()
+    breaks = ((stored[positions].diff() != 1) | (positions.diff() != 1)).nonzero().flatten() + 1
+    for run in positions.tensor_split(breaks):
+        yield int(run[0]), int(stored[run[0]]), int(stored[run[-1]]) + 1

@@ -1,22 +1,21 @@
-"""SparseLinear, replacing the modules of a model, and the parts of a layer that ranks and fused layers hold."""
+"""SparseLinear, fused layers of several weights, replacing a model's modules, slicing and stacking packed weights."""
 
 from semisparse.nn.joined import JoinedLinear, JoinedPart, join_layers
-from semisparse.nn.parts import cut, join, stacked
 from semisparse.nn.replace import is_linear, replace_linear, swap_weight, weight_of
+from semisparse.nn.slicing import concatenate_weights, slice_weight
 from semisparse.nn.sparse_linear import SparseLinear
-from semisparse.nn.stacked import StackedLinear
+from semisparse.nn.stacked_linear import StackedLinear
 
 __all__ = [
     "JoinedLinear",
     "JoinedPart",
     "SparseLinear",
     "StackedLinear",
-    "cut",
+    "concatenate_weights",
     "is_linear",
-    "join",
     "join_layers",
     "replace_linear",
-    "stacked",
+    "slice_weight",
     "swap_weight",
     "weight_of",
 ]

@@ -1,7 +1,7 @@
-"""Layers on one input as one product: a model's query, key and value, its gate and up projections.
+"""Joined layers: linear layers on one input (query, key, value; gate, up) computed by one matmul.
 
-Each keeps its place and its name. The first that is called with an input multiplies for all of them, the others take
-their rows of what is remembered, which is forgotten once all have been taken.
+Each layer keeps its position and name in the model. The first layer that is called with an input computes the matmul
+of all. The others return their slices of its cached output, which is discarded once every layer has read its slice.
 """
 
 from __future__ import annotations
@@ -11,116 +11,119 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from semisparse.errors import InputError
-from semisparse.formats.base import Packed, get_format, replace_tensors
-from semisparse.nn.parts import first_rows, stacked_on_grain, unstacked
-from semisparse.nn.remembered import Remembered, Setting, note_version, setting_of
+from semisparse.formats.base import Packed, get_format
+from semisparse.nn.output_cache import CachedOutput, CacheKey, cache_key
 from semisparse.nn.sparse_linear import SparseLinear
+from semisparse.nn.stacking import row_offsets, stack_with_padding, unstack
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names of layers of one module that multiply one input."""
+"""Names of a module's children that have the same input."""
 
-REFUSED = "a model whose layers are joined loads no state: load it first, then call join_layers"
+NO_LOADING = "a model with joined layers loads no state dict: load it first, then call join_layers"
 
 
 class JoinedLinear(SparseLinear):
-    """The product of several layers on one input; the weight is held here, and theirs are gone.
+    """The matmul of several layers on one input. It owns their stacked weight; the layers themselves are discarded.
 
     Args:
-        layers: of weights that `stacked_on_grain` takes, with biases or without.
-        whole: what it gives for them.
+        layers: the layers to join, all with a bias or all without.
+        stack: their weights, stacked by `stack_with_padding`.
 
     Attributes:
-        extents: each layer's first row of the product, and how many are its own.
+        extents: for each layer, its first row of the stack and its number of rows.
     """
 
-    def __init__(self, layers: Sequence[SparseLinear], whole: Packed) -> None:
-        stored = [_on_disk(layer.packed) for layer in layers]
-        starts = first_rows(stored)[:-1]
-        super().__init__(whole, _joined_bias(layers, starts, whole.shape[0]), layers[0].kernel)
-        self.extents = [(start, weight.shape[0]) for start, weight in zip(starts, stored, strict=True)]
-        self._parts = [replace_tensors(weight, {}) for weight in stored]
-        self._remembered: Remembered | None = None
-        self._passes_gradients = not any("forward" in vars(layer) for layer in layers)
+    def __init__(self, layers: Sequence[SparseLinear], stack: Packed) -> None:
+        specs = [_on_disk(layer.packed).spec for layer in layers]
+        starts = row_offsets(specs)[:-1]
+        super().__init__(stack, _stacked_bias(layers, starts, stack.shape[0]), layers[0].kernel)
+        self.extents = [(start, spec.shape[0]) for start, spec in zip(starts, specs, strict=True)]
+        self._specs = specs
+        self._cached: CachedOutput | None = None
+        self._gives_gradients = not any("forward" in vars(layer) for layer in layers)
 
-    def rows_of(self, index: int, x: Tensor) -> Tensor:
-        """Multiply, or take what was multiplied already, for one of the layers.
+    def output_of(self, index: int, x: Tensor) -> Tensor:
+        """Return one layer's output, from the cached output if that is valid.
 
         Args:
-            index: of the layer.
+            index: the layer's position.
             x: [..., K], float16, bfloat16 or float32.
         Returns:
             [..., the layer's N] in x's dtype.
         Raises:
-            InputError: x wants gradients, which only what wrapped the layers would have gathered from all ranks.
+            InputError: x requires a gradient, but the layers were sharded over ranks. transformers' wrapper of each
+                layer, which summed the gradient over the ranks, is gone.
         """
-        if not self._passes_gradients and torch.is_grad_enabled() and x.requires_grad:
-            raise InputError("joined layers that are spread over ranks give x no gradients: use torch.no_grad")
-        found, setting = self._remembered, setting_of(x)
-        if found is None or found.taken[index] or not found.holds(x, setting):
-            found = self._multiplied(x, setting)
-        found.taken[index] = True
-        if all(found.taken):
-            self._remembered = None
-        return found.whole.narrow(-1, *self.extents[index])
+        if not self._gives_gradients and torch.is_grad_enabled() and x.requires_grad:
+            raise InputError("joined layers that are sharded over ranks give x no gradients: use torch.no_grad")
+        cached, key = self._cached, cache_key(x)
+        if cached is None or cached.taken[index] or not cached.is_valid(x, key):
+            cached = self._compute(x, key)
+        cached.taken[index] = True
+        if all(cached.taken):
+            self._cached = None
+        return cached.y.narrow(-1, *self.extents[index])
 
-    def _multiplied(self, x: Tensor, setting: Setting | None) -> Remembered:
-        """Multiply for every layer, and remember it where that is safe."""
-        whole = self.forward(x)
-        note_version(whole, x)
-        found = Remembered(x, setting or (), whole, [False] * len(self.extents))
-        self._remembered = None if setting is None or whole.requires_grad else found
-        return found
+    def _compute(self, x: Tensor, key: CacheKey | None) -> CachedOutput:
+        """Compute the matmul of all layers. The output is kept for the other layers where that is safe."""
+        y = self.forward(x)
+        if torch.compiler.is_dynamo_compiling():
+            from semisparse.nn.traced import record_version
 
-    def parts(self) -> list[Packed]:
-        """Give each layer's weight, in the layout on disk: the bytes that were joined."""
-        return unstacked(_on_disk(self.packed), self._parts)
+            record_version(y, x)
+        output = CachedOutput(x, key or (), y, [False] * len(self.extents))
+        self._cached = None if key is None or y.requires_grad else output
+        return output
 
-    def _hold(self, packed: Packed) -> None:
-        self._remembered = None
-        super()._hold(packed)
+    def weights(self) -> list[Packed]:
+        """Return each layer's weight in the layout on disk, with the bytes that it had before joining."""
+        return unstack(_on_disk(self.packed), self._specs)
+
+    def _set_packed(self, packed: Packed) -> None:
+        self._cached = None
+        super()._set_packed(packed)
 
     def _apply(self, *args: Any, **kwargs: Any) -> SparseLinear:
-        self._remembered = None
+        self._cached = None
         return super()._apply(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_remembered": None}
+        return {**self.__dict__, "_cached": None}
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Save nothing: each layer saves its own part."""
+        """Save nothing: each `JoinedPart` saves its own weight."""
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        raise InputError(REFUSED)
+        raise InputError(NO_LOADING)
 
 
 class JoinedPart(nn.Module):
-    """A layer whose product is part of a `JoinedLinear`, in the place of the `SparseLinear` that it was.
+    """One layer of a `JoinedLinear`. It replaces the `SparseLinear` that was joined, under the same name.
 
     Args:
-        whole: the product, which another module holds.
-        index: the layer's, in it.
+        whole: the joined layer, which another module owns.
+        index: this layer's position in it.
     """
 
     _whole: JoinedLinear
 
     def __init__(self, whole: JoinedLinear, index: int) -> None:
         super().__init__()
-        object.__setattr__(self, "_whole", whole)  # no submodule: its parameters stand once in the model
+        object.__setattr__(self, "_whole", whole)  # not as a submodule: the model must list its parameters once
         self._index = index
         self.in_features, self.out_features = whole.in_features, whole.extents[index][1]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply: [..., K], float16, bfloat16 or float32, to [..., N] in x's dtype."""
-        return self._whole.rows_of(self._index, x)
+        """Compute ``x @ w.T + bias``: x [..., K] in float16, bfloat16 or float32, to [..., N] in x's dtype."""
+        return self._whole.output_of(self._index, x)
 
     @property
     def packed(self) -> Packed:
-        """The weight, a copy in the layout on disk."""
-        return self._whole.parts()[self._index]
+        """The weight: a copy, in the layout on disk."""
+        return self._whole.weights()[self._index]
 
     @property
     def weight(self) -> Tensor:
@@ -129,90 +132,99 @@ class JoinedPart(nn.Module):
 
     @property
     def bias(self) -> Tensor | None:
-        """The bias [N], if any."""
+        """The bias [N] or None."""
         bias, (start, _) = self._whole.bias, self._whole.extents[self._index]
         return None if bias is None else bias.detach()[start : start + self.out_features]
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Put what the layer was made of into a state dict."""
+        """Save the weight and bias as the layer did before joining."""
         if self.bias is not None:
             destination[f"{prefix}bias"] = self.bias.clone()
         destination.update({prefix + name: tensor for name, tensor in self.packed.tensors.items()})
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        raise InputError(REFUSED)
+        raise InputError(NO_LOADING)
 
     def extra_repr(self) -> str:
-        """Show which rows of which product the layer is."""
+        """Return sizes and the rows of the joined weight that are this layer's."""
         whole, (start, _) = self._whole, self._whole.extents[self._index]
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={whole.bias is not None}, "
-            f"rows {start} to {start + self.out_features} of one product of {whole.out_features}"
+            f"rows {start} to {start + self.out_features} of a joined matmul of {whole.out_features}"
         )
 
 
 def join_layers(model: nn.Module) -> list[str]:
-    """Compute query, key and value, and gate and up projections, in one product each, wherever their weights stack.
+    """Join query, key and value, and gate and up projections, into one matmul each, wherever their weights stack.
 
-    Layers of unequal formats, patterns or params stay as they are, as do those with hooks, and those of which some have
-    a bias. A state dict stays what it was, and nothing can be loaded any more. Where nobody can know whether an input
-    was written since (`torch.inference_mode` without `torch.compile`), or gradients are wanted, every layer computes
-    the whole product: use `torch.no_grad`.
+    Layers stay apart if they differ in format, pattern, params or kernel, if they have hooks, or if only some have a
+    bias. The model's state dict stays the same, but a joined model cannot load one.
+
+    Use `torch.no_grad`. Under `torch.inference_mode` without `torch.compile`, and where gradients are required, the
+    output cannot be cached: each layer then computes the joined matmul again.
 
     Args:
-        model: holds `SparseLinear`, on the device where it will run.
+        model: contains `SparseLinear` modules, on the device where it will run.
     Returns:
-        The names of the new modules that hold the joined weights.
+        The names of the new `JoinedLinear` modules.
     """
-    # No layer is in the list, so that each is freed once its weight has been joined.
+    # Only modules that contain layers are listed, so that each layer is freed as soon as its weight has been stacked.
     parents = [(path, module) for path, module in model.named_modules() if not isinstance(module, SparseLinear)]
     joined = []
     for path, parent in parents:
-        for names, layers in _groups_of(parent):
-            whole = stacked_on_grain([_on_disk(layer.packed) for layer in layers])
-            if whole is None:
+        for names, layers in _joinable(parent):
+            stack = stack_with_padding([_on_disk(layer.packed) for layer in layers])
+            if stack is None:
                 continue
-            module = JoinedLinear(layers, whole).train(parent.training)
+            module = JoinedLinear(layers, stack).train(parent.training)
             for index, name in enumerate(names):
                 setattr(parent, name, JoinedPart(module, index).train(parent.training))
-            own = "_".join(names)
-            parent.add_module(own, module)
-            joined.append(f"{path}.{own}" if path else own)
+            joined_name = "_".join(names)
+            parent.add_module(joined_name, module)
+            joined.append(f"{path}.{joined_name}" if path else joined_name)
     return joined
 
 
-def _groups_of(parent: nn.Module) -> Iterator[tuple[Sequence[str], list[SparseLinear]]]:
-    """Give the layers of a module that multiply one input and may be one product, with their names."""
+def _joinable(parent: nn.Module) -> Iterator[tuple[Sequence[str], list[SparseLinear]]]:
+    """Yield the names and layers of each group of `SIBLINGS` in a module that may be joined."""
     for names in SIBLINGS:
         layers = [layer for layer in map(parent._modules.get, names) if type(layer) is SparseLinear]
-        if len(layers) < len(names) or len(set(map(id, layers))) < len(names) or any(map(_is_watched, layers)):
+        if len(layers) < len(names) or len(set(map(id, layers))) < len(names) or any(map(_is_intercepted, layers)):
             continue
         kinds = {(layer.kernel, layer.packed.device, layer.bias is None) for layer in layers}
         if len(kinds) == 1 and "meta" not in {layer.packed.device.type for layer in layers}:
             yield names, layers
 
 
-def _is_watched(layer: SparseLinear) -> bool:
-    """Whether somebody else has put a hand on how the layer is called, such as hooks do."""
-    hooks: Mapping[str, Any] = vars(layer)
-    return ("forward" in hooks and not layer.wrapped_for_gradients) or any(
-        hooks[name] for name in hooks if name.endswith("_hooks")
+def _is_intercepted(layer: SparseLinear) -> bool:
+    """Return whether other code intercepts the layer's calls, by a hook or by replacing ``forward``."""
+    attributes: Mapping[str, Any] = vars(layer)
+    return ("forward" in attributes and not layer.wrapped_for_gradients) or any(
+        attributes[name] for name in attributes if name.endswith("_hooks")
     )
 
 
 def _on_disk(packed: Packed) -> Packed:
-    return get_format(packed.format).arrange(packed, "cpu")
+    return get_format(packed.spec.format).arrange(packed, "cpu")
 
 
-def _joined_bias(layers: Sequence[SparseLinear], starts: Sequence[int], rows: int) -> Tensor | None:
-    """Put biases one behind the other, each from its weight's first row on; of one spread over ranks, the part here."""
+def _stacked_bias(layers: Sequence[SparseLinear], starts: Sequence[int], rows: int) -> Tensor | None:
+    """Return the layers' biases at their weights' first rows, zeros between them; of a sharded bias, the local shard.
+
+    Args:
+        layers: all with a bias or all without.
+        starts: the first row of each layer.
+        rows: the rows of the stack.
+    """
     biases = [_local(layer.bias) for layer in layers if layer.bias is not None]
     if not biases:
         return None
     ends = [*starts[1:], rows]
-    room = [end - start for start, end in zip(starts, ends, strict=True)]
-    return torch.cat([F.pad(bias, (0, r - len(bias))) for bias, r in zip(biases, room, strict=True)])
+    lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+    return torch.cat([F.pad(bias, (0, length - len(bias))) for bias, length in zip(biases, lengths, strict=True)])
 
 
 def _local(bias: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor  # takes a second to import
+
     return (bias.to_local() if isinstance(bias, DTensor) else bias).detach()

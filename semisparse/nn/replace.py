@@ -1,4 +1,4 @@
-"""Linear layers of a model: which modules count, their weight as [N, K], and putting a packed one in their place."""
+"""Linear layers of a model: which modules count as linear, their weight as [N, K], and replacing them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from semisparse.nn.sparse_linear import SparseLinear
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Say whether a module is a dense linear layer; GPT-2's ``Conv1D``, which stores [K, N], is one."""
+    """Return whether a module is a dense linear layer: ``nn.Linear``, or GPT-2's ``Conv1D``, which stores [K, N]."""
     return isinstance(module, (nn.Linear, Conv1D))
 
 
 def weight_of(module: nn.Module) -> Tensor:
-    """Give a linear layer's weight as a view [N, K]; writing to it changes the layer."""
+    """Return a linear layer's weight as a view [N, K]. Writing to it changes the layer.
+
+    Raises:
+        InputError: the module is no linear layer.
+    """
     if not is_linear(module):
         raise InputError(f"expected a linear layer, got {type(module).__name__}")
     weight = module.get_parameter("weight").data
@@ -24,17 +28,17 @@ def weight_of(module: nn.Module) -> Tensor:
 
 
 def swap_weight(module: nn.Module, weight: Tensor) -> Tensor:
-    """Put a weight [N, K] in the place of a linear layer's, without copying, and give the one that was there."""
-    before = weight_of(module)
+    """Replace a linear layer's weight [N, K] without copying, and return the previous one."""
+    previous = weight_of(module)
     module.get_parameter("weight").data = weight.T if isinstance(module, Conv1D) else weight
-    return before
+    return previous
 
 
 def replace_linear(model: nn.Module, name: str, packed: Packed) -> SparseLinear:
-    """Put a packed weight in the place of the linear layer ``name``; its bias stays.
+    """Replace the linear layer ``name`` by a `SparseLinear` with a packed weight [N, K] and the layer's bias.
 
     Raises:
-        InputError: ``name`` is no linear layer of the model, or its shape is not the packed weight's.
+        InputError: the model has no linear layer ``name``, or its shape is not [N, K].
     """
     try:
         dense = model.get_submodule(name)

@@ -1,4 +1,4 @@
-"""The module that replaces ``nn.Linear``: packed tensors as parameters, a product chosen by what can run."""
+"""The module that replaces ``nn.Linear``: packed tensors as parameters, computed by the first kernel that can run."""
 
 from __future__ import annotations
 
@@ -10,98 +10,99 @@ import torch
 from torch import Tensor, nn
 
 from semisparse.errors import KernelError
-from semisparse.formats.base import Packed, get_format, replace_tensors
+from semisparse.formats.base import Packed, get_format
 from semisparse.formats.product import linear, problem_of
 
 
 class SparseLinear(nn.Module):
     """``y = x @ w.T + bias`` with a packed weight.
 
-    On a device the weight lies in the layout that its kernels want; ``state_dict`` gives and takes the layout on disk,
-    so that a model on a GPU saves what one on a CPU would.
+    The weight is stored in the layout that the kernels of its device read. ``state_dict`` and ``load_state_dict`` use
+    the layout on disk, so that a model on a GPU saves the same bytes as on a CPU.
 
     Args:
-        packed: the weight [N, K]; its tensors become parameters without gradients, under their specs' names.
+        packed: the weight [N, K]. Its tensors become parameters without gradients, named as in their `TensorSpec`.
         bias: [N] or None.
-        kernel: a kernel's name, or ``auto`` for the first that can run.
+        kernel: a kernel's name, or ``auto`` for the format's choice (`Format.choose`).
     """
 
     _hf_quantized_needs_local_tp = True
-    """transformers' tensor parallelism is to hand over this rank's part of x, not a distributed tensor."""
+    """Read by transformers' tensor parallelism: x must be this rank's local tensor, not a DTensor."""
 
     wrapped_for_gradients = False
-    """Whether ``forward`` is wrapped for no more than the gradients of x; who sets it has looked at the wrapper."""
+    """Whether ``forward`` is wrapped only to sum x's gradient over ranks. Set by the code that shards the layer."""
 
     def __init__(self, packed: Packed, bias: Tensor | None = None, kernel: str = "auto") -> None:
         super().__init__()
         self.out_features, self.in_features = packed.shape
         self.kernel = kernel
         self._names: tuple[str, ...] = ()
-        self._put_together: Packed | None = None
+        self._cached_packed: Packed | None = None
         self.packed = packed
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def arrange(self, device_type: str | None = None) -> None:
-        """Bring the weight into the layout that kernels on a device want.
+        """Convert the weight to the layout that kernels of a device read. It stays on its device.
 
         Args:
-            device_type: ``cuda``, ``cpu`` (the layout on disk); by default that of the device where the weight is.
+            device_type: ``cuda``, or ``cpu`` for the layout on disk; by default the type of the weight's device.
         """
         packed = self.packed
-        arranged = get_format(packed.format).arrange(packed, device_type or packed.device.type)
+        arranged = get_format(packed.spec.format).arrange(packed, device_type or packed.device.type)
         if arranged is not packed:
-            self._hold(arranged)
+            self._set_packed(arranged)
 
-    def _hold(self, packed: Packed) -> None:
+    def _set_packed(self, packed: Packed) -> None:
+        """Replace the parameters by the tensors of ``packed``."""
         for name in self._names:
             delattr(self, name)
-        self._declared, self._put_together = replace_tensors(packed, {}), None
+        self.spec, self._cached_packed = packed.spec, None
         self._names = tuple(packed.tensors)
         for name, tensor in packed.tensors.items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
     @property
     def packed(self) -> Packed:
-        """The weight as it is stored now, on the module's device."""
+        """The weight in its present layout, on the module's device."""
         if torch.compiler.is_compiling():
-            return replace_tensors(self._declared, {name: getattr(self, name) for name in self._names})
-        # Every call asks for it, and making it anew takes as long as a launch.
-        held, found = self._parameters, self._put_together
-        if found is None or not all(map(operator.is_, map(held.get, self._names), found.tensors.values())):
-            tensors = {name: getattr(self, name) for name in self._names}
-            found = self._put_together = replace_tensors(self._declared, tensors)
-        return found
+            return Packed(self.spec, {name: getattr(self, name) for name in self._names})
+        # Cached until a parameter is replaced: every call reads it, and building it takes as long as a launch.
+        packed, parameters = self._cached_packed, self._parameters
+        if packed is None or not all(map(operator.is_, map(parameters.get, self._names), packed.tensors.values())):
+            packed = Packed(self.spec, {name: getattr(self, name) for name in self._names})
+            self._cached_packed = packed
+        return packed
 
     @packed.setter
     def packed(self, packed: Packed) -> None:
-        """Put another weight in, such as a part of this one; ``out_features`` and ``in_features`` stay the layer's."""
-        self._hold(packed)
+        """Replace the weight, for instance by a slice of it. ``out_features`` and ``in_features`` do not change."""
+        self._set_packed(packed)
         self.arrange()
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight [N, K], unpacked at each access: a copy for those who look (GPT-2's initialisation does)."""
+        """The dense weight [N, K], unpacked at each access. It is a copy: writing to it does not change the layer."""
         return self.packed.unpack()
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply.
+        """Compute ``x @ w.T + bias``.
 
         Args:
             x: [..., K], float16, bfloat16 or float32.
-            bias: [N], in the place of a bias of its own.
+            bias: [N], used instead of the layer's own bias.
         Returns:
             [..., N] in x's dtype.
         Raises:
-            KernelError: no kernel can compute this; gives every candidate's reason.
+            KernelError: no kernel can compute this; lists every candidate's reason.
         """
         return linear(x, self.packed, self.bias if bias is None else bias, self.kernel)
 
     def validate(self) -> None:
-        """Check every stored tensor against the format, as `Format.validate` does."""
-        get_format(self._declared.format).validate(self.packed)
+        """Check every stored tensor, as `Format.validate` does."""
+        get_format(self.spec.format).validate(self.packed)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SparseLinear:
-        """Follow ``.to(device)``; keep every dtype, because a cast would break the packed layout or lose weights."""
+        """Apply ``.to(device)`` and the like, but keep every dtype: a cast would corrupt packed tensors."""
 
         def move(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
@@ -115,9 +116,9 @@ class SparseLinear(nn.Module):
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Put the layout on disk into a state dict; where that is not the one in use, it is a copy in host memory."""
+        """Save the layout on disk. Where the layout in use is another, the saved tensors are copies in host memory."""
         packed = self.packed
-        stored = get_format(packed.format).arrange(packed, "cpu")
+        stored = get_format(packed.spec.format).arrange(packed, "cpu")
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if stored is not packed:
             for name in self._names:
@@ -125,17 +126,17 @@ class SparseLinear(nn.Module):
             destination.update({prefix + name: tensor.cpu() for name, tensor in stored.tensors.items()})
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Take the layout on disk from a state dict."""
+        """Load the layout on disk."""
         self.arrange("cpu")
         super()._load_from_state_dict(*args, **kwargs)
         self.arrange()
 
     def extra_repr(self) -> str:
-        """Show what is stored and which kernel one token would take."""
+        """Return sizes, format, pattern, bits per weight, and the kernel that computes one token."""
         packed = self.packed
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"format={packed.format}, pattern={packed.pattern}, bits_per_weight={packed.bits_per_weight:.2f}, "
+            f"format={packed.spec.format}, pattern={packed.pattern}, bits_per_weight={packed.bits_per_weight:.2f}, "
             f"kernel={self._kernel_of_one_token(packed)}"
         )
 
@@ -144,6 +145,6 @@ class SparseLinear(nn.Module):
             return f"{self.kernel} (not loaded yet)"
         x = torch.empty(1, self.in_features, dtype=packed.dtype, device=packed.device)
         try:
-            return get_format(packed.format).choose(problem_of(x, packed), self.kernel).name
+            return get_format(packed.spec.format).choose(problem_of(x, packed), self.kernel).name
         except KernelError as error:
             return f"none ({error})"

@@ -1,4 +1,4 @@
-"""Sparsity patterns: parsing, choosing a mask from scores, checking a weight."""
+"""Sparsity patterns: parse them, choose a mask from saliency scores, check a weight."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["FAMILIES", "NM", "Group", "Pattern", "Unstructured", "VectorNM", "pa
 
 
 def parse_pattern(text: str | Pattern) -> Pattern:
-    """Read a pattern's written form, such as ``6:8``, ``8:32v32``, ``g16@50%`` or ``70%/row``.
+    """Parse the written form of a pattern, such as ``6:8``, ``8:32v32``, ``g16@50%`` or ``70%/row``.
 
     Raises:
-        PatternError: no family is written so, or its numbers are impossible.
+        PatternError: no family has this form, or its numbers are out of range.
     """
     if isinstance(text, Pattern):
         return text
     for family in FAMILIES:
-        found = family.parse(text.strip())
-        if found is not None:
-            return found
+        pattern = family.parse(text.strip())
+        if pattern is not None:
+            return pattern
     known = "; ".join(family.forms for family in FAMILIES)
     raise PatternError(f"unknown pattern {text!r}; a pattern is one of: {known}")

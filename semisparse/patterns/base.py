@@ -1,4 +1,4 @@
-"""What a pattern is: which weights of ``w[N, K]`` may be non-zero."""
+"""The base class of sparsity patterns: which weights of ``w[N, K]`` may be non-zero."""
 
 from __future__ import annotations
 
@@ -13,47 +13,47 @@ from semisparse.errors import PatternError
 
 
 class Pattern(ABC):
-    """Which weights may be non-zero. ``str(pattern)`` is its written form and parses back to an equal pattern."""
+    """Which weights may be non-zero. ``str(pattern)`` is the written form; parsing it gives an equal pattern."""
 
     forms: ClassVar[str]
-    """How the family is written, for error messages and help."""
+    """The family's written forms, for error messages and help."""
 
     @classmethod
     @abstractmethod
     def parse(cls, text: str) -> Pattern | None:
-        """Read the family's written form; None if ``text`` is not of this family.
+        """Parse the family's written form; return None if ``text`` belongs to another family.
 
         Raises:
-            PatternError: ``text`` is of this family but its numbers are impossible.
+            PatternError: ``text`` belongs to this family, but its numbers are out of range.
         """
 
     @property
     @abstractmethod
     def density(self) -> float:
-        """Nominal share of weights kept, 0 to 1."""
+        """Nominal fraction of weights kept, 0 to 1."""
 
     @property
     @abstractmethod
     def step(self) -> int:
-        """Columns that must be decided together: an algorithm that walks along K may stop at multiples of it."""
+        """Columns whose mask is chosen together. A mask may be chosen in parts that start at multiples of ``step``."""
 
     @abstractmethod
     def kept(self, shape: tuple[int, int]) -> int:
-        """Count the weights that `mask` keeps of N, K = ``shape``; a short group counts as a whole one."""
+        """Return how many weights `mask` keeps for ``shape`` [N, K]; a short group counts as a full one."""
 
     @abstractmethod
     def levels(self, shape: tuple[int, int]) -> int:
-        """Count the steps of `shifted` from nothing kept to everything for N, K = ``shape``, rounded down."""
+        """Return how many steps of `shifted` lead from keeping nothing to keeping everything, rounded down."""
 
     @abstractmethod
     def shifted(self, steps: int, shape: tuple[int, int]) -> Pattern | None:
-        """Give the pattern of the same family that keeps more.
+        """Return the pattern of the same family that is denser by some steps.
 
         Args:
-            steps: how much more, in the smallest steps that the family has; negative for less.
-            shape: N, K of the weight.
+            steps: in the family's smallest steps of density; negative for sparser.
+            shape: [N, K] of the weight.
         Returns:
-            The pattern; None if it would keep nothing or more than everything.
+            The pattern; None if it would keep nothing, or more than everything.
         """
 
     @abstractmethod
@@ -61,37 +61,48 @@ class Pattern(ABC):
         """Choose the weights to keep.
 
         Args:
-            scores: [N, K] float, the higher the more worth keeping; ties go to the lower column.
+            scores: saliency, [N, K] float; the highest are kept. Of equal scores the lower column is kept.
         Returns:
-            [N, K] bool, True where the weight stays.
+            [N, K] bool, True where the weight is kept.
         """
 
     @abstractmethod
     def violation(self, nonzero: Tensor) -> str | None:
-        """Say where ``nonzero`` ([N, K] bool) first breaks the pattern, or None if it obeys."""
+        """Describe the first place where ``nonzero`` ([N, K] bool) breaks the pattern; return None if there is none."""
+
+    def unrestricted(self) -> Pattern | None:
+        """Return the pattern of the same family that every weight obeys; None if the family has none."""
+        return None
+
+    def of_part(self) -> tuple[Pattern, ...]:
+        """Return the patterns to try for a slice of a weight, the strictest first; a slice may break the first only."""
+        from semisparse.patterns.unstructured import Unstructured  # not at the top: that module imports this one
+
+        loosest = self.unrestricted()
+        return (self, Unstructured(0), *([] if loosest is None else [loosest]))
 
     def check(self, weight: Tensor) -> None:
         """Raise unless ``weight`` ([N, K], any dtype) obeys the pattern.
 
         Raises:
-            PatternError: names the first offending row and block.
+            PatternError: names the first row and block that break it.
         """
         if weight.dim() != 2:
             raise PatternError(f"a pattern applies to a weight [N, K], got {weight.dim()} dimensions")
-        found = self.violation(weight != 0)
-        if found:
-            raise PatternError(f"the weight does not obey {self}: {found}")
+        violation = self.violation(weight != 0)
+        if violation:
+            raise PatternError(f"the weight does not obey {self}: {violation}")
 
     @abstractmethod
     def __str__(self) -> str: ...
 
 
 def blocks_along(x: Tensor, size: int, dim: int) -> Tensor:
-    """Cut ``dim`` of a matrix into blocks of ``size``, the last one padded with zeros.
+    """Split one dimension of a matrix into blocks; the last one is padded with zeros.
 
     Args:
         x: [N, K].
-        size: the block's length.
+        size: elements per block.
         dim: 0 or 1.
     Returns:
         [N, ceil(K / size), size] for ``dim`` 1, [ceil(N / size), size, K] for ``dim`` 0.
@@ -102,8 +113,8 @@ def blocks_along(x: Tensor, size: int, dim: int) -> Tensor:
     return x.unflatten(dim, (-1, size))
 
 
-def top_of_rows(scores: Tensor, keep: int) -> Tensor:
-    """Mark the ``keep`` highest of the last dimension; ties go to the lower index.
+def top_per_row(scores: Tensor, keep: int) -> Tensor:
+    """Mark the ``keep`` highest scores along the last dimension; of equal scores the lower index.
 
     Args:
         scores: [..., n] float.
@@ -116,8 +127,8 @@ def top_of_rows(scores: Tensor, keep: int) -> Tensor:
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order[..., :keep], True)
 
 
-def top_of_all(scores: Tensor, keep: int) -> Tensor:
-    """Mark exactly ``keep`` highest of a whole tensor; ties go to the lower row, then the lower column."""
+def top_overall(scores: Tensor, keep: int) -> Tensor:
+    """Mark exactly ``keep`` highest scores of a tensor; of equal scores the lower row, then the lower column."""
     flat = scores.reshape(-1)
     if keep >= flat.numel():
         return torch.ones_like(scores, dtype=torch.bool)

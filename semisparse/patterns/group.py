@@ -1,4 +1,4 @@
-"""``g16@50%``: half of the groups of 16 consecutive weights along K are dropped whole."""
+"""``g16@50%``: prune half of the groups of 16 consecutive weights along K."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from semisparse.patterns.unstructured import Unstructured
 
 @dataclass(frozen=True)
 class Group(Pattern):
-    """Drop a share of the 1 x ``size`` groups: over the whole matrix, or the same share of each row (GQSA).
+    """Prune ``percent`` of the 1 x ``size`` groups, of the whole matrix or of each row (``by_row``) (GQSA).
 
-    Where ``size`` does not divide K, the last group of a row is shorter.
+    A group's saliency is the mean over its weights. Where ``size`` does not divide K, a row's last group is shorter.
     """
 
     size: int
@@ -34,12 +34,12 @@ class Group(Pattern):
 
     @classmethod
     def parse(cls, text: str) -> Group | None:
-        found = re.fullmatch(r"g(\d+)@(\d+(?:\.\d+)?)%(/row)?", text)
-        return cls(int(found[1]), float(found[2]), found[3] is not None) if found else None
+        match = re.fullmatch(r"g(\d+)@(\d+(?:\.\d+)?)%(/row)?", text)
+        return cls(int(match[1]), float(match[2]), match[3] is not None) if match else None
 
     @property
     def density(self) -> float:
-        return 1 - self.percent / 100
+        return self._over_groups.density
 
     @property
     def step(self) -> int:
@@ -52,24 +52,29 @@ class Group(Pattern):
         return self._over_groups.levels(self._groups(shape))
 
     def shifted(self, steps: int, shape: tuple[int, int]) -> Group | None:
-        moved = self._over_groups.shifted(steps, self._groups(shape))
-        return replace(self, percent=moved.percent) if moved else None
+        pattern = self._over_groups.shifted(steps, self._groups(shape))
+        return replace(self, percent=pattern.percent) if pattern else None
+
+    def unrestricted(self) -> Group:
+        return replace(self, percent=0)
 
     def mask(self, scores: Tensor) -> Tensor:
         columns = scores.shape[1]
-        members = blocks_along(torch.ones_like(scores[:1]), self.size, dim=1).sum(-1)
-        saliency = blocks_along(scores, self.size, dim=1).sum(-1) / members
+        sizes = blocks_along(torch.ones_like(scores[:1]), self.size, dim=1).sum(-1)
+        saliency = blocks_along(scores, self.size, dim=1).sum(-1) / sizes
         return self._over_groups.mask(saliency).repeat_interleave(self.size, dim=1)[:, :columns]
 
     def violation(self, nonzero: Tensor) -> str | None:
-        found = self._over_groups.violation(blocks_along(nonzero, self.size, dim=1).any(-1))
-        return f"counting groups of {self.size}, {found}" if found else None
+        violation = self._over_groups.violation(blocks_along(nonzero, self.size, dim=1).any(-1))
+        return f"counting groups of {self.size}, {violation}" if violation else None
 
     def _groups(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Return the rows and the groups per row."""
         return shape[0], -(-shape[1] // self.size)
 
     @property
     def _over_groups(self) -> Unstructured:
+        """The pattern of the matrix with one column per group."""
         return Unstructured(self.percent, self.by_row)
 
     def __str__(self) -> str:

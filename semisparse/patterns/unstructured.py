@@ -1,4 +1,4 @@
-"""``70%``: 70 % of the weights are zero, wherever they stand; ``70%/row``: the same share in each row."""
+"""``70%``: any 70 % of the matrix's weights are zero; ``70%/row``: 70 % of each row's."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import ClassVar
 from torch import Tensor
 
 from semisparse.errors import PatternError
-from semisparse.patterns.base import Pattern, top_of_all, top_of_rows
+from semisparse.patterns.base import Pattern, top_overall, top_per_row
 
 LEVELS = 64
-"""A step of `Unstructured.shifted` is this part of the weights, as it is for n:64, rounded down to whole weights."""
+"""A step of `Unstructured.shifted` is 1/64 of the weights, as it is for n:64, rounded down to whole weights."""
 
 
 @dataclass(frozen=True)
 class Unstructured(Pattern):
-    """Zero a share of the weights: of the whole matrix, or of each row (``by_row``)."""
+    """Prune ``percent`` of the weights, of the whole matrix or of each row (``by_row``)."""
 
     percent: float
     by_row: bool = False
@@ -26,12 +26,12 @@ class Unstructured(Pattern):
 
     def __post_init__(self) -> None:
         if not 0 <= self.percent < 100:
-            raise PatternError(f"pattern {self}: the share of zeros is at least 0 % and below 100 %")
+            raise PatternError(f"pattern {self}: the percentage of zeros is at least 0 and below 100")
 
     @classmethod
     def parse(cls, text: str) -> Unstructured | None:
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)%(/row)?", text)
-        return cls(float(found[1]), found[2] is not None) if found else None
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)%(/row)?", text)
+        return cls(float(match[1]), match[2] is not None) if match else None
 
     @property
     def density(self) -> float:
@@ -46,22 +46,25 @@ class Unstructured(Pattern):
         return rows * self._kept(columns) if self.by_row else self._kept(rows * columns)
 
     def levels(self, shape: tuple[int, int]) -> int:
-        return min(LEVELS, self._line(shape))
+        return min(LEVELS, self._budget_size(shape))
 
     def shifted(self, steps: int, shape: tuple[int, int]) -> Unstructured | None:
-        line = self._line(shape)
-        dropped = line - self._kept(line) - steps * (line // self.levels(shape))
-        if not 0 <= dropped < line:
+        size = self._budget_size(shape)
+        dropped = size - self._kept(size) - steps * (size // self.levels(shape))
+        if not 0 <= dropped < size:
             return None
-        return replace(self, percent=float(f"{100 * dropped / line:.12g}"))  # as many digits as the written form has
+        return replace(self, percent=float(f"{100 * dropped / size:.12g}"))  # the precision of the written form
 
     def mask(self, scores: Tensor) -> Tensor:
         if self.by_row:
-            return top_of_rows(scores, self._kept(scores.shape[1]))
-        return top_of_all(scores, self._kept(scores.numel()))
+            return top_per_row(scores, self._kept(scores.shape[1]))
+        return top_overall(scores, self._kept(scores.numel()))
 
     def violation(self, nonzero: Tensor) -> str | None:
-        """One weight a row more than the exact count is accepted: pruners that work block by block round each block."""
+        """Describe the first violation, or return None.
+
+        One weight per row more than the exact count is accepted: pruners round the count in each block of columns.
+        """
         rows, columns = nonzero.shape
         counts = nonzero.sum(1)
         if self.by_row:
@@ -76,8 +79,8 @@ class Unstructured(Pattern):
         row = int((counts.cumsum(0) > allowed).nonzero()[0])
         return f"{total} of {nonzero.numel()} weights are non-zero, {allowed} are allowed (exceeded in row {row})"
 
-    def _line(self, shape: tuple[int, int]) -> int:
-        """Count the weights that the share is taken of."""
+    def _budget_size(self, shape: tuple[int, int]) -> int:
+        """Return how many weights ``percent`` refers to."""
         return shape[1] if self.by_row else shape[0] * shape[1]
 
     def _kept(self, count: int) -> int:

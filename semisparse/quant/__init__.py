@@ -1,1 +1,1 @@
-"""Quantisation arithmetic that every format shares."""
+"""Quantisation arithmetic that the formats and the compression algorithms share."""

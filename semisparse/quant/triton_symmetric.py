@@ -1,4 +1,7 @@
-"""`quantise_rows` as one Triton kernel: a program for each row, which reads it twice, the second time from cache."""
+"""`symmetric.quantise_rows` as one Triton kernel.
+
+Each program quantises one row. It reads the row twice: for the scale, and then, from cache, to quantise it.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,18 @@ from torch import Tensor
 from semisparse.quant.symmetric import LARGEST
 
 BLOCK, WARPS = 4096, 8
-"""Columns that a program holds at once, and its warps."""
+"""Columns per iteration and warps of a program."""
 
 EIGHT_BITS = {torch.int8: tl.int8, torch.float8_e4m3fn: tl.float8e4nv}
-"""Triton's names."""
+"""The Triton dtype of each 8-bit torch dtype."""
 
 
 @triton.jit
 def row_scale(row, columns, largest, BLOCK: tl.constexpr):
-    """Give the scale of the ``columns`` values at ``row``, the largest magnitude over ``largest``, and its inverse.
+    """Return a row's scale and the scale's inverse; the row's ``columns`` values begin at pointer ``row``.
 
-    Magnitudes are compared by their bits, which order as they do, with NaN above all: `tl.max` would leave it out.
+    The scale is the largest magnitude of the row, divided by ``largest``. Magnitudes are compared as int32 bit
+    patterns: these have the same order, and NaN is the largest. `tl.max` on floats would ignore a NaN.
     """
     offsets = tl.arange(0, BLOCK)
     highest = tl.zeros((BLOCK,), tl.int32)
@@ -35,11 +39,11 @@ def row_scale(row, columns, largest, BLOCK: tl.constexpr):
 
 @triton.jit
 def round_to_bits(values, inverse, DTYPE: tl.constexpr):
-    """Scale and round to 8 bits, the lowest of the integers given; no value of the row is past the largest.
+    """Multiply by the inverse scale and round to 8 bits, returned as the low byte of an int32.
 
-    Adding 1.5 * 2^23 rounds half to even, as torch does, and leaves the integer in the low bits: conversions, of which
-    a processor does 16 in a cycle, would take as long as all the rest. The product is to be rounded before, as torch
-    does: launch with ``enable_fp_fusion=False``.
+    No product may exceed the dtype's largest code. For int8, adding 1.5 * 2^23 rounds half to even, as torch does, and
+    leaves the integer in the low bits. Conversions would double the kernel's time: an SM does 16 per cycle. The product
+    must be rounded before the addition, as in torch, so kernels launch with ``enable_fp_fusion=False``.
     """
     if DTYPE.is_int():
         return (values * inverse + 12582912.0).to(tl.int32, bitcast=True)
@@ -47,8 +51,8 @@ def round_to_bits(values, inverse, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def semisparse_quantise_rows(x, rounded, scales, columns, largest, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
-    """Round one row."""
+def semisparse_quantise_rows(x, codes, scales, columns, largest, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
+    """Quantise x [rows, columns] to codes [rows, columns] and scales [rows]. Grid: (rows,), one row per program."""
     row = tl.program_id(0)
     start = row.to(tl.int64) * columns
     scale, inverse = row_scale(x + start, columns, largest, BLOCK)
@@ -57,26 +61,26 @@ def semisparse_quantise_rows(x, rounded, scales, columns, largest, BLOCK: tl.con
     for first in range(0, columns, BLOCK):
         inside = first + offsets < columns
         values = tl.load(x + start + first + offsets, mask=inside, other=0.0).to(tl.float32)
-        tl.store(rounded + start + first + offsets, round_to_bits(values, inverse, DTYPE).to(tl.int8), mask=inside)
+        tl.store(codes + start + first + offsets, round_to_bits(values, inverse, DTYPE).to(tl.int8), mask=inside)
 
 
 def quantise_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Round each row to 8 bits at its own scale, with the same result as `symmetric.quantise_rows`.
+    """Quantise each row to 8 bits with its own scale; the result is that of `symmetric.quantise_rows`.
 
     Args:
         x: [rows, columns] float, on a GPU.
         dtype: torch.int8 or torch.float8_e4m3fn.
     Returns:
-        [rows, columns] of ``dtype``, and scales [rows] float32.
+        Codes [rows, columns] of ``dtype`` and scales [rows] float32.
     """
     x = x.contiguous()
     rows, columns = x.shape
-    rounded = torch.empty((rows, columns), dtype=dtype, device=x.device)
+    codes = torch.empty((rows, columns), dtype=dtype, device=x.device)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
     block = min(BLOCK, triton.next_power_of_2(columns))
     semisparse_quantise_rows[(rows,)](
-        x, rounded.view(torch.int8), scales, columns, LARGEST[dtype],
+        x, codes.view(torch.int8), scales, columns, LARGEST[dtype],
         BLOCK=block, DTYPE=EIGHT_BITS[dtype], enable_fp_fusion=False,
         num_warps=WARPS,
     )  # fmt: skip
-    return rounded, scales
+    return codes, scales

@@ -1,1 +1,1 @@
-"""The machine underneath: device facts, measured rates, run-time compilation and launches."""
+"""Device facts, measured rates, run-time compilation of CUDA and C++, and kernel launches."""

@@ -1,4 +1,4 @@
-"""The dense product that formats fall to after unpacking: cuBLAS, held to float32 sums."""
+"""The dense matmul that formats use after unpacking: cuBLAS, with float32 accumulation enforced."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-REDUCED = {
+REDUCED_PRECISION_FLAGS = {
     torch.float16: "allow_fp16_reduced_precision_reduction",
     torch.bfloat16: "allow_bf16_reduced_precision_reduction",
 }
-"""torch's flag that lets cuBLAS add partial sums in that dtype."""
+"""torch's flag, per dtype, that lets cuBLAS reduce split-K partial sums in that dtype."""
 
 
 def multiply_dense(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute ``x @ weight.T + bias`` with cuBLAS, partial sums added in float32 whatever torch's flags allow.
+    """Compute ``x @ weight.T + bias`` with cuBLAS. Partial sums are added in float32, whatever torch's flags allow.
 
     Args:
         x: [M, K].
@@ -24,7 +24,7 @@ def multiply_dense(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         [M, N] in x's dtype.
     """
     bias = None if bias is None else bias.to(x.dtype)
-    flags, name = torch.backends.cuda.matmul, REDUCED.get(x.dtype, "")
+    flags, name = torch.backends.cuda.matmul, REDUCED_PRECISION_FLAGS.get(x.dtype, "")
     if not (name and getattr(flags, name)):
         return F.linear(x, weight, bias)
     setattr(flags, name, False)

@@ -1,4 +1,4 @@
-"""The user's cache directory: compiled code and measurements that are worth keeping between processes."""
+"""The cache directory of the user: compiled code and measured rates, kept between processes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def cache_directory() -> Path:
-    """Say where the cache is: ``SEMISPARSE_CACHE``, or ``semisparse`` in the platform's own cache directory."""
-    chosen = os.environ.get("SEMISPARSE_CACHE")
-    if chosen:
-        return Path(chosen)
+    """Return the cache directory: ``SEMISPARSE_CACHE``, or ``semisparse`` in the platform's cache directory."""
+    override = os.environ.get("SEMISPARSE_CACHE")
+    if override:
+        return Path(override)
     if sys.platform == "darwin":
         base = Path.home() / "Library" / "Caches"
     elif sys.platform == "win32":
@@ -28,16 +28,15 @@ def cache_directory() -> Path:
 
 
 def cached(folder: str, key: bytes, build: Callable[[], bytes]) -> bytes:
-    """Give an entry of the cache, building it where it is missing or damaged.
+    """Return a cache entry. It is built if it is missing or its checksum is wrong.
 
-    An entry is written whole or not at all, so that processes may share the cache; it carries its own checksum.
+    Entries are written atomically, so that processes may share the cache. If the directory cannot be written, a warning
+    is issued and the next process builds the entry again.
 
     Args:
-        folder: the kind of entry.
-        key: everything that the content depends on.
-        build: makes the content.
-    Returns:
-        The content. A directory that cannot be written costs a warning and the next process's time.
+        folder: the kind of entry, a subdirectory of the cache.
+        key: everything that the content depends on. The file name is its SHA-256.
+        build: computes the content.
     """
     path = cache_directory() / folder / hashlib.sha256(key).hexdigest()
     content = _read(path)
@@ -63,9 +62,9 @@ def _read(path: Path) -> bytes | None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all, creating its directory."""
+    """Write a file atomically, and create its directory."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".new-{uuid.uuid4().hex}")  # tempfile's files can be read by their owner alone
+    temporary = path.with_name(f".new-{uuid.uuid4().hex}")  # files made by tempfile are readable by their owner only
     try:
         temporary.write_bytes(content)
         os.replace(temporary, path)

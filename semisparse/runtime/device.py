@@ -1,4 +1,4 @@
-"""What a device is: name, architecture, processors, cache and memory sizes."""
+"""Facts about a device: name, architecture, SMs, shared memory, cache and memory. No other module queries them."""
 
 from __future__ import annotations
 
@@ -11,42 +11,51 @@ from pathlib import Path
 import torch
 
 UNKNOWN_CACHE_BYTES = 32 << 20
-"""Assumed for a CPU whose last-level cache cannot be read; too much only makes a measurement rotate more."""
+"""Assumed if a CPU's last-level cache size cannot be read. Too large a value only slows benchmarks down."""
+
+RESERVED_SHARED = 1 << 10
+"""Bytes of an SM's shared memory that the CUDA driver reserves per resident CTA."""
 
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What a device says of itself.
+    """Facts about a device.
 
     Args:
-        name: as the vendor writes it.
+        name: the vendor's name.
         kind: ``cuda`` or ``cpu``.
-        arch: what kernels are compiled for, such as ``sm_90a``; the machine type of a CPU.
-        processors: streaming multiprocessors, or the threads torch uses on a CPU.
-        cache_bytes: L2 of a GPU, last-level cache of a CPU.
-        memory_bytes: device memory, or the machine's.
-        driver: what the timings depend on besides the device: CUDA and torch versions.
+        arch: the architecture that kernels are compiled for, such as ``sm_90a``; of a CPU the machine type.
+        sms: streaming multiprocessors of a GPU; torch's threads on a CPU.
+        cache_bytes: size of a GPU's L2 cache, or of a CPU's last-level cache.
+        memory_bytes: size of device memory, or of the machine's memory.
+        driver: the software versions that timings depend on: CUDA and torch.
+        capability: compute capability (major, minor); (0, 0) for a CPU.
+        shared_per_sm: bytes of shared memory per SM.
+        shared_per_cta: bytes of shared memory that one CTA may use.
     """
 
     name: str
     kind: str
     arch: str
-    processors: int
+    sms: int
     cache_bytes: int
     memory_bytes: int
     driver: str
+    capability: tuple[int, int] = (0, 0)
+    shared_per_sm: int = 0
+    shared_per_cta: int = 0
 
     @property
-    def overlaps_launches(self) -> bool:
-        """Whether a kernel may begin before the one before it on its stream has ended: on Hopper and later."""
-        return self.arch.startswith("sm_") and self.arch.endswith("a")
+    def has_pdl(self) -> bool:
+        """Whether the device supports programmatic dependent launch (PDL): Hopper and later."""
+        return self.capability >= (9, 0)
 
 
 def device_facts(device: torch.device | str) -> DeviceFacts:
-    """Describe a device.
+    """Return the facts about a device. They are cached per GPU, and per number of torch's threads on a CPU.
 
     Args:
-        device: a torch device; ``cuda`` is the current one.
+        device: a torch device; ``cuda`` is the current GPU.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -55,24 +64,27 @@ def device_facts(device: torch.device | str) -> DeviceFacts:
 
 
 def arch_of(major: int, minor: int) -> str:
-    """Name what to compile for on compute capability ``major.minor``.
+    """Return the architecture to compile for on compute capability ``major.minor``.
 
-    From Hopper on, the architecture's own instructions (wgmma, tcgen05) need the suffix ``a``.
+    From Hopper on, architecture-specific instructions (wgmma, tcgen05) need the suffix ``a``.
     """
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
 
 @cache
 def _cuda_facts(index: int) -> DeviceFacts:
-    found = torch.cuda.get_device_properties(index)
+    properties = torch.cuda.get_device_properties(index)
     return DeviceFacts(
-        name=found.name,
+        name=properties.name,
         kind="cuda",
-        arch=arch_of(found.major, found.minor),
-        processors=found.multi_processor_count,
-        cache_bytes=found.L2_cache_size,
-        memory_bytes=found.total_memory,
+        arch=arch_of(properties.major, properties.minor),
+        sms=properties.multi_processor_count,
+        cache_bytes=properties.L2_cache_size,
+        memory_bytes=properties.total_memory,
         driver=f"CUDA {torch.version.cuda}, torch {torch.__version__}",
+        capability=(properties.major, properties.minor),
+        shared_per_sm=properties.shared_memory_per_multiprocessor,
+        shared_per_cta=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
     )
 
 
@@ -82,7 +94,7 @@ def _cpu_facts(threads: int) -> DeviceFacts:
         name=_cpu_name(),
         kind="cpu",
         arch=platform.machine(),
-        processors=threads,
+        sms=threads,
         cache_bytes=_last_level_cache(),
         memory_bytes=_machine_memory(),
         driver=f"torch {torch.__version__}",

@@ -1,4 +1,4 @@
-"""What a source file includes: a compiled file is kept for as long as all of it stays the same."""
+"""The texts that a source file includes. They are part of the cache key of its compiled code."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from pathlib import Path
 
 
 def read_with_includes(path: Path, folders: tuple[Path, ...]) -> dict[str, str]:
-    """Read a file and everything it includes.
+    """Read a file and every header that it includes, directly or indirectly.
 
     Args:
         path: the file.
-        folders: where headers are looked for that do not stand beside the file that includes them.
+        folders: the include path. The folder of the including file is searched first.
     Returns:
-        The texts by path. A header that is nowhere is the compiler's to find or to report.
+        The texts by path. Headers that are not found are left out; the compiler finds or reports them.
     """
-    found: dict[str, str] = {}
-    waiting = [path]
-    while waiting:
-        current = waiting.pop()
-        if str(current) in found:
+    texts: dict[str, str] = {}
+    pending = [path]
+    while pending:
+        current = pending.pop()
+        if str(current) in texts:
             continue
-        found[str(current)], included = _read(current)
+        texts[str(current)], included = _read(current)
         for name in included:
-            places = [current.parent / name, *(folder / name for folder in folders)]
-            waiting += [place for place in places if place.is_file()][:1]
-    return found
+            candidates = [current.parent / name, *(folder / name for folder in folders)]
+            pending += [candidate for candidate in candidates if candidate.is_file()][:1]
+    return texts
 
 
 @cache
 def _read(path: Path) -> tuple[str, tuple[str, ...]]:
-    """Read a file once a process: CUDA's headers are a megabyte."""
+    """Return a file's text and the names it includes. Cached by path: CUDA's headers are a megabyte."""
     text = path.read_text(encoding="utf-8", errors="replace")
     return text, tuple(re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', text, re.MULTILINE))

@@ -1,4 +1,4 @@
-"""Rates measured on the device at hand: read bandwidth and matrix product peaks, kept in the user's cache."""
+"""Rates measured on this machine's devices: read bandwidth and dense matmul peaks. They are cached on disk."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from semisparse.runtime.cache import cached
 from semisparse.runtime.device import DeviceFacts, device_facts
 
 MEASUREMENT = 3
-"""Raise it when what is measured changes: kept figures of another number are measured anew."""
+"""The version of the measurement, part of the cache key. Increment it when the measurement changes."""
 
 REPEATS = 9
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device was seen to reach.
+    """The measured rates of a device.
 
     Args:
-        read_bandwidth: bytes a second, summing an array far larger than the cache.
-        peaks: operations a second of a large dense product, by unit (``tensor fp16``, ``fp32``, ...).
+        read_bandwidth: bytes per second, from summing an array far larger than the cache.
+        peaks: operations per second of a large dense matmul, by unit (``tensor fp16``, ``fp32``, ...).
     """
 
     read_bandwidth: float
@@ -35,7 +35,7 @@ class Rates:
 
 
 def measured_rates(device: torch.device | str) -> Rates:
-    """Measure a device's rates, or read what an earlier process measured (about two seconds on a GPU)."""
+    """Return a device's rates, measured in two seconds on a GPU. Cached on disk by the device's facts."""
     device = torch.device(device)
     facts = device_facts(device)
     key = json.dumps({"measurement": MEASUREMENT, **asdict(facts)}, sort_keys=True).encode()
@@ -45,9 +45,9 @@ def measured_rates(device: torch.device | str) -> Rates:
 
 def _measure(device: torch.device, facts: DeviceFacts) -> Rates:
     side = 8192 if facts.kind == "cuda" else 1024
-    peaks = {unit: 2 * side**3 / _seconds(product, device) for unit, product in _products(device, side).items()}
+    peaks = {unit: 2 * side**3 / _seconds(call, device) for unit, call in _matmuls(device, side).items()}
     if "tensor fp8" in peaks:
-        # torch's int8 product is weak on Hopper (875 of 1,324 T(FL)OP/s on an H200), whose int8 is as fast as its fp8.
+        # torch's int8 GEMM is slow on Hopper (875 of 1,324 T(FL)OP/s on an H200), whose int8 peak equals its fp8 peak.
         peaks["tensor int8"] = max(peaks["tensor int8"], peaks["tensor fp8"])
     return Rates(_read_bandwidth(device, facts), peaks)
 
@@ -58,25 +58,26 @@ def _read_bandwidth(device: torch.device, facts: DeviceFacts) -> float:
     return values.numel() * 4 / _seconds(values.sum, device)
 
 
-def _products(device: torch.device, side: int) -> dict[str, Callable[[], Tensor]]:
-    """Large dense products by the unit that computes them; random data, since zeros run faster than real weights.
+def _matmuls(device: torch.device, side: int) -> dict[str, Callable[[], Tensor]]:
+    """Return dense matmuls ``x @ w.T`` with M = N = K = ``side``, by the unit that computes them.
 
-    As layers multiply, by a weight's rows: without bfloat16 in hardware a CPU is 17 times slower by columns.
+    The data are random, because zeros run faster than real weights. ``x @ w`` would not do: on a CPU without bfloat16
+    instructions it is 17 times slower than ``x @ w.T``, which layers compute.
     """
     x = torch.randn(side, side, device=device)
     half = x.bfloat16()
-    products = {"tensor fp16": lambda: F.linear(half, half), "fp32": lambda: F.linear(x, x)}
+    calls = {"tensor fp16": lambda: F.linear(half, half), "fp32": lambda: F.linear(x, x)}
     if device.type == "cuda":
         int8 = (x * 40).to(torch.int8)
-        products["tensor int8"] = lambda: torch._int_mm(int8, int8.t())
+        calls["tensor int8"] = lambda: torch._int_mm(int8, int8.t())
         if torch.cuda.get_device_capability(device) >= (8, 9):
             fp8, one = x.to(torch.float8_e4m3fn), torch.ones((), device=device)
-            products["tensor fp8"] = lambda: torch._scaled_mm(fp8, fp8.t(), one, one, out_dtype=torch.bfloat16)
-    return products
+            calls["tensor fp8"] = lambda: torch._scaled_mm(fp8, fp8.t(), one, one, out_dtype=torch.bfloat16)
+    return calls
 
 
 def _seconds(call: Callable[[], Tensor], device: torch.device) -> float:
-    """Median seconds of a call, the first two left out."""
+    """Return the median seconds of a call, without the first two."""
     time_once = _seconds_on_gpu if device.type == "cuda" else _seconds_on_cpu
     return median([time_once(call) for _ in range(REPEATS + 2)][2:])
 

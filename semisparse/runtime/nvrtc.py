@@ -1,4 +1,4 @@
-"""Compiling .cu files at run time: one cubin for each architecture and set of macros, kept in the user's cache."""
+"""Compiling .cu files at run time with NVRTC: one cubin per architecture and set of macros, cached on disk."""
 
 from __future__ import annotations
 
@@ -15,40 +15,20 @@ from semisparse.errors import KernelError
 from semisparse.runtime.cache import cached
 from semisparse.runtime.includes import read_with_includes
 
-ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100a")
-"""What a .cu compiles for unless it says otherwise: A100, Ada, Hopper, Blackwell."""
-
 HEADERS = Path(__file__).parent / "cuda"
-"""Headers that kernels of different formats share."""
+"""The folder of headers that several formats share."""
 
 STANDARD = "c++17"
 
 FIRST_WITH_CACHE = (12, 9)
-"""The first NVRTC that keeps a cache of its own, and that can be told not to."""
+"""The first NVRTC version with a cache of its own, and an option to disable it."""
 
 Defines = Mapping[str, str | int]
 
 
 @dataclass(frozen=True)
-class CudaSource:
-    """A .cu file and the ways it is compiled; ``SOURCES`` of each format's cuda.py lists its own.
-
-    Args:
-        path: the file; its kernels have C linkage.
-        variants: one set of macros for each cubin.
-        spills_allowed: why this file may keep registers in local memory; None if it may not.
-        architectures: what it compiles for.
-    """
-
-    path: Path
-    variants: tuple[Defines, ...] = ({},)
-    spills_allowed: str | None = None
-    architectures: tuple[str, ...] = ARCHITECTURES
-
-
-@dataclass(frozen=True)
 class Resources:
-    """What one kernel takes: registers a thread, then bytes a thread of stack and spills, and static shared memory."""
+    """The resources of a kernel: registers, bytes of stack and of spills per thread; bytes of static shared memory."""
 
     registers: int
     stack: int
@@ -58,45 +38,47 @@ class Resources:
 
     @property
     def spills(self) -> bool:
-        """Whether anything lives in local memory."""
+        """Whether the kernel uses local memory."""
         return self.stack + self.spill_stores + self.spill_loads > 0
 
 
 @dataclass(frozen=True)
 class Cubin:
-    """Machine code for one architecture, and what each of its kernels takes."""
+    """Machine code for one architecture, and the resources of each of its kernels by name."""
 
     code: bytes
     resources: dict[str, Resources]
 
 
 def unavailable() -> str | None:
-    """Say why nothing can be compiled here, or None if it can."""
+    """Return why no CUDA kernel can be compiled here, or None if it can."""
     for module in ("cuda.core", "cuda.bindings"):
         try:
-            found = importlib.util.find_spec(module)
+            spec = importlib.util.find_spec(module)
         except ModuleNotFoundError:
-            found = None
-        if found is None:
+            spec = None
+        if spec is None:
             return f"{module} is not installed: pip install 'semisparse[cuda]'"
     return None
 
 
 def compile_cubin(path: Path, arch: str, defines: Defines | None = None) -> Cubin:
-    """Compile a .cu file, or take the cubin that an earlier process made of the same text.
+    """Return the cubin of a .cu file, from the cache or compiled now.
+
+    The cache key is NVRTC's version, ``arch``, ``defines``, and the texts of the file and of every header it includes.
 
     Args:
-        path: the file. It may include the CUDA headers, the shared headers and those beside it.
-        arch: such as ``sm_90a``.
+        path: the .cu file. It may include CUDA headers, the shared headers and those beside it.
+        arch: the architecture, such as ``sm_90a``.
         defines: macros.
     Raises:
-        KernelError: the compiler is missing or refuses the source; gives the compiler's log.
+        KernelError: the compiler is missing, or the file does not compile (the message has the compiler's log).
     """
     defines = dict(defines or {})
     key = _key(path, arch, defines)
     stored = cached("cubin", key, lambda: _compile(path, arch, defines))
     head, _, code = stored.partition(b"\n")
-    return Cubin(code, {name: Resources(**found) for name, found in json.loads(head).items()})
+    return Cubin(code, {name: Resources(**values) for name, values in json.loads(head).items()})
 
 
 def _key(path: Path, arch: str, defines: Defines) -> bytes:
@@ -113,10 +95,10 @@ def _cuda_headers() -> Path:
     _require_compiler()
     from cuda.pathfinder import find_nvidia_header_directory
 
-    found = find_nvidia_header_directory("cudart")
-    if found is None:
+    directory = find_nvidia_header_directory("cudart")
+    if directory is None:
         raise KernelError("the CUDA headers were not found: pip install 'semisparse[cuda]', or set CUDA_HOME")
-    return Path(found)
+    return Path(directory)
 
 
 @cache
@@ -144,28 +126,28 @@ def _compile(path: Path, arch: str, defines: Defines) -> bytes:
         define_macro=[(name, str(value)) for name, value in defines.items()] or None,
         include_path=[str(folder) for folder in _include_path(path)],
         ptxas_options=["-v"],
-        # What the compiler takes from its own cache comes without a log; of 14 processes at once, one got that.
+        # A cubin from NVRTC's own cache comes without the log that is read below; seen in 1 of 14 processes at once.
         no_cache=_compiler_version() >= FIRST_WITH_CACHE or None,
     )
     log = io.StringIO()
     try:
-        made = Program(path.read_text(), "c++", options).compile("cubin", logs=log)
+        cubin = Program(path.read_text(), "c++", options).compile("cubin", logs=log)
     except Exception as error:  # cuda.core has no public class for compiler errors; its message holds the log
         raise KernelError(f"{path.name} does not compile for {arch} with {dict(defines)}:\n{error}") from error
-    resources = {name: asdict(found) for name, found in _resources(log.getvalue()).items()}
-    return json.dumps(resources).encode() + b"\n" + made.code
+    resources = {name: asdict(used) for name, used in _read_resources(log.getvalue()).items()}
+    return json.dumps(resources).encode() + b"\n" + cubin.code
 
 
-def _resources(log: str) -> dict[str, Resources]:
-    """Read the assembler's report, one paragraph for each kernel."""
-    found = {}
+def _read_resources(log: str) -> dict[str, Resources]:
+    """Return each kernel's resources from the log of ``ptxas -v``, which has one paragraph per kernel."""
+    resources = {}
     for paragraph in re.split(r"(?=ptxas info\s*: Compiling entry function)", log)[1:]:
         names = re.search(r"entry function '([^']+)'", paragraph)
         local = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", paragraph)
         registers = re.search(r"Used (\d+) registers", paragraph)
         if not (names and local and registers):
-            raise KernelError(f"the assembler's report cannot be read: {paragraph!r}")
+            raise KernelError(f"the log of ptxas cannot be read: {paragraph!r}")
         shared = re.search(r"(\d+) bytes smem", paragraph)
         numbers = [int(part) for part in (registers[1], *local.groups(), shared[1] if shared else 0)]
-        found[names[1]] = Resources(*numbers)
-    return found
+        resources[names[1]] = Resources(*numbers)
+    return resources

@@ -19,8 +19,8 @@ def test_pack_and_linear_agree_with_torch():
 
 def test_auto_takes_the_lossless_format_with_the_fewest_bytes():
     weight = torch.ones(64, 256)
-    assert semisparse.pack(weight, format="auto", pattern="0%").format == "dense"
+    assert semisparse.pack(weight, format="auto", pattern="0%").spec.format == "dense"
     weight[:, 32:] = 0
     packed = semisparse.pack(weight, format="auto", pattern="80%")
-    assert packed.format != "dense"
+    assert packed.spec.format != "dense"
     assert packed.nbytes <= weight.numel() * 4 * (0.125 + 1 / 32) + 8 * 65  # no more than a bit mask and the values

@@ -1,4 +1,4 @@
-"""Measuring: verified before timed, beside dense, written and read back; on the CPU where no GPU is."""
+"""Measurements are verified before they are timed, beside dense, written to a CSV and read back. On a CPU."""
 
 import dataclasses
 import time
@@ -9,15 +9,16 @@ import torch
 
 from semisparse.bench import kernels
 from semisparse.bench.compare import compare, median_errors
-from semisparse.bench.kernels import Measurement, Setting, Skipped, measure_layer
+from semisparse.bench.kernels import Measurement, Setup, Skipped, measure_layer
 from semisparse.bench.machine_facts import machine_facts
 from semisparse.bench.machines import Machine
-from semisparse.bench.model import Workload, load_model, make_sparse, measure_model
+from semisparse.bench.model import Workload, make_sparse, measure_in_engine
 from semisparse.bench.plot import plot_all
 from semisparse.bench.roofline import Candidate, candidates, random_weight
 from semisparse.bench.shapes import LayerShape
 from semisparse.bench.table import read_csv, write_csv
 from semisparse.bench.timing import MOST_COPIES, Timing, rotating_copies, time_calls
+from semisparse.checkpoint import load_model
 from semisparse.errors import InputError, KernelError
 from semisparse.formats import get_format
 from semisparse.nn import SparseLinear
@@ -34,11 +35,11 @@ LAYER = LayerShape("up_proj", 96, 128, 2)
 
 
 def measured(dtype: torch.dtype = torch.float32, tokens=(1, 5)) -> list[Measurement | Skipped]:
-    setting = Setting("toy", dtype, CPU, SLOW)
-    return list(measure_layer(setting, LAYER, tokens, candidates(["bitmask"])))
+    setup = Setup("toy", dtype, CPU, SLOW)
+    return list(measure_layer(setup, LAYER, tokens, candidates(["bitmask"])))
 
 
-def test_every_kernel_is_verified_timed_and_set_beside_dense():
+def test_every_kernel_is_verified_and_timed_beside_dense():
     rows = [row for row in measured() if isinstance(row, Measurement)]
     assert {(row.format, row.kernel, row.m) for row in rows} >= {("dense", "blas", 1), ("dense", "blas", 5)}
     for row in rows:
@@ -53,7 +54,7 @@ def test_every_kernel_is_verified_timed_and_set_beside_dense():
     assert dense.floor_us == pytest.approx(dense.bytes / 1e10 * 1e6)
 
 
-def test_what_cannot_run_says_why():
+def test_a_skipped_kernel_has_a_reason():
     reasons = {(row.candidate, row.kernel): row.reason for row in measured() if isinstance(row, Skipped)}
     assert reasons["bitmask 32:64", "decode"] == "runs on cuda, the operands are on cpu"
 
@@ -72,10 +73,12 @@ def test_a_wrong_kernel_is_never_timed(monkeypatch, spoil):
 
 
 @pytest.mark.parametrize(("weight", "error"), [([[1.0, -1.0]], 1e-6 / 2**0.5), ([[0.0, 0.0]], 0.0)])
-def test_an_output_next_to_nothing_is_measured_against_its_terms(weight: list[list[float]], error: float):
+def test_the_error_of_an_output_near_zero_is_relative_to_its_terms(weight: list[list[float]], error: float):
     packed = get_format("dense").pack(torch.tensor(weight), "0%")
-    found = kernels._error(lambda x, packed, bias: torch.full((1, 1), error * 2**0.5), torch.ones(1, 2), packed)
-    assert found == pytest.approx(error)
+    measured_error = kernels._relative_error(
+        lambda x, packed, bias: torch.full((1, 1), error * 2**0.5), torch.ones(1, 2), packed
+    )
+    assert measured_error == pytest.approx(error)
 
 
 def test_the_last_rows_are_verified_too(monkeypatch):
@@ -97,10 +100,10 @@ def test_the_last_rows_are_verified_too(monkeypatch):
 
 @pytest.mark.parametrize("m", [1, 40])
 @pytest.mark.parametrize("candidate", candidates(), ids=lambda candidate: candidate.label)
-def test_every_variant_of_every_format_is_within_what_is_right(candidate: Candidate, m: int, monkeypatch):
-    """A variant that rounds x must say so in its cost, or it would be called wrong."""
+def test_every_variant_of_every_format_is_within_its_tolerance(candidate: Candidate, m: int, monkeypatch):
+    """A variant that rounds x must declare it in its cost, or its output would be rejected."""
     monkeypatch.setattr("semisparse.bench.kernels.time_calls", lambda calls, device: Timing(1.0, 1.0, 1.0))
-    assert list(measure_layer(Setting("toy", torch.float32, CPU, SLOW), LAYER, [m], [candidate]))
+    assert list(measure_layer(Setup("toy", torch.float32, CPU, SLOW), LAYER, [m], [candidate]))
 
 
 def test_copies_outgrow_the_cache_and_share_no_memory():
@@ -178,21 +181,16 @@ def test_machine_facts_name_their_units(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not MODELS.is_dir(), reason="../shared/models is absent")
 def test_a_model_is_measured_dense_and_sparse():
-    model = load_model(MODELS / "babyllama-1m", CPU)
+    model = load_model(MODELS / "babyllama-1m", "cpu")
     workload = Workload(batch=2, prompt=16, new=3)
-    dense = measure_model(model, "babyllama-1m", "dense", workload)
+    dense = measure_in_engine(model, "babyllama-1m", "dense", workload)
     make_sparse(model, Candidate("bitmask", "32:64"))
     layers = [module for module in model.modules() if isinstance(module, SparseLinear)]
     assert len(layers) == 5 * 7
-    sparse = measure_model(model, "babyllama-1m", "bitmask 32:64", workload)
+    sparse = measure_in_engine(model, "babyllama-1m", "bitmask 32:64", workload)
     assert sparse.weight_gb < dense.weight_gb
     for found in (dense, sparse):
         assert found.prefill_tokens_per_second == pytest.approx(32 / (found.first_token_ms / 1e3))
         assert found.decode_tokens_per_second == pytest.approx(2 / (found.decode_ms / 1e3))
     with pytest.raises(InputError, match="context is 256 tokens"):
-        measure_model(model, "babyllama-1m", "dense", Workload(prompt=200, new=100))
-
-
-def test_a_model_that_is_none_is_refused(tmp_path):
-    with pytest.raises(InputError, match="no model directory"):
-        load_model(tmp_path, CPU)
+        measure_in_engine(model, "babyllama-1m", "dense", Workload(prompt=200, new=100))

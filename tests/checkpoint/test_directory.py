@@ -1,4 +1,4 @@
-"""Directories from strangers, and writing whole ones."""
+"""Reading untrusted directories, and writing directories atomically."""
 
 import errno
 import json
@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from semisparse.checkpoint import open_directory, whole_directory
+from semisparse.checkpoint import atomic_directory, open_directory
 from semisparse.errors import CheckpointError, InputError, SemisparseError
 from tests.models import random_model
 
@@ -47,8 +47,9 @@ def spoil_index(d: Path) -> None:
 
 
 def spoil_index_outside(d: Path) -> None:
-    """A file name that leads out of the directory must not be followed."""
+    """A file name that leads out of the directory must not be followed, nor pass for a decoy of its name inside."""
     save_file({"a": torch.zeros(1)}, d.parent / "outside.safetensors")
+    save_file({"a": torch.zeros(1)}, d / "outside.safetensors")
     (d / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../outside.safetensors"}}))
 
 
@@ -64,7 +65,7 @@ def spoil_index_outside(d: Path) -> None:
         (spoil_pickle, "a pickle; semisparse reads safetensors only"),
         (spoil_disguised_pickle, "truncated or not a safetensors file"),
         (spoil_index, "model-00002.safetensors is missing"),
-        (spoil_index_outside, "model/outside.safetensors is missing"),
+        (spoil_index_outside, "expected a file of the directory itself"),
     ],
 )
 def test_a_broken_directory_is_refused_with_a_sentence(directory: Path, spoil, sentence: str):
@@ -78,8 +79,8 @@ def test_a_missing_directory_is_refused(tmp_path: Path):
         open_directory(tmp_path / "nothing")
 
 
-def test_a_whole_directory_appears_at_once(tmp_path: Path):
-    with whole_directory(tmp_path / "a" / "out") as scratch:
+def test_a_directory_appears_at_once(tmp_path: Path):
+    with atomic_directory(tmp_path / "a" / "out") as scratch:
         (scratch / "file").write_text("text")
         assert not (tmp_path / "a" / "out").exists()
     assert (tmp_path / "a" / "out" / "file").read_text() == "text"
@@ -88,7 +89,7 @@ def test_a_whole_directory_appears_at_once(tmp_path: Path):
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path):
     def write_on_a_full_disk() -> None:
-        with whole_directory(tmp_path / "out") as scratch:
+        with atomic_directory(tmp_path / "out") as scratch:
             (scratch / "file").write_text("half")
             raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -100,6 +101,6 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path):
 def test_an_existing_directory_is_not_overwritten(tmp_path: Path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("keep")
-    with pytest.raises(InputError, match="exists already"), whole_directory(tmp_path / "out"):
+    with pytest.raises(InputError, match="exists already"), atomic_directory(tmp_path / "out"):
         pass
     assert (tmp_path / "out" / "mine").read_text() == "keep"

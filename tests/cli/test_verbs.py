@@ -1,4 +1,4 @@
-"""Each verb does its job, and --json prints one object with the keys that scripts rely on."""
+"""Each verb works, and --json prints one object with the keys that scripts rely on."""
 
 import filecmp
 import json
@@ -50,20 +50,22 @@ def test_compress_then_everything_else(run: Run, model: Path, text: Path, tmp_pa
     assert report["bytes_before"] == sum(dense[f"{name}.weight"].nbytes for name in names)
     assert report["bytes_after"] == sum(t.nbytes for key, t in packed.items() if key.rpartition(".")[0] in names)
 
-    seen = run("inspect", out, "--verify", "--json").json
-    assert seen["verified"] is True
-    assert [layer["name"] for layer in seen["layers"] if layer["format"] == "bitmask"] == names  # in the same order
-    assert seen["bytes"] == sum(tensor.nbytes for tensor in packed.values())
-    assert seen["layer_bytes"] == report["bytes_after"]
+    inspected = run("inspect", out, "--verify", "--json").json
+    assert inspected["verified"] is True
+    assert [
+        layer["name"] for layer in inspected["layers"] if layer["format"] == "bitmask"
+    ] == names  # in the same order
+    assert inspected["bytes"] == sum(tensor.nbytes for tensor in packed.values())
+    assert inspected["layer_bytes"] == report["bytes_after"]
 
     scored = run("eval", out, "--baseline", model, "--text", text, "--seqlen", 32, "--json").json
     assert scored["tokens"] == 31 * (sum(len(line) + 1 for line in text.read_text().splitlines()) // 32)
     assert scored["kl"] > 0
     assert scored["perplexity"] == pytest.approx(2.718281828459045 ** scored["nll"])
 
-    said = run("generate", out, "--prompt", "line 1", "--max-new-tokens", 5, "--json").json
-    assert said["text"].startswith("line 1")
-    assert said["tokens_per_second"] > 0
+    generated = run("generate", out, "--prompt", "line 1", "--max-new-tokens", 5, "--json").json
+    assert generated["text"].startswith("line 1")
+    assert generated["tokens_per_second"] > 0
 
 
 def test_the_dense_model_is_its_own_baseline(run: Run, model: Path, text: Path):
@@ -133,22 +135,19 @@ def test_the_same_run_gives_the_same_bytes_and_another_seed_does_not(run: Run, m
 
 def run_until_written(piece: str, arguments: list[str]) -> None:
     """Run the command line, and end once the journal has a piece of this name."""
-    keep = Journal.keep
+    save = Journal.save
 
-    def keep_and_die(self: Journal, part: str, index: int, *more: Any) -> None:
-        keep(self, part, index, *more)
+    def save_and_die(self: Journal, part: str, index: int, *more: Any) -> None:
+        save(self, part, index, *more)
         if f"{part}-{index:04}" == piece:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Journal.keep = keep_and_die
+    Journal.save = save_and_die
     sys.argv = ["semisparse", *arguments]
     cli.main()
 
 
-@pytest.mark.parametrize(
-    ("search", "piece"),
-    [("evolution", "bank-0000"), ("evolution", "search-0000"), ("evolution", "pass-0000"), ("none", "block-0000")],
-)
+@pytest.mark.parametrize(("search", "piece"), [("evolution", "pass-0000"), ("none", "block-0000")])
 def test_resume_after_sigkill_gives_the_same_bytes(
     run: Run, model: Path, text: Path, tmp_path: Path, search: str, piece: str
 ):
@@ -201,4 +200,4 @@ def test_compress_tells_of_its_tuning(run: Run, model: Path, text: Path, tmp_pat
     )
     done = run("compress", model, *arguments, "--calib", text, "--out", tmp_path / "out")
     assert done.status == 0, done.err
-    assert all(word in done.out + done.err for word in ("held-out loss", "block 2 of 2", "end to end"))
+    assert all(word in done.out + done.err for word in ("held-out loss", "decoder layer 2 of 2", "end to end"))

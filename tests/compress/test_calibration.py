@@ -1,4 +1,4 @@
-"""Drawing calibration samples, and refusing those that the model cannot run."""
+"""Drawing calibration sequences, and refusing those that the model cannot run."""
 
 import pytest
 import torch
@@ -19,12 +19,17 @@ def draw(samples: int | None, seed: int = 0) -> list[torch.Tensor]:
     return calibration_batches(byte_tokenizer(), TEXTS, samples=samples, seqlen=20, seed=seed)
 
 
-def test_samples_are_drawn_by_seed_and_batched_by_length():
+@pytest.mark.parametrize("seed", range(4))
+def test_batches_hold_sequences_of_one_length_the_longest_first(seed: int):
+    lengths = [batch.shape[1] for batch in draw(20, seed)]
+    assert len(lengths) > 2
+    assert lengths == sorted(set(lengths), reverse=True)
+
+
+def test_samples_are_drawn_by_seed():
     batches = draw(30)
     assert sum(len(batch) for batch in batches) == 30
     assert all(batch.dtype == torch.int64 and batch.shape[1] <= 20 for batch in batches)
-    lengths = [batch.shape[1] for batch in batches]
-    assert lengths == sorted(set(lengths), reverse=True), "sequences of one length share a batch, the longest first"
     assert rows(batches) == rows(draw(30))
     assert rows(batches) != rows(draw(30, seed=1))
     every = rows(draw(10_000))
@@ -45,7 +50,7 @@ def test_by_default_the_samples_hold_a_given_number_of_tokens(monkeypatch: pytes
         return sum(len(row) for row in rows(draw(None)))
 
     everything = sum(len(row) for row in rows(draw(10_000)))
-    assert 200 <= count(200) < 220, "no more than a sequence above"
+    assert 200 <= count(200) < 220, "at most one sequence more"
     assert count(everything) == count(everything + 1) == everything
     assert set(rows(draw(None))) <= set(rows(draw(10_000)))
 
@@ -56,13 +61,13 @@ def test_no_samples_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("batches", "told"),
+    ("batches", "message"),
     [
         ([], "needs calibration text"),
         ([torch.zeros(1, 65, dtype=torch.int64)], "65 tokens exceed the model's context of 64"),
         ([torch.full((1, 4), VOCABULARY)], f"token {VOCABULARY} is not in the model's vocabulary"),
     ],
 )
-def test_batches_that_cannot_run_are_refused(batches: list[torch.Tensor], told: str):
-    with pytest.raises(InputError, match=told):
+def test_batches_that_cannot_run_are_refused(batches: list[torch.Tensor], message: str):
+    with pytest.raises(InputError, match=message):
         check_batches(random_model("llama"), batches)

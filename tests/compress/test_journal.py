@@ -1,4 +1,4 @@
-"""Interrupted and resumed runs end in the same bytes; what a stranger or a crash left is not trusted."""
+"""Interrupted and resumed runs give the same weights; a damaged or foreign journal is not trusted."""
 
 import os
 import signal
@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from semisparse.compress import Journal, Recipe, compress_blocks, fingerprint
+from semisparse.compress import Journal, Recipe, compress_decoder_layers, fingerprint
 from semisparse.errors import InputError
+from tests.compress.checking import Interrupted, equal_weights
 from tests.forked import exit_code
 from tests.models import VOCABULARY, random_model
 
@@ -31,7 +32,7 @@ def identity(model: PreTrainedModel, **changes: object) -> dict[str, str]:
 def run(directory: Path | None, progress: Callable[[str, int, int], None] = lambda *_: None) -> PreTrainedModel:
     model = random_model("llama")
     journal = Journal(directory, identity(model)) if directory else None
-    compress_blocks(model, calibration(), RECIPE, progress=progress, journal=journal)
+    compress_decoder_layers(model, calibration(), RECIPE, progress=progress, journal=journal)
     return model
 
 
@@ -40,17 +41,9 @@ def uninterrupted() -> PreTrainedModel:
     return run(None)
 
 
-def same_bytes(model: PreTrainedModel, other: PreTrainedModel) -> bool:
-    pairs = zip(model.parameters(), other.parameters(), strict=True)
-    return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in pairs)
-
-
-class Interrupted(Exception):
-    pass
-
-
 @pytest.mark.parametrize("calls", [1, 5, 8, 9, 16])
 def test_resumed_at_any_call_of_progress(uninterrupted: PreTrainedModel, tmp_path: Path, calls: int):
+    """Each decoder layer has seven linear layers and calls once more at its start."""
     left = calls
 
     def interrupt(*_: object) -> None:
@@ -61,14 +54,13 @@ def test_resumed_at_any_call_of_progress(uninterrupted: PreTrainedModel, tmp_pat
 
     with pytest.raises(Interrupted):
         run(tmp_path, interrupt)
-    layers: list[int] = []
-    assert same_bytes(run(tmp_path, lambda _, done, __: layers.append(done)), uninterrupted)
-    first_block_done = calls > 8
-    assert layers[:2] == ([0, 7] if first_block_done else [0, 1])
+    done: list[int] = []
+    assert equal_weights(run(tmp_path, lambda _, linears, __: done.append(linears)), uninterrupted)
+    assert done[:2] == ([0, 7] if calls > 8 else [0, 1])
 
 
 def run_until_killed(directory: Path, at: str, left: int) -> None:
-    """Run, and end at a call of the progress bar or of a function of `os`."""
+    """Run, and kill this process at a call of the progress callback or of a function of `os`."""
 
     def count(*_: object) -> None:
         nonlocal left
@@ -86,9 +78,9 @@ def run_until_killed(directory: Path, at: str, left: int) -> None:
 
 @pytest.mark.parametrize(("at", "times"), [("progress", 12), ("replace", 3), ("fsync", 5)])
 def test_resumed_after_sigkill(uninterrupted: PreTrainedModel, tmp_path: Path, at: str, times: int):
-    """Killed while it prunes the second block, and while it writes the first one's journal."""
+    """While it prunes the second decoder layer, and while it writes the first one to the journal."""
     assert exit_code(run_until_killed, tmp_path, at, times) == -signal.SIGKILL
-    assert same_bytes(run(tmp_path), uninterrupted)
+    assert equal_weights(run(tmp_path), uninterrupted)
 
 
 def cut(path: Path) -> None:
@@ -97,50 +89,59 @@ def cut(path: Path) -> None:
 
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
-    content[20] ^= 1  # in the checksum or the header: the last digit of a number may round to the same one
+    content[20] ^= 1  # in the checksum or the header: a changed last digit may be the same float
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", ["block-0000.safetensors", "block-0001.json"])
-@pytest.mark.parametrize("spoil", [cut, flip, Path.unlink, lambda path: path.write_text("[]")])
-def test_a_damaged_block_is_computed_again(
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [
+        ("block-0000.safetensors", cut),
+        ("block-0000.safetensors", flip),
+        ("block-0000.safetensors", Path.unlink),
+        ("block-0001.json", flip),
+        ("block-0001.json", Path.unlink),
+        ("block-0001.json", lambda path: path.write_text("[]")),
+    ],
+)
+def test_a_damaged_piece_is_computed_again(
     uninterrupted: PreTrainedModel, tmp_path: Path, name: str, spoil: Callable[[Path], None]
 ):
     run(tmp_path)
     spoil(tmp_path / name)
     if (tmp_path / "block-0001.json").exists():
-        with pytest.warns(UserWarning, match=r"block \d of the interrupted run .* computed again"):
+        with pytest.warns(UserWarning, match=r"block-000\d of the interrupted run .* computed again"):
             resumed = run(tmp_path)
     else:
         resumed = run(tmp_path)
-    assert same_bytes(resumed, uninterrupted)
+    assert equal_weights(resumed, uninterrupted)
 
 
 def test_reports_come_back(tmp_path: Path):
     model = random_model("llama")
     journal = Journal(tmp_path, identity(model))
-    reports = compress_blocks(model, calibration(), RECIPE, journal=journal)
+    reports = compress_decoder_layers(model, calibration(), RECIPE, journal=journal)
     again = random_model("llama")
-    assert compress_blocks(again, calibration(), RECIPE, journal=Journal(tmp_path, identity(again))) == reports
+    assert compress_decoder_layers(again, calibration(), RECIPE, journal=Journal(tmp_path, identity(again))) == reports
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("change", "differing"),
     [
-        ({"recipe": Recipe(pattern="4:8")}, "another recipe"),
-        ({"batches": calibration(seed=1)}, "another calibration tokens"),
-        ({"batches": [torch.cat(calibration())]}, "another calibration tokens"),
-        ({"seed": 1}, "another seed"),
-        ({"device": "cuda:0"}, "another device"),
-        ({"model": random_model("llama", torch.float32)}, "another model weights"),
-        ({"seed": 1, "recipe": Recipe(pattern="4:8")}, "another recipe, another seed"),
+        ({"recipe": Recipe(pattern="4:8")}, "recipe"),
+        ({"batches": calibration(seed=1)}, "calibration tokens"),
+        ({"batches": [torch.cat(calibration())]}, "calibration tokens"),
+        ({"seed": 1}, "seed"),
+        ({"device": "cuda:0"}, "device"),
+        ({"model": random_model("llama", torch.float32)}, "model weights"),
+        ({"seed": 1, "recipe": Recipe(pattern="4:8")}, "recipe, seed"),
     ],
 )
-def test_another_run_is_refused(tmp_path: Path, change: dict[str, object], named: str):
+def test_another_run_is_refused(tmp_path: Path, change: dict[str, object], differing: str):
     model = random_model("llama")
     Journal(tmp_path, identity(model))
     Journal(tmp_path, identity(model))
-    with pytest.raises(InputError, match=f"had {named};"):
+    with pytest.raises(InputError, match=f"differs in: {differing};"):
         Journal(tmp_path, identity(model) | identity(**{"model": model} | change))
 
 
@@ -153,7 +154,7 @@ def test_one_changed_weight_makes_another_model():
 
 def test_a_source_tree_that_is_not_installed_has_a_fingerprint(monkeypatch: pytest.MonkeyPatch):
     def not_installed(name: str) -> None:
-        raise metadata.PackageNotFoundError(name)
+        raise metadata.PackageNotSearchResultError(name)
 
     monkeypatch.setattr(metadata.Distribution, "from_name", not_installed)
     assert identity(random_model("llama"))["versions"].startswith("semisparse ")
@@ -175,6 +176,6 @@ def test_a_full_disk_leaves_no_half_entry(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        journal.save(0, {"layer": torch.ones(2, 2)}, [])
+        journal.save_layer(0, {"layer": torch.ones(2, 2)}, [])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fingerprint.json"]
-    assert journal.load(0) is None
+    assert journal.load_layer(0) is None

@@ -1,4 +1,4 @@
-"""Recipes: what is read is what was written, and what is not known is refused."""
+"""Recipes are read as they were written; unknown keys and values are refused."""
 
 import json
 from pathlib import Path
@@ -25,6 +25,7 @@ def test_to_dict_is_json_and_reads_back():
         ("ignore=[a.*, b]", "ignore", ("a.*", "b")),
         ("ignore=lm_head", "ignore", ("lm_head",)),
         ("ignore=[]", "ignore", ()),
+        ("ignore=*.mlp.experts", "ignore", ("*.mlp.experts",)),
     ],
 )
 def test_settings(setting: str, key: str, value: object):
@@ -49,11 +50,11 @@ def test_settings_keep_the_other_keys():
 def test_yaml_file(tmp_path: Path):
     path = tmp_path / "recipe.yaml"
     path.write_text("pattern: 2:4\ndamping: 0.05\nignore:\n  - '*.mlp.*'\n")
-    assert read_yaml(path) == Recipe(pattern="2:4", damping=0.05, ignore=("*.mlp.*",))
+    assert Recipe.read(read_yaml(path)) == Recipe(pattern="2:4", damping=0.05, ignore=("*.mlp.*",))
 
 
 @pytest.mark.parametrize(
-    ("setting", "told"),
+    ("setting", "message"),
     [
         ("patern=2:4", "the known keys are: pattern, prune"),
         ("prune=sparsegtp", "magnitude, wanda, sparsegpt, none"),
@@ -63,25 +64,57 @@ def test_yaml_file(tmp_path: Path):
         ("damping=0", "above 0"),
         ("damping=nan", "above 0"),
         ("damping=much", "a number"),
-        ("tune_rate=-1", "'tune_rate' is -1.0; it is a share above 0"),
+        ("tune_rate=-1", "'tune_rate' is -1.0; it is a number above 0"),
         ("tune_epochs=0", "1 or more"),
-        ("tune_epochs=few", "a whole number"),
+        ("tune_epochs=few", "an integer"),
         ("ignore={a: b}", "a list"),
-        ("prune=[wanda]", "a word"),
+        ("prune=[wanda]", "text such as"),
         ("pattern", "key=value"),
         ("ignore=[a", "not valid YAML"),
     ],
 )
-def test_bad_settings(setting: str, told: str):
-    with pytest.raises(RecipeError, match=told):
+def test_bad_settings(setting: str, message: str):
+    with pytest.raises(RecipeError, match=message):
         Recipe().with_settings([setting])
 
 
-@pytest.mark.parametrize("content", [b"- a\n- b\n", b"\xff\xfe", b"pattern: [", b""])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"- a\n- b\n",
+        b"\xff\xfe",
+        b"pattern: [",
+        b"",
+        b"pattern: 2:4\n" + b"#" * 100_000,
+        b"ignore: " + b"[" * 5_000,
+        b"ignore: &a [x, x]\nformat: *a\n",
+    ],
+    ids=["list", "not UTF-8", "not YAML", "empty", "too large", "nested too deeply", "alias"],
+)
 def test_bad_yaml_file(tmp_path: Path, content: bytes):
     (tmp_path / "recipe.yaml").write_bytes(content)
     with pytest.raises(RecipeError, match=r"recipe\.yaml"):
         read_yaml(tmp_path / "recipe.yaml")
+
+
+OPTIONS = {"layout": ("rows", "paper"), "bits": (4, 8), "clip": ()}
+
+
+def test_keys_that_a_format_adds():
+    recipe = Recipe().with_settings(["layout=paper", "bits=8", "clip=12"], OPTIONS)
+    assert dict(recipe.options) == {"layout": "paper", "bits": 8, "clip": 12}
+    assert Recipe.read(json.loads(json.dumps(recipe.to_dict())), OPTIONS) == recipe
+    assert "options" not in Recipe().to_dict()
+    for setting, message in (
+        ("layout=none", "one of: rows, paper"),
+        ("bits=5", "one of: 4, 8"),
+        ("clip=-1", "an integer of 0 or more"),
+        ("width=3", "known keys are: pattern, .*, layout, bits, clip"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            Recipe().with_settings([setting], OPTIONS)
+    with pytest.raises(RecipeError, match="unknown recipe key 'layout'"):
+        Recipe().with_settings(["layout=paper"])
 
 
 def test_missing_yaml_file(tmp_path: Path):

@@ -16,19 +16,19 @@ class Block(NamedTuple):
 
 
 def blocks(page: str) -> Iterator[Block]:
-    """Give the fenced blocks of a page."""
+    """Yield the fenced blocks of a page."""
     for kind, text in re.findall(r"^```(\w+)\n(.*?)^```$", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE):
         yield Block(kind, text)
 
 
 def file_of(block: Block) -> str | None:
-    """Give the name of the file that a block is the content of, which its first line says."""
-    found = re.match(r"# (\S+\.\w+)\n", block.text)
-    return found[1] if found else None
+    """Return the file name in a block's first line; None if the block is no file."""
+    match = re.match(r"# (\S+\.\w+)\n", block.text)
+    return match[1] if match else None
 
 
 def commands(page: str) -> list[list[str]]:
-    """Give the commands of a page, in order, as words."""
+    """Return the commands of a page, in order, as lists of words."""
     import shlex
 
     shown = [line for block in blocks(page) if block.kind == "console" for line in block.text.splitlines()]

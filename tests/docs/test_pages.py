@@ -19,7 +19,7 @@ TESTED = {"transformers.md", "vllm.md", "lm-eval.md", "quality.md"}
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with a compressed model and data."""
     write(Served("small", "bitmask", one("32:64")), tmp_path / "small")
     (tmp_path / "tasks").mkdir()
@@ -33,7 +33,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run_programs(page: str) -> dict[str, Any]:
-    """Run a page's programs one after the other in one namespace, and give it; write its files."""
+    """Write a page's files and run its programs, in order. Return the namespace that the programs share."""
     names: dict[str, Any] = {}
     for block in blocks(page):
         if name := file_of(block):
@@ -44,7 +44,7 @@ def run_programs(page: str) -> dict[str, Any]:
 
 
 def run_command(words: list[str], run) -> Outcome | None:
-    """Run a command as a shell would, but for pip, which only says what to install; give semisparse's outcome."""
+    """Run a command as a shell would, except pip. Return the outcome of a semisparse command."""
     if words[0] == "semisparse":
         outcome = run(*words[1:])
         assert outcome.status == 0, outcome.err
@@ -57,10 +57,10 @@ def run_command(words: list[str], run) -> Outcome | None:
 
 
 def test_every_page_is_tested():
-    assert {page.name for page in DOCS.glob("*.md")} == TESTED
+    assert {page.name for page in DOCS.glob("*.md") if list(blocks(page.name))} == TESTED
 
 
-def test_transformers(place: Path, run, monkeypatch: pytest.MonkeyPatch):
+def test_transformers(workdir: Path, run, monkeypatch: pytest.MonkeyPatch):
     import torch
 
     compiled = torch.compile
@@ -69,7 +69,9 @@ def test_transformers(place: Path, run, monkeypatch: pytest.MonkeyPatch):
     run_programs("transformers.md")
     for words in commands("transformers.md"):
         run_command(words, run)
-    assert (place / "saved" / "model.safetensors").read_bytes() == (place / "small" / "model.safetensors").read_bytes()
+    assert (workdir / "saved" / "model.safetensors").read_bytes() == (
+        workdir / "small" / "model.safetensors"
+    ).read_bytes()
 
 
 def test_quality(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
@@ -84,7 +86,7 @@ def test_quality(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
         assert (root / words[3]).is_file()
 
 
-def test_lm_eval(place: Path, run):
+def test_lm_eval(workdir: Path, run):
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: make test-serving sets it up")
     with contextlib.redirect_stdout(sys.stderr):
         found = run_programs("lm-eval.md")["found"]["results"]["sums"]
@@ -98,7 +100,7 @@ def test_lm_eval(place: Path, run):
     }
 
 
-def test_vllm(place: Path):
+def test_vllm(workdir: Path):
     """The server itself needs vLLM's compiled kernels; its command line must find a model it can load."""
     pytest.importorskip("vllm", reason="vLLM is not installed: make test-serving sets it up")
     from tests.vllm import ranks

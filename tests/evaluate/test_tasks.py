@@ -1,4 +1,4 @@
-"""lm-eval on a compressed directory and on its own offline tasks, beside HFLM on the unpacked model."""
+"""Offline lm-eval tasks on a compressed directory, against lm-eval's HFLM on the unpacked model."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def tasks(tmp_path: Path) -> list[str]:
-    """YAML files of every kind of task, with their data beside them."""
+    """Paths of one YAML file per kind of task, with their data beside them."""
     files = []
     for name, text in TASKS.items():
         data = tmp_path / f"{name}.jsonl"
@@ -79,7 +79,7 @@ def tasks(tmp_path: Path) -> list[str]:
 
 
 def unpacked(model: PreTrainedModel) -> PreTrainedModel:
-    """Give the same model with dense layers."""
+    """Return the same model with dense layers."""
     dense = copy.deepcopy(model)
     for name, layer in sparse_layers(dense).items():
         linear = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
@@ -101,12 +101,12 @@ def test_results_are_those_of_the_unpacked_model(form: str, pattern: str, tmp_pa
     manager = TaskManager(include_defaults=False)
     adapter = HFLM(pretrained=dense, tokenizer=byte_tokenizer())
     expected = lm_eval.simple_evaluate(adapter, tasks=tasks, task_manager=manager)["results"]
-    found = api.evaluate(directory, tasks=tasks)["tasks"]
-    assert found.keys() == expected.keys() == TASKS.keys()
+    results = api.evaluate(directory, tasks=tasks)["tasks"]
+    assert results.keys() == expected.keys() == TASKS.keys()
     compared = 0
-    for task, metrics in found.items():
+    for task, metrics in results.items():
         for metric, value in metrics.items():
-            # Likelihoods are float32 sums in another order; accuracies change only where two choices tie.
+            # Likelihoods are float32 sums in another order; accuracies change only if two choices tie.
             assert value == pytest.approx(expected[task][metric], rel=1e-5), (task, metric)
             compared += "," in metric and "stderr" not in metric
     assert compared == 5

@@ -1,12 +1,14 @@
 """The contract's own machinery, on a format made up for it."""
 
+import copy
+import pickle
 from dataclasses import replace
 
 import pytest
 import torch
 
-from semisparse.errors import FormatError, InputError, KernelError
-from semisparse.formats import Format, Kernel, Problem, TensorSpec, get_format, registry
+from semisparse.errors import FormatError, InputError, KernelError, PatternError
+from semisparse.formats import Format, Kernel, Packed, Problem, TensorSpec, WeightSpec, get_format, registry
 from semisparse.patterns import parse_pattern
 
 
@@ -19,11 +21,12 @@ PLAIN = Format(
     version=3,
     summary="the weight as it is, and a count",
     accepts=lambda pattern: None if pattern.density > 0.4 else "too sparse",
-    specs=lambda pattern, params: (
+    specs=lambda spec: (
         TensorSpec("weight", None, ("N", "K")),
         TensorSpec("ends", torch.int32, ("count+1",)),
     ),
-    counts=lambda n, k, pattern, params: {"count": int(params["count"])},
+    counts=lambda spec: {"count": int(spec.params["count"])},
+    counted=("count",),
     pack_weight=lambda weight, pattern: (
         {"count": 4},
         {"weight": weight, "ends": torch.arange(5, dtype=torch.int32)},
@@ -35,7 +38,7 @@ PACKED = PLAIN.pack(torch.eye(4), "50%")
 
 
 def problem(device: str = "cpu") -> Problem:
-    return Problem(1, 4, 4, parse_pattern("50%"), {}, torch.float32, torch.float32, torch.device(device))
+    return Problem(1, PLAIN.structure(PACKED.spec), torch.float32, torch.device(device))
 
 
 def test_every_folder_is_registered_under_its_own_name():
@@ -78,10 +81,10 @@ def test_a_kernel_asked_for_by_name_is_never_replaced():
         chosen.choose(problem(), "abacus")
 
 
-@pytest.mark.parametrize("count", [None, "four", float("inf"), -2, [4]])
+@pytest.mark.parametrize("count", [None, "four", float("inf"), -2])
 def test_a_count_that_is_none_is_refused(count):
     with pytest.raises(FormatError, match="params"):
-        PLAIN.validate(replace(PACKED, params={} if count is None else {"count": count}))
+        PLAIN.validate(Packed(replace(PACKED.spec, params={} if count is None else {"count": count}), PACKED.tensors))
 
 
 @pytest.mark.parametrize(
@@ -92,12 +95,53 @@ def test_a_count_that_is_none_is_refused(count):
         ({"shape": (0, 4)}, "at least 1"),
         ({"shape": (4, 5)}, r"weight is torch.float32 \[4, 4\], expected torch.float32 \[4, 5\]"),
         ({"dtype": torch.float16}, r"expected torch.float16"),
-        ({"tensors": {}}, r"stores \['ends', 'weight'\], got \[\]"),
     ],
 )
 def test_a_declaration_that_the_tensors_contradict_is_refused(changed: dict, message: str):
     with pytest.raises(FormatError, match=message):
-        PLAIN.validate(replace(PACKED, **changed))
+        PLAIN.validate(Packed(replace(PACKED.spec, **changed), PACKED.tensors))
+
+
+def test_missing_tensors_are_refused():
+    with pytest.raises(FormatError, match=r"stores \['ends', 'weight'\], got \[\]"):
+        PLAIN.validate(Packed(PACKED.spec, {}))
+
+
+def test_a_spec_is_its_fields_however_it_was_made():
+    spec = PACKED.spec
+    assert WeightSpec.from_json(spec.json) == spec == replace(spec, params=dict(spec.params))
+    assert len({spec, replace(spec, shape=(4, 4)), replace(spec, shape=(5, 4))}) == 2
+    assert replace(spec, shape=(5, 4)).json != spec.json
+    assert dict(PLAIN.structure(spec).params) == {}
+    assert pickle.loads(pickle.dumps(spec)) == copy.deepcopy(spec) == spec
+    with pytest.raises(TypeError):
+        spec.params["count"] = 5
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"format": None},
+        {"version": "1"},
+        {"version": True},
+        {"pattern": "half"},
+        {"pattern": 3},
+        {"shape": [4]},
+        {"shape": [4, 4.0]},
+        {"shape": [True, 4]},
+        {"dtype": "int8"},
+        {"params": [1]},
+        {"params": {"count": None}},
+        {"params": {"count": [4]}},
+        {"params": {"count": True}},
+    ],
+)
+def test_a_spec_that_cannot_be_read_is_refused(broken: dict):
+    with pytest.raises((FormatError, PatternError)):
+        WeightSpec.from_dict(PACKED.spec.to_dict() | broken)
+    for key in broken:
+        with pytest.raises(FormatError, match=key):
+            WeightSpec.from_dict({name: value for name, value in PACKED.spec.to_dict().items() if name != key})
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def test_replays_on_other_tokens(form: Format, kernel: Kernel, m: int, dtype: to
         pattern = parse_pattern(written)
         weight = torch.randn(192, 256)
         weight *= pattern.mask(weight.abs())
-        packed = form.arrange(form.pack(weight.to(dtype).cuda(), pattern), "cuda")
+        packed = form.pack(weight.to(dtype), pattern).to("cuda")
         x = torch.zeros(m, 256, dtype=dtype, device="cuda")
         if kernel.refusal(problem_of(x, packed)):
             continue

@@ -9,7 +9,7 @@ from semisparse.formats import Format, Kernel, linear, registry
 from semisparse.formats.product import problem_of
 from semisparse.patterns import parse_pattern
 from tests.formats.cases import accepted_patterns
-from tests.formats.test_contract import check_product
+from tests.formats.checking import check_product
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="fresh inputs are for GPU kernels: no GPU here")
 
@@ -40,9 +40,7 @@ def test_fresh_inputs(form: Format, kernel: Kernel):
         m, n, k = number(1, (16, 300)[number(0, 1)]), number(1, 700), number(1, 900)
         weight = torch.randn(n, k, generator=generator)
         weight *= pattern.mask(weight.abs())
-        packed = form.pack(weight.to(dtype).cuda(), pattern)
-        if number(0, 1):
-            packed = form.arrange(packed, "cuda")
+        packed = form.pack(weight.to(dtype).cuda(), pattern).to("cuda")
         x = torch.randn(m, k, generator=generator).to(dtype).cuda()
         bias = torch.randn(n, generator=generator).to(dtype).cuda() if number(0, 1) else None
         if kernel.refusal(problem_of(x, packed)):

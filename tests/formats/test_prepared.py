@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from semisparse.errors import KernelError
-from semisparse.formats import Format, Kernel, get_format, linear, product
-from semisparse.formats.base import replace_tensors
+from semisparse.formats import Format, Kernel, Packed, get_format, linear, product
 from semisparse.nn import SparseLinear
 from semisparse.patterns import parse_pattern
 
@@ -97,7 +96,7 @@ def test_new_tensors_under_the_same_declaration_are_what_is_multiplied(asked):
     for name, tensor in packed_weight(2).tensors.items():  # as loaders put them in
         layer._parameters[name] = torch.nn.Parameter(tensor, requires_grad=False)
     assert torch.equal(layer(x), linear(x, packed_weight(2)))
-    layer.packed = replace_tensors(other, other.tensors)
+    layer.packed = Packed(other.spec, other.tensors)
     assert torch.equal(layer(x), linear(x, other))
     assert asked["prepare"] == 1
 
@@ -135,5 +134,5 @@ def test_threads_compute_as_one_does(asked):
 def test_a_refusal_is_not_remembered_as_an_answer():
     packed = packed_weight()
     for _ in range(2):
-        with pytest.raises(KernelError, match="tiled_decode: runs on cuda, the operands are on cpu"):
-            linear(torch.zeros(1, 128), packed, kernel="tiled_decode")
+        with pytest.raises(KernelError, match="decode: runs on cuda, the operands are on cpu"):
+            linear(torch.zeros(1, 128), packed, kernel="decode")

@@ -1,4 +1,4 @@
-"""A layer in a layout of its own: it computes, saves, loads and moves as one in the layout on disk."""
+"""A layer in the layout of a GPU computes, saves, loads and moves as one in the layout on disk."""
 
 import copy
 
@@ -23,7 +23,7 @@ def packed(n=40, k=300, dtype=torch.float16, seed=0):
 
 
 def in_tiles(layer: SparseLinear) -> SparseLinear:
-    """Give the layer the layout of a GPU where it is, on the CPU."""
+    """Convert a layer on the CPU to the layout of a GPU."""
     layer.arrange("cuda")
     assert set(dict(layer.named_parameters())) == {"tiles", "bias"}
     return layer
@@ -51,7 +51,7 @@ def test_loading_a_state_dict_takes_the_layout_on_disk():
 def test_a_layer_in_tiles_computes_and_casts_like_one_in_rows():
     layer = SparseLinear(packed(), torch.ones(40).half())
     x = torch.randn(3, 300).half()
-    # Both multiply in float32 and round once; sums of 300 products in another order differ in the last bit of float16.
+    # Both multiply in float32 and round once; sums of 300 terms in another order differ in the last bit of float16.
     torch.testing.assert_close(in_tiles(copy.deepcopy(layer))(x), layer(x), rtol=2**-9, atol=2**-9)
     assert torch.equal(in_tiles(copy.deepcopy(layer)).double().weight, layer.weight)
 

@@ -1,4 +1,4 @@
-"""Joined layers against the layers that they were, whatever their caller does."""
+"""Joined layers against the same layers apart, whatever their caller does between the calls."""
 
 import copy
 import gc
@@ -17,7 +17,7 @@ from semisparse.formats import registry
 from semisparse.formats.base import Packed, get_format
 from semisparse.integrations.transformers import sparse_layers
 from semisparse.nn import JoinedLinear, SparseLinear, join_layers
-from semisparse.nn.parts import first_rows, stacked_on_grain, unstacked
+from semisparse.nn.stacking import row_offsets, stack_with_padding, unstack
 from semisparse.patterns import parse_pattern
 from tests.formats.cases import build, random
 from tests.serving import Served, every_format, write
@@ -34,23 +34,23 @@ JOIN = {
     "vector_nm": ("8:32v32", {}),
 }
 FILE = "model.safetensors"
-FORMATS = pytest.mark.parametrize("chosen", sorted(registry()))
+FORMATS = pytest.mark.parametrize("form", sorted(registry()))
 ONE_OF_EACH = pytest.mark.parametrize("served", {s.format: s for s in every_format()}.values(), ids=lambda s: s.format)
 
 
-def packed(chosen: str, n: int, seed: int = 0, k: int = K) -> Packed:
-    pattern, options = JOIN[chosen]
+def packed(form: str, n: int, seed: int = 0, k: int = K) -> Packed:
+    pattern, options = JOIN[form]
     weight = build(parse_pattern(pattern), lambda scores: random(scores).roll(seed, 0), n, k)
-    return get_format(chosen).pack(weight, pattern, **options)
+    return get_format(form).pack(weight, pattern, **options)
 
 
 class Attention(nn.Module):
-    """The first part of one, with what its caller may do between the layers."""
+    """The projections of an attention layer. `forward` calls them as transformers does."""
 
-    def __init__(self, chosen: str = "bitmask", bias: bool = True, rows: tuple[int, ...] = ROWS) -> None:
+    def __init__(self, form: str = "bitmask", bias: bool = True, rows: tuple[int, ...] = ROWS) -> None:
         super().__init__()
         for seed, (name, n) in enumerate(zip(NAMES, rows, strict=True)):
-            self.add_module(name, SparseLinear(packed(chosen, n, seed), torch.randn(n) if bias else None))
+            self.add_module(name, SparseLinear(packed(form, n, seed), torch.randn(n) if bias else None))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
@@ -72,19 +72,19 @@ def test_a_layer_is_freed_once_it_is_joined(monkeypatch: pytest.MonkeyPatch):
     def watched(weights: list[Packed]) -> Packed | None:
         gc.collect()
         alive.append(sum(layer() is not None for part in layers for layer in part))
-        return stacked_on_grain(weights)
+        return stack_with_padding(weights)
 
-    monkeypatch.setattr("semisparse.nn.joined.stacked_on_grain", watched)
+    monkeypatch.setattr("semisparse.nn.joined.stack_with_padding", watched)
     join_layers(model)
     assert alive == [12, 9, 6, 3]
 
 
-def product_of(model: nn.Module) -> JoinedLinear:
-    (found,) = (module for module in model.modules() if isinstance(module, JoinedLinear))
-    return found
+def joined_of(model: nn.Module) -> JoinedLinear:
+    (joined,) = (module for module in model.modules() if isinstance(module, JoinedLinear))
+    return joined
 
 
-def count_products(joined: Attention, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def count_matmuls(joined: Attention, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls: list[int] = []
     forward = JoinedLinear.forward
     monkeypatch.setattr(JoinedLinear, "forward", lambda self, x: calls.append(1) or forward(self, x))
@@ -99,20 +99,20 @@ def assert_same(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 @FORMATS
 @torch.no_grad()
-def test_one_product_gives_what_three_give(chosen, bias, monkeypatch):
-    apart, joined = pair(chosen=chosen, bias=bias)
-    calls = count_products(joined, monkeypatch)
+def test_one_matmul_gives_what_three_give(form, bias, monkeypatch):
+    apart, joined = pair(form=form, bias=bias)
+    calls = count_matmuls(joined, monkeypatch)
     for shape in ((1, K), (5, K), (2, 3, K)):
         x = torch.randn(shape)
         assert_same(joined(x), apart(x))
     assert len(calls) == 3
-    product_of(joined).validate()
-    assert product_of(joined)._remembered is None
+    joined_of(joined).validate()
+    assert joined_of(joined)._cached is None
 
 
 @FORMATS
-def test_a_state_dict_stays_what_it_was(chosen):
-    apart, joined = pair(chosen=chosen)
+def test_a_state_dict_stays_what_it_was(form):
+    apart, joined = pair(form=form)
     before, after = apart.state_dict(), joined.state_dict()
     assert before.keys() == after.keys()
     for name, tensor in before.items():
@@ -123,22 +123,22 @@ def test_a_state_dict_stays_what_it_was(chosen):
     assert torch.equal(joined.k_proj.bias, apart.k_proj.bias)
 
 
-@pytest.mark.parametrize("chosen", ["bitmask", "ec_csr", "gqs", "vector_nm"])
+@pytest.mark.parametrize("form", ["bitmask", "ec_csr", "gqs", "vector_nm"])
 @settings(max_examples=20)
 @given(rows=st.lists(st.integers(1, 70), min_size=2, max_size=4), k=st.integers(1, 150))
-def test_weights_stack_and_come_apart_again(chosen, rows, k):
-    weights = [packed(chosen, n, seed, k) for seed, n in enumerate(rows)]
-    whole = stacked_on_grain(weights)
+def test_weights_stack_and_unstack(form, rows, k):
+    weights = [packed(form, n, seed, k) for seed, n in enumerate(rows)]
+    whole = stack_with_padding(weights)
     assert whole is not None
-    get_format(chosen).validate(whole)
+    get_format(form).validate(whole)
     dense = whole.unpack()
-    for start, weight in zip(first_rows(weights), weights, strict=False):
+    for start, weight in zip(row_offsets([weight.spec for weight in weights]), weights, strict=False):
         rows_there = dense[start : start + weight.shape[0]]
         assert torch.equal(rows_there, weight.unpack())
         dense[start : start + weight.shape[0]] = 0
     assert not dense.any()
-    for part, weight in zip(unstacked(whole, weights), weights, strict=True):
-        assert part.declaration == weight.declaration
+    for part, weight in zip(unstack(whole, [weight.spec for weight in weights]), weights, strict=True):
+        assert part.spec == weight.spec
         assert all(torch.equal(part.tensors[name], tensor) for name, tensor in weight.tensors.items())
 
 
@@ -230,12 +230,12 @@ def test_gradients_reach_the_input():
 
 
 @torch.no_grad()
-def test_a_compiled_step_holds_one_product_and_is_compiled_once():
+def test_a_compiled_step_holds_one_matmul_and_is_compiled_once():
     apart, joined = pair()
-    products: list[int] = []
+    matmuls: list[int] = []
 
     def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
-        products.append(sum("semisparse" in str(node.target) for node in graph.graph.nodes))
+        matmuls.append(sum("semisparse" in str(node.target) for node in graph.graph.nodes))
         return graph
 
     torch._dynamo.reset()
@@ -243,28 +243,28 @@ def test_a_compiled_step_holds_one_product_and_is_compiled_once():
     for _ in range(3):
         x = torch.randn(2, K)
         assert_same(compiled(x), apart(x * 2))
-    assert products == [1]
-    assert product_of(joined)._remembered is None
+    assert matmuls == [1]
+    assert joined_of(joined)._cached is None
 
 
 @torch.no_grad()
-def test_copies_remember_nothing_and_are_whole():
+def test_copies_have_no_cached_output_and_are_whole():
     apart, joined = pair()
     x = torch.randn(2, K)
     joined.q_proj(x)
     for other in (copy.deepcopy(joined), pickle.loads(pickle.dumps(joined))):
-        assert product_of(other)._remembered is None
-        assert product_of(other) is other.q_proj._whole is not product_of(joined)
+        assert joined_of(other)._cached is None
+        assert joined_of(other) is other.q_proj._whole is not joined_of(joined)
         assert_same(other(x), apart(x))
     assert joined.to("cpu") is joined
-    assert product_of(joined)._remembered is None
+    assert joined_of(joined)._cached is None
 
 
 def test_a_joined_model_loads_no_state():
     apart, joined = pair()
     with pytest.raises(InputError, match="load it first, then call join_layers"):
         joined.load_state_dict(apart.state_dict())
-    assert "rows 50 to 83 of one product of 90" in repr(joined)
+    assert "rows 50 to 83 of a joined matmul of 90" in repr(joined)
 
 
 def lay_a_hook(module: Attention) -> None:

@@ -1,4 +1,4 @@
-"""Patterns against a loop-by-loop reading of their definitions."""
+"""Patterns against their definitions, written as plain loops."""
 
 import pytest
 import torch
@@ -85,7 +85,7 @@ def test_unstructured_keeps_the_exact_count_of_the_best(percent: float, by_row: 
 
 
 @given(st.sampled_from([4, 16, 64]), percents, shapes)
-def test_groups_live_or_die_whole(size: int, percent: float, shape: tuple[int, int]):
+def test_groups_are_kept_or_pruned_whole(size: int, percent: float, shape: tuple[int, int]):
     scores = random_scores(shape)
     mask = Group(size, percent).mask(scores)
     kept = 0
@@ -100,6 +100,7 @@ def test_groups_live_or_die_whole(size: int, percent: float, shape: tuple[int, i
 def test_ties_go_to_the_lower_column():
     assert NM(2, 4).mask(torch.ones(1, 8)).tolist() == [[True, True, False, False] * 2]
     assert Unstructured(50).mask(torch.ones(1, 4)).tolist() == [[True, True, False, False]]
+    assert Unstructured(50).mask(torch.tensor([[1.0, 1, 1, 2]])).tolist() == [[True, False, False, True]]
 
 
 @pytest.mark.parametrize(
@@ -131,26 +132,25 @@ def test_density_is_what_large_masks_have(pattern: str):
 @given(patterns, shapes)
 def test_kept_is_what_the_mask_keeps(pattern: Pattern, shape: tuple[int, int]):
     if isinstance(pattern, Group) and shape[1] % pattern.size:
-        shape = (shape[0], -(-shape[1] // pattern.size) * pattern.size)  # a short group counts as a whole one
+        shape = (shape[0], -(-shape[1] // pattern.size) * pattern.size)  # a short group counts as a full one
     assert pattern.kept(shape) == int(pattern.mask(random_scores(shape)).sum())
 
 
 @given(patterns, shapes, st.integers(-70, 70))
 def test_a_shifted_pattern_keeps_that_much_more(pattern: Pattern, shape: tuple[int, int], steps: int):
-    moved = pattern.shifted(steps, shape)
+    shifted = pattern.shifted(steps, shape)
     if isinstance(pattern, NM | VectorNM):
-        assert (moved is None) == (not 1 <= pattern.keep + steps <= pattern.window)
-        assert moved is None or moved.keep == pattern.keep + steps
+        assert (shifted is None) == (not 1 <= pattern.keep + steps <= pattern.window)
+        assert shifted is None or shifted.keep == pattern.keep + steps
         return
     size = pattern.size if isinstance(pattern, Group) else 1
     columns = -(-shape[1] // size)
-    line, lines = (columns, shape[0]) if pattern.by_row else (shape[0] * columns, 1)
-    gained = steps * max(1, line // 64) * lines * size
-    room = 0 < pattern.kept(shape) + gained <= line * lines * size
-    assert (moved is not None) == room
-    if moved is not None:
-        assert moved.kept(shape) == pattern.kept(shape) + gained
-        assert parse_pattern(str(moved)) == moved
+    budget, budgets = (columns, shape[0]) if pattern.by_row else (shape[0] * columns, 1)
+    gained = steps * max(1, budget // 64) * budgets * size
+    assert (shifted is not None) == (0 < pattern.kept(shape) + gained <= budget * budgets * size)
+    if shifted is not None:
+        assert shifted.kept(shape) == pattern.kept(shape) + gained
+        assert parse_pattern(str(shifted)) == shifted
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,11 @@
-"""Group rounding against its equations, one group at a time in plain Python."""
+"""Group quantisation against its equations in exact arithmetic."""
 
 import math
 from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semisparse.quant.group import KINDS, GroupScales, fake_quantise, scales_of, stored_groups
@@ -18,17 +18,22 @@ def weight_of(n: int, k: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(n, k, generator=generator) * 10.0 ** torch.arange(-2, n - 2)[:, None]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("bits", WIDTHS)
-@given(n=st.integers(1, 5), k=st.integers(1, 70), size=st.sampled_from([4, 16, 32]))
-def test_it_errs_by_half_a_code_and_what_the_zero_point_misses(bits, dtype, n, k, size):
+@given(
+    bits=st.sampled_from(WIDTHS),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
+    n=st.integers(1, 5),
+    k=st.integers(1, 70),
+    size=st.sampled_from([4, 16, 32]),
+)
+@settings(max_examples=200)
+def test_the_error_is_half_a_code_and_that_of_the_zero_point(bits, dtype, n, k, size):
     weight = weight_of(n, k).to(dtype).float()
     scales = scales_of(weight, bits, size, dtype)
     assert scales.scale.dtype == dtype
     assert scales.scale.shape == scales.zero.shape == (n, math.ceil(k / size))
     step = scales.scale.double().repeat_interleave(size, 1)[:, :k]
-    # The stored zero point is off by half its unit, and the scale's rounding takes a share of the whole range: what
-    # falls outside the codes at one end by so much is cut.
+    # A weight at an end of the range may fall outside the codes and is clamped: by half a unit of the stored zero
+    # point, and by the rounding of the scale over the whole range.
     beyond = 2.0 ** (bits - 8) / 2 + torch.finfo(dtype).eps * 2**bits
     error = (scales.rounded(weight).double() - weight.double()).abs()
     stored = torch.finfo(dtype).eps * weight.double().abs() + torch.finfo(dtype).tiny
@@ -36,7 +41,7 @@ def test_it_errs_by_half_a_code_and_what_the_zero_point_misses(bits, dtype, n, k
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
-def test_values_are_those_of_exact_arithmetic_rounded_once(bits):
+def test_values_are_exact_and_rounded_once(bits):
     generator = torch.Generator().manual_seed(0)
     scale = torch.rand(40, 1, generator=generator).add(0.01).half()
     zero = torch.randint(0, 256, (40, 1), generator=generator).float()
@@ -44,14 +49,14 @@ def test_values_are_those_of_exact_arithmetic_rounded_once(bits):
     values = GroupScales(bits, 8, scale, zero).values(codes)
     for row in range(40):
         point = Fraction(int(zero[row, 0])) / 2 ** (8 - bits)
-        for place in range(8):
-            exact = (int(codes[row, 0, place]) - point) * Fraction(scale[row, 0].item())
-            # float of it is exact: at most 9 + 11 bits
-            assert values[row, 0, place] == torch.tensor(float(exact), dtype=torch.float64).half()
+        for column in range(8):
+            exact = (int(codes[row, 0, column]) - point) * Fraction(scale[row, 0].item())
+            # exact in float64: 9 + 11 bits
+            assert values[row, 0, column] == torch.tensor(float(exact), dtype=torch.float64).half()
 
 
 def test_both_ends_of_a_group_and_zero_are_codes():
-    """Equation 1: -1 and 2 in four bits step by 0.2, with zero at code 5."""
+    """Equation 1: from -1 to 2 in 4 bits the scale is 0.2, and zero is code 5."""
     scales = scales_of(torch.tensor([[-1.0, 2.0, 0.0, 0.5]]), 4, 4, torch.float32)
     assert scales.scale.item() == pytest.approx(0.2)
     assert scales.zero.item() == 5 * 16
@@ -79,13 +84,13 @@ def test_fake_quantise_rounds_as_the_scales_do(bits):
 
 
 def test_gradients_pass_straight_through_and_stop_outside():
-    """For a weight that no rounding moves, the gradient of each number is that of w = (code - zero) * scale."""
+    """For weights that are codes already, gradients are those of w = (code - zero) * scale."""
     weight = torch.tensor([[0.4, 0.2, 99.0, -99.0]], requires_grad=True)
     scale = torch.tensor([[0.2]], requires_grad=True)
     zero = torch.tensor([[5.0 * 16]], requires_grad=True)
     fake_quantise(weight, scale, zero, 4, 4).sum().backward()
     assert weight.grad.tolist() == [[1, 1, 0, 0]]
-    # Inside, w / scale and the code's move cancel; outside, the end codes 15 - 5 and 0 - 5 remain.
+    # Inside the range the gradient cancels; outside, those of the clamped codes 15 - 5 and 0 - 5 remain.
     assert scale.grad.item() == pytest.approx(10 - 5, abs=1e-4)
-    # Inside, code and zero point move together; outside, each value falls by the scale for each whole code.
+    # Inside the range code and zero point shift together; outside, a value falls by the scale per code of shift.
     assert zero.grad.item() == pytest.approx(2 * -0.2 / 16, abs=1e-6)

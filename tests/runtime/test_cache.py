@@ -1,4 +1,4 @@
-"""The user's cache: built once, rebuilt when damaged, whole for every process."""
+"""The cache on disk: entries are built once, rebuilt if damaged, and shared by processes."""
 
 import sys
 from pathlib import Path
@@ -16,8 +16,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def entry(cache: Path) -> Path:
-    (found,) = (cache / "kind").iterdir()
-    return found
+    (path,) = (cache / "kind").iterdir()
+    return path
 
 
 def fail() -> bytes:
@@ -57,7 +57,7 @@ def test_others_may_read_what_is_written(cache):
     assert (cache / "results.csv").stat().st_mode == (cache / "plain").stat().st_mode
 
 
-def test_a_cache_that_cannot_be_written_is_said_and_survived(cache, monkeypatch):
+def test_a_cache_that_cannot_be_written_is_a_warning(cache, monkeypatch):
     blocked = cache / "file"
     blocked.write_text("no directory")
     monkeypatch.setenv("SEMISPARSE_CACHE", str(blocked))
@@ -83,7 +83,7 @@ def test_processes_may_share_it(cache):
         ("win32", "LOCALAPPDATA", "semisparse"),
     ],
 )
-def test_the_platform_says_where_it_is(monkeypatch, tmp_path, platform, variable, below):
+def test_the_directory_is_the_platforms(monkeypatch, tmp_path, platform, variable, below):
     monkeypatch.delenv("SEMISPARSE_CACHE", raising=False)
     monkeypatch.setenv(variable, str(tmp_path))
     monkeypatch.setattr(sys, "platform", platform)

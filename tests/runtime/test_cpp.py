@@ -1,4 +1,4 @@
-"""The compile cache: one compilation for each source and machine, and nothing damaged is ever opened."""
+"""The cache of compiled C++: one compilation per source and machine; damaged libraries are never loaded."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ SOURCE = 'extern "C" int answer() { return 42; }'
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Give each test a cache of its own and a compiler looked up anew."""
+    """Give each test an empty cache, and search for the compiler again."""
     monkeypatch.setenv("SEMISPARSE_CACHE", str(tmp_path / "cache"))
     cpp.find_compiler.cache_clear()
     cpp.refusal.cache_clear()
@@ -42,7 +42,7 @@ def entries() -> list[Path]:
 
 @pytest.fixture
 def compilations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Put a program before the compiler that writes a line for each file compiled."""
+    """Wrap the compiler in a script that logs a line per compiled file."""
     log = tmp_path / "log"
     log.touch()
     script = tmp_path / "compiler"
@@ -126,14 +126,14 @@ def test_a_cache_that_cannot_be_written_costs_a_warning(source: Path, monkeypatc
 
 @needs_compiler
 def test_a_library_that_cannot_be_opened_is_named(source: Path, compilations: Path):
-    """Such as one that refers to what no library has."""
+    """Such as one with an undefined symbol."""
     source.write_text('extern "C" int missing(); extern "C" int answer() { return missing(); }')
     with pytest.raises(KernelError, match=r"cannot open the compiled answer.cpp: .*missing"):
         cpp.load(source).answer()
 
 
 @needs_compiler
-def test_openmp_is_used_where_it_works(source: Path):
+def test_openmp_is_used_where_the_compiler_has_it(source: Path):
     source.write_text("""
 #ifdef _OPENMP
 #include <omp.h>
@@ -146,7 +146,7 @@ extern "C" int threads() { return 0; }
 
 
 @needs_compiler
-def test_a_compiler_without_openmp_still_compiles_and_it_is_said(
+def test_a_compiler_without_openmp_compiles_with_a_warning(
     source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     script = tmp_path / "compiler"
@@ -172,7 +172,7 @@ def test_a_cxx_that_does_not_run_is_named(command: str, complaint: str, monkeypa
     assert "set CXX" in reason
 
 
-def test_no_compiler_is_said(source: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_compiler_is_an_error(source: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "")
     assert cpp.refusal() == "no C++ compiler found: install g++ or clang++, or set CXX"

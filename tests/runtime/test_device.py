@@ -11,7 +11,7 @@ def test_a_cpu_is_described():
     facts = device_facts("cpu")
     assert facts.kind == "cpu"
     assert facts.name
-    assert facts.processors == torch.get_num_threads()
+    assert facts.sms == torch.get_num_threads()
     assert 1 << 16 < facts.cache_bytes < facts.memory_bytes
 
 

@@ -1,11 +1,11 @@
-"""What a source file includes, all of it and nothing else."""
+"""`read_with_includes` returns every included header and no other file."""
 
 from pathlib import Path
 
 from semisparse.runtime.includes import read_with_includes
 
 
-def test_headers_beside_a_file_come_before_those_of_the_folders(tmp_path: Path):
+def test_headers_beside_a_file_precede_those_in_the_include_path(tmp_path: Path):
     for name in ("own", "first", "second"):
         (tmp_path / name).mkdir()
     texts = {
@@ -19,6 +19,6 @@ def test_headers_beside_a_file_come_before_those_of_the_folders(tmp_path: Path):
     }
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
-    found = read_with_includes(tmp_path / "own/main.cu", (tmp_path / "first", tmp_path / "second"))
+    texts_read = read_with_includes(tmp_path / "own/main.cu", (tmp_path / "first", tmp_path / "second"))
     wanted = ("own/main.cu", "own/beside.cuh", "first/shared.cuh", "first/next.cuh")
-    assert found == {str(tmp_path / name): texts[name] for name in wanted}
+    assert texts_read == {str(tmp_path / name): texts[name] for name in wanted}

@@ -1,6 +1,7 @@
-"""Run-time compilation: every .cu for every architecture, without a GPU, and the cache in front of it."""
+"""Run-time compilation: every .cu for every architecture, without a GPU, and the cache of cubins."""
 
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ import pytest
 import semisparse
 from semisparse.errors import KernelError
 from semisparse.runtime import includes, nvrtc
-from semisparse.runtime.nvrtc import ARCHITECTURES, CudaSource, compile_cubin
+from semisparse.runtime.kernel import CudaSource
+from semisparse.runtime.nvrtc import Defines, compile_cubin
 
 ROOT = Path(semisparse.__file__).parent
 
@@ -16,9 +18,11 @@ needs_compiler = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=f"NV
 
 
 def declared_sources() -> list[CudaSource]:
-    modules = [path for path in ROOT.rglob("*.py") if "CudaSource(" in path.read_text() and path.name != "nvrtc.py"]
+    modules = [path for path in ROOT.rglob("*.py") if "CudaSource(" in path.read_text() and path.name != "kernel.py"]
     names = [".".join(path.relative_to(ROOT.parent).with_suffix("").parts) for path in modules]
-    return [source for name in names for source in importlib.import_module(name).SOURCES]
+    values = (value for name in names for value in vars(importlib.import_module(name)).values())
+    found = {source.path: source for source in values if isinstance(source, CudaSource)}
+    return [found[path] for path in sorted(found)]
 
 
 @pytest.fixture
@@ -39,46 +43,42 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Record each real compilation."""
-    made: list[Path] = []
+    compiled: list[Path] = []
     compile_now = nvrtc._compile
 
     def record(path, arch, defines):
-        made.append(path)
+        compiled.append(path)
         return compile_now(path, arch, defines)
 
     monkeypatch.setattr(nvrtc, "_compile", record)
-    return made
+    return compiled
 
 
 def test_every_cu_file_is_declared():
     assert {source.path for source in declared_sources()} == set(ROOT.rglob("*.cu"))
 
 
-@needs_compiler
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("source", declared_sources(), ids=lambda source: source.path.name)
-def test_every_kernel_compiles_without_spills(source: CudaSource, arch: str, capsys: pytest.CaptureFixture):
-    if arch not in source.architectures:
-        pytest.skip(f"{source.path.name} is for {', '.join(source.architectures)}")
-    spilling = []
-    with capsys.disabled():
-        for variant in source.variants:
-            for name, used in compile_cubin(source.path, arch, variant).resources.items():
-                macros = " ".join(f"{key}={value}" for key, value in variant.items())
-                print(
-                    f"\n{source.path.name} {arch} {name} {macros}: {used.registers} registers, {used.stack} B stack, "
-                    f"{used.spill_stores + used.spill_loads} B spilled, {used.shared} B shared",
-                    end="",
-                )
-                assert name.startswith("semisparse_"), "compute-sanitizer is told our kernels by that"
-                if used.spills:
-                    spilling.append(f"{name} {macros}")
-    if source.spills_allowed is None:
-        assert not spilling, f"{source.path.name} keeps registers in local memory on {arch}: {spilling}"
+def builds() -> Iterator[pytest.param]:
+    """Give each source, architecture and variant. Of a source, `make test` compiles the first variant for Hopper."""
+    for source in declared_sources():
+        for arch in source.architectures:
+            for number, variant in enumerate(source.variants):
+                usual = number == 0 and arch == "sm_90a"
+                case = f"{source.path.parent.parent.name}-{source.path.stem}-{arch}-{number}"
+                yield pytest.param(source, arch, variant, id=case, marks=() if usual else pytest.mark.builds)
 
 
 @needs_compiler
-def test_a_cubin_is_kept_until_something_it_depends_on_changes(source, compilations):
+@pytest.mark.parametrize(("source", "arch", "variant"), builds())
+def test_a_kernel_compiles_without_spills(source: CudaSource, arch: str, variant: Defines):
+    for name, used in compile_cubin(source.path, arch, variant).resources.items():
+        assert name.startswith("semisparse_"), "make test-gpu SANITIZE=... filters by this prefix"
+        if source.spills_allowed is None:
+            assert not used.spills, f"{source.path.name} keeps registers in local memory on {arch}: {name} {variant}"
+
+
+@needs_compiler
+def test_a_cubin_is_cached_until_something_it_depends_on_changes(source, compilations):
     def compile_it(arch="sm_90a", times=1):
         includes._read.cache_clear()
         return compile_cubin(source, arch, {"TIMES": times})
@@ -123,14 +123,14 @@ def test_a_damaged_cubin_is_compiled_again(source, compilations, tmp_path):
 
 
 @needs_compiler
-def test_the_compilers_words_are_in_the_error(source):
+def test_the_compilers_log_is_in_the_error(source):
     source.write_text('extern "C" __global__ void broken() { nonsense; }')
     with pytest.raises(KernelError, match=r"(?s)scale\.cu does not compile for sm_90a.*nonsense"):
         compile_cubin(source, "sm_90a")
 
 
 @needs_compiler
-def test_a_spill_is_seen(source):
+def test_a_spill_is_detected(source):
     source.write_text(
         'extern "C" __global__ void local(float* x, int n) {\n'
         "  float kept[64]; for (int i = 0; i < 64; ++i) kept[i] = x[i * 32 + threadIdx.x];\n"

@@ -1,4 +1,4 @@
-"""Prune one layer's weight: magnitude, Wanda, SparseGPT and what improves on it without training."""
+"""Prune one linear layer's weight: magnitude, Wanda, and SparseGPT with improvements that need no training."""
 
 from semisparse.compress.prune.layer import PrunedLayer, prune_layer, prune_levels, require_finite
 from semisparse.compress.prune.magnitude import magnitude

@@ -1,4 +1,4 @@
-"""Prune one layer's weight by a recipe."""
+"""Prune one linear layer's weight as a recipe says."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ import torch
 from torch import Tensor
 
 from semisparse.compress.prune.magnitude import magnitude
+from semisparse.compress.prune.quantise import ColumnQuantiser
 from semisparse.compress.prune.refine import conjugate_gradient
-from semisparse.compress.prune.rounding import Rounding
-from semisparse.compress.prune.sparsegpt import Factor, factorise, order_by_loss, prune_columns, round_columns
+from semisparse.compress.prune.sparsegpt import (
+    InverseFactor,
+    factorise,
+    order_by_loss,
+    prune_columns,
+    quantise_columns,
+)
 from semisparse.compress.prune.statistics import Statistics
 from semisparse.compress.prune.wanda import wanda
 from semisparse.compress.recipe import Recipe
@@ -26,10 +32,10 @@ class PrunedLayer:
     """A pruned weight.
 
     Args:
-        weight: [N, K] float32, with exact zeros where pruned.
+        weight: [N, K] float32, exactly zero where pruned.
         outcome: what was done, such as ``sparsegpt`` or ``sparsegpt damping 0.1``.
-        error: the output's relative error, ``||(w' - w) x|| / ||w x||`` over the calibration tokens.
-        scales: how what is kept was rounded; None if it was not.
+        error: relative error of the output over the calibration tokens, ``||(w' - w) x|| / ||w x||``.
+        scales: of the quantised groups; None if the weight is not quantised.
     """
 
     weight: Tensor
@@ -39,13 +45,13 @@ class PrunedLayer:
 
 
 def prune_layer(weight: Tensor, pattern: Pattern, statistics: Statistics, recipe: Recipe) -> PrunedLayer:
-    """Prune a layer's weight to a pattern.
+    """Prune a linear layer's weight to a pattern.
 
     Args:
-        weight: [N, K], any float dtype, which scales will have.
-        pattern: what the result obeys.
-        statistics: of the layer's calibration inputs.
-        recipe: its `prune` other than ``none``, and the settings of that.
+        weight: [N, K], any float dtype; the scales get this dtype.
+        pattern: that the result obeys.
+        statistics: of the linear layer's calibration inputs.
+        recipe: `prune`, which is not ``none``, and the settings for it.
 
     Raises:
         InputError: the weight or the statistics hold NaN or infinity.
@@ -56,11 +62,14 @@ def prune_layer(weight: Tensor, pattern: Pattern, statistics: Statistics, recipe
 def prune_levels(
     weight: Tensor, patterns: Sequence[Pattern], statistics: Statistics, recipe: Recipe
 ) -> Iterator[PrunedLayer]:
-    """Prune a layer's weight to each of several patterns of one family, factorising the Hessian once.
+    """Prune a linear layer's weight to each of several patterns of one family; the Hessian is factorised once.
 
     Args:
-        patterns: the first is pruned exactly as `prune_layer` does; its order of the columns serves the others, too.
-            The other arguments are those of `prune_layer`.
+        weight: as in `prune_layer`.
+        patterns: the first determines the order in which columns are pruned, for all of them. Its result is that of
+            `prune_layer`.
+        statistics: as in `prune_layer`.
+        recipe: as in `prune_layer`.
 
     Raises:
         InputError: as in `prune_layer`.
@@ -69,7 +78,7 @@ def prune_levels(
     require_finite(weight)
     if not all(mean.isfinite().all() for mean in (statistics.hessian, statistics.cross) if mean is not None):
         raise InputError("its calibration activations hold NaN or infinity, or are too large for float32")
-    problem = _scaled(weight, patterns[0], statistics, recipe) if recipe.prune == "sparsegpt" else None
+    problem = _normalise(weight, patterns[0], statistics, recipe) if recipe.prune == "sparsegpt" else None
     for pattern in patterns:
         scales = None
         if recipe.prune == "magnitude":
@@ -90,32 +99,34 @@ def require_finite(weight: Tensor) -> None:
     """Raise unless every weight is finite.
 
     Raises:
-        InputError: one is not.
+        InputError: a weight is NaN or infinite.
     """
     if not weight.isfinite().all():
         raise InputError("the weight holds NaN or infinity; the model is damaged")
 
 
-class _Scaled(NamedTuple):
-    """A layer's problem in units that give each input a mean square of 1, so that damping weighs the same on each.
+class _Problem(NamedTuple):
+    """A linear layer's least-squares problem, normalised: each input has a mean square of 1.
+
+    So damping has the same relative effect on every input.
 
     Args:
-        goal: [N, K] float32, the best weight if all were kept, its columns in the order to prune them.
+        goal: [N, K] float32, the best weight if none is pruned; columns in pruning order.
         hessian: [K, K] float32, damped, in the same order.
-        factor: of its inverse.
-        order: [K] int64, the columns of the layer's weight in that order.
-        scale: [K] float32, what the weight's columns were multiplied by, in the weight's own order.
+        factor: of the Hessian's inverse.
+        order: [K] int64, the pruning order: indices of the weight's columns.
+        scale: [K] float32, the factor that each column was multiplied by, in the weight's own order.
     """
 
     goal: Tensor
     hessian: Tensor
-    factor: Factor
+    factor: InverseFactor
     order: Tensor
     scale: Tensor
 
 
-def _scaled(weight: Tensor, pattern: Pattern, statistics: Statistics, recipe: Recipe) -> _Scaled | None:
-    """Prepare a layer for SparseGPT; None if its Hessian is singular."""
+def _normalise(weight: Tensor, pattern: Pattern, statistics: Statistics, recipe: Recipe) -> _Problem | None:
+    """Set up the problem that SparseGPT solves; None if the Hessian is singular."""
     scale = statistics.hessian.diagonal().sqrt()
     dead = scale == 0
     scale = scale.masked_fill(dead, 1)
@@ -135,25 +146,31 @@ def _scaled(weight: Tensor, pattern: Pattern, statistics: Statistics, recipe: Re
         if factor is None:
             return None
     hessian.diagonal().add_(factor.damping)
-    return _Scaled(goal, hessian, factor, order, scale)
+    return _Problem(goal, hessian, factor, order, scale)
 
 
 def _sparsegpt(
-    problem: _Scaled, pattern: Pattern, recipe: Recipe, dtype: torch.dtype
+    problem: _Problem, pattern: Pattern, recipe: Recipe, dtype: torch.dtype
 ) -> tuple[Tensor, GroupScales | None]:
-    """Prune, and round if the recipe does: in the same pass, or after the conjugate gradients in another."""
-    upper, back = problem.factor.upper, problem.order.argsort()
-    rounding = None
+    """Prune and, if the recipe says so, quantise: in the same loop, or in a second one after the conjugate gradients.
+
+    Returns:
+        The weight [N, K] float32, and the scales of its groups in ``dtype``; None if it is not quantised.
+    """
+    upper, restore_order = problem.factor.upper, problem.order.argsort()
+    quantiser = None
     if recipe.code_bits:
-        rounding = Rounding(recipe.code_bits, pattern.step, problem.scale[problem.order], dtype)
-    solved = recipe.refine == "cg"
-    pruned, kept = prune_columns(problem.goal, upper, pattern, None if solved else rounding)
-    if solved:
+        quantiser = ColumnQuantiser(recipe.code_bits, pattern.step, problem.scale[problem.order], dtype)
+    refined = recipe.refine == "cg"
+    pruned, kept = prune_columns(problem.goal, upper, pattern, None if refined else quantiser)
+    if refined:
         pruned = conjugate_gradient(pruned, kept, problem.hessian, problem.goal)
-        if rounding:
-            pruned = round_columns(pruned, kept, upper, rounding)
-    groups = problem.order[:: pattern.step].argsort()  # whole groups were ordered, so a group is where its first is
-    return pruned[:, back] / problem.scale, rounding.scales.take(groups) if rounding else None
+        if quantiser:
+            pruned = quantise_columns(pruned, kept, upper, quantiser)
+    weight = pruned[:, restore_order] / problem.scale
+    # Groups stay whole in the pruning order, so the order of their first columns is the order of the groups.
+    restore_groups = problem.order[:: pattern.step].argsort()
+    return weight, quantiser.scales.select_groups(restore_groups) if quantiser else None
 
 
 def _relative_error(pruned: Tensor, weight: Tensor, hessian: Tensor) -> float:

@@ -8,10 +8,11 @@ from semisparse.patterns import Pattern
 
 
 def magnitude(weight: Tensor, pattern: Pattern) -> Tensor:
-    """Zero the smallest weights.
+    """Zero the weights with the smallest |w|.
 
     Args:
         weight: [N, K] float.
+        pattern: that the result obeys.
     Returns:
         [N, K], the pruned weight.
     """

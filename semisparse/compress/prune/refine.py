@@ -1,4 +1,4 @@
-"""Solve the kept weights again, with the set of kept weights fixed."""
+"""Optimise the kept weights once the mask is final."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import torch
 from torch import Tensor
 
 STEPS = 10
-"""Measured on three models: 5 steps give up to 4 % more KL, 20 and 40 steps change it by less than 1 %."""
+"""On three models, 5 steps give up to 4 % more KL; 20 and 40 steps change it by less than 1 %."""
 
 
 def conjugate_gradient(weight: Tensor, kept: Tensor, hessian: Tensor, goal: Tensor) -> Tensor:
-    """Lower ``(w - goal) H (w - goal)^T`` for each row w over its kept weights, by conjugate gradients.
+    """Minimise ``(w - goal) H (w - goal)^T`` over the kept weights w of each row by `STEPS` conjugate gradient steps.
 
-    All rows advance together, each by its own exact line search. With a Hessian of unit diagonal this is the
+    All rows are iterated together; each has its own step size. With a Hessian of unit diagonal this is the
     Jacobi-preconditioned method.
 
     Args:
-        weight: [N, K] float, the start, zero outside `kept`.
-        kept: [N, K] bool.
+        weight: [N, K] float, the start, zero where not kept.
+        kept: [N, K] bool, the mask.
         hessian: [K, K] float, positive definite.
-        goal: [N, K] float, the best weight if all were kept.
+        goal: [N, K] float, the minimiser without a mask.
     Returns:
-        [N, K] float, zero outside `kept`.
+        [N, K] float, zero where not kept.
     """
     residual = ((goal - weight) @ hessian) * kept
     direction = residual
@@ -36,6 +36,6 @@ def conjugate_gradient(weight: Tensor, kept: Tensor, hessian: Tensor, goal: Tens
     return weight
 
 
-def _ratio(above: Tensor, below: Tensor) -> Tensor:
-    """Divide; 0 where `below` is not positive, that is where a row has converged."""
-    return torch.where(below > 0, above / below, 0)
+def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Divide; 0 where the denominator is not positive, because the row has converged."""
+    return torch.where(denominator > 0, numerator / denominator, 0)

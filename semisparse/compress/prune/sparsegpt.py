@@ -1,4 +1,4 @@
-"""SparseGPT: prune column after column, and let the later columns make up for each loss."""
+"""SparseGPT: prune one column after another, and let the later columns compensate each loss."""
 
 from __future__ import annotations
 
@@ -9,37 +9,39 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from semisparse.compress.prune.rounding import Rounding
+from semisparse.compress.prune.quantise import ColumnQuantiser
 from semisparse.patterns import Group, Pattern, Unstructured
 
-BLOCK = 128
-"""Columns whose effect on the later ones is applied in one product."""
+UPDATE_COLUMNS = 128
+"""Columns whose effect on the columns after them is applied in one matmul (lazy batch updates)."""
 
-SHARED_COLUMNS = 16
-"""Columns decided at once where a share of a whole matrix is dropped. The later, the more is known: on three models 16
-columns instead of 128 take 1 to 8 % off the KL at 50 %, 4 to 15 % at 70 %; 8 and 32 are within 1 % of 16."""
+MASK_COLUMNS = 16
+"""Columns whose mask is chosen together, for patterns that prune a fraction of the matrix (SparseGPT's mask selection
+block size). A later choice sees more of the compensation: on three models, 16 columns instead of 128 lower the KL by 1
+to 8 % at 50 %, by 4 to 15 % at 70 %; 8 and 32 are within 1 % of 16."""
 
-SHARED_COLUMNS_BY_ROW = 128
-"""The same where a share of each row is dropped: a row needs columns to choose from, 16 cost 14 to 18 % of KL."""
+MASK_COLUMNS_BY_ROW = 128
+"""The same for patterns that prune a fraction of each row: with 16 columns a row has too few to choose from, and the KL
+is 14 to 18 % higher."""
 
-DECISIONS = 16
-"""Times that a window is decided: as its first columns are pruned, the rest of it is chosen anew, by the weights that
-have made up for the loss so far. Against once, KL of babyllama-1m at 2:4 / 32:64: .570 / .251 for .605 / .332."""
+MASK_UPDATES = 16
+"""How often the mask of a window is chosen. When some of its columns are pruned, the mask of the others is chosen anew
+from the compensated weights. KL of babyllama-1m at 2:4 / 32:64: .570 / .251; with a mask chosen once: .605 / .332."""
 
-WIDE = 16
-"""Columns from which on those of a window are pruned in the order of their loss, not as they come: KL of babyllama-1m,
-pycode-11m and stories260k is 6, 1 and 5 % lower for it with windows of 64, 4 % lower to 1 % higher with windows of 8, 1
-to 2 % higher with windows of 4."""
+MIN_REORDERED_WINDOW = 16
+"""Windows of this size and more are pruned in the order of their columns' loss. KL of babyllama-1m, pycode-11m and
+stories260k is 6, 1 and 5 % lower for it with windows of 64, 4 % lower to 1 % higher with windows of 8, 1 to 2 % higher
+with windows of 4."""
 
 
-class Factor(NamedTuple):
-    """A Hessian's inverse in triangular form.
+class InverseFactor(NamedTuple):
+    """The inverse of a Hessian H, as a triangular factor.
 
     Args:
-        upper: [K, K] float32, upper triangular U with ``(H + damping I)^-1 = U^T U``. ``U[i, i]^2`` is entry (i, i)
-            of the inverse of the Hessian of the columns from i on.
-        damping: what was added to the diagonal.
-        outcome: how it was found, for the report.
+        upper: [K, K] float32, upper triangular U with ``(H + damping I)^-1 = U^T U``. ``U[i, i]^2`` is entry (i, i) of
+            the inverse of ``(H + damping I)[i:, i:]``.
+        damping: added to the diagonal.
+        outcome: how the factorisation succeeded, for the report.
     """
 
     upper: Tensor
@@ -47,14 +49,14 @@ class Factor(NamedTuple):
     outcome: str
 
 
-def factorise(hessian: Tensor, damping: float) -> Factor | None:
-    """Factor the inverse of a Hessian of unit diagonal: with more damping, then in float64, where it is singular.
+def factorise(hessian: Tensor, damping: float) -> InverseFactor | None:
+    """Factorise the inverse of a Hessian of unit diagonal. If it is singular, try more damping, then float64.
 
     Args:
         hessian: [K, K] float32.
-        damping: added to the diagonal at first.
+        damping: added to the diagonal in the first attempt.
     Returns:
-        the factor, or None if the Hessian is too indefinite for all of them.
+        The factor; None if every attempt fails.
     """
     attempts = [
         (torch.float32, damping, "sparsegpt"),
@@ -65,12 +67,12 @@ def factorise(hessian: Tensor, damping: float) -> Factor | None:
     for dtype, added, outcome in attempts:
         upper = _inverse_factor(hessian.to(dtype), added)
         if upper is not None:
-            return Factor(upper.float(), added, outcome)
+            return InverseFactor(upper.float(), added, outcome)
     return None
 
 
 def _inverse_factor(hessian: Tensor, damping: float) -> Tensor | None:
-    """Cholesky from the last column to the first gives H = R R^T with R upper triangular, so U is R^-1."""
+    """Return U of `InverseFactor`: a Cholesky factorisation in reverse column order gives H = R R^T, and U = R^-1."""
     identity = torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
     lower, failed = torch.linalg.cholesky_ex((hessian + damping * identity).flip(0, 1))
     if failed:
@@ -79,23 +81,24 @@ def _inverse_factor(hessian: Tensor, damping: float) -> Tensor | None:
     return upper if upper.isfinite().all() else None
 
 
-def order_by_loss(weight: Tensor, factor: Factor, pattern: Pattern, windows: bool) -> Tensor:
-    """Order the columns so that those that would lose most by pruning have the most columns left to make up for them.
+def order_by_loss(weight: Tensor, factor: InverseFactor, pattern: Pattern, windows: bool) -> Tensor:
+    """Return the order in which to prune the columns: those with the largest loss first.
 
-    Each window stays whole, and a short last one last; the columns of windows below `WIDE` stay as they come.
+    The earlier a column is pruned, the more columns are left to compensate its loss. Windows stay whole, and a short
+    last window stays last.
 
     Args:
         weight: [N, K] float32.
-        factor: of its Hessian.
-        pattern: whose windows they are.
-        windows: whether the windows are ordered, too; else they stay as they come.
+        factor: of its Hessian's inverse.
+        pattern: that gives the windows. Within a window, columns are ordered if it has `MIN_REORDERED_WINDOW` or more.
+        windows: whether the windows are ordered, too.
     Returns:
-        [K] int64, the columns in the order to prune them.
+        [K] int64, column indices.
     """
     scores = weight.square() / factor.upper.square().sum(0)
     loss = scores.masked_fill(pattern.mask(scores), 0).sum(0)
     columns = torch.arange(len(loss), device=loss.device)
-    if pattern.step >= WIDE and not isinstance(pattern, Group):  # a group goes as one
+    if pattern.step >= MIN_REORDERED_WINDOW and not isinstance(pattern, Group):  # a group is pruned as a whole
         columns = loss.argsort(descending=True, stable=True)
         columns = columns[(columns // pattern.step).argsort(stable=True)]
     if not windows:
@@ -107,87 +110,100 @@ def order_by_loss(weight: Tensor, factor: Factor, pattern: Pattern, windows: boo
 
 
 def prune_columns(
-    weight: Tensor, upper: Tensor, pattern: Pattern, rounding: Rounding | None = None
+    weight: Tensor, upper: Tensor, pattern: Pattern, quantiser: ColumnQuantiser | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Prune from the first column to the last, each loss made up for by the columns after it (SparseGPT, algorithm 1).
+    """Prune columns from left to right; the columns after each compensate its loss (SparseGPT, algorithm 1).
 
     Args:
         weight: [N, K] float32.
-        upper: [K, K] float32, as in `Factor`.
-        rounding: of what is kept: then what a weight loses by pruning and by rounding is one loss.
+        upper: [K, K] float32, as in `InverseFactor`.
+        pattern: that the result obeys.
+        quantiser: of the kept weights; the loss of pruning and of quantising is then compensated together.
     Returns:
-        [N, K] float32, the pruned weight; [N, K] bool, the weights kept.
+        The pruned weight, [N, K] float32; the mask of kept weights, [N, K] bool.
     """
     kept = torch.zeros_like(weight, dtype=torch.bool)
-    together = _decided_together(pattern)
-    block = -(-BLOCK // together) * together
-    whole = pattern.size if isinstance(pattern, Group) else 1
-    again = max(1, together // DECISIONS // whole) * whole
+    mask_columns = _mask_columns(pattern)
+    update_columns = -(-UPDATE_COLUMNS // mask_columns) * mask_columns
+    group = pattern.size if isinstance(pattern, Group) else 1
+    interval = max(1, mask_columns // MASK_UPDATES // group) * group
 
-    def settle(working: Tensor, i: int, stop: int) -> Tensor:
-        first = i - i % together
-        if (i - first) % again == 0:
-            chosen = slice(first, min(first + together, stop))
+    def prune_column(working: Tensor, i: int, stop: int) -> Tensor:
+        first = i - i % mask_columns
+        if (i - first) % interval == 0:
+            chosen = slice(first, min(first + mask_columns, stop))
             scores = (working[:, chosen] / upper.diagonal()[chosen]).square()
-            scores[:, : i - first] = torch.where(kept[:, first:i], torch.inf, -1)  # what is done is done
-            kept[:, chosen] = _choose(scores, pattern, first)
-        return _round_kept(working, kept, i, rounding)
+            scores[:, : i - first] = torch.where(kept[:, first:i], torch.inf, -1)  # columns before i are final
+            kept[:, chosen] = _choose_mask(scores, pattern, first)
+        return _final_column(working, kept, i, quantiser)
 
-    return _sweep(weight, upper, block, settle), kept
+    return _compensate(weight, upper, update_columns, prune_column), kept
 
 
-def round_columns(weight: Tensor, kept: Tensor, upper: Tensor, rounding: Rounding) -> Tensor:
-    """Round from the first column to the last, each loss made up for by the columns after it, and keep the zeros.
+def quantise_columns(weight: Tensor, kept: Tensor, upper: Tensor, quantiser: ColumnQuantiser) -> Tensor:
+    """Quantise columns from left to right; the columns after each compensate its loss. Pruned weights stay zero.
 
     Args:
-        weight: [N, K] float32, zero outside `kept`.
-        kept: [N, K] bool.
-        upper: [K, K] float32, as in `Factor`.
-        rounding: of what is kept.
+        weight: [N, K] float32, zero where not kept.
+        kept: [N, K] bool, the mask.
+        upper: [K, K] float32, as in `InverseFactor`.
+        quantiser: of the kept weights.
     Returns:
-        [N, K] float32.
+        [N, K] float32, the dequantised weight.
     """
-    return _sweep(weight, upper, BLOCK, lambda working, i, _: _round_kept(working, kept, i, rounding))
+    return _compensate(weight, upper, UPDATE_COLUMNS, lambda working, i, _: _final_column(working, kept, i, quantiser))
 
 
-def _round_kept(weight: Tensor, kept: Tensor, i: int, rounding: Rounding | None) -> Tensor:
-    """Give column i as it will stay."""
-    column = weight[:, i] if rounding is None else rounding.round(weight, kept, i)
+def _final_column(weight: Tensor, kept: Tensor, i: int, quantiser: ColumnQuantiser | None) -> Tensor:
+    """Return column i, [N] float32, pruned and quantised."""
+    column = weight[:, i] if quantiser is None else quantiser.fake_quantise(weight, kept, i)
     return column.masked_fill(~kept[:, i], 0)
 
 
-def _sweep(weight: Tensor, upper: Tensor, block: int, settle: Callable[[Tensor, int, int], Tensor]) -> Tensor:
-    """Settle each column in turn, given (weight so far, column, end of its block), the later ones making up for it."""
+def _compensate(weight: Tensor, upper: Tensor, block: int, finalise: Callable[[Tensor, int, int], Tensor]) -> Tensor:
+    """Finalise one column after another; update the columns after it so that they compensate its change.
+
+    Args:
+        weight: [N, K] float32.
+        upper: [K, K] float32, as in `InverseFactor`.
+        block: columns per block; a block's effect on the columns after it is applied in one matmul.
+        finalise: returns the final column ([N] float32), given the weight so far, the column and the end of its block.
+    Returns:
+        [N, K] float32.
+    """
     weight = weight.clone()
     columns = weight.shape[1]
     for start in range(0, columns, block):
         stop = min(start + block, columns)
         losses = torch.zeros_like(weight[:, start:stop])
         for i in range(start, stop):
-            settled = settle(weight, i, stop)
-            loss = (weight[:, i] - settled) / upper[i, i]
+            final = finalise(weight, i, stop)
+            loss = (weight[:, i] - final) / upper[i, i]
             weight[:, i + 1 : stop] -= torch.outer(loss, upper[i, i + 1 : stop])
-            weight[:, i] = settled
+            weight[:, i] = final
             losses[:, i - start] = loss
         weight[:, stop:] -= losses @ upper[start:stop, stop:]
     return weight
 
 
-def _decided_together(pattern: Pattern) -> int:
-    """Columns whose mask is chosen at once: a window, or enough windows to spread a share over."""
+def _mask_columns(pattern: Pattern) -> int:
+    """Return how many columns' mask is chosen together: a window, or whole groups that hold `MASK_COLUMNS`."""
     if not isinstance(pattern, Unstructured | Group):
         return pattern.step
-    columns = SHARED_COLUMNS_BY_ROW if pattern.by_row else SHARED_COLUMNS
+    columns = MASK_COLUMNS_BY_ROW if pattern.by_row else MASK_COLUMNS
     return -(-columns // pattern.step) * pattern.step
 
 
-def _choose(scores: Tensor, pattern: Pattern, start: int) -> Tensor:
-    """Choose the weights to keep among columns of which `start` is the first.
+def _choose_mask(scores: Tensor, pattern: Pattern, start: int) -> Tensor:
+    """Choose the weights to keep in a block of columns.
 
-    A share is rounded so that the blocks of columns together drop as much as the whole matrix should.
+    A pattern that prunes a fraction rounds to whole weights, or groups. The rounding in each block is such that all
+    blocks together prune as many as the pattern prunes of the whole matrix.
 
     Args:
-        scores: [N, columns] float32.
+        scores: saliency, [N, columns] float32.
+        pattern: of the whole matrix.
+        start: the block's first column.
     Returns:
         [N, columns] bool.
     """
@@ -196,13 +212,13 @@ def _choose(scores: Tensor, pattern: Pattern, start: int) -> Tensor:
     rows, columns = scores.shape
     lines = 1 if pattern.by_row else rows
 
-    def items(first_columns: int) -> int:
-        return lines * -(-first_columns // pattern.step)
+    def items(end: int) -> int:
+        return lines * -(-end // pattern.step)
 
-    def dropped(first_columns: int) -> int:
-        return round(items(first_columns) * pattern.percent / 100)
+    def dropped(end: int) -> int:
+        return round(items(end) * pattern.percent / 100)
 
-    share = (dropped(start + columns) - dropped(start)) / (items(start + columns) - items(start))
-    if share == 1:
+    fraction = (dropped(start + columns) - dropped(start)) / (items(start + columns) - items(start))
+    if fraction == 1:
         return torch.zeros_like(scores, dtype=torch.bool)
-    return replace(pattern, percent=100 * share).mask(scores)
+    return replace(pattern, percent=100 * fraction).mask(scores)

@@ -1,4 +1,4 @@
-"""Second moments of a layer's calibration inputs: all that the pruners need to know of them."""
+"""Second moments of a linear layer's calibration inputs: all that the pruners need to know of them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from semisparse.errors import InputError
 
 @dataclass(frozen=True)
 class Statistics:
-    """Means over the calibration tokens for one layer ``y = x @ w.T``.
+    """Means over the calibration tokens for one linear layer ``y = x @ w.T``.
 
     Args:
-        hessian: [K, K] float32, mean of x x^T, x being the layer's input in the compressed model.
-        cross: [N, K] float32, mean of t x^T, t being the output wanted for x; None where it is ``w x``.
+        hessian: [K, K] float32, mean of x x^T; x is the input in the compressed model.
+        cross: [N, K] float32, mean of t x^T; t is the target of the output for x. None if the target is ``w x``.
     """
 
     hessian: Tensor
@@ -25,11 +25,11 @@ class Statistics:
 
 
 class RunningSums:
-    """Sums over calibration tokens for layers that share their input, in float32.
+    """Sums over the calibration tokens, in float32, for linear layers that share their input.
 
-    For each token, x is the input in the compressed model and X in the dense one. A layer aims at ``w X``, plus the
-    gap r between the dense and the compressed residual stream if it adds to that stream. So three sums serve every
-    layer: x x^T, X x^T and r x^T.
+    For each token, x is the input in the compressed model and X the input in the dense model. The target of a linear
+    layer is ``w X``. If the layer adds to the residual stream, its target is ``w X + r``; r is the residual stream in
+    the dense model minus that in the compressed model. The sums of x x^T, X x^T and r x^T thus serve every layer.
     """
 
     def __init__(self) -> None:
@@ -41,8 +41,8 @@ class RunningSums:
 
         Args:
             inputs: x, [tokens, K], any float dtype.
-            dense_inputs: X, [tokens, K], the same tokens; None where the layers aim at ``w x``.
-            gaps: r, [tokens, N], for each layer that adds to the residual stream.
+            dense_inputs: X of the same tokens, [tokens, K]; None if the target is ``w x``.
+            gaps: r, [tokens, N], by name of each linear layer that adds to the residual stream.
         """
         x = inputs.float()
         self._tokens += len(x)
@@ -52,8 +52,12 @@ class RunningSums:
         for name, gap in gaps.items():
             self._accumulate(f"gap {name}", gap.float(), x)
 
-    def of_layer(self, name: str, weight: Tensor) -> Statistics:
-        """Give the means for one of the layers, `weight` ([N, K] float32) being its dense weight.
+    def statistics(self, name: str, weight: Tensor) -> Statistics:
+        """Return the `Statistics` of one of the linear layers.
+
+        Args:
+            name: of the linear layer.
+            weight: its dense weight, [N, K] float32.
 
         Raises:
             InputError: no token was added.
@@ -66,6 +70,7 @@ class RunningSums:
         return Statistics(means["inputs"], weight @ means["dense"] + means.get(f"gap {name}", 0))
 
     def _accumulate(self, key: str, left: Tensor, right: Tensor) -> None:
+        """Add ``left^T right`` to a sum."""
         if key not in self._sums:
             self._sums[key] = torch.zeros(left.shape[1], right.shape[1], device=left.device)
         self._sums[key].addmm_(left.T, right)

@@ -1,4 +1,4 @@
-"""Wanda: keep the weights with the largest |w| times the norm of their input, change none."""
+"""Wanda: keep the weights with the largest |w| times the norm of their input feature, change none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ def wanda(weight: Tensor, pattern: Pattern, hessian: Tensor) -> Tensor:
 
     Args:
         weight: [N, K] float.
-        hessian: [K, K] float32, mean of x x^T.
+        pattern: that the result obeys.
+        hessian: [K, K] float32, mean of x x^T over the calibration tokens.
     Returns:
         [N, K], the pruned weight.
     """

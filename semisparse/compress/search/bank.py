@@ -1,4 +1,7 @@
-"""The bank: every layer pruned at every level, kept as mask and values, so that a candidate is quickly assembled."""
+"""The bank: every linear layer's weight, pruned to every level before the search (RheoSparse, section III B).
+
+Weights are stored as a bit mask and non-zero values; a candidate's weights are expanded from them.
+"""
 
 from __future__ import annotations
 
@@ -10,29 +13,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from semisparse.compress.journal import Journal, note_report, read_report
+from semisparse.compress.journal import Journal, report_from_json, report_to_json
+from semisparse.compress.propagate import (
+    DecoderLayer,
+    errors_naming,
+    first_activations,
+    linears_with_statistics,
+    no_tf32,
+    propagate,
+)
 from semisparse.compress.prune import Statistics, prune_levels
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import LayerReport, Progress
-from semisparse.compress.search.space import Choice, Levels
-from semisparse.compress.walk import (
-    Block,
-    advance,
-    full_float32,
-    layers_in_turn,
-    naming,
-    start_tokens,
-)
+from semisparse.compress.search.space import Candidate, LayerSpace
 from semisparse.nn import weight_of
 
 
-class Stored(NamedTuple):
-    """A pruned weight.
+class MaskedWeight(NamedTuple):
+    """A pruned weight, stored as a mask and values.
 
     Args:
-        mask: [ceil(N K / 8)] uint8, a bit a weight, the lowest bit first.
-        values: [kept] in the model's dtype, the weights that are not zero, row by row.
-        report: how it was pruned.
+        mask: [ceil(N K / 8)] uint8, one bit per weight, the lowest bit first.
+        values: [kept] in the model's dtype, the non-zero weights in row-major order.
+        report: on the pruning.
     """
 
     mask: Tensor
@@ -40,33 +43,33 @@ class Stored(NamedTuple):
     report: LayerReport
 
 
-Bank = dict[str, dict[int, Stored]]
-"""By a layer's module name and level; on the host."""
+Bank = dict[str, dict[int, MaskedWeight]]
+"""Pruned weights by module name of the linear layer and by level, in host memory."""
 
 
-def store(weight: Tensor, report: LayerReport) -> Stored:
-    """Store a weight ([N, K]) as mask and values."""
+def to_masked(weight: Tensor, report: LayerReport) -> MaskedWeight:
+    """Store a weight [N, K] as a mask and values."""
     flat = weight.contiguous().view(-1)
     mask = flat != 0
     bits = torch.nn.functional.pad(mask, (0, -len(flat) % 8)).view(-1, 8)
-    return Stored((bits << _places(flat.device)).sum(1, dtype=torch.uint8).cpu(), flat[mask].cpu(), report)
+    return MaskedWeight((bits << _bit_positions(flat.device)).sum(1, dtype=torch.uint8).cpu(), flat[mask].cpu(), report)
 
 
-def expand(stored: Stored, like: Tensor) -> Tensor:
-    """Give a stored weight in the shape, dtype and device of another."""
-    bits = (stored.mask.to(like.device)[:, None] >> _places(like.device)) & 1
+def to_dense(masked: MaskedWeight, like: Tensor) -> Tensor:
+    """Expand a masked weight to the shape, dtype and device of ``like``."""
+    bits = (masked.mask.to(like.device)[:, None] >> _bit_positions(like.device)) & 1
     mask = bits.flatten()[: like.numel()].bool()
     weight = torch.zeros(like.numel(), dtype=like.dtype, device=like.device)
-    weight[mask] = stored.values.to(like.device, like.dtype)
+    weight[mask] = masked.values.to(like.device, like.dtype)
     return weight.view(like.shape)
 
 
 def build_bank(
     model: nn.Module,
-    blocks: Sequence[Block],
-    choices: Sequence[Choice],
-    centre: Levels,
-    held: Mapping[str, Stored],
+    layers: Sequence[DecoderLayer],
+    space: Sequence[LayerSpace],
+    centre: Candidate,
+    centre_weights: Mapping[str, MaskedWeight],
     batches: Sequence[Tensor],
     recipe: Recipe,
     *,
@@ -75,114 +78,115 @@ def build_bank(
     progress: Progress,
     journal: Journal | None,
 ) -> Bank:
-    """Prune every layer at every level, each on the outputs of the layers before it as they are at the centre.
+    """Prune every linear layer to every level, on the outputs of the layers before it at their centre level.
 
     Args:
-        model: stays as it is.
-        blocks: of the model.
-        choices: of their layers.
-        centre: a level of each choice.
-        held: the weights at the centre, by module name; none for those that pruning to it gives.
+        model: the dense model; it is not changed.
+        layers: its decoder layers.
+        space: the levels of their linear layers.
+        centre: a level of each linear layer.
+        centre_weights: the weights at the centre, by module name, if they are known; else empty, and the centre is
+            pruned, too.
         batches: calibration token ids, each [batch, tokens] int64.
         recipe: how to prune.
-        number: of the bank, which tells its blocks in the journal from another's.
+        number: of the bank; it identifies the bank's pieces in the journal.
         device: where to compute.
-        progress: called before each block.
-        journal: keeps finished blocks, and gives those of an interrupted run.
+        progress: called before each decoder layer.
+        journal: stores finished decoder layers, and provides those of an interrupted run.
 
     Raises:
         InputError: a weight or its inputs cannot be used.
     """
-    of_layer = {choice.name: (choice, level) for choice, level in zip(choices, centre, strict=True)}
+    by_name = {layer.name: (layer, level) for layer, level in zip(space, centre, strict=True)}
     bank: Bank = {}
-    with torch.no_grad(), full_float32():
-        tokens = start_tokens(model, blocks, batches, recipe, device)
-        for index, block in enumerate(blocks):
-            progress("every layer at every density", index, len(blocks))
-            dense = block.copy(device)
-            stored = _recall(journal, index, number) if journal else None
-            if stored is None:
-                stored = {}
+    with torch.no_grad(), no_tf32():
+        activations = first_activations(model, layers, batches, recipe, device)
+        for index, layer in enumerate(layers):
+            progress("pruning every layer to every density", index, len(layers))
+            dense = layer.copy(device)
+            pruned = _load(journal, index, number) if journal else None
+            if pruned is None:
+                pruned = {}
                 working = copy.deepcopy(dense)
-                for name, weight, statistics in layers_in_turn(block, dense, working, tokens, index):
-                    full_name = block.full_name(name)
-                    choice, level = of_layer[full_name]
-                    known = {level: held[full_name]} if held else {}
-                    with naming(full_name):
-                        of_levels = _prune(choice, level, known, weight, statistics, recipe, block.weight(name))
-                    weight.copy_(expand(of_levels[level], weight))
-                    stored[full_name] = of_levels
+                for name, weight, statistics in linears_with_statistics(layer, dense, working, activations, index):
+                    full_name = layer.full_name(name)
+                    layer_space, level = by_name[full_name]
+                    known = {level: centre_weights[full_name]} if centre_weights else {}
+                    with errors_naming(full_name):
+                        levels = _prune(layer_space, level, known, weight, statistics, recipe, layer.weight(name))
+                    weight.copy_(to_dense(levels[level], weight))
+                    pruned[full_name] = levels
                 if journal:
-                    _keep(journal, index, number, stored)
+                    _save(journal, index, number, pruned)
             at_centre = copy.deepcopy(dense)
-            for name in block.patterns:
-                full_name, weight = block.full_name(name), weight_of(at_centre.get_submodule(name))
-                weight.copy_(expand(stored[full_name][of_layer[full_name][1]], weight))
-            advance(tokens, index, at_centre, dense)
-            bank |= stored
+            for name in layer.patterns:
+                full_name, weight = layer.full_name(name), weight_of(at_centre.get_submodule(name))
+                weight.copy_(to_dense(pruned[full_name][by_name[full_name][1]], weight))
+            propagate(activations, index, at_centre, dense)
+            bank |= pruned
     return bank
 
 
 def _prune(
-    choice: Choice,
+    space: LayerSpace,
     centre: int,
-    known: Mapping[int, Stored],
+    known: Mapping[int, MaskedWeight],
     weight: Tensor,
     statistics: Statistics,
     recipe: Recipe,
     original: Tensor,
-) -> dict[int, Stored]:
-    """Prune a layer at every level that is not known, rounded to the original's dtype as it will be in the model."""
-    # The first is the centre or next to it: its order of the columns serves all.
-    levels = sorted(choice.patterns.keys() - known, key=lambda level: (abs(level - centre), level))
-    if not levels:  # nothing but the centre can be stored, or is near
+) -> dict[int, MaskedWeight]:
+    """Prune a linear layer to every level that is not known, and cast the result to the original weight's dtype."""
+    # The first level determines the pruning order of the columns for all: it is the centre, or next to it.
+    levels = sorted(space.patterns.keys() - known, key=lambda level: (abs(level - centre), level))
+    if not levels:  # the format stores no other level, or the pass has none
         return dict(known)
-    pruned = prune_levels(weight.to(original.dtype), [choice.patterns[level] for level in levels], statistics, recipe)
-    found, started = dict(known), time.perf_counter()
+    pruned = prune_levels(weight.to(original.dtype), [space.patterns[level] for level in levels], statistics, recipe)
+    result, started = dict(known), time.perf_counter()
     for level, layer in zip(levels, pruned, strict=True):
-        rounded = layer.weight.to(original.dtype)
-        density = int(rounded.count_nonzero()) / rounded.numel()
+        cast = layer.weight.to(original.dtype)
+        density = int(cast.count_nonzero()) / cast.numel()
         seconds, started = time.perf_counter() - started, time.perf_counter()
-        pattern = str(choice.patterns[level])
-        report = LayerReport(choice.name, pattern, density, layer.error, layer.outcome, seconds, layer.scales)
-        found[level] = store(rounded, report)
-    return found
+        pattern = str(space.patterns[level])
+        report = LayerReport(space.name, pattern, density, layer.error, layer.outcome, seconds, layer.scales)
+        result[level] = to_masked(cast, report)
+    return result
 
 
-def _keep(journal: Journal, index: int, number: int, stored: Mapping[str, Mapping[int, Stored]]) -> None:
+def _save(journal: Journal, index: int, number: int, pruned: Mapping[str, Mapping[int, MaskedWeight]]) -> None:
     tensors: dict[str, Tensor] = {}
     layers = [
-        {"level": level, "report": note_stored(entry, tensors, f"{name} {level}")}
-        for name, levels in stored.items()
-        for level, entry in levels.items()
+        {"level": level, "report": masked_to_json(masked, tensors, f"{name} {level}")}
+        for name, levels in pruned.items()
+        for level, masked in levels.items()
     ]
-    journal.keep("bank", index, tensors, {"bank": number, "layers": layers})
+    journal.save("bank", index, tensors, {"bank": number, "layers": layers})
 
 
-def _recall(journal: Journal, index: int, number: int) -> dict[str, dict[int, Stored]] | None:
-    """Take over a block that an interrupted run has finished, for the same bank."""
-    found = journal.recall("bank", index)
-    if found is None or found[1]["bank"] != number:
+def _load(journal: Journal, index: int, number: int) -> dict[str, dict[int, MaskedWeight]] | None:
+    """Load a decoder layer of this bank from the journal; None if it is not finished."""
+    piece = journal.load("bank", index)
+    if piece is None or piece[1]["bank"] != number:
         return None
-    tensors, notes = found
-    stored: dict[str, dict[int, Stored]] = {}
+    tensors, notes = piece
+    pruned: dict[str, dict[int, MaskedWeight]] = {}
     for layer in notes["layers"]:
         name, level = layer["report"]["name"], layer["level"]
-        stored.setdefault(name, {})[level] = read_stored(layer["report"], tensors, f"{name} {level}")
-    return stored
+        pruned.setdefault(name, {})[level] = masked_from_json(layer["report"], tensors, f"{name} {level}")
+    return pruned
 
 
-def note_stored(stored: Stored, tensors: dict[str, Tensor], key: str) -> dict[str, Any]:
-    """Write a pruned weight for a journal: its report as JSON values, its tensors among others."""
-    tensors |= {f"{key} mask": stored.mask, f"{key} values": stored.values}
-    return note_report(stored.report, tensors, key)
+def masked_to_json(masked: MaskedWeight, tensors: dict[str, Tensor], key: str) -> dict[str, Any]:
+    """Return a masked weight's report as JSON values, and add its tensors to ``tensors``, named after ``key``."""
+    tensors |= {f"{key} mask": masked.mask, f"{key} values": masked.values}
+    return report_to_json(masked.report, tensors, key)
 
 
-def read_stored(notes: Mapping[str, Any], tensors: dict[str, Tensor], key: str) -> Stored:
-    """Read what `note_stored` wrote."""
+def masked_from_json(notes: Mapping[str, Any], tensors: dict[str, Tensor], key: str) -> MaskedWeight:
+    """Return the masked weight that `masked_to_json` wrote, and remove its tensors from ``tensors``."""
     mask, values = tensors.pop(f"{key} mask"), tensors.pop(f"{key} values")
-    return Stored(mask, values, read_report(notes, tensors, key))
+    return MaskedWeight(mask, values, report_from_json(notes, tensors, key))
 
 
-def _places(device: torch.device) -> Tensor:
+def _bit_positions(device: torch.device) -> Tensor:
     return torch.arange(8, dtype=torch.uint8, device=device)

@@ -7,90 +7,90 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from semisparse.compress.recipe import Recipe
-from semisparse.compress.search.score import Run, Scorer
-from semisparse.compress.search.space import SHARES, Choice, Levels, exchange
+from semisparse.compress.search.score import BatchScore, Scorer
+from semisparse.compress.search.space import STAGE_STRIDES, Candidate, LayerSpace, switch_levels
 from semisparse.compress.search.state import State
 
 OFFSPRING = 16
-"""Of each generation; a quarter of them survive the first round, one the second."""
+"""Offspring per generation; a quarter of them survive the first round of scoring, one the second."""
 
-MOST_EXCHANGES = 3
-"""Between parent and offspring. The number is the lower of two throws of 1 to 3, as in EvoPress: mostly 1."""
+MAX_SWITCHES = 3
+"""Level switches per mutation at most. As in EvoPress, the number is the lower of two random ones: mostly 1."""
 
 REACH = 3
-"""Steps of each stage that the passes of the stage together may move a layer, at least."""
+"""Minimum number of a stage's strides by which its passes together can move a linear layer."""
 
 
 class Evolution:
-    """Each generation the best of some changed copies takes its parent's place, if it is better on all tokens.
+    """Each generation mutates the best candidate, and replaces it by the best offspring if that is better.
 
-    Each of three stages, coarse to fine, has some passes, and each pass a bank around the best candidate so far. A
-    weight is pruned for the outputs of the layers before it: the further a candidate is from the bank's centre, the
-    less these are what it gets.
+    Offspring are first scored on few tokens; the final comparison is on all. Each of the three stages, coarse to fine,
+    has `search_banks` passes. Each pass prunes a new bank around the best candidate, because a bank's weights are
+    pruned for the inputs that they get in that candidate: the further a candidate is from it, the less they fit.
 
     Args:
-        choices: of the layers, as `offered` gives them for a pass.
-        scorer: of candidates on them.
-        recipe: its effort, in candidates that may be scored on all tokens, and its banks a stage.
-        seed: of what is drawn at random.
-        number: of the pass.
+        space: as in `Algorithm`.
+        scorer: as in `Algorithm`.
+        recipe: its `search_effort` and `search_banks`.
+        seed: as in `Algorithm`.
+        number: as in `Algorithm`.
     """
 
-    def __init__(self, choices: Sequence[Choice], scorer: Scorer, recipe: Recipe, seed: int, number: int) -> None:
-        self._choices, self._scorer, self._seed = choices, scorer, seed
+    def __init__(self, space: Sequence[LayerSpace], scorer: Scorer, recipe: Recipe, seed: int, number: int) -> None:
+        self._space, self._scorer, self._seed = space, scorer, seed
         self._stage, passes = number // recipe.search_banks, self.passes(recipe)
-        few, more = max(1, scorer.parts // 16), max(1, scorer.parts // 4)
-        self._rounds = ((OFFSPRING, few), (OFFSPRING // 4, more), (1, scorer.parts))
-        cost = OFFSPRING * few + OFFSPRING // 4 * (more - few) + scorer.parts - more
-        self.generations = max(passes, recipe.search_effort * scorer.parts // cost)
+        few, more = max(1, scorer.batches // 16), max(1, scorer.batches // 4)
+        self._rounds = ((OFFSPRING, few), (OFFSPRING // 4, more), (1, scorer.batches))
+        cost = OFFSPRING * few + OFFSPRING // 4 * (more - few) + scorer.batches - more
+        self.generations = max(passes, recipe.search_effort * scorer.batches // cost)
         self.end = -(-(number + 1) * self.generations // passes)
 
     @staticmethod
     def passes(recipe: Recipe) -> int:
-        """Count the passes: some for each stage."""
-        return len(SHARES) * recipe.search_banks
+        """Return the number of passes: the same number for each stage."""
+        return len(STAGE_STRIDES) * recipe.search_banks
 
     @staticmethod
     def reach(recipe: Recipe) -> int:
-        """Say how many steps of every stage the passes can go from the uniform level."""
+        """Return how far all passes together can move a linear layer from the uniform level."""
         return recipe.search_banks * _steps(recipe)
 
     @staticmethod
-    def offered(choices: Sequence[Choice], best: Levels, number: int, recipe: Recipe) -> list[Choice]:
-        """Give what a pass chooses from: the levels near the best candidate's."""
+    def pass_space(space: Sequence[LayerSpace], best: Candidate, number: int, recipe: Recipe) -> list[LayerSpace]:
+        """Return the levels near those of the best candidate."""
         stage = number // recipe.search_banks
-        return [choice.near(level, stage, _steps(recipe)) for choice, level in zip(choices, best, strict=True)]
+        return [layer.near(level, stage, _steps(recipe)) for layer, level in zip(space, best, strict=True)]
 
-    def live(self, state: State) -> State:
-        """Live through one generation."""
+    def next_generation(self, state: State) -> State:
+        """Run one generation."""
         rng = random.Random(f"{self._seed} {state.generation}")
         offspring = {self._mutated(state.best, rng) for _ in range(OFFSPRING)} - {state.best}
-        order = rng.sample(range(self._scorer.parts), self._scorer.parts)
-        runs: dict[Levels, dict[int, Run]] = {levels: {} for levels in sorted(offspring)}
-        for survivors, parts in self._rounds:
-            runs = dict(sorted(runs.items(), key=_kl)[:survivors])
-            for levels, known in runs.items():
-                missing = [number for number in order[:parts] if number not in known]
-                known |= zip(missing, self._scorer.run(levels, missing), strict=True)
+        order = rng.sample(range(self._scorer.batches), self._scorer.batches)
+        scores: dict[Candidate, dict[int, BatchScore]] = {candidate: {} for candidate in sorted(offspring)}
+        for survivors, batches in self._rounds:
+            scores = dict(sorted(scores.items(), key=_total_kl)[:survivors])
+            for candidate, known in scores.items():
+                missing = [index for index in order[:batches] if index not in known]
+                known |= zip(missing, self._scorer.score(candidate, missing), strict=True)
         best, kl = state.best, state.kl
-        for levels, known in runs.items():
-            in_order = [known[number] for number in range(self._scorer.parts)]
+        for candidate, known in scores.items():
+            in_order = [known[index] for index in range(self._scorer.batches)]
             if self._scorer.mean_kl(in_order) < state.kl:
-                best, kl = levels, self._scorer.mean_kl(in_order)
-                self._scorer.adopt(levels, in_order)
+                best, kl = candidate, self._scorer.mean_kl(in_order)
+                self._scorer.set_parent(candidate, in_order)
         return replace(state, best=best, kl=kl, evaluations=state.evaluations + len(offspring))
 
-    def _mutated(self, levels: Levels, rng: random.Random) -> Levels:
-        for _ in range(min(rng.randint(1, MOST_EXCHANGES), rng.randint(1, MOST_EXCHANGES))):
-            levels = exchange(self._choices, levels, self._stage, rng) or levels
-        return levels
+    def _mutated(self, candidate: Candidate, rng: random.Random) -> Candidate:
+        for _ in range(min(rng.randint(1, MAX_SWITCHES), rng.randint(1, MAX_SWITCHES))):
+            candidate = switch_levels(self._space, candidate, self._stage, rng) or candidate
+        return candidate
 
 
 def _steps(recipe: Recipe) -> int:
-    """Count the steps of its stage that a pass may move a layer."""
+    """Return by how many strides of its stage a pass may move a linear layer."""
     return -(-REACH // recipe.search_banks)
 
 
-def _kl(item: tuple[Levels, dict[int, Run]]) -> float:
-    """Give a candidate's KL on the parts it was run on, which are the same for all."""
-    return sum(run.kl for run in item[1].values())
+def _total_kl(item: tuple[Candidate, dict[int, BatchScore]]) -> float:
+    """Return a candidate's KL divergence, summed over the batches scored, which are the same for all candidates."""
+    return sum(score.kl for score in item[1].values())

@@ -1,4 +1,4 @@
-"""``search=rheosparse``: the paper's coarse-to-fine search, its gaps filled (RheoSparse, section III B)."""
+"""``search=rheosparse``: the paper's coarse-to-fine evolutionary search (RheoSparse, section III B)."""
 
 from __future__ import annotations
 
@@ -9,59 +9,60 @@ from itertools import combinations
 
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.search.score import Scorer
-from semisparse.compress.search.space import SHARES, Choice, Levels
+from semisparse.compress.search.space import STAGE_STRIDES, Candidate, LayerSpace
 from semisparse.compress.search.state import State
 
 GENERATIONS = 2
-"""Of each stage (section IV A)."""
+"""Generations per stage (section IV A)."""
 
 PARENTS = 2
-"""Individuals of a generation that the next one descends from."""
+"""Best individuals of a generation, from which the next one descends."""
 
 
 class RheoSparse:
-    """Three stages around the best candidate so far, each with the levels -1, 0 and +1 of its own step.
+    """Three stages; each searches around the best candidate so far (its centre), with its own stride.
 
-    A gene is a layer, a segment the layers that do the same job in different blocks. The first generation of a stage is
-    mutated from all zeros, the second crossed from the two best of the first and mutated. What the paper leaves open:
-    a child takes each segment whole from one parent, so that the budget holds; a mutation changes one pair of genes in
-    each segment; and a stage that finds nothing better leaves the candidate as it was.
+    A gene is -1, 0 or +1: the level of a linear layer, in strides from the centre's. A segment holds the genes of the
+    linear layers of one type in all decoder layers. The first generation of a stage is mutated from all zeros. The
+    second is crossed over from the two best individuals of the first, then mutated. The paper leaves three things open.
+    Here a child takes each segment whole from one parent, which keeps the budget. A mutation changes one pair of genes
+    in each segment. A stage that finds nothing better keeps its centre.
 
     Args:
-        choices: of the layers.
-        scorer: of candidates on them.
-        recipe: its effort, in candidates that may be scored on all tokens.
-        seed: of what is drawn at random.
-        number: of the one pass.
+        space: as in `Algorithm`.
+        scorer: as in `Algorithm`.
+        recipe: its `search_effort`.
+        seed: as in `Algorithm`.
+        number: as in `Algorithm`; there is only pass 0.
     """
 
-    generations = end = GENERATIONS * len(SHARES)
+    generations = end = GENERATIONS * len(STAGE_STRIDES)
 
-    def __init__(self, choices: Sequence[Choice], scorer: Scorer, recipe: Recipe, seed: int, number: int) -> None:
-        self._choices, self._scorer, self._seed = choices, scorer, seed
+    def __init__(self, space: Sequence[LayerSpace], scorer: Scorer, recipe: Recipe, seed: int, number: int) -> None:
+        self._space, self._scorer, self._seed = space, scorer, seed
         self._individuals = max(PARENTS, recipe.search_effort // self.generations)
         segments: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-        for index, choice in enumerate(choices):
-            segments.setdefault((choice.segment, tuple(choice.kept.values())), []).append(index)
+        for index, layer in enumerate(space):
+            segments.setdefault((layer.segment, tuple(layer.kept.values())), []).append(index)
         self._segments = list(segments.values())
 
     @staticmethod
     def passes(recipe: Recipe) -> int:
-        """Count the passes: all is chosen from one bank."""
+        """Return 1: one bank serves all stages."""
         return 1
 
     @staticmethod
     def reach(recipe: Recipe) -> int:
-        """Give the reach of the paper's bank: 7 levels to each side of n:64, one step of 4, one of 2 and one of 1."""
+        """Return 1, the reach of the paper's bank: one stride of each stage, 4 + 2 + 1 = 7 levels to each side."""
         return 1
 
     @staticmethod
-    def offered(choices: Sequence[Choice], best: Levels, number: int, recipe: Recipe) -> list[Choice]:
-        """Give what the pass chooses from: all."""
-        return list(choices)
+    def pass_space(space: Sequence[LayerSpace], best: Candidate, number: int, recipe: Recipe) -> list[LayerSpace]:
+        """Return the whole search space."""
+        return list(space)
 
-    def live(self, state: State) -> State:
-        """Live through one generation."""
+    def next_generation(self, state: State) -> State:
+        """Run one generation."""
         rng = random.Random(f"{self._seed} {state.generation}")
         stage, generation = divmod(state.generation, GENERATIONS)
         centre, *parents = (state.best,) if generation == 0 else state.pool
@@ -69,15 +70,16 @@ class RheoSparse:
         for _ in range(self._individuals):
             child = self._crossed(parents, rng) if parents else centre
             children.append(self._mutated(child, centre, stage, rng))
-        scored = sorted((self._kl(levels), levels) for levels in children)
+        scored = sorted((self._kl(child), child) for child in children)
         kl, best = min(scored[0], (state.kl, state.best))
-        pool = (centre, *(levels for _, levels in scored[:PARENTS]))
+        pool = (centre, *(child for _, child in scored[:PARENTS]))
         return replace(state, best=best, kl=kl, pool=pool, evaluations=state.evaluations + len(children))
 
-    def _kl(self, levels: Levels) -> float:
-        return self._scorer.mean_kl(self._scorer.run(levels, range(self._scorer.parts)))
+    def _kl(self, candidate: Candidate) -> float:
+        return self._scorer.mean_kl(self._scorer.score(candidate, range(self._scorer.batches)))
 
-    def _crossed(self, parents: Sequence[Levels], rng: random.Random) -> Levels:
+    def _crossed(self, parents: Sequence[Candidate], rng: random.Random) -> Candidate:
+        """Take each segment from a random parent."""
         child = list(parents[0])
         for segment in self._segments:
             parent = rng.choice(parents)
@@ -85,9 +87,9 @@ class RheoSparse:
                 child[index] = parent[index]
         return tuple(child)
 
-    def _mutated(self, levels: Levels, centre: Levels, stage: int, rng: random.Random) -> Levels:
+    def _mutated(self, candidate: Candidate, centre: Candidate, stage: int, rng: random.Random) -> Candidate:
         """Flip one pair of genes in each segment: from 0, 0 to -1, +1 or back."""
-        child = list(levels)
+        child = list(candidate)
         for segment in self._segments:
             flips = [flip for pair in combinations(segment, 2) if (flip := self._flip(pair, child, centre, stage, rng))]
             if flips:
@@ -96,21 +98,21 @@ class RheoSparse:
         return tuple(child)
 
     def _flip(
-        self, pair: tuple[int, int], child: Sequence[int], centre: Levels, stage: int, rng: random.Random
+        self, pair: tuple[int, int], child: Sequence[int], centre: Candidate, stage: int, rng: random.Random
     ) -> dict[int, int] | None:
-        """Give the levels of a flipped pair; None if it cannot be flipped, or if that would change the budget."""
+        """Return the levels of a flipped pair; None if it cannot be flipped, or if that would change the budget."""
         up, down = rng.sample(pair, 2)
-        steps = {index: self._choices[index].strides[stage] for index in pair}
-        genes = {index: (child[index] - centre[index]) // steps[index] for index in pair}
+        strides = {index: self._space[index].strides[stage] for index in pair}
+        genes = {index: (child[index] - centre[index]) // strides[index] for index in pair}
         if genes[up] == genes[down] == 0:
-            flipped = {up: centre[up] + steps[up], down: centre[down] - steps[down]}
+            flipped = {up: centre[up] + strides[up], down: centre[down] - strides[down]}
         elif genes[up] == -genes[down]:
             flipped = {index: centre[index] for index in pair}
         else:
             return None
-        kept = [self._choices[index].kept for index in pair]
-        if any(level not in self._choices[index].kept for index, level in flipped.items()):
+        kept = [self._space[index].kept for index in pair]
+        if any(level not in self._space[index].kept for index, level in flipped.items()):
             return None
-        before = sum(of[child[index]] for of, index in zip(kept, pair, strict=True))
-        after = sum(of[flipped[index]] for of, index in zip(kept, pair, strict=True))
+        before = sum(by_level[child[index]] for by_level, index in zip(kept, pair, strict=True))
+        after = sum(by_level[flipped[index]] for by_level, index in zip(kept, pair, strict=True))
         return flipped if before == after else None

@@ -1,4 +1,4 @@
-"""What a search chooses from: a level for each layer, and the exchanges between layers that keep the budget exactly."""
+"""The search space: sparsity levels per linear layer, and mutations that keep the number of weights exactly."""
 
 from __future__ import annotations
 
@@ -6,104 +6,107 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from semisparse.compress.walk import Block
+from semisparse.compress.propagate import DecoderLayer
 from semisparse.patterns import Pattern
 
-SHARES = (4, 2, 1)
-"""Steps of the stages, coarse to fine, in 64ths of a layer's weights (RheoSparse, section III B)."""
+STAGE_STRIDES = (4, 2, 1)
+"""Stride of each search stage, coarse to fine, in 64ths of a linear layer's weights (RheoSparse, section III B)."""
 
-LONGEST_EXCHANGE = 8
-"""Single moves in an exchange at most. Two suffice between layers of one shape; layers of other shapes need more."""
+MAX_MOVES = 8
+"""Moves per `switch_levels` at most. Two are enough between linear layers of one shape; other shapes need more."""
 
 ATTEMPTS = 1000
-"""Exchanges begun at random before a search says that there is none."""
+"""Random attempts of `switch_levels` before it gives up."""
 
-Levels = tuple[int, ...]
-"""For each layer, in order, how many steps it lies above the uniform pattern, or below."""
+Candidate = tuple[int, ...]
+"""A level for each linear layer, in order."""
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The levels of one layer.
+class LayerSpace:
+    """The levels that a search may give to one linear layer: steps of `Pattern.shifted` from the uniform pattern.
 
     Args:
-        name: the layer's module name in the model.
-        block: index of its decoder block.
-        segment: its name in the block: layers of one segment do the same job in different blocks.
-        patterns: by level, without gaps; 0 is the uniform one.
-        kept: by level, the weights kept.
-        strides: levels in a step of each stage.
+        name: module name of the linear layer in the model.
+        decoder_layer: index of its decoder layer.
+        segment: its name in the decoder layer, which is the same for linear layers of one type.
+        patterns: by level, without gaps; level 0 is the uniform pattern itself.
+        kept: number of kept weights by level.
+        strides: levels per stride of each stage.
     """
 
     name: str
-    block: int
+    decoder_layer: int
     segment: str
     patterns: Mapping[int, Pattern]
     kept: Mapping[int, int]
     strides: tuple[int, ...]
 
-    def near(self, level: int, stage: int, steps: int) -> Choice:
-        """Give the choice between the levels up to so many steps of a stage away from one."""
-        around = {level + step * self.strides[stage] for step in range(-steps, steps + 1)}
-        patterns = {found: pattern for found, pattern in self.patterns.items() if found in around}
-        return replace(self, patterns=patterns, kept={found: self.kept[found] for found in patterns})
+    def near(self, level: int, stage: int, steps: int) -> LayerSpace:
+        """Return only the levels up to ``steps`` strides of a stage away from ``level``."""
+        wanted = {level + step * self.strides[stage] for step in range(-steps, steps + 1)}
+        patterns = {other: pattern for other, pattern in self.patterns.items() if other in wanted}
+        return replace(self, patterns=patterns, kept={other: self.kept[other] for other in patterns})
 
 
-def list_choices(blocks: Sequence[Block], reach: int, accepts: Callable[[Pattern], bool]) -> list[Choice]:
-    """List what may be chosen for each layer.
+def search_space(layers: Sequence[DecoderLayer], reach: int, accepts: Callable[[Pattern], bool]) -> list[LayerSpace]:
+    """Return the search space: one `LayerSpace` per linear layer.
 
     Args:
-        blocks: with the uniform patterns.
-        reach: how far from these the levels lead: so many steps of every stage.
-        accepts: whether a pattern can be stored.
+        layers: with the uniform patterns.
+        reach: distance of the extreme levels from the uniform one, in units of the sum of all stages' strides.
+        accepts: whether the format can store a pattern.
     """
-    choices = []
-    for index, block in enumerate(blocks):
-        for name, pattern in block.patterns.items():
-            n, k = block.weight(name).shape
-            strides = tuple(max(1, round(share * pattern.levels((n, k)) / 64)) for share in SHARES)
+    space = []
+    for index, layer in enumerate(layers):
+        for name, pattern in layer.patterns.items():
+            n, k = layer.weight(name).shape
+            strides = tuple(max(1, round(stride * pattern.levels((n, k)) / 64)) for stride in STAGE_STRIDES)
             patterns = {0: pattern}
             for direction in (-1, 1):
                 for level in range(direction, direction * (reach * sum(strides) + 1), direction):
-                    moved = pattern.shifted(level, (n, k))
-                    if moved is None or not accepts(moved):
+                    shifted = pattern.shifted(level, (n, k))
+                    if shifted is None or not accepts(shifted):
                         break
-                    patterns[level] = moved
-            kept = {level: found.kept((n, k)) for level, found in patterns.items()}
-            choices.append(Choice(block.full_name(name), index, name, patterns, kept, strides))
-    return choices
+                    patterns[level] = shifted
+            kept = {level: each.kept((n, k)) for level, each in patterns.items()}
+            space.append(LayerSpace(layer.full_name(name), index, name, patterns, kept, strides))
+    return space
 
 
-def kept_weights(choices: Sequence[Choice], levels: Levels) -> int:
-    """Count the weights that a candidate keeps."""
-    return sum(choice.kept[level] for choice, level in zip(choices, levels, strict=True))
+def kept_weights(space: Sequence[LayerSpace], candidate: Candidate) -> int:
+    """Return the number of weights that a candidate keeps."""
+    return sum(layer.kept[level] for layer, level in zip(space, candidate, strict=True))
 
 
-def exchange(choices: Sequence[Choice], levels: Levels, stage: int, rng: random.Random) -> Levels | None:
-    """Move weights from some layers to others, the same number, by single steps of the stage in random layers.
+def switch_levels(
+    space: Sequence[LayerSpace], candidate: Candidate, stage: int, rng: random.Random
+) -> Candidate | None:
+    """Mutate a candidate: make some linear layers sparser and others denser by the same number of weights.
 
-    The first step lowers a layer; then the side that moved fewer weights goes on until both moved the same number.
+    Each move changes a random linear layer by one stride of the stage. The first move makes one sparser; each next move
+    goes in the direction that has moved fewer weights, until both have moved the same number.
 
     Returns:
-        The new levels; None if no exchange was found.
+        The new candidate; None if no attempt came out even.
     """
     for _ in range(ATTEMPTS):
-        moved = list(levels)
+        levels = list(candidate)
         freed = 0
-        for _ in range(LONGEST_EXCHANGE):
+        for _ in range(MAX_MOVES):
             direction = 1 if freed > 0 else -1
-            steps = [
-                (index, moved[index] + direction * choice.strides[stage])
-                for index, choice in enumerate(choices)
-                if moved[index] + direction * choice.strides[stage] in choice.kept
-                and (moved[index] - levels[index]) * direction >= 0
+            moves = [
+                (index, levels[index] + direction * layer.strides[stage])
+                for index, layer in enumerate(space)
+                if levels[index] + direction * layer.strides[stage] in layer.kept
+                and (levels[index] - candidate[index]) * direction >= 0
             ]
-            if not steps:
+            if not moves:
                 break
-            index, level = rng.choice(steps)
-            change = choices[index].kept[moved[index]] - choices[index].kept[level]
+            index, level = rng.choice(moves)
+            change = space[index].kept[levels[index]] - space[index].kept[level]
             freed += change
-            moved[index] = level
-            if freed == 0 and change:  # in a short window a step may change nothing
-                return tuple(moved)
+            levels[index] = level
+            if freed == 0 and change:  # in a short window a move may change nothing
+                return tuple(levels)
     return None

@@ -1,4 +1,4 @@
-"""What every search is: generations that lead from one state to the next, each all that is needed to go on."""
+"""What every search algorithm is: generations, each of which turns one state into the next."""
 
 from __future__ import annotations
 
@@ -9,69 +9,77 @@ from typing import Any, Protocol
 
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.search.score import Scorer
-from semisparse.compress.search.space import Choice, Levels
+from semisparse.compress.search.space import Candidate, LayerSpace
 
 
 @dataclass(frozen=True)
 class State:
-    """A search between two generations.
+    """A search between two generations; all that is needed to resume it.
 
     Args:
-        generation: generations finished.
-        best: the best candidate.
-        kl: its mean KL on the search's tokens, in nats a token.
-        uniform_kl: that of the uniform patterns.
-        pool: the candidates that the next generation descends from.
-        evaluations: candidates scored so far, on some of the tokens or all.
-        tokens: tokens that these were run on.
+        generation: number of finished generations.
+        best: the best candidate so far.
+        kl: its mean KL divergence on the search's tokens, in nats per token.
+        uniform_kl: the same for the uniform patterns.
+        pool: candidates that the next generation descends from.
+        evaluations: candidates scored so far, on all or some of the tokens.
+        tokens: tokens run through the model for that.
     """
 
     generation: int
-    best: Levels
+    best: Candidate
     kl: float
     uniform_kl: float
-    pool: tuple[Levels, ...]
+    pool: tuple[Candidate, ...]
     evaluations: int
     tokens: int
 
     @classmethod
-    def start(cls, uniform: Levels, kl: float = math.inf) -> State:
-        """Begin with the uniform patterns and their KL, if it is known."""
+    def start(cls, uniform: Candidate, kl: float = math.inf) -> State:
+        """Return the initial state: the uniform candidate, and its KL if it is known."""
         return cls(0, uniform, kl, kl, (), 0, 0)
 
     def to_json(self) -> dict[str, Any]:
-        """Give plain JSON values."""
+        """Return the state as JSON values."""
         return asdict(self)
 
     @classmethod
-    def read(cls, notes: dict[str, Any]) -> State:
-        """Read what `to_json` gave."""
-        pool = tuple(tuple(levels) for levels in notes["pool"])
-        return cls(**{**notes, "best": tuple(notes["best"]), "pool": pool})
+    def from_json(cls, values: dict[str, Any]) -> State:
+        """Return the state that `to_json` wrote."""
+        pool = tuple(tuple(candidate) for candidate in values["pool"])
+        return cls(**{**values, "best": tuple(values["best"]), "pool": pool})
 
 
 class Algorithm(Protocol):
-    """A way to search, in passes of some generations each; an object of it lives through one pass, with its bank."""
+    """A search algorithm. It runs in passes: each has its own bank of pruned weights, its own object, and generations.
+
+    Args:
+        space: as `pass_space` returns it for the pass.
+        scorer: of candidates in this space.
+        recipe: with the settings of the search.
+        seed: of everything drawn at random.
+        number: of the pass, from 0.
+    """
 
     generations: int
-    """Of all passes."""
+    """Number of generations of all passes together."""
 
     end: int
-    """The generation with which the next pass begins."""
+    """Number of generations after which the pass ends, counted from the first pass's start."""
 
-    def __init__(self, choices: Sequence[Choice], scorer: Scorer, recipe: Recipe, seed: int, number: int) -> None: ...
+    def __init__(self, space: Sequence[LayerSpace], scorer: Scorer, recipe: Recipe, seed: int, number: int) -> None: ...
 
     @staticmethod
     def passes(recipe: Recipe) -> int:
-        """Count the passes."""
+        """Return the number of passes."""
 
     @staticmethod
     def reach(recipe: Recipe) -> int:
-        """Say how far levels lead from the uniform one: so many steps of every stage."""
+        """Return how far the levels reach from the uniform one, as in `search_space`."""
 
     @staticmethod
-    def offered(choices: Sequence[Choice], best: Levels, number: int, recipe: Recipe) -> list[Choice]:
-        """Give what a pass, by its number, chooses from, given the best candidate before it."""
+    def pass_space(space: Sequence[LayerSpace], best: Candidate, number: int, recipe: Recipe) -> list[LayerSpace]:
+        """Return the part of the search space that pass ``number`` explores, given the best candidate before it."""
 
-    def live(self, state: State) -> State:
-        """Live through one generation; what it counts, apart from evaluations, is counted by the caller."""
+    def next_generation(self, state: State) -> State:
+        """Run one generation; the caller updates `State.generation` and `State.tokens`."""

@@ -1,4 +1,4 @@
-"""The training loop of every tuning stage: short, watched on held-out sequences, and never left worse than it began."""
+"""The training loop of every tuning stage: short, with early stopping on held-out sequences."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from torch import Tensor
 from semisparse.errors import InputError
 
 STEP_TOKENS = 1024
-"""Calibration tokens a step, where a sequence is not longer. 2,048 cost 6 % of KL on babyllama-1m at 2:4."""
+"""Tokens per step, unless one sequence is longer. 2,048 tokens cost 6 % of KL on babyllama-1m at 2:4."""
 
 HELD_OUT = 1 / 16
-"""Of the calibration tokens, at least."""
+"""Minimum fraction of the calibration tokens that is held out."""
 
-LOOKS = 16
-"""At the held-out loss, in a whole training."""
+EVALUATIONS = 16
+"""How often the held-out loss is measured during a whole training."""
 
 PATIENCE = 8
-"""Looks without a better loss after which a training ends."""
+"""Training stops after so many measurements without a lower held-out loss."""
 
 LAST_RATE = 1 / 20
-"""Of the first learning rate, where the cosine ends."""
+"""Final learning rate, as a fraction of the initial one."""
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What a training did.
+class TuningResult:
+    """The result of a training.
 
     Args:
-        before: the held-out loss at the start.
-        after: the held-out loss of the state that was kept, at most `before`.
-        steps: that were taken.
-        failure: why it stopped, where a loss was not finite.
+        before: held-out loss at the start.
+        after: held-out loss of the state that was kept, at most `before`.
+        steps: number of optimiser steps.
+        failure: why training stopped, if a loss was not finite; else None.
         seconds: wall time.
-        peak_bytes: the most memory allocated on the GPU meanwhile; None on a CPU.
+        peak_bytes: peak of the GPU memory allocated during training; None on a CPU.
     """
 
     before: float
@@ -52,85 +52,86 @@ class Trained:
 
     @property
     def outcome(self) -> str:
-        """Say it in a few words."""
+        """The result in a few words."""
         loss = f"{self.before:.3g} to {self.after:.3g} in {self.steps} steps"
         return f"{loss}, stopped: {self.failure}" if self.failure else loss
 
 
-def cut_for_steps(batches: Sequence[Tensor]) -> list[Tensor]:
-    """Cut batches of token ids, each [batch, tokens] int64, so that each is a step's.
+def split_for_steps(batches: Sequence[Tensor]) -> list[Tensor]:
+    """Split batches of token ids, each [batch, tokens] int64, into batches for one step each.
 
     Raises:
-        InputError: there are not two sequences, one to train on and one to hold out.
+        InputError: there is only one sequence; one is needed to train on and one to hold out.
     """
-    cut = [part for batch in batches for part in batch.split(max(1, STEP_TOKENS // batch.shape[1]))]
-    if len(cut) == 1:
-        cut = list(cut[0].split((len(cut[0]) + 1) // 2))
-    if len(cut) < 2:
-        raise InputError(f"tuning needs at least 2 calibration sequences, got {len(cut)}; use more samples")
-    return cut
+    split = [part for batch in batches for part in batch.split(max(1, STEP_TOKENS // batch.shape[1]))]
+    if len(split) == 1:
+        split = list(split[0].split((len(split[0]) + 1) // 2))
+    if len(split) < 2:
+        raise InputError(f"tuning needs at least 2 calibration sequences, got {len(split)}; use more samples")
+    return split
 
 
 def train(
-    groups: Sequence[dict[str, Any]],
+    param_groups: Sequence[dict[str, Any]],
     loss: Callable[[int], Tensor],
     tokens: Sequence[int],
     *,
     epochs: int,
     seed: int,
     progress: Callable[[int, int], None],
-) -> Trained:
-    """Lower a mean loss over batches, and leave the parameters in the state that was best on those held out.
+) -> TuningResult:
+    """Minimise the mean loss over batches; leave the parameters in the state with the lowest held-out loss.
 
-    AdamW without weight decay, a cosine to a twentieth of each rate, the batches in another order each epoch. A loss
-    that is not finite ends the training.
+    AdamW without weight decay, cosine schedule down to `LAST_RATE`, a new random order of the batches in each epoch.
+    Training stops at a loss that is not finite, and after `PATIENCE` measurements without improvement.
 
     Args:
-        groups: parameters with their ``lr``, as torch's optimisers take them.
-        loss: gives the mean loss of a batch, by its index: a scalar, which gradients are taken of.
-        tokens: of each batch, its weight.
+        param_groups: of the optimiser, each with its ``lr``.
+        loss: returns the mean loss of a batch, given its index, as a scalar with gradients.
+        tokens: number of tokens of each batch, by which its loss is weighted.
         epochs: passes over the batches that are not held out.
-        seed: of the choice of those and of the orders.
+        seed: for the choice of held-out batches and the orders.
         progress: called with (steps done, all steps).
     """
     started = time.perf_counter()
-    draw = random.Random(seed)
-    held_out, steps = _divide(tokens, epochs, draw)
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    optimiser = torch.optim.AdamW(groups, betas=(0.9, 0.99), weight_decay=0.0)
-    rates = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _cosine(step / len(steps)))
+    rng = random.Random(seed)
+    held_out, steps = _plan_steps(tokens, epochs, rng)
+    parameters = [parameter for group in param_groups for parameter in group["params"]]
+    optimiser = torch.optim.AdamW(param_groups, betas=(0.9, 0.99), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _cosine(step / len(steps)))
     device = parameters[0].device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    watch = _Watch(parameters, loss, held_out, tokens)
+    stopping = _EarlyStopping(parameters, loss, held_out, tokens)
     done = 0
-    while done < len(steps) and watch.hopeful:
+    while done < len(steps) and not stopping.finished:
         progress(done, len(steps))
         optimiser.zero_grad()
-        found = _backward(loss, steps[done], tokens)
+        step_loss = _backward(loss, steps[done], tokens)
         optimiser.step()
-        rates.step()
+        schedule.step()
         done += 1
-        if not math.isfinite(found):
-            watch.failure = f"the loss at step {done} is {found}"
-        elif done % math.ceil(len(steps) / LOOKS) == 0 or done == len(steps):
-            watch.look()
-    watch.restore()
+        if not math.isfinite(step_loss):
+            stopping.failure = f"the loss at step {done} is {step_loss}"
+        elif done % math.ceil(len(steps) / EVALUATIONS) == 0 or done == len(steps):
+            stopping.evaluate()
+    stopping.restore_best()
     optimiser.zero_grad()
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return Trained(watch.first, watch.best, done, watch.failure, time.perf_counter() - started, peak)
+    seconds = time.perf_counter() - started
+    return TuningResult(stopping.first_loss, stopping.best_loss, done, stopping.failure, seconds, peak)
 
 
-def _divide(tokens: Sequence[int], epochs: int, draw: random.Random) -> tuple[list[int], list[list[int]]]:
-    """Choose the batches to hold out, and those of each step: short ones together."""
-    rest = draw.sample(range(len(tokens)), len(tokens))
+def _plan_steps(tokens: Sequence[int], epochs: int, rng: random.Random) -> tuple[list[int], list[list[int]]]:
+    """Choose the batches to hold out, and the batches of each step; short batches share a step of `STEP_TOKENS`."""
+    rest = rng.sample(range(len(tokens)), len(tokens))
     held_out = [rest.pop()]
     while len(rest) > 1 and sum(tokens[index] for index in held_out) < HELD_OUT * sum(tokens):
         held_out.append(rest.pop())
     steps: list[list[int]] = []
     for _ in range(epochs):
         room = 0
-        for index in draw.sample(rest, len(rest)):
+        for index in rng.sample(rest, len(rest)):
             if tokens[index] > room:
                 steps.append([])
                 room = STEP_TOKENS
@@ -140,22 +141,23 @@ def _divide(tokens: Sequence[int], epochs: int, draw: random.Random) -> tuple[li
 
 
 def _backward(loss: Callable[[int], Tensor], step: Sequence[int], tokens: Sequence[int]) -> float:
-    """Add the gradients of a step's loss, and give that loss: it counts by its tokens, as each batch does in it."""
-    found = 0.0
+    """Accumulate the gradients of a step's loss and return that loss: the sum over tokens, over `STEP_TOKENS`."""
+    total = 0.0
     for index in step:
         with torch.enable_grad():
             part = loss(index) * (tokens[index] / STEP_TOKENS)
         part.backward()
-        found += part.item()
-    return found
+        total += part.item()
+    return total
 
 
-def _cosine(done: float) -> float:
-    return LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * done)) / 2
+def _cosine(progress: float) -> float:
+    """Return the factor of the learning rate at ``progress``, 0 to 1, of the training."""
+    return LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * progress)) / 2
 
 
-class _Watch:
-    """The held-out loss, and the state that it was lowest in."""
+class _EarlyStopping:
+    """Measures the held-out loss, and keeps the state in which it is lowest."""
 
     def __init__(
         self,
@@ -166,37 +168,37 @@ class _Watch:
     ) -> None:
         self._parameters, self._loss, self._held_out, self._tokens = parameters, loss, held_out, tokens
         self._keep_state()
-        self._looks_since = 0
+        self._since_best = 0
         self.failure: str | None = None
-        self.first = self.best = self._measure()
-        if not math.isfinite(self.first):
-            self.failure = f"the held-out loss is {self.first} at the start"
+        self.first_loss = self.best_loss = self._held_out_loss()
+        if not math.isfinite(self.first_loss):
+            self.failure = f"the held-out loss is {self.first_loss} at the start"
 
     @property
-    def hopeful(self) -> bool:
-        """Whether training can go on, and has done some good lately."""
-        return self.failure is None and self._looks_since < PATIENCE
+    def finished(self) -> bool:
+        """Whether training should stop: it failed, or no longer improves."""
+        return self.failure is not None or self._since_best >= PATIENCE
 
-    def look(self) -> None:
-        """Keep the state if it is the best so far."""
-        found = self._measure()
-        self._looks_since += 1
-        if found < self.best:
-            self.best, self._looks_since = found, 0
+    def evaluate(self) -> None:
+        """Measure the held-out loss, and keep the state if it is the best so far."""
+        loss = self._held_out_loss()
+        self._since_best += 1
+        if loss < self.best_loss:
+            self.best_loss, self._since_best = loss, 0
             self._keep_state()
-        elif not math.isfinite(found):
-            self.failure = f"the held-out loss is {found}"
+        elif not math.isfinite(loss):
+            self.failure = f"the held-out loss is {loss}"
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Go back to the best state."""
-        for parameter, kept in zip(self._parameters, self._state, strict=True):
-            parameter.copy_(kept)
+    def restore_best(self) -> None:
+        """Set the parameters to the best state."""
+        for parameter, best in zip(self._parameters, self._state, strict=True):
+            parameter.copy_(best)
 
     def _keep_state(self) -> None:
         self._state = [parameter.detach().clone() for parameter in self._parameters]
 
     @torch.no_grad()
-    def _measure(self) -> float:
+    def _held_out_loss(self) -> float:
         total = sum(float(self._loss(index)) * self._tokens[index] for index in self._held_out)
         return total / sum(self._tokens[index] for index in self._held_out)

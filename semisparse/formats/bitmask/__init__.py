@@ -1,47 +1,37 @@
-"""One bit a weight says where the non-zeros stand, the values follow: README.md gives the bytes."""
+"""Format ``bitmask`` (RheoSparse): one bit per weight says where the non-zeros stand; README.md is its page."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 
 from semisparse.formats.base import Case, Format
-from semisparse.formats.bitmask import cpu, cuda, gemm, layouts, tiled
 from semisparse.formats.bitmask.cost import cost
-from semisparse.formats.bitmask.pack import BLOCK
-from semisparse.formats.kernel import Kernel, Problem
-
-
-def _of_rows(supports: Callable[[Problem], str | None]) -> Callable[[Problem], str | None]:
-    """Narrow a kernel's support to the layout ``rows``."""
-
-    def narrowed(problem: Problem) -> str | None:
-        layout = layouts.layout_of(problem.params)
-        return supports(problem) if layout == "rows" else f"reads the layout rows, this weight is stored in {layout}"
-
-    return narrowed
-
+from semisparse.formats.bitmask.cpu import kernel as cpu
+from semisparse.formats.bitmask.cuda import decode, decode_rows, gemm, unpack
+from semisparse.formats.bitmask.cuda.schedule import gemm_pays
+from semisparse.formats.bitmask.storage import disk, layouts
+from semisparse.formats.bitmask.storage.check import check_content
+from semisparse.formats.kernel import Kernel
 
 FORMAT = Format(
     name="bitmask",
     version=1,
-    summary="any pattern: one bit a weight and the non-zeros in 16 or 32 bits (9 bits a weight at 32:64)",
+    summary="any pattern: one bit per weight and the non-zeros in 16 or 32 bits (9 bits per weight at 32:64)",
     accepts=lambda pattern: None,
     specs=layouts.specs,
     counts=layouts.counts,
-    grain=lambda pattern, params: (1, BLOCK),
-    pack_weight=layouts.pack_weight,
+    counted=("kept",),
+    grain=disk.grain,
+    pack_weight=disk.pack,
     unpack=layouts.unpack,
-    check_content=layouts.check_content,
+    check_content=check_content,
     arrange=layouts.arrange,
     kernels=(
-        Kernel("cpu", "cpu", _of_rows(cpu.supports), lambda problem: cpu.load()),
-        Kernel("tiled_gemm", "cuda", gemm.refusal, gemm.prepare, gemm.pays),
-        Kernel("tiled_decode", "cuda", tiled.decode_refusal, tiled.prepare_decode),
-        Kernel("tiled_unpack", "cuda", tiled.unpack_refusal, tiled.prepare_unpack_and_multiply),
-        Kernel("decode", "cuda", _of_rows(cuda.decode_refusal), cuda.prepare_decode),
-        Kernel("unpack", "cuda", _of_rows(cuda.unpack_refusal), lambda problem: cuda.unpack_and_multiply),
+        Kernel("cpu", "cpu", cpu.refusal, cpu.prepare),
+        Kernel("gemm", "cuda", gemm.refusal, gemm.prepare, gemm_pays),
+        Kernel("decode", "cuda", decode.refusal, decode.prepare),
+        Kernel("decode_rows", "cuda", decode_rows.refusal, decode_rows.prepare),
+        Kernel("unpack", "cuda", unpack.refusal, unpack.prepare),
     ),
     cost=cost,
     cases=(

@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 from semisparse.formats.base import Format
-from semisparse.formats.dense import pack, products
-from semisparse.formats.kernel import Kernel, Problem, Product
-
-
-def _triton_int8(problem: Problem) -> Product:
-    from semisparse.formats.dense.triton_int8 import linear
-
-    return linear
-
+from semisparse.formats.dense import blas
+from semisparse.formats.dense.cost import cost
+from semisparse.formats.dense.cuda import int4pack_mm, int8_gemm, scaled_mm
+from semisparse.formats.dense.storage import disk
+from semisparse.formats.dense.storage.check import check_content
+from semisparse.formats.kernel import Kernel
 
 FORMAT = Format(
     name="dense",
     version=1,
     summary="the weight as it is, or rounded to int8, fp8 or int4: the baseline of the sparse formats",
     accepts=lambda pattern: None,
-    specs=pack.specs,
-    counts=pack.counts,
-    pack_weight=pack.pack_weight,
-    unpack=pack.unpack,
-    check_content=pack.check_content,
+    specs=disk.specs,
+    counts=disk.counts,
+    pack_weight=disk.pack,
+    unpack=disk.unpack,
+    check_content=check_content,
     kernels=(
-        Kernel("blas", None, products.blas_refusal, lambda problem: products.blas),
-        Kernel("triton_int8", "cuda", products.triton_int8_refusal, _triton_int8),
-        Kernel("int_mm", "cuda", products.int_mm_refusal, lambda problem: products.int_mm),
-        Kernel("scaled_mm", "cuda", products.scaled_mm_refusal, lambda problem: products.scaled_mm),
-        Kernel("int4pack_mm", "cuda", products.int4pack_mm_refusal, lambda problem: products.int4pack_mm),
+        Kernel("blas", None, blas.refusal, blas.prepare),
+        Kernel("int8_gemm", "cuda", int8_gemm.refusal, int8_gemm.prepare),
+        Kernel("scaled_mm", "cuda", scaled_mm.refusal, scaled_mm.prepare),
+        Kernel("int4pack_mm", "cuda", int4pack_mm.refusal, int4pack_mm.prepare),
     ),
-    cost=pack.cost,
-    grain=pack.grain,
-    variants=({}, *({"kind": kind} for kind in pack.QUANTISED)),
+    cost=cost,
+    grain=disk.grain,
+    variants=({}, *({"kind": kind} for kind in disk.KINDS)),
 )

@@ -5,9 +5,14 @@ from __future__ import annotations
 import torch
 
 from semisparse.formats.base import Case, Format
-from semisparse.formats.ec_csr import cpu, cuda, layout, pack, tiles
-from semisparse.formats.ec_csr.stack import grain, stack
-from semisparse.formats.ec_csr.unpack import prepare_unpack_and_multiply, unpack_refusal
+from semisparse.formats.ec_csr.cost import cost
+from semisparse.formats.ec_csr.cpu import kernel as cpu
+from semisparse.formats.ec_csr.cuda import decode, decode_mma, unpack
+from semisparse.formats.ec_csr.paper import decode as paper
+from semisparse.formats.ec_csr.storage import disk
+from semisparse.formats.ec_csr.storage.check import check_content
+from semisparse.formats.ec_csr.storage.gpu import arrange
+from semisparse.formats.ec_csr.storage.stack import stack
 from semisparse.formats.kernel import Kernel
 from semisparse.patterns import Pattern
 from semisparse.patterns.unstructured import Unstructured
@@ -27,23 +32,32 @@ def _wide() -> torch.Tensor:
 FORMAT = Format(
     name="ec_csr",
     version=1,
-    summary="unstructured sparsity (70 %): a delta of 4 or 8 bits a column, columns shared by rows where wanted",
+    summary="unstructured sparsity (70 %): 4 or 8 bits per column, as the distance to the one before",
     accepts=_accepts,
-    specs=layout.specs,
-    counts=layout.counts,
-    pack_weight=pack.pack_weight,
-    unpack=pack.unpack,
-    check_content=pack.check_content,
-    grain=grain,
+    specs=disk.specs,
+    counts=disk.counts,
+    counted=("values", "span", "bundles", "deltas", "slots"),
+    options={
+        "layout": ("banks", "paper"),
+        "delta_bits": ("auto", 4, 8),
+        "granularity": (1, 2, 4, 8),
+        "multiple": (),
+        "clip": (),
+    },
+    pack_weight=disk.pack_weight,
+    unpack=disk.unpack,
+    check_content=check_content,
+    grain=disk.grain,
     stack=stack,
+    arrange=arrange,
     kernels=(
-        Kernel("cpu", "cpu", cpu.refusal, lambda problem: cpu.product),
-        Kernel("decode_tiles", "cuda", tiles.tiles_refusal, tiles.prepare_tiles, tiles.tiles_pay),
-        Kernel("decode_banks", "cuda", cuda.banks_refusal, cuda.prepare_banks),
-        Kernel("decode_paper", "cuda", cuda.paper_refusal, lambda problem: cuda.decode_paper),
-        Kernel("unpack_banks", "cuda", unpack_refusal, prepare_unpack_and_multiply),
+        Kernel("cpu", "cpu", cpu.refusal, cpu.prepare),
+        Kernel("decode_mma", "cuda", decode_mma.refusal, decode_mma.prepare, decode_mma.pays),
+        Kernel("decode", "cuda", decode.refusal, decode.prepare),
+        Kernel("unpack", "cuda", unpack.refusal, unpack.prepare),
+        Kernel("paper", "cuda", paper.refusal, paper.prepare, lambda problem: False),
     ),
-    cost=cuda.cost,
+    cost=cost,
     cases=(
         Case("columns-past-16-bits", "99%", _wide),
         Case("gaps-wider-than-a-delta", "90%", lambda: torch.eye(3, 2000).roll(1999, 1)),

@@ -4,46 +4,29 @@ from __future__ import annotations
 
 import torch
 
-from semisparse.errors import PatternError
 from semisparse.formats.base import Case, Format
 from semisparse.formats.kernel import Kernel
-from semisparse.formats.slide24 import cpu, gpu, layouts, pack, products
 from semisparse.formats.slide24.cost import cost
-from semisparse.formats.slide24.theory import Decomposition
-from semisparse.patterns import NM, Pattern
-
-TAKEN = "it stores keep:window with keep = window - 2 and an even window: 2:4, 4:6, 6:8, 8:10, ..."
-
-
-def _accepts(pattern: Pattern) -> str | None:
-    """Refuse what does not fill every 2:4 window: it would pay for more columns than it has weights."""
-    if not isinstance(pattern, NM):
-        return TAKEN
-    try:
-        onto = Decomposition(pattern.keep, pattern.window)
-    except PatternError:
-        return TAKEN
-    return None if onto.exists and onto.capacity == pattern.keep else TAKEN
-
+from semisparse.formats.slide24.cpu import kernel as cpu
+from semisparse.formats.slide24.cuda import cusparselt, gemm, unpack
+from semisparse.formats.slide24.storage import disk, gpu
 
 FORMAT = Format(
     name="slide24",
     version=1,
     summary="keep 2N-2 of 2N (4:6, 6:8, 8:10 ...) as overlapping 2:4 windows, in 16 bits, int8 or fp8",
-    accepts=_accepts,
-    specs=layouts.specs,
-    counts=layouts.counts,
-    pack_weight=pack.pack_weight,
-    unpack=layouts.unpack,
-    check_content=layouts.check_content,
-    arrange=layouts.arrange,
+    accepts=disk.accepts,
+    specs=gpu.specs,
+    counts=gpu.counts,
+    pack_weight=disk.pack_weight,
+    unpack=gpu.unpack,
+    check_content=gpu.check_content,
+    arrange=gpu.arrange,
     kernels=(
-        Kernel("hopper", "cuda", gpu.tiles_refusal, gpu.prepare_tiles, gpu.tiles_pay),
-        Kernel("cusparselt", "cuda", gpu.compressed_refusal, lambda problem: gpu.multiply_compressed),
-        Kernel("unpack", "cuda", gpu.unpack_refusal, lambda problem: gpu.unpack_and_multiply),
-        Kernel("cpu", "cpu", cpu.supports, lambda problem: cpu.load()),
-        Kernel("dense", "cpu", lambda problem: None, lambda problem: products.dense),
-        Kernel("lifted", "cpu", lambda problem: None, lambda problem: products.lifted),
+        Kernel("gemm", "cuda", gemm.refusal, gemm.prepare, gemm.pays),
+        Kernel("cusparselt", "cuda", cusparselt.refusal, cusparselt.prepare),
+        Kernel("unpack", "cuda", unpack.refusal, unpack.prepare),
+        Kernel("cpu", "cpu", cpu.refusal, cpu.prepare),
     ),
     cases=(
         Case("first-columns-dead", "6:8", lambda: torch.ones(2, 40) * (torch.arange(40) % 8 > 1)),
@@ -53,6 +36,6 @@ FORMAT = Format(
     ),
     recipes={"slidesparse": {"pattern": "6:8", "prune": "sparsegpt", "quant": "int8", "format": "slide24"}},
     cost=cost,
-    grain=pack.grain,
-    variants=({}, *({"kind": kind} for kind in pack.KINDS)),
+    grain=disk.grain,
+    variants=({}, *({"kind": kind} for kind in disk.KINDS)),
 )

@@ -6,30 +6,32 @@ import torch
 
 from semisparse.formats.base import Case, Format
 from semisparse.formats.kernel import Kernel
-from semisparse.formats.vector_nm import cpu, cuda, decode_tensor, fours, layout, pack, plan, tiled
 from semisparse.formats.vector_nm.cost import cost
+from semisparse.formats.vector_nm.cpu import kernel as cpu
+from semisparse.formats.vector_nm.cuda import decode, decode_tensor, gemm, gemm_fp32, gemm_sparse, unpack
+from semisparse.formats.vector_nm.storage import check, disk, gpu
 
 FORMAT = Format(
     name="vector_nm",
     version=1,
-    summary="keep:window vectors of L rows that share their columns, dense inside (8.1 bits a weight at 16:32v32)",
-    accepts=layout.accepts,
-    specs=layout.specs,
-    counts=layout.counts,
-    grain=layout.grain,
-    arrange=plan.arrange,
-    pack_weight=pack.pack_weight,
-    unpack=pack.unpack,
-    check_content=plan.check_content,
+    summary="keep:window vectors of L rows that share their columns, dense inside (8.1 bits per weight at 16:32v32)",
+    accepts=disk.accepts,
+    specs=gpu.specs,
+    counts=gpu.counts,
+    counted=("blocks",),
+    grain=disk.grain,
+    arrange=gpu.arrange,
+    pack_weight=disk.pack_weight,
+    unpack=disk.unpack,
+    check_content=check.check_content,
     kernels=(
-        Kernel("cpu", "cpu", cpu.supports, lambda problem: cpu.gather_and_multiply),
+        Kernel("cpu", "cpu", cpu.refusal, cpu.prepare),
         Kernel("decode_tensor", "cuda", decode_tensor.refusal, decode_tensor.prepare),
-        Kernel("decode", "cuda", cuda.decode_refusal, cuda.prepare_decode),
-        Kernel("simt", "cuda", tiled.simt_refusal, tiled.prepare),
-        Kernel("fours", "cuda", fours.refusal, fours.prepare, fours.pays),
-        Kernel("tensor", "cuda", tiled.tensor_refusal, tiled.prepare, tiled.tensor_pays),
-        Kernel("unpack", "cuda", cuda.unpack_refusal, cuda.prepare_unpack_and_multiply),
-        Kernel("unpack_torch", "cuda", cuda.unpack_torch_refusal, lambda problem: cuda.unpack_by_torch),
+        Kernel("decode", "cuda", decode.refusal, decode.prepare),
+        Kernel("gemm_fp32", "cuda", gemm_fp32.refusal, gemm_fp32.prepare),
+        Kernel("gemm_sparse", "cuda", gemm_sparse.refusal, gemm_sparse.prepare, gemm_sparse.pays),
+        Kernel("gemm", "cuda", gemm.refusal, gemm.prepare, gemm.pays),
+        Kernel("unpack", "cuda", unpack.refusal, unpack.prepare),
     ),
     cost=cost,
     cases=(

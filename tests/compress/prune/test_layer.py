@@ -1,4 +1,4 @@
-"""One layer pruned by a recipe: the settings do what they say, and bad statistics are met with open eyes."""
+"""One linear layer pruned by a recipe: the settings do what they say, and singular Hessians are handled."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from semisparse.errors import InputError
 from semisparse.patterns import parse_pattern
 
 PLAIN = Recipe(refine="none", order="columns", target="local")
-GAINS = {"order": {"order": "windows"}, "refine": {"refine": "cg"}}
+"""SparseGPT as published."""
 
 
 def inputs(tokens: int = 400, columns: int = 48, seed: int = 0) -> Tensor:
@@ -25,7 +25,7 @@ def random_weight(rows: int = 24, columns: int = 48) -> Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(1))
 
 
-def of(x: Tensor) -> Statistics:
+def statistics_of(x: Tensor) -> Statistics:
     return Statistics(x.T @ x / len(x))
 
 
@@ -35,7 +35,7 @@ def output_error(pruned: Tensor, weight: Tensor, x: Tensor) -> float:
 
 def test_magnitude_keeps_the_largest():
     weight = torch.tensor([[1.0, -5, 3, -2, -7, 0.5, 0.1, 8]])
-    pruned = prune_layer(weight, parse_pattern("2:4"), of(inputs(columns=8)), Recipe(prune="magnitude"))
+    pruned = prune_layer(weight, parse_pattern("2:4"), statistics_of(inputs(columns=8)), Recipe(prune="magnitude"))
     assert pruned.weight.tolist() == [[0, -5, 3, 0, -7, 0, 0, 8]]
     assert pruned.outcome == "magnitude"
 
@@ -50,7 +50,7 @@ def test_wanda_weighs_by_the_norm_of_the_input():
 
 def test_no_negative_zero_is_left():
     for prune in ("magnitude", "wanda", "sparsegpt"):
-        pruned = prune_layer(random_weight(), parse_pattern("2:4"), of(inputs()), Recipe(prune=prune)).weight
+        pruned = prune_layer(random_weight(), parse_pattern("2:4"), statistics_of(inputs()), Recipe(prune=prune)).weight
         assert not pruned[pruned == 0].signbit().any(), prune
 
 
@@ -65,7 +65,7 @@ def test_each_method_loses_less_than_the_one_before(pattern: str):
     ]
     errors = []
     for recipe in recipes:
-        pruned = prune_layer(weight, parse_pattern(pattern), of(x), recipe)
+        pruned = prune_layer(weight, parse_pattern(pattern), statistics_of(x), recipe)
         assert pruned.error == pytest.approx(output_error(pruned.weight, weight, x), rel=1e-3)
         parse_pattern(pattern).check(pruned.weight)
         errors.append(pruned.error)
@@ -73,25 +73,25 @@ def test_each_method_loses_less_than_the_one_before(pattern: str):
     assert len(set(errors)) == len(errors)
 
 
-def test_a_target_is_aimed_at():
-    """With every weight kept the result is the least-squares fit to the target, pulled to the weight by damping."""
+def test_the_target_is_fitted():
+    """With every weight kept, the result is the least-squares fit to the target, damped towards the dense weight."""
     weight, x = random_weight(), inputs()
     target = x @ weight.T + inputs(columns=24, seed=2)[: len(x)] + 2 * x[:, :24]
     statistics = Statistics(x.T @ x / len(x), target.T @ x / len(x))
-    found = prune_layer(weight, parse_pattern("48:48"), statistics, Recipe()).weight
+    fitted = prune_layer(weight, parse_pattern("48:48"), statistics, Recipe()).weight
     scale = x.double().square().mean(0).sqrt()
     ridge = (0.01 * len(x)) ** 0.5 * scale.diag()
     rows, right = torch.cat((x, ridge)), torch.cat((target, ridge @ weight.double().T))
     expected = torch.linalg.lstsq(rows, right).solution.T
-    torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-3)
-    assert (found - weight).norm() > 0.2 * weight.norm()
+    torch.testing.assert_close(fitted.double(), expected, rtol=1e-3, atol=1e-3)
+    assert (fitted - weight).norm() > 0.2 * weight.norm()
 
 
-def test_dead_inputs_are_dropped_first():
+def test_dead_inputs_are_pruned_first():
     x = inputs()
     x[:, 5:9] = 0
     for recipe in (PLAIN, Recipe()):
-        pruned = prune_layer(random_weight(), parse_pattern("40:48"), of(x), recipe)
+        pruned = prune_layer(random_weight(), parse_pattern("40:48"), statistics_of(x), recipe)
         assert not pruned.weight[:, 5:9].any()
         assert pruned.outcome == "sparsegpt"
         assert pruned.error < 0.1
@@ -105,23 +105,25 @@ def test_all_inputs_dead():
 
 def test_fewer_tokens_than_columns():
     x = inputs(tokens=5)
-    pruned = prune_layer(random_weight(), parse_pattern("2:4"), of(x), Recipe())
+    pruned = prune_layer(random_weight(), parse_pattern("2:4"), statistics_of(x), Recipe())
     assert pruned.outcome == "sparsegpt"
-    assert pruned.error < 0.05, "five tokens are fitted by 24 weights"
+    assert pruned.error < 0.05, "24 weights can fit five tokens"
 
 
-def test_outlier_channels_do_not_drown_the_others():
-    """Damping by the mean of the diagonal would swamp 46 of 48 inputs here."""
+def test_outlier_features_do_not_change_the_error():
+    """Damping by the mean of the diagonal would dominate 46 of the 48 inputs here."""
     x, plain = inputs(), inputs()
     x[:, :2] *= 1000
     outlier = prune_layer(
-        random_weight() / torch.where(torch.arange(48) < 2, 1000, 1), parse_pattern("2:4"), of(x), PLAIN
+        random_weight() / torch.where(torch.arange(48) < 2, 1000, 1), parse_pattern("2:4"), statistics_of(x), PLAIN
     )
-    usual = prune_layer(random_weight(), parse_pattern("2:4"), of(plain), PLAIN)
-    assert outlier.error == pytest.approx(usual.error, rel=1e-3), "units of the inputs do not matter"
+    usual = prune_layer(random_weight(), parse_pattern("2:4"), statistics_of(plain), PLAIN)
+    assert outlier.error == pytest.approx(usual.error, rel=1e-3), (
+        "the result does not depend on the scale of the inputs"
+    )
 
 
-def test_an_indefinite_hessian_ends_in_wanda_and_says_so():
+def test_an_indefinite_hessian_falls_back_to_wanda_and_is_reported():
     hessian = torch.full((48, 48), 3.0) - 2 * torch.eye(48)
     for recipe in (PLAIN, Recipe()):
         pruned = prune_layer(random_weight(), parse_pattern("2:4"), Statistics(hessian), recipe)
@@ -132,7 +134,7 @@ def test_an_indefinite_hessian_ends_in_wanda_and_says_so():
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_refused(bad: float):
-    weight, statistics = random_weight(), of(inputs())
+    weight, statistics = random_weight(), statistics_of(inputs())
     weight[3, 4] = bad
     with pytest.raises(InputError, match="weight holds NaN or infinity"):
         prune_layer(weight, parse_pattern("2:4"), statistics, Recipe())
@@ -151,17 +153,17 @@ def test_sums_over_batches():
         sums.add(x[part].bfloat16(), dense[part].bfloat16(), {"writer": gap[part].bfloat16()})
     x, dense, gap = (t.bfloat16().double() for t in (x, dense, gap))
     for name, target in (("reader", dense @ weight.double().T), ("writer", dense @ weight.double().T + gap)):
-        found = sums.of_layer(name, weight)
-        torch.testing.assert_close(found.hessian.double(), x.T @ x / 400, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(found.cross.double(), target.T @ x / 400, rtol=1e-4, atol=1e-4)
+        means = sums.statistics(name, weight)
+        torch.testing.assert_close(means.hessian.double(), x.T @ x / 400, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(means.cross.double(), target.T @ x / 400, rtol=1e-4, atol=1e-4)
 
 
 def test_sums_without_a_dense_model():
     sums = RunningSums()
     sums.add(inputs(), None, {})
-    assert sums.of_layer("any", random_weight()).cross is None
+    assert sums.statistics("any", random_weight()).cross is None
 
 
 def test_sums_over_nothing_are_refused():
     with pytest.raises(InputError, match="no calibration token"):
-        RunningSums().of_layer("expert", random_weight())
+        RunningSums().statistics("expert", random_weight())

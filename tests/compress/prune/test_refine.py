@@ -32,13 +32,13 @@ def random_problem(rows: int, columns: int, seed: int):
 def test_small_rows_are_solved_exactly(rows: int, columns: int, seed: int):
     kept, hessian, goal = random_problem(rows, columns, seed)
     kept &= kept.cumsum(1) <= 6  # n unknowns take n steps
-    found = conjugate_gradient(goal * kept, kept, hessian, goal)
-    torch.testing.assert_close(found, exact(kept, hessian, goal), rtol=1e-6, atol=1e-6)
-    assert not found[~kept].any()
+    solved = conjugate_gradient(goal * kept, kept, hessian, goal)
+    torch.testing.assert_close(solved, exact(kept, hessian, goal), rtol=1e-6, atol=1e-6)
+    assert not solved[~kept].any()
 
 
 def test_larger_rows_converge_as_fast_as_theory_says():
-    """The loss above the optimum falls by 4 r^20 in 10 steps at least, r = (sqrt(k) - 1) / (sqrt(k) + 1)."""
+    """10 steps reduce the loss above the optimum to at most 4 r^20 of it; r = (sqrt(k) - 1) / (sqrt(k) + 1)."""
     kept, hessian, goal = random_problem(40, 96, seed=0)
 
     def loss(w: torch.Tensor) -> float:
@@ -48,9 +48,9 @@ def test_larger_rows_converge_as_fast_as_theory_says():
     eigenvalues = torch.linalg.eigvalsh(hessian)
     root = float(eigenvalues[-1] / eigenvalues[0]) ** 0.5
     bound = 4 * ((root - 1) / (root + 1)) ** 20
-    start, found = loss(goal * kept), loss(conjugate_gradient(goal * kept, kept, hessian, goal))
-    assert best <= found <= best + bound * (start - best)
-    assert bound < 0.1, "the bound would not tell a wrong step"
+    start, solved = loss(goal * kept), loss(conjugate_gradient(goal * kept, kept, hessian, goal))
+    assert best <= solved <= best + bound * (start - best)
+    assert bound < 0.1, "a looser bound would not detect a wrong step"
 
 
 def test_a_solved_row_and_an_empty_row_stay_where_they_are():

@@ -1,4 +1,4 @@
-"""SparseGPT against optimal brain surgery done by the book: explicit inverses, one column at a time, in float64."""
+"""SparseGPT against textbook optimal brain surgeon: explicit inverses, one column at a time, in float64."""
 
 import math
 
@@ -23,8 +23,8 @@ def problem(rows: int, columns: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, columns, generator=generator), hessian / torch.outer(scale, scale)
 
 
-def surgery(weight: Tensor, hessian: Tensor, pattern: Pattern) -> Tensor:
-    """Prune column after column; the remaining weights move by the closed formula of optimal brain surgery."""
+def surgeon(weight: Tensor, hessian: Tensor, pattern: Pattern) -> Tensor:
+    """Prune column after column; update the remaining weights by the closed formula of optimal brain surgeon."""
     weight, hessian = weight.double().clone(), hessian.double()
     columns = weight.shape[1]
     inverses = [torch.linalg.inv(hessian[i:, i:]) for i in range(columns)]
@@ -41,25 +41,30 @@ def surgery(weight: Tensor, hessian: Tensor, pattern: Pattern) -> Tensor:
 
 
 def spans(pattern: Pattern, columns: int) -> list[tuple[int, int, int]]:
-    """Columns that share a count of weights to keep, and after how many of them the rest is chosen anew."""
+    """Spans of columns whose mask is chosen together: first column, end, and after how many columns it is updated."""
     width, size = pattern.step, pattern.step if isinstance(pattern, Group) else 1
     if isinstance(pattern, Unstructured | Group):
-        wanted = sparsegpt.SHARED_COLUMNS_BY_ROW if pattern.by_row else sparsegpt.SHARED_COLUMNS
+        wanted = sparsegpt.MASK_COLUMNS_BY_ROW if pattern.by_row else sparsegpt.MASK_COLUMNS
         while width < wanted:
             width += pattern.step
     again = size
-    while again + size <= width // sparsegpt.DECISIONS:
+    while again + size <= width // sparsegpt.MASK_UPDATES:
         again += size
     return [(start, min(start + width, columns), again) for start in range(0, columns, width)]
 
 
 def choose(cost: Tensor, kept: Tensor, pattern: Pattern, start: int) -> Tensor:
-    """Keep the dearest of what is left of a span, `kept` being its columns that are done, from `start` on."""
+    """Choose the weights to keep in the rest of a span that begins at column `start`.
+
+    Args:
+        cost: of pruning each weight of the rest.
+        kept: the mask of the columns that are pruned already.
+    """
     done, left = units(kept.double(), pattern), units(cost, pattern)
     columns = kept.shape[1] + cost.shape[1]
     if isinstance(pattern, NM | VectorNM):
         wanted = math.ceil(pattern.keep * columns / pattern.window)
-    else:  # a share is counted from the first column on, so that no rounding adds up
+    else:  # counted from column 0, so that rounding does not accumulate
         lines = 1 if pattern.by_row else len(cost)
         counts = [lines * math.ceil(end / pattern.step) for end in (start, start + columns)]
         before, after = (count - round(count * pattern.percent / 100) for count in counts)
@@ -75,7 +80,7 @@ def choose(cost: Tensor, kept: Tensor, pattern: Pattern, start: int) -> Tensor:
 
 
 def units(x: Tensor, pattern: Pattern) -> Tensor:
-    """What is kept or dropped as one, a line for those that are compared."""
+    """Sum or average what is kept or pruned as a whole; one row for each set that a mask chooses from."""
     if isinstance(pattern, VectorNM):
         return torch.stack([part.sum(0) for part in x.split(pattern.length)])
     if isinstance(pattern, Group) and x.shape[1]:
@@ -102,10 +107,10 @@ def units(x: Tensor, pattern: Pattern) -> Tensor:
     ],
 )
 @pytest.mark.parametrize(("rows", "columns"), [(12, 64), (7, 150)])
-def test_against_surgery(pattern: str, rows: int, columns: int):
+def test_against_optimal_brain_surgeon(pattern: str, rows: int, columns: int):
     weight, hessian = problem(rows, columns)
     damped = hessian + 0.01 * torch.eye(columns)
-    expected = surgery(weight, damped, parse_pattern(pattern))
+    expected = surgeon(weight, damped, parse_pattern(pattern))
     factor = factorise(hessian, 0.01)
     pruned, kept = prune_columns(weight, factor.upper, parse_pattern(pattern))
     assert torch.equal(kept, expected != 0)
@@ -127,7 +132,7 @@ def test_every_shape_obeys_its_pattern(text: str, rows: int, columns: int):
     pattern.check(pruned)
     one_a_group = slice(None, None, pattern.size if isinstance(pattern, Group) else 1)
     in_one_go = pattern.mask(weight.abs())
-    assert kept[:, one_a_group].sum() == in_one_go[:, one_a_group].sum(), "a share is kept exactly"
+    assert kept[:, one_a_group].sum() == in_one_go[:, one_a_group].sum(), "the number of kept weights is exact"
 
 
 def test_upper_factor_gives_the_inverse():
@@ -140,9 +145,8 @@ def test_upper_factor_gives_the_inverse():
 
 
 def indefinite(eigenvalue: float, columns: int = 16) -> Tensor:
-    """Unit diagonal, with all correlations equal so that the smallest eigenvalue is the one wanted."""
-    share = 1 - eigenvalue
-    return torch.full((columns, columns), share) + eigenvalue * torch.eye(columns)
+    """A matrix of unit diagonal, all other entries equal, whose smallest eigenvalue is `eigenvalue`."""
+    return torch.full((columns, columns), 1 - eigenvalue) + eigenvalue * torch.eye(columns)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +165,7 @@ def test_singular_hessians(eigenvalue: float, damping: float, outcome: str | Non
     assert (factor.outcome if factor else None) == outcome
 
 
-def test_windows_are_ordered_by_what_they_lose():
+def test_windows_are_ordered_by_loss():
     hessian = torch.eye(10)
     weight = torch.tensor([[1.0, 1, 9, 9, 3, 3, 9, 9, 7, 7]])
     factor = factorise(hessian, 1e-6)
@@ -171,7 +175,7 @@ def test_windows_are_ordered_by_what_they_lose():
 
 
 @pytest.mark.parametrize(("windows", "first"), [(False, (0, 16)), (True, (16, 0))])
-def test_columns_of_wide_windows_are_ordered_by_what_they_lose(windows: bool, first: tuple[int, int]):
+def test_columns_of_wide_windows_are_ordered_by_loss(windows: bool, first: tuple[int, int]):
     lost = torch.tensor([3, 1, 0, 2, 4, 7, 5, 6])
     short = torch.tensor([2.0, 5, 1, 4])  # two of these four are kept
     weight = torch.cat((lost, torch.full((8,), 50), lost + 10, torch.full((8,), 50), short)).view(1, -1).float()

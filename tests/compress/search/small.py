@@ -1,4 +1,4 @@
-"""A small search: models, text and a recipe that take seconds."""
+"""A small search: models, text and a recipe that take about a second."""
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
@@ -7,22 +7,20 @@ from semisparse.compress import Recipe
 from semisparse.compress.report import LayerReport
 from tests.models import VOCABULARY, random_model
 
-PLAIN = {"refine": "none", "order": "columns", "target": "local"}
 TOKENS = 100
 REPORT = LayerReport("layer", "50%", 0.5, None, "magnitude", 0.0)
+SPARSEGPT = {"prune": "sparsegpt", "refine": "none", "order": "columns", "target": "local"}
+"""SparseGPT as published."""
 
 
-GAINS = {"refine": "cg", "order": "windows", "target": "residual"}
-
-
-def recipe(search: str = "evolution", pattern: str = "32:64", effort: int = 18, **settings: str) -> Recipe:
-    """Plain SparseGPT unless told otherwise: with all its gains the banks take most of the time."""
+def recipe(search: str = "evolution", pattern: str = "32:64", effort: int = 18, **settings: object) -> Recipe:
+    """Wanda unless the settings say otherwise: with SparseGPT the banks take most of the time."""
     of_search = {"pattern": pattern, "search": search, "search_tokens": TOKENS, "search_effort": effort}
-    return Recipe(**{**PLAIN, **of_search, **settings})
+    return Recipe(**{"prune": "wanda", **of_search, **settings})
 
 
 def calibration() -> list[torch.Tensor]:
-    """Two lengths, so that some of what is scored is padded."""
+    """Sequences of two lengths."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(0, VOCABULARY, (4, length), generator=generator) for length in (20, 30)]
 
@@ -40,7 +38,7 @@ def sharp_model(architecture: str = "llama") -> PreTrainedModel:
 
 
 def regular_model() -> PreTrainedModel:
-    """Five blocks whose sizes are multiples of 64, as in real models."""
+    """Five decoder layers whose sizes are multiples of 64, as in real models."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 5, "num_attention_heads": 4}
     config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=64, num_key_value_heads=2, **sizes)

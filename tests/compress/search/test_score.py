@@ -5,103 +5,120 @@ import random
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
-from semisparse.compress.search.bank import Bank, store
-from semisparse.compress.search.score import PARTS, Scorer, cut_parts
-from semisparse.compress.search.space import Choice, Levels, list_choices
-from semisparse.compress.walk import list_blocks
+from semisparse.compress.propagate import list_decoder_layers
+from semisparse.compress.search import score as score_module
+from semisparse.compress.search.bank import Bank, to_masked
+from semisparse.compress.search.score import BATCHES, Scorer, scoring_batches
+from semisparse.compress.search.space import Candidate, LayerSpace, search_space
 from semisparse.nn import weight_of
 from tests.compress.search.small import REPORT, calibration, mean_kl, recipe, sharp_model
-from tests.models import CONFIGS
 
 CPU = torch.device("cpu")
 
 
-def small_bank(model, choices: list[Choice]) -> Bank:
-    """Weights with their smallest entries dropped: quick, and different at each level."""
+@pytest.fixture
+def padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few batches, so that some hold sequences of both lengths."""
+    monkeypatch.setattr(score_module, "BATCHES", 3)
+    assert any((batch < 0).any() for batch in scoring_batches(calibration(), 10**6, seed=0))
+
+
+def space_of(model: PreTrainedModel) -> list[LayerSpace]:
+    return search_space(list_decoder_layers(model, recipe(), {}), 1, lambda _: True)
+
+
+def small_bank(model: PreTrainedModel, space: list[LayerSpace]) -> Bank:
+    """Weights pruned by magnitude: quick, and different at each level."""
     bank: Bank = {}
-    for choice in choices:
-        weight = weight_of(model.get_submodule(choice.name))
-        masks = {level: found.mask(weight.abs().float()) for level, found in choice.patterns.items()}
-        bank[choice.name] = {level: store(weight * mask, REPORT) for level, mask in masks.items()}
+    for layer in space:
+        weight = weight_of(model.get_submodule(layer.name))
+        masks = {level: pattern.mask(weight.abs().float()) for level, pattern in layer.patterns.items()}
+        bank[layer.name] = {level: to_masked(weight * mask, REPORT) for level, mask in masks.items()}
     return bank
 
 
-def reference(model, choices: list[Choice], levels: Levels, batches: list[torch.Tensor]) -> float:
-    """Mean KL of a candidate."""
+def scorer_of(model: PreTrainedModel, space: list[LayerSpace]) -> Scorer:
+    return Scorer(model, space, small_bank(model, space), scoring_batches(calibration(), 10**6, seed=0), CPU)
+
+
+def reference(model: PreTrainedModel, space: list[LayerSpace], candidate: Candidate) -> float:
+    """The mean KL of a candidate."""
     dense = copy.deepcopy(model).float()
     sparse = copy.deepcopy(dense)
-    for choice, level in zip(choices, levels, strict=True):
-        weight = weight_of(sparse.get_submodule(choice.name))
-        weight *= choice.patterns[level].mask(weight_of(model.get_submodule(choice.name)).abs().float())
-    return mean_kl(dense, sparse, batches)
+    for layer, level in zip(space, candidate, strict=True):
+        weight = weight_of(sparse.get_submodule(layer.name))
+        weight *= layer.patterns[level].mask(weight_of(model.get_submodule(layer.name)).abs().float())
+    return mean_kl(dense, sparse, calibration())
 
 
-@pytest.mark.parametrize("architecture", CONFIGS)
+@pytest.mark.usefixtures("padded")
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral", "opt", "gpt2"])
 def test_scores_are_kl_divergences(architecture: str):
     model = sharp_model(architecture)
-    choices = list_choices(list_blocks(model, recipe(), {}), 1, lambda _: True)
-    scorer = Scorer(model, choices, small_bank(model, choices), cut_parts(calibration(), 10**6, seed=0), CPU)
-    every = range(scorer.parts)
+    space = space_of(model)
+    scorer = scorer_of(model, space)
+    every = range(scorer.batches)
     rng = random.Random(0)
-    levels = (0,) * len(choices)
-    scorer.adopt(levels, scorer.run(levels, every))
-    for changes in (0, 1, 1, 1, 3):
-        near = list(levels)
-        for index in rng.sample(range(len(choices)), changes):
-            near[index] = rng.choice([-7, -2, 3])
-        runs = scorer.run(tuple(near), every)
-        expected = reference(model, choices, tuple(near), calibration())
+    uniform = (0,) * len(space)
+    scorer.set_parent(uniform, scorer.score(uniform, every))
+    for changes in (0, 1, 3):
+        levels = list(uniform)
+        for index in rng.sample(range(len(space)), changes):
+            levels[index] = rng.choice([-7, -2, 3])
+        candidate = tuple(levels)
+        scores = scorer.score(candidate, every)
+        expected = reference(model, space, candidate)
         assert expected > 1e-3
-        assert scorer.mean_kl(runs) == pytest.approx(expected, rel=1e-3)  # float32 through two blocks
-        if changes == 3:
-            scorer.adopt(tuple(near), runs)
-            assert [run.kl for run in scorer.run(tuple(near), every)] == [run.kl for run in runs]
-    expected = reference(model, choices, levels, calibration())
-    assert scorer.mean_kl(scorer.run(levels, every)) == pytest.approx(expected, rel=1e-3)
+        assert scorer.mean_kl(scores) == pytest.approx(expected, rel=1e-3)  # float32 through two layers
+    scorer.set_parent(candidate, scores)
+    assert [score.kl for score in scorer.score(candidate, every)] == [score.kl for score in scores]
+    expected = reference(model, space, uniform)
+    assert scorer.mean_kl(scorer.score(uniform, every)) == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_skipped_blocks_change_no_bit_and_do_not_run(architecture: str):
+def test_skipped_layers_change_no_bit_and_do_not_run(architecture: str):
     model = sharp_model(architecture)
-    choices = list_choices(list_blocks(model, recipe(), {}), 1, lambda _: True)
-    parts = cut_parts(calibration(), 10**6, seed=0)
-    skipping, whole = (Scorer(model, choices, small_bank(model, choices), parts, CPU) for _ in range(2))
-    levels = (0,) * len(choices)
-    skipping.adopt(levels, skipping.run(levels, range(skipping.parts)))
-    ran = []
-    skipping._blocks[0].register_forward_pre_hook(lambda *_: ran.append(0))
-    late = (*levels[:-1], 3)
-    found, expected = (scorer.run(late, range(scorer.parts)) for scorer in (skipping, whole))
-    assert [run.kl for run in found] == [run.kl for run in expected]
-    for one, other in zip(found, expected, strict=True):
+    space = space_of(model)
+    skipping, whole = (scorer_of(model, space) for _ in range(2))
+    uniform = (0,) * len(space)
+    every = range(skipping.batches)
+    skipping.set_parent(uniform, skipping.score(uniform, every))
+    entered, ran = [], []
+    skipping._layers[0].register_forward_pre_hook(lambda *_: entered.append(0))
+    next(iter(skipping._layers[0].children())).register_forward_pre_hook(lambda *_: ran.append(0))
+    late = (*uniform[:-1], 3)
+    scores, expected = (scorer.score(late, every) for scorer in (skipping, whole))
+    assert [score.kl for score in scores] == [score.kl for score in expected]
+    for one, other in zip(scores, expected, strict=True):
         assert len(one.states) == len(other.states) == 2
         assert all(torch.equal(a, b) for a, b in zip(one.states, other.states, strict=True))
-    assert ran == [0] * skipping.parts  # the block is entered, but gives what is known instead of running
-    assert "forward" not in vars(skipping._blocks[0])
+    assert (entered, ran) == ([0] * skipping.batches, [])
+    assert "forward" not in vars(skipping._layers[0])
 
 
-def test_the_parent_stays_assembled_after_an_error(monkeypatch: pytest.MonkeyPatch):
+def test_the_parent_stays_assembled_after_an_error():
     model = sharp_model("llama")
-    choices = list_choices(list_blocks(model, recipe(), {}), 1, lambda _: True)
-    scorer = Scorer(model, choices, small_bank(model, choices), cut_parts(calibration(), 10**6, seed=0), CPU)
-    levels = (0,) * len(choices)
-    scorer.adopt(levels, scorer.run(levels, range(scorer.parts)))
-    before = scorer.run(levels, [0])[0].kl
+    space = space_of(model)
+    scorer = scorer_of(model, space)
+    uniform = (0,) * len(space)
+    scorer.set_parent(uniform, scorer.score(uniform, range(scorer.batches)))
+    before = scorer.score(uniform, [0])[0].kl
     with pytest.raises(IndexError):
-        scorer.run((*levels[:-1], 3), [scorer.parts])
-    assert scorer.run(levels, [0])[0].kl == before
+        scorer.score((*uniform[:-1], 3), [scorer.batches])
+    assert scorer.score(uniform, [0])[0].kl == before
 
 
-def test_parts_hold_the_tokens_asked_for():
+def test_batches_hold_the_number_of_tokens_to_score():
     batches = [torch.arange(400).view(40, 10), torch.arange(1000, 1300).view(10, 30)]
-    parts = cut_parts(batches, 200, seed=0)
-    assert len(parts) <= PARTS
-    rows = [tuple(row[row >= 0].tolist()) for part in parts for row in part]
+    scored = scoring_batches(batches, 200, seed=0)
+    assert len(scored) <= BATCHES
+    rows = [tuple(row[row >= 0].tolist()) for batch in scored for row in batch]
     assert len(rows) == len(set(rows))
     assert 200 <= sum(len(row) for row in rows) < 230
-    known = {tuple(row.tolist()) for batch in batches for row in batch}
-    assert set(rows) <= known
-    again = cut_parts(batches, 200, seed=0)
-    assert all(torch.equal(a, b) for a, b in zip(parts, again, strict=True))
-    assert sum(len(part) for part in cut_parts(batches, 10**6, seed=0)) == 50
+    assert set(rows) <= {tuple(row.tolist()) for batch in batches for row in batch}
+    again = scoring_batches(batches, 200, seed=0)
+    assert all(torch.equal(a, b) for a, b in zip(scored, again, strict=True))
+    assert sum(len(batch) for batch in scoring_batches(batches, 10**6, seed=0)) == 50

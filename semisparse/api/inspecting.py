@@ -1,0 +1,64 @@
+"""Describing a model directory, and checking its tensors against the model in config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from semisparse import checkpoint
+from semisparse.checkpoint import NO_REMOTE_CODE, open_directory, refuse_remote_code
+from semisparse.errors import CheckpointError
+from semisparse.nn import is_linear, weight_of
+
+
+def inspect_directory(
+    path: str | Path, verify: bool = False, progress: Callable[[int, int], None] | None = None
+) -> dict[str, Any]:
+    """Describe a model directory, as `checkpoint.inspect_directory` does.
+
+    Args:
+        path: a dense or compressed model directory.
+        verify: whether to validate every packed tensor, and to check all shapes against the model in config.json.
+        progress: called with (layers done, all layers).
+    Raises:
+        CheckpointError: the directory is incomplete or corrupted, or a shape differs from the model's.
+    """
+    description = checkpoint.inspect_directory(path, verify, progress)
+    if verify:
+        check_shapes(path)
+    return description
+
+
+def check_shapes(path: str | Path) -> None:
+    """Check that a directory's layers and tensors have the shapes of the model in its config.json.
+
+    Raises:
+        CheckpointError: the model cannot be built, or a layer or tensor has another shape.
+    """
+    directory = open_directory(path)
+    refuse_remote_code(directory)
+    try:
+        config = AutoConfig.from_pretrained(directory.path, **NO_REMOTE_CODE)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, **NO_REMOTE_CODE)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"no model can be built from {path}/config.json: {error}") from error
+    linears = {name: tuple(weight_of(module).shape) for name, module in model.named_modules() if is_linear(module)}
+    for name, packed in directory.layers.items():
+        if linears.get(name) != packed.shape:
+            raise CheckpointError(
+                f"layer {name} is stored as N, K = {packed.shape}; the model of config.json has "
+                f"{linears.get(name, 'no such linear layer')}"
+            )
+    for name, parameter in model.named_parameters():
+        header = directory.headers.get(name)
+        if header is not None and header.shape != tuple(parameter.shape):
+            raise CheckpointError(
+                f"tensor {name} is {list(header.shape)}, the model of config.json has {list(parameter.shape)}"
+            )

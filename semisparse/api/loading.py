@@ -1,0 +1,28 @@
+"""Loading a model directory for inference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from semisparse.checkpoint import load_model
+from semisparse.nn import join_layers
+
+
+def load(path: str | Path, device: str = "auto", dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """Load a model directory, dense or compressed. On a GPU its layers are joined (`nn.join_layers`).
+
+    Args:
+        path: the directory.
+        device: ``auto`` (CUDA if available), ``cpu`` or ``cuda``.
+        dtype: of activations and dense weights. By default the checkpoint's dtype on a GPU, and float32 on a CPU.
+    Raises:
+        CheckpointError: the directory is missing, incomplete or corrupted.
+        InputError: the device is unknown or absent.
+    """
+    model = load_model(path, device, dtype)
+    if model.device.type == "cuda":
+        join_layers(model)
+    return model

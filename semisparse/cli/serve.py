@@ -1,0 +1,65 @@
+"""``semisparse serve``: vLLM where it is installed and a GPU is there, else transformers' own server."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from semisparse.cli.output import console
+from semisparse.errors import InputError, SemisparseError
+
+VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
+
+_REGISTERED = "import semisparse; from transformers.cli.transformers import main; main()"
+
+TRANSFORMERS = (sys.executable, "-c", _REGISTERED, "serve")
+"""As ``transformers serve``, with the checkpoint format registered."""
+
+
+def serve(
+    model: Annotated[Path, typer.Argument(help="A model directory, dense or compressed.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="What follows is passed on to the server.")] = None,
+    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Where the server listens.")] = 8000,
+) -> None:
+    """Serve a model over HTTP: by vLLM where it is installed and a GPU is there, else by transformers' own server.
+
+    Says which, and prints an example request. Arguments after `--` are passed on to the server.
+
+    Example: `semisparse serve out -- --max-model-len 4096`
+    """
+    if not (model / "config.json").is_file():
+        raise InputError(f"{model} is no model directory: it has no config.json")
+    name, command = _server()
+    whole = [*command, str(model), "--port", str(port), *(arguments or [])]
+    console.print(f"serving {model} by {name}: {shlex.join(whole)}", highlight=False, soft_wrap=True)
+    console.print(f"once it is up, try:\n  {_example(model, port)}", highlight=False, soft_wrap=True)
+    sys.stderr.flush()
+    os.execv(whole[0], whole)
+
+
+def _server() -> tuple[str, tuple[str, ...]]:
+    from importlib.util import find_spec
+
+    import torch
+
+    if find_spec("vllm") is not None and torch.cuda.is_available():
+        return "vLLM", VLLM
+    from transformers.utils.import_utils import is_serve_available
+
+    if is_serve_available():
+        why = "vLLM is not installed" if find_spec("vllm") is None else "torch sees no GPU here"
+        return f"transformers' own server ({why})", TRANSFORMERS
+    raise SemisparseError(
+        "no server can be started: vLLM needs a GPU and `pip install vllm`, transformers' own server needs "
+        "`pip install 'transformers[serving]'`"
+    )
+
+
+def _example(model: Path, port: int) -> str:
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}], "max_tokens": 32}}'
+    return f"curl http://localhost:{port}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"

@@ -1,0 +1,34 @@
+"""``semisparse warm``: compile what a model needs, beforehand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from semisparse.cli.output import console, print_json
+
+
+def warm(
+    model: Annotated[Path, typer.Argument(help="A model directory, dense or compressed.")],
+    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
+    batches: Annotated[str, typer.Option("--batch", help="Sequences at once, by commas.")] = "1",
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+) -> None:
+    """Compile the kernels that generating with a model takes, so that later starts compile nothing.
+
+    Compiled code is kept in the user's cache directory (SEMISPARSE_CACHE).
+
+    Example: `semisparse warm out`
+    """
+    from semisparse.cli.arguments import positive_integers
+    from semisparse.engine import Engine
+
+    counts = positive_integers(batches, "--batch")
+    engine = Engine(model, device=device)
+    seconds = engine.warm(counts)
+    if json:
+        print_json({"compile_seconds": seconds, "load_seconds": engine.load_seconds})
+        return
+    console.print(f"compiled in {seconds:.1f} s; loading took {engine.load_seconds:.1f} s", highlight=False)

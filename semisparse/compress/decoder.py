@@ -1,0 +1,123 @@
+"""The decoder layers of a causal language model, and the arguments that the model calls them with."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from semisparse.errors import InputError
+from semisparse.nn import is_linear
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """The arguments of one call of a decoder layer, except the hidden states.
+
+    Args:
+        args: positional arguments after the hidden states.
+        kwargs: keyword arguments.
+        hidden_name: keyword of the hidden states; None if they are the first positional argument.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    hidden_name: str | None
+
+    def __call__(self, layer: nn.Module, hidden: Tensor) -> Tensor:
+        """Run a decoder layer with these arguments on hidden states [batch, tokens, features]; return the new ones."""
+        if self.hidden_name is None:
+            output = layer(hidden, *self.args, **self.kwargs)
+        else:
+            output = layer(*self.args, **{self.hidden_name: hidden}, **self.kwargs)
+        return output if isinstance(output, Tensor) else output[0]
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> LayerCall:
+        """Move all tensors among the arguments to a device; floating-point ones are also cast to ``dtype``."""
+        args, kwargs = _moved((self.args, self.kwargs), device, dtype)
+        return LayerCall(args, kwargs, self.hidden_name)
+
+
+def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """Return the name and the modules of the list of decoder layers: the module list that holds the most weights.
+
+    Raises:
+        InputError: the model has no module list.
+    """
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise InputError(f"{type(model).__name__} has no list of decoder layers; a causal language model is expected")
+    return max(lists, key=lambda item: sum(weight.numel() for weight in item[1].parameters()))
+
+
+def linear_layers(layer: nn.Module) -> dict[str, nn.Module]:
+    """Return the linear layers inside a decoder layer, by their name in it."""
+    return {name: module for name, module in layer.named_modules() if is_linear(module)}
+
+
+@torch.no_grad()
+def record_calls(
+    model: nn.Module, layers: Sequence[nn.Module], batches: Sequence[Tensor]
+) -> tuple[list[Tensor], list[list[LayerCall]]]:
+    """Run the model with its decoder layers skipped, and record the arguments of their calls.
+
+    Args:
+        model: a transformers causal language model.
+        layers: its decoder layers.
+        batches: token ids, each [batch, tokens] int64.
+    Returns:
+        The hidden states that enter the first decoder layer, [batch, tokens, features] per batch; for each decoder
+        layer its calls, one per batch.
+    """
+    hidden: list[Tensor] = []
+    calls: list[list[LayerCall]] = [[] for _ in layers]
+    body = getattr(model, "base_model", model)
+    device = next(model.parameters()).device
+    with _recording(layers, hidden, calls):
+        for batch in batches:
+            body(batch.to(device), use_cache=False)
+    return hidden, calls
+
+
+@contextlib.contextmanager
+def _recording(layers: Sequence[nn.Module], hidden: list[Tensor], calls: list[list[LayerCall]]) -> Iterator[None]:
+    """Make every decoder layer record its arguments and return its input.
+
+    The first call runs for real, to learn whether the layers return a tensor or a tuple.
+    """
+    returns_tuple: list[bool] = []
+
+    def recorder(index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def record(*args: Any, **kwargs: Any) -> Any:
+            if not returns_tuple:
+                returns_tuple.append(not isinstance(forward(*args, **kwargs), Tensor))
+            name = None if args else "hidden_states"
+            states = args[0] if name is None else kwargs.pop(name)
+            if index == 0:
+                hidden.append(states)
+            calls[index].append(LayerCall(args[1:], kwargs, name))
+            return (states,) if returns_tuple[0] else states
+
+        return record
+
+    for index, layer in enumerate(layers):
+        layer.forward = recorder(index, layer.forward)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def _moved(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, dtype if value.is_floating_point() else value.dtype)
+    if isinstance(value, tuple | list):
+        return type(value)(_moved(item, device, dtype) for item in value)
+    if isinstance(value, dict):
+        return {key: _moved(item, device, dtype) for key, item in value.items()}
+    return value

@@ -1,0 +1,183 @@
+"""Trace a decoder layer's forward: which linear layers share an input, and which add to the residual stream."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from semisparse.compress.decoder import LayerCall
+from semisparse.errors import InputError
+
+SAMPLED_TOKENS = 64
+"""Two activations count as equal if they are equal on this many tokens."""
+
+
+class HookPoint(NamedTuple):
+    """The ``input`` or ``output`` (`side`) of a submodule of a decoder layer; ``""`` is the decoder layer itself."""
+
+    module: str
+    side: str
+
+
+@dataclass(frozen=True)
+class SharedInput:
+    """An activation that one or more linear layers of a decoder layer read.
+
+    Args:
+        linears: names of these linear layers in the decoder layer, in call order.
+        residuals: for each of them whose output is added to the residual stream, where the stream can be read before
+            that addition.
+        all_tokens: whether they read every token of a batch; experts of a mixture read some.
+    """
+
+    linears: tuple[str, ...]
+    residuals: Mapping[str, HookPoint]
+    all_tokens: bool
+
+    @property
+    def point(self) -> HookPoint:
+        """Where the activation can be read."""
+        return HookPoint(self.linears[0], "input")
+
+
+class _Sample(NamedTuple):
+    """What was seen at a hook point: features of the first tokens, [tokens, features], and the number of tokens."""
+
+    point: HookPoint
+    features: Tensor
+    tokens: int
+
+
+class _Reached(Exception):
+    """Ends a decoder layer's forward once the shared input is known."""
+
+
+@torch.no_grad()
+def find_shared_inputs(
+    layer: nn.Module, linears: Mapping[str, str], call: LayerCall, hidden: Tensor
+) -> list[SharedInput]:
+    """Group a decoder layer's linear layers by input, in call order.
+
+    Args:
+        layer: in float32, so that rounding cannot be mistaken for a difference.
+        linears: the linear layers' names in the decoder layer, each with its name in the model.
+        call: arguments of the decoder layer, in float32.
+        hidden: [batch, tokens, features] float32.
+
+    Raises:
+        InputError: a linear layer is not called exactly once.
+    """
+    trace: list[_Sample] = []
+
+    def observe(point: HookPoint, activation: Tensor) -> None:
+        trace.append(_Sample(point, activation[:SAMPLED_TOKENS].clone(), len(activation)))
+
+    with _hooked(layer, [name for name, _ in layer.named_modules()], observe):
+        call(layer, hidden)
+    times = Counter(sample.point for sample in trace)
+    for name, full_name in linears.items():
+        count = times[HookPoint(name, "input")]
+        if count != 1:
+            raise InputError(
+                f"layer {full_name} is called {count} times per forward of its decoder layer, once is expected; "
+                "list it under 'ignore' to leave it dense"
+            )
+    trace = [sample for sample in trace if times[sample.point] == 1]
+    tokens = hidden.shape[:-1].numel()
+    return [_shared_input(trace, group, tokens) for group in _group_by_input(trace, linears)]
+
+
+def capture(layer: nn.Module, shared: SharedInput, call: LayerCall, hidden: Tensor) -> dict[HookPoint, Tensor]:
+    """Run a decoder layer until a shared input is known; return it and the streams at the points of its `residuals`.
+
+    Returns:
+        [tokens, features] by hook point. The shared input is missing if no token of this batch reaches it.
+    """
+    activations: dict[HookPoint, Tensor] = {}
+
+    def observe(point: HookPoint, activation: Tensor) -> None:
+        activations[point] = activation
+        if point == shared.point:
+            raise _Reached
+
+    modules = {shared.point.module, *(point.module for point in shared.residuals.values())}
+    with _hooked(layer, modules, observe), contextlib.suppress(_Reached):
+        call(layer, hidden)
+    return activations
+
+
+def _group_by_input(trace: Sequence[_Sample], linears: Collection[str]) -> list[list[int]]:
+    """Return the linear layers' inputs, as indices into the trace; equal inputs form one list."""
+    groups: list[list[int]] = []
+    for index, sample in enumerate(trace):
+        if sample.point.side != "input" or sample.point.module not in linears:
+            continue
+        for group in groups:
+            first = trace[group[0]]
+            if first.tokens == sample.tokens and torch.equal(first.features, sample.features):
+                group.append(index)
+                break
+        else:
+            groups.append([index])
+    return groups
+
+
+def _shared_input(trace: Sequence[_Sample], group: Sequence[int], tokens: int) -> SharedInput:
+    first = group[0]
+    names = tuple(trace[index].point.module for index in group)
+    residuals = {name: point for name in names if (point := _residual_before(trace, first, name))}
+    return SharedInput(names, residuals, trace[first].tokens == tokens)
+
+
+def _residual_before(trace: Sequence[_Sample], first: int, name: str) -> HookPoint | None:
+    """Find the residual stream that a linear layer adds to.
+
+    It is an activation before index ``first`` of the trace which, plus the linear layer's output, equals a later one.
+    """
+    end = next(index for index, sample in enumerate(trace) if sample.point == HookPoint(name, "output"))
+    for before in trace[:first]:
+        if any(_is_sum(after.features, before.features, trace[end].features) for after in trace[end + 1 :]):
+            return before.point
+    return None
+
+
+def _is_sum(total: Tensor, left: Tensor, right: Tensor) -> bool:
+    """Return whether ``total = left + right`` within 4 eps; rounding of the sum and of this check take up to 2."""
+    if not total.shape == left.shape == right.shape:
+        return False
+    bound = 4 * torch.finfo(total.dtype).eps * (total.abs() + left.abs() + right.abs())
+    return bool(((total - left - right).abs() <= bound).all())
+
+
+@contextlib.contextmanager
+def _hooked(layer: nn.Module, modules: Iterable[str], observe: Callable[[HookPoint, Tensor], None]) -> Iterator[None]:
+    """Call ``observe`` with each input and output ([tokens, features]) of the named submodules."""
+
+    def pass_on(point: HookPoint, values: Iterable[Any]) -> None:
+        first = next((value for value in values if isinstance(value, Tensor) and value.is_floating_point()), None)
+        if first is not None:
+            observe(point, first.reshape(-1, first.shape[-1]))
+
+    def hooks(name: str) -> Iterator[Any]:
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            pass_on(HookPoint(name, "input"), (*args, *kwargs.values()))
+
+        def after(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+            pass_on(HookPoint(name, "output"), output if isinstance(output, tuple | list) else (output,))
+
+        module = layer.get_submodule(name)
+        yield module.register_forward_pre_hook(before, with_kwargs=True)
+        yield module.register_forward_hook(after)
+
+    handles = [handle for name in modules for handle in hooks(name)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

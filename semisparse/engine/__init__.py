@@ -1,0 +1,6 @@
+"""Running models: static cache, captured decode step, sampling, fused decoder layers; what generate and bench run."""
+
+from semisparse.engine.engine import Engine, Generation
+from semisparse.engine.sampling import Sampling
+
+__all__ = ["Engine", "Generation", "Sampling"]

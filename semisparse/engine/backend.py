@@ -1,0 +1,195 @@
+"""Running a model token by token: the engine's own decoder, with the decode step in a CUDA graph on a GPU."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Hashable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from semisparse.engine.decoder import Cache, Decoder, check_against
+from semisparse.engine.ops import greedy_step, move_on
+from semisparse.engine.sampling import Sampling, choose
+from semisparse.engine.speculation import Verifier, speculated
+from semisparse.engine.state import State
+from semisparse.errors import InputError
+from semisparse.formats.kernel import bucket_of
+
+AHEAD = 8
+"""Decode steps that the host may launch before it has seen the tokens of the first of them."""
+
+CACHE_GRAIN = 256
+"""Positions by which a cache's length grows: a captured step serves every length up to its cache's."""
+
+
+class Backend(ABC):
+    """Runs a model for batches of prompts.
+
+    Attributes:
+        context: positions that the model is made for.
+        vocabulary: tokens that it knows.
+    """
+
+    context: int
+    vocabulary: int
+
+    @abstractmethod
+    def needs(self, prompts: Sequence[Sequence[int]], new: int, sampling: Sampling, proposals: int) -> Hashable:
+        """Return what must be compiled and captured for a batch; equal for batches that need the same."""
+
+    @abstractmethod
+    def run(
+        self, prompts: Sequence[Sequence[int]], new: int, sampling: Sampling, proposals: int = 0
+    ) -> Iterator[list[int]]:
+        """Yield one token per prompt for each of ``new`` steps, the first after the prompts.
+
+        Args:
+            prompts: tokens.
+            new: tokens to add to each.
+            sampling: how they are chosen.
+            proposals: tokens that are proposed and verified at once (greedy sampling only); 0 takes them one by one.
+        """
+
+
+class DecoderBackend(Backend):
+    """The engine's own decoder.
+
+    Args:
+        model: on its device.
+    Raises:
+        UnknownStructureError: the model is no Llama-like decoder.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.decoder = Decoder(model, CACHE_GRAIN)
+        check_against(model, self.decoder)
+        self.context = self.decoder.structure.context
+        self.vocabulary = int(self.decoder.structure.embedding.get_parameter("weight").shape[0])
+        self._on_gpu = self.decoder.device.type == "cuda"
+        self._state: State | None = None
+        self._graphs: dict[Sampling, torch.cuda.CUDAGraph] = {}
+        self._verifiers: dict[int, Verifier] = {}
+        self._generator = torch.Generator(self.decoder.device)
+
+    def needs(self, prompts: Sequence[Sequence[int]], new: int, sampling: Sampling, proposals: int) -> Hashable:
+        count, longest = len(prompts), max(map(len, prompts))
+        state = self._state_for(count, longest + new + proposals)
+        return id(state), bucket_of(state.cache.sequences * longest), sampling, proposals, new > 1
+
+    @torch.no_grad()
+    def run(
+        self, prompts: Sequence[Sequence[int]], new: int, sampling: Sampling, proposals: int = 0
+    ) -> Iterator[list[int]]:
+        """Yield one token per prompt for each of ``new`` steps.
+
+        Raises:
+            InputError: the cache does not fit the device's memory; says what would.
+        """
+        count, longest = len(prompts), max(map(len, prompts))
+        state = self._state_for(count, longest + new + proposals)
+        self._generator.manual_seed(sampling.seed)
+        padded = [*prompts, *[[0]] * (state.cache.sequences - count)]
+        tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in padded])
+        lengths = torch.tensor([len(prompt) for prompt in padded], device=self.decoder.device)
+        logits = self.decoder.prompt(tokens.to(self.decoder.device), lengths - 1, state.cache)
+        state.positions.copy_(lengths - 1)
+        state.steps.zero_()
+        self._choose(logits, state, sampling)
+        if proposals:
+            rows = speculated(self.decoder, state, padded, new, proposals, self._verifiers)
+        elif self._on_gpu:
+            rows = self._rows_on_gpu(state, new, sampling)
+        else:
+            rows = self._rows_on_cpu(state, new, sampling)
+        for row in rows:
+            yield row[:count]
+
+    def _choose(self, logits: Tensor, state: State, sampling: Sampling) -> None:
+        if sampling.greedy:
+            greedy_step(logits, state.tokens, state.positions, state.output, state.steps)
+        else:
+            chosen = choose(logits, sampling, self._generator)
+            move_on(chosen, state.tokens, state.positions, state.output, state.steps)
+
+    def _step(self, state: State, sampling: Sampling) -> None:
+        logits = self.decoder.step(state.tokens[:, None], state.positions, state.cache)
+        self._choose(logits, state, sampling)
+
+    def _rows_on_cpu(self, state: State, new: int, sampling: Sampling) -> Iterator[list[int]]:
+        for step in range(new):
+            if step:
+                self._step(state, sampling)
+            yield state.output[step].tolist()
+
+    def _rows_on_gpu(self, state: State, new: int, sampling: Sampling) -> Iterator[list[int]]:
+        """Launch steps ahead of the tokens that the host has seen, and copy these beside the launches."""
+        graph = self._graph(state, sampling) if new > 1 else None
+        copies = torch.cuda.Stream()
+        seen = torch.empty((new, state.cache.sequences), dtype=torch.int64, pin_memory=True)
+        arrivals: deque[torch.cuda.Event] = deque()
+        yielded = 0
+        for step in range(new):
+            if step and graph is not None:
+                graph.replay()
+            copies.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(copies):
+                seen[step].copy_(state.output[step], non_blocking=True)
+                arrivals.append(torch.cuda.Event())
+                arrivals[-1].record()
+            while arrivals and (len(arrivals) > AHEAD or arrivals[0].query()):
+                arrivals.popleft().synchronize()
+                yield seen[yielded].tolist()
+                yielded += 1
+        while arrivals:
+            arrivals.popleft().synchronize()
+            yield seen[yielded].tolist()
+            yielded += 1
+
+    def _graph(self, state: State, sampling: Sampling) -> torch.cuda.CUDAGraph:
+        """Return the captured decode step; a step that is not captured yet runs eagerly once or twice before."""
+        if sampling not in self._graphs:
+            kept = [part.clone() for part in (state.tokens, state.positions, state.output, state.steps)]
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(2):
+                    self._step(state, sampling)
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            graph.register_generator_state(self._generator)
+            with torch.cuda.graph(graph):
+                self._step(state, sampling)
+            for part, before in zip((state.tokens, state.positions, state.output, state.steps), kept, strict=True):
+                part.copy_(before)
+            self._generator.manual_seed(sampling.seed)
+            self._graphs[sampling] = graph
+        return self._graphs[sampling]
+
+    def _state_for(self, count: int, positions: int) -> State:
+        """Return a state with room for so many prompts and positions; the last one if it has, else a larger one."""
+        sequences = 1 << (count - 1).bit_length() if self._on_gpu else count
+        length = min(-(-positions // CACHE_GRAIN) * CACHE_GRAIN, max(self.context, positions))
+        state = self._state
+        if state is not None and state.cache.sequences == sequences and state.cache.length >= positions:
+            return state
+        self._state, self._graphs, self._verifiers = None, {}, {}
+        self._check_memory(sequences, length)
+        self.decoder.ensure_length(length)
+        self._state = State.make(self.decoder, sequences, length)
+        return self._state
+
+    def _check_memory(self, sequences: int, length: int) -> None:
+        if not self._on_gpu:
+            return
+        needed = Cache.bytes_of(self.decoder.structure, sequences, length, self.decoder.dtype)
+        free = torch.cuda.mem_get_info(self.decoder.device)[0]
+        free += torch.cuda.memory_reserved(self.decoder.device) - torch.cuda.memory_allocated(self.decoder.device)
+        if needed > free:
+            fitting = int(free // (needed / sequences))
+            raise InputError(
+                f"{sequences} sequences of {length} positions take {needed / 1e9:.1f} GB of cache, {free / 1e9:.1f} GB "
+                f"of GPU memory are free: {fitting} such sequences would fit"
+            )

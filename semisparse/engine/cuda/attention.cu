@@ -1,0 +1,206 @@
+// Attention of single query tokens over the cache: out[m, head, :] = softmax(q . keys * scale) . values over positions 0 to positions[m].
+//
+// A CTA computes GROUP query heads that share a key-value head, for one token and one of `splits` parts of its positions. LANES lanes
+// of a warp take one position at a time, 8 values of it each; each such team keeps its own maximum, sum and weighted values (online
+// softmax), and the teams are combined in shared memory. With several splits, partial results go to memory and the last CTA of a token
+// and head combines them in the order of the splits, so every run gives the same bits; it sets the counter back to 0.
+//
+// Grid: key-value heads times groups of GROUP heads, splits, tokens m. CTA: 4 warps. The kernel is bound by reading the cache.
+//
+// Compiled for SCALAR, DIM (head dimension, a multiple of 8), GROUP (query heads per CTA).
+
+#include "ptx/global.cuh"
+#include "ptx/griddepcontrol.cuh"
+#include "types.cuh"
+
+constexpr int kWarps = 4;
+constexpr int kVector = 8;                                        // values of a lane
+constexpr int kNeeded = DIM / kVector;                            // lanes that have values of a position
+constexpr int kLanes = kNeeded <= 1 ? 1 : kNeeded <= 2 ? 2 : kNeeded <= 4 ? 4 : kNeeded <= 8 ? 8 : kNeeded <= 16 ? 16 : 32;
+constexpr int kTeams = 32 / kLanes;                               // positions that a warp takes at a time
+constexpr int kAhead = GROUP > 2 ? 2 : 4;                         // positions of a team whose loads are in flight
+static_assert(DIM % kVector == 0 && kNeeded <= 32, "DIM is a multiple of 8, up to 256");
+
+// A lane's values of a position, as they lie in memory: 16 or 32 bytes.
+struct Loaded {
+    uint4 units[sizeof(SCALAR) / 2];
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int i = 0; i < static_cast<int>(sizeof(SCALAR)) / 2; ++i) units[i] = uint4{0, 0, 0, 0};
+    }
+
+    __device__ __forceinline__ void read(const SCALAR* from) {
+#pragma unroll
+        for (int i = 0; i < static_cast<int>(sizeof(SCALAR)) / 2; ++i) units[i] = reinterpret_cast<const uint4*>(from)[i];
+    }
+
+    __device__ __forceinline__ void widen(float (&to)[kVector]) const {
+        const SCALAR* values = reinterpret_cast<const SCALAR*>(units);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) to[i] = to_float(values[i]);
+    }
+};
+
+// The running softmax of one head: values weighted by exp(score - maximum), and the sum of these weights.
+struct Softmax {
+    float maximum, sum;
+    float values[kVector];
+
+    __device__ __forceinline__ void clear() {
+        maximum = -kFloatMax, sum = 0;
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) values[i] = 0;
+    }
+
+    __device__ __forceinline__ void add(float score, const float (&of)[kVector]) {
+        const float largest = fmaxf(maximum, score), keep = expf(maximum - largest), weight = expf(score - largest);
+        maximum = largest, sum = sum * keep + weight;
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) values[i] = values[i] * keep + weight * of[i];
+    }
+
+    // Adds what another kept; either may be empty.
+    __device__ __forceinline__ void merge(float other_maximum, float other_sum, const float* of) {
+        const float largest = fmaxf(maximum, other_maximum);
+        const float keep = expf(maximum - largest), weight = expf(other_maximum - largest);
+        maximum = largest, sum = sum * keep + other_sum * weight;
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) values[i] = values[i] * keep + weight * of[i];
+    }
+};
+
+struct Partial {
+    float maximum, sum;
+    float values[DIM];
+};
+
+extern "C" __global__ void __launch_bounds__(kWarps * 32, GROUP > 4 ? 2 : 3) semisparse_engine_attention(
+    const SCALAR* q,        // [m, heads, DIM]
+    const SCALAR* keys,     // [sequences, kv_heads, length, DIM]
+    const SCALAR* values,   // [sequences, kv_heads, length, DIM]
+    const int* positions,   // [m]: of the token, the last that it attends to
+    SCALAR* out,            // [m, heads, DIM]
+    float* partials,        // [m, heads, splits, DIM + 2]
+    int* counters,          // [m, kv_heads * groups], 0
+    int heads, int kv_heads, int tokens, int length, int splits, float scale
+) {
+    __shared__ Partial of_warps[kWarps][GROUP];
+    __shared__ int last;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, team = warp * kTeams + lane / kLanes, part = lane % kLanes;
+    const int per_kv = heads / kv_heads, groups = (per_kv + GROUP - 1) / GROUP;
+    const int kv_head = blockIdx.x / groups, first_head = kv_head * per_kv + blockIdx.x % groups * GROUP;
+    const int count = min(GROUP, kv_head * per_kv + per_kv - first_head), row = blockIdx.z, split = blockIdx.y;
+    const bool has_values = part < kNeeded;
+    griddepcontrol_launch_dependents();
+    griddepcontrol_wait();
+    const int context = positions[row] + 1;
+    const int begin = static_cast<int>(static_cast<long long>(context) * split / splits);
+    const int end = static_cast<int>(static_cast<long long>(context) * (split + 1) / splits);
+    float query[GROUP][kVector];
+    Softmax softmax[GROUP];
+#pragma unroll
+    for (int head = 0; head < GROUP; ++head) {
+        softmax[head].clear();
+        Loaded loaded;
+        loaded.clear();
+        if (has_values && head < count)
+            loaded.read(q + (static_cast<long long>(row) * heads + first_head + head) * DIM + part * kVector);
+        loaded.widen(query[head]);
+    }
+    const long long base = (static_cast<long long>(row / tokens) * kv_heads + kv_head) * length * DIM + part * kVector;
+    constexpr int kStep = kWarps * kTeams;
+    for (int first = begin + team; first - team < end; first += kAhead * kStep) {
+        Loaded key[kAhead], value[kAhead];
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+            const int position = first + i * kStep;
+            key[i].clear(), value[i].clear();
+            if (position < end && has_values) {
+                key[i].read(keys + base + static_cast<long long>(position) * DIM);
+                value[i].read(values + base + static_cast<long long>(position) * DIM);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+            float of_key[kVector], of_value[kVector];
+            key[i].widen(of_key);
+            value[i].widen(of_value);
+#pragma unroll
+            for (int head = 0; head < GROUP; ++head) {
+                float score = 0;
+#pragma unroll
+                for (int j = 0; j < kVector; ++j) score += query[head][j] * of_key[j];
+#pragma unroll
+                for (int step = kLanes / 2; step; step /= 2) score += __shfl_xor_sync(~0u, score, step);
+                if (first + i * kStep < end) softmax[head].add(score * scale, of_value);
+            }
+        }
+    }
+    // The teams of a warp, then its warps, then the splits.
+#pragma unroll
+    for (int head = 0; head < GROUP; ++head) {
+#pragma unroll
+        for (int step = 16; step >= kLanes; step /= 2) {
+            float other[kVector];
+            const float maximum = __shfl_xor_sync(~0u, softmax[head].maximum, step);
+            const float sum = __shfl_xor_sync(~0u, softmax[head].sum, step);
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) other[i] = __shfl_xor_sync(~0u, softmax[head].values[i], step);
+            softmax[head].merge(maximum, sum, other);
+        }
+        if (lane < kNeeded) {
+            Partial& mine = of_warps[warp][head];
+            if (lane == 0) mine.maximum = softmax[head].maximum, mine.sum = softmax[head].sum;
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) mine.values[lane * kVector + i] = softmax[head].values[i];
+        }
+    }
+    __syncthreads();
+    // A warp per head from here on: its lanes have the values of a position as before.
+    auto finish = [&](int head, const Softmax& total) {
+        const long long place = (static_cast<long long>(row) * heads + first_head + head) * DIM + lane * kVector;
+        if (lane < kNeeded)
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) store(out + place + i, total.values[i] / total.sum);
+    };
+    auto partial_at = [&](int head, int of) {
+        return partials + ((static_cast<long long>(row) * heads + first_head + head) * splits + of) * (DIM + 2);
+    };
+    for (int head = warp; head < count; head += kWarps) {
+        Softmax total;
+        total.clear();
+        for (int other = 0; other < kWarps; ++other) {
+            const Partial& from = of_warps[other][head];
+            total.merge(from.maximum, from.sum, from.values + min(lane, kNeeded - 1) * kVector);
+        }
+        if (splits == 1) {
+            finish(head, total);
+        } else {
+            float* to = partial_at(head, split);
+            if (lane == 0) to[0] = total.maximum, to[1] = total.sum;
+            if (lane < kNeeded)
+#pragma unroll
+                for (int i = 0; i < kVector; ++i) to[2 + lane * kVector + i] = total.values[i];
+        }
+    }
+    if (splits == 1) return;
+    __syncthreads();
+    int* counter = counters + row * gridDim.x + blockIdx.x;
+    if (threadIdx.x == 0) last = atom_acq_rel_gpu_increment(counter) == splits - 1;
+    __syncthreads();
+    if (!last) return;
+    if (threadIdx.x == 0) *counter = 0;
+    for (int head = warp; head < count; head += kWarps) {
+        Softmax total;
+        total.clear();
+        for (int of = 0; of < splits; ++of) {
+            const float* from = partial_at(head, of);
+            float other[kVector];
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) other[i] = __ldcg(from + 2 + min(lane, kNeeded - 1) * kVector + i);
+            total.merge(__ldcg(from), __ldcg(from + 1), other);
+        }
+        finish(head, total);
+    }
+}

@@ -1,0 +1,279 @@
+"""The engine: a model directory, or a model, that continues prompts."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from semisparse.checkpoint import load_model, load_tokenizer
+from semisparse.engine.backend import Backend, DecoderBackend
+from semisparse.engine.sampling import Sampling
+from semisparse.engine.structure import UnknownStructureError
+from semisparse.engine.text import TextStream
+from semisparse.engine.transformers_backend import TransformersBackend
+from semisparse.errors import InputError
+from semisparse.nn import join_layers
+
+MAX_PROPOSALS = 31
+"""Tokens that are proposed at once."""
+
+OnText = Callable[[int, str], None]
+"""Called with a prompt's number and the text that follows, as it comes."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A prompt's continuation.
+
+    Args:
+        text: the prompt and its continuation.
+        new_tokens: tokens generated, an end token included.
+        seconds: wall time of the batch that the prompt was in, from its first launch on; loading, compiling and
+            capturing excluded.
+        first_token_seconds: until the first new token had come.
+        decode_seconds: from then until the last one.
+        load_seconds: reading the model and bringing it to the device.
+        compile_seconds: compiling and capturing, before the time of ``seconds``.
+    """
+
+    text: str
+    new_tokens: int
+    seconds: float
+    first_token_seconds: float
+    decode_seconds: float
+    load_seconds: float
+    compile_seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens over wall time."""
+        return self.new_tokens / max(self.seconds, 1e-9)
+
+    @property
+    def decode_tokens_per_second(self) -> float | None:
+        """New tokens after the first over the time since; None if there is only one."""
+        return (self.new_tokens - 1) / max(self.decode_seconds, 1e-9) if self.new_tokens > 1 else None
+
+
+@dataclass
+class _Sequence:
+    """A prompt of a batch on its way."""
+
+    tokens: list[int]
+    stream: TextStream
+    new: list[int] = field(default_factory=list)
+    done: bool = False
+
+
+class Engine:
+    """A model that continues prompts.
+
+    Args:
+        model: a model directory, dense or compressed, or a model on its device.
+        tokenizer: the model's; read from the directory if None.
+        device: ``auto`` (CUDA if there is one), ``cpu`` or ``cuda``; of a directory.
+        dtype: of what is not packed; by default the checkpoint's, and float32 on a CPU, where half precision is slow.
+
+    Attributes:
+        note: why the model runs through transformers' own code, or None.
+    Raises:
+        CheckpointError: the directory is missing, incomplete or corrupted.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        device: str = "auto",
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        start = time.perf_counter()
+        if not isinstance(model, PreTrainedModel):
+            tokenizer = tokenizer or load_tokenizer(model)
+            model = load_model(model, device, dtype)
+        if model.device.type == "cuda":
+            join_layers(model)
+        self.model, self.tokenizer = model, tokenizer
+        self.note: str | None = None
+        self.backend = self._backend(model)
+        self._warm: set[Hashable] = set()
+        self.load_seconds = time.perf_counter() - start
+
+    def _backend(self, model: PreTrainedModel) -> Backend:
+        try:
+            return DecoderBackend(model)
+        except UnknownStructureError as error:
+            self.note = f"{type(model).__name__} runs through transformers' own code: {error}"
+            warnings.warn(self.note, stacklevel=3)
+            return TransformersBackend(model)
+
+    def prepare(
+        self,
+        prompts: Sequence[str],
+        max_new_tokens: int = 64,
+        *,
+        sampling: Sampling | None = None,
+        proposals: int = 0,
+        **others: Any,
+    ) -> float:
+        """Compile and capture what a batch needs, and check that it can be run; return the seconds that it took.
+
+        Args:
+            prompts: as of `generate`, as are the others.
+        """
+        sampling = sampling or Sampling()
+        tokenized = [self._tokenized(prompt) for prompt in prompts]
+        return self._compile(tokenized, self._room(tokenized, max_new_tokens), sampling, proposals)
+
+    def warm(self, batches: Sequence[int] = (1,)) -> float:
+        """Compile and capture what batches of these sizes need for short and long prompts; return the seconds it took.
+
+        Kernels are compiled in parallel processes first, where there are several processors.
+        """
+        start = time.perf_counter()
+        for count in batches:
+            for length in (1, self.backend.context // 2):
+                prompts = [[0] * length] * count
+                self._compile(prompts, min(2, self.backend.context - length), Sampling(), 0)
+        return time.perf_counter() - start
+
+    def echo(self, prompt: str) -> str:
+        """Return a prompt as a continuation's text begins: without special tokens."""
+        return self._decoded(self._tokenized(prompt))
+
+    def chat_prompt(self, messages: list[dict[str, str]]) -> str:
+        """Write a conversation as the model was trained to read it.
+
+        Raises:
+            InputError: the tokenizer has no chat template.
+        """
+        if self.tokenizer is None or self.tokenizer.chat_template is None:
+            raise InputError("the model's tokenizer has no chat template: it was not trained for conversations")
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+    def generate(
+        self,
+        prompts: Sequence[str],
+        max_new_tokens: int = 64,
+        *,
+        sampling: Sampling | None = None,
+        stop: Sequence[str] = (),
+        proposals: int = 0,
+        on_text: OnText | None = None,
+        special_tokens: bool = True,
+    ) -> list[Generation]:
+        """Continue prompts, all at once.
+
+        Args:
+            prompts: texts.
+            max_new_tokens: of each, at most.
+            sampling: how tokens are chosen; greedily if None.
+            stop: strings that end a continuation, and are left out.
+            proposals: tokens proposed by look-up in the text before and verified at once; the text stays the greedy
+                one. 0 takes tokens one by one.
+            on_text: called with text as it comes.
+            special_tokens: whether the tokenizer adds its own to prompts, such as BOS.
+        Raises:
+            InputError: a prompt is empty or longer than the model's context, or the batch does not fit the memory.
+        """
+        sampling = sampling or Sampling()
+        tokenized = [self._tokenized(prompt, special_tokens) for prompt in prompts]
+        new = self._room(tokenized, max_new_tokens)
+        compile_seconds = self._compile(tokenized, new, sampling, proposals)
+        sequences = [_Sequence(tokens, TextStream(self._decoded, tokens, stop)) for tokens in tokenized]
+        start = time.perf_counter()
+        first = 0.0
+        for row in self.backend.run(tokenized, new, sampling, proposals):
+            first = first or time.perf_counter() - start
+            for number, (sequence, token) in enumerate(zip(sequences, row, strict=True)):
+                self._take(sequence, token, number, on_text)
+            if all(sequence.done for sequence in sequences):
+                break
+        seconds = time.perf_counter() - start
+        return [
+            Generation(
+                text=self._decoded(sequence.tokens) + self._finished(sequence, number, on_text),
+                new_tokens=len(sequence.new),
+                seconds=seconds,
+                first_token_seconds=first,
+                decode_seconds=seconds - first,
+                load_seconds=self.load_seconds,
+                compile_seconds=compile_seconds,
+            )
+            for number, sequence in enumerate(sequences)
+        ]
+
+    def _take(self, sequence: _Sequence, token: int, number: int, on_text: OnText | None) -> None:
+        if sequence.done:
+            return
+        sequence.new.append(token)
+        text = sequence.stream.add(token)
+        if text and on_text:
+            on_text(number, text)
+        sequence.done = sequence.stream.stopped or token in self._end_tokens()
+
+    def _finished(self, sequence: _Sequence, number: int, on_text: OnText | None) -> str:
+        text = sequence.stream.finish()
+        if text and on_text:
+            on_text(number, text)
+        return sequence.stream.text
+
+    def _end_tokens(self) -> set[int]:
+        """Return the tokens that end a text, by generation_config.json, or else by config.json."""
+        ends = getattr(self.model.generation_config, "eos_token_id", None)
+        if ends is None:
+            ends = getattr(self.model.config, "eos_token_id", None)
+        return set(ends) if isinstance(ends, list | tuple) else set() if ends is None else {int(ends)}
+
+    def _decoded(self, tokens: Sequence[int]) -> str:
+        if self.tokenizer is None:
+            raise InputError("the model has no tokenizer; give one to Engine")
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def _tokenized(self, prompt: str, special_tokens: bool = True) -> list[int]:
+        if self.tokenizer is None:
+            raise InputError("the model has no tokenizer; give one to Engine")
+        tokens = list(self.tokenizer(prompt, add_special_tokens=special_tokens).input_ids)
+        if not tokens:
+            raise InputError("a prompt is empty; give at least one token of text")
+        outside = [token for token in tokens if not 0 <= token < self.backend.vocabulary]
+        if outside:
+            raise InputError(
+                f"the tokenizer gives token {outside[0]}, the model knows {self.backend.vocabulary} tokens: "
+                "they do not belong together"
+            )
+        return tokens
+
+    def _room(self, tokenized: Sequence[Sequence[int]], wanted: int) -> int:
+        """Return how many tokens may be added to the longest prompt."""
+        if wanted < 1:
+            raise InputError(f"max-new-tokens is {wanted}; ask for at least 1")
+        longest = max(map(len, tokenized))
+        if longest + wanted > self.backend.context:
+            raise InputError(
+                f"{longest} prompt tokens and {wanted} new ones exceed the model's context of {self.backend.context}"
+            )
+        return wanted
+
+    def _compile(self, tokenized: Sequence[Sequence[int]], new: int, sampling: Sampling, proposals: int) -> float:
+        """Run what a batch of this size needs once, so that its time holds no compiling; return the seconds it took."""
+        if proposals and not sampling.greedy:
+            raise InputError("proposed tokens are verified against the greedy choice: leave the temperature at 0")
+        if not 0 <= proposals <= MAX_PROPOSALS:
+            raise InputError(f"{proposals} tokens are to be proposed at once; it is 0 to {MAX_PROPOSALS}")
+        key = self.backend.needs(tokenized, new, sampling, proposals)
+        if key in self._warm:
+            return 0.0
+        start = time.perf_counter()
+        for _ in zip(range(min(new, 2)), self.backend.run(tokenized, new, sampling, proposals), strict=False):
+            pass
+        self._warm.add(key)
+        return time.perf_counter() - start

@@ -1,0 +1,65 @@
+"""Running a model through transformers' own code, for structures that the engine does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+
+from semisparse.engine.backend import Backend
+from semisparse.engine.sampling import Sampling, choose
+from semisparse.formats.kernel import bucket_of
+
+
+class TransformersBackend(Backend):
+    """A model as transformers has it, with a static cache where the model takes one.
+
+    Args:
+        model: on its device.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        config: Any = model.config.get_text_config()
+        self.context = int(getattr(config, "max_position_embeddings", None) or 1 << 30)
+        self.vocabulary = int(config.vocab_size)
+        self._generator = torch.Generator(model.device)
+
+    def needs(self, prompts: Sequence[Sequence[int]], new: int, sampling: Sampling, proposals: int) -> Hashable:
+        return bucket_of(len(prompts)), bucket_of(len(prompts) * max(map(len, prompts)))
+
+    @torch.no_grad()
+    def run(
+        self, prompts: Sequence[Sequence[int]], new: int, sampling: Sampling, proposals: int = 0
+    ) -> Iterator[list[int]]:
+        """Yield one token per prompt for each of ``new`` steps; shorter prompts are padded on the left.
+
+        Proposals change no token, and are not verified here: tokens come one by one.
+        """
+        self._generator.manual_seed(sampling.seed)
+        device, longest = self._model.device, max(map(len, prompts))
+        ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+        cache = self._cache(longest + new)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        for step in range(new):
+            found = self._model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            ids = choose(found.logits[:, -1], sampling, self._generator)[:, None]
+            yield ids[:, 0].tolist()
+            if step + 1 < new:
+                mask = torch.cat([mask, mask.new_ones(len(ids), 1)], dim=-1)
+                positions = positions[:, -1:] + 1
+
+    def _cache(self, length: int) -> StaticCache | DynamicCache:
+        if getattr(self._model, "_can_compile_fullgraph", False):
+            return StaticCache(config=self._model.config, max_cache_len=length)
+        return DynamicCache(config=self._model.config)

@@ -1,0 +1,1 @@
+"""The GPU kernels, their schedules and their device code."""

@@ -1,0 +1,233 @@
+// y[m, n] = x[m, k] @ w[n, k].T + bias[n] for a bitmask weight in the layout `tiles` and m of 1 to TILE_M.
+//
+// Grid: 1-D, persistent CTAs. CTA: WARPS_N x WARPS_K warps. The WARPS_K warps of a row tile (16 rows of w) split its column
+// tiles among them (sliced-K); WARPS_N row tiles are computed side by side, and the CTA strides over all of them.
+//
+// A warp expands a tile into 16 fragments of mma.m16n8k16 with the weights as the 16-row operand. Tokens are the 8 columns of
+// the other operand, so 1 and 8 tokens take the same pass. A k-step is 4 columns of every lane's block: the 16 columns of a
+// fragment are a permutation of K, which x's fragments follow.
+//
+// Dynamic shared memory, in bytes:
+//   WARPS_N * WARPS_K rings of STAGES weight tiles          kTileBytes each
+//   WARPS_K rings of STAGES x tiles, m tokens by 256 columns 512 m each; the WARPS_N warps of the same K slice share one
+//   accumulators of every warp, double-buffered              64 TILE_M each
+// Both rings are filled with cp.async, STAGES tiles ahead. An x tile is not copied again where the columns stay the same.
+// Accumulators are float32 and added in a fixed order: every run returns the same bits.
+//
+// Bound by latency and issue at one or two tiles per warp (4096 x 4096, m = 1: DRAM 42 %, ALU 45 %, issue 46 %, 8.2 us of a
+// floor of 4.4), by memory at 28672 x 8192 (DRAM 78 %, .82 to .92 of the floor's rate). README.md has the figures.
+//
+// Compiled with SCALAR (__half or __nv_bfloat16), KEEP (values per block), TILE_M (1, 8, 16, 32 or 64), WARPS_N, WARPS_K and
+// STAGES.
+
+#include "ptx/bar.cuh"
+#include "ptx/griddepcontrol.cuh"
+#include "ptx/mma.cuh"
+#include "types.cuh"
+#include "tile.cuh"
+
+constexpr int kSliceThreads = WARPS_K * kWarpSize;  // of a row tile
+constexpr int kUnit = 8;                            // values of x in 16 bytes: two k-steps of a lane
+constexpr int kTokenBytes = kTileColumns * 2;       // per token of an x tile
+constexpr int kTokenGroups = (TILE_M + 7) / 8;      // mma operands of 8 tokens
+constexpr int kChains = TILE_M > 16 ? 1 : 2;        // accumulators per output: two hide mma latency at few tokens
+constexpr int kWarps = WARPS_N * WARPS_K;
+
+static_assert(WARPS_N == 1 || WARPS_K <= 15, "each K slice has a named barrier of its own, 1 to 15");
+
+// The swizzle of an x tile: XORed to the address of a lane's block, so that the eight lanes of a quarter-warp read (four blocks
+// of two tokens) fall into different banks.
+__device__ __forceinline__ int swizzle(int block, int token) { return (block + token % 2 * 4) * 16; }
+
+// Copies tiles of x to shared memory.
+struct XLoader {
+    const SCALAR* x;  // [m, k]
+    int m, k;
+    bool aligned;     // whether every row of x begins at a multiple of 16 bytes
+
+    // Copies a column tile of every WARPS_N-th token from `first` on, 16 bytes per lane; columns from k on become zeros.
+    __device__ __forceinline__ void copy(Word to, int column_tile, int first, int lane) const {
+        const int column = column_tile * kTileColumns + lane * kUnit;
+        const int left = min(max(k - column, 0), kUnit);
+        const SCALAR* from = x + (left ? column : 0) + static_cast<long long>(first) * k;
+        if (aligned) {
+#pragma unroll
+            for (int i = 0; i < TILE_M; i += WARPS_N, from += WARPS_N * static_cast<long long>(k))
+                if (first + i < m) cp_async_16(unit_address(to, first + i, lane), from, left * 2);
+            return;
+        }
+#pragma unroll 1
+        for (int token = first; token < m; token += WARPS_N, from += WARPS_N * static_cast<long long>(k))
+            copy_values(unit_address(to, token, lane), reinterpret_cast<const unsigned short*>(from), left);
+    }
+
+    static __device__ __forceinline__ Word unit_address(Word tile, int token, int lane) {
+        return tile + token * kTokenBytes + (lane * 16 ^ swizzle(lane / 8, token));
+    }
+
+    static __device__ __forceinline__ void copy_values(Word to, const unsigned short* from, int left) {
+#pragma unroll
+        for (int i = 0; i < kUnit; ++i) {
+            const unsigned short value = i < left ? *const_cast<const volatile unsigned short*>(from + i) : 0;
+            st_shared_u16(to + 2 * i, value);
+        }
+    }
+};
+
+// Addresses of unit 0 of a lane's block, for its tokens g, g + 8 ... of an x tile. Tokens from m on repeat the last one; their
+// accumulators are not stored.
+struct XFragments {
+    Word blocks[kTokenGroups];
+
+    __device__ __forceinline__ XFragments(Word tile, int m, int lane) {
+#pragma unroll
+        for (int i = 0; i < kTokenGroups; ++i) {
+            const int token = min(lane / 4 + 8 * i, m - 1);
+            blocks[i] = tile + token * kTokenBytes + lane % 4 * kBlockColumns * 2 + swizzle(lane % 4, token);
+        }
+    }
+};
+
+using Accumulators = float[kChains][kTokenGroups][4];
+
+// Multiplies a tile of weights with a tile of x.
+template <int step = 0>
+__device__ __forceinline__ void mma_tile(Accumulators& accumulators, TileExpander& tile, const XFragments& x,
+                                         uint4 (&units)[kTokenGroups]) {
+    const uint2 a = tile.upper.expand<step>();
+    const uint2 b = tile.lower.expand<step>();
+    const Word weights[4] = {a.x, b.x, a.y, b.y};
+#pragma unroll
+    for (int i = 0; i < kTokenGroups; ++i) {
+        if (step % 2 == 0) units[i] = ld_shared_v4(x.blocks[i] ^ step * 8);
+        mma_m16n8k16(accumulators[step % kChains][i], weights, step % 2 ? units[i].z : units[i].x,
+            step % 2 ? units[i].w : units[i].y, static_cast<const SCALAR*>(nullptr));
+    }
+    if constexpr (step + 1 < kSteps) mma_tile<step + 1>(accumulators, tile, x, units);
+}
+
+using Partial = float[TILE_M][kTileRows];  // a warp's accumulators in shared memory
+
+// Lane 4 * g + t holds rows g and g + 8 of tokens 2 t and 2 t + 1.
+__device__ __forceinline__ void store_partial(Partial& partial, const Accumulators& accumulators, int m, int lane) {
+#pragma unroll
+    for (int i = 0; i < 4 * kTokenGroups; ++i) {
+        const int token = lane % 4 * 2 + i % 2 + i / 4 * 8;
+        const float sum = accumulators[0][i / 4][i % 4] + (kChains > 1 ? accumulators[kChains - 1][i / 4][i % 4] : 0.0f);
+        if (token < m) partial[token][lane / 4 + i / 2 % 2 * 8] = sum;
+    }
+}
+
+// Adds the partials of the K slices of a row tile and stores y; `index` is the thread's among the row tile's.
+__device__ __forceinline__ void reduce_slices(const Partial* partials, const SCALAR* bias, SCALAR* y, int m, int n,
+                                              int first_row, int index) {
+#pragma unroll 1
+    for (int i = index; i < m * kTileRows; i += kSliceThreads) {
+        const int row = first_row + i % kTileRows;
+        if (row >= n) continue;
+        float sum = bias ? to_float(bias[row]) : 0.0f;
+#pragma unroll
+        for (int slice = 0; slice < WARPS_K; ++slice) sum += partials[slice][i / kTileRows][i % kTileRows];
+        store(y + static_cast<long long>(i / kTileRows) * n + row, sum);
+    }
+}
+
+// Synchronises the warps that share the x tiles of a K slice.
+__device__ __forceinline__ void sync_slice(int slice) {
+    if (WARPS_N == 1) __syncwarp();
+    else bar_sync<WARPS_N * kWarpSize>(1 + slice);
+}
+
+// A warp's two rings: the weight tiles of its K slice, for one group of WARPS_N row tiles after another, and its part of x.
+struct WarpPipeline {
+    const unsigned char* tiles;
+    XLoader x;
+    Word weight_ring, x_ring;    // shared-memory addresses
+    int x_bytes, row_tiles, column_tiles, stride, warp_n, slice, lane;
+    int group, column;           // of the next tile to copy
+
+    __device__ __forceinline__ void advance() {
+        column += WARPS_K;
+        if (column >= column_tiles) column = slice, group += stride;
+    }
+
+    __device__ __forceinline__ void copy_weights(int stage) const {
+        const long long index = static_cast<long long>(group + warp_n) * column_tiles + column;
+        if (group + warp_n < row_tiles) copy_tile(weight_ring + stage * kTileBytes, tiles + index * kTileBytes, lane);
+    }
+
+    // Refills a stage whose x tile is that of column tile `held`.
+    __device__ __forceinline__ void refill(int stage, int held) {
+        if (group < row_tiles && column != held) x.copy(x_ring + stage * x_bytes, column, warp_n, lane);
+        copy_weights(stage);
+        cp_async_commit_group();
+        advance();
+    }
+
+    // Fills all stages.
+    __device__ __forceinline__ void fill(bool overlapped) {
+        const int first = group;
+        if (overlapped) {  // weights are not written by the preceding kernel: copy them before waiting for it
+#pragma unroll
+            for (int i = 0; i < STAGES; ++i, advance()) copy_weights(i);
+            griddepcontrol_wait();
+            group = first, column = slice;
+        }
+#pragma unroll
+        for (int i = 0; i < STAGES; ++i, advance()) {
+            // x goes first, so that it does not queue behind the weights: 8.1 us, else 8.8 (4096 x 4096).
+            if (group < row_tiles) x.copy(x_ring + i * x_bytes, column, warp_n, lane);
+            if (!overlapped) copy_weights(i);
+            cp_async_commit_group();
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(WARPS_N * kSliceThreads, 1) semisparse_bitmask_decode(
+    const SCALAR* __restrict__ x,             // [m, k]
+    const unsigned char* __restrict__ tiles,  // [row_tiles, column_tiles, kTileBytes]
+    const SCALAR* __restrict__ bias,          // [n] or null
+    SCALAR* __restrict__ y,                   // [m, n]
+    int m, int n, int k, int row_tiles, int column_tiles,
+    int x_aligned,                            // whether every row of x begins at a multiple of 16 bytes
+    int overlapped                            // whether the launch is programmatic: weights are read before the wait
+) {
+    extern __shared__ __align__(256) unsigned char shared[];
+    const int lane = threadIdx.x % kWarpSize;
+    const int warp = threadIdx.x / kWarpSize;
+    const int warp_n = warp / WARPS_K;
+    const int slice = warp % WARPS_K;
+    const int stride = gridDim.x * WARPS_N;
+    const int first_group = blockIdx.x * WARPS_N;
+    const int x_bytes = m * kTokenBytes;
+    const Word x_rings = smem_address(shared) + kWarps * STAGES * kTileBytes;
+    Partial* partials = reinterpret_cast<Partial*>(shared + kWarps * STAGES * kTileBytes + WARPS_K * STAGES * x_bytes);
+    WarpPipeline pipeline{tiles, XLoader{x, m, k, x_aligned != 0}, smem_address(shared) + warp * STAGES * kTileBytes,
+                          x_rings + slice * STAGES * x_bytes, x_bytes, row_tiles, column_tiles, stride, warp_n, slice, lane,
+                          first_group, slice};
+    griddepcontrol_launch_dependents();
+    pipeline.fill(overlapped);
+
+    int stage = 0, parity = 0;
+    for (int group = first_group; group < row_tiles; group += stride, parity ^= 1) {
+        Accumulators accumulators = {};
+#pragma unroll 1
+        for (int column = slice; column < column_tiles; column += WARPS_K) {
+            wait_tiles<STAGES - 1>();
+            sync_slice(slice);
+            if (group + warp_n < row_tiles) {
+                TileExpander tile(pipeline.weight_ring + stage * kTileBytes, lane);
+                const XFragments fragments(pipeline.x_ring + stage * x_bytes, m, lane);
+                uint4 units[kTokenGroups];
+                mma_tile(accumulators, tile, fragments, units);
+            }
+            sync_slice(slice);
+            pipeline.refill(stage, column);
+            stage = stage + 1 < STAGES ? stage + 1 : 0;
+        }
+        Partial* of_group = partials + parity * kWarps;
+        store_partial(of_group[warp], accumulators, m, lane);
+        __syncthreads();
+        reduce_slices(of_group + warp - slice, bias, y, m, n, (group + warp_n) * kTileRows, slice * kWarpSize + lane);
+    }
+}

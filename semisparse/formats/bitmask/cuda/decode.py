@@ -1,0 +1,81 @@
+"""decode.cu: y for 1 to 64 tokens, straight from the tiles, with mma.m16n8k16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from semisparse.formats.base import Packed
+from semisparse.formats.bitmask.cuda import operands
+from semisparse.formats.bitmask.cuda.schedule import DECODE_MAX_TOKENS, choose_decode
+from semisparse.formats.bitmask.storage.gpu import tiling
+from semisparse.formats.kernel import Problem, Product
+from semisparse.runtime.device import device_facts
+from semisparse.runtime.kernel import CudaSource
+from semisparse.runtime.nvrtc import Defines
+
+
+def _defines(dtype: torch.dtype, keep: int, tile_m: int, warps_n: int, warps_k: int, stages: int) -> Defines:
+    return {
+        "SCALAR": operands.SCALARS[dtype],
+        "KEEP": keep,
+        "TILE_M": tile_m,
+        "WARPS_N": warps_n,
+        "WARPS_K": warps_k,
+        "STAGES": stages,
+    }
+
+
+# The macros depend on the pattern and the shape: the common cases and the extremes.
+SOURCE = CudaSource(
+    Path(__file__).with_name("decode.cu"),
+    (
+        _defines(torch.float16, keep=1, tile_m=8, warps_n=1, warps_k=8, stages=2),
+        _defines(torch.float16, keep=32, tile_m=1, warps_n=1, warps_k=6, stages=2),
+        _defines(torch.float16, keep=64, tile_m=16, warps_n=2, warps_k=4, stages=2),
+        _defines(torch.float16, keep=32, tile_m=32, warps_n=4, warps_k=2, stages=2),
+        _defines(torch.bfloat16, keep=32, tile_m=64, warps_n=8, warps_k=1, stages=2),
+    ),
+)
+
+
+def refusal(problem: Problem) -> str | None:
+    """Say why the kernel cannot compute ``problem`` here, or None if it can."""
+    if problem.m > DECODE_MAX_TOKENS:
+        return f"takes 1 to {DECODE_MAX_TOKENS} tokens, got {problem.m}"
+    return operands.refusal(problem)
+
+
+def prepare(problem: Problem, pdl: bool = False) -> Product:
+    """Compile and load the kernel for one problem.
+
+    Args:
+        problem: x and w are both float16 or both bfloat16.
+        pdl: launch with programmatic dependent launch (Hopper and later). The kernel then reads the weight before
+            ``griddepcontrol.wait``: no kernel that still runs may write it. x is read after the wait.
+    Returns:
+        The product, accumulated in float32.
+    """
+    n, k, device = problem.n, problem.k, problem.device
+    weight = tiling(problem.spec)
+    schedule = choose_decode(problem.m, weight, device_facts(device))
+    config = (schedule.tile_m, schedule.warps_n, schedule.warps_k, schedule.stages)
+    defines = _defines(problem.dtype, weight.keep, *config)
+    kernel = SOURCE.build("semisparse_bitmask_decode", defines, schedule.shared).load(device)
+    grid, threads, rows_align = (schedule.ctas, 1, 1), 32 * schedule.warps, k % 8 == 0
+    row_tiles, column_tiles = weight.row_tiles, weight.column_tiles
+
+    def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+        x, m = x.contiguous(), x.shape[0]
+        y = x.new_empty(m, n)
+        kernel(
+            grid, threads, pdl=pdl, overlapped=pdl,
+            x=x, tiles=packed.tensors["tiles"], bias=operands.bias_for(x, bias), y=y,
+            m=m, n=n, k=k, row_tiles=row_tiles, column_tiles=column_tiles,
+            x_aligned=rows_align and x.data_ptr() % 16 == 0,
+        )  # fmt: skip
+        return y
+
+    return decode

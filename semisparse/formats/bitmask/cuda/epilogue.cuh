@@ -1,0 +1,62 @@
+// The accumulators of a warp of gemm.cu, 16 rows of w by TILE_M tokens, and how it stores them to y: bias, rounding,
+// transposition.
+
+#pragma once
+
+#include "ptx/ldmatrix.cuh"
+#include "types.cuh"
+
+constexpr int kConsumerWarps = WARPGROUPS * 4;  // 16 rows each
+constexpr int kTokenGroups = TILE_M / 8;
+
+// Lane 4 * g + t holds, of every eight tokens, 2 t and 2 t + 1: those of row g, then those of row g + 8.
+using Accumulators = float[TILE_M / 2];
+
+__device__ __forceinline__ float4 token_group(const Accumulators& accumulators, int group) {
+    const float* first = accumulators + 4 * group;
+    return float4{first[0], first[1], first[2], first[3]};
+}
+
+__device__ __forceinline__ void add(Accumulators& accumulators, int group, float4 more) {
+    accumulators[4 * group] += more.x, accumulators[4 * group + 1] += more.y;
+    accumulators[4 * group + 2] += more.z, accumulators[4 * group + 3] += more.w;
+}
+
+// Rounds two floats to one word, the first in its low half. pack2 of types.cuh compiles to other code in two builds of gemm.cu.
+template <typename Scalar>
+__device__ __forceinline__ Word pack(float low, float high) {
+    Scalar values[2];
+    store(values, low), store(values + 1, high);
+    return *reinterpret_cast<const Word*>(values);
+}
+
+struct WarpOutput {
+    SCALAR* y;             // of the warp's first token and row
+    int tokens, rows, n;   // how many there are from these on; n is y's pitch
+    float upper, lower;    // bias of rows g and g + 8
+
+    __device__ __forceinline__ WarpOutput(SCALAR* y, const SCALAR* bias, int first_token, int first_row, int m, int n, int lane)
+        : y(y + static_cast<long long>(first_token) * n + first_row), tokens(m - first_token), rows(n - first_row), n(n),
+          upper(bias && lane / 4 < rows ? to_float(bias[first_row + lane / 4]) : 0.0f),
+          lower(bias && lane / 4 + 8 < rows ? to_float(bias[first_row + lane / 4 + 8]) : 0.0f) {}
+
+    // Stores eight tokens; a lane stores two neighbouring rows of one token, twice.
+    __device__ __forceinline__ void store(float4 accumulated, int group, int lane) const {
+        const int token = group * 8 + lane / 4, row = lane % 4 * 2;
+        const Word transposed[2] = {movmatrix_trans(pack<SCALAR>(accumulated.x + upper, accumulated.y + upper)),
+                                    movmatrix_trans(pack<SCALAR>(accumulated.z + lower, accumulated.w + lower))};
+        if (token >= tokens) return;
+        SCALAR* to = y + static_cast<long long>(token) * n;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int at = row + 8 * half;
+            if (n % 2 == 0) {
+                if (at < rows) *reinterpret_cast<Word*>(to + at) = transposed[half];
+                continue;
+            }
+            const SCALAR* values = reinterpret_cast<const SCALAR*>(transposed + half);
+            if (at < rows) to[at] = values[0];
+            if (at + 1 < rows) to[at + 1] = values[1];
+        }
+    }
+};

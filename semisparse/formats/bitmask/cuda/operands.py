@@ -1,0 +1,27 @@
+"""What the kernels on tiles have in common: which problems they take, and their operands."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from semisparse.formats.bitmask.storage.layouts import layout_of
+from semisparse.formats.kernel import Problem
+from semisparse.runtime.kernel import cuda_refusal
+
+SCALARS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
+"""Of x, the weight and y, as the macro SCALAR names them."""
+
+
+def refusal(problem: Problem) -> str | None:
+    """Say why no kernel on tiles can compute ``problem`` here, or None if one can."""
+    if layout_of(problem.params) != "tiles":
+        return "reads the layout tiles, this weight is stored in rows"
+    if problem.dtype != problem.spec.dtype:
+        return f"x and w must have one dtype, got {problem.dtype} and {problem.spec.dtype}"
+    return cuda_refusal(problem.device)
+
+
+def bias_for(x: Tensor, bias: Tensor | None) -> Tensor | None:
+    """Return the bias in x's dtype, contiguous."""
+    return None if bias is None else bias.to(x.dtype).contiguous()

@@ -1,0 +1,265 @@
+"""Tile sizes, stages and split-K of the GPU kernels: pure arithmetic. The choices are what was fastest on an H200."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from semisparse.formats.bitmask.storage.gpu import COLUMNS, ROWS, Tiling
+from semisparse.formats.kernel import Problem
+from semisparse.runtime.device import RESERVED_SHARED, DeviceFacts
+from semisparse.runtime.kernel import offsets_in_workspace
+
+OVERRUN = 256
+"""Bytes of shared memory behind the last tile that may be read: kOverrun in tile.cuh."""
+
+DECODE_MAX_TOKENS = 64
+
+DECODE_WARPS_PER_SM = {1: 20, 8: 20, 16: 16, 32: 16, 64: 10}
+"""By TILE_M: what registers allow. Builds take up to 96, 96, 128, 128 and 200 of them per thread."""
+
+GEMM_MIN_TOKENS = 17
+"""Measured on an H200 at 32:64: decode is faster below."""
+
+GEMM_MAX_TOKENS = {1 << 24: 1024, 1 << 22: 512, 0: 128}
+"""By the fewest weights of a matrix, measured there too: above, unpack is faster, or nearly."""
+
+GEMM_SPLIT_K = {32: ((1, 3),), 64: ((1, 3),), 128: ((3, 1), (2, 1), (1, 2)), 192: ((2, 1),), 256: ((2, 1),)}
+"""By TILE_M: the warpgroups per CTA and CTAs per SM worth trying with split-K."""
+
+GEMM_STREAM_K = (2, 2)
+"""Warpgroups per CTA and CTAs per cluster with Stream-K; an SM has one CTA."""
+
+GEMM_STAGES = ((3, 2), (3, 1), (2, 1), (1, 1))
+"""Stages of the weight and of x, the best first."""
+
+GEMM_MAX_SPLIT_K = 8
+
+PERMUTE_THREADS = 256
+"""Per CTA of permute_x.cu; 32 take a token's columns of a tile."""
+
+
+@dataclass(frozen=True)
+class DecodeSchedule:
+    """How decode.cu computes y.
+
+    Args:
+        tile_m: the most tokens of the build, a key of `DECODE_WARPS_PER_SM`.
+        warps_n: row tiles that a CTA computes at a time.
+        warps_k: warps per row tile, which split its column tiles among them (sliced-K).
+        stages: tiles of a warp in shared memory, in flight or being read.
+        ctas: of the grid, at most as many as are resident; they stride over the row tiles.
+        shared: bytes of dynamic shared memory per CTA.
+    """
+
+    tile_m: int
+    warps_n: int
+    warps_k: int
+    stages: int
+    ctas: int
+    shared: int
+
+    @property
+    def warps(self) -> int:
+        """Per CTA."""
+        return self.warps_n * self.warps_k
+
+
+def choose_decode(m: int, weight: Tiling, gpu: DeviceFacts) -> DecodeSchedule:
+    """Choose the schedule of decode.cu.
+
+    Args:
+        m: the most tokens, 1 to 64.
+        weight: its tiles.
+        gpu: what it runs on.
+    """
+    preferred = _preferred(m, weight, gpu.sms)
+    # The others are for more values per block and for GPUs with less shared memory; the last fits anywhere.
+    candidates = (preferred, (2, 6, 2), (*preferred[:2], 1), (1, 4, 1), (1, 1, 1))
+    fitting = (_decode_schedule(m, weight, gpu, *candidate) for candidate in candidates)
+    return next(schedule for schedule in fitting if schedule is not None)
+
+
+def _preferred(m: int, weight: Tiling, sms: int) -> tuple[int, int, int]:
+    """Return warps_n, warps_k and stages."""
+    row_tiles, column_tiles = weight.row_tiles, weight.column_tiles
+    few_rows = row_tiles <= 2 * sms
+    if m > 32:
+        return (2, 2, 1) if row_tiles <= 3 * sms else (8, 1, 2)
+    if m > 16:
+        return (2, 4, 1) if few_rows else (4, 2, 2)
+    if column_tiles <= 6:
+        return (1, 6, 2) if m <= 8 else (1, 3, 2)
+    if column_tiles <= 16:
+        # With one or two column tiles per warp, x stays in its stage: 8.4 us, else 10.5 (4096 x 4096, m = 8).
+        return (1, 4, 2) if m == 1 and few_rows else (1, 8, 2)
+    if row_tiles <= sms:
+        return (1, 12, 2) if m <= 8 else (1, 6, 2)  # two row tiles per CTA would leave half of the SMs idle
+    if m > 8:
+        return 2, 4, 2
+    if few_rows:
+        return 2, 6, 2
+    return (1, 16, 2) if m == 1 else (2, 8, 2)
+
+
+def _decode_schedule(
+    m: int, weight: Tiling, gpu: DeviceFacts, warps_n: int, warps_k: int, stages: int
+) -> DecodeSchedule | None:
+    """Return the schedule with as many CTAs as are resident at a time, or None if no CTA fits."""
+    tile_m = next(tokens for tokens in DECODE_WARPS_PER_SM if m <= tokens)
+    warps_k = min(warps_k, weight.column_tiles)
+    warps = warps_n * warps_k
+    rings = stages * (warps * weight.tile_bytes + warps_k * m * 2 * COLUMNS)
+    shared = rings + 2 * warps * tile_m * ROWS * 4
+    resident = min(gpu.shared_per_sm // (shared + RESERVED_SHARED), DECODE_WARPS_PER_SM[tile_m] // warps)
+    if not resident:
+        return None
+    ctas = min(-(-weight.row_tiles // warps_n), gpu.sms * resident)
+    return DecodeSchedule(tile_m, warps_n, warps_k, stages, ctas, shared)
+
+
+@dataclass(frozen=True)
+class GemmSchedule:
+    """How gemm.cu computes y.
+
+    Args:
+        tile_m: tokens per CTA tile, a key of `GEMM_SPLIT_K`.
+        warpgroups: consumer warpgroups per CTA, 64 rows each.
+        cluster: CTAs that multicast x to one another.
+        split_k: CTAs that each compute a part of K of an output tile; 0 for Stream-K.
+        stages: of the weight, a tile per consumer warp each.
+        x_stages: of x, 256 columns each.
+        ctas_per_sm: resident at a time.
+    """
+
+    tile_m: int
+    warpgroups: int
+    cluster: int
+    split_k: int
+    stages: int
+    x_stages: int
+    ctas_per_sm: int
+
+    @property
+    def warps(self) -> int:
+        """Consumer warps per CTA."""
+        return 4 * self.warpgroups
+
+    def shared(self, weight: Tiling) -> int:
+        """Return the bytes of dynamic shared memory per CTA."""
+        x = self.x_stages * self.tile_m * 2 * COLUMNS
+        mbarriers = 16 * (self.stages + 4 * self.x_stages)
+        return x + self.stages * self.warps * weight.tile_bytes + OVERRUN + mbarriers
+
+    def tiles(self, m: int, weight: Tiling) -> int:
+        """Return the number of output tiles."""
+        return -(-weight.row_tiles // (self.warps * self.cluster)) * -(-m // self.tile_m)
+
+    def ranges(self, m: int, weight: Tiling, sms: int) -> int:
+        """Return the number of ranges of the work, one per cluster."""
+        tiles = self.tiles(m, weight)
+        if self.split_k:
+            return tiles * self.split_k
+        return min(tiles * weight.column_tiles, self.ctas_per_sm * sms // self.cluster)
+
+
+@dataclass(frozen=True)
+class GemmLaunch:
+    """The grids of a GEMM of M tokens, and its workspace.
+
+    Args:
+        ctas: of gemm.cu.
+        permute_grid: of permute_x.cu.
+        counters: one per consumer warp of the grid.
+        offsets: bytes in the workspace at which the permuted x, the counters and the partial accumulators begin.
+        workspace: its bytes.
+    """
+
+    ctas: int
+    permute_grid: tuple[int, int, int]
+    counters: int
+    offsets: tuple[int, ...]
+    workspace: int
+
+
+def gemm_launch(schedule: GemmSchedule, m: int, weight: Tiling, sms: int) -> GemmLaunch:
+    """Size the grids and the workspace of a GEMM."""
+    ctas = schedule.cluster * schedule.ranges(m, weight, sms)
+    tokens = -(-m // schedule.tile_m) * schedule.tile_m
+    counters = ctas * schedule.warps
+    partials = 0 if schedule.split_k == 1 else counters * 16 * schedule.tile_m
+    permuted = 2 * COLUMNS * weight.column_tiles * tokens
+    *offsets, size = offsets_in_workspace(permuted, 4 * counters, 4 * partials)
+    grid = (-(-32 * weight.column_tiles // PERMUTE_THREADS), tokens, 1)
+    return GemmLaunch(ctas, grid, counters, tuple(offsets), size)
+
+
+def gemm_pays(problem: Problem) -> bool:
+    """Say whether no other kernel is clearly faster, by what was measured on an H200 at 32:64."""
+    weights = problem.n * problem.k
+    return GEMM_MIN_TOKENS <= problem.m <= next(most for fewest, most in GEMM_MAX_TOKENS.items() if weights >= fewest)
+
+
+def choose_gemm(m: int, weight: Tiling, gpu: DeviceFacts) -> GemmSchedule:
+    """Choose the schedule of gemm.cu: the fastest by `_h200_microseconds` of those that fit.
+
+    Args:
+        m: the most tokens.
+        weight: its tiles.
+        gpu: what it runs on.
+    """
+    tile_m = next((size for size in GEMM_SPLIT_K if m <= size), max(GEMM_SPLIT_K))
+    most = min(GEMM_MAX_SPLIT_K, weight.column_tiles)
+    candidates = [(w, 1, split_k, ctas) for w, ctas in GEMM_SPLIT_K[tile_m] for split_k in range(1, most + 1)]
+    candidates.append((*GEMM_STREAM_K, 0, 1))
+    fitting = [schedule for c in candidates if (schedule := fit_gemm(weight, gpu, tile_m, *c)) is not None]
+    return min(fitting, key=lambda schedule: _h200_microseconds(schedule, m, weight, gpu.sms))
+
+
+def fit_gemm(
+    weight: Tiling, gpu: DeviceFacts, tile_m: int, warpgroups: int, cluster: int, split_k: int, ctas_per_sm: int
+) -> GemmSchedule | None:
+    """Return the schedule with the most stages that fit in shared memory, or None if none does."""
+    room = gpu.shared_per_sm // ctas_per_sm - RESERVED_SHARED
+    schedules = (GemmSchedule(tile_m, warpgroups, cluster, split_k, *stages, ctas_per_sm) for stages in GEMM_STAGES)
+    return next((schedule for schedule in schedules if schedule.shared(weight) <= room), None)
+
+
+def _h200_microseconds(schedule: GemmSchedule, m: int, weight: Tiling, sms: int) -> float:
+    """Estimate the time on an H200 at 32:64, within 6 % (rms) of 476 and 4 % of 74 GEMMs of 32 to 2,048 tokens."""
+    tokens = schedule.tile_m / 64
+    ranges = schedule.ranges(m, weight, sms)
+    if not schedule.split_k:
+        iterations = schedule.warpgroups * schedule.tiles(m, weight) * weight.column_tiles / ranges
+        return 8.4 + iterations * (0.61 + 0.227 * tokens) + 0.94 * schedule.warpgroups * tokens
+    busiest = -(-ranges // sms)
+    waves = -(-busiest // schedule.ctas_per_sm)
+    iterations = -(-weight.column_tiles // schedule.split_k)
+    rows = busiest * schedule.warpgroups
+    exchange = 1.57 + 0.61 * rows * tokens if schedule.split_k > 1 else 0.0
+    return 1.03 * (rows * iterations * (0.477 + 0.197 * tokens) + waves * (3.2 + 0.52 * iterations) + exchange)
+
+
+@dataclass(frozen=True)
+class UnpackSchedule:
+    """How unpack.cu writes the dense weight.
+
+    Args:
+        warps: per CTA, a tile at a time each.
+        stages: tiles of a warp in shared memory: 2, or 1 where 2 do not fit (59:64 and more on Ada).
+        ctas: of the grid, at most 3 per SM: 12 warps, of 18 KB of shared memory each at 32:64.
+        shared: bytes of dynamic shared memory per CTA.
+    """
+
+    warps: int
+    stages: int
+    ctas: int
+    shared: int
+
+
+def choose_unpack(weight: Tiling, gpu: DeviceFacts) -> UnpackSchedule:
+    """Return the schedule of unpack.cu."""
+    warps, dense_tile = 4, ROWS * 4 * (64 * 2 + 16)
+    shared = {stages: warps * (stages * weight.tile_bytes + dense_tile) + OVERRUN for stages in (1, 2)}
+    stages = 2 if shared[2] <= gpu.shared_per_cta else 1
+    ctas = min(-(-weight.row_tiles * weight.column_tiles // warps), 3 * gpu.sms)
+    return UnpackSchedule(warps, stages, ctas, shared[stages])

@@ -1,0 +1,110 @@
+// How gemm.cu divides its iterations among clusters of CTAs, and adds accumulators across CTAs.
+//
+// An output tile is TILE_M tokens by CLUSTER * WARPGROUPS * 64 rows of w; an iteration is an output tile by 256 columns of K.
+// Each cluster computes an equal, contiguous range of all iterations:
+//   SPLIT_K = 0  Stream-K: ranges end anywhere. The cluster with an output tile's first iteration, the last tile of its range,
+//                adds the partial accumulators that the others stored for it (fix-up).
+//   SPLIT_K > 0  split-K: an output tile is SPLIT_K ranges; every CTA stores its partial accumulators and then adds all of
+//                them for its share of the tokens.
+// Partials are added in the order of the ranges, so every run returns the same bits. Each warp exchanges its own 16 rows. CTAs
+// start in the order of their numbers and those of an output tile are neighbours, so a CTA waits only for resident ones.
+
+#pragma once
+
+#include "ptx/global.cuh"
+#include "ptx/griddepcontrol.cuh"
+#include "epilogue.cuh"
+#include "tile.cuh"
+
+constexpr int kRangesPerTile = SPLIT_K > 0 ? SPLIT_K : 1;
+
+struct WorkRanges {
+    int column_tiles, m_tiles, iterations, ranges;
+    __device__ __forceinline__ int first(int range) const { return static_cast<long long>(range) * iterations / ranges; }
+    __device__ __forceinline__ int tile(int iteration) const { return iteration / column_tiles; }
+    __device__ __forceinline__ int column(int iteration) const { return iteration % column_tiles; }
+    __device__ __forceinline__ int end(int tile) const { return (tile + 1) * column_tiles; }
+    __device__ __forceinline__ int m_tile(int tile) const { return tile % m_tiles; }
+    // The row tile of the CTA's first warp.
+    __device__ __forceinline__ int row_tile(int tile) const {
+        return (tile / m_tiles * CLUSTER + blockIdx.x % CLUSTER) * kConsumerWarps;
+    }
+};
+
+__device__ __forceinline__ WorkRanges make_ranges(int m, int row_tiles, int column_tiles) {
+    const int m_tiles = (m + TILE_M - 1) / TILE_M;
+    const int row_groups = (row_tiles + CLUSTER * kConsumerWarps - 1) / (CLUSTER * kConsumerWarps);
+    return {column_tiles, m_tiles, row_groups * m_tiles * column_tiles, static_cast<int>(gridDim.x) / CLUSTER};
+}
+
+// Partial accumulators in global memory, and counters of the warps that stored theirs. permute_x.cu zeroes the counters.
+struct Workspace {
+    float4* partials;  // [CTAs, kConsumerWarps, kTokenGroups, kWarpSize]
+    int* counters;     // [CTAs, kConsumerWarps]
+
+    __device__ __forceinline__ float4* partial(int range, int warp, int lane) const {
+        const long long cta = static_cast<long long>(range) * CLUSTER + blockIdx.x % CLUSTER;
+        return partials + (cta * kConsumerWarps + warp) * kTokenGroups * kWarpSize + lane;
+    }
+    // Of a warp position, for a range (Stream-K) or an output tile (split-K).
+    __device__ __forceinline__ int* counter(int number, int warp) const {
+        return counters + (number * CLUSTER + blockIdx.x % CLUSTER) * kConsumerWarps + warp;
+    }
+};
+
+__device__ __forceinline__ void store_partial(const Accumulators& accumulators, float4* to, int* counter, int lane) {
+#pragma unroll
+    for (int group = 0; group < kTokenGroups; ++group) __stcg(to + group * kWarpSize, token_group(accumulators, group));
+    __syncwarp();
+    if (lane == 0) {
+        griddepcontrol_wait();  // the preceding kernel zeroes the counters
+        red_release_gpu_increment(counter);
+    }
+}
+
+// Waits until `count` warps have stored their partials.
+__device__ __forceinline__ void wait_partials(const int* counter, int count, int lane) {
+    if (lane == 0) {
+        griddepcontrol_wait();
+        int stored;
+        do stored = ld_acquire_gpu(counter);
+        while (stored < count);
+    }
+    __syncwarp();
+}
+
+// Stores y's tile, or this range's part of it: `first` is the range's first iteration of the tile.
+__device__ __forceinline__ void reduce_and_store(Accumulators& accumulators, const WorkRanges& work, const Workspace& workspace,
+                                                 const WarpOutput& output, int tile, int first, int range, int warp, int lane) {
+    if constexpr (SPLIT_K > 1) {
+        int* counter = workspace.counter(tile, warp);
+        store_partial(accumulators, workspace.partial(range, warp, lane), counter, lane);
+        wait_partials(counter, kRangesPerTile, lane);
+        const int part = range % kRangesPerTile;
+#pragma unroll 2
+        for (int group = part * kTokenGroups / kRangesPerTile; group < (part + 1) * kTokenGroups / kRangesPerTile; ++group) {
+            float4 sum{};
+#pragma unroll
+            for (int other = 0; other < kRangesPerTile; ++other) {
+                const float4 partial = __ldcg(workspace.partial(range - part + other, warp, lane) + group * kWarpSize);
+                sum.x += partial.x, sum.y += partial.y, sum.z += partial.z, sum.w += partial.w;
+            }
+            output.store(sum, group, lane);
+        }
+        return;
+    }
+    if (SPLIT_K == 0 && work.column(first)) {
+        store_partial(accumulators, workspace.partial(range, warp, lane), workspace.counter(range, warp), lane);
+        return;
+    }
+    if constexpr (SPLIT_K == 0) {
+        for (int other = range + 1; other < work.ranges && work.first(other) < work.end(tile); ++other) {
+            wait_partials(workspace.counter(other, warp), 1, lane);
+            const float4* partial = workspace.partial(other, warp, lane);
+#pragma unroll
+            for (int group = 0; group < kTokenGroups; ++group) add(accumulators, group, __ldcg(partial + group * kWarpSize));
+        }
+    }
+#pragma unroll
+    for (int group = 0; group < kTokenGroups; ++group) output.store(token_group(accumulators, group), group, lane);
+}

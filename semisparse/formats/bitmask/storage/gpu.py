@@ -1,0 +1,147 @@
+"""The layout on a GPU, ``tiles``: lane-interleaved tiles of 16 x 256 in the fragment order of ``mma.m16n8k16``.
+
+README.md has the figure. A warp expands a tile into fragments: lane 4 g + t owns block t (64 columns) of rows g and
+g + 8, so it finds its values without a shuffle. A tile is the masks, four 32-bit words per lane, and then the values in
+pairs: pair 0 of the 32 lanes' rows g, pair 0 of their rows g + 8, pair 1 of the rows g, and so on.
+
+The bits of a mask are permuted: a left shift by s moves those of columns 4 s - 1 to 4 s + 2 of each half (32 columns)
+to the sign bits of the word's four bytes. Column 63 takes the slot of the missing column -1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from semisparse.formats.base import Packed, TensorSpec, WeightSpec
+from semisparse.formats.bitmask.storage.disk import BLOCK, bits_of, masks_of, values_per_block
+
+ROWS, COLUMNS = 16, 256
+"""Of a tile."""
+
+BLOCKS = COLUMNS // BLOCK
+"""Masks per row of a tile."""
+
+LANES = 32
+
+SPECS = (TensorSpec("tiles", torch.int32, ("row_tiles", "column_tiles", "words")),)
+
+DTYPES = (torch.float16, torch.bfloat16)
+
+_BIT_ORDER = torch.tensor(
+    [(32 * half + 4 * (7 - bit % 8) + bit // 8 - 1) % BLOCK for half in (0, 1) for bit in range(32)]
+)
+"""The column that each bit of a permuted mask stands for."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The tiles of a weight.
+
+    Args:
+        row_tiles: tiles along N.
+        column_tiles: tiles along K.
+        keep: values per row and 64 columns.
+    """
+
+    row_tiles: int
+    column_tiles: int
+    keep: int
+
+    @property
+    def words(self) -> int:
+        """32-bit words per tile: per lane two masks of 64 bits and two rows of value pairs."""
+        return LANES * (4 + 2 * -(-self.keep // 2))
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes per tile."""
+        return 4 * self.words
+
+
+def refusal(spec: WeightSpec) -> str | None:
+    """Say why a weight cannot be stored in tiles, or None if it can."""
+    if values_per_block(spec.pattern) is None:
+        return f"pattern {spec.pattern} does not bound the values per {BLOCK} columns"
+    if spec.dtype not in DTYPES:
+        return f"tiles hold 16-bit values, these are {spec.dtype}"
+    return None
+
+
+def tiling(spec: WeightSpec) -> Tiling:
+    """Return the tiles of a weight.
+
+    Raises:
+        ValueError: it cannot be stored in tiles.
+    """
+    reason = refusal(spec)
+    if reason:
+        raise ValueError(reason)
+    n, k = spec.shape
+    return Tiling(-(-n // ROWS), -(-k // COLUMNS), values_per_block(spec.pattern) or 0)
+
+
+def counts(spec: WeightSpec) -> Mapping[str, int]:
+    """Return the named dimensions of the stored tensor."""
+    tiles = tiling(spec)
+    return {"row_tiles": tiles.row_tiles, "column_tiles": tiles.column_tiles, "words": tiles.words}
+
+
+def to_tiles(packed: Packed) -> Packed:
+    """Return a weight of the layout ``rows`` in the layout ``tiles``.
+
+    Padding rows and blocks, up to whole tiles, store ``keep`` zeros at their lowest columns, like short ones on disk.
+    """
+    keep = tiling(packed.spec).keep
+    masks, values = packed.tensors["masks"], packed.tensors["values"]
+    n, blocks = masks.shape
+    values = F.pad(values.view(n, blocks, keep), (0, keep % 2, 0, -blocks % BLOCKS, 0, -n % ROWS))
+    padded = masks.new_full(values.shape[:2], padding_mask(keep))  # F.pad would take the number through a double
+    padded[:n, :blocks] = masks
+    padded = masks_of(bits_of(padded)[..., _BIT_ORDER.to(masks.device)])
+    masks, pairs = _by_lane(padded.unsqueeze(-1).view(torch.int32)), _by_lane(values.view(torch.int32))
+    pairs = pairs.unflatten(-1, (2, -1)).permute(0, 1, 4, 3, 2)  # row tile, column tile, pair, row half, lane
+    tiles = torch.cat([masks.flatten(2), pairs.flatten(2)], dim=-1)
+    return packed.in_layout({"layout": "tiles"}, {"tiles": tiles})
+
+
+def to_rows(packed: Packed) -> Packed:
+    """Return a weight of the layout ``tiles`` in the layout ``rows``."""
+    masks, values, _ = padded_rows(packed)
+    n, k = packed.shape
+    blocks = -(-k // BLOCK)
+    tensors = {"masks": masks[:n, :blocks].contiguous(), "values": values[:n, :blocks].flatten(1)}
+    return packed.in_layout({}, tensors)
+
+
+def padded_rows(packed: Packed) -> tuple[Tensor, Tensor, Tensor]:
+    """Return masks [padded N, padded blocks], values [padded N, padded blocks, keep], and what follows odd values."""
+    masks, pairs = packed.tensors["tiles"].tensor_split([4 * LANES], dim=-1)
+    lanes = pairs.unflatten(-1, (-1, 2, LANES)).permute(0, 1, 4, 3, 2).flatten(3)
+    masks, values = _by_row(masks.unflatten(-1, (LANES, 4))), _by_row(lanes).view(packed.dtype)
+    column_order = _BIT_ORDER.argsort().to(masks.device)
+    masks = masks_of(bits_of(masks.view(torch.int64).squeeze(-1))[..., column_order])
+    keep = tiling(packed.spec).keep
+    return masks, values[..., :keep], values[..., keep:]
+
+
+def padding_mask(keep: int) -> int:
+    """Return the mask of the lowest ``keep`` columns as a signed 64-bit number."""
+    return (1 << keep) - 1 if keep < BLOCK else -1
+
+
+def _by_lane(words: Tensor) -> Tensor:
+    """Join the rows of a lane: [padded N, padded blocks, words] to [row tiles, column tiles, 32, 2 * words]."""
+    tiles = words.unflatten(1, (-1, BLOCKS)).unflatten(0, (-1, 2, ROWS // 2))  # row tile, half, g, column tile, t, word
+    return tiles.permute(0, 3, 2, 4, 1, 5).flatten(4).flatten(2, 3)
+
+
+def _by_row(lanes: Tensor) -> Tensor:
+    """Invert `_by_lane`."""
+    tiles = lanes.unflatten(-1, (2, -1)).unflatten(2, (ROWS // 2, BLOCKS))  # row tile, column tile, g, t, half, word
+    words = tiles.permute(0, 4, 2, 1, 3, 5).flatten(3, 4).flatten(0, 2)
+    return words.clone(memory_format=torch.contiguous_format)  # one word per lane may have any stride otherwise

@@ -1,0 +1,28 @@
+"""The weight as it is, multiplied by torch: cuBLAS on a GPU, oneDNN or the like on a CPU."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from semisparse.formats.base import Packed
+from semisparse.formats.kernel import Problem, Product
+
+
+def refusal(problem: Problem) -> str | None:
+    """Refuse rounded weights and mixed dtypes."""
+    if problem.params:
+        return f"multiplies the weight as it is, this one is {problem.params['kind']}"
+    if problem.spec.dtype != problem.dtype:
+        return f"x is {problem.dtype}, the weight {problem.spec.dtype}"
+    return None
+
+
+def prepare(problem: Problem) -> Product:
+    """Return torch's own linear. cuBLAS adds partial accumulators in 16 bits where torch's flags let it."""
+    return _linear
+
+
+def _linear(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+    # Contiguous, because the bits of the result would depend on x's strides.
+    return F.linear(x.contiguous(), packed.tensors["values"], None if bias is None else bias.to(x.dtype))

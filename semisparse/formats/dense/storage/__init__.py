@@ -1,0 +1,1 @@
+"""The stored tensors of each kind."""

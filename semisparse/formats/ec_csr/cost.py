@@ -1,0 +1,19 @@
+"""What ec_csr costs: one pass over the lists for few tokens; for many, the dense weight is written first."""
+
+from __future__ import annotations
+
+from semisparse.formats.kernel import Pass, Problem, fused_cost
+
+MAX_DECODE_TOKENS = 16
+
+UNPACKING = 14
+"""Operations of fp32 units per kept weight and token: of `decode_mma` at 8 and 16 tokens on an H200, 10 to 18."""
+
+
+def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
+    """Return the passes of a product."""
+    if problem.m <= MAX_DECODE_TOKENS:
+        kept = problem.n * problem.k * problem.pattern.density
+        return fused_cost(problem, weight_bytes, UNPACKING * problem.m * kept)
+    dense_bytes = problem.n * problem.k * problem.weight_dtype.itemsize
+    return (Pass(weight_bytes + dense_bytes, 0, "fp32"), *fused_cost(problem, dense_bytes))

@@ -1,0 +1,1 @@
+"""The CUDA kernels of ec_csr that read row panels."""

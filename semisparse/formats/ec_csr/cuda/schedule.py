@@ -1,0 +1,230 @@
+"""How the kernels that read row panels are compiled and launched: arithmetic on a problem and the sizes of a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from semisparse.formats.ec_csr.storage.deltas import LANES, delta_bits_of, index_bits_for
+from semisparse.formats.ec_csr.storage.gpu import span_limit_of
+from semisparse.formats.ec_csr.storage.panels import LOAD_BYTES, SEGMENTS, lane_columns_of, panel_rows_of, vector_of
+from semisparse.formats.kernel import Problem
+from semisparse.runtime.device import RESERVED_SHARED, DeviceFacts
+from semisparse.runtime.nvrtc import Defines
+
+SCALARS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
+
+BITS = {2: "unsigned short", 4: "unsigned int"}
+"""Unsigned integers by their bytes."""
+
+DECODE_TOKENS = (1, 2, 4, 8)
+"""Tokens per pass of `decode`."""
+
+SHARED_STAGE_TOKENS = 2
+"""Up to so many tokens per pass, the stages of `decode` are in shared memory, else in registers.
+Measured: 8.0 us for 2 tokens (registers 8.7), 10.2 for 4 (9.5), 16.2 for 8 (14.4), at 4096 x 4096."""
+
+REGISTER_STAGES = 2
+
+SHARED_STAGES = {2: 4, 3: 2}
+"""Stages in shared memory by the CTAs per SM that they leave room for."""
+
+MMA_TOKENS = (8, 16)
+"""Tokens per pass of `decode_mma`."""
+
+MMA_WARPS = 16
+
+MMA_LANES = ((8, 2), (4, 2), (8, 1), (4, 1), (2, 2), (2, 1))
+"""Lanes per CTA and CTAs per SM of `decode_mma`, the fastest first."""
+
+STRIP = 64
+"""Bytes of a row that a warp of `decode_mma` multiplies at a time."""
+
+UNPACK_WARPS = 16
+
+UNPACK_CTAS = 2
+"""CTAs per SM of `unpack`."""
+
+UNPACK_FLAG_BYTES = LANES * 4
+"""Of the flags that mark which segments reach into a tile, as many as lanes."""
+
+UNPACK_PARTS = 4
+"""Parts of a segment, a warp for each. Measured at 28672 x 8192: 270 us for 304 with 2 and 310 with 8."""
+
+UNPACK_TILE_BYTES = 112 << 10
+"""Of the dense weight, per CTA at most. Measured at 28672 x 8192: 270 us for 289 with 96 KB, 355 with 64 KB, 553 with
+32 KB."""
+
+
+@dataclass(frozen=True)
+class Lists:
+    """The lists that a kernel reads, as lists.cuh is compiled for them.
+
+    Args:
+        dtype: of the weight.
+        delta_bits: 4 or 8.
+        k: columns of the weight.
+        panel_rows: rows per panel.
+    """
+
+    dtype: torch.dtype
+    delta_bits: int
+    k: int
+    panel_rows: int
+
+    @property
+    def lane_columns(self) -> int:
+        """Columns per lane."""
+        return lane_columns_of(self.k)
+
+    def _defines(self, scalar: str, **own: int) -> Defines:
+        index = BITS[index_bits_for(self.k) // 8]
+        return {"SCALAR": scalar, "DELTA_BITS": self.delta_bits, "INDEX": index, "PANEL_ROWS": self.panel_rows, **own}
+
+
+def _lists_of(problem: Problem) -> tuple[torch.dtype, int, int, int]:
+    return problem.weight_dtype, delta_bits_of(problem.params), problem.k, panel_rows_of(problem.params)
+
+
+@dataclass(frozen=True)
+class DecodeSchedule(Lists):
+    """How decode.cu is compiled.
+
+    Args:
+        tokens: per pass.
+        ctas: per SM, that registers and shared memory leave room for, where stages are in shared memory.
+    """
+
+    tokens: int
+    ctas: int = 2
+
+    @property
+    def stages_in_shared(self) -> bool:
+        """Whether loads in flight are in shared memory, not in registers."""
+        return self.tokens <= SHARED_STAGE_TOKENS
+
+    @property
+    def stages(self) -> int:
+        """Loads in flight per lane."""
+        return SHARED_STAGES[self.ctas] if self.stages_in_shared else REGISTER_STAGES
+
+    @property
+    def defines(self) -> Defines:
+        """The macros."""
+        ctas = self.ctas if self.stages_in_shared else 1
+        return self._defines(SCALARS[self.dtype], TOKENS=self.tokens, STAGES=self.stages, CTAS_PER_SM=ctas)
+
+    def shared_bytes(self, span: int) -> int:
+        """Return the dynamic shared memory: x, and each lane's partial sums, first rows and loads in flight.
+
+        Args:
+            span: rows that a lane meets in a segment, at most.
+        """
+        feature = 4 if self.tokens == 1 else self.tokens * self.dtype.itemsize  # one token is widened to float32
+        load = LOAD_BYTES + max(4, vector_of(self.dtype) * self.delta_bits // 8)
+        segment = span * self.tokens * 4 + 4 + (self.stages * load if self.stages_in_shared else 0)
+        return LANES * (self.lane_columns * feature + SEGMENTS * segment)
+
+
+def decode_schedule(problem: Problem, facts: DeviceFacts) -> DecodeSchedule:
+    """Choose tokens per pass and CTAs per SM; where not one token fits, shared memory exceeds the GPU's.
+
+    Two CTAs per SM, or three if the last wave is fuller then. Measured: 11008 x 4096, three CTAs for each SM, 14.0 us
+    in one wave for 15.2 in two; 28672 x 8192, four for each SM, 55.7 us in two waves of two for 60.6 in three and one.
+    """
+    span = span_limit_of(problem.params)
+    schedules = [DecodeSchedule(*_lists_of(problem), tokens) for tokens in DECODE_TOKENS]
+    fitting = [s for s in schedules if s.shared_bytes(span) <= facts.shared_per_cta] or schedules[:1]
+    two = next((s for s in fitting if s.tokens >= problem.m), fitting[-1])
+    ctas = -(-problem.n // two.panel_rows) * -(-problem.m // two.tokens)
+    per_sm = -(-ctas // facts.sms)
+    if not two.stages_in_shared or two.dtype == torch.float32 or -per_sm % 3 >= -per_sm % 2:
+        return two
+    three = replace(two, ctas=3)
+    return three if 3 * (three.shared_bytes(span) + RESERVED_SHARED) <= facts.shared_per_sm else two
+
+
+@dataclass(frozen=True)
+class MmaSchedule(Lists):
+    """How decode_mma.cu is compiled.
+
+    Args:
+        tokens: per pass.
+        lanes: per CTA; K is split by them.
+        ctas: per SM, that registers and shared memory leave room for.
+    """
+
+    tokens: int
+    lanes: int
+    ctas: int
+
+    @property
+    def defines(self) -> Defines:
+        """The macros."""
+        own = {"TOKENS": self.tokens, "CTA_LANES": self.lanes, "WARPS": MMA_WARPS, "CTAS_PER_SM": self.ctas}
+        return self._defines(SCALARS[self.dtype], **own)
+
+    @property
+    def splits(self) -> int:
+        """Parts of K."""
+        return LANES // self.lanes
+
+    @property
+    def stride(self) -> int:
+        """Bytes from a row of a tile to the next, an odd number of strips."""
+        return STRIP * (-(-self.lane_columns * self.lanes * 2 // STRIP) | 1)
+
+    @property
+    def shared_bytes(self) -> int:
+        """The dynamic shared memory: the tiles of w and x, then the warps' accumulators in their place."""
+        rows = -(-self.panel_rows // 16) * 16
+        return max((rows + self.tokens) * self.stride, MMA_WARPS * self.tokens * (rows + 4) * 4)
+
+
+def mma_schedule(problem: Problem, facts: DeviceFacts) -> MmaSchedule:
+    """Choose lanes per CTA and CTAs per SM; where no tile fits, shared memory exceeds the GPU's."""
+    lists, tokens = _lists_of(problem), next(tokens for tokens in MMA_TOKENS if tokens >= problem.m)
+    # Panels of more than 32 rows take too many registers for two CTAs.
+    most = 2 if panel_rows_of(problem.params) <= 32 else 1
+    choices = [MmaSchedule(*lists, tokens, lanes, min(ctas, most)) for lanes, ctas in MMA_LANES]
+    fitting = (s for s in choices if s.ctas * (s.shared_bytes + RESERVED_SHARED) <= facts.shared_per_sm)
+    return next(fitting, choices[-1])
+
+
+@dataclass(frozen=True)
+class UnpackSchedule(Lists):
+    """How unpack.cu is compiled and launched.
+
+    Args:
+        tile_bytes: of the dense weight, per CTA at most.
+    """
+
+    tile_bytes: int = UNPACK_TILE_BYTES
+
+    @property
+    def defines(self) -> Defines:
+        """The macros."""
+        own = {"PARTS": UNPACK_PARTS, "WARPS": UNPACK_WARPS, "CTAS_PER_SM": UNPACK_CTAS}
+        return self._defines(BITS[self.dtype.itemsize], **own)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles per panel."""
+        return -(-self.panel_rows * self.lane_columns * LANES * self.dtype.itemsize // self.tile_bytes)
+
+    @property
+    def tile_positions(self) -> int:
+        """Positions per tile, each 32 columns of a row."""
+        return -(-self.panel_rows * self.lane_columns // self.tiles)
+
+    @property
+    def shared_bytes(self) -> int:
+        """The dynamic shared memory: a tile, and the segments' flags."""
+        return self.tile_positions * LANES * self.dtype.itemsize + UNPACK_FLAG_BYTES
+
+
+def unpack_schedule(problem: Problem, facts: DeviceFacts) -> UnpackSchedule:
+    """Choose the largest tile of which as many fit an SM as CTAs shall."""
+    room = facts.shared_per_sm // UNPACK_CTAS - RESERVED_SHARED - UNPACK_FLAG_BYTES
+    return UnpackSchedule(*_lists_of(problem), min(UNPACK_TILE_BYTES, room))

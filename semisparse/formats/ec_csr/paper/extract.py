@@ -1,0 +1,120 @@
+"""Hierarchical block extraction: rows that share columns share one list of them (section 4, Algorithms 1 and 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Progress = Callable[[int, int], None]
+"""Called after each round with the weights whose block is final, and all weights."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of one granularity: rows that share a list of columns.
+
+    Args:
+        rows: [blocks, granularity] int64.
+        columns: [blocks, K] bool.
+    """
+
+    rows: Tensor
+    columns: Tensor
+
+    @property
+    def granularity(self) -> int:
+        """Rows per block."""
+        return self.rows.shape[1]
+
+    @property
+    def weights(self) -> int:
+        """Weights in all blocks."""
+        return self.granularity * int(self.columns.count_nonzero())
+
+
+def extract(
+    stored: Tensor, multiple: int, granularity: int, progress: Progress = lambda done, total: None
+) -> list[Blocks]:
+    """Cut a matrix into blocks, as coarse as its rows' common columns allow (Algorithm 1); the same on every device.
+
+    Args:
+        stored: [N, K] bool, the weights to cover.
+        multiple: columns per block of two rows or more are a multiple of this; the last ones beyond it are not taken.
+        granularity: rows per block at most, a power of two; 1 extracts nothing.
+        progress: called after each round.
+    Returns:
+        One `Blocks` per granularity, ascending; together they cover each stored weight once, and nothing else.
+    """
+    total = int(stored.count_nonzero())
+    members = torch.arange(len(stored), device=stored.device).unsqueeze(1)
+    remaining, sets = stored.clone(), []
+    while members.shape[1] < granularity:
+        rounds = []
+        while (extracted := _extract_round(remaining, members, multiple)) is not None:
+            rounds.append(extracted)
+            progress(total - sum(each.weights for each in rounds), total)
+        sets.append(_remaining_blocks(remaining, members))
+        if not rounds:
+            break
+        remaining = torch.cat([each.columns for each in rounds])
+        members = torch.cat([each.rows for each in rounds])
+    else:
+        sets.append(_remaining_blocks(remaining, members))
+    progress(total, total)
+    return sets
+
+
+def _remaining_blocks(remaining: Tensor, members: Tensor) -> Blocks:
+    rows = remaining.any(1)
+    return Blocks(members[rows], remaining[rows])
+
+
+def _extract_round(remaining: Tensor, members: Tensor, multiple: int) -> Blocks | None:
+    """Move the common columns of matched rows from ``remaining`` to blocks; None if no rows share enough."""
+    first, second = match_rows(count_overlaps(remaining), multiple)
+    if not len(first):
+        return None
+    columns = remaining[first] & remaining[second]
+    taken = columns.sum(1, keepdim=True, dtype=torch.int32) // multiple * multiple
+    columns &= columns.cumsum(1, dtype=torch.int32) <= taken
+    for rows in (first, second):
+        remaining[rows] = remaining[rows] & ~columns
+    return Blocks(torch.cat((members[first], members[second]), 1), columns)
+
+
+def count_overlaps(stored: Tensor) -> Tensor:
+    """Count the columns that each two rows share: [N, K] bool to [N, N] float32, exact for K below 2**24."""
+    ones = stored.float()
+    return ones @ ones.T
+
+
+def match_rows(overlaps: Tensor, least: int) -> tuple[Tensor, Tensor]:
+    """Pair each row, in order, with the unmatched row that shares most columns with it (Algorithm 2).
+
+    Args:
+        overlaps: [N, N] float32, symmetric, whole numbers; its diagonal is overwritten.
+        least: rows that share fewer columns are not paired.
+    Returns:
+        The first and the second row of each pair, both [pairs] int64. Of equals, the lower row is taken.
+    """
+    overlaps.fill_diagonal_(-1)
+    # Most blocks of two rows and more share too little with every other.
+    candidates = (overlaps >= least).any(1).nonzero().squeeze(1)
+    overlaps = overlaps[candidates][:, candidates]
+    rows = len(candidates)
+    index = torch.arange(rows, device=overlaps.device)
+    free = torch.ones(rows, dtype=torch.bool, device=overlaps.device)
+    partners = torch.full((rows,), -1, device=overlaps.device)
+    for row in range(rows - 1):
+        shared = torch.where(free, overlaps[row], -1)
+        # The lower of equals, on every device: argmax may return any.
+        partner = torch.where(shared == shared.amax(), index, rows).amin()
+        paired = free[row] & (shared[partner] >= least)
+        partners[row] = torch.where(paired, partner, partners[row])
+        free[row] = False
+        free[partner] &= ~paired
+    first = (partners >= 0).nonzero().squeeze(1)
+    return candidates[first], candidates[partners[first]]

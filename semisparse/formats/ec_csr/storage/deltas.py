@@ -1,0 +1,119 @@
+"""What both layouts share: their params, and numbers that are stored as deltas of 4 or 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from semisparse.errors import FormatError
+from semisparse.formats.base import Params
+from semisparse.formats.checks import choice_of
+
+PANELS, PAPER = LAYOUTS = ("banks", "paper")
+"""Of ``params["layout"]``. The name of row panels in files, `banks`, is from the shared-memory banks they avoid."""
+
+DELTA_BITS = (4, 8)
+
+LANES = 32
+"""Of a warp. Each has a list of its own."""
+
+MAX_COLUMNS = 1 << 29
+"""K at most: a position in 64 rows of K / 32 columns stays below 2**31."""
+
+INDEX_DTYPES = {16: torch.int16, 32: torch.int32}
+
+
+def layout_of(params: Params) -> str:
+    """Return the layout that ``params`` name.
+
+    Raises:
+        FormatError: there is no such layout.
+    """
+    return choice_of("ec_csr", params, "layout", LAYOUTS)
+
+
+def delta_bits_of(params: Params) -> int:
+    """Return the bits per delta, 4 or 8.
+
+    Raises:
+        FormatError: it is another number.
+    """
+    return choice_of("ec_csr", params, "delta_bits", DELTA_BITS)
+
+
+def index_bits_for(k: int) -> int:
+    """Return the bits per element of ``bases``, a position or a column of a weight with ``k`` columns."""
+    return 16 if k <= 1 << 15 else 32
+
+
+def refuse_columns(k: int) -> None:
+    """Refuse a weight of more than `MAX_COLUMNS` columns.
+
+    Raises:
+        FormatError: K is larger.
+    """
+    if k > MAX_COLUMNS:
+        raise FormatError(f"format ec_csr stores up to {MAX_COLUMNS} columns, got K = {k}")
+
+
+def narrowed(numbers: Tensor, bits: int) -> Tensor:
+    """Store int64 numbers from 0 to 2**``bits`` - 1 in a signed dtype of that width."""
+    return torch.where(numbers >= 1 << bits - 1, numbers - (1 << bits), numbers).to(INDEX_DTYPES[bits])
+
+
+def widened(stored: Tensor) -> Tensor:
+    """Read what `narrowed` stored, as int64."""
+    return stored.long() & ((1 << 8 * stored.dtype.itemsize) - 1)
+
+
+def packed_deltas(deltas: Tensor, bits: int) -> Tensor:
+    """Store deltas, uint8, in ``bits``; of two 4-bit deltas in a byte, the first is the low half."""
+    return deltas if bits == 8 else deltas[::2] | deltas[1::2] << 4
+
+
+def deltas_at(stored: Tensor, index: Tensor, bits: int) -> Tensor:
+    """Read the deltas numbered ``index``, as int64."""
+    if bits == 8:
+        return stored[index].long()
+    return (stored[index // 2].long() >> index % 2 * 4) & 15
+
+
+def rank_in_group(groups: Tensor, counts: Tensor) -> Tensor:
+    """Number the members of each group from 0, given sorted groups and how many members each has."""
+    return torch.arange(len(groups), device=groups.device) - (counts.cumsum(0) - counts)[groups]
+
+
+def bridged(groups: Tensor, numbers: Tensor, limit: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Insert numbers between the ascending ``numbers`` of each group, so that no gap exceeds ``limit``.
+
+    Args:
+        groups: [entries] int64, ascending.
+        numbers: [entries] int64, ascending within a group.
+        limit: of a gap.
+    Returns:
+        Groups and numbers with those inserted, and whether an entry is one of the given ones.
+    """
+    gap = numbers.diff(prepend=numbers[:1])
+    gap = torch.where(groups.diff(prepend=groups[:1] - 1) == 0, gap, 1)
+    repeats = 1 + (gap - 1) // limit
+    source = torch.arange(len(numbers), device=numbers.device).repeat_interleave(repeats)
+    rank = rank_in_group(source, repeats)
+    given = rank == repeats[source] - 1
+    return groups[source], torch.where(given, numbers[source], (numbers - gap)[source] + limit * (rank + 1)), given
+
+
+def refuse_repeats(positions: Iterable[Tensor]) -> None:
+    """Refuse weights that are stored at one position of the matrix.
+
+    Args:
+        positions: row * K + column of the stored weights, int64.
+    Raises:
+        FormatError: two are equal.
+    """
+    parts = list(positions)
+    stored = torch.cat(parts) if parts else torch.zeros(0)
+    distinct = len(stored.unique())
+    if distinct != len(stored):
+        raise FormatError(f"{len(stored)} weights are stored at {distinct} positions, expected each once")

@@ -1,0 +1,225 @@
+"""Row panels, the default layout: lane l walks the columns l, l + 32, ..., so that no two lanes hit one memory bank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from semisparse.formats.base import Packed, Params, Scalar, TensorSpec, WeightSpec
+from semisparse.formats.checks import choice_of
+from semisparse.formats.ec_csr.storage.deltas import (
+    INDEX_DTYPES,
+    LANES,
+    PANELS,
+    bridged,
+    delta_bits_of,
+    deltas_at,
+    index_bits_for,
+    narrowed,
+    packed_deltas,
+    rank_in_group,
+    widened,
+)
+from semisparse.patterns.base import blocks_along
+
+PANEL_ROWS = tuple(range(28, 65, 4))
+"""Rows per panel: what one CTA computes."""
+
+DISK_PANEL_ROWS = 32
+"""Of a new weight on disk. Files of earlier versions may have any of `PANEL_ROWS`."""
+
+SEGMENTS = 16
+"""Parts of equal length that each list is cut into, one for each warp of a CTA."""
+
+ROW_MULTIPLE = 2
+"""A row's entries in a list are a multiple of this, so that kernels test for the end of a row half as often."""
+
+LOAD_BYTES = 16
+"""Of values that a lane loads at a time."""
+
+STORED = ("values", "deltas", "bases", "panel_loads")
+
+BATCH = 1 << 22
+"""Dense weights packed, or list entries decoded, at a time; int64 temporaries take some 100 bytes per entry."""
+
+
+def panel_rows_of(params: Params) -> int:
+    """Return the rows per panel, a multiple of 4 from 28 to 64.
+
+    Raises:
+        FormatError: it is another number.
+    """
+    return choice_of("ec_csr", params, "panel_rows", PANEL_ROWS)
+
+
+def vector_of(dtype: torch.dtype) -> int:
+    """Return the values per load."""
+    return LOAD_BYTES // dtype.itemsize
+
+
+def lane_columns_of(k: int) -> int:
+    """Return the columns per lane of a weight with ``k`` columns, H in README.md."""
+    return -(-k // LANES)
+
+
+def specs(spec: WeightSpec) -> tuple[TensorSpec, ...]:
+    """Return the stored tensors."""
+    return (
+        TensorSpec("values", None, ("values",)),
+        TensorSpec("deltas", torch.uint8, ("delta_bytes",)),
+        TensorSpec("bases", INDEX_DTYPES[index_bits_for(spec.shape[1])], ("segments", "lanes")),
+        TensorSpec("panel_loads", torch.int32, ("panels+1",)),
+    )
+
+
+def counts(spec: WeightSpec) -> Mapping[str, int]:
+    """Return the named dimensions of the stored tensors."""
+    panels, values = -(-spec.shape[0] // panel_rows_of(spec.params)), int(spec.params["values"])
+    return {
+        "values": values,
+        "delta_bytes": values * delta_bits_of(spec.params) // 8,
+        "segments": panels * SEGMENTS,
+        "lanes": LANES,
+        "panels": panels,
+    }
+
+
+def pack(
+    weight: Tensor, delta_bits: int, panel_rows: int = DISK_PANEL_ROWS
+) -> tuple[Mapping[str, Scalar], dict[str, Tensor]]:
+    """Store the non-zeros of ``weight`` ([N, K]); the same bytes on every device."""
+    n, k = weight.shape
+    panels = blocks_along(blocks_along(weight, LANES, dim=1).flatten(1), panel_rows, dim=0)
+    width = max(1, BATCH // panels[0].numel())
+    batches = [_written(batch, delta_bits) for batch in panels.split(width)]
+    loads, values, deltas, bases, spans = zip(*batches, strict=True)
+    panel_loads = torch.zeros(len(panels) + 1, dtype=torch.int32, device=weight.device)
+    panel_loads[1:] = torch.cat(loads).cumsum(0)
+    tensors = {
+        "values": torch.cat(values),
+        "deltas": packed_deltas(torch.cat(deltas), delta_bits),
+        "bases": narrowed(torch.cat(bases), index_bits_for(k)),
+        "panel_loads": panel_loads,
+    }
+    params: dict[str, Scalar] = {"layout": PANELS, "delta_bits": delta_bits, "n": n, "k": k, "panel_rows": panel_rows}
+    return {**params, "values": len(tensors["values"]), "span": max(spans)}, tensors
+
+
+def _written(panels: Tensor, delta_bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+    """Write the lists of some panels, [panels, rows, columns], columns a multiple of 32.
+
+    Returns:
+        Loads per list, [panels]; values; deltas, a byte each; bases, [panels * 16, 32] int64; and the span.
+    """
+    count, rows, columns = panels.shape
+    device, lane_columns, vector = panels.device, columns // LANES, vector_of(panels.dtype)
+    by_lane = panels.view(count, rows, lane_columns, LANES).permute(0, 3, 1, 2)
+    weights = by_lane.reshape(count * LANES, rows * lane_columns)
+    of, position, is_weight = _entries(weights, lane_columns, (1 << delta_bits) - 1)
+    lengths = of.bincount(minlength=count * LANES)
+    loads = -(-lengths.view(count, LANES).amax(1) // vector)
+
+    number = rank_in_group(of, lengths)
+    panel, lane, load = of // LANES, of % LANES, number // vector
+    at = (((loads.cumsum(0) - loads)[panel] + load) * LANES + lane) * vector + number % vector
+    size = int(loads.sum()) * LANES * vector
+    values = torch.zeros(size, dtype=panels.dtype, device=device)
+    values[at] = torch.where(is_weight, weights[of, position], 0)
+    segment, first_load = segments_of(load, loads[panel])
+    begins = number == first_load * vector
+    deltas = torch.zeros(size, dtype=torch.uint8, device=device)
+    deltas[at] = torch.where(begins, 0, position.diff(prepend=position[:1])).to(torch.uint8)
+    bases = torch.zeros(count * SEGMENTS, LANES, dtype=torch.int64, device=device)
+    segment += panel * SEGMENTS
+    bases[segment[begins], lane[begins]] = position[begins]
+    row_of_segment = position // lane_columns - bases[segment, lane] // lane_columns
+    return loads, values, deltas, bases, 1 + (int(row_of_segment.max()) if len(position) else 0)
+
+
+def _entries(lists: Tensor, lane_columns: int, limit: int) -> tuple[Tensor, Tensor, Tensor]:
+    """List the entries of each lane: its weights, and padding where gaps are too wide or a row has an odd number.
+
+    Args:
+        lists: [lists, rows * lane_columns].
+        limit: of a delta. ``lane_columns`` is another: an entry reaches the next row at most.
+    Returns:
+        Each entry's list and position, both int64, and whether it is a weight.
+    """
+    of, position = lists.nonzero(as_tuple=True)
+    of, position, is_weight = bridged(of, position, min(limit, lane_columns))
+    row = of * (lists.shape[1] // lane_columns) + position // lane_columns
+    ends_row = row.diff(append=row[-1:] + 1) != 0
+    in_row = rank_in_group(row, row.bincount())
+    repeats = 1 + torch.where(ends_row, -(in_row + 1) % ROW_MULTIPLE, 0)
+    source = torch.arange(len(position), device=position.device).repeat_interleave(repeats)
+    return of[source], position[source], is_weight[source] & (rank_in_group(source, repeats) == 0)
+
+
+def segments_of(load: Tensor, loads: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the segment of a load, and its first load: segment s of L loads begins with load s * L // 16."""
+    segment = ((load + 1) * SEGMENTS - 1) // loads.clamp(min=1)
+    return segment, segment * loads // SEGMENTS
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Decoded entries of some panels, list after list, each [entries] int64.
+
+    Args:
+        panel, lane: whose list it is.
+        number: in the list.
+        at: where its delta and its value are stored.
+        delta: from the position before it, or from the base at the begin of a segment.
+        base: of its segment.
+        position: row of the panel * columns per lane + column // 32.
+        begins: whether it is the first of a segment, bool.
+    """
+
+    panel: Tensor
+    lane: Tensor
+    number: Tensor
+    at: Tensor
+    delta: Tensor
+    base: Tensor
+    position: Tensor
+    begins: Tensor
+
+
+def decode(packed: Packed) -> Iterator[Entries]:
+    """Decode the lists of all lanes, some panels at a time."""
+    starts = packed.tensors["panel_loads"].long()
+    vector = vector_of(packed.dtype)
+    bases = widened(packed.tensors["bases"]).view(-1, SEGMENTS, LANES)
+    first, panels = 0, len(starts) - 1
+    while first < panels:
+        last = max(first + 1, int((starts <= starts[first] + BATCH // (LANES * vector)).sum()) - 1)
+        loads = starts[first : last + 1].diff()
+        lengths = (loads * vector).repeat_interleave(LANES)
+        lists = torch.arange(len(lengths), device=starts.device).repeat_interleave(lengths)
+        number = rank_in_group(lists, lengths)
+        panel, lane = first + lists // LANES, lists % LANES
+        segment, first_load = segments_of(number // vector, loads[panel - first])
+        at = ((starts[panel] + number // vector) * LANES + lane) * vector + number % vector
+        delta = deltas_at(packed.tensors["deltas"], at, delta_bits_of(packed.params))
+        sums = delta.cumsum(0)
+        before = torch.cat((sums.new_zeros(1), sums))
+        entry = torch.arange(len(lists), device=starts.device)
+        begin = entry - (number - first_load * vector)
+        base = bases[panel, segment, lane]
+        yield Entries(panel, lane, number, at, delta, base, base + sums - before[begin], begin == entry)
+        first = last
+
+
+def stored_weights(packed: Packed) -> Iterator[tuple[Tensor, Tensor]]:
+    """Return the stored weights that are not zero, some at a time: row * K + column, and value."""
+    k, rows = packed.shape[1], panel_rows_of(packed.params)
+    lane_columns = lane_columns_of(k)
+    for entries in decode(packed):
+        values = packed.tensors["values"][entries.at]
+        kept = values != 0
+        panel, lane, position = entries.panel[kept], entries.lane[kept], entries.position[kept]
+        row = panel * rows + position // lane_columns
+        yield row * k + position % lane_columns * LANES + lane, values[kept]

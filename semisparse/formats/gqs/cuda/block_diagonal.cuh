@@ -1,0 +1,172 @@
+// One or two tokens: x as a block-diagonal B operand, so that each accumulator belongs to one group and codes need no
+// dequantising.
+//
+//   B [64, 8] of a chunk      column 0  1  2  3  4  5  6  7
+//   columns of group 0               x0 x1 .  .  .  .  .  .     x0, x1: that group's 16 columns of token 0 and of token 1
+//   columns of group 1               .  .  x0 x1 .  .  .  .     . : zeros
+//   columns of group 2               .  .  .  .  x0 x1 .  .
+//   columns of group 3               .  .  .  .  .  .  x0 x1
+//
+// Accumulator [row, 2 g + j] is sum(code * x) over group g of token j. It lies in the lane that holds that group of that row,
+// which adds in float32
+//
+//   sum((code - zero) * scale * x) = scale * (sum(code * x) - zero * sum(x))
+//
+// Lane l feeds column l / 4 of B from group l % 4: x if l / 8 = l % 4, else zeros. While the weight's first stages are in
+// flight the CTA puts into shared memory, behind the warps' streams:
+//
+//   | zeros [kKTileColumns] | x [TOKENS, columns] in fragment order | -sum(x) of each group [groups, TOKENS] |
+//
+// x is padded with zeros to whole k-tiles. `Format` (mma_codes.cuh, mma_int8.cuh) says what x is converted to.
+
+#pragma once
+
+#include "chunk.cuh"
+#include "ptx/integer.cuh"
+#include "ptx/shared.cuh"
+#include "warp.cuh"
+
+// x in global memory, and its first groups in registers: loaded before the weight's copies are issued, behind which they came
+// 3,800 cycles later. Thread t converts the groups t, t + kThreads, ...
+struct StagedActivations {
+    static constexpr int kPreloaded = ALIGNED_K ? 2 : 0;  // groups per thread
+
+    const Element* x;  // [m, k]
+    int m, k;
+    Word preloaded[kPreloaded + 1][kGroupSize / 2];
+
+    __device__ __forceinline__ StagedActivations(const Element* x, int m, int k) : x(x), m(m), k(k) {
+#pragma unroll
+        for (int j = 0; j < kPreloaded; ++j) {
+            if (index(j) < TOKENS * groups()) load(preloaded[j], index(j));
+        }
+    }
+
+    // Groups of a token, with padding.
+    __device__ __forceinline__ int groups() const {
+        return (k + kKTileColumns - 1) / kKTileColumns * (kKTileColumns / kGroupSize);
+    }
+
+    __device__ __forceinline__ static int index(int j) { return threadIdx.x + j * kThreads; }
+    __device__ __forceinline__ int token_of(int i) const { return TOKENS > 1 && i >= groups(); }
+    __device__ __forceinline__ int group_of(int i) const { return i - token_of(i) * groups(); }
+
+    // Tokens past the last repeat it, and are not stored.
+    __device__ __forceinline__ void load(Word (&words)[kGroupSize / 2], int i) const {
+        const long long row = static_cast<long long>(min(token_of(i), m - 1)) * k;
+        const int column = group_of(i) * kGroupSize;
+        load_x(words, reinterpret_cast<const unsigned short*>(x) + row + column, k - column);
+    }
+
+    // Calls take(words of a group, group, token) for each of this thread's groups.
+    template <typename Take> __device__ __forceinline__ void for_each_group(const Take& take) const {
+        const int count = TOKENS * groups();
+#pragma unroll
+        for (int j = 0; j < kPreloaded; ++j) {
+            if (index(j) < count) take(preloaded[j], group_of(index(j)), token_of(index(j)));
+        }
+#pragma unroll 1
+        for (int i = index(kPreloaded); i < count; i += kThreads) {
+            Word words[kGroupSize / 2];
+            load(words, i);
+            take(words, group_of(i), token_of(i));
+        }
+    }
+};
+
+// Format has the type `Value` of a column in shared memory, the type `Sum` of a group's sum, `prepare` (by the whole CTA), and
+// `convert`, which puts a group into fragment order and returns its sum.
+template <typename Format> struct BlockDiagonal {
+    using Activations = StagedActivations;
+    using Value = typename Format::Value;
+    using Sum = typename Format::Sum;
+    static constexpr int kValueBytes = sizeof(Value);
+    static constexpr int kGroupVectors = kGroupSize * kValueBytes / 16;
+    static constexpr int kZerosBytes = kKTileColumns * kValueBytes;
+
+    struct Fragment {
+        Word b[kGroupVectors][4];  // the lane's part of B
+        Sum minus_sums[TOKENS];    // of the group that the lane holds of A
+    };
+
+    Format format;
+    float accumulators[4];                     // [row lane / 4 or 8 more, token], of the lane's group, scaled
+    Word b_address, b_base;                    // the lane's part of B in shared memory: of the k-tile, of column 0
+    Word minus_sums_address, minus_sums_base;  // likewise
+    int column_bytes;                          // of b_address; 0 for zeros
+    Fragment fragments[2];                     // double-buffered
+
+    __device__ __forceinline__ BlockDiagonal(const Activations& activations, Word smem) {
+        const int lane = threadIdx.x % 32, token = lane / 4 % 2, groups = activations.groups(), columns = groups * kGroupSize;
+        const Word x_at = smem + kZerosBytes, minus_sums_at = x_at + TOKENS * columns * kValueBytes;
+#pragma unroll 1
+        for (int i = threadIdx.x; i < kZerosBytes / 16; i += kThreads) st_shared_v4(smem + 16 * i, uint4{0, 0, 0, 0});
+        format.prepare(activations);
+        activations.for_each_group([&](const Word (&words)[kGroupSize / 2], int group, int token) {
+            Word converted[kGroupVectors][4];
+            const Sum sum = format.convert(converted, words, token);
+            const Word to = x_at + (token * groups + group) * (16 * kGroupVectors);
+#pragma unroll
+            for (int j = 0; j < kGroupVectors; ++j) st_shared_v4(to + 16 * j, converted[j]);
+            st_shared(minus_sums_at + 4 * (group * TOKENS + token), Format::to_bits(-sum));
+        });
+        minus_sums_base = minus_sums_at + lane % 4 * TOKENS * 4;
+        const bool on_diagonal = lane / 8 == lane % 4 && token < TOKENS;
+        column_bytes = static_cast<int>(keep_in_register(on_diagonal ? static_cast<Word>(kValueBytes) : 0u));
+        b_base = on_diagonal ? x_at + (token * columns + lane % 4 * kGroupSize) * kValueBytes : smem;
+        clear();
+        __syncthreads();
+    }
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) accumulators[i] = 0.0f;
+    }
+
+    __device__ __forceinline__ void begin_range(int) {}
+
+    __device__ __forceinline__ void begin_k_tile(int column, int) {
+        b_address = opaque(b_base + column_bytes * column);
+        minus_sums_address = opaque(minus_sums_base + column / kGroupSize * TOKENS * 4);
+        load_fragment(0);
+    }
+
+    // Loads x for the k-tile's chunk `i`.
+    __device__ __forceinline__ void load_fragment(int i) {
+#pragma unroll
+        for (int j = 0; j < kGroupVectors; ++j)
+            ld_shared_ordered(fragments[i % 2].b[j], b_address + i * kChunkColumns * kValueBytes + 16 * j);
+#pragma unroll
+        for (int token = 0; token < TOKENS; ++token) {
+            const Word address = minus_sums_address + (i * kChunkGroups * TOKENS + token) * 4;
+            fragments[i % 2].minus_sums[token] = Format::from_bits(ld_shared_ordered(address));
+        }
+    }
+
+    // Adds scale * group_sum(index of the mma's accumulator, -sum(x)) for the lane's group in one of its two rows, if kept.
+    template <typename GroupSum>
+    __device__ __forceinline__ void accumulate(int row, const ChunkFragment& chunk, const Sum (&minus_sums)[TOKENS],
+                                               Word lane_bit, const GroupSum& group_sum) {
+        const float scale = low_element(chunk.scale[row]);
+        const bool kept = chunk.mask[row] & lane_bit;
+#pragma unroll
+        for (int token = 0; token < TOKENS; ++token) {
+            const int i = 2 * row + token;
+            const float sum = group_sum(i, minus_sums[token]);
+            if (kept) accumulators[i] += scale * sum;
+        }
+    }
+
+    // Calls take(row, token, accumulator) in one lane of four, with the four lanes' groups added.
+    template <typename Take> __device__ __forceinline__ void for_each_accumulator(const Take& take) const {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (i % 2 >= TOKENS) continue;
+            float sum = accumulators[i];
+            sum += __shfl_xor_sync(kAllLanes, sum, 1);
+            sum += __shfl_xor_sync(kAllLanes, sum, 2);
+            if (lane % 4 == 0) take(lane / 4 + i / 2 * 8, i % 2, sum);
+        }
+    }
+};

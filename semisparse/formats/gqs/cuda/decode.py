@@ -1,0 +1,105 @@
+"""The kernel for 1 to 16 tokens, straight from the packed groups of 16 in 4 or 8 bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from semisparse.formats.base import Packed
+from semisparse.formats.gqs.cuda import quantise_x
+from semisparse.formats.gqs.cuda.schedule import ELEMENTS, GROUP_SIZE, MAX_TOKENS, Schedule, choose
+from semisparse.formats.gqs.storage.disk import TENSORS, code_bits, group_size, quantises_x
+from semisparse.formats.gqs.storage.masks import CHUNK_GROUPS, CHUNK_ROWS
+from semisparse.formats.kernel import Problem, Product
+from semisparse.quant.group import KINDS
+from semisparse.runtime.device import device_facts
+from semisparse.runtime.kernel import CudaSource, cuda_refusal
+
+BITS = (4, 8)
+"""Of a code, that `decode.cu` is written for."""
+
+# The extremes of what is compiled.
+SOURCE = CudaSource(
+    Path(__file__).with_name("decode.cu"),
+    tuple(
+        schedule.defines
+        for schedule in (
+            Schedule(torch.bfloat16, 4, 2, True, False, True, 16),
+            Schedule(torch.float16, 4, 1, False, True, True, 16),
+            Schedule(torch.float16, 4, 1, True, True, False, 8),
+            Schedule(torch.float16, 4, 2, False, True, False, 8),
+            Schedule(torch.float16, 4, 8, False, True, False, 8),
+            Schedule(torch.bfloat16, 4, 16, False, False, False, 8),
+            Schedule(torch.float16, 8, 16, False, True, False, 8),
+            Schedule(torch.bfloat16, 8, 16, False, False, False, 8),
+            Schedule(torch.bfloat16, 8, 8, False, True, False, 4),
+        )
+    ),
+)
+
+
+def weight_refusal(problem: Problem) -> str | None:
+    """Say why the kernel is not written for ``problem``, on whatever GPU, or None if it is."""
+    if problem.m > MAX_TOKENS:
+        return f"takes 1 to {MAX_TOKENS} tokens, got {problem.m}"
+    if problem.dtype not in ELEMENTS or problem.weight_dtype != problem.dtype:
+        return f"x and w are both float16 or both bfloat16, got {problem.dtype} and {problem.weight_dtype}"
+    if group_size(problem.pattern) != GROUP_SIZE:
+        return f"takes groups of {GROUP_SIZE}, this weight has groups of {group_size(problem.pattern)}"
+    if KINDS[str(problem.params["kind"])] not in BITS:
+        return f"takes codes of 4 or 8 bits, this weight is {problem.params['kind']}"
+    return None
+
+
+def refusal(problem: Problem) -> str | None:
+    """Say why `prepare` cannot compute ``problem`` here, or None if it can."""
+    return weight_refusal(problem) or cuda_refusal(problem.device)
+
+
+def prepare(problem: Problem) -> Product:
+    """Prepare to multiply 1 to 16 tokens: choose a schedule, compile and load its build."""
+    n, k, device, dtype = problem.n, problem.k, problem.device, problem.dtype
+    facts, int8_x = device_facts(device), quantises_x(problem.params)
+    schedule = choose(problem.m, n, k, dtype, code_bits(problem.params, GROUP_SIZE), int8_x, facts)
+    kernel = SOURCE.build("semisparse_gqs_decode", schedule.defines, schedule.shared_bytes(k)).load(device)
+    quantise = quantise_x.prepare(device, dtype) if int8_x and not schedule.int8_x else None
+    row_tiles, chunks_per_tile = -(-n // CHUNK_ROWS), -(-k // (CHUNK_GROUPS * GROUP_SIZE))
+    ctas = schedule.ctas(row_tiles, facts)
+    tiles_per_cta, ctas_with_extra = divmod(row_tiles, ctas)
+
+    def matmul(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+        m, kept = x.shape[0], int(packed.params["kept"])
+        if not kept:
+            return x.new_zeros(m, n) if bias is None else bias.to(dtype).repeat(m, 1)
+        x = x if quantise is None else quantise(x)
+        x = _aligned(x) if schedule.aligned_k else x.contiguous()
+        y = x.new_empty(m, n)
+        kernel(
+            (ctas, 1, 1),
+            schedule.threads,
+            pdl=facts.has_pdl,
+            x=x,
+            **{name: _aligned(packed.tensors[name]) for name in TENSORS},
+            bias=None if bias is None else bias.to(dtype).contiguous(),
+            y=y,
+            m=m,
+            n=n,
+            k=k,
+            chunks_per_tile=chunks_per_tile,
+            chunks=row_tiles * chunks_per_tile,
+            kept=kept,
+            tiles_per_cta=tiles_per_cta,
+            ctas_with_extra=ctas_with_extra,
+            prefetch_groups=schedule.prefetched_groups(kept, ctas) if facts.has_pdl else 0,
+        )
+        return y
+
+    return matmul
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """Return a tensor that is contiguous and aligned to 16 bytes, as vector loads and cp.async need it."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()

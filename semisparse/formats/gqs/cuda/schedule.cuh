@@ -1,0 +1,161 @@
+// Which chunks each warp multiplies, and how the warps' accumulators of a row tile are added: by a CTA for each row tile, or
+// by Stream-K inside of a CTA. Either way no CTA needs another's, nothing is left in memory between launches, and the order of
+// all additions is fixed: results repeat bit for bit.
+//
+// Work is counted in k-tiles of CHUNKS_PER_K_TILE chunks. A k-tile takes the same instructions whatever it keeps, and
+// instructions bound the kernel; so k-tiles, not kept groups, are divided evenly.
+
+#pragma once
+
+#include "stream.cuh"
+
+constexpr int kTileCells = kRows * TOKENS;  // of a row tile's output, token after token
+
+template <typename Mma> struct Epilogue {
+    const Element* bias;      // [n] or null
+    Element* __restrict__ y;  // [m, n]
+    int m, n;
+    const Mma& mma;
+
+    __device__ __forceinline__ void store_cell(int row, int token, float accumulator) const {
+        if (row >= n || token >= m) return;
+        const float value = mma.to_output(accumulator, token);
+        store(y + static_cast<long long>(token) * n + row, value + (bias ? to_float(bias[row]) : 0.0f));
+    }
+};
+
+// Multiplies one k-tile of a row tile. Fragments are double-buffered: a chunk is loaded before the one before it is
+// multiplied.
+template <typename Mma>
+__device__ __forceinline__ void multiply_k_tile(Mma& mma, WeightStream& stream, int k_tile, int chunks_per_tile,
+                                                Word lane_bit) {
+    ChunkHeader headers[CHUNKS_PER_K_TILE];
+    ChunkFragment chunks[2];
+    // The k-tile that the warp multiplies next begins the next row tile where this one ends one.
+    const bool goes_on = (k_tile + 1) * CHUNKS_PER_K_TILE < chunks_per_tile;
+    mma.begin_k_tile(k_tile * kKTileColumns, goes_on ? (k_tile + 1) * kKTileColumns : 0);
+    stream.next_k_tile(headers, chunks_per_tile - k_tile * CHUNKS_PER_K_TILE);
+    stream.load(chunks[0], headers[0], lane_bit);
+#pragma unroll
+    for (int i = 0; i < CHUNKS_PER_K_TILE; ++i) {
+        if (i + 1 < CHUNKS_PER_K_TILE) stream.load(chunks[(i + 1) % 2], headers[i + 1], lane_bit);
+        mma.multiply(chunks[i % 2], i, lane_bit);
+    }
+}
+
+// A CTA for each row tile, whose k-tiles its warps share evenly.
+template <typename Mma> struct TilePerCta {
+    using Partials = float[WARPS][kTileCells];
+
+    int chunks_per_tile;
+    int begin, end;              // k-tiles of this warp
+    int first_chunk, end_chunk;  // of this warp, counted over the weight
+
+    __device__ __forceinline__ TilePerCta(int chunks_per_tile, int, int) : chunks_per_tile(chunks_per_tile) {
+        const int k_tiles = (chunks_per_tile + CHUNKS_PER_K_TILE - 1) / CHUNKS_PER_K_TILE, warp = warp_id();
+        begin = k_tiles * warp / WARPS;
+        end = k_tiles * (warp + 1) / WARPS;
+        first_chunk = blockIdx.x * chunks_per_tile + begin * CHUNKS_PER_K_TILE;
+        end_chunk = blockIdx.x * chunks_per_tile +
+                    (ALIGNED_K ? end * CHUNKS_PER_K_TILE : min(end * CHUNKS_PER_K_TILE, chunks_per_tile));
+    }
+
+    __device__ __forceinline__ void run(WeightStream& stream, Mma& mma, const Epilogue<Mma>& epilogue,
+                                        Partials& partials) const {
+        const int warp = warp_id();
+        const Word lane_bit = keep_in_register(1u << threadIdx.x % 32);
+        mma.begin_range(begin * kKTileColumns);
+#pragma unroll 1
+        for (int k_tile = begin; k_tile < end; ++k_tile) multiply_k_tile(mma, stream, k_tile, chunks_per_tile, lane_bit);
+        mma.for_each_accumulator([&](int row, int token, float sum) { partials[warp][token * kRows + row] = sum; });
+        __syncthreads();
+#pragma unroll 1
+        for (int cell = threadIdx.x; cell < kRows * epilogue.m; cell += kThreads) {
+            float sum = partials[0][cell];
+#pragma unroll
+            for (int i = 1; i < WARPS; ++i) sum += partials[i][cell];
+            epilogue.store_cell(blockIdx.x * kRows + cell % kRows, cell / kRows, sum);
+        }
+    }
+};
+
+// Stream-K inside of a CTA: the k-tiles of its row tiles, one tile after another, are cut into equal ranges, one per warp. A
+// warp stores the row tiles that lie in its range whole. Of the one that began before its range, and of the one that ends
+// after it, it leaves partial accumulators in shared memory; these are added in the order of the warps (the fix-up).
+template <typename Mma> struct StreamK {
+    using Partials = float[WARPS][2][kTileCells];
+
+    int chunks_per_tile, k_tiles_per_tile;
+    int begin, end;              // k-tiles of this CTA, counted over the weight
+    int range, k_tiles;          // of this warp: its first k-tile, and how many
+    int first_chunk, end_chunk;  // of this warp, counted over the weight
+
+    // A CTA has `tiles_per_cta` row tiles, the first `ctas_with_extra` CTAs one more.
+    __device__ __forceinline__ StreamK(int chunks_per_tile, int tiles_per_cta, int ctas_with_extra)
+        : chunks_per_tile(chunks_per_tile), k_tiles_per_tile((chunks_per_tile + CHUNKS_PER_K_TILE - 1) / CHUNKS_PER_K_TILE) {
+        const int cta = blockIdx.x, warp = warp_id();
+        begin = (cta * tiles_per_cta + min(cta, ctas_with_extra)) * k_tiles_per_tile;
+        end = begin + (tiles_per_cta + (cta < ctas_with_extra)) * k_tiles_per_tile;
+        range = range_begin(warp);
+        k_tiles = range_begin(warp + 1) - range;
+        first_chunk = chunk_of(range);
+        end_chunk = chunk_of(range + k_tiles);
+    }
+
+    __device__ __forceinline__ int chunk_of(int k_tile) const {
+        if (ALIGNED_K) return k_tile * CHUNKS_PER_K_TILE;
+        const int tile = k_tile / k_tiles_per_tile;
+        return tile * chunks_per_tile + (k_tile - tile * k_tiles_per_tile) * CHUNKS_PER_K_TILE;
+    }
+
+    __device__ __forceinline__ int range_begin(int warp) const { return begin + (end - begin) * warp / WARPS; }
+
+    // The last warp whose range begins at `k_tile` or before.
+    __device__ __forceinline__ int warp_of(int k_tile) const { return ((k_tile - begin + 1) * WARPS - 1) / (end - begin); }
+
+    __device__ __forceinline__ void run(WeightStream& stream, Mma& mma, const Epilogue<Mma>& epilogue,
+                                        Partials& partials) const {
+        multiply_range(partials[warp_id()], stream, mma, epilogue);
+        __syncthreads();
+        for (int tile = begin / k_tiles_per_tile + warp_id(); tile * k_tiles_per_tile < end; tile += WARPS)
+            fix_up(tile, partials, epilogue);
+    }
+
+    // Multiplies the warp's range. `partials` gets its accumulators of a row tile that began before (zeros where its range is
+    // empty), and of one that goes on after it.
+    __device__ __forceinline__ void multiply_range(float (&partials)[2][kTileCells], WeightStream& stream, Mma& mma,
+                                                   const Epilogue<Mma>& epilogue) const {
+        int tile = range / k_tiles_per_tile, k_tile = range - tile * k_tiles_per_tile, left = k_tiles;
+        const Word lane_bit = keep_in_register(1u << threadIdx.x % 32);
+        mma.begin_range(k_tile * kKTileColumns);
+        if (left == 0) mma.for_each_accumulator([&](int row, int token, float) { partials[0][token * kRows + row] = 0.0f; });
+        while (left > 0) {
+            const int until = min(k_tile + left, k_tiles_per_tile);
+            const bool begins = k_tile == 0, ends = until == k_tiles_per_tile;
+            left -= until - k_tile;
+            for (; k_tile < until; ++k_tile) multiply_k_tile(mma, stream, k_tile, chunks_per_tile, lane_bit);
+            if (begins && ends) {
+                mma.for_each_accumulator(
+                    [&](int row, int token, float sum) { epilogue.store_cell(tile * kRows + row, token, sum); });
+            } else {
+                float* partial = partials[begins];
+                mma.for_each_accumulator([&](int row, int token, float sum) { partial[token * kRows + row] = sum; });
+            }
+            mma.clear();
+            k_tile = 0;
+            ++tile;
+        }
+    }
+
+    // Adds the warps' partials of a row tile that no warp had whole, a lane per cell.
+    __device__ __forceinline__ void fix_up(int tile, const Partials& partials, const Epilogue<Mma>& epilogue) const {
+        const int first_warp = warp_of(tile * k_tiles_per_tile), last_warp = warp_of((tile + 1) * k_tiles_per_tile - 1);
+        if (first_warp == last_warp) return;
+#pragma unroll 1
+        for (int cell = threadIdx.x % 32; cell < kTileCells; cell += 32) {
+            float sum = partials[first_warp][1][cell];
+            for (int i = first_warp + 1; i <= last_warp; ++i) sum += partials[i][0][cell];
+            epilogue.store_cell(tile * kRows + cell % kRows, cell / kRows, sum);
+        }
+    }
+};

@@ -1,0 +1,1 @@
+"""The layout of format ``gqs``, on disk and on every device."""

@@ -1,0 +1,182 @@
+"""The layout on disk: masks of kept groups, their codes, scales and zero points (README.md, "Layout")."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from semisparse.errors import FormatError
+from semisparse.formats.base import Packed, Params, TensorSpec, WeightSpec
+from semisparse.formats.checks import choice_of
+from semisparse.formats.gqs.storage.masks import (
+    CHUNK_GROUPS,
+    CHUNK_ROWS,
+    bits_of,
+    in_mask_order,
+    masks_of,
+    starts_of,
+    unchunked,
+)
+from semisparse.patterns import Group, Pattern
+from semisparse.quant.group import KINDS, GroupScales, scales_of, stored_groups
+
+SIZES = (4, 8, 16, 32, 64, 128)
+"""Columns of a group."""
+
+MAX_KEPT = 2**31 - 1
+"""Groups that ``starts`` can count."""
+
+SPECS = (
+    TensorSpec("masks", torch.int64, ("row_tiles", "column_tiles")),
+    TensorSpec("starts", torch.int32, ("chunks+1",)),
+    TensorSpec("codes", torch.uint8, ("kept", "code_bytes")),
+    TensorSpec("scale", None, ("kept",)),
+    TensorSpec("zero", torch.uint8, ("kept",)),
+)
+
+TENSORS = tuple(spec.name for spec in SPECS)
+
+
+def accepts(pattern: Pattern) -> str | None:
+    """Say why a pattern cannot be stored, or None if it can."""
+    if isinstance(pattern, Group) and pattern.size in SIZES:
+        return None
+    return f"it stores groups along K, such as g16@50% or g16@0%, of {', '.join(map(str, SIZES))}"
+
+
+def specs(spec: WeightSpec) -> tuple[TensorSpec, ...]:
+    """Return the stored tensors."""
+    return SPECS
+
+
+def counts(spec: WeightSpec) -> Mapping[str, int]:
+    """Return the tiles along N and K, their number, the groups kept and the bytes of a group's codes.
+
+    Raises:
+        FormatError: the kind is unknown, or a group's codes do not fill bytes.
+    """
+    (n, k), size, params = spec.shape, group_size(spec.pattern), spec.params
+    if params["rows"] != n:  # no tensor's shape tells N, because chunks are padded to 16 rows
+        raise ValueError(f"rows = {params['rows']}, N = {n}")
+    rows, columns = -(-n // CHUNK_ROWS), -(-k // (CHUNK_GROUPS * size))
+    return {
+        "row_tiles": rows,
+        "column_tiles": columns,
+        "chunks": rows * columns,
+        "kept": int(params["kept"]),
+        "code_bytes": size * code_bits(params, size) // 8,
+    }
+
+
+def grain(spec: WeightSpec) -> tuple[int, int]:
+    """Return the rows and columns of a chunk."""
+    return CHUNK_ROWS, CHUNK_GROUPS * group_size(spec.pattern)
+
+
+def group_size(pattern: Pattern) -> int:
+    """Return the columns of a group.
+
+    Raises:
+        FormatError: the pattern has no groups.
+    """
+    if not isinstance(pattern, Group):
+        raise FormatError(f"format gqs stores patterns such as g16@50%, got {pattern}")
+    return pattern.size
+
+
+def code_bits(params: Params, size: int) -> int:
+    """Return the bits of a code.
+
+    Raises:
+        FormatError: the kind is unknown, or a group's codes do not fill bytes.
+    """
+    kind = choice_of("gqs", params, "kind", tuple(KINDS))
+    bits = KINDS[kind]
+    if size * bits % 8:
+        raise FormatError(f"{size} codes of {bits} bits do not fill bytes; take groups of 8 or more for {kind}")
+    return bits
+
+
+def quantises_x(params: Params) -> bool:
+    """Say whether x is quantised to 8 bits before it is multiplied (kind ``w4a8``; GQSA, appendix C)."""
+    return str(params["kind"]).endswith("a8")
+
+
+def pack(
+    weight: Tensor, pattern: Pattern, kind: str = "w4", scales: GroupScales | None = None
+) -> tuple[Mapping[str, int | str], dict[str, Tensor]]:
+    """Quantise the groups that are not all zero, and store them.
+
+    Args:
+        weight: [N, K] that obeys ``pattern``.
+        kind: one of `KINDS`.
+        scales: how each group is quantised; by default so that its codes span it.
+    Raises:
+        FormatError: the kind is unknown, the scales are not for this weight, or too many groups are kept.
+    """
+    size = group_size(pattern)
+    bits = code_bits(Params(kind=kind), size)
+    if scales is None:
+        scales = scales_of(weight, bits, size, weight.dtype)
+    _check_scales(scales, weight, bits, size)
+    masks = masks_of(stored_groups(weight, size))
+    mask_bits = bits_of(masks)
+    kept = int(mask_bits.sum())
+    if kept > MAX_KEPT:
+        raise FormatError(f"format gqs counts groups in 32 bits, this weight keeps {kept}")
+    tensors = {
+        "masks": masks,
+        "starts": starts_of(mask_bits),
+        "codes": pack_codes(in_mask_order(scales.codes(weight), mask_bits), bits),
+        "scale": in_mask_order(scales.scale.to(weight.dtype), mask_bits),
+        "zero": in_mask_order(scales.zero.to(torch.uint8), mask_bits),
+    }
+    return {"kind": kind, "rows": weight.shape[0], "kept": kept}, tensors
+
+
+def _check_scales(scales: GroupScales, weight: Tensor, bits: int, size: int) -> None:
+    shape = (weight.shape[0], -(-weight.shape[1] // size))
+    given = (scales.bits, scales.size, tuple(scales.scale.shape), tuple(scales.zero.shape))
+    if given != (bits, size, shape, shape):
+        raise FormatError(f"scales are (bits, size, shapes) {given}, expected {(bits, size, shape, shape)}")
+    valid = scales.scale.isfinite() & (scales.scale > 0)
+    if not valid.all():
+        row, group = (~valid).nonzero()[0].tolist()
+        raise FormatError(f"the scale of row {row}, group {group} is {scales.scale[row, group].item()}")
+
+
+def unpack(packed: Packed) -> Tensor:
+    """Dequantise the weight: [N, K] in its dtype, dropped groups exactly zero."""
+    (n, k), size, tensors = packed.shape, group_size(packed.pattern), packed.tensors
+    bits = code_bits(packed.params, size)
+    scales = GroupScales(bits, size, tensors["scale"], tensors["zero"])
+    values = scales.values(unpack_codes(tensors["codes"], bits, size)) + 0.0  # -0.0 becomes +0.0
+    kept = bits_of(tensors["masks"])
+    chunks = values.new_zeros(*kept.shape, size)
+    chunks.masked_scatter_(kept[..., None], values)  # indexing by a mask waits for the GPU: no graph could capture it
+    return unchunked(chunks).flatten(1)[:n, :k].contiguous()
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Put codes [kept, size] into bytes: of each 8 columns (4 where size is 4) the even ones first, then the odd."""
+    unit = min(8, codes.shape[1])
+    pairs = codes.unflatten(1, (-1, unit // 2, 2)).transpose(-1, -2).flatten(-2).to(torch.int64)
+    words = (pairs << bits * torch.arange(unit, device=codes.device)).sum(-1)
+    shifts = 8 * torch.arange(unit * bits // 8, device=codes.device)
+    return (words[..., None] >> shifts & 255).to(torch.uint8).flatten(1)
+
+
+def unpack_codes(octets: Tensor, bits: int, size: int) -> Tensor:
+    """Undo `pack_codes`: [kept, size] uint8."""
+    unit = min(8, size)
+    if 8 % bits == 0:  # no code stands in two bytes
+        codes = octets[..., None] >> torch.arange(0, 8, bits, dtype=torch.uint8, device=octets.device) & 2**bits - 1
+        codes = codes.flatten(1).unflatten(1, (-1, unit))
+    else:
+        width = unit * bits // 8
+        shifts = 8 * torch.arange(width, device=octets.device)
+        words = (octets.unflatten(1, (-1, width)).to(torch.int64) << shifts).sum(-1)
+        codes = words[..., None] >> bits * torch.arange(unit, device=octets.device) & 2**bits - 1
+    return codes.to(torch.uint8).unflatten(-1, (2, unit // 2)).transpose(-1, -2).flatten(1)

@@ -1,0 +1,45 @@
+"""Chunks of 16 rows by 4 groups, their 64-bit masks of kept groups, and the order in which these are stored."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+CHUNK_ROWS, CHUNK_GROUPS = 16, 4
+"""Bit 4 r + g of a chunk's mask is group g of row r."""
+
+
+def chunked(x: Tensor) -> Tensor:
+    """Cut [N, groups, n] into chunks, [row tiles, column tiles, 64, n], padded with zeros, in the order of the bits."""
+    x = F.pad(x, (0, 0, 0, -x.shape[1] % CHUNK_GROUPS, 0, -x.shape[0] % CHUNK_ROWS))
+    return x.unflatten(1, (-1, CHUNK_GROUPS)).unflatten(0, (-1, CHUNK_ROWS)).transpose(1, 2).flatten(2, 3)
+
+
+def unchunked(x: Tensor) -> Tensor:
+    """Undo `chunked`, but for its padding: [row tiles, column tiles, 64, n] to [rows, groups, n]."""
+    return x.unflatten(2, (CHUNK_ROWS, CHUNK_GROUPS)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+
+
+def masks_of(kept: Tensor) -> Tensor:
+    """Return the masks, [row tiles, column tiles] int64, of the kept groups, [N, groups] bool."""
+    octets = chunked(kept[..., None]).squeeze(-1).unflatten(-1, (8, 8)).to(torch.uint8)
+    weights = 1 << torch.arange(8, dtype=torch.uint8, device=kept.device)
+    return (octets * weights).sum(-1, dtype=torch.uint8).contiguous().view(torch.int64).squeeze(-1)
+
+
+def bits_of(masks: Tensor) -> Tensor:
+    """Spread masks into bits, [row tiles, column tiles, 64] bool."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=masks.device)
+    octets = masks.contiguous().unsqueeze(-1).view(torch.uint8)
+    return (octets.unsqueeze(-1) >> shifts & 1).bool().flatten(-2)
+
+
+def starts_of(bits: Tensor) -> Tensor:
+    """Count the kept groups before each chunk, and all: [chunks + 1] int32."""
+    return F.pad(bits.sum(-1).flatten().cumsum(0), (1, 0)).to(torch.int32)
+
+
+def in_mask_order(x: Tensor, bits: Tensor) -> Tensor:
+    """Select the kept groups of [N, groups] or [N, groups, n] in the order of the masks' bits."""
+    return chunked(x)[bits] if x.dim() == 3 else chunked(x[..., None])[bits].squeeze(-1)

@@ -1,0 +1,217 @@
+"""The layouts on a GPU (README.md, "Layouts on a GPU"): ``tiles`` for gemm.cu, ``compressed`` for cuSPARSELt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from semisparse.errors import FormatError
+from semisparse.formats.base import Packed, Params, TensorSpec, WeightSpec
+from semisparse.formats.checks import choice_of
+from semisparse.formats.slide24.cuda import cusparselt_library as cusparselt
+from semisparse.formats.slide24.storage import check, disk
+from semisparse.runtime.device import device_facts
+from semisparse.runtime.kernel import AMPERE, HOPPER, hopper_refusal
+
+LAYOUTS = ("rows", "tiles", "compressed")
+"""``rows`` is the layout on disk; the param ``layout`` names another."""
+
+COMPRESSED = TensorSpec("compressed", torch.uint8, ("bytes",))
+"""2:4 values and metadata in the library's own order; rows are padded to a multiple of `cusparselt.ROWS`."""
+
+TILES = TensorSpec("tiles", torch.uint8, ("k_tiles", "row_tiles", "bytes"))
+
+DTYPES = (torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16)
+"""Of stored values that sparse tensor cores multiply."""
+
+ADA = (8, 9)
+"""The first compute capability with fp8."""
+
+K_TILE_BYTES = 128
+"""Of a lifted token in a K tile: a row of 128-byte swizzled shared memory."""
+
+VALUE_BYTES = K_TILE_BYTES // 2
+"""Of a row's values in a K tile."""
+
+ROWS = 64
+"""Of a tile: M of a wgmma."""
+
+MIN_ROW_TILES = 3
+"""The most row tiles that a CTA takes at once: there are never fewer."""
+
+PADDING = 0x44
+"""A byte of metadata with positions 0 and 1, twice."""
+
+METADATA_ORDER = {1: (4, 0, 5, 1, 3, 6, 2, 7), 2: (4, 0, 1, 3, 5, 6, 2, 7)}
+"""By bytes per value, the axes (row tile, warp, upper eight rows, row, K tile, wgmma, half, byte) in a tile's order."""
+
+
+def layout_of(params: Params) -> str:
+    """Return the layout that ``params`` name; ``rows`` if they name none.
+
+    Raises:
+        FormatError: there is no such layout.
+    """
+    return choice_of("slide24", params, "layout", LAYOUTS, default="rows")
+
+
+def specs(spec: WeightSpec) -> tuple[TensorSpec, ...]:
+    """Return the stored tensors of the spec's layout."""
+    layout = layout_of(spec.params)
+    if layout == "rows":
+        return disk.specs(spec)
+    values = TILES if layout == "tiles" else COMPRESSED
+    return (values,) if disk.quantised_dtype(spec.params) is None else (values, disk.SCALE)
+
+
+def counts(spec: WeightSpec) -> Mapping[str, int]:
+    """Return the named dimensions of the stored tensors."""
+    layout = layout_of(spec.params)
+    if layout == "rows":
+        return disk.counts(spec)
+    if layout == "compressed":
+        return {"bytes": int(spec.params["bytes"])}
+    k_tiles, row_tiles = tile_counts(spec)
+    return {"k_tiles": k_tiles, "row_tiles": row_tiles, "bytes": tile_bytes(disk.value_dtype(spec).itemsize)}
+
+
+def tile_counts(spec: WeightSpec) -> tuple[int, int]:
+    """Return the K tiles, and the tiles of 64 rows, of a weight in the layout ``tiles``."""
+    (n, k), itemsize = spec.shape, disk.value_dtype(spec).itemsize
+    columns = disk.lifted_columns(k, disk.window_of(spec.pattern))
+    return -(-columns * itemsize // K_TILE_BYTES), max(MIN_ROW_TILES, -(-n // ROWS))
+
+
+def tile_bytes(itemsize: int) -> int:
+    """Return the bytes of a tile: 64 rows of values, and two bits for each value."""
+    return ROWS * VALUE_BYTES + ROWS * VALUE_BYTES // (4 * itemsize)
+
+
+def unpack(packed: Packed) -> Tensor:
+    """Return the weight [N, K], dequantised where it was quantised."""
+    return disk.unpack(in_rows(packed))
+
+
+def check_content(packed: Packed) -> None:
+    """Check a weight as `check.check_content` does, in the layout on disk.
+
+    Metadata has two bits for four columns in every layout, so none of it leads a kernel outside its tensors.
+
+    Raises:
+        FormatError: names the tensor and what is wrong, or where alone it could be checked.
+    """
+    layout, dtype = layout_of(packed.params), disk.value_dtype(packed.spec)
+    if layout != "rows" and dtype not in DTYPES:
+        raise FormatError(f"layout {layout} holds 8 or 16 bits per value, not {dtype}")
+    if layout == "compressed" and packed.device.type != "cuda":
+        raise FormatError("layout compressed exists on a GPU only: on disk and on a CPU the layout is rows")
+    stored = in_rows(packed)
+    check.check_content(stored)
+    if layout == "tiles" and not torch.equal(in_tiles(stored).tensors["tiles"], packed.tensors["tiles"]):
+        raise FormatError("tensor tiles holds other than padding past the last row or column")
+
+
+def arrange(packed: Packed, device_type: str) -> Packed:
+    """Return the same weight in the layout that a device's first able kernel reads, else in that on disk."""
+    if device_type != "cuda":
+        return in_rows(packed)
+    dtype = disk.value_dtype(packed.spec)
+    if layout_of(packed.params) != "rows":
+        return packed
+    if tiles_refusal(dtype, packed.device) is None:
+        return in_tiles(packed)
+    return packed if compressed_refusal(dtype, packed.device) else in_compressed(packed)
+
+
+def tiles_refusal(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Say why gemm.cu cannot multiply values of ``dtype`` on a GPU, or None if it can."""
+    return _dtype_refusal(dtype) or hopper_refusal(device)
+
+
+def compressed_refusal(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Say why cuSPARSELt cannot multiply values of ``dtype`` on a GPU, or None if it can."""
+    capability, needed = device_facts(device).capability, ADA if dtype == torch.float8_e4m3fn else AMPERE
+    if capability < needed:
+        return f"{dtype} needs compute capability {needed[0]}.{needed[1]} or later"
+    if dtype == torch.float16 and capability == HOPPER:
+        return "cuSPARSELt's float16 algorithms hit an illegal instruction on Hopper: use bfloat16, int8 or fp8"
+    return _dtype_refusal(dtype) or cusparselt.unavailable(device)
+
+
+def _dtype_refusal(dtype: torch.dtype) -> str | None:
+    if dtype in DTYPES:
+        return None
+    return f"sparse tensor cores take int8, fp8, bfloat16 and float16, the weight is {dtype}"
+
+
+def in_tiles(packed: Packed) -> Packed:
+    """Change the layout ``rows`` to ``tiles``."""
+    tiles = to_tiles(packed.tensors["values"], packed.tensors["metadata"], tile_counts(packed.spec))
+    return packed.in_layout({**packed.params, "layout": "tiles"}, {"tiles": tiles, **_scale_of(packed)})
+
+
+def in_compressed(packed: Packed) -> Packed:
+    """Change the layout ``rows`` to ``compressed``, on the GPU where the weight is."""
+    lifted = disk.unpack_lifted(packed)
+    padded = F.pad(disk.as_bits(lifted), (0, 0, 0, cusparselt.padded_rows(len(lifted)) - len(lifted)))
+    stored = cusparselt.compress(padded.view(lifted.dtype))
+    params = {**packed.params, "layout": "compressed", "bytes": stored.numel()}
+    return packed.in_layout(params, {"compressed": stored, **_scale_of(packed)})
+
+
+def in_rows(packed: Packed) -> Packed:
+    """Change any layout to the one on disk."""
+    layout = layout_of(packed.params)
+    if layout == "rows":
+        return packed
+    (n, k), window, dtype = packed.shape, disk.window_of(packed.pattern), disk.value_dtype(packed.spec)
+    columns = disk.lifted_columns(k, window)
+    if layout == "tiles":
+        tensors = from_tiles(packed.tensors["tiles"], n, columns // 2, dtype)
+    else:
+        lifted = cusparselt.decompress(packed.tensors["compressed"], cusparselt.padded_rows(n), columns, dtype)
+        tensors = disk.compress(disk.unlift(lifted[:n], window)[:, :k], window)
+    return packed.in_layout(packed.params.without("layout", "bytes"), {**tensors, **_scale_of(packed)})
+
+
+def to_tiles(values: Tensor, metadata: Tensor, counts: tuple[int, int]) -> Tensor:
+    """Arrange values [N, K' / 2] and metadata [N, K' / 8] as [k_tiles, row_tiles, bytes] uint8.
+
+    Args:
+        values: of 8 or 16 bits.
+        metadata: uint8.
+        counts: k_tiles, row_tiles.
+    """
+    width, (k_tiles, row_tiles) = values.element_size(), counts
+    octets, rows = VALUE_BYTES // width // 4, row_tiles * ROWS - len(values)
+    stored = values.view(torch.uint8)
+    stored = F.pad(stored, (0, k_tiles * VALUE_BYTES - stored.shape[1], 0, rows))
+    metadata = F.pad(metadata, (0, k_tiles * octets - metadata.shape[1], 0, rows), value=PADDING)
+    # (row tile, eight rows, row, K tile, wgmma, 16-byte unit, byte): a core matrix is eight rows of a unit
+    stored = stored.view(row_tiles, 8, 8, k_tiles, 2, 2, 16).permute(3, 0, 4, 5, 1, 2, 6)
+    metadata = metadata.view(_metadata_sizes(k_tiles, row_tiles, width)).permute(METADATA_ORDER[width])
+    return torch.cat([part.reshape(k_tiles, row_tiles, -1) for part in (stored, metadata)], 2)
+
+
+def from_tiles(tiles: Tensor, n: int, slots: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return values [N, slots] of ``dtype`` and metadata [N, slots / 4]: the inverse of `to_tiles`."""
+    width, (k_tiles, row_tiles, _) = dtype.itemsize, tiles.shape
+    stored, metadata = tiles[..., : ROWS * VALUE_BYTES], tiles[..., ROWS * VALUE_BYTES :]
+    stored = stored.reshape(k_tiles, row_tiles, 2, 2, 8, 8, 16).permute(1, 4, 5, 0, 2, 3, 6)
+    order, sizes = METADATA_ORDER[width], _metadata_sizes(k_tiles, row_tiles, width)
+    metadata = metadata.reshape([sizes[axis] for axis in order]).permute([order.index(axis) for axis in range(8)])
+    return {
+        "values": stored.reshape(row_tiles * ROWS, -1)[:n, : slots * width].contiguous().view(dtype),
+        "metadata": metadata.reshape(row_tiles * ROWS, -1)[:n, : slots // 4].contiguous(),
+    }
+
+
+def _metadata_sizes(k_tiles: int, row_tiles: int, width: int) -> tuple[int, ...]:
+    return row_tiles, 4, 2, 8, k_tiles, 2, 2, 4 // width
+
+
+def _scale_of(packed: Packed) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in packed.tensors.items() if name == "scale"}

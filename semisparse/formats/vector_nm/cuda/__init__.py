@@ -1,0 +1,1 @@
+"""The CUDA kernels of vector_nm and their schedules."""

@@ -1,0 +1,72 @@
+"""Transposes x and writes the column information of the tiled GEMMs, in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from semisparse.formats.kernel import Problem
+from semisparse.formats.vector_nm.cuda.schedule import GemmSchedule
+from semisparse.formats.vector_nm.storage.disk import groups_and_slots, vectors_of
+from semisparse.patterns import VectorNM
+from semisparse.runtime.kernel import CudaSource, KernelBuild
+
+SOURCE = CudaSource(Path(__file__).with_name("column_info.cu"), ({"BYTES": 2}, {"BYTES": 4}))
+
+THREADS, WARPS = 256, 8
+TILE = 64
+"""Tokens and columns that a CTA transposes."""
+
+
+ColumnInfo = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None, Tensor]]
+"""(x [M, K], positions) -> x_t, columns, offsets; of these only x_t depends on x and on M.
+
+x_t: [columns, whole tiles of tokens], zeros past K and M. columns: [row_tiles, stages, columns] int32 of a packed
+schedule, else None. offsets: [row_tiles, stages, groups, slots] int32. column_info.cu describes both.
+"""
+
+
+def prepare(problem: Problem, schedule: GemmSchedule) -> ColumnInfo:
+    """Prepare to transpose x and to find each slot's column in its stage."""
+    k, pattern, (groups, slots) = problem.k, vectors_of(problem.pattern), groups_and_slots(problem.spec)
+    row_tiles, stages = -(-problem.n // schedule.tile.n), -(-slots // schedule.slots)
+    width = -(-k // pattern.window) * pattern.window if schedule.packed else stages * schedule.columns
+    tasks = row_tiles * stages * (1 if schedule.packed else schedule.groups)
+    kernel = _build(problem.dtype.itemsize, pattern, schedule.slots).load(problem.device)
+    sizes = {
+        "keep": pattern.keep,
+        "window": pattern.window,
+        "groups": groups,
+        "slots": slots,
+        "length": pattern.length,
+        "tile_n": schedule.tile.n,
+        "stage_slots": schedule.slots,
+        "stages": stages,
+        "stage_columns": schedule.columns,
+        "column_bytes": schedule.column_bytes,
+        "tasks": tasks,
+    }
+
+    def column_info(x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        m = x.shape[0]
+        pitch = -(-m // schedule.tile.m) * schedule.tile.m
+        transpose_tiles = -(-width // TILE) * -(-pitch // TILE)
+        x_t = x.new_empty(width, pitch)
+        offsets = x.new_empty(row_tiles, stages, schedule.groups, schedule.slots, dtype=torch.int32)
+        columns = x.new_empty(row_tiles, stages, schedule.columns, dtype=torch.int32) if schedule.packed else None
+        tensors = {"x": x, "x_t": x_t, "positions": positions, "columns": columns, "offsets": offsets}
+        of_x = {"m": m, "k": k, "x_columns": width, "pitch": pitch, "transpose_tiles": transpose_tiles}
+        kernel((transpose_tiles + -(-tasks // WARPS), 1, 1), THREADS, pdl=False, **tensors, **of_x, **sizes)
+        return x_t, columns, offsets
+
+    return column_info
+
+
+def _build(itemsize: int, pattern: VectorNM, stage_slots: int) -> KernelBuild:
+    """Return the build for elements of so many bytes; shared memory holds a tile of x, or a bit mask per warp."""
+    mask_words = -(-((stage_slots - 1) // pattern.keep + 2) * pattern.window // 32)
+    shared = max(TILE * (TILE + 4 // itemsize) * itemsize, WARPS * 4 * mask_words)
+    return SOURCE.build("semisparse_vector_nm_column_info", {"BYTES": itemsize}, shared)

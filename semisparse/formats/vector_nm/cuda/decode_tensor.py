@@ -1,0 +1,95 @@
+"""Up to 16 tokens on tensor cores, straight from the packed bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from semisparse.errors import KernelError
+from semisparse.formats.base import Packed
+from semisparse.formats.kernel import Problem, Product
+from semisparse.formats.vector_nm.cuda import decode
+from semisparse.formats.vector_nm.cuda.decode_schedule import (
+    PANEL_CHUNK,
+    TENSOR_LENGTHS,
+    TILE_SLOTS,
+    DecodeTensorSchedule,
+    choose_decode_tensor,
+)
+from semisparse.formats.vector_nm.cuda.operands import aligned, bias_like
+from semisparse.formats.vector_nm.storage.disk import groups_and_slots, vectors_of
+from semisparse.patterns import VectorNM
+from semisparse.runtime.device import device_facts
+from semisparse.runtime.kernel import CudaSource
+
+SOURCE = CudaSource(
+    Path(__file__).with_name("decode_tensor.cu"),
+    tuple(
+        DecodeTensorSchedule(VectorNM(*pattern), dtype, tile_m, 16, 2).defines
+        for pattern, dtype, tile_m in (
+            ((16, 32, 32), torch.float16, 1),
+            ((16, 32, 32), torch.float16, 8),
+            ((16, 32, 32), torch.bfloat16, 16),
+            ((5, 7, 16), torch.bfloat16, 8),
+            ((5, 7, 128), torch.float16, 1),
+        )
+    ),
+)
+
+
+def refusal(problem: Problem) -> str | None:
+    """Say why `prepare` cannot compute ``problem``, or None if it can."""
+    reason = decode.refusal(problem, TENSOR_LENGTHS)
+    if reason is None and schedule_for(problem) is None:
+        return f"no panel of x for {problem.pattern} fits shared memory"
+    return reason
+
+
+def schedule_for(problem: Problem) -> DecodeTensorSchedule | None:
+    """Choose the schedule of a problem; None if no panel of x fits shared memory."""
+    limit = device_facts(problem.device).shared_per_cta
+    return choose_decode_tensor(vectors_of(problem.pattern), problem.dtype, problem.m, problem.k, limit)
+
+
+def prepare(problem: Problem, schedule: DecodeTensorSchedule | None = None) -> Product:
+    """Prepare to multiply; x and w float16, or both bfloat16; accumulators are float32.
+
+    Args:
+        schedule: by default the one that is chosen.
+    Raises:
+        KernelError: no panel of x fits shared memory.
+    """
+    (n, k), facts = problem.spec.shape, device_facts(problem.device)
+    schedule = schedule or schedule_for(problem)
+    windows = schedule.panel_windows(k, facts.shared_per_cta) if schedule else None
+    if schedule is None or windows is None:
+        raise KernelError(f"no panel of x for {problem.pattern} fits shared memory")
+    _, slots = groups_and_slots(problem.spec)
+    slot_tiles, row_tiles = -(-slots // TILE_SLOTS), -(-n // schedule.tile_n)
+    panel_tiles = -(-windows * schedule.pattern.keep // TILE_SLOTS)
+    sizes = {
+        "n": n,
+        "k": k,
+        "slots": slots,
+        "row_tiles": row_tiles,
+        "panel_tiles": panel_tiles,
+        "panel_chunks": schedule.panel_chunks(windows),
+        "panels": -(-slot_tiles // panel_tiles),
+        "steps": -(-min(slot_tiles, panel_tiles) // (schedule.warps * schedule.stages)) * schedule.stages,
+        "aligned": int(k % PANEL_CHUNK == 0),
+    }
+    # For one token a CTA per row tile; for more a CTA copies x once for all of its row tiles.
+    grid = (row_tiles if schedule.tile_m == 1 else min(row_tiles, facts.sms), 1, 1)
+    build = SOURCE.build("semisparse_vector_nm_decode_tensor", schedule.defines, schedule.shared(windows))
+    kernel, threads = build.load(problem.device), 32 * schedule.warps
+
+    def decode_tensor(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+        x, values, bias = aligned(x), aligned(packed.tensors["values"]), bias_like(x, bias)
+        y = x.new_empty(x.shape[0], n)
+        operands = {"x": x, "values": values, "positions": packed.tensors["positions"].contiguous(), "bias": bias}
+        kernel(grid, threads, pdl=facts.has_pdl, **operands, y=y, m=x.shape[0], **sizes)
+        return y
+
+    return decode_tensor

@@ -1,0 +1,36 @@
+"""Many tokens in 16 bits on tensor cores (mma)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from semisparse.formats.kernel import Problem, Product
+from semisparse.formats.vector_nm.cuda import tiled
+from semisparse.formats.vector_nm.cuda.schedule import MAX_DENSITY, GemmSchedule
+from semisparse.formats.vector_nm.storage.disk import vectors_of
+from semisparse.patterns import VectorNM
+from semisparse.runtime.kernel import CudaSource
+
+SHORTEST = VectorNM(16, 32, 8)
+
+SOURCE = CudaSource(
+    Path(__file__).with_name("gemm.cu"),
+    (*tiled.common_defines(torch.float16, SHORTEST), tiled.common_defines(torch.bfloat16, SHORTEST)[0]),
+)
+
+
+def refusal(problem: Problem) -> str | None:
+    """Say why `prepare` cannot compute ``problem``, or None if it can."""
+    return tiled.refusal(problem, (torch.float16, torch.bfloat16))
+
+
+def pays(problem: Problem) -> bool:
+    """Whether so few weights are kept that this is faster than unpacking for cuBLAS."""
+    return vectors_of(problem.pattern).density <= MAX_DENSITY
+
+
+def prepare(problem: Problem, schedule: GemmSchedule | None = None) -> Product:
+    """Prepare to multiply with a schedule, by default the one that is chosen."""
+    return tiled.prepare(problem, SOURCE, schedule)

@@ -1,0 +1,157 @@
+"""Slicing packed weights along N or K for tensor parallelism, and concatenating the slices again.
+
+Tensors with a declared split (`TensorSpec.split_n`, `TensorSpec.split_k`) are sliced directly where the slice begins
+and ends at multiples of the format's grain (`Format.grain`). Everywhere else the weight is unpacked, sliced and packed
+again. That is refused where it would quantise weights a second time. A slice of packed tensors keeps the whole weight's
+pattern, although the fraction of zeros in a slice of a ``70%`` weight may differ from 70 %.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from semisparse.errors import FormatError
+from semisparse.formats.base import Format, Packed, Params, WeightSpec, get_format
+
+if TYPE_CHECKING:
+    from semisparse.patterns import Pattern
+
+
+def slice_weight(packed: Packed, dim: int, start: int, stop: int) -> Packed:
+    """Return rows or columns ``start`` to ``stop`` of a packed weight.
+
+    Args:
+        packed: the weight [N, K].
+        dim: 0 for rows (N), 1 for columns (K).
+        start: the first row or column.
+        stop: one past the last.
+    Raises:
+        FormatError: the range is empty or outside the weight, or the slice would be quantised a second time.
+    """
+    size = packed.shape[dim]
+    if not 0 <= start < stop <= size:
+        raise FormatError(f"a weight {list(packed.shape)} has no slice {start} to {stop} along dimension {dim}")
+    if (start, stop) == (0, size):
+        return packed
+    form = get_format(packed.spec.format)
+    grain = _grain(form, packed, dim)
+    if grain and start % grain == 0 and (stop % grain == 0 or stop == size):
+        return _slice_tensors(form, packed, dim, start, stop)
+    try:
+        return _repack([packed], dim, start, stop, packed.pattern.of_part())
+    except FormatError as error:
+        names = ("rows", "columns")[dim]
+        raise FormatError(
+            f"{names} {start} to {stop} cannot be sliced from a weight in format {form.name} ({packed.pattern}, "
+            f"{dict(packed.params)}): {error}. Its tensors can be sliced at multiples of {grain or size} {names}"
+        ) from error
+
+
+def concatenate_weights(parts: Sequence[Packed], dim: int, pattern: Pattern) -> Packed:
+    """Concatenate the slices of one weight. The result has the bytes of the weight that was sliced.
+
+    Args:
+        parts: the slices along ``dim``, in order.
+        dim: 0 for slices of rows (N), 1 for slices of columns (K).
+        pattern: the pattern of the whole weight.
+    Raises:
+        FormatError: the whole weight would be quantised a second time.
+    """
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    form = get_format(first.spec.format)
+    if _end_on_grain(form, parts, dim) and all(same_but_shape(p, first) and p.pattern == pattern for p in parts):
+        return _concatenate_tensors(form, parts, dim)
+    return _repack(parts, dim, 0, sum(part.shape[dim] for part in parts), [pattern])
+
+
+def same_but_shape(one: Packed, other: Packed) -> bool:
+    """Return whether the specs of two weights are equal except for their shapes."""
+    return spec_with_shape(one.spec, (0, 0)) == spec_with_shape(other.spec, (0, 0))
+
+
+def spec_with_shape(spec: WeightSpec, shape: tuple[int, int]) -> WeightSpec:
+    """Return a spec with another shape [N, K]. The param ``rows``, which some formats have, is set to N too."""
+    params = {**spec.params, "rows": shape[0]} if "rows" in spec.params else spec.params
+    return replace(spec, shape=shape, params=Params(params))
+
+
+def split_dims(form: Format, packed: Packed, dim: int) -> dict[str, int | None]:
+    """Return each stored tensor's split dimension by name: ``split_n`` for ``dim`` 0, ``split_k`` for ``dim`` 1."""
+    return {tensor.name: tensor.split_k if dim else tensor.split_n for tensor in form.specs(packed.spec)}
+
+
+def _grain(form: Format, packed: Packed, dim: int) -> int | None:
+    """Return the multiple of rows or columns at which the tensors can be sliced; None if they cannot."""
+    if form.grain is None or set(split_dims(form, packed, dim).values()) == {None}:
+        return None
+    return form.grain(packed.spec)[dim]
+
+
+def _end_on_grain(form: Format, parts: Sequence[Packed], dim: int) -> bool:
+    """Return whether the tensors can be concatenated: every part but the last is a multiple of the grain."""
+    grain = _grain(form, parts[0], dim)
+    return grain is not None and all(part.shape[dim] % grain == 0 for part in parts[:-1])
+
+
+def _slice_tensors(form: Format, packed: Packed, dim: int, start: int, stop: int) -> Packed:
+    """Slice every tensor that has a split dimension.
+
+    A tensor's slice begins where the tensor of a weight with only ``start`` rows or columns would end.
+    """
+
+    def tensor_shapes(size: int) -> dict[str, tuple[int, ...]]:
+        n, k = (size, packed.shape[1]) if dim == 0 else (packed.shape[0], size)
+        return form.shapes(spec_with_shape(packed.spec, (n, k)))
+
+    ends = tensor_shapes(stop)
+    starts = tensor_shapes(start) if start else {name: (0,) * len(shape) for name, shape in ends.items()}
+    splits = split_dims(form, packed, dim)
+    tensors = {}
+    for name, tensor in packed.tensors.items():
+        split = splits[name]
+        if split is not None:
+            part = tensor.narrow(split, starts[name][split], ends[name][split] - starts[name][split])
+            tensor = part.clone(memory_format=torch.contiguous_format)  # a view would keep the whole in memory
+        tensors[name] = tensor
+    n, k = packed.shape
+    shape = (stop - start, k) if dim == 0 else (n, stop - start)
+    return Packed(spec_with_shape(packed.spec, shape), tensors)
+
+
+def _concatenate_tensors(form: Format, parts: Sequence[Packed], dim: int) -> Packed:
+    first, splits = parts[0], split_dims(form, parts[0], dim)
+    tensors = {
+        name: tensor if splits[name] is None else torch.cat([part.tensors[name] for part in parts], splits[name] or 0)
+        for name, tensor in first.tensors.items()
+    }
+    length = sum(part.shape[dim] for part in parts)
+    shape = (length, first.shape[1]) if dim == 0 else (first.shape[0], length)
+    return Packed(spec_with_shape(first.spec, shape), tensors)
+
+
+def _repack(parts: Sequence[Packed], dim: int, start: int, stop: int, patterns: Iterable[Pattern]) -> Packed:
+    """Unpack and concatenate ``parts``, then pack rows or columns ``start`` to ``stop``.
+
+    The slice is packed with the options that ``params`` records, under the first of ``patterns`` that it obeys.
+    """
+    form = get_format(parts[0].spec.format)
+    weight = torch.cat([part.unpack() for part in parts], dim).narrow(dim, start, stop - start).contiguous()
+    option_names = inspect.signature(form.pack_weight).parameters
+    options = {name: value for name, value in parts[0].params.items() if name in option_names}
+    for pattern in patterns:
+        if form.accepts(pattern) is None and pattern.violation(weight != 0) is None:
+            if form.regroup:
+                packed = form.regroup(parts, dim, start, stop, pattern)
+            else:
+                packed = form.pack(weight, pattern, **options)
+            if not torch.equal(packed.unpack(), weight):
+                raise FormatError("packing it again would quantise its weights a second time")
+            return packed
+    raise FormatError("it obeys no pattern that the format stores")

@@ -1,0 +1,38 @@
+// cp.async: a thread's asynchronous copies from global to shared memory (Ampere and later).
+
+#pragma once
+
+#include "word.cuh"
+
+// 16 bytes, past L1; of the source `source_bytes` are read and the rest is written as zeros.
+__device__ __forceinline__ void cp_async_16(Word to, const void* from, int source_bytes = 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" : : "r"(to), "l"(from), "r"(source_bytes) : "memory");
+}
+
+// 16 bytes at a compile-time offset of both addresses: the compiler would make 64-bit sums of others.
+template <int offset>
+__device__ __forceinline__ void cp_async_16_at(Word to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0+%2], [%1+%2], 16;" : : "r"(to), "l"(from), "n"(offset) : "memory");
+}
+
+// 4 or 8 bytes, through L1.
+template <int bytes>
+__device__ __forceinline__ void cp_async(Word to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" : : "r"(to), "l"(from), "n"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" : : : "memory"); }
+
+// Waits for all but this thread's `pending` most recent groups.
+template <int pending>
+__device__ __forceinline__ void cp_async_wait_group() { asm volatile("cp.async.wait_group %0;" : : "n"(pending) : "memory"); }
+
+__device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" : : : "memory"); }
+
+// Arrives on an mbarrier once this thread's copies so far have completed; the arrival is one of the mbarrier's expected count.
+__device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(Word mbarrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" : : "r"(mbarrier) : "memory");
+}
+
+// Makes generic-proxy writes to shared memory visible to the async proxy (wgmma and bulk copies).
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" : : : "memory"); }

@@ -1,0 +1,105 @@
+"""Pruning with quantisation: the weights are on the codes, and lose less than by rounding to nearest."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from semisparse.compress import Journal, LayerReport, Recipe, compress_decoder_layers, fingerprint
+from semisparse.compress.prune import Statistics, prune_layer
+from semisparse.errors import RecipeError
+from semisparse.nn import weight_of
+from semisparse.patterns import parse_pattern
+from semisparse.quant.group import KINDS, scales_of
+from tests.compress.checking import is_quantised
+from tests.models import VOCABULARY, random_model
+
+
+def problem(n: int, k: int) -> tuple[torch.Tensor, Statistics]:
+    """A weight, and inputs that are correlated, of uneven size, and one of them dead."""
+    generator = torch.Generator().manual_seed(0)
+    mixed = torch.randn(k, k, generator=generator) @ torch.diag(torch.linspace(0.1, 2, k))
+    x = torch.randn(4 * k, k, generator=generator) @ mixed
+    x[:, 5] = 0
+    return torch.randn(n, k, generator=generator), Statistics(x.T @ x / len(x))
+
+
+def loss(weight: torch.Tensor, dense: torch.Tensor, statistics: Statistics) -> float:
+    change = weight - dense
+    return float((change @ statistics.hessian * change).sum())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "kind", "refine"),
+    [
+        ("g16@50%", "w4", "cg"),
+        ("g16@50%", "w8", "none"),
+        ("g16@0%", "w3", "cg"),
+        ("g16@0%", "w4", "none"),
+        ("g4@40%/row", "w8", "cg"),
+        ("g4@40%/row", "w2", "none"),
+        ("g32@30%", "w2", "cg"),
+        ("g32@30%", "w3", "none"),
+    ],
+)
+def test_the_weight_is_quantised_and_obeys_the_pattern(pattern: str, kind: str, refine: str):
+    dense, statistics = problem(12, 70)
+    recipe = Recipe(pattern=pattern, quant=kind, refine=refine)
+    pruned = prune_layer(dense.half(), parse_pattern(pattern), statistics, recipe)
+    assert pruned.scales.scale.dtype == torch.float16
+    assert is_quantised(pruned.weight.half(), pruned.scales)
+    assert torch.equal(pruned.weight.half().float(), pruned.weight)
+    parse_pattern(pattern).check(pruned.weight)
+    size = parse_pattern(pattern).step
+    nearest = scales_of(dense, KINDS[kind], size, torch.float16)
+    kept = (pruned.weight != 0).float()
+    plain = nearest.rounded(dense * kept).float()
+    assert loss(pruned.weight, dense, statistics) < 0.9 * loss(plain, dense, statistics)
+
+
+@pytest.mark.parametrize("prune", ["magnitude", "wanda"])
+def test_other_pruners_round_to_nearest(prune: str):
+    dense, statistics = problem(6, 32)
+    pattern = parse_pattern("g8@50%")
+    plain = prune_layer(dense, pattern, statistics, Recipe(pattern="g8@50%", prune=prune)).weight
+    pruned = prune_layer(dense, pattern, statistics, Recipe(pattern="g8@50%", prune=prune, quant="w4"))
+    assert torch.equal(pruned.weight, scales_of(plain, 4, 8, torch.float32).rounded(plain))
+
+
+def test_quantisation_needs_groups():
+    with pytest.raises(RecipeError, match="quant=w4 rounds the groups of a pattern such as g16@50%, not 2:4"):
+        Recipe(pattern="2:4", quant="w4")
+
+
+def calibration() -> list[torch.Tensor]:
+    return [torch.randint(0, VOCABULARY, (40, 20), generator=torch.Generator().manual_seed(0))]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_tuning_moves_the_scales_and_leaves_the_weights_quantised(architecture: str):
+    """gpt2 stores its weights transposed; their groups are along K all the same."""
+    recipe = Recipe(pattern="g4@50%", quant="w4", prune="wanda", tune="bqpo", tune_epochs=8)
+    untuned, tuned = (
+        compress_decoder_layers(model := random_model(architecture), calibration(), each)
+        for each in (replace(recipe, tune="none"), recipe)
+    )
+    for report in tuned:
+        assert is_quantised(weight_of(model.get_submodule(report.name)), report.scales), report.name
+    for part in ("scale", "zero"):
+        pairs = [(getattr(t.scales, part), getattr(u.scales, part)) for t, u in zip(tuned, untuned, strict=True)]
+        assert not all(torch.equal(*pair) for pair in pairs), part
+
+
+def test_a_resumed_run_has_the_same_scales(tmp_path: Path):
+    recipe = Recipe(pattern="g8@50%", quant="w3", prune="magnitude")
+    runs: list[list[LayerReport]] = []
+    for _ in range(2):
+        model = random_model("llama")
+        journal = Journal(tmp_path, fingerprint(model, calibration(), recipe, seed=0, device="cpu"))
+        runs.append(compress_decoder_layers(model, calibration(), recipe, journal=journal))
+    assert runs[0] == runs[1]
+    for first, second in zip(*runs, strict=True):
+        assert (first.scales.bits, first.scales.size) == (second.scales.bits, second.scales.size) == (3, 8)
+        assert torch.equal(first.scales.scale, second.scales.scale)
+        assert torch.equal(first.scales.zero, second.scales.zero)

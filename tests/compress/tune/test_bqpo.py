@@ -1,0 +1,133 @@
+"""BQPO in a model: it helps, keeps the pattern, changes nothing else, and survives an interruption."""
+
+import copy
+import fnmatch
+import functools
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from semisparse.compress import Journal, LayerReport, Recipe, TuningResult, compress_decoder_layers, fingerprint
+from semisparse.nn import weight_of
+from semisparse.patterns import parse_pattern
+from tests.compress.checking import Interrupted, equal_weights, hidden_error
+from tests.forked import exit_code
+from tests.models import VOCABULARY, random_model
+
+RECIPE = Recipe(pattern="2:4", prune="wanda", tune="bqpo", tune_epochs=1)
+
+
+def calibration() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, VOCABULARY, (count, length), generator=generator) for count, length in [(200, 20), (3, 9)]]
+
+
+OTHER_TOKENS = [torch.randint(0, VOCABULARY, (40, 20), generator=torch.Generator().manual_seed(9))]
+
+
+def tune(model: PreTrainedModel, recipe: Recipe = RECIPE, seed: int = 1, **options: object) -> list[LayerReport]:
+    return compress_decoder_layers(model, calibration(), recipe, seed=seed, **options)  # type: ignore[arg-type]
+
+
+@functools.cache
+def tuned(seed: int = 1) -> tuple[PreTrainedModel, list[LayerReport]]:
+    """A tuned llama and its reports."""
+    model = random_model("llama")
+    return model, tune(model, seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "pattern", "prune"),
+    [
+        ("llama", "2:4", "magnitude"),
+        ("llama", "8:16v8", "wanda"),
+        ("llama", "70%", "wanda"),
+        ("llama", "g4@50%", "sparsegpt"),
+        ("gpt2", "2:4", "wanda"),
+        ("opt", "6:8", "magnitude"),
+    ],
+)
+def test_it_helps_on_other_tokens_and_keeps_the_pattern(architecture: str, pattern: str, prune: str):
+    dense, errors = random_model(architecture, torch.float32), []
+    for stage, epochs in (("none", 1), ("bqpo", 3)):
+        model = copy.deepcopy(dense)
+        reports = tune(model, Recipe(pattern=pattern, prune=prune, tune=stage, tune_epochs=epochs))
+        for report in reports:
+            weight = weight_of(model.get_submodule(report.name))
+            parse_pattern(pattern).check(weight)
+            assert report.density == int(weight.count_nonzero()) / weight.numel()
+            assert report.outcome.startswith(prune if stage == "none" else f"{prune}, bqpo ")
+        errors.append(hidden_error(model, dense, OTHER_TOKENS))
+    assert errors[1] < 0.95 * errors[0]
+
+
+def test_nothing_but_the_linear_layers_is_changed():
+    dense = random_model("llama-bias")
+    model = copy.deepcopy(dense)
+    tune(model, Recipe(pattern="2:4", prune="wanda", tune="bqpo", tune_epochs=1, ignore=("*.q_proj",)))
+    untouched = ["*.bias", "*norm*", "*.q_proj.*", "lm_head.*", "*embed*"]
+    for name, tensor in model.state_dict().items():
+        same = any(fnmatch.fnmatchcase(name, glob) for glob in untouched)
+        assert torch.equal(tensor, dense.state_dict()[name]) is same, name
+    assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in dense.parameters()]
+
+
+def test_the_order_of_the_batches_depends_on_the_seed():
+    again = random_model("llama")
+    reports = tune(again)
+    assert equal_weights(tuned()[0], again)
+    assert not equal_weights(tuned()[0], tuned(seed=2)[0])
+    assert {report.error for report in reports} == {None}
+
+
+def test_progress_and_results_are_reported():
+    calls: list[tuple[str, int, int]] = []
+    results: dict[str, TuningResult] = {}
+    reports = tune(random_model("llama"), progress=lambda *call: calls.append(call), on_tuned=results.__setitem__)
+    in_first = [(done, total) for stage, done, total in calls if stage == "decoder layer 1 of 2, tuning"]
+    assert in_first == [(done, len(in_first)) for done in range(len(in_first))]
+    assert list(results) == ["decoder layer 1 of 2", "decoder layer 2 of 2"]
+    first, second = results.values()
+    assert first.steps == len(in_first) > 3
+    assert first.after < first.before
+    assert [report.outcome for report in reports] == [
+        *[f"wanda, bqpo {first.outcome}"] * 7,
+        *[f"wanda, bqpo {second.outcome}"] * 7,
+    ]
+
+
+def resume(directory: Path, progress=lambda *_: None) -> PreTrainedModel:
+    model = random_model("llama")
+    identity = fingerprint(model, calibration(), RECIPE, seed=1, device="cpu")
+    tune(model, journal=Journal(directory, identity), progress=progress)
+    return model
+
+
+@pytest.mark.parametrize("layer", [1, 2])
+def test_interrupted_in_the_middle_of_a_decoder_layer(tmp_path: Path, layer: int):
+    def interrupt(stage: str, done: int, total: int) -> None:
+        if stage == f"decoder layer {layer} of 2, tuning" and done == total // 2:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        resume(tmp_path, interrupt)
+    stages: list[str] = []
+    assert equal_weights(resume(tmp_path, lambda stage, *_: stages.append(stage)), tuned()[0])
+    assert ("decoder layer 1 of 2, tuning" in stages) is (layer == 1)
+
+
+def tune_until_killed(directory: Path) -> None:
+    def kill(stage: str, done: int, total: int) -> None:
+        if stage == "decoder layer 2 of 2, tuning" and done == total // 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    resume(directory, kill)
+
+
+def test_killed_in_the_middle_of_a_decoder_layer(tmp_path: Path):
+    assert exit_code(tune_until_killed, tmp_path) == -signal.SIGKILL
+    assert equal_weights(resume(tmp_path), tuned()[0])

@@ -1,0 +1,174 @@
+"""CUDA kernels on a CPU: their own sources, with stand-ins for the headers in runtime/cuda/ptx. README.md says how."""
+
+import atexit
+import ctypes
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from semisparse.runtime import device as runtime_device
+from semisparse.runtime.cache import cached
+from semisparse.runtime.device import DeviceFacts
+from semisparse.runtime.kernel import Argument, KernelBuild, parameters_of
+from semisparse.runtime.nvrtc import HEADERS
+
+STAND_INS = Path(__file__).parent
+
+COMPILER = shutil.which("g++")
+
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="emulating CUDA kernels takes g++: none here")
+
+C_TYPES = {
+    "P": ctypes.c_void_p,
+    "i": ctypes.c_int,
+    "I": ctypes.c_uint,
+    "f": ctypes.c_float,
+    "q": ctypes.c_longlong,
+    "Q": ctypes.c_ulonglong,
+}
+
+adverse = [False]
+"""Whether threads run in reverse order, and copies and products happen as late as they may."""
+
+
+def gpu(sms: int = 132, capability: tuple[int, int] = (9, 0)) -> DeviceFacts:
+    """Describe the GPU that is emulated: an H200, or one with fewer SMs."""
+    arch = f"sm_{capability[0]}{capability[1]}" + ("a" if capability[0] >= 9 else "")
+    return DeviceFacts("emulated", "cuda", arch, sms, 50 << 20, 141 << 30, "", capability, 228 << 10, 227 << 10)
+
+
+def emulate(monkeypatch: pytest.MonkeyPatch, sms: int = 132, capability: tuple[int, int] = (9, 0)) -> None:
+    """Let the CPU pass for a GPU: kernels that are loaded for it are emulated."""
+    monkeypatch.setattr(runtime_device, "_cpu_facts", lambda threads: gpu(sms, capability))
+    monkeypatch.setattr(KernelBuild, "load", lambda build, device: EmulatedKernel(build))
+
+
+@pytest.fixture(params=[False, True], ids=["early", "late"])
+def emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Emulate a GPU of 132 SMs, once with everything as early and once as late as it may happen; new memory is NaN."""
+    emulate(monkeypatch)
+    adverse[0] = request.param
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    adverse[0] = False
+
+
+class EmulatedKernel:
+    """Stand in for `LoadedKernel`."""
+
+    def __init__(self, build: KernelBuild) -> None:
+        parameters = parameters_of(build.source, build.name)
+        self.names = [name for name, _ in parameters]
+        self.types = [C_TYPES[code] for _, code in parameters]
+        self.shared = build.shared
+        head = rf"__cluster_dims__\([^{{}};]*\b{build.name}\("
+        clustered = re.search(head, build.source.read_text()) is not None
+        self.cluster = int(dict(build.defines)["CLUSTER"]) if clustered else 1
+        self.launch = _library(build.source, build.defines, build.name).launch
+        self.launch.restype = ctypes.c_char_p
+
+    def __call__(self, grid: tuple[int, int, int], threads: int, *, pdl: bool = False, **arguments: Argument) -> None:
+        assert set(arguments) == set(self.names), f"takes {self.names}, got {list(arguments)}"
+        values = [kind(_value(arguments[name])) for kind, name in zip(self.types, self.names, strict=True)]
+        pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
+        failure = self.launch(
+            (ctypes.c_int * 3)(*grid),
+            ctypes.c_int(threads),
+            ctypes.c_int(self.cluster),
+            ctypes.c_size_t(self.shared),
+            ctypes.c_bool(adverse[0]),
+            pointers,
+            ctypes.c_size_t(len(values)),
+        )
+        assert failure is None, failure.decode()
+
+
+def _value(argument: Argument) -> int | float | None:
+    return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
+
+
+FLAGS = ("-std=c++17", "-O1", "-fPIC", "-fno-gnu-unique", "-w")
+"""Unique static arrays of inline functions would be one for all libraries of the process, whatever their sizes."""
+
+
+@cache
+def _library(source: Path, defines: tuple, name: str) -> ctypes.CDLL:
+    """Compile a kernel for the CPU: the shared headers and the format's own sources, with ptx/ replaced.
+
+    Libraries are kept in the cache directory, because a test's two orders of execution may run in two processes.
+    """
+    root = source.parent.parent
+    sources = (*root.rglob("*.cu"), *root.rglob("*.cuh"))
+    texts = {str(path.relative_to(root)): _with_emulated_shared_memory(path.read_text()) for path in sorted(sources)}
+    macros = [f"-D{key}={value}" for key, value in defines]
+    key = repr((_compiler_version(), FLAGS, macros, name, str(source.relative_to(root)), texts, _header_texts()))
+
+    def compile_it() -> bytes:
+        with tempfile.TemporaryDirectory() as folder:
+            for path, text in texts.items():
+                copy = Path(folder, "format", path)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                copy.write_text(text)
+            whole, library = Path(folder, "emulated.cpp"), Path(folder, "emulated.so")
+            included = Path(folder, "format", source.relative_to(root))
+            whole.write_text(f'#include "machine.cuh"\n#include "{included}"\nLAUNCHER({name})\n')
+            command = [COMPILER, *FLAGS, "-shared", "-I", _header_folder(), *macros, str(whole), "-o", str(library)]
+            subprocess.run(command, check=True)
+            return library.read_bytes()
+
+    code = cached("emulated", key.encode(), compile_it)
+    with tempfile.NamedTemporaryFile(suffix=".so") as file:  # a loaded library needs no file
+        file.write(code)
+        file.flush()
+        return ctypes.CDLL(file.name)
+
+
+@cache
+def _compiler_version() -> str:
+    return subprocess.run([COMPILER, "--version"], check=True, capture_output=True, text=True).stdout
+
+
+@cache
+def _header_texts() -> dict[str, str]:
+    """Return the headers that a kernel may include, by name: shared ones, and the stand-ins."""
+    headers = {path.name: path for path in (*HEADERS.glob("*.cuh"), *STAND_INS.glob("*.cuh"), *STAND_INS.glob("*.h"))}
+    headers |= {f"ptx/{path.name}": path for path in (STAND_INS / "ptx").glob("*.cuh")}
+    return {name: _with_emulated_shared_memory(path.read_text()) for name, path in sorted(headers.items())}
+
+
+@cache
+def _header_folder() -> str:
+    """Write the headers to a folder, and precompile the machine: half of a kernel's 2.4 s are spent on it."""
+    folder = tempfile.mkdtemp(prefix="semisparse-emulator-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for name, text in _header_texts().items():
+        path = Path(folder, name)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    header = Path(folder, "machine.cuh")
+    subprocess.run([COMPILER, *FLAGS, "-x", "c++-header", str(header), "-o", f"{header}.gch"], check=True)
+    return folder
+
+
+def _with_emulated_shared_memory(text: str) -> str:
+    """Put shared arrays into the CTA's own memory: dynamic ones, all named ``shared``, at its beginning."""
+    dynamic = r"extern __shared__ (?:__align__\(\d+\) )?(.+) shared\[\];"
+    text = re.sub(dynamic, r"\n#define shared (reinterpret_cast<\1*>(here->shared))\n", text)
+    return re.sub(r"__shared__ (?:__align__\(\d+\) )?((?:unsigned )?[\w:]+) ([^;=]+);", _static_arrays, text)
+
+
+def _static_arrays(declaration: re.Match) -> str:
+    kind, names = declaration.groups()
+    arrays = re.findall(r"(\w+)((?:\[[^\]]+\])*)", names)
+    alias = f"using shared_{arrays[0][0]} = {kind};"  # a type of two words takes no brackets
+    return alias + " ".join(
+        f'auto& {name} = static_shared<shared_{arrays[0][0]}{size}>("{name}");' for name, size in arrays
+    )

@@ -1,0 +1,178 @@
+"""The engine says what transformers says, for structures that it knows and for others."""
+
+import warnings
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from semisparse.engine import Engine, Sampling
+from semisparse.engine.backend import DecoderBackend
+from semisparse.engine.speculation import propose
+from semisparse.engine.transformers_backend import TransformersBackend
+from semisparse.errors import InputError
+from tests.models import SHARED, byte_tokenizer, random_model
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+LLAMA_LIKE = ("llama", "llama-bias", "llama-tied", "qwen2", "qwen3")
+OTHERS = ("opt", "gpt2", "mistral")  # this mistral attends to a sliding window
+HEADS = {"head_dim": 8}
+"""What the kernels take; families without the setting ignore it."""
+PROMPTS = ("def f(x):", "a", "The quick brown fox")
+
+
+def greedy(model: PreTrainedModel, prompt: str, new: int) -> str:
+    tokenizer = byte_tokenizer()
+    ids = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
+    found = model.generate(ids, max_new_tokens=new, do_sample=False, pad_token_id=0)
+    return tokenizer.decode(found[0], skip_special_tokens=True)
+
+
+def engine_of(model: PreTrainedModel) -> Engine:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return Engine(model, byte_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def llama() -> Engine:
+    return engine_of(random_model("llama", torch.float32))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", [*LLAMA_LIKE, *OTHERS])
+def test_greedy_text_is_that_of_transformers(name: str, device: str):
+    model = random_model(name, torch.float32, **HEADS).to(device)
+    expected = [greedy(model, prompt, 24) for prompt in PROMPTS]
+    engine = engine_of(model)
+    assert isinstance(engine.backend, DecoderBackend if name in LLAMA_LIKE else TransformersBackend)
+    assert (engine.note is None) == (name in LLAMA_LIKE)
+    found = engine.generate(PROMPTS, 24)
+    assert [one.text for one in found] == expected
+    assert [engine.generate([prompt], 24)[0].text for prompt in PROMPTS] == expected
+    assert [one.text for one in engine.generate(PROMPTS, 24, proposals=4)] == expected
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="real models are in ../shared: it is absent")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["stories260k", "pycode-11m"])
+def test_greedy_text_of_trained_models(name: str, device: str):
+    dtype = torch.float32
+    engine = Engine(SHARED / "models" / name, device=device, dtype=dtype)
+    prompts = ["Once upon a time there was", "The", "def main(args):\n", "Tom and", "import os\n"]
+    found = engine.generate(prompts, 60)
+    for prompt, one in zip(prompts, found, strict=True):
+        ids = engine.tokenizer(prompt, return_tensors="pt").input_ids.to(device)
+        expected = engine.model.generate(ids, max_new_tokens=60, do_sample=False, pad_token_id=0)
+        assert one.text == engine.tokenizer.decode(expected[0], skip_special_tokens=True)
+    assert [one.text for one in engine.generate(prompts, 60, proposals=6)] == [one.text for one in found]
+
+
+def test_a_model_that_only_looks_like_llama_is_not_taken_for_one():
+    model = random_model("llama", torch.float32)
+    forward = model.model.layers[1].mlp.forward
+    model.model.layers[1].mlp.forward = lambda x: 2 * forward(x)
+    engine = engine_of(model)
+    assert "logits are others" in str(engine.note)
+    assert engine.generate(["abc"], 8)[0].text == greedy(model, "abc", 8)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="on a CPU the engine takes any: no GPU here")
+def test_heads_that_no_kernel_takes_run_through_transformers():
+    model = random_model("llama", torch.float32, head_dim=6).cuda()
+    engine = engine_of(model)
+    assert "heads have 6 values" in str(engine.note)
+    assert engine.generate(["abc"], 8)[0].text == greedy(model, "abc", 8)
+
+
+def test_what_is_measured_adds_up(llama: Engine):
+    first, again = (llama.generate(PROMPTS[:2], 12)[0] for _ in range(2))
+    assert first.new_tokens == 12
+    assert 0 < first.first_token_seconds < first.seconds
+    assert first.seconds == pytest.approx(first.first_token_seconds + first.decode_seconds)
+    assert again.compile_seconds == 0
+    assert first.decode_tokens_per_second == pytest.approx(11 / first.decode_seconds)
+    assert llama.generate(PROMPTS[:1], 1)[0].decode_tokens_per_second is None
+
+
+def test_text_is_streamed_as_it_comes_and_whole_in_the_end(llama: Engine):
+    parts: dict[int, list[str]] = {0: [], 1: []}
+    found = llama.generate(PROMPTS[:2], 20, on_text=lambda number, text: parts[number].append(text))
+    for number, prompt in enumerate(PROMPTS[:2]):
+        assert prompt + "".join(parts[number]) == found[number].text
+
+
+def test_end_tokens_and_stop_strings_end_a_continuation(llama: Engine, monkeypatch: pytest.MonkeyPatch):
+    rows = [row[0] for row in llama.backend.run([llama.tokenizer("abc").input_ids], 30, Sampling())]
+    new = llama.generate(["abc"], 30)[0].text.removeprefix("abc")
+    stop = new[4:7]
+    stopped = llama.generate(["abc"], 30, stop=[stop, "never reached"])[0]
+    assert stopped.text == "abc" + new[: new.index(stop)]
+    assert stopped.new_tokens < 30
+    monkeypatch.setattr(llama.model.generation_config, "eos_token_id", [7000, rows[20]])
+    assert llama.generate(["abc"], 30)[0].new_tokens == rows.index(rows[20]) + 1
+
+
+def test_characters_of_several_tokens_come_whole(llama: Engine):
+    text = "é中🙂"
+    stream: list[str] = []
+    from semisparse.engine.text import TextStream
+
+    of = TextStream(llama._decoded, [])
+    for token in llama.tokenizer(text).input_ids:
+        stream.append(of.add(token))
+    stream.append(of.finish())
+    assert [part for part in stream if part] == list(text)
+
+
+def test_drawn_tokens_follow_the_seed_and_the_limits(llama: Engine):
+    def text(**sampling) -> str:
+        return llama.generate(["abc"], 20, sampling=Sampling(**sampling))[0].text
+
+    assert text(temperature=1.0, seed=1) == text(temperature=1.0, seed=1) != text(temperature=1.0, seed=2)
+    assert text(temperature=1.0, top_k=1) == text() == text(temperature=0.7, top_p=1e-6)
+
+
+def test_drawn_tokens_have_the_probabilities_of_the_model():
+    from semisparse.engine.sampling import choose
+
+    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]]).repeat(20000, 1)
+    generator = torch.Generator().manual_seed(0)
+    for sampling, expected in (
+        (Sampling(2.0), (logits[0] / 2).softmax(-1)),
+        (Sampling(1.0, top_k=2), torch.tensor([-torch.inf, 1.0, 2.0, -torch.inf]).softmax(-1)),
+        (Sampling(1.0, top_p=0.8), torch.tensor([-torch.inf, 1.0, 2.0, -torch.inf]).softmax(-1)),
+        (Sampling(1.0, top_p=0.5), torch.tensor([0.0, 0.0, 1.0, 0.0])),
+    ):
+        shares = choose(logits, sampling, generator).bincount(minlength=4) / len(logits)
+        assert torch.allclose(shares, expected, atol=0.02), sampling
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "sentence"),
+    [
+        (["abc"], {"max_new_tokens": 0}, "at least 1"),
+        (["abc"], {"max_new_tokens": 100}, "exceed the model's context of 64"),
+        (["a" * 70], {}, "exceed the model's context"),
+        (["abc"], {"proposals": 4, "sampling": Sampling(1.0)}, "leave the temperature at 0"),
+        (["abc"], {"proposals": 99}, "0 to 31"),
+    ],
+)
+def test_what_cannot_be_generated_is_said(llama: Engine, prompts, options, sentence):
+    with pytest.raises(InputError, match=sentence):
+        llama.generate(prompts, **{"max_new_tokens": 8, **options})
+
+
+@pytest.mark.parametrize(
+    "bad", [{"temperature": -1.0}, {"top_k": -1}, {"temperature": 1.0, "top_p": 0.0}, {"top_k": 5}]
+)
+def test_impossible_sampling_is_refused(bad):
+    with pytest.raises(InputError):
+        Sampling(**bad)
+
+
+def test_proposals_are_what_followed_before():
+    assert propose([1, 2, 3, 4, 1, 2], 2) == [3, 4]
+    assert propose([1, 2, 3, 9, 2, 3, 7, 2, 3], 3) == [7, 2, 3]
+    assert propose([1, 2, 3], 4) == []
+    assert propose([5], 4) == []

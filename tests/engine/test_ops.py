@@ -1,0 +1,141 @@
+"""The engine's kernels, emulated or on a GPU, against torch's operations in the same rounding."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from semisparse.engine import ops
+from semisparse.engine.ops import Columns, HeadNorms, Heads, LayerCache, RotaryTable
+from tests.cuda_emulator import adverse, emulate, needs_compiler
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+EPSILON = 1e-5
+
+RUNS = [
+    pytest.param("early", marks=needs_compiler),
+    pytest.param("late", marks=needs_compiler),
+    pytest.param("gpu", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")),
+]
+
+
+@pytest.fixture(params=RUNS)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """Run an operation by its kernel, and by torch: on copies of its arguments, which both return."""
+    ops._workspace.cache_clear()
+
+    def both(operation, *arguments):
+        here = [_copied(argument, "cpu") for argument in arguments]
+        expected = operation(*here)
+        there = [_copied(argument, "cuda" if request.param == "gpu" else "cpu") for argument in arguments]
+        with pytest.MonkeyPatch.context() as patch:
+            if request.param != "gpu":
+                emulate(patch, sms=6)
+            adverse[0] = request.param == "late"
+            found = operation(*there)
+        return (found, there), (expected, here)
+
+    yield both
+    adverse[0] = False
+    ops._workspace.cache_clear()
+
+
+def _copied(value, device: str):
+    if isinstance(value, Tensor):
+        return value.to(device, copy=True)
+    if isinstance(value, LayerCache | RotaryTable | HeadNorms):
+        return type(value)(*(_copied(part, device) for part in vars(value).values()))
+    return value
+
+
+def close(found: Tensor, expected: Tensor, steps: float = 1) -> None:
+    """Compare up to so many steps of the dtype: a sum in another order may round to the other side."""
+    eps = torch.finfo(expected.dtype).eps
+    torch.testing.assert_close(found.cpu(), expected, rtol=steps * eps, atol=steps * eps)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "columns", "added"), [(DTYPES[0], 64, True), (DTYPES[1], 172, False), (DTYPES[2], 1000, True)]
+)
+def test_rms_norm(kernels, dtype, columns, added):
+    x, weight = torch.randn(3, columns).to(dtype), torch.randn(columns).to(dtype)
+    delta = torch.randn(3, columns).to(dtype) if added else None
+    (found, _), (expected, _) = kernels(ops.rms_norm, x, weight, EPSILON, delta)
+    assert torch.equal(found[0].cpu(), expected[0])
+    close(found[1], expected[1], 4)
+
+
+@pytest.mark.parametrize(("dtype", "columns"), [(DTYPES[0], 300), (DTYPES[1], 8), (DTYPES[2], 172)])
+def test_silu_mul(kernels, dtype, columns):
+    at = Columns((4, columns + 20), 2 * columns + 24)
+    (found, _), (expected, _) = kernels(ops.silu_mul, 4 * torch.randn(2, at.width).to(dtype), at, columns)
+    close(found, expected, 4)
+
+
+def table_of(length: int, dim: int, dtype: torch.dtype) -> RotaryTable:
+    angles = torch.arange(length)[:, None] / 10 ** torch.linspace(0, 3, dim // 2)
+    return RotaryTable(angles.cos().to(dtype), angles.sin().to(dtype))
+
+
+def cache_of(sequences: int, heads: Heads, length: int, dtype: torch.dtype) -> LayerCache:
+    shape = (sequences, heads.kv_count, length, heads.dim)
+    return LayerCache(torch.randn(shape).to(dtype), torch.randn(shape).to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "normed"),
+    [
+        (DTYPES[1], Heads(4, 2, 8, 1.0), True),
+        (DTYPES[0], Heads(3, 1, 128, 1.0), False),
+        (DTYPES[2], Heads(2, 2, 80, 1.0), True),
+    ],
+)
+def test_rotary_embedding_and_cache(kernels, dtype, heads, normed):
+    widths = [count * heads.dim for count in (heads.count, heads.kv_count, heads.kv_count)]
+    at = Columns((0, widths[0] + 4, widths[0] + widths[1] + 8), sum(widths) + 12)
+    qkv = torch.randn(6, at.width).to(dtype)
+    positions = torch.tensor([4, 5, 6, 0, 1, 2], dtype=torch.int32)
+    norms = HeadNorms(torch.randn(heads.dim).to(dtype), torch.randn(heads.dim).to(dtype), EPSILON) if normed else None
+    cache, table = cache_of(2, heads, 9, dtype), table_of(9, heads.dim, dtype)
+    (found, there), (expected, here) = kernels(ops.rotate_and_cache, qkv, at, heads, table, positions, cache, norms)
+    close(found, expected, 8 if normed else 0)
+    close(there[5].keys, here[5].keys, 8 if normed else 0)
+    assert torch.equal(there[5].values.cpu(), here[5].values)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "length", "positions"),
+    [
+        (DTYPES[1], Heads(4, 4, 128, 0.09), 300, [299, 0]),
+        (DTYPES[0], Heads(6, 2, 64, 0.1), 200, [5, 6, 130, 131]),
+        (DTYPES[2], Heads(8, 4, 8, 0.3), 70, [69]),
+        (DTYPES[0], Heads(14, 1, 16, 0.25), 40, [0, 39, 20]),
+        (DTYPES[2], Heads(2, 1, 72, 0.1), 140, [139]),
+    ],
+)
+def test_attention_to_the_cache(kernels, dtype, heads, length, positions):
+    sequences = 2 if len(positions) % 2 == 0 else len(positions)
+    q = torch.randn(len(positions), heads.count, heads.dim).to(dtype)
+    cache = cache_of(sequences, heads, length, dtype)
+    of = torch.tensor(positions, dtype=torch.int32)
+    for _ in range(2):  # the counters are at 0 again
+        (found, _), (_, _) = kernels(ops.attend_to_cache, q, cache, of, heads)
+        expected = ops.attend_to_cache(q.double(), LayerCache(cache.keys.double(), cache.values.double()), of, heads)
+        close(found.double().cpu().to(dtype), expected.to(dtype), 8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_greedy_step(kernels, dtype):
+    logits = torch.randn(3, 1500).to(dtype)
+    logits[0, [7, 900]] = 9.0
+    logits[1, 1499] = 10.0
+    logits[2, [40, 50]] = torch.tensor([float("inf"), float("nan")], dtype=dtype)
+    state = (
+        torch.zeros(3, dtype=torch.int64),
+        torch.tensor([4, 5, 6], dtype=torch.int32),
+        torch.zeros(2, 3, dtype=torch.int64),
+        torch.tensor([1, 0], dtype=torch.int32),
+    )
+    (_, there), (_, here) = kernels(ops.greedy_step, logits, *state)
+    assert there[1].tolist() == [7, 1499, 50]
+    assert all(torch.equal(one.cpu(), other) for one, other in zip(there[1:], here[1:], strict=True))
+    assert (there[2].tolist(), there[4].tolist()) == ([5, 6, 7], [2, 0])

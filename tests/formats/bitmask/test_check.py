@@ -1,0 +1,102 @@
+"""Damaged tensors are refused by name, before a kernel follows them."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from semisparse.errors import FormatError
+from semisparse.formats import Packed
+from semisparse.patterns import parse_pattern
+from tests.formats.bitmask.weights import BITMASK, in_tiles
+from tests.formats.cases import build, random
+
+
+def damaged(packed: Packed, name: str, at: tuple[int, ...], value: float) -> Packed:
+    tensor = packed.tensors[name].clone()
+    tensor[at] = value
+    return Packed(packed.spec, {**packed.tensors, name: tensor})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "at", "value", "message"),
+    [
+        ("32:64", "masks", (2, 0), -1, r"masks, at \[2, 0\]: a mask has not exactly 32 bits"),
+        ("32:64", "masks", (2, 1), 0, r"masks, at \[2, 1\]: a mask has not exactly 32 bits"),
+        ("64:64", "values", (1, 127), 1.0, r"values, at \[1, 63\]: a weight past column K = 70"),
+        ("64:64", "values", (1, 127), float("nan"), "past column K = 70"),
+        ("70%", "masks", (3, 0), -1, "row_starts, at .3.: a row's length"),
+        ("70%", "masks", (3, 1), -(2**63), "row_starts|past column K"),
+        ("70%", "row_starts", (0,), 1, "runs from 1"),
+        ("70%", "row_starts", (4,), 1, "to 1, expected"),
+        ("70%", "row_starts", (2,), -(2**63), "row_starts, at .1.: a row's length"),
+        ("70%", "row_starts", (2,), 2**63 - 1, "row_starts, at .1.: a row's length"),
+    ],
+)
+def test_what_is_wrong_is_named(pattern: str, name: str, at: tuple[int, ...], value: float, message: str):
+    packed = BITMASK.pack(build(parse_pattern(pattern), random, 4, 70), pattern)
+    with pytest.raises(FormatError, match=message):
+        BITMASK.validate(damaged(packed, name, at, value))
+
+
+def test_bits_past_column_k_are_refused_where_no_slot_is_fixed():
+    weight = torch.zeros(2, 70)
+    weight[:, 69] = 1.0
+    packed = BITMASK.pack(weight, "50%")
+    with pytest.raises(FormatError, match=r"masks, at \[1\]: the last mask has bits past column K = 70"):
+        BITMASK.validate(damaged(packed, "masks", (1, 1), 1 << 6))
+
+
+@given(st.integers(0, 3), st.integers(0, 2), st.integers(0, 63), st.sampled_from(["32:64", "70%"]))
+def test_any_flipped_mask_bit_is_refused(row: int, block: int, bit: int, pattern: str):
+    packed = BITMASK.pack(build(parse_pattern(pattern), random, 4, 172), pattern)
+    flip = torch.tensor(1).bitwise_left_shift(bit)
+    with pytest.raises(FormatError):
+        BITMASK.validate(damaged(packed, "masks", (row, block), packed.tensors["masks"][row, block] ^ flip))
+
+
+def flip_mask_bit(tiles: Tensor) -> None:
+    tiles[0, 0, 0] ^= 1
+
+
+def fill_masks(tiles: Tensor) -> None:
+    tiles[0, 0, :128] = -1
+
+
+def fill_padding(tiles: Tensor) -> None:
+    tiles[1, 1, 128:] = 1
+
+
+def store_a_sixth_value(tiles: Tensor) -> None:
+    tiles[0, 0, -1] |= 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (flip_mask_bit, "has not exactly 5 bits"),
+        (fill_masks, "padding|bits"),
+        (fill_padding, "padding"),
+        (store_a_sixth_value, "more than 5 values"),
+    ],
+)
+def test_a_damaged_tile_is_refused(change, message: str):
+    packed = in_tiles(20, 300, "5:64")
+    BITMASK.validate(packed)
+    change(packed.tensors["tiles"])
+    with pytest.raises(FormatError, match=message):
+        BITMASK.validate(packed)
+
+
+def test_a_weight_past_column_k_of_a_tile_is_refused():
+    packed = in_tiles(16, 258, "32:64")
+    packed.tensors["tiles"][0, 1, 128 + 2 * 64] = 0x3C003C00  # lane 0's values 4 and 5 of columns 256 to 319
+    with pytest.raises(FormatError, match="past column K"):
+        BITMASK.validate(packed)
+
+
+def test_an_unknown_layout_is_refused():
+    packed = BITMASK.pack(torch.eye(8), "4:8")
+    with pytest.raises(FormatError, match="no layout 'columns'; it has rows, tiles"):
+        BITMASK.validate(packed.in_layout({"layout": "columns"}, packed.tensors))

@@ -1,0 +1,79 @@
+"""decode.cu: every TILE_M, and both ways of dividing a CTA's warps, on ragged shapes and several tiles per warp."""
+
+import os
+
+import pytest
+import torch
+
+from semisparse.formats.bitmask.cuda import decode
+from semisparse.formats.product import problem_of
+from tests.cuda_emulator import emulate, needs_compiler
+from tests.formats.bitmask.weights import check, check_on_gpu, in_tiles, needs_gpu, operands
+
+HALF, BF16 = torch.float16, torch.bfloat16
+
+CASES = [  # n, k, keep, dtype, m, SMs, warps_n x warps_k that the schedule has
+    (37, 700, 32, HALF, 1, 132, (1, 3)),
+    (50, 4200, 31, BF16, 5, 132, (1, 12)),
+    (80, 4200, 5, HALF, 13, 2, (2, 4)),
+    (80, 1100, 64, BF16, 20, 132, (2, 4)),
+    (80, 700, 1, HALF, 50, 1, (8, 1)),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("n", "k", "keep", "dtype", "m", "sms", "warps"), CASES)
+def test_emulated(emulated, monkeypatch: pytest.MonkeyPatch, n, k, keep, dtype, m, sms, warps):
+    emulate(monkeypatch, sms)
+    built = []
+    build = type(decode.SOURCE).build
+    monkeypatch.setattr(type(decode.SOURCE), "build", lambda *args: built.append(args[2]) or build(*args))
+    check(decode.prepare, in_tiles(n, k, f"{keep}:64", dtype), m)
+    assert (built[0]["WARPS_N"], built[0]["WARPS_K"]) == warps
+
+
+@needs_compiler
+@pytest.mark.parametrize("options", [{"aligned": False}, {"pdl": True}])
+def test_emulated_unaligned_and_overlapped(emulated, options: dict[str, bool]):
+    check(decode.prepare, in_tiles(37, 700, "32:64"), 1, **options)
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    ("n", "k", "keep", "dtype", "m"),
+    [
+        (64, 512, 32, HALF, 1),
+        (33, 701, 31, BF16, 2),
+        (1, 1, 64, HALF, 16),
+        (257, 4100, 5, BF16, 33),
+        (2200, 8200, 16, HALF, 7),
+        (2200, 8200, 32, BF16, 64),
+        (4096, 4096, 48, HALF, 20),
+    ],
+)
+def test_on_a_gpu(n: int, k: int, keep: int, dtype: torch.dtype, m: int, nan_filled_memory):
+    check_on_gpu("decode", in_tiles(n, k, f"{keep}:64", dtype), m)
+
+
+@needs_gpu
+@pytest.mark.skipif("PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ, reason="torch captures no graph without its cache")
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="PDL is Hopper's")
+def test_a_chain_of_overlapped_launches_returns_the_same_bits():
+    packed = in_tiles(2048, 2048, "32:64", BF16).to("cuda")  # its range holds 32 ** 20
+    x, _ = operands(packed, 3)
+    torch.cuda.synchronize()  # the weights are there before a launch that does not wait for them
+    plain, overlapped = (decode.prepare(problem_of(x, packed), pdl=pdl) for pdl in (False, True))
+
+    def chain(product):
+        y = x
+        for _ in range(20):
+            y = product(y, packed, None)
+        return y
+
+    expected = chain(plain)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = chain(overlapped)
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(y, expected)

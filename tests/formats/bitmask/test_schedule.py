@@ -1,0 +1,129 @@
+"""Every schedule fits the GPU, and covers the work; what ``auto`` takes."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from semisparse.formats.bitmask.cuda.schedule import (
+    DECODE_WARPS_PER_SM,
+    GEMM_SPLIT_K,
+    GEMM_STREAM_K,
+    GemmSchedule,
+    choose_decode,
+    choose_gemm,
+    choose_unpack,
+    fit_gemm,
+    gemm_launch,
+)
+from semisparse.formats.bitmask.storage.gpu import Tiling
+from semisparse.formats.kernel import Problem, bucket_of
+from semisparse.formats.product import structure_of
+from semisparse.runtime.device import DeviceFacts
+from tests.cuda_emulator import emulate
+from tests.formats.bitmask.weights import BITMASK, random_weight
+
+
+def gpu(sms: int, shared: int, capability: tuple[int, int]) -> DeviceFacts:
+    return DeviceFacts("", "cuda", "", sms, 0, 0, "", capability, shared << 10, (shared - 1) << 10)
+
+
+H200 = gpu(132, 228, (9, 0))
+GPUS = (H200, gpu(108, 164, (8, 0)), gpu(128, 100, (8, 9)), gpu(1, 228, (9, 0)))
+tilings = st.builds(Tiling, st.integers(1, 20_000), st.integers(1, 500), st.integers(1, 64))
+
+
+def tile_bytes(keep: int) -> int:
+    return 512 + -(-keep // 2) * 256
+
+
+@given(st.integers(1, 64), tilings, st.sampled_from(GPUS))
+def test_every_decode_schedule_fits_and_covers_the_weight(m: int, weight: Tiling, device: DeviceFacts):
+    found = choose_decode(m, weight, device)
+    warps = found.warps_n * found.warps_k
+    rings = found.stages * (warps * tile_bytes(weight.keep) + found.warps_k * m * 512)
+    assert rings + 2 * warps * found.tile_m * 16 * 4 <= found.shared <= device.shared_per_cta
+    resident = -(-found.ctas // device.sms)
+    assert resident * (found.shared + 1024) <= device.shared_per_sm
+    assert resident * warps <= DECODE_WARPS_PER_SM[found.tile_m]
+    assert m <= found.tile_m
+    assert 1 <= found.warps_k <= weight.column_tiles
+    assert warps <= 16
+    assert found.warps_n == 1 or found.warps_k <= 15, "named barriers 1 to 15"
+    assert 1 <= found.ctas <= -(-weight.row_tiles // found.warps_n)
+
+
+@given(st.integers(1, 65_535), tilings)
+def test_every_gemm_schedule_fits_and_gives_each_range_work(m: int, weight: Tiling):
+    chosen = choose_gemm(bucket_of(m), weight, H200)
+    check_gemm(chosen, m, weight)
+    check_gemm(fit_gemm(weight, H200, chosen.tile_m, *GEMM_STREAM_K, 0, 1), m, weight)
+
+
+def check_gemm(found: GemmSchedule, m: int, weight: Tiling) -> None:
+    rings = found.x_stages * 4 * found.tile_m * 128 + found.stages * found.warpgroups * 4 * tile_bytes(weight.keep)
+    assert rings + 256 + 16 * (found.stages + 4 * found.x_stages) == found.shared(weight)
+    assert found.ctas_per_sm * (found.shared(weight) + 1024) <= H200.shared_per_sm
+    assert found.tile_m in GEMM_SPLIT_K
+    ranges = found.ranges(m, weight, H200.sms)
+    assert 1 <= ranges <= found.tiles(m, weight) * weight.column_tiles
+    if found.split_k:
+        assert found.split_k <= weight.column_tiles
+    else:
+        assert ranges * found.cluster <= H200.sms * found.ctas_per_sm, "CTAs wait for one another: all are resident"
+    registers = 65536 // found.ctas_per_sm // (128 * (found.warpgroups + 1)) // 8 * 8
+    assert registers * (found.warpgroups + 1) - 32 >= (72 + found.tile_m // 2) * found.warpgroups
+    launch = gemm_launch(found, m, weight, H200.sms)
+    assert launch.ctas == ranges * found.cluster
+    assert launch.permute_grid[1] % found.tile_m == 0
+    assert launch.permute_grid[1] >= m
+    sizes = [512 * weight.column_tiles * launch.permute_grid[1], 4 * launch.counters]
+    assert all(launch.offsets[i] + size <= launch.offsets[i + 1] for i, size in enumerate(sizes))
+    partials = 0 if found.split_k == 1 else launch.ctas * found.warps * 16 * found.tile_m * 4
+    assert launch.offsets[2] + partials <= launch.workspace
+
+
+@given(tilings, st.sampled_from(GPUS))
+def test_every_unpack_schedule_fits(weight: Tiling, device: DeviceFacts):
+    found = choose_unpack(weight, device)
+    assert found.shared <= device.shared_per_cta
+    assert 1 <= found.ctas <= weight.row_tiles * weight.column_tiles
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [
+        ((9, 0), ["decode", "decode", "gemm", "gemm", "unpack"]),
+        ((8, 0), ["decode", "decode", "decode", "unpack", "unpack"]),
+    ],
+)
+def test_auto_takes_tiles_by_the_number_of_tokens(capability, expected, monkeypatch: pytest.MonkeyPatch):
+    emulate(monkeypatch, capability=capability)
+    monkeypatch.setattr("semisparse.runtime.kernel.unavailable", lambda: None)
+    packed = BITMASK.arrange(BITMASK.pack(random_weight(16, 64, "32:64"), "32:64"), "cuda")
+    assert chosen(packed.spec, torch.float16, (1, 16, 24, 128, 8192)) == expected
+    assert chosen(packed.spec, torch.float32, (1, 8192)) == ["reference", "reference"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "dtype", "expected"),
+    [
+        ("70%", torch.float16, ["decode_rows", "decode_rows", "unpack", "unpack"]),
+        ("6:10", torch.bfloat16, ["decode_rows", "decode_rows", "unpack", "unpack"]),
+        ("4:8", torch.float32, ["unpack"] * 4),
+    ],
+)
+def test_auto_decodes_rows_and_unpacks_them_for_many_tokens(
+    pattern: str, dtype, expected: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    emulate(monkeypatch)
+    monkeypatch.setattr("semisparse.runtime.kernel.unavailable", lambda: None)
+    packed = BITMASK.pack(random_weight(16, 64, pattern, dtype), pattern)
+    assert chosen(packed.spec, dtype, (1, 16, 128, 8192)) == expected
+
+
+def chosen(spec, dtype: torch.dtype, tokens: tuple[int, ...]) -> list[str]:
+    """Return the kernels that a GPU would take; the CPU stands in for its facts."""
+    problems = [Problem(m, structure_of(spec), dtype, torch.device("cpu")) for m in tokens]
+    able = [[k for k in BITMASK.all_kernels if k.device != "cpu" and k.supports(p) is None] for p in problems]
+    return [sorted(ks, key=lambda k: not k.pays(p))[0].name for p, ks in zip(problems, able, strict=True)]

@@ -1,0 +1,64 @@
+"""What the tests of this folder multiply, and how they compare it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from semisparse.formats import Packed, get_format, linear
+from semisparse.formats.kernel import Product
+from semisparse.formats.product import problem_of
+from semisparse.patterns import parse_pattern
+from tests.formats.checking import check_product
+
+BITMASK = get_format("bitmask")
+
+
+def random_weight(n: int, k: int, pattern: str, dtype: torch.dtype = torch.float16) -> Tensor:
+    """Draw a weight [N, K] that obeys a pattern, with some rows and blocks of zeros."""
+    generator = torch.Generator().manual_seed(n * 1000 + k)
+    weight = torch.randn(n, k, generator=generator)
+    weight *= parse_pattern(pattern).mask(torch.rand(n, k, generator=generator))
+    weight[3::7] = 0
+    weight[1::4, 64:128] = 0
+    return weight.to(dtype)
+
+
+def in_tiles(n: int, k: int, pattern: str, dtype: torch.dtype = torch.float16) -> Packed:
+    """Return such a weight in the layout of a GPU, where it is."""
+    packed = BITMASK.arrange(BITMASK.pack(random_weight(n, k, pattern, dtype), pattern), "cuda")
+    assert packed.params == {"layout": "tiles"}
+    return packed
+
+
+def operands(packed: Packed, m: int, aligned: bool = True) -> tuple[Tensor, Tensor]:
+    """Draw x [m, K] in the weight's dtype, unaligned if asked and NaN behind its end, and a bias [N] in float32."""
+    n, k = packed.shape
+    generator = torch.Generator().manual_seed(m)
+    memory = torch.full((m * k + 65,), torch.nan, dtype=packed.dtype, device=packed.device)
+    x = memory[: m * k] if aligned else memory[1 : m * k + 1]
+    x.copy_(torch.randn(m * k, generator=generator))
+    return x.view(m, k), torch.randn(n, generator=generator).to(packed.device)
+
+
+def check(prepare: Callable[..., Product], packed: Packed, m: int, aligned: bool = True, **options: Any) -> None:
+    """Compare a kernel with float64: without bias, and with one in float32 and x in columns."""
+    x, bias = operands(packed, m, aligned)
+    product = prepare(problem_of(x, packed), **options)
+    check_product(product(x, packed, None), x, packed, None)
+    check_product(product(x.T.contiguous().T, packed, bias), x, packed, bias.to(x.dtype))
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+
+
+def check_on_gpu(kernel: str, packed: Packed, m: int) -> None:
+    """Compare a kernel, asked for by name, with float64 on a GPU; its output's memory was NaN before."""
+    packed = packed.to("cuda")
+    x, bias = operands(packed, m)
+    for given in (None, bias.to(x.dtype)):
+        y = linear(x, packed, given, kernel)
+        check_product(y, x, packed, given)
+        assert torch.equal(linear(x, packed, given, kernel), y), "two calls differ"

@@ -1,0 +1,58 @@
+"""Comparing a product with float64, within what rounding explains."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from semisparse.formats import Packed, get_format
+
+ROUNDOFF = {"cpu": 2.0**-24, "cuda": 2.0**-23}
+"""Of one float32 addition: to nearest on a CPU; tensor cores truncate."""
+
+
+def operands(packed: Packed, m: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Draw x [m, K] and a bias [N] on the weight's device."""
+    n, k = packed.shape
+    generator = torch.Generator().manual_seed(seed)
+    x, bias = torch.randn(m, k, generator=generator), torch.randn(n, generator=generator)
+    return x.to(dtype).to(packed.device), bias.to(dtype).to(packed.device)
+
+
+def check_product(y: Tensor, x: Tensor, packed: Packed, bias: Tensor | None, multiplied: Tensor | None = None) -> None:
+    """Compare with float64: an error of K float32 additions, then one rounding to the output's dtype.
+
+    With a bias the product may be rounded before: torch's own linear does so for one or two tokens on a GPU. What x is
+    ``multiplied`` as is x itself, unless a kernel rounds it.
+    """
+    wide_x = (x if multiplied is None else multiplied).double()
+    assert y.dtype == x.dtype
+    off = min(_excess(y, wide_x, weight, bias, packed.shape[1]) for weight in _weights(packed))
+    assert off <= 0, f"bias {bias is not None}: off by {off:.3g} more than rounding explains"
+
+
+def _weights(packed: Packed) -> list[Tensor]:
+    """Return what a kernel may multiply by: the unpacked weight and, where that rounds, what is stored."""
+    form = get_format(packed.spec.format)
+    if form.lossless:
+        return [packed.unpack().double()]
+    own = [tensor.name for tensor in form.specs(packed.spec) if tensor.dtype is None]
+    widened = {name: packed.tensors[name].float() for name in own}
+    wide = Packed(replace(packed.spec, dtype=torch.float32), {**packed.tensors, **widened})
+    return [packed.unpack().double(), wide.unpack().double()]
+
+
+def _excess(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, columns: int) -> float:
+    """Return by how much an output is off at most, beyond what rounding explains; NaN counts as infinity."""
+    wide_bias = torch.zeros(len(weight), device=x.device) if bias is None else bias.double()
+    product = x @ weight.T
+    exact = product + wide_bias
+    assert y.shape == exact.shape
+    magnitude = x.abs() @ weight.abs().T + wide_bias.abs()
+    accumulated = (columns + 2) * ROUNDOFF[x.device.type] * magnitude
+    facts = torch.finfo(y.dtype)
+    rounded = facts.eps / 2 * (exact.abs() + accumulated) + facts.smallest_normal * facts.eps
+    if bias is not None:
+        rounded += facts.eps / 2 * (product.abs() + accumulated)
+    excess = (y.double() - exact).abs() - accumulated - rounded
+    return excess.nan_to_num(nan=float("inf")).max().item()

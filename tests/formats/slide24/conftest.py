@@ -1,0 +1,3 @@
+"""The fixture of the emulated GPU."""
+
+from tests.cuda_emulator import emulated  # noqa: F401

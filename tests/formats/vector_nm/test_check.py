@@ -1,0 +1,76 @@
+"""What the checks of stored tensors refuse: a checkpoint is an untrusted file."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from semisparse.errors import FormatError
+from semisparse.formats import Packed
+from semisparse.formats.base import Params
+from semisparse.formats.vector_nm.storage import gpu
+from tests.cuda_emulator import emulate, needs_compiler
+from tests.formats.vector_nm.reference import VECTOR_NM, pack
+
+
+def changed(packed: Packed, name: str, index: int | tuple[int, ...], value: float) -> Packed:
+    tensor = packed.tensors[name].clone()
+    if isinstance(index, int):
+        tensor.view(-1)[index] = torch.tensor(value).to(tensor.dtype)
+    else:
+        tensor[index] = value
+    return Packed(packed.spec, {**packed.tensors, name: tensor})
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "value", "message"),
+    [
+        ("positions", (0, 1), 4, "below the window's 4"),
+        ("positions", (1, 2), 255, "below the window's 4"),
+        ("positions", (0, 1), 1, r"at \[0, 1\]: not above the one before"),
+        ("positions", (1, 3), 3, r"at \[1, 3, 0\]: a weight past column K = 7"),
+        ("values", (1, 0, 2), 1.0, r"at \[1, 0, 2\]: a weight past row N = 5"),
+    ],
+)
+def test_damaged_vectors_are_refused(name: str, at: tuple[int, ...], value: float, message: str):
+    weight = torch.zeros(5, 7)
+    weight[:, [1, 2, 5, 6]] = 1.0
+    packed = VECTOR_NM.pack(weight, "2:4v4")
+    VECTOR_NM.validate(packed)
+    with pytest.raises(FormatError, match=message):
+        VECTOR_NM.validate(changed(packed, name, at, value))
+
+
+@pytest.mark.parametrize("params", [{"rows": 4}, {"rows": 6}, {"rows": "five"}, {}, {"rows": 5, "layout": "tiles"}])
+def test_other_params_are_refused(params: dict):
+    packed = VECTOR_NM.pack(torch.zeros(5, 8), "2:4v4")
+    with pytest.raises(FormatError, match=r"rows|layout"):
+        VECTOR_NM.validate(Packed(replace(packed.spec, params=Params(params)), packed.tensors))
+
+
+@needs_compiler
+def test_damaged_orders_are_refused(monkeypatch):
+    emulate(monkeypatch)
+    ordered = VECTOR_NM.arrange(pack("8:32v32", 70, 100), "cuda")
+    VECTOR_NM.validate(ordered)
+    for name, index, wrong, message in (
+        ("block_starts", 0, 1, "do not rise"),
+        ("columns", 0, 1000, "past the last column"),
+        ("slots", 0, 999, "not one of 3 groups' 32"),
+        ("slots", 0, gpu.NO_SLOT, "not multiplied exactly once"),
+        ("metadata", 0, 0, "the first is not the lower"),
+        ("metadata", 1, 0, "the 64-row tiles that need a block"),
+    ):
+        with pytest.raises(FormatError, match=message):
+            VECTOR_NM.validate(changed(ordered, name, index, wrong))
+    swapped = ordered.tensors["columns"].clone()
+    swapped[0, :2] = swapped[0, :2].flip(0)
+    with pytest.raises(FormatError, match="another column than its own"):
+        VECTOR_NM.validate(Packed(ordered.spec, {**ordered.tensors, "columns": swapped}))
+    empty = {**ordered.tensors, "slots": torch.full_like(ordered.tensors["slots"], gpu.SKIPPED - 0x10000)}
+    with pytest.raises(FormatError, match="not multiplied exactly once"):
+        VECTOR_NM.validate(Packed(ordered.spec, empty))
+    none = {**ordered.tensors, "block_starts": torch.zeros(2, dtype=torch.int32)}
+    none |= {name: ordered.tensors[name][:0] for name in ("columns", "slots", "metadata")}
+    with pytest.raises(FormatError, match="do not rise"):
+        VECTOR_NM.validate(Packed(replace(ordered.spec, params=Params(ordered.params, blocks=0)), none))

@@ -1,0 +1,70 @@
+"""The decode kernels on the emulator: ragged shapes, several panels of x, several row tiles per CTA."""
+
+import pytest
+import torch
+
+from semisparse.formats import Packed, Problem
+from semisparse.formats.kernel import Product
+from semisparse.formats.product import problem_of
+from semisparse.formats.vector_nm.cuda import decode, decode_schedule, decode_tensor
+from semisparse.formats.vector_nm.cuda.decode_schedule import DecodeTensorSchedule
+from tests.cuda_emulator import emulated, needs_compiler
+from tests.formats.vector_nm.reference import check, check_kernel, emulate_gpu, operands, pack
+
+__all__ = ["emulated"]
+pytestmark = needs_compiler
+
+
+@pytest.mark.parametrize(
+    ("pattern", "n", "k", "m", "dtype", "panel"),
+    [
+        ("5:7v8", 9, 50, 1, torch.float16, decode_schedule.PANEL_BYTES),
+        ("4:32v128", 130, 336, 11, torch.bfloat16, 2048),
+    ],
+)
+def test_decode(emulated, monkeypatch, pattern: str, n: int, k: int, m: int, dtype: torch.dtype, panel: int):
+    monkeypatch.setattr(decode_schedule, "PANEL_BYTES", panel)
+    check_kernel(decode.prepare, pack(pattern, n, k, dtype), m)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "n", "k", "m", "dtype", "warps_stages", "shared", "panels"),
+    [
+        ("16:32v32", 70, 172, 1, torch.float16, (4, 2), 99 << 10, 1),
+        ("16:32v32", 70, 1600, 1, torch.float16, (4, 2), 18 << 10, 3),
+        ("4:32v16", 33, 336, 8, torch.bfloat16, (2, 3), 99 << 10, 1),
+        ("5:7v128", 130, 777, 11, torch.float16, (4, 2), 33000, 4),  # rows of x are not aligned
+    ],
+)
+def test_decode_tensor(emulated, monkeypatch, pattern, n, k, m, dtype, warps_stages, shared, panels):
+    """From 2 tokens on one CTA computes all row tiles: it takes the panels forth and back."""
+    emulate_gpu(monkeypatch, sms=1, shared_per_cta=shared)
+    packed = pack(pattern, n, k, dtype)
+    tile_m = next(tile for tile in decode_schedule.TENSOR_TILE_M if tile >= m)
+    schedule = DecodeTensorSchedule(packed.pattern, dtype, tile_m, *warps_stages)
+    assert -(-k // (schedule.panel_windows(k, shared) * packed.pattern.window)) == panels
+    check_kernel(lambda problem: decode_tensor.prepare(problem, schedule), packed, m)
+
+
+def prepare_with_4_warps(problem: Problem) -> Product:
+    schedule = DecodeTensorSchedule(problem.pattern, problem.dtype, 16, 4, 2)
+    return decode_tensor.prepare(problem, schedule)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "pattern", "k", "dtype"),
+    [(decode.prepare, "4:32v128", 330, torch.bfloat16), (prepare_with_4_warps, "5:7v128", 773, torch.float16)],
+)
+def test_tokens_do_not_mix_and_tensors_may_begin_anywhere(emulated, prepare, pattern: str, k: int, dtype: torch.dtype):
+    """What is stored past column K must not meet the next token's first columns; a view is not aligned."""
+    packed = pack(pattern, 130, k, dtype)
+    values = packed.tensors["values"]
+    shifted = torch.empty(values.numel() + 1, dtype=dtype)[1:].view_as(values).copy_(values)
+    assert shifted.data_ptr() % 16
+    moved = Packed(packed.spec, {**packed.tensors, "values": shifted})
+    x, bias = operands(packed, 11)
+    x[1] = torch.inf
+    y = prepare(problem_of(x, packed))(x, moved, bias.float())
+    others = torch.arange(11) != 1
+    assert not y[1].isfinite().any()
+    check(y[others], x[others], packed, bias)

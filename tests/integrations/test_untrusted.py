@@ -1,0 +1,96 @@
+"""Directories made to deceive: no code of theirs runs, no index leads elsewhere, shapes are the model's."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import semisparse
+from semisparse.api import inspect_directory, load, load_tokenizer
+from semisparse.compress import Recipe
+from semisparse.errors import CheckpointError
+from semisparse.formats import Packed
+from tests.models import byte_tokenizer, random_model
+
+
+@pytest.fixture(scope="module")
+def compressed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("untrusted") / "small"
+    recipe = Recipe(format="dense", prune="magnitude", pattern="2:4")
+    semisparse.compress(random_model("llama"), byte_tokenizer(), recipe, out=out)
+    return out
+
+
+@pytest.fixture
+def directory(compressed: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(compressed, tmp_path / "model"))
+
+
+def change_config(directory: Path, **changes) -> None:
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+MARK = "from pathlib import Path\nPath(__file__).with_name('ran').write_text('ran')\n"
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_code_of_the_directory_is_not_run(directory: Path, file: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("builtins.input", lambda *prompt: "yes")
+    (directory / "own.py").write_text(MARK + "class Own: pass\n")
+    content = json.loads((directory / file).read_text())
+    names = ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer")
+    content |= {"auto_map": dict.fromkeys(names, "own.Own"), "model_type": "own", "tokenizer_class": "Own"}
+    (directory / file).write_text(json.dumps(content))
+    with pytest.raises(CheckpointError):
+        load(directory) if file == "config.json" else load_tokenizer(directory)
+    assert not list(directory.parent.rglob("ran"))
+
+
+def test_attention_from_elsewhere_is_refused(directory: Path):
+    change_config(directory, attn_implementation="someone/kernels")
+    with pytest.raises(CheckpointError, match="code from elsewhere"):
+        load(directory)
+
+
+def test_an_index_that_leads_elsewhere_is_refused_by_from_pretrained_too(directory: Path):
+    elsewhere = directory.parent / "elsewhere"
+    elsewhere.mkdir()
+    weights = directory / "model.safetensors"
+    names = list(load_file(weights))
+    shutil.copy(weights, elsewhere / "model.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "../elsewhere/model.safetensors")}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="the directory itself"):
+        load(directory)
+    weights.unlink()
+    with pytest.raises(CheckpointError, match="several directories"):
+        AutoModelForCausalLM.from_pretrained(directory)
+
+
+@pytest.mark.parametrize(("key", "factor"), [("hidden_size", 2), ("intermediate_size", 2), ("num_hidden_layers", 0)])
+def test_verify_compares_with_the_model_of_config_json(directory: Path, key: str, factor: int):
+    assert inspect_directory(directory, verify=True)["verified"]
+    config = json.loads((directory / "config.json").read_text())
+    change_config(directory, **{key: config[key] * factor})
+    with pytest.raises(CheckpointError, match=r"the model of config\.json has"):
+        inspect_directory(directory, verify=True)
+
+
+def test_inspect_unpacks_nothing(directory: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Packed, "unpack", lambda packed: 1 / 0)
+    rows = [row for row in inspect_directory(directory)["layers"] if row["outcome"]]
+    assert rows
+    assert all(row["density"] == pytest.approx(0.5, abs=0.05) for row in rows)
+
+
+def test_a_tensor_of_another_shape_is_seen(directory: Path):
+    weights = load_file(directory / "model.safetensors")
+    weights["model.norm.weight"] = torch.ones(7)
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is"):
+        inspect_directory(directory, verify=True)
