@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-builds test-serving test-gpu bench bench-kernels bench-models bench-systems bench-parallel check setup table \
+.PHONY: demo test test-slow test-serving test-gpu bench bench-kernels bench-models bench-systems bench-parallel check setup table \
 	clean
 
 setup: .venv/ready
@@ -21,9 +21,10 @@ demo: setup
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup --ignore tests/docs
 
-# Every CUDA kernel, for every architecture and in every variant that its source declares. Needs no GPU.
-test-builds: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m builds tests/runtime/test_nvrtc.py
+# Every CUDA kernel compiled for every architecture and in every variant that its source declares, the CUDA emulator's own
+# instructions, older CPUs, the demo. Needs no GPU.
+test-slow: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup -m slow
 
 # Tests against the real vLLM (its Python code only: linear layers need none of its kernels) and lm-eval. Their environment
 # also finds the packages of .venv.

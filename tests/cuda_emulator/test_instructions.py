@@ -12,6 +12,8 @@ from tests.cuda_emulator import EmulatedKernel, adverse, needs_compiler
 
 SOURCE = CudaSource(Path(__file__).parent / "kernels" / "instructions.cu")
 
+pytestmark = pytest.mark.slow
+
 RUNS = [
     pytest.param("early", marks=needs_compiler),
     pytest.param("late", marks=needs_compiler),

@@ -25,6 +25,7 @@ def test_the_shipped_model_is_small_and_trained(tmp_path: Path):
     assert seen < held_out < seen + 0.5
 
 
+@pytest.mark.slow
 def test_the_demo_compares_recipes_with_dense(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(demo, "SAMPLES", 4)  # with two runs for five, a minute less
     monkeypatch.setattr(demo, "HELD_OUT", start_of(HELD_OUT, tmp_path))

@@ -65,7 +65,7 @@ def builds() -> Iterator[pytest.param]:
             for number, variant in enumerate(source.variants):
                 usual = number == 0 and arch == "sm_90a"
                 case = f"{source.path.parent.parent.name}-{source.path.stem}-{arch}-{number}"
-                yield pytest.param(source, arch, variant, id=case, marks=() if usual else pytest.mark.builds)
+                yield pytest.param(source, arch, variant, id=case, marks=() if usual else pytest.mark.slow)
 
 
 @needs_compiler

@@ -70,6 +70,7 @@ def test_every_16_bit_number_is_read(dtype: torch.dtype):
         assert torch.equal(y[:4].T, weight.float())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="these instruction sets are those of x86-64")
 @pytest.mark.parametrize("without", ["-mno-avx512f", "-mno-avx512f -mno-avx2 -mno-f16c"])
 def test_older_instruction_sets(without: str, monkeypatch: pytest.MonkeyPatch):
