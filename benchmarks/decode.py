@@ -1,9 +1,8 @@
-"""Few tokens on a GPU: bitmask's decode kernel alone, and in a chain of overlapping launches (PDL), beside cuBLAS.
+"""Few tokens on a GPU: bitmask's decode kernel, in a chain of overlapping launches (PDL), beside cuBLAS.
 
     python benchmarks/decode.py [--tokens 1,8,16] [--dtype float16] [--pattern 32:64] [--shapes 4096,4096,11008,4096]
 
-Microseconds per call, CUDA graphs over weights that outgrow the cache four times. A chain is the same calls on one
-stream, each loading its weights while the one before still runs (programmatic dependent launch, Hopper and later).
+Microseconds per call, CUDA graphs over weights that outgrow the cache four times.
 """
 
 from __future__ import annotations
@@ -36,13 +35,12 @@ def measure(n: int, k: int, tokens: list[int], dtype: torch.dtype, pattern: str)
     for m in tokens:
         x = torch.randn(m, k, device=GPU).to(dtype)
         problem = problem_of(x, packed[0])
-        alone, overlapped = (decode.prepare(problem, pdl) for pdl in (False, True))
+        product = decode.prepare(problem)
         expected = x.double() @ weight.double().T
-        error = (alone(x, packed[0], None) - expected).norm() / expected.norm()
+        error = (product(x, packed[0], None) - expected).norm() / expected.norm()
         times = [
             time_calls([partial(F.linear, x, w) for w in dense], GPU),
-            time_calls([partial(alone, x, p, None) for p in packed], GPU),
-            time_calls([partial(overlapped, x, p, None) for p in packed], GPU),
+            time_calls([partial(product, x, p, None) for p in packed], GPU),
         ]
         cells = [f"{time.us:8.2f}" for time in times]
         print(f"{n:6d} x {k:<6d} {m:3d} {' '.join(cells)}   error {error:.1e}", flush=True)
@@ -57,7 +55,7 @@ def main() -> None:
     parser.add_argument("--shapes", default=SHAPES)
     options = parser.parse_args()
     sizes = [int(size) for size in options.shapes.split(",")]
-    print(" N x K            M   cuBLAS    alone    chain")
+    print(" N x K            M   cuBLAS   decode")
     for n, k in zip(sizes[::2], sizes[1::2], strict=True):
         measure(n, k, [int(m) for m in options.tokens.split(",")], getattr(torch, options.dtype), options.pattern)
 

@@ -22,7 +22,36 @@ from semisparse.engine.ops import (
     silu_mul,
 )
 from semisparse.engine.structure import Layer, Structure, UnknownStructureError, recognise, rotary_table
+from semisparse.formats import Packed, linear
+from semisparse.formats.base import WeightSpec
 from semisparse.nn import JoinedLinear
+
+
+class DenseLinear:
+    """Dense linear layers on one input as one layer of the format ``dense``; their weights become views of its weight.
+
+    Args:
+        layers: with biases or without.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        weights = [layer.get_parameter("weight") for layer in layers]
+        rows = [len(weight) for weight in weights]
+        whole = weights[0].data if len(layers) == 1 else torch.cat([weight.data for weight in weights])
+        spec = {"format": "dense", "version": 1, "pattern": "0%", "shape": list(whole.shape), "params": {}}
+        dtype = str(whole.dtype).removeprefix("torch.")
+        self._packed = Packed(WeightSpec.from_dict({**spec, "dtype": dtype}), {"values": whole})
+        self._bias: Tensor | None = None
+        if any(getattr(layer, "bias", None) is not None for layer in layers):
+            biases = [getattr(layer, "bias", None) for layer in layers]
+            filled = [w.new_zeros(len(w)) if b is None else b.data for w, b in zip(weights, biases, strict=True)]
+            self._bias = torch.cat(filled)
+        if len(layers) > 1:
+            for weight, part in zip(weights, whole.split(rows), strict=True):
+                weight.data = part
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x, self._packed, self._bias)
 
 
 class Projection:
@@ -40,13 +69,13 @@ class Projection:
         widths = [rows_of(layer) for layer in layers]
         starts = tuple(sum(widths[:i]) for i in range(len(widths)))
         self.columns = Columns(starts, sum(widths))
-        if len(layers) == 1:
-            self._whole = layers[0]
-        elif joined and len(joined[0].extents) == len(layers):
+        if joined and len(joined[0].extents) == len(layers):
             self._whole = joined[0]
             self.columns = Columns(tuple(start for start, _ in joined[0].extents), joined[0].out_features)
         elif all(type(layer) is nn.Linear for layer in layers):
-            self._whole = _Concatenated(layers)
+            self._whole = DenseLinear(layers)
+        elif len(layers) == 1:
+            self._whole = layers[0]
         else:
             self._apart = layers
 
@@ -64,36 +93,15 @@ def rows_of(layer: nn.Module) -> int:
     return count
 
 
-class _Concatenated:
-    """Dense layers on one input as one matmul; from then on they hold views of the whole weight.
-
-    Args:
-        layers: with biases or without.
-    """
-
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        weights = [layer.get_parameter("weight") for layer in layers]
-        rows = [len(weight) for weight in weights]
-        self._weight = torch.cat([weight.data for weight in weights])
-        self._bias: Tensor | None = None
-        if any(getattr(layer, "bias", None) is not None for layer in layers):
-            biases = [getattr(layer, "bias", None) for layer in layers]
-            filled = [w.new_zeros(len(w)) if b is None else b.data for w, b in zip(weights, biases, strict=True)]
-            self._bias = torch.cat(filled)
-        for weight, part in zip(weights, self._weight.split(rows), strict=True):
-            weight.data = part
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self._weight, self._bias)
-
-
 @dataclass(frozen=True)
 class FusedLayer:
     """A decoder layer with its joined projections."""
 
     layer: Layer
     qkv: Projection
+    o: Projection
     gate_up: Projection
+    down: Projection
 
 
 class Cache:
@@ -146,12 +154,16 @@ class Decoder:
             FusedLayer(
                 layer,
                 Projection((layer.q, layer.k, layer.v), layer.parents[0]),
+                Projection((layer.o,), layer.parents[0]),
                 Projection((layer.gate, layer.up), layer.parents[1]),
+                Projection((layer.down,), layer.parents[1]),
             )
             for layer in self.structure.layers
         ]
         self.table: RotaryTable = rotary_table(self.structure, length, self.device, self.dtype)
         self._rotary_length = length
+        head = self.structure.head
+        self._head: Callable[[Tensor], Tensor] = DenseLinear([head]) if type(head) is nn.Linear else head
 
     def ensure_length(self, length: int) -> None:
         """Make the rotary table long enough."""
@@ -195,7 +207,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the head's logits, [M, vocabulary], of normalised hidden states [M, C]."""
-        return self.structure.head(hidden)
+        return self._head(hidden)
 
     def _layers(
         self, tokens: Tensor, positions: Tensor, cache: Cache, attend: Callable[[Tensor, LayerCache], Tensor]
@@ -211,10 +223,10 @@ class Decoder:
             queries = rotate_and_cache(
                 fused.qkv(hidden), fused.qkv.columns, heads, self.table, positions, cached, layer.head_norms
             )
-            delta = layer.o(attend(queries, cached))
+            delta = fused.o(attend(queries, cached))
             residual, hidden = rms_norm(residual, layer.mlp_norm, epsilon, delta)
             gate_up = fused.gate_up(hidden)
-            delta = layer.down(silu_mul(gate_up, fused.gate_up.columns, rows_of(layer.gate)))
+            delta = fused.down(silu_mul(gate_up, fused.gate_up.columns, rows_of(layer.gate)))
         return rms_norm(residual, structure.norm, epsilon, delta)[1]
 
 

@@ -6,6 +6,7 @@ multiplied.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,16 +17,21 @@ from torch.nn import functional as F
 
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.kernel import CudaSource, cuda_refusal
+from semisparse.runtime.nvrtc import Defines
 
 SCALARS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
 
 FOLDER = Path(__file__).parent / "cuda"
 
-_EVERY_SCALAR = tuple({"SCALAR": scalar} for scalar in SCALARS.values())
+_VECTORS: tuple[Defines, ...] = (
+    {"SCALAR": "__half", "VECTOR": 8},
+    {"SCALAR": "__nv_bfloat16", "VECTOR": 1},
+    {"SCALAR": "float", "VECTOR": 4},
+)
 
-RMS_NORM = CudaSource(FOLDER / "rms_norm.cu", _EVERY_SCALAR)
-SILU_MUL = CudaSource(FOLDER / "silu_mul.cu", _EVERY_SCALAR)
-GREEDY = CudaSource(FOLDER / "greedy.cu", _EVERY_SCALAR)
+RMS_NORM = CudaSource(FOLDER / "rms_norm.cu", _VECTORS)
+SILU_MUL = CudaSource(FOLDER / "silu_mul.cu", _VECTORS)
+GREEDY = CudaSource(FOLDER / "greedy.cu", _VECTORS)
 ROPE = CudaSource(
     FOLDER / "rope.cu",
     ({"SCALAR": "__half", "DIM": 128}, {"SCALAR": "__nv_bfloat16", "DIM": 8}, {"SCALAR": "float", "DIM": 64}),
@@ -76,10 +82,11 @@ class Columns:
     width: int
 
 
-@cache
-def _threads(columns: int) -> int:
-    """Return the threads of a CTA that reduces a row."""
-    return min(1024, max(32, -(-columns // 4 // 32) * 32))
+def _vector(dtype: torch.dtype, counts: Sequence[int], tensors: Sequence[Tensor | None]) -> int:
+    """Return how many values a thread loads at once: 16 bytes, or one value where a count or an address forbids it."""
+    values = 16 // dtype.itemsize
+    aligned = all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
+    return values if aligned and not any(count % values for count in counts) else 1
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -97,10 +104,12 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, delta: Tensor | None = N
         rows, columns = x.shape
         out = torch.empty_like(x)
         total = x if delta is None else torch.empty_like(x)
-        shared = 4 * (columns + 32)
-        kernel = RMS_NORM.build("semisparse_engine_rms_norm", {"SCALAR": SCALARS[x.dtype]}, shared).load(x.device)
+        vector = _vector(x.dtype, [columns], [x, weight, delta])
+        threads = min(1024, -(-columns // vector // 32) * 32)
+        defines: Defines = {"SCALAR": SCALARS[x.dtype], "VECTOR": vector}
+        kernel = RMS_NORM.build("semisparse_engine_rms_norm", defines, 2 * columns * x.dtype.itemsize).load(x.device)
         kernel(
-            (rows, 1, 1), _threads(columns), pdl=device_facts(x.device).has_pdl,
+            (rows, 1, 1), threads, pdl=device_facts(x.device).has_pdl,
             x=x, delta=delta, weight=weight, sum=total, out=out, columns=columns, epsilon=epsilon,
         )  # fmt: skip
         return total, out
@@ -114,9 +123,10 @@ def silu_mul(gate_up: Tensor, at: Columns, columns: int) -> Tensor:
     """Return ``silu(gate) * up``, [M, columns], of the columns of a joined output [M, at.width]."""
     if device_facts(gate_up.device).kind == "cuda":
         out = gate_up.new_empty(len(gate_up), columns)
-        kernel = SILU_MUL.build("semisparse_engine_silu_mul", {"SCALAR": SCALARS[out.dtype]}).load(out.device)
-        kernel(
-            (-(-columns // 256), len(out), 1), 256, pdl=device_facts(out.device).has_pdl,
+        vector = _vector(out.dtype, [columns, at.width, *at.starts], [gate_up])
+        defines: Defines = {"SCALAR": SCALARS[out.dtype], "VECTOR": vector}
+        SILU_MUL.build("semisparse_engine_silu_mul", defines).load(out.device)(
+            (-(-columns // (256 * vector)), len(out), 1), 256, pdl=device_facts(out.device).has_pdl,
             gate_up=gate_up, out=out, columns=columns, stride=at.width, gate_start=at.starts[0], up_start=at.starts[1],
         )  # fmt: skip
         return out
@@ -225,8 +235,8 @@ def attend_to_cache(q: Tensor, cache: LayerCache, positions: Tensor, heads: Head
         group = min(per_kv, MAX_GROUP)
         ctas = heads.kv_count * -(-per_kv // group)
         splits = _splits(ctas * len(q), length, device_facts(q.device).sms)
-        workspace = _workspace(q.device, len(q) * heads.count * splits * (heads.dim + 2), len(q) * ctas)
-        defines: dict[str, str | int] = {"SCALAR": SCALARS[q.dtype], "DIM": heads.dim, "GROUP": group}
+        workspace = _workspace(q.device, len(q) * heads.count * splits * (heads.dim + 4), len(q) * ctas)
+        defines: Defines = {"SCALAR": SCALARS[q.dtype], "DIM": heads.dim, "GROUP": group}
         ATTENTION.build("semisparse_engine_attention", defines).load(q.device)(
             (ctas, splits, len(q)), 128, pdl=device_facts(q.device).has_pdl,
             q=q, keys=cache.keys, values=cache.values, positions=positions, out=out,
@@ -291,8 +301,9 @@ def greedy_step(logits: Tensor, tokens: Tensor, positions: Tensor, output: Tenso
         steps: [2] int32: how many rows of the output are written, which grows by 1; then a 0.
     """
     if device_facts(logits.device).kind == "cuda":
-        build = GREEDY.build("semisparse_engine_greedy", {"SCALAR": SCALARS[logits.dtype]})
-        build.load(logits.device)(
+        vector = _vector(logits.dtype, [logits.shape[1]], [logits])
+        defines: Defines = {"SCALAR": SCALARS[logits.dtype], "VECTOR": vector}
+        GREEDY.build("semisparse_engine_greedy", defines).load(logits.device)(
             (len(tokens), 1, 1), 1024, pdl=device_facts(logits.device).has_pdl,
             logits=logits, tokens=tokens, positions=positions, output=output, steps=steps,
             vocabulary=logits.shape[1], capacity=len(output),

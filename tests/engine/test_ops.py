@@ -54,7 +54,8 @@ def close(found: Tensor, expected: Tensor, steps: float = 1) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "columns", "added"), [(DTYPES[0], 64, True), (DTYPES[1], 172, False), (DTYPES[2], 1000, True)]
+    ("dtype", "columns", "added"),
+    [(DTYPES[0], 64, True), (DTYPES[1], 172, False), (DTYPES[2], 1000, True), (DTYPES[0], 9000, True)],
 )
 def test_rms_norm(kernels, dtype, columns, added):
     x, weight = torch.randn(3, columns).to(dtype), torch.randn(columns).to(dtype)
@@ -64,9 +65,9 @@ def test_rms_norm(kernels, dtype, columns, added):
     close(found[1], expected[1], 4)
 
 
-@pytest.mark.parametrize(("dtype", "columns"), [(DTYPES[0], 300), (DTYPES[1], 8), (DTYPES[2], 172)])
+@pytest.mark.parametrize(("dtype", "columns"), [(DTYPES[0], 300), (DTYPES[1], 8), (DTYPES[2], 172), (DTYPES[0], 2000)])
 def test_silu_mul(kernels, dtype, columns):
-    at = Columns((4, columns + 20), 2 * columns + 24)
+    at = Columns((8, columns + 16), 2 * columns + 24)
     (found, _), (expected, _) = kernels(ops.silu_mul, 4 * torch.randn(2, at.width).to(dtype), at, columns)
     close(found, expected, 4)
 

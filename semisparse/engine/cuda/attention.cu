@@ -18,7 +18,9 @@ constexpr int kVector = 8;                                        // values of a
 constexpr int kNeeded = DIM / kVector;                            // lanes that have values of a position
 constexpr int kLanes = kNeeded <= 1 ? 1 : kNeeded <= 2 ? 2 : kNeeded <= 4 ? 4 : kNeeded <= 8 ? 8 : kNeeded <= 16 ? 16 : 32;
 constexpr int kTeams = 32 / kLanes;                               // positions that a warp takes at a time
-constexpr int kAhead = GROUP > 2 ? 2 : 4;                         // positions of a team whose loads are in flight
+constexpr int kAhead = GROUP > 2 ? 2 : GROUP == 2 ? 4 : 8;         // positions of a team whose loads are in flight
+constexpr int kPartial = DIM + 4;                                 // floats of a partial result in memory; a multiple of 4
+constexpr int kSplitsAhead = 4;                                   // partial results of a warp whose loads are in flight
 static_assert(DIM % kVector == 0 && kNeeded <= 32, "DIM is a multiple of 8, up to 256");
 
 // A lane's values of a position, as they lie in memory: 16 or 32 bytes.
@@ -53,11 +55,20 @@ struct Softmax {
         for (int i = 0; i < kVector; ++i) values[i] = 0;
     }
 
-    __device__ __forceinline__ void add(float score, const float (&of)[kVector]) {
-        const float largest = fmaxf(maximum, score), keep = expf(maximum - largest), weight = expf(score - largest);
-        maximum = largest, sum = sum * keep + weight;
+    // Makes room for scores up to `largest`.
+    __device__ __forceinline__ void raise(float largest) {
+        const float raised = fmaxf(maximum, largest), keep = expf(maximum - raised);
+        maximum = raised, sum *= keep;
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) values[i] = values[i] * keep + weight * of[i];
+        for (int i = 0; i < kVector; ++i) values[i] *= keep;
+    }
+
+    // Adds a position whose score is no larger than the maximum.
+    __device__ __forceinline__ void add(float score, const float (&of)[kVector]) {
+        const float weight = expf(score - maximum);
+        sum += weight;
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) values[i] += weight * of[i];
     }
 
     // Adds what another kept; either may be empty.
@@ -81,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, GROUP > 4 ? 2 : 3) sem
     const SCALAR* values,   // [sequences, kv_heads, length, DIM]
     const int* positions,   // [m]: of the token, the last that it attends to
     SCALAR* out,            // [m, heads, DIM]
-    float* partials,        // [m, heads, splits, DIM + 2]
+    float* partials,        // [m, heads, splits, kPartial]: weighted values, maximum, sum
     int* counters,          // [m, kv_heads * groups], 0
     int heads, int kv_heads, int tokens, int length, int splits, float scale
 ) {
@@ -122,18 +133,31 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, GROUP > 4 ? 2 : 3) sem
             }
         }
 #pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-            float of_key[kVector], of_value[kVector];
-            key[i].widen(of_key);
-            value[i].widen(of_value);
+        for (int head = 0; head < GROUP; ++head) {
+            float scores[kAhead], largest = -kFloatMax;
 #pragma unroll
-            for (int head = 0; head < GROUP; ++head) {
-                float score = 0;
+            for (int i = 0; i < kAhead; ++i) {
+                float of_key[kVector];
+                key[i].widen(of_key);
+                scores[i] = 0;
 #pragma unroll
-                for (int j = 0; j < kVector; ++j) score += query[head][j] * of_key[j];
+                for (int j = 0; j < kVector; ++j) scores[i] += query[head][j] * of_key[j];
+            }
 #pragma unroll
-                for (int step = kLanes / 2; step; step /= 2) score += __shfl_xor_sync(~0u, score, step);
-                if (first + i * kStep < end) softmax[head].add(score * scale, of_value);
+            for (int step = kLanes / 2; step; step /= 2)
+#pragma unroll
+                for (int i = 0; i < kAhead; ++i) scores[i] += __shfl_xor_sync(~0u, scores[i], step);
+#pragma unroll
+            for (int i = 0; i < kAhead; ++i) {
+                scores[i] *= scale;
+                if (first + i * kStep < end) largest = fmaxf(largest, scores[i]);
+            }
+            softmax[head].raise(largest);
+#pragma unroll
+            for (int i = 0; i < kAhead; ++i) {
+                float of_value[kVector];
+                value[i].widen(of_value);
+                if (first + i * kStep < end) softmax[head].add(scores[i], of_value);
             }
         }
     }
@@ -165,23 +189,31 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, GROUP > 4 ? 2 : 3) sem
             for (int i = 0; i < kVector; ++i) store(out + place + i, total.values[i] / total.sum);
     };
     auto partial_at = [&](int head, int of) {
-        return partials + ((static_cast<long long>(row) * heads + first_head + head) * splits + of) * (DIM + 2);
+        return partials + ((static_cast<long long>(row) * heads + first_head + head) * splits + of) * kPartial;
     };
-    for (int head = warp; head < count; head += kWarps) {
+    const int unit = min(lane, kNeeded - 1) * kVector;
+    auto merged_warps = [&](int head) {
         Softmax total;
         total.clear();
+#pragma unroll
         for (int other = 0; other < kWarps; ++other) {
             const Partial& from = of_warps[other][head];
-            total.merge(from.maximum, from.sum, from.values + min(lane, kNeeded - 1) * kVector);
+            total.merge(from.maximum, from.sum, from.values + unit);
         }
+        return total;
+    };
+    for (int head = warp; head < count; head += kWarps) {
+        const Softmax total = merged_warps(head);
         if (splits == 1) {
             finish(head, total);
         } else {
             float* to = partial_at(head, split);
-            if (lane == 0) to[0] = total.maximum, to[1] = total.sum;
-            if (lane < kNeeded)
-#pragma unroll
-                for (int i = 0; i < kVector; ++i) to[2 + lane * kVector + i] = total.values[i];
+            if (lane == 0) to[DIM] = total.maximum, to[DIM + 1] = total.sum;
+            if (lane < kNeeded) {
+                float4* units = reinterpret_cast<float4*>(to + unit);
+                units[0] = float4{total.values[0], total.values[1], total.values[2], total.values[3]};
+                units[1] = float4{total.values[4], total.values[5], total.values[6], total.values[7]};
+            }
         }
     }
     if (splits == 1) return;
@@ -191,16 +223,32 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, GROUP > 4 ? 2 : 3) sem
     __syncthreads();
     if (!last) return;
     if (threadIdx.x == 0) *counter = 0;
-    for (int head = warp; head < count; head += kWarps) {
+    // Each warp merges every fourth split, several loads in flight; then the warps are merged as before.
+    for (int head = 0; head < count; ++head) {
         Softmax total;
         total.clear();
-        for (int of = 0; of < splits; ++of) {
-            const float* from = partial_at(head, of);
-            float other[kVector];
+        for (int first = warp; first < splits; first += kSplitsAhead * kWarps) {
+            float4 low[kSplitsAhead], high[kSplitsAhead];
+            float2 of_split[kSplitsAhead];
 #pragma unroll
-            for (int i = 0; i < kVector; ++i) other[i] = __ldcg(from + 2 + min(lane, kNeeded - 1) * kVector + i);
-            total.merge(__ldcg(from), __ldcg(from + 1), other);
+            for (int i = 0; i < kSplitsAhead; ++i) {
+                const float* from = partial_at(head, min(first + i * kWarps, splits - 1));
+                low[i] = __ldcg(reinterpret_cast<const float4*>(from + unit));
+                high[i] = __ldcg(reinterpret_cast<const float4*>(from + unit) + 1);
+                of_split[i] = __ldcg(reinterpret_cast<const float2*>(from + DIM));
+            }
+#pragma unroll
+            for (int i = 0; i < kSplitsAhead; ++i) {
+                const float other[kVector] = {low[i].x, low[i].y, low[i].z, low[i].w, high[i].x, high[i].y, high[i].z, high[i].w};
+                if (first + i * kWarps < splits) total.merge(of_split[i].x, of_split[i].y, other);
+            }
         }
-        finish(head, total);
+        Partial& mine = of_warps[warp][head];
+        if (lane == 0) mine.maximum = total.maximum, mine.sum = total.sum;
+        if (lane < kNeeded)
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) mine.values[unit + i] = total.values[i];
     }
+    __syncthreads();
+    for (int head = warp; head < count; head += kWarps) finish(head, merged_warps(head));
 }

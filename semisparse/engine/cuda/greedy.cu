@@ -4,11 +4,12 @@
 //
 // Grid: a CTA per sequence.
 //
-// Compiled for SCALAR.
+// Compiled for SCALAR and VECTOR (values per load; the vocabulary is a multiple of it, and logits are aligned to it).
 
 #include "ptx/global.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "types.cuh"
+#include "vector.cuh"
 
 struct Candidate {
     float value;
@@ -35,7 +36,12 @@ extern "C" __global__ void __launch_bounds__(1024) semisparse_engine_greedy(
     griddepcontrol_wait();
     const SCALAR* row = logits + static_cast<long long>(blockIdx.x) * vocabulary;
     Candidate best{to_float(row[0]), 0};
-    for (int i = threadIdx.x; i < vocabulary; i += blockDim.x) best = better(best, {to_float(row[i]), i});
+#pragma unroll 4
+    for (int i = threadIdx.x; i < vocabulary / VECTOR; i += blockDim.x) {
+        const Unit unit = load_unit(row, i);
+#pragma unroll
+        for (int j = 0; j < VECTOR; ++j) best = better(best, {unit.at(j), i * VECTOR + j});
+    }
 #pragma unroll
     for (int step = 16; step; step /= 2)
         best = better(best, {__shfl_xor_sync(~0u, best.value, step), __shfl_xor_sync(~0u, best.token, step)});

@@ -1,21 +1,18 @@
 // out[m, :] = rms_norm(x[m, :] + delta[m, :]) * weight, and sum[m, :] = x[m, :] + delta[m, :]: a decoder layer's residual addition
 // with the norm that follows.
 //
-// Grid: a CTA per row. Shared memory: the row in float32, then a word per warp. The sum, the normalised row and the result are rounded
-// to SCALAR, as transformers rounds them. The kernel is bound by latency for few rows, by memory for many.
+// Grid: a CTA per row. Shared memory: the row and the weight as units of VECTOR values, side by side. The sum, the normalised row and
+// the result are rounded to SCALAR, as transformers rounds them. The kernel is bound by latency for few rows, by memory for many.
 //
-// Compiled for SCALAR.
+// Compiled for SCALAR and VECTOR (values per load; columns are a multiple of it, and every row is aligned to it).
 
 #include "ptx/griddepcontrol.cuh"
 #include "types.cuh"
+#include "vector.cuh"
 
-extern __shared__ float shared[];
-
-__device__ __forceinline__ SCALAR rounded(float value) {
-    SCALAR result;
-    store(&result, value);
-    return result;
-}
+struct Kept {
+    Unit row, weight;
+};
 
 extern "C" __global__ void __launch_bounds__(1024) semisparse_engine_rms_norm(
     const SCALAR* x,       // [m, columns]
@@ -25,20 +22,26 @@ extern "C" __global__ void __launch_bounds__(1024) semisparse_engine_rms_norm(
     SCALAR* out,           // [m, columns]
     int columns, float epsilon
 ) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    __shared__ float of_warps[32];
+    Kept* kept = reinterpret_cast<Kept*>(shared);
     const long long row = static_cast<long long>(blockIdx.x) * columns;
-    float* of_warps = shared + columns;
+    const int units = columns / VECTOR;
     griddepcontrol_launch_dependents();
     griddepcontrol_wait();
     float squares = 0;
-    for (int i = threadIdx.x; i < columns; i += blockDim.x) {
-        float value = to_float(x[row + i]);
+    for (int i = threadIdx.x; i < units; i += blockDim.x) {
+        Unit value = load_unit(x + row, i), added;
+        if (delta) added = load_unit(delta + row, i);
+        kept[i].weight = load_unit(weight, i);
         if (delta) {
-            const SCALAR total = rounded(value + to_float(delta[row + i]));
-            sum[row + i] = total;
-            value = to_float(total);
+#pragma unroll
+            for (int j = 0; j < VECTOR; ++j) value.set(j, value.at(j) + added.at(j));
+            store_unit(sum + row, i, value);
         }
-        shared[i] = value;
-        squares += value * value;
+        kept[i].row = value;
+#pragma unroll
+        for (int j = 0; j < VECTOR; ++j) squares += value.at(j) * value.at(j);
     }
 #pragma unroll
     for (int step = 16; step; step /= 2) squares += __shfl_xor_sync(~0u, squares, step);
@@ -47,6 +50,13 @@ extern "C" __global__ void __launch_bounds__(1024) semisparse_engine_rms_norm(
     squares = 0;
     for (int warp = 0; warp < blockDim.x / 32; ++warp) squares += of_warps[warp];
     const float scale = rsqrtf(squares / columns + epsilon);
-    for (int i = threadIdx.x; i < columns; i += blockDim.x)
-        store(out + row + i, to_float(weight[i]) * to_float(rounded(shared[i] * scale)));
+    for (int i = threadIdx.x; i < units; i += blockDim.x) {
+        Unit value = kept[i].row;
+        const Unit factor = kept[i].weight;
+#pragma unroll
+        for (int j = 0; j < VECTOR; ++j) value.set(j, value.at(j) * scale);
+#pragma unroll
+        for (int j = 0; j < VECTOR; ++j) value.set(j, factor.at(j) * value.at(j));
+        store_unit(out + row, i, value);
+    }
 }

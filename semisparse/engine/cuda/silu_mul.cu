@@ -1,12 +1,13 @@
 // out[m, i] = silu(gate[m, i]) * up[m, i], where gate and up are columns of one matrix: the activation of a gated MLP. Both factors are
 // rounded to SCALAR first, as transformers rounds them.
 //
-// Grid: CTAs along the columns, rows; a thread per element. Bound by memory for many rows.
+// Grid: CTAs along the columns, rows; a thread per unit of VECTOR values. Bound by memory for many rows.
 //
-// Compiled for SCALAR.
+// Compiled for SCALAR and VECTOR (values per load; columns, stride and both starts are multiples of it, and gate_up is aligned to it).
 
 #include "ptx/griddepcontrol.cuh"
 #include "types.cuh"
+#include "vector.cuh"
 
 extern "C" __global__ void __launch_bounds__(256) semisparse_engine_silu_mul(
     const SCALAR* gate_up,  // [m, stride]
@@ -15,11 +16,14 @@ extern "C" __global__ void __launch_bounds__(256) semisparse_engine_silu_mul(
 ) {
     griddepcontrol_launch_dependents();
     griddepcontrol_wait();
-    const int column = blockIdx.x * blockDim.x + threadIdx.x;
-    if (column >= columns) return;
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i * VECTOR >= columns) return;
     const SCALAR* row = gate_up + static_cast<long long>(blockIdx.y) * stride;
-    const float gate = to_float(row[gate_start + column]);
-    SCALAR activated;
-    store(&activated, gate / (1.0f + expf(-gate)));
-    store(out + static_cast<long long>(blockIdx.y) * columns + column, to_float(activated) * to_float(row[up_start + column]));
+    Unit gate = load_unit(row + gate_start, i);
+    const Unit up = load_unit(row + up_start, i);
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j) gate.set(j, gate.at(j) / (1.0f + expf(-gate.at(j))));
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j) gate.set(j, gate.at(j) * up.at(j));
+    store_unit(out + static_cast<long long>(blockIdx.y) * columns, i, gate);
 }

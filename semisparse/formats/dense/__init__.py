@@ -5,7 +5,7 @@ from __future__ import annotations
 from semisparse.formats.base import Format
 from semisparse.formats.dense import blas
 from semisparse.formats.dense.cost import cost
-from semisparse.formats.dense.cuda import int4pack_mm, int8_gemm, scaled_mm
+from semisparse.formats.dense.cuda import decode, int4pack_mm, int8_gemm, scaled_mm
 from semisparse.formats.dense.storage import disk
 from semisparse.formats.dense.storage.check import check_content
 from semisparse.formats.kernel import Kernel
@@ -21,6 +21,7 @@ FORMAT = Format(
     unpack=disk.unpack,
     check_content=check_content,
     kernels=(
+        Kernel("decode", "cuda", decode.refusal, decode.prepare),
         Kernel("blas", None, blas.refusal, blas.prepare),
         Kernel("int8_gemm", "cuda", int8_gemm.refusal, int8_gemm.prepare),
         Kernel("scaled_mm", "cuda", scaled_mm.refusal, scaled_mm.prepare),

@@ -11,6 +11,7 @@
 //   WARPS_N * WARPS_K rings of STAGES weight tiles          kTileBytes each
 //   WARPS_K rings of STAGES x tiles, m tokens by 256 columns 512 m each; the WARPS_N warps of the same K slice share one
 //   accumulators of every warp, double-buffered              64 TILE_M each
+// Programmatic dependent launch: before griddepcontrol.wait the CTA prefetches its first tiles to L2.
 // Both rings are filled with cp.async, STAGES tiles ahead. An x tile is not copied again where the columns stay the same.
 // Accumulators are float32 and added in a fixed order: every run returns the same bits.
 //
@@ -23,6 +24,7 @@
 #include "ptx/bar.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/mma.cuh"
+#include "prefetch.cuh"
 #include "types.cuh"
 #include "tile.cuh"
 
@@ -165,23 +167,26 @@ struct WarpPipeline {
     }
 
     // Fills all stages.
-    __device__ __forceinline__ void fill(bool overlapped) {
-        const int first = group;
-        if (overlapped) {  // weights are not written by the preceding kernel: copy them before waiting for it
-#pragma unroll
-            for (int i = 0; i < STAGES; ++i, advance()) copy_weights(i);
-            griddepcontrol_wait();
-            group = first, column = slice;
-        }
+    __device__ __forceinline__ void fill() {
 #pragma unroll
         for (int i = 0; i < STAGES; ++i, advance()) {
             // x goes first, so that it does not queue behind the weights: 8.1 us, else 8.8 (4096 x 4096).
             if (group < row_tiles) x.copy(x_ring + i * x_bytes, column, warp_n, lane);
-            if (!overlapped) copy_weights(i);
+            copy_weights(i);
             cp_async_commit_group();
         }
     }
 };
+
+// Prefetches the CTA's first row tiles to L2.
+__device__ __forceinline__ void prefetch_groups(const unsigned char* tiles, int bytes, int group, int row_tiles, int column_tiles,
+                                                int stride) {
+    const int row_tile_bytes = column_tiles * kTileBytes;
+    for (; group < row_tiles && bytes > 0; group += stride, bytes -= WARPS_N * row_tile_bytes) {
+        const int of_group = min(WARPS_N, row_tiles - group) * row_tile_bytes;
+        prefetch_L2(tiles + static_cast<long long>(group) * row_tile_bytes, min(bytes, of_group));
+    }
+}
 
 extern "C" __global__ void __launch_bounds__(WARPS_N * kSliceThreads, 1) semisparse_bitmask_decode(
     const SCALAR* __restrict__ x,             // [m, k]
@@ -190,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(WARPS_N * kSliceThreads, 1) semispa
     SCALAR* __restrict__ y,                   // [m, n]
     int m, int n, int k, int row_tiles, int column_tiles,
     int x_aligned,                            // whether every row of x begins at a multiple of 16 bytes
-    int overlapped                            // whether the launch is programmatic: weights are read before the wait
+    int prefetch_bytes                        // that a CTA prefetches before it waits for the preceding kernel
 ) {
     extern __shared__ __align__(256) unsigned char shared[];
     const int lane = threadIdx.x % kWarpSize;
@@ -206,7 +211,9 @@ extern "C" __global__ void __launch_bounds__(WARPS_N * kSliceThreads, 1) semispa
                           x_rings + slice * STAGES * x_bytes, x_bytes, row_tiles, column_tiles, stride, warp_n, slice, lane,
                           first_group, slice};
     griddepcontrol_launch_dependents();
-    pipeline.fill(overlapped);
+    prefetch_groups(tiles, prefetch_bytes, first_group, row_tiles, column_tiles, stride);
+    griddepcontrol_wait();
+    pipeline.fill();
 
     int stage = 0, parity = 0;
     for (int group = first_group; group < row_tiles; group += stride, parity ^= 1) {

@@ -48,30 +48,30 @@ def refusal(problem: Problem) -> str | None:
     return operands.refusal(problem)
 
 
-def prepare(problem: Problem, pdl: bool = False) -> Product:
+def prepare(problem: Problem) -> Product:
     """Compile and load the kernel for one problem.
 
     Args:
         problem: x and w are both float16 or both bfloat16.
-        pdl: launch with programmatic dependent launch (Hopper and later). The kernel then reads the weight before
-            ``griddepcontrol.wait``: no kernel that still runs may write it. x is read after the wait.
     Returns:
         The product, accumulated in float32.
     """
     n, k, device = problem.n, problem.k, problem.device
     weight = tiling(problem.spec)
-    schedule = choose_decode(problem.m, weight, device_facts(device))
+    facts = device_facts(device)
+    schedule = choose_decode(problem.m, weight, facts)
     config = (schedule.tile_m, schedule.warps_n, schedule.warps_k, schedule.stages)
     defines = _defines(problem.dtype, weight.keep, *config)
     kernel = SOURCE.build("semisparse_bitmask_decode", defines, schedule.shared).load(device)
     grid, threads, rows_align = (schedule.ctas, 1, 1), 32 * schedule.warps, k % 8 == 0
     row_tiles, column_tiles = weight.row_tiles, weight.column_tiles
+    prefetch_bytes = facts.prefetch_bytes(schedule.ctas)
 
     def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         x, m = x.contiguous(), x.shape[0]
         y = x.new_empty(m, n)
         kernel(
-            grid, threads, pdl=pdl, overlapped=pdl,
+            grid, threads, pdl=facts.has_pdl, prefetch_bytes=prefetch_bytes,
             x=x, tiles=packed.tensors["tiles"], bias=operands.bias_for(x, bias), y=y,
             m=m, n=n, k=k, row_tiles=row_tiles, column_tiles=column_tiles,
             x_aligned=rows_align and x.data_ptr() % 16 == 0,

@@ -62,7 +62,8 @@ def prepare(problem: Problem) -> Product:
         y = x.new_empty(m, n)
         grid = (groups, -(-m // schedule.tile_m), 1)
         operands = {"x": x, "values": values, "positions": positions, "bias": bias, "y": y}
-        kernel(grid, threads, pdl=facts.has_pdl, **operands, m=m, **sizes)
+        prefetch_bytes = facts.prefetch_bytes(groups)
+        kernel(grid, threads, pdl=facts.has_pdl, **operands, m=m, **sizes, prefetch_bytes=prefetch_bytes)
         return y
 
     return decode

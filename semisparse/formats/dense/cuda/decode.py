@@ -1,0 +1,77 @@
+"""decode.cu: y for 1 to 16 tokens of a 16-bit weight, bound by reading it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from semisparse.formats.base import Packed
+from semisparse.formats.kernel import Problem, Product
+from semisparse.runtime.device import device_facts
+from semisparse.runtime.kernel import CudaSource, cuda_refusal
+from semisparse.runtime.nvrtc import Defines
+
+SCALARS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
+
+MAX_TOKENS = 16
+
+WARPS = 8
+
+STEPS = {1: 4, 2: 2}
+"""That a warp has in flight, 2 KB of weights each, by the operands of 8 tokens: what registers allow."""
+
+CTAS_PER_SM = 2
+
+ROWS, STEP_COLUMNS = 16, 64
+"""Of a row tile, and of a warp's step: kTileRows and kStepColumns in decode.cu."""
+
+
+def _defines(dtype: torch.dtype, n8_tiles: int) -> Defines:
+    sizes = {"N8_TILES": n8_tiles, "WARPS": WARPS, "STEPS": STEPS[n8_tiles], "CTAS_PER_SM": CTAS_PER_SM}
+    return {"SCALAR": SCALARS[dtype], **sizes}
+
+
+SOURCE = CudaSource(
+    Path(__file__).with_name("decode.cu"), tuple(_defines(dtype, tiles) for dtype in SCALARS for tiles in (1, 2))
+)
+
+
+def refusal(problem: Problem) -> str | None:
+    """Say why the kernel cannot compute ``problem`` here, or None if it can."""
+    if problem.params:
+        return f"multiplies the weight as it is, this one is {problem.params['kind']}"
+    if problem.dtype not in SCALARS or problem.spec.dtype != problem.dtype:
+        return f"takes float16 or bfloat16, x and w alike, got {problem.dtype} and {problem.spec.dtype}"
+    if problem.m > MAX_TOKENS:
+        return f"takes 1 to {MAX_TOKENS} tokens, got {problem.m}"
+    if problem.k % 8:
+        return f"loads 8 columns at once, K is {problem.k}"
+    return cuda_refusal(problem.device)
+
+
+def prepare(problem: Problem) -> Product:
+    """Compile and load the kernel for one problem; accumulators are float32."""
+    n, k, facts = problem.n, problem.k, device_facts(problem.device)
+    n8_tiles = -(-problem.m // 8)
+    build = SOURCE.build("semisparse_dense_decode", _defines(problem.dtype, n8_tiles))
+    kernel = build.load(problem.device)
+    ctas = min(-(-n // ROWS), CTAS_PER_SM * facts.sms)
+    steps = -(-k // (STEP_COLUMNS * WARPS * STEPS[n8_tiles])) * STEPS[n8_tiles]
+    sizes = {"n": n, "k": k, "steps": steps, "prefetch_bytes": facts.prefetch_bytes(ctas)}
+
+    def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+        x, w = _aligned(x), _aligned(packed.tensors["values"])
+        bias = None if bias is None else bias.to(x.dtype).contiguous()
+        y = x.new_empty(x.shape[0], n)
+        kernel((ctas, 1, 1), 32 * WARPS, pdl=facts.has_pdl, x=x, w=w, bias=bias, y=y, m=x.shape[0], **sizes)
+        return y
+
+    return decode
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """Return the tensor contiguous at a multiple of 16 bytes; a view may begin anywhere."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
