@@ -11,8 +11,6 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from semisparse.engine.ops import (
-    NOTHING,
-    Ahead,
     Columns,
     LayerCache,
     RotaryTable,
@@ -26,10 +24,7 @@ from semisparse.engine.ops import (
 from semisparse.engine.structure import Layer, Structure, UnknownStructureError, recognise, rotary_table
 from semisparse.formats import Packed, linear
 from semisparse.formats.base import WeightSpec
-from semisparse.nn import JoinedLinear, SparseLinear
-
-PREFETCHED_TOKENS = 64
-"""Up to so many tokens reading the weights takes the step's time, and the next layer's are prefetched."""
+from semisparse.nn import JoinedLinear
 
 
 class DenseLinear:
@@ -45,7 +40,7 @@ class DenseLinear:
         whole = weights[0].data if len(layers) == 1 else torch.cat([weight.data for weight in weights])
         spec = {"format": "dense", "version": 1, "pattern": "0%", "shape": list(whole.shape), "params": {}}
         dtype = str(whole.dtype).removeprefix("torch.")
-        self.packed = Packed(WeightSpec.from_dict({**spec, "dtype": dtype}), {"values": whole})
+        self._packed = Packed(WeightSpec.from_dict({**spec, "dtype": dtype}), {"values": whole})
         self._bias: Tensor | None = None
         if any(getattr(layer, "bias", None) is not None for layer in layers):
             biases = [getattr(layer, "bias", None) for layer in layers]
@@ -56,7 +51,7 @@ class DenseLinear:
                 weight.data = part
 
     def __call__(self, x: Tensor) -> Tensor:
-        return linear(x, self.packed, self._bias)
+        return linear(x, self._packed, self._bias)
 
 
 class Projection:
@@ -84,13 +79,6 @@ class Projection:
         else:
             self._apart = layers
 
-    @property
-    def ahead(self) -> Ahead:
-        """What may be prefetched of the weights."""
-        if isinstance(self._whole, DenseLinear | SparseLinear):
-            return Ahead.of(self._whole.packed.tensors.values())
-        return NOTHING
-
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply: [M, K] to [M, columns.width]."""
         if self._whole is not None:
@@ -114,11 +102,6 @@ class FusedLayer:
     o: Projection
     gate_up: Projection
     down: Projection
-
-    @property
-    def ahead(self) -> tuple[Ahead, ...]:
-        """What may be prefetched of each, in the order of the projections."""
-        return self.qkv.ahead, self.o.ahead, self.gate_up.ahead, self.down.ahead
 
 
 class Cache:
@@ -179,7 +162,8 @@ class Decoder:
         ]
         self.table: RotaryTable = rotary_table(self.structure, length, self.device, self.dtype)
         self._rotary_length = length
-        self._head = Projection((self.structure.head,), model)
+        head = self.structure.head
+        self._head: Callable[[Tensor], Tensor] = DenseLinear([head]) if type(head) is nn.Linear else head
 
     def ensure_length(self, length: int) -> None:
         """Make the rotary table long enough."""
@@ -202,7 +186,7 @@ class Decoder:
             tokens,
             positions,
             cache,
-            lambda q, layer, ahead: attend_to_prompt(q, layer, length, self.structure.heads),
+            lambda q, layer: attend_to_prompt(q, layer, length, self.structure.heads),
         )
         rows = torch.arange(sequences, device=self.device) * length + last
         return self.logits(hidden[rows])
@@ -218,11 +202,7 @@ class Decoder:
             [sequences * T, vocabulary], the logits after each token.
         """
         heads = self.structure.heads
-
-        def attend(q: Tensor, layer: LayerCache, ahead: Ahead) -> Tensor:
-            return attend_to_cache(q, layer, positions, heads, ahead)
-
-        hidden = self._layers(tokens, positions, cache, attend)
+        hidden = self._layers(tokens, positions, cache, lambda q, layer: attend_to_cache(q, layer, positions, heads))
         return self.logits(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -230,26 +210,24 @@ class Decoder:
         return self._head(hidden)
 
     def _layers(
-        self, tokens: Tensor, positions: Tensor, cache: Cache, attend: Callable[[Tensor, LayerCache, Ahead], Tensor]
+        self, tokens: Tensor, positions: Tensor, cache: Cache, attend: Callable[[Tensor, LayerCache], Tensor]
     ) -> Tensor:
         """Return the hidden states after the last norm, [M, C]."""
-        few = tokens.numel() <= PREFETCHED_TOKENS
         structure = self.structure
         epsilon, heads = structure.epsilon, structure.heads
         residual = structure.embedding(tokens.flatten())
         delta: Tensor | None = None
         for fused, cached in zip(self.layers, cache.layers, strict=True):
             layer = fused.layer
-            ahead = fused.ahead if few else (NOTHING,) * 4
-            residual, hidden = rms_norm(residual, layer.input_norm, epsilon, delta, ahead[0])
+            residual, hidden = rms_norm(residual, layer.input_norm, epsilon, delta)
             queries = rotate_and_cache(
                 fused.qkv(hidden), fused.qkv.columns, heads, self.table, positions, cached, layer.head_norms
             )
-            delta = fused.o(attend(queries, cached, ahead[1]))
-            residual, hidden = rms_norm(residual, layer.mlp_norm, epsilon, delta, ahead[2])
+            delta = fused.o(attend(queries, cached))
+            residual, hidden = rms_norm(residual, layer.mlp_norm, epsilon, delta)
             gate_up = fused.gate_up(hidden)
-            delta = fused.down(silu_mul(gate_up, fused.gate_up.columns, rows_of(layer.gate), ahead[3]))
-        return rms_norm(residual, structure.norm, epsilon, delta, self._head.ahead if few else NOTHING)[1]
+            delta = fused.down(silu_mul(gate_up, fused.gate_up.columns, rows_of(layer.gate)))
+        return rms_norm(residual, structure.norm, epsilon, delta)[1]
 
 
 @torch.no_grad()

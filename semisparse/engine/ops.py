@@ -6,7 +6,7 @@ multiplied.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from semisparse.runtime.device import DeviceFacts, device_facts
+from semisparse.runtime.device import device_facts
 from semisparse.runtime.kernel import CudaSource, cuda_refusal
 from semisparse.runtime.nvrtc import Defines
 
@@ -89,41 +89,7 @@ def _vector(dtype: torch.dtype, counts: Sequence[int], tensors: Sequence[Tensor 
     return values if aligned and not any(count % values for count in counts) else 1
 
 
-PREFETCHING_CTAS = 32
-"""Of the norm's kernel: its own CTAs are few, and busy."""
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """Weights of the next linear layer, which a kernel prefetches to L2 while it waits for the preceding one.
-
-    Args:
-        tensors: the largest first; two are taken.
-    """
-
-    tensors: tuple[Tensor, ...] = ()
-
-    @staticmethod
-    def of(tensors: Iterable[Tensor]) -> Ahead:
-        """Take the two largest of some tensors."""
-        return Ahead(tuple(sorted(tensors, key=lambda tensor: -tensor.nbytes)[:2]))
-
-    def arguments(self, facts: DeviceFacts) -> dict[str, Tensor | int | None]:
-        """Return them as kernels take them."""
-        first, second = (*self.tensors, None, None)[:2]
-        budget = facts.prefetch_bytes(1)
-        first_bytes = min(budget, first.nbytes) if first is not None else 0
-        second_bytes = min(budget - first_bytes, second.nbytes) if second is not None else 0
-        sizes = {"ahead_bytes": first_bytes, "ahead2_bytes": second_bytes}
-        return {"ahead": first, "ahead2": second, **sizes}
-
-
-NOTHING = Ahead()
-
-
-def rms_norm(
-    x: Tensor, weight: Tensor, epsilon: float, delta: Tensor | None = None, ahead: Ahead = NOTHING
-) -> tuple[Tensor, Tensor]:
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Add to the residual stream and normalise.
 
     Args:
@@ -131,12 +97,10 @@ def rms_norm(
         weight: [C].
         epsilon: added to the mean of squares.
         delta: [M, C], added to x first, or None.
-        ahead: prefetched meanwhile.
     Returns:
         The residual stream with delta added, and the normalised rows, both [M, C] in x's dtype.
     """
-    facts = device_facts(x.device)
-    if facts.kind == "cuda":
+    if device_facts(x.device).kind == "cuda":
         rows, columns = x.shape
         out = torch.empty_like(x)
         total = x if delta is None else torch.empty_like(x)
@@ -145,9 +109,8 @@ def rms_norm(
         defines: Defines = {"SCALAR": SCALARS[x.dtype], "VECTOR": vector}
         kernel = RMS_NORM.build("semisparse_engine_rms_norm", defines, 2 * columns * x.dtype.itemsize).load(x.device)
         kernel(
-            (rows + (PREFETCHING_CTAS if ahead.tensors else 0), 1, 1), threads, pdl=facts.has_pdl,
-            x=x, delta=delta, weight=weight, sum=total, out=out, **ahead.arguments(facts),
-            rows=rows, columns=columns, epsilon=epsilon,
+            (rows, 1, 1), threads, pdl=device_facts(x.device).has_pdl,
+            x=x, delta=delta, weight=weight, sum=total, out=out, columns=columns, epsilon=epsilon,
         )  # fmt: skip
         return total, out
     total = x if delta is None else x + delta
@@ -156,17 +119,15 @@ def rms_norm(
     return total, weight * normalised.to(x.dtype)
 
 
-def silu_mul(gate_up: Tensor, at: Columns, columns: int, ahead: Ahead = NOTHING) -> Tensor:
-    """Return ``silu(gate) * up``, [M, columns], of the columns of a joined output [M, at.width]; prefetch ``ahead``."""
-    facts = device_facts(gate_up.device)
-    if facts.kind == "cuda":
+def silu_mul(gate_up: Tensor, at: Columns, columns: int) -> Tensor:
+    """Return ``silu(gate) * up``, [M, columns], of the columns of a joined output [M, at.width]."""
+    if device_facts(gate_up.device).kind == "cuda":
         out = gate_up.new_empty(len(gate_up), columns)
         vector = _vector(out.dtype, [columns, at.width, *at.starts], [gate_up])
         defines: Defines = {"SCALAR": SCALARS[out.dtype], "VECTOR": vector}
         SILU_MUL.build("semisparse_engine_silu_mul", defines).load(out.device)(
-            (-(-columns // (256 * vector)), len(out), 1), 256, pdl=facts.has_pdl,
-            gate_up=gate_up, out=out, **ahead.arguments(facts), columns=columns,
-            stride=at.width, gate_start=at.starts[0], up_start=at.starts[1],
+            (-(-columns // (256 * vector)), len(out), 1), 256, pdl=device_facts(out.device).has_pdl,
+            gate_up=gate_up, out=out, columns=columns, stride=at.width, gate_start=at.starts[0], up_start=at.starts[1],
         )  # fmt: skip
         return out
     gate, up = (gate_up.narrow(-1, start, columns) for start in at.starts)
@@ -255,7 +216,7 @@ def _rotated_half(x: Tensor) -> Tensor:
     return torch.cat((-second, first), dim=-1)
 
 
-def attend_to_cache(q: Tensor, cache: LayerCache, positions: Tensor, heads: Heads, ahead: Ahead = NOTHING) -> Tensor:
+def attend_to_cache(q: Tensor, cache: LayerCache, positions: Tensor, heads: Heads) -> Tensor:
     """Attend from each token to the cached positions up to its own.
 
     Args:
@@ -263,25 +224,24 @@ def attend_to_cache(q: Tensor, cache: LayerCache, positions: Tensor, heads: Head
         cache: holds every position up to the tokens'.
         positions: [M] int32.
         heads: their shape.
-        ahead: prefetched meanwhile.
     Returns:
         [M, heads * head dim].
     """
     sequences, _, length, _ = cache.keys.shape
-    tokens, facts = len(q) // sequences, device_facts(q.device)
-    if facts.kind == "cuda":
+    tokens = len(q) // sequences
+    if device_facts(q.device).kind == "cuda":
         out = torch.empty_like(q)
         per_kv = heads.count // heads.kv_count
         group = min(per_kv, MAX_GROUP)
         ctas = heads.kv_count * -(-per_kv // group)
-        splits = _splits(ctas * len(q), length, facts.sms)
+        splits = _splits(ctas * len(q), length, device_facts(q.device).sms)
         workspace = _workspace(q.device, len(q) * heads.count * splits * (heads.dim + 4), len(q) * ctas)
         defines: Defines = {"SCALAR": SCALARS[q.dtype], "DIM": heads.dim, "GROUP": group}
         ATTENTION.build("semisparse_engine_attention", defines).load(q.device)(
-            (ctas, splits, len(q)), 128, pdl=facts.has_pdl,
+            (ctas, splits, len(q)), 128, pdl=device_facts(q.device).has_pdl,
             q=q, keys=cache.keys, values=cache.values, positions=positions, out=out,
-            partials=workspace[0], counters=workspace[1], **ahead.arguments(facts),
-            heads=heads.count, kv_heads=heads.kv_count, tokens=tokens, length=length, splits=splits, scale=heads.scale,
+            partials=workspace[0], counters=workspace[1], heads=heads.count, kv_heads=heads.kv_count,
+            tokens=tokens, length=length, splits=splits, scale=heads.scale,
         )  # fmt: skip
         return out.flatten(1)
     visible = torch.arange(length, device=q.device) <= positions[:, None]

@@ -5,13 +5,10 @@
 // softmax), and the teams are combined in shared memory. With several splits, partial results go to memory and the last CTA of a token
 // and head combines them in the order of the splits, so every run gives the same bits; it sets the counter back to 0.
 //
-// Before griddepcontrol.wait the threads prefetch the weights of the next linear layer to L2, and their share of the cache.
-//
 // Grid: key-value heads times groups of GROUP heads, splits, tokens m. CTA: 4 warps. The kernel is bound by reading the cache.
 //
 // Compiled for SCALAR, DIM (head dimension, a multiple of 8), GROUP (query heads per CTA).
 
-#include "prefetch.cuh"
 #include "ptx/global.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "types.cuh"
@@ -97,7 +94,6 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, GROUP > 4 ? 2 : 3) sem
     SCALAR* out,            // [m, heads, DIM]
     float* partials,        // [m, heads, splits, kPartial]: weighted values, maximum, sum
     int* counters,          // [m, kv_heads * groups], 0
-    const void* ahead, const void* ahead2, long long ahead_bytes, long long ahead2_bytes,  // of the next linear layer
     int heads, int kv_heads, int tokens, int length, int splits, float scale
 ) {
     __shared__ Partial of_warps[kWarps][GROUP];
@@ -108,20 +104,10 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, GROUP > 4 ? 2 : 3) sem
     const int count = min(GROUP, kv_head * per_kv + per_kv - first_head), row = blockIdx.z, split = blockIdx.y;
     const bool has_values = part < kNeeded;
     griddepcontrol_launch_dependents();
-    const long long of_head = (static_cast<long long>(row / tokens) * kv_heads + kv_head) * length * DIM;
-    auto begin_of = [&](int context, int of) { return static_cast<int>(static_cast<long long>(context) * of / splits); };
-    // A hint: a preceding kernel may be moving the position on.
-    const int hint = min(static_cast<int>(ld_relaxed_gpu(positions + row) & 0x7fffffff), length - 1);
-    const long long share = begin_of(hint, split) * DIM, share_bytes = begin_of(hint, split + 1) * DIM * sizeof(SCALAR);
-    prefetch_L2(keys + of_head + share, share_bytes - share * sizeof(SCALAR));
-    prefetch_L2(values + of_head + share, share_bytes - share * sizeof(SCALAR));
-    if (row == 0) {
-        const int thread = (split * gridDim.x + blockIdx.x) * blockDim.x + threadIdx.x, threads = gridDim.x * splits * blockDim.x;
-        prefetch_L2(ahead, ahead_bytes, thread, threads);
-        prefetch_L2(ahead2, ahead2_bytes, thread, threads);
-    }
     griddepcontrol_wait();
-    const int context = positions[row] + 1, begin = begin_of(context, split), end = begin_of(context, split + 1);
+    const int context = positions[row] + 1;
+    const int begin = static_cast<int>(static_cast<long long>(context) * split / splits);
+    const int end = static_cast<int>(static_cast<long long>(context) * (split + 1) / splits);
     float query[GROUP][kVector];
     Softmax softmax[GROUP];
 #pragma unroll
@@ -133,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, GROUP > 4 ? 2 : 3) sem
             loaded.read(q + (static_cast<long long>(row) * heads + first_head + head) * DIM + part * kVector);
         loaded.widen(query[head]);
     }
-    const long long base = of_head + part * kVector;
+    const long long base = (static_cast<long long>(row / tokens) * kv_heads + kv_head) * length * DIM + part * kVector;
     constexpr int kStep = kWarps * kTeams;
     for (int first = begin + team; first - team < end; first += kAhead * kStep) {
         Loaded key[kAhead], value[kAhead];

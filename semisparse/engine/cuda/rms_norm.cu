@@ -1,12 +1,11 @@
 // out[m, :] = rms_norm(x[m, :] + delta[m, :]) * weight, and sum[m, :] = x[m, :] + delta[m, :]: a decoder layer's residual addition
 // with the norm that follows.
 //
-// Grid: a CTA per row, and CTAs that prefetch the weights of the next linear layer to L2. Shared memory: the row and the weight as units of VECTOR values, side by side. The sum, the normalised row and
+// Grid: a CTA per row. Shared memory: the row and the weight as units of VECTOR values, side by side. The sum, the normalised row and
 // the result are rounded to SCALAR, as transformers rounds them. The kernel is bound by latency for few rows, by memory for many.
 //
 // Compiled for SCALAR and VECTOR (values per load; columns are a multiple of it, and every row is aligned to it).
 
-#include "prefetch.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "types.cuh"
 #include "vector.cuh"
@@ -21,8 +20,7 @@ extern "C" __global__ void __launch_bounds__(1024) semisparse_engine_rms_norm(
     const SCALAR* weight,  // [columns]
     SCALAR* sum,           // [m, columns]; not written without delta
     SCALAR* out,           // [m, columns]
-    const void* ahead, const void* ahead2, long long ahead_bytes, long long ahead2_bytes,  // of the next linear layer
-    int rows, int columns, float epsilon
+    int columns, float epsilon
 ) {
     extern __shared__ __align__(16) unsigned char shared[];
     __shared__ float of_warps[32];
@@ -30,12 +28,6 @@ extern "C" __global__ void __launch_bounds__(1024) semisparse_engine_rms_norm(
     const long long row = static_cast<long long>(blockIdx.x) * columns;
     const int units = columns / VECTOR;
     griddepcontrol_launch_dependents();
-    if (blockIdx.x >= rows) {
-        const int thread = (blockIdx.x - rows) * blockDim.x + threadIdx.x, threads = (gridDim.x - rows) * blockDim.x;
-        prefetch_L2(ahead, ahead_bytes, thread, threads);
-        prefetch_L2(ahead2, ahead2_bytes, thread, threads);
-        return;
-    }
     griddepcontrol_wait();
     float squares = 0;
     for (int i = threadIdx.x; i < units; i += blockDim.x) {

@@ -1,12 +1,10 @@
 // out[m, i] = silu(gate[m, i]) * up[m, i], where gate and up are columns of one matrix: the activation of a gated MLP. Both factors are
 // rounded to SCALAR first, as transformers rounds them.
 //
-// Grid: CTAs along the columns, rows; a thread per unit of VECTOR values. The threads of the first row prefetch the weights of the next
-// linear layer to L2. Bound by memory for many rows.
+// Grid: CTAs along the columns, rows; a thread per unit of VECTOR values. Bound by memory for many rows.
 //
 // Compiled for SCALAR and VECTOR (values per load; columns, stride and both starts are multiples of it, and gate_up is aligned to it).
 
-#include "prefetch.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "types.cuh"
 #include "vector.cuh"
@@ -14,16 +12,11 @@
 extern "C" __global__ void __launch_bounds__(256) semisparse_engine_silu_mul(
     const SCALAR* gate_up,  // [m, stride]
     SCALAR* out,            // [m, columns]
-    const void* ahead, const void* ahead2, long long ahead_bytes, long long ahead2_bytes,  // of the next linear layer
     int columns, int stride, int gate_start, int up_start
 ) {
     griddepcontrol_launch_dependents();
-    const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (blockIdx.y == 0) {
-        prefetch_L2(ahead, ahead_bytes, i, gridDim.x * blockDim.x);
-        prefetch_L2(ahead2, ahead2_bytes, i, gridDim.x * blockDim.x);
-    }
     griddepcontrol_wait();
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i * VECTOR >= columns) return;
     const SCALAR* row = gate_up + static_cast<long long>(blockIdx.y) * stride;
     Unit gate = load_unit(row + gate_start, i);

@@ -210,6 +210,7 @@ extern "C" __global__ void __launch_bounds__(WARPS_N * kSliceThreads, 1) semispa
     WarpPipeline pipeline{tiles, XLoader{x, m, k, x_aligned != 0}, smem_address(shared) + warp * STAGES * kTileBytes,
                           x_rings + slice * STAGES * x_bytes, x_bytes, row_tiles, column_tiles, stride, warp_n, slice, lane,
                           first_group, slice};
+    griddepcontrol_launch_dependents();
     prefetch_groups(tiles, prefetch_bytes, first_group, row_tiles, column_tiles, stride);
     griddepcontrol_wait();
     pipeline.fill();
@@ -217,8 +218,6 @@ extern "C" __global__ void __launch_bounds__(WARPS_N * kSliceThreads, 1) semispa
     int stage = 0, parity = 0;
     for (int group = first_group; group < row_tiles; group += stride, parity ^= 1) {
         Accumulators accumulators = {};
-        // Not earlier: what the next kernel prefetches to L2 would be evicted by the rest of this weight.
-        if (group + stride >= row_tiles) griddepcontrol_launch_dependents();
 #pragma unroll 1
         for (int column = slice; column < column_tiles; column += WARPS_K) {
             wait_tiles<STAGES - 1>();

@@ -106,6 +106,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * kWarp, CTAS_PER_SM) semispa
     const int warp = threadIdx.x / kWarp, row_tiles = (n + kTileRows - 1) / kTileRows;
     const long long row_tile_bytes = static_cast<long long>(kTileRows) * k * sizeof(SCALAR);
     const Weights weights{w, n, k};
+    griddepcontrol_launch_dependents();
     long long left = prefetch_bytes;
     for (int tile = blockIdx.x; tile < row_tiles && left > 0; tile += gridDim.x, left -= row_tile_bytes) {
         const long long inside = static_cast<long long>(min(n - tile * kTileRows, kTileRows)) * k * sizeof(SCALAR);
@@ -126,8 +127,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * kWarp, CTAS_PER_SM) semispa
     int parity = 0;
     for (int tile = blockIdx.x; tile < row_tiles; tile += gridDim.x, parity ^= 1) {
         float sums[N8_TILES][4] = {};
-        // Not earlier: what the next kernel prefetches to L2 would be evicted by the rest of this weight.
-        if (tile + gridDim.x >= row_tiles) griddepcontrol_launch_dependents();
 #pragma unroll 1
         for (int step = 0; step < steps; step += STEPS) {
 #pragma unroll

@@ -305,6 +305,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_v
 
     TileIterator at{static_cast<int>(blockIdx.x), 0, 0, false};
     Pipeline pipeline{smem_address(shared) + warp * STAGES * kTileBytes, at};
+    griddepcontrol_launch_dependents();
     prefetch_row_tile(work, at.row_tile, prefetch_bytes);
     griddepcontrol_wait();
     int item = threadIdx.x;
@@ -319,8 +320,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_v
     }
     for (int loaded = -1; at.row_tile < row_tiles; at.next_row_tile()) {
         Accumulators d = {};
-        // Not earlier: what the next kernel prefetches to L2 would be evicted by the rest of this weight.
-        if (at.row_tile + static_cast<int>(gridDim.x) >= row_tiles) griddepcontrol_launch_dependents();
         for (at.pass = 0; at.pass < panels; ++at.pass) {
             if (at.panel(work) != loaded) {
                 if (loaded >= 0) __syncthreads();
