@@ -50,13 +50,6 @@ class DeviceFacts:
         """Whether the device supports programmatic dependent launch (PDL): Hopper and later."""
         return self.capability >= (9, 0)
 
-    def prefetch_bytes(self, ctas: int) -> int:
-        """Return how many bytes each of ``ctas`` CTAs prefetches to L2 while the preceding kernel runs; 0 without PDL.
-
-        Together they take two fifths of L2, so that what the preceding kernel reads stays there.
-        """
-        return 2 * self.cache_bytes // (5 * ctas) if self.has_pdl else 0
-
 
 def device_facts(device: torch.device | str) -> DeviceFacts:
     """Return the facts about a device. They are cached per GPU, and per number of torch's threads on a CPU.

@@ -11,7 +11,6 @@
 //   WARPS_N * WARPS_K rings of STAGES weight tiles          kTileBytes each
 //   WARPS_K rings of STAGES x tiles, m tokens by 256 columns 512 m each; the WARPS_N warps of the same K slice share one
 //   accumulators of every warp, double-buffered              64 TILE_M each
-// Programmatic dependent launch: before griddepcontrol.wait the CTA prefetches its first tiles to L2.
 // Both rings are filled with cp.async, STAGES tiles ahead. An x tile is not copied again where the columns stay the same.
 // Accumulators are float32 and added in a fixed order: every run returns the same bits.
 //
@@ -24,7 +23,6 @@
 #include "ptx/bar.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/mma.cuh"
-#include "prefetch.cuh"
 #include "types.cuh"
 #include "tile.cuh"
 
@@ -178,24 +176,13 @@ struct WarpPipeline {
     }
 };
 
-// Prefetches the CTA's first row tiles to L2.
-__device__ __forceinline__ void prefetch_groups(const unsigned char* tiles, int bytes, int group, int row_tiles, int column_tiles,
-                                                int stride) {
-    const int row_tile_bytes = column_tiles * kTileBytes;
-    for (; group < row_tiles && bytes > 0; group += stride, bytes -= WARPS_N * row_tile_bytes) {
-        const int of_group = min(WARPS_N, row_tiles - group) * row_tile_bytes;
-        prefetch_L2(tiles + static_cast<long long>(group) * row_tile_bytes, min(bytes, of_group));
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(WARPS_N * kSliceThreads, 1) semisparse_bitmask_decode(
     const SCALAR* __restrict__ x,             // [m, k]
     const unsigned char* __restrict__ tiles,  // [row_tiles, column_tiles, kTileBytes]
     const SCALAR* __restrict__ bias,          // [n] or null
     SCALAR* __restrict__ y,                   // [m, n]
     int m, int n, int k, int row_tiles, int column_tiles,
-    int x_aligned,                            // whether every row of x begins at a multiple of 16 bytes
-    int prefetch_bytes                        // that a CTA prefetches before it waits for the preceding kernel
+    int x_aligned                             // whether every row of x begins at a multiple of 16 bytes
 ) {
     extern __shared__ __align__(256) unsigned char shared[];
     const int lane = threadIdx.x % kWarpSize;
@@ -211,7 +198,6 @@ extern "C" __global__ void __launch_bounds__(WARPS_N * kSliceThreads, 1) semispa
                           x_rings + slice * STAGES * x_bytes, x_bytes, row_tiles, column_tiles, stride, warp_n, slice, lane,
                           first_group, slice};
     griddepcontrol_launch_dependents();
-    prefetch_groups(tiles, prefetch_bytes, first_group, row_tiles, column_tiles, stride);
     griddepcontrol_wait();
     pipeline.fill();
 

@@ -65,13 +65,12 @@ def prepare(problem: Problem) -> Product:
     kernel = SOURCE.build("semisparse_bitmask_decode", defines, schedule.shared).load(device)
     grid, threads, rows_align = (schedule.ctas, 1, 1), 32 * schedule.warps, k % 8 == 0
     row_tiles, column_tiles = weight.row_tiles, weight.column_tiles
-    prefetch_bytes = facts.prefetch_bytes(schedule.ctas)
 
     def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         x, m = x.contiguous(), x.shape[0]
         y = x.new_empty(m, n)
         kernel(
-            grid, threads, pdl=facts.has_pdl, prefetch_bytes=prefetch_bytes,
+            grid, threads, pdl=facts.has_pdl,
             x=x, tiles=packed.tensors["tiles"], bias=operands.bias_for(x, bias), y=y,
             m=m, n=n, k=k, row_tiles=row_tiles, column_tiles=column_tiles,
             x_aligned=rows_align and x.data_ptr() % 16 == 0,

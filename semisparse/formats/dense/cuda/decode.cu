@@ -8,12 +8,11 @@
 // have the same. So no weight passes through shared memory. STEPS steps are in flight: the loads of a step replace those of the
 // step that was just multiplied, across row tiles.
 //
-// Programmatic dependent launch: before griddepcontrol.wait the CTA prefetches its first row tiles to L2. Bound by memory.
+// Programmatic dependent launch: nothing is read before griddepcontrol.wait. Bound by memory.
 // Accumulators are float32 and added in a fixed order: every run returns the same bits.
 //
 // Compiled for SCALAR (__half or __nv_bfloat16), N8_TILES (of 8 tokens), WARPS, STEPS and CTAS_PER_SM.
 
-#include "prefetch.cuh"
 #include "ptx/global.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/mma.cuh"
@@ -99,19 +98,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * kWarp, CTAS_PER_SM) semispa
     const SCALAR* bias,  // [n] or null
     SCALAR* y,           // [m, n]
     int m, int n, int k,
-    int steps,           // of a warp per row tile, a multiple of STEPS
-    int prefetch_bytes   // of each CTA, before the wait
+    int steps            // of a warp per row tile, a multiple of STEPS
 ) {
     __shared__ Partial partials[2][WARPS];
     const int warp = threadIdx.x / kWarp, row_tiles = (n + kTileRows - 1) / kTileRows;
-    const long long row_tile_bytes = static_cast<long long>(kTileRows) * k * sizeof(SCALAR);
     const Weights weights{w, n, k};
     griddepcontrol_launch_dependents();
-    long long left = prefetch_bytes;
-    for (int tile = blockIdx.x; tile < row_tiles && left > 0; tile += gridDim.x, left -= row_tile_bytes) {
-        const long long inside = static_cast<long long>(min(n - tile * kTileRows, kTileRows)) * k * sizeof(SCALAR);
-        prefetch_L2(w + static_cast<long long>(tile) * kTileRows * k, left < inside ? left : inside);
-    }
     griddepcontrol_wait();
 
     const int lane_column = threadIdx.x % 4 * kLaneColumns;

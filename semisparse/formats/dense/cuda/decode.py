@@ -59,7 +59,7 @@ def prepare(problem: Problem) -> Product:
     kernel = build.load(problem.device)
     ctas = min(-(-n // ROWS), CTAS_PER_SM * facts.sms)
     steps = -(-k // (STEP_COLUMNS * WARPS * STEPS[n8_tiles])) * STEPS[n8_tiles]
-    sizes = {"n": n, "k": k, "steps": steps, "prefetch_bytes": facts.prefetch_bytes(ctas)}
+    sizes = {"n": n, "k": k, "steps": steps}
 
     def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         x, w = _aligned(x), _aligned(packed.tensors["values"])

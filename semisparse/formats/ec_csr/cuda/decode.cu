@@ -15,7 +15,6 @@
 // Compiled for SCALAR (__half, __nv_bfloat16 or float: x, w, bias and y), TOKENS, DELTA_BITS (4 or 8), INDEX (unsigned short
 // or unsigned int, of bases), PANEL_ROWS (at most 64), STAGES, and CTAS_PER_SM (that registers leave room for).
 
-#include "prefetch.cuh"
 #include "ptx/global.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "scalars.cuh"
@@ -163,16 +162,6 @@ struct Cursor {
     }
 };
 
-// Prefetches the panel's first loads to L2. Where they begin is read as a hint only, and clamped: a kernel may be writing it.
-__device__ __forceinline__ void prefetch_panel(const uint4* values, const void* deltas, const int* panel_loads, int loads,
-                                               int prefetch_loads) {
-    const int start = min(static_cast<int>(ld_relaxed_gpu(panel_loads + blockIdx.x) & 0x7fffffff), loads);
-    const long long first = static_cast<long long>(start) * kWarp;
-    const long long count = static_cast<long long>(min(prefetch_loads, loads - start)) * kWarp;
-    prefetch_L2(values + first, count * 16);
-    prefetch_L2(static_cast<const char*>(deltas) + first * kDeltaBytes, count * kDeltaBytes);
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_ec_csr_decode(
     const SCALAR* x,         // [m, k]
     const uint4* values,     // [loads, 32], kVector values each
@@ -181,9 +170,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_e
     const int* panel_loads,  // [panels + 1]
     const SCALAR* bias,      // [n] or null
     SCALAR* y,               // [m, n]
-    int m, int n, int k, int span,  // span: rows that a lane meets in a segment, at most
-    int all_loads,                  // of the whole weight
-    int prefetch_loads              // of the panel that are prefetched, at most
+    int m, int n, int k, int span  // span: rows that a lane meets in a segment, at most
 ) {
     extern __shared__ __align__(16) char shared[];  // x, partial sums, first rows, stages
     const int segment = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -192,12 +179,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_e
     Sums* partial = reinterpret_cast<Sums*>(features + lane_columns * kWarp);
     int* first_rows = reinterpret_cast<int*>(partial + kThreads * span);
 
-    griddepcontrol_launch_dependents();
     // What no kernel has read since the last call is prefetched to L2 before griddepcontrol.wait.
     const int own_base = blockIdx.x * kThreads + threadIdx.x;
     if (lane % (32 / sizeof(INDEX)) == 0) prefetch_global_L2(bases + own_base);
     if (threadIdx.x == 0) prefetch_global_L2(panel_loads + blockIdx.x);
-    if (blockIdx.y == 0) prefetch_panel(values, deltas, panel_loads, all_loads, prefetch_loads);
     for (int at = threadIdx.x; at < kThreads * span; at += kThreads) partial[at] = Sums{};
     griddepcontrol_wait();
     const int base = bases[own_base];
@@ -216,6 +201,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_e
         if (stage < count) stages.start(list, stage, stage);
         cp_async_commit_group();
     }
+    griddepcontrol_launch_dependents();
     const int row = base / lane_columns;
     first_rows[threadIdx.x] = row;
     __syncthreads();

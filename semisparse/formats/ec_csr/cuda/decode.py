@@ -69,17 +69,12 @@ def prepare(problem: Problem) -> Product:
     shared = schedule.shared_bytes(span_limit_of(problem.params))
     build = SOURCE.build("semisparse_ec_csr_decode", schedule.defines, shared)
     kernel, panels = build.load(problem.device), -(-n // schedule.panel_rows)
-    prefetch_bytes = facts.prefetch_bytes(panels)
 
     def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         m = x.shape[0]
         x, y, bias = x.contiguous(), x.new_empty(m, n), None if bias is None else bias.to(x.dtype).contiguous()
         grid = (panels, -(-m // schedule.tokens), 1)
-        values, deltas = packed.tensors["values"], packed.tensors["deltas"]
-        loads = values.nbytes // (16 * LANES)
-        prefetch_loads = prefetch_bytes * loads // (values.nbytes + deltas.nbytes) if loads else 0
-        sizes = {"m": m, "n": n, "k": k, "span": int(packed.params["span"]), "all_loads": loads}
-        sizes["prefetch_loads"] = prefetch_loads
+        sizes = {"m": m, "n": n, "k": k, "span": int(packed.params["span"])}
         kernel(grid, LANES * SEGMENTS, pdl=facts.has_pdl, x=x, **packed.tensors, bias=bias, y=y, **sizes)
         return y
 

@@ -16,7 +16,6 @@
 #include "ptx/cp_async.cuh"
 #include "ptx/global.cuh"
 #include "ptx/shared.cuh"
-#include "prefetch.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "types.cuh"
 
@@ -151,8 +150,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) semisparse_vector_nm_deco
     // Not __restrict__: the compiler could move loads that it takes for constants before griddepcontrol.wait.
     const SCALAR* x, const SCALAR* values, const unsigned char* positions,
     const SCALAR* bias, SCALAR* y, int m, int n, int k, int slots,
-    int panel_windows,  // of x in shared memory
-    int prefetch_bytes  // of the group's values, before the wait
+    int panel_windows  // of x in shared memory
 ) {
     extern __shared__ uint4 shared[];
     Column* panel = reinterpret_cast<Column*>(shared);
@@ -164,11 +162,6 @@ extern "C" __global__ void __launch_bounds__(kThreads) semisparse_vector_nm_deco
     y += static_cast<long long>(first_token) * n;
     m -= first_token;
     Accumulators d = {};
-    griddepcontrol_launch_dependents();
-    if (blockIdx.y == 0) {
-        prefetch_L2(weights.values, min(static_cast<long long>(prefetch_bytes), slots * LENGTH * 2LL));
-        prefetch_L2(weights.positions, slots);
-    }
     griddepcontrol_wait();
     for (int window = 0; window * KEEP < slots; window += panel_windows) {
         const int first_column = window * WINDOW;
@@ -178,6 +171,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) semisparse_vector_nm_deco
         Slots first, second;
         weights.load(first, at, end, first_column);  // in flight while x is loaded
         weights.load(second, at + kStride, end, first_column);
+        griddepcontrol_launch_dependents();
         if (window) __syncthreads();
         load_panel(panel, x, m, k, first_column, (end - window * KEEP) / KEEP * WINDOW);
         __syncthreads();

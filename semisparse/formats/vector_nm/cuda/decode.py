@@ -62,8 +62,7 @@ def prepare(problem: Problem) -> Product:
         y = x.new_empty(m, n)
         grid = (groups, -(-m // schedule.tile_m), 1)
         operands = {"x": x, "values": values, "positions": positions, "bias": bias, "y": y}
-        prefetch_bytes = facts.prefetch_bytes(groups)
-        kernel(grid, threads, pdl=facts.has_pdl, **operands, m=m, **sizes, prefetch_bytes=prefetch_bytes)
+        kernel(grid, threads, pdl=facts.has_pdl, **operands, m=m, **sizes)
         return y
 
     return decode

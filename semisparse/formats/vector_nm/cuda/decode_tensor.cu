@@ -10,7 +10,7 @@
 // way to registers (ldmatrix.trans). A panel holds columns of x with the tokens of each side by side, so ldmatrix.trans
 // gathers the columns of 32 slots by their addresses. Partial sums are float32, added over the warps in a fixed order:
 // every run gives the same bits.
-// Programmatic dependent launch: before griddepcontrol.wait the CTA prefetches its first row tile to L2.
+// PDL: nothing is read before griddepcontrol.wait. The next kernel may launch once the first copies are issued.
 // Bound: latency to the first byte and from the last. 7.5 us alone for one token at 4096 x 4096, 16:32v32 (H200); ncu: DRAM
 // busy for 43 %, issue 24 %, shared memory 17 %. At 28672 x 8192 DRAM: 56.9 us (results/h200/sweeps/nm-decode-tensor.csv).
 //
@@ -20,7 +20,6 @@
 #include "ptx/cp_async.cuh"
 #include "ptx/global.cuh"
 #include "ptx/shared.cuh"
-#include "prefetch.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
@@ -272,14 +271,6 @@ __device__ __forceinline__ void epilogue(const Partial* partials, const SCALAR* 
     }
 }
 
-// Prefetches to L2 the row tile's share of its group: the row tiles of a group lie interleaved, and their CTAs run together.
-__device__ __forceinline__ void prefetch_row_tile(const Work& work, int row_tile, int bytes) {
-    const long long group = row_tile / kRowTilesPerGroup, share = static_cast<long long>(work.slots) * TILE_N;
-    const SCALAR* from = work.values + group * work.slots * LENGTH + row_tile % kRowTilesPerGroup * share;
-    prefetch_L2(from, min(static_cast<long long>(bytes), share * 2));
-    if (row_tile % kRowTilesPerGroup == 0 && bytes) prefetch_L2(work.positions + group * work.slots, work.slots);
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_vector_nm_decode_tensor(
     // Not __restrict__: the compiler could move loads that it takes for constants before griddepcontrol.wait.
     const SCALAR* x,                 // [m, k]
@@ -292,8 +283,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_v
     int panel_chunks,                // its chunks of eight columns
     int panels,                      // that cover x
     int steps,                       // of a warp per panel, a multiple of STAGES
-    int aligned,                     // whether the rows of x begin at multiples of 16 bytes
-    int prefetch_bytes               // of the CTA's first row tile, before the wait
+    int aligned                      // whether the rows of x begin at multiples of 16 bytes
 ) {
     extern __shared__ __align__(256) unsigned char shared[];
     const Work work{values, positions, slots, row_tiles, panel_tiles, panels, (slots + kTileSlots - 1) / kTileSlots, steps};
@@ -305,8 +295,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_v
 
     TileIterator at{static_cast<int>(blockIdx.x), 0, 0, false};
     Pipeline pipeline{smem_address(shared) + warp * STAGES * kTileBytes, at};
-    griddepcontrol_launch_dependents();
-    prefetch_row_tile(work, at.row_tile, prefetch_bytes);
     griddepcontrol_wait();
     int item = threadIdx.x;
     uint4 eight[kN8Tokens];
@@ -314,6 +302,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_v
     if (x_first) loader.load<true>(eight, PanelLoader::n8_of(item), 0, PanelLoader::chunk_of(item));
 #pragma unroll
     for (int i = 0; i < STAGES; ++i) pipeline.refill(i, work);
+    griddepcontrol_launch_dependents();
     if (x_first) {
         loader.store(panel, eight, PanelLoader::n8_of(item), PanelLoader::chunk_of(item));
         item += kThreads;

@@ -82,7 +82,6 @@ def prepare(problem: Problem, schedule: DecodeTensorSchedule | None = None) -> P
     }
     # For one token a CTA per row tile; for more a CTA copies x once for all of its row tiles.
     grid = (row_tiles if schedule.tile_m == 1 else min(row_tiles, facts.sms), 1, 1)
-    sizes["prefetch_bytes"] = facts.prefetch_bytes(grid[0])
     build = SOURCE.build("semisparse_vector_nm_decode_tensor", schedule.defines, schedule.shared(windows))
     kernel, threads = build.load(problem.device), 32 * schedule.warps
 
