@@ -70,7 +70,7 @@ def prepare(problem: Problem) -> Product:
         x, m = x.contiguous(), x.shape[0]
         y = x.new_empty(m, n)
         kernel(
-            grid, threads, pdl=facts.has_pdl,
+            grid, threads, pdl=False,  # with PDL a decode step of llama2-7b takes 2.96 ms, without 2.75 (H200)
             x=x, tiles=packed.tensors["tiles"], bias=operands.bias_for(x, bias), y=y,
             m=m, n=n, k=k, row_tiles=row_tiles, column_tiles=column_tiles,
             x_aligned=rows_align and x.data_ptr() % 16 == 0,
