@@ -54,8 +54,8 @@ def refusal(problem: Problem) -> str | None:
 def pays(problem: Problem) -> bool:
     """Whether it is faster than cuBLAS: where every SM has a row tile, and for more than two tokens few have many.
 
-    H200, one token: 10.9 for 12.8 us at 4096 x 4096, 24.5 for 26.9 at 4096 x 11008, 66.6 for 74.7 at 32000 x 4096, equal
-    at 22016 x 4096; 13.2 for 11.8 at 1536 x 8960. Eight tokens at 22016 x 4096: 50.8 for 47.9.
+    H200, one token: 10.9 for 12.8 us at 4096 x 4096, 24.5 for 26.9 at 4096 x 11008, 66.6 for 74.7 at 32000 x 4096,
+    equal at 22016 x 4096; 13.2 for 11.8 at 1536 x 8960. Eight tokens at 22016 x 4096: 50.8 for 47.9.
     """
     row_tiles = -(-problem.n // ROWS)
     many = row_tiles > 4 * device_facts(problem.device).sms
