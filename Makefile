@@ -58,7 +58,7 @@ gpu_tests = tests/runtime/test_kernel.py \
 racecheck_fails = unpack or blas or _mm or reference or bitmask-gemm or slide24-gemm or gemm_sparse
 select = not cpu$(if $(filter racecheck,$(SANITIZE)), and not ($(racecheck_fails)))
 test-gpu: setup
-	$(sanitizer) $(BIN)/python -m pytest $(gpu_tests) -k '$(select)'
+	$(sanitizer) $(BIN)/python -m pytest -m '' $(gpu_tests) -k '$(select)'
 
 # The files of results/h200, measured on this machine's GPU; `bench-parallel` needs two.
 OUT ?= results/here

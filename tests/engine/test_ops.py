@@ -6,6 +6,7 @@ from torch import Tensor
 
 from semisparse.engine import ops
 from semisparse.engine.ops import Columns, HeadNorms, Heads, LayerCache, RotaryTable
+from tests.choosing import mostly_slow
 from tests.cuda_emulator import adverse, emulate, needs_compiler
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -55,7 +56,9 @@ def close(found: Tensor, expected: Tensor, steps: float = 1) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "columns", "added"),
-    [(DTYPES[0], 64, True), (DTYPES[1], 172, False), (DTYPES[2], 1000, True), (DTYPES[0], 9000, True)],
+    mostly_slow(
+        [(DTYPES[0], 64, True), (DTYPES[1], 172, False), (DTYPES[2], 1000, True), (DTYPES[0], 9000, True)], 1, 2
+    ),
 )
 def test_rms_norm(kernels, dtype, columns, added):
     x, weight = torch.randn(3, columns).to(dtype), torch.randn(columns).to(dtype)
@@ -65,7 +68,9 @@ def test_rms_norm(kernels, dtype, columns, added):
     close(found[1], expected[1], 4)
 
 
-@pytest.mark.parametrize(("dtype", "columns"), [(DTYPES[0], 300), (DTYPES[1], 8), (DTYPES[2], 172), (DTYPES[0], 2000)])
+@pytest.mark.parametrize(
+    ("dtype", "columns"), mostly_slow([(DTYPES[0], 300), (DTYPES[1], 8), (DTYPES[2], 172), (DTYPES[0], 2000)], 1)
+)
 def test_silu_mul(kernels, dtype, columns):
     at = Columns((8, columns + 16), 2 * columns + 24)
     (found, _), (expected, _) = kernels(ops.silu_mul, 4 * torch.randn(2, at.width).to(dtype), at, columns)
@@ -84,11 +89,15 @@ def cache_of(sequences: int, heads: Heads, length: int, dtype: torch.dtype) -> L
 
 @pytest.mark.parametrize(
     ("dtype", "heads", "normed"),
-    [
-        (DTYPES[1], Heads(4, 2, 8, 1.0), True),
-        (DTYPES[0], Heads(3, 1, 128, 1.0), False),
-        (DTYPES[2], Heads(2, 2, 80, 1.0), True),
-    ],
+    mostly_slow(
+        [
+            (DTYPES[1], Heads(4, 2, 8, 1.0), True),
+            (DTYPES[0], Heads(3, 1, 128, 1.0), False),
+            (DTYPES[2], Heads(2, 2, 80, 1.0), True),
+        ],
+        0,
+        2,
+    ),
 )
 def test_rotary_embedding_and_cache(kernels, dtype, heads, normed):
     widths = [count * heads.dim for count in (heads.count, heads.kv_count, heads.kv_count)]
@@ -105,13 +114,18 @@ def test_rotary_embedding_and_cache(kernels, dtype, heads, normed):
 
 @pytest.mark.parametrize(
     ("dtype", "heads", "length", "positions"),
-    [
-        (DTYPES[1], Heads(4, 4, 128, 0.09), 300, [299, 0]),
-        (DTYPES[0], Heads(6, 2, 64, 0.1), 200, [5, 6, 130, 131]),
-        (DTYPES[2], Heads(8, 4, 8, 0.3), 70, [69]),
-        (DTYPES[0], Heads(14, 1, 16, 0.25), 40, [0, 39, 20]),
-        (DTYPES[2], Heads(2, 1, 72, 0.1), 140, [139]),
-    ],
+    mostly_slow(
+        [
+            (DTYPES[1], Heads(4, 4, 128, 0.09), 300, [299, 0]),
+            (DTYPES[0], Heads(6, 2, 64, 0.1), 200, [5, 6, 130, 131]),
+            (DTYPES[2], Heads(8, 4, 8, 0.3), 70, [69]),
+            (DTYPES[0], Heads(14, 1, 16, 0.25), 40, [0, 39, 20]),
+            (DTYPES[2], Heads(2, 1, 72, 0.1), 140, [139]),
+        ],
+        1,
+        2,
+        4,
+    ),
 )
 def test_attention_to_the_cache(kernels, dtype, heads, length, positions):
     sequences = 2 if len(positions) % 2 == 0 else len(positions)

@@ -18,6 +18,7 @@ from semisparse.compress.search.space import STAGE_STRIDES, LayerSpace, kept_wei
 from semisparse.compress.search.state import State
 from semisparse.errors import InputError, RecipeError
 from semisparse.patterns import parse_pattern
+from tests.choosing import mostly_slow
 from tests.compress.checking import Interrupted
 from tests.compress.search.small import calibration, mean_kl, recipe, regular_model, sharp_model
 
@@ -93,7 +94,9 @@ def test_the_compressed_model_is_what_was_scored():
     assert mean_kl(dense, pruned_again, calibration()) != pytest.approx(result.kl, rel=1e-3)
 
 
-@pytest.mark.parametrize(("name", "calls"), [("rheosparse", 5), *(("evolution", calls) for calls in (2, 4, 5, 8))])
+@pytest.mark.parametrize(
+    ("name", "calls"), mostly_slow([("rheosparse", 5), *(("evolution", calls) for calls in (2, 4, 5, 8))], 0, 2)
+)
 def test_resumed_at_any_call_of_progress(name: str, calls: int, tmp_path: Path):
     """In a bank and between generations; each of evolution's three passes has a bank of 2 layers and 2 generations."""
     plan = recipe(name, effort=30)

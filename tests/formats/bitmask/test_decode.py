@@ -7,6 +7,7 @@ import torch
 
 from semisparse.formats.bitmask.cuda import decode
 from semisparse.formats.product import problem_of
+from tests.choosing import mostly_slow
 from tests.cuda_emulator import emulate, needs_compiler
 from tests.formats.bitmask.weights import check, check_on_gpu, in_tiles, needs_gpu, operands
 
@@ -22,7 +23,7 @@ CASES = [  # n, k, keep, dtype, m, SMs, warps_n x warps_k that the schedule has
 
 
 @needs_compiler
-@pytest.mark.parametrize(("n", "k", "keep", "dtype", "m", "sms", "warps"), CASES)
+@pytest.mark.parametrize(("n", "k", "keep", "dtype", "m", "sms", "warps"), mostly_slow(CASES, 1, 2))
 def test_emulated(emulated, monkeypatch: pytest.MonkeyPatch, n, k, keep, dtype, m, sms, warps):
     emulate(monkeypatch, sms)
     built = []

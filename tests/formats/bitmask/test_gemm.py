@@ -10,6 +10,7 @@ from semisparse.formats.bitmask.cuda.schedule import GemmSchedule, fit_gemm
 from semisparse.formats.bitmask.storage.gpu import tiling
 from semisparse.formats.product import problem_of
 from semisparse.runtime.device import device_facts
+from tests.choosing import mostly_slow
 from tests.cuda_emulator import emulate, needs_compiler
 from tests.formats.bitmask.weights import BITMASK, check, check_on_gpu, in_tiles, needs_gpu, operands
 
@@ -37,7 +38,7 @@ CASES = [  # n, k, keep, dtype, m, SMs, schedule: tile_m, warpgroups, cluster, s
 
 
 @needs_compiler
-@pytest.mark.parametrize(("n", "k", "keep", "dtype", "m", "sms", "schedule"), CASES)
+@pytest.mark.parametrize(("n", "k", "keep", "dtype", "m", "sms", "schedule"), mostly_slow(CASES, 0, 2))
 def test_emulated(emulated, monkeypatch: pytest.MonkeyPatch, n, k, keep, dtype, m, sms, schedule):
     emulate(monkeypatch, sms)
     check(gemm.prepare, in_tiles(n, k, f"{keep}:64", dtype), m, aligned=m != 100, schedule=schedule)

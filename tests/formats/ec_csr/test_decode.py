@@ -7,6 +7,7 @@ import torch
 
 from semisparse.formats.ec_csr.cuda import decode, schedule
 from semisparse.formats.product import problem_of
+from tests.choosing import mostly_slow
 from tests.cuda_emulator import emulate, gpu, needs_compiler
 from tests.formats.ec_csr.weights import EC_CSR, check, operands, random_weight, uneven_weight
 
@@ -15,12 +16,15 @@ pytestmark = needs_compiler
 
 @pytest.mark.parametrize(
     ("m", "n", "k", "sms", "bits", "dtype", "panel_rows", "ctas"),
-    [
-        (1, 65, 1000, 132, 4, torch.float16, 32, 2),
-        (2, 84, 500, 1, 8, torch.bfloat16, 28, 3),
-        (1, 33, 33000, 132, 8, torch.float32, 32, 2),
-        (13, 100, 300, 2, 4, torch.float16, 52, 2),
-    ],
+    mostly_slow(
+        [
+            (1, 65, 1000, 132, 4, torch.float16, 32, 2),
+            (2, 84, 500, 1, 8, torch.bfloat16, 28, 3),
+            (1, 33, 33000, 132, 8, torch.float32, 32, 2),
+            (13, 100, 300, 2, 4, torch.float16, 52, 2),
+        ],
+        1,
+    ),
 )
 def test_products(emulated, monkeypatch, m, n, k, sms, bits, dtype, panel_rows, ctas):
     """One product for all of a bucket, x and bias contiguous or not, the bias of another dtype."""

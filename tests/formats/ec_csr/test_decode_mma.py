@@ -5,6 +5,7 @@ import torch
 
 from semisparse.formats.ec_csr.cuda import decode_mma, schedule
 from semisparse.formats.product import problem_of
+from tests.choosing import mostly_slow
 from tests.cuda_emulator import emulate, needs_compiler
 from tests.formats.ec_csr.weights import EC_CSR, check, operands, random_weight, uneven_weight
 
@@ -13,10 +14,13 @@ pytestmark = needs_compiler
 
 @pytest.mark.parametrize(
     ("lanes", "m", "n", "k", "sms", "bits", "dtype"),
-    [
-        (8, 16, 70, 300, 132, 4, torch.float16),
-        (2, 5, 57, 200, 1, 8, torch.bfloat16),
-    ],
+    mostly_slow(
+        [
+            (8, 16, 70, 300, 132, 4, torch.float16),
+            (2, 5, 57, 200, 1, 8, torch.bfloat16),
+        ],
+        1,
+    ),
 )
 def test_products(emulated, monkeypatch, lanes, m, n, k, sms, bits, dtype):
     """One product for all of a bucket, of a random weight and of one whose lanes are in rows far apart."""

@@ -5,6 +5,7 @@ import torch
 
 from semisparse.formats.ec_csr.cuda import schedule, unpack
 from semisparse.formats.product import problem_of
+from tests.choosing import mostly_slow
 from tests.cuda_emulator import emulate, needs_compiler
 from tests.formats.ec_csr.weights import EC_CSR, check, operands, random_weight, uneven_weight
 
@@ -13,11 +14,14 @@ pytestmark = needs_compiler
 
 @pytest.mark.parametrize(
     ("n", "k", "pattern", "sms", "bits", "dtype"),
-    [
-        (40, 300, "70%", 132, 4, torch.float16),
-        (110, 430, "50%", 2, 8, torch.float32),
-        (1, 33, "0%", 132, 4, torch.float16),
-    ],
+    mostly_slow(
+        [
+            (40, 300, "70%", 132, 4, torch.float16),
+            (110, 430, "50%", 2, 8, torch.float32),
+            (1, 33, "0%", 132, 4, torch.float16),
+        ],
+        1,
+    ),
 )
 def test_the_weight_is_unpacked(emulated, monkeypatch, n, k, pattern, sms, bits, dtype):
     emulate(monkeypatch, sms)

@@ -9,6 +9,7 @@ from semisparse.formats.gqs.cuda import decode, schedule
 from semisparse.formats.kernel import Problem
 from semisparse.formats.product import problem_of
 from semisparse.quant.symmetric import quantise_rows
+from tests.choosing import mostly_slow
 from tests.cuda_emulator import emulate, needs_compiler
 from tests.formats.gqs.reference import GQS, check, operands, packed_weight, quantised, stored_weight
 
@@ -36,23 +37,30 @@ def check_decoded(y: torch.Tensor, x: torch.Tensor, packed: Packed, bias: torch.
 @needs_compiler
 @pytest.mark.parametrize(
     ("kind", "dtype", "m", "n", "k", "pattern", "sms"),
-    [
-        # Stream-K: one, a few and all row tiles per CTA. With 99 SMs each CTA has one, and warps share it.
-        ("w4", HALF, 1, 120, 1024, "g16@30%", (1, 3, 99)),
-        ("w4", BFLOAT, 2, 70, 684, "g16@50%", (1, 2, 99)),
-        ("w4a8", HALF, 1, 130, 1024, "g16@80%", (2, 99)),
-        ("w4a8", BFLOAT, 2, 40, 172, "g16@50%", (1, 2)),
-        # A CTA per row tile.
-        ("w4", HALF, 2, 33, 172, "g16@50%", ()),
-        ("w4", BFLOAT, 1, 36, 512, "g16@50%", ()),
-        ("w4a8", BFLOAT, 2, 40, 1024, "g16@0%", ()),
-        ("w4a8", HALF, 2, 20, 300, "g16@50%", ()),
-        ("w4", BFLOAT, 13, 23, 684, "g16@50%", ()),
-        ("w8", HALF, 9, 16, 1400, "g16@0%", ()),  # the weight ends where a stage does
-        ("w8", BFLOAT, 5, 70, 200, "g16@80%", ()),
-        ("w8", HALF, 1, 67, 512, "g16@0%", ()),
-        ("w4a8", HALF, 3, 40, 512, "g16@50%", ()),
-    ],
+    mostly_slow(
+        [
+            # Stream-K: one, a few and all row tiles per CTA. With 99 SMs each CTA has one, and warps share it.
+            ("w4", HALF, 1, 120, 1024, "g16@30%", (1, 3, 99)),
+            ("w4", BFLOAT, 2, 70, 684, "g16@50%", (1, 2, 99)),
+            ("w4a8", HALF, 1, 130, 1024, "g16@80%", (2, 99)),
+            ("w4a8", BFLOAT, 2, 40, 172, "g16@50%", (1, 2)),
+            # A CTA per row tile.
+            ("w4", HALF, 2, 33, 172, "g16@50%", ()),
+            ("w4", BFLOAT, 1, 36, 512, "g16@50%", ()),
+            ("w4a8", BFLOAT, 2, 40, 1024, "g16@0%", ()),
+            ("w4a8", HALF, 2, 20, 300, "g16@50%", ()),
+            ("w4", BFLOAT, 13, 23, 684, "g16@50%", ()),
+            ("w8", HALF, 9, 16, 1400, "g16@0%", ()),  # the weight ends where a stage does
+            ("w8", BFLOAT, 5, 70, 200, "g16@80%", ()),
+            ("w8", HALF, 1, 67, 512, "g16@0%", ()),
+            ("w4a8", HALF, 3, 40, 512, "g16@50%", ()),
+        ],
+        0,
+        3,
+        6,
+        8,
+        9,
+    ),
 )
 def test_every_schedule(small_ctas, monkeypatch, kind, dtype, m, n, k, pattern, sms):
     packed = packed_weight(n, k, pattern, dtype, kind=kind)

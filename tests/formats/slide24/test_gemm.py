@@ -9,6 +9,7 @@ from semisparse.formats.product import problem_of
 from semisparse.formats.slide24.cuda import gemm, schedule
 from semisparse.formats.slide24.cuda.schedule import CtaTile
 from semisparse.formats.slide24.storage.gpu import in_tiles
+from tests.choosing import mostly_slow
 from tests.cuda_emulator import emulate, needs_compiler
 from tests.formats.slide24.reference import SLIDE24, exact_linear, packed_weight
 
@@ -37,17 +38,21 @@ def check(y: Tensor, x: Tensor, packed: Packed, bias: Tensor | None) -> None:
 
 @pytest.mark.parametrize(
     ("pattern", "kind", "dtype", "n", "k", "tile", "splits", "sms", "tokens"),
-    [
-        # 4 K tiles. 6 tiles of y, of which the last is split; then 2, in splits that no one wave holds.
-        ("6:8", "int8", torch.bfloat16, 130, 300, ALONE, 3, 5, (130, 191)),
-        ("6:8", "int8", torch.bfloat16, 130, 300, ALONE, 3, 5, (1,)),
-        # The last of three tiles of y is split; rows do not fill the cluster.
-        ("4:6", "fp8", torch.float16, 200, 300, PAIR, 2, 4, (130,)),
-        # Both CTAs of the cluster have the same rows, because there are no more; one K tile.
-        ("2:4", None, torch.bfloat16, 33, 64, TRIPLE, 1, 4, (7, 8)),
-        # Rows of y are stored in whole units of 16 bytes.
-        ("8:10", None, torch.float16, 136, 100, WIDE, 2, 2, (129,)),
-    ],
+    mostly_slow(
+        [
+            # 4 K tiles. 6 tiles of y, of which the last is split; then 2, in splits that no one wave holds.
+            ("6:8", "int8", torch.bfloat16, 130, 300, ALONE, 3, 5, (130, 191)),
+            ("6:8", "int8", torch.bfloat16, 130, 300, ALONE, 3, 5, (1,)),
+            # The last of three tiles of y is split; rows do not fill the cluster.
+            ("4:6", "fp8", torch.float16, 200, 300, PAIR, 2, 4, (130,)),
+            # Both CTAs of the cluster have the same rows, because there are no more; one K tile.
+            ("2:4", None, torch.bfloat16, 33, 64, TRIPLE, 1, 4, (7, 8)),
+            # Rows of y are stored in whole units of 16 bytes.
+            ("8:10", None, torch.float16, 136, 100, WIDE, 2, 2, (129,)),
+        ],
+        1,
+        2,
+    ),
     ids=["int8-split", "int8-few-tokens", "fp8-cluster", "bfloat16-three-warpgroups", "float16-wide"],
 )
 def test_gemm(pattern, kind, dtype, n, k, tile, splits, sms, tokens, emulated, monkeypatch):

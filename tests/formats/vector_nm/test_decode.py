@@ -8,6 +8,7 @@ from semisparse.formats.kernel import Product
 from semisparse.formats.product import problem_of
 from semisparse.formats.vector_nm.cuda import decode, decode_schedule, decode_tensor
 from semisparse.formats.vector_nm.cuda.decode_schedule import DecodeTensorSchedule
+from tests.choosing import mostly_slow
 from tests.cuda_emulator import emulated, needs_compiler
 from tests.formats.vector_nm.reference import check, check_kernel, emulate_gpu, operands, pack
 
@@ -17,10 +18,13 @@ pytestmark = needs_compiler
 
 @pytest.mark.parametrize(
     ("pattern", "n", "k", "m", "dtype", "panel"),
-    [
-        ("5:7v8", 9, 50, 1, torch.float16, decode_schedule.PANEL_BYTES),
-        ("4:32v128", 130, 336, 11, torch.bfloat16, 2048),
-    ],
+    mostly_slow(
+        [
+            ("5:7v8", 9, 50, 1, torch.float16, decode_schedule.PANEL_BYTES),
+            ("4:32v128", 130, 336, 11, torch.bfloat16, 2048),
+        ],
+        1,
+    ),
 )
 def test_decode(emulated, monkeypatch, pattern: str, n: int, k: int, m: int, dtype: torch.dtype, panel: int):
     monkeypatch.setattr(decode_schedule, "PANEL_BYTES", panel)
@@ -29,12 +33,16 @@ def test_decode(emulated, monkeypatch, pattern: str, n: int, k: int, m: int, dty
 
 @pytest.mark.parametrize(
     ("pattern", "n", "k", "m", "dtype", "warps_stages", "shared", "panels"),
-    [
-        ("16:32v32", 70, 172, 1, torch.float16, (4, 2), 99 << 10, 1),
-        ("16:32v32", 70, 1600, 1, torch.float16, (4, 2), 18 << 10, 3),
-        ("4:32v16", 33, 336, 8, torch.bfloat16, (2, 3), 99 << 10, 1),
-        ("5:7v128", 130, 777, 11, torch.float16, (4, 2), 33000, 4),  # rows of x are not aligned
-    ],
+    mostly_slow(
+        [
+            ("16:32v32", 70, 172, 1, torch.float16, (4, 2), 99 << 10, 1),
+            ("16:32v32", 70, 1600, 1, torch.float16, (4, 2), 18 << 10, 3),
+            ("4:32v16", 33, 336, 8, torch.bfloat16, (2, 3), 99 << 10, 1),
+            ("5:7v128", 130, 777, 11, torch.float16, (4, 2), 33000, 4),  # rows of x are not aligned
+        ],
+        1,
+        3,
+    ),
 )
 def test_decode_tensor(emulated, monkeypatch, pattern, n, k, m, dtype, warps_stages, shared, panels):
     """From 2 tokens on one CTA computes all row tiles: it takes the panels forth and back."""

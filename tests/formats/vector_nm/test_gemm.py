@@ -7,6 +7,7 @@ from semisparse.formats.product import problem_of
 from semisparse.formats.vector_nm.cuda import gemm, gemm_fp32, gemm_sparse, transpose
 from semisparse.formats.vector_nm.cuda.schedule import TILES, GemmSchedule, gemm_schedule
 from semisparse.patterns import parse_pattern
+from tests.choosing import mostly_slow
 from tests.cuda_emulator import emulated, gpu, needs_compiler
 from tests.formats.vector_nm.reference import VECTOR_NM, check, check_kernel, emulate_gpu, operands, pack
 
@@ -16,10 +17,13 @@ pytestmark = needs_compiler
 
 @pytest.mark.parametrize(
     ("pattern", "tile", "packed", "n", "k", "m"),
-    [
-        ("16:32v32", -1, False, 70, 100, 40),
-        ("5:7v4", 1, True, 129, 51, 130),
-    ],
+    mostly_slow(
+        [
+            ("16:32v32", -1, False, 70, 100, 40),
+            ("5:7v4", 1, True, 129, 51, 130),
+        ],
+        1,
+    ),
 )
 def test_gemm_fp32(emulated, pattern: str, tile: int, packed: bool, n: int, k: int, m: int):
     schedule = gemm_schedule(parse_pattern(pattern), TILES[4][tile], torch.float32, packed, gpu().shared_per_cta)
@@ -36,12 +40,16 @@ def test_one_stage(emulated):
 
 @pytest.mark.parametrize(
     ("pattern", "tile", "packed", "n", "k", "m", "dtype"),
-    [
-        ("4:32v32", 0, True, 150, 172, 130, torch.float16),
-        ("4:32v16", 1, False, 65, 101, 65, torch.bfloat16),
-        ("8:16v8", -1, False, 33, 33, 1, torch.bfloat16),
-        ("7:32v128", -1, True, 140, 172, 17, torch.float16),
-    ],
+    mostly_slow(
+        [
+            ("4:32v32", 0, True, 150, 172, 130, torch.float16),
+            ("4:32v16", 1, False, 65, 101, 65, torch.bfloat16),
+            ("8:16v8", -1, False, 33, 33, 1, torch.bfloat16),
+            ("7:32v128", -1, True, 140, 172, 17, torch.float16),
+        ],
+        1,
+        3,
+    ),
 )
 def test_gemm(emulated, pattern: str, tile: int, packed: bool, n: int, k: int, m: int, dtype: torch.dtype):
     schedule = gemm_schedule(parse_pattern(pattern), TILES[2][tile], dtype, packed, gpu().shared_per_cta)
@@ -50,11 +58,14 @@ def test_gemm(emulated, pattern: str, tile: int, packed: bool, n: int, k: int, m
 
 @pytest.mark.parametrize(
     ("pattern", "n", "k", "m", "dtype"),
-    [
-        ("8:32v32", 270, 300, 130, torch.float16),  # 28 blocks: more than stages
-        ("4:32v32", 60, 200, 3, torch.float16),
-        ("3:12v128", 130, 51, 9, torch.bfloat16),
-    ],
+    mostly_slow(
+        [
+            ("8:32v32", 270, 300, 130, torch.float16),  # 28 blocks: more than stages
+            ("4:32v32", 60, 200, 3, torch.float16),
+            ("3:12v128", 130, 51, 9, torch.bfloat16),
+        ],
+        1,
+    ),
 )
 def test_gemm_sparse(emulated, monkeypatch, pattern: str, n: int, k: int, m: int, dtype: torch.dtype):
     """One CTA computes all tiles: the ring of stages goes on from one to the next."""

@@ -5,6 +5,7 @@ import torch
 
 from semisparse.formats.product import problem_of
 from semisparse.formats.vector_nm.cuda import unpack
+from tests.choosing import mostly_slow
 from tests.cuda_emulator import emulated, needs_compiler
 from tests.formats.vector_nm.reference import check_kernel, pack
 
@@ -14,7 +15,14 @@ __all__ = ["emulated"]
 @needs_compiler
 @pytest.mark.parametrize(
     ("pattern", "n", "k", "dtype"),
-    [("16:32v32", 70, 172, torch.float16), ("5:7v1", 33, 100, torch.float32), ("40:200v100", 150, 333, torch.bfloat16)],
+    mostly_slow(
+        [
+            ("16:32v32", 70, 172, torch.float16),
+            ("5:7v1", 33, 100, torch.float32),
+            ("40:200v100", 150, 333, torch.bfloat16),
+        ],
+        1,
+    ),
 )
 def test_unpack(emulated, pattern: str, n: int, k: int, dtype: torch.dtype):
     packed = pack(pattern, n, k, dtype)
