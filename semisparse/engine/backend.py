@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from semisparse.engine.decoder import Cache, Decoder, check_against
+from semisparse.engine.decoder import CHECKED_TOKENS, Cache, Decoder, check_against
 from semisparse.engine.ops import greedy_step, move_on
 from semisparse.engine.sampling import Sampling, choose
 from semisparse.engine.speculation import Verifier, speculated
@@ -41,6 +41,10 @@ class Backend(ABC):
         """Return what must be compiled and captured for a batch; equal for batches that need the same."""
 
     @abstractmethod
+    def compile(self, prompts: Sequence[Sequence[int]], new: int, proposals: int) -> None:
+        """Compile what a batch needs, as far as that can be done in parallel."""
+
+    @abstractmethod
     def run(
         self, prompts: Sequence[Sequence[int]], new: int, sampling: Sampling, proposals: int = 0
     ) -> Iterator[list[int]]:
@@ -65,6 +69,7 @@ class DecoderBackend(Backend):
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.decoder = Decoder(model, CACHE_GRAIN)
+        self.decoder.compile(steps={1}, prompts={CHECKED_TOKENS})
         check_against(model, self.decoder)
         self.context = self.decoder.structure.context
         self.vocabulary = int(self.decoder.structure.embedding.get_parameter("weight").shape[0])
@@ -78,6 +83,12 @@ class DecoderBackend(Backend):
         count, longest = len(prompts), max(map(len, prompts))
         state = self._state_for(count, longest + new + proposals)
         return id(state), bucket_of(state.cache.sequences * longest), sampling, proposals, new > 1
+
+    def compile(self, prompts: Sequence[Sequence[int]], new: int, proposals: int) -> None:
+        """Compile the kernels of all products of a batch, in parallel."""
+        longest = max(map(len, prompts))
+        sequences = self._state_for(len(prompts), longest + new + proposals).cache.sequences
+        self.decoder.compile({sequences, sequences * (1 + proposals)}, {sequences * longest})
 
     @torch.no_grad()
     def run(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,8 @@ from semisparse.engine.ops import (
 from semisparse.engine.structure import Layer, Structure, UnknownStructureError, recognise, rotary_table
 from semisparse.formats import Packed, linear
 from semisparse.formats.base import WeightSpec
-from semisparse.nn import JoinedLinear
+from semisparse.formats.product import prepare_products
+from semisparse.nn import JoinedLinear, SparseLinear
 
 
 class DenseLinear:
@@ -32,6 +33,9 @@ class DenseLinear:
 
     Args:
         layers: with biases or without.
+
+    Attributes:
+        packed: the layers' weight.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
@@ -40,7 +44,7 @@ class DenseLinear:
         whole = weights[0].data if len(layers) == 1 else torch.cat([weight.data for weight in weights])
         spec = {"format": "dense", "version": 1, "pattern": "0%", "shape": list(whole.shape), "params": {}}
         dtype = str(whole.dtype).removeprefix("torch.")
-        self._packed = Packed(WeightSpec.from_dict({**spec, "dtype": dtype}), {"values": whole})
+        self.packed = Packed(WeightSpec.from_dict({**spec, "dtype": dtype}), {"values": whole})
         self._bias: Tensor | None = None
         if any(getattr(layer, "bias", None) is not None for layer in layers):
             biases = [getattr(layer, "bias", None) for layer in layers]
@@ -51,7 +55,7 @@ class DenseLinear:
                 weight.data = part
 
     def __call__(self, x: Tensor) -> Tensor:
-        return linear(x, self._packed, self._bias)
+        return linear(x, self.packed, self._bias)
 
 
 class Projection:
@@ -64,26 +68,27 @@ class Projection:
 
     def __init__(self, layers: Sequence[nn.Module], parent: nn.Module) -> None:
         joined = [module for module in parent.children() if isinstance(module, JoinedLinear)]
-        self._whole: Callable[[Tensor], Tensor] | None = None
-        self._apart: Sequence[nn.Module] = ()
         widths = [rows_of(layer) for layer in layers]
         starts = tuple(sum(widths[:i]) for i in range(len(widths)))
         self.columns = Columns(starts, sum(widths))
+        self._parts: list[DenseLinear | nn.Module]
         if joined and len(joined[0].extents) == len(layers):
-            self._whole = joined[0]
+            self._parts = [joined[0]]
             self.columns = Columns(tuple(start for start, _ in joined[0].extents), joined[0].out_features)
         elif all(type(layer) is nn.Linear for layer in layers):
-            self._whole = DenseLinear(layers)
-        elif len(layers) == 1:
-            self._whole = layers[0]
+            self._parts = [DenseLinear(layers)]
         else:
-            self._apart = layers
+            self._parts = [DenseLinear([layer]) if type(layer) is nn.Linear else layer for layer in layers]
+
+    @property
+    def weights(self) -> list[Packed]:
+        """The packed weights."""
+        return [part.packed for part in self._parts if isinstance(part, DenseLinear | SparseLinear)]
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply: [M, K] to [M, columns.width]."""
-        if self._whole is not None:
-            return self._whole(x)
-        return torch.cat([layer(x) for layer in self._apart], dim=-1)
+        outputs = [part(x) for part in self._parts]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
 
 def rows_of(layer: nn.Module) -> int:
@@ -102,6 +107,11 @@ class FusedLayer:
     o: Projection
     gate_up: Projection
     down: Projection
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """All four."""
+        return self.qkv, self.o, self.gate_up, self.down
 
 
 class Cache:
@@ -163,7 +173,21 @@ class Decoder:
         self.table: RotaryTable = rotary_table(self.structure, length, self.device, self.dtype)
         self._rotary_length = length
         head = self.structure.head
-        self._head: Callable[[Tensor], Tensor] = DenseLinear([head]) if type(head) is nn.Linear else head
+        self._head: DenseLinear | nn.Module = DenseLinear([head]) if type(head) is nn.Linear else head
+
+    def compile(self, steps: Iterable[int], prompts: Iterable[int]) -> None:
+        """Compile and load the GPU kernels of products, in parallel.
+
+        Args:
+            steps: tokens per decode step, which the head's product takes, too.
+            prompts: tokens of all prompts together.
+        """
+        if self.device.type != "cuda":
+            return
+        layers = [weight for layer in self.layers for part in layer.projections for weight in part.weights]
+        head = [self._head.packed] if isinstance(self._head, DenseLinear | SparseLinear) else []
+        prepare_products(layers, {*steps, *prompts}, self.dtype)
+        prepare_products(head, steps, self.dtype)
 
     def ensure_length(self, length: int) -> None:
         """Make the rotary table long enough."""
@@ -230,6 +254,10 @@ class Decoder:
         return rms_norm(residual, structure.norm, epsilon, delta)[1]
 
 
+CHECKED_TOKENS = 8
+"""Tokens on which the engine is compared with the model's own code."""
+
+
 @torch.no_grad()
 def check_against(model: PreTrainedModel, decoder: Decoder) -> None:
     """Compare the decoder with the model's own code on a few tokens.
@@ -238,10 +266,10 @@ def check_against(model: PreTrainedModel, decoder: Decoder) -> None:
         UnknownStructureError: the logits differ by more than rounding explains.
     """
     vocabulary = int(decoder.structure.embedding.get_parameter("weight").shape[0])
-    tokens = (torch.arange(8, device=decoder.device) * 7 + 1).remainder(vocabulary)[None]
+    tokens = (torch.arange(CHECKED_TOKENS, device=decoder.device) * 7 + 1).remainder(vocabulary)[None]
     own = model(input_ids=tokens, use_cache=False).logits[0, -1].float()
     cache = Cache(decoder.structure, 1, 16, decoder.device, decoder.dtype)
-    found = decoder.prompt(tokens, torch.tensor([7], device=decoder.device), cache)[0].float()
+    found = decoder.prompt(tokens, torch.tensor([CHECKED_TOKENS - 1], device=decoder.device), cache)[0].float()
     off = F.cosine_similarity(own, found, dim=0)
     limit = 0.9999 if decoder.dtype == torch.float32 else 0.99
     if not off > limit:

@@ -30,6 +30,9 @@ class TransformersBackend(Backend):
     def needs(self, prompts: Sequence[Sequence[int]], new: int, sampling: Sampling, proposals: int) -> Hashable:
         return bucket_of(len(prompts)), bucket_of(len(prompts) * max(map(len, prompts)))
 
+    def compile(self, prompts: Sequence[Sequence[int]], new: int, proposals: int) -> None:
+        """Compile nothing: kernels are compiled where they are first called."""
+
     @torch.no_grad()
     def run(
         self, prompts: Sequence[Sequence[int]], new: int, sampling: Sampling, proposals: int = 0

@@ -1,4 +1,4 @@
-"""Counting the bits of masks; loading a model from a stranger waits for it."""
+"""Counting the bits of masks. It is on the path of loading: an untrusted checkpoint is checked by it first."""
 
 from __future__ import annotations
 
