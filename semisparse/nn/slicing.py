@@ -1,9 +1,11 @@
 """Slicing packed weights along N or K for tensor parallelism, and concatenating the slices again.
 
-Tensors with a declared split (`TensorSpec.split_n`, `TensorSpec.split_k`) are sliced directly where the slice begins
-and ends at multiples of the format's grain (`Format.grain`). Everywhere else the weight is unpacked, sliced and packed
-again. That is refused where it would quantise weights a second time. A slice of packed tensors keeps the whole weight's
-pattern, although the fraction of zeros in a slice of a ``70%`` weight may differ from 70 %.
+`Format.grain` is the number of rows or columns at whose multiples a format's tensors can be sliced. If a slice starts at
+such a multiple and ends at one, or at the end of the weight, the stored tensors are sliced: those with a split dimension
+(`TensorSpec.split_n`, `TensorSpec.split_k`) are narrowed, the others are kept whole. Otherwise, or if no tensor has a
+split dimension, the weight is unpacked, sliced and packed again. Packing again raises FormatError if the result would
+not unpack to the same values. A weight that is sliced without packing again keeps the pattern of the whole weight, even
+where it no longer holds exactly: a slice of a ``70%`` weight may not have 70 % zeros.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ def slice_weight(packed: Packed, dim: int, start: int, stop: int) -> Packed:
         start: the first row or column.
         stop: one past the last.
     Raises:
-        FormatError: the range is empty or outside the weight, or the slice would be quantised a second time.
+        FormatError: the range is empty or outside the weight; or the slice must be packed again, and that would quantise
+            it a second time or needs a pattern that the format does not support.
     """
     size = packed.shape[dim]
     if not 0 <= start < stop <= size:
@@ -39,28 +42,30 @@ def slice_weight(packed: Packed, dim: int, start: int, stop: int) -> Packed:
     if (start, stop) == (0, size):
         return packed
     form = get_format(packed.spec.format)
+    names = ("rows", "columns")[dim]
     grain = _grain(form, packed, dim)
     if grain and start % grain == 0 and (stop % grain == 0 or stop == size):
         return _slice_tensors(form, packed, dim, start, stop)
     try:
         return _repack([packed], dim, start, stop, packed.pattern.of_part())
     except FormatError as error:
-        names = ("rows", "columns")[dim]
+        possible = f"can be sliced at multiples of {grain} {names}" if grain else f"cannot be sliced along {names}"
         raise FormatError(
             f"{names} {start} to {stop} cannot be sliced from a weight in format {form.name} ({packed.pattern}, "
-            f"{dict(packed.params)}): {error}. Its tensors can be sliced at multiples of {grain or size} {names}"
+            f"{dict(packed.params)}): {error}. The weight's tensors {possible}"
         ) from error
 
 
 def concatenate_weights(parts: Sequence[Packed], dim: int, pattern: Pattern) -> Packed:
-    """Concatenate the slices of one weight. The result has the bytes of the weight that was sliced.
+    """Concatenate the slices of one weight. The result unpacks to exactly the values of the slices.
 
     Args:
         parts: the slices along ``dim``, in order.
         dim: 0 for slices of rows (N), 1 for slices of columns (K).
         pattern: the pattern of the whole weight.
     Raises:
-        FormatError: the whole weight would be quantised a second time.
+        FormatError: the slices must be packed again, and that would quantise the weight a second time or needs a pattern
+            that the format does not support.
     """
     first = parts[0]
     if len(parts) == 1:
@@ -103,7 +108,8 @@ def _end_on_grain(form: Format, parts: Sequence[Packed], dim: int) -> bool:
 def _slice_tensors(form: Format, packed: Packed, dim: int, start: int, stop: int) -> Packed:
     """Slice every tensor that has a split dimension.
 
-    A tensor's slice begins where the tensor of a weight with only ``start`` rows or columns would end.
+    In each tensor the slice goes from the size that the tensor has for a weight of ``start`` rows (or columns) to its
+    size for a weight of ``stop`` rows (or columns).
     """
 
     def tensor_shapes(size: int) -> dict[str, tuple[int, ...]]:
@@ -139,7 +145,9 @@ def _concatenate_tensors(form: Format, parts: Sequence[Packed], dim: int) -> Pac
 def _repack(parts: Sequence[Packed], dim: int, start: int, stop: int, patterns: Iterable[Pattern]) -> Packed:
     """Unpack and concatenate ``parts``, then pack rows or columns ``start`` to ``stop``.
 
-    The slice is packed with the options that ``params`` records, under the first of ``patterns`` that it obeys.
+    The slice gets the first of ``patterns`` that the format supports and the slice obeys. Formats with `Format.regroup`
+    pack it by that function, which keeps the codes of quantised groups; the others by `Format.pack`, with those of
+    ``params`` that are options of ``pack_weight``.
     """
     form = get_format(parts[0].spec.format)
     weight = torch.cat([part.unpack() for part in parts], dim).narrow(dim, start, stop - start).contiguous()
@@ -152,6 +160,6 @@ def _repack(parts: Sequence[Packed], dim: int, start: int, stop: int, patterns: 
             else:
                 packed = form.pack(weight, pattern, **options)
             if not torch.equal(packed.unpack(), weight):
-                raise FormatError("packing it again would quantise its weights a second time")
+                raise FormatError("packing the slice again would quantise its weights a second time")
             return packed
-    raise FormatError("it obeys no pattern that the format stores")
+    raise FormatError(f"the slice obeys no pattern that format {form.name} supports")
