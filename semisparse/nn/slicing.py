@@ -1,11 +1,11 @@
 """Slicing packed weights along N or K for tensor parallelism, and concatenating the slices again.
 
-`Format.grain` is the number of rows or columns at whose multiples a format's tensors can be sliced. If a slice starts at
-such a multiple and ends at one, or at the end of the weight, the stored tensors are sliced: those with a split dimension
-(`TensorSpec.split_n`, `TensorSpec.split_k`) are narrowed, the others are kept whole. Otherwise, or if no tensor has a
-split dimension, the weight is unpacked, sliced and packed again. Packing again raises FormatError if the result would
-not unpack to the same values. A weight that is sliced without packing again keeps the pattern of the whole weight, even
-where it no longer holds exactly: a slice of a ``70%`` weight may not have 70 % zeros.
+`Format.grain` is the number of rows or columns at whose multiples a format's tensors can be sliced. If a slice starts
+at such a multiple and ends at one, or at the end of the weight, the stored tensors are sliced: those with a split
+dimension (`TensorSpec.split_n`, `TensorSpec.split_k`) are narrowed, the others are kept whole. Otherwise, or if no
+tensor has a split dimension, the weight is unpacked, sliced and packed again. Packing again raises FormatError if the
+result would not unpack to the same values. A weight that is sliced without packing again keeps the pattern of the
+whole weight, even where it no longer holds exactly: a slice of a ``70%`` weight may not have 70 % zeros.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def slice_weight(packed: Packed, dim: int, start: int, stop: int) -> Packed:
         start: the first row or column.
         stop: one past the last.
     Raises:
-        FormatError: the range is empty or outside the weight; or the slice must be packed again, and that would quantise
-            it a second time or needs a pattern that the format does not support.
+        FormatError: the range is empty or outside the weight; or the slice must be packed again, and that would
+            quantise it a second time or needs a pattern that the format does not support.
     """
     size = packed.shape[dim]
     if not 0 <= start < stop <= size:
@@ -64,8 +64,8 @@ def concatenate_weights(parts: Sequence[Packed], dim: int, pattern: Pattern) -> 
         dim: 0 for slices of rows (N), 1 for slices of columns (K).
         pattern: the pattern of the whole weight.
     Raises:
-        FormatError: the slices must be packed again, and that would quantise the weight a second time or needs a pattern
-            that the format does not support.
+        FormatError: the slices must be packed again, and that would quantise the weight a second time or needs a
+            pattern that the format does not support.
     """
     first = parts[0]
     if len(parts) == 1:
