@@ -33,7 +33,7 @@ VLLM := 0.33.0
 VLLM_BUILD := 'setuptools>=78.1.1,<81' setuptools_scm setuptools_rust wheel packaging jinja2
 test-serving: $(SERVING)/ready
 	OMP_NUM_THREADS=1 $(SERVING)/bin/python -m pytest -n auto --dist loadgroup -m '' tests/vllm \
-		tests/evaluate/test_tasks.py tests/docs
+		tests/evaluate/test_tasks.py tests/docs tests/api/test_exporting.py tests/integrations/test_importers.py
 
 $(SERVING)/ready: .venv/ready tests/serving-requirements.txt
 	$(BIN)/python -m venv --clear $(SERVING)

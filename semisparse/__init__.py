@@ -16,7 +16,7 @@ from semisparse.integrations.on_import import register_with_transformers
 from semisparse.version import __version__
 
 if TYPE_CHECKING:
-    from semisparse.api import CompressionReport, compress, linear, load, pack
+    from semisparse.api import CompressionReport, compress, export, linear, load, pack
     from semisparse.engine import Engine, Sampling
     from semisparse.nn import join_layers
 
@@ -29,6 +29,7 @@ __all__ = [
     "SemisparseError",
     "__version__",
     "compress",
+    "export",
     "join_layers",
     "linear",
     "load",
@@ -36,7 +37,7 @@ __all__ = [
 ]
 
 HOMES = {
-    **dict.fromkeys(("CompressionReport", "linear", "load", "pack"), "semisparse.api"),
+    **dict.fromkeys(("CompressionReport", "export", "linear", "load", "pack"), "semisparse.api"),
     **dict.fromkeys(("Engine", "Sampling"), "semisparse.engine"),
     "join_layers": "semisparse.nn",
 }

@@ -2,6 +2,7 @@
 
 from semisparse.api.availability import list_formats
 from semisparse.api.compression import CompressionReport, compress
+from semisparse.api.exporting import export
 from semisparse.api.inspecting import inspect_directory
 from semisparse.api.loading import load
 from semisparse.api.measuring import evaluate
@@ -14,6 +15,7 @@ __all__ = [
     "CompressionReport",
     "compress",
     "evaluate",
+    "export",
     "inspect_directory",
     "linear",
     "list_formats",

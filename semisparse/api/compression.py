@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from semisparse import checkpoint
+from semisparse.api.exporting import load_uncompressed
 from semisparse.api.job import finished_block, job_directory, write_model
 from semisparse.api.packing import pack_for_disk
 from semisparse.api.recipe import can_store, pack_options, read_recipe
@@ -105,7 +106,7 @@ def compress(
         dense, source = model, None
     else:
         source = Path(model)
-        dense, tokenizer = checkpoint.load_dense(source), tokenizer or checkpoint.load_tokenizer(source)
+        dense, tokenizer = load_uncompressed(source), tokenizer or checkpoint.load_tokenizer(source)
     batches = []
     if calibration is not None:
         if tokenizer is None:

@@ -84,11 +84,16 @@ def write_model(
     with checkpoint.atomic_directory(out, scratch_parent=job) as scratch:
         model.save_pretrained(scratch)
         if source is not None:
-            for name in TOKENIZER_FILES:
-                if (source / name).is_file():
-                    shutil.copyfile(source / name, scratch / name)
+            copy_tokenizer(source, scratch)
         elif tokenizer is not None:
             tokenizer.save_pretrained(scratch)
+
+
+def copy_tokenizer(source: Path, out: Path) -> None:
+    """Copy a model directory's tokenizer files to another directory."""
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, out / name)
 
 
 def _job_path(out: Path) -> Path:

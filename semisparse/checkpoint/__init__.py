@@ -6,6 +6,7 @@ from semisparse.checkpoint.directory import (
     ModelDirectory,
     check_headers,
     open_directory,
+    open_files,
     read_ahead,
     read_headers,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "open_directory",
+    "open_files",
     "packed_from_tensors",
     "pick_device",
     "read_ahead",

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,15 +88,23 @@ def open_directory(path: str | Path) -> ModelDirectory:
         CheckpointError: the directory is missing or incomplete, a file is truncated or not safetensors, or a tensor
             has another dtype or shape than config.json declares.
     """
+    directory = open_files(path)
+    block = directory.config.get("quantization_config")
+    layers = {} if block is None else read_block(block)
+    check_headers(layers, directory.headers)
+    return replace(directory, layers=layers)
+
+
+def open_files(path: str | Path) -> ModelDirectory:
+    """Open a model directory whatever its ``quantization_config`` says; ``layers`` is empty.
+
+    Raises:
+        CheckpointError: the directory is missing or incomplete, or a file is truncated or not safetensors.
+    """
     path = Path(path)
     if not path.is_dir():
         raise CheckpointError(f"no model directory at {path}")
-    config = _read_json(path / "config.json")
-    headers = read_headers(_weight_files(path))
-    block = config.get("quantization_config")
-    layers = {} if block is None else read_block(block)
-    check_headers(layers, headers)
-    return ModelDirectory(path, config, headers, layers)
+    return ModelDirectory(path, _read_json(path / "config.json"), read_headers(_weight_files(path)), {})
 
 
 def check_headers(layers: Mapping[str, Packed], headers: Mapping[str, Header]) -> None:

@@ -44,7 +44,9 @@ def load_dense(path: str | Path) -> PreTrainedModel:
     """
     directory = open_directory(path)
     if "quantization_config" in directory.config:
-        raise InputError(f"{path} is compressed already; compress the dense model")
+        raise InputError(
+            f"{path} is compressed already; compress the dense model, or one that `semisparse export --to dense` wrote"
+        )
     return _from_pretrained(directory, "auto")
 
 

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from semisparse.cli import bench, compress, demo, evaluate, formats, generate, inspect, plan, serve, warm
+from semisparse.cli import bench, compress, demo, evaluate, export, formats, generate, inspect, plan, serve, warm
 from semisparse.cli.output import fail
 from semisparse.errors import InputError, SemisparseError
 from semisparse.version import __version__
@@ -46,6 +46,7 @@ app.command("compress")(compress.compress)
 app.command("eval")(evaluate.evaluate)
 app.command("generate")(generate.generate)
 app.command("serve")(serve.serve)
+app.command("export")(export.export)
 app.command("warm")(warm.warm)
 app.command("inspect")(inspect.inspect)
 app.command("formats")(formats.formats)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.quantizers.auto import (
@@ -22,7 +23,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from semisparse.checkpoint import METHOD, VERSION, check_headers, read_ahead, read_block, read_headers
 from semisparse.errors import CheckpointError, SemisparseError
 from semisparse.integrations.tensor_parallel import gather_state_dict, is_distributed, load_tensors_whole, shard_layers
-from semisparse.nn import SparseLinear, replace_linear
+from semisparse.nn import SparseLinear, dequantise_layers, replace_linear
 
 
 class SemisparseConfig(QuantizationConfigMixin):
@@ -78,6 +79,12 @@ class SemisparseQuantizer(HfQuantizer):
         if not is_distributed(model):
             return None, {}
         return gather_state_dict(model, self.quantization_config.to_dict(), sparse_layers(model)), {}
+
+    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        """Replace packed layers by dense ones, and cast the model: what ``model.dequantize()`` calls."""
+        dtype = dtype or model.dtype
+        dequantise_layers(model, dtype)
+        return model.to(dtype)
 
     def is_serializable(self) -> bool:
         return True

@@ -1,5 +1,6 @@
 """SparseLinear, fused layers of several weights, replacing a model's modules, slicing and stacking packed weights."""
 
+from semisparse.nn.dequantise import dequantise_layers
 from semisparse.nn.joined import JoinedLinear, JoinedPart, join_layers
 from semisparse.nn.replace import is_linear, replace_linear, swap_weight, weight_of
 from semisparse.nn.slicing import concatenate_weights, slice_weight
@@ -12,6 +13,7 @@ __all__ = [
     "SparseLinear",
     "StackedLinear",
     "concatenate_weights",
+    "dequantise_layers",
     "is_linear",
     "join_layers",
     "replace_linear",

@@ -15,7 +15,7 @@ from tests.conftest import Outcome
 from tests.docs.pages import DOCS, blocks, commands, file_of
 from tests.serving import Served, one, write
 
-TESTED = {"transformers.md", "vllm.md", "lm-eval.md", "quality.md"}
+TESTED = {"transformers.md", "vllm.md", "lm-eval.md", "quality.md", "checkpoints.md"}
 
 
 @pytest.fixture
@@ -72,6 +72,14 @@ def test_transformers(workdir: Path, run, monkeypatch: pytest.MonkeyPatch):
     assert (workdir / "saved" / "model.safetensors").read_bytes() == (
         workdir / "small" / "model.safetensors"
     ).read_bytes()
+
+
+def test_checkpoints(tmp_path: Path, run, monkeypatch: pytest.MonkeyPatch):
+    write(Served("small", "slide24", one("6:8"), {"kind": "int8"}), tmp_path / "small")
+    monkeypatch.chdir(tmp_path)
+    for words in commands("checkpoints.md"):
+        run_command(words, run)
+    assert {path.name for path in tmp_path.iterdir()} == {"small", "plain", "theirs"}
 
 
 def test_quality(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -1,0 +1,1 @@
+"""Writing models in the checkpoint formats of other tools."""

@@ -1,0 +1,47 @@
+"""Turning packed layers back into the dense layers that they replaced."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from semisparse.errors import InputError
+from semisparse.nn.joined import JoinedLinear, JoinedPart
+from semisparse.nn.sparse_linear import SparseLinear
+
+
+@torch.no_grad()
+def dequantise_layers(model: PreTrainedModel, dtype: torch.dtype) -> list[str]:
+    """Replace every packed layer by a dense one with the unpacked weight; joined layers come apart.
+
+    Args:
+        model: contains `SparseLinear` or joined layers.
+        dtype: of the dense weights and biases.
+    Returns:
+        The names of the layers that were replaced.
+    Raises:
+        InputError: a layer is no linear layer in the model's own code.
+    """
+    with torch.device("meta"):
+        skeleton = type(model)(model.config)
+    packed = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, SparseLinear | JoinedPart) and not isinstance(module, JoinedLinear)
+    }
+    for name, layer in packed.items():
+        dense = skeleton.get_submodule(name)
+        if not isinstance(dense, nn.Linear | Conv1D):
+            raise InputError(f"layer {name} is a {type(dense).__name__}, expected a linear layer")
+        weight = layer.weight.to(dtype)
+        dense.weight = nn.Parameter(weight.T.contiguous() if isinstance(dense, Conv1D) else weight, requires_grad=False)
+        if layer.bias is not None:
+            dense.bias = nn.Parameter(layer.bias.detach().to(dtype), requires_grad=False)
+        model.set_submodule(name, dense.train(model.training))
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, JoinedLinear):
+                delattr(parent, name)
+    return list(packed)
