@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from semisparse.engine.sampling import Sampling
 from semisparse.engine.structure import UnknownStructureError
 from semisparse.engine.text import TextStream
 from semisparse.engine.transformers_backend import TransformersBackend
-from semisparse.errors import InputError
+from semisparse.errors import InputError, SemisparseError
 from semisparse.nn import join_layers
 
 MAX_PROPOSALS = 31
@@ -26,6 +27,19 @@ MAX_PROPOSALS = 31
 
 OnText = Callable[[int, str], None]
 """Called with a prompt's number and the text that follows, as it comes."""
+
+
+@contextmanager
+def _memory_errors() -> Iterator[None]:
+    """Raise a SemisparseError of one sentence where torch finds the GPU's memory full."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info()
+        raise SemisparseError(
+            f"the GPU's memory is full: {free / 1e9:.1f} of {total / 1e9:.1f} GB are free; "
+            "take a smaller batch or a shorter prompt, or end other processes that use it"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -86,6 +100,7 @@ class Engine:
         note: why the model runs through transformers' own code, or None.
     Raises:
         CheckpointError: the directory is missing, incomplete or corrupted.
+        SemisparseError: the model does not fit the GPU's memory.
     """
 
     def __init__(
@@ -97,16 +112,18 @@ class Engine:
         dtype: torch.dtype | None = None,
     ) -> None:
         start = time.perf_counter()
-        if not isinstance(model, PreTrainedModel):
-            tokenizer = tokenizer or load_tokenizer(model)
-            model = load_model(model, device, dtype)
-        if model.device.type == "cuda":
-            join_layers(model)
+        with _memory_errors():
+            if not isinstance(model, PreTrainedModel):
+                tokenizer = tokenizer or load_tokenizer(model)
+                model = load_model(model, device, dtype)
+            if model.device.type == "cuda":
+                join_layers(model)
         self.model, self.tokenizer = model, tokenizer
         self.load_seconds = time.perf_counter() - start
         start = time.perf_counter()
         self.note: str | None = None
-        self.backend = self._backend(model)
+        with _memory_errors():
+            self.backend = self._backend(model)
         self._warm: set[Hashable] = set()
         self._check_seconds = time.perf_counter() - start
 
@@ -186,6 +203,7 @@ class Engine:
             special_tokens: whether the tokenizer adds its own to prompts, such as BOS.
         Raises:
             InputError: a prompt is empty or longer than the model's context, or the batch does not fit the memory.
+            SemisparseError: the GPU's memory is full, for instance because another process fills it meanwhile.
         """
         sampling = sampling or Sampling()
         tokenized = [self._tokenized(prompt, special_tokens) for prompt in prompts]
@@ -194,12 +212,13 @@ class Engine:
         sequences = [_Sequence(tokens, TextStream(self._decoded, tokens, stop)) for tokens in tokenized]
         start = time.perf_counter()
         first = 0.0
-        for row in self.backend.run(tokenized, new, sampling, proposals):
-            first = first or time.perf_counter() - start
-            for number, (sequence, token) in enumerate(zip(sequences, row, strict=True)):
-                self._take(sequence, token, number, on_text)
-            if all(sequence.done for sequence in sequences):
-                break
+        with _memory_errors():
+            for row in self.backend.run(tokenized, new, sampling, proposals):
+                first = first or time.perf_counter() - start
+                for number, (sequence, token) in enumerate(zip(sequences, row, strict=True)):
+                    self._take(sequence, token, number, on_text)
+                if all(sequence.done for sequence in sequences):
+                    break
         seconds = time.perf_counter() - start
         return [
             Generation(
@@ -276,9 +295,10 @@ class Engine:
         if key in self._warm:
             return 0.0
         start = time.perf_counter()
-        self.backend.compile(tokenized, new, proposals)
-        for _ in zip(range(min(new, 2)), self.backend.run(tokenized, new, sampling, proposals), strict=False):
-            pass
+        with _memory_errors():
+            self.backend.compile(tokenized, new, proposals)
+            for _ in zip(range(min(new, 2)), self.backend.run(tokenized, new, sampling, proposals), strict=False):
+                pass
         self._warm.add(key)
         seconds, self._check_seconds = time.perf_counter() - start + self._check_seconds, 0.0
         return seconds

@@ -10,7 +10,7 @@ from semisparse.engine import Engine, Sampling
 from semisparse.engine.backend import DecoderBackend
 from semisparse.engine.speculation import propose
 from semisparse.engine.transformers_backend import TransformersBackend
-from semisparse.errors import InputError
+from semisparse.errors import InputError, SemisparseError
 from tests.models import SHARED, byte_tokenizer, random_model
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -83,6 +83,16 @@ def test_heads_that_no_kernel_takes_run_through_transformers():
     engine = engine_of(model)
     assert "heads have 6 values" in str(engine.note)
     assert engine.generate(["abc"], 8)[0].text == greedy(model, "abc", 8)
+
+
+def test_a_full_gpu_is_one_sentence(llama: Engine, monkeypatch: pytest.MonkeyPatch):
+    def full(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate ...")
+
+    monkeypatch.setattr(llama.backend, "run", full)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *device: (10**9, 80 * 10**9))
+    with pytest.raises(SemisparseError, match=r"memory is full: 1.0 of 80.0 GB are free"):
+        llama.generate(["abc"], 5)
 
 
 def test_what_is_measured_adds_up(llama: Engine):
