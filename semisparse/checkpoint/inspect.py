@@ -67,7 +67,7 @@ def inspect_directory(
 
 def _validate(name: str, packed: Packed) -> None:
     try:
-        get_format(packed.spec.format).validate(packed)
+        get_format(packed.spec.format).verify(packed)
     except (SemisparseError, RuntimeError, IndexError) as error:
         raise CheckpointError(f"layer {name} is corrupted: {error}") from error
 

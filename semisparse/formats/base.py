@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -166,6 +167,15 @@ class Packed:
     spec: WeightSpec
     tensors: dict[str, Tensor]
 
+    def __post_init__(self) -> None:
+        """Refuse tensors on several devices: kernels take all of them from one."""
+        if torch.compiler.is_compiling():
+            return
+        devices = {tensor.device for tensor in self.tensors.values()}
+        if len(devices) > 1:
+            found = ", ".join(f"{name} on {tensor.device}" for name, tensor in self.tensors.items())
+            raise FormatError(f"a weight's tensors are on several devices ({found}): move all to one")
+
     @staticmethod
     def empty(spec: WeightSpec, device: torch.device | str = "meta") -> Packed:
         """Return a weight whose tensors are allocated, not filled.
@@ -256,6 +266,8 @@ class Format:
         unpack: Packed -> weight [N, K] in its dtype.
         check_content: raise `FormatError` unless every index, offset, count and bit mask lies inside the shape; it may
             rely on names, dtypes and shapes having been checked.
+        violation: describe where a weight that has passed ``check_content`` breaks its pattern, or return None. Without
+            it the weight is unpacked and compared.
         kernels: in order of preference; `reference_kernel` is appended.
         cases: edge cases of its own for the contract tests.
         recipes: built-in recipes that end in this format, name -> settings.
@@ -282,6 +294,7 @@ class Format:
     pack_weight: Callable[..., tuple[Mapping[str, Scalar], dict[str, Tensor]]]
     unpack: Callable[[Packed], Tensor]
     check_content: Callable[[Packed], None]
+    violation: Callable[[Packed], str | None] = lambda packed: packed.pattern.violation(packed.unpack() != 0)
     counted: tuple[str, ...] = ()
     kernels: tuple[Kernel, ...] = ()
     cases: tuple[Case, ...] = ()
@@ -305,10 +318,15 @@ class Format:
             PatternError: the weight breaks the pattern; names the first offending row and block.
             FormatError: the format cannot store this pattern or dtype, or the weight is not finite.
         """
+        _check_dense(weight)
         pattern = parse_pattern(pattern)
         reason = self.accepts(pattern)
         if reason:
             raise FormatError(f"format {self.name} cannot store pattern {pattern}: {reason}")
+        known = list(inspect.signature(self.pack_weight).parameters)[2:]
+        if not set(options) <= set(known):
+            unknown = ", ".join(sorted(set(options) - set(known)))
+            raise FormatError(f"format {self.name} has no pack option {unknown}; it has {', '.join(known) or 'none'}")
         if weight.dtype not in WEIGHT_DTYPES:
             raise FormatError(f"format {self.name} stores float16, bfloat16 or float32 weights, got {weight.dtype}")
         if not weight.numel():
@@ -380,6 +398,17 @@ class Format:
                 )
         self.check_content(packed)
 
+    def verify(self, packed: Packed) -> None:
+        """Check a weight as `validate` does, and that it obeys its pattern, on which no kernel relies.
+
+        Raises:
+            FormatError: names what is wrong.
+        """
+        self.validate(packed)
+        violation = self.violation(packed)
+        if violation:
+            raise FormatError(f"the weight does not obey pattern {packed.pattern}: {violation}")
+
     def choose(self, problem: Problem, kernel: str = "auto") -> Kernel:
         """Take the first kernel that can compute ``problem`` and pays there, or the one asked for by name.
 
@@ -410,6 +439,15 @@ class Format:
     def all_kernels(self) -> tuple[Kernel, ...]:
         """The format's kernels and, last, the reference."""
         return (*self.kernels, reference_kernel)
+
+
+def _check_dense(weight: object) -> None:
+    """Refuse what is no strided tensor with values."""
+    if not isinstance(weight, Tensor):
+        raise FormatError(f"a weight is a tensor [N, K], got {type(weight).__name__}")
+    if weight.layout != torch.strided or weight.device.type == "meta":
+        kind = "on the meta device" if weight.device.type == "meta" else f"{weight.layout}"
+        raise FormatError(f"a weight is a strided tensor with values, got one that is {kind}")
 
 
 def _size(dimension: str, counts: Mapping[str, int]) -> int:

@@ -8,7 +8,8 @@ from typing import TypeVar
 from torch import Tensor
 
 from semisparse.errors import FormatError
-from semisparse.formats.base import Params
+from semisparse.formats.base import Packed, Params
+from semisparse.patterns import Group, Unstructured
 
 Choice = TypeVar("Choice", int, str)
 
@@ -44,3 +45,42 @@ def refuse_first(bad: Tensor, tensor: str, what: str, start: Sequence[int] = ())
         place = bad.nonzero()[0].tolist()
         place = [first + at for first, at in zip(start or [0] * len(place), place, strict=True)]
         raise FormatError(f"tensor {tensor}, at {place}: {what}")
+
+
+def refuse_infinite(values: Tensor, tensor: str) -> None:
+    """Refuse values of which one is infinite or NaN.
+
+    Args:
+        values: float16, bfloat16 or float32, of any shape.
+        tensor: its name.
+    Raises:
+        FormatError: names the first such place.
+    """
+    if not values.numel():
+        return
+    low, high = values.aminmax()  # NaN if any value is; 20 times as fast on a CPU as isfinite in 16 bits
+    if not (low.isfinite() and high.isfinite()):
+        refuse_first(~values.isfinite(), tensor, "the value is not finite")
+
+
+def share_violation(packed: Packed, kept: Tensor, unit: int = 1) -> str | None:
+    """Describe where a weight keeps more than a pattern that bounds a share, such as ``70%`` or ``g16@50%``, allows.
+
+    Args:
+        packed: the weight; of one with another pattern nothing is described.
+        kept: [N] int64, weights or groups of weights that each row keeps.
+        unit: weights per such group.
+    Returns:
+        A sentence, or None if there is no such place.
+    """
+    pattern, (n, k) = packed.pattern, packed.shape
+    if not isinstance(pattern, Unstructured | Group):
+        return None
+    # As `Pattern.violation`: pruners round the number per row.
+    slack = max(1, (pattern.size if isinstance(pattern, Group) else 1) // unit)
+    if pattern.by_row:
+        allowed = pattern.kept((1, k)) // unit + slack
+        bad = (kept > allowed).nonzero()
+        return f"row {int(bad[0])} keeps {int(kept[bad[0]])}, {allowed} are allowed" if len(bad) else None
+    allowed, found = pattern.kept((n, k)) // unit + n * slack, int(kept.sum())
+    return f"{found} are kept, {allowed} are allowed" if found > allowed else None

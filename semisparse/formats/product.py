@@ -33,11 +33,11 @@ def linear(x: Tensor, packed: Packed, bias: Tensor | None = None, kernel: str = 
         InputError: x or bias has the wrong size or dtype, or is on another device than the weight.
         KernelError: no kernel can compute this; lists every candidate's reason.
     """
-    n, k = packed.spec.shape
     _check_operands(x, packed, bias)
+    n, k = packed.spec.shape
     flat = x.dim() == 2
     rows = x if flat else x.reshape(-1, k)
-    if torch.compiler.is_compiling() or _needs_gradient(x, bias):
+    if torch.compiler.is_compiling() or _needs_gradient(x, bias) or _is_transformed():
         tensors = [packed.tensors[name] for name in sorted(packed.tensors)]
         y = torch.ops.semisparse.linear(rows, tensors, bias, packed.spec.json, kernel)
     else:
@@ -46,6 +46,11 @@ def linear(x: Tensor, packed: Packed, bias: Tensor | None = None, kernel: str = 
 
 
 def _check_operands(x: Tensor, packed: Packed, bias: Tensor | None) -> None:
+    if not (isinstance(x, Tensor) and isinstance(packed, Packed) and (bias is None or isinstance(bias, Tensor))):
+        found = ", ".join(type(operand).__name__ for operand in (x, packed, bias))
+        raise InputError(f"the operands are {found}; expected a Tensor, a Packed weight, and a Tensor or None")
+    if x.layout != torch.strided:
+        raise InputError(f"x is {x.layout}, expected a strided tensor")
     n, k = packed.spec.shape
     if x.dim() == 0 or x.shape[-1] != k:
         raise InputError(f"x is {list(x.shape)}, expected [..., {k}] features: the weight takes K = {k}")
@@ -53,12 +58,19 @@ def _check_operands(x: Tensor, packed: Packed, bias: Tensor | None) -> None:
         raise InputError(f"bias is {list(bias.shape)}, expected [{n}]")
     if x.device != packed.device:
         raise InputError(f"x is on {x.device}, the weight on {packed.device}: move one to the other's device")
+    if bias is not None and bias.dtype not in DTYPES:
+        raise InputError(f"bias is {bias.dtype}, expected float16, bfloat16 or float32")
     if bias is not None and bias.device != x.device:
         raise InputError(f"the bias is on {bias.device}, the weight on {x.device}: move one to the other's device")
 
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Of x. A bias may have another one of these, and is cast."""
+
+
+def _is_transformed() -> bool:
+    """Return whether ``torch.vmap`` or another transform of torch.func runs, whose tensors have no data to point to."""
+    return torch._C._functorch.maybe_current_level() is not None
 
 
 def _needs_gradient(x: Tensor, bias: Tensor | None) -> bool:
@@ -140,6 +152,28 @@ def _operator_fake(x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: 
 
 _library.impl("linear", _operator, "CompositeExplicitAutograd")
 torch.library.register_fake("semisparse::linear", _operator_fake, lib=_library)
+
+
+def _operator_batched(
+    info: Any, dims: tuple[Any, ...], x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: str, kernel: str
+) -> tuple[Tensor, int]:
+    """Compute a batch of products under `torch.vmap`: of x and biases; the weight is the same for all.
+
+    Raises:
+        InputError: the packed tensors are batched.
+    """
+    in_x, in_tensors, in_bias, _, _ = dims
+    if any(dim is not None for dim in in_tensors):
+        raise InputError("torch.vmap over a packed weight is not supported: map over x or the bias")
+    x = x.movedim(in_x, 0) if in_x is not None else x.expand(info.batch_size, *x.shape)
+    plain = None if bias is None or in_bias is not None else bias
+    y = torch.ops.semisparse.linear(x.flatten(0, 1), tensors, plain, spec, kernel).unflatten(0, x.shape[:2])
+    if bias is not None and in_bias is not None:
+        y = (y.float() + bias.movedim(in_bias, 0)[:, None].float()).to(y.dtype)
+    return y, 0
+
+
+torch.library.register_vmap("semisparse::linear", _operator_batched, lib=_library)
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

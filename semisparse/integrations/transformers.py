@@ -21,7 +21,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from semisparse.checkpoint import METHOD, VERSION, check_headers, read_ahead, read_block, read_headers
-from semisparse.errors import CheckpointError, SemisparseError
+from semisparse.errors import CheckpointError, InputError, SemisparseError
 from semisparse.integrations.tensor_parallel import gather_state_dict, is_distributed, load_tensors_whole, shard_layers
 from semisparse.nn import SparseLinear, dequantise_layers, replace_linear
 
@@ -67,6 +67,12 @@ class SemisparseQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         layers = sparse_layers(model)
         for name, module in layers.items():
+            if module.packed.device.type == "meta":
+                raise InputError(
+                    f"layer {name} was to be offloaded to disk, which packed weights cannot be: give a device_map "
+                    "without disk"
+                )
+            module.requires_grad_(False)  # transformers makes every floating-point parameter require gradients
             try:
                 module.validate()
             except SemisparseError as error:

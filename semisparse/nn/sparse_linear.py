@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -125,10 +125,23 @@ class SparseLinear(nn.Module):
                 del destination[prefix + name]
             destination.update({prefix + name: tensor.cpu() for name, tensor in stored.tensors.items()})
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Load the layout on disk."""
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Load the layout on disk, after checking it: kernels follow its indices.
+
+        Raises:
+            FormatError: a tensor contradicts the layer's format; the layer stays as it was.
+        """
         self.arrange("cpu")
-        super()._load_from_state_dict(*args, **kwargs)
+        found = {name: state_dict.get(prefix + name) for name in self._names}
+        given = {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
+        present = self.packed.tensors
+        fits = all(tensor.shape == present[name].shape for name, tensor in given.items())  # else torch refuses it
+        if given and fits and all(tensor.device.type != "meta" for tensor in given.values()):
+            rest = {name: tensor for name, tensor in present.items() if name not in given}
+            whole = {**rest, **{name: tensor.to(present[name].dtype) for name, tensor in given.items()}}
+            device = next(iter(given.values())).device
+            get_format(self.spec.format).validate(Packed(self.spec, {n: t.to(device) for n, t in whole.items()}))
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self.arrange()
 
     def extra_repr(self) -> str:

@@ -23,7 +23,7 @@ def parse_pattern(text: str | Pattern) -> Pattern:
     if isinstance(text, Pattern):
         return text
     for family in FAMILIES:
-        pattern = family.parse(text.strip())
+        pattern = family.parse(text.strip()) if isinstance(text, str) else None
         if pattern is not None:
             return pattern
     known = "; ".join(family.forms for family in FAMILIES)

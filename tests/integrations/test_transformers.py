@@ -11,7 +11,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 import semisparse
 from semisparse.checkpoint import atomic_directory
-from semisparse.errors import CheckpointError
+from semisparse.errors import CheckpointError, InputError
 from semisparse.formats import get_format
 from semisparse.integrations.on_import import register_with_transformers
 from semisparse.integrations.transformers import mark_compressed, sparse_layers
@@ -138,3 +138,11 @@ def test_compressing_while_loading_is_refused(tmp_path: Path):
 
     with pytest.raises(semisparse.SemisparseError, match="run `semisparse compress"):
         AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=SemisparseConfig(layers={}))
+
+
+def test_a_layer_on_disk_is_refused_and_no_packed_tensor_wants_gradients(directory: Path, tmp_path: Path):
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    assert not any(p.requires_grad for layer in sparse_layers(model).values() for p in layer.parameters())
+    placed = {name: "cpu" for name, _ in model.named_children()} | {"model": "cpu", "model.layers.1": "disk"}
+    with pytest.raises(InputError, match="cannot be: give a device_map without disk"):
+        AutoModelForCausalLM.from_pretrained(directory, device_map=placed, offload_folder=str(tmp_path / "off"))

@@ -10,7 +10,7 @@ from semisparse.formats.bitmask.cpu import kernel as cpu
 from semisparse.formats.bitmask.cuda import decode, decode_rows, gemm, unpack
 from semisparse.formats.bitmask.cuda.schedule import gemm_pays
 from semisparse.formats.bitmask.storage import disk, layouts
-from semisparse.formats.bitmask.storage.check import check_content
+from semisparse.formats.bitmask.storage.check import check_content, violation
 from semisparse.formats.kernel import Kernel
 
 FORMAT = Format(
@@ -25,6 +25,7 @@ FORMAT = Format(
     pack_weight=disk.pack,
     unpack=layouts.unpack,
     check_content=check_content,
+    violation=violation,
     arrange=layouts.arrange,
     kernels=(
         Kernel("cpu", "cpu", cpu.refusal, cpu.prepare),

@@ -10,7 +10,7 @@ from semisparse.formats.ec_csr.cpu import kernel as cpu
 from semisparse.formats.ec_csr.cuda import decode, decode_mma, unpack
 from semisparse.formats.ec_csr.paper import decode as paper
 from semisparse.formats.ec_csr.storage import disk
-from semisparse.formats.ec_csr.storage.check import check_content
+from semisparse.formats.ec_csr.storage.check import check_content, violation
 from semisparse.formats.ec_csr.storage.gpu import arrange
 from semisparse.formats.ec_csr.storage.stack import stack
 from semisparse.formats.kernel import Kernel
@@ -47,6 +47,7 @@ FORMAT = Format(
     pack_weight=disk.pack_weight,
     unpack=disk.unpack,
     check_content=check_content,
+    violation=violation,
     grain=disk.grain,
     stack=stack,
     arrange=arrange,

@@ -9,7 +9,7 @@ from semisparse.formats.gqs.cost import cost
 from semisparse.formats.gqs.cpu import kernel as cpu
 from semisparse.formats.gqs.cuda import decode, unpack
 from semisparse.formats.gqs.storage import disk
-from semisparse.formats.gqs.storage.check import check_content
+from semisparse.formats.gqs.storage.check import check_content, violation
 from semisparse.formats.gqs.storage.regroup import regroup
 from semisparse.formats.gqs.storage.stack import stack
 from semisparse.formats.kernel import Kernel
@@ -25,6 +25,7 @@ FORMAT = Format(
     pack_weight=disk.pack,
     unpack=disk.unpack,
     check_content=check_content,
+    violation=violation,
     counted=("kept",),
     kernels=(
         Kernel("cpu", "cpu", cpu.refusal, cpu.prepare),

@@ -25,7 +25,7 @@ def damaged(packed: Packed, name: str, at: tuple[int, ...], value: float) -> Pac
         ("32:64", "masks", (2, 0), -1, r"masks, at \[2, 0\]: a mask has not exactly 32 bits"),
         ("32:64", "masks", (2, 1), 0, r"masks, at \[2, 1\]: a mask has not exactly 32 bits"),
         ("64:64", "values", (1, 127), 1.0, r"values, at \[1, 63\]: a weight past column K = 70"),
-        ("64:64", "values", (1, 127), float("nan"), "past column K = 70"),
+        ("64:64", "values", (1, 127), float("nan"), r"values, at \[1, 127\]: the value is not finite"),
         ("70%", "masks", (3, 0), -1, "row_starts, at .3.: a row's length"),
         ("70%", "masks", (3, 1), -(2**63), "row_starts|past column K"),
         ("70%", "row_starts", (0,), 1, "runs from 1"),

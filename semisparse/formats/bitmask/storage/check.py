@@ -8,10 +8,11 @@ from torch import Tensor
 from semisparse.errors import FormatError
 from semisparse.formats.base import Packed
 from semisparse.formats.bitmask.storage import gpu
-from semisparse.formats.bitmask.storage.disk import BLOCK, values_per_block
+from semisparse.formats.bitmask.storage.disk import BLOCK, bits_of, values_per_block
 from semisparse.formats.bitmask.storage.layouts import layout_of
 from semisparse.formats.bits import bit_counts
-from semisparse.formats.checks import refuse_first
+from semisparse.formats.checks import refuse_first, refuse_infinite, share_violation
+from semisparse.patterns import NM, VectorNM
 
 
 def check_content(packed: Packed) -> None:
@@ -24,6 +25,7 @@ def check_content(packed: Packed) -> None:
         _check_padding(packed)
         packed = gpu.to_rows(packed)
     masks = packed.tensors["masks"]
+    refuse_infinite(packed.tensors["values"], "values")
     bits = bit_counts(masks)
     beyond = bit_counts(masks[:, -1] & _mask_beyond(packed.shape[1]))
     count = values_per_block(packed.pattern)
@@ -32,12 +34,54 @@ def check_content(packed: Packed) -> None:
         refuse_first(beyond != 0, "masks", f"the last mask has bits past column K = {packed.shape[1]}")
         return
     refuse_first(bits != count, "masks", f"a mask has not exactly {count} bits, as pattern {packed.pattern} requires")
-    if packed.shape[1] % BLOCK == 0:
-        return
-    slot = torch.arange(count, device=masks.device)
-    past_k = slot >= count - beyond[:, None]
-    tail = packed.tensors["values"][:, -count:]
-    refuse_first(past_k & (tail != 0), "values", f"a weight past column K = {packed.shape[1]} is not zero")
+    if packed.shape[1] % BLOCK:
+        slot = torch.arange(count, device=masks.device)
+        past_k = slot >= count - beyond[:, None]
+        tail = packed.tensors["values"][:, -count:]
+        refuse_first(past_k & (tail != 0), "values", f"a weight past column K = {packed.shape[1]} is not zero")
+
+
+def violation(packed: Packed) -> str | None:
+    """Describe the first place where a weight that has passed `check_content` breaks its pattern, or return None.
+
+    A mask may have more bits in a window than the pattern keeps, because blocks with fewer weights are filled up with
+    zeros. So only the weights of rows with such windows are looked at: most weights have none.
+    """
+    if layout_of(packed.params) == "tiles":
+        packed = gpu.to_rows(packed)
+    pattern, masks = packed.pattern, packed.tensors["masks"]
+    if values_per_block(pattern) is None:
+        return share_violation(packed, packed.tensors["row_starts"].diff())
+    if not isinstance(pattern, NM | VectorNM):
+        return None
+    rows = _has_fuller_window(masks, pattern.window, pattern.keep).any(1).nonzero().flatten()
+    if not len(rows):
+        return None
+    stored = bits_of(masks[rows])
+    weights = torch.zeros(stored.shape, dtype=torch.bool, device=masks.device)
+    weights.masked_scatter_(stored, packed.tensors["values"][rows] != 0)
+    kept = weights.flatten(1).unflatten(1, (-1, pattern.window)).sum(-1)
+    bad = (kept > pattern.keep).any(1)
+    return f"a window of row {int(rows[bad][0])} keeps more than {pattern.keep}" if bad.any() else None
+
+
+def _has_fuller_window(masks: Tensor, window: int, keep: int) -> Tensor:
+    """Return which masks have more than ``keep`` bits in one of their windows, a power of two: [N, blocks] bool."""
+    if window == 1 or window == BLOCK or keep == window:  # the number of bits of a mask has been checked
+        return torch.zeros_like(masks, dtype=torch.bool)
+    counts, width = masks, 1  # counts of bits in fields of `width` bits, all fields of a mask at once
+    while width < window:
+        low = _fields(2 * width, 2**width - 1)
+        counts = (counts & low) + (counts >> width & low)
+        width *= 2
+    # A field's highest bit becomes 1 where the count is above `keep`.
+    return (counts + _fields(window, 2 ** (window - 1) - 1 - keep) & _fields(window, 2 ** (window - 1))) != 0
+
+
+def _fields(width: int, value: int) -> int:
+    """Return a signed 64-bit number with ``value`` in each field of ``width`` bits."""
+    bits = sum(value << first for first in range(0, BLOCK, width))
+    return bits - (bits >> 63 << 64)
 
 
 def _check_row_starts(packed: Packed, bits_of_rows: Tensor) -> None:

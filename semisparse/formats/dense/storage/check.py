@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from semisparse.errors import FormatError
 from semisparse.formats.base import Packed
+from semisparse.formats.checks import refuse_first, refuse_infinite
 
 
 def check_content(packed: Packed) -> None:
@@ -15,5 +15,7 @@ def check_content(packed: Packed) -> None:
         FormatError: names the tensor.
     """
     for name, tensor in packed.tensors.items():
-        if (tensor.is_floating_point() or tensor.dtype == torch.float8_e4m3fn) and not tensor.float().isfinite().all():
-            raise FormatError(f"tensor {name} holds a value that is not finite")
+        if tensor.dtype == torch.float8_e4m3fn:
+            refuse_first((tensor.view(torch.uint8) & 0x7F) == 0x7F, name, "the value is not a number")
+        elif tensor.is_floating_point():
+            refuse_infinite(tensor, name)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from semisparse.errors import FormatError
 from semisparse.formats.base import Packed
-from semisparse.formats.checks import refuse_first
+from semisparse.formats.checks import refuse_first, refuse_infinite
 from semisparse.formats.ec_csr.cpu import kernel as cpu
 from semisparse.formats.ec_csr.paper.check import check_paper
 from semisparse.formats.ec_csr.storage.deltas import LANES, PANELS, layout_of, refuse_repeats, widened
@@ -35,6 +35,17 @@ def check_content(packed: Packed) -> None:
         _check_panels(packed)
     else:
         check_paper(packed)
+    refuse_infinite(packed.tensors["values"], "values")
+
+
+def violation(packed: Packed) -> str | None:
+    """Say whether a weight that has passed `check_content` keeps more than its pattern allows; None if it does not.
+
+    Only the number of weights is compared.
+    """
+    allowed = packed.pattern.kept(packed.shape) + packed.shape[0]  # as `Pattern.violation`: pruners round per row
+    found = int(packed.tensors["values"].count_nonzero())
+    return f"{found} weights are kept, {allowed} are allowed" if found > allowed else None
 
 
 def _check_panels(packed: Packed) -> None:

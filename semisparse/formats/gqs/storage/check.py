@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from semisparse.errors import FormatError
 from semisparse.formats.base import Packed
 from semisparse.formats.bits import bit_counts
+from semisparse.formats.checks import share_violation
 from semisparse.formats.gqs.storage.disk import group_size
 from semisparse.formats.gqs.storage.masks import CHUNK_GROUPS, CHUNK_ROWS
 
@@ -40,6 +41,18 @@ def check_content(packed: Packed) -> None:
     if not _positive_and_finite(scale):
         group = int((~((scale > 0) & (scale < torch.inf))).nonzero()[0])
         raise FormatError(f"tensor scale, at group {group}: {scale[group].item()} is not above 0 and finite")
+
+
+def violation(packed: Packed) -> str | None:
+    """Describe where a weight that has passed `check_content` keeps more groups than its pattern allows, if it does."""
+    kept = _kept_per_row(packed.tensors["masks"])[: packed.shape[0]]
+    return share_violation(packed, kept, group_size(packed.pattern))
+
+
+def _kept_per_row(masks: Tensor) -> Tensor:
+    """Return the groups kept in each row of the chunks, [row tiles * 16] int64."""
+    rows = [bit_counts(masks >> CHUNK_GROUPS * row & (1 << CHUNK_GROUPS) - 1).sum(1) for row in range(CHUNK_ROWS)]
+    return torch.stack(rows, 1).flatten()
 
 
 def _signed(bits: int) -> int:

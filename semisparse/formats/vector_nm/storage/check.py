@@ -7,7 +7,7 @@ from torch import Tensor
 
 from semisparse.errors import FormatError
 from semisparse.formats.base import Packed
-from semisparse.formats.checks import refuse_first
+from semisparse.formats.checks import refuse_first, refuse_infinite
 from semisparse.formats.vector_nm.storage import gpu
 from semisparse.formats.vector_nm.storage.disk import columns_of, vectors_of
 
@@ -32,6 +32,7 @@ def check_vectors(packed: Packed) -> None:
     vectors = vectors_of(packed.pattern)
     n, k = packed.shape
     values, positions = packed.tensors["values"], packed.tensors["positions"]
+    refuse_infinite(values, "values")
     if positions.max() >= vectors.window:
         outside = positions > vectors.window - 1  # a uint8 cannot be compared with 256
         refuse_first(outside, "positions", f"not below the window's {vectors.window} vectors")

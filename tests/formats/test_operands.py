@@ -1,0 +1,78 @@
+"""Operands that are none: one sentence, no crash. And `torch.vmap`, whose tensors have no data of their own."""
+
+import pytest
+import torch
+
+from semisparse.errors import FormatError, InputError, PatternError
+from semisparse.formats import Packed, get_format, linear
+from semisparse.nn import SparseLinear
+from semisparse.patterns import parse_pattern
+
+WEIGHT = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
+WEIGHT = WEIGHT * parse_pattern("2:4").mask(WEIGHT.abs())
+PACKED = get_format("bitmask").pack(WEIGHT, "2:4")
+X = torch.randn(2, 64)
+
+
+@pytest.mark.parametrize(
+    ("x", "bias", "message"),
+    [
+        ([1.0], None, "operands are list"),
+        (X, [0.0] * 8, "list"),
+        (X.to_sparse(), None, "sparse_coo, expected a strided"),
+        (X.int(), None, "x is torch.int32"),
+        (X.bool(), None, "x is torch.bool"),
+        (X.to(torch.complex64), None, "x is torch.complex64"),
+        (torch.tensor(1.0), None, r"x is \[\]"),
+        (X.to("meta"), None, "x is on meta"),
+        (X, torch.zeros(8, device="meta"), "bias is on meta"),
+        (X, torch.zeros(8, dtype=torch.int32), "bias is torch.int32"),
+    ],
+)
+def test_operands_that_are_none_are_refused(x, bias, message: str):
+    with pytest.raises(InputError, match=message):
+        linear(x, PACKED, bias)
+
+
+def test_a_weight_on_two_devices_is_refused():
+    tensors = {name: tensor.to("meta") if name == "values" else tensor for name, tensor in PACKED.tensors.items()}
+    with pytest.raises(FormatError, match="several devices"):
+        Packed(PACKED.spec, tensors)
+
+
+@pytest.mark.parametrize(
+    ("weight", "pattern", "options", "message"),
+    [
+        ([[1.0]], "2:4", {}, "got list"),
+        (WEIGHT.to("meta"), "2:4", {}, "meta device"),
+        (WEIGHT.to_sparse(), "2:4", {}, "sparse_coo"),
+        (WEIGHT, None, {}, "unknown pattern None"),
+        (WEIGHT, "2:4", {"bits": 3}, "no pack option bits; it has none"),
+    ],
+)
+def test_weights_that_are_none_are_refused(weight, pattern, options: dict, message: str):
+    with pytest.raises((FormatError, PatternError), match=message):
+        get_format("bitmask").pack(weight, pattern, **options)
+
+
+def test_vmap_over_x_and_bias():
+    x, bias = torch.randn(3, 2, 64), torch.randn(3, 8)
+    expected = torch.stack([linear(rows, PACKED, b) for rows, b in zip(x, bias, strict=True)])
+    torch.testing.assert_close(torch.vmap(lambda r, b: linear(r, PACKED, b))(x, bias), expected, rtol=1e-6, atol=1e-6)
+    found = torch.vmap(lambda r: linear(r, PACKED), in_dims=1)(x.transpose(0, 1))
+    torch.testing.assert_close(found, torch.stack([linear(rows, PACKED) for rows in x]), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "damaged"),
+    [("ec_csr", "50%", "deltas"), ("gqs", "g16@50%", "starts"), ("vector_nm", "2:4v1", "positions")],
+)
+def test_a_state_dict_is_checked_before_it_is_taken(name: str, pattern: str, damaged: str):
+    weight = WEIGHT * parse_pattern(pattern).mask(WEIGHT.abs())
+    layer = SparseLinear(get_format(name).pack(weight, pattern))
+    before, state = layer(X), layer.state_dict()
+    with pytest.raises(FormatError, match=damaged):
+        layer.load_state_dict({**state, damaged: torch.full_like(state[damaged], 100)})
+    assert torch.equal(layer(X), before)
+    layer.load_state_dict(state)
+    assert torch.equal(layer(X), before)
