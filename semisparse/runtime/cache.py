@@ -1,9 +1,13 @@
-"""The cache directory of the user: compiled code and measured rates, kept between processes."""
+"""The cache directory of the user: compiled code and measured rates, kept between processes.
+
+What lies in the cache is run. So a directory or an entry is used only if nobody but this user (or root) can write it.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import stat
 import sys
 import uuid
 import warnings
@@ -30,20 +34,25 @@ def cache_directory() -> Path:
 def cached(folder: str, key: bytes, build: Callable[[], bytes]) -> bytes:
     """Return a cache entry. It is built if it is missing or its checksum is wrong.
 
-    Entries are written atomically, so that processes may share the cache. If the directory cannot be written, a warning
-    is issued and the next process builds the entry again.
+    Entries are written atomically, so that processes may share the cache. If the directory cannot be written, or others
+    can write it, a warning is issued and the next process builds the entry again.
 
     Args:
         folder: the kind of entry, a subdirectory of the cache.
         key: everything that the content depends on. The file name is its SHA-256.
         build: computes the content.
     """
-    path = cache_directory() / folder / hashlib.sha256(key).hexdigest()
-    content = _read(path)
+    name = hashlib.sha256(key)
+    path = cache_directory() / folder / name.hexdigest()
+    distrust = _distrust(cache_directory()) or _distrust(path.parent)
+    if distrust:
+        warnings.warn(f"{distrust}: the cache is not used; set SEMISPARSE_CACHE to a directory of yours", stacklevel=2)
+        return build()
+    content = _read(path, name.digest())
     if content is None:
         content = build()
         try:
-            write_atomically(path, hashlib.sha256(content).digest() + content)
+            write_atomically(path, _checksum(name.digest(), content) + content)
         except OSError as error:
             warnings.warn(
                 f"cannot write the cache entry {path}: {error}; set SEMISPARSE_CACHE to a writable directory",
@@ -52,21 +61,59 @@ def cached(folder: str, key: bytes, build: Callable[[], bytes]) -> bytes:
     return content
 
 
-def _read(path: Path) -> bytes | None:
+def _distrust(directory: Path) -> str | None:
+    """Say why a directory must not be used; None if it may, or does not exist.
+
+    The write permission of others is removed from a directory of this user: what they have put there has another owner,
+    so `_read` ignores it.
+    """
     try:
-        stored = path.read_bytes()
+        status = directory.stat()
+    except OSError:
+        return None
+    if not _is_ours(status):
+        return f"{directory} belongs to another user"
+    if status.st_mode & _OTHERS_WRITE and hasattr(os, "getuid"):
+        try:
+            directory.chmod(stat.S_IMODE(status.st_mode) & ~_OTHERS_WRITE)
+        except OSError:
+            return f"{directory} can be written by others"
+    return None
+
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+def _is_ours(status: os.stat_result) -> bool:
+    return not hasattr(os, "getuid") or status.st_uid in (os.getuid(), 0)
+
+
+def _checksum(name: bytes, content: bytes) -> bytes:
+    """Return the checksum of an entry: of its name, too, so that one entry cannot be put in the place of another."""
+    return hashlib.sha256(name + content).digest()
+
+
+def _read(path: Path, name: bytes) -> bytes | None:
+    """Return an entry's content; None if it is absent, damaged, or could have been written by others."""
+    try:
+        with open(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not _is_ours(status) or (status.st_mode & _OTHERS_WRITE and hasattr(os, "getuid")):
+                return None
+            stored = file.read()
     except OSError:
         return None
     digest, content = stored[:DIGEST_BYTES], stored[DIGEST_BYTES:]
-    return content if hashlib.sha256(content).digest() == digest else None
+    return content if _checksum(name, content) == digest else None
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file atomically, and create its directory."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".new-{uuid.uuid4().hex}")  # files made by tempfile are readable by their owner only
+    """Write a file atomically, and create its directory. Others may read it at most."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
+    temporary = path.with_name(f".new-{uuid.uuid4().hex}")
     try:
-        temporary.write_bytes(content)
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb") as file:
+            file.write(content)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)

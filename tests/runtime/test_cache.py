@@ -1,5 +1,6 @@
 """The cache on disk: entries are built once, rebuilt if damaged, and shared by processes."""
 
+import hashlib
 import sys
 from pathlib import Path
 
@@ -88,3 +89,43 @@ def test_the_directory_is_the_platforms(monkeypatch, tmp_path, platform, variabl
     monkeypatch.setenv(variable, str(tmp_path))
     monkeypatch.setattr(sys, "platform", platform)
     assert cache_directory() == tmp_path / below
+
+
+def test_an_entry_that_others_could_have_written_is_built_again(cache):
+    cached("kind", b"key", lambda: b"content")
+    entry(cache).chmod(0o666)
+    assert cached("kind", b"key", lambda: b"new") == b"new"
+    assert cached("kind", b"key", fail) == b"new"
+    assert entry(cache).stat().st_mode & 0o022 == 0
+
+
+def test_an_entry_in_the_place_of_another_is_built_again(cache):
+    cached("kind", b"key", lambda: b"content")
+    first = entry(cache)
+    cached("kind", b"other key", lambda: b"other")
+    (second,) = set((cache / "kind").iterdir()) - {first}
+    second.write_bytes(first.read_bytes())
+    assert cached("kind", b"other key", lambda: b"again") == b"again"
+
+
+def test_a_link_is_not_followed(cache, tmp_path):
+    cached("kind", b"key", lambda: b"content")
+    entry(cache).rename(tmp_path / "elsewhere")
+    (cache / "kind" / "link").symlink_to(tmp_path / "elsewhere")
+    (cache / "kind" / "link").rename(cache / "kind" / Path(hashlib.sha256(b"key").hexdigest()))
+    assert cached("kind", b"key", lambda: b"new") == b"new"
+
+
+def test_a_directory_that_others_can_write_is_closed(cache):
+    cached("kind", b"key", lambda: b"content")
+    (cache / "kind").chmod(0o777)
+    assert cached("kind", b"key", fail) == b"content"
+    assert (cache / "kind").stat().st_mode & 0o022 == 0
+
+
+def test_the_directory_of_another_user_is_not_used(cache, monkeypatch):
+    cached("kind", b"key", lambda: b"content")
+    monkeypatch.setattr("semisparse.runtime.cache._is_ours", lambda status: False)
+    with pytest.warns(UserWarning, match="belongs to another user: the cache is not used"):
+        assert cached("kind", b"key", lambda: b"built") == b"built"
+    assert len(list((cache / "kind").iterdir())) == 1
