@@ -21,6 +21,7 @@ from semisparse.api.packing import pack_for_disk
 from semisparse.api.recipe import can_store, pack_options, read_recipe
 from semisparse.api.sequences import Text, sequence_length
 from semisparse.compress import (
+    NEEDS_CALIBRATION,
     Journal,
     LayerReport,
     Progress,
@@ -102,6 +103,10 @@ def compress(
     start = time.perf_counter()
     plan = read_recipe(recipe, settings)
     target = checkpoint.pick_device(device)
+    if calibration is None and plan.needs_calibration:
+        raise InputError(NEEDS_CALIBRATION)
+    if out is not None and not resume:
+        checkpoint.refuse_existing(Path(out).absolute())
     if isinstance(model, PreTrainedModel):
         dense, source = model, None
     else:
@@ -127,7 +132,9 @@ def compress(
         return _report(finished, time.perf_counter() - start, tuning)
     checkpoint.refuse_existing(out)
     with job_directory(out, resume) as job:
-        block = run(journal=Journal(job, identity)) | {"origin": identity}
+        # On a CPU the number of threads changes the order of sums, and so the bytes.
+        threads = {"number of CPU threads": str(torch.get_num_threads())} if target.type == "cpu" else {}
+        block = run(journal=Journal(job, identity | threads)) | {"origin": identity}
         mark_compressed(dense, block)
         write_model(dense, tokenizer, source, out, job)
         shutil.rmtree(job)

@@ -46,7 +46,7 @@ def finished_block(out: Path, identity: Mapping[str, str]) -> dict[str, Any] | N
 
 @contextmanager
 def job_directory(out: Path, resume: bool) -> Iterator[Path]:
-    """Yield the job directory of ``out``, locked against other processes.
+    """Yield the job directory of ``out``, locked against other processes; removed if a failure leaves no work in it.
 
     Args:
         out: the output directory.
@@ -62,7 +62,12 @@ def job_directory(out: Path, resume: bool) -> Iterator[Path]:
         with FileLock(job / "lock", timeout=0):
             if unfinished:
                 raise InputError(f"{job} holds an unfinished run; go on with --resume, or delete it")
-            yield job
+            try:
+                yield job
+            except BaseException:
+                if not any(job.glob("*.safetensors")):  # no piece of work is finished: nothing to resume
+                    shutil.rmtree(job, ignore_errors=True)
+                raise
     except Timeout as error:
         raise InputError(f"another run is writing to {out}; wait for it or choose another --out") from error
     except OSError as error:

@@ -44,7 +44,11 @@ def progress_bar(shown: bool = True) -> Iterator[Progress]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, disable=not shown) as bars:
-        yield bars
+        try:
+            yield bars
+        except BaseException:
+            bars.live.transient = True  # no bar that has stopped stays above the error
+            raise
 
 
 def fail(sentence: str, status: int) -> NoReturn:

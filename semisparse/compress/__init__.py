@@ -1,6 +1,6 @@
 """Turn a dense model into one whose weights obey a pattern: recipes, calibration, pruning, search and tuning."""
 
-from semisparse.compress.calibration import calibration_batches
+from semisparse.compress.calibration import NEEDS_CALIBRATION, calibration_batches
 from semisparse.compress.journal import Journal, fingerprint
 from semisparse.compress.pipeline import compress_decoder_layers
 from semisparse.compress.recipe import Recipe, parse_settings, read_yaml
@@ -8,6 +8,7 @@ from semisparse.compress.report import LayerReport, Progress
 from semisparse.compress.tune import TuningResult
 
 __all__ = [
+    "NEEDS_CALIBRATION",
     "Journal",
     "LayerReport",
     "Progress",

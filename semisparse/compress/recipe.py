@@ -160,6 +160,12 @@ class Recipe:
         removed = dict.fromkeys(NEEDS_DENSE, "none") if changed.get("prune") == "none" else {}
         return replace(self, **{**removed, **changed}, options=tuple(sorted(packing.items())))
 
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether one of the stages measures errors on calibration text."""
+        without = self.prune == "none" or (self.prune == "magnitude" and self.search == "none")
+        return not (without and self.tune == "none")
+
     def with_settings(self, settings: Iterable[str], options: Options | None = None) -> Recipe:
         """Return the recipe with some keys changed, each written ``key=value``; as `with_changes`."""
         return self.with_changes(parse_settings(settings), options)

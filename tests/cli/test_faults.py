@@ -146,6 +146,15 @@ def test_a_compressed_model_is_not_compressed_again(run: Run, compress, text: Pa
     assert_refused(run("compress", tmp_path / "out", *again), "is compressed already")
 
 
+def test_a_run_without_finished_work_leaves_nothing(run: Run, compress, model: Path, tmp_path: Path, monkeypatch):
+    out = tmp_path / "out"
+    assert_refused(run("compress", model, "--recipe", "rheosparse", "--out", out, "--json"), "needs calibration text")
+    with monkeypatch.context() as patch:
+        patch.setattr("semisparse.api.compression._run_recipe", lambda *arguments, **options: 1 / 0)
+        assert_refused(compress(), "unexpected ZeroDivisionError", status=1)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith((".out", "out"))]
+
+
 def test_resume_with_other_settings(run: Run, compress, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     def interrupted(*arguments: object, **options: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -157,6 +166,9 @@ def test_resume_with_other_settings(run: Run, compress, monkeypatch: pytest.Monk
     assert (tmp_path / "out.partial").exists()
     assert_refused(compress("--resume", "--seed", "1"), "differs in: calibration tokens, seed")
     assert_refused(compress("--resume", "--set", "prune=wanda"), "differs in: recipe")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: 7)
+        assert_refused(compress("--resume"), "differs in: number of CPU threads")
     assert compress("--resume").status == 0
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith((".out", "out"))) == ["out"]
 
