@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+import warnings
+from typing import Annotated, Any
 
 import typer
 
 from semisparse.cli import bench, compress, demo, evaluate, export, formats, generate, inspect, plan, serve, warm
-from semisparse.cli.output import fail
+from semisparse.cli.output import console, fail
 from semisparse.errors import InputError, SemisparseError
 from semisparse.version import __version__
 
@@ -55,6 +56,11 @@ app.add_typer(bench.app, name="bench")
 app.command("demo")(demo.demo)
 
 
+def _show_warning(message: Warning | str, *others: Any, **more: Any) -> None:
+    """Print a warning as one line on stderr, without the place in the code."""
+    console.print(f"warning: {message}", soft_wrap=True, highlight=False, markup=False)
+
+
 def main() -> None:
     """Run the command line. Errors print one sentence and exit with status 2 (bad input) or 1 (failure)."""
     debug = "--debug" in sys.argv
@@ -63,6 +69,7 @@ def main() -> None:
     # transformers and huggingface_hub read these when a verb imports them.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    warnings.showwarning = _show_warning
     try:
         app()
     except SemisparseError as error:

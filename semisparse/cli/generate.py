@@ -96,7 +96,7 @@ def _load(model: Path, device: str, quiet: bool) -> Engine:
     from semisparse.engine import Engine
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.filterwarnings("ignore", message=".* runs through transformers' own code")  # printed below
         if quiet:
             engine = Engine(model, device=device)
         else:

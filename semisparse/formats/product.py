@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from semisparse.errors import InputError
-from semisparse.formats.base import Packed, WeightSpec, get_format
+from semisparse.formats.base import Packed, WeightSpec, get_format, reference_kernel
 from semisparse.formats.kernel import Problem, Product, bucket_of
 
 
@@ -105,8 +106,18 @@ def _prepared(spec: WeightSpec, kernel: str, m: int, dtype: torch.dtype, device:
     """
     if dtype not in DTYPES:
         raise InputError(f"x is {dtype}, expected float16, bfloat16 or float32")
-    problem = Problem(m, spec, dtype, device)
-    return get_format(spec.format).choose(problem, kernel).prepare(problem)
+    problem, form = Problem(m, spec, dtype, device), get_format(spec.format)
+    chosen = form.choose(problem, kernel)
+    if chosen is reference_kernel and kernel == "auto":
+        candidates = [candidate for candidate in form.kernels if candidate.device in (None, device.type)]
+        _say_slow(form.name, "; ".join(f"{c.name}: {c.refusal(problem)}" for c in candidates))
+    return chosen.prepare(problem)
+
+
+@cache
+def _say_slow(form: str, reasons: str) -> None:
+    """Warn, once per format and reason, that products are computed by the slow reference kernel."""
+    warnings.warn(f"format {form} runs its slow reference kernel, because no other can run ({reasons})", stacklevel=2)
 
 
 def prepare_products(weights: Iterable[Packed], tokens: Iterable[int], dtype: torch.dtype) -> None:

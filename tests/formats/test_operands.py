@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from semisparse.errors import FormatError, InputError, PatternError
-from semisparse.formats import Packed, get_format, linear
+from semisparse.formats import Packed, get_format, linear, product
 from semisparse.nn import SparseLinear
 from semisparse.patterns import parse_pattern
 
@@ -76,3 +76,14 @@ def test_a_state_dict_is_checked_before_it_is_taken(name: str, pattern: str, dam
     assert torch.equal(layer(X), before)
     layer.load_state_dict(state)
     assert torch.equal(layer(X), before)
+
+
+def test_the_slow_reference_kernel_is_announced_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("semisparse.runtime.cpp.refusal", lambda: "no C++ compiler found")
+    product._prepared.cache_clear()
+    product._say_slow.cache_clear()
+    with pytest.warns(UserWarning, match="bitmask runs its slow reference kernel.*no C.. compiler found") as warned:
+        linear(X, PACKED)
+        linear(X[:1], PACKED)
+    assert len(warned) == 1
+    product._prepared.cache_clear()
