@@ -71,4 +71,4 @@ def read_block(block: Mapping[str, Any]) -> dict[str, Packed]:
 
 def _numeric_order(name: str) -> list[tuple[int, str]]:
     """Return a sort key that puts layer 10 after layer 9. The JSON table is in alphabetical order."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]

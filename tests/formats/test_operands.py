@@ -1,5 +1,8 @@
 """Operands that are none: one sentence, no crash. And `torch.vmap`, whose tensors have no data of their own."""
 
+import re
+import warnings
+
 import pytest
 import torch
 
@@ -82,8 +85,10 @@ def test_the_slow_reference_kernel_is_announced_once(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("semisparse.runtime.cpp.refusal", lambda: "no C++ compiler found")
     product._prepared.cache_clear()
     product._say_slow.cache_clear()
-    with pytest.warns(UserWarning, match="bitmask runs its slow reference kernel.*no C.. compiler found") as warned:
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
         linear(X, PACKED)
         linear(X[:1], PACKED)
-    assert len(warned) == 1
+    (message,) = (str(warning.message) for warning in warned)
+    assert re.search("bitmask runs its slow reference kernel.*no C.. compiler found", message)
     product._prepared.cache_clear()
