@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import semisparse
 from semisparse.api import load
@@ -55,11 +56,12 @@ class Subject:
         self.device = pick_device(options.device)
         self.tokenizer = load_tokenizer(self.directory)
         self.dense = load(self.directory, options.device, torch.float32)
+        self.dtype = AutoConfig.from_pretrained(self.directory).dtype
         held_out_text = options.shared / "text" / held_out
         self.chunks = token_chunks(self.tokenizer, held_out_text, self.seqlen)[: options.chunks]
 
     def compress(
-        self, recipe: str, settings: Sequence[str], seed: int
+        self, recipe: str, settings: Sequence[str], seed: int, target: Mapping[str, Any] | None = None
     ) -> tuple[PreTrainedModel, semisparse.CompressionReport]:
         """Compress a new copy of the model; return it and the report."""
         model = AutoModelForCausalLM.from_pretrained(self.directory, dtype="auto")
@@ -69,6 +71,7 @@ class Subject:
             recipe,
             self.calibration,
             settings=settings,
+            target=target,
             samples=self.options.samples,
             seqlen=self.seqlen,
             device=self.options.device,

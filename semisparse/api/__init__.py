@@ -8,6 +8,7 @@ from semisparse.api.loading import load
 from semisparse.api.measuring import evaluate
 from semisparse.api.packing import pack
 from semisparse.api.recipe import read_recipe, recipes
+from semisparse.api.targets import parse_targets
 from semisparse.checkpoint import load_tokenizer, pick_device
 from semisparse.formats import linear
 
@@ -22,6 +23,7 @@ __all__ = [
     "load",
     "load_tokenizer",
     "pack",
+    "parse_targets",
     "pick_device",
     "read_recipe",
     "recipes",

@@ -20,8 +20,11 @@ from semisparse.api.job import finished_block, job_directory, write_model
 from semisparse.api.packing import pack_for_disk
 from semisparse.api.recipe import can_store, pack_options, read_recipe
 from semisparse.api.sequences import Text, sequence_length
+from semisparse.api.targets import WORKLOADS, limits_of, menu, options_of, reached, written
+from semisparse.bench.machines import find_machine
 from semisparse.compress import (
     NEEDS_CALIBRATION,
+    Choice,
     Journal,
     LayerReport,
     Progress,
@@ -32,6 +35,8 @@ from semisparse.compress import (
     fingerprint,
 )
 from semisparse.compress.search import SearchResult, search_patterns
+from semisparse.compress.search.allocate import Unreachable
+from semisparse.compress.search.joint import JointResult, search_choices
 from semisparse.errors import InputError
 from semisparse.integrations.transformers import mark_compressed
 from semisparse.nn import replace_linear, weight_of
@@ -50,6 +55,8 @@ class CompressionReport:
             of the search), ``evaluations`` and ``tokens``. None without a search.
         tuning: per tuning stage of this run its name, held-out loss before and after, steps, failure, seconds and
             peak_bytes (of GPU memory).
+        target: what was asked for, by key; None without targets.
+        reached: what the model has instead: bits and size as stored, speed-ups as predicted. None without targets.
     """
 
     layers: list[dict[str, Any]]
@@ -58,10 +65,13 @@ class CompressionReport:
     seconds: float
     search: dict[str, Any] | None
     tuning: list[dict[str, Any]]
+    target: dict[str, float] | None = None
+    reached: dict[str, float] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain JSON values."""
-        return asdict(self)
+        values = asdict(self)
+        return values if self.target else {key: values[key] for key in values if key not in ("target", "reached")}
 
 
 def compress(
@@ -72,6 +82,8 @@ def compress(
     out: str | Path | None = None,
     *,
     settings: Sequence[str] = (),
+    target: Mapping[str, Any] | None = None,
+    gpu: str | None = None,
     samples: int | None = None,
     seqlen: int | None = None,
     device: str = "auto",
@@ -88,6 +100,8 @@ def compress(
         calibration: a text file or documents.
         out: the directory to write, atomically. Unfinished work is kept in ``<out>.partial``.
         settings: changes to the recipe, ``key=value`` each.
+        target: what the recipe ``auto`` has to reach, such as ``{"bits": 3.0, "decode": 2.5}``; keys of `TARGETS`.
+        gpu: the machine that speed-ups are predicted for, as in `plan`; by default this one.
         samples: calibration sequences; by default 262,144 tokens.
         seqlen: tokens per sequence; by default the model's context, 2048 at most.
         device: where one decoder layer at a time is compressed: ``auto``, ``cpu`` or ``cuda``.
@@ -101,8 +115,8 @@ def compress(
         SemisparseError: writing failed.
     """
     start = time.perf_counter()
-    plan = read_recipe(recipe, settings)
-    target = checkpoint.pick_device(device)
+    plan = read_recipe(recipe, [*settings, *([f"gpu={gpu}"] if gpu else [])], target)
+    where = checkpoint.pick_device(device)
     if calibration is None and plan.needs_calibration:
         raise InputError(NEEDS_CALIBRATION)
     if out is not None and not resume:
@@ -119,21 +133,21 @@ def compress(
         length = sequence_length(dense, seqlen)
         batches = calibration_batches(tokenizer, calibration, samples=samples, seqlen=length, seed=seed)
     tuning: list[dict[str, Any]] = []
-    run = partial(_run_recipe, dense, batches, plan, tuning, seed=seed, device=target, progress=progress)
+    run = partial(_run_recipe, dense, batches, plan, tuning, seed=seed, device=where, progress=progress)
     if out is None:
         block = run(journal=None)
         mark_compressed(dense, block)
         return _report(block, time.perf_counter() - start, tuning)
 
     out = Path(out).absolute()
-    identity = fingerprint(dense, batches, plan, seed=seed, device=target)
+    identity = fingerprint(dense, batches, plan, seed=seed, device=where)
     finished = finished_block(out, identity) if resume else None
     if finished is not None:
         return _report(finished, time.perf_counter() - start, tuning)
     checkpoint.refuse_existing(out)
     with job_directory(out, resume) as job:
         # On a CPU the number of threads changes the order of sums, and so the bytes.
-        threads = {"number of CPU threads": str(torch.get_num_threads())} if target.type == "cpu" else {}
+        threads = {"number of CPU threads": str(torch.get_num_threads())} if where.type == "cpu" else {}
         block = run(journal=Journal(job, identity | threads)) | {"origin": identity}
         mark_compressed(dense, block)
         write_model(dense, tokenizer, source, out, job)
@@ -158,38 +172,69 @@ def _run_recipe(
         tuning.append({"stage": stage, **asdict(result)})
 
     run: dict[str, Any] = {"device": device, "progress": progress, "journal": journal}
-    found = None
-    if plan.search != "none":
+    found: SearchResult | JointResult | None = None
+    if plan.search == "joint":
+        found = _search_choices(model, batches, plan, seed=seed, **run)
+    elif plan.search != "none":
         found = search_patterns(model, batches, plan, seed=seed, accepts=partial(can_store, plan), **run)
     patterns, pruned = (found.patterns, found.weights) if found else (None, None)
+    choices = found.choices if isinstance(found, JointResult) else {}
     reports = compress_decoder_layers(
         model, batches, plan, seed=seed, patterns=patterns, pruned=pruned, on_tuned=on_tuned, **run
     )
-    return _pack_layers(model, plan, reports, found)
+    return _pack_layers(model, plan, reports, choices) | {"search": found.metrics() if found else None}
+
+
+def _search_choices(model: PreTrainedModel, batches: Sequence[Tensor], plan: Recipe, **run: Any) -> JointResult:
+    """Choose pattern, bits and format of every layer such that the recipe's targets hold."""
+    targets = dict(plan.targets)
+    workloads = [key for key in targets if key in WORKLOADS]
+    machine = find_machine(plan.gpu) if workloads else None
+    many_tokens = machine is not None and machine.device == "cuda" and "prompt" in workloads
+    dtype = model.dtype
+    options = options_of(menu(plan, rounds_activations=many_tokens), workloads, dtype, machine)
+    try:
+        return search_choices(model, batches, plan, options, limits_of(targets, dtype), **run)
+    except Unreachable as error:
+        best = reached(targets, {**error.least, "bits": error.least.get("bits", 1.0)}, dtype)
+        alone = " singly" if len(targets) > 1 else ""
+        raise InputError(f"{error} ({written(targets)}); the best that can be had{alone} is {written(best)}") from error
 
 
 def _pack_layers(
-    model: PreTrainedModel, plan: Recipe, reports: Sequence[LayerReport], found: SearchResult | None
+    model: PreTrainedModel, plan: Recipe, reports: Sequence[LayerReport], choices: Mapping[str, Choice]
 ) -> dict[str, Any]:
-    """Replace every compressed layer by a packed one. Return the ``quantization_config`` block."""
+    """Replace every compressed layer by a packed one. Return the ``quantization_config`` block.
+
+    Args:
+        model: with compressed weights.
+        plan: how they were compressed.
+        reports: on the layers.
+        choices: by module name, of layers that are not compressed as the recipe says.
+    """
     layers = {}
     for report in reports:
         weight = weight_of(model.get_submodule(report.name))
-        options = pack_options(plan) | ({"scales": report.scales.to(weight.device)} if report.scales else {})
-        packed = pack_for_disk(weight, plan.format, report.pattern, **options)
+        choice = choices.get(report.name, Choice(report.pattern, plan.quant, plan.format))
+        options = pack_options(plan, choice.quant)
+        options |= {"scales": report.scales.to(weight.device)} if report.scales else {}
+        packed = pack_for_disk(weight, choice.format, report.pattern, **options)
         replace_linear(model, report.name, packed)
         measured = {"density": report.density, "error": report.error, "outcome": report.outcome}
         layers[report.name] = packed.spec.to_dict() | measured
     settings = {"quant_method": checkpoint.METHOD, "version": checkpoint.VERSION, "recipe": plan.to_dict()}
-    return settings | {"layers": layers, "search": found.metrics() if found else None}
+    return settings | {"layers": layers}
 
 
 def _report(block: Mapping[str, Any], seconds: float, tuning: list[dict[str, Any]]) -> CompressionReport:
-    rows, before, after = [], 0, 0
+    rows, before, after, dtype = [], 0, 0, torch.bfloat16
     for name, packed in checkpoint.read_block(block).items():
         entry = block["layers"][name]
         shown = {key: entry[key] for key in ("pattern", "format", "density", "error", "outcome")}
         rows.append({"name": name, **shown, "bits_per_weight": packed.bits_per_weight})
         before += packed.shape[0] * packed.shape[1] * packed.dtype.itemsize
         after += packed.nbytes
-    return CompressionReport(rows, before, after, seconds, block.get("search"), tuning)
+        dtype = packed.dtype
+    found, target = block.get("search"), block["recipe"].get("targets")
+    has = reached(target, {**found["predicted"], "bits": after / before}, dtype) if target and found else None
+    return CompressionReport(rows, before, after, seconds, found, tuning, target, has)

@@ -6,35 +6,55 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from semisparse.compress import Recipe, parse_settings, read_yaml
+from semisparse.compress import NEEDS_DENSE, NO_ZEROS, Recipe, parse_settings, read_yaml
 from semisparse.errors import RecipeError
 from semisparse.formats import registry
 from semisparse.formats.base import format_names, get_format
 from semisparse.patterns import Pattern, parse_pattern
+from semisparse.quant.group import KINDS as GROUP_KINDS
+
+DENSE_GROUPS = "g128@0%"
+"""The pattern of dense low-bit weights, unless a recipe names another."""
+
+GROUP_FORMAT = "gqs"
+"""The format that stores them."""
+
+
+AUTO: Mapping[str, Any] = {"pattern": "0%", "prune": "sparsegpt", "search": "joint", "tune": "bqpo"}
+"""The recipe ``auto``: each layer's pattern, bits and format are chosen such that the targets hold."""
 
 
 def recipes() -> dict[str, Mapping[str, Any]]:
-    """Return the built-in recipes, which the formats declare, by name."""
-    return {name: settings for form in registry().values() for name, settings in form.recipes.items()}
+    """Return the built-in recipes by name: those that the formats declare, and ``auto``."""
+    return {name: settings for form in registry().values() for name, settings in form.recipes.items()} | {"auto": AUTO}
 
 
-def read_recipe(recipe: str | Path | Recipe, settings: Sequence[str] = ()) -> Recipe:
+def read_recipe(
+    recipe: str | Path | Recipe, settings: Sequence[str] = (), targets: Mapping[str, Any] | None = None
+) -> Recipe:
     """Read a recipe by name or from a YAML file, and apply settings to it.
 
     Args:
         recipe: a `Recipe`, a built-in recipe's name or a YAML file.
         settings: changes to the recipe, ``key=value`` each.
+        targets: of ``search=joint``, such as ``{"bits": 3.0}``.
     Raises:
         RecipeError: a name, key or value is unknown (lists the known ones), or the format cannot store the pattern or
             the quantisation.
     """
-    changes = parse_settings(settings)
+    changes = parse_settings(settings) | ({"targets": targets} if targets else {})
     if isinstance(recipe, Recipe):
         result = recipe.with_changes(changes, _format_keys({"format": recipe.format} | changes))
     else:
         values = _read_values(recipe)
-        format_keys = _format_keys(values | changes)
-        result = Recipe.read(values, format_keys).with_changes(changes, format_keys)
+        if changes.get("prune") == "none":  # there is no dense model for these stages, unless they are asked for
+            values = {key: value for key, value in values.items() if key not in NEEDS_DENSE}
+        values = {**values, **changes}
+        result = Recipe.read(_in_groups(values), _format_keys(values))
+    if result.search == "joint":
+        if result.quant != "none":
+            raise RecipeError("search=joint chooses the bits of each layer; leave quant out")
+        return result
     if result.format != "auto":
         reason = get_format(result.format).accepts(parse_pattern(result.pattern))
         if reason:
@@ -47,6 +67,13 @@ def read_recipe(recipe: str | Path | Recipe, settings: Sequence[str] = ()) -> Re
             f"set another one, or format={' or '.join(formats)}"
         )
     return result
+
+
+def _in_groups(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Write the pattern ``0%`` of weights that are rounded in groups as what it is: no group of 128 is dropped."""
+    if values.get("quant") in GROUP_KINDS and values.get("pattern") == NO_ZEROS:
+        return {**values, "pattern": DENSE_GROUPS, **({} if "format" in values else {"format": GROUP_FORMAT})}
+    return values
 
 
 def _read_values(recipe: str | Path) -> dict[str, Any]:
@@ -64,9 +91,9 @@ def _format_keys(values: Mapping[str, Any]) -> Mapping[str, Sequence[str | int]]
     return get_format(name).options if name in format_names() else {}
 
 
-def pack_options(plan: Recipe) -> dict[str, str | int]:
-    """Return the pack options that a recipe sets."""
-    return dict(plan.options) | ({} if plan.quant == "none" else {"kind": plan.quant})
+def pack_options(plan: Recipe, quant: str) -> dict[str, Any]:
+    """Return the pack options that a recipe sets, for a layer that is quantised as ``quant`` says."""
+    return dict(plan.options) | ({} if quant == "none" else {"kind": quant})
 
 
 def can_store(plan: Recipe, pattern: Pattern) -> bool:

@@ -9,18 +9,45 @@ import typer
 
 from semisparse.cli.arguments import Json
 from semisparse.cli.output import bytes_text, console, print_json, print_table, progress_bar
+from semisparse.errors import InputError
 
 if TYPE_CHECKING:
     from semisparse.api import CompressionReport
 
-RECIPES = ("slidesparse", "nm-spmm", "ec-spmv", "rheosparse", "gqsa")
+RECIPES = (
+    "auto",
+    "slidesparse",
+    "nm-spmm",
+    "ec-spmv",
+    "rheosparse",
+    "gqsa",
+    "dense-w8",
+    "dense-w4",
+    "dense-w3",
+    "dense-w2",
+)
 """The built-in recipes, for the help text."""
 
 
 def compress(
     model: Annotated[Path, typer.Argument(help="A dense model directory (config.json, *.safetensors, tokenizer).")],
-    recipe: Annotated[str, typer.Option("--recipe", help=f"A YAML file, or one of: {', '.join(RECIPES)}.")],
     out: Annotated[Path, typer.Option("--out", help="The directory to write; it must not exist.")],
+    recipe: Annotated[
+        str | None,
+        typer.Option("--recipe", help=f"A YAML file, or one of: {', '.join(RECIPES)}. With --target it is auto."),
+    ] = None,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--target",
+            help="What recipe auto has to reach: bits=3.0, size=0.2, decode=2.5x, prompt=1.3x, "
+            "batch32=1.5x; several together.",
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option("--gpu", help="The machine whose speed-ups --target means, as in `plan`; by default this one."),
+    ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Change a key of the recipe: pattern=6:8, prune=wanda, ...")
     ] = None,
@@ -45,9 +72,14 @@ def compress(
 
     Unfinished work is kept in OUT.partial. The same command with --resume continues it, with the same result.
 
-    Example: `semisparse compress model --recipe rheosparse --set pattern=16:32 --calib text.txt --out out`
+    Examples: `semisparse compress model --target bits=3.0 --calib text.txt --out out` chooses pattern, bits and format
+    of every layer; `semisparse compress model --recipe rheosparse --set pattern=16:32 --calib text.txt --out out`.
     """
     from semisparse import api
+
+    targets = api.parse_targets(target or ())
+    if recipe is None and not targets:
+        raise InputError(f"give --recipe ({', '.join(RECIPES)}, or a YAML file) or --target (such as bits=3.0)")
 
     try:
         with progress_bar(shown=not as_json) as bars:
@@ -58,7 +90,9 @@ def compress(
 
             report = api.compress(
                 model,
-                recipe=recipe,
+                recipe=recipe or "auto",
+                target=targets,
+                gpu=gpu,
                 calibration=calib,
                 out=out,
                 settings=settings or (),
@@ -95,7 +129,9 @@ def _show(title: str, report: CompressionReport) -> None:
     print_table(title, columns, rows)
     if report.tuning:
         _show_tuning(report.tuning)
-    if report.search:
+    if report.target and report.reached and report.search:
+        _show_target(report.target, report.reached, report.search)
+    elif report.search:
         search = report.search
         console.print(
             f"search: KL to dense on the search's tokens {search['uniform_kl']:.4f} with the same pattern everywhere, "
@@ -105,6 +141,22 @@ def _show(title: str, report: CompressionReport) -> None:
     console.print(
         f"linear layers: {bytes_text(report.bytes_before)} before, {bytes_text(report.bytes_after)} after "
         f"({report.bytes_after / max(report.bytes_before, 1):.3f}); {report.seconds:.1f} s",
+        highlight=False,
+    )
+
+
+def _show_target(target: dict[str, float], reached: dict[str, float], search: dict[str, Any]) -> None:
+    """Print what was asked for beside what the model has, and the best that one choice for all layers would give."""
+    rows = [(key, f"{value:.4g}", f"{reached[key]:.4g}") for key, value in target.items()]
+    print_table("Target", ("target", "asked", "reached"), rows)
+    uniform = (
+        "no single choice for all layers reaches it"
+        if search["uniform"] is None
+        else f"{search['uniform_kl']:.4f} with {search['uniform']} everywhere, the best single choice that reaches it"
+    )
+    console.print(
+        f"search: KL to dense on the search's tokens before tuning {search['kl']:.4f}; {uniform}; "
+        f"{search['evaluations']} evaluations",
         highlight=False,
     )
 

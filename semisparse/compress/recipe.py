@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from semisparse.quant.group import KINDS as GROUP_KINDS
 KNOWN_VALUES: dict[str, tuple[str, ...]] = {
     "prune": ("magnitude", "wanda", "sparsegpt", "none"),
     "quant": ("none", "int8", "fp8", *GROUP_KINDS),
-    "search": ("evolution", "rheosparse", "none"),
+    "search": ("evolution", "rheosparse", "joint", "none"),
     "tune": ("bqpo", "bqpo+e2e", "none"),
     "refine": ("cg", "none"),
     "order": ("windows", "columns"),
@@ -36,6 +37,15 @@ INTEGERS = ("search_tokens", "search_effort", "search_banks", "tune_epochs")
 POSITIVE = ("damping", "tune_rate")
 """The keys that are numbers above 0."""
 
+TARGETS = {
+    "bits": "stored bits per weight",
+    "size": "bytes relative to dense",
+    "decode": "speed-up of one token",
+    "batch32": "speed-up of 32 tokens",
+    "prompt": "speed-up of a prompt",
+}
+"""What ``search=joint`` can be asked for; speed-ups are those of the linear layers over dense ones."""
+
 NEEDS_DENSE = ("search", "tune")
 """The stages that compare with the dense model; a recipe with ``prune=none`` has none, and cannot use them."""
 
@@ -52,7 +62,8 @@ class Recipe:
             pattern such as ``g16@50%``, while pruned. ``w4a8``: as ``w4``, with 8-bit activations at inference.
         format: name of the format that stores the result, or ``auto``.
         search: how density is distributed over the linear layers: ``evolution``, ``rheosparse`` (the paper's) or
-            ``none`` (uniform). The total number of kept weights is that of `pattern`.
+            ``none`` (uniform). The total number of kept weights is that of `pattern`. ``joint`` chooses pattern, bits
+            and format of each layer instead, such that `targets` hold.
         tune: how kept weights are trained. ``bqpo``: one decoder layer at a time, to match the dense one's outputs.
             ``bqpo+e2e``: then also the scales and zero points of quantised groups, on the language-model loss.
         ignore: glob patterns of module names; linear layers that match stay dense.
@@ -70,6 +81,8 @@ class Recipe:
         tune_epochs: maximum number of passes of tuning over the calibration tokens.
         tune_rate: learning rate of tuning, as a fraction of a linear layer's root mean square weight.
         options: keys that the format adds, such as ``delta_bits``, as (key, value); each is set as a key of its own.
+        targets: what ``search=joint`` has to reach, as (key of `TARGETS`, value).
+        gpu: the machine that speed-ups are predicted for, as in `plan`.
 
     Raises:
         RecipeError: a value is unknown, or out of range.
@@ -92,6 +105,8 @@ class Recipe:
     tune_epochs: int = 10
     tune_rate: float = 0.03
     options: tuple[tuple[str, str | int], ...] = ()
+    targets: tuple[tuple[str, float], ...] = ()
+    gpu: str = "auto"
 
     def __post_init__(self) -> None:
         for key, known in KNOWN_VALUES.items():
@@ -109,7 +124,13 @@ class Recipe:
                     f"{key}={getattr(self, key)} needs the dense model, but with prune=none the model is already "
                     f"pruned; set {key}=none, or another prune"
                 )
-        if self.tune == "bqpo+e2e" and not self.code_bits:
+        if (self.search == "joint") != bool(self.targets):
+            targets = ", ".join(f"{key} ({what})" for key, what in TARGETS.items())
+            raise RecipeError(
+                f"search={self.search} takes {'at least one target' if self.search == 'joint' else 'no target'}; "
+                f"a target goes with --recipe auto, and is KEY=VALUE with one of: {targets}"
+            )
+        if self.tune == "bqpo+e2e" and not self.code_bits and self.search != "joint":
             raise RecipeError(
                 f"tune=bqpo+e2e trains the scales of quantised groups, quant={self.quant} has none; set quant=w4"
             )
@@ -151,7 +172,9 @@ class Recipe:
         changed: dict[str, Any] = {}
         packing = dict(self.options)
         for key, value in changes.items():
-            if key == "options" and isinstance(value, Mapping):
+            if key == "targets":
+                changed[key] = read_targets(value)
+            elif key == "options" and isinstance(value, Mapping):
                 packing |= {name: _option(name, each, options) for name, each in value.items()}
             elif key in _known_keys():
                 changed[key] = _typed(key, value)
@@ -172,8 +195,39 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the recipe as JSON values, from which `read` builds an equal recipe."""
-        values = {**asdict(self), "ignore": list(self.ignore), "options": dict(self.options)}
-        return values if self.options else {key: value for key, value in values.items() if key != "options"}
+        values = {
+            **asdict(self),
+            "ignore": list(self.ignore),
+            "options": dict(self.options),
+            "targets": dict(self.targets),
+        }
+        unused = {key for key in ("options", "targets") if not values[key]} | ({"gpu"} if not self.targets else set())
+        return {key: value for key, value in values.items() if key not in unused}
+
+
+def read_targets(targets: Any) -> tuple[tuple[str, float], ...]:
+    """Return the value of the key ``targets``, from a mapping of keys to values such as 3.0 or ``2.5x``.
+
+    Raises:
+        RecipeError: a key is unknown, or a value is out of range.
+    """
+    if not isinstance(targets, Mapping):
+        raise RecipeError(f"recipe key 'targets' is {targets!r}; it is a mapping such as {{bits: 3.0}}")
+    result = {}
+    for key, value in targets.items():
+        if key not in TARGETS:
+            raise RecipeError(f"unknown target {key!r}; the known ones are: {', '.join(TARGETS)}")
+        text = str(value).strip()
+        try:
+            number = float(text.removesuffix("x") if key not in ("bits", "size") else text)
+        except ValueError:
+            number = math.nan
+        if not 0 < number < math.inf or (key == "size" and number > 1):
+            unit = "a share above 0 and up to 1" if key == "size" else "a number above 0"
+            example = {"bits": "3.0", "size": "0.2"}.get(key, "1.5x")
+            raise RecipeError(f"target {key} is {text!r}; it is {unit}, such as {key}={example}")
+        result[key] = number
+    return tuple(sorted(result.items()))
 
 
 def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
@@ -233,7 +287,7 @@ def _parse_yaml(text: str, what: str) -> Any:
 
 def _known_keys() -> list[str]:
     """Return the keys that every recipe has."""
-    return [field.name for field in fields(Recipe) if field.name != "options"]
+    return [field.name for field in fields(Recipe) if field.name not in ("options", "targets")]
 
 
 def _option(key: str, value: Any, options: Options) -> str | int:

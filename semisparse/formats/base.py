@@ -274,6 +274,7 @@ class Format:
         lossless: whether unpack returns the packed weight bit for bit.
         cost: (problem, packed weight's bytes) -> the passes of a product, for `plan` and the bench's floors.
         variants: the pack options worth planning and measuring.
+        choices: what a joint search may make of a layer, each as (pattern, recipe key ``quant``).
         options: the pack options that a recipe may set, each with its values; () for any whole number.
         grain: the rows and columns at whose multiples tensors with a declared split may be cut, or weights stacked;
             None if they are not to be.
@@ -302,6 +303,7 @@ class Format:
     lossless: bool = True
     cost: Callable[[Problem, float], tuple[Pass, ...]] = fused_cost
     variants: tuple[Mapping[str, Any], ...] = ({},)
+    choices: tuple[tuple[str, str], ...] = ()
     options: Mapping[str, Sequence[str | int]] = field(default_factory=dict)
     grain: Callable[[WeightSpec], tuple[int, int]] | None = None
     regroup: Callable[[Sequence[Packed], int, int, int, Pattern], Packed] | None = None

@@ -11,6 +11,9 @@ INT8_MAX = 127
 FP8_MAX = 448.0
 """The largest finite float8_e4m3fn."""
 
+DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""The dtype of codes, by the ``quant`` of recipes."""
+
 LARGEST = {torch.int8: float(INT8_MAX), torch.float8_e4m3fn: FP8_MAX}
 """The largest code of each 8-bit dtype."""
 
@@ -36,3 +39,9 @@ def quantise_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     scale, inverse = amax / limit, (limit / amax).clamp(max=torch.finfo(torch.float32).max)
     scaled = (x.float() * inverse[:, None]).clamp(-largest, largest)
     return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scale
+
+
+def fake_quantise_rows(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Quantise and dequantise a weight [N, K] float, with a scale per row; returns float32."""
+    codes, scale = quantise_rows(weight, dtype)
+    return codes.float() * scale[:, None]

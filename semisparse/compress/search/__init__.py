@@ -15,7 +15,7 @@ from semisparse.compress.journal import Journal
 from semisparse.compress.propagate import list_decoder_layers
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import Progress
-from semisparse.compress.search.bank import MaskedWeight, build_bank, masked_from_json, masked_to_json
+from semisparse.compress.search.bank import MaskedWeight, build_bank, masked_from_json, masked_to_json, prune_densities
 from semisparse.compress.search.evolution import Evolution
 from semisparse.compress.search.rheosparse import RheoSparse
 from semisparse.compress.search.score import Scorer, scoring_batches
@@ -116,6 +116,7 @@ def search_patterns(
             device=device,
             progress=progress,
             journal=journal,
+            prune=prune_densities,
         )
         scorer = Scorer(model, pass_space, bank, token_batches, device)
         algorithm = algorithm_type(pass_space, scorer, recipe, seed, number)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,12 @@ from semisparse.compress.propagate import (
     no_tf32,
     propagate,
 )
-from semisparse.compress.prune import Statistics, prune_levels
+from semisparse.compress.prune import PrunedLayer, Statistics, prune_levels
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import LayerReport, Progress
 from semisparse.compress.search.space import Candidate, LayerSpace
 from semisparse.nn import weight_of
+from semisparse.patterns import Pattern
 
 
 class MaskedWeight(NamedTuple):
@@ -64,10 +65,30 @@ def to_dense(masked: MaskedWeight, like: Tensor) -> Tensor:
     return weight.view(like.shape)
 
 
+class Levels(Protocol):
+    """The levels of one linear layer, as a bank and the scorer see them."""
+
+    @property
+    def name(self) -> str:
+        """Module name of the linear layer in the model."""
+
+    @property
+    def decoder_layer(self) -> int:
+        """Index of its decoder layer."""
+
+
+AnyLevels = TypeVar("AnyLevels", bound=Levels)
+
+PruneLevels = Callable[
+    [AnyLevels, int, Mapping[int, MaskedWeight], Tensor, Statistics, Recipe, Tensor], dict[int, MaskedWeight]
+]
+"""(levels, centre, known, weight, statistics, recipe, original) -> the weight at every level; see `prune_densities`."""
+
+
 def build_bank(
     model: nn.Module,
     layers: Sequence[DecoderLayer],
-    space: Sequence[LayerSpace],
+    space: Sequence[AnyLevels],
     centre: Candidate,
     centre_weights: Mapping[str, MaskedWeight],
     batches: Sequence[Tensor],
@@ -77,6 +98,7 @@ def build_bank(
     device: torch.device,
     progress: Progress,
     journal: Journal | None,
+    prune: PruneLevels[AnyLevels],
 ) -> Bank:
     """Prune every linear layer to every level, on the outputs of the layers before it at their centre level.
 
@@ -93,6 +115,7 @@ def build_bank(
         device: where to compute.
         progress: called before each decoder layer.
         journal: stores finished decoder layers, and provides those of an interrupted run.
+        prune: returns a weight at every level, such as `prune_densities`.
 
     Raises:
         InputError: a weight or its inputs cannot be used.
@@ -102,7 +125,7 @@ def build_bank(
     with torch.no_grad(), no_tf32():
         activations = first_activations(model, layers, batches, recipe, device)
         for index, layer in enumerate(layers):
-            progress("pruning every layer to every density", index, len(layers))
+            progress("pruning every layer in every way", index, len(layers))
             dense = layer.copy(device)
             pruned = _load(journal, index, number) if journal else None
             if pruned is None:
@@ -113,7 +136,7 @@ def build_bank(
                     layer_space, level = by_name[full_name]
                     known = {level: centre_weights[full_name]} if centre_weights else {}
                     with errors_naming(full_name):
-                        levels = _prune(layer_space, level, known, weight, statistics, recipe, layer.weight(name))
+                        levels = prune(layer_space, level, known, weight, statistics, recipe, layer.weight(name))
                     weight.copy_(to_dense(levels[level], weight))
                     pruned[full_name] = levels
                 if journal:
@@ -127,7 +150,7 @@ def build_bank(
     return bank
 
 
-def _prune(
+def prune_densities(
     space: LayerSpace,
     centre: int,
     known: Mapping[int, MaskedWeight],
@@ -136,7 +159,17 @@ def _prune(
     recipe: Recipe,
     original: Tensor,
 ) -> dict[int, MaskedWeight]:
-    """Prune a linear layer to every level that is not known, and cast the result to the original weight's dtype."""
+    """Prune a linear layer to the density of every level, and cast the results to the original weight's dtype.
+
+    Args:
+        space: the levels.
+        centre: the level that the linear layers before it have.
+        known: weights of levels that need not be pruned again.
+        weight: [N, K] float32, dense.
+        statistics: of its inputs.
+        recipe: how to prune.
+        original: the weight in the model; its dtype is that of the results.
+    """
     # The first level determines the pruning order of the columns for all: it is the centre, or next to it.
     levels = sorted(space.patterns.keys() - known, key=lambda level: (abs(level - centre), level))
     if not levels:  # the format stores no other level, or the pass has none
@@ -144,13 +177,17 @@ def _prune(
     pruned = prune_levels(weight.to(original.dtype), [space.patterns[level] for level in levels], statistics, recipe)
     result, started = dict(known), time.perf_counter()
     for level, layer in zip(levels, pruned, strict=True):
-        cast = layer.weight.to(original.dtype)
-        density = int(cast.count_nonzero()) / cast.numel()
         seconds, started = time.perf_counter() - started, time.perf_counter()
-        pattern = str(space.patterns[level])
-        report = LayerReport(space.name, pattern, density, layer.error, layer.outcome, seconds, layer.scales)
-        result[level] = to_masked(cast, report)
+        result[level] = masked_layer(space.name, space.patterns[level], layer, original.dtype, seconds)
     return result
+
+
+def masked_layer(name: str, pattern: Pattern, layer: PrunedLayer, dtype: torch.dtype, seconds: float) -> MaskedWeight:
+    """Cast a pruned weight to ``dtype``, and store it as a mask and values with its report."""
+    cast = layer.weight.to(dtype)
+    density = int(cast.count_nonzero()) / cast.numel()
+    report = LayerReport(name, str(pattern), density, layer.error, layer.outcome, seconds, layer.scales)
+    return to_masked(cast, report)
 
 
 def _save(journal: Journal, index: int, number: int, pruned: Mapping[str, Mapping[int, MaskedWeight]]) -> None:

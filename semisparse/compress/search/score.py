@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from semisparse.compress.decoder import decoder_layers
-from semisparse.compress.search.bank import Bank, to_dense
-from semisparse.compress.search.space import Candidate, LayerSpace
+from semisparse.compress.search.bank import Bank, Levels, to_dense
+from semisparse.compress.search.space import Candidate
 from semisparse.nn import swap_weight, weight_of
 
 BATCHES = 16
@@ -48,13 +48,14 @@ class _ScoringBatch(NamedTuple):
     entropy: float
 
 
-def scoring_batches(batches: Sequence[Tensor], tokens: int, seed: int) -> list[Tensor]:
-    """Draw sequences until they hold ``tokens`` tokens, and distribute them over `BATCHES` batches.
+def scoring_batches(batches: Sequence[Tensor], tokens: int, seed: int, parts: int = BATCHES) -> list[Tensor]:
+    """Draw sequences until they hold ``tokens`` tokens, and distribute them over ``parts`` batches.
 
     Args:
         batches: token ids, each [batch, tokens] int64.
         tokens: to score; all if there are fewer.
         seed: of the random draw.
+        parts: batches, at most; there is no batch without a sequence.
     Returns:
         Token ids, [batch, tokens] int64 per batch, padded on the right with -1.
     """
@@ -66,7 +67,7 @@ def scoring_batches(batches: Sequence[Tensor], tokens: int, seed: int) -> list[T
             break
         drawn.append(sequence)
         total += len(sequence)
-    split = [drawn[start::BATCHES] for start in range(min(BATCHES, len(drawn)))]
+    split = [drawn[start::parts] for start in range(min(parts, len(drawn)))]
     return [nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1) for rows in split]
 
 
@@ -88,7 +89,7 @@ class Scorer:
     def __init__(
         self,
         model: nn.Module,
-        space: Sequence[LayerSpace],
+        space: Sequence[Levels],
         bank: Bank,
         batches: Sequence[Tensor],
         device: torch.device,

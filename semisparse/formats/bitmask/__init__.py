@@ -42,4 +42,5 @@ FORMAT = Format(
         Case("nothing-pruned", "0%", lambda: torch.ones(5, 130)),
     ),
     recipes={"rheosparse": {"pattern": "32:64", "prune": "sparsegpt", "search": "evolution", "format": "bitmask"}},
+    choices=(("16:64", "none"), ("32:64", "none"), ("48:64", "none")),
 )

@@ -30,4 +30,5 @@ FORMAT = Format(
     cost=cost,
     grain=disk.grain,
     variants=({}, *({"kind": kind} for kind in disk.KINDS)),
+    choices=(("0%", "none"), ("0%", "int8")),
 )

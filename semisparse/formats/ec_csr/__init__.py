@@ -66,4 +66,5 @@ FORMAT = Format(
         Case("one-long-row", "90%", lambda: torch.ones(40, 600) * (torch.arange(40)[:, None] == 33)),
     ),
     recipes={"ec-spmv": {"pattern": "70%", "prune": "sparsegpt", "format": "ec_csr"}},
+    choices=(("70%", "none"), ("90%", "none")),
 )

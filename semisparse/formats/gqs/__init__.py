@@ -29,7 +29,7 @@ FORMAT = Format(
     counted=("kept",),
     kernels=(
         Kernel("cpu", "cpu", cpu.refusal, cpu.prepare),
-        Kernel("unpack_cpu", "cpu", cpu.unpack_refusal, cpu.prepare_unpack),
+        Kernel("unpack_cpu", "cpu", lambda problem: None, cpu.prepare_unpack),
         Kernel("decode", "cuda", decode.refusal, decode.prepare),
         Kernel("unpack", "cuda", unpack.refusal, unpack.prepare),
     ),
@@ -42,10 +42,26 @@ FORMAT = Format(
     ),
     recipes={
         "gqsa": {"pattern": "g16@50%", "prune": "sparsegpt", "quant": "w4", "format": "gqs", "tune": "bqpo+e2e"},
+        **{
+            f"dense-{kind}": {
+                "pattern": "g128@0%",
+                "prune": "sparsegpt",
+                "quant": kind,
+                "format": "gqs",
+                "tune": "bqpo",
+            }
+            for kind in ("w8", "w4", "w3", "w2")
+        },
     },
     lossless=False,
     regroup=regroup,
     grain=disk.grain,
     stack=stack,
     variants=({"kind": "w4"}, *({"kind": kind} for kind in KINDS if kind != "w4")),
+    choices=(
+        *(("g128@0%", kind) for kind in ("w2", "w3", "w4", "w8")),
+        *(("g64@0%", kind) for kind in ("w2", "w3")),
+        *(("g32@0%", kind) for kind in ("w2", "w3", "w4")),
+        *((f"g16@{percent}%", "w4") for percent in (20, 30, 40, 50)),
+    ),
 )

@@ -39,4 +39,5 @@ FORMAT = Format(
     cost=cost,
     grain=disk.grain,
     variants=({}, *({"kind": kind} for kind in disk.KINDS)),
+    choices=(("2:4", "none"), ("2:4", "int8"), ("4:6", "int8"), ("6:8", "int8")),
 )

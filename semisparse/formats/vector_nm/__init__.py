@@ -44,4 +44,5 @@ FORMAT = Format(
         Case("nothing-pruned", "32:32v8", lambda: torch.ones(12, 64)),
     ),
     recipes={"nm-spmm": {"pattern": "16:32v32", "prune": "sparsegpt", "format": "vector_nm"}},
+    choices=(("16:32v32", "none"),),
 )

@@ -80,11 +80,6 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def unpack_refusal(problem: Problem) -> str | None:
-    """Say why `prepare_unpack` is not for ``problem``, or None if it is."""
-    return None if quantises_x(problem.params) else "multiplies kind w4a8; `reference` does the same for others"
-
-
 def prepare_unpack(problem: Problem) -> Product:
     """Prepare to unpack the whole weight and multiply it in float32."""
 

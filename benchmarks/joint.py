@@ -1,0 +1,78 @@
+"""Quality at equal bits: recipe ``auto`` beside uniform recipes, on trained models; a CSV row per run, and a table.
+
+    python benchmarks/joint.py DATA results/joint.csv --models babyllama-1m,stories260k --seeds 0,1,2
+
+DATA is a directory with ``models/`` and ``text/``. Rows that the CSV already has are not measured again. Models are
+calibrated on the ``calib`` text and measured on the ``eval`` text, in float32. Every run is tuned by ``bqpo``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import mean
+
+from models import Subject, parser_of
+from rows import read_rows, write_rows
+
+from semisparse.nn.dequantise import dequantise_layers
+
+TARGETS = ("2.5", "3.0", "3.5", "4.5", "6")
+
+UNIFORM: dict[str, tuple[str, ...]] = {
+    **{f"W{bits} g{size}": (f"dense-w{bits}", f"pattern=g{size}@0%") for bits in (2, 3, 4) for size in (128, 64, 32)},
+    **{f"W4S{percent}": ("gqsa", f"pattern=g16@{percent}%") for percent in (20, 30, 40, 50)},
+    "32:64": ("rheosparse", "pattern=32:64", "search=none"),
+    "2:4": ("slidesparse", "pattern=2:4", "quant=none"),
+}
+"""Recipe and settings of each uniform run."""
+
+COLUMNS = ("model", "run", "seed", "nll", "kl", "bits", "tokens", "samples", "seconds", "device")
+
+
+def main() -> None:
+    """Measure the runs that the CSV lacks, then print the table."""
+    parser = parser_of(__doc__, samples=128)
+    parser.add_argument("--models", default="babyllama-1m,stories260k,pycode-11m")
+    parser.add_argument("--runs", default=",".join([*(f"auto {bits}" for bits in TARGETS), *UNIFORM]))
+    parser.add_argument("--seeds", default="0,1,2")
+    options = parser.parse_args()
+    rows = read_rows(options.csv)
+    done = {(row["model"], row["run"], row["seed"]) for row in rows}
+    for seed in options.seeds.split(","):
+        for model in options.models.split(","):
+            subject = Subject(model, options)
+            for run in options.runs.split(","):
+                if (model, run, seed) not in done:
+                    rows.append(measure(subject, model, run, seed, options.samples))
+                    write_rows(options.csv, rows, COLUMNS)
+                    print(*(rows[-1][column] for column in COLUMNS), flush=True)
+    print(table(rows))
+
+
+def measure(subject: Subject, name: str, run: str, seed: str, samples: int) -> dict[str, str]:
+    """Compress and evaluate one model."""
+    kind, _, bits = run.partition(" ")
+    recipe, *settings = ("auto",) if kind == "auto" else UNIFORM[run]
+    target = {"bits": bits} if kind == "auto" else None
+    model, report = subject.compress(recipe, [*settings, "tune=bqpo"], int(seed), target)
+    stored = 8 * subject.dtype.itemsize * report.bytes_after / report.bytes_before
+    dequantise_layers(model, subject.dtype)  # the packed numbers, multiplied densely, which is faster for long texts
+    quality = subject.measure(model)
+    values = (name, run, seed, quality.nll, quality.kl, stored, quality.tokens, samples)
+    return dict(zip(COLUMNS, map(str, (*values, round(report.seconds), subject.device.type)), strict=True))
+
+
+def table(rows: list[Mapping[str, str]]) -> str:
+    """Return the KL of every model and run, means over the seeds, by stored bits, as a Markdown table."""
+    lines = ["| model | bits | run | KL | seeds |", "|---|---|---|---|---|"]
+    runs: dict[tuple[str, str], list[Mapping[str, str]]] = {}
+    for row in rows:
+        runs.setdefault((row["model"], row["run"]), []).append(row)
+    for (model, run), seeds in sorted(runs.items(), key=lambda item: (item[0][0], float(item[1][0]["bits"]))):
+        bits, kl = (mean(float(row[key]) for row in seeds) for key in ("bits", "kl"))
+        lines.append(f"| {model} | {bits:.2f} | {run} | {kl:.4f} | {len(seeds)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

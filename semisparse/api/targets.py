@@ -1,0 +1,115 @@
+"""Targets: what a user asks of a model, as limits on what its layers may cost; and what every choice costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+
+import torch
+
+from semisparse.bench.machines import Machine
+from semisparse.bench.roofline import Candidate, estimate_matmul, problem_for
+from semisparse.compress import NO_ZEROS, Choice, Option, Recipe
+from semisparse.errors import InputError, RecipeError
+from semisparse.formats.base import registry
+from semisparse.patterns import Group, parse_pattern
+from semisparse.quant.symmetric import DTYPES
+
+WORKLOADS = {"decode": 1, "batch32": 32, "prompt": 2048}
+"""Tokens M of each target that is a speed-up."""
+
+BASELINE = "dense"
+"""The format of layers that stay as they are."""
+
+
+def parse_targets(settings: Iterable[str]) -> dict[str, str]:
+    """Split ``bits=3.0`` and the like into keys and values.
+
+    Raises:
+        RecipeError: a setting has another form, or a key stands twice.
+    """
+    targets: dict[str, str] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or key.strip() in targets:
+            problem = "given twice" if equals else "not written KEY=VALUE"
+            raise RecipeError(f"target {setting!r} is {problem}; write for example --target bits=3.0")
+        targets[key.strip()] = value.strip()
+    return targets
+
+
+def limits_of(targets: Mapping[str, float], dtype: torch.dtype) -> dict[str, float]:
+    """Return the largest total of each cost, relative to dense weights of a dtype."""
+    limits = {key: 1 / value for key, value in targets.items() if key in WORKLOADS}
+    stored = [targets["bits"] / (8 * dtype.itemsize)] if "bits" in targets else []
+    stored += [targets["size"]] if "size" in targets else []
+    return limits | ({"bits": min(stored)} if stored else {})
+
+
+def reached(targets: Mapping[str, float], relative: Mapping[str, float], dtype: torch.dtype) -> dict[str, float]:
+    """Return what totals relative to dense mean in the units of the targets."""
+    values = {"size": relative["bits"], "bits": relative["bits"] * 8 * dtype.itemsize}
+    values |= {key: 1 / relative[key] for key in WORKLOADS if key in relative}
+    return {key: values[key] for key in targets}
+
+
+def written(targets: Mapping[str, float]) -> str:
+    """Write targets as a user does, such as ``bits=3, decode=2.5x``."""
+    return ", ".join(f"{key}={value:.4g}{'x' if key in WORKLOADS else ''}" for key, value in targets.items())
+
+
+def menu(recipe: Recipe, *, rounds_activations: bool) -> list[Choice]:
+    """List what a joint search may make of a layer, dense first.
+
+    Args:
+        recipe: its `format`, if it names one, is the only one beside dense.
+        rounds_activations: whether choices that round activations to 8 bits are wanted: they pay where a GPU multiplies
+            many tokens, and what rounding activations loses is not measured.
+    """
+    formats = [form for form in registry().values() if recipe.format in ("auto", form.name)]
+    listed = [Choice(pattern, quant, form.name) for form in formats for pattern, quant in form.choices]
+    dense = Choice(NO_ZEROS, "none", BASELINE)
+    return [dense, *(c for c in listed if c != dense and (rounds_activations or c.quant not in DTYPES))]
+
+
+def options_of(
+    choices: Sequence[Choice], workloads: Iterable[str], dtype: torch.dtype, machine: Machine | None
+) -> Callable[[Sequence[tuple[int, int]]], list[Option]]:
+    """Return a function from the shapes of linear layers that share an input to their options.
+
+    Args:
+        choices: the first is dense.
+        workloads: keys of `WORKLOADS` whose seconds are costs.
+        dtype: of weights and activations.
+        machine: whose times they are; needed if there are workloads.
+    """
+    names = tuple(workloads)
+
+    @lru_cache(maxsize=1024)
+    def costs(choice: Choice, shapes: tuple[tuple[int, int], ...]) -> Mapping[str, float] | None:
+        candidate = Candidate(choice.format, choice.pattern, {} if choice.quant == "none" else {"kind": choice.quant})
+        columns = shapes[0][1]
+        try:
+            bits = sum(8 * problem_for(candidate, 1, n, k, dtype, "cpu")[1] for n, k in shapes)
+            rows = sum(n for n, _ in shapes)  # one launch for all
+            times = {
+                name: estimate_matmul(candidate, WORKLOADS[name], rows, columns, dtype, machine)[0].seconds
+                for name in names
+                if machine is not None
+            }
+        except InputError:
+            return None  # the format cannot store such a layer, or the machine does not multiply so
+        return {"bits": bits, **times}
+
+    def options(shapes: Sequence[tuple[int, int]]) -> list[Option]:
+        listed = []
+        for choice in choices:
+            pattern = parse_pattern(choice.pattern)
+            if isinstance(pattern, Group) and pattern.size > shapes[0][1]:
+                continue  # groups longer than a row store padding
+            cost = costs(choice, tuple(shapes))
+            if cost is not None:
+                listed.append(Option(choice, cost))
+        return listed
+
+    return options

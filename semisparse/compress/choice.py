@@ -1,0 +1,54 @@
+"""A choice: how one linear layer is compressed, where layers of one model are compressed differently."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from semisparse.quant.group import KINDS as GROUP_KINDS
+
+NO_ZEROS = "0%"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to compress a linear layer.
+
+    Args:
+        pattern: in written form.
+        quant: as in `Recipe`.
+        format: name of the format that stores the result.
+    """
+
+    pattern: str
+    quant: str
+    format: str
+
+    @property
+    def label(self) -> str:
+        """The name in tables, such as ``gqs w4 g128@0%``."""
+        words = [self.format, self.quant, self.pattern]
+        return " ".join(word for word in words if word not in ("none", NO_ZEROS))
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the weight stays as it is."""
+        return self.pattern == NO_ZEROS and self.quant == "none"
+
+    @property
+    def code_bits(self) -> int:
+        """Bits per code if groups are quantised, else 0."""
+        return GROUP_KINDS.get(self.quant, 0)
+
+
+@dataclass(frozen=True)
+class Option:
+    """A choice and what it costs in the layers that it is for.
+
+    Args:
+        choice: for all these linear layers.
+        costs: by name: ``bits`` (stored, all together), and seconds by workload, such as ``decode``.
+    """
+
+    choice: Choice
+    costs: Mapping[str, float]

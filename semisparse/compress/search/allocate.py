@@ -1,0 +1,134 @@
+"""Allocate: pick one option per unit so that a sum of losses is least and no sum of costs is above its limit.
+
+A multiple-choice knapsack with several limits: Lagrange multipliers, then moves of one and two units.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from semisparse.errors import InputError
+
+ITERATIONS = 300
+"""Updates of the multipliers. The moves close what gap remains."""
+
+MOVES = 500
+"""Moves at most; each lowers the loss."""
+
+MAX_SINGLES = 3000
+"""Moves of one unit that are tried in pairs, those with the smallest change of loss per change of cost first."""
+
+
+class Unreachable(InputError):
+    """No allocation keeps every limit.
+
+    Args:
+        message: what cannot be kept.
+        least: the least total of each cost that any allocation has.
+    """
+
+    def __init__(self, message: str, least: Mapping[str, float]) -> None:
+        super().__init__(message)
+        self.least = least
+
+
+def allocate(
+    losses: Sequence[Sequence[float]], costs: Sequence[Sequence[Mapping[str, float]]], limits: Mapping[str, float]
+) -> tuple[int, ...]:
+    """Return the index of an option per unit.
+
+    Args:
+        losses: [units][options], any finite numbers.
+        costs: [units][options], each with the keys of ``limits``.
+        limits: the largest total of each cost.
+    Raises:
+        Unreachable: no allocation is known that keeps the limits.
+    """
+    options = max(map(len, losses))
+    loss = torch.tensor([[*row, *[math.inf] * (options - len(row))] for row in losses], dtype=torch.float64)
+    # Costs as shares of their limits: every limit is 1.
+    share = torch.stack(
+        [
+            torch.tensor(
+                [[cost[name] / limit for cost in row] + [math.inf] * (options - len(row)) for row in costs],
+                dtype=torch.float64,
+            )
+            for name, limit in limits.items()
+        ]
+    )
+    least = share.amin(2).sum(1)
+    for name, total in zip(limits, least.tolist(), strict=True):
+        if total > 1 + 1e-9:
+            raise Unreachable(f"no choice of layers reaches the target for {name}", _least(limits, least))
+    best = _by_multipliers(loss, share)
+    if best is None:
+        raise Unreachable("no choice of layers reaches all targets together", _least(limits, least))
+    return tuple(_by_moves(best, loss, share).tolist())
+
+
+def _least(limits: Mapping[str, float], shares: Tensor) -> dict[str, float]:
+    return {name: limit * share for (name, limit), share in zip(limits.items(), shares.tolist(), strict=True)}
+
+
+def _totals(table: Tensor, picks: Tensor) -> Tensor:
+    """Sum a table [..., units, options] over the picked options [units]."""
+    return table.gather(-1, picks.expand(table.shape[:-1])[..., None]).squeeze(-1).sum(-1)
+
+
+def _by_multipliers(loss: Tensor, share: Tensor) -> Tensor | None:
+    """Return the best feasible picks of a multiplicative search for the multipliers; None if there are none."""
+    finite = loss[loss.isfinite()]
+    scale = float(finite.max() - finite.min()) * len(loss) or 1.0
+    best, best_loss = None, math.inf
+    for start in (1e-3 * scale, scale, 1e6 * scale):  # the last ignores the losses: any feasible picks
+        multipliers = torch.full((len(share),), start, dtype=torch.float64)
+        for iteration in range(ITERATIONS):
+            picks = torch.nan_to_num(loss + (multipliers[:, None, None] * share).sum(0), nan=math.inf).argmin(1)
+            totals = _totals(share, picks)
+            total_loss = float(_totals(loss, picks))
+            if (totals <= 1 + 1e-9).all() and total_loss < best_loss:
+                best, best_loss = picks, total_loss
+            step = 4.0 / (1 + iteration / 10)
+            multipliers = multipliers * ((totals - 1).clamp(-1, 1) * step).exp()
+    return best
+
+
+def _by_moves(picks: Tensor, loss: Tensor, share: Tensor) -> Tensor:
+    """Improve feasible picks by moves of one or two units until none gains."""
+    units, options = loss.shape
+    unit_of = torch.arange(units).repeat_interleave(options)
+    option_of = torch.arange(options).repeat(units)
+    for _ in range(MOVES):
+        slack = 1 + 1e-9 - _totals(share, picks)
+        change = (loss - loss.gather(1, picks[:, None])).flatten()
+        cost = (share - share.gather(2, picks.expand(len(share), -1)[..., None])).flatten(1)
+        valid = change.isfinite() & (option_of != picks[unit_of])
+        single = torch.where(valid & (cost <= slack[:, None]).all(0), change, math.inf)
+        gain, at = float(single.min()), int(single.argmin())
+        pair = _best_pair(change, cost, valid, slack, unit_of)
+        if min(gain, pair[0]) >= -1e-15:
+            return picks
+        picks = picks.clone()
+        for move in (at,) if gain <= pair[0] else pair[1:]:
+            picks[unit_of[move]] = option_of[move]
+    return picks
+
+
+def _best_pair(change: Tensor, cost: Tensor, valid: Tensor, slack: Tensor, unit_of: Tensor) -> tuple[float, int, int]:
+    """Return the change of loss of the best move of two units, and the two moves."""
+    moves = valid.nonzero().flatten()
+    if len(moves) > MAX_SINGLES:
+        moves = moves[change[moves].abs().argsort()[:MAX_SINGLES]]
+    total = change[moves][:, None] + change[moves]
+    fits = unit_of[moves][:, None] != unit_of[moves]
+    for each, room in zip(cost, slack.tolist(), strict=True):
+        fits &= each[moves][:, None] + each[moves] <= room
+    total = torch.where(fits, total, math.inf)
+    if not total.numel():
+        return math.inf, 0, 0
+    first, second = divmod(int(total.argmin()), len(moves))
+    return float(total.min()), int(moves[first]), int(moves[second])

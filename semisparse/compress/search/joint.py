@@ -1,0 +1,501 @@
+"""``search=joint``: choose pattern, bits and format of every layer together, under limits on bits and times.
+
+What a choice costs comes from the caller. What it does to quality is measured: first the KL divergence of every choice
+of every unit alone, then of whole candidates. KL divergences of single units add up well while they are small, so an
+allocation of their sum is a good start (docs/experiments/joint-search.md).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from semisparse.compress.calibration import check_batches
+from semisparse.compress.choice import NO_ZEROS, Choice, Option
+from semisparse.compress.decoder import record_calls
+from semisparse.compress.journal import Journal
+from semisparse.compress.propagate import DecoderLayer, list_decoder_layers
+from semisparse.compress.prune import PrunedLayer, Statistics, prune_layer
+from semisparse.compress.recipe import Recipe
+from semisparse.compress.report import Progress
+from semisparse.compress.search.allocate import Unreachable, allocate
+from semisparse.compress.search.bank import Bank, MaskedWeight, build_bank, masked_layer
+from semisparse.compress.search.score import BatchScore, Scorer, scoring_batches
+from semisparse.compress.trace import find_shared_inputs
+from semisparse.patterns import Pattern, parse_pattern
+from semisparse.quant.symmetric import DTYPES, fake_quantise_rows
+
+CENTRE_BITS = 4.0
+"""Stored bits per weight of the first bank's centre, for inputs that have lost something, as later."""
+
+PASSES = 2
+"""Banks. The second is pruned for the inputs that the first one's best candidate gives."""
+
+PROPOSALS = 8
+"""Candidates per generation; a quarter of them is scored on all tokens."""
+
+SPREAD = 0.4
+"""Standard deviation of the factor, as a logarithm, by which a proposal's losses differ from those measured."""
+
+SCORED_BATCHES = 4
+"""Batches that the scored tokens are split into; proposals are first scored on one of them."""
+
+DOMINATED = 1.1
+"""A choice is dropped if another costs no more and loses less by this factor, where all layers have it."""
+
+OptionsOf = Callable[[Sequence[tuple[int, int]]], Sequence[Option]]
+"""The shapes (N, K) of linear layers that share an input -> their options; the first is dense."""
+
+Assignment = tuple[int, ...]
+"""The index of an option for each unit."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Linear layers of a decoder layer that share an input, and get the same choice: kernels can join them.
+
+    Args:
+        linears: their module names in the model.
+        decoder_layer: its index.
+        options: the first is dense.
+        weights: their number, of all of them together.
+    """
+
+    linears: tuple[str, ...]
+    decoder_layer: int
+    options: tuple[Option, ...]
+    weights: int
+
+
+@dataclass(frozen=True)
+class LayerChoices:
+    """The choices of one linear layer: what a bank and the scorer call its levels.
+
+    Args:
+        name: its module name in the model.
+        decoder_layer: the decoder layer's index.
+        choices: all that it has.
+        wanted: indices of those that are still in the search.
+    """
+
+    name: str
+    decoder_layer: int
+    choices: tuple[Choice, ...]
+    wanted: frozenset[int]
+
+
+@dataclass(frozen=True)
+class JointResult:
+    """The result of a joint search.
+
+    Args:
+        choices: of each linear layer, by module name.
+        weights: compressed so, by module name; the very weights that were scored.
+        kl: KL(dense || candidate) on the search's tokens, mean in nats per token.
+        uniform: label of the best single choice for all layers that keeps the limits, and its KL in the first bank;
+            None if none does.
+        predicted: total of each cost, relative to dense.
+        evaluations: number of candidates scored, on all or some of the tokens.
+        tokens: number of tokens run through the model for that.
+    """
+
+    choices: Mapping[str, Choice]
+    weights: Mapping[str, MaskedWeight]
+    kl: float
+    uniform: tuple[str, float] | None
+    predicted: Mapping[str, float]
+    evaluations: int
+    tokens: int
+
+    @property
+    def patterns(self) -> dict[str, Pattern]:
+        """The pattern of each linear layer, by module name."""
+        return {name: parse_pattern(choice.pattern) for name, choice in self.choices.items()}
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the numbers, for the checkpoint."""
+        label, kl = self.uniform or (None, None)
+        return {
+            "uniform": label,
+            "uniform_kl": kl,
+            "kl": self.kl,
+            "evaluations": self.evaluations,
+            "tokens": self.tokens,
+            "predicted": dict(self.predicted),
+        }
+
+
+def search_choices(
+    model: nn.Module,
+    batches: Sequence[Tensor],
+    recipe: Recipe,
+    options: OptionsOf,
+    limits: Mapping[str, float],
+    *,
+    seed: int,
+    device: torch.device | str = "cpu",
+    progress: Progress = lambda stage, done, total: None,
+    journal: Journal | None = None,
+) -> JointResult:
+    """Choose every layer's pattern, bits and format so that the KL divergence is least and all limits hold.
+
+    Args:
+        model: a transformers causal language model; it is not changed.
+        batches: calibration token ids, each [batch, tokens] int64.
+        recipe: how to prune; `search_tokens` and `search_effort`.
+        options: what a unit may become, and what it costs.
+        limits: the largest total of each cost, relative to dense.
+        seed: of everything drawn at random.
+        device: where to compute, in float32.
+        progress: called before each decoder layer of a bank, each unit and each generation.
+        journal: stores banks, measured losses and generations, and provides those of an interrupted run.
+
+    Raises:
+        Unreachable: no choice of layers keeps the limits.
+        InputError: the model, a weight or the batches cannot be used.
+    """
+    search = JointSearch(model, batches, recipe, options, seed=seed, device=device, progress=progress, journal=journal)
+    search.allocate(search.proxy_losses(), limits)  # raises before any work where the limits cannot be kept
+    return search.result(search.run(limits), limits)
+
+
+class JointSearch:
+    """The state of a joint search: units, a bank of their compressed weights, a scorer and the measured losses.
+
+    Args:
+        model: as in `search_choices`, like the rest.
+        batches: calibration token ids.
+        recipe: how to prune.
+        options: what a unit may become.
+        seed: of everything drawn at random.
+        device: where to compute.
+        progress: called with (stage, steps done, all steps).
+        journal: of finished work.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Sequence[Tensor],
+        recipe: Recipe,
+        options: OptionsOf,
+        *,
+        seed: int,
+        device: torch.device | str,
+        progress: Progress,
+        journal: Journal | None,
+    ) -> None:
+        check_batches(model, batches)
+        model.eval()
+        self._model, self._batches, self._recipe, self._seed = model, batches, recipe, seed
+        self._device, self._progress, self._journal = torch.device(device), progress, journal
+        self._layers = list_decoder_layers(model, recipe, {})
+        self.units = find_units(model, self._layers, batches, options)
+        self._space = [
+            LayerChoices(
+                name,
+                unit.decoder_layer,
+                tuple(option.choice for option in unit.options),
+                frozenset(range(len(unit.options))),
+            )
+            for unit in self.units
+            for name in unit.linears
+        ]
+        self._costs = [[option.costs for option in unit.options] for unit in self.units]
+        self.dense_costs = self.totals((0,) * len(self.units))
+        self._token_batches = scoring_batches(batches, recipe.search_tokens, seed, SCORED_BATCHES)
+        self._bank: Bank = {}
+        self._scorer: Scorer | None = None
+        self._losses: list[list[float]] = []
+        self.uniform_kl: dict[Choice, float] = {}
+        self._kl: dict[Assignment, float] = {}
+        self._number = 0
+        self.evaluations = self._tokens = 0
+
+    def totals(self, assignment: Assignment) -> dict[str, float]:
+        """Return the sum of each cost."""
+        picked = [costs[pick] for costs, pick in zip(self._costs, assignment, strict=True)]
+        return {name: sum(cost[name] for cost in picked) for name in picked[0]}
+
+    def relative(self, assignment: Assignment) -> dict[str, float]:
+        """Return the sum of each cost, relative to dense."""
+        return {name: total / self.dense_costs[name] for name, total in self.totals(assignment).items()}
+
+    def allocate(self, losses: Sequence[Sequence[float]], limits: Mapping[str, float]) -> Assignment:
+        """Return the assignment with the least sum of losses ([units][options]) that keeps limits relative to dense.
+
+        Raises:
+            Unreachable: there is none; its `least` is relative to dense, too.
+        """
+        dense = self.dense_costs
+        try:
+            return allocate(losses, self._costs, {name: share * dense[name] for name, share in limits.items()})
+        except Unreachable as error:
+            least = {name: total / dense[name] for name, total in error.least.items()}
+            raise Unreachable(str(error), least) from error
+
+    def proxy_losses(self) -> list[list[float]]:
+        """Return what losses are taken for before they are measured: rounding errors fall by 4 per bit."""
+        return [
+            [unit.weights * 4.0 ** -(option.costs["bits"] / unit.weights) for option in unit.options]
+            for unit in self.units
+        ]
+
+    def centre(self, bits: float = CENTRE_BITS) -> Assignment:
+        """Return the assignment of at most so many bits per weight that is best by `proxy_losses`."""
+        smallest = sum(min(cost["bits"] for cost in costs) for costs in self._costs)
+        share = max(bits * sum(unit.weights for unit in self.units), smallest) / self.dense_costs["bits"]
+        return self.allocate(self.proxy_losses(), {"bits": share * (1 + 1e-9)})
+
+    def measure(self, centre: Assignment, parent: Assignment) -> None:
+        """Compress every layer in every way, and measure what each option of each unit alone changes.
+
+        Args:
+            centre: what the layers before a layer are compressed to while it is compressed.
+            parent: what the other units are while a unit's options are measured.
+        """
+        number, self._number = self._number, self._number + 1
+        self._bank = build_bank(
+            self._model,
+            self._layers,
+            self._space,
+            self._levels(centre),
+            {},
+            self._batches,
+            self._recipe,
+            number=number,
+            device=self._device,
+            progress=self._progress,
+            journal=self._journal,
+            prune=compress_every_way,
+        )
+        self._tokens += self._scorer.tokens_run if self._scorer else 0
+        self._scorer, self._kl = Scorer(self._model, self._space, self._bank, self._token_batches, self._device), {}
+        scores = self._score_whole(parent)
+        self._scorer.set_parent(self._levels(parent), scores)
+        if number == 0:
+            self._drop_dominated()
+        saved = self._load("losses", number)
+        if saved:
+            self._losses = saved["losses"]
+            return
+        base, self._losses = self.kl(parent), []
+        wanted = dict(zip((layer.name for layer in self._space), (layer.wanted for layer in self._space), strict=True))
+        for index, unit in enumerate(self.units):
+            self._progress("measuring what each choice loses", index, len(self.units))
+            options = wanted[unit.linears[0]]
+            self._losses.append(
+                [
+                    self.kl(_with(parent, index, option)) - base if option in options else math.inf
+                    for option in range(len(unit.options))
+                ]
+            )
+        self._save("losses", number, {"losses": self._losses})
+
+    def _drop_dominated(self) -> None:
+        """Measure every choice in all layers at once; drop those that are worse than another one in every respect."""
+        uniforms = self.uniforms()
+        for done, (choice, picks) in enumerate(uniforms.items()):
+            self._progress("measuring each choice everywhere", done, len(uniforms))
+            self.uniform_kl[choice] = self.kl(picks)
+        costs = {choice: self.totals(picks) for choice, picks in uniforms.items()}
+        dropped = {
+            choice
+            for choice in uniforms
+            if any(
+                DOMINATED * self.uniform_kl[other] < self.uniform_kl[choice]
+                and all(costs[other][name] <= cost for name, cost in costs[choice].items())
+                for other in uniforms
+            )
+        }
+        self._space = [
+            replace(layer, wanted=frozenset(i for i, choice in enumerate(layer.choices) if choice not in dropped))
+            for layer in self._space
+        ]
+
+    def best(self, limits: Mapping[str, float]) -> Assignment:
+        """Return the allocation of the measured losses."""
+        return self.allocate(self._losses, limits)
+
+    def run(self, limits: Mapping[str, float]) -> Assignment:
+        """Search in `PASSES` passes; return the best assignment of the last one."""
+        dense = (0,) * len(self.units)
+        centre, parent = self.centre(min(CENTRE_BITS, 16 * limits.get("bits", 1.0))), dense
+        best = centre
+        for number in range(PASSES):
+            self.measure(centre, parent)
+            start = min({self.best(limits), best} if number else {self.best(limits)}, key=self.kl)
+            best = self._refine(start, limits, number)
+            centre = parent = best
+        return best
+
+    def kl(self, assignment: Assignment) -> float:
+        """Return the KL divergence of a candidate on all of the search's tokens, in nats per token."""
+        if assignment not in self._kl:
+            self._score_whole(assignment)
+        return self._kl[assignment]
+
+    def uniform(self, choice: Choice) -> Assignment | None:
+        """Return the assignment of one choice to all units; None if a unit does not have it."""
+        picks = []
+        for unit in self.units:
+            matching = [index for index, option in enumerate(unit.options) if option.choice == choice]
+            if not matching:
+                return None
+            picks.append(matching[0])
+        return tuple(picks)
+
+    def uniforms(self) -> dict[Choice, Assignment]:
+        """Return the assignments of one choice to all units."""
+        choices = dict.fromkeys(option.choice for unit in self.units for option in unit.options)
+        return {choice: picks for choice in choices if (picks := self.uniform(choice)) is not None}
+
+    def result(self, best: Assignment, limits: Mapping[str, float]) -> JointResult:
+        """Return the result, with the best uniform choice beside it."""
+        within = {
+            choice.label: self.uniform_kl[choice]
+            for choice, picks in self.uniforms().items()
+            if all(self.relative(picks)[name] <= share * (1 + 1e-9) for name, share in limits.items())
+        }
+        uniform = min(within.items(), key=lambda item: item[1], default=None)
+        levels = self._levels(best)
+        return JointResult(
+            {layer.name: layer.choices[level] for layer, level in zip(self._space, levels, strict=True)},
+            {layer.name: self._bank[layer.name][level] for layer, level in zip(self._space, levels, strict=True)},
+            self.kl(best),
+            uniform,
+            self.relative(best),
+            self.evaluations,
+            self.tokens,
+        )
+
+    def _levels(self, assignment: Assignment) -> tuple[int, ...]:
+        """Return the option of each linear layer."""
+        return tuple(pick for unit, pick in zip(self.units, assignment, strict=True) for _ in unit.linears)
+
+    def _score_whole(self, assignment: Assignment) -> list[BatchScore]:
+        assert self._scorer is not None
+        scores = self._scorer.score(self._levels(assignment), range(self._scorer.batches))
+        self._kl[assignment] = self._scorer.mean_kl(scores)
+        self.evaluations += 1
+        return scores
+
+    def _refine(self, best: Assignment, limits: Mapping[str, float], number: int) -> Assignment:
+        """Score allocations of randomly changed losses; keep the best."""
+        scorer = self._scorer
+        assert scorer is not None
+        generations = max(1, self._recipe.search_effort // (PASSES * PROPOSALS))
+        first = 0
+        saved = self._load("joint", number)
+        if saved:
+            first, best = saved["generation"], tuple(saved["best"])
+        for generation in range(first, generations):
+            self._progress(f"search: best KL so far {self.kl(best):.4f}", generation, generations)
+            rng = random.Random(f"{self._seed} {number} {generation}")
+            proposals = {self.allocate(self._disturbed(rng), limits) for _ in range(PROPOSALS)} - {best}
+            few = rng.sample(range(scorer.batches), max(1, scorer.batches // 4))
+
+            def quick_kl(picks: Assignment, few: Sequence[int] = few) -> float:
+                return sum(score.kl for score in scorer.score(self._levels(picks), few))
+
+            ranked = sorted(sorted(proposals), key=quick_kl)
+            for picks in ranked[: PROPOSALS // 4]:
+                if self.kl(picks) < self.kl(best):
+                    best = picks
+            self._save("joint", number, {"generation": generation + 1, "best": best})
+        return best
+
+    def _save(self, part: str, number: int, notes: Mapping[str, Any]) -> None:
+        """Save notes with everything that has been scored, so that a resumed run scores, and counts, nothing twice."""
+        if self._journal:
+            scored = {"kl": list(self._kl.items()), "evaluations": self.evaluations, "tokens": self.tokens}
+            self._journal.save(part, number, {}, {**notes, **scored})
+
+    def _load(self, part: str, number: int) -> Mapping[str, Any] | None:
+        """Load the notes of a finished part; None if it is not finished."""
+        saved = self._journal.load(part, number) if self._journal else None
+        if saved is None:
+            return None
+        notes = saved[1]
+        self._kl = {tuple(assignment): kl for assignment, kl in notes["kl"]}
+        self.evaluations = notes["evaluations"]
+        self._tokens = notes["tokens"] - (self._scorer.tokens_run if self._scorer else 0)
+        return notes
+
+    @property
+    def tokens(self) -> int:
+        """Tokens run through the model so far."""
+        return self._tokens + (self._scorer.tokens_run if self._scorer else 0)
+
+    def _disturbed(self, rng: random.Random) -> list[list[float]]:
+        return [[loss * rng.lognormvariate(0, SPREAD) for loss in losses] for losses in self._losses]  # inf stays inf
+
+
+def find_units(
+    model: nn.Module, layers: Sequence[DecoderLayer], batches: Sequence[Tensor], options: OptionsOf
+) -> list[Unit]:
+    """Group the linear layers of each decoder layer by input.
+
+    Args:
+        model: that has the decoder layers.
+        layers: with the linear layers to compress.
+        batches: token ids; a part of the first is run.
+        options: of a unit, by its shapes.
+    """
+    hidden, calls = record_calls(model, [layer.module for layer in layers], [batches[0][:1]])
+    cpu = torch.device("cpu")
+    units = []
+    for index, layer in enumerate(layers):
+        names = {name: layer.full_name(name) for name in layer.patterns}
+        copied = layer.copy(cpu)
+        for shared in find_shared_inputs(
+            copied, names, calls[index][0].to(cpu, torch.float32), hidden[0].to(cpu).float()
+        ):
+            shapes = [(weight.shape[0], weight.shape[1]) for weight in map(layer.weight, shared.linears)]
+            units.append(
+                Unit(
+                    tuple(names[name] for name in shared.linears),
+                    index,
+                    tuple(options(shapes)),
+                    sum(n * k for n, k in shapes),
+                )
+            )
+    return units
+
+
+def compress_every_way(
+    layer: LayerChoices,
+    centre: int,
+    known: Mapping[int, MaskedWeight],
+    weight: Tensor,
+    statistics: Statistics,
+    recipe: Recipe,
+    original: Tensor,
+) -> dict[int, MaskedWeight]:
+    """Compress a linear layer's weight by each of its choices; the arguments are those of `prune_densities`."""
+    result = dict(known)
+    for level, choice in enumerate(layer.choices):
+        if level in result or level not in layer.wanted:
+            continue
+        started = time.perf_counter()
+        pattern = parse_pattern(choice.pattern)
+        if choice.pattern == NO_ZEROS:
+            pruned = PrunedLayer(original.to(weight), "dense", 0.0)
+        else:
+            ways = replace(recipe, pattern=choice.pattern, quant=choice.quant, search="none", targets=(), tune="none")
+            pruned = prune_layer(weight.to(original.dtype), pattern, statistics, ways)
+        if choice.quant in DTYPES:  # rounded again when packed
+            pruned = replace(pruned, weight=fake_quantise_rows(pruned.weight, DTYPES[choice.quant]))
+        result[level] = masked_layer(layer.name, pattern, pruned, original.dtype, time.perf_counter() - started)
+    return result
+
+
+def _with(assignment: Assignment, unit: int, option: int) -> Assignment:
+    return (*assignment[:unit], option, *assignment[unit + 1 :])
