@@ -12,7 +12,20 @@ from typing import Annotated, Any
 
 import typer
 
-from semisparse.cli import bench, compress, demo, evaluate, export, formats, generate, inspect, plan, serve, warm
+from semisparse.cli import (
+    bench,
+    compress,
+    demo,
+    evaluate,
+    export,
+    formats,
+    frontier,
+    generate,
+    inspect,
+    plan,
+    serve,
+    warm,
+)
 from semisparse.cli.output import console, fail
 from semisparse.errors import InputError, SemisparseError
 from semisparse.version import __version__
@@ -44,6 +57,7 @@ def options(
 
 
 app.command("compress")(compress.compress)
+app.command("frontier")(frontier.frontier)
 app.command("eval")(evaluate.evaluate)
 app.command("generate")(generate.generate)
 app.command("serve")(serve.serve)

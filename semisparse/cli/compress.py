@@ -152,7 +152,7 @@ def _show_target(target: dict[str, float], reached: dict[str, float], search: di
     uniform = (
         "no single choice for all layers reaches it"
         if search["uniform"] is None
-        else f"{search['uniform_kl']:.4f} with {search['uniform']} everywhere, the best single choice that reaches it"
+        else f"{search['uniform']} is the best single choice for all layers that reaches it"
     )
     console.print(
         f"search: KL to dense on the search's tokens before tuning {search['kl']:.4f}; {uniform}; "

@@ -64,7 +64,9 @@ def allocate(
     for name, total in zip(limits, least.tolist(), strict=True):
         if total > 1 + 1e-9:
             raise Unreachable(f"no choice of layers reaches the target for {name}", _least(limits, least))
-    best = _by_multipliers(loss, share)
+    best, nearest = _by_multipliers(loss, share)
+    if best is None:
+        best = _repaired(nearest, share)
     if best is None:
         raise Unreachable("no choice of layers reaches all targets together", _least(limits, least))
     return tuple(_by_moves(best, loss, share).tolist())
@@ -79,22 +81,55 @@ def _totals(table: Tensor, picks: Tensor) -> Tensor:
     return table.gather(-1, picks.expand(table.shape[:-1])[..., None]).squeeze(-1).sum(-1)
 
 
-def _by_multipliers(loss: Tensor, share: Tensor) -> Tensor | None:
-    """Return the best feasible picks of a multiplicative search for the multipliers; None if there are none."""
+def _violation(totals: Tensor) -> Tensor:
+    """Return by how much totals [limits, ...] are above 1, summed over the limits."""
+    return (totals - 1 - 1e-9).clamp_min(0).sum(0)
+
+
+def _by_multipliers(loss: Tensor, share: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Search for the multipliers; return the best feasible picks, None if there are none, and those nearest to it."""
     finite = loss[loss.isfinite()]
     scale = float(finite.max() - finite.min()) * len(loss) or 1.0
     best, best_loss = None, math.inf
+    nearest, least_violation = loss.argmin(1), math.inf
     for start in (1e-3 * scale, scale, 1e6 * scale):  # the last ignores the losses: any feasible picks
         multipliers = torch.full((len(share),), start, dtype=torch.float64)
         for iteration in range(ITERATIONS):
             picks = torch.nan_to_num(loss + (multipliers[:, None, None] * share).sum(0), nan=math.inf).argmin(1)
             totals = _totals(share, picks)
-            total_loss = float(_totals(loss, picks))
-            if (totals <= 1 + 1e-9).all() and total_loss < best_loss:
+            total_loss, violation = float(_totals(loss, picks)), float(_violation(totals))
+            if violation < least_violation:
+                nearest, least_violation = picks, violation
+            if violation == 0 and total_loss < best_loss:
                 best, best_loss = picks, total_loss
             step = 4.0 / (1 + iteration / 10)
             multipliers = multipliers * ((totals - 1).clamp(-1, 1) * step).exp()
-    return best
+    return best, nearest
+
+
+def _repaired(picks: Tensor, share: Tensor) -> Tensor | None:
+    """Return feasible picks that moves of one or two units lead to; None if they lead to none."""
+    units, options = share.shape[1:]
+    unit_of = torch.arange(units).repeat_interleave(options)
+    option_of = torch.arange(options).repeat(units)
+    for _ in range(MOVES):
+        totals = _totals(share, picks)
+        violation = float(_violation(totals))
+        if violation == 0:
+            return picks
+        cost = (share - share.gather(2, picks.expand(len(share), -1)[..., None])).flatten(1)
+        moves = (
+            cost.isfinite().all(0).nonzero().flatten()
+        )  # those that change nothing included: pairs cover single moves
+        moves = moves[cost[:, moves].amin(0).argsort()[:MAX_SINGLES]]
+        pairs = _violation(totals[:, None, None] + cost[:, moves, None] + cost[:, None, moves])
+        pairs = torch.where(unit_of[moves][:, None] != unit_of[moves], pairs, math.inf)
+        if not pairs.numel() or float(pairs.min()) >= violation:
+            return None
+        picks = picks.clone()
+        for move in divmod(int(pairs.argmin()), len(moves)):
+            picks[unit_of[moves[move]]] = option_of[moves[move]]
+    return None
 
 
 def _by_moves(picks: Tensor, loss: Tensor, share: Tensor) -> Tensor:

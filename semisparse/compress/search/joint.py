@@ -32,11 +32,9 @@ from semisparse.compress.trace import find_shared_inputs
 from semisparse.patterns import Pattern, parse_pattern
 from semisparse.quant.symmetric import DTYPES, fake_quantise_rows
 
-CENTRE_BITS = 4.0
-"""Stored bits per weight of the first bank's centre, for inputs that have lost something, as later."""
-
 PASSES = 2
-"""Banks. The second is pruned for the inputs that the first one's best candidate gives."""
+"""Banks. The first is compressed on the dense model's activations, so that its losses are those of single units in a
+dense model; the second on those of the first one's best candidate."""
 
 PROPOSALS = 8
 """Candidates per generation; a quarter of them is scored on all tokens."""
@@ -209,7 +207,7 @@ class JointSearch:
             for name in unit.linears
         ]
         self._costs = [[option.costs for option in unit.options] for unit in self.units]
-        self.dense_costs = self.totals((0,) * len(self.units))
+        self.dense_costs = self.totals(self.dense)
         self._token_batches = scoring_batches(batches, recipe.search_tokens, seed, SCORED_BATCHES)
         self._bank: Bank = {}
         self._scorer: Scorer | None = None
@@ -248,18 +246,18 @@ class JointSearch:
             for unit in self.units
         ]
 
-    def centre(self, bits: float = CENTRE_BITS) -> Assignment:
-        """Return the assignment of at most so many bits per weight that is best by `proxy_losses`."""
-        smallest = sum(min(cost["bits"] for cost in costs) for costs in self._costs)
-        share = max(bits * sum(unit.weights for unit in self.units), smallest) / self.dense_costs["bits"]
-        return self.allocate(self.proxy_losses(), {"bits": share * (1 + 1e-9)})
+    @property
+    def dense(self) -> Assignment:
+        """The assignment that leaves every layer as it is."""
+        return (0,) * len(self.units)
 
-    def measure(self, centre: Assignment, parent: Assignment) -> None:
+    def measure(self, centre: Assignment) -> None:
         """Compress every layer in every way, and measure what each option of each unit alone changes.
 
         Args:
-            centre: what the layers before a layer are compressed to while it is compressed.
-            parent: what the other units are while a unit's options are measured.
+            centre: what the other units are, while a layer is compressed and while its options are measured. Weights
+                make up for the errors of the layers before them, so they fit no other candidate as well: with a centre
+                of 4 bits, the best option in an otherwise dense model had a KL divergence of 2.3 on stories260k.
         """
         number, self._number = self._number, self._number + 1
         self._bank = build_bank(
@@ -278,22 +276,22 @@ class JointSearch:
         )
         self._tokens += self._scorer.tokens_run if self._scorer else 0
         self._scorer, self._kl = Scorer(self._model, self._space, self._bank, self._token_batches, self._device), {}
-        scores = self._score_whole(parent)
-        self._scorer.set_parent(self._levels(parent), scores)
+        scores = self._score_whole(centre)
+        self._scorer.set_parent(self._levels(centre), scores)
         if number == 0:
             self._drop_dominated()
         saved = self._load("losses", number)
         if saved:
             self._losses = saved["losses"]
             return
-        base, self._losses = self.kl(parent), []
+        base, self._losses = self.kl(centre), []
         wanted = dict(zip((layer.name for layer in self._space), (layer.wanted for layer in self._space), strict=True))
         for index, unit in enumerate(self.units):
             self._progress("measuring what each choice loses", index, len(self.units))
             options = wanted[unit.linears[0]]
             self._losses.append(
                 [
-                    self.kl(_with(parent, index, option)) - base if option in options else math.inf
+                    self.kl(_with(centre, index, option)) - base if option in options else math.inf
                     for option in range(len(unit.options))
                 ]
             )
@@ -326,14 +324,11 @@ class JointSearch:
 
     def run(self, limits: Mapping[str, float]) -> Assignment:
         """Search in `PASSES` passes; return the best assignment of the last one."""
-        dense = (0,) * len(self.units)
-        centre, parent = self.centre(min(CENTRE_BITS, 16 * limits.get("bits", 1.0))), dense
-        best = centre
+        best = centre = self.dense
         for number in range(PASSES):
-            self.measure(centre, parent)
+            self.measure(centre)
             start = min({self.best(limits), best} if number else {self.best(limits)}, key=self.kl)
-            best = self._refine(start, limits, number)
-            centre = parent = best
+            best = centre = self._refine(start, limits, number)
         return best
 
     def kl(self, assignment: Assignment) -> float:

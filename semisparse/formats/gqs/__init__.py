@@ -60,8 +60,8 @@ FORMAT = Format(
     variants=({"kind": "w4"}, *({"kind": kind} for kind in KINDS if kind != "w4")),
     choices=(
         *(("g128@0%", kind) for kind in ("w2", "w3", "w4", "w8")),
-        *(("g64@0%", kind) for kind in ("w2", "w3")),
-        *(("g32@0%", kind) for kind in ("w2", "w3", "w4")),
+        *(("g64@0%", kind) for kind in ("w2", "w3", "w4")),
+        *(("g32@0%", kind) for kind in ("w2", "w3", "w4", "w8")),
         *((f"g16@{percent}%", "w4") for percent in (20, 30, 40, 50)),
     ),
 )

@@ -14,7 +14,7 @@ from semisparse.compress import Journal, Recipe, compress_decoder_layers
 from semisparse.compress.propagate import list_decoder_layers
 from semisparse.compress.prune import sparsegpt
 from semisparse.compress.search import bank as bank_module
-from semisparse.compress.search.bank import Bank, build_bank, to_dense, to_masked
+from semisparse.compress.search.bank import Bank, build_bank, prune_densities, to_dense, to_masked
 from semisparse.compress.search.space import search_space
 from semisparse.nn import weight_of
 from tests.compress.search.small import REPORT, SPARSEGPT, calibration, recipe
@@ -35,6 +35,7 @@ def bank_of(
     space = search_space(layers, 1, accepts)
     centre = (0,) * len(space)
     quiet = {"number": number, "device": CPU, "progress": lambda *_: None, "journal": journal}
+    quiet["prune"] = prune_densities
     return build_bank(model, layers, space, centre, centre_weights or {}, calibration(), plan, **quiet)
 
 

@@ -45,5 +45,3 @@ def test_what_the_kernels_refuse():
     packed = packed_weight(20, 40)
     with pytest.raises(KernelError, match="takes up to 32 tokens, got 48"):
         linear(operands(packed, 33)[0], packed, kernel="cpu")
-    with pytest.raises(KernelError, match="multiplies kind w4a8"):
-        linear(operands(packed, 1)[0], packed, kernel="unpack_cpu")

@@ -1,0 +1,155 @@
+"""The frontier: what KL divergence the best choice of patterns, bits and formats gives at each size and speed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from semisparse import checkpoint
+from semisparse.api.exporting import load_uncompressed
+from semisparse.api.sequences import Text, sequence_length
+from semisparse.api.targets import BASELINE, menu, options_of, written
+from semisparse.bench.machines import find_machine
+from semisparse.compress import Progress, Recipe, calibration_batches
+from semisparse.compress.search.allocate import Unreachable
+from semisparse.compress.search.joint import Assignment, JointSearch
+
+TOKENS = 32 * 1024
+"""Calibration tokens by default: the front is for choosing a target, `compress` then measures on more."""
+
+STEPS = 10
+"""Budgets per cost, from the least that can be had to dense."""
+
+WORKLOADS = ("decode", "prompt")
+
+
+@dataclass(frozen=True)
+class Point:
+    """A model on the front, or one with a single choice for all layers.
+
+    Args:
+        recipe: what `compress` takes: a target such as ``bits=3``, or a choice such as ``gqs w4 g128@0%``.
+        bits: stored bits per weight of the linear layers.
+        kl: KL(dense || model) on calibration tokens, without tuning, in nats per token.
+        decode_ms: predicted time of all linear layers for one token, in milliseconds.
+        prompt_ms: the same for a prompt of 2,048 tokens.
+    """
+
+    recipe: str
+    bits: float
+    kl: float
+    decode_ms: float
+    prompt_ms: float
+
+    @property
+    def _costs(self) -> tuple[float, ...]:
+        return self.bits, self.kl, self.decode_ms, self.prompt_ms
+
+    def dominates(self, other: Point) -> bool:
+        """Return whether the point is nowhere worse than another, and somewhere better."""
+        pairs = list(zip(self._costs, other._costs, strict=True))
+        return all(mine <= its for mine, its in pairs) and any(mine < its for mine, its in pairs)
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """The Pareto front of KL divergence against bits, decode time and prompt time.
+
+    Args:
+        gpu: the machine that times are predicted for.
+        points: the front, by bits; no point is better than another in every respect.
+        uniform: every single choice for all layers.
+        seconds: wall time.
+    """
+
+    gpu: str
+    points: list[Point]
+    uniform: list[Point]
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return asdict(self)
+
+
+def frontier(
+    model: str | Path,
+    calibration: Text,
+    *,
+    gpu: str = "auto",
+    samples: int | None = None,
+    seqlen: int | None = None,
+    device: str = "auto",
+    seed: int = 0,
+    progress: Progress = lambda stage, done, total: None,
+) -> Frontier:
+    """Measure what each choice for each layer loses, and combine the choices; nothing is packed or written.
+
+    Args:
+        model: a dense model directory.
+        calibration: a text file or documents.
+        gpu: the machine that times are predicted for, as in `plan`.
+        samples: calibration sequences; by default as many as hold `TOKENS` tokens.
+        seqlen: tokens per sequence; by default the model's context, 2048 at most.
+        device: where to compute: ``auto``, ``cpu`` or ``cuda``.
+        seed: the random seed.
+        progress: called with (stage, steps done, all steps).
+    Raises:
+        InputError: the model, the text or the machine cannot be used.
+    """
+    start = time.perf_counter()
+    machine, where = find_machine(gpu), checkpoint.pick_device(device)
+    source = Path(model)
+    dense, tokenizer = load_uncompressed(source), checkpoint.load_tokenizer(source)
+    length = sequence_length(dense, seqlen)
+    wanted = samples or max(2, -(-TOKENS // length))
+    batches = calibration_batches(tokenizer, calibration, samples=wanted, seqlen=length, seed=seed)
+    recipe = Recipe(pattern="0%")
+    choices = menu(recipe, rounds_activations=machine.device == "cuda")
+    options = options_of(choices, WORKLOADS, dense.dtype, machine)
+    search = JointSearch(dense, batches, recipe, options, seed=seed, device=where, progress=progress, journal=None)
+    search.measure(search.dense)
+    points = []
+    budgets = _budgets(search)
+    for done, limits in enumerate(budgets):
+        progress("measuring the front", done, len(budgets))
+        try:
+            points.append(_point(search, _target(limits, dense.dtype.itemsize), search.best(limits)))
+        except Unreachable:  # a budget of rounding
+            continue
+    uniform = [
+        _point(search, choice.label, picks, search.uniform_kl[choice])
+        for choice, picks in search.uniforms().items()
+        if choice.format != BASELINE or not choice.is_dense
+    ]
+    front = [point for point in points if not any(other.dominates(point) for other in [*points, *uniform])]
+    unique = {(point.bits, point.kl, point.decode_ms, point.prompt_ms): point for point in front}
+    ordered = sorted(unique.values(), key=lambda point: (point.bits, point.kl))
+    return Frontier(machine.name, ordered, uniform, time.perf_counter() - start)
+
+
+def _budgets(search: JointSearch) -> list[dict[str, float]]:
+    """Return limits relative to dense: each cost alone, in equal factors from the least that can be had to dense."""
+    budgets = []
+    for name in ("bits", *WORKLOADS):
+        least = sum(min(option.costs[name] for option in unit.options) for unit in search.units)
+        least = min(1.0, least / search.dense_costs[name]) * (1 + 1e-6)
+        budgets += [{name: least ** (1 - step / STEPS)} for step in range(STEPS + 1)]
+    return budgets
+
+
+def _target(limits: Mapping[str, float], itemsize: int) -> str:
+    """Write a limit as the target that gives it."""
+    ((name, share),) = limits.items()
+    return written({"bits": share * 8 * itemsize} if name == "bits" else {name: 1 / share})
+
+
+def _point(search: JointSearch, recipe: str, picks: Assignment, kl: float | None = None) -> Point:
+    totals = search.totals(picks)
+    weights = sum(unit.weights for unit in search.units)
+    loss = search.kl(picks) if kl is None else kl
+    # Rounding errors of the sums can be below 0 where nothing is lost.
+    return Point(recipe, totals["bits"] / weights, max(loss, 0.0), 1e3 * totals["decode"], 1e3 * totals["prompt"])

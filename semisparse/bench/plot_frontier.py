@@ -1,0 +1,94 @@
+"""Plot a Pareto front of KL divergence against stored bits, decode time and prompt time, beside uniform choices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from semisparse.errors import SemisparseError
+
+AXES = (
+    ("bits", "stored bits per weight"),
+    ("decode_ms", "linear layers, 1 token, ms (predicted)"),
+    ("prompt_ms", "linear layers, 2,048 tokens, ms (predicted)"),
+)
+
+BITS = (2, 3, 4, 6, 8, 12, 16)
+"""Ticks."""
+
+MARKERS = {"gqs": "o", "bitmask": "s", "slide24": "^", "vector_nm": "D", "ec_csr": "v", "dense": "P"}
+"""By format, so that colours are not all that tells points apart."""
+
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
+"""Okabe and Ito's palette, which colour-blind readers can tell apart."""
+
+
+def plot_frontier(
+    points: Sequence[Mapping[str, Any]], uniform: Sequence[Mapping[str, Any]], path: Path, title: str
+) -> None:
+    """Draw the front as a PNG.
+
+    Args:
+        points: of the front, each with ``kl`` and the keys of `AXES`.
+        uniform: single choices for all layers, likewise, and ``recipe``.
+        path: of the file.
+        title: of the plot.
+    Raises:
+        SemisparseError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise SemisparseError("plots need matplotlib: pip install 'semisparse[bench]'") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, cells = pyplot.subplots(1, len(AXES), figsize=(17, 5.5), layout="constrained", sharey=True)
+    formats = list(dict.fromkeys(str(point["recipe"]).split()[0] for point in uniform))
+    smallest = min((point["kl"] for point in [*points, *uniform] if point["kl"] > 0), default=1e-3)
+    for axes, (key, label) in zip(cells, AXES, strict=True):
+        for number, form in enumerate(formats):
+            of_form = [point for point in uniform if str(point["recipe"]).split()[0] == form]
+            axes.scatter(
+                [point[key] for point in of_form],
+                [max(point["kl"], smallest / 2) for point in of_form],
+                marker=MARKERS.get(form, "x"),
+                color=COLOURS[number % len(COLOURS)],
+                label=f"{form} everywhere",
+            )
+            for point in of_form:
+                text = " ".join(str(point["recipe"]).split()[1:])
+                axes.annotate(
+                    text, (point[key], max(point["kl"], smallest / 2)), (3, 3), fontsize=6, textcoords="offset points"
+                )
+        front = _front(points, key)
+        axes.plot(
+            [point[key] for point in front],
+            [max(point["kl"], smallest / 2) for point in front],
+            color="black",
+            marker=".",
+            label="chosen by layer",
+        )
+        if key == "bits":
+            axes.set_xscale("log")
+            axes.set_xticks(BITS, [str(bits) for bits in BITS])
+            axes.minorticks_off()
+        axes.set_yscale("log")
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.3)
+    cells[0].set_ylabel("KL to dense, nats per token, before tuning")
+    figure.legend(*cells[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
+    figure.suptitle(title, x=0.01, horizontalalignment="left", fontsize=11)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _front(points: Sequence[Mapping[str, Any]], key: str) -> list[Mapping[str, Any]]:
+    """Return the points that are best in ``key`` and KL alone, by ``key``."""
+    front: list[Mapping[str, Any]] = []
+    for point in sorted(points, key=lambda each: (each[key], each["kl"])):
+        if not front or point["kl"] < front[-1]["kl"]:
+            front.append(point)
+    return front

@@ -1,0 +1,128 @@
+"""Targets become limits, and `compress` reaches them: what it reports is what is stored."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import semisparse
+from semisparse.api.frontier import frontier
+from semisparse.api.targets import limits_of, menu, options_of, parse_targets, reached
+from semisparse.bench.machines import find_machine
+from semisparse.compress import Choice, Recipe
+from semisparse.errors import InputError, RecipeError
+from semisparse.formats import get_format
+from tests.models import byte_tokenizer, random_model
+
+DOCUMENTS = [f"document {i}: " + "some words to read " * (i % 5) for i in range(40)]
+SMALL = {"samples": 8, "seqlen": 32}
+QUICK = ("tune_epochs=1", "search_effort=1", "search_tokens=64", "prune=magnitude")
+
+
+def test_targets_are_limits_relative_to_dense():
+    targets = {"bits": 4.0, "size": 0.5, "decode": 2.5, "prompt": 1.25}
+    limits = limits_of(targets, torch.bfloat16)
+    assert limits == pytest.approx({"bits": 0.25, "decode": 0.4, "prompt": 0.8})
+    assert reached(targets, limits, torch.bfloat16) == pytest.approx({**targets, "size": 0.25})
+    assert limits_of({"size": 0.1, "bits": 4.0}, torch.bfloat16) == pytest.approx({"bits": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["bits"], "not written KEY=VALUE"),
+        (["bits=3", "bits=4"], "given twice"),
+        (["speed=2"], "unknown target 'speed'.*bits, size, decode"),
+        (["bits=-1"], "a number above 0"),
+        (["bits=nan"], "a number above 0"),
+        (["size=1.5"], "up to 1"),
+        (["decode=fast"], "a number above 0, such as decode=1.5x"),
+    ],
+)
+def test_bad_targets_are_refused(settings: list[str], message: str):
+    with pytest.raises(RecipeError, match=message):
+        semisparse.compress(random_model("llama"), byte_tokenizer(), "auto", DOCUMENTS, target=parse_targets(settings))
+
+
+def test_targets_and_recipes_must_go_together():
+    with pytest.raises(RecipeError, match="at least one target"):
+        semisparse.compress(random_model("llama"), byte_tokenizer(), "auto", DOCUMENTS)
+    with pytest.raises(RecipeError, match=r"takes no target.*recipe auto"):
+        semisparse.compress(random_model("llama"), byte_tokenizer(), "gqsa", DOCUMENTS, target={"bits": 3})
+    with pytest.raises(RecipeError, match="leave quant out"):
+        semisparse.compress(
+            random_model("llama"), byte_tokenizer(), "auto", DOCUMENTS, target={"bits": 3}, settings=["quant=w4"]
+        )
+
+
+def test_costs_are_those_of_packed_weights():
+    choices = menu(Recipe(pattern="0%"), rounds_activations=True)
+    assert choices[0].is_dense
+    options = options_of(choices, ["decode", "prompt"], torch.bfloat16, find_machine("h200"))([(96, 160), (32, 160)])
+    assert {option.choice.format for option in options} >= {"dense", "gqs", "bitmask", "slide24", "vector_nm", "ec_csr"}
+    for option in options:
+        choice = option.choice
+        weight = torch.randn(96, 160).bfloat16()
+        pattern = get_format(choice.format).pack  # packing checks that the weight obeys the pattern
+        if choice.pattern == "0%" or choice.pattern.endswith("@0%"):
+            kind = {} if choice.quant == "none" else {"kind": choice.quant}
+            packed = pattern(weight, choice.pattern, **kind)
+            assert option.costs["bits"] == pytest.approx(8 * packed.nbytes * (96 + 32) / 96, rel=0.02)
+    by_choice = {option.choice: option.costs for option in options}
+    dense = by_choice[Choice("0%", "none", "dense")]
+    assert dense["bits"] == 16 * 128 * 160
+    assert dense["prompt"] > dense["decode"] > 0
+    assert not any(
+        option.choice.pattern.startswith("g128") for option in options_of(choices, [], torch.bfloat16, None)([(8, 64)])
+    )
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_the_bits_asked_for_are_reached_and_stored(architecture: str, tmp_path: Path):
+    model = random_model(architecture)
+    report = semisparse.compress(
+        model, byte_tokenizer(), "auto", DOCUMENTS, tmp_path / "out", target={"bits": 9.0}, settings=QUICK, **SMALL
+    )
+    assert report.target == {"bits": 9.0}
+    assert report.reached is not None
+    assert report.reached["bits"] == pytest.approx(16 * report.bytes_after / report.bytes_before)
+    assert report.search is not None
+    assert report.reached["bits"] == pytest.approx(16 * report.search["predicted"]["bits"], rel=0.02)
+    assert report.reached["bits"] <= 9.0 * 1.01
+    ids = torch.arange(2 * 20).view(2, 20)
+    loaded = semisparse.load(tmp_path / "out", dtype=torch.bfloat16)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    again = semisparse.compress(
+        random_model(architecture), byte_tokenizer(), "auto", DOCUMENTS, tmp_path / "out",
+        target={"bits": 9.0}, settings=QUICK, resume=True, **SMALL,
+    )  # fmt: skip
+    assert again.reached == report.reached
+
+
+def test_what_cannot_be_reached_says_what_can(tmp_path: Path):
+    with pytest.raises(InputError, match=r"bits=0.5.*the best that can be had is bits=\d"):
+        semisparse.compress(
+            random_model("llama"), byte_tokenizer(), "auto", DOCUMENTS, tmp_path / "out", target={"bits": 0.5}, **SMALL
+        )
+    with pytest.raises(InputError, match=r"best that can be had is decode=\d.*x"):
+        semisparse.compress(
+            random_model("llama"), byte_tokenizer(), "auto", DOCUMENTS, tmp_path / "out",
+            target={"decode": "99x"}, gpu="h100", **SMALL,
+        )  # fmt: skip
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_frontier_holds_no_point_that_is_worse_than_another(tmp_path: Path):
+    source = tmp_path / "model"
+    random_model("llama").save_pretrained(source)
+    byte_tokenizer().save_pretrained(source)
+    front = frontier(source, DOCUMENTS, gpu="h200", samples=4, seqlen=32)
+    assert front.gpu == "NVIDIA H200"
+    assert len(front.points) > 3
+    for point in front.points:
+        assert not any(other.dominates(point) for other in [*front.points, *front.uniform])
+        assert min(point.bits, point.decode_ms, point.prompt_ms) > 0
+        assert point.kl >= 0
+    assert {point.recipe.split()[0] for point in front.uniform} >= {"bitmask", "gqs", "slide24", "vector_nm", "ec_csr"}
+    assert [point.bits for point in front.points] == sorted(point.bits for point in front.points)
+    assert set(front.to_dict()) == {"gpu", "points", "uniform", "seconds"}

@@ -1,0 +1,106 @@
+"""The joint search keeps its limits, scores what it returns, repeats bit for bit and survives interruptions."""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from semisparse.compress import Choice, Journal, Option, Recipe
+from semisparse.compress.search import joint
+from semisparse.compress.search.allocate import Unreachable
+from semisparse.compress.search.bank import to_dense
+from semisparse.compress.search.joint import JointResult, JointSearch, search_choices
+from semisparse.nn import weight_of
+from semisparse.patterns import parse_pattern
+from tests.compress.checking import Interrupted
+from tests.compress.search.small import calibration, mean_kl, sharp_model
+
+RECIPE = Recipe(
+    pattern="0%", prune="magnitude", search="joint", targets=(("bits", 4.0),), search_tokens=10_000, search_effort=32
+)
+MENU = {("0%", "none"): 16.0, ("g8@0%", "w8"): 9.0, ("g8@0%", "w4"): 5.0, ("g8@0%", "w2"): 3.0, ("50%", "none"): 12.0}
+LIMITS = {"bits": 4.0 / 16}
+
+
+def options(shapes: Sequence[tuple[int, int]]) -> list[Option]:
+    weights = sum(n * k for n, k in shapes)
+    return [Option(Choice(*key, "any"), {"bits": bits * weights}) for key, bits in MENU.items()]
+
+
+def search(limits: dict[str, float] = LIMITS, **more: object) -> JointResult:
+    return search_choices(sharp_model(), calibration(), RECIPE, options, limits, seed=0, **more)
+
+
+@cache
+def searched() -> JointResult:
+    return search()
+
+
+def test_the_limit_is_kept_by_layers_that_share_an_input_alike():
+    result = searched()
+    shapes = {name: tuple(weight_of(sharp_model().get_submodule(name)).shape) for name in result.choices}
+    bits = sum(MENU[c.pattern, c.quant] * shapes[name][0] * shapes[name][1] for name, c in result.choices.items())
+    dense = sum(16 * n * k for n, k in shapes.values())
+    assert bits / dense == pytest.approx(result.predicted["bits"])
+    assert result.predicted["bits"] <= LIMITS["bits"] * (1 + 1e-9)
+    for layer in (0, 1):
+        attention = f"model.layers.{layer}.self_attn"
+        assert len({result.choices[f"{attention}.{name}_proj"] for name in "qkv"}) == 1
+    assert len(set(result.choices.values())) > 1
+    assert {choice.quant for choice in result.choices.values()} <= {"w8", "w4", "w2"}
+
+
+def test_the_weights_obey_their_choices_and_have_the_reported_divergence():
+    result, dense, compressed = searched(), sharp_model(), sharp_model()
+    for name, choice in result.choices.items():
+        weight = weight_of(compressed.get_submodule(name))
+        weight.data.copy_(to_dense(result.weights[name], weight))
+        parse_pattern(choice.pattern).check(weight)
+        if choice.quant == "w2":
+            groups = weight[:, : weight.shape[1] // 8 * 8].unflatten(1, (-1, 8))
+            assert max(len(group.unique()) for row in groups for group in row) <= 5  # 4 codes, and exact zeros
+    assert mean_kl(dense, compressed, calibration()) == pytest.approx(result.kl, rel=1e-4)
+
+
+def test_dominated_choices_are_dropped_and_the_best_single_one_is_named():
+    result = searched()
+    assert result.uniform is not None
+    assert result.uniform[0] == "any w2 g8@0%"  # the only one of at most 4 bits
+    run = JointSearch(
+        sharp_model(), calibration(), RECIPE, options, seed=0, device="cpu", progress=lambda *_: None, journal=None
+    )
+    run.measure(run.dense)
+    kls = {choice.label: kl for choice, kl in run.uniform_kl.items()}
+    assert kls["any 50%"] > joint.DOMINATED * kls["any w8 g8@0%"]  # costs more, loses more
+    assert all(2 not in layer.wanted or layer.choices[2].quant == "w4" for layer in run._space)
+    assert all(4 not in layer.wanted for layer in run._space)
+
+
+def test_what_no_choice_reaches_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(joint, "build_bank", lambda *_, **__: pytest.fail("a bank was built"))
+    with pytest.raises(Unreachable, match="bits") as caught:
+        search({"bits": 2.9 / 16})
+    assert caught.value.least == pytest.approx({"bits": 3 / 16})
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 5, 8])
+def test_an_interrupted_search_goes_on_to_the_same_result(pieces: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    identity = {"run": "one"}
+    save, saved = Journal.save, []
+
+    def interrupted(self: Journal, part: str, index: int, tensors, notes) -> None:
+        save(self, part, index, tensors, notes)
+        saved.append(part)
+        if len(saved) == pieces:
+            raise Interrupted
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "save", interrupted)
+        with pytest.raises(Interrupted):
+            search(journal=Journal(tmp_path, identity))
+    result, expected = search(journal=Journal(tmp_path, identity)), searched()
+    assert (result.choices, result.kl, result.metrics()) == (expected.choices, expected.kl, expected.metrics())
+    for name, masked in result.weights.items():
+        assert torch.equal(masked.values, expected.weights[name].values)
