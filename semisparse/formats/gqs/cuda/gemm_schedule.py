@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 
 from semisparse.formats.gqs.cuda.schedule import ELEMENTS
-from semisparse.formats.gqs.cuda.schedule import MAX_TOKENS as DECODE_MAX_TOKENS
 from semisparse.formats.gqs.storage.disk import group_size
 from semisparse.formats.gqs.storage.masks import CHUNK_GROUPS, CHUNK_ROWS
 from semisparse.formats.kernel import Problem
@@ -18,16 +18,19 @@ from semisparse.runtime.nvrtc import Defines
 SIZES = (8, 16, 32, 64, 128)
 """Columns of a group that `gemm.cu` is written for."""
 
-TILES_M = (8, 16, 24, 32, 48, 64, 96, 128)
-"""Tokens of a CTA tile that are chosen; any multiple of 8 compiles."""
+TILES_M = (8, 16, 24, 32, 48, 64, 96)
+"""Tokens of a CTA tile. Any multiple of 8 compiles; 128 tokens with two row tiles per warp spill registers."""
 
-WARPS = 8
-"""Per CTA."""
+SHAPES = ((1, 4), (2, 2), (4, 1), (4, 2), (8, 1))
+"""Warps of a CTA along N, and warps that share rows."""
+
+WARPS_PER_SM = {32: 12, 96: 8}
+"""By the largest TILE_M: what registers allow. Builds take up to 168 and 255 of them per thread."""
+
+PREFETCH = 2
+"""Slices of the weight in flight to registers."""
 
 MAX_SPLIT_K = 16
-
-FEWEST_TILES = 4
-"""k-tiles that a warp multiplies at least, where K is split."""
 
 HEADER_BYTES = 2 * 32 * 16
 """Of the masks and starts of two windows of 32 chunks, per warp and row tile."""
@@ -35,11 +38,11 @@ HEADER_BYTES = 2 * 32 * 16
 PREFETCH_GROUPS = 256
 """Groups that each warp prefetches to L2 before ``griddepcontrol.wait``, and is ahead of itself later."""
 
-DECODE_PAYS_TOKENS = 2
-"""Up to so many tokens `decode` multiplies codes as they are."""
+DECODE_TOKENS = 16
+"""`decode` keeps all tokens that it takes: `gemm` has not been timed beside it."""
 
-GEMM_PAYS_TOKENS = 256
-"""Beyond, unpacking the weight once and cuBLAS are taken to be faster."""
+GEMM_TOKENS = 256
+"""Beyond, to unpack the weight once and to call cuBLAS is taken to be faster. Not measured."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,7 @@ class GemmSchedule:
 
 
 def choose_gemm(m: int, n: int, k: int, size: int, facts: DeviceFacts) -> GemmSchedule:
-    """Choose the schedule of y[m, n] = x[m, k] @ w[n, k].T: about as many CTAs as are resident at a time.
+    """Choose the schedule of y[m, n] = x[m, k] @ w[n, k].T: of those that fit, the one with the fewest `_cycles`.
 
     Args:
         m: the most tokens.
@@ -129,53 +132,48 @@ def choose_gemm(m: int, n: int, k: int, size: int, facts: DeviceFacts) -> GemmSc
         size: columns of a group.
         facts: of the GPU.
     """
-    m_tiles = -(-m // TILES_M[-1])
-    tile_m = next(tokens for tokens in TILES_M if -(-m // m_tiles) <= tokens)
-    for candidate in _candidates(tile_m, -(-n // CHUNK_ROWS), facts):
-        if candidate.fits(facts):
-            break
-    m_tiles, k_tiles = -(-m // tile_m), candidate.k_tiles(k, size)
-    output_tiles = candidate.row_ctas(n) * m_tiles
-    wanted = candidate.ctas_per_sm * facts.sms // output_tiles
-    most = max(1, min(MAX_SPLIT_K, k_tiles // (FEWEST_TILES * candidate.warps_k)))
-    return _with_split(candidate, min(max(1, wanted), most))
+    tile_m = min(TILES_M, key=lambda tokens: (-(-m // tokens) * tokens, -tokens))
+    most_warps = next(warps for tokens, warps in WARPS_PER_SM.items() if tile_m <= tokens)
+    k_tile = 64 if tile_m == 8 else 32
+    candidates = (
+        GemmSchedule(tile_m, warps_n, warps_k, row_tiles, k_tile, PREFETCH, stages, ctas, 1)
+        for (warps_n, warps_k), row_tiles, stages in product(SHAPES, (2, 1), (3, 2))
+        for ctas in range(1, most_warps // (warps_n * warps_k) + 1)
+    )
+    fitting = [schedule for schedule in candidates if schedule.fits(facts)]
+    most_splits = min(MAX_SPLIT_K, fitting[0].k_tiles(k, size))
+    split = [replace(schedule, split_k=split_k) for schedule in fitting for split_k in range(1, most_splits + 1)]
+    return min(split, key=lambda schedule: _cycles(schedule, m, n, k, size, facts))
 
 
-def _with_split(schedule: GemmSchedule, split_k: int) -> GemmSchedule:
-    fields = {name: getattr(schedule, name) for name in schedule.__dataclass_fields__}
-    return GemmSchedule(**{**fields, "split_k": split_k})
+def _cycles(schedule: GemmSchedule, m: int, n: int, k: int, size: int, facts: DeviceFacts) -> float:
+    """Estimate the time, by count and not by measurement, to compare schedules with.
 
-
-def _candidates(tile_m: int, row_tiles: int, facts: DeviceFacts) -> list[GemmSchedule]:
-    """Return schedules, the best first; the last fits any GPU since Ampere."""
-    few_rows = row_tiles <= 4 * facts.sms
-    if tile_m <= 16:  # x is small: its warps share K, so that few partial sums leave the CTA
-        warps_k = WARPS if few_rows else WARPS // 2
-        shapes = [(WARPS // warps_k, warps_k, 2, 64, 3, 2), (4, 2, 2, 64, 2, 2)]
-    elif tile_m <= 32:
-        shapes = [(4, 2, 2, 32, 3, 2), (4, 2, 2, 32, 2, 2)]
-    elif tile_m <= 64:
-        shapes = [(4, 2, 2, 32, 3, 1), (8, 1, 2, 32, 3, 1)]
-    else:
-        shapes = [(8, 1, 2, 32, 3, 1)]
-    shapes.append((4, 1, 1, 32, 2, 1))
-    return [
-        GemmSchedule(tile_m, warps_n, warps_k, tiles, k_tile, 2, stages, ctas, 1)
-        for warps_n, warps_k, tiles, k_tile, stages, ctas in shapes
-    ]
-
-
-def gemm_pays(problem: Problem) -> bool:
-    """Say whether `gemm` is taken to be faster than the kernels after it. Not measured yet."""
-    return problem.m <= GEMM_PAYS_TOKENS
+    16 columns of four groups of a row tile take some 100 instructions, and mma.sync 3.5 cycles per token (7 per
+    m16n8k16), on a quarter of an SM; x comes at 32 bytes per cycle. A wave of CTAs begins and ends in 4,000 cycles, and
+    a second kernel adds partial sums in 3,000 and the time to write and read them.
+    """
+    warps = schedule.warps_n * schedule.warps_k
+    m_tiles = -(-m // schedule.tile_m)
+    busiest = -(-schedule.row_ctas(n) * m_tiles * schedule.split_k // facts.sms)
+    waves = -(-busiest // schedule.ctas_per_sm)
+    iterations = -(-schedule.k_tiles(k, size) // (schedule.split_k * schedule.warps_k))
+    # Fewer warps than 8 per SM do not hide each other's latency.
+    resident = min(busiest, schedule.ctas_per_sm) * warps
+    multiplying = warps / 4 * schedule.row_tiles * schedule.k_tile / 16 * (100 + 3.5 * schedule.tile_m)
+    copying = schedule.warps_k * schedule.tile_m * 8 * schedule.k_tile / 32
+    adding = 3000 + schedule.split_k * m * n * 8 / (32 * facts.sms) if schedule.split_k > 1 else 0.0
+    return busiest * iterations * (multiplying * max(1.0, 8 / resident) + copying) + 4000 * waves + adding
 
 
 def decode_pays(problem: Problem) -> bool:
-    """Say whether `decode` is taken to be faster than `gemm`: where it multiplies codes, and in all it was measured at.
+    """Say whether `decode` is taken to be faster than `gemm`."""
+    return problem.m <= DECODE_TOKENS
 
-    `gemm` has not been timed yet, so that `decode` keeps all tokens that it takes.
-    """
-    return problem.m <= max(DECODE_PAYS_TOKENS, DECODE_MAX_TOKENS)
+
+def gemm_pays(problem: Problem) -> bool:
+    """Say whether `gemm` is taken to be faster than `unpack`."""
+    return problem.m <= GEMM_TOKENS
 
 
 def shape_refusal(problem: Problem) -> str | None:
