@@ -103,12 +103,12 @@ def test_operands_of_any_layout(emulated, k: int, dtype: torch.dtype, m: int):
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("splits", [1, 2])
 def test_what_is_infinite_stays_in_its_token(emulated, splits: int):
-    """x past a part of K is zeros, so that no other part makes NaN of it; tokens past the last are not multiplied."""
+    """A warp whose range of K is shorter than the others' has zeros for x, not the next part of it: 0 * inf is NaN."""
     packed = GQS.pack(torch.ones(16, 700).half(), "g16@0%", kind="w4")
     x = torch.zeros(3, 700).half()
-    x[1, 5] = torch.inf
+    x[1, 400] = torch.inf  # the second part's first k-tile, one after the first part's three
     product = gemm.prepare(problem_of(x, packed), GemmSchedule(8, 1, 2, 1, 32, 2, 2, 1, splits))
     assert torch.equal(product(x, packed, None)[:, 0], torch.tensor([0.0, torch.inf, 0.0]).half())
 

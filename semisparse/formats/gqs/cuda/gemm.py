@@ -30,8 +30,8 @@ SOURCE = CudaSource(
     (
         # tile_m, warps_n, warps_k, row_tiles, k_tile, prefetch, stages, ctas_per_sm, split_k
         GemmSchedule(64, 4, 2, 2, 32, 2, 3, 1, 1).defines(HALF, 4, 16, True),
-        GemmSchedule(8, 1, 4, 2, 64, 2, 3, 3, 1).defines(BFLOAT, 8, 128, True),
-        GemmSchedule(8, 1, 4, 1, 64, 2, 3, 3, 1).defines(HALF, 3, 8, False),
+        GemmSchedule(8, 1, 4, 2, 32, 2, 3, 3, 1).defines(BFLOAT, 8, 128, True),
+        GemmSchedule(8, 1, 4, 1, 32, 2, 3, 3, 1).defines(HALF, 3, 8, False),
         GemmSchedule(16, 1, 4, 2, 32, 2, 3, 3, 1).defines(BFLOAT, 4, 128, False),
         GemmSchedule(24, 2, 2, 2, 32, 2, 3, 3, 1).defines(HALF, 8, 32, True),
         GemmSchedule(32, 4, 1, 2, 32, 2, 3, 3, 1).defines(BFLOAT, 8, 16, True),

@@ -27,6 +27,9 @@ SHAPES = ((1, 4), (2, 2), (4, 1), (4, 2), (8, 1))
 WARPS_PER_SM = {32: 12, 96: 8}
 """By the largest TILE_M: what registers allow. Builds take up to 168 and 255 of them per thread."""
 
+K_TILE = 32
+"""Columns of each of four groups that a warp multiplies per iteration. 64 compiles too, and spills in some builds."""
+
 PREFETCH = 2
 """Slices of the weight in flight to registers."""
 
@@ -134,9 +137,8 @@ def choose_gemm(m: int, n: int, k: int, size: int, facts: DeviceFacts) -> GemmSc
     """
     tile_m = min(TILES_M, key=lambda tokens: (-(-m // tokens) * tokens, -tokens))
     most_warps = next(warps for tokens, warps in WARPS_PER_SM.items() if tile_m <= tokens)
-    k_tile = 64 if tile_m == 8 else 32
     candidates = (
-        GemmSchedule(tile_m, warps_n, warps_k, row_tiles, k_tile, PREFETCH, stages, ctas, 1)
+        GemmSchedule(tile_m, warps_n, warps_k, row_tiles, K_TILE, PREFETCH, stages, ctas, 1)
         for (warps_n, warps_k), row_tiles, stages in product(SHAPES, (2, 1), (3, 2))
         for ctas in range(1, most_warps // (warps_n * warps_k) + 1)
     )
