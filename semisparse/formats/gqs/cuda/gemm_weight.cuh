@@ -149,9 +149,9 @@ struct WeightStream {
                 const Word group = groups[i][row];
                 slices[i].scale[row] = 0;
                 if (kept[i][row]) {
-                    load_codes(slices[i].codes[row], mad_wide(group, kGroupBytes, weight.codes) + offset);
-                    slices[i].scale[row] = *reinterpret_cast<const unsigned short*>(mad_wide(group, 2, weight.scale));
-                    slices[i].zero[row] = *reinterpret_cast<const unsigned char*>(mad_wide(group, 1, weight.zero));
+                    load_codes(slices[i].codes[row], weight.codes + static_cast<size_t>(group) * kGroupBytes + offset);
+                    slices[i].scale[row] = reinterpret_cast<const unsigned short*>(weight.scale)[group];
+                    slices[i].zero[row] = reinterpret_cast<const unsigned char*>(weight.zero)[group];
                 }
             }
         }
