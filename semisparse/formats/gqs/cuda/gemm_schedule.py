@@ -58,7 +58,7 @@ class GemmSchedule:
         warps_k: warps that share rows and split K among them.
         row_tiles: row tiles per warp, 16 rows each.
         k_tile: columns of each of four groups that a warp multiplies per iteration, 32 or 64.
-        prefetch: slices of the weight in flight to registers; divides the slices of a k-tile (at least 2).
+        prefetch: slices of the weight in flight to registers; divides `slices`, which are 2 or more.
         stages: of x, 2 or more.
         ctas_per_sm: CTAs that share an SM's registers.
         split_k: CTAs that each compute a part of K of an output tile.
@@ -109,6 +109,10 @@ class GemmSchedule:
         stages = self.stages * self.warps_k * self.tile_m * (8 * self.k_tile + 64)
         partials = (self.warps_k - 1) * self.warps_n * self.row_tiles * self.tile_m * CHUNK_ROWS * 4
         return max(stages, partials) + HEADER_BYTES * self.row_tiles * self.warps_n * self.warps_k
+
+    def slices(self, bits: int, size: int) -> int:
+        """Return the pieces in which a lane loads its codes of a k-tile: kSlices of `gemm.cu`."""
+        return self.k_tile // min(size, self.k_tile // 2, 8 if bits == 8 else 32)
 
     def fits(self, facts: DeviceFacts) -> bool:
         """Say whether a CTA may have its shared memory, and an SM that of all its CTAs."""
