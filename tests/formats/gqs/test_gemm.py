@@ -71,9 +71,10 @@ def test_every_schedule(emulated, kind, dtype, m, n, k, pattern, schedule):
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("splits", [1, 2])
-def test_chunks_and_rows_that_keep_nothing(emulated, splits: int):
+@pytest.mark.parametrize(("splits", "capability"), [(1, (9, 0)), (2, (8, 0))])
+def test_chunks_and_rows_that_keep_nothing(emulated, monkeypatch, splits: int, capability: tuple[int, int]):
     """M and the number of kept groups are read at each call; a weight may keep none."""
+    emulate(monkeypatch, capability=capability)
     weight = torch.randn(50, 512, generator=torch.Generator().manual_seed(1)).half()
     weight[:16, 64:192] = 0
     weight[16:32] = 0

@@ -59,7 +59,10 @@ __device__ __forceinline__ void load_codes(Word (&codes)[kSliceWords], const cha
     } else if constexpr (kSliceBytes % 2 == 0) {
         const unsigned short* halves = reinterpret_cast<const unsigned short*>(from);
 #pragma unroll
-        for (int i = 0; i < kSliceBytes / 2; ++i) codes[i / 2] = (i % 2 ? codes[i / 2] : 0) | static_cast<Word>(halves[i]) << 16 * (i % 2);
+        for (int i = 0; i < kSliceBytes / 2; ++i) {
+            if (i % 2 == 0) codes[i / 2] = halves[i];
+            else codes[i / 2] |= static_cast<Word>(halves[i]) << 16;
+        }
     } else {
         const unsigned char* octets = reinterpret_cast<const unsigned char*>(from);
         codes[0] = octets[0] | octets[1] << 8 | octets[2] << 16;

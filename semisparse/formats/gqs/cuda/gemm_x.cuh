@@ -39,8 +39,8 @@ struct ActivationStages {
         column = unit / kUnitsPerGroup * (kGroups * GROUP_SIZE) + cell % kGroups * GROUP_SIZE + unit % kUnitsPerGroup * kUnit;
     }
 
-    // Copies iteration `i` of all warps as one cp.async group; zeros past K and past a warp's range. Tokens past the last repeat
-    // it, and are not stored.
+    // Copies iteration `i` of all warps as one cp.async group; zeros past K and past a warp's range. Tokens past the last
+    // repeat it, and are not stored.
     __device__ __forceinline__ void issue(int i) const {
         Word to = smem + i % STAGES * kStageBytes + threadIdx.x / kCells * kTokenBytes + 16 * cell;
 #pragma unroll
