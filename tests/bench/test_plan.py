@@ -110,14 +110,26 @@ def test_sentences_name_the_speed_up_of_quantised_dense_layers():
 
 
 @pytest.mark.parametrize(
-    ("kind", "size", "dtype"), [("w3", 16, torch.float16), ("w4", 8, torch.float16), ("w4", 16, torch.float32)]
+    ("kind", "size", "dtype", "passes"),
+    [
+        ("w3", 16, torch.float16, (1, 1, 2)),
+        ("w4", 16, torch.float16, (1, 1, 2)),
+        ("w4", 8, torch.bfloat16, (1, 1, 2)),
+        ("w4a8", 16, torch.float16, (1, 2, 3)),  # x is quantised in the kernel, or before it
+        ("w4a8", 32, torch.float16, (2, 2, 3)),
+        ("w4", 4, torch.float16, (2, 2, 2)),
+        ("w4", 16, torch.float32, (2, 2, 2)),
+    ],
 )
-def test_groups_without_a_decode_kernel_are_planned_unpacked(kind: str, size: int, dtype: torch.dtype):
+def test_groups_are_planned_as_their_kernels_take_them(kind: str, size: int, dtype: torch.dtype, passes: tuple):
+    """Of 1, 256 and 4,096 tokens; without a kernel that reads packed groups, a weight is unpacked first."""
     candidate = Candidate("gqs", f"g{size}@50%", {"kind": kind})
-    for m in (1, 16):
+    for m, count in zip((1, 256, 4096), passes, strict=True):
         problem, nbytes = problem_for(candidate, m, 4096, 4096, dtype, "cuda")
-        assert len(get_format("gqs").cost(problem, nbytes)) == 2
-        assert len(get_format("gqs").cost(replace(problem, device=torch.device("cpu")), nbytes)) == 1
+        assert len(get_format("gqs").cost(problem, nbytes)) == count
+    problem, nbytes = problem_for(candidate, 1, 4096, 4096, dtype, "cuda")
+    on_cpu = get_format("gqs").cost(replace(problem, device=torch.device("cpu")), nbytes)
+    assert len(on_cpu) == (2 if kind == "w4a8" else 1)
 
 
 def test_a_format_that_computes_less_may_pay_where_arithmetic_binds(monkeypatch):

@@ -1,0 +1,36 @@
+// y[m, n] = bias[n] + the sum of partials[splits, m, pitch], which gemm.cu stores for parts of K; added in their order.
+//
+// Grid: a thread for four rows of w and one token, CTAs of `blockDim.x` threads along N by a row of CTAs per token. No shared
+// memory. Bound by reading the partial sums, which the GEMM has just left in L2.
+//
+// Macro: SCALAR (__half or __nv_bfloat16).
+
+#include "ptx/griddepcontrol.cuh"
+#include "types.cuh"
+
+extern "C" __global__ void semisparse_gqs_add_partials(
+    const float* partials,   // [splits, m, pitch], pitch a multiple of 16
+    const SCALAR* bias,      // [n] or null
+    SCALAR* __restrict__ y,  // [m, n]
+    int m, int n, int pitch, int splits
+) {
+    const int row = 4 * (blockIdx.x * blockDim.x + threadIdx.x);
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+    if (row >= n) return;
+    for (int token = blockIdx.y; token < m; token += gridDim.y) {
+        float4 sum{};
+#pragma unroll 4
+        for (int split = 0; split < splits; ++split) {
+            const long long at = (static_cast<long long>(split) * m + token) * pitch + row;
+            const float4 partial = __ldcg(reinterpret_cast<const float4*>(partials + at));
+            sum.x += partial.x, sum.y += partial.y, sum.z += partial.z, sum.w += partial.w;
+        }
+        const float sums[4] = {sum.x, sum.y, sum.z, sum.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (row + i >= n) continue;
+            store(y + static_cast<long long>(token) * n + row + i, sums[i] + (bias ? to_float(bias[row + i]) : 0.0f));
+        }
+    }
+}

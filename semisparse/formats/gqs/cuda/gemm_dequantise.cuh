@@ -1,0 +1,85 @@
+// Dequantises 8 columns of a group in 2, 3, 4 or 8 bits: (code - zero) * scale in Element, bit for bit as `Packed.unpack` does.
+//
+// Codes are put into the mantissas of 16-bit numbers, two at a time. The difference is a multiple of 2^(BITS - 8) below 256
+// of them: exact in either type. Its product with the scale is rounded once.
+
+#pragma once
+
+#include "gemm_tile.cuh"
+
+__device__ __forceinline__ Word bits_of(__half2 pair) { return *reinterpret_cast<Word*>(&pair); }
+__device__ __forceinline__ Word bits_of(__nv_bfloat162 pair) { return *reinterpret_cast<Word*>(&pair); }
+__device__ __forceinline__ __half2 half2_of(Word bits) { return *reinterpret_cast<__half2*>(&bits); }
+__device__ __forceinline__ __nv_bfloat162 bfloat162_of(Word bits) { return *reinterpret_cast<__nv_bfloat162*>(&bits); }
+
+// Scale and zero point of a group, as the codes meet them: in both halves of a word, or (bfloat16 in 8 bits) as floats.
+struct ScaleZero {
+    Word scale, zero;
+};
+
+// 2^(BITS + 2) as a half: its ulp is 2^(BITS - 8), the zero point's unit, so that a zero point is its lowest 8 bits.
+constexpr Word kHalfAnchor = (17u + BITS << 10) * 0x10001u;
+constexpr Word kHalfMask = ((1u << BITS) - 1 << 8 - BITS) * 0x10001u;
+// 16 in bfloat16, with an ulp of 1/8: codes are three bits up. It holds 4 bits of them.
+constexpr Word kBfloatAnchor = 0x41804180u;
+constexpr Word kBfloatMask = ((1u << BITS) - 1 << 3) * 0x10001u;
+constexpr Word kFloatAnchor = 0x4b000000u;  // 2^23: its ulp is 1
+
+__device__ __forceinline__ ScaleZero prepare(Word scale, Word zero, const __half*) {
+    return {scale * 0x10001u, kHalfAnchor | zero * 0x10001u};
+}
+
+__device__ __forceinline__ ScaleZero prepare(Word scale, Word zero, const __nv_bfloat16*) {
+    if constexpr (BITS == 8) return {scale << 16, kFloatAnchor | zero};
+    else return {scale * 0x10001u, bits_of(__float2bfloat162_rn(static_cast<float>(zero) * (1.0f / (1 << (8 - BITS)))))};
+}
+
+// A unit's codes below 8 bits: even columns from the lowest bit of the low half on, odd ones so in the high half.
+__device__ __forceinline__ Word spread(const Word (&codes)[kSliceWords], int unit) {
+    if constexpr (BITS == 2) return __byte_perm(codes[unit / 2], 0, unit % 2 ? 0x4342 : 0x4140);
+    if constexpr (BITS == 3) {
+        const int word = 3 * unit / 4, byte = 3 * unit % 4;
+        const Word next = codes[word + 1 < kSliceWords ? word + 1 : word];
+        const Word code_bits = byte ? __funnelshift_r(codes[word], next, 8 * byte) : codes[word];
+        return (code_bits & 0xfff) | (code_bits << 4 & 0xfff0000);
+    }
+    return codes[unit];
+}
+
+// Brings pair `i` of spread codes to bit `to` of each half; other bits are to be masked.
+__device__ __forceinline__ Word shift_pair(Word codes, int i, int to) {
+    const int left = to - BITS * i;
+    return left >= 0 ? codes << left : codes >> -left;
+}
+
+__device__ __forceinline__ void dequantise(Word (&pairs)[4], const Word (&codes)[kSliceWords], int unit, ScaleZero group,
+                                           const __half*) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        Word code;
+        if constexpr (BITS == 8) {  // 0x64: the high byte of the anchor
+            const Word both = __byte_perm(codes[2 * unit], codes[2 * unit + 1], i | (i + 4) << 4);
+            code = __byte_perm(both, 0x64646464u, 0x4140);
+        } else {
+            code = (shift_pair(spread(codes, unit), i, 8 - BITS) & kHalfMask) | kHalfAnchor;
+        }
+        pairs[i] = bits_of(__hmul2(__hsub2(half2_of(code), half2_of(group.zero)), half2_of(group.scale)));
+    }
+}
+
+__device__ __forceinline__ void dequantise(Word (&pairs)[4], const Word (&codes)[kSliceWords], int unit, ScaleZero group,
+                                           const __nv_bfloat16*) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        if constexpr (BITS == 8) {
+            const float zero = __uint_as_float(group.zero), scale = __uint_as_float(group.scale);
+            const Word even = __byte_perm(codes[2 * unit], kFloatAnchor, 0x7440 | i);
+            const Word odd = __byte_perm(codes[2 * unit + 1], kFloatAnchor, 0x7440 | i);
+            pairs[i] = pack2((__uint_as_float(even) - zero) * scale, (__uint_as_float(odd) - zero) * scale, kElement);
+        } else {
+            const Word anchored = (shift_pair(spread(codes, unit), i, 3) & kBfloatMask) | kBfloatAnchor;
+            const __nv_bfloat162 code = __hsub2(bfloat162_of(anchored), bfloat162_of(kBfloatAnchor));
+            pairs[i] = bits_of(__hmul2(__hsub2(code, bfloat162_of(group.zero)), bfloat162_of(group.scale)));
+        }
+    }
+}

@@ -1,0 +1,193 @@
+"""How `gemm.cu` divides a problem over SMs and warps: arithmetic only. Not measured yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+
+import torch
+
+from semisparse.formats.gqs.cuda.schedule import ELEMENTS
+from semisparse.formats.gqs.storage.disk import group_size
+from semisparse.formats.gqs.storage.masks import CHUNK_GROUPS, CHUNK_ROWS
+from semisparse.formats.kernel import Problem
+from semisparse.quant.group import KINDS
+from semisparse.runtime.device import RESERVED_SHARED, DeviceFacts
+from semisparse.runtime.nvrtc import Defines
+
+SIZES = (8, 16, 32, 64, 128)
+"""Columns of a group that `gemm.cu` is written for."""
+
+TILES_M = (8, 16, 24, 32, 48, 64, 96)
+"""Tokens of a CTA tile. Any multiple of 8 compiles; 128 tokens with two row tiles per warp spill registers."""
+
+SHAPES = ((1, 4), (2, 2), (4, 1), (4, 2), (8, 1))
+"""Warps of a CTA along N, and warps that share rows."""
+
+WARPS_PER_SM = {32: 12, 96: 8}
+"""By the largest TILE_M: what registers allow. Builds take up to 168 and 255 of them per thread."""
+
+K_TILE = 32
+"""Columns of each of four groups that a warp multiplies per iteration. 64 compiles too, and spills in some builds."""
+
+PREFETCH = 2
+"""Slices of the weight in flight to registers."""
+
+MAX_SPLIT_K = 16
+
+HEADER_BYTES = 2 * 32 * 16
+"""Of the masks and starts of two windows of 32 chunks, per warp and row tile."""
+
+PREFETCH_GROUPS = 256
+"""Groups that each warp prefetches to L2 before ``griddepcontrol.wait``, and is ahead of itself later."""
+
+DECODE_TOKENS = 16
+"""`decode` keeps all tokens that it takes: `gemm` has not been timed beside it."""
+
+GEMM_TOKENS = 256
+"""Beyond, to unpack the weight once and to call cuBLAS is taken to be faster. Not measured."""
+
+
+@dataclass(frozen=True)
+class GemmSchedule:
+    """One build of `gemm.cu`, and its launch.
+
+    Args:
+        tile_m: tokens of a CTA tile, a multiple of 8.
+        warps_n: warps of a CTA along N.
+        warps_k: warps that share rows and split K among them.
+        row_tiles: row tiles per warp, 16 rows each.
+        k_tile: columns of each of four groups that a warp multiplies per iteration, 32 or 64.
+        prefetch: slices of the weight in flight to registers; divides `slices`, which are 2 or more.
+        stages: of x, 2 or more.
+        ctas_per_sm: CTAs that share an SM's registers.
+        split_k: CTAs that each compute a part of K of an output tile.
+    """
+
+    tile_m: int
+    warps_n: int
+    warps_k: int
+    row_tiles: int
+    k_tile: int
+    prefetch: int
+    stages: int
+    ctas_per_sm: int
+    split_k: int
+
+    @property
+    def threads(self) -> int:
+        """Threads per CTA."""
+        return 32 * self.warps_n * self.warps_k
+
+    def defines(self, dtype: torch.dtype, bits: int, size: int, aligned_k: bool) -> Defines:
+        """Return the macros of `gemm.cu`.
+
+        Args:
+            dtype: of x and w, float16 or bfloat16.
+            bits: of a code.
+            size: columns of a group.
+            aligned_k: whether K is a multiple of 8.
+        """
+        return {
+            "SCALAR": ELEMENTS[dtype],
+            "BITS": bits,
+            "GROUP_SIZE": size,
+            "TILE_M": self.tile_m,
+            "WARPS_N": self.warps_n,
+            "WARPS_K": self.warps_k,
+            "ROW_TILES": self.row_tiles,
+            "K_TILE": self.k_tile,
+            "PREFETCH": self.prefetch,
+            "STAGES": self.stages,
+            "CTAS_PER_SM": self.ctas_per_sm,
+            "ALIGNED_K": int(aligned_k),
+        }
+
+    @property
+    def shared_bytes(self) -> int:
+        """A CTA's dynamic shared memory: x, which partial accumulators reuse, and headers."""
+        stages = self.stages * self.warps_k * self.tile_m * (8 * self.k_tile + 64)
+        partials = (self.warps_k - 1) * self.warps_n * self.row_tiles * self.tile_m * CHUNK_ROWS * 4
+        return max(stages, partials) + HEADER_BYTES * self.row_tiles * self.warps_n * self.warps_k
+
+    def slices(self, bits: int, size: int) -> int:
+        """Return the pieces in which a lane loads its codes of a k-tile: kSlices of `gemm.cu`."""
+        return self.k_tile // min(size, self.k_tile // 2, 8 if bits == 8 else 32)
+
+    def fits(self, facts: DeviceFacts) -> bool:
+        """Say whether a CTA may have its shared memory, and an SM that of all its CTAs."""
+        whole = self.ctas_per_sm * (self.shared_bytes + RESERVED_SHARED)
+        return self.shared_bytes <= facts.shared_per_cta and whole <= facts.shared_per_sm
+
+    def row_ctas(self, n: int) -> int:
+        """Return the CTAs along N."""
+        return -(-n // (CHUNK_ROWS * self.row_tiles * self.warps_n))
+
+    def k_tiles(self, k: int, size: int) -> int:
+        """Return the k-tiles along K; those of a chunk of long groups cover it together."""
+        chunks = -(-k // (CHUNK_GROUPS * size))
+        return chunks * (size // self.k_tile) if size > self.k_tile else -(-chunks * size // self.k_tile)
+
+
+def choose_gemm(m: int, n: int, k: int, size: int, facts: DeviceFacts) -> GemmSchedule:
+    """Choose the schedule of y[m, n] = x[m, k] @ w[n, k].T: of those that fit, the one with the fewest `_cycles`.
+
+    Args:
+        m: the most tokens.
+        n: output features.
+        k: input features.
+        size: columns of a group.
+        facts: of the GPU.
+    """
+    tile_m = min(TILES_M, key=lambda tokens: (-(-m // tokens) * tokens, -tokens))
+    most_warps = next(warps for tokens, warps in WARPS_PER_SM.items() if tile_m <= tokens)
+    candidates = (
+        GemmSchedule(tile_m, warps_n, warps_k, row_tiles, K_TILE, PREFETCH, stages, ctas, 1)
+        for (warps_n, warps_k), row_tiles, stages in product(SHAPES, (2, 1), (3, 2))
+        for ctas in range(1, most_warps // (warps_n * warps_k) + 1)
+    )
+    fitting = [schedule for schedule in candidates if schedule.fits(facts)]
+    most_splits = min(MAX_SPLIT_K, fitting[0].k_tiles(k, size))
+    split = [replace(schedule, split_k=split_k) for schedule in fitting for split_k in range(1, most_splits + 1)]
+    return min(split, key=lambda schedule: _cycles(schedule, m, n, k, size, facts))
+
+
+def _cycles(schedule: GemmSchedule, m: int, n: int, k: int, size: int, facts: DeviceFacts) -> float:
+    """Estimate the time, by count and not by measurement, to compare schedules with.
+
+    16 columns of four groups of a row tile take some 100 instructions, and mma.sync 3.5 cycles per token (7 per
+    m16n8k16), on a quarter of an SM; x comes at 32 bytes per cycle. A wave of CTAs begins and ends in 4,000 cycles, and
+    a second kernel adds partial sums in 3,000 and the time to write and read them.
+    """
+    warps = schedule.warps_n * schedule.warps_k
+    m_tiles = -(-m // schedule.tile_m)
+    busiest = -(-schedule.row_ctas(n) * m_tiles * schedule.split_k // facts.sms)
+    waves = -(-busiest // schedule.ctas_per_sm)
+    iterations = -(-schedule.k_tiles(k, size) // (schedule.split_k * schedule.warps_k))
+    # Fewer warps than 8 per SM do not hide each other's latency.
+    resident = min(busiest, schedule.ctas_per_sm) * warps
+    multiplying = warps / 4 * schedule.row_tiles * schedule.k_tile / 16 * (100 + 3.5 * schedule.tile_m)
+    copying = schedule.warps_k * schedule.tile_m * 8 * schedule.k_tile / 32
+    adding = 3000 + schedule.split_k * m * n * 8 / (32 * facts.sms) if schedule.split_k > 1 else 0.0
+    return busiest * iterations * (multiplying * max(1.0, 8 / resident) + copying) + 4000 * waves + adding
+
+
+def decode_pays(problem: Problem) -> bool:
+    """Say whether `decode` is taken to be faster than `gemm`."""
+    return problem.m <= DECODE_TOKENS
+
+
+def gemm_pays(problem: Problem) -> bool:
+    """Say whether `gemm` is taken to be faster than `unpack`."""
+    return problem.m <= GEMM_TOKENS
+
+
+def shape_refusal(problem: Problem) -> str | None:
+    """Say why `gemm.cu` is not written for ``problem``, on whatever GPU, or None if it is."""
+    if problem.dtype not in ELEMENTS or problem.weight_dtype != problem.dtype:
+        return f"x and w are both float16 or both bfloat16, got {problem.dtype} and {problem.weight_dtype}"
+    if group_size(problem.pattern) not in SIZES:
+        return f"takes groups of {', '.join(map(str, SIZES))}, this weight has groups of {group_size(problem.pattern)}"
+    if str(problem.params["kind"]) not in KINDS:
+        return f"takes {', '.join(KINDS)}, this weight is {problem.params['kind']}"
+    return None
