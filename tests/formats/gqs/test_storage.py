@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import semisparse
+from semisparse.api import read_recipe
 from semisparse.errors import FormatError, RecipeError
 from semisparse.formats import Packed
 from semisparse.patterns import parse_pattern
@@ -122,7 +123,7 @@ def test_what_cannot_be_stored_is_refused(pattern: str, kind: str, message: str)
 def test_a_recipe_needs_a_kind_that_the_format_stores():
     for setting in ("quant=none", "quant=int8", "format=auto"):
         with pytest.raises(RecipeError, match="does not store quant="):
-            semisparse.api.read_recipe("gqsa", ["tune=bqpo", setting])
+            read_recipe("gqsa", ["tune=bqpo", setting])
 
 
 def test_kernels_are_prepared_without_the_number_of_kept_groups():
