@@ -118,6 +118,7 @@ def test_what_is_infinite_stays_in_its_token(emulated, splits: int):
     ("dtype", "pattern", "reason"),
     [
         (torch.float32, "g16@50%", "both float16 or both bfloat16"),
+        (BFLOAT, "g16@50%", "both float16 or both bfloat16, got torch.bfloat16 and torch.float16"),
         (HALF, "g4@50%", "takes groups of 8, 16, 32, 64, 128, this weight has groups of 4"),
     ],
 )

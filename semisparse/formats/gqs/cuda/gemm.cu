@@ -8,11 +8,12 @@
 // range. It loads codes from global memory to registers, PREFETCH slices ahead, dequantises them to x's dtype as A of
 // mma.m16n8k16, and reads B from shared memory:
 //
-//    global memory               registers                                        shared memory
-//    masks, starts  --LDG------> a header per lane, one window of 32 chunks ahead
-//    codes, scale, zero --LDG--> slices --dequantise--> A [16 rows, 8 columns of each lane's group]
-//    x              --cp.async--------------------------------------------------> STAGES stages (figure in gemm_x.cuh)
-//                                B [the same columns, 8 tokens] <--LDS-----------
+//    global memory                registers                                    shared memory
+//    masks, starts      --------------------------------------cp.async------> headers, two windows per warp (gemm_weight.cuh)
+//    codes, scale, zero --LDG---> slices of a lane's own groups <--LDS-------
+//                                 --dequantise--> A [16 rows, 8 columns of each lane's group]
+//    x                  --------------------------------------cp.async------> STAGES stages of x (gemm_x.cuh)
+//                                 B [the same columns, 8 tokens] <--LDS------
 //
 // Warps that share rows add their accumulators in shared memory, in the order of K. With `splits` > 1 the sums go to `partials`
 // and add_partials.cu adds them, in the order of K too. So results repeat bit for bit, and no CTA waits for another.
@@ -22,10 +23,10 @@
 //
 // Programmatic dependent launch: before griddepcontrol.wait a warp only prefetches to L2.
 //
-// Bound, by count, by dequantising up to some 16 tokens and by mma.sync from 32 on (README.md). Not timed yet.
+// Bound, by count, by dequantising for few tokens and by mma.sync from some 48 on (README.md). Not timed yet.
 //
 // Macros: SCALAR (__half or __nv_bfloat16), BITS (2, 3, 4 or 8), GROUP_SIZE (8 to 128), TILE_M (a multiple of 8), WARPS_N,
-// WARPS_K, ROW_TILES, K_TILE (32 or 64), PREFETCH, STAGES (2 or more), CTAS_PER_SM (for registers), ALIGNED_K (K is a multiple
+// WARPS_K, ROW_TILES, K_TILE (32 or 64), PREFETCH, STAGES (2 to 4), CTAS_PER_SM (for registers), ALIGNED_K (K is a multiple
 // of 8 and x aligned to 16 bytes). cuda/gemm_schedule.py chooses them.
 
 #include "gemm_dequantise.cuh"
