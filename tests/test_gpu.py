@@ -21,7 +21,7 @@ MORE = {
     "pruned and rounded at once": ("gqsa", ("refine=none", "tune=none")),
     "rounded to nearest": ("gqsa", ("pattern=g16@0%", "quant=w2", "prune=magnitude", "tune=none")),
 }
-DEFAULT = {"rheosparse": SEARCH, "gqsa": ("tune_epochs=1",)}
+DEFAULT = {"rheosparse": SEARCH, "gqsa": ("tune_epochs=1",), "auto": ("tune_epochs=1", "search_effort=1")}
 WAYS = {name: (name, DEFAULT.get(name, ())) for name in recipes()} | MORE
 
 
@@ -37,6 +37,7 @@ def test_compress_twice_and_run(way: str, tmp_path: Path):
             DOCUMENTS,
             tmp_path / out,
             settings=settings,
+            target={"bits": 9.0} if recipe == "auto" else None,
             samples=8,
             seqlen=32,
             device="cuda",

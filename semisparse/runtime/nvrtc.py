@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from threading import Lock
 
 from semisparse.errors import KernelError
 from semisparse.runtime.cache import cached
@@ -90,6 +91,10 @@ def _include_path(path: Path) -> tuple[Path, ...]:
     return (path.parent, HEADERS, _cuda_headers())
 
 
+_IMPORTING = Lock()
+"""cuda.core cannot be imported by two threads at once: the second sees a module without its names."""
+
+
 @cache
 def _cuda_headers() -> Path:
     _require_compiler()
@@ -117,7 +122,8 @@ def _require_compiler() -> None:
 
 
 def _compile(path: Path, arch: str, defines: Defines) -> bytes:
-    from cuda.core import Program, ProgramOptions
+    with _IMPORTING:
+        from cuda.core import Program, ProgramOptions
 
     options = ProgramOptions(
         name=path.name,
