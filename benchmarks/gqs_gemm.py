@@ -3,7 +3,7 @@
     python benchmarks/gqs_gemm.py results/h200/gqs-gemm.csv [--seconds 150] [--dtype bfloat16] [--shapes 4096,4096]
 
 Needs a GPU: CUDA graphs over weights that outgrow the cache, every output compared with float32 before it is timed. A
-row with "chosen" is the schedule that the kernel takes by itself; ``prefetch_groups`` is how far it is ahead in L2.
+row with "chosen" is the schedule that the kernel takes by itself.
 Builds are compiled first, in a thread per core. After ``--seconds`` the rest is left out, and counted on the last line.
 """
 
@@ -56,7 +56,7 @@ CHECKED_ROWS = 64
 SCHEDULE_COLUMNS = tuple(GemmSchedule.__dataclass_fields__)
 COLUMNS = (
     *("n", "k", "m", "dtype", "kind", "pattern", "kernel", "chosen"),
-    *(*SCHEDULE_COLUMNS, "prefetch_groups"),
+    *SCHEDULE_COLUMNS,
     *("us", "low_us", "high_us", "error", "bits_per_weight", "machine"),
 )
 
@@ -83,7 +83,7 @@ def schedules(problem: Problem, facts: DeviceFacts) -> list[GemmSchedule]:
     """Return the schedules to time, the chosen one first."""
     m, n, k, size = problem.m, problem.n, problem.k, group_size(problem.pattern)
     bits = code_bits(problem.params, size)
-    chosen = choose_gemm(m, n, k, size, facts)
+    chosen = choose_gemm(m, n, k, bits, size, facts)
     found = [chosen]
     if m in VARIED_TOKENS:
         found += [replace(chosen, **change) for change in ({"stages": 2}, {"stages": 4}, {"prefetch": 1})]
@@ -157,16 +157,11 @@ def measure(setup: Setup, tokens: Sequence[int]) -> Iterator[dict[str, str]]:
             calls = [partial(product, x, copy, None) for copy in copies]
             yield setup.row(m, kernel.name, **timed(calls, check), bits_per_weight=bits)
         found = schedules(problem, setup.facts)
-        usual = gemm.PREFETCH_GROUPS
-        distances = [(found[0], groups) for groups in (0, usual // 2, 2 * usual)] if m in VARIED_TOKENS else []
-        for schedule, distance in [*((schedule, usual) for schedule in found), *distances]:
-            gemm.PREFETCH_GROUPS = distance
+        for schedule in found:
             product = gemm.prepare(problem, schedule)
             calls = [partial(product, x, copy, None) for copy in copies]
-            times = timed(calls, check)
-            gemm.PREFETCH_GROUPS = usual
-            more = {**asdict(schedule), "prefetch_groups": distance, "bits_per_weight": bits, **times}
-            yield setup.row(m, "gemm", **more, chosen=int(schedule == found[0] and distance == usual))
+            more = {**asdict(schedule), "bits_per_weight": bits, **timed(calls, check)}
+            yield setup.row(m, "gemm", **more, chosen=int(schedule == found[0]))
 
 
 def checked_error(expected: Tensor, tolerance: float, y: Tensor) -> float:
@@ -216,7 +211,7 @@ def main() -> None:
         for row in measure(setup, tokens):
             rows.append(row)
             print(*(row[column] for column in ("n", "k", "m", "kind", "pattern", "kernel", "chosen")), end=" ")
-            print(*(row[column] for column in (*SCHEDULE_COLUMNS, "prefetch_groups", "us")), flush=True)
+            print(*(row[column] for column in (*SCHEDULE_COLUMNS, "us")), flush=True)
             if time.perf_counter() - start > options.seconds:
                 break
         write_rows(options.csv, rows, COLUMNS)

@@ -122,9 +122,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_g
     Element* __restrict__ y,  // [m, n]
     float* __restrict__ partials,           // [splits, m, 16 row_tiles]; unused with one split
     int m, int n, int k,
-    int row_tiles, int chunks, int kept,    // chunks of a row tile
+    int row_tiles, int chunks,              // chunks of a row tile
     int m_tiles, int row_ctas, int splits,  // the grid
-    int k_tiles, int prefetch_groups        // groups that each warp prefetches to L2 before the wait, and is ahead later
+    int k_tiles                             // along K
 ) {
     extern __shared__ uint4 shared[];
     const int warp = warp_id(), warp_n = warp % WARPS_N, warp_k = warp / WARPS_N, lane = threadIdx.x % 32;
@@ -133,11 +133,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_g
     const int end = static_cast<long long>(k_tiles) * (split + 1) / splits;
     const int per_warp = (end - begin + WARPS_K - 1) / WARPS_K, first = begin + warp_k * per_warp;
     const int row_tile = (row_cta * WARPS_N + warp_n) * ROW_TILES;
-    const Weight weight = {masks, starts, codes, scale, zero, row_tiles, chunks, static_cast<Word>(kept)};
+    const Weight weight = {masks, starts, codes, scale, zero, row_tiles, chunks};
     const Word smem = smem_address(shared);
-    WeightStream stream(weight, smem + kStagesBytes + warp * kWarpHeaderBytes, row_tile, first, min(first + per_warp, end),
-                        prefetch_groups);
-    if (prefetch_groups > 0) stream.prefetch_first();
+    WeightStream stream(weight, smem + kStagesBytes + warp * kWarpHeaderBytes, row_tile, first, min(first + per_warp, end));
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     stream.copy_headers(0);

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from semisparse.formats.base import Packed
 from semisparse.formats.gqs.cuda import quantise_x
-from semisparse.formats.gqs.cuda.gemm_schedule import PREFETCH_GROUPS, GemmSchedule, choose_gemm, shape_refusal
+from semisparse.formats.gqs.cuda.gemm_schedule import GemmSchedule, choose_gemm, shape_refusal
 from semisparse.formats.gqs.cuda.schedule import ELEMENTS
 from semisparse.formats.gqs.storage.disk import TENSORS, code_bits, group_size, quantises_x
 from semisparse.formats.gqs.storage.masks import CHUNK_GROUPS, CHUNK_ROWS
@@ -63,8 +63,9 @@ def prepare(problem: Problem, schedule: GemmSchedule | None = None) -> Product:
     """
     n, k, device, dtype = problem.n, problem.k, problem.device, problem.dtype
     facts, size = device_facts(device), group_size(problem.pattern)
-    schedule = schedule or choose_gemm(problem.m, n, k, size, facts)
-    defines = schedule.defines(dtype, code_bits(problem.params, size), size, k % 8 == 0)
+    bits = code_bits(problem.params, size)
+    schedule = schedule or choose_gemm(problem.m, n, k, bits, size, facts)
+    defines = schedule.defines(dtype, bits, size, k % 8 == 0)
     kernel = SOURCE.build("semisparse_gqs_gemm", defines, schedule.shared_bytes).load(device)
     splits, k_tiles = schedule.split_k, schedule.k_tiles(k, size)
     add = ADD_PARTIALS.build("semisparse_gqs_add_partials", {"SCALAR": ELEMENTS[dtype]}).load(device)
@@ -92,12 +93,10 @@ def prepare(problem: Problem, schedule: GemmSchedule | None = None) -> Product:
             k=k,
             row_tiles=row_tiles,
             chunks=chunks,
-            kept=int(packed.params["kept"]),
             m_tiles=m_tiles,
             row_ctas=row_ctas,
             splits=splits,
             k_tiles=k_tiles,
-            prefetch_groups=PREFETCH_GROUPS if facts.has_pdl else 0,
         )
         if partials is not None:
             add(

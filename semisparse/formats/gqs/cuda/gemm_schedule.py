@@ -1,4 +1,7 @@
-"""How `gemm.cu` divides a problem over SMs and warps: arithmetic only. Not measured yet."""
+"""How `gemm.cu` divides a problem over SMs and warps: arithmetic, and what was measured on an H200.
+
+Figures are in results/h200/sweeps/gqs-gemm.csv.
+"""
 
 from __future__ import annotations
 
@@ -27,25 +30,24 @@ SHAPES = ((1, 4), (2, 2), (4, 1), (4, 2), (8, 1))
 WARPS_PER_SM = {32: 12, 96: 8}
 """By the largest TILE_M: what registers allow. Builds take up to 168 and 255 of them per thread."""
 
-K_TILE = 32
-"""Columns of each of four groups that a warp multiplies per iteration. 64 compiles too, and spills in some builds."""
+K_TILES = {64: 64, 96: 32}
+"""By the largest TILE_M, columns of each of four groups that a warp multiplies per iteration. 64 columns take 3 to 30 %
+less time than 32, and spill registers in tiles of more tokens."""
 
-PREFETCH = 2
-"""Slices of the weight in flight to registers."""
+MAX_PREFETCH = {2: 4, 3: 4, 4: 4, 8: 2}
+"""By bits, slices of the weight in flight to registers, at most. With 2 of 4 bits, 8 tokens take 17 % more time (W4S50,
+28672 x 8192); 4 of 8 bits gain 1 %, and spill."""
 
 MAX_SPLIT_K = 16
 
 HEADER_BYTES = 2 * 32 * 16
 """Of the masks and starts of two windows of 32 chunks, per warp and row tile."""
 
-PREFETCH_GROUPS = 256
-"""Groups that each warp prefetches to L2 before ``griddepcontrol.wait``, and is ahead of itself later."""
-
 DECODE_TOKENS = 16
-"""`decode` keeps all tokens that it takes: `gemm` has not been timed beside it."""
+"""`decode` is the faster one for all tokens that it takes: 50 us for 72 with 8 tokens (W4S50, 28672 x 8192)."""
 
-GEMM_TOKENS = 256
-"""Beyond, to unpack the weight once and to call cuBLAS is taken to be faster. Not measured."""
+GEMM_TOKENS = 96
+"""With 128 and more, to unpack the weight once and to call cuBLAS is faster: 277 us for 299 (W4S50, 28672 x 8192)."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class GemmSchedule:
 
     def slices(self, bits: int, size: int) -> int:
         """Return the pieces in which a lane loads its codes of a k-tile: kSlices of `gemm.cu`."""
-        return self.k_tile // min(size, self.k_tile // 2, 8 if bits == 8 else 32)
+        return self.k_tile // _slice(self.k_tile, bits, size)
 
     def fits(self, facts: DeviceFacts) -> bool:
         """Say whether a CTA may have its shared memory, and an SM that of all its CTAs."""
@@ -129,20 +131,28 @@ class GemmSchedule:
         return chunks * (size // self.k_tile) if size > self.k_tile else -(-chunks * size // self.k_tile)
 
 
-def choose_gemm(m: int, n: int, k: int, size: int, facts: DeviceFacts) -> GemmSchedule:
+def _slice(k_tile: int, bits: int, size: int) -> int:
+    """Return the columns of a group that a lane loads at once: kSlice of `gemm.cu`."""
+    return min(size, k_tile // 2, 8 if bits == 8 else 32)
+
+
+def choose_gemm(m: int, n: int, k: int, bits: int, size: int, facts: DeviceFacts) -> GemmSchedule:
     """Choose the schedule of y[m, n] = x[m, k] @ w[n, k].T: of those that fit, the one with the fewest `_cycles`.
 
     Args:
         m: the most tokens.
         n: output features.
         k: input features.
+        bits: of a code.
         size: columns of a group.
         facts: of the GPU.
     """
     tile_m = min(TILES_M, key=lambda tokens: (-(-m // tokens) * tokens, -tokens))
     most_warps = next(warps for tokens, warps in WARPS_PER_SM.items() if tile_m <= tokens)
+    k_tile = next(columns for tokens, columns in K_TILES.items() if tile_m <= tokens)
+    prefetch = min(MAX_PREFETCH[bits], k_tile // _slice(k_tile, bits, size))
     candidates = (
-        GemmSchedule(tile_m, warps_n, warps_k, row_tiles, K_TILE, PREFETCH, stages, ctas, 1)
+        GemmSchedule(tile_m, warps_n, warps_k, row_tiles, k_tile, prefetch, stages, ctas, 1)
         for (warps_n, warps_k), row_tiles, stages in product(SHAPES, (2, 1), (3, 2))
         for ctas in range(1, most_warps // (warps_n * warps_k) + 1)
     )

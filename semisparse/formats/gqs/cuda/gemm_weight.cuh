@@ -2,8 +2,7 @@
 //
 // A header is a chunk's mask and start. 32 of a row tile, in the order in which the warp meets their chunks, are a window: each
 // lane copies one to shared memory, one window ahead, and all read them. Each finds its two groups by counting the mask's bits
-// below its own. The kept groups of a chunk are contiguous, and so are those of a row tile: each k-tile prefetches as many
-// groups to L2 as it has itself, `distance` groups ahead.
+// below its own.
 //
 //   A warp's headers: [ROW_TILES, 2 windows * 32] | mask of rows 0 to 7 | of rows 8 to 15 | start | unused |
 
@@ -11,7 +10,6 @@
 
 #include "gemm_tile.cuh"
 #include "ptx/cp_async.cuh"
-#include "ptx/cp_async_bulk.cuh"
 #include "ptx/global.cuh"
 #include "ptx/integer.cuh"
 #include "ptx/shared.cuh"
@@ -22,7 +20,6 @@ constexpr int kTilesPerWindow = kWindow / kChunksPerTile;
 constexpr int kHeaderBytes = 16;
 constexpr int kWarpHeaderBytes = ROW_TILES * 2 * kWindow * kHeaderBytes;
 static_assert(STAGES <= kTilesPerWindow, "a window arrives with x, STAGES iterations after its copies are issued");
-constexpr Word kPrefetchGrain = 16;  // groups, whose bytes are a multiple of 16 in every tensor
 
 struct Weight {
     const uint2* masks;  // [row tiles, chunks], low word first
@@ -31,18 +28,6 @@ struct Weight {
     const char* scale;   // [kept], an Element each
     const char* zero;    // [kept]
     int row_tiles, chunks;  // chunks per row tile
-    Word kept;
-
-    // Prefetches whole grains among the groups `from` to `until`, both rounded down.
-    __device__ __forceinline__ void prefetch(Word from, Word until) const {
-        from = min(from, kept) & ~(kPrefetchGrain - 1);
-        until = min(until, kept) & ~(kPrefetchGrain - 1);
-        if (from < until && elect_sync()) {
-            cp_async_bulk_prefetch_L2(mad_wide(from, kGroupBytes, codes), (until - from) * kGroupBytes);
-            cp_async_bulk_prefetch_L2(mad_wide(from, 2, scale), (until - from) * 2);
-            cp_async_bulk_prefetch_L2(mad_wide(from, 1, zero), until - from);
-        }
-    }
 };
 
 // Loads a slice's codes, whose bytes are a multiple of their alignment.
@@ -72,31 +57,17 @@ __device__ __forceinline__ void load_codes(Word (&codes)[kSliceWords], const cha
 struct WeightStream {
     const Weight& weight;
     int row_tile, first, end;  // row tiles from `row_tile` on, k-tiles `first` to `end`
-    Word distance;
     Word headers;               // the warp's, in shared memory
     Word groups[ROW_TILES][2];  // the lane's, of the chunk that is being loaded
     bool kept[ROW_TILES][2];
 
-    __device__ __forceinline__ WeightStream(const Weight& weight, Word headers, int row_tile, int first, int end, Word distance)
-        : weight(weight), row_tile(row_tile), first(first), end(end), distance(distance), headers(headers) {}
+    __device__ __forceinline__ WeightStream(const Weight& weight, Word headers, int row_tile, int first, int end)
+        : weight(weight), row_tile(row_tile), first(first), end(end), headers(headers) {}
 
     __device__ __forceinline__ bool has(int i) const { return row_tile + i < weight.row_tiles && first < end; }
     __device__ __forceinline__ int chunk_of(int tile) const { return tile / kTilesPerChunk * kChunksPerTile; }
     __device__ __forceinline__ Word header(int i, int position) const {
         return headers + (i * 2 * kWindow + position % (2 * kWindow)) * kHeaderBytes;
-    }
-
-    // Prefetches the first header and groups of each row tile. It may run before griddepcontrol.wait: `starts` is read as a
-    // hint only, and clamped.
-    __device__ __forceinline__ void prefetch_first() const {
-#pragma unroll
-        for (int i = 0; i < ROW_TILES; ++i) {
-            if (!has(i)) continue;
-            const long long chunk = static_cast<long long>(row_tile + i) * weight.chunks + chunk_of(first);
-            if (threadIdx.x % 32 == 0) prefetch_global_L2(weight.masks + chunk);
-            const Word start = min(ld_relaxed_gpu(weight.starts + chunk), weight.kept);
-            weight.prefetch(start, start + distance);
-        }
     }
 
     // Copies the headers of a window of the range, one per lane, as part of the next cp.async group. Past the range and the
@@ -133,10 +104,6 @@ struct WeightStream {
             groups[i][1] = start + __popc(low) + __popc(high & below);
             kept[i][0] = low & below + 1;
             kept[i][1] = high & below + 1;
-            if (slice == 0 && distance > 0) {
-                ld_shared_ordered(words, header(i, position + kChunksPerTile - 1));
-                weight.prefetch(start + distance, words[2] + __popc(words[0]) + __popc(words[1]) + distance);
-            }
         }
     }
 
