@@ -122,9 +122,9 @@ def test_sentences_name_the_speed_up_of_quantised_dense_layers():
     ],
 )
 def test_groups_are_planned_as_their_kernels_take_them(kind: str, size: int, dtype: torch.dtype, passes: tuple):
-    """Of 1, 256 and 4,096 tokens; without a kernel that reads packed groups, a weight is unpacked first."""
+    """Of 1, 96 and 4,096 tokens; without a kernel that reads packed groups, a weight is unpacked first."""
     candidate = Candidate("gqs", f"g{size}@50%", {"kind": kind})
-    for m, count in zip((1, 256, 4096), passes, strict=True):
+    for m, count in zip((1, 96, 4096), passes, strict=True):
         problem, nbytes = problem_for(candidate, m, 4096, 4096, dtype, "cuda")
         assert len(get_format("gqs").cost(problem, nbytes)) == count
     problem, nbytes = problem_for(candidate, 1, 4096, 4096, dtype, "cuda")

@@ -15,8 +15,11 @@ from semisparse.quant.group import KINDS
 DECODE_UNPACKING = {4: (13, 1), 8: (24, 0.5)}
 """By bits, operations of `decode` per kept weight, and per kept weight and token, on an H200."""
 
-GEMM_UNPACKING = {2: 10, 3: 11, 4: 10, 8: 14}
-"""By bits, operations of `gemm` per weight, kept or not: counted in its machine code, not measured."""
+GEMM_UNPACKING = {2: 10.5, 3: 12, 4: 13, 8: 16}
+"""By bits, operations of `gemm` per weight, kept or not; fitted to 8 and 64 tokens at 28672 x 8192 on an H200."""
+
+GEMM_PER_TOKEN = 0.28
+"""And per weight and token, for which it has mma.sync and not wgmma."""
 
 
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
@@ -40,6 +43,6 @@ def _unpacking(problem: Problem, decodes: bool) -> float:
     """Return the operations that finding and dequantising weights takes in `decode`, or in `gemm`."""
     bits, weights = KINDS[str(problem.params["kind"])], problem.n * problem.k
     if not decodes:
-        return GEMM_UNPACKING[bits] * weights
+        return (GEMM_UNPACKING[bits] + GEMM_PER_TOKEN * problem.m) * weights
     per_weight, per_token = DECODE_UNPACKING[bits]
     return (per_weight + per_token * problem.m) * weights * problem.pattern.density
