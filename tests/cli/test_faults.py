@@ -52,7 +52,7 @@ def compress(run: Run, model: Path, text: Path, tmp_path: Path):
         ("damping=much", "it is a number"),
         ("search=luck", "it is one of: evolution, rheosparse, none"),
         ("search_effort=0", "of 1 or more"),
-        ("pattern=64:64", "no weights can move between the layers at pattern 64:64; choose another, or search=none"),
+        ("pattern=64:64", "no weights can move between the linear layers at pattern 64:64; choose another"),
     ],
 )
 def test_a_wrong_setting(compress, setting: str, sentence: str):
