@@ -92,8 +92,9 @@ def prepare(problem: Problem) -> Product:
         partial = torch.empty(passes, slots, tokens, dtype=torch.float32, device=x.device)
         if bundles:
             grid = (-(-bundles // WARPS), passes, 1)
-            counts = {"bundle_count": bundles, "slot_count": slots}
-            kernel(grid, LANES * WARPS, x=x.contiguous(), **stored, **counts, partial=partial, m=m, k=k)
+            operands: dict[str, Tensor | int] = {"x": x.contiguous(), **stored, "partial": partial}
+            operands |= {"bundle_count": bundles, "slot_count": slots, "m": m, "k": k}
+            kernel(grid, LANES * WARPS, pdl=False, **operands)
         bias = None if bias is None else bias.to(x.dtype).contiguous()
         grid = (-(-n // REDUCE_THREADS), m, 1)
         reduce(grid, REDUCE_THREADS, partial=partial, row_slots=row_slots, bias=bias, y=y, m=m, n=n, slot_count=slots)
