@@ -1,6 +1,7 @@
 """The model directory on disk: its config block, validation, loading and atomic writing."""
 
 from semisparse.checkpoint.block import METHOD, VERSION, packed_from_tensors, read_block
+from semisparse.checkpoint.config import check_sizes
 from semisparse.checkpoint.directory import (
     Header,
     ModelDirectory,
@@ -16,8 +17,10 @@ from semisparse.checkpoint.loading import (
     load_dense,
     load_model,
     load_tokenizer,
+    meta_model,
     pick_device,
     refuse_remote_code,
+    refuse_unstored,
 )
 from semisparse.checkpoint.write import atomic_directory, refuse_existing
 
@@ -29,10 +32,12 @@ __all__ = [
     "ModelDirectory",
     "atomic_directory",
     "check_headers",
+    "check_sizes",
     "inspect_directory",
     "load_dense",
     "load_model",
     "load_tokenizer",
+    "meta_model",
     "open_directory",
     "open_files",
     "packed_from_tensors",
@@ -42,4 +47,5 @@ __all__ = [
     "read_headers",
     "refuse_existing",
     "refuse_remote_code",
+    "refuse_unstored",
 ]

@@ -35,7 +35,7 @@ def inspect_directory(
         CheckpointError: the directory is incomplete or corrupted.
     """
     directory = open_directory(path)
-    entries = directory.config.get("quantization_config", {}).get("layers", {})
+    entries = (directory.config.get("quantization_config") or {}).get("layers", {})
     dense = [
         name
         for name, header in directory.headers.items()
