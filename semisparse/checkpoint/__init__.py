@@ -1,7 +1,7 @@
 """The model directory on disk: its config block, validation, loading and atomic writing."""
 
 from semisparse.checkpoint.block import METHOD, VERSION, packed_from_tensors, read_block
-from semisparse.checkpoint.config import check_sizes
+from semisparse.checkpoint.config import check_sizes, refuse_unstored
 from semisparse.checkpoint.directory import (
     Header,
     ModelDirectory,
@@ -20,7 +20,6 @@ from semisparse.checkpoint.loading import (
     meta_model,
     pick_device,
     refuse_remote_code,
-    refuse_unstored,
 )
 from semisparse.checkpoint.write import atomic_directory, refuse_existing
 

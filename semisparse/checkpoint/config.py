@@ -1,4 +1,4 @@
-"""The JSON files of an untrusted directory: reading them, and bounds on the sizes that config.json claims."""
+"""The JSON files of an untrusted directory: reading them, and bounds on what config.json claims."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from semisparse.errors import CheckpointError
 
@@ -19,6 +21,9 @@ LIMITS = (
     (re.compile("size|dim|position|embd|inner|rank|length|channel"), 1 << 31),
 )
 """The most that a number in config.json may be, by words of its key: what is counted one by one, and sizes."""
+
+MAX_SHARE, FREE_PARAMETERS = 16, 1 << 24
+"""Parameters that are not packed are at most ``MAX_SHARE`` per stored byte, plus ``FREE_PARAMETERS``."""
 
 MAX_NAME = 64
 """Characters of ``model_type``."""
@@ -66,6 +71,23 @@ def check_sizes(config: Mapping[str, Any], where: object) -> None:
             raise CheckpointError(
                 f"{where}: {key} is {number:.6g} in config.json, expected {least or 0} to {limit}; no model is built"
             )
+
+
+def refuse_unstored(model: nn.Module, stored: int) -> None:
+    """Refuse a model out of proportion to its files: transformers would fill what they do not have with random numbers.
+
+    Args:
+        model: on the meta device, its compressed layers replaced.
+        stored: bytes of all tensors in the files.
+    Raises:
+        CheckpointError: it has more parameters than `MAX_SHARE` per stored byte and `FREE_PARAMETERS` more.
+    """
+    wanted = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
+    if wanted > MAX_SHARE * stored + FREE_PARAMETERS:
+        raise CheckpointError(
+            f"the model of config.json has {wanted} parameters, too many for {stored} stored bytes: at most "
+            f"{MAX_SHARE} per byte and {FREE_PARAMETERS} more"
+        )
 
 
 def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:

@@ -70,6 +70,11 @@ class ModelDirectory:
     headers: dict[str, Header]
     layers: dict[str, Packed]
 
+    @property
+    def stored_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(header.nbytes for header in self.headers.values())
+
     def read(self, name: str) -> Tensor:
         """Read the tensor ``name``."""
         with safe_open(self.headers[name].file, "pt") as file:

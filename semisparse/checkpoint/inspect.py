@@ -58,7 +58,7 @@ def inspect_directory(
     weights = sum(packed.shape[0] * packed.shape[1] for packed in directory.layers.values())
     return {
         "layers": rows,
-        "bytes": sum(header.nbytes for header in directory.headers.values()),
+        "bytes": directory.stored_bytes,
         "layer_bytes": layer_bytes,
         "bits_per_weight": 8 * layer_bytes / weights if weights else None,
         "verified": verify,

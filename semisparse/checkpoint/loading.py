@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from semisparse.checkpoint.config import check_sizes, read_json
-from semisparse.checkpoint.directory import Header, ModelDirectory, open_directory
+from semisparse.checkpoint.config import check_sizes, read_json, refuse_unstored
+from semisparse.checkpoint.directory import ModelDirectory, open_directory
 from semisparse.errors import CheckpointError, InputError, SemisparseError
 
 ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 """Attention implementations that a config may name. transformers treats any other name as code to download."""
-
-MAX_SHARE, FREE = 16, 1 << 24
-"""Parameters that are not packed are at most ``MAX_SHARE`` times the stored bytes, plus ``FREE``."""
 
 NO_REMOTE_CODE = {"trust_remote_code": False}
 """Arguments with which transformers never runs Python code from a model directory."""
@@ -119,28 +114,10 @@ def meta_model(directory: ModelDirectory) -> PreTrainedModel:
         raise _unreadable(f"no model can be built from {directory.path}/config.json", error) from error
 
 
-def refuse_unstored(model: nn.Module, headers: Mapping[str, Header]) -> None:
-    """Refuse a model out of proportion to its files: transformers would fill what they do not have with random numbers.
-
-    Args:
-        model: on the meta device, its compressed layers replaced.
-        headers: the header entry of every stored tensor.
-    Raises:
-        CheckpointError: it has more parameters than `MAX_SHARE` per stored byte and `FREE` more.
-    """
-    stored = sum(header.nbytes for header in headers.values())
-    wanted = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
-    if wanted > MAX_SHARE * stored + FREE:
-        raise CheckpointError(
-            f"the model of config.json has {wanted} parameters, too many for {stored} stored bytes: at most "
-            f"{MAX_SHARE} per byte and {FREE} more"
-        )
-
-
 def _from_pretrained(directory: ModelDirectory, dtype: torch.dtype | str) -> PreTrainedModel:
     refuse_remote_code(directory)
     if not directory.layers:  # of a compressed model, the quantizer checks it
-        refuse_unstored(meta_model(directory), directory.headers)
+        refuse_unstored(meta_model(directory), directory.stored_bytes)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             directory.path, dtype=dtype, use_safetensors=True, output_loading_info=True, **NO_REMOTE_CODE

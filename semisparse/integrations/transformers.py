@@ -92,7 +92,7 @@ class SemisparseQuantizer(HfQuantizer):
             except SemisparseError as error:
                 raise CheckpointError(f"config.json does not fit the model: {error}") from error
         if files:
-            refuse_unstored(model, headers)
+            refuse_unstored(model, sum(header.nbytes for header in headers.values()))
         load_tensors_whole(model, sparse_layers(model))
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
