@@ -19,7 +19,8 @@ def inspect_directory(
 
     Args:
         path: a dense or compressed model directory.
-        verify: whether to validate every packed tensor, and to check all shapes against the model in config.json.
+        verify: whether to validate every packed tensor, to compare it with its digest, and to check all shapes against
+            the model in config.json.
         progress: called with (layers done, all layers).
     Raises:
         CheckpointError: the directory is incomplete or corrupted, or a shape differs from the model's.

@@ -2,6 +2,8 @@
 
 from semisparse.checkpoint.block import METHOD, VERSION, packed_from_tensors, read_block
 from semisparse.checkpoint.config import check_sizes, refuse_unstored
+from semisparse.checkpoint.digests import KEY as DIGESTS
+from semisparse.checkpoint.digests import digests_of
 from semisparse.checkpoint.directory import (
     Header,
     ModelDirectory,
@@ -24,6 +26,7 @@ from semisparse.checkpoint.loading import (
 from semisparse.checkpoint.write import atomic_directory, refuse_existing
 
 __all__ = [
+    "DIGESTS",
     "METHOD",
     "NO_REMOTE_CODE",
     "VERSION",
@@ -32,6 +35,7 @@ __all__ = [
     "atomic_directory",
     "check_headers",
     "check_sizes",
+    "digests_of",
     "inspect_directory",
     "load_dense",
     "load_model",

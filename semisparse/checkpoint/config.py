@@ -38,6 +38,8 @@ def read_json(file: Path) -> dict[str, Any]:
         CheckpointError: the file is missing, too large, nested too deeply, not JSON or no object.
     """
     try:
+        if file.exists() and not file.is_file():
+            raise CheckpointError(f"{file} is no regular file")
         if file.stat().st_size > MAX_JSON_BYTES:
             raise CheckpointError(f"{file} has {file.stat().st_size} bytes, expected at most {MAX_JSON_BYTES}")
         content = json.loads(file.read_text(encoding="utf-8"))

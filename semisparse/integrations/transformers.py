@@ -22,10 +22,12 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from semisparse.checkpoint import (
+    DIGESTS,
     METHOD,
     VERSION,
     check_headers,
     check_sizes,
+    digests_of,
     read_ahead,
     read_block,
     read_headers,
@@ -53,6 +55,19 @@ class SemisparseConfig(QuantizationConfigMixin):
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
         config = cls(config_dict)
         return (config, kwargs) if return_unused_kwargs else config
+
+    def renew_digests(self, model: PreTrainedModel, state: Mapping[str, Tensor] | None) -> None:
+        """Compute the digests of the layers whose entry has some. Checkpoints of earlier versions have none.
+
+        Args:
+            model: contains the layers, joined or not.
+            state: tensors by their names on disk; None to take the layers' own.
+        """
+        for name, packed in read_block(self._block).items():
+            entry = self._block["layers"][name]
+            if DIGESTS in entry:
+                prefix, stored = (f"{name}.", state) if state else ("", model.get_submodule(name).state_dict())
+                entry[DIGESTS] = digests_of({tensor: stored[prefix + tensor] for tensor in packed.tensors})
 
     def to_dict(self) -> dict[str, Any]:
         return copy.deepcopy(self._block)
@@ -113,9 +128,12 @@ class SemisparseQuantizer(HfQuantizer):
             layer.arrange()
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
-        if not is_distributed(model):
-            return None, {}
-        return gather_state_dict(model, self.quantization_config.to_dict(), sparse_layers(model)), {}
+        """Renew the digests in the model's config, which transformers writes next."""
+        state = None
+        if is_distributed(model):
+            state = gather_state_dict(model, self.quantization_config.to_dict(), sparse_layers(model))
+        model.config.quantization_config.renew_digests(model, state)
+        return state, {}
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
         """Replace packed layers by dense ones, and cast the model: what ``model.dequantize()`` calls."""
