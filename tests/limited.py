@@ -1,5 +1,6 @@
 """Forked processes with limits on memory and time, for input that may crash, hang or fill the memory."""
 
+import gc
 import json
 import os
 import resource
@@ -58,6 +59,7 @@ def limited(work: Callable[..., Any], *arguments: Any, memory: int = MEMORY, sec
 def _run(work: Callable[..., Any], arguments: tuple[Any, ...], memory: int, write: int) -> None:
     """Run the child, to its end."""
     try:
+        gc.disable()  # a collection would write to every page, which is then copied
         torch.set_num_threads(1)  # OpenMP's threads are not forked
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()  # noqa: SIM115

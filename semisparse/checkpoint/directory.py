@@ -149,7 +149,7 @@ def read_headers(files: list[Path]) -> dict[str, Header]:
                 raise CheckpointError(f"{file} is missing")
             try:
                 opened = stack.enter_context(safe_open(file, "pt"))
-            except (SafetensorError, OSError) as error:
+            except (SafetensorError, OSError, MemoryError) as error:  # a file of 2^40 bytes cannot be mapped
                 raise CheckpointError(f"{file} is truncated or not a safetensors file: {error}") from error
             for name in opened.keys():  # noqa: SIM118, it is no dict
                 part = opened.get_slice(name)
