@@ -195,7 +195,8 @@ import ctypes, sys, torch
 from pathlib import Path
 from semisparse.runtime import cpp
 function = getattr(cpp.load(Path(sys.argv[1])), sys.argv[2])
-function(ctypes.c_void_p(torch.zeros(4, dtype=torch.int32).data_ptr()), 4)
+x = torch.zeros(4, dtype=torch.int32)
+function(ctypes.c_void_p(x.data_ptr()), 4)
 """
 
 
