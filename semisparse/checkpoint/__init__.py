@@ -1,7 +1,7 @@
 """The model directory on disk: its config block, validation, loading and atomic writing."""
 
 from semisparse.checkpoint.block import METHOD, VERSION, packed_from_tensors, read_block
-from semisparse.checkpoint.config import check_sizes, refuse_unstored
+from semisparse.checkpoint.config import check_sizes, refuse_integers, refuse_unstored
 from semisparse.checkpoint.digests import KEY as DIGESTS
 from semisparse.checkpoint.digests import digests_of
 from semisparse.checkpoint.directory import (
@@ -49,6 +49,7 @@ __all__ = [
     "read_block",
     "read_headers",
     "refuse_existing",
+    "refuse_integers",
     "refuse_remote_code",
     "refuse_unstored",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,20 @@ def refuse_unstored(model: nn.Module, stored: int) -> None:
             f"the model of config.json has {wanted} parameters, too many for {stored} stored bytes: at most "
             f"{MAX_SHARE} per byte and {FREE_PARAMETERS} more"
         )
+
+
+def refuse_integers(model: nn.Module, packed: Collection[str]) -> None:
+    """Refuse dense weights of integers: transformers keeps the dtype of such tensors, and no layer computes with them.
+
+    Args:
+        model: loaded.
+        packed: names of its compressed layers.
+    Raises:
+        CheckpointError: names the first such weight.
+    """
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point() and name.rpartition(".")[0] not in packed:
+            raise CheckpointError(f"tensor {name} is {parameter.dtype}, expected floating-point weights")
 
 
 def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:

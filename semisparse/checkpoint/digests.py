@@ -23,7 +23,7 @@ THREADS = min(8, os.cpu_count() or 1)
 
 def digest_of(tensor: Tensor) -> str:
     """Return the BLAKE2b digest of a tensor's bytes, 16 bytes as 32 hexadecimal digits."""
-    octets = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    octets = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
     return blake2b(octets, digest_size=DIGEST_BYTES).hexdigest()
 
 

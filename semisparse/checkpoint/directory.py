@@ -37,6 +37,10 @@ _SAFETENSORS_DTYPES = {
 }
 
 
+MAX_FILE_NAME = 255
+"""Bytes of a file's name, on every usual file system."""
+
+
 @dataclass(frozen=True)
 class Header:
     """One tensor's entry in a safetensors header.
@@ -193,8 +197,9 @@ def _file_inside(index: Path, name: Any) -> str:
     """Return the file that an index names.
 
     Raises:
-        CheckpointError: the name is a path, which could lead out of the directory.
+        CheckpointError: the name is a path, which could lead out of the directory, or no file can have it.
     """
-    if not isinstance(name, str) or name in ("", ".", "..") or set(name) & set("/\\\0"):
-        raise CheckpointError(f"{index} names the file {name!r}, expected a file of the directory itself")
+    plain = isinstance(name, str) and name.isprintable() and name not in ("", ".", "..") and not set(name) & set("/\\")
+    if not plain or len(name.encode()) > MAX_FILE_NAME:
+        raise CheckpointError(f"{index} names the file {str(name)[:99]!r}, expected a file of the directory itself")
     return name

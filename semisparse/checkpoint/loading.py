@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from semisparse.checkpoint.config import check_sizes, read_json, refuse_unstored
+from semisparse.checkpoint.config import check_sizes, read_json, refuse_integers, refuse_unstored
 from semisparse.checkpoint.directory import ModelDirectory, open_directory
 from semisparse.errors import CheckpointError, InputError, SemisparseError
 
@@ -130,6 +130,7 @@ def _from_pretrained(directory: ModelDirectory, dtype: torch.dtype | str) -> Pre
         raise CheckpointError(
             f"tensor {min(report['missing_keys'])} is missing from the safetensors files of {directory.path}"
         )
+    refuse_integers(model, directory.layers)
     return model.eval()
 
 

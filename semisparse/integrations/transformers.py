@@ -31,6 +31,7 @@ from semisparse.checkpoint import (
     read_ahead,
     read_block,
     read_headers,
+    refuse_integers,
     refuse_unstored,
 )
 from semisparse.errors import CheckpointError, InputError, SemisparseError
@@ -123,6 +124,7 @@ class SemisparseQuantizer(HfQuantizer):
                 module.validate()
             except SemisparseError as error:
                 raise CheckpointError(f"layer {name}: {error}") from error
+        refuse_integers(model, layers)
         shard_layers(model, layers)
         for layer in layers.values():
             layer.arrange()
