@@ -221,7 +221,7 @@ def _pack_layers(
         packed = pack_for_disk(weight, choice.format, report.pattern, **options)
         replace_linear(model, report.name, packed)
         measured = {"density": report.density, "error": report.error, "outcome": report.outcome}
-        layers[report.name] = packed.spec.to_dict() | measured
+        layers[report.name] = packed.spec.to_dict() | measured | {checkpoint.DIGESTS: {}}  # computed when it is saved
     settings = {"quant_method": checkpoint.METHOD, "version": checkpoint.VERSION, "recipe": plan.to_dict()}
     return settings | {"layers": layers}
 

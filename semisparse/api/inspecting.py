@@ -6,11 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
 from semisparse import checkpoint
-from semisparse.checkpoint import NO_REMOTE_CODE, open_directory, refuse_remote_code
+from semisparse.checkpoint import meta_model, open_directory
 from semisparse.errors import CheckpointError
 from semisparse.nn import is_linear, weight_of
 
@@ -22,7 +19,8 @@ def inspect_directory(
 
     Args:
         path: a dense or compressed model directory.
-        verify: whether to validate every packed tensor, and to check all shapes against the model in config.json.
+        verify: whether to validate every packed tensor, to compare it with its digest, and to check all shapes against
+            the model in config.json.
         progress: called with (layers done, all layers).
     Raises:
         CheckpointError: the directory is incomplete or corrupted, or a shape differs from the model's.
@@ -40,15 +38,7 @@ def check_shapes(path: str | Path) -> None:
         CheckpointError: the model cannot be built, or a layer or tensor has another shape.
     """
     directory = open_directory(path)
-    refuse_remote_code(directory)
-    try:
-        config = AutoConfig.from_pretrained(directory.path, **NO_REMOTE_CODE)
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, **NO_REMOTE_CODE)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"no model can be built from {path}/config.json: {error}") from error
+    model = meta_model(directory)
     linears = {name: tuple(weight_of(module).shape) for name, module in model.named_modules() if is_linear(module)}
     for name, packed in directory.layers.items():
         if linears.get(name) != packed.shape:
