@@ -32,6 +32,7 @@ from semisparse.compress import (
     TuningResult,
     calibration_batches,
     compress_decoder_layers,
+    dense_layers,
     fingerprint,
 )
 from semisparse.compress.search import SearchResult, search_patterns
@@ -51,6 +52,8 @@ class CompressionReport:
         bytes_before: bytes of these layers' dense weights.
         bytes_after: bytes of their packed tensors.
         seconds: wall time of this run.
+        dense: the linear weights that stay dense, each with its name, reason and bytes.
+        dense_share: their share of the bytes of all linear weights of the dense model, 0 to 1.
         search: the result of the search over layer densities: ``uniform_kl`` and ``kl`` (nats per token, on the tokens
             of the search), ``evaluations`` and ``tokens``. None without a search.
         tuning: per tuning stage of this run its name, held-out loss before and after, steps, failure, seconds and
@@ -63,6 +66,8 @@ class CompressionReport:
     bytes_before: int
     bytes_after: int
     seconds: float
+    dense: list[dict[str, Any]]
+    dense_share: float
     search: dict[str, Any] | None
     tuning: list[dict[str, Any]]
     target: dict[str, float] | None = None
@@ -182,7 +187,9 @@ def _run_recipe(
     reports = compress_decoder_layers(
         model, batches, plan, seed=seed, patterns=patterns, pruned=pruned, on_tuned=on_tuned, **run
     )
-    return _pack_layers(model, plan, reports, choices) | {"search": found.metrics() if found else None}
+    dense = dense_layers(model, plan, {report.name for report in reports})
+    search = found.metrics() if found else None
+    return _pack_layers(model, plan, reports, choices) | {"dense": [asdict(layer) for layer in dense], "search": search}
 
 
 def _search_choices(model: PreTrainedModel, batches: Sequence[Tensor], plan: Recipe, **run: Any) -> JointResult:
@@ -237,4 +244,7 @@ def _report(block: Mapping[str, Any], seconds: float, tuning: list[dict[str, Any
         dtype = packed.dtype
     found, target = block.get("search"), block["recipe"].get("targets")
     has = reached(target, {**found["predicted"], "bits": after / before}, dtype) if target and found else None
-    return CompressionReport(rows, before, after, seconds, found, tuning, target, has)
+    dense = block.get("dense", [])
+    dense_bytes = sum(layer["bytes"] for layer in dense)
+    share = dense_bytes / (dense_bytes + before)
+    return CompressionReport(rows, before, after, seconds, dense, share, found, tuning, target, has)

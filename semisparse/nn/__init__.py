@@ -2,12 +2,13 @@
 
 from semisparse.nn.dequantise import dequantise_layers
 from semisparse.nn.joined import JoinedLinear, JoinedPart, join_layers
-from semisparse.nn.replace import is_linear, replace_linear, swap_weight, weight_of
+from semisparse.nn.replace import LINEAR_CLASSES, is_linear, replace_linear, swap_weight, weight_of
 from semisparse.nn.slicing import concatenate_weights, slice_weight
 from semisparse.nn.sparse_linear import SparseLinear
 from semisparse.nn.stacked_linear import StackedLinear
 
 __all__ = [
+    "LINEAR_CLASSES",
     "JoinedLinear",
     "JoinedPart",
     "SparseLinear",
