@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    PreTrainedModel,
+)
 
 from tests.models import VOCABULARY
 
@@ -41,7 +47,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size_mlp": 48,
             "num_local_experts": 4,
             "num_experts_per_tok": 1,
-            "attn_temperature_tuning": False,
+            "attn_temperature_tuning": 0,
         },
     ),
     "Llama-4": (
@@ -172,6 +178,7 @@ def tiny_model(architecture: str, dtype: torch.dtype = torch.float32) -> PreTrai
     model_type, settings = CONFIGS[architecture]
     config = CONFIG_MAPPING[model_type](**settings)
     auto = AutoModelForImageTextToText if architecture in MULTIMODAL else AutoModelForCausalLM
+    auto = AutoModelForSeq2SeqLM if architecture == "T5" else auto
     model = auto.from_config(config, dtype=dtype).eval()
     for parameter in model.parameters():
         if parameter.dim() == 1:

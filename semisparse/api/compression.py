@@ -140,8 +140,7 @@ def compress(
     tuning: list[dict[str, Any]] = []
     run = partial(_run_recipe, dense, batches, plan, tuning, seed=seed, device=where, progress=progress)
     if out is None:
-        block = run(journal=None)
-        mark_compressed(dense, block)
+        block = mark_compressed(dense, run(journal=None))
         return _report(block, time.perf_counter() - start, tuning)
 
     out = Path(out).absolute()
@@ -154,7 +153,7 @@ def compress(
         # On a CPU the number of threads changes the order of sums, and so the bytes.
         threads = {"number of CPU threads": str(torch.get_num_threads())} if where.type == "cpu" else {}
         block = run(journal=Journal(job, identity | threads)) | {"origin": identity}
-        mark_compressed(dense, block)
+        block = mark_compressed(dense, block)
         write_model(dense, tokenizer, source, out, job)
         shutil.rmtree(job)
     return _report(block, time.perf_counter() - start, tuning)

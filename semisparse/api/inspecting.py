@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from semisparse import checkpoint
-from semisparse.checkpoint import NO_REMOTE_CODE, open_directory, refuse_remote_code
+from semisparse.checkpoint import NO_REMOTE_CODE, auto_class, open_directory, refuse_remote_code
 from semisparse.errors import CheckpointError
+from semisparse.integrations.names import model_keys, model_layers
 from semisparse.nn import is_linear, weight_of
 
 
@@ -46,19 +47,21 @@ def check_shapes(path: str | Path) -> None:
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, **NO_REMOTE_CODE)
+            model = auto_class(config).from_config(config, **NO_REMOTE_CODE)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"no model can be built from {path}/config.json: {error}") from error
     linears = {name: tuple(weight_of(module).shape) for name, module in model.named_modules() if is_linear(module)}
+    names = model_layers(model, directory.layers)
     for name, packed in directory.layers.items():
-        if linears.get(name) != packed.shape:
+        if linears.get(names[name]) != packed.shape:
             raise CheckpointError(
                 f"layer {name} is stored as N, K = {packed.shape}; the model of config.json has "
-                f"{linears.get(name, 'no such linear layer')}"
+                f"{linears.get(names[name], 'no such linear layer')}"
             )
-    for name, parameter in model.named_parameters():
-        header = directory.headers.get(name)
-        if header is not None and header.shape != tuple(parameter.shape):
+    parameters = dict(model.named_parameters())
+    for stored, name in model_keys(model, directory.headers).items():
+        header, parameter = directory.headers[stored], parameters.get(name)
+        if parameter is not None and header.shape != tuple(parameter.shape):
             raise CheckpointError(
-                f"tensor {name} is {list(header.shape)}, the model of config.json has {list(parameter.shape)}"
+                f"tensor {stored} is {list(header.shape)}, the model of config.json has {list(parameter.shape)}"
             )

@@ -23,18 +23,13 @@ REFUSED = "refused"
 CHECKED_TOKENS = 8
 """Length of the prompt on which a written model is compared with the one in memory."""
 
-TOKENIZER_FILES = (
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
+WEIGHTS_AND_CODE = frozenset(
+    (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".npz", ".py", ".pyc")
 )
+"""Suffixes of files with weights, which the compressed model replaces, and of code, which semisparse never runs."""
+
+CHAT_TEMPLATES = "additional_chat_templates"
+"""The one folder that belongs to a tokenizer."""
 
 
 def finished_block(out: Path, identity: Mapping[str, str]) -> dict[str, Any] | None:
@@ -86,12 +81,12 @@ def job_directory(out: Path, resume: bool) -> Iterator[Path]:
 def write_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, source: Path | None, out: Path, job: Path
 ) -> None:
-    """Write a compressed model and its tokenizer to ``out``, atomically, if it loads again as it is in memory.
+    """Write a compressed model and the files beside it to ``out``, atomically, if it loads again as it is in memory.
 
     Args:
         model: the compressed model.
         tokenizer: saved if there is no ``source``.
-        source: the dense model's directory, whose tokenizer files are copied; None if the model was given in memory.
+        source: the dense model's directory, whose other files are copied; None if the model was given in memory.
         out: the output directory.
         job: its job directory. Files are written there first, so that a killed run leaves no partial model. What does
             not load again stays there, as `REFUSED`.
@@ -102,7 +97,7 @@ def write_model(
     with checkpoint.atomic_directory(out, scratch_parent=job) as scratch:
         model.save_pretrained(scratch)
         if source is not None:
-            copy_tokenizer(source, scratch)
+            copy_other_files(source, scratch)
         elif tokenizer is not None:
             tokenizer.save_pretrained(scratch)
         try:
@@ -155,11 +150,18 @@ def _tolerance(logits: Tensor, dtype: torch.dtype) -> float:
     return largest * (1e-4 if dtype == torch.float32 else 2e-2)
 
 
-def copy_tokenizer(source: Path, out: Path) -> None:
-    """Copy a model directory's tokenizer files to another directory."""
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, out / name)
+def copy_other_files(source: Path, out: Path) -> None:
+    """Copy what a model directory has beside the model: tokenizer, processor, chat templates, licence.
+
+    Weights, code, hidden files and what ``out`` has already are left out.
+    """
+    files = [*source.iterdir(), *source.glob(f"{CHAT_TEMPLATES}/*.jinja")]
+    for file in files:
+        target = out / file.relative_to(source)
+        unwanted = file.name.startswith(".") or not WEIGHTS_AND_CODE.isdisjoint(file.suffixes)
+        if file.is_file() and not unwanted and not target.exists():
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, target)
 
 
 def _job_path(out: Path) -> Path:

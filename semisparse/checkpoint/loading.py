@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from semisparse.checkpoint.directory import ModelDirectory, open_directory
 from semisparse.errors import CheckpointError, InputError
+
+AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText)
+"""transformers' classes that load language models, and multimodal models that generate text."""
 
 ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 """Attention implementations that a config may name. transformers treats any other name as code to download."""
@@ -79,6 +91,24 @@ def pick_device(device: str) -> torch.device:
     return torch.device(device)
 
 
+def auto_class(config: PretrainedConfig) -> Any:
+    """Return the one of `AUTO_CLASSES` that builds a config's model; if both do, the one its ``architectures`` names.
+
+    Raises:
+        CheckpointError: neither does.
+    """
+    classes = {auto: auto._model_mapping.get(type(config), None) for auto in AUTO_CLASSES}
+    known = {auto: model_class for auto, model_class in classes.items() if model_class is not None}
+    if not known or config.is_encoder_decoder:
+        kind = (config.architectures or [config.model_type])[0]
+        raise CheckpointError(
+            f"{kind} is not supported; semisparse takes decoder-only transformers, and multimodal models with a text "
+            "decoder"
+        )
+    named = [auto for auto, model_class in known.items() if model_class.__name__ in (config.architectures or ())]
+    return (named or list(known))[0]
+
+
 def refuse_remote_code(directory: ModelDirectory) -> None:
     """Refuse a config whose attention implementation is code to download.
 
@@ -97,8 +127,11 @@ def refuse_remote_code(directory: ModelDirectory) -> None:
 def _from_pretrained(directory: ModelDirectory, dtype: torch.dtype | str) -> PreTrainedModel:
     refuse_remote_code(directory)
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            directory.path, dtype=dtype, use_safetensors=True, **NO_REMOTE_CODE
-        ).eval()
+        config = AutoConfig.from_pretrained(directory.path, **NO_REMOTE_CODE)
+        return (
+            auto_class(config)
+            .from_pretrained(directory.path, dtype=dtype, use_safetensors=True, **NO_REMOTE_CODE)
+            .eval()
+        )
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise CheckpointError(f"cannot load {directory.path}: {error}") from error

@@ -16,7 +16,6 @@ from safetensors.torch import load, save
 from torch import Tensor, distributed
 from transformers import PreTrainedModel
 
-from semisparse.checkpoint import read_block
 from semisparse.errors import CheckpointError, InputError, SemisparseError
 from semisparse.nn import JoinedLinear, SparseLinear, concatenate_weights, slice_weight
 
@@ -66,23 +65,23 @@ def shard_layers(model: PreTrainedModel, layers: Mapping[str, SparseLinear]) -> 
 
 
 def gather_state_dict(
-    model: PreTrainedModel, block: Mapping[str, Any], layers: Mapping[str, SparseLinear]
+    model: PreTrainedModel, declared: Mapping[str, Any], layers: Mapping[str, SparseLinear]
 ) -> dict[str, Tensor]:
     """Return a distributed model's state dict; on the first rank it has every packed layer whole.
 
     Args:
         model: sharded by `shard_layers`.
-        block: the ``quantization_config`` block that the model was loaded with.
+        declared: the layers that the model was loaded with, as `read_block` returns them, by module name.
         layers: its packed layers by name.
     Returns:
-        Tensors by their names on disk. The other ranks return their shards, which transformers does not save.
+        Tensors by their names in the model. The other ranks return their shards, which transformers does not save.
     Raises:
         CheckpointError: a layer's shards do not concatenate to the bytes that were loaded, or layers are joined.
     """
     if any(isinstance(layer, JoinedLinear) for layer in layers.values()):
         raise CheckpointError("layers are joined, which cannot be gathered from the ranks: save before joining them")
     mesh = _tp_mesh(model)
-    state, declared = dict(model.state_dict()), read_block(block)
+    state = dict(model.state_dict())
     for name, layer in layers.items():
         dim = _shard_dim(model, name)
         if mesh is None or dim is None:

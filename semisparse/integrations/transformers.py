@@ -22,6 +22,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from semisparse.checkpoint import METHOD, VERSION, check_headers, read_ahead, read_block, read_headers
 from semisparse.errors import CheckpointError, InputError, SemisparseError
+from semisparse.integrations.names import model_layers, stored_layers
 from semisparse.integrations.tensor_parallel import gather_state_dict, is_distributed, load_tensors_whole, shard_layers
 from semisparse.nn import SparseLinear, dequantise_layers, replace_linear
 
@@ -57,9 +58,10 @@ class SemisparseQuantizer(HfQuantizer):
             _refuse_other_directories(files)
             check_headers(layers, read_headers(files))
             read_ahead(files)
+        names = model_layers(model, layers)
         for name, packed in layers.items():
             try:
-                replace_linear(model, name, packed)
+                replace_linear(model, names[name], packed)
             except SemisparseError as error:
                 raise CheckpointError(f"config.json does not fit the model: {error}") from error
         load_tensors_whole(model, sparse_layers(model))
@@ -84,7 +86,10 @@ class SemisparseQuantizer(HfQuantizer):
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
         if not is_distributed(model):
             return None, {}
-        return gather_state_dict(model, self.quantization_config.to_dict(), sparse_layers(model)), {}
+        declared = read_block(self.quantization_config.to_dict())
+        names = model_layers(model, declared)
+        by_module = {names[name]: packed for name, packed in declared.items()}
+        return gather_state_dict(model, by_module, sparse_layers(model)), {}
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
         """Replace packed layers by dense ones, and cast the model: what ``model.dequantize()`` calls."""
@@ -117,16 +122,22 @@ def sparse_layers(model: nn.Module) -> dict[str, SparseLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, SparseLinear)}
 
 
-def mark_compressed(model: PreTrainedModel, block: Mapping[str, Any]) -> None:
+def mark_compressed(model: PreTrainedModel, block: Mapping[str, Any]) -> dict[str, Any]:
     """Make ``save_pretrained`` write a model whose layers were replaced in memory as a compressed checkpoint.
 
     Args:
         model: contains a `SparseLinear` for every entry of the block.
-        block: the ``quantization_config`` block.
+        block: the ``quantization_config`` block, with the layers by module name.
+    Returns:
+        The block with the layers by their names on disk.
     """
+    packed = {name: layer.packed for name, layer in sparse_layers(model).items()}
+    names = stored_layers(model, packed)
+    block = {**block, "layers": {names[name]: entry for name, entry in block["layers"].items()}}
     quantizer = SemisparseQuantizer(SemisparseConfig.from_dict(dict(block)))
     model.hf_quantizer = quantizer
     quantizer.postprocess_model(model)
+    return block
 
 
 if METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
