@@ -47,7 +47,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size_mlp": 48,
             "num_local_experts": 4,
             "num_experts_per_tok": 1,
-            "attn_temperature_tuning": 0,
+            "attn_temperature_tuning": False,
         },
     ),
     "Llama-4": (

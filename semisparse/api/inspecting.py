@@ -13,7 +13,7 @@ from semisparse import checkpoint
 from semisparse.checkpoint import NO_REMOTE_CODE, auto_class, open_directory, refuse_remote_code
 from semisparse.errors import CheckpointError
 from semisparse.integrations.names import model_keys, model_layers
-from semisparse.nn import is_linear, weight_of
+from semisparse.nn import is_linear, prepare_experts, weight_of
 
 
 def inspect_directory(
@@ -50,8 +50,9 @@ def check_shapes(path: str | Path) -> None:
             model = auto_class(config).from_config(config, **NO_REMOTE_CODE)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"no model can be built from {path}/config.json: {error}") from error
-    linears = {name: tuple(weight_of(module).shape) for name, module in model.named_modules() if is_linear(module)}
     names = model_layers(model, directory.layers)
+    prepare_experts(model, names.values())
+    linears = {name: tuple(weight_of(module).shape) for name, module in model.named_modules() if is_linear(module)}
     for name, packed in directory.layers.items():
         if linears.get(names[name]) != packed.shape:
             raise CheckpointError(

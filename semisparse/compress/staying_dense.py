@@ -44,17 +44,15 @@ def is_ignored(recipe: Recipe, name: str) -> bool:
 
 
 def reason_to_stay_dense(model: nn.Module, name: str, recipe: Recipe) -> str | None:
-    """Return why a linear layer inside a decoder layer is not compressed; None if it is."""
+    """Return why a module with a weight, inside a decoder layer, is not compressed; None if it is."""
     module = model.get_submodule(name)
     if is_ignored(recipe, name):
         return IGNORED
+    if _is_router(model, name):
+        return ROUTER
     if not is_linear(module):
         return OWN_FORWARD
-    if min(weight_of(module).shape) < SMALLEST:
-        return SMALL
-    if _is_router(model.get_submodule(name.rpartition(".")[0]), module):
-        return ROUTER
-    return None
+    return SMALL if min(weight_of(module).shape) < SMALLEST else None
 
 
 def dense_layers(model: nn.Module, recipe: Recipe, compressed: Collection[str]) -> list[DenseLayer]:
@@ -71,11 +69,9 @@ def dense_layers(model: nn.Module, recipe: Recipe, compressed: Collection[str]) 
     for owner, weight in _linear_weights(model):
         if owner in compressed:
             continue
-        reason = OUTSIDE
-        if owner.startswith(f"{decoder_list}."):
-            linear = isinstance(model.get_submodule(owner), LINEAR_CLASSES)
-            reason = (reason_to_stay_dense(model, owner, recipe) if linear else None) or OWN_FORWARD
-        found.append(DenseLayer(owner, IGNORED if is_ignored(recipe, owner) else reason, weight.nbytes))
+        inside = owner.startswith(f"{decoder_list}.")
+        reason = (reason_to_stay_dense(model, owner, recipe) or OWN_FORWARD) if inside else OUTSIDE
+        found.append(DenseLayer(owner, reason, weight.nbytes))
     return found
 
 
@@ -84,7 +80,7 @@ def _linear_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if isinstance(module, nn.Embedding | _ConvNd):
             continue
         for parameter in module.parameters(recurse=False):
-            if matrix_dims(parameter) > 1:
+            if matrix_dims(parameter) > 1 or (isinstance(module, LINEAR_CLASSES) and parameter.dim() > 1):
                 yield name, parameter
 
 
@@ -93,15 +89,17 @@ def matrix_dims(parameter: Tensor) -> int:
     return sum(size > 1 for size in parameter.shape)
 
 
-def _is_router(parent: nn.Module, linear: nn.Module) -> bool:
-    """Return whether a linear layer has one row for each expert beside it."""
-    rows = len(weight_of(linear))
-    return any(rows == _experts(child) for child in parent.children() if child is not linear)
+def _is_router(model: nn.Module, name: str) -> bool:
+    """Return whether a module has a weight with one row for each expert beside it."""
+    module, parent = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 2:
+        return False
+    rows = len(weight_of(module)) if isinstance(module, LINEAR_CLASSES) else len(weight)
+    return any(rows == _experts(child) for child in parent.children() if child is not module)
 
 
 def _experts(module: nn.Module) -> int:
-    """Return how many experts a module holds, in a list or in a fused weight [experts, ...]; 0 if it has none."""
-    if isinstance(module, nn.ModuleList):
-        return len(module)
+    """Return how many experts a module holds, as children 0, 1, ... or in a fused weight; 0 if it has none."""
     fused = [parameter for parameter in module.parameters(recurse=False) if parameter.dim() == 3]
-    return len(fused[0]) if fused else 0
+    return len(fused[0]) if fused else sum(name.isdecimal() for name, _ in module.named_children())

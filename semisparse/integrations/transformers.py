@@ -24,7 +24,7 @@ from semisparse.checkpoint import METHOD, VERSION, check_headers, read_ahead, re
 from semisparse.errors import CheckpointError, InputError, SemisparseError
 from semisparse.integrations.names import model_layers, stored_layers
 from semisparse.integrations.tensor_parallel import gather_state_dict, is_distributed, load_tensors_whole, shard_layers
-from semisparse.nn import SparseLinear, dequantise_layers, replace_linear
+from semisparse.nn import SparseLinear, dequantise_layers, prepare_experts, replace_linear
 
 
 class SemisparseConfig(QuantizationConfigMixin):
@@ -59,6 +59,7 @@ class SemisparseQuantizer(HfQuantizer):
             check_headers(layers, read_headers(files))
             read_ahead(files)
         names = model_layers(model, layers)
+        prepare_experts(model, names.values())
         for name, packed in layers.items():
             try:
                 replace_linear(model, names[name], packed)
