@@ -14,8 +14,9 @@ from torch.nn.modules.conv import _ConvNd
 from semisparse.compress.decoder import LayerCall, decoder_layers, linear_layers, record_calls
 from semisparse.compress.prune import RunningSums, Statistics
 from semisparse.compress.recipe import Recipe
+from semisparse.compress.routed import routed_statistics
 from semisparse.compress.staying_dense import is_ignored, matrix_dims, reason_to_stay_dense
-from semisparse.compress.trace import SharedInput, capture, find_shared_inputs
+from semisparse.compress.trace import RoutedLayers, SharedInput, capture, find_inputs
 from semisparse.errors import InputError
 from semisparse.nn import weight_of
 from semisparse.patterns import Pattern, parse_pattern
@@ -141,9 +142,13 @@ def linears_with_statistics(
         The name in the decoder layer; the weight in ``working`` ([N, K], a view), still dense; the statistics.
     """
     names = {name: layer.full_name(name) for name in layer.patterns}
-    for shared in find_shared_inputs(dense, names, activations.calls[index][0], activations.compressed[0]):
-        sums = _sum_statistics(shared, working, dense, activations, index)
-        for name in shared.linears:
+    calls, hidden = activations.calls[index], activations.compressed
+    for inputs in find_inputs(dense, names, calls[0], hidden[0]):
+        if isinstance(inputs, RoutedLayers):
+            yield from routed_statistics(working, inputs.linears, calls, hidden)
+            continue
+        sums = _sum_statistics(inputs, working, dense, activations, index)
+        for name in inputs.linears:
             weight = weight_of(working.get_submodule(name))
             with errors_naming(names[name]):
                 statistics = sums.statistics(name, weight)
