@@ -172,11 +172,17 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 MULTIMODAL = ("Llama-4", "Gemma-3", "Qwen2-VL", "Qwen3-VL", "LLaVA")
 
 
-def tiny_model(architecture: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Return a model with random weights; norms, biases and routers, too, are not what they begin as."""
+def tiny_model(architecture: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+    """Return a model with random weights; norms, biases and routers, too, are not what they begin as.
+
+    Args:
+        architecture: a key of `CONFIGS`.
+        dtype: of the weights.
+        changes: of the config's settings.
+    """
     torch.manual_seed(0)
     model_type, settings = CONFIGS[architecture]
-    config = CONFIG_MAPPING[model_type](**settings)
+    config = CONFIG_MAPPING[model_type](**settings | changes)
     auto = AutoModelForImageTextToText if architecture in MULTIMODAL else AutoModelForCausalLM
     auto = AutoModelForSeq2SeqLM if architecture == "T5" else auto
     model = auto.from_config(config, dtype=dtype).eval()

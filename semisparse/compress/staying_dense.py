@@ -65,14 +65,15 @@ def dense_layers(model: nn.Module, recipe: Recipe, compressed: Collection[str]) 
         recipe: its `ignore`.
         compressed: names of the layers that are compressed.
     """
-    found, decoder_list = [], decoder_layers(model)[0]
+    decoder_list = decoder_layers(model)[0]
+    found: dict[str, DenseLayer] = {}
     for owner, weight in _linear_weights(model):
-        if owner in compressed:
-            continue
-        inside = owner.startswith(f"{decoder_list}.")
-        reason = (reason_to_stay_dense(model, owner, recipe) or OWN_FORWARD) if inside else OUTSIDE
-        found.append(DenseLayer(owner, reason, weight.nbytes))
-    return found
+        if owner not in compressed:
+            inside = owner.startswith(f"{decoder_list}.")
+            reason = (reason_to_stay_dense(model, owner, recipe) or OWN_FORWARD) if inside else OUTSIDE
+            before = found[owner].bytes if owner in found else 0
+            found[owner] = DenseLayer(owner, reason, before + weight.nbytes)
+    return list(found.values())
 
 
 def _linear_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

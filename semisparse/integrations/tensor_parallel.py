@@ -17,7 +17,7 @@ from torch import Tensor, distributed
 from transformers import PreTrainedModel
 
 from semisparse.errors import CheckpointError, InputError, SemisparseError
-from semisparse.nn import JoinedLinear, SparseLinear, concatenate_weights, slice_weight
+from semisparse.nn import JoinedLinear, SparseExperts, SparseLinear, concatenate_weights, slice_weight
 
 WHOLE = "semisparse_whole"
 """The parallel style, without any effect, of a parameter that every rank loads whole."""
@@ -41,11 +41,17 @@ def shard_layers(model: PreTrainedModel, layers: Mapping[str, SparseLinear]) -> 
     """Replace every layer's weight by this rank's shard, if the model is distributed.
 
     Raises:
-        InputError: a layer's style is neither column- nor row-parallel, or a layer cannot be sliced evenly.
+        InputError: a layer's style is neither column- nor row-parallel, a layer cannot be sliced evenly, or the model
+            has packed experts.
     """
     mesh = _tp_mesh(model)
     if mesh is None:
         return
+    experts = [name for name, module in model.named_modules() if isinstance(module, SparseExperts)]
+    if experts:
+        raise InputError(
+            f"packed experts ({experts[0]}) run on one device only: load the model without tensor parallelism"
+        )
     rank, ranks = mesh.get_local_rank(), mesh.size()
     sequence_parallel = any(str(style).startswith("sequence") for style in model.tp_plan.values())
     for name, layer in layers.items():

@@ -25,6 +25,7 @@ from semisparse.errors import CheckpointError, InputError, SemisparseError
 from semisparse.integrations.names import model_layers, stored_layers
 from semisparse.integrations.tensor_parallel import gather_state_dict, is_distributed, load_tensors_whole, shard_layers
 from semisparse.nn import SparseLinear, dequantise_layers, prepare_experts, replace_linear
+from semisparse.nn.sparse_experts import EXPERT_LAYER
 
 
 class SemisparseConfig(QuantizationConfigMixin):
@@ -107,7 +108,8 @@ class SemisparseQuantizer(HfQuantizer):
 
     @property
     def is_compileable(self) -> bool:
-        return True
+        """Whether a forward traces in one graph: experts, of which each token chooses some, do not."""
+        return not any(EXPERT_LAYER.fullmatch(name) for name in self.quantization_config.layers)
 
 
 def _refuse_other_directories(files: list[Path]) -> None:
