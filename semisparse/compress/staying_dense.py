@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -56,9 +56,7 @@ def reason_to_stay_dense(model: nn.Module, name: str, recipe: Recipe) -> str | N
 
 
 def dense_layers(model: nn.Module, recipe: Recipe, compressed: Collection[str]) -> list[DenseLayer]:
-    """List the linear weights that stay dense: of linear layers, and parameters of two or more dimensions elsewhere.
-
-    Embeddings and convolutions are no linear weights.
+    """List the linear weights that stay dense: of linear layers and, in decoder layers, of routers and fused experts.
 
     Args:
         model: before its layers are replaced.
@@ -66,23 +64,23 @@ def dense_layers(model: nn.Module, recipe: Recipe, compressed: Collection[str]) 
         compressed: names of the layers that are compressed.
     """
     decoder_list = decoder_layers(model)[0]
-    found: dict[str, DenseLayer] = {}
-    for owner, weight in _linear_weights(model):
-        if owner not in compressed:
-            inside = owner.startswith(f"{decoder_list}.")
-            reason = (reason_to_stay_dense(model, owner, recipe) or OWN_FORWARD) if inside else OUTSIDE
-            before = found[owner].bytes if owner in found else 0
-            found[owner] = DenseLayer(owner, reason, before + weight.nbytes)
-    return list(found.values())
-
-
-def _linear_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    found = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | _ConvNd):
-            continue
-        for parameter in module.parameters(recurse=False):
-            if matrix_dims(parameter) > 1 or (isinstance(module, LINEAR_CLASSES) and parameter.dim() > 1):
-                yield name, parameter
+        inside = name.startswith(f"{decoder_list}.")
+        size = sum(parameter.nbytes for parameter in _linear_weights(module, inside))
+        if size and name not in compressed:
+            reason = (reason_to_stay_dense(model, name, recipe) or OWN_FORWARD) if inside else OUTSIDE
+            found.append(DenseLayer(name, reason, size))
+    return found
+
+
+def _linear_weights(module: nn.Module, inside: bool) -> list[Tensor]:
+    """Return a module's own linear weights; in a decoder layer those of any class but embeddings and convolutions."""
+    if isinstance(module, LINEAR_CLASSES):
+        return [weight_of(module)]
+    if not inside or isinstance(module, nn.Embedding | _ConvNd):
+        return []
+    return [parameter for parameter in module.parameters(recurse=False) if matrix_dims(parameter) > 1]
 
 
 def matrix_dims(parameter: Tensor) -> int:

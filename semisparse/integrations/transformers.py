@@ -93,11 +93,13 @@ class SemisparseQuantizer(HfQuantizer):
         by_module = {names[name]: packed for name, packed in declared.items()}
         return gather_state_dict(model, by_module, sparse_layers(model)), {}
 
-    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
         """Replace packed layers by dense ones, and cast the model: what ``model.dequantize()`` calls."""
-        dtype = dtype or model.dtype
+        # Once save_pretrained was called, transformers gives the dtype as text.
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or model.dtype
         dequantise_layers(model, dtype)
-        return model.to(dtype)
+        # Unlike model.to(dtype), this leaves complex numbers (Llama-4's rotary embedding of images) as they are.
+        return model._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
     def is_serializable(self) -> bool:
         return True
