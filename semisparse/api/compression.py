@@ -32,14 +32,16 @@ from semisparse.compress import (
     TuningResult,
     calibration_batches,
     compress_decoder_layers,
+    dense_layers,
     fingerprint,
+    is_ignored,
 )
 from semisparse.compress.search import SearchResult, search_patterns
 from semisparse.compress.search.allocate import Unreachable
 from semisparse.compress.search.joint import JointResult, search_choices
 from semisparse.errors import InputError
 from semisparse.integrations.transformers import mark_compressed
-from semisparse.nn import replace_linear, weight_of
+from semisparse.nn import replace_linear, split_experts, weight_of
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class CompressionReport:
         bytes_before: bytes of these layers' dense weights.
         bytes_after: bytes of their packed tensors.
         seconds: wall time of this run.
+        dense: the linear weights that stay dense, each with its name, reason and bytes.
+        dense_share: their share of the bytes of all linear weights of the dense model, 0 to 1.
         search: the result of the search over layer densities: ``uniform_kl`` and ``kl`` (nats per token, on the tokens
             of the search), ``evaluations`` and ``tokens``. None without a search.
         tuning: per tuning stage of this run its name, held-out loss before and after, steps, failure, seconds and
@@ -63,6 +67,8 @@ class CompressionReport:
     bytes_before: int
     bytes_after: int
     seconds: float
+    dense: list[dict[str, Any]]
+    dense_share: float
     search: dict[str, Any] | None
     tuning: list[dict[str, Any]]
     target: dict[str, float] | None = None
@@ -132,11 +138,11 @@ def compress(
             raise InputError("calibration text needs the model's tokenizer")
         length = sequence_length(dense, seqlen)
         batches = calibration_batches(tokenizer, calibration, samples=samples, seqlen=length, seed=seed)
+    split_experts(dense, keep=partial(is_ignored, plan))
     tuning: list[dict[str, Any]] = []
     run = partial(_run_recipe, dense, batches, plan, tuning, seed=seed, device=where, progress=progress)
     if out is None:
-        block = run(journal=None)
-        mark_compressed(dense, block)
+        block = mark_compressed(dense, run(journal=None))
         return _report(block, time.perf_counter() - start, tuning)
 
     out = Path(out).absolute()
@@ -149,7 +155,7 @@ def compress(
         # On a CPU the number of threads changes the order of sums, and so the bytes.
         threads = {"number of CPU threads": str(torch.get_num_threads())} if where.type == "cpu" else {}
         block = run(journal=Journal(job, identity | threads)) | {"origin": identity}
-        mark_compressed(dense, block)
+        block = mark_compressed(dense, block)
         write_model(dense, tokenizer, source, out, job)
         shutil.rmtree(job)
     return _report(block, time.perf_counter() - start, tuning)
@@ -182,7 +188,9 @@ def _run_recipe(
     reports = compress_decoder_layers(
         model, batches, plan, seed=seed, patterns=patterns, pruned=pruned, on_tuned=on_tuned, **run
     )
-    return _pack_layers(model, plan, reports, choices) | {"search": found.metrics() if found else None}
+    dense = dense_layers(model, plan, {report.name for report in reports})
+    search = found.metrics() if found else None
+    return _pack_layers(model, plan, reports, choices) | {"dense": [asdict(layer) for layer in dense], "search": search}
 
 
 def _search_choices(model: PreTrainedModel, batches: Sequence[Tensor], plan: Recipe, **run: Any) -> JointResult:
@@ -237,4 +245,7 @@ def _report(block: Mapping[str, Any], seconds: float, tuning: list[dict[str, Any
         dtype = packed.dtype
     found, target = block.get("search"), block["recipe"].get("targets")
     has = reached(target, {**found["predicted"], "bits": after / before}, dtype) if target and found else None
-    return CompressionReport(rows, before, after, seconds, found, tuning, target, has)
+    dense = block.get("dense", [])
+    dense_bytes = sum(layer["bytes"] for layer in dense)
+    share = dense_bytes / (dense_bytes + before)
+    return CompressionReport(rows, before, after, seconds, dense, share, found, tuning, target, has)

@@ -9,10 +9,11 @@ import torch
 from transformers import PreTrainedModel
 
 from semisparse import checkpoint
-from semisparse.api.job import copy_tokenizer
+from semisparse.api.job import copy_other_files
 from semisparse.errors import InputError
 from semisparse.integrations.exporters import compressed_tensors
 from semisparse.integrations.importers import load_dequantised, quantised_elsewhere
+from semisparse.integrations.names import stored_keys
 
 TARGETS = ("dense", "compressed-tensors")
 """What `export` writes."""
@@ -51,7 +52,11 @@ def export(model: str | Path, to: str, out: str | Path) -> dict[str, Any]:
     if not directory.layers:
         raise InputError(f"{source} is not compressed: there is nothing to export")
     loaded = checkpoint.load_model(source, "cpu", _dtype_of(directory))
-    written = compressed_tensors.quantised_layers(loaded) if to == "compressed-tensors" else {}
+    written = {}
+    if to == "compressed-tensors":
+        quantised = compressed_tensors.quantised_layers(loaded)
+        names = stored_keys(loaded, [f"{name}.weight" for name in quantised])
+        written = {names[f"{name}.weight"].removesuffix(".weight"): weight for name, weight in quantised.items()}
     if to == "compressed-tensors" and not written:
         raise InputError(
             f"compressed-tensors has no format for any layer of {source}: it takes layers in int8 or fp8 with a scale "
@@ -62,7 +67,7 @@ def export(model: str | Path, to: str, out: str | Path) -> dict[str, Any]:
         loaded.save_pretrained(scratch)
         if written:
             compressed_tensors.rewrite(scratch, written)
-        copy_tokenizer(source, scratch)
+        copy_other_files(source, scratch)
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     return {"to": to, "bytes": size, "dense_layers": sorted(set(directory.layers) - set(written))}
 

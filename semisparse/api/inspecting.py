@@ -9,7 +9,8 @@ from typing import Any
 from semisparse import checkpoint
 from semisparse.checkpoint import meta_model, open_directory
 from semisparse.errors import CheckpointError
-from semisparse.nn import is_linear, weight_of
+from semisparse.integrations.names import model_keys, model_layers
+from semisparse.nn import is_linear, prepare_experts, weight_of
 
 
 def inspect_directory(
@@ -39,16 +40,19 @@ def check_shapes(path: str | Path) -> None:
     """
     directory = open_directory(path)
     model = meta_model(directory)
+    names = model_layers(model, directory.layers)
+    prepare_experts(model, names.values())
     linears = {name: tuple(weight_of(module).shape) for name, module in model.named_modules() if is_linear(module)}
     for name, packed in directory.layers.items():
-        if linears.get(name) != packed.shape:
+        if linears.get(names[name]) != packed.shape:
             raise CheckpointError(
                 f"layer {name} is stored as N, K = {packed.shape}; the model of config.json has "
-                f"{linears.get(name, 'no such linear layer')}"
+                f"{linears.get(names[name], 'no such linear layer')}"
             )
-    for name, parameter in model.named_parameters():
-        header = directory.headers.get(name)
-        if header is not None and header.shape != tuple(parameter.shape):
+    parameters = dict(model.named_parameters())
+    for stored, name in model_keys(model, directory.headers).items():
+        header, parameter = directory.headers[stored], parameters.get(name)
+        if parameter is not None and header.shape != tuple(parameter.shape):
             raise CheckpointError(
-                f"tensor {name} is {list(header.shape)}, the model of config.json has {list(parameter.shape)}"
+                f"tensor {stored} is {list(header.shape)}, the model of config.json has {list(parameter.shape)}"
             )

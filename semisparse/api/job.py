@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from filelock import FileLock, Timeout
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from semisparse import checkpoint
 from semisparse.errors import InputError, SemisparseError
 
-TOKENIZER_FILES = (
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
+REFUSED = "refused"
+"""In a job directory: a written model that does not load again."""
+
+CHECKED_TOKENS = 8
+"""Length of the prompt on which a written model is compared with the one in memory."""
+
+WEIGHTS_AND_CODE = frozenset(
+    (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".npz", ".py", ".pyc")
 )
+"""Suffixes of files with weights, which the compressed model replaces, and of code, which semisparse never runs."""
+
+CHAT_TEMPLATES = "additional_chat_templates"
+"""The one folder that belongs to a tokenizer."""
 
 
 def finished_block(out: Path, identity: Mapping[str, str]) -> dict[str, Any] | None:
@@ -65,7 +69,7 @@ def job_directory(out: Path, resume: bool) -> Iterator[Path]:
             try:
                 yield job
             except BaseException:
-                if not any(job.glob("*.safetensors")):  # no piece of work is finished: nothing to resume
+                if not any(job.rglob("*.safetensors")):  # no piece of work is finished: nothing to resume
                     shutil.rmtree(job, ignore_errors=True)
                 raise
     except Timeout as error:
@@ -77,28 +81,87 @@ def job_directory(out: Path, resume: bool) -> Iterator[Path]:
 def write_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, source: Path | None, out: Path, job: Path
 ) -> None:
-    """Write a compressed model and its tokenizer to ``out``, atomically.
+    """Write a compressed model and the files beside it to ``out``, atomically, if it loads again as it is in memory.
 
     Args:
         model: the compressed model.
         tokenizer: saved if there is no ``source``.
-        source: the dense model's directory, whose tokenizer files are copied; None if the model was given in memory.
+        source: the dense model's directory, whose other files are copied; None if the model was given in memory.
         out: the output directory.
-        job: its job directory. Files are written there first, so that a killed run leaves no partial model.
+        job: its job directory. Files are written there first, so that a killed run leaves no partial model. What does
+            not load again stays there, as `REFUSED`.
+
+    Raises:
+        SemisparseError: the written model does not load again, or computes other logits than the one in memory.
     """
     with checkpoint.atomic_directory(out, scratch_parent=job) as scratch:
         model.save_pretrained(scratch)
         if source is not None:
-            copy_tokenizer(source, scratch)
+            copy_other_files(source, scratch)
         elif tokenizer is not None:
             tokenizer.save_pretrained(scratch)
+        try:
+            check_written(scratch, model)
+        except SemisparseError as error:
+            shutil.rmtree(job / REFUSED, ignore_errors=True)
+            scratch.rename(job / REFUSED)
+            raise SemisparseError(f"{error}; it is left in {job / REFUSED}") from error
 
 
-def copy_tokenizer(source: Path, out: Path) -> None:
-    """Copy a model directory's tokenizer files to another directory."""
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, out / name)
+def check_written(written: Path, model: PreTrainedModel) -> None:
+    """Load a written model as its user would, and compare its logits on a short prompt with those of the model.
+
+    Args:
+        written: the directory.
+        model: the compressed model that was written.
+
+    Raises:
+        SemisparseError: the model does not run, the directory does not load, or the logits differ.
+    """
+    try:
+        expected = _short_logits(model)
+    except Exception as error:
+        raise SemisparseError(f"the compressed model does not run: {type(error).__name__}: {error}") from error
+    try:
+        found = _short_logits(checkpoint.load_model(written, model.device.type, model.dtype))
+    except Exception as error:
+        raise SemisparseError(f"the compressed model does not load again: {error}") from error
+    difference = float((found - expected).abs().max()) if found.shape == expected.shape else math.inf
+    if not torch.allclose(found, expected, rtol=0, atol=_tolerance(expected, model.dtype), equal_nan=True):
+        raise SemisparseError(
+            f"the compressed model, when loaded again, computes logits that differ by {difference:.3g} from those in "
+            f"memory, which reach {float(expected.abs().max()):.3g}"
+        )
+
+
+@torch.no_grad()
+def _short_logits(model: PreTrainedModel) -> Tensor:
+    """Return the logits of the first `CHECKED_TOKENS` tokens of the vocabulary, [tokens, vocabulary] float32."""
+    training = model.training
+    tokens = torch.arange(CHECKED_TOKENS, device=model.device)[None]
+    logits = model.eval()(tokens, use_cache=False).logits[0].float()
+    model.train(training)
+    return logits
+
+
+def _tolerance(logits: Tensor, dtype: torch.dtype) -> float:
+    """Return the difference to allow: attention may run another kernel, whose sums round otherwise."""
+    largest = float(logits.nan_to_num(0).abs().max())
+    return largest * (1e-4 if dtype == torch.float32 else 2e-2)
+
+
+def copy_other_files(source: Path, out: Path) -> None:
+    """Copy what a model directory has beside the model: tokenizer, processor, chat templates, licence.
+
+    Weights, code, hidden files and what ``out`` has already are left out.
+    """
+    files = [*source.iterdir(), *source.glob(f"{CHAT_TEMPLATES}/*.jinja")]
+    for file in files:
+        target = out / file.relative_to(source)
+        unwanted = file.name.startswith(".") or not WEIGHTS_AND_CODE.isdisjoint(file.suffixes)
+        if file.is_file() and not unwanted and not target.exists():
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, target)
 
 
 def _job_path(out: Path) -> Path:

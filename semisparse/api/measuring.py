@@ -52,10 +52,10 @@ def evaluate(
     if text is not None:
         chunks = token_chunks(tokenizer, text, sequence_length(loaded, seqlen))
         dense = None if baseline is None else load(baseline)
-        if dense is not None and dense.config.vocab_size != loaded.config.vocab_size:
+        vocabularies = [m.config.get_text_config().vocab_size for m in (dense, loaded) if m is not None]
+        if len(set(vocabularies)) > 1:
             raise InputError(
-                f"the baseline has {dense.config.vocab_size} tokens, the model {loaded.config.vocab_size}: "
-                "they must share a vocabulary"
+                f"the baseline has {vocabularies[0]} tokens, the model {vocabularies[1]}: they must share a vocabulary"
             )
         quality = measure_quality(loaded, chunks, dense, progress=progress)
         report |= asdict(quality) | {"perplexity": quality.perplexity}

@@ -22,7 +22,7 @@ def sequence_length(model: PreTrainedModel, seqlen: int | None) -> int:
     Raises:
         InputError: ``seqlen`` exceeds the model's context.
     """
-    context = getattr(model.config, "max_position_embeddings", None)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if seqlen is None:
         return min(context or DEFAULT_SEQLEN, DEFAULT_SEQLEN)
     if context is not None and seqlen > context:

@@ -16,6 +16,7 @@ from semisparse.checkpoint.directory import (
 from semisparse.checkpoint.inspect import inspect_directory
 from semisparse.checkpoint.loading import (
     NO_REMOTE_CODE,
+    auto_class,
     load_dense,
     load_model,
     load_tokenizer,
@@ -33,6 +34,7 @@ __all__ = [
     "Header",
     "ModelDirectory",
     "atomic_directory",
+    "auto_class",
     "check_headers",
     "check_sizes",
     "digests_of",

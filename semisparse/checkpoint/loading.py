@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from semisparse.checkpoint.config import check_sizes, read_json, refuse_integers, refuse_unstored
 from semisparse.checkpoint.directory import ModelDirectory, open_directory
 from semisparse.errors import CheckpointError, InputError, SemisparseError
+
+AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText)
+"""transformers' classes that load language models, and multimodal models that generate text."""
 
 ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 """Attention implementations that a config may name. transformers treats any other name as code to download."""
@@ -82,6 +94,24 @@ def pick_device(device: str) -> torch.device:
     return torch.device(device)
 
 
+def auto_class(config: PretrainedConfig) -> Any:
+    """Return the one of `AUTO_CLASSES` that builds a config's model; if both do, the one its ``architectures`` names.
+
+    Raises:
+        CheckpointError: neither does.
+    """
+    classes = {auto: auto._model_mapping.get(type(config), None) for auto in AUTO_CLASSES}
+    known = {auto: model_class for auto, model_class in classes.items() if model_class is not None}
+    if not known or config.is_encoder_decoder:
+        kind = (config.architectures or [config.model_type])[0]
+        raise CheckpointError(
+            f"{kind} is not supported; semisparse takes decoder-only transformers, and multimodal models with a text "
+            "decoder"
+        )
+    named = [auto for auto, model_class in known.items() if model_class.__name__ in (config.architectures or ())]
+    return (named or list(known))[0]
+
+
 def refuse_remote_code(directory: ModelDirectory) -> None:
     """Refuse a config whose attention implementation is code to download.
 
@@ -109,7 +139,9 @@ def meta_model(directory: ModelDirectory) -> PreTrainedModel:
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, **NO_REMOTE_CODE)
+            return auto_class(config).from_config(config, **NO_REMOTE_CODE)
+    except SemisparseError:
+        raise
     except Exception as error:  # the models of transformers raise anything
         raise _unreadable(f"no model can be built from {directory.path}/config.json", error) from error
 
@@ -119,7 +151,8 @@ def _from_pretrained(directory: ModelDirectory, dtype: torch.dtype | str) -> Pre
     if not directory.layers:  # of a compressed model, the quantizer checks it
         refuse_unstored(meta_model(directory), directory.stored_bytes)
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(directory.path, **NO_REMOTE_CODE)
+        model, report = auto_class(config).from_pretrained(
             directory.path, dtype=dtype, use_safetensors=True, output_loading_info=True, **NO_REMOTE_CODE
         )
     except (SemisparseError, torch.OutOfMemoryError):
@@ -130,7 +163,8 @@ def _from_pretrained(directory: ModelDirectory, dtype: torch.dtype | str) -> Pre
         raise CheckpointError(
             f"tensor {min(report['missing_keys'])} is missing from the safetensors files of {directory.path}"
         )
-    refuse_integers(model, directory.layers)
+    if not directory.layers:  # of a compressed model, the quantizer has checked it
+        refuse_integers(model, ())
     return model.eval()
 
 

@@ -139,10 +139,26 @@ def _show(title: str, report: CompressionReport) -> None:
             highlight=False,
         )
     console.print(
+        f"dense: {_dense_text(report.dense)}; {report.dense_share:.1%} of the bytes of all linear weights",
+        highlight=False,
+    )
+    console.print(
         f"linear layers: {bytes_text(report.bytes_before)} before, {bytes_text(report.bytes_after)} after "
         f"({report.bytes_after / max(report.bytes_before, 1):.3f}); {report.seconds:.1f} s",
         highlight=False,
     )
+
+
+def _dense_text(dense: list[dict[str, Any]]) -> str:
+    """Return what stays dense: for each reason the layer, or the first of several."""
+    reasons: dict[str, list[str]] = {}
+    for layer in dense:
+        reasons.setdefault(layer["reason"], []).append(layer["name"])
+    parts = [
+        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} ({reason})"
+        for reason, names in reasons.items()
+    ]
+    return ", ".join(parts) or "nothing"
 
 
 def _show_target(target: dict[str, float], reached: dict[str, float], search: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +62,8 @@ def check_batches(model: nn.Module, batches: Sequence[Tensor]) -> None:
     if not batches:
         raise InputError(NEEDS_CALIBRATION)
     longest = max(batch.shape[1] for batch in batches)
-    context = getattr(model.config, "max_position_embeddings", None)
+    config: Any = model.config
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
     if context is not None and longest > context:
         raise InputError(f"calibration samples of {longest} tokens exceed the model's context of {context}")
     vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]

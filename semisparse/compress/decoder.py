@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from semisparse.errors import InputError
-from semisparse.nn import is_linear
+from semisparse.nn import LINEAR_CLASSES
 
 
 @dataclass(frozen=True)
@@ -42,21 +43,39 @@ class LayerCall:
         return LayerCall(args, kwargs, self.hidden_name)
 
 
+SUPPORTED = "semisparse compresses decoder-only transformers, and the text decoder of multimodal models"
+
+
 def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Return the name and the modules of the list of decoder layers: the module list that holds the most weights.
+    """Return the name and the modules of the list of decoder layers of a model's text decoder.
+
+    It is the module list in the text decoder that is as long as the text config says, or else holds the most weights.
 
     Raises:
-        InputError: the model has no module list.
+        InputError: the model is an encoder-decoder or has no attention, or has no module list.
     """
-    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    kind, decoder = type(model).__name__, model.get_decoder() if isinstance(model, PreTrainedModel) else model
+    inside = set(decoder.modules())
+    lists = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and module in inside
+    ]
     if not lists:
-        raise InputError(f"{type(model).__name__} has no list of decoder layers; a causal language model is expected")
-    return max(lists, key=lambda item: sum(weight.numel() for weight in item[1].parameters()))
+        raise InputError(f"{kind} has no list of decoder layers; {SUPPORTED}")
+    config: Any = model.config
+    text_config = config.get_text_config()
+    if getattr(config, "is_encoder_decoder", False):
+        raise InputError(f"{kind} is an encoder-decoder; {SUPPORTED}")
+    if not hasattr(text_config, "num_attention_heads"):
+        raise InputError(f"{kind} has no attention, as a state-space model; {SUPPORTED}")
+    declared = [item for item in lists if len(item[1]) == getattr(text_config, "num_hidden_layers", None)]
+    return max(declared or lists, key=lambda item: sum(weight.numel() for weight in item[1].parameters()))
 
 
 def linear_layers(layer: nn.Module) -> dict[str, nn.Module]:
-    """Return the linear layers inside a decoder layer, by their name in it."""
-    return {name: module for name, module in layer.named_modules() if is_linear(module)}
+    """Return the modules inside a decoder layer that are linear layers by their class, by their name in it."""
+    return {name: module for name, module in layer.named_modules() if isinstance(module, LINEAR_CLASSES)}
 
 
 @torch.no_grad()

@@ -6,15 +6,17 @@ import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from semisparse.compress.decoder import LayerCall, decoder_layers, linear_layers, record_calls
 from semisparse.compress.prune import RunningSums, Statistics
 from semisparse.compress.recipe import Recipe
-from semisparse.compress.trace import SharedInput, capture, find_shared_inputs
+from semisparse.compress.routed import routed_statistics
+from semisparse.compress.staying_dense import is_ignored, matrix_dims, reason_to_stay_dense
+from semisparse.compress.trace import RoutedLayers, SharedInput, capture, find_inputs
 from semisparse.errors import InputError
 from semisparse.nn import weight_of
 from semisparse.patterns import Pattern, parse_pattern
@@ -81,27 +83,33 @@ def list_decoder_layers(model: nn.Module, recipe: Recipe, patterns: Mapping[str,
         InputError: the model has no linear layer to prune, or a fused weight that is not ignored.
     """
     default = parse_pattern(recipe.pattern)
-
-    def ignored(name: str) -> bool:
-        return any(fnmatchcase(name, glob) for glob in recipe.ignore)
-
     list_name, modules = decoder_layers(model)
     layers = []
     for index, module in enumerate(modules):
         prefix = f"{list_name}.{index}"
-        for name, parameter in module.named_parameters(prefix):
-            owner = name.rpartition(".")[0]
-            if parameter.dim() > 2 and not ignored(owner):
-                raise InputError(
-                    f"{name} is a fused weight of {parameter.dim()} dimensions, only linear layers can be pruned; "
-                    f"list {owner} under 'ignore' to leave it dense"
-                )
+        _refuse_fused_weights(module, prefix, recipe)
         names = {name: f"{prefix}.{name}" for name in linear_layers(module)}
-        chosen = {name: patterns.get(full, default) for name, full in names.items() if not ignored(full)}
+        chosen = {
+            name: patterns.get(full, default)
+            for name, full in names.items()
+            if reason_to_stay_dense(model, full, recipe) is None
+        }
         layers.append(DecoderLayer(prefix, module, chosen))
     if not any(layer.patterns for layer in layers):
         raise InputError(f"{type(model).__name__} has no linear layer to prune in {list_name}, or all are ignored")
     return layers
+
+
+def _refuse_fused_weights(layer: nn.Module, prefix: str, recipe: Recipe) -> None:
+    """Raise if a decoder layer has a weight of three dimensions that is neither ignored nor a convolution's."""
+    for name, module in layer.named_modules(prefix=prefix):
+        for parameter_name, parameter in module.named_parameters(recurse=False):
+            fused = matrix_dims(parameter) > 2 and not isinstance(module, _ConvNd)
+            if fused and not is_ignored(recipe, name):
+                raise InputError(
+                    f"{name}.{parameter_name} is a fused weight of {parameter.dim()} dimensions in a structure that "
+                    f"is not known; list {name} under 'ignore' to leave it dense"
+                )
 
 
 def first_activations(
@@ -134,9 +142,13 @@ def linears_with_statistics(
         The name in the decoder layer; the weight in ``working`` ([N, K], a view), still dense; the statistics.
     """
     names = {name: layer.full_name(name) for name in layer.patterns}
-    for shared in find_shared_inputs(dense, names, activations.calls[index][0], activations.compressed[0]):
-        sums = _sum_statistics(shared, working, dense, activations, index)
-        for name in shared.linears:
+    calls, hidden = activations.calls[index], activations.compressed
+    for inputs in find_inputs(dense, names, calls[0], hidden[0]):
+        if isinstance(inputs, RoutedLayers):
+            yield from routed_statistics(working, inputs.linears, calls, hidden)
+            continue
+        sums = _sum_statistics(inputs, working, dense, activations, index)
+        for name in inputs.linears:
             weight = weight_of(working.get_submodule(name))
             with errors_naming(names[name]):
                 statistics = sums.statistics(name, weight)

@@ -33,7 +33,7 @@ class SharedInput:
         linears: names of these linear layers in the decoder layer, in call order.
         residuals: for each of them whose output is added to the residual stream, where the stream can be read before
             that addition.
-        all_tokens: whether they read every token of a batch; experts of a mixture read some.
+        all_tokens: whether they read every token of a batch.
     """
 
     linears: tuple[str, ...]
@@ -46,6 +46,17 @@ class SharedInput:
         return HookPoint(self.linears[0], "input")
 
 
+@dataclass(frozen=True)
+class RoutedLayers:
+    """Linear layers that are the same in each of several experts, each of which reads the tokens routed to it.
+
+    Args:
+        linears: their names in the decoder layer, such as ``mlp.experts.0.down``, in the model's order.
+    """
+
+    linears: tuple[str, ...]
+
+
 class _Sample(NamedTuple):
     """What was seen at a hook point: features of the first tokens, [tokens, features], and the number of tokens."""
 
@@ -54,15 +65,15 @@ class _Sample(NamedTuple):
     tokens: int
 
 
-class _Reached(Exception):
-    """Ends a decoder layer's forward once the shared input is known."""
+class Reached(Exception):
+    """Ends a decoder layer's forward once what was to be seen is known."""
 
 
 @torch.no_grad()
-def find_shared_inputs(
+def find_inputs(
     layer: nn.Module, linears: Mapping[str, str], call: LayerCall, hidden: Tensor
-) -> list[SharedInput]:
-    """Group a decoder layer's linear layers by input, in call order.
+) -> list[SharedInput | RoutedLayers]:
+    """Group a decoder layer's linear layers by input, those of experts by their role, in call order.
 
     Args:
         layer: in float32, so that rounding cannot be mistaken for a difference.
@@ -71,26 +82,61 @@ def find_shared_inputs(
         hidden: [batch, tokens, features] float32.
 
     Raises:
-        InputError: a linear layer is not called exactly once.
+        InputError: a linear layer that is in no expert is not called exactly once.
     """
     trace: list[_Sample] = []
 
     def observe(point: HookPoint, activation: Tensor) -> None:
         trace.append(_Sample(point, activation[:SAMPLED_TOKENS].clone(), len(activation)))
 
-    with _hooked(layer, [name for name, _ in layer.named_modules()], observe):
+    with hooked(layer, [name for name, _ in layer.named_modules()], observe):
         call(layer, hidden)
+    tokens = hidden.shape[:-1].numel()
     times = Counter(sample.point for sample in trace)
-    for name, full_name in linears.items():
+    first = {sample.point: index for index, sample in reversed(list(enumerate(trace)))}
+    routed = _routed(trace, times, linears, tokens)
+    starts: list[tuple[int, SharedInput | RoutedLayers]] = [
+        (min(first.get(HookPoint(name, "input"), len(trace)) for name in role.linears), role) for role in routed
+    ]
+    shared = [name for name in linears if not any(name in role.linears for role in routed)]
+    for name in shared:
         count = times[HookPoint(name, "input")]
         if count != 1:
             raise InputError(
-                f"layer {full_name} is called {count} times per forward of its decoder layer, once is expected; "
+                f"layer {linears[name]} is called {count} times per forward of its decoder layer, once is expected; "
                 "list it under 'ignore' to leave it dense"
             )
-    trace = [sample for sample in trace if times[sample.point] == 1]
-    tokens = hidden.shape[:-1].numel()
-    return [_shared_input(trace, group, tokens) for group in _group_by_input(trace, linears)]
+    # What experts read and write is neither an input of these layers nor the residual stream.
+    whole = [s for s in trace if times[s.point] == 1 and (s.tokens == tokens or s.point.module in shared)]
+    for group in _group_by_input(whole, shared):
+        starts.append((first[whole[group[0]].point], _shared_input(whole, group, tokens)))
+    return [inputs for _, inputs in sorted(starts, key=lambda start: start[0])]
+
+
+def expert_of(name: str) -> str | None:
+    """Return the innermost numbered module that holds a linear layer, such as ``mlp.experts.3``; None without one."""
+    parts = name.split(".")
+    numbered = [index for index, part in enumerate(parts[:-1]) if part.isdecimal()]
+    return ".".join(parts[: numbered[-1] + 1]) if numbered else None
+
+
+def _routed(
+    trace: Sequence[_Sample], times: Mapping[HookPoint, int], linears: Iterable[str], tokens: int
+) -> list[RoutedLayers]:
+    """Find the linear layers of experts: of those with one role, some are not called, or read not all tokens."""
+    roles: dict[str, list[str]] = {}
+    for name in linears:
+        expert = expert_of(name)
+        if expert:
+            role = f"{expert.rpartition('.')[0]}.*{name.removeprefix(expert)}"
+            roles.setdefault(role, []).append(name)
+    seen = {sample.point.module: sample.tokens for sample in trace if sample.point.side == "input"}
+
+    def is_routed(names: Sequence[str]) -> bool:
+        once = all(times[HookPoint(name, "input")] <= 1 for name in names)
+        return once and any(seen.get(name) != tokens for name in names)
+
+    return [RoutedLayers(tuple(names)) for names in roles.values() if is_routed(names)]
 
 
 def capture(layer: nn.Module, shared: SharedInput, call: LayerCall, hidden: Tensor) -> dict[HookPoint, Tensor]:
@@ -104,10 +150,10 @@ def capture(layer: nn.Module, shared: SharedInput, call: LayerCall, hidden: Tens
     def observe(point: HookPoint, activation: Tensor) -> None:
         activations[point] = activation
         if point == shared.point:
-            raise _Reached
+            raise Reached
 
     modules = {shared.point.module, *(point.module for point in shared.residuals.values())}
-    with _hooked(layer, modules, observe), contextlib.suppress(_Reached):
+    with hooked(layer, modules, observe), contextlib.suppress(Reached):
         call(layer, hidden)
     return activations
 
@@ -156,7 +202,7 @@ def _is_sum(total: Tensor, left: Tensor, right: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def _hooked(layer: nn.Module, modules: Iterable[str], observe: Callable[[HookPoint, Tensor], None]) -> Iterator[None]:
+def hooked(layer: nn.Module, modules: Iterable[str], observe: Callable[[HookPoint, Tensor], None]) -> Iterator[None]:
     """Call ``observe`` with each input and output ([tokens, features]) of the named submodules."""
 
     def pass_on(point: HookPoint, values: Iterable[Any]) -> None:

@@ -252,7 +252,7 @@ class Engine:
         """Return the tokens that end a text, by generation_config.json, or else by config.json."""
         ends = getattr(self.model.generation_config, "eos_token_id", None)
         if ends is None:
-            ends = getattr(self.model.config, "eos_token_id", None)
+            ends = getattr(self.model.config.get_text_config(), "eos_token_id", None)
         return set(ends) if isinstance(ends, list | tuple) else set() if ends is None else {int(ends)}
 
     def _decoded(self, tokens: Sequence[int]) -> str:

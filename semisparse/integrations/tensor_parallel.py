@@ -16,9 +16,8 @@ from safetensors.torch import load, save
 from torch import Tensor, distributed
 from transformers import PreTrainedModel
 
-from semisparse.checkpoint import read_block
 from semisparse.errors import CheckpointError, InputError, SemisparseError
-from semisparse.nn import JoinedLinear, SparseLinear, concatenate_weights, slice_weight
+from semisparse.nn import JoinedLinear, SparseExperts, SparseLinear, concatenate_weights, slice_weight
 
 WHOLE = "semisparse_whole"
 """The parallel style, without any effect, of a parameter that every rank loads whole."""
@@ -42,11 +41,17 @@ def shard_layers(model: PreTrainedModel, layers: Mapping[str, SparseLinear]) -> 
     """Replace every layer's weight by this rank's shard, if the model is distributed.
 
     Raises:
-        InputError: a layer's style is neither column- nor row-parallel, or a layer cannot be sliced evenly.
+        InputError: a layer's style is neither column- nor row-parallel, a layer cannot be sliced evenly, or the model
+            has packed experts.
     """
     mesh = _tp_mesh(model)
     if mesh is None:
         return
+    experts = [name for name, module in model.named_modules() if isinstance(module, SparseExperts)]
+    if experts:
+        raise InputError(
+            f"packed experts ({experts[0]}) run on one device only: load the model without tensor parallelism"
+        )
     rank, ranks = mesh.get_local_rank(), mesh.size()
     sequence_parallel = any(str(style).startswith("sequence") for style in model.tp_plan.values())
     for name, layer in layers.items():
@@ -66,23 +71,23 @@ def shard_layers(model: PreTrainedModel, layers: Mapping[str, SparseLinear]) -> 
 
 
 def gather_state_dict(
-    model: PreTrainedModel, block: Mapping[str, Any], layers: Mapping[str, SparseLinear]
+    model: PreTrainedModel, declared: Mapping[str, Any], layers: Mapping[str, SparseLinear]
 ) -> dict[str, Tensor]:
     """Return a distributed model's state dict; on the first rank it has every packed layer whole.
 
     Args:
         model: sharded by `shard_layers`.
-        block: the ``quantization_config`` block that the model was loaded with.
+        declared: the layers that the model was loaded with, as `read_block` returns them, by module name.
         layers: its packed layers by name.
     Returns:
-        Tensors by their names on disk. The other ranks return their shards, which transformers does not save.
+        Tensors by their names in the model. The other ranks return their shards, which transformers does not save.
     Raises:
         CheckpointError: a layer's shards do not concatenate to the bytes that were loaded, or layers are joined.
     """
     if any(isinstance(layer, JoinedLinear) for layer in layers.values()):
         raise CheckpointError("layers are joined, which cannot be gathered from the ranks: save before joining them")
     mesh = _tp_mesh(model)
-    state, declared = dict(model.state_dict()), read_block(block)
+    state = dict(model.state_dict())
     for name, layer in layers.items():
         dim = _shard_dim(model, name)
         if mesh is None or dim is None:

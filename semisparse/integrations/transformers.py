@@ -6,7 +6,7 @@ Importing this module registers the checkpoint format. ``import semisparse`` imp
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,10 @@ from semisparse.checkpoint import (
     refuse_unstored,
 )
 from semisparse.errors import CheckpointError, InputError, SemisparseError
+from semisparse.integrations.names import model_layers, stored_layers
 from semisparse.integrations.tensor_parallel import gather_state_dict, is_distributed, load_tensors_whole, shard_layers
-from semisparse.nn import SparseLinear, dequantise_layers, replace_linear
+from semisparse.nn import SparseLinear, dequantise_layers, prepare_experts, replace_linear
+from semisparse.nn.sparse_experts import EXPERT_LAYER
 
 
 class SemisparseConfig(QuantizationConfigMixin):
@@ -57,17 +59,25 @@ class SemisparseConfig(QuantizationConfigMixin):
         config = cls(config_dict)
         return (config, kwargs) if return_unused_kwargs else config
 
+    @property
+    def layer_names(self) -> Collection[str]:
+        """Names of the packed layers on disk."""
+        return self._block.get("layers", {}).keys()
+
     def renew_digests(self, model: PreTrainedModel, state: Mapping[str, Tensor] | None) -> None:
         """Compute the digests of the layers whose entry has some. Checkpoints of earlier versions have none.
 
         Args:
             model: contains the layers, joined or not.
-            state: tensors by their names on disk; None to take the layers' own.
+            state: tensors by their names in the model; None to take the layers' own.
         """
-        for name, packed in read_block(self._block).items():
+        declared = read_block(self._block)
+        names = model_layers(model, declared)
+        for name, packed in declared.items():
             entry = self._block["layers"][name]
             if DIGESTS in entry:
-                prefix, stored = (f"{name}.", state) if state else ("", model.get_submodule(name).state_dict())
+                module = names[name]
+                prefix, stored = (f"{module}.", state) if state else ("", model.get_submodule(module).state_dict())
                 entry[DIGESTS] = digests_of({tensor: stored[prefix + tensor] for tensor in packed.tensors})
 
     def to_dict(self) -> dict[str, Any]:
@@ -102,9 +112,11 @@ class SemisparseQuantizer(HfQuantizer):
             headers = read_headers(files)
             check_headers(layers, headers)
             read_ahead(files)
+        names = model_layers(model, layers)
+        prepare_experts(model, names.values())
         for name, packed in layers.items():
             try:
-                replace_linear(model, name, packed)
+                replace_linear(model, names[name], packed)
             except SemisparseError as error:
                 raise CheckpointError(f"config.json does not fit the model: {error}") from error
         if files:
@@ -133,15 +145,20 @@ class SemisparseQuantizer(HfQuantizer):
         """Renew the digests in the model's config, which transformers writes next."""
         state = None
         if is_distributed(model):
-            state = gather_state_dict(model, self.quantization_config.to_dict(), sparse_layers(model))
+            declared = read_block(self.quantization_config.to_dict())
+            names = model_layers(model, declared)
+            by_module = {names[name]: packed for name, packed in declared.items()}
+            state = gather_state_dict(model, by_module, sparse_layers(model))
         model.config.quantization_config.renew_digests(model, state)
         return state, {}
 
-    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
         """Replace packed layers by dense ones, and cast the model: what ``model.dequantize()`` calls."""
-        dtype = dtype or model.dtype
+        # Once save_pretrained was called, transformers gives the dtype as text.
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or model.dtype
         dequantise_layers(model, dtype)
-        return model.to(dtype)
+        # Unlike model.to(dtype), this leaves complex numbers (Llama-4's rotary embedding of images) as they are.
+        return model._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
     def is_serializable(self) -> bool:
         return True
@@ -152,7 +169,8 @@ class SemisparseQuantizer(HfQuantizer):
 
     @property
     def is_compileable(self) -> bool:
-        return True
+        """Whether a forward traces in one graph: experts, of which each token chooses some, do not."""
+        return not any(EXPERT_LAYER.fullmatch(name) for name in self.quantization_config.layer_names)
 
 
 def _refuse_other_directories(files: list[Path]) -> None:
@@ -168,16 +186,22 @@ def sparse_layers(model: nn.Module) -> dict[str, SparseLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, SparseLinear)}
 
 
-def mark_compressed(model: PreTrainedModel, block: Mapping[str, Any]) -> None:
+def mark_compressed(model: PreTrainedModel, block: Mapping[str, Any]) -> dict[str, Any]:
     """Make ``save_pretrained`` write a model whose layers were replaced in memory as a compressed checkpoint.
 
     Args:
         model: contains a `SparseLinear` for every entry of the block.
-        block: the ``quantization_config`` block.
+        block: the ``quantization_config`` block, with the layers by module name.
+    Returns:
+        The block with the layers by their names on disk.
     """
+    packed = {name: layer.packed for name, layer in sparse_layers(model).items()}
+    names = stored_layers(model, packed)
+    block = {**block, "layers": {names[name]: entry for name, entry in block["layers"].items()}}
     quantizer = SemisparseQuantizer(SemisparseConfig.from_dict(dict(block)))
     model.hf_quantizer = quantizer
     quantizer.postprocess_model(model)
+    return block
 
 
 if METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:

@@ -1,23 +1,28 @@
-"""SparseLinear, fused layers of several weights, replacing a model's modules, slicing and stacking packed weights."""
+"""SparseLinear, experts, fused layers of several weights, replacing modules, slicing and stacking packed weights."""
 
 from semisparse.nn.dequantise import dequantise_layers
 from semisparse.nn.joined import JoinedLinear, JoinedPart, join_layers
-from semisparse.nn.replace import is_linear, replace_linear, swap_weight, weight_of
+from semisparse.nn.replace import LINEAR_CLASSES, is_linear, replace_linear, swap_weight, weight_of
 from semisparse.nn.slicing import concatenate_weights, slice_weight
+from semisparse.nn.sparse_experts import SparseExperts, prepare_experts, split_experts
 from semisparse.nn.sparse_linear import SparseLinear
 from semisparse.nn.stacked_linear import StackedLinear
 
 __all__ = [
+    "LINEAR_CLASSES",
     "JoinedLinear",
     "JoinedPart",
+    "SparseExperts",
     "SparseLinear",
     "StackedLinear",
     "concatenate_weights",
     "dequantise_layers",
     "is_linear",
     "join_layers",
+    "prepare_experts",
     "replace_linear",
     "slice_weight",
+    "split_experts",
     "swap_weight",
     "weight_of",
 ]

@@ -10,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from semisparse.errors import InputError
 from semisparse.nn.joined import JoinedLinear, JoinedPart
+from semisparse.nn.sparse_experts import SparseExperts
 from semisparse.nn.sparse_linear import SparseLinear
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def dequantise_layers(model: PreTrainedModel, dtype: torch.dtype) -> list[str]:
-    """Replace every packed layer by a dense one with the unpacked weight; joined layers come apart.
+    """Replace every packed layer by a dense one with the unpacked weight; joined layers come apart, experts are fused.
 
     Args:
         model: contains `SparseLinear` or joined layers.
@@ -30,6 +31,7 @@ def dequantise_layers(model: PreTrainedModel, dtype: torch.dtype) -> list[str]:
     """
     with torch.device("meta"):
         skeleton = type(model)(model.config)
+    names = _fuse_experts(model, skeleton, dtype)
     packed = {
         name: module
         for name, module in model.named_modules()
@@ -48,4 +50,15 @@ def dequantise_layers(model: PreTrainedModel, dtype: torch.dtype) -> list[str]:
         for name, child in list(parent.named_children()):
             if isinstance(child, JoinedLinear):
                 delattr(parent, name)
-    return list(packed)
+    return names + list(packed)
+
+
+def _fuse_experts(model: nn.Module, skeleton: nn.Module, dtype: torch.dtype) -> list[str]:
+    """Replace every `SparseExperts` by the module that it was made of; return the names of its packed layers."""
+    names = []
+    for name, experts in list(model.named_modules()):
+        if isinstance(experts, SparseExperts):
+            names += [f"{name}.{layer}" for layer in experts.packed_layers()]
+            fused = experts.fuse_into(skeleton.get_submodule(name), dtype)
+            model.set_submodule(name, fused.train(experts.training))
+    return names

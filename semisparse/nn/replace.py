@@ -2,26 +2,67 @@
 
 from __future__ import annotations
 
+import copy
+from weakref import WeakKeyDictionary
+
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from semisparse.errors import InputError
 from semisparse.formats.base import Packed
 from semisparse.nn.sparse_linear import SparseLinear
 
+LINEAR_CLASSES = (nn.Linear, Conv1D)
+"""``nn.Linear``, and GPT-2's ``Conv1D``, which stores [K, N]. Their subclasses may compute something else."""
+
+PROBE_TOKENS = 3
+
+_probed: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+"""Whether a module whose class has a forward of its own computes ``x @ w.T + bias``."""
+
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a dense linear layer: ``nn.Linear``, or GPT-2's ``Conv1D``, which stores [K, N]."""
-    return isinstance(module, (nn.Linear, Conv1D))
+    """Return whether a module computes ``x @ w.T + bias`` with a dense weight.
+
+    A subclass of `LINEAR_CLASSES` with a forward of its own is called once, as a copy with random weights.
+    """
+    if not isinstance(module, LINEAR_CLASSES):
+        return False
+    if type(module).forward in (nn.Linear.forward, Conv1D.forward):
+        return True
+    if module not in _probed:
+        _probed[module] = _computes_linear(module)
+    return _probed[module]
+
+
+@torch.no_grad()
+def _computes_linear(module: nn.Module) -> bool:
+    probe = copy.deepcopy(module).eval()
+    on_meta = weight_of(probe).device.type == "meta"
+    probe = (probe.to_empty(device="cpu") if on_meta else probe.cpu()).float()
+    generator = torch.Generator().manual_seed(0)
+    with torch.device("cpu"):
+        for parameter in probe.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        weight, bias = weight_of(probe), getattr(probe, "bias", None)
+        x = torch.randn(PROBE_TOKENS, weight.shape[1], generator=generator)
+        try:
+            y = probe(x)
+        except Exception:  # it wants other arguments, so it is something else
+            return False
+        expected = F.linear(x, weight, bias)
+    return isinstance(y, Tensor) and y.shape == expected.shape and torch.allclose(y, expected, rtol=1e-4, atol=1e-3)
 
 
 def weight_of(module: nn.Module) -> Tensor:
     """Return a linear layer's weight as a view [N, K]. Writing to it changes the layer.
 
     Raises:
-        InputError: the module is no linear layer.
+        InputError: the module is none of `LINEAR_CLASSES`.
     """
-    if not is_linear(module):
+    if not isinstance(module, LINEAR_CLASSES):
         raise InputError(f"expected a linear layer, got {type(module).__name__}")
     weight = module.get_parameter("weight").data
     return weight.T if isinstance(module, Conv1D) else weight

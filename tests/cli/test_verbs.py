@@ -34,7 +34,13 @@ def test_compress_then_everything_else(run: Run, model: Path, text: Path, tmp_pa
     done = run("compress", model, "--recipe", "rheosparse", "--calib", text, "--out", out, *SMALL, "--json")
     assert done.status == 0, done.err
     report = done.json
-    assert set(report) == {"layers", "bytes_before", "bytes_after", "seconds", "search", "tuning"}
+    keys = "layers", "bytes_before", "bytes_after", "seconds", "dense", "dense_share", "search", "tuning"
+    assert tuple(report) == keys
+    assert [(layer["name"], layer["reason"]) for layer in report["dense"]] == [
+        ("lm_head", "outside the decoder layers")
+    ]
+    head = 259 * 24 * 2
+    assert report["dense_share"] == head / (head + report["bytes_before"])
     assert len(report["layers"]) == 14
     for layer in report["layers"]:
         assert set(layer) == {"name", "pattern", "format", "density", "bits_per_weight", "error", "outcome"}

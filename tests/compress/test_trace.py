@@ -6,7 +6,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Gemma2Config, OPTConfig, PreTrainedConfig
 
 from semisparse.compress.decoder import LayerCall, decoder_layers, linear_layers, record_calls
-from semisparse.compress.trace import HookPoint, SharedInput, capture, find_shared_inputs
+from semisparse.compress.trace import HookPoint, SharedInput, capture, find_inputs
 from semisparse.errors import InputError
 from tests.models import CONFIGS, VOCABULARY, random_model
 
@@ -41,7 +41,7 @@ def traced(model: nn.Module) -> tuple[list[SharedInput], nn.Module, LayerCall, t
     layers = decoder_layers(model)[1]
     hidden, calls = record_calls(model, layers, [BATCH])
     names = {name: f"layer.{name}" for name in linear_layers(layers[0])}
-    return find_shared_inputs(layers[0], names, calls[0][0], hidden[0]), layers[0], calls[0][0], hidden[0]
+    return find_inputs(layers[0], names, calls[0][0], hidden[0]), layers[0], calls[0][0], hidden[0]
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
@@ -100,7 +100,7 @@ class Odd(nn.Module):
 def test_an_input_of_some_tokens_is_told_from_one_of_all():
     hidden = torch.randn(1, 20, 8, generator=torch.Generator().manual_seed(0))
     call = LayerCall((), {}, None)
-    (shared,) = find_shared_inputs(Odd(), {"expert": "m.expert"}, call, hidden)
+    (shared,) = find_inputs(Odd(), {"expert": "m.expert"}, call, hidden)
     assert not shared.all_tokens
     assert len(capture(Odd(), shared, call, hidden)[shared.point]) == (hidden[..., 0] > 0).sum()
     assert shared.point not in capture(Odd(), shared, call, -hidden.abs())
@@ -109,4 +109,4 @@ def test_an_input_of_some_tokens_is_told_from_one_of_all():
 @pytest.mark.parametrize(("name", "count"), [("never", 0), ("twice", 2)])
 def test_a_layer_not_called_once_is_refused(name: str, count: int):
     with pytest.raises(InputError, match=rf"layer m\.{name} is called {count} times.*'ignore'"):
-        find_shared_inputs(Odd(), {name: f"m.{name}"}, LayerCall((), {}, None), torch.ones(1, 4, 8))
+        find_inputs(Odd(), {name: f"m.{name}"}, LayerCall((), {}, None), torch.ones(1, 4, 8))

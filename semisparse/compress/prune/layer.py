@@ -92,6 +92,7 @@ def prune_levels(
         if recipe.code_bits:
             scales = scales or scales_of(pruned, recipe.code_bits, pattern.step, dtype)
             pruned = scales.rounded(pruned).float()
+        outcome += f", {statistics.note}" if statistics.note else ""
         yield PrunedLayer(pruned, outcome, _relative_error(pruned, weight, statistics.hessian), scales)
 
 

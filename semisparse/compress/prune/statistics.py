@@ -18,10 +18,12 @@ class Statistics:
     Args:
         hessian: [K, K] float32, mean of x x^T; x is the input in the compressed model.
         cross: [N, K] float32, mean of t x^T; t is the target of the output for x. None if the target is ``w x``.
+        note: what the report is to say of them; empty if they are of the tokens that the layer reads.
     """
 
     hessian: Tensor
     cross: Tensor | None = None
+    note: str = ""
 
 
 class RunningSums:
@@ -35,6 +37,11 @@ class RunningSums:
     def __init__(self) -> None:
         self._tokens = 0
         self._sums: dict[str, Tensor] = {}
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens were added."""
+        return self._tokens
 
     def add(self, inputs: Tensor, dense_inputs: Tensor | None, gaps: Mapping[str, Tensor]) -> None:
         """Add the tokens of a batch.

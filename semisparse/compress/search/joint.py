@@ -28,7 +28,7 @@ from semisparse.compress.report import Progress
 from semisparse.compress.search.allocate import Unreachable, allocate
 from semisparse.compress.search.bank import Bank, MaskedWeight, build_bank, masked_layer
 from semisparse.compress.search.score import BatchScore, Scorer, scoring_batches
-from semisparse.compress.trace import find_shared_inputs
+from semisparse.compress.trace import find_inputs
 from semisparse.patterns import Pattern, parse_pattern
 from semisparse.quant.symmetric import DTYPES, fake_quantise_rows
 
@@ -436,7 +436,7 @@ class JointSearch:
 def find_units(
     model: nn.Module, layers: Sequence[DecoderLayer], batches: Sequence[Tensor], options: OptionsOf
 ) -> list[Unit]:
-    """Group the linear layers of each decoder layer by input.
+    """Group the linear layers of each decoder layer by input, those of experts by their role.
 
     Args:
         model: the model that has the decoder layers.
@@ -450,13 +450,12 @@ def find_units(
     for index, layer in enumerate(layers):
         names = {name: layer.full_name(name) for name in layer.patterns}
         copied = layer.copy(cpu)
-        for shared in find_shared_inputs(
-            copied, names, calls[index][0].to(cpu, torch.float32), hidden[0].to(cpu).float()
-        ):
-            shapes = [(weight.shape[0], weight.shape[1]) for weight in map(layer.weight, shared.linears)]
+        call = calls[index][0].to(cpu, torch.float32)
+        for inputs in find_inputs(copied, names, call, hidden[0].to(cpu).float()):
+            shapes = [(weight.shape[0], weight.shape[1]) for weight in map(layer.weight, inputs.linears)]
             units.append(
                 Unit(
-                    tuple(names[name] for name in shared.linears),
+                    tuple(names[name] for name in inputs.linears),
                     index,
                     tuple(options(shapes)),
                     sum(n * k for n, k in shapes),

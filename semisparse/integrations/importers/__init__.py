@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
-from semisparse.checkpoint import NO_REMOTE_CODE, ModelDirectory, open_files
+from semisparse.checkpoint import NO_REMOTE_CODE, ModelDirectory, auto_class, open_files
 from semisparse.errors import CheckpointError, InputError
 from semisparse.integrations.importers import awq, compressed_tensors, fp8, gptq
 from semisparse.integrations.importers.method import Method
@@ -54,7 +54,7 @@ def load_dequantised(path: str | Path) -> PreTrainedModel:
     dtype = getattr(config, "dtype", None) or torch.bfloat16
     state = dense_tensors(directory, METHODS[block["quant_method"]], block, dtype)
     with torch.device("meta"):
-        model_class = type(AutoModelForCausalLM.from_config(config))
+        model_class = type(auto_class(config).from_config(config))
     return model_class.from_pretrained(None, config=config, state_dict=state, dtype=dtype).eval()
 
 
