@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow test-serving test-gpu bench bench-kernels bench-models bench-systems bench-parallel check setup table \
+.PHONY: demo test test-slow test-serving test-sanitize test-gpu bench bench-kernels bench-models bench-systems bench-parallel check setup table \
 	clean
 
 setup: .venv/ready
@@ -44,6 +44,14 @@ $(SERVING)/ready: .venv/ready tests/serving-requirements.txt
 	VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(VLLM) $(SERVING)/bin/pip install --quiet \
 		--disable-pip-version-check --no-deps --no-build-isolation --no-binary vllm vllm==$(VLLM)
 	touch $@
+
+# The C++ kernels built with AddressSanitizer and UBSan, over the formats' tests on a CPU, the faults and the fuzz.
+CXX ?= c++
+test-sanitize: setup
+	SEMISPARSE_SANITIZE=address,undefined ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 \
+		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so):$$($(CXX) -print-file-name=libstdc++.so)" \
+		$(BIN)/python -m pytest tests/formats tests/fuzz tests/cli/test_faults.py tests/cli/test_hostile.py \
+		tests/runtime/test_scalars.py -k 'not early and not late and not cuda'
 
 # The tests of every CUDA and Triton kernel. SANITIZE=memcheck or racecheck runs only the tests that launch each kernel once
 # per layout, under compute-sanitizer; all tests would take hours. racecheck crashes inside cuBLAS, so torch's own matmuls
@@ -104,7 +112,7 @@ bench-parallel: setup
 # Loss and KL of each pruner on the models and texts of a folder. Rows that the CSV already has are not measured again.
 SHARED ?= ../shared
 table: setup
-	$(BIN)/python benchmarks/pruners.py $(SHARED) results/pruners.csv --readme README.md
+	$(BIN)/python benchmarks/pruners.py $(SHARED) results/pruners.csv --page docs/quality.md
 
 check: setup
 	$(BIN)/ruff check

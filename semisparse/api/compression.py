@@ -182,7 +182,7 @@ def _run_recipe(
     if plan.search == "joint":
         found = _search_choices(model, batches, plan, seed=seed, **run)
     elif plan.search != "none":
-        found = search_patterns(model, batches, plan, seed=seed, accepts=partial(can_store, plan), **run)
+        found = search_patterns(model, batches, plan, seed=seed, can_store=partial(can_store, plan), **run)
     patterns, pruned = (found.patterns, found.weights) if found else (None, None)
     choices = found.choices if isinstance(found, JointResult) else {}
     reports = compress_decoder_layers(
@@ -229,7 +229,7 @@ def _pack_layers(
         packed = pack_for_disk(weight, choice.format, report.pattern, **options)
         replace_linear(model, report.name, packed)
         measured = {"density": report.density, "error": report.error, "outcome": report.outcome}
-        layers[report.name] = packed.spec.to_dict() | measured
+        layers[report.name] = packed.spec.to_dict() | measured | {checkpoint.DIGESTS: {}}  # computed when it is saved
     settings = {"quant_method": checkpoint.METHOD, "version": checkpoint.VERSION, "recipe": plan.to_dict()}
     return settings | {"layers": layers}
 

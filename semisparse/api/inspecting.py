@@ -6,11 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig
-
 from semisparse import checkpoint
-from semisparse.checkpoint import NO_REMOTE_CODE, auto_class, open_directory, refuse_remote_code
+from semisparse.checkpoint import meta_model, open_directory
 from semisparse.errors import CheckpointError
 from semisparse.integrations.names import model_keys, model_layers
 from semisparse.nn import is_linear, prepare_experts, weight_of
@@ -23,7 +20,8 @@ def inspect_directory(
 
     Args:
         path: a dense or compressed model directory.
-        verify: whether to validate every packed tensor, and to check all shapes against the model in config.json.
+        verify: whether to validate every packed tensor, to compare it with its digest, and to check all shapes against
+            the model in config.json.
         progress: called with (layers done, all layers).
     Raises:
         CheckpointError: the directory is incomplete or corrupted, or a shape differs from the model's.
@@ -41,15 +39,7 @@ def check_shapes(path: str | Path) -> None:
         CheckpointError: the model cannot be built, or a layer or tensor has another shape.
     """
     directory = open_directory(path)
-    refuse_remote_code(directory)
-    try:
-        config = AutoConfig.from_pretrained(directory.path, **NO_REMOTE_CODE)
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
-        with torch.device("meta"):
-            model = auto_class(config).from_config(config, **NO_REMOTE_CODE)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"no model can be built from {path}/config.json: {error}") from error
+    model = meta_model(directory)
     names = model_layers(model, directory.layers)
     prepare_experts(model, names.values())
     linears = {name: tuple(weight_of(module).shape) for name, module in model.named_modules() if is_linear(module)}

@@ -7,11 +7,14 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from semisparse.api.inspecting import inspect_directory
 from semisparse.checkpoint import load_model
 from semisparse.nn import join_layers
 
 
-def load(path: str | Path, device: str = "auto", dtype: torch.dtype | None = None) -> PreTrainedModel:
+def load(
+    path: str | Path, device: str = "auto", dtype: torch.dtype | None = None, verify: bool = False
+) -> PreTrainedModel:
     """Load a model directory, dense or compressed. On a GPU its layers are joined (`nn.join_layers`).
 
     Args:
@@ -22,6 +25,8 @@ def load(path: str | Path, device: str = "auto", dtype: torch.dtype | None = Non
         CheckpointError: the directory is missing, incomplete or corrupted.
         InputError: the device is unknown or absent.
     """
+    if verify:
+        inspect_directory(path, verify=True)
     model = load_model(path, device, dtype)
     if model.device.type == "cuda":
         join_layers(model)

@@ -1,6 +1,9 @@
 """The model directory on disk: its config block, validation, loading and atomic writing."""
 
 from semisparse.checkpoint.block import METHOD, VERSION, packed_from_tensors, read_block
+from semisparse.checkpoint.config import check_sizes, refuse_integers, refuse_unstored
+from semisparse.checkpoint.digests import KEY as DIGESTS
+from semisparse.checkpoint.digests import digests_of
 from semisparse.checkpoint.directory import (
     Header,
     ModelDirectory,
@@ -17,12 +20,14 @@ from semisparse.checkpoint.loading import (
     load_dense,
     load_model,
     load_tokenizer,
+    meta_model,
     pick_device,
     refuse_remote_code,
 )
 from semisparse.checkpoint.write import atomic_directory, refuse_existing
 
 __all__ = [
+    "DIGESTS",
     "METHOD",
     "NO_REMOTE_CODE",
     "VERSION",
@@ -31,10 +36,13 @@ __all__ = [
     "atomic_directory",
     "auto_class",
     "check_headers",
+    "check_sizes",
+    "digests_of",
     "inspect_directory",
     "load_dense",
     "load_model",
     "load_tokenizer",
+    "meta_model",
     "open_directory",
     "open_files",
     "packed_from_tensors",
@@ -43,5 +51,7 @@ __all__ = [
     "read_block",
     "read_headers",
     "refuse_existing",
+    "refuse_integers",
     "refuse_remote_code",
+    "refuse_unstored",
 ]

@@ -14,15 +14,20 @@ METHOD = "semisparse"
 VERSION = 1
 
 
-def read_entry(name: str, entry: Mapping[str, Any]) -> Packed:
+def read_entry(name: str, entry: Any) -> Packed:
     """Return a layer as its entry declares it: its spec, and tensors on the meta device with their dtypes and shapes.
 
     Args:
         name: the layer's module name, for error messages.
         entry: the layer's entry in the block.
     Raises:
-        CheckpointError: a key is missing, or the format, version, pattern, dtype or a shape is invalid.
+        CheckpointError: it is no object, a key is missing, or the format, version, pattern, dtype or a shape is
+            invalid.
     """
+    if not isinstance(entry, Mapping):
+        raise CheckpointError(
+            f"layer {name}: its entry in config.json is {type(entry).__name__}, expected a JSON object"
+        )
     try:
         spec = WeightSpec.from_dict(entry)
         get_format(spec.format).check_spec(spec)
@@ -51,12 +56,14 @@ def packed_from_tensors(name: str, declared: Packed, tensors: Mapping[str, Tenso
     return packed
 
 
-def read_block(block: Mapping[str, Any]) -> dict[str, Packed]:
+def read_block(block: Any) -> dict[str, Packed]:
     """Return every compressed layer of a block, as `read_entry` does, by module name and in the model's order.
 
     Raises:
-        CheckpointError: the block is another library's, its version is unknown, or an entry is unreadable.
+        CheckpointError: the block is no object or another library's, its version is unknown, or an entry is unreadable.
     """
+    if not isinstance(block, Mapping):
+        raise CheckpointError(f"quantization_config in config.json is {type(block).__name__}, expected a JSON object")
     if block.get("quant_method") != METHOD:
         raise CheckpointError(f"the model is quantised by {block.get('quant_method')!r}, not by {METHOD}")
     if block.get("version") != VERSION:

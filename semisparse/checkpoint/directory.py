@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -15,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from semisparse.checkpoint.block import read_block
+from semisparse.checkpoint.config import check_sizes, read_json
 from semisparse.errors import CheckpointError
 from semisparse.formats.base import Packed
 
@@ -35,6 +35,10 @@ _SAFETENSORS_DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
+
+
+MAX_FILE_NAME = 255
+"""Bytes of a file's name, on every usual file system."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,11 @@ class ModelDirectory:
     headers: dict[str, Header]
     layers: dict[str, Packed]
 
+    @property
+    def stored_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(header.nbytes for header in self.headers.values())
+
     def read(self, name: str) -> Tensor:
         """Read the tensor ``name``."""
         with safe_open(self.headers[name].file, "pt") as file:
@@ -99,12 +108,15 @@ def open_files(path: str | Path) -> ModelDirectory:
     """Open a model directory whatever its ``quantization_config`` says; ``layers`` is empty.
 
     Raises:
-        CheckpointError: the directory is missing or incomplete, or a file is truncated or not safetensors.
+        CheckpointError: the directory is missing or incomplete, a file is truncated or not safetensors, or config.json
+            claims sizes that no model has.
     """
     path = Path(path)
     if not path.is_dir():
         raise CheckpointError(f"no model directory at {path}")
-    return ModelDirectory(path, _read_json(path / "config.json"), read_headers(_weight_files(path)), {})
+    config = read_json(path / "config.json")
+    check_sizes(config, path)
+    return ModelDirectory(path, config, read_headers(_weight_files(path)), {})
 
 
 def check_headers(layers: Mapping[str, Packed], headers: Mapping[str, Header]) -> None:
@@ -141,7 +153,7 @@ def read_headers(files: list[Path]) -> dict[str, Header]:
                 raise CheckpointError(f"{file} is missing")
             try:
                 opened = stack.enter_context(safe_open(file, "pt"))
-            except (SafetensorError, OSError) as error:
+            except (SafetensorError, OSError, MemoryError) as error:  # a file of 2^40 bytes cannot be mapped
                 raise CheckpointError(f"{file} is truncated or not a safetensors file: {error}") from error
             for name in opened.keys():  # noqa: SIM118, it is no dict
                 part = opened.get_slice(name)
@@ -165,7 +177,7 @@ def read_ahead(files: Iterable[Path]) -> None:
 def _weight_files(path: Path) -> list[Path]:
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        weight_map = _read_json(index).get("weight_map")
+        weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{index} has no weight_map")
         return sorted({path / _file_inside(index, file) for file in weight_map.values()})
@@ -185,20 +197,9 @@ def _file_inside(index: Path, name: Any) -> str:
     """Return the file that an index names.
 
     Raises:
-        CheckpointError: the name is a path, which could lead out of the directory.
+        CheckpointError: the name is a path, which could lead out of the directory, or no file can have it.
     """
-    if not isinstance(name, str) or name in ("", ".", "..") or set(name) & set("/\\\0"):
-        raise CheckpointError(f"{index} names the file {name!r}, expected a file of the directory itself")
+    plain = isinstance(name, str) and name.isprintable() and name not in ("", ".", "..") and not set(name) & set("/\\")
+    if not plain or len(name.encode()) > MAX_FILE_NAME:
+        raise CheckpointError(f"{index} names the file {str(name)[:99]!r}, expected a file of the directory itself")
     return name
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{file} is missing") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{file} is unreadable: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file} holds {type(content).__name__}, expected a JSON object")
-    return content

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from semisparse.checkpoint.digests import check_digests
 from semisparse.checkpoint.directory import open_directory
 from semisparse.errors import CheckpointError, SemisparseError
 from semisparse.formats.base import Packed, get_format
@@ -20,7 +21,7 @@ def inspect_directory(
 
     Args:
         path: a dense or compressed model directory.
-        verify: whether to validate every packed tensor.
+        verify: whether to validate every packed tensor, and to compare it with its digest.
         progress: called with (layers done, all layers).
     Returns:
         A dictionary:
@@ -35,7 +36,7 @@ def inspect_directory(
         CheckpointError: the directory is incomplete or corrupted.
     """
     directory = open_directory(path)
-    entries = directory.config.get("quantization_config", {}).get("layers", {})
+    entries = (directory.config.get("quantization_config") or {}).get("layers", {})
     dense = [
         name
         for name, header in directory.headers.items()
@@ -50,7 +51,7 @@ def inspect_directory(
 
     for name, packed in directory.layers.items():
         if verify:
-            _validate(name, directory.packed(name))
+            _verify(name, directory.packed(name), entries[name])
         add(_packed_row(name, packed, entries[name]))
     for name in dense:
         add(_dense_row(name.removesuffix(".weight"), directory.read(name)))
@@ -58,14 +59,15 @@ def inspect_directory(
     weights = sum(packed.shape[0] * packed.shape[1] for packed in directory.layers.values())
     return {
         "layers": rows,
-        "bytes": sum(header.nbytes for header in directory.headers.values()),
+        "bytes": directory.stored_bytes,
         "layer_bytes": layer_bytes,
         "bits_per_weight": 8 * layer_bytes / weights if weights else None,
         "verified": verify,
     }
 
 
-def _validate(name: str, packed: Packed) -> None:
+def _verify(name: str, packed: Packed, entry: Mapping[str, Any]) -> None:
+    check_digests(name, packed.tensors, entry)
     try:
         get_format(packed.spec.format).verify(packed)
     except (SemisparseError, RuntimeError, IndexError) as error:

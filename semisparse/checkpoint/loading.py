@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -17,8 +16,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from semisparse.checkpoint.config import check_sizes, read_json, refuse_integers, refuse_unstored
 from semisparse.checkpoint.directory import ModelDirectory, open_directory
-from semisparse.errors import CheckpointError, InputError
+from semisparse.errors import CheckpointError, InputError, SemisparseError
 
 AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText)
 """transformers' classes that load language models, and multimodal models that generate text."""
@@ -55,7 +55,7 @@ def load_dense(path: str | Path) -> PreTrainedModel:
         InputError: the model is compressed already.
     """
     directory = open_directory(path)
-    if "quantization_config" in directory.config:
+    if directory.config.get("quantization_config") is not None:
         raise InputError(
             f"{path} is compressed already; compress the dense model, or one that `semisparse export --to dense` wrote"
         )
@@ -70,6 +70,9 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """
     if not Path(path).is_dir():
         raise CheckpointError(f"no model directory at {path}")
+    config = Path(path) / "config.json"
+    if config.is_file():  # transformers reads it, too
+        check_sizes(read_json(config), path)
     try:
         return AutoTokenizer.from_pretrained(path, **NO_REMOTE_CODE)
     except Exception as error:  # tokenizers raises bare Exceptions on malformed files
@@ -124,14 +127,46 @@ def refuse_remote_code(directory: ModelDirectory) -> None:
             )
 
 
-def _from_pretrained(directory: ModelDirectory, dtype: torch.dtype | str) -> PreTrainedModel:
+def meta_model(directory: ModelDirectory) -> PreTrainedModel:
+    """Return the model of a directory's config.json on the meta device, all layers dense.
+
+    Raises:
+        CheckpointError: transformers builds none from it.
+    """
     refuse_remote_code(directory)
     try:
         config = AutoConfig.from_pretrained(directory.path, **NO_REMOTE_CODE)
-        return (
-            auto_class(config)
-            .from_pretrained(directory.path, dtype=dtype, use_safetensors=True, **NO_REMOTE_CODE)
-            .eval()
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        with torch.device("meta"):
+            return auto_class(config).from_config(config, **NO_REMOTE_CODE)
+    except SemisparseError:
+        raise
+    except Exception as error:  # the models of transformers raise anything
+        raise _unreadable(f"no model can be built from {directory.path}/config.json", error) from error
+
+
+def _from_pretrained(directory: ModelDirectory, dtype: torch.dtype | str) -> PreTrainedModel:
+    refuse_remote_code(directory)
+    if not directory.layers:  # of a compressed model, the quantizer checks it, and its dtypes
+        refuse_unstored(meta_model(directory), directory.stored_bytes)
+    try:
+        config = AutoConfig.from_pretrained(directory.path, **NO_REMOTE_CODE)
+        model, report = auto_class(config).from_pretrained(
+            directory.path, dtype=dtype, use_safetensors=True, output_loading_info=True, **NO_REMOTE_CODE
         )
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise CheckpointError(f"cannot load {directory.path}: {error}") from error
+    except (SemisparseError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # the models of transformers raise anything
+        raise _unreadable(f"cannot load {directory.path}", error) from error
+    if report["missing_keys"]:
+        raise CheckpointError(
+            f"tensor {min(report['missing_keys'])} is missing from the safetensors files of {directory.path}"
+        )
+    if not directory.layers:
+        refuse_integers(model, ())
+    return model.eval()
+
+
+def _unreadable(what: str, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{what}: {type(error).__name__}: {error}")

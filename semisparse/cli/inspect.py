@@ -13,7 +13,7 @@ from semisparse.cli.output import bytes_text, print_json, print_table, progress_
 
 def inspect(
     model: Annotated[Path, typer.Argument(help="A model directory, dense or compressed.")],
-    verify: Annotated[bool, typer.Option("--verify", help="Validate every index, count and bit mask.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Validate every index, count, bit mask and digest.")] = False,
     as_json: Json = False,
 ) -> None:
     """Show format, pattern, density, bits per weight and bytes of every linear layer.

@@ -16,6 +16,9 @@ from rich.table import Table
 # Without a terminal, rich assumes 80 columns and would wrap the tables in a log file.
 console = Console(stderr=True, width=None if sys.stderr.isatty() else 160)
 
+MAX_CHARACTERS = 2000
+"""Of an error, more of which is left out in its middle."""
+
 
 def print_json(values: dict[str, Any]) -> None:
     """Print one JSON object on stdout. Numbers that are not finite become null."""
@@ -53,7 +56,11 @@ def progress_bar(shown: bool = True) -> Iterator[Progress]:
 
 def fail(sentence: str, status: int) -> NoReturn:
     """Print an error on stderr and exit."""
-    console.print(f"[bold red]error:[/] {_escaped(sentence)}", soft_wrap=True, highlight=False)
+    if len(sentence) > MAX_CHARACTERS:
+        sentence = f"{sentence[: MAX_CHARACTERS // 2]} ... {sentence[-MAX_CHARACTERS // 2 :]}"
+    # A file's own words may hold sequences that a terminal obeys.
+    printable = "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in sentence)
+    console.print(f"[bold red]error:[/] {_escaped(printable)}", soft_wrap=True, highlight=False)
     raise SystemExit(status)
 
 

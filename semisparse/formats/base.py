@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import math
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,15 @@ from torch.nn import functional as F
 from semisparse.errors import FormatError, InputError, KernelError
 from semisparse.formats.kernel import Kernel, Pass, Problem, fused_cost
 from semisparse.patterns import Pattern, parse_pattern
+
+MAX_ELEMENTS = 1 << 57
+"""Of a stored tensor. torch can describe no more than 2^63 bytes."""
+
+MAX_SHARE, FREE_WEIGHTS = 2048, 1 << 24
+"""N * K is at most ``MAX_SHARE`` times the stored bytes, plus ``FREE_WEIGHTS``: what unpacking a small file may take.
+
+Of pruned weights, gqs stores up to 680 per byte and ec_csr up to 2048, where K is at most 2^16 and nothing is kept.
+"""
 
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -134,10 +144,12 @@ class WeightSpec:
                 parse_pattern(_typed(values["pattern"], str)),
                 (_typed(n, int), _typed(k, int)),
                 _DTYPES[values["dtype"]],
-                Params({_typed(name, str): _typed(v, int, float, str) for name, v in dict(values["params"]).items()}),
+                Params({_typed(name, str): _param(value) for name, value in values["params"].items()}),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise FormatError(f"the declaration {dict(values)} is unreadable: {error!r}") from error
+            raise FormatError(
+                f"the declaration {str(dict(values))[:300]} is unreadable: {repr(error)[:300]}"
+            ) from error
         return spec
 
     @staticmethod
@@ -153,6 +165,18 @@ def _typed(value: Any, *types: type) -> Any:
     if type(value) not in types:
         raise TypeError(f"{value!r} is {type(value).__name__}, expected {' or '.join(t.__name__ for t in types)}")
     return value
+
+
+def _param(value: Any) -> Scalar:
+    """Return a param that is finite and takes 64 bits.
+
+    Raises:
+        TypeError, ValueError: it is another type or number.
+    """
+    number = _typed(value, int, float, str)
+    if not isinstance(number, str) and not abs(number) < 1 << 63:
+        raise ValueError(f"{number:.6g} is not a finite number below 2^63")
+    return number
 
 
 @dataclass(frozen=True)
@@ -356,11 +380,15 @@ class Format:
             raise FormatError(f"format {self.name} stores weights with N, K of at least 1, got {(n, k)}")
         try:
             counts = {"N": n, "K": k, **self.counts(spec)}
-            return {tensor.name: tuple(_size(d, counts) for d in tensor.shape) for tensor in self.specs(spec)}
+            shapes = {tensor.name: tuple(_size(d, counts) for d in tensor.shape) for tensor in self.specs(spec)}
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise FormatError(
                 f"format {self.name}: params {dict(spec.params)} do not give every dimension: {error}"
             ) from error
+        for name, shape in shapes.items():
+            if math.prod(shape) > MAX_ELEMENTS:
+                raise FormatError(f"format {self.name}: tensor {name} would be {list(shape)}, above 2^57 elements")
+        return shapes
 
     def dtypes(self, spec: WeightSpec) -> dict[str, torch.dtype]:
         """Return every stored tensor's dtype."""
@@ -370,7 +398,8 @@ class Format:
         """Check that a weight of this format may be declared so.
 
         Raises:
-            FormatError: the version is another, the pattern is none of the format's, or a shape is impossible.
+            FormatError: the version is another, the pattern is none of the format's, a shape is impossible, or N and K
+                are out of proportion to the stored bytes.
         """
         if spec.version != self.version:
             raise FormatError(
@@ -379,7 +408,14 @@ class Format:
         reason = self.accepts(spec.pattern)
         if reason:
             raise FormatError(f"format {self.name} cannot store pattern {spec.pattern}: {reason}")
-        self.shapes(spec)
+        shapes, dtypes = self.shapes(spec), self.dtypes(spec)
+        stored = sum(math.prod(shapes[name]) * dtypes[name].itemsize for name in shapes)
+        n, k = spec.shape
+        if n * k > MAX_SHARE * stored + FREE_WEIGHTS:
+            raise FormatError(
+                f"N, K = {(n, k)} are too many weights for {stored} stored bytes: at most {MAX_SHARE} per byte "
+                f"and {FREE_WEIGHTS} more"
+            )
 
     def validate(self, packed: Packed) -> None:
         """Check everything a kernel will rely on: names, dtypes, shapes, and every index, offset, count and bit mask.

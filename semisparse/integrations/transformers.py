@@ -5,13 +5,14 @@ Importing this module registers the checkpoint format. ``import semisparse`` imp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
     register_quantization_config,
@@ -20,7 +21,19 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from semisparse.checkpoint import METHOD, VERSION, check_headers, read_ahead, read_block, read_headers
+from semisparse.checkpoint import (
+    DIGESTS,
+    METHOD,
+    VERSION,
+    check_headers,
+    check_sizes,
+    digests_of,
+    read_ahead,
+    read_block,
+    read_headers,
+    refuse_integers,
+    refuse_unstored,
+)
 from semisparse.errors import CheckpointError, InputError, SemisparseError
 from semisparse.integrations.names import model_layers, stored_layers
 from semisparse.integrations.tensor_parallel import gather_state_dict, is_distributed, load_tensors_whole, shard_layers
@@ -29,15 +42,45 @@ from semisparse.nn.sparse_experts import EXPERT_LAYER
 
 
 class SemisparseConfig(QuantizationConfigMixin):
-    """The ``quantization_config`` block as transformers holds it. Unknown keys are kept and written back."""
+    """The ``quantization_config`` block as transformers holds it. Unknown keys are kept and written back.
 
-    def __init__(self, layers: Mapping[str, Any], version: int = VERSION, **others: Any) -> None:
+    They are no attributes: a key such as ``to_dict`` would take the place of a method.
+
+    Args:
+        block: the content of the block.
+    """
+
+    def __init__(self, block: Mapping[str, Any]) -> None:
         self.quant_method = METHOD
-        self.version = version
-        self.layers = layers
-        for key, value in others.items():
-            if key != "quant_method":
-                setattr(self, key, value)
+        self._block = {"version": VERSION, **block, "quant_method": METHOD}
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        config = cls(config_dict)
+        return (config, kwargs) if return_unused_kwargs else config
+
+    def renew_digests(
+        self, model: PreTrainedModel, names: Mapping[str, str], state: Mapping[str, Tensor] | None
+    ) -> None:
+        """Compute the digests of the layers whose entry has some. Checkpoints of earlier versions have none.
+
+        Args:
+            model: contains the layers, joined or not.
+            names: module names of the layers, by their names on disk.
+            state: tensors by their names in the model; None to take the layers' own.
+        """
+        for name, packed in read_block(self._block).items():
+            entry = self._block["layers"][name]
+            if DIGESTS in entry:
+                module = names[name]
+                prefix, stored = (f"{module}.", state) if state else ("", model.get_submodule(module).state_dict())
+                entry[DIGESTS] = digests_of({tensor: stored[prefix + tensor] for tensor in packed.tensors})
+
+    def to_dict(self) -> dict[str, Any]:
+        return copy.deepcopy(self._block)
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        yield from self.to_dict().items()
 
 
 class SemisparseQuantizer(HfQuantizer):
@@ -50,6 +93,11 @@ class SemisparseQuantizer(HfQuantizer):
                 "semisparse does not compress while loading: run `semisparse compress MODEL --out DIR` and load DIR"
             )
 
+    def update_attn_implementation(self, config: PretrainedConfig) -> PretrainedConfig:
+        """Refuse a config before the model is built; transformers passes it to no earlier method."""
+        check_sizes(config.to_dict(), config.name_or_path)
+        return config
+
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
@@ -57,7 +105,8 @@ class SemisparseQuantizer(HfQuantizer):
         files = [Path(file) for file in checkpoint_files or ()]
         if files:
             _refuse_other_directories(files)
-            check_headers(layers, read_headers(files))
+            headers = read_headers(files)
+            check_headers(layers, headers)
             read_ahead(files)
         names = model_layers(model, layers)
         prepare_experts(model, names.values())
@@ -66,6 +115,8 @@ class SemisparseQuantizer(HfQuantizer):
                 replace_linear(model, names[name], packed)
             except SemisparseError as error:
                 raise CheckpointError(f"config.json does not fit the model: {error}") from error
+        if files:
+            refuse_unstored(model, sum(header.nbytes for header in headers.values()))
         load_tensors_whole(model, sparse_layers(model))
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
@@ -81,17 +132,20 @@ class SemisparseQuantizer(HfQuantizer):
                 module.validate()
             except SemisparseError as error:
                 raise CheckpointError(f"layer {name}: {error}") from error
+        refuse_integers(model, layers)
         shard_layers(model, layers)
         for layer in layers.values():
             layer.arrange()
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
-        if not is_distributed(model):
-            return None, {}
+        """Renew the digests in the model's config, which transformers writes next."""
         declared = read_block(self.quantization_config.to_dict())
-        names = model_layers(model, declared)
-        by_module = {names[name]: packed for name, packed in declared.items()}
-        return gather_state_dict(model, by_module, sparse_layers(model)), {}
+        names, state = model_layers(model, declared), None
+        if is_distributed(model):
+            by_module = {names[name]: packed for name, packed in declared.items()}
+            state = gather_state_dict(model, by_module, sparse_layers(model))
+        model.config.quantization_config.renew_digests(model, names, state)
+        return state, {}
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
         """Replace packed layers by dense ones, and cast the model: what ``model.dequantize()`` calls."""
@@ -111,7 +165,7 @@ class SemisparseQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         """Whether a forward traces in one graph: experts, of which each token chooses some, do not."""
-        return not any(EXPERT_LAYER.fullmatch(name) for name in self.quantization_config.layers)
+        return not any(EXPERT_LAYER.fullmatch(name) for name in self.quantization_config.to_dict()["layers"])
 
 
 def _refuse_other_directories(files: list[Path]) -> None:

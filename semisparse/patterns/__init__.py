@@ -11,6 +11,9 @@ from semisparse.patterns.vector_nm import VectorNM
 
 FAMILIES: tuple[type[Pattern], ...] = (NM, VectorNM, Group, Unstructured)
 
+MAX_CHARACTERS = 64
+"""Of a written pattern."""
+
 __all__ = ["FAMILIES", "NM", "Group", "Pattern", "Unstructured", "VectorNM", "parse_pattern"]
 
 
@@ -22,6 +25,8 @@ def parse_pattern(text: str | Pattern) -> Pattern:
     """
     if isinstance(text, Pattern):
         return text
+    if isinstance(text, str) and len(text) > MAX_CHARACTERS:
+        raise PatternError(f"unknown pattern {text[:MAX_CHARACTERS]!r}...: it has {len(text)} characters")
     for family in FAMILIES:
         pattern = family.parse(text.strip()) if isinstance(text, str) else None
         if pattern is not None:

@@ -65,7 +65,8 @@ class Group(Pattern):
         return self._over_groups.mask(saliency).repeat_interleave(self.size, dim=1)[:, :columns]
 
     def violation(self, nonzero: Tensor) -> str | None:
-        violation = self._over_groups.violation(blocks_along(nonzero, self.size, dim=1).any(-1))
+        size = min(self.size, nonzero.shape[1])
+        violation = self._over_groups.violation(blocks_along(nonzero, size, dim=1).any(-1))
         return f"counting groups of {self.size}, {violation}" if violation else None
 
     def _groups(self, shape: tuple[int, int]) -> tuple[int, int]:

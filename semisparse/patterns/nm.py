@@ -79,13 +79,14 @@ class NM(Windowed):
         return torch.cat((head, tail), dim=1)
 
     def violation(self, nonzero: Tensor) -> str | None:
-        counts = blocks_along(nonzero, self.window, dim=1).sum(-1)
+        window = min(self.window, nonzero.shape[1])  # a wider one would be padded to its width
+        counts = blocks_along(nonzero, window, dim=1).sum(-1)
         bad = (counts > self.keep).nonzero()
         if not len(bad):
             return None
         row, block = bad[0].tolist()
-        first = block * self.window
-        last = min(first + self.window, nonzero.shape[1]) - 1
+        first = block * window
+        last = min(first + window, nonzero.shape[1]) - 1
         return (
             f"row {row}, columns {first} to {last} (block {block}) hold {int(counts[row, block])} non-zeros, "
             f"at most {self.keep} are allowed"

@@ -39,7 +39,8 @@ class VectorNM(Windowed):
         return self._over_vectors.mask(vectors).repeat_interleave(self.length, dim=0)[: scores.shape[0]]
 
     def violation(self, nonzero: Tensor) -> str | None:
-        violation = self._over_vectors.violation(blocks_along(nonzero, self.length, dim=0).any(1))
+        length = min(self.length, nonzero.shape[0])
+        violation = self._over_vectors.violation(blocks_along(nonzero, length, dim=0).any(1))
         return f"counting vectors of {self.length} rows, vector {violation}" if violation else None
 
     @property

@@ -9,6 +9,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass
 from functools import cache
@@ -29,6 +30,11 @@ WORK_PER_THREAD = 1 << 16
 """Multiply-adds per thread below which another thread costs more time than it saves."""
 
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC")
+HARDENING = ("-D_FORTIFY_SOURCE=2", "-fstack-protector-strong", "-Wl,-z,relro,-z,now")
+
+SANITIZE = "SEMISPARSE_SANITIZE"
+"""The environment variable that names sanitizers to compile with: ``address,undefined`` in `make test-sanitize`."""
+
 OPENMP = ("-fopenmp",)
 
 
@@ -109,25 +115,36 @@ def _probe(cxx: str) -> Compiler:
     """Run a compiler for its predefined macros, first with OpenMP, then without.
 
     Raises:
-        KernelError: it does not run with `FLAGS`.
+        KernelError: it does not run with the flags.
     """
-    complaint = ""
+    complaint, flags = "", (*FLAGS, *_checks())
     try:
         command = tuple(shlex.split(cxx))
         for openmp in (OPENMP, ()):
             header = ("-include", "omp.h") if openmp else ()
-            arguments = (*command, *FLAGS, *openmp, *header, "-dM", "-E", "-x", "c++", os.devnull)
+            arguments = (*command, *flags, *openmp, *header, "-dM", "-E", "-x", "c++", os.devnull)
             process = subprocess.run(arguments, capture_output=True, text=True, check=False)
             if process.returncode == 0:
                 if not openmp:
                     logger.warning("the C++ compiler %s has no OpenMP: CPU kernels run on one thread", cxx)
-                return Compiler(command, (*FLAGS, *openmp), process.stdout)
+                return Compiler(command, (*flags, *openmp), process.stdout)
             complaint = process.stderr.strip()
     except (OSError, ValueError) as error:
         complaint = str(error)
     raise KernelError(
-        f"the C++ compiler {cxx!r} does not run with {shlex.join(FLAGS)} ({complaint}): set CXX to g++ or clang++"
+        f"the C++ compiler {cxx!r} does not run with {shlex.join(flags)} ({complaint}): set CXX to g++ or clang++"
     )
+
+
+def _checks() -> tuple[str, ...]:
+    """Return the flags of the checks to compile in: the sanitizers asked for, or `HARDENING`.
+
+    A process that loads code with AddressSanitizer needs its library from the start, by ``LD_PRELOAD``.
+    """
+    names = os.environ.get(SANITIZE, "").strip()
+    if names:
+        return (f"-fsanitize={names}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g")
+    return HARDENING if sys.platform == "linux" else ()
 
 
 def _compile(compiler: Compiler, source: Path) -> bytes:

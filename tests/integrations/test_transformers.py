@@ -137,7 +137,7 @@ def test_compressing_while_loading_is_refused(tmp_path: Path):
     from semisparse.integrations.transformers import SemisparseConfig
 
     with pytest.raises(semisparse.SemisparseError, match="run `semisparse compress"):
-        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=SemisparseConfig(layers={}))
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=SemisparseConfig({"layers": {}}))
 
 
 def test_a_layer_on_disk_is_refused_and_no_packed_tensor_wants_gradients(directory: Path, tmp_path: Path):

@@ -1,5 +1,8 @@
 """The cache of compiled C++: one compilation per source and machine; damaged libraries are never loaded."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -178,3 +181,42 @@ def test_a_missing_compiler_is_an_error(source: Path, monkeypatch: pytest.Monkey
     assert cpp.refusal() == "no C++ compiler found: install g++ or clang++, or set CXX"
     with pytest.raises(KernelError, match="no C"):
         cpp.load(source)
+
+
+FAULTS = """
+#include <cstdint>
+#include <limits>
+extern "C" int past_the_end(const int32_t* x, int n) { return x[n]; }
+extern "C" int overflow(const int32_t* x, int n) { return std::numeric_limits<int>::max() - x[0] + n; }
+"""
+
+USE_FAULT = """
+import ctypes, sys, torch
+from pathlib import Path
+from semisparse.runtime import cpp
+function = getattr(cpp.load(Path(sys.argv[1])), sys.argv[2])
+x = torch.zeros(4, dtype=torch.int32)
+function(ctypes.c_void_p(x.data_ptr()), 4)
+"""
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "report"), [("past_the_end", "heap-buffer-overflow"), ("overflow", "signed integer overflow")]
+)
+def test_sanitizers_see_faults_of_compiled_code(tmp_path: Path, fault: str, report: str):
+    """The same faults pass in silence without `cpp.SANITIZE`."""
+    source = tmp_path / "faults.cpp"
+    source.write_text(FAULTS)
+    command = [sys.executable, "-c", USE_FAULT, str(source), fault]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+    compiler = cpp.find_compiler().command
+    libraries = [
+        subprocess.check_output([*compiler, f"-print-file-name={name}"], text=True).strip()
+        for name in ("libasan.so", "libstdc++.so")
+    ]
+    checks = {cpp.SANITIZE: "address,undefined", "ASAN_OPTIONS": "detect_leaks=0", "LD_PRELOAD": ":".join(libraries)}
+    process = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **checks})
+    assert process.returncode != 0
+    assert report in process.stderr

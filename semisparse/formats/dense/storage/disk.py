@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from semisparse.errors import FormatError
 from semisparse.formats.base import Packed, Params, TensorSpec, WeightSpec
 from semisparse.formats.checks import choice_of
 from semisparse.formats.dense.storage import int4
@@ -40,7 +41,14 @@ def specs(spec: WeightSpec) -> tuple[TensorSpec, ...]:
 
 
 def counts(spec: WeightSpec) -> Mapping[str, int]:
-    """Return the numbers of scales and of int4 tiles."""
+    """Return the numbers of scales and of int4 tiles.
+
+    Raises:
+        FormatError: there is no such kind, or a param that the format does not have.
+    """
+    unknown = set(spec.params) - {"kind"}
+    if unknown:
+        raise FormatError(f"format dense has no param {min(unknown)!r}; it has kind, or none")
     n, k = spec.shape
     return {"scales": 1 if kind_of(spec.params) == "fp8_tensor" else n, **int4.counts(n, k)}
 

@@ -1,0 +1,119 @@
+"""The JSON files of an untrusted directory: reading them, and bounds on what config.json claims."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from semisparse.errors import CheckpointError
+
+MAX_JSON_BYTES = 1 << 28
+"""The index and config block of a model with 10^5 layers take a tenth of it."""
+
+LIMITS = (
+    (re.compile("layer"), 1 << 10),
+    (re.compile("label|head|expert"), 1 << 16),
+    (re.compile("size|dim|position|embd|inner|rank|length|channel"), 1 << 31),
+)
+"""The most that a number in config.json may be, by words of its key: what is counted one by one, and sizes."""
+
+MAX_SHARE, FREE_PARAMETERS = 16, 1 << 24
+"""Parameters that are not packed are at most ``MAX_SHARE`` per stored byte, plus ``FREE_PARAMETERS``."""
+
+MAX_NAME = 64
+"""Characters of ``model_type``."""
+
+AT_LEAST_ONE = ("hidden_size", "n_embd", "num_attention_heads", "n_head", "vocab_size")
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        CheckpointError: the file is missing, too large, nested too deeply, not JSON or no object.
+    """
+    try:
+        if file.exists() and not file.is_file():
+            raise CheckpointError(f"{file} is no regular file")
+        if file.stat().st_size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{file} has {file.stat().st_size} bytes, expected at most {MAX_JSON_BYTES}")
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing") from error
+    except RecursionError as error:
+        raise CheckpointError(f"{file} is unreadable: it is nested too deeply") from error
+    except (OSError, ValueError) as error:  # a ValueError is wrong UTF-8, wrong JSON, or a number of 4300 digits
+        raise CheckpointError(f"{file} is unreadable: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} holds {type(content).__name__}, expected a JSON object")
+    return content
+
+
+def check_sizes(config: Mapping[str, Any], where: object) -> None:
+    """Refuse a config whose numbers no model has, before transformers builds one from them.
+
+    Args:
+        config: the content of config.json; its ``quantization_config`` is left to `read_block`.
+        where: the directory, for messages.
+    Raises:
+        CheckpointError: a number is above `LIMITS`, one of `AT_LEAST_ONE` below 1, or ``model_type`` no short name.
+    """
+    kind = config.get("model_type", "")
+    if not isinstance(kind, str) or len(kind) > MAX_NAME:
+        raise CheckpointError(f"{where}: model_type is {str(kind)[:MAX_NAME]!r} in config.json, expected a short name")
+    for key, number in _numbers({key: value for key, value in config.items() if key != "quantization_config"}):
+        limit = next((limit for words, limit in LIMITS if words.search(key)), None)
+        least = 1 if key in AT_LEAST_ONE else None
+        if (limit is not None and number > limit) or (least is not None and number < least):
+            raise CheckpointError(
+                f"{where}: {key} is {number:.6g} in config.json, expected {least or 0} to {limit}; no model is built"
+            )
+
+
+def refuse_unstored(model: nn.Module, stored: int) -> None:
+    """Refuse a model out of proportion to its files: transformers would fill what they do not have with random numbers.
+
+    Args:
+        model: on the meta device, its compressed layers replaced.
+        stored: bytes of all tensors in the files.
+    Raises:
+        CheckpointError: it has more parameters than `MAX_SHARE` per stored byte and `FREE_PARAMETERS` more.
+    """
+    wanted = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
+    if wanted > MAX_SHARE * stored + FREE_PARAMETERS:
+        raise CheckpointError(
+            f"the model of config.json has {wanted} parameters, too many for {stored} stored bytes: at most "
+            f"{MAX_SHARE} per byte and {FREE_PARAMETERS} more"
+        )
+
+
+def refuse_integers(model: nn.Module, packed: Collection[str]) -> None:
+    """Refuse dense weights of integers: transformers keeps the dtype of such tensors, and no layer computes with them.
+
+    Args:
+        model: loaded.
+        packed: names of its compressed layers.
+    Raises:
+        CheckpointError: names the first such weight.
+    """
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point() and name.rpartition(".")[0] not in packed:
+            raise CheckpointError(f"tensor {name} is {parameter.dtype}, expected floating-point weights")
+
+
+def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
+    """Return every number in nested objects and lists, with the key it stands under."""
+    pending = [(key, value)]
+    while pending:
+        key, value = pending.pop()
+        if isinstance(value, Mapping):
+            pending += value.items()
+        elif isinstance(value, list | tuple):
+            pending += ((key, each) for each in value)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield str(key), value

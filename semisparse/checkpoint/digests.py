@@ -1,0 +1,56 @@
+"""Digests of packed tensors in the config block: they tell damage, and are no defence against an attacker."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from semisparse.errors import CheckpointError
+
+KEY = "digests"
+"""Of a layer's entry: {tensor name: digest}. An entry without it is written back without it."""
+
+DIGEST_BYTES = 16
+
+THREADS = min(8, os.cpu_count() or 1)
+
+
+def digest_of(tensor: Tensor) -> str:
+    """Return the BLAKE2b digest of a tensor's bytes, 16 bytes as 32 hexadecimal digits."""
+    octets = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+    return blake2b(octets, digest_size=DIGEST_BYTES).hexdigest()
+
+
+def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the digest of each tensor, by name."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        return dict(zip(tensors, pool.map(digest_of, tensors.values()), strict=True))
+
+
+def check_digests(name: str, tensors: Mapping[str, Tensor], entry: Mapping[str, Any]) -> None:
+    """Compare a layer's tensors with the digests in its entry, if it has any.
+
+    Args:
+        name: the layer's module name, for error messages.
+        tensors: as stored, by name.
+        entry: the layer's entry in the config block.
+    Raises:
+        CheckpointError: names the first tensor that differs; or the digests are not those of these tensors.
+    """
+    declared = entry.get(KEY)
+    if declared is None:
+        return
+    if not isinstance(declared, Mapping) or set(declared) != set(tensors):
+        raise CheckpointError(f"layer {name}: its digests in config.json are not those of {', '.join(sorted(tensors))}")
+    for tensor, digest in digests_of(tensors).items():
+        if digest != declared[tensor]:
+            raise CheckpointError(
+                f"tensor {name}.{tensor} has the digest {digest}, config.json declares {str(declared[tensor])[:64]}: "
+                "the file is damaged or was changed; fetch or write it again"
+            )

@@ -1,0 +1,85 @@
+"""What a mutated directory does to a process of its own: one of a few classes, of which the last ones are faults."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from semisparse.api import inspect_directory, load
+from semisparse.errors import SemisparseError
+from tests.fuzz.mutate import mutated
+from tests.limited import limited
+
+TOKENS = torch.arange(24)[None]
+
+SOUND = ("refused", "equal logits", "other logits", "logits not finite")
+"""The classes that are no fault. The others: an untyped exception, a signal, the time limit."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A case's class, the names of its mutations, and what was printed of an exception."""
+
+    kind: str
+    mutations: list[str]
+    detail: str
+
+
+def baseline(directory: Path) -> torch.Tensor:
+    """Return the logits of the directory as it was written."""
+    return _logits(directory)
+
+
+def run_case(directory: Path, expected: torch.Tensor, seed: int, number: int, scratch: Path) -> Outcome:
+    """Mutate a directory and use it in a process with limits on memory and time.
+
+    Args:
+        directory: a directory of `write_directories`.
+        expected: its logits.
+        seed, number: the case.
+        scratch: does not exist; the mutated directory, which is removed.
+    """
+    rng = random.Random(f"{seed}:{number}")
+    try:
+        changed, names = mutated(directory, rng)
+        with suppress(OSError, ValueError, IndexError):  # of a file that an earlier mutation had replaced
+            changed.write(scratch)
+        ended = limited(_use, scratch, expected, rng.random() < 0.3)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    if ended.signal:
+        name = "time limit" if ended.signal == signal.SIGKILL else signal.Signals(ended.signal).name
+        return Outcome(name, names, f"after {ended.seconds:.1f} s")
+    kind, detail = ended.value or ("no outcome", "")
+    return Outcome(kind, names, detail)
+
+
+def _use(directory: Path, expected: torch.Tensor, inspects: bool) -> tuple[str, str]:
+    """Inspect a directory or load it and compute logits; return class and detail."""
+    try:
+        if inspects:
+            inspect_directory(directory)
+            inspect_directory(directory, verify=True)
+        logits = _logits(directory)
+    except SemisparseError as error:
+        return "refused", f"{type(error).__name__}: {error}"[:1000]
+    except BaseException as error:
+        frames = traceback.extract_tb(error.__traceback__)[:-6:-1]
+        where = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames)
+        return f"untyped {type(error).__name__}", f"{str(error)[:200]} in {where}"
+    if not logits.isfinite().all():
+        return "logits not finite", ""
+    return ("equal logits" if torch.equal(logits, expected) else "other logits"), ""
+
+
+def _logits(directory: Path) -> torch.Tensor:
+    model = load(directory, device="cpu")
+    with torch.inference_mode():
+        return torch.cat([model(TOKENS[:, :count]).logits[0, -1:] for count in (1, 24)])
