@@ -148,7 +148,7 @@ def meta_model(directory: ModelDirectory) -> PreTrainedModel:
 
 def _from_pretrained(directory: ModelDirectory, dtype: torch.dtype | str) -> PreTrainedModel:
     refuse_remote_code(directory)
-    if not directory.layers:  # of a compressed model, the quantizer checks it
+    if not directory.layers:  # of a compressed model, the quantizer checks it, and its dtypes
         refuse_unstored(meta_model(directory), directory.stored_bytes)
     try:
         config = AutoConfig.from_pretrained(directory.path, **NO_REMOTE_CODE)
@@ -163,7 +163,7 @@ def _from_pretrained(directory: ModelDirectory, dtype: torch.dtype | str) -> Pre
         raise CheckpointError(
             f"tensor {min(report['missing_keys'])} is missing from the safetensors files of {directory.path}"
         )
-    if not directory.layers:  # of a compressed model, the quantizer has checked it
+    if not directory.layers:
         refuse_integers(model, ())
     return model.eval()
 

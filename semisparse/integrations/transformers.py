@@ -64,16 +64,17 @@ class SemisparseConfig(QuantizationConfigMixin):
         """Names of the packed layers on disk."""
         return self._block.get("layers", {}).keys()
 
-    def renew_digests(self, model: PreTrainedModel, state: Mapping[str, Tensor] | None) -> None:
+    def renew_digests(
+        self, model: PreTrainedModel, names: Mapping[str, str], state: Mapping[str, Tensor] | None
+    ) -> None:
         """Compute the digests of the layers whose entry has some. Checkpoints of earlier versions have none.
 
         Args:
             model: contains the layers, joined or not.
+            names: module names of the layers, by their names on disk.
             state: tensors by their names in the model; None to take the layers' own.
         """
-        declared = read_block(self._block)
-        names = model_layers(model, declared)
-        for name, packed in declared.items():
+        for name, packed in read_block(self._block).items():
             entry = self._block["layers"][name]
             if DIGESTS in entry:
                 module = names[name]
@@ -143,13 +144,12 @@ class SemisparseQuantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
         """Renew the digests in the model's config, which transformers writes next."""
-        state = None
+        declared = read_block(self.quantization_config.to_dict())
+        names, state = model_layers(model, declared), None
         if is_distributed(model):
-            declared = read_block(self.quantization_config.to_dict())
-            names = model_layers(model, declared)
             by_module = {names[name]: packed for name, packed in declared.items()}
             state = gather_state_dict(model, by_module, sparse_layers(model))
-        model.config.quantization_config.renew_digests(model, state)
+        model.config.quantization_config.renew_digests(model, names, state)
         return state, {}
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:

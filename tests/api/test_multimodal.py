@@ -10,10 +10,11 @@ import torch
 import semisparse
 from semisparse.api import inspect_directory
 from semisparse.checkpoint import open_directory
+from semisparse.compress.decoder import decoder_layers
 from semisparse.errors import InputError
 from semisparse.integrations.names import model_layers, stored_keys
 from semisparse.integrations.transformers import sparse_layers
-from tests.architectures import tiny_model
+from tests.architectures import CONFIGS, MULTIMODAL, tiny_model
 from tests.models import byte_tokenizer
 
 SETTINGS = ("pattern=2:4", "prune=magnitude", "search=none", "format=bitmask")
@@ -95,3 +96,27 @@ def test_files_of_any_name_are_copied_but_no_weights_and_no_code(gemma: tuple[Pa
 def test_an_encoder_decoder_in_memory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="T5ForConditionalGeneration is an encoder-decoder"):
         semisparse.compress(tiny_model("T5"), settings=SETTINGS, out=tmp_path / "out")
+
+
+@torch.no_grad()
+def test_it_reads_images(gemma: tuple[Path, Path]) -> None:
+    """The logits of a prompt with an image are those of the unpacked weights, and depend on the image."""
+    model = semisparse.load(gemma[1], "cpu")
+    ids = torch.tensor([[5, 256, 258, 258, 258, 258, 257, 6, 7]])
+    images = torch.randn(2, 1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    found = [model(ids, pixel_values=image, token_type_ids=(ids == 258).long()).logits for image in images]
+    assert not torch.allclose(*found, rtol=1e-2)
+    model.dequantize()
+    expected = model(ids, pixel_values=images[0], token_type_ids=(ids == 258).long()).logits
+    torch.testing.assert_close(found[0], expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("towers", [2, 4])
+@pytest.mark.parametrize("architecture", MULTIMODAL)
+def test_the_text_decoder_is_found_beside_any_tower(architecture: str, towers: int) -> None:
+    """The tower holds more weights, in as many layers as the decoder or in more."""
+    vision = CONFIGS[architecture][1]["vision_config"]
+    depth = "depth" if "depth" in vision else "num_hidden_layers"
+    name, layers = decoder_layers(tiny_model(architecture, vision_config={**vision, depth: towers}))
+    assert "language_model" in name
+    assert len(layers) == 2
