@@ -112,7 +112,7 @@ bench-parallel: setup
 # Loss and KL of each pruner on the models and texts of a folder. Rows that the CSV already has are not measured again.
 SHARED ?= ../shared
 table: setup
-	$(BIN)/python benchmarks/pruners.py $(SHARED) results/pruners.csv --readme README.md
+	$(BIN)/python benchmarks/pruners.py $(SHARED) results/pruners.csv --page docs/quality.md
 
 check: setup
 	$(BIN)/ruff check

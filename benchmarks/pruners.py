@@ -1,6 +1,6 @@
-"""Loss and KL of each pruner on trained models, by pattern: one CSV row per run, and the README's table.
+"""Loss and KL of each pruner on trained models, by pattern: one CSV row per run, and the table of docs/quality.md.
 
-    python benchmarks/pruners.py DATA results/pruners.csv --readme README.md
+    python benchmarks/pruners.py DATA results/pruners.csv --page docs/quality.md
 
 DATA is a directory with ``models/`` and ``text/``. Rows that the CSV already has are not measured again, so that an
 interrupted run continues. Models are calibrated on the ``calib`` text and measured on all of the ``eval`` text, in
@@ -32,7 +32,7 @@ COLUMNS = ("model", "pattern", "method", "nll", "kl", "dense_nll", "tokens", "sa
 def main() -> None:
     """Measure the runs that the CSV lacks, then write the table."""
     parser = parser_of(__doc__, samples=None)
-    parser.add_argument("--readme", type=Path, help="replace the table between its markers")
+    parser.add_argument("--page", type=Path, help="replace the table between its markers")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--patterns", default=",".join(PATTERNS))
     parser.add_argument("--seed", type=int, default=0)
@@ -45,8 +45,8 @@ def main() -> None:
             rows.append(row)
             write_rows(options.csv, rows, COLUMNS)
             print(*(row[column] for column in COLUMNS), flush=True)
-    if options.readme:
-        replace_table(options.readme, table(rows))
+    if options.page:
+        replace_table(options.page, table(rows))
 
 
 def measure(name: str, runs: list[tuple[str, str]], options: argparse.Namespace) -> Iterator[dict[str, str]]:
@@ -92,12 +92,12 @@ def table(rows: list[dict[str, str]]) -> str:
     return "\n".join(lines)
 
 
-def replace_table(readme: Path, content: str) -> None:
-    """Replace the table between the README's markers."""
+def replace_table(page: Path, content: str) -> None:
+    """Replace the table between a page's markers."""
     start, end = "<!-- pruners: begin -->", "<!-- pruners: end -->"
-    text = readme.read_text()
+    text = page.read_text()
     before, after = text.index(start) + len(start), text.index(end)
-    readme.write_text(f"{text[:before]}\n{content}\n{text[after:]}")
+    page.write_text(f"{text[:before]}\n{content}\n{text[after:]}")
 
 
 if __name__ == "__main__":

@@ -176,7 +176,7 @@ def _run_recipe(
     if plan.search == "joint":
         found = _search_choices(model, batches, plan, seed=seed, **run)
     elif plan.search != "none":
-        found = search_patterns(model, batches, plan, seed=seed, accepts=partial(can_store, plan), **run)
+        found = search_patterns(model, batches, plan, seed=seed, can_store=partial(can_store, plan), **run)
     patterns, pruned = (found.patterns, found.weights) if found else (None, None)
     choices = found.choices if isinstance(found, JointResult) else {}
     reports = compress_decoder_layers(

@@ -146,7 +146,7 @@ def _show(title: str, report: CompressionReport) -> None:
 
 
 def _show_target(target: dict[str, float], reached: dict[str, float], search: dict[str, Any]) -> None:
-    """Print what was asked for beside what the model has, and the best that one choice for all layers would give."""
+    """Print each target beside the value that the model reaches, and the best single choice for all layers."""
     rows = [(key, f"{value:.4g}", f"{reached[key]:.4g}") for key, value in target.items()]
     print_table("Target", ("target", "asked", "reached"), rows)
     uniform = (

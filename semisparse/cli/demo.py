@@ -19,20 +19,24 @@ RUNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("rheosparse", ("search=none", "prune=magnitude")),
     ("rheosparse", ("search=none", "pattern=60%")),
 )
-"""Recipes and settings. They leave out the search, which would take as long as all of these."""
+"""(recipe, settings) of each compressed model. None has the search of `rheosparse`, which takes as long as all four."""
 
 PROMPT = "class Queue:\n    def __init__(self, maxsize=0):\n"
 NEW_TOKENS = 64
+"""Tokens to generate per model."""
 SAMPLES = 64
+"""Calibration samples per compressed model."""
+SHOWN = (0, 2)
+"""Rows whose generated text is shown: dense, and `rheosparse` at its own pattern."""
 
 
 def demo(
     out: Annotated[
-        Path | None, typer.Option("--out", help="The folder for the compressed models; by default they are deleted.")
+        Path | None, typer.Option("--out", help="Folder to keep the compressed models in; by default they are deleted.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compress the small model that ships with semisparse by several recipes; show each one's size, quality and speed.
+    """Compress the small model that ships with semisparse with several recipes; show their sizes, quality and speed.
 
     Example: `semisparse demo`
     """
@@ -44,9 +48,9 @@ def demo(
         for recipe, settings in RUNS:
             name = " ".join((recipe, *settings))
             bars.update(task, advance=1, description=name)
-            target = (out or Path(scratch)) / name.replace(" ", "-").replace("%", "pct").replace(":", "of")
-            api.compress(MODEL, recipe=recipe, calibration=CALIBRATION, out=target, settings=settings, samples=SAMPLES)
-            rows.append(_measure(name, target))
+            folder = (out or Path(scratch)) / name.replace(" ", "-").replace("%", "pct").replace(":", "of")
+            api.compress(MODEL, recipe=recipe, calibration=CALIBRATION, out=folder, settings=settings, samples=SAMPLES)
+            rows.append(_measure(name, folder))
         bars.update(task, advance=1, description="done")
     if as_json:
         print_json({"models": rows})
@@ -55,6 +59,11 @@ def demo(
 
 
 def _measure(name: str, model: Path) -> dict[str, Any]:
+    """Return a row of the table.
+
+    Its values are the bytes of the model's tensors, bits per weight, perplexity and mean KL(dense || model) in nats per
+    token on `HELD_OUT`, and tokens/s of generating `NEW_TOKENS` tokens, the prompt included.
+    """
     from semisparse import api
     from semisparse.engine import Engine
 
@@ -64,6 +73,7 @@ def _measure(name: str, model: Path) -> dict[str, Any]:
     return {
         "recipe": name,
         "bytes": description["bytes"],
+        # Of the compressed layers; in the dense model there are none, and all linear layers have the same width.
         "bits_per_weight": description["bits_per_weight"] or description["layers"][0]["bits_per_weight"],
         "perplexity": quality["perplexity"],
         "kl": quality["kl"],
@@ -74,8 +84,8 @@ def _measure(name: str, model: Path) -> dict[str, Any]:
 
 def _show(rows: Sequence[dict[str, Any]]) -> None:
     print_table(
-        "The demo model, dense and compressed (perplexity and KL to dense on held-out text)",
-        ("recipe", "model size", "bits/weight", "perplexity", "KL to dense", "tokens/s"),
+        "The demo model, dense and compressed; perplexity and KL(dense || model), in nats per token, on held-out text",
+        ("recipe", "model size", "bits/weight", "perplexity", "KL", "tokens/s"),
         [
             (
                 row["recipe"],
@@ -89,10 +99,11 @@ def _show(rows: Sequence[dict[str, Any]]) -> None:
         ],
     )
     console.print(
-        "A decode step of a model this small is bound by the host's work per layer, not by reading weights. Expect "
-        "speed-ups from sparsity on models whose layers exceed the cache (`semisparse plan` predicts them).",
+        "With a model this small the time per token is overhead per layer (Python, kernel launches), not reading "
+        "weights. Expect speed-ups from sparsity where layers do not fit the cache of the GPU or CPU "
+        "(`semisparse plan` predicts them).",
         highlight=False,
     )
-    for row in (rows[0], rows[2]):
-        console.rule(f"{row['recipe']}, continuing {PROMPT!r}", align="left")
+    for row in (rows[index] for index in SHOWN):
+        console.rule(f"{row['recipe']}: continuation of {PROMPT!r}", align="left")
         console.print(row["text"], markup=False, highlight=False)

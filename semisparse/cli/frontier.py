@@ -1,4 +1,4 @@
-"""``semisparse frontier``: what quality is to be had at each size and speed, before anything is compressed."""
+"""``semisparse frontier``: find the Pareto front of quality, size and speed, before anything is compressed."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Slicing packed weights along N or K for tensor parallelism, and concatenating the slices again.
 
-`Format.grain` is the number of rows or columns at whose multiples a format's tensors can be sliced. If a slice starts
+`Format.grain(spec)` returns (rows, columns): the stored tensors can be sliced at multiples of them. If a slice starts
 at such a multiple and ends at one, or at the end of the weight, the stored tensors are sliced: those with a split
 dimension (`TensorSpec.split_n`, `TensorSpec.split_k`) are narrowed, the others are kept whole. Otherwise, or if no
-tensor has a split dimension, the weight is unpacked, sliced and packed again. Packing again raises FormatError if the
-result would not unpack to the same values. A weight that is sliced without packing again keeps the pattern of the
-whole weight, even where it no longer holds exactly: a slice of a ``70%`` weight may not have 70 % zeros.
+tensor has a split dimension, the weight is repacked: unpacked, sliced and packed again. Repacking raises FormatError if
+the result would not unpack to the same values. A weight that is sliced without repacking keeps the pattern of the whole
+weight, even where it no longer holds exactly: a slice of a ``70%`` weight may not have 70 % zeros.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 
 def slice_weight(packed: Packed, dim: int, start: int, stop: int) -> Packed:
-    """Return rows or columns ``start`` to ``stop`` of a packed weight.
+    """Return rows or columns ``start`` to ``stop`` (exclusive) of a packed weight.
+
+    The full range returns ``packed`` itself, not a copy. Tensors without a split dimension are shared with ``packed``.
 
     Args:
         packed: the weight [N, K].
@@ -33,56 +35,62 @@ def slice_weight(packed: Packed, dim: int, start: int, stop: int) -> Packed:
         start: the first row or column.
         stop: one past the last.
     Raises:
-        FormatError: the range is empty or outside the weight; or the slice must be packed again, and that would
-            quantise it a second time or needs a pattern that the format does not support.
+        FormatError: the range is empty or outside the weight.
+        FormatError: the slice must be repacked, and that would quantise it a second time, or needs a pattern that the
+            format does not support.
     """
     size = packed.shape[dim]
     if not 0 <= start < stop <= size:
-        raise FormatError(f"a weight {list(packed.shape)} has no slice {start} to {stop} along dimension {dim}")
+        raise FormatError(
+            f"a weight {list(packed.shape)} has no slice {start} to {stop} along dimension {dim}: "
+            f"expected 0 <= start < stop <= {size}"
+        )
     if (start, stop) == (0, size):
         return packed
     form = get_format(packed.spec.format)
-    names = ("rows", "columns")[dim]
+    axis = ("rows", "columns")[dim]
     grain = _grain(form, packed, dim)
     if grain and start % grain == 0 and (stop % grain == 0 or stop == size):
         return _slice_tensors(form, packed, dim, start, stop)
     try:
-        return _repack([packed], dim, start, stop, packed.pattern.of_part())
+        return _repack([packed], dim, start, stop, packed.pattern.patterns_of_slice())
     except FormatError as error:
-        possible = f"can be sliced at multiples of {grain} {names}" if grain else f"cannot be sliced along {names}"
+        advice = f"slice it at multiples of {grain} {axis}" if grain else f"its tensors cannot be sliced along {axis}"
         raise FormatError(
-            f"{names} {start} to {stop} cannot be sliced from a weight in format {form.name} ({packed.pattern}, "
-            f"{dict(packed.params)}): {error}. The weight's tensors {possible}"
+            f"cannot slice {axis} {start} to {stop} of a weight in format {form.name}: {error}; {advice} "
+            f"(pattern {packed.pattern}, params {dict(packed.params)})"
         ) from error
 
 
 def concatenate_weights(parts: Sequence[Packed], dim: int, pattern: Pattern) -> Packed:
     """Concatenate the slices of one weight. The result unpacks to exactly the values of the slices.
 
+    A single slice is returned as it is, whatever ``pattern`` says.
+
     Args:
         parts: the slices along ``dim``, in order.
         dim: 0 for slices of rows (N), 1 for slices of columns (K).
         pattern: the pattern of the whole weight.
     Raises:
-        FormatError: the slices must be packed again, and that would quantise the weight a second time or needs a
-            pattern that the format does not support.
+        FormatError: the slices must be repacked, and that would quantise the weight a second time, or needs a pattern
+            that the format does not support.
     """
     first = parts[0]
     if len(parts) == 1:
         return first
     form = get_format(first.spec.format)
-    if _end_on_grain(form, parts, dim) and all(same_but_shape(p, first) and p.pattern == pattern for p in parts):
+    if _can_concatenate(form, parts, dim) and all(equal_except_shape(p, first) and p.pattern == pattern for p in parts):
         return _concatenate_tensors(form, parts, dim)
     return _repack(parts, dim, 0, sum(part.shape[dim] for part in parts), [pattern])
 
 
-def same_but_shape(one: Packed, other: Packed) -> bool:
+def equal_except_shape(one: Packed, other: Packed) -> bool:
     """Return whether the specs of two weights are equal except for their shapes."""
     return spec_with_shape(one.spec, (0, 0)) == spec_with_shape(other.spec, (0, 0))
 
 
 def spec_with_shape(spec: WeightSpec, shape: tuple[int, int]) -> WeightSpec:
-    """Return a spec with another shape [N, K]. The param ``rows``, which some formats have, is set to N too."""
+    """Return a spec with another shape [N, K]. The parameter ``rows`` of some formats is set to N too."""
     params = {**spec.params, "rows": shape[0]} if "rows" in spec.params else spec.params
     return replace(spec, shape=shape, params=Params(params))
 
@@ -93,13 +101,13 @@ def split_dims(form: Format, packed: Packed, dim: int) -> dict[str, int | None]:
 
 
 def _grain(form: Format, packed: Packed, dim: int) -> int | None:
-    """Return the multiple of rows or columns at which the tensors can be sliced; None if they cannot."""
+    """Return the grain along ``dim``, at whose multiples the tensors can be sliced; None if they cannot."""
     if form.grain is None or set(split_dims(form, packed, dim).values()) == {None}:
         return None
     return form.grain(packed.spec)[dim]
 
 
-def _end_on_grain(form: Format, parts: Sequence[Packed], dim: int) -> bool:
+def _can_concatenate(form: Format, parts: Sequence[Packed], dim: int) -> bool:
     """Return whether the tensors can be concatenated: every part but the last is a multiple of the grain."""
     grain = _grain(form, parts[0], dim)
     return grain is not None and all(part.shape[dim] % grain == 0 for part in parts[:-1])
@@ -108,8 +116,8 @@ def _end_on_grain(form: Format, parts: Sequence[Packed], dim: int) -> bool:
 def _slice_tensors(form: Format, packed: Packed, dim: int, start: int, stop: int) -> Packed:
     """Slice every tensor that has a split dimension.
 
-    In each tensor the slice goes from the size that the tensor has for a weight of ``start`` rows (or columns) to its
-    size for a weight of ``stop`` rows (or columns).
+    A tensor is narrowed to [a, b) along its split dimension, where a and b are its sizes there for weights of ``start``
+    and of ``stop`` rows (or columns).
     """
 
     def tensor_shapes(size: int) -> dict[str, tuple[int, ...]]:
@@ -132,11 +140,11 @@ def _slice_tensors(form: Format, packed: Packed, dim: int, start: int, stop: int
 
 
 def _concatenate_tensors(form: Format, parts: Sequence[Packed], dim: int) -> Packed:
-    first, splits = parts[0], split_dims(form, parts[0], dim)
-    tensors = {
-        name: tensor if splits[name] is None else torch.cat([part.tensors[name] for part in parts], splits[name] or 0)
-        for name, tensor in first.tensors.items()
-    }
+    """Concatenate every tensor along its split dimension; those without one are the first part's."""
+    first, tensors = parts[0], dict(parts[0].tensors)
+    for name, split in split_dims(form, first, dim).items():
+        if split is not None:
+            tensors[name] = torch.cat([part.tensors[name] for part in parts], split)
     length = sum(part.shape[dim] for part in parts)
     shape = (length, first.shape[1]) if dim == 0 else (first.shape[0], length)
     return Packed(spec_with_shape(first.spec, shape), tensors)
@@ -145,21 +153,24 @@ def _concatenate_tensors(form: Format, parts: Sequence[Packed], dim: int) -> Pac
 def _repack(parts: Sequence[Packed], dim: int, start: int, stop: int, patterns: Iterable[Pattern]) -> Packed:
     """Unpack and concatenate ``parts``, then pack rows or columns ``start`` to ``stop``.
 
-    The slice gets the first of ``patterns`` that the format supports and the slice obeys. Formats with `Format.regroup`
-    pack it by that function, which keeps the codes of quantised groups; the others by `Format.pack`, with those of
-    ``params`` that are options of ``pack_weight``.
+    The result gets the first of ``patterns`` that the format supports and that it obeys. Formats that define
+    `Format.regroup` repack with it, which rounds nothing again. Other formats repack with `Format.pack`, passing the
+    stored params that are options of `Format.pack_weight`.
     """
     form = get_format(parts[0].spec.format)
     weight = torch.cat([part.unpack() for part in parts], dim).narrow(dim, start, stop - start).contiguous()
+    tried = list(patterns)
     option_names = inspect.signature(form.pack_weight).parameters
     options = {name: value for name, value in parts[0].params.items() if name in option_names}
-    for pattern in patterns:
+    for pattern in tried:
         if form.accepts(pattern) is None and pattern.violation(weight != 0) is None:
             if form.regroup:
                 packed = form.regroup(parts, dim, start, stop, pattern)
             else:
                 packed = form.pack(weight, pattern, **options)
             if not torch.equal(packed.unpack(), weight):
-                raise FormatError("packing the slice again would quantise its weights a second time")
+                raise FormatError("repacking would quantise the weights a second time")
             return packed
-    raise FormatError(f"the slice obeys no pattern that format {form.name} supports")
+    raise FormatError(
+        f"none of the patterns {', '.join(map(str, tried))} holds for it and is supported by format {form.name}"
+    )

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from semisparse.formats.base import Packed, Params, TensorSpec, WeightSpec, get_format
-from semisparse.nn.slicing import same_but_shape, spec_with_shape, split_dims
+from semisparse.nn.slicing import equal_except_shape, spec_with_shape, split_dims
 
 
 def stack_neighbours(weights: Sequence[Packed]) -> list[Packed]:
@@ -60,7 +60,7 @@ def stack_with_padding(weights: Sequence[Packed]) -> Packed | None:
     else:
         splits = split_dims(form, first, 0)
         joins = form.grain is not None and None not in splits.values()
-        joins = joins and all(same_but_shape(weight, first) for weight in weights)
+        joins = joins and all(equal_except_shape(weight, first) for weight in weights)
         params = spec_with_shape(first.spec, (rows, 0)).params if joins else None
     if params is None:
         return None

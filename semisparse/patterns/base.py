@@ -74,7 +74,7 @@ class Pattern(ABC):
         """Return the pattern of the same family that every weight obeys; None if the family has none."""
         return None
 
-    def of_part(self) -> tuple[Pattern, ...]:
+    def patterns_of_slice(self) -> tuple[Pattern, ...]:
         """Return the patterns to try for a slice of a weight, the strictest first; a slice may break the first only."""
         from semisparse.patterns.unstructured import Unstructured  # not at the top: that module imports this one
 

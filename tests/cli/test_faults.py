@@ -50,9 +50,9 @@ def compress(run: Run, model: Path, text: Path, tmp_path: Path):
         ("pattern", "not written key=value"),
         ("format=zip", "unknown format 'zip'; known: bitmask"),
         ("damping=much", "it is a number"),
-        ("search=luck", "it is one of: evolution, rheosparse, none"),
+        ("search=luck", "it is one of: evolution, rheosparse, joint, none"),
         ("search_effort=0", "of 1 or more"),
-        ("pattern=64:64", "no weights can move between the layers at pattern 64:64; choose another, or search=none"),
+        ("pattern=64:64", "no weights can move between the linear layers at pattern 64:64; choose another"),
     ],
 )
 def test_a_wrong_setting(compress, setting: str, sentence: str):
@@ -60,7 +60,7 @@ def test_a_wrong_setting(compress, setting: str, sentence: str):
 
 
 def test_a_wrong_recipe(compress, tmp_path: Path):
-    assert_refused(compress(recipe="nonsense"), "unknown recipe 'nonsense'; known: ec-spmv, gqsa, nm-spmm, rheosparse")
+    assert_refused(compress(recipe="nonsense"), "unknown recipe 'nonsense'; known: auto, dense-w2")
     (tmp_path / "bad.yaml").write_text("pattern: [")
     assert_refused(compress(recipe=tmp_path / "bad.yaml"), "is not valid YAML")
 

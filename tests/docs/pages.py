@@ -31,5 +31,6 @@ def commands(page: str) -> list[list[str]]:
     """Return the commands of a page, in order, as lists of words."""
     import shlex
 
-    shown = [line for block in blocks(page) if block.kind == "console" for line in block.text.splitlines()]
+    texts = [block.text.replace("\\\n", " ") for block in blocks(page) if block.kind == "console"]
+    shown = [line for text in texts for line in text.splitlines()]
     return [shlex.split(line.removeprefix("$ ")) for line in shown if line.startswith("$ ")]

@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.conftest import Outcome
 from tests.docs.pages import DOCS, blocks, commands, file_of
+from tests.models import VOCABULARY, byte_tokenizer
 from tests.serving import Served, one, write
 
-TESTED = {"transformers.md", "vllm.md", "lm-eval.md", "quality.md", "checkpoints.md"}
+TESTED = {"transformers.md", "vllm.md", "lm-eval.md", "quality.md", "checkpoints.md", "targets.md", "performance.md"}
 
 
 @pytest.fixture
@@ -61,8 +64,6 @@ def test_every_page_is_tested():
 
 
 def test_transformers(workdir: Path, run, monkeypatch: pytest.MonkeyPatch):
-    import torch
-
     compiled = torch.compile
     # Inductor's compiler takes a minute here; tracing is what a packed layer can break.
     monkeypatch.setattr(torch, "compile", lambda f, mode: compiled(f, backend="eager"))
@@ -80,6 +81,26 @@ def test_checkpoints(tmp_path: Path, run, monkeypatch: pytest.MonkeyPatch):
     for words in commands("checkpoints.md"):
         run_command(words, run)
     assert {path.name for path in tmp_path.iterdir()} == {"small", "plain", "theirs"}
+
+
+def test_targets(tmp_path: Path, run, monkeypatch: pytest.MonkeyPatch):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=64, num_key_value_heads=2, **sizes)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "MODEL")
+    byte_tokenizer().save_pretrained(tmp_path / "MODEL")
+    (tmp_path / "text.txt").write_text("".join(f"line {i}: some words\n" for i in range(100)))
+    monkeypatch.chdir(tmp_path)
+    for words in commands("targets.md"):
+        words = ["decode=1x" if word == "decode=1.5x" else word for word in words]  # so small layers gain nothing
+        run_command([*words, "--samples", "4", *(["--set", "search_effort=1"] if words[1] == "compress" else [])], run)
+    assert {"MODEL", "front.png", "small", "fast"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_performance(run, tmp_path: Path):
+    (words,) = commands("performance.md")
+    words[words.index("--shapes") + 1], words[words.index("--tokens") + 1] = "64,64", "1"
+    assert run_command([*words, "--out", str(tmp_path / "out.csv")], run) is not None
 
 
 def test_quality(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

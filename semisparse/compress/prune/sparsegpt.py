@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
 from semisparse.compress.prune.quantise import ColumnQuantiser
 from semisparse.patterns import Group, Pattern, Unstructured
+from semisparse.patterns.base import blocks_along
 
 UPDATE_COLUMNS = 128
 """Columns whose effect on the columns after them is applied in one matmul (lazy batch updates)."""
@@ -23,6 +24,9 @@ to 8 % at 50 %, by 4 to 15 % at 70 %; 8 and 32 are within 1 % of 16."""
 MASK_COLUMNS_BY_ROW = 128
 """The same for patterns that prune a fraction of each row: with 16 columns a row has too few to choose from, and the KL
 is 14 to 18 % higher."""
+
+SAMPLED_ROWS = 256
+"""Rows, at most, from which the threshold of such a pattern is estimated, anew for each strip of `MASK_COLUMNS`."""
 
 MASK_UPDATES = 16
 """How often the mask of a window is chosen. When some of its columns are pruned, the mask of the others is chosen anew
@@ -127,17 +131,68 @@ def prune_columns(
     update_columns = -(-UPDATE_COLUMNS // mask_columns) * mask_columns
     group = pattern.size if isinstance(pattern, Group) else 1
     interval = max(1, mask_columns // MASK_UPDATES // group) * group
+    shares = _Shares(pattern, weight.shape, mask_columns) if _over_matrix(pattern) else None
 
     def prune_column(working: Tensor, i: int, stop: int) -> Tensor:
         first = i - i % mask_columns
+        if shares and i == first:
+            # As if each were the first to be pruned: then every column has all others to compensate its loss.
+            inverse = upper[i:, i:].square().sum(0)
+            shares.next_strip(working[:, i:].square() / inverse)
         if (i - first) % interval == 0:
             chosen = slice(first, min(first + mask_columns, stop))
             scores = (working[:, chosen] / upper.diagonal()[chosen]).square()
             scores[:, : i - first] = torch.where(kept[:, first:i], torch.inf, -1)  # columns before i are final
-            kept[:, chosen] = _choose_mask(scores, pattern, first)
+            kept[:, chosen] = shares.mask(scores) if shares else _choose_mask(scores, pattern, first)
         return _final_column(working, kept, i, quantiser)
 
     return _compensate(weight, upper, update_columns, prune_column), kept
+
+
+def _over_matrix(pattern: Pattern) -> TypeGuard[Unstructured | Group]:
+    """Return whether the pattern prunes a fraction of the whole matrix."""
+    return isinstance(pattern, Unstructured | Group) and not pattern.by_row
+
+
+class _Shares:
+    """How many weights, or groups, each strip of columns loses, if a pattern prunes a fraction of the whole matrix.
+
+    The columns that are not final share what is left to prune by one threshold on their scores, anew for each strip. If
+    each strip lost the same fraction instead, a strip of important columns would lose as much as any other.
+
+    Args:
+        pattern: of the whole matrix.
+        shape: [N, K] of the weight.
+        strip: columns whose mask is chosen together.
+    """
+
+    def __init__(self, pattern: Unstructured | Group, shape: Sequence[int], strip: int) -> None:
+        self._pattern, self._groups = pattern, strip // pattern.step
+        self._left = round(shape[0] * -(-shape[1] // pattern.step) * pattern.percent / 100)
+        self._fraction = 0.0
+
+    def next_strip(self, scores: Tensor) -> None:
+        """Take the next strip's share of what is left to prune.
+
+        Args:
+            scores: [N, columns that are not final] float32, the losses of pruning a weight; the strip's come first.
+        """
+        sizes = blocks_along(torch.ones_like(scores[:1]), self._pattern.step, dim=1).sum(-1)
+        saliency = blocks_along(scores, self._pattern.step, dim=1).sum(-1) / sizes
+        strip = saliency[:, : self._groups]
+        sample = saliency[:: -(-len(saliency) // SAMPLED_ROWS)].flatten()
+        rank = round(sample.numel() * self._left / saliency.numel())
+        lost = int((strip <= sample.kthvalue(rank).values).sum()) if rank else 0
+        later = saliency.numel() - strip.numel()
+        lost = min(max(lost, self._left - later), self._left, strip.numel())
+        self._left -= lost
+        self._fraction = lost / strip.numel()
+
+    def mask(self, scores: Tensor) -> Tensor:
+        """Choose the weights of the strip to keep: [N, columns] bool."""
+        if self._fraction == 1:
+            return torch.zeros_like(scores, dtype=torch.bool)
+        return replace(self._pattern, percent=100 * self._fraction).mask(scores)
 
 
 def quantise_columns(weight: Tensor, kept: Tensor, upper: Tensor, quantiser: ColumnQuantiser) -> Tensor:
@@ -197,8 +252,8 @@ def _mask_columns(pattern: Pattern) -> int:
 def _choose_mask(scores: Tensor, pattern: Pattern, start: int) -> Tensor:
     """Choose the weights to keep in a block of columns.
 
-    A pattern that prunes a fraction rounds to whole weights, or groups. The rounding in each block is such that all
-    blocks together prune as many as the pattern prunes of the whole matrix.
+    A pattern that prunes a fraction of each row rounds to whole weights, or groups. The rounding in each block is such
+    that all blocks together prune as many as the pattern prunes of a row.
 
     Args:
         scores: saliency, [N, columns] float32.
@@ -209,11 +264,10 @@ def _choose_mask(scores: Tensor, pattern: Pattern, start: int) -> Tensor:
     """
     if not isinstance(pattern, Unstructured | Group):
         return pattern.mask(scores)
-    rows, columns = scores.shape
-    lines = 1 if pattern.by_row else rows
+    columns = scores.shape[1]
 
     def items(end: int) -> int:
-        return lines * -(-end // pattern.step)
+        return -(-end // pattern.step)
 
     def dropped(end: int) -> int:
         return round(items(end) * pattern.percent / 100)

@@ -33,9 +33,9 @@ class SearchResult:
     """The result of a search.
 
     Args:
-        patterns: of each linear layer, by module name.
-        weights: pruned to these patterns, by module name; the very weights that were scored. Pruning again would give
-            others, because the inputs have changed since, and these may be worse
+        patterns: the pattern of each linear layer, by module name.
+        weights: the weights pruned to these patterns, by module name: the very weights that were scored. Pruning again
+            would give others, because the inputs have changed since, and these may be worse
             (docs/experiments/search.md).
         uniform_kl: KL(dense || candidate) of the uniform patterns on the search's tokens, mean in nats per token.
         kl: the same of `weights`.
@@ -62,7 +62,7 @@ def search_patterns(
     *,
     seed: int,
     device: torch.device | str = "cpu",
-    accepts: Callable[[Pattern], bool] = lambda pattern: True,
+    can_store: Callable[[Pattern], bool] = lambda pattern: True,
     progress: Progress = lambda stage, done, total: None,
     journal: Journal | None = None,
 ) -> SearchResult:
@@ -75,9 +75,9 @@ def search_patterns(
         model: a transformers causal language model.
         batches: calibration token ids, each [batch, tokens] int64.
         recipe: what to do; its `search` and `prune` are not ``none``.
-        seed: of everything drawn at random.
+        seed: seed of everything drawn at random.
         device: where to compute, in float32.
-        accepts: whether the format can store a pattern.
+        can_store: whether the format can store a pattern.
         progress: called before each decoder layer of a bank and before each generation.
         journal: stores banks and generations, and provides those of an interrupted run.
 
@@ -89,11 +89,11 @@ def search_patterns(
     device = torch.device(device)
     layers = list_decoder_layers(model, recipe, {})
     algorithm_type = ALGORITHMS[recipe.search]
-    space = search_space(layers, algorithm_type.reach(recipe), accepts)
+    space = search_space(layers, algorithm_type.reach(recipe), can_store)
     uniform = (0,) * len(space)
     if not any(switch_levels(space, uniform, stage, random.Random(seed)) for stage in range(len(STAGE_STRIDES))):
         raise InputError(
-            f"no weights can move between the layers at pattern {recipe.pattern}; choose another, or search=none"
+            f"no weights can move between the linear layers at pattern {recipe.pattern}; choose another, or search=none"
         )
     token_batches = scoring_batches(batches, recipe.search_tokens, seed)
     state = State.start(uniform)
@@ -121,10 +121,10 @@ def search_patterns(
         scorer = Scorer(model, pass_space, bank, token_batches, device)
         algorithm = algorithm_type(pass_space, scorer, recipe, seed, number)
         state = _run_pass(number, algorithm, scorer, state, progress, journal)
-        best_weights = {layer.name: bank[layer.name][level] for layer, level in zip(space, state.best, strict=True)}
+        best_weights = {linear.name: bank[linear.name][level] for linear, level in zip(space, state.best, strict=True)}
         if journal:
             _save_pass(journal, number, state, best_weights)
-    patterns = {layer.name: layer.patterns[level] for layer, level in zip(space, state.best, strict=True)}
+    patterns = {linear.name: linear.patterns[level] for linear, level in zip(space, state.best, strict=True)}
     return SearchResult(patterns, best_weights, state.uniform_kl, state.kl, state.evaluations, state.tokens)
 
 

@@ -14,13 +14,13 @@ from torch import Tensor
 from semisparse.errors import InputError
 
 ITERATIONS = 300
-"""Updates of the multipliers. The moves close what gap remains."""
+"""Updates of the multipliers per start. The moves then close the gap that remains."""
 
 MOVES = 500
-"""Moves at most; each lowers the loss."""
+"""Maximum number of moves; each lowers the loss."""
 
 MAX_SINGLES = 3000
-"""Moves of one unit that are tried in pairs, those with the smallest change of loss per change of cost first."""
+"""Maximum moves of one unit that are tried in pairs."""
 
 
 class Unreachable(InputError):

@@ -25,7 +25,7 @@ from semisparse.compress.propagate import (
 from semisparse.compress.prune import PrunedLayer, Statistics, prune_levels
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import LayerReport, Progress
-from semisparse.compress.search.space import Candidate, LayerSpace
+from semisparse.compress.search.space import Candidate, LinearSpace
 from semisparse.nn import weight_of
 from semisparse.patterns import Pattern
 
@@ -36,7 +36,7 @@ class MaskedWeight(NamedTuple):
     Args:
         mask: [ceil(N K / 8)] uint8, one bit per weight, the lowest bit first.
         values: [kept] in the model's dtype, the non-zero weights in row-major order.
-        report: on the pruning.
+        report: how the weight was pruned.
     """
 
     mask: Tensor
@@ -106,12 +106,12 @@ def build_bank(
         model: the dense model; it is not changed.
         layers: its decoder layers.
         space: the levels of their linear layers.
-        centre: a level of each linear layer.
+        centre: the centre level of each linear layer.
         centre_weights: the weights at the centre, by module name, if they are known; else empty, and the centre is
             pruned, too.
         batches: calibration token ids, each [batch, tokens] int64.
         recipe: how to prune.
-        number: of the bank; it identifies the bank's pieces in the journal.
+        number: number of the bank; it identifies the bank's pieces in the journal.
         device: where to compute.
         progress: called before each decoder layer.
         journal: stores finished decoder layers, and provides those of an interrupted run.
@@ -120,7 +120,7 @@ def build_bank(
     Raises:
         InputError: a weight or its inputs cannot be used.
     """
-    by_name = {layer.name: (layer, level) for layer, level in zip(space, centre, strict=True)}
+    by_name = {linear.name: (linear, level) for linear, level in zip(space, centre, strict=True)}
     bank: Bank = {}
     with torch.no_grad(), no_tf32():
         activations = first_activations(model, layers, batches, recipe, device)
@@ -133,10 +133,10 @@ def build_bank(
                 working = copy.deepcopy(dense)
                 for name, weight, statistics in linears_with_statistics(layer, dense, working, activations, index):
                     full_name = layer.full_name(name)
-                    layer_space, level = by_name[full_name]
+                    linear_space, level = by_name[full_name]
                     known = {level: centre_weights[full_name]} if centre_weights else {}
                     with errors_naming(full_name):
-                        levels = prune(layer_space, level, known, weight, statistics, recipe, layer.weight(name))
+                        levels = prune(linear_space, level, known, weight, statistics, recipe, layer.weight(name))
                     weight.copy_(to_dense(levels[level], weight))
                     pruned[full_name] = levels
                 if journal:
@@ -151,7 +151,7 @@ def build_bank(
 
 
 def prune_densities(
-    space: LayerSpace,
+    space: LinearSpace,
     centre: int,
     known: Mapping[int, MaskedWeight],
     weight: Tensor,
@@ -162,11 +162,11 @@ def prune_densities(
     """Prune a linear layer to the density of every level, and cast the results to the original weight's dtype.
 
     Args:
-        space: the levels.
-        centre: the level that the linear layers before it have.
-        known: weights of levels that need not be pruned again.
+        space: the levels of the linear layer.
+        centre: its centre level.
+        known: weights by level that need not be pruned again.
         weight: [N, K] float32, dense.
-        statistics: of its inputs.
+        statistics: statistics of the linear layer's inputs.
         recipe: how to prune.
         original: the weight in the model; its dtype is that of the results.
     """

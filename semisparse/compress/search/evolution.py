@@ -8,17 +8,17 @@ from dataclasses import replace
 
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.search.score import BatchScore, Scorer
-from semisparse.compress.search.space import STAGE_STRIDES, Candidate, LayerSpace, switch_levels
+from semisparse.compress.search.space import STAGE_STRIDES, Candidate, LinearSpace, switch_levels
 from semisparse.compress.search.state import State
 
 OFFSPRING = 16
 """Offspring per generation; a quarter of them survive the first round of scoring, one the second."""
 
 MAX_SWITCHES = 3
-"""Level switches per mutation at most. As in EvoPress, the number is the lower of two random ones: mostly 1."""
+"""Maximum level switches per mutation. As in EvoPress, the number is the lower of two random ones: mostly 1."""
 
 REACH = 3
-"""Minimum number of a stage's strides by which its passes together can move a linear layer."""
+"""Minimum number of strides by which all passes of a stage together can move a linear layer."""
 
 
 class Evolution:
@@ -36,7 +36,7 @@ class Evolution:
         number: as in `Algorithm`.
     """
 
-    def __init__(self, space: Sequence[LayerSpace], scorer: Scorer, recipe: Recipe, seed: int, number: int) -> None:
+    def __init__(self, space: Sequence[LinearSpace], scorer: Scorer, recipe: Recipe, seed: int, number: int) -> None:
         self._space, self._scorer, self._seed = space, scorer, seed
         self._stage, passes = number // recipe.search_banks, self.passes(recipe)
         few, more = max(1, scorer.batches // 16), max(1, scorer.batches // 4)
@@ -52,14 +52,14 @@ class Evolution:
 
     @staticmethod
     def reach(recipe: Recipe) -> int:
-        """Return how far all passes together can move a linear layer from the uniform level."""
+        """Return how far all passes together can move a linear layer from level 0, as in `search_space`."""
         return recipe.search_banks * _steps(recipe)
 
     @staticmethod
-    def pass_space(space: Sequence[LayerSpace], best: Candidate, number: int, recipe: Recipe) -> list[LayerSpace]:
+    def pass_space(space: Sequence[LinearSpace], best: Candidate, number: int, recipe: Recipe) -> list[LinearSpace]:
         """Return the levels near those of the best candidate."""
         stage = number // recipe.search_banks
-        return [layer.near(level, stage, _steps(recipe)) for layer, level in zip(space, best, strict=True)]
+        return [linear.restricted_to(level, stage, _steps(recipe)) for linear, level in zip(space, best, strict=True)]
 
     def next_generation(self, state: State) -> State:
         """Run one generation."""

@@ -33,11 +33,11 @@ from semisparse.patterns import Pattern, parse_pattern
 from semisparse.quant.symmetric import DTYPES, fake_quantise_rows
 
 PASSES = 2
-"""Banks. The first is compressed on the dense model's activations, so that its losses are those of single units in a
-dense model; the second on those of the first one's best candidate."""
+"""Number of banks. The first is compressed on the dense model's activations, so that its losses are those of single
+units in a dense model; the second on the activations of the first one's best candidate."""
 
 PROPOSALS = 8
-"""Candidates per generation; a quarter of them is scored on all tokens."""
+"""Candidates per generation; a quarter of them are scored on all tokens."""
 
 SPREAD = 0.4
 """Standard deviation of the factor, as a logarithm, by which a proposal's losses differ from those measured."""
@@ -46,7 +46,7 @@ SCORED_BATCHES = 4
 """Batches that the scored tokens are split into; proposals are first scored on one of them."""
 
 DOMINATED = 1.1
-"""A choice is dropped if another costs no more and loses less by this factor, where all layers have it."""
+"""A choice is dropped if, given to all layers, another costs no more and its KL divergence is lower by this factor."""
 
 OptionsOf = Callable[[Sequence[tuple[int, int]]], Sequence[Option]]
 """The shapes (N, K) of linear layers that share an input -> their options; the first is dense."""
@@ -60,10 +60,10 @@ class Unit:
     """Linear layers of a decoder layer that share an input, and get the same choice: kernels can join them.
 
     Args:
-        linears: their module names in the model.
-        decoder_layer: its index.
-        options: the first is dense.
-        weights: their number, of all of them together.
+        linears: module names of the linear layers in the model.
+        decoder_layer: index of the decoder layer.
+        options: what the unit may become; the first option is dense.
+        weights: number of weights of all its linear layers.
     """
 
     linears: tuple[str, ...]
@@ -73,14 +73,14 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class LayerChoices:
-    """The choices of one linear layer: what a bank and the scorer call its levels.
+class LinearChoices:
+    """The choices of one linear layer. An index into them is what a bank and the scorer call a level.
 
     Args:
-        name: its module name in the model.
-        decoder_layer: the decoder layer's index.
-        choices: all that it has.
-        wanted: indices of those that are still in the search.
+        name: module name of the linear layer in the model.
+        decoder_layer: index of its decoder layer.
+        choices: all choices.
+        wanted: indices of the choices that are still in the search.
     """
 
     name: str
@@ -94,12 +94,12 @@ class JointResult:
     """The result of a joint search.
 
     Args:
-        choices: of each linear layer, by module name.
-        weights: compressed so, by module name; the very weights that were scored.
+        choices: the choice of each linear layer, by module name.
+        weights: the weights compressed by these choices, by module name: the very weights that were scored.
         kl: KL(dense || candidate) on the search's tokens, mean in nats per token.
         uniform: label of the best single choice for all layers that keeps the limits, and its KL in the first bank;
             None if none does.
-        predicted: total of each cost, relative to dense.
+        predicted: the total of each cost, relative to dense.
         evaluations: number of candidates scored, on all or some of the tokens.
         tokens: number of tokens run through the model for that.
     """
@@ -150,7 +150,7 @@ def search_choices(
         recipe: how to prune; `search_tokens` and `search_effort`.
         options: what a unit may become, and what it costs.
         limits: the largest total of each cost, relative to dense.
-        seed: of everything drawn at random.
+        seed: seed of everything drawn at random.
         device: where to compute, in float32.
         progress: called before each decoder layer of a bank, each unit and each generation.
         journal: stores banks, measured losses and generations, and provides those of an interrupted run.
@@ -172,10 +172,10 @@ class JointSearch:
         batches: calibration token ids.
         recipe: how to prune.
         options: what a unit may become.
-        seed: of everything drawn at random.
+        seed: seed of everything drawn at random.
         device: where to compute.
-        progress: called with (stage, steps done, all steps).
-        journal: of finished work.
+        progress: called with (stage, steps done, total steps).
+        journal: stores finished work.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class JointSearch:
         self._layers = list_decoder_layers(model, recipe, {})
         self.units = find_units(model, self._layers, batches, options)
         self._space = [
-            LayerChoices(
+            LinearChoices(
                 name,
                 unit.decoder_layer,
                 tuple(option.choice for option in unit.options),
@@ -218,12 +218,12 @@ class JointSearch:
         self.evaluations = self._tokens = 0
 
     def totals(self, assignment: Assignment) -> dict[str, float]:
-        """Return the sum of each cost."""
+        """Return the sum of each cost over the units."""
         picked = [costs[pick] for costs, pick in zip(self._costs, assignment, strict=True)]
         return {name: sum(cost[name] for cost in picked) for name in picked[0]}
 
     def relative(self, assignment: Assignment) -> dict[str, float]:
-        """Return the sum of each cost, relative to dense."""
+        """Return the sum of each cost over the units, relative to dense."""
         return {name: total / self.dense_costs[name] for name, total in self.totals(assignment).items()}
 
     def allocate(self, losses: Sequence[Sequence[float]], limits: Mapping[str, float]) -> Assignment:
@@ -240,7 +240,7 @@ class JointSearch:
             raise Unreachable(str(error), least) from error
 
     def proxy_losses(self) -> list[list[float]]:
-        """Return what losses are taken for before they are measured: rounding errors fall by 4 per bit."""
+        """Return estimates for losses not yet measured, [units][options]: a bit divides rounding errors by 4."""
         return [
             [unit.weights * 4.0 ** -(option.costs["bits"] / unit.weights) for option in unit.options]
             for unit in self.units
@@ -255,8 +255,8 @@ class JointSearch:
         """Compress every layer in every way, and measure what each option of each unit alone changes.
 
         Args:
-            centre: what the other units are, while a layer is compressed and while its options are measured. Weights
-                make up for the errors of the layers before them, so they fit no other candidate as well: with a centre
+            centre: the options of the other units while a layer is compressed and its options are measured. Weights
+                compensate for the errors of the layers before them, so they fit other candidates less: with a centre
                 of 4 bits, the best option in an otherwise dense model had a KL divergence of 2.3 on stories260k.
         """
         number, self._number = self._number, self._number + 1
@@ -285,7 +285,7 @@ class JointSearch:
             self._losses = saved["losses"]
             return
         base, self._losses = self.kl(centre), []
-        wanted = dict(zip((layer.name for layer in self._space), (layer.wanted for layer in self._space), strict=True))
+        wanted = {linear.name: linear.wanted for linear in self._space}
         for index, unit in enumerate(self.units):
             self._progress("measuring what each choice loses", index, len(self.units))
             options = wanted[unit.linears[0]]
@@ -314,12 +314,12 @@ class JointSearch:
             )
         }
         self._space = [
-            replace(layer, wanted=frozenset(i for i, choice in enumerate(layer.choices) if choice not in dropped))
-            for layer in self._space
+            replace(linear, wanted=frozenset(i for i, choice in enumerate(linear.choices) if choice not in dropped))
+            for linear in self._space
         ]
 
     def best(self, limits: Mapping[str, float]) -> Assignment:
-        """Return the allocation of the measured losses."""
+        """Return the assignment with the least sum of measured losses that keeps the limits."""
         return self.allocate(self._losses, limits)
 
     def run(self, limits: Mapping[str, float]) -> Assignment:
@@ -362,8 +362,8 @@ class JointSearch:
         uniform = min(within.items(), key=lambda item: item[1], default=None)
         levels = self._levels(best)
         return JointResult(
-            {layer.name: layer.choices[level] for layer, level in zip(self._space, levels, strict=True)},
-            {layer.name: self._bank[layer.name][level] for layer, level in zip(self._space, levels, strict=True)},
+            {linear.name: linear.choices[level] for linear, level in zip(self._space, levels, strict=True)},
+            {linear.name: self._bank[linear.name][level] for linear, level in zip(self._space, levels, strict=True)},
             self.kl(best),
             uniform,
             self.relative(best),
@@ -372,7 +372,7 @@ class JointSearch:
         )
 
     def _levels(self, assignment: Assignment) -> tuple[int, ...]:
-        """Return the option of each linear layer."""
+        """Return the index of each linear layer's choice, its level."""
         return tuple(pick for unit, pick in zip(self.units, assignment, strict=True) for _ in unit.linears)
 
     def _score_whole(self, assignment: Assignment) -> list[BatchScore]:
@@ -383,7 +383,7 @@ class JointSearch:
         return scores
 
     def _refine(self, best: Assignment, limits: Mapping[str, float], number: int) -> Assignment:
-        """Score allocations of randomly changed losses; keep the best."""
+        """Score the allocations of randomly changed losses; return the best assignment."""
         scorer = self._scorer
         assert scorer is not None
         generations = max(1, self._recipe.search_effort // (PASSES * PROPOSALS))
@@ -439,10 +439,10 @@ def find_units(
     """Group the linear layers of each decoder layer by input.
 
     Args:
-        model: that has the decoder layers.
-        layers: with the linear layers to compress.
-        batches: token ids; a part of the first is run.
-        options: of a unit, by its shapes.
+        model: the model that has the decoder layers.
+        layers: the decoder layers, with the linear layers to compress.
+        batches: token ids; one sequence of the first batch is run.
+        options: returns the options of a unit, given its shapes.
     """
     hidden, calls = record_calls(model, [layer.module for layer in layers], [batches[0][:1]])
     cpu = torch.device("cpu")
@@ -466,7 +466,7 @@ def find_units(
 
 
 def compress_every_way(
-    layer: LayerChoices,
+    linear: LinearChoices,
     centre: int,
     known: Mapping[int, MaskedWeight],
     weight: Tensor,
@@ -476,8 +476,8 @@ def compress_every_way(
 ) -> dict[int, MaskedWeight]:
     """Compress a linear layer's weight by each of its choices; the arguments are those of `prune_densities`."""
     result = dict(known)
-    for level, choice in enumerate(layer.choices):
-        if level in result or level not in layer.wanted:
+    for level, choice in enumerate(linear.choices):
+        if level in result or level not in linear.wanted:
             continue
         started = time.perf_counter()
         pattern = parse_pattern(choice.pattern)
@@ -488,7 +488,7 @@ def compress_every_way(
             pruned = prune_layer(weight.to(original.dtype), pattern, statistics, ways)
         if choice.quant in DTYPES:  # rounded again when packed
             pruned = replace(pruned, weight=fake_quantise_rows(pruned.weight, DTYPES[choice.quant]))
-        result[level] = masked_layer(layer.name, pattern, pruned, original.dtype, time.perf_counter() - started)
+        result[level] = masked_layer(linear.name, pattern, pruned, original.dtype, time.perf_counter() - started)
     return result
 
 

@@ -13,8 +13,8 @@ def plot_densities(densities: Mapping[str, float], path: str | Path, title: str)
 
     Args:
         densities: fraction of weights kept, 0 to 1, by module name; the number in the name is the decoder layer's.
-        path: of the file.
-        title: of the plot.
+        path: path of the file to write.
+        title: title of the plot.
     Raises:
         SemisparseError: matplotlib is not installed.
     """
@@ -52,5 +52,5 @@ def _split_name(name: str) -> tuple[int, str]:
     parts = name.split(".")
     position = next((index for index, part in enumerate(parts) if part.isdigit()), None)
     if position is None:
-        raise SemisparseError(f"layer {name} has no decoder layer's number in its name")
+        raise SemisparseError(f"{name} has no decoder layer's number in its name, as model.layers.3.mlp.up_proj has")
     return int(parts[position]), ".".join(parts[position + 1 :])

@@ -9,14 +9,14 @@ from itertools import combinations
 
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.search.score import Scorer
-from semisparse.compress.search.space import STAGE_STRIDES, Candidate, LayerSpace
+from semisparse.compress.search.space import STAGE_STRIDES, Candidate, LinearSpace
 from semisparse.compress.search.state import State
 
 GENERATIONS = 2
 """Generations per stage (section IV A)."""
 
 PARENTS = 2
-"""Best individuals of a generation, from which the next one descends."""
+"""Number of best individuals of a generation, from which the next one descends."""
 
 
 class RheoSparse:
@@ -38,12 +38,12 @@ class RheoSparse:
 
     generations = end = GENERATIONS * len(STAGE_STRIDES)
 
-    def __init__(self, space: Sequence[LayerSpace], scorer: Scorer, recipe: Recipe, seed: int, number: int) -> None:
+    def __init__(self, space: Sequence[LinearSpace], scorer: Scorer, recipe: Recipe, seed: int, number: int) -> None:
         self._space, self._scorer, self._seed = space, scorer, seed
         self._individuals = max(PARENTS, recipe.search_effort // self.generations)
         segments: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-        for index, layer in enumerate(space):
-            segments.setdefault((layer.segment, tuple(layer.kept.values())), []).append(index)
+        for index, linear in enumerate(space):
+            segments.setdefault((linear.name_in_layer, tuple(linear.kept.values())), []).append(index)
         self._segments = list(segments.values())
 
     @staticmethod
@@ -57,7 +57,7 @@ class RheoSparse:
         return 1
 
     @staticmethod
-    def pass_space(space: Sequence[LayerSpace], best: Candidate, number: int, recipe: Recipe) -> list[LayerSpace]:
+    def pass_space(space: Sequence[LinearSpace], best: Candidate, number: int, recipe: Recipe) -> list[LinearSpace]:
         """Return the whole search space."""
         return list(space)
 

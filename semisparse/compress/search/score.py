@@ -39,7 +39,7 @@ class _ScoringBatch(NamedTuple):
         ids: [batch, tokens] int64, padded on the right, which a causal model ignores.
         predicted: [batch, tokens - 1] bool, whether a token is predicted at the position.
         dense: [predicted positions, vocabulary] float32, the dense model's probabilities.
-        entropy: of these probabilities, summed over the positions, in nats.
+        entropy: entropy of these probabilities, summed over the positions, in nats.
     """
 
     ids: Tensor
@@ -53,9 +53,9 @@ def scoring_batches(batches: Sequence[Tensor], tokens: int, seed: int, parts: in
 
     Args:
         batches: token ids, each [batch, tokens] int64.
-        tokens: to score; all if there are fewer.
-        seed: of the random draw.
-        parts: batches, at most; there is no batch without a sequence.
+        tokens: number of tokens to score; all are scored if there are fewer.
+        seed: seed of the random draw.
+        parts: maximum number of batches; there is no batch without a sequence.
     Returns:
         Token ids, [batch, tokens] int64 per batch, padded on the right with -1.
     """
@@ -81,8 +81,8 @@ class Scorer:
     Args:
         model: the dense model; it is not changed.
         space: its linear layers.
-        bank: their pruned weights.
-        batches: from `scoring_batches`.
+        bank: their pruned weights by level.
+        batches: token ids, as `scoring_batches` returns them.
         device: where to compute, in float32.
     """
 
@@ -97,7 +97,7 @@ class Scorer:
         self._model = copy.deepcopy(model).to(device, torch.float32).eval()
         self._layers = decoder_layers(self._model)[1]
         self._space = space
-        self._linears = [self._model.get_submodule(layer.name) for layer in space]
+        self._linears = [self._model.get_submodule(linear.name) for linear in space]
         self._bank = bank
         self._returns_tuple = False
         self._batches = [self._score_dense(ids.to(device)) for ids in batches]

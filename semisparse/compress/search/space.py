@@ -1,4 +1,4 @@
-"""The search space: sparsity levels per linear layer, and mutations that keep the number of weights exactly."""
+"""The search space: a level of sparsity per linear layer, and mutations that keep the total number of weights."""
 
 from __future__ import annotations
 
@@ -10,52 +10,57 @@ from semisparse.compress.propagate import DecoderLayer
 from semisparse.patterns import Pattern
 
 STAGE_STRIDES = (4, 2, 1)
-"""Stride of each search stage, coarse to fine, in 64ths of a linear layer's weights (RheoSparse, section III B)."""
+"""Stride of each search stage, coarse to fine, in 1/64 of a linear layer's levels (RheoSparse, section III B)."""
 
 MAX_MOVES = 8
-"""Moves per `switch_levels` at most. Two are enough between linear layers of one shape; other shapes need more."""
+"""Maximum moves per attempt of `switch_levels`. Two are enough between linear layers of one shape; others need more."""
 
 ATTEMPTS = 1000
 """Random attempts of `switch_levels` before it gives up."""
 
 Candidate = tuple[int, ...]
-"""A level for each linear layer, in order."""
+"""A level for each linear layer, in the order of the search space."""
 
 
 @dataclass(frozen=True)
-class LayerSpace:
-    """The levels that a search may give to one linear layer: steps of `Pattern.shifted` from the uniform pattern.
+class LinearSpace:
+    """The levels that a search may give to one linear layer.
+
+    A level is a number of steps of `Pattern.shifted` from the uniform pattern: negative is sparser, positive denser.
 
     Args:
         name: module name of the linear layer in the model.
         decoder_layer: index of its decoder layer.
-        segment: its name in the decoder layer, which is the same for linear layers of one type.
-        patterns: by level, without gaps; level 0 is the uniform pattern itself.
+        name_in_layer: its module name in the decoder layer, the same for all linear layers of one type.
+        patterns: pattern by level; level 0 is the uniform pattern itself. `search_space` leaves no gaps between levels,
+            `restricted_to` does.
         kept: number of kept weights by level.
-        strides: levels per stride of each stage.
+        strides: for each search stage, the levels that one stride moves.
     """
 
     name: str
     decoder_layer: int
-    segment: str
+    name_in_layer: str
     patterns: Mapping[int, Pattern]
     kept: Mapping[int, int]
     strides: tuple[int, ...]
 
-    def near(self, level: int, stage: int, steps: int) -> LayerSpace:
-        """Return only the levels up to ``steps`` strides of a stage away from ``level``."""
-        wanted = {level + step * self.strides[stage] for step in range(-steps, steps + 1)}
-        patterns = {other: pattern for other, pattern in self.patterns.items() if other in wanted}
-        return replace(self, patterns=patterns, kept={other: self.kept[other] for other in patterns})
+    def restricted_to(self, centre: int, stage: int, steps: int) -> LinearSpace:
+        """Return this space with only the levels ``centre + i * stride``, abs(i) <= ``steps``, of a stage."""
+        levels = {centre + step * self.strides[stage] for step in range(-steps, steps + 1)}
+        patterns = {level: pattern for level, pattern in self.patterns.items() if level in levels}
+        return replace(self, patterns=patterns, kept={level: self.kept[level] for level in patterns})
 
 
-def search_space(layers: Sequence[DecoderLayer], reach: int, accepts: Callable[[Pattern], bool]) -> list[LayerSpace]:
-    """Return the search space: one `LayerSpace` per linear layer.
+def search_space(layers: Sequence[DecoderLayer], reach: int, can_store: Callable[[Pattern], bool]) -> list[LinearSpace]:
+    """Return the search space: one `LinearSpace` per linear layer.
+
+    In each direction the levels end at ``reach``, or before the first one that is no pattern or cannot be stored.
 
     Args:
-        layers: with the uniform patterns.
-        reach: distance of the extreme levels from the uniform one, in units of the sum of all stages' strides.
-        accepts: whether the format can store a pattern.
+        layers: the decoder layers, each with the uniform pattern of its linear layers.
+        reach: maximum distance from level 0; 1 is one stride of every search stage, added up.
+        can_store: whether the format can store a pattern.
     """
     space = []
     for index, layer in enumerate(layers):
@@ -66,47 +71,53 @@ def search_space(layers: Sequence[DecoderLayer], reach: int, accepts: Callable[[
             for direction in (-1, 1):
                 for level in range(direction, direction * (reach * sum(strides) + 1), direction):
                     shifted = pattern.shifted(level, (n, k))
-                    if shifted is None or not accepts(shifted):
+                    if shifted is None or not can_store(shifted):
                         break
                     patterns[level] = shifted
-            kept = {level: each.kept((n, k)) for level, each in patterns.items()}
-            space.append(LayerSpace(layer.full_name(name), index, name, patterns, kept, strides))
+            kept = {level: pattern.kept((n, k)) for level, pattern in patterns.items()}
+            space.append(LinearSpace(layer.full_name(name), index, name, patterns, kept, strides))
     return space
 
 
-def kept_weights(space: Sequence[LayerSpace], candidate: Candidate) -> int:
+def kept_weights(space: Sequence[LinearSpace], candidate: Candidate) -> int:
     """Return the number of weights that a candidate keeps."""
-    return sum(layer.kept[level] for layer, level in zip(space, candidate, strict=True))
+    return sum(linear.kept[level] for linear, level in zip(space, candidate, strict=True))
 
 
 def switch_levels(
-    space: Sequence[LayerSpace], candidate: Candidate, stage: int, rng: random.Random
+    space: Sequence[LinearSpace], candidate: Candidate, stage: int, rng: random.Random
 ) -> Candidate | None:
     """Mutate a candidate: make some linear layers sparser and others denser by the same number of weights.
 
-    Each move changes a random linear layer by one stride of the stage. The first move makes one sparser; each next move
-    goes in the direction that has moved fewer weights, until both have moved the same number.
+    Each move changes a random linear layer by one stride of the stage. The first move makes one sparser. Each later one
+    makes one denser while more weights were removed than added, else sparser, until the two numbers are equal. A linear
+    layer moves in one direction only.
 
+    Args:
+        space: all linear layers.
+        candidate: the level of each before.
+        stage: index of the search stage, whose strides the moves have.
+        rng: where the choices come from.
     Returns:
-        The new candidate; None if no attempt came out even.
+        The new candidate; None if no attempt made the numbers equal.
     """
     for _ in range(ATTEMPTS):
         levels = list(candidate)
-        freed = 0
+        removed = 0  # kept weights, added ones subtracted
         for _ in range(MAX_MOVES):
-            direction = 1 if freed > 0 else -1
+            direction = 1 if removed > 0 else -1
             moves = [
-                (index, levels[index] + direction * layer.strides[stage])
-                for index, layer in enumerate(space)
-                if levels[index] + direction * layer.strides[stage] in layer.kept
+                (index, levels[index] + direction * linear.strides[stage])
+                for index, linear in enumerate(space)
+                if levels[index] + direction * linear.strides[stage] in linear.kept
                 and (levels[index] - candidate[index]) * direction >= 0
             ]
             if not moves:
                 break
             index, level = rng.choice(moves)
             change = space[index].kept[levels[index]] - space[index].kept[level]
-            freed += change
+            removed += change
             levels[index] = level
-            if freed == 0 and change:  # in a short window a move may change nothing
+            if removed == 0 and change:  # where a weight has few columns, a move may change nothing
                 return tuple(levels)
     return None

@@ -1,4 +1,4 @@
-"""What every search algorithm is: generations, each of which turns one state into the next."""
+"""The interface of search algorithms: generations, each of which turns one state into the next."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.search.score import Scorer
-from semisparse.compress.search.space import Candidate, LayerSpace
+from semisparse.compress.search.space import Candidate, LinearSpace
 
 
 @dataclass(frozen=True)
 class State:
-    """A search between two generations; all that is needed to resume it.
+    """The state of a search between two generations: all that is needed to resume it.
 
     Args:
         generation: number of finished generations.
@@ -55,10 +55,10 @@ class Algorithm(Protocol):
 
     Args:
         space: as `pass_space` returns it for the pass.
-        scorer: of candidates in this space.
-        recipe: with the settings of the search.
-        seed: of everything drawn at random.
-        number: of the pass, from 0.
+        scorer: scores candidates in this space.
+        recipe: the settings of the search.
+        seed: seed of everything drawn at random.
+        number: number of the pass, from 0.
     """
 
     generations: int
@@ -67,7 +67,9 @@ class Algorithm(Protocol):
     end: int
     """Number of generations after which the pass ends, counted from the first pass's start."""
 
-    def __init__(self, space: Sequence[LayerSpace], scorer: Scorer, recipe: Recipe, seed: int, number: int) -> None: ...
+    def __init__(
+        self, space: Sequence[LinearSpace], scorer: Scorer, recipe: Recipe, seed: int, number: int
+    ) -> None: ...
 
     @staticmethod
     def passes(recipe: Recipe) -> int:
@@ -75,10 +77,10 @@ class Algorithm(Protocol):
 
     @staticmethod
     def reach(recipe: Recipe) -> int:
-        """Return how far the levels reach from the uniform one, as in `search_space`."""
+        """Return the maximum distance of a level from level 0, as in `search_space`."""
 
     @staticmethod
-    def pass_space(space: Sequence[LayerSpace], best: Candidate, number: int, recipe: Recipe) -> list[LayerSpace]:
+    def pass_space(space: Sequence[LinearSpace], best: Candidate, number: int, recipe: Recipe) -> list[LinearSpace]:
         """Return the part of the search space that pass ``number`` explores, given the best candidate before it."""
 
     def next_generation(self, state: State) -> State:

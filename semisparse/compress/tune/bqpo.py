@@ -17,7 +17,7 @@ from semisparse.compress.tune.training import TuningResult, train
 from semisparse.quant.group import GroupScales
 
 SCALE_RATE = 0.3
-"""Learning rate of scales and zero points, as a fraction of the weights'."""
+"""Learning rate of scales and zero points, as a fraction of that of the weights."""
 
 
 def tune_decoder_layer(
@@ -39,33 +39,35 @@ def tune_decoder_layer(
 
     Args:
         layer: the decoder layer, float32. Its zeros and its other parameters stay as they are.
-        scales: of each linear layer to train, by its name in the decoder layer; None if it is not quantised.
+        scales: the scales and zero points of each linear layer to train, by its name in the decoder layer; None if it
+            is not quantised.
         calls: arguments of the decoder layer, one call per batch.
         inputs: hidden states before it, [batch, tokens, features] float32 per batch.
         targets: what the hidden states after it should be, likewise.
         rate: learning rate of a linear layer, as a fraction of the root mean square of its non-zero weights.
         epochs: passes over the batches.
-        seed: for the order of the batches.
-        progress: called with (steps done, all steps).
+        seed: seed of the random orders of the batches.
+        progress: called with (steps done, total steps).
     Returns:
-        The result of the training, and the new scales.
+        The result of the training, and the new scales and zero points.
     """
 
     def loss(index: int) -> Tensor:
+        """Return the mean loss per token of batch ``index``."""
         output, target = calls[index](layer, inputs[index]), targets[index]
         return ((output - target).square().sum(-1) / target.square().sum(-1)).mean()
 
-    tokens = [target.shape[:-1].numel() for target in targets]
+    token_counts = [target.shape[:-1].numel() for target in targets]
     layer.requires_grad_(False)
     linears = {name: layer.get_submodule(name) for name in scales}
     param_groups = [_weight_group(linear, rate) for linear in linears.values()]
     trainable = {name: add_fake_quantisation(linears[name], given) for name, given in scales.items() if given}
     param_groups += [each.param_group(SCALE_RATE * rate) for each in trainable.values()]
-    result = train(param_groups, loss, tokens, epochs=epochs, seed=seed, progress=progress)
+    result = train(param_groups, loss, token_counts, epochs=epochs, seed=seed, progress=progress)
     for name in trainable:
         remove_fake_quantisation(linears[name])
     layer.requires_grad_(False)
-    return result, {name: trainable[name].scales if name in trainable else None for name in scales}
+    return result, {name: trainable[name].group_scales if name in trainable else None for name in scales}
 
 
 def _weight_group(linear: nn.Module, rate: float) -> dict[str, Any]:

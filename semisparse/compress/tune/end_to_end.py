@@ -1,6 +1,7 @@
-"""E2E-OQP: train the scales and zero points of a quantised model on the language-model loss, with fixed codes.
+"""E2E-OQP: train the scales and zero points of a quantised model on the language-model loss (GQSA, section 3.4).
 
-GQSA, section 3.4. Device memory holds one byte per weight; activations are checkpointed per decoder layer.
+The codes (the quantised integers) and the pruned groups stay as they are. On the device a quantised weight takes one
+byte, its code; activations are checkpointed per decoder layer.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from semisparse.compress.tune.quantised import QuantisedLinear
 from semisparse.compress.tune.training import TuningResult, train
 from semisparse.nn import weight_of
 
-RATE = 0.1
-"""Learning rate, as a fraction of that of the weights in BQPO. On babyllama-1m 0.03 gives 2 % more KL."""
+RELATIVE_RATE = 0.1
+"""Learning rate, as a fraction of the recipe's `tune_rate`, which the weights have in BQPO (bqpo.py). With 0.03 the KL
+divergence to the dense model is 2 % higher (babyllama-1m)."""
 
 
 def tune_end_to_end(
@@ -39,45 +41,49 @@ def tune_end_to_end(
 ) -> tuple[TuningResult, list[LayerReport]]:
     """Train every quantised linear layer's scales and zero points, and write the new weights into the model.
 
+    A deep copy of the model is trained; then the weights of ``model`` are updated in place.
+
     Args:
-        model: a causal language model whose linear layers are quantised with the scales in their reports.
+        model: a causal language model. A linear layer whose report has scales is quantised with these, and is trained;
+            the others stay as they are.
         batches: token ids, each [batch, tokens] int64.
-        reports: of the linear layers.
-        rate: the recipe's `tune_rate`; the learning rate is `RATE` times it.
+        reports: one per compressed linear layer.
+        rate: the recipe's `tune_rate`; the learning rate is `RELATIVE_RATE` times it.
         epochs: passes over the batches.
-        seed: for the order of the batches.
+        seed: seed of the random orders of the batches.
         device: where to compute.
-        dtype: of the activations.
-        progress: called with (steps done, all steps).
+        dtype: dtype of the activations, and of the copy's weights that are not quantised.
+        progress: called with (steps done, total steps).
     Returns:
         The result of the training, and the reports with the new scales.
     """
     quantised = copy.deepcopy(model).to(dtype)
     quantised.requires_grad_(False)
-    linears = {}
+    quantised_linears = {}
     for report in reports:
         if report.scales:
             linear = quantised.get_submodule(report.name)
-            linears[report.name] = QuantisedLinear(linear, report.scales.to(weight_of(linear).device))
-            quantised.set_submodule(report.name, linears[report.name])
+            quantised_linears[report.name] = QuantisedLinear(linear, report.scales.to(weight_of(linear).device))
+            quantised.set_submodule(report.name, quantised_linears[report.name])
     quantised.to(device)
     for layer in decoder_layers(quantised)[1]:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)  # activation checkpointing
 
     def loss(index: int) -> Tensor:
-        tokens = batches[index].to(device)
-        logits = quantised(tokens, use_cache=False).logits[:, :-1]
-        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        """Return the mean next-token cross-entropy of batch ``index``, in nats."""
+        ids = batches[index].to(device)
+        logits = quantised(ids, use_cache=False).logits[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
 
-    param_groups = [linear.scales.param_group(RATE * rate) for linear in linears.values()]
-    tokens = [batch.numel() for batch in batches]
-    result = train(param_groups, loss, tokens, epochs=epochs, seed=seed, progress=progress)
-    tuned = []
+    param_groups = [linear.scales.param_group(RELATIVE_RATE * rate) for linear in quantised_linears.values()]
+    token_counts = [batch.numel() for batch in batches]
+    result = train(param_groups, loss, token_counts, epochs=epochs, seed=seed, progress=progress)
+    new_reports = []
     for report in reports:
-        if report.name in linears:
-            trained, weight = linears[report.name], weight_of(model.get_submodule(report.name))
-            weight.copy_(trained.weight()).add_(0)  # adding 0 turns -0 into +0
+        if report.name in quantised_linears:
+            trained, weight = quantised_linears[report.name], weight_of(model.get_submodule(report.name))
+            weight.copy_(trained.weight()).add_(0)  # pruned weights may be -0: adding 0 makes them +0
             outcome = f"{report.outcome}, e2e {result.outcome}"
-            report = replace(report, outcome=outcome, scales=trained.scales.scales)
-        tuned.append(report)
-    return result, tuned
+            report = replace(report, outcome=outcome, scales=trained.scales.group_scales)
+        new_reports.append(report)
+    return result, new_reports

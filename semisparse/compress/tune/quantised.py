@@ -1,4 +1,4 @@
-"""Train a quantised linear layer's scales and zero points, with trainable weights or with fixed codes."""
+"""Linear layers with trainable scales and zero points; their weights are trainable too, or fixed codes (integers)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from semisparse.quant.group import GroupScales, fake_quantise, stored_groups, st
 class TrainableScales(nn.Module):
     """Scales and zero points as parameters.
 
-    The parameters are the logarithm of a factor on each scale, and a shift of each zero point, in codes. One learning
-    rate then suits every group.
+    The parameters are the logarithm of a factor on each scale, and a shift of each zero point in units of one code. One
+    learning rate then suits every group.
 
     Args:
-        scales: the initial ones, in the dtype that they are stored in.
+        scales: the initial scales and zero points, in the dtypes that they are stored in.
     """
 
     scale: Tensor
@@ -43,8 +43,8 @@ class TrainableScales(nn.Module):
 
     @property
     @torch.no_grad()
-    def scales(self) -> GroupScales:
-        """The present scales, in the dtypes that they are stored in."""
+    def group_scales(self) -> GroupScales:
+        """The present scales and zero points, in the dtypes that they are stored in."""
         scale, zero = self()
         return GroupScales(self._bits, self._size, scale.to(self.scale.dtype), zero)
 
@@ -74,7 +74,7 @@ class _FakeQuantised(nn.Module):
 
 
 def add_fake_quantisation(linear: nn.Module, scales: GroupScales) -> TrainableScales:
-    """Fake-quantise a linear layer's weight in its forward, with trainable scales, which are returned."""
+    """Fake-quantise a linear layer's weight in its forward pass; return the trainable scales and zero points."""
     trainable = TrainableScales(scales)
     parametrize.register_parametrization(linear, "weight", _FakeQuantised(linear, trainable, scales))
     return trainable
@@ -90,7 +90,7 @@ class QuantisedLinear(nn.Module):
 
     Args:
         linear: the linear layer to replace; its weight is quantised already.
-        scales: of its weight.
+        scales: the scales and zero points of its weight.
     """
 
     def __init__(self, linear: nn.Module, scales: GroupScales) -> None:

@@ -21,10 +21,10 @@ HELD_OUT = 1 / 16
 """Minimum fraction of the calibration tokens that is held out."""
 
 EVALUATIONS = 16
-"""How often the held-out loss is measured during a whole training."""
+"""Number of measurements of the held-out loss in a whole training."""
 
 PATIENCE = 8
-"""Training stops after so many measurements without a lower held-out loss."""
+"""Number of measurements without a lower held-out loss after which training stops."""
 
 LAST_RATE = 1 / 20
 """Final learning rate, as a fraction of the initial one."""
@@ -86,12 +86,12 @@ def train(
     Training stops at a loss that is not finite, and after `PATIENCE` measurements without improvement.
 
     Args:
-        param_groups: of the optimiser, each with its ``lr``.
+        param_groups: parameter groups of the optimiser, each with its ``lr``.
         loss: returns the mean loss of a batch, given its index, as a scalar with gradients.
         tokens: number of tokens of each batch, by which its loss is weighted.
         epochs: passes over the batches that are not held out.
-        seed: for the choice of held-out batches and the orders.
-        progress: called with (steps done, all steps).
+        seed: seed of the choice of held-out batches and of the random orders.
+        progress: called with (steps done, total steps).
     """
     started = time.perf_counter()
     rng = random.Random(seed)

@@ -22,7 +22,7 @@ def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
     """
     m, n, k, width = problem.m, problem.n, problem.k, problem.dtype.itemsize
     operands, operations = m * (n + k) * width, 2 * m * n * k
-    if problem.device.type == "cpu" and not cpu.unpacks(m, problem.spec):
+    if problem.device.type == "cpu" and not cpu.uses_torch_matmul(m, problem.spec):
         dtype = quantised_dtype(problem.params)
         # No operations, but the unit: it tells what x is rounded to, and so what error a product may have.
         quantising = (Pass(m * k * (width + dtype.itemsize), 0, UNITS[dtype]),) if dtype else ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from semisparse.formats.kernel import Pass, Problem, fused_cost
-from semisparse.formats.vector_nm.cuda.decode_schedule import LENGTHS, MAX_M, TENSOR_LENGTHS, TILE_M
+from semisparse.formats.vector_nm.cuda.decode_schedule import MAX_M, TENSOR_VECTOR_LENGTHS, TILE_M, VECTOR_LENGTHS
 from semisparse.formats.vector_nm.cuda.schedule import MAX_DENSITY, choose_gemm
 from semisparse.formats.vector_nm.storage.disk import vectors_of
 
@@ -23,8 +23,8 @@ def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
     m, n, k, itemsize = problem.m, problem.n, problem.k, problem.dtype.itemsize
     operations = 2 * m * n * k * pattern.density
     operands = weight_bytes + m * (n + k) * itemsize
-    if problem.dtype != torch.float32 and m <= MAX_M and pattern.length in LENGTHS:
-        if pattern.length in TENSOR_LENGTHS:
+    if problem.dtype != torch.float32 and m <= MAX_M and pattern.length in VECTOR_LENGTHS:
+        if pattern.length in TENSOR_VECTOR_LENGTHS:
             return (Pass(operands, operations, "tensor fp16"),)
         rereads = (-(-m // TILE_M[-1]) - 1) * weight_bytes
         return (Pass(operands + rereads, operations, "fp32"),)

@@ -29,15 +29,45 @@ def surgeon(weight: Tensor, hessian: Tensor, pattern: Pattern) -> Tensor:
     columns = weight.shape[1]
     inverses = [torch.linalg.inv(hessian[i:, i:]) for i in range(columns)]
     kept = torch.ones_like(weight, dtype=torch.bool)
+    shares = Shares(pattern, weight) if isinstance(pattern, Unstructured | Group) and not pattern.by_row else None
     for start, stop, again in spans(pattern, columns):
+        wanted = shares.next(weight, inverses[start], start, stop) if shares else None
         for i in range(start, stop):
             if (i - start) % again == 0:
                 cost = torch.stack([weight[:, j] ** 2 / inverses[j][0, 0] for j in range(i, stop)], dim=1)
-                kept[:, i:stop] = choose(cost, kept[:, start:i], pattern, start)
+                kept[:, i:stop] = choose(cost, kept[:, start:i], pattern, start, wanted)
             for row in range(len(weight)):
                 if not kept[row, i]:
                     weight[row, i:] -= weight[row, i] / inverses[i][0, 0] * inverses[i][0]
     return weight * kept
+
+
+class Shares:
+    """What each span keeps of a pattern over the whole matrix: one threshold on the costs of all columns from it on.
+
+    As in `prune_columns`, the columns after a block of `UPDATE_COLUMNS` have not been updated since the block began.
+    """
+
+    def __init__(self, pattern: Unstructured | Group, weight: Tensor) -> None:
+        self.pattern, self.seen = pattern, weight.clone()
+        count = len(weight) * math.ceil(weight.shape[1] / pattern.step)
+        self.left = round(count * pattern.percent / 100)
+
+    def next(self, weight: Tensor, inverse: Tensor, start: int, stop: int) -> int:
+        """Return how many weights or groups the span keeps."""
+        if start % sparsegpt.UPDATE_COLUMNS == 0:
+            self.seen = weight.clone()
+        end = start - start % sparsegpt.UPDATE_COLUMNS + sparsegpt.UPDATE_COLUMNS
+        current = torch.cat((weight[:, start:end], self.seen[:, end:]), dim=1)
+        cost = current**2 / inverse.diagonal()
+        size = self.pattern.step
+        by_unit = torch.stack([part.mean(1) for part in cost.split(size, dim=1)], dim=1)
+        span = by_unit[:, : math.ceil((stop - start) / size)]
+        ranked = by_unit.flatten().sort().values
+        lost = int((span <= ranked[self.left - 1]).sum()) if self.left else 0
+        lost = min(max(lost, self.left - (by_unit.numel() - span.numel())), self.left, span.numel())
+        self.left -= lost
+        return span.numel() - lost
 
 
 def spans(pattern: Pattern, columns: int) -> list[tuple[int, int, int]]:
@@ -53,20 +83,20 @@ def spans(pattern: Pattern, columns: int) -> list[tuple[int, int, int]]:
     return [(start, min(start + width, columns), again) for start in range(0, columns, width)]
 
 
-def choose(cost: Tensor, kept: Tensor, pattern: Pattern, start: int) -> Tensor:
+def choose(cost: Tensor, kept: Tensor, pattern: Pattern, start: int, wanted: int | None) -> Tensor:
     """Choose the weights to keep in the rest of a span that begins at column `start`.
 
     Args:
         cost: of pruning each weight of the rest.
         kept: the mask of the columns that are pruned already.
+        wanted: how many weights or groups the span keeps, for patterns over the whole matrix.
     """
     done, left = units(kept.double(), pattern), units(cost, pattern)
     columns = kept.shape[1] + cost.shape[1]
     if isinstance(pattern, NM | VectorNM):
         wanted = math.ceil(pattern.keep * columns / pattern.window)
-    else:  # counted from column 0, so that rounding does not accumulate
-        lines = 1 if pattern.by_row else len(cost)
-        counts = [lines * math.ceil(end / pattern.step) for end in (start, start + columns)]
+    elif wanted is None:  # counted from column 0, so that rounding does not accumulate
+        counts = [math.ceil(end / pattern.step) for end in (start, start + columns)]
         before, after = (count - round(count * pattern.percent / 100) for count in counts)
         wanted = after - before
     chosen = torch.zeros_like(left, dtype=torch.bool)

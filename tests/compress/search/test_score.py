@@ -8,28 +8,20 @@ import torch
 from transformers import PreTrainedModel
 
 from semisparse.compress.propagate import list_decoder_layers
-from semisparse.compress.search import score as score_module
 from semisparse.compress.search.bank import Bank, to_masked
 from semisparse.compress.search.score import BATCHES, Scorer, scoring_batches
-from semisparse.compress.search.space import Candidate, LayerSpace, search_space
+from semisparse.compress.search.space import Candidate, LinearSpace, search_space
 from semisparse.nn import weight_of
 from tests.compress.search.small import REPORT, calibration, mean_kl, recipe, sharp_model
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def padded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few batches, so that some hold sequences of both lengths."""
-    monkeypatch.setattr(score_module, "BATCHES", 3)
-    assert any((batch < 0).any() for batch in scoring_batches(calibration(), 10**6, seed=0))
-
-
-def space_of(model: PreTrainedModel) -> list[LayerSpace]:
+def space_of(model: PreTrainedModel) -> list[LinearSpace]:
     return search_space(list_decoder_layers(model, recipe(), {}), 1, lambda _: True)
 
 
-def small_bank(model: PreTrainedModel, space: list[LayerSpace]) -> Bank:
+def small_bank(model: PreTrainedModel, space: list[LinearSpace]) -> Bank:
     """Weights pruned by magnitude: quick, and different at each level."""
     bank: Bank = {}
     for layer in space:
@@ -39,11 +31,12 @@ def small_bank(model: PreTrainedModel, space: list[LayerSpace]) -> Bank:
     return bank
 
 
-def scorer_of(model: PreTrainedModel, space: list[LayerSpace]) -> Scorer:
-    return Scorer(model, space, small_bank(model, space), scoring_batches(calibration(), 10**6, seed=0), CPU)
+def scorer_of(model: PreTrainedModel, space: list[LinearSpace], batches: int = BATCHES) -> Scorer:
+    split = scoring_batches(calibration(), 10**6, seed=0, parts=batches)
+    return Scorer(model, space, small_bank(model, space), split, CPU)
 
 
-def reference(model: PreTrainedModel, space: list[LayerSpace], candidate: Candidate) -> float:
+def reference(model: PreTrainedModel, space: list[LinearSpace], candidate: Candidate) -> float:
     """The mean KL of a candidate."""
     dense = copy.deepcopy(model).float()
     sparse = copy.deepcopy(dense)
@@ -53,12 +46,13 @@ def reference(model: PreTrainedModel, space: list[LayerSpace], candidate: Candid
     return mean_kl(dense, sparse, calibration())
 
 
-@pytest.mark.usefixtures("padded")
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral", "opt", "gpt2"])
 def test_scores_are_kl_divergences(architecture: str):
+    """Few batches, so that some hold sequences of both lengths and are padded."""
+    assert any((batch < 0).any() for batch in scoring_batches(calibration(), 10**6, seed=0, parts=3))
     model = sharp_model(architecture)
     space = space_of(model)
-    scorer = scorer_of(model, space)
+    scorer = scorer_of(model, space, batches=3)
     every = range(scorer.batches)
     rng = random.Random(0)
     uniform = (0,) * len(space)

@@ -14,7 +14,7 @@ from semisparse.compress import Journal, Recipe, compress_decoder_layers
 from semisparse.compress.propagate import list_decoder_layers
 from semisparse.compress.search import ALGORITHMS, SearchResult, search_patterns
 from semisparse.compress.search.score import BatchScore
-from semisparse.compress.search.space import STAGE_STRIDES, LayerSpace, kept_weights, search_space
+from semisparse.compress.search.space import STAGE_STRIDES, LinearSpace, kept_weights, search_space
 from semisparse.compress.search.state import State
 from semisparse.errors import InputError, RecipeError
 from semisparse.patterns import parse_pattern
@@ -119,7 +119,7 @@ def test_resumed_at_any_call_of_progress(name: str, calls: int, tmp_path: Path):
 
 def test_progress_reports_the_best_kl_so_far():
     result, calls = searched(recipe(pattern="4:8"))
-    of_banks = [call for call in calls if call.stage == "pruning every layer to every density"]
+    of_banks = [call for call in calls if call.stage == "pruning every layer in every way"]
     assert [call.done for call in of_banks] == [0, 1] * 3
     of_search = [call for call in calls if call not in of_banks]
     assert [call.done for call in of_search] == list(range(of_search[0].total))
@@ -148,7 +148,7 @@ class StubScorer:
 
 
 @cache
-def regular_space() -> list[LayerSpace]:
+def regular_space() -> list[LinearSpace]:
     return search_space(list_decoder_layers(regular_model(), recipe(), {}), 1, lambda _: True)
 
 
@@ -182,8 +182,8 @@ def test_genes_are_letters_and_segments_keep_their_budget():
         stride = STAGE_STRIDES[generation // 2]
         for candidate in scorer.scored:
             assert {(a - b) / stride for a, b in zip(candidate, centre, strict=True)} <= {-1, 0, 1}
-            for name in {layer.segment for layer in space}:
-                segment = [i for i, layer in enumerate(space) if layer.segment == name]
+            for name in {layer.name_in_layer for layer in space}:
+                segment = [i for i, layer in enumerate(space) if layer.name_in_layer == name]
                 assert kept_weights([space[i] for i in segment], tuple(candidate[i] for i in segment)) == sum(
                     space[i].kept[0] for i in segment
                 )
@@ -191,7 +191,7 @@ def test_genes_are_letters_and_segments_keep_their_budget():
 
 
 def test_what_cannot_be_searched():
-    with pytest.raises(InputError, match="no weights can move between the layers at pattern 64:64"):
+    with pytest.raises(InputError, match="no weights can move between the linear layers at pattern 64:64"):
         search(recipe(pattern="64:64"))
     with pytest.raises(InputError, match="needs calibration text"):
         search_patterns(sharp_model(), [], recipe(), seed=0)

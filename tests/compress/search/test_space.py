@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from semisparse.compress.propagate import DecoderLayer
-from semisparse.compress.search.space import STAGE_STRIDES, LayerSpace, kept_weights, search_space, switch_levels
+from semisparse.compress.search.space import STAGE_STRIDES, LinearSpace, kept_weights, search_space, switch_levels
 from semisparse.patterns import NM, Pattern, parse_pattern
 
 PATTERNS = ("32:64", "20:64", "4:8", "6:8", "16:32v4", "g16@50%", "g4@50%/row", "70%", "62.5%/row")
 
 
-def space_of(pattern: str, shapes: list[tuple[int, int]], accepts=lambda _: True) -> list[LayerSpace]:
+def space_of(pattern: str, shapes: list[tuple[int, int]], accepts=lambda _: True) -> list[LinearSpace]:
     """The search space of two decoder layers with linear layers of these shapes [N, K]."""
     module = nn.ModuleDict({f"linear{i}": nn.Linear(k, n, bias=False) for i, (n, k) in enumerate(shapes)})
     patterns = dict.fromkeys(module, parse_pattern(pattern))

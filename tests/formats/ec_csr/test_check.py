@@ -52,7 +52,7 @@ def test_what_is_wrong_with_panels_is_named(name: str, at: tuple[int, ...], valu
     [
         ("bundles", (0, 0), 3, "granularity is none of"),
         ("bundles", (0, 1), 2, "vector is neither"),
-        ("bundles", (0, 2), 0, "no multiple of the vector"),
+        ("bundles", (0, 2), 0, "not a positive multiple of the vector"),
         ("bundles", (1, 3), 1, "offset is not where"),
         ("slots", (0,), -1, "slots, at .0.: the slot is none"),
         ("slots", (0,), 1, "not one sum"),

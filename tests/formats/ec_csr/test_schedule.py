@@ -50,7 +50,7 @@ def test_kernels_say_why_they_refuse(monkeypatch: pytest.MonkeyPatch):
         ("decode", problem(1, 64, 64), "compute capability 8.0"),
         ("decode", problem(24, 64, 64), "takes 1 to 16 tokens, got 24"),
         ("decode", problem(1, 64, 64, "paper"), "reads row panels, this weight is stored in paper"),
-        ("paper", problem(1, 64, 64), "reads the layout paper, this weight is stored in banks"),
+        ("paper", problem(1, 64, 64), "needs the layout paper, the weight is in the layout banks"),
         ("decode_mma", problem(16, 64, 64, dtype=torch.float32), "it takes float16 and bfloat16"),
         ("cpu", problem(1, 64, 64), "runs on cpu"),
     ):

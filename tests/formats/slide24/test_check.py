@@ -17,7 +17,7 @@ from semisparse.runtime import cpp
 from tests.formats.slide24.reference import SLIDE24, lifted_linear, packed_weight, random_weight
 
 needs_compiler = pytest.mark.skipif(cpp.refusal() is not None, reason=str(cpp.refusal()))
-located_by_torch = mock.patch.object(check, "_sound", return_value=False)
+located_by_torch = mock.patch.object(check, "_passes_check_cpp", return_value=False)
 
 
 def corrupted(packed: Packed, tensor: str, row: int, column: int, value) -> Packed:
@@ -38,12 +38,13 @@ def test_corrupted_content_is_refused_and_located():
     # Slots 0 to 3 of group 0: a pair that does not increase, a position its slot cannot have, a window that goes back.
     for byte, what in ((0b1110_0101, "above"), (0b1110_0100 ^ 0b11, "position"), (0b0100_1110, "above")):
         refuses(corrupted(packed, "metadata", 2, 0, byte), rf"metadata, at row 2, group 0, slot \d: .*{what}")
-    refuses(corrupted(packed, "scale", 3, 0, torch.inf), "scale, at row 3: it is not finite")
+    refuses(corrupted(packed, "scale", 3, 0, torch.inf), "scale, at row 3: expected a finite value, got inf")
     for kind, dtype, value in (
         ("fp8", torch.bfloat16, torch.nan), (None, torch.half, -torch.inf), (None, torch.float32, torch.inf)
     ):  # fmt: skip
         sound = packed_weight("6:8", 4, 100, kind, dtype)
-        refuses(corrupted(sound, "values", 0, 0, value), "values, at row 0, group 0, slot 0: it is not finite")
+        message = f"values, at row 0, group 0, slot 0: expected a finite value, got {value}"
+        refuses(corrupted(sound, "values", 0, 0, value), message)
 
 
 @pytest.mark.parametrize(("kind", "value"), [(None, 3), ("int8", -128), ("fp8", 0.5)])
@@ -51,7 +52,7 @@ def test_a_weight_past_the_last_column_is_refused(kind, value):
     weight = random_weight("6:8", 4, 99)
     weight[:, 96:98] = 0  # left out, so that slot 1 of the last group stands for column 99, the first that is not there
     packed = SLIDE24.pack(weight, "6:8", **({} if kind is None else {"kind": kind}))
-    message = "values, at row 1, group 12, slot 1: a weight past column K = 99"
+    message = f"values, at row 1, group 12, slot 1: expected 0 at column 99, which is not below K = 99, got {value}"
     refuses(corrupted(packed, "values", 1, 6 * 12 + 1, value), message)
     if kind != "int8":
         SLIDE24.validate(corrupted(packed, "values", 1, 6 * 12 + 1, -0.0))
@@ -80,7 +81,8 @@ def test_the_compiled_check_knows_every_byte_everywhere_in_a_group(half):
     for at in range(packed.tensors["metadata"].shape[1]):
         for octet in range(256):
             damaged = corrupted(packed, "metadata", 0, at, octet)
-            assert check._sound(damaged) == columns_increase(damaged.tensors["metadata"][0], slots), (at, octet)
+            valid = columns_increase(damaged.tensors["metadata"][0], slots)
+            assert check._passes_check_cpp(damaged) == valid, (at, octet)
 
 
 @given(half=st.integers(2, 8), data=st.data())

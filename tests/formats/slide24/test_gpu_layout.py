@@ -31,7 +31,7 @@ def test_what_lies_outside_of_a_weight_in_tiles_is_refused():
     for at, value in (((0, 1, 7), 1), ((0, 0, 4096 + 5 * 16), 0)):  # values of row 64, metadata of rows 5 and on
         tiles = packed.tensors["tiles"].clone()
         tiles[at] = value
-        with pytest.raises(FormatError, match="tiles holds other than padding"):
+        with pytest.raises(FormatError, match="tiles must hold padding"):
             SLIDE24.validate(changed(packed, tiles=tiles))
 
 

@@ -50,7 +50,7 @@ def test_decode_tensor(emulated, monkeypatch, pattern, n, k, m, dtype, warps_sta
     packed = pack(pattern, n, k, dtype)
     tile_m = next(tile for tile in decode_schedule.TENSOR_TILE_M if tile >= m)
     schedule = DecodeTensorSchedule(packed.pattern, dtype, tile_m, *warps_stages)
-    assert -(-k // (schedule.panel_windows(k, shared) * packed.pattern.window)) == panels
+    assert -(-k // (schedule.windows_per_panel(k, shared) * packed.pattern.window)) == panels
     check_kernel(lambda problem: decode_tensor.prepare(problem, schedule), packed, m)
 
 

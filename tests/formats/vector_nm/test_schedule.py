@@ -44,12 +44,12 @@ def test_panels_of_x_fit_and_end_with_tiles(pattern: VectorNM, m: int, k: int, l
     if schedule is None:
         assert pattern.window * 16 > 99 << 10 or pattern.window > 8
         return
-    windows = schedule.panel_windows(k, limit)
+    windows = schedule.windows_per_panel(k, limit)
     assert schedule.tile_m >= m
-    assert schedule.shared(windows) <= limit
+    assert schedule.shared_bytes(windows) <= limit
     if windows * pattern.window < k:
         assert windows * pattern.keep % decode_schedule.TILE_SLOTS == 0
-        assert windows * pattern.window % decode_schedule.PANEL_CHUNK == 0
+        assert windows * pattern.window % decode_schedule.CHUNK_COLUMNS == 0
 
 
 def test_small_products_take_small_tiles():

@@ -15,8 +15,8 @@ from semisparse.runtime.nvrtc import Defines
 
 SCALARS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
 
-BITS = {2: "unsigned short", 4: "unsigned int"}
-"""Unsigned integers by their bytes."""
+UNSIGNED_TYPES = {2: "unsigned short", 4: "unsigned int"}
+"""CUDA's unsigned integers, by their bytes."""
 
 DECODE_TOKENS = (1, 2, 4, 8)
 """Tokens per pass of `decode`."""
@@ -79,7 +79,7 @@ class Lists:
         return lane_columns_of(self.k)
 
     def _defines(self, scalar: str, **own: int) -> Defines:
-        index = BITS[index_bits_for(self.k) // 8]
+        index = UNSIGNED_TYPES[index_bits_for(self.k) // 8]
         return {"SCALAR": scalar, "DELTA_BITS": self.delta_bits, "INDEX": index, "PANEL_ROWS": self.panel_rows, **own}
 
 
@@ -206,7 +206,7 @@ class UnpackSchedule(Lists):
     def defines(self) -> Defines:
         """The macros."""
         own = {"PARTS": UNPACK_PARTS, "WARPS": UNPACK_WARPS, "CTAS_PER_SM": UNPACK_CTAS}
-        return self._defines(BITS[self.dtype.itemsize], **own)
+        return self._defines(UNSIGNED_TYPES[self.dtype.itemsize], **own)
 
     @property
     def tiles(self) -> int:

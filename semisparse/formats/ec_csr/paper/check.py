@@ -1,4 +1,4 @@
-"""The checks that let the paper's kernel follow a file's lists."""
+"""Validate a weight in the layout `paper`, which may come from an untrusted file, before a kernel follows its lists."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from semisparse.formats.ec_csr.storage.deltas import refuse_repeats, widened
 
 
 def check_paper(packed: Packed) -> None:
-    """Check every size, offset and slot, that no lane passes column K, and that no weight is stored twice.
+    """Check every size, offset and slot, that every column is below K, and that no weight is stored twice.
 
     Raises:
-        FormatError: names the tensor and what is wrong.
+        FormatError: a check fails. The message names the tensor and what is wrong.
     """
     _check_table(packed)
     _check_slots(packed)
@@ -34,12 +34,14 @@ def check_paper(packed: Packed) -> None:
         if beyond.any():
             at = int(beyond.nonzero()[0])
             lane, bundle, column = (int(t[at]) for t in (entries.lane, entries.bundle, entries.column))
-            raise FormatError(f"tensor deltas: lane {lane} of bundle {bundle} reaches column {column}, past K = {k}")
+            raise FormatError(
+                f"tensor deltas: lane {lane} of bundle {bundle} reaches column {column}, not below K = {k}"
+            )
     refuse_repeats(position for position, _ in stored_weights(packed))
 
 
 def _check_table(packed: Packed) -> None:
-    """Check that the bundles fill deltas, values and slots one after another."""
+    """Check each bundle's sizes, and that the bundles' deltas, values and slots follow each other without gaps."""
     table = packed.tensors["bundles"].long()
     granularity, vector, columns = table[:, :FIRST_OFFSET].T
     known = torch.tensor(GRANULARITIES, device=table.device)
@@ -48,7 +50,8 @@ def _check_table(packed: Packed) -> None:
     if packed.params.get("granularity") != coarsest:
         raise FormatError(f"params: granularity is {packed.params.get('granularity')!r}, the bundles say {coarsest}")
     refuse_first((vector != SHORT_VECTOR) & (vector != LONG_VECTOR), "bundles", "the vector is neither 1 nor 4")
-    refuse_first((columns < 1) | (columns % vector != 0), "bundles", "the columns are no multiple of the vector")
+    wrong = (columns < 1) | (columns % vector != 0)
+    refuse_first(wrong, "bundles", "the columns per lane are not a positive multiple of the vector")
     sizes = sizes_of(table[:, :FIRST_OFFSET])[:, FIRST_OFFSET:]
     for name, total in zip(("deltas", "values", "slots"), sizes.sum(0).tolist(), strict=True):
         if packed.params[name] != total:
@@ -58,6 +61,7 @@ def _check_table(packed: Packed) -> None:
 
 
 def _check_slots(packed: Packed) -> None:
+    """Check that each partial sum is written by one row of a bundle, and that every row of w adds a run of them."""
     starts, slots = packed.tensors["row_slots"].long(), packed.tensors["slots"].long()
     if starts[0] != 0 or starts[-1] != len(slots):
         ends = f"{int(starts[0])} to {int(starts[-1])}"

@@ -1,4 +1,8 @@
-"""EC-CSR, the paper's layout (section 6): a block of rows shares columns; each lane has a contiguous part of them."""
+"""The layout `paper`, EC-CSR (section 6): rows of a block share columns; each lane reads a contiguous part of them.
+
+A *bundle* is what one warp reads: a block, or a part of one that is cut (clipped) because it has too many columns. A
+*slot* is the index of the partial sum that a row of a bundle writes (README.md, "EC-CSR").
+"""
 
 from __future__ import annotations
 
@@ -28,15 +32,17 @@ GRANULARITIES = (1, 2, 4, 8)
 """Rows per block. On random masks of 50 % and multiples of 32, 38 % of the weights reach 4, few 8."""
 
 FIELDS = ("granularity", "vector", "columns", "first_delta", "first_value", "first_slot")
-"""Of a bundle: rows of its block, columns per load, columns per lane, and where its deltas, values and slots begin."""
+"""The numbers that describe a bundle: rows of its block, columns per load, columns per lane; indices of its first
+delta, value and slot."""
 
 FIRST_OFFSET = FIELDS.index("first_delta")
+"""Index of the first of the fields that say where a bundle's deltas, values and slots begin."""
 
 LONG_VECTOR, SHORT_VECTOR = 4, 1
 """Columns per load: of a block, and of the rest of a one-row block (section 6.3)."""
 
 FEWEST_LOADS = 4
-"""The least that ``clip`` is by default."""
+"""Minimum default of ``clip``."""
 
 BATCH = 1 << 22
 """List entries that are decoded at a time."""
@@ -68,14 +74,15 @@ def counts(spec: WeightSpec) -> Mapping[str, int]:
 
 @dataclass(frozen=True)
 class _Bundles:
-    """Clipped blocks of one granularity and vector, with the entries of their lanes.
+    """The bundles of one granularity and vector, with the entries of their lanes.
 
     Args:
         granularity: rows per block.
         vector: columns per load.
-        columns: [bundles] int64, columns per lane, a multiple of the vector.
-        rows: [bundles, granularity] int64.
-        bundle, lane, number, column, is_weight: [entries]; ``number`` counts those of a lane; padding is no weight.
+        columns: [bundles] int64, columns per lane, a multiple of ``vector``.
+        rows: [bundles, granularity] int64, the rows of w in each bundle.
+        bundle, lane, number, column: [entries] int64: bundle and lane of each entry, its index in the lane, its column.
+        is_weight: [entries] bool, False for padding that bridges a gap.
     """
 
     granularity: int
@@ -96,9 +103,11 @@ def pack(
 
     Args:
         weight: [N, K].
-        delta_bits: 4 or 8.
-        granularity, multiple, progress: as of `extract`.
-        clip: loads per lane and block at most (section 5); 0 for twice the mean.
+        delta_bits: the widths, each 4 or 8.
+        granularity, multiple, progress: as in `extract`.
+        clip: maximum loads per lane and bundle (section 5); 0 for twice the mean.
+    Returns:
+        Params and tensors for each of ``delta_bits``.
     """
     sets = extract(weight != 0, multiple, granularity, progress)
     clip = clip or _default_clip(sets)
@@ -108,7 +117,11 @@ def pack(
 def _packed(
     weight: Tensor, sets: list[Blocks], delta_bits: int, clip: int
 ) -> tuple[Mapping[str, Scalar], dict[str, Tensor]]:
-    """Store blocks, of each granularity in ascending order."""
+    """Store blocks as bundles, the coarsest granularity first; return params and tensors.
+
+    Args:
+        sets: the blocks of each granularity, ascending.
+    """
     n, k = weight.shape
     bundles = [clipped for blocks in reversed(sets) for clipped in _clipped(blocks, delta_bits, clip)]
     sizes = torch.cat([_sizes(each) for each in bundles]) if bundles else weight.new_zeros(0, 6, dtype=torch.int64)
@@ -150,26 +163,33 @@ def _packed(
 
 
 def _sizes(bundles: _Bundles) -> Tensor:
-    """Return granularity, vector, columns, deltas, values and slots of each bundle, [bundles, 6]."""
+    """Return granularity, vector, columns per lane, and numbers of deltas, values and slots: [bundles, 6] int64."""
     fixed = [torch.full_like(bundles.columns, number) for number in (bundles.granularity, bundles.vector)]
     return sizes_of(torch.stack((*fixed, bundles.columns), 1))
 
 
 def sizes_of(table: Tensor) -> Tensor:
-    """Append each bundle's deltas, values and slots to its granularity, vector and columns: [bundles, 3] to [.., 6]."""
+    """Append the numbers of deltas, values and slots to the first three fields: [bundles, 3] to [bundles, 6]."""
     granularity, _, columns = table.T
     entries = LANES * columns
     return torch.cat((table, torch.stack((entries, entries * granularity, granularity), 1)), 1)
 
 
 def _default_clip(sets: list[Blocks]) -> int:
+    """Return twice the mean number of loads per lane and block, at least `FEWEST_LOADS`."""
     blocks = sum(len(each.rows) for each in sets)
     columns = sum(int(each.columns.sum()) for each in sets)
     return max(FEWEST_LOADS, -(-2 * columns // (max(1, blocks) * LANES * LONG_VECTOR)))
 
 
 def _clipped(blocks: Blocks, delta_bits: int, clip: int) -> Iterator[_Bundles]:
-    """Cut blocks into a long part, a multiple of 32 * 4 columns, and the rest, padded to a multiple of 32."""
+    """Cut each block into a long part, a multiple of 32 * 4 columns, and the rest, padded to one of 32.
+
+    Args:
+        clip: maximum loads per lane and bundle; a part with more becomes several bundles of nearly equal length.
+    Returns:
+        The bundles of each part, if there are any.
+    """
     block, column = blocks.columns.nonzero(as_tuple=True)
     block, column, is_weight = bridged(block, column, (1 << delta_bits) - 1)
     counts = block.bincount(minlength=len(blocks.rows))
@@ -208,7 +228,12 @@ def _clipped(blocks: Blocks, delta_bits: int, clip: int) -> Iterator[_Bundles]:
 
 
 def _write(bundles: _Bundles, weight: Tensor, first: int, starts: Tensor, tensors: dict[str, Tensor]) -> None:
-    """Write the entries of one granularity and vector; ``starts`` holds first delta, value and slot."""
+    """Write the entries of the bundles of one granularity and vector to ``tensors``.
+
+    Args:
+        first: index of the first of these bundles.
+        starts: [bundles, 3] int64, indices of their first delta, value and slot.
+    """
     vector, granularity = bundles.vector, bundles.granularity
     first_delta, first_value, _ = starts.T
     inside = (bundles.number // vector * LANES + bundles.lane) * vector + bundles.number % vector
@@ -224,7 +249,7 @@ def _write(bundles: _Bundles, weight: Tensor, first: int, starts: Tensor, tensor
 
 @dataclass(frozen=True)
 class Entries:
-    """Decoded entries, list after list, each [entries] int64; ``at`` is where the first of their values is stored."""
+    """Decoded entries, lane after lane, each [entries] int64; ``at`` is the index of an entry's first value."""
 
     bundle: Tensor
     lane: Tensor
@@ -233,7 +258,7 @@ class Entries:
 
 
 def decode(packed: Packed) -> Iterator[Entries]:
-    """Decode the lists of all lanes, some bundles at a time."""
+    """Yield the entries of all lanes, some bundles at a time."""
     table = packed.tensors["bundles"].long()
     ends = (LANES * table[:, 2]).cumsum(0)
     first = 0
@@ -262,7 +287,7 @@ def _decode_bundles(packed: Packed, table: Tensor, first: int) -> Entries:
 
 
 def stored_weights(packed: Packed) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return the stored weights that are not zero, some at a time: row * K + column, and value."""
+    """Yield the stored weights that are not zero, some at a time: row * K + column, int64, and value."""
     granularity, slots = packed.tensors["bundles"].long()[:, [0, FIRST_OFFSET + 2]].T
     counts = packed.tensors["row_slots"].long().diff()
     rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)[packed.tensors["slots"].long()]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 Progress = Callable[[int, int], None]
-"""Called after each round with the weights whose block is final, and all weights."""
+"""Called after each round with (number of weights whose block is final, total number of weights)."""
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,8 @@ class Blocks:
     """Blocks of one granularity: rows that share a list of columns.
 
     Args:
-        rows: [blocks, granularity] int64.
-        columns: [blocks, K] bool.
+        rows: [blocks, granularity] int64, the rows of each block.
+        columns: [blocks, K] bool, the columns that the rows of a block share.
     """
 
     rows: Tensor
@@ -31,7 +31,7 @@ class Blocks:
 
     @property
     def weights(self) -> int:
-        """Weights in all blocks."""
+        """Number of weights in all blocks."""
         return self.granularity * int(self.columns.count_nonzero())
 
 
@@ -43,7 +43,7 @@ def extract(
     Args:
         stored: [N, K] bool, the weights to cover.
         multiple: columns per block of two rows or more are a multiple of this; the last ones beyond it are not taken.
-        granularity: rows per block at most, a power of two; 1 extracts nothing.
+        granularity: maximum rows per block, a power of two; 1 extracts nothing.
         progress: called after each round.
     Returns:
         One `Blocks` per granularity, ascending; together they cover each stored weight once, and nothing else.
@@ -68,12 +68,23 @@ def extract(
 
 
 def _remaining_blocks(remaining: Tensor, members: Tensor) -> Blocks:
+    """Return the blocks that still have columns.
+
+    Args:
+        remaining: [blocks, K] bool, the columns that were not extracted.
+        members: [blocks, granularity] int64, the rows of each block.
+    """
     rows = remaining.any(1)
     return Blocks(members[rows], remaining[rows])
 
 
 def _extract_round(remaining: Tensor, members: Tensor, multiple: int) -> Blocks | None:
-    """Move the common columns of matched rows from ``remaining`` to blocks; None if no rows share enough."""
+    """Move the common columns of matched blocks from ``remaining`` to coarser ones; None if none share enough.
+
+    Args:
+        remaining: [blocks, K] bool, columns of each block; changed in place.
+        members: [blocks, granularity] int64, the rows of each block.
+    """
     first, second = match_rows(count_overlaps(remaining), multiple)
     if not len(first):
         return None
@@ -86,7 +97,7 @@ def _extract_round(remaining: Tensor, members: Tensor, multiple: int) -> Blocks 
 
 
 def count_overlaps(stored: Tensor) -> Tensor:
-    """Count the columns that each two rows share: [N, K] bool to [N, N] float32, exact for K below 2**24."""
+    """Return how many columns each two rows share: [N, K] bool to [N, N] float32, exact for K below 2**24."""
     ones = stored.float()
     return ones @ ones.T
 

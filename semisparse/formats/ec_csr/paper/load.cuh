@@ -1,81 +1,89 @@
-// What a lane of the layout `paper` loads at a time, and the columns of its entries.
+// Loads from a weight in the layout `paper` (README.md, "EC-CSR"): the values and column deltas that one lane reads at a time,
+// and the columns that the deltas stand for.
 //
-// Compiled for SCALAR (scalars.cuh) and DELTA_BITS (4 or 8).
+// Macros: SCALAR, the type of values (scalars.cuh); DELTA_BITS, bits per column delta: 4 or 8.
 
 #pragma once
 
 #include "../cuda/scalars.cuh"
 #include "../cuda/warp.cuh"
 
-// VECTOR columns' deltas, and the values of ROWS rows in each.
+// One load of a lane: VECTOR entries, each with a column delta and the values of ROWS rows in that column.
 template <int ROWS, int VECTOR>
-struct Load {
-    static constexpr int kBytes = ROWS * VECTOR * (int)sizeof(SCALAR);
-    static constexpr int kBits = VECTOR * DELTA_BITS;
+struct LaneLoad {
+    static constexpr int kValueBytes = ROWS * VECTOR * (int)sizeof(SCALAR);
+    static constexpr int kDeltaBits = VECTOR * DELTA_BITS;
 
-    Word values[(kBytes + 3) / 4];
-    Word deltas;
+    Word values[(kValueBytes + 3) / 4];  // entry by entry, ROWS values each
+    Word deltas;                    // that of entry i in the bits from i * DELTA_BITS on
 
-    // Reads kBytes, a power of two.
-    __device__ __forceinline__ void read_values(const char* from) {
-        if constexpr (kBytes >= 16) {
+    // Reads kValueBytes, a power of two from 2 on, from an address that is a multiple of min(kValueBytes, 16).
+    __device__ __forceinline__ void read_values(const char* source) {
+        if constexpr (kValueBytes >= 16) {
 #pragma unroll
-            for (int part = 0; part < kBytes / 16; ++part) {
-                const uint4 bits = __ldg(reinterpret_cast<const uint4*>(from) + part);
+            for (int part = 0; part < kValueBytes / 16; ++part) {
+                const uint4 bits = __ldg(reinterpret_cast<const uint4*>(source) + part);
                 values[4 * part] = bits.x;
                 values[4 * part + 1] = bits.y;
                 values[4 * part + 2] = bits.z;
                 values[4 * part + 3] = bits.w;
             }
-        } else if constexpr (kBytes == 8) {
-            const uint2 bits = __ldg(reinterpret_cast<const uint2*>(from));
+        } else if constexpr (kValueBytes == 8) {
+            const uint2 bits = __ldg(reinterpret_cast<const uint2*>(source));
             values[0] = bits.x;
             values[1] = bits.y;
-        } else if constexpr (kBytes == 4) {
-            values[0] = __ldg(reinterpret_cast<const Word*>(from));
+        } else if constexpr (kValueBytes == 4) {
+            values[0] = __ldg(reinterpret_cast<const Word*>(source));
         } else {
-            values[0] = __ldg(reinterpret_cast<const unsigned short*>(from));
+            values[0] = __ldg(reinterpret_cast<const unsigned short*>(source));
         }
     }
 
-    // Adds the first `count` deltas to `start`; `count` is a compile-time constant.
+    // Returns `start` plus the first `count` deltas: the column of entry count - 1, if `start` is the column before the load.
+    // `count` is constant once the caller's loop is unrolled, so the masks cost nothing.
     __device__ __forceinline__ Word column_after(Word start, int count) const {
         if constexpr (DELTA_BITS == 8) {
             return add_bytes(deltas, count, start);
         } else {
+            // Even deltas are in the low halves of the bytes, odd ones in the high halves.
             start = add_bytes(deltas & 0x0f0f0f0fu, (count + 1) / 2, start);
             return add_bytes(deltas >> 4 & 0x0f0f0f0fu, count / 2, start);
         }
     }
 
+    // Returns `start` plus the lowest `count` bytes of `bytes`, 0 to 4: a dot product with as many ones.
     static __device__ __forceinline__ Word add_bytes(Word bytes, int count, Word start) {
         return count == 0 ? start : __dp4a(bytes, 0x01010101u >> 8 * (4 - count), start);
     }
 };
 
-// The loads of a bundle, those of 32 lanes alternating.
+// The loads of one bundle, the block of rows that one warp reads. They are interleaved by lane: load `index` of lane `lane` is
+// the bundle's load 32 * index + lane.
 template <int ROWS, int VECTOR>
-struct Loads {
+struct BundleLoads {
     const char* values;
     const unsigned char* deltas;
 
-    __device__ __forceinline__ Loads(
+    // Begins at value `first_value` of all values, and at delta `first_delta` of all deltas, a multiple of 32.
+    __device__ __forceinline__ BundleLoads(
         const SCALAR* all_values, const unsigned char* all_deltas, long long first_value, long long first_delta
     )
         : values(reinterpret_cast<const char*>(all_values + first_value)), deltas(all_deltas + first_delta * DELTA_BITS / 8) {}
 
-    __device__ __forceinline__ Load<ROWS, VECTOR> get(int index, int lane) const {
-        Load<ROWS, VECTOR> load;
-        const int number = index * kWarp + lane;
-        load.read_values(values + (long long)number * load.kBytes);
-        if constexpr (load.kBits == 32) {
-            load.deltas = __ldcs(reinterpret_cast<const Word*>(deltas) + number);
-        } else if constexpr (load.kBits == 16) {
-            load.deltas = __ldcs(reinterpret_cast<const unsigned short*>(deltas) + number);
-        } else if constexpr (load.kBits == 8) {
-            load.deltas = __ldcs(deltas + number);
+    // Returns the `index`-th load of a lane.
+    __device__ __forceinline__ LaneLoad<ROWS, VECTOR> get(int index, int lane) const {
+        LaneLoad<ROWS, VECTOR> load;
+        const int load_index = index * kWarp + lane;
+        load.read_values(values + (long long)load_index * load.kValueBytes);
+        if constexpr (load.kDeltaBits == 32) {
+            load.deltas = __ldcs(reinterpret_cast<const Word*>(deltas) + load_index);
+        } else if constexpr (load.kDeltaBits == 16) {
+            load.deltas = __ldcs(reinterpret_cast<const unsigned short*>(deltas) + load_index);
+        } else if constexpr (load.kDeltaBits == 8) {
+            load.deltas = __ldcs(deltas + load_index);
         } else {
-            load.deltas = __ldcs(deltas + number / 2) >> 4 * (number % 2) & 15;
+            // One delta of 4 bits: two lanes share a byte, the even one has its low half.
+            load.deltas = (__ldcs(deltas + load_index / 2) >> (4 * (load_index % 2))) & 15;
         }
         return load;
     }

@@ -1,7 +1,7 @@
 // y[m, n] = sum_k x[m, k] * w[n, k] on a CPU, for a slide24 weight in the layout on disk (README.md), unscaled.
 //
-// A thread spreads a row of w over its columns in `scratch` and multiplies it with every token while it is in the cache. One
-// thread computes a row, in one order, so the number of threads changes no bit; sums of quantised numbers are exact. Nothing is
+// A thread expands a row of w to a dense row in `scratch` and multiplies it by every token while it is in the cache. One thread
+// computes a row, in one order, so the number of threads changes no bit; sums of quantised numbers are exact. Nothing is
 // allocated, so no exception can arise.
 
 #include <algorithm>
@@ -12,13 +12,14 @@
 
 namespace {
 
-constexpr int64_t kLanes = 32;
-constexpr int64_t kInt32Products = 1 << 16;  // of two int8 whose sum fits 32 bits
+constexpr int64_t kLanes = 32;               // columns per iteration of a dot product
+constexpr int64_t kInt32Products = 1 << 16;  // this many products of two int8 have a sum that fits 32 bits
 
 struct Weight {
     const void* values;       // [rows, slots], of `type`
     const uint8_t* metadata;  // [rows, slots / 4]
-    const float* fp8_values;  // [256]: of every byte
+    const float* fp8_values;  // [256]: the float8_e4m3fn value of each byte
+    // Slots per row; a group of `window` columns has window - 2 of them.
     int64_t rows, slots, window;
     int64_t type;             // 0 float32, 1 float16, 2 bfloat16, 3 int8, 4 fp8
 };
@@ -28,7 +29,7 @@ struct Tokens {
     int64_t count, columns;
 };
 
-// Float32 sums, for weights stored as they are.
+// Dot products with float32 sums, for weights that are not quantised.
 struct Float32Dot {
     typedef float Vector __attribute__((vector_size(32)));
     static constexpr int kVectors = kLanes / 8;
@@ -52,7 +53,7 @@ struct Float32Dot {
     }
 };
 
-// Exact sums. Two fp8 values' product is a multiple of 2^-18 below 2^18: 36 bits of a double's 53.
+// Dot products with exact sums. Two fp8 values' product is a multiple of 2^-18 below 2^18: 36 bits of a double's 53.
 struct ExactDot {
     static double dot(const float* a, const float* b, int64_t columns) {
         double sum = 0;
@@ -73,7 +74,7 @@ struct ExactDot {
     }
 };
 
-// Spreads a row over zeroed columns.
+// Writes the values of a row to their columns in `columns`, which holds zeros.
 template <typename Stored, typename Wide, typename Widen>
 void spread(const Weight& weight, int64_t row, Wide* columns, Widen widen) {
     const Stored* values = static_cast<const Stored*>(weight.values) + row * weight.slots;

@@ -1,4 +1,7 @@
-"""The CPU kernel: a row of the weight is spread over its columns once and multiplied with every token (kernel.cpp)."""
+"""Kernel `cpu` (kernel.cpp): each row of the weight is expanded to a dense row once, then multiplied by every token.
+
+A weight that is not quantised is instead unpacked for torch's matmul where M is large.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,19 @@ from semisparse.formats.slide24.storage.disk import quantised_dtype, unpack_valu
 from semisparse.quant.symmetric import quantise_rows
 from semisparse.runtime import cpp
 
-MAX_TOKENS = 32
-"""Of a weight that is not quantised: for more, unpacking it for torch's matmul is faster."""
+MAX_TOKENS_UNQUANTISED = 32
+"""Maximum M, in tokens, of kernel.cpp for a weight that is not quantised. Above it, torch's matmul is faster."""
 
-LANES = 32
-"""The columns of x are padded to a multiple of it."""
+COLUMN_MULTIPLE = 32
+"""K of x is padded with zeros to a multiple of it: the columns per iteration of kernel.cpp (`kLanes`)."""
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
+"""The number that stands for a dtype of stored values in kernel.cpp."""
 
 
 class _Weight(ctypes.Structure):
+    """Mirrors ``struct Weight`` of kernel.cpp: slots per row, columns per group (window), a number of `TYPES`."""
+
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("values", "metadata", "fp8_values")),
         *((name, ctypes.c_int64) for name in ("rows", "slots", "window", "type")),
@@ -33,26 +39,30 @@ class _Weight(ctypes.Structure):
 
 
 class _Tokens(ctypes.Structure):
+    """Mirrors ``struct Tokens`` of kernel.cpp: M tokens (count) of K columns, K padded."""
+
     _fields_ = (("values", ctypes.c_void_p), ("count", ctypes.c_int64), ("columns", ctypes.c_int64))
 
 
-def unpacks(m: int, spec: WeightSpec) -> bool:
-    """Say whether torch multiplies with the unpacked weight."""
-    return m > MAX_TOKENS and quantised_dtype(spec.params) is None
+def uses_torch_matmul(m: int, spec: WeightSpec) -> bool:
+    """Return whether the weight is unpacked and torch multiplies, for M = ``m``."""
+    return m > MAX_TOKENS_UNQUANTISED and quantised_dtype(spec.params) is None
 
 
 def refusal(problem: Problem) -> str | None:
-    """Say why the kernel cannot compute ``problem`` here, or None if it can."""
-    return None if unpacks(problem.m, problem.spec) else cpp.refusal()
+    """Return why the kernel cannot compute ``problem`` here; None if it can."""
+    return None if uses_torch_matmul(problem.m, problem.spec) else cpp.refusal()  # torch needs no C++ compiler
 
 
 def prepare(problem: Problem) -> Product:
-    """Compile and open kernel.cpp, where the weight is not unpacked.
+    """Return the matmul for ``problem``: y [M, N] in the dtype of x [M, K].
+
+    Compiles and loads kernel.cpp, unless torch multiplies the unpacked weight.
 
     Raises:
-        KernelError: it cannot be compiled.
+        KernelError: kernel.cpp does not compile.
     """
-    if unpacks(problem.m, problem.spec):
+    if uses_torch_matmul(problem.m, problem.spec):
         return _unpack_and_multiply
     library, dtype = _library(), quantised_dtype(problem.params)
 
@@ -61,22 +71,28 @@ def prepare(problem: Problem) -> Product:
             y = _multiply(library, x.float(), packed)
         else:
             quantised, x_scale = quantise_rows(x, dtype)
-            wide = quantised.to(torch.int16 if dtype == torch.int8 else torch.float32)
-            y = _multiply(library, wide, packed) * x_scale.double()[:, None] * packed.tensors["scale"].double()
+            # kernel.cpp multiplies int16 or float32. Its sums of quantised numbers are exact, and scaled in float64.
+            widened = quantised.to(torch.int16 if dtype == torch.int8 else torch.float32)
+            y = _multiply(library, widened, packed) * x_scale.double()[:, None] * packed.tensors["scale"].double()
         return (y if bias is None else y + bias).to(x.dtype)
 
     return matmul
 
 
 def _multiply(library: ctypes.CDLL, x: Tensor, packed: Packed) -> Tensor:
-    """Multiply x, [M, K] in float32 or int16, with the stored values, unscaled: [M, N] float64."""
+    """Return x @ values.T before scaling, [M, N] float64.
+
+    Args:
+        x: [M, K], int16 for int8 values, else float32.
+    """
     (m, k), n, window = x.shape, packed.shape[0], window_of(packed.pattern)
     values, metadata = (packed.tensors[name].contiguous() for name in ("values", "metadata"))
     slots = values.shape[1]
-    padded = slots // (window - 2) * window
-    x = F.pad(x, (0, padded + -padded % LANES - k)).contiguous()
+    padded_k = slots // (window - 2) * window  # a group of `window` columns has window - 2 slots
+    columns = -(-padded_k // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+    x = F.pad(x, (0, columns - k)).contiguous()
     threads = cpp.threads_for(m * n * k)
-    scratch = torch.empty(threads, x.shape[1], dtype=x.dtype)
+    scratch = torch.empty(threads, columns, dtype=x.dtype)  # a dense row of the weight per thread
     y = torch.empty(m, n, dtype=torch.float64)
     pointers = values.data_ptr(), metadata.data_ptr(), _fp8_values().data_ptr()
     weight = _Weight(*pointers, n, slots, window, TYPES[values.dtype])
@@ -85,9 +101,10 @@ def _multiply(library: ctypes.CDLL, x: Tensor, packed: Packed) -> Tensor:
 
 
 def _unpack_and_multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+    """Return y [M, N] in the dtype of x [M, K], for a weight that is not quantised."""
     weight = unpack_values(packed)
-    wide = torch.promote_types(x.dtype, weight.dtype)
-    return F.linear(x.to(wide).contiguous(), weight.to(wide), None if bias is None else bias.to(wide)).to(x.dtype)
+    dtype = torch.promote_types(x.dtype, weight.dtype)
+    return F.linear(x.to(dtype).contiguous(), weight.to(dtype), None if bias is None else bias.to(dtype)).to(x.dtype)
 
 
 @cache
@@ -101,5 +118,5 @@ def _library() -> ctypes.CDLL:
 
 @cache
 def _fp8_values() -> Tensor:
-    """Return the value of every byte as fp8: [256] float32."""
+    """Return the float8_e4m3fn value of each byte, 0 to 255: [256] float32."""
     return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()

@@ -1,5 +1,5 @@
-// Whether a slide24 weight in the layout on disk is sound: its positions, what is stored past K, and that all is finite.
-// check.py finds out where a weight is not.
+// Whether a slide24 weight in the layout on disk is valid: its columns increase in every group, its values at columns >= K are
+// zeros, and all its values are finite. check.py locates the error of one that is not.
 //
 // Time is linear in the stored bytes and nothing is allocated, whatever the pattern, so no exception can arise.
 
@@ -12,15 +12,16 @@ struct Weight {
     const void* values;       // [rows, slots], `width` bytes each
     const uint8_t* metadata;  // [rows, slots / 4]
     const uint8_t* begins;    // [slots / 4]: a Begins for each byte of a row
+    // Slots per row; a group of `window` columns has window - 2 of them; `columns` is K.
     int64_t rows, slots, window, columns;
-    int64_t width;
-    int64_t infinity;  // the bits of the least magnitude that is not finite; 0 where all are
+    int64_t width;     // bytes per value
+    int64_t infinity;  // smallest bit pattern, sign bit cleared, that is not finite; 0 for int8, which has none
 };
 
-// The four slots of a byte of metadata. A slot's shift is the number of its group's columns that are left out below it: 0 to 2,
-// and it never decreases inside a group.
+// The four slots of a byte of metadata. Slot s of a group holds its column s + shift, where the shift is the number of columns
+// left out below it: 0 to 2. Columns increase exactly if shifts do not decrease inside a group.
 struct Octet {
-    int8_t first = 3;  // shift of the first slot, which the slot before may not exceed; 3 where a group begins
+    int8_t first = 3;  // shift of the first slot, which that of the slot before may not exceed; 3 where a group begins
     int8_t last = 0;   // shift of the last slot, or kUnsound, which exceeds any `first`
 };
 

@@ -1,4 +1,10 @@
-"""The check of a weight in the layout on disk: slots stand for increasing columns of their group, all is finite."""
+"""Validate a weight in the layout on disk, which may come from an untrusted file.
+
+A group of `window` columns has `window - 2` slots, each with one value and a position of 2 bits (README.md, "Layout").
+Slots 2p and 2p + 1 of a group hold two of its columns 2p to 2p + 3, so the column of slot s is ``s + shift``, where
+``shift = position - s % 2`` must be 0 to 2. The columns of a group increase exactly if its shifts do not decrease.
+Tensors: values [N, slots], metadata [N, slots / 4] uint8 (four positions per byte), scale [N] if quantised.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +21,18 @@ from semisparse.formats.base import Packed
 from semisparse.formats.slide24.storage.disk import aligned_groups, as_bits, shifts_of, window_of
 from semisparse.runtime import cpp
 
-INFINITY = {
-    torch.float8_e4m3fn: 0x7F,  # has none, but NaN
+FIRST_NON_FINITE = {
+    torch.float8_e4m3fn: 0x7F,  # NaN; the type has no infinity
     torch.float16: 0x7C00,
     torch.bfloat16: 0x7F80,
     torch.float32: 0x7F800000,
 }
-"""Bits of the least magnitude that is not finite."""
+"""Smallest bit pattern, its sign bit cleared, that is infinity or NaN."""
 
 
 class _Weight(ctypes.Structure):
+    """Mirrors ``struct Weight`` of check.cpp, which describes the fields."""
+
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("values", "metadata", "begins")),
         *((name, ctypes.c_int64) for name in ("rows", "slots", "window", "columns", "width", "infinity")),
@@ -32,36 +40,35 @@ class _Weight(ctypes.Structure):
 
 
 def check_content(packed: Packed) -> None:
-    """Check that the slots of every group stand for increasing columns, none past K with a weight, and all is finite.
+    """Check that the columns of every group's slots increase, that values at columns >= K are 0, and all are finite.
 
-    On a CPU, where loading waits for it, check.cpp first says whether there is any fault to locate.
+    On a CPU check.cpp first tests the whole weight, because loading waits for it. The slower torch checks then run only
+    to locate an error, or where check.cpp cannot be compiled.
 
     Raises:
-        FormatError: names the tensor, the row, the group and the slot.
+        FormatError: a check fails. The message names the tensor, the row, the group and the slot.
     """
     if "scale" in packed.tensors:
-        _refuse_first(~packed.tensors["scale"].isfinite(), "scale", 0, "it is not finite")
-    if packed.device.type == "cpu" and cpp.refusal() is None and _sound(packed):
+        scale = packed.tensors["scale"]
+        at = _first(~scale.isfinite())
+        if at:
+            raise FormatError(f"tensor scale, at row {at[0]}: expected a finite value, got {scale[at].item()}")
+    if packed.device.type == "cpu" and cpp.refusal() is None and _passes_check_cpp(packed):
         return
     _check_positions(packed)
     _check_past_k(packed)
-    values = packed.tensors["values"]
-    if values.dtype in INFINITY:
-        bits = as_bits(values)
-        magnitudes = bits & torch.iinfo(bits.dtype).max
-        if magnitudes.max() >= INFINITY[values.dtype]:
-            infinite = magnitudes >= INFINITY[values.dtype]
-            _refuse_first(infinite, "values", window_of(packed.pattern) - 2, "it is not finite")
+    _check_finite(packed)
 
 
-def _sound(packed: Packed) -> bool:
-    """Say whether positions and values are sound, by check.cpp."""
+def _passes_check_cpp(packed: Packed) -> bool:
+    """Return whether check.cpp accepts the positions and the values."""
     values, metadata = packed.tensors["values"].contiguous(), packed.tensors["metadata"].contiguous()
-    (rows, slots), columns, window = values.shape, packed.shape[1], window_of(packed.pattern)
-    in_group = 4 * torch.arange(slots // 4) % (window - 2)
-    begins = ((in_group == 0) + 2 * (in_group == window - 4)).to(torch.uint8)
-    infinity = INFINITY.get(values.dtype, 0)
-    sizes = (rows, slots, window, columns, values.element_size(), infinity)
+    (rows, row_slots), k, window = values.shape, packed.shape[1], window_of(packed.pattern)
+    # A byte of metadata has four slots. Bit 0: a group begins at its first slot; bit 1: a group begins at its third.
+    group_slot = 4 * torch.arange(row_slots // 4) % (window - 2)
+    begins = ((group_slot == 0) + 2 * (group_slot == window - 4)).to(torch.uint8)
+    first_non_finite = FIRST_NON_FINITE.get(values.dtype, 0)
+    sizes = (rows, row_slots, window, k, values.element_size(), first_non_finite)
     weight = _Weight(values.data_ptr(), metadata.data_ptr(), begins.data_ptr(), *sizes)
     return bool(_library().slide24_sound(weight, cpp.threads_for(values.numel())))
 
@@ -75,52 +82,78 @@ def _library() -> ctypes.CDLL:
 
 
 def _check_positions(packed: Packed) -> None:
-    """Check the four slots of every byte, then each beside the next, which may be the next byte's first."""
+    """Check each slot's position, then that its column is greater than that of the previous slot of the same group."""
     metadata = packed.tensors["metadata"]
-    slots = window_of(packed.pattern) - 2
-    shifts = [_positions_at(metadata, i) - i % 2 for i in range(4)]  # below 0 is 255
+    group_slots = window_of(packed.pattern) - 2
+    shifts = [_positions_at(metadata, i) - i % 2 for i in range(4)]  # uint8: -1 becomes 255
     for i in range(4):
-        if shifts[i].max() > 2:  # 40 times as fast as comparing each
-            _refuse_first(shifts[i] > 2, "metadata", slots, "the position is none that this slot can have", 4, i)
-    shifts.append(F.pad(shifts[0][:, 1:], (0, 1)))
-    first = 4 * torch.arange(metadata.shape[1], device=metadata.device)
+        if shifts[i].max() <= 2:  # on a CPU 40 times as fast as the comparison of each
+            continue
+        row, byte = _first(shifts[i] > 2)
+        least, position = i % 2, int(_positions_at(metadata, i)[row, byte])
+        place = _place(row, 4 * byte + i, group_slots)
+        raise FormatError(f"tensor metadata, {place}: expected a position from {least} to {least + 2}, got {position}")
+    shifts.append(F.pad(shifts[0][:, 1:], (0, 1)))  # of the next byte's first slot
+    first_slots = 4 * torch.arange(metadata.shape[1], device=metadata.device)
     for i in range(4):
-        same_group = (first + i + 1) % slots != 0
-        backwards = (shifts[i] > shifts[i + 1]) & same_group
-        _refuse_first(backwards, "metadata", slots, "the column does not lie above the one before", 4, i + 1)
+        same_group = (first_slots + i + 1) % group_slots != 0
+        at = _first((shifts[i] > shifts[i + 1]) & same_group)
+        if at:
+            slot = 4 * at[1] + i + 1
+            column = slot + 2 * (slot // group_slots) + int(shifts[i + 1][at])
+            previous = slot - 1 + 2 * (slot // group_slots) + int(shifts[i][at])
+            raise FormatError(
+                f"tensor metadata, {_place(at[0], slot, group_slots)}: expected a column above {previous}, that of the "
+                f"slot before, got {column}"
+            )
 
 
 def _positions_at(metadata: Tensor, i: int) -> Tensor:
-    """Return the i-th position of every byte."""
-    bits = metadata.new_full(metadata.shape[1:], 2 * i)  # shifts ten times as fast as a number does
-    return (metadata >> bits) & 3
+    """Return the i-th of the four positions of every byte of metadata, [N, slots / 4] uint8."""
+    shift_counts = metadata.new_full(metadata.shape[1:], 2 * i)  # ten times as fast as a Python number on a CPU
+    return (metadata >> shift_counts) & 3
 
 
 def _check_past_k(packed: Packed) -> None:
-    """Check the groups that reach past K, and those before them whose positions are in the same bytes."""
-    k, window = packed.shape[1], window_of(packed.pattern)
-    groups = k // window // aligned_groups(window) * aligned_groups(window)
-    first = groups * (window - 2)
-    values = packed.tensors["values"][:, first:]
-    shifts = shifts_of(packed.tensors["metadata"][:, first // 4 :], window)
-    slots = torch.arange(first, first + values.shape[1], device=values.device).view(shifts.shape[1:])
-    # Two columns of every group before are not stored.
-    columns = slots + 2 * (slots // (window - 2)) + shifts
-    past_k = (columns >= k).flatten(1) & (values.float() != 0)
-    _refuse_first(past_k, "values", window - 2, f"a weight past column K = {k} is not zero", 1, first)
+    """Check that values at columns >= K are 0.
 
-
-def _refuse_first(bad: Tensor, tensor: str, slots: int, what: str, step: int = 1, start: int = 0) -> None:
-    """Raise `FormatError` for the first row, group and slot that are ``bad``.
-
-    Args:
-        bad: [N], or [N, count]: of the slots ``start``, ``start + step`` and so on.
-        tensor: its name.
-        slots: of a group.
-        what: is wrong there.
+    Reads from the last boundary of groups at or before K that is also a boundary of bytes of metadata.
     """
-    if not bad.count_nonzero():  # five times as fast as `any` on a CPU
+    k, window = packed.shape[1], window_of(packed.pattern)
+    first_group = k // window // aligned_groups(window) * aligned_groups(window)
+    first_slot = first_group * (window - 2)
+    values = packed.tensors["values"][:, first_slot:]
+    shifts = shifts_of(packed.tensors["metadata"][:, first_slot // 4 :], window)
+    slots = torch.arange(first_slot, first_slot + values.shape[1], device=values.device).view(shifts.shape[1:])
+    columns = (slots + 2 * (slots // (window - 2)) + shifts).flatten(1)  # a group has two columns more than slots
+    at = _first((columns >= k) & (values.float() != 0))
+    if at:
+        raise FormatError(
+            f"tensor values, {_place(at[0], first_slot + at[1], window - 2)}: expected 0 at column {int(columns[at])}, "
+            f"which is not below K = {k}, got {values[at].float().item():g}"
+        )
+
+
+def _check_finite(packed: Packed) -> None:
+    """Check that the values are finite."""
+    values = packed.tensors["values"]
+    if values.dtype not in FIRST_NON_FINITE:
         return
-    row, *column = bad.nonzero()[0].tolist()
-    groups = "".join(f", group {slot // slots}, slot {slot % slots}" for slot in (start + step * at for at in column))
-    raise FormatError(f"tensor {tensor}, at row {row}{groups}: {what}")
+    bits = as_bits(values)
+    magnitudes = bits & torch.iinfo(bits.dtype).max
+    if magnitudes.max() >= FIRST_NON_FINITE[values.dtype]:
+        row, slot = _first(magnitudes >= FIRST_NON_FINITE[values.dtype])
+        place, value = _place(row, slot, window_of(packed.pattern) - 2), values[row, slot].float().item()
+        raise FormatError(f"tensor values, {place}: expected a finite value, got {value}")
+
+
+def _first(bad: Tensor) -> tuple[int, ...]:
+    """Return the index of the first True of ``bad``; () if there is none."""
+    if not bad.count_nonzero():  # five times as fast as `any` on a CPU
+        return ()
+    return tuple(bad.nonzero()[0].tolist())
+
+
+def _place(row: int, slot: int, group_slots: int) -> str:
+    """Describe slot ``slot`` of a row, whose groups have ``group_slots`` slots each."""
+    return f"at row {row}, group {slot // group_slots}, slot {slot % group_slots}"

@@ -22,13 +22,13 @@ class Decomposition:
     """Windows of ``hardware_window`` columns over a block of ``window``, each holding ``hardware_keep`` non-zeros.
 
     Args:
-        keep: non-zeros of a block at most; the paper's Z.
-        window: columns of a block; L.
-        hardware_keep: M.
-        hardware_window: N.
+        keep: maximum non-zeros per block; the paper's Z.
+        window: columns per block; the paper's L.
+        hardware_keep: maximum non-zeros per window of the hardware; the paper's M.
+        hardware_window: columns per window of the hardware; the paper's N.
 
     Raises:
-        PatternError: a number is impossible, or a window is longer than the block.
+        PatternError: a number is out of range, or a window of the hardware is longer than the block.
     """
 
     keep: int
@@ -50,12 +50,12 @@ class Decomposition:
 
     @property
     def windows(self) -> int:
-        """Windows that lie in a block (equation 8, rounded down)."""
+        """Windows per block (equation 8, rounded down)."""
         return (self.window - self.hardware_window) // self.stride + 1
 
     @property
     def capacity(self) -> int:
-        """Non-zeros that all windows of a block hold."""
+        """Maximum non-zeros that the windows of a block hold together."""
         return self.windows * self.hardware_keep
 
     @property

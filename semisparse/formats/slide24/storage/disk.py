@@ -1,8 +1,8 @@
 """The layout on disk and on a CPU (README.md, "Layout"): values of compressed 2:4 windows, and their 2-bit positions.
 
 Values are moved as integers of their own width. A group stores all of its columns but two: the two lowest that hold
-zero. Slot s stands for column ``s + shift``, where ``shift`` counts the columns left out below it, 0 to 2. So a shift
-never decreases inside a group, slots 2j and 2j + 1 lie in window j's columns 2j to 2j + 3, and each non-zero is in the
+zero. Slot s of a group holds column ``s + shift``, where ``shift`` counts the columns left out below it, 0 to 2. Shifts
+never decrease inside a group, slots 2j and 2j + 1 lie in window j's columns 2j to 2j + 3, and each non-zero is in the
 earliest window that has room: what the paper's greedy algorithm 2 finds, without its loop.
 """
 
@@ -25,23 +25,26 @@ KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """8-bit values with a scale per row; without a kind the weight is stored as it is."""
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-"""By width in bytes."""
+"""Integer dtype by width in bytes."""
 
 LIFTED_ALIGNMENT = 32
-"""K' is a multiple of it: cuSPARSELt requires it in 8 bits, and bytes of metadata are whole."""
+"""K' is padded to a multiple of it: cuSPARSELt requires that in 8 bits, and a row then has whole bytes of metadata."""
 
 ANY_K_WINDOW = 128
 """The widest window that is accepted at any K. A wider one must fit into K: the rest of its group would be padding."""
 
 BAND_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
-"""Of weight packed at a time: what stays in a CPU's cache packs twice as fast; a GPU needs few launches."""
+"""Bytes of weight packed at a time: what stays in a CPU's cache packs twice as fast; a GPU needs few launches."""
 
 
 ACCEPTED = "it stores keep:window with keep = window - 2 and an even window: 2:4, 4:6, 6:8, 8:10, ..."
 
 
 def accepts(pattern: Pattern) -> str | None:
-    """Refuse what does not fill every 2:4 window: it would cost more columns than it has weights."""
+    """Return why the format cannot store ``pattern``; None if it can.
+
+    A pattern that does not fill every 2:4 window is refused: it would take more columns than it has weights.
+    """
     if not isinstance(pattern, NM):
         return ACCEPTED
     try:
@@ -63,13 +66,13 @@ SCALE = TensorSpec("scale", torch.float32, ("N",), split_n=0)
 
 
 def counts(spec: WeightSpec) -> Mapping[str, int]:
-    """Return the stored values and the bytes of metadata per row."""
+    """Return the named dimensions: slots (stored values) and octets (bytes of metadata) per row."""
     slots = lifted_columns(spec.shape[1], window_of(spec.pattern)) // 2
     return {"slots": slots, "octets": slots // 4}
 
 
 def grain(spec: WeightSpec) -> tuple[int, int]:
-    """Return the rows and columns at whose multiples tensors may be cut: whole runs of padded groups."""
+    """Return the rows and columns at whose multiples the tensors can be sliced: whole runs of `aligned_groups`."""
     return 1, window_of(spec.pattern) * aligned_groups(window_of(spec.pattern))
 
 
@@ -171,7 +174,13 @@ def compress(weight: Tensor, window: int) -> dict[str, Tensor]:
 
 
 def _left_out(planes: Tensor) -> tuple[Tensor, Tensor]:
-    """Say for each slot, as masks of all bits, whether at least one and whether two columns are left out before it."""
+    """Return two masks per slot: at least one, and two, columns of its group are left out before it.
+
+    Args:
+        planes: [window, N, groups], a column of every group each, as integers.
+    Returns:
+        Each [window - 2, N, groups]; all bits are set where it holds, else none.
+    """
     zero = -(planes == 0).to(planes.dtype)
     one, two = zero.clone(), torch.zeros_like(zero)
     for column in range(1, len(planes)):
@@ -192,7 +201,7 @@ def positions_of(metadata: Tensor) -> Tensor:
 
 
 def shifts_of(metadata: Tensor, window: int) -> Tensor:
-    """Return each slot's shift: [N, groups, slots of a group] uint8, of whole groups."""
+    """Return each slot's shift: [N, groups, window - 2] uint8. ``metadata`` begins and ends with whole groups."""
     positions = positions_of(metadata).unflatten(1, (-1, window - 2))
     return positions - _slot_parity(window, positions.device)
 

@@ -20,33 +20,34 @@ LAYOUTS = ("rows", "tiles", "compressed")
 """``rows`` is the layout on disk; the param ``layout`` names another."""
 
 COMPRESSED = TensorSpec("compressed", torch.uint8, ("bytes",))
-"""2:4 values and metadata in the library's own order; rows are padded to a multiple of `cusparselt.ROWS`."""
+"""2:4 values and metadata in cuSPARSELt's own order; rows are padded to a multiple of `cusparselt.ROWS`."""
 
 TILES = TensorSpec("tiles", torch.uint8, ("k_tiles", "row_tiles", "bytes"))
 
 DTYPES = (torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16)
-"""Of stored values that sparse tensor cores multiply."""
+"""Dtypes of stored values that sparse tensor cores multiply."""
 
 ADA = (8, 9)
 """The first compute capability with fp8."""
 
 K_TILE_BYTES = 128
-"""Of a lifted token in a K tile: a row of 128-byte swizzled shared memory."""
+"""Bytes of a lifted token per K tile: a row of 128-byte swizzled shared memory."""
 
 VALUE_BYTES = K_TILE_BYTES // 2
-"""Of a row's values in a K tile."""
+"""Bytes of a row's values per K tile."""
 
 ROWS = 64
-"""Of a tile: M of a wgmma."""
+"""Rows per tile: M of a wgmma."""
 
 MIN_ROW_TILES = 3
-"""The most row tiles that a CTA takes at once: there are never fewer."""
+"""Minimum row tiles of a weight, padding included: the most that a CTA computes at once."""
 
 PADDING = 0x44
 """A byte of metadata with positions 0 and 1, twice."""
 
 METADATA_ORDER = {1: (4, 0, 5, 1, 3, 6, 2, 7), 2: (4, 0, 1, 3, 5, 6, 2, 7)}
-"""By bytes per value, the axes (row tile, warp, upper eight rows, row, K tile, wgmma, half, byte) in a tile's order."""
+"""Order of metadata in tiles, by bytes per value: a permutation of the axes of `_metadata_sizes`, which are row tile,
+warp, upper eight rows, row, K tile, wgmma, half, byte."""
 
 
 def layout_of(params: Params) -> str:
@@ -101,7 +102,7 @@ def check_content(packed: Packed) -> None:
     Metadata has two bits for four columns in every layout, so none of it leads a kernel outside its tensors.
 
     Raises:
-        FormatError: names the tensor and what is wrong, or where alone it could be checked.
+        FormatError: the content is invalid, or the layout cannot be read on this device.
     """
     layout, dtype = layout_of(packed.params), disk.value_dtype(packed.spec)
     if layout != "rows" and dtype not in DTYPES:
@@ -111,11 +112,11 @@ def check_content(packed: Packed) -> None:
     stored = in_rows(packed)
     check.check_content(stored)
     if layout == "tiles" and not torch.equal(in_tiles(stored).tensors["tiles"], packed.tensors["tiles"]):
-        raise FormatError("tensor tiles holds other than padding past the last row or column")
+        raise FormatError("tensor tiles must hold padding past the last row and column, and holds something else")
 
 
 def arrange(packed: Packed, device_type: str) -> Packed:
-    """Return the same weight in the layout that a device's first able kernel reads, else in that on disk."""
+    """Return the same weight in the layout of the first kernel that can run on a device, else in that on disk."""
     if device_type != "cuda":
         return in_rows(packed)
     dtype = disk.value_dtype(packed.spec)
@@ -127,12 +128,12 @@ def arrange(packed: Packed, device_type: str) -> Packed:
 
 
 def tiles_refusal(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Say why gemm.cu cannot multiply values of ``dtype`` on a GPU, or None if it can."""
+    """Return why gemm.cu cannot multiply values of ``dtype`` on a GPU; None if it can."""
     return _dtype_refusal(dtype) or hopper_refusal(device)
 
 
 def compressed_refusal(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Say why cuSPARSELt cannot multiply values of ``dtype`` on a GPU, or None if it can."""
+    """Return why cuSPARSELt cannot multiply values of ``dtype`` on a GPU; None if it can."""
     capability, needed = device_facts(device).capability, ADA if dtype == torch.float8_e4m3fn else AMPERE
     if capability < needed:
         return f"{dtype} needs compute capability {needed[0]}.{needed[1]} or later"
@@ -181,7 +182,7 @@ def to_tiles(values: Tensor, metadata: Tensor, counts: tuple[int, int]) -> Tenso
     """Arrange values [N, K' / 2] and metadata [N, K' / 8] as [k_tiles, row_tiles, bytes] uint8.
 
     Args:
-        values: of 8 or 16 bits.
+        values: 8 or 16 bits per value.
         metadata: uint8.
         counts: k_tiles, row_tiles.
     """
@@ -210,6 +211,7 @@ def from_tiles(tiles: Tensor, n: int, slots: int, dtype: torch.dtype) -> dict[st
 
 
 def _metadata_sizes(k_tiles: int, row_tiles: int, width: int) -> tuple[int, ...]:
+    """Return the axes of row-major metadata that `METADATA_ORDER` permutes, for values of ``width`` bytes."""
     return row_tiles, 4, 2, 8, k_tiles, 2, 2, 4 // width
 
 

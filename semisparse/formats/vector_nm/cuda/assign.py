@@ -1,4 +1,4 @@
-"""Assigns the columns of a weight to quads of which no slice of 32 rows keeps more than two."""
+"""Assign the columns of a weight to quads of four, of which no slice of 32 rows keeps more than two (assign.cu)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def assign_columns(columns: Tensor, slices: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         columns: [row_tiles, width] int32, in the order in which they are placed.
-        slices: [row_tiles, width] uint8, of each a bit per slice that keeps it; 0 past the last.
+        slices: [row_tiles, width] uint8: for each column, a bit per slice that keeps it; 0 past the last column.
     Returns:
-        quads: [row_tiles, width, 4] int32, -1 for none.
-        counts: [row_tiles] int32, quads of each row tile.
+        quads: [row_tiles, width, 4] int32, the columns of each quad; -1 for none.
+        counts: [row_tiles] int32, the quads of each row tile.
     """
     row_tiles, width = columns.shape
     quads = torch.full((row_tiles, width, 4), -1, dtype=torch.int32, device=columns.device)

@@ -1,4 +1,4 @@
-"""Transposes x and writes the column information of the tiled GEMMs, in one launch."""
+"""Transpose x and compute the column information of the tiled GEMMs, in one launch (column_info.cu)."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ TILE = 64
 
 
 ColumnInfo = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None, Tensor]]
-"""(x [M, K], positions) -> x_t, columns, offsets; of these only x_t depends on x and on M.
+"""(x [M, K], positions [groups, slots]) -> x_t, columns, offsets; of these only x_t depends on x and on M.
 
-x_t: [columns, whole tiles of tokens], zeros past K and M. columns: [row_tiles, stages, columns] int32 of a packed
-schedule, else None. offsets: [row_tiles, stages, groups, slots] int32. column_info.cu describes both.
+x_t: [columns, tokens padded to whole tiles] in x's dtype, zeros past K and M. columns: [row_tiles, stages, columns per
+stage] int32 if the schedule packs columns, else None. offsets: [row_tiles, stages, groups per tile, slots per stage]
+int32. column_info.cu says what columns and offsets hold.
 """
 
 
 def prepare(problem: Problem, schedule: GemmSchedule) -> ColumnInfo:
-    """Prepare to transpose x and to find each slot's column in its stage."""
+    """Return the function that transposes x and computes the column information for ``schedule``."""
     k, pattern, (groups, slots) = problem.k, vectors_of(problem.pattern), groups_and_slots(problem.spec)
     row_tiles, stages = -(-problem.n // schedule.tile.n), -(-slots // schedule.slots)
     width = -(-k // pattern.window) * pattern.window if schedule.packed else stages * schedule.columns
@@ -66,7 +67,7 @@ def prepare(problem: Problem, schedule: GemmSchedule) -> ColumnInfo:
 
 
 def _build(itemsize: int, pattern: VectorNM, stage_slots: int) -> KernelBuild:
-    """Return the build for elements of so many bytes; shared memory holds a tile of x, or a bit mask per warp."""
+    """Return the build for elements of ``itemsize`` bytes; shared memory holds a tile of x, or a bit mask per warp."""
     mask_words = -(-((stage_slots - 1) // pattern.keep + 2) * pattern.window // 32)
     shared = max(TILE * (TILE + 4 // itemsize) * itemsize, WARPS * 4 * mask_words)
     return SOURCE.build("semisparse_vector_nm_column_info", {"BYTES": itemsize}, shared)

@@ -4,9 +4,10 @@
 // Grid: (groups of LENGTH rows, tiles of TILE_M tokens). CTA: WARPS warps.
 // Shared memory: a panel of x, [columns of `panel_windows` windows, TILE_M]; at the end the warps' partial sums, [WARPS,
 // LENGTH].
-// Warps: each takes its share of the group's slots. A lane loads eight rows of a slot, 16 bytes, LENGTH / 8 lanes share a
-// slot, so a warp loads consecutive memory; one column of x from shared memory serves eight weights. The loads of the next
-// SLOTS_AHEAD slots are in flight meanwhile. Accumulators are float32, reduced in a fixed order: every run gives the same bits.
+// Warps: each takes its share of the group's slots. A lane loads eight rows of a slot, 16 bytes, and LENGTH / 8 lanes share a
+// slot, so a warp loads consecutive memory. One column of x from shared memory serves eight weights. Meanwhile the loads of up
+// to 2 * SLOTS_AHEAD slots of the lane are in flight. Accumulators are float32, reduced in a fixed order: every run gives the
+// same bits.
 // Bound: latency for one token: 9.3 us at 4096 x 4096, 16:32v32, with DRAM busy for 38 % (H200, ncu, cold caches). FMA and
 // conversions for eight: 4.48 M instructions, DRAM at 19 %. decode_tensor.cu is faster from LENGTH 16 on.
 //
@@ -23,20 +24,20 @@ constexpr int kWarp = 32;
 constexpr int kThreads = WARPS * kWarp;
 constexpr int kChunk = 8;                             // weights in 16 bytes
 constexpr int kLanesPerSlot = LENGTH / kChunk;
-constexpr int kWarpSlots = kWarp / kLanesPerSlot;     // that a warp loads at once
+constexpr int kWarpSlots = kWarp / kLanesPerSlot;     // slots that a warp loads at once
 constexpr int kCtaSlots = WARPS * kWarpSlots;
 constexpr int kStride = SLOTS_AHEAD * kCtaSlots;
-constexpr int kPanelParts = TILE_M > 4 ? TILE_M / 4 : 1;  // of the tokens, loaded one after another: eight at once spill
+constexpr int kPanelParts = TILE_M > 4 ? TILE_M / 4 : 1;  // parts of the tokens, loaded one after another: eight at once spill
 constexpr Word kAllLanes = 0xffffffffu;
 
 using Accumulators = float[TILE_M][kChunk];
 
-// The tokens of a column in the panel: one load.
+// The tokens of one column of the panel, which a lane reads by one load.
 struct alignas(sizeof(SCALAR) * TILE_M) Column {
     SCALAR tokens[TILE_M];
 };
 
-// What a lane holds of SLOTS_AHEAD slots: weights, and where their columns are in the panel.
+// One of a lane's two prefetch buffers: the weights of SLOTS_AHEAD slots, and the indices of their columns in the panel.
 struct Slots {
     uint4 weights[SLOTS_AHEAD];
     int columns[SLOTS_AHEAD];
@@ -46,7 +47,7 @@ struct Group {
     const uint4* values;             // [slots, kLanesPerSlot]
     const unsigned char* positions;  // [slots]
 
-    // Loads slot `at` and every kCtaSlots-th after it below `end`; zeros past it.
+    // Loads slot `at` and every kCtaSlots-th after it, SLOTS_AHEAD in all; from slot `end` on zeros instead.
     __device__ __forceinline__ void load(Slots& to, int at, int end, int first_column) const {
 #pragma unroll
         for (int i = 0; i < SLOTS_AHEAD; ++i) {
@@ -74,7 +75,7 @@ __device__ __forceinline__ void multiply(Accumulators& d, const Slots& slots, co
     }
 }
 
-// Copies eight columns, from `first` on, of a part of the tokens to the panel.
+// Copies eight columns of x, from column `first` on, to the panel: those of one part of the tokens.
 __device__ __forceinline__ void load_eight_columns(Column* panel, const SCALAR* x, int part, int m, int k, int first) {
     constexpr int tokens = TILE_M / kPanelParts;
     struct alignas(sizeof(SCALAR) * tokens) Part {
@@ -150,14 +151,14 @@ extern "C" __global__ void __launch_bounds__(kThreads) semisparse_vector_nm_deco
     // Not __restrict__: the compiler could move loads that it takes for constants before griddepcontrol.wait.
     const SCALAR* x, const SCALAR* values, const unsigned char* positions,
     const SCALAR* bias, SCALAR* y, int m, int n, int k, int slots,
-    int panel_windows  // of x in shared memory
+    int panel_windows  // windows per panel of x
 ) {
     extern __shared__ uint4 shared[];
     Column* panel = reinterpret_cast<Column*>(shared);
     const int first_token = blockIdx.y * TILE_M;
     const long long group = blockIdx.x;
     const Group weights{reinterpret_cast<const uint4*>(values + group * slots * LENGTH), positions + group * slots};
-    const int own = threadIdx.x / kLanesPerSlot;  // slot among the CTA's
+    const int own = threadIdx.x / kLanesPerSlot;  // the lane's slot among the kCtaSlots that the CTA loads at once
     x += static_cast<long long>(first_token) * k;
     y += static_cast<long long>(first_token) * n;
     m -= first_token;

@@ -1,4 +1,4 @@
-"""Up to 16 tokens on CUDA cores, straight from the packed bytes."""
+"""Kernel `decode`: GEMV and skinny GEMM (M <= 16) on CUDA cores, straight from the packed weight (decode.cu)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from semisparse.formats.base import Packed
 from semisparse.formats.kernel import Problem, Product
-from semisparse.formats.vector_nm.cuda.decode_schedule import LENGTHS, MAX_M, DecodeSchedule, choose_decode
+from semisparse.formats.vector_nm.cuda.decode_schedule import MAX_M, VECTOR_LENGTHS, DecodeSchedule, choose_decode
 from semisparse.formats.vector_nm.cuda.operands import aligned, bias_like, operands_refusal
 from semisparse.formats.vector_nm.storage.disk import groups_and_slots, vectors_of
 from semisparse.patterns import VectorNM
@@ -35,8 +35,8 @@ SOURCE = CudaSource(
 )
 
 
-def refusal(problem: Problem, lengths: tuple[int, ...] = LENGTHS) -> str | None:
-    """Say why a decode kernel that takes such vectors cannot compute ``problem``, or None if it can."""
+def refusal(problem: Problem, lengths: tuple[int, ...] = VECTOR_LENGTHS) -> str | None:
+    """Return why a decode kernel for vectors of ``lengths`` rows cannot compute ``problem``; None if it can."""
     length = vectors_of(problem.pattern).length
     if problem.m > MAX_M:
         return f"takes up to {MAX_M} tokens, got {problem.m}"
@@ -48,13 +48,13 @@ def refusal(problem: Problem, lengths: tuple[int, ...] = LENGTHS) -> str | None:
 
 
 def prepare(problem: Problem) -> Product:
-    """Prepare to multiply; x and w float16, or both bfloat16; accumulators are float32."""
+    """Return the matmul for ``problem``: x, w and y all float16 or all bfloat16; accumulators are float32."""
     (n, k), facts = problem.spec.shape, device_facts(problem.device)
     groups, slots = groups_and_slots(problem.spec)
     schedule = choose_decode(vectors_of(problem.pattern), problem.dtype, problem.m, n, facts.sms)
-    build = SOURCE.build("semisparse_vector_nm_decode", schedule.defines, schedule.shared(k))
+    build = SOURCE.build("semisparse_vector_nm_decode", schedule.defines, schedule.shared_bytes(k))
     kernel, threads = build.load(problem.device), 32 * schedule.warps
-    sizes = {"n": n, "k": k, "slots": slots, "panel_windows": schedule.panel_windows(k)}
+    sizes = {"n": n, "k": k, "slots": slots, "panel_windows": schedule.windows_per_panel(k)}
 
     def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         x, values, bias = aligned(x), aligned(packed.tensors["values"]), bias_like(x, bias)

@@ -1,4 +1,8 @@
-"""Schedules of the decode kernels: tiles, warps, stages and panels of x. Pure arithmetic, no CUDA calls."""
+"""Schedules of the decode kernels, decode.cu and decode_tensor.cu. Pure arithmetic, no CUDA calls.
+
+A *slot* is one kept column of one window of a group: its position, and the values of the group's rows in that column
+(README.md, "Layout"). A *panel* is the columns of x that are in shared memory at a time: whole windows along K.
+"""
 
 from __future__ import annotations
 
@@ -13,44 +17,52 @@ from semisparse.patterns import VectorNM
 from semisparse.runtime.nvrtc import Defines
 
 MAX_M = 16
-"""Tokens that both kernels take at most."""
+"""Maximum M, in tokens, of both kernels."""
 
-LENGTHS = (8, 16, 32, 64, 128)
-"""Rows per vector that `decode` takes: a lane loads eight."""
+VECTOR_LENGTHS = (8, 16, 32, 64, 128)
+"""Vector lengths, in rows, that decode.cu supports: multiples of 8, because a lane loads 8 rows of a slot at a time."""
 TILE_M = (1, 2, 4, 8)
+"""Tokens per CTA of decode.cu; more tokens take several CTAs along M."""
 PANEL_BYTES = 96 << 10
-"""Of x in shared memory at a time."""
+"""Maximum bytes of a panel of x in decode.cu."""
 
-TENSOR_LENGTHS = (16, 32, 64, 128)
-"""Rows per vector that `decode_tensor` takes: an mma has 16."""
+TENSOR_VECTOR_LENGTHS = (16, 32, 64, 128)
+"""Vector lengths, in rows, that decode_tensor.cu supports: multiples of 16, the M dimension of mma.m16n8k16."""
 TENSOR_TILE_M = (1, 8, 16)
+"""Tokens per CTA of decode_tensor.cu."""
 TENSOR_WARPS_STAGES = ((16, 2), (16, 1), (8, 2), (8, 1))
-"""Warps per CTA, and tiles that each has in flight; the fastest first."""
+"""(warps per CTA, pipeline stages per warp) of decode_tensor.cu, fastest first."""
 TILE_SLOTS = 32
-PANEL_CHUNK = 8
-"""Columns of x that a thread copies at a time: 16 bytes of a row."""
+"""Slots per stage of a warp in decode_tensor.cu."""
+CHUNK_COLUMNS = 8
+"""Columns of x that a thread of decode_tensor.cu copies at a time: 16 bytes of one row, in 16-bit types."""
 MAX_FAST_PANELS = 3
-"""So many panels of x cost less than fewer stages: 17.1 us in two, 18.0 in one (M = 8, 4096 x 11008, H200)."""
+"""Up to this many panels of x take less time than fewer stages or warps would. At M = 8, N x K = 4096 x 11008 (H200)
+two panels with two stages take 17.1 us, one panel with one stage 18.0."""
 
 
-def _defines(pattern: VectorNM, dtype: torch.dtype, **more: int) -> Defines:
+def _defines(pattern: VectorNM, dtype: torch.dtype, **tile_macros: int) -> Defines:
+    """Return the preprocessor macros that both kernels take, and those of the tile."""
     return {
         "SCALAR": SCALARS[dtype],
         "KEEP": pattern.keep,
         "WINDOW": pattern.window,
         "LENGTH": pattern.length,
-        **more,
+        **tile_macros,
     }
 
 
 @dataclass(frozen=True)
 class DecodeSchedule:
-    """What decode.cu is compiled for.
+    """Compile-time configuration of decode.cu.
 
     Args:
+        pattern: of the weight.
+        dtype: of x, the weight's values and y.
         tile_m: tokens per CTA.
-        warps: per CTA.
-        slots_ahead: slots whose loads a lane has in flight, twice.
+        warps: warps per CTA.
+        slots_ahead: slots per prefetch buffer of a lane. It has two buffers, so the loads of up to 2 x ``slots_ahead``
+            slots are in flight.
     """
 
     pattern: VectorNM
@@ -61,41 +73,47 @@ class DecodeSchedule:
 
     @property
     def defines(self) -> Defines:
-        """The macros."""
+        """Preprocessor macros, by name."""
         return _defines(self.pattern, self.dtype, TILE_M=self.tile_m, WARPS=self.warps, SLOTS_AHEAD=self.slots_ahead)
 
-    def panel_windows(self, k: int) -> int:
-        """Windows of x in shared memory at a time."""
+    def windows_per_panel(self, k: int) -> int:
+        """Return the windows per panel of x, for K = ``k``."""
         fitting = PANEL_BYTES // (self.pattern.window * self.tile_m * self.dtype.itemsize)
         return min(-(-k // self.pattern.window), max(1, fitting))
 
-    def shared(self, k: int) -> int:
-        """Bytes of shared memory: the panel and, in its place, the warps' partial sums."""
-        panel = self.panel_windows(k) * self.pattern.window * self.tile_m * self.dtype.itemsize
-        return max(panel, 4 * self.warps * self.pattern.length)
+    def shared_bytes(self, k: int) -> int:
+        """Return the bytes of shared memory per CTA, for K = ``k``.
+
+        The warps' partial sums reuse the panel's memory, so it is the larger of the two.
+        """
+        panel = self.windows_per_panel(k) * self.pattern.window * self.tile_m * self.dtype.itemsize
+        partials = 4 * self.warps * self.pattern.length  # float32, one token at a time
+        return max(panel, partials)
 
 
 def choose_decode(pattern: VectorNM, dtype: torch.dtype, m: int, n: int, sms: int) -> DecodeSchedule:
-    """Choose a schedule of decode.cu.
+    """Return the schedule of decode.cu for M = ``m`` tokens, N = ``n`` rows and a GPU of ``sms`` SMs.
 
-    16:32v32, one token, us at 4096 x 4096, 11008 x 4096, 28672 x 8192 (H200): 16 warps 8.0, 16.2, 68.9; 8 warps 8.8,
-    14.1, 66.3; 8 warps with 4 slots ahead 8.1, 14.8, 68.4.
+    Microseconds on an H200 at 16:32v32, M = 1 and N x K = 4096 x 4096 / 11008 x 4096 / 28672 x 8192: 16 warps
+    8.0 / 16.2 / 68.9; 8 warps 8.8 / 14.1 / 66.3; 8 warps with ``slots_ahead`` 4 (the others have 2) 8.1 / 14.8 / 68.4.
     """
     tile_m = next((tile for tile in TILE_M if tile >= m), TILE_M[-1])
     if tile_m == TILE_M[-1]:
         return DecodeSchedule(pattern, dtype, tile_m, warps=8, slots_ahead=4)
-    one_wave = -(-n // pattern.length) <= sms
+    one_wave = -(-n // pattern.length) <= sms  # at most one CTA per SM: more warps hide more latency
     return DecodeSchedule(pattern, dtype, tile_m, warps=16 if one_wave else 8, slots_ahead=2)
 
 
 @dataclass(frozen=True)
 class DecodeTensorSchedule:
-    """What decode_tensor.cu is compiled for.
+    """Compile-time configuration of decode_tensor.cu.
 
     Args:
+        pattern: of the weight.
+        dtype: of x, the weight's values and y; 16 bits.
         tile_m: tokens per CTA.
-        warps: per CTA.
-        stages: tiles of 32 slots that each warp has in flight.
+        warps: warps per CTA.
+        stages: pipeline stages per warp, of `TILE_SLOTS` slots each.
     """
 
     pattern: VectorNM
@@ -111,48 +129,70 @@ class DecodeTensorSchedule:
 
     @property
     def defines(self) -> Defines:
-        """The macros. For one token two CTAs fit an SM, so that the next kernel's can start beside this one's."""
-        ctas = 2 if self.tile_m == 1 else 1
-        more = {"TILE_N": self.tile_n, "TILE_M": self.tile_m, "WARPS": self.warps, "STAGES": self.stages}
-        return _defines(self.pattern, self.dtype, **more, CTAS_PER_SM=ctas)
+        """Preprocessor macros, by name.
+
+        For one token the registers are limited so that two CTAs fit on an SM: under PDL the next kernel's CTAs then
+        start while this kernel's still run.
+        """
+        tile_macros = {"TILE_N": self.tile_n, "TILE_M": self.tile_m, "WARPS": self.warps, "STAGES": self.stages}
+        return _defines(self.pattern, self.dtype, **tile_macros, CTAS_PER_SM=2 if self.tile_m == 1 else 1)
 
     def panel_chunks(self, windows: int) -> int:
-        """Chunks of eight columns in so many windows."""
-        return -(-windows * self.pattern.window // PANEL_CHUNK)
+        """Return the 16-byte chunks, of `CHUNK_COLUMNS` columns each, per row of x in ``windows`` windows."""
+        return -(-windows * self.pattern.window // CHUNK_COLUMNS)
 
-    def shared(self, windows: int) -> int:
-        """Bytes of shared memory with a panel of so many windows, as decode_tensor.cu lists them."""
+    def shared_bytes(self, windows: int) -> int:
+        """Return the bytes of shared memory per CTA for a panel of ``windows`` windows.
+
+        The regions are those in the header comment of decode_tensor.cu.
+        """
         weights = self.warps * self.stages * TILE_SLOTS * self.tile_n * 2
-        column = 2 if self.tile_m == 1 else 16 * -(-self.tile_m // 8)
+        bytes_per_column = 2 if self.tile_m == 1 else 16 * -(-self.tile_m // 8)  # 2-byte tokens, padded to 8
+        panel = self.panel_chunks(windows) * CHUNK_COLUMNS * bytes_per_column
         partials = self.warps * self.tile_m * self.tile_n * 4
-        exchange = self.warps * TILE_SLOTS * 2 if self.tile_m == 1 else 0
-        return weights + self.panel_chunks(windows) * PANEL_CHUNK * column + partials + exchange
+        exchange = self.warps * TILE_SLOTS * 2 if self.tile_m == 1 else 0  # one value of x per slot of a stage
+        return weights + panel + partials + exchange
 
-    def panel_windows(self, k: int, limit: int) -> int | None:
-        """Return the windows per panel: as few equal panels as ``limit`` bytes hold; None if they hold none."""
+    def windows_per_panel(self, k: int, shared_limit: int) -> int | None:
+        """Return the windows per panel, for the fewest equal panels that fit ``shared_limit``; None if none fits.
+
+        Args:
+            k: columns of x.
+            shared_limit: bytes of shared memory that a CTA may take, one panel included.
+        """
         windows = -(-k // self.pattern.window)
-        if self.shared(windows) <= limit:
+        if self.shared_bytes(windows) <= shared_limit:
             return windows
-        # A panel ends with a tile, and the next begins at a multiple of eight columns.
+        # A panel must be whole stages (TILE_SLOTS slots) and whole chunks (CHUNK_COLUMNS columns).
         keep, window = self.pattern.keep, self.pattern.window
-        step = lcm(TILE_SLOTS // gcd(keep, TILE_SLOTS), PANEL_CHUNK // gcd(window, PANEL_CHUNK))
-        fitting = [count for count in range(step, windows, step) if self.shared(count) <= limit]
+        step = lcm(TILE_SLOTS // gcd(keep, TILE_SLOTS), CHUNK_COLUMNS // gcd(window, CHUNK_COLUMNS))
+        fitting = [count for count in range(step, windows, step) if self.shared_bytes(count) <= shared_limit]
         if not fitting:
             return None
         panels = -(-windows // fitting[-1])
-        return -(-windows // (panels * step)) * step
+        return -(-windows // (panels * step)) * step  # at most fitting[-1], which is a multiple of step
 
 
 @cache
 def choose_decode_tensor(
-    pattern: VectorNM, dtype: torch.dtype, m: int, k: int, limit: int
+    pattern: VectorNM, dtype: torch.dtype, m: int, k: int, shared_limit: int
 ) -> DecodeTensorSchedule | None:
-    """Choose the first schedule with few panels in ``limit`` bytes, else that with the fewest; None if none fits."""
+    """Return the first schedule of `TENSOR_WARPS_STAGES` that needs at most `MAX_FAST_PANELS` panels of x.
+
+    Args:
+        m: tokens, at most `MAX_M`.
+        k: columns of x.
+        shared_limit: bytes of shared memory that a CTA may take.
+    Returns:
+        If all schedules need more panels, that with the fewest; None if no panel fits.
+    """
     tile_m = next(tile for tile in TENSOR_TILE_M if tile >= m)
     fitting = []
     for warps, stages in TENSOR_WARPS_STAGES:
         schedule = DecodeTensorSchedule(pattern, dtype, tile_m, warps, stages)
-        windows = schedule.panel_windows(k, limit)
-        if windows:
-            fitting.append((max(MAX_FAST_PANELS, -(-k // (windows * pattern.window))), schedule))
-    return min(fitting, key=lambda found: found[0], default=(0, None))[1]
+        windows = schedule.windows_per_panel(k, shared_limit)
+        if windows is not None:
+            panels = -(-k // (windows * pattern.window))
+            # All numbers up to MAX_FAST_PANELS count as equal, and min() returns the first of equals.
+            fitting.append((max(MAX_FAST_PANELS, panels), schedule))
+    return min(fitting, key=lambda entry: entry[0], default=(0, None))[1]

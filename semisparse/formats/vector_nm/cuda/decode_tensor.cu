@@ -31,7 +31,7 @@ constexpr int kChunk = 8;                               // 16-bit values in 16 b
 constexpr int kChunkBytes = 16;
 constexpr int kTileSlots = 32;
 constexpr int kChunksPerSlot = TILE_N / kChunk;
-constexpr int kSlotsPerPass = kWarp / kChunksPerSlot;   // that a warp copies at once
+constexpr int kSlotsPerPass = kWarp / kChunksPerSlot;   // slots that a warp copies at once
 constexpr int kPasses = kTileSlots / kSlotsPerPass;
 constexpr int kTileBytes = kTileSlots * TILE_N * 2;
 constexpr int kM16Tiles = TILE_N / 16;
@@ -46,14 +46,16 @@ using Accumulators = float[kM16Tiles][kN8Tiles][4];
 
 __device__ __forceinline__ const SCALAR* kind() { return nullptr; }
 
-// The work of the grid. A row tile is computed in passes, one per panel of x; a pass takes `steps` tiles per warp.
+// The work of the grid. A row tile is computed in passes, one per panel of x. In a pass a warp multiplies up to `steps` tiles
+// of kTileSlots slots each.
 struct Work {
     const SCALAR* values;            // [groups, slots, LENGTH]
     const unsigned char* positions;  // [groups, slots]
     int slots, row_tiles, panel_tiles, panels, slot_tiles, steps;
 };
 
-// The tile that a warp is at. Every other row tile takes the panels in reverse, so it begins with the one in shared memory.
+// The tile that a warp is at. Every other row tile takes the panels in reverse, so it begins with the panel that is already in
+// shared memory.
 struct TileIterator {
     int row_tile, pass, step;
     bool reverse;
@@ -65,7 +67,7 @@ struct TileIterator {
     __device__ __forceinline__ int first_column(const Work& work) const {
         return panel(work) * work.panel_tiles * kTileSlots / KEEP * WINDOW;
     }
-    // Whether there is such a tile: a warp may have none in its last steps.
+    // Returns whether there is such a tile: a warp may have none in its last steps.
     __device__ __forceinline__ bool valid(const Work& work) const {
         return row_tile < work.row_tiles && slot_tile(work) < min((panel(work) + 1) * work.panel_tiles, work.slot_tiles);
     }
@@ -81,7 +83,7 @@ struct TileIterator {
     }
 };
 
-// XORed to a chunk's number in its slot, so that the same rows of eight slots lie in different banks.
+// Returns what a chunk's index in its slot is XORed with, so that the same rows of eight slots lie in different banks.
 __device__ __forceinline__ int swizzle(int slot) { return slot / (kChunk / kChunksPerSlot) % kChunksPerSlot; }
 
 // Issues the copies of a tile. Returns the position of the lane's slot in its window, -1 past the last slot.
@@ -101,14 +103,14 @@ __device__ __forceinline__ int copy_tile(Word stage, const Work& work, const Til
     return position;
 }
 
-// A column's offset in the panel. Swizzled: eight columns apart by eight are written without bank conflicts.
+// Returns a column's byte offset in the panel. Swizzled: eight columns, eight apart, are written without bank conflicts.
 __device__ __forceinline__ Word panel_offset(Word column) {
     return kSingleToken ? column * kColumnBytes : (column ^ column / kChunk % kChunk) * kColumnBytes;
 }
 
-using XFragments = Word[kN8Tiles][4];  // of a tile: k 0 to 7, 8 to 15, 16 to 23, 24 to 31
+using XFragments = Word[kN8Tiles][4];  // x for a tile: its slots 0 to 7, 8 to 15, 16 to 23, 24 to 31
 
-// The fragments of a single token: each lane fetches the number of its slot, and the exchange gives it those of eight slots.
+// Loads the fragments of a single token: each lane reads x for one slot, and gets it for eight from the exchange buffer.
 __device__ __forceinline__ void load_single_token(Word (&x)[4], const char* panel, char* exchange, Word column) {
     const int lane = threadIdx.x % kWarp;
     __syncwarp();
@@ -162,8 +164,8 @@ __device__ __forceinline__ uint4 load_eight(const SCALAR* from, int left) {
 // Copies panels of x to shared memory. A thread takes one item at a time: eight columns of the tokens of an n8 tile.
 struct PanelLoader {
     const SCALAR* x;  // [m, k]
-    int m, k, chunks;  // of eight columns in a panel
-    Word n8_bytes;     // of the panel's part for an n8 tile
+    int m, k, chunks;  // chunks of eight columns per panel
+    Word n8_bytes;     // bytes of the panel per n8 tile of tokens
 
     template <bool aligned>
     __device__ __forceinline__ void load(uint4 (&eight)[kN8Tokens], int n8, int first, int chunk) const {
@@ -194,7 +196,7 @@ struct PanelLoader {
     static __device__ __forceinline__ int n8_of(int item) { return item / kWarp % kN8Tiles; }
     static __device__ __forceinline__ int chunk_of(int item) { return item / (kWarp * kN8Tiles) * kWarp + item % kWarp; }
 
-    // Copies the columns from `first` on, zeros past column k and token m, beginning with an item.
+    // Copies the panel whose first column is `first`, zeros past column k and token m. The thread begins with its item `item`.
     template <bool aligned>
     __device__ __forceinline__ void copy(char* panel, int first, int item) const {
         const int items = (chunks + kWarp - 1) / kWarp * kWarp * kN8Tiles;
@@ -279,10 +281,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_v
     const SCALAR* bias,              // [n] or null
     SCALAR* y,                       // [m, n]
     int m, int n, int k, int slots, int row_tiles,
-    int panel_tiles,                 // slot tiles of a panel of x
-    int panel_chunks,                // its chunks of eight columns
-    int panels,                      // that cover x
-    int steps,                       // of a warp per panel, a multiple of STAGES
+    int panel_tiles,                 // tiles of slots per panel of x
+    int panel_chunks,                // chunks of eight columns per panel
+    int panels,                      // number of panels that cover x
+    int steps,                       // tiles per warp and panel, a multiple of STAGES
     int aligned                      // whether the rows of x begin at multiples of 16 bytes
 ) {
     extern __shared__ __align__(256) unsigned char shared[];

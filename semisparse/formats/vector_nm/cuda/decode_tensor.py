@@ -1,4 +1,4 @@
-"""Up to 16 tokens on tensor cores, straight from the packed bytes."""
+"""Kernel `decode_tensor`: GEMV and skinny GEMM (M <= 16) on tensor cores, straight from the packed weight."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from semisparse.formats.base import Packed
 from semisparse.formats.kernel import Problem, Product
 from semisparse.formats.vector_nm.cuda import decode
 from semisparse.formats.vector_nm.cuda.decode_schedule import (
-    PANEL_CHUNK,
-    TENSOR_LENGTHS,
+    CHUNK_COLUMNS,
+    TENSOR_VECTOR_LENGTHS,
     TILE_SLOTS,
     DecodeTensorSchedule,
     choose_decode_tensor,
@@ -40,30 +40,30 @@ SOURCE = CudaSource(
 
 
 def refusal(problem: Problem) -> str | None:
-    """Say why `prepare` cannot compute ``problem``, or None if it can."""
-    reason = decode.refusal(problem, TENSOR_LENGTHS)
+    """Return why the kernel cannot compute ``problem``; None if it can."""
+    reason = decode.refusal(problem, TENSOR_VECTOR_LENGTHS)
     if reason is None and schedule_for(problem) is None:
         return f"no panel of x for {problem.pattern} fits shared memory"
     return reason
 
 
 def schedule_for(problem: Problem) -> DecodeTensorSchedule | None:
-    """Choose the schedule of a problem; None if no panel of x fits shared memory."""
+    """Return the schedule for ``problem``; None if no panel of x fits shared memory."""
     limit = device_facts(problem.device).shared_per_cta
     return choose_decode_tensor(vectors_of(problem.pattern), problem.dtype, problem.m, problem.k, limit)
 
 
 def prepare(problem: Problem, schedule: DecodeTensorSchedule | None = None) -> Product:
-    """Prepare to multiply; x and w float16, or both bfloat16; accumulators are float32.
+    """Return the matmul for ``problem``: x, w and y all float16 or all bfloat16; accumulators are float32.
 
     Args:
-        schedule: by default the one that is chosen.
+        schedule: overrides that of `schedule_for`.
     Raises:
         KernelError: no panel of x fits shared memory.
     """
     (n, k), facts = problem.spec.shape, device_facts(problem.device)
     schedule = schedule or schedule_for(problem)
-    windows = schedule.panel_windows(k, facts.shared_per_cta) if schedule else None
+    windows = schedule.windows_per_panel(k, facts.shared_per_cta) if schedule else None
     if schedule is None or windows is None:
         raise KernelError(f"no panel of x for {problem.pattern} fits shared memory")
     _, slots = groups_and_slots(problem.spec)
@@ -78,11 +78,11 @@ def prepare(problem: Problem, schedule: DecodeTensorSchedule | None = None) -> P
         "panel_chunks": schedule.panel_chunks(windows),
         "panels": -(-slot_tiles // panel_tiles),
         "steps": -(-min(slot_tiles, panel_tiles) // (schedule.warps * schedule.stages)) * schedule.stages,
-        "aligned": int(k % PANEL_CHUNK == 0),
+        "aligned": int(k % CHUNK_COLUMNS == 0),
     }
     # For one token a CTA per row tile; for more a CTA copies x once for all of its row tiles.
     grid = (row_tiles if schedule.tile_m == 1 else min(row_tiles, facts.sms), 1, 1)
-    build = SOURCE.build("semisparse_vector_nm_decode_tensor", schedule.defines, schedule.shared(windows))
+    build = SOURCE.build("semisparse_vector_nm_decode_tensor", schedule.defines, schedule.shared_bytes(windows))
     kernel, threads = build.load(problem.device), 32 * schedule.warps
 
     def decode_tensor(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:

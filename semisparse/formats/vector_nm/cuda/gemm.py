@@ -1,4 +1,4 @@
-"""Many tokens in 16 bits on tensor cores (mma)."""
+"""Kernel `gemm`: GEMM in float16 and bfloat16 on tensor cores (mma), straight from the packed weight."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ SOURCE = CudaSource(
 
 
 def refusal(problem: Problem) -> str | None:
-    """Say why `prepare` cannot compute ``problem``, or None if it can."""
+    """Return why the kernel cannot compute ``problem``; None if it can."""
     return tiled.refusal(problem, (torch.float16, torch.bfloat16))
 
 
 def pays(problem: Problem) -> bool:
-    """Whether so few weights are kept that this is faster than unpacking for cuBLAS."""
+    """Return whether the density is so low that the kernel is faster than unpacking the weight for cuBLAS."""
     return vectors_of(problem.pattern).density <= MAX_DENSITY
 
 
 def prepare(problem: Problem, schedule: GemmSchedule | None = None) -> Product:
-    """Prepare to multiply with a schedule, by default the one that is chosen."""
+    """Return the matmul for ``problem``; ``schedule`` overrides the one that `tiled.schedule_for` returns."""
     return tiled.prepare(problem, SOURCE, schedule)

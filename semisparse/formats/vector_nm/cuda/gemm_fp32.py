@@ -1,4 +1,4 @@
-"""Any number of tokens in float32 on CUDA cores, without TF32: the kernel of the paper."""
+"""Kernel `gemm_fp32`: GEMM of any M in float32 on CUDA cores, without TF32: the kernel of the paper."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ SOURCE = CudaSource(Path(__file__).with_name("gemm_fp32.cu"), tiled.common_defin
 
 
 def refusal(problem: Problem) -> str | None:
-    """Say why `prepare` cannot compute ``problem``, or None if it can."""
+    """Return why the kernel cannot compute ``problem``; None if it can."""
     return tiled.refusal(problem, (torch.float32,))
 
 
 def prepare(problem: Problem, schedule: GemmSchedule | None = None) -> Product:
-    """Prepare to multiply with a schedule, by default the one that is chosen."""
+    """Return the matmul for ``problem``; ``schedule`` overrides the one that `tiled.schedule_for` returns."""
     return tiled.prepare(problem, SOURCE, schedule)

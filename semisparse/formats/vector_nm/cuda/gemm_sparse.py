@@ -1,4 +1,4 @@
-"""Many tokens in 16 bits on Hopper's 2:4 sparse tensor cores, by the column order of the layout ``sparse_mma``."""
+"""Kernel `gemm_sparse`: 16-bit GEMM on Hopper's 2:4 sparse tensor cores, for weights in the layout ``sparse_mma``."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ SOURCE = CudaSource(
 
 
 def refusal(problem: Problem) -> str | None:
-    """Say why `prepare` cannot compute ``problem``, or None if it can."""
+    """Return why the kernel cannot compute ``problem``; None if it can."""
     if gpu.layout_of(problem.spec) != gpu.SPARSE_MMA:
         return "needs a column order: 16 bits, densities up to 0.3, vectors of 32, 64 or 128 rows, on a Hopper GPU"
     return operands_refusal(problem) or hopper_refusal(problem.device)
 
 
 def pays(problem: Problem) -> bool:
-    """Whether this is faster than unpacking for cuBLAS."""
+    """Return whether M is so large that the kernel is faster than unpacking the weight for cuBLAS."""
     return problem.m >= SPARSE_MIN_M
 
 
 def prepare(problem: Problem) -> Product:
-    """Prepare to multiply; x and w float16 or bfloat16, accumulators float32."""
+    """Return the matmul for ``problem``: x, w and y all float16 or all bfloat16; accumulators are float32."""
     n, sms = problem.n, device_facts(problem.device).sms
     x_transposed = transpose.prepare(problem, SPARSE_TILE_M)
     macros = defines(vectors_of(problem.pattern).length, problem.dtype)

@@ -1,4 +1,4 @@
-"""What all CUDA kernels of the format need of a problem and of their operands."""
+"""The checks and conversions of operands that all CUDA kernels of the format share."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from semisparse.runtime.kernel import cuda_refusal
 
 
 def operands_refusal(problem: Problem) -> str | None:
-    """Say why no CUDA kernel can compute ``problem``, or None if one may."""
+    """Return why no CUDA kernel can compute ``problem``; None if one may."""
     if problem.weight_dtype != problem.dtype:
-        return f"x and w have one dtype, got {problem.dtype} and {problem.weight_dtype}"
+        return f"x and w must have the same dtype, got {problem.dtype} and {problem.weight_dtype}"
     return cuda_refusal(problem.device)
 
 

@@ -1,4 +1,8 @@
-"""Schedules of the GEMMs: tiles of y, stages along K, shared memory. Pure arithmetic, no CUDA calls."""
+"""Schedules of the GEMMs: tiles of y, stages along K, shared memory. Pure arithmetic, no CUDA calls.
+
+A stage is the next slots (README.md, "Layout") of every group of rows in the tile. *Without packing* its buffer holds
+all columns of x in the stage's windows, *with packing* only those that some group of the tile keeps (section III-C).
+"""
 
 from __future__ import annotations
 
@@ -28,21 +32,24 @@ cuBLAS 88 (bfloat16, M = 2,048, 4096 x 4096, H200; an earlier build of `gemm`).
 """
 
 PACKING_SHARE = 0.5
-"""Share of a window's columns, kept by some group of a tile, below which a stage holds only those (section III-A).
+"""Share of a window's columns, kept by some group of a tile, below which columns are packed (section III-A).
 
-4:32v32: four groups per tile 231 us packed, 240 whole; eight 236 and 223 (float32, M = 2,048, 4096 x 4096, H200).
+Microseconds at 4:32v32 with and without packing: four groups per tile 231 and 240, eight 236 and 223 (float32,
+M = 2,048, N x K = 4096 x 4096, H200).
 """
 
-MAX_WHOLE_COLUMNS = 128
-"""Of a stage of whole windows."""
+MAX_UNPACKED_COLUMNS = 128
+"""Maximum columns of x per stage without packing."""
 
 WARP_ROWS = 32
+"""Rows of y per warp."""
 
 MAX_COLUMN_PASSES = {2: 16, 4: 8}
-"""Columns of a packed stage that a thread copies, by bytes of an element: it holds their numbers in registers."""
+"""With packing: maximum columns per stage that a thread copies, by bytes of an element. It keeps their indices in
+registers."""
 
 HIDING_WARPS = 4
-"""Warps per SM; with fewer, nothing hides their latencies."""
+"""Warps per SM that hide one another's latencies; with fewer, time grows in proportion."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +60,9 @@ class Tile:
         m: tokens.
         n: rows.
         per_thread: tokens per thread (float32), or m16 tiles per warp (16 bits).
-        ctas_per_sm: that shared memory is to have room for.
+        ctas_per_sm: CTAs per SM that shared memory should have room for.
         cost: time per output over that of the largest tile, measured on an H200.
-        max_slots: of a stage: in 16 bits a warp holds their weights in registers.
+        max_slots: maximum slots per stage; in 16 bits a warp holds their weights in registers.
     """
 
     m: int
@@ -94,21 +101,23 @@ TILES = {
     ),
     2: (Tile(128, 128, 8, 2, 1.0, 48), Tile(64, 128, 4, 3, 1.25, 64), Tile(64, 64, 4, 6, 1.4, 64)),
 }
-"""By bytes of an element, the largest first. An mma takes 16 slots; a stage has two such steps where they fit."""
+"""Tiles by bytes of an element, the largest first. An mma takes 16 slots; a stage has two such steps where they fit."""
 
 
 @dataclass(frozen=True)
 class GemmSchedule:
-    """What gemm.cu or gemm_fp32.cu is compiled for. One stage is the paper's V1 (whole) or V2 (packed), more its V3.
+    """Compile-time configuration of gemm.cu or gemm_fp32.cu.
+
+    One stage is the paper's V1 (without packing) or V2 (with packing), more are its V3.
 
     Args:
-        tile: of the CTA.
+        tile: the tile of y that a CTA computes.
         length: rows per vector.
-        slots: of each group in a stage.
-        columns: of x that a stage may hold.
+        slots: slots of each group per stage.
+        columns: columns of x that a stage has room for.
         stages: buffers; with 1, copying and computing alternate.
         packed: whether a stage holds only the columns that some group of the tile keeps.
-        dtype: of x and w.
+        dtype: dtype of x and w.
     """
 
     tile: Tile
@@ -121,7 +130,7 @@ class GemmSchedule:
 
     @property
     def defines(self) -> Defines:
-        """The macros."""
+        """Preprocessor macros, by name."""
         return {
             "SCALAR": SCALARS[self.dtype],
             "TILE_M": self.tile.m,
@@ -152,7 +161,7 @@ class GemmSchedule:
 
     @property
     def column_passes(self) -> int:
-        """Columns of a stage of which each thread copies a part."""
+        """Columns of a stage that a thread copies: a 16-byte chunk of each."""
         columns_per_pass = self.threads * 16 // (self.tile.m * self.dtype.itemsize)
         return -(-self.columns // columns_per_pass)
 
@@ -178,7 +187,7 @@ class GemmSchedule:
 
 
 def gemm_lengths(itemsize: int) -> tuple[int, ...]:
-    """Rows per vector that the tiled GEMMs take: powers of two, 16 bytes or more."""
+    """Return the vector lengths, in rows, that the tiled GEMMs support: powers of two of at least 16 bytes."""
     return tuple(length for length in (4, 8, 16, 32, 64, 128) if length * itemsize >= 16)
 
 
@@ -186,7 +195,14 @@ def gemm_lengths(itemsize: int) -> tuple[int, ...]:
 def choose_gemm(
     pattern: VectorNM, m: int, n: int, dtype: torch.dtype, sms: int, limit: int = PORTABLE_SHARED
 ) -> GemmSchedule | None:
-    """Choose the schedule whose estimated time is least in ``limit`` bytes; None if the pattern has none."""
+    """Return the schedule of least estimated time; None if the pattern has none.
+
+    Args:
+        m: tokens.
+        n: rows.
+        sms: SMs of the GPU.
+        limit: bytes of shared memory that a CTA may take.
+    """
     if pattern.length not in gemm_lengths(dtype.itemsize):
         return None
     for tile in sorted(TILES[dtype.itemsize], key=lambda tile: tile.time(m, n, dtype.itemsize, sms)):
@@ -201,14 +217,18 @@ def choose_gemm(
 def gemm_schedule(
     pattern: VectorNM, tile: Tile, dtype: torch.dtype, packed: bool, limit: int = PORTABLE_SHARED
 ) -> GemmSchedule | None:
-    """Return the longest stages of a tile, two or three of them, that ``limit`` bytes per CTA hold; None if none do.
+    """Return the schedule of a tile with the longest stages, two or three of them, that fit; None if none fit.
 
-    Stages that leave room for ``tile.ctas_per_sm`` CTAs, and whose column list fits registers, are preferred.
+    Stages whose column list fits registers and which leave room for ``tile.ctas_per_sm`` CTAs are preferred.
+
+    Args:
+        packed: whether columns are packed.
+        limit: bytes of shared memory that a CTA may take.
     """
     step, max_slots = 4, tile.max_slots
     if dtype.itemsize == 2:  # each group of a warp's rows has slots of its own
         step, max_slots = 16, max(16, tile.max_slots * min(pattern.length, WARP_ROWS) // WARP_ROWS)
-    sizes = _packed_sizes(pattern, tile) if packed else _whole_sizes(pattern)
+    sizes = _packed_sizes(pattern, tile) if packed else _unpacked_sizes(pattern)
     schedules = [
         GemmSchedule(tile, pattern.length, slots, columns, stages, packed, dtype)
         for slots, columns in sizes
@@ -224,14 +244,14 @@ def gemm_schedule(
     return min((s for s in schedules if s.shared <= limit), key=faults, default=None)
 
 
-def _whole_sizes(pattern: VectorNM) -> Iterator[tuple[int, int]]:
-    """Slots and columns of stages of whole windows, the longest first."""
-    for windows in range(MAX_WHOLE_COLUMNS // pattern.window, 0, -1):
+def _unpacked_sizes(pattern: VectorNM) -> Iterator[tuple[int, int]]:
+    """Yield the slots and columns of stages without packing, the longest first."""
+    for windows in range(MAX_UNPACKED_COLUMNS // pattern.window, 0, -1):
         yield windows * pattern.keep, windows * pattern.window
 
 
 def _packed_sizes(pattern: VectorNM, tile: Tile) -> Iterator[tuple[int, int]]:
-    """Slots, and columns at most, of packed stages, the longest first."""
+    """Yield the slots, and the maximum columns, of stages with packing, the longest first."""
     for slots in (32, 16, 8, 4):
         aligned = slots % pattern.keep == 0 or pattern.keep % slots == 0
         windows = -(-slots // pattern.keep) if aligned else (slots - 1) // pattern.keep + 2
@@ -241,15 +261,16 @@ def _packed_sizes(pattern: VectorNM, tile: Tile) -> Iterator[tuple[int, int]]:
 # gemm_sparse
 
 SPARSE_LENGTHS = (32, 64, 128)
-"""Rows per vector: two warps of a wgmma share a metadata word."""
+"""Vector lengths, in rows, that gemm_sparse.cu supports: two warps of a wgmma share a metadata word."""
 SPARSE_TILE_M, SPARSE_TILE_N = 128, 256
+"""Tokens and rows per CTA tile."""
 SPARSE_THREADS = 384
 SPARSE_STAGES = 12
 SPARSE_STAGE_BYTES = (16 << 10) + 64 + 16
-"""x and weights of a block, its metadata, two mbarriers."""
+"""Bytes per stage: x and the weights of a block of 32 columns, its metadata, two mbarriers."""
 SPARSE_MIN_M = 1024
-"""From here on `gemm_sparse` beats unpacking for cuBLAS.
+"""M from which `gemm_sparse` beats unpacking for cuBLAS.
 
-By 1.07 to 1.25 at 8:32v32 and 1.48 to 1.78 at 4:32v32 with 2,048 and 4,096 tokens (H200, three shapes); with 512 tokens
-and 4,096 rows only half of the SMs have a tile.
+Its speed-up is 1.07 to 1.25 at 8:32v32 and 1.48 to 1.78 at 4:32v32 with 2,048 and 4,096 tokens (H200, three shapes);
+with 512 tokens and 4,096 rows only half of the SMs have a tile.
 """

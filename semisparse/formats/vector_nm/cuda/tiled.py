@@ -1,4 +1,4 @@
-"""What `gemm` and `gemm_fp32` share on the host: x transposed and column information first, then one tiled GEMM."""
+"""The host code of `gemm` and `gemm_fp32`: transpose x and compute column information, then launch one tiled GEMM."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from semisparse.runtime.nvrtc import Defines
 
 
 def common_defines(dtype: torch.dtype, shortest: VectorNM) -> tuple[Defines, ...]:
-    """Return the macros of each tile, with whole and with packed stages, and of the shortest vectors."""
+    """Return the macros of each tile, without and with packing of columns, and those of the shortest vectors."""
     half, eighth, tiles = VectorNM(16, 32, 32), VectorNM(4, 32, 32), TILES[dtype.itemsize]
     wanted = [(pattern, tile, pattern is eighth) for tile in tiles for pattern in (half, eighth)]
     wanted.append((shortest, tiles[1], False))
@@ -28,7 +28,7 @@ def common_defines(dtype: torch.dtype, shortest: VectorNM) -> tuple[Defines, ...
 
 
 def refusal(problem: Problem, dtypes: tuple[torch.dtype, ...]) -> str | None:
-    """Say why a tiled GEMM of these dtypes cannot compute ``problem``, or None if it can."""
+    """Return why a tiled GEMM of these dtypes cannot compute ``problem``; None if it can."""
     if problem.dtype not in dtypes:
         return f"computes {' and '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)}, got {problem.dtype}"
     reason = operands_refusal(problem)
@@ -39,13 +39,13 @@ def refusal(problem: Problem, dtypes: tuple[torch.dtype, ...]) -> str | None:
 
 
 def schedule_for(problem: Problem) -> GemmSchedule | None:
-    """Choose the schedule of a problem; None if the pattern has none."""
+    """Return the schedule for ``problem``; None if the pattern has none."""
     facts, pattern = device_facts(problem.device), vectors_of(problem.pattern)
     return choose_gemm(pattern, problem.m, problem.n, problem.dtype, facts.sms, facts.shared_per_cta)
 
 
 def prepare(problem: Problem, source: CudaSource, schedule: GemmSchedule | None) -> Product:
-    """Prepare to multiply with a schedule, by default the one that is chosen.
+    """Return the matmul for ``problem``; ``schedule`` overrides that of `schedule_for`.
 
     Raises:
         KernelError: the pattern has no schedule.

@@ -1,4 +1,4 @@
-"""Transposes x of 16-bit types for `gemm_sparse`."""
+"""Transpose x in float16 or bfloat16 for `gemm_sparse` (transpose.cu)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from semisparse.runtime.kernel import CudaSource
 
 THREADS = 256
 TILE_M = TILE_COLUMNS = 64
+"""Tokens and columns per CTA."""
 
 SOURCE = CudaSource(
     Path(__file__).with_name("transpose.cu"), tuple({"TILE_M": TILE_M, "ALIGNED": aligned} for aligned in (1, 0))
@@ -20,10 +21,12 @@ SOURCE = CudaSource(
 
 
 def prepare(problem: Problem, tile_m: int) -> Callable[[Tensor], Tensor]:
-    """Prepare to transpose x, [M, K] in 16 bits, aligned.
+    """Return the function that transposes x.
 
+    Args:
+        tile_m: the tokens of x_t are padded to a multiple of it.
     Returns:
-        x -> x_t: [whole windows of columns, whole tiles of ``tile_m`` tokens], zeros past K and M.
+        x [M, K], 16 bits, aligned to 16 bytes -> x_t [K padded to whole windows, M padded], zeros past K and M.
     """
     k, window = problem.k, vectors_of(problem.pattern).window
     width = -(-k // window) * window

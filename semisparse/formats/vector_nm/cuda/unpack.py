@@ -1,4 +1,4 @@
-"""Unpacks the whole weight for cuBLAS: any vectors, any number of tokens."""
+"""Kernel `unpack`: unpacks the whole weight for cuBLAS; any vector length, any M."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from semisparse.runtime.nvrtc import Defines
 
 THREADS = 256
 TILE_ROWS, MIN_TILE_COLUMNS = 32, 128
-"""A window wider than the tile makes it wider."""
+"""Rows and columns of the dense tile of a CTA; a window of more columns makes the tile as wide as the window."""
 
 
 def defines(pattern: VectorNM, itemsize: int) -> Defines:
@@ -39,13 +39,13 @@ refusal = operands_refusal
 
 
 def prepare(problem: Problem) -> Product:
-    """Prepare to unpack the weight and multiply by cuBLAS."""
+    """Return the matmul for ``problem``: unpacks the weight, then calls cuBLAS."""
     unpack = prepare_unpack(problem)
     return lambda x, packed, bias: multiply_dense(x, unpack(packed), bias)
 
 
 def prepare_unpack(problem: Problem) -> Callable[[Packed], Tensor]:
-    """Prepare to return the dense weight, [N, K] in its dtype."""
+    """Return the function that unpacks a weight: Packed -> [N, K] in the weight's dtype."""
     (n, k), itemsize, pattern = problem.spec.shape, problem.weight_dtype.itemsize, vectors_of(problem.pattern)
     groups, slots = groups_and_slots(problem.spec)
     tile_columns = max(1, MIN_TILE_COLUMNS // pattern.window) * pattern.window
