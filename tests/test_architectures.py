@@ -59,14 +59,14 @@ LAYERS = {
 }
 """How many layers are compressed, and which weights stay dense; of others 14 and the head."""
 
-QUICK = ("Mixtral", "Gemma-3")
+QUICK = (("Mixtral", "gqs"), ("Gemma-3", "bitmask"))
 """In `make test`: experts, and a text decoder inside another model, under names that are not those on disk."""
 
 
 def cases() -> list[object]:
     names = [name for name in CONFIGS if name not in REFUSED]
     return [
-        pytest.param(name, form, id=f"{name}-{form}", marks=[] if name in QUICK else [pytest.mark.slow])
+        pytest.param(name, form, id=f"{name}-{form}", marks=[] if (name, form) in QUICK else [pytest.mark.slow])
         for name in names
         for form in RECIPES
     ]

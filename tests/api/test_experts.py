@@ -71,7 +71,10 @@ def test_a_damaged_expert_is_refused_by_name(mixtral: Path, tmp_path: Path) -> N
         semisparse.load(tmp_path, "cpu")
 
 
-@pytest.mark.parametrize("architecture", ["Mixtral", "GPT-OSS", "Llama-4 text"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["GPT-OSS", pytest.param("Mixtral", marks=pytest.mark.slow), pytest.param("Llama-4 text", marks=pytest.mark.slow)],
+)
 def test_unpacked_it_is_the_original_module_again(architecture: str, tmp_path: Path) -> None:
     semisparse.compress(tiny_model(architecture), byte_tokenizer(), settings=SETTINGS, out=tmp_path / "out")
     model, dense = semisparse.load(tmp_path / "out", "cpu"), tiny_model(architecture)
