@@ -34,14 +34,14 @@ from semisparse.compress import (
     compress_decoder_layers,
     dense_layers,
     fingerprint,
-    is_ignored,
+    split_decoder_experts,
 )
 from semisparse.compress.search import SearchResult, search_patterns
 from semisparse.compress.search.allocate import Unreachable
 from semisparse.compress.search.joint import JointResult, search_choices
 from semisparse.errors import InputError
 from semisparse.integrations.transformers import mark_compressed
-from semisparse.nn import replace_linear, split_experts, weight_of
+from semisparse.nn import replace_linear, weight_of
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def compress(
             raise InputError("calibration text needs the model's tokenizer")
         length = sequence_length(dense, seqlen)
         batches = calibration_batches(tokenizer, calibration, samples=samples, seqlen=length, seed=seed)
-    split_experts(dense, keep=partial(is_ignored, plan))
+    split_decoder_experts(dense, plan)
     tuning: list[dict[str, Any]] = []
     run = partial(_run_recipe, dense, batches, plan, tuning, seed=seed, device=where, progress=progress)
     if out is None:

@@ -6,7 +6,7 @@ from semisparse.compress.journal import Journal, fingerprint
 from semisparse.compress.pipeline import compress_decoder_layers
 from semisparse.compress.recipe import NEEDS_DENSE, Recipe, parse_settings, read_yaml
 from semisparse.compress.report import LayerReport, Progress
-from semisparse.compress.staying_dense import dense_layers, is_ignored
+from semisparse.compress.staying_dense import dense_layers, split_decoder_experts
 from semisparse.compress.tune import TuningResult
 
 __all__ = [
@@ -24,7 +24,7 @@ __all__ = [
     "compress_decoder_layers",
     "dense_layers",
     "fingerprint",
-    "is_ignored",
     "parse_settings",
     "read_yaml",
+    "split_decoder_experts",
 ]

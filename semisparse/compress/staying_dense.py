@@ -11,7 +11,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from semisparse.compress.decoder import decoder_layers
 from semisparse.compress.recipe import Recipe
-from semisparse.nn import LINEAR_CLASSES, is_linear, weight_of
+from semisparse.nn import LINEAR_CLASSES, is_linear, split_experts, weight_of
 
 SMALLEST = 8
 """A linear layer of fewer rows or columns is a gate: it decides much and weighs nothing."""
@@ -39,8 +39,14 @@ class DenseLayer:
 
 
 def is_ignored(recipe: Recipe, name: str) -> bool:
-    """Return whether the recipe's `ignore` names a module."""
-    return any(fnmatchcase(name, glob) for glob in recipe.ignore)
+    """Return whether the recipe's `ignore` names a module, or all that is inside it."""
+    return any(fnmatchcase(name, glob) or fnmatchcase(f"{name}.*", glob) for glob in recipe.ignore)
+
+
+def split_decoder_experts(model: nn.Module, recipe: Recipe) -> None:
+    """Give the experts in a model's decoder layers linear layers of their own, unless they are ignored."""
+    decoder_list = decoder_layers(model)[0]
+    split_experts(model, keep=lambda name: is_ignored(recipe, name) or not name.startswith(f"{decoder_list}."))
 
 
 def reason_to_stay_dense(model: nn.Module, name: str, recipe: Recipe) -> str | None:

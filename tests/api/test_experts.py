@@ -106,6 +106,25 @@ def test_experts_that_are_ignored_stay_dense(tmp_path: Path) -> None:
     assert torch.equal(loaded(IDS).logits, model(IDS).logits)
 
 
+@pytest.mark.parametrize("glob", ["*.experts", "*.experts.*"])
+def test_all_experts_ignored_stay_fused(glob: str, tmp_path: Path) -> None:
+    model: Any = tiny_model("Mixtral")
+    report = semisparse.compress(model, byte_tokenizer(), settings=(*SETTINGS, f"ignore={glob}"), out=tmp_path / "out")
+    assert len(report.layers) == 8
+    ignored = {layer["name"] for layer in report.dense if layer["reason"] == "ignored by the recipe"}
+    assert ignored == {"model.layers.0.mlp.experts", "model.layers.1.mlp.experts"}
+    loaded: Any = semisparse.load(tmp_path / "out", "cpu")
+    assert torch.equal(loaded.model.layers[1].mlp.experts.down_proj, model.model.layers[1].mlp.experts.down_proj)
+
+
+def test_experts_outside_the_decoder_are_left() -> None:
+    model: Any = tiny_model("Mixtral")
+    model.model.tower = copy.deepcopy(model.model.layers[0].mlp)
+    semisparse.compress(model, byte_tokenizer(), settings=SETTINGS)
+    assert type(model.model.tower.experts).__name__ == "MixtralExperts"
+    assert isinstance(model.model.layers[0].mlp.experts, SparseExperts)
+
+
 def test_an_unknown_structure_is_refused_in_a_sentence() -> None:
     model = tiny_model("Mixtral")
     experts: Any = model.model.layers[1].mlp.experts
