@@ -22,8 +22,8 @@ from models import Subject, parser_of
 from pruners import PLAIN
 from rows import read_rows, write_rows
 
+from semisparse.bench.plot_densities import plot_densities
 from semisparse.compress.prune import sparsegpt
-from semisparse.compress.search.plot import plot_densities
 
 MODELS = ("babyllama-1m", "pycode-11m")
 SETTINGS = ("prune=sparsegpt", *PLAIN, "format=bitmask")

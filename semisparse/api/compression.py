@@ -20,8 +20,7 @@ from semisparse.api.job import finished_block, job_directory, write_model
 from semisparse.api.packing import pack_for_disk
 from semisparse.api.recipe import can_store, pack_options, read_recipe
 from semisparse.api.sequences import Text, sequence_length
-from semisparse.api.targets import WORKLOADS, limits_of, menu, options_of, reached, written
-from semisparse.bench.machines import find_machine
+from semisparse.api.targets import WORKLOADS, limits_of, machine_of, menu, options_of, reached, written
 from semisparse.compress import (
     NEEDS_CALIBRATION,
     Choice,
@@ -123,6 +122,7 @@ def compress(
     start = time.perf_counter()
     plan = read_recipe(recipe, [*settings, *([f"gpu={gpu}"] if gpu else [])], target)
     where = checkpoint.pick_device(device)
+    machine_of(plan)  # an unknown one is refused before any work
     if calibration is None and plan.needs_calibration:
         raise InputError(NEEDS_CALIBRATION)
     if out is not None and not resume:
@@ -197,7 +197,7 @@ def _search_choices(model: PreTrainedModel, batches: Sequence[Tensor], plan: Rec
     """Choose pattern, bits and format of every layer such that the recipe's targets hold."""
     targets = dict(plan.targets)
     workloads = [key for key in targets if key in WORKLOADS]
-    machine = find_machine(plan.gpu) if workloads else None
+    machine = machine_of(plan)
     many_tokens = machine is not None and machine.device == "cuda" and "prompt" in workloads
     dtype = model.dtype
     options = options_of(menu(plan, rounds_activations=many_tokens), workloads, dtype, machine)

@@ -11,11 +11,12 @@ from typing import Any
 from semisparse import checkpoint
 from semisparse.api.exporting import load_uncompressed
 from semisparse.api.sequences import Text, sequence_length
-from semisparse.api.targets import BASELINE, menu, options_of, written
+from semisparse.api.targets import menu, options_of, written
 from semisparse.bench.machines import find_machine
-from semisparse.compress import Progress, Recipe, calibration_batches
+from semisparse.compress import Progress, Recipe, calibration_batches, split_decoder_experts
 from semisparse.compress.search.allocate import Unreachable
 from semisparse.compress.search.joint import Assignment, JointSearch
+from semisparse.patterns import NO_ZEROS
 
 TOKENS = 32 * 1024
 """Calibration tokens by default: the front is for choosing a target, `compress` then measures on more."""
@@ -107,7 +108,8 @@ def frontier(
     length = sequence_length(dense, seqlen)
     wanted = samples or max(2, -(-TOKENS // length))
     batches = calibration_batches(tokenizer, calibration, samples=wanted, seqlen=length, seed=seed)
-    recipe = Recipe(pattern="0%")
+    recipe = Recipe(pattern=NO_ZEROS)
+    split_decoder_experts(dense, recipe)
     choices = menu(recipe, rounds_activations=machine.device == "cuda")
     options = options_of(choices, WORKLOADS, dense.dtype, machine)
     search = JointSearch(dense, batches, recipe, options, seed=seed, device=where, progress=progress, journal=None)
@@ -123,7 +125,7 @@ def frontier(
     uniform = [
         _point(search, choice.label, picks, search.uniform_kl[choice])
         for choice, picks in search.uniforms().items()
-        if choice.format != BASELINE or not choice.is_dense
+        if not choice.is_dense
     ]
     front = [point for point in points if not any(other.dominates(point) for other in [*points, *uniform])]
     unique = {(point.bits, point.kl, point.decode_ms, point.prompt_ms): point for point in front}

@@ -6,18 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from semisparse.compress import NEEDS_DENSE, NO_ZEROS, Recipe, parse_settings, read_yaml
+from semisparse.compress import NEEDS_DENSE, Recipe, parse_settings, read_yaml
 from semisparse.errors import RecipeError
 from semisparse.formats import registry
 from semisparse.formats.base import format_names, get_format
-from semisparse.patterns import Pattern, parse_pattern
+from semisparse.patterns import NO_ZEROS, Pattern, parse_pattern
 from semisparse.quant.group import KINDS as GROUP_KINDS
 
 DENSE_GROUPS = "g128@0%"
 """The pattern of dense low-bit weights, unless a recipe names another."""
-
-GROUP_FORMAT = "gqs"
-"""The format that stores them."""
 
 
 AUTO: Mapping[str, Any] = {"pattern": "0%", "prune": "sparsegpt", "search": "joint", "tune": "bqpo"}
@@ -71,9 +68,10 @@ def read_recipe(
 
 def _in_groups(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Write the pattern ``0%`` of weights that are rounded in groups as what it is: no group of 128 is dropped."""
-    if values.get("quant") in GROUP_KINDS and values.get("pattern") == NO_ZEROS:
-        return {**values, "pattern": DENSE_GROUPS, **({} if "format" in values else {"format": GROUP_FORMAT})}
-    return values
+    if values.get("quant") not in GROUP_KINDS or values.get("pattern") != NO_ZEROS:
+        return values
+    stores = next(form.name for form in registry().values() if {"kind": values["quant"]} in form.variants)
+    return {"format": stores, **values, "pattern": DENSE_GROUPS}
 
 
 def _read_values(recipe: str | Path) -> dict[str, Any]:

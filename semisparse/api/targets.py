@@ -7,19 +7,16 @@ from functools import lru_cache
 
 import torch
 
-from semisparse.bench.machines import Machine
-from semisparse.bench.roofline import Candidate, estimate_matmul, problem_for
-from semisparse.compress import NO_ZEROS, Choice, Option, Recipe
+from semisparse.bench.machines import Machine, find_machine
+from semisparse.bench.roofline import BASELINE, Candidate, estimate_matmul, problem_for
+from semisparse.compress import Choice, Option, Recipe
 from semisparse.errors import InputError, RecipeError
 from semisparse.formats.base import registry
-from semisparse.patterns import Group, parse_pattern
+from semisparse.patterns import NO_ZEROS, Group, parse_pattern
 from semisparse.quant.symmetric import DTYPES
 
 WORKLOADS = {"decode": 1, "batch32": 32, "prompt": 2048}
 """Tokens M of each target that is a speed-up."""
-
-BASELINE = "dense"
-"""The format of layers that stay as they are."""
 
 
 def parse_targets(settings: Iterable[str]) -> dict[str, str]:
@@ -51,6 +48,15 @@ def reached(targets: Mapping[str, float], relative: Mapping[str, float], dtype: 
     values = {"size": relative["bits"], "bits": relative["bits"] * 8 * dtype.itemsize}
     values |= {key: 1 / relative[key] for key in WORKLOADS if key in relative}
     return {key: values[key] for key in targets}
+
+
+def machine_of(recipe: Recipe) -> Machine | None:
+    """Return the machine that a recipe's targets mean; None if none of them is a speed-up.
+
+    Raises:
+        InputError: its name is unknown.
+    """
+    return find_machine(recipe.gpu) if any(key in WORKLOADS for key, _ in recipe.targets) else None
 
 
 def written(targets: Mapping[str, float]) -> str:

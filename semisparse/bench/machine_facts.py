@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from semisparse.bench.roofline import BASELINE, NO_ZEROS
+from semisparse.bench.roofline import BASELINE
 from semisparse.bench.timing import Timing, time_calls, time_eager
 from semisparse.formats import get_format, linear
 from semisparse.nn import SparseLinear
+from semisparse.patterns import NO_ZEROS
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.kernel import CudaSource
 from semisparse.runtime.measure import measured_rates

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from semisparse.bench.kernels import Measurement, fastest_kernels
-from semisparse.bench.roofline import NO_ZEROS, candidates, problem_for
-from semisparse.errors import FormatError, SemisparseError
-from semisparse.patterns import parse_pattern
+from semisparse.bench.pyplot import load_pyplot
+from semisparse.bench.roofline import candidates, problem_for
+from semisparse.errors import FormatError
+from semisparse.patterns import NO_ZEROS, parse_pattern
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,13 +54,7 @@ def plot_all(measurements: list[Measurement], folder: Path) -> list[Path]:
 
 
 def _draw(path: Path, title: str, cells: int, fill: Callable[[list[Axes]], None]) -> Path:
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise SemisparseError("plots need matplotlib: pip install 'semisparse[bench]'") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = load_pyplot()
     width = min(cells, COLUMNS)
     height = -(-cells // width)
     figure, grid = pyplot.subplots(

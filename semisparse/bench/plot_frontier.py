@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from semisparse.errors import SemisparseError
+from semisparse.bench.pyplot import load_pyplot
 
 AXES = (
     ("bits", "stored bits per weight"),
@@ -17,8 +17,8 @@ AXES = (
 BITS = (2, 3, 4, 6, 8, 12, 16)
 """Ticks."""
 
-MARKERS = {"gqs": "o", "bitmask": "s", "slide24": "^", "vector_nm": "D", "ec_csr": "v", "dense": "P"}
-"""By format, so that colours are not all that tells points apart."""
+MARKERS = "os^DvP"
+"""One per format, so that colours are not all that tells points apart."""
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 """Okabe and Ito's palette, which colour-blind readers can tell apart."""
@@ -37,13 +37,7 @@ def plot_frontier(
     Raises:
         SemisparseError: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise SemisparseError("plots need matplotlib: pip install 'semisparse[bench]'") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = load_pyplot()
     figure, cells = pyplot.subplots(1, len(AXES), figsize=(17, 5.5), layout="constrained", sharey=True)
     formats = list(dict.fromkeys(str(point["recipe"]).split()[0] for point in uniform))
     smallest = min((point["kl"] for point in [*points, *uniform] if point["kl"] > 0), default=1e-3)
@@ -53,7 +47,7 @@ def plot_frontier(
             axes.scatter(
                 [point[key] for point in of_form],
                 [max(point["kl"], smallest / 2) for point in of_form],
-                marker=MARKERS.get(form, "x"),
+                marker=MARKERS[number % len(MARKERS)],
                 color=COLOURS[number % len(COLOURS)],
                 label=f"{form} everywhere",
             )

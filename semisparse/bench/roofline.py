@@ -13,12 +13,10 @@ from semisparse.bench.machines import Machine
 from semisparse.errors import InputError
 from semisparse.formats.base import Format, Packed, get_format, registry
 from semisparse.formats.kernel import Pass, Problem
-from semisparse.patterns import Pattern, parse_pattern
+from semisparse.patterns import NO_ZEROS, Pattern, parse_pattern
 
 BASELINE = "dense"
 """The format of the dense matmul that speed-ups are relative to."""
-
-NO_ZEROS = "0%"
 
 SAMPLE_ROWS = 256
 """Rows of a random weight that are packed to predict the bytes of a whole weight, padding and metadata included."""

@@ -16,11 +16,12 @@ MAX_JSON_BYTES = 1 << 28
 """The index and config block of a model with 10^5 layers take a tenth of it."""
 
 LIMITS = (
+    (re.compile("size|dim|position|embd|inner|rank|length|channel"), 1 << 31),
     (re.compile("layer"), 1 << 10),
     (re.compile("label|head|expert"), 1 << 16),
-    (re.compile("size|dim|position|embd|inner|rank|length|channel"), 1 << 31),
 )
-"""The most that a number in config.json may be, by words of its key: what is counted one by one, and sizes."""
+"""The most that a number in config.json may be, by words of its key, the first that fits: sizes, such as Gemma-3n's
+``vocab_size_per_layer_input``, and what is counted one by one."""
 
 MAX_SHARE, FREE_PARAMETERS = 16, 1 << 24
 """Parameters that are not packed are at most ``MAX_SHARE`` per stored byte, plus ``FREE_PARAMETERS``."""

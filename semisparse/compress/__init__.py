@@ -1,7 +1,7 @@
 """Turn a dense model into one whose weights obey a pattern: recipes, calibration, pruning, search and tuning."""
 
 from semisparse.compress.calibration import NEEDS_CALIBRATION, calibration_batches
-from semisparse.compress.choice import NO_ZEROS, Choice, Option
+from semisparse.compress.choice import Choice, Option
 from semisparse.compress.journal import Journal, fingerprint
 from semisparse.compress.pipeline import compress_decoder_layers
 from semisparse.compress.recipe import NEEDS_DENSE, Recipe, parse_settings, read_yaml
@@ -12,7 +12,6 @@ from semisparse.compress.tune import TuningResult
 __all__ = [
     "NEEDS_CALIBRATION",
     "NEEDS_DENSE",
-    "NO_ZEROS",
     "Choice",
     "Journal",
     "LayerReport",

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from semisparse.quant.group import KINDS as GROUP_KINDS
-
-NO_ZEROS = "0%"
+from semisparse.patterns import NO_ZEROS
 
 
 @dataclass(frozen=True)
@@ -34,11 +32,6 @@ class Choice:
     def is_dense(self) -> bool:
         """Whether the weight stays as it is."""
         return self.pattern == NO_ZEROS and self.quant == "none"
-
-    @property
-    def code_bits(self) -> int:
-        """Bits per code if groups are quantised, else 0."""
-        return GROUP_KINDS.get(self.quant, 0)
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,8 @@ class Recipe:
                 f"search={self.search} takes {'at least one target' if self.search == 'joint' else 'no target'}; "
                 f"a target goes with --recipe auto, and is KEY=VALUE with one of: {targets}"
             )
+        if self.gpu != "auto" and not self.targets:
+            raise RecipeError(f"gpu={self.gpu} is the machine that a target's speed-ups mean; give a target, too")
         if self.tune == "bqpo+e2e" and not self.code_bits and self.search != "joint":
             raise RecipeError(
                 f"tune=bqpo+e2e trains the scales of quantised groups, quant={self.quant} has none; set quant=w4"

@@ -14,7 +14,10 @@ FAMILIES: tuple[type[Pattern], ...] = (NM, VectorNM, Group, Unstructured)
 MAX_CHARACTERS = 64
 """Of a written pattern."""
 
-__all__ = ["FAMILIES", "NM", "Group", "Pattern", "Unstructured", "VectorNM", "parse_pattern"]
+NO_ZEROS = "0%"
+"""The pattern that every weight obeys."""
+
+__all__ = ["FAMILIES", "NM", "NO_ZEROS", "Group", "Pattern", "Unstructured", "VectorNM", "parse_pattern"]
 
 
 def parse_pattern(text: str | Pattern) -> Pattern:

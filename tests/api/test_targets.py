@@ -7,15 +7,18 @@ import torch
 
 import semisparse
 from semisparse.api.frontier import frontier
+from semisparse.api.recipe import read_recipe
 from semisparse.api.targets import limits_of, menu, options_of, parse_targets, reached
 from semisparse.bench.machines import find_machine
 from semisparse.compress import Choice, Recipe
 from semisparse.errors import InputError, RecipeError
 from semisparse.formats import get_format
+from tests.architectures import tiny_model
 from tests.models import byte_tokenizer, random_model
 
 DOCUMENTS = [f"document {i}: " + "some words to read " * (i % 5) for i in range(40)]
 SMALL = {"samples": 8, "seqlen": 32}
+DENSE_W3 = ("pattern=0%", "quant=w3", "search=none", "format=gqs")
 QUICK = ("tune_epochs=1", "search_effort=1", "search_tokens=64", "prune=magnitude")
 
 
@@ -53,6 +56,21 @@ def test_targets_and_recipes_must_go_together():
         semisparse.compress(
             random_model("llama"), byte_tokenizer(), "auto", DOCUMENTS, target={"bits": 3}, settings=["quant=w4"]
         )
+
+
+def test_a_machine_is_checked_before_any_work(tmp_path: Path):
+    for target, gpu, message in (
+        ({"decode": 1.0}, "h2000", "unknown GPU 'h2000'"),
+        (None, "h200", "give a target, too"),
+    ):
+        recipe = "auto" if target else "gqsa"
+        with pytest.raises(InputError, match=message):
+            semisparse.compress(tmp_path / "no model", recipe=recipe, calibration=DOCUMENTS, target=target, gpu=gpu)
+
+
+def test_dense_low_bits_need_no_group_size():
+    assert read_recipe("dense-w3").pattern == read_recipe("rheosparse", DENSE_W3).pattern == "g128@0%"
+    assert read_recipe("rheosparse", DENSE_W3).format == "gqs"
 
 
 def test_costs_are_those_of_packed_weights():
@@ -112,9 +130,10 @@ def test_what_cannot_be_reached_says_what_can(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_frontier_holds_no_point_that_is_worse_than_another(tmp_path: Path):
+@pytest.mark.parametrize("architecture", ["Llama", pytest.param("Mixtral", marks=pytest.mark.slow)])
+def test_the_frontier_holds_no_point_that_is_worse_than_another(architecture: str, tmp_path: Path):
     source = tmp_path / "model"
-    random_model("llama").save_pretrained(source)
+    tiny_model(architecture).save_pretrained(source)
     byte_tokenizer().save_pretrained(source)
     front = frontier(source, DOCUMENTS, gpu="h200", samples=4, seqlen=32)
     assert front.gpu == "NVIDIA H200"

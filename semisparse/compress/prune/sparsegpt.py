@@ -137,8 +137,7 @@ def prune_columns(
         first = i - i % mask_columns
         if shares and i == first:
             # As if each were the first to be pruned: then every column has all others to compensate its loss.
-            inverse = upper[i:, i:].square().sum(0)
-            shares.next_strip(working[:, i:].square() / inverse)
+            shares.next_strip(working[:, i:], upper[i:, i:].square().sum(0))
         if (i - first) % interval == 0:
             chosen = slice(first, min(first + mask_columns, stop))
             scores = (working[:, chosen] / upper.diagonal()[chosen]).square()
@@ -171,22 +170,27 @@ class _Shares:
         self._left = round(shape[0] * -(-shape[1] // pattern.step) * pattern.percent / 100)
         self._fraction = 0.0
 
-    def next_strip(self, scores: Tensor) -> None:
+    def next_strip(self, weight: Tensor, inverse: Tensor) -> None:
         """Take the next strip's share of what is left to prune.
 
         Args:
-            scores: [N, columns that are not final] float32, the losses of pruning a weight; the strip's come first.
+            weight: [N, columns that are not final] float32; the strip's columns come first.
+            inverse: [these columns] float32, the diagonal of the inverse of their Hessian.
         """
-        sizes = blocks_along(torch.ones_like(scores[:1]), self._pattern.step, dim=1).sum(-1)
-        saliency = blocks_along(scores, self._pattern.step, dim=1).sum(-1) / sizes
-        strip = saliency[:, : self._groups]
-        sample = saliency[:: -(-len(saliency) // SAMPLED_ROWS)].flatten()
-        rank = round(sample.numel() * self._left / saliency.numel())
-        lost = int((strip <= sample.kthvalue(rank).values).sum()) if rank else 0
-        later = saliency.numel() - strip.numel()
-        lost = min(max(lost, self._left - later), self._left, strip.numel())
+        columns = self._groups * self._pattern.step
+        strip = self._saliency(weight[:, :columns], inverse[:columns])
+        sample = self._saliency(weight[:: -(-len(weight) // SAMPLED_ROWS)], inverse)
+        items = len(weight) * sample.shape[1]
+        rank = round(sample.numel() * self._left / items)
+        lost = int((strip <= sample.flatten().kthvalue(rank).values).sum()) if rank else 0
+        lost = min(max(lost, self._left - (items - strip.numel())), self._left, strip.numel())
         self._left -= lost
         self._fraction = lost / strip.numel()
+
+    def _saliency(self, weight: Tensor, inverse: Tensor) -> Tensor:
+        """Return the mean loss of pruning a weight of each group, [rows, groups]."""
+        losses = blocks_along(weight.square() / inverse, self._pattern.step, dim=1)
+        return losses.sum(-1) / blocks_along(torch.ones_like(inverse)[None], self._pattern.step, dim=1).sum(-1)
 
     def mask(self, scores: Tensor) -> Tensor:
         """Choose the weights of the strip to keep: [N, columns] bool."""

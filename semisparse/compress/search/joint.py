@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,19 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from semisparse.compress.calibration import check_batches
-from semisparse.compress.choice import NO_ZEROS, Choice, Option
-from semisparse.compress.decoder import record_calls
+from semisparse.compress.choice import Choice
 from semisparse.compress.journal import Journal
-from semisparse.compress.propagate import DecoderLayer, list_decoder_layers
-from semisparse.compress.prune import PrunedLayer, Statistics, prune_layer
+from semisparse.compress.propagate import list_decoder_layers
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import Progress
 from semisparse.compress.search.allocate import Unreachable, allocate
-from semisparse.compress.search.bank import Bank, MaskedWeight, build_bank, masked_layer
+from semisparse.compress.search.bank import Bank, MaskedWeight, build_bank
 from semisparse.compress.search.score import BatchScore, Scorer, scoring_batches
-from semisparse.compress.trace import find_inputs
+from semisparse.compress.search.units import LinearChoices, OptionsOf, compress_every_way, find_units
 from semisparse.patterns import Pattern, parse_pattern
-from semisparse.quant.symmetric import DTYPES, fake_quantise_rows
 
 PASSES = 2
 """Number of banks. The first is compressed on the dense model's activations, so that its losses are those of single
@@ -48,45 +44,8 @@ SCORED_BATCHES = 4
 DOMINATED = 1.1
 """A choice is dropped if, given to all layers, another costs no more and its KL divergence is lower by this factor."""
 
-OptionsOf = Callable[[Sequence[tuple[int, int]]], Sequence[Option]]
-"""The shapes (N, K) of linear layers that share an input -> their options; the first is dense."""
-
 Assignment = tuple[int, ...]
 """The index of an option for each unit."""
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Linear layers of a decoder layer that share an input, and get the same choice: kernels can join them.
-
-    Args:
-        linears: module names of the linear layers in the model.
-        decoder_layer: index of the decoder layer.
-        options: what the unit may become; the first option is dense.
-        weights: number of weights of all its linear layers.
-    """
-
-    linears: tuple[str, ...]
-    decoder_layer: int
-    options: tuple[Option, ...]
-    weights: int
-
-
-@dataclass(frozen=True)
-class LinearChoices:
-    """The choices of one linear layer. An index into them is what a bank and the scorer call a level.
-
-    Args:
-        name: module name of the linear layer in the model.
-        decoder_layer: index of its decoder layer.
-        choices: all choices.
-        wanted: indices of the choices that are still in the search.
-    """
-
-    name: str
-    decoder_layer: int
-    choices: tuple[Choice, ...]
-    wanted: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -298,25 +257,34 @@ class JointSearch:
         self._save("losses", number, {"losses": self._losses})
 
     def _drop_dominated(self) -> None:
-        """Measure every choice in all layers at once; drop those that are worse than another one in every respect."""
+        """Measure every choice in all layers at once; drop those that are worse than another one in every respect.
+
+        The other one costs no more in any unit, so that what was reachable stays so.
+        """
         uniforms = self.uniforms()
         for done, (choice, picks) in enumerate(uniforms.items()):
             self._progress("measuring each choice everywhere", done, len(uniforms))
             self.uniform_kl[choice] = self.kl(picks)
-        costs = {choice: self.totals(picks) for choice, picks in uniforms.items()}
         dropped = {
             choice
-            for choice in uniforms
+            for choice, picks in uniforms.items()
             if any(
-                DOMINATED * self.uniform_kl[other] < self.uniform_kl[choice]
-                and all(costs[other][name] <= cost for name, cost in costs[choice].items())
-                for other in uniforms
+                DOMINATED * self.uniform_kl[other] < self.uniform_kl[choice] and self._costs_no_more(others, picks)
+                for other, others in uniforms.items()
             )
         }
         self._space = [
             replace(linear, wanted=frozenset(i for i, choice in enumerate(linear.choices) if choice not in dropped))
             for linear in self._space
         ]
+
+    def _costs_no_more(self, cheap: Assignment, dear: Assignment) -> bool:
+        """Return whether every unit costs no more, in any respect, in one assignment than in another."""
+        return all(
+            costs[one][name] <= cost
+            for costs, one, other in zip(self._costs, cheap, dear, strict=True)
+            for name, cost in costs[other].items()
+        )
 
     def best(self, limits: Mapping[str, float]) -> Assignment:
         """Return the assignment with the least sum of measured losses that keeps the limits."""
@@ -431,64 +399,6 @@ class JointSearch:
 
     def _disturbed(self, rng: random.Random) -> list[list[float]]:
         return [[loss * rng.lognormvariate(0, SPREAD) for loss in losses] for losses in self._losses]  # inf stays inf
-
-
-def find_units(
-    model: nn.Module, layers: Sequence[DecoderLayer], batches: Sequence[Tensor], options: OptionsOf
-) -> list[Unit]:
-    """Group the linear layers of each decoder layer by input, those of experts by their role.
-
-    Args:
-        model: the model that has the decoder layers.
-        layers: the decoder layers, with the linear layers to compress.
-        batches: token ids; one sequence of the first batch is run.
-        options: returns the options of a unit, given its shapes.
-    """
-    hidden, calls = record_calls(model, [layer.module for layer in layers], [batches[0][:1]])
-    cpu = torch.device("cpu")
-    units = []
-    for index, layer in enumerate(layers):
-        names = {name: layer.full_name(name) for name in layer.patterns}
-        copied = layer.copy(cpu)
-        call = calls[index][0].to(cpu, torch.float32)
-        for inputs in find_inputs(copied, names, call, hidden[0].to(cpu).float()):
-            shapes = [(weight.shape[0], weight.shape[1]) for weight in map(layer.weight, inputs.linears)]
-            units.append(
-                Unit(
-                    tuple(names[name] for name in inputs.linears),
-                    index,
-                    tuple(options(shapes)),
-                    sum(n * k for n, k in shapes),
-                )
-            )
-    return units
-
-
-def compress_every_way(
-    linear: LinearChoices,
-    centre: int,
-    known: Mapping[int, MaskedWeight],
-    weight: Tensor,
-    statistics: Statistics,
-    recipe: Recipe,
-    original: Tensor,
-) -> dict[int, MaskedWeight]:
-    """Compress a linear layer's weight by each of its choices; the arguments are those of `prune_densities`."""
-    result = dict(known)
-    for level, choice in enumerate(linear.choices):
-        if level in result or level not in linear.wanted:
-            continue
-        started = time.perf_counter()
-        pattern = parse_pattern(choice.pattern)
-        if choice.pattern == NO_ZEROS:
-            pruned = PrunedLayer(original.to(weight), "dense", 0.0)
-        else:
-            ways = replace(recipe, pattern=choice.pattern, quant=choice.quant, search="none", targets=(), tune="none")
-            pruned = prune_layer(weight.to(original.dtype), pattern, statistics, ways)
-        if choice.quant in DTYPES:  # rounded again when packed
-            pruned = replace(pruned, weight=fake_quantise_rows(pruned.weight, DTYPES[choice.quant]))
-        result[level] = masked_layer(linear.name, pattern, pruned, original.dtype, time.perf_counter() - started)
-    return result
 
 
 def _with(assignment: Assignment, unit: int, option: int) -> Assignment:

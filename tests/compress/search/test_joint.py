@@ -78,6 +78,16 @@ def test_dominated_choices_are_dropped_and_the_best_single_one_is_named():
     assert all(4 not in layer.wanted for layer in run._space)
 
 
+def test_a_choice_that_is_cheaper_in_one_unit_is_kept():
+    run = JointSearch(
+        sharp_model(), calibration(), RECIPE, options, seed=0, device="cpu", progress=lambda *_: None, journal=None
+    )
+    uniforms = {choice.label: picks for choice, picks in run.uniforms().items()}
+    cheap, dear = uniforms["any w4 g8@0%"], uniforms["any w8 g8@0%"]
+    assert run._costs_no_more(cheap, dear)
+    assert not run._costs_no_more((*cheap[:-1], 0), dear)  # dense in the last unit
+
+
 def test_what_no_choice_reaches_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(joint, "build_bank", lambda *_, **__: pytest.fail("a bank was built"))
     with pytest.raises(Unreachable, match="bits") as caught:

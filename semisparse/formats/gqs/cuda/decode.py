@@ -9,6 +9,7 @@ from torch import Tensor
 
 from semisparse.formats.base import Packed
 from semisparse.formats.gqs.cuda import quantise_x
+from semisparse.formats.gqs.cuda.operands import aligned
 from semisparse.formats.gqs.cuda.schedule import ELEMENTS, GROUP_SIZE, MAX_TOKENS, Schedule, choose
 from semisparse.formats.gqs.storage.disk import TENSORS, code_bits, group_size, quantises_x
 from semisparse.formats.gqs.storage.masks import CHUNK_GROUPS, CHUNK_ROWS
@@ -74,14 +75,14 @@ def prepare(problem: Problem) -> Product:
         if not kept:
             return x.new_zeros(m, n) if bias is None else bias.to(dtype).repeat(m, 1)
         x = x if quantise is None else quantise(x)
-        x = _aligned(x) if schedule.aligned_k else x.contiguous()
+        x = aligned(x) if schedule.aligned_k else x.contiguous()
         y = x.new_empty(m, n)
         kernel(
             (ctas, 1, 1),
             schedule.threads,
             pdl=facts.has_pdl,
             x=x,
-            **{name: _aligned(packed.tensors[name]) for name in TENSORS},
+            **{name: aligned(packed.tensors[name]) for name in TENSORS},
             bias=None if bias is None else bias.to(dtype).contiguous(),
             y=y,
             m=m,
@@ -97,9 +98,3 @@ def prepare(problem: Problem) -> Product:
         return y
 
     return matmul
-
-
-def _aligned(tensor: Tensor) -> Tensor:
-    """Return a tensor that is contiguous and aligned to 16 bytes, as vector loads and cp.async need it."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()

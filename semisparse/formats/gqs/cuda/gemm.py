@@ -10,6 +10,7 @@ from torch import Tensor
 from semisparse.formats.base import Packed
 from semisparse.formats.gqs.cuda import quantise_x
 from semisparse.formats.gqs.cuda.gemm_schedule import GemmSchedule, choose_gemm, shape_refusal
+from semisparse.formats.gqs.cuda.operands import aligned
 from semisparse.formats.gqs.cuda.schedule import ELEMENTS
 from semisparse.formats.gqs.storage.disk import TENSORS, code_bits, group_size, quantises_x
 from semisparse.formats.gqs.storage.masks import CHUNK_GROUPS, CHUNK_ROWS
@@ -75,7 +76,7 @@ def prepare(problem: Problem, schedule: GemmSchedule | None = None) -> Product:
 
     def matmul(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         m, m_tiles = x.shape[0], -(-x.shape[0] // schedule.tile_m)
-        x = _aligned(x if quantise is None else quantise(x))
+        x = aligned(x if quantise is None else quantise(x))
         bias = None if bias is None else bias.to(dtype).contiguous()
         y = x.new_empty(m, n)
         partials = x.new_empty(splits, m, CHUNK_ROWS * row_tiles, dtype=torch.float32) if splits > 1 else None
@@ -84,7 +85,7 @@ def prepare(problem: Problem, schedule: GemmSchedule | None = None) -> Product:
             schedule.threads,
             pdl=facts.has_pdl,
             x=x,
-            **{name: _aligned(packed.tensors[name]) for name in TENSORS},
+            **{name: aligned(packed.tensors[name]) for name in TENSORS},
             bias=bias,
             y=y,
             partials=partials,
@@ -114,9 +115,3 @@ def prepare(problem: Problem, schedule: GemmSchedule | None = None) -> Product:
         return y
 
     return matmul
-
-
-def _aligned(tensor: Tensor) -> Tensor:
-    """Return a tensor that is contiguous and aligned to 16 bytes, as vector loads and cp.async need it."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()

@@ -62,7 +62,7 @@ class Tile:
         per_thread: tokens per thread (float32), or m16 tiles per warp (16 bits).
         ctas_per_sm: CTAs per SM that shared memory should have room for.
         cost: time per output over that of the largest tile, measured on an H200.
-        max_slots: maximum slots per stage; in 16 bits a warp holds their weights in registers.
+        max_slots: maximum slots per stage; their 16-bit weights stay in the registers of a warp.
     """
 
     m: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from semisparse.bench.pyplot import load_pyplot
 from semisparse.errors import SemisparseError
 
 
@@ -18,13 +19,7 @@ def plot_densities(densities: Mapping[str, float], path: str | Path, title: str)
     Raises:
         SemisparseError: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise SemisparseError("plots need matplotlib: pip install 'semisparse[bench]'") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = load_pyplot()
     grid: dict[str, dict[int, float]] = {}
     for name, density in densities.items():
         layer, projection = _split_name(name)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from semisparse.compress.search.plot import plot_densities
+from semisparse.bench.plot_densities import plot_densities
 from semisparse.errors import SemisparseError
 
 

@@ -1,0 +1,115 @@
+"""What a joint search chooses for: units of linear layers that share an input, and their compressed weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from semisparse.compress.choice import Choice, Option
+from semisparse.compress.decoder import record_calls
+from semisparse.compress.propagate import DecoderLayer
+from semisparse.compress.prune import PrunedLayer, Statistics, prune_layer
+from semisparse.compress.recipe import Recipe
+from semisparse.compress.search.bank import MaskedWeight, masked_layer
+from semisparse.compress.trace import find_inputs
+from semisparse.patterns import NO_ZEROS, parse_pattern
+from semisparse.quant.symmetric import DTYPES, fake_quantise_rows
+
+OptionsOf = Callable[[Sequence[tuple[int, int]]], Sequence[Option]]
+"""The shapes (N, K) of linear layers that share an input -> their options; the first is dense."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Linear layers of a decoder layer that share an input, and get the same choice: kernels can join them.
+
+    Args:
+        linears: module names of the linear layers in the model.
+        decoder_layer: index of the decoder layer.
+        options: what the unit may become; the first option is dense.
+        weights: number of weights of all its linear layers.
+    """
+
+    linears: tuple[str, ...]
+    decoder_layer: int
+    options: tuple[Option, ...]
+    weights: int
+
+
+@dataclass(frozen=True)
+class LinearChoices:
+    """The choices of one linear layer. An index into them is what a bank and the scorer call a level.
+
+    Args:
+        name: module name of the linear layer in the model.
+        decoder_layer: index of its decoder layer.
+        choices: all choices.
+        wanted: indices of the choices that are still in the search.
+    """
+
+    name: str
+    decoder_layer: int
+    choices: tuple[Choice, ...]
+    wanted: frozenset[int]
+
+
+def find_units(
+    model: nn.Module, layers: Sequence[DecoderLayer], batches: Sequence[Tensor], options: OptionsOf
+) -> list[Unit]:
+    """Group the linear layers of each decoder layer by input, those of experts by their role.
+
+    Args:
+        model: the model that has the decoder layers.
+        layers: the decoder layers, with the linear layers to compress.
+        batches: token ids; one sequence of the first batch is run.
+        options: returns the options of a unit, given its shapes.
+    """
+    hidden, calls = record_calls(model, [layer.module for layer in layers], [batches[0][:1]])
+    cpu = torch.device("cpu")
+    units = []
+    for index, layer in enumerate(layers):
+        names = {name: layer.full_name(name) for name in layer.patterns}
+        copied = layer.copy(cpu)
+        call = calls[index][0].to(cpu, torch.float32)
+        for inputs in find_inputs(copied, names, call, hidden[0].to(cpu).float()):
+            shapes = [(weight.shape[0], weight.shape[1]) for weight in map(layer.weight, inputs.linears)]
+            units.append(
+                Unit(
+                    tuple(names[name] for name in inputs.linears),
+                    index,
+                    tuple(options(shapes)),
+                    sum(n * k for n, k in shapes),
+                )
+            )
+    return units
+
+
+def compress_every_way(
+    linear: LinearChoices,
+    centre: int,
+    known: Mapping[int, MaskedWeight],
+    weight: Tensor,
+    statistics: Statistics,
+    recipe: Recipe,
+    original: Tensor,
+) -> dict[int, MaskedWeight]:
+    """Compress a linear layer's weight by each of its choices; the arguments are those of `prune_densities`."""
+    result = dict(known)
+    for level, choice in enumerate(linear.choices):
+        if level in result or level not in linear.wanted:
+            continue
+        started = time.perf_counter()
+        pattern = parse_pattern(choice.pattern)
+        if choice.pattern == NO_ZEROS:
+            pruned = PrunedLayer(original.to(weight), "dense", 0.0)
+        else:
+            ways = replace(recipe, pattern=choice.pattern, quant=choice.quant, search="none", targets=(), tune="none")
+            pruned = prune_layer(weight.to(original.dtype), pattern, statistics, ways)
+        if choice.quant in DTYPES:  # rounded again when packed
+            pruned = replace(pruned, weight=fake_quantise_rows(pruned.weight, DTYPES[choice.quant]))
+        result[level] = masked_layer(linear.name, pattern, pruned, original.dtype, time.perf_counter() - started)
+    return result
