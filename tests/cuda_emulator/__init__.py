@@ -139,7 +139,9 @@ def _compiler_version() -> str:
 @cache
 def _header_texts() -> dict[str, str]:
     """Return the headers that a kernel may include, by name: shared ones, and the stand-ins."""
-    headers = {path.name: path for path in (*HEADERS.glob("*.cuh"), *STAND_INS.glob("*.cuh"), *STAND_INS.glob("*.h"))}
+    shared = {path for path in HEADERS.rglob("*.cuh") if path.parent.name != "ptx"}
+    headers = {str(path.relative_to(HEADERS)): path for path in shared}
+    headers |= {path.name: path for path in (*STAND_INS.glob("*.cuh"), *STAND_INS.glob("*.h"))}
     headers |= {f"ptx/{path.name}": path for path in (STAND_INS / "ptx").glob("*.cuh")}
     return {name: _with_emulated_shared_memory(path.read_text()) for name, path in sorted(headers.items())}
 

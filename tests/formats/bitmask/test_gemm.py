@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from semisparse.formats.bitmask.cuda import gemm
-from semisparse.formats.bitmask.cuda.schedule import GemmSchedule, fit_gemm
+from semisparse.formats.bitmask.cuda.schedule import gemm_tiles
 from semisparse.formats.bitmask.storage.gpu import tiling
 from semisparse.formats.product import problem_of
 from semisparse.runtime.device import device_facts
+from semisparse.runtime.expand_gemm import Schedule, fit
 from tests.choosing import mostly_slow
 from tests.cuda_emulator import emulate, needs_compiler
 from tests.formats.bitmask.weights import BITMASK, check, check_on_gpu, in_tiles, needs_gpu, operands
@@ -21,19 +22,11 @@ needs_hopper = pytest.mark.skipif(
 )
 
 CASES = [  # n, k, keep, dtype, m, SMs, schedule: tile_m, warpgroups, cluster, split_k, stages, x_stages, ctas_per_sm
-    (80, 701, 31, BF16, 20, 132, GemmSchedule(32, 1, 1, 3, 3, 1, 3)),
-    (80, 701, 5, HALF, 40, 1, GemmSchedule(32, 1, 1, 0, 1, 1, 1)),  # one range has all output tiles
-    (
-        130,
-        700,
-        32,
-        HALF,
-        100,
-        6,
-        GemmSchedule(64, 2, 2, 0, 3, 2, 1),
-    ),  # three ranges, one with parts of two output tiles
-    (70, 260, 31, BF16, 40, 132, GemmSchedule(32, 1, 1, 1, 2, 1, 2)),
-    (37, 300, 64, HALF, 20, 132, GemmSchedule(256, 1, 1, 2, 1, 1, 1)),
+    (80, 701, 31, BF16, 20, 132, Schedule(32, 1, 1, 3, 3, 1, 3)),
+    (80, 701, 5, HALF, 40, 1, Schedule(32, 1, 1, 0, 1, 1, 1)),  # one range has all output tiles
+    (130, 700, 32, HALF, 100, 6, Schedule(64, 2, 2, 0, 3, 2, 1)),  # three ranges, one with parts of two output tiles
+    (70, 260, 31, BF16, 40, 132, Schedule(32, 1, 1, 1, 2, 1, 2)),
+    (37, 300, 64, HALF, 20, 132, Schedule(256, 1, 1, 2, 1, 1, 1)),
 ]
 
 
@@ -86,9 +79,9 @@ def test_on_a_gpu(n: int, k: int, keep: int, dtype: torch.dtype, m: int, nan_fil
 def test_schedules_on_a_gpu(tile_m: int, warpgroups: int, cluster: int, ctas_per_sm: int, split_k: int, cut: str):
     n, k = (300, 2500) if cut == "few output tiles" else (9001, 1100)
     packed = in_tiles(n, k, "32:64").to("cuda")
-    weight = tiling(packed.spec)
+    weight = gemm_tiles(tiling(packed.spec))
     most = min(split_k, weight.column_tiles)
-    schedule = fit_gemm(weight, device_facts("cuda"), tile_m, warpgroups, cluster, most, ctas_per_sm)
+    schedule = fit(weight, device_facts("cuda"), tile_m, warpgroups, cluster, most, ctas_per_sm)
     check(gemm.prepare, packed, 270, schedule=schedule)
     x, _ = operands(packed, 270)
     product = gemm.prepare(problem_of(x, packed), schedule)

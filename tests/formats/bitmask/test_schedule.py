@@ -9,17 +9,16 @@ from semisparse.formats.bitmask.cuda.schedule import (
     DECODE_WARPS_PER_SM,
     GEMM_SPLIT_K,
     GEMM_STREAM_K,
-    GemmSchedule,
     choose_decode,
     choose_gemm,
     choose_unpack,
-    fit_gemm,
-    gemm_launch,
+    gemm_tiles,
 )
 from semisparse.formats.bitmask.storage.gpu import Tiling
 from semisparse.formats.kernel import Problem, bucket_of
 from semisparse.formats.product import structure_of
 from semisparse.runtime.device import DeviceFacts
+from semisparse.runtime.expand_gemm import Schedule, fit, launch_of
 from tests.cuda_emulator import emulate
 from tests.formats.bitmask.weights import BITMASK, random_weight
 
@@ -55,13 +54,15 @@ def test_every_decode_schedule_fits_and_covers_the_weight(m: int, weight: Tiling
 
 @given(st.integers(1, 65_535), tilings)
 def test_every_gemm_schedule_fits_and_gives_each_range_work(m: int, weight: Tiling):
-    chosen = choose_gemm(bucket_of(m), weight, H200)
+    tiles = gemm_tiles(weight)
+    chosen = choose_gemm(bucket_of(m), tiles, H200)
     check_gemm(chosen, m, weight)
-    check_gemm(fit_gemm(weight, H200, chosen.tile_m, *GEMM_STREAM_K, 0, 1), m, weight)
+    check_gemm(fit(tiles, H200, chosen.tile_m, *GEMM_STREAM_K, 0, 1), m, weight)
 
 
-def check_gemm(found: GemmSchedule, m: int, weight: Tiling) -> None:
-    rings = found.x_stages * 4 * found.tile_m * 128 + found.stages * found.warpgroups * 4 * tile_bytes(weight.keep)
+def check_gemm(found: Schedule, m: int, tiling: Tiling) -> None:
+    weight = gemm_tiles(tiling)
+    rings = found.x_stages * 4 * found.tile_m * 128 + found.stages * found.warpgroups * 4 * tile_bytes(tiling.keep)
     assert rings + 256 + 16 * (found.stages + 4 * found.x_stages) == found.shared(weight)
     assert found.ctas_per_sm * (found.shared(weight) + 1024) <= H200.shared_per_sm
     assert found.tile_m in GEMM_SPLIT_K
@@ -73,7 +74,7 @@ def check_gemm(found: GemmSchedule, m: int, weight: Tiling) -> None:
         assert ranges * found.cluster <= H200.sms * found.ctas_per_sm, "CTAs wait for one another: all are resident"
     registers = 65536 // found.ctas_per_sm // (128 * (found.warpgroups + 1)) // 8 * 8
     assert registers * (found.warpgroups + 1) - 32 >= (72 + found.tile_m // 2) * found.warpgroups
-    launch = gemm_launch(found, m, weight, H200.sms)
+    launch = launch_of(found, m, weight, H200.sms)
     assert launch.ctas == ranges * found.cluster
     assert launch.permute_grid[1] % found.tile_m == 0
     assert launch.permute_grid[1] >= m

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from semisparse.formats.bitmask.storage.gpu import COLUMNS, ROWS, Tiling
 from semisparse.formats.kernel import Problem
 from semisparse.runtime.device import RESERVED_SHARED, DeviceFacts
-from semisparse.runtime.kernel import offsets_in_workspace
+from semisparse.runtime.expand_gemm import MAX_SPLIT_K, Schedule, Tiles, fit, tile_m_of
 
 OVERRUN = 256
 """Bytes of shared memory behind the last tile that may be read: kOverrun in tile.cuh."""
@@ -28,15 +28,6 @@ GEMM_SPLIT_K = {32: ((1, 3),), 64: ((1, 3),), 128: ((3, 1), (2, 1), (1, 2)), 192
 
 GEMM_STREAM_K = (2, 2)
 """Warpgroups per CTA and CTAs per cluster with Stream-K; an SM has one CTA."""
-
-GEMM_STAGES = ((3, 2), (3, 1), (2, 1), (1, 1))
-"""Stages of the weight and of x, the best first."""
-
-GEMM_MAX_SPLIT_K = 8
-
-PERMUTE_THREADS = 256
-"""Per CTA of permute_x.cu; 32 take a token's columns of a tile."""
-
 
 @dataclass(frozen=True)
 class DecodeSchedule:
@@ -117,80 +108,9 @@ def _decode_schedule(
     return DecodeSchedule(tile_m, warps_n, warps_k, stages, ctas, shared)
 
 
-@dataclass(frozen=True)
-class GemmSchedule:
-    """How gemm.cu computes y.
-
-    Args:
-        tile_m: tokens per CTA tile, a key of `GEMM_SPLIT_K`.
-        warpgroups: consumer warpgroups per CTA, 64 rows each.
-        cluster: CTAs that multicast x to one another.
-        split_k: CTAs that each compute a part of K of an output tile; 0 for Stream-K.
-        stages: of the weight, a tile per consumer warp each.
-        x_stages: of x, 256 columns each.
-        ctas_per_sm: resident at a time.
-    """
-
-    tile_m: int
-    warpgroups: int
-    cluster: int
-    split_k: int
-    stages: int
-    x_stages: int
-    ctas_per_sm: int
-
-    @property
-    def warps(self) -> int:
-        """Consumer warps per CTA."""
-        return 4 * self.warpgroups
-
-    def shared(self, weight: Tiling) -> int:
-        """Return the bytes of dynamic shared memory per CTA."""
-        x = self.x_stages * self.tile_m * 2 * COLUMNS
-        mbarriers = 16 * (self.stages + 4 * self.x_stages)
-        return x + self.stages * self.warps * weight.tile_bytes + OVERRUN + mbarriers
-
-    def tiles(self, m: int, weight: Tiling) -> int:
-        """Return the number of output tiles."""
-        return -(-weight.row_tiles // (self.warps * self.cluster)) * -(-m // self.tile_m)
-
-    def ranges(self, m: int, weight: Tiling, sms: int) -> int:
-        """Return the number of ranges of the work, one per cluster."""
-        tiles = self.tiles(m, weight)
-        if self.split_k:
-            return tiles * self.split_k
-        return min(tiles * weight.column_tiles, self.ctas_per_sm * sms // self.cluster)
-
-
-@dataclass(frozen=True)
-class GemmLaunch:
-    """The grids of a GEMM of M tokens, and its workspace.
-
-    Args:
-        ctas: of gemm.cu.
-        permute_grid: of permute_x.cu.
-        counters: one per consumer warp of the grid.
-        offsets: bytes in the workspace at which the permuted x, the counters and the partial accumulators begin.
-        workspace: its bytes.
-    """
-
-    ctas: int
-    permute_grid: tuple[int, int, int]
-    counters: int
-    offsets: tuple[int, ...]
-    workspace: int
-
-
-def gemm_launch(schedule: GemmSchedule, m: int, weight: Tiling, sms: int) -> GemmLaunch:
-    """Size the grids and the workspace of a GEMM."""
-    ctas = schedule.cluster * schedule.ranges(m, weight, sms)
-    tokens = -(-m // schedule.tile_m) * schedule.tile_m
-    counters = ctas * schedule.warps
-    partials = 0 if schedule.split_k == 1 else counters * 16 * schedule.tile_m
-    permuted = 2 * COLUMNS * weight.column_tiles * tokens
-    *offsets, size = offsets_in_workspace(permuted, 4 * counters, 4 * partials)
-    grid = (-(-32 * weight.column_tiles // PERMUTE_THREADS), tokens, 1)
-    return GemmLaunch(ctas, grid, counters, tuple(offsets), size)
+def gemm_tiles(weight: Tiling) -> Tiles:
+    """Return the tiles as gemm.cu stages them."""
+    return Tiles(weight.row_tiles, weight.column_tiles, weight.tile_bytes, extra=OVERRUN, max_stages=3)
 
 
 def gemm_pays(problem: Problem) -> bool:
@@ -199,7 +119,7 @@ def gemm_pays(problem: Problem) -> bool:
     return GEMM_MIN_TOKENS <= problem.m <= next(most for fewest, most in GEMM_MAX_TOKENS.items() if weights >= fewest)
 
 
-def choose_gemm(m: int, weight: Tiling, gpu: DeviceFacts) -> GemmSchedule:
+def choose_gemm(m: int, weight: Tiles, gpu: DeviceFacts) -> Schedule:
     """Choose the schedule of gemm.cu: the fastest by `_h200_microseconds` of those that fit.
 
     Args:
@@ -207,24 +127,15 @@ def choose_gemm(m: int, weight: Tiling, gpu: DeviceFacts) -> GemmSchedule:
         weight: its tiles.
         gpu: what it runs on.
     """
-    tile_m = next((size for size in GEMM_SPLIT_K if m <= size), max(GEMM_SPLIT_K))
-    most = min(GEMM_MAX_SPLIT_K, weight.column_tiles)
+    tile_m = tile_m_of(m, GEMM_SPLIT_K)
+    most = min(MAX_SPLIT_K, weight.column_tiles)
     candidates = [(w, 1, split_k, ctas) for w, ctas in GEMM_SPLIT_K[tile_m] for split_k in range(1, most + 1)]
     candidates.append((*GEMM_STREAM_K, 0, 1))
-    fitting = [schedule for c in candidates if (schedule := fit_gemm(weight, gpu, tile_m, *c)) is not None]
+    fitting = [schedule for c in candidates if (schedule := fit(weight, gpu, tile_m, *c)) is not None]
     return min(fitting, key=lambda schedule: _h200_microseconds(schedule, m, weight, gpu.sms))
 
 
-def fit_gemm(
-    weight: Tiling, gpu: DeviceFacts, tile_m: int, warpgroups: int, cluster: int, split_k: int, ctas_per_sm: int
-) -> GemmSchedule | None:
-    """Return the schedule with the most stages that fit in shared memory, or None if none does."""
-    room = gpu.shared_per_sm // ctas_per_sm - RESERVED_SHARED
-    schedules = (GemmSchedule(tile_m, warpgroups, cluster, split_k, *stages, ctas_per_sm) for stages in GEMM_STAGES)
-    return next((schedule for schedule in schedules if schedule.shared(weight) <= room), None)
-
-
-def _h200_microseconds(schedule: GemmSchedule, m: int, weight: Tiling, sms: int) -> float:
+def _h200_microseconds(schedule: Schedule, m: int, weight: Tiles, sms: int) -> float:
     """Estimate the time on an H200 at 32:64, within 6 % (rms) of 476 and 4 % of 74 GEMMs of 32 to 2,048 tokens."""
     tokens = schedule.tile_m / 64
     ranges = schedule.ranges(m, weight, sms)

@@ -13,15 +13,12 @@
 
 #pragma once
 
+#include "expand_gemm/tile_shape.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/integer.cuh"
 #include "ptx/shared.cuh"
 
-constexpr int kWarpSize = 32;
-constexpr int kTileRows = 16;
-constexpr int kTileColumns = 256;
-constexpr int kBlockColumns = 64;                // of one mask
-constexpr int kSteps = kBlockColumns / 4;        // mma steps per tile: 4 columns of each of the 4 blocks
+constexpr int kBlockColumns = 64;                // of one mask; a k-step has 4 columns of each of the 4 blocks
 constexpr int kMaskBytes = kWarpSize * 16;       // per tile: both rows' masks of every lane
 constexpr int kWordRowBytes = kWarpSize * 4;     // one word per lane
 constexpr int kTileBytes = kMaskBytes + (KEEP + 1) / 2 * 2 * kWordRowBytes;
@@ -81,5 +78,12 @@ struct TileExpander {
         upper.low = masks.x, upper.high = masks.y;
         lower.low = masks.z, lower.high = masks.w;
         upper.base = lower.base = tile + kMaskBytes + lane * 4 - 128;
+    }
+
+    // The fragment of k-step `step`; steps must be taken in order.
+    template <int step>
+    __device__ __forceinline__ void expand(Word (&fragment)[4]) {
+        const uint2 a = upper.expand<step>(), b = lower.expand<step>();
+        fragment[0] = a.x, fragment[1] = b.x, fragment[2] = a.y, fragment[3] = b.y;
     }
 };

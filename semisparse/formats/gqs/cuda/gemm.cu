@@ -50,8 +50,8 @@ __device__ __forceinline__ void multiply_unit(Accumulators& accumulators, const 
     ld_shared_ordered(b[0], x);
 #pragma unroll
     for (int i = 0; i < ROW_TILES; ++i) {
-        dequantise(upper[i], slices[i].codes[0], unit, groups[i][0], kElement);
-        dequantise(lower[i], slices[i].codes[1], unit, groups[i][1], kElement);
+        dequantise(upper[i], slices[i].codes[0], unit, groups[i][0]);
+        dequantise(lower[i], slices[i].codes[1], unit, groups[i][1]);
     }
 #pragma unroll
     for (int tile = 0; tile < kTokenTiles; ++tile) {

@@ -5,7 +5,8 @@
 
 #pragma once
 
-#include "gemm_tile.cuh"
+#include "element.cuh"
+#include "ptx/word.cuh"
 
 __device__ __forceinline__ Word bits_of(__half2 pair) { return *reinterpret_cast<Word*>(&pair); }
 __device__ __forceinline__ Word bits_of(__nv_bfloat162 pair) { return *reinterpret_cast<Word*>(&pair); }
@@ -34,12 +35,14 @@ __device__ __forceinline__ ScaleZero prepare(Word scale, Word zero, const __nv_b
     else return {scale * 0x10001u, bits_of(__float2bfloat162_rn(static_cast<float>(zero) * (1.0f / (1 << (8 - BITS)))))};
 }
 
-// A unit's codes below 8 bits: even columns from the lowest bit of the low half on, odd ones so in the high half.
-__device__ __forceinline__ Word spread(const Word (&codes)[kSliceWords], int unit) {
+// Of a lane's codes of some units, those of one below 8 bits: even columns from the lowest bit of the low half on, odd ones so
+// in the high half.
+template <int words>
+__device__ __forceinline__ Word spread(const Word (&codes)[words], int unit) {
     if constexpr (BITS == 2) return __byte_perm(codes[unit / 2], 0, unit % 2 ? 0x4342 : 0x4140);
     if constexpr (BITS == 3) {
         const int word = 3 * unit / 4, byte = 3 * unit % 4;
-        const Word next = codes[word + 1 < kSliceWords ? word + 1 : word];
+        const Word next = codes[word + 1 < words ? word + 1 : word];
         const Word code_bits = byte ? __funnelshift_r(codes[word], next, 8 * byte) : codes[word];
         return (code_bits & 0xfff) | (code_bits << 4 & 0xfff0000);
     }
@@ -52,34 +55,36 @@ __device__ __forceinline__ Word shift_pair(Word codes, int i, int to) {
     return left >= 0 ? codes << left : codes >> -left;
 }
 
-__device__ __forceinline__ void dequantise(Word (&pairs)[4], const Word (&codes)[kSliceWords], int unit, ScaleZero group,
-                                           const __half*) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        Word code;
-        if constexpr (BITS == 8) {  // 0x64: the high byte of the anchor
-            const Word both = __byte_perm(codes[2 * unit], codes[2 * unit + 1], i | (i + 4) << 4);
-            code = __byte_perm(both, 0x64646464u, 0x4140);
-        } else {
-            code = (shift_pair(spread(codes, unit), i, 8 - BITS) & kHalfMask) | kHalfAnchor;
-        }
-        pairs[i] = bits_of(__hmul2(__hsub2(half2_of(code), half2_of(group.zero)), half2_of(group.scale)));
+// Pair `i` of a unit, columns 2 i and 2 i + 1.
+template <int words>
+__device__ __forceinline__ Word dequantise_pair(const Word (&codes)[words], int unit, int i, ScaleZero group, const __half*) {
+    Word code;
+    if constexpr (BITS == 8) {  // 0x64: the high byte of the anchor
+        const Word both = __byte_perm(codes[2 * unit], codes[2 * unit + 1], i | (i + 4) << 4);
+        code = __byte_perm(both, 0x64646464u, 0x4140);
+    } else {
+        code = (shift_pair(spread(codes, unit), i, 8 - BITS) & kHalfMask) | kHalfAnchor;
+    }
+    return bits_of(__hmul2(__hsub2(half2_of(code), half2_of(group.zero)), half2_of(group.scale)));
+}
+
+template <int words>
+__device__ __forceinline__ Word dequantise_pair(const Word (&codes)[words], int unit, int i, ScaleZero group,
+                                                const __nv_bfloat16*) {
+    if constexpr (BITS == 8) {
+        const float zero = __uint_as_float(group.zero), scale = __uint_as_float(group.scale);
+        const Word even = __byte_perm(codes[2 * unit], kFloatAnchor, 0x7440 | i);
+        const Word odd = __byte_perm(codes[2 * unit + 1], kFloatAnchor, 0x7440 | i);
+        return pack2((__uint_as_float(even) - zero) * scale, (__uint_as_float(odd) - zero) * scale, kElement);
+    } else {
+        const Word anchored = (shift_pair(spread(codes, unit), i, 3) & kBfloatMask) | kBfloatAnchor;
+        const __nv_bfloat162 code = __hsub2(bfloat162_of(anchored), bfloat162_of(kBfloatAnchor));
+        return bits_of(__hmul2(__hsub2(code, bfloat162_of(group.zero)), bfloat162_of(group.scale)));
     }
 }
 
-__device__ __forceinline__ void dequantise(Word (&pairs)[4], const Word (&codes)[kSliceWords], int unit, ScaleZero group,
-                                           const __nv_bfloat16*) {
+template <int words>
+__device__ __forceinline__ void dequantise(Word (&pairs)[4], const Word (&codes)[words], int unit, ScaleZero group) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        if constexpr (BITS == 8) {
-            const float zero = __uint_as_float(group.zero), scale = __uint_as_float(group.scale);
-            const Word even = __byte_perm(codes[2 * unit], kFloatAnchor, 0x7440 | i);
-            const Word odd = __byte_perm(codes[2 * unit + 1], kFloatAnchor, 0x7440 | i);
-            pairs[i] = pack2((__uint_as_float(even) - zero) * scale, (__uint_as_float(odd) - zero) * scale, kElement);
-        } else {
-            const Word anchored = (shift_pair(spread(codes, unit), i, 3) & kBfloatMask) | kBfloatAnchor;
-            const __nv_bfloat162 code = __hsub2(bfloat162_of(anchored), bfloat162_of(kBfloatAnchor));
-            pairs[i] = bits_of(__hmul2(__hsub2(code, bfloat162_of(group.zero)), bfloat162_of(group.scale)));
-        }
-    }
+    for (int i = 0; i < 4; ++i) pairs[i] = dequantise_pair(codes, unit, i, group, kElement);
 }

@@ -13,13 +13,8 @@
 
 #pragma once
 
+#include "element.cuh"
 #include "ptx/word.cuh"
-#include "types.cuh"
-
-using Element = SCALAR;  // of x, scale, bias and y
-constexpr const Element* kElement = nullptr;  // picks overloads by type
-
-__device__ constexpr int least(int a, int b) { return a < b ? a : b; }
 
 constexpr int kRows = 16;    // of a row tile
 constexpr int kGroups = 4;   // of a chunk, per row

@@ -41,6 +41,7 @@ constexpr Word kSmemDescriptorHigh = 64 | 1u << 30;  // its high word: 1,024 byt
 #define WGMMA_HOLD96(c, i) WGMMA_HOLD64(c, i), WGMMA_HOLD32(c, i + 64)
 #define WGMMA_HOLD128(c, i) WGMMA_HOLD64(c, i), WGMMA_HOLD64(c, i + 64)
 
+#define WGMMA_D8 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define WGMMA_D16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define WGMMA_D32 WGMMA_D16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define WGMMA_D64 WGMMA_D32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" \
@@ -49,6 +50,7 @@ constexpr Word kSmemDescriptorHigh = 64 | 1u << 30;  // its high word: 1,024 byt
     ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 #define WGMMA_D128 WGMMA_D96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
     ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define WGMMA_OPERANDS8 "%8", "%9", "%10", "%11", "%12", "%13", "%14"
 #define WGMMA_OPERANDS16 "%16", "%17", "%18", "%19", "%20", "%21", "%22"
 #define WGMMA_OPERANDS32 "%32", "%33", "%34", "%35", "%36", "%37", "%38"
 #define WGMMA_OPERANDS64 "%64", "%65", "%66", "%67", "%68", "%69", "%70"
@@ -71,6 +73,7 @@ constexpr Word kSmemDescriptorHigh = 64 | 1u << 30;  // its high word: 1,024 byt
     WGMMA_RS("f16", __half, N, COUNT, __VA_ARGS__)                  \
     WGMMA_RS("bf16", __nv_bfloat16, N, COUNT, __VA_ARGS__)
 
+WGMMA_EXPAND(WGMMA_RS_BOTH, "16", 8, WGMMA_OPERANDS8)
 WGMMA_EXPAND(WGMMA_RS_BOTH, "32", 16, WGMMA_OPERANDS16)
 WGMMA_EXPAND(WGMMA_RS_BOTH, "64", 32, WGMMA_OPERANDS32)
 WGMMA_EXPAND(WGMMA_RS_BOTH, "128", 64, WGMMA_OPERANDS64)

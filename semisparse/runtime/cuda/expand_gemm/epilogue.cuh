@@ -1,4 +1,4 @@
-// The accumulators of a warp of gemm.cu, 16 rows of w by TILE_M tokens, and how it stores them to y: bias, rounding,
+// The accumulators of a consumer warp of gemm.cuh, 16 rows of w by TILE_M tokens, and how it stores them to y: bias, rounding,
 // transposition.
 
 #pragma once
@@ -22,7 +22,7 @@ __device__ __forceinline__ void add(Accumulators& accumulators, int group, float
     accumulators[4 * group + 2] += more.z, accumulators[4 * group + 3] += more.w;
 }
 
-// Rounds two floats to one word, the first in its low half. pack2 of types.cuh compiles to other code in two builds of gemm.cu.
+// Rounds two floats to one word, the first in its low half. pack2 of types.cuh compiles to other code in two builds of bitmask's gemm.cu.
 template <typename Scalar>
 __device__ __forceinline__ Word pack(float low, float high) {
     Scalar values[2];

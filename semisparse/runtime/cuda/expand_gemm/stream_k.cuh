@@ -1,4 +1,4 @@
-// How gemm.cu divides its iterations among clusters of CTAs, and adds accumulators across CTAs.
+// How gemm.cuh divides its iterations among clusters of CTAs, and adds accumulators across CTAs.
 //
 // An output tile is TILE_M tokens by CLUSTER * WARPGROUPS * 64 rows of w; an iteration is an output tile by 256 columns of K.
 // Each cluster computes an equal, contiguous range of all iterations:
@@ -11,10 +11,10 @@
 
 #pragma once
 
+#include "expand_gemm/epilogue.cuh"
+#include "expand_gemm/tile_shape.cuh"
 #include "ptx/global.cuh"
 #include "ptx/griddepcontrol.cuh"
-#include "epilogue.cuh"
-#include "tile.cuh"
 
 constexpr int kRangesPerTile = SPLIT_K > 0 ? SPLIT_K : 1;
 

@@ -1,0 +1,26 @@
+// y[m, n] = x[m, k] @ w[n, k].T + bias[n] for a gqs weight with groups of 8 to 128 and any m, with Hopper's wgmma:
+// expand_gemm/gemm.cuh on tiles of which each consumer warp copies its own (wgmma_stream.cuh) and expands them in registers
+// (wgmma_tile.cuh). Weights are those of `unpack`, bit for bit.
+//
+// Compiled with BITS (2, 3, 4 or 8), GROUP_SIZE (8 to 128) and the macros of gemm.cuh.
+
+#include "wgmma_stream.cuh"
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_gqs_gemm_wgmma(
+    const unsigned char* __restrict__ x,  // as permute_x.cu stores it, with BLOCK = GROUP_SIZE
+    const uint2* __restrict__ masks,      // [row_tiles, chunks], low word first
+    const Word* __restrict__ starts,      // [row_tiles * chunks + 1]
+    const char* __restrict__ codes,       // [kept, kGroupBytes]
+    const char* __restrict__ scale,       // [kept], an Element each
+    const char* __restrict__ zero,        // [kept]
+    const SCALAR* __restrict__ bias,      // [n] or null
+    SCALAR* __restrict__ y,               // [m, n]
+    float4* partials,                     // [CTAs, kConsumerWarps, kTokenGroups, kWarpSize]
+    int* counters,                        // [CTAs, kConsumerWarps], zeros
+    int m, int n, int row_tiles, int column_tiles,
+    int chunks                            // per row tile
+) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const Groups weight{masks, starts, codes, scale, zero, row_tiles, chunks};
+    expand_gemm(weight, {x, bias, y, {partials, counters}, m, n, row_tiles, column_tiles}, shared);
+}

@@ -1,0 +1,80 @@
+"""The kernel for any number of tokens on Hopper: groups expanded into the registers that wgmma reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from semisparse.formats.base import Packed
+from semisparse.formats.gqs.cuda import quantise_x
+from semisparse.formats.gqs.cuda.gemm_schedule import shape_refusal
+from semisparse.formats.gqs.cuda.operands import aligned
+from semisparse.formats.gqs.cuda.wgmma_schedule import choose, tiles_of
+from semisparse.formats.gqs.storage.disk import TENSORS, code_bits, group_size, quantises_x
+from semisparse.formats.gqs.storage.masks import CHUNK_GROUPS
+from semisparse.formats.kernel import Problem, Product
+from semisparse.runtime import expand_gemm
+from semisparse.runtime.device import device_facts
+from semisparse.runtime.expand_gemm import MAX_TOKENS, Schedule
+from semisparse.runtime.kernel import CudaSource, hopper_refusal
+from semisparse.runtime.nvrtc import Defines
+
+
+def _defines(dtype: torch.dtype, bits: int, size: int, schedule: Schedule) -> Defines:
+    """Return the macros."""
+    return {"BITS": bits, "GROUP_SIZE": size, **schedule.defines(dtype)}
+
+
+HALF, BFLOAT = torch.float16, torch.bfloat16
+
+SOURCE = CudaSource(
+    Path(__file__).with_name("gemm_wgmma.cu"),
+    (
+        # tile_m, warpgroups, cluster, split_k, stages, x_stages, ctas_per_sm
+        _defines(HALF, 4, 16, Schedule(64, 4, 1, 0, 3, 2, 1)),
+        _defines(BFLOAT, 8, 128, Schedule(256, 2, 2, 0, 2, 1, 1)),
+        _defines(BFLOAT, 4, 128, Schedule(128, 3, 1, 0, 3, 1, 1)),
+        _defines(HALF, 3, 8, Schedule(32, 1, 1, 4, 3, 1, 3)),
+        _defines(HALF, 2, 64, Schedule(16, 4, 1, 2, 4, 1, 1)),
+    ),
+    architectures=("sm_90a",),
+)
+
+
+def refusal(problem: Problem) -> str | None:
+    """Say why the kernel cannot compute ``problem`` here, or None if it can."""
+    if problem.m > MAX_TOKENS:
+        return f"takes up to {MAX_TOKENS} tokens, got {problem.m}"
+    return shape_refusal(problem) or hopper_refusal(problem.device)
+
+
+def prepare(problem: Problem, schedule: Schedule | None = None) -> Product:
+    """Compile and load the kernels for one problem.
+
+    Args:
+        problem: x and w are both float16 or both bfloat16.
+        schedule: tile sizes, stages and split-K; None for the one that should be fastest.
+    Returns:
+        The product, accumulated in float32.
+    """
+    (n, k), device, dtype = problem.spec.shape, problem.device, problem.dtype
+    size = group_size(problem.pattern)
+    bits = code_bits(problem.params, size)
+    tiles = tiles_of(n, k, bits, size)
+    schedule = schedule or choose(problem.m, tiles, bits, device_facts(device))
+    product = expand_gemm.prepare(
+        lambda chosen: SOURCE.build(
+            "semisparse_gqs_gemm_wgmma", _defines(dtype, bits, size, chosen), chosen.shared(tiles)
+        ),
+        schedule, tiles, size, (n, k), device,
+    )  # fmt: skip
+    quantise = quantise_x.prepare(device, dtype) if quantises_x(problem.params) else None
+    chunks = -(-k // (CHUNK_GROUPS * size))
+
+    def matmul(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+        tensors = {name: aligned(packed.tensors[name]) for name in TENSORS}
+        return product(x if quantise is None else quantise(x), {**tensors, "chunks": chunks}, bias)
+
+    return matmul

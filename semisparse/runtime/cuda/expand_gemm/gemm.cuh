@@ -1,0 +1,226 @@
+// y[m, n] = x[m, k] @ w[n, k].T + bias[n] for a packed weight and any m: each weight is expanded once for all tokens of a tile,
+// into the registers from which Hopper's wgmma takes its first operand.
+//
+// wgmma's fragment of 16 rows is that of mma.m16n8k16: a consumer warp expands tiles of 16 rows by 256 columns, one k-step of
+// 16 columns while the tensor cores compute the steps before. x is the operand in shared memory, with its columns in the order
+// of the fragments: permute_x.cu stores it so, swizzled.
+//
+// CTA tile: TILE_M tokens by WARPGROUPS * 64 rows of w; a cluster has CLUSTER such tiles of rows and multicasts x among them.
+// Grid: CLUSTER times the ranges of stream_k.cuh, which divides the work.
+// CTA: WARPGROUPS consumer warpgroups (expand and wgmma), and one producer warpgroup of which two warps issue bulk copies, one
+// of weights and one of x. setmaxnreg moves registers to the consumers.
+//
+// Dynamic shared memory, in bytes:
+//   X_STAGES x tiles, each four slices of 64 columns with a full and an empty mbarrier of their own    512 TILE_M each
+//   STAGES stages of one weight tile per consumer warp                                   Weights::kTileBytes per tile
+//   Weights::kExtraBytes, then 16 per stage of weights and per slice of x: the mbarriers
+//
+// A format gives a type Weights, the operands of its kernel:
+//   kTileBytes, kExtraBytes           see above
+//   kBulk                             whether a producer copies tiles: copy_bulk(to, row_tile, column, mbarrier)
+//   Stream(weights, memory, work, first, last, warp, lane)   a consumer warp's tiles, in the order of its iterations:
+//     acquire(iteration)              waits for a tile; returns what has expand<step>(fragment), steps in order
+//     release(iteration)              the tile has been expanded
+//
+// Compiled for sm_90a with SCALAR (__half or __nv_bfloat16), TILE_M (16, 32, or a multiple of 64 up to 256), WARPGROUPS,
+// CLUSTER, SPLIT_K (0: Stream-K), STAGES, X_STAGES, CTAS_PER_SM.
+
+#pragma once
+
+#include "expand_gemm/pipeline.cuh"
+#include "expand_gemm/stream_k.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/cp_async_bulk.cuh"
+#include "ptx/griddepcontrol.cuh"
+#include "ptx/setmaxnreg.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/wgmma.cuh"
+
+constexpr int kConsumerThreads = kConsumerWarps * kWarpSize;
+constexpr int kThreads = kConsumerThreads + 128;                     // setmaxnreg is per warpgroup: the producer is a whole one
+constexpr int kRegisters = 65536 / CTAS_PER_SM / kThreads / 8 * 8;   // per thread at launch
+constexpr int kProducerRegisters = 32;
+constexpr int kConsumerRegisters = (kRegisters * kThreads - kProducerRegisters * 128) / kConsumerThreads / 8 * 8;
+constexpr int kXSlices = 4;                                           // of 64 columns per tile
+constexpr int kXSliceBytes = TILE_M * 128;
+constexpr int kXBytes = kXSlices * kXSliceBytes;
+constexpr int kInFlight = 2;                                         // wgmma groups in flight while a fragment is expanded
+
+using Fragments = Word[2 * kInFlight][4];
+
+// Where a consumer warp's tiles are in shared memory: stage by stage, `kConsumerWarps` tiles each.
+struct StreamMemory {
+    Word tiles;         // the warp's, of stage 0
+    Word extra;         // Weights::kExtraBytes, of the CTA
+    Pipeline pipeline;  // of the stages, if a producer copies them
+};
+
+// A consumer warp's tiles that a producer copies in bulk; `Tile(address, lane)` expands one.
+template <typename Weights, typename Tile>
+struct BulkStream {
+    StreamMemory memory;
+    int lane;
+    PipelineState<STAGES> state;
+
+    __device__ __forceinline__ BulkStream(const Weights&, StreamMemory memory, WorkRanges, int, int, int, int lane)
+        : memory(memory), lane(lane) {}
+    __device__ __forceinline__ Tile acquire(int) {
+        mbarrier_wait_parity(memory.pipeline.full(state.stage), state.parity);
+        return Tile(memory.tiles + state.stage * kConsumerWarps * Weights::kTileBytes, lane);
+    }
+    __device__ __forceinline__ void release(int) {
+        if (lane == 0) mbarrier_arrive(memory.pipeline.empty(state.stage));
+        state.advance();
+    }
+};
+
+// Arrives on the slice's empty mbarrier of every CTA of the cluster: each multicasts a share of it.
+__device__ __forceinline__ void release_slice(Word empty, int lane) {
+    if constexpr (CLUSTER > 1) {
+        if (lane < CLUSTER) mbarrier_arrive_cluster(empty, lane);
+    } else {
+        if (lane == 0) mbarrier_arrive(empty);
+    }
+}
+
+// One iteration: 16 k-steps, each expanded while wgmma computes the two before. `previous` is the x stage of the iteration
+// before, whose last slice is still read at first; negative if there was none.
+template <int step = 0, typename Tile>
+__device__ __forceinline__ void wgmma_tile(Accumulators& accumulators, Fragments& fragments, Tile& tile, Pipeline pipeline, Word x,
+                                           PipelineState<X_STAGES> state, int previous, bool begins, int lane) {
+    constexpr int slice = step / 4;
+    Word(&weights)[4] = fragments[step % (2 * kInFlight)];
+    tile.template expand<step>(weights);
+    if (step % 4 == 0) mbarrier_wait_parity(pipeline.full(state.stage * kXSlices + slice), state.parity);
+    wgmma_fence();
+    wgmma_m64k16(accumulators, weights, x + slice * kXSliceBytes / 16 + step % 4 * 2, step || !begins,
+                 static_cast<const SCALAR*>(nullptr));
+    wgmma_commit_group();
+    wgmma_wait_group<kInFlight>();
+    if constexpr (step == kInFlight - 1) {  // the last group that read the slice before has completed
+        if (previous >= 0) release_slice(pipeline.empty(previous * kXSlices + kXSlices - 1), lane);
+    } else if constexpr (step % 4 == kInFlight - 1) {
+        release_slice(pipeline.empty(state.stage * kXSlices + slice - 1), lane);
+    }
+    if constexpr (step + 1 < kSteps)
+        wgmma_tile<step + 1>(accumulators, fragments, tile, pipeline, x, state, previous, begins, lane);
+}
+
+// The producer of weights: one thread, one bulk copy per consumer warp and iteration.
+template <typename Weights>
+__device__ __forceinline__ void load_weights(const Weights& weights, Pipeline pipeline, Word stages, WorkRanges work,
+                                             int row_tiles, int first, int last) {
+    constexpr int kStageBytes = kConsumerWarps * Weights::kTileBytes;
+    PipelineState<STAGES> state;
+    for (int iteration = first; iteration < last; ++iteration, state.advance()) {
+        const int first_row_tile = work.row_tile(work.tile(iteration)), column = work.column(iteration);
+        mbarrier_wait_parity(pipeline.empty(state.stage), state.parity ^ 1);
+        mbarrier_arrive_expect_tx(pipeline.full(state.stage), kStageBytes);
+#pragma unroll 1
+        for (int i = 0; i < kConsumerWarps; ++i)  // rows past the last tile repeat it; their accumulators are not stored
+            weights.copy_bulk(stages + state.stage * kStageBytes + i * Weights::kTileBytes,
+                              min(first_row_tile + i, row_tiles - 1), column, pipeline.full(state.stage));
+    }
+}
+
+// The producer of x: one thread; each CTA of a cluster multicasts its share of a slice.
+__device__ __forceinline__ void load_x(Pipeline pipeline, Word stages, const unsigned char* x, WorkRanges work, int first,
+                                       int last) {
+    constexpr int kShare = kXSliceBytes / CLUSTER;
+    const int mine = CLUSTER > 1 ? static_cast<int>(cluster_ctarank()) * kShare : 0;
+    PipelineState<X_STAGES> state;
+    for (int iteration = first; iteration < last; ++iteration, state.advance()) {
+        const long long tile =
+            static_cast<long long>(work.m_tile(work.tile(iteration))) * work.column_tiles + work.column(iteration);
+        const unsigned char* from = x + tile * kXBytes + mine;
+#pragma unroll 1
+        for (int slice = 0; slice < kXSlices; ++slice) {
+            const int at = state.stage * kXSlices + slice;
+            mbarrier_wait_parity(pipeline.empty(at), state.parity ^ 1);
+            mbarrier_arrive_expect_tx(pipeline.full(at), kXSliceBytes);
+            if constexpr (CLUSTER > 1) {
+                cp_async_bulk_multicast(stages + at * kXSliceBytes + mine, from + slice * kXSliceBytes, kShare,
+                                        pipeline.full(at), (1 << CLUSTER) - 1);
+            } else {
+                cp_async_bulk(stages + at * kXSliceBytes, from + slice * kXSliceBytes, kShare, pipeline.full(at));
+            }
+        }
+    }
+}
+
+// The operands of a kernel beside its weights.
+struct Operands {
+    const unsigned char* x;  // as permute_x.cu stores it
+    const SCALAR* bias;      // [n] or null
+    SCALAR* y;               // [m, n]
+    Workspace workspace;
+    int m, n, row_tiles, column_tiles;
+};
+
+// A consumer warp: expands and multiplies its rows of every output tile of the range, and stores them.
+template <typename Weights>
+__device__ __forceinline__ void consume(const Weights& weights, const Operands& operands, StreamMemory memory, Pipeline x_pipeline,
+                                        Word x_stages, WorkRanges work, int range, int first, int last, int warp, int lane) {
+    Accumulators accumulators;
+    Fragments fragments;
+    typename Weights::Stream stream(weights, memory, work, first, last, warp, lane);
+    PipelineState<X_STAGES> x_state;
+    int previous = -1;
+#pragma unroll 1
+    for (int iteration = first; iteration < last;) {
+        const int tile = work.tile(iteration), begin = iteration, end = min(last, work.end(tile));
+#pragma unroll 1
+        for (; iteration < end; ++iteration, x_state.advance()) {
+            auto expander = stream.acquire(iteration);
+            wgmma_tile(accumulators, fragments, expander, x_pipeline, smem_descriptor_low(x_stages + x_state.stage * kXBytes),
+                       x_state, previous, iteration == begin, lane);
+            stream.release(iteration);
+            previous = x_state.stage;
+        }
+        wgmma_wait_group<0>();
+        const int first_row = (work.row_tile(tile) + warp) * kTileRows;
+        const WarpOutput output(operands.y, operands.bias, work.m_tile(tile) * TILE_M, first_row, operands.m, operands.n, lane);
+        reduce_and_store(accumulators, work, operands.workspace, output, tile, begin, range, warp, lane);
+    }
+}
+
+// The whole kernel: `shared` is its dynamic shared memory, aligned to 1,024 bytes.
+template <typename Weights>
+__device__ __forceinline__ void expand_gemm(const Weights& weights, const Operands& operands, unsigned char* shared) {
+    constexpr int kWeightBytes = STAGES * kConsumerWarps * Weights::kTileBytes;
+    const int lane = threadIdx.x % kWarpSize;
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / kWarpSize, 0);  // warp-uniform for the compiler
+    const WorkRanges work = make_ranges(operands.m, operands.row_tiles, operands.column_tiles);
+    const int range = blockIdx.x / CLUSTER;
+    const int first = work.first(range), last = work.first(range + 1);
+    const Word x_stages = smem_address(shared);
+    const Word weight_stages = x_stages + X_STAGES * kXBytes;
+    const Word extra = weight_stages + kWeightBytes, mbarriers = extra + Weights::kExtraBytes;
+    const Pipeline x_pipeline{mbarriers}, weight_pipeline{mbarriers + X_STAGES * kXSlices * 16};
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < X_STAGES * kXSlices; ++i)
+            mbarrier_init(x_pipeline.full(i), 1), mbarrier_init(x_pipeline.empty(i), CLUSTER * kConsumerWarps);
+        for (int i = 0; i < STAGES; ++i)
+            mbarrier_init(weight_pipeline.full(i), 1), mbarrier_init(weight_pipeline.empty(i), kConsumerWarps);
+        fence_mbarrier_init();
+    }
+    if constexpr (CLUSTER > 1) barrier_cluster_sync();
+    else __syncthreads();
+
+    if (warp >= kConsumerWarps) {
+        setmaxnreg_dec<kProducerRegisters>();
+        if constexpr (Weights::kBulk)
+            if (lane == 0 && warp == kConsumerWarps)
+                load_weights(weights, weight_pipeline, weight_stages, work, operands.row_tiles, first, last);
+        if (lane == 0 && warp == kConsumerWarps + 1) {
+            griddepcontrol_wait();
+            load_x(x_pipeline, x_stages, operands.x, work, first, last);
+        }
+        __syncwarp();
+    } else {
+        setmaxnreg_inc<kConsumerRegisters>();
+        const StreamMemory memory{weight_stages + warp * Weights::kTileBytes, extra, weight_pipeline};
+        consume(weights, operands, memory, x_pipeline, x_stages, work, range, first, last, warp, lane);
+    }
+    if constexpr (CLUSTER > 1) barrier_cluster_sync();  // a CTA must not exit while another may multicast into it
+}

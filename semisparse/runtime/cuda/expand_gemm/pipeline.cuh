@@ -1,0 +1,21 @@
+// Stages in shared memory that producers fill and consumers release, signalled by mbarriers.
+
+#pragma once
+
+#include "ptx/mbarrier.cuh"
+
+// The current stage of a pipeline, and the parity that its mbarriers complete next.
+template <int stages>
+struct PipelineState {
+    int stage = 0, parity = 0;
+    __device__ __forceinline__ void advance() {
+        if (++stage == stages) stage = 0, parity ^= 1;
+    }
+};
+
+// The mbarriers of a pipeline's stages: `full` when the data has arrived, `empty` when all consumers have read it.
+struct Pipeline {
+    Word mbarriers;
+    __device__ __forceinline__ Word full(int stage) const { return mbarriers + stage * 16; }
+    __device__ __forceinline__ Word empty(int stage) const { return mbarriers + stage * 16 + 8; }
+};

@@ -1,0 +1,215 @@
+"""GEMMs that expand each packed weight once for all tokens of a tile, on Hopper: cuda/expand_gemm, and its schedules.
+
+A format has a .cu file with its own way to expand a tile of 16 rows by 256 columns; the rest is shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from semisparse.runtime.device import RESERVED_SHARED, DeviceFacts, device_facts
+from semisparse.runtime.kernel import Argument, CudaSource, KernelBuild, offsets_in_workspace
+from semisparse.runtime.nvrtc import HEADERS, Defines
+
+ROWS, COLUMNS = 16, 256
+"""Of a tile."""
+
+MAX_TOKENS = 65_280
+"""permute_x.cu has a row of CTAs per token, padded to tiles of up to 256; a grid has 65,535 along y."""
+
+TILES_M = (16, 32, 64, 128, 192, 256)
+"""Tokens of a CTA tile."""
+
+STAGES = ((4, 2), (3, 2), (3, 1), (2, 1), (1, 1))
+"""Stages of the weight and of x, the best first."""
+
+MAX_SPLIT_K = 8
+
+PERMUTE_THREADS = 256
+"""Per CTA of permute_x.cu; 32 take a token's columns of a tile."""
+
+SCALARS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
+"""Of x, the weight and y, as the macro SCALAR names them."""
+
+PERMUTE_X = CudaSource(
+    HEADERS / "expand_gemm" / "permute_x.cu", ({"TILE_M": 32, "BLOCK": 64}, {"TILE_M": 256, "BLOCK": 2})
+)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A weight as tiles of 16 rows by 256 columns.
+
+    Args:
+        row_tiles: tiles along N.
+        column_tiles: tiles along K.
+        tile_bytes: of shared memory per tile in a stage.
+        extra: bytes of shared memory per CTA beside the stages: ``Weights::kExtraBytes``.
+        extra_per_warp: the same, per consumer warp.
+        max_stages: of the weight.
+    """
+
+    row_tiles: int
+    column_tiles: int
+    tile_bytes: int
+    extra: int = 0
+    extra_per_warp: int = 0
+    max_stages: int = 4
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How expand_gemm/gemm.cuh computes y.
+
+    Args:
+        tile_m: tokens per CTA tile, of `TILES_M`.
+        warpgroups: consumer warpgroups per CTA, 64 rows each.
+        cluster: CTAs that multicast x to one another.
+        split_k: CTAs that each compute a part of K of an output tile; 0 for Stream-K.
+        stages: of the weight, a tile per consumer warp each.
+        x_stages: of x, 256 columns each.
+        ctas_per_sm: resident at a time.
+    """
+
+    tile_m: int
+    warpgroups: int
+    cluster: int
+    split_k: int
+    stages: int
+    x_stages: int
+    ctas_per_sm: int
+
+    @property
+    def warps(self) -> int:
+        """Consumer warps per CTA."""
+        return 4 * self.warpgroups
+
+    def defines(self, dtype: torch.dtype) -> Defines:
+        """Return the macros of gemm.cuh: the fields in capitals, and SCALAR."""
+        return {"SCALAR": SCALARS[dtype], **{name.upper(): value for name, value in asdict(self).items()}}
+
+    def shared(self, weight: Tiles) -> int:
+        """Return the bytes of dynamic shared memory per CTA."""
+        x = self.x_stages * self.tile_m * 2 * COLUMNS
+        mbarriers = 16 * (self.stages + 4 * self.x_stages)
+        tiles = self.stages * self.warps * weight.tile_bytes
+        return x + tiles + weight.extra + self.warps * weight.extra_per_warp + mbarriers
+
+    def tiles(self, m: int, weight: Tiles) -> int:
+        """Return the number of output tiles."""
+        return -(-weight.row_tiles // (self.warps * self.cluster)) * -(-m // self.tile_m)
+
+    def ranges(self, m: int, weight: Tiles, sms: int) -> int:
+        """Return the number of ranges of the work, one per cluster."""
+        tiles = self.tiles(m, weight)
+        if self.split_k:
+            return tiles * self.split_k
+        return min(tiles * weight.column_tiles, self.ctas_per_sm * sms // self.cluster)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The grids of a GEMM of M tokens, and its workspace.
+
+    Args:
+        ctas: of the GEMM.
+        permute_grid: of permute_x.cu.
+        counters: one per consumer warp of the grid.
+        offsets: bytes in the workspace at which the permuted x, the counters and the partial accumulators begin.
+        workspace: its bytes.
+    """
+
+    ctas: int
+    permute_grid: tuple[int, int, int]
+    counters: int
+    offsets: tuple[int, ...]
+    workspace: int
+
+
+def launch_of(schedule: Schedule, m: int, weight: Tiles, sms: int) -> Launch:
+    """Size the grids and the workspace of a GEMM."""
+    ctas = schedule.cluster * schedule.ranges(m, weight, sms)
+    tokens = -(-m // schedule.tile_m) * schedule.tile_m
+    counters = ctas * schedule.warps
+    partials = 0 if schedule.split_k == 1 else counters * ROWS * schedule.tile_m
+    permuted = 2 * COLUMNS * weight.column_tiles * tokens
+    *offsets, size = offsets_in_workspace(permuted, 4 * counters, 4 * partials)
+    grid = (-(-32 * weight.column_tiles // PERMUTE_THREADS), tokens, 1)
+    return Launch(ctas, grid, counters, tuple(offsets), size)
+
+
+def tile_m_of(m: int, sizes: Iterable[int] = TILES_M) -> int:
+    """Return the smallest tile that takes M tokens, or the largest of all."""
+    sizes = sorted(sizes)
+    return next((size for size in sizes if m <= size), sizes[-1])
+
+
+def fit(
+    weight: Tiles, gpu: DeviceFacts, tile_m: int, warpgroups: int, cluster: int, split_k: int, ctas_per_sm: int
+) -> Schedule | None:
+    """Return the schedule with the most stages that fit in shared memory, or None if none does."""
+    room = gpu.shared_per_sm // ctas_per_sm - RESERVED_SHARED
+    schedules = (
+        Schedule(tile_m, warpgroups, cluster, split_k, *stages, ctas_per_sm)
+        for stages in STAGES
+        if stages[0] <= weight.max_stages
+    )
+    return next((schedule for schedule in schedules if schedule.shared(weight) <= room), None)
+
+
+def prepare(
+    kernel: Callable[[Schedule], KernelBuild],
+    schedule: Schedule,
+    weight: Tiles,
+    block: int,
+    shape: tuple[int, int],
+    device: torch.device,
+) -> Callable[[Tensor, Mapping[str, Argument], Tensor | None], Tensor]:
+    """Compile and load a format's kernel and permute_x.cu.
+
+    Args:
+        kernel: the build of the format's kernel with a schedule.
+        schedule: how y is computed.
+        weight: its tiles.
+        block: consecutive columns of a lane of the fragments, for permute_x.cu.
+        shape: (N, K).
+        device: of all operands.
+    Returns:
+        (x [M, K], the kernel's own arguments, bias [N] or None) -> y [M, N], accumulated in float32.
+    """
+    n, k = shape
+    sms = device_facts(device).sms
+    permute_x = PERMUTE_X.build("semisparse_permute_x", {"TILE_M": schedule.tile_m, "BLOCK": block}).load(device)
+    gemm = kernel(schedule).load(device)
+    threads, even_k = 32 * schedule.warps + 128, k % 2 == 0
+    row_tiles, column_tiles = weight.row_tiles, weight.column_tiles
+    sized = lru_cache(maxsize=64)(lambda m: launch_of(schedule, m, weight, sms))
+
+    def product(x: Tensor, operands: Mapping[str, Argument], bias: Tensor | None) -> Tensor:
+        x, m = x.contiguous(), x.shape[0]
+        launch = sized(m)
+        y = x.new_empty(m, n)
+        workspace = x.new_empty(launch.workspace, dtype=torch.uint8)
+        begin = workspace.data_ptr()
+        permuted, counters, partials = [begin + offset for offset in launch.offsets]
+        permute_x(
+            launch.permute_grid, PERMUTE_THREADS,
+            x=x, permuted=permuted, counters=counters,
+            m=m, k=k, column_tiles=column_tiles, counter_count=launch.counters,
+            aligned=even_k and x.data_ptr() % 4 == 0,
+        )  # fmt: skip
+        # It may start before permute_x has ended: what it reads from it, the permuted x and the counters, it waits for.
+        gemm(
+            (launch.ctas, 1, 1), threads, pdl=True,
+            x=permuted, **operands, bias=None if bias is None else bias.to(x.dtype).contiguous(), y=y,
+            partials=partials, counters=counters,
+            m=m, n=n, row_tiles=row_tiles, column_tiles=column_tiles,
+        )  # fmt: skip
+        return y
+
+    return product
