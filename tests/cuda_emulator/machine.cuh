@@ -251,6 +251,11 @@ template <typename T> T __shfl_down_sync(Word mask, T value, int lanes) {
     return __shfl_sync(mask, value, lane + lanes < 32 ? lane + lanes : lane);
 }
 
+inline Word __reduce_or_sync(Word mask, Word value) {
+    for (int step = 1; step < 32; step *= 2) value |= __shfl_sync<Word>(mask, value, threadIdx.x % 32 ^ step);
+    return value;
+}
+
 template <typename T> T __reduce_max_sync(Word mask, T value) {
     for (int step = 1; step < 32; step *= 2) value = max(value, __shfl_sync<T>(mask, value, threadIdx.x % 32 ^ step));
     return value;

@@ -34,7 +34,7 @@ constexpr int kZeroBytes = kMaxGroups + 16;
 constexpr int kGqsTileBytes = kCodesBytes + kScaleBytes + kZeroBytes;
 
 constexpr int kHeaderBytes = 16;
-constexpr int kSliceColumns = least(kGroupColumns, BITS == 8 ? 16 : BITS == 2 ? 64 : 32);
+constexpr int kSliceColumns = least(kGroupColumns, BITS == 8 ? 16 : 32);
 constexpr int kStepsPerSlice = kSliceColumns / 4;  // a k-step has 4 columns of each lane
 constexpr int kSlicesPerGroup = kGroupColumns / kSliceColumns;
 constexpr int kTileSlices = kLaneColumns / kSliceColumns;
