@@ -21,7 +21,16 @@ needs_hopper = pytest.mark.skipif(
 )
 
 SCHEDULES = [  # kind, dtype, m, n, k, pattern, SMs, then the fields of Schedule in their order
-    ("w4", HALF, 20, 100, 2100, "g16@50%", 3, (16, 1, 1, 0, 3, 2, 1)),  # Stream-K: ranges with parts of two output tiles
+    (
+        "w4",
+        HALF,
+        20,
+        100,
+        2100,
+        "g16@50%",
+        3,
+        (16, 1, 1, 0, 3, 2, 1),
+    ),  # Stream-K: ranges with parts of two output tiles
     ("w4", BFLOAT, 40, 70, 1030, "g128@30%", 132, (32, 1, 1, 3, 2, 1, 3)),  # split-K inside of chunks
     ("w2", HALF, 9, 300, 700, "g64@0%", 132, (16, 2, 2, 1, 4, 2, 1)),  # a cluster, warps past the last row tile
     ("w8", HALF, 70, 40, 1400, "g16@50%", 2, (64, 1, 1, 0, 2, 1, 1)),
@@ -46,9 +55,7 @@ def test_every_kind_and_size(emulated, kind: str, dtype: torch.dtype, size: int)
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    ("kind", "dtype", "m", "n", "k", "pattern", "sms", "schedule"), mostly_slow(SCHEDULES, 0, 1)
-)
+@pytest.mark.parametrize(("kind", "dtype", "m", "n", "k", "pattern", "sms", "schedule"), mostly_slow(SCHEDULES, 0, 1))
 def test_every_schedule(emulated, monkeypatch, kind, dtype, m, n, k, pattern, sms, schedule):
     emulate(monkeypatch, sms)
     packed = packed_weight(n, k, pattern, dtype, kind=kind)
@@ -118,7 +125,9 @@ def test_on_a_gpu(kind: str, dtype: torch.dtype, pattern: str, n: int, k: int, m
 
 
 @needs_hopper
-@pytest.mark.parametrize(("tile_m", "shape"), [(tile_m, shape) for tile_m, shapes in SHAPES.items() for shape in shapes])
+@pytest.mark.parametrize(
+    ("tile_m", "shape"), [(tile_m, shape) for tile_m, shapes in SHAPES.items() for shape in shapes]
+)
 @pytest.mark.parametrize("split_k", [0, 1, 3])
 def test_every_shape_on_a_gpu(tile_m: int, shape: tuple[int, int, int], split_k: int):
     packed = packed_weight(3000, 4100, "g16@50%", HALF, kind="w4").to("cuda")

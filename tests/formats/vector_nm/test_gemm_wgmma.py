@@ -1,4 +1,4 @@
-"""`gemm_wgmma` on the emulator, with patterns, ragged shapes and every way to divide the work; on a GPU, real launches."""
+"""`gemm_wgmma` on the emulator, with patterns and every way to divide the work; on a GPU, real launches."""
 
 import pytest
 import torch
@@ -87,7 +87,9 @@ def test_on_a_gpu(pattern: str, dtype: torch.dtype, n: int, k: int, m: int):
 
 
 @needs_hopper
-@pytest.mark.parametrize(("tile_m", "shape"), [(tile_m, shape) for tile_m, shapes in SHAPES.items() for shape in shapes])
+@pytest.mark.parametrize(
+    ("tile_m", "shape"), [(tile_m, shape) for tile_m, shapes in SHAPES.items() for shape in shapes]
+)
 @pytest.mark.parametrize("split_k", [0, 1, 3])
 def test_every_shape_on_a_gpu(tile_m: int, shape: tuple[int, int, int], split_k: int):
     packed = pack("16:32v32", 3000, 4100).to("cuda")

@@ -29,6 +29,7 @@ GEMM_SPLIT_K = {32: ((1, 3),), 64: ((1, 3),), 128: ((3, 1), (2, 1), (1, 2)), 192
 GEMM_STREAM_K = (2, 2)
 """Warpgroups per CTA and CTAs per cluster with Stream-K; an SM has one CTA."""
 
+
 @dataclass(frozen=True)
 class DecodeSchedule:
     """How decode.cu computes y.

@@ -26,6 +26,9 @@ constexpr Word kBfloatAnchor = 0x41804180u;
 constexpr Word kBfloatMask = ((1u << BITS) - 1 << 3) * 0x10001u;
 constexpr Word kFloatAnchor = 0x4b000000u;  // 2^23: its ulp is 1
 
+__device__ __forceinline__ constexpr Word code_mask(const __half*) { return kHalfMask; }
+__device__ __forceinline__ constexpr Word code_mask(const __nv_bfloat16*) { return kBfloatMask; }
+
 __device__ __forceinline__ ScaleZero prepare(Word scale, Word zero, const __half*) {
     return {scale * 0x10001u, kHalfAnchor | zero * 0x10001u};
 }
@@ -55,21 +58,22 @@ __device__ __forceinline__ Word shift_pair(Word codes, int i, int to) {
     return left >= 0 ? codes << left : codes >> -left;
 }
 
-// Pair `i` of a unit, columns 2 i and 2 i + 1.
+// Pair `i` of a unit, columns 2 i and 2 i + 1. `mask` is `code_mask`'s, which a caller may keep in a register.
 template <int words>
-__device__ __forceinline__ Word dequantise_pair(const Word (&codes)[words], int unit, int i, ScaleZero group, const __half*) {
+__device__ __forceinline__ Word dequantise_pair(const Word (&codes)[words], int unit, int i, ScaleZero group, Word mask,
+                                                const __half*) {
     Word code;
     if constexpr (BITS == 8) {  // 0x64: the high byte of the anchor
         const Word both = __byte_perm(codes[2 * unit], codes[2 * unit + 1], i | (i + 4) << 4);
         code = __byte_perm(both, 0x64646464u, 0x4140);
     } else {
-        code = (shift_pair(spread(codes, unit), i, 8 - BITS) & kHalfMask) | kHalfAnchor;
+        code = (shift_pair(spread(codes, unit), i, 8 - BITS) & mask) | kHalfAnchor;
     }
     return bits_of(__hmul2(__hsub2(half2_of(code), half2_of(group.zero)), half2_of(group.scale)));
 }
 
 template <int words>
-__device__ __forceinline__ Word dequantise_pair(const Word (&codes)[words], int unit, int i, ScaleZero group,
+__device__ __forceinline__ Word dequantise_pair(const Word (&codes)[words], int unit, int i, ScaleZero group, Word mask,
                                                 const __nv_bfloat16*) {
     if constexpr (BITS == 8) {
         const float zero = __uint_as_float(group.zero), scale = __uint_as_float(group.scale);
@@ -77,7 +81,7 @@ __device__ __forceinline__ Word dequantise_pair(const Word (&codes)[words], int 
         const Word odd = __byte_perm(codes[2 * unit + 1], kFloatAnchor, 0x7440 | i);
         return pack2((__uint_as_float(even) - zero) * scale, (__uint_as_float(odd) - zero) * scale, kElement);
     } else {
-        const Word anchored = (shift_pair(spread(codes, unit), i, 3) & kBfloatMask) | kBfloatAnchor;
+        const Word anchored = (shift_pair(spread(codes, unit), i, 3) & mask) | kBfloatAnchor;
         const __nv_bfloat162 code = __hsub2(bfloat162_of(anchored), bfloat162_of(kBfloatAnchor));
         return bits_of(__hmul2(__hsub2(code, bfloat162_of(group.zero)), bfloat162_of(group.scale)));
     }
@@ -86,5 +90,5 @@ __device__ __forceinline__ Word dequantise_pair(const Word (&codes)[words], int 
 template <int words>
 __device__ __forceinline__ void dequantise(Word (&pairs)[4], const Word (&codes)[words], int unit, ScaleZero group) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) pairs[i] = dequantise_pair(codes, unit, i, group, kElement);
+    for (int i = 0; i < 4; ++i) pairs[i] = dequantise_pair(codes, unit, i, group, code_mask(kElement), kElement);
 }

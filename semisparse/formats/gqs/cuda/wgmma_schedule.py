@@ -74,7 +74,7 @@ def _microseconds(schedule: Schedule, m: int, weight: Tiles, sms: int) -> float:
     busiest = -(-ranges // sms)
     waves = -(-busiest // schedule.ctas_per_sm)
     resident = min(busiest, schedule.ctas_per_sm) * schedule.warpgroups
-    # A warpgroup's iteration: expanding, some 600 instructions per warp, shares the issue slots; so do the tensor cores.
+    # Expanding takes some 700 instructions per warp and iteration; warpgroups share the issue slots and tensor cores.
     expanding = 0.36 * max(1.0, 2.5 / resident)
     tile = schedule.warpgroups * max(expanding, 0.0048 * schedule.tile_m)
     exchange = (1.5 + 0.012 * schedule.tile_m * schedule.warpgroups) if schedule.split_k != 1 else 0.0

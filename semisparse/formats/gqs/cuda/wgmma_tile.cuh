@@ -74,14 +74,15 @@ __device__ __forceinline__ void read_codes(Word (&codes)[words], Word from) {
 // Expands a tile, four columns of both rows per k-step.
 struct TileExpander {
     Word tile, headers;   // in shared memory
-    Word lane, part;      // part: which of a chunk's kParts
+    Word bit, part;       // the lane's in a mask; which of a chunk's kParts
+    Word code_mask;       // of a pair of codes
     Word first;           // group of the tile
     Word group[2];        // the lane's, of the chunk that is being read, counted from the weight's first
     bool kept[2];
     Slice slices[2];      // one is expanded while the other is read
 
-    __device__ __forceinline__ TileExpander(Word tile, Word headers, int lane, int part)
-        : tile(tile), headers(headers), lane(lane), part(part), first(ld_shared_ordered(headers + 8)) {
+    __device__ __forceinline__ TileExpander(Word tile, Word headers, Word bit, int part, Word code_mask)
+        : tile(tile), headers(headers), bit(bit), part(part), code_mask(code_mask), first(ld_shared_ordered(headers + 8)) {
         read<0>();
     }
 
@@ -89,7 +90,7 @@ struct TileExpander {
     __device__ __forceinline__ void find_groups() {
         Word header[4];
         ld_shared_ordered(header, headers + chunk * kHeaderBytes);
-        const Word bit = 1u << lane, below = bit - 1;
+        const Word below = bit - 1;
         group[0] = header[2] + __popc(header[0] & below);
         group[1] = header[2] + __popc(header[0]) + __popc(header[1] & below);
         kept[0] = header[0] & bit, kept[1] = header[1] & bit;
@@ -127,8 +128,8 @@ struct TileExpander {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             const ScaleZero group = prepare(slice.scale[row], slice.zero[row], kElement);
-            fragment[row] = dequantise_pair(slice.codes[row], unit, pair, group, kElement);
-            fragment[2 + row] = dequantise_pair(slice.codes[row], unit, pair + 1, group, kElement);
+            fragment[row] = dequantise_pair(slice.codes[row], unit, pair, group, code_mask, kElement);
+            fragment[2 + row] = dequantise_pair(slice.codes[row], unit, pair + 1, group, code_mask, kElement);
         }
     }
 };

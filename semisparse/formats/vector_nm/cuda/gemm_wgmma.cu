@@ -12,12 +12,14 @@
 
 #include "expand_gemm/gemm.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/integer.cuh"
 #include "ptx/ldmatrix.cuh"
 
 constexpr int kStretch = 32;                          // columns of a mask
 constexpr int kStretches = kTileColumns / kStretch;   // of a tile
 constexpr int kStretchSlots = kStretch / WINDOW * KEEP;
 constexpr int kTileSlots = kStretches * kStretchSlots;
+static_assert(kStretch % WINDOW == 0 && LENGTH % kTileRows == 0, "whole windows in a mask, whole tiles in a group");
 constexpr int kSlotBytes = kTileRows * 2;
 constexpr int kZeroBytes = 16;                        // per warp
 
@@ -25,62 +27,18 @@ __device__ __forceinline__ Word half_at(Word slot, Word half) { return slot * kS
 
 struct SlotExpander {
     Word tile, zeros;       // in shared memory
+    Word below[2], half;    // of the lane's column in both k-steps of a mask: the bits below it; the half of a slot that it reads
     Word bits[kStretches];  // of each mask, the bit of the lane's slot
-    Word mask = 0;
-    int lane;
+    Word mask;
 
     template <int step>
     __device__ __forceinline__ void expand(Word (&fragment)[4]) {
         constexpr int stretch = step / 2;
         if constexpr (step % 2 == 0) mask = __reduce_or_sync(~0u, bits[stretch]);
-        const Word column = step % 2 * 16 + lane / 16 * 8 + lane % 8;  // of matrix lane / 8
-        const Word slot = stretch * kStretchSlots + __popc(mask & ((1u << column) - 1));
-        const bool kept = mask >> column & 1;
-        ldmatrix_x4_trans(fragment, kept ? tile + half_at(slot, lane / 8 % 2) : zeros);
+        const Word slot = stretch * kStretchSlots + __popc(mask & below[step % 2]);
+        const Word address = opaque(tile + half_at(slot, half));  // opaque: a select, not a branch
+        ldmatrix_x4_trans(fragment, mask & below[step % 2] + 1 ? address : zeros);
     }
-};
-
-struct Vectors;
-
-struct SlotStream {
-    const Vectors& weight;
-    WorkRanges work;
-    int first, last;  // iterations
-    int warp, lane;
-    Word tiles, zeros;
-    Word next[kStretches];  // bits of the next tile
-
-    __device__ __forceinline__ SlotStream(const Vectors& weight, StreamMemory memory, WorkRanges work, int first, int last,
-                                          int warp, int lane)
-        : weight(weight), work(work), first(first), last(last), warp(warp), lane(lane), tiles(memory.tiles),
-          zeros(memory.extra + warp * kZeroBytes) {
-        if (lane == 0) st_shared_v4(zeros, uint4{0, 0, 0, 0});
-        load_bits(first);
-#pragma unroll 1
-        for (int i = 0; i < STAGES; ++i) copy(first + i);
-    }
-
-    __device__ __forceinline__ SlotExpander acquire(int iteration) {
-        SlotExpander expander{tile_at(iteration), zeros};
-        expander.lane = lane;
-#pragma unroll
-        for (int i = 0; i < kStretches; ++i) expander.bits[i] = next[i];
-        load_bits(iteration + 1);
-        cp_async_wait_group<STAGES - 1>();
-        __syncwarp();
-        return expander;
-    }
-
-    __device__ __forceinline__ void release(int iteration) {
-        __syncwarp();  // all lanes have read the tile
-        copy(iteration + STAGES);
-    }
-
-  private:
-    __device__ __forceinline__ Word tile_at(int iteration) const;
-    __device__ __forceinline__ int row_tile(int iteration) const;
-    __device__ __forceinline__ void load_bits(int iteration);
-    __device__ __forceinline__ void copy(int iteration) const;
 };
 
 // A vector_nm weight.
@@ -88,48 +46,81 @@ struct Vectors {
     static constexpr int kTileBytes = kTileSlots * kSlotBytes;
     static constexpr int kExtraBytes = kConsumerWarps * kZeroBytes;
     static constexpr bool kBulk = false;
-    using Stream = SlotStream;
+    using Stream = struct SlotStream;
 
     const unsigned short* values;    // [groups, slots, LENGTH]
     const unsigned char* positions;  // [groups, slots]
     int slots, row_tiles;
 };
 
-__device__ __forceinline__ Word SlotStream::tile_at(int iteration) const {
-    return tiles + (iteration - first) % STAGES * kConsumerWarps * Vectors::kTileBytes;
-}
+struct SlotStream {
+    const Vectors& weight;
+    TileCursor copied, loaded;  // the next tile to copy, and whose positions to load
+    int last;                   // iteration
+    int lane;
+    Word tiles;
+    int stage = 0;              // of the current tile, which is the next to be copied to
+    SlotExpander expander;
+    Word next[kStretches];      // bits of the next tile
 
-// Rows past the last tile repeat it.
-__device__ __forceinline__ int SlotStream::row_tile(int iteration) const {
-    return min(work.row_tile(work.tile(iteration)) + warp, weight.row_tiles - 1);
-}
-
-// Loads the positions of a tile's slots, of which each lane has one per mask, as bits.
-__device__ __forceinline__ void SlotStream::load_bits(int iteration) {
-    const int begin = iteration < last ? work.column(iteration) * kTileSlots : weight.slots;
-    const int group = iteration < last ? row_tile(iteration) * kTileRows / LENGTH : 0;
-    const unsigned char* from = weight.positions + static_cast<long long>(group) * weight.slots;
-#pragma unroll
-    for (int i = 0; i < kStretches; ++i) {
-        const int slot = begin + i * kStretchSlots + lane;
-        next[i] = lane < kStretchSlots && slot < weight.slots ? 1u << (from[slot] + lane / KEEP * WINDOW) : 0;
+    __device__ __forceinline__ SlotStream(const Vectors& weight, StreamMemory memory, WorkRanges work, int first, int last,
+                                          int warp, int lane)
+        : weight(weight), copied(work, first, warp, weight.row_tiles), loaded(copied), last(last), lane(lane),
+          tiles(memory.tiles) {
+        expander.zeros = memory.extra + warp * kZeroBytes;
+        expander.half = lane / 8 % 2;
+        const int column = lane / 16 * 8 + lane % 8;  // of matrix lane / 8
+        expander.below[0] = (1u << column) - 1, expander.below[1] = (1u << (column + 16)) - 1;
+        if (lane == 0) st_shared_v4(expander.zeros, uint4{0, 0, 0, 0});
+        load_bits();
+#pragma unroll 1
+        for (int i = 0; i < STAGES; ++i) copy(tiles + i * kConsumerWarps * Vectors::kTileBytes);
     }
-}
 
-// Copies the warp's rows of a tile, as one cp.async group: half a slot per lane.
-__device__ __forceinline__ void SlotStream::copy(int iteration) const {
-    if (iteration < last) {
-        const int rows = row_tile(iteration) * kTileRows, begin = work.column(iteration) * kTileSlots;
-        const long long at = static_cast<long long>(rows / LENGTH) * weight.slots + begin;
-        const unsigned short* from = weight.values + at * LENGTH + rows % LENGTH + lane % 2 * 8;
-        const Word to = tile_at(iteration);
+    __device__ __forceinline__ SlotExpander& acquire(int) {
+        expander.tile = tiles + stage * kConsumerWarps * Vectors::kTileBytes;
 #pragma unroll
-        for (int slot = lane / 2; slot < kTileSlots; slot += kWarpSize / 2)
-            if (begin + slot < weight.slots)
-                cp_async_16(to + half_at(slot, lane % 2), from + slot * LENGTH);
+        for (int i = 0; i < kStretches; ++i) expander.bits[i] = next[i];
+        load_bits();
+        cp_async_wait_group<STAGES - 1>();
+        __syncwarp();
+        return expander;
     }
-    cp_async_commit_group();
-}
+
+    __device__ __forceinline__ void release(int) {
+        __syncwarp();  // all lanes have read the tile
+        copy(expander.tile);
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
+    }
+
+  private:
+    // Loads the positions of a tile's slots, of which each lane has one per mask, as bits.
+    __device__ __forceinline__ void load_bits() {
+        const int begin = loaded.column * kTileSlots + lane, group = loaded.row_tile * kTileRows / LENGTH;
+        const int left = lane < kStretchSlots && loaded.iteration < last ? weight.slots - begin : 0;
+        const unsigned char* from = weight.positions + static_cast<long long>(group) * weight.slots + begin;
+#pragma unroll
+        for (int i = 0; i < kStretches; ++i)
+            next[i] = i * kStretchSlots < left ? 1u << (from[i * kStretchSlots] + lane / KEEP * WINDOW) : 0;
+        loaded.advance();
+    }
+
+    // Copies the warp's rows of a tile, as one cp.async group: half a slot per lane.
+    __device__ __forceinline__ void copy(Word to) {
+        if (copied.iteration < last) {
+            const int rows = copied.row_tile * kTileRows, begin = copied.column * kTileSlots + lane / 2;
+            const long long at = static_cast<long long>(rows / LENGTH) * weight.slots + begin;
+            const unsigned short* from = weight.values + at * LENGTH + rows % LENGTH + lane % 2 * 8;
+            const Word half = half_at(lane / 2, lane % 2);
+#pragma unroll
+            for (int slot = 0; slot < kTileSlots; slot += kWarpSize / 2)
+                if (slot + lane / 2 < kTileSlots && begin + slot < weight.slots)
+                    cp_async_16(to + half + slot * kSlotBytes, from + slot * LENGTH);
+        }
+        cp_async_commit_group();
+        copied.advance();
+    }
+};
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1)
 __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_vector_nm_gemm_wgmma(

@@ -37,6 +37,28 @@ __device__ __forceinline__ WorkRanges make_ranges(int m, int row_tiles, int colu
     return {column_tiles, m_tiles, row_groups * m_tiles * column_tiles, static_cast<int>(gridDim.x) / CLUSTER};
 }
 
+// The tile of the weight that a consumer warp meets in an iteration. Going on to the next one takes no division but at the end
+// of an output tile. Rows past the last tile repeat it; their accumulators are not stored.
+struct TileCursor {
+    WorkRanges work;
+    int iteration, column, row_tile;
+    int warp, row_tiles;
+
+    __device__ __forceinline__ TileCursor(const WorkRanges& work, int iteration, int warp, int row_tiles)
+        : work(work), iteration(iteration), column(work.column(iteration)), warp(warp), row_tiles(row_tiles) {
+        find_row_tile();
+    }
+    __device__ __forceinline__ void advance() {
+        ++iteration;
+        if (++column < work.column_tiles) return;
+        column = 0;
+        find_row_tile();
+    }
+    __device__ __forceinline__ void find_row_tile() {
+        row_tile = min(work.row_tile(work.tile(iteration)) + warp, row_tiles - 1);
+    }
+};
+
 // Partial accumulators in global memory, and counters of the warps that stored theirs. permute_x.cu zeroes the counters.
 struct Workspace {
     float4* partials;  // [CTAs, kConsumerWarps, kTokenGroups, kWarpSize]
