@@ -48,8 +48,7 @@ from semisparse.runtime.expand_gemm import Schedule, Tiles, fit, tile_m_of
 GPU = torch.device("cuda")
 SHAPES = "28672,8192,4096,4096,11008,4096,4096,11008"
 TOKENS = "1,8,16,32,64,128,256,1024"
-SWEPT_SHAPES = ((28672, 8192), (4096, 4096))
-SWEPT_TOKENS = (8, 16, 32, 64, 128, 256)
+SWEPT_TOKENS = (16, 32, 64, 128, 256)
 
 WEIGHTS = (
     ("gqs", "g16@50%", "w4"),
@@ -57,14 +56,13 @@ WEIGHTS = (
     ("gqs", "g64@0%", "w2"),
     ("gqs", "g16@50%", "w8"),
     ("vector_nm", "16:32v32", ""),
-    ("vector_nm", "8:32v32", ""),
     ("bitmask", "32:64", ""),
 )
 
 STREAMED = {
-    16: ((4, 1, 1), (3, 1, 1), (2, 1, 2)),
-    32: ((4, 1, 1), (4, 2, 1), (3, 1, 1), (2, 1, 2), (2, 2, 1)),
-    64: ((4, 1, 1), (4, 2, 1), (3, 1, 1), (2, 2, 1)),
+    16: ((4, 1, 1), (4, 2, 1)),
+    32: ((4, 1, 1), (4, 2, 1), (2, 1, 2)),
+    64: ((4, 1, 1), (4, 2, 1), (3, 2, 1), (2, 1, 2)),
     128: ((3, 1, 1), (3, 2, 1), (2, 2, 1)),
     192: ((2, 1, 1), (2, 2, 1)),
     256: ((2, 1, 1), (2, 2, 1)),
@@ -79,7 +77,7 @@ SPLIT = {
     192: ((2, 1, 1),),
     256: ((2, 1, 1),),
 }
-"""The same, with as many CTAs per output tile as fill the SMs once."""
+"""The same, with about as many CTAs per output tile as fill the SMs once."""
 
 CHECKED_ROWS = 64
 SCHEDULE_COLUMNS = tuple(Schedule.__dataclass_fields__)
@@ -135,14 +133,15 @@ def schedules(problem: Problem) -> list[Schedule]:
     """Return the schedules to time, the chosen one first."""
     _, tiles, chosen = swept_kernel(problem)
     facts, m, found = device_facts(GPU), problem.m, [chosen]
-    if m not in SWEPT_TOKENS or problem.spec.shape not in SWEPT_SHAPES:
+    if m not in SWEPT_TOKENS:
         return found
     tile_m = tile_m_of(m)
     candidates = [(tile_m, w, cluster, 0, ctas) for w, cluster, ctas in STREAMED[tile_m]]
     for w, cluster, ctas in SPLIT[tile_m]:
         output_tiles = -(-tiles.row_tiles // (4 * w)) * -(-m // tile_m)
         filling = max(1, ctas * facts.sms // output_tiles)
-        candidates += [(tile_m, w, cluster, split, ctas) for split in {filling, 2 * filling} if split <= 8]
+        splits = {filling, filling + 1} if filling > 1 else {1, 2}
+        candidates += [(tile_m, w, cluster, split, ctas) for split in splits if split <= min(8, tiles.column_tiles)]
     found += [schedule for c in candidates if (schedule := fit(tiles, facts, *c)) is not None]
     return list(dict.fromkeys(found))
 

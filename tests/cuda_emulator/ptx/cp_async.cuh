@@ -17,6 +17,10 @@ inline void cp_async_16(Word to, const void* from, int source_bytes = 16) { star
 template <int offset> void cp_async_16_at(Word to, const void* from) {
     start_copy(to + offset, static_cast<const char*>(from) + offset, 16, 16);
 }
+inline void cp_async_16_prefetch_128(Word to, const void* from) {
+    cp_async_16(to, from);
+}
+
 template <int bytes> void cp_async(Word to, const void* from) { start_copy(to, from, bytes, bytes); }
 
 inline void cp_async_commit_group() {

@@ -1,5 +1,5 @@
 // y[m, n] = x[m, k] @ w[n, k].T + bias[n] for a bitmask weight in the layout `tiles` and any m, with Hopper's wgmma:
-// expand_gemm/gemm.cuh on the tiles of decode.cu, which a producer warp copies in bulk.
+// expand_gemm/gemm.cuh on the tiles of decode.cu, which one producer thread copies in bulk.
 //
 // Bound at 28672 x 8192, m = 256, by the tensor cores at the card's power limit (79 % busy, 1.55 GHz); at m = 64 nothing is
 // full (issue 53 %, ALU 47 %, DRAM 55 %). README.md has the figures.
@@ -9,18 +9,54 @@
 #include "expand_gemm/gemm.cuh"
 #include "tile.cuh"
 
+struct TileStream;
+
 struct Tiles {
     static constexpr int kTileBytes = ::kTileBytes;
     static constexpr int kExtraBytes = kOverrun;
-    static constexpr bool kBulk = true;
-    using Stream = BulkStream<Tiles, TileExpander>;
+    static constexpr int kProducerRegisters = 32;
+    static constexpr int kProducers = 1;
+    using Stream = TileStream;
 
-    const unsigned char* tiles;
-    int column_tiles;
+    const unsigned char* tiles;  // [row_tiles, column_tiles, kTileBytes]
+    int row_tiles, column_tiles;
 
-    __device__ __forceinline__ void copy_bulk(Word to, int row_tile, int column, Word mbarrier) const {
-        const long long index = static_cast<long long>(row_tile) * column_tiles + column;
-        cp_async_bulk(to, tiles + index * kTileBytes, kTileBytes, mbarrier);
+    // One bulk copy per consumer warp and iteration; rows past the last tile repeat it.
+    __device__ __forceinline__ void produce(const StreamMemory& memory, const WorkRanges& work, int first, int last,
+                                            int lane) const {
+        constexpr int kStageBytes = kConsumerWarps * kTileBytes;
+        if (lane != 0) return;
+        PipelineState<STAGES> state;
+        for (int iteration = first; iteration < last; ++iteration, state.advance()) {
+            const int first_row_tile = work.row_tile(work.tile(iteration)), column = work.column(iteration);
+            const Word full = memory.pipeline.full(state.stage);
+            mbarrier_wait_parity(memory.pipeline.empty(state.stage), state.parity ^ 1);
+            mbarrier_arrive_expect_tx(full, kStageBytes);
+#pragma unroll 1
+            for (int i = 0; i < kConsumerWarps; ++i) {
+                const long long index = static_cast<long long>(min(first_row_tile + i, row_tiles - 1)) * column_tiles + column;
+                cp_async_bulk(memory.tiles + state.stage * kStageBytes + i * kTileBytes, tiles + index * kTileBytes, kTileBytes,
+                              full);
+            }
+        }
+    }
+};
+
+struct TileStream {
+    Pipeline pipeline;
+    Word tiles;  // the warp's, of stage 0
+    int lane;
+    PipelineState<STAGES> state;
+
+    __device__ __forceinline__ TileStream(const Tiles&, const StreamMemory& memory, const WorkRanges&, int, int, int warp, int lane)
+        : pipeline(memory.pipeline), tiles(memory.tiles + warp * kTileBytes), lane(lane) {}
+    __device__ __forceinline__ TileExpander acquire(int) const {
+        mbarrier_wait_parity(pipeline.full(state.stage), state.parity);
+        return TileExpander(tiles + state.stage * kConsumerWarps * kTileBytes, lane);
+    }
+    __device__ __forceinline__ void release(int) {
+        if (lane == 0) mbarrier_arrive(pipeline.empty(state.stage));
+        state.advance();
     }
 };
 
@@ -34,5 +70,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
     int m, int n, int row_tiles, int column_tiles
 ) {
     extern __shared__ __align__(1024) unsigned char shared[];
-    expand_gemm(Tiles{tiles, column_tiles}, {x, bias, y, {partials, counters}, m, n, row_tiles, column_tiles}, shared);
+    const Tiles weight{tiles, row_tiles, column_tiles};
+    expand_gemm(weight, {x, bias, y, {partials, counters}, m, n, row_tiles, column_tiles}, shared);
 }

@@ -11,6 +11,11 @@ LANE_COLUMNS = 64
 
 HEADER_BYTES = 16
 
+HEADERS_AHEAD = 3
+"""Tiles whose headers are in shared memory before them: kAhead of wgmma_stream.cuh."""
+
+MAX_STAGES = 4
+
 SHAPES = {
     16: ((4, 1, 1), (2, 1, 2), (1, 1, 3)),
     32: ((4, 1, 1), (2, 1, 2), (1, 1, 3)),
@@ -32,18 +37,16 @@ def tiles_of(n: int, k: int, bits: int, size: int) -> Tiles:
         size: columns of a group.
     """
     columns = min(size, LANE_COLUMNS)
-    chunks = LANE_COLUMNS // columns
+    chunks, parts = LANE_COLUMNS // columns, size // columns
     groups = 64 * chunks
-    pieces = 0 if bits == 3 else columns * bits // 8 // 16
-    codes = groups * pieces * 16 if pieces else -(-groups * size * bits // 8 // 16) * 16 + 16
+    codes = -(-groups * size * bits // 8 // 16) * 16 + 16
     along_k = -(-k // (CHUNK_GROUPS * size))
-    column_tiles = along_k * (size // columns) if size > columns else -(-along_k // chunks)
-    window = 64 if chunks > 4 else 32
     return Tiles(
         -(-n // CHUNK_ROWS),
-        column_tiles,
+        -(-along_k // chunks) * parts,
         codes + 3 * groups + 32,
-        extra_per_warp=2 * window * HEADER_BYTES,
+        extra_per_warp=(MAX_STAGES + HEADERS_AHEAD) * chunks * HEADER_BYTES,
+        max_stages=MAX_STAGES,
     )
 
 

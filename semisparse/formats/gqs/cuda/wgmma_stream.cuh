@@ -1,8 +1,8 @@
-// How a consumer warp of gemm_wgmma.cu copies its tiles of a gqs weight to shared memory, by cp.async, STAGES tiles ahead.
+// How the tiles of a gqs weight come to shared memory: a producer warp copies them in bulk, a lane for each consumer warp.
 //
-// A tile's groups are neighbours in global memory; how many there are, its headers say. kWindow headers, in the order in which the
-// warp meets their chunks, are a window: two of them are in shared memory, and a window is copied when the last but one before it
-// has been expanded.
+// A tile's groups are neighbours in global memory; how many there are, its headers say. A lane copies headers kAhead tiles before
+// their tile, by cp.async, and then reads from them where the tile begins and ends. A bulk copy takes multiples of 16 bytes, so it
+// ends before the last ones of a tensor, which cp.async copies.
 
 #pragma once
 
@@ -11,17 +11,42 @@
 #include "warp.cuh"
 #include "wgmma_tile.cuh"
 
-constexpr int kWindow = kChunks > 4 ? 64 : 32;
-constexpr int kTilesPerWindow = kWindow / kChunks;
-constexpr int kWarpHeaderBytes = 2 * kWindow * kHeaderBytes;
-static_assert(kTilesPerWindow >= 2 * STAGES - 1, "a window has arrived before its first tile is copied");
+constexpr int kAhead = 3;
+constexpr int kHeaderTiles = STAGES + kAhead;  // in shared memory per consumer warp
+constexpr int kTileHeaderBytes = kChunks * kHeaderBytes;
+constexpr int kWarpHeaderBytes = kHeaderTiles * kTileHeaderBytes;
+static_assert(kConsumerWarps <= kWarpSize, "a producer lane for each");
+
+// The bytes of a tensor that a tile needs, as two copies.
+struct CopyRange {
+    const char* from;  // a multiple of 16 bytes from the tensor's begin
+    int bulk, tail;    // bytes; the tail are the tensor's last, behind a multiple of 16
+
+    __device__ __forceinline__ CopyRange(const char* tensor, long long begin, int bytes, long long size) {
+        const int skew = static_cast<int>(begin & 15);
+        from = tensor + begin - skew;
+        const long long left = size - begin + skew;  // of the tensor
+        const int needed = round_up_16(bytes + skew);
+        bulk = static_cast<int>(min(static_cast<long long>(needed), left & ~15ll));
+        tail = bulk < needed ? static_cast<int>(left - bulk) : 0;
+    }
+    __device__ __forceinline__ void copy_tail(Word to) const {
+        if (tail) cp_async_16(to + bulk, from + bulk, tail);
+    }
+    __device__ __forceinline__ void copy_bulk(Word to, Word mbarrier) const {
+        if (bulk) cp_async_bulk(to, from, bulk, mbarrier);
+    }
+};
+
+struct GroupStream;
 
 // A gqs weight.
 struct Groups {
     static constexpr int kTileBytes = kGqsTileBytes;
     static constexpr int kExtraBytes = kConsumerWarps * kWarpHeaderBytes;
-    static constexpr bool kBulk = false;
-    using Stream = struct GroupStream;
+    static constexpr int kProducerRegisters = 56;
+    static constexpr int kProducers = kConsumerWarps;
+    using Stream = GroupStream;
 
     const uint2* masks;     // [row tiles, chunks], low word first
     const Word* starts;     // [row tiles * chunks + 1]
@@ -29,107 +54,95 @@ struct Groups {
     const char* scale;      // [kept], an Element each
     const char* zero;       // [kept]
     int row_tiles, chunks;  // chunks per row tile
-};
 
-// Copies the bytes `begin` to `end` of a tensor of `size` bytes to where they lie modulo 16.
-__device__ __forceinline__ void copy_range(Word to, const char* from, long long begin, int bytes, long long size, int lane) {
-    const int skew = static_cast<int>(begin & 15);
-    const char* source = from + begin - skew;
-    const long long left = size - begin + skew;
-#pragma unroll 1
-    for (int at = lane * 16; at < bytes + skew; at += kWarpSize * 16)
-        cp_async_16(to + at, source + at, static_cast<int>(min(static_cast<long long>(16), left - at)));
-}
-
-struct GroupStream {
-    const Groups& weight;
-    WorkRanges work;
-    int first, last;  // iterations
-    int warp, lane;
-    Word tiles, headers;
-    Word code_mask;   // in a register: an instruction takes only one constant
-    long long kept;   // groups of the weight
-    int stage = 0;    // of the current tile, which is the next to be copied to
-
-    __device__ __forceinline__ GroupStream(const Groups& weight, StreamMemory memory, WorkRanges work, int first, int last,
-                                           int warp, int lane)
-        : weight(weight), work(work), first(first), last(last), warp(warp), lane(lane), tiles(memory.tiles),
-          headers(memory.extra + warp * kWarpHeaderBytes), code_mask(keep_constant(::code_mask(kElement), weight.row_tiles)),
-          kept(weight.starts[static_cast<long long>(weight.row_tiles) * weight.chunks]) {
-        copy_headers(0);
-        copy_headers(1);
-        cp_async_commit_group();
-        cp_async_wait_group<0>();
-        __syncwarp();
-#pragma unroll 1
-        for (int i = 0; i < STAGES; ++i) copy(first + i, tiles + i * kConsumerWarps * kGqsTileBytes);
+    // Copies the headers of the tile at `cursor`. Past the weight's last chunk no group is kept.
+    __device__ __forceinline__ void copy_headers(Word to, const TileCursor& cursor) const {
+        const int first = cursor.column / kParts * kChunks;
+        const long long row = static_cast<long long>(cursor.row_tile) * chunks;
+#pragma unroll
+        for (int i = 0; i < kChunks; ++i, to += kHeaderBytes) {
+            const bool exists = first + i < chunks;
+            const long long at = row + min(first + i, chunks);
+            if (exists) cp_async<8>(to, masks + at);
+            else st_shared(to, 0), st_shared(to + 4, 0);
+            cp_async<4>(to + 8, starts + at);
+            cp_async<4>(to + 12, starts + at + exists);
+        }
     }
 
+    __device__ __forceinline__ void produce(const StreamMemory& memory, const WorkRanges& work, int first, int last,
+                                            int lane) const {
+        if (lane >= kConsumerWarps) return;
+        const Word tiles = memory.tiles + lane * kTileBytes, headers = memory.extra + lane * kWarpHeaderBytes;
+        const long long kept = starts[static_cast<long long>(row_tiles) * chunks];
+        const int count = (last + kParts - 1) / kParts - first / kParts;
+        TileCursor ahead(work, first / kParts * kParts, lane, row_tiles);
+        int copied = 0, slot = 0;  // tiles whose headers are copied; where the next are
+        auto copy_next_headers = [&] {
+            if (copied++ < count) copy_headers(headers + slot * kTileHeaderBytes, ahead);
+            cp_async_commit_group();
+            slot = slot + 1 == kHeaderTiles ? 0 : slot + 1;
+#pragma unroll
+            for (int i = 0; i < kParts; ++i) ahead.advance();
+        };
+#pragma unroll 1
+        for (int i = 0; i < kAhead; ++i) copy_next_headers();
+        PipelineState<STAGES> state;
+        int current = 0;  // slot
+#pragma unroll 1
+        for (int i = 0; i < count; ++i, state.advance()) {
+            mbarrier_wait_parity(memory.pipeline.empty(state.stage), state.parity ^ 1);
+            copy_next_headers();
+            cp_async_wait_group<kAhead>();
+            const Word header = headers + current * kTileHeaderBytes;
+            current = current + 1 == kHeaderTiles ? 0 : current + 1;
+            const Word begin = ld_shared_ordered(header + 8);
+            const int groups = static_cast<int>(ld_shared_ordered(header + kTileHeaderBytes - 4) - begin);
+            const CopyRange of_codes(codes, static_cast<long long>(begin) * kGroupBytes, groups * kGroupBytes, kept * kGroupBytes);
+            const CopyRange of_scale(scale, 2ll * begin, 2 * groups, 2 * kept), of_zero(zero, begin, groups, kept);
+            const Word to = tiles + state.stage * kConsumerWarps * kTileBytes, full = memory.pipeline.full(state.stage);
+            if (of_codes.tail || of_scale.tail || of_zero.tail) {
+                of_codes.copy_tail(to);
+                of_scale.copy_tail(to + kCodesBytes);
+                of_zero.copy_tail(to + kCodesBytes + kScaleBytes);
+                cp_async_wait_all();
+            }
+            mbarrier_arrive_expect_tx(full, of_codes.bulk + of_scale.bulk + of_zero.bulk);
+            of_codes.copy_bulk(to, full);
+            of_scale.copy_bulk(to + kCodesBytes, full);
+            of_zero.copy_bulk(to + kCodesBytes + kScaleBytes, full);
+        }
+    }
+};
+
+// A consumer warp's tiles.
+struct GroupStream {
+    Pipeline pipeline;
+    Word tiles, headers;  // the warp's
+    Word code_mask;       // in a register: an instruction takes only one constant
+    int last, lane;
+    PipelineState<STAGES> state;
+    int slot = 0;         // of the headers
+    bool waited = false;  // for the tile
+
+    __device__ __forceinline__ GroupStream(const Groups& weight, const StreamMemory& memory, const WorkRanges&, int, int last,
+                                           int warp, int lane)
+        : pipeline(memory.pipeline), tiles(memory.tiles + warp * kGqsTileBytes),
+          headers(memory.extra + warp * kWarpHeaderBytes),
+          code_mask(keep_constant(::code_mask(kElement), weight.row_tiles)), last(last), lane(lane) {}
+
     __device__ __forceinline__ TileExpander acquire(int iteration) {
-        cp_async_wait_group<STAGES - 1>();
-        __syncwarp();
-        return TileExpander(tiles + stage * kConsumerWarps * kGqsTileBytes, header_at(iteration), 1u << lane, part_of(iteration),
-                            code_mask);
+        if (kParts == 1 || !waited) mbarrier_wait_parity(pipeline.full(state.stage), state.parity);
+        waited = true;
+        return TileExpander(tiles + state.stage * kConsumerWarps * kGqsTileBytes, headers + slot * kTileHeaderBytes, 1u << lane,
+                            iteration % kParts, code_mask);
     }
 
     __device__ __forceinline__ void release(int iteration) {
-        __syncwarp();  // all lanes have read the tile, and a window's last headers
-        const int done = iteration + 1 - first;
-        if (done % kTilesPerWindow == 0) copy_headers(done / kTilesPerWindow + 1);
-        copy(iteration + STAGES, tiles + stage * kConsumerWarps * kGqsTileBytes);
-        stage = stage + 1 == STAGES ? 0 : stage + 1;
-    }
-
-  private:
-    __device__ __forceinline__ Word header_at(int iteration) const {
-        return headers + (iteration - first) % (2 * kTilesPerWindow) * (kChunks * kHeaderBytes);
-    }
-
-    __device__ __forceinline__ int part_of(int iteration) const {
-        if constexpr (kParts > 1) return work.column(iteration) % kParts;
-        return 0;
-    }
-
-    // Copies a window of headers. Past the weight's last chunk no group is kept; rows past the last tile repeat it.
-    __device__ __forceinline__ void copy_headers(int window) const {
-#pragma unroll 1
-        for (int i = lane; i < kWindow; i += kWarpSize) {
-            const int position = window * kWindow + i, iteration = first + position / kChunks;
-            const Word to = headers + position % (2 * kWindow) * kHeaderBytes;
-            if (iteration >= last) continue;
-            const int row_tile = min(work.row_tile(work.tile(iteration)) + warp, weight.row_tiles - 1);
-            const int chunk = work.column(iteration) / kParts * kChunks + position % kChunks;
-            const long long at = static_cast<long long>(row_tile) * weight.chunks + min(chunk, weight.chunks);
-            cp_async<4>(to + 8, weight.starts + at);
-            if (chunk < weight.chunks) {
-                cp_async<8>(to, weight.masks + at);
-                cp_async<4>(to + 12, weight.starts + at + 1);
-            } else {
-                st_shared(to, 0), st_shared(to + 4, 0);
-                cp_async<4>(to + 12, weight.starts + at);
-            }
-        }
-    }
-
-    // Copies the groups of a tile, as one cp.async group.
-    __device__ __forceinline__ void copy(int iteration, Word to) const {
-        if (iteration < last) {
-            const Word header = header_at(iteration);
-            const Word begin = ld_shared_ordered(header + 8);
-            const int count = static_cast<int>(ld_shared_ordered(header + (kChunks - 1) * kHeaderBytes + 12) - begin);
-            if constexpr (kPieces > 0) {
-                constexpr int kPerGroup = kPieces ? kPieces : 1;
-                const char* from = weight.codes + static_cast<long long>(begin) * kGroupBytes + part_of(iteration) * (kPerGroup * 16);
-#pragma unroll 1
-                for (int piece = lane; piece < count * kPerGroup; piece += kWarpSize)
-                    cp_async_16(to + swizzled_piece(piece) * 16, from + piece / kPerGroup * kGroupBytes + piece % kPerGroup * 16);
-            } else {
-                copy_range(to, weight.codes, static_cast<long long>(begin) * kGroupBytes, count * kGroupBytes,
-                           kept * kGroupBytes, lane);
-            }
-            copy_range(to + kCodesBytes, weight.scale, 2ll * begin, 2 * count, 2 * kept, lane);
-            copy_range(to + kCodesBytes + kScaleBytes, weight.zero, begin, count, kept, lane);
-        }
-        cp_async_commit_group();
+        if (iteration % kParts != kParts - 1 && iteration + 1 != last) return;
+        if (lane == 0) mbarrier_arrive(pipeline.empty(state.stage));
+        state.advance();
+        slot = slot + 1 == kHeaderTiles ? 0 : slot + 1;
+        waited = false;
     }
 };

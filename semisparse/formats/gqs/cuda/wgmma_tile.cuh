@@ -1,15 +1,14 @@
 // A tile of gemm_wgmma.cu, 16 rows by 256 columns, in shared memory, and how a lane expands its weights out of it.
 //
 // Lane 4 r + g has group g of rows r and r + 8 of each chunk, as in gemm.cu, and no other lane's weights: 64 columns of each row
-// per tile. These are several chunks of short groups, or half a chunk of groups of 128 columns. A slice is what a lane reads of
+// per tile. These are several chunks of short groups, or one of groups of 64 and more. A slice is what a lane reads of
 // a group at once, up to 16 bytes of codes.
 //
 //   tile      | codes, kCodesBytes | scale, kScaleBytes | zero, kZeroBytes |
 //   header    | mask of rows 0 to 7 | of rows 8 to 15 | groups before the chunk | and after it |   one per chunk, wgmma_stream.cuh
 //
-// Codes of 16 bytes and more per group are copied piece by piece, 16 bytes each, swizzled: the same piece of eight neighbouring
-// groups lies in different banks. Shorter ones, scales and zero points are copied as they lie in global memory, from the multiple
-// of 16 bytes before the tile's first group on.
+// Codes, scales and zero points lie as in global memory, from the multiple of 16 bytes before the tile's first group on. The two
+// halves of a chunk of groups of 128 columns are in one tile, which serves two iterations.
 //
 // Macros: BITS (2, 3, 4 or 8), GROUP_SIZE (8 to 128).
 
@@ -23,12 +22,11 @@ constexpr int kGroupBytes = GROUP_SIZE * BITS / 8;              // of codes
 constexpr int kLaneColumns = kTileColumns / 4;                  // of each of a lane's two rows
 constexpr int kGroupColumns = least(GROUP_SIZE, kLaneColumns);  // of a group in a tile
 constexpr int kChunks = kLaneColumns / kGroupColumns;           // of a tile
-constexpr int kParts = GROUP_SIZE / kGroupColumns;              // tiles that share a chunk
+constexpr int kParts = GROUP_SIZE / kGroupColumns;              // iterations that share a tile
 constexpr int kMaxGroups = 64 * kChunks;
-constexpr int kPieces = BITS == 3 ? 0 : kGroupColumns * BITS / 8 / 16;  // per group; 0: copied as they lie
 
-__device__ constexpr int round_up_16(int bytes) { return (bytes + 15) / 16 * 16; }
-constexpr int kCodesBytes = kPieces ? kMaxGroups * kPieces * 16 : round_up_16(kMaxGroups * kGroupBytes) + 16;
+__device__ __forceinline__ constexpr int round_up_16(int bytes) { return (bytes + 15) / 16 * 16; }
+constexpr int kCodesBytes = round_up_16(kMaxGroups * kGroupBytes) + 16;
 constexpr int kScaleBytes = kMaxGroups * 2 + 16;
 constexpr int kZeroBytes = kMaxGroups + 16;
 constexpr int kGqsTileBytes = kCodesBytes + kScaleBytes + kZeroBytes;
@@ -40,11 +38,6 @@ constexpr int kSlicesPerGroup = kGroupColumns / kSliceColumns;
 constexpr int kTileSlices = kLaneColumns / kSliceColumns;
 constexpr int kSliceBytes = kSliceColumns * BITS / 8;
 constexpr int kSliceWords = (kSliceBytes + 3) / 4;
-
-// Where piece `number` of a tile's codes lies.
-__device__ __forceinline__ Word swizzled_piece(Word number) {
-    return kPieces > 1 ? number ^ (number >> 3 & (kPieces - 1)) : number;
-}
 
 // A lane's part of two groups; where one is dropped, scale 0 and any codes.
 struct Slice {
@@ -97,10 +90,6 @@ struct TileExpander {
     }
 
     __device__ __forceinline__ Word codes_at(Word of, int slice) const {
-        if constexpr (kPieces > 0) {
-            const Word at = (of - first) * kPieces + slice * kSliceBytes / 16;
-            return tile + swizzled_piece(at) * 16 + slice * kSliceBytes % 16;
-        }
         const Word begin = first * kGroupBytes;
         return tile + (begin & 15) + of * kGroupBytes - begin + (part * kSlicesPerGroup + slice) * kSliceBytes;
     }

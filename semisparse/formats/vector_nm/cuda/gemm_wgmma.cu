@@ -3,7 +3,7 @@
 //
 // In a tile the 16 rows of a slot are 32 bytes. ldmatrix transposes them on their way to fragments: each lane gives the address
 // of one column, that of its slot, or of zeros where the column is not kept. So expanding takes no stores. Which slot a column
-// has, a mask of 32 columns tells by the bits below its own; its bits are the positions of the slots, one per lane.
+// has, a mask of 32 columns tells by the bits below its own. Four lanes make a mask of the positions of its slots.
 //
 // Bank conflicts: the 16-byte halves of a slot are swapped in every other four slots, so that the same half of eight
 // neighbouring slots lies in different banks.
@@ -19,25 +19,28 @@ constexpr int kStretch = 32;                          // columns of a mask
 constexpr int kStretches = kTileColumns / kStretch;   // of a tile
 constexpr int kStretchSlots = kStretch / WINDOW * KEEP;
 constexpr int kTileSlots = kStretches * kStretchSlots;
+constexpr int kLanesPerMask = kWarpSize / kStretches;
+constexpr int kLaneSlots = (kStretchSlots + kLanesPerMask - 1) / kLanesPerMask;  // of which a lane has the positions
 static_assert(kStretch % WINDOW == 0 && LENGTH % kTileRows == 0, "whole windows in a mask, whole tiles in a group");
 constexpr int kSlotBytes = kTileRows * 2;
 constexpr int kZeroBytes = 16;                        // per warp
 
-__device__ __forceinline__ Word half_at(Word slot, Word half) { return slot * kSlotBytes + ((half ^ (slot >> 2 & 1)) << 4); }
+// Where a half of a slot lies in a tile; `half` is 0 or 16.
+__device__ __forceinline__ Word half_at(Word slot, Word half) { return slot * kSlotBytes | ((slot * 4 ^ half) & 16); }
 
 struct SlotExpander {
     Word tile, zeros;       // in shared memory
-    Word below[2], half;    // of the lane's column in both k-steps of a mask: the bits below it; the half of a slot that it reads
-    Word bits[kStretches];  // of each mask, the bit of the lane's slot
-    Word mask;
+    Word bit[2], below[2];  // of the lane's column in both k-steps of a mask: its bit, and those below it
+    Word half;              // of a slot that the lane reads, times 16
+    Word mine, mask;        // the mask that the lane helped to make, and the current one
 
     template <int step>
     __device__ __forceinline__ void expand(Word (&fragment)[4]) {
-        constexpr int stretch = step / 2;
-        if constexpr (step % 2 == 0) mask = __reduce_or_sync(~0u, bits[stretch]);
-        const Word slot = stretch * kStretchSlots + __popc(mask & below[step % 2]);
-        const Word address = opaque(tile + half_at(slot, half));  // opaque: a select, not a branch
-        ldmatrix_x4_trans(fragment, mask & below[step % 2] + 1 ? address : zeros);
+        constexpr int stretch = step / 2, first = stretch * kStretchSlots;
+        if constexpr (step % 2 == 0) mask = __shfl_sync(~0u, mine, stretch * kLanesPerMask);
+        const Word slot = __popc(mask & below[step % 2]) + (first % 8 ? first : 0);
+        const Word address = opaque(tile + (first % 8 ? 0 : first * kSlotBytes) + half_at(slot, half));  // opaque: a select, not a branch
+        ldmatrix_x4_trans(fragment, mask & bit[step % 2] ? address : zeros);
     }
 };
 
@@ -45,7 +48,8 @@ struct SlotExpander {
 struct Vectors {
     static constexpr int kTileBytes = kTileSlots * kSlotBytes;
     static constexpr int kExtraBytes = kConsumerWarps * kZeroBytes;
-    static constexpr bool kBulk = false;
+    static constexpr int kProducerRegisters = 32;
+    static constexpr int kProducers = 0;
     using Stream = struct SlotStream;
 
     const unsigned short* values;    // [groups, slots, LENGTH]
@@ -61,27 +65,33 @@ struct SlotStream {
     Word tiles;
     int stage = 0;              // of the current tile, which is the next to be copied to
     SlotExpander expander;
-    Word next[kStretches];      // bits of the next tile
+    Word positions[kLaneSlots]; // of the next tile, the lane's; not used before they have arrived
+    int left;                   // how many of them there are
 
     __device__ __forceinline__ SlotStream(const Vectors& weight, StreamMemory memory, WorkRanges work, int first, int last,
                                           int warp, int lane)
         : weight(weight), copied(work, first, warp, weight.row_tiles), loaded(copied), last(last), lane(lane),
-          tiles(memory.tiles) {
+          tiles(memory.tiles + warp * Vectors::kTileBytes) {
         expander.zeros = memory.extra + warp * kZeroBytes;
-        expander.half = lane / 8 % 2;
+        expander.half = lane / 8 % 2 * 16;
         const int column = lane / 16 * 8 + lane % 8;  // of matrix lane / 8
-        expander.below[0] = (1u << column) - 1, expander.below[1] = (1u << (column + 16)) - 1;
+        expander.bit[0] = 1u << column, expander.bit[1] = 1u << (column + 16);
+        expander.below[0] = expander.bit[0] - 1, expander.below[1] = expander.bit[1] - 1;
         if (lane == 0) st_shared_v4(expander.zeros, uint4{0, 0, 0, 0});
-        load_bits();
+        load_positions();
 #pragma unroll 1
         for (int i = 0; i < STAGES; ++i) copy(tiles + i * kConsumerWarps * Vectors::kTileBytes);
     }
 
     __device__ __forceinline__ SlotExpander& acquire(int) {
         expander.tile = tiles + stage * kConsumerWarps * Vectors::kTileBytes;
+        expander.mine = 0;
 #pragma unroll
-        for (int i = 0; i < kStretches; ++i) expander.bits[i] = next[i];
-        load_bits();
+        for (int i = 0; i < kLaneSlots; ++i)
+            expander.mine |= i < left ? 1u << (positions[i] + (lane % kLanesPerMask * kLaneSlots + i) / KEEP * WINDOW) : 0;
+#pragma unroll
+        for (int step = 1; step < kLanesPerMask; step *= 2) expander.mine |= __shfl_xor_sync(~0u, expander.mine, step);
+        load_positions();
         cp_async_wait_group<STAGES - 1>();
         __syncwarp();
         return expander;
@@ -94,14 +104,16 @@ struct SlotStream {
     }
 
   private:
-    // Loads the positions of a tile's slots, of which each lane has one per mask, as bits.
-    __device__ __forceinline__ void load_bits() {
-        const int begin = loaded.column * kTileSlots + lane, group = loaded.row_tile * kTileRows / LENGTH;
-        const int left = lane < kStretchSlots && loaded.iteration < last ? weight.slots - begin : 0;
-        const unsigned char* from = weight.positions + static_cast<long long>(group) * weight.slots + begin;
+    // Loads the positions of a tile's slots: a lane those of kLaneSlots slots of one mask.
+    __device__ __forceinline__ void load_positions() {
+        const int own = lane % kLanesPerMask * kLaneSlots;  // first of the mask's slots
+        const int begin = loaded.column * kTileSlots + lane / kLanesPerMask * kStretchSlots + own;
+        left = loaded.iteration < last ? min(kStretchSlots - own, weight.slots - begin) : 0;
+        const unsigned char* from =
+            weight.positions + static_cast<long long>(loaded.row_tile * kTileRows / LENGTH) * weight.slots + begin;
 #pragma unroll
-        for (int i = 0; i < kStretches; ++i)
-            next[i] = i * kStretchSlots < left ? 1u << (from[i * kStretchSlots] + lane / KEEP * WINDOW) : 0;
+        for (int i = 0; i < kLaneSlots; ++i)
+            if (i < left) positions[i] = from[i];
         loaded.advance();
     }
 
@@ -109,13 +121,13 @@ struct SlotStream {
     __device__ __forceinline__ void copy(Word to) {
         if (copied.iteration < last) {
             const int rows = copied.row_tile * kTileRows, begin = copied.column * kTileSlots + lane / 2;
-            const long long at = static_cast<long long>(rows / LENGTH) * weight.slots + begin;
-            const unsigned short* from = weight.values + at * LENGTH + rows % LENGTH + lane % 2 * 8;
-            const Word half = half_at(lane / 2, lane % 2);
+            const char* own = reinterpret_cast<const char*>(weight.values + rows % LENGTH + lane % 2 * 8);
+            const char* from = mad_wide(rows / LENGTH * weight.slots + begin, 2 * LENGTH, own);
+            const Word half = to + half_at(lane / 2, lane % 2 * 16);
+            const int left = min(weight.slots - begin, kTileSlots - lane / 2);
 #pragma unroll
             for (int slot = 0; slot < kTileSlots; slot += kWarpSize / 2)
-                if (slot + lane / 2 < kTileSlots && begin + slot < weight.slots)
-                    cp_async_16(to + half + slot * kSlotBytes, from + slot * LENGTH);
+                if (slot < left) cp_async_16_prefetch_128(half + slot * kSlotBytes, from + slot * 2 * LENGTH);
         }
         cp_async_commit_group();
         copied.advance();

@@ -16,11 +16,13 @@
 //   Weights::kExtraBytes, then 16 per stage of weights and per slice of x: the mbarriers
 //
 // A format gives a type Weights, the operands of its kernel:
-//   kTileBytes, kExtraBytes           see above
-//   kBulk                             whether a producer copies tiles: copy_bulk(to, row_tile, column, mbarrier)
-//   Stream(weights, memory, work, first, last, warp, lane)   a consumer warp's tiles, in the order of its iterations:
-//     acquire(iteration)              waits for a tile; returns what has expand<step>(fragment), steps in order
-//     release(iteration)              the tile has been expanded
+//   kTileBytes, kExtraBytes             see above
+//   kProducerRegisters                  per thread of the producer warpgroup, a multiple of 8
+//   kProducers                          lanes of the first producer warp that arrive at each stage's full mbarrier; 0: none
+//   produce(memory, work, first, last, lane)    copies the tiles of the iterations `first` to `last`, if there are producers
+//   Stream(weights, memory, work, first, last, warp, lane)      a consumer warp's tiles, in the order of its iterations:
+//     acquire(iteration)                waits for a tile; returns what has expand<step>(fragment), steps in order
+//     release(iteration)                the tile has been expanded
 //
 // Compiled for sm_90a with SCALAR (__half or __nv_bfloat16), TILE_M (16, 32, or a multiple of 64 up to 256), WARPGROUPS,
 // CLUSTER, SPLIT_K (0: Stream-K), STAGES, X_STAGES, CTAS_PER_SM.
@@ -39,8 +41,6 @@
 constexpr int kConsumerThreads = kConsumerWarps * kWarpSize;
 constexpr int kThreads = kConsumerThreads + 128;                     // setmaxnreg is per warpgroup: the producer is a whole one
 constexpr int kRegisters = 65536 / CTAS_PER_SM / kThreads / 8 * 8;   // per thread at launch
-constexpr int kProducerRegisters = 32;
-constexpr int kConsumerRegisters = (kRegisters * kThreads - kProducerRegisters * 128) / kConsumerThreads / 8 * 8;
 constexpr int kXSlices = 4;                                           // of 64 columns per tile
 constexpr int kXSliceBytes = TILE_M * 128;
 constexpr int kXBytes = kXSlices * kXSliceBytes;
@@ -48,30 +48,11 @@ constexpr int kInFlight = 2;                                         // wgmma gr
 
 using Fragments = Word[2 * kInFlight][4];
 
-// Where a consumer warp's tiles are in shared memory: stage by stage, `kConsumerWarps` tiles each.
+// Where tiles are in shared memory: stage by stage, one of each consumer warp.
 struct StreamMemory {
-    Word tiles;         // the warp's, of stage 0
-    Word extra;         // Weights::kExtraBytes, of the CTA
-    Pipeline pipeline;  // of the stages, if a producer copies them
-};
-
-// A consumer warp's tiles that a producer copies in bulk; `Tile(address, lane)` expands one.
-template <typename Weights, typename Tile>
-struct BulkStream {
-    StreamMemory memory;
-    int lane;
-    PipelineState<STAGES> state;
-
-    __device__ __forceinline__ BulkStream(const Weights&, StreamMemory memory, WorkRanges, int, int, int, int lane)
-        : memory(memory), lane(lane) {}
-    __device__ __forceinline__ Tile acquire(int) {
-        mbarrier_wait_parity(memory.pipeline.full(state.stage), state.parity);
-        return Tile(memory.tiles + state.stage * kConsumerWarps * Weights::kTileBytes, lane);
-    }
-    __device__ __forceinline__ void release(int) {
-        if (lane == 0) mbarrier_arrive(memory.pipeline.empty(state.stage));
-        state.advance();
-    }
+    Word tiles;         // of stage 0
+    Word extra;         // Weights::kExtraBytes
+    Pipeline pipeline;  // of the stages, if there are producers
 };
 
 // Arrives on the slice's empty mbarrier of every CTA of the cluster: each multicasts a share of it.
@@ -83,14 +64,15 @@ __device__ __forceinline__ void release_slice(Word empty, int lane) {
     }
 }
 
-// One iteration: 16 k-steps, each expanded while wgmma computes the two before. `previous` is the x stage of the iteration
+// One iteration: 16 k-steps. The next one is expanded before a wgmma is issued, while the two before it compute. `previous` is the x stage of the iteration
 // before, whose last slice is still read at first; negative if there was none.
 template <int step = 0, typename Tile>
 __device__ __forceinline__ void wgmma_tile(Accumulators& accumulators, Fragments& fragments, Tile& tile, Pipeline pipeline, Word x,
                                            PipelineState<X_STAGES> state, int previous, bool begins, int lane) {
     constexpr int slice = step / 4;
     Word(&weights)[4] = fragments[step % (2 * kInFlight)];
-    tile.template expand<step>(weights);
+    if constexpr (step == 0) tile.template expand<0>(weights);
+    if constexpr (step + 1 < kSteps) tile.template expand<step + 1>(fragments[(step + 1) % (2 * kInFlight)]);
     if (step % 4 == 0) mbarrier_wait_parity(pipeline.full(state.stage * kXSlices + slice), state.parity);
     wgmma_fence();
     wgmma_m64k16(accumulators, weights, x + slice * kXSliceBytes / 16 + step % 4 * 2, step || !begins,
@@ -104,23 +86,6 @@ __device__ __forceinline__ void wgmma_tile(Accumulators& accumulators, Fragments
     }
     if constexpr (step + 1 < kSteps)
         wgmma_tile<step + 1>(accumulators, fragments, tile, pipeline, x, state, previous, begins, lane);
-}
-
-// The producer of weights: one thread, one bulk copy per consumer warp and iteration.
-template <typename Weights>
-__device__ __forceinline__ void load_weights(const Weights& weights, Pipeline pipeline, Word stages, WorkRanges work,
-                                             int row_tiles, int first, int last) {
-    constexpr int kStageBytes = kConsumerWarps * Weights::kTileBytes;
-    PipelineState<STAGES> state;
-    for (int iteration = first; iteration < last; ++iteration, state.advance()) {
-        const int first_row_tile = work.row_tile(work.tile(iteration)), column = work.column(iteration);
-        mbarrier_wait_parity(pipeline.empty(state.stage), state.parity ^ 1);
-        mbarrier_arrive_expect_tx(pipeline.full(state.stage), kStageBytes);
-#pragma unroll 1
-        for (int i = 0; i < kConsumerWarps; ++i)  // rows past the last tile repeat it; their accumulators are not stored
-            weights.copy_bulk(stages + state.stage * kStageBytes + i * Weights::kTileBytes,
-                              min(first_row_tile + i, row_tiles - 1), column, pipeline.full(state.stage));
-    }
 }
 
 // The producer of x: one thread; each CTA of a cluster multicasts its share of a slice.
@@ -197,29 +162,28 @@ __device__ __forceinline__ void expand_gemm(const Weights& weights, const Operan
     const Word weight_stages = x_stages + X_STAGES * kXBytes;
     const Word extra = weight_stages + kWeightBytes, mbarriers = extra + Weights::kExtraBytes;
     const Pipeline x_pipeline{mbarriers}, weight_pipeline{mbarriers + X_STAGES * kXSlices * 16};
+    const StreamMemory memory{weight_stages, extra, weight_pipeline};
     if (threadIdx.x == 0) {
         for (int i = 0; i < X_STAGES * kXSlices; ++i)
             mbarrier_init(x_pipeline.full(i), 1), mbarrier_init(x_pipeline.empty(i), CLUSTER * kConsumerWarps);
-        for (int i = 0; i < STAGES; ++i)
-            mbarrier_init(weight_pipeline.full(i), 1), mbarrier_init(weight_pipeline.empty(i), kConsumerWarps);
+        for (int i = 0; i < STAGES && Weights::kProducers > 0; ++i)
+            mbarrier_init(weight_pipeline.full(i), Weights::kProducers), mbarrier_init(weight_pipeline.empty(i), kConsumerWarps);
         fence_mbarrier_init();
     }
     if constexpr (CLUSTER > 1) barrier_cluster_sync();
     else __syncthreads();
 
     if (warp >= kConsumerWarps) {
-        setmaxnreg_dec<kProducerRegisters>();
-        if constexpr (Weights::kBulk)
-            if (lane == 0 && warp == kConsumerWarps)
-                load_weights(weights, weight_pipeline, weight_stages, work, operands.row_tiles, first, last);
+        setmaxnreg_dec<Weights::kProducerRegisters>();
+        if constexpr (Weights::kProducers > 0)
+            if (warp == kConsumerWarps) weights.produce(memory, work, first, last, lane);
         if (lane == 0 && warp == kConsumerWarps + 1) {
             griddepcontrol_wait();
             load_x(x_pipeline, x_stages, operands.x, work, first, last);
         }
         __syncwarp();
     } else {
-        setmaxnreg_inc<kConsumerRegisters>();
-        const StreamMemory memory{weight_stages + warp * Weights::kTileBytes, extra, weight_pipeline};
+        setmaxnreg_inc<(kRegisters * kThreads - Weights::kProducerRegisters * 128) / kConsumerThreads / 8 * 8>();
         consume(weights, operands, memory, x_pipeline, x_stages, work, range, first, last, warp, lane);
     }
     if constexpr (CLUSTER > 1) barrier_cluster_sync();  // a CTA must not exit while another may multicast into it

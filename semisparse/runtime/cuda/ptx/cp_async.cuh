@@ -15,6 +15,11 @@ __device__ __forceinline__ void cp_async_16_at(Word to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0+%2], [%1+%2], 16;" : : "r"(to), "l"(from), "n"(offset) : "memory");
 }
 
+// 16 bytes, past L1, whose 128-byte line comes to L2 as a whole: the rest is read soon, by others.
+__device__ __forceinline__ void cp_async_16_prefetch_128(Word to, const void* from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" : : "r"(to), "l"(from) : "memory");
+}
+
 // 4 or 8 bytes, through L1.
 template <int bytes>
 __device__ __forceinline__ void cp_async(Word to, const void* from) {
