@@ -22,10 +22,10 @@ struct Tiles {
     int row_tiles, column_tiles;
 
     // One bulk copy per consumer warp and iteration; rows past the last tile repeat it.
-    __device__ __forceinline__ void produce(const StreamMemory& memory, const WorkRanges& work, int first, int last,
+    __device__ __forceinline__ void produce(const StreamMemory& memory, const WorkRanges& work, int first, int last, int warp,
                                             int lane) const {
         constexpr int kStageBytes = kConsumerWarps * kTileBytes;
-        if (lane != 0) return;
+        if (warp > 0 || lane > 0) return;
         PipelineState<STAGES> state;
         for (int iteration = first; iteration < last; ++iteration, state.advance()) {
             const int first_row_tile = work.row_tile(work.tile(iteration)), column = work.column(iteration);

@@ -7,8 +7,8 @@
 //
 // CTA tile: TILE_M tokens by WARPGROUPS * 64 rows of w; a cluster has CLUSTER such tiles of rows and multicasts x among them.
 // Grid: CLUSTER times the ranges of stream_k.cuh, which divides the work.
-// CTA: WARPGROUPS consumer warpgroups (expand and wgmma), and one producer warpgroup of which two warps issue bulk copies, one
-// of weights and one of x. setmaxnreg moves registers to the consumers.
+// CTA: WARPGROUPS consumer warpgroups (expand and wgmma), and one producer warpgroup, which issues bulk copies: warp 0 of x, the
+// others of weights. setmaxnreg moves registers to the consumers.
 //
 // Dynamic shared memory, in bytes:
 //   X_STAGES x tiles, each four slices of 64 columns with a full and an empty mbarrier of their own    512 TILE_M each
@@ -18,8 +18,9 @@
 // A format gives a type Weights, the operands of its kernel:
 //   kTileBytes, kExtraBytes             see above
 //   kProducerRegisters                  per thread of the producer warpgroup, a multiple of 8
-//   kProducers                          lanes of the first producer warp that arrive at each stage's full mbarrier; 0: none
-//   produce(memory, work, first, last, lane)    copies the tiles of the iterations `first` to `last`, if there are producers
+//   kProducers                          threads that arrive at each stage's full mbarrier; 0: no producer copies tiles
+//   produce(memory, work, first, last, warp, lane)    copies the tiles of the iterations `first` to `last`, or a share of them:
+//                                       by kProducerWarps warps, if there are producers
 //   Stream(weights, memory, work, first, last, warp, lane)      a consumer warp's tiles, in the order of its iterations:
 //     acquire(iteration)                waits for a tile; returns what has expand<step>(fragment), steps in order
 //     release(iteration)                the tile has been expanded
@@ -44,6 +45,7 @@ constexpr int kRegisters = 65536 / CTAS_PER_SM / kThreads / 8 * 8;   // per thre
 constexpr int kXSlices = 4;                                           // of 64 columns per tile
 constexpr int kXSliceBytes = TILE_M * 128;
 constexpr int kXBytes = kXSlices * kXSliceBytes;
+constexpr int kProducerWarps = 3;                                    // of weights
 constexpr int kInFlight = 2;                                         // wgmma groups in flight while a fragment is expanded
 
 using Fragments = Word[2 * kInFlight][4];
@@ -64,15 +66,14 @@ __device__ __forceinline__ void release_slice(Word empty, int lane) {
     }
 }
 
-// One iteration: 16 k-steps. The next one is expanded before a wgmma is issued, while the two before it compute. `previous` is the x stage of the iteration
+// One iteration: 16 k-steps, each expanded while wgmma computes the two before. `previous` is the x stage of the iteration
 // before, whose last slice is still read at first; negative if there was none.
 template <int step = 0, typename Tile>
 __device__ __forceinline__ void wgmma_tile(Accumulators& accumulators, Fragments& fragments, Tile& tile, Pipeline pipeline, Word x,
                                            PipelineState<X_STAGES> state, int previous, bool begins, int lane) {
     constexpr int slice = step / 4;
     Word(&weights)[4] = fragments[step % (2 * kInFlight)];
-    if constexpr (step == 0) tile.template expand<0>(weights);
-    if constexpr (step + 1 < kSteps) tile.template expand<step + 1>(fragments[(step + 1) % (2 * kInFlight)]);
+    tile.template expand<step>(weights);
     if (step % 4 == 0) mbarrier_wait_parity(pipeline.full(state.stage * kXSlices + slice), state.parity);
     wgmma_fence();
     wgmma_m64k16(accumulators, weights, x + slice * kXSliceBytes / 16 + step % 4 * 2, step || !begins,
@@ -176,8 +177,8 @@ __device__ __forceinline__ void expand_gemm(const Weights& weights, const Operan
     if (warp >= kConsumerWarps) {
         setmaxnreg_dec<Weights::kProducerRegisters>();
         if constexpr (Weights::kProducers > 0)
-            if (warp == kConsumerWarps) weights.produce(memory, work, first, last, lane);
-        if (lane == 0 && warp == kConsumerWarps + 1) {
+            if (warp > kConsumerWarps) weights.produce(memory, work, first, last, warp - kConsumerWarps - 1, lane);
+        if (lane == 0 && warp == kConsumerWarps) {
             griddepcontrol_wait();
             load_x(x_pipeline, x_stages, operands.x, work, first, last);
         }
