@@ -43,7 +43,7 @@ from semisparse.formats.vector_nm.cuda import wgmma_schedule as vector_nm_schedu
 from semisparse.formats.vector_nm.storage.disk import vectors_of
 from semisparse.patterns import parse_pattern
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.expand_gemm import Schedule, Tiles, fit, tile_m_of
+from semisparse.runtime.expand_gemm import Schedule, Tiles, choose, fit, tile_m_of
 
 GPU = torch.device("cuda")
 SHAPES = "28672,8192,4096,4096,11008,4096,4096,11008"
@@ -121,10 +121,10 @@ def swept_kernel(problem: Problem) -> tuple[ModuleType, Tiles, Schedule]:
         size = group_size(problem.pattern)
         bits = code_bits(problem.params, size)
         tiles = gqs_schedule.tiles_of(n, k, bits, size)
-        return gqs, tiles, gqs_schedule.choose(problem.m, tiles, bits, facts)
+        return gqs, tiles, choose(problem.m, tiles, facts, gqs_schedule.RATES)
     if problem.spec.format == "vector_nm":
         tiles = vector_nm_schedule.tiles_of(n, k, vectors_of(problem.pattern))
-        return vector_nm, tiles, vector_nm_schedule.choose(problem.m, tiles, facts)
+        return vector_nm, tiles, choose(problem.m, tiles, facts, vector_nm_schedule.RATES)
     tiles = bitmask_schedule.gemm_tiles(tiling(problem.spec))
     return bitmask, tiles, bitmask_schedule.choose_gemm(problem.m, tiles, facts)
 

@@ -162,6 +162,74 @@ def fit(
     return next((schedule for schedule in schedules if schedule.shared(weight) <= room), None)
 
 
+Shape = tuple[int, int, int]
+"""Warpgroups per CTA, CTAs per cluster, CTAs per SM."""
+
+SPLIT_K: Mapping[int, Shape] = {
+    16: (1, 1, 3),
+    32: (1, 1, 3),
+    64: (1, 1, 3),
+    128: (1, 1, 2),
+    192: (2, 1, 1),
+    256: (2, 1, 1),
+}
+"""By tile_m, what is fastest with split-K."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What `choose` knows of a format, measured on an H200 (results/h200/sweeps/expand-gemm.csv).
+
+    Args:
+        stream_k: by tile_m, what is fastest with Stream-K: the first that has three stages of weights, or the first.
+        tile_us: microseconds per tile of 16 x 256 on an SM, without tokens.
+        token_us: more of them per token of a tile.
+    """
+
+    stream_k: Mapping[int, tuple[Shape, ...]]
+    tile_us: float
+    token_us: float
+
+
+def choose(m: int, weight: Tiles, gpu: DeviceFacts, rates: Rates) -> Schedule:
+    """Choose the schedule of a format's GEMM: of Stream-K and split-K by 1 to 8, what should be fastest.
+
+    Args:
+        m: the most tokens.
+        weight: its tiles.
+        gpu: what it runs on.
+        rates: of the format.
+    """
+    tile_m = tile_m_of(m)
+    streamed = [schedule for shape in rates.stream_k[tile_m] if (schedule := _fit(weight, gpu, tile_m, shape, 0))]
+    candidates = [next((schedule for schedule in streamed if schedule.stages >= 3), streamed[0])] if streamed else []
+    for split_k in range(1, min(MAX_SPLIT_K, weight.column_tiles) + 1):
+        schedule = _fit(weight, gpu, tile_m, SPLIT_K[tile_m], split_k)
+        candidates += [schedule] if schedule else []
+    return min(candidates, key=lambda schedule: _h200_microseconds(schedule, m, weight, gpu.sms, rates))
+
+
+def _fit(weight: Tiles, gpu: DeviceFacts, tile_m: int, shape: Shape, split_k: int) -> Schedule | None:
+    warpgroups, cluster, ctas_per_sm = shape
+    return fit(weight, gpu, tile_m, warpgroups, cluster, split_k, ctas_per_sm)
+
+
+def _h200_microseconds(schedule: Schedule, m: int, weight: Tiles, sms: int, rates: Rates) -> float:
+    """Estimate the time on an H200, but for what all schedules have in common: within 8 % (rms) of 400 GEMMs."""
+    ctas = schedule.ranges(m, weight, sms) * schedule.cluster
+    busiest = -(-ctas // sms)
+    waves = -(-busiest // schedule.ctas_per_sm)
+    if schedule.split_k:
+        iterations: float = -(-weight.column_tiles // schedule.split_k)
+    else:
+        iterations = schedule.tiles(m, weight) * schedule.cluster * weight.column_tiles / ctas
+    resident = schedule.warpgroups * (min(busiest, schedule.ctas_per_sm) if waves == 1 else schedule.ctas_per_sm)
+    tile = (rates.tile_us + rates.token_us * schedule.tile_m) * max(1.0, 3 / resident) ** 0.25
+    outputs = schedule.tile_m * schedule.warpgroups
+    exchange = {0: 3.2 + 0.015 * outputs, 1: 0.0}.get(schedule.split_k, 0.2 + 0.011 * outputs)
+    return busiest * iterations * schedule.warps * tile + 3 * (waves - 1) + exchange
+
+
 def prepare(
     kernel: Callable[[Schedule], KernelBuild],
     schedule: Schedule,

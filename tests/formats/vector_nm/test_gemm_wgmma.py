@@ -6,10 +6,10 @@ import torch
 from semisparse.formats import linear
 from semisparse.formats.product import problem_of
 from semisparse.formats.vector_nm.cuda import gemm_wgmma
-from semisparse.formats.vector_nm.cuda.wgmma_schedule import SHAPES, choose, tiles_of
+from semisparse.formats.vector_nm.cuda.wgmma_schedule import RATES, tiles_of
 from semisparse.patterns import VectorNM
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.expand_gemm import Schedule, fit
+from semisparse.runtime.expand_gemm import SPLIT_K, Schedule, choose, fit
 from tests.choosing import mostly_slow
 from tests.cuda_emulator import emulate, emulated, needs_compiler
 from tests.formats.vector_nm.reference import VECTOR_NM, check, check_kernel, operands, pack
@@ -45,7 +45,7 @@ def test_every_schedule_fits_and_gives_each_range_work(monkeypatch, pattern: tup
     for n, k in ((16, 64), (4096, 4096), (28672, 8192), (333, 20_000)):
         tiles = tiles_of(n, k, VectorNM(*pattern))
         for m in (1, 16, 24, 64, 100, 256, 5000):
-            found = choose(m, tiles, facts)
+            found = choose(m, tiles, facts, RATES)
             assert found.ctas_per_sm * (found.shared(tiles) + 1024) <= facts.shared_per_sm
             ranges = found.ranges(m, tiles, facts.sms)
             assert 1 <= ranges <= found.tiles(m, tiles) * tiles.column_tiles
@@ -88,9 +88,10 @@ def test_on_a_gpu(pattern: str, dtype: torch.dtype, n: int, k: int, m: int):
 
 @needs_hopper
 @pytest.mark.parametrize(
-    ("tile_m", "shape"), [(tile_m, shape) for tile_m, shapes in SHAPES.items() for shape in shapes]
+    ("tile_m", "shape", "split_k"),
+    [(tile_m, shape, 0) for tile_m, shapes in RATES.stream_k.items() for shape in shapes]
+    + [(tile_m, shape, split_k) for tile_m, shape in SPLIT_K.items() for split_k in (1, 3)],
 )
-@pytest.mark.parametrize("split_k", [0, 1, 3])
 def test_every_shape_on_a_gpu(tile_m: int, shape: tuple[int, int, int], split_k: int):
     packed = pack("16:32v32", 3000, 4100).to("cuda")
     x, bias = operands(packed, 2 * tile_m - 3)

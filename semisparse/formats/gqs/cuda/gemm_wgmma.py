@@ -11,13 +11,13 @@ from semisparse.formats.base import Packed
 from semisparse.formats.gqs.cuda import quantise_x
 from semisparse.formats.gqs.cuda.gemm_schedule import shape_refusal
 from semisparse.formats.gqs.cuda.operands import aligned
-from semisparse.formats.gqs.cuda.wgmma_schedule import choose, tiles_of
+from semisparse.formats.gqs.cuda.wgmma_schedule import RATES, tiles_of
 from semisparse.formats.gqs.storage.disk import TENSORS, code_bits, group_size, quantises_x
 from semisparse.formats.gqs.storage.masks import CHUNK_GROUPS
 from semisparse.formats.kernel import Problem, Product
 from semisparse.runtime import expand_gemm
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.expand_gemm import MAX_TOKENS, Schedule
+from semisparse.runtime.expand_gemm import MAX_TOKENS, Schedule, choose
 from semisparse.runtime.kernel import CudaSource, hopper_refusal
 from semisparse.runtime.nvrtc import Defines
 
@@ -63,7 +63,7 @@ def prepare(problem: Problem, schedule: Schedule | None = None) -> Product:
     size = group_size(problem.pattern)
     bits = code_bits(problem.params, size)
     tiles = tiles_of(n, k, bits, size)
-    schedule = schedule or choose(problem.m, tiles, bits, device_facts(device))
+    schedule = schedule or choose(problem.m, tiles, device_facts(device), RATES)
     product = expand_gemm.prepare(
         lambda chosen: SOURCE.build(
             "semisparse_gqs_gemm_wgmma", _defines(dtype, bits, size, chosen), chosen.shared(tiles)
