@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from semisparse.errors import FormatError, InputError, KernelError
 from semisparse.formats.kernel import Kernel, Pass, Problem, fused_cost
+from semisparse.formats.tuned import ranking
 from semisparse.patterns import Pattern, parse_pattern
 
 MAX_ELEMENTS = 1 << 57
@@ -286,6 +287,7 @@ class Format:
         specs: the stored tensors of a weight.
         counts: the named dimensions of the specs.
         counted: names of the params that count what is stored, such as non-zeros: no kernel is built by them.
+        tuned_by: names of the params by which measured tables tell weights of one pattern apart.
         pack_weight: (weight [N, K], pattern, options) -> (params, tensors); the weight has passed ``pattern.check``.
         unpack: Packed -> weight [N, K] in its dtype.
         check_content: raise `FormatError` unless every index, offset, count and bit mask lies inside the shape; it may
@@ -321,6 +323,7 @@ class Format:
     check_content: Callable[[Packed], None]
     violation: Callable[[Packed], str | None] = lambda packed: packed.pattern.violation(packed.unpack() != 0)
     counted: tuple[str, ...] = ()
+    tuned_by: tuple[str, ...] = ()
     kernels: tuple[Kernel, ...] = ()
     cases: tuple[Case, ...] = ()
     recipes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -448,7 +451,7 @@ class Format:
             raise FormatError(f"the weight does not obey pattern {packed.pattern}: {violation}")
 
     def choose(self, problem: Problem, kernel: str = "auto") -> Kernel:
-        """Take the first kernel that can compute ``problem`` and pays there, or the one asked for by name.
+        """Take the fastest kernel that was measured, else the first that pays, or the one asked for by name.
 
         Raises:
             KernelError: none can, or the named one cannot; lists every candidate's reason.
@@ -460,6 +463,11 @@ class Format:
             if not candidates:
                 known = ", ".join(c.name for c in self.all_kernels)
                 raise InputError(f"format {self.name} has no kernel {kernel!r}; it has auto, {known}")
+        elif problem.device.type == "cuda" and torch.cuda.is_available():
+            by_name = {candidate.name: candidate for candidate in candidates}
+            for name in ranking(problem, self.tuned_by):
+                if name in by_name and by_name[name].refusal(problem) is None:
+                    return by_name[name]
         refusals, able = [], []
         for candidate in candidates:
             reason = candidate.refusal(problem)

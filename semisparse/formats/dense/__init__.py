@@ -29,6 +29,7 @@ FORMAT = Format(
     ),
     cost=cost,
     grain=disk.grain,
+    tuned_by=("kind",),
     variants=({}, *({"kind": kind} for kind in disk.KINDS)),
     choices=(("0%", "none"), ("0%", "int8")),
 )

@@ -28,6 +28,7 @@ FORMAT = Format(
     check_content=check_content,
     violation=violation,
     counted=("kept",),
+    tuned_by=("kind",),
     kernels=(
         Kernel("cpu", "cpu", cpu.refusal, cpu.prepare),
         Kernel("unpack_cpu", "cpu", lambda problem: None, cpu.prepare_unpack),

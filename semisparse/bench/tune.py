@@ -1,0 +1,124 @@
+"""Times every kernel of formats, for the table by which products choose their kernel (`semisparse.formats.tuned`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from semisparse.bench import timing
+from semisparse.bench.kernels import Measurement, Setup, measure_layer
+from semisparse.bench.roofline import Candidate, random_weight
+from semisparse.bench.shapes import LayerShape
+from semisparse.bench.table import write_csv
+from semisparse.errors import InputError
+from semisparse.formats.base import get_format
+from semisparse.formats.kernel import Problem, bucket_of
+from semisparse.formats.product import structure_of
+from semisparse.formats.tuned import TunedRow, read_table, variant_of
+from semisparse.patterns import parse_pattern
+
+GPU_SECONDS = 0.01
+"""Of replays per kernel. The fewest replays alone take as long where a product is slow."""
+
+SLOW = ("reference",)
+
+
+def tune(
+    setup: Setup, shapes: Sequence[LayerShape], candidates: Sequence[Candidate], tokens: Sequence[int]
+) -> Iterator[TunedRow]:
+    """Verify and time the kernels of every candidate but the dense baseline, which comes first.
+
+    Raises:
+        KernelError: a kernel's output is wrong.
+    """
+    before, timing.GPU_SECONDS = timing.GPU_SECONDS, GPU_SECONDS
+    try:
+        for shape in shapes:
+            _compile(setup, shape, candidates, tokens)
+            for row in measure_layer(setup, shape, tokens, candidates, SLOW):
+                if isinstance(row, Measurement) and not row.candidate.is_baseline:
+                    yield _row(row)
+    finally:
+        timing.GPU_SECONDS = before
+
+
+def _compile(setup: Setup, shape: LayerShape, candidates: Iterable[Candidate], tokens: Iterable[int]) -> None:
+    """Compile and load all kernels, in a thread per core: one after another they would take most of the time."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        jobs = []
+        for candidate in candidates:
+            form, pattern = get_format(candidate.format), parse_pattern(candidate.pattern)
+            try:
+                # The structure of a weight takes a weight; this one is packed again when it is measured.
+                weight = random_weight(pattern, shape.n, shape.k, setup.dtype, setup.device)
+                packed = form.pack(weight, pattern, **candidate.options).to(setup.device)
+            except InputError:
+                continue  # measure_layer says why
+            for m in tokens:
+                problem = Problem(bucket_of(m), structure_of(packed.spec), setup.dtype, setup.device)
+                jobs += [pool.submit(k.prepare, problem) for k in form.kernels if k.refusal(problem) is None]
+        for job in jobs:
+            job.result()
+
+
+def _row(measured: Measurement) -> TunedRow:
+    form = get_format(measured.format)
+    options = measured.candidate.options
+    return TunedRow(
+        format=measured.format,
+        pattern=str(parse_pattern(measured.pattern)),
+        variant=variant_of(options, form.tuned_by),
+        dtype=measured.dtype,
+        n=measured.n,
+        k=measured.k,
+        m=measured.m,
+        kernel=measured.kernel,
+        us=round(measured.us, 2),
+        dense_us=round(measured.dense_us, 2),
+    )
+
+
+def add_to_table(path: Path, rows: Sequence[TunedRow]) -> None:
+    """Write rows to a table; of those that are there, the ones of other products stay.
+
+    Raises:
+        InputError: the table that is there cannot be read.
+    """
+    measured = {_product_of(row) for row in rows}
+    kept = [row for row in read_table(path) if _product_of(row) not in measured] if path.exists() else []
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_csv(path, [*kept, *rows])
+
+
+def _product_of(row: TunedRow) -> tuple[str | int, ...]:
+    return row.format, row.pattern, row.variant, row.dtype, row.n, row.k, row.m
+
+
+def of_kinds(candidates: Iterable[Candidate], kinds: Sequence[str] | None) -> list[Candidate]:
+    """Keep the candidates without pack options, and those with one of these values; all of them if ``kinds`` is None.
+
+    Raises:
+        InputError: no candidate has one of the values; lists those that there are.
+    """
+    candidates = list(candidates)
+    if kinds is None:
+        return candidates
+    known = {str(value) for candidate in candidates for value in candidate.options.values()}
+    if not set(kinds) <= known:
+        unknown = ", ".join(sorted(set(kinds) - known))
+        raise InputError(f"no format has the variant {unknown}; known here: {', '.join(sorted(known)) or 'none'}")
+    return [c for c in candidates if not c.options or set(kinds) & {str(value) for value in c.options.values()}]
+
+
+def check_device(device: torch.device) -> None:
+    """Refuse to tune what no table is for.
+
+    Raises:
+        InputError: it is no GPU.
+    """
+    if device.type != "cuda":
+        raise InputError(f"tables are for GPUs: bench tune was given {device.type}; run it on a machine with one")

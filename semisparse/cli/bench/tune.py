@@ -1,0 +1,77 @@
+"""``semisparse bench tune``: the table by which products choose their kernel, measured on this GPU."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from semisparse.cli.arguments import (
+    Device,
+    Dtype,
+    Formats,
+    Json,
+    Patterns,
+    comma_separated,
+    dtype_named,
+    positive_integers,
+    shape_names,
+)
+from semisparse.cli.output import print_json, print_table, progress_bar
+
+
+def tune(
+    shapes: Annotated[
+        str,
+        typer.Option(help="Architectures (with :fused for fused layers), model directories or N,K, comma-separated."),
+    ] = "llama2-7b:fused",
+    tokens: Annotated[str, typer.Option(help="Numbers of tokens M, comma-separated.")] = "1,8,16,32,64,128,256,1024",
+    formats: Formats = None,
+    patterns: Patterns = None,
+    quant: Annotated[str | None, typer.Option(help="Variants of formats (w4, ...), comma-separated; all.")] = None,
+    dtype: Dtype = "bfloat16",
+    device: Device = "auto",
+    out: Annotated[Path | None, typer.Option(help="The table; by default the user's, which products read.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Time every kernel, and keep which is the fastest: products choose by that table from then on."""
+    from semisparse.api import pick_device
+    from semisparse.bench.kernels import Setup
+    from semisparse.bench.machines import find_machine
+    from semisparse.bench.roofline import candidates
+    from semisparse.bench.shapes import layer_shapes
+    from semisparse.bench.tune import add_to_table, check_device, of_kinds
+    from semisparse.bench.tune import tune as tune_shapes
+    from semisparse.formats.tuned import user_table
+    from semisparse.runtime.device import device_facts
+
+    target = pick_device(device)
+    check_device(target)
+    compared = of_kinds(candidates(comma_separated(formats), comma_separated(patterns)), comma_separated(quant))
+    layers = {(layer.n, layer.k): layer for name in shape_names(shapes) for layer in layer_shapes(name)}
+    counts = positive_integers(tokens, "--tokens")
+    setup = Setup("", dtype_named(dtype), target, find_machine(target.type))
+    path = out or user_table(device_facts(target).name)
+    rows = []
+    with progress_bar(not as_json) as bars:
+        task = bars.add_task("shapes", total=len(layers))
+        for layer in layers.values():
+            measured = list(tune_shapes(setup, [layer], compared, counts))
+            if measured:
+                add_to_table(path, measured)
+            rows += measured
+            bars.advance(task)
+    if as_json:
+        print_json({"table": str(path), "rows": [asdict(row) for row in rows]})
+        return
+    columns = ["format", "pattern", "variant", "N, K", "M", "kernel", "us", "dense us"]
+    print_table(
+        f"{len(rows)} rows, in {path}",
+        columns,
+        [
+            [r.format, r.pattern, r.variant, f"{r.n}, {r.k}", str(r.m), r.kernel, f"{r.us:,.1f}", f"{r.dense_us:,.1f}"]
+            for r in rows
+        ],
+    )
