@@ -24,8 +24,6 @@ from semisparse.patterns import parse_pattern
 GPU_SECONDS = 0.01
 """Of replays per kernel. The fewest replays alone take as long where a product is slow."""
 
-SLOW = ("reference",)
-
 
 def tune(
     setup: Setup, shapes: Sequence[LayerShape], candidates: Sequence[Candidate], tokens: Sequence[int]
@@ -39,7 +37,7 @@ def tune(
     try:
         for shape in shapes:
             _compile(setup, shape, candidates, tokens)
-            for row in measure_layer(setup, shape, tokens, candidates, SLOW):
+            for row in measure_layer(setup, shape, tokens, candidates):
                 if isinstance(row, Measurement) and not row.candidate.is_baseline:
                     yield _row(row)
     finally:
