@@ -181,7 +181,8 @@ class Rates:
     """What `choose` knows of a format, measured on an H200 (results/h200/sweeps/expand-gemm.csv).
 
     Args:
-        stream_k: by tile_m, what is fastest with Stream-K: the first that has three stages of weights, or the first.
+        stream_k: by tile_m, what is fastest with Stream-K: the first that has three stages of weights, or two above 128
+            tokens; else the first that fits.
         tile_us: microseconds per tile of 16 x 256 on an SM, without tokens.
         token_us: more of them per token of a tile.
     """
@@ -201,8 +202,11 @@ def choose(m: int, weight: Tiles, gpu: DeviceFacts, rates: Rates) -> Schedule:
         rates: of the format.
     """
     tile_m = tile_m_of(m)
+    enough = 3 if tile_m <= 128 else 2
     streamed = [schedule for shape in rates.stream_k[tile_m] if (schedule := _fit(weight, gpu, tile_m, shape, 0))]
-    candidates = [next((schedule for schedule in streamed if schedule.stages >= 3), streamed[0])] if streamed else []
+    candidates = (
+        [next((schedule for schedule in streamed if schedule.stages >= enough), streamed[0])] if streamed else []
+    )
     for split_k in range(1, min(MAX_SPLIT_K, weight.column_tiles) + 1):
         schedule = _fit(weight, gpu, tile_m, SPLIT_K[tile_m], split_k)
         candidates += [schedule] if schedule else []

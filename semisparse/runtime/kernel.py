@@ -18,7 +18,7 @@ from torch import Tensor
 
 from semisparse.errors import KernelError
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.nvrtc import Cubin, Defines, compile_cubin, unavailable
+from semisparse.runtime.nvrtc import IMPORTING, Cubin, Defines, compile_cubin, unavailable
 
 Argument = Tensor | int | float | None
 """An argument of a kernel. A tensor is passed as its address, None as the null pointer."""
@@ -256,8 +256,9 @@ def _parameter(declaration: str, source: Path) -> tuple[str, str]:
 
 def _function_of(cubin: Cubin, build: KernelBuild, index: int) -> tuple[Any, int]:
     """Load a kernel into a device's context. Return its code object, which must stay alive, and its CUfunction."""
-    from cuda.bindings import driver
-    from cuda.core import ObjectCode
+    with IMPORTING:
+        from cuda.bindings import driver
+        from cuda.core import ObjectCode
 
     with torch.cuda.device(index):
         torch._C._cuda_setDevice(index)  # binds the context even if the device was current already

@@ -91,7 +91,7 @@ def _include_path(path: Path) -> tuple[Path, ...]:
     return (path.parent, HEADERS, _cuda_headers())
 
 
-_IMPORTING = Lock()
+IMPORTING = Lock()
 """cuda.core cannot be imported by two threads at once: the second sees a module without its names."""
 
 
@@ -122,7 +122,7 @@ def _require_compiler() -> None:
 
 
 def _compile(path: Path, arch: str, defines: Defines) -> bytes:
-    with _IMPORTING:
+    with IMPORTING:
         from cuda.core import Program, ProgramOptions
 
     options = ProgramOptions(

@@ -8,6 +8,7 @@ from semisparse.formats.gqs.cpu.kernel import MAX_TOKENS
 from semisparse.formats.gqs.cuda.decode import weight_refusal
 from semisparse.formats.gqs.cuda.gemm_schedule import decode_pays, gemm_pays, shape_refusal
 from semisparse.formats.gqs.cuda.schedule import CODE_TOKENS
+from semisparse.formats.gqs.cuda.wgmma_schedule import pays as wgmma_pays
 from semisparse.formats.gqs.storage.disk import quantises_x
 from semisparse.formats.kernel import Pass, Problem, fused_cost
 from semisparse.quant.group import KINDS
@@ -22,6 +23,10 @@ GEMM_PER_TOKEN = 0.27
 """And per weight and token, for which it has mma.sync and not wgmma."""
 
 
+WGMMA_UNPACKING = {2: 8, 3: 10, 4: 9.5, 8: 11.5}
+"""By bits, operations of `gemm_wgmma` per weight, kept or not, which its products hide from some 64 tokens on."""
+
+
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
     """Return the passes: quantising x (``w4a8``), then one over the packed bytes, or unpacking and a dense GEMM."""
     m, n, k = problem.m, problem.n, problem.k
@@ -32,7 +37,8 @@ def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
         if decodes and m <= CODE_TOKENS[-1]:  # `decode` quantises these itself
             return (replace(*fused_cost(problem, weight_bytes, _unpacking(problem, decodes)), unit="tensor int8"),)
         passes.append(Pass(m * k * (problem.dtype.itemsize + 1), 0, "tensor int8"))
-    fused = decodes or (gemm_pays(problem) and shape_refusal(problem) is None) if on_gpu else m <= MAX_TOKENS
+    of_gemm = (gemm_pays(problem) or wgmma_pays(problem)) and shape_refusal(problem) is None  # the latter on Hopper
+    fused = decodes or of_gemm if on_gpu else m <= MAX_TOKENS
     if fused:
         return (*passes, *fused_cost(problem, weight_bytes, _unpacking(problem, decodes)))
     dense_bytes = n * k * problem.weight_dtype.itemsize
@@ -40,8 +46,10 @@ def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
 
 
 def _unpacking(problem: Problem, decodes: bool) -> float:
-    """Return the operations that finding and dequantising weights takes in `decode`, or in `gemm`."""
+    """Return the operations that finding and dequantising weights takes in `decode`, `gemm` or `gemm_wgmma`."""
     bits, weights = KINDS[str(problem.params["kind"])], problem.n * problem.k
+    if wgmma_pays(problem):
+        return WGMMA_UNPACKING[bits] * weights
     if not decodes:
         return (GEMM_UNPACKING[bits] + GEMM_PER_TOKEN * problem.m) * weights
     per_weight, per_token = DECODE_UNPACKING[bits]

@@ -8,7 +8,16 @@ from semisparse.formats.base import Case, Format
 from semisparse.formats.kernel import Kernel
 from semisparse.formats.vector_nm.cost import cost
 from semisparse.formats.vector_nm.cpu import kernel as cpu
-from semisparse.formats.vector_nm.cuda import decode, decode_tensor, gemm, gemm_fp32, gemm_sparse, gemm_wgmma, unpack
+from semisparse.formats.vector_nm.cuda import (
+    decode,
+    decode_tensor,
+    gemm,
+    gemm_fp32,
+    gemm_sparse,
+    gemm_wgmma,
+    unpack,
+    wgmma_schedule,
+)
 from semisparse.formats.vector_nm.storage import check, disk, gpu
 
 FORMAT = Format(
@@ -31,7 +40,7 @@ FORMAT = Format(
         Kernel("decode", "cuda", decode.refusal, decode.prepare),
         Kernel("gemm_fp32", "cuda", gemm_fp32.refusal, gemm_fp32.prepare),
         Kernel("gemm_sparse", "cuda", gemm_sparse.refusal, gemm_sparse.prepare, gemm_sparse.pays),
-        Kernel("gemm_wgmma", "cuda", gemm_wgmma.refusal, gemm_wgmma.prepare, lambda problem: False),
+        Kernel("gemm_wgmma", "cuda", gemm_wgmma.refusal, gemm_wgmma.prepare, wgmma_schedule.pays),
         Kernel("gemm", "cuda", gemm.refusal, gemm.prepare, gemm.pays),
         Kernel("unpack", "cuda", unpack.refusal, unpack.prepare),
     ),

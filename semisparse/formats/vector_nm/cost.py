@@ -7,10 +7,15 @@ import torch
 from semisparse.formats.kernel import Pass, Problem, fused_cost
 from semisparse.formats.vector_nm.cuda.decode_schedule import MAX_M, TENSOR_VECTOR_LENGTHS, TILE_M, VECTOR_LENGTHS
 from semisparse.formats.vector_nm.cuda.schedule import MAX_DENSITY, choose_gemm
+from semisparse.formats.vector_nm.cuda.wgmma_schedule import pays as wgmma_pays
 from semisparse.formats.vector_nm.storage.disk import vectors_of
 
 ASSUMED_SMS = 128
 """Of a GPU that is planned for; only the tile of small matmuls depends on it."""
+
+
+WGMMA_UNPACKING = 13
+"""Operations of `gemm_wgmma` per weight, kept or not."""
 
 
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
@@ -28,6 +33,8 @@ def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
             return (Pass(operands, operations, "tensor fp16"),)
         rereads = (-(-m // TILE_M[-1]) - 1) * weight_bytes
         return (Pass(operands + rereads, operations, "fp32"),)
+    if itemsize == 2 and wgmma_pays(problem) and pattern.length % 16 == 0 and 32 % pattern.window == 0:  # on Hopper
+        return (Pass(2 * m * k * itemsize, 0, "fp32"), *fused_cost(problem, weight_bytes, WGMMA_UNPACKING * n * k))
     schedule = choose_gemm(pattern, m, n, problem.dtype, ASSUMED_SMS)
     too_dense = itemsize == 2 and pattern.density > MAX_DENSITY
     if schedule is None or too_dense or problem.dtype != problem.weight_dtype:

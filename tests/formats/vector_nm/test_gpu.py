@@ -36,9 +36,9 @@ def check_named(kernel: str, packed: Packed, *tokens: int) -> None:
 @pytest.mark.parametrize(
     ("pattern", "dtype", "chosen"),
     [
-        ("16:32v32", FP16, {1: "decode_tensor", 16: "decode_tensor", 17: "unpack", 3000: "unpack"}),
+        ("16:32v32", FP16, {1: "decode_tensor", 16: "decode_tensor", 17: "gemm_wgmma", 3000: "unpack"}),
         ("16:32v8", FP16, {1: "decode", 16: "decode", 17: "unpack"}),
-        ("4:32v16", BF16, {16: "decode_tensor", 17: "gemm", 3000: "gemm"}),
+        ("4:32v16", BF16, {16: "decode_tensor", 17: "gemm_wgmma", 3000: "gemm"}),
         ("16:32v4", FP32, {1: "gemm_fp32", 3000: "gemm_fp32"}),
         ("3:7v1", BF16, {1: "unpack", 3000: "unpack"}),
     ],

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from semisparse.formats.gqs.storage.masks import CHUNK_GROUPS, CHUNK_ROWS
+from semisparse.formats.kernel import Problem
 from semisparse.runtime.expand_gemm import Rates, Tiles
+
+MIN_TOKENS, MAX_TOKENS = 17, 1024
+"""Measured on an H200 (results/h200/sweeps/expand-gemm.csv): others are faster below; more were not timed."""
 
 LANE_COLUMNS = 64
 """Columns of each of its two rows that a lane has per tile."""
@@ -21,8 +25,8 @@ RATES = Rates(
         32: ((4, 1, 1), (3, 1, 1), (2, 1, 1), (1, 1, 1)),
         64: ((4, 1, 1), (3, 1, 1), (2, 1, 1), (1, 1, 1)),
         128: ((3, 1, 1), (2, 1, 1), (1, 1, 1)),
-        192: ((2, 2, 1), (1, 1, 1)),
-        256: ((2, 2, 1), (1, 1, 1)),
+        192: ((2, 2, 1), (1, 2, 1)),
+        256: ((2, 2, 1), (1, 2, 1)),
     },
     tile_us=0.11,
     token_us=0.0008,
@@ -50,3 +54,8 @@ def tiles_of(n: int, k: int, bits: int, size: int) -> Tiles:
         extra_per_warp=(MAX_STAGES + HEADERS_AHEAD) * chunks * HEADER_BYTES,
         max_stages=MAX_STAGES,
     )
+
+
+def pays(problem: Problem) -> bool:
+    """Say whether `gemm_wgmma` is taken to be faster than all others."""
+    return MIN_TOKENS <= problem.m <= MAX_TOKENS

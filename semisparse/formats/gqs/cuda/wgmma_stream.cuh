@@ -4,7 +4,7 @@
 //
 // A tile's groups are neighbours in global memory; how many there are, its headers say. A lane copies headers kAhead tiles before
 // their tile, by cp.async, and then reads from them where the tile begins and ends. A bulk copy takes multiples of 16 bytes, so it
-// ends before the last ones of a tensor, which cp.async copies.
+// ends before the last ones of a tensor, which are copied one by one.
 
 #pragma once
 
@@ -32,7 +32,8 @@ struct CopyRange {
         tail = bulk < needed ? static_cast<int>(left - bulk) : 0;
     }
     __device__ __forceinline__ void copy_tail(Word to) const {
-        if (tail) cp_async_16(to + bulk, from + bulk, tail);
+#pragma unroll 1
+        for (int i = bulk; i < bulk + tail; ++i) st_shared_u8(to + i, from[i]);
     }
     __device__ __forceinline__ void copy_bulk(Word to, Word mbarrier) const {
         if (bulk) cp_async_bulk(to, from, bulk, mbarrier);
@@ -103,12 +104,9 @@ struct Groups {
             const CopyRange of_codes(codes, static_cast<long long>(begin) * kGroupBytes, groups * kGroupBytes, kept * kGroupBytes);
             const CopyRange of_scale(scale, 2ll * begin, 2 * groups, 2 * kept), of_zero(zero, begin, groups, kept);
             const Word to = tiles + state.stage * kConsumerWarps * kTileBytes, full = memory.pipeline.full(state.stage);
-            if (of_codes.tail || of_scale.tail || of_zero.tail) {
-                of_codes.copy_tail(to);
-                of_scale.copy_tail(to + kCodesBytes);
-                of_zero.copy_tail(to + kCodesBytes + kScaleBytes);
-                cp_async_wait_all();
-            }
+            of_codes.copy_tail(to);
+            of_scale.copy_tail(to + kCodesBytes);
+            of_zero.copy_tail(to + kCodesBytes + kScaleBytes);
             mbarrier_arrive_expect_tx(full, of_codes.bulk + of_scale.bulk + of_zero.bulk);
             of_codes.copy_bulk(to, full);
             of_scale.copy_bulk(to + kCodesBytes, full);

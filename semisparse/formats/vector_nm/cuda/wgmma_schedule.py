@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from semisparse.formats.kernel import Problem
 from semisparse.patterns import VectorNM
 from semisparse.runtime.expand_gemm import COLUMNS, ROWS, Rates, Tiles
+
+MIN_TOKENS, MAX_TOKENS = 17, 1024
+"""Measured on an H200 (results/h200/sweeps/expand-gemm.csv): `decode_tensor` is faster below; more were not timed."""
 
 RATES = Rates(
     stream_k={
@@ -11,8 +15,8 @@ RATES = Rates(
         32: ((4, 1, 1), (2, 1, 1), (1, 1, 1)),
         64: ((2, 1, 2),),
         128: ((3, 1, 1), (2, 1, 1), (1, 1, 1)),
-        192: ((2, 2, 1), (1, 1, 1)),
-        256: ((2, 2, 1), (1, 1, 1)),
+        192: ((2, 2, 1), (1, 2, 1)),
+        256: ((2, 2, 1), (1, 2, 1)),
     },
     tile_us=0.165,
     token_us=0.0008,
@@ -23,3 +27,8 @@ def tiles_of(n: int, k: int, vectors: VectorNM) -> Tiles:
     """Return the tiles of a weight [N, K], as gemm_wgmma.cu lays them out in shared memory."""
     slots = COLUMNS // vectors.window * vectors.keep
     return Tiles(-(-n // ROWS), -(-k // COLUMNS), slots * ROWS * 2, extra_per_warp=16)
+
+
+def pays(problem: Problem) -> bool:
+    """Say whether `gemm_wgmma` is taken to be faster than all others but `gemm_sparse`, which is asked before it."""
+    return MIN_TOKENS <= problem.m <= MAX_TOKENS

@@ -42,6 +42,7 @@
 constexpr int kConsumerThreads = kConsumerWarps * kWarpSize;
 constexpr int kThreads = kConsumerThreads + 128;                     // setmaxnreg is per warpgroup: the producer is a whole one
 constexpr int kRegisters = 65536 / CTAS_PER_SM / kThreads / 8 * 8;   // per thread at launch
+constexpr int kMostRegisters = 256;                                  // that setmaxnreg takes
 constexpr int kXSlices = 4;                                           // of 64 columns per tile
 constexpr int kXSliceBytes = TILE_M * 128;
 constexpr int kXBytes = kXSlices * kXSliceBytes;
@@ -184,7 +185,8 @@ __device__ __forceinline__ void expand_gemm(const Weights& weights, const Operan
         }
         __syncwarp();
     } else {
-        setmaxnreg_inc<(kRegisters * kThreads - Weights::kProducerRegisters * 128) / kConsumerThreads / 8 * 8>();
+        constexpr int kLeft = (kRegisters * kThreads - Weights::kProducerRegisters * 128) / kConsumerThreads / 8 * 8;
+        setmaxnreg_inc<kLeft < kMostRegisters ? kLeft : kMostRegisters>();
         consume(weights, operands, memory, x_pipeline, x_stages, work, range, first, last, warp, lane);
     }
     if constexpr (CLUSTER > 1) barrier_cluster_sync();  // a CTA must not exit while another may multicast into it
