@@ -12,6 +12,7 @@ from semisparse.formats import Format, Kernel, Packed, linear, registry
 from semisparse.formats.product import problem_of
 from semisparse.patterns import parse_pattern
 from tests.formats.cases import accepted_patterns
+from tests.formats.checking import check_any_rounding
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="runs kernels on a GPU: no GPU here")
 
@@ -55,18 +56,23 @@ def shifted(x: Tensor, elements: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("form", "kernel"), GPU_KERNELS)
-def test_any_alignment_and_stride_gives_the_same_bits(form: Format, kernel: Kernel):
+def test_any_alignment_and_stride_gives_the_same(form: Format, kernel: Kernel):
+    """Bit for bit; where torch multiplies, whose kernel depends on the alignment, up to rounding."""
     x, packed, bias = operands(form, kernel)
+    by_torch = kernel.name in ("unpack", "blas", "scaled_mm", "cusparselt")
+
+    def same(given: Tensor, given_bias: Tensor, what: str) -> None:
+        y = linear(given, packed, given_bias, kernel.name)
+        check_any_rounding(y, x, packed, bias)
+        assert by_torch or torch.equal(y, expected), what
+
     expected = linear(x, packed, bias, kernel.name)
     for elements in range(1, 16 // x.itemsize + 1):
-        assert torch.equal(linear(shifted(x, elements), packed, bias, kernel.name), expected), f"x at {elements}"
-        assert torch.equal(linear(x, packed, shifted(bias, elements), kernel.name), expected), f"bias at {elements}"
-    every_second = torch.stack((x, x), -1)[..., 0]
-    wide_rows = torch.cat((x, x), 1)[:, :K]
-    for other in (every_second, wide_rows, x.T.contiguous().T, x[:1].expand_as(x)):
-        same = expected if other.stride(0) else linear(other.contiguous(), packed, bias, kernel.name)
-        assert torch.equal(linear(other, packed, bias, kernel.name), same), f"x of strides {other.stride()}"
-    assert torch.equal(linear(x, packed, torch.stack((bias, bias), 1)[:, 0], kernel.name), expected)
+        same(shifted(x, elements), bias, f"x at {elements}")
+        same(x, shifted(bias, elements), f"bias at {elements}")
+    for other in (torch.stack((x, x), -1)[..., 0], torch.cat((x, x), 1)[:, :K], x.T.contiguous().T):
+        same(other, bias, f"x of strides {other.stride()}")
+    same(x, torch.stack((bias, bias), 1)[:, 0], "bias of stride 2")
 
 
 @pytest.mark.parametrize(("form", "kernel"), GPU_KERNELS)
