@@ -55,7 +55,7 @@ def test_damaged_orders_are_refused(monkeypatch):
     VECTOR_NM.validate(ordered)
     for name, index, wrong, message in (
         ("block_starts", 0, 1, "does not rise"),
-        ("columns", 0, 1000, "past the last column"),
+        ("columns", 0, 1000, "is not below"),
         ("slots", 0, 999, "not one of 3 groups' 32"),
         ("slots", 0, gpu.NO_SLOT, "a slot is missing or repeated"),
         ("metadata", 0, 0, "the first is not the lower"),
