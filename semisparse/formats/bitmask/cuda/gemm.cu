@@ -55,7 +55,7 @@ struct TileStream {
         return TileExpander(tiles + state.stage * kConsumerWarps * kTileBytes, lane);
     }
     __device__ __forceinline__ void release(int) {
-        if (lane == 0) mbarrier_arrive(pipeline.empty(state.stage));
+        mbarrier_arrive_warp(pipeline.empty(state.stage), lane);
         state.advance();
     }
 };

@@ -140,7 +140,7 @@ struct GroupStream {
 
     __device__ __forceinline__ void release(int iteration) {
         if (iteration % kParts != kParts - 1 && iteration + 1 != last) return;
-        if (lane == 0) mbarrier_arrive(pipeline.empty(state.stage));
+        mbarrier_arrive_warp(pipeline.empty(state.stage), lane);
         state.advance();
         slot = slot + 1 == kHeaderTiles ? 0 : slot + 1;
         waited = false;

@@ -30,6 +30,7 @@
 
 #pragma once
 
+#include "arrive_warp.cuh"
 #include "expand_gemm/pipeline.cuh"
 #include "expand_gemm/stream_k.cuh"
 #include "ptx/cluster.cuh"
@@ -46,6 +47,7 @@ constexpr int kMostRegisters = 256;                                  // that set
 constexpr int kXSlices = 4;                                           // of 64 columns per tile
 constexpr int kXSliceBytes = TILE_M * 128;
 constexpr int kXBytes = kXSlices * kXSliceBytes;
+constexpr int kReleases = kConsumerWarps * kArrivalsPerWarp;         // of a stage, before it is filled again
 constexpr int kProducerWarps = 3;                                    // of weights
 constexpr int kInFlight = 2;                                         // wgmma groups in flight while a fragment is expanded
 
@@ -61,9 +63,9 @@ struct StreamMemory {
 // Arrives on the slice's empty mbarrier of every CTA of the cluster: each multicasts a share of it.
 __device__ __forceinline__ void release_slice(Word empty, int lane) {
     if constexpr (CLUSTER > 1) {
-        if (lane < CLUSTER) mbarrier_arrive_cluster(empty, lane);
+        mbarrier_arrive_warp_cluster<CLUSTER>(empty, lane);
     } else {
-        if (lane == 0) mbarrier_arrive(empty);
+        mbarrier_arrive_warp(empty, lane);
     }
 }
 
@@ -167,9 +169,9 @@ __device__ __forceinline__ void expand_gemm(const Weights& weights, const Operan
     const StreamMemory memory{weight_stages, extra, weight_pipeline};
     if (threadIdx.x == 0) {
         for (int i = 0; i < X_STAGES * kXSlices; ++i)
-            mbarrier_init(x_pipeline.full(i), 1), mbarrier_init(x_pipeline.empty(i), CLUSTER * kConsumerWarps);
+            mbarrier_init(x_pipeline.full(i), 1), mbarrier_init(x_pipeline.empty(i), CLUSTER * kReleases);
         for (int i = 0; i < STAGES && Weights::kProducers > 0; ++i)
-            mbarrier_init(weight_pipeline.full(i), Weights::kProducers), mbarrier_init(weight_pipeline.empty(i), kConsumerWarps);
+            mbarrier_init(weight_pipeline.full(i), Weights::kProducers), mbarrier_init(weight_pipeline.empty(i), kReleases);
         fence_mbarrier_init();
     }
     if constexpr (CLUSTER > 1) barrier_cluster_sync();
