@@ -21,9 +21,9 @@ constexpr int kStretchSlots = kStretch / WINDOW * KEEP;
 constexpr int kTileSlots = kStretches * kStretchSlots;
 constexpr int kLanesPerMask = kWarpSize / kStretches;
 constexpr int kLaneSlots = (kStretchSlots + kLanesPerMask - 1) / kLanesPerMask;  // of which a lane has the positions
-static_assert(kStretch % WINDOW == 0 && LENGTH % kTileRows == 0, "whole windows in a mask, whole tiles in a group");
 constexpr int kSlotBytes = kTileRows * 2;
 constexpr int kZeroBytes = 16;                        // per warp
+static_assert(kStretch % WINDOW == 0 && LENGTH % kTileRows == 0, "whole windows in a mask, whole tiles in a group");
 
 // Where a half of a slot lies in a tile; `half` is 0 or 16.
 __device__ __forceinline__ Word half_at(Word slot, Word half) { return slot * kSlotBytes | ((slot * 4 ^ half) & 16); }
@@ -39,10 +39,13 @@ struct SlotExpander {
         constexpr int stretch = step / 2, first = stretch * kStretchSlots;
         if constexpr (step % 2 == 0) mask = __shfl_sync(~0u, mine, stretch * kLanesPerMask);
         const Word slot = __popc(mask & below[step % 2]) + (first % 8 ? first : 0);
-        const Word address = opaque(tile + (first % 8 ? 0 : first * kSlotBytes) + half_at(slot, half));  // opaque: a select, not a branch
+        // opaque: the compiler would branch around the address instead of selecting it.
+        const Word address = opaque(tile + (first % 8 ? 0 : first * kSlotBytes) + half_at(slot, half));
         ldmatrix_x4_trans(fragment, mask & bit[step % 2] ? address : zeros);
     }
 };
+
+struct SlotStream;
 
 // A vector_nm weight.
 struct Vectors {
@@ -50,13 +53,14 @@ struct Vectors {
     static constexpr int kExtraBytes = kConsumerWarps * kZeroBytes;
     static constexpr int kProducerRegisters = 32;
     static constexpr int kProducers = 0;
-    using Stream = struct SlotStream;
+    using Stream = SlotStream;
 
     const unsigned short* values;    // [groups, slots, LENGTH]
     const unsigned char* positions;  // [groups, slots]
     int slots, row_tiles;
 };
 
+// A consumer warp's tiles.
 struct SlotStream {
     const Vectors& weight;
     TileCursor copied, loaded;  // the next tile to copy, and whose positions to load
@@ -123,11 +127,11 @@ struct SlotStream {
             const int rows = copied.row_tile * kTileRows, begin = copied.column * kTileSlots + lane / 2;
             const char* own = reinterpret_cast<const char*>(weight.values + rows % LENGTH + lane % 2 * 8);
             const char* from = mad_wide(rows / LENGTH * weight.slots + begin, 2 * LENGTH, own);
-            const Word half = to + half_at(lane / 2, lane % 2 * 16);
+            const Word at = to + half_at(lane / 2, lane % 2 * 16);
             const int left = min(weight.slots - begin, kTileSlots - lane / 2);
 #pragma unroll
             for (int slot = 0; slot < kTileSlots; slot += kWarpSize / 2)
-                if (slot < left) cp_async_16_prefetch_128(half + slot * kSlotBytes, from + slot * 2 * LENGTH);
+                if (slot < left) cp_async_16_prefetch_128(at + slot * kSlotBytes, from + slot * 2 * LENGTH);
         }
         cp_async_commit_group();
         copied.advance();
