@@ -18,8 +18,9 @@ from semisparse.errors import InputError
 from semisparse.formats.base import get_format
 from semisparse.formats.kernel import Problem, bucket_of
 from semisparse.formats.product import structure_of
-from semisparse.formats.tuned import TunedRow, read_table, variant_of
+from semisparse.formats.tuned import TunedRow, read_table, user_table, variant_of
 from semisparse.patterns import parse_pattern
+from semisparse.runtime.device import device_facts
 
 GPU_SECONDS = 0.01
 """Of replays per kernel. The fewest replays alone take as long where a product is slow."""
@@ -112,11 +113,12 @@ def of_kinds(candidates: Iterable[Candidate], kinds: Sequence[str] | None) -> li
     return [c for c in candidates if not c.options or set(kinds) & {str(value) for value in c.options.values()}]
 
 
-def check_device(device: torch.device) -> None:
-    """Refuse to tune what no table is for.
+def users_table(device: torch.device) -> Path:
+    """Return where the user's table of a GPU is.
 
     Raises:
         InputError: it is no GPU.
     """
     if device.type != "cuda":
         raise InputError(f"tables are for GPUs: bench tune was given {device.type}; run it on a machine with one")
+    return user_table(device_facts(device).name)

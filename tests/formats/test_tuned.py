@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from semisparse.bench.roofline import Candidate
-from semisparse.bench.tune import add_to_table, of_kinds
+from semisparse.bench.tune import add_to_table, of_kinds, users_table
 from semisparse.errors import InputError
 from semisparse.formats import tuned
 from semisparse.formats.base import get_format
@@ -133,3 +133,8 @@ def test_variants_are_picked_by_their_values():
     assert of_kinds(found, ["w2"]) == [found[0], found[2]]
     with pytest.raises(InputError, match="w5; known here: w2, w4"):
         of_kinds(found, ["w5"])
+
+
+def test_only_a_gpu_is_tuned():
+    with pytest.raises(InputError, match="tables are for GPUs"):
+        users_table(torch.device("cpu"))

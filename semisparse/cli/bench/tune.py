@@ -42,18 +42,16 @@ def tune(
     from semisparse.bench.machines import find_machine
     from semisparse.bench.roofline import candidates
     from semisparse.bench.shapes import layer_shapes
-    from semisparse.bench.tune import add_to_table, check_device, of_kinds
+    from semisparse.bench.tune import add_to_table, of_kinds, users_table
     from semisparse.bench.tune import tune as tune_shapes
-    from semisparse.formats.tuned import user_table
-    from semisparse.runtime.device import device_facts
 
     target = pick_device(device)
-    check_device(target)
+    table = users_table(target)
     compared = of_kinds(candidates(comma_separated(formats), comma_separated(patterns)), comma_separated(quant))
     layers = {(layer.n, layer.k): layer for name in shape_names(shapes) for layer in layer_shapes(name)}
     counts = positive_integers(tokens, "--tokens")
     setup = Setup("", dtype_named(dtype), target, find_machine(target.type))
-    path = out or user_table(device_facts(target).name)
+    path = out or table
     rows = []
     with progress_bar(not as_json) as bars:
         task = bars.add_task("shapes", total=len(layers))
