@@ -19,6 +19,7 @@ from semisparse.api.exporting import load_uncompressed
 from semisparse.api.job import finished_block, job_directory, write_model
 from semisparse.api.packing import pack_for_disk
 from semisparse.api.recipe import can_store, pack_options, read_recipe
+from semisparse.api.rivals import Rivals
 from semisparse.api.sequences import Text, sequence_length
 from semisparse.api.targets import WORKLOADS, limits_of, machine_of, menu, options_of, reached, written
 from semisparse.compress import (
@@ -60,6 +61,7 @@ class CompressionReport:
             peak_bytes (of GPU memory).
         target: what was asked for, by key; None without targets.
         reached: what the model has instead: bits and size as stored, speed-ups as predicted. None without targets.
+        rival: dense low bits that keep more at the same bytes, as `Rival`; None if none does or no text was given.
     """
 
     layers: list[dict[str, Any]]
@@ -72,11 +74,12 @@ class CompressionReport:
     tuning: list[dict[str, Any]]
     target: dict[str, float] | None = None
     reached: dict[str, float] | None = None
+    rival: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain JSON values."""
-        values = asdict(self)
-        return values if self.target else {key: values[key] for key in values if key not in ("target", "reached")}
+        """Return the report as plain JSON values, without ``target``, ``reached`` and ``rival`` where there is none."""
+        optional = ("target", "reached", "rival")
+        return {key: value for key, value in asdict(self).items() if key not in optional or value}
 
 
 def compress(
@@ -178,6 +181,8 @@ def _run_recipe(
         tuning.append({"stage": stage, **asdict(result)})
 
     run: dict[str, Any] = {"device": device, "progress": progress, "journal": journal}
+    # A joint search chooses among dense low bits itself.
+    rivals = Rivals(model, plan, batches) if batches and plan.search != "joint" else None
     found: SearchResult | JointResult | None = None
     if plan.search == "joint":
         found = _search_choices(model, batches, plan, seed=seed, **run)
@@ -190,7 +195,12 @@ def _run_recipe(
     )
     dense = dense_layers(model, plan, {report.name for report in reports})
     search = found.metrics() if found else None
-    return _pack_layers(model, plan, reports, choices) | {"dense": [asdict(layer) for layer in dense], "search": search}
+    block = _pack_layers(model, plan, reports, choices) | {
+        "dense": [asdict(layer) for layer in dense],
+        "search": search,
+    }
+    rival = rivals.better_than(model, _bits_per_weight(block)) if rivals else None
+    return block | ({"rival": rival} if rival else {})
 
 
 def _search_choices(model: PreTrainedModel, batches: Sequence[Tensor], plan: Recipe, **run: Any) -> JointResult:
@@ -248,4 +258,9 @@ def _report(block: Mapping[str, Any], seconds: float, tuning: list[dict[str, Any
     dense = block.get("dense", [])
     dense_bytes = sum(layer["bytes"] for layer in dense)
     share = dense_bytes / (dense_bytes + before)
-    return CompressionReport(rows, before, after, seconds, dense, share, found, tuning, target, has)
+    return CompressionReport(rows, before, after, seconds, dense, share, found, tuning, target, has, block.get("rival"))
+
+
+def _bits_per_weight(block: Mapping[str, Any]) -> float:
+    packed = checkpoint.read_block(block).values()
+    return 8 * sum(one.nbytes for one in packed) / sum(one.shape[0] * one.shape[1] for one in packed)

@@ -147,6 +147,13 @@ def _show(title: str, report: CompressionReport) -> None:
         f"({report.bytes_after / max(report.bytes_before, 1):.3f}); {report.seconds:.1f} s",
         highlight=False,
     )
+    if report.rival:
+        rival = report.rival
+        console.print(
+            f"at these bytes {rival['recipe']} would keep more: KL to dense {rival['kl']:.3g} against "
+            f"{rival['own_kl']:.3g} on {rival['tokens']} calibration tokens, rounded to nearest and not tuned",
+            highlight=False,
+        )
 
 
 def _dense_text(dense: list[dict[str, Any]]) -> str:
