@@ -1,4 +1,4 @@
-"""Reading checkpoints that other tools quantised, and writing compressed models for tools without semisparse."""
+"""Writing compressed models for tools without semisparse."""
 
 from __future__ import annotations
 
@@ -6,27 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from semisparse import checkpoint
 from semisparse.api.job import copy_other_files
 from semisparse.errors import InputError
 from semisparse.integrations.exporters import compressed_tensors
-from semisparse.integrations.importers import load_dequantised, quantised_elsewhere
 from semisparse.integrations.names import stored_keys
 
 TARGETS = ("dense", "compressed-tensors")
 """What `export` writes."""
-
-
-def load_uncompressed(path: str | Path) -> PreTrainedModel:
-    """Load a model that is to be compressed, on the CPU: dense, or quantised by another tool and then dequantised.
-
-    Raises:
-        CheckpointError: the directory is missing, incomplete or corrupted.
-        InputError: semisparse has compressed the model already, or the other tool's format is not known.
-    """
-    return checkpoint.load_dense(path) if quantised_elsewhere(path) is None else load_dequantised(path)
 
 
 def export(model: str | Path, to: str, out: str | Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from semisparse.errors import FormatError
@@ -61,6 +62,25 @@ def refuse_infinite(values: Tensor, tensor: str) -> None:
     low, high = values.aminmax()  # NaN if any value is; 20 times as fast on a CPU as isfinite in 16 bits
     if not (low.isfinite() and high.isfinite()):
         refuse_first(~values.isfinite(), tensor, "the value is not finite")
+
+
+def row_scales(scales: Tensor, weight: Tensor) -> Tensor:
+    """Return scales that a packer was given, as float32 on the weight's device.
+
+    Args:
+        scales: [N] float.
+        weight: [N, K].
+    Raises:
+        FormatError: they are another number, or one is not finite and above 0.
+    """
+    if tuple(scales.shape) != (len(weight),):
+        raise FormatError(f"scales are {list(scales.shape)}, expected {[len(weight)]}: one per row of the weight")
+    scales = scales.to(weight.device, torch.float32)
+    valid = scales.isfinite() & (scales > 0)
+    if not valid.all():
+        row = int((~valid).nonzero()[0])
+        raise FormatError(f"the scale of row {row} is {float(scales[row])}, expected a finite number above 0")
+    return scales
 
 
 def share_violation(packed: Packed, kept: Tensor, unit: int = 1) -> str | None:

@@ -8,42 +8,76 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from semisparse.errors import CheckpointError, InputError
-from semisparse.integrations.importers.method import FLOATS, Method, Parts, groups_of_columns, part, unpack_words
+from semisparse.errors import InputError
+from semisparse.integrations.importers.method import (
+    FLOATS,
+    Grid,
+    Method,
+    Parts,
+    columns_per_group,
+    group_index,
+    part,
+    require_groups,
+    require_shape,
+    unpack_words,
+)
 
 BITS = (2, 3, 4, 8)
 
 
-def dequantise(tensors: Parts, block: Mapping[str, Any]) -> Tensor:
-    """Return the dense weight [N, K]: ``(code - zero) * scale``.
+def measure(tensors: Parts, block: Mapping[str, Any]) -> tuple[int, int]:
+    """Return N and K of ``qweight`` [K * bits / 32, N] int32.
 
-    ``qweight`` [K * bits / 32, N] and ``qzeros`` [groups, N * bits / 32] are int32; ``scales`` is [groups, N];
+    ``qzeros`` is [groups, N * bits / 32] int32, ``scales`` [groups, N].
+
+    Raises:
+        CheckpointError: the tensors do not fit one another or the config.
+        InputError: the number of bits is not one of `BITS`, or layers differ in bits.
+    """
+    bits = _bits(block)
+    qweight, scales = part(tensors, "qweight", (torch.int32,), 2), part(tensors, "scales", FLOATS, 2)
+    k, n, groups = 32 * len(qweight) // bits, qweight.shape[1], len(scales)
+    why = f"{bits}-bit codes [{k}, {n}]"
+    require_shape("scales", scales, (groups, n), why)
+    require_shape("qzeros", part(tensors, "qzeros", (torch.int32,), 2), (groups, -(-n * bits // 32)), why)
+    require_groups(groups, k, block.get("group_size"))
+    if "g_idx" in tensors:
+        require_shape("g_idx", tensors["g_idx"], (k,), why)
+    return n, k
+
+
+def read(tensors: Parts, block: Mapping[str, Any]) -> tuple[Tensor, Grid]:
+    """Return the codes [N, K] uint8, and their scales and zero points.
+
     ``g_idx`` [K] names each column's group. Zero points are stored less 1, except where ``checkpoint_format`` is
     ``gptq_v2``.
 
     Raises:
-        CheckpointError: the tensors do not fit one another.
-        InputError: the number of bits is not one of `BITS`.
+        CheckpointError: ``g_idx`` names a group that is not there.
     """
-    bits = block.get("bits")
-    if bits not in BITS:
-        raise InputError(f"a GPTQ checkpoint of {bits!r} bits; known: {', '.join(map(str, BITS))}")
-    codes = unpack_words(part(tensors, "qweight", (torch.int32,), 2), bits)
-    scales = part(tensors, "scales", FLOATS, 2).float()
-    zeros = unpack_words(part(tensors, "qzeros", (torch.int32,), 2).T.contiguous(), bits).T
+    bits, scales = _bits(block), tensors["scales"]
+    codes = unpack_words(tensors["qweight"], bits)
+    k, n = codes.shape
+    zeros = unpack_words(tensors["qzeros"].T.contiguous(), bits)[:n].to(torch.int32)
     if block.get("checkpoint_format") != "gptq_v2":
         zeros = zeros + 1 & 2**bits - 1
-    (k, n), groups = codes.shape, len(scales)
-    if scales.shape != (groups, n) or zeros.shape[0] != groups or zeros.shape[1] < n:
-        raise CheckpointError(
-            f"qweight holds codes [{k}, {n}], qzeros {list(zeros.shape)} zero points, scales are {list(scales.shape)}"
-        )
-    index = groups_of_columns(tensors, "g_idx", k, groups)
-    return ((codes - zeros[:, :n][index]).float() * scales[index]).T.contiguous()
+    size = columns_per_group(k, len(scales), block.get("group_size"))
+    index = group_index(tensors, "g_idx", k, len(scales), size)
+    return codes.T.contiguous(), Grid(scales.T, zeros, (1, size), bits, index=index)
+
+
+def _bits(block: Mapping[str, Any]) -> int:
+    bits = block.get("bits")
+    if block.get("dynamic"):
+        raise InputError("a GPTQ checkpoint whose layers differ (dynamic) is not read; expected one number of bits")
+    if bits not in BITS:
+        raise InputError(f"a GPTQ checkpoint of {bits!r} bits is not read; known: {', '.join(map(str, BITS))}")
+    return int(bits)
 
 
 METHOD = Method(
     markers=frozenset({"qweight"}),
     parts=frozenset({"qweight", "qzeros", "scales", "g_idx"}),
-    dequantise=dequantise,
+    measure=measure,
+    read=read,
 )

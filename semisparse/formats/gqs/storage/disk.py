@@ -10,6 +10,7 @@ from torch import Tensor
 from semisparse.errors import FormatError
 from semisparse.formats.base import Packed, Params, TensorSpec, WeightSpec
 from semisparse.formats.checks import choice_of
+from semisparse.formats.codes import Codes
 from semisparse.formats.gqs.storage.masks import (
     CHUNK_GROUPS,
     CHUNK_ROWS,
@@ -153,10 +154,27 @@ def unpack(packed: Packed) -> Tensor:
     bits = code_bits(packed.params, size)
     scales = GroupScales(bits, size, tensors["scale"], tensors["zero"])
     values = scales.values(unpack_codes(tensors["codes"], bits, size)) + 0.0  # -0.0 becomes +0.0
-    kept = bits_of(tensors["masks"])
-    chunks = values.new_zeros(*kept.shape, size)
-    chunks.masked_scatter_(kept[..., None], values)  # indexing by a mask waits for the GPU: no graph could capture it
-    return unchunked(chunks).flatten(1)[:n, :k].contiguous()
+    return _spread(values, tensors["masks"], 0)[:n].flatten(1)[:, :k].contiguous()
+
+
+def codes(packed: Packed) -> Codes:
+    """Return the codes of all groups, those of dropped groups 0 with a zero point of 0 and a scale of 1."""
+    (n, k), size, tensors = packed.shape, group_size(packed.pattern), packed.tensors
+    bits, groups = code_bits(packed.params, size), -(-packed.shape[1] // group_size(packed.pattern))
+    values = _spread(unpack_codes(tensors["codes"], bits, size), tensors["masks"], 0)[:n].flatten(1)[:, :k]
+    scale, zero = (
+        _spread(tensors[name][:, None], tensors["masks"], fill)[:n, :groups, 0]
+        for name, fill in (("scale", 1), ("zero", 0))
+    )
+    return Codes(bits, values.contiguous(), scale, zero.float() * 2.0 ** (bits - 8), size, quantises_x(packed.params))
+
+
+def _spread(kept: Tensor, masks: Tensor, fill: int) -> Tensor:
+    """Put what is stored per kept group, [kept, n], where its group is: [rows, groups, n], ``fill`` elsewhere."""
+    bits = bits_of(masks)
+    chunks = kept.new_full((*bits.shape, kept.shape[1]), fill)
+    chunks.masked_scatter_(bits[..., None], kept)  # indexing by a mask waits for the GPU: no graph could capture it
+    return unchunked(chunks)
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
