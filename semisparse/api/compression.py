@@ -20,7 +20,7 @@ from semisparse.api.loading import load_uncompressed
 from semisparse.api.packing import pack_for_disk
 from semisparse.api.recipe import can_store, pack_options, read_recipe
 from semisparse.api.sequences import Text, sequence_length
-from semisparse.api.takeover import Kept, grids_of_modules, kept_layers, leave_unrounded_dense, require_same
+from semisparse.api.takeover import Kept, kept_layers, leave_unrounded_dense, pack_kept, rounded_modules
 from semisparse.api.targets import WORKLOADS, limits_of, machine_of, menu, options_of, reached, written
 from semisparse.compress import (
     NEEDS_CALIBRATION,
@@ -40,7 +40,7 @@ from semisparse.compress.search import SearchResult, search_patterns
 from semisparse.compress.search.allocate import Unreachable
 from semisparse.compress.search.joint import JointResult, search_choices
 from semisparse.errors import InputError
-from semisparse.integrations.importers import Grid
+from semisparse.integrations.importers import Rounded
 from semisparse.integrations.transformers import mark_compressed
 from semisparse.nn import replace_linear, weight_of
 from semisparse.patterns import parse_pattern
@@ -130,7 +130,7 @@ def compress(
         raise InputError(NEEDS_CALIBRATION)
     if out is not None and not resume:
         checkpoint.refuse_existing(Path(out).absolute())
-    stored: dict[str, Grid] = {}
+    stored: dict[str, Rounded] = {}
     if isinstance(model, PreTrainedModel):
         dense, source = model, None
     else:
@@ -143,10 +143,12 @@ def compress(
         length = sequence_length(dense, seqlen)
         batches = calibration_batches(tokenizer, calibration, samples=samples, seqlen=length, seed=seed)
     split_decoder_experts(dense, plan)
-    grids = grids_of_modules(dense, stored)
-    plan = leave_unrounded_dense(plan, dense, grids)
+    rounded = rounded_modules(dense, stored)
+    plan = leave_unrounded_dense(plan, dense, rounded)
     tuning: list[dict[str, Any]] = []
-    run = partial(_run_recipe, dense, batches, plan, tuning, grids=grids, seed=seed, device=where, progress=progress)
+    run = partial(
+        _run_recipe, dense, batches, plan, tuning, rounded=rounded, seed=seed, device=where, progress=progress
+    )
     if out is None:
         block = mark_compressed(dense, run(journal=None))
         return _report(block, time.perf_counter() - start, tuning)
@@ -173,7 +175,7 @@ def _run_recipe(
     plan: Recipe,
     tuning: list[dict[str, Any]],
     *,
-    grids: Mapping[str, Grid],
+    rounded: Mapping[str, Rounded],
     seed: int,
     device: torch.device,
     progress: Progress,
@@ -190,7 +192,7 @@ def _run_recipe(
         found = _search_choices(model, batches, plan, seed=seed, **run)
     elif plan.search != "none":
         found = search_patterns(model, batches, plan, seed=seed, can_store=partial(can_store, plan), **run)
-    kept = kept_layers(model, grids, plan)
+    kept = kept_layers(model, rounded, plan)
     patterns, pruned = (found.patterns, found.weights) if found else (None, None)
     if kept:
         patterns = {name: parse_pattern(layer.choice.pattern) for name, layer in kept.items()}
@@ -240,17 +242,16 @@ def _pack_layers(
     """
     layers = {}
     for report in reports:
-        weight = weight_of(model.get_submodule(report.name))
-        own = kept.get(report.name)
-        choice = own.choice if own else choices.get(report.name, Choice(report.pattern, plan.quant, plan.format))
-        options = pack_options(plan, choice.quant)
-        scales = own.scales if own else report.scales
-        options |= {"scales": scales.to(weight.device)} if scales is not None else {}
-        packed = pack_for_disk(weight, choice.format, report.pattern, **options)
-        if own:
-            require_same(report.name, packed, weight)
+        weight, outcome = weight_of(model.get_submodule(report.name)), report.outcome
+        if report.name in kept:
+            own = kept[report.name]
+            packed, outcome = pack_kept(report.name, own, weight, plan), f"kept {own.choice.label}"
+        else:
+            choice = choices.get(report.name, Choice(report.pattern, plan.quant, plan.format))
+            options = pack_options(plan, choice.quant)
+            options |= {"scales": report.scales.to(weight.device)} if report.scales else {}
+            packed = pack_for_disk(weight, choice.format, report.pattern, **options)
         replace_linear(model, report.name, packed)
-        outcome = f"kept {choice.label}" if own else report.outcome
         measured = {"density": report.density, "error": report.error, "outcome": outcome}
         layers[report.name] = packed.spec.to_dict() | measured | {checkpoint.DIGESTS: {}}  # computed when it is saved
     settings = {"quant_method": checkpoint.METHOD, "version": checkpoint.VERSION, "recipe": plan.to_dict()}

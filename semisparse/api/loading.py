@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from semisparse.api.inspecting import inspect_directory
 from semisparse.checkpoint import load_dense, load_model
-from semisparse.integrations.importers import Grid, load_dequantised, quantised_elsewhere
+from semisparse.integrations.importers import Rounded, load_dequantised, quantised_elsewhere
 from semisparse.nn import join_layers
 
 
@@ -34,11 +34,11 @@ def load(
     return model
 
 
-def load_uncompressed(path: str | Path) -> tuple[PreTrainedModel, dict[str, Grid]]:
+def load_uncompressed(path: str | Path) -> tuple[PreTrainedModel, dict[str, Rounded]]:
     """Load a model that is to be compressed, on the CPU: dense, or quantised by another tool and then dequantised.
 
     Returns:
-        The model, and the grid that the other tool rounded each weight to, by the layer's name in the files.
+        The model, and what the other tool rounded each weight to, by the layer's name in the files.
     Raises:
         CheckpointError: the directory is missing, incomplete or corrupted.
         InputError: semisparse has compressed the model already, or an option of the other tool is not read.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from semisparse.errors import FormatError
 from semisparse.formats.base import Packed, Params
+from semisparse.formats.codes import Codes
 from semisparse.patterns import Group, Unstructured
 
 Choice = TypeVar("Choice", int, str)
@@ -64,23 +65,24 @@ def refuse_infinite(values: Tensor, tensor: str) -> None:
         refuse_first(~values.isfinite(), tensor, "the value is not finite")
 
 
-def row_scales(scales: Tensor, weight: Tensor) -> Tensor:
-    """Return scales that a packer was given, as float32 on the weight's device.
+def require_codes(codes: Codes, weight: Tensor, dtype: torch.dtype, bits: int, size: int) -> None:
+    """Refuse codes that a packer was given for a weight and are not for it.
 
     Args:
-        scales: [N] float.
+        codes: the numbers that the weight was rounded to.
         weight: [N, K].
+        dtype: of the values that the packer stores.
+        bits: per value.
+        size: columns per scale.
     Raises:
-        FormatError: they are another number, or one is not finite and above 0.
+        FormatError: a dtype, shape or size is another; says which was expected.
     """
-    if tuple(scales.shape) != (len(weight),):
-        raise FormatError(f"scales are {list(scales.shape)}, expected {[len(weight)]}: one per row of the weight")
-    scales = scales.to(weight.device, torch.float32)
-    valid = scales.isfinite() & (scales > 0)
-    if not valid.all():
-        row = int((~valid).nonzero()[0])
-        raise FormatError(f"the scale of row {row} is {float(scales[row])}, expected a finite number above 0")
-    return scales
+    (n, k), zero = weight.shape, codes.zero
+    tiles = (n, -(-k // size))
+    given = (codes.values.dtype, tuple(codes.values.shape), codes.bits, codes.size, tuple(codes.scale.shape))
+    expected = (dtype, (n, k), bits, size, tiles)
+    if given != expected or (zero is not None and tuple(zero.shape) != tiles):
+        raise FormatError(f"codes are (dtype, shape, bits, size, scales) {given}, expected {expected}")
 
 
 def share_violation(packed: Packed, kept: Tensor, unit: int = 1) -> str | None:

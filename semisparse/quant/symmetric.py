@@ -41,23 +41,6 @@ def quantise_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scale
 
 
-def quantise_with(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Quantise a weight to 8 bits with scales that are given, such as those of another tool.
-
-    Args:
-        weight: [N, K] float.
-        scale: [N] float32, above 0.
-        dtype: torch.int8 or torch.float8_e4m3fn.
-    Returns:
-        Codes [N, K] of ``dtype``, -128 to 127 or -448 to 448.
-    """
-    largest = LARGEST[dtype]
-    scaled = weight.float() / scale[:, None]
-    if dtype == torch.int8:
-        return scaled.round().clamp(-largest - 1, largest).to(dtype)
-    return scaled.clamp(-largest, largest).to(dtype)
-
-
 def fake_quantise_rows(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Quantise and dequantise a weight [N, K] float, with a scale per row; returns float32."""
     codes, scale = quantise_rows(weight, dtype)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from semisparse.api import compress, load
 from semisparse.errors import CheckpointError, InputError
-from semisparse.integrations.importers import METHODS, load_dequantised, quantised_elsewhere
+from semisparse.integrations.importers import METHODS, Rounded, load_dequantised, quantised_elsewhere
 from semisparse.integrations.importers.method import unpack_words
 from semisparse.integrations.importers.reading import SMALL
 from semisparse.nn import is_linear
@@ -23,8 +23,8 @@ def dequantise(method: str, tensors: dict[str, Tensor], block: dict) -> Tensor:
     """Measure a layer's tensors as `load_dequantised` does, and return its dense weight."""
     reader = METHODS[method]
     n, k = reader.measure({name: small_or_meta(tensor) for name, tensor in tensors.items()}, block)
-    values, grid = reader.read(tensors, block)
-    weight = values if grid is None else grid.dequantised(values)
+    read = reader.read(tensors, block)
+    weight = read.dequantised() if isinstance(read, Rounded) else read
     assert weight.shape == (n, k)
     return weight
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from semisparse.errors import InputError
 from semisparse.integrations.importers.method import (
     FLOATS,
-    Grid,
     Method,
     Parts,
+    Rounded,
     columns_per_group,
     part,
     require_groups,
@@ -45,11 +45,11 @@ def measure(tensors: Parts, block: Mapping[str, Any]) -> tuple[int, int]:
     return n, k
 
 
-def read(tensors: Parts, block: Mapping[str, Any]) -> tuple[Tensor, Grid]:
-    """Return the codes [N, K] uint8, and their scales and zero points."""
+def read(tensors: Parts, block: Mapping[str, Any]) -> Rounded:
+    """Return the weight: ``(code - zero) * scale``."""
     codes, zeros, scales = _unpacked(tensors["qweight"]), _unpacked(tensors["qzeros"]), tensors["scales"]
     size = columns_per_group(len(codes), len(scales), _group_size(block))
-    return codes.T.contiguous(), Grid(scales.T, zeros.T.to(torch.int32), (1, size), BITS)
+    return Rounded(codes.T.contiguous(), scales.T, zeros.T.to(torch.int32), (1, size), BITS)
 
 
 def _group_size(block: Mapping[str, Any]) -> Any:

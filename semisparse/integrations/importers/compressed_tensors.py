@@ -12,9 +12,9 @@ from semisparse.errors import CheckpointError, InputError
 from semisparse.integrations.importers.method import (
     FLOATS,
     INDICES,
-    Grid,
     Method,
     Parts,
+    Rounded,
     columns_per_group,
     dtype_name,
     group_index,
@@ -56,27 +56,34 @@ def measure(tensors: Parts, block: Mapping[str, Any]) -> tuple[int, int]:
     return shape
 
 
-def read(tensors: Parts, block: Mapping[str, Any]) -> tuple[Tensor, Grid | None]:
-    """Return the stored values [N, K], and the grid that they are on.
+def read(tensors: Parts, block: Mapping[str, Any]) -> Rounded | Tensor:
+    """Return the weight.
 
     Raises:
-        CheckpointError: ``weight_g_idx`` names a group that is not there, or the bit mask has another number of ones.
+        CheckpointError: ``weight_g_idx`` names a group that is not there, the bit mask has another number of ones, or
+            integers have more bits than declared.
     """
     if "weight_packed" in tensors:
         return _packed_integers(tensors, block)
     weight = _unmasked(tensors) if "compressed" in tensors else tensors["weight"]
     if "weight_scale" not in tensors:
-        return weight, None
+        return weight
     shape = (weight.shape[0], weight.shape[1])
     tile = _tile(tensors, shape, block)
     tiles = (-(-shape[0] // tile[0]), -(-shape[1] // tile[1]))
-    zero = tensors.get("weight_zero_point")
-    if zero is not None:
-        zero = zero.to(torch.int32).reshape(tiles)
-        if weight.dtype == torch.int8:  # as unsigned codes, like all that have zero points
-            weight, zero = (weight.to(torch.int16) + 128).to(torch.uint8), zero + 128
-    fp8, scale = weight.dtype == torch.float8_e4m3fn, tensors["weight_scale"].reshape(tiles)
-    return weight, Grid(scale, zero, tile, 8, fp8, _rounds_x(block))
+    scale, zero, bits = tensors["weight_scale"].reshape(tiles), tensors.get("weight_zero_point"), 8
+    if weight.dtype == torch.int8 and (zero is not None or _declared_bits(block) < 8):
+        bits = _declared_bits(block)
+        half = 2 ** (bits - 1)
+        low, high = (int(end) for end in weight.aminmax())
+        if low < -half or high >= half:
+            raise CheckpointError(
+                f"the weight holds integers from {low} to {high}, expected {-half} to {half - 1}, which are the "
+                f"{bits} bits that config.json declares"
+            )
+        zero = (torch.zeros(tiles) if zero is None else zero.reshape(tiles)).to(torch.int32) + half
+        weight = (weight.to(torch.int16) + half).to(torch.uint8)
+    return Rounded(weight, scale, zero, tile, bits, _rounds_x(block))
 
 
 def _measure_packed(tensors: Parts, block: Mapping[str, Any]) -> tuple[int, int]:
@@ -94,7 +101,7 @@ def _measure_packed(tensors: Parts, block: Mapping[str, Any]) -> tuple[int, int]
     return n, k
 
 
-def _packed_integers(tensors: Parts, block: Mapping[str, Any]) -> tuple[Tensor, Grid]:
+def _packed_integers(tensors: Parts, block: Mapping[str, Any]) -> Rounded:
     """Read unsigned codes, which are stored with half of their range added, lowest bits first."""
     packed, scale = tensors["weight_packed"], tensors["weight_scale"]
     (n, k), groups = _shape(tensors, "weight_shape"), scale.shape[1]
@@ -105,8 +112,7 @@ def _packed_integers(tensors: Parts, block: Mapping[str, Any]) -> tuple[Tensor, 
     else:
         zeros = torch.full((n, groups), 2 ** (bits - 1), dtype=torch.int32)
     index = group_index(tensors, "weight_g_idx", k, groups, size)
-    grid = Grid(scale, zeros, (1, size), bits, rounds_x=_rounds_x(block), index=index)
-    return _codes(packed, bits)[:, :k].contiguous(), grid
+    return Rounded(_codes(packed, bits)[:, :k].contiguous(), scale, zeros, (1, size), bits, _rounds_x(block), index)
 
 
 def _bits_and_size(
@@ -136,6 +142,13 @@ def _arguments(block: Mapping[str, Any], of: str) -> list[Mapping[str, Any]]:
     groups = block.get("config_groups")
     found = [group.get(of) for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
     return [arguments if isinstance(arguments, dict) else {} for arguments in found]
+
+
+def _declared_bits(block: Mapping[str, Any]) -> int:
+    """Return the bits that all config groups declare; 8 if they differ or say none."""
+    bits = {arguments.get("num_bits") for arguments in _arguments(block, "weights")}
+    only = bits.pop() if len(bits) == 1 else None
+    return only if type(only) is int and 1 <= only <= 8 else 8
 
 
 def _rounds_x(block: Mapping[str, Any]) -> bool | None:

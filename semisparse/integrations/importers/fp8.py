@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from semisparse.errors import CheckpointError
-from semisparse.integrations.importers.method import FLOATS, Grid, Method, Parts, part
+from semisparse.integrations.importers.method import FLOATS, Method, Parts, Rounded, part
 
 TILE = (128, 128)
 """Rows and columns of a scale's tile, where the config does not say."""
@@ -29,11 +29,11 @@ def measure(tensors: Parts, block: Mapping[str, Any]) -> tuple[int, int]:
     return n, k
 
 
-def read(tensors: Parts, block: Mapping[str, Any]) -> tuple[Tensor, Grid]:
-    """Return the values [N, K] and the scale of each tile."""
+def read(tensors: Parts, block: Mapping[str, Any]) -> Rounded:
+    """Return the weight: each value times the scale of its tile."""
     weight, scale = tensors["weight"], _scale(tensors)
     (n, k), tile = weight.shape, _tile(scale, (weight.shape[0], weight.shape[1]), block)
-    return weight, Grid(scale.reshape(-(-n // tile[0]), -(-k // tile[1])), None, tile, 8, fp8=True, rounds_x=True)
+    return Rounded(weight, scale.reshape(-(-n // tile[0]), -(-k // tile[1])), None, tile, 8, rounds_x=True)
 
 
 def _scale(tensors: Parts) -> Tensor:

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from semisparse.errors import InputError
 from semisparse.integrations.importers.method import (
     FLOATS,
-    Grid,
     Method,
     Parts,
+    Rounded,
     columns_per_group,
     group_index,
     part,
@@ -46,8 +45,8 @@ def measure(tensors: Parts, block: Mapping[str, Any]) -> tuple[int, int]:
     return n, k
 
 
-def read(tensors: Parts, block: Mapping[str, Any]) -> tuple[Tensor, Grid]:
-    """Return the codes [N, K] uint8, and their scales and zero points.
+def read(tensors: Parts, block: Mapping[str, Any]) -> Rounded:
+    """Return the weight: ``(code - zero) * scale``.
 
     ``g_idx`` [K] names each column's group. Zero points are stored less 1, except where ``checkpoint_format`` is
     ``gptq_v2``.
@@ -63,7 +62,7 @@ def read(tensors: Parts, block: Mapping[str, Any]) -> tuple[Tensor, Grid]:
         zeros = zeros + 1 & 2**bits - 1
     size = columns_per_group(k, len(scales), block.get("group_size"))
     index = group_index(tensors, "g_idx", k, len(scales), size)
-    return codes.T.contiguous(), Grid(scales.T, zeros, (1, size), bits, index=index)
+    return Rounded(codes.T.contiguous(), scales.T, zeros, (1, size), bits, index=index)
 
 
 def _bits(block: Mapping[str, Any]) -> int:

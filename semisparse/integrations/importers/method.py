@@ -19,37 +19,37 @@ INDICES = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
-class Grid:
-    """The numbers that a tool rounded a weight [N, K] to: ``(value - zero) * scale``, with one zero and scale per tile.
+class Rounded:
+    """A weight as a tool rounded it: ``(value - zero) * scale``, with one zero and one scale per tile.
 
     Args:
+        values: [N, K] float8_e4m3fn; uint8, from 0 to 2^bits - 1, with a zero point; or int8 without one.
         scale: [ceil(N / rows), ceil(K / columns)] float.
         zero: as ``scale``, int32; None for values without a zero point.
         tile: rows and columns of a tile.
-        bits: per value; values are fp8 (e4m3), or integers: from 0 to 2^bits - 1 with a zero point, else int8.
-        fp8: whether they are fp8.
+        bits: per value.
         rounds_x: whether the tool's kernels round x to 8 bits as well; None if the file does not say.
         index: [K] int64, the column of ``scale`` of each column of the weight, where tiles are not adjacent columns.
     """
 
+    values: Tensor
     scale: Tensor
     zero: Tensor | None
     tile: tuple[int, int]
     bits: int
-    fp8: bool = False
     rounds_x: bool | None = False
     index: Tensor | None = None
 
-    def dequantised(self, values: Tensor) -> Tensor:
-        """Return the weight [N, K] float32 of values [N, K] uint8, int8 or float8_e4m3fn."""
-        weight = values.float()
+    def dequantised(self) -> Tensor:
+        """Return the weight, [N, K] float32."""
+        weight = self.values.float()
         if self.zero is not None:
-            weight -= self._spread(self.zero.float(), values.shape)
-        return weight * self._spread(self.scale.float(), values.shape)
+            weight -= self._spread(self.zero.float())
+        return weight * self._spread(self.scale.float())
 
-    def _spread(self, x: Tensor, shape: torch.Size) -> Tensor:
+    def _spread(self, x: Tensor) -> Tensor:
         """Return the entry of each weight, in a shape that can be multiplied with [N, K]."""
-        (n, k), (rows, columns) = shape, self.tile
+        (n, k), (rows, columns) = self.values.shape, self.tile
         if rows != 1:
             x = x.repeat_interleave(rows, 0)[:n]
         if self.index is not None:
@@ -66,15 +66,14 @@ class Method:
         parts: names of all tensors that together stand for a quantised layer's weight.
         measure: (tensors, ``quantization_config``) -> N and K, after checking dtypes, shapes and the number of groups.
             Tensors of more than 16 numbers are on the meta device.
-        read: (tensors, ``quantization_config``) -> the stored values [N, K], once measured, and the grid that they are
-            on; None if they are the weight itself.
+        read: (tensors, ``quantization_config``) -> the weight, once measured; a tensor [N, K] if it is not rounded.
         dropped: names of tensors outside quantised layers that a dense model does not have.
     """
 
     markers: frozenset[str]
     parts: frozenset[str]
     measure: Callable[[Parts, Mapping[str, Any]], tuple[int, int]]
-    read: Callable[[Parts, Mapping[str, Any]], tuple[Tensor, Grid | None]]
+    read: Callable[[Parts, Mapping[str, Any]], Rounded | Tensor]
     dropped: frozenset[str] = frozenset()
 
 

@@ -1,4 +1,4 @@
-"""Loading a directory that another tool quantised as a dense model, and the grid that each weight was rounded to."""
+"""Loading a directory that another tool quantised as a dense model, and the numbers that each weight was rounded to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from semisparse.checkpoint import ModelDirectory, meta_model, open_files, refuse_integers, refuse_unstored
 from semisparse.errors import CheckpointError, SemisparseError
 from semisparse.integrations.importers import awq, compressed_tensors, fp8, gptq
-from semisparse.integrations.importers.method import Grid, Method
+from semisparse.integrations.importers.method import Method, Rounded
 from semisparse.integrations.names import model_keys
 
 METHODS: dict[str, Method] = {
@@ -41,13 +41,13 @@ def quantised_elsewhere(path: str | Path) -> str | None:
     return method if isinstance(method, str) and method in METHODS else None
 
 
-def load_dequantised(path: str | Path) -> tuple[PreTrainedModel, dict[str, Grid]]:
+def load_dequantised(path: str | Path) -> tuple[PreTrainedModel, dict[str, Rounded]]:
     """Load a model that another tool quantised as a dense model on the CPU, in the dtype of its config.
 
     Args:
         path: a model directory with a ``quantization_config`` of one of `METHODS`.
     Returns:
-        The model, and the grid of each quantised weight, by the layer's name in the files.
+        The model, and what each quantised weight was rounded to, by the layer's name in the files.
     Raises:
         CheckpointError: the directory is incomplete, or a tensor does not fit the config or the others of its layer.
         InputError: an option of the method is not read.
@@ -61,7 +61,7 @@ def load_dequantised(path: str | Path) -> tuple[PreTrainedModel, dict[str, Grid]
     _check(directory, method, block, skeleton, {name: layers[name] for name in quantised})
     config = skeleton.config
     dtype = getattr(config, "dtype", None) or torch.bfloat16
-    state, grids = _dense_tensors(directory, method, block, layers, quantised, dtype)
+    state, rounded = _dense_tensors(directory, method, block, layers, quantised, dtype)
     _transpose_conv1d(skeleton, state, quantised)
     try:
         model, report = type(skeleton).from_pretrained(
@@ -76,7 +76,7 @@ def load_dequantised(path: str | Path) -> tuple[PreTrainedModel, dict[str, Grid]
             f"tensor {min(report['missing_keys'])} is missing from the safetensors files of {directory.path}"
         )
     refuse_integers(model, ())
-    return model.eval(), grids
+    return model.eval(), rounded
 
 
 def _layers(directory: ModelDirectory) -> dict[str, list[str]]:
@@ -141,21 +141,21 @@ def _dense_tensors(
     layers: Mapping[str, Sequence[str]],
     quantised: Sequence[str],
     dtype: torch.dtype,
-) -> tuple[dict[str, Tensor], dict[str, Grid]]:
-    """Return all tensors by name, with a dense ``weight`` in the place of each layer's parts, and the layers' grids."""
-    tensors, grids, parted = {}, {}, set(quantised)
+) -> tuple[dict[str, Tensor], dict[str, Rounded]]:
+    """Return all tensors by name, with a dense ``weight`` in the place of each layer's parts, and what was rounded."""
+    tensors, rounded, parted = {}, {}, set(quantised)
     for layer, parts in layers.items():
         prefix = f"{layer}." if layer else ""
         taken = method.parts if layer in parted else method.dropped
         tensors.update({prefix + part: directory.read(prefix + part) for part in parts if part not in taken})
         if layer in parted:
             stored = {part: directory.read(prefix + part) for part in parts if part in method.parts}
-            values, grid = _named(directory, layer, method.read, stored, block)
-            if grid is not None:
-                grids[layer] = grid
-                values = grid.dequantised(values)
-            tensors[f"{prefix}weight"] = values.to(dtype)
-    return tensors, grids
+            weight = _named(directory, layer, method.read, stored, block)
+            if isinstance(weight, Rounded):
+                rounded[layer] = weight
+                weight = weight.dequantised()
+            tensors[f"{prefix}weight"] = weight.to(dtype)
+    return tensors, rounded
 
 
 def _named(directory: ModelDirectory, layer: str, function: Any, *args: Any) -> Any:

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from semisparse.errors import FormatError
 from semisparse.formats.base import Packed, Params, TensorSpec, WeightSpec
-from semisparse.formats.checks import choice_of, row_scales
+from semisparse.formats.checks import choice_of, require_codes
 from semisparse.formats.codes import Codes
 from semisparse.formats.dense.storage import int4
 from semisparse.patterns import Pattern, VectorNM
-from semisparse.quant.symmetric import FP8_MAX, quantise_rows, quantise_with
+from semisparse.quant.symmetric import FP8_MAX, quantise_rows
 
 KINDS = ("int8", "fp8", "fp8_tensor", "int4")
 """Symmetric with a scale per row (int8, fp8) or one in all (fp8_tensor); scale and zero per 32 columns (int4)."""
@@ -62,7 +62,7 @@ def grain(spec: WeightSpec) -> tuple[int, int]:
 
 
 def pack(
-    weight: Tensor, pattern: Pattern, kind: str | None = None, scales: Tensor | None = None
+    weight: Tensor, pattern: Pattern, kind: str | None = None, codes: Codes | None = None
 ) -> tuple[Params, dict[str, Tensor]]:
     """Store a weight.
 
@@ -70,18 +70,18 @@ def pack(
         weight: [N, K].
         pattern: any; zeros are stored like other values.
         kind: None for the weight as it is, or one of `KINDS`.
-        scales: [N] float32, of kinds int8 and fp8; by default such that each row's codes span it.
+        codes: of kinds int8 and fp8, what the weight was rounded to already.
     Raises:
-        FormatError: ``kind`` is unknown or takes no scales, the scales are not for this weight, or int4 cannot tile
+        FormatError: ``kind`` is unknown or takes no codes, the codes are not for this weight, or int4 cannot tile
             this shape.
     """
     params = Params() if kind is None else Params(kind=kind)
     kind = kind_of(params)
-    if scales is not None:
+    if codes is not None:
         if kind not in ("int8", "fp8"):
-            raise FormatError(f"format dense takes scales per row for kinds int8 and fp8, not for {kind or 'no kind'}")
-        scale = row_scales(scales, weight)
-        return params, {"values": quantise_with(weight, scale, DTYPES[kind]), "scale": scale}
+            raise FormatError(f"format dense takes codes for kinds int8 and fp8, not for {kind or 'no kind'}")
+        require_codes(codes, weight, DTYPES[kind], 8, weight.shape[1])
+        return params, {"values": codes.values, "scale": codes.scale[:, 0].float()}
     if kind is None:
         return params, {"values": weight.contiguous() + 0.0}  # -0.0 becomes +0.0, as in every format
     if kind == "int4":
@@ -106,7 +106,7 @@ def unpack(packed: Packed) -> Tensor:
     return (weight.float() * packed.tensors["scale"][:, None]).to(packed.dtype)
 
 
-def codes(packed: Packed) -> Codes | None:
+def codes_of(packed: Packed) -> Codes | None:
     """Return the 8-bit values and their scales; None for 16-bit values and for int4, whose zero points are weights."""
     kind = kind_of(packed.params)
     if kind is None or kind == "int4":

@@ -8,7 +8,7 @@ earliest window that has room: what the paper's greedy algorithm 2 finds, withou
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import gcd
 
 import torch
@@ -17,11 +17,11 @@ from torch.nn import functional as F
 
 from semisparse.errors import FormatError, PatternError
 from semisparse.formats.base import Packed, Params, TensorSpec, WeightSpec
-from semisparse.formats.checks import row_scales
+from semisparse.formats.checks import require_codes
 from semisparse.formats.codes import Codes
 from semisparse.formats.slide24.storage.decomposition import Decomposition
 from semisparse.patterns import NM, Pattern
-from semisparse.quant.symmetric import quantise_rows, quantise_with
+from semisparse.quant.symmetric import quantise_rows
 
 KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """8-bit values with a scale per row; without a kind the weight is stored as it is."""
@@ -134,43 +134,44 @@ def lifted_columns(k: int, window: int) -> int:
 
 
 def pack_weight(
-    weight: Tensor, pattern: Pattern, kind: str | None = None, scales: Tensor | None = None
+    weight: Tensor, pattern: Pattern, kind: str | None = None, codes: Codes | None = None
 ) -> tuple[Params, dict[str, Tensor]]:
     """Decompose and compress a weight (section 4.1, algorithm 2).
 
     Args:
         weight: [N, K] that obeys ``pattern``; -0.0 counts as zero.
         kind: None for the weight as it is, or one of `KINDS`.
-        scales: [N] float32, of quantised values; by default such that each row's values span their dtype.
+        codes: of a kind, what the weight was rounded to already.
     Raises:
-        FormatError: ``kind`` is unknown, the pattern's window too wide for K, or the scales not for this weight.
+        FormatError: ``kind`` is unknown, the pattern's window too wide for K, or the codes not for this weight.
     """
     params = Params() if kind is None else Params(kind=kind)
     dtype = quantised_dtype(params)
     rows = max(1, BAND_BYTES.get(weight.device.type, BAND_BYTES["cpu"]) // (weight.shape[1] * weight.element_size()))
-    given: Sequence[Tensor | None] = [None] * -(-len(weight) // rows)
-    if scales is not None:
-        if dtype is None:
-            raise FormatError("format slide24 takes scales for kinds int8 and fp8, not for a weight stored as it is")
-        given = row_scales(scales, weight).split(rows)
-    bands = [
-        _pack_band(band, window_of(pattern), dtype, scale)
-        for band, scale in zip(weight.split(rows), given, strict=True)
-    ]
+    if codes is None:
+        bands = [_pack_band(band, window_of(pattern), dtype) for band in weight.split(rows)]
+    elif dtype is None:
+        raise FormatError("format slide24 takes codes for kinds int8 and fp8, not for a weight stored as it is")
+    else:
+        require_codes(codes, weight, dtype, 8, weight.shape[1])
+        scales = codes.scale[:, 0].float().split(rows)
+        pairs = zip(codes.values.split(rows), scales, strict=True)
+        bands = [_compress_codes(band, scale, window_of(pattern)) for band, scale in pairs]
     return params, {name: torch.cat([band[name] for band in bands]) for name in bands[0]}
 
 
-def _pack_band(weight: Tensor, window: int, dtype: torch.dtype | None, scale: Tensor | None) -> dict[str, Tensor]:
+def _pack_band(weight: Tensor, window: int, dtype: torch.dtype | None) -> dict[str, Tensor]:
     if dtype is None:
         return compress(weight + 0.0, window)  # -0.0 becomes +0.0
-    if scale is None:
-        quantised, scale = quantise_rows(weight, dtype)
-    else:
-        quantised = quantise_with(weight, scale, dtype)
+    quantised, scale = quantise_rows(weight, dtype)
+    return _compress_codes(quantised, scale, window)
+
+
+def _compress_codes(quantised: Tensor, scale: Tensor, window: int) -> dict[str, Tensor]:
     bits = as_bits(quantised)
-    if dtype != torch.int8:  # what rounds to -0.0 in fp8 is a zero, too
+    if quantised.dtype != torch.int8:  # what rounds to -0.0 in fp8 is a zero, too
         bits = bits.masked_fill(bits == -128, 0)
-    return {**compress(bits.view(dtype), window), "scale": scale}
+    return {**compress(bits.view(quantised.dtype), window), "scale": scale}
 
 
 def compress(weight: Tensor, window: int) -> dict[str, Tensor]:
@@ -247,7 +248,7 @@ def unpack(packed: Packed) -> Tensor:
     return scaled(unpack_values(packed), packed)
 
 
-def codes(packed: Packed) -> Codes | None:
+def codes_of(packed: Packed) -> Codes | None:
     """Return the 8-bit values and their scales; None for a weight stored as it is."""
     if "scale" not in packed.tensors:
         return None
