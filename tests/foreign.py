@@ -20,6 +20,9 @@ from tests.models import byte_tokenizer, random_model
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 4, "head_dim": 16}
 
+TOKEN = {"num_bits": 8, "strategy": "token", "dynamic": True}
+"""How compressed-tensors writes that x is rounded per token."""
+
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """AutoAWQ packs columns 0 2 4 6 1 3 5 7: column 1 is the fifth 4 bits of a word."""
 

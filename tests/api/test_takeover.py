@@ -19,7 +19,6 @@ from tests import foreign
 
 GROUPS = {"num_bits": 4, "group_size": 32, "strategy": "group"}
 CHANNEL = {"num_bits": 8, "strategy": "channel"}
-TOKEN = {"num_bits": 8, "strategy": "token", "dynamic": True}
 
 
 def kept(source: Path, out: Path, *settings: str, recipe: str = "keep") -> dict[str, SparseLinear]:
@@ -72,14 +71,14 @@ def test_fp8_with_one_scale(tmp_path: Path):
     [
         (GROUPS | {"symmetric": True}, None, "gqs w4 g32@0%"),
         (GROUPS | {"symmetric": False}, None, "gqs w4 g32@0%"),
-        (GROUPS | {"symmetric": True}, TOKEN, "gqs w4a8 g32@0%"),
+        (GROUPS | {"symmetric": True}, foreign.TOKEN, "gqs w4a8 g32@0%"),
         (CHANNEL | {"num_bits": 4, "symmetric": False}, None, "gqs w4 g128@0%"),
-        (CHANNEL, TOKEN, "dense int8"),
-        ({"num_bits": 8, "strategy": "tensor"}, TOKEN, "dense int8"),
+        (CHANNEL, foreign.TOKEN, "dense int8"),
+        ({"num_bits": 8, "strategy": "tensor"}, foreign.TOKEN, "dense int8"),
         (CHANNEL, None, "gqs w8 g128@0%"),
-        (CHANNEL | {"symmetric": False}, TOKEN, "gqs w8 g128@0%"),
-        (CHANNEL | {"type": "float"}, TOKEN, "dense fp8"),
-        ({"num_bits": 8, "type": "float", "strategy": "tensor"}, TOKEN, "dense fp8"),
+        (CHANNEL | {"symmetric": False}, foreign.TOKEN, "gqs w8 g128@0%"),
+        (CHANNEL | {"type": "float"}, foreign.TOKEN, "dense fp8"),
+        ({"num_bits": 8, "type": "float", "strategy": "tensor"}, foreign.TOKEN, "dense fp8"),
     ],
 )
 def test_compressed_tensors(tmp_path: Path, weights: dict[str, Any], inputs: dict[str, Any] | None, stored: str):
@@ -100,7 +99,7 @@ def theirs(path: Path, layers: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def test_sparse_8_bits_of_compressed_tensors_multiply_in_8_bits(tmp_path: Path):
-    path = foreign.compressed_tensors(tmp_path / "in", foreign.model_of(pattern=(6, 8)), CHANNEL, TOKEN)
+    path = foreign.compressed_tensors(tmp_path / "in", foreign.model_of(pattern=(6, 8)), CHANNEL, foreign.TOKEN)
     layers = kept(path, tmp_path / "out", "quant=keep", "prune=none", recipe="slidesparse")
     assert {(m.packed.spec.format, m.packed.params["kind"]) for m in layers.values()} == {("slide24", "int8")}
     assert_same(layers, theirs(path, layers))

@@ -179,15 +179,16 @@ def unpack(packed: Packed) -> Tensor:
 
 
 def codes_of(packed: Packed) -> Codes:
-    """Return the codes of all groups, those of dropped groups 0 with a zero point of 0 and a scale of 1."""
+    """Return the codes of all groups; those of dropped groups are their zero point, half of the codes' range."""
     (n, k), size, tensors = packed.shape, group_size(packed.pattern), packed.tensors
-    bits, groups = code_bits(packed.params, size), -(-packed.shape[1] // group_size(packed.pattern))
-    values = _spread(unpack_codes(tensors["codes"], bits, size), tensors["masks"], 0)[:n].flatten(1)[:, :k]
+    bits, groups = code_bits(packed.params, size), -(-k // size)
+    values = _spread(unpack_codes(tensors["codes"], bits, size), tensors["masks"], 2 ** (bits - 1))
     scale, zero = (
         _spread(tensors[name][:, None], tensors["masks"], fill)[:n, :groups, 0]
-        for name, fill in (("scale", 1), ("zero", 0))
+        for name, fill in (("scale", 1), ("zero", 128))
     )
-    return Codes(bits, values.contiguous(), scale, zero.float() * 2.0 ** (bits - 8), size, quantises_x(packed.params))
+    values, zero = values[:n].flatten(1)[:, :k].contiguous(), zero.float() * 2.0 ** (bits - 8)
+    return Codes(bits, values, scale, zero, size, quantises_x(packed.params))
 
 
 def _spread(kept: Tensor, masks: Tensor, fill: int) -> Tensor:
