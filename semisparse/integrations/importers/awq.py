@@ -33,7 +33,10 @@ def measure(tensors: Parts, block: Mapping[str, Any]) -> tuple[int, int]:
         CheckpointError: the tensors do not fit one another or the config.
         InputError: the checkpoint has not 4 bits in the layout of AWQ's GEMM kernels.
     """
-    bits, version = block.get("bits", block.get("w_bit")), str(block.get("version", "gemm")).lower()
+    bits, version = (
+        block.get("bits", block.get("w_bit")),
+        str(block.get("version", block.get("format", "gemm"))).lower(),
+    )
     if bits != BITS or version != "gemm":
         raise InputError(f"an AWQ checkpoint of {bits!r} bits, version {version!r}; known: 4 bits, version 'gemm'")
     qweight, scales = part(tensors, "qweight", (torch.int32,), 2), part(tensors, "scales", FLOATS, 2)

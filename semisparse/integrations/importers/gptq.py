@@ -23,6 +23,9 @@ from semisparse.integrations.importers.method import (
 
 BITS = (2, 3, 4, 8)
 
+LAYOUTS = ("gptq", "gptq_v2")
+"""Values of ``checkpoint_format``: zero points stored less 1, or as they are."""
+
 
 def measure(tensors: Parts, block: Mapping[str, Any]) -> tuple[int, int]:
     """Return N and K of ``qweight`` [K * bits / 32, N] int32.
@@ -31,9 +34,9 @@ def measure(tensors: Parts, block: Mapping[str, Any]) -> tuple[int, int]:
 
     Raises:
         CheckpointError: the tensors do not fit one another or the config.
-        InputError: the number of bits is not one of `BITS`, or layers differ in bits.
+        InputError: the number of bits is not one of `BITS`, or layers differ in bits, or the layout is another.
     """
-    bits = _bits(block)
+    bits, _ = _bits(block), _layout(block)
     qweight, scales = part(tensors, "qweight", (torch.int32,), 2), part(tensors, "scales", FLOATS, 2)
     k, n, groups = 32 * len(qweight) // bits, qweight.shape[1], len(scales)
     why = f"{bits}-bit codes [{k}, {n}]"
@@ -48,8 +51,9 @@ def measure(tensors: Parts, block: Mapping[str, Any]) -> tuple[int, int]:
 def read(tensors: Parts, block: Mapping[str, Any]) -> Rounded:
     """Return the weight: ``(code - zero) * scale``.
 
-    ``g_idx`` [K] names each column's group. Zero points are stored less 1, except where ``checkpoint_format`` is
-    ``gptq_v2``.
+    ``g_idx`` [K] names each column's group. Where zero points are stored less 1, tools subtract it from whole words, so
+    that a zero point of 0 borrows from the next one; adding it to whole words undoes that. 3-bit zero points lie in two
+    words, and are changed one by one.
 
     Raises:
         CheckpointError: ``g_idx`` names a group that is not there.
@@ -57,9 +61,12 @@ def read(tensors: Parts, block: Mapping[str, Any]) -> Rounded:
     bits, scales = _bits(block), tensors["scales"]
     codes = unpack_words(tensors["qweight"], bits)
     k, n = codes.shape
-    zeros = unpack_words(tensors["qzeros"].T.contiguous(), bits)[:n].to(torch.int32)
-    if block.get("checkpoint_format") != "gptq_v2":
-        zeros = zeros + 1 & 2**bits - 1
+    words, less = tensors["qzeros"].T.contiguous(), _layout(block) == "gptq"
+    if less and bits != 3:
+        words = (words.to(torch.int64) + sum(1 << shift for shift in range(0, 32, bits))).to(torch.int32)
+    zeros = unpack_words(words, bits)[:n].to(torch.int32)
+    if less and bits == 3:
+        zeros = zeros + 1 & 7
     size = columns_per_group(k, len(scales), block.get("group_size"))
     index = group_index(tensors, "g_idx", k, len(scales), size)
     return Rounded(codes.T.contiguous(), scales.T, zeros, (1, size), bits, index=index)
@@ -72,6 +79,13 @@ def _bits(block: Mapping[str, Any]) -> int:
     if bits not in BITS:
         raise InputError(f"a GPTQ checkpoint of {bits!r} bits is not read; known: {', '.join(map(str, BITS))}")
     return int(bits)
+
+
+def _layout(block: Mapping[str, Any]) -> str:
+    layout = block.get("checkpoint_format", block.get("format", LAYOUTS[0]))
+    if layout not in LAYOUTS:
+        raise InputError(f"a GPTQ checkpoint of format {layout!r} is not read; known: {', '.join(LAYOUTS)}")
+    return str(layout)
 
 
 METHOD = Method(
