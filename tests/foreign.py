@@ -211,6 +211,20 @@ def fp8(path: Path, model: PreTrainedModel, tile: tuple[int, int] | None) -> tup
     return replaced(path, model, block, layer_of)
 
 
+def mxfp4(path: Path, model: PreTrainedModel) -> Path:
+    """Write a GPT-OSS model with random experts as it is published."""
+    model.save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    tensors = load_file(path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
+        experts, k, n = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (experts, n, k // 32, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(118, 124, (experts, n, k // 32), dtype=torch.uint8)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    change_config(path, quantization_config={"quant_method": "mxfp4"})
+    return path
+
+
 def word_of(codes: list[int]) -> int:
     """Put eight 4-bit codes into one 32-bit word in AWQ's order."""
     return signed(sum(code << 4 * place for code, place in zip(codes, AWQ_PLACES, strict=True)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from semisparse.api import compress, load
-from semisparse.errors import CheckpointError, InputError, RecipeError
+from semisparse.errors import CheckpointError, InputError, RecipeError, SemisparseError
 from semisparse.integrations.importers import load_dequantised
 from semisparse.nn import SparseLinear
 from tests import foreign
+from tests.architectures import tiny_model
 
 GROUPS = {"num_bits": 4, "group_size": 32, "strategy": "group"}
 CHANNEL = {"num_bits": 8, "strategy": "channel"}
@@ -206,6 +209,74 @@ def test_a_config_that_does_not_fit_is_refused_before_a_weight_is_read(
     monkeypatch.setattr(gptq, "unpack_words", None)
     with pytest.raises(CheckpointError, match=message):
         load_dequantised(path)
+
+
+def test_fp8_is_read_as_transformers_reads_it(tmp_path: Path):
+    path, weights = foreign.fp8(tmp_path / "in", foreign.model_of(), (32, 32))
+    read, _ = load_dequantised(path)
+    theirs = AutoModelForCausalLM.from_pretrained(path)  # dequantises without a GPU
+    for name, weight in weights.items():
+        assert torch.equal(read.get_submodule(name).weight, weight.to(torch.bfloat16))
+        assert torch.equal(read.get_submodule(name).weight, theirs.get_submodule(name).weight.to(torch.bfloat16))
+
+
+def test_mxfp4_is_read_as_transformers_reads_it(tmp_path: Path):
+    from transformers import Mxfp4Config
+
+    path = foreign.mxfp4(tmp_path / "in", tiny_model("GPT-OSS", torch.bfloat16, intermediate_size=64))
+    read, rounded = load_dequantised(path)
+    theirs = AutoModelForCausalLM.from_pretrained(path, quantization_config=Mxfp4Config(dequantize=True))
+    assert not rounded
+    for (name, found), expected in zip(read.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(found, expected.to(found.dtype)), name
+    assert read.model.layers[0].mlp.experts.gate_up_proj.float().std() > 0.01
+    settings = ["prune=magnitude", "pattern=2:4", "format=bitmask", "search=none", "tune=none"]
+    compress(path, recipe="rheosparse", settings=settings, out=tmp_path / "out")
+
+
+NASTY = [None, -1, 0, 3, 1 << 60, 4.5, "x", [], [1], [0, 0], {}, {"x": 1}, True]
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "compressed-tensors"])
+def test_hostile_blocks_and_tensors_are_refused_or_read(tmp_path: Path, method: str):
+    """Every value of the block and every tensor of a layer is replaced; what is read has the right shape."""
+    model = foreign.model_of(torch.float16)
+    if method == "compressed-tensors":
+        path = foreign.compressed_tensors(tmp_path / "in", model, GROUPS | {"symmetric": False})
+    else:
+        writers = {"gptq": foreign.gptq, "awq": foreign.awq, "fp8": partial(foreign.fp8, tile=(32, 32))}
+        path, _ = writers[method](tmp_path / "in", model)
+    block = json.loads((path / "config.json").read_text())["quantization_config"]
+    for changed in [*_variants(block), *[{**block, key: value} for key in block for value in NASTY]]:
+        foreign.change_config(path, quantization_config={**changed, "quant_method": method})
+        _read_or_refuse(path)
+    foreign.change_config(path, quantization_config=block)
+    tensors = foreign.load_file(path / "model.safetensors")
+    for name in [name for name in tensors if name.startswith("model.layers.0.mlp.up_proj.")]:
+        good = tensors[name]
+        for bad in (good[:0], good[..., :-1], good.flatten(), good.view(torch.uint8), good.double(), good[None], None):
+            changed = {**tensors, name: bad.contiguous()} if bad is not None else dict(tensors)
+            if bad is None:
+                del changed[name]
+            foreign.save_file(changed, path / "model.safetensors", {"format": "pt"})
+            _read_or_refuse(path)
+
+
+def _variants(block: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return blocks of compressed-tensors with each argument of weights replaced."""
+    found = []
+    for key in ("num_bits", "group_size", "strategy", "block_structure", "symmetric"):
+        for value in NASTY if "config_groups" in block else []:
+            changed = json.loads(json.dumps(block))
+            next(iter(changed["config_groups"].values()))["weights"][key] = value
+            found.append(changed)
+    return found
+
+
+def _read_or_refuse(path: Path) -> None:
+    with contextlib.suppress(SemisparseError):
+        model, _ = load_dequantised(path)
+        assert model.model.layers[0].mlp.up_proj.weight.shape == (96, 64)
 
 
 def test_a_missing_tensor_is_refused(tmp_path: Path):

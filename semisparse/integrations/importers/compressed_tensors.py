@@ -146,9 +146,8 @@ def _arguments(block: Mapping[str, Any], of: str) -> list[Mapping[str, Any]]:
 
 def _declared_bits(block: Mapping[str, Any]) -> int:
     """Return the bits that all config groups declare; 8 if they differ or say none."""
-    bits = {arguments.get("num_bits") for arguments in _arguments(block, "weights")}
-    only = bits.pop() if len(bits) == 1 else None
-    return only if type(only) is int and 1 <= only <= 8 else 8
+    first, *others = [arguments.get("num_bits") for arguments in _arguments(block, "weights")] or [8]
+    return first if type(first) is int and 1 <= first <= 8 and all(bits == first for bits in others) else 8
 
 
 def _rounds_x(block: Mapping[str, Any]) -> bool | None:

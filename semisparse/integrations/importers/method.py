@@ -12,7 +12,7 @@ from torch import Tensor
 from semisparse.errors import CheckpointError
 
 Parts = Mapping[str, Tensor]
-"""A layer's tensors by the last word of their names."""
+"""A layer's tensors by what follows the layer in their names."""
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 INDICES = (torch.int32, torch.int64)
@@ -64,17 +64,21 @@ class Method:
     Args:
         markers: names of tensors of which a quantised layer has at least one.
         parts: names of all tensors that together stand for a quantised layer's weight.
-        measure: (tensors, ``quantization_config``) -> N and K, after checking dtypes, shapes and the number of groups.
-            Tensors of more than 16 numbers are on the meta device.
+        measure: (tensors, ``quantization_config``) -> N and K, or all dimensions of a fused weight, after checking
+            dtypes, shapes and the number of groups. Tensors of more than 16 numbers are on the meta device.
         read: (tensors, ``quantization_config``) -> the weight, once measured; a tensor [N, K] if it is not rounded.
         dropped: names of tensors outside quantised layers that a dense model does not have.
+        separator: between a layer's name and that of a part.
+        weight: what follows the layer's name in that of the dense weight.
     """
 
     markers: frozenset[str]
     parts: frozenset[str]
-    measure: Callable[[Parts, Mapping[str, Any]], tuple[int, int]]
+    measure: Callable[[Parts, Mapping[str, Any]], tuple[int, ...]]
     read: Callable[[Parts, Mapping[str, Any]], Rounded | Tensor]
     dropped: frozenset[str] = frozenset()
+    separator: str = "."
+    weight: str = ".weight"
 
 
 def part(tensors: Parts, name: str, dtypes: tuple[torch.dtype, ...], dims: int) -> Tensor:

@@ -13,8 +13,8 @@ from transformers.pytorch_utils import Conv1D
 
 from semisparse.checkpoint import ModelDirectory, meta_model, open_files, refuse_integers, refuse_unstored
 from semisparse.errors import CheckpointError, SemisparseError
-from semisparse.integrations.importers import awq, compressed_tensors, fp8, gptq
-from semisparse.integrations.importers.method import Method, Rounded
+from semisparse.integrations.importers import awq, compressed_tensors, fp8, gptq, mxfp4
+from semisparse.integrations.importers.method import FLOATS, Method, Rounded
 from semisparse.integrations.names import model_keys
 
 METHODS: dict[str, Method] = {
@@ -23,11 +23,16 @@ METHODS: dict[str, Method] = {
     "awq": awq.METHOD,
     "fp8": fp8.METHOD,
     "fbgemm_fp8": fp8.METHOD,
+    "mxfp4": mxfp4.METHOD,
 }
 """By the ``quant_method`` of config.json."""
 
 SMALL = 16
 """Tensors of so many numbers are read before the checks: some hold a weight's shape."""
+
+
+Names = Mapping[str, str]
+"""Tensors' names in the files, by the part of their layer that they hold."""
 
 
 def quantised_elsewhere(path: str | Path) -> str | None:
@@ -56,11 +61,15 @@ def load_dequantised(path: str | Path) -> tuple[PreTrainedModel, dict[str, Round
     block = directory.config["quantization_config"]
     method = METHODS[block["quant_method"]]
     skeleton = meta_model(directory)
-    layers = _layers(directory)
+    layers = _layers(directory, method)
     quantised = [name for name, parts in layers.items() if not method.markers.isdisjoint(parts)]
     _check(directory, method, block, skeleton, {name: layers[name] for name in quantised})
     config = skeleton.config
     dtype = getattr(config, "dtype", None) or torch.bfloat16
+    if dtype not in FLOATS:
+        raise CheckpointError(
+            f"{directory.path}: dtype is {dtype} in config.json, expected float16, bfloat16 or float32"
+        )
     state, rounded = _dense_tensors(directory, method, block, layers, quantised, dtype)
     _transpose_conv1d(skeleton, state, quantised)
     try:
@@ -79,12 +88,12 @@ def load_dequantised(path: str | Path) -> tuple[PreTrainedModel, dict[str, Round
     return model.eval(), rounded
 
 
-def _layers(directory: ModelDirectory) -> dict[str, list[str]]:
-    """Return the last words of all tensors' names, by what comes before."""
-    layers: dict[str, list[str]] = {}
+def _layers(directory: ModelDirectory, method: Method) -> dict[str, dict[str, str]]:
+    """Return the tensors' names by layer and part."""
+    layers: dict[str, dict[str, str]] = {}
     for name in directory.headers:
-        layer, _, part = name.rpartition(".")
-        layers.setdefault(layer, []).append(part)
+        layer, _, part = name.rpartition(method.separator)
+        layers.setdefault(layer, {})[part] = name
     return layers
 
 
@@ -93,7 +102,7 @@ def _check(
     method: Method,
     block: Mapping[str, Any],
     skeleton: PreTrainedModel,
-    layers: Mapping[str, Sequence[str]],
+    layers: Mapping[str, Names],
 ) -> None:
     """Check every quantised layer by the files' headers before a weight is read.
 
@@ -101,14 +110,17 @@ def _check(
         CheckpointError: a tensor has another dtype or shape than the others of its layer, the config's groups or the
             model's layer say; or the model is out of proportion to the files.
     """
-    # A dequantised weight has 2 bytes per code, and a byte has 8 codes at most.
+    for name, header in directory.headers.items():
+        if header.dtype is None:
+            raise CheckpointError(f"tensor {name} of {directory.path} has a dtype that torch does not know")
+    # A byte holds 8 codes at most; `refuse_unstored` counts 2 bytes per parameter.
     refuse_unstored(skeleton, 8 * directory.stored_bytes)
-    modules = model_keys(skeleton, [f"{layer}.weight" for layer in layers])
+    modules = model_keys(skeleton, [layer + method.weight for layer in layers])
     parameters = dict(skeleton.named_parameters())
     for layer, parts in layers.items():
-        sketch = {part: _sketch(directory, f"{layer}.{part}") for part in parts if part in method.parts}
+        sketch = {part: _sketch(directory, name) for part, name in parts.items() if part in method.parts}
         shape = _named(directory, layer, method.measure, sketch, block)
-        key = modules.get(f"{layer}.weight", "")
+        key = modules.get(layer + method.weight, "")
         if key not in parameters:
             continue  # one of several weights that transformers fuses; it checks their shapes when it does
         module = skeleton.get_submodule(key.rpartition(".")[0])
@@ -121,14 +133,8 @@ def _check(
 
 
 def _sketch(directory: ModelDirectory, name: str) -> Tensor:
-    """Return a tensor without its values, unless it is small.
-
-    Raises:
-        CheckpointError: it has a dtype that torch does not know.
-    """
+    """Return a tensor without its values, unless it is small."""
     header = directory.headers[name]
-    if header.dtype is None:
-        raise CheckpointError(f"tensor {name} has a dtype that torch does not know")
     if torch.Size(header.shape).numel() <= SMALL:
         return directory.read(name)
     return torch.empty(header.shape, dtype=header.dtype, device="meta")
@@ -138,23 +144,22 @@ def _dense_tensors(
     directory: ModelDirectory,
     method: Method,
     block: Mapping[str, Any],
-    layers: Mapping[str, Sequence[str]],
+    layers: Mapping[str, Names],
     quantised: Sequence[str],
     dtype: torch.dtype,
 ) -> tuple[dict[str, Tensor], dict[str, Rounded]]:
     """Return all tensors by name, with a dense ``weight`` in the place of each layer's parts, and what was rounded."""
     tensors, rounded, parted = {}, {}, set(quantised)
     for layer, parts in layers.items():
-        prefix = f"{layer}." if layer else ""
         taken = method.parts if layer in parted else method.dropped
-        tensors.update({prefix + part: directory.read(prefix + part) for part in parts if part not in taken})
+        tensors.update({name: directory.read(name) for part, name in parts.items() if part not in taken})
         if layer in parted:
-            stored = {part: directory.read(prefix + part) for part in parts if part in method.parts}
+            stored = {part: directory.read(name) for part, name in parts.items() if part in method.parts}
             weight = _named(directory, layer, method.read, stored, block)
             if isinstance(weight, Rounded):
                 rounded[layer] = weight
                 weight = weight.dequantised()
-            tensors[f"{prefix}weight"] = weight.to(dtype)
+            tensors[layer + method.weight] = weight.to(dtype)
     return tensors, rounded
 
 
