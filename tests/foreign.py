@@ -190,6 +190,20 @@ def awq(path: Path, model: PreTrainedModel, size: int = 32) -> tuple[Path, dict[
     return replaced(path, model, block, layer_of)
 
 
+def int8(path: Path, model: PreTrainedModel) -> tuple[Path, dict[str, Tensor]]:
+    """Write a model as compressed-tensors writes W8A8, without that package."""
+
+    def layer_of(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        values = (weight / scale).round().to(torch.int8)
+        return {"weight": values, "weight_scale": scale}, values.float() * scale
+
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": TOKEN, "format": "int-quantized"}
+    block = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"all": group}}
+    return replaced(path, model, block, layer_of)
+
+
 def fp8(path: Path, model: PreTrainedModel, tile: tuple[int, int] | None) -> tuple[Path, dict[str, Tensor]]:
     """Write a model in fp8 with a scale per tile, as DeepSeek's, or (no tile) one per layer."""
 
