@@ -114,14 +114,13 @@ def replaced(
         block: the ``quantization_config``.
         layer_of: weight [N, K] -> what is stored, and the weight [N, K] float32 that this stands for.
     Returns:
-        The directory and the weights by module name.
+        The directory and the weights by their layers' names in the file.
     """
     model.save_pretrained(path)
     byte_tokenizer().save_pretrained(path)
     tensors, weights = load_file(path / "model.safetensors"), {}
-    for name, layer in linear_layers(model).items():
-        del tensors[f"{name}.weight"]
-        parts, weights[name] = layer_of(layer.weight.data.float())
+    for name in [name.removesuffix(".weight") for name in tensors if name.endswith("_proj.weight")]:
+        parts, weights[name] = layer_of(tensors.pop(f"{name}.weight").float())
         tensors.update({f"{name}.{part}": tensor.contiguous() for part, tensor in parts.items()})
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     change_config(path, quantization_config=block)

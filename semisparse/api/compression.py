@@ -144,7 +144,7 @@ def compress(
         batches = calibration_batches(tokenizer, calibration, samples=samples, seqlen=length, seed=seed)
     split_decoder_experts(dense, plan)
     rounded = rounded_modules(dense, stored)
-    plan = leave_unrounded_dense(plan, dense, rounded)
+    plan = leave_unrounded_dense(plan, dense, rounded, stored)
     tuning: list[dict[str, Any]] = []
     run = partial(
         _run_recipe, dense, batches, plan, tuning, rounded=rounded, seed=seed, device=where, progress=progress

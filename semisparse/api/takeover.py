@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -52,21 +52,40 @@ def rounded_modules(model: PreTrainedModel, rounded: Mapping[str, Rounded]) -> d
         model: experts apart, as it will be compressed.
         rounded: by the layers' names in the source's files.
     """
-    names = [f"{name}.weight" for name, module in model.named_modules() if is_linear(module)] if rounded else []
+    return (
+        {name: rounded[layer] for name, layer in _stored_layers(model).items() if layer in rounded} if rounded else {}
+    )
+
+
+def _stored_layers(model: PreTrainedModel) -> dict[str, str]:
+    """Return the names of linear layers in the files, by module name."""
+    names = [f"{name}.weight" for name, module in model.named_modules() if is_linear(module)]
     stored = stored_keys(model, names)
-    layers = {name.removesuffix(".weight"): stored[name].removesuffix(".weight") for name in names}
-    return {name: rounded[layer] for name, layer in layers.items() if layer in rounded}
+    return {name.removesuffix(".weight"): stored[name].removesuffix(".weight") for name in names}
 
 
-def leave_unrounded_dense(plan: Recipe, model: PreTrainedModel, rounded: Mapping[str, Rounded]) -> Recipe:
+def leave_unrounded_dense(
+    plan: Recipe, model: PreTrainedModel, rounded: Mapping[str, Rounded], stored: Collection[str]
+) -> Recipe:
     """Return a recipe with ``quant=keep`` that ignores the layers which were not rounded; another recipe as it is.
 
+    Args:
+        plan: the recipe.
+        model: experts apart, as it will be compressed.
+        rounded: by module name.
+        stored: names of all rounded layers in the source's files.
     Raises:
-        InputError: no layer was rounded.
+        InputError: no layer was rounded, or one was that the model has no linear layer for; names it.
     """
+    if not _keeps(plan):
+        return plan
+    if len(rounded) < len(stored):
+        names = _stored_layers(model)
+        lost = min(set(stored) - {names[name] for name in rounded})
+        raise _refusal(lost, "the model holds it fused with others, as experts are; set quant=none")
     if plan.quant != KEEP:
         return plan
-    if not rounded:
+    if not stored:
         raise InputError("quant=keep stores a model as another tool rounded it, but no layer of this one is rounded")
     dense = [name for name, module in model.named_modules() if is_linear(module) and name not in rounded]
     return replace(plan, ignore=(*plan.ignore, *dense))
@@ -78,7 +97,7 @@ def kept_layers(model: PreTrainedModel, rounded: Mapping[str, Rounded], plan: Re
     Raises:
         InputError: the recipe rounds to other numbers than a layer has, or no format stores them; names the layer.
     """
-    if plan.prune != "none" or plan.quant == "none":
+    if not _keeps(plan):
         return {}
     kept = {}
     for name, numbers in rounded.items():
@@ -115,6 +134,10 @@ def pack_kept(name: str, kept: Kept, weight: Tensor, plan: Recipe) -> Packed:
             f"column {column}; set quant=none to store 16 bits",
         )
     return packed
+
+
+def _keeps(plan: Recipe) -> bool:
+    return plan.prune == "none" and plan.quant != "none"
 
 
 def _refusal(name: str, reason: object) -> InputError:

@@ -179,6 +179,19 @@ def test_a_format_that_would_change_a_weight_is_refused(tmp_path: Path, monkeypa
         compress(path, recipe="keep", out=tmp_path / "out")
 
 
+def test_experts_are_read_and_not_kept(tmp_path: Path):
+    path, weights = foreign.gptq(tmp_path / "in", tiny_model("Qwen3-MoE", torch.float16), size=16)
+    read, rounded = load_dequantised(path)
+    expert = "model.layers.1.mlp.experts.2.gate_proj"
+    assert rounded.keys() == weights.keys() > {expert}
+    fused = read.model.layers[1].mlp.experts.gate_up_proj[2]
+    assert torch.equal(fused[: len(weights[expert])], weights[expert].half())
+    with pytest.raises(InputError, match=r"layer model.layers.0.mlp.experts.0.down_proj .*fused"):
+        compress(path, recipe="keep", out=tmp_path / "out")
+    with pytest.raises(InputError, match=r"layer model.layers.0.mlp.experts.0.down_proj .*fused"):
+        compress(path, recipe="dense-w4", settings=["prune=none", "pattern=g16@0%"], out=tmp_path / "out")
+
+
 def test_layers_that_were_not_rounded_stay_dense(tmp_path: Path):
     path, weights = foreign.gptq(tmp_path / "in", foreign.model_of(torch.float16))
     tensors = foreign.load_file(path / "model.safetensors")
