@@ -120,7 +120,8 @@ def replaced(
     byte_tokenizer().save_pretrained(path)
     tensors, weights = load_file(path / "model.safetensors"), {}
     for name in [name.removesuffix(".weight") for name in tensors if name.endswith("_proj.weight")]:
-        parts, weights[name] = layer_of(tensors.pop(f"{name}.weight").float())
+        weight = tensors.pop(f"{name}.weight").float()
+        parts, weights[name] = layer_of(weight.T if model.config.model_type == "gpt2" else weight)
         tensors.update({f"{name}.{part}": tensor.contiguous() for part, tensor in parts.items()})
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     change_config(path, quantization_config=block)
@@ -189,8 +190,8 @@ def awq(path: Path, model: PreTrainedModel, size: int = 32) -> tuple[Path, dict[
     return replaced(path, model, block, layer_of)
 
 
-def int8(path: Path, model: PreTrainedModel) -> tuple[Path, dict[str, Tensor]]:
-    """Write a model as compressed-tensors writes W8A8, without that package."""
+def int8(path: Path, model: PreTrainedModel, rounds_x: bool = True) -> tuple[Path, dict[str, Tensor]]:
+    """Write a model as compressed-tensors writes W8A8, or W8A16 in one byte per code, without that package."""
 
     def layer_of(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         scale = weight.abs().amax(1, keepdim=True) / 127
@@ -198,7 +199,8 @@ def int8(path: Path, model: PreTrainedModel) -> tuple[Path, dict[str, Tensor]]:
         return {"weight": values, "weight_scale": scale}, values.float() * scale
 
     weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": TOKEN, "format": "int-quantized"}
+    group = {"targets": ["Linear"], "weights": weights, "format": "int-quantized"}
+    group |= {"input_activations": TOKEN} if rounds_x else {}
     block = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"all": group}}
     return replaced(path, model, block, layer_of)
 

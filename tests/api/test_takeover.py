@@ -19,6 +19,7 @@ from semisparse.integrations.importers import load_dequantised
 from semisparse.nn import SparseLinear
 from tests import foreign
 from tests.architectures import tiny_model
+from tests.models import random_model
 
 GROUPS = {"num_bits": 4, "group_size": 32, "strategy": "group"}
 CHANNEL = {"num_bits": 8, "strategy": "channel"}
@@ -99,6 +100,28 @@ def theirs(path: Path, layers: dict[str, Any]) -> dict[str, Tensor]:
 
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=CompressedTensorsConfig(dequantize=True))
     return {name: model.get_submodule(name).weight.data for name in layers}
+
+
+@pytest.mark.parametrize(("rounds_x", "stored"), [(True, ("dense", "int8")), (False, ("gqs", "w8"))])
+def test_int8_is_rounded_with_x_only_where_x_was_rounded(tmp_path: Path, rounds_x: bool, stored: tuple[str, str]):
+    path, weights = foreign.int8(tmp_path / "in", foreign.model_of(torch.float32), rounds_x)
+    layers = kept(path, tmp_path / "out")
+    assert_same(layers, weights)
+    assert {(layer.packed.spec.format, layer.packed.params["kind"]) for layer in layers.values()} == {stored}
+
+
+def test_gpt2_s_conv1d_is_transposed(tmp_path: Path):
+    model = random_model("gpt2", torch.float16, n_embd=64)
+    path, weights = foreign.gptq(tmp_path / "in", model)
+    read, rounded = load_dequantised(path)
+    assert (
+        rounded.keys()
+        == weights.keys()
+        == {f"transformer.h.{i}.{part}.c_proj" for i in (0, 1) for part in ("attn", "mlp")}
+    )
+    for name, weight in weights.items():
+        assert torch.equal(read.get_submodule(name).weight, weight.T.half())
+    assert_same(kept(path, tmp_path / "out"), weights)
 
 
 def test_sparse_8_bits_of_compressed_tensors_multiply_in_8_bits(tmp_path: Path):
