@@ -25,12 +25,19 @@ RECIPES = (
     "dense-w4",
     "dense-w3",
     "dense-w2",
+    "keep",
 )
 """The built-in recipes, for the help text."""
 
 
 def compress(
-    model: Annotated[Path, typer.Argument(help="A dense model directory (config.json, *.safetensors, tokenizer).")],
+    model: Annotated[
+        Path,
+        typer.Argument(
+            help="A model directory (config.json, *.safetensors, tokenizer): dense, or quantised as GPTQ, AWQ, fp8 or "
+            "compressed-tensors."
+        ),
+    ],
     out: Annotated[Path, typer.Option("--out", help="The directory to write; it must not exist.")],
     recipe: Annotated[
         str | None,

@@ -51,7 +51,7 @@ def test_a_recipe_says_that_dense_low_bits_keep_more(tmp_path: Path):
     assert rival["tokens"] == dense[..., 0].numel()
     for found, key in ((rounded, "kl"), (sparse, "own_kl")):
         kl = F.kl_div(found, dense, log_target=True, reduction="none").sum(-1).mean().item()
-        assert rival[key] == pytest.approx(kl, rel=1e-3), key
+        assert rival[key] == pytest.approx(kl, rel=1e-2), key  # float32 logits of a KL of 1e-5
 
 
 @pytest.mark.parametrize(
