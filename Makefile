@@ -112,13 +112,15 @@ bench-parallel: setup
 # Loss and KL of each pruner on the models and texts of a folder. Rows that the CSV already has are not measured again.
 SHARED ?= ../shared
 table: setup
-	$(BIN)/python benchmarks/pruners.py $(SHARED) results/pruners.csv --page docs/quality.md
+	$(BIN)/python benchmarks/pruners.py $(SHARED) results/pruners.csv
+	$(BIN)/python benchmarks/tables.py
 
 check: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+	$(BIN)/python benchmarks/tables.py --check
 
 clean:
 	rm -rf .venv $(SERVING)
