@@ -2,8 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow test-serving test-sanitize test-gpu bench bench-kernels bench-models bench-systems bench-parallel check setup table \
-	clean
+.PHONY: demo test test-slow test-serving test-sanitize test-gpu bench bench-kernels bench-models bench-systems bench-parallel check docs setup \
+	table clean
 
 setup: .venv/ready
 
@@ -121,6 +121,12 @@ check: setup
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(BIN)/python benchmarks/tables.py --check
+	$(site)
+
+# The documentation site, in build/site; a broken link fails. The variable silences advertising for its successor.
+site = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+docs: setup
+	$(site)
 
 clean:
 	rm -rf .venv $(SERVING)
