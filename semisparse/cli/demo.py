@@ -50,7 +50,7 @@ def demo(
     """Compress the small model that ships with semisparse, and show what that gains and costs.
 
     Beside two models compressed now there is one whose layers a search has chosen (`--target bits=4.5`). A layer of a
-    7B is timed on this CPU, and `plan` predicts what a GPU gains. Takes about 40 seconds on two cores.
+    7B is timed on this CPU, and `plan` predicts what a GPU gains. Takes less than a minute on two cores.
 
     Example: `semisparse demo`
     """
@@ -105,13 +105,12 @@ def _time_layer() -> list[dict[str, Any]]:
 
     from semisparse.bench.kernels import Measurement, Setup, fastest_kernels, measure_layer
     from semisparse.bench.machines import find_machine
-    from semisparse.bench.roofline import BASELINE, Candidate
+    from semisparse.bench.roofline import Candidate, candidates
     from semisparse.bench.shapes import layer_shapes
-    from semisparse.patterns import NO_ZEROS
 
     (shape,) = layer_shapes(LAYER)
     setup = Setup(LARGE, torch.float32, torch.device("cpu"), find_machine("cpu"))
-    compared = [Candidate(BASELINE, NO_ZEROS), *(Candidate(name, *stored) for name, stored in STORED.items())]
+    compared = [*candidates([]), *(Candidate(name, *stored) for name, stored in STORED.items())]
     measured = measure_layer(setup, shape, [1], compared, exclude=("unpack_cpu",))
     rows = fastest_kernels(row for row in measured if isinstance(row, Measurement))
     return [{"weights": row.candidate.label, "ms": row.us / 1e3, "speedup": row.speedup} for row in rows]
@@ -123,11 +122,10 @@ def _predict() -> list[dict[str, Any]]:
 
     from semisparse.bench.machines import find_machine
     from semisparse.bench.plan import make_plan
-    from semisparse.bench.roofline import BASELINE, Candidate
+    from semisparse.bench.roofline import Candidate, candidates
     from semisparse.bench.shapes import layer_shapes
-    from semisparse.patterns import NO_ZEROS
 
-    compared = [Candidate(BASELINE, NO_ZEROS), *(Candidate(name, *stored) for name, stored in STORED.items())]
+    compared = [*candidates([]), *(Candidate(name, *stored) for name, stored in STORED.items())]
     plan = make_plan(layer_shapes(LARGE), [1], compared, torch.bfloat16, find_machine(GPU))
     return [
         {"weights": label, "ms": seconds * 1e3, "speedup": speedup}
