@@ -214,7 +214,7 @@ def test_install():
 
 @pytest.mark.slow
 def test_quickstart(tmp_path: Path, run, monkeypatch: pytest.MonkeyPatch):
-    """Pasted line by line, on the model that ships with semisparse; the search with a part of the text."""
+    """Pasted line by line, on the model that ships with semisparse and a part of its text."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(DOCS.parent))
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
@@ -223,7 +223,7 @@ def test_quickstart(tmp_path: Path, run, monkeypatch: pytest.MonkeyPatch):
             subprocess.run(line, shell=True, check=True)
         elif words[1] != "serve":
             quick = ("--samples", "2", *EFFORT, "--set", "search_tokens=256") if "--target" in words else ()
-            run_command([*words, *quick], run)
+            run_command([*words, *(("--samples", "4") if "--calib" in words else ()), *quick], run)
     assert "y" in run_programs("quickstart.md")
 
 
