@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.core import TyperGroup
 
 from semisparse import cli
+from tests import foreign
 from tests.conftest import Outcome
 from tests.docs.pages import DOCS, blocks, commands, file_of, lines
 from tests.models import VOCABULARY, byte_tokenizer
@@ -29,7 +30,7 @@ PAGES = ["../README.md", "../results/README.md", *(str(page.relative_to(DOCS)) f
 TESTED = {
     "../README.md",
     "../results/README.md",  # measurements: parsed only
-    "checkpoints.md",
+    "exchange.md",
     "engine.md",
     "install.md",
     "large-models.md",
@@ -156,12 +157,15 @@ def test_transformers(workdir: Path, run, monkeypatch: pytest.MonkeyPatch):
     ).read_bytes()
 
 
-def test_checkpoints(tmp_path: Path, run, monkeypatch: pytest.MonkeyPatch):
-    write(Served("small", "slide24", one("6:8"), {"kind": "int8"}), tmp_path / "small")
+def test_exchange(tmp_path: Path, run, monkeypatch: pytest.MonkeyPatch):
+    foreign.gptq(tmp_path / "theirs", foreign.model_of(torch.float16))
+    foreign.int8(tmp_path / "pruned-int8", foreign.model_of(pattern=(6, 8)))
     monkeypatch.chdir(tmp_path)
-    for words in commands("checkpoints.md"):
+    shown = commands("exchange.md")
+    for words in shown:
         run_command(words, run)
-    assert {path.name for path in tmp_path.iterdir()} == {"small", "plain", "theirs"}
+    outputs = {words[words.index("--out") + 1] for words in shown}
+    assert {path.name for path in tmp_path.iterdir()} == {"theirs", "pruned-int8", *outputs}
 
 
 def test_targets(models: Path, run):
