@@ -1,5 +1,6 @@
 """The wheel, built from the source distribution, holds every file that the package reads, and runs alone."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,9 @@ def test_the_wheel_holds_what_the_checkout_does(tmp_path: Path):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, source / name)
     make_sdist = "import sys; from setuptools.build_meta import build_sdist; print(build_sdist(sys.argv[1]))"
-    subprocess.run([sys.executable, "-c", make_sdist, str(tmp_path)], cwd=source, check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-c", make_sdist, str(tmp_path)], cwd=source, check=True, capture_output=True, timeout=120
+    )
     (sdist,) = tmp_path.glob("semisparse-*.tar.gz")
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(sdist)]
     subprocess.run(build, check=True, timeout=300)
@@ -32,13 +35,17 @@ def test_the_wheel_holds_what_the_checkout_does(tmp_path: Path):
         packed = {name for name in archive.namelist() if name.startswith("semisparse/")}
     assert packed == {name for name in tracked if name.startswith("semisparse/")}
     python = install(wheel, tmp_path / "environment")
+    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     where = [python, "-c", "import semisparse; print(semisparse.__file__)"]
-    assert str(tmp_path) in subprocess.run(where, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    assert (
+        str(tmp_path)
+        in subprocess.run(where, cwd=tmp_path, env=alone, check=True, capture_output=True, text=True).stdout
+    )
     model = next((tmp_path / "environment").glob("lib/*/site-packages/semisparse/demo/chosen"))
     verbs = (["--version"], ["formats", "--json"], ["plan", "--shape", "64,64", "--gpu", "h200"], ["inspect", model])
     for verb in verbs:
         run = [python.with_name("semisparse"), *verb]
-        done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(run, cwd=tmp_path, env=alone, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
 
 
