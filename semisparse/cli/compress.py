@@ -25,12 +25,19 @@ RECIPES = (
     "dense-w4",
     "dense-w3",
     "dense-w2",
+    "keep",
 )
 """The built-in recipes, for the help text."""
 
 
 def compress(
-    model: Annotated[Path, typer.Argument(help="A dense model directory (config.json, *.safetensors, tokenizer).")],
+    model: Annotated[
+        Path,
+        typer.Argument(
+            help="A model directory (config.json, *.safetensors, tokenizer): dense, or quantised as GPTQ, AWQ, fp8 or "
+            "compressed-tensors."
+        ),
+    ],
     out: Annotated[Path, typer.Option("--out", help="The directory to write; it must not exist.")],
     recipe: Annotated[
         str | None,
@@ -69,6 +76,11 @@ def compress(
     as_json: Json = False,
 ) -> None:
     """Prune a model's linear layers by a recipe, and pack them.
+
+    A pattern says what is kept: `6:8` keeps 6 of every 8 weights of a row; `16:32v32` 16 of every 32 vectors of 32
+    rows; `g16@50%` drops half of the groups of 16; `70%` drops 70 %, anywhere. Keys of --set are pattern, prune
+    (magnitude, wanda, sparsegpt, none), quant (none, w8 to w2, w4a8, int8, fp8), format, search, tune, ignore and those
+    that an error for an unknown key lists.
 
     Unfinished work is kept in OUT.partial. The same command with --resume continues it, with the same result.
 
@@ -119,13 +131,13 @@ def _show(title: str, report: CompressionReport) -> None:
             layer["pattern"],
             layer["format"],
             f"{layer['density']:.4f}",
-            f"{layer['bits_per_weight']:.3f}",
+            f"{layer['bits_per_weight']:.2f}",
             "" if layer["error"] is None else f"{layer['error']:.4f}",
-            layer["outcome"],
+            layer["outcome"].partition(", bqpo")[0],  # the next table has what tuning did
         )
         for layer in report.layers
     ]
-    columns = ("layer", "pattern", "format", "density", "bits/weight", "relative error", "outcome")
+    columns = ("layer", "pattern", "format", "density", "bits", "error", "outcome")
     print_table(title, columns, rows)
     if report.tuning:
         _show_tuning(report.tuning)
@@ -147,6 +159,13 @@ def _show(title: str, report: CompressionReport) -> None:
         f"({report.bytes_after / max(report.bytes_before, 1):.3f}); {report.seconds:.1f} s",
         highlight=False,
     )
+    if report.rival:
+        rival = report.rival
+        console.print(
+            f"at these bytes {rival['recipe']} would keep more: KL to dense {rival['kl']:.3g} against "
+            f"{rival['own_kl']:.3g} on {rival['tokens']} calibration tokens, rounded to nearest and not tuned",
+            highlight=False,
+        )
 
 
 def _dense_text(dense: list[dict[str, Any]]) -> str:
@@ -190,5 +209,5 @@ def _show_tuning(tuning: list[dict[str, Any]]) -> None:
         )
         for stage in tuning
     ]
-    columns = ("tuned", "held-out loss", "after", "steps", "seconds", "GPU memory", "stopped because")
+    columns = ("tuned", "held-out loss", "after", "steps", "seconds", "GPU", "stopped because")
     print_table("Tuning", columns, rows)
