@@ -1,0 +1,164 @@
+"""A decoder layer's linear layers, each with what is computed just before and after it in one kernel where one does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from semisparse.engine.ops import Columns, rms_norm, silu_mul
+from semisparse.formats import Packed, linear
+from semisparse.formats.base import WeightSpec
+from semisparse.formats.kernel import FusedOperands, FusedProduct
+from semisparse.formats.product import fused_product, prepare_product
+from semisparse.nn import JoinedLinear, SparseLinear
+from semisparse.nn.joined import is_intercepted
+from semisparse.runtime.device import device_facts
+
+MAX_FUSED_TOKENS = 16
+"""More take the many-token kernels, which fuse nothing."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An RMSNorm: weight [C] and epsilon."""
+
+    weight: Tensor
+    epsilon: float
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The residual stream [M, C]: ``x``, with ``delta`` still to be added if it is given."""
+
+    x: Tensor
+    delta: Tensor | None = None
+
+
+class DenseLinear:
+    """Dense linear layers on one input as one layer of the format ``dense``; their weights become views of its weight.
+
+    Args:
+        layers: with biases or without.
+
+    Attributes:
+        packed: the layers' weight.
+        bias: theirs, or None.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        weights = [layer.get_parameter("weight") for layer in layers]
+        rows = [len(weight) for weight in weights]
+        whole = weights[0].data if len(layers) == 1 else torch.cat([weight.data for weight in weights])
+        spec = {"format": "dense", "version": 1, "pattern": "0%", "shape": list(whole.shape), "params": {}}
+        dtype = str(whole.dtype).removeprefix("torch.")
+        self.packed = Packed(WeightSpec.from_dict({**spec, "dtype": dtype}), {"values": whole})
+        self.bias: Tensor | None = None
+        if any(getattr(layer, "bias", None) is not None for layer in layers):
+            biases = [getattr(layer, "bias", None) for layer in layers]
+            filled = [w.new_zeros(len(w)) if b is None else b.data for w, b in zip(weights, biases, strict=True)]
+            self.bias = torch.cat(filled)
+        if len(layers) > 1:
+            for weight, part in zip(weights, whole.split(rows), strict=True):
+                weight.data = part
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x, self.packed, self.bias)
+
+
+class Projection:
+    """Linear layers on one input as one matmul: joined by `nn.join_layers`, or dense layers concatenated here.
+
+    Args:
+        layers: in the order of the output's columns.
+        parent: the module that holds them.
+        normed: whether its input is the normalised residual stream; else its output is added to the stream.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], parent: nn.Module, normed: bool) -> None:
+        self._normed = normed
+        joined = [module for module in parent.children() if isinstance(module, JoinedLinear)]
+        widths = [rows_of(layer) for layer in layers]
+        starts = tuple(sum(widths[:i]) for i in range(len(widths)))
+        self.columns = Columns(starts, sum(widths))
+        self._parts: list[DenseLinear | nn.Module]
+        if joined and len(joined[0].extents) == len(layers):
+            self._parts = [joined[0]]
+            self.columns = Columns(tuple(start for start, _ in joined[0].extents), joined[0].out_features)
+        elif all(type(layer) is nn.Linear for layer in layers):
+            self._parts = [DenseLinear(layers)]
+        else:
+            self._parts = [DenseLinear([layer]) if type(layer) is nn.Linear else layer for layer in layers]
+
+    def prepare(self, m: int, dtype: torch.dtype) -> None:
+        """Compile and load the GPU kernels of the products of ``m`` tokens."""
+        fusions = [("rms_norm", "silu_mul"), ("rms_norm", "none")] if self._normed else [("none", "add")]
+        if not any(self._fused(m, dtype, *fusion) for fusion in fusions):
+            for part in self._parts:
+                if isinstance(part, DenseLinear | SparseLinear):
+                    prepare_product(part.packed, m, dtype)
+
+    def _fused(self, m: int, dtype: torch.dtype, prologue: str, epilogue: str) -> FusedProduct | None:
+        """Return the projection with a prologue and an epilogue as one kernel, or None if there is none."""
+        if len(self._parts) > 1 or m > MAX_FUSED_TOKENS:
+            return None
+        part = self._parts[0]
+        if isinstance(part, SparseLinear) and (part.kernel != "auto" or is_intercepted(part)):
+            return None
+        if not isinstance(part, DenseLinear | SparseLinear) or device_facts(part.packed.device).kind != "cuda":
+            return None
+        if epilogue == "silu_mul" and self.columns.starts != (0, self.columns.width // 2):
+            return None
+        return fused_product(part.packed, m, dtype, prologue, epilogue)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply: [M, K] to [M, columns.width]."""
+        outputs = [part(x) for part in self._parts]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+    def normed(self, stream: Stream, norm: Norm) -> tuple[Stream, Tensor]:
+        """Multiply the normalised residual stream.
+
+        Returns:
+            The stream as one tensor, and [M, columns.width].
+        """
+        if stream.delta is None:
+            product = self._fused(len(stream.x), stream.x.dtype, "rms_norm", "none")
+            if product is not None:
+                return stream, self._call(product, stream.x, FusedOperands(norm.weight, norm.epsilon))
+        total, hidden = rms_norm(stream.x, norm.weight, norm.epsilon, stream.delta)
+        return Stream(total), self(hidden)
+
+    def normed_and_gated(self, stream: Stream, norm: Norm, width: int) -> tuple[Stream, Tensor]:
+        """Multiply the normalised residual stream by the weights of a gate and of what it is multiplied by.
+
+        Returns:
+            The stream as one tensor, and ``silu(gate) * up``, [M, width].
+        """
+        if stream.delta is None:
+            product = self._fused(len(stream.x), stream.x.dtype, "rms_norm", "silu_mul")
+            if product is not None:
+                return stream, self._call(product, stream.x, FusedOperands(norm.weight, norm.epsilon))
+        stream, gate_up = self.normed(stream, norm)
+        return stream, silu_mul(gate_up, self.columns, width)
+
+    def added(self, x: Tensor, stream: Stream) -> Stream:
+        """Multiply [M, K], and add the result to the residual stream, whose sum may stay to be done."""
+        product = self._fused(len(x), x.dtype, "none", "add")
+        if product is None or stream.delta is not None:
+            return Stream(stream.x, self(x))
+        return Stream(self._call(product, x, FusedOperands(residual=stream.x)))
+
+    def _call(self, product: FusedProduct, x: Tensor, operands: FusedOperands) -> Tensor:
+        part = self._parts[0]
+        assert isinstance(part, DenseLinear | SparseLinear)
+        return product(x, part.packed, part.bias, operands)
+
+
+def rows_of(layer: nn.Module) -> int:
+    """Return the output features of a linear layer."""
+    count = layer.out_features
+    assert isinstance(count, int)
+    return count
