@@ -17,6 +17,9 @@ DECODE_MAX_TOKENS = 64
 DECODE_WARPS_PER_SM = {1: 20, 8: 20, 16: 16, 32: 16, 64: 10}
 """By TILE_M: what registers allow. Builds take up to 96, 96, 128, 128 and 200 of them per thread."""
 
+FUSED_MAX_TOKENS = 8
+"""With a prologue or an epilogue: x of more, whole, leaves too little shared memory for weights."""
+
 GEMM_MIN_TOKENS = 17
 """Measured on an H200 at 32:64: decode is faster below."""
 
@@ -49,6 +52,7 @@ class DecodeSchedule:
         stages: tiles of a warp in shared memory, in flight or being read.
         ctas: of the grid, at most as many as are resident; they stride over the row tiles.
         shared: bytes of dynamic shared memory per CTA.
+        whole_x: whether all of x is there, not a ring of its tiles.
     """
 
     tile_m: int
@@ -57,6 +61,7 @@ class DecodeSchedule:
     stages: int
     ctas: int
     shared: int
+    whole_x: bool = False
 
     @property
     def warps(self) -> int:
@@ -77,6 +82,33 @@ def choose_decode(m: int, weight: Tiling, gpu: DeviceFacts) -> DecodeSchedule:
     candidates = (preferred, (2, 6, 2), (*preferred[:2], 1), (1, 4, 1), (1, 1, 1))
     fitting = (_decode_schedule(m, weight, gpu, *candidate) for candidate in candidates)
     return next(schedule for schedule in fitting if schedule is not None)
+
+
+def choose_fused(problem: Problem, weight: Tiling, gpu: DeviceFacts) -> DecodeSchedule | None:
+    """Choose the schedule of decode.cu with a prologue and an epilogue; None where it has none.
+
+    Args:
+        problem: the product.
+        weight: its tiles.
+        gpu: what it runs on.
+    """
+    m, pairs, normed = problem.m, problem.epilogue == "silu_mul", problem.prologue == "rms_norm"
+    if m > FUSED_MAX_TOKENS or problem.k % 8 or (pairs and problem.n % (2 * ROWS)):
+        return None
+    few_rows = weight.row_tiles <= 2 * gpu.sms
+    if pairs:
+        preferred = (2, 4, 2) if m == 1 else (2, 8, 2)
+    elif few_rows:
+        preferred = (1, 8, 2) if weight.column_tiles <= 16 else (2, 6, 2)
+    else:
+        preferred = (1, 8, 2) if m == 1 else (2, 8, 2)
+    smaller = (2, 4, 2), (2, 4, 1)
+    fitting = (
+        _decode_schedule(m, weight, gpu, *candidate, whole_x)
+        for whole_x in ((True,) if normed else (True, False))
+        for candidate in ((preferred, *smaller) if normed or not whole_x else (preferred,))
+    )
+    return next((schedule for schedule in fitting if schedule is not None), None)
 
 
 def _preferred(m: int, weight: Tiling, sms: int) -> tuple[int, int, int]:
@@ -102,19 +134,19 @@ def _preferred(m: int, weight: Tiling, sms: int) -> tuple[int, int, int]:
 
 
 def _decode_schedule(
-    m: int, weight: Tiling, gpu: DeviceFacts, warps_n: int, warps_k: int, stages: int
+    m: int, weight: Tiling, gpu: DeviceFacts, warps_n: int, warps_k: int, stages: int, whole_x: bool = False
 ) -> DecodeSchedule | None:
     """Return the schedule with as many CTAs as are resident at a time, or None if no CTA fits."""
     tile_m = next(tokens for tokens in DECODE_WARPS_PER_SM if m <= tokens)
     warps_k = min(warps_k, weight.column_tiles)
     warps = warps_n * warps_k
-    rings = stages * (warps * weight.tile_bytes + warps_k * m * 2 * COLUMNS)
-    shared = rings + 2 * warps * tile_m * ROWS * 4
+    x_tiles = weight.column_tiles if whole_x else stages * warps_k
+    shared = stages * warps * weight.tile_bytes + x_tiles * m * 2 * COLUMNS + 2 * warps * tile_m * ROWS * 4
     resident = min(gpu.shared_per_sm // (shared + RESERVED_SHARED), DECODE_WARPS_PER_SM[tile_m] // warps)
     if not resident:
         return None
     ctas = min(-(-weight.row_tiles // warps_n), gpu.sms * resident)
-    return DecodeSchedule(tile_m, warps_n, warps_k, stages, ctas, shared)
+    return DecodeSchedule(tile_m, warps_n, warps_k, stages, ctas, shared, whole_x)
 
 
 @dataclass(frozen=True)
