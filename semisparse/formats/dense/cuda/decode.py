@@ -23,7 +23,10 @@ STEPS = {1: 4, 2: 2}
 """That a warp has in flight, 2 KB of weights each, by the operands of 8 tokens: what registers allow."""
 
 CTAS_PER_SM = 2
-"""That registers allow. A fused kernel has one, so that the next kernel's CTAs are resident beside its own."""
+"""That registers allow."""
+
+FUSED_CTAS_PER_SM = 1
+"""Of a fused kernel's grid: the next kernel's CTAs are resident beside them."""
 
 SHARED_X_BYTES = 72 << 10
 """Of x, that a fused kernel keeps in shared memory at most."""
@@ -102,7 +105,7 @@ def _prepared(problem: Problem, shared_x: int) -> FusedProduct:
     n, k, facts = problem.n, problem.k, device_facts(problem.device)
     defines = _defines(problem.dtype, -(-problem.m // 8), problem.fusion_defines, bool(shared_x))
     kernel = SOURCE.build("semisparse_dense_decode", defines, shared_x).load(problem.device)
-    ctas = min(-(-n // ROWS), (1 if problem.is_fused else CTAS_PER_SM) * facts.sms)
+    ctas = min(-(-n // ROWS), (FUSED_CTAS_PER_SM if problem.is_fused else CTAS_PER_SM) * facts.sms)
     sizes = {"n": n, "k": k, "steps": _steps(problem)}
     width = n // 2 if problem.epilogue == "silu_mul" else n
 
