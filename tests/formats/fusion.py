@@ -69,6 +69,7 @@ def check_fused(
     assert found.shape == expected.shape
     assert found.dtype == dtype
     eps = torch.finfo(dtype).eps
-    scale = expected.abs().mean()
-    torch.testing.assert_close(found.double(), expected, rtol=4 * eps, atol=float(4 * eps * scale))
+    # Where a normalised x rounds to the other side, a sum that cancels is off by more than its own rounding.
+    atol = eps * float(expected.abs().max())
+    torch.testing.assert_close(found.double(), expected, rtol=4 * eps, atol=atol)
     assert torch.equal(found, product(x, packed, biases, fused))
