@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from semisparse.engine.attention import LayerCache, RotaryTable, attend_to_prompt, rotate_and_attend, rotate_and_cache
 from semisparse.engine.ops import kernels_refusal
-from semisparse.engine.projection import Norm, Projection, Stream, rows_of
+from semisparse.engine.projection import ADDED, GATED, NORMED, Norm, Projection, Stream, rows_of
 from semisparse.engine.structure import Layer, Structure, UnknownStructureError, recognise, rotary_table
 from semisparse.formats.product import in_parallel
 
@@ -83,16 +83,16 @@ class Decoder:
         self.layers = [
             FusedLayer(
                 layer,
-                Projection((layer.q, layer.k, layer.v), layer.parents[0], normed=True),
-                Projection((layer.o,), layer.parents[0], normed=False),
-                Projection((layer.gate, layer.up), layer.parents[1], normed=True),
-                Projection((layer.down,), layer.parents[1], normed=False),
+                Projection((layer.q, layer.k, layer.v), layer.parents[0], NORMED),
+                Projection((layer.o,), layer.parents[0], ADDED),
+                Projection((layer.gate, layer.up), layer.parents[1], GATED),
+                Projection((layer.down,), layer.parents[1], ADDED),
             )
             for layer in self.structure.layers
         ]
         self.table: RotaryTable = rotary_table(self.structure, length, self.device, self.dtype)
         self._rotary_length = length
-        self._head = Projection((self.structure.head,), model, normed=True)
+        self._head = Projection((self.structure.head,), model, NORMED)
 
     def compile(self, steps: Iterable[int], prompts: Iterable[int]) -> None:
         """Compile and load the GPU kernels of products, in parallel.

@@ -21,6 +21,14 @@ MAX_FUSED_TOKENS = 16
 """More take the many-token kernels, which fuse nothing."""
 
 
+Fusions = Sequence[tuple[str, str]]
+"""Pairs of a prologue and an epilogue, as of `Problem`."""
+
+NORMED: Fusions = (("rms_norm", "none"),)
+GATED: Fusions = (("rms_norm", "silu_mul"), ("none", "silu_mul"))
+ADDED: Fusions = (("none", "add"),)
+
+
 @dataclass(frozen=True)
 class Norm:
     """An RMSNorm: weight [C] and epsilon."""
@@ -74,11 +82,11 @@ class Projection:
     Args:
         layers: in the order of the output's columns.
         parent: the module that holds them.
-        normed: whether its input is the normalised residual stream; else its output is added to the stream.
+        fusions: prologues and epilogues that it may be called with, the best first: NORMED, GATED or ADDED.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], parent: nn.Module, normed: bool) -> None:
-        self._normed = normed
+    def __init__(self, layers: Sequence[nn.Module], parent: nn.Module, fusions: Fusions) -> None:
+        self._fusions = fusions
         joined = [module for module in parent.children() if isinstance(module, JoinedLinear)]
         widths = [rows_of(layer) for layer in layers]
         starts = tuple(sum(widths[:i]) for i in range(len(widths)))
@@ -94,8 +102,7 @@ class Projection:
 
     def prepare(self, m: int, dtype: torch.dtype) -> None:
         """Compile and load the GPU kernels of the products of ``m`` tokens."""
-        fusions = [("rms_norm", "silu_mul"), ("rms_norm", "none")] if self._normed else [("none", "add")]
-        if not any(self._fused(m, dtype, *fusion) for fusion in fusions):
+        if not any(self._fused(m, dtype, *fusion) for fusion in self._fusions):
             for part in self._parts:
                 if isinstance(part, DenseLinear | SparseLinear):
                     prepare_product(part.packed, m, dtype)
@@ -141,8 +148,11 @@ class Projection:
             product = self._fused(len(stream.x), stream.x.dtype, "rms_norm", "silu_mul")
             if product is not None:
                 return stream, self._call(product, stream.x, FusedOperands(norm.weight, norm.epsilon))
-        stream, gate_up = self.normed(stream, norm)
-        return stream, silu_mul(gate_up, self.columns, width)
+        total, hidden = rms_norm(stream.x, norm.weight, norm.epsilon, stream.delta)
+        product = self._fused(len(hidden), hidden.dtype, "none", "silu_mul")
+        if product is not None:
+            return Stream(total), self._call(product, hidden, FusedOperands())
+        return Stream(total), silu_mul(self(hidden), self.columns, width)
 
     def added(self, x: Tensor, stream: Stream) -> Stream:
         """Multiply [M, K], and add the result to the residual stream, whose sum may stay to be done."""

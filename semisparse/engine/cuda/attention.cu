@@ -120,13 +120,16 @@ struct Rotation {
         loaded.read(all_sines + at), loaded.widen(sines);
     }
 
-    // The lane's values of the head at `head`, normalised if `norm` is given, and rotated. All lanes of the warp take part.
-    __device__ __forceinline__ void rotate(float (&own)[kVector], const SCALAR* head, const SCALAR* norm, float epsilon,
+    // What the lane needs of the head at `head`.
+    __device__ __forceinline__ void load(Loaded (&loaded)[2], const SCALAR* head) const {
+        loaded[0].read(head + column), loaded[1].read(head + other_column);
+    }
+
+    // The lane's values of a loaded head, normalised if `norm` is given, and rotated. All lanes of the warp take part.
+    __device__ __forceinline__ void rotate(float (&own)[kVector], const Loaded (&loaded)[2], const SCALAR* norm, float epsilon,
                                            bool has_values) const {
         float other[kVector];
-        Loaded loaded;
-        loaded.read(head + column), loaded.widen(own);
-        loaded.read(head + other_column), loaded.widen(other);
+        loaded[0].widen(own), loaded[1].widen(other);
         if (norm) {
             float squares = 0;
 #pragma unroll
@@ -196,16 +199,21 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, GROUP > 4 ? 2 : 3) sem
         const Rotation rotation(cosines, sines, position, has_values ? part : 0);
         griddepcontrol_wait();
         const SCALAR* token = q + static_cast<long long>(row) * stride;
+        const bool takes_new = split == splits - 1 && warp == 0;
+        Loaded loaded[2], loaded_key[2], loaded_value;
+        if (takes_new) {  // loaded with the queries, not after them
+            rotation.load(loaded_key, token + k_start + kv_head * DIM);
+            loaded_value.read(token + v_start + kv_head * DIM + rotation.column);
+        }
 #pragma unroll
         for (int head = 0; head < GROUP; ++head) {
-            const int own = first_head + min(head, count - 1);
-            rotation.rotate(query[head], token + q_start + own * DIM, q_norm, epsilon, has_values);
+            rotation.load(loaded, token + q_start + (first_head + min(head, count - 1)) * DIM);
+            rotation.rotate(query[head], loaded, q_norm, epsilon, has_values);
         }
-        if (split == splits - 1 && warp == 0) {
+        if (takes_new) {
             float new_key[kVector], new_value[kVector];
-            Loaded loaded;
-            loaded.read(token + v_start + kv_head * DIM + rotation.column), loaded.widen(new_value);
-            rotation.rotate(new_key, token + k_start + kv_head * DIM, k_norm, epsilon, has_values);
+            loaded_value.widen(new_value);
+            rotation.rotate(new_key, loaded_key, k_norm, epsilon, has_values);
             if (team == 0 && has_values && blockIdx.x % groups == 0) {
                 const long long place = base + static_cast<long long>(position) * DIM;
 #pragma unroll

@@ -77,8 +77,14 @@ struct XStage {
             if (unit < units) normalise_unit(place(token, unit), norm[kept], scale);
             normalise<kept + 1>(units, token, scale, place);
         } else {
-            for (int unit = first_unit + kNormUnits * step; unit < units; unit += step)
-                normalise_unit(place(token, unit), load_x_unit(norm_weight, unit, k), scale);
+            for (int first = first_unit + kNormUnits * step; first < units; first += kUnitsAhead * step) {
+                uint4 weight[kUnitsAhead];
+#pragma unroll
+                for (int j = 0; j < kUnitsAhead; ++j) weight[j] = load_x_unit(norm_weight, first + j * step, k);
+#pragma unroll
+                for (int j = 0; j < kUnitsAhead; ++j)
+                    if (first + j * step < units) normalise_unit(place(token, first + j * step), weight[j], scale);
+            }
         }
     }
 

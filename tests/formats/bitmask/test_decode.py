@@ -50,7 +50,8 @@ def test_emulated_unaligned(emulated):
             (64, 2056, 32, BF16, 1, "rms_norm", "silu_mul", 1),
             (37, 1096, 31, HALF, 1, "rms_norm", "none", 132),
             (50, 4200, 32, BF16, 1, "none", "add", 2),
-            (96, 520, 48, HALF, 5, "rms_norm", "silu_mul", 1),
+            (96, 520, 48, HALF, 2, "rms_norm", "silu_mul", 1),
+            (96, 520, 48, BF16, 5, "none", "silu_mul", 1),
             (40, 12000, 32, HALF, 8, "none", "add", 2),  # x does not fit in shared memory
         ],
         0,
@@ -68,6 +69,7 @@ def test_what_is_not_fused(monkeypatch: pytest.MonkeyPatch):
     problem = problem_of(torch.zeros(1, 520).half(), in_tiles(40, 520, "32:64"))
     assert decode.fuse(replace(problem, epilogue="silu_mul")) is None  # 20 rows of a gate
     assert decode.fuse(replace(problem, m=16, epilogue="add")) is None
+    assert decode.fuse(replace(problem, m=4, prologue="rms_norm")) is None
 
 
 @needs_gpu

@@ -131,9 +131,17 @@ __device__ __forceinline__ int row_tile_of(int index, int row_tiles) {
     return SILU_MUL ? index / 2 + index % 2 * (row_tiles / 2) : index;
 }
 
-// Adds the partials of the K slices of a row tile, or of a pair of them, and stores y; `index` is the thread's among `threads`.
-__device__ __forceinline__ void reduce_slices(const Partial* partials, const SCALAR* bias, const SCALAR* residual, SCALAR* y,
-                                              int m, int n, int first_row, int index, int threads) {
+// What ADD_RESIDUAL adds to output `i` of a row tile.
+__device__ __forceinline__ float residual_at(const SCALAR* residual, int i, int m, int n, int first_row) {
+    const int token = i / kTileRows, row = first_row + i % kTileRows;
+    return ADD_RESIDUAL && token < m && row < n ? to_float(residual[static_cast<long long>(token) * n + row]) : 0.0f;
+}
+
+// Adds the partials of the K slices of a row tile, or of a pair of them, and stores y; `index` is the thread's among `threads`,
+// `first_residual` what is added to its first output.
+__device__ __forceinline__ void reduce_slices(const Partial* partials, const SCALAR* bias, const SCALAR* residual,
+                                              float first_residual, SCALAR* y, int m, int n, int first_row, int index,
+                                              int threads) {
     const int rows = SILU_MUL ? n / 2 : n;
 #pragma unroll 1
     for (int i = index; i < m * kTileRows; i += threads) {
@@ -141,7 +149,7 @@ __device__ __forceinline__ void reduce_slices(const Partial* partials, const SCA
         if (row >= rows) continue;
         const long long at = static_cast<long long>(i / kTileRows) * rows + row;
         float sum = bias ? to_float(bias[row]) : 0.0f, up = SILU_MUL && bias ? to_float(bias[rows + row]) : 0.0f;
-        const float added = ADD_RESIDUAL ? to_float(residual[at]) : 0.0f;
+        const float added = i == index ? first_residual : residual_at(residual, i, m, n, first_row);
 #pragma unroll
         for (int slice = 0; slice < WARPS_K; ++slice) {
             sum += partials[slice][i / kTileRows][i % kTileRows];
@@ -255,9 +263,13 @@ extern "C" __global__ void __launch_bounds__(WARPS_N * kSliceThreads, 1) semispa
         pipeline.fill_early();
     }
 
+    constexpr int kSharing = SILU_MUL ? 2 : 1;  // row tiles whose warps store the same outputs
+    const int first_warp = warp - slice - warp_n % kSharing * WARPS_K;
     int stage = 0, parity = 0;
     for (int group = first_group; group < row_tiles; group += stride, parity ^= 1) {
         Accumulators accumulators = {};
+        const int first_row = (group + warp_n) / kSharing * kTileRows, index = (warp - first_warp) * kWarpSize + lane;
+        const float first_residual = residual_at(residual, index, m, n, first_row);
 #pragma unroll 1
         for (int column = slice; column < column_tiles; column += WARPS_K) {
             wait_tiles<STAGES - 1>();
@@ -276,9 +288,7 @@ extern "C" __global__ void __launch_bounds__(WARPS_N * kSliceThreads, 1) semispa
         Partial* of_group = partials + parity * kWarps;
         store_partial(of_group[warp], accumulators, m, lane);
         __syncthreads();
-        constexpr int kSharing = SILU_MUL ? 2 : 1;  // row tiles whose warps store the same outputs
-        const int first_warp = warp - slice - warp_n % kSharing * WARPS_K;
-        reduce_slices(of_group + first_warp, bias, residual, y, m, n, (group + warp_n) / kSharing * kTileRows,
-                      (warp - first_warp) * kWarpSize + lane, kSharing * kSliceThreads);
+        reduce_slices(of_group + first_warp, bias, residual, first_residual, y, m, n, first_row, index,
+                      kSharing * kSliceThreads);
     }
 }

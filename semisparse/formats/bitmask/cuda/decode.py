@@ -51,9 +51,9 @@ SOURCE = CudaSource(
         _defines(torch.float16, keep=32, tile_m=32, warps_n=4, warps_k=2, stages=2),
         _defines(torch.bfloat16, keep=32, tile_m=64, warps_n=8, warps_k=1, stages=2),
         _defines(torch.bfloat16, 32, 1, 1, 8, 2, True, {**UNFUSED, "RMS_NORM": 1}),
-        _defines(torch.float16, 32, 1, 2, 4, 2, True, {**UNFUSED, "RMS_NORM": 1, "SILU_MUL": 1}),
-        _defines(torch.bfloat16, 32, 1, 2, 6, 2, True, {**UNFUSED, "ADD_RESIDUAL": 1}),
-        _defines(torch.float16, 32, 8, 2, 8, 2, True, {**UNFUSED, "RMS_NORM": 1, "SILU_MUL": 1}),
+        _defines(torch.float16, 32, 1, 2, 8, 2, True, {**UNFUSED, "RMS_NORM": 1, "SILU_MUL": 1}),
+        _defines(torch.bfloat16, 32, 1, 1, 8, 2, True, {**UNFUSED, "ADD_RESIDUAL": 1}),
+        _defines(torch.float16, 32, 8, 2, 8, 2, False, {**UNFUSED, "SILU_MUL": 1}),
         _defines(torch.bfloat16, 32, 8, 2, 6, 2, False, {**UNFUSED, "ADD_RESIDUAL": 1}),
     ),
 )

@@ -18,7 +18,10 @@ DECODE_WARPS_PER_SM = {1: 20, 8: 20, 16: 16, 32: 16, 64: 10}
 """By TILE_M: what registers allow. Builds take up to 96, 96, 128, 128 and 200 of them per thread."""
 
 FUSED_MAX_TOKENS = 8
-"""With a prologue or an epilogue: x of more, whole, leaves too little shared memory for weights."""
+"""With an epilogue."""
+
+NORMED_MAX_TOKENS = 2
+"""With a prologue, and x whole in shared memory. For more every CTA normalises longer than a kernel before it takes."""
 
 GEMM_MIN_TOKENS = 17
 """Measured on an H200 at 32:64: decode is faster below."""
@@ -92,22 +95,19 @@ def choose_fused(problem: Problem, weight: Tiling, gpu: DeviceFacts) -> DecodeSc
         weight: its tiles.
         gpu: what it runs on.
     """
-    m, pairs, normed = problem.m, problem.epilogue == "silu_mul", problem.prologue == "rms_norm"
-    if m > FUSED_MAX_TOKENS or problem.k % 8 or (pairs and problem.n % (2 * ROWS)):
+    m, gated, normed = problem.m, problem.epilogue == "silu_mul", problem.prologue == "rms_norm"
+    if m > FUSED_MAX_TOKENS or problem.k % 8 or (gated and problem.n % (2 * ROWS)):
         return None
-    few_rows = weight.row_tiles <= 2 * gpu.sms
-    if pairs:
-        preferred = (2, 4, 2) if m == 1 else (2, 8, 2)
-    elif few_rows:
-        preferred = (1, 8, 2) if weight.column_tiles <= 16 else (2, 6, 2)
+    if normed and m > NORMED_MAX_TOKENS:
+        return None
+    if gated:
+        candidates = [(2, 8, 2), (2, 4, 2), (2, 4, 1)]
+    elif m <= NORMED_MAX_TOKENS:
+        candidates = [(1, 8, 2), (1, 4, 1)]
     else:
-        preferred = (1, 8, 2) if m == 1 else (2, 8, 2)
-    smaller = (2, 4, 2), (2, 4, 1)
-    fitting = (
-        _decode_schedule(m, weight, gpu, *candidate, whole_x)
-        for whole_x in ((True,) if normed else (True, False))
-        for candidate in ((preferred, *smaller) if normed or not whole_x else (preferred,))
-    )
+        candidates = [_preferred(m, weight, gpu.sms)]
+    whole_x = m <= NORMED_MAX_TOKENS
+    fitting = (_decode_schedule(m, weight, gpu, *candidate, whole_x) for candidate in candidates)
     return next((schedule for schedule in fitting if schedule is not None), None)
 
 

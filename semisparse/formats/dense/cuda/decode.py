@@ -25,9 +25,6 @@ STEPS = {1: 4, 2: 2}
 CTAS_PER_SM = 2
 """That registers allow."""
 
-FUSED_CTAS_PER_SM = 1
-"""Of a fused kernel's grid: the next kernel's CTAs are resident beside them."""
-
 SHARED_X_BYTES = 72 << 10
 """Of x, that a fused kernel keeps in shared memory at most."""
 
@@ -105,7 +102,7 @@ def _prepared(problem: Problem, shared_x: int) -> FusedProduct:
     n, k, facts = problem.n, problem.k, device_facts(problem.device)
     defines = _defines(problem.dtype, -(-problem.m // 8), problem.fusion_defines, bool(shared_x))
     kernel = SOURCE.build("semisparse_dense_decode", defines, shared_x).load(problem.device)
-    ctas = min(-(-n // ROWS), (FUSED_CTAS_PER_SM if problem.is_fused else CTAS_PER_SM) * facts.sms)
+    ctas = min(-(-n // ROWS), CTAS_PER_SM * facts.sms)
     sizes = {"n": n, "k": k, "steps": _steps(problem)}
     width = n // 2 if problem.epilogue == "silu_mul" else n
 

@@ -23,7 +23,6 @@
 
 #include "chunk.cuh"
 #include "fusion.cuh"
-#include "ptx/global.cuh"
 #include "ptx/integer.cuh"
 #include "ptx/shared.cuh"
 #include "warp.cuh"
@@ -38,15 +37,27 @@ struct StagedActivations {
     const Element* norm_weight;  // [k] with RMS_NORM
     int m, k;
     float scales[TOKENS];        // of the normalised tokens
+    Word first_weight[kGroupSize / 2];  // norm_weight of this thread's first group
     Word preloaded[kPreloaded + 1][kGroupSize / 2];
 
-    __device__ __forceinline__ StagedActivations(const Element* x, int m, int k, const Element* norm_weight, float epsilon)
+    // Reads nothing but the norm's weight; it may run before griddepcontrol.wait.
+    __device__ __forceinline__ StagedActivations(const Element* x, int m, int k, const Element* norm_weight)
         : x(x), norm_weight(norm_weight), m(m), k(k) {
+        if (RMS_NORM && index(0) < TOKENS * groups()) load_weight(first_weight, group_of(index(0)));
+    }
+
+    // Loads this thread's first groups of x, and with RMS_NORM sums all squares.
+    __device__ __forceinline__ void load_first(float epsilon) {
 #pragma unroll
         for (int j = 0; j < kPreloaded; ++j) {
             if (index(j) < TOKENS * groups()) load(preloaded[j], index(j));
         }
         if constexpr (RMS_NORM) sum_squares(epsilon);
+    }
+
+    __device__ __forceinline__ void load_weight(Word (&words)[kGroupSize / 2], int group) const {
+        const int column = group * kGroupSize;
+        if (column < k) load_x(words, reinterpret_cast<const unsigned short*>(norm_weight) + column, k - column);
     }
 
     // Sets `scales` to the reciprocals of the tokens' root mean squares.
@@ -74,11 +85,6 @@ struct StagedActivations {
         }
     }
 
-    // Prefetches the norm's weight to L2; it may run before griddepcontrol.wait.
-    static __device__ __forceinline__ void prefetch_norm(const Element* norm_weight, int k) {
-        constexpr int kLineValues = 64;
-        if (RMS_NORM && threadIdx.x * kLineValues < k) prefetch_global_L2(norm_weight + threadIdx.x * kLineValues);
-    }
 
     // Groups of a token, with padding.
     __device__ __forceinline__ int groups() const {
@@ -103,12 +109,12 @@ struct StagedActivations {
         } else {
             for_each_loaded_group([&](const Word (&words)[kGroupSize / 2], int group, int token) {
                 Word weight[kGroupSize / 2], result[kGroupSize / 2];
-                const int column = group * kGroupSize;
-                if (column < k) load_x(weight, reinterpret_cast<const unsigned short*>(norm_weight) + column, k - column);
+                const bool first = token * groups() + group == index(0);
+                if (!first) load_weight(weight, group);
                 const float scale = TOKENS > 1 && token ? scales[TOKENS - 1] : scales[0];
 #pragma unroll
                 for (int i = 0; i < kGroupSize / 2; ++i)
-                    result[i] = column < k ? normalised(words[i], weight[i], scale) : 0;
+                    result[i] = group * kGroupSize < k ? normalised(words[i], first ? first_weight[i] : weight[i], scale) : 0;
                 take(result, group, token);
             });
         }

@@ -69,16 +69,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_g
     if constexpr (kFused) {
         griddepcontrol_launch_dependents();
         WeightStream stream(weight, own_smem, schedule.first_chunk, schedule.end_chunk);
-        Mma::Activations::prefetch_norm(norm_weight, k);
+        Mma::Activations activations(x, m, k, norm_weight);
         griddepcontrol_wait();
-        const Mma::Activations activations(x, m, k, norm_weight, epsilon);
+        activations.load_first(epsilon);
         Mma mma(activations, smem + WARPS * kStreamBytes);
         schedule.run(stream, mma, {bias, residual, y, m, n, mma}, partials);
     } else {
         weight.prefetch(schedule.first_chunk, schedule.end_chunk, prefetch_groups);
         griddepcontrol_wait();
         griddepcontrol_launch_dependents();
-        const Mma::Activations activations(x, m, k, norm_weight, epsilon);
+        Mma::Activations activations(x, m, k, norm_weight);
+        activations.load_first(epsilon);
         WeightStream stream(weight, own_smem, schedule.first_chunk, schedule.end_chunk);
         Mma mma(activations, smem + WARPS * kStreamBytes);
         schedule.run(stream, mma, {bias, residual, y, m, n, mma}, partials);

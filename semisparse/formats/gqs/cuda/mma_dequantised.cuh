@@ -18,8 +18,8 @@ struct MmaDequantised {
         const Element* x;  // [m, k]
         int m, k;
 
-        __device__ __forceinline__ Activations(const Element* x, int m, int k, const Element*, float) : x(x), m(m), k(k) {}
-        static __device__ __forceinline__ void prefetch_norm(const Element*, int) {}
+        __device__ __forceinline__ Activations(const Element* x, int m, int k, const Element*) : x(x), m(m), k(k) {}
+        __device__ __forceinline__ void load_first(float) {}
     };
 
     float accumulators[kTokenTiles][4];

@@ -27,11 +27,18 @@ template <typename Mma> struct Epilogue {
     }
 
     __device__ __forceinline__ void store_cell(int row, int token, float accumulator) const {
+        store_cell(row, token, accumulator, residual_of(row, token));
+    }
+
+    __device__ __forceinline__ void store_cell(int row, int token, float accumulator, float added) const {
         if (row >= n || token >= m) return;
-        const long long at = static_cast<long long>(token) * n + row;
         float value = output_of(row, token, accumulator);
-        if constexpr (ADD_RESIDUAL) value = to_float(residual[at]) + rounded(value);
-        store(y + at, value);
+        if constexpr (ADD_RESIDUAL) value = added + rounded(value);
+        store(y + static_cast<long long>(token) * n + row, value);
+    }
+
+    __device__ __forceinline__ float residual_of(int row, int token) const {
+        return ADD_RESIDUAL && row < n && token < m ? to_float(residual[static_cast<long long>(token) * n + row]) : 0.0f;
     }
 
     __device__ __forceinline__ void store_gated(int row, int token, float gate, float up) const {
@@ -81,6 +88,8 @@ template <typename Mma> struct TilePerCta {
                                         Partials& partials) const {
         const int warp = warp_id();
         const Word lane_bit = keep_in_register(1u << threadIdx.x % 32);
+        const int first_cell = threadIdx.x;
+        const float first_residual = epilogue.residual_of(blockIdx.x * kRows + first_cell % kRows, first_cell / kRows);
         mma.begin_range(begin * kKTileColumns);
 #pragma unroll 1
         for (int k_tile = begin; k_tile < end; ++k_tile) multiply_k_tile(mma, stream, k_tile, chunks_per_tile, lane_bit);
@@ -91,7 +100,8 @@ template <typename Mma> struct TilePerCta {
             float sum = partials[0][cell];
 #pragma unroll
             for (int i = 1; i < WARPS; ++i) sum += partials[i][cell];
-            epilogue.store_cell(blockIdx.x * kRows + cell % kRows, cell / kRows, sum);
+            const int row = blockIdx.x * kRows + cell % kRows, token = cell / kRows;
+            epilogue.store_cell(row, token, sum, cell == first_cell ? first_residual : epilogue.residual_of(row, token));
         }
     }
 };
