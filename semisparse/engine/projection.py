@@ -100,12 +100,16 @@ class Projection:
         else:
             self._parts = [DenseLinear([layer]) if type(layer) is nn.Linear else layer for layer in layers]
 
+    @property
+    def weights(self) -> list[Packed]:
+        """The packed weights."""
+        return [part.packed for part in self._parts if isinstance(part, DenseLinear | SparseLinear)]
+
     def prepare(self, m: int, dtype: torch.dtype) -> None:
         """Compile and load the GPU kernels of the products of ``m`` tokens."""
         if not any(self._fused(m, dtype, *fusion) for fusion in self._fusions):
-            for part in self._parts:
-                if isinstance(part, DenseLinear | SparseLinear):
-                    prepare_product(part.packed, m, dtype)
+            for packed in self.weights:
+                prepare_product(packed, m, dtype)
 
     def _fused(self, m: int, dtype: torch.dtype, prologue: str, epilogue: str) -> FusedProduct | None:
         """Return the projection with a prologue and an epilogue as one kernel, or None if there is none."""
