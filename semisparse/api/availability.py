@@ -13,9 +13,10 @@ from semisparse.patterns import parse_pattern
 
 
 def list_formats() -> list[dict[str, Any]]:
-    """Return every format with the patterns it stores and its kernels: whether each runs here, or why not.
+    """Return a dict per format: its name, version and summary, the example patterns it accepts, and its kernels.
 
-    A kernel runs here if it supports one token and a 4096 x 4096 layer, in float16 on a GPU and float32 on a CPU.
+    ``runs`` says whether a kernel takes one token and a 4096 x 4096 layer of at least one example pattern and variant:
+    in float16 for CUDA kernels, else in float32 on the CPU. If it does not, ``reason`` says why.
     """
     return [
         {
@@ -30,10 +31,10 @@ def list_formats() -> list[dict[str, Any]]:
 
 
 EXAMPLE_PATTERNS = tuple(parse_pattern(text) for text in ("6:8", "32:64", "8:32v32", "g16@50%", "70%"))
-"""One or two of each family of patterns."""
+"""Patterns that kernels are tried with: one or two of each family."""
 
 SHAPE = (4096, 4096)
-"""N and K of the layer that a kernel must support."""
+"""N and K of the layer that kernels are tried with."""
 
 
 def _describe(form: Format, kernel: Kernel) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def _describe(form: Format, kernel: Kernel) -> dict[str, Any]:
 
 
 def _refusal(form: Format, kernel: Kernel) -> str | None:
-    """Return why a kernel runs for none of the example patterns and variants, or None if it runs for one."""
+    """Return the first reason of a kernel's refusals, or None if it takes one example pattern and variant."""
     if kernel.device == "cuda" and not torch.cuda.is_available():
         return "torch finds no CUDA device"
     device = kernel.device or "cpu"
@@ -56,4 +57,4 @@ def _refusal(form: Format, kernel: Kernel) -> str | None:
                 if reason is None:
                     return None
                 reasons.append(reason)
-    return reasons[0] if reasons else "it stores none of the example patterns"
+    return reasons[0] if reasons else "the format accepts none of the example patterns"

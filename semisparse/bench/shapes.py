@@ -32,7 +32,7 @@ ARCHITECTURES = {
     "qwen2.5-7b": ("qwen2", (3584, 18944, 28, 28, 4, 152064)),
     "qwen2.5-14b": ("qwen2", (5120, 13824, 48, 40, 8, 152064)),
 }
-"""Name -> transformers' model type, and the sizes in `_SIZES` from the model's published config.json."""
+"""Name -> transformers' model type, and the values of the fields `_SIZES` in the model's published config.json."""
 
 FUSED = {
     "q_proj": "qkv_proj",
@@ -41,15 +41,15 @@ FUSED = {
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
 }
-"""Layer -> the fused layer that serving stacks compute it in."""
+"""Layer -> the fused layer that inference engines such as vLLM compute it in."""
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The layers of a model that have the same shape.
+    """A shape of weights, and the layers of a model that have it.
 
     Args:
-        names: the last parts of their names, such as ``q_proj, o_proj``; empty for a plain shape.
+        names: the last components of their names, as in ``q_proj, o_proj``; empty if only ``N,K`` was given.
         n: output features.
         k: input features.
         count: the number of such layers in the model.
@@ -62,13 +62,13 @@ class LayerShape:
 
 
 def layer_shapes(text: str) -> list[LayerShape]:
-    """Return the distinct shapes of a model's linear layers, without the language model head.
+    """Return the distinct shapes of a model's linear layers, without the LM head.
 
     Args:
         text: ``N,K``, a model directory, or a name in `ARCHITECTURES`. ``:fused`` after the name fuses q, k, v into
             one layer, and gate, up into another.
     Raises:
-        InputError: ``text`` is none of these.
+        InputError: ``text`` is none of these, or config.json cannot be read.
     """
     plain = re.fullmatch(r"(\d+),(\d+)", text)
     if plain:
@@ -94,7 +94,10 @@ def architecture(name: str) -> PretrainedConfig:
 def _config_of(directory: Path) -> PretrainedConfig:
     if not (directory / "config.json").is_file():
         known = ", ".join(ARCHITECTURES)
-        raise InputError(f"{directory} is no model directory (no config.json), no N,K and none of: {known}")
+        raise InputError(
+            f"got {directory}; expected N,K, a directory with a config.json, or one of these names, also followed by "
+            f":fused: {known}"
+        )
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except (ValueError, OSError, KeyError) as error:
@@ -105,7 +108,7 @@ def _config_of(directory: Path) -> PretrainedConfig:
 
 
 def _linears(config: PretrainedConfig) -> list[tuple[str, int, int]]:
-    """Return name, N and K of every linear layer but the head, from a model on the meta device."""
+    """Return (name, N, K) of every linear layer but the LM head. The model is built on the meta device."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     head = model.get_output_embeddings()

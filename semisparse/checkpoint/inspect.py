@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from semisparse.checkpoint.digests import check_digests
-from semisparse.checkpoint.directory import open_directory
+from semisparse.checkpoint.digests import THREADS, check_digests
+from semisparse.checkpoint.directory import ModelDirectory, open_directory
 from semisparse.errors import CheckpointError, SemisparseError
 from semisparse.formats.base import Packed, get_format
 
@@ -49,10 +51,10 @@ def inspect_directory(
         if progress:
             progress(len(rows), len(directory.layers) + len(dense))
 
-    for name, packed in directory.layers.items():
-        if verify:
-            _verify(name, directory.packed(name), entries[name])
-        add(_packed_row(name, packed, entries[name]))
+    with ThreadPoolExecutor(THREADS) as pool:
+        checked = pool.map(lambda name: _verify(directory, name, entries[name]), directory.layers) if verify else ()
+        for (name, packed), _ in zip_longest(directory.layers.items(), checked):
+            add(_packed_row(name, packed, entries[name]))
     for name in dense:
         add(_dense_row(name.removesuffix(".weight"), directory.read(name)))
     layer_bytes = sum(packed.nbytes for packed in directory.layers.values())
@@ -66,7 +68,8 @@ def inspect_directory(
     }
 
 
-def _verify(name: str, packed: Packed, entry: Mapping[str, Any]) -> None:
+def _verify(directory: ModelDirectory, name: str, entry: Mapping[str, Any]) -> None:
+    packed = directory.packed(name)
     check_digests(name, packed.tensors, entry)
     try:
         get_format(packed.spec.format).verify(packed)
@@ -95,7 +98,7 @@ def _dense_row(name: str, weight: Tensor) -> dict[str, Any]:
         "format": "dense",
         "pattern": None,
         "shape": list(weight.shape),
-        "density": int((weight != 0).sum()) / max(weight.numel(), 1),
+        "density": int(weight.count_nonzero()) / max(weight.numel(), 1),
         "bits_per_weight": 8.0 * weight.element_size(),
         "bytes": weight.numel() * weight.element_size(),
         "error": None,

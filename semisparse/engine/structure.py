@@ -128,7 +128,7 @@ def _layer_of(layer: nn.Module, epsilon: float) -> Layer:
     parts = {name for name, _ in mlp.named_children()} - {joined[1], "act_fn"}
     if parts != MLP_PARTS:
         raise UnknownStructureError(f"the MLP consists of {', '.join(sorted(parts))}")
-    probe = torch.linspace(-8, 8, 64)
+    probe = torch.linspace(-8, 8, 64, dtype=torch.float32)
     if not torch.allclose(mlp.act_fn(probe), nn.functional.silu(probe), atol=1e-6):
         raise UnknownStructureError("the MLP's activation is not SiLU")
     norms = None

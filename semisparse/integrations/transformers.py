@@ -74,12 +74,15 @@ class SemisparseConfig(QuantizationConfigMixin):
             names: module names of the layers, by their names on disk.
             state: tensors by their names in the model; None to take the layers' own.
         """
+        entries, tensors = self._block["layers"], dict[tuple[str, str], Tensor]()
         for name, packed in read_block(self._block).items():
-            entry = self._block["layers"][name]
-            if DIGESTS in entry:
+            if DIGESTS in entries[name]:
                 module = names[name]
                 prefix, stored = (f"{module}.", state) if state else ("", model.get_submodule(module).state_dict())
-                entry[DIGESTS] = digests_of({tensor: stored[prefix + tensor] for tensor in packed.tensors})
+                tensors |= {(name, tensor): stored[prefix + tensor] for tensor in packed.tensors}
+                entries[name][DIGESTS] = {}
+        for (name, tensor), digest in digests_of(tensors).items():
+            entries[name][DIGESTS][tensor] = digest
 
     def to_dict(self) -> dict[str, Any]:
         return copy.deepcopy(self._block)

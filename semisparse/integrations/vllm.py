@@ -1,8 +1,8 @@
-"""The adapter to vLLM: with semisparse installed, ``vllm serve DIR`` serves a compressed directory.
+"""The adapter to vLLM: with semisparse installed, ``vllm serve DIR`` serves a compressed checkpoint.
 
-vLLM calls `register` in every process (entry point ``vllm.general_plugins``). Every layer receives its tensors whole,
-in the layout on disk, keeps this rank's shard and stacks the weights of a fused layer, whatever the format. Which rows
-or columns belong to this rank is read from vLLM's own weight loader, which is given row or column numbers as weights.
+vLLM calls `register` in every process (entry point ``vllm.general_plugins``). Each layer loads unsharded tensors in the
+disk layout, slices out this tensor-parallel rank's shard, and stacks the weights of a fused layer. To find the rank's
+rows or columns, the adapter passes their indices through vLLM's own weight loader as if they were weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from semisparse.errors import CheckpointError, InputError
 from semisparse.nn import StackedLinear, slice_weight
 
 QKV = ("q", "k", "v")
-"""vLLM's shard ids of a fused attention layer, in order. Other fused layers number theirs from 0."""
+"""vLLM's shard ids of a fused QKV layer, in the order of its rows. Other fused layers use 0, 1, ..."""
 
 
 def register() -> None:
@@ -38,7 +38,7 @@ def register() -> None:
 
 
 class SemisparseVllmConfig(QuantizationConfig):
-    """The ``quantization_config`` block as vLLM holds it.
+    """vLLM's `QuantizationConfig` of a semisparse checkpoint.
 
     Args:
         layers: the checkpoint's layers by module name, as `read_block` returns them.
@@ -73,10 +73,11 @@ class SemisparseVllmConfig(QuantizationConfig):
         self.layers = hf_to_vllm_mapper.apply_dict(self.layers)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Return the method for a layer: packed if the checkpoint has it compressed, else vLLM's unquantised one.
+        """Return the method for a linear layer, ours if it is compressed, else vLLM's; None for any other layer.
 
         Raises:
-            InputError: a layer that is not linear, or only some weights of a fused layer, are compressed.
+            InputError: a layer that is not linear, or a module inside it, is compressed; or only some weights of a
+                fused layer are.
         """
         if not isinstance(layer, LinearBase):
             self._refuse_compressed(layer, prefix)
@@ -87,13 +88,13 @@ class SemisparseVllmConfig(QuantizationConfig):
             return UnquantizedLinearMethod()
         if len(compressed) < len(names):
             raise InputError(
-                f"vLLM fuses {', '.join(names)} into one layer, of which only {', '.join(compressed)} is compressed: "
-                "compress all of them, or name all of them in the recipe's ignore"
+                f"vLLM fuses {', '.join(names)} into one layer, of which only {', '.join(compressed)} are compressed: "
+                "compress all, or add all to the recipe's ignore list"
             )
         return SemisparseLinearMethod({name: self.layers[name] for name in names})
 
     def _checkpoint_names(self, prefix: str) -> list[str]:
-        """Return the names of the checkpoint's layers that a layer of vLLM contains: several if it is fused."""
+        """Return the checkpoint's layers in a layer of vLLM: several if vLLM fuses what the checkpoint has apart."""
         parent, _, last = prefix.rpartition(".")
         if prefix in self.layers or last not in self.packed_modules_mapping:
             return [prefix]
@@ -103,8 +104,8 @@ class SemisparseVllmConfig(QuantizationConfig):
         inside = [name for name in self.layers if name == prefix or name.startswith(f"{prefix}.")]
         if inside:
             raise InputError(
-                f"{inside[0]} is compressed, but vLLM has it in a {type(layer).__name__} ({prefix}); semisparse serves "
-                "only linear layers in vLLM, no experts and no heads: name it in the recipe's ignore"
+                f"{inside[0]} is compressed, but belongs to a {type(layer).__name__} of vLLM ({prefix}); the adapter "
+                "serves linear layers, not experts or the LM head: add it to the recipe's ignore list"
             )
 
 
@@ -119,8 +120,9 @@ class SemisparseLinearMethod(LinearMethodBase):
     def __init__(self, layers: Mapping[str, Any]) -> None:
         self._names = list(layers)
         self._declared = list(layers.values())
-        self._loaded: list[dict[str, Tensor]] = [{} for _ in layers]
-        self._shards: dict[int, Any] = {}  # by their first row in vLLM's layer
+        self._loaded: list[dict[str, Tensor]] = [{} for _ in layers]  # the tensors of weights that are not complete yet
+        self._complete: set[int] = set()  # indices of the weights that are
+        self._shards: dict[int, Any] = {}  # by first row (column if row-parallel) in this rank's layer
 
     def create_weights(
         self,
@@ -132,7 +134,7 @@ class SemisparseLinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **others: Any,
     ) -> None:
-        """Register an empty parameter for every stored tensor. Its loader receives the tensor whole."""
+        """Register one empty parameter per tensor name. Its loader receives that tensor, unsharded, of every weight."""
         for name, tensor in {n: t for declared in self._declared for n, t in declared.tensors.items()}.items():
             parameter = nn.Parameter(torch.empty(0, dtype=tensor.dtype), requires_grad=False)
             parameter.weight_loader = partial(self._load, layer, name)  # type: ignore[attr-defined]
@@ -141,7 +143,7 @@ class SemisparseLinearMethod(LinearMethodBase):
     def _load(
         self, layer: Any, name: str, parameter: nn.Parameter, tensor: Tensor, shard_id: str | int | None = None
     ) -> None:
-        """Load one tensor. Once a weight is complete, validate it and keep only this rank's shard.
+        """Load one tensor. When all tensors of a weight are loaded, validate it and keep only this rank's shard.
 
         Args:
             layer: vLLM's layer.
@@ -150,15 +152,16 @@ class SemisparseLinearMethod(LinearMethodBase):
             tensor: the stored tensor.
             shard_id: which weight of a fused layer it belongs to; None if the layer is not fused.
         Raises:
-            CheckpointError: the weight is corrupted.
+            CheckpointError: the weight fails validation.
         """
         index = QKV.index(shard_id) if isinstance(shard_id, str) else shard_id or 0
         loaded, declared = self._loaded[index], self._declared[index]
-        loaded[name] = tensor.to(parameter.device)  # validated and sliced there
+        loaded[name] = tensor.to(parameter.device)  # validated and sliced on that device
         if loaded.keys() != declared.tensors.keys():
             return
         whole = packed_from_tensors(self._names[index], declared, loaded)
         self._loaded[index] = {}
+        self._complete.add(index)
         dim = 1 if isinstance(layer, RowParallelLinear) else 0
         for position, start, stop in _runs_of_rank(layer, dim, whole.shape[dim], shard_id):
             self._shards[position] = slice_weight(whole, dim, start, stop)
@@ -167,35 +170,35 @@ class SemisparseLinearMethod(LinearMethodBase):
         """Stack the shards in the order of the layer's rows.
 
         Raises:
-            CheckpointError: the checkpoint lacks tensors of the layer.
+            CheckpointError: the checkpoint lacks tensors of a weight of the layer.
         """
-        for name, declared, loaded in zip(self._names, self._declared, self._loaded, strict=True):
-            if loaded or not self._shards:
-                missing = sorted(declared.tensors.keys() - loaded.keys())
-                raise CheckpointError(f"layer {name}: the checkpoint has no {', '.join(missing)}")
+        for index, (name, declared) in enumerate(zip(self._names, self._declared, strict=True)):
+            if index not in self._complete:
+                missing = sorted(declared.tensors.keys() - self._loaded[index].keys())
+                raise CheckpointError(f"layer {name}: the checkpoint lacks tensors {', '.join(missing)}")
         for name in {name for declared in self._declared for name in declared.tensors}:
             delattr(layer, name)
         layer.stacked = StackedLinear([self._shards[position] for position in sorted(self._shards)])
-        self._shards = {}
+        self._shards, self._complete = {}, set()
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Compute ``x @ w.T + bias``. Each matmul traces to one opaque operator."""
+        """Compute ``x @ w.T + bias``. Each matmul is one custom op under torch.compile."""
         return layer.stacked(x, bias)
 
 
 def _runs_of_rank(layer: Any, dim: int, size: int, shard_id: str | int | None) -> Iterator[tuple[int, int, int]]:
-    """Yield the runs of a weight's rows (columns if ``dim`` is 1) that this rank keeps.
+    """Yield the contiguous ranges of a weight's rows (columns if ``dim`` is 1) in this rank's shard.
 
-    vLLM's own weight loader is given the numbers 0 to ``size`` - 1 as a weight. What it stores are the numbers of the
-    rows that this rank keeps.
+    The indices 0 to ``size`` - 1 are passed through vLLM's weight loader as a weight: what it stores are the indices of
+    this rank's rows or columns.
 
     Args:
         layer: vLLM's layer.
         dim: the dimension that it shards.
         size: the weight's rows or columns.
         shard_id: which weight of a fused layer it is; None if the layer is not fused.
-    Returns:
-        (position in the layer, first row, one past the last row) for each run of consecutive rows.
+    Yields:
+        (first row in this rank's layer, first row of the weight, one past its last row), or columns if ``dim`` is 1.
     """
     length = layer.input_size_per_partition if dim else sum(layer.output_partition_sizes)
     stored = torch.full((1, length) if dim else (length, 1), -1, device="cpu")

@@ -45,9 +45,9 @@ def _computes_linear(module: nn.Module) -> bool:
     generator = torch.Generator().manual_seed(0)
     with torch.device("cpu"):
         for parameter in probe.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float32))
         weight, bias = weight_of(probe), getattr(probe, "bias", None)
-        x = torch.randn(PROBE_TOKENS, weight.shape[1], generator=generator)
+        x = torch.randn(PROBE_TOKENS, weight.shape[1], generator=generator, dtype=torch.float32)
         try:
             y = probe(x)
         except Exception:  # it wants other arguments, so it is something else

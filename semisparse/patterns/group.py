@@ -16,20 +16,21 @@ from semisparse.patterns.unstructured import Unstructured
 
 @dataclass(frozen=True)
 class Group(Pattern):
-    """Prune ``percent`` of the 1 x ``size`` groups, of the whole matrix or of each row (``by_row``) (GQSA).
+    """Prune ``percent`` % of the 1 x ``size`` groups, those of least saliency, as in GQSA.
 
-    A group's saliency is the mean over its weights. Where ``size`` does not divide K, a row's last group is shorter.
+    They are counted over the whole matrix, or in each row if ``by_row``. A group's saliency is the mean score of its
+    weights. Where ``size`` does not divide K, a row's last group is shorter.
     """
 
     size: int
     percent: float
     by_row: bool = False
 
-    forms: ClassVar[str] = "gSIZE@PERCENT% or gSIZE@PERCENT%/row (g16@50% drops half of the groups of 16 along K)"
+    forms: ClassVar[str] = "gSIZE@PERCENT% or gSIZE@PERCENT%/row (g16@50% prunes half of the groups of 16 along K)"
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise PatternError(f"pattern {self}: a group has at least one weight")
+            raise PatternError(f"pattern {self}: SIZE must be at least 1")
         Unstructured(self.percent)
 
     @classmethod
@@ -67,7 +68,7 @@ class Group(Pattern):
     def violation(self, nonzero: Tensor) -> str | None:
         size = min(self.size, nonzero.shape[1])
         violation = self._over_groups.violation(blocks_along(nonzero, size, dim=1).any(-1))
-        return f"counting groups of {self.size}, {violation}" if violation else None
+        return f"in the matrix with a column per group of {self.size}: {violation}" if violation else None
 
     def _groups(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Return the rows and the groups per row."""
@@ -75,7 +76,7 @@ class Group(Pattern):
 
     @property
     def _over_groups(self) -> Unstructured:
-        """The pattern of the matrix with one column per group."""
+        """The unstructured pattern of the mask of groups [rows, groups per row]."""
         return Unstructured(self.percent, self.by_row)
 
     def __str__(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -24,6 +25,9 @@ STANDARD = "c++17"
 
 FIRST_WITH_CACHE = (12, 9)
 """The first NVRTC version with a cache of its own, and an option to disable it."""
+
+RACECHECK = "SEMISPARSE_RACECHECK"
+"""The environment variable that builds kernels as racecheck can follow them (``cuda/arrive_warp.cuh``)."""
 
 Defines = Mapping[str, str | int]
 
@@ -76,7 +80,7 @@ def compile_cubin(path: Path, arch: str, defines: Defines | None = None) -> Cubi
     Raises:
         KernelError: the compiler is missing, or the file does not compile (the message has the compiler's log).
     """
-    defines = dict(defines or {})
+    defines = dict(defines or {}) | ({"EVERY_LANE_ARRIVES": 1} if os.environ.get(RACECHECK) else {})
     key = _key(path, arch, defines)
     stored = cached("cubin", key, lambda: _compile(path, arch, defines))
     head, _, code = stored.partition(b"\n")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from semisparse.formats import Packed, get_format
+from semisparse.quant.symmetric import quantise_rows
 
 ROUNDOFF = {"cpu": 2.0**-24, "cuda": 2.0**-23}
 """Of one float32 addition: to nearest on a CPU; tensor cores truncate."""
@@ -31,10 +32,34 @@ def check_product(y: Tensor, x: Tensor, packed: Packed, bias: Tensor | None, mul
     assert off <= 0, f"bias {bias is not None}: off by {off:.3g} more than rounding explains"
 
 
+def check_any_rounding(y: Tensor, x: Tensor, packed: Packed, bias: Tensor | None) -> None:
+    """Compare with float64; where the kind says so, x may also be rounded to 8 bits, and back to its own dtype."""
+    candidates = [None, *_rounded(x, str(packed.params.get("kind")))]
+    for candidate in candidates[:-1]:
+        try:
+            return check_product(y, x, packed, bias, candidate)
+        except AssertionError:
+            continue
+    return check_product(y, x, packed, bias, candidates[-1])
+
+
+def _rounded(x: Tensor, kind: str) -> list[Tensor]:
+    """Return x as kernels of 8-bit activations multiply it; nothing for a kind that leaves x as it is."""
+    if kind == "fp8_tensor":
+        scale = x.abs().amax().float() / torch.finfo(torch.float8_e4m3fn).max
+        return [(x.float() / scale).to(torch.float8_e4m3fn).double() * scale.double()]
+    dtype = {"int8": torch.int8, "w4a8": torch.int8, "fp8": torch.float8_e4m3fn}.get(kind)
+    if dtype is None:
+        return []
+    codes, scale = quantise_rows(x.cpu(), dtype)
+    wide = (codes.double() * scale.double()[:, None]).to(x.device)
+    return [wide, wide.float().to(x.dtype)]
+
+
 def _weights(packed: Packed) -> list[Tensor]:
     """Return what a kernel may multiply by: the unpacked weight and, where that rounds, what is stored."""
     form = get_format(packed.spec.format)
-    if form.lossless:
+    if form.lossless and "kind" not in packed.params:
         return [packed.unpack().double()]
     own = [tensor.name for tensor in form.specs(packed.spec) if tensor.dtype is None]
     widened = {name: packed.tensors[name].float() for name in own}

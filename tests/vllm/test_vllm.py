@@ -163,7 +163,7 @@ def test_half_precision(dtype: str, tmp_path: Path):
 @pytest.mark.usefixtures("group")
 def test_a_fused_layer_of_which_only_a_part_is_compressed_is_refused(tmp_path: Path):
     directory = write(Served("partly", "bitmask", one("32:64"), dense=("k_proj",)), tmp_path / "model")
-    with pytest.raises(InputError, match=r"of which only .*q_proj, .*v_proj is compressed"):
+    with pytest.raises(InputError, match=r"of which only .*q_proj, .*v_proj are compressed"):
         ranks.load(directory)
 
 
@@ -172,7 +172,7 @@ def test_compressed_experts_are_refused():
     from semisparse.integrations.vllm import SemisparseVllmConfig
 
     config = SemisparseVllmConfig({"model.layers.0.mlp.experts.0.up_proj": None})
-    with pytest.raises(InputError, match="no experts and no heads: name it in the recipe's ignore"):
+    with pytest.raises(InputError, match="not experts or the LM head: add it to the recipe's ignore list"):
         config.get_quant_method(torch.nn.Module(), "model.layers.0.mlp.experts")
     assert config.get_quant_method(torch.nn.Module(), "model.layers.1.mlp.experts") is None
 
@@ -185,10 +185,14 @@ LAYER = "model.layers.0.mlp.down_proj"
     ("change", "sentence"),
     [
         (lambda tensors: tensors[f"{LAYER}.masks"][5].bitwise_xor_(1), f"layer {LAYER}: tensor masks"),
-        (lambda tensors: tensors.pop(f"{LAYER}.masks"), f"layer {LAYER}: the checkpoint has no masks"),
+        (lambda tensors: tensors.pop(f"{LAYER}.masks"), f"layer {LAYER}: the checkpoint lacks tensors masks"),
+        (
+            lambda tensors: [tensors.pop(name) for name in list(tensors) if "layers.0.self_attn.k_proj" in name],
+            "k_proj: the checkpoint lacks tensors masks, values",
+        ),
         (lambda tensors: tensors.update({f"{LAYER}.masks": tensors[f"{LAYER}.masks"][1:].clone()}), "is torch.int64"),
     ],
-    ids=["a bit", "a tensor", "a shape"],
+    ids=["a bit", "a tensor", "a weight of a fused layer", "a shape"],
 )
 def test_a_corrupted_checkpoint_is_refused(change, sentence: str, tmp_path: Path):
     directory = write(SERVED["bitmask-32:64"], tmp_path / "model")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from semisparse.errors import InputError
@@ -79,5 +78,5 @@ class RunningSums:
     def _accumulate(self, key: str, left: Tensor, right: Tensor) -> None:
         """Add ``left^T right`` to a sum."""
         if key not in self._sums:
-            self._sums[key] = torch.zeros(left.shape[1], right.shape[1], device=left.device)
+            self._sums[key] = left.new_zeros(left.shape[1], right.shape[1])
         self._sums[key].addmm_(left.T, right)

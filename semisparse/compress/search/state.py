@@ -19,11 +19,11 @@ class State:
     Args:
         generation: number of finished generations.
         best: the best candidate so far.
-        kl: its mean KL divergence on the search's tokens, in nats per token.
-        uniform_kl: the same for the uniform patterns.
-        pool: candidates that the next generation descends from.
+        kl: its mean KL divergence from the dense model on the search's calibration tokens, in nats per token.
+        uniform_kl: the same for the uniform candidate, in which every layer has the recipe's own density.
+        pool: the parents of the next generation.
         evaluations: candidates scored so far, on all or some of the tokens.
-        tokens: tokens run through the model for that.
+        tokens: tokens run through the model to score them.
     """
 
     generation: int
@@ -36,7 +36,7 @@ class State:
 
     @classmethod
     def start(cls, uniform: Candidate, kl: float = math.inf) -> State:
-        """Return the initial state: the uniform candidate, and its KL if it is known."""
+        """Return the initial state: the uniform candidate, and its KL; infinity if it is not known yet."""
         return cls(0, uniform, kl, kl, (), 0, 0)
 
     def to_json(self) -> dict[str, Any]:
@@ -51,21 +51,23 @@ class State:
 
 
 class Algorithm(Protocol):
-    """A search algorithm. It runs in passes: each has its own bank of pruned weights, its own object, and generations.
+    """A search algorithm, as an object for one of its passes.
+
+    Each pass prunes the layers anew, to the levels of density that it chooses among, and runs some generations.
 
     Args:
-        space: as `pass_space` returns it for the pass.
+        space: the levels of the pass, from `pass_space`.
         scorer: scores candidates in this space.
         recipe: the settings of the search.
-        seed: seed of everything drawn at random.
-        number: number of the pass, from 0.
+        seed: of the random generators.
+        number: index of the pass, from 0.
     """
 
     generations: int
     """Number of generations of all passes together."""
 
     end: int
-    """Number of generations after which the pass ends, counted from the first pass's start."""
+    """The value of `State.generation` at which the pass ends."""
 
     def __init__(
         self, space: Sequence[LinearSpace], scorer: Scorer, recipe: Recipe, seed: int, number: int
@@ -77,11 +79,11 @@ class Algorithm(Protocol):
 
     @staticmethod
     def reach(recipe: Recipe) -> int:
-        """Return the maximum distance of a level from level 0, as in `search_space`."""
+        """Return how many levels of density below and above the uniform one a layer has (`search_space`)."""
 
     @staticmethod
     def pass_space(space: Sequence[LinearSpace], best: Candidate, number: int, recipe: Recipe) -> list[LinearSpace]:
-        """Return the part of the search space that pass ``number`` explores, given the best candidate before it."""
+        """Return the part of the search space that pass ``number`` explores around the best candidate so far."""
 
     def next_generation(self, state: State) -> State:
-        """Run one generation; the caller updates `State.generation` and `State.tokens`."""
+        """Run one generation and return the new state. The caller sets its `generation` and `tokens`."""

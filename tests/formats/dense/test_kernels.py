@@ -54,7 +54,7 @@ def test_every_product_that_can_run_here(name: str, kind: str | None, m: int):
         pytest.skip(f"dense {name}: {reason}")
     product = kernel.prepare(problem_of(x, packed))
     bias = torch.randn(64, generator=torch.Generator().manual_seed(0)).bfloat16().to(DEVICE)
-    for given in (None, bias):
+    for given in (None, bias, torch.stack((bias, bias), 1)[:, 0]):
         y = product(x, packed, given)
         expected = expected_product(x, packed) + (0 if given is None else given.double())
         # At most three roundings to bfloat16 on the way: of int4's dequantised weights, the product and the sum.

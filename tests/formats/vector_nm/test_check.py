@@ -25,11 +25,11 @@ def changed(packed: Packed, name: str, index: int | tuple[int, ...], value: floa
 @pytest.mark.parametrize(
     ("name", "at", "value", "message"),
     [
-        ("positions", (0, 1), 4, "below the window's 4"),
-        ("positions", (1, 2), 255, "below the window's 4"),
-        ("positions", (0, 1), 1, r"at \[0, 1\]: not above the one before"),
-        ("positions", (1, 3), 3, r"at \[1, 3, 0\]: a weight past column K = 7"),
-        ("values", (1, 0, 2), 1.0, r"at \[1, 0, 2\]: a weight past row N = 5"),
+        ("positions", (0, 1), 4, "below the window size 4"),
+        ("positions", (1, 2), 255, "below the window size 4"),
+        ("positions", (0, 1), 1, r"at \[0, 1\]: not above the position before"),
+        ("positions", (1, 3), 3, r"at \[1, 3, 0\]: a weight in a column from K = 7 on"),
+        ("values", (1, 0, 2), 1.0, r"at \[1, 0, 2\]: a weight in a row from N = 5 on"),
     ],
 )
 def test_damaged_vectors_are_refused(name: str, at: tuple[int, ...], value: float, message: str):
@@ -54,23 +54,23 @@ def test_damaged_orders_are_refused(monkeypatch):
     ordered = VECTOR_NM.arrange(pack("8:32v32", 70, 100), "cuda")
     VECTOR_NM.validate(ordered)
     for name, index, wrong, message in (
-        ("block_starts", 0, 1, "do not rise"),
-        ("columns", 0, 1000, "past the last column"),
-        ("slots", 0, 999, "not one of 3 groups' 32"),
-        ("slots", 0, gpu.NO_SLOT, "not multiplied exactly once"),
-        ("metadata", 0, 0, "the first is not the lower"),
-        ("metadata", 1, 0, "the 64-row tiles that need a block"),
+        ("block_starts", 0, 1, "does not rise"),
+        ("columns", 0, 1000, "is not below"),
+        ("slots", 0, 999, "a slot is out of range"),
+        ("slots", 0, gpu.NO_SLOT, "a slot is missing or repeated"),
+        ("metadata", 0, 0, "2:4 group do not rise"),
+        ("metadata", 1, 0, "the tiles said to need a block"),
     ):
         with pytest.raises(FormatError, match=message):
             VECTOR_NM.validate(changed(ordered, name, index, wrong))
     swapped = ordered.tensors["columns"].clone()
     swapped[0, :2] = swapped[0, :2].flip(0)
-    with pytest.raises(FormatError, match="another column than its own"):
+    with pytest.raises(FormatError, match="is not the slot's in positions"):
         VECTOR_NM.validate(Packed(ordered.spec, {**ordered.tensors, "columns": swapped}))
     empty = {**ordered.tensors, "slots": torch.full_like(ordered.tensors["slots"], gpu.SKIPPED - 0x10000)}
-    with pytest.raises(FormatError, match="not multiplied exactly once"):
+    with pytest.raises(FormatError, match="a slot is missing or repeated"):
         VECTOR_NM.validate(Packed(ordered.spec, empty))
     none = {**ordered.tensors, "block_starts": torch.zeros(2, dtype=torch.int32)}
     none |= {name: ordered.tensors[name][:0] for name in ("columns", "slots", "metadata")}
-    with pytest.raises(FormatError, match="do not rise"):
+    with pytest.raises(FormatError, match="does not rise"):
         VECTOR_NM.validate(Packed(replace(ordered.spec, params=Params(ordered.params, blocks=0)), none))

@@ -99,7 +99,7 @@ def _direct(library: ctypes.CDLL, x: Tensor, packed: Packed) -> Tensor:
     m, k = x.shape
     n = packed.shape[0]
     padded = F.pad(x, (0, -k % BLOCK)).contiguous()
-    y = torch.empty(m, n)
+    y = x.new_empty(m, n)
     library.bitmask_matmul(_Weight(packed), padded.data_ptr(), y.data_ptr(), m, cpp.threads_for(m * n * k))
     return y
 
@@ -109,8 +109,8 @@ def _by_bands(library: ctypes.CDLL, x: Tensor, packed: Packed) -> Tensor:
     n, k = packed.shape
     rows = min(n, max(1, BAND_BYTES // (4 * k)))
     weight = _Weight(packed)
-    band = torch.empty(rows, k)
-    y = torch.empty(x.shape[0], n)
+    band = x.new_empty(rows, k)
+    y = x.new_empty(x.shape[0], n)
     for first in range(0, n, rows):
         count = min(rows, n - first)
         library.bitmask_expand(weight, first, count, k, band.data_ptr(), cpp.threads_for(count * k))

@@ -20,6 +20,7 @@
 // Compiled for sm_90a with SCALAR (__half or __nv_bfloat16), KEEP (values per block), TILE_M (32, or a multiple of 64 up to
 // 256), WARPGROUPS, CLUSTER, SPLIT_K (0: Stream-K), STAGES, X_STAGES, CTAS_PER_SM.
 
+#include "arrive_warp.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/cp_async_bulk.cuh"
 #include "ptx/griddepcontrol.cuh"
@@ -62,9 +63,9 @@ struct Pipeline {
 // Arrives on the slice's empty mbarrier of every CTA of the cluster: each multicasts a share of it.
 __device__ __forceinline__ void release_slice(Word empty, int lane) {
     if constexpr (CLUSTER > 1) {
-        if (lane < CLUSTER) mbarrier_arrive_cluster(empty, lane);
+        mbarrier_arrive_warp_cluster<CLUSTER>(empty, lane);
     } else {
-        if (lane == 0) mbarrier_arrive(empty);
+        mbarrier_arrive_warp(empty, lane);
     }
 }
 
@@ -156,9 +157,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
     const Pipeline x_pipeline{x_stages + kMbarriers}, weight_pipeline{x_stages + kMbarriers + X_STAGES * kSlices * 16};
     if (threadIdx.x == 0) {
         for (int i = 0; i < X_STAGES * kSlices; ++i)
-            mbarrier_init(x_pipeline.full(i), 1), mbarrier_init(x_pipeline.empty(i), CLUSTER * kConsumerWarps);
+            mbarrier_init(x_pipeline.full(i), 1), mbarrier_init(x_pipeline.empty(i), CLUSTER * kConsumerWarps * kArrivalsPerWarp);
         for (int i = 0; i < STAGES; ++i)
-            mbarrier_init(weight_pipeline.full(i), 1), mbarrier_init(weight_pipeline.empty(i), kConsumerWarps);
+            mbarrier_init(weight_pipeline.full(i), 1), mbarrier_init(weight_pipeline.empty(i), kConsumerWarps * kArrivalsPerWarp);
         fence_mbarrier_init();
     }
     if constexpr (CLUSTER > 1) barrier_cluster_sync();
@@ -191,7 +192,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
                 wgmma_tile(accumulators, fragments, expander, x_pipeline,
                            smem_descriptor_low(x_stages + x_state.stage * kXBytes), x_state, previous, iteration == begin,
                            lane);
-                if (lane == 0) mbarrier_arrive(weight_pipeline.empty(state.stage));
+                mbarrier_arrive_warp(weight_pipeline.empty(state.stage), lane);
                 previous = x_state.stage;
             }
             wgmma_wait_group<0>();

@@ -52,8 +52,8 @@ def violation(packed: Packed) -> str | None:
     pattern, masks = packed.pattern, packed.tensors["masks"]
     if values_per_block(pattern) is None:
         return share_violation(packed, packed.tensors["row_starts"].diff())
-    if not isinstance(pattern, NM | VectorNM):
-        return None
+    if not isinstance(pattern, NM | VectorNM) or pattern.window in (1, BLOCK) or pattern.keep == pattern.window:
+        return None  # the number of bits of a mask has been checked
     rows = _has_fuller_window(masks, pattern.window, pattern.keep).any(1).nonzero().flatten()
     if not len(rows):
         return None
@@ -67,8 +67,6 @@ def violation(packed: Packed) -> str | None:
 
 def _has_fuller_window(masks: Tensor, window: int, keep: int) -> Tensor:
     """Return which masks have more than ``keep`` bits in one of their windows, a power of two: [N, blocks] bool."""
-    if window == 1 or window == BLOCK or keep == window:  # the number of bits of a mask has been checked
-        return torch.zeros_like(masks, dtype=torch.bool)
     counts, width = masks, 1  # counts of bits in fields of `width` bits, all fields of a mask at once
     while width < window:
         low = _fields(2 * width, 2**width - 1)

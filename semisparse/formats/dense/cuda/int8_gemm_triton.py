@@ -85,6 +85,7 @@ def int8_gemm(
     """
     m, k = x.shape
     n = w.shape[0]
+    bias = None if bias is None else bias.contiguous()
     y = torch.empty((m, n), dtype=dtype, device=x.device)
     grid = (triton.cdiv(m, config["BLOCK_M"]) * triton.cdiv(n, config["BLOCK_N"]),)
     semisparse_dense_int8_gemm[grid](

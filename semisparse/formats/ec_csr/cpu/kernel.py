@@ -89,7 +89,7 @@ def _from_lists(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     together = 1 if m == 1 else PASS_TOKENS
     padded = F.pad(x.float(), (0, -k % LANES, 0, -m % together)).view(-1, together, -(-k // LANES), LANES)
     passes = padded.permute(0, 3, 2, 1).contiguous()  # a lane's columns are neighbours
-    y, weight = torch.empty(len(passes) * together, n), _Weight(packed)
+    y, weight = passes.new_empty(len(passes) * together, n), _Weight(packed)
     for first, tokens in enumerate(passes):
         to = y[first * together :]
         _call("matmul", weight, tokens.data_ptr(), to.data_ptr(), together, cpp.threads_for(together * n * k))
@@ -103,7 +103,7 @@ def unpack(packed: Packed) -> Tensor:
     Raises:
         KernelError: kernel.cpp cannot be compiled.
     """
-    weight = torch.zeros(packed.shape, dtype=packed.dtype)
+    weight = packed.tensors["values"].new_zeros(packed.shape, dtype=packed.dtype)
     _call("unpack", _Weight(packed), weight.data_ptr(), cpp.threads_for(weight.numel()))
     return weight
 

@@ -113,7 +113,7 @@ def refuse_repeats(positions: Iterable[Tensor]) -> None:
         FormatError: two are equal.
     """
     parts = list(positions)
-    stored = torch.cat(parts) if parts else torch.zeros(0)
+    stored = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float32)
     distinct = len(stored.unique())
     if distinct != len(stored):
         raise FormatError(f"{len(stored)} weights are stored at {distinct} positions, expected each once")

@@ -63,7 +63,7 @@ def prepare(problem: Problem) -> Product:
     def matmul(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         (m, k), n = x.shape, packed.shape[0]
         padded = F.pad(_as_multiplied(x, packed), (0, -k % (CHUNK_GROUPS * group_size(packed.pattern)))).contiguous()
-        y = torch.zeros(m, n)
+        y = padded.new_zeros(m, n)
         threads = cpp.threads_for(m * n * k)
         library.gqs_matmul(_Weight(packed), padded.data_ptr(), padded.shape[1], y.data_ptr(), m, threads)
         return (y if bias is None else y + bias).to(x.dtype)

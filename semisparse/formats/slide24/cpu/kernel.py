@@ -92,8 +92,8 @@ def _multiply(library: ctypes.CDLL, x: Tensor, packed: Packed) -> Tensor:
     columns = -(-padded_k // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
     x = F.pad(x, (0, columns - k)).contiguous()
     threads = cpp.threads_for(m * n * k)
-    scratch = torch.empty(threads, columns, dtype=x.dtype)  # a dense row of the weight per thread
-    y = torch.empty(m, n, dtype=torch.float64)
+    scratch = x.new_empty(threads, columns)  # a dense row of the weight per thread
+    y = x.new_empty(m, n, dtype=torch.float64)
     pointers = values.data_ptr(), metadata.data_ptr(), _fp8_values().data_ptr()
     weight = _Weight(*pointers, n, slots, window, TYPES[values.dtype])
     library.slide24_matmul(weight, _Tokens(x.data_ptr(), *x.shape), scratch.data_ptr(), y.data_ptr(), threads)
@@ -119,4 +119,4 @@ def _library() -> ctypes.CDLL:
 @cache
 def _fp8_values() -> Tensor:
     """Return the float8_e4m3fn value of each byte, 0 to 255: [256] float32."""
-    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    return torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()

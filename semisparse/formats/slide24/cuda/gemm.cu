@@ -24,6 +24,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "arrive_warp.cuh"
 #include "ptx/bar.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/cp_async_bulk.cuh"
@@ -273,7 +274,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__((WA
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             mbarrier_init(full + 8 * i, 1);
-            mbarrier_init(empty + 8 * i, WARPGROUPS * 4 * CLUSTER);
+            mbarrier_init(empty + 8 * i, WARPGROUPS * 4 * CLUSTER * kArrivalsPerWarp);
         }
         fence_mbarrier_init();
     }
@@ -312,8 +313,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__((WA
                 // one: so no group stays in flight. The other warpgroups keep the tensor cores busy meanwhile.
                 wgmma_wait_group<0>();
                 __syncwarp();  // every lane has read its metadata
-                if (CLUSTER == 1 && lane == 0) mbarrier_arrive(empty + 8 * pipeline.stage);
-                if (CLUSTER > 1 && lane < CLUSTER) mbarrier_arrive_cluster(empty + 8 * pipeline.stage, lane);
+                if constexpr (CLUSTER > 1) {
+                    mbarrier_arrive_warp_cluster<CLUSTER>(empty + 8 * pipeline.stage, lane);
+                } else {
+                    mbarrier_arrive_warp(empty + 8 * pipeline.stage, lane);
+                }
                 pipeline.advance();
                 if (warpgroup + 1 < WARPGROUPS && unit == blockIdx.x / CLUSTER && k_tile == min(begin + STAGGER, end) - 1)
                     start_warpgroup(warpgroup + 1);

@@ -65,7 +65,7 @@ def _passes_check_cpp(packed: Packed) -> bool:
     values, metadata = packed.tensors["values"].contiguous(), packed.tensors["metadata"].contiguous()
     (rows, row_slots), k, window = values.shape, packed.shape[1], window_of(packed.pattern)
     # A byte of metadata has four slots. Bit 0: a group begins at its first slot; bit 1: a group begins at its third.
-    group_slot = 4 * torch.arange(row_slots // 4) % (window - 2)
+    group_slot = 4 * torch.arange(row_slots // 4, device=values.device) % (window - 2)
     begins = ((group_slot == 0) + 2 * (group_slot == window - 4)).to(torch.uint8)
     first_non_finite = FIRST_NON_FINITE.get(values.dtype, 0)
     sizes = (rows, row_slots, window, k, values.element_size(), first_non_finite)

@@ -44,7 +44,7 @@ def gather_and_multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tenso
     values, columns = packed.tensors["values"], columns_of(packed)
     groups, slots, length = values.shape
     x_t = F.pad(x.float(), (0, -k % vectors_of(packed.pattern).window)).T.contiguous()
-    y = torch.empty(groups, m, length)
+    y = x_t.new_empty(groups, m, length)
     step = max(1, GATHERED_BYTES // (4 * slots * m))
     for first in range(0, groups, step):
         some = slice(first, first + step)

@@ -19,15 +19,16 @@
 //
 // Macros: SCALAR, LENGTH (32, 64 or 128), STAGES.
 
+#include "arrive_warp.cuh"
 #include "ptx/cp_async.cuh"
-#include "ptx/global.cuh"
-#include "ptx/shared.cuh"
-#include "ptx/ldmatrix.cuh"
-#include "types.cuh"
 #include "ptx/cp_async_bulk.cuh"
+#include "ptx/global.cuh"
+#include "ptx/ldmatrix.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/setmaxnreg.cuh"
+#include "ptx/shared.cuh"
 #include "ptx/wgmma.cuh"
+#include "types.cuh"
 
 constexpr int kWarp = 32;
 constexpr int kTileM = 128;
@@ -203,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) semisparse_vector_nm_g
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             mbarrier_init(base + kFull + 8 * i, kWarp);
-            mbarrier_init(base + kEmpty + 8 * i, kConsumers * 4);
+            mbarrier_init(base + kEmpty + 8 * i, kConsumers * 4 * kArrivalsPerWarp);
         }
         fence_mbarrier_init();
     }
@@ -228,9 +229,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) semisparse_vector_nm_g
         const int slice = warpgroup * 4 + warp / 2;  // in the first 64-row tile; in the second it is 2 higher
         const Word from_w = kXBytes + (slice * kSlots + slot) * 64 + (((warp % 2 * 2 + lane / 8 % 2) ^ (slot / 2 % 4)) << 4);
         const Word metadata_half = lane % 2 ? 0x3232 : 0x1010;
-        auto arrive = [&](Word empty) {
-            if (lane == 0) mbarrier_arrive(empty);
-        };
         for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
             const int row_tile = tile / token_tiles, token_tile = tile % token_tiles;
             Accumulators d0, d1;
@@ -257,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) semisparse_vector_nm_g
                 if (needed1) wgmma_sp_m64n128k32(d1, w.values[1], x_descriptor(stage), w.metadata[1], kind);
                 wgmma_commit_group();
                 wgmma_wait_group<1>();
-                if (in_flight) arrive(in_flight);
+                if (in_flight) mbarrier_arrive_warp(in_flight, lane);
                 in_flight = full + (kEmpty - kFull);
             };
             // Two register sets alternate: a wgmma still reads one while the next block is loaded to the other.
@@ -269,7 +267,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) semisparse_vector_nm_g
             if (count % 2) multiply_block(weights[0], before + count - 1);
             before += count;
             wgmma_wait_group<0>();
-            if (in_flight) arrive(in_flight);
+            if (in_flight) mbarrier_arrive_warp(in_flight, lane);
             const int row = row_tile * kTileN + warpgroup * 128 + warp * 16;
             epilogue(d0, bias, y, row, token_tile * kTileM, m, n);
             epilogue(d1, bias, y, row + 64, token_tile * kTileM, m, n);
