@@ -17,16 +17,8 @@ from semisparse.nn import JoinedLinear, SparseLinear
 from semisparse.nn.joined import is_intercepted
 from semisparse.runtime.device import device_facts
 
-MAX_FUSED_TOKENS = 16
-"""More take the many-token kernels, which fuse nothing."""
-
-
-Fusions = Sequence[tuple[str, str]]
-"""Pairs of a prologue and an epilogue, as of `Problem`."""
-
-NORMED: Fusions = (("rms_norm", "none"),)
-GATED: Fusions = (("rms_norm", "silu_mul"), ("none", "silu_mul"))
-ADDED: Fusions = (("none", "add"),)
+NORMED, GATED, ADDED = ("rms_norm", "none"), ("rms_norm", "silu_mul"), ("none", "add")
+"""What a projection fuses: a prologue and an epilogue, as of `Problem`."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +74,11 @@ class Projection:
     Args:
         layers: in the order of the output's columns.
         parent: the module that holds them.
-        fusions: prologues and epilogues that it may be called with, the best first: NORMED, GATED or ADDED.
+        fusion: NORMED, GATED or ADDED.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], parent: nn.Module, fusions: Fusions) -> None:
-        self._fusions = fusions
+    def __init__(self, layers: Sequence[nn.Module], parent: nn.Module, fusion: tuple[str, str]) -> None:
+        self._fusion = fusion
         joined = [module for module in parent.children() if isinstance(module, JoinedLinear)]
         widths = [rows_of(layer) for layer in layers]
         starts = tuple(sum(widths[:i]) for i in range(len(widths)))
@@ -107,22 +99,22 @@ class Projection:
 
     def prepare(self, m: int, dtype: torch.dtype) -> None:
         """Compile and load the GPU kernels of the products of ``m`` tokens."""
-        if not any(self._fused(m, dtype, *fusion) for fusion in self._fusions):
+        if self._fused(m, dtype) is None:
             for packed in self.weights:
                 prepare_product(packed, m, dtype)
 
-    def _fused(self, m: int, dtype: torch.dtype, prologue: str, epilogue: str) -> FusedProduct | None:
-        """Return the projection with a prologue and an epilogue as one kernel, or None if there is none."""
-        if len(self._parts) > 1 or m > MAX_FUSED_TOKENS:
+    def _fused(self, m: int, dtype: torch.dtype) -> FusedProduct | None:
+        """Return the projection with its prologue and epilogue as one kernel, or None if there is none."""
+        if len(self._parts) > 1:
             return None
         part = self._parts[0]
         if isinstance(part, SparseLinear) and (part.kernel != "auto" or is_intercepted(part)):
             return None
         if not isinstance(part, DenseLinear | SparseLinear) or device_facts(part.packed.device).kind != "cuda":
             return None
-        if epilogue == "silu_mul" and self.columns.starts != (0, self.columns.width // 2):
+        if self._fusion == GATED and self.columns.starts != (0, self.columns.width // 2):
             return None
-        return fused_product(part.packed, m, dtype, prologue, epilogue)
+        return fused_product(part.packed, m, dtype, *self._fusion)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply: [M, K] to [M, columns.width]."""
@@ -136,7 +128,7 @@ class Projection:
             The stream as one tensor, and [M, columns.width].
         """
         if stream.delta is None:
-            product = self._fused(len(stream.x), stream.x.dtype, "rms_norm", "none")
+            product = self._fused(len(stream.x), stream.x.dtype)
             if product is not None:
                 return stream, self._call(product, stream.x, FusedOperands(norm.weight, norm.epsilon))
         total, hidden = rms_norm(stream.x, norm.weight, norm.epsilon, stream.delta)
@@ -149,18 +141,15 @@ class Projection:
             The stream as one tensor, and ``silu(gate) * up``, [M, width].
         """
         if stream.delta is None:
-            product = self._fused(len(stream.x), stream.x.dtype, "rms_norm", "silu_mul")
+            product = self._fused(len(stream.x), stream.x.dtype)
             if product is not None:
                 return stream, self._call(product, stream.x, FusedOperands(norm.weight, norm.epsilon))
         total, hidden = rms_norm(stream.x, norm.weight, norm.epsilon, stream.delta)
-        product = self._fused(len(hidden), hidden.dtype, "none", "silu_mul")
-        if product is not None:
-            return Stream(total), self._call(product, hidden, FusedOperands())
         return Stream(total), silu_mul(self(hidden), self.columns, width)
 
     def added(self, x: Tensor, stream: Stream) -> Stream:
         """Multiply [M, K], and add the result to the residual stream, whose sum may stay to be done."""
-        product = self._fused(len(x), x.dtype, "none", "add")
+        product = self._fused(len(x), x.dtype)
         if product is None or stream.delta is not None:
             return Stream(stream.x, self(x))
         return Stream(self._call(product, x, FusedOperands(residual=stream.x)))

@@ -107,6 +107,9 @@ class FusedOperands:
 
 NOTHING_FUSED = FusedOperands()
 
+MAX_FUSED_TOKENS = 2
+"""Of a product with a prologue or an epilogue: every CTA normalises all tokens, and for 8 that gains nothing."""
+
 
 class FusedProduct(Protocol):
     """As `Product`, with the operands of its prologue and epilogue."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from semisparse.errors import InputError
 from semisparse.formats.base import Packed, WeightSpec, get_format, reference_kernel
-from semisparse.formats.kernel import FusedProduct, Problem, Product, bucket_of
+from semisparse.formats.kernel import MAX_FUSED_TOKENS, FusedProduct, Problem, Product, bucket_of
 
 
 def linear(x: Tensor, packed: Packed, bias: Tensor | None = None, kernel: str = "auto") -> Tensor:
@@ -125,6 +125,8 @@ def fused_product(
 ) -> FusedProduct | None:
     """Return the product of ``m`` tokens with its prologue and epilogue as one kernel, or None if none fuses them.
 
+    More than `MAX_FUSED_TOKENS` are not fused.
+
     Args:
         packed: a weight that no kernel writes while products of it run.
         m: number of rows of x.
@@ -132,6 +134,8 @@ def fused_product(
         prologue: as of `Problem`.
         epilogue: as of `Problem`.
     """
+    if m > MAX_FUSED_TOKENS:
+        return None
     return _fused(structure_of(packed.spec), bucket_of(m), dtype, packed.device, prologue, epilogue)
 
 

@@ -30,13 +30,8 @@ def test_on_a_gpu(form: str, dtype: torch.dtype):
         weight = (weight * k**-0.5 * parse_pattern(pattern).mask(weight.abs())).to(dtype)
         packed = get_format(form).pack(weight, pattern, **options).to("cuda")
         problem = problem_of(torch.empty(1, k, dtype=dtype, device="cuda"), packed)
-        for m in (1, 2, 8):
-            for prologue, epilogue in (
-                ("rms_norm", "none"),
-                ("none", "add"),
-                ("rms_norm", "silu_mul"),
-                ("none", "silu_mul"),
-            ):
+        for m in (1, 2):
+            for prologue, epilogue in (("rms_norm", "none"), ("none", "add"), ("rms_norm", "silu_mul")):
                 asked = replace(problem, m=m, prologue=prologue, epilogue=epilogue)
                 for kernel in get_format(form).kernels:
                     if kernel.refusal(asked) is None and kernel.fuse(asked) is not None:

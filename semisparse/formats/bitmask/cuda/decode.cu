@@ -10,11 +10,11 @@
 // Dynamic shared memory, in bytes:
 //   WARPS_N * WARPS_K rings of STAGES weight tiles          kTileBytes each
 //   WARPS_K rings of STAGES x tiles, m tokens by 256 columns 512 m each; the WARPS_N warps of the same K slice share one;
-//     with X_WHOLE all x tiles instead, once (stage_x.cuh)
+//     in a fused kernel (fusion.cuh) all x tiles instead, once (stage_x.cuh)
 //   accumulators of every warp, double-buffered              64 TILE_M each
 // Both rings are filled with cp.async, STAGES tiles ahead. An x tile is not copied again where the columns stay the same.
 //
-// A fused kernel (fusion.cuh) asks for its first weight tiles before griddepcontrol.wait. With SILU_MUL row tiles come in pairs,
+// A fused kernel asks for its first weight tiles before griddepcontrol.wait. With SILU_MUL row tiles come in pairs,
 // rows r to r + 15 and n / 2 + r to n / 2 + r + 15, that two of the WARPS_N row tiles of a CTA are.
 //
 // Accumulators are float32 and added in a fixed order: every run returns the same bits.
@@ -23,7 +23,7 @@
 // floor of 4.4), by memory at 28672 x 8192 (DRAM 78 %, .82 to .92 of the floor's rate). README.md has the figures.
 //
 // Compiled with SCALAR (__half or __nv_bfloat16), KEEP (values per block), TILE_M (1, 8, 16, 32 or 64), WARPS_N, WARPS_K,
-// STAGES, X_WHOLE, and what fusion.cuh takes.
+// STAGES, and what fusion.cuh takes.
 
 #include "ptx/bar.cuh"
 #include "ptx/griddepcontrol.cuh"
@@ -40,8 +40,7 @@ constexpr int kChains = TILE_M > 16 ? 1 : 2;        // accumulators per output: 
 constexpr int kWarps = WARPS_N * WARPS_K;
 
 static_assert(!SILU_MUL || WARPS_N % 2 == 0, "a CTA has both row tiles of a pair");
-static_assert(!RMS_NORM || X_WHOLE, "only a whole row of x can be normalised");
-static_assert(X_WHOLE || WARPS_N == 1 || WARPS_K <= 15, "each K slice has a named barrier of its own, 1 to 15");
+static_assert(kFused || WARPS_N == 1 || WARPS_K <= 15, "each K slice has a named barrier of its own, 1 to 15");
 
 // The swizzle of an x tile: XORed to the address of a lane's block, so that the eight lanes of a quarter-warp read (four blocks
 // of two tokens) fall into different banks.
@@ -163,7 +162,7 @@ __device__ __forceinline__ void reduce_slices(const Partial* partials, const SCA
 
 // Synchronises the warps that share the ring of x tiles of a K slice.
 __device__ __forceinline__ void sync_slice(int slice) {
-    if (X_WHOLE || WARPS_N == 1) __syncwarp();
+    if (kFused || WARPS_N == 1) __syncwarp();
     else bar_sync<WARPS_N * kWarpSize>(1 + slice);
 }
 
@@ -187,7 +186,7 @@ struct WarpPipeline {
 
     // Refills a stage whose x tile is that of column tile `held`.
     __device__ __forceinline__ void refill(int stage, int held) {
-        if (!X_WHOLE && group < row_tiles && column != held) x.copy(x_ring + stage * x_bytes, column, warp_n, lane);
+        if (!kFused && group < row_tiles && column != held) x.copy(x_ring + stage * x_bytes, column, warp_n, lane);
         copy_weights(stage);
         cp_async_commit_group();
         advance();
@@ -204,20 +203,11 @@ struct WarpPipeline {
         }
     }
 
-    // The same in a fused kernel: asks for weights before griddepcontrol.wait, for x after it.
-    __device__ __forceinline__ void fill_early() {
-        const int first_group = group, first_column = column;
+    // The same in a fused kernel, where x is no ring.
+    __device__ __forceinline__ void fill_weights() {
 #pragma unroll
         for (int i = 0; i < STAGES; ++i, advance()) {
             copy_weights(i);
-            if (X_WHOLE) cp_async_commit_group();
-        }
-        griddepcontrol_wait();
-        if (X_WHOLE) return;
-        group = first_group, column = first_column;
-#pragma unroll
-        for (int i = 0; i < STAGES; ++i, advance()) {
-            if (group < row_tiles) x.copy(x_ring + i * x_bytes, column, warp_n, lane);
             cp_async_commit_group();
         }
     }
@@ -244,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(WARPS_N * kSliceThreads, 1) semispa
     const int first_group = blockIdx.x * WARPS_N;
     const int x_bytes = m * kTokenBytes;
     const Word x_rings = smem_address(shared) + kWarps * STAGES * kTileBytes;
-    const int x_tiles = X_WHOLE ? column_tiles : WARPS_K * STAGES;
+    const int x_tiles = kFused ? column_tiles : WARPS_K * STAGES;
     Partial* partials = reinterpret_cast<Partial*>(shared + kWarps * STAGES * kTileBytes + x_tiles * x_bytes);
     WarpPipeline pipeline{tiles, XLoader{x, m, k, x_aligned != 0}, smem_address(shared) + warp * STAGES * kTileBytes,
                           x_rings + slice * STAGES * x_bytes, x_bytes, row_tiles, column_tiles, stride, warp_n, slice, lane,
@@ -253,14 +243,13 @@ extern "C" __global__ void __launch_bounds__(WARPS_N * kSliceThreads, 1) semispa
     if constexpr (!kFused) {
         griddepcontrol_wait();
         pipeline.fill();
-    } else if constexpr (X_WHOLE) {
+    } else {
         const XStage<kWarps, TILE_M> stage(norm_weight, m, k);
-        pipeline.fill_early();
+        pipeline.fill_weights();
+        griddepcontrol_wait();
         stage.copy(x, column_tiles * kWarpSize, epsilon, [&](int token, int unit) {
             return XLoader::unit_address(x_rings + unit / kWarpSize * x_bytes, token, unit % kWarpSize);
         });
-    } else {
-        pipeline.fill_early();
     }
 
     constexpr int kSharing = SILU_MUL ? 2 : 1;  // row tiles whose warps store the same outputs
@@ -276,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(WARPS_N * kSliceThreads, 1) semispa
             sync_slice(slice);
             if (group + warp_n < row_tiles) {
                 TileExpander tile(pipeline.weight_ring + stage * kTileBytes, lane);
-                const Word x_tile = X_WHOLE ? x_rings + column * x_bytes : pipeline.x_ring + stage * x_bytes;
+                const Word x_tile = kFused ? x_rings + column * x_bytes : pipeline.x_ring + stage * x_bytes;
                 const XFragments fragments(x_tile, m, lane);
                 uint4 units[kTokenGroups];
                 mma_tile(accumulators, tile, fragments, units);

@@ -26,7 +26,6 @@ def _defines(
     warps_n: int,
     warps_k: int,
     stages: int,
-    whole_x: bool = False,
     fusion: Defines = UNFUSED,
 ) -> Defines:
     return {
@@ -36,7 +35,6 @@ def _defines(
         "WARPS_N": warps_n,
         "WARPS_K": warps_k,
         "STAGES": stages,
-        "X_WHOLE": int(whole_x),
         **fusion,
     }
 
@@ -50,11 +48,10 @@ SOURCE = CudaSource(
         _defines(torch.float16, keep=64, tile_m=16, warps_n=2, warps_k=4, stages=2),
         _defines(torch.float16, keep=32, tile_m=32, warps_n=4, warps_k=2, stages=2),
         _defines(torch.bfloat16, keep=32, tile_m=64, warps_n=8, warps_k=1, stages=2),
-        _defines(torch.bfloat16, 32, 1, 1, 8, 2, True, {**UNFUSED, "RMS_NORM": 1}),
-        _defines(torch.float16, 32, 1, 2, 8, 2, True, {**UNFUSED, "RMS_NORM": 1, "SILU_MUL": 1}),
-        _defines(torch.bfloat16, 32, 1, 1, 8, 2, True, {**UNFUSED, "ADD_RESIDUAL": 1}),
-        _defines(torch.float16, 32, 8, 2, 8, 2, False, {**UNFUSED, "SILU_MUL": 1}),
-        _defines(torch.bfloat16, 32, 8, 2, 6, 2, False, {**UNFUSED, "ADD_RESIDUAL": 1}),
+        _defines(torch.bfloat16, 32, 1, 1, 8, 2, {**UNFUSED, "RMS_NORM": 1}),
+        _defines(torch.float16, 32, 1, 2, 8, 2, {**UNFUSED, "RMS_NORM": 1, "SILU_MUL": 1}),
+        _defines(torch.bfloat16, 32, 1, 1, 8, 2, {**UNFUSED, "ADD_RESIDUAL": 1}),
+        _defines(torch.float16, 32, 8, 2, 8, 2, {**UNFUSED, "RMS_NORM": 1, "SILU_MUL": 1}),
     ),
 )
 
@@ -87,7 +84,7 @@ def fuse(problem: Problem) -> FusedProduct | None:
 def _prepared(problem: Problem, schedule: DecodeSchedule) -> FusedProduct:
     n, k, device = problem.n, problem.k, problem.device
     weight = tiling(problem.spec)
-    config = (schedule.tile_m, schedule.warps_n, schedule.warps_k, schedule.stages, schedule.whole_x)
+    config = (schedule.tile_m, schedule.warps_n, schedule.warps_k, schedule.stages)
     defines = _defines(problem.dtype, weight.keep, *config, problem.fusion_defines)
     kernel = SOURCE.build("semisparse_bitmask_decode", defines, schedule.shared).load(device)
     grid, threads, rows_align = (schedule.ctas, 1, 1), 32 * schedule.warps, k % 8 == 0
@@ -98,7 +95,7 @@ def _prepared(problem: Problem, schedule: DecodeSchedule) -> FusedProduct:
 
     def decode(x: Tensor, packed: Packed, bias: Tensor | None, fused: FusedOperands = NOTHING_FUSED) -> Tensor:
         x, m = x.contiguous(), x.shape[0]
-        x = x.clone() if schedule.whole_x and x.data_ptr() % 16 else x
+        x = x.clone() if problem.is_fused and x.data_ptr() % 16 else x
         y = x.new_empty(m, width)
         kernel(
             grid, threads, pdl=pdl,

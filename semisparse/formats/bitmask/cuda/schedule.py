@@ -17,12 +17,6 @@ DECODE_MAX_TOKENS = 64
 DECODE_WARPS_PER_SM = {1: 20, 8: 20, 16: 16, 32: 16, 64: 10}
 """By TILE_M: what registers allow. Builds take up to 96, 96, 128, 128 and 200 of them per thread."""
 
-FUSED_MAX_TOKENS = 8
-"""With an epilogue."""
-
-NORMED_MAX_TOKENS = 2
-"""With a prologue, and x whole in shared memory. For more every CTA normalises longer than a kernel before it takes."""
-
 GEMM_MIN_TOKENS = 17
 """Measured on an H200 at 32:64: decode is faster below."""
 
@@ -55,7 +49,6 @@ class DecodeSchedule:
         stages: tiles of a warp in shared memory, in flight or being read.
         ctas: of the grid, at most as many as are resident; they stride over the row tiles.
         shared: bytes of dynamic shared memory per CTA.
-        whole_x: whether all of x is there, not a ring of its tiles.
     """
 
     tile_m: int
@@ -64,7 +57,6 @@ class DecodeSchedule:
     stages: int
     ctas: int
     shared: int
-    whole_x: bool = False
 
     @property
     def warps(self) -> int:
@@ -95,19 +87,12 @@ def choose_fused(problem: Problem, weight: Tiling, gpu: DeviceFacts) -> DecodeSc
         weight: its tiles.
         gpu: what it runs on.
     """
-    m, gated, normed = problem.m, problem.epilogue == "silu_mul", problem.prologue == "rms_norm"
-    if m > FUSED_MAX_TOKENS or problem.k % 8 or (gated and problem.n % (2 * ROWS)):
+    gated = problem.epilogue == "silu_mul"
+    if problem.k % 8 or (gated and problem.n % (2 * ROWS)):
         return None
-    if normed and m > NORMED_MAX_TOKENS:
-        return None
-    if gated:
-        candidates = [(2, 8, 2), (2, 4, 2), (2, 4, 1)]
-    elif m <= NORMED_MAX_TOKENS:
-        candidates = [(1, 8, 2), (1, 4, 1)]
-    else:
-        candidates = [_preferred(m, weight, gpu.sms)]
-    whole_x = m <= NORMED_MAX_TOKENS
-    fitting = (_decode_schedule(m, weight, gpu, *candidate, whole_x) for candidate in candidates)
+    warps_n = 2 if gated else 1
+    candidates = [(warps_n, 8, 2), (warps_n, 4, 1)]
+    fitting = (_decode_schedule(problem.m, weight, gpu, *candidate, True) for candidate in candidates)
     return next((schedule for schedule in fitting if schedule is not None), None)
 
 
@@ -146,7 +131,7 @@ def _decode_schedule(
     if not resident:
         return None
     ctas = min(-(-weight.row_tiles // warps_n), gpu.sms * resident)
-    return DecodeSchedule(tile_m, warps_n, warps_k, stages, ctas, shared, whole_x)
+    return DecodeSchedule(tile_m, warps_n, warps_k, stages, ctas, shared)
 
 
 @dataclass(frozen=True)

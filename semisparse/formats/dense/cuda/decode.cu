@@ -3,19 +3,18 @@
 // Grid: 1-D, persistent CTAs that stride over row tiles of 16 rows; with SILU_MUL rows r to r + 7 and n / 2 + r to n / 2 + r + 7.
 // CTA: WARPS warps, which split K among them (sliced-K).
 // Static shared memory: partial accumulators [2, WARPS, 16 rows, tokens] float32; row tiles alternate between the two halves.
-// Dynamic shared memory with X_IN_SHARED: x [m, steps * WARPS * 64] (stage_x.cuh), unit u of token t at u ^ t % 2, which spreads
-// the tokens of a quarter-warp over the banks.
+// Dynamic shared memory of a fused kernel (fusion.cuh): x [m, steps * WARPS * 64] (stage_x.cuh), unit u of token t at u ^ t % 2,
+// which spreads the tokens of a quarter-warp over the banks.
 //
 // A warp's step is 64 columns of 16 rows. Lane 4 * g + t loads the columns 16 t to 16 t + 15 of rows g and g + 8 straight into
 // registers, and takes the same columns of token g of x: any order of the columns will do for a dot product, as long as both operands
 // have the same. So no weight passes through shared memory. STEPS steps are in flight: the loads of a step replace those of the
 // step that was just multiplied, across row tiles.
 //
-// Programmatic dependent launch: in a fused kernel (fusion.cuh) the first steps' weights are loaded before griddepcontrol.wait; else
+// Programmatic dependent launch: in a fused kernel the first steps' weights are loaded before griddepcontrol.wait; else
 // nothing is. Bound by memory. Accumulators are float32 and added in a fixed order: every run returns the same bits.
 //
-// Compiled for SCALAR (__half or __nv_bfloat16), N8_TILES (of 8 tokens), WARPS, STEPS, CTAS_PER_SM, X_IN_SHARED, and what fusion.cuh
-// takes.
+// Compiled for SCALAR (__half or __nv_bfloat16), N8_TILES (of 8 tokens), WARPS, STEPS, CTAS_PER_SM, and what fusion.cuh takes.
 
 #include "ptx/global.cuh"
 #include "ptx/griddepcontrol.cuh"
@@ -43,9 +42,9 @@ struct Weights {
     }
 };
 
-// What a lane holds of a step: rows g and g + 8 of the weight and, unless x is in shared memory, token g of each 8 of x.
+// What a lane holds of a step: rows g and g + 8 of the weight and, unless the kernel is fused, token g of each 8 of x.
 struct Step {
-    uint4 upper[2], lower[2], x[X_IN_SHARED ? 1 : N8_TILES][2];
+    uint4 upper[2], lower[2], x[kFused ? 1 : N8_TILES][2];
 
     static __device__ __forceinline__ uint4 load_weight(const SCALAR* from, bool inside) {
         return inside ? ld_global_nc_v4(from) : uint4{0, 0, 0, 0};
@@ -65,7 +64,7 @@ struct Step {
     }
 
     __device__ __forceinline__ void load_x(const SCALAR* from, int m, int k, int column) {
-        if constexpr (X_IN_SHARED) return;
+        if constexpr (kFused) return;
 #pragma unroll
         for (int tile = 0; tile < N8_TILES; ++tile) {
             const int token = threadIdx.x % kWarp / 4 + 8 * tile;
@@ -73,7 +72,7 @@ struct Step {
             for (int half = 0; half < 2; ++half) {
                 const SCALAR* unit = from + static_cast<long long>(token) * k + column + 8 * half;
                 const bool inside = column + 8 * half < k && token < m;
-                x[X_IN_SHARED ? 0 : tile][half] = inside ? *reinterpret_cast<const uint4*>(unit) : uint4{0, 0, 0, 0};
+                x[kFused ? 0 : tile][half] = inside ? *reinterpret_cast<const uint4*>(unit) : uint4{0, 0, 0, 0};
             }
         }
     }
@@ -86,8 +85,8 @@ struct Step {
             const Word second[4] = {upper[half].z, lower[half].z, upper[half].w, lower[half].w};
 #pragma unroll
             for (int tile = 0; tile < N8_TILES; ++tile) {
-                uint4 of_x = x[X_IN_SHARED ? 0 : tile][half];
-                if constexpr (X_IN_SHARED) {
+                uint4 of_x = x[kFused ? 0 : tile][half];
+                if constexpr (kFused) {
                     const int token = threadIdx.x % kWarp / 4 + 8 * tile;
                     of_x = uint4{0, 0, 0, 0};
                     if (token < m) of_x = ld_shared_v4(x_address(shared_x, pitch, token, column / kUnitValues + half));
@@ -161,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * kWarp, CTAS_PER_SM) semispa
     const Word shared_x = smem_address(shared);
     const Weights weights{w, n, k};
     griddepcontrol_launch_dependents();
-    if (!kFused) griddepcontrol_wait();
+    if constexpr (!kFused) griddepcontrol_wait();
 
     const int lane_column = threadIdx.x % 4 * kLaneColumns;
     auto column_of = [&](int step) { return (step * WARPS + warp) * kStepColumns + lane_column; };
@@ -173,12 +172,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * kWarp, CTAS_PER_SM) semispa
 #pragma unroll
     for (int i = 0; i < STEPS; ++i, advance())
         if (next_tile < row_tiles) ring[i].load_weights(weights, next_tile, column_of(next_step));
-    if constexpr (X_IN_SHARED) {
+    if constexpr (kFused) {
         const XStage<WARPS, kTokens> stage(norm_weight, m, k);
-        if (kFused) griddepcontrol_wait();
+        griddepcontrol_wait();
         stage.copy(x, pitch, epsilon, [&](int token, int unit) { return Step::x_address(shared_x, pitch, token, unit); });
     } else {
-        if (kFused) griddepcontrol_wait();
 #pragma unroll
         for (int i = 0; i < STEPS; ++i) ring[i].load_x(x, m, k, column_of(i));  // a row tile has at least STEPS steps
     }

@@ -26,7 +26,7 @@ CTAS_PER_SM = 2
 """That registers allow."""
 
 SHARED_X_BYTES = 72 << 10
-"""Of x, that a fused kernel keeps in shared memory at most."""
+"""Of x, that a CTA of a fused kernel keeps in shared memory at most: an SM has two."""
 
 ROWS, STEP_COLUMNS = 16, 64
 """Of a row tile, and of a warp's step: kTileRows and kStepColumns in decode.cu."""
@@ -34,20 +34,18 @@ ROWS, STEP_COLUMNS = 16, 64
 UNFUSED: Defines = {"RMS_NORM": 0, "ADD_RESIDUAL": 0, "SILU_MUL": 0}
 
 
-def _defines(dtype: torch.dtype, n8_tiles: int, fusion: Defines = UNFUSED, shared_x: bool = False) -> Defines:
+def _defines(dtype: torch.dtype, n8_tiles: int, fusion: Defines = UNFUSED) -> Defines:
     sizes = {"N8_TILES": n8_tiles, "WARPS": WARPS, "STEPS": STEPS[n8_tiles], "CTAS_PER_SM": CTAS_PER_SM}
-    return {"SCALAR": SCALARS[dtype], **sizes, "X_IN_SHARED": int(shared_x), **fusion}
+    return {"SCALAR": SCALARS[dtype], **sizes, **fusion}
 
 
 SOURCE = CudaSource(
     Path(__file__).with_name("decode.cu"),
     (
         *(_defines(dtype, tiles) for dtype in SCALARS for tiles in (1, 2)),
-        _defines(torch.bfloat16, 1, {**UNFUSED, "RMS_NORM": 1}, True),
-        _defines(torch.float16, 1, {**UNFUSED, "RMS_NORM": 1, "SILU_MUL": 1}, True),
-        _defines(torch.bfloat16, 1, {**UNFUSED, "ADD_RESIDUAL": 1}, False),
-        _defines(torch.float16, 2, {**UNFUSED, "RMS_NORM": 1, "SILU_MUL": 1}, True),
-        _defines(torch.bfloat16, 2, {**UNFUSED, "ADD_RESIDUAL": 1}, False),
+        _defines(torch.bfloat16, 1, {**UNFUSED, "RMS_NORM": 1}),
+        _defines(torch.float16, 1, {**UNFUSED, "RMS_NORM": 1, "SILU_MUL": 1}),
+        _defines(torch.bfloat16, 1, {**UNFUSED, "ADD_RESIDUAL": 1}),
     ),
 )
 
@@ -78,18 +76,18 @@ def pays(problem: Problem) -> bool:
 
 def prepare(problem: Problem) -> Product:
     """Compile and load the kernel for one problem; accumulators are float32."""
-    return _prepared(problem, shared_x=0)
+    return _prepared(problem)
 
 
 def fuse(problem: Problem) -> FusedProduct | None:
-    """As `prepare`, with a prologue and an epilogue; None if x, to be normalised, is too large for shared memory."""
-    columns = _steps(problem) * WARPS * STEP_COLUMNS
-    shared_x = 2 * problem.m * columns
-    if shared_x > SHARED_X_BYTES:
-        shared_x = 0
-    if (problem.prologue == "rms_norm" and not shared_x) or (problem.epilogue == "silu_mul" and problem.n % ROWS):
-        return None
-    return _prepared(problem, shared_x)
+    """As `prepare`, with a prologue and an epilogue; None if x is too large for shared memory."""
+    uneven_halves = problem.epilogue == "silu_mul" and problem.n % ROWS
+    return None if _shared_x(problem) > SHARED_X_BYTES or uneven_halves else _prepared(problem)
+
+
+def _shared_x(problem: Problem) -> int:
+    """Return the bytes of x that a CTA keeps in shared memory."""
+    return 2 * problem.m * _steps(problem) * WARPS * STEP_COLUMNS if problem.is_fused else 0
 
 
 def _steps(problem: Problem) -> int:
@@ -98,10 +96,10 @@ def _steps(problem: Problem) -> int:
     return -(-problem.k // (STEP_COLUMNS * WARPS * in_flight)) * in_flight
 
 
-def _prepared(problem: Problem, shared_x: int) -> FusedProduct:
+def _prepared(problem: Problem) -> FusedProduct:
     n, k, facts = problem.n, problem.k, device_facts(problem.device)
-    defines = _defines(problem.dtype, -(-problem.m // 8), problem.fusion_defines, bool(shared_x))
-    kernel = SOURCE.build("semisparse_dense_decode", defines, shared_x).load(problem.device)
+    defines = _defines(problem.dtype, -(-problem.m // 8), problem.fusion_defines)
+    kernel = SOURCE.build("semisparse_dense_decode", defines, _shared_x(problem)).load(problem.device)
     ctas = min(-(-n // ROWS), CTAS_PER_SM * facts.sms)
     sizes = {"n": n, "k": k, "steps": _steps(problem)}
     width = n // 2 if problem.epilogue == "silu_mul" else n

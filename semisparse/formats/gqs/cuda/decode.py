@@ -9,7 +9,6 @@ from torch import Tensor
 
 from semisparse.formats.base import Packed
 from semisparse.formats.gqs.cuda import quantise_x
-from semisparse.formats.gqs.cuda.gemm_schedule import decode_pays
 from semisparse.formats.gqs.cuda.operands import aligned
 from semisparse.formats.gqs.cuda.schedule import ELEMENTS, GROUP_SIZE, MAX_TOKENS, Schedule, choose, choose_fused
 from semisparse.formats.gqs.storage.disk import TENSORS, code_bits, group_size, quantises_x
@@ -41,7 +40,6 @@ SOURCE = CudaSource(
             Schedule(torch.float16, 4, 1, False, True, True, 16, (1, 0, 1)),
             Schedule(torch.bfloat16, 4, 2, False, False, True, 8, (1, 0, 1)),
             Schedule(torch.bfloat16, 4, 1, False, True, False, 8, (0, 1, 0)),
-            Schedule(torch.float16, 4, 16, False, True, False, 8, (0, 1, 0)),
         )
     ),
 )
@@ -73,9 +71,9 @@ def prepare(problem: Problem) -> Product:
 
 
 def fuse(problem: Problem) -> FusedProduct | None:
-    """As `prepare`, with a prologue and an epilogue; None where no schedule has them, or `gemm` is faster."""
+    """As `prepare`, with a prologue and an epilogue; None where no schedule has them."""
     schedule = choose_fused(problem, device_facts(problem.device))
-    return _prepared(problem, schedule) if schedule is not None and decode_pays(problem) else None
+    return None if schedule is None else _prepared(problem, schedule)
 
 
 def _prepared(problem: Problem, schedule: Schedule) -> FusedProduct:

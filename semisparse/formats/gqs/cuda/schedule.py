@@ -156,12 +156,12 @@ def choose(m: int, n: int, k: int, dtype: torch.dtype, bits: int, int8_x: bool, 
 def choose_fused(problem: Problem, facts: DeviceFacts) -> Schedule | None:
     """Choose the schedule of a product with a prologue and an epilogue, or None where it has none.
 
-    Only a build that multiplies codes keeps x in shared memory and can gate; one that quantises x has neither.
+    Only a build that multiplies codes has them, as it keeps x in shared memory; one that quantises x has not.
     """
     bits, int8_x = code_bits(problem.params, GROUP_SIZE), quantises_x(problem.params)
     schedule = choose(problem.m, problem.n, problem.k, problem.dtype, bits, int8_x, facts)
     norm, add, gated = (bool(value) for value in problem.fusion_defines.values())
-    if int8_x or ((norm or gated) and schedule.tokens not in CODE_TOKENS) or (gated and problem.n % (2 * CHUNK_ROWS)):
+    if int8_x or schedule.tokens not in CODE_TOKENS or (gated and problem.n % (2 * CHUNK_ROWS)):
         return None
     schedule = replace(schedule, fusion=(int(norm), int(add), int(gated)), stream_k=schedule.stream_k or gated)
     return schedule if schedule.fits(problem.k, facts) else None
