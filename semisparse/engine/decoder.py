@@ -13,16 +13,17 @@ from transformers import PreTrainedModel
 
 from semisparse.engine.attention import LayerCache, RotaryTable, attend_to_prompt, rotate_and_attend, rotate_and_cache
 from semisparse.engine.ops import kernels_refusal
-from semisparse.engine.projection import ADDED, GATED, NORMED, Norm, Projection, Stream, rows_of
+from semisparse.engine.projection import ADDED, GATED, NORMED, Norm, Projection, Stream, is_aligned, rows_of
 from semisparse.engine.structure import Layer, Structure, UnknownStructureError, recognise, rotary_table
 from semisparse.formats.product import in_parallel
 
 
 @dataclass(frozen=True)
 class FusedLayer:
-    """A decoder layer with its joined projections."""
+    """A decoder layer with its norms, before attention and before the MLP, and its joined projections."""
 
     layer: Layer
+    norms: tuple[Norm, Norm]
     qkv: Projection
     o: Projection
     gate_up: Projection
@@ -83,6 +84,7 @@ class Decoder:
         self.layers = [
             FusedLayer(
                 layer,
+                (self._norm(layer.input_norm), self._norm(layer.mlp_norm)),
                 Projection((layer.q, layer.k, layer.v), layer.parents[0], NORMED),
                 Projection((layer.o,), layer.parents[0], ADDED),
                 Projection((layer.gate, layer.up), layer.parents[1], GATED),
@@ -92,7 +94,12 @@ class Decoder:
         ]
         self.table: RotaryTable = rotary_table(self.structure, length, self.device, self.dtype)
         self._rotary_length = length
+        self._last_norm = self._norm(self.structure.norm)
         self._head = Projection((self.structure.head,), model, NORMED)
+
+    def _norm(self, weight: Tensor) -> Norm:
+        """Return a norm whose weight kernels can read in units of 16 bytes."""
+        return Norm(weight if is_aligned(weight) else weight.detach().clone(), self.structure.epsilon)
 
     def compile(self, steps: Iterable[int], prompts: Iterable[int]) -> None:
         """Compile and load the GPU kernels of products, in parallel.
@@ -156,19 +163,17 @@ class Decoder:
 
     def _logits(self, stream: Stream) -> Tensor:
         """Return the head's logits, [M, vocabulary]."""
-        return self._head.normed(stream, Norm(self.structure.norm, self.structure.epsilon))[1]
+        return self._head.normed(stream, self._last_norm)[1]
 
     def _layers(
         self, tokens: Tensor, cache: Cache, attend: Callable[[Tensor, FusedLayer, LayerCache], Tensor]
     ) -> Stream:
         """Return the residual stream after the last layer."""
-        epsilon = self.structure.epsilon
         stream = Stream(self.structure.embedding(tokens.flatten()))
         for fused, cached in zip(self.layers, cache.layers, strict=True):
-            layer = fused.layer
-            stream, qkv = fused.qkv.normed(stream, Norm(layer.input_norm, epsilon))
+            stream, qkv = fused.qkv.normed(stream, fused.norms[0])
             stream = fused.o.added(attend(qkv, fused, cached), stream)
-            stream, gated = fused.gate_up.normed_and_gated(stream, Norm(layer.mlp_norm, epsilon), rows_of(layer.gate))
+            stream, gated = fused.gate_up.normed_and_gated(stream, fused.norms[1], rows_of(fused.layer.gate))
             stream = fused.down.added(gated, stream)
         return stream
 

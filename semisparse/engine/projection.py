@@ -23,7 +23,7 @@ NORMED, GATED, ADDED = ("rms_norm", "none"), ("rms_norm", "silu_mul"), ("none", 
 
 @dataclass(frozen=True)
 class Norm:
-    """An RMSNorm: weight [C] and epsilon."""
+    """An RMSNorm: weight [C], aligned, and epsilon."""
 
     weight: Tensor
     epsilon: float
@@ -91,6 +91,7 @@ class Projection:
             self._parts = [DenseLinear(layers)]
         else:
             self._parts = [DenseLinear([layer]) if type(layer) is nn.Linear else layer for layer in layers]
+        self._whole = self._find_whole()
 
     @property
     def weights(self) -> list[Packed]:
@@ -105,16 +106,19 @@ class Projection:
 
     def _fused(self, m: int, dtype: torch.dtype) -> FusedProduct | None:
         """Return the projection with its prologue and epilogue as one kernel, or None if there is none."""
-        if len(self._parts) > 1:
+        return None if self._whole is None else fused_product(self._whole.packed, m, dtype, *self._fusion)
+
+    def _find_whole(self) -> DenseLinear | SparseLinear | None:
+        """Return the one layer that computes the projection, if its calls may be fused with what is around them."""
+        whole = self._parts[0] if len(self._parts) == 1 else None
+        if not isinstance(whole, DenseLinear | SparseLinear) or device_facts(whole.packed.device).kind != "cuda":
             return None
-        part = self._parts[0]
-        if isinstance(part, SparseLinear) and (part.kernel != "auto" or is_intercepted(part)):
-            return None
-        if not isinstance(part, DenseLinear | SparseLinear) or device_facts(part.packed.device).kind != "cuda":
+        if isinstance(whole, SparseLinear) and (whole.kernel != "auto" or is_intercepted(whole)):
             return None
         if self._fusion == GATED and self.columns.starts != (0, self.columns.width // 2):
             return None
-        return fused_product(part.packed, m, dtype, *self._fusion)
+        # A kernel would copy other tensors at each call, and read the copies before they are written.
+        return whole if all(map(is_aligned, whole.packed.tensors.values())) else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply: [M, K] to [M, columns.width]."""
@@ -155,9 +159,13 @@ class Projection:
         return Stream(self._call(product, x, FusedOperands(residual=stream.x)))
 
     def _call(self, product: FusedProduct, x: Tensor, operands: FusedOperands) -> Tensor:
-        part = self._parts[0]
-        assert isinstance(part, DenseLinear | SparseLinear)
-        return product(x, part.packed, part.bias, operands)
+        assert self._whole is not None
+        return product(x, self._whole.packed, self._whole.bias, operands)
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Return whether a tensor is contiguous and begins at a multiple of 16 bytes."""
+    return tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
 
 
 def rows_of(layer: nn.Module) -> int:
