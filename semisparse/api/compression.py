@@ -15,11 +15,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from semisparse import checkpoint
-from semisparse.api.exporting import load_uncompressed
 from semisparse.api.job import finished_block, job_directory, write_model
+from semisparse.api.loading import load_uncompressed
 from semisparse.api.packing import pack_for_disk
 from semisparse.api.recipe import can_store, pack_options, read_recipe
+from semisparse.api.rivals import Rivals
 from semisparse.api.sequences import Text, sequence_length
+from semisparse.api.takeover import Kept, kept_layers, leave_unrounded_dense, pack_kept, rounded_modules
 from semisparse.api.targets import WORKLOADS, limits_of, machine_of, menu, options_of, reached, written
 from semisparse.compress import (
     NEEDS_CALIBRATION,
@@ -39,8 +41,10 @@ from semisparse.compress.search import SearchResult, search_patterns
 from semisparse.compress.search.allocate import Unreachable
 from semisparse.compress.search.joint import JointResult, search_choices
 from semisparse.errors import InputError
+from semisparse.integrations.importers import Rounded
 from semisparse.integrations.transformers import mark_compressed
 from semisparse.nn import replace_linear, weight_of
+from semisparse.patterns import parse_pattern
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class CompressionReport:
             peak_bytes (of GPU memory).
         target: what was asked for, by key; None without targets.
         reached: what the model has instead: bits and size as stored, speed-ups as predicted. None without targets.
+        rival: dense low bits that keep more at the same bytes, as `Rival`; None if none does or no text was given.
     """
 
     layers: list[dict[str, Any]]
@@ -72,11 +77,12 @@ class CompressionReport:
     tuning: list[dict[str, Any]]
     target: dict[str, float] | None = None
     reached: dict[str, float] | None = None
+    rival: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain JSON values."""
-        values = asdict(self)
-        return values if self.target else {key: values[key] for key in values if key not in ("target", "reached")}
+        """Return the report as plain JSON values, without ``target``, ``reached`` and ``rival`` where there is none."""
+        optional = ("target", "reached", "rival")
+        return {key: value for key, value in asdict(self).items() if key not in optional or value}
 
 
 def compress(
@@ -127,11 +133,12 @@ def compress(
         raise InputError(NEEDS_CALIBRATION)
     if out is not None and not resume:
         checkpoint.refuse_existing(Path(out).absolute())
+    stored: dict[str, Rounded] = {}
     if isinstance(model, PreTrainedModel):
         dense, source = model, None
     else:
         source = Path(model)
-        dense, tokenizer = load_uncompressed(source), tokenizer or checkpoint.load_tokenizer(source)
+        (dense, stored), tokenizer = load_uncompressed(source), tokenizer or checkpoint.load_tokenizer(source)
     batches = []
     if calibration is not None:
         if tokenizer is None:
@@ -139,8 +146,12 @@ def compress(
         length = sequence_length(dense, seqlen)
         batches = calibration_batches(tokenizer, calibration, samples=samples, seqlen=length, seed=seed)
     split_decoder_experts(dense, plan)
+    rounded = rounded_modules(dense, stored)
+    plan = leave_unrounded_dense(plan, dense, rounded, stored)
     tuning: list[dict[str, Any]] = []
-    run = partial(_run_recipe, dense, batches, plan, tuning, seed=seed, device=where, progress=progress)
+    run = partial(
+        _run_recipe, dense, batches, plan, tuning, rounded=rounded, seed=seed, device=where, progress=progress
+    )
     if out is None:
         block = mark_compressed(dense, run(journal=None))
         return _report(block, time.perf_counter() - start, tuning)
@@ -167,6 +178,7 @@ def _run_recipe(
     plan: Recipe,
     tuning: list[dict[str, Any]],
     *,
+    rounded: Mapping[str, Rounded],
     seed: int,
     device: torch.device,
     progress: Progress,
@@ -178,19 +190,29 @@ def _run_recipe(
         tuning.append({"stage": stage, **asdict(result)})
 
     run: dict[str, Any] = {"device": device, "progress": progress, "journal": journal}
+    # A joint search chooses among dense low bits itself.
+    rivals = Rivals(model, plan, batches) if batches and plan.search != "joint" else None
     found: SearchResult | JointResult | None = None
     if plan.search == "joint":
         found = _search_choices(model, batches, plan, seed=seed, **run)
     elif plan.search != "none":
         found = search_patterns(model, batches, plan, seed=seed, can_store=partial(can_store, plan), **run)
+    kept = kept_layers(model, rounded, plan)
     patterns, pruned = (found.patterns, found.weights) if found else (None, None)
+    if kept:
+        patterns = {name: parse_pattern(layer.choice.pattern) for name, layer in kept.items()}
     choices = found.choices if isinstance(found, JointResult) else {}
     reports = compress_decoder_layers(
         model, batches, plan, seed=seed, patterns=patterns, pruned=pruned, on_tuned=on_tuned, **run
     )
     dense = dense_layers(model, plan, {report.name for report in reports})
     search = found.metrics() if found else None
-    return _pack_layers(model, plan, reports, choices) | {"dense": [asdict(layer) for layer in dense], "search": search}
+    block = _pack_layers(model, plan, reports, choices, kept) | {
+        "dense": [asdict(layer) for layer in dense],
+        "search": search,
+    }
+    rival = rivals.better_than(model, _bits_per_weight(block)) if rivals else None
+    return block | ({"rival": rival} if rival else {})
 
 
 def _search_choices(model: PreTrainedModel, batches: Sequence[Tensor], plan: Recipe, **run: Any) -> JointResult:
@@ -210,7 +232,11 @@ def _search_choices(model: PreTrainedModel, batches: Sequence[Tensor], plan: Rec
 
 
 def _pack_layers(
-    model: PreTrainedModel, plan: Recipe, reports: Sequence[LayerReport], choices: Mapping[str, Choice]
+    model: PreTrainedModel,
+    plan: Recipe,
+    reports: Sequence[LayerReport],
+    choices: Mapping[str, Choice],
+    kept: Mapping[str, Kept],
 ) -> dict[str, Any]:
     """Replace every compressed layer by a packed one. Return the ``quantization_config`` block.
 
@@ -219,16 +245,21 @@ def _pack_layers(
         plan: how they were compressed.
         reports: on the layers.
         choices: by module name, of layers that are not compressed as the recipe says.
+        kept: by module name, of layers that are stored in the numbers that another tool rounded them to.
     """
     layers = {}
     for report in reports:
-        weight = weight_of(model.get_submodule(report.name))
-        choice = choices.get(report.name, Choice(report.pattern, plan.quant, plan.format))
-        options = pack_options(plan, choice.quant)
-        options |= {"scales": report.scales.to(weight.device)} if report.scales else {}
-        packed = pack_for_disk(weight, choice.format, report.pattern, **options)
+        weight, outcome = weight_of(model.get_submodule(report.name)), report.outcome
+        if report.name in kept:
+            own = kept[report.name]
+            packed, outcome = pack_kept(report.name, own, weight, plan), f"kept {own.choice.label}"
+        else:
+            choice = choices.get(report.name, Choice(report.pattern, plan.quant, plan.format))
+            options = pack_options(plan, choice.quant)
+            options |= {"scales": report.scales.to(weight.device)} if report.scales else {}
+            packed = pack_for_disk(weight, choice.format, report.pattern, **options)
         replace_linear(model, report.name, packed)
-        measured = {"density": report.density, "error": report.error, "outcome": report.outcome}
+        measured = {"density": report.density, "error": report.error, "outcome": outcome}
         layers[report.name] = packed.spec.to_dict() | measured | {checkpoint.DIGESTS: {}}  # computed when it is saved
     settings = {"quant_method": checkpoint.METHOD, "version": checkpoint.VERSION, "recipe": plan.to_dict()}
     return settings | {"layers": layers}
@@ -248,4 +279,9 @@ def _report(block: Mapping[str, Any], seconds: float, tuning: list[dict[str, Any
     dense = block.get("dense", [])
     dense_bytes = sum(layer["bytes"] for layer in dense)
     share = dense_bytes / (dense_bytes + before)
-    return CompressionReport(rows, before, after, seconds, dense, share, found, tuning, target, has)
+    return CompressionReport(rows, before, after, seconds, dense, share, found, tuning, target, has, block.get("rival"))
+
+
+def _bits_per_weight(block: Mapping[str, Any]) -> float:
+    packed = checkpoint.read_block(block).values()
+    return 8 * sum(one.nbytes for one in packed) / sum(one.shape[0] * one.shape[1] for one in packed)

@@ -1,32 +1,23 @@
-"""Reading checkpoints that other tools quantised, and writing compressed models for tools without semisparse."""
+"""Writing compressed models for tools without semisparse."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from semisparse import checkpoint
 from semisparse.api.job import copy_other_files
 from semisparse.errors import InputError
 from semisparse.integrations.exporters import compressed_tensors
-from semisparse.integrations.importers import load_dequantised, quantised_elsewhere
 from semisparse.integrations.names import stored_keys
 
 TARGETS = ("dense", "compressed-tensors")
 """What `export` writes."""
-
-
-def load_uncompressed(path: str | Path) -> PreTrainedModel:
-    """Load a model that is to be compressed, on the CPU: dense, or quantised by another tool and then dequantised.
-
-    Raises:
-        CheckpointError: the directory is missing, incomplete or corrupted.
-        InputError: semisparse has compressed the model already, or the other tool's format is not known.
-    """
-    return checkpoint.load_dense(path) if quantised_elsewhere(path) is None else load_dequantised(path)
 
 
 def export(model: str | Path, to: str, out: str | Path) -> dict[str, Any]:
@@ -34,11 +25,12 @@ def export(model: str | Path, to: str, out: str | Path) -> dict[str, Any]:
 
     Args:
         model: a directory that semisparse compressed.
-        to: ``dense``: 16-bit weights with their zeros in place; ``compressed-tensors``: layers in 8 bits in the formats
-            of that package, the others dense.
+        to: ``dense``: 16-bit weights with their zeros in place; ``compressed-tensors``: layers that are rounded in the
+            formats of that package, the others dense.
         out: the directory to write, atomically.
     Returns:
-        ``to``, ``bytes`` (of the safetensors files) and ``dense_layers``: the compressed layers that are written dense.
+        ``to``, ``bytes`` (of the safetensors files), ``dense_layers``: the compressed layers that are written dense,
+        and ``widened_layers``: those written in 8 bits because their zero points are fractions of a code.
     Raises:
         InputError: ``to`` is unknown, ``out`` exists, the model is not compressed, or compressed-tensors has no format
             for any of its layers.
@@ -52,24 +44,34 @@ def export(model: str | Path, to: str, out: str | Path) -> dict[str, Any]:
     if not directory.layers:
         raise InputError(f"{source} is not compressed: there is nothing to export")
     loaded = checkpoint.load_model(source, "cpu", _dtype_of(directory))
-    written = {}
-    if to == "compressed-tensors":
-        quantised = compressed_tensors.quantised_layers(loaded)
-        names = stored_keys(loaded, [f"{name}.weight" for name in quantised])
-        written = {names[f"{name}.weight"].removesuffix(".weight"): weight for name, weight in quantised.items()}
-    if to == "compressed-tensors" and not written:
-        raise InputError(
-            f"compressed-tensors has no format for any layer of {source}: it takes layers in int8 or fp8 with a scale "
-            "per row; export --to dense"
-        )
+    rounded = compressed_tensors.rounded_layers(loaded) if to == "compressed-tensors" else {}
     loaded.dequantize()
+    # The package knows nn.Linear alone: GPT-2's Conv1D and fused experts are written dense.
+    linear = _stored_names(loaded, [name for name, module in loaded.named_modules() if isinstance(module, nn.Linear)])
+    written = {linear[name]: layer for name, layer in rounded.items() if name in linear}
+    if to == "compressed-tensors" and not written:
+        name, packed = next(iter(directory.layers.items()))
+        raise InputError(
+            f"compressed-tensors has no format for any layer of {source}: layer {name} is stored as "
+            f"{packed.spec.format} {packed.pattern}, expected an nn.Linear of at most 8 bits; export --to dense"
+        )
     with checkpoint.atomic_directory(out) as scratch:
         loaded.save_pretrained(scratch)
         if written:
-            compressed_tensors.rewrite(scratch, written)
+            compressed_tensors.rewrite(scratch, written, set(linear.values()) - set(written))
         copy_other_files(source, scratch)
-    size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
-    return {"to": to, "bytes": size, "dense_layers": sorted(set(directory.layers) - set(written))}
+    return {
+        "to": to,
+        "bytes": sum(file.stat().st_size for file in out.glob("*.safetensors")),
+        "dense_layers": sorted(set(directory.layers) - set(written)),
+        "widened_layers": sorted(name for name, layer in written.items() if layer.widened),
+    }
+
+
+def _stored_names(model: PreTrainedModel, modules: Iterable[str]) -> dict[str, str]:
+    """Return the names on disk of linear layers, by module name."""
+    names = stored_keys(model, [f"{name}.weight" for name in modules])
+    return {key.removesuffix(".weight"): name.removesuffix(".weight") for key, name in names.items()}
 
 
 def _dtype_of(directory: checkpoint.ModelDirectory) -> torch.dtype:

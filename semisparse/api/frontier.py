@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from semisparse import checkpoint
-from semisparse.api.exporting import load_uncompressed
+from semisparse.api.loading import load_uncompressed
 from semisparse.api.sequences import Text, sequence_length
 from semisparse.api.targets import menu, options_of, written
 from semisparse.bench.machines import find_machine
@@ -104,7 +104,7 @@ def frontier(
     start = time.perf_counter()
     machine, where = find_machine(gpu), checkpoint.pick_device(device)
     source = Path(model)
-    dense, tokenizer = load_uncompressed(source), checkpoint.load_tokenizer(source)
+    (dense, _), tokenizer = load_uncompressed(source), checkpoint.load_tokenizer(source)
     length = sequence_length(dense, seqlen)
     wanted = samples or max(2, -(-TOKENS // length))
     batches = calibration_batches(tokenizer, calibration, samples=wanted, seqlen=length, seed=seed)

@@ -1,4 +1,4 @@
-"""Loading a model directory for inference."""
+"""Loading a model directory for inference, or to be compressed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from semisparse.api.inspecting import inspect_directory
-from semisparse.checkpoint import load_model
+from semisparse.checkpoint import load_dense, load_model
+from semisparse.integrations.importers import Rounded, load_dequantised, quantised_elsewhere
 from semisparse.nn import join_layers
 
 
@@ -31,3 +32,15 @@ def load(
     if model.device.type == "cuda":
         join_layers(model)
     return model
+
+
+def load_uncompressed(path: str | Path) -> tuple[PreTrainedModel, dict[str, Rounded]]:
+    """Load a model that is to be compressed, on the CPU: dense, or quantised by another tool and then dequantised.
+
+    Returns:
+        The model, and what the other tool rounded each weight to, by the layer's name in the files.
+    Raises:
+        CheckpointError: the directory is missing, incomplete or corrupted.
+        InputError: semisparse has compressed the model already, or an option of the other tool is not read.
+    """
+    return (load_dense(path), {}) if quantised_elsewhere(path) is None else load_dequantised(path)

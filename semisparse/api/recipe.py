@@ -21,9 +21,14 @@ AUTO: Mapping[str, Any] = {"pattern": "0%", "prune": "sparsegpt", "search": "joi
 """The recipe ``auto``: each layer's pattern, bits and format are chosen such that the targets hold."""
 
 
+KEEP: Mapping[str, Any] = {"pattern": "0%", "prune": "none", "quant": "keep"}
+"""The recipe ``keep``: a model that another tool quantised, each layer in the very numbers that it was rounded to."""
+
+
 def recipes() -> dict[str, Mapping[str, Any]]:
-    """Return the built-in recipes by name: those that the formats declare, and ``auto``."""
-    return {name: settings for form in registry().values() for name, settings in form.recipes.items()} | {"auto": AUTO}
+    """Return the built-in recipes by name: those that the formats declare, ``auto`` and ``keep``."""
+    declared = {name: settings for form in registry().values() for name, settings in form.recipes.items()}
+    return {**declared, "auto": AUTO, "keep": KEEP}
 
 
 def read_recipe(
@@ -56,6 +61,8 @@ def read_recipe(
         reason = get_format(result.format).accepts(parse_pattern(result.pattern))
         if reason:
             raise RecipeError(f"format {result.format} cannot store pattern {result.pattern}: {reason}")
+    if result.quant == "keep":  # what a layer needs is known once it is read
+        return result
     variant = {} if result.quant == "none" else {"kind": result.quant}
     formats = [form.name for form in registry().values() if variant in form.variants]
     if result.format not in formats and (variant or result.format != "auto"):

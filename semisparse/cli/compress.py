@@ -25,12 +25,19 @@ RECIPES = (
     "dense-w4",
     "dense-w3",
     "dense-w2",
+    "keep",
 )
 """The built-in recipes, for the help text."""
 
 
 def compress(
-    model: Annotated[Path, typer.Argument(help="A dense model directory (config.json, *.safetensors, tokenizer).")],
+    model: Annotated[
+        Path,
+        typer.Argument(
+            help="A model directory (config.json, *.safetensors, tokenizer): dense, or quantised as GPTQ, AWQ, fp8 or "
+            "compressed-tensors."
+        ),
+    ],
     out: Annotated[Path, typer.Option("--out", help="The directory to write; it must not exist.")],
     recipe: Annotated[
         str | None,
@@ -147,6 +154,13 @@ def _show(title: str, report: CompressionReport) -> None:
         f"({report.bytes_after / max(report.bytes_before, 1):.3f}); {report.seconds:.1f} s",
         highlight=False,
     )
+    if report.rival:
+        rival = report.rival
+        console.print(
+            f"at these bytes {rival['recipe']} would keep more: KL to dense {rival['kl']:.3g} against "
+            f"{rival['own_kl']:.3g} on {rival['tokens']} calibration tokens, rounded to nearest and not tuned",
+            highlight=False,
+        )
 
 
 def _dense_text(dense: list[dict[str, Any]]) -> str:

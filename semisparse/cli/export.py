@@ -20,8 +20,8 @@ def export(
     """Write a compressed model for tools that do not know semisparse.
 
     `dense` writes every weight with its zeros in place: as large as before, and readable by everything.
-    `compressed-tensors` writes layers in int8 and fp8 in that package's formats, which vLLM reads, and all other layers
-    dense.
+    `compressed-tensors` writes layers of 8 bits or less in that package's formats, with the same numbers, and layers in
+    16 bits dense.
 
     Example: `semisparse export small --to dense --out plain`
     """
@@ -32,10 +32,13 @@ def export(
         print_json(report)
         return
     console.print(f"wrote {out}, {bytes_text(report['bytes'])}", highlight=False)
-    if to != "dense" and report["dense_layers"]:
-        some = ", ".join(report["dense_layers"][:3])
-        console.print(
-            f"{len(report['dense_layers'])} layers are dense there, because compressed-tensors has no format for them: "
-            f"{some}{', ...' if len(report['dense_layers']) > 3 else ''}",
-            highlight=False,
-        )
+    if to == "dense":
+        return
+    _print_layers(report["dense_layers"], "are dense there, because compressed-tensors has no format for them")
+    _print_layers(report["widened_layers"], "take 8 bits there, because their zero points are fractions of a code")
+
+
+def _print_layers(names: list[str], what: str) -> None:
+    if names:
+        some = ", ".join(names[:3])
+        console.print(f"{len(names)} layers {what}: {some}{', ...' if len(names) > 3 else ''}", highlight=False)

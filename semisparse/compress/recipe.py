@@ -16,7 +16,7 @@ from semisparse.quant.group import KINDS as GROUP_KINDS
 
 KNOWN_VALUES: dict[str, tuple[str, ...]] = {
     "prune": ("magnitude", "wanda", "sparsegpt", "none"),
-    "quant": ("none", "int8", "fp8", *GROUP_KINDS),
+    "quant": ("none", "int8", "fp8", *GROUP_KINDS, "keep"),
     "search": ("evolution", "rheosparse", "joint", "none"),
     "tune": ("bqpo", "bqpo+e2e", "none"),
     "refine": ("cg", "none"),
@@ -60,6 +60,7 @@ class Recipe:
         quant: how kept weights are quantised. ``int8``, ``fp8``: one scale per row, when packed; activations are
             quantised, too. ``w8``, ``w4``, ``w3``, ``w2``: that many bits, with a scale and a zero point per group of a
             pattern such as ``g16@50%``, while pruned. ``w4a8``: as ``w4``, with 8-bit activations at inference.
+            ``keep``: each layer in the numbers that another tool rounded it to, which takes ``prune=none``.
         format: name of the format that stores the result, or ``auto``.
         search: how density is distributed over the linear layers: ``evolution``, ``rheosparse`` (the paper's) or
             ``none`` (uniform). The total number of kept weights is that of `pattern`. ``joint`` chooses pattern, bits
@@ -124,6 +125,11 @@ class Recipe:
                     f"{key}={getattr(self, key)} needs the dense model, but with prune=none the model is already "
                     f"pruned; set {key}=none, or another prune"
                 )
+        if self.quant == "keep" and self.prune != "none":
+            raise RecipeError(
+                f"quant=keep stores weights as another tool rounded them, prune={self.prune} changes them; "
+                "set prune=none"
+            )
         if (self.search == "joint") != bool(self.targets):
             targets = ", ".join(f"{key} ({what})" for key, what in TARGETS.items())
             raise RecipeError(

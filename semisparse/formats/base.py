@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from semisparse.errors import FormatError, InputError, KernelError
+from semisparse.formats.codes import Codes
 from semisparse.formats.kernel import Kernel, Pass, Problem, fused_cost
 from semisparse.patterns import Pattern, parse_pattern
 
@@ -290,6 +291,7 @@ class Format:
         unpack: Packed -> weight [N, K] in its dtype.
         check_content: raise `FormatError` unless every index, offset, count and bit mask lies inside the shape; it may
             rely on names, dtypes and shapes having been checked.
+        codes: a weight in the layout on disk -> the numbers that it was rounded to; None if it was not rounded.
         violation: describe where a weight that has passed ``check_content`` breaks its pattern, or return None. Without
             it the weight is unpacked and compared.
         kernels: in order of preference; `reference_kernel` is appended.
@@ -319,6 +321,7 @@ class Format:
     pack_weight: Callable[..., tuple[Mapping[str, Scalar], dict[str, Tensor]]]
     unpack: Callable[[Packed], Tensor]
     check_content: Callable[[Packed], None]
+    codes: Callable[[Packed], Codes | None] = lambda packed: None
     violation: Callable[[Packed], str | None] = lambda packed: packed.pattern.violation(packed.unpack() != 0)
     counted: tuple[str, ...] = ()
     kernels: tuple[Kernel, ...] = ()

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from semisparse.errors import FormatError
 from semisparse.formats.base import Packed, Params
+from semisparse.formats.codes import Codes
 from semisparse.patterns import Group, Unstructured
 
 Choice = TypeVar("Choice", int, str)
@@ -61,6 +63,26 @@ def refuse_infinite(values: Tensor, tensor: str) -> None:
     low, high = values.aminmax()  # NaN if any value is; 20 times as fast on a CPU as isfinite in 16 bits
     if not (low.isfinite() and high.isfinite()):
         refuse_first(~values.isfinite(), tensor, "the value is not finite")
+
+
+def require_codes(codes: Codes, weight: Tensor, dtype: torch.dtype, bits: int, size: int) -> None:
+    """Refuse codes that a packer was given for a weight and are not for it.
+
+    Args:
+        codes: the numbers that the weight was rounded to.
+        weight: [N, K].
+        dtype: of the values that the packer stores.
+        bits: per value.
+        size: columns per scale.
+    Raises:
+        FormatError: a dtype, shape or size is another; says which was expected.
+    """
+    (n, k), zero = weight.shape, codes.zero
+    tiles = (n, -(-k // size))
+    given = (codes.values.dtype, tuple(codes.values.shape), codes.bits, codes.size, tuple(codes.scale.shape))
+    expected = (dtype, (n, k), bits, size, tiles)
+    if given != expected or (zero is not None and tuple(zero.shape) != tiles):
+        raise FormatError(f"codes are (dtype, shape, bits, size, scales) {given}, expected {expected}")
 
 
 def share_violation(packed: Packed, kept: Tensor, unit: int = 1) -> str | None:

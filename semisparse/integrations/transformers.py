@@ -160,8 +160,11 @@ class SemisparseQuantizer(HfQuantizer):
         # Once save_pretrained was called, transformers gives the dtype as text.
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or model.dtype
         dequantise_layers(model, dtype)
-        # Unlike model.to(dtype), this leaves complex numbers (Llama-4's rotary embedding of images) as they are.
-        return model._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+        # Only what is stored, as loading does; model.to(dtype) also rounds the frequencies of rotary embeddings.
+        for tensor in model.state_dict(keep_vars=True).values():
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.to(dtype)
+        return model
 
     def is_serializable(self) -> bool:
         return True

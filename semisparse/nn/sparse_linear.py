@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from semisparse.errors import KernelError
 from semisparse.formats.base import Packed, get_format
+from semisparse.formats.codes import Codes
 from semisparse.formats.product import linear, problem_of
 
 
@@ -83,6 +84,11 @@ class SparseLinear(nn.Module):
     def weight(self) -> Tensor:
         """The dense weight [N, K], unpacked at each access. It is a copy: writing to it does not change the layer."""
         return self.packed.unpack()
+
+    def read_codes(self) -> Codes | None:
+        """Return the numbers that the weight was rounded to, on its device; None if it was not rounded."""
+        form = get_format(self.spec.format)
+        return form.codes(form.arrange(self.packed, "cpu"))
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute ``x @ w.T + bias``.

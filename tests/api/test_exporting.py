@@ -2,17 +2,19 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from semisparse.api import compress, export, load
 from semisparse.errors import InputError
 from semisparse.integrations.importers import load_dequantised
 from semisparse.nn import SparseLinear, join_layers
+from tests import foreign
 from tests.models import byte_tokenizer, random_model
 
 PLAIN = ["prune=magnitude", "search=none", "tune=none"]
@@ -54,36 +56,119 @@ def test_compressed_tensors_come_back(tmp_path: Path, kind: str, layout: str):
     assert report["dense_layers"] == []
     block = json.loads((tmp_path / "theirs" / "config.json").read_text())["quantization_config"]
     assert (block["quant_method"], block["format"]) == ("compressed-tensors", layout)
-    read = load_dequantised(tmp_path / "theirs")
+    read, _ = load_dequantised(tmp_path / "theirs")
     for name, layer in load(small).named_modules():
         if isinstance(layer, SparseLinear):
             torch.testing.assert_close(read.get_submodule(name).weight, layer.weight.to(read.dtype), rtol=2**-8, atol=0)
             assert torch.equal(read.get_submodule(name).weight == 0, layer.weight == 0)
 
 
-@pytest.mark.parametrize(("kind", "kept"), [("int8", torch.int8), ("fp8", torch.float8_e4m3fn)])
-def test_compressed_tensors_own_package_reads_them(tmp_path: Path, kind: str, kept: torch.dtype):
-    pytest.importorskip("compressed_tensors")
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationConfig
+def read_by_the_package(path: Path) -> PreTrainedModel:
+    """Return a directory as transformers dequantises it with the package compressed-tensors."""
+    pytest.importorskip("compressed_tensors", reason="the package compressed-tensors is not installed")
+    from transformers import CompressedTensorsConfig
 
-    small = compressed(tmp_path, "llama", "slidesparse", f"quant={kind}")
-    export(small, "compressed-tensors", tmp_path / "theirs")
+    return AutoModelForCausalLM.from_pretrained(path, quantization_config=CompressedTensorsConfig(dequantize=True))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings", "layout", "bits"),
+    [
+        ("slidesparse", ("quant=int8",), "int-quantized", 8),
+        ("slidesparse", ("quant=fp8",), "float-quantized", 8),
+        ("gqsa", (), "pack-quantized", 8),
+        ("gqsa", ("quant=w8",), "pack-quantized", 8),
+        ("dense-w2", ("pattern=g32@0%",), "pack-quantized", 8),
+        ("gqsa", ("quant=w4a8",), "int-quantized", 8),
+    ],
+)
+def test_the_package_reads_the_same_weights(
+    tmp_path: Path, recipe: str, settings: tuple[str, ...], layout: str, bits: int
+):
+    """Zero points of our own packers are fractions of a code, so that their codes are written in 8 bits."""
+    small = compressed(tmp_path, "llama-bias", recipe, *settings)
+    report = export(small, "compressed-tensors", tmp_path / "theirs")
     block = json.loads((tmp_path / "theirs" / "config.json").read_text())["quantization_config"]
-    (scheme,) = QuantizationConfig.model_validate(block).config_groups.values()
-    tensors = load_file(tmp_path / "theirs" / "model.safetensors")
-    compressor = BaseCompressor.get_value_from_registry(block["format"])
-    for name, layer in load(small).named_modules():
-        if isinstance(layer, SparseLinear):
-            parts = {part: tensors[f"{name}.{part}"] for part in ("weight", "weight_scale")}
-            assert parts["weight"].dtype == kept
-            found = compressor.decompress(parts, scheme)["weight"]
-            torch.testing.assert_close(found.to(layer.weight.dtype), layer.weight, rtol=2**-8, atol=0)
+    assert block["format"] == layout
+    assert {group["weights"]["num_bits"] for group in block["config_groups"].values()} == {bits}
+    assert block["ignore"] == ["lm_head"]
+    theirs, ours = read_by_the_package(tmp_path / "theirs"), load(small)
+    packed = {n: m for n, m in ours.named_modules() if isinstance(m, SparseLinear)}
+    assert packed
+    assert bool(report["widened_layers"]) == (recipe != "slidesparse" and "quant=w8" not in settings)
+    for name, layer in packed.items():
+        assert torch.equal(theirs.get_submodule(name).weight, layer.weight), name
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        assert torch.equal(ours.dequantize(torch.bfloat16)(ids).logits, theirs(ids).logits)
+
+
+GROUPS = {"num_bits": 4, "group_size": 32, "strategy": "group"}
+
+
+@pytest.mark.parametrize(
+    ("weights", "inputs"),
+    [
+        (GROUPS | {"symmetric": True}, None),
+        (GROUPS | {"symmetric": False}, None),
+        ({"num_bits": 8, "group_size": 16, "strategy": "group", "symmetric": False}, None),
+        ({"num_bits": 3, "group_size": 32, "strategy": "group", "symmetric": False}, None),
+        (GROUPS | {"symmetric": False}, foreign.TOKEN),
+        ({"num_bits": 8, "strategy": "channel"}, foreign.TOKEN),
+        ({"num_bits": 8, "strategy": "channel", "type": "float"}, foreign.TOKEN | {"type": "float"}),
+    ],
+)
+def test_round_trip_through_the_package(tmp_path: Path, weights: dict[str, Any], inputs: dict[str, Any] | None):
+    """What the package wrote comes in by recipe keep, goes out again, and is the same file: codes, scales and zeros."""
+    source = foreign.compressed_tensors(tmp_path / "in", foreign.model_of(), weights, inputs)
+    compress(source, recipe="keep", out=tmp_path / "small")
+    report = export(tmp_path / "small", "compressed-tensors", tmp_path / "out")
+    assert (report["dense_layers"], report["widened_layers"]) == ([], [])
+    first, again = (load_file(path / "model.safetensors") for path in (source, tmp_path / "out"))
+    assert first.keys() == again.keys()
+    for name in first:
+        assert torch.equal(first[name].float(), again[name].float()), name
+        assert first[name].dtype == again[name].dtype or name.endswith("scale")
+    blocks = [
+        json.loads((path / "config.json").read_text())["quantization_config"] for path in (source, tmp_path / "out")
+    ]
+    assert blocks[0]["format"] == blocks[1]["format"]
+    theirs = [read_by_the_package(path) for path in (source, tmp_path / "out")]
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        assert torch.equal(theirs[0](ids).logits, theirs[1](ids).logits)
+
+
+def test_gptq_goes_out_in_four_bits(tmp_path: Path):
+    source, weights = foreign.gptq(tmp_path / "in", foreign.model_of(torch.float16))
+    compress(source, recipe="keep", out=tmp_path / "small")
+    export(tmp_path / "small", "compressed-tensors", tmp_path / "out")
+    theirs = read_by_the_package(tmp_path / "out")
+    for name, weight in weights.items():
+        assert torch.equal(theirs.get_submodule(name).weight, weight.half()), name
+
+
+def test_conv1d_layers_are_written_dense(tmp_path: Path):
+    small = compressed(tmp_path, "gpt2", "slidesparse", "quant=int8")
+    with pytest.raises(InputError, match=r"layer transformer\.h\.0\S+ is stored as slide24 6:8, expected an nn.Linear"):
+        export(small, "compressed-tensors", tmp_path / "theirs")
+
+
+def test_layers_in_16_bits_are_written_dense(tmp_path: Path):
+    source = foreign.compressed_tensors(tmp_path / "in", foreign.model_of(pattern=(2, 4)), GROUPS)
+    name = "model.layers.1.mlp.down_proj"
+    compress(source, recipe="keep", settings=[f"ignore=['{name}']"], out=tmp_path / "small")
+    export(tmp_path / "small", "compressed-tensors", tmp_path / "out")
+    block = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert block["ignore"] == ["lm_head", name]
+    theirs, (dense, _) = read_by_the_package(tmp_path / "out"), load_dequantised(source)
+    for (key, found), expected in zip(theirs.named_parameters(), dense.parameters(), strict=True):
+        assert torch.equal(found, expected), key
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path: Path):
-    small = compressed(tmp_path, "llama", "gqsa")
-    with pytest.raises(InputError, match="has no format for any layer"):
+    small = compressed(tmp_path, "llama", "ec-spmv")
+    with pytest.raises(InputError, match=r"no format for any layer .*: layer model\.layers\.0\S+ is stored as ec_csr"):
         export(small, "compressed-tensors", tmp_path / "out")
     with pytest.raises(InputError, match="known: dense, compressed-tensors"):
         export(small, "gguf", tmp_path / "out")

@@ -13,12 +13,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from tests import foreign
 from tests.conftest import Outcome
 from tests.docs.pages import DOCS, blocks, commands, file_of
 from tests.models import VOCABULARY, byte_tokenizer
 from tests.serving import Served, one, write
 
-TESTED = {"transformers.md", "vllm.md", "lm-eval.md", "quality.md", "checkpoints.md", "targets.md", "performance.md"}
+TESTED = {"transformers.md", "vllm.md", "lm-eval.md", "quality.md", "exchange.md", "targets.md", "performance.md"}
 
 
 @pytest.fixture
@@ -75,12 +76,15 @@ def test_transformers(workdir: Path, run, monkeypatch: pytest.MonkeyPatch):
     ).read_bytes()
 
 
-def test_checkpoints(tmp_path: Path, run, monkeypatch: pytest.MonkeyPatch):
-    write(Served("small", "slide24", one("6:8"), {"kind": "int8"}), tmp_path / "small")
+def test_exchange(tmp_path: Path, run, monkeypatch: pytest.MonkeyPatch):
+    foreign.gptq(tmp_path / "theirs", foreign.model_of(torch.float16))
+    foreign.int8(tmp_path / "pruned-int8", foreign.model_of(pattern=(6, 8)))
     monkeypatch.chdir(tmp_path)
-    for words in commands("checkpoints.md"):
+    shown = commands("exchange.md")
+    for words in shown:
         run_command(words, run)
-    assert {path.name for path in tmp_path.iterdir()} == {"small", "plain", "theirs"}
+    outputs = {words[words.index("--out") + 1] for words in shown}
+    assert {path.name for path in tmp_path.iterdir()} == {"theirs", "pruned-int8", *outputs}
 
 
 def test_targets(tmp_path: Path, run, monkeypatch: pytest.MonkeyPatch):

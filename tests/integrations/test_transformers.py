@@ -18,6 +18,7 @@ from semisparse.integrations.transformers import mark_compressed, sparse_layers
 from semisparse.nn import is_linear, replace_linear, weight_of
 from semisparse.patterns import parse_pattern
 from tests.models import CONFIGS, random_model
+from tests.serving import Served, every_format, write
 
 
 def compressed(model: PreTrainedModel, pattern: str = "32:64") -> PreTrainedModel:
@@ -147,3 +148,25 @@ def test_a_layer_on_disk_is_refused_and_no_packed_tensor_wants_gradients(directo
     placed = dict.fromkeys(parts, "cpu") | {"model.layers": "disk"}
     with pytest.raises(InputError, match="cannot be: give a device_map without disk"):
         AutoModelForCausalLM.from_pretrained(directory, device_map=placed, offload_folder=str(tmp_path / "off"))
+
+
+@pytest.mark.parametrize("served", every_format(), ids=lambda served: served.folder)
+def test_dequantize_returns_dense_layers_in_the_model_s_dtype(tmp_path: Path, served: Served):
+    """Every format with every option: the weights are those that the packed layers unpack to, and no other changes."""
+    write(served, tmp_path / "model")
+    packed = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    weights = {name: layer.weight for name, layer in sparse_layers(packed).items()}
+    others = {name: tensor.clone() for name, tensor in (*packed.named_parameters(), *packed.named_buffers())}
+    assert weights
+    plain = packed.dequantize()
+    assert plain is packed
+    assert not sparse_layers(plain)
+    for name, weight in weights.items():
+        layer = plain.get_submodule(name)
+        assert type(layer) is torch.nn.Linear
+        assert layer.weight.dtype == torch.bfloat16
+        assert torch.equal(layer.weight, weight.to(torch.bfloat16))
+    for name, tensor in (*plain.named_parameters(), *plain.named_buffers()):
+        if name.removesuffix(".weight") not in weights:
+            assert tensor.dtype == others[name].dtype, name
+            assert torch.equal(tensor, others[name]), name

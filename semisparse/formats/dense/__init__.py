@@ -20,6 +20,7 @@ FORMAT = Format(
     pack_weight=disk.pack,
     unpack=disk.unpack,
     check_content=check_content,
+    codes=disk.codes_of,
     kernels=(
         Kernel("decode", "cuda", decode.refusal, decode.prepare, decode.pays, decode.fuse),
         Kernel("blas", None, blas.refusal, blas.prepare),

@@ -26,6 +26,7 @@ FORMAT = Format(
     pack_weight=disk.pack,
     unpack=disk.unpack,
     check_content=check_content,
+    codes=disk.codes_of,
     violation=violation,
     counted=("kept",),
     kernels=(

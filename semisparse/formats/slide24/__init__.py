@@ -21,6 +21,7 @@ FORMAT = Format(
     pack_weight=disk.pack_weight,
     unpack=gpu.unpack,
     check_content=gpu.check_content,
+    codes=disk.codes_of,
     violation=lambda packed: None,  # the checked positions leave no room for one
     arrange=gpu.arrange,
     kernels=(

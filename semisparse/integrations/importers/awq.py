@@ -8,44 +8,65 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from semisparse.errors import CheckpointError, InputError
-from semisparse.integrations.importers.method import FLOATS, Method, Parts, groups_of_columns, part
+from semisparse.errors import InputError
+from semisparse.integrations.importers.method import (
+    FLOATS,
+    Method,
+    Parts,
+    Rounded,
+    columns_per_group,
+    part,
+    require_groups,
+    require_shape,
+)
+
+BITS = 4
 
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """In which 4 bits of a 32-bit word each of its 8 columns lies."""
 
 
-def dequantise(tensors: Parts, block: Mapping[str, Any]) -> Tensor:
-    """Return the dense weight [N, K]: ``(code - zero) * scale``.
-
-    ``qweight`` [K, N / 8] and ``qzeros`` [groups, N / 8] are int32; ``scales`` [groups, N].
+def measure(tensors: Parts, block: Mapping[str, Any]) -> tuple[int, int]:
+    """Return N and K of ``qweight`` [K, N / 8] int32; ``qzeros`` is [groups, N / 8] int32, ``scales`` [groups, N].
 
     Raises:
-        CheckpointError: the tensors do not fit one another.
+        CheckpointError: the tensors do not fit one another or the config.
         InputError: the checkpoint has not 4 bits in the layout of AWQ's GEMM kernels.
     """
-    bits, version = block.get("bits", block.get("w_bit")), str(block.get("version", "gemm")).lower()
-    if bits != 4 or version != "gemm":
+    bits, version = (
+        block.get("bits", block.get("w_bit")),
+        str(block.get("version", block.get("format", "gemm"))).lower(),
+    )
+    if bits != BITS or version != "gemm":
         raise InputError(f"an AWQ checkpoint of {bits!r} bits, version {version!r}; known: 4 bits, version 'gemm'")
-    codes = _unpacked(part(tensors, "qweight", (torch.int32,), 2))
-    zeros = _unpacked(part(tensors, "qzeros", (torch.int32,), 2))
-    scales = part(tensors, "scales", FLOATS, 2).float()
-    if zeros.shape != scales.shape or codes.shape[1] != scales.shape[1]:
-        raise CheckpointError(
-            f"qweight holds codes {list(codes.shape)}, qzeros {list(zeros.shape)} zero points, "
-            f"scales are {list(scales.shape)}"
-        )
-    index = groups_of_columns(tensors, "g_idx", len(codes), len(scales))
-    return ((codes - zeros[index]).float() * scales[index]).T.contiguous()
+    qweight, scales = part(tensors, "qweight", (torch.int32,), 2), part(tensors, "scales", FLOATS, 2)
+    (k, words), groups = qweight.shape, len(scales)
+    n, why = 8 * words, f"codes [{k}, {8 * words}]"
+    require_shape("scales", scales, (groups, n), why)
+    require_shape("qzeros", part(tensors, "qzeros", (torch.int32,), 2), (groups, words), why)
+    require_groups(groups, k, _group_size(block))
+    return n, k
+
+
+def read(tensors: Parts, block: Mapping[str, Any]) -> Rounded:
+    """Return the weight: ``(code - zero) * scale``."""
+    codes, zeros, scales = _unpacked(tensors["qweight"]), _unpacked(tensors["qzeros"]), tensors["scales"]
+    size = columns_per_group(len(codes), len(scales), _group_size(block))
+    return Rounded(codes.T.contiguous(), scales.T, zeros.T.to(torch.int32), (1, size), BITS)
+
+
+def _group_size(block: Mapping[str, Any]) -> Any:
+    return block.get("group_size", block.get("q_group_size"))
 
 
 def _unpacked(words: Tensor) -> Tensor:
-    """Return the codes of words [rows, columns / 8]: [rows, columns] int32."""
-    return torch.stack([words >> 4 * place & 15 for place in ORDER], dim=-1).flatten(1)
+    """Return the codes of words [rows, columns / 8]: [rows, columns] uint8."""
+    return torch.stack([(words >> 4 * place & 15).to(torch.uint8) for place in ORDER], dim=-1).flatten(1)
 
 
 METHOD = Method(
     markers=frozenset({"qweight"}),
-    parts=frozenset({"qweight", "qzeros", "scales", "g_idx"}),
-    dequantise=dequantise,
+    parts=frozenset({"qweight", "qzeros", "scales"}),
+    measure=measure,
+    read=read,
 )

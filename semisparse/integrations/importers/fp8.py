@@ -1,4 +1,4 @@
-"""fp8 checkpoints: e4m3 weights with a scale per tile (DeepSeek, transformers' ``fp8``) or per row (``fbgemm_fp8``)."""
+"""fp8 checkpoints: e4m3 weights with a scale per tile (DeepSeek), per row (``fbgemm_fp8``) or in all."""
 
 from __future__ import annotations
 
@@ -9,53 +9,63 @@ import torch
 from torch import Tensor
 
 from semisparse.errors import CheckpointError
-from semisparse.integrations.importers.method import FLOATS, Method, Parts, part
+from semisparse.integrations.importers.method import FLOATS, Method, Parts, Rounded, part
 
 TILE = (128, 128)
 """Rows and columns of a scale's tile, where the config does not say."""
 
 
-def dequantise(tensors: Parts, block: Mapping[str, Any]) -> Tensor:
-    """Return the dense weight [N, K]: each value times the scale of its tile, or of its row.
+def measure(tensors: Parts, block: Mapping[str, Any]) -> tuple[int, int]:
+    """Return N and K of ``weight`` [N, K] e4m3.
 
-    ``weight`` [N, K] is e4m3; ``weight_scale_inv`` [ceil(N / rows), ceil(K / columns)] multiplies tiles of
-    ``weight_block_size``; ``weight_scale`` [N, 1] or [N] multiplies rows.
+    ``weight_scale_inv`` or ``weight_scale``, by which values are multiplied, has one number, one per row, or one per
+    tile of ``weight_block_size``.
 
     Raises:
-        CheckpointError: the tensors do not fit one another.
+        CheckpointError: the tensors do not fit one another or the config.
     """
-    weight = part(tensors, "weight", (torch.float8_e4m3fn,), 2).float()
-    if "weight_scale_inv" not in tensors:
-        return weight * scale_of_tiles(tensors["weight_scale"].float(), weight, (1, weight.shape[1]))
-    size = block.get("weight_block_size") or TILE
-    if not isinstance(size, list | tuple) or len(size) != 2 or not all(isinstance(s, int) and s > 0 for s in size):
-        raise CheckpointError(f"weight_block_size is {size!r}, expected two positive integers")
-    return weight * scale_of_tiles(part(tensors, "weight_scale_inv", FLOATS, 2).float(), weight, (size[0], size[1]))
+    n, k = part(tensors, "weight", (torch.float8_e4m3fn,), 2).shape
+    _tile(_scale(tensors), (n, k), block)
+    return n, k
 
 
-def scale_of_tiles(scale: Tensor, weight: Tensor, size: tuple[int, int]) -> Tensor:
-    """Return the scale of each value of a weight.
+def read(tensors: Parts, block: Mapping[str, Any]) -> Rounded:
+    """Return the weight: each value times the scale of its tile."""
+    weight, scale = tensors["weight"], _scale(tensors)
+    (n, k), tile = weight.shape, _tile(scale, (weight.shape[0], weight.shape[1]), block)
+    return Rounded(weight, scale.reshape(-(-n // tile[0]), -(-k // tile[1])), None, tile, 8, rounds_x=True)
 
-    Args:
-        scale: [ceil(N / rows), ceil(K / columns)], or as many values in fewer dimensions.
-        weight: [N, K].
-        size: rows and columns of a tile.
-    Returns:
-        A tensor that can be multiplied with the weight.
-    Raises:
-        CheckpointError: there is another number of scales.
-    """
-    (n, k), (rows, columns) = weight.shape, size
-    tiles = (-(-n // rows), -(-k // columns))
-    if scale.numel() != tiles[0] * tiles[1]:
-        raise CheckpointError(
-            f"there are {scale.numel()} scales, expected {tiles[0]} x {tiles[1]} for a weight {[n, k]} in tiles {size}"
-        )
-    return scale.view(tiles).repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
+
+def _scale(tensors: Parts) -> Tensor:
+    name = next((name for name in ("weight_scale_inv", "weight_scale") if name in tensors), None)
+    if name is None:
+        raise CheckpointError(f"there is no scale among {', '.join(sorted(tensors))}")
+    return part(tensors, name, FLOATS, tensors[name].dim())
+
+
+def _tile(scale: Tensor, shape: tuple[int, int], block: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the rows and columns that a scale is for, by the number of scales."""
+    (n, k), size = shape, block.get("weight_block_size") or TILE
+    if not isinstance(size, list | tuple) or len(size) != 2 or not all(type(s) is int and s > 0 for s in size):
+        raise CheckpointError(f"weight_block_size is {size!r} in config.json, expected two positive integers")
+    tiles = (-(-n // size[0]), -(-k // size[1]))
+    if tuple(scale.shape) == tiles and block.get("weight_block_size"):
+        return size[0], size[1]
+    if scale.numel() == 1:
+        return n, k
+    if tuple(scale.shape) in ((n,), (n, 1)):
+        return 1, k
+    if tuple(scale.shape) == tiles:
+        return size[0], size[1]
+    raise CheckpointError(
+        f"the scales of a weight {[n, k]} are {list(scale.shape)}, expected one, {n} (one per row) or {list(tiles)} "
+        f"(one per tile of {size[0]} x {size[1]})"
+    )
 
 
 METHOD = Method(
     markers=frozenset({"weight_scale_inv", "weight_scale"}),
     parts=frozenset({"weight", "weight_scale_inv", "weight_scale", "input_scale", "input_scale_ub"}),
-    dequantise=dequantise,
+    measure=measure,
+    read=read,
 )

@@ -1,4 +1,4 @@
-"""What a reader of another tool's checkpoints declares, and the arithmetic that several readers share."""
+"""What a reader of another tool's checkpoints declares, and what several readers share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,49 @@ from torch import Tensor
 from semisparse.errors import CheckpointError
 
 Parts = Mapping[str, Tensor]
-"""A layer's tensors by the last word of their names."""
+"""A layer's tensors by what follows the layer in their names."""
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+INDICES = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A weight as a tool rounded it: ``(value - zero) * scale``, with one zero and one scale per tile.
+
+    Args:
+        values: [N, K] float8_e4m3fn; uint8, from 0 to 2^bits - 1, with a zero point; or int8 without one.
+        scale: [ceil(N / rows), ceil(K / columns)] float.
+        zero: as ``scale``, int32; None for values without a zero point.
+        tile: rows and columns of a tile.
+        bits: per value.
+        rounds_x: whether the tool's kernels round x to 8 bits as well; None if the file does not say.
+        index: [K] int64, the column of ``scale`` of each column of the weight, where tiles are not adjacent columns.
+    """
+
+    values: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    tile: tuple[int, int]
+    bits: int
+    rounds_x: bool | None = False
+    index: Tensor | None = None
+
+    def dequantised(self) -> Tensor:
+        """Return the weight, [N, K] float32."""
+        weight = self.values.float()
+        if self.zero is not None:
+            weight -= self._spread(self.zero.float())
+        return weight * self._spread(self.scale.float())
+
+    def _spread(self, x: Tensor) -> Tensor:
+        """Return the entry of each weight, in a shape that can be multiplied with [N, K]."""
+        (n, k), (rows, columns) = self.values.shape, self.tile
+        if rows != 1:
+            x = x.repeat_interleave(rows, 0)[:n]
+        if self.index is not None:
+            return x[:, self.index]
+        return x if columns >= k else x.repeat_interleave(columns, 1)[:, :k]
 
 
 @dataclass(frozen=True)
@@ -22,14 +64,21 @@ class Method:
     Args:
         markers: names of tensors of which a quantised layer has at least one.
         parts: names of all tensors that together stand for a quantised layer's weight.
-        dequantise: (tensors, ``quantization_config``) -> the dense weight [N, K], float32 or a 16-bit dtype.
+        measure: (tensors, ``quantization_config``) -> N and K, or all dimensions of a fused weight, after checking
+            dtypes, shapes and the number of groups. Tensors of more than 16 numbers are on the meta device.
+        read: (tensors, ``quantization_config``) -> the weight, once measured; a tensor [N, K] if it is not rounded.
         dropped: names of tensors outside quantised layers that a dense model does not have.
+        separator: between a layer's name and that of a part.
+        weight: what follows the layer's name in that of the dense weight.
     """
 
     markers: frozenset[str]
     parts: frozenset[str]
-    dequantise: Callable[[Parts, Mapping[str, Any]], Tensor]
+    measure: Callable[[Parts, Mapping[str, Any]], tuple[int, ...]]
+    read: Callable[[Parts, Mapping[str, Any]], Rounded | Tensor]
     dropped: frozenset[str] = frozenset()
+    separator: str = "."
+    weight: str = ".weight"
 
 
 def part(tensors: Parts, name: str, dtypes: tuple[torch.dtype, ...], dims: int) -> Tensor:
@@ -42,15 +91,79 @@ def part(tensors: Parts, name: str, dtypes: tuple[torch.dtype, ...], dims: int) 
         raise CheckpointError(f"tensor {name} is missing; there are {', '.join(sorted(tensors))}")
     tensor = tensors[name]
     if tensor.dtype not in dtypes or tensor.dim() != dims:
-        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        expected = " or ".join(dtype_name(dtype) for dtype in dtypes)
         raise CheckpointError(
-            f"tensor {name} is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, "
-            f"expected {expected} with {dims} dimensions"
+            f"tensor {name} is {dtype_name(tensor.dtype)} {list(tensor.shape)}, expected {expected} with {dims} "
+            "dimensions"
         )
     return tensor
 
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name without the word torch."""
+    return str(dtype).removeprefix("torch.")
+
+
+def require_shape(name: str, tensor: Tensor, expected: tuple[int, ...], why: str) -> None:
+    """Refuse a tensor of another shape.
+
+    Raises:
+        CheckpointError: names it, what was got and what was expected.
+    """
+    if tuple(tensor.shape) != expected:
+        raise CheckpointError(f"tensor {name} is {list(tensor.shape)}, expected {list(expected)} for {why}")
+
+
+def require_groups(groups: int, columns: int, declared: Any) -> None:
+    """Refuse a number of groups along K that the config does not declare, or that does not divide K.
+
+    Args:
+        groups: as the scales have them.
+        columns: K.
+        declared: the config's group size; -1 for whole rows, None if it does not say.
+    Raises:
+        CheckpointError: another number is expected.
+    """
+    whole = isinstance(declared, int) and not isinstance(declared, bool)
+    if declared is not None and (not whole or declared < -1 or declared == 0):
+        raise CheckpointError(f"the group size in config.json is {declared!r}, expected a positive integer or -1")
+    if declared is None:
+        fits = groups > 0 and columns % groups == 0
+        expected = f"a divisor of K = {columns}"
+    else:
+        size = columns if declared == -1 else declared
+        fits, expected = groups == -(-columns // size), f"{-(-columns // size)} for K = {columns} in groups of {size}"
+    if not fits:
+        raise CheckpointError(f"there are {groups} groups of scales along K, expected {expected}")
+
+
+def columns_per_group(columns: int, groups: int, declared: Any) -> int:
+    """Return the columns of a group, once `require_groups` has passed."""
+    return declared if declared is not None and 0 < declared < columns else -(-columns // groups)
+
+
+def group_index(tensors: Parts, name: str, columns: int, groups: int, size: int) -> Tensor | None:
+    """Return the group of each column by the tensor ``name``; None where groups are adjacent columns.
+
+    Args:
+        tensors: the layer's.
+        name: of an integer tensor [columns]; all -1 where it is not used.
+        columns: K.
+        groups: how many there are.
+        size: columns of a group of adjacent columns.
+    Raises:
+        CheckpointError: a group is out of range.
+    """
+    if name not in tensors:
+        return None
+    index = part(tensors, name, INDICES, 1).long()
+    require_shape(name, index, (columns,), f"K = {columns}")
+    if (index == -1).all() or torch.equal(index, torch.arange(columns) // size):
+        return None
+    low, high = (int(end) for end in index.aminmax())
+    if low < 0 or high >= groups:
+        raise CheckpointError(f"tensor {name} names groups {low} to {high}, expected 0 to {groups - 1}")
+    return index
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
@@ -60,32 +173,14 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
         words: [W, columns] int32; each column is one stream.
         bits: per integer, 2 to 8; integers may lie in two words (3 bits).
     Returns:
-        [32 * W // bits, columns] int32.
+        [32 * W // bits, columns] uint8.
     """
-    octets = torch.stack([words >> shift & 0xFF for shift in (0, 8, 16, 24)], dim=1).flatten(0, 1)
+    octets = torch.stack([(words >> shift & 0xFF).to(torch.uint8) for shift in (0, 8, 16, 24)], dim=1).flatten(0, 1)
+    if 8 % bits == 0:  # no integer lies in two bytes
+        shifts = range(0, 8, bits)
+        return torch.stack([octets >> shift & 2**bits - 1 for shift in shifts], dim=1).flatten(0, 1)
     count = 32 * len(words) // bits
     first = torch.arange(count, device=words.device) * bits
-    low, shift = octets[first // 8], (first % 8)[:, None]
-    high = octets[(first // 8 + 1).clamp(max=len(octets) - 1)]
-    return ((low | high << 8) >> shift & 2**bits - 1).to(torch.int32)
-
-
-def groups_of_columns(tensors: Parts, name: str, columns: int, groups: int) -> Tensor:
-    """Return the group of each column: from the tensor ``name`` if there is one, else equally many columns per group.
-
-    Args:
-        tensors: the layer's.
-        name: of an int32 tensor [columns].
-        columns: K.
-        groups: how many there are.
-    Raises:
-        CheckpointError: a group is out of range, or the columns cannot be divided among the groups.
-    """
-    if name in tensors:
-        index = part(tensors, name, (torch.int32, torch.int64), 1).long()
-        if len(index) == columns and (columns == 0 or (int(index.min()) >= 0 and int(index.max()) < groups)):
-            return index
-        raise CheckpointError(f"tensor {name} does not name one of {groups} groups for each of {columns} columns")
-    if groups == 0 or columns % groups:
-        raise CheckpointError(f"{columns} columns cannot be divided among {groups} groups")
-    return torch.arange(columns, device=next(iter(tensors.values())).device) // (columns // groups)
+    low, shift = octets[first // 8].to(torch.int32), (first % 8)[:, None]
+    high = octets[(first // 8 + 1).clamp(max=len(octets) - 1)].to(torch.int32)
+    return ((low | high << 8) >> shift & 2**bits - 1).to(torch.uint8)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from semisparse.errors import FormatError
 from semisparse.formats.base import Packed, Params, TensorSpec, WeightSpec
-from semisparse.formats.checks import choice_of
+from semisparse.formats.checks import choice_of, require_codes
+from semisparse.formats.codes import Codes
 from semisparse.formats.dense.storage import int4
 from semisparse.patterns import Pattern, VectorNM
 from semisparse.quant.symmetric import FP8_MAX, quantise_rows
@@ -60,18 +61,27 @@ def grain(spec: WeightSpec) -> tuple[int, int]:
     return (spec.pattern.length if isinstance(spec.pattern, VectorNM) else 1), spec.pattern.step
 
 
-def pack(weight: Tensor, pattern: Pattern, kind: str | None = None) -> tuple[Params, dict[str, Tensor]]:
+def pack(
+    weight: Tensor, pattern: Pattern, kind: str | None = None, codes: Codes | None = None
+) -> tuple[Params, dict[str, Tensor]]:
     """Store a weight.
 
     Args:
         weight: [N, K].
         pattern: any; zeros are stored like other values.
         kind: None for the weight as it is, or one of `KINDS`.
+        codes: of kinds int8 and fp8, what the weight was rounded to already.
     Raises:
-        FormatError: ``kind`` is unknown, or int4 cannot tile this shape.
+        FormatError: ``kind`` is unknown or takes no codes, the codes are not for this weight, or int4 cannot tile
+            this shape.
     """
     params = Params() if kind is None else Params(kind=kind)
     kind = kind_of(params)
+    if codes is not None:
+        if kind not in ("int8", "fp8"):
+            raise FormatError(f"format dense takes codes for kinds int8 and fp8, not for {kind or 'no kind'}")
+        require_codes(codes, weight, DTYPES[kind], 8, weight.shape[1])
+        return params, {"values": codes.values, "scale": codes.scale[:, 0].float()}
     if kind is None:
         return params, {"values": weight.contiguous() + 0.0}  # -0.0 becomes +0.0, as in every format
     if kind == "int4":
@@ -94,3 +104,12 @@ def unpack(packed: Packed) -> Tensor:
     if kind == "int4":
         return int4.unpack(packed.tensors, packed.shape).to(packed.dtype)
     return (weight.float() * packed.tensors["scale"][:, None]).to(packed.dtype)
+
+
+def codes_of(packed: Packed) -> Codes | None:
+    """Return the 8-bit values and their scales; None for 16-bit values and for int4, whose zero points are weights."""
+    kind = kind_of(packed.params)
+    if kind is None or kind == "int4":
+        return None
+    scale = packed.tensors["scale"].expand(packed.shape[0])[:, None]
+    return Codes(8, packed.tensors["values"], scale, None, packed.shape[1], rounds_x=True)

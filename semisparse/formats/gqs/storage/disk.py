@@ -9,7 +9,8 @@ from torch import Tensor
 
 from semisparse.errors import FormatError
 from semisparse.formats.base import Packed, Params, TensorSpec, WeightSpec
-from semisparse.formats.checks import choice_of
+from semisparse.formats.checks import choice_of, require_codes
+from semisparse.formats.codes import Codes
 from semisparse.formats.gqs.storage.masks import (
     CHUNK_GROUPS,
     CHUNK_ROWS,
@@ -20,7 +21,7 @@ from semisparse.formats.gqs.storage.masks import (
     unchunked,
 )
 from semisparse.patterns import Group, Pattern
-from semisparse.quant.group import KINDS, GroupScales, scales_of, stored_groups
+from semisparse.quant.group import KINDS, GroupScales, scales_of, split_groups, stored_groups
 
 SIZES = (4, 8, 16, 32, 64, 128)
 """Columns of a group."""
@@ -105,7 +106,11 @@ def quantises_x(params: Params) -> bool:
 
 
 def pack(
-    weight: Tensor, pattern: Pattern, kind: str = "w4", scales: GroupScales | None = None
+    weight: Tensor,
+    pattern: Pattern,
+    kind: str = "w4",
+    scales: GroupScales | None = None,
+    codes: Codes | None = None,
 ) -> tuple[Mapping[str, int | str], dict[str, Tensor]]:
     """Quantise the groups that are not all zero, and store them.
 
@@ -113,27 +118,44 @@ def pack(
         weight: [N, K] that obeys ``pattern``.
         kind: one of `KINDS`.
         scales: how each group is quantised; by default so that its codes span it.
+        codes: what the weight was rounded to already, instead of ``scales``.
     Raises:
-        FormatError: the kind is unknown, the scales are not for this weight, or too many groups are kept.
+        FormatError: the kind is unknown, the scales or codes are not for this weight, or too many groups are kept.
     """
     size = group_size(pattern)
     bits = code_bits(Params(kind=kind), size)
+    if codes is not None:
+        scales = _scales_of_codes(codes, weight, bits, size)
     if scales is None:
         scales = scales_of(weight, bits, size, weight.dtype)
     _check_scales(scales, weight, bits, size)
     masks = masks_of(stored_groups(weight, size))
     mask_bits = bits_of(masks)
+    rounded = scales.codes(weight) if codes is None else split_groups(codes.values, size)
     kept = int(mask_bits.sum())
     if kept > MAX_KEPT:
         raise FormatError(f"format gqs counts groups in 32 bits, this weight keeps {kept}")
     tensors = {
         "masks": masks,
         "starts": starts_of(mask_bits),
-        "codes": pack_codes(in_mask_order(scales.codes(weight), mask_bits), bits),
+        "codes": pack_codes(in_mask_order(rounded, mask_bits), bits),
         "scale": in_mask_order(scales.scale.to(weight.dtype), mask_bits),
         "zero": in_mask_order(scales.zero.to(torch.uint8), mask_bits),
     }
     return {"kind": kind, "rows": weight.shape[0], "kept": kept}, tensors
+
+
+def _scales_of_codes(codes: Codes, weight: Tensor, bits: int, size: int) -> GroupScales:
+    """Return the scales of codes, their zero points as they are stored.
+
+    Raises:
+        FormatError: the codes are not for this weight, or a zero point is no multiple of 1/256 of the codes' range.
+    """
+    require_codes(codes, weight, torch.uint8, bits, size)
+    stored = torch.zeros_like(codes.scale) if codes.zero is None else codes.zero * 2.0 ** (8 - bits)
+    if codes.zero is None or not torch.equal(stored, stored.round().clamp(0, 255)):
+        raise FormatError(f"format gqs stores zero points from 0 to {2**bits - 1} in steps of {2.0 ** (bits - 8)}")
+    return GroupScales(bits, size, codes.scale, stored)
 
 
 def _check_scales(scales: GroupScales, weight: Tensor, bits: int, size: int) -> None:
@@ -153,10 +175,28 @@ def unpack(packed: Packed) -> Tensor:
     bits = code_bits(packed.params, size)
     scales = GroupScales(bits, size, tensors["scale"], tensors["zero"])
     values = scales.values(unpack_codes(tensors["codes"], bits, size)) + 0.0  # -0.0 becomes +0.0
-    kept = bits_of(tensors["masks"])
-    chunks = values.new_zeros(*kept.shape, size)
-    chunks.masked_scatter_(kept[..., None], values)  # indexing by a mask waits for the GPU: no graph could capture it
-    return unchunked(chunks).flatten(1)[:n, :k].contiguous()
+    return _spread(values, tensors["masks"], 0)[:n].flatten(1)[:, :k].contiguous()
+
+
+def codes_of(packed: Packed) -> Codes:
+    """Return the codes of all groups; those of dropped groups are their zero point, half of the codes' range."""
+    (n, k), size, tensors = packed.shape, group_size(packed.pattern), packed.tensors
+    bits, groups = code_bits(packed.params, size), -(-k // size)
+    values = _spread(unpack_codes(tensors["codes"], bits, size), tensors["masks"], 2 ** (bits - 1))
+    scale, zero = (
+        _spread(tensors[name][:, None], tensors["masks"], fill)[:n, :groups, 0]
+        for name, fill in (("scale", 1), ("zero", 128))
+    )
+    values, zero = values[:n].flatten(1)[:, :k].contiguous(), zero.float() * 2.0 ** (bits - 8)
+    return Codes(bits, values, scale, zero, size, quantises_x(packed.params))
+
+
+def _spread(kept: Tensor, masks: Tensor, fill: int) -> Tensor:
+    """Put what is stored per kept group, [kept, n], where its group is: [rows, groups, n], ``fill`` elsewhere."""
+    bits = bits_of(masks)
+    chunks = kept.new_full((*bits.shape, kept.shape[1]), fill)
+    chunks.masked_scatter_(bits[..., None], kept)  # indexing by a mask waits for the GPU: no graph could capture it
+    return unchunked(chunks)
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:

@@ -17,6 +17,8 @@ from torch.nn import functional as F
 
 from semisparse.errors import FormatError, PatternError
 from semisparse.formats.base import Packed, Params, TensorSpec, WeightSpec
+from semisparse.formats.checks import require_codes
+from semisparse.formats.codes import Codes
 from semisparse.formats.slide24.storage.decomposition import Decomposition
 from semisparse.patterns import NM, Pattern
 from semisparse.quant.symmetric import quantise_rows
@@ -131,19 +133,30 @@ def lifted_columns(k: int, window: int) -> int:
     return padded_groups(k, window) * 2 * (window - 2)
 
 
-def pack_weight(weight: Tensor, pattern: Pattern, kind: str | None = None) -> tuple[Params, dict[str, Tensor]]:
+def pack_weight(
+    weight: Tensor, pattern: Pattern, kind: str | None = None, codes: Codes | None = None
+) -> tuple[Params, dict[str, Tensor]]:
     """Decompose and compress a weight (section 4.1, algorithm 2).
 
     Args:
         weight: [N, K] that obeys ``pattern``; -0.0 counts as zero.
         kind: None for the weight as it is, or one of `KINDS`.
+        codes: of a kind, what the weight was rounded to already.
     Raises:
-        FormatError: ``kind`` is unknown, or the pattern's window too wide for K.
+        FormatError: ``kind`` is unknown, the pattern's window too wide for K, or the codes not for this weight.
     """
     params = Params() if kind is None else Params(kind=kind)
     dtype = quantised_dtype(params)
     rows = max(1, BAND_BYTES.get(weight.device.type, BAND_BYTES["cpu"]) // (weight.shape[1] * weight.element_size()))
-    bands = [_pack_band(band, window_of(pattern), dtype) for band in weight.split(rows)]
+    if codes is None:
+        bands = [_pack_band(band, window_of(pattern), dtype) for band in weight.split(rows)]
+    elif dtype is None:
+        raise FormatError("format slide24 takes codes for kinds int8 and fp8, not for a weight stored as it is")
+    else:
+        require_codes(codes, weight, dtype, 8, weight.shape[1])
+        scales = codes.scale[:, 0].float().split(rows)
+        pairs = zip(codes.values.split(rows), scales, strict=True)
+        bands = [_compress_codes(band, scale, window_of(pattern)) for band, scale in pairs]
     return params, {name: torch.cat([band[name] for band in bands]) for name in bands[0]}
 
 
@@ -151,9 +164,14 @@ def _pack_band(weight: Tensor, window: int, dtype: torch.dtype | None) -> dict[s
     if dtype is None:
         return compress(weight + 0.0, window)  # -0.0 becomes +0.0
     quantised, scale = quantise_rows(weight, dtype)
+    return _compress_codes(quantised, scale, window)
+
+
+def _compress_codes(quantised: Tensor, scale: Tensor, window: int) -> dict[str, Tensor]:
     bits = as_bits(quantised)
-    # What rounds to -0.0 in fp8 is a zero too; int8 has no such bits.
-    return {**compress(bits.masked_fill(bits == -128, 0).view(dtype), window), "scale": scale}
+    if quantised.dtype != torch.int8:  # what rounds to -0.0 in fp8 is a zero, too
+        bits = bits.masked_fill(bits == -128, 0)
+    return {**compress(bits.view(quantised.dtype), window), "scale": scale}
 
 
 def compress(weight: Tensor, window: int) -> dict[str, Tensor]:
@@ -228,6 +246,14 @@ def scaled(weight: Tensor, packed: Packed) -> Tensor:
 def unpack(packed: Packed) -> Tensor:
     """Return the weight [N, K], dequantised where it was quantised."""
     return scaled(unpack_values(packed), packed)
+
+
+def codes_of(packed: Packed) -> Codes | None:
+    """Return the 8-bit values and their scales; None for a weight stored as it is."""
+    if "scale" not in packed.tensors:
+        return None
+    scale = packed.tensors["scale"][:, None]
+    return Codes(8, unpack_values(packed), scale, None, packed.shape[1], rounds_x=True)
 
 
 def unpack_lifted(packed: Packed) -> Tensor:

@@ -1,0 +1,180 @@
+"""Loading a directory that another tool quantised as a dense model, and the numbers that each weight was rounded to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from semisparse.checkpoint import ModelDirectory, meta_model, open_files, refuse_integers, refuse_unstored
+from semisparse.errors import CheckpointError, SemisparseError
+from semisparse.integrations.importers import awq, compressed_tensors, fp8, gptq, mxfp4
+from semisparse.integrations.importers.method import FLOATS, Method, Rounded
+from semisparse.integrations.names import model_keys
+
+METHODS: dict[str, Method] = {
+    "compressed-tensors": compressed_tensors.METHOD,
+    "gptq": gptq.METHOD,
+    "awq": awq.METHOD,
+    "fp8": fp8.METHOD,
+    "fbgemm_fp8": fp8.METHOD,
+    "mxfp4": mxfp4.METHOD,
+}
+"""By the ``quant_method`` of config.json."""
+
+SMALL = 16
+"""Tensors of so many numbers are read before the checks: some hold a weight's shape."""
+
+
+Names = Mapping[str, str]
+"""Tensors' names in the files, by the part of their layer that they hold."""
+
+
+def quantised_elsewhere(path: str | Path) -> str | None:
+    """Return the ``quant_method`` of a model directory that another tool quantised; None for any other directory.
+
+    Raises:
+        CheckpointError: the directory is missing or incomplete.
+    """
+    block = open_files(path).config.get("quantization_config")
+    method = block.get("quant_method") if isinstance(block, dict) else None
+    return method if isinstance(method, str) and method in METHODS else None
+
+
+def load_dequantised(path: str | Path) -> tuple[PreTrainedModel, dict[str, Rounded]]:
+    """Load a model that another tool quantised as a dense model on the CPU, in the dtype of its config.
+
+    Args:
+        path: a model directory with a ``quantization_config`` of one of `METHODS`.
+    Returns:
+        The model, and what each quantised weight was rounded to, by the layer's name in the files.
+    Raises:
+        CheckpointError: the directory is incomplete, or a tensor does not fit the config or the others of its layer.
+        InputError: an option of the method is not read.
+    """
+    directory = open_files(path)
+    block = directory.config["quantization_config"]
+    method = METHODS[block["quant_method"]]
+    skeleton = meta_model(directory)
+    layers = _layers(directory, method)
+    quantised = [name for name, parts in layers.items() if not method.markers.isdisjoint(parts)]
+    _check(directory, method, block, skeleton, {name: layers[name] for name in quantised})
+    config = skeleton.config
+    dtype = getattr(config, "dtype", None) or torch.bfloat16
+    if dtype not in FLOATS:
+        raise CheckpointError(
+            f"{directory.path}: dtype is {dtype} in config.json, expected float16, bfloat16 or float32"
+        )
+    state, rounded = _dense_tensors(directory, method, block, layers, quantised, dtype)
+    _transpose_conv1d(skeleton, state, quantised)
+    try:
+        model, report = type(skeleton).from_pretrained(
+            None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
+        )
+    except (SemisparseError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # the models of transformers raise anything
+        raise CheckpointError(f"cannot load {directory.path}: {type(error).__name__}: {error}") from error
+    if report["missing_keys"]:
+        raise CheckpointError(
+            f"tensor {min(report['missing_keys'])} is missing from the safetensors files of {directory.path}"
+        )
+    refuse_integers(model, ())
+    return model.eval(), rounded
+
+
+def _layers(directory: ModelDirectory, method: Method) -> dict[str, dict[str, str]]:
+    """Return the tensors' names by layer and part."""
+    layers: dict[str, dict[str, str]] = {}
+    for name in directory.headers:
+        layer, _, part = name.rpartition(method.separator)
+        layers.setdefault(layer, {})[part] = name
+    return layers
+
+
+def _check(
+    directory: ModelDirectory,
+    method: Method,
+    block: Mapping[str, Any],
+    skeleton: PreTrainedModel,
+    layers: Mapping[str, Names],
+) -> None:
+    """Check every quantised layer by the files' headers before a weight is read.
+
+    Raises:
+        CheckpointError: a tensor has another dtype or shape than the others of its layer, the config's groups or the
+            model's layer say; or the model is out of proportion to the files.
+    """
+    for name, header in directory.headers.items():
+        if header.dtype is None:
+            raise CheckpointError(f"tensor {name} of {directory.path} has a dtype that torch does not know")
+    # A byte holds 8 codes at most; `refuse_unstored` counts 2 bytes per parameter.
+    refuse_unstored(skeleton, 8 * directory.stored_bytes)
+    modules = model_keys(skeleton, [layer + method.weight for layer in layers])
+    parameters = dict(skeleton.named_parameters())
+    for layer, parts in layers.items():
+        sketch = {part: _sketch(directory, name) for part, name in parts.items() if part in method.parts}
+        shape = _named(directory, layer, method.measure, sketch, block)
+        key = modules.get(layer + method.weight, "")
+        if key not in parameters:
+            continue  # one of several weights that transformers fuses; it checks their shapes when it does
+        module = skeleton.get_submodule(key.rpartition(".")[0])
+        expected = tuple(parameters[key].shape)
+        if (shape[::-1] if isinstance(module, Conv1D) else shape) != expected:
+            raise CheckpointError(
+                f"layer {layer} of {directory.path} holds a weight {list(shape)}, expected {list(expected)} by "
+                "config.json"
+            )
+
+
+def _sketch(directory: ModelDirectory, name: str) -> Tensor:
+    """Return a tensor without its values, unless it is small."""
+    header = directory.headers[name]
+    if torch.Size(header.shape).numel() <= SMALL:
+        return directory.read(name)
+    return torch.empty(header.shape, dtype=header.dtype, device="meta")
+
+
+def _dense_tensors(
+    directory: ModelDirectory,
+    method: Method,
+    block: Mapping[str, Any],
+    layers: Mapping[str, Names],
+    quantised: Sequence[str],
+    dtype: torch.dtype,
+) -> tuple[dict[str, Tensor], dict[str, Rounded]]:
+    """Return all tensors by name, with a dense ``weight`` in the place of each layer's parts, and what was rounded."""
+    tensors, rounded, parted = {}, {}, set(quantised)
+    for layer, parts in layers.items():
+        taken = method.parts if layer in parted else method.dropped
+        tensors.update({name: directory.read(name) for part, name in parts.items() if part not in taken})
+        if layer in parted:
+            stored = {part: directory.read(name) for part, name in parts.items() if part in method.parts}
+            weight = _named(directory, layer, method.read, stored, block)
+            if isinstance(weight, Rounded):
+                rounded[layer] = weight
+                weight = weight.dequantised()
+            tensors[layer + method.weight] = weight.to(dtype)
+    return tensors, rounded
+
+
+def _named(directory: ModelDirectory, layer: str, function: Any, *args: Any) -> Any:
+    """Call a reader; its refusals name the layer."""
+    try:
+        return function(*args)
+    except SemisparseError as error:
+        raise type(error)(f"layer {layer} of {directory.path}: {error}") from error
+
+
+def _transpose_conv1d(skeleton: nn.Module, state: dict[str, Tensor], quantised: Sequence[str]) -> None:
+    """Transpose the weights of GPT-2's `Conv1D`: tools store all linear layers as [N, K]."""
+    transposed = {name for name, module in skeleton.named_modules() if isinstance(module, Conv1D)}
+    prefix = f"{getattr(skeleton, 'base_model_prefix', '')}."
+    for layer in quantised:
+        if layer in transposed or prefix + layer in transposed:
+            state[f"{layer}.weight"] = state[f"{layer}.weight"].T.contiguous()
