@@ -2,8 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow test-serving test-sanitize test-gpu bench bench-kernels bench-models bench-systems bench-parallel check setup table \
-	clean
+.PHONY: demo test test-slow test-serving test-sanitize test-gpu bench bench-kernels bench-models bench-systems bench-parallel check docs setup \
+	table clean
 
 setup: .venv/ready
 
@@ -112,13 +112,21 @@ bench-parallel: setup
 # Loss and KL of each pruner on the models and texts of a folder. Rows that the CSV already has are not measured again.
 SHARED ?= ../shared
 table: setup
-	$(BIN)/python benchmarks/pruners.py $(SHARED) results/pruners.csv --page docs/quality.md
+	$(BIN)/python benchmarks/pruners.py $(SHARED) results/pruners.csv
+	$(BIN)/python benchmarks/tables.py
 
 check: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+	$(BIN)/python benchmarks/tables.py --check
+	$(site)
+
+# The documentation site, in build/site; a broken link fails. The variable silences advertising for its successor.
+site = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+docs: setup
+	$(site)
 
 clean:
 	rm -rf .venv $(SERVING)

@@ -1,6 +1,6 @@
-"""Loss and KL of each pruner on trained models, by pattern: one CSV row per run, and the table of docs/quality.md.
+"""Loss and KL of each pruner on trained models, by pattern: one CSV row per run.
 
-    python benchmarks/pruners.py DATA results/pruners.csv --page docs/quality.md
+    python benchmarks/pruners.py DATA results/pruners.csv
 
 DATA is a directory with ``models/`` and ``text/``. Rows that the CSV already has are not measured again, so that an
 interrupted run continues. Models are calibrated on the ``calib`` text and measured on all of the ``eval`` text, in
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from pathlib import Path
 
 from models import MODELS, Subject, parser_of
 from rows import read_rows, write_rows
@@ -30,9 +29,8 @@ COLUMNS = ("model", "pattern", "method", "nll", "kl", "dense_nll", "tokens", "sa
 
 
 def main() -> None:
-    """Measure the runs that the CSV lacks, then write the table."""
+    """Measure the runs that the CSV lacks."""
     parser = parser_of(__doc__, samples=None)
-    parser.add_argument("--page", type=Path, help="replace the table between its markers")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--patterns", default=",".join(PATTERNS))
     parser.add_argument("--seed", type=int, default=0)
@@ -45,8 +43,6 @@ def main() -> None:
             rows.append(row)
             write_rows(options.csv, rows, COLUMNS)
             print(*(row[column] for column in COLUMNS), flush=True)
-    if options.page:
-        replace_table(options.page, table(rows))
 
 
 def measure(name: str, runs: list[tuple[str, str]], options: argparse.Namespace) -> Iterator[dict[str, str]]:
@@ -71,33 +67,6 @@ def measure(name: str, runs: list[tuple[str, str]], options: argparse.Namespace)
             options.seed,
         )
         yield dict(zip(COLUMNS, map(str, (*values, subject.device.type)), strict=True))
-
-
-def table(rows: list[dict[str, str]]) -> str:
-    """Return loss and KL of every model, method and pattern as Markdown tables."""
-    lines = []
-    for model in MODELS:
-        of_model = {(row["pattern"], row["method"]): row for row in rows if row["model"] == model}
-        if not of_model:
-            continue
-        dense = float(next(iter(of_model.values()))["dense_nll"])
-        lines += [f"| {model} (dense {dense:.3f}) | {' | '.join(PATTERNS)} |", "|---" * (1 + len(PATTERNS)) + "|"]
-        for method in METHODS:
-            cells = [
-                f"{float(row['nll']):.3f} / {float(row['kl']):.3f}" if (row := of_model.get((p, method))) else ""
-                for p in PATTERNS
-            ]
-            lines.append(f"| {method} | {' | '.join(cells)} |")
-        lines.append("")
-    return "\n".join(lines)
-
-
-def replace_table(page: Path, content: str) -> None:
-    """Replace the table between a page's markers."""
-    start, end = "<!-- pruners: begin -->", "<!-- pruners: end -->"
-    text = page.read_text()
-    before, after = text.index(start) + len(start), text.index(end)
-    page.write_text(f"{text[:before]}\n{content}\n{text[after:]}")
 
 
 if __name__ == "__main__":

@@ -22,3 +22,19 @@ def write_rows(path: Path, rows: list[dict[str, str]], columns: Sequence[str]) -
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
         writer.writerows(rows)
+
+
+def result(name: str) -> list[dict[str, str]]:
+    """Return the rows of a file in results/.
+
+    Raises:
+        OSError: there is no such file.
+    """
+    with (Path(__file__).parents[1] / "results" / name).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = ["| " + " | ".join(cells) + " |" for cells in (header, *rows)]
+    return "\n".join([lines[0], "|---" * len(header) + "|", *lines[1:]]).replace("|  |", "| |").replace("|  |", "| |")

@@ -1,9 +1,10 @@
-"""The wheel holds every file that the package reads, and runs where nothing else of the checkout is."""
+"""The wheel, built from the source distribution, holds every file that the package reads, and runs alone."""
 
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -22,15 +23,37 @@ def test_the_wheel_holds_what_the_checkout_does(tmp_path: Path):
     for name in tracked:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, source / name)
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(source)]
+    make_sdist = "import sys; from setuptools.build_meta import build_sdist; print(build_sdist(sys.argv[1]))"
+    subprocess.run(
+        [sys.executable, "-c", make_sdist, str(tmp_path)], cwd=source, check=True, capture_output=True, timeout=120
+    )
+    (sdist,) = tmp_path.glob("semisparse-*.tar.gz")
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(sdist)]
     subprocess.run(build, check=True, timeout=300)
     (wheel,) = tmp_path.glob("semisparse-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if name.startswith("semisparse/")}
-        archive.extractall(tmp_path / "installed")
     assert packed == {name for name in tracked if name.startswith("semisparse/")}
-    environment = os.environ | {"PYTHONPATH": str(tmp_path / "installed")}
-    for verb in (["--version"], ["formats", "--json"], ["plan", "--shape", "4096,4096", "--gpu", "h200"]):
-        run = [sys.executable, "-m", "semisparse.cli", *verb]
-        done = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    python = install(wheel, tmp_path / "environment")
+    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    where = [python, "-c", "import semisparse; print(semisparse.__file__)"]
+    assert (
+        str(tmp_path)
+        in subprocess.run(where, cwd=tmp_path, env=alone, check=True, capture_output=True, text=True).stdout
+    )
+    model = next((tmp_path / "environment").glob("lib/*/site-packages/semisparse/demo/chosen"))
+    verbs = (["--version"], ["formats", "--json"], ["plan", "--shape", "64,64", "--gpu", "h200"], ["inspect", model])
+    for verb in verbs:
+        run = [python.with_name("semisparse"), *verb]
+        done = subprocess.run(run, cwd=tmp_path, env=alone, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
+
+
+def install(wheel: Path, environment: Path) -> Path:
+    """Install a wheel in an environment of its own, which finds the packages that it needs in this one's."""
+    subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True, timeout=120)
+    python = environment / "bin" / "python"
+    (packages,) = environment.glob("lib/*/site-packages")
+    (packages / "behind.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", str(wheel)], check=True, timeout=120)
+    return python

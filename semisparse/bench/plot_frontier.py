@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from semisparse.bench.pyplot import load_pyplot
+from semisparse.bench.pyplot import load_pyplot, style_of
 
 AXES = (
     ("bits", "stored bits per weight"),
@@ -16,12 +16,6 @@ AXES = (
 
 BITS = (2, 3, 4, 6, 8, 12, 16)
 """Ticks."""
-
-MARKERS = "os^DvP"
-"""One per format, so that colours are not all that tells points apart."""
-
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
-"""Okabe and Ito's palette, which colour-blind readers can tell apart."""
 
 
 def plot_frontier(
@@ -42,13 +36,13 @@ def plot_frontier(
     formats = list(dict.fromkeys(str(point["recipe"]).split()[0] for point in uniform))
     smallest = min((point["kl"] for point in [*points, *uniform] if point["kl"] > 0), default=1e-3)
     for axes, (key, label) in zip(cells, AXES, strict=True):
-        for number, form in enumerate(formats):
+        for form in formats:
             of_form = [point for point in uniform if str(point["recipe"]).split()[0] == form]
             axes.scatter(
                 [point[key] for point in of_form],
                 [max(point["kl"], smallest / 2) for point in of_form],
-                marker=MARKERS[number % len(MARKERS)],
-                color=COLOURS[number % len(COLOURS)],
+                marker=style_of(form)["marker"],
+                color=style_of(form)["color"],
                 label=f"{form} everywhere",
             )
             for point in of_form:

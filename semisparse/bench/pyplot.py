@@ -1,10 +1,30 @@
-"""matplotlib, which only plots need."""
+"""matplotlib, which only plots need, and what all plots have in common: colours, markers, a grid of axes."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from semisparse.errors import SemisparseError
+from semisparse.formats.base import format_names
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS = ("#0072b2", "#000000", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
+"""Okabe and Ito's palette, which colour-blind readers can tell apart."""
+
+MARKERS = "osD^vPX"
+"""One per format, so that colours are not all that tells points apart."""
+
+LINES = ("-", "--", ":", "-.")
+"""One per candidate of a format."""
+
+FILLS = ("full", "none", "left", "right", "top", "bottom")
+"""One per candidate of a format, for points without a line."""
+
+COLUMNS = 3
 
 
 def load_pyplot() -> Any:
@@ -21,3 +41,61 @@ def load_pyplot() -> Any:
     from matplotlib import pyplot
 
     return pyplot
+
+
+def style_of(form: str, variant: int = 0) -> dict[str, Any]:
+    """Return a format's colour and marker, and the line and filling of one of its candidates.
+
+    Args:
+        form: the format's name; another name has the style after the last format's.
+        variant: the number of the candidate among its format's.
+    """
+    names = format_names()
+    number = names.index(form) if form in names else len(names)
+    return {
+        "color": COLOURS[number % len(COLOURS)],
+        "marker": MARKERS[number % len(MARKERS)],
+        "linestyle": LINES[variant % len(LINES)],
+        "fillstyle": FILLS[variant % len(FILLS)],
+    }
+
+
+def numbered_style(number: int) -> dict[str, Any]:
+    """Return the colour and marker of a series that is no format."""
+    return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
+
+
+def draw(path: Path, title: str, cells: int, fill: Callable[[list[Axes]], None]) -> Path:
+    """Draw a PNG of several axes with one legend.
+
+    Args:
+        path: of the file.
+        title: of the figure.
+        cells: number of axes.
+        fill: draws into them.
+    Returns:
+        The path.
+    Raises:
+        SemisparseError: matplotlib is not installed.
+    """
+    pyplot = load_pyplot()
+    width = min(cells, COLUMNS)
+    height = -(-cells // width)
+    figure, grid = pyplot.subplots(
+        height, width, figsize=(max(8.0, 5.5 * width), max(5.0, 4 * height)), squeeze=False, layout="constrained"
+    )
+    axes = list(grid.flat)
+    fill(axes)
+    for unused in axes[cells:]:
+        unused.set_axis_off()
+    shown: dict[str, Any] = {}
+    for each in axes[:cells]:
+        handles, labels = each.get_legend_handles_labels()
+        shown = {**dict(zip(labels, handles, strict=True)), **shown}
+    if shown:
+        figure.legend(shown.values(), shown.keys(), loc="outside right upper", fontsize=8)
+    figure.suptitle(title, x=0.01, horizontalalignment="left", fontsize=11)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return path

@@ -37,7 +37,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     help="Compress language models by sparsity, measure what they lose, and run them smaller and faster.",
-    epilog="Start with `semisparse demo`. Add --debug to any command for a traceback.",
+    epilog="Start with `semisparse demo`; then plan or frontier, compress, eval, generate or serve. Add --debug to any "
+    "command for a traceback.",
 )
 
 

@@ -77,6 +77,11 @@ def compress(
 ) -> None:
     """Prune a model's linear layers by a recipe, and pack them.
 
+    A pattern says what is kept: `6:8` keeps 6 of every 8 weights of a row; `16:32v32` 16 of every 32 vectors of 32
+    rows; `g16@50%` drops half of the groups of 16; `70%` drops 70 %, anywhere. Keys of --set are pattern, prune
+    (magnitude, wanda, sparsegpt, none), quant (none, w8 to w2, w4a8, int8, fp8), format, search, tune, ignore and those
+    that an error for an unknown key lists.
+
     Unfinished work is kept in OUT.partial. The same command with --resume continues it, with the same result.
 
     Examples: `semisparse compress model --target bits=3.0 --calib text.txt --out out` chooses pattern, bits and format
@@ -126,13 +131,13 @@ def _show(title: str, report: CompressionReport) -> None:
             layer["pattern"],
             layer["format"],
             f"{layer['density']:.4f}",
-            f"{layer['bits_per_weight']:.3f}",
+            f"{layer['bits_per_weight']:.2f}",
             "" if layer["error"] is None else f"{layer['error']:.4f}",
-            layer["outcome"],
+            layer["outcome"].partition(", bqpo")[0],  # the next table has what tuning did
         )
         for layer in report.layers
     ]
-    columns = ("layer", "pattern", "format", "density", "bits/weight", "relative error", "outcome")
+    columns = ("layer", "pattern", "format", "density", "bits", "error", "outcome")
     print_table(title, columns, rows)
     if report.tuning:
         _show_tuning(report.tuning)
@@ -204,5 +209,5 @@ def _show_tuning(tuning: list[dict[str, Any]]) -> None:
         )
         for stage in tuning
     ]
-    columns = ("tuned", "held-out loss", "after", "steps", "seconds", "GPU memory", "stopped because")
+    columns = ("tuned", "held-out loss", "after", "steps", "seconds", "GPU", "stopped because")
     print_table("Tuning", columns, rows)

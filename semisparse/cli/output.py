@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-# Without a terminal, rich assumes 80 columns and would wrap the tables in a log file.
-console = Console(stderr=True, width=None if sys.stderr.isatty() else 160)
+WIDTH = 100
+"""Columns of a log file, where neither a terminal nor COLUMNS says how many there are."""
+
+console = Console(stderr=True, width=None if sys.stderr.isatty() or "COLUMNS" in os.environ else WIDTH)
 
 MAX_CHARACTERS = 2000
 """Of an error, more of which is left out in its middle."""
@@ -26,13 +30,17 @@ def print_json(values: dict[str, Any]) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table on stderr, with the first column left-aligned and the others right-aligned."""
+    """Print a table on stderr, with the first column left-aligned and the others right-aligned.
+
+    A column is cut on a terminal that is too narrow for it. In a log file the table is as wide as it needs.
+    """
     table = Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    console.print(table)
+    needed = Measurement.get(console, console.options.update(max_width=1 << 12), table).maximum
+    console.print(table, width=None if console.is_terminal else max(needed, console.width), crop=False)
 
 
 @contextmanager

@@ -54,7 +54,7 @@ def test_plan_prints_tables(capfd):
     [
         (("plan",), "one of the two"),
         (("plan", "llama2-7b", "--shape", "1,2"), "one of the two"),
-        (("plan", "--shape", "1x2"), "no model directory"),
+        (("plan", "--shape", "1x2"), "got 1x2; expected N,K"),
         (("plan", "--shape", "64,64", "--gpu", "abacus"), "unknown GPU"),
         (("plan", "--shape", "64,64", "--tokens", "1,none"), "--tokens takes positive whole numbers"),
         (("plan", "--shape", "64,64", "--tokens", "0"), "--tokens takes positive whole numbers"),

@@ -6,7 +6,7 @@ import pytest
 
 from semisparse.api import evaluate
 from semisparse.cli import demo
-from semisparse.demo import CALIBRATION, HELD_OUT, MODEL
+from semisparse.demo import CALIBRATION, CHOSEN, HELD_OUT, MODEL
 from tests.conftest import Run
 
 
@@ -27,18 +27,44 @@ def test_the_shipped_model_is_small_and_trained(tmp_path: Path):
 
 @pytest.mark.slow
 def test_the_demo_compares_recipes_with_dense(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(demo, "SAMPLES", 4)  # with two runs for five, a minute less
+    monkeypatch.setattr(demo, "SAMPLES", 4)  # a minute less
     monkeypatch.setattr(demo, "HELD_OUT", start_of(HELD_OUT, tmp_path))
-    monkeypatch.setattr(demo, "RUNS", demo.RUNS[:2])
-    rows = run("demo", "--json").json["models"]
+    monkeypatch.setattr(demo, "LAYER", "512,512")
+    found = run("demo", "--json").json
+    rows = found["models"]
     by_recipe = {row["recipe"]: row for row in rows}
     dense = by_recipe.pop("dense")
     assert dense["kl"] == pytest.approx(0, abs=1e-9)
-    assert len(by_recipe) == 2
+    assert len(by_recipe) == 1 + len(demo.RUNS)
+    chosen = by_recipe[demo.TARGET]
+    assert chosen["bits_per_weight"] <= 4.5
+    assert chosen["kl"] == min(row["kl"] for row in by_recipe.values())
+    assert chosen["bytes"] == min(row["bytes"] for row in by_recipe.values())
+    assert found["layer"][0]["speedup"] == found["plan"][0]["speedup"] == 1
+    assert [row["weights"] for row in found["layer"]] == [row["weights"] for row in found["plan"]]
     for row in by_recipe.values():
         assert row["bytes"] < dense["bytes"]
         assert row["bits_per_weight"] < 16
         assert 0 < row["kl"] < 2
-        assert row["perplexity"] > dense["perplexity"]
+        assert row["nll"] > dense["nll"]
         assert row["tokens_per_second"] > 0
         assert row["text"]
+
+
+def test_the_chosen_model_is_the_target_s(run: Run):
+    """Every tensor of the stored model is valid, and its layers have what was asked for: 4.5 bits."""
+    found = run("inspect", CHOSEN, "--verify", "--json").json
+    assert 4 < found["bits_per_weight"] <= 4.5
+    assert sum(file.stat().st_size for file in CHOSEN.iterdir()) < 1.5e6
+
+
+@pytest.mark.parametrize(
+    ("speeds", "sentence"), [((100, 90), "smaller, not faster"), ((100, 120), "smaller and faster")]
+)
+def test_the_demo_says_whether_it_is_faster(speeds: tuple[int, int], sentence: str, capfd: pytest.CaptureFixture[str]):
+    rows = [{"tokens_per_second": speed} for speed in speeds]
+    layer = [{"weights": "dense", "ms": 1.0, "speedup": speed / 100} for speed in speeds]
+    demo._show_speed(rows, layer, layer)
+    shown = " ".join(capfd.readouterr().err.split())
+    assert sentence in shown
+    assert ("measured now, not faster" in shown) == (speeds[1] < 105)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +17,7 @@ class Block(NamedTuple):
 
 
 def blocks(page: str) -> Iterator[Block]:
-    """Yield the fenced blocks of a page."""
+    """Yield the fenced blocks of a page, by its path from docs/."""
     for kind, text in re.findall(r"^```(\w+)\n(.*?)^```$", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE):
         yield Block(kind, text)
 
@@ -27,10 +28,12 @@ def file_of(block: Block) -> str | None:
     return match[1] if match else None
 
 
-def commands(page: str) -> list[list[str]]:
-    """Return the commands of a page, in order, as lists of words."""
-    import shlex
-
+def lines(page: str) -> list[str]:
+    """Return the commands of a page, in order, as a shell reads them."""
     texts = [block.text.replace("\\\n", " ") for block in blocks(page) if block.kind == "console"]
-    shown = [line for text in texts for line in text.splitlines()]
-    return [shlex.split(line.removeprefix("$ ")) for line in shown if line.startswith("$ ")]
+    return [line.removeprefix("$ ") for text in texts for line in text.splitlines() if line.startswith("$ ")]
+
+
+def commands(page: str) -> list[list[str]]:
+    """Return the commands of a page, in order, as lists of words without comments."""
+    return [shlex.split(line, comments=True) for line in lines(page)]

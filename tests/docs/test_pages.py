@@ -1,9 +1,12 @@
-"""Every command and program on the pages about serving runs, in the order in which a reader meets them."""
+"""Every command and program on the pages runs, in the order in which a reader meets them, or is parsed at least."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,15 +14,41 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from transformers import AutoModelForCausalLM, LlamaConfig
+from typer.core import TyperGroup
 
+from semisparse import cli
 from tests import foreign
 from tests.conftest import Outcome
-from tests.docs.pages import DOCS, blocks, commands, file_of
+from tests.docs.pages import DOCS, blocks, commands, file_of, lines
 from tests.models import VOCABULARY, byte_tokenizer
 from tests.serving import Served, one, write
 
-TESTED = {"transformers.md", "vllm.md", "lm-eval.md", "quality.md", "exchange.md", "targets.md", "performance.md"}
+PAGES = ["../README.md", "../results/README.md", *(str(page.relative_to(DOCS)) for page in sorted(DOCS.rglob("*.md")))]
+
+TESTED = {
+    "../README.md",
+    "../results/README.md",  # measurements: parsed only
+    "exchange.md",
+    "engine.md",
+    "install.md",
+    "large-models.md",
+    "lm-eval.md",
+    "performance.md",
+    "quality.md",
+    "quickstart.md",
+    "targets.md",
+    "transformers.md",
+    "vllm.md",
+    "which-recipe.md",
+}
+
+QUICK = ("--samples", "4", "--seqlen", "32")
+"""Added to commands that calibrate."""
+
+EFFORT = ("--set", "search_effort=1", "--set", "tune=none")
+"""Added to searches."""
 
 
 @pytest.fixture
@@ -61,7 +90,59 @@ def run_command(words: list[str], run) -> Outcome | None:
 
 
 def test_every_page_is_tested():
-    assert {page.name for page in DOCS.glob("*.md") if list(blocks(page.name))} == TESTED
+    assert {page for page in PAGES if any(block.kind != "bytes" for block in blocks(page))} == TESTED
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_is_parsed(page: str, monkeypatch: pytest.MonkeyPatch):
+    """The command line's own parser takes every semisparse command; every make target exists."""
+    targets = set(re.findall(r"^([a-z-]+):", (DOCS.parent / "Makefile").read_text(), re.MULTILINE))
+    for words in commands(page):
+        if words[0] == "semisparse":
+            parse(words[1:])
+        elif words[0] == "make":
+            assert words[1] in targets
+
+
+def parse(words: list[str]) -> None:
+    """Parse a command without running it."""
+    command = typer.main.get_command(cli.app)
+    context = command.make_context("semisparse", list(words))
+    while isinstance(command, TyperGroup):
+        name, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+        assert command is not None
+        context = command.make_context(name, rest, parent=context)
+
+
+@pytest.mark.parametrize("words", [["compress", "a", "--to", "b"], ["export", "a"], ["bench", "speed"]])
+def test_a_command_that_does_not_exist_is_found(words: list[str]):
+    with pytest.raises(Exception, match=r"No such|Missing"):
+        parse(words)
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a tiny dense model and texts."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=128, num_key_value_heads=2, **sizes)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "MODEL")
+    byte_tokenizer().save_pretrained(tmp_path / "MODEL")
+    for name in ("text.txt", "held-out.txt"):
+        (tmp_path / name).write_text("".join(f"line {i}: some words\n" for i in range(100)))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run_all(page: str, run, remove: bool = False) -> None:
+    """Run a page's semisparse commands but `serve`, on little text; ``remove`` what an earlier one wrote."""
+    for words in commands(page):
+        if words[0] != "semisparse" or words[1] == "serve":
+            continue
+        if remove and "--out" in words:
+            shutil.rmtree(words[words.index("--out") + 1], ignore_errors=True)
+        searched = "--target" in words
+        run_command([*words, *(QUICK if "--calib" in words else ()), *(EFFORT if searched else ())], run)
 
 
 def test_transformers(workdir: Path, run, monkeypatch: pytest.MonkeyPatch):
@@ -87,18 +168,67 @@ def test_exchange(tmp_path: Path, run, monkeypatch: pytest.MonkeyPatch):
     assert {path.name for path in tmp_path.iterdir()} == {"theirs", "pruned-int8", *outputs}
 
 
-def test_targets(tmp_path: Path, run, monkeypatch: pytest.MonkeyPatch):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=64, num_key_value_heads=2, **sizes)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "MODEL")
-    byte_tokenizer().save_pretrained(tmp_path / "MODEL")
-    (tmp_path / "text.txt").write_text("".join(f"line {i}: some words\n" for i in range(100)))
-    monkeypatch.chdir(tmp_path)
+def test_targets(models: Path, run):
     for words in commands("targets.md"):
         words = ["decode=1x" if word == "decode=1.5x" else word for word in words]  # so small layers gain nothing
-        run_command([*words, "--samples", "4", *(["--set", "search_effort=1"] if words[1] == "compress" else [])], run)
-    assert {"MODEL", "front.png", "small", "fast"} <= {path.name for path in tmp_path.iterdir()}
+        run_command([*words, "--samples", "4", *(EFFORT[:2] if words[1] == "compress" else [])], run)
+    assert {"MODEL", "front.png", "small", "fast"} <= {path.name for path in models.iterdir()}
+
+
+def test_readme(models: Path, run):
+    run_all("../README.md", run)
+    names = {"weight": torch.ones(8, 64) * (torch.arange(64) % 2), "x": torch.ones(2, 64), "bias": torch.ones(8)}
+    (program,) = [block.text for block in blocks("../README.md") if block.kind == "python"]
+    quick = program.replace(
+        'out="small"', 'out="again", settings=("tune=none", "search_effort=1"), samples=4, seqlen=32'
+    )
+    assert quick != program
+    exec(compile(quick, "README.md", "exec"), names)
+    assert names["y"].tolist() == [[33.0] * 8] * 2
+    assert (models / "again" / "config.json").is_file()
+
+
+def test_which_recipe(models: Path, run):
+    model = AutoModelForCausalLM.from_pretrained(models / "MODEL")
+    for name, parameter in model.named_parameters():
+        if "_proj" in name:
+            parameter.data.mul_(torch.arange(parameter.shape[1]) % 2)
+    model.save_pretrained(models / "PRUNED")
+    byte_tokenizer().save_pretrained(models / "PRUNED")
+    run_all("which-recipe.md", run, remove=True)
+
+
+def test_large_models(models: Path, run):
+    run_all("large-models.md", run, remove=True)
+
+
+def test_engine(workdir: Path, run):
+    run_all("engine.md", run)
+    assert run_programs("engine.md")["first"].new_tokens == 16
+
+
+def test_install():
+    """Every extra that the page names exists, and none is left out."""
+    described = set(re.findall(r"^\| `(\w+)` \|", (DOCS / "install.md").read_text(), re.MULTILINE))
+    _, _, extras = (DOCS.parent / "pyproject.toml").read_text().partition("optional-dependencies]")
+    names = set(re.findall(r"^(\w+) = \[", extras.partition("[project.scripts]")[0], re.MULTILINE))
+    assert described == names - {"test", "dev"}
+    assert all(words[:2] == ["pip", "install"] for words in commands("install.md"))
+
+
+@pytest.mark.slow
+def test_quickstart(tmp_path: Path, run, monkeypatch: pytest.MonkeyPatch):
+    """Pasted line by line, on the model that ships with semisparse and a part of its text."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(DOCS.parent))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    for line, words in zip(lines("quickstart.md"), commands("quickstart.md"), strict=True):
+        if words[0] == "cp":
+            subprocess.run(line, shell=True, check=True)
+        elif words[1] != "serve":
+            quick = ("--samples", "2", *EFFORT, "--set", "search_tokens=256") if "--target" in words else ()
+            run_command([*words, *(("--samples", "4") if "--calib" in words else ()), *quick], run)
+    assert "y" in run_programs("quickstart.md")
 
 
 def test_performance(run, tmp_path: Path):

@@ -17,7 +17,10 @@ def compare(
     gpu: Annotated[str, typer.Option(help="The machine that it was measured on, by its name in `plan`.")] = "auto",
     as_json: Json = False,
 ) -> None:
-    """Compare the times that `plan` predicts with measured ones."""
+    """Compare the times that `plan` predicts with measured ones.
+
+    Example: `semisparse bench compare kernels.csv --gpu h200`
+    """
     from semisparse.bench import compare as comparison
     from semisparse.bench.kernels import Measurement
     from semisparse.bench.machines import find_machine

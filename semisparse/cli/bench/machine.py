@@ -9,7 +9,10 @@ from semisparse.cli.output import print_json, print_table
 
 
 def machine(device: Device = "auto", out: OutCsv = None, as_json: Json = False) -> None:
-    """Measure this machine: bandwidth, peaks, and the cost of a launch."""
+    """Measure this machine: bandwidth, peaks, and the cost of a launch. `plan --gpu auto` takes these rates.
+
+    Example: `semisparse bench machine --out machine.csv`
+    """
     from semisparse.api import pick_device
     from semisparse.bench.machine_facts import machine_facts
     from semisparse.bench.table import write_csv

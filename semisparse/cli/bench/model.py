@@ -48,7 +48,10 @@ def model(
     out: OutCsv = None,
     as_json: Json = False,
 ) -> None:
-    """Time prefill and decode of a whole model, dense beside compressed, as `semisparse generate` runs it."""
+    """Time prefill and decode of a whole model, dense beside compressed, as `semisparse generate` runs it.
+
+    Examples: `semisparse bench model small --baseline MODEL`; `semisparse bench model --arch llama2-7b --format gqs`
+    """
     from semisparse.api import pick_device
     from semisparse.bench.model import Workload, measure_each, measure_in_engine, measure_model, random_model
     from semisparse.bench.roofline import candidate_named
@@ -101,8 +104,7 @@ def report(rows: list[ModelSpeed], as_json: bool) -> None:
     if as_json:
         print_json({"rows": [asdict(row) for row in rows]})
         return
-    columns = ["model", "weights", "batch", "prompt", "first token ms", "prefill tokens/s", "decode ms/step"]
-    columns += ["decode tokens/s", "weights GB", "peak GB"]
+    columns = ["model", "weights", "batch", "prompt", "first token, ms", "step, ms", "tokens/s", "GB", "peak"]
     cells = [
         [
             row.model,
@@ -110,7 +112,6 @@ def report(rows: list[ModelSpeed], as_json: bool) -> None:
             str(row.batch),
             str(row.prompt),
             f"{row.first_token_ms:,.1f}",
-            f"{row.prefill_tokens_per_second:,.0f}",
             f"{row.decode_ms:,.2f}",
             f"{row.decode_tokens_per_second:,.1f}",
             f"{row.weight_gb:,.2f}",

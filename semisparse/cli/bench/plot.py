@@ -11,13 +11,16 @@ from semisparse.cli.output import console
 
 
 def plot(
-    results: Annotated[Path, typer.Argument(help="A CSV file that `bench kernels` wrote.")],
+    results: Annotated[
+        Path, typer.Argument(help="A CSV file of bench kernels, model or parallel, or of results/ for one system.")
+    ],
     out: Annotated[Path | None, typer.Option(help="The folder for the PNG files; that of the CSV by default.")] = None,
 ) -> None:
-    """Draw the plots of a CSV file of `bench kernels`."""
-    from semisparse.bench.kernels import Measurement
-    from semisparse.bench.plot import plot_all
-    from semisparse.bench.table import read_csv
+    """Draw the plots of a CSV file: speed-ups, the roofline and storage, or what its columns hold.
 
-    for path in plot_all(read_csv(results, Measurement), out or results.parent):
+    Example: `semisparse bench plot results/h200/engine.csv --out plots`
+    """
+    from semisparse.bench.plot import plot_csv
+
+    for path in plot_csv(results, out or results.parent):
         console.print(str(path))

@@ -107,7 +107,9 @@ def compress_every_way(
         if choice.pattern == NO_ZEROS:
             pruned = PrunedLayer(original.to(weight), "dense", 0.0)
         else:
-            ways = replace(recipe, pattern=choice.pattern, quant=choice.quant, search="none", targets=(), tune="none")
+            ways = replace(
+                recipe, pattern=choice.pattern, quant=choice.quant, search="none", targets=(), gpu="auto", tune="none"
+            )
             pruned = prune_layer(weight.to(original.dtype), pattern, statistics, ways)
         if choice.quant in DTYPES:  # rounded again when packed
             pruned = replace(pruned, weight=fake_quantise_rows(pruned.weight, DTYPES[choice.quant]))

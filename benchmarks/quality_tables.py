@@ -1,0 +1,214 @@
+"""The tables of docs/quality.md: loss and KL by recipe, from the CSV files in results/."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from rows import markdown, result
+
+Row = Mapping[str, str]
+
+PRUNED = ("2:4", "4:8", "6:8", "32:64", "50%")
+
+
+def _mean(rows: Iterable[Row], column: str) -> float:
+    values = [float(row[column]) for row in rows]
+    return sum(values) / len(values)
+
+
+def pruners() -> str:
+    """Loss / KL of every model, pruner and pattern."""
+    rows = result("pruners.csv")
+    tables = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        cells = {(row["pattern"], row["method"]): row for row in rows if row["model"] == model}
+        dense = float(next(iter(cells.values()))["dense_nll"])
+        lines = [
+            [method, *(f"{float(cells[p, method]['nll']):.3f} / {float(cells[p, method]['kl']):.3f}" for p in PRUNED)]
+            for method in dict.fromkeys(method for _, method in cells)
+        ]
+        tables.append(markdown((f"{model} (dense {dense:.3f})", *PRUNED), lines))
+    return "\n\n".join(tables)
+
+
+SEARCHED = {
+    "uniform n:8": "uniform 4:8, 3:8, 2:8",
+    "uniform n:64": "uniform n:64",
+    "rheosparse": "`search=rheosparse` (the paper's loop)",
+    "evolution": "`search=evolution`",
+    "unstructured": "unstructured, uniform",
+    "uniform n:64 (decided once)": "uniform n:64, SparseGPT as published",
+    "evolution (decided once)": "`search=evolution`, SparseGPT as published",
+}
+"""Names by the method in search.csv."""
+
+SEARCHED_FROM = {
+    "rheosparse": "uniform n:64",
+    "evolution": "uniform n:64",
+    "evolution (decided once)": "uniform n:64 (decided once)",
+}
+
+
+def search() -> str:
+    """KL by search and sparsity, and its change against the uniform one of the same seeds."""
+    tables = []
+    for model in ("babyllama-1m", "pycode-11m"):
+        rows = [row for row in result("search.csv") if row["model"] == model]
+        kl = {
+            (row["method"], row["zeros"]): _mean(
+                [r for r in rows if (r["method"], r["zeros"]) == (row["method"], row["zeros"])], "kl"
+            )
+            for row in rows
+        }
+        lines = []
+        for method, name in SEARCHED.items():
+            cells = []
+            for zeros in ("50", "62.5", "75"):
+                if (method, zeros) not in kl:
+                    continue
+                base = SEARCHED_FROM.get(method)
+                change = f" ({kl[method, zeros] / kl[base, zeros] - 1:+.0%})".replace("%", " %") if base else ""
+                cells.append(f"{kl[method, zeros]:.3f}{change}")
+            if cells:
+                lines.append([name, *cells])
+        tables.append(markdown((model, "50 % zeros", "62.5 %", "75 %"), lines))
+    return "\n\n".join(tables)
+
+
+TARGETS = {"2.5": ("W2 g64", "W2, groups of 64"), "3.0": ("W2 g32", "W2, groups of 32")}
+TARGETS |= {"3.5": ("W3 g64", "W3, groups of 64"), "4.5": ("W4 g128", "W4, groups of 128")}
+"""The best uniform run of joint.csv that stores no more bits, by target, with its name."""
+
+
+def joint() -> str:
+    """KL of `auto` beside the best uniform recipe of the same or fewer bits."""
+    rows = [row for row in result("joint.csv") if row["model"] == "babyllama-1m"]
+
+    def of(run: str) -> list[dict[str, str]]:
+        return [row for row in rows if row["run"] == run]
+
+    lines = []
+    for bits, (run, name) in TARGETS.items():
+        auto, uniform = of(f"auto {bits}"), of(run)
+        kl, other = _mean(auto, "kl"), _mean(uniform, "kl")
+        stored = _mean(uniform, "bits")
+        change = f"{kl / other - 1:.0%}".replace("%", " %")
+        lines.append(
+            [
+                f"bits={bits}",
+                f"{kl:.3f} ({len(auto)})",
+                f"{name}, {stored:.2f} bits: {other:.3f} ({len(uniform)})",
+                change,
+            ]
+        )
+    return markdown(("target", "`auto`", "best uniform recipe", ""), lines)
+
+
+GROUPS = {
+    "W4 dense": "W4, nothing pruned",
+    **{
+        f"W4S{share}{suffix}": f"W4S{share}{name}"
+        for share in (20, 30, 40, 50)
+        for suffix, name in (
+            (" one-shot", ", one-shot"),
+            (" + bqpo", " after `bqpo`"),
+            (" + bqpo + e2e", " after `bqpo+e2e`"),
+        )
+    },
+    "W2 to nearest": "W2 to nearest",
+    "W2 dense": "W2, nothing pruned, second-order",
+    "sparsegpt 2:4": "SparseGPT 2:4 in 16 bits",
+    "sparsegpt 2:4 W4": "SparseGPT 2:4, rounded to 4 bits",
+    "bqpo 2:4": "2:4 after `bqpo`, in 16 bits",
+    "bqpo 2:4 W4": "2:4 after `bqpo`, rounded to 4 bits",
+    "bqpo 4:8": "4:8 after `bqpo`, in 16 bits",
+    "bqpo 32:64": "32:64 after `bqpo`, in 16 bits",
+    "bqpo 32:64 W4": "32:64 after `bqpo`, rounded to 4 bits",
+    "W8 dense": "W8, nothing pruned",
+}
+"""Names by the run in gqsa.csv."""
+
+
+def gqsa() -> str:
+    """Bits per weight and loss / KL of groups, tuned and not."""
+    rows = result("gqsa.csv")
+    lines = []
+    for run, name in GROUPS.items():
+        of_run = [row for row in rows if row["run"] == run]
+        cells = [
+            f"{_mean(of_model, 'nll'):.3f} / {_mean(of_model, 'kl'):.3f}"
+            for model in ("babyllama-1m", "pycode-11m")
+            for of_model in [[row for row in of_run if row["model"] == model]]
+        ]
+        bits = _mean([row for row in of_run if row["model"] == "babyllama-1m"], "bits")
+        lines.append([name, f"{bits:.2f}", *cells])
+    return markdown(("", "bits per weight", "babyllama-1m (dense 0.886)", "pycode-11m (dense 1.678)"), lines)
+
+
+def slide24() -> str:
+    """Loss / KL by pattern and quantisation."""
+    rows = {(row["pattern"], row["quant"]): row for row in result("slide24_quality.csv")}
+    lines = [
+        [pattern, *(f"{float(rows[pattern, q]['nll']):.3f} / {float(rows[pattern, q]['kl']):.3f}" for q in kinds)]
+        for kinds in [("none", "int8", "fp8")]
+        for pattern in ("2:4", "4:6", "6:8", "8:10")
+    ]
+    return markdown(("", "16 bits", "int8", "fp8"), lines)
+
+
+def vectors() -> str:
+    """Bits per weight and KL by rows per vector."""
+    rows = result("vector_lengths.csv")
+    lengths = ("1", "4", "16", "32")
+    stages = {"sparsegpt": "pruned", "+ bqpo": "after `tune=bqpo`"}
+    of = {(row["stage"], row["length"]): row for row in rows}
+    lines = [["bits per weight", *(f"{float(of['sparsegpt', length]['bits']):g}" for length in lengths)]]
+    lines += [[name, *(f"{float(of[s, length]['kl']):.3f}" for length in lengths)] for s, name in stages.items()]
+    return markdown(("rows per vector", *lengths), lines)
+
+
+PAPER_STORAGE = {
+    ("float16", "4"): "55.4 % (6.4 %) | 53.5 % (7.4 %) | 41.3 % (30.4 %)",
+    ("float16", "8"): "52.0 % (0.8 %) | 49.9 % (0.7 %) | 45.8 % (1.9 %)",
+    ("float32", "4"): "40.9 % (6.4 %) | 38.2 % (7.4 %) | 22.7 % (30.4 %)",
+    ("float32", "8"): "38.9 % (0.8 %) | 37.3 % (0.7 %) | 33.7 % (1.9 %)",
+}
+"""Figure 9 and table 2 of the EC-SpMV paper, by dtype and bits per delta."""
+
+STORED = (
+    ("random 1024x4096", "banks", "4"),
+    ("random 1024x4096", "paper", "4"),
+    ("pycode-11m", "banks", "4"),
+    ("pycode-11m", "paper", "4"),
+    ("random 1024x4096", "paper", "8"),
+    ("random 1024x4096", "banks", "8"),
+    ("pycode-11m", "paper", "8"),
+)
+"""Masks, layout and bits per delta of the lines."""
+
+
+def storage() -> str:
+    """Bytes saved against CSR-32, and the share of stored values that are padding."""
+    rows = {(r["masks"], r["zeros"], r["dtype"], r["way"]): r for r in result("ec_csr_storage.csv")}
+    tables = []
+    for dtype, bits in (("float16", "16"), ("float32", "32")):
+        lines = []
+        for number, (masks, layout, delta) in enumerate(STORED):
+            if number in (0, 4):
+                lines.append([f"paper, {delta}-bit deltas", *PAPER_STORAGE[dtype, delta].split(" | ")])
+            cells = [rows[masks, zeros, dtype, f"ec_csr {layout} {delta}"] for zeros in ("70", "80", "90")]
+            shown = [f"{100 * (1 - float(c['of_csr32'])):.1f} % ({100 * float(c['padding']):.1f} %)" for c in cells]
+            lines.append([f"{masks.split()[0]}, `{layout}`, {delta}-bit", *shown])
+        tables.append(markdown((f"{bits} bits", "70 % zeros", "80 %", "90 %"), lines))
+    return "\n\n".join(tables)
+
+
+TABLES = {
+    "pruners": pruners,
+    "search": search,
+    "joint": joint,
+    "gqsa": gqsa,
+    "slide24-quality": slide24,
+    "vectors": vectors,
+    "ec_csr-storage": storage,
+}

@@ -1,0 +1,152 @@
+"""Draw the figures of the documentation into this folder.
+
+python docs/figures/draw.py
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+
+HERE = Path(__file__).parent
+RESULTS = HERE.parents[1] / "results"
+BLUE, ORANGE, GREEN, PINK, SKY, RED = "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00"
+"""Okabe and Ito's palette, which colour-blind readers can tell apart."""
+
+
+def main() -> None:
+    """Draw all figures."""
+    matplotlib.rcParams |= {"svg.hashsalt": "semisparse", "svg.fonttype": "none", "font.family": "sans-serif"}
+    which_recipe()
+    what_it_gives()
+
+
+def which_recipe() -> None:
+    """Draw the decision figure of which-recipe.md."""
+    figure, axes = pyplot.subplots(figsize=(10, 5.6))
+    axes.set_xlim(0, 100)
+    axes.set_ylim(0, 56)
+    axes.set_axis_off()
+
+    def box(x: float, y: float, text: str, colour: str, width: float = 23, height: float = 7.5) -> None:
+        axes.add_patch(
+            pyplot.Rectangle((x - width / 2, y - height / 2), width, height, facecolor=colour, alpha=0.18, linewidth=0)
+        )
+        axes.add_patch(
+            pyplot.Rectangle(
+                (x - width / 2, y - height / 2), width, height, fill=False, edgecolor=colour, linewidth=1.5
+            )
+        )
+        axes.text(x, y, text, ha="center", va="center", fontsize=10, color="#222222")
+
+    def arrow(start: tuple[float, float], end: tuple[float, float], text: str = "") -> None:
+        axes.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": "#555555", "linewidth": 1.2})
+        if text:
+            x, y = (start[0] + end[0]) / 2, (start[1] + end[1]) / 2
+            axes.text(x, y, text, ha="center", va="center", fontsize=9, color="#222222", backgroundcolor="white")
+
+    axes.add_patch(pyplot.Rectangle((0, 0), 100, 56, facecolor="white", linewidth=0))
+    box(50, 51, "Are the zeros there already?", BLUE, 30)
+    box(86, 51, "--set prune=none\nformat auto packs them", GREEN)
+    arrow((65, 51), (74.3, 51), "yes")
+    arrow((50, 47.2), (50, 41), "no")
+    box(50, 37, "What is short?", BLUE, 30)
+    box(15, 22, "memory, or the time per token\nof few sequences", ORANGE, 28)
+    box(50, 22, "the time of prompts", ORANGE, 25)
+    box(84, 22, "nothing: 16 bits fit,\nand batches are large", ORANGE, 26)
+    arrow((40, 33.2), (18, 26), "bytes")
+    arrow((50, 33.2), (50, 26), "operations")
+    arrow((60, 33.2), (81, 26))
+    box(15, 7, "--target bits=4.5, or less\n(in a hurry: dense-w4)", GREEN, 28, 9)
+    box(50, 7, "--recipe slidesparse\n--set pattern=2:4\n(Hopper; int8)", GREEN, 25, 11)
+    box(84, 7, "stay dense;\nask plan and frontier", GREEN, 26, 9)
+    arrow((15, 18.2), (15, 11.8))
+    arrow((50, 18.2), (50, 12.8))
+    arrow((84, 18.2), (84, 11.8))
+    figure.subplots_adjust(0, 0, 1, 1)
+    figure.savefig(HERE / "which-recipe.svg", metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def what_it_gives() -> None:
+    """Draw the figure of README.md: KL against bits, and the time of a layer against tokens."""
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.6), layout="constrained")
+    _quality(left)
+    _speed(right)
+    figure.savefig(HERE / "what-it-gives.png", dpi=110)
+    pyplot.close(figure)
+
+
+def _rows(name: str) -> list[dict[str, str]]:
+    with (RESULTS / name).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _quality(axes: Axes) -> None:
+    runs: dict[str, list[tuple[float, float]]] = {}
+    for row in _rows("joint.csv"):
+        if row["model"] == "babyllama-1m":
+            runs.setdefault(row["run"], []).append((float(row["bits"]), float(row["kl"])))
+    means = {run: tuple(sum(values) / len(values) for values in zip(*of, strict=True)) for run, of in runs.items()}
+    series = {
+        "dense low bits, one recipe": (sorted(run for run in means if " g" in run), "s", BLUE),
+        "W4, half of the groups dropped": (["W4S50"], "D", RED),
+        "chosen by layer: --target bits=...": (sorted(run for run in means if run.startswith("auto")), "o", "black"),
+    }
+    for label, (names, marker, colour) in series.items():
+        points = sorted(means[name] for name in names)
+        line = "-" if marker == "o" else "none"
+        axes.plot(*zip(*points, strict=True), marker=marker, color=colour, linestyle=line, label=label)
+    axes.set_yscale("log")
+    axes.set_xlabel("stored bits per weight")
+    axes.set_ylabel("KL to dense, nats per token")
+    axes.set_title("Quality: babyllama-1m, tuned", fontsize=11, loc="left")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=9)
+
+
+def _speed(axes: Axes) -> None:
+    shape = ("28672", "8192")
+    series = {
+        "dense 16 bits (cuBLAS)": ("dense", "0%", "", "x", "black"),
+        "dense fp8": ("dense", "0%", "fp8", "P", ORANGE),
+        "32:64 in 16 bits (bitmask)": ("bitmask", "32:64", "", "^", GREEN),
+    }
+    measured = [*_rows("h200/kernels-float16.csv"), *_rows("h200/kernels-bfloat16.csv")]
+    for label, (form, pattern, kind, marker, colour) in series.items():
+        best: dict[int, float] = {}
+        for row in measured:
+            options = json.loads(row["options"])["kind"] if row["options"] else ""
+            if (row["n"], row["k"], row["format"], row["pattern"], options) == (*shape, form, pattern, kind):
+                best[int(row["m"])] = min(best.get(int(row["m"]), float("inf")), float(row["us"]))
+        points = sorted((m, us) for m, us in best.items() if m <= 256)
+        axes.plot(*zip(*points, strict=True), marker=marker, color=colour, label=label)
+    few = [row for row in _rows("h200/sweeps/gqs-gemm.csv") if row["run"] == "2" and row["chosen"] != "0"]
+    for label, kind, pattern, marker, colour in (
+        ("W4, groups of 128 (gqs)", "w4", "g128@0%", "s", BLUE),
+        ("W4, half of the groups dropped (gqs)", "w4", "g16@50%", "D", RED),
+    ):
+        best = {}
+        for row in few:
+            if (row["n"], row["kind"], row["pattern"]) == (shape[0], kind, pattern) and row["kernel"] != "cuBLAS":
+                best[int(row["m"])] = min(best.get(int(row["m"]), float("inf")), float(row["us"]))
+        axes.plot(*zip(*sorted(best.items()), strict=True), marker=marker, color=colour, label=label)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("microseconds")
+    axes.set_title("Speed: a layer of 28672 x 8192, one H200", fontsize=11, loc="left")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=9)
+
+
+if __name__ == "__main__":
+    main()
