@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -119,23 +119,24 @@ def measure_each(
     build: Callable[[Candidate | None], PreTrainedModel],
     name: str,
     candidates: Iterable[Candidate | None],
-    workload: Workload,
+    workloads: Sequence[Workload],
     measure: Callable[[PreTrainedModel, str, str, Workload], ModelSpeed],
 ) -> Iterator[ModelSpeed]:
-    """Measure a model once per candidate, with one model in memory at a time.
+    """Measure a model once per candidate and workload, with one model in memory at a time.
 
     Args:
         build: returns the model for a candidate.
         name: the model's name in the table.
         candidates: how the linear layers are stored; None for transformers' dense layers.
-        workload: the number of tokens.
+        workloads: numbers of tokens.
         measure: called with the model, its name, its weights' name and the workload.
     Raises:
         InputError: the model's context is too short for the workload.
     """
     for candidate in candidates:
         model = build(candidate)
-        yield measure(model, name, _weights_label(candidate, model.device), workload)
+        for workload in workloads:
+            yield measure(model, name, _weights_label(candidate, model.device), workload)
         del model
         gc.collect()
         torch.compiler.reset()

@@ -60,7 +60,7 @@ def measure_parallel(
         InputError: the architecture is unknown, a layer cannot be sliced, or the context is too short.
         FormatError: a format cannot store a layer.
     """
-    for speed in measure_each(partial(parallel_model, name, dtype, device), name, candidates, workload, measure_rank):
+    for speed in measure_each(partial(parallel_model, name, dtype, device), name, candidates, [workload], measure_rank):
         yield replace(speed, machine=f"{ranks()} x {speed.machine}")
 
 

@@ -2,107 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from semisparse.engine.ops import (
-    Columns,
-    LayerCache,
-    RotaryTable,
-    attend_to_cache,
-    attend_to_prompt,
-    kernels_refusal,
-    rms_norm,
-    rotate_and_cache,
-    silu_mul,
-)
+from semisparse.engine.attention import LayerCache, RotaryTable, attend_to_prompt, rotate_and_attend, rotate_and_cache
+from semisparse.engine.ops import kernels_refusal
+from semisparse.engine.projection import ADDED, GATED, NORMED, Norm, Projection, Stream, is_aligned, rows_of
 from semisparse.engine.structure import Layer, Structure, UnknownStructureError, recognise, rotary_table
-from semisparse.formats import Packed, linear
-from semisparse.formats.base import WeightSpec
-from semisparse.formats.product import prepare_products
-from semisparse.nn import JoinedLinear, SparseLinear
-
-
-class DenseLinear:
-    """Dense linear layers on one input as one layer of the format ``dense``; their weights become views of its weight.
-
-    Args:
-        layers: with biases or without.
-
-    Attributes:
-        packed: the layers' weight.
-    """
-
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        weights = [layer.get_parameter("weight") for layer in layers]
-        rows = [len(weight) for weight in weights]
-        whole = weights[0].data if len(layers) == 1 else torch.cat([weight.data for weight in weights])
-        spec = {"format": "dense", "version": 1, "pattern": "0%", "shape": list(whole.shape), "params": {}}
-        dtype = str(whole.dtype).removeprefix("torch.")
-        self.packed = Packed(WeightSpec.from_dict({**spec, "dtype": dtype}), {"values": whole})
-        self._bias: Tensor | None = None
-        if any(getattr(layer, "bias", None) is not None for layer in layers):
-            biases = [getattr(layer, "bias", None) for layer in layers]
-            filled = [w.new_zeros(len(w)) if b is None else b.data for w, b in zip(weights, biases, strict=True)]
-            self._bias = torch.cat(filled)
-        if len(layers) > 1:
-            for weight, part in zip(weights, whole.split(rows), strict=True):
-                weight.data = part
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return linear(x, self.packed, self._bias)
-
-
-class Projection:
-    """Linear layers on one input as one matmul: joined by `nn.join_layers`, or dense layers concatenated here.
-
-    Args:
-        layers: in the order of the output's columns.
-        parent: the module that holds them.
-    """
-
-    def __init__(self, layers: Sequence[nn.Module], parent: nn.Module) -> None:
-        joined = [module for module in parent.children() if isinstance(module, JoinedLinear)]
-        widths = [rows_of(layer) for layer in layers]
-        starts = tuple(sum(widths[:i]) for i in range(len(widths)))
-        self.columns = Columns(starts, sum(widths))
-        self._parts: list[DenseLinear | nn.Module]
-        if joined and len(joined[0].extents) == len(layers):
-            self._parts = [joined[0]]
-            self.columns = Columns(tuple(start for start, _ in joined[0].extents), joined[0].out_features)
-        elif all(type(layer) is nn.Linear for layer in layers):
-            self._parts = [DenseLinear(layers)]
-        else:
-            self._parts = [DenseLinear([layer]) if type(layer) is nn.Linear else layer for layer in layers]
-
-    @property
-    def weights(self) -> list[Packed]:
-        """The packed weights."""
-        return [part.packed for part in self._parts if isinstance(part, DenseLinear | SparseLinear)]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Multiply: [M, K] to [M, columns.width]."""
-        outputs = [part(x) for part in self._parts]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
-
-
-def rows_of(layer: nn.Module) -> int:
-    """Return the output features of a linear layer."""
-    count = layer.out_features
-    assert isinstance(count, int)
-    return count
+from semisparse.formats.product import in_parallel
 
 
 @dataclass(frozen=True)
 class FusedLayer:
-    """A decoder layer with its joined projections."""
+    """A decoder layer with its norms, before attention and before the MLP, and its joined projections."""
 
     layer: Layer
+    norms: tuple[Norm, Norm]
     qkv: Projection
     o: Projection
     gate_up: Projection
@@ -163,17 +84,22 @@ class Decoder:
         self.layers = [
             FusedLayer(
                 layer,
-                Projection((layer.q, layer.k, layer.v), layer.parents[0]),
-                Projection((layer.o,), layer.parents[0]),
-                Projection((layer.gate, layer.up), layer.parents[1]),
-                Projection((layer.down,), layer.parents[1]),
+                (self._norm(layer.input_norm), self._norm(layer.mlp_norm)),
+                Projection((layer.q, layer.k, layer.v), layer.parents[0], NORMED),
+                Projection((layer.o,), layer.parents[0], ADDED),
+                Projection((layer.gate, layer.up), layer.parents[1], GATED),
+                Projection((layer.down,), layer.parents[1], ADDED),
             )
             for layer in self.structure.layers
         ]
         self.table: RotaryTable = rotary_table(self.structure, length, self.device, self.dtype)
         self._rotary_length = length
-        head = self.structure.head
-        self._head: DenseLinear | nn.Module = DenseLinear([head]) if type(head) is nn.Linear else head
+        self._last_norm = self._norm(self.structure.norm)
+        self._head = Projection((self.structure.head,), model, NORMED)
+
+    def _norm(self, weight: Tensor) -> Norm:
+        """Return a norm whose weight kernels can read in units of 16 bytes."""
+        return Norm(weight if is_aligned(weight) else weight.detach().clone(), self.structure.epsilon)
 
     def compile(self, steps: Iterable[int], prompts: Iterable[int]) -> None:
         """Compile and load the GPU kernels of products, in parallel.
@@ -184,10 +110,10 @@ class Decoder:
         """
         if self.device.type != "cuda":
             return
-        layers = [weight for layer in self.layers for part in layer.projections for weight in part.weights]
-        head = [self._head.packed] if isinstance(self._head, DenseLinear | SparseLinear) else []
-        prepare_products(layers, {*steps, *prompts}, self.dtype)
-        prepare_products(head, steps, self.dtype)
+        steps, prompts = set(steps), set(prompts)
+        layers = [(part, m) for layer in self.layers for part in layer.projections for m in steps | prompts]
+        heads = [(self._head, m) for m in steps]
+        in_parallel(partial(part.prepare, m, self.dtype) for part, m in (*layers, *heads))
 
     def ensure_length(self, length: int) -> None:
         """Make the rotary table long enough."""
@@ -206,14 +132,16 @@ class Decoder:
         """
         sequences, length = tokens.shape
         positions = torch.arange(length, device=self.device, dtype=torch.int32).repeat(sequences)
-        hidden = self._layers(
-            tokens,
-            positions,
-            cache,
-            lambda q, layer: attend_to_prompt(q, layer, length, self.structure.heads),
-        )
+        heads = self.structure.heads
+
+        def attend(qkv: Tensor, fused: FusedLayer, cached: LayerCache) -> Tensor:
+            at, norms = fused.qkv.columns, fused.layer.head_norms
+            queries = rotate_and_cache(qkv, at, heads, self.table, positions, cached, norms)
+            return attend_to_prompt(queries, cached, length, heads)
+
+        stream = self._layers(tokens, cache, attend)
         rows = torch.arange(sequences, device=self.device) * length + last
-        return self.logits(hidden[rows])
+        return self._logits(Stream(stream.x[rows], None if stream.delta is None else stream.delta[rows]))
 
     def step(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         """Take further tokens of each sequence.
@@ -226,32 +154,28 @@ class Decoder:
             [sequences * T, vocabulary], the logits after each token.
         """
         heads = self.structure.heads
-        hidden = self._layers(tokens, positions, cache, lambda q, layer: attend_to_cache(q, layer, positions, heads))
-        return self.logits(hidden)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return the head's logits, [M, vocabulary], of normalised hidden states [M, C]."""
-        return self._head(hidden)
+        def attend(qkv: Tensor, fused: FusedLayer, cached: LayerCache) -> Tensor:
+            at, norms = fused.qkv.columns, fused.layer.head_norms
+            return rotate_and_attend(qkv, at, heads, self.table, positions, cached, norms)
+
+        return self._logits(self._layers(tokens, cache, attend))
+
+    def _logits(self, stream: Stream) -> Tensor:
+        """Return the head's logits, [M, vocabulary]."""
+        return self._head.normed(stream, self._last_norm)[1]
 
     def _layers(
-        self, tokens: Tensor, positions: Tensor, cache: Cache, attend: Callable[[Tensor, LayerCache], Tensor]
-    ) -> Tensor:
-        """Return the hidden states after the last norm, [M, C]."""
-        structure = self.structure
-        epsilon, heads = structure.epsilon, structure.heads
-        residual = structure.embedding(tokens.flatten())
-        delta: Tensor | None = None
+        self, tokens: Tensor, cache: Cache, attend: Callable[[Tensor, FusedLayer, LayerCache], Tensor]
+    ) -> Stream:
+        """Return the residual stream after the last layer."""
+        stream = Stream(self.structure.embedding(tokens.flatten()))
         for fused, cached in zip(self.layers, cache.layers, strict=True):
-            layer = fused.layer
-            residual, hidden = rms_norm(residual, layer.input_norm, epsilon, delta)
-            queries = rotate_and_cache(
-                fused.qkv(hidden), fused.qkv.columns, heads, self.table, positions, cached, layer.head_norms
-            )
-            delta = fused.o(attend(queries, cached))
-            residual, hidden = rms_norm(residual, layer.mlp_norm, epsilon, delta)
-            gate_up = fused.gate_up(hidden)
-            delta = fused.down(silu_mul(gate_up, fused.gate_up.columns, rows_of(layer.gate)))
-        return rms_norm(residual, structure.norm, epsilon, delta)[1]
+            stream, qkv = fused.qkv.normed(stream, fused.norms[0])
+            stream = fused.o.added(attend(qkv, fused, cached), stream)
+            stream, gated = fused.gate_up.normed_and_gated(stream, fused.norms[1], rows_of(fused.layer.gate))
+            stream = fused.down.added(gated, stream)
+        return stream
 
 
 CHECKED_TOKENS = 8

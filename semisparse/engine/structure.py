@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from semisparse.engine.ops import HeadNorms, Heads, RotaryTable
+from semisparse.engine.attention import HeadNorms, Heads, RotaryTable
 
 
 class UnknownStructureError(Exception):

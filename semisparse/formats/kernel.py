@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from semisparse.patterns import Pattern
+from semisparse.runtime.nvrtc import Defines
 
 if TYPE_CHECKING:
     from semisparse.formats.base import Packed, Params, WeightSpec
@@ -24,12 +25,31 @@ class Problem:
         spec: of the weight, without the params that count what is stored (`Format.structure`).
         dtype: of x and y.
         device: of all operands.
+        prologue: what is done to x first: ``none``, or ``rms_norm`` (each row is normalised).
+        epilogue: what becomes of the product: ``none``, ``add`` (to a residual [M, N]), or ``silu_mul`` (the first half
+            of w's rows is a gate, the second is multiplied by its SiLU: y is [M, N / 2]).
     """
 
     m: int
     spec: WeightSpec
     dtype: torch.dtype
     device: torch.device
+    prologue: str = "none"
+    epilogue: str = "none"
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether it has a prologue or an epilogue; then no kernel on the stream writes the weight meanwhile."""
+        return (self.prologue, self.epilogue) != ("none", "none")
+
+    @property
+    def fusion_defines(self) -> Defines:
+        """The macros of fusion.cuh."""
+        return {
+            "RMS_NORM": int(self.prologue == "rms_norm"),
+            "ADD_RESIDUAL": int(self.epilogue == "add"),
+            "SILU_MUL": int(self.epilogue == "silu_mul"),
+        }
 
     @property
     def n(self) -> int:
@@ -71,6 +91,35 @@ Product = Callable[[Tensor, "Packed", Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
+class FusedOperands:
+    """What a fused product takes beside x, the weight and the bias.
+
+    Args:
+        norm_weight: [K] of the prologue ``rms_norm``, contiguous, in x's dtype.
+        epsilon: of that norm.
+        residual: [M, N] of the epilogue ``add``, contiguous, in x's dtype.
+    """
+
+    norm_weight: Tensor | None = None
+    epsilon: float = 0.0
+    residual: Tensor | None = None
+
+
+NOTHING_FUSED = FusedOperands()
+
+MAX_FUSED_TOKENS = 2
+"""Of a product with a prologue or an epilogue: every CTA normalises all tokens, and for 8 that gains nothing."""
+
+
+class FusedProduct(Protocol):
+    """As `Product`, with the operands of its prologue and epilogue."""
+
+    def __call__(
+        self, x: Tensor, packed: Packed, bias: Tensor | None, fused: FusedOperands = NOTHING_FUSED, /
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True)
 class Kernel:
     """One implementation of a format's product on one kind of device.
 
@@ -82,6 +131,8 @@ class Kernel:
             stored tensors and the bias do not change. Called once per problem, because a decode call takes the GPU less
             time than such choices take the host. It keeps no tensor.
         pays: whether ``auto`` may prefer it to the kernels after it; false where another was measured to be faster.
+        fuse: as ``prepare``, for a problem with a prologue or an epilogue; None if the kernel cannot fuse these, or if
+            doing them around the product is faster.
     """
 
     name: str
@@ -89,6 +140,7 @@ class Kernel:
     supports: Callable[[Problem], str | None]
     prepare: Callable[[Problem], Product]
     pays: Callable[[Problem], bool] = lambda problem: True
+    fuse: Callable[[Problem], FusedProduct | None] = lambda problem: None
 
     def refusal(self, problem: Problem) -> str | None:
         """Say why this kernel cannot compute ``problem``, or None if it can."""

@@ -189,14 +189,14 @@ def _joinable(parent: nn.Module) -> Iterator[tuple[Sequence[str], list[SparseLin
     """Yield the names and layers of each group of `SIBLINGS` in a module that may be joined."""
     for names in SIBLINGS:
         layers = [layer for layer in map(parent._modules.get, names) if type(layer) is SparseLinear]
-        if len(layers) < len(names) or len(set(map(id, layers))) < len(names) or any(map(_is_intercepted, layers)):
+        if len(layers) < len(names) or len(set(map(id, layers))) < len(names) or any(map(is_intercepted, layers)):
             continue
         kinds = {(layer.kernel, layer.packed.device, layer.bias is None) for layer in layers}
         if len(kinds) == 1 and "meta" not in {layer.packed.device.type for layer in layers}:
             yield names, layers
 
 
-def _is_intercepted(layer: SparseLinear) -> bool:
+def is_intercepted(layer: SparseLinear) -> bool:
     """Return whether other code intercepts the layer's calls, by a hook or by replacing ``forward``."""
     attributes: Mapping[str, Any] = vars(layer)
     return ("forward" in attributes and not layer.wrapped_for_gradients) or any(

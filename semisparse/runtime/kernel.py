@@ -18,7 +18,7 @@ from torch import Tensor
 
 from semisparse.errors import KernelError
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.nvrtc import IMPORTING, Cubin, Defines, compile_cubin, unavailable
+from semisparse.runtime.nvrtc import Cubin, Defines, compile_cubin, cuda_core, unavailable
 
 Argument = Tensor | int | float | None
 """An argument of a kernel. A tensor is passed as its address, None as the null pointer."""
@@ -29,8 +29,8 @@ AMPERE, HOPPER = (8, 0), (9, 0)
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100a")
 """The architectures that a .cu file compiles for by default: A100, Ada, Hopper, Blackwell."""
 
-STATIC_SHARED_LIMIT = 48 << 10
-"""Bytes of dynamic shared memory per CTA up to which a kernel needs no attribute."""
+UNASKED_SHARED = 48 << 10
+"""Bytes of shared memory per CTA, static and dynamic, up to which a kernel needs no attribute."""
 
 LAUNCH_CONFIG = struct.Struct("@7I2PI0P")
 """CUlaunchConfig: grid and block along x, y and z, bytes of shared memory, stream, attributes, number of attributes."""
@@ -256,15 +256,13 @@ def _parameter(declaration: str, source: Path) -> tuple[str, str]:
 
 def _function_of(cubin: Cubin, build: KernelBuild, index: int) -> tuple[Any, int]:
     """Load a kernel into a device's context. Return its code object, which must stay alive, and its CUfunction."""
-    with IMPORTING:
-        from cuda.bindings import driver
-        from cuda.core import ObjectCode
+    from cuda.bindings import driver
 
     with torch.cuda.device(index):
         torch._C._cuda_setDevice(index)  # binds the context even if the device was current already
-        code = ObjectCode.from_cubin(cubin.code)
+        code = cuda_core().ObjectCode.from_cubin(cubin.code)
         kernel = code.get_kernel(build.name).handle
-        if build.shared > STATIC_SHARED_LIMIT:
+        if build.shared + cubin.resources[build.name].shared > UNASKED_SHARED:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             (status,) = driver.cuKernelSetAttribute(attribute, build.shared, kernel, driver.CUdevice(index))
             if status:

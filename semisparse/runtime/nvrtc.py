@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from semisparse.errors import KernelError
 from semisparse.runtime.cache import cached
@@ -95,8 +96,15 @@ def _include_path(path: Path) -> tuple[Path, ...]:
     return (path.parent, HEADERS, _cuda_headers())
 
 
-IMPORTING = Lock()
-"""cuda.core cannot be imported by two threads at once: the second sees a module without its names."""
+_IMPORTING = Lock()
+
+
+def cuda_core() -> Any:
+    """Import cuda.core, which two threads cannot do at once: the second sees a module without its names."""
+    with _IMPORTING:
+        import cuda.core
+
+        return cuda.core
 
 
 @cache
@@ -126,10 +134,8 @@ def _require_compiler() -> None:
 
 
 def _compile(path: Path, arch: str, defines: Defines) -> bytes:
-    with IMPORTING:
-        from cuda.core import Program, ProgramOptions
-
-    options = ProgramOptions(
+    core = cuda_core()
+    options = core.ProgramOptions(
         name=path.name,
         arch=arch,
         std=STANDARD,
@@ -141,7 +147,7 @@ def _compile(path: Path, arch: str, defines: Defines) -> bytes:
     )
     log = io.StringIO()
     try:
-        cubin = Program(path.read_text(), "c++", options).compile("cubin", logs=log)
+        cubin = core.Program(path.read_text(), "c++", options).compile("cubin", logs=log)
     except Exception as error:  # cuda.core has no public class for compiler errors; its message holds the log
         raise KernelError(f"{path.name} does not compile for {arch} with {dict(defines)}:\n{error}") from error
     resources = {name: asdict(used) for name, used in _read_resources(log.getvalue()).items()}

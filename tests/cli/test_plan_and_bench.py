@@ -90,10 +90,10 @@ def test_bench_kernels_then_compare_then_plot(tmp_path: Path, monkeypatch):
 
 
 def test_bench_model_of_a_directory(model: Path):
-    found = call(
-        "bench", "model", str(model), "--baseline", str(model), "--prompt", "8", "--new", "2", "--device", "cpu"
-    )
-    assert [row["weights"] for row in found["rows"]] == ["dense", "as stored"]
+    workload = ("--batch", "1,3", "--prompt", "8", "--new", "2", "--device", "cpu")
+    found = call("bench", "model", str(model), "--baseline", str(model), *workload)
+    labels = [(row["weights"], row["batch"]) for row in found["rows"]]
+    assert labels == [("dense", 1), ("dense", 3), ("as stored", 1), ("as stored", 3)]
     assert all(row["decode_tokens_per_second"] > 0 for row in found["rows"])
 
 

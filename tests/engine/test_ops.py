@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from semisparse.engine import ops
-from semisparse.engine.ops import Columns, HeadNorms, Heads, LayerCache, RotaryTable
+from semisparse.engine import attention, ops
+from semisparse.engine.attention import HeadNorms, Heads, LayerCache, RotaryTable
+from semisparse.engine.ops import Columns
 from tests.choosing import mostly_slow
 from tests.cuda_emulator import adverse, emulate, needs_compiler
 
@@ -22,7 +23,7 @@ RUNS = [
 @pytest.fixture(params=RUNS)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     """Run an operation by its kernel, and by torch: on copies of its arguments, which both return."""
-    ops._workspace.cache_clear()
+    attention._workspace.cache_clear()
 
     def both(operation, *arguments):
         here = [_copied(argument, "cpu") for argument in arguments]
@@ -37,7 +38,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
 
     yield both
     adverse[0] = False
-    ops._workspace.cache_clear()
+    attention._workspace.cache_clear()
 
 
 def _copied(value, device: str):
@@ -106,7 +107,9 @@ def test_rotary_embedding_and_cache(kernels, dtype, heads, normed):
     positions = torch.tensor([4, 5, 6, 0, 1, 2], dtype=torch.int32)
     norms = HeadNorms(torch.randn(heads.dim).to(dtype), torch.randn(heads.dim).to(dtype), EPSILON) if normed else None
     cache, table = cache_of(2, heads, 9, dtype), table_of(9, heads.dim, dtype)
-    (found, there), (expected, here) = kernels(ops.rotate_and_cache, qkv, at, heads, table, positions, cache, norms)
+    (found, there), (expected, here) = kernels(
+        attention.rotate_and_cache, qkv, at, heads, table, positions, cache, norms
+    )
     close(found, expected, 8 if normed else 0)
     close(there[5].keys, here[5].keys, 8 if normed else 0)
     assert torch.equal(there[5].values.cpu(), here[5].values)
@@ -133,9 +136,39 @@ def test_attention_to_the_cache(kernels, dtype, heads, length, positions):
     cache = cache_of(sequences, heads, length, dtype)
     of = torch.tensor(positions, dtype=torch.int32)
     for _ in range(2):  # the counters are at 0 again
-        (found, _), (_, _) = kernels(ops.attend_to_cache, q, cache, of, heads)
-        expected = ops.attend_to_cache(q.double(), LayerCache(cache.keys.double(), cache.values.double()), of, heads)
+        (found, _), (_, _) = kernels(attention.attend_to_cache, q, cache, of, heads)
+        expected = attention.attend_to_cache(
+            q.double(), LayerCache(cache.keys.double(), cache.values.double()), of, heads
+        )
         close(found.double().cpu().to(dtype), expected.to(dtype), 8)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "length", "positions", "normed"),
+    mostly_slow(
+        [
+            (DTYPES[1], Heads(4, 4, 128, 0.09), 300, [298], False),
+            (DTYPES[0], Heads(6, 2, 64, 0.1), 200, [5, 131], True),
+            (DTYPES[2], Heads(8, 4, 16, 0.3), 70, [0], False),
+            (DTYPES[0], Heads(14, 1, 16, 0.25), 40, [0, 39, 20], True),
+            (DTYPES[2], Heads(2, 1, 80, 0.1), 140, [139], True),
+        ],
+        1,
+        2,
+    ),
+)
+def test_rotary_embedding_and_attention_in_one(kernels, dtype, heads, length, positions, normed):
+    starts = (0, heads.count * heads.dim, (heads.count + heads.kv_count) * heads.dim + 8)
+    at = Columns(starts, starts[2] + heads.kv_count * heads.dim)
+    qkv = torch.randn(len(positions), at.width).to(dtype)
+    norms = HeadNorms(torch.randn(heads.dim).to(dtype), torch.randn(heads.dim).to(dtype), EPSILON) if normed else None
+    cache, table = cache_of(len(positions), heads, length, dtype), table_of(length, heads.dim, dtype)
+    of = torch.tensor(positions, dtype=torch.int32)
+    arguments = (qkv, at, heads, table, of, cache, norms)
+    (found, there), (expected, here) = kernels(attention.rotate_and_attend, *arguments)
+    close(found, expected, 16)
+    close(there[5].keys, here[5].keys, 8 if normed else 0)
+    assert torch.equal(there[5].values.cpu(), here[5].values)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

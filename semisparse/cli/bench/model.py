@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from semisparse.cli.arguments import (
-    Batch,
     Device,
     Dtype,
     Json,
@@ -20,6 +19,7 @@ from semisparse.cli.arguments import (
     PromptTokens,
     comma_separated,
     dtype_named,
+    positive_integers,
 )
 from semisparse.cli.output import print_json, print_table
 from semisparse.errors import InputError
@@ -40,7 +40,7 @@ def model(
     pattern: Annotated[
         str | None, typer.Option(help="With --arch: the formats' pattern; that of their recipes by default.")
     ] = None,
-    batch: Batch = 1,
+    batch: Annotated[str, typer.Option("--batch", help="Sequences per batch, comma-separated.")] = "1",
     prompt: PromptTokens = 512,
     new: NewTokens = 128,
     dtype: Dtype = "bfloat16",
@@ -60,13 +60,15 @@ def model(
     if (checkpoint is None) == (arch is None):
         raise InputError("bench model takes a model directory or --arch NAME, one of the two")
     target = pick_device(device)
-    workload = Workload(batch, prompt, new)
+    workloads = [Workload(count, prompt, new) for count in positive_integers(batch, "--batch")]
     if checkpoint is not None:
         paths = {"dense": baseline, "as stored": checkpoint}
         speeds: Iterable[ModelSpeed] = (
-            measure_model(Engine(path, device=target.type), path.name, label, workload)
+            measure_model(engine, path.name, label, workload)
             for label, path in paths.items()
             if path
+            for engine in [Engine(path, device=target.type)]
+            for workload in workloads
         )
     else:
         compared = [None, *(candidate_named(form, pattern) for form in comma_separated(format) or [])]
@@ -74,7 +76,7 @@ def model(
             speed
             for name in comma_separated(arch) or []
             for speed in measure_each(
-                partial(random_model, name, dtype_named(dtype), target), name, compared, workload, measure_in_engine
+                partial(random_model, name, dtype_named(dtype), target), name, compared, workloads, measure_in_engine
             )
         )
     report(write_rows(speeds, out), as_json)

@@ -5,9 +5,17 @@
 // softmax), and the teams are combined in shared memory. With several splits, partial results go to memory and the last CTA of a token
 // and head combines them in the order of the splits, so every run gives the same bits; it sets the counter back to 0.
 //
-// Grid: key-value heads times groups of GROUP heads, splits, tokens m. CTA: 4 warps. The kernel is bound by reading the cache.
+// With ROPE a row of q is a token's joined queries, keys and values, and the token is the only new one of its sequence: every CTA
+// normalises (q_norm, k_norm; Qwen3) and rotates its queries, and the CTAs of the last split do so with the token's own key, attend to
+// it, and write key and value to the cache. Results are rounded where rope.cu rounds them.
 //
-// Compiled for SCALAR, DIM (head dimension, a multiple of 8), GROUP (query heads per CTA).
+// Programmatic dependent launch: with ROPE the positions, the rotary table and the first keys and values are read before
+// griddepcontrol.wait. What the cache held before this step was written before its first kernel, which waits for all others.
+//
+// Grid: key-value heads times groups of GROUP heads, splits, tokens m. CTA: 4 warps. The kernel is bound by latency for short contexts
+// of few tokens, by reading the cache for others.
+//
+// Compiled for SCALAR, DIM (head dimension, a multiple of 8, of 16 with ROPE), GROUP (query heads per CTA), ROPE (0 or 1).
 
 #include "ptx/global.cuh"
 #include "ptx/griddepcontrol.cuh"
@@ -86,15 +94,75 @@ struct Partial {
     float values[DIM];
 };
 
+__device__ __forceinline__ float rounded(float value) {
+    SCALAR result;
+    store(&result, value);
+    return to_float(result);
+}
+
+// Sums over the lanes of a team.
+__device__ __forceinline__ float team_sum(float value) {
+#pragma unroll
+    for (int step = kLanes / 2; step; step /= 2) value += __shfl_xor_sync(~0u, value, step);
+    return value;
+}
+
+// A lane's part of the rotary embedding at a position: of its values, and of those DIM / 2 further on or back.
+struct Rotation {
+    int column, other_column;
+    float cosines[kVector], sines[kVector];
+
+    __device__ __forceinline__ Rotation(const SCALAR* all_cosines, const SCALAR* all_sines, int position, int part) {
+        column = part * kVector, other_column = column < DIM / 2 ? column + DIM / 2 : column - DIM / 2;
+        const long long at = static_cast<long long>(position) * (DIM / 2) + min(column, other_column);
+        Loaded loaded;
+        loaded.read(all_cosines + at), loaded.widen(cosines);
+        loaded.read(all_sines + at), loaded.widen(sines);
+    }
+
+    // What the lane needs of the head at `head`.
+    __device__ __forceinline__ void load(Loaded (&loaded)[2], const SCALAR* head) const {
+        loaded[0].read(head + column), loaded[1].read(head + other_column);
+    }
+
+    // The lane's values of a loaded head, normalised if `norm` is given, and rotated. All lanes of the warp take part.
+    __device__ __forceinline__ void rotate(float (&own)[kVector], const Loaded (&loaded)[2], const SCALAR* norm, float epsilon,
+                                           bool has_values) const {
+        float other[kVector];
+        loaded[0].widen(own), loaded[1].widen(other);
+        if (norm) {
+            float squares = 0;
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) squares += has_values ? own[i] * own[i] : 0;
+            const float scale = rsqrtf(team_sum(squares) / DIM + epsilon);
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) {
+                own[i] = rounded(to_float(norm[column + i]) * rounded(own[i] * scale));
+                other[i] = rounded(to_float(norm[other_column + i]) * rounded(other[i] * scale));
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+            const float turned = rounded(other[i] * sines[i]);
+            own[i] = rounded(rounded(own[i] * cosines[i]) + (column < DIM / 2 ? -turned : turned));
+        }
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(kWarps * 32, GROUP > 4 ? 2 : 3) semisparse_engine_attention(
-    const SCALAR* q,        // [m, heads, DIM]
-    const SCALAR* keys,     // [sequences, kv_heads, length, DIM]
-    const SCALAR* values,   // [sequences, kv_heads, length, DIM]
+    const SCALAR* q,        // [m, heads, DIM]; with ROPE [m, stride]
+    const SCALAR* q_norm,   // [DIM] or null
+    const SCALAR* k_norm,   // [DIM] or null
+    const SCALAR* cosines,  // [length, DIM / 2] with ROPE
+    const SCALAR* sines,    // [length, DIM / 2] with ROPE
+    SCALAR* keys,           // [sequences, kv_heads, length, DIM]
+    SCALAR* values,         // [sequences, kv_heads, length, DIM]
     const int* positions,   // [m]: of the token, the last that it attends to
     SCALAR* out,            // [m, heads, DIM]
     float* partials,        // [m, heads, splits, kPartial]: weighted values, maximum, sum
     int* counters,          // [m, kv_heads * groups], 0
-    int heads, int kv_heads, int tokens, int length, int splits, float scale
+    int heads, int kv_heads, int tokens, int length, int splits, int stride, int q_start, int k_start, int v_start,
+    float scale, float epsilon
 ) {
     __shared__ Partial of_warps[kWarps][GROUP];
     __shared__ int last;
@@ -104,34 +172,73 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, GROUP > 4 ? 2 : 3) sem
     const int count = min(GROUP, kv_head * per_kv + per_kv - first_head), row = blockIdx.z, split = blockIdx.y;
     const bool has_values = part < kNeeded;
     griddepcontrol_launch_dependents();
-    griddepcontrol_wait();
-    const int context = positions[row] + 1;
+    if (!ROPE) griddepcontrol_wait();
+    const int position = positions[row], context = ROPE ? position : position + 1;  // in the cache
     const int begin = static_cast<int>(static_cast<long long>(context) * split / splits);
     const int end = static_cast<int>(static_cast<long long>(context) * (split + 1) / splits);
+    const long long base = (static_cast<long long>(row / tokens) * kv_heads + kv_head) * length * DIM + part * kVector;
+    constexpr int kStep = kWarps * kTeams;
+    Loaded key[kAhead], value[kAhead];
+    auto load = [&](int first) {
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+            const int at = first + i * kStep;
+            key[i].clear(), value[i].clear();
+            if (at < end && has_values) {
+                key[i].read(keys + base + static_cast<long long>(at) * DIM);
+                value[i].read(values + base + static_cast<long long>(at) * DIM);
+            }
+        }
+    };
+    load(begin + team);
     float query[GROUP][kVector];
     Softmax softmax[GROUP];
 #pragma unroll
-    for (int head = 0; head < GROUP; ++head) {
-        softmax[head].clear();
-        Loaded loaded;
-        loaded.clear();
-        if (has_values && head < count)
-            loaded.read(q + (static_cast<long long>(row) * heads + first_head + head) * DIM + part * kVector);
-        loaded.widen(query[head]);
-    }
-    const long long base = (static_cast<long long>(row / tokens) * kv_heads + kv_head) * length * DIM + part * kVector;
-    constexpr int kStep = kWarps * kTeams;
-    for (int first = begin + team; first - team < end; first += kAhead * kStep) {
-        Loaded key[kAhead], value[kAhead];
+    for (int head = 0; head < GROUP; ++head) softmax[head].clear();
+    if constexpr (ROPE) {
+        const Rotation rotation(cosines, sines, position, has_values ? part : 0);
+        griddepcontrol_wait();
+        const SCALAR* token = q + static_cast<long long>(row) * stride;
+        const bool takes_new = split == splits - 1 && warp == 0;
+        Loaded loaded[2], loaded_key[2], loaded_value;
+        if (takes_new) {  // loaded with the queries, not after them
+            rotation.load(loaded_key, token + k_start + kv_head * DIM);
+            loaded_value.read(token + v_start + kv_head * DIM + rotation.column);
+        }
 #pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-            const int position = first + i * kStep;
-            key[i].clear(), value[i].clear();
-            if (position < end && has_values) {
-                key[i].read(keys + base + static_cast<long long>(position) * DIM);
-                value[i].read(values + base + static_cast<long long>(position) * DIM);
+        for (int head = 0; head < GROUP; ++head) {
+            rotation.load(loaded, token + q_start + (first_head + min(head, count - 1)) * DIM);
+            rotation.rotate(query[head], loaded, q_norm, epsilon, has_values);
+        }
+        if (takes_new) {
+            float new_key[kVector], new_value[kVector];
+            loaded_value.widen(new_value);
+            rotation.rotate(new_key, loaded_key, k_norm, epsilon, has_values);
+            if (team == 0 && has_values && blockIdx.x % groups == 0) {
+                const long long place = base + static_cast<long long>(position) * DIM;
+#pragma unroll
+                for (int i = 0; i < kVector; ++i) store(keys + place + i, new_key[i]), store(values + place + i, new_value[i]);
+            }
+#pragma unroll
+            for (int head = 0; head < GROUP; ++head) {
+                float score = 0;
+#pragma unroll
+                for (int j = 0; j < kVector; ++j) score += has_values ? query[head][j] * new_key[j] : 0;
+                score = team_sum(score) * scale;
+                if (team == 0) softmax[head].raise(score), softmax[head].add(score, new_value);
             }
         }
+    } else {
+#pragma unroll
+        for (int head = 0; head < GROUP; ++head) {
+            Loaded loaded;
+            loaded.clear();
+            if (has_values && head < count)
+                loaded.read(q + (static_cast<long long>(row) * heads + first_head + head) * DIM + part * kVector);
+            loaded.widen(query[head]);
+        }
+    }
+    for (int first = begin + team; first - team < end; first += kAhead * kStep) {
 #pragma unroll
         for (int head = 0; head < GROUP; ++head) {
             float scores[kAhead], largest = -kFloatMax;
@@ -144,12 +251,8 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, GROUP > 4 ? 2 : 3) sem
                 for (int j = 0; j < kVector; ++j) scores[i] += query[head][j] * of_key[j];
             }
 #pragma unroll
-            for (int step = kLanes / 2; step; step /= 2)
-#pragma unroll
-                for (int i = 0; i < kAhead; ++i) scores[i] += __shfl_xor_sync(~0u, scores[i], step);
-#pragma unroll
             for (int i = 0; i < kAhead; ++i) {
-                scores[i] *= scale;
+                scores[i] = team_sum(scores[i]) * scale;
                 if (first + i * kStep < end) largest = fmaxf(largest, scores[i]);
             }
             softmax[head].raise(largest);
@@ -160,6 +263,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, GROUP > 4 ? 2 : 3) sem
                 if (first + i * kStep < end) softmax[head].add(scores[i], of_value);
             }
         }
+        load(first + kAhead * kStep);
     }
     // The teams of a warp, then its warps, then the splits.
 #pragma unroll

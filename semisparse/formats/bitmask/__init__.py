@@ -30,7 +30,7 @@ FORMAT = Format(
     kernels=(
         Kernel("cpu", "cpu", cpu.refusal, cpu.prepare),
         Kernel("gemm", "cuda", gemm.refusal, gemm.prepare, gemm_pays),
-        Kernel("decode", "cuda", decode.refusal, decode.prepare),
+        Kernel("decode", "cuda", decode.refusal, decode.prepare, fuse=decode.fuse),
         Kernel("decode_rows", "cuda", decode_rows.refusal, decode_rows.prepare),
         Kernel("unpack", "cuda", unpack.refusal, unpack.prepare),
     ),

@@ -22,7 +22,7 @@ FORMAT = Format(
     check_content=check_content,
     codes=disk.codes_of,
     kernels=(
-        Kernel("decode", "cuda", decode.refusal, decode.prepare, decode.pays),
+        Kernel("decode", "cuda", decode.refusal, decode.prepare, decode.pays, decode.fuse),
         Kernel("blas", None, blas.refusal, blas.prepare),
         Kernel("int8_gemm", "cuda", int8_gemm.refusal, int8_gemm.prepare),
         Kernel("scaled_mm", "cuda", scaled_mm.refusal, scaled_mm.prepare),

@@ -1,17 +1,21 @@
 """decode.cu: every TILE_M, and both ways of dividing a CTA's warps, on ragged shapes and several tiles per warp."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
+from semisparse.formats import get_format
 from semisparse.formats.bitmask.cuda import decode
 from semisparse.formats.product import problem_of
 from tests.choosing import mostly_slow
 from tests.cuda_emulator import emulate, needs_compiler
 from tests.formats.bitmask.weights import check, check_on_gpu, in_tiles, needs_gpu, operands
+from tests.formats.fusion import check_fused
 
 HALF, BF16 = torch.float16, torch.bfloat16
+KERNELS = {kernel.name: kernel for kernel in get_format("bitmask").kernels}
 
 CASES = [  # n, k, keep, dtype, m, SMs, warps_n x warps_k that the schedule has
     (37, 700, 32, HALF, 1, 132, (1, 3)),
@@ -36,6 +40,36 @@ def test_emulated(emulated, monkeypatch: pytest.MonkeyPatch, n, k, keep, dtype, 
 @needs_compiler
 def test_emulated_unaligned(emulated):
     check(decode.prepare, in_tiles(37, 700, "32:64"), 1, aligned=False)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("n", "k", "keep", "dtype", "m", "prologue", "epilogue", "sms"),
+    mostly_slow(
+        [
+            (64, 2056, 32, BF16, 1, "rms_norm", "silu_mul", 1),
+            (37, 1096, 31, HALF, 1, "rms_norm", "none", 132),
+            (50, 4200, 32, BF16, 1, "none", "add", 2),
+            (96, 520, 48, HALF, 2, "rms_norm", "silu_mul", 1),
+            (40, 4200, 32, HALF, 2, "none", "add", 2),
+        ],
+        0,
+        4,
+    ),
+)
+def test_fused(emulated, monkeypatch: pytest.MonkeyPatch, n, k, keep, dtype, m, prologue, epilogue, sms):
+    emulate(monkeypatch, sms)
+    packed = in_tiles(n, k, f"{keep}:64", dtype)
+    check_fused(KERNELS["decode"], packed, packed.unpack(), m, prologue, epilogue, bias=m % 2 == 1)
+
+
+def test_what_is_not_fused(monkeypatch: pytest.MonkeyPatch):
+    emulate(monkeypatch)
+    problem = problem_of(torch.zeros(1, 520).half(), in_tiles(40, 520, "32:64"))
+    assert decode.fuse(replace(problem, epilogue="silu_mul")) is None  # 20 rows of a gate
+    assert (
+        decode.fuse(replace(problem_of(torch.zeros(1, 516).half(), in_tiles(32, 516, "32:64")), epilogue="add")) is None
+    )
 
 
 @needs_gpu

@@ -1,5 +1,7 @@
 """`decode`: its sources in the emulator with every schedule; on a GPU, real launches, overlapping and captured."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from semisparse.formats.product import problem_of
 from semisparse.quant.symmetric import quantise_rows
 from tests.choosing import mostly_slow
 from tests.cuda_emulator import emulate, needs_compiler
+from tests.formats.fusion import check_fused
 from tests.formats.gqs.reference import GQS, check, operands, packed_weight, quantised, stored_weight
 
 HALF, BFLOAT = torch.float16, torch.bfloat16
@@ -110,6 +113,43 @@ def test_tokens_are_quantised_as_elsewhere(small_ctas, k: int, dtype: torch.dtyp
         codes, scale = quantise_rows(x, torch.int8)
         y = decode.prepare(problem_of(x, packed))(x, packed, None)
         assert torch.equal(y, (codes.float() * scale[:, None] * 15).to(dtype))
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("dtype", "m", "n", "k", "pattern", "prologue", "epilogue", "sms"),
+    mostly_slow(
+        [
+            (HALF, 1, 224, 1024, "g16@50%", "rms_norm", "silu_mul", 2),
+            (BFLOAT, 2, 96, 684, "g16@30%", "rms_norm", "silu_mul", 99),
+            (BFLOAT, 1, 120, 2816, "g16@50%", "rms_norm", "none", 3),
+            (BFLOAT, 1, 70, 1024, "g16@50%", "none", "add", 2),
+            (HALF, 2, 36, 684, "g16@50%", "none", "add", 132),
+            (HALF, 1, 64, 512, "g16@100%", "rms_norm", "silu_mul", 2),
+        ],
+        0,
+        2,
+        5,
+    ),
+)
+def test_fused(small_ctas, monkeypatch, dtype, m, n, k, pattern, prologue, epilogue, sms):
+    if sms != 132:
+        monkeypatch.setattr(schedule, "TILES_PER_SM", 0)
+    emulate(monkeypatch, sms)
+    if pattern == "g16@100%":
+        packed = GQS.pack(torch.zeros(n, k).to(dtype), "g16@50%", kind="w4")
+    else:
+        packed = packed_weight(n, k, pattern, dtype)
+    weight = stored_weight(packed) if m <= 2 else packed.unpack()
+    check_fused(GQS.kernels[2], packed, weight, m, prologue, epilogue, bias=n % 16 == 0)
+
+
+def test_what_is_not_fused(monkeypatch):
+    emulate(monkeypatch)
+    problem = problem_of(torch.zeros(1, 512).half(), packed_weight(32, 512))
+    eight_bits = problem_of(torch.zeros(1, 512).half(), packed_weight(32, 512, kind="w4a8"))
+    assert decode.fuse(replace(problem, m=8, prologue="rms_norm")) is None
+    assert decode.fuse(replace(eight_bits, epilogue="add")) is None
 
 
 @pytest.mark.parametrize(

@@ -9,22 +9,28 @@
 //
 // Dynamic shared memory, in bytes:
 //   WARPS_N * WARPS_K rings of STAGES weight tiles          kTileBytes each
-//   WARPS_K rings of STAGES x tiles, m tokens by 256 columns 512 m each; the WARPS_N warps of the same K slice share one
+//   WARPS_K rings of STAGES x tiles, m tokens by 256 columns 512 m each; the WARPS_N warps of the same K slice share one;
+//     in a fused kernel (fusion.cuh) all x tiles instead, once (stage_x.cuh)
 //   accumulators of every warp, double-buffered              64 TILE_M each
 // Both rings are filled with cp.async, STAGES tiles ahead. An x tile is not copied again where the columns stay the same.
+//
+// A fused kernel asks for its first weight tiles before griddepcontrol.wait. With SILU_MUL row tiles come in pairs,
+// rows r to r + 15 and n / 2 + r to n / 2 + r + 15, that two of the WARPS_N row tiles of a CTA are.
+//
 // Accumulators are float32 and added in a fixed order: every run returns the same bits.
 //
 // Bound by latency and issue at one or two tiles per warp (4096 x 4096, m = 1: DRAM 42 %, ALU 45 %, issue 46 %, 8.2 us of a
 // floor of 4.4), by memory at 28672 x 8192 (DRAM 78 %, .82 to .92 of the floor's rate). README.md has the figures.
 //
-// Compiled with SCALAR (__half or __nv_bfloat16), KEEP (values per block), TILE_M (1, 8, 16, 32 or 64), WARPS_N, WARPS_K and
-// STAGES.
+// Compiled with SCALAR (__half or __nv_bfloat16), KEEP (values per block), TILE_M (1, 8, 16, 32 or 64), WARPS_N, WARPS_K,
+// STAGES, and what fusion.cuh takes.
 
 #include "ptx/bar.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/mma.cuh"
-#include "types.cuh"
+#include "stage_x.cuh"
 #include "tile.cuh"
+#include "types.cuh"
 
 constexpr int kSliceThreads = WARPS_K * kWarpSize;  // of a row tile
 constexpr int kUnit = 8;                            // values of x in 16 bytes: two k-steps of a lane
@@ -33,7 +39,8 @@ constexpr int kTokenGroups = (TILE_M + 7) / 8;      // mma operands of 8 tokens
 constexpr int kChains = TILE_M > 16 ? 1 : 2;        // accumulators per output: two hide mma latency at few tokens
 constexpr int kWarps = WARPS_N * WARPS_K;
 
-static_assert(WARPS_N == 1 || WARPS_K <= 15, "each K slice has a named barrier of its own, 1 to 15");
+static_assert(!SILU_MUL || WARPS_N % 2 == 0, "a CTA has both row tiles of a pair");
+static_assert(kFused || WARPS_N == 1 || WARPS_K <= 15, "each K slice has a named barrier of its own, 1 to 15");
 
 // The swizzle of an x tile: XORed to the address of a lane's block, so that the eight lanes of a quarter-warp read (four blocks
 // of two tokens) fall into different banks.
@@ -118,23 +125,44 @@ __device__ __forceinline__ void store_partial(Partial& partial, const Accumulato
     }
 }
 
-// Adds the partials of the K slices of a row tile and stores y; `index` is the thread's among the row tile's.
-__device__ __forceinline__ void reduce_slices(const Partial* partials, const SCALAR* bias, SCALAR* y, int m, int n,
-                                              int first_row, int index) {
+// The row tile of w that is `index`-th of those that CTAs stride over.
+__device__ __forceinline__ int row_tile_of(int index, int row_tiles) {
+    return SILU_MUL ? index / 2 + index % 2 * (row_tiles / 2) : index;
+}
+
+// What ADD_RESIDUAL adds to output `i` of a row tile.
+__device__ __forceinline__ float residual_at(const SCALAR* residual, int i, int m, int n, int first_row) {
+    const int token = i / kTileRows, row = first_row + i % kTileRows;
+    return ADD_RESIDUAL && token < m && row < n ? to_float(residual[static_cast<long long>(token) * n + row]) : 0.0f;
+}
+
+// Adds the partials of the K slices of a row tile, or of a pair of them, and stores y; `index` is the thread's among `threads`,
+// `first_residual` what is added to its first output.
+__device__ __forceinline__ void reduce_slices(const Partial* partials, const SCALAR* bias, const SCALAR* residual,
+                                              float first_residual, SCALAR* y, int m, int n, int first_row, int index,
+                                              int threads) {
+    const int rows = SILU_MUL ? n / 2 : n;
 #pragma unroll 1
-    for (int i = index; i < m * kTileRows; i += kSliceThreads) {
+    for (int i = index; i < m * kTileRows; i += threads) {
         const int row = first_row + i % kTileRows;
-        if (row >= n) continue;
-        float sum = bias ? to_float(bias[row]) : 0.0f;
+        if (row >= rows) continue;
+        const long long at = static_cast<long long>(i / kTileRows) * rows + row;
+        float sum = bias ? to_float(bias[row]) : 0.0f, up = SILU_MUL && bias ? to_float(bias[rows + row]) : 0.0f;
+        const float added = i == index ? first_residual : residual_at(residual, i, m, n, first_row);
 #pragma unroll
-        for (int slice = 0; slice < WARPS_K; ++slice) sum += partials[slice][i / kTileRows][i % kTileRows];
-        store(y + static_cast<long long>(i / kTileRows) * n + row, sum);
+        for (int slice = 0; slice < WARPS_K; ++slice) {
+            sum += partials[slice][i / kTileRows][i % kTileRows];
+            if (SILU_MUL) up += partials[WARPS_K + slice][i / kTileRows][i % kTileRows];
+        }
+        if (SILU_MUL) sum = silu_mul(sum, up);
+        if (ADD_RESIDUAL) sum = added + rounded(sum);
+        store(y + at, sum);
     }
 }
 
-// Synchronises the warps that share the x tiles of a K slice.
+// Synchronises the warps that share the ring of x tiles of a K slice.
 __device__ __forceinline__ void sync_slice(int slice) {
-    if (WARPS_N == 1) __syncwarp();
+    if (kFused || WARPS_N == 1) __syncwarp();
     else bar_sync<WARPS_N * kWarpSize>(1 + slice);
 }
 
@@ -152,13 +180,13 @@ struct WarpPipeline {
     }
 
     __device__ __forceinline__ void copy_weights(int stage) const {
-        const long long index = static_cast<long long>(group + warp_n) * column_tiles + column;
+        const long long index = static_cast<long long>(row_tile_of(group + warp_n, row_tiles)) * column_tiles + column;
         if (group + warp_n < row_tiles) copy_tile(weight_ring + stage * kTileBytes, tiles + index * kTileBytes, lane);
     }
 
     // Refills a stage whose x tile is that of column tile `held`.
     __device__ __forceinline__ void refill(int stage, int held) {
-        if (group < row_tiles && column != held) x.copy(x_ring + stage * x_bytes, column, warp_n, lane);
+        if (!kFused && group < row_tiles && column != held) x.copy(x_ring + stage * x_bytes, column, warp_n, lane);
         copy_weights(stage);
         cp_async_commit_group();
         advance();
@@ -174,15 +202,28 @@ struct WarpPipeline {
             cp_async_commit_group();
         }
     }
+
+    // The same in a fused kernel, where x is no ring.
+    __device__ __forceinline__ void fill_weights() {
+#pragma unroll
+        for (int i = 0; i < STAGES; ++i, advance()) {
+            copy_weights(i);
+            cp_async_commit_group();
+        }
+    }
 };
 
 extern "C" __global__ void __launch_bounds__(WARPS_N * kSliceThreads, 1) semisparse_bitmask_decode(
-    const SCALAR* __restrict__ x,             // [m, k]
+    // x and residual are not __restrict__: loads that the compiler takes for constants could move before the wait.
+    const SCALAR* x,                          // [m, k]
     const unsigned char* __restrict__ tiles,  // [row_tiles, column_tiles, kTileBytes]
-    const SCALAR* __restrict__ bias,          // [n] or null
-    SCALAR* __restrict__ y,                   // [m, n]
+    const SCALAR* bias,                       // [n] or null
+    const SCALAR* norm_weight,                // [k], aligned to 16 bytes, with RMS_NORM
+    const SCALAR* residual,                   // [m, n] with ADD_RESIDUAL
+    SCALAR* y,                                // [m, n], or [m, n / 2] with SILU_MUL
     int m, int n, int k, int row_tiles, int column_tiles,
-    int x_aligned                             // whether every row of x begins at a multiple of 16 bytes
+    int x_aligned,                            // whether every row of x begins at a multiple of 16 bytes
+    float epsilon
 ) {
     extern __shared__ __align__(256) unsigned char shared[];
     const int lane = threadIdx.x % kWarpSize;
@@ -193,24 +234,39 @@ extern "C" __global__ void __launch_bounds__(WARPS_N * kSliceThreads, 1) semispa
     const int first_group = blockIdx.x * WARPS_N;
     const int x_bytes = m * kTokenBytes;
     const Word x_rings = smem_address(shared) + kWarps * STAGES * kTileBytes;
-    Partial* partials = reinterpret_cast<Partial*>(shared + kWarps * STAGES * kTileBytes + WARPS_K * STAGES * x_bytes);
+    const int x_tiles = kFused ? column_tiles : WARPS_K * STAGES;
+    Partial* partials = reinterpret_cast<Partial*>(shared + kWarps * STAGES * kTileBytes + x_tiles * x_bytes);
     WarpPipeline pipeline{tiles, XLoader{x, m, k, x_aligned != 0}, smem_address(shared) + warp * STAGES * kTileBytes,
                           x_rings + slice * STAGES * x_bytes, x_bytes, row_tiles, column_tiles, stride, warp_n, slice, lane,
                           first_group, slice};
     griddepcontrol_launch_dependents();
-    griddepcontrol_wait();
-    pipeline.fill();
+    if constexpr (!kFused) {
+        griddepcontrol_wait();
+        pipeline.fill();
+    } else {
+        const XStage<kWarps, TILE_M> stage(norm_weight, m, k);
+        pipeline.fill_weights();
+        griddepcontrol_wait();
+        stage.copy(x, column_tiles * kWarpSize, epsilon, [&](int token, int unit) {
+            return XLoader::unit_address(x_rings + unit / kWarpSize * x_bytes, token, unit % kWarpSize);
+        });
+    }
 
+    constexpr int kSharing = SILU_MUL ? 2 : 1;  // row tiles whose warps store the same outputs
+    const int first_warp = warp - slice - warp_n % kSharing * WARPS_K;
     int stage = 0, parity = 0;
     for (int group = first_group; group < row_tiles; group += stride, parity ^= 1) {
         Accumulators accumulators = {};
+        const int first_row = (group + warp_n) / kSharing * kTileRows, index = (warp - first_warp) * kWarpSize + lane;
+        const float first_residual = residual_at(residual, index, m, n, first_row);
 #pragma unroll 1
         for (int column = slice; column < column_tiles; column += WARPS_K) {
             wait_tiles<STAGES - 1>();
             sync_slice(slice);
             if (group + warp_n < row_tiles) {
                 TileExpander tile(pipeline.weight_ring + stage * kTileBytes, lane);
-                const XFragments fragments(pipeline.x_ring + stage * x_bytes, m, lane);
+                const Word x_tile = kFused ? x_rings + column * x_bytes : pipeline.x_ring + stage * x_bytes;
+                const XFragments fragments(x_tile, m, lane);
                 uint4 units[kTokenGroups];
                 mma_tile(accumulators, tile, fragments, units);
             }
@@ -221,6 +277,7 @@ extern "C" __global__ void __launch_bounds__(WARPS_N * kSliceThreads, 1) semispa
         Partial* of_group = partials + parity * kWarps;
         store_partial(of_group[warp], accumulators, m, lane);
         __syncthreads();
-        reduce_slices(of_group + warp - slice, bias, y, m, n, (group + warp_n) * kTileRows, slice * kWarpSize + lane);
+        reduce_slices(of_group + first_warp, bias, residual, first_residual, y, m, n, first_row, index,
+                      kSharing * kSliceThreads);
     }
 }

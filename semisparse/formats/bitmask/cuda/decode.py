@@ -9,15 +9,25 @@ from torch import Tensor
 
 from semisparse.formats.base import Packed
 from semisparse.formats.bitmask.cuda import operands
-from semisparse.formats.bitmask.cuda.schedule import DECODE_MAX_TOKENS, choose_decode
+from semisparse.formats.bitmask.cuda.schedule import DECODE_MAX_TOKENS, DecodeSchedule, choose_decode, choose_fused
 from semisparse.formats.bitmask.storage.gpu import tiling
-from semisparse.formats.kernel import Problem, Product
+from semisparse.formats.kernel import NOTHING_FUSED, FusedOperands, FusedProduct, Problem, Product
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.kernel import CudaSource
 from semisparse.runtime.nvrtc import Defines
 
+UNFUSED: Defines = {"RMS_NORM": 0, "ADD_RESIDUAL": 0, "SILU_MUL": 0}
 
-def _defines(dtype: torch.dtype, keep: int, tile_m: int, warps_n: int, warps_k: int, stages: int) -> Defines:
+
+def _defines(
+    dtype: torch.dtype,
+    keep: int,
+    tile_m: int,
+    warps_n: int,
+    warps_k: int,
+    stages: int,
+    fusion: Defines = UNFUSED,
+) -> Defines:
     return {
         "SCALAR": operands.SCALARS[dtype],
         "KEEP": keep,
@@ -25,6 +35,7 @@ def _defines(dtype: torch.dtype, keep: int, tile_m: int, warps_n: int, warps_k: 
         "WARPS_N": warps_n,
         "WARPS_K": warps_k,
         "STAGES": stages,
+        **fusion,
     }
 
 
@@ -37,6 +48,10 @@ SOURCE = CudaSource(
         _defines(torch.float16, keep=64, tile_m=16, warps_n=2, warps_k=4, stages=2),
         _defines(torch.float16, keep=32, tile_m=32, warps_n=4, warps_k=2, stages=2),
         _defines(torch.bfloat16, keep=32, tile_m=64, warps_n=8, warps_k=1, stages=2),
+        _defines(torch.bfloat16, 32, 1, 1, 8, 2, {**UNFUSED, "RMS_NORM": 1}),
+        _defines(torch.float16, 32, 1, 2, 8, 2, {**UNFUSED, "RMS_NORM": 1, "SILU_MUL": 1}),
+        _defines(torch.bfloat16, 32, 1, 1, 8, 2, {**UNFUSED, "ADD_RESIDUAL": 1}),
+        _defines(torch.float16, 32, 8, 2, 8, 2, {**UNFUSED, "RMS_NORM": 1, "SILU_MUL": 1}),
     ),
 )
 
@@ -56,22 +71,36 @@ def prepare(problem: Problem) -> Product:
     Returns:
         The product, accumulated in float32.
     """
+    facts = device_facts(problem.device)
+    return _prepared(problem, choose_decode(problem.m, tiling(problem.spec), facts))
+
+
+def fuse(problem: Problem) -> FusedProduct | None:
+    """As `prepare`, with a prologue and an epilogue; None where no schedule has them."""
+    schedule = choose_fused(problem, tiling(problem.spec), device_facts(problem.device))
+    return None if schedule is None else _prepared(problem, schedule)
+
+
+def _prepared(problem: Problem, schedule: DecodeSchedule) -> FusedProduct:
     n, k, device = problem.n, problem.k, problem.device
     weight = tiling(problem.spec)
-    facts = device_facts(device)
-    schedule = choose_decode(problem.m, weight, facts)
     config = (schedule.tile_m, schedule.warps_n, schedule.warps_k, schedule.stages)
-    defines = _defines(problem.dtype, weight.keep, *config)
+    defines = _defines(problem.dtype, weight.keep, *config, problem.fusion_defines)
     kernel = SOURCE.build("semisparse_bitmask_decode", defines, schedule.shared).load(device)
     grid, threads, rows_align = (schedule.ctas, 1, 1), 32 * schedule.warps, k % 8 == 0
     row_tiles, column_tiles = weight.row_tiles, weight.column_tiles
+    width = n // 2 if problem.epilogue == "silu_mul" else n
+    # PDL alone costs: a decode step of llama2-7b took 2.96 ms with it, 2.75 without (H200).
+    pdl = problem.is_fused and device_facts(device).has_pdl
 
-    def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+    def decode(x: Tensor, packed: Packed, bias: Tensor | None, fused: FusedOperands = NOTHING_FUSED) -> Tensor:
         x, m = x.contiguous(), x.shape[0]
-        y = x.new_empty(m, n)
+        x = x.clone() if problem.is_fused and x.data_ptr() % 16 else x
+        y = x.new_empty(m, width)
         kernel(
-            grid, threads, pdl=False,  # with PDL a decode step of llama2-7b takes 2.96 ms, without 2.75 (H200)
+            grid, threads, pdl=pdl,
             x=x, tiles=packed.tensors["tiles"], bias=operands.bias_for(x, bias), y=y,
+            norm_weight=fused.norm_weight, residual=fused.residual, epsilon=fused.epsilon,
             m=m, n=n, k=k, row_tiles=row_tiles, column_tiles=column_tiles,
             x_aligned=rows_align and x.data_ptr() % 16 == 0,
         )  # fmt: skip

@@ -71,6 +71,23 @@ def choose_decode(m: int, weight: Tiling, gpu: DeviceFacts) -> DecodeSchedule:
     return next(schedule for schedule in fitting if schedule is not None)
 
 
+def choose_fused(problem: Problem, weight: Tiling, gpu: DeviceFacts) -> DecodeSchedule | None:
+    """Choose the schedule of decode.cu with a prologue and an epilogue; None where it has none.
+
+    Args:
+        problem: the product.
+        weight: its tiles.
+        gpu: what it runs on.
+    """
+    gated = problem.epilogue == "silu_mul"
+    if problem.k % 8 or (gated and problem.n % (2 * ROWS)):
+        return None
+    warps_n = 2 if gated else 1
+    candidates = [(warps_n, 8, 2), (warps_n, 4, 1)]
+    fitting = (_decode_schedule(problem.m, weight, gpu, *candidate, True) for candidate in candidates)
+    return next((schedule for schedule in fitting if schedule is not None), None)
+
+
 def _preferred(m: int, weight: Tiling, sms: int) -> tuple[int, int, int]:
     """Return warps_n, warps_k and stages."""
     row_tiles, column_tiles = weight.row_tiles, weight.column_tiles
@@ -94,14 +111,14 @@ def _preferred(m: int, weight: Tiling, sms: int) -> tuple[int, int, int]:
 
 
 def _decode_schedule(
-    m: int, weight: Tiling, gpu: DeviceFacts, warps_n: int, warps_k: int, stages: int
+    m: int, weight: Tiling, gpu: DeviceFacts, warps_n: int, warps_k: int, stages: int, whole_x: bool = False
 ) -> DecodeSchedule | None:
     """Return the schedule with as many CTAs as are resident at a time, or None if no CTA fits."""
     tile_m = next(tokens for tokens in DECODE_WARPS_PER_SM if m <= tokens)
     warps_k = min(warps_k, weight.column_tiles)
     warps = warps_n * warps_k
-    rings = stages * (warps * weight.tile_bytes + warps_k * m * 2 * COLUMNS)
-    shared = rings + 2 * warps * tile_m * ROWS * 4
+    x_tiles = weight.column_tiles if whole_x else stages * warps_k
+    shared = stages * warps * weight.tile_bytes + x_tiles * m * 2 * COLUMNS + 2 * warps * tile_m * ROWS * 4
     resident = min(gpu.shared_per_sm // (shared + RESERVED_SHARED), DECODE_WARPS_PER_SM[tile_m] // warps)
     if not resident:
         return None

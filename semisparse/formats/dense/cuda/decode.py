@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from semisparse.formats.base import Packed
-from semisparse.formats.kernel import Problem, Product
+from semisparse.formats.kernel import NOTHING_FUSED, FusedOperands, FusedProduct, Problem, Product
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.kernel import CudaSource, cuda_refusal
 from semisparse.runtime.nvrtc import Defines
@@ -23,18 +23,30 @@ STEPS = {1: 4, 2: 2}
 """That a warp has in flight, 2 KB of weights each, by the operands of 8 tokens: what registers allow."""
 
 CTAS_PER_SM = 2
+"""That registers allow."""
+
+SHARED_X_BYTES = 72 << 10
+"""Of x, that a CTA of a fused kernel keeps in shared memory at most: an SM has two."""
 
 ROWS, STEP_COLUMNS = 16, 64
 """Of a row tile, and of a warp's step: kTileRows and kStepColumns in decode.cu."""
 
+UNFUSED: Defines = {"RMS_NORM": 0, "ADD_RESIDUAL": 0, "SILU_MUL": 0}
 
-def _defines(dtype: torch.dtype, n8_tiles: int) -> Defines:
+
+def _defines(dtype: torch.dtype, n8_tiles: int, fusion: Defines = UNFUSED) -> Defines:
     sizes = {"N8_TILES": n8_tiles, "WARPS": WARPS, "STEPS": STEPS[n8_tiles], "CTAS_PER_SM": CTAS_PER_SM}
-    return {"SCALAR": SCALARS[dtype], **sizes}
+    return {"SCALAR": SCALARS[dtype], **sizes, **fusion}
 
 
 SOURCE = CudaSource(
-    Path(__file__).with_name("decode.cu"), tuple(_defines(dtype, tiles) for dtype in SCALARS for tiles in (1, 2))
+    Path(__file__).with_name("decode.cu"),
+    (
+        *(_defines(dtype, tiles) for dtype in SCALARS for tiles in (1, 2)),
+        _defines(torch.bfloat16, 1, {**UNFUSED, "RMS_NORM": 1}),
+        _defines(torch.float16, 1, {**UNFUSED, "RMS_NORM": 1, "SILU_MUL": 1}),
+        _defines(torch.bfloat16, 1, {**UNFUSED, "ADD_RESIDUAL": 1}),
+    ),
 )
 
 
@@ -64,19 +76,42 @@ def pays(problem: Problem) -> bool:
 
 def prepare(problem: Problem) -> Product:
     """Compile and load the kernel for one problem; accumulators are float32."""
-    n, k, facts = problem.n, problem.k, device_facts(problem.device)
-    n8_tiles = -(-problem.m // 8)
-    build = SOURCE.build("semisparse_dense_decode", _defines(problem.dtype, n8_tiles))
-    kernel = build.load(problem.device)
-    ctas = min(-(-n // ROWS), CTAS_PER_SM * facts.sms)
-    steps = -(-k // (STEP_COLUMNS * WARPS * STEPS[n8_tiles])) * STEPS[n8_tiles]
-    sizes = {"n": n, "k": k, "steps": steps}
+    return _prepared(problem)
 
-    def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+
+def fuse(problem: Problem) -> FusedProduct | None:
+    """As `prepare`, with a prologue and an epilogue; None if x is too large for shared memory."""
+    uneven_halves = problem.epilogue == "silu_mul" and problem.n % ROWS
+    return None if _shared_x(problem) > SHARED_X_BYTES or uneven_halves else _prepared(problem)
+
+
+def _shared_x(problem: Problem) -> int:
+    """Return the bytes of x that a CTA keeps in shared memory."""
+    return 2 * problem.m * _steps(problem) * WARPS * STEP_COLUMNS if problem.is_fused else 0
+
+
+def _steps(problem: Problem) -> int:
+    """Return a warp's steps per row tile, a multiple of those in flight."""
+    in_flight = STEPS[-(-problem.m // 8)]
+    return -(-problem.k // (STEP_COLUMNS * WARPS * in_flight)) * in_flight
+
+
+def _prepared(problem: Problem) -> FusedProduct:
+    n, k, facts = problem.n, problem.k, device_facts(problem.device)
+    defines = _defines(problem.dtype, -(-problem.m // 8), problem.fusion_defines)
+    kernel = SOURCE.build("semisparse_dense_decode", defines, _shared_x(problem)).load(problem.device)
+    ctas = min(-(-n // ROWS), CTAS_PER_SM * facts.sms)
+    sizes = {"n": n, "k": k, "steps": _steps(problem)}
+    width = n // 2 if problem.epilogue == "silu_mul" else n
+
+    def decode(x: Tensor, packed: Packed, bias: Tensor | None, fused: FusedOperands = NOTHING_FUSED) -> Tensor:
         x, w = _aligned(x), _aligned(packed.tensors["values"])
         bias = None if bias is None else bias.to(x.dtype).contiguous()
-        y = x.new_empty(x.shape[0], n)
-        kernel((ctas, 1, 1), 32 * WARPS, pdl=facts.has_pdl, x=x, w=w, bias=bias, y=y, m=x.shape[0], **sizes)
+        y = x.new_empty(x.shape[0], width)
+        kernel(
+            (ctas, 1, 1), 32 * WARPS, pdl=facts.has_pdl, x=x, w=w, bias=bias, norm_weight=fused.norm_weight,
+            residual=fused.residual, y=y, m=x.shape[0], epsilon=fused.epsilon, **sizes,
+        )  # fmt: skip
         return y
 
     return decode

@@ -22,25 +22,69 @@
 #pragma once
 
 #include "chunk.cuh"
+#include "fusion.cuh"
 #include "ptx/integer.cuh"
 #include "ptx/shared.cuh"
 #include "warp.cuh"
 
 // x in global memory, and its first groups in registers: loaded before the weight's copies are issued, behind which they came
-// 3,800 cycles later. Thread t converts the groups t, t + kThreads, ...
+// 3,800 cycles later; in a fused kernel, which issues these before griddepcontrol.wait, after them. Thread t converts the groups
+// t, t + kThreads, ...; with RMS_NORM it normalises them first, by the squares that all threads have summed.
 struct StagedActivations {
     static constexpr int kPreloaded = ALIGNED_K ? 2 : 0;  // groups per thread
 
-    const Element* x;  // [m, k]
+    const Element* x;            // [m, k]
+    const Element* norm_weight;  // [k] with RMS_NORM
     int m, k;
+    float scales[TOKENS];        // of the normalised tokens
+    Word first_weight[kGroupSize / 2];  // norm_weight of this thread's first group
     Word preloaded[kPreloaded + 1][kGroupSize / 2];
 
-    __device__ __forceinline__ StagedActivations(const Element* x, int m, int k) : x(x), m(m), k(k) {
+    // Reads nothing but the norm's weight; it may run before griddepcontrol.wait.
+    __device__ __forceinline__ StagedActivations(const Element* x, int m, int k, const Element* norm_weight)
+        : x(x), norm_weight(norm_weight), m(m), k(k) {
+        if (RMS_NORM && index(0) < TOKENS * groups()) load_weight(first_weight, group_of(index(0)));
+    }
+
+    // Loads this thread's first groups of x, and with RMS_NORM sums all squares.
+    __device__ __forceinline__ void load_first(float epsilon) {
 #pragma unroll
         for (int j = 0; j < kPreloaded; ++j) {
             if (index(j) < TOKENS * groups()) load(preloaded[j], index(j));
         }
+        if constexpr (RMS_NORM) sum_squares(epsilon);
     }
+
+    __device__ __forceinline__ void load_weight(Word (&words)[kGroupSize / 2], int group) const {
+        const int column = group * kGroupSize;
+        if (column < k) load_x(words, reinterpret_cast<const unsigned short*>(norm_weight) + column, k - column);
+    }
+
+    // Sets `scales` to the reciprocals of the tokens' root mean squares.
+    __device__ __forceinline__ void sum_squares(float epsilon) {
+        __shared__ float of_warps[WARPS][TOKENS];
+        float sums[TOKENS] = {};
+        for_each_loaded_group([&](const Word (&words)[kGroupSize / 2], int, int token) {
+            float squares = 0.0f;
+#pragma unroll
+            for (int i = 0; i < kGroupSize / 2; ++i) squares += squares_of(words[i]);
+#pragma unroll
+            for (int j = 0; j < TOKENS; ++j) sums[j] += token == j ? squares : 0.0f;
+        });
+#pragma unroll
+        for (int token = 0; token < TOKENS; ++token) {
+            const float sum = warp_sum(sums[token]);
+            if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32][token] = sum;
+        }
+        __syncthreads();
+#pragma unroll
+        for (int token = 0; token < TOKENS; ++token) {
+            float sum = 0.0f;
+            for (int warp = 0; warp < WARPS; ++warp) sum += of_warps[warp][token];
+            scales[token] = rsqrtf(sum / k + epsilon);
+        }
+    }
+
 
     // Groups of a token, with padding.
     __device__ __forceinline__ int groups() const {
@@ -58,8 +102,26 @@ struct StagedActivations {
         load_x(words, reinterpret_cast<const unsigned short*>(x) + row + column, k - column);
     }
 
-    // Calls take(words of a group, group, token) for each of this thread's groups.
+    // Calls take(words of a group, group, token) for each of this thread's groups, normalised.
     template <typename Take> __device__ __forceinline__ void for_each_group(const Take& take) const {
+        if constexpr (!RMS_NORM) {
+            for_each_loaded_group(take);
+        } else {
+            for_each_loaded_group([&](const Word (&words)[kGroupSize / 2], int group, int token) {
+                Word weight[kGroupSize / 2], result[kGroupSize / 2];
+                const bool first = token * groups() + group == index(0);
+                if (!first) load_weight(weight, group);
+                const float scale = TOKENS > 1 && token ? scales[TOKENS - 1] : scales[0];
+#pragma unroll
+                for (int i = 0; i < kGroupSize / 2; ++i)
+                    result[i] = group * kGroupSize < k ? normalised(words[i], first ? first_weight[i] : weight[i], scale) : 0;
+                take(result, group, token);
+            });
+        }
+    }
+
+    // The same for groups as they were loaded.
+    template <typename Take> __device__ __forceinline__ void for_each_loaded_group(const Take& take) const {
         const int count = TOKENS * groups();
 #pragma unroll
         for (int j = 0; j < kPreloaded; ++j) {

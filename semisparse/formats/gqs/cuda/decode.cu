@@ -21,9 +21,12 @@
 // H200 one token of W4S50 takes 5.5 us at 4096 x 4096 and 36.9 us at 28672 x 8192, 4.0 and 1.9 times the time that its bytes
 // take (results/h200/gqs-decode.csv; instruction counts and profiles in docs/kernels/gqs.md).
 //
+// A fused kernel (fusion.cuh) fills its streams before griddepcontrol.wait, and loads x after it.
+//
 // Macros: SCALAR (__half or __nv_bfloat16), BITS (4 or 8), TOKENS (1, 2, 8 or 16, at most), INT8_X (quantises x), WARPS,
 // CTAS_PER_SM (for registers), CHUNKS_PER_K_TILE, STAGE_GROUPS and STAGES (stream.cuh), ALIGNED_K (K is a multiple of 256 and
-// x aligned to 16 bytes), STREAM_K. cuda/schedule.py chooses them.
+// x aligned to 16 bytes), STREAM_K, and what fusion.cuh takes.
+// cuda/schedule.py chooses them.
 
 #include "mma_codes.cuh"
 #include "mma_dequantised.cuh"
@@ -45,24 +48,40 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_g
     const char* codes,        // [kept, kGroupBytes]
     const char* scale,        // [kept], an Element each
     const char* zero,         // [kept]
-    const Element* bias,      // [n] or null
-    Element* __restrict__ y,  // [m, n]
+    const Element* bias,         // [n] or null
+    const Element* norm_weight,  // [k], aligned to 16 bytes, with RMS_NORM
+    const Element* residual,     // [m, n] with ADD_RESIDUAL
+    Element* y,                  // [m, n], or [m, n / 2] with SILU_MUL
     int m, int n, int k,
     int chunks_per_tile, int chunks, int kept,  // of a row tile, of the weight; groups that it keeps
     int tiles_per_cta, int ctas_with_extra,     // row tiles of a CTA; how many CTAs have one more
-    int prefetch_groups                         // groups that each warp prefetches to L2
+    int prefetch_groups,                        // groups that each warp prefetches to L2
+    int whole_at,                               // where in dynamic shared memory the schedule has row tiles, with SILU_MUL
+    float epsilon
 ) {
-    extern __shared__ uint4 shared[];  // a stream per warp, then what Mma keeps there
+    extern __shared__ uint4 shared[];  // a stream per warp, then what Mma keeps there, then what the schedule keeps
     __shared__ Schedule::Partials partials;
     const Weight weight = {masks, starts, codes, scale, zero, chunks, kept};
-    const Schedule schedule(chunks_per_tile, tiles_per_cta, ctas_with_extra);
+    float* whole = reinterpret_cast<float*>(reinterpret_cast<char*>(shared) + whole_at);
+    const Schedule schedule(chunks_per_tile, tiles_per_cta, ctas_with_extra, chunks, whole);
     const int warp = warp_id();
-    weight.prefetch(schedule.first_chunk, schedule.end_chunk, prefetch_groups);
-    griddepcontrol_wait();
-    griddepcontrol_launch_dependents();
-    const Mma::Activations activations{x, m, k};
-    const Word smem = smem_address(shared);
-    WeightStream stream(weight, keep_in_register(smem + warp * kStreamBytes), schedule.first_chunk, schedule.end_chunk);
-    Mma mma(activations, smem + WARPS * kStreamBytes);
-    schedule.run(stream, mma, {bias, y, m, n, mma}, partials);
+    const Word smem = smem_address(shared), own_smem = keep_in_register(smem + warp * kStreamBytes);
+    if constexpr (kFused) {
+        griddepcontrol_launch_dependents();
+        WeightStream stream(weight, own_smem, schedule.first_chunk, schedule.end_chunk);
+        Mma::Activations activations(x, m, k, norm_weight);
+        griddepcontrol_wait();
+        activations.load_first(epsilon);
+        Mma mma(activations, smem + WARPS * kStreamBytes);
+        schedule.run(stream, mma, {bias, residual, y, m, n, mma}, partials);
+    } else {
+        weight.prefetch(schedule.first_chunk, schedule.end_chunk, prefetch_groups);
+        griddepcontrol_wait();
+        griddepcontrol_launch_dependents();
+        Mma::Activations activations(x, m, k, norm_weight);
+        activations.load_first(epsilon);
+        WeightStream stream(weight, own_smem, schedule.first_chunk, schedule.end_chunk);
+        Mma mma(activations, smem + WARPS * kStreamBytes);
+        schedule.run(stream, mma, {bias, residual, y, m, n, mma}, partials);
+    }
 }

@@ -10,10 +10,10 @@ from torch import Tensor
 from semisparse.formats.base import Packed
 from semisparse.formats.gqs.cuda import quantise_x
 from semisparse.formats.gqs.cuda.operands import aligned
-from semisparse.formats.gqs.cuda.schedule import ELEMENTS, GROUP_SIZE, MAX_TOKENS, Schedule, choose
+from semisparse.formats.gqs.cuda.schedule import ELEMENTS, GROUP_SIZE, MAX_TOKENS, Schedule, choose, choose_fused
 from semisparse.formats.gqs.storage.disk import TENSORS, code_bits, group_size, quantises_x
 from semisparse.formats.gqs.storage.masks import CHUNK_GROUPS, CHUNK_ROWS
-from semisparse.formats.kernel import Problem, Product
+from semisparse.formats.kernel import NOTHING_FUSED, FusedOperands, FusedProduct, Problem, Product
 from semisparse.quant.group import KINDS
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.kernel import CudaSource, cuda_refusal
@@ -36,6 +36,10 @@ SOURCE = CudaSource(
             Schedule(torch.float16, 8, 16, False, True, False, 8),
             Schedule(torch.bfloat16, 8, 16, False, False, False, 8),
             Schedule(torch.bfloat16, 8, 8, False, True, False, 4),
+            Schedule(torch.bfloat16, 4, 1, False, True, True, 16, (1, 0, 0)),
+            Schedule(torch.float16, 4, 1, False, True, True, 16, (1, 0, 1)),
+            Schedule(torch.bfloat16, 4, 2, False, False, True, 8, (1, 0, 1)),
+            Schedule(torch.bfloat16, 4, 1, False, True, False, 8, (0, 1, 0)),
         )
     ),
 )
@@ -61,22 +65,37 @@ def refusal(problem: Problem) -> str | None:
 
 def prepare(problem: Problem) -> Product:
     """Prepare to multiply 1 to 16 tokens: choose a schedule, compile and load its build."""
-    n, k, device, dtype = problem.n, problem.k, problem.device, problem.dtype
-    facts, int8_x = device_facts(device), quantises_x(problem.params)
-    schedule = choose(problem.m, n, k, dtype, code_bits(problem.params, GROUP_SIZE), int8_x, facts)
-    kernel = SOURCE.build("semisparse_gqs_decode", schedule.defines, schedule.shared_bytes(k)).load(device)
-    quantise = quantise_x.prepare(device, dtype) if int8_x and not schedule.int8_x else None
-    row_tiles, chunks_per_tile = -(-n // CHUNK_ROWS), -(-k // (CHUNK_GROUPS * GROUP_SIZE))
-    ctas = schedule.ctas(row_tiles, facts)
-    tiles_per_cta, ctas_with_extra = divmod(row_tiles, ctas)
+    facts, int8_x = device_facts(problem.device), quantises_x(problem.params)
+    bits = code_bits(problem.params, GROUP_SIZE)
+    return _prepared(problem, choose(problem.m, problem.n, problem.k, problem.dtype, bits, int8_x, facts))
 
-    def matmul(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+
+def fuse(problem: Problem) -> FusedProduct | None:
+    """As `prepare`, with a prologue and an epilogue; None where no schedule has them."""
+    schedule = choose_fused(problem, device_facts(problem.device))
+    return None if schedule is None else _prepared(problem, schedule)
+
+
+def _prepared(problem: Problem, schedule: Schedule) -> FusedProduct:
+    n, k, device, dtype = problem.n, problem.k, problem.device, problem.dtype
+    facts, gated = device_facts(device), problem.epilogue == "silu_mul"
+    quantise = quantise_x.prepare(device, dtype) if quantises_x(problem.params) and not schedule.int8_x else None
+    row_tiles, chunks_per_tile = -(-n // CHUNK_ROWS), -(-k // (CHUNK_GROUPS * GROUP_SIZE))
+    divided = row_tiles // 2 if gated else row_tiles
+    ctas = schedule.ctas(divided, facts)
+    tiles_per_cta, ctas_with_extra = divmod(divided, ctas)
+    whole_at = schedule.shared_bytes(k)
+    whole = 2 * (tiles_per_cta + 1) * CHUNK_ROWS * schedule.tokens * 4 if gated else 0
+    kernel = SOURCE.build("semisparse_gqs_decode", schedule.defines, whole_at + whole).load(device)
+    width = n // 2 if gated else n
+
+    def matmul(x: Tensor, packed: Packed, bias: Tensor | None, fused: FusedOperands = NOTHING_FUSED) -> Tensor:
         m, kept = x.shape[0], int(packed.params["kept"])
-        if not kept:
+        if not (kept or problem.is_fused):
             return x.new_zeros(m, n) if bias is None else bias.to(dtype).repeat(m, 1)
         x = x if quantise is None else quantise(x)
         x = aligned(x) if schedule.aligned_k else x.contiguous()
-        y = x.new_empty(m, n)
+        y = x.new_empty(m, width)
         kernel(
             (ctas, 1, 1),
             schedule.threads,
@@ -84,6 +103,8 @@ def prepare(problem: Problem) -> Product:
             x=x,
             **{name: aligned(packed.tensors[name]) for name in TENSORS},
             bias=None if bias is None else bias.to(dtype).contiguous(),
+            norm_weight=fused.norm_weight,
+            residual=fused.residual,
             y=y,
             m=m,
             n=n,
@@ -94,6 +115,8 @@ def prepare(problem: Problem) -> Product:
             tiles_per_cta=tiles_per_cta,
             ctas_with_extra=ctas_with_extra,
             prefetch_groups=schedule.prefetched_groups(kept, ctas) if facts.has_pdl else 0,
+            whole_at=whole_at,
+            epsilon=fused.epsilon,
         )
         return y
 

@@ -17,6 +17,9 @@ struct MmaDequantised {
     struct Activations {
         const Element* x;  // [m, k]
         int m, k;
+
+        __device__ __forceinline__ Activations(const Element* x, int m, int k, const Element*) : x(x), m(m), k(k) {}
+        __device__ __forceinline__ void load_first(float) {}
     };
 
     float accumulators[kTokenTiles][4];

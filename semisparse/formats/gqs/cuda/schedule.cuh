@@ -2,25 +2,49 @@
 // by Stream-K inside of a CTA. Either way no CTA needs another's, nothing is left in memory between launches, and the order of
 // all additions is fixed: results repeat bit for bit.
 //
+// With SILU_MUL a CTA has rows of the gate and the same ones of what it is multiplied by, in the weight's second half. One half of
+// its warps multiplies either; all accumulators meet in shared memory.
+//
 // Work is counted in k-tiles of CHUNKS_PER_K_TILE chunks. A k-tile takes the same instructions whatever it keeps, and
 // instructions bound the kernel; so k-tiles, not kept groups, are divided evenly.
 
 #pragma once
 
+#include "fusion.cuh"
 #include "stream.cuh"
 
 constexpr int kTileCells = kRows * TOKENS;  // of a row tile's output, token after token
 
 template <typename Mma> struct Epilogue {
     const Element* bias;      // [n] or null
-    Element* __restrict__ y;  // [m, n]
+    const Element* residual;  // [m, n] with ADD_RESIDUAL
+    Element* y;               // [m, n], or [m, n / 2] with SILU_MUL
     int m, n;
     const Mma& mma;
 
+    __device__ __forceinline__ float output_of(int row, int token, float accumulator) const {
+        return mma.to_output(accumulator, token) + (bias ? to_float(bias[row]) : 0.0f);
+    }
+
     __device__ __forceinline__ void store_cell(int row, int token, float accumulator) const {
+        store_cell(row, token, accumulator, residual_of(row, token));
+    }
+
+    __device__ __forceinline__ void store_cell(int row, int token, float accumulator, float added) const {
         if (row >= n || token >= m) return;
-        const float value = mma.to_output(accumulator, token);
-        store(y + static_cast<long long>(token) * n + row, value + (bias ? to_float(bias[row]) : 0.0f));
+        float value = output_of(row, token, accumulator);
+        if constexpr (ADD_RESIDUAL) value = added + rounded(value);
+        store(y + static_cast<long long>(token) * n + row, value);
+    }
+
+    __device__ __forceinline__ float residual_of(int row, int token) const {
+        return ADD_RESIDUAL && row < n && token < m ? to_float(residual[static_cast<long long>(token) * n + row]) : 0.0f;
+    }
+
+    __device__ __forceinline__ void store_gated(int row, int token, float gate, float up) const {
+        if (row >= n / 2 || token >= m) return;
+        const float value = silu_mul(output_of(row, token, gate), output_of(n / 2 + row, token, up));
+        store(y + static_cast<long long>(token) * (n / 2) + row, value);
     }
 };
 
@@ -51,7 +75,7 @@ template <typename Mma> struct TilePerCta {
     int begin, end;              // k-tiles of this warp
     int first_chunk, end_chunk;  // of this warp, counted over the weight
 
-    __device__ __forceinline__ TilePerCta(int chunks_per_tile, int, int) : chunks_per_tile(chunks_per_tile) {
+    __device__ __forceinline__ TilePerCta(int chunks_per_tile, int, int, int, float*) : chunks_per_tile(chunks_per_tile) {
         const int k_tiles = (chunks_per_tile + CHUNKS_PER_K_TILE - 1) / CHUNKS_PER_K_TILE, warp = warp_id();
         begin = k_tiles * warp / WARPS;
         end = k_tiles * (warp + 1) / WARPS;
@@ -64,6 +88,8 @@ template <typename Mma> struct TilePerCta {
                                         Partials& partials) const {
         const int warp = warp_id();
         const Word lane_bit = keep_in_register(1u << threadIdx.x % 32);
+        const int first_cell = threadIdx.x;
+        const float first_residual = epilogue.residual_of(blockIdx.x * kRows + first_cell % kRows, first_cell / kRows);
         mma.begin_range(begin * kKTileColumns);
 #pragma unroll 1
         for (int k_tile = begin; k_tile < end; ++k_tile) multiply_k_tile(mma, stream, k_tile, chunks_per_tile, lane_bit);
@@ -74,7 +100,8 @@ template <typename Mma> struct TilePerCta {
             float sum = partials[0][cell];
 #pragma unroll
             for (int i = 1; i < WARPS; ++i) sum += partials[i][cell];
-            epilogue.store_cell(blockIdx.x * kRows + cell % kRows, cell / kRows, sum);
+            const int row = blockIdx.x * kRows + cell % kRows, token = cell / kRows;
+            epilogue.store_cell(row, token, sum, cell == first_cell ? first_residual : epilogue.residual_of(row, token));
         }
     }
 };
@@ -84,22 +111,31 @@ template <typename Mma> struct TilePerCta {
 // after it, it leaves partial accumulators in shared memory; these are added in the order of the warps (the fix-up).
 template <typename Mma> struct StreamK {
     using Partials = float[WARPS][2][kTileCells];
+    static constexpr int kHalves = SILU_MUL ? 2 : 1;        // of the weight's rows
+    static constexpr int kRangeWarps = WARPS / kHalves;     // that share the row tiles of a half
 
     int chunks_per_tile, k_tiles_per_tile;
-    int begin, end;              // k-tiles of this CTA, counted over the weight
+    int half, warp;              // half of the weight, and warp of those that share it
+    float* whole;                // [kHalves, row tiles of this CTA, kTileCells]: with SILU_MUL, row tiles that one warp had whole
+    int begin, end;              // k-tiles of this CTA, counted over a half of the weight
     int range, k_tiles;          // of this warp: its first k-tile, and how many
     int first_chunk, end_chunk;  // of this warp, counted over the weight
 
     // A CTA has `tiles_per_cta` row tiles, the first `ctas_with_extra` CTAs one more.
-    __device__ __forceinline__ StreamK(int chunks_per_tile, int tiles_per_cta, int ctas_with_extra)
-        : chunks_per_tile(chunks_per_tile), k_tiles_per_tile((chunks_per_tile + CHUNKS_PER_K_TILE - 1) / CHUNKS_PER_K_TILE) {
-        const int cta = blockIdx.x, warp = warp_id();
+    // The weight has `chunks` chunks.
+    __device__ __forceinline__ StreamK(int chunks_per_tile, int tiles_per_cta, int ctas_with_extra, int chunks, float* whole)
+        : chunks_per_tile(chunks_per_tile),
+          k_tiles_per_tile((chunks_per_tile + CHUNKS_PER_K_TILE - 1) / CHUNKS_PER_K_TILE),
+          half(SILU_MUL ? warp_id() / kRangeWarps : 0),
+          warp(SILU_MUL ? warp_id() % kRangeWarps : warp_id()),
+          whole(whole) {
+        const int cta = blockIdx.x;
         begin = (cta * tiles_per_cta + min(cta, ctas_with_extra)) * k_tiles_per_tile;
         end = begin + (tiles_per_cta + (cta < ctas_with_extra)) * k_tiles_per_tile;
         range = range_begin(warp);
         k_tiles = range_begin(warp + 1) - range;
-        first_chunk = chunk_of(range);
-        end_chunk = chunk_of(range + k_tiles);
+        first_chunk = chunk_of(range) + half * (chunks / 2);
+        end_chunk = chunk_of(range + k_tiles) + half * (chunks / 2);
     }
 
     __device__ __forceinline__ int chunk_of(int k_tile) const {
@@ -108,10 +144,17 @@ template <typename Mma> struct StreamK {
         return tile * chunks_per_tile + (k_tile - tile * k_tiles_per_tile) * CHUNKS_PER_K_TILE;
     }
 
-    __device__ __forceinline__ int range_begin(int warp) const { return begin + (end - begin) * warp / WARPS; }
+    __device__ __forceinline__ int range_begin(int warp) const { return begin + (end - begin) * warp / kRangeWarps; }
 
     // The last warp whose range begins at `k_tile` or before.
-    __device__ __forceinline__ int warp_of(int k_tile) const { return ((k_tile - begin + 1) * WARPS - 1) / (end - begin); }
+    __device__ __forceinline__ int warp_of(int k_tile) const {
+        return ((k_tile - begin + 1) * kRangeWarps - 1) / (end - begin);
+    }
+
+    // Where the cells of a row tile are that one warp had whole.
+    __device__ __forceinline__ float* whole_tile(int half, int tile) const {
+        return whole + (half * (end - begin) + tile * k_tiles_per_tile - begin) / k_tiles_per_tile * kTileCells;
+    }
 
     __device__ __forceinline__ void run(WeightStream& stream, Mma& mma, const Epilogue<Mma>& epilogue,
                                         Partials& partials) const {
@@ -134,9 +177,12 @@ template <typename Mma> struct StreamK {
             const bool begins = k_tile == 0, ends = until == k_tiles_per_tile;
             left -= until - k_tile;
             for (; k_tile < until; ++k_tile) multiply_k_tile(mma, stream, k_tile, chunks_per_tile, lane_bit);
-            if (begins && ends) {
+            if (begins && ends && !SILU_MUL) {
                 mma.for_each_accumulator(
                     [&](int row, int token, float sum) { epilogue.store_cell(tile * kRows + row, token, sum); });
+            } else if (begins && ends) {
+                float* cells = whole_tile(half, tile);
+                mma.for_each_accumulator([&](int row, int token, float sum) { cells[token * kRows + row] = sum; });
             } else {
                 float* partial = partials[begins];
                 mma.for_each_accumulator([&](int row, int token, float sum) { partial[token * kRows + row] = sum; });
@@ -150,12 +196,18 @@ template <typename Mma> struct StreamK {
     // Adds the warps' partials of a row tile that no warp had whole, a lane per cell.
     __device__ __forceinline__ void fix_up(int tile, const Partials& partials, const Epilogue<Mma>& epilogue) const {
         const int first_warp = warp_of(tile * k_tiles_per_tile), last_warp = warp_of((tile + 1) * k_tiles_per_tile - 1);
-        if (first_warp == last_warp) return;
+        if (first_warp == last_warp && !SILU_MUL) return;
 #pragma unroll 1
         for (int cell = threadIdx.x % 32; cell < kTileCells; cell += 32) {
-            float sum = partials[first_warp][1][cell];
-            for (int i = first_warp + 1; i <= last_warp; ++i) sum += partials[i][0][cell];
-            epilogue.store_cell(tile * kRows + cell % kRows, cell / kRows, sum);
+            float sums[kHalves];
+#pragma unroll
+            for (int of = 0; of < kHalves; ++of) {
+                sums[of] = first_warp == last_warp ? whole_tile(of, tile)[cell] : partials[of * kRangeWarps + first_warp][1][cell];
+                for (int i = first_warp + 1; i <= last_warp; ++i) sums[of] += partials[of * kRangeWarps + i][0][cell];
+            }
+            const int row = tile * kRows + cell % kRows, token = cell / kRows;
+            if constexpr (SILU_MUL) epilogue.store_gated(row, token, sums[0], sums[kHalves - 1]);
+            else epilogue.store_cell(row, token, sums[0]);
         }
     }
 };

@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from semisparse.formats.gqs.storage.disk import code_bits, quantises_x
 from semisparse.formats.gqs.storage.masks import CHUNK_GROUPS, CHUNK_ROWS
+from semisparse.formats.kernel import Problem
 from semisparse.runtime.device import DeviceFacts
 from semisparse.runtime.nvrtc import Defines
 
@@ -63,6 +65,7 @@ class Schedule:
         aligned_k: whether K is a multiple of `K_TILE`, so that no bounds are checked along K.
         stream_k: whether CTAs have several row tiles (Stream-K inside of a CTA), or one each.
         warps: per CTA.
+        fusion: fusion.cuh's RMS_NORM, ADD_RESIDUAL and SILU_MUL. The last needs Stream-K.
     """
 
     dtype: torch.dtype
@@ -72,6 +75,7 @@ class Schedule:
     aligned_k: bool
     stream_k: bool
     warps: int
+    fusion: tuple[int, int, int] = (0, 0, 0)
 
     @property
     def threads(self) -> int:
@@ -99,6 +103,7 @@ class Schedule:
             "STAGES": STAGES,
             "ALIGNED_K": int(self.aligned_k),
             "STREAM_K": int(self.stream_k),
+            **dict(zip(("RMS_NORM", "ADD_RESIDUAL", "SILU_MUL"), self.fusion, strict=True)),
         }
 
     def shared_bytes(self, k: int) -> int:
@@ -146,3 +151,17 @@ def choose(m: int, n: int, k: int, dtype: torch.dtype, bits: int, int8_x: bool, 
     tokens = next(tokens for tokens in DEQUANTISED_TOKENS if m <= tokens)
     warps = WARPS if few_tiles else WARPS // 2
     return replace(schedule, tokens=tokens, int8_x=False, stream_k=False, warps=warps)
+
+
+def choose_fused(problem: Problem, facts: DeviceFacts) -> Schedule | None:
+    """Choose the schedule of a product with a prologue and an epilogue, or None where it has none.
+
+    Only a build that multiplies codes has them, as it keeps x in shared memory; one that quantises x has not.
+    """
+    bits, int8_x = code_bits(problem.params, GROUP_SIZE), quantises_x(problem.params)
+    schedule = choose(problem.m, problem.n, problem.k, problem.dtype, bits, int8_x, facts)
+    norm, add, gated = (bool(value) for value in problem.fusion_defines.values())
+    if int8_x or schedule.tokens not in CODE_TOKENS or (gated and problem.n % (2 * CHUNK_ROWS)):
+        return None
+    schedule = replace(schedule, fusion=(int(norm), int(add), int(gated)), stream_k=schedule.stream_k or gated)
+    return schedule if schedule.fits(problem.k, facts) else None

@@ -1,0 +1,247 @@
+"""Attention with a static cache: rotary embedding, writing to the cache, attending to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from semisparse.engine.ops import FOLDER, SCALARS, Columns, rms_norm
+from semisparse.runtime.device import device_facts
+from semisparse.runtime.kernel import Argument, CudaSource
+from semisparse.runtime.nvrtc import Defines
+
+ROPE = CudaSource(
+    FOLDER / "rope.cu",
+    ({"SCALAR": "__half", "DIM": 128}, {"SCALAR": "__nv_bfloat16", "DIM": 8}, {"SCALAR": "float", "DIM": 64}),
+)
+ATTENTION = CudaSource(
+    FOLDER / "attention.cu",
+    (
+        {"SCALAR": "__nv_bfloat16", "DIM": 128, "GROUP": 1, "ROPE": 1},
+        {"SCALAR": "__half", "DIM": 128, "GROUP": 8, "ROPE": 1},
+        {"SCALAR": "float", "DIM": 64, "GROUP": 2, "ROPE": 1},
+        {"SCALAR": "__half", "DIM": 256, "GROUP": 4, "ROPE": 0},
+        {"SCALAR": "__half", "DIM": 8, "GROUP": 8, "ROPE": 0},
+    ),
+)
+
+MAX_GROUP = 8
+"""Query heads that a CTA of the attention kernel computes; more of one key-value head take several CTAs."""
+
+HEADS_PER_CTA = 4
+"""Of the rotary embedding's kernel, a warp each."""
+
+MIN_SPLIT = 64
+"""Positions that a split of attention has at least."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Attention's shape: query heads, key-value heads, values per head, and what scores are multiplied by."""
+
+    count: int
+    kv_count: int
+    dim: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class RotaryTable:
+    """Cosines and sines of the rotary embedding, [length, head dim / 2] each, in the model's dtype."""
+
+    cosines: Tensor
+    sines: Tensor
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """A decoder layer's keys and values, [sequences, key-value heads, length, head dim] each."""
+
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class HeadNorms:
+    """Norms of each query and key head before they are rotated (Qwen3): weights [head dim]."""
+
+    q: Tensor
+    k: Tensor
+    epsilon: float
+
+
+def rotate_and_cache(
+    qkv: Tensor,
+    at: Columns,
+    heads: Heads,
+    table: RotaryTable,
+    positions: Tensor,
+    cache: LayerCache,
+    norms: HeadNorms | None = None,
+) -> Tensor:
+    """Rotate queries and keys by their positions, and write keys and values to the cache.
+
+    Args:
+        qkv: [M, at.width], tokens of all sequences, as many of each, one sequence after the other.
+        at: where queries, keys and values begin in a row.
+        heads: their shape.
+        table: of the rotary embedding.
+        positions: [M] int32, each token's place in its sequence.
+        cache: written at these places.
+        norms: of queries and keys, or None.
+    Returns:
+        The rotated queries, [M, heads, head dim].
+    """
+    sequences, _, length, _ = cache.keys.shape
+    tokens = len(qkv) // sequences
+    if device_facts(qkv.device).kind == "cuda":
+        queries = qkv.new_empty(len(qkv), heads.count, heads.dim)
+        build = ROPE.build("semisparse_engine_rope", {"SCALAR": SCALARS[qkv.dtype], "DIM": heads.dim})
+        count = heads.count + 2 * heads.kv_count
+        build.load(qkv.device)(
+            (-(-count // HEADS_PER_CTA), len(qkv), 1), 32 * HEADS_PER_CTA, pdl=device_facts(qkv.device).has_pdl,
+            qkv=qkv, q_norm=None if norms is None else norms.q, k_norm=None if norms is None else norms.k,
+            cosines=table.cosines, sines=table.sines, positions=positions, q_out=queries,
+            keys=cache.keys, values=cache.values, heads=heads.count, kv_heads=heads.kv_count, tokens=tokens,
+            length=length, stride=at.width, q_start=at.starts[0], k_start=at.starts[1], v_start=at.starts[2],
+            epsilon=0.0 if norms is None else norms.epsilon,
+        )  # fmt: skip
+        return queries
+    counts = (heads.count, heads.kv_count, heads.kv_count)
+    q, k, v = (
+        qkv.narrow(-1, start, count * heads.dim).unflatten(-1, (count, heads.dim))
+        for start, count in zip(at.starts, counts, strict=True)
+    )
+    if norms is not None:
+        q, k = (rms_norm(x, weight, norms.epsilon)[1] for x, weight in ((q, norms.q), (k, norms.k)))
+    cosine, sine = (part[positions.long()].repeat(1, 2)[:, None] for part in (table.cosines, table.sines))
+    q, k = (x * cosine + _rotated_half(x) * sine for x in (q, k))
+    sequence = torch.arange(sequences, device=qkv.device).repeat_interleave(tokens)
+    cache.keys[sequence, :, positions.long()] = k
+    cache.values[sequence, :, positions.long()] = v
+    return q
+
+
+def _rotated_half(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def rotate_and_attend(
+    qkv: Tensor,
+    at: Columns,
+    heads: Heads,
+    table: RotaryTable,
+    positions: Tensor,
+    cache: LayerCache,
+    norms: HeadNorms | None = None,
+) -> Tensor:
+    """Do `rotate_and_cache` and `attend_to_cache`: in one kernel for one token per sequence.
+
+    Args:
+        qkv: as the other arguments, of `rotate_and_cache`.
+    Returns:
+        [M, heads * head dim].
+    """
+    alone = len(qkv) == len(cache.keys) and device_facts(qkv.device).kind == "cuda"
+    if alone and not (heads.dim % 16 or any(part % 8 for part in (at.width, *at.starts)) or qkv.data_ptr() % 16):
+        out = qkv.new_empty(len(qkv), heads.count, heads.dim)
+        _attend(
+            out, cache, positions, heads, {"ROPE": 1},
+            q=qkv, q_norm=None if norms is None else norms.q, k_norm=None if norms is None else norms.k,
+            cosines=table.cosines, sines=table.sines, stride=at.width, q_start=at.starts[0], k_start=at.starts[1],
+            v_start=at.starts[2], epsilon=0.0 if norms is None else norms.epsilon,
+        )  # fmt: skip
+        return out.flatten(1)
+    return attend_to_cache(rotate_and_cache(qkv, at, heads, table, positions, cache, norms), cache, positions, heads)
+
+
+def attend_to_cache(q: Tensor, cache: LayerCache, positions: Tensor, heads: Heads) -> Tensor:
+    """Attend from each token to the cached positions up to its own.
+
+    Args:
+        q: [M, heads, head dim], tokens of all sequences, as many of each, one sequence after the other.
+        cache: holds every position up to the tokens'.
+        positions: [M] int32.
+        heads: their shape.
+    Returns:
+        [M, heads * head dim].
+    """
+    sequences, _, length, _ = cache.keys.shape
+    tokens = len(q) // sequences
+    if device_facts(q.device).kind == "cuda":
+        out = torch.empty_like(q)
+        _attend(
+            out, cache, positions, heads, {"ROPE": 0},
+            q=q, q_norm=None, k_norm=None, cosines=None, sines=None,
+            stride=0, q_start=0, k_start=0, v_start=0, epsilon=0.0,
+        )  # fmt: skip
+        return out.flatten(1)
+    visible = torch.arange(length, device=q.device) <= positions[:, None]
+    q, visible = q.unflatten(0, (sequences, tokens)).transpose(1, 2), visible.unflatten(0, (sequences, 1, tokens))
+    out = F.scaled_dot_product_attention(
+        q, cache.keys, cache.values, visible, scale=heads.scale, enable_gqa=heads.count != heads.kv_count
+    )
+    return out.transpose(1, 2).flatten(0, 1).flatten(1)
+
+
+def _attend(
+    out: Tensor, cache: LayerCache, positions: Tensor, heads: Heads, rope: Defines, **arguments: Argument
+) -> None:
+    """Launch attention.cu with its arguments for q and the rotary embedding."""
+    sequences, _, length, _ = cache.keys.shape
+    facts, m = device_facts(out.device), len(out)
+    per_kv = heads.count // heads.kv_count
+    group = min(per_kv, MAX_GROUP)
+    ctas = heads.kv_count * -(-per_kv // group)
+    splits = _splits(ctas * m, length, facts.sms)
+    partials, counters = _workspace(out.device, m * heads.count * splits * (heads.dim + 4), m * ctas)
+    defines: Defines = {"SCALAR": SCALARS[out.dtype], "DIM": heads.dim, "GROUP": group, **rope}
+    ATTENTION.build("semisparse_engine_attention", defines).load(out.device)(
+        (ctas, splits, m), 128, pdl=facts.has_pdl,
+        keys=cache.keys, values=cache.values, positions=positions, out=out, partials=partials, counters=counters,
+        heads=heads.count, kv_heads=heads.kv_count, tokens=m // sequences, length=length, splits=splits,
+        scale=heads.scale, **arguments,
+    )  # fmt: skip
+
+
+def attend_to_prompt(q: Tensor, cache: LayerCache, length: int, heads: Heads) -> Tensor:
+    """Attend from each token of prompts, which begin at position 0, to those before it.
+
+    Args:
+        q: [sequences * length, heads, head dim].
+        cache: holds the prompts' positions 0 to ``length`` - 1. What stands past a shorter prompt's end changes no
+            token before it.
+        length: of the longest prompt.
+        heads: their shape.
+    Returns:
+        [sequences * length, heads * head dim].
+    """
+    out = F.scaled_dot_product_attention(
+        q.unflatten(0, (-1, length)).transpose(1, 2),
+        cache.keys[:, :, :length],
+        cache.values[:, :, :length],
+        is_causal=True,
+        scale=heads.scale,
+        enable_gqa=heads.count != heads.kv_count,
+    )
+    return out.transpose(1, 2).flatten(0, 1).flatten(1)
+
+
+@cache
+def _splits(ctas: int, length: int, sms: int) -> int:
+    """Return into how many parts the positions are cut: so many that every SM has two CTAs."""
+    return max(1, min(-(-2 * sms // ctas), length // MIN_SPLIT, 64))
+
+
+@cache
+def _workspace(device: torch.device, floats: int, counters: int) -> tuple[Tensor, Tensor]:
+    """Return memory for partial results, and counters, which every launch leaves at 0.
+
+    It is shared by all layers: launches on one stream follow one another.
+    """
+    return torch.empty(floats, device=device), torch.zeros(counters, dtype=torch.int32, device=device)

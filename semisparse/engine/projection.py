@@ -1,0 +1,175 @@
+"""A decoder layer's linear layers, each with what is computed just before and after it in one kernel where one does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from semisparse.engine.ops import Columns, rms_norm, silu_mul
+from semisparse.formats import Packed, linear
+from semisparse.formats.base import WeightSpec
+from semisparse.formats.kernel import FusedOperands, FusedProduct
+from semisparse.formats.product import fused_product, prepare_product
+from semisparse.nn import JoinedLinear, SparseLinear
+from semisparse.nn.joined import is_intercepted
+from semisparse.runtime.device import device_facts
+
+NORMED, GATED, ADDED = ("rms_norm", "none"), ("rms_norm", "silu_mul"), ("none", "add")
+"""What a projection fuses: a prologue and an epilogue, as of `Problem`."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An RMSNorm: weight [C], aligned, and epsilon."""
+
+    weight: Tensor
+    epsilon: float
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The residual stream [M, C]: ``x``, with ``delta`` still to be added if it is given."""
+
+    x: Tensor
+    delta: Tensor | None = None
+
+
+class DenseLinear:
+    """Dense linear layers on one input as one layer of the format ``dense``; their weights become views of its weight.
+
+    Args:
+        layers: with biases or without.
+
+    Attributes:
+        packed: the layers' weight.
+        bias: theirs, or None.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        weights = [layer.get_parameter("weight") for layer in layers]
+        rows = [len(weight) for weight in weights]
+        whole = weights[0].data if len(layers) == 1 else torch.cat([weight.data for weight in weights])
+        spec = {"format": "dense", "version": 1, "pattern": "0%", "shape": list(whole.shape), "params": {}}
+        dtype = str(whole.dtype).removeprefix("torch.")
+        self.packed = Packed(WeightSpec.from_dict({**spec, "dtype": dtype}), {"values": whole})
+        self.bias: Tensor | None = None
+        if any(getattr(layer, "bias", None) is not None for layer in layers):
+            biases = [getattr(layer, "bias", None) for layer in layers]
+            filled = [w.new_zeros(len(w)) if b is None else b.data for w, b in zip(weights, biases, strict=True)]
+            self.bias = torch.cat(filled)
+        if len(layers) > 1:
+            for weight, part in zip(weights, whole.split(rows), strict=True):
+                weight.data = part
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x, self.packed, self.bias)
+
+
+class Projection:
+    """Linear layers on one input as one matmul: joined by `nn.join_layers`, or dense layers concatenated here.
+
+    Args:
+        layers: in the order of the output's columns.
+        parent: the module that holds them.
+        fusion: NORMED, GATED or ADDED.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], parent: nn.Module, fusion: tuple[str, str]) -> None:
+        self._fusion = fusion
+        joined = [module for module in parent.children() if isinstance(module, JoinedLinear)]
+        widths = [rows_of(layer) for layer in layers]
+        starts = tuple(sum(widths[:i]) for i in range(len(widths)))
+        self.columns = Columns(starts, sum(widths))
+        self._parts: list[DenseLinear | nn.Module]
+        if joined and len(joined[0].extents) == len(layers):
+            self._parts = [joined[0]]
+            self.columns = Columns(tuple(start for start, _ in joined[0].extents), joined[0].out_features)
+        elif all(type(layer) is nn.Linear for layer in layers):
+            self._parts = [DenseLinear(layers)]
+        else:
+            self._parts = [DenseLinear([layer]) if type(layer) is nn.Linear else layer for layer in layers]
+        self._whole = self._find_whole()
+
+    @property
+    def weights(self) -> list[Packed]:
+        """The packed weights."""
+        return [part.packed for part in self._parts if isinstance(part, DenseLinear | SparseLinear)]
+
+    def prepare(self, m: int, dtype: torch.dtype) -> None:
+        """Compile and load the GPU kernels of the products of ``m`` tokens."""
+        if self._fused(m, dtype) is None:
+            for packed in self.weights:
+                prepare_product(packed, m, dtype)
+
+    def _fused(self, m: int, dtype: torch.dtype) -> FusedProduct | None:
+        """Return the projection with its prologue and epilogue as one kernel, or None if there is none."""
+        return None if self._whole is None else fused_product(self._whole.packed, m, dtype, *self._fusion)
+
+    def _find_whole(self) -> DenseLinear | SparseLinear | None:
+        """Return the one layer that computes the projection, if its calls may be fused with what is around them."""
+        whole = self._parts[0] if len(self._parts) == 1 else None
+        if not isinstance(whole, DenseLinear | SparseLinear) or device_facts(whole.packed.device).kind != "cuda":
+            return None
+        if isinstance(whole, SparseLinear) and (whole.kernel != "auto" or is_intercepted(whole)):
+            return None
+        if self._fusion == GATED and self.columns.starts != (0, self.columns.width // 2):
+            return None
+        # A kernel would copy other tensors at each call, and read the copies before they are written.
+        return whole if all(map(is_aligned, whole.packed.tensors.values())) else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply: [M, K] to [M, columns.width]."""
+        outputs = [part(x) for part in self._parts]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+    def normed(self, stream: Stream, norm: Norm) -> tuple[Stream, Tensor]:
+        """Multiply the normalised residual stream.
+
+        Returns:
+            The stream as one tensor, and [M, columns.width].
+        """
+        if stream.delta is None:
+            product = self._fused(len(stream.x), stream.x.dtype)
+            if product is not None:
+                return stream, self._call(product, stream.x, FusedOperands(norm.weight, norm.epsilon))
+        total, hidden = rms_norm(stream.x, norm.weight, norm.epsilon, stream.delta)
+        return Stream(total), self(hidden)
+
+    def normed_and_gated(self, stream: Stream, norm: Norm, width: int) -> tuple[Stream, Tensor]:
+        """Multiply the normalised residual stream by the weights of a gate and of what it is multiplied by.
+
+        Returns:
+            The stream as one tensor, and ``silu(gate) * up``, [M, width].
+        """
+        if stream.delta is None:
+            product = self._fused(len(stream.x), stream.x.dtype)
+            if product is not None:
+                return stream, self._call(product, stream.x, FusedOperands(norm.weight, norm.epsilon))
+        total, hidden = rms_norm(stream.x, norm.weight, norm.epsilon, stream.delta)
+        return Stream(total), silu_mul(self(hidden), self.columns, width)
+
+    def added(self, x: Tensor, stream: Stream) -> Stream:
+        """Multiply [M, K], and add the result to the residual stream, whose sum may stay to be done."""
+        product = self._fused(len(x), x.dtype)
+        if product is None or stream.delta is not None:
+            return Stream(stream.x, self(x))
+        return Stream(self._call(product, x, FusedOperands(residual=stream.x)))
+
+    def _call(self, product: FusedProduct, x: Tensor, operands: FusedOperands) -> Tensor:
+        assert self._whole is not None
+        return product(x, self._whole.packed, self._whole.bias, operands)
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Return whether a tensor is contiguous and begins at a multiple of 16 bytes."""
+    return tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
+
+
+def rows_of(layer: nn.Module) -> int:
+    """Return the output features of a linear layer."""
+    count = layer.out_features
+    assert isinstance(count, int)
+    return count

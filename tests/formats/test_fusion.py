@@ -1,0 +1,40 @@
+"""Fused products on a GPU: every format that has them, at sizes where SMs have several row tiles."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from semisparse.formats import get_format
+from semisparse.formats.product import problem_of
+from semisparse.patterns import parse_pattern
+from tests.formats.fusion import check_fused
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="fused kernels: no GPU here")
+
+FORMATS = {
+    "dense": ("0%", {}),
+    "bitmask": ("32:64", {}),
+    "gqs": ("g16@50%", {"kind": "w4"}),
+}
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMATS)
+def test_on_a_gpu(form: str, dtype: torch.dtype):
+    pattern, options = FORMATS[form]
+    checked = 0
+    for n, k in ((4096, 4096), (2048, 11008), (22016, 4096)):
+        weight = torch.randn(n, k, generator=torch.Generator().manual_seed(n))
+        weight = (weight * k**-0.5 * parse_pattern(pattern).mask(weight.abs())).to(dtype)
+        packed = get_format(form).pack(weight, pattern, **options).to("cuda")
+        problem = problem_of(torch.empty(1, k, dtype=dtype, device="cuda"), packed)
+        for m in (1, 2):
+            for prologue, epilogue in (("rms_norm", "none"), ("none", "add"), ("rms_norm", "silu_mul")):
+                asked = replace(problem, m=m, prologue=prologue, epilogue=epilogue)
+                for kernel in get_format(form).kernels:
+                    if kernel.refusal(asked) is None and kernel.fuse(asked) is not None:
+                        check_fused(kernel, packed, packed.unpack(), m, prologue, epilogue)
+                        checked += 1
+    assert checked > 6
