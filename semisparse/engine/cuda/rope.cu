@@ -1,19 +1,20 @@
 // Rotary position embedding of queries and keys, and writing keys and values to the cache.
 //
-// A row of qkv holds a token's query heads, key heads and value heads, each of DIM values, from the columns q_start, k_start and v_start
-// on. The token at row m belongs to sequence m / tokens, and stands at position positions[m] of it. Keys and values go to that place of
-// the cache [sequences, kv_heads, length, DIM]; rotated queries go to q_out [m, heads, DIM]. With q_norm and k_norm, each head is
-// normalised by its root mean square first (Qwen3). Products and sums are rounded to SCALAR where transformers rounds them.
+// A row of qkv holds a token's query, key and value heads, DIM elements each, from the columns q_start, k_start and v_start on. Row r
+// is a token of sequence r / tokens, where `tokens` is the number of rows per sequence; its position is positions[r]. Keys and values
+// are written at that position of the KV cache [sequences, kv_heads, length, DIM], rotated queries to q_out [m, heads, DIM]. If q_norm
+// (k_norm) is not null, RMSNorm with that weight is applied to each query (key) head before the rotation (Qwen3). Intermediate results
+// are rounded to SCALAR wherever Hugging Face Transformers rounds them.
 //
-// Grid: CTAs along the heads, rows; a warp per head.
+// Grid: (ceil((heads + 2 kv_heads) / 4), m). CTA: 128 threads, a warp per head. No shared memory.
 //
-// Compiled for SCALAR and DIM (a multiple of 2).
+// Macros: SCALAR (element type), DIM (elements per head, even).
 
 #include "ptx/griddepcontrol.cuh"
 #include "types.cuh"
 
 constexpr int kHalf = DIM / 2;
-constexpr int kPairs = (kHalf + 31) / 32;  // a lane's pairs (i, i + DIM / 2)
+constexpr int kPairs = (kHalf + 31) / 32;  // pairs (i, i + DIM / 2) per lane
 
 __device__ __forceinline__ float rounded(float value) {
     SCALAR result;
@@ -42,8 +43,8 @@ extern "C" __global__ void __launch_bounds__(128) semisparse_engine_rope(
     const int own = is_query ? head : is_value ? head - heads - kv_heads : head - heads;
     const int start = (is_query ? q_start : is_value ? v_start : k_start) + own * DIM;
     const SCALAR* from = qkv + static_cast<long long>(row) * stride + start;
-    const long long place = ((static_cast<long long>(row / tokens) * kv_heads + own) * length + position) * DIM;
-    SCALAR* to = is_query ? q_out + (static_cast<long long>(row) * heads + own) * DIM : (is_value ? values : keys) + place;
+    const long long cache_offset = ((static_cast<long long>(row / tokens) * kv_heads + own) * length + position) * DIM;
+    SCALAR* to = is_query ? q_out + (static_cast<long long>(row) * heads + own) * DIM : (is_value ? values : keys) + cache_offset;
     float first[kPairs] = {}, second[kPairs] = {};
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {

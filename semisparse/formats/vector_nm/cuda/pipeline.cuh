@@ -1,9 +1,9 @@
 // The pipeline of the tiled GEMMs (gemm.cu, gemm_fp32.cu): columns of x are copied to shared memory, stage by stage, while
 // the CTA multiplies earlier stages.
 //
-// A CTA computes TILE_M tokens x TILE_N rows of y. A stage is the next STAGE_SLOTS slots of every group of rows in the
-// tile. In shared memory it holds the columns of x that these slots multiply: at most STAGE_COLUMNS columns of TILE_M
-// tokens.
+// A CTA computes a tile of y for TILE_M tokens and TILE_N rows of w. A slot is one kept vector of a group of rows. A stage
+// is the next STAGE_SLOTS slots of every group in the tile; STAGES of them are buffered. The buffer of a stage holds up to
+// STAGE_COLUMNS columns of x for TILE_M tokens: those that the slots use (PACKED), or all columns of their windows.
 //
 // Macros: SCALAR (of x, w and y), TILE_M, TILE_N, THREADS, LENGTH (rows per vector), STAGE_SLOTS, STAGE_COLUMNS, STAGES
 // (buffers; with 1, copying and computing alternate), PACKED (1: a stage holds only columns that some group of the tile
@@ -18,13 +18,13 @@
 
 constexpr int kWarp = 32;
 constexpr int kChunk = 16 / sizeof(SCALAR);                 // elements per 16-byte copy
-constexpr int kPad = sizeof(SCALAR) == 2 ? 2 * kChunk : 0;  // so that four consecutive columns lie in different banks
+constexpr int kPad = sizeof(SCALAR) == 2 ? 2 * kChunk : 0;  // consecutive 16-bit columns begin in other banks
 constexpr int kGroupRows = LENGTH < TILE_N ? LENGTH : TILE_N;  // rows of a group in the tile
 constexpr int kGroups = TILE_N / kGroupRows;
 constexpr int kColumnPitch = TILE_M + kPad;
 constexpr int kColumnBytes = STAGE_COLUMNS * kColumnPitch * sizeof(SCALAR);
 constexpr int kChunksPerColumn = TILE_M / kChunk;
-constexpr int kColumnsPerPass = THREADS / kChunksPerColumn;  // that all threads copy at once
+constexpr int kColumnsPerPass = THREADS / kChunksPerColumn;  // columns of one cp.async per thread
 constexpr int kColumnPasses = (STAGE_COLUMNS + kColumnsPerPass - 1) / kColumnsPerPass;
 
 static_assert(STAGE_SLOTS % 4 == 0 && TILE_M % kChunk == 0 && kGroupRows % kChunk == 0, "whole chunks");
@@ -33,11 +33,11 @@ static_assert(THREADS % kChunksPerColumn == 0, "whole columns per pass");
 struct Operands {
     const SCALAR* x_t;      // [columns, pitch]: x transposed
     const SCALAR* values;   // [groups, slots, LENGTH]
-    const int* columns;     // [row_tiles, stages, STAGE_COLUMNS]
-    const int* offsets;     // [row_tiles, stages, kGroups, STAGE_SLOTS], see column_info.cu
+    const int* columns;     // [row_tiles, stages, STAGE_COLUMNS]: columns of x, -1 for none
+    const int* offsets;     // [row_tiles, stages, kGroups, STAGE_SLOTS]: of each slot's column in the buffer (column_info.cu)
     int pitch, groups, slots, stages;
 
-    // Group of the tile's first row.
+    // Returns the index of the group that has the tile's first row.
     __device__ __forceinline__ int first_group() const { return static_cast<int>(blockIdx.y * 1LL * TILE_N / LENGTH); }
 
     __device__ __forceinline__ const int* tile_offsets() const {
@@ -45,24 +45,24 @@ struct Operands {
     }
 };
 
-// A thread's copies of x, stage after stage. What all stages share is computed once: computing addresses at each copy takes
-// 220 instructions per stage, beside 1,024 FFMA.
+// Issues a thread's cp.async copies of x, one stage per call. Addresses are computed once and incremented: computing them at
+// each copy adds 220 instructions per thread and stage to 1,024 FFMA.
 struct ColumnCopier {
     const Operands& from;
-    const int chunk = threadIdx.x % kChunksPerColumn;  // of each column that this thread copies
-    const int row = threadIdx.x / kChunksPerColumn;    // its first column of the stage
-    const char* tokens;                                // its chunk of column 0; if not packed, of the next stage's first column
-    const int* columns;                                // packed: its first entry in the column list of the stage after the next
-    int next[kColumnPasses];                           // packed: the columns that it copies next
+    const int chunk = threadIdx.x % kChunksPerColumn;  // index of its 16 bytes in each column that the thread copies
+    const int first = threadIdx.x / kChunksPerColumn;  // index in the stage of the thread's first column
+    const char* tokens;                                // PACKED: its chunk of column 0 of x; else of its first column in the next stage
+    const int* columns;                                // PACKED: its first entry of `columns`, one stage ahead of `next`
+    int next[kColumnPasses];                           // PACKED: the columns of its next copies, -1 for none
 
     __device__ __forceinline__ explicit ColumnCopier(const Operands& operands) : from(operands) {
         const long long first_token = static_cast<long long>(blockIdx.x) * TILE_M + chunk * kChunk;
-        tokens = reinterpret_cast<const char*>(from.x_t + first_token + (PACKED ? 0LL : row * 1LL * from.pitch));
-        columns = from.columns + static_cast<long long>(blockIdx.y) * from.stages * STAGE_COLUMNS + row;
+        tokens = reinterpret_cast<const char*>(from.x_t + first_token + (PACKED ? 0LL : first * 1LL * from.pitch));
+        columns = from.columns + static_cast<long long>(blockIdx.y) * from.stages * STAGE_COLUMNS + first;
         prefetch_columns();
     }
 
-    // Loads the list of columns one stage before they are copied, so that the copies do not wait for it (section III-C2).
+    // Loads the thread's column indices one stage ahead, so that copy() does not wait for them (NM-SpMM, section III-C2).
     __device__ __forceinline__ void prefetch_columns() {
         if (!PACKED) return;
 #pragma unroll
@@ -73,17 +73,17 @@ struct ColumnCopier {
     }
 
     __device__ __forceinline__ bool in_stage(int pass) const {
-        return STAGE_COLUMNS % kColumnsPerPass == 0 || pass * kColumnsPerPass + row < STAGE_COLUMNS;
+        return STAGE_COLUMNS % kColumnsPerPass == 0 || pass * kColumnsPerPass + first < STAGE_COLUMNS;
     }
 
     __device__ __forceinline__ void copy(SCALAR* to) {
         const int bytes = from.pitch * static_cast<int>(sizeof(SCALAR));
-        to += row * kColumnPitch + chunk * kChunk;
+        to += first * kColumnPitch + chunk * kChunk;
         const char* column = tokens;
 #pragma unroll
         for (int pass = 0; pass < kColumnPasses; ++pass) {
             if (PACKED) column = tokens + static_cast<long long>(next[pass]) * bytes;
-            // Past the list's end the copy writes zeros: a branch takes more instructions (1,353 per stage, not 1,256).
+            // An entry of -1 copies zeros; a branch instead takes more instructions (1,353 per stage, not 1,256).
             const int source_bytes = !PACKED || next[pass] >= 0 ? 16 : 0;
             if (in_stage(pass)) cp_async_16(smem_address(to + pass * kColumnsPerPass * kColumnPitch), column, source_bytes);
             if (!PACKED) column += kColumnsPerPass * static_cast<long long>(bytes);
@@ -92,8 +92,8 @@ struct ColumnCopier {
     }
 };
 
-// Runs the main loop. `copy(buffer, last)` issues the copies of the next stage, `compute(buffer)` multiplies one that has
-// arrived.
+// Main loop over all stages, `bytes` per buffer. `copy(buffer, last)` issues the copies of the next stage; `last`: it is the
+// final one. `compute(buffer)` multiplies a stage whose copies have completed.
 template <int bytes, typename Copy, typename Compute>
 __device__ __forceinline__ void for_each_stage(int stages, char* shared, Copy copy, Compute compute) {
     constexpr int in_flight = STAGES > 1 ? STAGES - 1 : 1;
@@ -111,7 +111,7 @@ __device__ __forceinline__ void for_each_stage(int stages, char* shared, Copy co
 #pragma unroll 1
     for (int stage = 0; stage < stages; ++stage) {
         cp_async_wait_group<in_flight - 1>();
-        __syncthreads();  // All threads' copies have arrived, and nobody reads the buffer that is filled next.
+        __syncthreads();  // All copies of the stage are visible; with STAGES > 1, all threads have read the buffer that is filled next.
         if (STAGES > 1) copy_next();
         compute(shared + reading);
         if (STAGES == 1) {
