@@ -40,7 +40,9 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     for row in rows:
         table.add_row(*row)
     needed = Measurement.get(console, console.options.update(max_width=1 << 12), table).maximum
-    console.print(table, width=None if console.is_terminal else max(needed, console.width), crop=False)
+    # `Console.print` takes no width above the console's own.
+    wide = console if console.is_terminal else Console(stderr=True, width=max(needed, console.width))
+    wide.print(table, crop=False)
 
 
 @contextmanager

@@ -32,6 +32,22 @@ def check_product(y: Tensor, x: Tensor, packed: Packed, bias: Tensor | None, mul
     assert off <= 0, f"bias {bias is not None}: off by {off:.3g} more than rounding explains"
 
 
+TORCH_KERNELS = ("blas", "int4pack_mm", "scaled_mm", "cusparselt")
+"""Kernels that are torch's or a library's: how they accumulate, and what they round on the way, is theirs."""
+
+
+def exact_products(x: Tensor, packed: Packed, bias: Tensor | None) -> list[Tensor]:
+    """Return the product in float64, with x as it is and rounded as the kind says."""
+    wide_bias = 0 if bias is None else bias.double()
+    operands = [x, *_rounded(x, str(packed.params.get("kind")))]
+    return [operand.double() @ weight.T + wide_bias for operand in operands for weight in _weights(packed)]
+
+
+def check_norm(y: Tensor, expected: Tensor) -> bool:
+    """Return whether y differs by no more than four roundings to 8 bits of mantissa, as in bfloat16."""
+    return bool((y.double() - expected.double()).norm() <= 4 * 2**-9 * expected.double().norm())
+
+
 def check_any_rounding(y: Tensor, x: Tensor, packed: Packed, bias: Tensor | None) -> None:
     """Compare with float64; where the kind says so, x may also be rounded to 8 bits, and back to its own dtype."""
     candidates = [None, *_rounded(x, str(packed.params.get("kind")))]
