@@ -11,6 +11,7 @@ Row = Mapping[str, str]
 
 SHAPES = (("4096", "4096"), ("11008", "4096"), ("4096", "11008"), ("28672", "8192"))
 LARGE = ("28672", "8192")
+GQS_SHAPES = (SHAPES[0], LARGE)
 FEW, MANY = ("1", "8", "16"), ("64", "256", "1024", "4096")
 
 WEIGHTS = {
@@ -24,8 +25,8 @@ WEIGHTS = {
 }
 """Format, pattern and kind by the name in the table."""
 
-AFTER_THE_GEMM = {("gqs", "64")}
-"""Cells of kernels-bfloat16.csv that are older than a kernel for them."""
+OLDER = {(form, m) for form in ("gqs", "vector_nm") for m in ("64", "256")}
+"""Cells of kernels-bfloat16.csv that are older than a kernel for them: `TUNED` has its times."""
 
 
 def _kind(row: Row) -> str:
@@ -66,41 +67,46 @@ def gpu_layers() -> str:
             ups = [
                 table[n, k, m, "dense", "0%", ""] / table[(n, k, m, *weights)]
                 for n, k in SHAPES
-                if (n, k, m, *weights) in table and (weights[0], m) not in AFTER_THE_GEMM
+                if (n, k, m, *weights) in table and (weights[0], m) not in OLDER
             ]
             cells.append(f"{min(ups):.2f}-{max(ups):.2f}" if ups else "")
         lines.append([name, *cells])
     return markdown(("weights", *(f"{int(m):,}" for m in times)), lines)
 
 
-def gqs_times() -> dict[tuple[str, str, str, str], float]:
-    """Return the times of the present `gqs`, and of cuBLAS, by N, M, kind and pattern; cuBLAS has neither."""
-    times: dict[tuple[str, str, str, str], float] = {}
-    for row in result("h200/sweeps/gqs-gemm.csv"):
-        if row["run"] != "2" or row["chosen"] == "0":  # run 2 is the present code; 0: schedules that are not taken
-            continue
-        kind = ("", "") if row["kernel"] == "cuBLAS" else (row["kind"], row["pattern"])
-        key = (row["n"], row["m"], *kind)
-        times[key] = min(times.get(key, float("inf")), float(row["us"]))
+TUNED = "../semisparse/formats/tables/nvidia-h200.csv"  # from results/
+
+GQS_ROWS = {
+    "W4, half of the groups of 16": ("g16@50%", "w4", "bfloat16"),
+    "W4, groups of 128": ("g128@0%", "w4", "bfloat16"),
+    "W2, groups of 64 (float16)": ("g64@0%", "w2", "float16"),
+}
+"""Pattern, kind and dtype by the name in the table."""
+
+
+def gqs_times() -> dict[tuple[str, str, str, str], tuple[float, float]]:
+    """Return the times of the fastest `gqs` kernel and of cuBLAS for `GQS_SHAPES`, by N, M, pattern and kind."""
+    times: dict[tuple[str, str, str, str], tuple[float, float]] = {}
+    for row in result(TUNED):
+        kinds = [(pattern, kind) for pattern, kind, dtype in GQS_ROWS.values() if dtype == row["dtype"]]
+        if row["format"] == "gqs" and (row["pattern"], row["variant"]) in kinds and (row["n"], row["k"]) in GQS_SHAPES:
+            key = (row["n"], row["m"], row["pattern"], row["variant"])
+            found = (float(row["us"]), float(row["dense_us"]))
+            times[key] = min(times.get(key, found), found)
     return times
 
 
 def gqs_few() -> str:
-    """Microseconds of `gqs` for 1 to 96 tokens, beside cuBLAS."""
+    """Microseconds of `gqs` for 1 to 256 tokens, over those of cuBLAS beside it."""
     times = gqs_times()
-    counts = ("1", "8", "32", "64", "96")
-    kinds = {
-        "dense 16 bits (cuBLAS)": ("", ""),
-        "W4, half of the groups of 16": ("w4", "g16@50%"),
-        "W4, groups of 128": ("w4", "g128@0%"),
-        "W2, groups of 64": ("w2", "g64@0%"),
-    }
-    lines = [
-        [f"{n} x {k}: {name}", *(f"{times[(n, m, *kind)]:.1f}" for m in counts)]
-        for n, k in (SHAPES[0], LARGE)
-        for name, kind in kinds.items()
-    ]
-    return markdown(("weights", *counts), lines)
+    counts = ("1", "8", "32", "64", "128", "256")
+    lines = []
+    for n, k in GQS_SHAPES:
+        for name, (pattern, kind, _) in GQS_ROWS.items():
+            cells = [times.get((n, m, pattern, kind)) for m in counts]
+            shown = ["" if cell is None else f"{cell[0]:.1f} / {cell[1]:.1f}" for cell in cells]
+            lines.append([f"{n} x {k}: {name}", *shown])
+    return markdown(("gqs / dense 16 bits", *counts), lines)
 
 
 def slide24_int8() -> str:
@@ -162,9 +168,7 @@ def readme() -> str:
     stored = {(row["format"], row["pattern"], _kind(row)): float(row["bits_per_weight"]) for row in measured}
     table = best_us(measured)
     table |= {
-        (*LARGE, m, "gqs", pattern, kind): us
-        for (n, m, kind, pattern), us in gqs_times().items()
-        if n == LARGE[0] and kind
+        (*LARGE, m, "gqs", pattern, kind): us for (n, m, pattern, kind), (us, _) in gqs_times().items() if n == LARGE[0]
     }
     lines = []
     for name, run, weights in README_ROWS:
