@@ -128,14 +128,16 @@ def _speed(axes: Axes) -> None:
                 best[int(row["m"])] = min(best.get(int(row["m"]), float("inf")), float(row["us"]))
         points = sorted((m, us) for m, us in best.items() if m <= 256)
         axes.plot(*zip(*points, strict=True), marker=marker, color=colour, label=label)
-    few = [row for row in _rows("h200/sweeps/gqs-gemm.csv") if row["run"] == "2" and row["chosen"] != "0"]
+    tuned = _rows("../semisparse/formats/tables/nvidia-h200.csv")
     for label, kind, pattern, marker, colour in (
         ("W4, groups of 128 (gqs)", "w4", "g128@0%", "s", BLUE),
         ("W4, half of the groups dropped (gqs)", "w4", "g16@50%", "D", RED),
     ):
         best = {}
-        for row in few:
-            if (row["n"], row["kind"], row["pattern"]) == (shape[0], kind, pattern) and row["kernel"] != "cuBLAS":
+        for row in tuned:
+            asked = (*shape, "gqs", pattern, kind, "bfloat16")
+            same = (row["n"], row["k"], row["format"], row["pattern"], row["variant"], row["dtype"]) == asked
+            if same and int(row["m"]) <= 256:
                 best[int(row["m"])] = min(best.get(int(row["m"]), float("inf")), float(row["us"]))
         axes.plot(*zip(*sorted(best.items()), strict=True), marker=marker, color=colour, label=label)
     axes.set_xscale("log", base=2)
