@@ -191,7 +191,7 @@ def _run_recipe(
 
     run: dict[str, Any] = {"device": device, "progress": progress, "journal": journal}
     # A joint search chooses among dense low bits itself.
-    rivals = Rivals(model, plan, batches) if batches and plan.search != "joint" else None
+    rivals = Rivals(model, plan, batches, progress) if batches and plan.search != "joint" else None
     found: SearchResult | JointResult | None = None
     if plan.search == "joint":
         found = _search_choices(model, batches, plan, seed=seed, **run)

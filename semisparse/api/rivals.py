@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from semisparse.api.recipe import read_recipe, recipes
 from semisparse.bench.roofline import Candidate, problem_for
-from semisparse.compress import Recipe
+from semisparse.compress import Progress, Recipe
 from semisparse.compress.propagate import list_decoder_layers
 from semisparse.nn import weight_of
 from semisparse.patterns import Group, Pattern, parse_pattern
@@ -55,15 +55,26 @@ class Rivals:
         model: dense.
         plan: the recipe.
         batches: calibration token ids, each [batch, tokens] int64.
+        progress: called with (stage, recipes measured, all recipes).
     """
 
-    def __init__(self, model: PreTrainedModel, plan: Recipe, batches: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        plan: Recipe,
+        batches: Sequence[Tensor],
+        progress: Progress = lambda stage, done, total: None,
+    ) -> None:
         found = list_decoder_layers(model, plan, {})
         layers = [layer.module.get_submodule(linear) for layer in found for linear in layer.patterns]
         wanted = int(OPERATIONS / max(1, sum(weight_of(layer).numel() for layer in layers)))
         self._sequences = _first_sequences(batches, min(max(wanted, TOKENS[0]), TOKENS[1]))
         self._dense = [_log_probabilities(model, ids) for ids in self._sequences]
-        self._rivals = [self._measured(model, layers, name, recipe) for name, recipe in _dense_recipes().items()]
+        self._rivals: list[Rival] = []
+        dense = _dense_recipes()
+        for name, recipe in dense.items():
+            progress("measuring dense low bits", len(self._rivals), len(dense))
+            self._rivals.append(self._measured(model, layers, name, recipe))
 
     def better_than(self, model: PreTrainedModel, bits: float) -> dict[str, Any] | None:
         """Return the best rival of at most as many bits per weight if it keeps more than the compressed model."""
