@@ -143,8 +143,8 @@ struct Rotation {
         }
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
-            const float turned = rounded(other[i] * sines[i]);
-            own[i] = rounded(rounded(own[i] * cosines[i]) + (column < DIM / 2 ? -turned : turned));
+            const float crossed = rounded(other[i] * sines[i]);
+            own[i] = rounded(rounded(own[i] * cosines[i]) + (column < DIM / 2 ? -crossed : crossed));
         }
     }
 };
