@@ -53,20 +53,20 @@ test-sanitize: setup
 		$(BIN)/python -m pytest tests/formats tests/fuzz tests/cli/test_faults.py tests/cli/test_hostile.py \
 		tests/runtime/test_scalars.py -k 'not early and not late and not cuda and not shared_memory'
 
-# The tests of every CUDA and Triton kernel. SANITIZE=memcheck, racecheck, initcheck or synccheck runs only the tests that
+# The tests of every CUDA and Triton kernel but those under the emulator, which test-slow runs. SANITIZE=memcheck, racecheck, initcheck or synccheck runs only the tests that
 # launch each kernel on a few inputs, under compute-sanitizer; all tests would take hours. racecheck crashes inside cuBLAS,
 # so kernels that call it are left out (docs/experiments/sanitizers.md).
 SANITIZE ?=
 sanitizer = $(if $(SANITIZE),PYTORCH_NO_CUDA_MEMORY_CACHING=1 SEMISPARSE_DRAWS=8 \
 	$(if $(filter racecheck,$(SANITIZE)),SEMISPARSE_RACECHECK=1) compute-sanitizer --tool $(SANITIZE) \
 	--report-api-errors no --error-exitcode 9 --kernel-name kernel_substring=semisparse)
-gpu_tests = tests/runtime/test_kernel.py \
-	$(if $(SANITIZE),tests/formats/test_fresh_inputs.py tests/engine/test_ops.py,tests/cuda_emulator tests/engine tests/quant tests/formats \
-	tests/test_gpu.py tests/integrations/test_cuda_graphs.py)
+gpu_tests = $(if $(SANITIZE),tests/formats/test_fresh_inputs.py tests/formats/test_fusion.py tests/engine/test_ops.py,\
+	tests/test_gpu.py tests/integrations/test_cuda_graphs.py tests/engine tests/formats tests/quant tests/cuda_emulator) \
+	tests/runtime/test_kernel.py
 racecheck_fails = blas or _mm or reference
-select = not cpu$(if $(SANITIZE), and not early and not late)$(if $(filter racecheck,$(SANITIZE)), and not ($(racecheck_fails)))
+select = not cpu and not early and not late$(if $(filter racecheck,$(SANITIZE)), and not ($(racecheck_fails)))
 test-gpu: setup
-	$(sanitizer) $(BIN)/python -m pytest -m '' $(gpu_tests) -k '$(select)'
+	$(sanitizer) $(BIN)/python -m pytest -m '' $(gpu_tests) -k '$(select)' $(if $(SANITIZE),,-n auto --dist worksteal)
 
 # The files of results/h200, measured on this machine's GPU; `bench-parallel` needs two.
 OUT ?= results/here

@@ -1,7 +1,8 @@
-// Arrivals of whole warps on mbarriers, as consumers hand the stage of a pipeline back.
+// Warps that hand the stages of a pipeline on and back, and how racecheck's builds do it.
 
 #pragma once
 
+#include "ptx/bar.cuh"
 #include "ptx/mbarrier.cuh"
 
 // How often a warp arrives when it hands a stage back: once, by one lane. A build with EVERY_LANE_ARRIVES is for racecheck,
@@ -25,4 +26,11 @@ __device__ __forceinline__ void mbarrier_arrive_warp_cluster(Word mbarrier, int 
     } else {
         for (int rank = 0; rank < CTAS; ++rank) mbarrier_arrive_cluster(mbarrier, rank);
     }
+}
+
+// __syncwarp between copies by cp.async and the warp's reads of them. racecheck does not take it to order copies that were asked
+// for before a __syncthreads; its builds have a named barrier, which a warp that comes alone completes.
+__device__ __forceinline__ void sync_warp_copied() {
+    if constexpr (kArrivalsPerWarp == 1) __syncwarp();
+    else bar_sync<32>(1 + threadIdx.x / 32 % 15);
 }

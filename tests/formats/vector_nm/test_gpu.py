@@ -94,7 +94,7 @@ def test_gemm_sparse(pattern: str, dtype: torch.dtype):
         assert all(torch.equal(tensor, on_disk.tensors[name]) for name, tensor in packed.to("cpu").tensors.items())
     x, _ = operands(packed, 1024)
     assert VECTOR_NM.choose(problem_of(x, packed)).name == "gemm_sparse"
-    assert VECTOR_NM.choose(problem_of(x[:768], packed)).name == "gemm"
+    assert VECTOR_NM.choose(problem_of(x[:768], packed)).name != "gemm_sparse"
 
 
 @pytest.mark.parametrize("pattern", ["16:32v32", "32:32v32", "5:7v8", "8:32v4", "3:7v1", "2:5v3", "40:200v100"])

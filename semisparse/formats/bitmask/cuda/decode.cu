@@ -25,6 +25,7 @@
 // Compiled with SCALAR (__half or __nv_bfloat16), KEEP (values per block), TILE_M (1, 8, 16, 32 or 64), WARPS_N, WARPS_K,
 // STAGES, and what fusion.cuh takes.
 
+#include "arrive_warp.cuh"
 #include "ptx/bar.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/mma.cuh"
@@ -160,9 +161,10 @@ __device__ __forceinline__ void reduce_slices(const Partial* partials, const SCA
     }
 }
 
-// Synchronises the warps that share the ring of x tiles of a K slice.
+// Synchronises the warps that share the ring of x tiles of a K slice; in a fused kernel none do.
 __device__ __forceinline__ void sync_slice(int slice) {
-    if (kFused || WARPS_N == 1) __syncwarp();
+    if (kFused) sync_warp_copied();
+    else if (WARPS_N == 1) __syncwarp();
     else bar_sync<WARPS_N * kWarpSize>(1 + slice);
 }
 

@@ -10,6 +10,7 @@
 
 #pragma once
 
+#include "arrive_warp.cuh"
 #include "chunk.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/cp_async_bulk.cuh"
@@ -149,7 +150,7 @@ struct GroupPipeline {
 #pragma unroll 1
         while (__any_sync(kAllLanes, arrived < group)) {
             cp_async_wait_group<kStagesInFlight - 1>();
-            __syncwarp();
+            sync_warp_copied();
             arrived += STAGE_GROUPS;
             issue_stage();
         }
