@@ -44,6 +44,12 @@ def generate(
             "--speculate", help="Propose N tokens by prompt look-up and verify them in one step; 4 to 8 is good."
         ),
     ] = 0,
+    draft: Annotated[
+        Path | None,
+        typer.Option(
+            "--draft", help="A smaller model with the same tokenizer that proposes the tokens of --speculate."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Continue a prompt, a batch of prompts or a conversation, and report the speed.
@@ -58,9 +64,11 @@ def generate(
         raise InputError("generate takes --prompt TEXT, --batch FILE or --chat, one of the three")
     if chat and as_json:
         raise InputError("--chat prints a conversation; --json is for --prompt and --batch")
+    if draft is not None and not speculate:
+        raise InputError("--draft proposes the tokens of --speculate N; give both")
     sampling = Sampling(temperature, top_k, top_p, seed)
     prompts = _read_prompts(batch) if batch is not None else [prompt or ""]
-    engine = _load(model, device, quiet=as_json)
+    engine = _load(model, device, draft, quiet=as_json)
     options: dict[str, Any] = {"sampling": sampling, "stop": stop or (), "proposals": speculate}
     try:
         if chat:
@@ -90,7 +98,7 @@ def _read_prompts(file: Path) -> list[str]:
     return lines
 
 
-def _load(model: Path, device: str, quiet: bool) -> Engine:
+def _load(model: Path, device: str, draft: Path | None, quiet: bool) -> Engine:
     import warnings
 
     from semisparse.engine import Engine
@@ -98,10 +106,10 @@ def _load(model: Path, device: str, quiet: bool) -> Engine:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".* runs through transformers' own code")  # printed below
         if quiet:
-            engine = Engine(model, device=device)
+            engine = Engine(model, device=device, draft=draft)
         else:
             with console.status(f"loading {model}"):
-                engine = Engine(model, device=device)
+                engine = Engine(model, device=device, draft=draft)
     if engine.note:
         console.print(engine.note, highlight=False)
     return engine

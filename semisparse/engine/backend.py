@@ -11,9 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from semisparse.engine.decoder import CHECKED_TOKENS, Cache, Decoder, check_against
+from semisparse.engine.draft_model import DraftModel
 from semisparse.engine.ops import greedy_step, move_on
 from semisparse.engine.sampling import Sampling, choose
-from semisparse.engine.speculation import Verifier, speculated
+from semisparse.engine.speculation import Verifier, look_up, speculated
 from semisparse.engine.state import State
 from semisparse.errors import InputError
 from semisparse.formats.kernel import bucket_of
@@ -63,11 +64,13 @@ class DecoderBackend(Backend):
 
     Args:
         model: on its device.
+        draft: a smaller model that proposes tokens; by default they are looked up in the text so far.
     Raises:
         UnknownStructureError: the model is no Llama-like decoder.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, draft: DecoderBackend | None = None) -> None:
+        self._draft = draft
         self.decoder = Decoder(model, CACHE_GRAIN)
         self.decoder.compile(steps={1}, prompts={CHECKED_TOKENS})
         check_against(model, self.decoder)
@@ -89,6 +92,8 @@ class DecoderBackend(Backend):
         longest = max(map(len, prompts))
         sequences = self._state_for(len(prompts), longest + new + proposals).cache.sequences
         self.decoder.compile({sequences, sequences * (1 + proposals)}, {sequences * longest})
+        if proposals and self._draft:
+            self._draft.compile(prompts, new, proposals)
 
     @torch.no_grad()
     def run(
@@ -99,24 +104,52 @@ class DecoderBackend(Backend):
         Raises:
             InputError: the cache does not fit the device's memory; says what would.
         """
-        count, longest = len(prompts), max(map(len, prompts))
-        state = self._state_for(count, longest + new + proposals)
+        positions = max(map(len, prompts)) + new + proposals
         self._generator.manual_seed(sampling.seed)
-        padded = [*prompts, *[[0]] * (state.cache.sequences - count)]
-        tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in padded])
-        lengths = torch.tensor([len(prompt) for prompt in padded], device=self.decoder.device)
-        logits = self.decoder.prompt(tokens.to(self.decoder.device), lengths - 1, state.cache)
-        state.positions.copy_(lengths - 1)
-        state.steps.zero_()
+        state, logits = self.begin(prompts, positions)
         self._choose(logits, state, sampling)
         if proposals:
-            rows = speculated(self.decoder, state, padded, new, proposals, self._verifiers)
+            propose = look_up
+            if self._draft:
+                draft = DraftModel(self._draft)
+                draft.begin(prompts, positions)
+                propose = draft.propose
+            first = state.tokens.tolist()[: len(prompts)]
+            rows = speculated(self.verifier(proposals + 1), propose, prompts, first, new, proposals)
         elif self._on_gpu:
             rows = self._rows_on_gpu(state, new, sampling)
         else:
             rows = self._rows_on_cpu(state, new, sampling)
         for row in rows:
-            yield row[:count]
+            yield row[: len(prompts)]
+
+    @torch.no_grad()
+    def begin(self, prompts: Sequence[Sequence[int]], positions: int) -> tuple[State, Tensor]:
+        """Take the prompts of a batch.
+
+        Args:
+            prompts: tokens of each.
+            positions: to have room for, those of the prompts included.
+        Returns:
+            The state, and the logits after each prompt, [sequences, vocabulary].
+        """
+        longest = max(map(len, prompts))
+        state = self._state_for(len(prompts), positions)
+        padded = [*prompts, *[[0]] * (state.cache.sequences - len(prompts))]
+        tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in padded])
+        lengths = torch.tensor([len(prompt) for prompt in padded], device=self.decoder.device)
+        logits = self.decoder.prompt(tokens.to(self.decoder.device), lengths - 1, state.cache)
+        state.positions.copy_(lengths - 1)
+        state.steps.zero_()
+        return state, logits
+
+    def verifier(self, width: int) -> Verifier:
+        """Return the decoder step of ``width`` tokens per sequence, for the batch that has begun."""
+        if self._state is None:
+            raise RuntimeError("no batch has begun")
+        if width not in self._verifiers:
+            self._verifiers[width] = Verifier(self.decoder, self._state, width)
+        return self._verifiers[width]
 
     def _choose(self, logits: Tensor, state: State, sampling: Sampling) -> None:
         if sampling.greedy:

@@ -42,6 +42,14 @@ def _memory_errors() -> Iterator[None]:
         ) from error
 
 
+def _on_device(model: str | Path | PreTrainedModel, device: str, dtype: torch.dtype | None) -> PreTrainedModel:
+    """Load a model, unless it is one already; on a GPU layers that share an input are joined."""
+    loaded = model if isinstance(model, PreTrainedModel) else load_model(model, device, dtype)
+    if loaded.device.type == "cuda":
+        join_layers(loaded)
+    return loaded
+
+
 @dataclass(frozen=True)
 class Generation:
     """A prompt's continuation.
@@ -95,12 +103,15 @@ class Engine:
         tokenizer: the model's; read from the directory if None.
         device: ``auto`` (CUDA if there is one), ``cpu`` or ``cuda``; of a directory.
         dtype: of what is not packed; by default the checkpoint's, and float32 on a CPU, where half precision is slow.
+        draft: a smaller model with the same tokenizer, which gives the proposals of `generate`; they are looked up in
+            the text if None.
 
     Attributes:
         note: why the model runs through transformers' own code, or None.
     Raises:
         CheckpointError: the directory is missing, incomplete or corrupted.
-        SemisparseError: the model does not fit the GPU's memory.
+        InputError: the draft model has another vocabulary, or one of the two does not run in the engine's own code.
+        SemisparseError: the models do not fit the GPU's memory.
     """
 
     def __init__(
@@ -110,30 +121,47 @@ class Engine:
         *,
         device: str = "auto",
         dtype: torch.dtype | None = None,
+        draft: str | Path | PreTrainedModel | None = None,
     ) -> None:
         start = time.perf_counter()
         with _memory_errors():
             if not isinstance(model, PreTrainedModel):
                 tokenizer = tokenizer or load_tokenizer(model)
-                model = load_model(model, device, dtype)
-            if model.device.type == "cuda":
-                join_layers(model)
-        self.model, self.tokenizer = model, tokenizer
+            self.model, self.tokenizer = _on_device(model, device, dtype), tokenizer
+            if isinstance(draft, str | Path):
+                self._check_tokenizer(draft)
+            small = None if draft is None else _on_device(draft, self.model.device.type, dtype)
         self.load_seconds = time.perf_counter() - start
         start = time.perf_counter()
         self.note: str | None = None
         with _memory_errors():
-            self.backend = self._backend(model)
+            self.backend = self._backend(self.model, small)
         self._warm: set[Hashable] = set()
         self._check_seconds = time.perf_counter() - start
 
-    def _backend(self, model: PreTrainedModel) -> Backend:
+    def _backend(self, model: PreTrainedModel, small: PreTrainedModel | None) -> Backend:
         try:
-            return DecoderBackend(model)
+            draft = None if small is None else DecoderBackend(small)
+            backend = DecoderBackend(model, draft)
         except UnknownStructureError as error:
+            if small is not None:
+                raise InputError(f"a draft model needs the engine's own code for both models: {error}") from error
             self.note = f"{type(model).__name__} runs through transformers' own code: {error}"
             warnings.warn(self.note, stacklevel=3)
             return TransformersBackend(model)
+        if draft and draft.vocabulary != backend.vocabulary:
+            raise InputError(
+                f"the draft model knows {draft.vocabulary} tokens, the model {backend.vocabulary}: "
+                "take one with the same tokenizer"
+            )
+        return backend
+
+    def _check_tokenizer(self, draft: str | Path) -> None:
+        own, other = self.tokenizer, load_tokenizer(draft)
+        if own is not None and own.get_vocab() != other.get_vocab():
+            raise InputError(
+                f"the tokenizer of the draft model {draft} has other tokens: take one with the same tokenizer"
+            )
 
     def prepare(
         self,
@@ -197,8 +225,8 @@ class Engine:
             max_new_tokens: of each, at most.
             sampling: how tokens are chosen; greedily if None.
             stop: strings that end a continuation, and are left out.
-            proposals: tokens proposed by look-up in the text before and verified at once; the text stays the greedy
-                one. 0 takes tokens one by one.
+            proposals: tokens proposed by the draft model, or by look-up in the text before, and verified at once; the
+                text stays the greedy one. 0 takes tokens one by one.
             on_text: called with text as it comes.
             special_tokens: whether the tokenizer adds its own to prompts, such as BOS.
         Raises:

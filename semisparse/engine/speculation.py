@@ -1,11 +1,12 @@
-"""Speculative decoding with draft tokens looked up in the text so far (prompt lookup), verified in one decoder step.
+"""Speculative decoding: draft tokens are verified in one decoder step.
 
-Draft tokens are accepted up to the first that differs from the model's argmax: the output is that of greedy decoding.
+They are looked up in the text so far (prompt lookup), or come from a draft model (draft_model.py), and are accepted up
+to the first that differs from the model's argmax: the output is that of greedy decoding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -42,9 +43,9 @@ class Verifier:
     def __init__(self, decoder: Decoder, state: State, width: int) -> None:
         sequences, device = state.cache.sequences, decoder.device
         self._tokens = torch.zeros(sequences, width, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(sequences, width, dtype=torch.int32, device=device)
-        self._argmax = torch.zeros(sequences, width, dtype=torch.int64, device=device)
         self._offsets = torch.arange(width, dtype=torch.int32)
+        self._positions = self._offsets.to(device).repeat(sequences, 1)
+        self._argmax = torch.zeros(sequences, width, dtype=torch.int64, device=device)
         self._graph: torch.cuda.CUDAGraph | None = None
 
         def step() -> None:
@@ -57,13 +58,14 @@ class Verifier:
         """Return the argmax token after each input token.
 
         Args:
-            tokens: [sequences, width] int64, in host memory.
-            first: [sequences] int32, the position of each sequence's first input token.
+            tokens: [rows, width] int64, in host memory; rows may be fewer than the state has sequences.
+            first: [rows] int32, the position of each sequence's first input token.
         Returns:
-            [sequences, width] int64, in host memory.
+            [rows, width] int64, in host memory.
         """
-        self._tokens.copy_(tokens)
-        self._positions.copy_(first[:, None] + self._offsets)
+        rows = len(tokens)
+        self._tokens[:rows].copy_(tokens)
+        self._positions[:rows].copy_(first[:, None] + self._offsets)
         if self._tokens.device.type != "cuda":
             self._step()
         elif self._graph is None:
@@ -75,30 +77,37 @@ class Verifier:
             self._graph = graph
         else:
             self._graph.replay()
-        return self._argmax.cpu()
+        return self._argmax[:rows].to("cpu", copy=True)
+
+
+Propose = Callable[[Sequence[Sequence[int]], int], list[list[int]]]
+"""Returns up to so many draft tokens for each text."""
+
+
+def look_up(texts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """Propose what `propose` finds in each text."""
+    return [propose(text, count) for text in texts]
 
 
 def speculated(
-    decoder: Decoder,
-    state: State,
+    verify: Verifier,
+    propose: Propose,
     prompts: Sequence[Sequence[int]],
+    first: Sequence[int],
     new: int,
     proposals: int,
-    verifiers: dict[int, Verifier],
 ) -> Iterator[list[int]]:
     """Yield ``new`` lists, each with the next token of every sequence: those of greedy decoding.
 
     Args:
-        decoder: the model.
-        state: the decode state after the prompts; `State.tokens` holds the first new token of each sequence.
+        verify: runs the model for ``proposals`` + 1 tokens per sequence; its cache holds the prompts.
+        propose: gives the draft tokens.
         prompts: token ids of each sequence's prompt.
-        new: tokens to generate per sequence, the one in `State.tokens` included.
+        first: the first new token of each sequence.
+        new: tokens to generate per sequence, the first included.
         proposals: draft tokens per sequence and step, at most.
-        verifiers: cache of `Verifier` by width, for this decoder and state; a missing one is added.
     """
-    width = proposals + 1
-    verify = verifiers.setdefault(width, Verifier(decoder, state, width))
-    texts = [[*prompt, token] for prompt, token in zip(prompts, state.tokens.tolist(), strict=True)]
+    texts = [[*prompt, token] for prompt, token in zip(prompts, first, strict=True)]
     starts = [len(prompt) for prompt in prompts]
     yielded = 0
     while yielded < new:
@@ -107,17 +116,18 @@ def speculated(
             yielded += 1
         if yielded == new:
             return
-        proposed = [propose(text, proposals) for text in texts]
+        proposed = propose(texts, proposals)
         rows = [[text[-1], *more, *[0] * (proposals - len(more))] for text, more in zip(texts, proposed, strict=True)]
         # Missing draft tokens are 0. A finished sequence takes part too, and its result is ignored. What the cache
         # holds of rejected tokens is overwritten by the next step.
-        first = torch.tensor([len(text) - 1 for text in texts], dtype=torch.int32)
+        places = torch.tensor([len(text) - 1 for text in texts], dtype=torch.int32)
         for text, start, more, argmax in zip(
-            texts, starts, proposed, verify(torch.tensor(rows), first).tolist(), strict=True
+            texts, starts, proposed, verify(torch.tensor(rows), places).tolist(), strict=True
         ):
             if len(text) >= start + new:
                 continue
             kept = 0
             while kept < len(more) and more[kept] == argmax[kept]:
                 kept += 1
-            text.extend(argmax[: kept + 1])
+            # Cut at its end, so that the positions of a finished sequence stay in the cache while others go on.
+            text.extend(argmax[: min(kept + 1, start + new - len(text))])

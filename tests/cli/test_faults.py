@@ -91,6 +91,7 @@ def test_no_text_where_it_is_needed(run: Run, model: Path, tmp_path: Path):
 def test_too_long_sequences(run: Run, compress, model: Path, text: Path):
     assert_refused(compress("--seqlen", "100"), "seqlen is 100, the model's context is 64")
     assert_refused(run("eval", model, "--text", text, "--seqlen", 1), "seqlen is at least 2")
+    assert_refused(run("generate", model, "--prompt", "a", "--draft", model), "proposes the tokens of --speculate N")
     assert_refused(run("generate", model, "--prompt", "a", "--max-new-tokens", 100), "exceed the model's context of 64")
     assert_refused(run("eval", model), "nothing to measure")
 

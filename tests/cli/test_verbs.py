@@ -72,6 +72,11 @@ def test_compress_then_everything_else(run: Run, model: Path, text: Path, tmp_pa
     generated = run("generate", out, "--prompt", "line 1", "--max-new-tokens", 5, "--json").json
     assert generated["text"].startswith("line 1")
     assert generated["tokens_per_second"] > 0
+    drafted = run(
+        "generate", model, "--prompt", "line 1", "--max-new-tokens", 5, "--speculate", 3, "--draft", out, "--json"
+    )
+    plain = run("generate", model, "--prompt", "line 1", "--max-new-tokens", 5, "--json")
+    assert drafted.json["text"] == plain.json["text"]
 
 
 def test_the_dense_model_is_its_own_baseline(run: Run, model: Path, text: Path):

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from semisparse.engine import Engine, Sampling
 from semisparse.engine.backend import DecoderBackend
-from semisparse.engine.speculation import propose
+from semisparse.engine.speculation import Verifier, propose, speculated
 from semisparse.engine.transformers_backend import TransformersBackend
 from semisparse.errors import InputError, SemisparseError
 from tests.models import SHARED, byte_tokenizer, random_model
@@ -179,6 +179,53 @@ def test_what_cannot_be_generated_is_said(llama: Engine, prompts, options, sente
 def test_impossible_sampling_is_refused(bad):
     with pytest.raises(InputError):
         Sampling(**bad)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("proposals", [1, 5])
+def test_a_draft_model_changes_no_token(proposals: int, device: str):
+    model = random_model("llama", torch.float32, **HEADS).to(device)
+    expected = [greedy(model, prompt, 24) for prompt in PROMPTS]
+    for draft in (model, random_model("qwen3", torch.float32, **HEADS).to(device)):
+        engine = Engine(model, byte_tokenizer(), draft=draft)
+        assert [one.text for one in engine.generate(PROMPTS, 24, proposals=proposals)] == expected
+        assert engine.generate(PROMPTS[:1], 24, proposals=proposals)[0].text == expected[0]
+
+
+def test_every_token_of_an_equal_draft_model_is_accepted(monkeypatch: pytest.MonkeyPatch):
+    model = random_model("llama", torch.float32)
+    engine, steps = Engine(model, byte_tokenizer(), draft=random_model("llama", torch.float32)), []
+    engine.prepare(PROMPTS, 24, proposals=5)
+    verify = Verifier.__call__
+    monkeypatch.setattr(
+        Verifier, "__call__", lambda self, tokens, first: steps.append(tokens) or verify(self, tokens, first)
+    )
+    engine.generate(PROMPTS, 1 + 4 * 6, proposals=5)
+    assert len(steps) == 4 * (5 + 1), "steps: four times five of the draft model and one of the model, for six tokens"
+
+
+def test_draft_models_that_do_not_fit_are_refused():
+    model = random_model("llama", torch.float32)
+    with pytest.raises(InputError, match="knows 96 tokens"):
+        Engine(model, byte_tokenizer(), draft=random_model("llama", torch.float32, vocab_size=96))
+    with pytest.raises(InputError, match="engine's own code"):
+        Engine(model, byte_tokenizer(), draft=random_model("gpt2", torch.float32))
+
+
+def test_a_finished_sequence_stays_within_the_positions_of_the_batch():
+    """Every proposal for the first text is right, none for the second, which goes on for long after the first."""
+    new, proposals, ends = 20, 6, []
+
+    def verify(tokens: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        ends.append(int(first.max()) + proposals)
+        return torch.stack([tokens[0].roll(-1), torch.full_like(tokens[1], 9)])
+
+    rows = list(
+        speculated(verify, lambda texts, count: [[7] * count, [8] * count], [[1] * 5, [2] * 5], [3, 4], new, proposals)
+    )
+    assert len(rows) == new
+    assert rows[-1] == [7, 9]
+    assert max(ends) < 5 + new + proposals
 
 
 def test_proposals_are_what_followed_before():
