@@ -43,6 +43,7 @@ class Row:
             "strategy": self.estimate.strategy,
             "us": self.estimate.seconds * 1e6,
             "speedup": self.speedup,
+            "measured": self.estimate.measured,
         }
 
 

@@ -1,4 +1,4 @@
-"""The roofline model: the time that a matmul's kernels take on a machine, and what bounds it."""
+"""The time that a matmul's kernels take on a machine: by the roofline model, or by a measured table."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from semisparse.bench.machines import Machine
 from semisparse.errors import InputError
 from semisparse.formats.base import Format, Packed, get_format, registry
 from semisparse.formats.kernel import Pass, Problem
+from semisparse.formats.tuned import measured_times
 from semisparse.patterns import NO_ZEROS, Pattern, parse_pattern
 
 BASELINE = "dense"
@@ -53,6 +54,7 @@ class Estimate:
         seconds: the predicted time. It adds the fraction of the peak that kernels reach, unpacking, and fixed time.
         bound: ``memory``, ``arithmetic``, ``unpacking`` or ``fixed time``, whichever takes most of the time.
         strategy: the kernels' strategy, for formats with several.
+        measured: whether ``seconds`` is dense's time over a speed-up that was measured on such a machine.
     """
 
     bytes: float
@@ -61,6 +63,7 @@ class Estimate:
     seconds: float
     bound: str
     strategy: str = ""
+    measured: bool = False
 
 
 def candidates(formats: Iterable[str] | None = None, patterns: Iterable[str] | None = None) -> list[Candidate]:
@@ -174,10 +177,20 @@ def estimate_matmul(
 ) -> tuple[Estimate, float]:
     """Return the estimate of a matmul on a machine, and the bits per weight.
 
+    Where the machine's tables (`bench tune`) have a product like this one, its measured speed-up over dense replaces
+    the predicted one.
+
     Raises:
         FormatError: the format cannot store a weight of this shape.
         InputError: the machine has no rate for a unit that a pass uses.
     """
     problem, weight_bytes = problem_for(candidate, m, n, k, dtype, machine.device)
-    passes = get_format(candidate.format).cost(problem, weight_bytes)
-    return estimate(passes, machine), 8 * weight_bytes / (n * k)
+    form = get_format(candidate.format)
+    predicted = estimate(form.cost(problem, weight_bytes), machine)
+    if not candidate.is_baseline:
+        times = measured_times(problem, form.tuned_by, machine.name).values()
+        if times:
+            dense, _ = estimate_matmul(Candidate(BASELINE, NO_ZEROS), m, n, k, dtype, machine)
+            share = min(measured.us / measured.dense_us for measured in times)
+            predicted = replace(predicted, seconds=dense.seconds * share, measured=True)
+    return predicted, 8 * weight_bytes / (n * k)

@@ -34,7 +34,9 @@ def plan(
     dtype: Dtype = "bfloat16",
     as_json: Json = False,
 ) -> None:
-    """Predict the speed-up of each format over dense on a machine, by the roofline model. Nothing is compressed.
+    """Predict the speed-up of each format over dense on a machine. Nothing is compressed.
+
+    By the roofline model; by measured speed-ups (`bench tune`) where the machine has a table with layers like these.
 
     For few tokens the time is that of reading the weights, for many that of multiplying; the table says which.
 
@@ -93,9 +95,12 @@ def _show(prediction: Plan) -> None:
         console.print(f"[dim]Left out: {label}: {reason}[/]", highlight=False)
     for sentence in prediction.sentences():
         console.print(sentence, highlight=False)
+    measured = sorted({row.candidate.label for row in prediction.rows if row.estimate.measured})
+    if measured:
+        console.print(f"[dim]By speed-ups measured on {machine.name}: {', '.join(measured)}.[/]", highlight=False)
     console.print(
-        "[dim]These are predictions: `semisparse bench kernels` measures times, `bench compare` shows the error. "
-        "They do not cover a model's quality.[/]"
+        f"[dim]{'All others' if measured else 'These'} are predictions: `semisparse bench kernels` measures times, "
+        "`bench compare` shows the error. They do not cover a model's quality.[/]"
     )
 
 

@@ -113,7 +113,19 @@ def _rows_of(gpu: str) -> Mapping[tuple[str, str, str], list[TunedRow]]:
     return dict(grouped)
 
 
-@lru_cache(maxsize=4096)
+@dataclass(frozen=True)
+class Measured:
+    """How long a kernel takes for a product, by a table.
+
+    Args:
+        us: microseconds.
+        dense_us: those of the dense product, measured beside it.
+    """
+
+    us: float
+    dense_us: float
+
+
 def ranking(problem: Problem, tuned_by: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names of the kernels that were measured for a product like this one, the fastest first; or none.
 
@@ -123,14 +135,30 @@ def ranking(problem: Problem, tuned_by: tuple[str, ...]) -> tuple[str, ...]:
     Raises:
         InputError: a table cannot be read.
     """
+    times = measured_times(problem, tuned_by, device_facts(problem.device).name)
+    return tuple(sorted(times, key=lambda name: times[name].us))
+
+
+@lru_cache(maxsize=4096)
+def measured_times(problem: Problem, tuned_by: tuple[str, ...], gpu: str) -> Mapping[str, Measured]:
+    """Return the times of the kernels that were measured on a GPU for a product like this one; or none.
+
+    They are those of the nearest measured pattern and shape, which may differ in size from the product's.
+
+    Args:
+        problem: the product.
+        tuned_by: params that kernels depend on.
+        gpu: the vendor's name.
+    Raises:
+        InputError: a table cannot be read.
+    """
     variant = variant_of(problem.params, tuned_by)
     dtype = str(problem.dtype).removeprefix("torch.")
-    table = _rows_of(device_facts(problem.device).name)
+    table = _rows_of(gpu)
     of_dtypes = (table.get((problem.spec.format, variant, name), []) for name in (dtype, ALIKE.get(dtype, dtype)))
     rows = next(filter(None, of_dtypes), [])
     rows = _nearest_shape(_nearest_pattern(rows, problem.pattern), problem)
-    times = _interpolated(rows, problem.m)
-    return tuple(sorted(times, key=lambda name: times[name]))
+    return _interpolated(rows, problem.m)
 
 
 def variant_of(params: Mapping[str, object], tuned_by: Iterable[str]) -> str:
@@ -162,14 +190,18 @@ def _nearest_shape(rows: list[TunedRow], problem: Problem) -> list[TunedRow]:
     return [row for row in rows if (row.n, row.k) == (near.n, near.k)]
 
 
-def _interpolated(rows: list[TunedRow], m: int) -> dict[str, float]:
+def _interpolated(rows: list[TunedRow], m: int) -> dict[str, Measured]:
     """Return each kernel's time for M tokens, from the nearest measured M on both sides; none where one is missing."""
     measured = sorted({row.m for row in rows})
     below = max((value for value in measured if value <= m), default=None)
     above = min((value for value in measured if value >= m), default=None)
     if below is None or above is None:
         return {}
-    times = {value: {row.kernel: row.us for row in rows if row.m == value} for value in (below, above)}
+    first, last = ({row.kernel: row for row in rows if row.m == value} for value in (below, above))
     share = (m - below) / (above - below) if above > below else 0.0
-    both = times[below].keys() & times[above].keys()
-    return {kernel: (1 - share) * times[below][kernel] + share * times[above][kernel] for kernel in both}
+
+    def between(kernel: str) -> Measured:
+        low, high = first[kernel], last[kernel]
+        return Measured((1 - share) * low.us + share * high.us, (1 - share) * low.dense_us + share * high.dense_us)
+
+    return {kernel: between(kernel) for kernel in first.keys() & last.keys()}

@@ -13,6 +13,7 @@ from semisparse.bench.roofline import Candidate, candidates, estimate, estimate_
 from semisparse.bench.shapes import ARCHITECTURES, LayerShape, layer_shapes
 from semisparse.errors import InputError, PatternError
 from semisparse.formats import Format, Pass, get_format, registry
+from semisparse.formats.tuned import SHIPPED, read_table
 from semisparse.patterns import parse_pattern
 
 MODELS = Path(__file__).parents[2] / "../shared/models"
@@ -142,6 +143,28 @@ def test_a_format_that_computes_less_may_pay_where_arithmetic_binds(monkeypatch)
     monkeypatch.setitem(bitmask.__dict__, "cost", half)
     plan = make_plan(SQUARE, [4096], candidates(["bitmask"]), torch.bfloat16, TOY)
     assert "bitmask 32:64 may be up to 2.00 times as fast" in plan.sentences()[0]
+
+
+def test_a_measured_speed_up_replaces_the_predicted_one(tmp_path, monkeypatch):
+    """The shipped table of the H200 has both; a GPU without a table is predicted, whatever the H200 reaches."""
+    monkeypatch.setenv("SEMISPARSE_CACHE", str(tmp_path))
+    layers = [LayerShape("", 28672, 8192, 1)]
+    shown = [Candidate("dense", "0%"), Candidate("gqs", "g16@50%", {"kind": "w4"})]
+    (row,) = (
+        one
+        for one in read_table(SHIPPED / "nvidia-h200.csv")
+        if (one.pattern, one.n, one.m, one.kernel, one.dtype) == ("g16@50%", 28672, 1, "decode", "bfloat16")
+    )
+    dense, here = make_plan(layers, [1], shown, torch.bfloat16, find_machine("h200")).rows
+    assert here.estimate.measured
+    assert not dense.estimate.measured
+    assert here.speedup == pytest.approx(row.dense_us / row.us)
+    assert here.as_dict()["us"] == pytest.approx(dense.as_dict()["us"] * row.us / row.dense_us)
+    assert not any(
+        one.estimate.measured for one in make_plan(layers, [1], shown, torch.bfloat16, find_machine("a100")).rows
+    )
+    (_, large) = make_plan(layers, [100_000], shown, torch.bfloat16, find_machine("h200")).rows
+    assert not large.estimate.measured
 
 
 def test_totals_count_every_layer():

@@ -12,7 +12,7 @@ from semisparse.formats import tuned
 from semisparse.formats.base import get_format
 from semisparse.formats.kernel import Problem
 from semisparse.formats.product import structure_of
-from semisparse.formats.tuned import TunedRow, ranking, read_table, table_name, user_table
+from semisparse.formats.tuned import TunedRow, measured_times, ranking, read_table, table_name, user_table
 from semisparse.runtime import device as runtime_device
 from tests.cuda_emulator import gpu
 
@@ -40,10 +40,10 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tuned, "SHIPPED", tmp_path / "shipped")
     monkeypatch.setattr(runtime_device, "_cpu_facts", lambda threads: gpu())
     tuned._rows_of.cache_clear()
-    ranking.cache_clear()
+    measured_times.cache_clear()
     yield lambda *rows: add_to_table(user_table("emulated"), rows)
     tuned._rows_of.cache_clear()
-    ranking.cache_clear()
+    measured_times.cache_clear()
 
 
 def test_the_fastest_kernel_comes_first_and_times_are_interpolated_between_tokens(table):
@@ -70,7 +70,7 @@ def test_the_users_rows_replace_shipped_ones(table, tmp_path):
     add_to_table(tmp_path / "shipped" / "emulated.csv", [row(8, "gemm", 10), row(8, "unpack", 20)])
     assert ranking(problem(8), ("kind",)) == ("gemm", "unpack")
     tuned._rows_of.cache_clear()
-    ranking.cache_clear()
+    measured_times.cache_clear()
     table(row(8, "gemm", 30))
     assert ranking(problem(8), ("kind",)) == ("unpack", "gemm")
 
@@ -93,7 +93,7 @@ def test_products_take_the_measured_kernel(table, monkeypatch):
     assert form.choose(asked).name == "decode"
     table(row(8, "gemm", 2), row(8, "gone", 1), row(8, "decode", 3))
     tuned._rows_of.cache_clear()
-    ranking.cache_clear()
+    measured_times.cache_clear()
     assert form.choose(asked).name == "gemm"
     assert form.choose(asked, "unpack").name == "unpack"
 
