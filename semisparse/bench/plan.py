@@ -74,14 +74,31 @@ class Plan:
         """Return (layer, M) -> the fastest candidate; dense unless another is `MIN_SPEEDUP` times as fast."""
         best: dict[tuple[str, int], Row] = {}
         for row in self.rows:
-            key = (f"{row.layer.names} {row.layer.n},{row.layer.k}".strip(), row.m)
+            key = (row.layer.label, row.m)
             if key not in best or row.speedup > max(best[key].speedup, MIN_SPEEDUP):
                 best[key] = row
         return best
 
     def sentences(self) -> list[str]:
-        """Return one sentence per M: whether sparsity pays, and why."""
-        return [self._sentence(m) for m in dict.fromkeys(row.m for row in self.rows)]
+        """Return one sentence per M: whether sparsity pays, and why; then what gains nothing at any M."""
+        return [*(self._sentence(m) for m in dict.fromkeys(row.m for row in self.rows)), *self._without_gain()]
+
+    def _without_gain(self) -> list[str]:
+        """Return a sentence per candidate that makes some layer faster at none of the numbers of tokens."""
+        fastest: dict[str, dict[str, float]] = {}
+        for row in self.rows:
+            if not row.candidate.is_baseline:
+                of_layers = fastest.setdefault(row.candidate.label, {})
+                of_layers[row.layer.label] = max(row.speedup, of_layers.get(row.layer.label, 0.0))
+        lost = {
+            label: [layer for layer, speedup in of_layers.items() if speedup < MIN_SPEEDUP]
+            for label, of_layers in fastest.items()
+        }
+        return [
+            f"{label} gains no speed here at any of these numbers of tokens: {'; '.join(layers)}."
+            for label, layers in lost.items()
+            if layers
+        ]
 
     def _sentence(self, m: int) -> str:
         rows = [row for row in self.rows if row.m == m]

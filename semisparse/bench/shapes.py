@@ -60,6 +60,11 @@ class LayerShape:
     k: int
     count: int
 
+    @property
+    def label(self) -> str:
+        """The name in tables, such as ``q_proj, o_proj 4096,4096``."""
+        return f"{self.names} {self.n},{self.k}".strip()
+
 
 def layer_shapes(text: str) -> list[LayerShape]:
     """Return the distinct shapes of a model's linear layers, without the LM head.

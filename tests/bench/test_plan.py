@@ -104,6 +104,14 @@ def test_sentences_state_when_sparsity_pays_and_when_not():
     assert "no sparse format" in alone[0]
 
 
+def test_a_sentence_names_layers_that_gain_at_no_number_of_tokens():
+    layers = [LayerShape("small", 64, 64, 1), LayerShape("large", 8192, 8192, 1)]
+    sentences = make_plan(layers, [1, 16], candidates(["bitmask"]), torch.bfloat16, TOY).sentences()
+    assert sentences[-1] == "bitmask 32:64 gains no speed here at any of these numbers of tokens: small 64,64."
+    (large, _) = make_plan(layers[1:], [1, 4096], candidates(["bitmask"]), torch.bfloat16, TOY).sentences()
+    assert "at any of these" not in large
+
+
 def test_sentences_name_the_speed_up_of_quantised_dense_layers():
     plan = make_plan(SQUARE, [4096], candidates(["dense", "slide24"]), torch.bfloat16, find_machine("h200"))
     gains = {label: gain for (_, label), (_, gain) in plan.totals().items()}
