@@ -25,12 +25,12 @@ def export(model: str | Path, to: str, out: str | Path) -> dict[str, Any]:
 
     Args:
         model: a directory that semisparse compressed.
-        to: ``dense``: 16-bit weights with their zeros in place; ``compressed-tensors``: layers that are rounded in the
-            formats of that package, the others dense.
+        to: ``dense`` for weights in the model's dtype, zeros in place; ``compressed-tensors`` for quantised layers in
+            that package's formats and the others dense.
         out: the directory to write, atomically.
     Returns:
-        ``to``, ``bytes`` (of the safetensors files), ``dense_layers``: the compressed layers that are written dense,
-        and ``widened_layers``: those written in 8 bits because their zero points are fractions of a code.
+        ``to``, ``bytes`` (of the safetensors files), ``dense_layers`` (compressed layers that are written dense) and
+        ``widened_layers`` (written in 8 bits because their zero points are not integers).
     Raises:
         InputError: ``to`` is unknown, ``out`` exists, the model is not compressed, or compressed-tensors has no format
             for any of its layers.
@@ -46,19 +46,19 @@ def export(model: str | Path, to: str, out: str | Path) -> dict[str, Any]:
     loaded = checkpoint.load_model(source, "cpu", _dtype_of(directory))
     rounded = compressed_tensors.rounded_layers(loaded) if to == "compressed-tensors" else {}
     loaded.dequantize()
-    # The package knows nn.Linear alone: GPT-2's Conv1D and fused experts are written dense.
-    linear = _stored_names(loaded, [name for name, module in loaded.named_modules() if isinstance(module, nn.Linear)])
-    written = {linear[name]: layer for name, layer in rounded.items() if name in linear}
+    # The package supports only nn.Linear: GPT-2's Conv1D and fused experts are written dense.
+    names = _stored_names(loaded, [name for name, module in loaded.named_modules() if isinstance(module, nn.Linear)])
+    written = {names[name]: layer for name, layer in rounded.items() if name in names}
     if to == "compressed-tensors" and not written:
         name, packed = next(iter(directory.layers.items()))
         raise InputError(
             f"compressed-tensors has no format for any layer of {source}: layer {name} is stored as "
-            f"{packed.spec.format} {packed.pattern}, expected an nn.Linear of at most 8 bits; export --to dense"
+            f"{packed.spec.format} {packed.pattern}, expected an nn.Linear of at most 8 bits; use --to dense"
         )
     with checkpoint.atomic_directory(out) as scratch:
         loaded.save_pretrained(scratch)
         if written:
-            compressed_tensors.rewrite(scratch, written, set(linear.values()) - set(written))
+            compressed_tensors.rewrite(scratch, written, set(names.values()) - set(written))
         copy_other_files(source, scratch)
     return {
         "to": to,
@@ -75,7 +75,7 @@ def _stored_names(model: PreTrainedModel, modules: Iterable[str]) -> dict[str, s
 
 
 def _dtype_of(directory: checkpoint.ModelDirectory) -> torch.dtype:
-    """Return the dtype of the model's dense tensors, by config.json; float32 if that does not say."""
+    """Return the dtype of the model's dense tensors, as config.json names it; float32 if it names none."""
     name = directory.config.get("dtype", directory.config.get("torch_dtype"))
     dtype = getattr(torch, name, None) if isinstance(name, str) else None
     return dtype if isinstance(dtype, torch.dtype) else torch.float32

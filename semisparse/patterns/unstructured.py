@@ -12,7 +12,7 @@ from semisparse.errors import PatternError
 from semisparse.patterns.base import Pattern, top_overall, top_per_row
 
 LEVELS = 64
-"""A step of `Unstructured.shifted` is 1/64 of the weights, as it is for n:64, rounded down to whole weights."""
+"""Maximum number of levels: a step is 1/64 of the weights, as for n:64, rounded down to whole weights."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class Unstructured(Pattern):
 
     def shifted(self, steps: int, shape: tuple[int, int]) -> Unstructured | None:
         size = self._budget_size(shape)
-        dropped = size - self._kept(size) - steps * (size // self.levels(shape))
-        if not 0 <= dropped < size:
+        pruned = size - self._kept(size) - steps * (size // self.levels(shape))
+        if not 0 <= pruned < size:
             return None
-        return replace(self, percent=float(f"{100 * dropped / size:.12g}"))  # the precision of the written form
+        return replace(self, percent=float(f"{100 * pruned / size:.12g}"))  # as in __str__
 
     def mask(self, scores: Tensor) -> Tensor:
         if self.by_row:
@@ -63,7 +63,7 @@ class Unstructured(Pattern):
     def violation(self, nonzero: Tensor) -> str | None:
         """Describe the first violation, or return None.
 
-        One weight per row more than the exact count is accepted: pruners round the count in each block of columns.
+        One more weight per row than the exact count is accepted: pruners round the count in each block of columns.
         """
         rows, columns = nonzero.shape
         counts = nonzero.sum(1)

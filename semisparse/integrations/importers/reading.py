@@ -1,4 +1,4 @@
-"""Loading a directory that another tool quantised as a dense model, and the numbers that each weight was rounded to."""
+"""Loading a model that another tool quantised: a dense model, and the quantised weights that it came from."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ METHODS: dict[str, Method] = {
 """By the ``quant_method`` of config.json."""
 
 SMALL = 16
-"""Tensors of so many numbers are read before the checks: some hold a weight's shape."""
+"""Tensors of at most this many elements are read before the checks: some hold a weight's shape."""
 
 
 Names = Mapping[str, str]
-"""Tensors' names in the files, by the part of their layer that they hold."""
+"""Names in the files of a layer's tensors, by part (``qweight``, ``scales``, ...)."""
 
 
 def quantised_elsewhere(path: str | Path) -> str | None:
@@ -47,15 +47,15 @@ def quantised_elsewhere(path: str | Path) -> str | None:
 
 
 def load_dequantised(path: str | Path) -> tuple[PreTrainedModel, dict[str, Rounded]]:
-    """Load a model that another tool quantised as a dense model on the CPU, in the dtype of its config.
+    """Load and dequantise a model that another tool quantised, on the CPU, in the dtype of its config.
 
     Args:
         path: a model directory with a ``quantization_config`` of one of `METHODS`.
     Returns:
-        The model, and what each quantised weight was rounded to, by the layer's name in the files.
+        The model, and its quantised weights by the layer's name in the files.
     Raises:
-        CheckpointError: the directory is incomplete, or a tensor does not fit the config or the others of its layer.
-        InputError: an option of the method is not read.
+        CheckpointError: the directory is incomplete, or a tensor contradicts the config or the rest of its layer.
+        InputError: an option of the method is not supported.
     """
     directory = open_files(path)
     block = directory.config["quantization_config"]
@@ -78,7 +78,7 @@ def load_dequantised(path: str | Path) -> tuple[PreTrainedModel, dict[str, Round
         )
     except (SemisparseError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # the models of transformers raise anything
+    except Exception as error:  # transformers raises many types
         raise CheckpointError(f"cannot load {directory.path}: {type(error).__name__}: {error}") from error
     if report["missing_keys"]:
         raise CheckpointError(
@@ -89,7 +89,7 @@ def load_dequantised(path: str | Path) -> tuple[PreTrainedModel, dict[str, Round
 
 
 def _layers(directory: ModelDirectory, method: Method) -> dict[str, dict[str, str]]:
-    """Return the tensors' names by layer and part."""
+    """Return the names of all tensors, by layer and part."""
     layers: dict[str, dict[str, str]] = {}
     for name in directory.headers:
         layer, _, part = name.rpartition(method.separator)
@@ -104,25 +104,25 @@ def _check(
     skeleton: PreTrainedModel,
     layers: Mapping[str, Names],
 ) -> None:
-    """Check every quantised layer by the files' headers before a weight is read.
+    """Check the headers of every quantised layer before a weight is read.
 
     Raises:
-        CheckpointError: a tensor has another dtype or shape than the others of its layer, the config's groups or the
-            model's layer say; or the model is out of proportion to the files.
+        CheckpointError: a dtype or shape contradicts the layer's other tensors, the config's groups or the model; or
+            the model is far too large for the files.
     """
     for name, header in directory.headers.items():
         if header.dtype is None:
             raise CheckpointError(f"tensor {name} of {directory.path} has a dtype that torch does not know")
-    # A byte holds 8 codes at most; `refuse_unstored` counts 2 bytes per parameter.
+    # A byte holds up to 8 codes: the limit on parameters per stored byte is 8 times that of other models.
     refuse_unstored(skeleton, 8 * directory.stored_bytes)
-    modules = model_keys(skeleton, [layer + method.weight for layer in layers])
+    keys = model_keys(skeleton, [layer + method.weight for layer in layers])
     parameters = dict(skeleton.named_parameters())
     for layer, parts in layers.items():
-        sketch = {part: _sketch(directory, name) for part, name in parts.items() if part in method.parts}
-        shape = _named(directory, layer, method.measure, sketch, block)
-        key = modules.get(layer + method.weight, "")
+        tensors = {part: _meta_tensor(directory, name) for part, name in parts.items() if part in method.parts}
+        shape = _call(directory, layer, method.measure, tensors, block)
+        key = keys.get(layer + method.weight, "")
         if key not in parameters:
-            continue  # one of several weights that transformers fuses; it checks their shapes when it does
+            continue  # transformers fuses it with others, and checks their shapes then
         module = skeleton.get_submodule(key.rpartition(".")[0])
         expected = tuple(parameters[key].shape)
         if (shape[::-1] if isinstance(module, Conv1D) else shape) != expected:
@@ -132,8 +132,8 @@ def _check(
             )
 
 
-def _sketch(directory: ModelDirectory, name: str) -> Tensor:
-    """Return a tensor without its values, unless it is small."""
+def _meta_tensor(directory: ModelDirectory, name: str) -> Tensor:
+    """Return a tensor on the meta device; a small one with its values."""
     header = directory.headers[name]
     if torch.Size(header.shape).numel() <= SMALL:
         return directory.read(name)
@@ -148,14 +148,14 @@ def _dense_tensors(
     quantised: Sequence[str],
     dtype: torch.dtype,
 ) -> tuple[dict[str, Tensor], dict[str, Rounded]]:
-    """Return all tensors by name, with a dense ``weight`` in the place of each layer's parts, and what was rounded."""
-    tensors, rounded, parted = {}, {}, set(quantised)
+    """Return the dense model's tensors by name, and the quantised weights by layer."""
+    tensors, rounded, quantised_layers = {}, {}, set(quantised)
     for layer, parts in layers.items():
-        taken = method.parts if layer in parted else method.dropped
-        tensors.update({name: directory.read(name) for part, name in parts.items() if part not in taken})
-        if layer in parted:
+        skipped = method.parts if layer in quantised_layers else method.dropped
+        tensors.update({name: directory.read(name) for part, name in parts.items() if part not in skipped})
+        if layer in quantised_layers:
             stored = {part: directory.read(name) for part, name in parts.items() if part in method.parts}
-            weight = _named(directory, layer, method.read, stored, block)
+            weight = _call(directory, layer, method.read, stored, block)
             if isinstance(weight, Rounded):
                 rounded[layer] = weight
                 weight = weight.dequantised()
@@ -163,8 +163,8 @@ def _dense_tensors(
     return tensors, rounded
 
 
-def _named(directory: ModelDirectory, layer: str, function: Any, *args: Any) -> Any:
-    """Call a reader; its refusals name the layer."""
+def _call(directory: ModelDirectory, layer: str, function: Any, *args: Any) -> Any:
+    """Call a function of the method; put the layer in its error messages."""
     try:
         return function(*args)
     except SemisparseError as error:

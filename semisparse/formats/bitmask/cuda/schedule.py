@@ -1,4 +1,4 @@
-"""Tile sizes, stages and split-K of the GPU kernels: pure arithmetic. The choices are what was fastest on an H200."""
+"""Tile sizes, stages and split-K of the GPU kernels: pure arithmetic. The choices were the fastest on an H200."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ OVERRUN = 256
 DECODE_MAX_TOKENS = 64
 
 DECODE_WARPS_PER_SM = {1: 20, 8: 20, 16: 16, 32: 16, 64: 10}
-"""By TILE_M: what registers allow. Builds take up to 96, 96, 128, 128 and 200 of them per thread."""
+"""By TILE_M, as registers allow: the kernels use up to 96, 96, 128, 128 and 200 per thread."""
 
 GEMM_MIN_TOKENS = 17
-"""Measured on an H200 at 32:64: decode is faster below."""
+"""Minimum M. Below it decode.cu is faster (H200, 32:64)."""
 
 GEMM_MAX_TOKENS = {1 << 24: 1024, 1 << 22: 512, 0: 128}
-"""By the fewest weights of a matrix, measured there too: above, unpack is faster, or nearly."""
+"""Maximum M, by minimum N * K. Above it unpack.cu is faster, or nearly (H200, 32:64)."""
 
 GEMM_SPLIT_K = {32: ((1, 3),), 64: ((1, 3),), 128: ((3, 1), (2, 1), (1, 2)), 192: ((2, 1),), 256: ((2, 1),)}
 """By TILE_M: the warpgroups per CTA and CTAs per SM worth trying with split-K."""
@@ -35,11 +35,11 @@ class DecodeSchedule:
     """How decode.cu computes y.
 
     Args:
-        tile_m: the most tokens of the build, a key of `DECODE_WARPS_PER_SM`.
+        tile_m: maximum tokens (TILE_M), a key of `DECODE_WARPS_PER_SM`.
         warps_n: row tiles that a CTA computes at a time.
         warps_k: warps per row tile, which split its column tiles among them (sliced-K).
-        stages: tiles of a warp in shared memory, in flight or being read.
-        ctas: of the grid, at most as many as are resident; they stride over the row tiles.
+        stages: weight tiles per warp in shared memory, in flight or being read.
+        ctas: CTAs of the grid, at most as many as are resident; each strides over the row tiles.
         shared: bytes of dynamic shared memory per CTA.
     """
 
@@ -52,7 +52,7 @@ class DecodeSchedule:
 
     @property
     def warps(self) -> int:
-        """Per CTA."""
+        """Warps per CTA."""
         return self.warps_n * self.warps_k
 
 
@@ -60,22 +60,22 @@ def choose_decode(m: int, weight: Tiling, gpu: DeviceFacts) -> DecodeSchedule:
     """Choose the schedule of decode.cu.
 
     Args:
-        m: the most tokens, 1 to 64.
+        m: maximum tokens, 1 to 64.
         weight: its tiles.
         gpu: what it runs on.
     """
     preferred = _preferred(m, weight, gpu.sms)
-    # The others are for more values per block and for GPUs with less shared memory; the last fits anywhere.
+    # The others need less shared memory, for dense patterns and small GPUs; the last always fits.
     candidates = (preferred, (2, 6, 2), (*preferred[:2], 1), (1, 4, 1), (1, 1, 1))
     fitting = (_decode_schedule(m, weight, gpu, *candidate) for candidate in candidates)
     return next(schedule for schedule in fitting if schedule is not None)
 
 
 def choose_fused(problem: Problem, weight: Tiling, gpu: DeviceFacts) -> DecodeSchedule | None:
-    """Choose the schedule of decode.cu with a prologue and an epilogue; None where it has none.
+    """Choose the schedule of decode.cu with a prologue and an epilogue; None if no schedule can fuse them.
 
     Args:
-        problem: the product.
+        problem: the matmul, its prologue and its epilogue.
         weight: its tiles.
         gpu: what it runs on.
     """
@@ -99,7 +99,7 @@ def _preferred(m: int, weight: Tiling, sms: int) -> tuple[int, int, int]:
     if column_tiles <= 6:
         return (1, 6, 2) if m <= 8 else (1, 3, 2)
     if column_tiles <= 16:
-        # With one or two column tiles per warp, x stays in its stage: 8.4 us, else 10.5 (4096 x 4096, m = 8).
+        # With at most `stages` column tiles per warp, x is copied only once: 8.4 us, else 10.5 (4096 x 4096, m = 8).
         return (1, 4, 2) if m == 1 and few_rows else (1, 8, 2)
     if row_tiles <= sms:
         return (1, 12, 2) if m <= 8 else (1, 6, 2)  # two row tiles per CTA would leave half of the SMs idle
@@ -113,11 +113,15 @@ def _preferred(m: int, weight: Tiling, sms: int) -> tuple[int, int, int]:
 def _decode_schedule(
     m: int, weight: Tiling, gpu: DeviceFacts, warps_n: int, warps_k: int, stages: int, whole_x: bool = False
 ) -> DecodeSchedule | None:
-    """Return the schedule with as many CTAs as are resident at a time, or None if no CTA fits."""
+    """Return the schedule with as many CTAs as are resident, or None if no CTA fits.
+
+    With ``whole_x`` all of x is in shared memory, as in fused kernels.
+    """
     tile_m = next(tokens for tokens in DECODE_WARPS_PER_SM if m <= tokens)
     warps_k = min(warps_k, weight.column_tiles)
     warps = warps_n * warps_k
     x_tiles = weight.column_tiles if whole_x else stages * warps_k
+    # Weight tiles, x tiles and accumulators, double-buffered.
     shared = stages * warps * weight.tile_bytes + x_tiles * m * 2 * COLUMNS + 2 * warps * tile_m * ROWS * 4
     resident = min(gpu.shared_per_sm // (shared + RESERVED_SHARED), DECODE_WARPS_PER_SM[tile_m] // warps)
     if not resident:
@@ -127,12 +131,12 @@ def _decode_schedule(
 
 
 def gemm_tiles(weight: Tiling) -> Tiles:
-    """Return the tiles as gemm.cu stages them."""
+    """Return the tiles of gemm.cu, with what shared memory they take."""
     return Tiles(weight.row_tiles, weight.column_tiles, weight.tile_bytes, extra=OVERRUN, max_stages=3)
 
 
 def gemm_pays(problem: Problem) -> bool:
-    """Say whether no other kernel is clearly faster, by what was measured on an H200 at 32:64."""
+    """Return whether no other kernel is clearly faster, as measured on an H200 at 32:64."""
     weights = problem.n * problem.k
     return GEMM_MIN_TOKENS <= problem.m <= next(most for fewest, most in GEMM_MAX_TOKENS.items() if weights >= fewest)
 
@@ -141,7 +145,7 @@ def choose_gemm(m: int, weight: Tiles, gpu: DeviceFacts) -> Schedule:
     """Choose the schedule of gemm.cu: the fastest by `_h200_microseconds` of those that fit.
 
     Args:
-        m: the most tokens.
+        m: maximum tokens.
         weight: its tiles.
         gpu: what it runs on.
     """
@@ -154,18 +158,18 @@ def choose_gemm(m: int, weight: Tiles, gpu: DeviceFacts) -> Schedule:
 
 
 def _h200_microseconds(schedule: Schedule, m: int, weight: Tiles, sms: int) -> float:
-    """Estimate the time on an H200 at 32:64, within 6 % (rms) of 476 and 4 % of 74 GEMMs of 32 to 2,048 tokens."""
+    """Estimate the time on an H200 at 32:64. Rms error, M 32 to 2,048: 6 % (476 split-K GEMMs), 4 % (74 Stream-K)."""
     tokens = schedule.tile_m / 64
     ranges = schedule.ranges(m, weight, sms)
     if not schedule.split_k:
         iterations = schedule.warpgroups * schedule.tiles(m, weight) * weight.column_tiles / ranges
         return 8.4 + iterations * (0.61 + 0.227 * tokens) + 0.94 * schedule.warpgroups * tokens
-    busiest = -(-ranges // sms)
+    busiest = -(-ranges // sms)  # CTAs of the busiest SM
     waves = -(-busiest // schedule.ctas_per_sm)
     iterations = -(-weight.column_tiles // schedule.split_k)
-    rows = busiest * schedule.warpgroups
-    exchange = 1.57 + 0.61 * rows * tokens if schedule.split_k > 1 else 0.0
-    return 1.03 * (rows * iterations * (0.477 + 0.197 * tokens) + waves * (3.2 + 0.52 * iterations) + exchange)
+    warpgroups = busiest * schedule.warpgroups
+    exchange = 1.57 + 0.61 * warpgroups * tokens if schedule.split_k > 1 else 0.0
+    return 1.03 * (warpgroups * iterations * (0.477 + 0.197 * tokens) + waves * (3.2 + 0.52 * iterations) + exchange)
 
 
 @dataclass(frozen=True)
@@ -173,9 +177,9 @@ class UnpackSchedule:
     """How unpack.cu writes the dense weight.
 
     Args:
-        warps: per CTA, a tile at a time each.
-        stages: tiles of a warp in shared memory: 2, or 1 where 2 do not fit (59:64 and more on Ada).
-        ctas: of the grid, at most 3 per SM: 12 warps, of 18 KB of shared memory each at 32:64.
+        warps: warps per CTA; each expands one tile at a time.
+        stages: weight tiles per warp in shared memory: 2, or 1 where 2 do not fit (59:64 and more on Ada).
+        ctas: CTAs of the grid, at most 3 per SM: 12 warps with 18 KB of shared memory each at 32:64.
         shared: bytes of dynamic shared memory per CTA.
     """
 
@@ -187,7 +191,7 @@ class UnpackSchedule:
 
 def choose_unpack(weight: Tiling, gpu: DeviceFacts) -> UnpackSchedule:
     """Return the schedule of unpack.cu."""
-    warps, dense_tile = 4, ROWS * 4 * (64 * 2 + 16)
+    warps, dense_tile = 4, ROWS * 4 * (64 * 2 + 16)  # bytes: 4 padded blocks of 64 columns per row
     shared = {stages: warps * (stages * weight.tile_bytes + dense_tile) + OVERRUN for stages in (1, 2)}
     stages = 2 if shared[2] <= gpu.shared_per_cta else 1
     ctas = min(-(-weight.row_tiles * weight.column_tiles // warps), 3 * gpu.sms)

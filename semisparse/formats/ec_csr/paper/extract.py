@@ -38,12 +38,12 @@ class Blocks:
 def extract(
     stored: Tensor, multiple: int, granularity: int, progress: Progress = lambda done, total: None
 ) -> list[Blocks]:
-    """Cut a matrix into blocks, as coarse as its rows' common columns allow (Algorithm 1); the same on every device.
+    """Cut a matrix into blocks as coarse as common columns allow (Algorithm 1). Every device returns the same.
 
     Args:
         stored: [N, K] bool, the weights to cover.
-        multiple: columns per block of two rows or more are a multiple of this; the last ones beyond it are not taken.
-        granularity: maximum rows per block, a power of two; 1 extracts nothing.
+        multiple: blocks of two or more rows have a multiple of this many columns; the rest stay in finer blocks.
+        granularity: maximum rows per block, a power of two; 1 merges no rows.
         progress: called after each round.
     Returns:
         One `Blocks` per granularity, ascending; together they cover each stored weight once, and nothing else.
@@ -79,7 +79,7 @@ def _remaining_blocks(remaining: Tensor, members: Tensor) -> Blocks:
 
 
 def _extract_round(remaining: Tensor, members: Tensor, multiple: int) -> Blocks | None:
-    """Move the common columns of matched blocks from ``remaining`` to coarser ones; None if none share enough.
+    """Move the common columns of paired blocks out of ``remaining`` into coarser blocks; None if no pair shares enough.
 
     Args:
         remaining: [blocks, K] bool, columns of each block; changed in place.
@@ -103,16 +103,16 @@ def count_overlaps(stored: Tensor) -> Tensor:
 
 
 def match_rows(overlaps: Tensor, least: int) -> tuple[Tensor, Tensor]:
-    """Pair each row, in order, with the unmatched row that shares most columns with it (Algorithm 2).
+    """Pair each row, in order, with the unmatched row that shares the most columns with it (Algorithm 2).
 
     Args:
         overlaps: [N, N] float32, symmetric, whole numbers; its diagonal is overwritten.
         least: rows that share fewer columns are not paired.
     Returns:
-        The first and the second row of each pair, both [pairs] int64. Of equals, the lower row is taken.
+        The first and the second row of each pair, both [pairs] int64. Ties go to the lower row.
     """
     overlaps.fill_diagonal_(-1)
-    # Most blocks of two rows and more share too little with every other.
+    # Most blocks of two or more rows share too few columns with any other: drop them.
     candidates = (overlaps >= least).any(1).nonzero().squeeze(1)
     overlaps = overlaps[candidates][:, candidates]
     rows = len(candidates)
@@ -121,7 +121,7 @@ def match_rows(overlaps: Tensor, least: int) -> tuple[Tensor, Tensor]:
     partners = torch.full((rows,), -1, device=overlaps.device)
     for row in range(rows - 1):
         shared = torch.where(free, overlaps[row], -1)
-        # The lower of equals, on every device: argmax may return any.
+        # Not argmax: which of equal values it returns is not defined.
         partner = torch.where(shared == shared.amax(), index, rows).amin()
         paired = free[row] & (shared[partner] >= least)
         partners[row] = torch.where(paired, partner, partners[row])

@@ -1,4 +1,4 @@
-"""Chunks of 16 rows by 4 groups, their 64-bit masks of kept groups, and the order in which these are stored."""
+"""Chunks of 16 rows by 4 groups: the 64-bit masks of their kept groups, and the kept groups in the masks' order."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ CHUNK_ROWS, CHUNK_GROUPS = 16, 4
 
 
 def chunked(x: Tensor) -> Tensor:
-    """Cut [N, groups, n] into chunks, [row tiles, column tiles, 64, n], padded with zeros, in the order of the bits."""
+    """Cut [N, groups, n] into zero-padded chunks, [row tiles, column tiles, 64, n], in the order of the mask bits."""
     x = F.pad(x, (0, 0, 0, -x.shape[1] % CHUNK_GROUPS, 0, -x.shape[0] % CHUNK_ROWS))
     return x.unflatten(1, (-1, CHUNK_GROUPS)).unflatten(0, (-1, CHUNK_ROWS)).transpose(1, 2).flatten(2, 3)
 
 
 def unchunked(x: Tensor) -> Tensor:
-    """Undo `chunked`, but for its padding: [row tiles, column tiles, 64, n] to [rows, groups, n]."""
+    """Undo `chunked`, but keep its padding: [row tiles, column tiles, 64, n] to [rows, groups, n]."""
     return x.unflatten(2, (CHUNK_ROWS, CHUNK_GROUPS)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
 
 def masks_of(kept: Tensor) -> Tensor:
-    """Return the masks, [row tiles, column tiles] int64, of the kept groups, [N, groups] bool."""
+    """Return the mask of each chunk, [row tiles, column tiles] int64, from the kept groups, [N, groups] bool."""
     octets = chunked(kept[..., None]).squeeze(-1).unflatten(-1, (8, 8)).to(torch.uint8)
-    weights = 1 << torch.arange(8, dtype=torch.uint8, device=kept.device)
-    return (octets * weights).sum(-1, dtype=torch.uint8).contiguous().view(torch.int64).squeeze(-1)
+    bit_values = 1 << torch.arange(8, dtype=torch.uint8, device=kept.device)
+    return (octets * bit_values).sum(-1, dtype=torch.uint8).contiguous().view(torch.int64).squeeze(-1)
 
 
 def bits_of(masks: Tensor) -> Tensor:
-    """Spread masks into bits, [row tiles, column tiles, 64] bool."""
+    """Return the bits of masks, [row tiles, column tiles, 64] bool."""
     shifts = torch.arange(8, dtype=torch.uint8, device=masks.device)
     octets = masks.contiguous().unsqueeze(-1).view(torch.uint8)
     return (octets.unsqueeze(-1) >> shifts & 1).bool().flatten(-2)
 
 
 def starts_of(bits: Tensor) -> Tensor:
-    """Count the kept groups before each chunk, and all: [chunks + 1] int32."""
+    """Count the kept groups before each chunk, and in total: [chunks + 1] int32."""
     return F.pad(bits.sum(-1).flatten().cumsum(0), (1, 0)).to(torch.int32)
 
 

@@ -1,14 +1,15 @@
-// Assigns the columns of each row tile to quads of which no slice of 32 rows keeps more than two: a greedy search
+// Assigns the columns of each row tile to quads of four, of which a slice of 32 rows keeps at most two: a greedy search
 // (README.md, "The GPU layout"). Its result is the column order in which the weight is 2:4.
 //
-// Grid: one CTA per row tile of 256 rows. CTA: 256 threads. Shared memory: 64 bytes, the best fit of each warp. Every
-// thread holds two open quads, which can still take a column. Columns are placed one after another, each into the open quad
-// of the highest score, or into a new one if that scores higher. The score is minus the sum over slices of (2 * free -
-// room)^4, with `room` the columns that the quad then still takes and `free` how many of them the slice may keep; a 64-row
-// tile that begins to need the quad costs more. Ties go to the lowest number, so that every run makes the same order. A
-// quad's state has two bits for each slice: how many of its columns the slice keeps. These are 16 bits, four for each
-// 64-row tile.
-// Bound: latency, one reduction over the CTA per column. 8 ms for 4096 x 4096 with the rest of the order (H200).
+// Grid: one CTA per row tile of 256 rows. CTA: 256 threads. Shared memory: 64 bytes, the best score of each warp, double-
+// buffered. A thread has two slots for open quads, those that can still take a column. Columns are placed one after another,
+// each into the slot of the highest score; an empty slot begins a new quad. Ties go to the lowest slot, so that every run
+// returns the same order.
+//
+// Score: minus the sum of (2 * free - room)^4 over the slices of the 64-row tiles that need the quad, minus kNewMmaTile for
+// each tile that did not need it before. After placing, the quad can take `room` more columns, and the slice can keep `free`
+// more of the quad. A quad has two bits for each slice: how many of its columns the slice keeps.
+// Bound: latency, one reduction over the CTA per column. 8 ms for 4096 x 4096, the rest of the ordering included (H200).
 
 #include "ptx/word.cuh"
 
@@ -17,8 +18,8 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kThreadQuads = 2;           // open quads of a thread
 constexpr int kOpen = kThreads * kThreadQuads;
-constexpr int kNewQuad = -60;             // score of opening one
-constexpr int kNewMmaTile = 32;           // cost of a 64-row tile that begins to need the quad
+constexpr int kNewQuad = -60;             // score of a new quad
+constexpr int kNewMmaTile = 32;           // cost of a 64-row tile that did not need the quad before
 constexpr int kBias = 4096;               // makes scores positive
 
 struct Quad {
@@ -27,7 +28,7 @@ struct Quad {
     int number = 0;
 };
 
-// 01 for each slice that keeps a column, 00 for the others.
+// Two bits per slice: 01 if it keeps the column, else 00.
 __device__ __forceinline__ Word spread(Word slices) {
     Word spread = 0;
 #pragma unroll
@@ -35,12 +36,12 @@ __device__ __forceinline__ Word spread(Word slices) {
     return spread;
 }
 
-// A bit for each 64-row tile that keeps something.
+// Bit 4 t: 64-row tile t keeps a column of the quad.
 __device__ __forceinline__ Word mma_tiles(Word kept) { return (kept | kept >> 1 | kept >> 2 | kept >> 3) & 0x1111; }
 
 __device__ __forceinline__ int fourth_power(int value) { return value * value * value * value; }
 
-// The score of a column in a quad, or of a new quad; negative where it does not fit.
+// The score of placing a column in a quad; negative if a slice would keep more than two.
 __device__ __forceinline__ int score(const Quad& quad, Word column) {
     if (quad.size == 0) return kBias + kNewQuad;
     if (quad.kept >> 1 & column) return -1;
@@ -53,10 +54,10 @@ __device__ __forceinline__ int score(const Quad& quad, Word column) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads) semisparse_vector_nm_assign(
-    const int* __restrict__ columns,           // [row_tiles, width]: in the order in which they are placed
-    const unsigned char* __restrict__ slices,  // [row_tiles, width]: of each a bit per slice that keeps it; 0 past the last
-    int* __restrict__ quads,                   // [row_tiles, width, 4], -1 everywhere
-    int* __restrict__ counts,                  // [row_tiles]: quads of each
+    const int* __restrict__ columns,           // [row_tiles, width], in the order of placement
+    const unsigned char* __restrict__ slices,  // [row_tiles, width], a bit per slice that keeps the column; 0: no column
+    int* __restrict__ quads,                   // [row_tiles, width, 4], columns; -1 at launch
+    int* __restrict__ counts,                  // [row_tiles], number of quads
     int width
 ) {
     __shared__ int best[2][kWarps];
@@ -65,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) semisparse_vector_nm_assi
     int opened = 0, closed = 0;
     for (int i = 0; i < width && slices[first + i]; ++i) {
         const Word column = spread(slices[first + i]);
-        int mine = -1;
+        int mine = -1;  // packed: score, inverted slot, and whether it is empty
 #pragma unroll
         for (int j = 0; j < kThreadQuads; ++j) {
             const int fit = score(own[j], column), slot = j * kThreads + threadIdx.x;
@@ -77,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) semisparse_vector_nm_assi
         int winner = best[i % 2][0];
 #pragma unroll
         for (int warp = 1; warp < kWarps; ++warp) winner = max(winner, best[i % 2][warp]);
-        // If all are open and none fits, they are closed round-robin.
+        // If every slot is open and no quad fits, close one, round-robin.
         const int slot = winner < 0 ? closed++ % kOpen : kOpen - 1 - (winner >> 1 & (kOpen - 1));
         const bool opens = winner < 0 || winner & 1;
 #pragma unroll

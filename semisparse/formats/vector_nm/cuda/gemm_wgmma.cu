@@ -1,12 +1,12 @@
 // y[m, n] = x[m, k] @ w[n, k].T + bias[n] in float16 or bfloat16 for any m, straight from kept vectors, with Hopper's wgmma:
-// expand_gemm/gemm.cuh on tiles of which each consumer warp copies its own 16 rows by cp.async, STAGES tiles ahead.
+// expand_gemm/gemm.cuh (grid, CTA, shared memory). Each consumer warp copies its tiles by cp.async, STAGES ahead.
 //
-// In a tile the 16 rows of a slot are 32 bytes. ldmatrix transposes them on their way to fragments: each lane gives the address
-// of one column, that of its slot, or of zeros where the column is not kept. So expanding takes no stores. Which slot a column
-// has, a mask of 32 columns tells by the bits below its own. Four lanes make a mask of the positions of its slots.
+// A slot of a tile is 16 rows of a kept vector: 32 bytes. ldmatrix.trans loads fragments from slots, so expanding takes no
+// stores: each lane gives the address of one column's slot, or of zeros if the column is not kept. A mask has a bit for each
+// of 32 columns, set if it is kept; a column's slot is the number of set bits below. Four lanes make a mask from `positions`.
 //
-// Bank conflicts: the 16-byte halves of a slot are swapped in every other four slots, so that the same half of eight
-// neighbouring slots lies in different banks.
+// Bank conflicts: the 16-byte halves of a slot are swapped where slot / 4 is odd, so that the same half of eight consecutive
+// slots lies in different banks. Bound: not profiled.
 //
 // Compiled with KEEP, WINDOW (a power of two up to 32), LENGTH (a multiple of 16) and the macros of gemm.cuh.
 
@@ -15,31 +15,32 @@
 #include "ptx/integer.cuh"
 #include "ptx/ldmatrix.cuh"
 
-constexpr int kStretch = 32;                          // columns of a mask
-constexpr int kStretches = kTileColumns / kStretch;   // of a tile
-constexpr int kStretchSlots = kStretch / WINDOW * KEEP;
-constexpr int kTileSlots = kStretches * kStretchSlots;
-constexpr int kLanesPerMask = kWarpSize / kStretches;
-constexpr int kLaneSlots = (kStretchSlots + kLanesPerMask - 1) / kLanesPerMask;  // of which a lane has the positions
+constexpr int kMaskColumns = 32;
+constexpr int kMasks = kTileColumns / kMaskColumns;  // per tile
+constexpr int kMaskSlots = kMaskColumns / WINDOW * KEEP;
+constexpr int kTileSlots = kMasks * kMaskSlots;
+constexpr int kLanesPerMask = kWarpSize / kMasks;
+constexpr int kLaneSlots = (kMaskSlots + kLanesPerMask - 1) / kLanesPerMask;  // whose positions a lane loads
 constexpr int kSlotBytes = kTileRows * 2;
-constexpr int kZeroBytes = 16;                        // per warp
-static_assert(kStretch % WINDOW == 0 && LENGTH % kTileRows == 0, "whole windows in a mask, whole tiles in a group");
+constexpr int kZeroBytes = 16;                       // per warp
+static_assert(kMaskColumns % WINDOW == 0 && LENGTH % kTileRows == 0, "whole windows in a mask, whole tiles in a group");
 
-// Where a half of a slot lies in a tile; `half` is 0 or 16.
+// Byte offset in a tile of a half of a slot; `half` is 0 or 16.
 __device__ __forceinline__ Word half_at(Word slot, Word half) { return slot * kSlotBytes | ((slot * 4 ^ half) & 16); }
 
 struct SlotExpander {
-    Word tile, zeros;       // in shared memory
-    Word bit[2], below[2];  // of the lane's column in both k-steps of a mask: its bit, and those below it
-    Word half;              // of a slot that the lane reads, times 16
-    Word mine, mask;        // the mask that the lane helped to make, and the current one
+    Word tile, zeros;       // shared-memory addresses
+    Word bit[2], below[2];  // by k-step of a mask: the bit of the lane's column, and all bits below it
+    Word half;              // of a slot that the lane reads: 0 or 16
+    Word mine, mask;        // mask lane / kLanesPerMask, and the mask of the current k-step
 
     template <int step>
     __device__ __forceinline__ void expand(Word (&fragment)[4]) {
-        constexpr int stretch = step / 2, first = stretch * kStretchSlots;
-        if constexpr (step % 2 == 0) mask = __shfl_sync(~0u, mine, stretch * kLanesPerMask);
+        constexpr int index = step / 2, first = index * kMaskSlots;  // of the mask, and its first slot
+        if constexpr (step % 2 == 0) mask = __shfl_sync(~0u, mine, index * kLanesPerMask);
+        // The swap of halves repeats every eight slots: a multiple of them is a compile-time offset of the address.
         const Word slot = __popc(mask & below[step % 2]) + (first % 8 ? first : 0);
-        // opaque: the compiler would branch around the address instead of selecting it.
+        // opaque: else the compiler branches around the address instead of selecting it.
         const Word address = opaque(tile + (first % 8 ? 0 : first * kSlotBytes) + half_at(slot, half));
         ldmatrix_x4_trans(fragment, mask & bit[step % 2] ? address : zeros);
     }
@@ -60,17 +61,17 @@ struct Vectors {
     int slots, row_tiles;
 };
 
-// A consumer warp's tiles.
+// Copies a consumer warp's tiles and computes their masks.
 struct SlotStream {
     const Vectors& weight;
-    TileCursor copied, loaded;  // the next tile to copy, and whose positions to load
-    int last;                   // iteration
+    TileCursor copied, loaded;  // the next tile to copy, and the next to load positions of
+    int last;                   // end of the iterations, exclusive
     int lane;
-    Word tiles;
-    int stage = 0;              // of the current tile, which is the next to be copied to
+    Word tiles;                 // the warp's tile of stage 0
+    int stage = 0;              // of the current tile, refilled next
     SlotExpander expander;
-    Word positions[kLaneSlots]; // of the next tile, the lane's; not used before they have arrived
-    int left;                   // how many of them there are
+    Word positions[kLaneSlots]; // the lane's, of the next tile; loaded one tile ahead
+    int left;                   // slots from the lane's first to the end of its mask or the weight; may be negative
 
     __device__ __forceinline__ SlotStream(const Vectors& weight, StreamMemory memory, WorkRanges work, int first, int last,
                                           int warp, int lane)
@@ -108,11 +109,11 @@ struct SlotStream {
     }
 
   private:
-    // Loads the positions of a tile's slots: a lane those of kLaneSlots slots of one mask.
+    // Loads the next tile's positions: each lane those of kLaneSlots slots of one mask.
     __device__ __forceinline__ void load_positions() {
-        const int own = lane % kLanesPerMask * kLaneSlots;  // first of the mask's slots
-        const int begin = loaded.column * kTileSlots + lane / kLanesPerMask * kStretchSlots + own;
-        left = loaded.iteration < last ? min(kStretchSlots - own, weight.slots - begin) : 0;
+        const int own = lane % kLanesPerMask * kLaneSlots;  // the lane's first slot of its mask
+        const int begin = loaded.column * kTileSlots + lane / kLanesPerMask * kMaskSlots + own;
+        left = loaded.iteration < last ? min(kMaskSlots - own, weight.slots - begin) : 0;
         const unsigned char* from =
             weight.positions + static_cast<long long>(loaded.row_tile * kTileRows / LENGTH) * weight.slots + begin;
 #pragma unroll
@@ -121,7 +122,7 @@ struct SlotStream {
         loaded.advance();
     }
 
-    // Copies the warp's rows of a tile, as one cp.async group: half a slot per lane.
+    // Copies the warp's next tile as one cp.async group; a lane copies half a slot at a time.
     __device__ __forceinline__ void copy(Word to) {
         if (copied.iteration < last) {
             const int rows = copied.row_tile * kTileRows, begin = copied.column * kTileSlots + lane / 2;
