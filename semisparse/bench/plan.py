@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,10 @@ MIN_SPEEDUP = 1.05
 
 @dataclass(frozen=True)
 class Row:
-    """The prediction for one candidate on one layer shape and M. The model has ``layer.count`` such layers."""
+    """The prediction for one candidate on one layer shape and M.
+
+    Of the ``layer.count`` such layers of the model, M tokens use ``layer.used(m)``, and each takes ``layer.tokens(m)``.
+    """
 
     layer: LayerShape
     m: int
@@ -66,7 +69,7 @@ class Plan:
         seconds: dict[tuple[int, str], float] = {}
         for row in self.rows:
             key = (row.m, row.candidate.label)
-            seconds[key] = seconds.get(key, 0.0) + row.layer.count * row.estimate.seconds
+            seconds[key] = seconds.get(key, 0.0) + row.layer.used(row.m) * row.estimate.seconds
         dense = {row.m: row.candidate.label for row in self.rows if row.candidate.is_baseline}
         return {(m, label): (time, seconds[m, dense[m]] / time) for (m, label), time in seconds.items()}
 
@@ -144,10 +147,10 @@ def make_plan(
     left_out: dict[str, str] = {}
     for layer in layers:
         for m in tokens:
-            dense, _ = estimate_matmul(candidates[0], m, layer.n, layer.k, dtype, machine)
+            dense, _ = _estimate(candidates[0], layer, m, dtype, machine)
             for candidate in candidates:
                 try:
-                    predicted, bits = estimate_matmul(candidate, m, layer.n, layer.k, dtype, machine)
+                    predicted, bits = _estimate(candidate, layer, m, dtype, machine)
                 except InputError as error:
                     left_out[candidate.label] = str(error)
                     continue
@@ -155,3 +158,15 @@ def make_plan(
     # A candidate that cannot store one of the layers has no total, so all its rows are dropped.
     rows = [row for row in rows if row.candidate.label not in left_out]
     return Plan(machine, rows, left_out)
+
+
+def _estimate(
+    candidate: Candidate, layer: LayerShape, m: int, dtype: torch.dtype, machine: Machine
+) -> tuple[Estimate, float]:
+    """Return the estimate of one matmul of a layer when the model takes M tokens, and the bits per weight."""
+    found, bits = estimate_matmul(candidate, layer.tokens(m), layer.n, layer.k, dtype, machine)
+    if candidate.is_baseline:
+        # Dense experts share one launch, of torch's grouped matmul; in other formats each is launched by itself.
+        shared = 1 - layer.count / layer.experts / layer.used(m)
+        found = replace(found, seconds=found.seconds - shared * machine.kernel_seconds)
+    return found, bits

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from semisparse.errors import InputError
-from semisparse.nn import is_linear, weight_of
+from semisparse.nn import expert_shapes, is_fused_experts, is_linear, weight_of
 
 _SIZES = (
     "hidden_size",
@@ -31,8 +31,16 @@ ARCHITECTURES = {
     "qwen2.5-1.5b": ("qwen2", (1536, 8960, 28, 12, 2, 151936)),
     "qwen2.5-7b": ("qwen2", (3584, 18944, 28, 28, 4, 152064)),
     "qwen2.5-14b": ("qwen2", (5120, 13824, 48, 40, 8, 152064)),
+    "qwen3-30b-a3b": ("qwen3_moe", (2048, 6144, 48, 32, 4, 151936)),
+    "mixtral-8x7b": ("mixtral", (4096, 14336, 32, 32, 8, 32000)),
 }
 """Name -> transformers' model type, and the values of the fields `_SIZES` in the model's published config.json."""
+
+MORE_FIELDS = {
+    "qwen3-30b-a3b": {"head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8},
+    "mixtral-8x7b": {"num_local_experts": 8, "num_experts_per_tok": 2},
+}
+"""Further fields of that file, of the architectures that have some."""
 
 FUSED = {
     "q_proj": "qkv_proj",
@@ -52,18 +60,35 @@ class LayerShape:
         names: the last components of their names, as in ``q_proj, o_proj``; empty if only ``N,K`` was given.
         n: output features.
         k: input features.
-        count: the number of such layers in the model.
+        count: the number of such layers in the model, those of all experts included.
+        experts: of a mixture, between which the router chooses; 1 for other layers.
+        chosen: experts per token.
     """
 
     names: str
     n: int
     k: int
     count: int
+    experts: int = 1
+    chosen: int = 1
+
+    @property
+    def title(self) -> str:
+        """The names, and the experts if they are of some."""
+        return f"{self.names} ({self.chosen} of {self.experts} experts)" if self.experts > 1 else self.names
 
     @property
     def label(self) -> str:
-        """The name in tables, such as ``q_proj, o_proj 4096,4096``."""
-        return f"{self.names} {self.n},{self.k}".strip()
+        """The name with the shape, such as ``q_proj, o_proj 4096,4096``."""
+        return f"{self.title} {self.n},{self.k}".strip()
+
+    def used(self, m: int) -> float:
+        """Return how many of the `count` layers m tokens use, if the router chooses each expert as often."""
+        return self.count * (1 - (1 - self.chosen / self.experts) ** m)
+
+    def tokens(self, m: int) -> int:
+        """Return the mean number of tokens of each layer that is used."""
+        return max(1, round(m * self.count * self.chosen / self.experts / self.used(m)))
 
 
 def layer_shapes(text: str) -> list[LayerShape]:
@@ -80,8 +105,8 @@ def layer_shapes(text: str) -> list[LayerShape]:
         return [LayerShape("", int(plain[1]), int(plain[2]), 1)]
     name, _, fused = text.partition(":")
     if name in ARCHITECTURES and fused in ("", "fused"):
-        return _grouped(_linears(architecture(name)), bool(fused))
-    return _grouped(_linears(_config_of(Path(text))), fused=False)
+        return _grouped(*_linears(architecture(name)), fused=bool(fused))
+    return _grouped(*_linears(_config_of(Path(text))), fused=False)
 
 
 def architecture(name: str) -> PretrainedConfig:
@@ -93,7 +118,7 @@ def architecture(name: str) -> PretrainedConfig:
     if name not in ARCHITECTURES:
         raise InputError(f"unknown architecture {name!r}; known: {', '.join(ARCHITECTURES)}")
     family, sizes = ARCHITECTURES[name]
-    return AutoConfig.for_model(family, **dict(zip(_SIZES, sizes, strict=True)))
+    return AutoConfig.for_model(family, **dict(zip(_SIZES, sizes, strict=True)), **MORE_FIELDS.get(name, {}))
 
 
 def _config_of(directory: Path) -> PretrainedConfig:
@@ -112,25 +137,51 @@ def _config_of(directory: Path) -> PretrainedConfig:
     return config
 
 
-def _linears(config: PretrainedConfig) -> list[tuple[str, int, int]]:
-    """Return (name, N, K) of every linear layer but the LM head. The model is built on the meta device."""
+@dataclass(frozen=True)
+class _Linear:
+    """A linear layer of a model, or those of all experts of a layer."""
+
+    name: str
+    n: int
+    k: int
+    experts: int = 1
+
+
+def _linears(config: PretrainedConfig) -> tuple[list[_Linear], int]:
+    """Return the linear layers but the LM head, and the experts per token. The model is built on the meta device.
+
+    Raises:
+        InputError: the model has experts, and the config does not say how many a token takes.
+    """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     head = model.get_output_embeddings()
-    layers = [(name, module) for name, module in model.named_modules() if is_linear(module) and module is not head]
-    return [(name, *weight_of(module).shape) for name, module in layers]
+    found = []
+    for name, module in model.named_modules():
+        if is_fused_experts(module):
+            found += [_Linear(f"{name}.{part}", n, k, count) for part, (count, n, k) in expert_shapes(module).items()]
+        elif is_linear(module) and module is not head:
+            found.append(_Linear(name, *weight_of(module).shape))
+    chosen = getattr(config.get_text_config(), "num_experts_per_tok", None)
+    if chosen is None and any(layer.experts > 1 for layer in found):
+        raise InputError(f"config.json of {type(model).__name__} does not say num_experts_per_tok: plan needs it")
+    return found, chosen or 1
 
 
-def _grouped(linears: list[tuple[str, int, int]], fused: bool) -> list[LayerShape]:
-    """Group layers (name, N, K) by shape, after fusing them if ``fused``."""
+def _grouped(linears: list[_Linear], chosen: int, fused: bool) -> list[LayerShape]:
+    """Group layers by shape, after fusing them if ``fused``."""
     if fused:
-        sizes: dict[str, tuple[int, int]] = {}
-        for name, n, k in linears:
-            parent, _, last = name.rpartition(".")
-            fused_name = f"{parent}.{FUSED.get(last, last)}"
-            sizes[fused_name] = (sizes.get(fused_name, (0, k))[0] + n, k)
-        linears = [(name, n, k) for name, (n, k) in sizes.items()]
-    groups: dict[tuple[int, int], list[str]] = {}
-    for name, n, k in linears:
-        groups.setdefault((n, k), []).append(name.rpartition(".")[2])
-    return [LayerShape(", ".join(dict.fromkeys(names)), n, k, len(names)) for (n, k), names in groups.items()]
+        joined: dict[str, _Linear] = {}
+        for layer in linears:
+            parent, _, last = layer.name.rpartition(".")
+            name = f"{parent}.{FUSED.get(last, last)}"
+            rows = joined[name].n if name in joined else 0
+            joined[name] = _Linear(name, rows + layer.n, layer.k, layer.experts)
+        linears = list(joined.values())
+    groups: dict[tuple[int, int, int], list[str]] = {}
+    for layer in linears:
+        groups.setdefault((layer.n, layer.k, layer.experts), []).append(layer.name.rpartition(".")[2])
+    return [
+        LayerShape(", ".join(dict.fromkeys(names)), n, k, len(names) * experts, experts, min(chosen, experts))
+        for (n, k, experts), names in groups.items()
+    ]

@@ -141,7 +141,7 @@ def _show_model(prediction: Plan) -> None:
 
 def _show_best(prediction: Plan) -> None:
     rows = [
-        [row.layer.names, f"{row.layer.n:,}, {row.layer.k:,}", f"{row.m:,}", row.candidate.label, f"{row.speedup:.2f}"]
+        [row.layer.title, f"{row.layer.n:,}, {row.layer.k:,}", f"{row.m:,}", row.candidate.label, f"{row.speedup:.2f}"]
         for row in prediction.best().values()
     ]
     print_table("Fastest per layer", ["layer", "N, K", "M", "fastest", "speed-up"], rows)

@@ -4,7 +4,7 @@ from semisparse.nn.dequantise import dequantise_layers
 from semisparse.nn.joined import JoinedLinear, JoinedPart, join_layers
 from semisparse.nn.replace import LINEAR_CLASSES, is_linear, replace_linear, swap_weight, weight_of
 from semisparse.nn.slicing import concatenate_weights, slice_weight
-from semisparse.nn.sparse_experts import SparseExperts, prepare_experts, split_experts
+from semisparse.nn.sparse_experts import SparseExperts, expert_shapes, is_fused_experts, prepare_experts, split_experts
 from semisparse.nn.sparse_linear import SparseLinear
 from semisparse.nn.stacked_linear import StackedLinear
 
@@ -17,6 +17,8 @@ __all__ = [
     "StackedLinear",
     "concatenate_weights",
     "dequantise_layers",
+    "expert_shapes",
+    "is_fused_experts",
     "is_linear",
     "join_layers",
     "prepare_experts",

@@ -155,6 +155,20 @@ def is_fused_experts(module: nn.Module) -> bool:
     return names <= weights | {f"{name}_bias" for name in weights} and _arguments(module) in (1, 3)
 
 
+def expert_shapes(module: nn.Module) -> dict[str, tuple[int, int, int]]:
+    """Return (experts, N, K) of the linear layers of fused experts, by name, from the shapes of their parameters alone.
+
+    Args:
+        module: which `is_fused_experts` accepts; on any device.
+    """
+    transposed, shapes = _is_transposed(module), {}
+    for fused, name in FUSED_NAMES.items():
+        if fused in module._parameters:
+            count, first, second = module.get_parameter(fused).shape
+            shapes[name] = (count, second, first) if transposed else (count, first, second)
+    return shapes
+
+
 def split_experts(model: nn.Module, keep: Callable[[str], bool] = lambda name: False) -> list[str]:
     """Replace every module of fused experts by `SparseExperts` with the same weights, if they compute the same.
 

@@ -2,15 +2,17 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from semisparse.bench import machines
+from semisparse.bench import machines, shapes
 from semisparse.bench.machines import Machine, find_machine
 from semisparse.bench.plan import make_plan
 from semisparse.bench.roofline import Candidate, candidates, estimate, estimate_matmul, problem_for
-from semisparse.bench.shapes import ARCHITECTURES, LayerShape, layer_shapes
+from semisparse.bench.shapes import ARCHITECTURES, LayerShape, architecture, layer_shapes
 from semisparse.errors import InputError, PatternError
 from semisparse.formats import Format, Pass, get_format, registry
 from semisparse.formats.tuned import SHIPPED, read_table
@@ -222,8 +224,44 @@ def test_shapes_of_architectures_are_those_published():
     }
 
 
+def test_experts_count_by_how_many_of_them_the_tokens_use():
+    """Qwen3-30B-A3B: 48 layers of 128 experts, 8 per token; 64 tokens use 126 of them."""
+    found = layer_shapes("qwen3-30b-a3b")
+    experts = {s.names: s for s in found if s.experts > 1}
+    assert {(s.names, s.n, s.k, s.count) for s in experts.values()} == {
+        ("gate_up", 1536, 2048, 6144),
+        ("down", 2048, 768, 6144),
+    }
+    down = experts["down"]
+    assert (down.used(1), down.tokens(1)) == (pytest.approx(48 * 8), 1)
+    assert (down.used(64), down.tokens(64)) == (pytest.approx(48 * 128 * (1 - 0.9375**64)), 4)
+    assert down.tokens(4096) == 256
+    (attention,) = (s for s in found if s.names == "o_proj")
+    assert (attention.used(5), attention.tokens(5)) == (48, 5)
+
+    dense, sparse = make_plan([down], [1], candidates(["bitmask"]), torch.bfloat16, TOY).rows
+    alone, _ = estimate_matmul(dense.candidate, 1, 2048, 768, torch.bfloat16, TOY)
+    assert dense.estimate.seconds == pytest.approx(alone.seconds - TOY.kernel_seconds * 7 / 8)
+    totals = make_plan([down], [1], candidates(["bitmask"]), torch.bfloat16, TOY).totals()
+    assert totals[1, "bitmask 32:64"][0] == pytest.approx(48 * 8 * sparse.estimate.seconds)
+
+
+def test_a_mixture_that_hides_its_experts_per_token_is_refused(monkeypatch):
+    config = architecture("mixtral-8x7b")
+    config.num_hidden_layers = 1
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    monkeypatch.setattr(shapes.AutoModelForCausalLM, "from_config", lambda *args, **kwargs: model)
+    monkeypatch.setattr(shapes, "architecture", lambda name: SimpleNamespace(get_text_config=SimpleNamespace))
+    with pytest.raises(InputError, match="does not say num_experts_per_tok"):
+        layer_shapes("mixtral-8x7b")
+
+
 # Parameters of the linear layers, in thousands of millions, as the published totals less embeddings and head give them.
-@pytest.mark.parametrize(("name", "billions"), [("llama2-7b", 6.476), ("llama2-70b", 68.45), ("qwen2.5-1.5b", 1.31)])
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("llama2-7b", 6.476), ("llama2-70b", 68.45), ("qwen2.5-1.5b", 1.31), ("qwen3-30b-a3b", 29.91)],
+)
 def test_architectures_have_their_published_size(name, billions):
     total = sum(s.n * s.k * s.count for s in layer_shapes(name))
     assert total / 1e9 == pytest.approx(billions, rel=2e-3)
