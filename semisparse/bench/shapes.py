@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
 from semisparse.errors import InputError
 from semisparse.nn import expert_shapes, is_fused_experts, is_linear, weight_of
@@ -148,16 +148,26 @@ class _Linear:
 
 
 def _linears(config: PretrainedConfig) -> tuple[list[_Linear], int]:
-    """Return the linear layers but the LM head, and the experts per token. The model is built on the meta device.
+    """Return the linear layers of the text decoder, without the LM head, and the experts per token.
+
+    The model is built on the meta device.
 
     Raises:
-        InputError: the model has experts, and the config does not say how many a token takes.
+        InputError: the model is no decoder; or it has experts, and the config does not say how many a token takes.
     """
+    kinds = [
+        kind for kind in (AutoModelForCausalLM, AutoModelForImageTextToText) if type(config) in kind._model_mapping
+    ]
+    if not kinds or config.is_encoder_decoder:
+        raise InputError(
+            f"{config.model_type} is not supported; plan takes decoder-only transformers, and the text decoder of "
+            "multimodal models"
+        )
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model = kinds[0].from_config(config, trust_remote_code=False)
     head = model.get_output_embeddings()
     found = []
-    for name, module in model.named_modules():
+    for name, module in model.get_decoder().named_modules():
         if is_fused_experts(module):
             found += [_Linear(f"{name}.{part}", n, k, count) for part, (count, n, k) in expert_shapes(module).items()]
         elif is_linear(module) and module is not head:

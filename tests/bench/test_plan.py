@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from semisparse.bench import machines, shapes
 from semisparse.bench.machines import Machine, find_machine
@@ -17,6 +17,7 @@ from semisparse.errors import InputError, PatternError
 from semisparse.formats import Format, Pass, get_format, registry
 from semisparse.formats.tuned import SHIPPED, read_table
 from semisparse.patterns import parse_pattern
+from tests.architectures import CONFIGS
 
 MODELS = Path(__file__).parents[2] / "../shared/models"
 
@@ -246,13 +247,28 @@ def test_experts_count_by_how_many_of_them_the_tokens_use():
     assert totals[1, "bitmask 32:64"][0] == pytest.approx(48 * 8 * sparse.estimate.seconds)
 
 
+@pytest.mark.parametrize("name", ["LLaVA", "Gemma-3"])
+def test_of_a_multimodal_model_the_text_decoder_is_planned(name, tmp_path):
+    family, settings = CONFIGS[name]
+    CONFIG_MAPPING[family](**settings).save_pretrained(tmp_path)
+    names = {name for s in layer_shapes(str(tmp_path)) for name in s.names.split(", ")}
+    assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def test_an_encoder_decoder_is_refused_in_a_sentence(tmp_path):
+    family, settings = CONFIGS["T5"]
+    CONFIG_MAPPING[family](**settings).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="t5 is not supported; plan takes decoder-only"):
+        layer_shapes(str(tmp_path))
+
+
 def test_a_mixture_that_hides_its_experts_per_token_is_refused(monkeypatch):
     config = architecture("mixtral-8x7b")
     config.num_hidden_layers = 1
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     monkeypatch.setattr(shapes.AutoModelForCausalLM, "from_config", lambda *args, **kwargs: model)
-    monkeypatch.setattr(shapes, "architecture", lambda name: SimpleNamespace(get_text_config=SimpleNamespace))
+    monkeypatch.setattr(type(config), "get_text_config", lambda self, **_: SimpleNamespace())
     with pytest.raises(InputError, match="does not say num_experts_per_tok"):
         layer_shapes("mixtral-8x7b")
 
