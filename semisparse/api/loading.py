@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
 from semisparse.api.inspecting import inspect_directory
-from semisparse.checkpoint import load_dense, load_model
+from semisparse.checkpoint import load_dense, load_model, pick_device
 from semisparse.integrations.importers import Rounded, load_dequantised, quantised_elsewhere
 from semisparse.nn import join_layers
 
@@ -16,7 +17,9 @@ from semisparse.nn import join_layers
 def load(
     path: str | Path, device: str = "auto", dtype: torch.dtype | None = None, verify: bool = False
 ) -> PreTrainedModel:
-    """Load a model directory, dense or compressed. On a GPU its layers are joined (`nn.join_layers`).
+    """Load a model directory. On a GPU its layers are joined (`nn.join_layers`).
+
+    One that another tool quantised is dequantised, and a warning says so.
 
     Args:
         path: the directory.
@@ -28,10 +31,24 @@ def load(
     """
     if verify:
         inspect_directory(path, verify=True)
-    model = load_model(path, device, dtype)
+    method = quantised_elsewhere(path)
+    model = load_model(path, device, dtype) if method is None else _load_foreign(path, method, device, dtype)
     if model.device.type == "cuda":
         join_layers(model)
     return model
+
+
+def _load_foreign(path: str | Path, method: str, device: str, dtype: torch.dtype | None) -> PreTrainedModel:
+    """Load a directory that another tool quantised, and say that it is dequantised."""
+    target = pick_device(device)
+    warnings.warn(
+        f"{path} was quantised by {method}: its weights are dequantised, and activations are not rounded; "
+        f"`semisparse compress {path} --recipe keep --out DIR` keeps it small",
+        stacklevel=3,
+    )
+    if dtype is None and target.type == "cpu":
+        dtype = torch.float32
+    return load_dequantised(path, dtype)[0].to(target)
 
 
 def load_uncompressed(path: str | Path) -> tuple[PreTrainedModel, dict[str, Rounded]]:

@@ -65,7 +65,10 @@ def read_block(block: Any) -> dict[str, Packed]:
     if not isinstance(block, Mapping):
         raise CheckpointError(f"quantization_config in config.json is {type(block).__name__}, expected a JSON object")
     if block.get("quant_method") != METHOD:
-        raise CheckpointError(f"the model is quantised by {block.get('quant_method')!r}, not by {METHOD}")
+        raise CheckpointError(
+            f"the model is quantised by {block.get('quant_method')!r}, not by {METHOD}; `semisparse compress MODEL "
+            "--recipe keep --out DIR` takes what GPTQ, AWQ, compressed-tensors or an fp8 tool wrote"
+        )
     if block.get("version") != VERSION:
         raise CheckpointError(
             f"checkpoint version {block.get('version')!r} is unknown; this semisparse reads version {VERSION}"

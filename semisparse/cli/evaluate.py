@@ -12,7 +12,9 @@ from semisparse.cli.output import print_json, print_table, progress_bar
 
 
 def evaluate(
-    model: Annotated[Path, typer.Argument(help="A model directory, dense or compressed.")],
+    model: Annotated[
+        Path, typer.Argument(help="A model directory: dense, compressed, or quantised by another tool (dequantised).")
+    ],
     baseline: Annotated[
         Path | None, typer.Option("--baseline", help="The dense model's directory, for the KL divergence to it.")
     ] = None,

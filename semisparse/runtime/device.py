@@ -101,6 +101,11 @@ def _cpu_facts(threads: int) -> DeviceFacts:
     )
 
 
+def cpu_multiplies_int8() -> bool:
+    """Return whether ``torch._int_mm`` is fast and exact on this CPU: by oneDNN, with AVX-512 VNNI."""
+    return torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()
+
+
 def _cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from semisparse.api import compress, load
+from semisparse.api import compress, evaluate, load
+from semisparse.engine import Engine
 from semisparse.errors import CheckpointError, InputError
 from semisparse.integrations.importers import METHODS, Rounded, load_dequantised, quantised_elsewhere
 from semisparse.integrations.importers.method import unpack_words
@@ -196,6 +197,23 @@ def test_a_quantised_directory_is_compressed(tmp_path: Path, method: str):
     kept = load(tmp_path / "out").get_submodule(next(iter(weights))).weight
     dense = weights[next(iter(weights))].to(kept.dtype)
     assert torch.equal(kept[kept != 0], dense[kept != 0])
+
+
+def test_eval_measures_the_dequantised_weights_and_generate_names_the_command(tmp_path: Path):
+    path, weights = directory_of(tmp_path, "gptq")
+    dense = random_model("llama", hidden_size=32, intermediate_size=64, num_key_value_heads=4)
+    dense.load_state_dict(load_file(path / "model.safetensors"), strict=False)
+    for name, weight in weights.items():
+        dense.get_submodule(name).weight.data.copy_(weight)
+    dense.save_pretrained(tmp_path / "dense")
+    for folder in (path, tmp_path / "dense"):
+        byte_tokenizer().save_pretrained(folder)
+    with pytest.warns(UserWarning, match=f"{path} was quantised by gptq: its weights are dequantised"):
+        measured = evaluate(path, tmp_path / "dense", ["some text " * 20], seqlen=32)
+    assert measured["nll"] == evaluate(tmp_path / "dense", text=["some text " * 20], seqlen=32)["nll"]
+    assert measured["kl"] == 0
+    with pytest.raises(CheckpointError, match=r"'gptq', not by semisparse; `semisparse compress MODEL --recipe keep"):
+        Engine(path)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from semisparse.formats.base import Format
 from semisparse.formats.dense import blas
 from semisparse.formats.dense.cost import cost
+from semisparse.formats.dense.cpu import int_mm
 from semisparse.formats.dense.cuda import decode, int4pack_mm, int8_gemm, scaled_mm
 from semisparse.formats.dense.storage import disk
 from semisparse.formats.dense.storage.check import check_content
@@ -27,6 +28,7 @@ FORMAT = Format(
         Kernel("int8_gemm", "cuda", int8_gemm.refusal, int8_gemm.prepare),
         Kernel("scaled_mm", "cuda", scaled_mm.refusal, scaled_mm.prepare),
         Kernel("int4pack_mm", "cuda", int4pack_mm.refusal, int4pack_mm.prepare),
+        Kernel("int_mm", "cpu", int_mm.refusal, int_mm.prepare),
     ),
     cost=cost,
     grain=disk.grain,

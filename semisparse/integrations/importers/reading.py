@@ -46,11 +46,12 @@ def quantised_elsewhere(path: str | Path) -> str | None:
     return method if isinstance(method, str) and method in METHODS else None
 
 
-def load_dequantised(path: str | Path) -> tuple[PreTrainedModel, dict[str, Rounded]]:
-    """Load and dequantise a model that another tool quantised, on the CPU, in the dtype of its config.
+def load_dequantised(path: str | Path, dtype: torch.dtype | None = None) -> tuple[PreTrainedModel, dict[str, Rounded]]:
+    """Load and dequantise a model that another tool quantised, on the CPU.
 
     Args:
         path: a model directory with a ``quantization_config`` of one of `METHODS`.
+        dtype: of the model; by default that of its config, to which dequantised weights are rounded in any case.
     Returns:
         The model, and its quantised weights by the layer's name in the files.
     Raises:
@@ -65,16 +66,16 @@ def load_dequantised(path: str | Path) -> tuple[PreTrainedModel, dict[str, Round
     quantised = [name for name, parts in layers.items() if not method.markers.isdisjoint(parts)]
     _check(directory, method, block, skeleton, {name: layers[name] for name in quantised})
     config = skeleton.config
-    dtype = getattr(config, "dtype", None) or torch.bfloat16
-    if dtype not in FLOATS:
+    declared = getattr(config, "dtype", None) or torch.bfloat16
+    if declared not in FLOATS:
         raise CheckpointError(
-            f"{directory.path}: dtype is {dtype} in config.json, expected float16, bfloat16 or float32"
+            f"{directory.path}: dtype is {declared} in config.json, expected float16, bfloat16 or float32"
         )
-    state, rounded = _dense_tensors(directory, method, block, layers, quantised, dtype)
+    state, rounded = _dense_tensors(directory, method, block, layers, quantised, declared)
     _transpose_conv1d(skeleton, state, quantised)
     try:
         model, report = type(skeleton).from_pretrained(
-            None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
+            None, config=config, state_dict=state, dtype=dtype or declared, output_loading_info=True
         )
     except (SemisparseError, torch.OutOfMemoryError):
         raise
