@@ -44,12 +44,21 @@ def expected_product(x: Tensor, packed: Packed) -> Tensor:
 @pytest.mark.parametrize("m", TOKENS)
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("blas", None), ("int8_gemm", "int8"), ("scaled_mm", "fp8"), ("scaled_mm", "fp8_tensor"), ("int4pack_mm", "int4")],
+    [
+        ("blas", None),
+        ("int8_gemm", "int8"),
+        ("int_mm", "int8"),
+        ("scaled_mm", "fp8"),
+        ("scaled_mm", "fp8_tensor"),
+        ("int4pack_mm", "int4"),
+    ],
 )
 def test_every_product_that_can_run_here(name: str, kind: str | None, m: int):
     packed, x = packed_weight(kind), random_x(m)
     (kernel,) = (kernel for kernel in DENSE.kernels if kernel.name == name)
-    reason = kernel.supports(problem_of(x, packed))  # Triton's interpreter runs on a CPU
+    cpu_only = kernel.device == "cpu" and DEVICE == "cuda"
+    # Not `refusal`: Triton's interpreter runs on a CPU.
+    reason = "runs on a CPU" if cpu_only else kernel.supports(problem_of(x, packed))
     if reason:
         pytest.skip(f"dense {name}: {reason}")
     product = kernel.prepare(problem_of(x, packed))
