@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from semisparse.cli.arguments import Json
 from semisparse.cli.output import bytes_text, console, print_json, print_table, progress_bar
 from semisparse.demo import CALIBRATION, CHOSEN, HELD_OUT, MODEL
+
+if TYPE_CHECKING:
+    from semisparse.engine import Engine
 
 RUNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dense-w4", ("tune=none",)),
@@ -24,8 +27,8 @@ TARGET = "--target bits=4.5"
 PROMPT = "    def test_close(self):\n        f = open("
 NEW_TOKENS = 64
 """Tokens to generate per model."""
-REPEATS = 3
-"""Generations per model, of which the fastest counts: other processes slow some of them down."""
+REPEATS = 4
+"""Rounds of generations, of which each model's fastest counts: other processes slow some of them down."""
 SHOWN_LINES = 4
 """Lines of them that are shown: a model of this size then repeats itself."""
 SAMPLES = 32
@@ -57,16 +60,18 @@ def demo(
     from semisparse import api
 
     with tempfile.TemporaryDirectory() as scratch, progress_bar(shown=not as_json) as bars:
-        task = bars.add_task("dense", total=3 + len(RUNS))
-        rows = [_measure("dense", MODEL)]
+        task = bars.add_task("dense", total=4 + len(RUNS))
+        measured = [_measure("dense", MODEL)]
         bars.update(task, advance=1, description=TARGET)
-        rows.append(_measure(TARGET, CHOSEN))
+        measured.append(_measure(TARGET, CHOSEN))
         for recipe, settings in RUNS:
             name = " ".join((recipe, *settings))
             bars.update(task, advance=1, description=name)
             folder = (out or Path(scratch)) / name.replace(" ", "-")
             api.compress(MODEL, recipe=recipe, calibration=CALIBRATION, out=folder, settings=settings, samples=SAMPLES)
-            rows.append(_measure(name, folder))
+            measured.append(_measure(name, folder))
+        bars.update(task, advance=1, description="generating")
+        rows = _generate(measured)
         bars.update(task, advance=1, description=f"a layer of {LARGE}")
         layer = _time_layer()
         bars.update(task, advance=1, description="done")
@@ -79,24 +84,31 @@ def demo(
     _show_speed(rows, layer, predicted)
 
 
-def _measure(name: str, model: Path) -> dict[str, Any]:
+def _measure(name: str, model: Path) -> tuple[dict[str, Any], Engine]:
+    """Return a model's size and quality, and the model."""
     from semisparse import api
     from semisparse.engine import Engine
 
     description = api.inspect_directory(model)
     quality = api.evaluate(model, MODEL, HELD_OUT)
-    engine = Engine(model)
-    runs = [engine.generate([PROMPT], NEW_TOKENS)[0] for _ in range(REPEATS)]
-    return {
+    row = {
         "recipe": name,
         "bytes": description["bytes"],
         # Of the compressed layers; in the dense model there are none, and all linear layers have the same width.
         "bits_per_weight": description["bits_per_weight"] or description["layers"][0]["bits_per_weight"],
         "nll": quality["nll"],
         "kl": quality["kl"],
-        "tokens_per_second": max(run.tokens_per_second for run in runs),
-        "text": runs[0].text,
     }
+    return row, Engine(model)
+
+
+def _generate(measured: list[tuple[dict[str, Any], Engine]]) -> list[dict[str, Any]]:
+    """Add each model's speed and text. The models take turns, so that other processes slow all of them down alike."""
+    runs = [[engine.generate([PROMPT], NEW_TOKENS)[0] for _, engine in measured] for _ in range(REPEATS)]
+    return [
+        row | {"tokens_per_second": max(run.tokens_per_second for run in of), "text": of[0].text}
+        for (row, _), of in zip(measured, zip(*runs, strict=True), strict=True)
+    ]
 
 
 def _time_layer() -> list[dict[str, Any]]:
@@ -177,13 +189,13 @@ def _show_speed(rows: list[dict[str, Any]], layer: list[dict[str, Any]], predict
         ("weights", "CPU, ms", "speed-up", f"{GPU}, ms", "speed-up"),
         [
             (
-                here["weights"],
+                here["weights"] if recipe == here["weights"] else f"{recipe} ({here['weights']})",
                 f"{here['ms']:.2f}",
                 f"{here['speedup']:.2f}",
                 f"{there['ms']:.2f}",
                 f"{there['speedup']:.2f}",
             )
-            for here, there in zip(layer, predicted, strict=True)
+            for recipe, here, there in zip(("dense", *(recipe for recipe, _ in RUNS)), layer, predicted, strict=True)
         ],
     )
     best = max(row["speedup"] for row in layer)
