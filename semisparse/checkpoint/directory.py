@@ -112,11 +112,22 @@ def open_files(path: str | Path) -> ModelDirectory:
             claims sizes that no model has.
     """
     path = Path(path)
-    if not path.is_dir():
-        raise CheckpointError(f"no model directory at {path}")
+    require_directory(path)
     config = read_json(path / "config.json")
     check_sizes(config, path)
     return ModelDirectory(path, config, read_headers(_weight_files(path)), {})
+
+
+def require_directory(path: Path) -> None:
+    """Refuse a path that is no directory.
+
+    Raises:
+        CheckpointError: there is none; says how a model of the Hub becomes one.
+    """
+    if not path.is_dir():
+        raise CheckpointError(
+            f"no model directory at {path}; `hf download NAME --local-dir DIR` fetches one from the Hugging Face Hub"
+        )
 
 
 def check_headers(layers: Mapping[str, Packed], headers: Mapping[str, Header]) -> None:

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from semisparse.checkpoint.config import check_sizes, read_json, refuse_integers, refuse_unstored
-from semisparse.checkpoint.directory import ModelDirectory, open_directory
+from semisparse.checkpoint.directory import ModelDirectory, open_directory, require_directory
 from semisparse.errors import CheckpointError, InputError, SemisparseError
 
 AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText)
@@ -68,8 +68,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     Raises:
         CheckpointError: the directory or its tokenizer is missing, or the tokenizer is unreadable.
     """
-    if not Path(path).is_dir():
-        raise CheckpointError(f"no model directory at {path}")
+    require_directory(Path(path))
     config = Path(path) / "config.json"
     if config.is_file():  # transformers reads it, too
         check_sizes(read_json(config), path)

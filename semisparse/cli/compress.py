@@ -75,7 +75,7 @@ def compress(
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run with the same --out.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Prune a model's linear layers by a recipe, and pack them.
+    """Make a model's linear layers sparse or low-bit, by a recipe or for a target, and pack them.
 
     A pattern says what is kept: `6:8` keeps 6 of every 8 weights of a row; `16:32v32` 16 of every 32 vectors of 32
     rows; `g16@50%` drops half of the groups of 16; `70%` drops 70 %, anywhere. Keys of --set are pattern, prune
