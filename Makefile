@@ -26,21 +26,22 @@ test: setup
 test-slow: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup -m slow
 
-# Tests against the real vLLM (its Python code only: linear layers need none of its kernels) and lm-eval. Their environment
-# also finds the packages of .venv.
+# Tests against the real vLLM (its Python code only: linear layers need none of its kernels), lm-eval, compressed-tensors and
+# GPTQModel. Their environment also finds the packages of .venv.
 SERVING := .venv-serving
 VLLM := 0.33.0
 VLLM_BUILD := 'setuptools>=78.1.1,<81' setuptools_scm setuptools_rust wheel packaging jinja2
 test-serving: $(SERVING)/ready
 	OMP_NUM_THREADS=1 $(SERVING)/bin/python -m pytest -n auto --dist loadgroup -m '' tests/vllm \
-		tests/evaluate/test_tasks.py tests/docs tests/api/test_exporting.py tests/integrations/test_importers.py
+		tests/evaluate/test_tasks.py tests/docs tests/api/test_exporting.py tests/integrations/test_importers.py \
+		tests/integrations/test_gptqmodel.py
 
 $(SERVING)/ready: .venv/ready tests/serving-requirements.txt
 	$(BIN)/python -m venv --clear $(SERVING)
 	$(BIN)/python -c "import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')" > \
 		$$($(SERVING)/bin/python -c "import site; print(site.getsitepackages()[0])")/behind.pth
 	$(SERVING)/bin/pip install --quiet --disable-pip-version-check $(VLLM_BUILD)
-	$(SERVING)/bin/pip install --quiet --disable-pip-version-check --no-deps -r tests/serving-requirements.txt
+	BUILD_CUDA_EXT=0 $(SERVING)/bin/pip install --quiet --disable-pip-version-check --no-deps -r tests/serving-requirements.txt
 	VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(VLLM) $(SERVING)/bin/pip install --quiet \
 		--disable-pip-version-check --no-deps --no-build-isolation --no-binary vllm vllm==$(VLLM)
 	touch $@
