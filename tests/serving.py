@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen2Config,
+)
 
 from semisparse.checkpoint import atomic_directory
 from semisparse.formats import registry
@@ -103,6 +110,11 @@ def write(served: Served, out: Path) -> Path:
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.5)
+    return write_compressed(model, byte_tokenizer(), served, out)
+
+
+def write_compressed(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, served: Served, out: Path) -> Path:
+    """Write a model's directory, its weights pruned by magnitude and packed. The model is changed."""
     layers = {}
     for name, module in list(model.base_model.named_modules(prefix=model.base_model_prefix)):
         if is_linear(module) and not name.endswith(served.dense):
@@ -114,5 +126,5 @@ def write(served: Served, out: Path) -> Path:
     mark_compressed(model, {"quant_method": "semisparse", "version": 1, "layers": layers})
     with atomic_directory(out) as scratch:
         model.save_pretrained(scratch)
-        byte_tokenizer().save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
     return out

@@ -3,7 +3,7 @@
 from semisparse.nn.dequantise import dequantise_layers
 from semisparse.nn.joined import JoinedLinear, JoinedPart, join_layers
 from semisparse.nn.replace import LINEAR_CLASSES, is_linear, replace_linear, swap_weight, weight_of
-from semisparse.nn.slicing import concatenate_weights, slice_weight
+from semisparse.nn.slicing import check_slice, concatenate_weights, slice_weight
 from semisparse.nn.sparse_experts import SparseExperts, expert_shapes, is_fused_experts, prepare_experts, split_experts
 from semisparse.nn.sparse_linear import SparseLinear
 from semisparse.nn.stacked_linear import StackedLinear
@@ -15,6 +15,7 @@ __all__ = [
     "SparseExperts",
     "SparseLinear",
     "StackedLinear",
+    "check_slice",
     "concatenate_weights",
     "dequantise_layers",
     "expert_shapes",

@@ -47,19 +47,46 @@ def slice_weight(packed: Packed, dim: int, start: int, stop: int) -> Packed:
         )
     if (start, stop) == (0, size):
         return packed
-    form = get_format(packed.spec.format)
-    axis = ("rows", "columns")[dim]
-    grain = _grain(form, packed, dim)
-    if grain and start % grain == 0 and (stop % grain == 0 or stop == size):
-        return _slice_tensors(form, packed, dim, start, stop)
+    if _is_on_grain(packed.spec, dim, start, stop):
+        return _slice_tensors(get_format(packed.spec.format), packed, dim, start, stop)
     try:
         return _repack([packed], dim, start, stop, packed.pattern.patterns_of_slice())
     except FormatError as error:
-        advice = f"slice it at multiples of {grain} {axis}" if grain else f"its tensors cannot be sliced along {axis}"
-        raise FormatError(
-            f"cannot slice {axis} {start} to {stop} of a weight in format {form.name}: {error}; {advice} "
-            f"(pattern {packed.pattern}, params {dict(packed.params)})"
-        ) from error
+        raise FormatError(_refusal(packed.spec, dim, start, stop, error)) from error
+
+
+def check_slice(spec: WeightSpec, dim: int, start: int, stop: int) -> None:
+    """Refuse columns that cut through a window of a pattern on which the format depends, before any tensor is loaded.
+
+    Rows, and columns at whole windows, may still be refused by `slice_weight`, when it repacks the weight.
+
+    Args:
+        spec: of the weight [N, K].
+        dim: as in `slice_weight`, with ``start`` and ``stop``.
+    Raises:
+        FormatError: the format supports none of the patterns that the slice could have.
+    """
+    if dim == 0 or start % spec.pattern.step == 0 or _is_on_grain(spec, dim, start, stop):
+        return
+    looser = [pattern for pattern in spec.pattern.patterns_of_slice() if pattern != spec.pattern]
+    if all(get_format(spec.format).accepts(pattern) is not None for pattern in looser):
+        reason = f"it begins inside a window of {spec.pattern.step} columns"
+        raise FormatError(_refusal(spec, dim, start, stop, reason))
+
+
+def _is_on_grain(spec: WeightSpec, dim: int, start: int, stop: int) -> bool:
+    """Return whether the stored tensors can be sliced at ``start`` and ``stop``."""
+    grain = _grain(spec, dim)
+    return grain is not None and start % grain == 0 and (stop % grain == 0 or stop == spec.shape[dim])
+
+
+def _refusal(spec: WeightSpec, dim: int, start: int, stop: int, reason: object) -> str:
+    axis, grain = ("rows", "columns")[dim], _grain(spec, dim)
+    advice = f"slice it at multiples of {grain} {axis}" if grain else f"its tensors cannot be sliced along {axis}"
+    return (
+        f"cannot slice {axis} {start} to {stop} of a weight in format {spec.format}: {reason}; {advice} "
+        f"(pattern {spec.pattern}, params {dict(spec.params)})"
+    )
 
 
 def concatenate_weights(parts: Sequence[Packed], dim: int, pattern: Pattern) -> Packed:
@@ -79,7 +106,7 @@ def concatenate_weights(parts: Sequence[Packed], dim: int, pattern: Pattern) -> 
     if len(parts) == 1:
         return first
     form = get_format(first.spec.format)
-    if _can_concatenate(form, parts, dim) and all(equal_except_shape(p, first) and p.pattern == pattern for p in parts):
+    if _can_concatenate(parts, dim) and all(equal_except_shape(p, first) and p.pattern == pattern for p in parts):
         return _concatenate_tensors(form, parts, dim)
     return _repack(parts, dim, 0, sum(part.shape[dim] for part in parts), [pattern])
 
@@ -95,21 +122,23 @@ def spec_with_shape(spec: WeightSpec, shape: tuple[int, int]) -> WeightSpec:
     return replace(spec, shape=shape, params=Params(params))
 
 
-def split_dims(form: Format, packed: Packed, dim: int) -> dict[str, int | None]:
+def split_dims(spec: WeightSpec, dim: int) -> dict[str, int | None]:
     """Return each stored tensor's split dimension by name: ``split_n`` for ``dim`` 0, ``split_k`` for ``dim`` 1."""
-    return {tensor.name: tensor.split_k if dim else tensor.split_n for tensor in form.specs(packed.spec)}
+    form = get_format(spec.format)
+    return {tensor.name: tensor.split_k if dim else tensor.split_n for tensor in form.specs(spec)}
 
 
-def _grain(form: Format, packed: Packed, dim: int) -> int | None:
+def _grain(spec: WeightSpec, dim: int) -> int | None:
     """Return the grain along ``dim``, at whose multiples the tensors can be sliced; None if they cannot."""
-    if form.grain is None or set(split_dims(form, packed, dim).values()) == {None}:
+    form = get_format(spec.format)
+    if form.grain is None or set(split_dims(spec, dim).values()) == {None}:
         return None
-    return form.grain(packed.spec)[dim]
+    return form.grain(spec)[dim]
 
 
-def _can_concatenate(form: Format, parts: Sequence[Packed], dim: int) -> bool:
+def _can_concatenate(parts: Sequence[Packed], dim: int) -> bool:
     """Return whether the tensors can be concatenated: every part but the last is a multiple of the grain."""
-    grain = _grain(form, parts[0], dim)
+    grain = _grain(parts[0].spec, dim)
     return grain is not None and all(part.shape[dim] % grain == 0 for part in parts[:-1])
 
 
@@ -126,7 +155,7 @@ def _slice_tensors(form: Format, packed: Packed, dim: int, start: int, stop: int
 
     ends = tensor_shapes(stop)
     starts = tensor_shapes(start) if start else {name: (0,) * len(shape) for name, shape in ends.items()}
-    splits = split_dims(form, packed, dim)
+    splits = split_dims(packed.spec, dim)
     tensors = {}
     for name, tensor in packed.tensors.items():
         split = splits[name]
@@ -142,7 +171,7 @@ def _slice_tensors(form: Format, packed: Packed, dim: int, start: int, stop: int
 def _concatenate_tensors(form: Format, parts: Sequence[Packed], dim: int) -> Packed:
     """Concatenate every tensor along its split dimension; those without one are the first part's."""
     first, tensors = parts[0], dict(parts[0].tensors)
-    for name, split in split_dims(form, first, dim).items():
+    for name, split in split_dims(first.spec, dim).items():
         if split is not None:
             tensors[name] = torch.cat([part.tensors[name] for part in parts], split)
     length = sum(part.shape[dim] for part in parts)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from semisparse.formats.base import Packed
+from semisparse.formats.kernel import bucket_of
+from semisparse.formats.product import in_parallel, prepare_product
 from semisparse.nn.sparse_linear import SparseLinear
 from semisparse.nn.stacking import stack_neighbours
 
@@ -25,6 +28,26 @@ class StackedLinear(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(SparseLinear(weight) for weight in stack_neighbours(weights))
         self.sizes = [layer.out_features for layer in self.layers]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._weights()[0].device
+
+    def prepare(self, tokens: int, dtype: torch.dtype) -> None:
+        """Compile and load, in parallel, the kernels of the matmuls of 1 to ``tokens`` tokens.
+
+        Args:
+            tokens: the most rows of x.
+            dtype: of x.
+        Raises:
+            KernelError: no kernel can compute a matmul.
+        """
+        buckets = sorted({bucket_of(m) for m in range(1, tokens + 1)})
+        in_parallel(partial(prepare_product, weight, m, dtype) for weight in self._weights() for m in buckets)
+
+    def _weights(self) -> list[Packed]:
+        return [layer.packed for layer in self.layers if isinstance(layer, SparseLinear)]
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute ``x @ w.T + bias``.

@@ -58,7 +58,7 @@ def stack_with_padding(weights: Sequence[Packed]) -> Packed | None:
     if form.stack is not None:
         params = form.stack(weights, rows)
     else:
-        splits = split_dims(form, first, 0)
+        splits = split_dims(first.spec, 0)
         joins = form.grain is not None and None not in splits.values()
         joins = joins and all(equal_except_shape(weight, first) for weight in weights)
         params = spec_with_shape(first.spec, (rows, 0)).params if joins else None

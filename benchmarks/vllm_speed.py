@@ -1,0 +1,317 @@
+"""Latency and throughput of llama2-7b's shapes in vLLM, random weights: dense, vLLM's own low bits, and our formats.
+
+    python benchmarks/vllm_speed.py results/h200/vllm.csv --columns dense,fp8,bitmask,gqs-w4s50
+
+vLLM's own benchmark functions measure (`vllm bench latency`, `vllm bench throughput`), several of them on one engine.
+The engines of a call start side by side, which saves time, and are then measured one after another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+COLUMNS: dict[str, tuple[str, str, dict[str, str]]] = {
+    "bitmask": ("bitmask", "32:64", {}),
+    "gqs-w4s50": ("gqs", "g16@50%", {"kind": "w4"}),
+    "gqs-dense-w4": ("gqs", "g128@0%", {"kind": "w4"}),
+    "vector_nm": ("vector_nm", "16:32v32", {}),
+    "ec_csr": ("ec_csr", "70%", {}),
+    "slide24-2:4-int8": ("slide24", "2:4", {"kind": "int8"}),
+    "slide24-6:8-int8": ("slide24", "6:8", {"kind": "int8"}),
+}
+"""Our formats: name -> format, pattern, pack options."""
+
+RIVALS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "fp8": {"quantization": "fp8"},
+    "int4": {},
+}
+"""vLLM's own: name -> engine arguments. ``int4`` is described in its config.json."""
+
+INT4 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "input_activations": None,
+            "output_activations": None,
+            "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128},
+        }
+    },
+}
+"""compressed-tensors' W4A16 with groups of 128: 4 bits as vLLM users have them."""
+
+LATENCY = (
+    "--batch-size",
+    "1",
+    "--input-len",
+    "512",
+    "--output-len",
+    "128",
+    "--num-iters-warmup",
+    "2",
+    "--num-iters",
+    "5",
+)
+
+REQUESTS, MEAN_PROMPT, MEAN_OUTPUT, SPREAD, LONGEST = 200, 220, 200, 1.0, 1024
+"""Lengths as in ShareGPT: log-normal with these means, deviation ``SPREAD`` of the logarithm, cut at ``LONGEST``."""
+
+LONG_PROMPTS, LONG_PROMPT = 32, 2048
+
+ENGINE: dict[str, Any] = {
+    "max_model_len": 4096,
+    "skip_tokenizer_init": True,
+    "enable_prefix_caching": False,
+    "gpu_memory_utilization": 0.1,
+}
+"""Engine arguments of every column; the cache's size is given, because several engines share the GPU."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the CSV; ``step_ms`` is the time per token after the first 512, prompt included in ``latency_s``."""
+
+    weights: str
+    layers: int
+    weight_gib: float
+    start_s: float
+    latency_s: float
+    first_token_s: float
+    step_ms: float
+    requests_per_second: float
+    output_tokens_per_second: float
+    prompt_tokens_per_second: float
+    machine: str
+    software: str
+
+
+def write_dense(folder: Path, layers: int, block: Mapping[str, Any] | None = None) -> Path:
+    """Write config.json alone: vLLM makes up the weights (``load_format="dummy"``)."""
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        vocab_size=32000,
+        max_position_embeddings=4096,
+        architectures=["LlamaForCausalLM"],
+        dtype="bfloat16",
+    )
+    if block is not None:
+        config.quantization_config = dict(block)
+    config.save_pretrained(folder)
+    return folder
+
+
+def write_ours(folder: Path, layers: int, column: str) -> Path:
+    """Write a checkpoint with random weights, drawn and packed on the GPU. Layers of one shape have one weight."""
+    import torch
+    from safetensors.torch import save_file
+
+    from semisparse.bench.roofline import random_weight
+    from semisparse.checkpoint import METHOD
+    from semisparse.formats.base import get_format
+    from semisparse.patterns import parse_pattern
+
+    name, written, options = COLUMNS[column]
+    pattern, device = parse_pattern(written), torch.device("cuda")
+    shapes = {
+        **{f"self_attn.{part}_proj": (4096, 4096) for part in "qkvo"},
+        "mlp.gate_proj": (11008, 4096),
+        "mlp.up_proj": (11008, 4096),
+        "mlp.down_proj": (4096, 11008),
+    }
+    packed = {}
+    for shape in set(shapes.values()):
+        weight = random_weight(pattern, *shape, torch.bfloat16, device)
+        packed[shape] = get_format(name).pack(weight, pattern, **options).to("cpu")
+    entries = {}
+    for layer in range(layers):
+        prefix, tensors = f"model.layers.{layer}", {}
+        for part, shape in shapes.items():
+            entries[f"{prefix}.{part}"] = packed[shape].spec.to_dict()
+            tensors |= {f"{prefix}.{part}.{key}": t.clone() for key, t in packed[shape].tensors.items()}
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}.{norm}.weight"] = torch.ones(4096, dtype=torch.bfloat16)
+        save_file(tensors, folder / f"model-{layer:05}.safetensors", metadata={"format": "pt"})
+    rest = {
+        f"{key}.weight": torch.randn(32000, 4096, dtype=torch.bfloat16) for key in ("model.embed_tokens", "lm_head")
+    }
+    rest["model.norm.weight"] = torch.ones(4096, dtype=torch.bfloat16)
+    save_file(rest, folder / "model-rest.safetensors", metadata={"format": "pt"})
+    return write_dense(folder, layers, {"quant_method": METHOD, "version": 1, "layers": entries})
+
+
+def requests_of(prompts: list[int], outputs: list[int]) -> list[Any]:
+    """Return requests of random tokens with these lengths."""
+    from vllm.benchmarks.datasets import SampleRequest
+
+    draw = random.Random(1)
+    return [
+        SampleRequest(
+            prompt={"prompt_token_ids": [draw.randrange(32000) for _ in range(prompt)]},
+            prompt_len=prompt,
+            expected_output_len=output,
+        )
+        for prompt, output in zip(prompts, outputs, strict=True)
+    ]
+
+
+def chat_lengths(mean: int, seed: int) -> list[int]:
+    """Return a length for each of `REQUESTS`."""
+    draw = random.Random(seed)
+    drawn = [draw.lognormvariate(0, SPREAD) for _ in range(REQUESTS)]
+    scale = mean * REQUESTS / sum(drawn)
+    return [min(LONGEST, max(4, round(scale * each))) for each in drawn]
+
+
+def seconds(prompts: list[int], outputs: list[int], model: str) -> float:
+    """Return the seconds that `vllm bench throughput` takes for requests of these lengths."""
+    from vllm.benchmarks.throughput import run_vllm
+    from vllm.engine.arg_utils import EngineArgs
+
+    return float(run_vllm(requests_of(prompts, outputs), 1, EngineArgs(model=model), False, disable_detokenize=True)[0])
+
+
+def latency(arguments: tuple[str, ...], model: str) -> float:
+    """Return the mean seconds per batch of `vllm bench latency`."""
+    from vllm.benchmarks import latency as bench
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    bench.add_cli_args(parser)
+    with tempfile.NamedTemporaryFile(suffix=".json") as out:
+        bench.main(parser.parse_args(["--model", model, *arguments, "--disable-detokenize", "--output-json", out.name]))
+        return float(json.loads(Path(out.name).read_text())["avg_latency"])
+
+
+def weight_bytes(worker: Any) -> int:
+    """Return the bytes that loading the weights took, of vLLM's worker."""
+    return int(worker.model_runner.model_memory_usage)
+
+
+def measure(column: str, args: Namespace) -> None:
+    """Start a column's engine, say so, wait for a line on stdin, measure, and print the row as JSON."""
+    import torch
+    import vllm
+
+    with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
+        folder, settings = Path(scratch), dict(ENGINE)
+        if column in COLUMNS:
+            subprocess.run(
+                [sys.executable, __file__, "--write", column, scratch, "--layers", str(args.layers)], check=True
+            )
+        else:
+            write_dense(folder, args.layers, INT4 if column == "int4" else None)
+            settings |= {"load_format": "dummy", **RIVALS[column]}
+        settings["kv_cache_memory_bytes"] = args.cache << 30
+        started = time.perf_counter()
+        engine = vllm.LLM(scratch, **settings)
+        start_s = time.perf_counter() - started
+        vllm.LLM.from_engine_args = classmethod(lambda cls, engine_args: engine)  # both benchmarks use this engine
+        print("ready", column, f"{start_s:.0f} s", flush=True)
+        sys.stdin.readline()
+        whole = latency(LATENCY, scratch)
+        first = latency((*LATENCY, "--output-len", "1"), scratch)
+        outputs = chat_lengths(MEAN_OUTPUT, 2)
+        chat = seconds(chat_lengths(MEAN_PROMPT, 1), outputs, scratch)
+        long = min(seconds([LONG_PROMPT] * LONG_PROMPTS, [1] * LONG_PROMPTS, scratch) for _ in range(2))
+        weights = engine.collective_rpc(weight_bytes)[0]
+    row = Row(
+        weights=column,
+        layers=args.layers,
+        weight_gib=round(weights / 2**30, 2),
+        start_s=round(start_s, 1),
+        latency_s=round(whole, 4),
+        first_token_s=round(first, 4),
+        step_ms=round((whole - first) / 127 * 1e3, 3),
+        requests_per_second=round(REQUESTS / chat, 2),
+        output_tokens_per_second=round(sum(outputs) / chat),
+        prompt_tokens_per_second=round(LONG_PROMPTS * LONG_PROMPT / long),
+        machine=torch.cuda.get_device_name(),
+        software=f"vllm {vllm.__version__}, torch {torch.__version__}",
+    )
+    print("row", json.dumps(asdict(row)), flush=True)
+
+
+def run(args: Namespace) -> None:
+    """Start every column's engine, then let one after another measure, and write its row as it comes."""
+    command = [sys.executable, __file__, "--layers", str(args.layers), "--cache", str(args.cache)]
+    command += ["--scratch", args.scratch]
+    running = {
+        column: subprocess.Popen(
+            [*command, "--measure", column],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"},
+            stderr=(args.out.parent / f"vllm-{column}.log").open("w"),
+            text=True,
+        )
+        for column in args.columns.split(",")
+    }
+    for column, process in running.items():
+        print(read(process, "ready") or f"{column} did not start", flush=True)
+    for column, process in running.items():
+        row = None
+        if process.poll() is None:
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            row = read(process, "row")
+            process.stdin.close()
+            process.wait()
+        print(row or f"{column} was not measured", flush=True)
+        if row:
+            is_new = not args.out.exists()
+            with args.out.open("a", newline="") as file:
+                table = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
+                if is_new:
+                    table.writeheader()
+                table.writerow(json.loads(row.removeprefix("row ")))
+
+
+def read(process: subprocess.Popen[str], word: str) -> str | None:
+    """Return the next line of a process that begins with ``word``; None if it ends without one."""
+    return next((line.strip() for line in process.stdout if line.startswith(word + " ")), None)
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path, nargs="?")
+    parser.add_argument("--columns", default=",".join([*RIVALS, *COLUMNS]))
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--cache", type=int, default=24, help="GiB of KV cache per engine")
+    parser.add_argument("--scratch", default="/tmp", help="where checkpoints are written")
+    parser.add_argument("--write", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.write:
+        write_ours(Path(args.write[1]), args.layers, args.write[0])
+    elif args.measure:
+        measure(args.measure, args)
+    else:
+        run(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,20 @@
+"""The adapter to vLLM: with semisparse installed, ``vllm serve DIR`` serves a compressed checkpoint.
+
+vLLM calls `register` in every process (entry point ``vllm.general_plugins``).
+"""
+
+from __future__ import annotations
+
+from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
+
+from semisparse.checkpoint import METHOD
+from semisparse.integrations.vllm.config import SemisparseVllmConfig
+
+
+def register() -> None:
+    """Register the quantisation method with vLLM. A second call changes nothing."""
+    if METHOD not in QUANTIZATION_METHODS:
+        register_quantization_config(METHOD)(SemisparseVllmConfig)
+
+
+__all__ = ["SemisparseVllmConfig", "register"]

@@ -1,0 +1,114 @@
+"""vLLM's `QuantizationConfig` of a semisparse checkpoint: which layer is computed how, and whether it can be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.platforms import current_platform
+
+from semisparse.checkpoint import METHOD, read_block
+from semisparse.errors import InputError
+from semisparse.integrations.vllm.linear import SemisparseLinearMethod
+
+
+class SemisparseVllmConfig(QuantizationConfig):
+    """vLLM's `QuantizationConfig` of a semisparse checkpoint.
+
+    Args:
+        layers: the checkpoint's layers by module name, as `read_block` returns them.
+    """
+
+    def __init__(self, layers: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.layers = dict(layers)
+        self._fits = False
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> SemisparseVllmConfig:
+        """Read the block of config.json. vLLM does so before any process has a GPU's memory.
+
+        Raises:
+            CheckpointError: the block is unreadable, or of another version.
+        """
+        return cls(read_block(config))
+
+    def get_name(self) -> str:
+        return METHOD
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Return 80, as vLLM writes the compute capability 8.0 that the CUDA kernels need. vLLM refuses older GPUs."""
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """Return no files: everything is in config.json."""
+        return []
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        """Rename the layers as vLLM renames the checkpoint's modules."""
+        self.layers = hf_to_vllm_mapper.apply_dict(self.layers)
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """Return the method for a linear layer, ours if it is compressed, else vLLM's; None for any other layer.
+
+        Raises:
+            InputError: a layer that is not linear, or a module inside it, is compressed; only some weights of a fused
+                layer are; or the compressed layers do not fit the GPU.
+        """
+        if not isinstance(layer, LinearBase):
+            self._refuse_compressed(layer, prefix)
+            return None
+        names = self._checkpoint_names(prefix)
+        compressed = [name for name in names if name in self.layers]
+        if not compressed:
+            return UnquantizedLinearMethod()
+        if len(compressed) < len(names):
+            raise InputError(
+                f"vLLM fuses {', '.join(names)} into one layer, of which only {', '.join(compressed)} are compressed: "
+                "compress all, or add all to the recipe's ignore list"
+            )
+        vllm_config = get_current_vllm_config()
+        if not self._fits:
+            self._check_memory(vllm_config)
+        tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        return SemisparseLinearMethod({name: self.layers[name] for name in names}, tokens)
+
+    def _checkpoint_names(self, prefix: str) -> list[str]:
+        """Return the checkpoint's layers in a layer of vLLM: several if vLLM fuses what the checkpoint has apart."""
+        parent, _, last = prefix.rpartition(".")
+        if prefix in self.layers or last not in self.packed_modules_mapping:
+            return [prefix]
+        return [f"{parent}.{name}" if parent else name for name in self.packed_modules_mapping[last]]
+
+    def _refuse_compressed(self, layer: Any, prefix: str) -> None:
+        inside = [name for name in self.layers if name == prefix or name.startswith(f"{prefix}.")]
+        if inside:
+            raise InputError(
+                f"{inside[0]} is compressed, but belongs to a {type(layer).__name__} of vLLM ({prefix}); the adapter "
+                "serves linear layers, not experts or the LM head: add it to the recipe's ignore list"
+            )
+
+    def _check_memory(self, vllm_config: VllmConfig) -> None:
+        """Refuse a checkpoint that is larger than what vLLM may use of a GPU, before its layers are allocated."""
+        if current_platform.is_cuda():
+            parallel, share = vllm_config.parallel_config, vllm_config.cache_config.gpu_memory_utilization
+            ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+            memory = current_platform.get_device_total_memory()
+            needed = sum(layer.nbytes for layer in self.layers.values()) / ranks
+            if needed > share * memory:
+                raise InputError(
+                    f"the compressed layers take {needed / 1e9:.1f} GB on each of {ranks} GPUs, and vLLM may use "
+                    f"{share:.2f} of {memory / 1e9:.1f} GB (--gpu-memory-utilization): serve them on more GPUs "
+                    "(--tensor-parallel-size) or on larger ones"
+                )
+        self._fits = True

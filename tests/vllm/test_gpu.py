@@ -1,0 +1,174 @@
+"""The real engine on a GPU, CUDA graphs and compilation on, beside transformers: every format on trained models.
+
+Run by ``make test-vllm-gpu``. Engines of several tests share the GPU, so each takes a fixed piece of its memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.models import SHARED
+from tests.serving import Served, one, write_compressed
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.skipif(not (SHARED / "models").is_dir(), reason="../shared is absent: no trained models"),
+]
+
+DEVICE = "cuda"
+
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 16, 64
+
+TEXTS = {
+    "stories260k": "tinystories-eval.jsonl",
+    "babyllama-1m": "tinystories-eval.jsonl",
+    "pycode-11m": "pycode-eval.txt",
+}
+"""The trained models, and a text that fits each."""
+
+FORMATS = {
+    served.name: served
+    for served in (
+        Served("bitmask", "bitmask", one("32:64")),
+        Served("gqs-w4s50", "gqs", one("g16@50%"), {"kind": "w4"}),
+        Served("gqs-dense-w4", "gqs", one("g128@0%"), {"kind": "w4"}),
+        Served("vector_nm", "vector_nm", one("16:32v32")),
+        Served("ec_csr", "ec_csr", one("70%")),
+        Served("slide24", "slide24", one("6:8")),
+        Served("slide24-int8", "slide24", one("6:8"), {"kind": "int8"}),
+        Served("slide24-fp8", "slide24", one("2:4"), {"kind": "fp8"}),
+        Served("dense-int8", "dense", one("0%"), {"kind": "int8"}),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Greedy tokens [PROMPTS, NEW_TOKENS], and the log-probability of each."""
+
+    tokens: Tensor
+    logprobs: Tensor
+
+
+def prompts_of(directory: Path, name: str) -> list[list[int]]:
+    """The first tokens of some pieces of the text that fits a model."""
+    text = (SHARED / "text" / TEXTS[name]).read_text()
+    tokens = AutoTokenizer.from_pretrained(directory)(text[:20_000], add_special_tokens=False).input_ids
+    return [tokens[start : start + PROMPT_TOKENS] for start in range(0, 200 * PROMPTS, 200)]
+
+
+@torch.no_grad()
+def by_transformers(directory: Path, prompts: list[list[int]], dtype: torch.dtype) -> Generated:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(DEVICE).eval()
+    output = model.generate(
+        torch.tensor(prompts, device=DEVICE),
+        max_new_tokens=NEW_TOKENS,
+        min_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    tokens = output.sequences[:, PROMPT_TOKENS:].cpu()
+    logprobs = torch.stack(output.logits, 1).float().log_softmax(-1).cpu()
+    return Generated(tokens, logprobs.gather(-1, tokens[..., None])[..., 0])
+
+
+@torch.no_grad()
+def in_float32(directory: Path, prompts: list[list[int]], tokens: Tensor) -> Tensor:
+    """The log-probabilities [PROMPTS, NEW_TOKENS, vocabulary] before each token, activations in float32 on the CPU."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    logits = model(torch.cat([torch.tensor(prompts), tokens], 1)).logits
+    return logits[:, PROMPT_TOKENS - 1 : -1].log_softmax(-1)
+
+
+def by_vllm(directory: Path, prompts: list[list[int]], dtype: torch.dtype, **engine: Any) -> Generated:
+    from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    settings = {"max_model_len": 128, "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 28, **engine}
+    llm = LLM(str(directory), dtype=str(dtype).removeprefix("torch."), **settings)
+    sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0)
+    try:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+        # One prompt again, alone: its keys and values come from the prefix cache, and its products are of one token.
+        alone = llm.generate([{"prompt_token_ids": prompts[0]}], sampling, use_tqdm=False)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        cleanup_dist_env_and_memory()
+        gc.collect()
+    rows = [output.outputs[0] for output in [*outputs, *alone]]
+    tokens = torch.tensor([row.token_ids for row in rows])
+    logprobs = [[step[token].logprob for step, token in zip(row.logprobs, row.token_ids, strict=True)] for row in rows]
+    return Generated(tokens, torch.tensor(logprobs))
+
+
+def compare(directory: Path, name: str, dtype: torch.dtype, **engine: Any) -> None:
+    """Compare vLLM's tokens and log-probabilities with transformers'.
+
+    Both round to ``dtype`` after every operation, in another order. So they may differ by what either differs from
+    float32, and another token may follow only where float32 gives both the same log-probability, within that tolerance.
+    """
+    prompts = prompts_of(directory, name)
+    expected = by_transformers(directory, prompts, dtype)
+    exact = in_float32(directory, prompts, expected.tokens)
+    chosen = exact.gather(-1, expected.tokens[..., None])[..., 0]
+    tolerance = 3 * float((expected.logprobs - chosen).abs().max()) + 1e-4
+    found, same = by_vllm(directory, prompts, dtype, **engine), 0
+    for row, prompt in enumerate([*range(PROMPTS), 0]):
+        for step in range(NEW_TOKENS):
+            token, wanted = int(found.tokens[row, step]), int(expected.tokens[prompt, step])
+            if token != wanted:
+                margin = float(exact[prompt, step, wanted] - exact[prompt, step, token])
+                assert abs(margin) <= tolerance, f"prompt {row}, token {step}: {token}, not {wanted} ({margin:.4f})"
+                break
+            difference = float(found.logprobs[row, step] - expected.logprobs[prompt, step])
+            assert abs(difference) <= tolerance, f"prompt {row}, token {step}: {difference:.5f} of {tolerance:.5f}"
+            same += 1
+    print(f"{directory.name} {dtype}: {same} of {(PROMPTS + 1) * NEW_TOKENS} tokens equal, tolerance {tolerance:.4f}")
+    assert same >= NEW_TOKENS
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines in this process, without the network."""
+    for variable in ("VLLM_NO_USAGE_STATS", "HF_HUB_OFFLINE"):
+        monkeypatch.setenv(variable, "1")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"))
+
+
+def written(name: str, served: Served, folder: Path) -> Path:
+    source = SHARED / "models" / name
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float16).eval()
+    return write_compressed(model, AutoTokenizer.from_pretrained(source), served, folder / f"{name}-{served.name}")
+
+
+@pytest.mark.parametrize("served", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("name", TEXTS)
+def test_greedy_text_is_that_of_transformers(name: str, served: Served, tmp_path: Path):
+    directory = written(name, served, tmp_path)
+    compare(directory, name, torch.float16, max_num_seqs=8, max_num_batched_tokens=256)
+
+
+@pytest.mark.parametrize("name", ["bitmask", "gqs-w4s50", "slide24-int8"])
+def test_with_the_defaults_of_vllm(name: str, tmp_path: Path):
+    compare(written("pycode-11m", FORMATS[name], tmp_path), "pycode-11m", torch.bfloat16)
+
+
+def test_without_compilation_and_graphs(tmp_path: Path):
+    directory = written("pycode-11m", FORMATS["bitmask"], tmp_path)
+    compare(directory, "pycode-11m", torch.float16, enforce_eager=True, max_num_batched_tokens=256)
