@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow test-serving test-sanitize test-gpu bench bench-kernels bench-models bench-systems bench-parallel check docs setup \
+.PHONY: demo test test-slow test-serving test-sanitize test-gpu test-vllm-gpu bench-vllm bench bench-kernels bench-models bench-systems bench-parallel check docs setup \
 	table clean
 
 setup: .venv/ready
@@ -68,6 +68,18 @@ racecheck_fails = blas or _mm or reference
 select = not cpu and not early and not late$(if $(filter racecheck,$(SANITIZE)), and not ($(racecheck_fails)))
 test-gpu: setup
 	$(sanitizer) $(BIN)/python -m pytest -m '' $(gpu_tests) -k '$(select)' $(if $(SANITIZE),,-n auto --dist worksteal)
+
+# vLLM's engine on a GPU, in an environment that holds vLLM, semisparse and pytest-xdist; eight engines share the GPU.
+VLLM_PYTHON ?= python3
+vllm := VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
+test-vllm-gpu:
+	$(vllm) OMP_NUM_THREADS=2 TORCHINDUCTOR_COMPILE_THREADS=2 $(VLLM_PYTHON) -m pytest -n 8 -rA tests/vllm/test_gpu.py
+
+# As many at a time as fit the memory; rows are added to the file.
+bench-vllm:
+	$(vllm) $(VLLM_PYTHON) benchmarks/vllm_speed.py $(OUT)/vllm.csv --columns dense,bitmask,gqs-w4s50,fp8,int4
+	$(vllm) $(VLLM_PYTHON) benchmarks/vllm_speed.py $(OUT)/vllm.csv \
+		--columns slide24-2:4-int8,slide24-6:8-int8,vector_nm,gqs-dense-w4,ec_csr
 
 # The files of results/h200, measured on this machine's GPU; `bench-parallel` needs two.
 OUT ?= results/here

@@ -18,44 +18,11 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-COLUMNS: dict[str, tuple[str, str, dict[str, str]]] = {
-    "bitmask": ("bitmask", "32:64", {}),
-    "gqs-w4s50": ("gqs", "g16@50%", {"kind": "w4"}),
-    "gqs-dense-w4": ("gqs", "g128@0%", {"kind": "w4"}),
-    "vector_nm": ("vector_nm", "16:32v32", {}),
-    "ec_csr": ("ec_csr", "70%", {}),
-    "slide24-2:4-int8": ("slide24", "2:4", {"kind": "int8"}),
-    "slide24-6:8-int8": ("slide24", "6:8", {"kind": "int8"}),
-}
-"""Our formats: name -> format, pattern, pack options."""
-
-RIVALS: dict[str, dict[str, Any]] = {
-    "dense": {},
-    "fp8": {"quantization": "fp8"},
-    "int4": {},
-}
-"""vLLM's own: name -> engine arguments. ``int4`` is described in its config.json."""
-
-INT4 = {
-    "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
-    "quantization_status": "compressed",
-    "ignore": ["lm_head"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "input_activations": None,
-            "output_activations": None,
-            "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128},
-        }
-    },
-}
-"""compressed-tensors' W4A16 with groups of 128: 4 bits as vLLM users have them."""
+from vllm_checkpoints import COLUMNS, INT4, RIVALS, write_dense
 
 LATENCY = (
     "--batch-size",
@@ -86,7 +53,22 @@ ENGINE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the CSV; ``step_ms`` is the time per token after the first 512, prompt included in ``latency_s``."""
+    """A line of the CSV: one way to store the weights.
+
+    Args:
+        weights: the column's name.
+        layers: decoder layers.
+        weight_gib: what loading the weights took of the GPU's memory, as vLLM measures it.
+        start_s: until the engine could take requests, beside the other engines that started.
+        latency_s: of `LATENCY`, `vllm bench latency`: 512 tokens in, 128 out, batch 1.
+        first_token_s: the same with one token out.
+        step_ms: the time per token between the two.
+        requests_per_second: of `REQUESTS` requests at once, `vllm bench throughput`.
+        output_tokens_per_second: of the same.
+        prompt_tokens_per_second: of `LONG_PROMPTS` prompts of `LONG_PROMPT` tokens, one token out each.
+        machine: the GPU.
+        software: versions.
+    """
 
     weights: str
     layers: int
@@ -100,66 +82,6 @@ class Row:
     prompt_tokens_per_second: float
     machine: str
     software: str
-
-
-def write_dense(folder: Path, layers: int, block: Mapping[str, Any] | None = None) -> Path:
-    """Write config.json alone: vLLM makes up the weights (``load_format="dummy"``)."""
-    from transformers import LlamaConfig
-
-    config = LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=11008,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=32,
-        vocab_size=32000,
-        max_position_embeddings=4096,
-        architectures=["LlamaForCausalLM"],
-        dtype="bfloat16",
-    )
-    if block is not None:
-        config.quantization_config = dict(block)
-    config.save_pretrained(folder)
-    return folder
-
-
-def write_ours(folder: Path, layers: int, column: str) -> Path:
-    """Write a checkpoint with random weights, drawn and packed on the GPU. Layers of one shape have one weight."""
-    import torch
-    from safetensors.torch import save_file
-
-    from semisparse.bench.roofline import random_weight
-    from semisparse.checkpoint import METHOD
-    from semisparse.formats.base import get_format
-    from semisparse.patterns import parse_pattern
-
-    name, written, options = COLUMNS[column]
-    pattern, device = parse_pattern(written), torch.device("cuda")
-    shapes = {
-        **{f"self_attn.{part}_proj": (4096, 4096) for part in "qkvo"},
-        "mlp.gate_proj": (11008, 4096),
-        "mlp.up_proj": (11008, 4096),
-        "mlp.down_proj": (4096, 11008),
-    }
-    packed = {}
-    for shape in set(shapes.values()):
-        weight = random_weight(pattern, *shape, torch.bfloat16, device)
-        packed[shape] = get_format(name).pack(weight, pattern, **options).to("cpu")
-    entries = {}
-    for layer in range(layers):
-        prefix, tensors = f"model.layers.{layer}", {}
-        for part, shape in shapes.items():
-            entries[f"{prefix}.{part}"] = packed[shape].spec.to_dict()
-            tensors |= {f"{prefix}.{part}.{key}": t.clone() for key, t in packed[shape].tensors.items()}
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{prefix}.{norm}.weight"] = torch.ones(4096, dtype=torch.bfloat16)
-        save_file(tensors, folder / f"model-{layer:05}.safetensors", metadata={"format": "pt"})
-    rest = {
-        f"{key}.weight": torch.randn(32000, 4096, dtype=torch.bfloat16) for key in ("model.embed_tokens", "lm_head")
-    }
-    rest["model.norm.weight"] = torch.ones(4096, dtype=torch.bfloat16)
-    save_file(rest, folder / "model-rest.safetensors", metadata={"format": "pt"})
-    return write_dense(folder, layers, {"quant_method": METHOD, "version": 1, "layers": entries})
 
 
 def requests_of(prompts: list[int], outputs: list[int]) -> list[Any]:
@@ -218,9 +140,8 @@ def measure(column: str, args: Namespace) -> None:
     with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
         folder, settings = Path(scratch), dict(ENGINE)
         if column in COLUMNS:
-            subprocess.run(
-                [sys.executable, __file__, "--write", column, scratch, "--layers", str(args.layers)], check=True
-            )
+            write = Path(__file__).with_name("vllm_checkpoints.py")
+            subprocess.run([sys.executable, write, column, scratch, "--layers", str(args.layers)], check=True)
         else:
             write_dense(folder, args.layers, INT4 if column == "int4" else None)
             settings |= {"load_format": "dummy", **RIVALS[column]}
@@ -256,6 +177,7 @@ def measure(column: str, args: Namespace) -> None:
 
 def run(args: Namespace) -> None:
     """Start every column's engine, then let one after another measure, and write its row as it comes."""
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, __file__, "--layers", str(args.layers), "--cache", str(args.cache)]
     command += ["--scratch", args.scratch]
     running = {
@@ -264,13 +186,13 @@ def run(args: Namespace) -> None:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"},
-            stderr=(args.out.parent / f"vllm-{column}.log").open("w"),
+            stderr=log_of(column, args).open("w"),
             text=True,
         )
         for column in args.columns.split(",")
     }
     for column, process in running.items():
-        print(read(process, "ready") or f"{column} did not start", flush=True)
+        print(read(process, "ready") or f"{column} did not start: see {log_of(column, args)}", flush=True)
     for column, process in running.items():
         row = None
         if process.poll() is None:
@@ -279,7 +201,7 @@ def run(args: Namespace) -> None:
             row = read(process, "row")
             process.stdin.close()
             process.wait()
-        print(row or f"{column} was not measured", flush=True)
+        print(row or f"{column} was not measured: see {log_of(column, args)}", flush=True)
         if row:
             is_new = not args.out.exists()
             with args.out.open("a", newline="") as file:
@@ -287,6 +209,11 @@ def run(args: Namespace) -> None:
                 if is_new:
                     table.writeheader()
                 table.writerow(json.loads(row.removeprefix("row ")))
+
+
+def log_of(column: str, args: Namespace) -> Path:
+    """Return the file that takes what vLLM says of a column."""
+    return Path(args.scratch) / f"vllm-{column.replace(':', '-')}.log"
 
 
 def read(process: subprocess.Popen[str], word: str) -> str | None:
@@ -300,14 +227,11 @@ def main() -> None:
     parser.add_argument("out", type=Path, nargs="?")
     parser.add_argument("--columns", default=",".join([*RIVALS, *COLUMNS]))
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--cache", type=int, default=24, help="GiB of KV cache per engine")
-    parser.add_argument("--scratch", default="/tmp", help="where checkpoints are written")
-    parser.add_argument("--write", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--cache", type=int, default=16, help="GiB of KV cache per engine")
+    parser.add_argument("--scratch", default="/tmp", help="where checkpoints and logs are written")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.write:
-        write_ours(Path(args.write[1]), args.layers, args.write[0])
-    elif args.measure:
+    if args.measure:
         measure(args.measure, args)
     else:
         run(args)

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from semisparse.api import inspect_directory
 from semisparse.cli.output import console
 from semisparse.errors import InputError, SemisparseError
 
@@ -34,6 +35,7 @@ def serve(
     """
     if not (model / "config.json").is_file():
         raise InputError(f"{model} is no model directory: it has no config.json")
+    inspect_directory(model)  # what a server would refuse with a page of its own, after a minute
     name, command = _server()
     whole = [*command, str(model), "--port", str(port), *(arguments or [])]
     console.print(f"serving {model} by {name}: {shlex.join(whole)}", highlight=False, soft_wrap=True)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from semisparse.errors import FormatError
 from semisparse.formats import Format, get_format, registry
-from semisparse.nn.slicing import concatenate_weights, slice_weight
+from semisparse.nn.slicing import check_slice, concatenate_weights, slice_weight
 from semisparse.nn.stacking import stack_neighbours
 from semisparse.patterns import parse_pattern
 from tests.formats.cases import PATTERNS, accepted_patterns, build, random
@@ -80,6 +80,25 @@ def test_any_slice_of_a_lossless_weight_is_right_or_refused(data: st.DataObject)
         return
     form.validate(part)
     assert torch.equal(part.unpack(), packed.unpack().narrow(dim, start, stop - start))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_what_the_check_without_tensors_refuses_cannot_be_sliced(form: Format):
+    for pattern in accepted_patterns(form.name):
+        packed = form.pack(weight_of(pattern, 20, 300), pattern)
+        for start, stop in ((0, 150), (150, 300), (100, 200), (192, 300)):
+            try:
+                check_slice(packed.spec, 1, start, stop)
+            except FormatError:
+                with pytest.raises(FormatError, match=f"cannot slice columns {start} to {stop}"):
+                    slice_weight(packed, 1, start, stop)
+
+
+def test_a_cut_through_a_window_is_refused_without_tensors():
+    spec = get_format("slide24").pack(weight_of("4:6", 8, 300), "4:6").spec
+    check_slice(spec, 1, 150, 300)
+    with pytest.raises(FormatError, match=r"columns 128 to 300 .*begins inside a window of 6 columns.*multiples of"):
+        check_slice(spec, 1, 128, 300)
 
 
 def test_a_quantised_weight_is_sliced_on_its_grain_and_refused_off_it():

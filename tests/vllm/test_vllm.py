@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -211,6 +213,39 @@ def test_an_unknown_version_is_refused(tmp_path: Path):
     (directory / "config.json").write_text(json.dumps(config))
     with pytest.raises(Exception, match="checkpoint version 99 is unknown"):
         ranks.load(directory)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_cut_through_a_window_is_refused_before_weights_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    directory = write(Served("cut", "slide24", one("4:6")), tmp_path / "model")
+    (directory / "model.safetensors").unlink()
+    for name, value in (("get_tensor_model_parallel_world_size", 2), ("get_tensor_model_parallel_rank", 1)):
+        monkeypatch.setattr(f"vllm.model_executor.layers.linear.{name}", lambda value=value: value)
+    with pytest.raises(
+        InputError, match=r"o_proj on 2 tensor-parallel ranks: cannot slice columns 128 to 256 .*inside a"
+    ):
+        ranks.load(directory)
+
+
+@pytest.mark.usefixtures("group")
+def test_more_than_the_memory_is_refused_before_weights_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    directory = write(SERVED["bitmask-32:64"], tmp_path / "model")
+    (directory / "model.safetensors").unlink()
+    gpu = SimpleNamespace(is_cuda=lambda: True, get_device_total_memory=lambda: 100_000)
+    monkeypatch.setattr("semisparse.integrations.vllm.config.current_platform", gpu)
+    with pytest.raises(InputError, match=r"take 0.0 GB on each of 1 GPUs, and vLLM may use 0\.\d\d of 0.0 GB"):
+        ranks.load(directory)
+
+
+@pytest.mark.usefixtures("group")
+def test_code_compiled_for_other_formats_is_not_taken_for_a_directory_written_anew(tmp_path: Path):
+    from vllm.config import ModelConfig
+
+    hashes = set()
+    for name in ("bitmask-32:64", "searched"):
+        shutil.rmtree(tmp_path / "model", ignore_errors=True)
+        hashes.add(ModelConfig(model=str(write(SERVED[name], tmp_path / "model")), dtype="float32").compute_hash())
+    assert len(hashes) == 2
 
 
 def test_the_sizes_divide_over_two_ranks():
