@@ -47,7 +47,7 @@ FORMATS = {
         Served("ec_csr", "ec_csr", one("70%")),
         Served("slide24", "slide24", one("6:8")),
         Served("slide24-int8", "slide24", one("6:8"), {"kind": "int8"}),
-        Served("slide24-fp8", "slide24", one("2:4"), {"kind": "fp8"}),
+        Served("slide24-fp8", "slide24", one("6:8"), {"kind": "fp8"}),
         Served("dense-int8", "dense", one("0%"), {"kind": "int8"}),
     )
 }

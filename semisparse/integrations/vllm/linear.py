@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,10 @@ from vllm.model_executor.parameter import ModelWeightParameter
 
 from semisparse.checkpoint import packed_from_tensors
 from semisparse.errors import CheckpointError, FormatError, InputError
-from semisparse.formats.base import Packed
 from semisparse.nn import StackedLinear, check_slice, slice_weight
+
+if TYPE_CHECKING:
+    from semisparse.formats.base import Packed
 
 QKV = ("q", "k", "v")
 """vLLM's shard ids of a fused QKV layer, in the order of its rows. Other fused layers use 0, 1, ..."""
