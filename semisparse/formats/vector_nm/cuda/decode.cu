@@ -75,7 +75,7 @@ __device__ __forceinline__ void multiply(Accumulators& d, const Slots& slots, co
     }
 }
 
-// Copies eight columns of x, from column `first` on, to the panel: those of one part of the tokens.
+// Copies eight columns of x, from column `first` on, to the panel, for one part of the tokens.
 __device__ __forceinline__ void load_eight_columns(Column* panel, const SCALAR* x, int part, int m, int k, int first) {
     constexpr int tokens = TILE_M / kPanelParts;
     struct alignas(sizeof(SCALAR) * tokens) Part {

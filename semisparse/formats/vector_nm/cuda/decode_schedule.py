@@ -193,6 +193,6 @@ def choose_decode_tensor(
         windows = schedule.windows_per_panel(k, shared_limit)
         if windows is not None:
             panels = -(-k // (windows * pattern.window))
-            # All numbers up to MAX_FAST_PANELS count as equal, and min() returns the first of equals.
+            # All numbers up to MAX_FAST_PANELS count as equal, and min() returns the first smallest entry.
             fitting.append((max(MAX_FAST_PANELS, panels), schedule))
     return min(fitting, key=lambda entry: entry[0], default=(0, None))[1]

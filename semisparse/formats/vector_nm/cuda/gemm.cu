@@ -31,7 +31,7 @@ constexpr int kWarpTokens = 64 * kSubtiles;
 constexpr int kWarpsAlongM = TILE_M / kWarpTokens;
 constexpr int kWarpGroupRows = LENGTH < kWarpRows ? LENGTH : kWarpRows;  // rows of a group in a warp's tile
 constexpr int kWarpGroups = kWarpRows / kWarpGroupRows;
-constexpr int kLaneRows = kWarpGroupRows / 8;  // rows of a lane in each group: 1, 2 or 4
+constexpr int kLaneRows = kWarpGroupRows / 8;  // rows per lane in each group: 1, 2 or 4
 constexpr int kLaneWords = kLaneRows == 4 ? 2 : 1;
 constexpr int kSteps = STAGE_SLOTS / kMmaK;
 constexpr int kColumnStride = kColumnPitch * sizeof(SCALAR);  // bytes
@@ -76,7 +76,7 @@ struct StageColumns {
     }
 };
 
-using Weights = Word[kWarpGroups][kLaneSlots][kLaneWords];  // of an mma step; rows of a lane, two per word
+using Weights = Word[kWarpGroups][kLaneSlots][kLaneWords];  // of an mma step: the lane's rows, two per word
 
 // A lane's loads of entries and weights from global memory.
 struct WeightLoader {
@@ -226,8 +226,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) semisparse_vector_nm_ge
     const int first_row = warp / kWarpsAlongM * kWarpRows;
     ColumnCopier copier(operands);
     WeightLoader loader(operands, first_row);
-    // Entries are loaded a stage before the weights, and these a stage before they are multiplied: with less between the
-    // two the compiler waits for both at once (220 TFLOP/s at 50 %, bfloat16, H200).
+    // Entries are loaded a stage before their weights, and weights a stage before they are multiplied: closer together, the
+    // compiler waits for both at once. This reaches 220 TFLOP/s at 50 % (bfloat16, M = 2,048, 4096 x 4096, H200).
     StageEntries entries, next_entries;
     Weights weights[kSteps];
     loader.load_entries(entries);
