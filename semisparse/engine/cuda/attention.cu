@@ -74,20 +74,20 @@ struct Softmax {
     }
 
     // Adds a position whose score is no larger than the maximum.
-    __device__ __forceinline__ void add(float score, const float (&of)[kVector]) {
+    __device__ __forceinline__ void add(float score, const float (&added)[kVector]) {
         const float weight = expf(score - maximum);
         sum += weight;
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) values[i] += weight * of[i];
+        for (int i = 0; i < kVector; ++i) values[i] += weight * added[i];
     }
 
     // Merges another running softmax; either may be empty.
-    __device__ __forceinline__ void merge(float other_maximum, float other_sum, const float* of) {
+    __device__ __forceinline__ void merge(float other_maximum, float other_sum, const float* added) {
         const float largest = fmaxf(maximum, other_maximum);
         const float keep = expf(maximum - largest), weight = expf(other_maximum - largest);
         maximum = largest, sum = sum * keep + other_sum * weight;
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) values[i] = values[i] * keep + weight * of[i];
+        for (int i = 0; i < kVector; ++i) values[i] = values[i] * keep + weight * added[i];
     }
 };
 

@@ -87,7 +87,7 @@ struct Operands {
 };
 
 // Returns the i-th of sixteen 16-bit numbers.
-__device__ __forceinline__ Word sixteen(const uint4 (&of)[2], int i) {
+__device__ __forceinline__ Word extract_u16(const uint4 (&of)[2], int i) {
     const uint4& eight = of[i / 8];
     const Word both = i % 8 < 4 ? i % 4 < 2 ? eight.x : eight.y : i % 4 < 2 ? eight.z : eight.w;
     return i % 2 ? both >> 16 : both & 0xffff;
@@ -139,11 +139,11 @@ __device__ __forceinline__ void produce(const Operands& from, const Order& order
         mbarrier_wait_parity(full + (kEmpty - kFull), state.parity ^ 1);
 #pragma unroll
         for (int i = 0; i < kTileK / 2; ++i) {
-            cp_async_16(stage + (to_x ^ i % 4 << 5) + i * 2 * 128, x + sixteen(sources.columns, i) * bytes);
+            cp_async_16(stage + (to_x ^ i % 4 << 5) + i * 2 * 128, x + extract_u16(sources.columns, i) * bytes);
         }
 #pragma unroll
         for (int i = 0; i < 2 * kSlices; ++i) {
-            const Word slot = sixteen(sources.slots, i);
+            const Word slot = extract_u16(sources.slots, i);
             if (slot != kSkippedSlot) {
                 cp_async_16(stage + to_w + i / kSlices * 512 + i % kSlices * kSliceBytes,
                             w[i % kSlices] + (slot == kNoSlot ? 0 : slot * (LENGTH / 8)), slot == kNoSlot ? 0 : 16);
@@ -174,13 +174,13 @@ __device__ __forceinline__ void epilogue(const float (&d)[kTileM / 2], const SCA
     SCALAR* to = y + static_cast<long long>(first_token + lane / 4) * n + out_row;
 #pragma unroll
     for (int j = 0; j < kTileM / 8; ++j, to += static_cast<long long>(8) * n) {
-        Word of[2];
+        Word transposed[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            of[i] = movmatrix_trans(pack2(d[4 * j + 2 * i] + added[i], d[4 * j + 2 * i + 1] + added[i], kind));
+            transposed[i] = movmatrix_trans(pack2(d[4 * j + 2 * i] + added[i], d[4 * j + 2 * i + 1] + added[i], kind));
         }
-        const Word other = __shfl_xor_sync(0xffffffffu, odd ? of[0] : of[1], 1);
-        const uint2 four = odd ? uint2{other, of[1]} : uint2{of[0], other};
+        const Word other = __shfl_xor_sync(0xffffffffu, odd ? transposed[0] : transposed[1], 1);
+        const uint2 four = odd ? uint2{other, transposed[1]} : uint2{transposed[0], other};
         if (8 * j >= left) continue;
         if (n % 4 == 0) {
             if (rows > 0) *reinterpret_cast<uint2*>(to) = four;
