@@ -25,10 +25,11 @@ PORTABLE_SHARED = 99 << 10
 """Bytes of shared memory that a CTA may use on every GPU from compute capability 8.0 on."""
 
 MAX_DENSITY = 0.3
-"""Highest density at which a 16-bit GEMM on the packed weight beats unpacking for cuBLAS.
+"""Highest density at which 16-bit GEMMs on the packed weight are used instead of unpacking for cuBLAS.
 
-At 12:32v32 `gemm_sparse` only equals that. `gemm` takes 154 us at 16:32v32, 126 at 12:32, 111 at 8:32, 74 at 4:32;
-unpacking and cuBLAS 109, 106, 104 and 102 (bfloat16, M = 2,048, 4096 x 4096; results/h200/vector_nm-bfloat16.csv).
+At 12:32v32, 8:32v32 and 4:32v32 `gemm` takes 0.69 to 1.47, 0.50 to 1.17 and 0.30 to 0.78 times as long as unpacking
+(bfloat16, 64 to 4,096 tokens, three shapes, H200; results/h200/vector_nm-bfloat16.csv). At 12:32v32 `gemm_sparse` only
+equals unpacking.
 """
 
 PACKING_SHARE = 0.5
