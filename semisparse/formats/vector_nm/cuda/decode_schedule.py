@@ -57,7 +57,7 @@ class DecodeSchedule:
     """Compile-time configuration of decode.cu.
 
     Args:
-        pattern: of the weight.
+        pattern: the weight's pattern.
         dtype: of x, the weight's values and y.
         tile_m: tokens per CTA.
         warps: warps per CTA.
@@ -109,7 +109,7 @@ class DecodeTensorSchedule:
     """Compile-time configuration of decode_tensor.cu.
 
     Args:
-        pattern: of the weight.
+        pattern: the weight's pattern.
         dtype: of x, the weight's values and y; 16 bits.
         tile_m: tokens per CTA.
         warps: warps per CTA.

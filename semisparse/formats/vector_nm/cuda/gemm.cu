@@ -24,9 +24,9 @@
 #include "pipeline.cuh"
 
 constexpr int kMmaK = 16;
-constexpr int kLaneSlots = 4;  // of each 16
+constexpr int kLaneSlots = 4;  // per lane and mma step
 constexpr int kWarpRows = 32;
-constexpr int kSubtiles = WARP_M_TILES / 4;  // of 64 tokens: eight per lane
+constexpr int kSubtiles = WARP_M_TILES / 4;  // each has 64 tokens, eight per lane
 constexpr int kWarpTokens = 64 * kSubtiles;
 constexpr int kWarpsAlongM = TILE_M / kWarpTokens;
 constexpr int kWarpGroupRows = LENGTH < kWarpRows ? LENGTH : kWarpRows;  // rows of a group in a warp's tile
@@ -247,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) semisparse_vector_nm_ge
             entries = next_entries;
             loader.values += STAGE_SLOTS * LENGTH;
             loader.load_entries(next_entries);
-            constexpr int parts = kWarpGroups * kSubtiles;  // of a step
+            constexpr int parts = kWarpGroups * kSubtiles;  // per step
             XFragment x[2];
             load_x(x[0], stage, 0, 0, columns, 0);
 #pragma unroll

@@ -117,7 +117,7 @@ __device__ __forceinline__ void produce(const Operands& from, const Order& order
     const Word to_x = chunk / 8 * kHalfX + row * 128 + ((chunk % 8 ^ row) << 4);
     const char* x = reinterpret_cast<const char*>(from.x_t + static_cast<long long>(token_tile) * kTileM + chunk * 8);
     const unsigned long long bytes = from.pitch * 2ull;
-    const Word to_w = kXBytes + lane / 4 * 64 + ((lane % 4 ^ lane / 8) << 4);  // of slots lane / 4 and lane / 4 + 8
+    const Word to_w = kXBytes + lane / 4 * 64 + ((lane % 4 ^ lane / 8) << 4);  // for slots lane / 4 and lane / 4 + 8
     const uint4* w[kSlices];
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {

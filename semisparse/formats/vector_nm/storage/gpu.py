@@ -33,7 +33,7 @@ BLOCK_QUADS = 8
 BLOCK_SLOTS = 2 * BLOCK_QUADS
 """Maximum slots of a slice in a block."""
 NO_SLOT, SKIPPED = 0xFFFF, 0xFFFE
-"""What `slots` holds instead of a slot: zeros; the slice's 64-row tile skips the block."""
+"""What `slots` holds instead of a slot: for zeros, and where the slice's 64-row tile skips the block."""
 
 ORDERED_SPECS = (
     *(replace(spec, split_n=None, split_k=None) for spec in disk.SPECS),

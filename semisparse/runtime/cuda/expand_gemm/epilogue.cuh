@@ -32,7 +32,7 @@ __device__ __forceinline__ Word pack(float low, float high) {
 }
 
 struct WarpOutput {
-    SCALAR* y;             // of the warp's first token and row
+    SCALAR* y;             // at the warp's first token and row
     int tokens, rows, n;   // tokens and rows from these to the end of y; n is y's pitch
     float upper, lower;    // bias of rows g and g + 8
 

@@ -44,11 +44,11 @@ constexpr int kConsumerThreads = kConsumerWarps * kWarpSize;
 constexpr int kThreads = kConsumerThreads + 128;                     // setmaxnreg is per warpgroup: the producer is a whole one
 constexpr int kRegisters = 65536 / CTAS_PER_SM / kThreads / 8 * 8;   // per thread at launch
 constexpr int kMostRegisters = 256;                                  // maximum that setmaxnreg is given
-constexpr int kXSlices = 4;                                           // of 64 columns per tile
+constexpr int kXSlices = 4;                                           // per tile, 64 columns each
 constexpr int kXSliceBytes = TILE_M * 128;
 constexpr int kXBytes = kXSlices * kXSliceBytes;
 constexpr int kReleases = kConsumerWarps * kArrivalsPerWarp;         // arrivals that release a stage
-constexpr int kProducerWarps = 3;                                    // of weights
+constexpr int kProducerWarps = 3;                                    // that copy weights
 constexpr int kInFlight = 2;                                         // wgmma groups in flight while a fragment is expanded
 
 using Fragments = Word[2 * kInFlight][4];
