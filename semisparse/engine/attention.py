@@ -1,4 +1,4 @@
-"""Attention with a static cache: rotary embedding, writing to the cache, attending to it."""
+"""Attention with a static KV cache: rotary embedding, writing to the cache, attending to it."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ ATTENTION = CudaSource(
 )
 
 MAX_GROUP = 8
-"""Query heads that a CTA of the attention kernel computes; more of one key-value head take several CTAs."""
+"""Maximum query heads per CTA of attention.cu. A key-value head with more takes several CTAs."""
 
 HEADS_PER_CTA = 4
-"""Of the rotary embedding's kernel, a warp each."""
+"""Heads per CTA of rope.cu, a warp each."""
 
 MIN_SPLIT = 64
-"""Positions that a split of attention has at least."""
+"""Minimum positions per split of attention.cu."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Attention's shape: query heads, key-value heads, values per head, and what scores are multiplied by."""
+    """Attention's shape: query heads, key-value heads, values per head; and the scale of scores."""
 
     count: int
     kv_count: int
@@ -86,13 +86,13 @@ def rotate_and_cache(
     """Rotate queries and keys by their positions, and write keys and values to the cache.
 
     Args:
-        qkv: [M, at.width], tokens of all sequences, as many of each, one sequence after the other.
+        qkv: [M, at.width], sequence after sequence, as many tokens of each.
         at: where queries, keys and values begin in a row.
         heads: their shape.
-        table: of the rotary embedding.
-        positions: [M] int32, each token's place in its sequence.
-        cache: written at these places.
-        norms: of queries and keys, or None.
+        table: cosines and sines of the rotary embedding.
+        positions: [M] int32, each token's position in its sequence.
+        cache: written at these positions.
+        norms: norms of queries and keys, or None.
     Returns:
         The rotated queries, [M, heads, head dim].
     """
@@ -140,15 +140,15 @@ def rotate_and_attend(
     cache: LayerCache,
     norms: HeadNorms | None = None,
 ) -> Tensor:
-    """Do `rotate_and_cache` and `attend_to_cache`: in one kernel for one token per sequence.
+    """Do `rotate_and_cache` and `attend_to_cache`; for one token per sequence in one kernel.
 
-    Args:
-        qkv: as the other arguments, of `rotate_and_cache`.
+    The arguments are those of `rotate_and_cache`.
+
     Returns:
         [M, heads * head dim].
     """
-    alone = len(qkv) == len(cache.keys) and device_facts(qkv.device).kind == "cuda"
-    if alone and not (heads.dim % 16 or any(part % 8 for part in (at.width, *at.starts)) or qkv.data_ptr() % 16):
+    fusable = len(qkv) == len(cache.keys) and device_facts(qkv.device).kind == "cuda"
+    if fusable and not (heads.dim % 16 or any(part % 8 for part in (at.width, *at.starts)) or qkv.data_ptr() % 16):
         out = qkv.new_empty(len(qkv), heads.count, heads.dim)
         _attend(
             out, cache, positions, heads, {"ROPE": 1},
@@ -164,7 +164,7 @@ def attend_to_cache(q: Tensor, cache: LayerCache, positions: Tensor, heads: Head
     """Attend from each token to the cached positions up to its own.
 
     Args:
-        q: [M, heads, head dim], tokens of all sequences, as many of each, one sequence after the other.
+        q: [M, heads, head dim], sequence after sequence, as many tokens of each.
         cache: holds every position up to the tokens'.
         positions: [M] int32.
         heads: their shape.
@@ -210,13 +210,12 @@ def _attend(
 
 
 def attend_to_prompt(q: Tensor, cache: LayerCache, length: int, heads: Heads) -> Tensor:
-    """Attend from each token of prompts, which begin at position 0, to those before it.
+    """Attend from each token of prompts, which begin at position 0, to itself and those before it.
 
     Args:
         q: [sequences * length, heads, head dim].
-        cache: holds the prompts' positions 0 to ``length`` - 1. What stands past a shorter prompt's end changes no
-            token before it.
-        length: of the longest prompt.
+        cache: holds positions 0 to ``length`` - 1. Padding after a shorter prompt does not change the tokens before it.
+        length: tokens of the longest prompt.
         heads: their shape.
     Returns:
         [sequences * length, heads * head dim].
@@ -234,7 +233,7 @@ def attend_to_prompt(q: Tensor, cache: LayerCache, length: int, heads: Heads) ->
 
 @cache
 def _splits(ctas: int, length: int, sms: int) -> int:
-    """Return into how many parts the positions are cut: so many that every SM has two CTAs."""
+    """Return the number of splits of the positions: enough for two CTAs per SM, at most 64."""
     return max(1, min(-(-2 * sms // ctas), length // MIN_SPLIT, 64))
 
 
@@ -242,6 +241,6 @@ def _splits(ctas: int, length: int, sms: int) -> int:
 def _workspace(device: torch.device, floats: int, counters: int) -> tuple[Tensor, Tensor]:
     """Return memory for partial results, and counters, which every launch leaves at 0.
 
-    It is shared by all layers: launches on one stream follow one another.
+    All layers share it: kernels on one stream run one after another.
     """
     return torch.empty(floats, device=device), torch.zeros(counters, dtype=torch.int32, device=device)

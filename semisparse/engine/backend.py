@@ -1,4 +1,4 @@
-"""Running a model token by token: the engine's own decoder, with the decode step in a CUDA graph on a GPU."""
+"""Running a model token by token: the interface, and the engine's own decoder (on a GPU its step is a CUDA graph)."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from semisparse.errors import InputError
 from semisparse.formats.kernel import bucket_of
 
 AHEAD = 8
-"""Decode steps that the host may launch before it has seen the tokens of the first of them."""
+"""Maximum decode steps in flight: launched, with tokens that the host has not read yet."""
 
 CACHE_GRAIN = 256
-"""Positions by which a cache's length grows: a captured step serves every length up to its cache's."""
+"""A cache's length is rounded up to a multiple of this many positions; a captured step serves all lengths up to it."""
 
 
 class Backend(ABC):
     """Runs a model for batches of prompts.
 
     Attributes:
-        context: positions that the model is made for.
-        vocabulary: tokens that it knows.
+        context: maximum positions of the model.
+        vocabulary: number of tokens in its vocabulary.
     """
 
     context: int
@@ -39,7 +39,7 @@ class Backend(ABC):
 
     @abstractmethod
     def needs(self, prompts: Sequence[Sequence[int]], new: int, sampling: Sampling, proposals: int) -> Hashable:
-        """Return what must be compiled and captured for a batch; equal for batches that need the same."""
+        """Return a key that is equal for batches that need the same kernels and CUDA graphs."""
 
     @abstractmethod
     def compile(self, prompts: Sequence[Sequence[int]], new: int, proposals: int) -> None:
@@ -52,10 +52,10 @@ class Backend(ABC):
         """Yield one token per prompt for each of ``new`` steps, the first after the prompts.
 
         Args:
-            prompts: tokens.
-            new: tokens to add to each.
+            prompts: token ids of each prompt.
+            new: tokens to generate per prompt.
             sampling: how they are chosen.
-            proposals: tokens that are proposed and verified at once (greedy sampling only); 0 takes them one by one.
+            proposals: tokens that are proposed and verified at once (greedy sampling only); 0 for none.
         """
 
 
@@ -64,7 +64,7 @@ class DecoderBackend(Backend):
 
     Args:
         model: on its device.
-        draft: a smaller model that proposes tokens; by default they are looked up in the text so far.
+        draft: a smaller model that proposes tokens; if None, proposals are looked up in the text so far.
     Raises:
         UnknownStructureError: the model is no Llama-like decoder.
     """
@@ -88,7 +88,7 @@ class DecoderBackend(Backend):
         return id(state), bucket_of(state.cache.sequences * longest), sampling, proposals, new > 1
 
     def compile(self, prompts: Sequence[Sequence[int]], new: int, proposals: int) -> None:
-        """Compile the kernels of all products of a batch, in parallel."""
+        """Compile the kernels of all matmuls of a batch, in parallel."""
         longest = max(map(len, prompts))
         sequences = self._state_for(len(prompts), longest + new + proposals).cache.sequences
         self.decoder.compile({sequences, sequences * (1 + proposals)}, {sequences * longest})
@@ -102,7 +102,7 @@ class DecoderBackend(Backend):
         """Yield one token per prompt for each of ``new`` steps.
 
         Raises:
-            InputError: the cache does not fit the device's memory; says what would.
+            InputError: the cache does not fit the device's memory; the message says how many sequences would.
         """
         positions = max(map(len, prompts)) + new + proposals
         self._generator.manual_seed(sampling.seed)
@@ -125,11 +125,11 @@ class DecoderBackend(Backend):
 
     @torch.no_grad()
     def begin(self, prompts: Sequence[Sequence[int]], positions: int) -> tuple[State, Tensor]:
-        """Take the prompts of a batch.
+        """Run the prompts of a batch.
 
         Args:
-            prompts: tokens of each.
-            positions: to have room for, those of the prompts included.
+            prompts: token ids of each prompt.
+            positions: maximum positions per sequence, the prompt's included.
         Returns:
             The state, and the logits after each prompt, [sequences, vocabulary].
         """
@@ -144,7 +144,7 @@ class DecoderBackend(Backend):
         return state, logits
 
     def verifier(self, width: int) -> Verifier:
-        """Return the decoder step of ``width`` tokens per sequence, for the batch that has begun."""
+        """Return the decoder step for ``width`` tokens per sequence of the current batch."""
         if self._state is None:
             raise RuntimeError("no batch has begun")
         if width not in self._verifiers:
@@ -169,10 +169,10 @@ class DecoderBackend(Backend):
             yield state.output[step].tolist()
 
     def _rows_on_gpu(self, state: State, new: int, sampling: Sampling) -> Iterator[list[int]]:
-        """Launch steps ahead of the tokens that the host has seen, and copy these beside the launches."""
+        """Launch decode steps before the host has read earlier tokens, and copy tokens on a second stream."""
         graph = self._graph(state, sampling) if new > 1 else None
         copies = torch.cuda.Stream()
-        seen = torch.empty((new, state.cache.sequences), dtype=torch.int64, pin_memory=True)
+        host_tokens = torch.empty((new, state.cache.sequences), dtype=torch.int64, pin_memory=True)
         arrivals: deque[torch.cuda.Event] = deque()
         yielded = 0
         for step in range(new):
@@ -180,20 +180,20 @@ class DecoderBackend(Backend):
                 graph.replay()
             copies.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(copies):
-                seen[step].copy_(state.output[step], non_blocking=True)
+                host_tokens[step].copy_(state.output[step], non_blocking=True)
                 arrivals.append(torch.cuda.Event())
                 arrivals[-1].record()
             while arrivals and (len(arrivals) > AHEAD or arrivals[0].query()):
                 arrivals.popleft().synchronize()
-                yield seen[yielded].tolist()
+                yield host_tokens[yielded].tolist()
                 yielded += 1
         while arrivals:
             arrivals.popleft().synchronize()
-            yield seen[yielded].tolist()
+            yield host_tokens[yielded].tolist()
             yielded += 1
 
     def _graph(self, state: State, sampling: Sampling) -> torch.cuda.CUDAGraph:
-        """Return the captured decode step; a step that is not captured yet runs eagerly once or twice before."""
+        """Return the captured decode step. Before its capture the step runs eagerly twice; the state is restored."""
         if sampling not in self._graphs:
             kept = [part.clone() for part in (state.tokens, state.positions, state.output, state.steps)]
             side = torch.cuda.Stream()
@@ -213,7 +213,7 @@ class DecoderBackend(Backend):
         return self._graphs[sampling]
 
     def _state_for(self, count: int, positions: int) -> State:
-        """Return a state with room for so many prompts and positions; the last one if it has, else a larger one."""
+        """Return a state for ``count`` sequences of ``positions`` positions: the current one if it fits."""
         sequences = 1 << (count - 1).bit_length() if self._on_gpu else count
         length = min(-(-positions // CACHE_GRAIN) * CACHE_GRAIN, max(self.context, positions))
         state = self._state

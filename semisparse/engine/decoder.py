@@ -20,7 +20,7 @@ from semisparse.formats.product import in_parallel
 
 @dataclass(frozen=True)
 class FusedLayer:
-    """A decoder layer with its norms, before attention and before the MLP, and its joined projections."""
+    """A decoder layer's norms (before attention and before the MLP) and its projections, joined where possible."""
 
     layer: Layer
     norms: tuple[Norm, Norm]
@@ -31,19 +31,19 @@ class FusedLayer:
 
     @property
     def projections(self) -> tuple[Projection, ...]:
-        """All four."""
+        """The layer's four projections."""
         return self.qkv, self.o, self.gate_up, self.down
 
 
 class Cache:
-    """Keys and values of all layers, for so many sequences of so many positions.
+    """The KV cache of all layers.
 
     Args:
-        structure: of the decoder.
-        sequences: at once.
-        length: positions of each.
-        device: where.
-        dtype: of the model.
+        structure: the decoder's.
+        sequences: number of sequences.
+        length: positions per sequence.
+        device: where the cache is.
+        dtype: the model's.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Decoder:
 
     Args:
         model: on its device.
-        length: positions to make the rotary table for.
+        length: positions of the rotary table.
     Raises:
         UnknownStructureError: the model is no Llama-like decoder, or the engine's kernels cannot run it.
     """
@@ -102,11 +102,11 @@ class Decoder:
         return Norm(weight if is_aligned(weight) else weight.detach().clone(), self.structure.epsilon)
 
     def compile(self, steps: Iterable[int], prompts: Iterable[int]) -> None:
-        """Compile and load the GPU kernels of products, in parallel.
+        """Compile and load the GPU kernels of all matmuls, in parallel.
 
         Args:
-            steps: tokens per decode step, which the head's product takes, too.
-            prompts: tokens of all prompts together.
+            steps: numbers of tokens per decode step, the head included.
+            prompts: numbers of tokens of all prompts together, padding included.
         """
         if self.device.type != "cuda":
             return
@@ -121,12 +121,12 @@ class Decoder:
             self.table, self._rotary_length = rotary_table(self.structure, length, self.device, self.dtype), length
 
     def prompt(self, tokens: Tensor, last: Tensor, cache: Cache) -> Tensor:
-        """Take prompts from their first token on.
+        """Run prompts, which begin at position 0.
 
         Args:
-            tokens: [sequences, T] int64; shorter prompts end in anything.
-            last: [sequences] int64, the place of each prompt's last token.
-            cache: of as many sequences.
+            tokens: [sequences, T] int64; shorter prompts are padded at the end with any tokens.
+            last: [sequences] int64, the index of each prompt's last token.
+            cache: KV cache of as many sequences.
         Returns:
             [sequences, vocabulary], the logits after each prompt.
         """
@@ -144,12 +144,12 @@ class Decoder:
         return self._logits(Stream(stream.x[rows], None if stream.delta is None else stream.delta[rows]))
 
     def step(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        """Take further tokens of each sequence.
+        """Run further tokens of each sequence.
 
         Args:
             tokens: [sequences, T] int64.
-            positions: [sequences * T] int32, their places.
-            cache: of as many sequences.
+            positions: [sequences * T] int32, their positions.
+            cache: KV cache of as many sequences.
         Returns:
             [sequences * T, vocabulary], the logits after each token.
         """
@@ -193,8 +193,8 @@ def check_against(model: PreTrainedModel, decoder: Decoder) -> None:
     tokens = (torch.arange(CHECKED_TOKENS, device=decoder.device) * 7 + 1).remainder(vocabulary)[None]
     own = model(input_ids=tokens, use_cache=False).logits[0, -1].float()
     cache = Cache(decoder.structure, 1, 16, decoder.device, decoder.dtype)
-    found = decoder.prompt(tokens, torch.tensor([CHECKED_TOKENS - 1], device=decoder.device), cache)[0].float()
-    off = F.cosine_similarity(own, found, dim=0)
+    engines = decoder.prompt(tokens, torch.tensor([CHECKED_TOKENS - 1], device=decoder.device), cache)[0].float()
+    similarity = F.cosine_similarity(own, engines, dim=0)
     limit = 0.9999 if decoder.dtype == torch.float32 else 0.99
-    if not off > limit:
-        raise UnknownStructureError(f"its logits are others than the engine's (cosine similarity {off:.4f})")
+    if not similarity > limit:
+        raise UnknownStructureError(f"its logits differ from the engine's (cosine similarity {similarity:.4f})")

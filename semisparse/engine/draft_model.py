@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class DraftModel:
-    """Proposes the greedy continuation of a small model, whose KV cache follows the texts.
+    """Proposes the greedy continuations of a small model, which keeps a KV cache of the texts.
 
     Args:
         backend: the small model.
@@ -22,33 +22,32 @@ class DraftModel:
         self._backend = backend
 
     def begin(self, prompts: Sequence[Sequence[int]], positions: int) -> None:
-        """Take the prompts of a batch.
+        """Run the prompts of a batch.
 
         Args:
-            prompts: tokens of each.
-            positions: that texts and proposals take at most.
+            prompts: token ids of each prompt.
+            positions: maximum positions of a text with its proposals.
         """
         self._backend.begin(prompts, positions)
 
     def propose(self, texts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-        """Return ``count`` tokens for each text.
+        """Return ``count`` proposed tokens for each text.
 
         Args:
-            texts: prompts and what followed, each at most ``count`` + 1 tokens longer than at the last call: so many
-                are accepted at once.
+            texts: prompts with the tokens accepted so far: at most ``count`` + 1 more per text than at the last call.
             count: tokens to propose.
         """
-        # What the cache holds of rejected proposals is overwritten: the last count + 1 tokens are taken again.
+        # The last count + 1 tokens are run again, which overwrites rejected proposals in the cache.
         width = count + 1
         firsts = [max(len(text) - width, 0) for text in texts]
         rows = [[*text[first:], *[0] * width][:width] for text, first in zip(texts, firsts, strict=True)]
         argmax = self._backend.verifier(width)(torch.tensor(rows), torch.tensor(firsts, dtype=torch.int32))
         ends = torch.tensor([len(text) - 1 - first for text, first in zip(texts, firsts, strict=True)])
         token = argmax.gather(1, ends[:, None])
-        places = torch.tensor([len(text) for text in texts], dtype=torch.int32)
-        found = [token]
+        positions = torch.tensor([len(text) for text in texts], dtype=torch.int32)
+        proposed = [token]
         for _ in range(count - 1):
-            token = self._backend.verifier(1)(token, places)
-            places += 1
-            found.append(token)
-        return torch.cat(found, dim=1).tolist()
+            token = self._backend.verifier(1)(token, positions)
+            positions += 1
+            proposed.append(token)
+        return torch.cat(proposed, dim=1).tolist()

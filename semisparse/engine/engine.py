@@ -1,4 +1,4 @@
-"""The engine: a model directory, or a model, that continues prompts."""
+"""The engine: continues prompts with a model, given as a directory or in memory."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from semisparse.errors import InputError, SemisparseError
 from semisparse.nn import join_layers
 
 MAX_PROPOSALS = 31
-"""Tokens that are proposed at once."""
+"""Maximum draft tokens per sequence and decode step."""
 
 OnText = Callable[[int, str], None]
-"""Called with a prompt's number and the text that follows, as it comes."""
+"""Called with a prompt's index and each new piece of its continuation."""
 
 
 @contextmanager
 def _memory_errors() -> Iterator[None]:
-    """Raise a SemisparseError of one sentence where torch finds the GPU's memory full."""
+    """Replace torch's out-of-memory error by a SemisparseError that says what to do."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -43,7 +43,7 @@ def _memory_errors() -> Iterator[None]:
 
 
 def _on_device(model: str | Path | PreTrainedModel, device: str, dtype: torch.dtype | None) -> PreTrainedModel:
-    """Load a model, unless it is one already; on a GPU layers that share an input are joined."""
+    """Return the model, loaded if it is a directory; on a GPU layers that share an input are joined."""
     loaded = model if isinstance(model, PreTrainedModel) else load_model(model, device, dtype)
     if loaded.device.type == "cuda":
         join_layers(loaded)
@@ -57,13 +57,12 @@ class Generation:
     Args:
         text: the prompt and its continuation.
         new_tokens: tokens generated, an end token included.
-        seconds: wall time of the batch that the prompt was in, from its first launch on; loading, compiling and
-            capturing excluded.
-        first_token_seconds: until the first new token had come.
-        decode_seconds: from then until the last one.
-        load_seconds: reading the model and bringing it to the device.
-        compile_seconds: compiling and capturing, before the time of ``seconds``; at an engine's first batch also
-            comparing the engine's logits with those of the model's own code.
+        seconds: wall time of the whole batch, without loading, compiling and capturing.
+        first_token_seconds: the part of ``seconds`` until the first new token.
+        decode_seconds: the part of ``seconds`` after it.
+        load_seconds: time to load the models to the device.
+        compile_seconds: time to compile and capture before ``seconds`` begin; in an engine's first batch also to
+            compare the engine's logits with those of the model's own code.
     """
 
     text: str
@@ -76,18 +75,18 @@ class Generation:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens over wall time."""
+        """New tokens per second of wall time."""
         return self.new_tokens / max(self.seconds, 1e-9)
 
     @property
     def decode_tokens_per_second(self) -> float | None:
-        """New tokens after the first over the time since; None if there is only one."""
+        """New tokens after the first, per second of ``decode_seconds``; None if there is only one."""
         return (self.new_tokens - 1) / max(self.decode_seconds, 1e-9) if self.new_tokens > 1 else None
 
 
 @dataclass
 class _Sequence:
-    """A prompt of a batch on its way."""
+    """A prompt of a batch and its continuation so far."""
 
     tokens: list[int]
     stream: TextStream
@@ -101,10 +100,11 @@ class Engine:
     Args:
         model: a model directory, dense or compressed, or a model on its device.
         tokenizer: the model's; read from the directory if None.
-        device: ``auto`` (CUDA if there is one), ``cpu`` or ``cuda``; of a directory.
-        dtype: of what is not packed; by default the checkpoint's, and float32 on a CPU, where half precision is slow.
-        draft: a smaller model with the same tokenizer, which gives the proposals of `generate`; they are looked up in
-            the text if None.
+        device: ``auto`` (CUDA if there is one), ``cpu`` or ``cuda``: where a directory is loaded.
+        dtype: dtype of unpacked tensors; by default the checkpoint's, but float32 on a CPU, where half precision is
+            slow.
+        draft: a smaller model with the same tokenizer, which proposes tokens in `generate`; if None, proposals are
+            looked up in the text.
 
     Attributes:
         note: why the model runs through transformers' own code, or None.
@@ -130,21 +130,21 @@ class Engine:
             self.model, self.tokenizer = _on_device(model, device, dtype), tokenizer
             if isinstance(draft, str | Path):
                 self._check_tokenizer(draft)
-            small = None if draft is None else _on_device(draft, self.model.device.type, dtype)
+            draft_model = None if draft is None else _on_device(draft, self.model.device.type, dtype)
         self.load_seconds = time.perf_counter() - start
         start = time.perf_counter()
         self.note: str | None = None
         with _memory_errors():
-            self.backend = self._backend(self.model, small)
+            self.backend = self._backend(self.model, draft_model)
         self._warm: set[Hashable] = set()
         self._check_seconds = time.perf_counter() - start
 
-    def _backend(self, model: PreTrainedModel, small: PreTrainedModel | None) -> Backend:
+    def _backend(self, model: PreTrainedModel, draft_model: PreTrainedModel | None) -> Backend:
         try:
-            draft = None if small is None else DecoderBackend(small)
+            draft = None if draft_model is None else DecoderBackend(draft_model)
             backend = DecoderBackend(model, draft)
         except UnknownStructureError as error:
-            if small is not None:
+            if draft_model is not None:
                 raise InputError(f"a draft model needs the engine's own code for both models: {error}") from error
             self.note = f"{type(model).__name__} runs through transformers' own code: {error}"
             warnings.warn(self.note, stacklevel=3)
@@ -174,8 +174,7 @@ class Engine:
     ) -> float:
         """Compile and capture what a batch needs, and check that it can be run; return the seconds that it took.
 
-        Args:
-            prompts: as of `generate`, as are the others.
+        The arguments are those of `generate`; ``others`` are ignored.
         """
         sampling = sampling or Sampling()
         tokenized = [self._tokenized(prompt) for prompt in prompts]
@@ -194,11 +193,11 @@ class Engine:
         return time.perf_counter() - start
 
     def echo(self, prompt: str) -> str:
-        """Return a prompt as a continuation's text begins: without special tokens."""
+        """Return a prompt as `Generation.text` begins: without special tokens."""
         return self._decoded(self._tokenized(prompt))
 
     def chat_prompt(self, messages: list[dict[str, str]]) -> str:
-        """Write a conversation as the model was trained to read it.
+        """Return a conversation as a prompt, by the tokenizer's chat template.
 
         Raises:
             InputError: the tokenizer has no chat template.
@@ -222,13 +221,13 @@ class Engine:
 
         Args:
             prompts: texts.
-            max_new_tokens: of each, at most.
+            max_new_tokens: maximum new tokens per prompt.
             sampling: how tokens are chosen; greedily if None.
             stop: strings that end a continuation, and are left out.
-            proposals: tokens proposed by the draft model, or by look-up in the text before, and verified at once; the
-                text stays the greedy one. 0 takes tokens one by one.
-            on_text: called with text as it comes.
-            special_tokens: whether the tokenizer adds its own to prompts, such as BOS.
+            proposals: tokens that the draft model, or look-up in the text so far, proposes per step; they are verified
+                at once and do not change the greedy text. 0 for none.
+            on_text: called with each new piece of text.
+            special_tokens: whether the tokenizer adds special tokens, such as BOS, to prompts.
         Raises:
             InputError: a prompt is empty or longer than the model's context, or the batch does not fit the memory.
             SemisparseError: the GPU's memory is full, for instance because another process fills it meanwhile.
@@ -277,7 +276,7 @@ class Engine:
         return sequence.stream.text
 
     def _end_tokens(self) -> set[int]:
-        """Return the tokens that end a text, by generation_config.json, or else by config.json."""
+        """Return the tokens that end a text: those of generation_config.json, or else of config.json."""
         ends = getattr(self.model.generation_config, "eos_token_id", None)
         if ends is None:
             ends = getattr(self.model.config.get_text_config(), "eos_token_id", None)
@@ -303,7 +302,11 @@ class Engine:
         return tokens
 
     def _room(self, tokenized: Sequence[Sequence[int]], wanted: int) -> int:
-        """Return how many tokens may be added to the longest prompt."""
+        """Return ``wanted``, the new tokens per prompt, if the model's context has room for them.
+
+        Raises:
+            InputError: it has not, or ``wanted`` is below 1.
+        """
         if wanted < 1:
             raise InputError(f"max-new-tokens is {wanted}; ask for at least 1")
         longest = max(map(len, tokenized))
@@ -314,11 +317,11 @@ class Engine:
         return wanted
 
     def _compile(self, tokenized: Sequence[Sequence[int]], new: int, sampling: Sampling, proposals: int) -> float:
-        """Run what a batch of this size needs once, so that its time holds no compiling; return the seconds it took."""
+        """Compile a batch's kernels and run up to two of its steps, unless done before; return the seconds it took."""
         if proposals and not sampling.greedy:
             raise InputError("proposed tokens are verified against the greedy choice: leave the temperature at 0")
         if not 0 <= proposals <= MAX_PROPOSALS:
-            raise InputError(f"{proposals} tokens are to be proposed at once; it is 0 to {MAX_PROPOSALS}")
+            raise InputError(f"proposals is {proposals}; it is 0 to {MAX_PROPOSALS}")
         key = self.backend.needs(tokenized, new, sampling, proposals)
         if key in self._warm:
             return 0.0

@@ -1,7 +1,6 @@
-"""What a decoder layer computes between its linear layers: own kernels on a GPU, torch elsewhere.
+"""The operations of a decoder layer between its linear layers: own kernels on a GPU, torch elsewhere.
 
-Both round where transformers rounds: each result to the model's dtype, and the factors of products before they are
-multiplied.
+Both round to the model's dtype where transformers does: each result, and both factors before a multiplication.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, delta: Tensor | None = N
 
 
 def silu_mul(gate_up: Tensor, at: Columns, columns: int) -> Tensor:
-    """Return ``silu(gate) * up``, [M, columns], of the columns of a joined output [M, at.width]."""
+    """Return ``silu(gate) * up``, [M, columns], where gate and up are columns of a joined output, [M, at.width]."""
     if device_facts(gate_up.device).kind == "cuda":
         out = gate_up.new_empty(len(gate_up), columns)
         vector = _vector(out.dtype, [columns, at.width, *at.starts], [gate_up])
@@ -103,14 +102,14 @@ def silu_mul(gate_up: Tensor, at: Columns, columns: int) -> Tensor:
 
 
 def greedy_step(logits: Tensor, tokens: Tensor, positions: Tensor, output: Tensor, steps: Tensor) -> None:
-    """Take each sequence's most probable token, and move the decode step's state on.
+    """Choose each sequence's most probable token, and advance the decoding state.
 
     Args:
         logits: [sequences, vocabulary].
-        tokens: [sequences] int64: becomes these tokens.
-        positions: [sequences] int32: each grows by 1.
-        output: [capacity, sequences] int64: gets the tokens at row ``steps[0]``.
-        steps: [2] int32: how many rows of the output are written, which grows by 1; then a 0.
+        tokens: [sequences] int64: set to these tokens.
+        positions: [sequences] int32: incremented.
+        output: [capacity, sequences] int64: row ``steps[0]`` is set to the tokens.
+        steps: [2] int32: the number of rows of output that are written, which is incremented; greedy.cu's counter, 0.
     """
     if device_facts(logits.device).kind == "cuda":
         vector = _vector(logits.dtype, [logits.shape[1]], [logits])
@@ -125,7 +124,7 @@ def greedy_step(logits: Tensor, tokens: Tensor, positions: Tensor, output: Tenso
 
 
 def move_on(chosen: Tensor, tokens: Tensor, positions: Tensor, output: Tensor, steps: Tensor) -> None:
-    """Move the decode step's state on with chosen tokens, as `greedy_step` does; without waiting for the device."""
+    """Advance the decoding state with chosen tokens, as `greedy_step` does, without waiting for the device."""
     tokens.copy_(chosen)
     positions += 1
     output.index_copy_(0, steps[:1].clamp(max=len(output) - 1).long(), chosen[None])

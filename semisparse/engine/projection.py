@@ -1,4 +1,4 @@
-"""A decoder layer's linear layers, each with what is computed just before and after it in one kernel where one does."""
+"""A decoder layer's linear layers, fused with the operations just before and after them if there is a kernel for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from semisparse.nn.joined import is_intercepted
 from semisparse.runtime.device import device_facts
 
 NORMED, GATED, ADDED = ("rms_norm", "none"), ("rms_norm", "silu_mul"), ("none", "add")
-"""What a projection fuses: a prologue and an epilogue, as of `Problem`."""
+"""What a projection fuses: the prologue and the epilogue, named as in `Problem`."""
 
 
 @dataclass(frozen=True)
@@ -31,21 +31,21 @@ class Norm:
 
 @dataclass(frozen=True)
 class Stream:
-    """The residual stream [M, C]: ``x``, with ``delta`` still to be added if it is given."""
+    """The residual stream [M, C]: ``x``, or ``x`` + ``delta`` if the sum has not been computed yet."""
 
     x: Tensor
     delta: Tensor | None = None
 
 
 class DenseLinear:
-    """Dense linear layers on one input as one layer of the format ``dense``; their weights become views of its weight.
+    """Dense linear layers on one input as one layer in format ``dense``; their weights become views of its weight.
 
     Args:
         layers: with biases or without.
 
     Attributes:
-        packed: the layers' weight.
-        bias: theirs, or None.
+        packed: the layers' weights, one below another.
+        bias: their biases likewise, or None.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
@@ -99,7 +99,7 @@ class Projection:
         return [part.packed for part in self._parts if isinstance(part, DenseLinear | SparseLinear)]
 
     def prepare(self, m: int, dtype: torch.dtype) -> None:
-        """Compile and load the GPU kernels of the products of ``m`` tokens."""
+        """Compile and load the GPU kernels for ``m`` tokens."""
         if self._fused(m, dtype) is None:
             for packed in self.weights:
                 prepare_product(packed, m, dtype)
@@ -109,7 +109,7 @@ class Projection:
         return None if self._whole is None else fused_product(self._whole.packed, m, dtype, *self._fusion)
 
     def _find_whole(self) -> DenseLinear | SparseLinear | None:
-        """Return the one layer that computes the projection, if its calls may be fused with what is around them."""
+        """Return the one layer that computes the projection if it may be fused, else None."""
         whole = self._parts[0] if len(self._parts) == 1 else None
         if not isinstance(whole, DenseLinear | SparseLinear) or device_facts(whole.packed.device).kind != "cuda":
             return None
@@ -117,50 +117,51 @@ class Projection:
             return None
         if self._fusion == GATED and self.columns.starts != (0, self.columns.width // 2):
             return None
-        # A kernel would copy other tensors at each call, and read the copies before they are written.
+        # Unaligned tensors would be copied at each call, and a fused kernel reads its weight before
+        # griddepcontrol.wait: it could read the copies before they are written.
         return whole if all(map(is_aligned, whole.packed.tensors.values())) else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Multiply: [M, K] to [M, columns.width]."""
+        """Apply the projection alone: [M, K] to [M, columns.width]."""
         outputs = [part(x) for part in self._parts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
     def normed(self, stream: Stream, norm: Norm) -> tuple[Stream, Tensor]:
-        """Multiply the normalised residual stream.
+        """Normalise the residual stream and apply the projection.
 
         Returns:
             The stream as one tensor, and [M, columns.width].
         """
         if stream.delta is None:
-            product = self._fused(len(stream.x), stream.x.dtype)
-            if product is not None:
-                return stream, self._call(product, stream.x, FusedOperands(norm.weight, norm.epsilon))
+            fused = self._fused(len(stream.x), stream.x.dtype)
+            if fused is not None:
+                return stream, self._call(fused, stream.x, FusedOperands(norm.weight, norm.epsilon))
         total, hidden = rms_norm(stream.x, norm.weight, norm.epsilon, stream.delta)
         return Stream(total), self(hidden)
 
     def normed_and_gated(self, stream: Stream, norm: Norm, width: int) -> tuple[Stream, Tensor]:
-        """Multiply the normalised residual stream by the weights of a gate and of what it is multiplied by.
+        """Normalise the residual stream, apply the gate and up projections, and combine them.
 
         Returns:
             The stream as one tensor, and ``silu(gate) * up``, [M, width].
         """
         if stream.delta is None:
-            product = self._fused(len(stream.x), stream.x.dtype)
-            if product is not None:
-                return stream, self._call(product, stream.x, FusedOperands(norm.weight, norm.epsilon))
+            fused = self._fused(len(stream.x), stream.x.dtype)
+            if fused is not None:
+                return stream, self._call(fused, stream.x, FusedOperands(norm.weight, norm.epsilon))
         total, hidden = rms_norm(stream.x, norm.weight, norm.epsilon, stream.delta)
         return Stream(total), silu_mul(self(hidden), self.columns, width)
 
     def added(self, x: Tensor, stream: Stream) -> Stream:
-        """Multiply [M, K], and add the result to the residual stream, whose sum may stay to be done."""
-        product = self._fused(len(x), x.dtype)
-        if product is None or stream.delta is not None:
+        """Apply the projection to [M, K] and add the result to the residual stream, or leave it as ``delta``."""
+        fused = self._fused(len(x), x.dtype)
+        if fused is None or stream.delta is not None:
             return Stream(stream.x, self(x))
-        return Stream(self._call(product, x, FusedOperands(residual=stream.x)))
+        return Stream(self._call(fused, x, FusedOperands(residual=stream.x)))
 
-    def _call(self, product: FusedProduct, x: Tensor, operands: FusedOperands) -> Tensor:
+    def _call(self, fused: FusedProduct, x: Tensor, operands: FusedOperands) -> Tensor:
         assert self._whole is not None
-        return product(x, self._whole.packed, self._whole.bias, operands)
+        return fused(x, self._whole.packed, self._whole.bias, operands)
 
 
 def is_aligned(tensor: Tensor) -> bool:

@@ -16,9 +16,9 @@ class Sampling:
 
     Args:
         temperature: logits are divided by it; 0 takes the most probable token.
-        top_k: only the so many most probable tokens are drawn from; 0 for all.
-        top_p: only the most probable tokens whose probabilities sum to this are drawn from.
-        seed: of the random numbers.
+        top_k: draw only from this many most probable tokens; 0 for all.
+        top_p: draw only from the fewest most probable tokens whose probabilities sum to at least this.
+        seed: seed of the random numbers.
     Raises:
         InputError: a number is out of its range.
     """
@@ -45,14 +45,14 @@ class Sampling:
 
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
-    """Choose each sequence's next token; no step waits for the device.
+    """Choose each sequence's next token, without waiting for the device.
 
-    Drawn by the Gumbel-max rule: the largest of log-probability and Gumbel noise.
+    Tokens are drawn by the Gumbel-max trick: the argmax of logits plus Gumbel noise.
 
     Args:
         logits: [sequences, vocabulary].
-        sampling: how.
-        generator: of the device.
+        sampling: how tokens are chosen.
+        generator: random numbers on the logits' device.
     Returns:
         [sequences] int64.
     """

@@ -1,7 +1,7 @@
 """Speculative decoding: draft tokens are verified in one decoder step.
 
-They are looked up in the text so far (prompt lookup), or come from a draft model (draft_model.py), and are accepted up
-to the first that differs from the model's argmax: the output is that of greedy decoding.
+They are looked up in the text so far (prompt lookup), or come from a draft model (draft_model.py). They are accepted
+before the first that differs from the model's argmax, so the output is that of greedy decoding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NGRAMS = (3, 2, 1)
 def propose(tokens: Sequence[int], count: int) -> list[int]:
     """Return up to ``count`` draft tokens: those after the latest earlier occurrence of the longest n-gram of `NGRAMS`.
 
-    None if no n-gram at the end of ``tokens`` occurs before.
+    Empty if no n-gram at the end of ``tokens`` occurs before.
     """
     for length in NGRAMS:
         last = list(tokens[-length:])
@@ -32,7 +32,7 @@ def propose(tokens: Sequence[int], count: int) -> list[int]:
 
 
 class Verifier:
-    """Runs a decoder step of several tokens per sequence. On a GPU the step is a CUDA graph.
+    """Runs decoder steps of several tokens per sequence; on a GPU as a CUDA graph.
 
     Args:
         decoder: the model.
@@ -69,7 +69,7 @@ class Verifier:
         if self._tokens.device.type != "cuda":
             self._step()
         elif self._graph is None:
-            self._step()  # compiles the kernels; the replay below overwrites the same positions of the cache
+            self._step()  # loads the kernels; the replay below overwrites the same positions of the cache
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 self._step()
@@ -81,11 +81,11 @@ class Verifier:
 
 
 Propose = Callable[[Sequence[Sequence[int]], int], list[list[int]]]
-"""Returns up to so many draft tokens for each text."""
+"""(texts, count) -> up to ``count`` draft tokens for each text."""
 
 
 def look_up(texts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """Propose what `propose` finds in each text."""
+    """Return what `propose` returns for each text."""
     return [propose(text, count) for text in texts]
 
 
@@ -97,11 +97,11 @@ def speculated(
     new: int,
     proposals: int,
 ) -> Iterator[list[int]]:
-    """Yield ``new`` lists, each with the next token of every sequence: those of greedy decoding.
+    """Yield ``new`` lists, each with the next token of every sequence: the same as greedy decoding.
 
     Args:
         verify: runs the model for ``proposals`` + 1 tokens per sequence; its cache holds the prompts.
-        propose: gives the draft tokens.
+        propose: returns the draft tokens.
         prompts: token ids of each sequence's prompt.
         first: the first new token of each sequence.
         new: tokens to generate per sequence, the first included.
@@ -118,16 +118,16 @@ def speculated(
             return
         proposed = propose(texts, proposals)
         rows = [[text[-1], *more, *[0] * (proposals - len(more))] for text, more in zip(texts, proposed, strict=True)]
-        # Missing draft tokens are 0. A finished sequence takes part too, and its result is ignored. What the cache
-        # holds of rejected tokens is overwritten by the next step.
-        places = torch.tensor([len(text) - 1 for text in texts], dtype=torch.int32)
+        # Missing draft tokens are 0. A finished sequence is run, too, and its result ignored. The next step overwrites
+        # rejected tokens in the cache.
+        positions = torch.tensor([len(text) - 1 for text in texts], dtype=torch.int32)
         for text, start, more, argmax in zip(
-            texts, starts, proposed, verify(torch.tensor(rows), places).tolist(), strict=True
+            texts, starts, proposed, verify(torch.tensor(rows), positions).tolist(), strict=True
         ):
             if len(text) >= start + new:
                 continue
             kept = 0
             while kept < len(more) and more[kept] == argmax[kept]:
                 kept += 1
-            # Cut at its end, so that the positions of a finished sequence stay in the cache while others go on.
+            # Cut to `new` tokens, so that a finished sequence's positions stay within the cache while others go on.
             text.extend(argmax[: min(kept + 1, start + new - len(text))])

@@ -1,4 +1,4 @@
-"""What decode steps read and write."""
+"""The state of decoding: KV cache, current tokens and positions, output."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class State:
 
     Args:
         cache: keys and values.
-        tokens: [sequences] int64, the tokens to take next.
-        positions: [sequences] int32, their places.
+        tokens: [sequences] int64, the next step's input tokens.
+        positions: [sequences] int32, their positions.
         output: [capacity, sequences] int64, the tokens chosen so far.
-        steps: [2] int32, how many rows of it are written; then a 0.
+        steps: [2] int32: the number of rows of ``output`` that are written; greedy.cu's counter, 0 between steps.
     """
 
     cache: Cache
@@ -30,7 +30,7 @@ class State:
 
     @staticmethod
     def make(decoder: Decoder, sequences: int, length: int) -> State:
-        """Allocate a state for so many sequences of so many positions."""
+        """Allocate a state for ``sequences`` sequences of ``length`` positions each."""
         device = decoder.device
         return State(
             Cache(decoder.structure, sequences, length, device, decoder.dtype),

@@ -1,7 +1,7 @@
 """Recognising Llama-like decoders by what their modules compute, not by their classes.
 
-A model is taken when its decoder layers have the parts of a Llama layer (Llama, Mistral, Qwen2, Qwen3 and their kin),
-and when the first and last layer, run as the engine would run them, give what the model's own code gives.
+A model is accepted if its decoder layers have the parts of a Llama layer (Llama, Mistral, Qwen2, Qwen3 and their kin)
+and their norms and activations compute what a Llama layer's do. `decoder.check_against` then compares the logits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from semisparse.engine.attention import HeadNorms, Heads, RotaryTable
 
 
 class UnknownStructureError(Exception):
-    """The model is no Llama-like decoder; the message says by what."""
+    """The model is no Llama-like decoder; the message says what differs."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Layer:
     """A decoder layer's modules and weights.
 
     Args:
-        q: linear layer of the queries; likewise ``k``, ``v``, and ``o`` of the output.
-        gate: linear layers of the gated MLP, likewise ``up`` and ``down``.
-        input_norm: weight [C] of the norm before attention; ``mlp_norm`` of the one before the MLP.
+        q: linear layer of the queries; likewise ``k``, ``v``, and ``o`` for the output.
+        gate: linear layer of the gated MLP; likewise ``up`` and ``down``.
+        input_norm: weight [C] of the norm before attention; ``mlp_norm``: of the norm before the MLP.
         head_norms: norms of queries and keys, if the model has them.
         parents: the modules that hold attention's and the MLP's linear layers.
     """
@@ -50,14 +50,14 @@ class Structure:
     """A Llama-like decoder, taken apart.
 
     Args:
-        embedding: of tokens.
+        embedding: the token embedding.
         layers: the decoder layers.
         norm: weight [C] of the last norm.
         head: the language-model head.
         heads: attention's shape.
-        epsilon: of all norms.
-        rotary: the model's module that gives cosines and sines.
-        context: positions that the model is made for.
+        epsilon: epsilon of all RMSNorms except the head norms.
+        rotary: the model's module that computes cosines and sines.
+        context: maximum positions.
     """
 
     embedding: nn.Module
@@ -79,7 +79,7 @@ def recognise(model: PreTrainedModel) -> Structure:
     """Take a model apart.
 
     Raises:
-        UnknownStructureError: it is no Llama-like decoder; says what differs.
+        UnknownStructureError: it is no Llama-like decoder.
     """
     base = getattr(model, "model", None)
     layers = getattr(base, "layers", None)
@@ -161,7 +161,7 @@ def _epsilon_of(norm: nn.Module) -> float:
 
 @torch.no_grad()
 def _check_norm(norm: nn.Module, epsilon: float) -> None:
-    """Refuse a norm that computes something else than ``x / sqrt(mean(x * x) + epsilon) * weight``."""
+    """Refuse a norm that computes anything other than ``x / sqrt(mean(x * x) + epsilon) * weight``."""
     weight = norm.get_parameter("weight")
     x = torch.linspace(-3, 5, weight.numel(), device=weight.device, dtype=torch.float32).to(weight.dtype)[None]
     wide = x.float()
@@ -176,5 +176,5 @@ def rotary_table(structure: Structure, length: int, device: torch.device, dtype:
     cosines, sines = structure.rotary(torch.empty(1, dtype=dtype, device=device), positions)
     half = structure.heads.dim // 2
     if cosines.shape[-1] != structure.heads.dim or not torch.equal(cosines[..., :half], cosines[..., half:]):
-        raise UnknownStructureError("its rotary embedding turns other pairs of values")
+        raise UnknownStructureError("its rotary embedding does not rotate the pairs (i, i + head dim / 2)")
     return RotaryTable(cosines[0, :, :half].contiguous(), sines[0, :, :half].contiguous())

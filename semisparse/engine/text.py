@@ -1,19 +1,19 @@
-"""Text from tokens as they come, and the strings that end it."""
+"""Decoding a stream of tokens to text, up to a stop string."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 UNFINISHED = "�"
-"""What tokenizers give for the first bytes of a character."""
+"""What tokenizers decode an incomplete UTF-8 sequence to."""
 
 
 class TextStream:
     """The text of a growing sequence of tokens.
 
     Args:
-        decode: tokens to text.
-        prompt: tokens before the text; some tokenizers join words by what is before them.
+        decode: converts tokens to text.
+        prompt: tokens before the text; with some tokenizers a token's text depends on those before it.
         stop: strings that end the text; they are not part of it.
     """
 
@@ -26,7 +26,7 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """The new text so far, without what may still become a stop string."""
+        """The new text so far, without an end that may still become a stop string."""
         return self._text
 
     def add(self, token: int) -> str:
@@ -35,7 +35,7 @@ class TextStream:
         return self._grow(final=False)
 
     def finish(self) -> str:
-        """Return what was held back."""
+        """Return the rest of the text: what `add` held back because it might have become a stop string or character."""
         return self._grow(final=True)
 
     def _grow(self, final: bool) -> str:
@@ -44,9 +44,9 @@ class TextStream:
         before = self._decode(self._tokens[: self._start])
         text = self._decode(self._tokens)[len(before) :]
         for stop in self._stop:
-            place = text.find(stop)
-            if place >= 0:
-                text, self.stopped = text[:place], True
+            begin = text.find(stop)
+            if begin >= 0:
+                text, self.stopped = text[:begin], True
         if not (final or self.stopped):
             text = text.rstrip(UNFINISHED)
             text = text[: len(text) - self._held(text)]
@@ -55,6 +55,6 @@ class TextStream:
         return fresh
 
     def _held(self, text: str) -> int:
-        """Return the length of the longest end of the text that a stop string begins with."""
+        """Return the length of the longest suffix of the text that is a prefix of a stop string, but not all of it."""
         lengths = [length for stop in self._stop for length in range(1, len(stop)) if text.endswith(stop[:length])]
         return max(lengths, default=0)

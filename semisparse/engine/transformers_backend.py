@@ -1,4 +1,4 @@
-"""Running a model through transformers' own code, for structures that the engine does not know."""
+"""Running a model through transformers' own code, for models that the engine's own decoder cannot run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from semisparse.formats.kernel import bucket_of
 
 
 class TransformersBackend(Backend):
-    """A model as transformers has it, with a static cache where the model takes one.
+    """A model that transformers runs, with a static cache if the model supports it.
 
     Args:
         model: on its device.
@@ -48,7 +48,7 @@ class TransformersBackend(Backend):
         cache = self._cache(longest + new)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         for step in range(new):
-            found = self._model(
+            output = self._model(
                 input_ids=ids,
                 attention_mask=mask,
                 position_ids=positions,
@@ -56,7 +56,7 @@ class TransformersBackend(Backend):
                 use_cache=True,
                 logits_to_keep=1,
             )
-            ids = choose(found.logits[:, -1], sampling, self._generator)[:, None]
+            ids = choose(output.logits[:, -1], sampling, self._generator)[:, None]
             yield ids[:, 0].tolist()
             if step + 1 < new:
                 mask = torch.cat([mask, mask.new_ones(len(ids), 1)], dim=-1)

@@ -89,7 +89,7 @@ def _is_ours(status: os.stat_result) -> bool:
 
 
 def _checksum(name: bytes, content: bytes) -> bytes:
-    """Return the checksum of an entry: of its name, too, so that one entry cannot be put in the place of another."""
+    """Return the checksum of an entry's name and content: with the name, so that no entry can replace another."""
     return hashlib.sha256(name + content).digest()
 
 

@@ -137,9 +137,9 @@ def _probe(cxx: str) -> Compiler:
 
 
 def _checks() -> tuple[str, ...]:
-    """Return the flags of the checks to compile in: the sanitizers asked for, or `HARDENING`.
+    """Return the flags of the checks to compile in: the sanitizers that `SANITIZE` names, or `HARDENING`.
 
-    A process that loads code with AddressSanitizer needs its library from the start, by ``LD_PRELOAD``.
+    A process that loads code compiled with AddressSanitizer must preload the sanitizer's library (``LD_PRELOAD``).
     """
     names = os.environ.get(SANITIZE, "").strip()
     if names:

@@ -17,13 +17,13 @@ from semisparse.runtime.kernel import Argument, CudaSource, KernelBuild, offsets
 from semisparse.runtime.nvrtc import HEADERS, Defines
 
 ROWS, COLUMNS = 16, 256
-"""Of a tile."""
+"""Rows and columns of a weight tile."""
 
 MAX_TOKENS = 65_280
-"""permute_x.cu has a row of CTAs per token, padded to tiles of up to 256; a grid has 65,535 along y."""
+"""Maximum M. permute_x.cu has a CTA row per token, for M rounded up to tile_m; a grid has at most 65,535 along y."""
 
 TILES_M = (16, 32, 64, 128, 192, 256)
-"""Tokens of a CTA tile."""
+"""Tokens per CTA tile."""
 
 STAGES = ((4, 2), (3, 2), (3, 1), (2, 1), (1, 1))
 """Stages of the weight and of x, the best first."""
@@ -31,10 +31,10 @@ STAGES = ((4, 2), (3, 2), (3, 1), (2, 1), (1, 1))
 MAX_SPLIT_K = 8
 
 PERMUTE_THREADS = 256
-"""Per CTA of permute_x.cu; 32 take a token's columns of a tile."""
+"""Threads per CTA of permute_x.cu; 32 permute a token's columns of one tile."""
 
 SCALARS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
-"""Of x, the weight and y, as the macro SCALAR names them."""
+"""By dtype of x, the weight and y: the macro SCALAR."""
 
 PERMUTE_X = CudaSource(
     HEADERS / "expand_gemm" / "permute_x.cu", ({"TILE_M": 32, "BLOCK": 64}, {"TILE_M": 256, "BLOCK": 2})
@@ -48,10 +48,10 @@ class Tiles:
     Args:
         row_tiles: tiles along N.
         column_tiles: tiles along K.
-        tile_bytes: of shared memory per tile in a stage.
+        tile_bytes: bytes of shared memory per weight tile.
         extra: bytes of shared memory per CTA beside the stages: ``Weights::kExtraBytes``.
         extra_per_warp: the same, per consumer warp.
-        max_stages: of the weight.
+        max_stages: maximum weight stages.
     """
 
     row_tiles: int
@@ -70,10 +70,10 @@ class Schedule:
         tile_m: tokens per CTA tile, of `TILES_M`.
         warpgroups: consumer warpgroups per CTA, 64 rows each.
         cluster: CTAs that multicast x to one another.
-        split_k: CTAs that each compute a part of K of an output tile; 0 for Stream-K.
-        stages: of the weight, a tile per consumer warp each.
-        x_stages: of x, 256 columns each.
-        ctas_per_sm: resident at a time.
+        split_k: ranges of K per output tile, each computed by another CTA; 0 for Stream-K.
+        stages: weight stages, each with one tile per consumer warp.
+        x_stages: stages of x, each with 256 columns.
+        ctas_per_sm: resident CTAs per SM.
     """
 
     tile_m: int
@@ -117,11 +117,11 @@ class Launch:
     """The grids of a GEMM of M tokens, and its workspace.
 
     Args:
-        ctas: of the GEMM.
-        permute_grid: of permute_x.cu.
-        counters: one per consumer warp of the grid.
-        offsets: bytes in the workspace at which the permuted x, the counters and the partial accumulators begin.
-        workspace: its bytes.
+        ctas: CTAs of the GEMM's grid.
+        permute_grid: grid of permute_x.cu.
+        counters: number of counters, one per consumer warp of the GEMM's grid.
+        offsets: byte offsets in the workspace of the permuted x, the counters and the partial accumulators.
+        workspace: bytes of the workspace.
     """
 
     ctas: int
@@ -173,18 +173,18 @@ SPLIT_K: Mapping[int, Shape] = {
     192: (2, 1, 1),
     256: (2, 1, 1),
 }
-"""By tile_m, what is fastest with split-K."""
+"""By tile_m, the fastest shape with split-K."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What `choose` knows of a format, measured on an H200 (results/h200/sweeps/expand-gemm.csv).
+    """A format's rates for `choose`, measured on an H200 (results/h200/sweeps/expand-gemm.csv).
 
     Args:
-        stream_k: by tile_m, what is fastest with Stream-K: the first that has three stages of weights, or two above 128
-            tokens; else the first that fits.
-        tile_us: microseconds per tile of 16 x 256 on an SM, without tokens.
-        token_us: more of them per token of a tile.
+        stream_k: by tile_m, shapes for Stream-K: `choose` takes the first that fits with three weight stages (two if
+            tile_m is above 128), else the first that fits.
+        tile_us: microseconds per weight tile on an SM, without tokens.
+        token_us: additional microseconds per weight tile and token of tile_m.
     """
 
     stream_k: Mapping[int, tuple[Shape, ...]]
@@ -193,20 +193,18 @@ class Rates:
 
 
 def choose(m: int, weight: Tiles, gpu: DeviceFacts, rates: Rates) -> Schedule:
-    """Choose the schedule of a format's GEMM: of Stream-K and split-K by 1 to 8, what should be fastest.
+    """Choose the schedule of a format's GEMM: by estimate the fastest of Stream-K and of split-K by 1 to 8.
 
     Args:
-        m: the most tokens.
+        m: maximum tokens.
         weight: its tiles.
         gpu: what it runs on.
-        rates: of the format.
+        rates: the format's.
     """
     tile_m = tile_m_of(m)
     enough = 3 if tile_m <= 128 else 2
-    streamed = [schedule for shape in rates.stream_k[tile_m] if (schedule := _fit(weight, gpu, tile_m, shape, 0))]
-    candidates = (
-        [next((schedule for schedule in streamed if schedule.stages >= enough), streamed[0])] if streamed else []
-    )
+    fitting = [schedule for shape in rates.stream_k[tile_m] if (schedule := _fit(weight, gpu, tile_m, shape, 0))]
+    candidates = [next((schedule for schedule in fitting if schedule.stages >= enough), fitting[0])] if fitting else []
     for split_k in range(1, min(MAX_SPLIT_K, weight.column_tiles) + 1):
         schedule = _fit(weight, gpu, tile_m, SPLIT_K[tile_m], split_k)
         candidates += [schedule] if schedule else []
@@ -219,9 +217,12 @@ def _fit(weight: Tiles, gpu: DeviceFacts, tile_m: int, shape: Shape, split_k: in
 
 
 def _h200_microseconds(schedule: Schedule, m: int, weight: Tiles, sms: int, rates: Rates) -> float:
-    """Estimate the time on an H200, but for what all schedules have in common: within 8 % (rms) of 400 GEMMs."""
+    """Estimate the time on an H200, less 7.75 us that all schedules have in common.
+
+    Rms error 9 %: 440 GEMMs of gqs and vector_nm (run 2 in results/h200/sweeps/expand-gemm.csv).
+    """
     ctas = schedule.ranges(m, weight, sms) * schedule.cluster
-    busiest = -(-ctas // sms)
+    busiest = -(-ctas // sms)  # CTAs of the busiest SM
     waves = -(-busiest // schedule.ctas_per_sm)
     if schedule.split_k:
         iterations: float = -(-weight.column_tiles // schedule.split_k)
@@ -245,12 +246,12 @@ def prepare(
     """Compile and load a format's kernel and permute_x.cu.
 
     Args:
-        kernel: the build of the format's kernel with a schedule.
+        kernel: returns the format's kernel for a schedule.
         schedule: how y is computed.
         weight: its tiles.
-        block: consecutive columns of a lane of the fragments, for permute_x.cu.
+        block: BLOCK of permute_x.cu: consecutive columns that a lane takes in the weight fragments.
         shape: (N, K).
-        device: of all operands.
+        device: where all operands are.
     Returns:
         (x [M, K], the kernel's own arguments, bias [N] or None) -> y [M, N], accumulated in float32.
     """
@@ -260,11 +261,11 @@ def prepare(
     gemm = kernel(schedule).load(device)
     threads, even_k = 32 * schedule.warps + 128, k % 2 == 0
     row_tiles, column_tiles = weight.row_tiles, weight.column_tiles
-    sized = lru_cache(maxsize=64)(lambda m: launch_of(schedule, m, weight, sms))
+    launch_for = lru_cache(maxsize=64)(lambda m: launch_of(schedule, m, weight, sms))
 
-    def product(x: Tensor, operands: Mapping[str, Argument], bias: Tensor | None) -> Tensor:
+    def matmul(x: Tensor, operands: Mapping[str, Argument], bias: Tensor | None) -> Tensor:
         x, m = x.contiguous(), x.shape[0]
-        launch = sized(m)
+        launch = launch_for(m)
         y = x.new_empty(m, n)
         workspace = x.new_empty(launch.workspace, dtype=torch.uint8)
         begin = workspace.data_ptr()
@@ -275,7 +276,7 @@ def prepare(
             m=m, k=k, column_tiles=column_tiles, counter_count=launch.counters,
             aligned=even_k and x.data_ptr() % 4 == 0,
         )  # fmt: skip
-        # It may start before permute_x has ended: what it reads from it, the permuted x and the counters, it waits for.
+        # pdl: it may start before permute_x has ended, and waits before it uses the permuted x and the counters.
         gemm(
             (launch.ctas, 1, 1), threads, pdl=True,
             x=permuted, **operands, bias=None if bias is None else bias.to(x.dtype).contiguous(), y=y,
@@ -284,4 +285,4 @@ def prepare(
         )  # fmt: skip
         return y
 
-    return product
+    return matmul

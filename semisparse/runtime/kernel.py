@@ -30,7 +30,7 @@ ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100a")
 """The architectures that a .cu file compiles for by default: A100, Ada, Hopper, Blackwell."""
 
 UNASKED_SHARED = 48 << 10
-"""Bytes of shared memory per CTA, static and dynamic, up to which a kernel needs no attribute."""
+"""Maximum bytes of shared memory per CTA, static and dynamic, of a kernel without the attribute that allows more."""
 
 LAUNCH_CONFIG = struct.Struct("@7I2PI0P")
 """CUlaunchConfig: grid and block along x, y and z, bytes of shared memory, stream, attributes, number of attributes."""

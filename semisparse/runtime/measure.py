@@ -35,7 +35,7 @@ class Rates:
 
 
 def measured_rates(device: torch.device | str) -> Rates:
-    """Return a device's rates, measured in two seconds on a GPU. Cached on disk by the device's facts."""
+    """Return a device's rates, cached on disk by the device's facts. Measuring takes two seconds on a GPU."""
     device = torch.device(device)
     facts = device_facts(device)
     key = json.dumps({"measurement": MEASUREMENT, **asdict(facts)}, sort_keys=True).encode()
@@ -77,7 +77,7 @@ def _matmuls(device: torch.device, side: int) -> dict[str, Callable[[], Tensor]]
 
 
 def _seconds(call: Callable[[], Tensor], device: torch.device) -> float:
-    """Return the median seconds of a call, without the first two."""
+    """Return the median seconds of `REPEATS` calls, after two that warm up."""
     time_once = _seconds_on_gpu if device.type == "cuda" else _seconds_on_cpu
     return median([time_once(call) for _ in range(REPEATS + 2)][2:])
 

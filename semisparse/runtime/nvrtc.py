@@ -27,7 +27,7 @@ FIRST_WITH_CACHE = (12, 9)
 """The first NVRTC version with a cache of its own, and an option to disable it."""
 
 RACECHECK = "SEMISPARSE_RACECHECK"
-"""The environment variable that builds kernels as racecheck can follow them (``cuda/arrive_warp.cuh``)."""
+"""The environment variable that compiles kernels so that racecheck can follow them (``cuda/arrive_warp.cuh``)."""
 
 Defines = Mapping[str, str | int]
 
@@ -142,7 +142,7 @@ def _compile(path: Path, arch: str, defines: Defines) -> bytes:
         define_macro=[(name, str(value)) for name, value in defines.items()] or None,
         include_path=[str(folder) for folder in _include_path(path)],
         ptxas_options=["-v"],
-        # A cubin from NVRTC's own cache comes without the log that is read below; seen in 1 of 14 processes at once.
+        # A cubin from NVRTC's own cache comes without the log that is read below; seen in 1 of 14 concurrent processes.
         no_cache=_compiler_version() >= FIRST_WITH_CACHE or None,
     )
     log = io.StringIO()

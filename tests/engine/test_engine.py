@@ -73,7 +73,7 @@ def test_a_model_that_only_looks_like_llama_is_not_taken_for_one():
     forward = model.model.layers[1].mlp.forward
     model.model.layers[1].mlp.forward = lambda x: 2 * forward(x)
     engine = engine_of(model)
-    assert "logits are others" in str(engine.note)
+    assert "logits differ from" in str(engine.note)
     assert engine.generate(["abc"], 8)[0].text == greedy(model, "abc", 8)
 
 

@@ -1,37 +1,39 @@
-// Attention of single query tokens over the cache: out[m, head, :] = softmax(q . keys * scale) . values over positions 0 to positions[m].
+// Attention of single query tokens over the KV cache: out[m, head, :] = softmax(q . keys * scale) . values over positions 0 to
+// positions[m].
 //
-// A CTA computes GROUP query heads that share a key-value head, for one token and one of `splits` parts of its positions. LANES lanes
-// of a warp take one position at a time, 8 values of it each; each such team keeps its own maximum, sum and weighted values (online
-// softmax), and the teams are combined in shared memory. With several splits, partial results go to memory and the last CTA of a token
-// and head combines them in the order of the splits, so every run gives the same bits; it sets the counter back to 0.
+// A CTA computes GROUP query heads that share a key-value head, for one token and one of `splits` ranges of its positions. A
+// team of kLanes lanes takes one position at a time, 8 values per lane, and keeps its own maximum, sum and weighted values
+// (online softmax). The teams of a CTA are combined by shuffles and in shared memory. With several splits, partial results go
+// to global memory; the last CTA of a token and group combines them in a fixed order, so every run gives the same bits, and
+// sets the counter back to 0.
 //
-// With ROPE a row of q is a token's joined queries, keys and values, and the token is the only new one of its sequence: every CTA
-// normalises (q_norm, k_norm; Qwen3) and rotates its queries, and the CTAs of the last split do so with the token's own key, attend to
-// it, and write key and value to the cache. Results are rounded where rope.cu rounds them.
+// With ROPE a row of q holds a token's queries, keys and values, and the token is the only new one of its sequence: every CTA
+// normalises (q_norm, k_norm; Qwen3) and rotates its queries. The CTAs of the last split do the same with the token's own key,
+// attend to it, and write key and value to the cache. Results are rounded where rope.cu rounds them.
 //
-// Programmatic dependent launch: with ROPE the positions, the rotary table and the first keys and values are read before
-// griddepcontrol.wait. What the cache held before this step was written before its first kernel, which waits for all others.
+// PDL: with ROPE the positions, the rotary table and the first keys and values are read before griddepcontrol.wait. They were
+// written before the step's first kernel, which is launched without PDL and so waits for all kernels before it.
 //
-// Grid: key-value heads times groups of GROUP heads, splits, tokens m. CTA: 4 warps. The kernel is bound by latency for short contexts
-// of few tokens, by reading the cache for others.
+// Grid: (key-value heads * groups of GROUP query heads, splits, tokens). CTA: 4 warps. Bound: latency for short contexts of few
+// tokens, else reading the cache.
 //
-// Compiled for SCALAR, DIM (head dimension, a multiple of 8, of 16 with ROPE), GROUP (query heads per CTA), ROPE (0 or 1).
+// Compiled with SCALAR, DIM (head dimension: a multiple of 8, with ROPE of 16), GROUP (query heads per CTA), ROPE (0 or 1).
 
 #include "ptx/global.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "types.cuh"
 
 constexpr int kWarps = 4;
-constexpr int kVector = 8;                                        // values of a lane
+constexpr int kVector = 8;                                        // values per lane
 constexpr int kNeeded = DIM / kVector;                            // lanes that have values of a position
 constexpr int kLanes = kNeeded <= 1 ? 1 : kNeeded <= 2 ? 2 : kNeeded <= 4 ? 4 : kNeeded <= 8 ? 8 : kNeeded <= 16 ? 16 : 32;
 constexpr int kTeams = 32 / kLanes;                               // positions that a warp takes at a time
-constexpr int kAhead = GROUP > 2 ? 2 : GROUP == 2 ? 4 : 8;         // positions of a team whose loads are in flight
+constexpr int kAhead = GROUP > 2 ? 2 : GROUP == 2 ? 4 : 8;         // positions per team whose loads are in flight
 constexpr int kPartial = DIM + 4;                                 // floats of a partial result in memory; a multiple of 4
-constexpr int kSplitsAhead = 4;                                   // partial results of a warp whose loads are in flight
+constexpr int kSplitsAhead = 4;                                   // partial results per warp whose loads are in flight
 static_assert(DIM % kVector == 0 && kNeeded <= 32, "DIM is a multiple of 8, up to 256");
 
-// A lane's values of a position, as they lie in memory: 16 or 32 bytes.
+// A lane's values of a position, not yet converted: 16 or 32 bytes.
 struct Loaded {
     uint4 units[sizeof(SCALAR) / 2];
 
@@ -63,7 +65,7 @@ struct Softmax {
         for (int i = 0; i < kVector; ++i) values[i] = 0;
     }
 
-    // Makes room for scores up to `largest`.
+    // Raises the maximum to at least `largest`.
     __device__ __forceinline__ void raise(float largest) {
         const float raised = fmaxf(maximum, largest), keep = expf(maximum - raised);
         maximum = raised, sum *= keep;
@@ -72,20 +74,20 @@ struct Softmax {
     }
 
     // Adds a position whose score is no larger than the maximum.
-    __device__ __forceinline__ void add(float score, const float (&of)[kVector]) {
+    __device__ __forceinline__ void add(float score, const float (&added)[kVector]) {
         const float weight = expf(score - maximum);
         sum += weight;
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) values[i] += weight * of[i];
+        for (int i = 0; i < kVector; ++i) values[i] += weight * added[i];
     }
 
-    // Adds what another kept; either may be empty.
-    __device__ __forceinline__ void merge(float other_maximum, float other_sum, const float* of) {
+    // Merges another running softmax; either may be empty.
+    __device__ __forceinline__ void merge(float other_maximum, float other_sum, const float* added) {
         const float largest = fmaxf(maximum, other_maximum);
         const float keep = expf(maximum - largest), weight = expf(other_maximum - largest);
         maximum = largest, sum = sum * keep + other_sum * weight;
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) values[i] = values[i] * keep + weight * of[i];
+        for (int i = 0; i < kVector; ++i) values[i] = values[i] * keep + weight * added[i];
     }
 };
 
@@ -107,7 +109,7 @@ __device__ __forceinline__ float team_sum(float value) {
     return value;
 }
 
-// A lane's part of the rotary embedding at a position: of its values, and of those DIM / 2 further on or back.
+// The rotary embedding at a position, for a lane's values and the values DIM / 2 before or after them.
 struct Rotation {
     int column, other_column;
     float cosines[kVector], sines[kVector];
@@ -120,12 +122,12 @@ struct Rotation {
         loaded.read(all_sines + at), loaded.widen(sines);
     }
 
-    // What the lane needs of the head at `head`.
+    // Loads the lane's values of a head, and those that they are rotated with.
     __device__ __forceinline__ void load(Loaded (&loaded)[2], const SCALAR* head) const {
         loaded[0].read(head + column), loaded[1].read(head + other_column);
     }
 
-    // The lane's values of a loaded head, normalised if `norm` is given, and rotated. All lanes of the warp take part.
+    // Normalises the lane's values of a loaded head, if `norm` is not null, and rotates them. All lanes of the warp call it.
     __device__ __forceinline__ void rotate(float (&own)[kVector], const Loaded (&loaded)[2], const SCALAR* norm, float epsilon,
                                            bool has_values) const {
         float other[kVector];
@@ -157,14 +159,14 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, GROUP > 4 ? 2 : 3) sem
     const SCALAR* sines,    // [length, DIM / 2] with ROPE
     SCALAR* keys,           // [sequences, kv_heads, length, DIM]
     SCALAR* values,         // [sequences, kv_heads, length, DIM]
-    const int* positions,   // [m]: of the token, the last that it attends to
+    const int* positions,   // [m]: the token's position, the last that it attends to
     SCALAR* out,            // [m, heads, DIM]
     float* partials,        // [m, heads, splits, kPartial]: weighted values, maximum, sum
-    int* counters,          // [m, kv_heads * groups], 0
+    int* counters,          // [m, kv_heads * groups]: CTAs that have stored partials; 0 between launches
     int heads, int kv_heads, int tokens, int length, int splits, int stride, int q_start, int k_start, int v_start,
     float scale, float epsilon
 ) {
-    __shared__ Partial of_warps[kWarps][GROUP];
+    __shared__ Partial warp_partials[kWarps][GROUP];
     __shared__ int last;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, team = warp * kTeams + lane / kLanes, part = lane % kLanes;
     const int per_kv = heads / kv_heads, groups = (per_kv + GROUP - 1) / GROUP;
@@ -215,9 +217,9 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, GROUP > 4 ? 2 : 3) sem
             loaded_value.widen(new_value);
             rotation.rotate(new_key, loaded_key, k_norm, epsilon, has_values);
             if (team == 0 && has_values && blockIdx.x % groups == 0) {
-                const long long place = base + static_cast<long long>(position) * DIM;
+                const long long start = base + static_cast<long long>(position) * DIM;
 #pragma unroll
-                for (int i = 0; i < kVector; ++i) store(keys + place + i, new_key[i]), store(values + place + i, new_value[i]);
+                for (int i = 0; i < kVector; ++i) store(keys + start + i, new_key[i]), store(values + start + i, new_value[i]);
             }
 #pragma unroll
             for (int head = 0; head < GROUP; ++head) {
@@ -265,7 +267,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, GROUP > 4 ? 2 : 3) sem
         }
         load(first + kAhead * kStep);
     }
-    // The teams of a warp, then its warps, then the splits.
+    // Merge the teams of a warp, then the CTA's warps, then the splits.
 #pragma unroll
     for (int head = 0; head < GROUP; ++head) {
 #pragma unroll
@@ -278,19 +280,19 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, GROUP > 4 ? 2 : 3) sem
             softmax[head].merge(maximum, sum, other);
         }
         if (lane < kNeeded) {
-            Partial& mine = of_warps[warp][head];
+            Partial& mine = warp_partials[warp][head];
             if (lane == 0) mine.maximum = softmax[head].maximum, mine.sum = softmax[head].sum;
 #pragma unroll
             for (int i = 0; i < kVector; ++i) mine.values[lane * kVector + i] = softmax[head].values[i];
         }
     }
     __syncthreads();
-    // A warp per head from here on: its lanes have the values of a position as before.
+    // From here on a warp computes a head: lane l has its values 8 l to 8 l + 7.
     auto finish = [&](int head, const Softmax& total) {
-        const long long place = (static_cast<long long>(row) * heads + first_head + head) * DIM + lane * kVector;
+        const long long start = (static_cast<long long>(row) * heads + first_head + head) * DIM + lane * kVector;
         if (lane < kNeeded)
 #pragma unroll
-            for (int i = 0; i < kVector; ++i) store(out + place + i, total.values[i] / total.sum);
+            for (int i = 0; i < kVector; ++i) store(out + start + i, total.values[i] / total.sum);
     };
     auto partial_at = [&](int head, int of) {
         return partials + ((static_cast<long long>(row) * heads + first_head + head) * splits + of) * kPartial;
@@ -301,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, GROUP > 4 ? 2 : 3) sem
         total.clear();
 #pragma unroll
         for (int other = 0; other < kWarps; ++other) {
-            const Partial& from = of_warps[other][head];
+            const Partial& from = warp_partials[other][head];
             total.merge(from.maximum, from.sum, from.values + unit);
         }
         return total;
@@ -327,7 +329,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, GROUP > 4 ? 2 : 3) sem
     __syncthreads();
     if (!last) return;
     if (threadIdx.x == 0) *counter = 0;
-    // Each warp merges every fourth split, several loads in flight; then the warps are merged as before.
+    // Each warp merges every fourth split, with several loads in flight; then the warps are merged as before.
     for (int head = 0; head < count; ++head) {
         Softmax total;
         total.clear();
@@ -347,7 +349,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, GROUP > 4 ? 2 : 3) sem
                 if (first + i * kWarps < splits) total.merge(of_split[i].x, of_split[i].y, other);
             }
         }
-        Partial& mine = of_warps[warp][head];
+        Partial& mine = warp_partials[warp][head];
         if (lane == 0) mine.maximum = total.maximum, mine.sum = total.sum;
         if (lane < kNeeded)
 #pragma unroll

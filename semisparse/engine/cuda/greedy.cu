@@ -1,10 +1,10 @@
-// The most probable next token of each sequence, and the state of the decode step moved on: tokens[s] becomes it, positions[s] grows by
-// 1, and it is appended to the sequence's output at place steps[0], which the last CTA increments. Of equal logits the first counts; a
+// Chooses the most probable next token of each sequence s and advances the decoding state: stores the token to tokens[s] and to
+// output[steps[0], s], and increments positions[s]. The last CTA increments steps[0]. Of equal logits the first is chosen; a
 // NaN counts as the largest, as in torch.argmax.
 //
-// Grid: a CTA per sequence.
+// Grid: a CTA per sequence. CTA: 1,024 threads.
 //
-// Compiled for SCALAR and VECTOR (values per load; the vocabulary is a multiple of it, and logits are aligned to it).
+// Compiled with SCALAR and VECTOR (values per load; the vocabulary is a multiple of it, and logits are aligned to it).
 
 #include "ptx/global.cuh"
 #include "ptx/griddepcontrol.cuh"
@@ -28,10 +28,10 @@ extern "C" __global__ void __launch_bounds__(1024) semisparse_engine_greedy(
     long long* tokens,     // [sequences]
     int* positions,        // [sequences]
     long long* output,     // [capacity, sequences]
-    int* steps,            // [2]: the place in output; a counter, 0
+    int* steps,            // [2]: next row of output; count of finished CTAs, 0 between launches
     int vocabulary, int capacity
 ) {
-    __shared__ Candidate of_warps[32];
+    __shared__ Candidate warp_best[32];
     griddepcontrol_launch_dependents();
     griddepcontrol_wait();
     const SCALAR* row = logits + static_cast<long long>(blockIdx.x) * vocabulary;
@@ -45,10 +45,10 @@ extern "C" __global__ void __launch_bounds__(1024) semisparse_engine_greedy(
 #pragma unroll
     for (int step = 16; step; step /= 2)
         best = better(best, {__shfl_xor_sync(~0u, best.value, step), __shfl_xor_sync(~0u, best.token, step)});
-    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = best;
+    if (threadIdx.x % 32 == 0) warp_best[threadIdx.x / 32] = best;
     __syncthreads();
     if (threadIdx.x) return;
-    for (int warp = 1; warp < blockDim.x / 32; ++warp) best = better(best, of_warps[warp]);
+    for (int warp = 1; warp < blockDim.x / 32; ++warp) best = better(best, warp_best[warp]);
     const int step = steps[0];
     tokens[blockIdx.x] = best.token;
     positions[blockIdx.x] += 1;

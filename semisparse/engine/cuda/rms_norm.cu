@@ -1,10 +1,11 @@
-// out[m, :] = rms_norm(x[m, :] + delta[m, :]) * weight, and sum[m, :] = x[m, :] + delta[m, :]: a decoder layer's residual addition
-// with the norm that follows.
+// out[m, :] = rms_norm(x[m, :] + delta[m, :]) * weight, and sum[m, :] = x[m, :] + delta[m, :]: a decoder layer's residual
+// addition and the norm that follows.
 //
-// Grid: a CTA per row. Shared memory: the row and the weight as units of VECTOR values, side by side. The sum, the normalised row and
-// the result are rounded to SCALAR, as transformers rounds them. The kernel is bound by latency for few rows, by memory for many.
+// Grid: a CTA per row. CTA: up to 1,024 threads. Shared memory: the row and the weight, alternating in units of VECTOR values.
+// The sum, the normalised row and the result are rounded to SCALAR, as transformers rounds them. Bound: latency for few rows,
+// memory for many.
 //
-// Compiled for SCALAR and VECTOR (values per load; columns are a multiple of it, and every row is aligned to it).
+// Compiled with SCALAR and VECTOR (values per load; columns are a multiple of it, and every row is aligned to it).
 
 #include "ptx/griddepcontrol.cuh"
 #include "types.cuh"
@@ -23,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(1024) semisparse_engine_rms_norm(
     int columns, float epsilon
 ) {
     extern __shared__ __align__(16) unsigned char shared[];
-    __shared__ float of_warps[32];
+    __shared__ float warp_squares[32];
     Kept* kept = reinterpret_cast<Kept*>(shared);
     const long long row = static_cast<long long>(blockIdx.x) * columns;
     const int units = columns / VECTOR;
@@ -45,10 +46,10 @@ extern "C" __global__ void __launch_bounds__(1024) semisparse_engine_rms_norm(
     }
 #pragma unroll
     for (int step = 16; step; step /= 2) squares += __shfl_xor_sync(~0u, squares, step);
-    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = squares;
+    if (threadIdx.x % 32 == 0) warp_squares[threadIdx.x / 32] = squares;
     __syncthreads();
     squares = 0;
-    for (int warp = 0; warp < blockDim.x / 32; ++warp) squares += of_warps[warp];
+    for (int warp = 0; warp < blockDim.x / 32; ++warp) squares += warp_squares[warp];
     const float scale = rsqrtf(squares / columns + epsilon);
     for (int i = threadIdx.x; i < units; i += blockDim.x) {
         Unit value = kept[i].row;

@@ -1,9 +1,10 @@
-// out[m, i] = silu(gate[m, i]) * up[m, i], where gate and up are columns of one matrix: the activation of a gated MLP. Both factors are
-// rounded to SCALAR first, as transformers rounds them.
+// out[m, i] = silu(gate[m, i]) * up[m, i], where gate and up are columns of one matrix: the activation of a gated MLP. Both
+// factors are rounded to SCALAR first, as transformers rounds them.
 //
-// Grid: CTAs along the columns, rows; a thread per unit of VECTOR values. Bound by memory for many rows.
+// Grid: (columns / (256 * VECTOR) rounded up, rows). CTA: 256 threads with VECTOR values each. Bound: memory for many rows.
 //
-// Compiled for SCALAR and VECTOR (values per load; columns, stride and both starts are multiples of it, and gate_up is aligned to it).
+// Compiled with SCALAR and VECTOR (values per load; columns, stride and both starts are multiples of it, and gate_up is aligned
+// to it).
 
 #include "ptx/griddepcontrol.cuh"
 #include "types.cuh"

@@ -1,4 +1,4 @@
-// VECTOR values of SCALAR that are loaded and stored at once.
+// Units of VECTOR values of type SCALAR, each loaded and stored at once.
 
 #pragma once
 

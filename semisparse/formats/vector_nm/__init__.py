@@ -33,7 +33,7 @@ FORMAT = Format(
     pack_weight=disk.pack_weight,
     unpack=disk.unpack,
     check_content=check.check_content,
-    violation=lambda packed: None,  # the checked positions leave no room for one
+    violation=lambda packed: None,  # what check_content checks implies the pattern
     kernels=(
         Kernel("cpu", "cpu", cpu.refusal, cpu.prepare),
         Kernel("decode_tensor", "cuda", decode_tensor.refusal, decode_tensor.prepare),

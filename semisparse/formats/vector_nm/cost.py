@@ -1,4 +1,4 @@
-"""What a matmul costs on a GPU, for the roofline: the operations of kept weights; for many tokens x is transposed."""
+"""The cost of a matmul on a GPU for the roofline: the operations of kept weights; for many tokens x is transposed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from semisparse.formats.vector_nm.cuda.wgmma_schedule import pays as wgmma_pays
 from semisparse.formats.vector_nm.storage.disk import vectors_of
 
 ASSUMED_SMS = 128
-"""Of a GPU that is planned for; only the tile of small matmuls depends on it."""
+"""SMs of the GPU that the cost is for. Only the tile of small matmuls depends on it."""
 
 
 WGMMA_UNPACKING = 13
@@ -21,8 +21,8 @@ WGMMA_UNPACKING = 13
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
     """Return the passes of a matmul by the kernel that is made for it.
 
-    The strategy names how stages of x are copied, and a CTA's arithmetic intensity (equation 3); where no kernel takes
-    the vectors, or cuBLAS is faster, the weight is unpacked.
+    The strategy says whether columns are packed, and a CTA's arithmetic intensity (equation 3). Where no kernel
+    supports the vectors, or cuBLAS is faster, the weight is unpacked.
     """
     pattern = vectors_of(problem.pattern)
     m, n, k, itemsize = problem.m, problem.n, problem.k, problem.dtype.itemsize
@@ -40,7 +40,7 @@ def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
     if schedule is None or too_dense or problem.dtype != problem.weight_dtype:
         dense = n * k * itemsize
         return (Pass(weight_bytes + dense, 0, "fp32", "unpacked"), *fused_cost(problem, dense))
-    way = "packing" if schedule.packed else "non-packing"
-    strategy = f"{way}, {schedule.intensity(pattern, k):.0f} FLOP/byte per CTA"
+    packing = "packing" if schedule.packed else "non-packing"
+    strategy = f"{packing}, {schedule.intensity(pattern, k):.0f} FLOP/byte per CTA"
     unit = "fp32" if problem.dtype == torch.float32 else "tensor fp16"
     return (Pass(2 * m * k * itemsize, 0, "fp32"), Pass(operands, operations, unit, strategy))

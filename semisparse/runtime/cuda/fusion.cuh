@@ -2,12 +2,12 @@
 //
 //   RMS_NORM      x is normalised: x[m, :] / sqrt(mean(x[m, :]^2) + epsilon) * norm_weight
 //   ADD_RESIDUAL  y = residual + x w^T
-//   SILU_MUL      y[:, i] = silu(gate) * up, rows i and n / 2 + i of the product
+//   SILU_MUL      y[:, i] = silu(gate) * up, columns i and n / 2 + i of x w^T
 //
-// Each result is rounded to SCALAR where transformers rounds it. In a fused kernel the weight, the bias and norm_weight are constant:
-// no kernel on the stream writes them, so they are read before griddepcontrol.wait, while the preceding kernel still runs.
+// Each result is rounded to SCALAR where transformers rounds it. In a fused kernel the weight, the bias and norm_weight are
+// constant: no kernel on the stream writes them, so they are read before griddepcontrol.wait, while the preceding kernel runs.
 //
-// Compiled for SCALAR, RMS_NORM, ADD_RESIDUAL and SILU_MUL (0 or 1).
+// Compiled with SCALAR, RMS_NORM, ADD_RESIDUAL and SILU_MUL (0 or 1).
 
 #pragma once
 

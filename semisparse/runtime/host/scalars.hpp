@@ -20,7 +20,8 @@ struct Float16 {
     using Stored = uint16_t;
     static float widen(Stored stored) {
         const uint32_t magnitude = stored & 0x7fffu;
-        // Infinities and NaN keep the largest exponent; a subnormal is its fraction in units of 2^-24.
+        // The exponent's bias grows by 112, but infinities and NaN keep the largest exponent, and a subnormal is its fraction
+        // in units of 2^-24.
         const float value = magnitude >= 0x7c00u  ? from_bits(magnitude << 13 | 0x7f800000u)
                             : magnitude >= 0x400u ? from_bits((magnitude << 13) + 0x38000000u)
                                                   : static_cast<float>(magnitude) * 0x1p-24f;

@@ -59,7 +59,7 @@ def test_damaged_orders_are_refused(monkeypatch):
         ("slots", 0, 999, "a slot is out of range"),
         ("slots", 0, gpu.NO_SLOT, "a slot is missing or repeated"),
         ("metadata", 0, 0, "2:4 group do not rise"),
-        ("metadata", 1, 0, "the tiles said to need a block"),
+        ("metadata", 1, 0, "the tiles marked as needing a block"),
     ):
         with pytest.raises(FormatError, match=message):
             VECTOR_NM.validate(changed(ordered, name, index, wrong))

@@ -11,11 +11,11 @@ from semisparse.formats.kernel import Problem, Product
 from semisparse.formats.vector_nm.storage.disk import columns_of, vectors_of
 
 GATHERED_BYTES = 4 << 20
-"""Of x gathered at a time, in float32."""
+"""Maximum bytes of x that are gathered at a time, in float32."""
 LONG = 32
-"""Rows per vector from which on a gathered column is used often enough to pay for any number of tokens."""
+"""Minimum rows per vector with which gathering beats unpacking at any number of tokens."""
 FEW_TOKENS = 16
-"""Tokens up to which shorter vectors pay: 18 ms, not 36, at 16; 359, not 88, at 256 (2048 x 2048, 16:32v8, Zen 4)."""
+"""Maximum tokens with shorter vectors: 18 ms, unpacked 36, at 16; 359 and 88 at 256 (2048 x 2048, 16:32v8, Zen 4)."""
 
 
 def refusal(problem: Problem) -> str | None:
@@ -27,7 +27,7 @@ def refusal(problem: Problem) -> str | None:
 
 
 def prepare(problem: Problem) -> Product:
-    """Return the product; nothing needs preparing."""
+    """Return the matmul; nothing needs preparing."""
     return gather_and_multiply
 
 
@@ -47,10 +47,10 @@ def gather_and_multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tenso
     y = x_t.new_empty(groups, m, length)
     step = max(1, GATHERED_BYTES // (4 * slots * m))
     for first in range(0, groups, step):
-        some = slice(first, first + step)
-        weights, wanted = values[some].float(), columns[some]
-        gathered = x_t.index_select(0, wanted.flatten()).view(*wanted.shape, m)
-        # The rows of a vector last: 0.44 ms, 3.26 the other way around (M = 1, 2048 x 2048, 16:32v32, Zen 4).
-        torch.bmm(gathered.transpose(1, 2), weights, out=y[some])
+        chunk = slice(first, first + step)
+        weights, chunk_columns = values[chunk].float(), columns[chunk]
+        gathered = x_t.index_select(0, chunk_columns.flatten()).view(*chunk_columns.shape, m)
+        # x times the weights: 0.44 ms; the weights times x: 3.26 (M = 1, 2048 x 2048, 16:32v32, Zen 4).
+        torch.bmm(gathered.transpose(1, 2), weights, out=y[chunk])
     y = y.transpose(0, 1).reshape(m, groups * length)[:, :n]
     return (y if bias is None else y + bias.float()).to(x.dtype).contiguous()

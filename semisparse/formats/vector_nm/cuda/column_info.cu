@@ -15,9 +15,9 @@
 // For gemm_fp32.cu (BYTES 4) `offsets[slot]` is the byte offset of the slot's column in the stage's buffer; 0 past the last
 // slot. For gemm.cu (BYTES 2) an entry is `slot << 16 | column`: the slot's index in the stage and the column's index in the
 // stage's buffer. Past the last slot the entry is -65536: slot -1, column 0. Of each 16 entries the lanes with
-// lane % 4 == t read entries 4 t to 4 t + 3. These four lanes multiply their i-th entries together: one load of x, free of
-// bank conflicts if the four columns differ mod 4. So each run of up to 32 slots is sorted by column mod 4 and dealt to the
-// loads round-robin. With 16 of 32 columns kept, a load then takes 1.34 wavefronts on average (simulated; measured 1.33);
+// lane % 4 == t read entries 4 t to 4 t + 3. One load of x reads the columns of the i-th entries for t = 0 to 3, free of bank
+// conflicts if these four columns differ mod 4. So each run of up to 32 slots is sorted by column mod 4 and dealt to the loads
+// round-robin. With 16 of 32 columns kept, a load then takes 1.34 wavefronts on average (simulated; measured 1.33);
 // unsorted, 1.81.
 //
 // Grid: `transpose_tiles` CTAs of 64 tokens x 64 columns, then CTAs of eight warps, one warp per task: with packing one stage
@@ -172,7 +172,7 @@ __device__ __forceinline__ void write_offsets(const ColumnInfo& info, const Buff
         const int count = min(kWarp, info.stage_slots - at);  // a multiple of 16, as stage_slots is
         const int column = lane < count ? info.column(group, stage, at + lane) : -1;
         const int in_buffer = column < 0 ? 3 : buffer_index(column);  // slots past the last are sorted last: 3 mod 4
-        int sorted_index = 0;  // among these slots, sorted by column mod 4
+        int sorted_index = 0;  // of the lane's slot among these, sorted by column mod 4
 #pragma unroll
         for (int residue = 0; residue < 4; ++residue) {
             const Word same = __ballot_sync(0xffffffffu, lane < count && in_buffer % 4 == residue);

@@ -18,7 +18,7 @@ SOURCE = CudaSource(Path(__file__).with_name("column_info.cu"), ({"BYTES": 2}, {
 
 THREADS, WARPS = 256, 8
 TILE = 64
-"""Tokens and columns that a CTA transposes."""
+"""Tokens, and columns, that a CTA transposes."""
 
 
 ColumnInfo = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None, Tensor]]
@@ -59,15 +59,15 @@ def prepare(problem: Problem, schedule: GemmSchedule) -> ColumnInfo:
         offsets = x.new_empty(row_tiles, stages, schedule.groups, schedule.slots, dtype=torch.int32)
         columns = x.new_empty(row_tiles, stages, schedule.columns, dtype=torch.int32) if schedule.packed else None
         tensors = {"x": x, "x_t": x_t, "positions": positions, "columns": columns, "offsets": offsets}
-        of_x = {"m": m, "k": k, "x_columns": width, "pitch": pitch, "transpose_tiles": transpose_tiles}
-        kernel((transpose_tiles + -(-tasks // WARPS), 1, 1), THREADS, pdl=False, **tensors, **of_x, **sizes)
+        x_sizes = {"m": m, "k": k, "x_columns": width, "pitch": pitch, "transpose_tiles": transpose_tiles}
+        kernel((transpose_tiles + -(-tasks // WARPS), 1, 1), THREADS, pdl=False, **tensors, **x_sizes, **sizes)
         return x_t, columns, offsets
 
     return column_info
 
 
 def _build(itemsize: int, pattern: VectorNM, stage_slots: int) -> KernelBuild:
-    """Return the build for elements of ``itemsize`` bytes; shared memory holds a tile of x, or a bit mask per warp."""
+    """Return the kernel for elements of ``itemsize`` bytes; shared memory holds a tile of x, or a bit mask per warp."""
     mask_words = -(-((stage_slots - 1) // pattern.keep + 2) * pattern.window // 32)
     shared = max(TILE * (TILE + 4 // itemsize) * itemsize, WARPS * 4 * mask_words)
     return SOURCE.build("semisparse_vector_nm_column_info", {"BYTES": itemsize}, shared)

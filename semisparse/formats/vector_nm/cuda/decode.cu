@@ -68,18 +68,18 @@ __device__ __forceinline__ void multiply(Accumulators& d, const Slots& slots, co
         const Column x = panel[slots.columns[i]];
 #pragma unroll
         for (int token = 0; token < TILE_M; ++token) {
-            const float of_token = to_float(x.tokens[token]);
+            const float x_value = to_float(x.tokens[token]);
 #pragma unroll
-            for (int row = 0; row < kChunk; ++row) d[token][row] += of_token * to_float(w[row]);
+            for (int row = 0; row < kChunk; ++row) d[token][row] += x_value * to_float(w[row]);
         }
     }
 }
 
-// Copies eight columns of x, from column `first` on, to the panel: those of one part of the tokens.
+// Copies eight columns of x, from column `first` on, to the panel, for one part of the tokens.
 __device__ __forceinline__ void load_eight_columns(Column* panel, const SCALAR* x, int part, int m, int k, int first) {
     constexpr int tokens = TILE_M / kPanelParts;
     struct alignas(sizeof(SCALAR) * tokens) Part {
-        SCALAR of[tokens];
+        SCALAR values[tokens];
     };
     uint4 eight[tokens];
 #pragma unroll
@@ -90,10 +90,10 @@ __device__ __forceinline__ void load_eight_columns(Column* panel, const SCALAR* 
     }
 #pragma unroll
     for (int column = 0; column < kChunk; ++column) {
-        Part of_column;
+        Part column_part;
 #pragma unroll
-        for (int i = 0; i < tokens; ++i) of_column.of[i] = reinterpret_cast<const SCALAR*>(&eight[i])[column];
-        reinterpret_cast<Part*>(panel + column)[part] = of_column;
+        for (int i = 0; i < tokens; ++i) column_part.values[i] = reinterpret_cast<const SCALAR*>(&eight[i])[column];
+        reinterpret_cast<Part*>(panel + column)[part] = column_part;
     }
 }
 

@@ -57,7 +57,7 @@ class DecodeSchedule:
     """Compile-time configuration of decode.cu.
 
     Args:
-        pattern: of the weight.
+        pattern: the weight's pattern.
         dtype: of x, the weight's values and y.
         tile_m: tokens per CTA.
         warps: warps per CTA.
@@ -109,7 +109,7 @@ class DecodeTensorSchedule:
     """Compile-time configuration of decode_tensor.cu.
 
     Args:
-        pattern: of the weight.
+        pattern: the weight's pattern.
         dtype: of x, the weight's values and y; 16 bits.
         tile_m: tokens per CTA.
         warps: warps per CTA.
@@ -193,6 +193,6 @@ def choose_decode_tensor(
         windows = schedule.windows_per_panel(k, shared_limit)
         if windows is not None:
             panels = -(-k // (windows * pattern.window))
-            # All numbers up to MAX_FAST_PANELS count as equal, and min() returns the first of equals.
+            # All numbers up to MAX_FAST_PANELS count as equal, and min() returns the first smallest entry.
             fitting.append((max(MAX_FAST_PANELS, panels), schedule))
     return min(fitting, key=lambda entry: entry[0], default=(0, None))[1]

@@ -44,7 +44,7 @@ constexpr bool kXFirst = TILE_M <= 8;                   // x is loaded before th
 
 using Accumulators = float[kM16Tiles][kN8Tiles][4];
 
-__device__ __forceinline__ const SCALAR* kind() { return nullptr; }
+__device__ __forceinline__ const SCALAR* kind() { return nullptr; }  // selects the mma of this type
 
 // The work of the grid. A row tile is computed in passes, one per panel of x. In a pass a warp multiplies up to `steps` tiles
 // of kTileSlots slots each.
@@ -83,7 +83,7 @@ struct TileIterator {
     }
 };
 
-// Returns what a chunk's index in its slot is XORed with, so that the same rows of eight slots lie in different banks.
+// Returns the value that a chunk's index in its slot is XORed with: the same rows of eight slots then lie in different banks.
 __device__ __forceinline__ int swizzle(int slot) { return slot / (kChunk / kChunksPerSlot) % kChunksPerSlot; }
 
 // Issues the copies of a tile. Returns the position of the lane's slot in its window, -1 past the last slot.
@@ -110,7 +110,8 @@ __device__ __forceinline__ Word panel_offset(Word column) {
 
 using XFragments = Word[kN8Tiles][4];  // x for a tile: its slots 0 to 7, 8 to 15, 16 to 23, 24 to 31
 
-// Loads the fragments of a single token: each lane reads x for one slot, and gets it for eight from the exchange buffer.
+// Loads the fragments of a single token: each lane reads x for one slot. Through the exchange buffer it gets x for eight: slots
+// 2 t and 2 t + 1 of every eight, t = lane % 4.
 __device__ __forceinline__ void load_single_token(Word (&x)[4], const char* panel, char* exchange, Word column) {
     const int lane = threadIdx.x % kWarp;
     __syncwarp();
@@ -210,11 +211,11 @@ struct PanelLoader {
     }
 };
 
-// The tiles of a warp that are in flight.
+// A warp's tiles in flight.
 struct Pipeline {
-    Word base;  // in shared memory
-    TileIterator next;
-    int positions[STAGES];
+    Word base;              // address of stage 0
+    TileIterator next;      // the next tile to copy
+    int positions[STAGES];  // of the lane's slot in each stage
 
     __device__ __forceinline__ Word stage(int i) const { return base + i * kTileBytes; }
 

@@ -27,7 +27,7 @@ def refusal(problem: Problem) -> str | None:
 
 
 def pays(problem: Problem) -> bool:
-    """Return whether the density is so low that the kernel is faster than unpacking the weight for cuBLAS."""
+    """Return whether the density is so low that unpacking the weight for cuBLAS is slower, or hardly faster."""
     return vectors_of(problem.pattern).density <= MAX_DENSITY
 
 

@@ -64,8 +64,8 @@ struct ValueCopier {
     const int* offsets;                         // of the next stage
     const SCALAR* values;                       // of the next stage, in the tile's first group
     int left;                                   // slots that are still to be copied
-    int sources[kValuePasses];                  // offsets of its chunks from `values`
-    int destinations[kEven ? 1 : kValuePasses]; // and in shared memory
+    int sources[kValuePasses];                  // offsets of the thread's chunks from `values`
+    int destinations[kEven ? 1 : kValuePasses]; // and in the stage's values in shared memory
 
     __device__ __forceinline__ explicit ValueCopier(const Operands& operands) : from(operands), left(operands.slots) {
         const long long first_row = static_cast<long long>(blockIdx.y) * TILE_N;
@@ -126,15 +126,15 @@ struct ThreadTile {
     __device__ __forceinline__ ThreadTile() {
         const int warp = threadIdx.x / kWarp;
         const int lane = threadIdx.x % kWarp;
-        constexpr int lanes = kRowStep / 4;  // that share a group
-        // Lanes 1 apart share tokens, lanes 2 apart share rows: 16-byte loads of both then take half the wavefronts (2 to 3
-        // %).
+        constexpr int lanes = kRowStep / 4;  // values of b that share a group
+        // Lanes 1 apart share tokens, lanes 2 apart share rows: 16-byte loads of both then take half the wavefronts (2 to
+        // 3 % faster).
         const int a = lane / 2 % 8, b = lane % 2 + lane / 16 * 2;
         token = warp % kWarpsAlongM * kWarpTokens + a * 4;
         row = warp / kWarpsAlongM * kWarpRows + b / lanes * 2 * kRowStep + b % lanes * 4;
     }
 
-    // The first of its four rows number `half`.
+    // Returns the first of the thread's first (half 0) or second (half 1) four rows.
     __device__ __forceinline__ int rows(int half) const { return row + half * kRowStep; }
 };
 

@@ -34,13 +34,13 @@ constexpr int kWarp = 32;
 constexpr int kTileM = 128;
 constexpr int kTileN = 256;
 constexpr int kTileK = 32;                          // columns of a block
-constexpr int kSlots = kTileK / 2;                  // of a slice in a block
-constexpr int kSlices = 8;                          // of 32 rows in a row tile
+constexpr int kSlots = kTileK / 2;                  // per slice and block
+constexpr int kSlices = 8;                          // per row tile, 32 rows each
 constexpr int kWarpgroup = 128;                     // threads
 constexpr int kConsumers = 2;                       // warpgroups; four, of one 64-row tile each, have too few registers
 constexpr int kProducers = 4;                       // warps
 constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
-constexpr int kHalfX = kTileK * 128;                // bytes of 64 tokens of a block
+constexpr int kHalfX = kTileK * 128;                // bytes of a block of x for 64 tokens
 constexpr int kXBytes = 2 * kHalfX;
 constexpr int kSliceBytes = kSlots * 64;
 constexpr int kMetadataBytes = 64;
@@ -86,8 +86,8 @@ struct Operands {
     int pitch, groups, slots;
 };
 
-// The i-th of sixteen 16-bit numbers.
-__device__ __forceinline__ Word sixteen(const uint4 (&of)[2], int i) {
+// Returns the i-th of sixteen 16-bit numbers.
+__device__ __forceinline__ Word extract_u16(const uint4 (&of)[2], int i) {
     const uint4& eight = of[i / 8];
     const Word both = i % 8 < 4 ? i % 4 < 2 ? eight.x : eight.y : i % 4 < 2 ? eight.z : eight.w;
     return i % 2 ? both >> 16 : both & 0xffff;
@@ -111,11 +111,13 @@ struct BlockSources {
 __device__ __forceinline__ void produce(const Operands& from, const Order& order, int row_tile, int token_tile, Word base,
                                         int before, int own) {
     const int lane = threadIdx.x % kWarp;
-    const int row = lane / 16, chunk = lane % 16;  // of x: a warp copies two columns at a time, 16 chunks of 16 bytes each
+    // x: a warp copies two columns at a time, 16 chunks of 16 bytes each. The chunk's index is XORed with column % 8 (128-byte
+    // swizzle): here with the column's parity, at each copy with the rest.
+    const int row = lane / 16, chunk = lane % 16;
     const Word to_x = chunk / 8 * kHalfX + row * 128 + ((chunk % 8 ^ row) << 4);
     const char* x = reinterpret_cast<const char*>(from.x_t + static_cast<long long>(token_tile) * kTileM + chunk * 8);
     const unsigned long long bytes = from.pitch * 2ull;
-    const Word to_w = kXBytes + lane / 4 * 64 + ((lane % 4 ^ lane / 8) << 4);  // of slots lane / 4 and lane / 4 + 8
+    const Word to_w = kXBytes + lane / 4 * 64 + ((lane % 4 ^ lane / 8) << 4);  // for slots lane / 4 and lane / 4 + 8
     const uint4* w[kSlices];
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
@@ -137,11 +139,11 @@ __device__ __forceinline__ void produce(const Operands& from, const Order& order
         mbarrier_wait_parity(full + (kEmpty - kFull), state.parity ^ 1);
 #pragma unroll
         for (int i = 0; i < kTileK / 2; ++i) {
-            cp_async_16(stage + (to_x ^ i % 4 << 5) + i * 2 * 128, x + sixteen(sources.columns, i) * bytes);
+            cp_async_16(stage + (to_x ^ i % 4 << 5) + i * 2 * 128, x + extract_u16(sources.columns, i) * bytes);
         }
 #pragma unroll
         for (int i = 0; i < 2 * kSlices; ++i) {
-            const Word slot = sixteen(sources.slots, i);
+            const Word slot = extract_u16(sources.slots, i);
             if (slot != kSkippedSlot) {
                 cp_async_16(stage + to_w + i / kSlices * 512 + i % kSlices * kSliceBytes,
                             w[i % kSlices] + (slot == kNoSlot ? 0 : slot * (LENGTH / 8)), slot == kNoSlot ? 0 : 16);
@@ -172,13 +174,13 @@ __device__ __forceinline__ void epilogue(const float (&d)[kTileM / 2], const SCA
     SCALAR* to = y + static_cast<long long>(first_token + lane / 4) * n + out_row;
 #pragma unroll
     for (int j = 0; j < kTileM / 8; ++j, to += static_cast<long long>(8) * n) {
-        Word of[2];
+        Word transposed[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            of[i] = movmatrix_trans(pack2(d[4 * j + 2 * i] + added[i], d[4 * j + 2 * i + 1] + added[i], kind));
+            transposed[i] = movmatrix_trans(pack2(d[4 * j + 2 * i] + added[i], d[4 * j + 2 * i + 1] + added[i], kind));
         }
-        const Word other = __shfl_xor_sync(0xffffffffu, odd ? of[0] : of[1], 1);
-        const uint2 four = odd ? uint2{other, of[1]} : uint2{of[0], other};
+        const Word other = __shfl_xor_sync(0xffffffffu, odd ? transposed[0] : transposed[1], 1);
+        const uint2 four = odd ? uint2{other, transposed[1]} : uint2{transposed[0], other};
         if (8 * j >= left) continue;
         if (n % 4 == 0) {
             if (rows > 0) *reinterpret_cast<uint2*>(to) = four;
@@ -228,6 +230,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) semisparse_vector_nm_g
         const int slot = lane / 16 * 8 + lane % 8;
         const int slice = warpgroup * 4 + warp / 2;  // in the first 64-row tile; in the second it is 2 higher
         const Word from_w = kXBytes + (slice * kSlots + slot) * 64 + (((warp % 2 * 2 + lane / 8 % 2) ^ (slot / 2 % 4)) << 4);
+        // Even lanes hold the metadata's low half (slots 0 to 7), odd lanes the high half; twice, for rows g and g + 8.
         const Word metadata_half = lane % 2 ? 0x3232 : 0x1010;
         for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
             const int row_tile = tile / token_tiles, token_tile = tile % token_tiles;

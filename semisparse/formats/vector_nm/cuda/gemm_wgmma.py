@@ -1,4 +1,4 @@
-"""Kernel `gemm_wgmma`: GEMM in float16 and bfloat16 on Hopper, kept vectors expanded on their way to wgmma."""
+"""Kernel `gemm_wgmma`: GEMM in float16 and bfloat16 on Hopper; kept vectors are expanded in registers for wgmma."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from semisparse.runtime.kernel import CudaSource, hopper_refusal
 from semisparse.runtime.nvrtc import Defines
 
 IN_ORDER = 2
-"""The block of permute_x.cu that leaves columns in their order."""
+"""The BLOCK of permute_x.cu that keeps the order of columns."""
 
 
 def _defines(vectors: VectorNM, dtype: torch.dtype, schedule: Schedule) -> Defines:
-    """Return the macros."""
+    """Return the macros of gemm_wgmma.cu."""
     return {"KEEP": vectors.keep, "WINDOW": vectors.window, "LENGTH": vectors.length, **schedule.defines(dtype)}
 
 
@@ -58,9 +58,9 @@ def prepare(problem: Problem, schedule: Schedule | None = None) -> Product:
     (n, k), vectors = problem.spec.shape, vectors_of(problem.pattern)
     tiles = tiles_of(n, k, vectors)
     schedule = schedule or choose(problem.m, tiles, device_facts(problem.device), RATES)
-    product = expand_gemm.prepare(
-        lambda chosen: SOURCE.build(
-            "semisparse_vector_nm_gemm_wgmma", _defines(vectors, problem.dtype, chosen), chosen.shared(tiles)
+    gemm = expand_gemm.prepare(
+        lambda candidate: SOURCE.build(
+            "semisparse_vector_nm_gemm_wgmma", _defines(vectors, problem.dtype, candidate), candidate.shared(tiles)
         ),
         schedule, tiles, IN_ORDER, (n, k), problem.device,
     )  # fmt: skip
@@ -68,6 +68,6 @@ def prepare(problem: Problem, schedule: Schedule | None = None) -> Product:
 
     def matmul(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         values, positions = aligned(packed.tensors["values"]), packed.tensors["positions"].contiguous()
-        return product(x, {"values": values, "positions": positions, "slots": slots}, bias)
+        return gemm(x, {"values": values, "positions": positions, "slots": slots}, bias)
 
     return matmul

@@ -34,7 +34,7 @@ struct Operands {
     const SCALAR* x_t;      // [columns, pitch]: x transposed
     const SCALAR* values;   // [groups, slots, LENGTH]
     const int* columns;     // [row_tiles, stages, STAGE_COLUMNS]: columns of x, -1 for none
-    const int* offsets;     // [row_tiles, stages, kGroups, STAGE_SLOTS]: of each slot's column in the buffer (column_info.cu)
+    const int* offsets;     // [row_tiles, stages, kGroups, STAGE_SLOTS]: where each slot's column is (column_info.cu)
     int pitch, groups, slots, stages;
 
     // Returns the index of the group that has the tile's first row.
@@ -51,7 +51,7 @@ struct ColumnCopier {
     const Operands& from;
     const int chunk = threadIdx.x % kChunksPerColumn;  // index of its 16 bytes in each column that the thread copies
     const int first = threadIdx.x / kChunksPerColumn;  // index in the stage of the thread's first column
-    const char* tokens;                                // PACKED: its chunk of column 0 of x; else of its first column in the next stage
+    const char* tokens;                                // its chunk; PACKED: of column 0 of x, else of `first` in the next stage
     const int* columns;                                // PACKED: its first entry of `columns`, one stage ahead of `next`
     int next[kColumnPasses];                           // PACKED: the columns of its next copies, -1 for none
 
@@ -111,7 +111,7 @@ __device__ __forceinline__ void for_each_stage(int stages, char* shared, Copy co
 #pragma unroll 1
     for (int stage = 0; stage < stages; ++stage) {
         cp_async_wait_group<in_flight - 1>();
-        __syncthreads();  // All copies of the stage are visible; with STAGES > 1, all threads have read the buffer that is filled next.
+        __syncthreads();  // the stage's copies are visible; with STAGES > 1 all threads have read the buffer to fill next
         if (STAGES > 1) copy_next();
         compute(shared + reading);
         if (STAGES == 1) {

@@ -25,10 +25,11 @@ PORTABLE_SHARED = 99 << 10
 """Bytes of shared memory that a CTA may use on every GPU from compute capability 8.0 on."""
 
 MAX_DENSITY = 0.3
-"""Highest density at which a 16-bit GEMM on the packed weight beats unpacking for cuBLAS.
+"""Highest density at which 16-bit GEMMs on the packed weight are used instead of unpacking for cuBLAS.
 
-At 12:32v32 `gemm_sparse` only equals that. `gemm` takes 156 us at 16:32v32, 130 at 12:32, 102 at 8:32, 69 at 4:32, and
-cuBLAS 88 (bfloat16, M = 2,048, 4096 x 4096, H200; an earlier build of `gemm`).
+At 12:32v32, 8:32v32 and 4:32v32 `gemm` takes 0.69 to 1.47, 0.50 to 1.17 and 0.30 to 0.78 times as long as unpacking
+(bfloat16, 64 to 4,096 tokens, three shapes, H200; results/h200/vector_nm-bfloat16.csv). At 12:32v32 `gemm_sparse` only
+equals unpacking.
 """
 
 PACKING_SHARE = 0.5
@@ -49,7 +50,7 @@ MAX_COLUMN_PASSES = {2: 16, 4: 8}
 registers."""
 
 HIDING_WARPS = 4
-"""Warps per SM that hide one another's latencies; with fewer, time grows in proportion."""
+"""Warps per SM that are enough to hide latency; with fewer, time grows in inverse proportion."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Tile:
         n: rows.
         per_thread: tokens per thread (float32), or m16 tiles per warp (16 bits).
         ctas_per_sm: CTAs per SM that shared memory should have room for.
-        cost: time per output over that of the largest tile, measured on an H200.
+        cost: time per output relative to the largest tile's, measured on an H200.
         max_slots: maximum slots per stage; their 16-bit weights stay in the registers of a warp.
     """
 
@@ -78,7 +79,7 @@ class Tile:
         return WARP * (self.m // warp_m) * (self.n // WARP_ROWS)
 
     def time(self, m: int, n: int, itemsize: int, sms: int) -> float:
-        """Estimate a GEMM's time: outputs of the busiest SM, as costly as the largest tile's."""
+        """Estimate a GEMM's time, in outputs that the busiest SM would compute at the largest tile's cost."""
         tiles = -(-(-(-m // self.m) * -(-n // self.n)) // sms)
         warps = min(tiles, self.ctas_per_sm) * self.threads(itemsize) // WARP
         return tiles * self.m * self.n * self.cost * max(1.0, HIDING_WARPS / warps)
@@ -217,7 +218,7 @@ def choose_gemm(
 def gemm_schedule(
     pattern: VectorNM, tile: Tile, dtype: torch.dtype, packed: bool, limit: int = PORTABLE_SHARED
 ) -> GemmSchedule | None:
-    """Return the schedule of a tile with the longest stages, two or three of them, that fit; None if none fit.
+    """Return the schedule of a tile with the longest stages that fit, two or three of them; None if none fit.
 
     Stages whose column list fits registers and which leave room for ``tile.ctas_per_sm`` CTAs are preferred.
 
@@ -271,6 +272,6 @@ SPARSE_STAGE_BYTES = (16 << 10) + 64 + 16
 SPARSE_MIN_M = 1024
 """M from which `gemm_sparse` beats unpacking for cuBLAS.
 
-Its speed-up is 1.07 to 1.25 at 8:32v32 and 1.48 to 1.78 at 4:32v32 with 2,048 and 4,096 tokens (H200, three shapes);
-with 512 tokens and 4,096 rows only half of the SMs have a tile.
+With 2,048 and 4,096 tokens it is 1.07 to 1.25 times as fast at 8:32v32 and 1.48 to 1.78 times at 4:32v32 (H200, three
+shapes, results/h200/vector_nm-bfloat16.csv); with 512 tokens and 4,096 rows only half of the SMs have a tile.
 """

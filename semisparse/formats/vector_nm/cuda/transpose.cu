@@ -17,7 +17,7 @@
 
 constexpr int kThreads = 256;
 constexpr int kTileColumns = 64;
-constexpr int kChunks = kTileColumns / 8;  // of 16 bytes per token
+constexpr int kChunks = kTileColumns / 8;  // 16-byte chunks per token
 constexpr int kPasses = TILE_M * kChunks / kThreads;
 
 // Swizzle: the eight rows of a matrix, and the chunks of a row, lie in eight different groups of banks.
@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) semisparse_vector_nm_tran
     }
     __syncthreads();
     const int column = first_column + warp * 8 + lane / 4;
-    const int row = lane % 8 / 2 * 8 + lane / 8 * 2 + lane % 2;  // of 32 tokens, whose address the lane gives
+    const int row = lane % 8 / 2 * 8 + lane / 8 * 2 + lane % 2;  // of every 32 tokens, the one whose address the lane gives
 #pragma unroll
     for (int i = 0; i < TILE_M / 32; ++i) {
         Word eight[4];

@@ -1,4 +1,4 @@
-// w[n, k] from its kept vectors, zeros between them: the dense weight for cuBLAS.
+// Writes the dense weight w[n, k] for cuBLAS: the kept vectors, and zeros between them.
 //
 // Reads: the tensors of README.md, "Layout".
 // Grid: (tiles of kTileColumns columns, tiles of up to 32 rows). CTA: 256 threads. Shared memory: the dense tile, [32,
@@ -14,8 +14,8 @@
 constexpr int kTileRows = 32;
 constexpr int kGroupRows = LENGTH < kTileRows ? LENGTH : kTileRows;           // rows of a group in a tile
 constexpr int kTilesPerGroup = (LENGTH + kGroupRows - 1) / kGroupRows;
-constexpr int kGroups = kTileRows / kGroupRows;                               // of a tile
-constexpr int kWindows = WINDOW < 128 ? 128 / WINDOW : 1;                     // of a tile
+constexpr int kGroups = kTileRows / kGroupRows;                               // per tile
+constexpr int kWindows = WINDOW < 128 ? 128 / WINDOW : 1;                     // per tile
 constexpr int kTileColumns = kWindows * WINDOW;
 constexpr int kTileSlots = kWindows * KEEP;
 constexpr int kPerWord = 4 / BYTES;
@@ -30,7 +30,7 @@ struct alignas(kPerLoad * BYTES) Loaded {
 struct Tile {
     int first_group, first_row;  // the row inside its group
 
-    // The weight's row at row `row` of the tile, n if there is none.
+    // Returns the weight's row at row `row` of the tile, n if there is none.
     __device__ __forceinline__ int row(int row, int n) const {
         const int of_group = first_row + row % kGroupRows;
         const long long of_weight = (first_group + row / kGroupRows) * static_cast<long long>(LENGTH) + of_group;

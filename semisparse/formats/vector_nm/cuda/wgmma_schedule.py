@@ -1,4 +1,4 @@
-"""What `gemm_wgmma.cu` makes of a problem: its tiles, and how fast they are."""
+"""The tiles of gemm_wgmma.cu and their measured rates."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ def tiles_of(n: int, k: int, vectors: VectorNM) -> Tiles:
 
 
 def pays(problem: Problem) -> bool:
-    """Say whether `gemm_wgmma` is taken to be faster than all others but `gemm_sparse`, which is asked before it."""
+    """Return whether `gemm_wgmma` is expected to be the fastest kernel; `gemm_sparse` is preferred where it pays."""
     return MIN_TOKENS <= problem.m <= MAX_TOKENS

@@ -61,8 +61,8 @@ def check_order(packed: Packed) -> None:
         FormatError: names the tensor and what is wrong.
     """
     tensors, blocks = packed.tensors, packed.params["blocks"]
-    starts, own = tensors["block_starts"].long(), columns_of(packed)
-    groups, total = own.shape
+    starts, slot_columns = tensors["block_starts"].long(), columns_of(packed)
+    groups, total = slot_columns.shape
     if starts[0] != 0 or (starts.diff() < 1).any() or starts[-1] != blocks:
         raise FormatError(f"tensor block_starts: does not rise strictly from 0 to {blocks}, the number of blocks")
     columns = _unsigned(tensors["columns"]).unflatten(1, (2, 16)).transpose(1, 2)
@@ -85,17 +85,17 @@ def check_order(packed: Packed) -> None:
         raise FormatError(f"tensor slots: a slot is out of range; there are {groups} groups of {total} slots")
     ordered = columns.reshape(-1, 1, gpu.BLOCK_QUADS, 4).expand(-1, gpu.SLICES, -1, -1)
     multiplied = ordered.gather(3, in_quad).flatten(2)
-    if (multiplied != own[group.clamp(max=groups - 1), slots.clamp(max=total - 1)])[stored].any():
+    if (multiplied != slot_columns[group.clamp(max=groups - 1), slots.clamp(max=total - 1)])[stored].any():
         raise FormatError("tensor slots: the column that columns and metadata select is not the slot's in positions")
     slices = -(-groups * vectors.length // gpu.SLICE_ROWS)
     times = torch.bincount((index[..., None] * total + slots)[stored], minlength=slices * total)
     if (times != 1).any():
         raise FormatError("tensor slots: a slot is missing or repeated")
-    wanted = gpu.needed_blocks(stored)
-    if (needed != wanted).any():
-        raise FormatError("tensor metadata: the tiles said to need a block are not those with slots in it")
-    if ((slots == gpu.SKIPPED) == wanted[..., None]).any():
-        raise FormatError("tensor slots: those skipped are not those of the tiles that do not need the block")
+    expected = gpu.needed_blocks(stored)
+    if (needed != expected).any():
+        raise FormatError("tensor metadata: the tiles marked as needing a block are not those with slots in it")
+    if ((slots == gpu.SKIPPED) == expected[..., None]).any():
+        raise FormatError("tensor slots: slots are marked as skipped where the tile needs the block, or the reverse")
 
 
 def _unsigned(numbers: Tensor) -> Tensor:

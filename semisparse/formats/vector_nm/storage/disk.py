@@ -23,7 +23,7 @@ SPECS = (
 
 
 def vectors_of(pattern: Pattern) -> VectorNM:
-    """Return the pattern as the one family that the format stores.
+    """Return the pattern as a `VectorNM`, the only family that the format stores.
 
     Raises:
         TypeError: it is of another family.
@@ -91,7 +91,7 @@ def pack_weight(weight: Tensor, pattern: Pattern) -> tuple[Params, dict[str, Ten
 
 
 def _lowest_unstored(stored: Tensor, keep: int) -> Tensor:
-    """Mark, in each window ([..., window] bool), as many of the lowest unstored vectors as are missing to ``keep``."""
+    """Mark the lowest unstored vectors of each window, [..., window] bool, so many that ``keep`` are stored."""
     missing = keep - stored.sum(-1, keepdim=True, dtype=torch.int16)
     return ~stored & ((~stored).cumsum(-1, dtype=torch.int16) <= missing)
 

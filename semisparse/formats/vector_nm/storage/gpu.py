@@ -28,12 +28,12 @@ VECTORS, SPARSE_MMA = "vectors", "sparse_mma"
 
 SLICES, SLICE_ROWS = SPARSE_TILE_N // 32, 32
 MMA_TILES = SPARSE_TILE_N // 64
-"""64-row tiles of a row tile."""
+"""64-row tiles per row tile."""
 BLOCK_QUADS = 8
 BLOCK_SLOTS = 2 * BLOCK_QUADS
-"""Of a slice in a block, at most."""
+"""Maximum slots of a slice in a block."""
 NO_SLOT, SKIPPED = 0xFFFF, 0xFFFE
-"""What `slots` holds instead of a slot: for zeros; where the 64-row tile skips the block."""
+"""What `slots` holds instead of a slot: for zeros, and where the slice's 64-row tile skips the block."""
 
 ORDERED_SPECS = (
     *(replace(spec, split_n=None, split_k=None) for spec in disk.SPECS),
@@ -107,7 +107,7 @@ def with_order(packed: Packed) -> Packed:
     slots, metadata = _slots_and_metadata(columns, row_tile, slot_of)
     needed = needed_blocks(slots >= 0)
     slots = torch.where(needed[..., None], slots.masked_fill(slots < 0, NO_SLOT), SKIPPED)
-    # A producer's lanes copy the columns of one parity.
+    # Each lane of gemm_sparse.cu's producers copies columns of one parity.
     by_parity = columns.clamp(min=0).view(-1, 16, 2).transpose(1, 2).flatten(1)
     tensors = {
         "block_starts": starts.to(torch.int32),
@@ -123,7 +123,7 @@ def needed_blocks(stored: Tensor) -> Tensor:
     """Mark the blocks of which a slice's 64-row tile keeps something.
 
     Args:
-        stored: [blocks, slices, 16] bool, whether the slice has such a slot.
+        stored: [blocks, slices, 16] bool, whether the slice has that slot.
     Returns:
         [blocks, slices] bool.
     """
@@ -131,7 +131,10 @@ def needed_blocks(stored: Tensor) -> Tensor:
 
 
 def _slots_of_slices(packed: Packed) -> Tensor:
-    """Return the slot of each column, [row_tiles, slices, columns + 1] int32; -1 for none, as in the last column."""
+    """Return the slot of each column in each slice, [row_tiles, slices, columns + 1] int32; -1: none.
+
+    The last column is -1 throughout, so that column -1 has no slot.
+    """
     vectors, (n, k) = vectors_of(packed.pattern), packed.shape
     columns = columns_of(packed)
     groups, total = columns.shape
@@ -149,18 +152,19 @@ def _mma_tiles_of(masks: Tensor) -> Tensor:
     return sum((either >> 2 * i & 1) << i for i in range(MMA_TILES)).int()  # type: ignore[union-attr]
 
 
-def _count(bits: Tensor, width: int) -> Tensor:
+def _count_bits(bits: Tensor, width: int) -> Tensor:
     return sum((bits >> i & 1).int() for i in range(width))  # type: ignore[return-value]
 
 
 def _priority(masks: Tensor) -> Tensor:
-    """Return what columns are sorted by before they are assigned to quads, from a bit for each slice that keeps them.
+    """Return the key that columns are sorted by before they are assigned to quads. ``masks`` has a bit per slice.
 
-    More 64-row tiles first, the same tiles together, more slices first. At 8:32v32 a 64-row tile then multiplies .54 of
-    K / 32 blocks, of .94 in all; with the columns in their own order .75 of .91 (random weights, K = 4,096).
+    More 64-row tiles first, the same tiles together, more slices first. At 8:32v32 a row tile then has .94 K / 32
+    blocks, and a 64-row tile multiplies .54 K / 32; with columns in their own order .91 and .75 (random weights,
+    K = 4,096).
     """
     tiles = _mma_tiles_of(masks)
-    return ((MMA_TILES - _count(tiles, MMA_TILES)) * 16 + tiles) * 16 + SLICES - _count(masks, SLICES)
+    return ((MMA_TILES - _count_bits(tiles, MMA_TILES)) * 16 + tiles) * 16 + SLICES - _count_bits(masks, SLICES)
 
 
 def _blocks_of(quads: Tensor, quad_counts: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,7 +181,7 @@ def _blocks_of(quads: Tensor, quad_counts: Tensor, masks: Tensor) -> tuple[Tenso
     row_tiles, width, _ = quads.shape
     kept = masks.gather(1, quads.clamp(min=0).flatten(1).long()).view_as(quads).masked_fill_(quads < 0, 0)
     tiles = _mma_tiles_of(kept[..., 0] | kept[..., 1] | kept[..., 2] | kept[..., 3])
-    order = ((MMA_TILES - _count(tiles, MMA_TILES)) * 16 + tiles).argsort(dim=1, stable=True)
+    order = ((MMA_TILES - _count_bits(tiles, MMA_TILES)) * 16 + tiles).argsort(dim=1, stable=True)
     blocks = -(-quad_counts.long() // BLOCK_QUADS)
     most = int(blocks.max()) * BLOCK_QUADS
     sorted_quads = quads.gather(1, order[..., None].expand_as(quads))
@@ -188,11 +192,11 @@ def _blocks_of(quads: Tensor, quad_counts: Tensor, masks: Tensor) -> tuple[Tenso
 
 
 def _slots_and_metadata(columns: Tensor, row_tile: Tensor, slot_of: Tensor) -> tuple[Tensor, Tensor]:
-    """Find what each slice keeps of a block.
+    """Return the slots and the 2:4 metadata of each slice in each block.
 
     Args:
         columns: [blocks, 32] int64, -1 for none.
-        row_tile: [blocks], that a block belongs to.
+        row_tile: [blocks], the row tile of each block.
         slot_of: [row_tiles, slices, all columns + 1] int32, -1 for none; the last column is for -1.
     Returns:
         slots: [blocks, slices, 16] int32, two of each quad, -1 for none.
@@ -203,7 +207,7 @@ def _slots_and_metadata(columns: Tensor, row_tile: Tensor, slot_of: Tensor) -> t
     kept = found >= 0
     count = kept.sum(-1)
     first, last = kept.int().argmax(-1), 3 - kept.flip(-1).int().argmax(-1)
-    # Where a slice keeps one column of a quad, or none, a slot stays empty: at position 0, or at 1 where 0 is kept.
+    # If a slice keeps fewer than two columns of a quad, the empty slots take the lowest free positions.
     lower = torch.where(count == 2, first, 0)
     upper = torch.where((count == 2) | ((count == 1) & (last > 0)), last, 1)
     slots = found.gather(-1, torch.stack([lower, upper], -1)).flatten(2)

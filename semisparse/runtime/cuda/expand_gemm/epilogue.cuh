@@ -9,7 +9,7 @@
 constexpr int kConsumerWarps = WARPGROUPS * 4;  // 16 rows each
 constexpr int kTokenGroups = TILE_M / 8;
 
-// Lane 4 * g + t holds, of every eight tokens, 2 t and 2 t + 1: those of row g, then those of row g + 8.
+// For each group of eight tokens, lane 4 * g + t holds tokens 2 t and 2 t + 1 of row g, then of row g + 8.
 using Accumulators = float[TILE_M / 2];
 
 __device__ __forceinline__ float4 token_group(const Accumulators& accumulators, int group) {
@@ -22,7 +22,8 @@ __device__ __forceinline__ void add(Accumulators& accumulators, int group, float
     accumulators[4 * group + 2] += more.z, accumulators[4 * group + 3] += more.w;
 }
 
-// Rounds two floats to one word, the first in its low half. pack2 of types.cuh compiles to other code in two builds of bitmask's gemm.cu.
+// Rounds two floats to one word, the first in its low half. Not pack2 of types.cuh, which compiles to different code in two
+// variants of bitmask's gemm.cu and has not been timed there.
 template <typename Scalar>
 __device__ __forceinline__ Word pack(float low, float high) {
     Scalar values[2];
@@ -31,8 +32,8 @@ __device__ __forceinline__ Word pack(float low, float high) {
 }
 
 struct WarpOutput {
-    SCALAR* y;             // of the warp's first token and row
-    int tokens, rows, n;   // how many there are from these on; n is y's pitch
+    SCALAR* y;             // at the warp's first token and row
+    int tokens, rows, n;   // tokens and rows from these to the end of y; n is y's pitch
     float upper, lower;    // bias of rows g and g + 8
 
     __device__ __forceinline__ WarpOutput(SCALAR* y, const SCALAR* bias, int first_token, int first_row, int m, int n, int lane)

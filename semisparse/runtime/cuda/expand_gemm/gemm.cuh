@@ -5,24 +5,24 @@
 // 16 columns while the tensor cores compute the steps before. x is the operand in shared memory, with its columns in the order
 // of the fragments: permute_x.cu stores it so, swizzled.
 //
-// CTA tile: TILE_M tokens by WARPGROUPS * 64 rows of w; a cluster has CLUSTER such tiles of rows and multicasts x among them.
+// CTA tile: TILE_M tokens by WARPGROUPS * 64 rows of w; a cluster has CLUSTER such tiles along N and multicasts x among them.
 // Grid: CLUSTER times the ranges of stream_k.cuh, which divides the work.
-// CTA: WARPGROUPS consumer warpgroups (expand and wgmma), and one producer warpgroup, which issues bulk copies: warp 0 of x, the
-// others of weights. setmaxnreg moves registers to the consumers.
+// CTA: WARPGROUPS consumer warpgroups (expand and wgmma), and one producer warpgroup, which issues bulk copies: warp 0 those of
+// x, the others those of weights. setmaxnreg moves registers to the consumers.
 //
 // Dynamic shared memory, in bytes:
 //   X_STAGES x tiles, each four slices of 64 columns with a full and an empty mbarrier of their own    512 TILE_M each
 //   STAGES stages of one weight tile per consumer warp                                   Weights::kTileBytes per tile
 //   Weights::kExtraBytes, then 16 per stage of weights and per slice of x: the mbarriers
 //
-// A format gives a type Weights, the operands of its kernel:
+// A format defines a type Weights, its operands:
 //   kTileBytes, kExtraBytes             see above
 //   kProducerRegisters                  per thread of the producer warpgroup, a multiple of 8
-//   kProducers                          threads that arrive at each stage's full mbarrier; 0: no producer copies tiles
-//   produce(memory, work, first, last, warp, lane)    copies the tiles of the iterations `first` to `last`, or a share of them:
-//                                       by kProducerWarps warps, if there are producers
+//   kProducers                          threads that arrive on each stage's full mbarrier; 0: consumers copy their own tiles
+//   produce(memory, work, first, last, warp, lane)    copies tiles of the iterations from `first` to before `last`, which the
+//                                       kProducerWarps warps share; only if kProducers > 0
 //   Stream(weights, memory, work, first, last, warp, lane)      a consumer warp's tiles, in the order of its iterations:
-//     acquire(iteration)                waits for a tile; returns what has expand<step>(fragment), steps in order
+//     acquire(iteration)                waits for a tile; returns an object whose expand<step>(fragment) is called step by step
 //     release(iteration)                the tile has been expanded
 //
 // Compiled for sm_90a with SCALAR (__half or __nv_bfloat16), TILE_M (16, 32, or a multiple of 64 up to 256), WARPGROUPS,
@@ -43,24 +43,24 @@
 constexpr int kConsumerThreads = kConsumerWarps * kWarpSize;
 constexpr int kThreads = kConsumerThreads + 128;                     // setmaxnreg is per warpgroup: the producer is a whole one
 constexpr int kRegisters = 65536 / CTAS_PER_SM / kThreads / 8 * 8;   // per thread at launch
-constexpr int kMostRegisters = 256;                                  // that setmaxnreg takes
-constexpr int kXSlices = 4;                                           // of 64 columns per tile
+constexpr int kMostRegisters = 256;                                  // maximum that setmaxnreg is given
+constexpr int kXSlices = 4;                                           // per tile, 64 columns each
 constexpr int kXSliceBytes = TILE_M * 128;
 constexpr int kXBytes = kXSlices * kXSliceBytes;
-constexpr int kReleases = kConsumerWarps * kArrivalsPerWarp;         // of a stage, before it is filled again
-constexpr int kProducerWarps = 3;                                    // of weights
+constexpr int kReleases = kConsumerWarps * kArrivalsPerWarp;         // arrivals that release a stage
+constexpr int kProducerWarps = 3;                                    // that copy weights
 constexpr int kInFlight = 2;                                         // wgmma groups in flight while a fragment is expanded
 
 using Fragments = Word[2 * kInFlight][4];
 
-// Where tiles are in shared memory: stage by stage, one of each consumer warp.
+// Where weight tiles are in shared memory: stage by stage, one per consumer warp.
 struct StreamMemory {
-    Word tiles;         // of stage 0
+    Word tiles;         // address of stage 0
     Word extra;         // Weights::kExtraBytes
     Pipeline pipeline;  // of the stages, if there are producers
 };
 
-// Arrives on the slice's empty mbarrier of every CTA of the cluster: each multicasts a share of it.
+// Arrives on the slice's empty mbarrier in every CTA of the cluster, since each multicasts a share of the slice.
 __device__ __forceinline__ void release_slice(Word empty, int lane) {
     if constexpr (CLUSTER > 1) {
         mbarrier_arrive_warp_cluster<CLUSTER>(empty, lane);
@@ -69,8 +69,9 @@ __device__ __forceinline__ void release_slice(Word empty, int lane) {
     }
 }
 
-// One iteration: 16 k-steps, each expanded while wgmma computes the two before. `previous` is the x stage of the iteration
-// before, whose last slice is still read at first; negative if there was none.
+// One iteration: 16 k-steps, each expanded while wgmma computes the two before. `x` is the descriptor's low word of the x
+// stage. `previous` is the x stage of the iteration before, whose last slice is still being read; negative if there was none.
+// `begins`: this is the output tile's first iteration, so the accumulators are overwritten.
 template <int step = 0, typename Tile>
 __device__ __forceinline__ void wgmma_tile(Accumulators& accumulators, Fragments& fragments, Tile& tile, Pipeline pipeline, Word x,
                                            PipelineState<X_STAGES> state, int previous, bool begins, int lane) {
@@ -117,7 +118,7 @@ __device__ __forceinline__ void load_x(Pipeline pipeline, Word stages, const uns
     }
 }
 
-// The operands of a kernel beside its weights.
+// The kernel's operands except its weights.
 struct Operands {
     const unsigned char* x;  // as permute_x.cu stores it
     const SCALAR* bias;      // [n] or null

@@ -4,7 +4,8 @@
 
 #include "ptx/mbarrier.cuh"
 
-// The current stage of a pipeline, and the parity that its mbarriers complete next.
+// The current stage of a pipeline, and the parity of the phase that its full mbarrier completes next. For the empty mbarrier,
+// producers wait for parity ^ 1, which a new mbarrier counts as completed.
 template <int stages>
 struct PipelineState {
     int stage = 0, parity = 0;

@@ -7,7 +7,8 @@
 //   SPLIT_K > 0  split-K: an output tile is SPLIT_K ranges; every CTA stores its partial accumulators and then adds all of
 //                them for its share of the tokens.
 // Partials are added in the order of the ranges, so every run returns the same bits. Each warp exchanges its own 16 rows. CTAs
-// start in the order of their numbers and those of an output tile are neighbours, so a CTA waits only for resident ones.
+// start in the order of their numbers, and those of an output tile are consecutive: a CTA waits only for CTAs that are resident
+// or start next.
 
 #pragma once
 
@@ -37,8 +38,8 @@ __device__ __forceinline__ WorkRanges make_ranges(int m, int row_tiles, int colu
     return {column_tiles, m_tiles, row_groups * m_tiles * column_tiles, static_cast<int>(gridDim.x) / CLUSTER};
 }
 
-// The tile of the weight that a consumer warp meets in an iteration. Going on to the next one takes no division but at the end
-// of an output tile. Rows past the last tile repeat it; their accumulators are not stored.
+// A consumer warp's weight tile in an iteration. Advancing divides only at the end of an output tile. Warps past the last row
+// tile repeat it; their accumulators are not stored.
 struct TileCursor {
     WorkRanges work;
     int iteration, column, row_tile;
@@ -59,7 +60,7 @@ struct TileCursor {
     }
 };
 
-// Partial accumulators in global memory, and counters of the warps that stored theirs. permute_x.cu zeroes the counters.
+// Partial accumulators in global memory, and counts of the warps that have stored theirs. permute_x.cu zeroes the counters.
 struct Workspace {
     float4* partials;  // [CTAs, kConsumerWarps, kTokenGroups, kWarpSize]
     int* counters;     // [CTAs, kConsumerWarps]
@@ -68,7 +69,7 @@ struct Workspace {
         const long long cta = static_cast<long long>(range) * CLUSTER + blockIdx.x % CLUSTER;
         return partials + (cta * kConsumerWarps + warp) * kTokenGroups * kWarpSize + lane;
     }
-    // Of a warp position, for a range (Stream-K) or an output tile (split-K).
+    // Returns a warp's counter; `number` is that of the range (Stream-K) or of the output tile (split-K).
     __device__ __forceinline__ int* counter(int number, int warp) const {
         return counters + (number * CLUSTER + blockIdx.x % CLUSTER) * kConsumerWarps + warp;
     }

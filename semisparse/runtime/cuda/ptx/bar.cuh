@@ -2,7 +2,7 @@
 
 #pragma once
 
-// Waits until `threads` threads have arrived on or wait for the barrier.
+// Arrives, and waits until `threads` threads have arrived.
 template <int threads>
 __device__ __forceinline__ void bar_sync(int barrier) {
     asm volatile("bar.sync %0, %1;" : : "r"(barrier), "n"(threads) : "memory");

@@ -4,23 +4,23 @@
 
 #include "word.cuh"
 
-// 16 bytes, past L1; of the source `source_bytes` are read and the rest is written as zeros.
+// Copies 16 bytes, bypassing L1: `source_bytes` from the source, then zeros.
 __device__ __forceinline__ void cp_async_16(Word to, const void* from, int source_bytes = 16) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" : : "r"(to), "l"(from), "r"(source_bytes) : "memory");
 }
 
-// 16 bytes at a compile-time offset of both addresses: the compiler would make 64-bit sums of others.
+// Copies 16 bytes at a compile-time offset from both addresses. As an immediate it costs no 64-bit addition.
 template <int offset>
 __device__ __forceinline__ void cp_async_16_at(Word to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0+%2], [%1+%2], 16;" : : "r"(to), "l"(from), "n"(offset) : "memory");
 }
 
-// 16 bytes, past L1, whose 128-byte line comes to L2 as a whole: the rest is read soon, by others.
+// Copies 16 bytes, bypassing L1, and prefetches their 128-byte line to L2: other threads read the rest soon.
 __device__ __forceinline__ void cp_async_16_prefetch_128(Word to, const void* from) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" : : "r"(to), "l"(from) : "memory");
 }
 
-// 4 or 8 bytes, through L1.
+// Copies 4 or 8 bytes, through L1.
 template <int bytes>
 __device__ __forceinline__ void cp_async(Word to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" : : "r"(to), "l"(from), "n"(bytes) : "memory");

@@ -1,4 +1,4 @@
-// cp.async.bulk: copies of a whole range by one thread, that complete on an mbarrier (Hopper and later).
+// cp.async.bulk: copies of contiguous bytes, issued by one thread and completed on an mbarrier (Hopper and later).
 
 #pragma once
 
@@ -10,7 +10,7 @@ __device__ __forceinline__ void cp_async_bulk(Word to, const void* from, int byt
         : : "r"(to), "l"(from), "r"(bytes), "r"(mbarrier) : "memory");
 }
 
-// The same to the same shared-memory address of every CTA of the cluster whose bit is set; each one's mbarrier is signalled.
+// Copies to this shared-memory address in each CTA of the cluster whose bit is set, and signals that CTA's mbarrier.
 __device__ __forceinline__ void cp_async_bulk_multicast(Word to, const void* from, Word bytes, Word mbarrier,
                                                         unsigned short cta_mask) {
     asm volatile(
@@ -20,7 +20,7 @@ __device__ __forceinline__ void cp_async_bulk_multicast(Word to, const void* fro
         : "memory");
 }
 
-// Prefetches a multiple of 16 bytes, from a multiple of 16 on, to L2; nothing on older GPUs.
+// Prefetches to L2. `bytes` and the address are multiples of 16. A no-op before Hopper.
 __device__ __forceinline__ void cp_async_bulk_prefetch_L2(const void* from, Word bytes) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" : : "l"(from), "r"(bytes));

@@ -14,7 +14,7 @@ __device__ __forceinline__ uint4 ld_global_nc_v4(const void* from) {
 
 __device__ __forceinline__ void prefetch_global_L2(const void* from) { asm volatile("prefetch.global.L2 [%0];" : : "l"(from)); }
 
-// ld.relaxed.gpu: what is at an address while a preceding kernel may still write it. Good for nothing but prefetching.
+// ld.relaxed.gpu: reads an address that a preceding kernel may still write. The value may be stale: use it only to prefetch.
 __device__ __forceinline__ Word ld_relaxed_gpu(const void* from) {
     Word value;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
@@ -27,7 +27,7 @@ __device__ __forceinline__ int ld_acquire_gpu(const int* from) {
     return value;
 }
 
-// Adds 1 after this CTA's writes before the last __syncthreads are visible to the GPU.
+// Adds 1 once this thread's writes, and those that a barrier ordered before it, are visible to the GPU.
 __device__ __forceinline__ void red_release_gpu_increment(int* counter) {
     asm volatile("red.release.gpu.global.add.s32 [%0], 1;" : : "l"(counter) : "memory");
 }

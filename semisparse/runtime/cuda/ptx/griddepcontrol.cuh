@@ -1,4 +1,4 @@
-// griddepcontrol: programmatic dependent launch (PDL; Hopper and later, nothing before).
+// griddepcontrol: programmatic dependent launch (PDL), a no-op before Hopper.
 
 #pragma once
 
@@ -9,7 +9,7 @@ __device__ __forceinline__ void griddepcontrol_wait() {
 #endif
 }
 
-// Lets the next kernel on the stream start once every CTA has come here or ended.
+// Lets the next kernel on the stream start once every CTA has called this or exited.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" : : : "memory");

@@ -11,7 +11,7 @@ __device__ __forceinline__ Word prmt(Word low, Word high, Word selector) {
     return d;
 }
 
-// mad.lo.u32: a * b + c on the multipliers' pipe, where the compiler would shift on the busier ALU pipe.
+// mad.lo.u32: a * b + c on the FMA pipe, where the compiler would shift on the busier ALU pipe.
 __device__ __forceinline__ Word mad_lo(Word a, Word b, Word c) {
     Word d;
     asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
@@ -25,18 +25,18 @@ __device__ __forceinline__ const char* mad_wide(Word a, Word b, const char* poin
     return reinterpret_cast<const char*>(d);
 }
 
-// The same value, about which the compiler knows nothing: it would otherwise scale and add each use of it anew.
+// Returns `value`, but hides from the compiler how it was computed, so that it is not computed again at each use.
 __device__ __forceinline__ Word opaque(Word value) {
     asm("" : "+r"(value));
     return value;
 }
 
-// Whether this lane is the one that elect.sync picks of the warp; lane 0 before Hopper.
+// Returns true in one lane of the warp: the one that elect.sync picks; lane 0 before Hopper.
 __device__ __forceinline__ bool elect_sync() {
 #if __CUDA_ARCH__ >= 900
-    Word chosen;
-    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(chosen));
-    return chosen;
+    Word elected;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
+    return elected;
 #else
     return threadIdx.x % 32 == 0;
 #endif

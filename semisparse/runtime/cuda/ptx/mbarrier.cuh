@@ -15,13 +15,13 @@ __device__ __forceinline__ void mbarrier_arrive(Word mbarrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(mbarrier) : "memory");
 }
 
-// Arrives, and adds `bytes` to what bulk copies must complete before the phase ends.
+// Arrives, and adds `bytes` to those that bulk copies must complete before the phase ends.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(Word mbarrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" : : "r"(mbarrier), "r"(bytes) : "memory");
 }
 
-// Arrives on the mbarrier at the same address of CTA `rank` of the cluster. It releases nothing: what is handed back was only
-// read. `.release.cluster` costs a fence of the whole GPU, some 1,200 cycles each time.
+// Arrives on the mbarrier at this address in CTA `rank` of the cluster. Without `.release.cluster`, whose GPU-wide fence costs
+// some 1,200 cycles: the data before it were only read, so no writes need ordering.
 __device__ __forceinline__ void mbarrier_arrive_cluster(Word mbarrier, Word rank) {
     asm volatile(
         "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"

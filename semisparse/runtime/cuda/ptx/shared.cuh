@@ -9,7 +9,7 @@ __device__ __forceinline__ Word smem_address(const void* pointer) {
     return static_cast<Word>(__cvta_generic_to_shared(pointer));
 }
 
-// ld.shared.u32 at address + offset. All of these are volatile: the compiler keeps them in the order written.
+// ld.shared.u32 at address + offset. All functions here are volatile asm: the compiler keeps their order.
 template <int offset = 0>
 __device__ __forceinline__ Word ld_shared(Word address) {
     Word value;
@@ -39,7 +39,7 @@ __device__ __forceinline__ void st_shared_u8(Word address, char value) {
     asm volatile("st.shared.u8 [%0], %1;" : : "r"(address), "r"(static_cast<Word>(value)) : "memory");
 }
 
-// Loads that stay behind the stores and barriers written before them: ld.shared with a memory clobber.
+// Loads that the compiler keeps behind earlier stores and barriers of C++, too: ld.shared with a memory clobber.
 __device__ __forceinline__ void ld_shared_ordered(Word (&words)[2], Word address) {
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(address) : "memory");
 }

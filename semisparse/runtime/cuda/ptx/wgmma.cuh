@@ -1,4 +1,4 @@
-// wgmma: asynchronous matrix products of a warpgroup, 64 rows at a time (Hopper).
+// wgmma: asynchronous matrix multiply-accumulate by a warpgroup, 64 rows at a time (Hopper).
 
 #pragma once
 
@@ -17,23 +17,23 @@ __device__ __forceinline__ void wgmma_wait_group() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(pending) : "memory");
 }
 
-// Matrix descriptors. The address of a CTA in a cluster has its rank in the upper bits, which are left out.
+// Matrix descriptors. In a cluster, the upper bits of a shared-memory address hold the CTA's rank: they are masked out.
 
-// The 16-byte units of 128-byte rows are in order, or XORed by the row's number modulo 8.
+// The 16-byte units of 128-byte rows are in order, or unit u of row r is at u ^ r % 8.
 enum Swizzle : Long { kNoSwizzle = 0, kSwizzle128 = 1 };
 
-// `leading` and `stride` are byte offsets: of the next core matrix along the leading dimension, and of the next eight rows.
+// `leading` and `stride` are byte offsets: to the next core matrix along the leading dimension, and to the next eight rows.
 __device__ __forceinline__ Long smem_descriptor(Word address, Word leading, Word stride, Long swizzle) {
     return static_cast<Long>((address & 0x3ffff) >> 4) | static_cast<Long>(leading >> 4) << 16 |
            static_cast<Long>(stride >> 4) << 32 | swizzle << 62;
 }
 
-// The low word of the descriptor of 128-byte swizzled rows; it advances by 1 for 16 bytes.
+// The descriptor's low word for 128-byte swizzled rows. Adding 1 advances it by 16 bytes.
 __device__ __forceinline__ Word smem_descriptor_low(Word address) { return (address & 0x3ffff) >> 4 | 1u << 16; }
 
 constexpr Word kSmemDescriptorHigh = 64 | 1u << 30;  // its high word: 1,024 bytes from 8 rows to the next 8, 128-byte swizzle
 
-// Lists of accumulator registers and of the operands behind them, by their count.
+// Parts of asm statements, by the number of accumulators: constraints (HOLD), placeholders (D), and those of later operands.
 #define WGMMA_HOLD8(c, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3]), c(d[i + 4]), c(d[i + 5]), c(d[i + 6]), c(d[i + 7])
 #define WGMMA_HOLD16(c, i) WGMMA_HOLD8(c, i), WGMMA_HOLD8(c, i + 8)
 #define WGMMA_HOLD32(c, i) WGMMA_HOLD16(c, i), WGMMA_HOLD16(c, i + 16)
@@ -60,7 +60,7 @@ constexpr Word kSmemDescriptorHigh = 64 | 1u << 30;  // its high word: 1,024 byt
 #define WGMMA_EXPAND(MACRO, ...) MACRO(__VA_ARGS__)
 
 // d[64, N] = (scale_d ? d : 0) + a[64, 16] b[16, N], N twice the length of d. `a` is a warp's fragment of its 16 rows, as for
-// mma.m16n8k16; `b` is the low word of the descriptor of N rows of 128 swizzled bytes. The last argument gives the type.
+// mma.m16n8k16; `b` is the descriptor's low word for N rows of 128 swizzled bytes. The last argument gives the type.
 #define WGMMA_RS(TYPE, ELEMENT, N, COUNT, A0, A1, A2, A3, B, SCALE, HIGH)                                                   \
     __device__ __forceinline__ void wgmma_m64k16(float (&d)[COUNT], const Word (&a)[4], Word b, int scale_d, const ELEMENT*) { \
         asm volatile("{\n.reg .pred scale;\n.reg .b64 b;\nsetp.ne.b32 scale, " SCALE ", 0;\nmov.b64 b, {" B ", " HIGH "};\n"  \
@@ -80,8 +80,8 @@ WGMMA_EXPAND(WGMMA_RS_BOTH, "128", 64, WGMMA_OPERANDS64)
 WGMMA_EXPAND(WGMMA_RS_BOTH, "192", 96, WGMMA_OPERANDS96)
 WGMMA_EXPAND(WGMMA_RS_BOTH, "256", 128, WGMMA_OPERANDS128)
 
-// d[64, 128] += a[64, 32] b[32, 128], a 2:4 sparse: its 16 kept columns in registers, their positions in `metadata`; `b` is the
-// descriptor of 32 columns of 64 swizzled tokens each (N-major).
+// d[64, 128] += a[64, 32] b[32, 128], a 2:4 sparse: 16 kept values per row in registers, their positions in `metadata`. `b` is
+// the descriptor of an N-major matrix in swizzled 128-byte rows: 64 tokens of a column of x each.
 #define WGMMA_SP_RS(TYPE, ELEMENT, A0, A1, A2, A3, B, METADATA, UNUSED)                                                      \
     __device__ __forceinline__ void wgmma_sp_m64n128k32(float (&d)[64], const Word (&a)[4], Long b, Word metadata,          \
                                                         const ELEMENT*) {                                                   \
@@ -93,12 +93,12 @@ WGMMA_EXPAND(WGMMA_RS_BOTH, "256", 128, WGMMA_OPERANDS128)
 WGMMA_EXPAND(WGMMA_SP_RS, "f16", __half, WGMMA_OPERANDS64)
 WGMMA_EXPAND(WGMMA_SP_RS, "bf16", __nv_bfloat16, WGMMA_OPERANDS64)
 
-// The element types of 8 bits.
+// 8-bit element types.
 struct Int8 {};
 struct Fp8 {};  // e4m3
 
-// d[64, N] = (scale_d ? d : 0) + a[64, 64 bytes of K] b[64 bytes of K, N], a 2:4 sparse with 32 bytes per row; a and b are
-// descriptors of K-major matrices. `selector` picks the threads whose metadata counts. The last argument gives the type.
+// d[64, N] = (scale_d ? d : 0) + a[64, 64 bytes of K] b[64 bytes of K, N], a 2:4 sparse, stored in 32 bytes per row; a and b
+// are descriptors of K-major matrices. `selector` picks the threads whose metadata is used. The last argument gives the type.
 #define WGMMA_SP_SS(TYPE, ELEMENT, ACCUMULATOR, HOLD, REST, N, COUNT, A, B, METADATA, SCALE, SELECTOR, UNUSED1, UNUSED2)       \
     template <int selector>                                                                                                 \
     __device__ __forceinline__ void wgmma_sp_m64(ACCUMULATOR (&d)[COUNT], Long a, Long b, Word metadata, int scale_d,       \
