@@ -7,7 +7,7 @@
 #include "ptx/mma.cuh"
 #include "quantise.cuh"
 
-constexpr int kMagicBits = 0x4b400000;  // of kMagic, whose ulp is 1: adding an integer below 2^22 to the bits adds it to the float
+constexpr int kMagicBits = 0x4b400000;  // of kMagic: its ulp is 1, so an integer (below 2^22) added to its bits is added to it
 
 // x as int8.
 struct Int8X {

@@ -101,16 +101,17 @@ struct Groups {
             current = current + 1 == kHeaderTiles ? 0 : current + 1;
             const Word begin = ld_shared_ordered(header + 8);
             const int groups = static_cast<int>(ld_shared_ordered(header + kTileHeaderBytes - 4) - begin);
-            const CopyRange of_codes(codes, static_cast<long long>(begin) * kGroupBytes, groups * kGroupBytes, kept * kGroupBytes);
-            const CopyRange of_scale(scale, 2ll * begin, 2 * groups, 2 * kept), of_zero(zero, begin, groups, kept);
+            const CopyRange code_copy(codes, static_cast<long long>(begin) * kGroupBytes, groups * kGroupBytes,
+                                      kept * kGroupBytes);
+            const CopyRange scale_copy(scale, 2ll * begin, 2 * groups, 2 * kept), zero_copy(zero, begin, groups, kept);
             const Word to = tiles + state.stage * kConsumerWarps * kTileBytes, full = memory.pipeline.full(state.stage);
-            of_codes.copy_tail(to);
-            of_scale.copy_tail(to + kCodesBytes);
-            of_zero.copy_tail(to + kCodesBytes + kScaleBytes);
-            mbarrier_arrive_expect_tx(full, of_codes.bulk + of_scale.bulk + of_zero.bulk);
-            of_codes.copy_bulk(to, full);
-            of_scale.copy_bulk(to + kCodesBytes, full);
-            of_zero.copy_bulk(to + kCodesBytes + kScaleBytes, full);
+            code_copy.copy_tail(to);
+            scale_copy.copy_tail(to + kCodesBytes);
+            zero_copy.copy_tail(to + kCodesBytes + kScaleBytes);
+            mbarrier_arrive_expect_tx(full, code_copy.bulk + scale_copy.bulk + zero_copy.bulk);
+            code_copy.copy_bulk(to, full);
+            scale_copy.copy_bulk(to + kCodesBytes, full);
+            zero_copy.copy_bulk(to + kCodesBytes + kScaleBytes, full);
         }
     }
 };

@@ -5,7 +5,7 @@
 // what a lane reads of a group at once, up to 16 bytes of codes.
 //
 //   tile      | codes, kCodesBytes | scale, kScaleBytes | zero, kZeroBytes |
-//   header    | mask of rows 0 to 7 | of rows 8 to 15 | groups before the chunk | and after it |   one per chunk, wgmma_stream.cuh
+//   header    | mask of rows 0 to 7 | of rows 8 to 15 | groups before the chunk | and after it |   one per chunk
 //
 // Codes, scales and zero points are copied as they are in global memory, from the multiple of 16 bytes before the tile's first
 // group on. A chunk of groups of 128 columns is copied once, and serves the two iterations of its halves (kParts).
