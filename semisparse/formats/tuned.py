@@ -102,7 +102,7 @@ def _unreadable(path: Path, line: int, why: str) -> InputError:
 
 @cache
 def _rows_of(gpu: str) -> Mapping[tuple[str, str, str], list[TunedRow]]:
-    """Return a GPU's rows by format, variant and dtype; the user's replace shipped ones of the same measurement."""
+    """Return a GPU's rows by format, variant and dtype. The user's rows replace shipped rows of equal keys."""
     found: dict[tuple[object, ...], TunedRow] = {}
     for path in (SHIPPED / table_name(gpu), user_table(gpu)):
         for row in read_table(path) if path.exists() else ():
@@ -155,8 +155,8 @@ def measured_times(problem: Problem, tuned_by: tuple[str, ...], gpu: str) -> Map
     variant = variant_of(problem.params, tuned_by)
     dtype = str(problem.dtype).removeprefix("torch.")
     table = _rows_of(gpu)
-    of_dtypes = (table.get((problem.spec.format, variant, name), []) for name in (dtype, ALIKE.get(dtype, dtype)))
-    rows = next(filter(None, of_dtypes), [])
+    by_dtype = (table.get((problem.spec.format, variant, name), []) for name in (dtype, ALIKE.get(dtype, dtype)))
+    rows = next(filter(None, by_dtype), [])
     rows = _nearest_shape(_nearest_pattern(rows, problem.pattern), problem)
     return _interpolated(rows, problem.m)
 

@@ -13,9 +13,9 @@
 
 constexpr int kRows = 16;
 constexpr int kVector = GROUP_SIZE < 8 ? GROUP_SIZE : 8;  // columns
-constexpr int kVectorBytes = kVector * BITS / 8;          // of codes
+constexpr int kVectorBytes = kVector * BITS / 8;          // bytes of a vector's codes
 constexpr int kVectorsPerGroup = GROUP_SIZE / kVector;
-constexpr int kVectorsPerRow = 4 * kVectorsPerGroup;      // of a chunk
+constexpr int kVectorsPerRow = 4 * kVectorsPerGroup;      // in a chunk
 constexpr int kVectorsPerLane = kRows * kVectorsPerRow / 32;
 constexpr int kInFlight = kVectorsPerLane < 4 ? kVectorsPerLane : 4;
 

@@ -1,7 +1,7 @@
 // y[m, n] = sum_k x[m, k] * w[n, k] on a CPU, for a slide24 weight in the layout on disk (README.md), unscaled.
 //
-// A thread expands a row of w to a dense row in `scratch` and multiplies it by every token while it is in the cache. The order
-// of a sum does not depend on the number of threads, which changes no bit; sums of quantised numbers are exact. Nothing is
+// A thread expands a row of w to a dense row in `scratch` and multiplies it by every token while it is in the cache. The number
+// of threads does not change the order of a sum, so it changes no bit; sums of quantised numbers are exact. Nothing is
 // allocated, so no exception can arise.
 
 #include <algorithm>
