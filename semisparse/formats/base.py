@@ -1,4 +1,4 @@
-"""The contract of a format: how a weight is stored, checked and multiplied, declared once as data."""
+"""The contract of a format: how a weight is stored and checked, and which kernels use it, declared once as data."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ from semisparse.formats.tuned import ranking
 from semisparse.patterns import Pattern, parse_pattern
 
 MAX_ELEMENTS = 1 << 57
-"""Of a stored tensor. torch can describe no more than 2^63 bytes."""
+"""Maximum elements of a stored tensor. torch can describe no more than 2^63 bytes."""
 
 MAX_SHARE, FREE_WEIGHTS = 2048, 1 << 24
-"""N * K is at most ``MAX_SHARE`` times the stored bytes, plus ``FREE_WEIGHTS``: what unpacking a small file may take.
-
-Of pruned weights, gqs stores up to 680 per byte and ec_csr up to 2048, where K is at most 2^16 and nothing is kept.
+"""N * K is at most ``MAX_SHARE`` times the stored bytes, plus ``FREE_WEIGHTS``: a small file must not unpack to a huge
+weight. A weight with nothing kept has up to 680 weights per stored byte in gqs and up to 2048 in ec_csr (K <= 2^16).
 """
 
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -40,7 +39,7 @@ class Params(Mapping[str, Scalar]):
     """A format's own numbers (bit widths, layouts, counts): JSON scalars by name, immutable.
 
     Args:
-        values: the numbers; more of them, by name.
+        values: the scalars by name. Keyword arguments add to them or replace them.
     """
 
     __slots__ = ("_values",)
@@ -61,7 +60,7 @@ class Params(Mapping[str, Scalar]):
         return f"Params({self._values})"
 
     def without(self, *names: str) -> Params:
-        """Leave some of the numbers out."""
+        """Return these params without some names."""
         return Params({name: value for name, value in self._values.items() if name not in names})
 
 
@@ -73,9 +72,8 @@ class TensorSpec:
         name: its name below the module's, as in ``model.layers.0.mlp.up_proj.<name>``.
         dtype: torch dtype, or None for the weight's own (float16, bfloat16 or float32).
         shape: one name per dimension: ``N``, ``K``, or a count the format names; ``N+1`` adds one, for offsets from 0.
-        split_n: the dimension that tensor parallelism may cut by output features, if any; where another tensor of the
-            format has one, a tensor without it is the same in every part.
-        split_k: the dimension that it may cut by input features, if any, likewise.
+        split_n: the dimension to slice when the weight is sliced along N; None keeps the tensor whole in every slice.
+        split_k: the same for K. If no tensor of the format has a split dimension, the weight is repacked instead.
     """
 
     name: str
@@ -87,18 +85,18 @@ class TensorSpec:
 
 @dataclass(frozen=True, eq=False)
 class WeightSpec:
-    """What a stored weight ``w[N, K]`` is: all but its tensors. Hashable; equal if its JSON is.
+    """What describes a stored weight ``w[N, K]`` beside its tensors. Hashable; specs are equal if their JSON is.
 
     Args:
         format: the format's name.
-        version: of the format's layout.
-        pattern: what the weight obeys.
+        version: version of the format's layout.
+        pattern: the pattern that the weight obeys.
         shape: (N, K).
-        dtype: of the weight that was packed, and of the one that `Packed.unpack` returns.
+        dtype: dtype of the dense weight, as it was packed and as `Packed.unpack` returns it.
         params: the format's own numbers.
 
     Attributes:
-        json: the same as canonical JSON, made from the above: what a traced graph and a checkpoint hold.
+        json: the spec as canonical JSON, for equality and traced graphs.
     """
 
     format: str
@@ -121,7 +119,7 @@ class WeightSpec:
         return hash(self.json)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain JSON values, as config.json holds it."""
+        """Return the spec as plain JSON values, as config.json holds it."""
         return {
             "format": self.format,
             "version": self.version,
@@ -133,7 +131,7 @@ class WeightSpec:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> WeightSpec:
-        """Read what `to_dict` wrote; other keys are left alone.
+        """Read what `to_dict` wrote; unknown keys are ignored.
 
         Raises:
             FormatError: a key is missing or of another type, or the pattern or dtype is unknown.
@@ -156,7 +154,7 @@ class WeightSpec:
 
     @staticmethod
     def from_json(text: str) -> WeightSpec:
-        """Read `json` back."""
+        """Read what the attribute `json` holds."""
         return WeightSpec.from_dict(json.loads(text))
 
 
@@ -170,10 +168,10 @@ def _typed(value: Any, *types: type) -> Any:
 
 
 def _param(value: Any) -> Scalar:
-    """Return a param that is finite and takes 64 bits.
+    """Return ``value`` if it is a string or a number between -2^63 and 2^63.
 
     Raises:
-        TypeError, ValueError: it is another type or number.
+        TypeError, ValueError: it is of another type, or out of range.
     """
     number = _typed(value, int, float, str)
     if not isinstance(number, str) and not abs(number) < 1 << 63:
@@ -186,7 +184,7 @@ class Packed:
     """A weight ``w[N, K]`` in a format.
 
     Args:
-        spec: what it is.
+        spec: its format, pattern, shape, dtype and params.
         tensors: one for each `TensorSpec`, by name.
     """
 
@@ -194,7 +192,7 @@ class Packed:
     tensors: dict[str, Tensor]
 
     def __post_init__(self) -> None:
-        """Refuse tensors on several devices: kernels take all of them from one."""
+        """Refuse tensors on several devices: kernels need all of them on one."""
         if torch.compiler.is_compiling():
             return
         devices = {tensor.device for tensor in self.tensors.values()}
@@ -221,12 +219,12 @@ class Packed:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weight."""
+        """The dense weight's dtype."""
         return self.spec.dtype
 
     @property
     def pattern(self) -> Pattern:
-        """What the weight obeys."""
+        """The pattern that the weight obeys."""
         return self.spec.pattern
 
     @property
@@ -236,7 +234,7 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
-        """Bytes stored."""
+        """Stored bytes of all tensors."""
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
     @property
@@ -259,7 +257,7 @@ class Packed:
         return arrange(moved, target.type)
 
     def in_layout(self, params: Mapping[str, Scalar], tensors: dict[str, Tensor]) -> Packed:
-        """Return the same weight as another layout's params and tensors store it."""
+        """Return the same weight with the params and tensors of another layout."""
         return Packed(replace(self.spec, params=Params(params)), tensors)
 
     def unpack(self) -> Tensor:
@@ -269,7 +267,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class Case:
-    """A weight for the contract tests: [N, K] float32 that obeys ``pattern``, and what is special about it."""
+    """A weight for the contract tests: [N, K] float32 that obeys ``pattern``, named by what is special about it."""
 
     name: str
     pattern: str
@@ -282,36 +280,36 @@ class Format:
 
     Args:
         name: the folder's name.
-        version: of the layout; a checkpoint with another one is refused.
+        version: version of the layout; a checkpoint with another one is refused.
         summary: a line for ``semisparse formats``.
         accepts: None if the format can store this pattern, else the reason why not.
-        specs: the stored tensors of a weight.
-        counts: the named dimensions of the specs.
-        counted: names of the params that count what is stored, such as non-zeros: no kernel is built by them.
-        tuned_by: names of the params by which measured tables tell weights of one pattern apart.
+        specs: weight spec -> its stored tensors.
+        counts: weight spec -> the sizes of the dimensions that ``specs`` name, other than N and K.
+        counted: names of the params that count what is stored, such as non-zeros; kernels are prepared without them.
+        tuned_by: names of the params that tuned tables have in their column ``variant``.
         pack_weight: (weight [N, K], pattern, options) -> (params, tensors); the weight has passed ``pattern.check``.
         unpack: Packed -> weight [N, K] in its dtype.
         check_content: raise `FormatError` unless every index, offset, count and bit mask lies inside the shape; it may
             rely on names, dtypes and shapes having been checked.
-        codes: a weight in the layout on disk -> the numbers that it was rounded to; None if it was not rounded.
+        codes: a weight in the layout on disk -> its `Codes`; None if it is not quantised.
         violation: describe where a weight that has passed ``check_content`` breaks its pattern, or return None. Without
             it the weight is unpacked and compared.
         kernels: in order of preference; `reference_kernel` is appended.
         cases: edge cases of its own for the contract tests.
         recipes: built-in recipes that end in this format, name -> settings.
         lossless: whether unpack returns the packed weight bit for bit.
-        cost: (problem, packed weight's bytes) -> the passes of a product, for `plan` and the bench's floors.
+        cost: (problem, bytes of the packed weight) -> the passes of a matmul, for `plan` and the bench's floors.
         variants: the pack options worth planning and measuring.
-        choices: what a joint search may make of a layer, each as (pattern, recipe key ``quant``).
-        options: the pack options that a recipe may set, each with its values; () for any whole number.
-        grain: the rows and columns at whose multiples tensors with a declared split may be cut, or weights stacked;
-            None if they are not to be.
-        regroup: (parts, dim, start, stop, pattern) -> rows (``dim`` 0) or columns ``start`` to ``stop`` of the parts
-            side by side, declared as ``pattern`` and not rounded again; None if packing what unpack returns does that.
-        stack: (weights one above the other, rows in all) -> the params of them as one, whose tensors are theirs behind
-            one another, offsets counted on; None if theirs do not join. Without it, the declared splits tell.
-        arrange: (packed, device type) -> the same weight, where it is, in the layout that kernels on such a device
-            want; that of ``cpu`` is the layout on disk.
+        choices: the candidates of a joint search for a layer, each as (pattern, recipe key ``quant``).
+        options: the pack options that a recipe may set, each with its values; () for any integer.
+        grain: weight spec -> (rows, columns): tensors with a split dimension can be sliced, and weights stacked, at
+            multiples of these. None if they never can.
+        regroup: (parts, dim, start, stop, pattern) -> rows (``dim`` 0) or columns (1) ``start`` to ``stop`` of the
+            concatenated parts, with ``pattern`` and not quantised again. None if unpacking and packing does that.
+        stack: (weights to stack along N, total rows) -> the params of the stack, whose tensors are the concatenated
+            ones with continued offsets; None if they cannot be concatenated. Without it, ``split_n`` decides.
+        arrange: (packed, device type) -> the same weight on its present device, in the layout for kernels on the given
+            device type. For ``cpu`` that is the layout on disk.
     """
 
     name: str
@@ -345,10 +343,12 @@ class Format:
 
         Args:
             weight: [N, K], float16, bfloat16 or float32, obeying ``pattern``.
+            pattern: what the weight obeys, or its text.
             options: the format's own (quantisation parameters, widths).
         Raises:
             PatternError: the weight breaks the pattern; names the first offending row and block.
-            FormatError: the format cannot store this pattern or dtype, or the weight is not finite.
+            FormatError: the format cannot store this pattern or dtype, has no such option, or the weight is empty or
+                not finite.
         """
         _check_dense(weight)
         pattern = parse_pattern(pattern)
@@ -372,7 +372,7 @@ class Format:
         return Packed(WeightSpec(self.name, self.version, pattern, shape, weight.dtype, Params(params)), tensors)
 
     def structure(self, spec: WeightSpec) -> WeightSpec:
-        """Return a spec without the params that count what is stored: what a product is chosen and prepared by."""
+        """Return a spec without the ``counted`` params: kernels are chosen and prepared once per structure."""
         return replace(spec, params=spec.params.without(*self.counted))
 
     def shapes(self, spec: WeightSpec) -> dict[str, tuple[int, ...]]:
@@ -401,11 +401,11 @@ class Format:
         return {tensor.name: tensor.dtype or spec.dtype for tensor in self.specs(spec)}
 
     def check_spec(self, spec: WeightSpec) -> None:
-        """Check that a weight of this format may be declared so.
+        """Check a spec without its tensors.
 
         Raises:
-            FormatError: the version is another, the pattern is none of the format's, a shape is impossible, or N and K
-                are out of proportion to the stored bytes.
+            FormatError: the version is unknown, the format cannot store the pattern, a shape is impossible, or N * K is
+                too large for the stored bytes (`MAX_SHARE`).
         """
         if spec.version != self.version:
             raise FormatError(
@@ -443,7 +443,7 @@ class Format:
         self.check_content(packed)
 
     def verify(self, packed: Packed) -> None:
-        """Check a weight as `validate` does, and that it obeys its pattern, on which no kernel relies.
+        """Check a weight as `validate` does, and that it obeys its pattern; no kernel relies on the pattern.
 
         Raises:
             FormatError: names what is wrong.
@@ -454,7 +454,8 @@ class Format:
             raise FormatError(f"the weight does not obey pattern {packed.pattern}: {violation}")
 
     def choose(self, problem: Problem, kernel: str = "auto") -> Kernel:
-        """Take the fastest kernel that was measured, else the first that pays, or the one asked for by name.
+        """Return the kernel with this name. For ``auto``: the fastest in the tuned tables (on a GPU), else the first
+        that pays, else the first that can compute the problem.
 
         Raises:
             KernelError: none can, or the named one cannot; lists every candidate's reason.
@@ -491,7 +492,7 @@ class Format:
 
 
 def _check_dense(weight: object) -> None:
-    """Refuse what is no strided tensor with values."""
+    """Refuse everything but a strided tensor with values."""
     if not isinstance(weight, Tensor):
         raise FormatError(f"a weight is a tensor [N, K], got {type(weight).__name__}")
     if weight.layout != torch.strided or weight.device.type == "meta":
@@ -500,6 +501,7 @@ def _check_dense(weight: object) -> None:
 
 
 def _size(dimension: str, counts: Mapping[str, int]) -> int:
+    """Return the size of a dimension of a `TensorSpec`, such as ``N`` or ``N+1``."""
     name, plus, extra = dimension.partition("+")
     size = int(counts[name]) + (int(extra) if plus else 0)
     if size < 0:
@@ -514,7 +516,7 @@ def _reference(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
 
 
 reference_kernel = Kernel("reference", None, lambda problem: None, lambda problem: _reference, lambda problem: False)
-"""Unpack the whole weight and multiply in float32: right everywhere, fast nowhere."""
+"""Unpacks the whole weight and computes in float32 (float64 for such x): runs on every device, slowly."""
 
 
 @cache
@@ -527,7 +529,7 @@ def format_names() -> tuple[str, ...]:
 
 @cache
 def get_format(name: str) -> Format:
-    """Look a format up by name; its folder is imported now, the others when they are asked for.
+    """Return a format by name. Only its folder is imported.
 
     Raises:
         InputError: there is none; lists the known ones.
@@ -541,5 +543,5 @@ def get_format(name: str) -> Format:
 
 
 def registry() -> dict[str, Format]:
-    """Every format, by name."""
+    """Return every format by name."""
     return {name: get_format(name) for name in format_names()}

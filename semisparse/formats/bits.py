@@ -1,4 +1,4 @@
-"""Counting the bits of masks. It is on the path of loading: an untrusted checkpoint is checked by it first."""
+"""Counting the bits of masks. Its speed matters for loading: untrusted checkpoints are checked with it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from torch import Tensor
 
 
 def bit_counts(masks: Tensor) -> Tensor:
-    """Count the bits of int64 masks of any shape; small integers of some dtype."""
+    """Return the number of bits set in each int64 mask, in the same shape; the integer dtype depends on the device."""
     if masks.device.type == "cpu":  # 40 times as fast as what follows
         return torch.from_numpy(np.bitwise_count(masks.numpy().view(np.uint64)))
     octets = masks.contiguous().unsqueeze(-1).view(torch.uint8)
+    # Every field of 2, then 4, then 8 bits becomes the number of bits set in it.
     octets = octets - (octets >> 1 & 0x55)
     octets = (octets & 0x33) + (octets >> 2 & 0x33)
     return ((octets + (octets >> 4)) & 0x0F).sum(-1)

@@ -1,4 +1,4 @@
-"""What the formats' checks of params and stored tensors share."""
+"""Checks of params, stored tensors and patterns that several formats use."""
 
 from __future__ import annotations
 
@@ -17,46 +17,49 @@ Choice = TypeVar("Choice", int, str)
 
 
 def choice_of(form: str, params: Params, key: str, choices: Sequence[Choice], default: Choice | None = None) -> Choice:
-    """Give the value that ``params`` have for ``key``, one of ``choices``.
+    """Return ``params[key]``, which must be one of ``choices``.
 
     Args:
         form: the format's name, for the message.
-        default: what holds where ``params`` have none; None if they must.
+        params: the params of a weight.
+        key: the name of one of them.
+        choices: its valid values.
+        default: the value if ``params`` lack the key; None if they must have it.
     Raises:
-        FormatError: it is none of them.
+        FormatError: the value is none of ``choices``.
     """
-    found = params.get(key, default)
+    value = params.get(key, default)
     for choice in choices:
-        if found == choice and type(found) is type(choice):
+        if value == choice and type(value) is type(choice):
             return choice
-    raise FormatError(f"format {form} has no {key} {found!r}; it has {', '.join(map(str, choices))}")
+    raise FormatError(f"format {form} has no {key} {value!r}; it has {', '.join(map(str, choices))}")
 
 
 def refuse_first(bad: Tensor, tensor: str, what: str, start: Sequence[int] = ()) -> None:
-    """Refuse a tensor for the first of its places that is bad.
+    """Refuse a tensor with a wrong element.
 
     Args:
-        bad: bool, of the tensor's places or of a part of them.
+        bad: bool, true where an element of the tensor, or of a slice of it, is wrong.
         tensor: its name.
-        what: is wrong there.
-        start: where the part begins, a number a dimension; () for the whole tensor.
+        what: says what is wrong, for the message.
+        start: the index in the tensor of the slice's first element; () for the whole tensor.
     Raises:
-        FormatError: a place is bad; names it.
+        FormatError: an element is wrong; names the index of the first.
     """
     if bad.count_nonzero():  # five times as fast as `any` on a CPU
-        place = bad.nonzero()[0].tolist()
-        place = [first + at for first, at in zip(start or [0] * len(place), place, strict=True)]
-        raise FormatError(f"tensor {tensor}, at {place}: {what}")
+        index = bad.nonzero()[0].tolist()
+        index = [offset + i for offset, i in zip(start or [0] * len(index), index, strict=True)]
+        raise FormatError(f"tensor {tensor}, at {index}: {what}")
 
 
 def refuse_infinite(values: Tensor, tensor: str) -> None:
-    """Refuse values of which one is infinite or NaN.
+    """Refuse a tensor with an infinite value or a NaN.
 
     Args:
         values: float16, bfloat16 or float32, of any shape.
         tensor: its name.
     Raises:
-        FormatError: names the first such place.
+        FormatError: names the index of the first.
     """
     if not values.numel():
         return
@@ -66,16 +69,16 @@ def refuse_infinite(values: Tensor, tensor: str) -> None:
 
 
 def require_codes(codes: Codes, weight: Tensor, dtype: torch.dtype, bits: int, size: int) -> None:
-    """Refuse codes that a packer was given for a weight and are not for it.
+    """Refuse codes that do not fit the weight that they are packed for.
 
     Args:
-        codes: the numbers that the weight was rounded to.
+        codes: the codes of the quantised weight.
         weight: [N, K].
-        dtype: of the values that the packer stores.
-        bits: per value.
+        dtype: dtype of the values that the packer stores.
+        bits: bits per value.
         size: columns per scale.
     Raises:
-        FormatError: a dtype, shape or size is another; says which was expected.
+        FormatError: a dtype, shape or size differs; says what was expected.
     """
     (n, k), zero = weight.shape, codes.zero
     tiles = (n, -(-k // size))
@@ -86,19 +89,19 @@ def require_codes(codes: Codes, weight: Tensor, dtype: torch.dtype, bits: int, s
 
 
 def share_violation(packed: Packed, kept: Tensor, unit: int = 1) -> str | None:
-    """Describe where a weight keeps more than a pattern that bounds a share, such as ``70%`` or ``g16@50%``, allows.
+    """Describe where a weight keeps more than an unstructured (``70%``) or group pattern (``g16@50%``) allows.
 
     Args:
-        packed: the weight; of one with another pattern nothing is described.
-        kept: [N] int64, weights or groups of weights that each row keeps.
-        unit: weights per such group.
+        packed: the weight.
+        kept: [N] int64, the weights, or groups of weights, that each row keeps.
+        unit: weights per such group; 1 if ``kept`` counts weights.
     Returns:
-        A sentence, or None if there is no such place.
+        A sentence; None if nothing is wrong or the pattern is another.
     """
     pattern, (n, k) = packed.pattern, packed.shape
     if not isinstance(pattern, Unstructured | Group):
         return None
-    # As `Pattern.violation`: pruners round the number per row.
+    # As in `Pattern.violation`, one more per row is accepted: pruners round the number per row.
     slack = max(1, (pattern.size if isinstance(pattern, Group) else 1) // unit)
     if pattern.by_row:
         allowed = pattern.kept((1, k)) // unit + slack

@@ -1,4 +1,4 @@
-"""A format's product: the problem that is asked, the kernels that compute it, and what they cost."""
+"""A format's matmul: the problem that describes it, the kernels that compute it, and what they cost."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Problem:
-    """One product that a kernel is asked for: ``y[M, N] = x[M, K] @ w[N, K].T``.
+    """A matmul for a kernel to compute: ``y[M, N] = x[M, K] @ w[N, K].T``.
 
     Args:
-        m: the most tokens that it is prepared for: a product takes every M of its bucket (`bucket_of`).
-        spec: of the weight, without the params that count what is stored (`Format.structure`).
-        dtype: of x and y.
-        device: of all operands.
-        prologue: what is done to x first: ``none``, or ``rms_norm`` (each row is normalised).
-        epilogue: what becomes of the product: ``none``, ``add`` (to a residual [M, N]), or ``silu_mul`` (the first half
-            of w's rows is a gate, the second is multiplied by its SiLU: y is [M, N / 2]).
+        m: maximum M: the upper end of a bucket (`bucket_of`). What is prepared for it takes every M of the bucket.
+        spec: the weight's spec without the params that count what is stored (`Format.structure`).
+        dtype: dtype of x and y.
+        device: device of all operands.
+        prologue: applied to x: ``none``, or ``rms_norm`` (each row is normalised).
+        epilogue: applied to the result: ``none``, ``add`` (adds a residual [M, N]), or ``silu_mul`` (multiplies the
+            outputs of the second half of w's rows by SiLU of those of the first half, the gate: y is [M, N / 2]).
     """
 
     m: int
@@ -39,7 +39,7 @@ class Problem:
 
     @property
     def is_fused(self) -> bool:
-        """Whether it has a prologue or an epilogue; then no kernel on the stream writes the weight meanwhile."""
+        """Whether it has a prologue or an epilogue. Then no kernel on the stream writes the weight, as PDL needs."""
         return (self.prologue, self.epilogue) != ("none", "none")
 
     @property
@@ -63,7 +63,7 @@ class Problem:
 
     @property
     def pattern(self) -> Pattern:
-        """What the weight obeys."""
+        """The pattern that the weight obeys."""
         return self.spec.pattern
 
     @property
@@ -73,14 +73,14 @@ class Problem:
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """Of the weight."""
+        """The dense weight's dtype."""
         return self.spec.dtype
 
 
 def bucket_of(m: int) -> int:
     """Return the upper end of the bucket of M that ``m`` falls in: 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128 ...
 
-    Products are chosen and prepared once per bucket, so that a new prompt length prepares next to nothing.
+    Kernels are chosen and prepared once per bucket, so that a new prompt length rarely needs either.
     """
     upper = 1 << (m - 1).bit_length()
     return upper * 3 // 4 if m > 16 and 4 * m <= 3 * upper else upper
@@ -92,12 +92,12 @@ Product = Callable[[Tensor, "Packed", Tensor | None], Tensor]
 
 @dataclass(frozen=True)
 class FusedOperands:
-    """What a fused product takes beside x, the weight and the bias.
+    """The operands of a prologue and an epilogue.
 
     Args:
-        norm_weight: [K] of the prologue ``rms_norm``, contiguous, in x's dtype.
-        epsilon: of that norm.
-        residual: [M, N] of the epilogue ``add``, contiguous, in x's dtype.
+        norm_weight: [K], the weight of ``rms_norm``, contiguous, in x's dtype.
+        epsilon: the epsilon of ``rms_norm``.
+        residual: [M, N], the residual of ``add``, contiguous, in x's dtype.
     """
 
     norm_weight: Tensor | None = None
@@ -108,7 +108,7 @@ class FusedOperands:
 NOTHING_FUSED = FusedOperands()
 
 MAX_FUSED_TOKENS = 2
-"""Of a product with a prologue or an epilogue: every CTA normalises all tokens, and for 8 that gains nothing."""
+"""Maximum M with a prologue or an epilogue: every CTA normalises all tokens, so that with 8 fusing gains nothing."""
 
 
 class FusedProduct(Protocol):
@@ -121,18 +121,18 @@ class FusedProduct(Protocol):
 
 @dataclass(frozen=True)
 class Kernel:
-    """One implementation of a format's product on one kind of device.
+    """One implementation of a format's matmul on one kind of device.
 
     Args:
         name: unique inside the format.
         device: ``cpu`` or ``cuda``; None runs on any.
-        supports: None if it can compute this problem on this machine, else the reason why not.
-        prepare: return the product for one problem: import, compile and load what it needs, and compute whatever x, the
-            stored tensors and the bias do not change. Called once per problem, because a decode call takes the GPU less
-            time than such choices take the host. It keeps no tensor.
-        pays: whether ``auto`` may prefer it to the kernels after it; false where another was measured to be faster.
-        fuse: as ``prepare``, for a problem with a prologue or an epilogue; None if the kernel cannot fuse these, or if
-            doing them around the product is faster.
+        supports: problem -> None if the kernel can compute it on this machine, else the reason why not.
+        prepare: problem -> the function that computes it. Imports, compiles and loads what it needs, and computes all
+            that does not depend on the operands' values: once per problem, because on the host this takes longer than a
+            decode matmul takes on the GPU. Keeps no tensor.
+        pays: problem -> whether ``auto`` may prefer it to the kernels after it; false if another is known to be faster.
+        fuse: as ``prepare``, for a problem with a prologue or an epilogue; None if the kernel cannot fuse them, or if
+            computing them in kernels of their own is faster.
     """
 
     name: str
@@ -143,7 +143,7 @@ class Kernel:
     fuse: Callable[[Problem], FusedProduct | None] = lambda problem: None
 
     def refusal(self, problem: Problem) -> str | None:
-        """Say why this kernel cannot compute ``problem``, or None if it can."""
+        """Return why this kernel cannot compute ``problem``, or None if it can."""
         if self.device is not None and self.device != problem.device.type:
             return f"runs on {self.device}, the operands are on {problem.device.type}"
         return self.supports(problem)
@@ -151,18 +151,18 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Pass:
-    """One kernel launch of a product, as the roofline model sees it.
+    """One kernel launch of a matmul, for the roofline model.
 
     Args:
-        bytes: read and written, each operand once.
+        bytes: bytes read and written, each operand once.
         operations: multiplications and additions.
-        unit: what computes them: ``tensor fp16`` (bfloat16 too), ``tensor fp8``, ``tensor int8`` or ``fp32``.
-        strategy: how the kernel goes about it, where a format has several ways; ``plan`` shows it.
-        unpacking: operations of ``fp32`` units that finding and unpacking weights takes beside these.
-        reached: share of the unit's rate that the kernel reaches.
+        unit: what executes them: ``tensor fp16`` (bfloat16 too), ``tensor fp8``, ``tensor int8`` or ``fp32``.
+        strategy: which of a format's ways to compute this is, for ``plan``; empty if it has only one.
+        unpacking: further operations, on ``fp32`` units, to find and unpack weights.
+        reached: fraction of the unit's peak that the kernel reaches.
 
-    The last two are as measured, and belong to the time that ``plan`` predicts, not to the floor: another kernel may do
-    with fewer, or reach more.
+    ``unpacking`` and ``reached`` are measured. They count in the time that ``plan`` predicts, but not in the floor:
+    another kernel may need fewer operations, or reach more of the peak.
     """
 
     bytes: float
@@ -174,12 +174,12 @@ class Pass:
 
 
 def fused_cost(problem: Problem, weight_bytes: float, unpacking: float = 0) -> tuple[Pass, ...]:
-    """Return what a kernel costs that unpacks the weight as it reads it: packed bytes, dense operations.
+    """Return the cost of a kernel that unpacks the weight as it reads it: packed bytes, dense operations.
 
     Args:
-        problem: the product.
-        weight_bytes: of the packed weight.
-        unpacking: as in `Pass`, measured on GPUs, and so left out for a CPU.
+        problem: the matmul.
+        weight_bytes: bytes of the packed weight.
+        unpacking: as in `Pass`. It is measured on GPUs and ignored for a CPU.
     """
     m, n, k = problem.m, problem.n, problem.k
     operands = m * (n + k) * problem.dtype.itemsize

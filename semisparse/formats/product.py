@@ -1,4 +1,4 @@
-"""The one matmul: ``y = x @ w.T + bias`` with a packed weight, and the one operator it traces to."""
+"""The one matmul, ``y = x @ w.T + bias`` with a packed weight, and the torch operator that traces show for it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ def linear(x: Tensor, packed: Packed, bias: Tensor | None = None, kernel: str = 
 
     Args:
         x: [..., K], float16, bfloat16 or float32, on the packed tensors' device.
-        packed: a weight [N, K]; trusted: call `validate` first if it comes from a file.
-        bias: [N] or None, on the same device.
-        kernel: a kernel's name, or ``auto`` for the first that can and pays.
+        packed: a weight [N, K]. It is trusted: call `Format.validate` first if it comes from a file.
+        bias: [N] or None, float16, bfloat16 or float32, on the same device.
+        kernel: a kernel's name, or ``auto`` for the choice of `Format.choose`.
     Returns:
         [..., N] in x's dtype, accumulated in float32.
     Raises:
-        InputError: x or bias has the wrong size or dtype, or is on another device than the weight.
+        InputError: an operand has the wrong type, size or dtype or is on another device than the weight, or no kernel
+            has that name.
         KernelError: no kernel can compute this; lists every candidate's reason.
     """
     _check_operands(x, packed, bias)
@@ -66,11 +67,11 @@ def _check_operands(x: Tensor, packed: Packed, bias: Tensor | None) -> None:
 
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-"""Of x. A bias may have another one of these, and is cast."""
+"""The dtypes of x. A bias may have another of these than x, and is cast."""
 
 
 def _is_transformed() -> bool:
-    """Return whether ``torch.vmap`` or another transform of torch.func runs, whose tensors have no data to point to."""
+    """Return whether ``torch.vmap`` or another transform of torch.func runs. Its tensors have no data pointers."""
     return torch._C._functorch.maybe_current_level() is not None
 
 
@@ -79,13 +80,13 @@ def _needs_gradient(x: Tensor, bias: Tensor | None) -> bool:
 
 
 def problem_of(x: Tensor, packed: Packed) -> Problem:
-    """Describe the product of ``x`` ([M, K]) with a packed weight, for all of M's bucket."""
+    """Return the problem of ``x`` ([M, K]) and a packed weight, for every M of the bucket."""
     return Problem(bucket_of(x.shape[0]), structure_of(packed.spec), x.dtype, x.device)
 
 
 @lru_cache(maxsize=1 << 16)
 def structure_of(spec: WeightSpec) -> WeightSpec:
-    """Return what a product depends on: `Format.structure`, remembered, because every call asks for it."""
+    """Return `Format.structure`, on which kernels depend; cached, because every call needs it."""
     return get_format(spec.format).structure(spec)
 
 
@@ -98,10 +99,10 @@ def _product(x: Tensor, packed: Packed, bias: Tensor | None, kernel: str) -> Ten
 
 @lru_cache(maxsize=4096)
 def _prepared(spec: WeightSpec, kernel: str, m: int, dtype: torch.dtype, device: torch.device) -> Product:
-    """Choose and prepare a product once per structure of a weight and bucket of M.
+    """Choose and prepare a kernel; cached by the weight's structure, the bucket of M, x's dtype and the device.
 
     Raises:
-        InputError: x is of no dtype that products are computed in.
+        InputError: x is not float16, bfloat16 or float32, or no kernel has that name.
         KernelError: no kernel can compute it.
     """
     if dtype not in DTYPES:
@@ -116,23 +117,23 @@ def _prepared(spec: WeightSpec, kernel: str, m: int, dtype: torch.dtype, device:
 
 @cache
 def _say_slow(form: str, reasons: str) -> None:
-    """Warn, once per format and reason, that products are computed by the slow reference kernel."""
+    """Warn, once per format and reasons, that the slow reference kernel runs."""
     warnings.warn(f"format {form} runs its slow reference kernel, because no other can run ({reasons})", stacklevel=2)
 
 
 def fused_product(
     packed: Packed, m: int, dtype: torch.dtype, prologue: str = "none", epilogue: str = "none"
 ) -> FusedProduct | None:
-    """Return the product of ``m`` tokens with its prologue and epilogue as one kernel, or None if none fuses them.
+    """Return the matmul with its prologue and epilogue in one kernel; None if no kernel fuses them.
 
-    More than `MAX_FUSED_TOKENS` are not fused.
+    More than `MAX_FUSED_TOKENS` rows are not fused.
 
     Args:
-        packed: a weight that no kernel writes while products of it run.
+        packed: a weight that no kernel on the stream writes: it may be read before the preceding kernel ends.
         m: number of rows of x.
-        dtype: of x.
-        prologue: as of `Problem`.
-        epilogue: as of `Problem`.
+        dtype: dtype of x.
+        prologue: as in `Problem`.
+        epilogue: as in `Problem`.
     """
     if m > MAX_FUSED_TOKENS:
         return None
@@ -149,20 +150,21 @@ def _fused(
 
 
 def prepare_product(packed: Packed, m: int, dtype: torch.dtype) -> None:
-    """Compile and load the kernels of a product before it is needed.
+    """Compile and load the kernels of a matmul before it is needed.
 
     Args:
-        packed: a weight, on the device where it will be multiplied.
+        packed: a weight, on the device where the matmul will run.
         m: number of rows of x.
-        dtype: of x.
+        dtype: dtype of x.
     Raises:
+        InputError: x is not float16, bfloat16 or float32.
         KernelError: no kernel can compute it.
     """
     _prepared(structure_of(packed.spec), "auto", bucket_of(m), dtype, packed.device)
 
 
 def in_parallel(jobs: Iterable[Callable[[], object]]) -> None:
-    """Run jobs in a thread per CPU core.
+    """Run jobs in parallel, one thread per CPU core.
 
     NVRTC compiles in parallel threads: on two cores nine kernels take 4.8 s instead of 8.9 s.
     """
@@ -174,7 +176,7 @@ def in_parallel(jobs: Iterable[Callable[[], object]]) -> None:
 
 @cache
 def _declared(spec: str) -> tuple[WeightSpec, tuple[str, ...]]:
-    """Read the spec that a traced graph holds, and name its tensors in order."""
+    """Return the spec that a traced graph holds as JSON, and the names of its tensors in the order of the operator."""
     read = WeightSpec.from_json(spec)
     return read, tuple(sorted(tensor.name for tensor in get_format(read.format).specs(read)))
 
@@ -200,7 +202,7 @@ torch.library.register_fake("semisparse::linear", _operator_fake, lib=_library)
 def _operator_batched(
     info: Any, dims: tuple[Any, ...], x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: str, kernel: str
 ) -> tuple[Tensor, int]:
-    """Compute a batch of products under `torch.vmap`: of x and biases; the weight is the same for all.
+    """Compute a batch of matmuls under `torch.vmap`. x and the bias may be batched; the weight is the same for all.
 
     Raises:
         InputError: the packed tensors are batched.
@@ -225,7 +227,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 
 
 def _operator_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """Return x's gradient, through the unpacked weight, and the bias's."""
+    """Return the gradients of x, from the unpacked weight, and of the bias."""
     declared, names = _declared(ctx.spec)
     packed = Packed(declared, dict(zip(names, ctx.saved_tensors, strict=True)))
     needs_x, _, needs_bias, _, _ = ctx.needs_input_grad

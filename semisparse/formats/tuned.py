@@ -1,7 +1,7 @@
-"""Which kernel was measured to be the fastest: tables that `semisparse bench tune` makes, shipped ones and the user's.
+"""Tuned tables: measured times of kernels, from `semisparse bench tune`. Some are shipped; a user's own override them.
 
-A table is a CSV of one GPU. Its rows tell how long each kernel takes for a weight [N, K] and M tokens. A product is
-looked up by the nearest measured pattern and shape; between two measured M, times are interpolated.
+A table is a CSV of one GPU. A row has the time of one kernel for a weight [N, K] and M tokens. A matmul is looked up by
+the nearest measured pattern and shape; between two measured M, times are interpolated.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from semisparse.runtime.device import device_facts
 SHIPPED = Path(__file__).parent / "tables"
 
 FAR_SHAPE = 2 * math.log(2)
-"""|log(N / N')| + |log(K / K')| above which a measured shape says nothing: each may be half or double."""
+"""Maximum |log(N / N')| + |log(K / K')| to a measured shape, as if N and K both differ by a factor of 2."""
 
 FAR_DENSITY = math.log(1.5)
-"""The same for the densities of two patterns."""
+"""Maximum |log(density / density')| to a measured pattern."""
 
 ALIKE = {"float16": "bfloat16", "bfloat16": "float16"}
-"""The dtype whose measurements tell the same, where there are none of one."""
+"""The dtype whose measurements are used if a dtype has none."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +39,16 @@ class TunedRow:
     """A line of a table.
 
     Args:
-        format: its name.
-        pattern: of the weight.
-        variant: the values of the params that `Format.tuned_by` names.
-        dtype: of x and of the weight that was packed.
+        format: the format's name.
+        pattern: the weight's pattern.
+        variant: the values of the params that `Format.tuned_by` names, separated by spaces.
+        dtype: dtype of x and of the weight that was packed.
         n: output features.
         k: input features.
         m: tokens.
-        kernel: of the format.
-        us: microseconds of a product, weights read from memory.
-        dense_us: those of the dense one.
+        kernel: the kernel's name.
+        us: microseconds of the matmul; the weight is read from device memory, not from L2.
+        dense_us: microseconds of the dense matmul.
     """
 
     format: str
@@ -64,12 +64,12 @@ class TunedRow:
 
 
 def table_name(gpu: str) -> str:
-    """Return the file name of a GPU's table: ``nvidia-h200.csv``."""
+    """Return the file name of a GPU's table, such as ``nvidia-h200.csv``."""
     return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".csv"
 
 
 def user_table(gpu: str) -> Path:
-    """Return where the user's table of a GPU is."""
+    """Return the path of the user's own table of a GPU."""
     return cache_directory() / "tuned" / table_name(gpu)
 
 
@@ -102,7 +102,7 @@ def _unreadable(path: Path, line: int, why: str) -> InputError:
 
 @cache
 def _rows_of(gpu: str) -> Mapping[tuple[str, str, str], list[TunedRow]]:
-    """Return a GPU's rows by format, variant and dtype; the user's replace shipped ones of the same measurement."""
+    """Return a GPU's rows by format, variant and dtype. The user's rows replace shipped rows of equal keys."""
     found: dict[tuple[object, ...], TunedRow] = {}
     for path in (SHIPPED / table_name(gpu), user_table(gpu)):
         for row in read_table(path) if path.exists() else ():
@@ -115,11 +115,11 @@ def _rows_of(gpu: str) -> Mapping[tuple[str, str, str], list[TunedRow]]:
 
 @dataclass(frozen=True)
 class Measured:
-    """How long a kernel takes for a product, by a table.
+    """The time of a kernel for a matmul, from a table.
 
     Args:
         us: microseconds.
-        dense_us: those of the dense product, measured beside it.
+        dense_us: microseconds of the dense matmul, measured beside it.
     """
 
     us: float
@@ -127,11 +127,11 @@ class Measured:
 
 
 def ranking(problem: Problem, tuned_by: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of the kernels that were measured for a product like this one, the fastest first; or none.
+    """Return the names of the kernels in `measured_times`, the fastest first.
 
     Args:
-        problem: the product.
-        tuned_by: params that kernels depend on.
+        problem: the matmul.
+        tuned_by: as in `Format`.
     Raises:
         InputError: a table cannot be read.
     """
@@ -141,33 +141,33 @@ def ranking(problem: Problem, tuned_by: tuple[str, ...]) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def measured_times(problem: Problem, tuned_by: tuple[str, ...], gpu: str) -> Mapping[str, Measured]:
-    """Return the times of the kernels that were measured on a GPU for a product like this one; or none.
+    """Return the times, by kernel, that were measured on a GPU for the nearest pattern and shape.
 
-    They are those of the nearest measured pattern and shape, which may differ in size from the product's.
+    They are not scaled to the problem's own shape. The result is empty if nothing near was measured.
 
     Args:
-        problem: the product.
-        tuned_by: params that kernels depend on.
-        gpu: the vendor's name.
+        problem: the matmul.
+        tuned_by: as in `Format`.
+        gpu: the GPU's name, as the driver reports it.
     Raises:
         InputError: a table cannot be read.
     """
     variant = variant_of(problem.params, tuned_by)
     dtype = str(problem.dtype).removeprefix("torch.")
     table = _rows_of(gpu)
-    of_dtypes = (table.get((problem.spec.format, variant, name), []) for name in (dtype, ALIKE.get(dtype, dtype)))
-    rows = next(filter(None, of_dtypes), [])
+    by_dtype = (table.get((problem.spec.format, variant, name), []) for name in (dtype, ALIKE.get(dtype, dtype)))
+    rows = next(filter(None, by_dtype), [])
     rows = _nearest_shape(_nearest_pattern(rows, problem.pattern), problem)
     return _interpolated(rows, problem.m)
 
 
 def variant_of(params: Mapping[str, object], tuned_by: Iterable[str]) -> str:
-    """Return the value of the column ``variant``."""
+    """Return the value of the column ``variant`` for a weight with these params."""
     return " ".join(str(params.get(name, "")) for name in tuned_by)
 
 
 def _nearest_pattern(rows: list[TunedRow], pattern: Pattern) -> list[TunedRow]:
-    """Keep the rows of this pattern, or of the one of its family whose density is nearest, if it is near."""
+    """Return the rows of this pattern, else those of the pattern of its type with the nearest density, if near."""
     exact = [row for row in rows if row.pattern == str(pattern)]
     if exact:
         return exact
@@ -181,6 +181,8 @@ def _nearest_pattern(rows: list[TunedRow], pattern: Pattern) -> list[TunedRow]:
 
 
 def _nearest_shape(rows: list[TunedRow], problem: Problem) -> list[TunedRow]:
+    """Return the rows of the nearest shape, if near."""
+
     def distance(row: TunedRow) -> float:
         return abs(math.log(row.n / problem.n)) + abs(math.log(row.k / problem.k))
 
@@ -191,7 +193,7 @@ def _nearest_shape(rows: list[TunedRow], problem: Problem) -> list[TunedRow]:
 
 
 def _interpolated(rows: list[TunedRow], m: int) -> dict[str, Measured]:
-    """Return each kernel's time for M tokens, from the nearest measured M on both sides; none where one is missing."""
+    """Interpolate each kernel's time between the nearest measured M below and above; empty if one is missing."""
     measured = sorted({row.m for row in rows})
     below = max((value for value in measured if value <= m), default=None)
     above = min((value for value in measured if value >= m), default=None)

@@ -1,4 +1,4 @@
-"""Format ``gqs`` (GQSA): groups of weights along K, dropped or kept in 8, 4, 3 or 2 bits. README.md is its page."""
+"""Format ``gqs`` (GQSA): groups of weights along K, dropped or kept in 8, 4, 3 or 2 bits. README.md describes it."""
 
 from __future__ import annotations
 

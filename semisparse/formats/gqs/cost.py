@@ -14,31 +14,34 @@ from semisparse.formats.kernel import Pass, Problem, fused_cost
 from semisparse.quant.group import KINDS
 
 DECODE_UNPACKING = {4: (13, 1), 8: (24, 0.5)}
-"""By bits, operations of `decode` per kept weight, and per kept weight and token, on an H200."""
+"""By bits: operations of `decode` per kept weight, and per kept weight and token (H200)."""
 
 GEMM_UNPACKING = {2: 9, 3: 10.5, 4: 11, 8: 18}
-"""By bits, operations of `gemm` per weight, kept or not; fitted to 8 and 64 tokens at 28672 x 8192 on an H200."""
+"""By bits: operations of `gemm` per weight, kept or not; fitted to 8 and 64 tokens at 28672 x 8192 (H200)."""
 
 GEMM_PER_TOKEN = 0.27
-"""And per weight and token, for which it has mma.sync and not wgmma."""
+"""Further operations of `gemm` per weight and token: mma.sync is slower than the wgmma of the peak rate."""
 
 
 WGMMA_UNPACKING = {2: 8, 3: 10, 4: 9.5, 8: 11.5}
-"""By bits, operations of `gemm_wgmma` per weight, kept or not, which its products hide from some 64 tokens on."""
+"""By bits: operations of `gemm_wgmma` per weight, kept or not. From some 64 tokens on they are hidden behind wgmma."""
 
 
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
-    """Return the passes: quantising x (``w4a8``), then one over the packed bytes, or unpacking and a dense GEMM."""
+    """Return the passes: quantising x (``w4a8``), then one kernel on the packed weight, or unpacking and a dense GEMM.
+
+    Every GPU is assumed to run `gemm_wgmma` (Hopper).
+    """
     m, n, k = problem.m, problem.n, problem.k
     on_gpu = problem.device.type == "cuda"
     decodes = on_gpu and decode_pays(problem) and weight_refusal(problem) is None
     passes: list[Pass] = []
     if quantises_x(problem.params):
-        if decodes and m <= CODE_TOKENS[-1]:  # `decode` quantises these itself
+        if decodes and m <= CODE_TOKENS[-1]:  # `decode` quantises x itself
             return (replace(*fused_cost(problem, weight_bytes, _unpacking(problem, decodes)), unit="tensor int8"),)
         passes.append(Pass(m * k * (problem.dtype.itemsize + 1), 0, "tensor int8"))
-    of_gemm = (gemm_pays(problem) or wgmma_pays(problem)) and shape_refusal(problem) is None  # the latter on Hopper
-    fused = decodes or of_gemm if on_gpu else m <= MAX_TOKENS
+    expands = (gemm_pays(problem) or wgmma_pays(problem)) and shape_refusal(problem) is None
+    fused = decodes or expands if on_gpu else m <= MAX_TOKENS
     if fused:
         return (*passes, *fused_cost(problem, weight_bytes, _unpacking(problem, decodes)))
     dense_bytes = n * k * problem.weight_dtype.itemsize
@@ -46,7 +49,7 @@ def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
 
 
 def _unpacking(problem: Problem, decodes: bool) -> float:
-    """Return the operations that finding and dequantising weights takes in `decode`, `gemm` or `gemm_wgmma`."""
+    """Return the operations with which `decode`, `gemm` or `gemm_wgmma` finds and dequantises weights."""
     bits, weights = KINDS[str(problem.params["kind"])], problem.n * problem.k
     if wgmma_pays(problem):
         return WGMMA_UNPACKING[bits] * weights

@@ -1,4 +1,4 @@
-"""Format ``slide24`` (SlideSparse): keep 2N-2 of 2N as overlapping 2:4 windows. README.md gives the bytes."""
+"""Format ``slide24`` (SlideSparse): keep 2N-2 of 2N as overlapping 2:4 windows. README.md describes it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FORMAT = Format(
     unpack=gpu.unpack,
     check_content=gpu.check_content,
     codes=disk.codes_of,
-    violation=lambda packed: None,  # the checked positions leave no room for one
+    violation=lambda packed: None,  # metadata that check_content accepts cannot break the pattern
     arrange=gpu.arrange,
     kernels=(
         Kernel("gemm", "cuda", gemm.refusal, gemm.prepare, gemm.pays),

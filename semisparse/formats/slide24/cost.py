@@ -1,4 +1,4 @@
-"""What a matmul costs, for the roofline model."""
+"""The passes of a matmul for the roofline model."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from semisparse.formats.slide24.storage.disk import lifted_columns, quantised_dt
 UNITS = {torch.int8: "tensor int8", torch.float8_e4m3fn: "tensor fp8"}
 
 REACHED = {"tensor int8": 0.86, "tensor fp8": 0.7, "tensor fp16": 0.65}
-"""Measured share of twice the dense rate: ``gemm`` at 4,096 and 8,192 tokens on an H200."""
+"""Fraction of twice the dense peak that ``gemm`` reaches at 4,096 and 8,192 tokens, measured on an H200."""
 
 
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
-    """Return the passes of a matmul: lift, then multiply on sparse tensor cores; on a CPU, row by row.
+    """Return the passes of a matmul: lift, then the 2:4 GEMM; or unpack, then a dense GEMM; or the CPU kernel.
 
     Sparse tensor cores compute two columns in the time that dense ones take for one: K' / 2 columns count.
     """
@@ -24,7 +24,7 @@ def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
     operands, operations = m * (n + k) * width, 2 * m * n * k
     if problem.device.type == "cpu" and not cpu.uses_torch_matmul(m, problem.spec):
         dtype = quantised_dtype(problem.params)
-        # No operations, but the unit: it tells what x is rounded to, and so what error a product may have.
+        # No operations are counted. The bench derives from the unit what error rounding x may cause.
         quantising = (Pass(m * k * (width + dtype.itemsize), 0, UNITS[dtype]),) if dtype else ()
         return (*quantising, Pass(weight_bytes + operands, operations, "fp32"))
     if problem.device.type == "cpu" or torch.float32 in (problem.weight_dtype, problem.dtype):

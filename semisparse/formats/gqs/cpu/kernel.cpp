@@ -1,7 +1,7 @@
 // y[m, n] = sum_k x[m, k] * w[n, k] on a CPU, straight from the bytes on disk (README.md, "Layout"), in float32.
 //
-// A row tile (16 rows) is computed by one thread. A group is added up in a vector of 8 lanes (4 where groups have 4 columns),
-// groups are added in their stored order and lanes at the end: the number of threads changes no bit of y.
+// One thread computes a row tile (16 rows). It sums each group in a vector of 8 lanes (4 for groups of 4 columns), adds these
+// vectors in the groups' stored order, and adds the lanes at the end: the number of threads changes no bit of y.
 
 #include <algorithm>
 #include <cstdint>
@@ -25,7 +25,7 @@ struct Weight {
 
 struct Activations {
     const float* values;  // [tokens, columns], zeros from K on
-    int64_t columns;      // of whole chunks
+    int64_t columns;      // K, padded to whole chunks
 };
 
 float scale_of(const Weight& weight, int64_t group) {
@@ -42,7 +42,7 @@ struct Vector {
     typedef uint64_t Longs __attribute__((vector_size(4 * kLanes)));
 };
 
-// Dequantises kLanes columns. Their codes are one number, the even columns in its lower half.
+// Dequantises kLanes columns. Their codes are one little-endian number: first the even columns, then the odd ones.
 template <int kBits, int kLanes>
 inline typename Vector<kLanes>::Floats dequantise(const uint8_t* codes, float zero, float scale) {
     using V = Vector<kLanes>;
@@ -50,7 +50,7 @@ inline typename Vector<kLanes>::Floats dequantise(const uint8_t* codes, float ze
     std::memcpy(&number, codes, kLanes * kBits / 8);
     typename V::Words words, shifts;
     for (int i = 0; i < kLanes; ++i) shifts[i] = (i / 2 + i % 2 * (kLanes / 2)) * kBits % 32;
-    if constexpr (kLanes * kBits > 32) {  // every second word is the number's upper half
+    if constexpr (kLanes * kBits > 32) {  // 64 bits: odd lanes get the upper word, which holds the odd columns
         words = reinterpret_cast<typename V::Words>(typename V::Longs{} + number);
     } else {
         words = typename V::Words{} + static_cast<uint32_t>(number);
@@ -73,16 +73,16 @@ void multiply_tile(const Weight& weight, int64_t tile, const Activations& x, flo
             const float scale = scale_of(weight, group);
             const float zero = static_cast<float>(weight.zero[group]) * from_bits((kBits + 119) << 23);  // 2^(bits - 8)
             const float* inputs = x.values + (chunk * kChunkGroups + bit % kChunkGroups) * weight.size;
-            Floats of_group[kTokens] = {};
+            Floats group_sums[kTokens] = {};
             for (int64_t first = 0; first < weight.size; first += kLanes, codes += kLanes * kBits / 8) {
                 const Floats values = dequantise<kBits, kLanes>(codes, zero, scale);
                 for (int token = 0; token < kTokens; ++token) {
                     Floats input;
                     std::memcpy(&input, inputs + token * x.columns + first, sizeof input);
-                    of_group[token] += values * input;
+                    group_sums[token] += values * input;
                 }
             }
-            for (int token = 0; token < kTokens; ++token) accumulators[bit / kChunkGroups][token] += of_group[token];
+            for (int token = 0; token < kTokens; ++token) accumulators[bit / kChunkGroups][token] += group_sums[token];
         }
     }
     const int64_t row = tile * kRows;
@@ -95,7 +95,7 @@ void multiply_tile(const Weight& weight, int64_t tile, const Activations& x, flo
     }
 }
 
-// Eight tokens at a time share the dequantisation, then 4, 2 and 1 of the rest.
+// Eight tokens at a time share the dequantisation; the remaining ones go 4, 2 and 1 at a time.
 template <int kBits, int kLanes, int kTokens = 8>
 void multiply_tokens(const Weight& weight, int64_t tile, Activations x, float* y, int64_t tokens) {
     for (; tokens >= kTokens; tokens -= kTokens, x.values += kTokens * x.columns, y += kTokens * weight.rows)

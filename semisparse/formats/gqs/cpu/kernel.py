@@ -1,4 +1,4 @@
-"""The CPU kernels: up to 32 tokens straight from the packed bytes, and W4A8 for any number of tokens."""
+"""The CPU kernels: one for up to 32 tokens, straight from the packed bytes, and one that unpacks the whole weight."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from semisparse.quant.symmetric import quantise_rows
 from semisparse.runtime import cpp
 
 MAX_TOKENS = 32
-"""For more, unpacking the weight once for all tokens is faster."""
+"""Maximum M of `cpu`. Above it, unpacking the weight once for all tokens is faster."""
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-"""As runtime/host/scalars.hpp numbers them."""
+"""The numbers of dtypes in runtime/host/scalars.hpp."""
 
 
 class _Weight(ctypes.Structure):
-    """The struct `Weight` of kernel.cpp; keeps the tensors alive that it points into."""
+    """The struct `Weight` of kernel.cpp. It keeps the tensors alive to which it points."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in TENSORS),
@@ -46,14 +46,14 @@ class _Weight(ctypes.Structure):
 
 
 def refusal(problem: Problem) -> str | None:
-    """Say why `prepare` cannot compute ``problem`` here, or None if it can."""
+    """Return why `prepare` cannot compute ``problem`` here, or None if it can."""
     if problem.m > MAX_TOKENS:
         return f"takes up to {MAX_TOKENS} tokens, got {problem.m}"
     return cpp.refusal()
 
 
 def prepare(problem: Problem) -> Product:
-    """Prepare to multiply straight from the packed bytes, in float32.
+    """Return the matmul straight from the packed bytes, in float32.
 
     Raises:
         KernelError: kernel.cpp cannot be compiled.
@@ -81,7 +81,7 @@ def _library() -> ctypes.CDLL:
 
 
 def prepare_unpack(problem: Problem) -> Product:
-    """Prepare to unpack the whole weight and multiply it in float32."""
+    """Return the matmul that unpacks the whole weight and computes in float32."""
 
     def matmul(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         wide_bias = None if bias is None else bias.float()
@@ -91,7 +91,7 @@ def prepare_unpack(problem: Problem) -> Product:
 
 
 def _as_multiplied(x: Tensor, packed: Packed) -> Tensor:
-    """Return x, [M, K], in float32; for ``w4a8`` each token quantised to int8 and dequantised."""
+    """Return x, [M, K], in float32; for ``w4a8`` with each token quantised to int8 and dequantised."""
     if not quantises_x(packed.params):
         return x.float()
     codes, scale = quantise_rows(x, torch.int8)

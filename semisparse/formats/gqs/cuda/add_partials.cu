@@ -1,7 +1,7 @@
-// y[m, n] = bias[n] + the sum of partials[splits, m, pitch], which gemm.cu stores for parts of K; added in their order.
+// y[m, n] = bias[n] + the sum over `splits` of gemm.cu's partial sums [splits, m, pitch], added in the order of K.
 //
-// Grid: a thread for four rows of w and one token, CTAs of `blockDim.x` threads along N by a row of CTAs per token. No shared
-// memory. Bound by reading the partial sums, which the GEMM has just left in L2.
+// Grid: x is along N, with four rows of w per thread; y is the token, or strides over tokens beyond CUDA's limit. No shared
+// memory. Bound by reading the partial sums, which gemm.cu has just left in L2.
 //
 // Macro: SCALAR (__half or __nv_bfloat16).
 

@@ -7,17 +7,17 @@
 //   columns of group 2               .  .  .  .  x0 x1 .  .
 //   columns of group 3               .  .  .  .  .  .  x0 x1
 //
-// Accumulator [row, 2 g + j] is sum(code * x) over group g of token j. It lies in the lane that holds that group of that row,
-// which adds in float32
+// Accumulator [row, 2 g + j] is sum(code * x) over group g of token j. It is in the lane that holds that group of that row of
+// A, which computes, and adds up in float32,
 //
 //   sum((code - zero) * scale * x) = scale * (sum(code * x) - zero * sum(x))
 //
 // Lane l feeds column l / 4 of B from group l % 4: x if l / 8 = l % 4, else zeros. While the weight's first stages are in
-// flight the CTA puts into shared memory, behind the warps' streams:
+// flight, the CTA stores in shared memory, behind the warps' streams:
 //
 //   | zeros [kKTileColumns] | x [TOKENS, columns] in fragment order | -sum(x) of each group [groups, TOKENS] |
 //
-// x is padded with zeros to whole k-tiles. `Format` (mma_codes.cuh, mma_int8.cuh) says what x is converted to.
+// x is padded with zeros to whole k-tiles. `Format` (mma_codes.cuh, mma_int8.cuh) is the type to which x is converted.
 
 #pragma once
 
@@ -27,20 +27,21 @@
 #include "ptx/shared.cuh"
 #include "warp.cuh"
 
-// x in global memory, and its first groups in registers: loaded before the weight's copies are issued, behind which they came
-// 3,800 cycles later; in a fused kernel, which issues these before griddepcontrol.wait, after them. Thread t converts the groups
-// t, t + kThreads, ...; with RMS_NORM it normalises them first, by the squares that all threads have summed.
+// Loads x from global memory. Thread t loads and converts the groups t, t + kThreads, ... Its first ones are loaded to
+// registers before the weight's copies are issued: behind them they came 3,800 cycles later. (A fused kernel must issue the
+// weight's copies first, before griddepcontrol.wait.) With RMS_NORM x is normalised, by the squares that all threads have
+// summed.
 struct StagedActivations {
     static constexpr int kPreloaded = ALIGNED_K ? 2 : 0;  // groups per thread
 
     const Element* x;            // [m, k]
     const Element* norm_weight;  // [k] with RMS_NORM
     int m, k;
-    float scales[TOKENS];        // of the normalised tokens
+    float scales[TOKENS];        // reciprocal root mean square of each token, with RMS_NORM
     Word first_weight[kGroupSize / 2];  // norm_weight of this thread's first group
     Word preloaded[kPreloaded + 1][kGroupSize / 2];
 
-    // Reads nothing but the norm's weight; it may run before griddepcontrol.wait.
+    // Reads only norm_weight: it may run before griddepcontrol.wait.
     __device__ __forceinline__ StagedActivations(const Element* x, int m, int k, const Element* norm_weight)
         : x(x), norm_weight(norm_weight), m(m), k(k) {
         if (RMS_NORM && index(0) < TOKENS * groups()) load_weight(first_weight, group_of(index(0)));
@@ -60,9 +61,9 @@ struct StagedActivations {
         if (column < k) load_x(words, reinterpret_cast<const unsigned short*>(norm_weight) + column, k - column);
     }
 
-    // Sets `scales` to the reciprocals of the tokens' root mean squares.
+    // Computes `scales`.
     __device__ __forceinline__ void sum_squares(float epsilon) {
-        __shared__ float of_warps[WARPS][TOKENS];
+        __shared__ float warp_sums[WARPS][TOKENS];
         float sums[TOKENS] = {};
         for_each_loaded_group([&](const Word (&words)[kGroupSize / 2], int, int token) {
             float squares = 0.0f;
@@ -74,23 +75,24 @@ struct StagedActivations {
 #pragma unroll
         for (int token = 0; token < TOKENS; ++token) {
             const float sum = warp_sum(sums[token]);
-            if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32][token] = sum;
+            if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32][token] = sum;
         }
         __syncthreads();
 #pragma unroll
         for (int token = 0; token < TOKENS; ++token) {
             float sum = 0.0f;
-            for (int warp = 0; warp < WARPS; ++warp) sum += of_warps[warp][token];
+            for (int warp = 0; warp < WARPS; ++warp) sum += warp_sums[warp][token];
             scales[token] = rsqrtf(sum / k + epsilon);
         }
     }
 
 
-    // Groups of a token, with padding.
+    // Groups per token, padding included.
     __device__ __forceinline__ int groups() const {
         return (k + kKTileColumns - 1) / kKTileColumns * (kKTileColumns / kGroupSize);
     }
 
+    // This thread's j-th group, counted over all tokens; its token; and its group in that token.
     __device__ __forceinline__ static int index(int j) { return threadIdx.x + j * kThreads; }
     __device__ __forceinline__ int token_of(int i) const { return TOKENS > 1 && i >= groups(); }
     __device__ __forceinline__ int group_of(int i) const { return i - token_of(i) * groups(); }
@@ -120,7 +122,7 @@ struct StagedActivations {
         }
     }
 
-    // The same for groups as they were loaded.
+    // The same for groups before normalisation.
     template <typename Take> __device__ __forceinline__ void for_each_loaded_group(const Take& take) const {
         const int count = TOKENS * groups();
 #pragma unroll
@@ -148,14 +150,14 @@ template <typename Format> struct BlockDiagonal {
 
     struct Fragment {
         Word b[kGroupVectors][4];  // the lane's part of B
-        Sum minus_sums[TOKENS];    // of the group that the lane holds of A
+        Sum minus_sums[TOKENS];    // -sum(x) of the lane's group of A
     };
 
     Format format;
-    float accumulators[4];                     // [row lane / 4 or 8 more, token], of the lane's group, scaled
-    Word b_address, b_base;                    // the lane's part of B in shared memory: of the k-tile, of column 0
+    float accumulators[4];                     // [row, token]: rows lane / 4 and 8 more; sums over the lane's groups, scaled
+    Word b_address, b_base;                    // of the lane's part of B in shared memory: at the k-tile, and at column 0
     Word minus_sums_address, minus_sums_base;  // likewise
-    int column_bytes;                          // of b_address; 0 for zeros
+    int column_bytes;                          // by which b_address advances per column; 0 if the lane feeds zeros
     Fragment fragments[2];                     // double-buffered
 
     __device__ __forceinline__ BlockDiagonal(const Activations& activations, Word smem) {
@@ -205,7 +207,8 @@ template <typename Format> struct BlockDiagonal {
         }
     }
 
-    // Adds scale * group_sum(index of the mma's accumulator, -sum(x)) for the lane's group in one of its two rows, if kept.
+    // Adds scale * group_sum(i, -sum(x)) for the lane's group in one of its two rows, if kept; i is the index of the mma's
+    // accumulator.
     template <typename GroupSum>
     __device__ __forceinline__ void accumulate(int row, const ChunkFragment& chunk, const Sum (&minus_sums)[TOKENS],
                                                Word lane_bit, const GroupSum& group_sum) {
@@ -219,7 +222,7 @@ template <typename Format> struct BlockDiagonal {
         }
     }
 
-    // Calls take(row, token, accumulator) in one lane of four, with the four lanes' groups added.
+    // Calls take(row, token, sum) with the sum over the four lanes that share a row, in the first of them.
     template <typename Take> __device__ __forceinline__ void for_each_accumulator(const Take& take) const {
         const int lane = threadIdx.x % 32;
 #pragma unroll

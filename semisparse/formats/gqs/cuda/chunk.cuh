@@ -1,19 +1,19 @@
 // A chunk of the weight, 16 rows by 4 groups of 16 columns: the A operand of a warp's mma instructions.
 //
-// Lane l holds group l % 4 of rows l / 4 and l / 4 + 8. Bit l of the chunk's low mask word says whether the first is stored,
-// bit l of its high word the second: the mask's bit order is the lanes' order (README.md, "Layout").
+// Lane l holds group l % 4 of rows l / 4 and l / 4 + 8. Bit l of the low word of the chunk's mask is set if the first is kept,
+// bit l of the high word if the second is: the mask's bits have the order of the lanes (README.md, "Layout").
 
 #pragma once
 
 #include "ptx/word.cuh"
 #include "types.cuh"
 
-using Element = SCALAR;  // of x, scale, bias and y
+using Element = SCALAR;  // type of x, scale, bias and y
 
-constexpr int kRows = 16;            // of a chunk and of a row tile
-constexpr int kChunkGroups = 4;      // per row
+constexpr int kRows = 16;            // per chunk and row tile
+constexpr int kChunkGroups = 4;      // per row of a chunk
 constexpr int kGroupSize = 16;       // columns
-constexpr int kCodeWords = kGroupSize * BITS / 32;  // of a group
+constexpr int kCodeWords = kGroupSize * BITS / 32;  // per group
 constexpr int kChunkColumns = kChunkGroups * kGroupSize;
 constexpr int kKTileColumns = CHUNKS_PER_K_TILE * kChunkColumns;  // a k-tile is one iteration of a warp's main loop
 constexpr int kThreads = 32 * WARPS;
@@ -23,6 +23,7 @@ __device__ constexpr bool is_half(const __half*) { return true; }
 __device__ constexpr bool is_half(const __nv_bfloat16*) { return false; }
 constexpr bool kHalf = is_half(kElement);
 
+// The value whose bits are in the low half of a word.
 __device__ __forceinline__ __half element_of(Word bits, const __half*) {
     return __ushort_as_half(static_cast<unsigned short>(bits));
 }
@@ -30,17 +31,17 @@ __device__ __forceinline__ __nv_bfloat16 element_of(Word bits, const __nv_bfloat
     return __ushort_as_bfloat16(static_cast<unsigned short>(bits));
 }
 
-// The Element in the low half of a word.
+// The Element in the low half of a word, as a float.
 __device__ __forceinline__ float low_element(Word bits) { return to_float(element_of(bits, kElement)); }
 
 struct ChunkFragment {
     Word mask[2];               // of rows 0 to 7 and 8 to 15; the same in all lanes
-    Word codes[2][kCodeWords];  // of the lane's two groups; those of some other group where its own is dropped
+    Word codes[2][kCodeWords];  // of the lane's two groups; if one is dropped, those of some other group
     Word zero[2];               // likewise
     Word scale[2];              // likewise
 };
 
-// Loads one group of a token of x, two columns per word. Columns from `columns_left` on lie past K and are zero.
+// Loads one group of a token of x, two columns per word. Columns from `columns_left` on lie past K and become zero.
 __device__ __forceinline__ void load_x(Word (&words)[kGroupSize / 2], const unsigned short* from, int columns_left) {
     if constexpr (ALIGNED_K) {
 #pragma unroll

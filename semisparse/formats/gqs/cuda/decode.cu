@@ -1,6 +1,6 @@
 // y[m, n] = sum_k x[m, k] * w[n, k] for 1 to 16 tokens, straight from a gqs weight with groups of 16 in 4 or 8 bits.
 //
-// Grid: a CTA per row tile (16 rows of w), or CTAS_PER_SM CTAs per SM that have several row tiles each (schedule.cuh).
+// Grid: one CTA per row tile (16 rows of w), or CTAS_PER_SM CTAs per SM, with several row tiles each (schedule.cuh).
 //
 // CTA: WARPS warps, all alike. A warp has a contiguous range of chunks (16 rows by 4 groups; chunk.cuh). It streams their kept
 // groups through its own ring in shared memory by cp.async (stream.cuh), and multiplies k-tiles of CHUNKS_PER_K_TILE chunks by
@@ -8,13 +8,14 @@
 //   mma_codes.cuh         1 or 2 tokens, 4-bit codes: x in 16 bits times the codes; scales are applied to accumulators
 //   mma_int8.cuh          the same for W4A8: x is quantised to int8 here
 //   mma_dequantised.cuh   3 to 16 tokens, or 8-bit codes: codes are dequantised first
-// Warps meet once when x is in shared memory (1 or 2 tokens), and once before partial accumulators are added (schedule.cuh).
+// The CTA synchronises when x is in shared memory (1 or 2 tokens; once more with INT8_X or RMS_NORM), and before partial
+// accumulators are added (schedule.cuh).
 //
 // Shared memory: a stream per warp (6,656 bytes in 4 bits, 10,752 in 8; figure in stream.cuh), then x for 1 or 2 tokens
 // (figure in block_diagonal.cuh); static: `partials`. With 8 warps, one token and K = 4096: 62,976 + 512 bytes.
 //
-// Programmatic dependent launch: before griddepcontrol.wait a warp only prefetches to L2, which is harmless even where a
-// preceding kernel still writes the weight. Memory is idle while the last CTAs of that kernel finish: worth 0.2 to 0.5 us on
+// Programmatic dependent launch: before griddepcontrol.wait a warp only prefetches to L2, which is harmless even if the
+// preceding kernel still writes the weight. Memory is idle while that kernel's last CTAs finish: this saves 0.2 to 0.5 us on
 // small weights.
 //
 // Bound by instruction issue and the ALU pipe: 87 instructions per chunk (fp16, one token), whatever the chunk keeps. On an
@@ -23,10 +24,9 @@
 //
 // A fused kernel (fusion.cuh) fills its streams before griddepcontrol.wait, and loads x after it.
 //
-// Macros: SCALAR (__half or __nv_bfloat16), BITS (4 or 8), TOKENS (1, 2, 8 or 16, at most), INT8_X (quantises x), WARPS,
+// Macros: SCALAR (__half or __nv_bfloat16), BITS (4 or 8), TOKENS (maximum m: 1, 2, 8 or 16), INT8_X (quantises x), WARPS,
 // CTAS_PER_SM (for registers), CHUNKS_PER_K_TILE, STAGE_GROUPS and STAGES (stream.cuh), ALIGNED_K (K is a multiple of 256 and
-// x aligned to 16 bytes), STREAM_K, and what fusion.cuh takes.
-// cuda/schedule.py chooses them.
+// x aligned to 16 bytes), STREAM_K (a CTA has several row tiles), and those of fusion.cuh. cuda/schedule.py chooses them.
 
 #include "mma_codes.cuh"
 #include "mma_dequantised.cuh"
@@ -41,7 +41,7 @@ using Mma = Select<(TOKENS > 2), MmaDequantised, Select<INT8_X, MmaInt8, MmaCode
 using Schedule = Select<STREAM_K, StreamK<Mma>, TilePerCta<Mma>>::Type;
 
 extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_gqs_decode(
-    // Not __restrict__: loads that the compiler takes for constants could move before the wait for the previous kernel.
+    // Not __restrict__: loads that the compiler takes for constants could move before griddepcontrol.wait.
     const Element* x,         // [m, k]
     const uint2* masks,       // [chunks]
     const Word* starts,       // [chunks + 1]
@@ -53,13 +53,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_g
     const Element* residual,     // [m, n] with ADD_RESIDUAL
     Element* y,                  // [m, n], or [m, n / 2] with SILU_MUL
     int m, int n, int k,
-    int chunks_per_tile, int chunks, int kept,  // of a row tile, of the weight; groups that it keeps
-    int tiles_per_cta, int ctas_with_extra,     // row tiles of a CTA; how many CTAs have one more
+    int chunks_per_tile, int chunks, int kept,  // chunks per row tile; chunks and kept groups of the weight
+    int tiles_per_cta, int ctas_with_extra,     // row tiles per CTA; the first `ctas_with_extra` CTAs have one more
     int prefetch_groups,                        // groups that each warp prefetches to L2
-    int whole_at,                               // where in dynamic shared memory the schedule has row tiles, with SILU_MUL
-    float epsilon
+    int whole_at,                               // offset of StreamK::whole in dynamic shared memory, in bytes
+    float epsilon                               // of RMS_NORM
 ) {
-    extern __shared__ uint4 shared[];  // a stream per warp, then what Mma keeps there, then what the schedule keeps
+    extern __shared__ uint4 shared[];  // a stream per warp, then x (Mma), then StreamK::whole
     __shared__ Schedule::Partials partials;
     const Weight weight = {masks, starts, codes, scale, zero, chunks, kept};
     float* whole = reinterpret_cast<float*>(reinterpret_cast<char*>(shared) + whole_at);

@@ -19,9 +19,9 @@ from semisparse.runtime.device import device_facts
 from semisparse.runtime.kernel import CudaSource, cuda_refusal
 
 BITS = (4, 8)
-"""Of a code, that `decode.cu` is written for."""
+"""Bits per code that `decode.cu` supports."""
 
-# The extremes of what is compiled.
+# The variants are the extremes of what is compiled.
 SOURCE = CudaSource(
     Path(__file__).with_name("decode.cu"),
     tuple(
@@ -46,7 +46,7 @@ SOURCE = CudaSource(
 
 
 def weight_refusal(problem: Problem) -> str | None:
-    """Say why the kernel is not written for ``problem``, on whatever GPU, or None if it is."""
+    """Return why the kernel does not support ``problem`` on any GPU, or None if it does."""
     if problem.m > MAX_TOKENS:
         return f"takes 1 to {MAX_TOKENS} tokens, got {problem.m}"
     if problem.dtype not in ELEMENTS or problem.weight_dtype != problem.dtype:
@@ -59,19 +59,19 @@ def weight_refusal(problem: Problem) -> str | None:
 
 
 def refusal(problem: Problem) -> str | None:
-    """Say why `prepare` cannot compute ``problem`` here, or None if it can."""
+    """Return why `prepare` cannot compute ``problem`` here, or None if it can."""
     return weight_refusal(problem) or cuda_refusal(problem.device)
 
 
 def prepare(problem: Problem) -> Product:
-    """Prepare to multiply 1 to 16 tokens: choose a schedule, compile and load its build."""
+    """Return the matmul of 1 to 16 tokens: choose its schedule, compile and load its kernels."""
     facts, int8_x = device_facts(problem.device), quantises_x(problem.params)
     bits = code_bits(problem.params, GROUP_SIZE)
     return _prepared(problem, choose(problem.m, problem.n, problem.k, problem.dtype, bits, int8_x, facts))
 
 
 def fuse(problem: Problem) -> FusedProduct | None:
-    """As `prepare`, with a prologue and an epilogue; None where no schedule has them."""
+    """Return the matmul with its prologue and epilogue in one kernel; None if no schedule can fuse them."""
     schedule = choose_fused(problem, device_facts(problem.device))
     return None if schedule is None else _prepared(problem, schedule)
 
@@ -81,10 +81,10 @@ def _prepared(problem: Problem, schedule: Schedule) -> FusedProduct:
     facts, gated = device_facts(device), problem.epilogue == "silu_mul"
     quantise = quantise_x.prepare(device, dtype) if quantises_x(problem.params) and not schedule.int8_x else None
     row_tiles, chunks_per_tile = -(-n // CHUNK_ROWS), -(-k // (CHUNK_GROUPS * GROUP_SIZE))
-    divided = row_tiles // 2 if gated else row_tiles
-    ctas = schedule.ctas(divided, facts)
-    tiles_per_cta, ctas_with_extra = divmod(divided, ctas)
-    whole_at = schedule.shared_bytes(k)
+    tiles = row_tiles // 2 if gated else row_tiles  # a CTA has the same tiles of the gate and of the other half
+    ctas = schedule.ctas(tiles, facts)
+    tiles_per_cta, ctas_with_extra = divmod(tiles, ctas)
+    whole_at = schedule.shared_bytes(k)  # bytes; there a CTA keeps accumulators of row tiles (schedule.cuh, `whole`)
     whole = 2 * (tiles_per_cta + 1) * CHUNK_ROWS * schedule.tokens * 4 if gated else 0
     kernel = SOURCE.build("semisparse_gqs_decode", schedule.defines, whole_at + whole).load(device)
     width = n // 2 if gated else n

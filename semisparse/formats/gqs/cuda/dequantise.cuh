@@ -5,13 +5,13 @@
 #include "chunk.cuh"
 #include "warp.cuh"
 
-// Constants of dequantise_u4: the bits of two codes in a word, and the 16-bit numbers into whose mantissas they are put.
+// Constants of dequantise_u4: the mask of two codes in a word, and the two 16-bit numbers into whose mantissas codes are put.
 struct U4Constants {
     Word mask, magic;
 
-    __device__ __forceinline__ explicit U4Constants(int positive) {
-        mask = keep_constant(kHalf ? 0x00f000f0u : 0x00780078u, positive);
-        magic = keep_constant(kHalf ? 0x54005400u : 0x41804180u, positive);
+    __device__ __forceinline__ explicit U4Constants(int parameter) {
+        mask = keep_constant(kHalf ? 0x00f000f0u : 0x00780078u, parameter);
+        magic = keep_constant(kHalf ? 0x54005400u : 0x41804180u, parameter);
     }
 };
 
@@ -20,8 +20,9 @@ __device__ __forceinline__ Word bits_of(__nv_bfloat162 pair) { return *reinterpr
 __device__ __forceinline__ __half2 half2_of(Word bits) { return *reinterpret_cast<__half2*>(&bits); }
 __device__ __forceinline__ __nv_bfloat162 bfloat162_of(Word bits) { return *reinterpret_cast<__nv_bfloat162*>(&bits); }
 
-// Eight 4-bit codes to four pairs of columns. (code - zero) is exact in both types, and its product with the scale is rounded
-// once, as `Packed.unpack` does. 0x5400 is 64 as a half, with an ulp of 1/16; 0x4180 is 16 in bfloat16, with one of 1/8.
+// Dequantises eight 4-bit codes to four pairs of columns; the codes of pair i are nibble i of each half of `codes`. (code -
+// zero) is exact in both types, and its product with the scale is rounded once, as in `Packed.unpack`. 0x5400 is 64 as a half,
+// with an ulp of 1/16; 0x4180 is 16 in bfloat16, with an ulp of 1/8.
 __device__ __forceinline__ void dequantise_u4(Word (&pairs)[4], Word codes, Word scale, Word zero, const U4Constants& constants,
                                               const __half*) {
     const __half2 zero_point = half2_of(__byte_perm(zero, constants.magic, 0x5050));
@@ -45,7 +46,7 @@ __device__ __forceinline__ void dequantise_u4(Word (&pairs)[4], Word codes, Word
     }
 }
 
-// Columns 2 i and 2 i + 1 of eight, whose 8-bit codes stand as the even columns in one word and the odd ones in the next.
+// Dequantises columns 2 i and 2 i + 1 of eight, whose 8-bit codes are one word for the even columns and one for the odd ones.
 __device__ __forceinline__ Word dequantise_u8(Word even, Word odd, int i, Word scale, Word zero, const __half*) {
     const Word code = __byte_perm(__byte_perm(even, odd, i | (i + 4) << 4), 0x64646464u, 0x4140);  // 1024 + code
     const __half2 zero_point = half2_of(0x64006400u | zero * 0x10001u);
@@ -53,13 +54,13 @@ __device__ __forceinline__ Word dequantise_u8(Word even, Word odd, int i, Word s
 }
 
 __device__ __forceinline__ Word dequantise_u8(Word even, Word odd, int i, Word scale, Word zero, const __nv_bfloat16*) {
-    const float step = to_float(bfloat162_of(scale).x);
-    const float first = static_cast<float>(static_cast<int>(even >> 8 * i & 255) - static_cast<int>(zero)) * step;
-    const float second = static_cast<float>(static_cast<int>(odd >> 8 * i & 255) - static_cast<int>(zero)) * step;
+    const float factor = to_float(bfloat162_of(scale).x);
+    const float first = static_cast<float>(static_cast<int>(even >> 8 * i & 255) - static_cast<int>(zero)) * factor;
+    const float second = static_cast<float>(static_cast<int>(odd >> 8 * i & 255) - static_cast<int>(zero)) * factor;
     return bits_of(__floats2bfloat162_rn(first, second));
 }
 
-// A group's 16 codes to eight pairs of columns, in order. `scale` has the scale in both halves.
+// Dequantises a group's 16 codes to eight pairs of columns, in order. `scale` has the scale in both halves.
 __device__ __forceinline__ void dequantise(Word (&pairs)[8], const Word (&codes)[kCodeWords], Word scale, Word zero,
                                            const U4Constants& constants) {
 #pragma unroll

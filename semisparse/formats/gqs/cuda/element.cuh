@@ -1,4 +1,4 @@
-// What the tensor-core kernels call the type of x, scale, bias and y.
+// Element, the type of x, scale, bias and y in gemm.cu and gemm_wgmma.cu.
 
 #pragma once
 

@@ -2,7 +2,7 @@
 // bits, expanded once in registers for all tokens of a CTA's tile.
 //
 // Grid: m tiles (TILE_M tokens) by row CTAs (WARPS_N * ROW_TILES row tiles of 16 rows) by `splits` parts of K, m tiles fastest,
-// so that those that read the same weights run at the same time.
+// so that CTAs that read the same weights run at the same time.
 //
 // CTA: WARPS_N by WARPS_K warps. A warp has ROW_TILES row tiles, all tokens, and 1 / WARPS_K of the CTA's k-tiles, a contiguous
 // range. It loads codes from global memory to registers, PREFETCH slices ahead, dequantises them to x's dtype as A of
@@ -16,14 +16,15 @@
 //                                 B [the same columns, 8 tokens] <--LDS------
 //
 // Warps that share rows add their accumulators in shared memory, in the order of K. With `splits` > 1 the sums go to `partials`
-// and add_partials.cu adds them, in the order of K too. So results repeat bit for bit, and no CTA waits for another.
+// and add_partials.cu adds them, also in the order of K. So results repeat bit for bit, and no CTA waits for another.
 //
-// Dynamic shared memory: STAGES * WARPS_K * TILE_M * (8 * K_TILE + 64) bytes of x, which the accumulators of all warps but the
-// first of each row reuse (64 * ROW_TILES * TILE_M bytes each); then headers, 1024 * ROW_TILES bytes per warp.
+// Dynamic shared memory: STAGES * WARPS_K * TILE_M * (8 * K_TILE + 64) bytes of x, reused by the accumulators of all warps but
+// the first of those that share rows (64 * ROW_TILES * TILE_M bytes each); then headers, 1024 * ROW_TILES bytes per warp.
 //
-// Programmatic dependent launch: before griddepcontrol.wait a warp only prefetches to L2.
+// Programmatic dependent launch: nothing is read before griddepcontrol.wait (README.md).
 //
-// Bound, by count, by dequantising for few tokens and by mma.sync from some 48 on (README.md). Not timed yet.
+// Bound, by count of instructions: dequantising for few tokens, mma.sync from some 48 on (README.md). Times are in
+// results/h200/sweeps/gqs-gemm.csv.
 //
 // Macros: SCALAR (__half or __nv_bfloat16), BITS (2, 3, 4 or 8), GROUP_SIZE (8 to 128), TILE_M (a multiple of 8), WARPS_N,
 // WARPS_K, ROW_TILES, K_TILE (32 or 64), PREFETCH, STAGES (2 to 4), CTAS_PER_SM (for registers), ALIGNED_K (K is a multiple
@@ -35,15 +36,16 @@
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/mma.cuh"
 
-constexpr int kTokenTiles = TILE_M / 8;  // of the mma's 8 tokens
-constexpr int kWarpBytes = ROW_TILES * kTokenTiles * 4 * 4 * 32;  // of a warp's accumulators
+constexpr int kTokenTiles = TILE_M / 8;  // tiles of 8 tokens, n of the mma
+constexpr int kWarpBytes = ROW_TILES * kTokenTiles * 4 * 4 * 32;  // bytes of a warp's accumulators
 
 constexpr int kPartialBytes = (WARPS_K - 1) * WARPS_N * kWarpBytes;
 constexpr int kStagesBytes = STAGES * kStageBytes > kPartialBytes ? STAGES * kStageBytes : kPartialBytes;
 
 using Accumulators = float[ROW_TILES][kTokenTiles][4];
 
-// Multiplies a unit. Lane 4 r + g loads its columns of token r of each eight; `x` is their address for the first eight.
+// Multiplies a unit of 8 columns (gemm_tile.cuh). Lane 4 r + g loads its columns of token r of every 8; `x` is their address
+// for the first 8 tokens.
 __device__ __forceinline__ void multiply_unit(Accumulators& accumulators, const Slice (&slices)[ROW_TILES],
                                               const ScaleZero (&groups)[ROW_TILES][2], int unit, Word x) {
     Word upper[ROW_TILES][4], lower[ROW_TILES][4], b[2][4];
@@ -67,7 +69,7 @@ __device__ __forceinline__ void multiply_unit(Accumulators& accumulators, const 
     }
 }
 
-// Multiplies a k-tile, and loads the slices that the warp multiplies PREFETCH slices later.
+// Multiplies the warp's `tile`-th k-tile, and loads the slices that the warp multiplies PREFETCH slices later.
 __device__ __forceinline__ void multiply_k_tile(Accumulators& accumulators, Slice (&slices)[PREFETCH][ROW_TILES],
                                                 WeightStream& stream, int tile, Word x) {
 #pragma unroll
@@ -111,7 +113,7 @@ __device__ __forceinline__ void add_warps(Accumulators& accumulators, Word smem,
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_gqs_gemm(
-    // Not __restrict__: loads that the compiler takes for constants could move before the wait for the previous kernel.
+    // Not __restrict__: loads that the compiler takes for constants could move before griddepcontrol.wait.
     const Element* x,         // [m, k]
     const uint2* masks,       // [row_tiles, chunks]
     const Word* starts,       // [row_tiles * chunks + 1]
@@ -122,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_g
     Element* __restrict__ y,  // [m, n]
     float* __restrict__ partials,           // [splits, m, 16 row_tiles]; unused with one split
     int m, int n, int k,
-    int row_tiles, int chunks,              // chunks of a row tile
+    int row_tiles, int chunks,              // chunks per row tile
     int m_tiles, int row_ctas, int splits,  // the grid
     int k_tiles                             // along K
 ) {

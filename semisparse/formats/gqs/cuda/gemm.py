@@ -19,13 +19,14 @@ from semisparse.runtime.device import device_facts
 from semisparse.runtime.kernel import CudaSource, cuda_refusal
 
 ADD_THREADS = 128
-"""Per CTA of `add_partials.cu`; each has four rows of w."""
+"""Threads per CTA of `add_partials.cu`, each with four rows of w."""
 
 MAX_GRID_Y = 65_535
+"""CUDA's limit on CTAs along y."""
 
 HALF, BFLOAT = torch.float16, torch.bfloat16
 
-# The extremes of what is compiled.
+# The variants are the extremes of what is compiled.
 SOURCE = CudaSource(
     Path(__file__).with_name("gemm.cu"),
     (
@@ -49,18 +50,18 @@ ADD_PARTIALS = CudaSource(
 
 
 def refusal(problem: Problem) -> str | None:
-    """Say why `prepare` cannot compute ``problem`` here, or None if it can."""
+    """Return why `prepare` cannot compute ``problem`` here, or None if it can."""
     return shape_refusal(problem) or cuda_refusal(problem.device)
 
 
 def prepare(problem: Problem, schedule: GemmSchedule | None = None) -> Product:
-    """Prepare to multiply: choose a schedule, compile and load its build.
+    """Return the matmul: choose its schedule, compile and load its kernels.
 
     Args:
         problem: x and w are both float16 or both bfloat16.
-        schedule: tile sizes, stages and split-K; None for the one that should be fastest.
+        schedule: tile sizes, stages and split-K; None for that of `choose_gemm`.
     Returns:
-        The product, accumulated in float32.
+        A function that accumulates in float32.
     """
     n, k, device, dtype = problem.n, problem.k, problem.device, problem.dtype
     facts, size = device_facts(device), group_size(problem.pattern)

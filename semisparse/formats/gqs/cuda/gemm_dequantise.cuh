@@ -1,7 +1,7 @@
 // Dequantises 8 columns of a group in 2, 3, 4 or 8 bits: (code - zero) * scale in Element, bit for bit as `Packed.unpack` does.
 //
-// Codes are put into the mantissas of 16-bit numbers, two at a time. The difference is a multiple of 2^(BITS - 8) below 256
-// of them: exact in either type. Its product with the scale is rounded once.
+// Codes are put into the mantissas of 16-bit numbers, two at a time. The difference is less than 256 units of 2^(BITS - 8), so
+// it is exact in both types. Its product with the scale is rounded once.
 
 #pragma once
 
@@ -13,15 +13,15 @@ __device__ __forceinline__ Word bits_of(__nv_bfloat162 pair) { return *reinterpr
 __device__ __forceinline__ __half2 half2_of(Word bits) { return *reinterpret_cast<__half2*>(&bits); }
 __device__ __forceinline__ __nv_bfloat162 bfloat162_of(Word bits) { return *reinterpret_cast<__nv_bfloat162*>(&bits); }
 
-// Scale and zero point of a group, as the codes meet them: in both halves of a word, or (bfloat16 in 8 bits) as floats.
+// Scale and zero point of a group, converted for dequantise_pair: in both halves of a word, or (bfloat16 in 8 bits) as floats.
 struct ScaleZero {
     Word scale, zero;
 };
 
-// 2^(BITS + 2) as a half: its ulp is 2^(BITS - 8), the zero point's unit, so that a zero point is its lowest 8 bits.
+// 2^(BITS + 2) as a half: its ulp is 2^(BITS - 8), the unit of zero points, so a zero point is added as its lowest 8 bits.
 constexpr Word kHalfAnchor = (17u + BITS << 10) * 0x10001u;
 constexpr Word kHalfMask = ((1u << BITS) - 1 << 8 - BITS) * 0x10001u;
-// 16 in bfloat16, with an ulp of 1/8: codes are three bits up. It holds 4 bits of them.
+// 16 in bfloat16, with an ulp of 1/8: codes of up to 4 bits are added 3 bits up.
 constexpr Word kBfloatAnchor = 0x41804180u;
 constexpr Word kBfloatMask = ((1u << BITS) - 1 << 3) * 0x10001u;
 constexpr Word kFloatAnchor = 0x4b000000u;  // 2^23: its ulp is 1
@@ -38,8 +38,8 @@ __device__ __forceinline__ ScaleZero prepare(Word scale, Word zero, const __nv_b
     else return {scale * 0x10001u, bits_of(__float2bfloat162_rn(static_cast<float>(zero) * (1.0f / (1 << (8 - BITS)))))};
 }
 
-// Of a lane's codes of some units, those of one below 8 bits: even columns from the lowest bit of the low half on, odd ones so
-// in the high half.
+// The codes of one of a lane's units, for BITS < 8: the even columns from bit 0 of the low half on, the odd ones from bit 0 of
+// the high half on.
 template <int words>
 __device__ __forceinline__ Word spread(const Word (&codes)[words], int unit) {
     if constexpr (BITS == 2) return __byte_perm(codes[unit / 2], 0, unit % 2 ? 0x4342 : 0x4140);
@@ -52,13 +52,14 @@ __device__ __forceinline__ Word spread(const Word (&codes)[words], int unit) {
     return codes[unit];
 }
 
-// Brings pair `i` of spread codes to bit `to` of each half; other bits are to be masked.
+// Shifts pair `i` of `spread` codes to bit `to` of each half; the caller masks other bits.
 __device__ __forceinline__ Word shift_pair(Word codes, int i, int to) {
     const int left = to - BITS * i;
     return left >= 0 ? codes << left : codes >> -left;
 }
 
-// Pair `i` of a unit, columns 2 i and 2 i + 1. `mask` is `code_mask`'s, which a caller may keep in a register.
+// Dequantises pair `i` of a unit, columns 2 i and 2 i + 1. `mask` is `code_mask(kElement)`, which a caller may keep in a
+// register.
 template <int words>
 __device__ __forceinline__ Word dequantise_pair(const Word (&codes)[words], int unit, int i, ScaleZero group, Word mask,
                                                 const __half*) {
@@ -87,6 +88,7 @@ __device__ __forceinline__ Word dequantise_pair(const Word (&codes)[words], int 
     }
 }
 
+// Dequantises a unit to four pairs of columns.
 template <int words>
 __device__ __forceinline__ void dequantise(Word (&pairs)[4], const Word (&codes)[words], int unit, ScaleZero group) {
 #pragma unroll

@@ -1,6 +1,6 @@
-"""How `gemm.cu` divides a problem over SMs and warps: arithmetic, and what was measured on an H200.
+"""Schedules of `gemm.cu`: how it divides a matmul among SMs and warps. Pure arithmetic.
 
-Figures are in results/h200/sweeps/gqs-gemm.csv.
+Times below are from an H200 (results/h200/sweeps/gqs-gemm.csv).
 """
 
 from __future__ import annotations
@@ -19,51 +19,51 @@ from semisparse.runtime.device import RESERVED_SHARED, DeviceFacts
 from semisparse.runtime.nvrtc import Defines
 
 SIZES = (8, 16, 32, 64, 128)
-"""Columns of a group that `gemm.cu` is written for."""
+"""Columns per group that `gemm.cu` supports."""
 
 TILES_M = (8, 16, 24, 32, 48, 64, 96)
-"""Tokens of a CTA tile. Any multiple of 8 compiles; 128 tokens with two row tiles per warp spill registers."""
+"""Tokens per CTA tile. Any multiple of 8 compiles; 128 tokens with two row tiles per warp spill registers."""
 
 SHAPES = ((1, 4), (2, 2), (4, 1), (4, 2), (8, 1))
-"""Warps of a CTA along N, and warps that share rows."""
+"""(WARPS_N, WARPS_K): warps of a CTA along N, and warps that share rows and split K."""
 
 WARPS_PER_SM = {32: 12, 96: 8}
-"""By the largest TILE_M: what registers allow. Builds take up to 168 and 255 of them per thread."""
+"""Resident warps per SM by maximum TILE_M, as registers allow: kernels use up to 168 and 255 per thread."""
 
 K_TILES = {64: 64, 96: 32}
-"""By the largest TILE_M, columns of each of four groups that a warp multiplies per iteration. 64 columns take 3 to 30 %
-less time than 32, and spill registers in tiles of more tokens."""
+"""K_TILE by maximum TILE_M: columns of each of four groups that a warp multiplies per iteration. 64 columns take 3 to
+30 % less time than 32, but spill registers with larger TILE_M."""
 
 MAX_PREFETCH = {2: 4, 3: 4, 4: 4, 8: 2}
-"""By bits, slices of the weight in flight to registers, at most. With 2 of 4 bits, 8 tokens take 17 % more time (W4S50,
-28672 x 8192); 4 of 8 bits gain 1 %, and spill."""
+"""Maximum slices of the weight in flight to registers, by bits. For 4 bits and 8 tokens, 2 slices take 17 % longer than
+4 (W4S50, 28672 x 8192); for 8 bits, 4 are 1 % faster than 2, and spill."""
 
 MAX_SPLIT_K = 16
 
 HEADER_BYTES = 2 * 32 * 16
-"""Of the masks and starts of two windows of 32 chunks, per warp and row tile."""
+"""Bytes of shared memory per warp and row tile for masks and starts: two windows of 32 chunks."""
 
 DECODE_TOKENS = 16
-"""`decode` is the faster one for all tokens that it takes: 50 us for 72 with 8 tokens (W4S50, 28672 x 8192)."""
+"""Maximum M of `decode`, which is faster: 8 tokens take 51 us, 67 with `gemm` (W4S50, 28672 x 8192)."""
 
 GEMM_TOKENS = 96
-"""With 128 and more, to unpack the weight once and to call cuBLAS is faster: 277 us for 299 (W4S50, 28672 x 8192)."""
+"""Maximum M. From 128 tokens on `unpack` is faster: 277 us, 299 with `gemm` (W4S50, 28672 x 8192)."""
 
 
 @dataclass(frozen=True)
 class GemmSchedule:
-    """One build of `gemm.cu`, and its launch.
+    """How `gemm.cu` is compiled and launched.
 
     Args:
-        tile_m: tokens of a CTA tile, a multiple of 8.
+        tile_m: tokens per CTA tile, a multiple of 8.
         warps_n: warps of a CTA along N.
         warps_k: warps that share rows and split K among them.
         row_tiles: row tiles per warp, 16 rows each.
         k_tile: columns of each of four groups that a warp multiplies per iteration, 32 or 64.
-        prefetch: slices of the weight in flight to registers; divides `slices`, which are 2 or more.
-        stages: of x, 2 or more.
-        ctas_per_sm: CTAs that share an SM's registers.
-        split_k: CTAs that each compute a part of K of an output tile.
+        prefetch: slices of the weight in flight to registers; divides the result of `slices`.
+        stages: stages of x, 2 or more.
+        ctas_per_sm: resident CTAs per SM, as the kernel's registers allow.
+        split_k: CTAs per output tile, each with a part of K.
     """
 
     tile_m: int
@@ -85,9 +85,9 @@ class GemmSchedule:
         """Return the macros of `gemm.cu`.
 
         Args:
-            dtype: of x and w, float16 or bfloat16.
-            bits: of a code.
-            size: columns of a group.
+            dtype: dtype of x and w, float16 or bfloat16.
+            bits: bits per code.
+            size: columns per group.
             aligned_k: whether K is a multiple of 8.
         """
         return {
@@ -107,32 +107,32 @@ class GemmSchedule:
 
     @property
     def shared_bytes(self) -> int:
-        """A CTA's dynamic shared memory: x, which partial accumulators reuse, and headers."""
+        """Bytes of dynamic shared memory per CTA: x, whose memory partial accumulators reuse, and headers."""
         stages = self.stages * self.warps_k * self.tile_m * (8 * self.k_tile + 64)
         partials = (self.warps_k - 1) * self.warps_n * self.row_tiles * self.tile_m * CHUNK_ROWS * 4
         return max(stages, partials) + HEADER_BYTES * self.row_tiles * self.warps_n * self.warps_k
 
     def slices(self, bits: int, size: int) -> int:
-        """Return the pieces in which a lane loads its codes of a k-tile: kSlices of `gemm.cu`."""
+        """Return the slices per k-tile, 2 or more: kSlices of gemm_tile.cuh."""
         return self.k_tile // _slice(self.k_tile, bits, size)
 
     def fits(self, facts: DeviceFacts) -> bool:
-        """Say whether a CTA may have its shared memory, and an SM that of all its CTAs."""
+        """Return whether the shared memory of a CTA, and of all CTAs of an SM, is available."""
         whole = self.ctas_per_sm * (self.shared_bytes + RESERVED_SHARED)
         return self.shared_bytes <= facts.shared_per_cta and whole <= facts.shared_per_sm
 
     def row_ctas(self, n: int) -> int:
-        """Return the CTAs along N."""
+        """Return the number of CTAs along N."""
         return -(-n // (CHUNK_ROWS * self.row_tiles * self.warps_n))
 
     def k_tiles(self, k: int, size: int) -> int:
-        """Return the k-tiles along K; those of a chunk of long groups cover it together."""
+        """Return the number of k-tiles along K: several per chunk if groups are longer than a k-tile."""
         chunks = -(-k // (CHUNK_GROUPS * size))
         return chunks * (size // self.k_tile) if size > self.k_tile else -(-chunks * size // self.k_tile)
 
 
 def _slice(k_tile: int, bits: int, size: int) -> int:
-    """Return the columns of a group that a lane loads at once: kSlice of `gemm.cu`."""
+    """Return the columns of a group that a lane loads at once: kSlice of gemm_tile.cuh."""
     return min(size, k_tile // 2, 8 if bits == 8 else 32)
 
 
@@ -140,12 +140,12 @@ def choose_gemm(m: int, n: int, k: int, bits: int, size: int, facts: DeviceFacts
     """Choose the schedule of y[m, n] = x[m, k] @ w[n, k].T: of those that fit, the one with the fewest `_cycles`.
 
     Args:
-        m: the most tokens.
+        m: maximum tokens.
         n: output features.
         k: input features.
-        bits: of a code.
-        size: columns of a group.
-        facts: of the GPU.
+        bits: bits per code.
+        size: columns per group.
+        facts: the GPU.
     """
     tile_m = min(TILES_M, key=lambda tokens: (-(-m // tokens) * tokens, -tokens))
     most_warps = next(warps for tokens, warps in WARPS_PER_SM.items() if tile_m <= tokens)
@@ -163,18 +163,19 @@ def choose_gemm(m: int, n: int, k: int, bits: int, size: int, facts: DeviceFacts
 
 
 def _cycles(schedule: GemmSchedule, m: int, n: int, k: int, size: int, facts: DeviceFacts) -> float:
-    """Estimate the time, by count and not by measurement, to compare schedules with.
+    """Estimate cycles, to compare schedules. The constants are assumed, not fitted to times.
 
-    16 columns of four groups of a row tile take some 100 instructions, and mma.sync 3.5 cycles per token (7 per
-    m16n8k16), on a quarter of an SM; x comes at 32 bytes per cycle. A wave of CTAs begins and ends in 4,000 cycles, and
-    a second kernel adds partial sums in 3,000 and the time to write and read them.
+    On a quarter of an SM, 16 columns of four groups of a row tile take 100 cycles to dequantise (they are 160 to 250
+    instructions, README.md), and mma.sync 3.5 cycles per token (7 per m16n8k16). An SM loads 32 bytes of x per cycle. A
+    wave of CTAs adds 4,000 cycles to start and end. With split-K a second kernel adds 3,000 and the time to write and
+    read the partial sums.
     """
     warps = schedule.warps_n * schedule.warps_k
     m_tiles = -(-m // schedule.tile_m)
     busiest = -(-schedule.row_ctas(n) * m_tiles * schedule.split_k // facts.sms)
     waves = -(-busiest // schedule.ctas_per_sm)
     iterations = -(-schedule.k_tiles(k, size) // (schedule.split_k * schedule.warps_k))
-    # Fewer warps than 8 per SM do not hide each other's latency.
+    # With fewer than 8 warps per SM, latency is not hidden.
     resident = min(busiest, schedule.ctas_per_sm) * warps
     multiplying = warps / 4 * schedule.row_tiles * schedule.k_tile / 16 * (100 + 3.5 * schedule.tile_m)
     copying = schedule.warps_k * schedule.tile_m * 8 * schedule.k_tile / 32
@@ -183,17 +184,17 @@ def _cycles(schedule: GemmSchedule, m: int, n: int, k: int, size: int, facts: De
 
 
 def decode_pays(problem: Problem) -> bool:
-    """Say whether `decode` is taken to be faster than `gemm`."""
+    """Return whether `decode` is assumed to be faster than `gemm`."""
     return problem.m <= DECODE_TOKENS
 
 
 def gemm_pays(problem: Problem) -> bool:
-    """Say whether `gemm` is taken to be faster than `unpack`."""
+    """Return whether `gemm` is assumed to be faster than `unpack`."""
     return problem.m <= GEMM_TOKENS
 
 
 def shape_refusal(problem: Problem) -> str | None:
-    """Say why `gemm.cu` is not written for ``problem``, on whatever GPU, or None if it is."""
+    """Return why `gemm.cu` does not support ``problem`` on any GPU, or None if it does."""
     if problem.dtype not in ELEMENTS or problem.weight_dtype != problem.dtype:
         return f"x and w are both float16 or both bfloat16, got {problem.dtype} and {problem.weight_dtype}"
     if group_size(problem.pattern) not in SIZES:

@@ -1,8 +1,8 @@
-// A warp's part of the weight: ROW_TILES row tiles by a range of k-tiles, from global memory to registers.
+// Loads a warp's part of the weight, ROW_TILES row tiles by a range of k-tiles, from global memory to registers.
 //
-// A header is a chunk's mask and start. 32 of a row tile, in the order in which the warp meets their chunks, are a window: each
-// lane copies one to shared memory, one window ahead, and all read them. Each finds its two groups by counting the mask's bits
-// below its own.
+// A header is a chunk's mask and start. A window is 32 headers of a row tile, in the order of the warp's chunks: each lane
+// copies one to shared memory, one window ahead, and all lanes read all. A lane finds its two groups by counting the bits of
+// the mask below its own.
 //
 //   A warp's headers: [ROW_TILES, 2 windows * 32] | mask of rows 0 to 7 | of rows 8 to 15 | start | unused |
 
@@ -30,7 +30,7 @@ struct Weight {
     int row_tiles, chunks;  // chunks per row tile
 };
 
-// Loads a slice's codes, whose bytes are a multiple of their alignment.
+// Loads a slice's codes. Their address is a multiple of the largest power of two that divides kSliceBytes.
 __device__ __forceinline__ void load_codes(Word (&codes)[kSliceWords], const char* from) {
     if constexpr (kSliceBytes == 16) {
         const uint4 all = *reinterpret_cast<const uint4*>(from);
@@ -56,9 +56,9 @@ __device__ __forceinline__ void load_codes(Word (&codes)[kSliceWords], const cha
 
 struct WeightStream {
     const Weight& weight;
-    int row_tile, first, end;  // row tiles from `row_tile` on, k-tiles `first` to `end`
-    Word headers;               // the warp's, in shared memory
-    Word groups[ROW_TILES][2];  // the lane's, of the chunk that is being loaded
+    int row_tile, first, end;  // the warp's first row tile; its k-tiles `first` to `end`
+    Word headers;               // the warp's, address in shared memory
+    Word groups[ROW_TILES][2];  // the lane's groups of the chunk that is being loaded
     bool kept[ROW_TILES][2];
 
     __device__ __forceinline__ WeightStream(const Weight& weight, Word headers, int row_tile, int first, int end)
@@ -70,8 +70,8 @@ struct WeightStream {
         return headers + (i * 2 * kWindow + position % (2 * kWindow)) * kHeaderBytes;
     }
 
-    // Copies the headers of a window of the range, one per lane, as part of the next cp.async group. Past the range and the
-    // weight no group is kept.
+    // Copies the headers of a window of the range, one per lane, as part of the next cp.async group. Headers past the range or
+    // the weight keep no group.
     __device__ __forceinline__ void copy_headers(int window) const {
         const int position = window * kWindow + static_cast<int>(threadIdx.x % 32);
         const int tile = first + position / kChunksPerTile, chunk = chunk_of(tile) + position % kChunksPerTile;
@@ -87,7 +87,7 @@ struct WeightStream {
         }
     }
 
-    // Goes to the chunk of the range's k-tile `tile` at the slice `slice`.
+    // Finds the lane's groups of the chunk of slice `slice` of the range's k-tile `tile`.
     __device__ __forceinline__ void find_chunk(int tile, int slice) {
         if (slice == 0 && tile > 0 && tile % kTilesPerWindow == 0) {
             __syncwarp();  // all lanes have read the window that is overwritten
@@ -107,7 +107,7 @@ struct WeightStream {
         }
     }
 
-    // Loads a slice of the range's k-tile `tile`. Slices are loaded in their order.
+    // Loads a slice of the range's k-tile `tile`. Slices must be loaded in their order.
     __device__ __forceinline__ void load(Slice (&slices)[ROW_TILES], int tile, int slice) {
         if (slice % kSlicesPerChunk == 0) find_chunk(tile, slice);
         const int part = kTilesPerChunk > 1 ? (first + tile) % kTilesPerChunk * (K_TILE * BITS / 8) : 0;

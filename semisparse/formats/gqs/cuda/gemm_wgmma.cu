@@ -1,6 +1,6 @@
 // y[m, n] = x[m, k] @ w[n, k].T + bias[n] for a gqs weight with groups of 8 to 128 and any m, with Hopper's wgmma:
-// expand_gemm/gemm.cuh on tiles of which each consumer warp copies its own (wgmma_stream.cuh) and expands them in registers
-// (wgmma_tile.cuh). Weights are those of `unpack`, bit for bit.
+// expand_gemm/gemm.cuh (grid, CTA, shared memory). Producer warps copy the tiles of each consumer warp (wgmma_stream.cuh),
+// which expands them in registers (wgmma_tile.cuh). Weights are those of `unpack`, bit for bit. Bound: README.md.
 //
 // Compiled with BITS (2, 3, 4 or 8), GROUP_SIZE (8 to 128) and the macros of gemm.cuh.
 

@@ -23,7 +23,7 @@ from semisparse.runtime.nvrtc import Defines
 
 
 def _defines(dtype: torch.dtype, bits: int, size: int, schedule: Schedule) -> Defines:
-    """Return the macros."""
+    """Return the macros of `gemm_wgmma.cu`."""
     return {"BITS": bits, "GROUP_SIZE": size, **schedule.defines(dtype)}
 
 
@@ -44,20 +44,20 @@ SOURCE = CudaSource(
 
 
 def refusal(problem: Problem) -> str | None:
-    """Say why the kernel cannot compute ``problem`` here, or None if it can."""
+    """Return why the kernel cannot compute ``problem`` here, or None if it can."""
     if problem.m > MAX_TOKENS:
         return f"takes up to {MAX_TOKENS} tokens, got {problem.m}"
     return shape_refusal(problem) or hopper_refusal(problem.device)
 
 
 def prepare(problem: Problem, schedule: Schedule | None = None) -> Product:
-    """Compile and load the kernels for one problem.
+    """Return the matmul: choose its schedule, compile and load its kernels.
 
     Args:
         problem: x and w are both float16 or both bfloat16.
-        schedule: tile sizes, stages and split-K; None for the one that should be fastest.
+        schedule: tile sizes, stages and split-K; None for that of `expand_gemm.choose`.
     Returns:
-        The product, accumulated in float32.
+        A function that accumulates in float32.
     """
     (n, k), device, dtype = problem.spec.shape, problem.device, problem.dtype
     size = group_size(problem.pattern)

@@ -4,9 +4,9 @@
 //         |           token 1 | ...                                                               |
 //         | warp_k 1: ...
 //
-// A cell is 8 columns (16 bytes) of a group. For a unit the four lanes g of a token load 64 contiguous bytes, and a token
-// begins 64 bytes after a multiple of 128: ld.shared.v4 has no bank conflict, and neither has the copy. Neighbouring threads
-// copy the cells of a token in their order in shared memory, whose columns are one range of x, or four.
+// A cell is 8 columns (16 bytes) of a group. For a unit the four lanes g of a token load 64 contiguous bytes, and the pitch of
+// tokens is an odd multiple of 64 bytes: neither ld.shared.v4 nor the copy has bank conflicts. Consecutive threads copy the
+// cells of a token in their order in shared memory; their columns are one contiguous range of x, or four.
 
 #pragma once
 
@@ -15,7 +15,7 @@
 #include "ptx/integer.cuh"
 #include "ptx/shared.cuh"
 
-constexpr int kCells = kGroups * K_TILE / kUnit;  // of a token
+constexpr int kCells = kGroups * K_TILE / kUnit;  // per token
 constexpr int kTokenBytes = 16 * kCells + 64;
 constexpr int kKTileBytes = TILE_M * kTokenBytes;
 constexpr int kStageBytes = WARPS_K * kKTileBytes;
@@ -29,7 +29,7 @@ struct ActivationStages {
     Word smem;
     int m, k, first_token;
     int first, end, per_warp;  // k-tiles of the CTA: warp_k i has `per_warp` of them from first + i * per_warp on
-    int cell, column;          // that the thread copies: of a token, and of the k-tile's columns
+    int cell, column;          // that the thread copies of each token: its cell, and the cell's first column in the k-tile
 
     __device__ __forceinline__ ActivationStages(const Element* x, Word smem, int m, int k, int first_token, int first, int end,
                                                 int per_warp)
@@ -39,8 +39,9 @@ struct ActivationStages {
         column = unit / kUnitsPerGroup * (kGroups * GROUP_SIZE) + cell % kGroups * GROUP_SIZE + unit % kUnitsPerGroup * kUnit;
     }
 
-    // Copies iteration `i` of all warps as one cp.async group; zeros past K, past a warp's range and past the last
-    // token. (To repeat the last token instead made all CTAs read the same lines of x: 117 us for 88, one token.)
+    // Copies x for iteration `i` of all warps as one cp.async group; zeros past K, past a warp's range and past the last token.
+    // (Repeating the last token instead made all CTAs read the same lines of x: one token took 117 us, eight 88, for W4S50 at
+    // 28672 x 8192.)
     __device__ __forceinline__ void issue(int i) const {
         Word to = smem + i % STAGES * kStageBytes + threadIdx.x / kCells * kTokenBytes + 16 * cell;
 #pragma unroll
@@ -59,7 +60,7 @@ struct ActivationStages {
         cp_async_commit_group();
     }
 
-    // Copies a cell, of which the first `left` columns are stored.
+    // Copies the first `left` columns of a cell, and zeros for the others.
     __device__ __forceinline__ void copy(Word to, const char* source, int left) const {
         if constexpr (ALIGNED_K) {
             cp_async_16(to, source, left > 0 ? 16 : 0);

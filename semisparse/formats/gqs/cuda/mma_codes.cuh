@@ -1,8 +1,8 @@
 // One or two tokens: x in 16 bits times the 4-bit codes themselves (block_diagonal.cuh).
 //
-// As halves the codes are used in place: a word's low nibbles are subnormal numbers, code / 2^24, and its high ones 16 of
-// these. Tensor cores multiply subnormals exactly. bfloat16 has too short a mantissa for that: there a code is put into that
-// of 16.
+// As halves the codes are used in place: the low nibble of a half's low byte is the subnormal number code / 2^24, the high
+// nibble 16 times that. Tensor cores multiply subnormals exactly. The mantissa of bfloat16 is too short for that: there a code
+// is put into the mantissa of 16.
 
 #pragma once
 
@@ -10,8 +10,8 @@
 #include "ptx/mma.cuh"
 
 constexpr float kCodeUnit = kHalf ? 0x1p-24f : 1.0f;    // the value of code 1 in the mma, as a low nibble
-constexpr float kHighNibbles = kHalf ? 0.0625f : 1.0f;  // scales dot products of high nibbles to that unit
-constexpr float kZeroUnit = 0x1p20f * kCodeUnit;        // scales a zero point, its bits read as a half, to that unit
+constexpr float kHighNibbles = kHalf ? 0.0625f : 1.0f;  // scales dot products of high nibbles to kCodeUnit
+constexpr float kZeroUnit = 0x1p20f * kCodeUnit;        // scales a zero point, its 8 bits read as a half, to kCodeUnit
 
 // x as 16-bit values.
 struct SixteenBitX {
@@ -22,7 +22,7 @@ struct SixteenBitX {
     __device__ __forceinline__ static float from_bits(Word bits) { return __uint_as_float(bits); }
     __device__ __forceinline__ void prepare(const StagedActivations&) {}
 
-    // Puts pairs of columns into the order of MmaCodes::code_pairs. Returns the group's sum times kZeroUnit.
+    // Reorders pairs of columns as MmaCodes::code_pairs does. Returns the group's sum times kZeroUnit.
     __device__ __forceinline__ float convert(Word (&converted)[2][4], const Word (&words)[8], int) const {
         float sum = 0.0f;
 #pragma unroll
@@ -35,7 +35,7 @@ struct SixteenBitX {
 };
 
 struct MmaCodes : BlockDiagonal<SixteenBitX> {
-    Word low, high;  // masks of nibbles; in bfloat16 the codes' mask, and 16
+    Word low, high;  // masks of low and high nibbles; in bfloat16 the mask of a code, and 16
 
     __device__ __forceinline__ MmaCodes(const Activations& activations, Word smem) : BlockDiagonal(activations, smem) {
         low = keep_constant(kHalf ? 0x000f000fu : 0x00780078u, activations.k);
@@ -55,7 +55,7 @@ struct MmaCodes : BlockDiagonal<SixteenBitX> {
     __device__ __forceinline__ void multiply(const ChunkFragment& chunk, int index, Word lane_bit) {
         const Fragment& x = fragments[index % 2];
         if (index + 1 < CHUNKS_PER_K_TILE) load_fragment(index + 1);
-        float dots[2][4] = {};  // dot products of low nibbles, of high ones
+        float dots[2][4] = {};  // dot products of both `code_pairs`: as halves, of low and of high nibbles
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int word = i / 2, second = i % 2;

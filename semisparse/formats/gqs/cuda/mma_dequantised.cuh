@@ -1,8 +1,8 @@
 // Three to 16 tokens: codes are dequantised, and the weights multiply x in 16 bits. The tokens share the dequantisation.
 //
-// A chunk takes four mma.m16n8k16 for each 8 tokens: the weights are A (16 rows), x is B. The order of columns inside of A's
-// and B's fragments is free as long as it is the same, so a lane feeds its own 16 columns and needs no other lane's weights. x
-// goes from global memory to registers, kPrefetch chunks ahead.
+// A chunk takes four mma.m16n8k16 per 8 tokens: the weights are A (16 rows), x is B. Columns may have any order in the
+// fragments if A and B have the same, so a lane feeds its own 16 columns and needs no other lane's weights. x is loaded from
+// global memory to registers, kPrefetch chunks ahead.
 
 #pragma once
 
@@ -10,7 +10,7 @@
 #include "ptx/mma.cuh"
 
 struct MmaDequantised {
-    static constexpr int kTokenTiles = (TOKENS + 7) / 8;                // of the mma's 8 tokens
+    static constexpr int kTokenTiles = (TOKENS + 7) / 8;                // tiles of 8 tokens, n of the mma
     static constexpr int kPrefetch = TOKENS == 16 && !ALIGNED_K ? 1 : 2;  // chunks of x in flight, as registers allow
     static_assert(CHUNKS_PER_K_TILE % kPrefetch == 0, "registers are indexed at compile time");
 
@@ -26,8 +26,8 @@ struct MmaDequantised {
     const unsigned short* x[kTokenTiles];  // the lane's token, at its columns of chunk 0
     U4Constants constants;
     int k;
-    int column, next_column;            // of this k-tile, and of the one after it
-    Word b[kPrefetch][kTokenTiles][8];  // x of the chunks to come
+    int column, next_column;            // first columns of this k-tile, and of the next one
+    Word b[kPrefetch][kTokenTiles][8];  // x of the next chunks
 
     // Tokens past the last repeat it, and are not stored.
     __device__ __forceinline__ MmaDequantised(const Activations& activations, Word)
@@ -82,7 +82,7 @@ struct MmaDequantised {
                                                  : next_column + (ahead - CHUNKS_PER_K_TILE) * kChunkColumns);
     }
 
-    // Calls take(row, token, accumulator): rows lane / 4 and 8 more, two tokens of each 8.
+    // Calls take(row, token, accumulator) for rows lane / 4 and lane / 4 + 8, and two tokens of every 8.
     template <typename Take> __device__ __forceinline__ void for_each_accumulator(const Take& take) const {
         const int lane = threadIdx.x % 32;
 #pragma unroll

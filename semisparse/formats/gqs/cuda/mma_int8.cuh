@@ -1,5 +1,5 @@
-// W4A8, one or two tokens: x is quantised to int8 in every CTA, one scale per token as `quant.symmetric` does, and multiplies
-// the 4-bit codes in integers, exactly up to the scales (block_diagonal.cuh).
+// W4A8, one or two tokens: every CTA quantises x to int8, with one scale per token as in `quant.symmetric`, and multiplies it
+// with the 4-bit codes in integers, which is exact (block_diagonal.cuh).
 
 #pragma once
 
@@ -7,7 +7,7 @@
 #include "ptx/mma.cuh"
 #include "quantise.cuh"
 
-constexpr int kMagicBits = 0x4b400000;  // of kMagic, whose ulp is 1 with room for 2^22 on both sides
+constexpr int kMagicBits = 0x4b400000;  // of kMagic: its ulp is 1, so an integer (below 2^22) added to its bits is added to it
 
 // x as int8.
 struct Int8X {
@@ -16,7 +16,7 @@ struct Int8X {
 
     float scale[TOKENS], inverse[TOKENS];
 
-    // Registers cannot be indexed at run time.
+    // values[token]: registers cannot be indexed at run time.
     __device__ __forceinline__ static float of_token(const float (&values)[TOKENS], int token) {
         return token == 0 ? values[0] : values[TOKENS - 1];
     }
@@ -24,7 +24,7 @@ struct Int8X {
     __device__ __forceinline__ static Word to_bits(int sum) { return sum; }
     __device__ __forceinline__ static int from_bits(Word bits) { return bits; }
 
-    // Computes the tokens' scales: their largest magnitudes, compared as the integers that their bits are.
+    // Computes the tokens' scales from their largest magnitudes, whose bits are compared as integers.
     __device__ __forceinline__ void prepare(const StagedActivations& activations) {
         __shared__ Word largest[TOKENS][WARPS];
         Word high[TOKENS] = {};  // an Element's bits in the upper half
@@ -56,13 +56,13 @@ struct Int8X {
         }
     }
 
-    // Puts eight columns into the order 0, 4, 1, 5 of the codes' low nibbles, then 2, 6, 3, 7 of the high ones. Returns the
-    // group's sum.
+    // Quantises a group to int8, in the order of the codes' nibbles: of each eight columns 0, 4, 1, 5 (low nibbles), and after
+    // those of both eights 2, 6, 3, 7 (high nibbles). Returns the group's sum.
     __device__ __forceinline__ int convert(Word (&converted)[1][4], const Word (&words)[8], int token) const {
         int sum = 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int word = i % 2 * 4 + i / 2;  // of columns 0 and 1, or 2 and 3
+            const int word = i % 2 * 4 + i / 2;  // columns 0 and 1, or 2 and 3, of one of the eights
             Word bytes[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
@@ -83,11 +83,11 @@ struct MmaInt8 : BlockDiagonal<Int8X> {
     __device__ __forceinline__ void multiply(const ChunkFragment& chunk, int index, Word lane_bit) {
         const Fragment& x = fragments[index % 2];
         if (index + 1 < CHUNKS_PER_K_TILE) load_fragment(index + 1);
-        // Dot products of low nibbles, of high ones.
+        // Dot products of low nibbles, and of high nibbles plus kMagicBits.
         int dots[2][4] = {{0, 0, 0, 0}, {kMagicBits, kMagicBits, kMagicBits, kMagicBits}};
 #pragma unroll
         for (int second = 0; second < 2; ++second) {
-            // High nibbles stay where they are: 16 times their code.
+            // High nibbles are not shifted: they are 16 times their code.
             const Word nibbles = second ? 0xf0f0f0f0u : 0x0f0f0f0fu;
             const Word a[4] = {chunk.codes[0][0] & nibbles, chunk.codes[1][0] & nibbles,
                                chunk.codes[0][1] & nibbles, chunk.codes[1][1] & nibbles};
@@ -96,7 +96,7 @@ struct MmaInt8 : BlockDiagonal<Int8X> {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             accumulate(row, chunk, x.minus_sums, lane_bit, [&](int i, int minus_sum) {
-                // In sixteenths of a code, below 2^20: added to kMagic's bits it is a float without a conversion.
+                // kMagicBits plus the sum in sixteenths of a code, below 2^20: as a float, kMagic plus the sum.
                 const int sum = 16 * dots[0][i] + dots[1][i] + static_cast<int>(chunk.zero[row]) * minus_sum;
                 return __int_as_float(sum) - kMagic;
             });

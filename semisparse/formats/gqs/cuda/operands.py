@@ -1,4 +1,4 @@
-"""Operands as the kernels of `gqs` read them."""
+"""The alignment that the kernels of `gqs` need of their operands."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from torch import Tensor
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """Return a tensor that is contiguous and aligned to 16 bytes, as vector loads and cp.async need it."""
+    """Return the tensor, copied if it is not contiguous and aligned to 16 bytes, as vector loads and cp.async need."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()

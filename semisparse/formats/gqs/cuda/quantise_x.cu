@@ -1,8 +1,8 @@
-// y[m] = scale * round(x[m] / scale), scale = max |x[m]| / 127: each token as int8 would hold it, in x's own type, for GEMMs
-// that take no integers.
+// y[m] = scale * round(x[m] / scale), scale = max |x[m]| / 127: each token quantised to int8 and dequantised to x's own type,
+// for GEMMs of 16-bit x.
 //
 // Grid: a CTA per token, of up to 512 threads. Shared memory: 128 bytes, for the reduction. x is read twice, the second time
-// from cache; the launch, some 2 us, bounds it.
+// from cache. Bound: the launch, some 2 us.
 //
 // Macro: SCALAR (type of x and y: __half, __nv_bfloat16 or float).
 
@@ -21,7 +21,7 @@ extern "C" __global__ void semisparse_gqs_quantise_x(const SCALAR* x, SCALAR* y,
     const float scale = __fdiv_rn(amax, kInt8Max), inverse = fminf(__fdiv_rn(kInt8Max, amax), kFloatMax);
 #pragma unroll 4
     for (int column = threadIdx.x; column < k; column += blockDim.x) {
-        // Without fused multiply-adds, as torch rounds.
+        // No fused multiply-adds: torch rounds each operation.
         const float code = __fadd_rn(__fadd_rn(__fmul_rn(to_float(x[start + column]), inverse), kMagic), -kMagic);
         store(y + start + column, __fmul_rn(code, scale));
     }

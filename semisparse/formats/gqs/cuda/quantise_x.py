@@ -13,13 +13,13 @@ from semisparse.runtime.kernel import CudaSource
 ELEMENTS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
 
 MAX_THREADS = 512
-"""Of a CTA, which has one token."""
+"""Maximum threads per CTA. A CTA has one token."""
 
 SOURCE = CudaSource(Path(__file__).with_name("quantise_x.cu"), tuple({"SCALAR": name} for name in ELEMENTS.values()))
 
 
 def prepare(device: torch.device, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Prepare to quantise and dequantise x, [M, K], as `quant.symmetric` does, in its own dtype and one launch."""
+    """Return a function that quantises and dequantises x, [M, K], as `quant.symmetric` does, in x's dtype."""
     kernel = SOURCE.build("semisparse_gqs_quantise_x", {"SCALAR": ELEMENTS[dtype]}).load(device)
 
     def quantise(x: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-// Which chunks each warp multiplies, and how the warps' accumulators of a row tile are added: by a CTA for each row tile, or
-// by Stream-K inside of a CTA. Either way no CTA needs another's, nothing is left in memory between launches, and the order of
-// all additions is fixed: results repeat bit for bit.
+// Which chunks each warp multiplies, and how the warps' accumulators of a row tile are added: with one CTA per row tile, or by
+// Stream-K among the warps of a CTA. Either way no CTA waits for another, nothing is left in memory between launches, and the
+// order of all additions is fixed: results repeat bit for bit.
 //
-// With SILU_MUL a CTA has rows of the gate and the same ones of what it is multiplied by, in the weight's second half. One half of
-// its warps multiplies either; all accumulators meet in shared memory.
+// With SILU_MUL the weight's first half of rows is the gate, its second half the up projection (fusion.cuh). A CTA has the same
+// row tiles of both, and half of its warps multiplies each; all accumulators meet in shared memory.
 //
 // Work is counted in k-tiles of CHUNKS_PER_K_TILE chunks. A k-tile takes the same instructions whatever it keeps, and
 // instructions bound the kernel; so k-tiles, not kept groups, are divided evenly.
@@ -13,7 +13,7 @@
 #include "fusion.cuh"
 #include "stream.cuh"
 
-constexpr int kTileCells = kRows * TOKENS;  // of a row tile's output, token after token
+constexpr int kTileCells = kRows * TOKENS;  // elements of a row tile's output, [TOKENS, kRows]
 
 template <typename Mma> struct Epilogue {
     const Element* bias;      // [n] or null
@@ -22,6 +22,7 @@ template <typename Mma> struct Epilogue {
     int m, n;
     const Mma& mma;
 
+    // The output before the residual or SiLU.
     __device__ __forceinline__ float output_of(int row, int token, float accumulator) const {
         return mma.to_output(accumulator, token) + (bias ? to_float(bias[row]) : 0.0f);
     }
@@ -30,10 +31,10 @@ template <typename Mma> struct Epilogue {
         store_cell(row, token, accumulator, residual_of(row, token));
     }
 
-    __device__ __forceinline__ void store_cell(int row, int token, float accumulator, float added) const {
+    __device__ __forceinline__ void store_cell(int row, int token, float accumulator, float residual_value) const {
         if (row >= n || token >= m) return;
         float value = output_of(row, token, accumulator);
-        if constexpr (ADD_RESIDUAL) value = added + rounded(value);
+        if constexpr (ADD_RESIDUAL) value = residual_value + rounded(value);
         store(y + static_cast<long long>(token) * n + row, value);
     }
 
@@ -48,14 +49,13 @@ template <typename Mma> struct Epilogue {
     }
 };
 
-// Multiplies one k-tile of a row tile. Fragments are double-buffered: a chunk is loaded before the one before it is
-// multiplied.
+// Multiplies one k-tile of a row tile. Fragments are double-buffered: while a chunk is multiplied, the next one is loaded.
 template <typename Mma>
 __device__ __forceinline__ void multiply_k_tile(Mma& mma, WeightStream& stream, int k_tile, int chunks_per_tile,
                                                 Word lane_bit) {
     ChunkHeader headers[CHUNKS_PER_K_TILE];
     ChunkFragment chunks[2];
-    // The k-tile that the warp multiplies next begins the next row tile where this one ends one.
+    // After the last k-tile of a row tile comes the first of the next row tile.
     const bool goes_on = (k_tile + 1) * CHUNKS_PER_K_TILE < chunks_per_tile;
     mma.begin_k_tile(k_tile * kKTileColumns, goes_on ? (k_tile + 1) * kKTileColumns : 0);
     stream.next_k_tile(headers, chunks_per_tile - k_tile * CHUNKS_PER_K_TILE);
@@ -67,7 +67,7 @@ __device__ __forceinline__ void multiply_k_tile(Mma& mma, WeightStream& stream, 
     }
 }
 
-// A CTA for each row tile, whose k-tiles its warps share evenly.
+// One CTA per row tile; its warps share the k-tiles evenly.
 template <typename Mma> struct TilePerCta {
     using Partials = float[WARPS][kTileCells];
 
@@ -106,23 +106,24 @@ template <typename Mma> struct TilePerCta {
     }
 };
 
-// Stream-K inside of a CTA: the k-tiles of its row tiles, one tile after another, are cut into equal ranges, one per warp. A
-// warp stores the row tiles that lie in its range whole. Of the one that began before its range, and of the one that ends
-// after it, it leaves partial accumulators in shared memory; these are added in the order of the warps (the fix-up).
+// Stream-K among the warps of a CTA: the k-tiles of its row tiles, in order, are cut into equal ranges, one per warp. A warp
+// stores each row tile that lies entirely in its range. Of a row tile that begins before its range or ends after it, it leaves
+// partial accumulators in shared memory; the fix-up adds these in the order of the warps.
 template <typename Mma> struct StreamK {
     using Partials = float[WARPS][2][kTileCells];
-    static constexpr int kHalves = SILU_MUL ? 2 : 1;        // of the weight's rows
-    static constexpr int kRangeWarps = WARPS / kHalves;     // that share the row tiles of a half
+    static constexpr int kHalves = SILU_MUL ? 2 : 1;        // of the weight's rows: gate and up
+    static constexpr int kRangeWarps = WARPS / kHalves;     // warps that share the row tiles of a half
 
     int chunks_per_tile, k_tiles_per_tile;
-    int half, warp;              // half of the weight, and warp of those that share it
-    float* whole;                // [kHalves, row tiles of this CTA, kTileCells]: with SILU_MUL, row tiles that one warp had whole
+    int half, warp;              // this warp's half of the weight, and its index among the warps of that half
+    float* whole;                // [kHalves, row tiles of this CTA, kTileCells], with SILU_MUL: accumulators of the row tiles
+                                 // that one warp computed entirely
     int begin, end;              // k-tiles of this CTA, counted over a half of the weight
-    int range, k_tiles;          // of this warp: its first k-tile, and how many
+    int first_k_tile, k_tiles;   // of this warp: its first k-tile, and how many
     int first_chunk, end_chunk;  // of this warp, counted over the weight
 
-    // A CTA has `tiles_per_cta` row tiles, the first `ctas_with_extra` CTAs one more.
-    // The weight has `chunks` chunks.
+    // A CTA has `tiles_per_cta` row tiles (of each half), the first `ctas_with_extra` CTAs one more. The weight has `chunks`
+    // chunks.
     __device__ __forceinline__ StreamK(int chunks_per_tile, int tiles_per_cta, int ctas_with_extra, int chunks, float* whole)
         : chunks_per_tile(chunks_per_tile),
           k_tiles_per_tile((chunks_per_tile + CHUNKS_PER_K_TILE - 1) / CHUNKS_PER_K_TILE),
@@ -132,10 +133,10 @@ template <typename Mma> struct StreamK {
         const int cta = blockIdx.x;
         begin = (cta * tiles_per_cta + min(cta, ctas_with_extra)) * k_tiles_per_tile;
         end = begin + (tiles_per_cta + (cta < ctas_with_extra)) * k_tiles_per_tile;
-        range = range_begin(warp);
-        k_tiles = range_begin(warp + 1) - range;
-        first_chunk = chunk_of(range) + half * (chunks / 2);
-        end_chunk = chunk_of(range + k_tiles) + half * (chunks / 2);
+        first_k_tile = range_begin(warp);
+        k_tiles = range_begin(warp + 1) - first_k_tile;
+        first_chunk = chunk_of(first_k_tile) + half * (chunks / 2);
+        end_chunk = chunk_of(first_k_tile + k_tiles) + half * (chunks / 2);
     }
 
     __device__ __forceinline__ int chunk_of(int k_tile) const {
@@ -146,12 +147,13 @@ template <typename Mma> struct StreamK {
 
     __device__ __forceinline__ int range_begin(int warp) const { return begin + (end - begin) * warp / kRangeWarps; }
 
-    // The last warp whose range begins at `k_tile` or before.
+    // The last warp whose range begins at `k_tile` or before: the largest with (end - begin) * warp / kRangeWarps <=
+    // k_tile - begin.
     __device__ __forceinline__ int warp_of(int k_tile) const {
         return ((k_tile - begin + 1) * kRangeWarps - 1) / (end - begin);
     }
 
-    // Where the cells of a row tile are that one warp had whole.
+    // Where `whole` has the accumulators of a row tile.
     __device__ __forceinline__ float* whole_tile(int half, int tile) const {
         return whole + (half * (end - begin) + tile * k_tiles_per_tile - begin) / k_tiles_per_tile * kTileCells;
     }
@@ -164,11 +166,11 @@ template <typename Mma> struct StreamK {
             fix_up(tile, partials, epilogue);
     }
 
-    // Multiplies the warp's range. `partials` gets its accumulators of a row tile that began before (zeros where its range is
-    // empty), and of one that goes on after it.
+    // Multiplies the warp's range. `partials` gets the accumulators of a row tile that begins before the range (zeros if the
+    // range is empty), and of one that only ends after it.
     __device__ __forceinline__ void multiply_range(float (&partials)[2][kTileCells], WeightStream& stream, Mma& mma,
                                                    const Epilogue<Mma>& epilogue) const {
-        int tile = range / k_tiles_per_tile, k_tile = range - tile * k_tiles_per_tile, left = k_tiles;
+        int tile = first_k_tile / k_tiles_per_tile, k_tile = first_k_tile - tile * k_tiles_per_tile, left = k_tiles;
         const Word lane_bit = keep_in_register(1u << threadIdx.x % 32);
         mma.begin_range(k_tile * kKTileColumns);
         if (left == 0) mma.for_each_accumulator([&](int row, int token, float) { partials[0][token * kRows + row] = 0.0f; });
@@ -193,7 +195,8 @@ template <typename Mma> struct StreamK {
         }
     }
 
-    // Adds the warps' partials of a row tile that no warp had whole, a lane per cell.
+    // Adds the warps' partials of a row tile and stores it, one lane per element. A row tile of a single warp is stored
+    // already; with SILU_MUL it is in `whole`.
     __device__ __forceinline__ void fix_up(int tile, const Partials& partials, const Epilogue<Mma>& epilogue) const {
         const int first_warp = warp_of(tile * k_tiles_per_tile), last_warp = warp_of((tile + 1) * k_tiles_per_tile - 1);
         if (first_warp == last_warp && !SILU_MUL) return;
@@ -201,9 +204,9 @@ template <typename Mma> struct StreamK {
         for (int cell = threadIdx.x % 32; cell < kTileCells; cell += 32) {
             float sums[kHalves];
 #pragma unroll
-            for (int of = 0; of < kHalves; ++of) {
-                sums[of] = first_warp == last_warp ? whole_tile(of, tile)[cell] : partials[of * kRangeWarps + first_warp][1][cell];
-                for (int i = first_warp + 1; i <= last_warp; ++i) sums[of] += partials[of * kRangeWarps + i][0][cell];
+            for (int h = 0; h < kHalves; ++h) {
+                sums[h] = first_warp == last_warp ? whole_tile(h, tile)[cell] : partials[h * kRangeWarps + first_warp][1][cell];
+                for (int i = first_warp + 1; i <= last_warp; ++i) sums[h] += partials[h * kRangeWarps + i][0][cell];
             }
             const int row = tile * kRows + cell % kRows, token = cell / kRows;
             if constexpr (SILU_MUL) epilogue.store_gated(row, token, sums[0], sums[kHalves - 1]);

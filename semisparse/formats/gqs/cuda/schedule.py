@@ -1,4 +1,4 @@
-"""How `decode.cu` divides a problem over SMs and warps: arithmetic only."""
+"""Schedules of `decode.cu`: how it divides a matmul among SMs and warps. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from semisparse.runtime.device import DeviceFacts
 from semisparse.runtime.nvrtc import Defines
 
 ELEMENTS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
-"""Types of x, scale, bias and y."""
+"""The C++ types of x, scale, bias and y."""
 
 GROUP_SIZE = 16
-"""Columns of a group that `decode.cu` is written for."""
+"""Columns per group that `decode.cu` supports."""
 
 CODE_TOKENS = (1, 2)
-"""Tokens that a build takes which multiplies 4-bit codes."""
+"""Values of TOKENS, the maximum M, for kernels that multiply 4-bit codes."""
 
 DEQUANTISED_TOKENS = (8, 16)
-"""Tokens that a build takes which dequantises first."""
+"""Values of TOKENS for kernels that dequantise first."""
 
 MAX_TOKENS = DEQUANTISED_TOKENS[-1]
 
@@ -30,42 +30,42 @@ K_TILE_CHUNKS = 4
 """Chunks that a warp multiplies in one iteration of its main loop."""
 
 K_TILE = K_TILE_CHUNKS * CHUNK_GROUPS * GROUP_SIZE
-"""Columns of x are padded to multiples of it in shared memory."""
+"""Columns per k-tile. In shared memory x is padded to a multiple of it."""
 
 STAGE_GROUPS, STAGES = 64, 8
-"""Groups that a warp copies at once, and stages of its ring."""
+"""Groups per stage, and stages of a warp's ring."""
 
 HEADER_BYTES = 2 * 32 * 16
-"""Of the masks and starts of two windows of 32 chunks, per warp."""
+"""Bytes of shared memory per warp for masks and starts: two windows of 32 chunks."""
 
 # What follows was measured on an H200 (README.md, "Designs rejected").
 
 WARPS = 8
-"""Per CTA; twice or half as many in some schedules."""
+"""Warps per CTA; some schedules have twice or half as many."""
 
 WARPS_PER_SM = 16
-"""Registers are allotted for so many. More warps, with fewer chunks each, were slower."""
+"""Resident warps per SM, which limits registers per thread. More warps, with fewer chunks each, were slower."""
 
 TILES_PER_SM = 2
-"""Row tiles per SM up to which each has a CTA of its own."""
+"""Up to so many row tiles per SM, each has a CTA of its own."""
 
 PREFETCH_GROUPS = 256
-"""Groups that each warp prefetches to L2 before ``griddepcontrol.wait``. With 512 large weights are slower."""
+"""Groups that each warp prefetches to L2 before ``griddepcontrol.wait``. With 512, large weights are slower."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One build of `decode.cu`, and its launch.
+    """How `decode.cu` is compiled and launched.
 
     Args:
-        dtype: of x and y, float16 or bfloat16.
-        bits: of a code, 4 or 8.
-        tokens: that the build computes at most.
-        int8_x: whether it quantises x to int8.
+        dtype: dtype of x and y, float16 or bfloat16.
+        bits: bits per code, 4 or 8.
+        tokens: maximum tokens.
+        int8_x: whether the kernel quantises x to int8.
         aligned_k: whether K is a multiple of `K_TILE`, so that no bounds are checked along K.
-        stream_k: whether CTAs have several row tiles (Stream-K inside of a CTA), or one each.
-        warps: per CTA.
-        fusion: fusion.cuh's RMS_NORM, ADD_RESIDUAL and SILU_MUL. The last needs Stream-K.
+        stream_k: whether a CTA has several row tiles (Stream-K among its warps), or one.
+        warps: warps per CTA.
+        fusion: fusion.cuh's RMS_NORM, ADD_RESIDUAL and SILU_MUL. The last needs ``stream_k``.
     """
 
     dtype: torch.dtype
@@ -84,13 +84,14 @@ class Schedule:
 
     @property
     def ctas_per_sm(self) -> int:
-        """CTAs that share an SM's registers."""
+        """Resident CTAs per SM, as the kernel's registers allow."""
         return max(1, WARPS_PER_SM // self.warps)
 
     @property
     def defines(self) -> Defines:
         """Macros of `decode.cu`."""
-        many = self.tokens == MAX_TOKENS and (self.bits == 8 or not self.aligned_k)  # would need over 128 registers
+        # With four chunks per k-tile these would need over 128 registers.
+        many = self.tokens == MAX_TOKENS and (self.bits == 8 or not self.aligned_k)
         return {
             "SCALAR": ELEMENTS[self.dtype],
             "BITS": self.bits,
@@ -107,7 +108,8 @@ class Schedule:
         }
 
     def shared_bytes(self, k: int) -> int:
-        """Return a CTA's dynamic shared memory: a stream per warp and, where codes are multiplied, x."""
+        """Return the bytes of dynamic shared memory per CTA: a stream per warp (stream.cuh) and, where codes are
+        multiplied, zeros, x and the sums of x over groups (block_diagonal.cuh)."""
         stream = STAGE_GROUPS * STAGES * (GROUP_SIZE * self.bits // 8 + 3) + HEADER_BYTES
         if self.tokens not in CODE_TOKENS:
             return self.warps * stream
@@ -115,17 +117,17 @@ class Schedule:
         return self.warps * stream + (K_TILE + columns) * (1 if self.int8_x else 2) + columns // GROUP_SIZE * 4
 
     def fits(self, k: int, facts: DeviceFacts) -> bool:
-        """Say whether a CTA may have its dynamic shared memory beside partial accumulators and, in int8, maxima."""
+        """Return whether a CTA's dynamic and static shared memory fit: the latter is partials and, in int8, maxima."""
         cells = (2 if self.stream_k else 1) * CHUNK_ROWS * self.tokens
         static = 4 * self.warps * (cells + (self.tokens if self.int8_x else 0))
         return self.shared_bytes(k) + static <= facts.shared_per_cta
 
     def ctas(self, row_tiles: int, facts: DeviceFacts) -> int:
-        """Return the grid's size."""
+        """Return the number of CTAs."""
         return min(self.ctas_per_sm * facts.sms, row_tiles) if self.stream_k else row_tiles
 
     def prefetched_groups(self, kept: int, ctas: int) -> int:
-        """Return how many groups each warp prefetches, a multiple of 16: not many more than it has on average."""
+        """Return how many groups each warp prefetches, a multiple of 16: at most the average per warp, rounded up."""
         return min(PREFETCH_GROUPS, -(-kept // (16 * ctas * self.warps)) * 16)
 
 
@@ -133,30 +135,30 @@ def choose(m: int, n: int, k: int, dtype: torch.dtype, bits: int, int8_x: bool, 
     """Choose the schedule of y[m, n] = x[m, k] @ w[n, k].T.
 
     Args:
-        m: the most tokens, up to `MAX_TOKENS`.
+        m: maximum tokens, up to `MAX_TOKENS`.
         n: output features.
         k: input features.
-        dtype: of x, w and y.
-        bits: of a code.
-        int8_x: whether x is to be quantised; a schedule for more than two tokens leaves that to another kernel.
-        facts: of the GPU.
+        dtype: dtype of x, w and y.
+        bits: bits per code.
+        int8_x: whether x is to be quantised. For more than two tokens quantise_x.cu does it, not `decode.cu`.
+        facts: the GPU.
     """
     few_tiles = -(-n // CHUNK_ROWS) <= TILES_PER_SM * facts.sms
     schedule = Schedule(dtype, bits, 0, int8_x, k % K_TILE == 0, not few_tiles, WARPS)
     if bits == 4 and m <= CODE_TOKENS[-1]:
-        by_codes = replace(schedule, tokens=m)
+        schedule_of_codes = replace(schedule, tokens=m)
         for warps in (WARPS, WARPS // 2) if few_tiles else (2 * WARPS, WARPS):
-            if replace(by_codes, warps=warps).fits(k, facts):
-                return replace(by_codes, warps=warps)
+            if replace(schedule_of_codes, warps=warps).fits(k, facts):
+                return replace(schedule_of_codes, warps=warps)
     tokens = next(tokens for tokens in DEQUANTISED_TOKENS if m <= tokens)
     warps = WARPS if few_tiles else WARPS // 2
     return replace(schedule, tokens=tokens, int8_x=False, stream_k=False, warps=warps)
 
 
 def choose_fused(problem: Problem, facts: DeviceFacts) -> Schedule | None:
-    """Choose the schedule of a product with a prologue and an epilogue, or None where it has none.
+    """Choose the schedule of a matmul with a prologue and an epilogue; None if `decode.cu` cannot fuse them.
 
-    Only a build that multiplies codes has them, as it keeps x in shared memory; one that quantises x has not.
+    Only kernels that multiply codes fuse them, because they keep x in shared memory, and not those that quantise x.
     """
     bits, int8_x = code_bits(problem.params, GROUP_SIZE), quantises_x(problem.params)
     schedule = choose(problem.m, problem.n, problem.k, problem.dtype, bits, int8_x, facts)

@@ -1,12 +1,12 @@
 // A warp's part of the weight, streamed from global to shared memory by cp.async.
 //
-// A warp multiplies a contiguous range of chunks, so its kept groups are contiguous in memory whatever the masks say. It
+// A warp multiplies a contiguous range of chunks, so its kept groups are contiguous in memory whatever the masks are. It
 // copies them in stages of STAGE_GROUPS groups into a ring of its own, kStagesInFlight stages ahead: no copy waits for a mask.
-// The chunks' headers (mask and start) are loaded 32 at a time, one per lane, and reach the other lanes by shared memory.
+// The chunks' headers (mask and start) are loaded 32 at a time, one per lane, and reach the other lanes through shared memory.
 //
 //   A warp's stream: | codes [kRing, 8 or 16 bytes] | scales [kRing] | zero points [kRing] | headers [2 * 32, 16 bytes] |
 //
-// Group i of the range is in slot i % kRing of the first three, the header of chunk i in slot i % 64 of the last.
+// Slot i % kRing of the first three holds group i of the range, slot i % 64 of the last the header of chunk i.
 
 #pragma once
 
@@ -20,9 +20,9 @@
 #include "warp.cuh"
 
 constexpr int kRing = STAGES * STAGE_GROUPS;  // groups
-constexpr int kGroupBytes = 4 * kCodeWords;   // of codes
-constexpr int kCopyBytes = 16;                // of one cp.async
-constexpr int kCopiedGroups = 32 * kCopyBytes / kGroupBytes;  // whose codes the lanes copy at once
+constexpr int kGroupBytes = 4 * kCodeWords;   // bytes of a group's codes
+constexpr int kCopyBytes = 16;                // per cp.async
+constexpr int kCopiedGroups = 32 * kCopyBytes / kGroupBytes;  // groups whose codes the lanes copy with one cp.async each
 constexpr int kScaleLanes = 2 * STAGE_GROUPS / kCopyBytes, kZeroLanes = STAGE_GROUPS / kCopyBytes;
 constexpr int kHeaderWindow = 32;  // chunks whose headers are loaded at once
 constexpr int kScalesAt = kRing * kGroupBytes, kZerosAt = kScalesAt + 2 * kRing, kHeadersAt = kZerosAt + kRing;
@@ -42,8 +42,8 @@ struct Weight {
     const char* zero;    // [kept]
     int chunks, kept;
 
-    // Prefetches to L2 the headers at both ends of chunks `first` to `end` and the first `groups` groups. It may run before
-    // griddepcontrol.wait: `starts` is read as a hint only, and clamped.
+    // Prefetches to L2 the headers at both ends of chunks `first` to `end`, and the first `groups` groups of this range. It may
+    // run before griddepcontrol.wait: `starts`, which may not be written yet, is only a hint, and clamped.
     __device__ __forceinline__ void prefetch(int first, int end, int groups) const {
         const int lane = threadIdx.x % 32;
         if (lane < 3) {
@@ -61,16 +61,16 @@ struct Weight {
     }
 };
 
-// The 16 bytes that a lane copies of each stage of one tensor.
+// The 16 bytes that a lane copies of each stage of one tensor (twice per stage for codes of 8 bits).
 struct LaneCopy {
     const char* source;  // for a stage that begins at group 0
-    Word destination;    // for one in ring slot 0
+    Word destination;    // for a stage in ring slot 0
     Word group_bytes;
-    int first_group;     // that the 16 bytes hold, counted from the stage's begin
-    int end;             // only stages that begin before this group are copied: later ones are past the range or lack 16 bytes
+    int first_group;     // the first group in the 16 bytes, counted from the begin of the stage
+    int end;             // stages that begin at this group or later are not copied: they are past the range, or lack 16 bytes
 
-    // Copies the `index`-th 16 bytes of each stage, of the groups up to `end`. The tensor has `kept` groups, and a ring at
-    // `ring`.
+    // Copies the `index`-th 16 bytes of each stage, for groups before `end`. `tensor` has `kept` groups; `ring` is its ring in
+    // shared memory.
     __device__ __forceinline__ LaneCopy(const char* tensor, Word ring, Word group_bytes, int index, int end, int kept)
         : source(keep_in_register(tensor + kCopyBytes * index)),
           destination(keep_in_register(ring + kCopyBytes * index)),
@@ -78,7 +78,7 @@ struct LaneCopy {
           first_group(kCopyBytes * index / static_cast<int>(group_bytes)),
           end(min(end, kept - kCopyBytes / static_cast<int>(group_bytes) + 1) - first_group) {}
 
-    // Copies from the stage that begins at group `stage` to ring slot `slot`, both `offset` groups further on.
+    // Copies from group `stage` + `offset`, where `stage` begins a stage, to ring slot `slot` + `offset`.
     __device__ __forceinline__ void copy(int stage, Word slot, int offset) const {
         if (stage + offset < end) {
             cp_async_16(destination + slot * group_bytes + offset * group_bytes,
@@ -86,7 +86,7 @@ struct LaneCopy {
         }
     }
 
-    // Copies what `copy` leaves out where the tensor ends after `left` more groups, byte by byte: compute-sanitizer takes a
+    // Copies what `copy` leaves out at the tensor's end, `left` groups from here, byte by byte: compute-sanitizer takes a
     // shorter cp.async for one of all 16 bytes, of which some lie past the tensor.
     __device__ __forceinline__ void copy_tail(Word group, Word slot, int left) const {
         const int bytes = (left - first_group) * static_cast<int>(group_bytes);
@@ -97,17 +97,17 @@ struct LaneCopy {
     }
 };
 
-// The ring of stages. Groups are counted from `base`, where the first stage begins.
+// The ring of stages. Groups are counted from `base`, the first group of the first stage.
 struct GroupPipeline {
     Word ring;                     // in shared memory
     Word code_bytes, scale_bytes;  // per group, in registers
     int base;                      // group of the weight, a multiple of 16
-    int issued, arrived;           // groups whose copies are issued, and complete
-    int kept;                      // groups of the weight from `base` on
-    int tail;                      // where the stage begins in which the tensors end; -1 if past the range
+    int issued, arrived;           // number of groups whose copies are issued, and are complete
+    int kept;                      // number of the weight's groups from `base` on
+    int tail;                      // first group of the stage in which the tensors end; -1 if that is past the range
     LaneCopy codes, scale_zero;    // scales by the first kScaleLanes lanes, zero points by the next kZeroLanes
 
-    // Begins to copy the groups `begin` to `end` of the weight.
+    // Issues the first copies of the groups `begin` to `end` of the weight.
     __device__ __forceinline__ GroupPipeline(const Weight& weight, Word ring, int begin, int end)
         : ring(ring),
           code_bytes(keep_constant(kGroupBytes, weight.kept)),
@@ -136,7 +136,7 @@ struct GroupPipeline {
         for (int i = 0; i < STAGE_GROUPS; i += kCopiedGroups) codes.copy(issued, slot, i);
         scale_zero.copy(issued, slot, 0);
         if (issued == tail) {
-#pragma unroll 1  // unrolled, the build for 16 tokens in 8 bits spills on Ampere
+#pragma unroll 1  // unrolled, the kernel for 16 tokens and 8 bits spills on Ampere
             for (int i = 0; i < STAGE_GROUPS; i += kCopiedGroups) codes.copy_tail(issued + i, slot + i, kept - issued - i);
             if (copies_scale_zero()) scale_zero.copy_tail(issued, slot, kept - issued);
         }
@@ -156,7 +156,8 @@ struct GroupPipeline {
         }
     }
 
-    // Loads a group from the ring into one of the lane's two rows of a fragment. What a dropped group gets is not used.
+    // Loads a group from the ring into one of the lane's two rows of a fragment. For a dropped group, the values loaded are not
+    // used.
     __device__ __forceinline__ void load(ChunkFragment& chunk, int row, Word group) const {
         const Word slot = opaque(group & kRing - 1);
         ld_shared_ordered(chunk.codes[row], mad_lo(slot, code_bytes, ring));
@@ -166,8 +167,8 @@ struct GroupPipeline {
 };
 
 struct ChunkHeader {
-    Word low, high;          // mask of rows 0 to 7 and 8 to 15
-    Word start, start_high;  // groups of the range before row 0, and before row 8
+    Word low, high;          // masks of rows 0 to 7 and 8 to 15
+    Word start, start_high;  // the first group of row 0, and of row 8, counted from GroupPipeline::base
 
     __device__ __forceinline__ Word end() const { return start_high + __popc(high); }
 };
@@ -175,13 +176,13 @@ struct ChunkHeader {
 struct WeightStream {
     GroupPipeline groups;
     const Weight& weight;
-    Word headers;             // two windows, in shared memory
-    int first;                // chunk of the range
-    int in_shared, consumed;  // chunks of the range: whose headers are in shared memory; that next_k_tile has returned
-    uint2 mask;               // of this lane's chunk of the next window, in flight
+    Word headers;             // address in shared memory of two windows of headers
+    int first;                // first chunk of the range
+    int in_shared, consumed;  // number of chunks whose headers have been stored in shared memory, or returned by next_k_tile
+    uint2 mask;               // of this lane's chunk in the next window, in flight
     Word start;               // likewise
 
-    // Streams the chunks `first` to `end`; `smem` is the warp's shared memory.
+    // Begins to stream the chunks `first` to `end`; `smem` is the warp's shared memory.
     __device__ __forceinline__ WeightStream(const Weight& weight, Word smem, int first, int end)
         : groups(weight, smem, first < end ? weight.starts[first] : 0, first < end ? weight.starts[end] : 0),
           weight(weight),
@@ -199,7 +200,7 @@ struct WeightStream {
         start = weight.starts[min(chunk, weight.chunks)] - groups.base;
     }
 
-    // Puts headers into shared memory until those of `chunks` chunks are there.
+    // Stores headers in shared memory until those of the first `chunks` chunks are there.
     __device__ __forceinline__ void store_headers(int chunks) {
 #pragma unroll 1
         while (__any_sync(kAllLanes, in_shared < chunks)) {
@@ -212,14 +213,14 @@ struct WeightStream {
         }
     }
 
-    // Returns the next k-tile's headers, and waits for its groups. The row tile has `left` chunks left; past them no group is
-    // kept.
+    // Returns the next k-tile's headers, and waits for its groups. The row tile has `left` chunks left; headers past them keep
+    // no group.
     __device__ __forceinline__ void next_k_tile(ChunkHeader (&k_tile)[CHUNKS_PER_K_TILE], int left) {
         const int count = ALIGNED_K ? CHUNKS_PER_K_TILE : min(CHUNKS_PER_K_TILE, left);
         store_headers(consumed + count);
 #pragma unroll
         for (int i = 0; i < CHUNKS_PER_K_TILE; ++i) {
-            // A whole k-tile does not wrap around the windows.
+            // With ALIGNED_K no k-tile wraps around the windows.
             const Word from = consumed;
             const Word slot = ALIGNED_K ? from % (2 * kHeaderWindow) + i : (from + min(i, count - 1)) % (2 * kHeaderWindow);
             Word words[4];

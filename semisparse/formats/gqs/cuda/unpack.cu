@@ -1,9 +1,9 @@
-// w[n, pitch]: the dense weight, bit for bit as `Packed.unpack` computes it, for cuBLAS. Dropped groups become zeros; columns
-// from k on are not to be read.
+// Unpacks the weight to w[n, pitch] for cuBLAS, bit for bit as `Packed.unpack`. Dropped groups become zeros; columns from k on
+// hold no weights.
 //
-// Grid: a CTA of WARPS warps per WARPS chunks, a warp per chunk of 16 rows by 4 groups. No shared memory. A lane unpacks
-// vectors of 8 columns (4 where groups have 4), whose codes lie together (README.md, "Layout"); neighbouring lanes have
-// neighbouring vectors of a row, so that a warp stores whole lines.
+// Grid: a warp per chunk of 16 rows by 4 groups, WARPS warps per CTA. No shared memory. A lane unpacks vectors of 8 columns (4
+// for groups of 4), whose codes are contiguous (README.md, "Layout"). Consecutive lanes have consecutive vectors of a row, so
+// that stores are coalesced.
 //
 // Bound by memory: 78 to 87 % of an H200's bandwidth (docs/kernels/gqs.md).
 //
@@ -13,13 +13,13 @@
 
 constexpr int kRows = 16;
 constexpr int kVector = GROUP_SIZE < 8 ? GROUP_SIZE : 8;  // columns
-constexpr int kVectorBytes = kVector * BITS / 8;          // of codes
+constexpr int kVectorBytes = kVector * BITS / 8;          // bytes of a vector's codes
 constexpr int kVectorsPerGroup = GROUP_SIZE / kVector;
-constexpr int kVectorsPerRow = 4 * kVectorsPerGroup;      // of a chunk
+constexpr int kVectorsPerRow = 4 * kVectorsPerGroup;      // in a chunk
 constexpr int kVectorsPerLane = kRows * kVectorsPerRow / 32;
 constexpr int kInFlight = kVectorsPerLane < 4 ? kVectorsPerLane : 4;
 
-// The codes of a group's vector as one number, the first lowest.
+// The codes of a group's vector as one little-endian number.
 __device__ __forceinline__ unsigned long long load_codes(const unsigned char* codes, int group, int vector) {
     const unsigned char* from = codes + (static_cast<long long>(group) * kVectorsPerGroup + vector) * kVectorBytes;
     if constexpr (kVectorBytes == 8) return *reinterpret_cast<const unsigned long long*>(from);
@@ -29,10 +29,10 @@ __device__ __forceinline__ unsigned long long load_codes(const unsigned char* co
     return *from;
 }
 
-// A float whose ulp is the unit of the zero point, 2^(BITS - 8), plus so many of these units.
+// 2^(15 + BITS) + units * 2^(BITS - 8): the float's ulp is the unit of zero points, so `units` are its lowest bits.
 __device__ __forceinline__ float anchored(Word units) { return __uint_as_float((127 + 15 + BITS) << 23 | units); }
 
-// The weight of a vector's column; `zero` is anchored.
+// The weight of a vector's column; `zero` is a result of `anchored`.
 __device__ __forceinline__ float dequantise(unsigned long long codes, int column, float zero, float scale) {
     const int position = column % 2 ? kVector / 2 + column / 2 : column / 2;
     const Word code = static_cast<Word>(codes >> BITS * position) & ((1u << BITS) - 1);

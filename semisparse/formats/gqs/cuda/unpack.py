@@ -1,4 +1,4 @@
-"""The kernel for any number of tokens, kind and size of groups: the weight unpacked, then cuBLAS."""
+"""The kernel for any number of tokens, any kind and any group size: unpacks the weight, then calls cuBLAS."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from semisparse.runtime.kernel import CudaSource, cuda_refusal
 from semisparse.runtime.nvrtc import Defines
 
 WARPS = 8
-"""Per CTA; each has a chunk."""
+"""Warps per CTA; each has a chunk."""
 
 ROW_ALIGNMENT = 8
-"""Rows of the dense weight begin at multiples of so many values, which a lane stores at once."""
+"""Rows of the dense weight begin at multiples of 8 elements, because a lane stores 8 at once."""
 
 
 def _defines(dtype: torch.dtype, bits: int, size: int) -> Defines:
     return {"SCALAR": ELEMENTS[dtype], "BITS": bits, "GROUP_SIZE": size, "WARPS": WARPS}
 
 
-# The extremes of what is compiled.
+# The variants are the extremes of what is compiled.
 SOURCE = CudaSource(
     Path(__file__).with_name("unpack.cu"),
     (
@@ -41,14 +41,14 @@ SOURCE = CudaSource(
 
 
 def refusal(problem: Problem) -> str | None:
-    """Say why `prepare` cannot compute ``problem`` here, or None if it can."""
+    """Return why `prepare` cannot compute ``problem`` here, or None if it can."""
     if problem.weight_dtype != problem.dtype:
         return f"x is {problem.dtype}, the weight {problem.weight_dtype}"
     return cuda_refusal(problem.device)
 
 
 def prepare(problem: Problem) -> Product:
-    """Prepare to unpack the whole weight and multiply it by cuBLAS."""
+    """Return the matmul that unpacks the whole weight and calls cuBLAS."""
     unpack = prepare_unpack(problem)
     if not quantises_x(problem.params):
         return lambda x, packed, bias: multiply_dense(x, unpack(packed), bias)
@@ -57,7 +57,7 @@ def prepare(problem: Problem) -> Product:
 
 
 def prepare_unpack(problem: Problem) -> Callable[[Packed], Tensor]:
-    """Prepare to unpack a weight: [N, K] as `Packed.unpack` returns it, but rows begin at multiples of 8 values."""
+    """Return a function that unpacks a weight as `Packed.unpack` does, with a row pitch of a multiple of 8 elements."""
     n, k, dtype = problem.n, problem.k, problem.weight_dtype
     pitch, size = -(-k // ROW_ALIGNMENT) * ROW_ALIGNMENT, group_size(problem.pattern)
     defines = _defines(dtype, code_bits(problem.params, size), size)

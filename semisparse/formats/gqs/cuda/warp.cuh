@@ -6,17 +6,18 @@
 
 constexpr Word kAllLanes = 0xffffffff;
 
-// Index of this warp in its CTA. The shuffle tells the compiler that it is warp-uniform, and with it every loop bound made of
-// it: 61 instructions per chunk instead of 74 (int8), 75 instead of 84 (codes).
+// Index of this warp in its CTA. The shuffle tells the compiler that the index, and every loop bound computed from it, is
+// warp-uniform: 61 instructions per chunk instead of 74 (int8), 75 instead of 84 (codes).
 __device__ __forceinline__ int warp_id() { return __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x / 32), 0); }
 
-// Returns `value` by a shuffle with itself: ptxas keeps the result in a register and would rematerialise the value at each
-// use. All lanes must take part.
+// Returns `value` from a shuffle of each lane with itself. ptxas keeps a shuffle's result in a register; without it, it would
+// rematerialise the value at each use. All lanes must take part.
 __device__ __forceinline__ Word keep_in_register(Word value) { return __shfl_sync(kAllLanes, value, threadIdx.x % 32); }
 
 template <typename T> __device__ __forceinline__ const T* keep_in_register(const T* pointer) {
     return reinterpret_cast<const T*>(__shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(pointer), threadIdx.x % 32));
 }
 
-// The same for a compile-time constant, through whose shuffle ptxas sees. `positive` is any kernel parameter above 0.
-__device__ __forceinline__ Word keep_constant(Word value, int positive) { return keep_in_register(value + (positive >> 31)); }
+// The same for a compile-time constant, whose shuffle alone ptxas would remove. `parameter` is any kernel parameter that is
+// never negative: its sign, 0, makes the value unknown to ptxas.
+__device__ __forceinline__ Word keep_constant(Word value, int parameter) { return keep_in_register(value + (parameter >> 31)); }

@@ -1,4 +1,4 @@
-"""What `gemm_wgmma.cu` makes of a problem: its tiles, and how fast they are."""
+"""The tiles of `gemm_wgmma.cu`, their rates, and when it pays."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from semisparse.formats.kernel import Problem
 from semisparse.runtime.expand_gemm import Rates, Tiles
 
 MIN_TOKENS, MAX_TOKENS = 17, 1024
-"""Measured on an H200 (results/h200/sweeps/expand-gemm.csv): others are faster below; more were not timed."""
+"""M for which it pays. Others are faster below (H200, results/h200/sweeps/expand-gemm.csv); larger M was not timed."""
 
 LANE_COLUMNS = 64
-"""Columns of each of its two rows that a lane has per tile."""
+"""Columns per tile of each of a lane's two rows."""
 
 HEADER_BYTES = 16
+"""Bytes of a chunk's header: two halves of the mask, and the groups before the chunk and after it."""
 
 HEADERS_AHEAD = 3
-"""Tiles whose headers are in shared memory before them: kAhead of wgmma_stream.cuh."""
+"""How many tiles ahead of a tile its headers are copied: kAhead of wgmma_stream.cuh."""
 
 MAX_STAGES = 4
 
@@ -39,12 +40,13 @@ def tiles_of(n: int, k: int, bits: int, size: int) -> Tiles:
     Args:
         n: output features.
         k: input features.
-        bits: of a code.
-        size: columns of a group.
+        bits: bits per code.
+        size: columns per group.
     """
     columns = min(size, LANE_COLUMNS)
     chunks, parts = LANE_COLUMNS // columns, size // columns
     groups = 64 * chunks
+    # Each tensor has 16 bytes more, because its bytes are copied from the multiple of 16 before them.
     codes = -(-groups * size * bits // 8 // 16) * 16 + 16
     along_k = -(-k // (CHUNK_GROUPS * size))
     return Tiles(
@@ -57,5 +59,5 @@ def tiles_of(n: int, k: int, bits: int, size: int) -> Tiles:
 
 
 def pays(problem: Problem) -> bool:
-    """Say whether `gemm_wgmma` is taken to be faster than all others."""
+    """Return whether `gemm_wgmma` is assumed to be faster than all others (on Hopper, which it does not check)."""
     return MIN_TOKENS <= problem.m <= MAX_TOKENS

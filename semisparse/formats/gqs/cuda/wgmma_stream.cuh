@@ -1,10 +1,10 @@
-// How the tiles of a gqs weight come to shared memory: producers copy them in bulk, a lane for each consumer warp. The lanes of a
-// warp copy one after another, so they are spread over all producer warps: by one warp, W4S50 took 81 us for 66 (28672 x 8192, 16
-// tokens).
+// Copies the tiles of a gqs weight to shared memory. Producers are lanes, one for each consumer warp, which issue bulk copies.
+// The lanes of a warp issue them one after another, so producers are spread over all producer warps: with one warp, W4S50 took
+// 81 us instead of 66 (28672 x 8192, 16 tokens).
 //
-// A tile's groups are neighbours in global memory; how many there are, its headers say. A lane copies headers kAhead tiles before
-// their tile, by cp.async, and then reads from them where the tile begins and ends. A bulk copy takes multiples of 16 bytes, so it
-// ends before the last ones of a tensor, which are copied one by one.
+// A tile's groups are contiguous in global memory. A producer copies the tile's headers kAhead tiles before, by cp.async, and
+// reads from them where the tile's groups begin and end. A bulk copy takes multiples of 16 bytes, so the last bytes of a
+// tensor, fewer than 16, are copied one by one.
 
 #pragma once
 
@@ -14,19 +14,19 @@
 #include "wgmma_tile.cuh"
 
 constexpr int kAhead = 3;
-constexpr int kHeaderTiles = STAGES + kAhead;  // in shared memory per consumer warp
+constexpr int kHeaderTiles = STAGES + kAhead;  // tiles whose headers are in shared memory, per consumer warp
 constexpr int kTileHeaderBytes = kChunks * kHeaderBytes;
 constexpr int kWarpHeaderBytes = kHeaderTiles * kTileHeaderBytes;
 
-// The bytes of a tensor that a tile needs, as two copies.
+// The bytes of a tensor that a tile needs, from a multiple of 16 on, as a bulk copy and a tail.
 struct CopyRange {
-    const char* from;  // a multiple of 16 bytes from the tensor's begin
-    int bulk, tail;    // bytes; the tail are the tensor's last, behind a multiple of 16
+    const char* from;  // a multiple of 16 bytes from the begin of the tensor
+    int bulk, tail;    // bytes; the tail is the tensor's last ones, fewer than 16, or empty
 
     __device__ __forceinline__ CopyRange(const char* tensor, long long begin, int bytes, long long size) {
         const int skew = static_cast<int>(begin & 15);
         from = tensor + begin - skew;
-        const long long left = size - begin + skew;  // of the tensor
+        const long long left = size - begin + skew;  // bytes to the end of the tensor
         const int needed = round_up_16(bytes + skew);
         bulk = static_cast<int>(min(static_cast<long long>(needed), left & ~15ll));
         tail = bulk < needed ? static_cast<int>(left - bulk) : 0;
@@ -42,7 +42,7 @@ struct CopyRange {
 
 struct GroupStream;
 
-// A gqs weight.
+// A gqs weight: the type Weights of expand_gemm/gemm.cuh.
 struct Groups {
     static constexpr int kTileBytes = kGqsTileBytes;
     static constexpr int kExtraBytes = kConsumerWarps * kWarpHeaderBytes;
@@ -57,7 +57,7 @@ struct Groups {
     const char* zero;       // [kept]
     int row_tiles, chunks;  // chunks per row tile
 
-    // Copies the headers of the tile at `cursor`. Past the weight's last chunk no group is kept.
+    // Copies the headers of the tile at `cursor`. Those past the row's last chunk keep no group.
     __device__ __forceinline__ void copy_headers(Word to, const TileCursor& cursor) const {
         const int first = cursor.column / kParts * kChunks;
         const long long row = static_cast<long long>(cursor.row_tile) * chunks;
@@ -80,7 +80,7 @@ struct Groups {
         const long long kept = starts[static_cast<long long>(row_tiles) * chunks];
         const int count = (last + kParts - 1) / kParts - first / kParts;
         TileCursor ahead(work, first / kParts * kParts, consumer, row_tiles);
-        int copied = 0, slot = 0;  // tiles whose headers are copied; where the next are
+        int copied = 0, slot = 0;  // number of tiles whose headers are copied; slot of the next ones
         auto copy_next_headers = [&] {
             if (copied++ < count) copy_headers(headers + slot * kTileHeaderBytes, ahead);
             cp_async_commit_group();
@@ -91,7 +91,7 @@ struct Groups {
 #pragma unroll 1
         for (int i = 0; i < kAhead; ++i) copy_next_headers();
         PipelineState<STAGES> state;
-        int current = 0;  // slot
+        int current = 0;  // slot of the current tile's headers
 #pragma unroll 1
         for (int i = 0; i < count; ++i, state.advance()) {
             mbarrier_wait_parity(memory.pipeline.empty(state.stage), state.parity ^ 1);
@@ -101,29 +101,30 @@ struct Groups {
             current = current + 1 == kHeaderTiles ? 0 : current + 1;
             const Word begin = ld_shared_ordered(header + 8);
             const int groups = static_cast<int>(ld_shared_ordered(header + kTileHeaderBytes - 4) - begin);
-            const CopyRange of_codes(codes, static_cast<long long>(begin) * kGroupBytes, groups * kGroupBytes, kept * kGroupBytes);
-            const CopyRange of_scale(scale, 2ll * begin, 2 * groups, 2 * kept), of_zero(zero, begin, groups, kept);
+            const CopyRange code_copy(codes, static_cast<long long>(begin) * kGroupBytes, groups * kGroupBytes,
+                                      kept * kGroupBytes);
+            const CopyRange scale_copy(scale, 2ll * begin, 2 * groups, 2 * kept), zero_copy(zero, begin, groups, kept);
             const Word to = tiles + state.stage * kConsumerWarps * kTileBytes, full = memory.pipeline.full(state.stage);
-            of_codes.copy_tail(to);
-            of_scale.copy_tail(to + kCodesBytes);
-            of_zero.copy_tail(to + kCodesBytes + kScaleBytes);
-            mbarrier_arrive_expect_tx(full, of_codes.bulk + of_scale.bulk + of_zero.bulk);
-            of_codes.copy_bulk(to, full);
-            of_scale.copy_bulk(to + kCodesBytes, full);
-            of_zero.copy_bulk(to + kCodesBytes + kScaleBytes, full);
+            code_copy.copy_tail(to);
+            scale_copy.copy_tail(to + kCodesBytes);
+            zero_copy.copy_tail(to + kCodesBytes + kScaleBytes);
+            mbarrier_arrive_expect_tx(full, code_copy.bulk + scale_copy.bulk + zero_copy.bulk);
+            code_copy.copy_bulk(to, full);
+            scale_copy.copy_bulk(to + kCodesBytes, full);
+            zero_copy.copy_bulk(to + kCodesBytes + kScaleBytes, full);
         }
     }
 };
 
-// A consumer warp's tiles.
+// A consumer warp's tiles: the type Stream of expand_gemm/gemm.cuh.
 struct GroupStream {
     Pipeline pipeline;
-    Word tiles, headers;  // the warp's
+    Word tiles, headers;  // the warp's, addresses in shared memory
     Word code_mask;       // in a register: an instruction takes only one constant
-    int last, lane;
+    int last, lane;       // end of the iterations, exclusive
     PipelineState<STAGES> state;
-    int slot = 0;         // of the headers
-    bool waited = false;  // for the tile
+    int slot = 0;         // of the tile's headers
+    bool waited = false;  // whether the tile has arrived
 
     __device__ __forceinline__ GroupStream(const Groups& weight, const StreamMemory& memory, const WorkRanges&, int, int last,
                                            int warp, int lane)

@@ -1,14 +1,14 @@
-// A tile of gemm_wgmma.cu, 16 rows by 256 columns, in shared memory, and how a lane expands its weights out of it.
+// A tile of gemm_wgmma.cu, 16 rows by 256 columns, in shared memory, and how a lane expands its weights from it.
 //
-// Lane 4 r + g has group g of rows r and r + 8 of each chunk, as in gemm.cu, and no other lane's weights: 64 columns of each row
-// per tile. These are several chunks of short groups, or one of groups of 64 and more. A slice is what a lane reads of
-// a group at once, up to 16 bytes of codes.
+// Lane 4 r + g has group g of rows r and r + 8 of each chunk, as in gemm.cu, and no other lane's weights: 64 columns of each
+// row per tile. A tile has several chunks of short groups, one of groups of 64, or half of one of groups of 128. A slice is
+// what a lane reads of a group at once, up to 16 bytes of codes.
 //
 //   tile      | codes, kCodesBytes | scale, kScaleBytes | zero, kZeroBytes |
-//   header    | mask of rows 0 to 7 | of rows 8 to 15 | groups before the chunk | and after it |   one per chunk, wgmma_stream.cuh
+//   header    | mask of rows 0 to 7 | of rows 8 to 15 | groups before the chunk | and after it |   one per chunk
 //
-// Codes, scales and zero points lie as in global memory, from the multiple of 16 bytes before the tile's first group on. The two
-// halves of a chunk of groups of 128 columns are in one tile, which serves two iterations.
+// Codes, scales and zero points are copied as they are in global memory, from the multiple of 16 bytes before the tile's first
+// group on. A chunk of groups of 128 columns is copied once, and serves the two iterations of its halves (kParts).
 //
 // Macros: BITS (2, 3, 4 or 8), GROUP_SIZE (8 to 128).
 
@@ -18,11 +18,11 @@
 #include "gemm_dequantise.cuh"
 #include "ptx/shared.cuh"
 
-constexpr int kGroupBytes = GROUP_SIZE * BITS / 8;              // of codes
-constexpr int kLaneColumns = kTileColumns / 4;                  // of each of a lane's two rows
-constexpr int kGroupColumns = least(GROUP_SIZE, kLaneColumns);  // of a group in a tile
-constexpr int kChunks = kLaneColumns / kGroupColumns;           // of a tile
-constexpr int kParts = GROUP_SIZE / kGroupColumns;              // iterations that share a tile
+constexpr int kGroupBytes = GROUP_SIZE * BITS / 8;              // bytes of a group's codes
+constexpr int kLaneColumns = kTileColumns / 4;                  // per tile, of each of a lane's two rows
+constexpr int kGroupColumns = least(GROUP_SIZE, kLaneColumns);  // of a group in an iteration
+constexpr int kChunks = kLaneColumns / kGroupColumns;           // per tile
+constexpr int kParts = GROUP_SIZE / kGroupColumns;              // iterations that share a copied tile
 constexpr int kMaxGroups = 64 * kChunks;
 
 __device__ __forceinline__ constexpr int round_up_16(int bytes) { return (bytes + 15) / 16 * 16; }
@@ -33,19 +33,19 @@ constexpr int kGqsTileBytes = kCodesBytes + kScaleBytes + kZeroBytes;
 
 constexpr int kHeaderBytes = 16;
 constexpr int kSliceColumns = least(kGroupColumns, BITS == 8 ? 16 : 32);
-constexpr int kStepsPerSlice = kSliceColumns / 4;  // a k-step has 4 columns of each lane
+constexpr int kStepsPerSlice = kSliceColumns / 4;  // a k-step of wgmma has 4 columns of each lane
 constexpr int kSlicesPerGroup = kGroupColumns / kSliceColumns;
 constexpr int kTileSlices = kLaneColumns / kSliceColumns;
 constexpr int kSliceBytes = kSliceColumns * BITS / 8;
 constexpr int kSliceWords = (kSliceBytes + 3) / 4;
 
-// A lane's part of two groups; where one is dropped, scale 0 and any codes.
+// A slice of the lane's two groups; if a group is dropped, scale 0 and any codes.
 struct Slice {
     Word codes[2][kSliceWords];
     Word scale[2], zero[2];
 };
 
-// Reads a slice's codes, whose address is a multiple of their largest power of two.
+// Reads a slice's codes. Their address is a multiple of the largest power of two that divides kSliceBytes.
 template <int words>
 __device__ __forceinline__ void read_codes(Word (&codes)[words], Word from) {
     if constexpr (kSliceBytes == 4 * words && words % 2 == 0) {
@@ -66,11 +66,11 @@ __device__ __forceinline__ void read_codes(Word (&codes)[words], Word from) {
 
 // Expands a tile, four columns of both rows per k-step.
 struct TileExpander {
-    Word tile, headers;   // in shared memory
-    Word bit, part;       // the lane's in a mask; which of a chunk's kParts
+    Word tile, headers;   // addresses in shared memory
+    Word bit, part;       // the lane's bit of a mask; which of the kParts iterations of the tile
     Word code_mask;       // of a pair of codes
-    Word first;           // group of the tile
-    Word group[2];        // the lane's, of the chunk that is being read, counted from the weight's first
+    Word first;           // the tile's first group, counted over the weight
+    Word group[2];        // the lane's two groups of the chunk that is being read, counted over the weight
     bool kept[2];
     Slice slices[2];      // one is expanded while the other is read
 
@@ -89,9 +89,10 @@ struct TileExpander {
         kept[0] = header[0] & bit, kept[1] = header[1] & bit;
     }
 
-    __device__ __forceinline__ Word codes_at(Word of, int slice) const {
+    // Address of a slice's codes. Offsets may wrap around 2^32: their difference does not.
+    __device__ __forceinline__ Word codes_at(Word index, int slice) const {
         const Word begin = first * kGroupBytes;
-        return tile + (begin & 15) + of * kGroupBytes - begin + (part * kSlicesPerGroup + slice) * kSliceBytes;
+        return tile + (begin & 15) + index * kGroupBytes - begin + (part * kSlicesPerGroup + slice) * kSliceBytes;
     }
 
     template <int number>

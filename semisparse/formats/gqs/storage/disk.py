@@ -24,10 +24,10 @@ from semisparse.patterns import Group, Pattern
 from semisparse.quant.group import KINDS, GroupScales, scales_of, split_groups, stored_groups
 
 SIZES = (4, 8, 16, 32, 64, 128)
-"""Columns of a group."""
+"""Columns per group."""
 
 MAX_KEPT = 2**31 - 1
-"""Groups that ``starts`` can count."""
+"""Maximum groups that ``starts`` can count."""
 
 SPECS = (
     TensorSpec("masks", torch.int64, ("row_tiles", "column_tiles")),
@@ -41,22 +41,23 @@ TENSORS = tuple(spec.name for spec in SPECS)
 
 
 def accepts(pattern: Pattern) -> str | None:
-    """Say why a pattern cannot be stored, or None if it can."""
+    """Return why a pattern cannot be stored, or None if it can."""
     if isinstance(pattern, Group) and pattern.size in SIZES:
         return None
     return f"it stores groups along K, such as g16@50% or g16@0%, of {', '.join(map(str, SIZES))}"
 
 
 def specs(spec: WeightSpec) -> tuple[TensorSpec, ...]:
-    """Return the stored tensors."""
+    """Return the stored tensors, the same for every weight."""
     return SPECS
 
 
 def counts(spec: WeightSpec) -> Mapping[str, int]:
-    """Return the tiles along N and K, their number, the groups kept and the bytes of a group's codes.
+    """Return the chunks along N, along K and in all, the kept groups, and the bytes of a group's codes.
 
     Raises:
         FormatError: the kind is unknown, or a group's codes do not fill bytes.
+        ValueError: the param ``rows`` is not N.
     """
     (n, k), size, params = spec.shape, group_size(spec.pattern), spec.params
     if params["rows"] != n:  # no tensor's shape tells N, because chunks are padded to 16 rows
@@ -101,7 +102,7 @@ def code_bits(params: Params, size: int) -> int:
 
 
 def quantises_x(params: Params) -> bool:
-    """Say whether x is quantised to 8 bits before it is multiplied (kind ``w4a8``; GQSA, appendix C)."""
+    """Return whether kernels quantise x to 8 bits (kind ``w4a8``; GQSA, appendix C)."""
     return str(params["kind"]).endswith("a8")
 
 
@@ -117,10 +118,10 @@ def pack(
     Args:
         weight: [N, K] that obeys ``pattern``.
         kind: one of `KINDS`.
-        scales: how each group is quantised; by default so that its codes span it.
-        codes: what the weight was rounded to already, instead of ``scales``.
+        scales: scale and zero point of each group; by default those of `scales_of`. Ignored if ``codes`` are given.
+        codes: the codes, scales and zero points that ``weight`` was dequantised from, to store them as they are.
     Raises:
-        FormatError: the kind is unknown, the scales or codes are not for this weight, or too many groups are kept.
+        FormatError: the kind is unknown, the scales or codes do not fit the weight, or too many groups are kept.
     """
     size = group_size(pattern)
     bits = code_bits(Params(kind=kind), size)
@@ -146,15 +147,18 @@ def pack(
 
 
 def _scales_of_codes(codes: Codes, weight: Tensor, bits: int, size: int) -> GroupScales:
-    """Return the scales of codes, their zero points as they are stored.
+    """Return the scales of codes, with zero points as they are stored: integers from 0 to 255.
 
     Raises:
-        FormatError: the codes are not for this weight, or a zero point is no multiple of 1/256 of the codes' range.
+        FormatError: the codes do not fit the weight, or a zero point is not a multiple of 2^(bits - 8).
     """
     require_codes(codes, weight, torch.uint8, bits, size)
     stored = torch.zeros_like(codes.scale) if codes.zero is None else codes.zero * 2.0 ** (8 - bits)
     if codes.zero is None or not torch.equal(stored, stored.round().clamp(0, 255)):
-        raise FormatError(f"format gqs stores zero points from 0 to {2**bits - 1} in steps of {2.0 ** (bits - 8)}")
+        raise FormatError(
+            f"format gqs stores zero points that are multiples of {2.0 ** (bits - 8)} from 0 to "
+            f"{255 * 2.0 ** (bits - 8)}, got {'none' if codes.zero is None else 'others'}"
+        )
     return GroupScales(bits, size, codes.scale, stored)
 
 
@@ -179,7 +183,7 @@ def unpack(packed: Packed) -> Tensor:
 
 
 def codes_of(packed: Packed) -> Codes:
-    """Return the codes of all groups; those of dropped groups are their zero point, half of the codes' range."""
+    """Return the codes of all groups. A dropped group gets scale 1, and half of the range as codes and zero point."""
     (n, k), size, tensors = packed.shape, group_size(packed.pattern), packed.tensors
     bits, groups = code_bits(packed.params, size), -(-k // size)
     values = _spread(unpack_codes(tensors["codes"], bits, size), tensors["masks"], 2 ** (bits - 1))
@@ -192,7 +196,7 @@ def codes_of(packed: Packed) -> Codes:
 
 
 def _spread(kept: Tensor, masks: Tensor, fill: int) -> Tensor:
-    """Put what is stored per kept group, [kept, n], where its group is: [rows, groups, n], ``fill`` elsewhere."""
+    """Scatter values of the kept groups, [kept, n], to [padded rows, padded groups, n], with ``fill`` elsewhere."""
     bits = bits_of(masks)
     chunks = kept.new_full((*bits.shape, kept.shape[1]), fill)
     chunks.masked_scatter_(bits[..., None], kept)  # indexing by a mask waits for the GPU: no graph could capture it
@@ -200,7 +204,7 @@ def _spread(kept: Tensor, masks: Tensor, fill: int) -> Tensor:
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Put codes [kept, size] into bytes: of each 8 columns (4 where size is 4) the even ones first, then the odd."""
+    """Pack codes [kept, size] into bytes: in each 8 columns (4 if size is 4) the even columns first, then the odd."""
     unit = min(8, codes.shape[1])
     pairs = codes.unflatten(1, (-1, unit // 2, 2)).transpose(-1, -2).flatten(-2).to(torch.int64)
     words = (pairs << bits * torch.arange(unit, device=codes.device)).sum(-1)
@@ -211,7 +215,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 def unpack_codes(octets: Tensor, bits: int, size: int) -> Tensor:
     """Undo `pack_codes`: [kept, size] uint8."""
     unit = min(8, size)
-    if 8 % bits == 0:  # no code stands in two bytes
+    if 8 % bits == 0:  # no code spans two bytes
         codes = octets[..., None] >> torch.arange(0, 8, bits, dtype=torch.uint8, device=octets.device) & 2**bits - 1
         codes = codes.flatten(1).unflatten(1, (-1, unit))
     else:

@@ -1,4 +1,4 @@
-"""Cutting and joining stored weights: groups are moved as they are, nothing is quantised again."""
+"""Slicing and concatenating stored weights: groups are moved as they are, nothing is quantised again."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from semisparse.patterns import Pattern
 
 
 def regroup(parts: Sequence[Packed], dim: int, start: int, stop: int, pattern: Pattern) -> Packed:
-    """Return rows or columns ``start`` to ``stop`` of weights side by side along ``dim``, declared as ``pattern``.
+    """Return rows (``dim`` 0) or columns (1) ``start`` to ``stop`` of the concatenated parts, with ``pattern``.
 
     Raises:
-        FormatError: a group would be cut, or one that is not the last of its row is short.
+        FormatError: a group would be cut, or a short group would not be the last of its row.
     """
     size = group_size(pattern)
     whole = sum(part.shape[dim] for part in parts)
@@ -42,7 +42,7 @@ def regroup(parts: Sequence[Packed], dim: int, start: int, stop: int, pattern: P
 
 
 def _indices(packed: Packed, offset: int) -> Tensor:
-    """Return each group's index in the stored order, counted from ``offset``: [N, groups], -1 where it is dropped."""
+    """Return each group's index in the stored order plus ``offset``: [N, groups] int64, -1 if it is dropped."""
     bits = bits_of(packed.tensors["masks"])
     indices = torch.full_like(bits, -1, dtype=torch.int64)
     indices[bits] = torch.arange(offset, offset + int(bits.sum()), device=bits.device)

@@ -1,4 +1,4 @@
-"""Weights stacked along N as one: row tiles follow one another, and so do the groups stored in their order."""
+"""Stacking weights along N: the stack's tensors are the weights' tensors, concatenated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from semisparse.formats.gqs.storage.disk import MAX_KEPT
 
 
 def stack(weights: Sequence[Packed], rows: int) -> Params | None:
-    """Return the params of weights stacked along N, ``rows`` in all; None if kinds differ or groups are too many."""
+    """Return the params of weights stacked to ``rows`` rows; None if kinds differ or they keep too many groups."""
     kept = sum(int(weight.params["kept"]) for weight in weights)
     if len({weight.params["kind"] for weight in weights}) > 1 or kept > MAX_KEPT:
         return None

@@ -1,7 +1,7 @@
 // y[m, n] = sum_k x[m, k] * w[n, k] on a CPU, for a slide24 weight in the layout on disk (README.md), unscaled.
 //
-// A thread expands a row of w to a dense row in `scratch` and multiplies it by every token while it is in the cache. One thread
-// computes a row, in one order, so the number of threads changes no bit; sums of quantised numbers are exact. Nothing is
+// A thread expands a row of w to a dense row in `scratch` and multiplies it by every token while it is in the cache. The number
+// of threads does not change the order of a sum, so it changes no bit; sums of quantised numbers are exact. Nothing is
 // allocated, so no exception can arise.
 
 #include <algorithm>
@@ -53,7 +53,7 @@ struct Float32Dot {
     }
 };
 
-// Dot products with exact sums. Two fp8 values' product is a multiple of 2^-18 below 2^18: 36 bits of a double's 53.
+// Dot products with exact sums. The product of two fp8 values is a multiple of 2^-18 below 2^18: 36 of a double's 53 bits.
 struct ExactDot {
     static double dot(const float* a, const float* b, int64_t columns) {
         double sum = 0;
@@ -97,8 +97,8 @@ void multiply_rows(const Weight& weight, const Tokens& x, void* scratch, double*
             std::fill(columns, columns + x.columns, Wide(0));
             spread<Stored>(weight, row, columns, widen);
             for (int64_t token = 0; token < x.count; ++token) {
-                const Wide* of_token = static_cast<const Wide*>(x.values) + token * x.columns;
-                y[token * weight.rows + row] = Dot::dot(columns, of_token, x.columns);
+                const Wide* token_values = static_cast<const Wide*>(x.values) + token * x.columns;
+                y[token * weight.rows + row] = Dot::dot(columns, token_values, x.columns);
             }
         }
     }

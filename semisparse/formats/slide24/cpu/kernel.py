@@ -1,6 +1,6 @@
 """Kernel `cpu` (kernel.cpp): each row of the weight is expanded to a dense row once, then multiplied by every token.
 
-A weight that is not quantised is instead unpacked for torch's matmul where M is large.
+For large M a weight that is not quantised is unpacked for torch's matmul instead.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from semisparse.quant.symmetric import quantise_rows
 from semisparse.runtime import cpp
 
 MAX_TOKENS_UNQUANTISED = 32
-"""Maximum M, in tokens, of kernel.cpp for a weight that is not quantised. Above it, torch's matmul is faster."""
+"""Maximum M of kernel.cpp for a weight that is not quantised. Above it, torch's matmul is faster."""
 
 COLUMN_MULTIPLE = 32
-"""K of x is padded with zeros to a multiple of it: the columns per iteration of kernel.cpp (`kLanes`)."""
+"""K of x is padded with zeros to a multiple of this: the columns per iteration of kernel.cpp (`kLanes`)."""
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
-"""The number that stands for a dtype of stored values in kernel.cpp."""
+"""The numbers of dtypes of stored values in kernel.cpp."""
 
 
 class _Weight(ctypes.Structure):
-    """Mirrors ``struct Weight`` of kernel.cpp: slots per row, columns per group (window), a number of `TYPES`."""
+    """The struct `Weight` of kernel.cpp: slots per row, columns per group (window), a number of `TYPES`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("values", "metadata", "fp8_values")),
@@ -39,7 +39,7 @@ class _Weight(ctypes.Structure):
 
 
 class _Tokens(ctypes.Structure):
-    """Mirrors ``struct Tokens`` of kernel.cpp: M tokens (count) of K columns, K padded."""
+    """The struct `Tokens` of kernel.cpp: M tokens (count) of K columns, K padded."""
 
     _fields_ = (("values", ctypes.c_void_p), ("count", ctypes.c_int64), ("columns", ctypes.c_int64))
 
@@ -71,7 +71,7 @@ def prepare(problem: Problem) -> Product:
             y = _multiply(library, x.float(), packed)
         else:
             quantised, x_scale = quantise_rows(x, dtype)
-            # kernel.cpp multiplies int16 or float32. Its sums of quantised numbers are exact, and scaled in float64.
+            # kernel.cpp takes int16 or float32. Its sums of quantised numbers are exact, and are scaled in float64.
             widened = quantised.to(torch.int16 if dtype == torch.int8 else torch.float32)
             y = _multiply(library, widened, packed) * x_scale.double()[:, None] * packed.tensors["scale"].double()
         return (y if bias is None else y + bias).to(x.dtype)
@@ -80,10 +80,12 @@ def prepare(problem: Problem) -> Product:
 
 
 def _multiply(library: ctypes.CDLL, x: Tensor, packed: Packed) -> Tensor:
-    """Return x @ values.T before scaling, [M, N] float64.
+    """Return x @ values.T, unscaled, [M, N] float64.
 
     Args:
+        library: kernel.cpp.
         x: [M, K], int16 for int8 values, else float32.
+        packed: the weight, in the layout on disk.
     """
     (m, k), n, window = x.shape, packed.shape[0], window_of(packed.pattern)
     values, metadata = (packed.tensors[name].contiguous() for name in ("values", "metadata"))

@@ -17,20 +17,21 @@ from semisparse.formats.slide24.storage.gpu import compressed_refusal
 
 
 def refusal(problem: Problem) -> str | None:
-    """Say why the kernel cannot compute ``problem`` here, or None if it can."""
+    """Return why the kernel cannot compute ``problem`` here, or None if it can."""
     if importlib.util.find_spec("triton") is None:
         return "triton, which lifts the activations, is not installed: pip install 'semisparse[cuda]'"
     return compressed_refusal(value_dtype(problem.spec), problem.device) or operand_refusal(problem, "compressed")
 
 
 def prepare(problem: Problem) -> Product:
-    """Search an algorithm and make the plan for the bucket's M; other M of the bucket get a plan at their first call.
+    """Return the matmul: find the fastest algorithm and make a plan for the bucket's largest M.
 
-    x is float16, bfloat16 or float32, in the weight's dtype where that is stored as it is. Sums of int8 are exact in
-    int32; for a bfloat16 x they are rounded to bfloat16 before they are scaled.
+    Other M of the bucket get a plan at their first call. x is float16, bfloat16 or float32, and has the weight's dtype
+    if the weight is not quantised. Sums of int8 are exact in int32; for a bfloat16 x they are rounded to bfloat16
+    before they are scaled.
 
     Raises:
-        KernelError: a CUDA graph is being captured.
+        KernelError: there is no plan yet, and a CUDA graph is being captured.
     """
     from semisparse.formats.slide24.cuda import lift_triton
     from semisparse.formats.slide24.cuda.scale_triton import scale_and_add
@@ -59,12 +60,12 @@ def prepare(problem: Problem) -> Product:
 
 
 def padded(m: int) -> int:
-    """Return the tokens that the library multiplies for ``m``."""
+    """Return M rounded up to a multiple of `library.TOKENS`."""
     return m + -m % library.TOKENS
 
 
 def unscaled_dtype(dtype: torch.dtype, x_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of unscaled sums of ``dtype``: two bytes where the result has no more digits, else four."""
+    """Return the dtype of unscaled sums of ``dtype``: bfloat16 if x and so y are bfloat16, else a 32-bit one."""
     if x_dtype == torch.bfloat16:
         return torch.bfloat16
     return torch.int32 if dtype == torch.int8 else torch.float32

@@ -1,6 +1,6 @@
-"""cuSPARSELt's 2:4 matmul through nvmath-python's bindings: plans are cached, algorithms searched once.
+"""cuSPARSELt's 2:4 matmul through nvmath-python's bindings. Plans are cached; the fastest algorithm is searched once.
 
-The library computes D[N, M] = W[N, K] @ X[K, M]. With X and D column-major, those are x and y as they are in memory.
+The library computes D[N, M] = W[N, K] @ X[K, M]. Row-major x [M, K] and y [M, N] are X and D in column-major order.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from semisparse.runtime.cache import cached
 from semisparse.runtime.device import device_facts
 
 TOKENS = 16
-"""M is a multiple of it, whatever the dtype."""
+"""M is padded to a multiple of this, for every dtype."""
 
 ROWS = 32
-"""N is a multiple of it, as K' is already (`disk.LIFTED_ALIGNMENT`)."""
+"""N is padded to a multiple of this, as K' is already (`disk.LIFTED_ALIGNMENT`)."""
 
 ALIGNMENT = 16
-"""Of every operand's address, in bytes."""
+"""Alignment of every operand's address, in bytes."""
 
 SEARCH = 1
-"""Version of the search, part of the cache's key: raise it when what is searched changes."""
+"""Version of the search, part of the cache's key: raise it when the search changes."""
 
 ITERATIONS = 5
 """Runs of each algorithm in a search."""
 
 LARGEST_SEARCH = 4096
-"""Tokens. More take the algorithm searched for so many: a search of more takes seconds."""
+"""Maximum M of a search, which takes seconds above. A larger M uses the algorithm for this one."""
 
 NAMES = {
     torch.int8: "CUDA_R_8I",
@@ -52,15 +52,15 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Shape:
-    """What a plan is made for: y[M, N] = x[M, K] @ w[N, K].T.
+    """The matmul that a plan is made for: y[M, N] = x[M, K] @ w[N, K].T.
 
     Args:
         device: index of the GPU.
         m: a multiple of `TOKENS`.
         n: a multiple of `ROWS`.
         k: a multiple of `ROWS`.
-        dtype: of x and w.
-        out: of y: int32 or bfloat16 for int8, bfloat16 or float32 for float8_e4m3fn, the same for the others.
+        dtype: dtype of x and w.
+        out: dtype of y: int32 or bfloat16 for int8, bfloat16 or float32 for float8_e4m3fn, else ``dtype``.
     """
 
     device: int
@@ -72,9 +72,10 @@ class Shape:
 
 
 Settings = Mapping[str, int]
-"""The library's attributes of an algorithm, where they differ from its defaults."""
+"""The library's attributes of an algorithm that differ from its defaults, by name."""
 
 SEARCHED = ("CONFIG_ID", "SPLIT_K", "SPLIT_K_MODE", "SPLIT_K_BUFFERS")
+"""The attributes that a search sets."""
 
 ROW_MAJOR, COLUMN_MAJOR = 2, 1
 """cusparseOrder_t."""
@@ -84,7 +85,7 @@ NON_TRANSPOSE = 0
 
 
 def unavailable(device: torch.device) -> str | None:
-    """Say why the library cannot be used on a GPU, or None if it can."""
+    """Return why the library cannot be used on a GPU, or None if it can."""
     if importlib.util.find_spec("nvmath") is None:
         return "nvmath-python is not installed: pip install 'semisparse[cuda]'"
     return _unusable(index_of(device))
@@ -94,13 +95,13 @@ def unavailable(device: torch.device) -> str | None:
 def _unusable(device: int) -> str | None:
     try:
         _handle(device)
-    except Exception as error:  # the bindings have no class of their own for a library that is not there
+    except Exception as error:  # the bindings have no exception type for a missing library
         return f"cuSPARSELt does not start ({error}): pip install 'semisparse[cuda]'"
     return None
 
 
 def padded_rows(n: int) -> int:
-    """Return the rows of a compressed weight."""
+    """Return N rounded up to a multiple of `ROWS`."""
     return n + -n % ROWS
 
 
@@ -127,7 +128,7 @@ def compress(weight: Tensor) -> Tensor:
 
 
 def decompress(compressed: Tensor, n: int, k: int, dtype: torch.dtype) -> Tensor:
-    """Return the weight [N, K] that was compressed: the library multiplies it with the identity, which is exact."""
+    """Return the weight [N, K] of a compressed one, exactly: the library multiplies it with the identity."""
     out = torch.int32 if dtype == torch.int8 else torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
     weight = torch.empty((n, k), dtype=dtype, device=compressed.device)
     for start in range(0, k, LARGEST_SEARCH):
@@ -143,10 +144,10 @@ _plans: dict[Shape, Plan] = {}
 
 
 def plan_for(shape: Shape) -> Plan:
-    """Return the plan of a shape, made at its first use with the algorithm of the next power of two tokens.
+    """Return the plan of a shape, made at its first use with the fastest algorithm for M rounded up to a power of two.
 
     Raises:
-        KernelError: there is none yet, and a CUDA graph is being captured, in which no algorithm can be timed.
+        KernelError: there is no plan yet, and a CUDA graph is being captured, in which no algorithm can be timed.
     """
     plan = _plans.get(shape)
     if plan is None:
@@ -162,7 +163,7 @@ def plan_for(shape: Shape) -> Plan:
 
 @cache
 def _searched(shape: Shape) -> Settings:
-    """Return the fastest settings: searched once per kind of GPU, then read from the cache on disk."""
+    """Return the fastest settings: searched once per GPU model, then read from the cache on disk."""
     facts = device_facts(torch.device("cuda", shape.device))
     matmul = {"m": shape.m, "n": shape.n, "k": shape.k, "dtype": str(shape.dtype), "out": str(shape.out)}
     version = _library().get_version(_handle(shape.device))
@@ -173,7 +174,7 @@ def _searched(shape: Shape) -> Settings:
 
 
 def _search(shape: Shape) -> Settings:
-    """Time every algorithm on random operands: zeros run faster than real ones."""
+    """Return the fastest settings, timed on random operands: zeros would run faster than real ones."""
     device = torch.device("cuda", shape.device)
     x, weight = (torch.randint(-64, 64, (rows, shape.k), device=device).to(shape.dtype) for rows in (shape.m, shape.n))
     weight.view(-1, 4)[:, 2:] = 0
@@ -184,8 +185,8 @@ class Plan:
     """The library's descriptors of one matmul. They are never freed: they take some kilobytes of host memory.
 
     Args:
-        shape: of the matmul.
-        settings: of its algorithm.
+        shape: the matmul.
+        settings: the algorithm.
     """
 
     def __init__(self, shape: Shape, settings: Settings) -> None:
@@ -213,7 +214,7 @@ class Plan:
         return y
 
     def search(self, x: Tensor, compressed: Tensor) -> Settings:
-        """Time every algorithm of the library and return the fastest."""
+        """Time every algorithm of the library and return the settings of the fastest."""
         before = {name: self._get(name) for name in SEARCHED}
         y = torch.empty((self.shape.m, self.shape.n), dtype=self.shape.out, device=x.device)
         self._call(self._library.matmul_search, x, compressed, y)

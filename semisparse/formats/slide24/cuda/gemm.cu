@@ -1,23 +1,24 @@
 // 2:4 sparse GEMM on Hopper's tensor cores, with scales, bias and cast in its epilogue:
 //   y[m, n] = (sum_k x[m, k] * w[n, k]) * token_scales[m] * row_scales[n] + bias[n]
 // w is the lifted weight and x the lifted activations, both in the layout `tiles` (README.md, "Layouts on a GPU"). A K tile is
-// 128 bytes of K': of every token of x, and of every row of w before compression.
+// 128 bytes of K': of every token of x, and of every row of w (64 bytes of values after 2:4 compression).
 //
 // Grid:    persistent; (SMs / CLUSTER) clusters of CLUSTER CTAs, or as many as there are work units. A unit is a tile of y, or
 //          one of the `splits` parts of K' of a tile of the last wave. Unit i goes to cluster i modulo the number of clusters.
 // CTA:     WARPGROUPS consumer warpgroups and a producer warpgroup. A CTA's tile of y is CTA_M tokens by 64 * WARPGROUPS rows
-//          of w; the CTAs of a cluster have the same tokens and rows one below the other.
+//          of w; the CTAs of a cluster have the same tokens and consecutive rows.
 // Shared:  dynamic: x[STAGES][CTA_M * 128 B], w[STAGES][WARPGROUPS][5,120 B in 8 bits, 4,608 B in 16], an EpilogueBuffer per
 //          consumer warpgroup (2 * 16 tokens * 64 rows of y, CTA_M scales). Static: an mbarrier `full` and `empty` per stage.
 // Producer: one thread copies each stage: the CTA's own tiles of w, and 1 / CLUSTER of the tokens, multicast to the cluster.
 // Consumer: warpgroup g multiplies 64 rows with all tokens, two wgmma.sp per stage, and writes them to y through shared
-//          memory. It starts STAGGER K tiles behind warpgroup g - 1, so that one's epilogue runs under the other's wgmma.
+//          memory. It starts STAGGER K tiles behind warpgroup g - 1, so that one's epilogue overlaps the other's wgmma.
 // Split-K: each split writes its accumulators to `partials`; the last to finish (`arrivals`) adds them in the order of the
 //          splits, so that every run gives the same bits. No CTA waits for another.
 //
-// Bound:   shared memory bandwidth. A wgmma.sp of 64 rows, 256 tokens and 64 bytes of K' reads 18 KB in 128 cycles, 144 of the
-//          128 bytes per cycle there are, and filling the stages adds 10.5 KB: 57 % of the tensor cores' peak at best. Reached:
-//          49 % at 37888 x 3584, 4,096 tokens, int8 (H200); large GEMMs then also run at the card's power limit (README.md).
+// Bound:   shared memory bandwidth, 128 bytes per cycle. A wgmma.sp of 64 rows, 256 tokens and 64 bytes of K' takes 128 cycles
+//          and reads 18 KB, 144 bytes per cycle; filling the stages adds 10.5 KB. So 57 % of the tensor cores' peak is the
+//          maximum. Reached: 49 % at 37888 x 3584, 4,096 tokens, int8 (H200); large GEMMs also run at the power limit
+//          (README.md).
 //
 // Macros: INT8, FP8, BF16 or FP16 (of w and x); OUT (of y and bias); CTA_M, WARPGROUPS, CLUSTER, STAGES, STAGGER.
 
@@ -54,18 +55,18 @@ constexpr int kRows = 64;                   // of w per warpgroup: M of wgmma
 constexpr int kWarpgroup = 128;             // threads
 constexpr int kAccumulators = CTA_M / 2;    // per thread
 #if defined(INT8) || defined(FP8)
-constexpr int kSelectors = 1;               // wgmmas that one word of metadata serves
+constexpr int kSelectors = 1;               // wgmmas that share a word of metadata
 #else
 constexpr int kSelectors = 2;
 #endif
-constexpr int kValueBytes = kRows * 64;                         // of a tile of w
-constexpr int kWeightBytes = kValueBytes + 1024 / kSelectors;   // with its metadata
-constexpr int kTokenBytes = 128;                                // of a token in a stage
-constexpr int kActivationBytes = CTA_M * kTokenBytes;           // of a stage
+constexpr int kValueBytes = kRows * 64;                         // values of a tile of w
+constexpr int kWeightBytes = kValueBytes + 1024 / kSelectors;   // values and metadata
+constexpr int kTokenBytes = 128;                                // per token and stage
+constexpr int kActivationBytes = CTA_M * kTokenBytes;           // x per stage
 constexpr int kMulticastBytes = kActivationBytes / CLUSTER;
 constexpr int kStageBytes = kActivationBytes + WARPGROUPS * kWeightBytes;
-constexpr int kBandTiles = 4096 / CTA_M;    // tiles of tokens per raster band at most, so that a band of x stays in L2
-constexpr int kStepTokens = 16;             // that a warpgroup's epilogue writes at a time
+constexpr int kBandTiles = 4096 / CTA_M;    // maximum tiles along M per band of tile_at: a band of x stays in L2
+constexpr int kStepTokens = 16;             // tokens that a warpgroup's epilogue writes at a time
 
 #if WARPGROUPS == 3
 constexpr int kConsumerRegisters = 160, kProducerRegisters = 32;
@@ -79,10 +80,10 @@ __device__ __forceinline__ void start_warpgroup(int warpgroup) { bar_arrive<2 * 
 __device__ __forceinline__ void wait_for_start(int warpgroup) { bar_sync<2 * kWarpgroup>(warpgroup + 8); }
 
 struct Tile {
-    int n, m;  // of y: number of the cluster's tile along N and of the CTA's along M
+    int n, m;  // index along N of the cluster's tile of y, and along M
 };
 
-// The index-th tile of y: along M first, inside bands of tokens.
+// The index-th tile of y: M fastest inside a band of tokens, then N, then bands.
 __device__ __forceinline__ Tile tile_at(int index, int n_tiles, int m_tiles) {
     const int bands = (m_tiles + kBandTiles - 1) / kBandTiles, band_tiles = (m_tiles + bands - 1) / bands;
     const int band = index / (band_tiles * n_tiles), within = index % (band_tiles * n_tiles);
@@ -90,7 +91,7 @@ __device__ __forceinline__ Tile tile_at(int index, int n_tiles, int m_tiles) {
     return {within / width, band * band_tiles + within % width};
 }
 
-// The stage that comes next, and the parity of its mbarriers' phase.
+// The next stage, and the parity of its mbarriers' phase.
 struct PipelineState {
     int stage = 0;
     Word parity = 0;
@@ -102,8 +103,8 @@ struct PipelineState {
     }
 };
 
-// What the grid computes: tiles of y numbered by tile_at. The first `whole_tiles` are a unit of work each; of those after
-// them, each of `splits` parts of K' is one.
+// The grid's units of work. Tiles of y have the order of tile_at. The first `whole_tiles` tiles are one unit each; every later
+// tile is `splits` units, each a part of K'.
 struct Schedule {
     int k_tiles, row_tiles;  // of w
     int splits;
@@ -129,17 +130,17 @@ struct Schedule {
         return is_split(unit) ? k_tiles * (split(unit) + 1) / splits : k_tiles;
     }
 
-    // The first of the CTA's tiles of 64 rows. The last CTAs overlap the ones before where rows do not fill them.
+    // The first of the CTA's tiles of 64 rows. If rows do not fill the last CTAs, these overlap the ones before.
     __device__ __forceinline__ int first_row_tile(const Tile& tile) const {
         return min((tile.n * CLUSTER + static_cast<int>(rank)) * WARPGROUPS, row_tiles - WARPGROUPS);
     }
 };
 
-// A thread's scales and bias, loaded before the main loop so that their latency is hidden behind it.
+// A thread's scales and bias, loaded before the main loop, which hides their latency.
 struct Scales {
     float tokens[(CTA_M + kWarpgroup - 1) / kWarpgroup], rows[2], bias[2];
 
-    __device__ __forceinline__ Scales(const float* token_scales, const float* row_scales, const OUT* of_bias, int first_row,
+    __device__ __forceinline__ Scales(const float* token_scales, const float* row_scales, const OUT* from_bias, int first_row,
                                       int first_token, int m, int n) {
         const int thread = threadIdx.x % kWarpgroup;
 #pragma unroll
@@ -151,7 +152,7 @@ struct Scales {
         for (int i = 0; i < 2; ++i) {
             const int row = first_row + thread / 32 * 16 + thread % 32 / 4 + 8 * i;
             rows[i] = row_scales && row < n ? row_scales[row] : 1.0f;
-            bias[i] = of_bias && row < n ? static_cast<float>(of_bias[row]) : 0.0f;
+            bias[i] = from_bias && row < n ? static_cast<float>(from_bias[row]) : 0.0f;
         }
     }
 };
@@ -162,8 +163,8 @@ struct alignas(128) EpilogueBuffer {
     float token_scales[CTA_M];
 };
 
-// Scales a warpgroup's accumulators and writes them to y. A thread's accumulators lie along rows of w and y along N, so they
-// are transposed by stmatrix.trans, and leave shared memory in lines of 128 bytes.
+// Scales a warpgroup's accumulators and writes them to y. A thread's accumulators are neighbours along M, but y is contiguous
+// along N: stmatrix.trans transposes them, and y is stored from shared memory in lines of 128 bytes.
 __device__ __forceinline__ void epilogue(const Accumulator (&accumulators)[kAccumulators], const Scales& scales,
                                          EpilogueBuffer& buffer, int warpgroup, OUT* y, int first_row, int first_token, int m,
                                          int n) {
@@ -205,7 +206,7 @@ __device__ __forceinline__ void epilogue(const Accumulator (&accumulators)[kAccu
     }
 }
 
-// The producer: fills every stage of the CTA's units, once all consumers of the cluster have released it.
+// The producer: fills the stages for all units of the CTA, each when all consumers of the cluster have released it.
 __device__ __forceinline__ void produce(const Schedule& schedule, const unsigned char* w, const unsigned char* x, Word stages,
                                         Word full, Word empty, PipelineState& pipeline) {
     const Word weights = stages + STAGES * kActivationBytes;
@@ -236,8 +237,8 @@ __device__ __forceinline__ void produce(const Schedule& schedule, const unsigned
     }
 }
 
-// Stores a warpgroup's accumulators of one split. Returns whether all splits of the tile are stored now, with their sum in
-// `accumulators`. `partials` has room for every split; `arrivals` is 0 before the first.
+// Stores a warpgroup's accumulators of one split to `partials` [splits, ...]. Returns true for the last split of the tile to
+// arrive, with the sum of all in `accumulators`. `arrivals` is 0 before the first.
 __device__ __forceinline__ bool reduce_splits(Accumulator (&accumulators)[kAccumulators], Accumulator* partials, int* arrivals,
                                               int split, int splits, int warpgroup, int* is_last) {
     constexpr int kPartial = kAccumulators * kWarpgroup;
@@ -258,8 +259,8 @@ __device__ __forceinline__ bool reduce_splits(Accumulator (&accumulators)[kAccum
 }
 
 // w: uint8 [k_tiles, row_tiles, kWeightBytes]; x: uint8 [k_tiles, M rounded up to CTA_M, 128]; token_scales [m], row_scales [n]
-// and bias [n] may be null; y [m, n]; partials: [split tiles * CLUSTER * WARPGROUPS, splits, 64 * CTA_M] and arrivals: a zero
-// for each of the former, unused without splits.
+// and bias [n] may be null; y [m, n]; partials: [split tiles * CLUSTER * WARPGROUPS, splits, 64 * CTA_M]; arrivals: [split
+// tiles * CLUSTER * WARPGROUPS], 0 at launch. Both are unused without splits.
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__((WARPGROUPS + 1) * kWarpgroup, 1)
     semisparse_slide24_gemm(const unsigned char* w, const unsigned char* x, const float* token_scales,
                             const float* row_scales, const OUT* bias, OUT* y, Accumulator* partials, int* arrivals, int m,
@@ -325,8 +326,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__((WA
             if (schedule.splits > 1 && schedule.is_split(unit)) {
                 const int number =
                     (schedule.split_tile(unit) * CLUSTER + static_cast<int>(schedule.rank)) * WARPGROUPS + warpgroup;
-                Accumulator* of_tile = partials + static_cast<Long>(number) * schedule.splits * (kAccumulators * kWarpgroup);
-                if (!reduce_splits(accumulators, of_tile, arrivals + number, schedule.split(unit), schedule.splits, warpgroup,
+                Accumulator* own = partials + static_cast<Long>(number) * schedule.splits * (kAccumulators * kWarpgroup);
+                if (!reduce_splits(accumulators, own, arrivals + number, schedule.split(unit), schedule.splits, warpgroup,
                                    is_last + warpgroup))
                     continue;
             }

@@ -1,4 +1,4 @@
-"""The kernel ``gemm``, for Hopper: one launch quantises and lifts x (lift.cu), one is the 2:4 GEMM (gemm.cu)."""
+"""The kernel ``gemm``, for Hopper: a launch that quantises and lifts x (lift.cu), then the 2:4 GEMM (gemm.cu)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from semisparse.runtime.nvrtc import Defines
 
 ELEMENTS = {torch.int8: "INT8", torch.float8_e4m3fn: "FP8", torch.bfloat16: "BF16", torch.float16: "FP16"}
 
+"""The macro for a dtype of stored values."""
+
 HOPPER_SHARED = 227 << 10
-"""Shared memory of a CTA, for the declared variants alone; a launch asks the device."""
+"""Bytes of shared memory per CTA, for the variants of `SOURCE` only; `prepare` asks the device."""
 
 
 def defines(tile: schedule.CtaTile, dtype: torch.dtype, out: torch.dtype, shared_per_cta: int) -> Defines:
-    """Return the macros of a build for values of ``dtype`` and y in ``out``."""
+    """Return the macros of gemm.cu for values of ``dtype`` and y in ``out``."""
     return {
         ELEMENTS[dtype]: 1,
         "OUT": SCALARS[out],
@@ -49,7 +51,7 @@ SOURCE = CudaSource(
 
 
 def refusal(problem: Problem) -> str | None:
-    """Say why the kernel cannot compute ``problem`` here, or None if it can."""
+    """Return why the kernel cannot compute ``problem`` here, or None if it can."""
     if problem.dtype not in SCALARS:
         return f"x is float16 or bfloat16, got {problem.dtype}"
     return (
@@ -60,7 +62,7 @@ def refusal(problem: Problem) -> str | None:
 
 
 def operand_refusal(problem: Problem, layout: str) -> str | None:
-    """Say why operands are not those of a kernel that reads ``layout``, or None if they are."""
+    """Return why a kernel that reads ``layout`` cannot take the problem's operands, or None if it can."""
     stored = layout_of(problem.params)
     if stored != layout:
         return f"reads the layout {layout}, this weight is stored in {stored}"
@@ -70,7 +72,7 @@ def operand_refusal(problem: Problem, layout: str) -> str | None:
 
 
 def pays(problem: Problem) -> bool:
-    """Say whether unpacking is slower: always in 8 bits; in 16, lifting may cost more than sparse tensor cores gain."""
+    """Return whether `gemm` is faster than `unpack`. It is in 8 bits; in 16, lifting may cost more than 2:4 gains."""
     if quantised_dtype(problem.params) is not None:
         return True
     expansion = lifted_columns(problem.k, window_of(problem.pattern)) / problem.k
@@ -84,7 +86,10 @@ def lift_of(problem: Problem) -> Lift:
 
 
 def prepare(problem: Problem) -> Product:
-    """Choose the CTA tile and load both kernels. Sums of int8 are exact in int32 and rounded once, to x's dtype."""
+    """Return the matmul: choose the CTA tile and load both kernels.
+
+    Sums of int8 are exact in int32. They are scaled in float32, and y is rounded to x's dtype.
+    """
     (n, _), device, out = problem.spec.shape, problem.device, problem.dtype
     dtype, quantised = value_dtype(problem.spec), quantised_dtype(problem.params) is not None
     k_tiles, row_tiles = tile_counts(problem.spec)

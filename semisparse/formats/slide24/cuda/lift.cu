@@ -1,17 +1,17 @@
 // Quantises each token to 8 bits at its own scale and lifts it (SlideSparse, algorithm 1 and equation 4), or lifts it as it is:
 //   lifted[token, 4 j + i] = quantised(x[token, 2N (j / (N - 1)) + 2 (j % (N - 1)) + i])   for window j, i = 0 to 3
-// Each value is quantised once. A *pair* is two columns of x. A window is two consecutive pairs; each of a group's N pairs but
-// the last begins one.
+// Each value is quantised once. A *pair* is two columns of x. A window is two consecutive pairs: every pair of a group but the
+// last of its N begins one.
 //
 // Grid:    a CTA per token along x, 64 to 640 threads.
 // Shared:  dynamic: the lifted token, units * 16 bytes. Static: a maximum per warp (quantise.cuh).
-// Threads: thread t loads vectors t, t + threads, ... of eight columns. The first VECTORS of them stay in registers from the
-//          search for the largest magnitude to the rounding; the others are loaded twice. It stores the windows that its pairs
-//          begin to shared memory, which leaves it in 16-byte units, in the order of the layout `tiles` (README.md, "Layouts on
-//          a GPU").
+// Threads: thread t loads vectors t, t + threads, ... of eight columns, twice: to find the largest magnitude, and to round. The
+//          first VECTORS of them stay in registers instead. It stores the windows that its pairs begin to shared memory, from
+//          which the CTA stores 16-byte units, in the order of the layout `tiles` (README.md, "Layouts on a GPU").
 //
-// Bound:   not by bytes. 4,096 tokens to int8 take 16.7 us at 3,584 columns (bytes' floor 12, quantising without lifting 13.4)
-//          and 84.7 us at 18,944 (63, 79.8); lifting without quantising takes as long (H200,
+// Bound:   not memory bandwidth. 4,096 tokens to int8 take 16.7 us at 3,584 columns (their bytes at full bandwidth 12,
+// quantising
+//          without lifting 13.4) and 84.7 us at 18,944 (63, 79.8). Lifting without quantising takes as long (H200,
 //          results/h200/sweeps/slide24-lift.csv).
 //
 // Macros: IN (type of x); QUANTISE 0 (no), 1 (int8) or 2 (fp8 e4m3); VECTORS.
@@ -48,7 +48,7 @@ __device__ __forceinline__ Word load_pair(const Token& token, int column) {
     return *reinterpret_cast<const unsigned short*>(both) | *reinterpret_cast<const unsigned short*>(both + 1) << 16;
 }
 
-// Columns 8 * `number` and on; those past K are zeros.
+// The eight columns from 8 * `number` on; those past K are zeros.
 template <bool ALIGNED>
 __device__ __forceinline__ Vector load_vector(const Token& token, int number) {
     Vector vector = {{0, 0, 0, 0}};
@@ -72,7 +72,7 @@ __device__ __forceinline__ float high(Word pair) { return low(pair >> 16); }
 #if QUANTISE
 constexpr float kLargest = QUANTISE == 1 ? 127.0f : 448.0f;
 
-// The largest magnitude so far of each half, as its bits.
+// The larger of `largest` and the vector's magnitudes, as 16-bit patterns, in each half of a word.
 __device__ __forceinline__ Word max_of(const Vector& vector, Word largest) {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) largest = __vmaxu2(largest, vector.pairs[i] & 0x7fff7fff);
@@ -98,12 +98,12 @@ __device__ __forceinline__ Window window_of(Word first, Word second) { return ma
 
 struct Lifting {
     int windows, group_pairs;  // per token; per group, N
-    Word reciprocal;           // 2^32 / group_pairs, rounded up: __umulhi by it divides
-    float inverse;             // of the scale
+    Word reciprocal;           // 2^32 / group_pairs, rounded up: __umulhi(i, reciprocal) is i / group_pairs
+    float inverse;             // 1 / scale
 };
 
-// Stores the windows that a vector's pairs begin. `next` is the pair after the vector, in the warp's last lane. All lanes take
-// part.
+// Stores the windows that a vector's pairs begin. `next` is the pair after the vector; only the warp's last lane needs it. All
+// lanes must take part.
 __device__ __forceinline__ void store_windows(Window* windows, const Vector& vector, Word next, int number,
                                               const Lifting& lifting) {
     Word pairs[kPairs + 1];
@@ -128,7 +128,8 @@ __device__ __forceinline__ void store_windows(Window* windows, const Vector& vec
 
 template <bool ALIGNED>
 __device__ __forceinline__ void lift_token(const Token& token, Lifting lifting, Window* windows, float* scale) {
-    // Vectors that hold a pair of some window, zeros past K included.
+    // Number of vectors that hold pairs of windows, zeros past K included: the last window ends with the pair
+    // last + last / (group_pairs - 1) + 1.
     const int last = lifting.windows - 1;
     const int lane = threadIdx.x % 32, vectors = (last + last / (lifting.group_pairs - 1) + 5) / kPairs;
     const bool needs_next = lane == 31 && kPairs % lifting.group_pairs;
@@ -166,8 +167,8 @@ __device__ __forceinline__ void lift_token(const Token& token, Lifting lifting, 
 
 extern __shared__ uint4 shared[];
 
-// x: [M, columns]; lifted: 16 * units bytes per token, for `tokens` >= M, those past M unwritten; scales: [M], null without
-// QUANTISE; arrivals: `count` counters of the GEMM that follows, set to 0.
+// x: [M, columns]; lifted: 16 * units bytes per token, for `tokens` >= M tokens, of which M are written; scales: [M], null
+// without QUANTISE; arrivals: `count` counters of gemm.cu, set to 0.
 extern "C" __global__ void semisparse_slide24_lift(const IN* x, uint4* lifted, float* scales, int* arrivals, int columns,
                                                    int group_pairs, int tokens, int units, int count, Word reciprocal) {
     const int number = blockIdx.x;

@@ -17,18 +17,20 @@ from semisparse.runtime.kernel import Argument, CudaSource
 from semisparse.runtime.nvrtc import Defines
 
 SCALARS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
-"""Of x."""
+"""The C++ types of x."""
 
 QUANTISE = {None: 0, torch.int8: 1, torch.float8_e4m3fn: 2}
+"""The macro QUANTISE, by the dtype to quantise to."""
 
 UNIT = 16
 """Bytes that a thread writes at once."""
 
 Launch = Callable[[Tensor, int, Argument, Argument, Argument, int], None]
+"""(x, tokens, lifted, scales, arrivals, count) -> None, as `Lift.prepare` describes."""
 
 
 def defines(x_dtype: torch.dtype, dtype: torch.dtype | None, vectors: int) -> Defines:
-    """Return the macros of a build."""
+    """Return the macros of lift.cu."""
     return {"IN": SCALARS[x_dtype], "QUANTISE": QUANTISE[dtype], "VECTORS": vectors}
 
 
@@ -41,12 +43,12 @@ SOURCE = CudaSource(
 
 @dataclass(frozen=True)
 class Lift:
-    """How tokens are quantised at their own scales, or left as they are, and lifted (algorithm 1, equation 4).
+    """How tokens are lifted, each quantised at its own scale or left as it is (algorithm 1, equation 4).
 
     Args:
-        m: tokens, of the bucket.
+        m: maximum tokens.
         k: columns of x.
-        window: columns of a group, 2N.
+        window: columns per group, 2N.
         x_dtype: float16 or bfloat16.
         dtype: torch.int8, torch.float8_e4m3fn, or None for x as it is.
     """
@@ -59,12 +61,12 @@ class Lift:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a lifted token: whole K tiles."""
+        """Bytes per lifted token: whole K tiles."""
         columns = lifted_columns(self.k, self.window)
         return -(-columns * (self.dtype or self.x_dtype).itemsize // K_TILE_BYTES) * K_TILE_BYTES
 
     def refusal(self, device: torch.device) -> str | None:
-        """Say why a token cannot be lifted on a GPU, or None if it can."""
+        """Return why a token cannot be lifted on a GPU, or None if it can."""
         limit = device_facts(device).shared_per_cta - schedule.SMALL_STATIC_SHARED
         if self.token_bytes <= limit:
             return None
@@ -74,9 +76,9 @@ class Lift:
         """Load the kernel on a Hopper GPU.
 
         Returns:
-            What launches it, given x [M, K]; ``tokens``, at least M; the addresses of lifted, [K tiles, tokens, 128]
-            bytes, whose tokens past M are not written, and of scales, [M] float32, null for x as it is; the address and
-            the number of int32 counters to set to 0.
+            A function that launches it. It takes x [M, K]; ``tokens``, at least M; the address of ``lifted``, [K tiles,
+            tokens, 128] bytes, of which tokens from M on are not written; the address of ``scales``, [M] float32, None
+            if x is not quantised; the address and the number of int32 counters to set to 0.
         """
         chosen = schedule.choose_lift(self.m, self.k)
         macros = defines(self.x_dtype, self.dtype, chosen.vectors)

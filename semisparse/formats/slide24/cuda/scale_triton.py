@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 TILE_TOKENS, TILE_COLUMNS = 8, 512
-"""Of y per program: its row scales and bias are read once for so many tokens."""
+"""Tokens and columns of y per program, which reads row scales and bias once for its tokens."""
 
 
 @triton.jit
@@ -39,11 +39,11 @@ def scale_and_add(
 
     Args:
         unscaled: [at least M, at least N] contiguous; int32, bfloat16, float16 or float32.
-        scales: of the tokens, [M] float32, and of the rows of w, [N] float32; None for a weight stored as it is.
+        scales: of the tokens, [M] float32, and of the rows of w, [N] float32; None if the weight is not quantised.
         bias: [N] or None.
         m: tokens.
         n: rows of w.
-        dtype: of y.
+        dtype: dtype of y.
     Returns:
         y [M, N].
     """

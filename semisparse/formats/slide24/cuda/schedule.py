@@ -1,6 +1,6 @@
-"""How the GPU kernels divide their work: tiles, stages and split-K of the GEMM, threads of the lift, spans of unpack.
+"""Schedules of the GPU kernels: tiles, stages and split-K of gemm.cu, threads of lift.cu, spans of unpack.cu.
 
-Arithmetic only. What is compiled depends on the bucket of M, grids and split-K on the exact M.
+Pure arithmetic. What is compiled depends on the bucket of M; grids and split-K depend on the exact M.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from math import gcd
 from semisparse.formats.slide24.storage.gpu import K_TILE_BYTES, ROWS, tile_bytes
 
 THREADS = 128
-"""Of a warpgroup."""
+"""Threads per warpgroup."""
 
 STAGGER = 2
-"""K tiles that a warpgroup is ahead of the next, so that one's epilogue runs under the other's wgmma."""
+"""K tiles that a warpgroup is ahead of the next one, so that its epilogue overlaps the other's wgmma."""
 
 EPILOGUE_TOKENS = 16
 """Tokens that a warpgroup writes to y at a time."""
 
 GEMM_STATIC_SHARED = 4 << 10
-"""Bytes of a CTA's shared memory that are left for the GEMM's mbarriers, and for alignment."""
+"""Bytes of shared memory per CTA that are reserved for the mbarriers of gemm.cu, and for alignment."""
 
 SMALL_STATIC_SHARED = 1 << 10
-"""The same, of the other kernels."""
+"""The same for the other kernels."""
 
 MAX_SPLITS = 16
 
 H200_SPLIT_US, H200_REDUCE_US = 3.0, 0.5
-"""Measured: what a split costs beside its K tiles, and what each split costs the CTA that adds them."""
+"""Measured microseconds: what a split costs beside its K tiles, and what each split costs the CTA that adds them."""
 
 H200_GEMM_TO_CUBLAS = 0.74
-"""Measured: time of the 16-bit GEMM over cuBLAS's, per lifted column: .72 to .77 (2:4, 6:8, 8:10 of Qwen2.5-7B's
-layers, 2,048 to 8,192 tokens)."""
+"""Measured: time per lifted column of the 16-bit gemm.cu over cuBLAS's time per column: 0.72 to 0.77 (2:4, 6:8, 8:10
+of Qwen2.5-7B's layers, 2,048 to 8,192 tokens)."""
 
 H200_UNPACK_TOKENS = 250
-"""Measured: tokens that cuBLAS multiplies in the time that a 16-bit weight is unpacked in: 70 to 330."""
+"""Measured: unpacking a 16-bit weight takes as long as this many tokens in cuBLAS: 70 to 330."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,12 @@ class CtaTile:
     """The part of a GEMM's schedule that is compiled in.
 
     Args:
-        tokens: of a CTA's tile of y.
-        warpgroups: consumers of a CTA, 64 rows of w each.
-        cluster: CTAs that share their tokens.
-        h200_k_tile_us: measured time of a K tile, all SMs busy, in int8; whole waves of K' = 5,376 and 28,416 compared.
-        h200_epilogue_us: measured time of scaling and writing the tile of y.
+        tokens: tokens per CTA tile of y.
+        warpgroups: consumer warpgroups per CTA, 64 rows of w each.
+        cluster: CTAs per cluster, which share their tokens.
+        h200_k_tile_us: measured microseconds per K tile, in int8, all SMs busy; whole waves at K' = 5,376 and 28,416
+            were compared.
+        h200_epilogue_us: measured microseconds to scale and write the tile of y.
     """
 
     tokens: int
@@ -59,28 +60,28 @@ class CtaTile:
 
     @property
     def threads(self) -> int:
-        """Of a CTA: consumers and the producer warpgroup."""
+        """Threads per CTA: consumers and the producer warpgroup."""
         return THREADS * (self.warpgroups + 1)
 
     @property
     def epilogue_bytes(self) -> int:
-        """Shared memory of the staging buffers: two steps of y and the tokens' scales, per warpgroup."""
+        """Bytes of the epilogue staging buffers: two steps of y and the tokens' scales, per warpgroup."""
         return self.warpgroups * (2 * EPILOGUE_TOKENS * ROWS * 2 + 4 * self.tokens)
 
     def stage_bytes(self, itemsize: int) -> int:
-        """Return the shared memory of a stage: a K tile of the tokens and one of each warpgroup's rows."""
+        """Return the bytes of a stage: a K tile of the tokens and one of each warpgroup's rows."""
         return self.tokens * K_TILE_BYTES + self.warpgroups * tile_bytes(itemsize)
 
     def stages(self, itemsize: int, shared_per_cta: int) -> int:
-        """Return the stages that shared memory has room for."""
+        """Return the number of stages that fit in shared memory."""
         return (shared_per_cta - GEMM_STATIC_SHARED - self.epilogue_bytes) // self.stage_bytes(itemsize)
 
     def shared_bytes(self, itemsize: int, shared_per_cta: int) -> int:
-        """Return the dynamic shared memory of a CTA."""
+        """Return the bytes of dynamic shared memory per CTA."""
         return self.stages(itemsize, shared_per_cta) * self.stage_bytes(itemsize) + self.epilogue_bytes
 
     def count(self, m: int, row_tiles: int) -> int:
-        """Return the clusters' tiles that y[m, 64 * row_tiles] is divided into."""
+        """Return the number of tiles of y[m, 64 * row_tiles], where a cluster's CTA tiles count as one tile."""
         return -(-m // self.tokens) * -(-row_tiles // (self.warpgroups * self.cluster))
 
 
@@ -94,31 +95,31 @@ CTA_TILES = (
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a GEMM is divided over the SMs. The tiles of y that do not fill a wave of clusters may be split along K'.
+    """How gemm.cu divides a GEMM among the SMs. Tiles of y that do not fill a wave of clusters may be split along K'.
 
     Args:
-        tile: per CTA.
-        splits: parts of K' of each split tile.
+        tile: the tile of a CTA.
+        splits: parts of K' per split tile.
     """
 
     tile: CtaTile
     splits: int = 1
 
     def whole_tiles(self, m: int, row_tiles: int, sms: int) -> int:
-        """Return the tiles of y, one per cluster, that are not split; those after them are."""
+        """Return the number of tiles of y, one per cluster, that are not split. The tiles after them are."""
         tiles = self.tile.count(m, row_tiles)
         return tiles if self.splits == 1 else tiles - tiles % (sms // self.tile.cluster)
 
     def split_tiles(self, m: int, row_tiles: int, sms: int) -> int:
-        """Return the tiles of y that are split."""
+        """Return the number of tiles of y that are split."""
         return self.tile.count(m, row_tiles) - self.whole_tiles(m, row_tiles, sms)
 
     def fits(self, m: int, row_tiles: int, sms: int) -> bool:
-        """Say whether all splits run in one wave. No CTA waits for another, so more would be slow but not wrong."""
+        """Return whether all splits run in one wave. No CTA waits for another, so more would be slow but not wrong."""
         return self.split_tiles(m, row_tiles, sms) * self.splits <= sms // self.tile.cluster
 
     def h200_us(self, m: int, row_tiles: int, k_tiles: int, sms: int) -> float:
-        """Estimate the GEMM's time."""
+        """Estimate the GEMM's time on an H200, in microseconds."""
         tile, clusters = self.tile, sms // self.tile.cluster
         waves = -(-self.whole_tiles(m, row_tiles, sms) // clusters)
         us = waves * (k_tiles * tile.h200_k_tile_us + tile.h200_epilogue_us)
@@ -132,11 +133,11 @@ def choose(m: int, row_tiles: int, k_tiles: int, sms: int, tiles: tuple[CtaTile,
     """Return the schedule that should be fastest.
 
     Args:
-        m: tokens: of the bucket to choose a tile, of the call to choose the splits of a given one.
-        row_tiles: of 64 rows of w.
-        k_tiles: of 128 bytes of K'.
-        sms: of the GPU.
-        tiles: to choose from.
+        m: tokens. To choose a tile, those of the bucket; to choose the splits for a given tile, those of the call.
+        row_tiles: tiles of 64 rows of w.
+        k_tiles: tiles of 128 bytes of K'.
+        sms: SMs of the GPU.
+        tiles: the CTA tiles to choose from.
     """
     schedules = (Schedule(tile, splits) for tile in tiles for splits in range(1, min(MAX_SPLITS, k_tiles) + 1))
     able = (schedule for schedule in schedules if schedule.fits(m, row_tiles, sms))
@@ -148,12 +149,12 @@ class Launch:
     """What depends on the exact M in a launch of the GEMM.
 
     Args:
-        tokens: M rounded up to the tile's.
-        ctas: of the grid.
-        whole_tiles: as `Schedule.whole_tiles`.
-        splits: as `Schedule.splits`.
-        arrivals: counters of splits: one for each warpgroup's rows of a split tile.
-        partial_bytes: of the splits' accumulators, 32 bits each.
+        tokens: M rounded up to a multiple of the tile's tokens.
+        ctas: CTAs of the grid.
+        whole_tiles: as in `Schedule.whole_tiles`.
+        splits: as in `Schedule.splits`.
+        arrivals: number of counters of finished splits: one for each warpgroup's rows of a split tile.
+        partial_bytes: bytes of the splits' accumulators, 32 bits each.
     """
 
     tokens: int
@@ -165,7 +166,7 @@ class Launch:
 
 
 def launch_of(tile: CtaTile, m: int, row_tiles: int, k_tiles: int, sms: int) -> Launch:
-    """Return the launch of a GEMM whose compiled tile is chosen, for exactly ``m`` tokens."""
+    """Return the launch of a GEMM with a compiled ``tile``, for exactly ``m`` tokens."""
     schedule = choose(m, row_tiles, k_tiles, sms, (tile,))
     split, whole = schedule.split_tiles(m, row_tiles, sms), schedule.whole_tiles(m, row_tiles, sms)
     arrivals = split * tile.cluster * tile.warpgroups
@@ -175,26 +176,26 @@ def launch_of(tile: CtaTile, m: int, row_tiles: int, k_tiles: int, sms: int) -> 
 
 
 VECTOR_COLUMNS = 8
-"""Of x that a thread of the lift loads at once: 16 bytes."""
+"""Columns of x that a thread of lift.cu loads at once: 16 bytes."""
 
 LIFT_VECTORS = (2, 4, 8)
-"""Vectors that a thread keeps in registers. The most, with the fewest threads, are fastest where the tokens fill the
-GPU: 4096 x 3584 to int8 takes 16.7 us with 8 and 18.3 with 4; 64 x 3584 takes 3.8 with 8, 3.0 with 4, 2.6 with 2."""
+"""Vectors that a thread keeps in registers. More, with fewer threads, are faster if the tokens fill the GPU (H200):
+4096 x 3584 to int8 takes 16.7 us with 8 and 18.3 with 4; 64 x 3584 takes 3.8 with 8, 3.0 with 4, 2.6 with 2."""
 
 H200_FILLING_THREADS = 100_000
-"""Measured: threads of all CTAs that fill the GPU."""
+"""Measured: threads, over all CTAs, that fill the GPU."""
 
 MIN_LIFT_THREADS, MAX_LIFT_THREADS, WARP = 64, 640, 32
-"""Of a CTA."""
+"""Threads per CTA of lift.cu, and per warp."""
 
 
 @dataclass(frozen=True)
 class LiftSchedule:
-    """How a token is lifted.
+    """How lift.cu lifts a token.
 
     Args:
-        vectors: that a thread keeps in registers; compiled in.
-        threads: of a CTA.
+        vectors: vectors that a thread keeps in registers; compiled in.
+        threads: threads per CTA.
     """
 
     vectors: int
@@ -203,7 +204,7 @@ class LiftSchedule:
 
 @lru_cache(maxsize=4096)
 def choose_lift(m: int, k: int) -> LiftSchedule:
-    """Return how M tokens of K columns are lifted, for M of a bucket."""
+    """Return the schedule for M tokens of K columns, with M the maximum of a bucket."""
     loads = -(-k // VECTOR_COLUMNS)
     able = [vectors for vectors in LIFT_VECTORS if loads <= vectors * MAX_LIFT_THREADS] or [LIFT_VECTORS[-1]]
     filling = [vectors for vectors in able if m * loads >= vectors * H200_FILLING_THREADS]
@@ -213,22 +214,22 @@ def choose_lift(m: int, k: int) -> LiftSchedule:
 
 
 def reciprocal_of(group_pairs: int) -> int:
-    """Return 2^32 over the pairs of a group, rounded up: the high half of a product with it is the quotient."""
+    """Return 2^32 / ``group_pairs``, rounded up: the upper 32 bits of i times it are i // group_pairs, for small i."""
     return -(-(1 << 32) // group_pairs)
 
 
 UNPACK_THREADS = 256
-"""Of a CTA."""
+"""Threads per CTA of unpack.cu."""
 
 
 @dataclass(frozen=True)
 class UnpackSpan:
-    """What a CTA of unpack.cu unpacks.
+    """What a CTA of unpack.cu unpacks, in 64 rows.
 
     Args:
-        k_tiles: the fewest that hold whole groups.
-        columns: of the weight, which they unpack to.
-        shared_bytes: of a CTA: 64 rows of so many columns, 16 bytes apart.
+        k_tiles: the fewest K tiles that hold whole groups.
+        columns: columns of the weight that these unpack to.
+        shared_bytes: bytes of shared memory per CTA: 64 rows of these columns, with 16 bytes of padding each.
     """
 
     k_tiles: int
@@ -237,7 +238,7 @@ class UnpackSpan:
 
 
 def unpack_span(window: int, itemsize: int) -> UnpackSpan:
-    """Return the span of a weight in groups of ``window`` columns, values of ``itemsize`` bytes."""
+    """Return the span for groups of ``window`` columns and values of ``itemsize`` bytes."""
     group_windows, tile_windows = window // 2 - 1, K_TILE_BYTES // itemsize // 4
     k_tiles = group_windows // gcd(group_windows, tile_windows)
     columns = k_tiles * tile_windows // group_windows * window

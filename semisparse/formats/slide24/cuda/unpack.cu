@@ -1,13 +1,14 @@
-// A dense weight [n, k] from the layout `tiles` (README.md, "Layouts on a GPU"), unscaled, bit for bit.
+// Unpacks a weight from the layout `tiles` (README.md, "Layouts on a GPU") to dense [n, k], unscaled, bit for bit.
 //
 // Grid:    (spans of `span` K tiles, tiles of 64 rows); a span is the fewest K tiles that hold whole groups, `columns` columns
 //          of w.
 // CTA:     256 threads.
-// Shared:  dynamic: 64 rows of columns + 16 bytes, zeroed; the 16 bytes put the next row in other banks.
+// Shared:  dynamic: 64 rows of `columns` values, zeroed, and 16 bytes of padding each, which put the next row in other banks.
 // Threads: a thread takes 16 bytes of a row's values at a time and scatters them over the row by their metadata; then the CTA
-//          stores the rows, in 16-byte units where they are aligned.
+//          stores the rows, in 16-byte units if they are aligned.
 //
-// Bound:   37888 x 3584 in bfloat16 takes 146 us (bytes' floor 117), in fp8 94 (62); 3584 x 18944 86 (58) and 55 (31) (H200).
+// Bound:   not profiled. 37888 x 3584 takes 146 us in bfloat16 (its bytes at full bandwidth: 117) and 94 in fp8 (62); 3584 x
+//          18944 takes 86 (58) and 55 (31) (H200).
 //
 // Macro: WIDTH, bytes per value: 1 or 2.
 
@@ -25,7 +26,7 @@ using Value = unsigned short;
 constexpr int kRows = 64, kValueBytes = kRows * 64, kTileBytes = kValueBytes + 1024 / WIDTH;
 constexpr int kUnits = 4, kUnitValues = 16 / WIDTH;  // 16-byte units of a row in a tile, and values of a unit
 
-// The metadata of a row's unit: two bits for each value, the first in the lowest.
+// The metadata of a row's unit: two bits per value, the first value's lowest.
 __device__ __forceinline__ Word metadata_of(const unsigned char* tile, int row, int unit) {
     const int thread = row / 16 * 32 + row % 8 * 4, upper = row / 8 % 2;
 #if WIDTH == 1

@@ -1,4 +1,4 @@
-"""The kernel ``unpack``: unpacks the whole weight, by unpack.cu from the layout ``tiles``, for cuBLAS."""
+"""The kernel ``unpack``: unpacks the whole weight for cuBLAS, with unpack.cu if its layout is ``tiles``."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SOURCE = CudaSource(
 
 
 def refusal(problem: Problem) -> str | None:
-    """Say why the kernel cannot compute ``problem`` here, or None if it can."""
+    """Return why the kernel cannot compute ``problem`` here, or None if it can."""
     if problem.dtype != problem.weight_dtype:
         return f"x is {problem.dtype}, the weight {problem.weight_dtype}"
     return None
 
 
 def prepare(problem: Problem) -> Product:
-    """Load unpack.cu where it can unpack the weight; torch does elsewhere. x is not quantised."""
+    """Return the matmul. Loads unpack.cu if it can unpack the weight, else torch unpacks it. x is not quantised."""
     if gpu.layout_of(problem.params) != "tiles" or _span_refused(problem):
         return lambda x, packed, bias: multiply_dense(x, gpu.unpack(packed), bias)
     (n, k), window, dtype = problem.spec.shape, window_of(problem.pattern), value_dtype(problem.spec)
@@ -50,6 +50,6 @@ def prepare(problem: Problem) -> Product:
 
 
 def _span_refused(problem: Problem) -> bool:
-    """Say whether whole groups do not fit into shared memory: from some 900 columns on."""
+    """Return whether a span does not fit in shared memory. The narrowest such window has 116 columns (Hopper)."""
     span = schedule.unpack_span(window_of(problem.pattern), value_dtype(problem.spec).itemsize)
     return span.shared_bytes > device_facts(problem.device).shared_per_cta - schedule.SMALL_STATIC_SHARED

@@ -1,7 +1,7 @@
-// Whether a slide24 weight in the layout on disk is valid: its columns increase in every group, its values at columns >= K are
-// zeros, and all its values are finite. check.py locates the error of one that is not.
+// Tests whether a slide24 weight in the layout on disk is valid: the columns of every group's slots increase, values at columns
+// >= K are zeros, and all values are finite. If it is not, check.py locates the error.
 //
-// Time is linear in the stored bytes and nothing is allocated, whatever the pattern, so no exception can arise.
+// Time is linear in the stored bytes. Nothing is allocated, so no exception can arise.
 
 #include <algorithm>
 #include <cstdint>
@@ -21,13 +21,13 @@ struct Weight {
 // The four slots of a byte of metadata. Slot s of a group holds its column s + shift, where the shift is the number of columns
 // left out below it: 0 to 2. Columns increase exactly if shifts do not decrease inside a group.
 struct Octet {
-    int8_t first = 3;  // shift of the first slot, which that of the slot before may not exceed; 3 where a group begins
-    int8_t last = 0;   // shift of the last slot, or kUnsound, which exceeds any `first`
+    int8_t first = 3;  // shift of the first slot, the maximum for the slot before it; 3, no limit, if a group begins there
+    int8_t last = 0;   // shift of the last slot; or kUnsound, which exceeds any `first`
 };
 
 constexpr int8_t kUnsound = 4;
 
-// Where groups begin inside a byte: their slots are even in number, so at its first slot, at its third, at both or at none.
+// Where groups begin inside a byte. A group has an even number of slots: at the first slot, the third, both or none.
 enum Begins { kAtFirst = 1, kAtThird = 2 };
 
 Octet octet_of(int positions, int begins) {
@@ -46,10 +46,10 @@ Octet octet_of(int positions, int begins) {
 }
 
 struct Octets {
-    Octet of[4][256];  // by Begins and byte
+    Octet table[4][256];  // by Begins and byte
     Octets() {
         for (int begins = 0; begins < 4; ++begins)
-            for (int positions = 0; positions < 256; ++positions) of[begins][positions] = octet_of(positions, begins);
+            for (int positions = 0; positions < 256; ++positions) table[begins][positions] = octet_of(positions, begins);
     }
 };
 
@@ -58,8 +58,8 @@ const Octets kOctets;
 bool positions_sound(const uint8_t* metadata, const uint8_t* begins, int64_t count) {
     int last = 0, fault = 0;
     for (int64_t at = 0; at < count; ++at) {
-        const Octet octet = kOctets.of[begins[at]][metadata[at]];
-        fault |= octet.first - last;  // negative where the order breaks
+        const Octet octet = kOctets.table[begins[at]][metadata[at]];
+        fault |= octet.first - last;  // negative if the order breaks: sets the sign bit
         last = octet.last;
     }
     return fault >= 0 && last != kUnsound;
@@ -76,7 +76,7 @@ bool values_sound(const Weight& weight, int64_t row) {
         if (largest >= static_cast<Bits>(weight.infinity)) return false;
     }
     const int64_t group_slots = weight.window - 2;
-    // Past K, -0.0 is as good as 0, but an int8 of -128 is a weight.
+    // Past K, -0.0 counts as 0. An int8 of -128 has the same bits, but does not.
     const Bits non_zero = weight.infinity ? magnitude : static_cast<Bits>(~Bits(0));
     for (int64_t slot = weight.columns / weight.window * group_slots; slot < weight.slots; ++slot) {
         const int64_t shift = (metadata[slot / 4] >> slot % 4 * 2 & 3) - slot % 2;

@@ -31,7 +31,7 @@ FIRST_NON_FINITE = {
 
 
 class _Weight(ctypes.Structure):
-    """Mirrors ``struct Weight`` of check.cpp, which describes the fields."""
+    """The struct `Weight` of check.cpp, which describes the fields."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("values", "metadata", "begins")),
@@ -61,7 +61,7 @@ def check_content(packed: Packed) -> None:
 
 
 def _passes_check_cpp(packed: Packed) -> bool:
-    """Return whether check.cpp accepts the positions and the values."""
+    """Return whether check.cpp accepts positions and values."""
     values, metadata = packed.tensors["values"].contiguous(), packed.tensors["metadata"].contiguous()
     (rows, row_slots), k, window = values.shape, packed.shape[1], window_of(packed.pattern)
     # A byte of metadata has four slots. Bit 0: a group begins at its first slot; bit 1: a group begins at its third.
@@ -117,7 +117,7 @@ def _positions_at(metadata: Tensor, i: int) -> Tensor:
 def _check_past_k(packed: Packed) -> None:
     """Check that values at columns >= K are 0.
 
-    Reads from the last boundary of groups at or before K that is also a boundary of bytes of metadata.
+    Reads from the last group that begins at or before K, and at the first slot of a byte of metadata.
     """
     k, window = packed.shape[1], window_of(packed.pattern)
     first_group = k // window // aligned_groups(window) * aligned_groups(window)

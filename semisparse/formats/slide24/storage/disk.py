@@ -30,13 +30,13 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 """Integer dtype by width in bytes."""
 
 LIFTED_ALIGNMENT = 32
-"""K' is padded to a multiple of it: cuSPARSELt requires that in 8 bits, and a row then has whole bytes of metadata."""
+"""K' is padded to a multiple of this: cuSPARSELt requires it in 8 bits, and a row then has whole bytes of metadata."""
 
 ANY_K_WINDOW = 128
-"""The widest window that is accepted at any K. A wider one must fit into K: the rest of its group would be padding."""
+"""The widest window that is accepted at any K. A wider one must not exceed K: its group would be mostly padding."""
 
 BAND_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
-"""Bytes of weight packed at a time: what stays in a CPU's cache packs twice as fast; a GPU needs few launches."""
+"""Bytes of weight packed at a time: rows that fit a CPU's cache pack twice as fast; a GPU needs few launches."""
 
 
 ACCEPTED = "it stores keep:window with keep = window - 2 and an even window: 2:4, 4:6, 6:8, 8:10, ..."
@@ -45,7 +45,7 @@ ACCEPTED = "it stores keep:window with keep = window - 2 and an even window: 2:4
 def accepts(pattern: Pattern) -> str | None:
     """Return why the format cannot store ``pattern``; None if it can.
 
-    A pattern that does not fill every 2:4 window is refused: it would take more columns than it has weights.
+    A pattern that does not fill every 2:4 window is refused: it would store more values than it keeps.
     """
     if not isinstance(pattern, NM):
         return ACCEPTED
@@ -74,7 +74,7 @@ def counts(spec: WeightSpec) -> Mapping[str, int]:
 
 
 def grain(spec: WeightSpec) -> tuple[int, int]:
-    """Return the rows and columns at whose multiples the tensors can be sliced: whole runs of `aligned_groups`."""
+    """Return (rows, columns), at multiples of which the tensors can be sliced: 1 row, `aligned_groups` groups."""
     return 1, window_of(spec.pattern) * aligned_groups(window_of(spec.pattern))
 
 
@@ -95,7 +95,7 @@ def quantised_dtype(params: Params) -> torch.dtype | None:
     if kind is None:
         return None
     if kind not in KINDS:
-        raise FormatError(f"format slide24 has no kind {kind!r}; it has {', '.join(KINDS)}, or none of them")
+        raise FormatError(f"format slide24 has no kind {kind!r}; it has {', '.join(KINDS)}, or leave kind out")
     return KINDS[str(kind)]
 
 
@@ -110,10 +110,10 @@ def aligned_groups(window: int) -> int:
 
 
 def padded_groups(k: int, window: int) -> int:
-    """Return the groups of a row of K columns, padded with zeros to a multiple of `aligned_groups`.
+    """Return the number of groups per row of K columns, padding included: a multiple of `aligned_groups`.
 
     Raises:
-        FormatError: the window is too wide for K, so that a small file would stand for a huge row of padding.
+        FormatError: the window is too wide for K: rows of a small weight would be mostly padding.
     """
     if window > max(ANY_K_WINDOW, k + k % 2):
         raise FormatError(
@@ -140,10 +140,11 @@ def pack_weight(
 
     Args:
         weight: [N, K] that obeys ``pattern``; -0.0 counts as zero.
+        pattern: of `accepts`.
         kind: None for the weight as it is, or one of `KINDS`.
-        codes: of a kind, what the weight was rounded to already.
+        codes: with a kind, the codes and scales that ``weight`` was dequantised from, to store them as they are.
     Raises:
-        FormatError: ``kind`` is unknown, the pattern's window too wide for K, or the codes not for this weight.
+        FormatError: ``kind`` is unknown, the pattern's window is too wide for K, or the codes do not fit the weight.
     """
     params = Params() if kind is None else Params(kind=kind)
     dtype = quantised_dtype(params)
@@ -169,8 +170,8 @@ def _pack_band(weight: Tensor, window: int, dtype: torch.dtype | None) -> dict[s
 
 def _compress_codes(quantised: Tensor, scale: Tensor, window: int) -> dict[str, Tensor]:
     bits = as_bits(quantised)
-    if quantised.dtype != torch.int8:  # what rounds to -0.0 in fp8 is a zero, too
-        bits = bits.masked_fill(bits == -128, 0)
+    if quantised.dtype != torch.int8:
+        bits = bits.masked_fill(bits == -128, 0)  # these bits are -0.0 in fp8
     return {**compress(bits.view(quantised.dtype), window), "scale": scale}
 
 
@@ -179,9 +180,10 @@ def compress(weight: Tensor, window: int) -> dict[str, Tensor]:
     bits = as_bits(weight)
     n, k = bits.shape
     groups = padded_groups(k, window)
-    # A plane is one column of every group, contiguous, so that every step below is a plain loop over it.
+    # A plane is one column of every group, contiguous in memory: every step below is elementwise on planes.
     planes = F.pad(bits, (0, groups * window - k)).view(n, groups, window).permute(2, 0, 1).contiguous()
     one, two = _left_out(planes)
+    # Slot s takes column s, s + 1 or s + 2. A mask is 0 or -1: a + ((b - a) & mask) selects, - mask adds 1.
     values = planes[:-2] + ((planes[1:-1] - planes[:-2]) & one) + ((planes[2:] - planes[1:-1]) & two)
     positions = (_slot_parity(window, bits.device)[:, None, None] - one - two).to(torch.uint8)
     first, second, third, fourth = positions.permute(1, 2, 0).reshape(n, -1, 4).unbind(-1)
@@ -197,7 +199,7 @@ def _left_out(planes: Tensor) -> tuple[Tensor, Tensor]:
     Args:
         planes: [window, N, groups], a column of every group each, as integers.
     Returns:
-        Each [window - 2, N, groups]; all bits are set where it holds, else none.
+        Each [window - 2, N, groups], -1 where it holds, else 0.
     """
     zero = -(planes == 0).to(planes.dtype)
     one, two = zero.clone(), torch.zeros_like(zero)
@@ -237,14 +239,14 @@ def unpack_values(packed: Packed) -> Tensor:
 
 
 def scaled(weight: Tensor, packed: Packed) -> Tensor:
-    """Return stored values [N, K] dequantised to the weight's dtype; unchanged where nothing was quantised."""
+    """Return stored values [N, K] dequantised to the weight's dtype; unchanged if the weight is not quantised."""
     if "scale" not in packed.tensors:
         return weight
     return (weight.float() * packed.tensors["scale"][:, None]).to(packed.dtype)
 
 
 def unpack(packed: Packed) -> Tensor:
-    """Return the weight [N, K], dequantised where it was quantised."""
+    """Return the weight [N, K], dequantised if it is quantised."""
     return scaled(unpack_values(packed), packed)
 
 

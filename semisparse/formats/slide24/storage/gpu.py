@@ -31,7 +31,7 @@ ADA = (8, 9)
 """The first compute capability with fp8."""
 
 K_TILE_BYTES = 128
-"""Bytes of a lifted token per K tile: a row of 128-byte swizzled shared memory."""
+"""Bytes of a lifted token per K tile: a row of shared memory with 128-byte swizzle."""
 
 VALUE_BYTES = K_TILE_BYTES // 2
 """Bytes of a row's values per K tile."""
@@ -40,10 +40,10 @@ ROWS = 64
 """Rows per tile: M of a wgmma."""
 
 MIN_ROW_TILES = 3
-"""Minimum row tiles of a weight, padding included: the most that a CTA computes at once."""
+"""Minimum row tiles of a weight, padding included: the maximum that a CTA of gemm.cu computes at once."""
 
 PADDING = 0x44
-"""A byte of metadata with positions 0 and 1, twice."""
+"""Metadata of padding: positions 0 and 1, twice."""
 
 METADATA_ORDER = {1: (4, 0, 5, 1, 3, 6, 2, 7), 2: (4, 0, 1, 3, 5, 6, 2, 7)}
 """Order of metadata in tiles, by bytes per value: a permutation of the axes of `_metadata_sizes`, which are row tile,
@@ -80,7 +80,7 @@ def counts(spec: WeightSpec) -> Mapping[str, int]:
 
 
 def tile_counts(spec: WeightSpec) -> tuple[int, int]:
-    """Return the K tiles, and the tiles of 64 rows, of a weight in the layout ``tiles``."""
+    """Return the number of K tiles, and of tiles of 64 rows, in the layout ``tiles``."""
     (n, k), itemsize = spec.shape, disk.value_dtype(spec).itemsize
     columns = disk.lifted_columns(k, disk.window_of(spec.pattern))
     return -(-columns * itemsize // K_TILE_BYTES), max(MIN_ROW_TILES, -(-n // ROWS))
@@ -92,17 +92,17 @@ def tile_bytes(itemsize: int) -> int:
 
 
 def unpack(packed: Packed) -> Tensor:
-    """Return the weight [N, K], dequantised where it was quantised."""
+    """Return the weight [N, K], dequantised if it is quantised."""
     return disk.unpack(in_rows(packed))
 
 
 def check_content(packed: Packed) -> None:
-    """Check a weight as `check.check_content` does, in the layout on disk.
+    """Check a weight of any layout: change it to the layout on disk, and check it as `check.check_content` does.
 
-    Metadata has two bits for four columns in every layout, so none of it leads a kernel outside its tensors.
+    A position is two bits for four columns in every layout, so no metadata leads a kernel outside its tensors.
 
     Raises:
-        FormatError: the content is invalid, or the layout cannot be read on this device.
+        FormatError: the content is invalid, or the weight cannot have this layout on its device or in its dtype.
     """
     layout, dtype = layout_of(packed.params), disk.value_dtype(packed.spec)
     if layout != "rows" and dtype not in DTYPES:
@@ -116,7 +116,7 @@ def check_content(packed: Packed) -> None:
 
 
 def arrange(packed: Packed, device_type: str) -> Packed:
-    """Return the same weight in the layout of the first kernel that can run on a device, else in that on disk."""
+    """Return the same weight in the layout of the first kernel that can run on its device, else in that on disk."""
     if device_type != "cuda":
         return in_rows(packed)
     dtype = disk.value_dtype(packed.spec)
@@ -191,7 +191,7 @@ def to_tiles(values: Tensor, metadata: Tensor, counts: tuple[int, int]) -> Tenso
     stored = values.view(torch.uint8)
     stored = F.pad(stored, (0, k_tiles * VALUE_BYTES - stored.shape[1], 0, rows))
     metadata = F.pad(metadata, (0, k_tiles * octets - metadata.shape[1], 0, rows), value=PADDING)
-    # (row tile, eight rows, row, K tile, wgmma, 16-byte unit, byte): a core matrix is eight rows of a unit
+    # Axes: row tile, eight rows, row, K tile, wgmma, 16-byte unit, byte. A core matrix is eight rows of a unit.
     stored = stored.view(row_tiles, 8, 8, k_tiles, 2, 2, 16).permute(3, 0, 4, 5, 1, 2, 6)
     metadata = metadata.view(_metadata_sizes(k_tiles, row_tiles, width)).permute(METADATA_ORDER[width])
     return torch.cat([part.reshape(k_tiles, row_tiles, -1) for part in (stored, metadata)], 2)
