@@ -84,9 +84,9 @@ def _prepared(problem: Problem, schedule: Schedule) -> FusedProduct:
     tiles = row_tiles // 2 if gated else row_tiles  # a CTA has the same tiles of the gate and of the other half
     ctas = schedule.ctas(tiles, facts)
     tiles_per_cta, ctas_with_extra = divmod(tiles, ctas)
-    whole_at = schedule.shared_bytes(k)  # bytes; there a CTA keeps accumulators of row tiles (schedule.cuh, `whole`)
-    whole = 2 * (tiles_per_cta + 1) * CHUNK_ROWS * schedule.tokens * 4 if gated else 0
-    kernel = SOURCE.build("semisparse_gqs_decode", schedule.defines, whole_at + whole).load(device)
+    whole_at = schedule.shared_bytes(k)
+    shared = whole_at + schedule.gated_bytes(n, facts)
+    kernel = SOURCE.build("semisparse_gqs_decode", schedule.defines, shared).load(device)
     width = n // 2 if gated else n
 
     def matmul(x: Tensor, packed: Packed, bias: Tensor | None, fused: FusedOperands = NOTHING_FUSED) -> Tensor:

@@ -116,11 +116,16 @@ class Schedule:
         columns = self.tokens * -(-k // K_TILE) * K_TILE
         return self.warps * stream + (K_TILE + columns) * (1 if self.int8_x else 2) + columns // GROUP_SIZE * 4
 
-    def fits(self, k: int, facts: DeviceFacts) -> bool:
-        """Return whether a CTA's dynamic and static shared memory fit: the latter is partials and, in int8, maxima."""
+    def gated_bytes(self, n: int, facts: DeviceFacts) -> int:
+        """Return the bytes, after `shared_bytes`, of both halves' accumulators for SILU_MUL (schedule.cuh)."""
+        tiles = -(-n // CHUNK_ROWS) // 2
+        return 2 * (tiles // self.ctas(tiles, facts) + 1) * CHUNK_ROWS * self.tokens * 4 if self.fusion[2] else 0
+
+    def fits(self, n: int, k: int, facts: DeviceFacts) -> bool:
+        """Return whether a CTA's shared memory fits. Static: partials and, for int8 or RMSNorm, a value per token."""
         cells = (2 if self.stream_k else 1) * CHUNK_ROWS * self.tokens
-        static = 4 * self.warps * (cells + (self.tokens if self.int8_x else 0))
-        return self.shared_bytes(k) + static <= facts.shared_per_cta
+        static = 4 * self.warps * (cells + (self.tokens if self.int8_x or self.fusion[0] else 0))
+        return self.shared_bytes(k) + self.gated_bytes(n, facts) + static <= facts.shared_per_cta
 
     def ctas(self, row_tiles: int, facts: DeviceFacts) -> int:
         """Return the number of CTAs."""
@@ -148,7 +153,7 @@ def choose(m: int, n: int, k: int, dtype: torch.dtype, bits: int, int8_x: bool, 
     if bits == 4 and m <= CODE_TOKENS[-1]:
         schedule_of_codes = replace(schedule, tokens=m)
         for warps in (WARPS, WARPS // 2) if few_tiles else (2 * WARPS, WARPS):
-            if replace(schedule_of_codes, warps=warps).fits(k, facts):
+            if replace(schedule_of_codes, warps=warps).fits(n, k, facts):
                 return replace(schedule_of_codes, warps=warps)
     tokens = next(tokens for tokens in DEQUANTISED_TOKENS if m <= tokens)
     warps = WARPS if few_tiles else WARPS // 2
@@ -166,4 +171,4 @@ def choose_fused(problem: Problem, facts: DeviceFacts) -> Schedule | None:
     if int8_x or schedule.tokens not in CODE_TOKENS or (gated and problem.n % (2 * CHUNK_ROWS)):
         return None
     schedule = replace(schedule, fusion=(int(norm), int(add), int(gated)), stream_k=schedule.stream_k or gated)
-    return schedule if schedule.fits(problem.k, facts) else None
+    return schedule if schedule.fits(problem.n, problem.k, facts) else None
