@@ -56,7 +56,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """This package, in which ``compress`` is the function also once the subpackage of that name has been imported."""
+    """This package. ``compress`` stays the function even after the subpackage of that name has been imported."""
 
     @property
     def compress(self) -> Any:
@@ -64,7 +64,7 @@ class _Package(ModuleType):
 
     @compress.setter
     def compress(self, subpackage: ModuleType) -> None:
-        """Leave the name to the function; the import system sets it to the subpackage."""
+        """Do nothing: the import system would set the name to the subpackage."""
 
 
 if not TYPE_CHECKING:

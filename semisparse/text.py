@@ -21,7 +21,7 @@ def token_chunks(
     file is one text: it is tokenised as a whole and cut into chunks of exactly ``seqlen``; the tail is dropped.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         source: path of a file, or documents.
         seqlen: maximum number of tokens per chunk, at least 2.
     Returns:

@@ -31,8 +31,8 @@ def compare(measurements: list[Measurement], machine: Machine) -> list[Compariso
     """Compare every measured matmul with the time that the roofline model predicts for it.
 
     Args:
-        measurements: of one machine; of several kernels for one matmul and format only the fastest is compared.
-        machine: whose rates the prediction uses.
+        measurements: measured on one machine. Only the fastest kernel per matmul and candidate is compared.
+        machine: the machine whose rates the prediction uses.
     """
     return [_compare(measurement, machine) for measurement in fastest_kernels(measurements)]
 

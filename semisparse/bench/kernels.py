@@ -170,7 +170,7 @@ def _measure(
     problem = problem_of(x, packed)
     passes = get_format(candidate.format).cost(problem, packed.nbytes)
     tolerance = max(TOLERANCE[x.dtype], *(ROUNDED_INPUT_TOLERANCE.get(step.unit, 0.0) for step in passes))
-    # The norm of few errors scatters by 1 / sqrt(2 * outputs). Four times that is tolerated.
+    # The norm of few errors scatters by 1 / sqrt(2 * outputs). Some four times that is tolerated.
     tolerance *= 1 + 3 / (min(len(x), CHECKED_ROWS) * layer.n) ** 0.5
     matmul = kernel.prepare(problem)
     error = _relative_error(matmul, x, packed)

@@ -68,7 +68,7 @@ def _machine_here(device: str) -> Machine:
 
 
 def _machine_from_data(gpu: Mapping[str, Any]) -> Machine:
-    """Return a GPU of gpus.yaml: with measured rates, or with the fraction of the data sheet's that an H200 reaches."""
+    """Return a GPU of gpus.yaml with its measured rates, else the data sheet's times the fraction an H200 reaches."""
     data = _data()
     measured = gpu.get("measured")
     if measured:

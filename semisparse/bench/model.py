@@ -62,7 +62,7 @@ def random_model(name: str, dtype: torch.dtype, device: torch.device, candidate:
 
     Args:
         name: the architecture, a name in `ARCHITECTURES`.
-        dtype: of weights and activations.
+        dtype: dtype of weights and activations.
         device: where the weights are allocated.
         candidate: how every linear layer but the head is stored; None for transformers' dense layers.
     Raises:
@@ -97,7 +97,7 @@ def random_layers(
     Args:
         model: the model, which may be on the meta device.
         candidate: the format, pattern and options.
-        dtype: of the weights.
+        dtype: dtype of the weights.
         device: where they are drawn and packed.
     Raises:
         FormatError: the format cannot store a layer.
@@ -128,7 +128,7 @@ def measure_each(
         build: returns the model for a candidate.
         name: the model's name in the table.
         candidates: how the linear layers are stored; None for transformers' dense layers.
-        workloads: numbers of tokens.
+        workloads: the numbers of sequences and tokens.
         measure: called with the model, its name, its weights' name and the workload.
     Raises:
         InputError: the model's context is too short for the workload.
@@ -164,7 +164,7 @@ def measure_model(engine: Engine, name: str, weights: str, workload: Workload) -
         engine: contains the model.
         name: the model's name in the table.
         weights: the name of its linear layers' storage in the table.
-        workload: the number of tokens.
+        workload: the numbers of sequences and tokens.
     Raises:
         InputError: the model's context is too short for the workload.
     """
@@ -213,7 +213,7 @@ def model_speed(
         model: the model.
         name: its name in the table.
         weights: the name of its linear layers' storage in the table.
-        workload: the number of tokens.
+        workload: the numbers of sequences and tokens.
         first_token: seconds to the first token of the batch.
         step: seconds per decode step; 0 if there was none.
     """
@@ -236,6 +236,6 @@ def model_speed(
 
 
 def _local_bytes(parameter: Tensor) -> int:
-    """Return a parameter's bytes on this device; of a `DTensor` those of the local shard."""
+    """Return a parameter's bytes on this device: for a `DTensor`, those of the local shard."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return local.numel() * local.element_size()

@@ -52,10 +52,10 @@ def measure_parallel(
 
     Args:
         name: the architecture, a name in `ARCHITECTURES`.
-        dtype: of weights and activations.
+        dtype: dtype of weights and activations.
         device: this rank's device.
         candidates: how every linear layer but the head is stored; None for transformers' dense layers.
-        workload: the number of tokens.
+        workload: the numbers of sequences and tokens.
     Raises:
         InputError: the architecture is unknown, a layer cannot be sliced, or the context is too short.
         FormatError: a format cannot store a layer.
@@ -69,7 +69,7 @@ def parallel_model(name: str, dtype: torch.dtype, device: torch.device, candidat
 
     Args:
         name: the architecture, a name in `ARCHITECTURES`.
-        dtype: of weights and activations.
+        dtype: dtype of weights and activations.
         device: where random weights are drawn and packed.
         candidate: how every linear layer but the head is stored; None for transformers' dense layers.
     Raises:
@@ -104,7 +104,7 @@ def measure_rank(model: PreTrainedModel, name: str, weights: str, workload: Work
         model: the shard, on its device.
         name: the model's name in the table.
         weights: the name of its linear layers' storage in the table.
-        workload: the number of tokens.
+        workload: the numbers of sequences and tokens.
     Raises:
         InputError: the model's context is too short for the workload.
     """

@@ -20,7 +20,7 @@ MIN_SPEEDUP = 1.05
 class Row:
     """The prediction for one candidate on one layer shape and M.
 
-    Of the ``layer.count`` such layers of the model, M tokens use ``layer.used(m)``, and each takes ``layer.tokens(m)``.
+    The model has ``layer.count`` such layers. M tokens use ``layer.used(m)`` of them, each for ``layer.tokens(m)``.
     """
 
     layer: LayerShape
@@ -55,7 +55,7 @@ class Plan:
     """The predictions for a model on a machine.
 
     Args:
-        machine: whose rates are used.
+        machine: the machine whose rates are used.
         rows: one prediction per layer shape, M and candidate.
         left_out: candidate label -> why it is not in the rows.
     """
@@ -87,15 +87,15 @@ class Plan:
         return [*(self._sentence(m) for m in dict.fromkeys(row.m for row in self.rows)), *self._without_gain()]
 
     def _without_gain(self) -> list[str]:
-        """Return a sentence per candidate that makes some layer faster at none of the numbers of tokens."""
+        """Return a sentence per candidate whose speed-up on some layer is below `MIN_SPEEDUP` at every M."""
         fastest: dict[str, dict[str, float]] = {}
         for row in self.rows:
             if not row.candidate.is_baseline:
-                of_layers = fastest.setdefault(row.candidate.label, {})
-                of_layers[row.layer.label] = max(row.speedup, of_layers.get(row.layer.label, 0.0))
+                speedups = fastest.setdefault(row.candidate.label, {})
+                speedups[row.layer.label] = max(row.speedup, speedups.get(row.layer.label, 0.0))
         lost = {
-            label: [layer for layer, speedup in of_layers.items() if speedup < MIN_SPEEDUP]
-            for label, of_layers in fastest.items()
+            label: [layer for layer, speedup in speedups.items() if speedup < MIN_SPEEDUP]
+            for label, speedups in fastest.items()
         }
         return [
             f"{label} gains no speed here at any of these numbers of tokens: {'; '.join(layers)}."
@@ -140,8 +140,8 @@ def make_plan(
         layers: the layer shapes.
         tokens: values of M.
         candidates: the dense baseline first.
-        dtype: of weights and activations.
-        machine: whose rates are used.
+        dtype: dtype of weights and activations.
+        machine: the machine whose rates are used.
     """
     rows: list[Row] = []
     left_out: dict[str, str] = {}
@@ -164,9 +164,10 @@ def _estimate(
     candidate: Candidate, layer: LayerShape, m: int, dtype: torch.dtype, machine: Machine
 ) -> tuple[Estimate, float]:
     """Return the estimate of one matmul of a layer when the model takes M tokens, and the bits per weight."""
-    found, bits = estimate_matmul(candidate, layer.tokens(m), layer.n, layer.k, dtype, machine)
+    predicted, bits = estimate_matmul(candidate, layer.tokens(m), layer.n, layer.k, dtype, machine)
     if candidate.is_baseline:
-        # Dense experts share one launch, of torch's grouped matmul; in other formats each is launched by itself.
-        shared = 1 - layer.count / layer.experts / layer.used(m)
-        found = replace(found, seconds=found.seconds - shared * machine.kernel_seconds)
-    return found, bits
+        # The used dense experts of a decoder layer share one launch of torch's grouped matmul, which saves this
+        # fraction of a launch for each. In other formats every expert has its own launch.
+        saved = 1 - layer.count / layer.experts / layer.used(m)
+        predicted = replace(predicted, seconds=predicted.seconds - saved * machine.kernel_seconds)
+    return predicted, bits

@@ -18,11 +18,11 @@ VECTORS = {"what", "dtype", "m", "n", "k", "pattern", "kernel", "speedup"}
 
 
 def plot_csv(path: Path, folder: Path) -> list[Path]:
-    """Draw the plots of a CSV file of `bench kernels`, `bench model`, `bench parallel`, or of the bench of one format.
+    """Draw the plots of a CSV file of `bench kernels`, `bench model`, `bench parallel`, or of one format's benchmark.
 
     Args:
-        path: of the CSV.
-        folder: for the PNG files, which have the CSV's name unless they are those of `bench kernels`.
+        path: the CSV file.
+        folder: the folder for the PNG files, which have the CSV's name unless it is of `bench kernels`.
     Raises:
         InputError: the file cannot be read, has no rows, or has other columns.
         SemisparseError: matplotlib is not installed.

@@ -15,7 +15,7 @@ AXES = (
 )
 
 BITS = (2, 3, 4, 6, 8, 12, 16)
-"""Ticks."""
+"""Ticks of the axis of stored bits."""
 
 
 def plot_frontier(
@@ -24,10 +24,10 @@ def plot_frontier(
     """Draw the front as a PNG.
 
     Args:
-        points: of the front, each with ``kl`` and the keys of `AXES`.
-        uniform: single choices for all layers, likewise, and ``recipe``.
-        path: of the file.
-        title: of the plot.
+        points: the points of the front, each with ``kl`` and the keys of `AXES`.
+        uniform: points with one choice for all layers, with the same keys and ``recipe``.
+        path: path of the file to write.
+        title: title of the plot.
     Raises:
         SemisparseError: matplotlib is not installed.
     """
@@ -37,15 +37,15 @@ def plot_frontier(
     smallest = min((point["kl"] for point in [*points, *uniform] if point["kl"] > 0), default=1e-3)
     for axes, (key, label) in zip(cells, AXES, strict=True):
         for form in formats:
-            of_form = [point for point in uniform if str(point["recipe"]).split()[0] == form]
+            uniform_points = [point for point in uniform if str(point["recipe"]).split()[0] == form]
             axes.scatter(
-                [point[key] for point in of_form],
-                [max(point["kl"], smallest / 2) for point in of_form],
+                [point[key] for point in uniform_points],
+                [max(point["kl"], smallest / 2) for point in uniform_points],
                 marker=style_of(form)["marker"],
                 color=style_of(form)["color"],
                 label=f"{form} everywhere",
             )
-            for point in of_form:
+            for point in uniform_points:
                 text = " ".join(str(point["recipe"]).split()[1:])
                 axes.annotate(
                     text, (point[key], max(point["kl"], smallest / 2)), (3, 3), fontsize=6, textcoords="offset points"
@@ -74,7 +74,7 @@ def plot_frontier(
 
 
 def _front(points: Sequence[Mapping[str, Any]], key: str) -> list[Mapping[str, Any]]:
-    """Return the points that are best in ``key`` and KL alone, by ``key``."""
+    """Return the Pareto front of ``key`` and KL, sorted by ``key``."""
     front: list[Mapping[str, Any]] = []
     for point in sorted(points, key=lambda each: (each[key], each["kl"])):
         if not front or point["kl"] < front[-1]["kl"]:

@@ -93,10 +93,10 @@ def _roofline(axes: Axes, measurements: list[Measurement]) -> None:
 
 
 def roof(measurements: list[Measurement]) -> float | None:
-    """Return the operations per second that bound the dense matmul in the measured dtype; None if no row tells.
+    """Return the peak in operations per second of the dense matmul in the measured dtype; None if unknown.
 
-    The CSV has the peak of the 16-bit tensor cores alone. That of float32 is in the floor of a dense row whose time the
-    operations bound.
+    It follows from the floor of a dense row that is bound by arithmetic: one whose floor is above the time of reading
+    its bytes. Without such a row it is the CSV's ``peak_fp16``, which holds for 16-bit dtypes only.
     """
     dense = [row for row in measurements if row.candidate.is_baseline]
     bound = [row for row in dense if row.floor_us > 1.01e6 * row.bytes / row.read_bandwidth]
@@ -107,7 +107,7 @@ def roof(measurements: list[Measurement]) -> float | None:
 
 
 def _variant(label: str, labels: list[str]) -> int:
-    """Return which of its format's candidates a label is."""
+    """Return the index of a label among the labels of its format."""
     form = label.split()[0]
     return [other for other in labels if other.split()[0] == form].index(label)
 

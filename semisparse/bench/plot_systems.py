@@ -1,4 +1,4 @@
-"""Plots of the CSV files of whole models and of the benchmarks of single systems, which hold plain rows."""
+"""Plots of the CSV files of `bench model` and `bench parallel`, and of the benchmarks of one format."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODEL_AXES = (("first_token_ms", "first token, ms"), ("decode_ms", "ms per decod
 
 
 def plot_models(rows: Sequence[Row], path: Path) -> Path:
-    """Draw the first token, the decode step and the bytes of each model as bars."""
+    """Draw time to first token, time per decode step and size of each model as bars."""
 
     def fill(axes: list[Axes]) -> None:
         for cell, (column, label) in zip(axes, MODEL_AXES, strict=False):
@@ -40,7 +40,7 @@ def plot_models(rows: Sequence[Row], path: Path) -> Path:
 
 
 def plot_ways(rows: Sequence[Row], path: Path) -> Path:
-    """Draw microseconds by way and shape as bars; CSV of the benchmarks of ``ec_csr`` and of decoding in ``gqs``."""
+    """Draw the microseconds of each ``way`` by shape as bars: the CSVs of ``ec_csr`` and of decode in ``gqs``."""
     panels = _grouped(rows, lambda row: (row.get("what", "decode"), row["n"], row["k"], row["dtype"]))
     ways = list(dict.fromkeys(row["way"] for row in rows))
 
@@ -64,7 +64,7 @@ def _zeros(row: Row) -> str:
 
 
 def plot_vectors(rows: Sequence[Row], path: Path) -> Path:
-    """Draw speed-ups over dense by zeros, or by tokens for decode; CSV of the benchmarks of ``vector_nm``."""
+    """Draw speed-ups over dense by zeros, or by tokens for decode: the CSVs of ``vector_nm``."""
     panels = _grouped(rows, lambda row: (row["what"], row["n"], row["k"], row["dtype"]))
 
     def fill(axes: list[Axes]) -> None:

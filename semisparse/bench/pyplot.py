@@ -16,7 +16,7 @@ COLOURS = ("#0072b2", "#000000", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#5
 """Okabe and Ito's palette, which colour-blind readers can tell apart."""
 
 MARKERS = "osD^vPX"
-"""One per format, so that colours are not all that tells points apart."""
+"""One per format, so that points of two formats differ in more than colour."""
 
 LINES = ("-", "--", ":", "-.")
 """One per candidate of a format."""
@@ -47,7 +47,7 @@ def style_of(form: str, variant: int = 0) -> dict[str, Any]:
     """Return a format's colour and marker, and the line and filling of one of its candidates.
 
     Args:
-        form: the format's name; another name has the style after the last format's.
+        form: the format's name; any other name has the style that follows the last format's.
         variant: the number of the candidate among its format's.
     """
     names = format_names()
@@ -69,10 +69,10 @@ def draw(path: Path, title: str, cells: int, fill: Callable[[list[Axes]], None])
     """Draw a PNG of several axes with one legend.
 
     Args:
-        path: of the file.
-        title: of the figure.
+        path: path of the file to write.
+        title: title of the figure.
         cells: number of axes.
-        fill: draws into them.
+        fill: called with the axes, draws into them.
     Returns:
         The path.
     Raises:

@@ -48,8 +48,8 @@ class Estimate:
     """The predicted time of a matmul on a machine. A matmul consists of one or several passes (kernel launches).
 
     Args:
-        bytes: read and written by all passes.
-        operations: of all passes.
+        bytes: bytes read and written by all passes.
+        operations: operations of all passes.
         floor_seconds: the sum over the passes of the larger of memory time and arithmetic time.
         seconds: the predicted time. It adds the fraction of the peak that kernels reach, unpacking, and fixed time.
         bound: ``memory``, ``arithmetic``, ``unpacking`` or ``fixed time``, whichever takes most of the time.
@@ -71,8 +71,8 @@ def candidates(formats: Iterable[str] | None = None, patterns: Iterable[str] | N
 
     Args:
         formats: names; None for all.
-        patterns: in written form; None for the patterns of each format's recipes. Each format is combined with those
-            that it can store.
+        patterns: written patterns, such as ``6:8``; None for those of each format's recipes. Each format is combined
+            with those that it can store.
     Raises:
         InputError: a format is unknown.
         PatternError: a pattern cannot be parsed.
@@ -91,7 +91,7 @@ def candidate_named(form: str, pattern: str | None = None) -> Candidate:
 
     Args:
         form: the format's name.
-        pattern: in written form; None for that of the format's first recipe.
+        pattern: a written pattern; None for that of the format's first recipe.
     Raises:
         InputError: the format is unknown, has no recipe with a pattern, or cannot store the pattern.
     """
@@ -114,7 +114,7 @@ def problem_for(candidate: Candidate, m: int, n: int, k: int, dtype: torch.dtype
         m: tokens.
         n: output features.
         k: input features.
-        dtype: of weight and activations.
+        dtype: dtype of weight and activations.
         device: ``cuda`` or ``cpu``.
     Raises:
         FormatError: the format cannot store a weight of this shape.
@@ -148,7 +148,7 @@ def estimate(passes: Iterable[Pass], machine: Machine) -> Estimate:
     Raises:
         InputError: the machine has no rate for a unit that a pass uses.
     """
-    total_bytes = operations = floor = longest = 0.0
+    total_bytes = operations = floor = busy = 0.0
     seconds = {"memory": 0.0, "arithmetic": 0.0, "unpacking": 0.0, "fixed time": 0.0}
     strategies = []
     for step in passes:
@@ -163,13 +163,13 @@ def estimate(passes: Iterable[Pass], machine: Machine) -> Estimate:
         floor += max(memory, arithmetic)
         times = {"memory": memory, "arithmetic": arithmetic / step.reached, "unpacking": unpacking}
         bound = max(times, key=lambda name: times[name])
-        longest += times[bound]
+        busy += times[bound]
         seconds[bound] += times[bound]
         seconds["fixed time"] += machine.kernel_seconds
         if step.strategy:
             strategies.append(step.strategy)
     bound = max(seconds, key=lambda name: seconds[name])
-    return Estimate(total_bytes, operations, floor, longest + seconds["fixed time"], bound, "; ".join(strategies))
+    return Estimate(total_bytes, operations, floor, busy + seconds["fixed time"], bound, "; ".join(strategies))
 
 
 def estimate_matmul(
@@ -177,8 +177,8 @@ def estimate_matmul(
 ) -> tuple[Estimate, float]:
     """Return the estimate of a matmul on a machine, and the bits per weight.
 
-    Where the machine's tables (`bench tune`) have a product like this one, its measured speed-up over dense replaces
-    the predicted one.
+    Where the machine's tables (`bench tune`) have a matmul like this one, its measured speed-up over dense replaces the
+    predicted one.
 
     Raises:
         FormatError: the format cannot store a weight of this shape.

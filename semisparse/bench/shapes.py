@@ -40,7 +40,7 @@ MORE_FIELDS = {
     "qwen3-30b-a3b": {"head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8},
     "mixtral-8x7b": {"num_local_experts": 8, "num_experts_per_tok": 2},
 }
-"""Further fields of that file, of the architectures that have some."""
+"""Further fields of the published config.json, for architectures that need some."""
 
 FUSED = {
     "q_proj": "qkv_proj",
@@ -61,7 +61,7 @@ class LayerShape:
         n: output features.
         k: input features.
         count: the number of such layers in the model, those of all experts included.
-        experts: of a mixture, between which the router chooses; 1 for other layers.
+        experts: number of experts that the router chooses from; 1 for other layers.
         chosen: experts per token.
     """
 
@@ -74,7 +74,7 @@ class LayerShape:
 
     @property
     def title(self) -> str:
-        """The names, and the experts if they are of some."""
+        """The names, and the number of experts if the layers belong to experts."""
         return f"{self.names} ({self.chosen} of {self.experts} experts)" if self.experts > 1 else self.names
 
     @property
@@ -83,7 +83,7 @@ class LayerShape:
         return f"{self.title} {self.n},{self.k}".strip()
 
     def used(self, m: int) -> float:
-        """Return how many of the `count` layers m tokens use, if the router chooses each expert as often."""
+        """Return how many of the `count` layers m tokens use, if the router chooses all experts equally often."""
         return self.count * (1 - (1 - self.chosen / self.experts) ** m)
 
     def tokens(self, m: int) -> int:

@@ -16,7 +16,7 @@ Record = TypeVar("Record")
 
 
 def write_csv(path: Path, records: Sequence[Any]) -> None:
-    """Write records of one dataclass atomically. Floats have six digits."""
+    """Write records of one dataclass atomically. Floats have six significant digits."""
     text = io.StringIO()
     writer = csv.DictWriter(text, [field.name for field in fields(records[0])], lineterminator="\n")
     writer.writeheader()

@@ -13,7 +13,7 @@ from torch import Tensor
 from semisparse.formats.base import Packed
 
 CACHES = 4
-"""Size of all copies of a weight over the size of the last-level cache, so that each is read from memory."""
+"""Size of all copies of a weight divided by that of the last-level cache, so that each is read from memory."""
 
 MOST_COPIES = 400
 
@@ -25,7 +25,7 @@ GPU_SECONDS = 0.3
 """Replays end once they have taken this long in all, if there are at least `FEWEST_REPLAYS`."""
 
 CPU_SECONDS = 0.3
-"""A measurement on a CPU takes at least this long, and at least one call per copy."""
+"""A measurement on a CPU takes at least this long, one call per copy, and `REPLAYS` calls."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class Timing:
 
 
 def rotating_copies(packed: Packed, cache_bytes: int) -> list[Packed]:
-    """Return a packed weight and copies of it, `CACHES` times ``cache_bytes`` in all or `MOST_COPIES` copies."""
+    """Return a packed weight and copies of it: `CACHES` times ``cache_bytes``, but 2 to `MOST_COPIES` weights."""
     count = min(MOST_COPIES, max(2, -(-CACHES * cache_bytes // packed.nbytes)))
     return [packed, *(clone(packed) for _ in range(count - 1))]
 
 
 def clone(packed: Packed) -> Packed:
-    """Return a packed weight with tensors of its own."""
+    """Return a copy of a packed weight and its tensors."""
     return Packed(packed.spec, {name: tensor.clone() for name, tensor in packed.tensors.items()})
 
 

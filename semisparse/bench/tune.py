@@ -1,4 +1,4 @@
-"""Times every kernel of formats, for the table by which products choose their kernel (`semisparse.formats.tuned`)."""
+"""Time every kernel of some formats, for the table by which matmuls choose a kernel (`semisparse.formats.tuned`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from semisparse.patterns import parse_pattern
 from semisparse.runtime.device import device_facts
 
 GPU_SECONDS = 0.01
-"""Of replays per kernel. The fewest replays alone take as long where a product is slow."""
+"""Seconds of replays per kernel, in place of `timing.GPU_SECONDS`. Slow ones take `timing.FEWEST_REPLAYS` replays."""
 
 
 def tune(
@@ -46,13 +46,13 @@ def tune(
 
 
 def _compile(setup: Setup, shape: LayerShape, candidates: Iterable[Candidate], tokens: Iterable[int]) -> None:
-    """Compile and load all kernels, in a thread per core: one after another they would take most of the time."""
+    """Compile and load all kernels in parallel, one thread per core: serially this would take most of the time."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = []
         for candidate in candidates:
             form, pattern = get_format(candidate.format), parse_pattern(candidate.pattern)
             try:
-                # The structure of a weight takes a weight; this one is packed again when it is measured.
+                # Only a packed weight has a structure. measure_layer packs the weight again.
                 weight = random_weight(pattern, shape.n, shape.k, setup.dtype, setup.device)
                 packed = form.pack(weight, pattern, **candidate.options).to(setup.device)
             except InputError:
@@ -82,26 +82,26 @@ def _row(measured: Measurement) -> TunedRow:
 
 
 def add_to_table(path: Path, rows: Sequence[TunedRow]) -> None:
-    """Write rows to a table; of those that are there, the ones of other products stay.
+    """Add rows to a table, in place of its rows for the same matmuls.
 
     Raises:
-        InputError: the table that is there cannot be read.
+        InputError: the existing table cannot be read.
     """
-    measured = {_product_of(row) for row in rows}
-    kept = [row for row in read_table(path) if _product_of(row) not in measured] if path.exists() else []
+    measured = {_matmul_of(row) for row in rows}
+    kept = [row for row in read_table(path) if _matmul_of(row) not in measured] if path.exists() else []
     path.parent.mkdir(parents=True, exist_ok=True)
     write_csv(path, [*kept, *rows])
 
 
-def _product_of(row: TunedRow) -> tuple[str | int, ...]:
+def _matmul_of(row: TunedRow) -> tuple[str | int, ...]:
     return row.format, row.pattern, row.variant, row.dtype, row.n, row.k, row.m
 
 
 def of_kinds(candidates: Iterable[Candidate], kinds: Sequence[str] | None) -> list[Candidate]:
-    """Keep the candidates without pack options, and those with one of these values; all of them if ``kinds`` is None.
+    """Keep the candidates without pack options, and those with an option value in ``kinds``; all if that is None.
 
     Raises:
-        InputError: no candidate has one of the values; lists those that there are.
+        InputError: no candidate has one of the values; lists the known ones.
     """
     candidates = list(candidates)
     if kinds is None:
@@ -114,10 +114,10 @@ def of_kinds(candidates: Iterable[Candidate], kinds: Sequence[str] | None) -> li
 
 
 def users_table(device: torch.device) -> Path:
-    """Return where the user's table of a GPU is.
+    """Return the path of the user's table for a GPU.
 
     Raises:
-        InputError: it is no GPU.
+        InputError: the device is no GPU.
     """
     if device.type != "cuda":
         raise InputError(f"tables are for GPUs: bench tune was given {device.type}; run it on a machine with one")

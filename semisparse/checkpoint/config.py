@@ -13,21 +13,21 @@ from torch import nn
 from semisparse.errors import CheckpointError
 
 MAX_JSON_BYTES = 1 << 28
-"""The index and config block of a model with 10^5 layers take a tenth of it."""
+"""Maximum size of a JSON file. The index and config block of a model with 10^5 layers take a tenth of it."""
 
 LIMITS = (
     (re.compile("size|dim|position|embd|inner|rank|length|channel"), 1 << 31),
     (re.compile("layer"), 1 << 10),
     (re.compile("label|head|expert"), 1 << 16),
 )
-"""The most that a number in config.json may be, by words of its key, the first that fits: sizes, such as Gemma-3n's
-``vocab_size_per_layer_input``, and what is counted one by one."""
+"""Maximum of a number in config.json. The first row whose expression matches the key applies: sizes come before counts
+because of keys such as Gemma-3n's ``vocab_size_per_layer_input``."""
 
 MAX_SHARE, FREE_PARAMETERS = 16, 1 << 24
 """Parameters that are not packed are at most ``MAX_SHARE`` per stored byte, plus ``FREE_PARAMETERS``."""
 
 MAX_NAME = 64
-"""Characters of ``model_type``."""
+"""Maximum characters of ``model_type``."""
 
 AT_LEAST_ONE = ("hidden_size", "n_embd", "num_attention_heads", "n_head", "vocab_size")
 
@@ -48,7 +48,7 @@ def read_json(file: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} is missing") from error
     except RecursionError as error:
         raise CheckpointError(f"{file} is unreadable: it is nested too deeply") from error
-    except (OSError, ValueError) as error:  # a ValueError is wrong UTF-8, wrong JSON, or a number of 4300 digits
+    except (OSError, ValueError) as error:  # ValueError: invalid UTF-8 or JSON, or an integer of over 4,300 digits
         raise CheckpointError(f"{file} is unreadable: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} holds {type(content).__name__}, expected a JSON object")
@@ -59,7 +59,7 @@ def check_sizes(config: Mapping[str, Any], where: object) -> None:
     """Refuse a config whose numbers no model has, before transformers builds one from them.
 
     Args:
-        config: the content of config.json; its ``quantization_config`` is left to `read_block`.
+        config: the content of config.json; `read_block` checks its ``quantization_config``.
         where: the directory, for messages.
     Raises:
         CheckpointError: a number is above `LIMITS`, one of `AT_LEAST_ONE` below 1, or ``model_type`` no short name.
@@ -77,7 +77,7 @@ def check_sizes(config: Mapping[str, Any], where: object) -> None:
 
 
 def refuse_unstored(model: nn.Module, stored: int) -> None:
-    """Refuse a model out of proportion to its files: transformers would fill what they do not have with random numbers.
+    """Refuse a model far too large for its files: transformers would fill missing tensors with random numbers.
 
     Args:
         model: on the meta device, its compressed layers replaced.
@@ -108,7 +108,7 @@ def refuse_integers(model: nn.Module, packed: Collection[str]) -> None:
 
 
 def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
-    """Return every number in nested objects and lists, with the key it stands under."""
+    """Yield every number in nested objects and lists, with its key."""
     pending = [(key, value)]
     while pending:
         key, value = pending.pop()

@@ -1,4 +1,4 @@
-"""Digests of packed tensors in the config block: they tell damage, and are no defence against an attacker."""
+"""Digests of packed tensors in the config block: they detect damage but do not protect against an attacker."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from torch import Tensor
 from semisparse.errors import CheckpointError
 
 KEY = "digests"
-"""Of a layer's entry: {tensor name: digest}. An entry without it is written back without it."""
+"""Key of {tensor name: digest} in a layer's entry. An entry without it is written back without it."""
 
 DIGEST_BYTES = 16
 
 THREADS = min(8, os.cpu_count() or 1)
-"""For digests and checks of layers: a core takes some 1.5 s per GB of digests."""
+"""Threads that compute digests and check layers. One core digests 1 GB in some 1.5 s."""
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 def digest_of(tensor: Tensor) -> str:
     """Return the BLAKE2b digest of a tensor's bytes, 16 bytes as 32 hexadecimal digits."""
-    octets = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-    return blake2b(octets, digest_size=DIGEST_BYTES).hexdigest()
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+    return blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
 
 
 def digests_of(tensors: Mapping[Key, Tensor]) -> dict[Key, str]:
@@ -44,7 +44,7 @@ def check_digests(name: str, tensors: Mapping[str, Tensor], entry: Mapping[str, 
         tensors: as stored, by name.
         entry: the layer's entry in the config block.
     Raises:
-        CheckpointError: names the first tensor that differs; or the digests are not those of these tensors.
+        CheckpointError: a tensor differs from its digest (the first is named), or the entry names other tensors.
     """
     declared = entry.get(KEY)
     if declared is None:

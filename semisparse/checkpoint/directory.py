@@ -38,7 +38,7 @@ _SAFETENSORS_DTYPES = {
 
 
 MAX_FILE_NAME = 255
-"""Bytes of a file's name, on every usual file system."""
+"""Maximum bytes of a file name on all usual file systems."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Header:
         file: the safetensors file.
         dtype: None if torch has no such dtype.
         shape: the tensor's shape.
-        nbytes: the tensor's size in bytes.
+        nbytes: the tensor's size in bytes; 0 if ``dtype`` is None.
     """
 
     file: Path
@@ -76,7 +76,7 @@ class ModelDirectory:
 
     @property
     def stored_bytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors whose dtype torch has."""
         return sum(header.nbytes for header in self.headers.values())
 
     def read(self, name: str) -> Tensor:
@@ -122,7 +122,7 @@ def require_directory(path: Path) -> None:
     """Refuse a path that is no directory.
 
     Raises:
-        CheckpointError: there is none; says how a model of the Hub becomes one.
+        CheckpointError: says how to download a model from the Hugging Face Hub.
     """
     if not path.is_dir():
         raise CheckpointError(

@@ -31,8 +31,9 @@ def inspect_directory(
         - ``layers``: per layer its name, format, pattern, shape [N, K], density, bits_per_weight, bytes, error and
           outcome. A compressed layer's density is the one in config.json, a dense layer's is counted. Dense layers have
           no pattern, error and outcome (None).
-        - ``bytes``: of all tensors.
-        - ``layer_bytes`` and ``bits_per_weight``: of the compressed layers.
+        - ``bytes``: bytes of all tensors.
+        - ``layer_bytes`` and ``bits_per_weight``: bytes of the compressed layers, and bits per weight (None if there
+          are none).
         - ``verified``: the argument ``verify``.
     Raises:
         CheckpointError: the directory is incomplete or corrupted.

@@ -36,8 +36,8 @@ def load_model(path: str | Path, device: str = "auto", dtype: torch.dtype | None
     Args:
         path: the directory.
         device: ``auto`` (CUDA if available), ``cpu`` or ``cuda``.
-        dtype: of activations and dense weights. By default the checkpoint's dtype on a GPU, and float32 on a CPU, where
-            16-bit arithmetic is slow. Packed weights keep their dtype.
+        dtype: dtype of activations and dense weights. By default the checkpoint's dtype on a GPU, and float32 on a CPU,
+            where 16-bit arithmetic is slow. Packed weights keep their dtype.
     Raises:
         CheckpointError: the directory is missing, incomplete or corrupted.
     """
@@ -97,7 +97,7 @@ def auto_class(config: PretrainedConfig) -> Any:
     """Return the one of `AUTO_CLASSES` that builds a config's model; if both do, the one its ``architectures`` names.
 
     Raises:
-        CheckpointError: neither does.
+        CheckpointError: neither does, or the model has an encoder.
     """
     classes = {auto: auto._model_mapping.get(type(config), None) for auto in AUTO_CLASSES}
     known = {auto: model_class for auto, model_class in classes.items() if model_class is not None}
@@ -130,7 +130,7 @@ def meta_model(directory: ModelDirectory) -> PreTrainedModel:
     """Return the model of a directory's config.json on the meta device, all layers dense.
 
     Raises:
-        CheckpointError: transformers builds none from it.
+        CheckpointError: transformers cannot build it, or it is not supported.
     """
     refuse_remote_code(directory)
     try:
@@ -141,13 +141,13 @@ def meta_model(directory: ModelDirectory) -> PreTrainedModel:
             return auto_class(config).from_config(config, **NO_REMOTE_CODE)
     except SemisparseError:
         raise
-    except Exception as error:  # the models of transformers raise anything
+    except Exception as error:  # transformers raises many types
         raise _unreadable(f"no model can be built from {directory.path}/config.json", error) from error
 
 
 def _from_pretrained(directory: ModelDirectory, dtype: torch.dtype | str) -> PreTrainedModel:
     refuse_remote_code(directory)
-    if not directory.layers:  # of a compressed model, the quantizer checks it, and its dtypes
+    if not directory.layers:  # SemisparseQuantizer makes this check and refuse_integers for a compressed model
         refuse_unstored(meta_model(directory), directory.stored_bytes)
     try:
         config = AutoConfig.from_pretrained(directory.path, **NO_REMOTE_CODE)
@@ -156,7 +156,7 @@ def _from_pretrained(directory: ModelDirectory, dtype: torch.dtype | str) -> Pre
         )
     except (SemisparseError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # the models of transformers raise anything
+    except Exception as error:  # transformers raises many types
         raise _unreadable(f"cannot load {directory.path}", error) from error
     if report["missing_keys"]:
         raise CheckpointError(

@@ -72,7 +72,7 @@ app.command("demo")(demo.demo)
 
 
 def _show_warning(message: Warning | str, *others: Any, **more: Any) -> None:
-    """Print a warning as one line on stderr, without the place in the code."""
+    """Print a warning as one line on stderr, without the file and line that raised it."""
     console.print(f"warning: {message}", soft_wrap=True, highlight=False, markup=False)
 
 

@@ -47,13 +47,13 @@ def compress(
         list[str] | None,
         typer.Option(
             "--target",
-            help="What recipe auto has to reach: bits=3.0, size=0.2, decode=2.5x, prompt=1.3x, "
-            "batch32=1.5x; several together.",
+            help="What recipe auto must reach: bits=3.0, size=0.2, decode=2.5x, prompt=1.3x or "
+            "batch32=1.5x; repeat it for several.",
         ),
     ] = None,
     gpu: Annotated[
         str | None,
-        typer.Option("--gpu", help="The machine whose speed-ups --target means, as in `plan`; by default this one."),
+        typer.Option("--gpu", help="The machine for which --target's speed-ups hold, as in `plan`; else this one."),
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Change a key of the recipe: pattern=6:8, prune=wanda, ...")
@@ -79,8 +79,8 @@ def compress(
 
     A pattern says what is kept: `6:8` keeps 6 of every 8 weights of a row; `16:32v32` 16 of every 32 vectors of 32
     rows; `g16@50%` drops half of the groups of 16; `70%` drops 70 %, anywhere. Keys of --set are pattern, prune
-    (magnitude, wanda, sparsegpt, none), quant (none, w8 to w2, w4a8, int8, fp8), format, search, tune, ignore and those
-    that an error for an unknown key lists.
+    (magnitude, wanda, sparsegpt, none), quant (none, w8 to w2, w4a8, int8, fp8), format, search, tune, ignore; the
+    error for an unknown key lists all.
 
     Unfinished work is kept in OUT.partial. The same command with --resume continues it, with the same result.
 
@@ -169,7 +169,7 @@ def _show(title: str, report: CompressionReport) -> None:
 
 
 def _dense_text(dense: list[dict[str, Any]]) -> str:
-    """Return what stays dense: for each reason the layer, or the first of several."""
+    """Return what stays dense, by reason: the first layer and the number of others."""
     reasons: dict[str, list[str]] = {}
     for layer in dense:
         reasons.setdefault(layer["reason"], []).append(layer["name"])

@@ -28,9 +28,9 @@ PROMPT = "    def test_close(self):\n        f = open("
 NEW_TOKENS = 64
 """Tokens to generate per model."""
 REPEATS = 4
-"""Rounds of generations, of which each model's fastest counts: other processes slow some of them down."""
+"""Generations per model, of which the fastest counts: other processes slow some of them down."""
 SHOWN_LINES = 4
-"""Lines of them that are shown: a model of this size then repeats itself."""
+"""Lines of generated text that are shown: after them a model of this size repeats itself."""
 SAMPLES = 32
 """Calibration samples per compressed model."""
 
@@ -38,7 +38,7 @@ LARGE = "llama2-7b"
 LAYER = "4096,4096"
 """The shape of its attention layers, one of which is timed here."""
 STORED = {"gqs": ("g128@0%", {"kind": "w4"}), "bitmask": ("32:64", {})}
-"""Pattern and options that the large layer is timed with: those of `RUNS`."""
+"""Format -> pattern and options with which the large layer is timed: those of `RUNS`."""
 GPU = "h200"
 FASTER = 1.05
 """Speed-ups below this count as none: times vary by a few percent."""
@@ -85,7 +85,7 @@ def demo(
 
 
 def _measure(name: str, model: Path) -> tuple[dict[str, Any], Engine]:
-    """Return a model's size and quality, and the model."""
+    """Return a model's size and quality, and an engine that runs it."""
     from semisparse import api
     from semisparse.engine import Engine
 
@@ -94,7 +94,7 @@ def _measure(name: str, model: Path) -> tuple[dict[str, Any], Engine]:
     row = {
         "recipe": name,
         "bytes": description["bytes"],
-        # Of the compressed layers; in the dense model there are none, and all linear layers have the same width.
+        # The mean of the compressed layers. The dense model has none; there every linear layer has the same bits.
         "bits_per_weight": description["bits_per_weight"] or description["layers"][0]["bits_per_weight"],
         "nll": quality["nll"],
         "kl": quality["kl"],
@@ -106,8 +106,8 @@ def _generate(measured: list[tuple[dict[str, Any], Engine]]) -> list[dict[str, A
     """Add each model's speed and text. The models take turns, so that other processes slow all of them down alike."""
     runs = [[engine.generate([PROMPT], NEW_TOKENS)[0] for _, engine in measured] for _ in range(REPEATS)]
     return [
-        row | {"tokens_per_second": max(run.tokens_per_second for run in of), "text": of[0].text}
-        for (row, _), of in zip(measured, zip(*runs, strict=True), strict=True)
+        row | {"tokens_per_second": max(run.tokens_per_second for run in own), "text": own[0].text}
+        for (row, _), own in zip(measured, zip(*runs, strict=True), strict=True)
     ]
 
 
@@ -164,7 +164,7 @@ def _show_models(rows: list[dict[str, Any]]) -> None:
 
 
 def _show_samples(rows: list[dict[str, Any]]) -> None:
-    """Print what the dense model and the chosen one write."""
+    """Print the text that the dense model and `CHOSEN` generate."""
     for row in rows[:2]:
         console.rule(f"{row['recipe']}, loss {row['nll']:.3f}", align="left")
         console.print("\n".join(row["text"].splitlines()[:SHOWN_LINES]), markup=False, highlight=False)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def generate(
     model: Annotated[Path, typer.Argument(help="A model directory, dense or compressed.")],
     prompt: Annotated[str | None, typer.Option("--prompt", help="The text to continue.")] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="The most tokens to generate.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Maximum number of new tokens.")] = 64,
     device: Device = "auto",
     chat: Annotated[
         bool, typer.Option("--chat", help="Hold a conversation: one message per line of standard input.")

@@ -21,7 +21,7 @@ WIDTH = 100
 console = Console(stderr=True, width=None if sys.stderr.isatty() or "COLUMNS" in os.environ else WIDTH)
 
 MAX_CHARACTERS = 2000
-"""Of an error, more of which is left out in its middle."""
+"""Maximum length of an error; the middle of a longer one is left out."""
 
 
 def print_json(values: dict[str, Any]) -> None:
@@ -68,14 +68,14 @@ def fail(sentence: str, status: int) -> NoReturn:
     """Print an error on stderr and exit."""
     if len(sentence) > MAX_CHARACTERS:
         sentence = f"{sentence[: MAX_CHARACTERS // 2]} ... {sentence[-MAX_CHARACTERS // 2 :]}"
-    # A file's own words may hold sequences that a terminal obeys.
+    # Text from a file may contain terminal escape sequences.
     printable = "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in sentence)
     console.print(f"[bold red]error:[/] {_escaped(printable)}", soft_wrap=True, highlight=False)
     raise SystemExit(status)
 
 
 def bytes_text(count: float) -> str:
-    """Return a number of bytes with three digits and a unit."""
+    """Return a number of bytes with three significant digits and a unit."""
     for unit in ("B", "kB", "MB"):
         if count < 1000:
             return f"{count:.3g} {unit}"

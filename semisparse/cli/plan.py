@@ -36,9 +36,9 @@ def plan(
 ) -> None:
     """Predict the speed-up of each format over dense on a machine. Nothing is compressed.
 
-    By the roofline model; by measured speed-ups (`bench tune`) where the machine has a table with layers like these.
+    Uses the roofline model, or measured speed-ups (`bench tune`) if the machine has a table with layers like these.
 
-    For few tokens the time is that of reading the weights, for many that of multiplying; the table says which.
+    For few tokens reading the weights takes the time, for many the arithmetic; the table says which.
 
     Examples: `semisparse plan llama2-7b --gpu h200`; `semisparse plan --shape 4096,4096 --gpu a100 --tokens 1,32`
     """

@@ -24,8 +24,8 @@ TRANSFORMERS = (sys.executable, "-c", _REGISTERED, "serve")
 
 def serve(
     model: Annotated[Path, typer.Argument(help="A model directory, dense or compressed.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="What follows is passed on to the server.")] = None,
-    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Where the server listens.")] = 8000,
+    arguments: Annotated[list[str] | None, typer.Argument(help="Options for the server, after `--`.")] = None,
+    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="The port that the server listens on.")] = 8000,
 ) -> None:
     """Serve a model over HTTP: by vLLM where it is installed and a GPU is there, else by transformers' own server.
 
@@ -35,7 +35,7 @@ def serve(
     """
     if not (model / "config.json").is_file():
         raise InputError(f"{model} is no model directory: it has no config.json")
-    inspect_directory(model)  # what a server would refuse with a page of its own, after a minute
+    inspect_directory(model)  # a server would refuse a corrupted model only after a minute, with a page of traceback
     name, command = _server()
     whole = [*command, str(model), "--port", str(port), *(arguments or [])]
     console.print(f"serving {model} by {name}: {shlex.join(whole)}", highlight=False, soft_wrap=True)

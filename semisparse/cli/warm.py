@@ -1,4 +1,4 @@
-"""``semisparse warm``: compile what a model needs, beforehand."""
+"""``semisparse warm``: compile a model's kernels beforehand."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from semisparse.cli.output import console, print_json
 def warm(
     model: Annotated[Path, typer.Argument(help="A model directory, dense or compressed.")],
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
-    batches: Annotated[str, typer.Option("--batch", help="Sequences at once, by commas.")] = "1",
+    batches: Annotated[str, typer.Option("--batch", help="Sequences per batch, comma-separated.")] = "1",
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
-    """Compile the kernels that generating with a model takes, so that later starts compile nothing.
+    """Compile the kernels that generating with a model needs, so that later starts compile nothing.
 
     Compiled code is kept in the user's cache directory (SEMISPARSE_CACHE).
 

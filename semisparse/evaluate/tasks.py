@@ -18,7 +18,7 @@ def run_tasks(
 
     Args:
         model: on its device.
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         tasks: names of lm-eval tasks, or paths of YAML task files.
     Returns:
         The numeric metrics by task.
@@ -32,7 +32,7 @@ def run_tasks(
     except ImportError as error:
         raise InputError("tasks need lm-eval: pip install 'semisparse[eval]'") from error
     names = [task for task in tasks if not Path(task).is_file()]
-    manager = TaskManager(include_defaults=bool(names))  # lm-eval reads thousands of task files in 10 s
+    manager = TaskManager(include_defaults=bool(names))  # the defaults are thousands of files: 10 s
     unknown = [name for name in names if name not in manager.all_tasks]
     if unknown:
         raise InputError(f"lm-eval knows no task {', '.join(unknown)}, and there is no such YAML file")

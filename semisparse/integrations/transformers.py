@@ -44,7 +44,7 @@ from semisparse.nn.sparse_experts import EXPERT_LAYER
 class SemisparseConfig(QuantizationConfigMixin):
     """The ``quantization_config`` block as transformers holds it. Unknown keys are kept and written back.
 
-    They are no attributes: a key such as ``to_dict`` would take the place of a method.
+    Keys are not attributes: one such as ``to_dict`` would replace a method.
 
     Args:
         block: the content of the block.
@@ -67,7 +67,7 @@ class SemisparseConfig(QuantizationConfigMixin):
     def renew_digests(
         self, model: PreTrainedModel, names: Mapping[str, str], state: Mapping[str, Tensor] | None
     ) -> None:
-        """Compute the digests of the layers whose entry has some. Checkpoints of earlier versions have none.
+        """Recompute the digests of the layers whose entry has digests. Checkpoints of earlier versions have none.
 
         Args:
             model: contains the layers, joined or not.
@@ -102,7 +102,7 @@ class SemisparseQuantizer(HfQuantizer):
             )
 
     def update_attn_implementation(self, config: PretrainedConfig) -> PretrainedConfig:
-        """Refuse a config before the model is built; transformers passes it to no earlier method."""
+        """Refuse a config before the model is built. This is the first method to which transformers passes it."""
         check_sizes(config.to_dict(), config.name_or_path)
         return config
 
@@ -157,10 +157,10 @@ class SemisparseQuantizer(HfQuantizer):
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
         """Replace packed layers by dense ones, and cast the model: what ``model.dequantize()`` calls."""
-        # Once save_pretrained was called, transformers gives the dtype as text.
+        # After save_pretrained has been called, transformers passes the dtype as a string.
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or model.dtype
         dequantise_layers(model, dtype)
-        # Only what is stored, as loading does; model.to(dtype) also rounds the frequencies of rotary embeddings.
+        # Cast only stored tensors, as loading does: model.to(dtype) also rounds the frequencies of rotary embeddings.
         for tensor in model.state_dict(keep_vars=True).values():
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(dtype)
@@ -175,7 +175,7 @@ class SemisparseQuantizer(HfQuantizer):
 
     @property
     def is_compileable(self) -> bool:
-        """Whether a forward traces in one graph: experts, of which each token chooses some, do not."""
+        """Whether a forward traces in one graph: experts do not, because the router chooses them by the data."""
         return not any(EXPERT_LAYER.fullmatch(name) for name in self.quantization_config.layer_names)
 
 

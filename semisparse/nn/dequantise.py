@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def dequantise_layers(model: PreTrainedModel, dtype: torch.dtype) -> list[str]:
-    """Replace every packed layer by a dense one with the unpacked weight; joined layers come apart, experts are fused.
+    """Replace every packed layer by a dense one with the unpacked weight; separate joined layers and fuse experts.
 
     Args:
         model: contains `SparseLinear` or joined layers.
-        dtype: of the dense weights and biases.
+        dtype: dtype of the dense weights and biases.
     Returns:
         The names of the layers that were replaced.
     Raises:
-        InputError: a layer is no linear layer in the model's own code.
+        InputError: a packed layer's module in transformers' own model is not linear.
     """
     with torch.device("meta"):
         skeleton = type(model)(model.config)
@@ -54,7 +54,7 @@ def dequantise_layers(model: PreTrainedModel, dtype: torch.dtype) -> list[str]:
 
 
 def _fuse_experts(model: nn.Module, skeleton: nn.Module, dtype: torch.dtype) -> list[str]:
-    """Replace every `SparseExperts` by the module that it was made of; return the names of its packed layers."""
+    """Replace every `SparseExperts` by the fused module that it came from; return the names of its packed layers."""
     names = []
     for name, experts in list(model.named_modules()):
         if isinstance(experts, SparseExperts):

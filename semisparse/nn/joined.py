@@ -209,10 +209,10 @@ def _on_disk(packed: Packed) -> Packed:
 
 
 def _stacked_bias(layers: Sequence[SparseLinear], starts: Sequence[int], rows: int) -> Tensor | None:
-    """Return the layers' biases at their weights' first rows, zeros between them; of a sharded bias, the local shard.
+    """Return the stack's bias: each layer's bias from its first row on, zeros in padding rows. None without biases.
 
     Args:
-        layers: all with a bias or all without.
+        layers: all with a bias or all without. Of a sharded bias, the local shard is taken.
         starts: the first row of each layer.
         rows: the rows of the stack.
     """

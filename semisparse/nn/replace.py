@@ -50,7 +50,7 @@ def _computes_linear(module: nn.Module) -> bool:
         x = torch.randn(PROBE_TOKENS, weight.shape[1], generator=generator, dtype=torch.float32)
         try:
             y = probe(x)
-        except Exception:  # it wants other arguments, so it is something else
+        except Exception:  # it takes other arguments, so it is not a plain linear layer
             return False
         expected = F.linear(x, weight, bias)
     return isinstance(y, Tensor) and y.shape == expected.shape and torch.allclose(y, expected, rtol=1e-4, atol=1e-3)

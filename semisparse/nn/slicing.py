@@ -56,12 +56,12 @@ def slice_weight(packed: Packed, dim: int, start: int, stop: int) -> Packed:
 
 
 def check_slice(spec: WeightSpec, dim: int, start: int, stop: int) -> None:
-    """Refuse columns that cut through a window of a pattern on which the format depends, before any tensor is loaded.
+    """Refuse, before any tensor is loaded, columns that start inside a window of a pattern that the format needs.
 
-    Rows, and columns at whole windows, may still be refused by `slice_weight`, when it repacks the weight.
+    `slice_weight` may still refuse other slices, when it repacks the weight.
 
     Args:
-        spec: of the weight [N, K].
+        spec: the spec of the weight [N, K].
         dim: as in `slice_weight`, with ``start`` and ``stop``.
     Raises:
         FormatError: the format supports none of the patterns that the slice could have.

@@ -1,7 +1,7 @@
 """Experts of a mixture, one module each, in the place of transformers' fused parameters ``[experts, N, K]``.
 
 Each expert has linear layers of its own (``experts.0.gate_up``, ``experts.0.down``), which are pruned, packed, saved
-and loaded as all others. The gating between them is the original module's.
+and loaded like all others. The gated activation between them is the original module's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from semisparse.nn.sparse_linear import SparseLinear
 
 FUSED_NAMES = {"gate_up_proj": "gate_up", "up_proj": "up", "down_proj": "down"}
-"""The fused parameters of transformers' experts, whose biases end in ``_bias``, and an expert's linear layers."""
+"""Fused parameter of transformers' experts -> linear layer of one expert. Names of fused biases add ``_bias``."""
 
 EXPERT_LAYER = re.compile(rf"(?P<experts>.+)\.\d+\.(?:{'|'.join(FUSED_NAMES.values())})")
 """The name of an expert's linear layer in a model."""
@@ -26,11 +26,11 @@ EXPERT_LAYER = re.compile(rf"(?P<experts>.+)\.\d+\.(?:{'|'.join(FUSED_NAMES.valu
 PROBE_TOKENS = 4
 
 TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-4}
-"""By dtype, the difference from the original module's output relative to its norm; other dtypes allow 2e-2."""
+"""Maximum error relative to the norm of the original module's output, by dtype; 2e-2 for other dtypes."""
 
 
 class Gating(nn.Module):
-    """What an expert computes between its linear layers, from [tokens, N of the first] to [tokens, K of the second].
+    """An expert's activation between its linear layers: [tokens, N of the first] -> [tokens, K of the second].
 
     Args:
         source: the original module, without its fused parameters.
@@ -56,7 +56,7 @@ class Expert(nn.Module):
 
     Args:
         layers: the two linear layers by name, in call order.
-        gating: what is computed between them.
+        gating: the activation between them.
     """
 
     def __init__(self, layers: dict[str, nn.Linear], gating: Gating) -> None:
@@ -123,8 +123,8 @@ class SparseExperts(nn.Module):
         """Give a module with fused parameters, on any device, the weights of these experts, and return it.
 
         Args:
-            target: as the ``source`` that the experts were made of.
-            dtype: of the weights and biases.
+            target: a module like the ``source`` of these experts.
+            dtype: dtype of the weights and biases.
         """
         transposed = _is_transposed(target)
         for name, short in FUSED_NAMES.items():
@@ -159,7 +159,7 @@ def expert_shapes(module: nn.Module) -> dict[str, tuple[int, int, int]]:
     """Return (experts, N, K) of the linear layers of fused experts, by name, from the shapes of their parameters alone.
 
     Args:
-        module: which `is_fused_experts` accepts; on any device.
+        module: one that `is_fused_experts` accepts, on any device.
     """
     transposed, shapes = _is_transposed(module), {}
     for fused, name in FUSED_NAMES.items():
@@ -222,7 +222,7 @@ def _linear(fused: dict[str, nn.Parameter], name: str, index: int, transposed: b
 
 
 def _is_transposed(module: Any) -> bool:
-    """Return whether weights are stored as [experts, K, N]. Where a module does not say, a gated expert's shapes do."""
+    """Return whether weights are stored as [experts, K, N]; without ``is_transposed``, inferred from gated shapes."""
     if hasattr(module, "is_transposed"):
         return bool(module.is_transposed)
     return module.gate_up_proj.shape[2] == 2 * module.down_proj.shape[1]
@@ -235,7 +235,7 @@ def _without_parameters(module: nn.Module) -> nn.Module:
 
 
 def _arguments(module: nn.Module) -> int:
-    """Return how many positional arguments a module's own forward takes; 0 if it is no plain function."""
+    """Return how many positional arguments a module's own forward takes; 0 if any are of another kind (``*args``)."""
     parameters = list(inspect.signature(inspect.unwrap(type(module).forward)).parameters.values())[1:]
     positional = all(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
     return len(parameters) if positional else 0
@@ -256,7 +256,7 @@ def _computes_the_same(module: nn.Module, experts: SparseExperts) -> bool:
         arguments += [chosen.to(weight.device), weights.to(weight.device, weight.dtype)]
     try:
         expected = inspect.unwrap(type(module).forward)(module, *arguments).float()
-    except Exception:  # it wants other arguments, so it is something else
+    except Exception:  # it takes other arguments, so it computes something else
         return False
     found = experts(*arguments).float()
     bound = TOLERANCES.get(weight.dtype, 2e-2)

@@ -86,7 +86,7 @@ class SparseLinear(nn.Module):
         return self.packed.unpack()
 
     def read_codes(self) -> Codes | None:
-        """Return the numbers that the weight was rounded to, on its device; None if it was not rounded."""
+        """Return the weight's codes and scales, on its device; None if it is not quantised."""
         form = get_format(self.spec.format)
         return form.codes(form.arrange(self.packed, "cpu"))
 
@@ -122,7 +122,7 @@ class SparseLinear(nn.Module):
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Save the layout on disk. Where the layout in use is another, the saved tensors are copies in host memory."""
+        """Save the layout on disk. If the weight is in another layout, the saved tensors are copies in host memory."""
         packed = self.packed
         stored = get_format(packed.spec.format).arrange(packed, "cpu")
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -132,10 +132,10 @@ class SparseLinear(nn.Module):
             destination.update({prefix + name: tensor.cpu() for name, tensor in stored.tensors.items()})
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        """Load the layout on disk, after checking it: kernels follow its indices.
+        """Load the layout on disk, after checking it: kernels do not check indices.
 
         Raises:
-            FormatError: a tensor contradicts the layer's format; the layer stays as it was.
+            FormatError: a tensor contradicts the layer's format. The layer keeps its weight, in the layout on disk.
         """
         self.arrange("cpu")
         found = {name: state_dict.get(prefix + name) for name in self._names}

@@ -31,15 +31,15 @@ class StackedLinear(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self._weights()[0].device
 
     def prepare(self, tokens: int, dtype: torch.dtype) -> None:
         """Compile and load, in parallel, the kernels of the matmuls of 1 to ``tokens`` tokens.
 
         Args:
-            tokens: the most rows of x.
-            dtype: of x.
+            tokens: maximum number of rows of x.
+            dtype: dtype of x.
         Raises:
             KernelError: no kernel can compute a matmul.
         """

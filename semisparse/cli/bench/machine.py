@@ -9,7 +9,7 @@ from semisparse.cli.output import print_json, print_table
 
 
 def machine(device: Device = "auto", out: OutCsv = None, as_json: Json = False) -> None:
-    """Measure this machine: bandwidth, peaks, and the cost of a launch. `plan --gpu auto` takes these rates.
+    """Measure this machine: bandwidth, peaks, and the cost of a launch. `plan --gpu auto` uses these rates.
 
     Example: `semisparse bench machine --out machine.csv`
     """

@@ -1,4 +1,4 @@
-"""``semisparse bench tune``: the table by which products choose their kernel, measured on this GPU."""
+"""``semisparse bench tune``: the table by which matmuls choose a kernel, measured on this GPU."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def tune(
     tokens: Annotated[str, typer.Option(help="Numbers of tokens M, comma-separated.")] = "1,8,16,32,64,128,256,1024",
     formats: Formats = None,
     patterns: Patterns = None,
-    quant: Annotated[str | None, typer.Option(help="Variants of formats (w4, ...), comma-separated; all.")] = None,
+    quant: Annotated[str | None, typer.Option(help="Variants of formats (w4, ...), comma-separated; else all.")] = None,
     dtype: Dtype = "bfloat16",
     device: Device = "auto",
-    out: Annotated[Path | None, typer.Option(help="The table; by default the user's, which products read.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The table; by default the user's, which matmuls use.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Time every kernel, and keep which is the fastest: products choose by that table from then on."""
+    """Time every kernel and write a table, by which matmuls of these shapes choose the fastest from then on."""
     from semisparse.api import pick_device
     from semisparse.bench.kernels import Setup
     from semisparse.bench.machines import find_machine

@@ -19,10 +19,10 @@ def refusal(problem: Problem) -> str | None:
 
 
 def prepare(problem: Problem) -> Product:
-    """Return torch's own linear. cuBLAS adds partial accumulators in 16 bits where torch's flags let it."""
+    """Return torch's own linear. If torch's flags allow it, cuBLAS adds the partial sums of split-K in 16 bits."""
     return _linear
 
 
 def _linear(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    # Contiguous, because the bits of the result would depend on x's strides.
+    # Contiguous: else the result's bits depend on x's strides.
     return F.linear(x.contiguous(), packed.tensors["values"], None if bias is None else bias.to(x.dtype))

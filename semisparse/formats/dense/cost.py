@@ -1,4 +1,4 @@
-"""The passes of a product, for the roofline model."""
+"""The passes of a matmul for the roofline model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from semisparse.formats.dense.storage.disk import kind_of
 from semisparse.formats.kernel import Pass, Problem, fused_cost
 
 UNPACKING_INT4 = 3.5
-"""Operations per weight and token, from the times of torch's int4 GEMM on an H200 from 64 tokens on."""
+"""fp32 operations per weight and token, from the times of torch's int4 GEMM on an H200 from 64 tokens on."""
 
 UNITS = {"int8": "tensor int8", "fp8": "tensor fp8", "fp8_tensor": "tensor fp8"}
 

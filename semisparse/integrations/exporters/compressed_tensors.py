@@ -1,4 +1,4 @@
-"""Writing rounded layers in compressed-tensors' formats: ``pack-quantized``, ``int-quantized``, ``float-quantized``."""
+"""Writing quantised layers as compressed-tensors' ``pack-quantized``, ``int-quantized`` and ``float-quantized``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from semisparse.formats.codes import Codes
 
 TOKEN = {"num_bits": 8, "symmetric": True, "strategy": "token", "dynamic": True}
-"""How x is rounded, as our kernels do."""
+"""The scheme of x: 8 bits with a scale per token, as our kernels quantise it."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class StoredLayer:
     """A layer as compressed-tensors stores it.
 
     Args:
-        tensors: by the last word of their names.
+        tensors: its tensors by the last component of their names.
         scheme: the config group of the layer, without its targets.
-        widened: whether codes were written in more bits, because their zero points are fractions of a code.
+        widened: whether codes were widened to 8 bits, because their zero points are not integers.
     """
 
     tensors: dict[str, Tensor]
@@ -41,7 +41,7 @@ class StoredLayer:
 
 
 def rounded_layers(model: PreTrainedModel) -> dict[str, StoredLayer]:
-    """Return the layers of a model that are rounded, by module name.
+    """Return the quantised layers of a model, by module name.
 
     Args:
         model: on a CPU, its layers packed.
@@ -64,17 +64,17 @@ def _by_row(codes: Codes) -> StoredLayer:
 
 
 def _by_group(codes: Codes, zero: Tensor) -> StoredLayer:
-    """Store codes with a scale and a whole zero point per group.
+    """Store codes with a scale and an integer zero point per group.
 
-    Zero points that are fractions of a code are whole in 8 bits: ``(2^s code - 2^s zero) * (scale / 2^s)``.
+    Fractional zero points become integers in 8 bits: ``(2^s code - 2^s zero) * (scale / 2^s)`` with s = 8 - bits.
     """
     bits, values, scale = codes.bits, codes.values, codes.scale
     widened = not torch.equal(zero, zero.round())
     if widened:
         factor = 2 ** (8 - bits)
         values, zero, bits = values * factor, zero * factor, 8
-        finer = scale / factor
-        scale = finer if torch.equal(finer.float() * factor, scale.float()) else scale.float() / factor
+        divided = scale / factor  # exact in its dtype, unless it underflows
+        scale = divided if torch.equal(divided.float() * factor, scale.float()) else scale.float() / factor
     size = gcd(codes.size, values.shape[1])  # the package derives a group's size from K and the number of groups
     tiles = torch.arange(values.shape[1] // size) * size // codes.size
     scale, zero, half = scale[:, tiles].contiguous(), zero[:, tiles].to(torch.uint8), 2 ** (bits - 1)
@@ -108,11 +108,11 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
 
 
 def rewrite(directory: Path, layers: Mapping[str, StoredLayer], dense: Iterable[str]) -> None:
-    """Replace dense weights in a model directory by rounded ones, and declare them in config.json.
+    """Replace dense weights in a model directory by quantised ones, and declare them in config.json.
 
     Args:
         directory: as ``save_pretrained`` wrote it.
-        layers: rounded layers, by their names in the files.
+        layers: quantised layers, by their names in the files.
         dense: names of the linear layers that stay dense.
     """
     weight_map, total = {}, 0

@@ -23,7 +23,7 @@ from semisparse.integrations.importers.method import (
 BITS = 4
 
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""In which 4 bits of a 32-bit word each of its 8 columns lies."""
+"""Which 4 bits of a 32-bit word, the lowest first, hold each of its 8 columns."""
 
 
 def measure(tensors: Parts, block: Mapping[str, Any]) -> tuple[int, int]:
@@ -31,7 +31,7 @@ def measure(tensors: Parts, block: Mapping[str, Any]) -> tuple[int, int]:
 
     Raises:
         CheckpointError: the tensors do not fit one another or the config.
-        InputError: the checkpoint has not 4 bits in the layout of AWQ's GEMM kernels.
+        InputError: the checkpoint is not 4-bit in the layout of AWQ's GEMM kernels.
     """
     bits, version = (
         block.get("bits", block.get("w_bit")),

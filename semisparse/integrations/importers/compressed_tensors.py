@@ -32,7 +32,7 @@ def measure(tensors: Parts, block: Mapping[str, Any]) -> tuple[int, int]:
 
     Raises:
         CheckpointError: the tensors do not fit one another or the config.
-        InputError: the weight is stored in 4-bit floats, or as marlin-24 rearranges it.
+        InputError: the weight is stored in 4-bit floats, or in the marlin-24 layout.
     """
     if {"weight_global_scale", "meta"} & set(tensors) or ("weight_packed" in tensors and "weight_shape" not in tensors):
         raise InputError(
@@ -60,8 +60,8 @@ def read(tensors: Parts, block: Mapping[str, Any]) -> Rounded | Tensor:
     """Return the weight.
 
     Raises:
-        CheckpointError: ``weight_g_idx`` names a group that is not there, the bit mask has another number of ones, or
-            integers have more bits than declared.
+        CheckpointError: ``weight_g_idx`` names a group that does not exist, the ones in the bit mask are not as many
+            as the values, or integers have more bits than declared.
     """
     if "weight_packed" in tensors:
         return _packed_integers(tensors, block)
@@ -102,7 +102,7 @@ def _measure_packed(tensors: Parts, block: Mapping[str, Any]) -> tuple[int, int]
 
 
 def _packed_integers(tensors: Parts, block: Mapping[str, Any]) -> Rounded:
-    """Read unsigned codes, which are stored with half of their range added, lowest bits first."""
+    """Read unsigned codes: signed ones with 2^(bits - 1) added, the first in a word's lowest bits."""
     packed, scale = tensors["weight_packed"], tensors["weight_scale"]
     (n, k), groups = _shape(tensors, "weight_shape"), scale.shape[1]
     bits, declared = _bits_and_size(packed.shape, (n, k), groups, block)
@@ -118,9 +118,9 @@ def _packed_integers(tensors: Parts, block: Mapping[str, Any]) -> Rounded:
 def _bits_and_size(
     packed: torch.Size, shape: tuple[int, int], groups: int, block: Mapping[str, Any]
 ) -> tuple[int, int | None]:
-    """Return the bits per code and the group size of the config group that explains the tensors.
+    """Return the bits per code and the group size of the config group that fits the tensors' shapes.
 
-    The config's targets may be regular expressions, which nobody should run from an untrusted file.
+    Its targets do not say which: they may be regular expressions, and the file is untrusted.
     """
     declared = [(arguments.get("num_bits"), arguments.get("group_size")) for arguments in _arguments(block, "weights")]
     fitting = [
@@ -137,21 +137,21 @@ def _bits_and_size(
     return (exact or fitting)[0]
 
 
-def _arguments(block: Mapping[str, Any], of: str) -> list[Mapping[str, Any]]:
-    """Return what the config groups declare of ``weights`` or ``input_activations``; {} where one declares nothing."""
+def _arguments(block: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+    """Return each config group's entry ``key``: ``weights`` or ``input_activations``; {} where it has none."""
     groups = block.get("config_groups")
-    found = [group.get(of) for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
+    found = [group.get(key) for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
     return [arguments if isinstance(arguments, dict) else {} for arguments in found]
 
 
 def _declared_bits(block: Mapping[str, Any]) -> int:
-    """Return the bits that all config groups declare; 8 if they differ or say none."""
+    """Return the bits that all config groups declare; 8 if they differ or declare none."""
     first, *others = [arguments.get("num_bits") for arguments in _arguments(block, "weights")] or [8]
     return first if type(first) is int and 1 <= first <= 8 and all(bits == first for bits in others) else 8
 
 
 def _rounds_x(block: Mapping[str, Any]) -> bool | None:
-    """Return whether x is rounded to 8 bits; None if the config groups differ in that."""
+    """Return whether x is quantised to 8 bits; None if the config groups differ in that."""
     rounds = {arguments.get("num_bits") == 8 for arguments in _arguments(block, "input_activations")}
     return rounds.pop() if len(rounds) == 1 else None
 
@@ -163,7 +163,7 @@ def _codes(words: Tensor, bits: int) -> Tensor:
 
 
 def _tile(tensors: Parts, shape: tuple[int, int], block: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the rows and columns that a scale of 8-bit values is for: all, a row, a group of columns, or a block."""
+    """Return the rows and columns per scale of 8-bit values: the weight, a row, a group of a row, or a block."""
     (n, k), scale = shape, part(tensors, "weight_scale", FLOATS, tensors["weight_scale"].dim())
     zero = tensors.get("weight_zero_point")
     if zero is not None and (zero.is_floating_point() or zero.shape != scale.shape):

@@ -1,4 +1,4 @@
-"""fp8 checkpoints: e4m3 weights with a scale per tile (DeepSeek), per row (``fbgemm_fp8``) or in all."""
+"""fp8 checkpoints: e4m3 weights with a scale per tile (DeepSeek), per row (``fbgemm_fp8``) or per tensor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from semisparse.errors import CheckpointError
 from semisparse.integrations.importers.method import FLOATS, Method, Parts, Rounded, part
 
 TILE = (128, 128)
-"""Rows and columns of a scale's tile, where the config does not say."""
+"""Rows and columns per scale, if the config has no ``weight_block_size``."""
 
 
 def measure(tensors: Parts, block: Mapping[str, Any]) -> tuple[int, int]:
@@ -44,7 +44,7 @@ def _scale(tensors: Parts) -> Tensor:
 
 
 def _tile(scale: Tensor, shape: tuple[int, int], block: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the rows and columns that a scale is for, by the number of scales."""
+    """Return the rows and columns per scale, from the shape of the scales."""
     (n, k), size = shape, block.get("weight_block_size") or TILE
     if not isinstance(size, list | tuple) or len(size) != 2 or not all(type(s) is int and s > 0 for s in size):
         raise CheckpointError(f"weight_block_size is {size!r} in config.json, expected two positive integers")

@@ -24,7 +24,7 @@ from semisparse.integrations.importers.method import (
 BITS = (2, 3, 4, 8)
 
 LAYOUTS = ("gptq", "gptq_v2")
-"""Values of ``checkpoint_format``: zero points stored less 1, or as they are."""
+"""Values of ``checkpoint_format``: zero points stored minus 1, or as they are."""
 
 
 def measure(tensors: Parts, block: Mapping[str, Any]) -> tuple[int, int]:
@@ -34,7 +34,7 @@ def measure(tensors: Parts, block: Mapping[str, Any]) -> tuple[int, int]:
 
     Raises:
         CheckpointError: the tensors do not fit one another or the config.
-        InputError: the number of bits is not one of `BITS`, or layers differ in bits, or the layout is another.
+        InputError: the number of bits is not one of `BITS`, layers differ in bits, or the layout is unknown.
     """
     bits, _ = _bits(block), _layout(block)
     qweight, scales = part(tensors, "qweight", (torch.int32,), 2), part(tensors, "scales", FLOATS, 2)
@@ -51,21 +51,21 @@ def measure(tensors: Parts, block: Mapping[str, Any]) -> tuple[int, int]:
 def read(tensors: Parts, block: Mapping[str, Any]) -> Rounded:
     """Return the weight: ``(code - zero) * scale``.
 
-    ``g_idx`` [K] names each column's group. Where zero points are stored less 1, tools subtract it from whole words, so
-    that a zero point of 0 borrows from the next one; adding it to whole words undoes that. 3-bit zero points lie in two
-    words, and are changed one by one.
+    ``g_idx`` [K] names each column's group. Tools that store zero points minus 1 subtract from whole words, so that a
+    zero point of 0 borrows from the next one; adding to whole words undoes that. 3-bit zero points may straddle two
+    words: each is corrected by itself.
 
     Raises:
-        CheckpointError: ``g_idx`` names a group that is not there.
+        CheckpointError: ``g_idx`` names a group that does not exist.
     """
     bits, scales = _bits(block), tensors["scales"]
     codes = unpack_words(tensors["qweight"], bits)
     k, n = codes.shape
-    words, less = tensors["qzeros"].T.contiguous(), _layout(block) == "gptq"
-    if less and bits != 3:
+    words, minus_1 = tensors["qzeros"].T.contiguous(), _layout(block) == "gptq"
+    if minus_1 and bits != 3:
         words = (words.to(torch.int64) + sum(1 << shift for shift in range(0, 32, bits))).to(torch.int32)
     zeros = unpack_words(words, bits)[:n].to(torch.int32)
-    if less and bits == 3:
+    if minus_1 and bits == 3:
         zeros = zeros + 1 & 7
     size = columns_per_group(k, len(scales), block.get("group_size"))
     index = group_index(tensors, "g_idx", k, len(scales), size)

@@ -12,7 +12,7 @@ from torch import Tensor
 from semisparse.errors import CheckpointError
 
 Parts = Mapping[str, Tensor]
-"""A layer's tensors by what follows the layer in their names."""
+"""A layer's tensors, by their names without the layer's."""
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 INDICES = (torch.int32, torch.int64)
@@ -20,16 +20,16 @@ INDICES = (torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class Rounded:
-    """A weight as a tool rounded it: ``(value - zero) * scale``, with one zero and one scale per tile.
+    """A weight as a tool quantised it: ``(value - zero) * scale``, with one zero and one scale per tile.
 
     Args:
         values: [N, K] float8_e4m3fn; uint8, from 0 to 2^bits - 1, with a zero point; or int8 without one.
         scale: [ceil(N / rows), ceil(K / columns)] float.
         zero: as ``scale``, int32; None for values without a zero point.
         tile: rows and columns of a tile.
-        bits: per value.
-        rounds_x: whether the tool's kernels round x to 8 bits as well; None if the file does not say.
-        index: [K] int64, the column of ``scale`` of each column of the weight, where tiles are not adjacent columns.
+        bits: bits per value.
+        rounds_x: whether the tool's kernels quantise x to 8 bits as well; None if the file does not say.
+        index: [K] int64, for each column of the weight its column of ``scale``; None if tiles are adjacent columns.
     """
 
     values: Tensor
@@ -48,7 +48,7 @@ class Rounded:
         return weight * self._spread(self.scale.float())
 
     def _spread(self, x: Tensor) -> Tensor:
-        """Return the entry of each weight, in a shape that can be multiplied with [N, K]."""
+        """Expand entries per tile to entries per weight, in a shape that broadcasts to [N, K]."""
         (n, k), (rows, columns) = self.values.shape, self.tile
         if rows != 1:
             x = x.repeat_interleave(rows, 0)[:n]
@@ -62,14 +62,14 @@ class Method:
     """How a tool stores the weight of a linear layer.
 
     Args:
-        markers: names of tensors of which a quantised layer has at least one.
-        parts: names of all tensors that together stand for a quantised layer's weight.
+        markers: tensor names, of which a quantised layer has at least one.
+        parts: names of all tensors in which a quantised layer's weight is stored.
         measure: (tensors, ``quantization_config``) -> N and K, or all dimensions of a fused weight, after checking
             dtypes, shapes and the number of groups. Tensors of more than 16 numbers are on the meta device.
-        read: (tensors, ``quantization_config``) -> the weight, once measured; a tensor [N, K] if it is not rounded.
+        read: (tensors, ``quantization_config``) -> the weight, once measured; a tensor if it is not `Rounded`.
         dropped: names of tensors outside quantised layers that a dense model does not have.
-        separator: between a layer's name and that of a part.
-        weight: what follows the layer's name in that of the dense weight.
+        separator: what separates the names of a layer and a part.
+        weight: suffix that makes a layer's name the dense weight's.
     """
 
     markers: frozenset[str]
@@ -85,7 +85,7 @@ def part(tensors: Parts, name: str, dtypes: tuple[torch.dtype, ...], dims: int) 
     """Return one of a layer's tensors after checking its dtype and number of dimensions.
 
     Raises:
-        CheckpointError: it is missing or is something else.
+        CheckpointError: it is missing, or has another dtype or number of dimensions.
     """
     if name not in tensors:
         raise CheckpointError(f"tensor {name} is missing; there are {', '.join(sorted(tensors))}")
@@ -118,11 +118,11 @@ def require_groups(groups: int, columns: int, declared: Any) -> None:
     """Refuse a number of groups along K that the config does not declare, or that does not divide K.
 
     Args:
-        groups: as the scales have them.
+        groups: number of groups of the scales.
         columns: K.
-        declared: the config's group size; -1 for whole rows, None if it does not say.
+        declared: the config's group size; -1 for whole rows, None if it has none.
     Raises:
-        CheckpointError: another number is expected.
+        CheckpointError: another number is expected, or the group size is invalid.
     """
     whole = isinstance(declared, int) and not isinstance(declared, bool)
     if declared is not None and (not whole or declared < -1 or declared == 0):
@@ -138,7 +138,7 @@ def require_groups(groups: int, columns: int, declared: Any) -> None:
 
 
 def columns_per_group(columns: int, groups: int, declared: Any) -> int:
-    """Return the columns of a group, once `require_groups` has passed."""
+    """Return the columns per group, once `require_groups` has passed."""
     return declared if declared is not None and 0 < declared < columns else -(-columns // groups)
 
 
@@ -146,11 +146,11 @@ def group_index(tensors: Parts, name: str, columns: int, groups: int, size: int)
     """Return the group of each column by the tensor ``name``; None where groups are adjacent columns.
 
     Args:
-        tensors: the layer's.
-        name: of an integer tensor [columns]; all -1 where it is not used.
+        tensors: the layer's tensors.
+        name: name of an integer tensor [columns]; all -1 if it is not used.
         columns: K.
-        groups: how many there are.
-        size: columns of a group of adjacent columns.
+        groups: number of groups.
+        size: columns per group, if groups are adjacent columns.
     Raises:
         CheckpointError: a group is out of range.
     """
@@ -171,12 +171,12 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
 
     Args:
         words: [W, columns] int32; each column is one stream.
-        bits: per integer, 2 to 8; integers may lie in two words (3 bits).
+        bits: bits per integer, 2 to 8; an integer may straddle two words (3 bits).
     Returns:
         [32 * W // bits, columns] uint8.
     """
     octets = torch.stack([(words >> shift & 0xFF).to(torch.uint8) for shift in (0, 8, 16, 24)], dim=1).flatten(0, 1)
-    if 8 % bits == 0:  # no integer lies in two bytes
+    if 8 % bits == 0:  # no integer straddles two bytes
         shifts = range(0, 8, bits)
         return torch.stack([octets >> shift & 2**bits - 1 for shift in shifts], dim=1).flatten(0, 1)
     count = 32 * len(words) // bits

@@ -1,4 +1,4 @@
-"""MXFP4 checkpoints (GPT-OSS): the experts of a layer in 4-bit floats, with a power of two per 32 columns."""
+"""MXFP4 checkpoints (GPT-OSS): a layer's experts in 4-bit floats, with a power of two as scale per 32 columns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from semisparse.integrations.importers.method import Method, Parts, part, require_shape
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Of the codes 0 to 7 (e2m1); 8 to 15 are their negatives."""
+"""Values of the codes 0 to 7 (e2m1); those of 8 to 15 are their negatives."""
 
 BLOCK_BYTES = 16
 """Bytes of a block of 32 codes."""

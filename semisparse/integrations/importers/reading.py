@@ -25,7 +25,7 @@ METHODS: dict[str, Method] = {
     "fbgemm_fp8": fp8.METHOD,
     "mxfp4": mxfp4.METHOD,
 }
-"""By the ``quant_method`` of config.json."""
+"""The methods by the ``quant_method`` of config.json."""
 
 SMALL = 16
 """Tensors of at most this many elements are read before the checks: some hold a weight's shape."""
@@ -51,7 +51,7 @@ def load_dequantised(path: str | Path, dtype: torch.dtype | None = None) -> tupl
 
     Args:
         path: a model directory with a ``quantization_config`` of one of `METHODS`.
-        dtype: of the model; by default that of its config, to which dequantised weights are rounded in any case.
+        dtype: dtype of the model; by default its config's. Dequantised weights are rounded to the config's in any case.
     Returns:
         The model, and its quantised weights by the layer's name in the files.
     Raises:

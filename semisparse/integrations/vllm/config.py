@@ -1,4 +1,4 @@
-"""vLLM's `QuantizationConfig` of a semisparse checkpoint: which layer is computed how, and whether it can be."""
+"""vLLM's `QuantizationConfig` of a semisparse checkpoint: how each layer is computed, and which are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SemisparseVllmConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> SemisparseVllmConfig:
-        """Read the block of config.json. vLLM does so before any process has a GPU's memory.
+        """Read the block of config.json. vLLM does so before any process allocates GPU memory.
 
         Raises:
             CheckpointError: the block is unreadable, or of another version.
@@ -46,7 +46,7 @@ class SemisparseVllmConfig(QuantizationConfig):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Return 80, as vLLM writes the compute capability 8.0 that the CUDA kernels need. vLLM refuses older GPUs."""
+        """Return 80: compute capability 8.0, which the CUDA kernels need. vLLM refuses older GPUs."""
         return 80
 
     @staticmethod
@@ -84,7 +84,7 @@ class SemisparseVllmConfig(QuantizationConfig):
         return SemisparseLinearMethod({name: self.layers[name] for name in names}, tokens)
 
     def _checkpoint_names(self, prefix: str) -> list[str]:
-        """Return the checkpoint's layers in a layer of vLLM: several if vLLM fuses what the checkpoint has apart."""
+        """Return the checkpoint's layers in a layer of vLLM: several if vLLM fuses separately stored layers."""
         parent, _, last = prefix.rpartition(".")
         if prefix in self.layers or last not in self.packed_modules_mapping:
             return [prefix]

@@ -1,4 +1,4 @@
-"""vLLM's linear layer with packed weights: loading, sharding, and the product.
+"""vLLM's linear layer with packed weights: loading, sharding, and the matmul.
 
 Each layer loads unsharded tensors in the disk layout, slices out this tensor-parallel rank's shard, and stacks the
 weights of a fused layer. To find the rank's rows or columns, the adapter passes their indices through vLLM's own weight
@@ -35,7 +35,7 @@ class SemisparseLinearMethod(LinearMethodBase):
     Args:
         layers: the checkpoint's layers that vLLM's layer contains, by name and in vLLM's order, as `read_block` returns
             them.
-        tokens: the most that vLLM computes in one step.
+        tokens: maximum number of tokens per step of vLLM.
     """
 
     def __init__(self, layers: Mapping[str, Packed], tokens: int) -> None:
@@ -43,9 +43,9 @@ class SemisparseLinearMethod(LinearMethodBase):
         self._declared = list(layers.values())
         self._tokens = tokens
         self._dtype = torch.get_default_dtype()
-        self._parts: list[list[tuple[int, int, int]]] = []  # of each weight, as `_runs_of_rank` returns them
+        self._parts: list[list[tuple[int, int, int]]] = []  # per weight, as `_runs_of_rank` yields them
         self._loaded: list[dict[str, Tensor]] = [{} for _ in layers]  # the tensors of weights that are not complete yet
-        self._complete: set[int] = set()  # indices of the weights that are
+        self._complete: set[int] = set()  # indices of complete weights
         self._shards: dict[int, Packed] = {}  # by first row (column if row-parallel) in this rank's layer
 
     def create_weights(
@@ -107,13 +107,13 @@ class SemisparseLinearMethod(LinearMethodBase):
             self._shards[position] = slice_weight(whole, _sharded_dim(layer), start, stop)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Stack the shards in the order of the layer's rows, and compile the kernels of every number of tokens.
+        """Stack the shards in the order of the layer's rows, and compile the kernels for every number of tokens.
 
         Kernels cannot be loaded while vLLM captures a CUDA graph.
 
         Raises:
             CheckpointError: the checkpoint lacks tensors of a weight of the layer.
-            KernelError: no kernel can compute a product.
+            KernelError: no kernel can compute a matmul.
         """
         for index, (name, declared) in enumerate(zip(self._names, self._declared, strict=True)):
             if index not in self._complete:
@@ -154,9 +154,9 @@ def _runs_of_rank(layer: Any, dim: int, size: int, shard_id: ShardId) -> Iterato
     stored = torch.full((1, length) if dim else (length, 1), -1, device="cpu")
     parameter = ModelWeightParameter(data=stored, input_dim=1, output_dim=0, weight_loader=None)
     parameter.tp_rank, parameter.tp_size = layer.tp_rank, layer.tp_size
-    numbers = torch.arange(size, device="cpu").view((1, -1) if dim else (-1, 1))
+    indices = torch.arange(size, device="cpu").view((1, -1) if dim else (-1, 1))
     load = getattr(layer, "weight_loader_v2", layer.weight_loader)
-    load(parameter, numbers, *(() if shard_id is None else (shard_id,)))
+    load(parameter, indices, *(() if shard_id is None else (shard_id,)))
     stored = stored.flatten()
     positions = (stored >= 0).nonzero().flatten()
     breaks = ((stored[positions].diff() != 1) | (positions.diff() != 1)).nonzero().flatten() + 1

@@ -1,15 +1,15 @@
-// y[m, n] = x[m, k] @ w[n, k].T + bias[n] for a dense 16-bit weight and 1 to 8 N8_TILES tokens: a GEMV on tensor cores.
+// y[m, n] = x[m, k] @ w[n, k].T + bias[n] for a dense 16-bit weight and 1 to 8 * N8_TILES tokens: a GEMV on tensor cores.
 //
-// Grid: 1-D, persistent CTAs that stride over row tiles of 16 rows; with SILU_MUL rows r to r + 7 and n / 2 + r to n / 2 + r + 7.
+// Grid: 1-D, persistent CTAs that stride over tiles of 16 rows; with SILU_MUL rows r to r + 7 and n / 2 + r to n / 2 + r + 7.
 // CTA: WARPS warps, which split K among them (sliced-K).
 // Static shared memory: partial accumulators [2, WARPS, 16 rows, tokens] float32; row tiles alternate between the two halves.
-// Dynamic shared memory of a fused kernel (fusion.cuh): x [m, steps * WARPS * 64] (stage_x.cuh), unit u of token t at u ^ t % 2,
-// which spreads the tokens of a quarter-warp over the banks.
+// Dynamic shared memory of a fused kernel (fusion.cuh): x [m, steps * WARPS * 64] (stage_x.cuh), 16-byte unit u of token t at
+// u ^ (t % 2), which spreads the tokens of a quarter-warp over the banks.
 //
 // A warp's step is 64 columns of 16 rows. Lane 4 * g + t loads the columns 16 t to 16 t + 15 of rows g and g + 8 straight into
-// registers, and takes the same columns of token g of x: any order of the columns will do for a dot product, as long as both operands
-// have the same. So no weight passes through shared memory. STEPS steps are in flight: the loads of a step replace those of the
-// step that was just multiplied, across row tiles.
+// registers, and the same columns of token g of x: a dot product may add its columns in any order that both operands share. So
+// no weight passes through shared memory. STEPS steps are in flight: the loads of a step replace those of the step that was
+// just multiplied, across row tiles.
 //
 // Programmatic dependent launch: in a fused kernel the first steps' weights are loaded before griddepcontrol.wait; else
 // nothing is. Bound by memory. Accumulators are float32 and added in a fixed order: every run returns the same bits.
@@ -35,7 +35,7 @@ struct Weights {
     const SCALAR* w;
     int n, k;
 
-    // The row of w that is row `index` of a row tile. Rows past the last repeat it: nobody stores their sums.
+    // The row of w that is row `index` of a row tile. Rows past the last repeat it; their results are not stored.
     __device__ __forceinline__ long long row(int tile, int index) const {
         const int half = SILU_MUL && index >= kOutputs, rows = SILU_MUL ? n / 2 : n;
         return half * rows + min(tile * kOutputs + index - half * kOutputs, rows - 1);
@@ -50,7 +50,7 @@ struct Step {
         return inside ? ld_global_nc_v4(from) : uint4{0, 0, 0, 0};
     }
 
-    // `column` is the lane's first; columns from k on are zeros.
+    // `column` is the lane's first column; columns from k on are zeros.
     __device__ __forceinline__ void load_weights(const Weights& weights, int tile, int column) {
         const int g = threadIdx.x % kWarp / 4;
         const SCALAR* above = weights.w + weights.row(tile, g) * weights.k + column;
@@ -77,7 +77,7 @@ struct Step {
         }
     }
 
-    // `column` is of the step that was loaded, `pitch` the units of a token in shared memory.
+    // `column` is the one that the step was loaded with, `pitch` the units per token in shared memory.
     __device__ __forceinline__ void multiply(float (&sums)[N8_TILES][4], Word shared_x, int m, int pitch, int column) const {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -85,14 +85,14 @@ struct Step {
             const Word second[4] = {upper[half].z, lower[half].z, upper[half].w, lower[half].w};
 #pragma unroll
             for (int tile = 0; tile < N8_TILES; ++tile) {
-                uint4 of_x = x[kFused ? 0 : tile][half];
+                uint4 x_unit = x[kFused ? 0 : tile][half];
                 if constexpr (kFused) {
                     const int token = threadIdx.x % kWarp / 4 + 8 * tile;
-                    of_x = uint4{0, 0, 0, 0};
-                    if (token < m) of_x = ld_shared_v4(x_address(shared_x, pitch, token, column / kUnitValues + half));
+                    x_unit = uint4{0, 0, 0, 0};
+                    if (token < m) x_unit = ld_shared_v4(x_address(shared_x, pitch, token, column / kUnitValues + half));
                 }
-                mma_m16n8k16(sums[tile], first, of_x.x, of_x.y, static_cast<const SCALAR*>(nullptr));
-                mma_m16n8k16(sums[tile], second, of_x.z, of_x.w, static_cast<const SCALAR*>(nullptr));
+                mma_m16n8k16(sums[tile], first, x_unit.x, x_unit.y, static_cast<const SCALAR*>(nullptr));
+                mma_m16n8k16(sums[tile], second, x_unit.z, x_unit.w, static_cast<const SCALAR*>(nullptr));
             }
         }
     }
@@ -112,9 +112,9 @@ __device__ __forceinline__ void store_partial(Partial& partial, const float (&su
         partial[i / 4 * 8 + lane % 4 * 2 + i % 2][lane / 4 + i / 2 % 2 * 8] = sums[i / 4][i % 4];
 }
 
-// The output that a thread stores of a row tile, with what is added to it.
+// The one output of a row tile that a thread stores, with the bias and residual that are added to it.
 struct Output {
-    int token, index, row;  // index: in the row tile
+    int token, index, row;  // index: row in the row tile; row: of y
     bool stored;
     float bias, up_bias, residual;
 
@@ -150,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * kWarp, CTAS_PER_SM) semispa
     const SCALAR* residual,     // [m, n] with ADD_RESIDUAL
     SCALAR* y,                  // [m, n], or [m, n / 2] with SILU_MUL
     int m, int n, int k,
-    int steps,                  // of a warp per row tile, a multiple of STEPS
+    int steps,                  // per warp and row tile, a multiple of STEPS
     float epsilon
 ) {
     extern __shared__ uint4 shared[];

@@ -1,4 +1,4 @@
-"""decode.cu: y for 1 to 16 tokens of a 16-bit weight, bound by reading it."""
+"""decode.cu: a GEMV with a 16-bit weight for 1 to 16 tokens, bound by reading the weight."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ MAX_TOKENS = 16
 WARPS = 8
 
 STEPS = {1: 4, 2: 2}
-"""That a warp has in flight, 2 KB of weights each, by the operands of 8 tokens: what registers allow."""
+"""By N8_TILES: steps that a warp has in flight, 2 KB of weights each, as registers allow."""
 
 CTAS_PER_SM = 2
-"""That registers allow."""
+"""Resident CTAs, as registers allow."""
 
 SHARED_X_BYTES = 72 << 10
-"""Of x, that a CTA of a fused kernel keeps in shared memory at most: an SM has two."""
+"""Maximum bytes of x that a CTA of a fused kernel keeps in shared memory: an SM has two such CTAs."""
 
 ROWS, STEP_COLUMNS = 16, 64
-"""Of a row tile, and of a warp's step: kTileRows and kStepColumns in decode.cu."""
+"""Rows of a row tile, and columns of a warp's step: kTileRows and kStepColumns in decode.cu."""
 
 UNFUSED: Defines = {"RMS_NORM": 0, "ADD_RESIDUAL": 0, "SILU_MUL": 0}
 
@@ -64,14 +64,14 @@ def refusal(problem: Problem) -> str | None:
 
 
 def pays(problem: Problem) -> bool:
-    """Whether it is faster than cuBLAS: where every SM has a row tile, and for more than two tokens few have many.
+    """Return whether it is faster than cuBLAS: at least one row tile per SM and, from three tokens on, at most four.
 
-    H200, one token: 10.9 for 12.8 us at 4096 x 4096, 24.5 for 26.9 at 4096 x 11008, 66.6 for 74.7 at 32000 x 4096,
-    equal at 22016 x 4096; 13.2 for 11.8 at 1536 x 8960. Eight tokens at 22016 x 4096: 50.8 for 47.9.
+    H200, N x K, us here / cuBLAS for one token: 4096 x 4096 10.9 / 12.8, 4096 x 11008 24.5 / 26.9, 32000 x 4096
+    66.6 / 74.7, 22016 x 4096 equal, 1536 x 8960 13.2 / 11.8; for eight tokens: 22016 x 4096 50.8 / 47.9.
     """
     row_tiles = -(-problem.n // ROWS)
-    many = row_tiles > 4 * device_facts(problem.device).sms
-    return row_tiles >= device_facts(problem.device).sms and (problem.m <= 2 or not many)
+    over_four_per_sm = row_tiles > 4 * device_facts(problem.device).sms
+    return row_tiles >= device_facts(problem.device).sms and (problem.m <= 2 or not over_four_per_sm)
 
 
 def prepare(problem: Problem) -> Product:
@@ -80,7 +80,7 @@ def prepare(problem: Problem) -> Product:
 
 
 def fuse(problem: Problem) -> FusedProduct | None:
-    """As `prepare`, with a prologue and an epilogue; None if x is too large for shared memory."""
+    """As `prepare`, fused. None if x is too large for shared memory, or N is no multiple of 16 with SiLU."""
     uneven_halves = problem.epilogue == "silu_mul" and problem.n % ROWS
     return None if _shared_x(problem) > SHARED_X_BYTES or uneven_halves else _prepared(problem)
 

@@ -23,7 +23,7 @@ def refusal(problem: Problem) -> str | None:
 
 
 def prepare(problem: Problem) -> Product:
-    """Return torch's product."""
+    """Return torch's GEMM."""
     return _multiply
 
 
@@ -35,8 +35,8 @@ def _multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
 def _aligned(x: Tensor) -> Tensor:
     """Return x, or a copy, that is contiguous and begins at a multiple of 16 bytes.
 
-    torch reads x in vectors without checking: an unaligned one ends in "misaligned address", which loses the process
-    its CUDA context.
+    torch reads x in vectors without checking: an unaligned x ends in "misaligned address", after which the process can
+    no longer use CUDA.
     """
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-# A build for one token, with m = 1 folded in, loads more slowly: 117 us, else 87, for four layers of Qwen2.5-7B.
+# Specialised for m = 1, the kernel's loads are slower: 117 us instead of 87 for four layers of Qwen2.5-7B.
 @triton.jit(do_not_specialize=["m"])
 def semisparse_dense_int8_gemm(
     x, w, x_scale, w_scale, bias, y, m, n, k,
@@ -21,7 +21,7 @@ def semisparse_dense_int8_gemm(
     EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of y = (x @ w.T) * x_scale * w_scale + bias."""
-    # Programs go down GROUP_M tiles of tokens before the next tile of N, so that both operands stay in L2.
+    # Programs compute GROUP_M tiles of tokens before the next tile of N, so that both operands stay in L2.
     program = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
     group, index = program // (GROUP_M * tiles_n), program % (GROUP_M * tiles_n)
@@ -78,7 +78,7 @@ def int8_gemm(
         x: [M, K] int8, with scales [M] float32.
         w: [N, K] int8, with scales [N] float32.
         bias: [N] or None.
-        dtype: of the result.
+        dtype: dtype of the result.
         config: as `choose_config` returns it.
     Returns:
         [M, N].

@@ -1,4 +1,4 @@
-"""fp8 weights: x is quantised per token, or as a whole, then ``torch._scaled_mm`` with the scales in its epilogue."""
+"""fp8 weights: x is quantised per token or per tensor, then ``torch._scaled_mm`` with the scales in its epilogue."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def refusal(problem: Problem) -> str | None:
 
 
 def prepare(problem: Problem) -> Product:
-    """Return the product that quantises x as the weight was: by rows, or as a whole."""
+    """Return the function that quantises x per tensor for kind fp8_tensor, per token for kind fp8."""
     if problem.params["kind"] == "fp8_tensor":
-        return _as_a_whole
+        return _per_tensor
     from semisparse.quant.triton_symmetric import quantise_rows
 
-    def by_rows(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+    def per_token(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         rounded, scale = quantise_rows(x, torch.float8_e4m3fn)
         return _multiply(rounded, scale[:, None], packed, packed.tensors["scale"][None, :], bias, x.dtype)
 
-    return by_rows
+    return per_token
 
 
-def _as_a_whole(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+def _per_tensor(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     x = x.contiguous()
     amax = torch.linalg.vector_norm(x, ord=torch.inf, dtype=torch.float32)
     scale = torch.where(amax == 0, 1.0, amax / FP8_MAX).reshape(1)

@@ -16,7 +16,7 @@ from semisparse.patterns import Pattern, VectorNM
 from semisparse.quant.symmetric import FP8_MAX, quantise_rows
 
 KINDS = ("int8", "fp8", "fp8_tensor", "int4")
-"""Symmetric with a scale per row (int8, fp8) or one in all (fp8_tensor); scale and zero per 32 columns (int4)."""
+"""Symmetric with a scale per row (int8, fp8) or per tensor (fp8_tensor); scale and zero per 32 columns (int4)."""
 
 DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp8_tensor": torch.float8_e4m3fn}
 
@@ -55,7 +55,7 @@ def counts(spec: WeightSpec) -> Mapping[str, int]:
 
 
 def grain(spec: WeightSpec) -> tuple[int, int]:
-    """Return the rows and columns at whose multiples a part still obeys the pattern and holds whole int4 tiles."""
+    """Return the rows and columns at whose multiples a slice still obeys the pattern and holds whole int4 tiles."""
     if kind_of(spec.params) == "int4":
         return int4.ROWS, int4.COLUMNS
     return (spec.pattern.length if isinstance(spec.pattern, VectorNM) else 1), spec.pattern.step
@@ -70,7 +70,7 @@ def pack(
         weight: [N, K].
         pattern: any; zeros are stored like other values.
         kind: None for the weight as it is, or one of `KINDS`.
-        codes: of kinds int8 and fp8, what the weight was rounded to already.
+        codes: for kinds int8 and fp8, the codes of a weight that is quantised already.
     Raises:
         FormatError: ``kind`` is unknown or takes no codes, the codes are not for this weight, or int4 cannot tile
             this shape.
@@ -107,7 +107,7 @@ def unpack(packed: Packed) -> Tensor:
 
 
 def codes_of(packed: Packed) -> Codes | None:
-    """Return the 8-bit values and their scales; None for 16-bit values and for int4, whose zero points are weights."""
+    """Return the 8-bit values and their scales; None without a kind, and for int4: its zeros are weights, not codes."""
     kind = kind_of(packed.params)
     if kind is None or kind == "int4":
         return None

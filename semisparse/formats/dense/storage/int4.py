@@ -16,7 +16,7 @@ from semisparse.formats.base import TensorSpec
 
 GROUP = 32
 ROWS, COLUMNS = 8, 128
-"""Of a tile; 128 columns are the eight inner k-tiles of 16 with which torch's kernel is fastest."""
+"""Rows and columns of a tile: 128 columns are eight inner k-tiles of 16, with which torch's kernel is fastest."""
 
 SPECS = (
     TensorSpec("values", torch.int32, ("row_tiles", "column_tiles", "lanes", "words"), split_n=0, split_k=1),
@@ -28,7 +28,7 @@ SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 
 
 def counts(n: int, k: int) -> Mapping[str, int]:
-    """Return the numbers of tiles, lanes, words per lane, and groups."""
+    """Return the sizes of the stored dimensions: tiles, lanes, words per lane, groups, and scale with zero."""
     return {
         "row_tiles": n // ROWS,
         "column_tiles": k // COLUMNS,
