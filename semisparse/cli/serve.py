@@ -10,7 +10,6 @@ from typing import Annotated
 
 import typer
 
-from semisparse.api import inspect_directory
 from semisparse.cli.output import console
 from semisparse.errors import InputError, SemisparseError
 
@@ -33,6 +32,8 @@ def serve(
 
     Example: `semisparse serve out -- --max-model-len 4096`
     """
+    from semisparse.api import inspect_directory
+
     if not (model / "config.json").is_file():
         raise InputError(f"{model} is no model directory: it has no config.json")
     inspect_directory(model)  # a server would refuse a corrupted model only after a minute, with a page of traceback

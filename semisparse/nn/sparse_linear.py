@@ -135,9 +135,16 @@ class SparseLinear(nn.Module):
         """Load the layout on disk, after checking it: kernels do not check indices.
 
         Raises:
-            FormatError: a tensor contradicts the layer's format. The layer keeps its weight, in the layout on disk.
+            FormatError: a tensor contradicts the layer's format. The layer keeps its weight.
         """
         self.arrange("cpu")
+        try:
+            self._validate(state_dict, prefix)
+            super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        finally:
+            self.arrange()
+
+    def _validate(self, state_dict: Mapping[str, Any], prefix: str) -> None:
         found = {name: state_dict.get(prefix + name) for name in self._names}
         given = {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
         present = self.packed.tensors
@@ -147,8 +154,6 @@ class SparseLinear(nn.Module):
             whole = {**rest, **{name: tensor.to(present[name].dtype) for name, tensor in given.items()}}
             device = next(iter(given.values())).device
             get_format(self.spec.format).validate(Packed(self.spec, {n: t.to(device) for n, t in whole.items()}))
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        self.arrange()
 
     def extra_repr(self) -> str:
         """Return sizes, format, pattern, bits per weight, and the kernel that computes one token."""

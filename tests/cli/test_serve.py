@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,3 +45,9 @@ def test_a_directory_of_a_newer_version_is_refused_before_a_server_starts(run, s
     assert outcome.status == 2
     assert not started
     assert "checkpoint version 99 is unknown; this semisparse reads version 1" in " ".join(outcome.err.split())
+
+
+def test_the_command_line_starts_without_torch():
+    """`--version` and `--help` import nothing that takes seconds."""
+    found = subprocess.run([sys.executable, "-c", "import sys, semisparse.cli; sys.exit('torch' in sys.modules)"])
+    assert found.returncode == 0

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from semisparse.errors import FormatError
 from semisparse.formats import get_format
 from semisparse.integrations.transformers import sparse_layers
 from semisparse.nn import SparseLinear
@@ -69,6 +70,15 @@ def test_a_layer_on_a_gpu_saves_and_returns_what_it_was():
     model.cpu()
     assert layer.packed.params == {}
     assert all(torch.equal(stored[name], tensor) for name, tensor in layer.state_dict().items())
+
+
+@needs_gpu
+def test_a_refused_state_dict_leaves_a_layer_as_it_was():
+    model = nn.Sequential(SparseLinear(packed())).cuda()
+    broken = {name: torch.full_like(tensor, -1) for name, tensor in model.state_dict().items()}
+    with pytest.raises(FormatError):
+        model.load_state_dict(broken)
+    assert model[0].packed.params == {"layout": "tiles"}
 
 
 @needs_gpu
