@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import multiprocessing
 import os
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,6 +22,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import hypothesis  # noqa: F401 (imported once, before each run forks)
+import pytest
+import torch
+import transformers  # noqa: F401
 from rows import read_rows, write_rows
 
 TREE = Path(__file__).resolve().parents[1]
@@ -143,21 +148,30 @@ def run(mutant: Mutant, tests: tuple[str, ...], copy: Path) -> tuple[str, float]
     target = copy / mutant.path
     source = target.read_bytes()
     target.write_bytes(source[: mutant.start] + mutant.after.encode() + source[mutant.end :])
-    environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *(f"tests/{t}" for t in tests)]
     started = time.perf_counter()
-    try:
-        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=SECONDS)
-        outcome = "survived" if done.returncode == 0 else "killed"
-    except subprocess.TimeoutExpired:
-        outcome = "killed (time limit)"
-    finally:
-        target.write_bytes(source)
-    return outcome, time.perf_counter() - started
+    child = multiprocessing.get_context("fork").Process(target=_run_tests, args=(tests, copy))
+    child.start()
+    child.join(SECONDS)
+    if child.is_alive():
+        child.kill()
+        child.join()
+    target.write_bytes(source)
+    return "survived" if child.exitcode == 0 else "killed", time.perf_counter() - started
+
+
+def _run_tests(tests: tuple[str, ...], copy: Path) -> None:
+    """Run tests in this process, which has imported all but semisparse; exit with pytest's status."""
+    os.chdir(copy)
+    sys.path.insert(0, str(copy))
+    with open(os.devnull, "w") as sink, contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink):
+        status = pytest.main(["-q", "-x", "-p", "no:cacheprovider", *(f"tests/{test}" for test in tests)])
+    os._exit(int(status))
 
 
 def main() -> None:
     """Draw mutants and run those that the CSV lacks."""
+    sys.dont_write_bytecode = True  # a mutant of the same size and second would run as the one before it
+    torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("csv", type=Path)
     parser.add_argument("--count", type=int, default=150)
