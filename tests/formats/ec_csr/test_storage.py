@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import semisparse.formats.ec_csr
+from semisparse.api.packing import pack_for_disk
 from semisparse.errors import FormatError
 from semisparse.formats.ec_csr.storage import panels
 from tests.formats.ec_csr.weights import EC_CSR, LAYOUTS, READERS, random_weight, read_panels
@@ -95,6 +96,12 @@ def test_a_wide_layer_is_less_than_45_percent_of_csr():
     weight = random_weight(256, 8192, "70%")
     csr = 6 * int(weight.count_nonzero()) + 4 * 257
     assert EC_CSR.pack(weight, "70%").nbytes <= 0.45 * csr
+
+
+@pytest.mark.parametrize(("pattern", "smallest"), [("90%", "bitmask"), ("95%", "ec_csr")])
+def test_the_format_of_fewest_bytes_of_a_wide_layer(pattern: str, smallest: str):
+    """With 4,096 columns the two cross at 93 % zeros (docs/experiments/audit.md)."""
+    assert pack_for_disk(random_weight(256, 4096, pattern), "auto", pattern).spec.format == smallest
 
 
 def test_unknown_options_are_refused():
