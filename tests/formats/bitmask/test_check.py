@@ -8,6 +8,7 @@ from torch import Tensor
 
 from semisparse.errors import FormatError
 from semisparse.formats import Packed
+from semisparse.formats.bitmask.storage import check
 from semisparse.patterns import parse_pattern
 from tests.formats.bitmask.weights import BITMASK, in_tiles
 from tests.formats.cases import build, random
@@ -54,6 +55,16 @@ def test_any_flipped_mask_bit_is_refused(row: int, block: int, bit: int, pattern
     flip = torch.tensor(1).bitwise_left_shift(bit)
     with pytest.raises(FormatError):
         BITMASK.validate(damaged(packed, "masks", (row, block), packed.tensors["masks"][row, block] ^ flip))
+
+
+@given(st.sampled_from((2, 4, 8, 16, 32)), st.data())
+def test_windows_with_more_bits_than_the_pattern_keeps_are_found(window: int, data: st.DataObject):
+    keep = data.draw(st.integers(1, window - 1))
+    masks = data.draw(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=8))
+    fuller = [
+        any((mask >> start & 2**window - 1).bit_count() > keep for start in range(0, 64, window)) for mask in masks
+    ]
+    assert check._has_fuller_window(torch.tensor([masks]), window, keep).tolist() == [fuller]
 
 
 def flip_mask_bit(tiles: Tensor) -> None:

@@ -111,6 +111,19 @@ def test_unknown_options_are_refused():
             EC_CSR.pack(torch.zeros(2, 64), "50%", **{name: value})
 
 
+def test_bundles_of_coarse_blocks_and_of_many_columns_come_first():
+    """So that the longest warps begin first (section 5)."""
+    weight = random_weight(24, 4096, "50%")
+    packed = EC_CSR.pack(weight, "50%", layout="paper", delta_bits=8, clip=2, multiple=32)
+    table = packed.tensors["bundles"][:, :3].tolist()
+    granularities = [rows for rows, _, _ in table]
+    assert len(set(granularities)) > 1
+    assert granularities == sorted(granularities, reverse=True)
+    for kind in {(rows, vector) for rows, vector, _ in table}:
+        columns = [each for rows, vector, each in table if (rows, vector) == kind]
+        assert columns == sorted(columns, reverse=True)
+
+
 def test_clipped_blocks_are_not_longer_than_asked():
     weight = random_weight(16, 4096, "50%")
     columns = {}
