@@ -1,4 +1,4 @@
-"""``search=evolution``: allocation by single effects, then elitist (1 + lambda) level switching, coarse to fine."""
+"""``search=evolution``: elitist (1 + lambda) level switching, coarse to fine, with more tokens for the survivors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from semisparse.compress.recipe import Recipe
-from semisparse.compress.search.additive import allocate_exactly, interpolated, levels_to_measure
 from semisparse.compress.search.score import BatchScore, Scorer
 from semisparse.compress.search.space import STAGE_STRIDES, Candidate, LinearSpace, switch_levels
 from semisparse.compress.search.state import State
@@ -22,18 +21,10 @@ REACH = 3
 """Minimum number of strides by which all passes of a stage together can move a linear layer."""
 
 
-MEASURED = 0.4
-"""Fraction of a pass's effort for measuring each linear layer alone."""
-
-LEVELS_MEASURED = 4
-"""Levels at most per linear layer of `levels_to_measure`."""
-
-
 class Evolution:
-    """The first generation of a pass allocates density by what each linear layer loses or gains alone.
+    """Each generation mutates the best candidate, and replaces it by the best offspring if that is better.
 
-    Each later one mutates the best candidate, and replaces it by the best offspring if that is better. Offspring are
-    first scored on few tokens; the final comparison is on all. Each of the three stages, coarse to fine,
+    Offspring are first scored on few tokens; the final comparison is on all. Each of the three stages, coarse to fine,
     has `search_banks` passes. Each pass prunes a new bank around the best candidate, because a bank's weights are
     pruned for the inputs that they get in that candidate: the further a candidate is from it, the less they fit.
 
@@ -47,17 +38,12 @@ class Evolution:
 
     def __init__(self, space: Sequence[LinearSpace], scorer: Scorer, recipe: Recipe, seed: int, number: int) -> None:
         self._space, self._scorer, self._seed = space, scorer, seed
-        self._stage, self._steps = number // recipe.search_banks, _steps(recipe)
-        passes = self.passes(recipe)
+        self._stage, passes = number // recipe.search_banks, self.passes(recipe)
         few, more = max(1, scorer.batches // 16), max(1, scorer.batches // 4)
         self._rounds = ((OFFSPRING, few), (OFFSPRING // 4, more), (1, scorer.batches))
         cost = OFFSPRING * few + OFFSPRING // 4 * (more - few) + scorer.batches - more
-        effort, most = recipe.search_effort * scorer.batches, LEVELS_MEASURED * len(space)
-        self._batches_alone = min(scorer.batches, int(MEASURED * effort / passes / most))
-        alone = self._batches_alone * (most + 1) + self._steps * scorer.batches if self._batches_alone else 0
-        extra = passes if alone else 0  # generations that measure layers alone
-        self.generations = extra + max(passes, (effort - extra * alone) // cost)
-        self._first, self.end = (-(-pass_ * self.generations // passes) for pass_ in (number, number + 1))
+        self.generations = max(passes, recipe.search_effort * scorer.batches // cost)
+        self.end = -(-(number + 1) * self.generations // passes)
 
     @staticmethod
     def passes(recipe: Recipe) -> int:
@@ -78,8 +64,6 @@ class Evolution:
     def next_generation(self, state: State) -> State:
         """Run one generation."""
         rng = random.Random(f"{self._seed} {state.generation}")
-        if self._batches_alone and state.generation == self._first:
-            return self._allocated(state, rng)
         offspring = {self._mutated(state.best, rng) for _ in range(OFFSPRING)} - {state.best}
         order = rng.sample(range(self._scorer.batches), self._scorer.batches)
         scores: dict[Candidate, dict[int, BatchScore]] = {candidate: {} for candidate in sorted(offspring)}
@@ -88,45 +72,13 @@ class Evolution:
             for candidate, known in scores.items():
                 missing = [index for index in order[:batches] if index not in known]
                 known |= zip(missing, self._scorer.score(candidate, missing), strict=True)
+        best, kl = state.best, state.kl
         for candidate, known in scores.items():
-            state = self._improved(state, candidate, [known[index] for index in range(self._scorer.batches)])
-        return replace(state, evaluations=state.evaluations + len(offspring))
-
-    def _allocated(self, state: State, rng: random.Random) -> State:
-        """Measure each linear layer alone on some batches, and score the allocations that follow on all."""
-        batches = sorted(rng.sample(range(self._scorer.batches), self._batches_alone))
-
-        def kl(candidate: Candidate) -> float:
-            return sum(score.kl for score in self._scorer.score(candidate, batches))
-
-        centre, at_centre, evaluations = state.best, kl(state.best), state.evaluations
-        strides = [linear.strides[self._stage] for linear in self._space]
-        effects = []
-        for index, linear in enumerate(self._space):
-            measured = {centre[index]: 0.0}
-            for level in levels_to_measure(linear, centre[index], strides[index]):
-                measured[level] = kl((*centre[:index], level, *centre[index + 1 :])) - at_centre
-            evaluations += len(measured) - 1
-            effects.append(interpolated(sorted(linear.kept), measured))
-        for reach in range(1, self._steps + 1):  # effects add up less the further a candidate is
-            near = [
-                {level: effect for level, effect in of_layer.items() if abs(level - before) <= reach * stride}
-                for of_layer, before, stride in zip(effects, centre, strides, strict=True)
-            ]
-            candidate = allocate_exactly(self._space, near, centre)
-            if candidate and candidate != state.best:
-                scores = self._scorer.score(candidate, range(self._scorer.batches))
-                state = self._improved(state, candidate, scores)
-                evaluations += 1
-        return replace(state, evaluations=evaluations)
-
-    def _improved(self, state: State, candidate: Candidate, scores: list[BatchScore]) -> State:
-        """Replace the best candidate by one that is better, given its scores on all batches."""
-        kl = self._scorer.mean_kl(scores)
-        if kl >= state.kl:
-            return state
-        self._scorer.set_parent(candidate, scores)
-        return replace(state, best=candidate, kl=kl)
+            in_order = [known[index] for index in range(self._scorer.batches)]
+            if self._scorer.mean_kl(in_order) < state.kl:
+                best, kl = candidate, self._scorer.mean_kl(in_order)
+                self._scorer.set_parent(candidate, in_order)
+        return replace(state, best=best, kl=kl, evaluations=state.evaluations + len(offspring))
 
     def _mutated(self, candidate: Candidate, rng: random.Random) -> Candidate:
         for _ in range(min(rng.randint(1, MAX_SWITCHES), rng.randint(1, MAX_SWITCHES))):
