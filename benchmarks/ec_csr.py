@@ -2,10 +2,12 @@
 
     python benchmarks/ec_csr.py DATA results/ec_csr_storage.csv [--plot deltas.png]
 
-DATA is a directory with ``models/`` and ``text/``. Real masks are those of pycode-11m pruned by SparseGPT, summed over
-its layers; random matrices have K = 4,096. Rows that the CSV already has are not measured again, so that an
-interrupted run continues. Bytes are those of all stored tensors; ``padding`` is the fraction of stored values that are
-zero; ``shared2``, ``shared4``, ``shared8`` are the fractions of the weights in blocks of 2, 4 and 8 rows (layout
+DATA is a directory with ``models/`` and ``text/``. Masks of pycode-11m are SparseGPT's, summed over its layers, with K
+of 384 and 1,024. Matrices with K = 4,096 have random masks, or those of SparseGPT, as published or with repeated masks,
+for Gaussian weights and correlated inputs of log-normal strength (standard deviation of the logarithm 0.5). Rows that
+the CSV already has are not measured again, so that an interrupted run continues. Bytes are those of all stored tensors;
+``padding`` is the fraction of stored values that are zero; ``shared2``, ``shared4``, ``shared8`` are the fractions of
+the weights in blocks of 2, 4 and 8 rows (layout
 ``paper``).
 """
 
@@ -24,11 +26,14 @@ from transformers import AutoModelForCausalLM
 import semisparse
 from semisparse.bench.roofline import random_weight
 from semisparse.checkpoint import load_tokenizer, pick_device
+from semisparse.compress import Recipe
+from semisparse.compress.prune import Statistics, prune_layer
 from semisparse.formats import Packed, get_format
 from semisparse.patterns import parse_pattern
 
 ZEROS = (50, 60, 70, 80, 90)
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
+MASKS = ("pycode-11m", "random", "sparsegpt", "sparsegpt-published")
 WAYS = {
     "ec_csr banks 4": {"layout": "banks", "delta_bits": 4},
     "ec_csr banks 8": {"layout": "banks", "delta_bits": 8},
@@ -62,6 +67,7 @@ def main() -> None:
     parser.add_argument("shared", type=Path)
     parser.add_argument("csv", type=Path)
     parser.add_argument("--rows", type=int, default=4096, help="rows of the random matrices")
+    parser.add_argument("--masks", default=",".join(MASKS))
     parser.add_argument("--samples", type=int, default=32, help="calibration sequences")
     parser.add_argument("--zeros", default=",".join(map(str, ZEROS)))
     parser.add_argument("--device", default="auto", help="the device on which weights are pruned and packed")
@@ -71,12 +77,13 @@ def main() -> None:
     done = {tuple(row[key] for key in KEY) for row in rows}
     gaps: dict[str, Tensor] = {}
     for zeros in map(int, options.zeros.split(",")):
-        for masks in ("pycode-11m", f"random {options.rows}x4096"):
+        for masks in options.masks.split(","):
+            masks = masks if masks == "pycode-11m" else f"{masks} {options.rows}x4096"
             ways = ["bitmask", *WAYS]
             missing = [(d, w) for d in DTYPES for w in ways if (masks, str(zeros), d, w) not in done]
             if not missing and not options.plot:
                 continue
-            weights = pruned(options, zeros) if masks == "pycode-11m" else [random_matrix(options, zeros)]
+            weights = masked(masks, options, zeros)
             gaps[f"{masks}, {zeros} %"] = gap_counts(weights)
             for dtype, way in missing:
                 rows.append(measure(masks, zeros, dtype, way, weights))
@@ -85,6 +92,27 @@ def main() -> None:
     print(table(rows))
     if options.plot:
         plot_gaps(gaps, options.plot)
+
+
+def masked(masks: str, options: argparse.Namespace, zeros: int) -> list[Tensor]:
+    """Return the weights with the masks of this name."""
+    name = masks.split()[0]
+    if name == "pycode-11m":
+        return pruned(options, zeros)
+    return [random_matrix(options, zeros) if name == "random" else sparsegpt_matrix(name, options, zeros)]
+
+
+def sparsegpt_matrix(prune: str, options: argparse.Namespace, zeros: int) -> Tensor:
+    """Return a Gaussian weight [rows, 4096] pruned by SparseGPT on synthetic inputs."""
+    k, generator = 4096, torch.Generator().manual_seed(0)
+    mixing = torch.randn(k, k, generator=generator) / k**0.5 + torch.eye(k)
+    strength = (0.5 * torch.randn(k, generator=generator)).exp()
+    x = torch.randn(2 * k, k, generator=generator) @ mixing * strength
+    weight = torch.randn(options.rows, k, generator=generator)
+    device = pick_device(options.device)
+    statistics = Statistics((x.T @ x / len(x)).to(device))
+    recipe = Recipe(prune=prune, refine="none")
+    return prune_layer(weight.to(device), parse_pattern(f"{zeros}%"), statistics, recipe).weight
 
 
 def random_matrix(options: argparse.Namespace, zeros: int) -> Tensor:

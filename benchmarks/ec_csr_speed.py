@@ -36,7 +36,7 @@ from semisparse.runtime.device import device_facts
 
 SHAPES = dict.fromkeys(("decode", "ablation"), "4096,4096,11008,4096,4096,11008,28672,8192")
 SHAPES["extraction"] = "4096,4096,28672,8192"
-MULTIPLE, GRANULARITY = 128, 8
+MULTIPLE, GRANULARITY, REACH = 128, 8, 255
 NEVER = 1 << 20
 """Loads per lane that no block reaches, so that no block is clipped."""
 
@@ -99,10 +99,10 @@ def extraction(n: int, k: int, zeros: str, device: torch.device) -> Row:
     generator = torch.Generator().manual_seed(n * k)
     stored = (torch.rand(n, k, generator=generator) >= float(zeros) / 100).to(device)
     if device.type == "cuda":
-        extract(stored[:64], MULTIPLE, GRANULARITY)
+        extract(stored[:64], MULTIPLE, GRANULARITY, REACH)
         torch.cuda.synchronize()
     start = time.perf_counter()
-    sets = extract(stored, MULTIPLE, GRANULARITY)
+    sets = extract(stored, MULTIPLE, GRANULARITY, REACH)
     total = int(stored.count_nonzero())
     seconds = time.perf_counter() - start
     fractions = {blocks.granularity: blocks.weights / total for blocks in sets}

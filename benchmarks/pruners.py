@@ -22,6 +22,7 @@ PLAIN = ("refine=none", "order=columns", "target=local")
 METHODS: dict[str, tuple[str, ...]] = {
     "magnitude": ("prune=magnitude",),
     "wanda": ("prune=wanda",),
+    "sparsegpt-published": ("prune=sparsegpt-published",),
     "sparsegpt": ("prune=sparsegpt", *PLAIN),
     "sparsegpt + gains": ("prune=sparsegpt",),
 }

@@ -9,6 +9,14 @@ from rows import markdown, result
 Row = Mapping[str, str]
 
 PRUNED = ("2:4", "4:8", "6:8", "32:64", "50%")
+PRUNERS = {
+    "magnitude": "magnitude",
+    "wanda": "wanda",
+    "sparsegpt-published": "SparseGPT as published",
+    "sparsegpt": "`sparsegpt`: repeated masks",
+    "sparsegpt + gains": "`sparsegpt` + gains",
+}
+"""Names by the method in pruners.csv."""
 
 
 def _mean(rows: Iterable[Row], column: str) -> float:
@@ -24,8 +32,9 @@ def pruners() -> str:
         cells = {(row["pattern"], row["method"]): row for row in rows if row["model"] == model}
         dense = float(next(iter(cells.values()))["dense_nll"])
         lines = [
-            [method, *(f"{float(cells[p, method]['nll']):.3f} / {float(cells[p, method]['kl']):.3f}" for p in PRUNED)]
-            for method in dict.fromkeys(method for _, method in cells)
+            [name, *(f"{float(cells[p, method]['nll']):.3f} / {float(cells[p, method]['kl']):.3f}" for p in PRUNED)]
+            for method, name in PRUNERS.items()
+            if all((pattern, method) in cells for pattern in PRUNED)
         ]
         tables.append(markdown((f"{model} (dense {dense:.3f})", *PRUNED), lines))
     return "\n\n".join(tables)
@@ -178,8 +187,11 @@ PAPER_STORAGE = {
 STORED = (
     ("random 1024x4096", "banks", "4"),
     ("random 1024x4096", "paper", "4"),
+    ("sparsegpt 1024x4096", "banks", "4"),
+    ("sparsegpt 1024x4096", "paper", "4"),
     ("pycode-11m", "banks", "4"),
     ("pycode-11m", "paper", "4"),
+    ("sparsegpt 1024x4096", "paper", "8"),
     ("random 1024x4096", "paper", "8"),
     ("random 1024x4096", "banks", "8"),
     ("pycode-11m", "paper", "8"),
@@ -194,7 +206,7 @@ def storage() -> str:
     for dtype, bits in (("float16", "16"), ("float32", "32")):
         lines = []
         for number, (masks, layout, delta) in enumerate(STORED):
-            if number in (0, 4):
+            if number in (0, 6):
                 lines.append([f"paper, {delta}-bit deltas", *PAPER_STORAGE[dtype, delta].split(" | ")])
             cells = [rows[masks, zeros, dtype, f"ec_csr {layout} {delta}"] for zeros in ("70", "80", "90")]
             shown = [f"{100 * (1 - float(c['of_csr32'])):.1f} % ({100 * float(c['padding']):.1f} %)" for c in cells]

@@ -3,17 +3,14 @@
     python benchmarks/search.py DATA results/search.csv --plots results/search
 
 DATA is a directory with ``models/`` and ``text/``. Rows that the CSV already has are not measured again, so that an
-interrupted run continues. All runs prune by plain SparseGPT, calibrate and search on the ``calib`` text, and are
-measured on all of the ``eval`` text. Both searches evaluate the same number of tokens. "Decided once" is SparseGPT as
-published: a window's mask is chosen at its first column, and its columns are pruned from left to right. In all other
-runs columns are pruned in the order of their loss, and the rest of the window's mask is chosen again sixteen times, as
-in `compress`.
+interrupted run continues. All runs prune by SparseGPT, calibrate and search on the ``calib`` text, and are
+measured on all of the ``eval`` text. Both searches evaluate the same number of tokens. "Decided once" is
+``prune=sparsegpt-published``; in all other runs masks are repeated.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
@@ -23,7 +20,6 @@ from pruners import PLAIN
 from rows import read_rows, write_rows
 
 from semisparse.bench.plot_densities import plot_densities
-from semisparse.compress.prune import sparsegpt
 
 MODELS = ("babyllama-1m", "pycode-11m")
 SETTINGS = ("prune=sparsegpt", *PLAIN, "format=bitmask")
@@ -40,9 +36,6 @@ METHODS = {
     f"uniform n:64{ONCE}": ("pattern={kept}:64", "search=none"),
     f"evolution{ONCE}": ("pattern={kept}:64", "search=evolution"),
 }
-PUBLISHED, PRESENT = (1, sys.maxsize), (sparsegpt.MASK_UPDATES, sparsegpt.MIN_REORDERED_WINDOW)
-"""How often a window's mask is chosen, and the smallest window whose columns are reordered: no recipe keys."""
-
 COLUMNS = ("model", "zeros", "method", "seed", "nll", "kl", "search_kl", "search_tokens_run", "tokens", "device")
 KEY = COLUMNS[:4]
 
@@ -86,8 +79,8 @@ def measure(name: str, runs: list[tuple[str, str, int]], options: argparse.Names
     for zeros, method, seed in runs:
         numbers = {"kept": KEPT[zeros], "eighths": KEPT[zeros] // 8, "zeros": zeros}
         effort = [f"{key}={getattr(options, key)}" for key in ("search_tokens", "search_effort", "search_banks")]
-        sparsegpt.MASK_UPDATES, sparsegpt.MIN_REORDERED_WINDOW = PUBLISHED if method.endswith(ONCE) else PRESENT
-        settings = (*SETTINGS, *effort, *(setting.format(**numbers) for setting in METHODS[method]))
+        prune = ("prune=sparsegpt-published",) if method.endswith(ONCE) else ()
+        settings = (*SETTINGS, *effort, *prune, *(setting.format(**numbers) for setting in METHODS[method]))
         model, report = subject.compress("rheosparse", settings, seed)
         if options.plots and method == "evolution" and seed == 0:
             densities = {layer["name"]: layer["density"] for layer in report.layers}

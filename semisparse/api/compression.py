@@ -32,6 +32,7 @@ from semisparse.compress import (
     Recipe,
     TuningResult,
     calibration_batches,
+    calibration_tokens,
     compress_decoder_layers,
     dense_layers,
     fingerprint,
@@ -113,7 +114,7 @@ def compress(
         settings: changes to the recipe, ``key=value`` each.
         target: what the recipe ``auto`` has to reach, such as ``{"bits": 3.0, "decode": 2.5}``; keys of `TARGETS`.
         gpu: the machine that speed-ups are predicted for, as in `plan`; by default this one.
-        samples: calibration sequences; by default 262,144 tokens.
+        samples: calibration sequences; by default as many as `calibration_tokens`, 262,144 tokens at most.
         seqlen: tokens per sequence; by default the model's context, 2048 at most.
         device: where one decoder layer at a time is compressed: ``auto``, ``cpu`` or ``cuda``.
         seed: the random seed.
@@ -144,7 +145,8 @@ def compress(
         if tokenizer is None:
             raise InputError("calibration text needs the model's tokenizer")
         length = sequence_length(dense, seqlen)
-        batches = calibration_batches(tokenizer, calibration, samples=samples, seqlen=length, seed=seed)
+        drawn: dict[str, Any] = {"samples": samples, "seqlen": length, "seed": seed}
+        batches = calibration_batches(tokenizer, calibration, tokens=calibration_tokens(dense), **drawn)
     split_decoder_experts(dense, plan)
     rounded = rounded_modules(dense, stored)
     plan = leave_unrounded_dense(plan, dense, rounded, stored)

@@ -63,7 +63,10 @@ def compress(
         typer.Option("--calib", help="Calibration text: .txt, or .jsonl with one document per line in 'text'."),
     ] = None,
     samples: Annotated[
-        int | None, typer.Option("--samples", help="Calibration sequences; by default 262,144 tokens in all.")
+        int | None,
+        typer.Option(
+            "--samples", help="Calibration sequences; by default 262,144 tokens in all, fewer for narrow layers."
+        ),
     ] = None,
     seqlen: Annotated[
         int | None, typer.Option("--seqlen", help="Tokens per sequence; by default the model's context, 2048 at most.")

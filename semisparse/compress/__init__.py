@@ -1,6 +1,6 @@
 """Turn a dense model into one whose weights obey a pattern: recipes, calibration, pruning, search and tuning."""
 
-from semisparse.compress.calibration import NEEDS_CALIBRATION, calibration_batches
+from semisparse.compress.calibration import NEEDS_CALIBRATION, calibration_batches, calibration_tokens
 from semisparse.compress.choice import Choice, Option
 from semisparse.compress.journal import Journal, fingerprint
 from semisparse.compress.pipeline import compress_decoder_layers
@@ -20,6 +20,7 @@ __all__ = [
     "Recipe",
     "TuningResult",
     "calibration_batches",
+    "calibration_tokens",
     "compress_decoder_layers",
     "dense_layers",
     "fingerprint",

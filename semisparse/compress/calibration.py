@@ -12,15 +12,21 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from semisparse.compress.decoder import decoder_layers, linear_layers
 from semisparse.errors import InputError
+from semisparse.nn import weight_of
 from semisparse.text import token_chunks
 
 BATCH_TOKENS = 4096
 """Tokens per batch, unless one sequence is longer."""
 
 CALIBRATION_TOKENS = 128 * 2048
-"""Calibration tokens by default: 128 sequences of 2,048, as is usual. A model of a shorter context needs as many: 512
-sequences of 512 tokens instead of 128 lower the KL of pycode-11m by 8 to 9 %."""
+"""Calibration tokens by default, at most: 128 sequences of 2,048, as is usual."""
+
+TOKENS_PER_INPUT = 256
+"""Calibration tokens by default per input feature of the widest linear layer. The error of a layer on other tokens is
+above that on the calibration tokens by some multiple of features / tokens, so statistics of few features converge
+early (docs/decisions/calibration-size.md)."""
 
 
 NEEDS_CALIBRATION = (
@@ -29,17 +35,31 @@ NEEDS_CALIBRATION = (
 )
 
 
+def calibration_tokens(model: nn.Module) -> int:
+    """Return how many calibration tokens a model gets by default: enough that its layers' statistics have converged."""
+    _, layers = decoder_layers(model)
+    widths = [weight_of(linear).shape[1] for layer in layers for linear in linear_layers(layer).values()]
+    return min(CALIBRATION_TOKENS, TOKENS_PER_INPUT * max(widths)) if widths else CALIBRATION_TOKENS
+
+
 def calibration_batches(
-    tokenizer: PreTrainedTokenizerBase, text: str | Path | Sequence[str], *, samples: int | None, seqlen: int, seed: int
+    tokenizer: PreTrainedTokenizerBase,
+    text: str | Path | Sequence[str],
+    *,
+    samples: int | None,
+    seqlen: int,
+    seed: int,
+    tokens: int = CALIBRATION_TOKENS,
 ) -> list[Tensor]:
     """Draw calibration sequences from text and batch those of equal length, the longest first.
 
     Args:
         tokenizer: of the model.
         text: a file or documents, cut by `token_chunks`.
-        samples: sequences to draw; all if the text holds fewer. None: as many as hold `CALIBRATION_TOKENS`.
+        samples: sequences to draw; all if the text holds fewer. None: as many as hold ``tokens``.
         seqlen: tokens per sequence, at most.
         seed: of the random draw.
+        tokens: to draw if ``samples`` is None, such as `calibration_tokens`.
     Returns:
         Token ids, [batch, tokens] int64 per batch.
 
@@ -50,7 +70,7 @@ def calibration_batches(
         raise InputError(f"calibration needs at least 1 sample, got {samples}")
     chunks = token_chunks(tokenizer, text, seqlen)
     drawn = random.Random(seed).sample(chunks, min(samples or len(chunks), len(chunks)))
-    return _batches(drawn if samples else drawn[: _default_samples(drawn)])
+    return _batches(drawn if samples else drawn[: _default_samples(drawn, tokens)])
 
 
 def check_batches(model: nn.Module, batches: Sequence[Tensor]) -> None:
@@ -72,10 +92,10 @@ def check_batches(model: nn.Module, batches: Sequence[Tensor]) -> None:
         raise InputError(f"token {largest} is not in the model's vocabulary of {vocabulary}; is this its tokenizer?")
 
 
-def _default_samples(chunks: Sequence[list[int]]) -> int:
-    """Return how many of the first chunks hold `CALIBRATION_TOKENS`; all of them if they hold fewer."""
+def _default_samples(chunks: Sequence[list[int]], tokens: int) -> int:
+    """Return how many of the first chunks hold ``tokens`` tokens; all of them if they hold fewer."""
     ends = itertools.accumulate(map(len, chunks))
-    return next((count for count, end in enumerate(ends, 1) if end >= CALIBRATION_TOKENS), len(chunks))
+    return next((count for count, end in enumerate(ends, 1) if end >= tokens), len(chunks))
 
 
 def _batches(chunks: Iterable[list[int]]) -> list[Tensor]:

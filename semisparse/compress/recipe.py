@@ -15,13 +15,14 @@ from semisparse.patterns import Group, parse_pattern
 from semisparse.quant.group import KINDS as GROUP_KINDS
 
 KNOWN_VALUES: dict[str, tuple[str, ...]] = {
-    "prune": ("magnitude", "wanda", "sparsegpt", "none"),
+    "prune": ("magnitude", "wanda", "sparsegpt", "sparsegpt-published", "none"),
     "quant": ("none", "int8", "fp8", *GROUP_KINDS, "keep"),
     "search": ("evolution", "rheosparse", "joint", "none"),
     "tune": ("bqpo", "bqpo+e2e", "none"),
     "refine": ("cg", "none"),
     "order": ("windows", "columns"),
     "target": ("residual", "local"),
+    "saliency": ("loss", "eq4"),
 }
 """The values of the keys that have a fixed choice."""
 
@@ -52,11 +53,13 @@ NEEDS_DENSE = ("search", "tune")
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings of a compression. `refine`, `order`, `target` and `damping` apply to ``prune=sparsegpt`` only.
+    """Settings of a compression. `refine`, `order`, `target` and `saliency` apply to ``prune=sparsegpt`` only.
 
     Args:
         pattern: written form of the pattern of every linear layer, such as ``32:64``.
-        prune: how the weights to keep are chosen; ``none`` keeps all and checks that they obey the pattern.
+        prune: how the weights to keep are chosen. ``sparsegpt``: SparseGPT with repeated masks
+            (docs/decisions/sparsegpt-order.md); ``sparsegpt-published``: as its authors have it. ``none`` keeps all
+            and checks that they obey the pattern.
         quant: how kept weights are quantised. ``int8``, ``fp8``: one scale per row, when packed; activations are
             quantised, too. ``w8``, ``w4``, ``w3``, ``w2``: that many bits, with a scale and a zero point per group of a
             pattern such as ``g16@50%``, while pruned. ``w4a8``: as ``w4``, with 8-bit activations at inference.
@@ -72,7 +75,9 @@ class Recipe:
         order: ``windows`` prunes the windows with the largest loss first; ``columns`` prunes from left to right.
         target: ``residual`` makes each linear layer also compensate the error of those before it; ``local`` only its
             own.
-        damping: added to the Hessian's diagonal, as a fraction of the diagonal.
+        saliency: the score of a weight: ``loss``, what pruning it costs, or ``eq4``, GQSA's equation 4 read literally.
+        damping: of SparseGPT, added to the Hessian's diagonal as a fraction of it; of its mean for
+            ``sparsegpt-published``.
         search_tokens: calibration tokens that a candidate is scored on.
         search_effort: budget of the search, in candidates scored on all of these tokens; the paper's is 384. More
             candidates on fewer tokens gave better results than fewer on more
@@ -99,6 +104,7 @@ class Recipe:
     refine: str = "cg"
     order: str = "windows"
     target: str = "residual"
+    saliency: str = "loss"
     damping: float = 0.01
     search_tokens: int = 2048
     search_effort: int = 192

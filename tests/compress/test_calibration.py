@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from semisparse.compress import calibration, calibration_batches
-from semisparse.compress.calibration import BATCH_TOKENS, check_batches
+from semisparse.compress.calibration import BATCH_TOKENS, calibration_tokens, check_batches
 from semisparse.errors import InputError
 from tests.models import VOCABULARY, byte_tokenizer, random_model
 
@@ -44,15 +44,24 @@ def test_a_batch_is_bounded():
     assert [len(batch) for batch in batches] == [3, 3, 1]
 
 
-def test_by_default_the_samples_hold_a_given_number_of_tokens(monkeypatch: pytest.MonkeyPatch):
-    def count(tokens: int) -> int:
-        monkeypatch.setattr(calibration, "CALIBRATION_TOKENS", tokens)
-        return sum(len(row) for row in rows(draw(None)))
+def test_by_default_the_samples_hold_a_given_number_of_tokens():
+    def drawn(tokens: int) -> list[tuple[int, ...]]:
+        return rows(calibration_batches(byte_tokenizer(), TEXTS, samples=None, seqlen=20, seed=0, tokens=tokens))
 
     everything = sum(len(row) for row in rows(draw(10_000)))
-    assert 200 <= count(200) < 220, "at most one sequence more"
-    assert count(everything) == count(everything + 1) == everything
-    assert set(rows(draw(None))) <= set(rows(draw(10_000)))
+    assert 200 <= sum(map(len, drawn(200))) < 220, "at most one sequence more"
+    assert sum(map(len, drawn(everything))) == sum(map(len, drawn(everything + 1))) == everything
+    assert set(drawn(200)) <= set(rows(draw(10_000)))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_tokens_by_default_follow_the_widest_linear_layer(architecture: str, monkeypatch: pytest.MonkeyPatch):
+    """gpt2 stores its weights [K, N]."""
+    model = random_model(architecture)
+    widest = model.config.intermediate_size if architecture == "llama" else 4 * model.config.n_embd
+    assert calibration_tokens(model) == 256 * widest
+    monkeypatch.setattr(calibration, "CALIBRATION_TOKENS", 1000)
+    assert calibration_tokens(model) == 1000
 
 
 def test_no_samples_is_refused():

@@ -57,7 +57,7 @@ def test_yaml_file(tmp_path: Path):
     ("setting", "message"),
     [
         ("patern=2:4", "the known keys are: pattern, prune"),
-        ("prune=sparsegtp", "magnitude, wanda, sparsegpt, none"),
+        ("prune=sparsegtp", "magnitude, wanda, sparsegpt, sparsegpt-published, none"),
         ("target=global", "residual, local"),
         ("pattern=9:8", "counts the kept weights"),
         ("pattern=half", "unknown pattern"),

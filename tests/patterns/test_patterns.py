@@ -21,7 +21,7 @@ def nm(draw) -> NM:
 patterns = st.one_of(
     nm(),
     st.builds(lambda p, length: VectorNM(p.keep, p.window, length), nm(), st.sampled_from([1, 4, 32])),
-    st.builds(Group, st.sampled_from([4, 16, 64]), percents, st.booleans()),
+    st.builds(Group, st.sampled_from([1, 4, 16, 64]), percents, st.booleans()),
     st.builds(Unstructured, percents, st.booleans()),
 )
 shapes = st.tuples(st.integers(1, 40), st.integers(1, 200))
@@ -84,7 +84,7 @@ def test_unstructured_keeps_the_exact_count_of_the_best(percent: float, by_row: 
         assert keep == 0 or keep == len(part) or part[kept].min() >= part[~kept].max()
 
 
-@given(st.sampled_from([4, 16, 64]), percents, shapes)
+@given(st.sampled_from([1, 4, 16, 64]), percents, shapes)
 def test_groups_are_kept_or_pruned_whole(size: int, percent: float, shape: tuple[int, int]):
     scores = random_scores(shape)
     mask = Group(size, percent).mask(scores)

@@ -13,6 +13,9 @@ from semisparse.compress.prune.magnitude import magnitude
 from semisparse.compress.prune.quantise import ColumnQuantiser
 from semisparse.compress.prune.refine import conjugate_gradient
 from semisparse.compress.prune.sparsegpt import (
+    EQUATION_4,
+    PUBLISHED,
+    REPEATED,
     InverseFactor,
     factorise,
     order_by_loss,
@@ -78,7 +81,7 @@ def prune_levels(
     require_finite(weight)
     if not all(mean.isfinite().all() for mean in (statistics.hessian, statistics.cross) if mean is not None):
         raise InputError("its calibration activations hold NaN or infinity, or are too large for float32")
-    problem = _normalise(weight, patterns[0], statistics, recipe) if recipe.prune == "sparsegpt" else None
+    problem = _normalise(weight, patterns[0], statistics, recipe) if recipe.prune.startswith("sparsegpt") else None
     for pattern in patterns:
         scales = None
         if recipe.prune == "magnitude":
@@ -107,9 +110,9 @@ def require_finite(weight: Tensor) -> None:
 
 
 class _Problem(NamedTuple):
-    """A linear layer's least-squares problem, normalised: each input has a mean square of 1.
+    """A linear layer's least-squares problem, normalised: each input has a mean square of 1, or all together.
 
-    So damping has the same relative effect on every input.
+    If each has, damping has the same relative effect on every input.
 
     Args:
         goal: [N, K] float32, the best weight if none is pruned; columns in pruning order.
@@ -128,9 +131,11 @@ class _Problem(NamedTuple):
 
 def _normalise(weight: Tensor, pattern: Pattern, statistics: Statistics, recipe: Recipe) -> _Problem | None:
     """Set up the problem that SparseGPT solves; None if the Hessian is singular."""
-    scale = statistics.hessian.diagonal().sqrt()
-    dead = scale == 0
-    scale = scale.masked_fill(dead, 1)
+    published = recipe.prune == "sparsegpt-published"
+    power = statistics.hessian.diagonal()
+    dead = power == 0
+    # The authors damp by a share of the mean of the diagonal.
+    scale = (power.mean().expand_as(power) if published else power).sqrt().masked_fill(dead, 1)
     hessian = statistics.hessian / torch.outer(scale, scale)
     goal = (weight * scale).masked_fill(dead, 0)
 
@@ -140,7 +145,9 @@ def _normalise(weight: Tensor, pattern: Pattern, statistics: Statistics, recipe:
     if statistics.cross is not None:
         missing = statistics.cross / scale - goal @ hessian
         goal = goal + missing @ factor.upper.T @ factor.upper
-    order = order_by_loss(goal, factor, pattern, windows=recipe.order == "windows")
+    order = torch.arange(len(scale), device=scale.device)
+    if not published:
+        order = order_by_loss(goal, factor, pattern, windows=recipe.order == "windows")
     if (order.diff() != 1).any():
         hessian, goal = hessian[order][:, order], goal[:, order]
         factor = factorise(hessian, recipe.damping)
@@ -162,8 +169,10 @@ def _sparsegpt(
     quantiser = None
     if recipe.code_bits:
         quantiser = ColumnQuantiser(recipe.code_bits, pattern.step, problem.scale[problem.order], dtype)
-    refined = recipe.refine == "cg"
-    pruned, kept = prune_columns(problem.goal, upper, pattern, None if refined else quantiser)
+    published = recipe.prune == "sparsegpt-published"
+    refined = recipe.refine == "cg" and not published
+    rule = PUBLISHED if published else {"loss": REPEATED, "eq4": EQUATION_4}[recipe.saliency]
+    pruned, kept = prune_columns(problem.goal, upper, pattern, None if refined else quantiser, rule)
     if refined:
         pruned = conjugate_gradient(pruned, kept, problem.hessian, problem.goal)
         if quantiser:

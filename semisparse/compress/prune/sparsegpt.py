@@ -1,4 +1,7 @@
-"""SparseGPT: prune one column after another, and let the later columns compensate each loss."""
+"""SparseGPT: prune one column after another, and let the later columns compensate each loss.
+
+By default masks are chosen repeatedly, which the published algorithm does not do; `PUBLISHED` has its rule.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +39,34 @@ MIN_REORDERED_WINDOW = 16
 """Windows of this size and more are pruned in the order of their columns' loss. KL of babyllama-1m, pycode-11m and
 stories260k is 6, 1 and 5 % lower for it with windows of 64, 4 % lower to 1 % higher with windows of 8, 1 to 2 % higher
 with windows of 4."""
+
+
+class MaskRule(NamedTuple):
+    """How masks are chosen.
+
+    Args:
+        updates: how often the mask of a window is chosen.
+        strip: columns whose mask is chosen together, for patterns that prune a fraction of the matrix.
+        one_threshold: whether one threshold divides what such a pattern prunes over all strips (`_Shares`); else each
+            strip loses the same fraction.
+        literal: whether a weight's saliency is ``w^2 / [H^-1]_mm^2``, GQSA's equation 4 read literally, instead of the
+            loss of pruning it, ``w^2 / [H^-1]_mm`` for the H of the columns that are not final.
+    """
+
+    updates: int = MASK_UPDATES
+    strip: int = MASK_COLUMNS
+    one_threshold: bool = True
+    literal: bool = False
+
+
+REPEATED = MaskRule()
+"""Repeated masks, the default."""
+
+PUBLISHED = MaskRule(updates=1, strip=UPDATE_COLUMNS, one_threshold=False)
+"""SparseGPT as published: the mask of a window, or of a block of 128 columns, is chosen once, at its first column."""
+
+EQUATION_4 = MaskRule(literal=True)
+"""Repeated masks by GQSA's equation 4."""
 
 
 class InverseFactor(NamedTuple):
@@ -114,7 +145,11 @@ def order_by_loss(weight: Tensor, factor: InverseFactor, pattern: Pattern, windo
 
 
 def prune_columns(
-    weight: Tensor, upper: Tensor, pattern: Pattern, quantiser: ColumnQuantiser | None = None
+    weight: Tensor,
+    upper: Tensor,
+    pattern: Pattern,
+    quantiser: ColumnQuantiser | None = None,
+    rule: MaskRule = REPEATED,
 ) -> tuple[Tensor, Tensor]:
     """Prune columns from left to right; the columns after each compensate its loss (SparseGPT, algorithm 1).
 
@@ -123,24 +158,28 @@ def prune_columns(
         upper: [K, K] float32, as in `InverseFactor`.
         pattern: that the result obeys.
         quantiser: of the kept weights; the loss of pruning and of quantising is then compensated together.
+        rule: how the mask is chosen.
     Returns:
         The pruned weight, [N, K] float32; the mask of kept weights, [N, K] bool.
     """
     kept = torch.zeros_like(weight, dtype=torch.bool)
-    mask_columns = _mask_columns(pattern)
+    mask_columns = _mask_columns(pattern, rule)
     update_columns = -(-UPDATE_COLUMNS // mask_columns) * mask_columns
     group = pattern.size if isinstance(pattern, Group) else 1
-    interval = max(1, mask_columns // MASK_UPDATES // group) * group
-    shares = _Shares(pattern, weight.shape, mask_columns) if _over_matrix(pattern) else None
+    interval = max(1, mask_columns // rule.updates // group) * group
+    shares = _Shares(pattern, weight.shape, mask_columns) if rule.one_threshold and _over_matrix(pattern) else None
+    # Column i's entry of the whole inverse, or of the inverse for the columns from i on.
+    divisor = upper.square().sum(0) if rule.literal else upper.diagonal()
 
     def prune_column(working: Tensor, i: int, stop: int) -> Tensor:
         first = i - i % mask_columns
         if shares and i == first:
             # As if each were the first to be pruned: then every column has all others to compensate its loss.
-            shares.next_strip(working[:, i:], upper[i:, i:].square().sum(0))
+            inverse = divisor[i:].square() if rule.literal else upper[i:, i:].square().sum(0)
+            shares.next_strip(working[:, i:], inverse)
         if (i - first) % interval == 0:
             chosen = slice(first, min(first + mask_columns, stop))
-            scores = (working[:, chosen] / upper.diagonal()[chosen]).square()
+            scores = (working[:, chosen] / divisor[chosen]).square()
             scores[:, : i - first] = torch.where(kept[:, first:i], torch.inf, -1)  # columns before i are final
             kept[:, chosen] = shares.mask(scores) if shares else _choose_mask(scores, pattern, first)
         return _final_column(working, kept, i, quantiser)
@@ -175,7 +214,8 @@ class _Shares:
 
         Args:
             weight: [N, columns that are not final] float32; the strip's columns come first.
-            inverse: [these columns] float32, the diagonal of the inverse of their Hessian.
+            inverse: [these columns] float32, what divides a squared weight: the diagonal of the
+                inverse of their Hessian.
         """
         columns = self._groups * self._pattern.step
         strip = self._saliency(weight[:, :columns], inverse[:columns])
@@ -245,11 +285,11 @@ def _compensate(weight: Tensor, upper: Tensor, block: int, finalise: Callable[[T
     return weight
 
 
-def _mask_columns(pattern: Pattern) -> int:
-    """Return how many columns' mask is chosen together: a window, or whole groups that hold `MASK_COLUMNS`."""
+def _mask_columns(pattern: Pattern, rule: MaskRule) -> int:
+    """Return how many columns' mask is chosen together: a window, or whole groups that hold a strip."""
     if not isinstance(pattern, Unstructured | Group):
         return pattern.step
-    columns = MASK_COLUMNS_BY_ROW if pattern.by_row else MASK_COLUMNS
+    columns = MASK_COLUMNS_BY_ROW if pattern.by_row else rule.strip
     return -(-columns // pattern.step) * pattern.step
 
 

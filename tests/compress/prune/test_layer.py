@@ -10,14 +10,14 @@ from semisparse.errors import InputError
 from semisparse.patterns import parse_pattern
 
 PLAIN = Recipe(refine="none", order="columns", target="local")
-"""SparseGPT as published."""
+"""SparseGPT with repeated masks, and no other gain."""
 
 
 def inputs(tokens: int = 400, columns: int = 48, seed: int = 0) -> Tensor:
-    """Correlated inputs, the strongest three times the weakest."""
+    """Correlated inputs of unequal strength, log-normal as the features of language models are."""
     generator = torch.Generator().manual_seed(seed)
     mixing = 2 * torch.randn(columns, columns, generator=generator) / columns**0.5 + torch.eye(columns)
-    strength = torch.linspace(0.5, 1.5, columns)[torch.randperm(columns, generator=generator)]
+    strength = torch.randn(columns, generator=generator).exp()
     return torch.randn(tokens, columns, generator=generator) @ mixing * strength
 
 
@@ -71,6 +71,36 @@ def test_each_method_loses_less_than_the_one_before(pattern: str):
         errors.append(pruned.error)
     assert errors == sorted(errors, reverse=True)
     assert len(set(errors)) == len(errors)
+
+
+@pytest.mark.parametrize(("pattern", "gain"), [("16:32", 0.1), ("6:8", 0.1), ("50%", 0.05), ("2:4", -0.05)])
+def test_repeated_masks_against_sparsegpt_as_published(pattern: str, gain: float):
+    """At 2:4 both are equal."""
+    published, repeated = (
+        prune_layer(random_weight(), parse_pattern(pattern), statistics_of(inputs()), recipe).error
+        for recipe in (Recipe(prune="sparsegpt-published"), PLAIN)
+    )
+    assert repeated < (1 - gain) * published
+
+
+def test_the_published_algorithm_has_no_settings():
+    """Its masks, order and target are its own; a setting for ours must not change it."""
+    weight, statistics = random_weight(), statistics_of(inputs())
+    pruned = [
+        prune_layer(weight, parse_pattern("2:4"), statistics, Recipe(prune="sparsegpt-published", **settings)).weight
+        for settings in ({}, {"refine": "none", "order": "columns", "target": "local", "saliency": "eq4"})
+    ]
+    assert torch.equal(*pruned)
+
+
+def test_equation_4_is_another_saliency():
+    """It divides by the squared entry of the whole inverse: inputs that others replace look cheaper still."""
+    weight, statistics = random_weight(), statistics_of(inputs())
+    masks = [
+        prune_layer(weight, parse_pattern("g8@50%"), statistics, Recipe(saliency=saliency)).weight != 0
+        for saliency in ("loss", "eq4")
+    ]
+    assert not torch.equal(*masks)
 
 
 def test_the_target_is_fitted():

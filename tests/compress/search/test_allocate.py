@@ -4,8 +4,9 @@ import itertools
 import random
 
 import pytest
+import torch
 
-from semisparse.compress.search.allocate import Unreachable, allocate
+from semisparse.compress.search.allocate import Unreachable, _by_moves, allocate
 
 
 def problem(seed: int) -> tuple[list[list[float]], list[list[dict[str, float]]], dict[str, float]]:
@@ -59,3 +60,9 @@ def test_options_of_infinite_loss_are_never_picked():
     losses = [[float("inf"), 1.0, 2.0]] * 3
     costs = [[{"bytes": 0.0}, {"bytes": 2.0}, {"bytes": 1.0}]] * 3
     assert sorted(allocate(losses, costs, {"bytes": 4.0})) == [1, 2, 2]
+
+
+def test_two_units_move_together_where_neither_gains_alone():
+    loss = torch.tensor([[0.0, -5.0], [0.0, -1.0]], dtype=torch.float64)
+    share = torch.tensor([[[0.2, 0.7], [0.2, 0.7]]], dtype=torch.float64)  # of the limit
+    assert _by_moves(torch.tensor([0, 1]), loss, share).tolist() == [1, 0]

@@ -190,6 +190,52 @@ def test_genes_are_letters_and_segments_keep_their_budget():
         assert set(scorer.scored) != {centre}
 
 
+class ChoosyScorer(StubScorer):
+    """Gives each candidate its distance from a goal as KL, the same on every batch."""
+
+    def kl(self, candidate: tuple[int, ...]) -> float:
+        return sum(abs(level - (4 if index % 3 else -12)) for index, level in enumerate(candidate))
+
+    def score(self, candidate: tuple[int, ...], batches: range | list[int]) -> list[BatchScore]:
+        self.scored[candidate] += len(batches)
+        return [BatchScore(self.kl(candidate), []) for _ in batches]
+
+
+def test_evolution_keeps_the_best_of_a_generation():
+    space, scorer = regular_space(), ChoosyScorer()
+    start = State.start((0,) * len(space), 1e9)
+    state = ALGORITHMS["evolution"](space, scorer, recipe(effort=60), 0, 0).next_generation(start)
+    assert len(scorer.scored) > 4
+    assert state.best in scorer.scored
+    assert state.kl == scorer.kl(state.best) == min(map(scorer.kl, scorer.scored))
+    assert scorer.scored[state.best] == scorer.batches > min(scorer.scored.values()), "survivors see more batches"
+
+
+def test_two_best_individuals_are_crossed_segment_by_segment(monkeypatch: pytest.MonkeyPatch):
+    space, scorer = regular_space(), ChoosyScorer()
+    algorithm = ALGORITHMS["rheosparse"](space, scorer, recipe(effort=120), 0, 0)
+    start = State.start((0,) * len(space), 1e9)
+    state = algorithm.next_generation(start)
+    parents = sorted(scorer.scored, key=lambda candidate: (scorer.kl(candidate), candidate))[:2]
+    assert state.pool == (start.best, *parents)
+    assert state.best == parents[0]
+
+    scorer.scored.clear()
+    monkeypatch.setattr(algorithm, "_mutated", lambda child, *_: child)
+    algorithm.next_generation(replace(state, generation=1))
+    names = [layer.name_in_layer for layer in space]
+    chosen = set()
+    for child in scorer.scored:
+        for name in set(names):
+            segment = [i for i, other in enumerate(names) if other == name]
+            genes = [tuple(candidate[i] for i in segment) for candidate in (child, *parents)]
+            assert genes[0] in genes[1:]
+            chosen |= {(name, genes.index(genes[0], 1))} if genes[1] != genes[2] else set()
+    assert len(scorer.scored) > 2
+    assert {parent for _, parent in chosen} == {1, 2}
+    assert len(chosen) == 2 * len({name for name, _ in chosen}), "each segment comes from either parent"
+
+
 def test_what_cannot_be_searched():
     with pytest.raises(InputError, match="no weights can move between the linear layers at pattern 64:64"):
         search(recipe(pattern="64:64"))

@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from semisparse.compress import Journal, LayerReport, Recipe, TuningResult, compress_decoder_layers, fingerprint
+from semisparse.compress.tune import tune_decoder_layer
 from semisparse.nn import weight_of
 from semisparse.patterns import parse_pattern
-from tests.compress.checking import Interrupted, equal_weights, hidden_error
+from semisparse.quant.group import GroupScales, scales_of
+from tests.compress.checking import Interrupted, equal_weights, hidden_error, is_quantised
 from tests.forked import exit_code
 from tests.models import VOCABULARY, random_model
 
@@ -63,6 +66,43 @@ def test_it_helps_on_other_tokens_and_keeps_the_pattern(architecture: str, patte
             assert report.outcome.startswith(prune if stage == "none" else f"{prune}, bqpo ")
         errors.append(hidden_error(model, dense, OTHER_TOKENS))
     assert errors[1] < 0.95 * errors[0]
+
+
+def tiny_layer() -> tuple[nn.Module, dict[str, GroupScales], torch.Tensor, torch.Tensor]:
+    """A linear layer in groups of 4 bits, an input [1, 8 tokens, 16], and targets whose sizes differ 1,000 times."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(12, 16, generator=generator)
+    x = torch.randn(1, 8, 16, generator=generator)
+    target = x @ weight.T * torch.logspace(-2, 1, 8)[:, None]
+    layer = nn.Sequential(nn.Linear(16, 12, bias=False))
+    scales = scales_of(weight, 4, 8, torch.float32)
+    layer[0].weight.data = scales.rounded(weight)
+    return layer, {"0": scales}, x, target
+
+
+def tune_tiny(epochs: int, rate: float) -> tuple[TuningResult, nn.Module, GroupScales]:
+    layer, scales, x, target = tiny_layer()
+    calls = [lambda module, hidden: module(hidden)] * 4
+    result, new = tune_decoder_layer(layer, scales, calls, [x] * 4, [target] * 4, rate=rate, epochs=epochs, seed=0)
+    return result, layer, new["0"]
+
+
+def test_the_loss_of_a_token_is_relative_to_its_target():
+    layer, _, x, target = tiny_layer()
+    with torch.no_grad():
+        error = (layer(x) - target).double()
+    expected = float((error.square().sum(-1) / target.double().square().sum(-1)).mean())
+    assert tune_tiny(epochs=1, rate=1e-6)[0].before == pytest.approx(expected, rel=1e-5)
+
+
+def test_scales_and_zero_points_are_trained_with_the_weights():
+    _, scales, _, _ = tiny_layer()
+    result, layer, new = tune_tiny(epochs=30, rate=0.03)
+    assert result.after < result.before
+    assert (new.scale != scales["0"].scale).float().mean() > 0.9
+    assert (new.zero != scales["0"].zero).any()
+    assert (new.scale / scales["0"].scale - 1).abs().max() < 0.5, "in small steps"
+    assert is_quantised(layer[0].weight.detach(), new)
 
 
 def test_nothing_but_the_linear_layers_is_changed():

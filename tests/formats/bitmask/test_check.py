@@ -1,5 +1,7 @@
 """Damaged tensors are refused by name, before a kernel follows them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,6 +10,7 @@ from torch import Tensor
 
 from semisparse.errors import FormatError
 from semisparse.formats import Packed
+from semisparse.formats.bitmask.storage import check
 from semisparse.patterns import parse_pattern
 from tests.formats.bitmask.weights import BITMASK, in_tiles
 from tests.formats.cases import build, random
@@ -54,6 +57,31 @@ def test_any_flipped_mask_bit_is_refused(row: int, block: int, bit: int, pattern
     flip = torch.tensor(1).bitwise_left_shift(bit)
     with pytest.raises(FormatError):
         BITMASK.validate(damaged(packed, "masks", (row, block), packed.tensors["masks"][row, block] ^ flip))
+
+
+def test_a_window_that_keeps_too_many_is_named():
+    """32:64 and 4:8 are stored alike; only the second bounds every window of 8."""
+    weight = build(parse_pattern("4:8"), random, 3, 128)
+    weight[2, 56:64] = 0.0  # the mask is filled up from the left: window 0 has more than 4 bits, and 4 weights
+    sound = BITMASK.pack(weight, "32:64")
+    weight[1, 64:72] = torch.tensor([1.0, 2, 3, 4, 5, 0, 0, 0])
+    weight[1, 72:80] = torch.tensor([1.0, 2, 3, 0, 0, 0, 0, 0])
+    fuller = BITMASK.pack(weight, "32:64")
+    found = [
+        check.violation(Packed(replace(each.spec, pattern=parse_pattern("4:8")), each.tensors))
+        for each in (sound, fuller)
+    ]
+    assert found == [None, "a window of row 1 keeps more than 4"]
+
+
+@given(st.sampled_from((2, 4, 8, 16, 32)), st.data())
+def test_windows_with_more_bits_than_the_pattern_keeps_are_found(window: int, data: st.DataObject):
+    keep = data.draw(st.integers(1, window - 1))
+    masks = data.draw(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=8))
+    fuller = [
+        any((mask >> start & 2**window - 1).bit_count() > keep for start in range(0, 64, window)) for mask in masks
+    ]
+    assert check._has_fuller_window(torch.tensor([masks]), window, keep).tolist() == [fuller]
 
 
 def flip_mask_bit(tiles: Tensor) -> None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import semisparse.formats.ec_csr
+from semisparse.api.packing import pack_for_disk
 from semisparse.errors import FormatError
 from semisparse.formats.ec_csr.storage import panels
 from tests.formats.ec_csr.weights import EC_CSR, LAYOUTS, READERS, random_weight, read_panels
@@ -97,11 +98,30 @@ def test_a_wide_layer_is_less_than_45_percent_of_csr():
     assert EC_CSR.pack(weight, "70%").nbytes <= 0.45 * csr
 
 
+@pytest.mark.parametrize(("pattern", "smallest"), [("90%", "bitmask"), ("95%", "ec_csr")])
+def test_the_format_of_fewest_bytes_of_a_wide_layer(pattern: str, smallest: str):
+    """With 4,096 columns the two cross at 93 % zeros (docs/experiments/audit.md)."""
+    assert pack_for_disk(random_weight(256, 4096, pattern), "auto", pattern).spec.format == smallest
+
+
 def test_unknown_options_are_refused():
     unknown = {"layout": "csr", "delta_bits": 5, "granularity": 3, "multiple": 33, "clip": -1}
     for name, value in (*unknown.items(), ("delta_bits", "narrow")):
         with pytest.raises(FormatError, match=name):
             EC_CSR.pack(torch.zeros(2, 64), "50%", **{name: value})
+
+
+def test_bundles_of_coarse_blocks_and_of_many_columns_come_first():
+    """So that the longest warps begin first (section 5)."""
+    weight = random_weight(24, 4096, "50%")
+    packed = EC_CSR.pack(weight, "50%", layout="paper", delta_bits=8, clip=2, multiple=32)
+    table = packed.tensors["bundles"][:, :3].tolist()
+    granularities = [rows for rows, _, _ in table]
+    assert len(set(granularities)) > 1
+    assert granularities == sorted(granularities, reverse=True)
+    for kind in {(rows, vector) for rows, vector, _ in table}:
+        columns = [each for rows, vector, each in table if (rows, vector) == kind]
+        assert columns == sorted(columns, reverse=True)
 
 
 def test_clipped_blocks_are_not_longer_than_asked():

@@ -99,19 +99,26 @@ class _Bundles:
 def pack(
     weight: Tensor, delta_bits: Sequence[int], granularity: int, multiple: int, clip: int, progress: Progress
 ) -> list[tuple[Mapping[str, Scalar], dict[str, Tensor]]]:
-    """Extract blocks of rows from ``weight`` ([N, K]) and store them, once with each of the widths ``delta_bits``.
+    """Extract blocks of rows from ``weight`` ([N, K]) and store them, once for each of the widths ``delta_bits``.
 
     Args:
         weight: [N, K].
         delta_bits: the widths, each 4 or 8.
-        granularity, multiple, progress: as in `extract`.
+        granularity, multiple: as in `extract`.
         clip: maximum loads per lane and bundle (section 5); 0 for twice the mean.
+        progress: as in `extract`; each width is an extraction of its own.
     Returns:
         Params and tensors for each of ``delta_bits``.
     """
-    sets = extract(weight != 0, multiple, granularity, progress)
-    clip = clip or _default_clip(sets)
-    return [_packed(weight, sets, bits, clip) for bits in delta_bits]
+    results = []
+    for index, bits in enumerate(delta_bits):
+
+        def of_all(done: int, total: int, before: int = index) -> None:
+            progress(before * total + done, len(delta_bits) * total)
+
+        sets = extract(weight != 0, multiple, granularity, (1 << bits) - 1, of_all)
+        results.append(_packed(weight, sets, bits, clip or _default_clip(sets)))
+    return results
 
 
 def _packed(

@@ -36,7 +36,7 @@ class Blocks:
 
 
 def extract(
-    stored: Tensor, multiple: int, granularity: int, progress: Progress = lambda done, total: None
+    stored: Tensor, multiple: int, granularity: int, reach: int, progress: Progress = lambda done, total: None
 ) -> list[Blocks]:
     """Cut a matrix into blocks as coarse as common columns allow (Algorithm 1). Every device returns the same.
 
@@ -44,6 +44,8 @@ def extract(
         stored: [N, K] bool, the weights to cover.
         multiple: blocks of two or more rows have a multiple of this many columns; the rest stay in finer blocks.
         granularity: maximum rows per block, a power of two; 1 merges no rows.
+        reach: maximum distance between neighbouring columns of a block of two rows or more: what a delta can say
+            (section 6.2). Only what coarser blocks leave of a block may have wider gaps.
         progress: called after each round.
     Returns:
         One `Blocks` per granularity, ascending; together they cover each stored weight once, and nothing else.
@@ -53,7 +55,7 @@ def extract(
     remaining, sets = stored.clone(), []
     while members.shape[1] < granularity:
         rounds = []
-        while (extracted := _extract_round(remaining, members, multiple)) is not None:
+        while (extracted := _extract_round(remaining, members, multiple, reach)) is not None:
             rounds.append(extracted)
             progress(total - sum(each.weights for each in rounds), total)
         sets.append(_remaining_blocks(remaining, members))
@@ -78,22 +80,50 @@ def _remaining_blocks(remaining: Tensor, members: Tensor) -> Blocks:
     return Blocks(members[rows], remaining[rows])
 
 
-def _extract_round(remaining: Tensor, members: Tensor, multiple: int) -> Blocks | None:
-    """Move the common columns of paired blocks out of ``remaining`` into coarser blocks; None if no pair shares enough.
+def _extract_round(remaining: Tensor, members: Tensor, multiple: int, reach: int) -> Blocks | None:
+    """Move common columns of paired blocks out of ``remaining`` into coarser blocks; None if no pair shares enough.
 
     Args:
         remaining: [blocks, K] bool, columns of each block; changed in place.
         members: [blocks, granularity] int64, the rows of each block.
+        multiple, reach: as in `extract`.
     """
     first, second = match_rows(count_overlaps(remaining), multiple)
-    if not len(first):
-        return None
-    columns = remaining[first] & remaining[second]
+    columns = longest_runs(remaining[first] & remaining[second], reach)
     taken = columns.sum(1, keepdim=True, dtype=torch.int32) // multiple * multiple
     columns &= columns.cumsum(1, dtype=torch.int32) <= taken
+    paired = taken.flatten() > 0
+    if not paired.any():
+        return None
+    first, second, columns = first[paired], second[paired], columns[paired]
     for rows in (first, second):
         remaining[rows] = remaining[rows] & ~columns
     return Blocks(torch.cat((members[first], members[second]), 1), columns)
+
+
+def longest_runs(columns: Tensor, reach: int) -> Tensor:
+    """Keep each row's longest run of columns that are at most ``reach`` apart; of equals the first (section 6.2).
+
+    Args:
+        columns: [rows, K] bool.
+        reach: as in `extract`.
+    Returns:
+        [rows, K] bool.
+    """
+    row, column = columns.nonzero(as_tuple=True)
+    if not len(row):
+        return columns
+    begins = (row.diff(prepend=row[:1] - 1) != 0) | (column.diff(prepend=column[:1]) > reach)
+    run = begins.cumsum(0) - 1
+    length, row_of = run.bincount(), row[begins]
+    longest = length.new_zeros(len(columns)).scatter_reduce(0, row_of, length, "amax")
+    index = torch.arange(len(length), device=columns.device)
+    candidate = torch.where(length == longest[row_of], index, len(length))
+    chosen = index.new_full((len(columns),), len(length)).scatter_reduce(0, row_of, candidate, "amin")
+    kept = run == chosen[row]
+    result = torch.zeros_like(columns)
+    result[row[kept], column[kept]] = True
+    return result
 
 
 def count_overlaps(stored: Tensor) -> Tensor:
