@@ -144,7 +144,8 @@ def compress(
         if tokenizer is None:
             raise InputError("calibration text needs the model's tokenizer")
         length = sequence_length(dense, seqlen)
-        batches = calibration_batches(tokenizer, calibration, samples=samples, seqlen=length, seed=seed)
+        drawn = {"samples": samples, "seqlen": length, "seed": seed, "device": where.type}
+        batches = calibration_batches(tokenizer, calibration, **drawn)
     split_decoder_experts(dense, plan)
     rounded = rounded_modules(dense, stored)
     plan = leave_unrounded_dense(plan, dense, rounded, stored)
@@ -201,7 +202,7 @@ def _run_recipe(
 
     run: dict[str, Any] = {"device": device, "progress": progress, "journal": journal}
     # A joint search chooses among dense low bits itself.
-    rivals = Rivals(model, plan, batches, progress) if batches and plan.search != "joint" else None
+    rivals = Rivals(model, plan, batches, device, progress) if batches and plan.search != "joint" else None
     found: SearchResult | JointResult | None = None
     if plan.search == "joint":
         found = _search_choices(model, batches, plan, seed=seed, **run)

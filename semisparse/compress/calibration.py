@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from semisparse.errors import InputError
 from semisparse.text import token_chunks
 
-BATCH_TOKENS = 4096
-"""Tokens per batch, unless one sequence is longer."""
+BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
+"""Tokens per batch by the device's type, unless one sequence is longer. A GPU splits weights for every batch."""
 
 CALIBRATION_TOKENS = 128 * 2048
 """Calibration tokens by default: 128 sequences of 2,048, as is usual. A model of a shorter context needs as many: 512
@@ -30,7 +30,13 @@ NEEDS_CALIBRATION = (
 
 
 def calibration_batches(
-    tokenizer: PreTrainedTokenizerBase, text: str | Path | Sequence[str], *, samples: int | None, seqlen: int, seed: int
+    tokenizer: PreTrainedTokenizerBase,
+    text: str | Path | Sequence[str],
+    *,
+    samples: int | None,
+    seqlen: int,
+    seed: int,
+    device: str = "cpu",
 ) -> list[Tensor]:
     """Draw calibration sequences from text and batch those of equal length, the longest first.
 
@@ -40,6 +46,7 @@ def calibration_batches(
         samples: sequences to draw; all if the text holds fewer. None: as many as hold `CALIBRATION_TOKENS`.
         seqlen: tokens per sequence, at most.
         seed: of the random draw.
+        device: type of the device that they run on.
     Returns:
         Token ids, [batch, tokens] int64 per batch.
 
@@ -50,7 +57,7 @@ def calibration_batches(
         raise InputError(f"calibration needs at least 1 sample, got {samples}")
     chunks = token_chunks(tokenizer, text, seqlen)
     drawn = random.Random(seed).sample(chunks, min(samples or len(chunks), len(chunks)))
-    return _batches(drawn if samples else drawn[: _default_samples(drawn)])
+    return _batches(drawn if samples else drawn[: _default_samples(drawn)], BATCH_TOKENS[device])
 
 
 def check_batches(model: nn.Module, batches: Sequence[Tensor]) -> None:
@@ -78,13 +85,13 @@ def _default_samples(chunks: Sequence[list[int]]) -> int:
     return next((count for count, end in enumerate(ends, 1) if end >= CALIBRATION_TOKENS), len(chunks))
 
 
-def _batches(chunks: Iterable[list[int]]) -> list[Tensor]:
-    """Batch chunks of equal length, the longest first, `BATCH_TOKENS` per batch."""
+def _batches(chunks: Iterable[list[int]], tokens: int) -> list[Tensor]:
+    """Batch chunks of equal length, the longest first, ``tokens`` tokens per batch."""
     by_length: dict[int, list[list[int]]] = {}
     for chunk in chunks:
         by_length.setdefault(len(chunk), []).append(chunk)
     batches = []
     for length, alike in sorted(by_length.items(), reverse=True):
-        size = max(1, BATCH_TOKENS // length)
+        size = max(1, tokens // length)
         batches += [torch.tensor(alike[start : start + size]) for start in range(0, len(alike), size)]
     return batches

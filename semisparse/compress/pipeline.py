@@ -17,9 +17,9 @@ from semisparse.compress.propagate import (
     DecoderLayer,
     errors_naming,
     first_activations,
+    float32_matmuls,
     linears_with_statistics,
     list_decoder_layers,
-    no_tf32,
     propagate,
 )
 from semisparse.compress.prune import magnitude, prune_layer, require_finite
@@ -76,7 +76,7 @@ def compress_decoder_layers(
     if recipe.tune != "none":
         batches = split_for_steps(batches)
     model.eval()
-    with torch.no_grad(), no_tf32():
+    with torch.no_grad(), float32_matmuls():
         activations = first_activations(model, layers, batches, recipe, device)
         reports = [
             report

@@ -18,8 +18,8 @@ from semisparse.compress.propagate import (
     DecoderLayer,
     errors_naming,
     first_activations,
+    float32_matmuls,
     linears_with_statistics,
-    no_tf32,
     propagate,
 )
 from semisparse.compress.prune import PrunedLayer, Statistics, prune_levels
@@ -122,7 +122,7 @@ def build_bank(
     """
     by_name = {linear.name: (linear, level) for linear, level in zip(space, centre, strict=True)}
     bank: Bank = {}
-    with torch.no_grad(), no_tf32():
+    with torch.no_grad(), float32_matmuls():
         activations = first_activations(model, layers, batches, recipe, device)
         for index, layer in enumerate(layers):
             progress("pruning every layer in every way", index, len(layers))
