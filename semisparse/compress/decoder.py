@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,6 +84,16 @@ def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
 def linear_layers(layer: nn.Module) -> dict[str, nn.Module]:
     """Return the modules inside a decoder layer that are linear layers by their class, by their name in it."""
     return {name: module for name, module in layer.named_modules() if isinstance(module, LINEAR_CLASSES)}
+
+
+def float32_copy(module: nn.Module, device: torch.device) -> nn.Module:
+    """Copy a module to a device, in float32; no copy is made in host memory on the way to a GPU."""
+    copied: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        moved = tensor.data.to(device, copy=True)  # cast there: a cast on the host takes longer than the way
+        moved = moved.float() if moved.is_floating_point() else moved
+        copied[id(tensor)] = nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
+    return copy.deepcopy(module, copied)
 
 
 @torch.no_grad()

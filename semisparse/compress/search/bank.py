@@ -45,7 +45,7 @@ class MaskedWeight(NamedTuple):
 
 
 Bank = dict[str, dict[int, MaskedWeight]]
-"""Pruned weights by module name of the linear layer and by level, in host memory."""
+"""Pruned weights by module name of the linear layer and by level: in host memory, or mapped from the journal."""
 
 
 def to_masked(weight: Tensor, report: LayerReport) -> MaskedWeight:
@@ -139,8 +139,9 @@ def build_bank(
                         levels = prune(linear_space, level, known, weight, statistics, recipe, layer.weight(name))
                     weight.copy_(to_dense(levels[level], weight))
                     pruned[full_name] = levels
-                if journal:
+                if journal:  # what was written is read from its file when it is needed: the bank takes no memory
                     _save(journal, index, number, pruned)
+                    pruned = _load(journal, index, number) or pruned
             at_centre = copy.deepcopy(dense)
             for name in layer.patterns:
                 full_name, weight = layer.full_name(name), weight_of(at_centre.get_submodule(name))
