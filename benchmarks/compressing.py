@@ -87,7 +87,7 @@ def run(name: str, model: Path, data: Path, out: Path) -> dict[str, str]:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "seconds": f"{ended - started:.1f}",
         "block_seconds": f"{statistics.median(blocks or [0]):.2f}",
-        "last_stage_seconds": f"{ended - starts[-1]:.1f}",
+        "last_stage_seconds": f"{ended - (starts or [started])[-1]:.1f}",
         "anonymous_gb": f"{most:.2f}",
         "resident_gb": f"{held('VmHWM'):.2f}",
         "device_gb": f"{torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0:.1f}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from semisparse import checkpoint
 from semisparse.api.job import finished_block, job_directory, write_model
 from semisparse.api.loading import load_uncompressed
+from semisparse.api.needs import free_memory, needs_of
 from semisparse.api.packed_layers import PackedLayers
 from semisparse.api.recipe import can_store, read_recipe
 from semisparse.api.rivals import Rivals
@@ -101,6 +102,7 @@ def compress(
     seed: int = 0,
     resume: bool = False,
     progress: Progress = lambda stage, done, total: None,
+    inform: Callable[[str], None] = lambda line: None,
 ) -> CompressionReport:
     """Run a recipe on a model.
 
@@ -119,10 +121,11 @@ def compress(
         seed: the random seed.
         resume: continue unfinished work, if there is any.
         progress: called with (stage, steps done, all steps).
+        inform: called with a sentence that says what memory and disk the run will take.
     Returns:
         The report, per layer and in total.
     Raises:
-        InputError: the model, the recipe, the text or ``out`` is invalid.
+        InputError: the model, the recipe, the text or ``out`` is invalid, or there is too little memory.
         SemisparseError: writing failed.
     """
     start = time.perf_counter()
@@ -144,11 +147,15 @@ def compress(
         if tokenizer is None:
             raise InputError("calibration text needs the model's tokenizer")
         length = sequence_length(dense, seqlen)
-        drawn = {"samples": samples, "seqlen": length, "seed": seed, "device": where.type}
-        batches = calibration_batches(tokenizer, calibration, **drawn)
+        batches = calibration_batches(
+            tokenizer, calibration, samples=samples, seqlen=length, seed=seed, device=where.type
+        )
     split_decoder_experts(dense, plan)
     rounded = rounded_modules(dense, stored)
     plan = leave_unrounded_dense(plan, dense, rounded, stored)
+    needs = needs_of(dense, list_decoder_layers(dense, plan, {}), plan, batches, where)
+    inform(str(needs))
+    needs.check(free_memory(where))
     tuning: list[dict[str, Any]] = []
     run = partial(
         _run_recipe,

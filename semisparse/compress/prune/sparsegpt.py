@@ -127,7 +127,7 @@ def prune_columns(
     Returns:
         The pruned weight, [N, K] float32; the mask of kept weights, [N, K] bool.
     """
-    if quantiser is None and _has_kernel(weight, pattern):
+    if quantiser is None and _has_kernel(pattern, weight):
         from semisparse.compress.prune.sweep_triton import prune_windows
 
         interval = max(1, pattern.window // MASK_UPDATES)
@@ -154,7 +154,7 @@ def prune_columns(
     return _compensate(weight, upper, update_columns, prune_column), kept
 
 
-def _has_kernel(weight: Tensor, pattern: Pattern) -> TypeGuard[NM]:
+def _has_kernel(pattern: Pattern, weight: Tensor) -> TypeGuard[NM]:
     """Return whether `sweep_triton` prunes this weight: on a GPU, to windows whose size is a power of two."""
     if not (weight.is_cuda and isinstance(pattern, NM) and find_spec("triton")):
         return False

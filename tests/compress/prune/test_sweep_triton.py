@@ -26,7 +26,7 @@ def test_it_prunes_as_torch_does(keep: int, window: int, columns: int, block: in
     weight[1] = 0
     weight[2] = weight[2].sign()  # of equal scores the lower column is kept
     monkeypatch.setattr(sparsegpt, "UPDATE_COLUMNS", block)
-    monkeypatch.setattr(sparsegpt, "_has_kernel", lambda weight, pattern: False)
+    monkeypatch.setattr(sparsegpt, "_has_kernel", lambda pattern, weight: False)
     expected, kept = sparsegpt.prune_columns(weight, upper, NM(keep, window))
     found, mask = prune_windows(weight, upper, keep, window, max(1, window // sparsegpt.MASK_UPDATES), block)
     assert torch.equal(mask, kept)
