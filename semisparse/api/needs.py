@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from semisparse.api.rivals import TOKENS
 from semisparse.compress import Recipe
 from semisparse.compress.propagate import DecoderLayer
 from semisparse.errors import InputError
@@ -20,6 +21,9 @@ HESSIANS = 10.4
 
 MASK_BYTES = 48
 """Per weight of a linear layer, while its mask is chosen and it is packed."""
+
+LOGITS = 4
+"""Copies of the float32 logits on which dense low bits are measured."""
 
 PIECES = 3
 """Copies of a decoder layer in the model's dtype: one being packed, one being written, and its file's content."""
@@ -87,7 +91,8 @@ def needs_of(
     whole = sum(parameter.nbytes for parameter in model.parameters())
     host, compute = PIECES * max(blocks) * item, MASK_BYTES * largest
     if batches:
-        features = model.get_input_embeddings().weight.shape[1]
+        vocabulary, features = model.get_input_embeddings().weight.shape
+        host += LOGITS * 4 * vocabulary * TOKENS[1]
         states = 4 * features * sum(batch.numel() for batch in batches)
         compute += int(
             2 * states + 2 * 4 * max(blocks) + 4 * HESSIANS * max(weight.shape[1] for weight in weights) ** 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,8 +17,10 @@ from transformers import PreTrainedModel
 from semisparse.api.recipe import read_recipe, recipes
 from semisparse.bench.roofline import Candidate, problem_for
 from semisparse.compress import Progress, Recipe
-from semisparse.compress.decoder import decoder_layers, logits_after, record_calls
+from semisparse.compress.decoder import copy_to, decoder_layers, logits_after, record_calls
 from semisparse.compress.propagate import DecoderLayer, list_decoder_layers
+from semisparse.formats import Packed
+from semisparse.integrations.transformers import sparse_layers
 from semisparse.nn import weight_of
 from semisparse.patterns import Group, Pattern, parse_pattern
 from semisparse.quant.group import fake_quantise, scales_of
@@ -75,7 +77,8 @@ class Rivals:
         self._device = device
         recipes = _dense_recipes()
         report = partial(progress, "measuring dense low bits")
-        self._dense, *found = self._log_probabilities(model, layers, [None, *recipes.values()], report)
+        found = self._log_probabilities(model, layers, [None, *recipes.values()], report)
+        self._dense = next(found)
         self._rivals = [
             Rival(name, _bits(recipe, linears, model.dtype), self._kl(rounded), math.nan, self._tokens)
             for (name, recipe), rounded in zip(recipes.items(), found, strict=True)
@@ -85,7 +88,8 @@ class Rivals:
         """Return the best rival of at most as many bits per weight if it keeps more than the compressed model."""
         prefix, modules = decoder_layers(model)
         layers = [DecoderLayer(f"{prefix}.{index}", module, {}) for index, module in enumerate(modules)]
-        own = self._kl(self._log_probabilities(model, layers, [None])[0])
+        [found] = self._log_probabilities(model, layers, [None])
+        own = self._kl(found)
         able = [rival for rival in self._rivals if rival.bits <= bits and rival.kl < own]
         return asdict(replace(min(able, key=lambda rival: rival.kl), own_kl=own)) if able else None
 
@@ -105,12 +109,12 @@ class Rivals:
         layers: Sequence[DecoderLayer],
         recipes: Sequence[Recipe | None],
         progress: Callable[[int, int], None] = lambda done, total: None,
-    ) -> list[list[Tensor]]:
+    ) -> Iterator[list[Tensor]]:
         """Run a model as it is (None) or rounded as a recipe says; one decoder layer at a time is on the device.
 
-        Returns:
-            For each recipe and sequence, the log-probabilities of every token but the first, [tokens - 1, vocabulary]
-            float32.
+        Yields:
+            For each recipe, of every sequence the log-probabilities of all tokens but the first,
+            [tokens - 1, vocabulary] float32.
         """
         training, modules = model.training, [layer.module for layer in layers]
         hidden, calls = record_calls(model.eval(), modules, self._sequences)
@@ -119,16 +123,15 @@ class Rivals:
         for index, layer in enumerate(layers):
             progress(index, len(layers))
             own_calls = [call.to(self._device, dtype, moved) for call in calls[index]]
+            present = _copy(layer, self._device)
             for number, recipe in enumerate(recipes):
-                module = _rounded_copy(layer, recipe, self._device)
+                module = _rounded_copy(present, layer.patterns, recipe) if recipe else present
                 states[number] = [call(module, state) for call, state in zip(own_calls, states[number], strict=True)]
-        found = []
         for finals in states:
             pairs = zip(self._sequences, finals, strict=True)
             logits = [logits_after(model, modules, ids, final.to(home))[0, :-1].float() for ids, final in pairs]
-            found.append([each.log_softmax(-1) for each in logits])
+            yield [each.log_softmax(-1) for each in logits]
         model.train(training)
-        return found
 
 
 def _dense_recipes() -> dict[str, Recipe]:
@@ -155,15 +158,36 @@ def _rounded(weight: Tensor, bits: int, size: int) -> Tensor:
     return fake_quantise(weight.float(), scales.scale.float(), scales.zero.float(), bits, size).to(weight.dtype)
 
 
-def _rounded_copy(layer: DecoderLayer, recipe: Recipe | None, device: torch.device) -> nn.Module:
-    """Return a decoder layer on a device, with weights rounded to nearest as a recipe says; None leaves them."""
-    module = copy.deepcopy(layer.module).to(device)
-    if recipe:
-        bits, size = int(recipe.quant.removeprefix("w")), parse_pattern(recipe.pattern).step
-        for name in layer.patterns:
-            weight = weight_of(module.get_submodule(name))
-            weight.copy_(_rounded(weight, bits, size))
+def _copy(layer: DecoderLayer, device: torch.device) -> nn.Module:
+    """Return a decoder layer on a device; on a GPU with dense weights."""
+    if not sparse_layers(layer.module):
+        return copy_to(layer.module, device)
+    module = copy.deepcopy(layer.module)
+    if device.type == "cuda":
+        _unpack(module, device)
+    return module.to(device)
+
+
+def _rounded_copy(module: nn.Module, linears: Iterable[str], recipe: Recipe) -> nn.Module:
+    """Return a decoder layer whose linear layers are rounded to nearest as a recipe says."""
+    module, bits, size = copy.deepcopy(module), int(recipe.quant[1:]), parse_pattern(recipe.pattern).step
+    for name in linears:
+        weight = weight_of(module.get_submodule(name))
+        weight.copy_(_rounded(weight, bits, size))
     return module
+
+
+def _unpack(module: nn.Module, device: torch.device) -> None:
+    """Make packed layers dense, so that no kernel is compiled for a few tokens; not those that round their input."""
+    for name, layer in sparse_layers(module).items():
+        codes = layer.read_codes()
+        if codes is None or not codes.rounds_x:
+            tensors = {key: tensor.to(device) for key, tensor in layer.packed.tensors.items()}
+            with torch.device("meta"):
+                dense = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+            dense.weight = nn.Parameter(Packed(layer.packed.spec, tensors).unpack(), requires_grad=False)
+            dense.register_parameter("bias", layer.bias)
+            module.set_submodule(name, dense)
 
 
 def _first_sequences(batches: Sequence[Tensor], tokens: int) -> list[Tensor]:

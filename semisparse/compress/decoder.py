@@ -86,12 +86,12 @@ def linear_layers(layer: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in layer.named_modules() if isinstance(module, LINEAR_CLASSES)}
 
 
-def float32_copy(module: nn.Module, device: torch.device) -> nn.Module:
-    """Copy a module to a device, in float32; no copy is made in host memory on the way to a GPU."""
+def copy_to(module: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
+    """Copy a dense module to a device, in another dtype if one is given; to a GPU without a copy in host memory."""
     copied: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         moved = tensor.data.to(device, copy=True)  # cast there: a cast on the host takes longer than the way
-        moved = moved.float() if moved.is_floating_point() else moved
+        moved = moved.to(dtype) if dtype and moved.is_floating_point() else moved
         copied[id(tensor)] = nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
     return copy.deepcopy(module, copied)
 
