@@ -19,6 +19,9 @@ from semisparse.errors import InputError
 HESSIANS = 10.4
 """Float32 matrices [K, K] while a linear layer is pruned by its Hessian, at most."""
 
+BATCH_BYTES = 40
+"""Per token of a batch and input feature of the widest linear layer, in a forward and in the sums over its tokens."""
+
 MASK_BYTES = 48
 """Per weight of a linear layer, while its mask is chosen and it is packed."""
 

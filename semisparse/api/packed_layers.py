@@ -84,10 +84,10 @@ class PackedLayers(AbstractContextManager["PackedLayers"]):
         packed, exact, notes = {}, {}, []
         for (name, weight), report in zip(finished.weights.items(), finished.reports, strict=True):
             one, outcome = self._pack(report, weight)
-            # Formats in 8 bits round when they pack; later layers were compressed on what was rounded to.
-            if self._journal and not torch.equal(one.unpack(), weight):
+            # Formats in 8 bits round when they pack; later layers are compressed after the weight before that.
+            if self._journal and not torch.equal(one.unpack().to(weight.device), weight):
                 exact[name] = weight.cpu()
-            packed[name] = Packed(one.spec, {key: tensor.to(self._model.device) for key, tensor in one.tensors.items()})
+            packed[name] = one
             measured = {"density": report.density, "error": report.error, "outcome": outcome}
             entry = one.spec.to_dict() | measured
             notes.append({"name": name, "entry": entry, "report": report_to_json(replace(report, scales=None), {}, "")})
@@ -126,8 +126,9 @@ class PackedLayers(AbstractContextManager["PackedLayers"]):
 
     def _replace(self, layer: DecoderLayer, packed: Mapping[str, Packed], notes: list[dict[str, Any]]) -> None:
         for note in notes:
-            name = layer.full_name(note["name"])
-            replace_linear(self._model, name, packed[note["name"]])
+            name, one = layer.full_name(note["name"]), packed[note["name"]]
+            tensors = {key: tensor.to(self._model.device) for key, tensor in one.tensors.items()}
+            replace_linear(self._model, name, Packed(one.spec, tensors))
             self.entries[name] = note["entry"] | {DIGESTS: {}}  # computed when it is saved
 
 

@@ -33,7 +33,7 @@ class ThreePassLinear(TorchFunctionMode):
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if not (x.is_cuda and x.dtype == weight.dtype == torch.float32):
+    if not (x.is_cuda and x.dim() > 1 and x.dtype == weight.dtype == torch.float32):
         return F.linear(x, weight, bias)
     y = _sum(_leading_first(x.flatten(0, -2), 1), _trailing_first(weight, 1).T).unflatten(0, x.shape[:-1])
     return y if bias is None else y.add_(bias)

@@ -53,4 +53,4 @@ def test_needs_grow_with_the_tokens_and_not_with_the_layers():
         return needs.needs_of(model, layers, plan, batches, torch.device("cpu")).host
 
     assert host(1000) == host(1000, num_hidden_layers=4)
-    assert host(2000) - host(1000) == 1000 * 2 * 4 * 24
+    assert host(2000) - host(1000) == 1000 * (2 * 4 * 24 + needs.BATCH_BYTES * 44)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from semisparse.compress.three_pass import ThreePassLinear, outer_sum
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ERROR = 2**-16
+ERROR = 2**-15
 """Of the norm; one bfloat16 product has 2^-9."""
 
 
