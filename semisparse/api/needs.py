@@ -97,9 +97,9 @@ def needs_of(
         vocabulary, features = model.get_input_embeddings().weight.shape
         host += LOGITS * 4 * vocabulary * TOKENS[1]
         states = 4 * features * sum(batch.numel() for batch in batches)
-        compute += int(
-            2 * states + 2 * 4 * max(blocks) + 4 * HESSIANS * max(weight.shape[1] for weight in weights) ** 2
-        )
+        columns = max(weight.shape[1] for weight in weights)
+        compute += 2 * states + 2 * 4 * max(blocks) + int(HESSIANS * 4 * columns**2)
+        compute += BATCH_BYTES * columns * max(batch.numel() for batch in batches)
     if plan.search != "none":  # a copy of the model in float32, beside its pruned levels, which lie on disk
         compute += whole * 4 // item
     if plan.tune == "bqpo+e2e":

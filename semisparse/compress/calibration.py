@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from semisparse.errors import InputError
 from semisparse.text import token_chunks
 
-BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
+BATCH_TOKENS = {"cpu": 4096, "cuda": 8192}
 """Tokens per batch by the device's type, unless one sequence is longer. A GPU splits weights for every batch."""
 
 CALIBRATION_TOKENS = 128 * 2048
