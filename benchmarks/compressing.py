@@ -36,7 +36,17 @@ RUNS = {
 }
 """Recipe, settings and whether it reads calibration text."""
 
-COLUMNS = ("model", "blocks", "run", "device", "seconds", "block_seconds", "last_stage_seconds", "anonymous_gb")
+COLUMNS = (
+    "build",
+    "model",
+    "blocks",
+    "run",
+    "device",
+    "seconds",
+    "block_seconds",
+    "last_stage_seconds",
+    "anonymous_gb",
+)
 COLUMNS += ("resident_gb", "device_gb", "bytes_gb")
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
@@ -104,6 +114,7 @@ def main() -> None:
     parser.add_argument("--arch", default="llama2-7b")
     parser.add_argument("--blocks", type=int, default=32)
     parser.add_argument("--runs", default="sparsegpt,magnitude")
+    parser.add_argument("--build", default="now", help="a name for the code that is measured")
     parser.add_argument("--one", help="a run, in this process; prints its row as JSON")
     options = parser.parse_args()
     model = options.scratch / f"{options.arch}-{options.blocks}"
@@ -118,7 +129,14 @@ def main() -> None:
             shutil.rmtree(options.scratch / leftover, ignore_errors=True)
         command = [sys.executable, __file__, *sys.argv[1:], "--one", name]
         found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ).stdout
-        rows.append({"model": options.arch, "blocks": str(options.blocks), **json.loads(found.splitlines()[-1])})
+        rows.append(
+            {
+                "build": options.build,
+                "model": options.arch,
+                "blocks": str(options.blocks),
+                **json.loads(found.splitlines()[-1]),
+            }
+        )
         write_rows(options.out, rows, COLUMNS)
         print(rows[-1], flush=True)
 
