@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -17,17 +17,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from semisparse import checkpoint
 from semisparse.api.job import finished_block, job_directory, write_model
 from semisparse.api.loading import load_uncompressed
-from semisparse.api.packing import pack_for_disk
-from semisparse.api.recipe import can_store, pack_options, read_recipe
+from semisparse.api.needs import free_memory, needs_of
+from semisparse.api.packed_layers import PackedLayers
+from semisparse.api.recipe import can_store, read_recipe
 from semisparse.api.rivals import Rivals
 from semisparse.api.sequences import Text, sequence_length
-from semisparse.api.takeover import Kept, kept_layers, leave_unrounded_dense, pack_kept, rounded_modules
+from semisparse.api.takeover import kept_layers, leave_unrounded_dense, rounded_modules
 from semisparse.api.targets import WORKLOADS, limits_of, machine_of, menu, options_of, reached, written
 from semisparse.compress import (
     NEEDS_CALIBRATION,
-    Choice,
+    FinishedLayer,
+    InPlace,
     Journal,
-    LayerReport,
     Progress,
     Recipe,
     TuningResult,
@@ -38,13 +39,13 @@ from semisparse.compress import (
     fingerprint,
     split_decoder_experts,
 )
+from semisparse.compress.propagate import list_decoder_layers
 from semisparse.compress.search import SearchResult, search_patterns
 from semisparse.compress.search.allocate import Unreachable
 from semisparse.compress.search.joint import JointResult, search_choices
 from semisparse.errors import InputError
 from semisparse.integrations.importers import Rounded
 from semisparse.integrations.transformers import mark_compressed
-from semisparse.nn import replace_linear, weight_of
 from semisparse.patterns import parse_pattern
 
 
@@ -102,6 +103,7 @@ def compress(
     seed: int = 0,
     resume: bool = False,
     progress: Progress = lambda stage, done, total: None,
+    inform: Callable[[str], None] = lambda line: None,
 ) -> CompressionReport:
     """Run a recipe on a model.
 
@@ -120,10 +122,11 @@ def compress(
         seed: the random seed.
         resume: continue unfinished work, if there is any.
         progress: called with (stage, steps done, all steps).
+        inform: called with a sentence that says what memory and disk the run will take.
     Returns:
         The report, per layer and in total.
     Raises:
-        InputError: the model, the recipe, the text or ``out`` is invalid.
+        InputError: the model, the recipe, the text or ``out`` is invalid, or there is too little memory.
         SemisparseError: writing failed.
     """
     start = time.perf_counter()
@@ -145,14 +148,26 @@ def compress(
         if tokenizer is None:
             raise InputError("calibration text needs the model's tokenizer")
         length = sequence_length(dense, seqlen)
-        drawn: dict[str, Any] = {"samples": samples, "seqlen": length, "seed": seed}
+        drawn: dict[str, Any] = {"samples": samples, "seqlen": length, "seed": seed, "device": where.type}
         batches = calibration_batches(tokenizer, calibration, tokens=calibration_tokens(dense), **drawn)
     split_decoder_experts(dense, plan)
     rounded = rounded_modules(dense, stored)
     plan = leave_unrounded_dense(plan, dense, rounded, stored)
+    needs = needs_of(dense, list_decoder_layers(dense, plan, {}), plan, batches, where)
+    inform(str(needs))
+    needs.check(free_memory(where))
     tuning: list[dict[str, Any]] = []
     run = partial(
-        _run_recipe, dense, batches, plan, tuning, rounded=rounded, seed=seed, device=where, progress=progress
+        _run_recipe,
+        dense,
+        batches,
+        plan,
+        tuning,
+        rounded=rounded,
+        seed=seed,
+        device=where,
+        progress=progress,
+        mapped=source is not None,
     )
     if out is None:
         block = mark_compressed(dense, run(journal=None))
@@ -184,6 +199,7 @@ def _run_recipe(
     seed: int,
     device: torch.device,
     progress: Progress,
+    mapped: bool,
     journal: Journal | None,
 ) -> dict[str, Any]:
     """Replace the layers by packed ones. Return the config block; append a report per tuning stage to ``tuning``."""
@@ -193,7 +209,7 @@ def _run_recipe(
 
     run: dict[str, Any] = {"device": device, "progress": progress, "journal": journal}
     # A joint search chooses among dense low bits itself.
-    rivals = Rivals(model, plan, batches, progress) if batches and plan.search != "joint" else None
+    rivals = Rivals(model, plan, batches, device, progress) if batches and plan.search != "joint" else None
     found: SearchResult | JointResult | None = None
     if plan.search == "joint":
         found = _search_choices(model, batches, plan, seed=seed, **run)
@@ -204,12 +220,33 @@ def _run_recipe(
     if kept:
         patterns = {name: parse_pattern(layer.choice.pattern) for name, layer in kept.items()}
     choices = found.choices if isinstance(found, JointResult) else {}
-    reports = compress_decoder_layers(
-        model, batches, plan, seed=seed, patterns=patterns, pruned=pruned, on_tuned=on_tuned, **run
+    layers = list_decoder_layers(model, plan, patterns or {})
+    dense = dense_layers(model, plan, {layer.full_name(name) for layer in layers for name in layer.patterns})
+    compress_all = partial(
+        compress_decoder_layers,
+        model,
+        batches,
+        plan,
+        seed=seed,
+        device=device,
+        patterns=patterns,
+        pruned=pruned,
+        progress=progress,
+        on_tuned=on_tuned,
     )
-    dense = dense_layers(model, plan, {report.name for report in reports})
+    if plan.tune == "bqpo+e2e":  # trains all layers together before any is packed
+        reports = {report.name: report for report in compress_all(store=InPlace(journal))}
+        with PackedLayers(model, plan, choices, kept, None, mapped=False) as packed:
+            for index, layer in enumerate(layers):
+                weights = {name: layer.weight(name) for name in layer.patterns}
+                packed.save(index, layer, FinishedLayer(weights, [reports[layer.full_name(name)] for name in weights]))
+    else:
+        with PackedLayers(model, plan, choices, kept, journal, mapped=mapped) as packed:
+            compress_all(store=packed)
+    settings = {"quant_method": checkpoint.METHOD, "version": checkpoint.VERSION, "recipe": plan.to_dict()}
     search = found.metrics() if found else None
-    block = _pack_layers(model, plan, reports, choices, kept) | {
+    block = settings | {
+        "layers": packed.entries,
         "dense": [asdict(layer) for layer in dense],
         "search": search,
     }
@@ -231,40 +268,6 @@ def _search_choices(model: PreTrainedModel, batches: Sequence[Tensor], plan: Rec
         best = reached(targets, {**error.least, "bits": error.least.get("bits", 1.0)}, dtype)
         alone = " singly" if len(targets) > 1 else ""
         raise InputError(f"{error} ({written(targets)}); the best that can be had{alone} is {written(best)}") from error
-
-
-def _pack_layers(
-    model: PreTrainedModel,
-    plan: Recipe,
-    reports: Sequence[LayerReport],
-    choices: Mapping[str, Choice],
-    kept: Mapping[str, Kept],
-) -> dict[str, Any]:
-    """Replace every compressed layer by a packed one. Return the ``quantization_config`` block.
-
-    Args:
-        model: with compressed weights.
-        plan: how they were compressed.
-        reports: on the layers.
-        choices: by module name, of layers that are not compressed as the recipe says.
-        kept: by module name, of layers that are stored in the numbers that another tool rounded them to.
-    """
-    layers = {}
-    for report in reports:
-        weight, outcome = weight_of(model.get_submodule(report.name)), report.outcome
-        if report.name in kept:
-            own = kept[report.name]
-            packed, outcome = pack_kept(report.name, own, weight, plan), f"kept {own.choice.label}"
-        else:
-            choice = choices.get(report.name, Choice(report.pattern, plan.quant, plan.format))
-            options = pack_options(plan, choice.quant)
-            options |= {"scales": report.scales.to(weight.device)} if report.scales else {}
-            packed = pack_for_disk(weight, choice.format, report.pattern, **options)
-        replace_linear(model, report.name, packed)
-        measured = {"density": report.density, "error": report.error, "outcome": outcome}
-        layers[report.name] = packed.spec.to_dict() | measured | {checkpoint.DIGESTS: {}}  # computed when it is saved
-    settings = {"quant_method": checkpoint.METHOD, "version": checkpoint.VERSION, "recipe": plan.to_dict()}
-    return settings | {"layers": layers}
 
 
 def _report(block: Mapping[str, Any], seconds: float, tuning: list[dict[str, Any]]) -> CompressionReport:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,10 @@ from transformers import PreTrainedModel
 from semisparse.api.recipe import read_recipe, recipes
 from semisparse.bench.roofline import Candidate, problem_for
 from semisparse.compress import Progress, Recipe
-from semisparse.compress.propagate import list_decoder_layers
+from semisparse.compress.decoder import copy_to, decoder_layers, logits_after, record_calls
+from semisparse.compress.propagate import DecoderLayer, list_decoder_layers
+from semisparse.formats import Packed
+from semisparse.integrations.transformers import sparse_layers
 from semisparse.nn import weight_of
 from semisparse.patterns import Group, Pattern, parse_pattern
 from semisparse.quant.group import fake_quantise, scales_of
@@ -55,7 +58,8 @@ class Rivals:
         model: dense.
         plan: the recipe.
         batches: calibration token ids, each [batch, tokens] int64.
-        progress: called with (stage, recipes measured, all recipes).
+        device: where one decoder layer at a time runs.
+        progress: called with (stage, decoder layers measured, all decoder layers).
     """
 
     def __init__(
@@ -63,22 +67,29 @@ class Rivals:
         model: PreTrainedModel,
         plan: Recipe,
         batches: Sequence[Tensor],
+        device: torch.device,
         progress: Progress = lambda stage, done, total: None,
     ) -> None:
-        found = list_decoder_layers(model, plan, {})
-        layers = [layer.module.get_submodule(linear) for layer in found for linear in layer.patterns]
-        wanted = int(OPERATIONS / max(1, sum(weight_of(layer).numel() for layer in layers)))
+        layers = list_decoder_layers(model, plan, {})
+        linears = [weight_of(layer.module.get_submodule(linear)) for layer in layers for linear in layer.patterns]
+        wanted = int(OPERATIONS / max(1, sum(weight.numel() for weight in linears)))
         self._sequences = _first_sequences(batches, min(max(wanted, TOKENS[0]), TOKENS[1]))
-        self._dense = [_log_probabilities(model, ids) for ids in self._sequences]
-        self._rivals: list[Rival] = []
-        dense = _dense_recipes()
-        for name, recipe in dense.items():
-            progress("measuring dense low bits", len(self._rivals), len(dense))
-            self._rivals.append(self._measured(model, layers, name, recipe))
+        self._device = device
+        recipes = _dense_recipes()
+        report = partial(progress, "measuring dense low bits")
+        found = self._log_probabilities(model, layers, [None, *recipes.values()], report)
+        self._dense = next(found)
+        self._rivals = [
+            Rival(name, _bits(recipe, linears, model.dtype), self._kl(rounded), math.nan, self._tokens)
+            for (name, recipe), rounded in zip(recipes.items(), found, strict=True)
+        ]
 
     def better_than(self, model: PreTrainedModel, bits: float) -> dict[str, Any] | None:
         """Return the best rival of at most as many bits per weight if it keeps more than the compressed model."""
-        own = self._kl(model)
+        prefix, modules = decoder_layers(model)
+        layers = [DecoderLayer(f"{prefix}.{index}", module, {}) for index, module in enumerate(modules)]
+        [found] = self._log_probabilities(model, layers, [None])
+        own = self._kl(found)
         able = [rival for rival in self._rivals if rival.bits <= bits and rival.kl < own]
         return asdict(replace(min(able, key=lambda rival: rival.kl), own_kl=own)) if able else None
 
@@ -86,17 +97,41 @@ class Rivals:
     def _tokens(self) -> int:
         return sum(ids.shape[1] - 1 for ids in self._sequences)
 
-    def _measured(self, model: PreTrainedModel, layers: Sequence[nn.Module], name: str, recipe: Recipe) -> Rival:
-        bits, size = int(recipe.quant.removeprefix("w")), parse_pattern(recipe.pattern).step
-        with _weights_as(layers, partial(_rounded, bits=bits, size=size)):
-            return Rival(name, _bits(recipe, layers, model.dtype), self._kl(model), math.nan, self._tokens)
-
-    def _kl(self, model: PreTrainedModel) -> float:
-        total = 0.0
-        for ids, dense in zip(self._sequences, self._dense, strict=True):
-            found = _log_probabilities(model, ids)
-            total += F.kl_div(found, dense, log_target=True, reduction="sum").item()
+    def _kl(self, found: Sequence[Tensor]) -> float:
+        pairs = zip(found, self._dense, strict=True)
+        total = sum(F.kl_div(own, dense, log_target=True, reduction="sum").item() for own, dense in pairs)
         return total / max(1, self._tokens)
+
+    @torch.no_grad()
+    def _log_probabilities(
+        self,
+        model: PreTrainedModel,
+        layers: Sequence[DecoderLayer],
+        recipes: Sequence[Recipe | None],
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Iterator[list[Tensor]]:
+        """Run a model as it is (None) or rounded as a recipe says; one decoder layer at a time is on the device.
+
+        Yields:
+            For each recipe, of every sequence the log-probabilities of all tokens but the first,
+            [tokens - 1, vocabulary] float32.
+        """
+        training, modules = model.training, [layer.module for layer in layers]
+        hidden, calls = record_calls(model.eval(), modules, self._sequences)
+        home, dtype, moved = hidden[0].device, hidden[0].dtype, list[tuple[Tensor, Tensor]]()
+        states = [[state.to(self._device) for state in hidden] for _ in recipes]
+        for index, layer in enumerate(layers):
+            progress(index, len(layers))
+            own_calls = [call.to(self._device, dtype, moved) for call in calls[index]]
+            present = _copy(layer, self._device)
+            for number, recipe in enumerate(recipes):
+                module = _rounded_copy(present, layer.patterns, recipe) if recipe else present
+                states[number] = [call(module, state) for call, state in zip(own_calls, states[number], strict=True)]
+        for finals in states:
+            pairs = zip(self._sequences, finals, strict=True)
+            logits = [logits_after(model, modules, ids, final.to(home))[0, :-1].float() for ids, final in pairs]
+            yield [each.log_softmax(-1) for each in logits]
+        model.train(training)
 
 
 def _dense_recipes() -> dict[str, Recipe]:
@@ -109,10 +144,10 @@ def _is_dense(pattern: Pattern) -> bool:
     return isinstance(pattern, Group) and pattern.percent == 0
 
 
-def _bits(recipe: Recipe, layers: Sequence[nn.Module], dtype: torch.dtype) -> float:
-    """Return the bits per weight that a recipe stores these layers in."""
+def _bits(recipe: Recipe, weights: Sequence[Tensor], dtype: torch.dtype) -> float:
+    """Return the bits per weight that a recipe stores these weights in."""
     candidate = Candidate(recipe.format, recipe.pattern, {"kind": recipe.quant})
-    shapes = [weight_of(layer).shape for layer in layers]
+    shapes = [weight.shape for weight in weights]
     stored = sum(problem_for(candidate, 1, n, k, dtype, "cpu")[1] for n, k in shapes)
     return 8 * stored / sum(n * k for n, k in shapes)
 
@@ -123,25 +158,36 @@ def _rounded(weight: Tensor, bits: int, size: int) -> Tensor:
     return fake_quantise(weight.float(), scales.scale.float(), scales.zero.float(), bits, size).to(weight.dtype)
 
 
-@contextmanager
-def _weights_as(layers: Sequence[nn.Module], change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Change the weight of each layer while it runs: one layer's changed weight is in memory at a time."""
-    kept: dict[nn.Module, Tensor] = {}
+def _copy(layer: DecoderLayer, device: torch.device) -> nn.Module:
+    """Return a decoder layer on a device; on a GPU with dense weights."""
+    if not sparse_layers(layer.module):
+        return copy_to(layer.module, device)
+    module = copy.deepcopy(layer.module)
+    if device.type == "cuda":
+        _unpack(module, device)
+    return module.to(device)
 
-    def before(layer: nn.Module, args: Any) -> None:
-        kept[layer] = weight_of(layer).clone()
-        weight_of(layer).copy_(change(kept[layer]))
 
-    def after(layer: nn.Module, args: Any, output: Any) -> None:
-        weight_of(layer).copy_(kept.pop(layer))
+def _rounded_copy(module: nn.Module, linears: Iterable[str], recipe: Recipe) -> nn.Module:
+    """Return a decoder layer whose linear layers are rounded to nearest as a recipe says."""
+    module, bits, size = copy.deepcopy(module), int(recipe.quant[1:]), parse_pattern(recipe.pattern).step
+    for name in linears:
+        weight = weight_of(module.get_submodule(name))
+        weight.copy_(_rounded(weight, bits, size))
+    return module
 
-    hooks = [layer.register_forward_pre_hook(before) for layer in layers]
-    hooks += [layer.register_forward_hook(after, always_call=True) for layer in layers]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+
+def _unpack(module: nn.Module, device: torch.device) -> None:
+    """Make packed layers dense, so that no kernel is compiled for a few tokens; not those that round their input."""
+    for name, layer in sparse_layers(module).items():
+        codes = layer.read_codes()
+        if codes is None or not codes.rounds_x:
+            tensors = {key: tensor.to(device) for key, tensor in layer.packed.tensors.items()}
+            with torch.device("meta"):
+                dense = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+            dense.weight = nn.Parameter(Packed(layer.packed.spec, tensors).unpack(), requires_grad=False)
+            dense.register_parameter("bias", layer.bias)
+            module.set_submodule(name, dense)
 
 
 def _first_sequences(batches: Sequence[Tensor], tokens: int) -> list[Tensor]:
@@ -153,12 +199,3 @@ def _first_sequences(batches: Sequence[Tensor], tokens: int) -> list[Tensor]:
             break
         found.append(sequence[None, :left])
     return found
-
-
-@torch.no_grad()
-def _log_probabilities(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Return the log-probabilities of every token but the first, [tokens - 1, vocabulary] float32."""
-    training = model.training
-    logits = model.eval()(ids.to(model.device), use_cache=False).logits[0, :-1].float()
-    model.train(training)
-    return logits.log_softmax(-1)

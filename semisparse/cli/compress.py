@@ -117,6 +117,7 @@ def compress(
                 seed=seed,
                 resume=resume,
                 progress=progress,
+                inform=lambda sentence: console.print(sentence, highlight=False),
             )
     except KeyboardInterrupt as error:
         console.print("interrupted; the same command with --resume goes on")

@@ -7,14 +7,18 @@ from semisparse.compress.pipeline import compress_decoder_layers
 from semisparse.compress.recipe import NEEDS_DENSE, Recipe, parse_settings, read_yaml
 from semisparse.compress.report import LayerReport, Progress
 from semisparse.compress.staying_dense import dense_layers, split_decoder_experts
+from semisparse.compress.store import FinishedLayer, InPlace, LayerStore
 from semisparse.compress.tune import TuningResult
 
 __all__ = [
     "NEEDS_CALIBRATION",
     "NEEDS_DENSE",
     "Choice",
+    "FinishedLayer",
+    "InPlace",
     "Journal",
     "LayerReport",
+    "LayerStore",
     "Option",
     "Progress",
     "Recipe",

@@ -17,8 +17,8 @@ from semisparse.errors import InputError
 from semisparse.nn import weight_of
 from semisparse.text import token_chunks
 
-BATCH_TOKENS = 4096
-"""Tokens per batch, unless one sequence is longer."""
+BATCH_TOKENS = {"cpu": 4096, "cuda": 8192}
+"""Tokens per batch by the device's type, unless one sequence is longer. A GPU splits weights for every batch."""
 
 CALIBRATION_TOKENS = 128 * 2048
 """Calibration tokens by default, at most: 128 sequences of 2,048, as is usual."""
@@ -50,6 +50,7 @@ def calibration_batches(
     seqlen: int,
     seed: int,
     tokens: int = CALIBRATION_TOKENS,
+    device: str = "cpu",
 ) -> list[Tensor]:
     """Draw calibration sequences from text and batch those of equal length, the longest first.
 
@@ -60,6 +61,7 @@ def calibration_batches(
         seqlen: tokens per sequence, at most.
         seed: of the random draw.
         tokens: to draw if ``samples`` is None, such as `calibration_tokens`.
+        device: type of the device that they run on.
     Returns:
         Token ids, [batch, tokens] int64 per batch.
 
@@ -70,7 +72,8 @@ def calibration_batches(
         raise InputError(f"calibration needs at least 1 sample, got {samples}")
     chunks = token_chunks(tokenizer, text, seqlen)
     drawn = random.Random(seed).sample(chunks, min(samples or len(chunks), len(chunks)))
-    return _batches(drawn if samples else drawn[: _default_samples(drawn, tokens)])
+    chosen = drawn if samples else drawn[: _default_samples(drawn, tokens)]
+    return _batches(chosen, BATCH_TOKENS[device])
 
 
 def check_batches(model: nn.Module, batches: Sequence[Tensor]) -> None:
@@ -98,13 +101,13 @@ def _default_samples(chunks: Sequence[list[int]], tokens: int) -> int:
     return next((count for count, end in enumerate(ends, 1) if end >= tokens), len(chunks))
 
 
-def _batches(chunks: Iterable[list[int]]) -> list[Tensor]:
-    """Batch chunks of equal length, the longest first, `BATCH_TOKENS` per batch."""
+def _batches(chunks: Iterable[list[int]], tokens: int) -> list[Tensor]:
+    """Batch chunks of equal length, the longest first, ``tokens`` tokens per batch."""
     by_length: dict[int, list[list[int]]] = {}
     for chunk in chunks:
         by_length.setdefault(len(chunk), []).append(chunk)
     batches = []
     for length, alike in sorted(by_length.items(), reverse=True):
-        size = max(1, BATCH_TOKENS // length)
+        size = max(1, tokens // length)
         batches += [torch.tensor(alike[start : start + size]) for start in range(0, len(alike), size)]
     return batches

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,9 +38,16 @@ class LayerCall:
             output = layer(*self.args, **{self.hidden_name: hidden}, **self.kwargs)
         return output if isinstance(output, Tensor) else output[0]
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> LayerCall:
-        """Move all tensors among the arguments to a device; floating-point ones are also cast to ``dtype``."""
-        args, kwargs = _moved((self.args, self.kwargs), device, dtype)
+    def to(self, device: torch.device, dtype: torch.dtype, moved: list[tuple[Tensor, Tensor]]) -> LayerCall:
+        """Move all tensors among the arguments to a device; floating-point ones are also cast to ``dtype``.
+
+        Args:
+            device: where to.
+            dtype: such as float32.
+            moved: the tensors of other calls and what they became; equal ones are shared. Without it, the sines and
+                masks of all batches and decoder layers take three times the memory of the hidden states.
+        """
+        args, kwargs = _moved((self.args, self.kwargs), device, dtype, moved)
         return LayerCall(args, kwargs, self.hidden_name)
 
 
@@ -78,6 +86,16 @@ def linear_layers(layer: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in layer.named_modules() if isinstance(module, LINEAR_CLASSES)}
 
 
+def copy_to(module: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
+    """Copy a dense module to a device, in another dtype if one is given; to a GPU without a copy in host memory."""
+    copied: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        moved = tensor.data.to(device, copy=True)  # cast there: a cast on the host takes longer than the way
+        moved = moved.to(dtype) if dtype and moved.is_floating_point() else moved
+        copied[id(tensor)] = nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
+    return copy.deepcopy(module, copied)
+
+
 @torch.no_grad()
 def record_calls(
     model: nn.Module, layers: Sequence[nn.Module], batches: Sequence[Tensor]
@@ -96,47 +114,80 @@ def record_calls(
     calls: list[list[LayerCall]] = [[] for _ in layers]
     body = getattr(model, "base_model", model)
     device = next(model.parameters()).device
-    with _recording(layers, hidden, calls):
+
+    def record(index: int, *args: Any, **kwargs: Any) -> Tensor:
+        name = None if args else "hidden_states"
+        states = args[0] if name is None else kwargs.pop(name)
+        if index == 0:
+            hidden.append(states)
+        calls[index].append(LayerCall(args[1:], kwargs, name))
+        return states
+
+    with _replacing(model, layers, record):
         for batch in batches:
             body(batch.to(device), use_cache=False)
     return hidden, calls
 
 
-@contextlib.contextmanager
-def _recording(layers: Sequence[nn.Module], hidden: list[Tensor], calls: list[list[LayerCall]]) -> Iterator[None]:
-    """Make every decoder layer record its arguments and return its input.
+@torch.no_grad()
+def logits_after(model: nn.Module, layers: Sequence[nn.Module], ids: Tensor, hidden: Tensor) -> Tensor:
+    """Return a model's logits, [batch, tokens, vocabulary], given the hidden states after its last decoder layer.
 
-    The first call runs for real, to learn whether the layers return a tensor or a tuple.
+    Args:
+        model: a transformers causal language model.
+        layers: its decoder layers, which do not run.
+        ids: [batch, tokens] int64.
+        hidden: [batch, tokens, features].
+    """
+    with _replacing(model, layers, lambda index, *args, **kwargs: hidden):
+        return model(ids.to(hidden.device), use_cache=False).logits
+
+
+@contextlib.contextmanager
+def _replacing(model: nn.Module, layers: Sequence[nn.Module], forward: Callable[..., Tensor]) -> Iterator[None]:
+    """Call ``forward(index, ...)`` instead of each decoder layer; put its result in a tuple where they return one.
+
+    One runs on one token before, to learn what they return.
     """
     returns_tuple: list[bool] = []
 
-    def recorder(index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def record(*args: Any, **kwargs: Any) -> Any:
+    def replaced(index: int, own: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
             if not returns_tuple:
-                returns_tuple.append(not isinstance(forward(*args, **kwargs), Tensor))
-            name = None if args else "hidden_states"
-            states = args[0] if name is None else kwargs.pop(name)
-            if index == 0:
-                hidden.append(states)
-            calls[index].append(LayerCall(args[1:], kwargs, name))
-            return (states,) if returns_tuple[0] else states
+                returns_tuple.append(not isinstance(own(*args, **kwargs), Tensor))
+                raise _Learned
+            result = forward(index, *args, **kwargs)
+            return (result,) if returns_tuple[0] else result
 
-        return record
+        return call
 
     for index, layer in enumerate(layers):
-        layer.forward = recorder(index, layer.forward)
+        layer.forward = replaced(index, layer.forward)
     try:
+        with contextlib.suppress(_Learned):
+            body = getattr(model, "base_model", model)
+            body(torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device), use_cache=False)
         yield
     finally:
         for layer in layers:
             del layer.forward
 
 
-def _moved(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
+class _Learned(Exception):
+    """Ends a forward once it is known what decoder layers return."""
+
+
+def _moved(value: Any, device: torch.device, dtype: torch.dtype, moved: list[tuple[Tensor, Tensor]]) -> Any:
     if isinstance(value, Tensor):
-        return value.to(device, dtype if value.is_floating_point() else value.dtype)
+        same = [found for source, found in moved if source is value] or [
+            found for source, found in moved if source.dtype == value.dtype and torch.equal(source, value)
+        ]
+        if same:
+            return same[0]
+        moved.append((value, value.to(device, dtype if value.is_floating_point() else value.dtype)))
+        return moved[-1][1]
     if isinstance(value, tuple | list):
-        return type(value)(_moved(item, device, dtype) for item in value)
+        return type(value)(_moved(item, device, dtype, moved) for item in value)
     if isinstance(value, dict):
-        return {key: _moved(item, device, dtype) for key, item in value.items()}
+        return {key: _moved(item, device, dtype, moved) for key, item in value.items()}
     return value

@@ -12,21 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from semisparse.compress.calibration import check_batches
-from semisparse.compress.journal import Journal
 from semisparse.compress.propagate import (
     Activations,
     DecoderLayer,
     errors_naming,
     first_activations,
+    float32_matmuls,
     linears_with_statistics,
     list_decoder_layers,
-    no_tf32,
     propagate,
 )
 from semisparse.compress.prune import magnitude, prune_layer, require_finite
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import LayerReport, Progress
 from semisparse.compress.search.bank import MaskedWeight, to_dense
+from semisparse.compress.store import FinishedLayer, InPlace, LayerStore
 from semisparse.compress.tune import TuningResult, split_for_steps, tune_decoder_layer, tune_end_to_end
 from semisparse.nn import weight_of
 from semisparse.patterns import Pattern
@@ -42,10 +42,10 @@ def compress_decoder_layers(
     patterns: Mapping[str, Pattern] | None = None,
     pruned: Mapping[str, MaskedWeight] | None = None,
     progress: Progress = lambda stage, done, total: None,
-    journal: Journal | None = None,
+    store: LayerStore | None = None,
     on_tuned: Callable[[str, TuningResult], None] = lambda stage, result: None,
 ) -> list[LayerReport]:
-    """Prune, quantise and tune the linear layers of a model's decoder layers, in place.
+    """Prune, quantise and tune the linear layers of a model's decoder layers.
 
     The model stays on its device; `device` holds two copies of one decoder layer and the calibration activations. The
     same inputs, device and number of threads give the same result, also after an interruption.
@@ -60,30 +60,27 @@ def compress_decoder_layers(
         patterns: by module name, for linear layers whose pattern is not the recipe's.
         pruned: every linear layer's pruned weight by module name, if a search has pruned them.
         progress: called before each decoder layer, after each linear layer, and for each step of tuning.
-        journal: stores finished decoder layers, and provides those of an interrupted run.
+        store: takes each finished decoder layer, and provides those of an interrupted run. By default, and always with
+            ``tune=bqpo+e2e``, an `InPlace`: weights are written into the model.
         on_tuned: called with the stage and the result of each tuning in this run.
 
     Raises:
         InputError: the model, a weight or the batches cannot be used.
         PatternError: `recipe.prune` is ``none`` and a weight does not obey its pattern.
     """
-    layers = list_decoder_layers(model, recipe, patterns or {})
-    if recipe.prune == "none":
-        return [report for layer in layers for report in _check_layer(layer)]
-    if recipe.prune == "magnitude" and recipe.tune == "none" and not batches:
-        return [report for layer in layers for report in _prune_by_magnitude(layer)]
-    if pruned and recipe.tune == "none":
-        return [report for layer in layers for report in _copy_pruned(layer, pruned)]
+    layers, store, device = list_decoder_layers(model, recipe, patterns or {}), store or InPlace(), torch.device(device)
+    alone = _compressed_alone(recipe, batches, pruned, device)
+    if alone:
+        return [report for finished in _each_alone(layers, alone, progress, store) for report in finished]
     check_batches(model, batches)
     if recipe.tune != "none":
         batches = split_for_steps(batches)
     model.eval()
-    device = torch.device(device)
-    with torch.no_grad(), no_tf32():
+    with torch.no_grad(), float32_matmuls():
         activations = first_activations(model, layers, batches, recipe, device)
         reports = [
             report
-            for finished in _compress_in_order(layers, activations, recipe, pruned, seed, progress, journal, on_tuned)
+            for finished in _compress_in_order(layers, activations, recipe, pruned, seed, progress, store, on_tuned)
             for report in finished
         ]
         if recipe.tune != "bqpo+e2e":
@@ -103,6 +100,40 @@ def compress_decoder_layers(
         return reports
 
 
+Compressed = tuple[str, Tensor, LayerReport]
+"""A linear layer's name in its decoder layer, its compressed weight [N, K] in the model's dtype, and the report."""
+
+
+def _compressed_alone(
+    recipe: Recipe, batches: Sequence[Tensor], pruned: Mapping[str, MaskedWeight] | None, device: torch.device
+) -> Callable[[DecoderLayer], Iterator[Compressed]] | None:
+    """Return what compresses a decoder layer without activations; None if the recipe needs some."""
+    if recipe.prune == "none":
+        return partial(_check_layer, device=device)
+    if recipe.prune == "magnitude" and recipe.tune == "none" and not batches:
+        return partial(_prune_by_magnitude, device=device)
+    if pruned and recipe.tune == "none":
+        return partial(_copy_pruned, pruned=pruned, device=device)
+    return None
+
+
+def _each_alone(
+    layers: Sequence[DecoderLayer],
+    compress: Callable[[DecoderLayer], Iterator[Compressed]],
+    progress: Progress,
+    store: LayerStore,
+) -> Iterator[Sequence[LayerReport]]:
+    """Compress one decoder layer after another without activations; yield its reports."""
+    for index, layer in enumerate(layers):
+        progress(f"decoder layer {index + 1} of {len(layers)}", index, len(layers))
+        finished = store.load(index, layer)
+        if finished is None:
+            linears = list(compress(layer))
+            finished = FinishedLayer({name: weight for name, weight, _ in linears}, [report for *_, report in linears])
+            store.save(index, layer, finished)
+        yield finished.reports
+
+
 def _compress_in_order(
     layers: Sequence[DecoderLayer],
     activations: Activations,
@@ -110,9 +141,9 @@ def _compress_in_order(
     pruned: Mapping[str, MaskedWeight] | None,
     seed: int,
     progress: Progress,
-    journal: Journal | None,
+    store: LayerStore,
     on_tuned: Callable[[str, TuningResult], None],
-) -> Iterator[list[LayerReport]]:
+) -> Iterator[Sequence[LayerReport]]:
     """Compress one decoder layer after another, each on the activations of those before it; yield its reports."""
     done, total = 0, sum(len(layer.patterns) for layer in layers)
     for index, layer in enumerate(layers):
@@ -120,87 +151,91 @@ def _compress_in_order(
         progress(stage, done, total)
         device = activations.compressed[0].device
         dense = layer.copy(device)
-        finished = _restore(layer, index, journal) if journal else None
-        if finished is None:
-            finished = []
-            reports = _copy_pruned(layer, pruned) if pruned else _prune_layer(layer, dense, activations, index, recipe)
-            for report in reports:
-                finished.append(report)
-                progress(stage, done + len(finished), total)
+        working = copy.deepcopy(dense)
+        finished = store.load(index, layer)
+        if finished:
+            for name, weight in finished.weights.items():
+                weight_of(working.get_submodule(name)).copy_(weight)
+        else:
+            reports = []
+            linears = _copy_pruned(layer, pruned, device) if pruned else None
+            for name, weight, report in linears or _prune_layer(layer, dense, working, activations, index, recipe):
+                weight_of(working.get_submodule(name)).copy_(weight)
+                reports.append(report)
+                progress(stage, done + len(reports), total)
             if recipe.tune != "none":
                 step_progress = partial(progress, f"{stage}, tuning")
-                result, finished = _tune_layer(
-                    layer, dense, activations, index, recipe, finished, seed + index, step_progress
+                result, reports = _tune_layer(
+                    layer, dense, working, activations, index, recipe, reports, seed + index, step_progress
                 )
                 on_tuned(stage, result)
-            if journal:
-                journal.save_layer(index, {name: layer.weight(name) for name in layer.patterns}, finished)
-        yield finished
-        done += len(finished)
-        propagate(activations, index, layer.copy(device), dense)
+            names = [report.name.removeprefix(f"{layer.name}.") for report in reports]
+            weights = {name: _rounded(weight_of(working.get_submodule(name)), layer, name) for name in names}
+            finished = FinishedLayer(weights, reports)
+            store.save(index, layer, finished)
+        yield finished.reports
+        done += len(finished.reports)
+        if layer is not layers[-1]:
+            propagate(activations, index, working, dense)
 
 
-def _check_layer(layer: DecoderLayer) -> Iterator[LayerReport]:
+def _check_layer(layer: DecoderLayer, device: torch.device) -> Iterator[Compressed]:
     """Check that weights pruned elsewhere obey their patterns."""
     for name, pattern in layer.patterns.items():
-        weight = layer.weight(name)
+        weight = layer.weight(name).to(device)
         with errors_naming(layer.full_name(name)):
             require_finite(weight)
             pattern.check(weight)
-        yield LayerReport(layer.full_name(name), str(pattern), _density(weight), None, "none", 0.0)
+        yield name, weight, LayerReport(layer.full_name(name), str(pattern), _density(weight), None, "none", 0.0)
 
 
-def _prune_by_magnitude(layer: DecoderLayer) -> Iterator[LayerReport]:
+def _prune_by_magnitude(layer: DecoderLayer, device: torch.device) -> Iterator[Compressed]:
     """Prune without calibration text; errors are not measured."""
     for name, pattern in layer.patterns.items():
-        weight = layer.weight(name)
         started = time.perf_counter()
+        weight = layer.weight(name).to(device)
         with errors_naming(layer.full_name(name)):
             require_finite(weight)
-            weight.copy_(magnitude(weight, pattern))
-        seconds = time.perf_counter() - started
-        yield LayerReport(layer.full_name(name), str(pattern), _density(weight), None, "magnitude", seconds)
+            weight = magnitude(weight, pattern)
+        density, seconds = _density(weight), time.perf_counter() - started
+        yield name, weight, LayerReport(layer.full_name(name), str(pattern), density, None, "magnitude", seconds)
 
 
-def _restore(layer: DecoderLayer, index: int, journal: Journal) -> list[LayerReport] | None:
-    """Load a decoder layer's weights and reports from the journal; None if it is not finished."""
-    finished = journal.load_layer(index)
-    if finished is None:
-        return None
-    weights, reports = finished
-    for name, weight in weights.items():
-        layer.weight(name).copy_(weight)
-    return reports
-
-
-def _copy_pruned(layer: DecoderLayer, pruned: Mapping[str, MaskedWeight]) -> Iterator[LayerReport]:
-    """Copy the weights that a search has pruned into a decoder layer."""
+def _copy_pruned(layer: DecoderLayer, pruned: Mapping[str, MaskedWeight], device: torch.device) -> Iterator[Compressed]:
+    """Yield the weights that a search has pruned."""
     for name in layer.patterns:
-        masked, weight = pruned[layer.full_name(name)], layer.weight(name)
-        weight.copy_(to_dense(masked, weight))
-        yield masked.report
+        masked, like = pruned[layer.full_name(name)], layer.weight(name)
+        yield name, to_dense(masked, torch.empty_like(like, device=device)), masked.report
 
 
 def _prune_layer(
-    layer: DecoderLayer, dense: nn.Module, activations: Activations, index: int, recipe: Recipe
-) -> Iterator[LayerReport]:
-    """Prune a decoder layer's linear layers, each on the outputs of those already pruned."""
-    working = copy.deepcopy(dense)
+    layer: DecoderLayer, dense: nn.Module, working: nn.Module, activations: Activations, index: int, recipe: Recipe
+) -> Iterator[Compressed]:
+    """Prune a decoder layer's linear layers, each on the outputs of those already pruned.
+
+    The caller writes each new weight into ``working`` before it takes the next.
+    """
     for name, copied, statistics in linears_with_statistics(layer, dense, working, activations, index):
         started = time.perf_counter()
-        pattern, weight = layer.patterns[name], layer.weight(name)
-        with errors_naming(layer.full_name(name)):
-            pruned = prune_layer(copied.to(weight.dtype), pattern, statistics, recipe)
-        weight.copy_(pruned.weight).add_(0)  # the cast may round a small weight to -0; adding 0 turns it into +0
-        copied.copy_(weight)
-        seconds = time.perf_counter() - started
-        full_name, density = layer.full_name(name), _density(weight)
-        yield LayerReport(full_name, str(pattern), density, pruned.error, pruned.outcome, seconds, pruned.scales)
+        pattern, full_name = layer.patterns[name], layer.full_name(name)
+        with errors_naming(full_name):
+            pruned = prune_layer(copied.to(layer.weight(name).dtype), pattern, statistics, recipe)
+        weight = _rounded(pruned.weight, layer, name)
+        density, seconds = _density(weight), time.perf_counter() - started
+        report = LayerReport(full_name, str(pattern), density, pruned.error, pruned.outcome, seconds, pruned.scales)
+        yield name, weight, report
+
+
+def _rounded(weight: Tensor, layer: DecoderLayer, name: str) -> Tensor:
+    """Return a weight in the model's dtype."""
+    # The cast may round a small weight to -0; adding 0 turns it into +0.
+    return weight.to(layer.weight(name).dtype) + 0
 
 
 def _tune_layer(
     layer: DecoderLayer,
     dense: nn.Module,
+    working: nn.Module,
     activations: Activations,
     index: int,
     recipe: Recipe,
@@ -208,16 +243,15 @@ def _tune_layer(
     seed: int,
     progress: Callable[[int, int], None],
 ) -> tuple[TuningResult, list[LayerReport]]:
-    """Train the kept weights of a pruned decoder layer; return the result and the updated reports."""
+    """Train the kept weights of a pruned decoder layer, ``working``; return the result and the updated reports."""
     dense_inputs, calls = activations.dense or [], activations.calls[index]
     device = activations.compressed[0].device
-    tuned = layer.copy(device)
     scales = {
         report.name.removeprefix(f"{layer.name}."): report.scales.to(device) if report.scales else None
         for report in pruned
     }
     result, scales = tune_decoder_layer(
-        tuned,
+        working,
         scales,
         calls,
         activations.compressed,
@@ -229,8 +263,8 @@ def _tune_layer(
     )
     reports = []
     for report, (name, new_scales) in zip(pruned, scales.items(), strict=True):
-        weight = layer.weight(name)
-        weight.copy_(weight_of(tuned.get_submodule(name))).add_(0)
+        weight = weight_of(working.get_submodule(name))
+        weight.copy_(_rounded(weight, layer, name))
         outcome = f"{report.outcome}, bqpo {result.outcome}"
         reports.append(replace(report, density=_density(weight), error=None, outcome=outcome, scales=new_scales))
     return result, reports

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from semisparse.compress.decoder import LayerCall, decoder_layers, linear_layers, record_calls
+from semisparse.compress.decoder import LayerCall, copy_to, decoder_layers, linear_layers, record_calls
 from semisparse.compress.prune import RunningSums, Statistics
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.routed import routed_statistics
 from semisparse.compress.staying_dense import is_ignored, matrix_dims, reason_to_stay_dense
+from semisparse.compress.three_pass import ThreePassLinear
 from semisparse.compress.trace import RoutedLayers, SharedInput, capture, find_inputs
 from semisparse.errors import InputError
 from semisparse.nn import weight_of
@@ -46,7 +46,7 @@ class DecoderLayer:
         In bfloat16, rounding errors hide the errors that a linear layer should compensate: KL of babyllama-1m at 2:4 is
         3.5 % higher.
         """
-        return copy.deepcopy(self.module).to(device, torch.float32)
+        return copy_to(self.module, device, torch.float32)
 
     def weight(self, linear: str) -> Tensor:
         """Return a linear layer's weight as a view [N, K]."""
@@ -118,7 +118,8 @@ def first_activations(
     """Compute the activations that enter the first decoder layer, in float32 on ``device``."""
     hidden, calls = record_calls(model, [layer.module for layer in layers], batches)
     hidden = [states.to(device, torch.float32) for states in hidden]
-    calls = [[call.to(device, torch.float32) for call in of_layer] for of_layer in calls]
+    moved: list[tuple[Tensor, Tensor]] = []
+    calls = [[call.to(device, torch.float32, moved) for call in of_layer] for of_layer in calls]
     residual_target = recipe.prune == "sparsegpt" and recipe.target == "residual"
     keeps_dense = residual_target or recipe.tune != "none"
     return Activations(calls, hidden, list(hidden) if keeps_dense else None, residual_target)
@@ -200,11 +201,15 @@ def errors_naming(linear: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def no_tf32() -> Iterator[None]:
-    """Compute float32 matmuls without TF32: a Hessian in TF32 precision is often singular."""
+def float32_matmuls() -> Iterator[None]:
+    """Compute float32 matmuls without TF32: a Hessian in TF32 precision is often singular.
+
+    Linear layers on a GPU run in three bfloat16 products, which are accurate enough.
+    """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        yield
+        with ThreePassLinear():
+            yield
     finally:
         torch.set_float32_matmul_precision(before)

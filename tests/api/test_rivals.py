@@ -66,7 +66,7 @@ def test_nothing_is_said_where_no_rival_keeps_more(tmp_path: Path, recipe: str, 
 def test_measuring_leaves_the_model_as_it_was():
     model = model_of_whole_groups().train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    Rivals(model, read_recipe("rheosparse"), batches())
+    Rivals(model, read_recipe("rheosparse"), batches(), torch.device("cpu"))
     assert model.training
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

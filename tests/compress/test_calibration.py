@@ -39,7 +39,7 @@ def test_samples_are_drawn_by_seed():
 
 def test_a_batch_is_bounded():
     tokenizer = byte_tokenizer()
-    length = BATCH_TOKENS // 3
+    length = BATCH_TOKENS["cpu"] // 3
     batches = calibration_batches(tokenizer, ["x" * (8 * length)], samples=7, seqlen=length, seed=0)
     assert [len(batch) for batch in batches] == [3, 3, 1]
 

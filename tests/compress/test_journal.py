@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from semisparse.compress import Journal, Recipe, compress_decoder_layers, fingerprint
+from semisparse.compress import InPlace, Journal, Recipe, compress_decoder_layers, fingerprint
 from semisparse.errors import InputError
 from tests.compress.checking import Interrupted, equal_weights
 from tests.forked import exit_code
@@ -32,7 +32,7 @@ def identity(model: PreTrainedModel, **changes: object) -> dict[str, str]:
 def run(directory: Path | None, progress: Callable[[str, int, int], None] = lambda *_: None) -> PreTrainedModel:
     model = random_model("llama")
     journal = Journal(directory, identity(model)) if directory else None
-    compress_decoder_layers(model, calibration(), RECIPE, progress=progress, journal=journal)
+    compress_decoder_layers(model, calibration(), RECIPE, progress=progress, store=InPlace(journal))
     return model
 
 
@@ -120,9 +120,10 @@ def test_a_damaged_piece_is_computed_again(
 def test_reports_come_back(tmp_path: Path):
     model = random_model("llama")
     journal = Journal(tmp_path, identity(model))
-    reports = compress_decoder_layers(model, calibration(), RECIPE, journal=journal)
+    reports = compress_decoder_layers(model, calibration(), RECIPE, store=InPlace(journal))
     again = random_model("llama")
-    assert compress_decoder_layers(again, calibration(), RECIPE, journal=Journal(tmp_path, identity(again))) == reports
+    store = InPlace(Journal(tmp_path, identity(again)))
+    assert compress_decoder_layers(again, calibration(), RECIPE, store=store) == reports
 
 
 @pytest.mark.parametrize(

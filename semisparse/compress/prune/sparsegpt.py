@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
 from semisparse.compress.prune.quantise import ColumnQuantiser
-from semisparse.patterns import Group, Pattern, Unstructured
+from semisparse.patterns import NM, Group, Pattern, Unstructured
 from semisparse.patterns.base import blocks_along
 
 UPDATE_COLUMNS = 128
@@ -162,6 +163,11 @@ def prune_columns(
     Returns:
         The pruned weight, [N, K] float32; the mask of kept weights, [N, K] bool.
     """
+    if quantiser is None and not rule.literal and _has_kernel(pattern, weight):
+        from semisparse.compress.prune.sweep_triton import prune_windows
+
+        interval = max(1, pattern.window // rule.updates)
+        return prune_windows(weight, upper, pattern.keep, pattern.window, interval, UPDATE_COLUMNS)
     kept = torch.zeros_like(weight, dtype=torch.bool)
     mask_columns = _mask_columns(pattern, rule)
     update_columns = -(-UPDATE_COLUMNS // mask_columns) * mask_columns
@@ -185,6 +191,14 @@ def prune_columns(
         return _final_column(working, kept, i, quantiser)
 
     return _compensate(weight, upper, update_columns, prune_column), kept
+
+
+def _has_kernel(pattern: Pattern, weight: Tensor) -> TypeGuard[NM]:
+    """Return whether `sweep_triton` prunes this weight: on a GPU, to windows whose size is a power of two."""
+    if not (weight.is_cuda and isinstance(pattern, NM) and find_spec("triton")):
+        return False
+    window = pattern.window
+    return 1 < window <= UPDATE_COLUMNS and window.bit_count() == 1 and weight.shape[1] % window == 0
 
 
 def _over_matrix(pattern: Pattern) -> TypeGuard[Unstructured | Group]:

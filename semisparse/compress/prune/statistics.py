@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from semisparse.compress.three_pass import outer_sum
 from semisparse.errors import InputError
 
 
@@ -79,4 +80,7 @@ class RunningSums:
         """Add ``left^T right`` to a sum."""
         if key not in self._sums:
             self._sums[key] = left.new_zeros(left.shape[1], right.shape[1])
-        self._sums[key].addmm_(left.T, right)
+        if left.is_cuda:
+            self._sums[key] += outer_sum(left, right)
+        else:
+            self._sums[key].addmm_(left.T, right)

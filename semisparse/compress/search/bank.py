@@ -18,8 +18,8 @@ from semisparse.compress.propagate import (
     DecoderLayer,
     errors_naming,
     first_activations,
+    float32_matmuls,
     linears_with_statistics,
-    no_tf32,
     propagate,
 )
 from semisparse.compress.prune import PrunedLayer, Statistics, prune_levels
@@ -45,7 +45,7 @@ class MaskedWeight(NamedTuple):
 
 
 Bank = dict[str, dict[int, MaskedWeight]]
-"""Pruned weights by module name of the linear layer and by level, in host memory."""
+"""Pruned weights by module name of the linear layer and by level: in host memory, or mapped from the journal."""
 
 
 def to_masked(weight: Tensor, report: LayerReport) -> MaskedWeight:
@@ -122,7 +122,7 @@ def build_bank(
     """
     by_name = {linear.name: (linear, level) for linear, level in zip(space, centre, strict=True)}
     bank: Bank = {}
-    with torch.no_grad(), no_tf32():
+    with torch.no_grad(), float32_matmuls():
         activations = first_activations(model, layers, batches, recipe, device)
         for index, layer in enumerate(layers):
             progress("pruning every layer in every way", index, len(layers))
@@ -139,8 +139,9 @@ def build_bank(
                         levels = prune(linear_space, level, known, weight, statistics, recipe, layer.weight(name))
                     weight.copy_(to_dense(levels[level], weight))
                     pruned[full_name] = levels
-                if journal:
+                if journal:  # what was written is read from its file when it is needed: the bank takes no memory
                     _save(journal, index, number, pruned)
+                    pruned = _load(journal, index, number) or pruned
             at_centre = copy.deepcopy(dense)
             for name in layer.patterns:
                 full_name, weight = layer.full_name(name), weight_of(at_centre.get_submodule(name))

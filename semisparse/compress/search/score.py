@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from semisparse.compress.decoder import decoder_layers
+from semisparse.compress.decoder import copy_to, decoder_layers
 from semisparse.compress.search.bank import Bank, Levels, to_dense
 from semisparse.compress.search.space import Candidate
 from semisparse.nn import swap_weight, weight_of
@@ -94,7 +93,7 @@ class Scorer:
         batches: Sequence[Tensor],
         device: torch.device,
     ) -> None:
-        self._model = copy.deepcopy(model).to(device, torch.float32).eval()
+        self._model = copy_to(model, device, torch.float32).eval()
         self._layers = decoder_layers(self._model)[1]
         self._space = space
         self._linears = [self._model.get_submodule(linear.name) for linear in space]

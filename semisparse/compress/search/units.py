@@ -74,7 +74,7 @@ def find_units(
     for index, layer in enumerate(layers):
         names = {name: layer.full_name(name) for name in layer.patterns}
         copied = layer.copy(cpu)
-        call = calls[index][0].to(cpu, torch.float32)
+        call = calls[index][0].to(cpu, torch.float32, [])
         for inputs in find_inputs(copied, names, call, hidden[0].to(cpu).float()):
             shapes = [(weight.shape[0], weight.shape[1]) for weight in map(layer.weight, inputs.linears)]
             units.append(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from semisparse.compress import Journal, LayerReport, Recipe, compress_decoder_layers, fingerprint
+from semisparse.compress import InPlace, Journal, LayerReport, Recipe, compress_decoder_layers, fingerprint
 from semisparse.compress.prune import Statistics, prune_layer
 from semisparse.errors import RecipeError
 from semisparse.nn import weight_of
@@ -97,7 +97,7 @@ def test_a_resumed_run_has_the_same_scales(tmp_path: Path):
     for _ in range(2):
         model = random_model("llama")
         journal = Journal(tmp_path, fingerprint(model, calibration(), recipe, seed=0, device="cpu"))
-        runs.append(compress_decoder_layers(model, calibration(), recipe, journal=journal))
+        runs.append(compress_decoder_layers(model, calibration(), recipe, store=InPlace(journal)))
     assert runs[0] == runs[1]
     for first, second in zip(*runs, strict=True):
         assert (first.scales.bits, first.scales.size) == (second.scales.bits, second.scales.size) == (3, 8)

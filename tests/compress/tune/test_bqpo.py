@@ -12,7 +12,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from semisparse.compress import Journal, LayerReport, Recipe, TuningResult, compress_decoder_layers, fingerprint
+from semisparse.compress import (
+    InPlace,
+    Journal,
+    LayerReport,
+    Recipe,
+    TuningResult,
+    compress_decoder_layers,
+    fingerprint,
+)
 from semisparse.compress.tune import tune_decoder_layer
 from semisparse.nn import weight_of
 from semisparse.patterns import parse_pattern
@@ -143,7 +151,7 @@ def test_progress_and_results_are_reported():
 def resume(directory: Path, progress=lambda *_: None) -> PreTrainedModel:
     model = random_model("llama")
     identity = fingerprint(model, calibration(), RECIPE, seed=1, device="cpu")
-    tune(model, journal=Journal(directory, identity), progress=progress)
+    tune(model, store=InPlace(Journal(directory, identity)), progress=progress)
     return model
 
 

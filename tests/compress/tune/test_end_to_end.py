@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from semisparse.compress import Journal, LayerReport, Recipe, compress_decoder_layers, fingerprint
+from semisparse.compress import InPlace, Journal, LayerReport, Recipe, compress_decoder_layers, fingerprint
 from semisparse.compress.tune.quantised import QuantisedLinear
 from semisparse.errors import RecipeError
 from semisparse.nn import weight_of
@@ -91,7 +91,7 @@ def test_interrupted_in_the_middle(tmp_path: Path):
         model = random_model("llama")
         identity = fingerprint(model, calibration(), RECIPE, seed=3, device="cpu")
         compress_decoder_layers(
-            model, calibration(), RECIPE, seed=3, journal=Journal(tmp_path, identity), progress=progress
+            model, calibration(), RECIPE, seed=3, store=InPlace(Journal(tmp_path, identity)), progress=progress
         )
         return model
 

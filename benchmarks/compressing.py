@@ -1,0 +1,145 @@
+"""Seconds and memory of compressing a model of random weights.
+
+Usage: python benchmarks/compressing.py OUT.csv --data DATA --scratch DIR [--arch llama2-7b] [--blocks 32]
+           [--runs sparsegpt,magnitude]
+
+DATA holds models/pycode-11m, for its tokenizer, and text/pycode-calib.txt. Each run is a process of its own.
+`block_seconds` is the median over decoder layers, the first left out. `anonymous_gb` is the most host memory beside the
+page cache, `resident_gb` the most in all, `device_gb` the most GPU memory that torch held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from rows import read_rows, write_rows
+from transformers import AutoModelForCausalLM
+
+import semisparse
+from semisparse.bench.shapes import architecture
+
+RUNS = {
+    "sparsegpt": ("rheosparse", ["search=none"], True),
+    "magnitude": ("rheosparse", ["search=none", "prune=magnitude"], False),
+    "dense-w4": ("dense-w4", ["tune=none"], True),
+}
+"""Recipe, settings and whether it reads calibration text."""
+
+COLUMNS = (
+    "build",
+    "model",
+    "blocks",
+    "run",
+    "device",
+    "seconds",
+    "block_seconds",
+    "last_stage_seconds",
+    "anonymous_gb",
+)
+COLUMNS += ("resident_gb", "device_gb", "bytes_gb")
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+
+
+def write_model(arch: str, blocks: int, data: Path, out: Path) -> None:
+    """Write a model directory with random weights, made on a GPU if there is one."""
+    config = architecture(arch)
+    config.num_hidden_layers = blocks
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(out)
+    for name in TOKENIZER:
+        shutil.copyfile(data / "models" / "pycode-11m" / name, out / name)
+
+
+def held(key: str) -> float:
+    """Return a line of this process's /proc status, in GB."""
+    return int(Path("/proc/self/status").read_text().split(f"{key}:")[1].split()[0]) / 1e6
+
+
+def run(name: str, model: Path, data: Path, out: Path) -> dict[str, str]:
+    """Compress once, in this process."""
+    recipe, settings, needs_text = RUNS[name]
+    marks: list[tuple[float, str]] = []
+    most = 0.0
+
+    def watch() -> None:
+        nonlocal most
+        while True:
+            most = max(most, held("RssAnon"))
+            time.sleep(0.02)
+
+    def progress(stage: str, done: int, total: int) -> None:
+        if not marks or marks[-1][1] != stage:
+            marks.append((time.perf_counter(), stage))
+            print(f"{time.perf_counter() - started:8.1f} s  {most:.2f} GB  {stage}", file=sys.stderr, flush=True)
+
+    threading.Thread(target=watch, daemon=True).start()
+    started = time.perf_counter()
+    text = data / "text" / "pycode-calib.txt" if needs_text else None
+    report = semisparse.compress(model, recipe=recipe, settings=settings, calibration=text, out=out, progress=progress)
+    ended = time.perf_counter()
+    starts = [at for at, stage in marks if stage.startswith("decoder layer")]
+    blocks = [after - before for before, after in pairwise(starts[1:])]
+    return {
+        "run": name,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "seconds": f"{ended - started:.1f}",
+        "block_seconds": f"{statistics.median(blocks or [0]):.2f}",
+        "last_stage_seconds": f"{ended - (starts or [started])[-1]:.1f}",
+        "anonymous_gb": f"{most:.2f}",
+        "resident_gb": f"{held('VmHWM'):.2f}",
+        "device_gb": f"{torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0:.1f}",
+        "bytes_gb": f"{report.bytes_after / 1e9:.2f}",
+    }
+
+
+def main() -> None:
+    """Append a row per run to the CSV."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--scratch", type=Path, required=True)
+    parser.add_argument("--arch", default="llama2-7b")
+    parser.add_argument("--blocks", type=int, default=32)
+    parser.add_argument("--runs", default="sparsegpt,magnitude")
+    parser.add_argument("--build", default="now", help="a name for the code that is measured")
+    parser.add_argument("--one", help="a run, in this process; prints its row as JSON")
+    options = parser.parse_args()
+    model = options.scratch / f"{options.arch}-{options.blocks}"
+    if options.one:
+        print(json.dumps(run(options.one, model, options.data, options.scratch / "out")))
+        return
+    if not model.exists():
+        write_model(options.arch, options.blocks, options.data, model)
+    rows = read_rows(options.out)
+    for name in options.runs.split(","):
+        for leftover in ("out", "out.partial"):
+            shutil.rmtree(options.scratch / leftover, ignore_errors=True)
+        command = [sys.executable, __file__, *sys.argv[1:], "--one", name]
+        found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ).stdout
+        rows.append(
+            {
+                "build": options.build,
+                "model": options.arch,
+                "blocks": str(options.blocks),
+                **json.loads(found.splitlines()[-1]),
+            }
+        )
+        write_rows(options.out, rows, COLUMNS)
+        print(rows[-1], flush=True)
+
+
+if __name__ == "__main__":
+    main()

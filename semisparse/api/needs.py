@@ -1,0 +1,123 @@
+"""What a compression will take of host memory, device memory and disk, before it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from semisparse.api.rivals import TOKENS
+from semisparse.compress import Recipe
+from semisparse.compress.propagate import DecoderLayer
+from semisparse.errors import InputError
+
+HESSIANS = 10.4
+"""Float32 matrices [K, K] while a linear layer is pruned by its Hessian, at most."""
+
+BATCH_BYTES = 40
+"""Per token of a batch and input feature of the widest linear layer, in a forward and in the sums over its tokens."""
+
+MASK_BYTES = 48
+"""Per weight of a linear layer, while its mask is chosen and it is packed."""
+
+LOGITS = 4
+"""Copies of the float32 logits on which dense low bits are measured."""
+
+PIECES = 3
+"""Copies of a decoder layer in the model's dtype: one being packed, one being written, and its file's content."""
+
+CGROUPS = {
+    Path("/sys/fs/cgroup"): ("memory.max", "memory.current", "inactive_file"),
+    Path("/sys/fs/cgroup/memory"): ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""Folders of a container's limits, of both versions: files with the limit and the use, and what of it is page cache."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that a compression takes, at most and about.
+
+    Args:
+        host: of host memory, beside what is mapped from files.
+        device: of GPU memory; 0 on a CPU.
+        disk: of the unfinished work and the result.
+    """
+
+    host: int
+    device: int
+    disk: int
+
+    def __str__(self) -> str:
+        parts = {"host memory": self.host, "GPU memory": self.device, "disk": self.disk}
+        return "compressing takes up to " + ", ".join(
+            f"{_text(size)} of {name}" for name, size in parts.items() if size
+        )
+
+    def check(self, free: Needs) -> None:
+        """Raise unless there is enough memory. A full disk is no loss: ``--resume`` goes on from what is written.
+
+        Raises:
+            InputError: too little memory; says how much.
+        """
+        advice = "use fewer --samples, or a machine with more"
+        for name, needed, found in (("host", self.host, free.host), ("GPU", self.device, free.device)):
+            if needed > found:
+                raise InputError(
+                    f"compressing takes up to {_text(needed)} of {name} memory, {_text(found)} are free: {advice}"
+                )
+
+
+def needs_of(
+    model: PreTrainedModel,
+    layers: Sequence[DecoderLayer],
+    plan: Recipe,
+    batches: Sequence[Tensor],
+    device: torch.device,
+) -> Needs:
+    """Return what a compression will take.
+
+    Args:
+        model: as it will be compressed.
+        layers: its decoder layers.
+        plan: how it will be compressed.
+        batches: calibration token ids, each [batch, tokens] int64.
+        device: where one decoder layer at a time is compressed.
+    """
+    weights = [layer.weight(name) for layer in layers for name in layer.patterns]
+    blocks = [sum(parameter.numel() for parameter in layer.module.parameters()) for layer in layers]
+    item, largest = model.dtype.itemsize, max(weight.numel() for weight in weights)
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    host, compute = PIECES * max(blocks) * item, MASK_BYTES * largest
+    if batches:
+        vocabulary, features = model.get_input_embeddings().weight.shape
+        host += LOGITS * 4 * vocabulary * TOKENS[1]
+        states = 4 * features * sum(batch.numel() for batch in batches)
+        columns = max(weight.shape[1] for weight in weights)
+        compute += 2 * states + 2 * 4 * max(blocks) + int(HESSIANS * 4 * columns**2)
+        compute += BATCH_BYTES * columns * max(batch.numel() for batch in batches)
+    if plan.search != "none":  # a copy of the model in float32, beside its pruned levels, which lie on disk
+        compute += whole * 4 // item
+    if plan.tune == "bqpo+e2e":
+        host += 2 * whole
+    packed = sum(weight.nbytes for weight in weights)
+    disk = 2 * packed + whole
+    return Needs(host, compute, disk) if device.type == "cuda" else Needs(host + compute, 0, disk)
+
+
+def free_memory(device: torch.device) -> Needs:
+    """Return the free memory of host and device, within a container's limit if there is one; the disk is left out."""
+    host = psutil.virtual_memory().available
+    for folder, (limit, used, cached) in CGROUPS.items():
+        if (folder / limit).is_file() and (most := (folder / limit).read_text().strip()).isdecimal():
+            lines = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            host = min(host, int(most) - int((folder / used).read_text()) + int(lines.get(cached, 0)))
+    return Needs(host, torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0, 0)
+
+
+def _text(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"

@@ -1,0 +1,152 @@
+"""Packing each decoder layer as soon as it is finished, so that no more than one is held unpacked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from semisparse.api.packing import pack_for_disk
+from semisparse.api.recipe import pack_options
+from semisparse.api.takeover import Kept, pack_kept
+from semisparse.checkpoint import DIGESTS
+from semisparse.compress import Choice, FinishedLayer, Journal, LayerReport, Recipe
+from semisparse.compress.journal import report_from_json, report_to_json
+from semisparse.compress.propagate import DecoderLayer
+from semisparse.errors import SemisparseError
+from semisparse.formats import Packed
+from semisparse.formats.base import WeightSpec
+from semisparse.nn import replace_linear
+
+PART = "block"
+"""Of the journal: the packed layers of a decoder layer."""
+
+EXACT = "exact"
+"""In a piece of the journal: a weight that its packed layer does not store exactly."""
+
+
+class PackedLayers(AbstractContextManager["PackedLayers"]):
+    """A `LayerStore` that puts packed layers into the model in the place of the dense ones.
+
+    One thread writes a decoder layer to the journal while the next one is compressed.
+
+    Args:
+        model: whose layers are replaced.
+        plan: how they are compressed.
+        choices: by module name, of layers that are not compressed as the recipe says.
+        kept: by module name, of layers that are stored in the numbers that another tool rounded them to.
+        journal: stores finished decoder layers, and provides those of an interrupted run.
+        mapped: whether the model is to read packed layers from the journal's files, and not to hold them in memory.
+
+    Attributes:
+        entries: of the replaced layers in the ``quantization_config`` block, by module name.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        plan: Recipe,
+        choices: Mapping[str, Choice],
+        kept: Mapping[str, Kept],
+        journal: Journal | None,
+        mapped: bool,
+    ) -> None:
+        self._model, self._plan, self._choices, self._kept = model, plan, choices, kept
+        self._journal, self._mapped = journal, mapped
+        self._writer, self._writing = ThreadPoolExecutor(1), Future[None]()
+        self._writing.set_result(None)
+        self.entries: dict[str, dict[str, Any]] = {}
+
+    def __exit__(self, *exception: object) -> None:
+        """Wait until the last decoder layer is written."""
+        self._writer.shutdown()
+        if exception[0] is None:
+            self._writing.result()
+
+    def load(self, index: int, layer: DecoderLayer) -> FinishedLayer | None:
+        """Return decoder layer ``index`` from the journal, unpacked; None if it is not there."""
+        piece = self._journal.load(PART, index) if self._journal else None
+        if piece is None:
+            return None
+        packed, exact, notes = _read(*piece)
+        self._replace(layer, packed, notes)
+        weights = {name: exact[name] if name in exact else packed[name].unpack() for name in packed}
+        return FinishedLayer(weights, [report_from_json(note["report"], {}, "") for note in notes])
+
+    def save(self, index: int, layer: DecoderLayer, finished: FinishedLayer) -> None:
+        """Pack decoder layer ``index``."""
+        packed, exact, notes = {}, {}, []
+        for (name, weight), report in zip(finished.weights.items(), finished.reports, strict=True):
+            one, outcome = self._pack(report, weight)
+            # Formats in 8 bits round when they pack; later layers are compressed after the weight before that.
+            if self._journal and not torch.equal(one.unpack().to(weight.device), weight):
+                exact[name] = weight.cpu()
+            packed[name] = one
+            measured = {"density": report.density, "error": report.error, "outcome": outcome}
+            entry = one.spec.to_dict() | measured
+            notes.append({"name": name, "entry": entry, "report": report_to_json(replace(report, scales=None), {}, "")})
+        self._writing.result()
+        self._writing = self._writer.submit(self._finish, index, layer, packed, exact, notes)
+
+    def _pack(self, report: LayerReport, weight: Tensor) -> tuple[Packed, str]:
+        """Return a layer in the layout on disk, and what was done to it."""
+        if report.name in self._kept:
+            own = self._kept[report.name]
+            return pack_kept(report.name, own, weight.cpu(), self._plan), f"kept {own.choice.label}"
+        choice = self._choices.get(report.name, Choice(report.pattern, self._plan.quant, self._plan.format))
+        options = pack_options(self._plan, choice.quant)
+        options |= {"scales": report.scales.to(weight.device)} if report.scales else {}
+        return pack_for_disk(weight, choice.format, report.pattern, **options), report.outcome
+
+    def _finish(
+        self,
+        index: int,
+        layer: DecoderLayer,
+        packed: Mapping[str, Packed],
+        exact: Mapping[str, Tensor],
+        notes: list[dict[str, Any]],
+    ) -> None:
+        """Write a decoder layer to the journal, and put it into the model."""
+        if self._journal:
+            self._journal.save(PART, index, _tensors(packed, exact), notes)
+        if self._journal and self._mapped:
+            piece = self._journal.load(PART, index)
+            if piece is None:
+                raise SemisparseError(
+                    f"decoder layer {index} was written and cannot be read again; is the disk damaged?"
+                )
+            packed, _, notes = _read(*piece)
+        self._replace(layer, packed, notes)
+
+    def _replace(self, layer: DecoderLayer, packed: Mapping[str, Packed], notes: list[dict[str, Any]]) -> None:
+        for note in notes:
+            name, one = layer.full_name(note["name"]), packed[note["name"]]
+            tensors = {key: tensor.to(self._model.device) for key, tensor in one.tensors.items()}
+            replace_linear(self._model, name, Packed(one.spec, tensors))
+            self.entries[name] = note["entry"] | {DIGESTS: {}}  # computed when it is saved
+
+
+def _tensors(packed: Mapping[str, Packed], exact: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a decoder layer's piece of the journal."""
+    tensors = {f"{name} {key}": tensor for name, one in packed.items() for key, tensor in one.tensors.items()}
+    return tensors | {f"{name} {EXACT}": weight for name, weight in exact.items()}
+
+
+def _read(
+    tensors: Mapping[str, Tensor], notes: list[dict[str, Any]]
+) -> tuple[dict[str, Packed], dict[str, Tensor], list[dict[str, Any]]]:
+    """Return the packed layers of a piece of the journal, the weights that they do not store exactly, and its notes."""
+    packed = {}
+    for note in notes:
+        declared = Packed.empty(WeightSpec.from_dict(note["entry"]))
+        packed[note["name"]] = Packed(
+            declared.spec, {key: tensors[f"{note['name']} {key}"] for key in declared.tensors}
+        )
+    exact = {name: tensors[f"{name} {EXACT}"] for name in packed if f"{name} {EXACT}" in tensors}
+    return packed, exact, notes

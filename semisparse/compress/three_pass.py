@@ -1,0 +1,66 @@
+"""Float32 matmuls on a GPU's bfloat16 tensor cores, in three products of the operands' leading and trailing halves.
+
+``x = high + low`` with both in bfloat16 leaves out 2^-18 of x, and ``high @ high + high @ low + low @ high`` leaves out
+``low @ low``: the error is some 2^-17 of what is summed, where one bfloat16 product has 2^-8 and TF32 2^-11. Sums are
+in float32. Float32's own units take four times as long on an H200.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+
+class ThreePassLinear(TorchFunctionMode):
+    """While it is entered, ``F.linear`` of float32 tensors on a GPU runs in three bfloat16 products."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear and not torch.is_grad_enabled():
+            return _linear(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if not (x.is_cuda and x.dim() > 1 and x.dtype == weight.dtype == torch.float32):
+        return F.linear(x, weight, bias)
+    y = _sum(_leading_first(x.flatten(0, -2), 1), _trailing_first(weight, 1).T).unflatten(0, x.shape[:-1])
+    return y if bias is None else y.add_(bias)
+
+
+def outer_sum(left: Tensor, right: Tensor) -> Tensor:
+    """Return ``left.T @ right``, [M, N] float32, for left [tokens, M] and right [tokens, N], in three products."""
+    return _sum(_leading_first(left, 0).T, _trailing_first(right, 0))
+
+
+def _leading_first(x: Tensor, dim: int) -> Tensor:
+    high, low = _halves(x)
+    return torch.cat((high, high, low), dim)
+
+
+def _trailing_first(x: Tensor, dim: int) -> Tensor:
+    high, low = _halves(x)
+    return torch.cat((low, high, high), dim)
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    high = x.bfloat16()
+    return high, (x - high).bfloat16()
+
+
+def _sum(left: Tensor, right: Tensor) -> Tensor:
+    """Return ``left @ right`` of bfloat16 tensors, summed and returned in float32."""
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()

@@ -1,0 +1,38 @@
+"""Three bfloat16 products instead of a float32 one: their error, and where they are taken."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from semisparse.compress.three_pass import ThreePassLinear, outer_sum
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ERROR = 2**-15
+"""Of the norm; one bfloat16 product has 2^-9."""
+
+
+def test_sums_of_outer_products_against_float64():
+    generator = torch.Generator().manual_seed(0)
+    left, right = (3 * torch.randn(500, columns, generator=generator).to(DEVICE) for columns in (40, 24))
+    exact = left.double().T @ right.double()
+    assert (outer_sum(left, right) - exact).norm() <= ERROR * exact.norm()
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="CPUs compute in float32: no GPU here")
+def test_linear_layers_on_a_gpu_against_float64():
+    layer, x = nn.Linear(96, 40).cuda(), torch.randn(2, 30, 96, device="cuda")
+    exact = F.linear(x.double(), layer.weight.double(), layer.bias.double())
+    with torch.no_grad(), ThreePassLinear():
+        found = layer(x)
+    assert found.shape == exact.shape
+    assert 0 < (found - exact).norm() <= ERROR * exact.norm()
+    assert not torch.equal(found, layer(x))
+
+
+def test_other_tensors_and_gradients_are_left_alone():
+    layer, x = nn.Linear(8, 4), torch.randn(3, 8)
+    with ThreePassLinear():
+        assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
+        layer.to(DEVICE)(x.to(DEVICE)).sum().backward()
+    assert layer.weight.grad is not None
