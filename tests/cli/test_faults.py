@@ -45,7 +45,7 @@ def compress(run: Run, model: Path, text: Path, tmp_path: Path):
     ("setting", "sentence"),
     [
         ("colour=red", "unknown recipe key 'colour'; the known keys are: pattern, prune"),
-        ("prune=scissors", "it is one of: magnitude, wanda, sparsegpt, none"),
+        ("prune=scissors", "it is one of: magnitude, wanda, sparsegpt, sparsegpt-published, none"),
         ("pattern=9:8", "pattern 9:8"),
         ("pattern", "not written key=value"),
         ("format=zip", "unknown format 'zip'; known: bitmask"),
