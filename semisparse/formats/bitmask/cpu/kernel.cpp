@@ -143,14 +143,14 @@ inline void dequantise(uint64_t mask, const uint8_t* from, float scale, Vector (
 #ifdef HAS_EXPAND_BYTES
   const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
   if constexpr (Bits == 8) {
-    __m512i codes = _mm512_xor_si512(_mm512_loadu_si512(from), _mm512_set1_epi8(static_cast<char>(kZero)));
-    codes = _mm512_maskz_expand_epi8(mask, codes);
+    // code * scale - zero * scale in one rounding: zero is a power of 2.
+    const __m512 factor = _mm512_set1_ps(scale), shift = _mm512_set1_ps(-kZero * scale);
+    const __m512i codes = _mm512_mask_expand_epi8(_mm512_set1_epi8(static_cast<char>(kZero)), mask, _mm512_loadu_si512(from));
 #pragma GCC unroll 4
     for (int q = 0; q < kVectors; ++q) {
-      // Each code becomes the highest byte of a 32-bit integer, whose sign it is.
-      const __m512i places = _mm512_slli_epi32(_mm512_add_epi32(lanes, _mm512_set1_epi32(q * kLanes)), 24);
-      const __m512i integers = _mm512_srai_epi32(_mm512_permutexvar_epi8(places, codes), 24);
-      weights[q] = (Vector)_mm512_cvtepi32_ps(integers) * scale;
+      const __m512i places = _mm512_add_epi32(lanes, _mm512_set1_epi32(q * kLanes));
+      const __m512i integers = _mm512_maskz_permutexvar_epi8(0x1111111111111111, places, codes);
+      weights[q] = (Vector)_mm512_fmadd_ps(_mm512_cvtepi32_ps(integers), factor, shift);
     }
   } else {
     // A table of the 16 codes' weights; its index is the low half of a byte, the other may hold anything. Converting and
