@@ -160,28 +160,22 @@ CODES = {
     "bqpo 32:64 in w4": "`w4`, after `bqpo`",
     "bqpo+e2e 32:64 in w4": "`w4`, after `bqpo+e2e`",
 }
-"""Names by the run in bitmask_quality.csv; 16 bits of babyllama-1m are in gqsa.csv."""
+"""Names by the run in bitmask_quality.csv."""
 
 
 def codes() -> str:
     """Bits per weight, loss / KL and KL over that of 16 bits of 32:64 in `bitmask`, seed 0."""
-    rows = {
-        (row["model"], row["run"]): row
-        for name in ("gqsa.csv", "bitmask_quality.csv")
-        for row in result(name)
-        if row["seed"] == "0"
-    }
+    rows = {(row["model"], row["run"]): row for row in result("bitmask_quality.csv")}
     models = ("stories260k", "babyllama-1m")
     lines = []
     for run, name in CODES.items():
-        of_run = [rows.get((model, run)) for model in models]
-        dense = [float(rows[model, "bqpo 32:64"]["kl"]) for model in models]
+        of_run = [rows[model, run] for model in models]
+        sixteen = [float(rows[model, "bqpo 32:64"]["kl"]) for model in models]
         cells = [
-            f"{float(row['nll']):.3f} / {float(row['kl']):.3f} ({float(row['kl']) / kl:.2f})" if row else "not measured"
-            for row, kl in zip(of_run, dense, strict=True)
+            f"{float(row['nll']):.3f} / {float(row['kl']):.3f} ({float(row['kl']) / kl:.2f})"
+            for row, kl in zip(of_run, sixteen, strict=True)
         ]
-        bits = next(float(row["bits"]) for row in reversed(of_run) if row)
-        lines.append([name, f"{bits:.2f}", *cells])
+        lines.append([name, f"{_mean(of_run, 'bits'):.2f}", *cells])
     return markdown(("32:64 in", "bits per weight", *models), lines)
 
 
