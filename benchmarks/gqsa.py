@@ -33,12 +33,17 @@ RUNS: dict[str, tuple[str, ...]] = {
     **{f"bqpo {pattern}": ("rheosparse", f"pattern={pattern}", "tune=bqpo") for pattern in ("2:4", "4:8", "32:64")},
     **{f"bqpo {pattern} W4": ("rheosparse", f"pattern={pattern}", "tune=bqpo") for pattern in ("2:4", "32:64")},
     **{
+        f"{tune} 32:64 in {quant}": ("rheosparse", "pattern=32:64", f"tune={tune}", f"quant={quant}")
+        for tune, quant in (("bqpo", "w8"), ("bqpo", "w4"), ("bqpo+e2e", "w4"))
+    },
+    **{
         f"W4S{percent} {stage}": ("gqsa", f"pattern=g16@{percent}%", f"tune={tune}")
         for percent in (20, 30, 40, 50)
         for stage, tune in STAGES.items()
     },
 }
-"""Recipe and settings of each run. Runs that end in "W4" round the kept weights to nearest afterwards."""
+"""Recipe and settings of each run. Runs that end in "W4" round the kept weights to nearest afterwards; runs that end in
+"in w4" or "in w8" store codes."""
 
 COLUMNS = ("model", "run", "seed", "nll", "kl", "bits", "tokens", "samples", "epochs", "seconds", "device")
 

@@ -154,6 +154,31 @@ def gqsa() -> str:
     return markdown(("", "bits per weight", "babyllama-1m (dense 0.886)", "pycode-11m (dense 1.678)"), lines)
 
 
+CODES = {
+    "bqpo 32:64": "16 bits, after `bqpo`",
+    "bqpo 32:64 in w8": "`w8`, after `bqpo`",
+    "bqpo 32:64 in w4": "`w4`, after `bqpo`",
+    "bqpo+e2e 32:64 in w4": "`w4`, after `bqpo+e2e`",
+}
+"""Names by the run in bitmask_quality.csv."""
+
+
+def codes() -> str:
+    """Bits per weight, loss / KL and KL over that of 16 bits of 32:64 in `bitmask`, seed 0."""
+    rows = {(row["model"], row["run"]): row for row in result("bitmask_quality.csv")}
+    models = ("stories260k", "babyllama-1m")
+    lines = []
+    for run, name in CODES.items():
+        of_run = [rows[model, run] for model in models]
+        sixteen = [float(rows[model, "bqpo 32:64"]["kl"]) for model in models]
+        cells = [
+            f"{float(row['nll']):.3f} / {float(row['kl']):.3f} ({float(row['kl']) / kl:.2f})"
+            for row, kl in zip(of_run, sixteen, strict=True)
+        ]
+        lines.append([name, f"{_mean(of_run, 'bits'):.2f}", *cells])
+    return markdown(("32:64 in", "bits per weight", *models), lines)
+
+
 def slide24() -> str:
     """Loss / KL by pattern and quantisation."""
     rows = {(row["pattern"], row["quant"]): row for row in result("slide24_quality.csv")}
@@ -220,6 +245,7 @@ TABLES = {
     "search": search,
     "joint": joint,
     "gqsa": gqsa,
+    "codes": codes,
     "slide24-quality": slide24,
     "vectors": vectors,
     "ec_csr-storage": storage,

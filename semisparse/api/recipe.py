@@ -63,21 +63,30 @@ def read_recipe(
             raise RecipeError(f"format {result.format} cannot store pattern {result.pattern}: {reason}")
     if result.quant == "keep":  # what a layer needs is known once it is read
         return result
-    variant = {} if result.quant == "none" else {"kind": result.quant}
-    formats = [form.name for form in registry().values() if variant in form.variants]
-    if result.format not in formats and (variant or result.format != "auto"):
+    formats = formats_of(result.quant, parse_pattern(result.pattern))
+    if result.format not in formats and (result.quant != "none" or result.format != "auto"):
+        advice = f"set another one, or format={' or '.join(formats)}" if formats else "no format does; set another one"
         raise RecipeError(
-            f"format {result.format} does not store quant={result.quant}; "
-            f"set another one, or format={' or '.join(formats)}"
+            f"format {result.format} does not store quant={result.quant} of pattern {result.pattern}; {advice}"
         )
     return result
+
+
+def formats_of(quant: str, pattern: Pattern) -> list[str]:
+    """Return the names of the formats that store weights of a pattern quantised as the recipe key ``quant`` says."""
+    variant = {} if quant == "none" else {"kind": quant}
+    return [
+        form.name
+        for form in registry().values()
+        if variant in form.variants and form.accepts(pattern) is None and (not variant or form.rounds(pattern))
+    ]
 
 
 def _in_groups(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Write the pattern ``0%`` of weights that are rounded in groups as what it is: no group of 128 is dropped."""
     if values.get("quant") not in GROUP_KINDS or values.get("pattern") != NO_ZEROS:
         return values
-    stores = next(form.name for form in registry().values() if {"kind": values["quant"]} in form.variants)
+    stores = formats_of(values["quant"], parse_pattern(DENSE_GROUPS))[0]
     return {"format": stores, **values, "pattern": DENSE_GROUPS}
 
 

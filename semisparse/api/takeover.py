@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from semisparse.api.packing import pack_for_disk
-from semisparse.api.recipe import pack_options
+from semisparse.api.recipe import formats_of, pack_options
 from semisparse.compress import Choice, Recipe
 from semisparse.errors import InputError, SemisparseError
-from semisparse.formats import Packed, registry
+from semisparse.formats import Packed
 from semisparse.formats.codes import Codes
 from semisparse.integrations.importers import Rounded
 from semisparse.integrations.names import stored_keys
@@ -157,11 +157,7 @@ def _choice(rounded: Rounded, weight: Tensor, plan: Recipe) -> Choice:
             "to round anew"
         )
     pattern = _pattern_of(rounded, weight.shape[1], plan) if quant in KINDS else plan.pattern
-    formats = [
-        form.name
-        for form in registry().values()
-        if {"kind": quant} in form.variants and form.accepts(parse_pattern(pattern)) is None
-    ]
+    formats = formats_of(quant, parse_pattern(pattern))
     if plan.format == "auto":
         return Choice(pattern, quant, formats[0])
     if plan.format not in formats:

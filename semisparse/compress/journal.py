@@ -149,8 +149,8 @@ def report_to_json(report: LayerReport, tensors: dict[str, Tensor], key: str) ->
     scales = report.scales
     if scales:
         tensors |= {f"{key} scale": scales.scale, f"{key} zero": scales.zero}
-    integers = {"bits": scales.bits, "size": scales.size} if scales else None
-    return {**asdict(replace(report, scales=None)), "scales": integers}
+    settings = {"bits": scales.bits, "size": scales.size, "symmetric": scales.symmetric} if scales else None
+    return {**asdict(replace(report, scales=None)), "scales": settings}
 
 
 def report_from_json(notes: Mapping[str, Any], tensors: dict[str, Tensor], key: str) -> LayerReport:

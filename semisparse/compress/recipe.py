@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from semisparse.errors import PatternError, RecipeError
-from semisparse.patterns import Group, parse_pattern
+from semisparse.patterns import parse_pattern
 from semisparse.quant.group import KINDS as GROUP_KINDS
 
 KNOWN_VALUES: dict[str, tuple[str, ...]] = {
@@ -61,9 +61,10 @@ class Recipe:
             (docs/decisions/sparsegpt-order.md); ``sparsegpt-published``: as its authors have it. ``none`` keeps all
             and checks that they obey the pattern.
         quant: how kept weights are quantised. ``int8``, ``fp8``: one scale per row, when packed; activations are
-            quantised, too. ``w8``, ``w4``, ``w3``, ``w2``: that many bits, with a scale and a zero point per group of a
-            pattern such as ``g16@50%``, while pruned. ``w4a8``: as ``w4``, with 8-bit activations at inference.
-            ``keep``: each layer in the numbers that another tool rounded it to, which takes ``prune=none``.
+            quantised, too. ``w8``, ``w4``, ``w3``, ``w2``: that many bits, while pruned; with a scale and a zero point
+            per group of a pattern such as ``g16@50%``, with a scale per 64 columns of other patterns. ``w4a8``: as
+            ``w4``, with 8-bit activations at inference. ``keep``: each layer in the numbers that another tool rounded
+            it to, which takes ``prune=none``.
         format: name of the format that stores the result, or ``auto``.
         search: how density is distributed over the linear layers: ``evolution``, ``rheosparse`` (the paper's) or
             ``none`` (uniform). The total number of kept weights is that of `pattern`. ``joint`` chooses pattern, bits
@@ -149,12 +150,9 @@ class Recipe:
                 f"tune=bqpo+e2e trains the scales of quantised groups, quant={self.quant} has none; set quant=w4"
             )
         try:
-            pattern = parse_pattern(self.pattern)
+            parse_pattern(self.pattern)
         except PatternError as error:
             raise RecipeError(f"recipe key 'pattern': {error}") from error
-
-        if self.code_bits and not isinstance(pattern, Group):
-            raise RecipeError(f"quant={self.quant} rounds the groups of a pattern such as g16@50%, not {self.pattern}")
 
     @property
     def code_bits(self) -> int:

@@ -301,6 +301,7 @@ class Format:
         cost: (problem, bytes of the packed weight) -> the passes of a matmul, for `plan` and the bench's floors.
         variants: the pack options worth planning and measuring.
         choices: the candidates of a joint search for a layer, each as (pattern, recipe key ``quant``).
+        rounds: pattern -> whether recipes may store such weights in a variant other than the default.
         options: the pack options that a recipe may set, each with its values; () for any integer.
         grain: weight spec -> (rows, columns): tensors with a split dimension can be sliced, and weights stacked, at
             multiples of these. None if they never can.
@@ -332,6 +333,7 @@ class Format:
     cost: Callable[[Problem, float], tuple[Pass, ...]] = fused_cost
     variants: tuple[Mapping[str, Any], ...] = ({},)
     choices: tuple[tuple[str, str], ...] = ()
+    rounds: Callable[[Pattern], bool] = lambda pattern: True
     options: Mapping[str, Sequence[str | int]] = field(default_factory=dict)
     grain: Callable[[WeightSpec], tuple[int, int]] | None = None
     regroup: Callable[[Sequence[Packed], int, int, int, Pattern], Packed] | None = None

@@ -20,3 +20,15 @@ def test_an_unknown_recipe_is_refused():
 def test_a_format_that_cannot_store_the_pattern_is_refused():
     with pytest.raises(RecipeError, match="format slide24 cannot store pattern 70%"):
         read_recipe("slidesparse", ["pattern=70%"])
+
+
+def test_weights_pruned_singly_are_rounded_in_bitmask_and_groups_in_gqs():
+    assert read_recipe("rheosparse", ["quant=w4"]).format == "bitmask"
+    assert read_recipe("dense-w4").format == "gqs"
+    for settings, advice in (
+        (["pattern=g16@50%", "quant=w4", "format=bitmask"], "format=gqs"),
+        (["pattern=2:4", "quant=w4", "format=auto"], "format=bitmask"),
+        (["pattern=2:4", "quant=w3", "format=bitmask"], "no format does"),
+    ):
+        with pytest.raises(RecipeError, match=advice):
+            read_recipe("rheosparse", settings)

@@ -21,7 +21,7 @@ def _rank(rank: int, folder: Path) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     distributed.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=2)
     shapes.ARCHITECTURES["tiny"] = ("llama", (256, 512, 2, 4, 4, 256))
-    measured = [None, *candidates(["bitmask"], ["32:64"])[1:]]
+    measured = [None, *candidates(["bitmask"], ["32:64"])[1:2]]
     rows = measure_parallel("tiny", torch.bfloat16, torch.device("cpu"), measured, Workload(2, 8, 3))
     (folder / f"{rank}.json").write_text(json.dumps([asdict(row) for row in rows]))
 

@@ -69,6 +69,28 @@ def test_groups_on_one_side_of_zero_reach_to_zero():
     assert scales.zero.flatten().tolist() == [0, 240]
 
 
+def test_symmetric_codes_have_zero_in_the_middle_and_the_largest_weight_at_the_end():
+    weight = torch.tensor([[-4.0, 2.0, 0.0, 0.3], [1.0, 8.0, -8.0, 0.0], [0.0] * 4])
+    scales = scales_of(weight, 4, 4, torch.float16, symmetric=True)
+    assert scales.scale.flatten().tolist() == [0.5, 1.0, 1.0]
+    assert (scales.zero == 128).all()
+    assert scales.codes(weight).flatten(1).tolist() == [[0, 12, 8, 9], [9, 15, 0, 8], [8, 8, 8, 8]]
+    assert scales.rounded(weight)[:2].tolist() == [[-4, 2, 0, 0.5], [1, 7, -8, 0]]
+    positive = scales_of(-weight[:1], 4, 4, torch.float32, symmetric=True)
+    assert positive.scale.item() == -0.5
+    torch.testing.assert_close(positive.rounded(-weight[:1]), -scales.rounded(weight)[:1].float())
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_symmetric_quantisation_keeps_single_zeros(bits):
+    weight = weight_of(6, 40) * (torch.arange(40) % 3 > 0)
+    scales = scales_of(weight, bits, 16, torch.float32, symmetric=True)
+    faked = fake_quantise(weight, scales.scale, scales.zero, bits, 16)
+    assert not faked[weight == 0].any()
+    assert (faked - weight).abs().max() <= weight.abs().max() / 2 ** (bits - 1)
+    torch.testing.assert_close(faked, scales.rounded(weight))
+
+
 def test_groups_of_zeros_stay_zero():
     weight = torch.tensor([[1.0, -0.37, 0.0, 0.0, 0.0]])
     scales = scales_of(weight, 4, 2, torch.float32)

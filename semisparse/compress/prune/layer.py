@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from semisparse.compress.prune.magnitude import magnitude
-from semisparse.compress.prune.quantise import ColumnQuantiser
+from semisparse.compress.prune.quantise import ColumnQuantiser, round_by_descent, scales_for
 from semisparse.compress.prune.refine import conjugate_gradient
 from semisparse.compress.prune.sparsegpt import (
     EQUATION_4,
@@ -26,8 +26,8 @@ from semisparse.compress.prune.statistics import Statistics
 from semisparse.compress.prune.wanda import wanda
 from semisparse.compress.recipe import Recipe
 from semisparse.errors import InputError
-from semisparse.patterns import Pattern
-from semisparse.quant.group import GroupScales, scales_of
+from semisparse.patterns import Group, Pattern
+from semisparse.quant.group import GroupScales
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def prune_levels(
         else:
             (pruned, scales), outcome = _sparsegpt(problem, pattern, recipe, dtype), problem.factor.outcome
         if recipe.code_bits:
-            scales = scales or scales_of(pruned, recipe.code_bits, pattern.step, dtype)
+            scales = scales or scales_for(pruned, pattern, recipe.code_bits, dtype)
             pruned = scales.rounded(pruned).float()
         outcome += f", {statistics.note}" if statistics.note else ""
         yield PrunedLayer(pruned, outcome, _relative_error(pruned, weight, statistics.hessian), scales)
@@ -160,14 +160,17 @@ def _normalise(weight: Tensor, pattern: Pattern, statistics: Statistics, recipe:
 def _sparsegpt(
     problem: _Problem, pattern: Pattern, recipe: Recipe, dtype: torch.dtype
 ) -> tuple[Tensor, GroupScales | None]:
-    """Prune and, if the recipe says so, quantise: in the same loop, or in a second one after the conjugate gradients.
+    """Prune and, if the recipe says so, quantise.
+
+    Whole groups are quantised in the same loop, or in a second one after the conjugate gradients; weights that are
+    pruned singly at the end.
 
     Returns:
         The weight [N, K] float32, and the scales of its groups in ``dtype``; None if it is not quantised.
     """
     upper, restore_order = problem.factor.upper, problem.order.argsort()
     quantiser = None
-    if recipe.code_bits:
+    if recipe.code_bits and isinstance(pattern, Group):
         quantiser = ColumnQuantiser(recipe.code_bits, pattern.step, problem.scale[problem.order], dtype)
     published = recipe.prune == "sparsegpt-published"
     refined = recipe.refine == "cg" and not published
@@ -178,9 +181,16 @@ def _sparsegpt(
         if quantiser:
             pruned = quantise_columns(pruned, kept, upper, quantiser)
     weight = pruned[:, restore_order] / problem.scale
-    # Groups stay whole in the pruning order, so the order of their first columns is the order of the groups.
-    restore_groups = problem.order[:: pattern.step].argsort()
-    return weight, quantiser.scales.select_groups(restore_groups) if quantiser else None
+    if not recipe.code_bits:
+        return weight, None
+    if quantiser:
+        # Groups stay whole in the pruning order, so the order of their first columns is the order of the groups.
+        return weight, quantiser.scales.select_groups(problem.order[:: pattern.step].argsort())
+    scales = scales_for(weight, pattern, recipe.code_bits, dtype)
+    pruned = round_by_descent(
+        pruned, kept, problem.hessian, problem.goal, scales, problem.order, problem.scale[problem.order]
+    )
+    return pruned[:, restore_order] / problem.scale, scales
 
 
 def _relative_error(pruned: Tensor, weight: Tensor, hessian: Tensor) -> float:

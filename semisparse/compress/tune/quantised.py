@@ -17,7 +17,7 @@ class TrainableScales(nn.Module):
     """Scales and zero points as parameters.
 
     The parameters are the logarithm of a factor on each scale, and a shift of each zero point in units of one code. One
-    learning rate then suits every group.
+    learning rate then suits every group. The zero points of symmetric quantisation are fixed.
 
     Args:
         scales: the initial scales and zero points, in the dtypes that they are stored in.
@@ -28,11 +28,11 @@ class TrainableScales(nn.Module):
 
     def __init__(self, scales: GroupScales) -> None:
         super().__init__()
-        self._bits, self._size = scales.bits, scales.size
+        self._bits, self._size, self._symmetric = scales.bits, scales.size, scales.symmetric
         self.register_buffer("scale", scales.scale)
         self.register_buffer("zero", scales.zero)
         self.log_factor = nn.Parameter(torch.zeros_like(scales.scale, dtype=torch.float32))
-        self.shift = nn.Parameter(torch.zeros_like(scales.zero, dtype=torch.float32))
+        self.shift = nn.Parameter(torch.zeros_like(scales.zero, dtype=torch.float32), not scales.symmetric)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return scales and stored zero points, float32, rounded as they will be stored, with gradients."""
@@ -46,15 +46,18 @@ class TrainableScales(nn.Module):
     def group_scales(self) -> GroupScales:
         """The present scales and zero points, in the dtypes that they are stored in."""
         scale, zero = self()
-        return GroupScales(self._bits, self._size, scale.to(self.scale.dtype), zero)
+        return GroupScales(self._bits, self._size, scale.to(self.scale.dtype), zero, self._symmetric)
 
     def param_group(self, lr: float) -> dict[str, Any]:
         """Return the parameters as an optimiser's parameter group."""
-        return {"params": [self.log_factor, self.shift], "lr": lr}
+        return {"params": [self.log_factor, *([] if self._symmetric else [self.shift])], "lr": lr}
 
 
 class _FakeQuantised(nn.Module):
-    """A parametrisation that quantises and dequantises a linear layer's weight in groups; pruned groups stay zero."""
+    """A parametrisation that quantises and dequantises a linear layer's weight in groups; pruned weights stay zero.
+
+    Whole groups are masked; where single weights are pruned, zero is a code.
+    """
 
     def __init__(self, linear: nn.Module, scales: TrainableScales, initial: GroupScales) -> None:
         super().__init__()

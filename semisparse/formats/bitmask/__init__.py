@@ -9,19 +9,23 @@ from semisparse.formats.bitmask.cost import cost
 from semisparse.formats.bitmask.cpu import kernel as cpu
 from semisparse.formats.bitmask.cuda import decode, decode_rows, gemm, unpack
 from semisparse.formats.bitmask.cuda.schedule import gemm_pays
-from semisparse.formats.bitmask.storage import disk, layouts
+from semisparse.formats.bitmask.storage import codes, disk, layouts
 from semisparse.formats.bitmask.storage.check import check_content, violation
+from semisparse.formats.bitmask.storage.regroup import regroup
 from semisparse.formats.kernel import Kernel
+from semisparse.patterns import Group
 
 FORMAT = Format(
     name="bitmask",
     version=1,
-    summary="any pattern: one bit per weight and the non-zeros in 16 or 32 bits (9 bits per weight at 32:64)",
+    summary="any pattern: a bit per weight, the non-zeros in 16, 8 or 4 bits (9, 5.25, 3.25 bits per weight at 32:64)",
     accepts=lambda pattern: None,
     specs=layouts.specs,
     counts=layouts.counts,
     counted=("kept",),
+    tuned_by=("kind",),
     grain=disk.grain,
+    regroup=regroup,
     pack_weight=disk.pack,
     unpack=layouts.unpack,
     check_content=check_content,
@@ -35,6 +39,8 @@ FORMAT = Format(
         Kernel("unpack", "cuda", unpack.refusal, unpack.prepare),
     ),
     cost=cost,
+    variants=({}, *({"kind": kind} for kind in codes.CODED)),
+    rounds=lambda pattern: not isinstance(pattern, Group),  # groups have zero points of their own: gqs stores them
     cases=(
         Case("zeros-stored-past-k", "64:64", lambda: torch.ones(3, 65)),
         Case("one-of-each-block", "1:64", lambda: torch.eye(64).repeat(1, 3)),
@@ -42,5 +48,5 @@ FORMAT = Format(
         Case("nothing-pruned", "0%", lambda: torch.ones(5, 130)),
     ),
     recipes={"rheosparse": {"pattern": "32:64", "prune": "sparsegpt", "search": "evolution", "format": "bitmask"}},
-    choices=(("16:64", "none"), ("32:64", "none"), ("48:64", "none")),
+    choices=tuple((f"{keep}:64", kind) for kind in ("none", *codes.CODED) for keep in (16, 32, 48)),
 )

@@ -8,7 +8,7 @@ import torch
 
 from semisparse.compress import InPlace, Journal, LayerReport, Recipe, compress_decoder_layers, fingerprint
 from semisparse.compress.prune import Statistics, prune_layer
-from semisparse.errors import RecipeError
+from semisparse.formats import get_format
 from semisparse.nn import weight_of
 from semisparse.patterns import parse_pattern
 from semisparse.quant.group import KINDS, scales_of
@@ -67,13 +67,50 @@ def test_other_pruners_round_to_nearest(prune: str):
     assert torch.equal(pruned.weight, scales_of(plain, 4, 8, torch.float32).rounded(plain))
 
 
-def test_quantisation_needs_groups():
-    with pytest.raises(RecipeError, match="quant=w4 rounds the groups of a pattern such as g16@50%, not 2:4"):
-        Recipe(pattern="2:4", quant="w4")
+@pytest.mark.parametrize(
+    ("pattern", "kind", "settings"),
+    [
+        ("32:64", "w4", {}),
+        ("32:64", "w4", {"refine": "none"}),
+        ("2:4", "w4", {}),
+        ("50%", "w4", {"refine": "none"}),
+        ("70%/row", "w4", {}),
+        ("6:10", "w4", {}),
+        ("4:8", "w8", {"order": "columns"}),
+    ],
+)
+def test_weights_pruned_singly_are_quantised_in_blocks_of_64_and_stay_pruned(pattern: str, kind: str, settings: dict):
+    """K = 150: two blocks, then a short one."""
+    dense, statistics = problem(12, 150)
+    parsed = parse_pattern(pattern)
+    pruned = prune_layer(dense.half(), parsed, statistics, Recipe(pattern=pattern, quant=kind, **settings))
+    scales = pruned.scales
+    assert (scales.symmetric, scales.size, tuple(scales.scale.shape)) == (True, 64, (12, 3))
+    parsed.check(pruned.weight)
+    packed = get_format("bitmask").pack(pruned.weight.half(), pattern, kind=kind, scales=scales)
+    assert torch.equal(packed.unpack().float(), pruned.weight)
+    unrounded = prune_layer(dense.half(), parsed, statistics, Recipe(pattern=pattern, **settings)).weight
+    nearest = scales_of(unrounded, KINDS[kind], 64, torch.float16, symmetric=True).rounded(unrounded).float()
+    added = [loss(each, dense, statistics) - loss(unrounded, dense, statistics) for each in (pruned.weight, nearest)]
+    assert added[0] < 0.8 * added[1]
 
 
 def calibration() -> list[torch.Tensor]:
     return [torch.randint(0, VOCABULARY, (40, 20), generator=torch.Generator().manual_seed(0))]
+
+
+def test_tuning_moves_symmetric_scales_and_leaves_zeros():
+    recipe = Recipe(pattern="2:4", quant="w4", prune="wanda", tune="bqpo", tune_epochs=8)
+    untuned, tuned = (
+        compress_decoder_layers(model := random_model("llama"), calibration(), each)
+        for each in (replace(recipe, tune="none"), recipe)
+    )
+    for report in tuned:
+        weight = weight_of(model.get_submodule(report.name))
+        parse_pattern("2:4").check(weight)
+        assert is_quantised(weight, report.scales), report.name
+        assert (report.scales.zero == 128).all()
+    assert not all(torch.equal(t.scales.scale, u.scales.scale) for t, u in zip(tuned, untuned, strict=True))
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
@@ -103,3 +140,12 @@ def test_a_resumed_run_has_the_same_scales(tmp_path: Path):
         assert (first.scales.bits, first.scales.size) == (second.scales.bits, second.scales.size) == (3, 8)
         assert torch.equal(first.scales.scale, second.scales.scale)
         assert torch.equal(first.scales.zero, second.scales.zero)
+
+
+def test_a_resumed_run_knows_symmetric_scales(tmp_path: Path):
+    recipe = Recipe(pattern="2:4", quant="w8", prune="magnitude")
+    for _ in range(2):
+        model = random_model("llama")
+        journal = Journal(tmp_path, fingerprint(model, calibration(), recipe, seed=0, device="cpu"))
+        reports = compress_decoder_layers(model, calibration(), recipe, journal=journal)
+        assert all(report.scales.symmetric for report in reports)

@@ -72,15 +72,17 @@ def test_every_16_bit_number_is_read(dtype: torch.dtype):
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="these instruction sets are those of x86-64")
-@pytest.mark.parametrize("without", ["-mno-avx512f", "-mno-avx512f -mno-avx2 -mno-f16c"])
+@pytest.mark.parametrize("without", ["-mno-avx512vbmi2", "-mno-avx512f", "-mno-avx512f -mno-avx2 -mno-f16c"])
 def test_older_instruction_sets(without: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CXX", f"{cpp.find_compiler().command[0]} {without}")
     monkeypatch.setattr(cpp, "find_compiler", cpp.find_compiler.__wrapped__)
     older = cpu.load.__wrapped__()
     for pattern in ("32:64", "70%"):
         for dtype, m in ((torch.float16, 1), (torch.bfloat16, 7), (torch.float32, 16), (torch.float16, 65)):
-            packed, x = packed_weight(pattern, 33, 172, dtype), random_x(m, 172)
-            check_product(older(x, packed, None), x, packed, None)
+            for kind in ("none", "w8", "w4"):
+                weight, x = build(parse_pattern(pattern), random, 33, 172).to(dtype), random_x(m, 172)
+                packed = BITMASK.pack(weight, pattern, kind=kind)
+                check_product(older(x, packed, None), x, packed, None)
     for dtype in (torch.float16, torch.bfloat16):
         weight = every_number(dtype)
         assert torch.equal(older(torch.eye(4), BITMASK.pack(weight, "0%"), None).T, weight.float())

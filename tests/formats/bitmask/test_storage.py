@@ -97,13 +97,14 @@ def readme_bytes(pattern: str) -> dict[str, bytes]:
     return {name: bytes.fromhex(digits) for name, digits in found.items()}
 
 
-@pytest.mark.parametrize("pattern", ["4:64", "90%"])
-def test_the_worked_example_of_the_readme(pattern: str):
+@pytest.mark.parametrize(("pattern", "kind"), [("4:64", "none"), ("90%", "none"), ("4:64", "w4")])
+def test_the_worked_example_of_the_readme(pattern: str, kind: str):
     weight = torch.zeros(2, 66, dtype=torch.float16)
     weight[0, [0, 3, 8, 63, 65]] = torch.tensor([1, -2, 0.5, 4, 3], dtype=torch.float16)
     weight[1, 1] = 1.5
-    packed = BITMASK.pack(weight, pattern)
-    assert {name: t.numpy().tobytes() for name, t in packed.tensors.items()} == readme_bytes(pattern)
+    packed = BITMASK.pack(weight, pattern, kind=kind)
+    title = pattern if kind == "none" else f"{pattern} {kind}"
+    assert {name: t.numpy().tobytes() for name, t in packed.tensors.items()} == readme_bytes(title)
 
 
 # The layout on a GPU

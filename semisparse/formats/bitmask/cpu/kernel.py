@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from semisparse.formats.base import Packed
+from semisparse.formats.bitmask.storage.codes import code_bits, entries_of
 from semisparse.formats.bitmask.storage.disk import BLOCK, values_per_block
 from semisparse.formats.bitmask.storage.layouts import layout_of
 from semisparse.formats.kernel import Problem, Product
@@ -31,26 +32,27 @@ class _Weight(ctypes.Structure):
 
     _fields_ = (
         ("masks", ctypes.c_void_p),
-        ("values", ctypes.c_void_p),
+        ("stored", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
         ("row_starts", ctypes.c_void_p),
         ("rows", ctypes.c_int64),
         ("blocks", ctypes.c_int64),
         ("slots", ctypes.c_int64),
+        ("bits", ctypes.c_int64),
         ("type", ctypes.c_int64),
     )
 
     def __init__(self, packed: Packed):
         self.tensors = {name: tensor.contiguous() for name, tensor in packed.tensors.items()}
-        masks, values, starts = self.tensors["masks"], self.tensors["values"], self.tensors.get("row_starts")
-        n, k = packed.shape
+        (n, k), bits = packed.shape, code_bits(packed.params)
         blocks = -(-k // BLOCK)
+        names = ("masks", "codes" if bits else "values", "scale", "row_starts")
         super().__init__(
-            masks.data_ptr(),
-            values.data_ptr(),
-            None if starts is None else starts.data_ptr(),
+            *(self.tensors[name].data_ptr() if name in self.tensors else None for name in names),
             n,
             blocks,
-            blocks * (values_per_block(packed.pattern) or 0),
+            blocks * entries_of(values_per_block(packed.pattern) or 0, bits),
+            bits,
             TYPES[packed.dtype],
         )
 

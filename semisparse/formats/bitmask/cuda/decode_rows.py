@@ -16,6 +16,7 @@ from torch import Tensor
 
 from semisparse.formats.base import Packed
 from semisparse.formats.bitmask.cuda.operands import SCALARS, bias_for
+from semisparse.formats.bitmask.storage.codes import code_bits
 from semisparse.formats.bitmask.storage.disk import BLOCK, values_per_block
 from semisparse.formats.bitmask.storage.layouts import layout_of
 from semisparse.formats.kernel import Problem, Product
@@ -39,6 +40,8 @@ def refusal(problem: Problem) -> str | None:
         return f"takes 1 to {MAX_TOKENS} tokens, got {problem.m}"
     if layout_of(problem.params) != "rows":
         return "reads the layout rows, this weight is stored in tiles"
+    if code_bits(problem.params):
+        return f"reads values, this weight holds codes of kind {problem.params['kind']}"
     if problem.dtype not in SCALARS or problem.spec.dtype != problem.dtype:
         return f"x and w are both float16 or both bfloat16, got {problem.dtype} and {problem.spec.dtype}"
     return cuda_refusal(problem.device)

@@ -8,6 +8,7 @@ from torch import Tensor
 from semisparse.errors import FormatError
 from semisparse.formats.base import Packed
 from semisparse.formats.bitmask.storage import gpu
+from semisparse.formats.bitmask.storage.codes import code_bits, entries_of, middle_code, unusable
 from semisparse.formats.bitmask.storage.disk import BLOCK, bits_of, values_per_block
 from semisparse.formats.bitmask.storage.layouts import layout_of
 from semisparse.formats.bits import bit_counts
@@ -16,7 +17,7 @@ from semisparse.patterns import NM, VectorNM
 
 
 def check_content(packed: Packed) -> None:
-    """Check every mask's bit count, every row's start, and that no weight lies in padding or past column K.
+    """Check every mask's bit count, every row's start, the scales, and that no weight is in padding or past column K.
 
     Raises:
         FormatError: names the tensor, the row and what is wrong.
@@ -24,21 +25,51 @@ def check_content(packed: Packed) -> None:
     if layout_of(packed.params) == "tiles":
         _check_padding(packed)
         packed = gpu.to_rows(packed)
-    masks = packed.tensors["masks"]
-    refuse_infinite(packed.tensors["values"], "values")
-    bits = bit_counts(masks)
+    masks, bits = packed.tensors["masks"], code_bits(packed.params)
+    stored = bit_counts(masks)
     beyond = bit_counts(masks[:, -1] & _mask_beyond(packed.shape[1]))
     count = values_per_block(packed.pattern)
     if count is None:
-        _check_row_starts(packed, bits.sum(1))
+        _check_row_starts(packed, entries_of(stored, bits).sum(1))
         refuse_first(beyond != 0, "masks", f"the last mask has bits past column K = {packed.shape[1]}")
-        return
-    refuse_first(bits != count, "masks", f"a mask has not exactly {count} bits, as pattern {packed.pattern} requires")
-    if packed.shape[1] % BLOCK:
+    else:
+        what = f"a mask has not exactly {count} bits, as pattern {packed.pattern} requires"
+        refuse_first(stored != count, "masks", what)
+    if bits:
+        _check_codes(packed, stored)
+    else:
+        refuse_infinite(packed.tensors["values"], "values")
+    if count is not None and packed.shape[1] % BLOCK:
         slot = torch.arange(count, device=masks.device)
         past_k = slot >= count - beyond[:, None]
-        tail = packed.tensors["values"][:, -count:]
-        refuse_first(past_k & (tail != 0), "values", f"a weight past column K = {packed.shape[1]} is not zero")
+        name, tail = _last_block(packed, count)
+        refuse_first(past_k & (tail != 0), name, f"a weight past column K = {packed.shape[1]} is not zero")
+
+
+def _check_codes(packed: Packed, counts: Tensor) -> None:
+    """Check the scales, and that a zero follows an odd number of 4-bit codes.
+
+    Args:
+        packed: of kind ``w8`` or ``w4``, in rows; masks and row starts have been checked.
+        counts: codes per block, [N, blocks].
+    """
+    bits, codes = code_bits(packed.params), packed.tensors["codes"].flatten()
+    refuse_first(unusable(packed.tensors["scale"], bits), "scale", "the scale is 0, or a weight would not be finite")
+    if bits == 4:
+        ends = entries_of(counts.flatten(), bits).cumsum(0)
+        filled = counts.flatten() % 2 == 1
+        filled[filled.clone()] = codes[ends[filled] - 1] >> 4 != 0
+        refuse_first(filled.view(counts.shape), "codes", "what follows the last code of this block is not 0")
+
+
+def _last_block(packed: Packed, count: int) -> tuple[str, Tensor]:
+    """Return the tensor's name and the stored weights of the last column block, [N, count]; of codes, less zero's."""
+    bits = code_bits(packed.params)
+    if not bits:
+        return "values", packed.tensors["values"][:, -count:]
+    octets = packed.tensors["codes"][:, -entries_of(count, bits) :]
+    codes = torch.stack((octets & 15, octets >> 4), -1).flatten(1)[:, :count] if bits == 4 else octets
+    return "codes", codes.to(torch.int16) - middle_code(bits)
 
 
 def violation(packed: Packed) -> str | None:
@@ -51,7 +82,9 @@ def violation(packed: Packed) -> str | None:
         packed = gpu.to_rows(packed)
     pattern, masks = packed.pattern, packed.tensors["masks"]
     if values_per_block(pattern) is None:
-        return share_violation(packed, packed.tensors["row_starts"].diff())
+        return share_violation(packed, bit_counts(masks).sum(1))
+    if code_bits(packed.params):
+        return pattern.violation(packed.unpack() != 0)
     if not isinstance(pattern, NM | VectorNM) or pattern.window in (1, BLOCK) or pattern.keep == pattern.window:
         return None  # the number of bits of a mask has been checked
     rows = _has_fuller_window(masks, pattern.window, pattern.keep).any(1).nonzero().flatten()
@@ -82,13 +115,14 @@ def _fields(width: int, value: int) -> int:
     return bits - (bits >> 63 << 64)
 
 
-def _check_row_starts(packed: Packed, bits_of_rows: Tensor) -> None:
+def _check_row_starts(packed: Packed, lengths: Tensor) -> None:
+    """Check that each row has as many values, or bytes of codes, as its masks say: ``lengths``, [N] int64."""
     starts = packed.tensors["row_starts"]
-    kept = packed.tensors["values"].numel()
+    kept = int(packed.params["kept"])
     if starts[0] != 0 or starts[-1] != kept:
         found = f"{int(starts[0])} to {int(starts[-1])}"
         raise FormatError(f"tensor row_starts runs from {found}, expected 0 to {kept}, the number of values")
-    refuse_first(starts.diff() != bits_of_rows, "row_starts", "a row's length is not the bit count of its masks")
+    refuse_first(starts.diff() != lengths, "row_starts", "a row's length is not what the bits of its masks take")
 
 
 def _check_padding(packed: Packed) -> None:

@@ -1,4 +1,4 @@
-"""The layout on disk, ``rows``: a 64-bit mask per row and 64 columns, and the stored values in column order."""
+"""The layout on disk, ``rows``: a 64-bit mask per row and 64 columns, and what is stored in column order."""
 
 from __future__ import annotations
 
@@ -7,9 +7,20 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from semisparse.formats.base import Packed, TensorSpec, WeightSpec
+from semisparse.errors import FormatError
+from semisparse.formats.base import Packed, Params, TensorSpec, WeightSpec
+from semisparse.formats.bitmask.storage.codes import (
+    code_bits,
+    entries_of,
+    middle_code,
+    pack_codes,
+    scales_for,
+    unpack_codes,
+    with_scale,
+)
 from semisparse.patterns import NM, Pattern, VectorNM
 from semisparse.patterns.base import blocks_along
+from semisparse.quant.group import GroupScales
 
 BLOCK = 64
 """Columns per mask."""
@@ -23,6 +34,17 @@ VARIABLE = (
     TensorSpec("values", None, ("kept",)),
     TensorSpec("row_starts", torch.int64, ("N+1",)),
 )
+EXACT_CODES = (
+    TensorSpec("masks", torch.int64, ("N", "blocks"), split_n=0, split_k=1),
+    TensorSpec("codes", torch.uint8, ("N", "slots"), split_n=0, split_k=1),
+    TensorSpec("scale", None, ("N", "blocks"), split_n=0, split_k=1),
+)
+VARIABLE_CODES = (
+    TensorSpec("masks", torch.int64, ("N", "blocks")),
+    TensorSpec("codes", torch.uint8, ("kept",)),
+    TensorSpec("scale", None, ("N", "blocks")),
+    TensorSpec("row_starts", torch.int64, ("N+1",)),
+)
 
 
 def values_per_block(pattern: Pattern) -> int | None:
@@ -34,7 +56,8 @@ def values_per_block(pattern: Pattern) -> int | None:
 
 def specs(spec: WeightSpec) -> tuple[TensorSpec, ...]:
     """Return the stored tensors."""
-    return VARIABLE if values_per_block(spec.pattern) is None else EXACT
+    exact, variable = (EXACT_CODES, VARIABLE_CODES) if code_bits(spec.params) else (EXACT, VARIABLE)
+    return variable if values_per_block(spec.pattern) is None else exact
 
 
 def counts(spec: WeightSpec) -> Mapping[str, int]:
@@ -43,7 +66,7 @@ def counts(spec: WeightSpec) -> Mapping[str, int]:
     count = values_per_block(spec.pattern)
     if count is None:
         return {"blocks": blocks, "kept": int(spec.params["kept"])}
-    return {"blocks": blocks, "slots": blocks * count}
+    return {"blocks": blocks, "slots": blocks * entries_of(count, code_bits(spec.params))}
 
 
 def grain(spec: WeightSpec) -> tuple[int, int]:
@@ -51,36 +74,60 @@ def grain(spec: WeightSpec) -> tuple[int, int]:
     return 1, BLOCK
 
 
-def pack(weight: Tensor, pattern: Pattern) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """Store the non-zeros of a weight and one bit per column; -0.0 counts as zero.
+def pack(
+    weight: Tensor, pattern: Pattern, kind: str = "none", scales: GroupScales | None = None
+) -> tuple[dict[str, int | str], dict[str, Tensor]]:
+    """Store the non-zeros of a weight and one bit per column; -0.0 counts as zero, and so does what is quantised to it.
 
     Args:
         weight: [N, K], obeying ``pattern``.
         pattern: decides between the exact and the variable layout.
+        kind: ``none`` stores values as they are; ``w8`` and ``w4`` quantise them to codes.
+        scales: of the codes; by default such that they span each block.
     Returns:
-        params: ``kept``, the number of stored values, in the variable layout; nothing in the exact one.
+        params: ``kind`` if there are codes; in the variable layout ``kept``, the number of values or bytes of codes.
         tensors: by name.
+    Raises:
+        FormatError: the kind is unknown, or the scales are not for this weight and kind.
     """
-    blocks = blocks_along(weight, BLOCK, dim=1)
-    stored = blocks != 0
-    count = values_per_block(pattern)
+    bits = code_bits(Params(kind=kind))
+    if scales is not None and not bits:
+        raise FormatError("format bitmask takes scales with kind=w8 or kind=w4, got kind=none")
+    if bits:
+        scales = scales_for(weight, bits, scales)
+        entries, zero = scales.codes(weight), middle_code(bits)
+    else:
+        # A dead position may hold -0.0; adding +0.0 makes it +0.0 and changes nothing else.
+        entries, zero = blocks_along(weight, BLOCK, dim=1) + 0.0, 0
+    stored, count = entries != zero, values_per_block(pattern)
     if count is not None:
         stored |= _lowest_dead(stored, count)
-        values = blocks.masked_select(stored).view(weight.shape[0], -1)
-        # A dead position may hold -0.0; adding +0.0 makes it +0.0 and changes nothing else.
-        return {}, {"masks": masks_of(stored), "values": values + 0.0}
-    values = blocks.masked_select(stored)
+    params: dict[str, int | str] = {"kind": kind} if bits else {}
+    tensors = {"masks": masks_of(stored)}
+    if scales is not None:
+        tensors |= {"codes": pack_codes(entries, stored, bits), "scale": scales.scale.to(weight.dtype)}
+    else:
+        tensors["values"] = entries.masked_select(stored)
+    name = "codes" if bits else "values"
+    if count is not None:
+        return params, tensors | {name: tensors[name].view(weight.shape[0], -1)}
     row_starts = torch.zeros(weight.shape[0] + 1, dtype=torch.int64, device=weight.device)
-    torch.cumsum(stored.sum((1, 2)), 0, out=row_starts[1:])
-    return {"kept": len(values)}, {"masks": masks_of(stored), "values": values, "row_starts": row_starts}
+    torch.cumsum(entries_of(stored.sum(-1), bits).sum(1), 0, out=row_starts[1:])
+    return params | {"kept": len(tensors[name])}, tensors | {"row_starts": row_starts}
 
 
 def unpack(packed: Packed) -> Tensor:
     """Return the dense weight, [N, K] in its dtype."""
     n, k = packed.shape
     stored = bits_of(packed.tensors["masks"])
-    blocks = torch.zeros(stored.shape, dtype=packed.dtype, device=stored.device)
-    blocks.masked_scatter_(stored, packed.tensors["values"])
+    bits = code_bits(packed.params)
+    if bits:
+        codes = unpack_codes(packed.tensors["codes"].flatten(), stored, bits)
+        # Zeros are -0.0 where the scale is negative; adding +0.0 makes them +0.0.
+        blocks = with_scale(packed.tensors["scale"], bits).values(codes) + 0.0
+    else:
+        blocks = torch.zeros(stored.shape, dtype=packed.dtype, device=stored.device)
+        blocks.masked_scatter_(stored, packed.tensors["values"])
     return blocks.flatten(1)[:n, :k].contiguous()
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from semisparse.formats.base import Packed, TensorSpec, WeightSpec
+from semisparse.formats.bitmask.storage.codes import code_bits
 from semisparse.formats.bitmask.storage.disk import BLOCK, bits_of, masks_of, values_per_block
 
 ROWS, COLUMNS = 16, 256
@@ -67,6 +68,8 @@ def refusal(spec: WeightSpec) -> str | None:
     """Say why a weight cannot be stored in tiles, or None if it can."""
     if values_per_block(spec.pattern) is None:
         return f"pattern {spec.pattern} does not bound the values per {BLOCK} columns"
+    if code_bits(spec.params):
+        return f"tiles hold values, these are codes of kind {spec.params['kind']}"
     if spec.dtype not in DTYPES:
         return f"tiles hold 16-bit values, these are {spec.dtype}"
     return None
