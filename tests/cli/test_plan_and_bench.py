@@ -26,7 +26,7 @@ def call(*arguments: str) -> dict:
 def test_plan_of_a_shape_needs_no_gpu():
     found = call("plan", "--shape", "4096,4096", "--gpu", "h200", "--tokens", "1,16,4096", "--formats", "bitmask")
     assert found["gpu"] == "NVIDIA H200"
-    assert [sentence.partition(":")[0] for sentence in found["sentences"]] == ["M = 1", "M = 16", "M = 4,096"]
+    assert [sentence.partition(":")[0] for sentence in found["sentences"][:3]] == ["M = 1", "M = 16", "M = 4,096"]
     row = next(row for row in found["rows"] if row["format"] == "bitmask" and row["m"] == 1)
     assert row["bits_per_weight"] == 9
     assert row["bytes"] == 4096 * 4096 * 9 / 8 + 2 * 2 * 4096

@@ -147,5 +147,5 @@ def test_a_resumed_run_knows_symmetric_scales(tmp_path: Path):
     for _ in range(2):
         model = random_model("llama")
         journal = Journal(tmp_path, fingerprint(model, calibration(), recipe, seed=0, device="cpu"))
-        reports = compress_decoder_layers(model, calibration(), recipe, journal=journal)
+        reports = compress_decoder_layers(model, calibration(), recipe, store=InPlace(journal))
         assert all(report.scales.symmetric for report in reports)
