@@ -50,7 +50,7 @@ def test_a_weight_on_two_devices_is_refused():
         (WEIGHT.to("meta"), "2:4", {}, "meta device"),
         (WEIGHT.to_sparse(), "2:4", {}, "sparse_coo"),
         (WEIGHT, None, {}, "unknown pattern None"),
-        (WEIGHT, "2:4", {"bits": 3}, "no pack option bits; it has none"),
+        (WEIGHT, "2:4", {"bits": 3}, "no pack option bits; it has kind, scales"),
     ],
 )
 def test_weights_that_are_none_are_refused(weight, pattern, options: dict, message: str):
