@@ -67,7 +67,7 @@ gpu_tests = $(if $(SANITIZE),tests/formats/test_fresh_inputs.py tests/formats/te
 racecheck_fails = blas or _mm or reference
 select = not cpu and not early and not late$(if $(filter racecheck,$(SANITIZE)), and not ($(racecheck_fails)))
 test-gpu: setup
-	$(sanitizer) $(BIN)/python -m pytest -m '' $(gpu_tests) -k '$(select)' $(if $(SANITIZE),,-n auto --dist worksteal)
+	$(sanitizer) $(BIN)/python -m pytest -m '' $(gpu_tests) -k '$(select)' $(if $(SANITIZE),,-n auto --dist load --maxschedchunk 1)
 
 # vLLM's engine on a GPU, in an environment that holds vLLM, semisparse and pytest-xdist; eight engines share the GPU.
 VLLM_PYTHON ?= python3
