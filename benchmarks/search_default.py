@@ -3,7 +3,7 @@
     python benchmarks/search_default.py DATA results/search_default.csv
 
 DATA is a directory with ``models/`` and ``text/``. Rows that the CSV already has are not measured again. Every setting
-but the pattern and the search is the recipe's own. ``cpu_seconds`` is the processor time of compressing, on one thread
+but the pattern and the search is the recipe's own. ``cpu_seconds`` is the CPU time of compressing, on one thread
 if ``OMP_NUM_THREADS=1``.
 """
 

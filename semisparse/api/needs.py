@@ -111,13 +111,23 @@ def needs_of(
 
 def free_memory(device: torch.device) -> Needs:
     """Return the free memory of host and device, within a container's limit if there is one; the disk is left out."""
-    host = psutil.virtual_memory().available
-    for folder, (limit, used, cached) in CGROUPS.items():
-        if (folder / limit).is_file() and (most := (folder / limit).read_text().strip()).isdecimal():
-            lines = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            host = min(host, int(most) - int((folder / used).read_text()) + int(lines.get(cached, 0)))
+    limits = (_free_in(folder, *files) for folder, files in CGROUPS.items())
+    host = min([psutil.virtual_memory().available, *(free for free in limits if free is not None)])
     return Needs(host, torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0, 0)
 
 
+def _free_in(folder: Path, limit: str, used: str, cached: str) -> int | None:
+    """Return the bytes that a container's limit leaves free; None without a limit, or if a file is missing."""
+    try:
+        most, taken = (folder / limit).read_text().strip(), int((folder / used).read_text())
+        lines = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return int(most) - taken + int(lines.get(cached, 0)) if most.isdecimal() else None
+    except (
+        OSError,
+        ValueError,
+    ):  # no container, or a sandbox whose files differ: what psutil says is all that is known
+        return None
+
+
 def _text(size: int) -> str:
-    return f"{size / 1e9:.1f} GB"
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.0f} MB"

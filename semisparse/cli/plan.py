@@ -97,7 +97,10 @@ def _show(prediction: Plan) -> None:
         console.print(sentence, highlight=False)
     measured = sorted({row.candidate.label for row in prediction.rows if row.estimate.measured})
     if measured:
-        console.print(f"[dim]By speed-ups measured on {machine.name}: {', '.join(measured)}.[/]", highlight=False)
+        console.print(
+            f"[dim]By speed-ups measured on {machine.name}, of the nearest shape that was: {', '.join(measured)}.[/]",
+            highlight=False,
+        )
     console.print(
         f"[dim]{'All others' if measured else 'These'} are predictions: `semisparse bench kernels` measures times, "
         "`bench compare` shows the error. They do not cover a model's quality.[/]"
