@@ -4,6 +4,7 @@
 #pragma once
 
 #include "ptx/ldmatrix.cuh"
+#include "rows.cuh"
 #include "types.cuh"
 
 constexpr int kConsumerWarps = WARPGROUPS * 4;  // 16 rows each
@@ -32,12 +33,15 @@ __device__ __forceinline__ Word pack(float low, float high) {
 }
 
 struct WarpOutput {
-    SCALAR* y;             // at the warp's first token and row
+    SCALAR* y;             // at the warp's first token and row; with EXPERTS at the row of pair 0
+    const int* pairs;      // with EXPERTS: of the job, -1 for none
     int tokens, rows, n;   // tokens and rows from these to the end of y; n is y's pitch
     float upper, lower;    // bias of rows g and g + 8
 
-    __device__ __forceinline__ WarpOutput(SCALAR* y, const SCALAR* bias, int first_token, int first_row, int m, int n, int lane)
-        : y(y + static_cast<long long>(first_token) * n + first_row), tokens(m - first_token), rows(n - first_row), n(n),
+    __device__ __forceinline__ WarpOutput(SCALAR* y, const SCALAR* bias, const int* pairs, int first_token, int first_row, int m,
+                                          int n, int lane)
+        : y(y + (EXPERTS ? 0 : static_cast<long long>(first_token) * n) + first_row), pairs(pairs + (EXPERTS ? first_token : 0)),
+          tokens(m - first_token), rows(n - first_row), n(n),
           upper(bias && lane / 4 < rows ? to_float(bias[first_row + lane / 4]) : 0.0f),
           lower(bias && lane / 4 + 8 < rows ? to_float(bias[first_row + lane / 4 + 8]) : 0.0f) {}
 
@@ -46,8 +50,9 @@ struct WarpOutput {
         const int token = group * 8 + lane / 4, row = lane % 4 * 2;
         const Word transposed[2] = {movmatrix_trans(pack<SCALAR>(accumulated.x + upper, accumulated.y + upper)),
                                     movmatrix_trans(pack<SCALAR>(accumulated.z + lower, accumulated.w + lower))};
-        if (token >= tokens) return;
-        SCALAR* to = y + static_cast<long long>(token) * n;
+        const int to_row = EXPERTS ? pairs[token] : token;
+        if (EXPERTS ? to_row < 0 : token >= tokens) return;
+        SCALAR* to = y + static_cast<long long>(to_row) * n;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int at = row + 8 * half;
