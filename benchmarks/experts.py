@@ -85,6 +85,15 @@ def stacks(way: str) -> tuple[Packed, Packed]:
     return packed[0], packed[1]
 
 
+def products_of(packed: tuple[Packed, Packed], tokens: int) -> tuple[ExpertsProduct, ExpertsProduct]:
+    """Prepare both matmuls of a step of so many tokens."""
+    gate_up = experts_product(packed[0], EXPERTS, tokens * TOP_K, DTYPE, "silu_mul")
+    down = experts_product(packed[1], EXPERTS, tokens * TOP_K, DTYPE)
+    if gate_up is None or down is None:
+        raise KernelError("no kernel takes these experts")
+    return gate_up, down
+
+
 def layer(products: tuple[ExpertsProduct, ExpertsProduct], packed: tuple[Packed, Packed], step: Step) -> Tensor:
     """Compute the layer as `SparseExperts` does."""
     routing = Routing(step.chosen, EXPERTS)
@@ -156,7 +165,7 @@ def row(tokens: int, way: str, part: str, calls: Sequence[Call], **more: object)
     return dict.fromkeys(COLUMNS, "") | {k: str(v) for k, v in values.items()} | {"machine": device_facts(GPU).name}
 
 
-def measure() -> Iterator[dict[str, str]]:
+def measure(ways: Sequence[str]) -> Iterator[dict[str, str]]:
     """Time the layer in every way."""
     rows, drawn = [], {tokens: steps(tokens) for tokens in TOKENS}
     generator = torch.Generator(GPU).manual_seed(1)
@@ -170,16 +179,14 @@ def measure() -> Iterator[dict[str, str]]:
         yield rows[-1]
         yield row(tokens, "grouped_mm, matmuls alone", "matmuls", [dense.matmuls(s) for s in chosen])
     del dense, gate_up, down
-    for way in WAYS:
+    for way in ways:
         packed = stacks(way)
+        in_parallel(partial(products_of, packed, tokens) for tokens in TOKENS)
         n = (2 * INNER, HIDDEN)
         unpacked = Grouped(*(p.unpack().view(EXPERTS, rows_, -1) for p, rows_ in zip(packed, n, strict=True)))
         bits = sum(p.nbytes for p in packed) * 8 / sum(p.shape[0] * p.shape[1] for p in packed)
         for tokens, chosen in drawn.items():
-            products = tuple(
-                experts_product(p, EXPERTS, tokens * TOP_K, DTYPE, epilogue)
-                for p, epilogue in zip(packed, ("silu_mul", "none"), strict=True)
-            )
+            products = products_of(packed, tokens)
             error = error_of(layer(products, packed, chosen[0]), unpacked.layer(chosen[0]))
             if not error < 1e-2:
                 raise KernelError(f"{way} is wrong at {tokens} tokens: relative error {error:.3g}; it was not timed")
@@ -195,10 +202,9 @@ def variants(packed: Packed, tokens: int, epilogue: str) -> Iterator[tuple[str, 
     pairs = bucket_of(tokens * TOP_K)
     problem = ExpertsProblem(pairs, EXPERTS, structure_of(packed.spec), DTYPE, GPU, epilogue)
     if tokens <= 64:
-        m = 1 if pairs <= 16 else 8
         for waves in (1, 2, 4):
             for shape in DECODE_SHAPES[problem.spec.format]:
-                yield f"decode {shape} waves {waves}", _decode(problem, m, waves, shape)
+                yield f"decode {shape} waves {waves}", _decode(problem, waves, shape)
     if tokens >= 64:
         for tile_m in (16, 32) if tokens == 64 else (128, 192, 256):
             for shape in GEMM_SHAPES:
@@ -211,13 +217,16 @@ DECODE_SHAPES = {"gqs": (16, 8, 4), "bitmask": ((2, 4, 2), (2, 8, 2), (2, 2, 2),
 GEMM_SHAPES = ((2, 1, 1), (2, 2, 1), (3, 1, 1), (1, 1, 2))
 
 
-def _decode(problem: ExpertsProblem, m: int, waves: int, shape: object) -> Callable[[], ExpertsProduct]:
+def _decode(problem: ExpertsProblem, waves: int, shape: object) -> Callable[[], ExpertsProduct]:
     facts = device_facts(GPU)
     if problem.spec.format == "gqs":
-        gqs_schedule.EXPERT_WARPS, gqs_schedule.EXPERT_WAVES = {m: shape}, {m: waves}
+        gqs_schedule.EXPERT_WARPS, gqs_schedule.EXPERT_WAVES = (
+            dict.fromkeys((1, 8), shape),
+            dict.fromkeys((1, 8), waves),
+        )
         return partial(gqs_experts.prepare_decode, problem, gqs_schedule.choose_experts(problem, facts))
     bitmask_schedule.EXPERT_SHAPES = bitmask_schedule.EXPERT_SHAPES_GATED = (shape,)
-    bitmask_schedule.EXPERT_WAVES = {m: waves}
+    bitmask_schedule.EXPERT_WAVES = dict.fromkeys((1, 8), waves)
     tiles = _tiling(problem)
     chosen = bitmask_schedule.choose_experts(problem, tiles, facts)
     return partial(bitmask_experts.prepare_decode, problem, tiles, chosen)
@@ -286,10 +295,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("csv", type=Path)
     parser.add_argument("--sweep", action="store_true", help="every schedule instead")
-    parser.add_argument("--ways", default=",".join(list(WAYS)[:2]), help="of the sweep, comma-separated")
+    parser.add_argument("--ways", default=",".join(WAYS), help="comma-separated")
     options = parser.parse_args()
     rows: list[dict[str, str]] = []
-    for measured in sweep(options.ways.split(",")) if options.sweep else measure():
+    for measured in (sweep if options.sweep else measure)(options.ways.split(",")):
         rows.append(measured)
         write_rows(options.csv, rows, COLUMNS)
 
