@@ -204,9 +204,11 @@ def variants(packed: Packed, tokens: int, epilogue: str) -> Iterator[tuple[str, 
     if tokens <= 64:
         for waves in (1, 2, 4):
             for shape in DECODE_SHAPES[problem.spec.format]:
+                if epilogue == "silu_mul" and shape == (1, 8, 2):
+                    continue
                 yield f"decode {shape} waves {waves}", _decode(problem, waves, shape)
-    if tokens >= 64:
-        for tile_m in (16, 32) if tokens == 64 else (128, 192, 256):
+    if tokens >= 8:
+        for tile_m in GEMM_TILES[tokens]:
             for shape in GEMM_SHAPES:
                 prepare = _gemm(problem, tile_m, shape)
                 if prepare is not None:
@@ -214,6 +216,7 @@ def variants(packed: Packed, tokens: int, epilogue: str) -> Iterator[tuple[str, 
 
 
 DECODE_SHAPES = {"gqs": (16, 8, 4), "bitmask": ((2, 4, 2), (2, 8, 2), (2, 2, 2), (4, 2, 2), (1, 8, 2), (2, 4, 1))}
+GEMM_TILES = {8: (16,), 64: (16,), 2048: (128, 160, 192)}
 GEMM_SHAPES = ((2, 1, 1), (2, 2, 1), (3, 1, 1), (1, 1, 2))
 
 
