@@ -223,12 +223,10 @@ GEMM_SHAPES = ((2, 1, 1), (2, 2, 1), (3, 1, 1), (1, 1, 2))
 def _decode(problem: ExpertsProblem, waves: int, shape: object) -> Callable[[], ExpertsProduct]:
     facts = device_facts(GPU)
     if problem.spec.format == "gqs":
-        gqs_schedule.EXPERT_WARPS, gqs_schedule.EXPERT_WAVES = (
-            dict.fromkeys((1, 8), shape),
-            dict.fromkeys((1, 8), waves),
-        )
+        gqs_schedule.EXPERT_WARPS = dict.fromkeys((1, 2, 8), shape)
+        gqs_schedule.EXPERT_WAVES = dict.fromkeys((1, 2, 8), waves)
         return partial(gqs_experts.prepare_decode, problem, gqs_schedule.choose_experts(problem, facts))
-    bitmask_schedule.EXPERT_SHAPES = bitmask_schedule.EXPERT_SHAPES_GATED = (shape,)
+    bitmask_schedule.EXPERT_SHAPES = bitmask_schedule.EXPERT_SHAPES_GATED = {1: (shape,), 8: (shape,)}
     bitmask_schedule.EXPERT_WAVES = dict.fromkeys((1, 8), waves)
     tiles = _tiling(problem)
     chosen = bitmask_schedule.choose_experts(problem, tiles, facts)

@@ -13,6 +13,8 @@ from semisparse.formats.kernel import ExpertsProblem, ExpertsProduct, bucket_of
 from semisparse.formats.product import structure_of
 from semisparse.runtime.experts import Routing
 
+__all__ = ["Routing", "experts_product", "reference_product"]
+
 
 def experts_product(
     packed: Packed, experts: int, pairs: int, dtype: torch.dtype, epilogue: str = "none"

@@ -23,14 +23,16 @@ HALF, BFLOAT = torch.float16, torch.bfloat16
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels of experts: no GPU here")
 
 
-def stack_of(form: str, experts: int, n: int, k: int, dtype: torch.dtype, pattern: str | None = None) -> Packed:
+def stack_of(
+    form: str, experts: int, n: int, k: int, dtype: torch.dtype, pattern: str | None = None, **options: str
+) -> Packed:
     """Stack random experts [n, k], the second without any weight, in the layout of a GPU."""
     pattern = pattern or {"bitmask": "32:64", "gqs": "g16@50%"}[form]
     generator, weights = torch.Generator().manual_seed(n + k), []
     for expert in range(experts):
         weight = torch.randn(n, k, generator=generator) * (expert != 1)
         weight *= parse_pattern(pattern).mask(weight.abs())
-        weights.append(get_format(form).pack(weight.to(dtype), pattern))
+        weights.append(get_format(form).pack(weight.to(dtype), pattern, **options))
     stack = stack_with_padding(weights)
     assert stack is not None
     return get_format(form).arrange(stack, "cuda")
@@ -142,6 +144,17 @@ def test_gemm(emulated, monkeypatch, form, dtype, tokens, top_k, experts, n, k, 
 
 
 @needs_compiler
+@pytest.mark.parametrize(("pattern", "kind"), mostly_slow([("g128@0%", "w4"), ("g8@50%", "w3"), ("g32@0%", "w8")], 0))
+def test_weights_that_only_the_gemm_takes(emulated, monkeypatch, pattern, kind):
+    """Groups of other sizes and codes of other widths, on Hopper: any number of tokens."""
+    emulate(monkeypatch, 4)
+    monkeypatch.setattr("semisparse.runtime.kernel.unavailable", lambda: None)
+    stack = stack_of("gqs", 4, 32, 300, HALF, pattern, kind=kind)
+    product = gqs_experts.prepare(problem_of(stack, 4, 6, True))
+    check(product, stack, chosen_by(3, 2, 4), 4, True, False)
+
+
+@needs_compiler
 @pytest.mark.parametrize("form", ["bitmask", "gqs"])
 def test_experts_that_do_not_exist_compute_nothing(emulated, form):
     stack = stack_of(form, 4, 32, 256, HALF)
@@ -213,9 +226,10 @@ def test_the_reference_agrees_and_gives_gradients():
     [("gqs", 32, HALF, "g32@50%"), ("bitmask", 24, HALF, None), ("bitmask", 32, torch.float32, None)],
 )
 def test_what_no_kernel_takes(monkeypatch, form, n, dtype, pattern):
-    emulate(monkeypatch)
+    emulate(monkeypatch, capability=(8, 0))
     monkeypatch.setattr("semisparse.runtime.kernel.unavailable", lambda: None)
-    assert experts_product(stack_of(form, 2, n, 128, dtype, pattern), 2, 4, dtype) is None
+    prepare = {"gqs": gqs_experts.prepare, "bitmask": bitmask_experts.prepare}[form]
+    assert prepare(problem_of(stack_of(form, 2, n, 128, dtype, pattern), 2, 4, False)) is None
 
 
 SHAPES = [

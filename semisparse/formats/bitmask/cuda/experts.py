@@ -24,13 +24,13 @@ from semisparse.runtime.experts import MAX_EXPERTS, Routing
 from semisparse.runtime.kernel import cuda_refusal, hopper_refusal
 
 GEMM_SHAPES: Mapping[int, Shape] = {
-    16: (2, 1, 1),
-    32: (2, 1, 1),
-    64: (2, 1, 1),
-    128: (2, 1, 1),
-    160: (2, 1, 1),
-    192: (2, 1, 1),
-    256: (2, 1, 1),
+    16: (3, 1, 1),
+    32: (3, 1, 1),
+    64: (2, 2, 1),
+    128: (2, 2, 1),
+    160: (2, 2, 1),
+    192: (2, 2, 1),
+    256: (2, 2, 1),
 }
 """By tile_m: warpgroups per CTA, CTAs per cluster and per SM."""
 

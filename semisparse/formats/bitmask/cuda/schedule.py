@@ -20,14 +20,14 @@ DECODE_WARPS_PER_SM = {1: 20, 8: 20, 16: 16, 32: 16, 64: 10}
 EXPERT_PAIRS = 16
 """Up to so many pairs of a token and an expert, each has CTAs of its own; more share an expert's."""
 
-EXPERT_SHAPES = ((2, 4, 2), (2, 4, 1))
-"""WARPS_N, WARPS_K and STAGES for a stack of experts, the best first."""
+EXPERT_SHAPES = {1: ((2, 2, 2),), 8: ((2, 4, 1),)}
+"""By TILE_M: WARPS_N, WARPS_K and STAGES for a stack of experts, the best first (H200, sweeps/experts.csv)."""
 
-EXPERT_SHAPES_GATED = ((2, 4, 2), (2, 4, 1), (2, 2, 1))
+EXPERT_SHAPES_GATED = {1: ((2, 8, 2), (2, 4, 1)), 8: ((2, 2, 2), (2, 4, 1))}
 """The same with SiLU, where a CTA has row tiles of both halves."""
 
-EXPERT_WAVES = {1: 1, 8: 1}
-"""By TILE_M: CTAs per resident one."""
+EXPERT_WAVES = {1: 1, 8: 4}
+"""By TILE_M: CTAs per resident one. With 8 some experts have more pairs than others."""
 
 GEMM_MIN_TOKENS = 17
 """Minimum M. Below it decode.cu is faster (H200, 32:64)."""
@@ -117,7 +117,7 @@ def choose_experts(problem: ExpertsProblem, weight: Tiling, gpu: DeviceFacts) ->
     """
     pairs, gated = problem.pairs, fuses_silu(problem)
     m = 1 if pairs <= EXPERT_PAIRS else 8
-    shapes = EXPERT_SHAPES_GATED if gated else EXPERT_SHAPES
+    shapes = (EXPERT_SHAPES_GATED if gated else EXPERT_SHAPES)[m]
     # Without SiLU x need not lie in shared memory whole, and the last fits always.
     candidates = [(*shape, gated) for shape in shapes] + [(1, 4, 1, False), (1, 1, 1, False)]
     fitting = (_decode_schedule(m, weight, gpu, *candidate) for candidate in candidates)

@@ -44,7 +44,8 @@ SOURCE = CudaSource(
             )
         ),
         {**Schedule(torch.bfloat16, 4, 1, False, True, True, 16, (0, 0, 1)).defines, "EXPERTS": 1},
-        {**Schedule(torch.float16, 4, 8, False, False, True, 8, (0, 0, 1)).defines, "EXPERTS": 1},
+        {**Schedule(torch.bfloat16, 4, 2, False, True, True, 8, (0, 0, 1)).defines, "EXPERTS": 1},
+        {**Schedule(torch.float16, 4, 8, False, False, True, 4, (0, 0, 1)).defines, "EXPERTS": 1},
         {**Schedule(torch.bfloat16, 4, 8, False, True, True, 8).defines, "EXPERTS": 1},
     ),
 )

@@ -27,12 +27,15 @@ GEMM_SHAPES: Mapping[int, Shape] = {
     16: (3, 1, 1),
     32: (3, 1, 1),
     64: (3, 1, 1),
-    128: (3, 1, 1),
-    160: (2, 1, 1),
-    192: (2, 1, 1),
-    256: (2, 1, 1),
+    128: (2, 2, 1),
+    160: (2, 2, 1),
+    192: (2, 2, 1),
+    256: (2, 2, 1),
 }
 """By tile_m: warpgroups per CTA, CTAs per cluster and per SM."""
+
+WGMMA_SIZES = (8, 16, 32, 64, 128)
+"""Columns per group that gemm_wgmma.cu takes."""
 
 DECODE_PAIRS = 6
 """Average pairs per expert up to which decode.cu is faster than gemm_wgmma.cu."""
@@ -41,17 +44,17 @@ DECODE_PAIRS = 6
 def prepare(problem: ExpertsProblem) -> ExpertsProduct | None:
     """Compile and load the kernels; None if they cannot compute ``problem``."""
     spec = problem.spec
-    if problem.dtype not in ELEMENTS or problem.dtype != spec.dtype or cuda_refusal(problem.device):
-        return None
-    # decode.cu takes these weights alone; without it few tokens would have no kernel.
-    if group_size(spec.pattern) != GROUP_SIZE or code_bits(spec.params, GROUP_SIZE) != 4 or quantises_x(spec.params):
+    size = group_size(spec.pattern)
+    if problem.dtype not in ELEMENTS or problem.dtype != spec.dtype or quantises_x(spec.params):
         return None
     grain = 2 * CHUNK_ROWS if problem.epilogue == "silu_mul" else CHUNK_ROWS
     if spec.shape[0] % (problem.experts * grain) or problem.experts > MAX_EXPERTS:
         return None
-    if problem.pairs <= DECODE_PAIRS * problem.experts or hopper_refusal(problem.device):
+    decodes = size == GROUP_SIZE and code_bits(spec.params, size) == 4 and cuda_refusal(problem.device) is None
+    gemms = size in WGMMA_SIZES and hopper_refusal(problem.device) is None
+    if decodes and (problem.pairs <= DECODE_PAIRS * problem.experts or not gemms):
         return prepare_decode(problem)
-    return prepare_gemm(problem)
+    return prepare_gemm(problem) if gemms else None
 
 
 def prepare_decode(problem: ExpertsProblem, chosen: tuple[Schedule, int] | None = None) -> ExpertsProduct:

@@ -181,17 +181,18 @@ def choose_fused(problem: Problem, facts: DeviceFacts) -> Schedule | None:
 EXPERT_PAIRS = 16
 """Up to so many pairs of a token and an expert, each has CTAs of its own; more share an expert's."""
 
-EXPERT_WARPS = {1: 16, 8: 8}
-"""By TOKENS: warps per CTA for a stack of experts."""
+EXPERT_WARPS = {1: 16, 2: 8, 8: 4}
+"""By TOKENS: warps per CTA for a stack of experts (H200, results/h200/sweeps/experts.csv)."""
 
-EXPERT_WAVES = {1: 1, 8: 1}
-"""By TOKENS: CTAs per resident one."""
+EXPERT_WAVES = {1: 1, 2: 2, 8: 2}
+"""By TOKENS: CTAs per resident one. From 2 on some experts have more pairs than others."""
 
 
 def choose_experts(problem: ExpertsProblem, facts: DeviceFacts) -> tuple[Schedule, int]:
     """Choose the schedule for a stack of experts in 4 bits, and the CTAs per expert, or per pair if ``tokens`` is 1."""
     gated, k, pairs = problem.epilogue == "silu_mul", problem.k, problem.pairs
-    tokens = 1 if pairs <= EXPERT_PAIRS else DEQUANTISED_TOKENS[0]
+    few = CODE_TOKENS[-1] if pairs <= problem.experts else DEQUANTISED_TOKENS[0]  # one pair per expert on average
+    tokens = 1 if pairs <= EXPERT_PAIRS else few
     slots = pairs if tokens == 1 else min(pairs, problem.experts)
     tiles = problem.n // CHUNK_ROWS // (2 if gated else 1)
     for warps in (EXPERT_WARPS[tokens], 8, 4):
