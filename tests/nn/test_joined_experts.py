@@ -20,18 +20,20 @@ ROUTED = ("Mixtral", "GPT-OSS", "DeepSeek-V3")
 """SiLU; biases and an activation of its own; many experts."""
 
 
-def packed_experts(kind: str, dtype: torch.dtype = HALF) -> tuple[nn.Module, SparseExperts]:
-    """Return a tiny model whose experts are packed, every second group of 16 dropped, and those of one layer."""
+def packed_experts(
+    kind: str, dtype: torch.dtype = HALF, form: str = "gqs", pattern: str = "g16@50%"
+) -> tuple[nn.Module, SparseExperts]:
+    """Return a tiny model whose experts are packed, and those of one layer."""
     model = model_with_experts(kind, dtype)
     split_experts(model)
-    experts = next(module for module in model.modules() if isinstance(module, SparseExperts))
-    pattern = parse_pattern("g16@50%")
-    for name, layer in list(experts.named_modules()):
-        if isinstance(layer, nn.Linear):
-            weight = layer.weight.detach()
-            packed = GQS.pack(weight * pattern.mask(weight.abs()), pattern, kind="w4")
-            experts.set_submodule(name, SparseLinear(packed, layer.bias))
-    return model, experts
+    packed_as = parse_pattern(pattern)
+    for module in [module for module in model.modules() if isinstance(module, SparseExperts)]:
+        for name, layer in list(module.named_modules()):
+            if isinstance(layer, nn.Linear):
+                weight = layer.weight.detach()
+                packed = get_format(form).pack(weight * packed_as.mask(weight.abs()), packed_as)
+                module.set_submodule(name, SparseLinear(packed, layer.bias))
+    return model, next(module for module in model.modules() if isinstance(module, SparseExperts))
 
 
 @pytest.fixture
@@ -117,3 +119,30 @@ def test_what_stays_apart(gpu):
 def test_experts_on_a_cpu_stay_apart():
     _, experts = packed_experts("Mixtral")
     assert join_experts(experts) == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="joined experts on a GPU: no GPU here")
+@torch.no_grad()
+@pytest.mark.parametrize(("form", "pattern"), [("bitmask", "32:64"), ("gqs", "g16@50%")])
+@pytest.mark.parametrize("kind", ROUTED)
+def test_a_model_on_a_gpu(kind: str, form: str, pattern: str):
+    """Decode steps and a prompt; the experts can be captured, and saved as they were."""
+    model, experts = packed_experts(kind, torch.bfloat16, form, pattern)
+    model.to("cuda")
+    saved = {name: tensor.cpu() for name, tensor in experts.state_dict().items()}
+    prompts = [torch.arange(n, device="cuda").view(1, n) % 64 for n in (1, 7, 40)]
+    before = [model(tokens, use_cache=False).logits.float() for tokens in prompts]
+    assert join_experts(model)
+    for tokens, expected in zip(prompts, before, strict=True):
+        logits = model(tokens, use_cache=False).logits.float()
+        assert (logits - expected).norm() <= 3e-2 * expected.norm()
+    now = experts.state_dict()
+    assert all(torch.equal(now[name].cpu(), tensor) for name, tensor in saved.items())
+    given = [operand.cuda() for operand in operands(experts)]
+    given = [given[0].bfloat16(), given[1], given[2].bfloat16()]
+    graph, expected = torch.cuda.CUDAGraph(), experts(*given)
+    with torch.cuda.graph(graph):
+        y = experts(*given)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(y, expected)
