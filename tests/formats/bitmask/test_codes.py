@@ -111,9 +111,9 @@ def test_a_variable_layout_is_cut_and_joined_without_rounding_again(dim: int):
 @pytest.mark.parametrize(
     ("pattern", "name", "at", "value", "message"),
     [
-        ("32:64", "masks", (2, 0), -1, r"masks, at \[2, 0\]: a mask has not exactly 32 bits"),
+        ("32:64", "masks", (2, 0), -1, r"masks, at \[2, 0\]: a mask does not have exactly 32 bits"),
         ("64:64", "codes", (1, 63), 0, r"codes, at \[1, 62\]: a weight past column K = 70"),
-        ("7:64", "codes", (3, 3), 0x18, r"codes, at \[3, 0\]: what follows the last code"),
+        ("7:64", "codes", (3, 3), 0x18, r"codes, at \[3, 0\]: the four bits after the last code"),
         ("70%", "row_starts", (2,), 2**62, "row_starts, at .1.: a row's length"),
         ("70%", "masks", (3, 0), -1, "row_starts, at .3.: a row's length"),
         ("32:64", "scale", (1, 1), 0.0, r"scale, at \[1, 1\]: the scale is 0"),
