@@ -158,7 +158,7 @@ def test_groups_pruned_elsewhere_are_dropped(tmp_path: Path):
         ),
         (
             lambda path: foreign.compressed_tensors(path, foreign.model_of(), CHANNEL | {"type": "float"}),
-            "x is rounded to fp8, too",
+            "activations that are quantised to fp8",
         ),
         (
             lambda path: foreign.compressed_tensors(path, foreign.model_of(), GROUPS | {"actorder": "group"}),
@@ -197,7 +197,7 @@ def test_a_format_that_would_change_a_weight_is_refused(tmp_path: Path, monkeypa
 
     rounded = group.GroupScales.values
     monkeypatch.setattr(group.GroupScales, "values", lambda self, codes: rounded(self, codes) * 1.01)
-    with pytest.raises(InputError, match=r"format gqs would make \S+ of \S+ at row 0, column"):
+    with pytest.raises(InputError, match=r"format gqs would store \S+, expected \S+, at row 0, column"):
         compress(path, recipe="keep", out=tmp_path / "out")
 
 
