@@ -55,7 +55,7 @@ def test_what_is_wrong_with_panels_is_named(name: str, at: tuple[int, ...], valu
         ("bundles", (0, 2), 0, "not a positive multiple of the vector"),
         ("bundles", (1, 3), 1, "offset is not where"),
         ("slots", (0,), -1, "slots, at .0.: the slot is none"),
-        ("slots", (0,), 1, "not one sum"),
+        ("slots", (0,), 1, "do not write this slot exactly once"),
         ("row_slots", (1,), 100, "begin before those"),
         ("bases", (0, 0), -1, "bases, at .0, 0.: the column is not below K = 50"),
         ("deltas", (0,), 255, "lane 0 of bundle 0 reaches column"),
@@ -223,5 +223,5 @@ def test_the_check_takes_no_more_memory_than_the_file():
 def test_compiled_code_refuses_such_sizes_by_itself(k: int):
     """It returns an error; it neither divides by zero nor throws through its C interface."""
     packed = hostile(1, k)
-    with pytest.raises(KernelError, match="its sizes are beyond the kernel's"):
+    with pytest.raises(KernelError, match="its sizes are beyond what the kernel supports"):
         cpu.check_lists(packed)
