@@ -54,7 +54,7 @@ def test_what_is_wrong_with_panels_is_named(name: str, at: tuple[int, ...], valu
         ("bundles", (0, 1), 2, "vector is neither"),
         ("bundles", (0, 2), 0, "not a positive multiple of the vector"),
         ("bundles", (1, 3), 1, "offset is not where"),
-        ("slots", (0,), -1, "slots, at .0.: the slot is none"),
+        ("slots", (0,), -1, "slots, at .0.: the slot is not in 0"),
         ("slots", (0,), 1, "do not write this slot exactly once"),
         ("row_slots", (1,), 100, "begin before those"),
         ("bases", (0, 0), -1, "bases, at .0, 0.: the column is not below K = 50"),
