@@ -1,4 +1,4 @@
-"""Quantised checkpoints stored in the very numbers that they were rounded to, or refused with the reason."""
+"""Quantised checkpoints are stored with exactly their codes, scales and zero points, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_fp8_with_one_scale(tmp_path: Path):
     ],
 )
 def test_compressed_tensors(tmp_path: Path, weights: dict[str, Any], inputs: dict[str, Any] | None, stored: str):
-    """The package writes, and is asked what its numbers mean."""
+    """The package writes the checkpoint, and dequantises it for comparison."""
     path = foreign.compressed_tensors(tmp_path / "in", foreign.model_of(), weights, inputs)
     layers = kept(path, tmp_path / "out")
     assert_same(layers, theirs(path, layers))

@@ -71,7 +71,7 @@ def test_bytes_on_disk_mean_the_weight_within_half_a_code(pattern: str, kind: st
     assert not unpacked[weight == 0].any()
     assert not unpacked.signbit()[unpacked == 0].any()
     largest = torch.nn.functional.pad(weight.double(), (0, -k % 64)).unflatten(1, (-1, 64)).abs().amax(-1)
-    # The largest weight is the code below which there is none, so another of the other sign may be cut by half a code.
+    # The largest weight has code 0, so a weight of the other sign and equal size is clamped, by up to a code.
     step = (largest / 2 ** (BITS[kind] - 1)).repeat_interleave(64, 1)[:, :k]
     slack = torch.finfo(dtype).eps * weight.double().abs() * 2 + torch.finfo(dtype).tiny
     error = (torch.tensor(values, dtype=torch.float64) - weight.double()).abs()
@@ -81,7 +81,7 @@ def test_bytes_on_disk_mean_the_weight_within_half_a_code(pattern: str, kind: st
 
 @pytest.mark.parametrize("kind", BITS)
 def test_a_rounded_weight_is_stored_without_loss(kind: str):
-    """As compress stores it: with the scales that it was rounded by, which tuning has moved."""
+    """As `compress` stores it: with the scales that it was quantised with, which tuning has changed."""
     weight = build(parse_pattern("32:64"), random, 20, 200)
     scales = scales_of(weight, BITS[kind], 64, torch.float16, symmetric=True)
     scales = replace(scales, scale=scales.scale * torch.linspace(0.7, 1.2, 4).half())
