@@ -66,7 +66,8 @@ class CompressionReport:
             peak_bytes (of GPU memory).
         target: what was asked for, by key; None without targets.
         reached: what the model has instead: bits and size as stored, speed-ups as predicted. None without targets.
-        rival: dense low bits that keep more at the same bytes, as `Rival`; None if none does or no text was given.
+        rival: the dense low-bit model (`Rival`) of at most the same bytes with the lowest KL divergence; None if it is
+            not below the compressed model's, or if none was measured (no text, or ``search=joint``).
     """
 
     layers: list[dict[str, Any]]
@@ -132,7 +133,7 @@ def compress(
     start = time.perf_counter()
     plan = read_recipe(recipe, [*settings, *([f"gpu={gpu}"] if gpu else [])], target)
     where = checkpoint.pick_device(device)
-    machine_of(plan)  # an unknown one is refused before any work
+    machine_of(plan)  # an unknown machine is refused before any work
     if calibration is None and plan.needs_calibration:
         raise InputError(NEEDS_CALIBRATION)
     if out is not None and not resume:
@@ -208,7 +209,7 @@ def _run_recipe(
         tuning.append({"stage": stage, **asdict(result)})
 
     run: dict[str, Any] = {"device": device, "progress": progress, "journal": journal}
-    # A joint search chooses among dense low bits itself.
+    # The choices of a joint search include dense low bits, so it needs no comparison with them.
     rivals = Rivals(model, plan, batches, device, progress) if batches and plan.search != "joint" else None
     found: SearchResult | JointResult | None = None
     if plan.search == "joint":
@@ -266,8 +267,8 @@ def _search_choices(model: PreTrainedModel, batches: Sequence[Tensor], plan: Rec
         return search_choices(model, batches, plan, options, limits_of(targets, dtype), **run)
     except Unreachable as error:
         best = reached(targets, {**error.least, "bits": error.least.get("bits", 1.0)}, dtype)
-        alone = " singly" if len(targets) > 1 else ""
-        raise InputError(f"{error} ({written(targets)}); the best that can be had{alone} is {written(best)}") from error
+        alone = " for each alone" if len(targets) > 1 else ""
+        raise InputError(f"{error} ({written(targets)}); the best possible{alone} is {written(best)}") from error
 
 
 def _report(block: Mapping[str, Any], seconds: float, tuning: list[dict[str, Any]]) -> CompressionReport:

@@ -17,16 +17,16 @@ from semisparse.compress.propagate import DecoderLayer
 from semisparse.errors import InputError
 
 HESSIANS = 10.4
-"""Float32 matrices [K, K] while a linear layer is pruned by its Hessian, at most."""
+"""Maximum number of float32 matrices [K, K] while a linear layer is pruned by its Hessian."""
 
 BATCH_BYTES = 40
-"""Per token of a batch and input feature of the widest linear layer, in a forward and in the sums over its tokens."""
+"""Bytes per token of a batch and input feature of the widest linear layer: a forward pass and the sums over tokens."""
 
 MASK_BYTES = 48
-"""Per weight of a linear layer, while its mask is chosen and it is packed."""
+"""Bytes per weight of the largest linear layer, while its mask is chosen and it is packed."""
 
 LOGITS = 4
-"""Copies of the float32 logits on which dense low bits are measured."""
+"""Copies of the float32 logits while dense low bits are measured (rivals.py)."""
 
 PIECES = 3
 """Copies of a decoder layer in the model's dtype: one being packed, one being written, and its file's content."""
@@ -35,12 +35,13 @@ CGROUPS = {
     Path("/sys/fs/cgroup"): ("memory.max", "memory.current", "inactive_file"),
     Path("/sys/fs/cgroup/memory"): ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-"""Folders of a container's limits, of both versions: files with the limit and the use, and what of it is page cache."""
+"""Folders of cgroup versions 2 and 1: the files with the memory limit and the memory in use, and the key in
+``memory.stat`` of the page cache, which is in use but counts as free."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes that a compression takes, at most and about.
+    """Upper estimates of the bytes that a compression takes.
 
     Args:
         host: of host memory, beside what is mapped from files.
@@ -59,7 +60,7 @@ class Needs:
         )
 
     def check(self, free: Needs) -> None:
-        """Raise unless there is enough memory. A full disk is no loss: ``--resume`` goes on from what is written.
+        """Raise unless there is enough memory. The disk is not checked: after it was full, ``--resume`` goes on.
 
         Raises:
             InputError: too little memory; says how much.

@@ -39,11 +39,11 @@ def fingerprint(
         batches: calibration token ids, each [batch, tokens] int64.
         recipe: of the compression.
         seed: of the compression.
-        device: where it computes; only the type counts.
+        device: where the compression computes; only its type (cpu or cuda) is compared.
     """
     weights, tokens = hashlib.sha256(), hashlib.sha256()
     state = model.state_dict()
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # a core hashes some 1.5 GB a second
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # a core hashes some 1.5 GB/s
         for (name, tensor), digest in zip(state.items(), pool.map(_digest, state.values()), strict=True):
             weights.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode() + digest)
     for batch in batches:
@@ -140,7 +140,7 @@ class Journal:
         if different:
             raise InputError(
                 f"the interrupted run in {self._directory} differs in: {', '.join(different)}; "
-                "repeat it with the same, or remove the directory to start again"
+                "repeat it with the same inputs, or remove the directory to start again"
             )
 
 

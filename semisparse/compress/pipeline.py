@@ -52,8 +52,8 @@ def compress_decoder_layers(
 
     Args:
         model: a transformers causal language model.
-        batches: calibration token ids, each [batch, tokens] int64; may be empty for `recipe.prune` ``none``, and for
-            ``magnitude`` without tuning.
+        batches: calibration token ids, each [batch, tokens] int64; may be empty if `recipe.prune` is ``none``, or is
+            ``magnitude`` without tuning, or if ``pruned`` is given and nothing is tuned.
         recipe: what to do.
         seed: for the order of the batches in tuning.
         device: where to compute, in float32.
@@ -107,7 +107,7 @@ Compressed = tuple[str, Tensor, LayerReport]
 def _compressed_alone(
     recipe: Recipe, batches: Sequence[Tensor], pruned: Mapping[str, MaskedWeight] | None, device: torch.device
 ) -> Callable[[DecoderLayer], Iterator[Compressed]] | None:
-    """Return what compresses a decoder layer without activations; None if the recipe needs some."""
+    """Return a function that compresses a decoder layer without activations; None if the recipe needs activations."""
     if recipe.prune == "none":
         return partial(_check_layer, device=device)
     if recipe.prune == "magnitude" and recipe.tune == "none" and not batches:

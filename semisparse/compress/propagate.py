@@ -107,8 +107,8 @@ def _refuse_fused_weights(layer: nn.Module, prefix: str, recipe: Recipe) -> None
             fused = matrix_dims(parameter) > 2 and not isinstance(module, _ConvNd)
             if fused and not is_ignored(recipe, name):
                 raise InputError(
-                    f"{name}.{parameter_name} is a fused weight of {parameter.dim()} dimensions in a structure that "
-                    f"is not known; list {name} under 'ignore' to leave it dense"
+                    f"{name}.{parameter_name} is a fused weight of {parameter.dim()} dimensions in a module whose "
+                    f"structure is unknown; list {name} under 'ignore' to leave it dense"
                 )
 
 

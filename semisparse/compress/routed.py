@@ -16,10 +16,10 @@ from semisparse.errors import InputError
 from semisparse.nn import weight_of
 
 ENOUGH = 0.25
-"""An expert's own tokens determine how it is pruned if there are this many per input feature; else all tokens do."""
+"""An expert is pruned for the tokens routed to it if these are at least this many per input feature, else for all."""
 
 PASS_BYTES = 4 << 30
-"""Of the Hessians that one pass over the calibration tokens accumulates."""
+"""Maximum bytes of the Hessians that one pass over the calibration tokens accumulates."""
 
 LayerStatistics = tuple[str, Tensor, Statistics]
 """A linear layer's name in the decoder layer, its weight [N, K] and its statistics."""
@@ -29,7 +29,7 @@ LayerStatistics = tuple[str, Tensor, Statistics]
 def routed_statistics(
     layer: nn.Module, linears: Sequence[str], calls: Sequence[LayerCall], hidden: Sequence[Tensor]
 ) -> Iterator[LayerStatistics]:
-    """Yield linear layers that are alike in each of several experts, with the statistics of their inputs.
+    """Yield the linear layers that have the same role in several experts, with the statistics of their inputs.
 
     An expert that too few tokens were routed to gets the statistics of all tokens that any expert reads.
 
@@ -97,7 +97,7 @@ def _tokens_of_experts(layer: nn.Module, name: str, call: LayerCall, hidden: Ten
 
     with hooked(layer, [owner], observe), contextlib.suppress(Reached):
         call(layer, hidden)
-    return seen[0][seen[0].any(dim=-1)]  # Llama-4's are zero where an expert was not chosen
+    return seen[0][seen[0].any(dim=-1)]  # Llama 4 passes every token to every expert, as zeros if not routed to it
 
 
 def _input_of(layer: nn.Module, name: str, tokens: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def _input_of(layer: nn.Module, name: str, tokens: Tensor) -> Tensor:
             layer.get_submodule(expert)(tokens)
         except (TypeError, RuntimeError) as error:
             raise InputError(
-                f"too few calibration tokens reached {name}, and {expert} cannot be called with others: {error}; "
+                f"too few calibration tokens reached {name}, and {expert} cannot be called with all tokens: {error}; "
                 "use more samples, or list it under 'ignore'"
             ) from error
     return seen[0]

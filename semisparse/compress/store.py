@@ -25,13 +25,16 @@ class FinishedLayer(NamedTuple):
 
 
 class LayerStore(Protocol):
-    """Takes finished decoder layers, and gives back those of an interrupted run. Both put them into the model."""
+    """Stores finished decoder layers and returns those of an interrupted run.
+
+    `save` and `load` also put the compressed weights into the model.
+    """
 
     def load(self, index: int, layer: DecoderLayer) -> FinishedLayer | None:
         """Return decoder layer ``index`` as an interrupted run finished it; None if it did not."""
 
     def save(self, index: int, layer: DecoderLayer, finished: FinishedLayer) -> None:
-        """Take decoder layer ``index``."""
+        """Store decoder layer ``index``."""
 
 
 class InPlace:

@@ -1,4 +1,4 @@
-"""What a compression will take is said, and refused where it is not there, before any work."""
+"""Before any work, the memory that a compression takes is reported, and too little memory is refused."""
 
 from pathlib import Path
 
@@ -44,7 +44,7 @@ def test_a_containers_limit_counts_without_its_page_cache(
     (tmp_path / limit).write_text("max\n")
     assert 700000 < free_memory(device).host <= machine
     (tmp_path / limit).write_text("1000000\n")
-    (tmp_path / "memory.stat").unlink()  # as some sandboxes have it
+    (tmp_path / "memory.stat").unlink()  # some sandboxes lack this file
     assert 700000 < free_memory(device).host <= machine
 
 

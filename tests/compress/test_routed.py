@@ -36,7 +36,7 @@ def statistics_of(model: nn.Module, change: float = 1.0) -> tuple[dict[str, Stat
 
 
 def routed_tokens(layer: nn.Module, model: Any) -> tuple[Tensor, Tensor]:
-    """Return what reaches the experts of the first decoder layer, [tokens, K], and the chosen experts."""
+    """Return the tokens [tokens, K] that reach the first decoder layer's experts, and the experts chosen for each."""
     seen = []
     handle = layer.mlp.experts.register_forward_pre_hook(lambda module, args: seen.append(args[:2]))
     original = model.model.layers[0]
@@ -72,7 +72,7 @@ def test_statistics_are_of_the_tokens_routed_to_an_expert(change: float, monkeyp
 def test_too_few_tokens_give_the_statistics_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = tiny_model("Mixtral")
     with torch.no_grad():
-        model.model.layers[0].mlp.gate.weight[2] *= 0  # its logit is 0: seldom among the two largest of four
+        model.model.layers[0].mlp.gate.weight[2] *= 0  # its logit is 0, which is seldom among the two largest of four
         model.model.layers[0].mlp.gate.weight[3] = -model.model.layers[0].mlp.gate.weight[0]
     split_experts(model)
     _, working = statistics_of(model, 0.7)
@@ -103,7 +103,7 @@ def test_one_expert_at_a_time_gives_the_same(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_llama_4_routes_by_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its experts are called with every token, of which those not routed to them are zero."""
+    """Its experts are called with every token; tokens that are not routed to an expert are zero there."""
     monkeypatch.setattr(routed, "ENOUGH", 100.0)
     model: Any = tiny_model("Llama-4 text")
     split_experts(model)

@@ -1,4 +1,4 @@
-"""Shared inputs and residual writers of every architecture, against what a person reads in its code."""
+"""Shared inputs and layers that add to the residual stream, per architecture, against its code as read by hand."""
 
 import pytest
 import torch

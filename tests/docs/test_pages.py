@@ -1,4 +1,4 @@
-"""Every command and program on the pages runs, in the order in which a reader meets them, or is parsed at least."""
+"""Every command and program on the pages is run, in the order of the page, or at least parsed."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_performance(run, tmp_path: Path):
 
 
 def test_quality(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """The commands take hours: each must be a program that knows its arguments, and its CSV what the page shows."""
+    """The commands take hours, so only ``--help`` of each runs; its CSV must exist."""
     root = DOCS.parent
     monkeypatch.syspath_prepend(root / "benchmarks")
     for words in commands("quality.md"):
@@ -257,7 +257,7 @@ def test_lm_eval(workdir: Path, run):
     install, evaluate = commands("lm-eval.md")
     run_command(install, run)
     shown = run_command(evaluate, run).json["tasks"]["sums"]
-    # Four times the same question: whichever choice the model takes is right three times, or once.
+    # The same question four times, with one choice right three times and the other once.
     assert found["acc,none"] in (0.75, 0.25)
     assert {name: shown[name] for name in ("acc,none", "acc_norm,none")} == {
         name: found[name] for name in ("acc,none", "acc_norm,none")

@@ -1,4 +1,4 @@
-"""Comparing a product with float64, within what rounding explains."""
+"""Compare a product with float64, within bounds of rounding errors."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from semisparse.formats import Packed, get_format
 from semisparse.quant.symmetric import quantise_rows
 
 ROUNDOFF = {"cpu": 2.0**-24, "cuda": 2.0**-23}
-"""Of one float32 addition: to nearest on a CPU; tensor cores truncate."""
+"""Relative error of one float32 addition: a CPU rounds to nearest, tensor cores truncate."""
 
 
 def sum_error(packed: Packed) -> float:
@@ -40,7 +40,7 @@ def check_product(y: Tensor, x: Tensor, packed: Packed, bias: Tensor | None, mul
 
 
 TORCH_KERNELS = ("blas", "int4pack_mm", "scaled_mm", "cusparselt")
-"""Kernels that are torch's or a library's: how they accumulate, and what they round on the way, is theirs."""
+"""Kernels of torch or of a library, whose accumulation and intermediate rounding are unknown."""
 
 
 def exact_products(x: Tensor, packed: Packed, bias: Tensor | None) -> list[Tensor]:
@@ -91,7 +91,7 @@ def _weights(packed: Packed) -> list[Tensor]:
 
 
 def _excess(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, error: float) -> float:
-    """Return by how much an output is off at most, beyond what rounding explains; NaN counts as infinity.
+    """Return the largest error beyond the bound of rounding errors; NaN counts as infinity.
 
     ``error`` is that of the additions, as a share of the magnitudes added.
     """

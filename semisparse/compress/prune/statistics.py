@@ -18,7 +18,7 @@ class Statistics:
     Args:
         hessian: [K, K] float32, mean of x x^T; x is the input in the compressed model.
         cross: [N, K] float32, mean of t x^T; t is the target of the output for x. None if the target is ``w x``.
-        note: what the report is to say of them; empty if they are of the tokens that the layer reads.
+        note: added to the report; empty if the means are over the tokens that the layer reads.
     """
 
     hessian: Tensor

@@ -34,8 +34,8 @@ class SearchResult:
 
     Args:
         patterns: the pattern of each linear layer, by module name.
-        weights: the weights pruned to these patterns, by module name: the very weights that were scored. Pruning again
-            would give others, because the inputs have changed since, and these may be worse
+        weights: the weights pruned to these patterns, by module name: the same weights that were scored. Pruning again
+            would give other weights, because the layers' inputs have changed since, and these may be worse
             (docs/experiments/search.md).
         uniform_kl: KL(dense || candidate) of the uniform patterns on the search's tokens, mean in nats per token.
         kl: the same of `weights`.
@@ -78,7 +78,7 @@ def search_patterns(
         seed: seed of everything drawn at random.
         device: where to compute, in float32.
         can_store: whether the format can store a pattern.
-        progress: called before each decoder layer of a bank and before each generation.
+        progress: called before each decoder layer of a bank (bank.py) and before each generation.
         journal: stores banks and generations, and provides those of an interrupted run.
 
     Raises:
@@ -93,7 +93,8 @@ def search_patterns(
     uniform = (0,) * len(space)
     if not any(switch_levels(space, uniform, stage, random.Random(seed)) for stage in range(len(STAGE_STRIDES))):
         raise InputError(
-            f"no weights can move between the linear layers at pattern {recipe.pattern}; choose another, or search=none"
+            f"no weights can move between the linear layers at pattern {recipe.pattern}; "
+            "choose another pattern, or search=none"
         )
     token_batches = scoring_batches(batches, recipe.search_tokens, seed)
     state = State.start(uniform)

@@ -139,7 +139,7 @@ def build_bank(
                         levels = prune(linear_space, level, known, weight, statistics, recipe, layer.weight(name))
                     weight.copy_(to_dense(levels[level], weight))
                     pruned[full_name] = levels
-                if journal:  # what was written is read from its file when it is needed: the bank takes no memory
+                if journal:  # the weights are then mapped from the journal's files: the bank takes no memory
                     _save(journal, index, number, pruned)
                     pruned = _load(journal, index, number) or pruned
             at_centre = copy.deepcopy(dense)

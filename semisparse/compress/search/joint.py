@@ -1,8 +1,9 @@
 """``search=joint``: choose pattern, bits and format of every layer together, under limits on bits and times.
 
-What a choice costs comes from the caller. What it does to quality is measured: first the KL divergence of every choice
-of every unit alone, then of whole candidates. KL divergences of single units add up well while they are small, so an
-allocation of their sum is a good start (docs/experiments/joint-search.md).
+Linear layers that share an input form a unit and get the same choice. The caller says what a choice costs. Its KL
+divergence is measured here: first of every choice in one unit with all other units unchanged, then of whole candidates.
+Small KL divergences of single units add up, so the allocation that minimises their sum is a good start
+(docs/experiments/joint-search.md).
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ PROPOSALS = 8
 """Candidates per generation; a quarter of them are scored on all tokens."""
 
 SPREAD = 0.4
-"""Standard deviation of the factor, as a logarithm, by which a proposal's losses differ from those measured."""
+"""A proposal is allocated for the measured losses times random factors; standard deviation of a factor's logarithm."""
 
 SCORED_BATCHES = 4
 """Batches that the scored tokens are split into; proposals are first scored on one of them."""
 
 DOMINATED = 1.1
-"""A choice is dropped if, given to all layers, another costs no more and its KL divergence is lower by this factor."""
+"""A choice is dropped if another one costs no more in any unit and, in all layers, has a KL lower by this factor."""
 
 Assignment = tuple[int, ...]
 """The index of an option for each unit."""
@@ -199,7 +200,7 @@ class JointSearch:
             raise Unreachable(str(error), least) from error
 
     def proxy_losses(self) -> list[list[float]]:
-        """Return estimates for losses not yet measured, [units][options]: a bit divides rounding errors by 4."""
+        """Return estimated losses, [units][options]: each bit per weight divides the squared rounding error by 4."""
         return [
             [unit.weights * 4.0 ** -(option.costs["bits"] / unit.weights) for option in unit.options]
             for unit in self.units
@@ -215,8 +216,9 @@ class JointSearch:
 
         Args:
             centre: the options of the other units while a layer is compressed and its options are measured. Weights
-                compensate for the errors of the layers before them, so they fit other candidates less: with a centre
-                of 4 bits, the best option in an otherwise dense model had a KL divergence of 2.3 on stories260k.
+                are compressed to compensate the errors of the layers before them at the centre. They fit candidates
+                far from it less: with a centre of 4 bits in all layers, the best option of one unit in an otherwise
+                dense model had a KL divergence of 2.3 on stories260k.
         """
         number, self._number = self._number, self._number + 1
         self._bank = build_bank(
@@ -257,9 +259,9 @@ class JointSearch:
         self._save("losses", number, {"losses": self._losses})
 
     def _drop_dominated(self) -> None:
-        """Measure every choice in all layers at once; drop those that are worse than another one in every respect.
+        """Measure every choice in all layers at once; drop those that another one dominates (`DOMINATED`).
 
-        The other one costs no more in any unit, so that what was reachable stays so.
+        The other choice costs no more in any unit, so limits that could be kept can still be kept.
         """
         uniforms = self.uniforms()
         for done, (choice, picks) in enumerate(uniforms.items()):
@@ -279,7 +281,7 @@ class JointSearch:
         ]
 
     def _costs_no_more(self, cheap: Assignment, dear: Assignment) -> bool:
-        """Return whether every unit costs no more, in any respect, in one assignment than in another."""
+        """Return whether no cost of any unit is higher in assignment ``cheap`` than in ``dear``."""
         return all(
             costs[one][name] <= cost
             for costs, one, other in zip(self._costs, cheap, dear, strict=True)
@@ -321,7 +323,7 @@ class JointSearch:
         return {choice: picks for choice in choices if (picks := self.uniform(choice)) is not None}
 
     def result(self, best: Assignment, limits: Mapping[str, float]) -> JointResult:
-        """Return the result, with the best uniform choice beside it."""
+        """Return the result; it includes the best uniform choice for comparison."""
         within = {
             choice.label: self.uniform_kl[choice]
             for choice, picks in self.uniforms().items()
@@ -351,7 +353,7 @@ class JointSearch:
         return scores
 
     def _refine(self, best: Assignment, limits: Mapping[str, float], number: int) -> Assignment:
-        """Score the allocations of randomly changed losses; return the best assignment."""
+        """Score allocations for randomly disturbed losses; return the best assignment."""
         scorer = self._scorer
         assert scorer is not None
         generations = max(1, self._recipe.search_effort // (PASSES * PROPOSALS))

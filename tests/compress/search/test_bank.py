@@ -59,7 +59,7 @@ def test_a_masked_weight_is_expanded_again(n: int, k: int, density: float, dtype
     assert torch.equal(to_dense(masked, weight), weight)
     assert masked.mask.nbytes == -(-n * k // 8)
     assert masked.values.numel() == weight.count_nonzero()
-    transposed = weight.T.contiguous().T  # the memory order of a Conv1D's weight
+    transposed = weight.T.contiguous().T  # strides as of a Conv1D's weight
     assert torch.equal(to_dense(to_masked(transposed, REPORT), transposed), weight)
 
 

@@ -1,4 +1,4 @@
-"""A candidate's score against a plain forward of a model that holds its weights."""
+"""A candidate's score against the forward pass of a model that holds its weights."""
 
 import copy
 import random
@@ -48,7 +48,7 @@ def reference(model: PreTrainedModel, space: list[LinearSpace], candidate: Candi
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral", "opt", "gpt2"])
 def test_scores_are_kl_divergences(architecture: str):
-    """Few batches, so that some hold sequences of both lengths and are padded."""
+    """There are few batches, so that some hold sequences of both lengths and are padded."""
     assert any((batch < 0).any() for batch in scoring_batches(calibration(), 10**6, seed=0, parts=3))
     model = sharp_model(architecture)
     space = space_of(model)

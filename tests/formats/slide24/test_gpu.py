@@ -1,4 +1,4 @@
-"""Every kernel on a GPU: against float64, the bytes that come back, and capture in a CUDA graph."""
+"""Every kernel on a GPU: against float64, moved back to the same bytes, and captured in a CUDA graph."""
 
 import pytest
 import torch
