@@ -28,7 +28,7 @@ RECIPES = {
 
 REFUSED = {
     "T5": "T5ForConditionalGeneration is not supported; semisparse takes decoder-only transformers",
-    "Mamba": "MambaForCausalLM has no attention layers (state-space models have none); semisparse",
+    "Mamba": "MambaForCausalLM is a model without attention, such as a state-space model; semisparse",
 }
 
 LAYERS = {

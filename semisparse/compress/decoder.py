@@ -78,7 +78,7 @@ def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     if getattr(config, "is_encoder_decoder", False):
         raise InputError(f"{kind} is an encoder-decoder; {SUPPORTED}")
     if not hasattr(text_config, "num_attention_heads"):
-        raise InputError(f"{kind} has no attention layers (state-space models have none); {SUPPORTED}")
+        raise InputError(f"{kind} is a model without attention, such as a state-space model; {SUPPORTED}")
     declared = [item for item in lists if len(item[1]) == getattr(text_config, "num_hidden_layers", None)]
     return max(declared or lists, key=lambda item: sum(weight.numel() for weight in item[1].parameters()))
 

@@ -45,7 +45,7 @@ TARGETS = {
     "batch32": "speed-up of 32 tokens",
     "prompt": "speed-up of a prompt",
 }
-"""What ``search=joint`` can be asked for; speed-ups are those of the linear layers over dense ones."""
+"""The targets of ``search=joint``; speed-ups are those of the linear layers over dense ones."""
 
 NEEDS_DENSE = ("search", "tune")
 """The stages that compare with the dense model. With ``prune=none`` there is no dense model: they must be ``none``."""

@@ -1,4 +1,4 @@
-"""Format ``bitmask`` (RheoSparse): one bit per weight says where the non-zeros stand; README.md is its page."""
+"""Format ``bitmask`` (RheoSparse): one bit per weight says where the non-zeros are; README.md is its page."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ struct Lists {
 };
 
 // Calls visit(lane, position, rows crossed, load, entry of the load, stored value) for every entry of a panel. A faulty list
-// may pass over any number of rows: row kMaxRows stands for all from there on.
+// may cross any number of rows: rows from kMaxRows on are all given as kMaxRows.
 template <typename Type, int bits, typename Visit>
 void walk(const Weight& weight, int64_t panel, Visit visit) {
     const Lists<Type, bits> lists(weight, panel);
@@ -222,8 +222,8 @@ bool sound_panel(const Weight& weight, int64_t panel, int& span) {
     return true;
 }
 
-// Returns the panel's first fault or, after others, that it stores a weight twice; `span` becomes the most rows that a lane
-// meets in a segment. Its memory is bounded by the values that are stored.
+// Returns the panel's first fault; kTwice only if there is no other. `span` becomes the most rows that a segment of a list
+// covers. It allocates memory in proportion to the stored values.
 template <typename Type, int bits>
 Finding check_panel(const Weight& weight, int64_t panel, int& span) {
     const Lists<Type, bits> lists(weight, panel);

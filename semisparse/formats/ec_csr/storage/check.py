@@ -49,7 +49,7 @@ def violation(packed: Packed) -> str | None:
 
 
 def _check_panels(packed: Packed) -> None:
-    """Check that each list stays in its panel's rows, meets them in order, and keeps each weight once, below K.
+    """Check that each list stays in its panel, has its rows in order, and stores each weight once, at a column below K.
 
     Raises:
         FormatError: names the tensor and what is wrong.
