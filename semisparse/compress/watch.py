@@ -136,7 +136,7 @@ class Watch:
         if speaks:
             self._speak(sentence)
         else:
-            time.sleep(1)  # torchrun ends all once one has ended
+            time.sleep(2 * INTERVAL)  # torchrun ends all once one has ended
         sys.stderr.flush()
         os._exit(status)
 
