@@ -117,7 +117,8 @@ class Rivals:
             [tokens - 1, vocabulary] float32.
         """
         training, modules = model.training, [layer.module for layer in layers]
-        hidden, calls = record_calls(model.eval(), modules, self._sequences)
+        hidden: list[Tensor] = []
+        calls = record_calls(model.eval(), modules, self._sequences, hidden.append)
         home, dtype, moved = hidden[0].device, hidden[0].dtype, list[tuple[Tensor, Tensor]]()
         states = [[state.to(self._device) for state in hidden] for _ in recipes]
         for index, layer in enumerate(layers):

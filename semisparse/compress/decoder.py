@@ -100,19 +100,18 @@ def copy_to(module: nn.Module, device: torch.device, dtype: torch.dtype | None =
 
 @torch.no_grad()
 def record_calls(
-    model: nn.Module, layers: Sequence[nn.Module], batches: Sequence[Tensor]
-) -> tuple[list[Tensor], list[list[LayerCall]]]:
+    model: nn.Module, layers: Sequence[nn.Module], batches: Sequence[Tensor], take: Callable[[Tensor], None]
+) -> list[list[LayerCall]]:
     """Run the model with its decoder layers skipped, and record the arguments of their calls.
 
     Args:
         model: a transformers causal language model.
         layers: its decoder layers.
         batches: token ids, each [batch, tokens] int64.
+        take: called with the hidden states that enter the first decoder layer, [batch, tokens, features] of each batch.
     Returns:
-        The hidden states that enter the first decoder layer, [batch, tokens, features] per batch; for each decoder
-        layer its calls, one per batch.
+        For each decoder layer its calls, one per batch.
     """
-    hidden: list[Tensor] = []
     calls: list[list[LayerCall]] = [[] for _ in layers]
     body = getattr(model, "base_model", model)
     device = next(model.parameters()).device
@@ -121,14 +120,14 @@ def record_calls(
         name = None if args else "hidden_states"
         states = args[0] if name is None else kwargs.pop(name)
         if index == 0:
-            hidden.append(states)
+            take(states)
         calls[index].append(LayerCall(args[1:], kwargs, name))
         return states
 
     with _replacing(model, layers, record):
         for batch in batches:
             body(batch.to(device), use_cache=False)
-    return hidden, calls
+    return calls
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from semisparse.compress import Recipe, compress_decoder_layers, routed
 from semisparse.compress.decoder import LayerCall
 from semisparse.compress.propagate import first_activations, linears_with_statistics, list_decoder_layers
 from semisparse.compress.prune import Statistics
+from semisparse.compress.ranks import Ranks
 from semisparse.compress.trace import RoutedLayers, expert_of, find_inputs
 from semisparse.nn import split_experts, weight_of
 from tests.architectures import tiny_model
@@ -25,13 +26,14 @@ def statistics_of(model: nn.Module, change: float = 1.0) -> tuple[dict[str, Stat
     Every weight is multiplied by ``change`` once its statistics are known, as pruning changes it.
     """
     layers = list_decoder_layers(model, RECIPE, {})
-    activations = first_activations(model, layers, BATCHES, RECIPE, CPU)
+    activations = first_activations(model, layers, BATCHES, RECIPE, CPU, ranks=Ranks(), offload=None, shared=True)
     dense, working = layers[0].copy(CPU), layers[0].copy(CPU)
     found = {}
     with torch.no_grad():
-        for name, weight, statistics in linears_with_statistics(layers[0], dense, working, activations, 0):
-            found[name] = statistics
-            weight.mul_(change)
+        for alike in linears_with_statistics(layers[0], dense, working, activations, 0):
+            for linear in alike:
+                found[linear.name] = linear.statistics()
+                linear.weight.mul_(change)
     return found, working
 
 
@@ -155,9 +157,9 @@ def test_experts_in_a_list() -> None:
     assert first.linears == ("before",)
     assert gate == RoutedLayers(tuple(f"block.experts.{index}.0" for index in range(3)))
     assert down == RoutedLayers(tuple(f"block.experts.{index}.2" for index in range(3)))
-    found = {
-        name: statistics for name, _, statistics in routed.routed_statistics(layer, gate.linears, [call], [hidden])
-    }
+    alone, every = Ranks(parts=1), {0: range(1)}
+    [alike] = routed.routed_statistics(layer, gate.linears, [call], [hidden], alone, every)
+    found = {linear.name: linear.statistics() for linear in alike}
     x = layer.before(hidden).flatten(0, 1)
     chosen = x[x[:, 0] > 0]
     torch.testing.assert_close(found["block.experts.0.0"].hessian, chosen.T @ chosen / len(chosen))

@@ -38,6 +38,7 @@ TESTED = {
     "performance.md",
     "quality.md",
     "quickstart.md",
+    "several-gpus.md",
     "targets.md",
     "transformers.md",
     "vllm.md",
@@ -200,6 +201,14 @@ def test_which_recipe(models: Path, run):
 
 def test_large_models(models: Path, run):
     run_all("large-models.md", run, remove=True)
+
+
+def test_several_gpus(models: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONPATH", str(DOCS.parent))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for words in commands("several-gpus.md"):
+        run_command([*words, *QUICK], None)
+    assert (models / "small" / "config.json").exists()
 
 
 def test_engine(workdir: Path, run):

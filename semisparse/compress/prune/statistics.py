@@ -59,6 +59,13 @@ class RunningSums:
         for name, gap in gaps.items():
             self._accumulate(f"gap {name}", gap.float(), x)
 
+    def merge(self, other: RunningSums) -> RunningSums:
+        """Add the sums over other tokens, and return the result: this object, changed in place."""
+        self._tokens += other._tokens
+        for key, total in other._sums.items():
+            self._sums[key] = self._sums[key].add_(total) if key in self._sums else total
+        return self
+
     def statistics(self, name: str, weight: Tensor) -> Statistics:
         """Return the `Statistics` of one of the linear layers.
 

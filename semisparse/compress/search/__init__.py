@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from semisparse.compress.calibration import check_batches
 from semisparse.compress.journal import Journal
 from semisparse.compress.propagate import list_decoder_layers
+from semisparse.compress.ranks import Ranks
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import Progress
 from semisparse.compress.search.bank import MaskedWeight, build_bank, masked_from_json, masked_to_json, prune_densities
@@ -65,6 +67,8 @@ def search_patterns(
     can_store: Callable[[Pattern], bool] = lambda pattern: True,
     progress: Progress = lambda stage, done, total: None,
     journal: Journal | None = None,
+    ranks: Ranks | None = None,
+    offload: Path | None = None,
 ) -> SearchResult:
     """Search the pattern of each linear layer; together they keep exactly as many weights as the recipe's pattern.
 
@@ -80,13 +84,15 @@ def search_patterns(
         can_store: whether the format can store a pattern.
         progress: called before each decoder layer of a bank (bank.py) and before each generation.
         journal: stores banks and generations, and provides those of an interrupted run.
+        ranks: the processes that search; by default this one.
+        offload: a directory for hidden states, as in `compress_decoder_layers`.
 
     Raises:
         InputError: the model, a weight or the batches cannot be used, or no weights can move between linear layers.
     """
     check_batches(model, batches)
     model.eval()
-    device = torch.device(device)
+    device, ranks = torch.device(device), ranks or Ranks()
     layers = list_decoder_layers(model, recipe, {})
     algorithm_type = ALGORITHMS[recipe.search]
     space = search_space(layers, algorithm_type.reach(recipe), can_store)
@@ -118,8 +124,10 @@ def search_patterns(
             progress=progress,
             journal=journal,
             prune=prune_densities,
+            ranks=ranks,
+            offload=offload,
         )
-        scorer = Scorer(model, pass_space, bank, token_batches, device)
+        scorer = Scorer(model, pass_space, bank, token_batches, device, ranks)
         algorithm = algorithm_type(pass_space, scorer, recipe, seed, number)
         state = _run_pass(number, algorithm, scorer, state, progress, journal)
         best_weights = {linear.name: bank[linear.name][level] for linear, level in zip(space, state.best, strict=True)}

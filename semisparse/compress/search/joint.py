@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from semisparse.compress.calibration import check_batches
 from semisparse.compress.choice import Choice
 from semisparse.compress.journal import Journal
 from semisparse.compress.propagate import list_decoder_layers
+from semisparse.compress.ranks import Ranks
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import Progress
 from semisparse.compress.search.allocate import Unreachable, allocate
@@ -101,6 +103,8 @@ def search_choices(
     device: torch.device | str = "cpu",
     progress: Progress = lambda stage, done, total: None,
     journal: Journal | None = None,
+    ranks: Ranks | None = None,
+    offload: Path | None = None,
 ) -> JointResult:
     """Choose every layer's pattern, bits and format so that the KL divergence is least and all limits hold.
 
@@ -114,12 +118,25 @@ def search_choices(
         device: where to compute, in float32.
         progress: called before each decoder layer of a bank, each unit and each generation.
         journal: stores banks, measured losses and generations, and provides those of an interrupted run.
+        ranks: the processes that search; by default this one.
+        offload: a directory for hidden states, as in `compress_decoder_layers`.
 
     Raises:
         Unreachable: no choice of layers keeps the limits.
         InputError: the model, a weight or the batches cannot be used.
     """
-    search = JointSearch(model, batches, recipe, options, seed=seed, device=device, progress=progress, journal=journal)
+    search = JointSearch(
+        model,
+        batches,
+        recipe,
+        options,
+        seed=seed,
+        device=device,
+        progress=progress,
+        journal=journal,
+        ranks=ranks,
+        offload=offload,
+    )
     search.allocate(search.proxy_losses(), limits)  # raises before any work where the limits cannot be kept
     return search.result(search.run(limits), limits)
 
@@ -136,6 +153,8 @@ class JointSearch:
         device: where to compute.
         progress: called with (stage, steps done, total steps).
         journal: stores finished work.
+        ranks: the processes that search.
+        offload: a directory for hidden states.
     """
 
     def __init__(
@@ -149,13 +168,16 @@ class JointSearch:
         device: torch.device | str,
         progress: Progress,
         journal: Journal | None,
+        ranks: Ranks | None = None,
+        offload: Path | None = None,
     ) -> None:
         check_batches(model, batches)
         model.eval()
         self._model, self._batches, self._recipe, self._seed = model, batches, recipe, seed
         self._device, self._progress, self._journal = torch.device(device), progress, journal
+        self._ranks, self._offload = ranks or Ranks(), offload
         self._layers = list_decoder_layers(model, recipe, {})
-        self.units = find_units(model, self._layers, batches, options)
+        self.units = self._ranks.first(lambda: find_units(model, self._layers, batches, options))
         self._space = [
             LinearChoices(
                 name,
@@ -234,9 +256,12 @@ class JointSearch:
             progress=self._progress,
             journal=self._journal,
             prune=compress_every_way,
+            ranks=self._ranks,
+            offload=self._offload,
         )
         self._tokens += self._scorer.tokens_run if self._scorer else 0
-        self._scorer, self._kl = Scorer(self._model, self._space, self._bank, self._token_batches, self._device), {}
+        self._scorer = Scorer(self._model, self._space, self._bank, self._token_batches, self._device, self._ranks)
+        self._kl = {}
         scores = self._score_whole(centre)
         self._scorer.set_parent(self._levels(centre), scores)
         if number == 0:
@@ -250,6 +275,7 @@ class JointSearch:
         for index, unit in enumerate(self.units):
             self._progress("measuring what each choice loses", index, len(self.units))
             options = wanted[unit.linears[0]]
+            self._score_several([_with(centre, index, option) for option in sorted(options)])
             self._losses.append(
                 [
                     self.kl(_with(centre, index, option)) - base if option in options else math.inf
@@ -345,6 +371,14 @@ class JointSearch:
         """Return the index of each linear layer's choice, its level."""
         return tuple(pick for unit, pick in zip(self.units, assignment, strict=True) for _ in unit.linears)
 
+    def _score_several(self, assignments: Sequence[Assignment]) -> None:
+        """Score candidates that are not known yet, all at once: the ranks share them out."""
+        assert self._scorer is not None
+        batches, new = range(self._scorer.batches), [one for one in dict.fromkeys(assignments) if one not in self._kl]
+        scores = self._scorer.score_all([(self._levels(one), batches) for one in new], keep_states=False)
+        self._kl |= zip(new, map(self._scorer.mean_kl, scores), strict=True)
+        self.evaluations += len(new)
+
     def _score_whole(self, assignment: Assignment) -> list[BatchScore]:
         assert self._scorer is not None
         scores = self._scorer.score(self._levels(assignment), range(self._scorer.batches))
@@ -367,11 +401,14 @@ class JointSearch:
             proposals = {self.allocate(self._disturbed(rng), limits) for _ in range(PROPOSALS)} - {best}
             few = rng.sample(range(scorer.batches), max(1, scorer.batches // 4))
 
-            def quick_kl(picks: Assignment, few: Sequence[int] = few) -> float:
-                return sum(score.kl for score in scorer.score(self._levels(picks), few))
-
-            ranked = sorted(sorted(proposals), key=quick_kl)
-            for picks in ranked[: PROPOSALS // 4]:
+            scores = scorer.score_all([(self._levels(picks), few) for picks in sorted(proposals)], keep_states=False)
+            quick_kl = {
+                picks: sum(score.kl for score in of_picks)
+                for picks, of_picks in zip(sorted(proposals), scores, strict=True)
+            }
+            ranked = sorted(sorted(proposals), key=quick_kl.__getitem__)[: PROPOSALS // 4]
+            self._score_several(ranked)
+            for picks in ranked:
                 if self.kl(picks) < self.kl(best):
                     best = picks
             self._save("joint", number, {"generation": generation + 1, "best": best})

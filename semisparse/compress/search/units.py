@@ -68,7 +68,8 @@ def find_units(
         batches: token ids; one sequence of the first batch is run.
         options: returns the options of a unit, given its shapes.
     """
-    hidden, calls = record_calls(model, [layer.module for layer in layers], [batches[0][:1]])
+    hidden: list[Tensor] = []
+    calls = record_calls(model, [layer.module for layer in layers], [batches[0][:1]], hidden.append)
     cpu = torch.device("cpu")
     units = []
     for index, layer in enumerate(layers):

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from semisparse.compress import Journal, Recipe, compress_decoder_layers
 from semisparse.compress.propagate import list_decoder_layers
 from semisparse.compress.prune import sparsegpt
+from semisparse.compress.ranks import Ranks
 from semisparse.compress.search import bank as bank_module
 from semisparse.compress.search.bank import Bank, build_bank, prune_densities, to_dense, to_masked
 from semisparse.compress.search.space import search_space
@@ -35,7 +36,7 @@ def bank_of(
     space = search_space(layers, 1, accepts)
     centre = (0,) * len(space)
     quiet = {"number": number, "device": CPU, "progress": lambda *_: None, "journal": journal}
-    quiet["prune"] = prune_densities
+    quiet |= {"prune": prune_densities, "ranks": Ranks(), "offload": None}
     return build_bank(model, layers, space, centre, centre_weights or {}, calibration(), plan, **quiet)
 
 

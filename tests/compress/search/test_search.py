@@ -13,7 +13,7 @@ import torch
 from semisparse.compress import Journal, Recipe, compress_decoder_layers
 from semisparse.compress.propagate import list_decoder_layers
 from semisparse.compress.search import ALGORITHMS, SearchResult, search_patterns
-from semisparse.compress.search.score import BatchScore
+from semisparse.compress.search.score import BatchScore, Wanted
 from semisparse.compress.search.space import STAGE_STRIDES, LinearSpace, kept_weights, search_space
 from semisparse.compress.search.state import State
 from semisparse.errors import InputError, RecipeError
@@ -135,6 +135,9 @@ class StubScorer:
 
     def __init__(self) -> None:
         self.scored: dict[tuple[int, ...], int] = defaultdict(int)
+
+    def score_all(self, wanted: Wanted, keep_states: bool = True) -> list[list[BatchScore]]:
+        return [self.score(*pair) for pair in wanted]
 
     def score(self, candidate: tuple[int, ...], batches: range | list[int]) -> list[BatchScore]:
         self.scored[candidate] += len(batches)
