@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from semisparse import checkpoint
+from semisparse.api.gains import machine_here, without_gain
 from semisparse.api.job import finished_block, job_directory, write_model
 from semisparse.api.loading import load_uncompressed
 from semisparse.api.needs import free_memory, needs_of
@@ -24,6 +25,7 @@ from semisparse.api.rivals import Rivals
 from semisparse.api.sequences import Text, sequence_length
 from semisparse.api.takeover import kept_layers, leave_unrounded_dense, rounded_modules
 from semisparse.api.targets import WORKLOADS, limits_of, machine_of, menu, options_of, reached, written
+from semisparse.bench.machines import Machine
 from semisparse.compress import (
     NEEDS_CALIBRATION,
     FinishedLayer,
@@ -75,6 +77,8 @@ class CompressionReport:
         reached: what the model has instead: bits and size as stored, speed-ups as predicted. None without targets.
         rival: the dense low-bit model (`Rival`) of at most the same bytes with the lowest KL divergence; None if it is
             not below the compressed model's, or if none was measured (no text, or ``search=joint``).
+        no_gain: ``machine``, the GPU that compressed or that the targets mean, and ``layers``, the names of those that
+            are not faster than dense on it at any number of tokens. None if every layer gains, or no machine is known.
     """
 
     layers: list[dict[str, Any]]
@@ -88,10 +92,11 @@ class CompressionReport:
     target: dict[str, float] | None = None
     reached: dict[str, float] | None = None
     rival: dict[str, Any] | None = None
+    no_gain: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain JSON values, without ``target``, ``reached`` and ``rival`` where there is none."""
-        optional = ("target", "reached", "rival")
+        """Return the report as plain JSON values, without those of the last four that are None."""
+        optional = ("target", "reached", "rival", "no_gain")
         return {key: value for key, value in asdict(self).items() if key not in optional or value}
 
 
@@ -146,7 +151,7 @@ def compress(
     start = time.perf_counter()
     plan = read_recipe(recipe, [*settings, *([f"gpu={gpu}"] if gpu else [])], target)
     where = checkpoint.pick_device(device)
-    machine_of(plan)  # an unknown machine is refused before any work
+    machine = machine_of(plan) or machine_here(where)  # an unknown one is refused before any work
     if calibration is None and plan.needs_calibration:
         raise InputError(NEEDS_CALIBRATION)
     if out is not None and not resume:
@@ -192,13 +197,13 @@ def compress(
         if ranks.count > 1:
             raise InputError("several ranks need out: the compressed model is on the first one only")
         block = mark_compressed(dense, run(journal=None))
-        return _report(block, time.perf_counter() - start, tuning)
+        return _report(block, time.perf_counter() - start, tuning, machine)
 
     out = Path(out).absolute()
     identity = {"model weights": _shared_digest(dense, ranks)} | settled
     finished = ranks.first(lambda: finished_block(out, identity)) if resume else None
     if finished is not None:
-        return _report(finished, time.perf_counter() - start, tuning)
+        return _report(finished, time.perf_counter() - start, tuning, machine)
     checkpoint.refuse_existing(out)
     with ranks.held_by_first(job_directory(out, resume)) as job:
         ranks.parts = ranks.first(lambda: recorded_parts(job)) or ranks.parts
@@ -211,7 +216,7 @@ def compress(
             marked = mark_compressed(dense, block)
             write_model(dense, tokenizer, source, out, job)
             shutil.rmtree(job)
-            return _report(marked, time.perf_counter() - start, tuning)
+            return _report(marked, time.perf_counter() - start, tuning, machine)
 
         return ranks.first(finish)
 
@@ -322,9 +327,12 @@ def _search_choices(model: PreTrainedModel, batches: Sequence[Tensor], plan: Rec
         raise InputError(f"{error} ({written(targets)}); the best possible{alone} is {written(best)}") from error
 
 
-def _report(block: Mapping[str, Any], seconds: float, tuning: list[dict[str, Any]]) -> CompressionReport:
+def _report(
+    block: Mapping[str, Any], seconds: float, tuning: list[dict[str, Any]], machine: Machine | None
+) -> CompressionReport:
     rows, before, after, dtype = [], 0, 0, torch.bfloat16
-    for name, packed in checkpoint.read_block(block).items():
+    layers = checkpoint.read_block(block)
+    for name, packed in layers.items():
         entry = block["layers"][name]
         shown = {key: entry[key] for key in ("pattern", "format", "density", "error", "outcome")}
         rows.append({"name": name, **shown, "bits_per_weight": packed.bits_per_weight})
@@ -336,7 +344,10 @@ def _report(block: Mapping[str, Any], seconds: float, tuning: list[dict[str, Any
     dense = block.get("dense", [])
     dense_bytes = sum(layer["bytes"] for layer in dense)
     share = dense_bytes / (dense_bytes + before)
-    return CompressionReport(rows, before, after, seconds, dense, share, found, tuning, target, has, block.get("rival"))
+    slow = without_gain(layers, machine) if machine else []
+    no_gain = {"machine": machine.name, "layers": slow} if machine and slow else None
+    rival = block.get("rival")
+    return CompressionReport(rows, before, after, seconds, dense, share, found, tuning, target, has, rival, no_gain)
 
 
 def _bits_per_weight(block: Mapping[str, Any]) -> float:

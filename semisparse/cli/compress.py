@@ -181,6 +181,13 @@ def _show(title: str, report: CompressionReport) -> None:
             f"{rival['own_kl']:.3g} on {rival['tokens']} calibration tokens, rounded to nearest and not tuned",
             highlight=False,
         )
+    if report.no_gain:
+        first, *others = report.no_gain["layers"]
+        console.print(
+            f"not faster than dense on {report.no_gain['machine']} at any number of tokens: {first}"
+            f"{f' and {len(others)} more layers' if others else ''}; `semisparse plan` shows the times",
+            highlight=False,
+        )
 
 
 def _dense_text(dense: list[dict[str, Any]]) -> str:
