@@ -1,4 +1,4 @@
-"""Interrupted and resumed runs give the same weights; a damaged or foreign journal is not trusted."""
+"""Interrupted and resumed runs give the same weights; damaged journals and those of other runs are not used."""
 
 import os
 import signal

@@ -17,7 +17,7 @@ from tests.models import VOCABULARY, random_model
 
 
 def problem(n: int, k: int) -> tuple[torch.Tensor, Statistics]:
-    """A weight, and inputs that are correlated, of uneven size, and one of them dead."""
+    """A weight, and inputs that are correlated, of unequal scale, and one of them always zero."""
     generator = torch.Generator().manual_seed(0)
     mixed = torch.randn(k, k, generator=generator) @ torch.diag(torch.linspace(0.1, 2, k))
     x = torch.randn(4 * k, k, generator=generator) @ mixed
@@ -115,7 +115,7 @@ def test_tuning_moves_symmetric_scales_and_leaves_zeros():
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_tuning_moves_the_scales_and_leaves_the_weights_quantised(architecture: str):
-    """gpt2 stores its weights transposed; their groups are along K all the same."""
+    """gpt2 stores its weights transposed; their groups are along K nevertheless."""
     recipe = Recipe(pattern="g4@50%", quant="w4", prune="wanda", tune="bqpo", tune_epochs=8)
     untuned, tuned = (
         compress_decoder_layers(model := random_model(architecture), calibration(), each)

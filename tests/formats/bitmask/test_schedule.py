@@ -124,7 +124,7 @@ def test_auto_decodes_rows_and_unpacks_them_for_many_tokens(
 
 
 def chosen(spec, dtype: torch.dtype, tokens: tuple[int, ...]) -> list[str]:
-    """Return the kernels that a GPU would take; the CPU stands in for its facts."""
+    """Return the kernels that `auto` takes on a GPU with these facts, which are given for the CPU."""
     problems = [Problem(m, structure_of(spec), dtype, torch.device("cpu")) for m in tokens]
     able = [[k for k in BITMASK.all_kernels if k.device != "cpu" and k.supports(p) is None] for p in problems]
     return [sorted(ks, key=lambda k: not k.pays(p))[0].name for p, ks in zip(problems, able, strict=True)]

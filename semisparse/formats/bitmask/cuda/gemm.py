@@ -48,7 +48,7 @@ def refusal(problem: Problem) -> str | None:
 
 
 def prepare(problem: Problem, schedule: Schedule | None = None) -> Product:
-    """Compile and load both kernels for one problem.
+    """Compile and load gemm.cu and permute_x.cu for one problem.
 
     Args:
         problem: x and w are both float16 or both bfloat16.

@@ -10,12 +10,12 @@ from semisparse.runtime.device import RESERVED_SHARED, DeviceFacts
 from semisparse.runtime.expand_gemm import MAX_SPLIT_K, Schedule, Tiles, fit, tile_m_of
 
 OVERRUN = 256
-"""Bytes of shared memory behind the last tile that may be read: kOverrun in tile.cuh."""
+"""Bytes of shared memory behind the last tile that kernels may read, but do not use: kOverrun in tile.cuh."""
 
 DECODE_MAX_TOKENS = 64
 
 DECODE_WARPS_PER_SM = {1: 20, 8: 20, 16: 16, 32: 16, 64: 10}
-"""By TILE_M, as registers allow: the kernels use up to 96, 96, 128, 128 and 200 per thread."""
+"""Maximum resident warps per SM by TILE_M: the kernels use up to 96, 96, 128, 128 and 200 registers per thread."""
 
 EXPERT_PAIRS = 16
 """Up to so many pairs of a token and an expert, each has CTAs of its own; more share an expert's."""
@@ -36,7 +36,7 @@ GEMM_MAX_TOKENS = {1 << 24: 1024, 1 << 22: 512, 0: 128}
 """Maximum M, by minimum N * K. Above it unpack.cu is faster, or nearly (H200, 32:64)."""
 
 GEMM_SPLIT_K = {32: ((1, 3),), 64: ((1, 3),), 128: ((3, 1), (2, 1), (1, 2)), 192: ((2, 1),), 256: ((2, 1),)}
-"""By TILE_M: the warpgroups per CTA and CTAs per SM worth trying with split-K."""
+"""By TILE_M: the pairs of warpgroups per CTA and CTAs per SM that `choose_gemm` compares with split-K."""
 
 GEMM_STREAM_K = (2, 2)
 """Warpgroups per CTA and CTAs per cluster with Stream-K; an SM has one CTA."""
@@ -77,7 +77,7 @@ def choose_decode(m: int, weight: Tiling, gpu: DeviceFacts) -> DecodeSchedule:
         gpu: what it runs on.
     """
     preferred = _preferred(m, weight, gpu.sms)
-    # The others need less shared memory, for dense patterns and small GPUs; the last always fits.
+    # Later candidates need less shared memory, for patterns that keep many weights and small GPUs; the last one fits.
     candidates = (preferred, (2, 6, 2), (*preferred[:2], 1), (1, 4, 1), (1, 1, 1))
     fitting = (_decode_schedule(m, weight, gpu, *candidate) for candidate in candidates)
     return next(schedule for schedule in fitting if schedule is not None)

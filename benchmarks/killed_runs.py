@@ -1,0 +1,89 @@
+"""Kill runs of ``compress`` at random moments, resume them, and compare the bytes with those of a run that was not.
+
+Usage: python benchmarks/killed_runs.py OUT.csv MODEL TEXT --scratch DIR [--times 10] [--samples 64] [--seed 0]
+
+Runs have one and two ranks in turn, with a search and without; of two, one is killed with SIGKILL. Each is resumed with
+one or two ranks. `pieces` is how many pieces of work were finished when it was killed. Ends with status 1 if any bytes
+differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+from rows import write_rows
+
+RECIPES = {"sparsegpt": ["search=none"], "search": ["prune=wanda", "search=evolution", "search_effort=12"]}
+COLUMNS = ("recipe", "ranks", "killed_rank", "seconds", "pieces", "resumed_ranks", "same_bytes")
+
+
+def start(options: argparse.Namespace, recipe: str, ranks: int, out: Path) -> subprocess.Popen[bytes]:
+    """Start a run, which goes on where an earlier one was killed."""
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"] if ranks > 1 else []
+    settings = [word for setting in RECIPES[recipe] for word in ("--set", setting)]
+    arguments = [str(options.model), "--recipe", "rheosparse", *settings, "--calib", str(options.text)]
+    arguments += ["--samples", str(options.samples), "--device", "cpu", "--out", str(out), "--resume"]
+    command = [sys.executable, *launch, "-m", "semisparse.cli", "compress", *arguments]
+    log = (options.scratch / "log").open("ab")
+    return subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def kill(process: subprocess.Popen[bytes], rank: int, ranks: int) -> bool:
+    """Kill a rank of a run with SIGKILL; return whether there was one."""
+    workers = psutil.Process(process.pid).children() if ranks > 1 else [psutil.Process(process.pid)]
+    chosen = [worker for worker in workers if ranks == 1 or worker.environ().get("RANK") == str(rank)]
+    for worker in chosen:
+        worker.send_signal(signal.SIGKILL)
+    process.wait()
+    return bool(chosen)
+
+
+def main() -> None:
+    """Write a row per killed run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--scratch", type=Path, required=True)
+    parser.add_argument("--times", type=int, default=10)
+    parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    rng, rows, whole = random.Random(options.seed), [], {}
+    for number in range(options.times):
+        recipe, ranks = list(RECIPES)[number % 2], 1 + number // 2 % 2
+        if recipe not in whole:
+            started = time.monotonic()
+            assert start(options, recipe, 1, options.scratch / recipe).wait() == 0, "see the log"
+            whole[recipe] = time.monotonic() - started
+        out, rank = options.scratch / "out", rng.randrange(ranks)
+        moment = rng.uniform(0.3, 0.9) * whole[recipe]  # before that a run imports
+        process = start(options, recipe, ranks, out)
+        time.sleep(moment)
+        killed = process.poll() is None and kill(process, rank, ranks)
+        pieces = len(list(out.with_name("out.partial").glob("*-*.json")))
+        resumed = rng.choice((1, 2))
+        assert start(options, recipe, resumed, out).wait() == 0, "see the log"
+        same = all(
+            (out / name).read_bytes() == (options.scratch / recipe / name).read_bytes()
+            for name in ("model.safetensors", "config.json")
+        )
+        shutil.rmtree(out)
+        values = (recipe, ranks, rank if killed else "none", f"{moment:.1f}", pieces, resumed, same)
+        rows.append(dict(zip(COLUMNS, map(str, values), strict=True)))
+        write_rows(options.out, rows, COLUMNS)
+        print(rows[-1], flush=True)
+    sys.exit(any(row["same_bytes"] != "True" for row in rows))
+
+
+if __name__ == "__main__":
+    main()
