@@ -23,8 +23,8 @@
 // take (results/h200/gqs-decode.csv; instruction counts and profiles in docs/kernels/gqs.md).
 //
 // With EXPERTS (rows.cuh) the weight is a stack of experts, and a second dimension of the grid has one expert per row, or if
-// TOKENS is 1 one pair of a token and an expert. Each row of the grid is as the grid above, over the expert's row tiles; CTAs of an expert that
-// no token chose end at once. If an expert has more than TOKENS pairs, its CTAs take them TOKENS at a time.
+// TOKENS is 1 one pair of a token and an expert. Each row of the grid is as the grid above, over the expert's row tiles; CTAs
+// of an expert that no token chose end at once. If an expert has more than TOKENS pairs, its CTAs take them TOKENS at a time.
 //
 // A fused kernel (fusion.cuh) fills its streams before griddepcontrol.wait, and loads x after it.
 //
