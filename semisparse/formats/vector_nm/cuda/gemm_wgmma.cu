@@ -58,7 +58,7 @@ struct Vectors {
 
     const unsigned short* values;    // [groups, slots, LENGTH]
     const unsigned char* positions;  // [groups, slots]
-    int slots, row_tiles;
+    int slots;
 };
 
 // Copies a consumer warp's tiles and computes their masks.
@@ -75,7 +75,7 @@ struct SlotStream {
 
     __device__ __forceinline__ SlotStream(const Vectors& weight, StreamMemory memory, WorkRanges work, int first, int last,
                                           int warp, int lane)
-        : weight(weight), copied(work, first, warp, weight.row_tiles), loaded(copied), last(last), lane(lane),
+        : weight(weight), copied(work, first, warp), loaded(copied), last(last), lane(lane),
           tiles(memory.tiles + warp * Vectors::kTileBytes) {
         expander.zeros = memory.extra + warp * kZeroBytes;
         expander.half = lane / 8 % 2 * 16;
@@ -151,6 +151,6 @@ __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_vector_nm_gemm_wgmma(
     int m, int n, int row_tiles, int column_tiles, int slots
 ) {
     extern __shared__ __align__(1024) unsigned char shared[];
-    const Vectors weight{values, positions, slots, row_tiles};
+    const Vectors weight{values, positions, slots};
     expand_gemm(weight, {x, bias, y, {partials, counters}, m, n, row_tiles, column_tiles}, shared);
 }
