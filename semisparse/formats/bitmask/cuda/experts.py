@@ -16,10 +16,11 @@ from semisparse.formats.bitmask.storage.disk import BLOCK
 from semisparse.formats.bitmask.storage.gpu import ROWS, Tiling, tiling
 from semisparse.formats.bitmask.storage.layouts import layout_of
 from semisparse.formats.kernel import ExpertsProblem, ExpertsProduct
-from semisparse.runtime import expand_gemm
+from semisparse.runtime import expert_gemm
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.elementwise import silu_mul
-from semisparse.runtime.expand_gemm import Shape, experts_schedule
+from semisparse.runtime.expand_gemm import Schedule, Shape
+from semisparse.runtime.expert_gemm import experts_schedule
 from semisparse.runtime.experts import MAX_EXPERTS, Routing
 from semisparse.runtime.kernel import cuda_refusal, hopper_refusal
 
@@ -87,9 +88,7 @@ def prepare_decode(problem: ExpertsProblem, weight: Tiling, schedule: DecodeSche
     return decode
 
 
-def prepare_gemm(
-    problem: ExpertsProblem, weight: Tiling, schedule: expand_gemm.Schedule | None = None
-) -> ExpertsProduct:
+def prepare_gemm(problem: ExpertsProblem, weight: Tiling, schedule: Schedule | None = None) -> ExpertsProduct:
     """Compile and load gemm.cu.
 
     Args:
@@ -99,7 +98,7 @@ def prepare_gemm(
     """
     tiles, facts = gemm_tiles(weight), device_facts(problem.device)
     schedule = schedule or experts_schedule(problem.pairs, problem.experts, tiles, facts, GEMM_SHAPES)
-    product = expand_gemm.prepare_experts(
+    product = expert_gemm.prepare_experts(
         lambda chosen: GEMM.build(
             "semisparse_bitmask_experts_gemm",
             {**gemm_defines(problem.dtype, weight.keep, chosen), "EXPERTS": 1},

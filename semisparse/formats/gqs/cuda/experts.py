@@ -16,10 +16,12 @@ from semisparse.formats.gqs.cuda.wgmma_schedule import tiles_of
 from semisparse.formats.gqs.storage.disk import TENSORS, code_bits, group_size, quantises_x
 from semisparse.formats.gqs.storage.masks import CHUNK_GROUPS, CHUNK_ROWS
 from semisparse.formats.kernel import ExpertsProblem, ExpertsProduct
-from semisparse.runtime import expand_gemm
+from semisparse.runtime import expert_gemm
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.elementwise import silu_mul
-from semisparse.runtime.expand_gemm import Shape, experts_schedule
+from semisparse.runtime.expand_gemm import Schedule as GemmSchedule
+from semisparse.runtime.expand_gemm import Shape
+from semisparse.runtime.expert_gemm import experts_schedule
 from semisparse.runtime.experts import MAX_EXPERTS, Routing
 from semisparse.runtime.kernel import cuda_refusal, hopper_refusal
 
@@ -92,7 +94,7 @@ def prepare_decode(problem: ExpertsProblem, chosen: tuple[Schedule, int] | None 
     return decode
 
 
-def prepare_gemm(problem: ExpertsProblem, schedule: expand_gemm.Schedule | None = None) -> ExpertsProduct:
+def prepare_gemm(problem: ExpertsProblem, schedule: GemmSchedule | None = None) -> ExpertsProduct:
     """Compile and load gemm_wgmma.cu.
 
     Args:
@@ -104,7 +106,7 @@ def prepare_gemm(problem: ExpertsProblem, schedule: expand_gemm.Schedule | None 
     bits = code_bits(spec.params, size)
     tiles, facts = tiles_of(n, k, bits, size), device_facts(problem.device)
     schedule = schedule or experts_schedule(problem.pairs, problem.experts, tiles, facts, GEMM_SHAPES)
-    product = expand_gemm.prepare_experts(
+    product = expert_gemm.prepare_experts(
         lambda chosen: GEMM.build(
             "semisparse_gqs_experts_gemm",
             {**gemm_defines(problem.dtype, bits, size, chosen), "EXPERTS": 1},

@@ -11,13 +11,9 @@
 // tile for all four t. No shared memory. 1.5 to 3 us up to M = 256. With four 16-byte loads and stores per thread it took
 // 5.7 us instead of 3.0 (4096 x 11008, M = 256), because its stores were half sectors.
 //
-// With EXPERTS (stream_k.cuh) TILE_M slots of each job take the place of tokens, and the grid is (as above, TILE_M / kSlots, at
-// least the number of jobs): a thread permutes a word of kSlots slots.
-//
-// Compiled with TILE_M and BLOCK (a power of two from 2 to 128), and EXPERTS.
+// Compiled with TILE_M and BLOCK (a power of two from 2 to 128).
 
 #include "ptx/griddepcontrol.cuh"
-#include "rows.cuh"
 
 constexpr int kThreads = 256;
 constexpr int kWords = 32;  // per t and tile
@@ -29,45 +25,6 @@ __device__ __forceinline__ unsigned int load_word(const unsigned short* row, int
     return low | high << 16;
 }
 
-#if EXPERTS
-constexpr int kSlots = 8;  // per CTA; their loads are in flight together
-
-extern "C" __global__ void __launch_bounds__(kThreads) semisparse_permute_x_of_experts(
-    const unsigned short* __restrict__ x,   // [rows, k]
-    const int* __restrict__ job_count,      // [1]
-    const int* __restrict__ job_pairs,      // [jobs, TILE_M]
-    unsigned char* __restrict__ permuted,   // [jobs, 4 * column_tiles, TILE_M, 128 bytes]
-    int* __restrict__ counters,             // [counter_count]
-    int pairs_per_x, int k, int column_tiles, int counter_count,
-    int aligned                             // whether every row of x begins at a multiple of 4 bytes
-) {
-    griddepcontrol_launch_dependents();
-    const int thread = blockIdx.x * kThreads + threadIdx.x, job = blockIdx.z;
-    const int ctas = gridDim.x * gridDim.y * gridDim.z;
-    for (int i = ((job * gridDim.y + blockIdx.y) * gridDim.x) * kThreads + thread; i < counter_count; i += ctas * kThreads)
-        counters[i] = 0;
-    const int p = thread % kWords, column_tile = thread / kWords;
-    if (column_tile >= column_tiles || job >= *job_count) return;
-    const int own = 2 * (column_tile * kWords + p);
-    const int first = own / BLOCK * (4 * BLOCK) + own % BLOCK;
-    unsigned int words[kSlots][4] = {};
-#pragma unroll
-    for (int i = 0; i < kSlots; ++i) {
-        const int pair = job_pairs[job * TILE_M + blockIdx.y * kSlots + i];
-        if (pair < 0) continue;
-        const unsigned short* row = x + static_cast<long long>(pair / pairs_per_x) * k;
-#pragma unroll
-        for (int t = 0; t < 4; ++t) words[i][t] = load_word(row, first + t * BLOCK, k, aligned);
-    }
-    const long long slice = (static_cast<long long>(job) * column_tiles + column_tile) * 4 + p / 8;
-#pragma unroll
-    for (int i = 0; i < kSlots; ++i) {
-        const int slot = blockIdx.y * kSlots + i;
-        uint4* row = reinterpret_cast<uint4*>(permuted + (slice * TILE_M + slot) * 128);
-        row[(p ^ slot) % 8] = uint4{words[i][0], words[i][1], words[i][2], words[i][3]};
-    }
-}
-#else
 extern "C" __global__ void __launch_bounds__(kThreads) semisparse_permute_x(
     const unsigned short* __restrict__ x,   // [m, k]
     unsigned char* __restrict__ permuted,   // [tokens / TILE_M, 4 * column_tiles, TILE_M, 128 bytes]
@@ -92,4 +49,3 @@ extern "C" __global__ void __launch_bounds__(kThreads) semisparse_permute_x(
     uint4* row = reinterpret_cast<uint4*>(permuted + (slice * TILE_M + token % TILE_M) * 128);
     row[(p ^ token) % 8] = uint4{words[0], words[1], words[2], words[3]};
 }
-#endif

@@ -21,7 +21,7 @@
 constexpr int kRangesPerTile = SPLIT_K > 0 ? SPLIT_K : 1;
 
 // With EXPERTS (rows.cuh): the tokens of an output tile are a job, up to TILE_M pairs of one expert. Output tiles are numbered
-// job by job. experts/route.cu writes the jobs, and has ended when the preceding kernel, permute_x.cu, begins: they may be read
+// job by job. experts/route.cu writes the jobs, and has ended when the preceding kernel, permute_pairs.cu, begins: they may be read
 // before griddepcontrol.wait.
 struct Jobs {
     const int* count;    // [1]
