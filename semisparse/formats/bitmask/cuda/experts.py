@@ -12,6 +12,7 @@ from semisparse.formats.bitmask.cuda import operands
 from semisparse.formats.bitmask.cuda.decode import SOURCE, UNFUSED, decode_defines
 from semisparse.formats.bitmask.cuda.gemm import GEMM, gemm_defines
 from semisparse.formats.bitmask.cuda.schedule import DecodeSchedule, choose_experts, fuses_silu, gemm_tiles
+from semisparse.formats.bitmask.storage.codes import code_bits
 from semisparse.formats.bitmask.storage.disk import BLOCK
 from semisparse.formats.bitmask.storage.gpu import ROWS, Tiling, tiling
 from semisparse.formats.bitmask.storage.layouts import layout_of
@@ -42,7 +43,9 @@ DECODE_PAIRS = 6
 def prepare(problem: ExpertsProblem) -> ExpertsProduct | None:
     """Compile and load the kernels; None if they cannot compute ``problem``."""
     spec = problem.spec
-    if layout_of(spec.params) != "tiles" or problem.dtype != spec.dtype or cuda_refusal(problem.device):
+    if layout_of(spec.params) != "tiles" or code_bits(spec.params) or problem.dtype != spec.dtype:
+        return None
+    if cuda_refusal(problem.device) is not None:
         return None
     grain = 2 * ROWS if problem.epilogue == "silu_mul" else ROWS
     if spec.shape[0] % (problem.experts * grain) or problem.experts > MAX_EXPERTS:
