@@ -6,7 +6,7 @@ A format has a .cu file with its own way to expand a tile of 16 rows by 256 colu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -20,7 +20,7 @@ ROWS, COLUMNS = 16, 256
 """Rows and columns of a weight tile."""
 
 MAX_TOKENS = 65_280
-"""Maximum M. permute_x.cu has a CTA row per token, for M rounded up to tile_m; a grid has at most 65,535 along y."""
+"""Maximum M that has been tested."""
 
 TILES_M = (16, 32, 64, 128, 192, 256)
 """Tokens per CTA tile."""
@@ -30,8 +30,11 @@ STAGES = ((4, 2), (3, 2), (3, 1), (2, 1), (1, 1))
 
 MAX_SPLIT_K = 8
 
-PERMUTE_THREADS = 256
-"""Threads per CTA of permute_x.cu; 32 permute a token's columns of one tile."""
+PERMUTE_WARPS, PERMUTE_UNROLL = 3, 4
+"""Warps per CTA of permute_x.cu, and tokens of a tile that each has in flight."""
+
+PERMUTE_CTAS_PER_SM = 1
+"""Maximum CTAs per SM of permute_x.cu."""
 
 SCALARS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 """By dtype of x, the weight and y: the macro SCALAR."""
@@ -118,14 +121,16 @@ class Launch:
 
     Args:
         ctas: CTAs of the GEMM's grid.
-        permute_grid: grid of permute_x.cu.
+        tokens: M, rounded up to a multiple of tile_m.
+        permute_ctas: CTAs of permute_x.cu's grid.
         counters: number of counters, one per consumer warp of the GEMM's grid.
         offsets: byte offsets in the workspace of the permuted x, the counters and the partial accumulators.
         workspace: bytes of the workspace.
     """
 
     ctas: int
-    permute_grid: tuple[int, int, int]
+    tokens: int
+    permute_ctas: int
     counters: int
     offsets: tuple[int, ...]
     workspace: int
@@ -139,8 +144,9 @@ def launch_of(schedule: Schedule, m: int, weight: Tiles, sms: int) -> Launch:
     partials = 0 if schedule.split_k == 1 else counters * ROWS * schedule.tile_m
     permuted = 2 * COLUMNS * weight.column_tiles * tokens
     *offsets, size = offsets_in_workspace(permuted, 4 * counters, 4 * partials)
-    grid = (-(-32 * weight.column_tiles // PERMUTE_THREADS), tokens, 1)
-    return Launch(ctas, grid, counters, tuple(offsets), size)
+    per_cta = PERMUTE_WARPS * PERMUTE_UNROLL
+    permute_ctas = min(-(-tokens * weight.column_tiles // per_cta), PERMUTE_CTAS_PER_SM * sms)
+    return Launch(ctas, tokens, permute_ctas, counters, tuple(offsets), size)
 
 
 def tile_m_of(m: int, sizes: Iterable[int] = TILES_M) -> int:
@@ -153,7 +159,7 @@ def fit(
     weight: Tiles, gpu: DeviceFacts, tile_m: int, warpgroups: int, cluster: int, split_k: int, ctas_per_sm: int
 ) -> Schedule | None:
     """Return the schedule with the most stages that fit in shared memory, or None if none does."""
-    room = gpu.shared_per_sm // ctas_per_sm - RESERVED_SHARED
+    room = (gpu.shared_per_sm - RESERVED_SHARED) // ctas_per_sm - RESERVED_SHARED  # the first is for permute_x's CTA
     schedules = (
         Schedule(tile_m, warpgroups, cluster, split_k, *stages, ctas_per_sm)
         for stages in STAGES
@@ -257,7 +263,8 @@ def prepare(
     """
     n, k = shape
     sms = device_facts(device).sms
-    permute_x = PERMUTE_X.build("semisparse_permute_x", {"TILE_M": schedule.tile_m, "BLOCK": block}).load(device)
+    permuting = PERMUTE_X.build("semisparse_permute_x", {"TILE_M": schedule.tile_m, "BLOCK": block})
+    permute_x = replace(permuting, shares_sm=True).load(device)
     gemm = kernel(schedule).load(device)
     threads, even_k = 32 * schedule.warps + 128, k % 2 == 0
     row_tiles, column_tiles = weight.row_tiles, weight.column_tiles
@@ -271,12 +278,12 @@ def prepare(
         begin = workspace.data_ptr()
         permuted, counters, partials = [begin + offset for offset in launch.offsets]
         permute_x(
-            launch.permute_grid, PERMUTE_THREADS,
+            (launch.permute_ctas, 1, 1), 32 * PERMUTE_WARPS, pdl=True,
             x=x, permuted=permuted, counters=counters,
             m=m, k=k, column_tiles=column_tiles, counter_count=launch.counters,
-            aligned=even_k and x.data_ptr() % 4 == 0,
+            aligned=even_k and x.data_ptr() % 4 == 0, tokens=launch.tokens,
         )  # fmt: skip
-        # pdl: it may start before permute_x has ended, and waits before it uses the permuted x and the counters.
+        # pdl: it starts beside permute_x, and waits before it uses the permuted x and the counters.
         gemm(
             (launch.ctas, 1, 1), threads, pdl=True,
             x=permuted, **operands, bias=None if bias is None else bias.to(x.dtype).contiguous(), y=y,
