@@ -30,7 +30,7 @@ STAGES = ((4, 2), (3, 2), (3, 1), (2, 1), (1, 1))
 
 MAX_SPLIT_K = 8
 
-PERMUTE_WARPS, PERMUTE_UNROLL = 3, 4
+PERMUTE_WARPS, PERMUTE_UNROLL = 4, 3
 """Warps per CTA of permute_x.cu, and tokens of a tile that each has in flight."""
 
 PERMUTE_CTAS_PER_SM = 1
@@ -171,35 +171,35 @@ def fit(
 Shape = tuple[int, int, int]
 """Warpgroups per CTA, CTAs per cluster, CTAs per SM."""
 
-SPLIT_K: Mapping[int, Shape] = {
-    16: (1, 1, 3),
-    32: (1, 1, 3),
-    64: (1, 1, 3),
-    128: (1, 1, 2),
-    192: (2, 1, 1),
-    256: (2, 1, 1),
+SHAPES: Mapping[int, tuple[Shape, ...]] = {
+    16: ((1, 1, 3), (4, 1, 1)),
+    32: ((1, 1, 3), (4, 1, 1)),
+    64: ((1, 1, 3), (2, 1, 2), (3, 1, 1), (4, 1, 1)),
+    128: ((1, 1, 2), (2, 1, 1), (2, 2, 1), (3, 1, 1)),
+    192: ((2, 1, 1), (2, 2, 1)),
+    256: ((2, 1, 1), (2, 2, 1)),
 }
-"""By tile_m, the fastest shape with split-K."""
+"""By tile_m, the shapes that `choose` compares."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """A format's rates for `choose`, measured on an H200 (results/h200/sweeps/expand-gemm.csv).
+    """How fast a format expands, for `choose`: measured on an H200 (results/h200/sweeps/gemm256.csv).
 
     Args:
-        stream_k: by tile_m, shapes for Stream-K: `choose` takes the first that fits with three weight stages (two if
-            tile_m is above 128), else the first that fits.
-        tile_us: microseconds per weight tile on an SM, without tokens.
-        token_us: additional microseconds per weight tile and token of tile_m.
+        expand_us: microseconds in which an SM expands a weight tile.
+        overlap: the exponent p of the time of a tile, (expand^p + wgmma^p)^(1/p): 1 if nothing overlaps.
     """
 
-    stream_k: Mapping[int, tuple[Shape, ...]]
-    tile_us: float
-    token_us: float
+    expand_us: float
+    overlap: float
 
 
 def choose(m: int, weight: Tiles, gpu: DeviceFacts, rates: Rates) -> Schedule:
     """Choose the schedule of a format's GEMM: by estimate the fastest of Stream-K and of split-K by 1 to 8.
+
+    Above 128 tokens, tiles of 128 are compared with the larger ones: they expand each weight more often, and leave CTAs
+    less to exchange.
 
     Args:
         m: maximum tokens.
@@ -207,25 +207,22 @@ def choose(m: int, weight: Tiles, gpu: DeviceFacts, rates: Rates) -> Schedule:
         gpu: what it runs on.
         rates: the format's.
     """
-    tile_m = tile_m_of(m)
-    enough = 3 if tile_m <= 128 else 2
-    fitting = [schedule for shape in rates.stream_k[tile_m] if (schedule := _fit(weight, gpu, tile_m, shape, 0))]
-    candidates = [next((schedule for schedule in fitting if schedule.stages >= enough), fitting[0])] if fitting else []
-    for split_k in range(1, min(MAX_SPLIT_K, weight.column_tiles) + 1):
-        schedule = _fit(weight, gpu, tile_m, SPLIT_K[tile_m], split_k)
-        candidates += [schedule] if schedule else []
+    largest = tile_m_of(m)
+    splits = range(min(MAX_SPLIT_K, weight.column_tiles) + 1)
+    candidates = (
+        schedule
+        for tile_m in sorted({min(largest, 128), largest})
+        for warpgroups, cluster, ctas_per_sm in SHAPES[tile_m]
+        for split_k in splits
+        if (schedule := fit(weight, gpu, tile_m, warpgroups, cluster, split_k, ctas_per_sm))
+    )
     return min(candidates, key=lambda schedule: _h200_microseconds(schedule, m, weight, gpu.sms, rates))
 
 
-def _fit(weight: Tiles, gpu: DeviceFacts, tile_m: int, shape: Shape, split_k: int) -> Schedule | None:
-    warpgroups, cluster, ctas_per_sm = shape
-    return fit(weight, gpu, tile_m, warpgroups, cluster, split_k, ctas_per_sm)
-
-
 def _h200_microseconds(schedule: Schedule, m: int, weight: Tiles, sms: int, rates: Rates) -> float:
-    """Estimate the time on an H200, less 7.75 us that all schedules have in common.
+    """Estimate the time on an H200.
 
-    Rms error 9 %: 440 GEMMs of gqs and vector_nm (run 2 in results/h200/sweeps/expand-gemm.csv).
+    @RMS@
     """
     ctas = schedule.ranges(m, weight, sms) * schedule.cluster
     busiest = -(-ctas // sms)  # CTAs of the busiest SM
@@ -234,11 +231,24 @@ def _h200_microseconds(schedule: Schedule, m: int, weight: Tiles, sms: int, rate
         iterations: float = -(-weight.column_tiles // schedule.split_k)
     else:
         iterations = schedule.tiles(m, weight) * schedule.cluster * weight.column_tiles / ctas
-    resident = schedule.warpgroups * (min(busiest, schedule.ctas_per_sm) if waves == 1 else schedule.ctas_per_sm)
-    tile = (rates.tile_us + rates.token_us * schedule.tile_m) * max(1.0, 3 / resident) ** 0.25
+    wgmma = 0.0011 * schedule.tile_m
+    tile = (rates.expand_us**rates.overlap + wgmma**rates.overlap) ** (1 / rates.overlap)
+    latency = 1 + 0.17 / (schedule.warpgroups * schedule.ctas_per_sm)
+    x_megabytes = ctas * iterations * schedule.tile_m * 2 * COLUMNS / 1e6 / schedule.cluster
     outputs = schedule.tile_m * schedule.warpgroups
-    exchange = {0: 3.2 + 0.015 * outputs, 1: 0.0}.get(schedule.split_k, 0.2 + 0.011 * outputs)
-    return busiest * iterations * schedule.warps * tile + 3 * (waves - 1) + exchange
+    if schedule.split_k:
+        others = 1 - 1 / schedule.split_k
+        exchange = (0.9 if others else 0.0) + 0.0155 * outputs * schedule.ctas_per_sm * others
+    else:
+        exchange = 6.0 + 0.009 * outputs
+    return (
+        4.3
+        + busiest * iterations * schedule.warps * tile * latency
+        + 0.0205 * x_megabytes
+        + exchange
+        + 1.6 * (waves - 1)
+        + 1.3 * (schedule.cluster - 1)
+    )
 
 
 def prepare(

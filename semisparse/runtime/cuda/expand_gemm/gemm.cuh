@@ -188,11 +188,13 @@ __device__ __forceinline__ void expand_gemm(const Weights& weights, const Operan
     const Word extra = weight_stages + kWeightBytes, mbarriers = extra + Weights::kExtraBytes;
     const Pipeline x_pipeline{mbarriers}, weight_pipeline{mbarriers + X_STAGES * kXSlices * 16};
     const StreamMemory memory{weight_stages, extra, weight_pipeline};
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < X_STAGES * kXSlices; ++i)
-            mbarrier_init(x_pipeline.full(i), 1), mbarrier_init(x_pipeline.empty(i), CLUSTER * kReleases);
-        for (int i = 0; i < STAGES && Weights::kProducers > 0; ++i)
-            mbarrier_init(weight_pipeline.full(i), Weights::kProducers), mbarrier_init(weight_pipeline.empty(i), kReleases);
+    const int thread = threadIdx.x;
+    if (thread < X_STAGES * kXSlices) {
+        mbarrier_init(x_pipeline.full(thread), 1), mbarrier_init(x_pipeline.empty(thread), CLUSTER * kReleases);
+        fence_mbarrier_init();
+    }
+    if (Weights::kProducers > 0 && thread < STAGES) {
+        mbarrier_init(weight_pipeline.full(thread), Weights::kProducers), mbarrier_init(weight_pipeline.empty(thread), kReleases);
         fence_mbarrier_init();
     }
     if constexpr (CLUSTER > 1) barrier_cluster_sync();

@@ -10,14 +10,14 @@
 // A warp permutes a token of a tile at a time: lane p word p, for all four t.
 //
 // Grid: up to a few CTAs per SM, whose warps stride over all tokens and tiles. CTAs are small, so that those of gemm.cuh start
-// beside them and fetch weights: 96 threads of up to 40 registers, no shared memory.
+// beside them and fetch weights: a warp of 32 registers per quarter of the SM, no shared memory.
 //
 // Compiled with TILE_M and BLOCK (a power of two from 2 to 128).
 
 #include "ptx/griddepcontrol.cuh"
 
-constexpr int kThreads = 96;
-constexpr int kUnroll = 4;  // tokens of a warp in flight
+constexpr int kThreads = 128;
+constexpr int kUnroll = 3;  // tokens of a warp in flight
 
 // Loads two consecutive values; zeros from column k on. `aligned`: the row begins at a multiple of 4 bytes, and k is even.
 template <bool aligned>
@@ -62,7 +62,7 @@ __device__ __forceinline__ void permute(const unsigned short* x, unsigned char* 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 12) semisparse_permute_x(
+extern "C" __global__ void __launch_bounds__(kThreads, 16) semisparse_permute_x(
     const unsigned short* __restrict__ x,   // [m, k]
     unsigned char* __restrict__ permuted,   // [tokens / TILE_M, 4 * column_tiles, TILE_M, 128 bytes]
     int* __restrict__ counters,             // [counter_count]
