@@ -15,7 +15,8 @@ RATES = Rates(expand_us=0.19, overlap=1.8)
 def tiles_of(n: int, k: int, vectors: VectorNM) -> Tiles:
     """Return the tiles of a weight [N, K], as gemm_wgmma.cu lays them out in shared memory."""
     slots = COLUMNS // vectors.window * vectors.keep
-    return Tiles(-(-n // ROWS), -(-k // COLUMNS), slots * ROWS * 2, extra_per_warp=16)
+    masks = COLUMNS // 8  # bytes: a bit per column
+    return Tiles(-(-n // ROWS), -(-k // COLUMNS), slots * ROWS * 2 + masks, extra_per_warp=16)
 
 
 def pays(problem: Problem) -> bool:
