@@ -16,7 +16,7 @@ from semisparse.formats.bitmask.storage.gpu import Tiling
 from semisparse.formats.kernel import Problem, bucket_of
 from semisparse.formats.product import structure_of
 from semisparse.runtime.device import DeviceFacts
-from semisparse.runtime.expand_gemm import SHAPES, Schedule, choose, launch_of
+from semisparse.runtime.expand_gemm import SPLIT_K, STREAM_K, Schedule, choose, launch_of
 from tests.cuda_emulator import emulate
 from tests.formats.bitmask.weights import BITMASK, random_weight
 
@@ -62,7 +62,8 @@ def check_gemm(found: Schedule, m: int, tiling: Tiling) -> None:
     assert rings + 256 + 16 * (found.stages + 4 * found.x_stages) == found.shared(weight)
     permute_x = 1024  # bytes that a CTA of permute_x.cu takes
     assert found.ctas_per_sm * (found.shared(weight) + 1024) + permute_x <= H200.shared_per_sm
-    assert (found.warpgroups, found.cluster, found.ctas_per_sm) in SHAPES[found.tile_m]
+    shapes = SPLIT_K if found.split_k else STREAM_K
+    assert (found.warpgroups, found.cluster, found.ctas_per_sm) in shapes[found.tile_m]
     ranges = found.ranges(m, weight, H200.sms)
     assert 1 <= ranges <= found.tiles(m, weight) * weight.column_tiles
     if found.split_k:

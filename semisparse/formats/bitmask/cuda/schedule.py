@@ -23,7 +23,7 @@ GEMM_MIN_TOKENS = 17
 GEMM_MAX_TOKENS = {1 << 24: 1024, 1 << 22: 512, 0: 128}
 """Maximum M, by minimum N * K. Above it unpack.cu is faster, or nearly (H200, 32:64)."""
 
-GEMM_RATES = Rates(expand_us=0.185, overlap=2.3)
+GEMM_RATES = Rates(expand_us=0.204, overlap=2.4)
 
 
 @dataclass(frozen=True)

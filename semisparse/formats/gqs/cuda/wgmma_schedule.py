@@ -20,7 +20,7 @@ HEADERS_AHEAD = 3
 
 MAX_STAGES = 4
 
-RATES = Rates(expand_us=0.135, overlap=2.8)
+RATES = Rates(expand_us=0.144, overlap=3.3)
 
 
 def tiles_of(n: int, k: int, bits: int, size: int) -> Tiles:

@@ -1,8 +1,8 @@
 // y[m, n] = x[m, k] @ w[n, k].T + bias[n] for a packed weight and any m: each weight is expanded once for all tokens of a tile,
 // into the registers from which Hopper's wgmma takes its first operand.
 //
-// wgmma's fragment of 16 rows is that of mma.m16n8k16: a consumer warp expands tiles of 16 rows by 256 columns, one k-step of
-// 16 columns while the tensor cores compute the steps before. x is the operand in shared memory, with its columns in the order
+// wgmma's fragment of 16 rows is that of mma.m16n8k16: a consumer warp expands tiles of 16 rows by 256 columns, a slice of four
+// k-steps of 16 columns while the tensor cores compute the slice before. x is the operand in shared memory, with its columns in the order
 // of the fragments: permute_x.cu stores it so, swizzled.
 //
 // CTA tile: TILE_M tokens by WARPGROUPS * 64 rows of w; a cluster has CLUSTER such tiles along N and multicasts x among them.
