@@ -74,14 +74,15 @@ class Watch:
         self._hosts = [store.get(f"host {other}").decode() for other in range(count)]  # waits until all have begun
         self._counts = 0
         self._alarmed_at: int | None = None
+        self._alarm = ""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def alarm(self) -> None:
-        """Say that something has ended; the thread finds out what, and ends this process."""
+    def alarm(self, sentence: str) -> None:
+        """Say that something has ended; the thread finds out what, else says this sentence, and ends this process."""
         if self._alarmed_at is None:
-            self._alarmed_at = self._counts
+            self._alarmed_at, self._alarm = self._counts, sentence
 
     def wait(self) -> None:
         """Wait for the thread to end this process."""
@@ -125,7 +126,7 @@ class Watch:
             names = " and ".join(self._name(rank) for rank in lost)
             self._exit(1, speaks, f"{names} died; the same command with --resume goes on, with any number of ranks")
         elif self._alarmed_at is not None and self._counts - self._alarmed_at > 2 * ALARMED:
-            self._exit(143, speaks, "this run was ended from outside; the same command with --resume goes on")
+            self._exit(143, speaks, f"{self._alarm}; the same command with --resume goes on")
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} on {self._hosts[rank]}"
@@ -157,11 +158,11 @@ def joined_ranks(speak: Speak) -> Iterator[int]:
         torch.cuda.set_device(local_rank())
     dist.init_process_group("gloo")
     watch = Watch(dist.distributed_c10d._get_default_store(), dist.get_rank(), count, speak)
-    signal.signal(signal.SIGTERM, lambda *_: watch.alarm())
+    signal.signal(signal.SIGTERM, lambda *_: watch.alarm("this run was ended from outside"))
     try:
         yield dist.get_rank()
     except LostRank:
-        watch.alarm()
+        watch.alarm("the connection to another rank is lost, and all ranks live")
         watch.wait()
         raise
     except BaseException as error:
