@@ -91,7 +91,7 @@ class Watch:
     def end(self, last_word: str) -> None:
         """Stop, and tell the others how this rank ends."""
         self._stop.set()
-        self._thread.join()
+        self._thread.join(ALARMED * INTERVAL)
         try:
             self._store.set(self._key(self._rank), last_word)
         except RuntimeError:  # the store has ended before: the others know that much
@@ -109,6 +109,7 @@ class Watch:
                 texts = [text.decode() for text in self._store.multi_get(self._keys)]
             except RuntimeError as error:
                 self._exit(1, True, f"the ranks' store has gone, with the host that torchrun made it on: {error}")
+                return
             seen = [_Seen(text, old.age + 1 if text == old.text else 0) for old, text in zip(seen, texts, strict=True)]
             self._judge(seen)
 
@@ -169,6 +170,7 @@ def joined_ranks(speak: Speak) -> Iterator[int]:
         watch.end(f"failed {2 if isinstance(error, InputError) else 1} {_sentence(error)}")
         raise
     watch.end("done")
+    dist.barrier()  # where one rank holds the store, the others are done with it
     dist.destroy_process_group()
 
 

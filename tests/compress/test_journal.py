@@ -5,12 +5,24 @@ import signal
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from semisparse.compress import InPlace, Journal, Recipe, compress_decoder_layers, fingerprint, weights_digest
+from semisparse.compress import (
+    InPlace,
+    Journal,
+    Ranks,
+    Recipe,
+    SharedJournal,
+    compress_decoder_layers,
+    fingerprint,
+    open_journal,
+    weights_digest,
+)
+from semisparse.compress.journal import PARTS, recorded_parts
 from semisparse.errors import InputError
 from tests.compress.checking import Interrupted, equal_weights
 from tests.forked import exit_code
@@ -181,3 +193,34 @@ def test_a_full_disk_leaves_no_half_entry(tmp_path: Path, monkeypatch: pytest.Mo
         journal.save_layer(0, {"layer": torch.ones(2, 2)}, [])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fingerprint.json"]
     assert journal.load_layer(0) is None
+
+
+class ElsewhereRanks(Ranks):
+    """A rank whose host does not see what the first one writes."""
+
+    rank = 1
+
+    def first(self, compute: Callable[[], Any]) -> None:
+        return None
+
+
+def test_a_host_that_does_not_see_the_journal_is_refused(tmp_path: Path):
+    with pytest.raises(InputError, match=r"does not see .*; --out must be on a file system that all ranks share"):
+        open_journal(tmp_path / "out.partial", {}, ElsewhereRanks())
+    assert not list(tmp_path.iterdir()), "and nothing is made there"
+
+
+def test_only_the_first_rank_writes(tmp_path: Path):
+    journal = Journal(tmp_path, {PARTS: "16"})
+    SharedJournal(journal, ElsewhereRanks()).save("part", 0, {}, "notes")
+    assert SharedJournal(journal, ElsewhereRanks()).load("part", 0) is None
+    assert journal.load("part", 0) is None
+    SharedJournal(journal, Ranks()).save("part", 0, {"a": torch.ones(2)}, "notes")
+    tensors, notes = SharedJournal(journal, Ranks()).load("part", 0) or ({}, None)
+    assert (tensors["a"].tolist(), notes) == ([1.0, 1.0], "notes")
+
+
+def test_a_resumed_run_keeps_the_parts_of_its_sums(tmp_path: Path):
+    assert recorded_parts(tmp_path) is None
+    Journal(tmp_path, {PARTS: "16"})
+    assert recorded_parts(tmp_path) == 16
