@@ -34,7 +34,7 @@ PERMUTE_THREADS = 256
 """Threads per CTA of permute_x.cu; 32 permute a token's columns of one tile."""
 
 SCALARS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
-"""By dtype of x, the weight and y: the macro SCALAR."""
+"""The macro SCALAR, by the dtype of x, the weight and y."""
 
 PERMUTE_X = CudaSource(
     HEADERS / "expand_gemm" / "permute_x.cu", ({"TILE_M": 32, "BLOCK": 64}, {"TILE_M": 256, "BLOCK": 2})
@@ -173,7 +173,7 @@ SPLIT_K: Mapping[int, Shape] = {
     192: (2, 1, 1),
     256: (2, 1, 1),
 }
-"""By tile_m, the fastest shape with split-K."""
+"""The fastest shape with split-K, by tile_m."""
 
 
 @dataclass(frozen=True)
