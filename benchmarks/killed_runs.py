@@ -23,7 +23,8 @@ import psutil
 from rows import write_rows
 
 RECIPES = {"sparsegpt": ["search=none"], "search": ["prune=wanda", "search=evolution", "search_effort=12"]}
-COLUMNS = ("recipe", "ranks", "killed_rank", "seconds", "pieces", "resumed_ranks", "same_bytes")
+MOST_PIECES, SECONDS = 5, 2.0
+COLUMNS = ("recipe", "ranks", "killed_rank", "pieces", "resumed_ranks", "same_bytes")
 
 
 def start(options: argparse.Namespace, recipe: str, ranks: int, out: Path) -> subprocess.Popen[bytes]:
@@ -37,14 +38,25 @@ def start(options: argparse.Namespace, recipe: str, ranks: int, out: Path) -> su
     return subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
-def kill(process: subprocess.Popen[bytes], rank: int, ranks: int) -> bool:
-    """Kill a rank of a run with SIGKILL; return whether there was one."""
+def finished_pieces(out: Path) -> list[Path]:
+    """Return the pieces of work that a run has finished."""
+    return list(out.with_name(f"{out.name}.partial").glob("*-*.json"))
+
+
+def kill_later(process: subprocess.Popen[bytes], out: Path, rng: random.Random, rank: int, ranks: int) -> bool:
+    """Kill a rank with SIGKILL at a random time after a random number of pieces; return False if the run has ended."""
+    wanted = rng.randrange(MOST_PIECES)
+    while process.poll() is None and len(finished_pieces(out)) < wanted:
+        time.sleep(0.01)
+    time.sleep(rng.uniform(0, SECONDS))
+    if process.poll() is not None:
+        return False
     workers = psutil.Process(process.pid).children() if ranks > 1 else [psutil.Process(process.pid)]
-    chosen = [worker for worker in workers if ranks == 1 or worker.environ().get("RANK") == str(rank)]
-    for worker in chosen:
-        worker.send_signal(signal.SIGKILL)
+    for worker in workers:
+        if ranks == 1 or worker.environ().get("RANK") == str(rank):
+            worker.send_signal(signal.SIGKILL)
     process.wait()
-    return bool(chosen)
+    return not out.exists()
 
 
 def main() -> None:
@@ -58,27 +70,22 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    rng, rows, whole = random.Random(options.seed), [], {}
+    rng, rows = random.Random(options.seed), list[dict[str, str]]()
     for number in range(options.times):
         recipe, ranks = list(RECIPES)[number % 2], 1 + number // 2 % 2
-        if recipe not in whole:
-            started = time.monotonic()
+        if not (options.scratch / recipe).exists():
             assert start(options, recipe, 1, options.scratch / recipe).wait() == 0, "see the log"
-            whole[recipe] = time.monotonic() - started
-        out, rank = options.scratch / "out", rng.randrange(ranks)
-        moment = rng.uniform(0.3, 0.9) * whole[recipe]  # before that a run imports
-        process = start(options, recipe, ranks, out)
-        time.sleep(moment)
-        killed = process.poll() is None and kill(process, rank, ranks)
-        pieces = len(list(out.with_name("out.partial").glob("*-*.json")))
-        resumed = rng.choice((1, 2))
+        out, rank, resumed = options.scratch / "out", rng.randrange(ranks), rng.choice((1, 2))
+        while not kill_later(start(options, recipe, ranks, out), out, rng, rank, ranks):
+            shutil.rmtree(out)  # it was finished before
+        pieces = len(finished_pieces(out))
         assert start(options, recipe, resumed, out).wait() == 0, "see the log"
         same = all(
             (out / name).read_bytes() == (options.scratch / recipe / name).read_bytes()
             for name in ("model.safetensors", "config.json")
         )
         shutil.rmtree(out)
-        values = (recipe, ranks, rank if killed else "none", f"{moment:.1f}", pieces, resumed, same)
+        values = (recipe, ranks, rank, pieces, resumed, same)
         rows.append(dict(zip(COLUMNS, map(str, values), strict=True)))
         write_rows(options.out, rows, COLUMNS)
         print(rows[-1], flush=True)

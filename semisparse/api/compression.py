@@ -41,10 +41,12 @@ from semisparse.compress import (
     calibration_tokens,
     compress_decoder_layers,
     dense_layers,
+    fingerprint,
     open_journal,
     split_decoder_experts,
+    weights_digest,
 )
-from semisparse.compress.journal import PARTS, recorded_parts, settings_of, weights_digest
+from semisparse.compress.journal import PARTS, recorded_parts
 from semisparse.compress.propagate import list_decoder_layers
 from semisparse.compress.ranks import local_rank, require_same
 from semisparse.compress.search import SearchResult, search_patterns
@@ -173,7 +175,7 @@ def compress(
     rounded = rounded_modules(dense, stored)
     plan = leave_unrounded_dense(plan, dense, rounded, stored)
     ranks, offload = all_ranks(where), None if offload is None else Path(offload)
-    settled = settings_of(batches, plan, seed=seed, device=where)
+    settled = fingerprint(batches, plan, seed=seed, device=where)
     require_same(ranks, settled | _machine_facts(where))
     needs = needs_of(dense, list_decoder_layers(dense, plan, {}), plan, batches, where, ranks, offload)
     inform(str(needs))

@@ -50,6 +50,7 @@ class Needs:
         disk: of the unfinished work and the result.
         offload: of the disk for hidden states; 0 if they are in memory.
         offload_to: its directory.
+        ranks: the processes on this host that take all this together; each has a GPU of its own.
     """
 
     host: int
@@ -57,17 +58,17 @@ class Needs:
     disk: int
     offload: int = 0
     offload_to: Path | None = None
+    ranks: int = 1
 
     def __str__(self) -> str:
         parts = {"host memory": self.host, "GPU memory": self.device, "disk": self.disk}
         parts[f"{self.offload_to} for hidden states"] = self.offload
-        return "compressing takes up to " + ", ".join(
-            f"{_text(size)} of {name}" for name, size in parts.items() if size
-        )
+        sizes = ", ".join(f"{_text(size)} of {name}" for name, size in parts.items() if size)
+        return f"compressing takes up to {sizes}" + (f", in {self.ranks} ranks on this host" if self.ranks > 1 else "")
 
     def on_each(self, ranks: int) -> Needs:
-        """Return what several such processes on one host take, each with a GPU of its own."""
-        return replace(self, host=ranks * self.host, offload=ranks * self.offload)
+        """Return what several such processes on one host take."""
+        return replace(self, host=ranks * self.host, offload=ranks * self.offload, ranks=ranks)
 
     def check(self, free: Needs) -> None:
         """Raise unless there is enough memory. The disk is not checked: after it was full, ``--resume`` goes on.

@@ -2,7 +2,7 @@
 
 from semisparse.compress.calibration import NEEDS_CALIBRATION, calibration_batches, calibration_tokens
 from semisparse.compress.choice import Choice, Option
-from semisparse.compress.journal import Journal, SharedJournal, fingerprint, open_journal
+from semisparse.compress.journal import Journal, SharedJournal, fingerprint, open_journal, weights_digest
 from semisparse.compress.pipeline import compress_decoder_layers
 from semisparse.compress.ranks import Ranks, all_ranks
 from semisparse.compress.recipe import NEEDS_DENSE, Recipe, parse_settings, read_yaml
@@ -38,4 +38,5 @@ __all__ = [
     "parse_settings",
     "read_yaml",
     "split_decoder_experts",
+    "weights_digest",
 ]

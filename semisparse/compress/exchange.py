@@ -82,7 +82,8 @@ class Exchange:
 
     def _load(self, content: bytes) -> tuple[Any, list[Tensor]]:
         unpickler = _Unpickler(io.BytesIO(content), self._device)
-        return unpickler.load(), unpickler.tensors
+        value = unpickler.load()
+        return value, [tensor for tensor in unpickler.tensors if tensor.numel()]
 
 
 class _Pickler(pickle.Pickler):
@@ -117,7 +118,7 @@ def _dump(value: Any) -> tuple[bytes, list[Tensor]]:
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(value)
-    return file.getvalue(), pickler.tensors
+    return file.getvalue(), [tensor for tensor in pickler.tensors if tensor.numel()]
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

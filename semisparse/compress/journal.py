@@ -34,23 +34,6 @@ PARTS = "parts of the sums"
 """The key of `Ranks.parts` in a fingerprint."""
 
 
-def fingerprint(
-    model: nn.Module, batches: Sequence[Tensor], recipe: Recipe, *, seed: int, device: torch.device | str
-) -> dict[str, str]:
-    """Return what determines the result of a compression, by name, for `Journal`.
-
-    Call it before the model is changed.
-
-    Args:
-        model: the dense model.
-        batches: calibration token ids, each [batch, tokens] int64.
-        recipe: of the compression.
-        seed: of the compression.
-        device: where the compression computes; only its type (cpu or cuda) is compared.
-    """
-    return {"model weights": weights_digest(model), **settings_of(batches, recipe, seed=seed, device=device)}
-
-
 def weights_digest(model: nn.Module) -> str:
     """Return a digest of a model's weights."""
     weights, state = hashlib.sha256(), model.state_dict()
@@ -60,8 +43,15 @@ def weights_digest(model: nn.Module) -> str:
     return weights.hexdigest()
 
 
-def settings_of(batches: Sequence[Tensor], recipe: Recipe, *, seed: int, device: torch.device | str) -> dict[str, str]:
-    """Return what determines the result of a compression beside the model, as in `fingerprint`."""
+def fingerprint(batches: Sequence[Tensor], recipe: Recipe, *, seed: int, device: torch.device | str) -> dict[str, str]:
+    """Return what determines the result of a compression beside the model's weights, by name, for `Journal`.
+
+    Args:
+        batches: calibration token ids, each [batch, tokens] int64.
+        recipe: of the compression.
+        seed: of the compression.
+        device: where the compression computes; only its type (cpu or cuda) is compared.
+    """
     tokens = hashlib.sha256()
     for batch in batches:
         tokens.update(f"{tuple(batch.shape)}".encode())
@@ -83,7 +73,7 @@ class Journal:
 
     Args:
         directory: created if absent.
-        fingerprint: of the run, from `fingerprint`.
+        fingerprint: of the run: `fingerprint`, `weights_digest` and whatever else determines its bytes.
 
     Raises:
         InputError: the directory holds the work of a run with another fingerprint.

@@ -110,8 +110,7 @@ class SeveralRanks(Ranks):
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         super().__init__(max(PARTS, 1 << (self.count - 1).bit_length()))
         self._exchange = Exchange(device)
-        self.hosts: list[str] = self.gather(socket.gethostname())
-        self.on_this_host = self.hosts.count(socket.gethostname())
+        self.on_this_host = self.gather(socket.gethostname()).count(socket.gethostname())
 
     def first(self, compute: Callable[[], T]) -> T:
         return self._exchange.broadcast(compute() if self.is_first else None, 0)

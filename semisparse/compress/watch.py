@@ -27,10 +27,11 @@ from semisparse.errors import InputError, SemisparseError
 INTERVAL = 0.5
 """Seconds between two counts."""
 
-PATIENCE = 60.0
-"""Seconds without a count after which a rank is lost; a machine that pages may stop for some."""
+PATIENCE = 120
+"""Of this rank's counts without one of another, after which that is lost; a machine that pages may stop for some. Time
+is counted so that a machine that was suspended finds nobody dead."""
 
-ALARMED = 5.0
+ALARMED = 10
 """The same once a connection was closed or torchrun has sent SIGTERM: it kills what is left after 30 s."""
 
 Speak = Callable[[str], None]
@@ -38,10 +39,10 @@ Speak = Callable[[str], None]
 
 
 class _Seen(NamedTuple):
-    """What a rank wrote last, and when this rank first read it."""
+    """What a rank wrote last, and for how many of this rank's counts."""
 
     text: str
-    since: float
+    age: int
 
     @property
     def failure(self) -> tuple[int, str] | None:
@@ -50,9 +51,9 @@ class _Seen(NamedTuple):
         status, _, message = rest.partition(" ")
         return (int(status), message) if kind == "failed" else None
 
-    def silent(self, patience: float) -> bool:
+    def silent(self, patience: int) -> bool:
         """Whether the rank has written nothing for so long, and has not ended."""
-        return self.text.isdecimal() and time.monotonic() - self.since > patience
+        return self.text.isdecimal() and self.age > patience
 
 
 class Watch:
@@ -71,18 +72,21 @@ class Watch:
         self._store.set(f"host {rank}", socket.gethostname())
         self._keys = [self._key(rank) for rank in range(count)]
         self._hosts = [store.get(f"host {other}").decode() for other in range(count)]  # waits until all have begun
-        self._alarmed_at: float | None = None
+        self._counts = 0
+        self._alarmed_at: int | None = None
+        self._alarm = ""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def alarm(self) -> None:
-        """Say that something has ended; the thread finds out what, and ends this process."""
-        self._alarmed_at = self._alarmed_at or time.monotonic()
+    def alarm(self, sentence: str) -> None:
+        """Say that something has ended; the thread finds out what, else says this sentence, and ends this process."""
+        if self._alarmed_at is None:
+            self._alarmed_at, self._alarm = self._counts, sentence
 
     def wait(self) -> None:
         """Wait for the thread to end this process."""
-        self._thread.join(4 * ALARMED)
+        self._thread.join(4 * ALARMED * INTERVAL)
 
     def end(self, last_word: str) -> None:
         """Stop, and tell the others how this rank ends."""
@@ -97,17 +101,15 @@ class Watch:
         return f"semisparse rank {rank}"
 
     def _run(self) -> None:
-        seen = [_Seen("0", time.monotonic()) for _ in self._keys]
-        beats = 0
+        seen = [_Seen("0", 0) for _ in self._keys]
         while not self._stop.wait(INTERVAL):
-            beats += 1
+            self._counts += 1
             try:
-                self._store.set(self._keys[self._rank], str(beats))
+                self._store.set(self._keys[self._rank], str(self._counts))
                 texts = [text.decode() for text in self._store.multi_get(self._keys)]
             except RuntimeError as error:
                 self._exit(1, True, f"the ranks' store has gone, with the host that torchrun made it on: {error}")
-            now = time.monotonic()
-            seen = [old if old.text == text else _Seen(text, now) for old, text in zip(seen, texts, strict=True)]
+            seen = [_Seen(text, old.age + 1 if text == old.text else 0) for old, text in zip(seen, texts, strict=True)]
             self._judge(seen)
 
     def _judge(self, seen: list[_Seen]) -> None:
@@ -117,14 +119,14 @@ class Watch:
         failed = {rank: one.failure for rank, one in enumerate(seen) if one.failure}
         speaks = self._rank == min(set(range(len(seen))) - set(lost) - failed.keys())
         rank = min(failed, default=None)
-        if rank is not None and time.monotonic() - seen[rank].since > ALARMED / 2:  # this rank may fail alike
+        if rank is not None and seen[rank].age > ALARMED / 2:  # this rank may fail alike
             status, message = failed[rank] or (1, "")
             self._exit(status, speaks and rank != 0, f"{self._name(rank)}: {message}")
         elif lost:
             names = " and ".join(self._name(rank) for rank in lost)
             self._exit(1, speaks, f"{names} died; the same command with --resume goes on, with any number of ranks")
-        elif self._alarmed_at is not None and time.monotonic() - self._alarmed_at > 2 * ALARMED:
-            self._exit(143, speaks, "this run was ended from outside; the same command with --resume goes on")
+        elif self._alarmed_at is not None and self._counts - self._alarmed_at > 2 * ALARMED:
+            self._exit(143, speaks, f"{self._alarm}; the same command with --resume goes on")
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} on {self._hosts[rank]}"
@@ -156,11 +158,11 @@ def joined_ranks(speak: Speak) -> Iterator[int]:
         torch.cuda.set_device(local_rank())
     dist.init_process_group("gloo")
     watch = Watch(dist.distributed_c10d._get_default_store(), dist.get_rank(), count, speak)
-    signal.signal(signal.SIGTERM, lambda *_: watch.alarm())
+    signal.signal(signal.SIGTERM, lambda *_: watch.alarm("this run was ended from outside"))
     try:
         yield dist.get_rank()
     except LostRank:
-        watch.alarm()
+        watch.alarm("the connection to another rank is lost, and all ranks live")
         watch.wait()
         raise
     except BaseException as error:

@@ -58,3 +58,26 @@ def test_needs_grow_with_the_tokens_and_not_with_the_layers():
 
     assert host(1000) == host(1000, num_hidden_layers=4)
     assert host(2000) - host(1000) == 1000 * (2 * 4 * 24 + needs.BATCH_BYTES * 44)
+
+
+def test_hidden_states_on_disk_are_counted_there(tmp_path: Path):
+    def of(offload: Path | None, *settings: str) -> Needs:
+        model, plan = random_model("llama"), semisparse.api.read_recipe("gqsa", ["pattern=g4@50%", *settings])
+        layers, batches = compression.list_decoder_layers(model, plan, {}), [torch.zeros(1, 5000, dtype=torch.int64)]
+        return needs.needs_of(model, layers, plan, batches, torch.device("cpu"), Ranks(), offload)
+
+    memory, disk = of(None, "tune=none"), of(tmp_path, "tune=none")
+    assert (memory.offload, disk.offload) == (0, 2 * 4 * 24 * 5000)
+    assert memory.host - disk.host == disk.offload
+    assert of(tmp_path, "tune=bqpo").offload == 3 * 4 * 24 * 5000, "the targets, too"
+    assert f"1 MB of {tmp_path} for hidden states" in str(disk)
+    assert str(disk.on_each(2)).endswith(f"2 MB of {tmp_path} for hidden states, in 2 ranks on this host")
+
+
+def test_an_offload_directory_that_is_missing_or_too_small_is_refused(tmp_path: Path):
+    with pytest.raises(InputError, match=r"--offload .*none is no directory; make it"):
+        free_memory(torch.device("cpu"), tmp_path / "none")
+    room = Needs(0, 0, 0, 900_000_000, tmp_path)
+    with pytest.raises(InputError, match=f"take up to 1.0 GB of {tmp_path}, 0.9 GB are free: use fewer --samples"):
+        Needs(0, 0, 0, 1_000_000_000, tmp_path).check(room)
+    Needs(0, 0, 0, 800_000_000, tmp_path).check(room)

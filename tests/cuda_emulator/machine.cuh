@@ -29,6 +29,7 @@
 #define __forceinline__ inline
 #define __restrict__
 #define __launch_bounds__(...)
+#define __maxnreg__(...)
 #define __cluster_dims__(...) EMULATED_CLUSTER(__VA_ARGS__)
 #define EMULATED_CLUSTER(...)
 #define __CUDA_ARCH__ 900

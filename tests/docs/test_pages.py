@@ -211,6 +211,18 @@ def test_several_gpus(models: Path, monkeypatch: pytest.MonkeyPatch):
     assert (models / "small" / "config.json").exists()
 
 
+@pytest.mark.slow
+def test_the_program_for_ray(models: Path, monkeypatch: pytest.MonkeyPatch):
+    """On one host, with two workers that have no GPU."""
+    pytest.importorskip("ray.train")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(DOCS.parent), *sys.path]))
+    [program] = [block.text for block in blocks("several-gpus.md") if file_of(block)]
+    Path("compress_on_ray.py").write_text(program)
+    words = [models / "MODEL", "rheosparse", models / "text.txt", models / "small", "2", "cpu"]
+    subprocess.run([sys.executable, "compress_on_ray.py", *map(str, words)], check=True, timeout=900)
+    assert (models / "small" / "config.json").exists()
+
+
 def test_engine(workdir: Path, run):
     shutil.copytree(workdir / "small", workdir / "MODEL")  # any model with the same tokenizer
     run_all("engine.md", run)

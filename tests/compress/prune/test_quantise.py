@@ -133,7 +133,7 @@ def test_a_resumed_run_has_the_same_scales(tmp_path: Path):
     runs: list[list[LayerReport]] = []
     for _ in range(2):
         model = random_model("llama")
-        journal = Journal(tmp_path, fingerprint(model, calibration(), recipe, seed=0, device="cpu"))
+        journal = Journal(tmp_path, fingerprint(calibration(), recipe, seed=0, device="cpu"))
         runs.append(compress_decoder_layers(model, calibration(), recipe, store=InPlace(journal)))
     assert runs[0] == runs[1]
     for first, second in zip(*runs, strict=True):
@@ -146,6 +146,6 @@ def test_a_resumed_run_knows_symmetric_scales(tmp_path: Path):
     recipe = Recipe(pattern="2:4", quant="w8", prune="magnitude")
     for _ in range(2):
         model = random_model("llama")
-        journal = Journal(tmp_path, fingerprint(model, calibration(), recipe, seed=0, device="cpu"))
+        journal = Journal(tmp_path, fingerprint(calibration(), recipe, seed=0, device="cpu"))
         reports = compress_decoder_layers(model, calibration(), recipe, store=InPlace(journal))
         assert all(report.scales.symmetric for report in reports)

@@ -150,7 +150,7 @@ def test_progress_and_results_are_reported():
 
 def resume(directory: Path, progress=lambda *_: None) -> PreTrainedModel:
     model = random_model("llama")
-    identity = fingerprint(model, calibration(), RECIPE, seed=1, device="cpu")
+    identity = fingerprint(calibration(), RECIPE, seed=1, device="cpu")
     tune(model, store=InPlace(Journal(directory, identity)), progress=progress)
     return model
 

@@ -60,7 +60,7 @@ struct TileStream {
     }
 };
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_bitmask_gemm(
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) EXPAND_GEMM_BOUNDS semisparse_bitmask_gemm(
     const unsigned char* __restrict__ x,        // as permute_x.cu stores it, with BLOCK = 64
     const unsigned char* __restrict__ tiles,    // [row_tiles, column_tiles, kTileBytes]
     const SCALAR* __restrict__ bias,            // [n] or null
