@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from semisparse.errors import FormatError, InputError, KernelError
 from semisparse.formats.codes import Codes
-from semisparse.formats.kernel import Kernel, Pass, Problem, fused_cost
+from semisparse.formats.kernel import ExpertsProblem, ExpertsProduct, Kernel, Pass, Problem, fused_cost
 from semisparse.formats.tuned import ranking
 from semisparse.patterns import Pattern, parse_pattern
 
@@ -309,6 +309,8 @@ class Format:
             concatenated parts, with ``pattern`` and not quantised again. None if unpacking and packing does that.
         stack: (weights to stack along N, total rows) -> the params of the stack, whose tensors are the concatenated
             ones with continued offsets; None if they cannot be concatenated. Without it, ``split_n`` decides.
+        experts: problem -> the matmuls of a mixture's experts by a fixed number of launches, or None if no kernel can
+            compute them. A format that can compute one number of pairs on a device can compute any.
         arrange: (packed, device type) -> the same weight on its present device, in the layout for kernels on the given
             device type. For ``cpu`` that is the layout on disk.
     """
@@ -338,6 +340,7 @@ class Format:
     grain: Callable[[WeightSpec], tuple[int, int]] | None = None
     regroup: Callable[[Sequence[Packed], int, int, int, Pattern], Packed] | None = None
     stack: Callable[[Sequence[Packed], int], Mapping[str, Scalar] | None] | None = None
+    experts: Callable[[ExpertsProblem], ExpertsProduct | None] = lambda problem: None
     arrange: Callable[[Packed, str], Packed] = lambda packed, device_type: packed
 
     def pack(self, weight: Tensor, pattern: Pattern | str, **options: Any) -> Packed:

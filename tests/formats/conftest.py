@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from tests.cuda_emulator import emulated  # noqa: F401
+
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():

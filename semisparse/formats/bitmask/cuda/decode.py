@@ -19,7 +19,7 @@ from semisparse.runtime.nvrtc import Defines
 UNFUSED: Defines = {"RMS_NORM": 0, "ADD_RESIDUAL": 0, "SILU_MUL": 0}
 
 
-def _defines(
+def decode_defines(
     dtype: torch.dtype,
     keep: int,
     tile_m: int,
@@ -28,6 +28,7 @@ def _defines(
     stages: int,
     fusion: Defines = UNFUSED,
 ) -> Defines:
+    """Return the macros."""
     return {
         "SCALAR": operands.SCALARS[dtype],
         "KEEP": keep,
@@ -43,15 +44,17 @@ def _defines(
 SOURCE = CudaSource(
     Path(__file__).with_name("decode.cu"),
     (
-        _defines(torch.float16, keep=1, tile_m=8, warps_n=1, warps_k=8, stages=2),
-        _defines(torch.float16, keep=32, tile_m=1, warps_n=1, warps_k=6, stages=2),
-        _defines(torch.float16, keep=64, tile_m=16, warps_n=2, warps_k=4, stages=2),
-        _defines(torch.float16, keep=32, tile_m=32, warps_n=4, warps_k=2, stages=2),
-        _defines(torch.bfloat16, keep=32, tile_m=64, warps_n=8, warps_k=1, stages=2),
-        _defines(torch.bfloat16, 32, 1, 1, 8, 2, {**UNFUSED, "RMS_NORM": 1}),
-        _defines(torch.float16, 32, 1, 2, 8, 2, {**UNFUSED, "RMS_NORM": 1, "SILU_MUL": 1}),
-        _defines(torch.bfloat16, 32, 1, 1, 8, 2, {**UNFUSED, "ADD_RESIDUAL": 1}),
-        _defines(torch.float16, 32, 8, 2, 8, 2, {**UNFUSED, "RMS_NORM": 1, "SILU_MUL": 1}),
+        decode_defines(torch.float16, keep=1, tile_m=8, warps_n=1, warps_k=8, stages=2),
+        decode_defines(torch.float16, keep=32, tile_m=1, warps_n=1, warps_k=6, stages=2),
+        decode_defines(torch.float16, keep=64, tile_m=16, warps_n=2, warps_k=4, stages=2),
+        decode_defines(torch.float16, keep=32, tile_m=32, warps_n=4, warps_k=2, stages=2),
+        decode_defines(torch.bfloat16, keep=32, tile_m=64, warps_n=8, warps_k=1, stages=2),
+        decode_defines(torch.bfloat16, 32, 1, 1, 8, 2, {**UNFUSED, "RMS_NORM": 1}),
+        decode_defines(torch.float16, 32, 1, 2, 8, 2, {**UNFUSED, "RMS_NORM": 1, "SILU_MUL": 1}),
+        decode_defines(torch.bfloat16, 32, 1, 1, 8, 2, {**UNFUSED, "ADD_RESIDUAL": 1}),
+        decode_defines(torch.float16, 32, 8, 2, 8, 2, {**UNFUSED, "RMS_NORM": 1, "SILU_MUL": 1}),
+        {**decode_defines(torch.bfloat16, 32, 8, 2, 4, 2, {**UNFUSED, "SILU_MUL": 1}), "EXPERTS": 1},
+        {**decode_defines(torch.float16, 31, 1, 2, 3, 2), "EXPERTS": 1},
     ),
 )
 
@@ -85,7 +88,7 @@ def _prepared(problem: Problem, schedule: DecodeSchedule) -> FusedProduct:
     n, k, device = problem.n, problem.k, problem.device
     weight = tiling(problem.spec)
     config = (schedule.tile_m, schedule.warps_n, schedule.warps_k, schedule.stages)
-    defines = _defines(problem.dtype, weight.keep, *config, problem.fusion_defines)
+    defines = decode_defines(problem.dtype, weight.keep, *config, problem.fusion_defines)
     kernel = SOURCE.build("semisparse_bitmask_decode", defines, schedule.shared).load(device)
     grid, threads, rows_align = (schedule.ctas, 1, 1), 32 * schedule.warps, k % 8 == 0
     row_tiles, column_tiles = weight.row_tiles, weight.column_tiles

@@ -20,7 +20,7 @@ from semisparse.runtime.kernel import CudaSource, hopper_refusal
 from semisparse.runtime.nvrtc import Defines
 
 
-def _defines(dtype: torch.dtype, keep: int, schedule: Schedule) -> Defines:
+def gemm_defines(dtype: torch.dtype, keep: int, schedule: Schedule) -> Defines:
     """Return the macros."""
     return {"KEEP": keep, **schedule.defines(dtype)}
 
@@ -29,10 +29,12 @@ GEMM = CudaSource(
     Path(__file__).with_name("gemm.cu"),
     (
         # tile_m, warpgroups, cluster, split_k, stages, x_stages, ctas_per_sm
-        _defines(torch.float16, 32, Schedule(64, 2, 2, 0, 3, 2, 1)),
-        _defines(torch.float16, 64, Schedule(256, 2, 2, 0, 1, 1, 1)),
-        _defines(torch.bfloat16, 31, Schedule(32, 1, 1, 4, 3, 1, 3)),
-        _defines(torch.bfloat16, 32, Schedule(192, 2, 1, 4, 3, 1, 1)),
+        gemm_defines(torch.float16, 32, Schedule(64, 2, 2, 0, 3, 2, 1)),
+        gemm_defines(torch.float16, 64, Schedule(256, 2, 2, 0, 1, 1, 1)),
+        gemm_defines(torch.bfloat16, 31, Schedule(32, 1, 1, 4, 3, 1, 3)),
+        gemm_defines(torch.bfloat16, 32, Schedule(192, 2, 1, 4, 3, 1, 1)),
+        {**gemm_defines(torch.bfloat16, 32, Schedule(192, 2, 1, 0, 3, 1, 1)), "EXPERTS": 1},
+        {**gemm_defines(torch.float16, 31, Schedule(16, 2, 2, 0, 3, 2, 1)), "EXPERTS": 1},
     ),
     architectures=("sm_90a",),
 )
@@ -59,7 +61,7 @@ def prepare(problem: Problem, schedule: Schedule | None = None) -> Product:
     schedule = schedule or choose(problem.m, tiles, device_facts(problem.device), GEMM_RATES)
     product = expand_gemm.prepare(
         lambda chosen: GEMM.build(
-            "semisparse_bitmask_gemm", _defines(problem.dtype, weight.keep, chosen), chosen.shared(tiles)
+            "semisparse_bitmask_gemm", gemm_defines(problem.dtype, weight.keep, chosen), chosen.shared(tiles)
         ),
         schedule, tiles, BLOCK, problem.spec.shape, problem.device,
     )  # fmt: skip

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from semisparse.formats.bitmask.storage.gpu import COLUMNS, ROWS, Tiling
-from semisparse.formats.kernel import Problem
+from semisparse.formats.kernel import ExpertsProblem, Problem
 from semisparse.runtime.device import RESERVED_SHARED, DeviceFacts
 from semisparse.runtime.expand_gemm import Rates, Tiles
 
@@ -16,6 +16,18 @@ DECODE_MAX_TOKENS = 64
 
 DECODE_WARPS_PER_SM = {1: 20, 8: 20, 16: 16, 32: 16, 64: 10}
 """Maximum resident warps per SM by TILE_M: the kernels use up to 96, 96, 128, 128 and 200 registers per thread."""
+
+EXPERT_PAIRS = 16
+"""Up to so many pairs of a token and an expert, each has CTAs of its own; more share an expert's."""
+
+EXPERT_SHAPES = {1: ((2, 2, 2),), 8: ((2, 4, 1),)}
+"""By TILE_M: WARPS_N, WARPS_K and STAGES for a stack of experts, the best first (H200, sweeps/experts.csv)."""
+
+EXPERT_SHAPES_GATED = {1: ((2, 8, 2), (2, 4, 1)), 8: ((2, 2, 2), (2, 4, 1))}
+"""The same with SiLU, where a CTA has row tiles of both halves."""
+
+EXPERT_WAVES = {1: 1, 8: 4}
+"""By TILE_M: CTAs per resident one. With 8 some experts have more pairs than others."""
 
 GEMM_MIN_TOKENS = 17
 """Minimum M. Below it decode.cu is faster (H200, 32:64)."""
@@ -82,6 +94,34 @@ def choose_fused(problem: Problem, weight: Tiling, gpu: DeviceFacts) -> DecodeSc
     candidates = [(warps_n, 8, 2), (warps_n, 4, 1)]
     fitting = (_decode_schedule(problem.m, weight, gpu, *candidate, True) for candidate in candidates)
     return next((schedule for schedule in fitting if schedule is not None), None)
+
+
+def fuses_silu(problem: ExpertsProblem) -> bool:
+    """Return whether decode.cu can fuse SiLU: it copies x whole, in units of 16 bytes."""
+    return problem.epilogue == "silu_mul" and problem.k % 8 == 0
+
+
+def choose_experts(problem: ExpertsProblem, weight: Tiling, gpu: DeviceFacts) -> DecodeSchedule:
+    """Choose the schedule of decode.cu for a stack of experts: ``ctas`` for each, or for each pair if tile_m is 1.
+
+    Args:
+        problem: all experts' matmuls.
+        weight: an expert's tiles.
+        gpu: what it runs on.
+    Returns:
+        SiLU is fused if `fuses_silu` and ``warps_n`` is even.
+    """
+    pairs, gated = problem.pairs, fuses_silu(problem)
+    m = 1 if pairs <= EXPERT_PAIRS else 8
+    shapes = (EXPERT_SHAPES_GATED if gated else EXPERT_SHAPES)[m]
+    # Without SiLU x need not lie in shared memory whole, and the last fits always.
+    candidates = [(*shape, gated) for shape in shapes] + [(1, 4, 1, False), (1, 1, 1, False)]
+    fitting = (_decode_schedule(m, weight, gpu, *candidate) for candidate in candidates)
+    schedule = next(schedule for schedule in fitting if schedule is not None)
+    resident = min(gpu.shared_per_sm // (schedule.shared + RESERVED_SHARED), DECODE_WARPS_PER_SM[m] // schedule.warps)
+    slots = EXPERT_WAVES[m] * resident * gpu.sms // min(pairs, problem.experts if m > 1 else pairs)
+    ctas = max(1, min(slots, -(-weight.row_tiles // schedule.warps_n)))
+    return replace(schedule, ctas=ctas)
 
 
 def _preferred(m: int, weight: Tiling, sms: int) -> tuple[int, int, int]:

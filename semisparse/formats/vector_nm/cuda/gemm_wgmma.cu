@@ -112,7 +112,7 @@ __device__ __forceinline__ void copy_tile(const Vectors& weight, Word to, int ro
 __device__ __forceinline__ void Vectors::produce(const StreamMemory& memory, const WorkRanges& work, int first, int last,
                                                  int warp, int lane) const {
     Positions positions[kMostConsumers];
-    TileCursor tile(work, first, warp, 1 << 30);  // of the warp's first consumer, even if past the last row tile
+    TileCursor tile(work, first, warp);  // of the warp's first consumer
     auto row_tile = [&](int i) { return min(tile.row_tile + i * kProducerWarps, row_tiles - 1); };
     auto load_positions = [&] {
 #pragma unroll

@@ -25,8 +25,8 @@
 //     acquire(iteration)                waits for a tile; returns an object whose expand<step>(fragment) is called step by step
 //     release(iteration)                the tile has been expanded
 //
-// Compiled for sm_90a with SCALAR (__half or __nv_bfloat16), TILE_M (16, 32, or a multiple of 64 up to 256), WARPGROUPS,
-// CLUSTER, SPLIT_K (0: Stream-K), STAGES, X_STAGES, CTAS_PER_SM.
+// Compiled for sm_90a with SCALAR (__half or __nv_bfloat16), TILE_M (16, 32, 160, or a multiple of 64 up to 256), WARPGROUPS,
+// CLUSTER, SPLIT_K (0: Stream-K), STAGES, X_STAGES, CTAS_PER_SM. With EXPERTS (stream_k.cuh) SPLIT_K is 0 or 1.
 
 #pragma once
 
@@ -143,7 +143,8 @@ struct Operands {
     const SCALAR* bias;      // [n] or null
     SCALAR* y;               // [m, n]
     Workspace workspace;
-    int m, n, row_tiles, column_tiles;
+    int m, n, row_tiles, column_tiles;  // with EXPERTS row_tiles and n are those of an expert, and m is not used
+    Jobs jobs = {};                     // with EXPERTS
 };
 
 // A consumer warp: expands and multiplies its rows of every output tile of the range, and stores them.
@@ -168,7 +169,10 @@ __device__ __forceinline__ void consume(const Weights& weights, const Operands& 
         }
         wgmma_wait_group<0>();
         const int first_row = (work.row_tile(tile) + warp) * kTileRows;
-        const WarpOutput output(operands.y, operands.bias, work.m_tile(tile) * TILE_M, first_row, operands.m, operands.n, lane);
+        const int m_tile = work.m_tile(tile);
+        const SCALAR* bias = operands.bias;
+        if (EXPERTS && bias) bias += static_cast<long long>(operands.jobs.experts[m_tile]) * operands.n;
+        const WarpOutput output(operands.y, bias, operands.jobs.pairs, m_tile * TILE_M, first_row, operands.m, operands.n, lane);
         reduce_and_store(accumulators, work, operands.workspace, output, tile, begin, range, warp, lane);
     }
 }
@@ -180,7 +184,7 @@ __device__ __forceinline__ void expand_gemm(const Weights& weights, const Operan
     griddepcontrol_launch_dependents();
     const int lane = threadIdx.x % kWarpSize;
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / kWarpSize, 0);  // warp-uniform for the compiler
-    const WorkRanges work = make_ranges(operands.m, operands.row_tiles, operands.column_tiles);
+    const WorkRanges work = make_ranges(operands.m, operands.row_tiles, operands.column_tiles, operands.jobs);
     const int range = blockIdx.x / CLUSTER;
     const int first = work.first(range), last = work.first(range + 1);
     const Word x_stages = smem_address(shared);

@@ -16,38 +16,60 @@
 #include "expand_gemm/tile_shape.cuh"
 #include "ptx/global.cuh"
 #include "ptx/griddepcontrol.cuh"
+#include "rows.cuh"
 
 constexpr int kRangesPerTile = SPLIT_K > 0 ? SPLIT_K : 1;
 constexpr int kLoadGroups = kRangesPerTile <= 4 ? 4 : 2;  // token groups whose partials are loaded together
 
+// With EXPERTS (rows.cuh): the tokens of an output tile are a job, up to TILE_M pairs of one expert. Output tiles are numbered
+// job by job. experts/route.cu writes the jobs, and has ended when the preceding kernel, permute_pairs.cu, begins: they may be read
+// before griddepcontrol.wait.
+struct Jobs {
+    const int* count;    // [1]
+    const int* experts;  // [count], the expert of each job
+    const int* pairs;    // [count, TILE_M], -1 where a job has fewer
+};
+
 struct WorkRanges {
     int column_tiles, m_tiles, iterations, ranges;
-    __device__ __forceinline__ int first(int range) const { return static_cast<long long>(range) * iterations / ranges; }
+    const int* job_experts;     // with EXPERTS
+    int row_groups, row_tiles;  // of the weight, or of an expert: output tiles along N, and weight tiles
+    __device__ __forceinline__ int first(int range) const {
+        return static_cast<long long>(EXPERTS ? min(range, ranges) : range) * iterations / ranges;
+    }
     __device__ __forceinline__ int tile(int iteration) const { return iteration / column_tiles; }
     __device__ __forceinline__ int column(int iteration) const { return iteration % column_tiles; }
     __device__ __forceinline__ int end(int tile) const { return (tile + 1) * column_tiles; }
-    __device__ __forceinline__ int m_tile(int tile) const { return tile % m_tiles; }
-    // The row tile of the CTA's first warp.
+    __device__ __forceinline__ int m_tile(int tile) const { return EXPERTS ? tile / row_groups : tile % m_tiles; }
+    // The row tile of the CTA's first warp, counted over the weight or over an expert.
     __device__ __forceinline__ int row_tile(int tile) const {
-        return (tile / m_tiles * CLUSTER + blockIdx.x % CLUSTER) * kConsumerWarps;
+        return ((EXPERTS ? tile % row_groups : tile / m_tiles) * CLUSTER + blockIdx.x % CLUSTER) * kConsumerWarps;
+    }
+    // The weight tile row of a consumer warp. Warps past the last row tile repeat it.
+    __device__ __forceinline__ int weight_row(int tile, int warp) const {
+        return (EXPERTS ? job_experts[m_tile(tile)] * row_tiles : 0) + min(row_tile(tile) + warp, row_tiles - 1);
     }
 };
 
-__device__ __forceinline__ WorkRanges make_ranges(int m, int row_tiles, int column_tiles) {
-    const int m_tiles = (m + TILE_M - 1) / TILE_M;
+__device__ __forceinline__ WorkRanges make_ranges(int m, int row_tiles, int column_tiles, const Jobs& jobs) {
+    const int m_tiles = EXPERTS ? *jobs.count : (m + TILE_M - 1) / TILE_M;
     const int row_groups = (row_tiles + CLUSTER * kConsumerWarps - 1) / (CLUSTER * kConsumerWarps);
-    return {column_tiles, m_tiles, row_groups * m_tiles * column_tiles, static_cast<int>(gridDim.x) / CLUSTER};
+    const int iterations = row_groups * m_tiles * column_tiles;
+    // No range may be empty: the one before it would wait for its partials. The host does not know the number of jobs.
+    const int ranges = static_cast<int>(gridDim.x) / CLUSTER;
+    return {column_tiles, m_tiles, iterations, EXPERTS ? max(min(ranges, iterations), 1) : ranges,
+            jobs.experts, row_groups, row_tiles};
 }
 
-// A consumer warp's weight tile in an iteration. Advancing divides only at the end of an output tile. Warps past the last row
-// tile repeat it; their accumulators are not stored.
+// A consumer warp's weight tile in an iteration. Advancing divides only at the end of an output tile. The accumulators of warps
+// past the last row tile are not stored.
 struct TileCursor {
     WorkRanges work;
     int iteration, column, row_tile;
-    int warp, row_tiles;
+    int warp;
 
-    __device__ __forceinline__ TileCursor(const WorkRanges& work, int iteration, int warp, int row_tiles)
-        : work(work), iteration(iteration), column(work.column(iteration)), warp(warp), row_tiles(row_tiles) {
+    __device__ __forceinline__ TileCursor(const WorkRanges& work, int iteration, int warp)
+        : work(work), iteration(iteration), column(work.column(iteration)), warp(warp) {
         find_row_tile();
     }
     __device__ __forceinline__ void advance() {
@@ -57,7 +79,7 @@ struct TileCursor {
         find_row_tile();
     }
     __device__ __forceinline__ void find_row_tile() {
-        row_tile = min(work.row_tile(work.tile(iteration)) + warp, row_tiles - 1);
+        if (!EXPERTS || iteration < work.iterations) row_tile = work.weight_row(work.tile(iteration), warp);
     }
 };
 
