@@ -23,7 +23,7 @@ from semisparse.quant.group import scales_of
 COLUMNS = ("model", "pattern", "bits", "group", "scheme", "bits_per_weight", "error")
 
 DTYPE = torch.float16
-"""Of the scales."""
+"""The dtype of the scales."""
 
 
 def main() -> None:

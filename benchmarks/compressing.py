@@ -4,8 +4,8 @@ Usage: python benchmarks/compressing.py OUT.csv --data DATA --scratch DIR [--arc
            [--runs sparsegpt,magnitude]
 
 DATA holds models/pycode-11m, for its tokenizer, and text/pycode-calib.txt. Each run is a process of its own.
-`block_seconds` is the median over decoder layers, the first left out. `anonymous_gb` is the most host memory beside the
-page cache, `resident_gb` the most in all, `device_gb` the most GPU memory that torch held.
+`block_seconds` is the median over all decoder layers but the first. `anonymous_gb` is the peak host memory beside the
+page cache, `resident_gb` the peak with it, `device_gb` the peak GPU memory that torch allocated.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Usage: python benchmarks/compressing_parts.py OUT.csv
 
-Errors are of the norm, against float64; `pruned` counts the weights whose mask differs from the one chosen column by
-column in torch.
+An error is the norm of the difference to float64 over the norm. `pruned` counts the weights whose mask differs from
+that chosen column by column in torch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 @torch.no_grad()
 def errors() -> list[dict[str, str]]:
-    """Return the rows of what is computed otherwise than in float32, column by column."""
+    """Return the errors of what is not computed in float32, column by column."""
     x, weight = torch.randn(4096, 1024, device="cuda"), torch.randn(512, 1024, device="cuda")
     gram, product = x.double().T @ x.double(), x.double() @ weight.double().T
     with ThreePassLinear():

@@ -4,7 +4,7 @@
 
 Random weights, batch 1, bfloat16. Kernels overlap (programmatic dependent launch): one is resident, and loads its
 weight, while the one before still runs. So a kernel's duration says little. What it adds is from the end of the kernel
-before to its own end; the sum over a step is the step. Medians over all layers but the first and the last.
+before to its own end; these times add up to the step. Medians over all layers but the first and the last.
 """
 
 from __future__ import annotations

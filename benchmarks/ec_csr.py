@@ -4,11 +4,10 @@
 
 DATA is a directory with ``models/`` and ``text/``. Masks of pycode-11m are SparseGPT's, summed over its layers, with K
 of 384 and 1,024. Matrices with K = 4,096 have random masks, or those of SparseGPT, as published or with repeated masks,
-for Gaussian weights and correlated inputs of log-normal strength (standard deviation of the logarithm 0.5). Rows that
+for Gaussian weights and correlated inputs of log-normal magnitude (standard deviation of the logarithm 0.5). Rows that
 the CSV already has are not measured again, so that an interrupted run continues. Bytes are those of all stored tensors;
 ``padding`` is the fraction of stored values that are zero; ``shared2``, ``shared4``, ``shared8`` are the fractions of
-the weights in blocks of 2, 4 and 8 rows (layout
-``paper``).
+the weights in blocks of 2, 4 and 8 rows (layout ``paper``).
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
     python benchmarks/ec_csr_speed.py extraction results/h200/ec_csr-extraction.csv [--device cpu --shapes 4096,4096]
 
 `decode` and `ablation` need a GPU. They time one token in CUDA graphs over weights that exceed the cache. Every output
-is compared with float64 before it is timed. `ablation` is section 8.3 in the layout ``paper``: columns as deltas
-alone, with rows that share columns, and with long blocks clipped. `extraction` measures seconds, and a digest that is
-the same on every device.
+is compared with float64 before it is timed. `ablation` is the paper's section 8.3, in the layout ``paper``:
+delta-encoded columns only, then with blocks of rows that share columns, then with long blocks clipped. `extraction`
+measures seconds, and writes a digest that is the same on every device.
 """
 
 from __future__ import annotations

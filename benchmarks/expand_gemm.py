@@ -2,9 +2,9 @@
 
     python benchmarks/expand_gemm.py results/h200/sweeps/expand-gemm.csv [--seconds 150] [--dtype bfloat16] [--only gqs]
 
-Needs a Hopper GPU: CUDA graphs over weights that outgrow the cache, every output compared with float32 before it is
-timed. A row with "chosen" is the schedule that the kernel takes by itself. Builds are compiled first, in a thread per
-core. After ``--seconds`` the rest is left out, and counted on the last line.
+Needs a Hopper GPU. Times are of CUDA graphs over weights that outgrow the cache; every output is compared with float32
+before it is timed. A row with "chosen" is the schedule that the kernel chooses. Builds are compiled first, in a thread
+per core. After ``--seconds`` no more schedules are timed; the last line has the number of those left out.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ STREAMED = {
     192: ((2, 1, 1), (2, 2, 1)),
     256: ((2, 1, 1), (2, 2, 1)),
 }
-"""By tile_m, for Stream-K: warpgroups per CTA, CTAs per cluster and per SM."""
+"""Warpgroups per CTA, CTAs per cluster and per SM to time with Stream-K, by tile_m."""
 
 SPLIT = {
     16: ((4, 1, 1), (2, 1, 2), (1, 1, 3)),
@@ -115,7 +115,7 @@ class Weight:
 
 
 def swept_kernel(problem: Problem) -> tuple[ModuleType, Tiles, Schedule]:
-    """Return the kernel, the weight's tiles and the schedule that it takes by itself."""
+    """Return the kernel, the weight's tiles and the schedule that the kernel chooses."""
     facts, (n, k) = device_facts(GPU), problem.spec.shape
     if problem.spec.format == "gqs":
         size = group_size(problem.pattern)

@@ -2,8 +2,8 @@
 
 Usage: python benchmarks/generate_command.py OUT.csv --data DATA --scratch DIR [--arch llama2-7b] [--blocks 8]
 
-DATA holds models/pycode-11m, for its tokenizer, and text/pycode-eval.txt. A model directory DIR/dense is taken if
-there is one. Every command is a process of its own. The first `warm` of a format compiles its kernels; the figures of
+DATA holds models/pycode-11m, for its tokenizer, and text/pycode-eval.txt. An existing model directory DIR/dense is
+used. Every command is a process of its own. The first `warm` of a format compiles its kernels; the figures of
 `generate` are those of a process after it. `wall_seconds` is the whole process, with Python's imports.
 """
 

@@ -1,11 +1,12 @@
-"""One token through format gqs, beside cuBLAS and torch's int4 product, and the ways to divide it.
+"""One token through format gqs with several schedules, beside cuBLAS and torch's int4 matmul.
 
     python benchmarks/gqs_decode.py results/h200/gqs-decode.csv [--dtype bfloat16] [--shapes 4096,4096,11008,4096]
 
-Needs a GPU: CUDA graphs over weights that outgrow the cache, every output compared with float64 before it is timed.
-The rows' sizes differ by a tenth (standard deviation), so that one threshold for the matrix leaves some rows with a
-sixth of their groups and others with five sixths. "Stream-K" is inside of a CTA: several row tiles, whose k-tiles its
-warps share evenly, against a CTA ("a block") for each tile; `W4S50` itself takes the schedule that is chosen.
+Needs a GPU. Times are of CUDA graphs over weights that outgrow the cache; every output is compared with float64 before
+it is timed. The rows' magnitudes differ by a tenth (standard deviation), so that one threshold for the matrix leaves
+some rows with a sixth of their groups and others with five sixths. With "Stream-K" a CTA computes several row tiles,
+whose k-tiles its warps share evenly; with "a block" each row tile has its own CTA; `W4S50` alone is the chosen
+schedule.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def pack(drawn: Tensor, dtype: torch.dtype, way: Way) -> Packed:
 
 
 def prepare(x: Tensor, packed: Packed, way: Way) -> Product | None:
-    """Prepare the way's kernel, or the first that takes the product; None if there is none."""
+    """Prepare the way's kernel, or the first that supports the problem; None if there is none."""
     problem = problem_of(x, packed)
     schedule.TILES_PER_SM = way.tiles_per_sm
     for kernel in get_format(way.format).kernels:

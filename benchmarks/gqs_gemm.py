@@ -2,9 +2,9 @@
 
     python benchmarks/gqs_gemm.py results/h200/gqs-gemm.csv [--seconds 150] [--dtype bfloat16] [--shapes 4096,4096]
 
-Needs a GPU: CUDA graphs over weights that outgrow the cache, every output compared with float32 before it is timed. A
-row with "chosen" is the schedule that the kernel takes by itself.
-Builds are compiled first, in a thread per core. After ``--seconds`` the rest is left out, and counted on the last line.
+Needs a GPU. Times are of CUDA graphs over weights that outgrow the cache; every output is compared with float32 before
+it is timed. A row with "chosen" is the schedule that the kernel chooses. Builds are compiled first, in a thread per
+core. After ``--seconds`` no more schedules are timed; the last line has the number of those left out.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
 WEIGHTS = (("w4", "g16@50%"), ("w4", "g128@0%"), ("w2", "g64@0%"), ("w8", "g16@50%"))
 
 SWEPT_TOKENS = (8, 16, 32, 64, 128, 256)
-"""Of which every schedule is timed; of the others the chosen one."""
+"""Numbers of tokens for which every schedule is timed; for the others only the chosen one is."""
 
 VARIED_TOKENS = (8, 64)
-"""Of which the chosen schedule is timed with other stages, k-tiles and prefetches too."""
+"""Numbers of tokens for which the chosen schedule is also timed with other stages, k-tiles and prefetches."""
 
 SHAPES_BELOW_33 = ((1, 4, 2, 3), (2, 2, 2, 3), (4, 1, 2, 3), (4, 1, 1, 3), (4, 2, 2, 1), (8, 1, 2, 1))
 SHAPES_ABOVE_32 = ((4, 1, 2, 2), (2, 2, 2, 2), (4, 2, 2, 1), (8, 1, 2, 1))
@@ -63,7 +63,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Setup:
-    """What all rows of a weight have in common."""
+    """The fields that all rows of a weight share."""
 
     n: int
     k: int

@@ -3,7 +3,7 @@
     python benchmarks/host.py OUT.csv [--tokens 1,16,64,512] [--dtype bfloat16] [--formats gqs,slide24] [--profile]
 
 Measures microseconds per call of `SparseLinear`, on a layer so small that the GPU waits for the host: medians of 20
-batches of 50 calls. ``--profile`` prints Python's profile instead.
+batches of 50 calls each. ``--profile`` prints Python's profile instead.
 """
 
 from __future__ import annotations

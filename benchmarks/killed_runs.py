@@ -1,10 +1,10 @@
-"""Kill runs of ``compress`` at random moments, resume them, and compare the bytes with those of a run that was not.
+"""Kill runs of ``compress`` at random moments, resume them, and compare the bytes with those of an uninterrupted run.
 
 Usage: python benchmarks/killed_runs.py OUT.csv MODEL TEXT --scratch DIR [--times 10] [--samples 64] [--seed 0]
 
-Runs have one and two ranks in turn, with a search and without; of two, one is killed with SIGKILL. Each is resumed with
-one or two ranks. `pieces` is how many pieces of work were finished when it was killed. Ends with status 1 if any bytes
-differ.
+Runs have one and two ranks in turn, with a search and without; one rank is killed with SIGKILL. Each run is resumed
+with one or two ranks. `pieces` is the number of pieces of work that were finished when it was killed. The exit status
+is 1 if any bytes differ.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COLUMNS = ("recipe", "ranks", "killed_rank", "pieces", "resumed_ranks", "same_by
 
 
 def start(options: argparse.Namespace, recipe: str, ranks: int, out: Path) -> subprocess.Popen[bytes]:
-    """Start a run, which goes on where an earlier one was killed."""
+    """Start a run, which continues where an earlier one was killed."""
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"] if ranks > 1 else []
     settings = [word for setting in RECIPES[recipe] for word in ("--set", setting)]
     arguments = [str(options.model), "--recipe", "rheosparse", *settings, "--calib", str(options.text)]

@@ -29,7 +29,7 @@ def parser_of(description: str | None, samples: int | None) -> argparse.Argument
 
     Args:
         description: the program's docstring.
-        samples: the default number of calibration sequences; None for that of `compress`.
+        samples: the default number of calibration sequences; None for the default of `compress`.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shared", type=Path, help="a directory with models/ and text/")

@@ -160,7 +160,7 @@ def run(mutant: Mutant, tests: tuple[str, ...], copy: Path) -> tuple[str, float]
 
 
 def _run_tests(tests: tuple[str, ...], copy: Path) -> None:
-    """Run tests in this process, which has imported all but semisparse; exit with pytest's status."""
+    """Run tests in this process, which has imported everything except semisparse; exit with pytest's status."""
     os.chdir(copy)
     sys.path.insert(0, str(copy))
     with open(os.devnull, "w") as sink, contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink):

@@ -1,4 +1,4 @@
-"""What the recipe `rheosparse` gains as it is shipped: one CSV row per run, beside the uniform pattern.
+"""What the shipped recipe `rheosparse` gains over the uniform pattern: one CSV row per run.
 
     python benchmarks/search_default.py DATA results/search_default.csv
 

@@ -1,13 +1,13 @@
-"""Products of kept vectors on a GPU beside cuBLAS in the same run: one CSV row a measurement.
+"""Matmuls of format vector_nm on a GPU beside cuBLAS in the same run: one CSV row per measurement.
 
     python benchmarks/vector_nm.py products results/h200/nm-products.csv [--dtype float32] [--tokens 512,2048,4096]
     python benchmarks/vector_nm.py ablation results/h200/nm-ablation.csv
     python benchmarks/vector_nm.py decode results/h200/nm-decode.csv
 
-`products` times whole products, the transposition of x included: the tiled GEMM that would be chosen, `gemm_sparse` on
+`products` times whole matmuls, the transposition of x included: the tiled GEMM that would be chosen, `gemm_sparse` on
 Hopper, and cuBLAS after unpacking. `ablation` is the paper's: V1 tiles of whole windows, V2 with only the columns that
-are kept, V3 with more stages in flight.
-Every output is compared with float64 before it is timed; without TF32.
+are kept, V3 with more stages in flight. Every output is compared with float64 before it is timed. cuBLAS does not use
+TF32.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def decoding(dtype: torch.dtype, tokens: list[int]) -> Iterator[dict[str, str]]:
 
 
 def main() -> None:
-    """Measure, and write rows as they come."""
+    """Measure, and write each row when it is done."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["products", "ablation", "decode"])
     parser.add_argument("csv", type=Path)

@@ -53,13 +53,13 @@ ENGINE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the CSV: one way to store the weights.
+    """A row of the CSV: one way to store the weights.
 
     Args:
         weights: the column's name.
         layers: decoder layers.
-        weight_gib: what loading the weights took of the GPU's memory, as vLLM measures it.
-        start_s: until the engine could take requests, beside the other engines that started.
+        weight_gib: GPU memory that loading the weights took, as vLLM measures it.
+        start_s: seconds until the engine took requests, while the other engines started.
         latency_s: of `LATENCY`, `vllm bench latency`: 512 tokens in, 128 out, batch 1.
         first_token_s: the same with one token out.
         step_ms: the time per token between the two.
@@ -133,7 +133,7 @@ def weight_bytes(worker: Any) -> int:
 
 
 def measure(column: str, args: Namespace) -> None:
-    """Start a column's engine, say so, wait for a line on stdin, measure, and print the row as JSON."""
+    """Start a column's engine, report that, wait for a line on stdin, measure, and print the row as JSON."""
     import torch
     import vllm
 
@@ -176,7 +176,7 @@ def measure(column: str, args: Namespace) -> None:
 
 
 def run(args: Namespace) -> None:
-    """Start every column's engine, then let one after another measure, and write its row as it comes."""
+    """Start every column's engine, then let one after another measure, and write its row when it is done."""
     args.out.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, __file__, "--layers", str(args.layers), "--cache", str(args.cache)]
     command += ["--scratch", args.scratch]
@@ -212,7 +212,7 @@ def run(args: Namespace) -> None:
 
 
 def log_of(column: str, args: Namespace) -> Path:
-    """Return the file that takes what vLLM says of a column."""
+    """Return the file that receives vLLM's output for a column."""
     return Path(args.scratch) / f"vllm-{column.replace(':', '-')}.log"
 
 

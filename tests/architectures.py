@@ -167,7 +167,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "T5": ("t5", {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}),
     "Mamba": ("mamba", {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}),
 }
-"""By the name that people use: transformers' ``model_type`` and the settings of its config."""
+"""transformers' ``model_type`` and the settings of its config, by the name that people use."""
 
 MULTIMODAL = ("Llama-4", "Gemma-3", "Qwen2-VL", "Qwen3-VL", "LLaVA")
 

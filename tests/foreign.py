@@ -106,7 +106,7 @@ def replaced(
     block: dict[str, Any],
     layer_of: Callable[[Tensor], tuple[dict[str, Tensor], Tensor]],
 ) -> tuple[Path, dict[str, Tensor]]:
-    """Write a model with other tensors in the place of each linear weight.
+    """Write a model with other tensors instead of each linear weight.
 
     Args:
         path: the directory.

@@ -60,7 +60,8 @@ LAYERS = {
 """How many layers are compressed, and which weights stay dense; of others 14 and the head."""
 
 QUICK = (("Mixtral", "gqs"), ("Gemma-3", "bitmask"))
-"""In `make test`: experts, and a text decoder inside another model, under names that are not those on disk."""
+"""Architectures and formats of `make test`: experts, and a text decoder inside another model, under names that are not
+those on disk."""
 
 
 def cases() -> list[object]:

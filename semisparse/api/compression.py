@@ -75,7 +75,7 @@ class CompressionReport:
             of the search), ``evaluations`` and ``tokens``. None without a search.
         tuning: per tuning stage of this run its name, held-out loss before and after, steps, failure, seconds and
             peak_bytes (of GPU memory).
-        target: what was asked for, by key; None without targets.
+        target: the requested limits, by key; None without targets.
         reached: what the model has instead: bits and size as stored, speed-ups as predicted. None without targets.
         rival: the dense low-bit model (`Rival`) of at most the same bytes with the lowest KL divergence; None if it is
             not below the compressed model's, or if none was measured (no text, or ``search=joint``).

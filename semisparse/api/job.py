@@ -83,7 +83,7 @@ def job_directory(out: Path, resume: bool) -> Iterator[Path]:
 def write_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, source: Path | None, out: Path, job: Path
 ) -> None:
-    """Write a compressed model and the files beside it to ``out``, atomically, if it loads again as it is in memory.
+    """Write a compressed model and its files to ``out``, atomically, if what loads equals the model in memory.
 
     Args:
         model: the compressed model.

@@ -32,7 +32,7 @@ EXACT = "exact"
 
 
 class PackedLayers(AbstractContextManager["PackedLayers"]):
-    """A `LayerStore` that puts packed layers into the model in the place of the dense ones.
+    """A `LayerStore` that replaces dense layers of the model by packed ones.
 
     One thread writes a decoder layer to the journal while the next one is compressed.
 

@@ -110,7 +110,7 @@ class Rivals:
         recipes: Sequence[Recipe | None],
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Iterator[list[Tensor]]:
-        """Run a model as it is (None) or rounded as a recipe says; one decoder layer at a time is on the device.
+        """Run a model, dense (None) or rounded as a recipe says; one decoder layer at a time is on the device.
 
         Yields:
             For each recipe, of every sequence the log-probabilities of all tokens but the first,

@@ -70,7 +70,7 @@ def _stored_layers(model: PreTrainedModel) -> dict[str, str]:
 def leave_unrounded_dense(
     plan: Recipe, model: PreTrainedModel, rounded: Mapping[str, Rounded], stored: Collection[str]
 ) -> Recipe:
-    """Return a recipe with ``quant=keep`` that ignores the layers which were not rounded; another recipe as it is.
+    """Return a recipe with ``quant=keep`` that ignores the layers which were not rounded; any other is unchanged.
 
     Args:
         plan: the recipe.

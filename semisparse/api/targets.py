@@ -1,4 +1,4 @@
-"""Targets: what a user asks of a model, as limits on what its layers may cost; and what every choice costs."""
+"""Targets, as limits on the cost of a model's layers, and the cost of every choice."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def menu(recipe: Recipe, *, rounds_activations: bool) -> list[Choice]:
 
     Args:
         recipe: its `format`, if it names one, is the only one beside dense.
-        rounds_activations: whether choices that quantise activations to 8 bits are wanted. They are faster on a GPU
+        rounds_activations: whether choices that quantise activations to 8 bits are allowed. They are faster on a GPU
             with many tokens only, and the search does not measure what quantising activations loses.
     """
     formats = [form for form in registry().values() if recipe.format in ("auto", form.name)]

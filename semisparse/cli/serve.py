@@ -18,7 +18,7 @@ VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
 _REGISTERED = "import semisparse; from transformers.cli.transformers import main; main()"
 
 TRANSFORMERS = (sys.executable, "-c", _REGISTERED, "serve")
-"""As ``transformers serve``, with the checkpoint format registered."""
+"""The command ``transformers serve`` with the checkpoint format registered."""
 
 
 def serve(

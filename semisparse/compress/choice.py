@@ -30,7 +30,7 @@ class Choice:
 
     @property
     def is_dense(self) -> bool:
-        """Whether the weight stays as it is."""
+        """Whether the weight stays unchanged."""
         return self.pattern == NO_ZEROS and self.quant == "none"
 
 

@@ -101,7 +101,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Allocates tensors in the place of those left out, and lists them. The sender is a process of the same run."""
+    """Allocates tensors for those that were left out, and lists them. The sender is a process of the same run."""
 
     def __init__(self, file: io.BytesIO, device: torch.device) -> None:
         super().__init__(file)

@@ -28,10 +28,10 @@ from semisparse.quant.group import GroupScales
 from semisparse.version import __version__
 
 FINGERPRINT = "fingerprint.json"
-"""The file of a journal that says of which run it is."""
+"""The file of a journal that identifies its run."""
 
 PARTS = "parts of the sums"
-"""In a fingerprint: `Ranks.parts`."""
+"""The key of `Ranks.parts` in a fingerprint."""
 
 
 def weights_digest(model: nn.Module) -> str:

@@ -1,4 +1,4 @@
-"""A Llama-like decoder with a static cache: few kernels per layer, none of which waits for the host."""
+"""A Llama-like decoder with a static KV cache: few kernels per layer, no host-device synchronisation between them."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Decoder:
         self._head = Projection((self.structure.head,), model, NORMED)
 
     def _norm(self, weight: Tensor) -> Norm:
-        """Return a norm whose weight kernels can read in units of 16 bytes."""
+        """Return a Norm with a 16-byte-aligned weight, for vectorised loads; an unaligned weight is cloned."""
         return Norm(weight if is_aligned(weight) else weight.detach().clone(), self.structure.epsilon)
 
     def compile(self, sequences: int, widths: Iterable[int], prompts: Sequence[int]) -> None:

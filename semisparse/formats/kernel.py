@@ -152,7 +152,7 @@ MAX_FUSED_TOKENS = 2
 
 
 class FusedProduct(Protocol):
-    """As `Product`, with the operands of its prologue and epilogue."""
+    """A `Product` that also takes the operands of its prologue and epilogue."""
 
     def __call__(
         self, x: Tensor, packed: Packed, bias: Tensor | None, fused: FusedOperands = NOTHING_FUSED, /

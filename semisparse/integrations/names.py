@@ -26,7 +26,7 @@ def stored_keys(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:
 
     Args:
         model: as it will be saved.
-        keys: names of tensors that are stored as they are, not split or fused.
+        keys: names of tensors that are stored unchanged, not split or fused.
     """
     names = list(keys)
     renamed = revert_weight_conversion(model, {name: torch.tensor(index) for index, name in enumerate(names)})

@@ -92,7 +92,7 @@ def _refusal(spec: WeightSpec, dim: int, start: int, stop: int, reason: object) 
 def concatenate_weights(parts: Sequence[Packed], dim: int, pattern: Pattern) -> Packed:
     """Concatenate the slices of one weight. The result unpacks to exactly the values of the slices.
 
-    A single slice is returned as it is, whatever ``pattern`` says.
+    A single slice is returned unchanged, whatever ``pattern`` says.
 
     Args:
         parts: the slices along ``dim``, in order.

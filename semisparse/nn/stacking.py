@@ -43,7 +43,10 @@ def row_offsets(specs: Sequence[WeightSpec]) -> list[int]:
 
 
 def stack_with_padding(weights: Sequence[Packed]) -> Packed | None:
-    """Stack weights, with rows of zeros between them up to a multiple of the format's grain.
+    """Concatenate weights along N.
+
+    Each starts at a multiple of the format's row grain; the gap is the zero padding that the stored tensors already
+    hold.
 
     Args:
         weights: [N_i, K] each, in the layout on disk.
@@ -76,7 +79,7 @@ def stack_with_padding(weights: Sequence[Packed]) -> Packed | None:
 
 
 def unstack(stack: Packed, specs: Sequence[WeightSpec]) -> list[Packed]:
-    """Undo `stack_with_padding`. The results have the bytes of the weights that were stacked.
+    """Undo `stack_with_padding`. The results are bit-identical to the weights that were stacked.
 
     Args:
         stack: in the layout on disk.
@@ -102,6 +105,9 @@ def _holds_offsets(spec: TensorSpec) -> bool:
 
 
 def _identity(packed: Packed) -> tuple[object, ...]:
-    """Return what must be equal for weights to be stacked: everything but N and the params."""
+    """Return the fields that must be equal in every format: all but N and the params.
+
+    Without `Format.stack`, the params that do not count rows must be equal, too.
+    """
     spec = packed.spec
     return spec.format, spec.version, spec.pattern, spec.dtype, spec.shape[1]

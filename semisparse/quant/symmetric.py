@@ -21,9 +21,10 @@ LARGEST = {torch.int8: float(INT8_MAX), torch.float8_e4m3fn: FP8_MAX}
 def quantise_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Quantise each row to 8 bits with its own scale.
 
-    Values are multiplied by the inverse of the scale (SlideSparse, algorithm 1): dividing each value would take half of
-    a GPU kernel's time. The inverse is clamped to a finite number: a row whose largest magnitude is below 4e-37 loses
-    precision, but gets no NaN.
+    Values are multiplied by the inverse of the scale (SlideSparse, algorithm 1): one division per value would be half
+    of the GPU quantisation kernel's run time. The inverse is clamped to the largest float32, so no NaN arises. Rows
+    whose largest magnitude is below the dtype's largest code over the largest float32 (int8 3.7e-37, fp8 1.3e-36)
+    dequantise to values that are too small.
 
     Args:
         x: [rows, columns] float.
@@ -35,7 +36,8 @@ def quantise_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     largest = LARGEST[dtype]
     amax = x.abs().amax(dim=1).float()
     amax = amax.masked_fill(amax == 0, largest)
-    # On a GPU torch divides by a Python number as a product with its inverse, which changes the last bit.
+    # On CUDA torch computes x / python_scalar as x * (1 / scalar), which can differ in the last bit; a tensor divisor
+    # is divided exactly.
     limit = torch.full_like(amax, largest)
     scale, inverse = amax / limit, (limit / amax).clamp(max=torch.finfo(torch.float32).max)
     scaled = (x.float() * inverse[:, None]).clamp(-largest, largest)

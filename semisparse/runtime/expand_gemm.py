@@ -37,7 +37,7 @@ PERMUTE_CTAS_PER_SM = 8
 """Maximum CTAs per SM of permute_x.cu. With one, 256 tokens of 11,008 columns took 7 us longer."""
 
 SCALARS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
-"""By dtype of x, the weight and y: the macro SCALAR."""
+"""The macro SCALAR, by the dtype of x, the weight and y."""
 
 PERMUTE_X = CudaSource(
     HEADERS / "expand_gemm" / "permute_x.cu", ({"TILE_M": 32, "BLOCK": 64}, {"TILE_M": 256, "BLOCK": 2})
@@ -179,7 +179,7 @@ STREAM_K: Mapping[int, tuple[Shape, ...]] = {
     192: ((2, 1, 1), (2, 2, 1)),
     256: ((2, 1, 1), (2, 2, 1)),
 }
-"""By tile_m, the shapes that `choose` compares with Stream-K."""
+"""The shapes that `choose` compares with Stream-K, by tile_m."""
 
 SPLIT_K: Mapping[int, tuple[Shape, ...]] = {
     16: ((1, 1, 3),),

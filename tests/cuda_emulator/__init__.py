@@ -96,7 +96,7 @@ def _value(argument: Argument) -> int | float | None:
 
 
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-fno-gnu-unique", "-w")
-"""With unique symbols, static arrays of inline functions would be shared by all libraries of the process."""
+"""Compiler flags. With unique symbols, all libraries of the process would share static arrays of inline functions."""
 
 
 @cache

@@ -185,7 +185,11 @@ def sparse_rows(rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def metadata_of_16_bits(positions: np.ndarray, selector: int) -> Tensor:
-    """Of [64, 16] positions: lanes 2 * selector and the next of a quad have eight of row g low, of row g + 8 high."""
+    """Return the metadata words of [64, 16] positions.
+
+    Lanes 2 * selector and the next of a quad hold eight positions of row g in the low half, of row g + 8 in the high
+    half.
+    """
     words = np.random.default_rng(0).integers(0, 2**32, 128, dtype=np.uint64)  # the other lanes' words must not matter
     for warp in range(4):
         for g in range(8):
@@ -199,7 +203,10 @@ def metadata_of_16_bits(positions: np.ndarray, selector: int) -> Tensor:
 
 
 def metadata_of_8_bits(positions: np.ndarray) -> Tensor:
-    """Of [64, 32] positions: lane t of a quad has 16, from 16 * (t // 2) on, of row g + 8 * (t % 2)."""
+    """Return the metadata words of [64, 32] positions.
+
+    Lane t of a quad holds 16 positions of row g + 8 * (t % 2), from 16 * (t // 2) on.
+    """
     words = np.zeros(128, dtype=np.uint64)
     for warp in range(4):
         for lane in range(32):

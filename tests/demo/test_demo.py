@@ -52,7 +52,7 @@ def test_the_demo_compares_recipes_with_dense(run: Run, monkeypatch: pytest.Monk
 
 
 def test_the_chosen_model_is_the_target_s(run: Run):
-    """Every tensor of the stored model is valid, and its layers have what was asked for: 4.5 bits."""
+    """Every tensor of the stored model is valid, and its layers take the target of 4.5 bits."""
     found = run("inspect", CHOSEN, "--verify", "--json").json
     assert 4 < found["bits_per_weight"] <= 4.5
     assert sum(file.stat().st_size for file in CHOSEN.iterdir()) < 1.5e6

@@ -30,8 +30,8 @@ def operands(packed: Packed, m: int, dtype: torch.dtype, seed: int = 0) -> tuple
 def check_product(y: Tensor, x: Tensor, packed: Packed, bias: Tensor | None, multiplied: Tensor | None = None) -> None:
     """Compare with float64: an error of K float32 additions, then one rounding to the output's dtype.
 
-    With a bias the product may be rounded before: torch's own linear does so for one or two tokens on a GPU. What x is
-    ``multiplied`` as is x itself, unless a kernel rounds it.
+    With a bias the product may be rounded before: torch's own linear does so for one or two tokens on a GPU.
+    ``multiplied`` is x rounded as the kernel rounds it; x itself if None.
     """
     wide_x = (x if multiplied is None else multiplied).double()
     assert y.dtype == x.dtype
@@ -44,7 +44,7 @@ TORCH_KERNELS = ("blas", "int4pack_mm", "scaled_mm", "cusparselt")
 
 
 def exact_products(x: Tensor, packed: Packed, bias: Tensor | None) -> list[Tensor]:
-    """Return the product in float64, with x as it is and rounded as the kind says."""
+    """Return the products in float64 of x and of x rounded as the kind says."""
     wide_bias = 0 if bias is None else bias.double()
     operands = [x, *_rounded(x, str(packed.params.get("kind")))]
     return [operand.double() @ weight.T + wide_bias for operand in operands for weight in _weights(packed)]
@@ -67,7 +67,7 @@ def check_any_rounding(y: Tensor, x: Tensor, packed: Packed, bias: Tensor | None
 
 
 def _rounded(x: Tensor, kind: str) -> list[Tensor]:
-    """Return x as kernels of 8-bit activations multiply it; nothing for a kind that leaves x as it is."""
+    """Return x as kernels of 8-bit activations multiply it; nothing for a kind that does not round x."""
     if kind == "fp8_tensor":
         scale = x.abs().amax().float() / torch.finfo(torch.float8_e4m3fn).max
         return [(x.float() / scale).to(torch.float8_e4m3fn).double() * scale.double()]

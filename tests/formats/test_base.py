@@ -19,7 +19,7 @@ def refusing(name: str, reason: str | None, device: str | None = None) -> Kernel
 PLAIN = Format(
     name="plain",
     version=3,
-    summary="the weight as it is, and a count",
+    summary="the unchanged weight, and a count",
     accepts=lambda pattern: None if pattern.density > 0.4 else "too sparse",
     specs=lambda spec: (
         TensorSpec("weight", None, ("N", "K")),

@@ -18,7 +18,7 @@ BITMASK = get_format("bitmask")
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Counter:
-    """Count how often a format is asked for a kernel, and a kernel for its product."""
+    """Count how often a format chooses a kernel, and a kernel prepares its matmul."""
     product._prepared.cache_clear()
     found: Counter = Counter()
     choose = Format.choose

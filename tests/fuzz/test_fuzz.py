@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # slow kernels
 CORPUS = json.loads(Path(__file__).with_name("corpus.json").read_text())
 
 SEED, CASES, SECONDS = 0, 100, 12
-"""At most so many new cases, and no more after so many seconds."""
+"""The seed of the new cases, their maximum number, and the seconds after which no more are run."""
 
 
 @pytest.fixture(scope="module")

@@ -206,7 +206,7 @@ function(ctypes.c_void_p(x.data_ptr()), 4)
     ("fault", "report"), [("past_the_end", "heap-buffer-overflow"), ("overflow", "signed integer overflow")]
 )
 def test_sanitizers_see_faults_of_compiled_code(tmp_path: Path, fault: str, report: str):
-    """The same faults pass in silence without `cpp.SANITIZE`."""
+    """The same faults pass silently without `cpp.SANITIZE`."""
     source = tmp_path / "faults.cpp"
     source.write_text(FAULTS)
     command = [sys.executable, "-c", USE_FAULT, str(source), fault]

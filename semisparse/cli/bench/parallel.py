@@ -45,7 +45,10 @@ def parallel(
     from semisparse.bench.roofline import candidates
 
     if ranks() < 2:
-        raise InputError("bench parallel measures several processes: start it with torchrun --nproc-per-node N -m ...")
+        raise InputError(
+            "bench parallel needs at least 2 processes, got 1. Start it with: "
+            "torchrun --nproc-per-node 2 -m semisparse.cli bench parallel"
+        )
     target, workload = pick_device(device), Workload(batch, prompt, new)
     compared = [None, *candidates(comma_separated(formats), comma_separated(patterns))[1:]]
     speeds = (

@@ -1,4 +1,7 @@
-"""Score candidates: KL divergence of their predictions from the dense model's, skipping unchanged decoder layers."""
+"""Score candidates by the KL divergence of their predictions from the dense model's.
+
+The parent's hidden states are reused up to the first decoder layer in which a candidate differs from it.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +123,8 @@ class Scorer:
         self._parent: Candidate | None = None
         self._parent_scores: list[BatchScore] = []
         self.tokens_run = 0
-        """Tokens run through the model so far, with padding; tokens that skip some decoder layers count in full."""
+        """Tokens that `score_all` has run so far, on all ranks, with padding; the passes of the dense model and of
+        `set_parent` are not counted. Tokens that skip some decoder layers count in full."""
 
     @property
     def batches(self) -> int:

@@ -1,6 +1,6 @@
 """E2E-OQP: train the scales and zero points of a quantised model on the language-model loss (GQSA, section 3.4).
 
-The codes (the quantised integers) and the pruned groups stay as they are. On the device a quantised weight takes one
+The codes (the quantised integers) and the pruned groups do not change. On the device a quantised weight takes one
 byte, its code; activations are checkpointed per decoder layer.
 """
 

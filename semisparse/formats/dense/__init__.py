@@ -1,4 +1,4 @@
-"""Format ``dense``: the weight as it is, or rounded to 8 or 4 bits: what the sparse formats are measured against."""
+"""Format ``dense``: all weights, unquantised or rounded to 8 or 4 bits: the baseline of the sparse formats."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from semisparse.formats.kernel import Kernel
 FORMAT = Format(
     name="dense",
     version=1,
-    summary="the weight as it is, or rounded to int8, fp8 or int4: the baseline of the sparse formats",
+    summary="all weights, unquantised or rounded to int8, fp8 or int4: the baseline of the sparse formats",
     accepts=lambda pattern: None,
     specs=disk.specs,
     counts=disk.counts,

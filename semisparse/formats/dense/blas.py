@@ -1,4 +1,4 @@
-"""The weight as it is, multiplied by torch: cuBLAS on a GPU, oneDNN or the like on a CPU."""
+"""The unquantised weight, multiplied by torch: cuBLAS on a GPU, oneDNN or the like on a CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from semisparse.formats.kernel import Problem, Product
 def refusal(problem: Problem) -> str | None:
     """Refuse rounded weights and mixed dtypes."""
     if problem.params:
-        return f"multiplies the weight as it is, this one is {problem.params['kind']}"
+        return f"supports unquantised weights only; this weight is {problem.params['kind']}"
     if problem.spec.dtype != problem.dtype:
         return f"x is {problem.dtype}, the weight {problem.spec.dtype}"
     return None

@@ -14,17 +14,17 @@ from semisparse.formats.kernel import Pass, Problem, fused_cost
 from semisparse.quant.group import KINDS
 
 DECODE_UNPACKING = {4: (13, 1), 8: (24, 0.5)}
-"""By bits: operations of `decode` per kept weight, and per kept weight and token (H200)."""
+"""Operations of `decode` per kept weight, and per kept weight and token, by bits (H200)."""
 
 GEMM_UNPACKING = {2: 9, 3: 10.5, 4: 11, 8: 18}
-"""By bits: operations of `gemm` per weight, kept or not; fitted to 8 and 64 tokens at 28672 x 8192 (H200)."""
+"""Operations of `gemm` per weight, kept or not, by bits; fitted to 8 and 64 tokens at 28672 x 8192 (H200)."""
 
 GEMM_PER_TOKEN = 0.27
 """Further operations of `gemm` per weight and token: mma.sync is slower than the wgmma of the peak rate."""
 
 
 WGMMA_UNPACKING = {2: 8, 3: 10, 4: 9.5, 8: 11.5}
-"""By bits: operations of `gemm_wgmma` per weight, kept or not. From some 64 tokens on they are hidden behind wgmma."""
+"""Operations of `gemm_wgmma` per weight, kept or not, by bits. From some 64 tokens on they are hidden behind wgmma."""
 
 
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:

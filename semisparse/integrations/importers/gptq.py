@@ -24,7 +24,7 @@ from semisparse.integrations.importers.method import (
 BITS = (2, 3, 4, 8)
 
 LAYOUTS = ("gptq", "gptq_v2")
-"""Values of ``checkpoint_format``: zero points stored minus 1, or as they are."""
+"""Values of ``checkpoint_format``: zero points stored minus 1, or unchanged."""
 
 
 def measure(tensors: Parts, block: Mapping[str, Any]) -> tuple[int, int]:

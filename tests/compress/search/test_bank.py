@@ -75,7 +75,7 @@ LAST = {"llama": "model.layers.1.mlp.down_proj", "gpt2": "transformer.h.1.mlp.c_
 def test_every_level_is_what_pruning_to_it_alone_gives(
     architecture: str, pattern: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """In the first linear layer, whose inputs are the dense model's; the pruning order of the columns is fixed."""
+    """Check the first linear layer, whose inputs are the dense model's; the pruning order of the columns is fixed."""
     monkeypatch.setattr(sparsegpt, "MIN_REORDERED_WINDOW", sys.maxsize)
     model = random_model(architecture)
     before = [parameter.clone() for parameter in model.parameters()]
@@ -98,7 +98,7 @@ def test_every_level_is_what_pruning_to_it_alone_gives(
 
 
 def test_the_uniform_level_is_what_compressing_gives():
-    """In every linear layer: the levels are pruned on the outputs of uniformly pruned layers, in the uniform order."""
+    """Check every linear layer: levels are pruned on the outputs of uniformly pruned layers, in the uniform order."""
     plan = recipe(pattern="4:8", prune="sparsegpt")
     bank = bank_of(random_model("llama"), plan)
     model = random_model("llama")

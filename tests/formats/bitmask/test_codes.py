@@ -81,7 +81,7 @@ def test_bytes_on_disk_mean_the_weight_within_half_a_code(pattern: str, kind: st
 
 @pytest.mark.parametrize("kind", BITS)
 def test_a_rounded_weight_is_stored_without_loss(kind: str):
-    """As `compress` stores it: with the scales that it was quantised with, which tuning has changed."""
+    """`compress` stores a weight with the scales that it was quantised with, which tuning has changed."""
     weight = build(parse_pattern("32:64"), random, 20, 200)
     scales = scales_of(weight, BITS[kind], 64, torch.float16, symmetric=True)
     scales = replace(scales, scale=scales.scale * torch.linspace(0.7, 1.2, 4).half())

@@ -92,7 +92,7 @@ def test_the_narrower_delta_is_taken_where_it_is_smaller():
 
 
 def test_a_wide_layer_is_less_than_45_percent_of_csr():
-    """At 70 % and float16; CSR has 32 bits per column and row."""
+    """Compare with CSR of 32 bits per column and row, at 70 % zeros in float16."""
     weight = random_weight(256, 8192, "70%")
     csr = 6 * int(weight.count_nonzero()) + 4 * 257
     assert EC_CSR.pack(weight, "70%").nbytes <= 0.45 * csr

@@ -102,7 +102,7 @@ def test_metadata_are_refused_unless_columns_increase(half: int, data):
 
 
 def test_metadata_that_validate_accepts_mean_one_weight():
-    """Of a 4:6 group's 256 bytes, 15 leave out two of six columns; the others are refused."""
+    """15 of the 256 metadata bytes of a 4:6 group leave out two of six columns; the others are refused."""
     packed = packed_weight("4:6", 1, 24, dtype=torch.float32)
     x, accepted = torch.eye(24), 0
     for byte in range(256):

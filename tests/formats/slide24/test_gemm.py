@@ -84,7 +84,7 @@ def test_what_the_kernel_refuses(monkeypatch):
     long = in_tiles(packed_weight("2:4", 1, 240_000, "int8"))
     for x_dtype, weight, reason in (
         (torch.float32, in_tiles(packed), "x is float16 or bfloat16"),
-        (torch.bfloat16, packed, "reads the layout tiles, this weight is stored in rows"),
+        (torch.bfloat16, packed, "supports layout 'tiles' only; this weight has layout 'rows'"),
         (torch.float16, plain, "x is torch.float16, the weight torch.bfloat16"),
         (torch.bfloat16, packed_weight("6:8", 5, 40, dtype=torch.float32), "sparse tensor cores take"),
         (torch.bfloat16, long, "a lifted token has 240000 bytes, shared memory 231424"),

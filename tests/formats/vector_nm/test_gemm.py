@@ -1,4 +1,4 @@
-"""The GEMMs on the emulator: whole and packed stages, ragged shapes, several tiles, x transposed."""
+"""The GEMMs on the emulator: stages with and without column packing, ragged shapes, several tiles, x transposed."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_gemm_fp32(emulated, pattern: str, tile: int, packed: bool, n: int, k: i
 
 
 def test_one_stage(emulated):
-    """The paper's V2: copying and computing alternate."""
+    """One stage with packing (NM-SpMM's V2): no overlap of copy and compute."""
     schedule = GemmSchedule(TILES[4][0], 64, 8, 32, 1, True, torch.float32)
     weight = pack("8:32v64", 260, 172, torch.float32)
     check_kernel(lambda problem: gemm_fp32.prepare(problem, schedule), weight, 5)
@@ -60,7 +60,7 @@ def test_gemm(emulated, pattern: str, tile: int, packed: bool, n: int, k: int, m
     ("pattern", "n", "k", "m", "dtype"),
     mostly_slow(
         [
-            ("8:32v32", 270, 300, 130, torch.float16),  # 28 blocks: more than stages
+            ("8:32v32", 270, 300, 130, torch.float16),  # 28 K steps of all tiles, more than SPARSE_STAGES
             ("4:32v32", 60, 200, 3, torch.float16),
             ("3:12v128", 130, 51, 9, torch.bfloat16),
         ],
@@ -68,7 +68,7 @@ def test_gemm(emulated, pattern: str, tile: int, packed: bool, n: int, k: int, m
     ),
 )
 def test_gemm_sparse(emulated, monkeypatch, pattern: str, n: int, k: int, m: int, dtype: torch.dtype):
-    """One CTA computes all tiles: the ring of stages goes on from one to the next."""
+    """One CTA computes all tiles; the pipeline continues across tiles without draining."""
     emulate_gpu(monkeypatch, sms=1)
     ordered = VECTOR_NM.arrange(pack(pattern, n, k, dtype), "cuda")
     x, _ = operands(ordered, m)
@@ -91,7 +91,8 @@ def test_transpose(emulated, m: int, k: int):
     [(gemm, "4:32v16", 65, 96, torch.bfloat16), (gemm_fp32, "16:32v32", 33, 48, torch.float32)],
 )
 def test_a_product_computes_every_m_of_its_bucket(emulated, kernel, pattern: str, m: int, bucket: int, dtype):
-    """The schedule is the bucket's, the grid M's. An infinite token spoils no other."""
+    """The schedule is chosen for the bucket's M, the grid for the actual M. An infinite row of x affects no other row
+    of y."""
     packed = pack(pattern, 65, 101, dtype)
     x, bias = operands(packed, m)
     problem = problem_of(x, packed)

@@ -61,12 +61,12 @@ class _Weight(ctypes.Structure):
 def refusal(problem: Problem) -> str | None:
     """Say why the kernel cannot compute ``problem`` here, or None if it can."""
     if layout_of(problem.params) != "rows":
-        return "reads the layout rows, this weight is stored in tiles"
+        return "supports layout 'rows' only; this weight has layout 'tiles'"
     return cpp.refusal()
 
 
 def prepare(problem: Problem) -> Product:
-    """Return the product, the same for every problem.
+    """Return the matmul function; it is the same for every problem.
 
     Raises:
         KernelError: kernel.cpp cannot be compiled.

@@ -20,7 +20,7 @@ MAX_TOKENS = 16
 WARPS = 8
 
 STEPS = {1: 4, 2: 2}
-"""By N8_TILES: steps that a warp has in flight, 2 KB of weights each, as registers allow."""
+"""Steps that a warp has in flight, 2 KB of weights each, by N8_TILES; registers limit them."""
 
 CTAS_PER_SM = 2
 """Resident CTAs, as registers allow."""
@@ -53,7 +53,7 @@ SOURCE = CudaSource(
 def refusal(problem: Problem) -> str | None:
     """Say why the kernel cannot compute ``problem`` here, or None if it can."""
     if problem.params:
-        return f"multiplies the weight as it is, this one is {problem.params['kind']}"
+        return f"supports unquantised weights only; this weight is {problem.params['kind']}"
     if problem.dtype not in SCALARS or problem.spec.dtype != problem.dtype:
         return f"takes float16 or bfloat16, x and w alike, got {problem.dtype} and {problem.spec.dtype}"
     if problem.m > MAX_TOKENS:
@@ -80,7 +80,10 @@ def prepare(problem: Problem) -> Product:
 
 
 def fuse(problem: Problem) -> FusedProduct | None:
-    """As `prepare`, fused. None if x is too large for shared memory, or N is no multiple of 16 with SiLU."""
+    """Return the matmul of `prepare` with prologue and epilogue fused.
+
+    None if x is too large for shared memory, or N is no multiple of 16 with SiLU.
+    """
     uneven_halves = problem.epilogue == "silu_mul" and problem.n % ROWS
     return None if _shared_x(problem) > SHARED_X_BYTES or uneven_halves else _prepared(problem)
 

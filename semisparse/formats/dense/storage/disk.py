@@ -1,4 +1,4 @@
-"""Dense weights on disk and on a GPU: as they are, or 8-bit or 4-bit values with scales."""
+"""Dense weights on disk and on a GPU: unquantised, or 8-bit or 4-bit values with scales."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp8_tensor": torch.fl
 
 
 def kind_of(params: Params) -> str | None:
-    """Return the kind that ``params`` name; None for the weight as it is.
+    """Return the kind that ``params`` name; None for an unquantised weight.
 
     Raises:
         FormatError: there is no such kind.
@@ -69,7 +69,7 @@ def pack(
     Args:
         weight: [N, K].
         pattern: any; zeros are stored like other values.
-        kind: None for the weight as it is, or one of `KINDS`.
+        kind: None for an unquantised weight, or one of `KINDS`.
         codes: for kinds int8 and fp8, the codes of a weight that is quantised already.
     Raises:
         FormatError: ``kind`` is unknown or takes no codes, the codes are not for this weight, or int4 cannot tile

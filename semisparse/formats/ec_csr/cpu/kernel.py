@@ -18,10 +18,10 @@ from semisparse.formats.kernel import Problem, Product
 from semisparse.runtime import cpp
 
 PASS_TOKENS = 8
-"""Tokens per walk over the lists."""
+"""Tokens per pass over the lists."""
 
 MAX_TOKENS = 16
-"""For more, unpacking the weight once for all tokens is faster."""
+"""Maximum tokens of the kernel. For more, unpacking the weight once for all tokens is faster."""
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 

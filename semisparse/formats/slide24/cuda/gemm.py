@@ -23,7 +23,7 @@ ELEMENTS = {torch.int8: "INT8", torch.float8_e4m3fn: "FP8", torch.bfloat16: "BF1
 """The macro for a dtype of stored values."""
 
 HOPPER_SHARED = 227 << 10
-"""Bytes of shared memory per CTA, for the variants of `SOURCE` only; `prepare` asks the device."""
+"""Bytes of shared memory per CTA, for the variants of `SOURCE` only; `prepare` takes the device's."""
 
 
 def defines(tile: schedule.CtaTile, dtype: torch.dtype, out: torch.dtype, shared_per_cta: int) -> Defines:
@@ -65,7 +65,7 @@ def operand_refusal(problem: Problem, layout: str) -> str | None:
     """Return why a kernel that reads ``layout`` cannot take the problem's operands, or None if it can."""
     stored = layout_of(problem.params)
     if stored != layout:
-        return f"reads the layout {layout}, this weight is stored in {stored}"
+        return f"supports layout '{layout}' only; this weight has layout '{stored}'"
     if quantised_dtype(problem.params) is None and problem.dtype != problem.weight_dtype:
         return f"x is {problem.dtype}, the weight {problem.weight_dtype}"
     return None

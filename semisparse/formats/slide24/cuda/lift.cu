@@ -1,4 +1,4 @@
-// Quantises each token to 8 bits at its own scale and lifts it (SlideSparse, algorithm 1 and equation 4), or lifts it as it is:
+// Quantises each token to 8 bits at its own scale and lifts it (SlideSparse, algorithm 1 and equation 4), or lifts it only:
 //   lifted[token, 4 j + i] = quantised(x[token, 2N (j / (N - 1)) + 2 (j % (N - 1)) + i])   for window j, i = 0 to 3
 // Each value is quantised once. A *pair* is two columns of x. A window is two consecutive pairs: every pair of a group but the
 // last of its N begins one.

@@ -43,14 +43,14 @@ SOURCE = CudaSource(
 
 @dataclass(frozen=True)
 class Lift:
-    """How tokens are lifted, each quantised at its own scale or left as it is (algorithm 1, equation 4).
+    """How tokens are lifted, each quantised at its own scale or not quantised (algorithm 1, equation 4).
 
     Args:
         m: maximum tokens.
         k: columns of x.
         window: columns per group, 2N.
         x_dtype: float16 or bfloat16.
-        dtype: torch.int8, torch.float8_e4m3fn, or None for x as it is.
+        dtype: torch.int8, torch.float8_e4m3fn, or None if x is not quantised.
     """
 
     m: int

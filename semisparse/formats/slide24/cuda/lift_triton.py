@@ -1,4 +1,4 @@
-"""Lifting in Triton for cuSPARSELt, quantised (algorithm 1) or as it is (equation 4): a program per token.
+"""Lifting in Triton for cuSPARSELt, quantised (algorithm 1) or not (equation 4): a program per token.
 
 Window w of a token begins at column ``2 * (w + w // WINDOWS)``, WINDOWS per group: two columns for each window before
 it, and two more for each group before its own. x is read as words of two columns; a window is two words. Offsets of

@@ -24,7 +24,7 @@ from semisparse.patterns import NM, Pattern
 from semisparse.quant.symmetric import quantise_rows
 
 KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-"""8-bit values with a scale per row; without a kind the weight is stored as it is."""
+"""8-bit values with a scale per row; without a kind the weight is not quantised."""
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 """Integer dtype by width in bytes."""
@@ -86,7 +86,7 @@ def window_of(pattern: Pattern) -> int:
 
 
 def quantised_dtype(params: Params) -> torch.dtype | None:
-    """Return the dtype of quantised values, or None for a weight stored as it is.
+    """Return the dtype of quantised values, or None for an unquantised weight.
 
     Raises:
         FormatError: ``params`` name an unknown kind.
@@ -141,7 +141,7 @@ def pack_weight(
     Args:
         weight: [N, K] that obeys ``pattern``; -0.0 counts as zero.
         pattern: of `accepts`.
-        kind: None for the weight as it is, or one of `KINDS`.
+        kind: None for an unquantised weight, or one of `KINDS`.
         codes: with a kind, the codes and scales that ``weight`` was dequantised from, to store them as they are.
     Raises:
         FormatError: ``kind`` is unknown, the pattern's window is too wide for K, or the codes do not fit the weight.
@@ -152,7 +152,7 @@ def pack_weight(
     if codes is None:
         bands = [_pack_band(band, window_of(pattern), dtype) for band in weight.split(rows)]
     elif dtype is None:
-        raise FormatError("format slide24 takes codes for kinds int8 and fp8, not for a weight stored as it is")
+        raise FormatError("format slide24 takes codes for kinds int8 and fp8, not for an unquantised weight")
     else:
         require_codes(codes, weight, dtype, 8, weight.shape[1])
         scales = codes.scale[:, 0].float().split(rows)
@@ -251,7 +251,7 @@ def unpack(packed: Packed) -> Tensor:
 
 
 def codes_of(packed: Packed) -> Codes | None:
-    """Return the 8-bit values and their scales; None for a weight stored as it is."""
+    """Return the 8-bit values and their scales; None for an unquantised weight."""
     if "scale" not in packed.tensors:
         return None
     scale = packed.tensors["scale"][:, None]

@@ -1,7 +1,8 @@
 """Schedules of the decode kernels, decode.cu and decode_tensor.cu. Pure arithmetic, no CUDA calls.
 
-A *slot* is one kept column of one window of a group: its position, and the values of the group's rows in that column
-(README.md, "Layout"). A *panel* is the columns of x that are in shared memory at a time: whole windows along K.
+A *group* is ``LENGTH`` consecutive rows that share kept columns. A *slot* is one kept column of a group: its position
+in the window and the group's values (README.md, "Layout"). A *panel* is the columns of x that are in shared memory at a
+time: whole windows along K.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ TILE_SLOTS = 32
 CHUNK_COLUMNS = 8
 """Columns of x that a thread of decode_tensor.cu copies at a time: 16 bytes of one row, in 16-bit types."""
 MAX_FAST_PANELS = 3
-"""Up to this many panels of x take less time than fewer stages or warps would. At M = 8, N x K = 4096 x 11008 (H200)
-two panels with two stages take 17.1 us, one panel with one stage 18.0."""
+"""Maximum panels of x at which more warps and stages still win. Fewer warps or stages leave room for larger panels, but
+are slower: at M = 8, N x K = 4096 x 11008 (H200) two panels with two stages take 17.1 us, one panel with one stage
+18.0."""
 
 
 def _defines(pattern: VectorNM, dtype: torch.dtype, **tile_macros: int) -> Defines:
@@ -154,7 +156,9 @@ class DecodeTensorSchedule:
         return weights + panel + partials + exchange
 
     def windows_per_panel(self, k: int, shared_limit: int) -> int | None:
-        """Return the windows per panel, for the fewest equal panels that fit ``shared_limit``; None if none fits.
+        """Return the windows per panel for the fewest panels that fit ``shared_limit``; None if none fits.
+
+        The panels are of nearly equal size, a multiple of the alignment step; the last one may be smaller.
 
         Args:
             k: columns of x.
