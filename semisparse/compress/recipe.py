@@ -17,7 +17,7 @@ from semisparse.quant.group import KINDS as GROUP_KINDS
 KNOWN_VALUES: dict[str, tuple[str, ...]] = {
     "prune": ("magnitude", "wanda", "sparsegpt", "sparsegpt-published", "none"),
     "quant": ("none", "int8", "fp8", *GROUP_KINDS, "keep"),
-    "search": ("evolution", "rheosparse", "joint", "none"),
+    "search": ("profile", "evolution", "rheosparse", "joint", "none"),
     "tune": ("bqpo", "bqpo+e2e", "none"),
     "refine": ("cg", "none"),
     "order": ("windows", "columns"),
@@ -66,9 +66,9 @@ class Recipe:
             ``w4``, with 8-bit activations at inference. ``keep``: each layer in the numbers that another tool rounded
             it to, which takes ``prune=none``.
         format: name of the format that stores the result, or ``auto``.
-        search: how density is distributed over the linear layers: ``evolution``, ``rheosparse`` (the paper's) or
-            ``none`` (uniform). The total number of kept weights is that of `pattern`. ``joint`` chooses pattern, bits
-            and format of each layer instead, such that `targets` hold.
+        search: how density is distributed over the linear layers: ``profile``, ``evolution``, ``rheosparse`` (the
+            paper's) or ``none`` (uniform). The total number of kept weights is that of `pattern`. ``joint`` chooses
+            pattern, bits and format of each layer instead, such that `targets` hold.
         tune: how kept weights are trained. ``bqpo``: one decoder layer at a time, to match the dense one's outputs.
             ``bqpo+e2e``: then also the scales and zero points of quantised groups, on the language-model loss.
         ignore: glob patterns of module names; linear layers that match stay dense.
@@ -80,8 +80,8 @@ class Recipe:
         damping: of SparseGPT, added to the Hessian's diagonal as a fraction of it; of its mean for
             ``sparsegpt-published``.
         search_tokens: calibration tokens that a candidate is scored on.
-        search_effort: budget of the search, in candidates scored on all of these tokens; the paper's is 384. More
-            candidates on fewer tokens gave better results than fewer on more
+        search_effort: budget of ``evolution`` and ``rheosparse``, in candidates scored on all of these tokens; the
+            paper's is 384. More candidates on fewer tokens gave better results than fewer on more
             (docs/experiments/search.md).
         search_banks: how often each of the three stages of ``evolution`` prunes the linear layers anew, at densities
             near those of its best candidate. Each time costs as much as pruning.
