@@ -9,7 +9,6 @@ model that is kept. The searches over a bank score a layer with weights that wer
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
@@ -114,7 +113,7 @@ def hadamard(least: int) -> list[list[int]]:
 
 
 def _role(linear: LinearSpace) -> Factor:
-    return re.sub(r"\d+", "*", linear.name_in_layer)
+    return ".".join("*" if part.isdecimal() else part for part in linear.name_in_layer.split("."))
 
 
 def _level(linear: LinearSpace, shift: float, offset: float) -> float:

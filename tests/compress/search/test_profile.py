@@ -58,8 +58,10 @@ def test_factors_are_all_roles_but_the_largest_and_depth():
 
 
 def test_experts_have_one_role():
-    space = [replace(linear, name_in_layer=f"experts.{i}.up") for i, linear in enumerate(space_of("32:64"))]
+    space = [replace(linear, name_in_layer=f"experts.{i}.w1") for i, linear in enumerate(space_of("32:64"))]
     assert list(factors_of(space)) == [DEPTH]
+    space[0] = replace(space[0], name_in_layer="experts.0.w2")
+    assert list(factors_of(space)) == ["experts.*.w2", DEPTH]
 
 
 @pytest.mark.parametrize("pattern", ["32:64", "4:8", "70%", "g4@50%"])
