@@ -234,12 +234,12 @@ def search_profile() -> str:
         runs.setdefault(key, {})[row["search"]] = row
     lines = []
     for key, of_run in runs.items():
-        uniform = float(of_run["none"]["kl"])
-        cells = [f"{uniform:.3f}"]
+        uniform = of_run.get("none")
+        cells = [f"{float(uniform['kl']):.3f}" if uniform else ""]
         for method in methods[1:]:
             row = of_run.get(method)
-            gain = f"{100 * (float(row['kl']) / uniform - 1):+.1f} %" if row else ""
-            cells.append(f"{float(row['kl']):.3f} ({gain}), {row['cpu_seconds']} s" if row else "")
+            gain = f" ({100 * (float(row['kl']) / float(uniform['kl']) - 1):+.1f} %)" if row and uniform else ""
+            cells.append(f"{float(row['kl']):.3f}{gain}, {row['cpu_seconds']} s" if row else "")
         lines.append([*key, *cells])
     return markdown(("model", "pattern", "seed", *methods), lines)
 
