@@ -248,7 +248,7 @@ class Packed:
         return next(iter(self.tensors.values())).device
 
     def to(self, device: torch.device | str) -> Packed:
-        """Return the same weight on a device, in the layout that its kernels want; a CPU's is the layout on disk."""
+        """Return the same weight on a device, in the layout for that device's kernels; on a CPU the layout on disk."""
         arrange = get_format(self.spec.format).arrange
         target = torch.device(device)
         # Layouts are changed on the faster device: before leaving a GPU, after reaching one.
@@ -299,10 +299,10 @@ class Format:
         recipes: built-in recipes that end in this format, name -> settings.
         lossless: whether unpack returns the packed weight bit for bit.
         cost: (problem, bytes of the packed weight) -> the passes of a matmul, for `plan` and the bench's floors.
-        variants: the pack options worth planning and measuring.
+        variants: the pack options that `plan` and the benchmarks compare.
         choices: the candidates of a joint search for a layer, each as (pattern, recipe key ``quant``).
         rounds: pattern -> whether recipes may store such weights in a variant other than the default.
-        options: the pack options that a recipe may set, each with its values; () for any integer.
+        options: the pack options that a recipe may set, each with its values; () for any integer of 0 or more.
         grain: weight spec -> (rows, columns): tensors with a split dimension can be sliced, and weights stacked, at
             multiples of these. None if they never can.
         regroup: (parts, dim, start, stop, pattern) -> rows (``dim`` 0) or columns (1) ``start`` to ``stop`` of the

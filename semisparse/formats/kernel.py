@@ -21,7 +21,7 @@ class Problem:
     """A matmul for a kernel to compute: ``y[M, N] = x[M, K] @ w[N, K].T``.
 
     Args:
-        m: maximum M: the upper end of a bucket (`bucket_of`). What is prepared for it takes every M of the bucket.
+        m: maximum M: the upper end of a bucket (`bucket_of`). A product prepared for it takes every M of the bucket.
         spec: the weight's spec without the params that count what is stored (`Format.structure`).
         dtype: dtype of x and y.
         device: device of all operands.
@@ -39,7 +39,10 @@ class Problem:
 
     @property
     def is_fused(self) -> bool:
-        """Whether it has a prologue or an epilogue. Then no kernel on the stream writes the weight, as PDL needs."""
+        """Whether it has a prologue or an epilogue.
+
+        Callers promise that then no kernel on the stream writes the weight, so a kernel with PDL may read it early.
+        """
         return (self.prologue, self.epilogue) != ("none", "none")
 
     @property

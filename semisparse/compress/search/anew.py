@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from semisparse.compress.journal import Journal
 from semisparse.compress.propagate import DecoderLayer
+from semisparse.compress.ranks import Ranks
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import Progress
 from semisparse.compress.search.bank import (
@@ -56,6 +58,8 @@ class PrunedAnew:
         device: where to compute, in float32.
         progress: called before each decoder layer.
         journal: stores evaluations, and provides those of an interrupted run.
+        ranks: the processes that search; each has this object, and calls it alike.
+        offload: a directory for hidden states, as in `compress_decoder_layers`.
     """
 
     def __init__(
@@ -69,12 +73,14 @@ class PrunedAnew:
         device: torch.device,
         progress: Progress,
         journal: Journal | None,
+        ranks: Ranks,
+        offload: Path | None,
     ) -> None:
         self._model, self._layers, self._space = model, layers, space
         self._batches, self._recipe, self._device = batches, recipe, device
-        self._progress, self._journal = progress, journal
+        self._progress, self._journal, self._ranks, self._offload = progress, journal, ranks, offload
         self._bank: Bank = {}
-        self._scorer = Scorer(model, space, self._bank, token_batches, device)
+        self._scorer = Scorer(model, space, self._bank, token_batches, device, ranks)
         self.evaluations: list[Evaluation] = []
         """All evaluations so far, in order."""
 
@@ -120,6 +126,8 @@ class PrunedAnew:
             progress=self._progress,
             journal=self._journal,
             prune=prune_densities,
+            ranks=self._ranks,
+            offload=self._offload,
         )
         before = self._scorer.tokens_run
         kl = self._scorer.mean_kl(self._scorer.score(candidate, range(self._scorer.batches)))

@@ -1,4 +1,4 @@
-"""Format ``bitmask`` (RheoSparse): one bit per weight says where the non-zeros stand; README.md is its page."""
+"""Format ``bitmask`` (RheoSparse): one bit per weight says where the non-zeros are; README.md is its page."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FORMAT = Format(
     ),
     cost=cost,
     variants=({}, *({"kind": kind} for kind in codes.CODED)),
-    rounds=lambda pattern: not isinstance(pattern, Group),  # groups have zero points of their own: gqs stores them
+    rounds=lambda pattern: not isinstance(pattern, Group),  # quantised groups have zero points: only gqs stores those
     cases=(
         Case("zeros-stored-past-k", "64:64", lambda: torch.ones(3, 65)),
         Case("one-of-each-block", "1:64", lambda: torch.eye(64).repeat(1, 3)),

@@ -1,7 +1,7 @@
 // y[m, n] = x[m, k] @ w[n, k].T + bias[n] for a bitmask weight in the layout `tiles` and m of 1 to TILE_M.
 //
 // Grid: 1-D, persistent CTAs. CTA: WARPS_N x WARPS_K warps. The WARPS_K warps of a row tile (16 rows of w) split its column
-// tiles among them (sliced-K); WARPS_N row tiles are computed side by side, and the CTA strides over all of them.
+// tiles among them (sliced-K). The CTA computes WARPS_N row tiles at a time and strides over all row tiles of w.
 //
 // A warp expands a tile into 16 fragments of mma.m16n8k16 with the weights as the 16-row operand. Tokens are the 8 columns of
 // the other operand, so 1 and 8 tokens take the same pass. A k-step is 4 columns of every lane's block: the 16 columns of a
@@ -14,13 +14,13 @@
 //   accumulators of every warp, double-buffered              64 TILE_M each
 // Both rings are filled with cp.async, STAGES tiles ahead. An x tile is not copied again where the columns stay the same.
 //
-// A fused kernel asks for its first weight tiles before griddepcontrol.wait. With SILU_MUL row tiles come in pairs,
-// rows r to r + 15 and n / 2 + r to n / 2 + r + 15, that two of the WARPS_N row tiles of a CTA are.
+// A fused kernel issues the copies of its first weight tiles before griddepcontrol.wait. With SILU_MUL row tiles come in
+// pairs, rows r to r + 15 and n / 2 + r to n / 2 + r + 15; a CTA computes both of a pair at the same time (WARPS_N >= 2).
 //
 // Accumulators are float32 and added in a fixed order: every run returns the same bits.
 //
-// Bound by latency and issue at one or two tiles per warp (4096 x 4096, m = 1: DRAM 42 %, ALU 45 %, issue 46 %, 8.2 us of a
-// floor of 4.4), by memory at 28672 x 8192 (DRAM 78 %, .82 to .92 of the floor's rate). README.md has the figures.
+// Bound by latency and issue at one or two tiles per warp (4096 x 4096, m = 1: DRAM 42 %, ALU 45 %, issue 46 %, 8.2 us where
+// the floor is 4.4), by memory at 28672 x 8192 (DRAM 78 %, .82 to .92 of the floor's rate). README.md has the figures.
 //
 // Compiled with SCALAR (__half or __nv_bfloat16), KEEP (values per block), TILE_M (1, 8, 16, 32 or 64), WARPS_N, WARPS_K,
 // STAGES, and what fusion.cuh takes.
@@ -33,7 +33,7 @@
 #include "tile.cuh"
 #include "types.cuh"
 
-constexpr int kSliceThreads = WARPS_K * kWarpSize;  // of a row tile
+constexpr int kSliceThreads = WARPS_K * kWarpSize;  // threads per row tile
 constexpr int kUnit = 8;                            // values of x in 16 bytes: two k-steps of a lane
 constexpr int kTokenBytes = kTileColumns * 2;       // per token of an x tile
 constexpr int kTokenGroups = (TILE_M + 7) / 8;      // mma operands of 8 tokens
@@ -126,7 +126,7 @@ __device__ __forceinline__ void store_partial(Partial& partial, const Accumulato
     }
 }
 
-// The row tile of w that is `index`-th of those that CTAs stride over.
+// The row tile of w at position `index` of the order in which CTAs stride over row tiles: with SILU_MUL pair by pair.
 __device__ __forceinline__ int row_tile_of(int index, int row_tiles) {
     return SILU_MUL ? index / 2 + index % 2 * (row_tiles / 2) : index;
 }
@@ -137,8 +137,8 @@ __device__ __forceinline__ float residual_at(const SCALAR* residual, int i, int 
     return ADD_RESIDUAL && token < m && row < n ? to_float(residual[static_cast<long long>(token) * n + row]) : 0.0f;
 }
 
-// Adds the partials of the K slices of a row tile, or of a pair of them, and stores y; `index` is the thread's among `threads`,
-// `first_residual` what is added to its first output.
+// Adds the partials of the K slices of a row tile, or of a pair of row tiles, and stores y. `index` numbers this thread among
+// the `threads` that share the outputs; `first_residual` is the residual of its first output, which was loaded early.
 __device__ __forceinline__ void reduce_slices(const Partial* partials, const SCALAR* bias, const SCALAR* residual,
                                               float first_residual, SCALAR* y, int m, int n, int first_row, int index,
                                               int threads) {
@@ -186,7 +186,7 @@ struct WarpPipeline {
         if (group + warp_n < row_tiles) copy_tile(weight_ring + stage * kTileBytes, tiles + index * kTileBytes, lane);
     }
 
-    // Refills a stage whose x tile is that of column tile `held`.
+    // Refills a stage. Its x tile, of column tile `held`, is kept if the next tile is in the same columns.
     __device__ __forceinline__ void refill(int stage, int held) {
         if (!kFused && group < row_tiles && column != held) x.copy(x_ring + stage * x_bytes, column, warp_n, lane);
         copy_weights(stage);
@@ -205,7 +205,7 @@ struct WarpPipeline {
         }
     }
 
-    // The same in a fused kernel, where x is no ring.
+    // Fills all stages of a fused kernel, which has no ring of x tiles.
     __device__ __forceinline__ void fill_weights() {
 #pragma unroll
         for (int i = 0; i < STAGES; ++i, advance()) {
@@ -216,7 +216,7 @@ struct WarpPipeline {
 };
 
 extern "C" __global__ void __launch_bounds__(WARPS_N * kSliceThreads, 1) semisparse_bitmask_decode(
-    // x and residual are not __restrict__: loads that the compiler takes for constants could move before the wait.
+    // x and residual are not __restrict__: loads through const __restrict__ pointers may be moved before griddepcontrol.wait.
     const SCALAR* x,                          // [m, k]
     const unsigned char* __restrict__ tiles,  // [row_tiles, column_tiles, kTileBytes]
     const SCALAR* bias,                       // [n] or null

@@ -1,8 +1,8 @@
 // y[m, n] = x[m, k] @ w[n, k].T + bias[n] for a bitmask weight in the layout `tiles` and any m, with Hopper's wgmma:
 // expand_gemm/gemm.cuh on the tiles of decode.cu, which one producer thread copies in bulk.
 //
-// Bound at 28672 x 8192, m = 256, by the tensor cores at the card's power limit (79 % busy, 1.55 GHz); at m = 64 nothing is
-// full (issue 53 %, ALU 47 %, DRAM 55 %). README.md has the figures.
+// Bound at 28672 x 8192, m = 256, by the tensor cores at the card's power limit (79 % busy, 1.55 GHz); at m = 64 no unit is
+// saturated (issue 53 %, ALU 47 %, DRAM 55 %). README.md has the figures.
 //
 // Compiled with KEEP (values per block) and the macros of gemm.cuh.
 
@@ -44,7 +44,7 @@ struct Tiles {
 
 struct TileStream {
     Pipeline pipeline;
-    Word tiles;  // the warp's, of stage 0
+    Word tiles;  // shared-memory address of this warp's tile in stage 0
     int lane;
     PipelineState<STAGES> state;
 
@@ -60,7 +60,7 @@ struct TileStream {
     }
 };
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_bitmask_gemm(
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) EXPAND_GEMM_BOUNDS semisparse_bitmask_gemm(
     const unsigned char* __restrict__ x,        // as permute_x.cu stores it, with BLOCK = 64
     const unsigned char* __restrict__ tiles,    // [row_tiles, column_tiles, kTileBytes]
     const SCALAR* __restrict__ bias,            // [n] or null

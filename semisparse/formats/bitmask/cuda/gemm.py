@@ -9,13 +9,13 @@ from torch import Tensor
 
 from semisparse.formats.base import Packed
 from semisparse.formats.bitmask.cuda import operands
-from semisparse.formats.bitmask.cuda.schedule import choose_gemm, gemm_tiles
+from semisparse.formats.bitmask.cuda.schedule import GEMM_RATES, gemm_tiles
 from semisparse.formats.bitmask.storage.disk import BLOCK
 from semisparse.formats.bitmask.storage.gpu import tiling
 from semisparse.formats.kernel import Problem, Product
 from semisparse.runtime import expand_gemm
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.expand_gemm import MAX_TOKENS, Schedule
+from semisparse.runtime.expand_gemm import MAX_TOKENS, Schedule, choose
 from semisparse.runtime.kernel import CudaSource, hopper_refusal
 from semisparse.runtime.nvrtc import Defines
 
@@ -46,7 +46,7 @@ def refusal(problem: Problem) -> str | None:
 
 
 def prepare(problem: Problem, schedule: Schedule | None = None) -> Product:
-    """Compile and load both kernels for one problem.
+    """Compile and load gemm.cu and permute_x.cu for one problem.
 
     Args:
         problem: x and w are both float16 or both bfloat16.
@@ -56,7 +56,7 @@ def prepare(problem: Problem, schedule: Schedule | None = None) -> Product:
     """
     weight = tiling(problem.spec)
     tiles = gemm_tiles(weight)
-    schedule = schedule or choose_gemm(problem.m, tiles, device_facts(problem.device))
+    schedule = schedule or choose(problem.m, tiles, device_facts(problem.device), GEMM_RATES)
     product = expand_gemm.prepare(
         lambda chosen: GEMM.build(
             "semisparse_bitmask_gemm", _defines(problem.dtype, weight.keep, chosen), chosen.shared(tiles)

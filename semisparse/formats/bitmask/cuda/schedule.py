@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from semisparse.formats.bitmask.storage.gpu import COLUMNS, ROWS, Tiling
 from semisparse.formats.kernel import Problem
 from semisparse.runtime.device import RESERVED_SHARED, DeviceFacts
-from semisparse.runtime.expand_gemm import MAX_SPLIT_K, Schedule, Tiles, fit, tile_m_of
+from semisparse.runtime.expand_gemm import Rates, Tiles
 
 OVERRUN = 256
-"""Bytes of shared memory behind the last tile that may be read: kOverrun in tile.cuh."""
+"""Bytes of shared memory behind the last tile that kernels may read, but do not use: kOverrun in tile.cuh."""
 
 DECODE_MAX_TOKENS = 64
 
 DECODE_WARPS_PER_SM = {1: 20, 8: 20, 16: 16, 32: 16, 64: 10}
-"""By TILE_M, as registers allow: the kernels use up to 96, 96, 128, 128 and 200 per thread."""
+"""Maximum resident warps per SM by TILE_M: the kernels use up to 96, 96, 128, 128 and 200 registers per thread."""
 
 GEMM_MIN_TOKENS = 17
 """Minimum M. Below it decode.cu is faster (H200, 32:64)."""
@@ -23,11 +23,7 @@ GEMM_MIN_TOKENS = 17
 GEMM_MAX_TOKENS = {1 << 24: 1024, 1 << 22: 512, 0: 128}
 """Maximum M, by minimum N * K. Above it unpack.cu is faster, or nearly (H200, 32:64)."""
 
-GEMM_SPLIT_K = {32: ((1, 3),), 64: ((1, 3),), 128: ((3, 1), (2, 1), (1, 2)), 192: ((2, 1),), 256: ((2, 1),)}
-"""By TILE_M: the warpgroups per CTA and CTAs per SM worth trying with split-K."""
-
-GEMM_STREAM_K = (2, 2)
-"""Warpgroups per CTA and CTAs per cluster with Stream-K; an SM has one CTA."""
+GEMM_RATES = Rates(expand_us=0.204, overlap=2.4)
 
 
 @dataclass(frozen=True)
@@ -65,7 +61,7 @@ def choose_decode(m: int, weight: Tiling, gpu: DeviceFacts) -> DecodeSchedule:
         gpu: what it runs on.
     """
     preferred = _preferred(m, weight, gpu.sms)
-    # The others need less shared memory, for dense patterns and small GPUs; the last always fits.
+    # Later candidates need less shared memory, for patterns that keep many weights and small GPUs; the last one fits.
     candidates = (preferred, (2, 6, 2), (*preferred[:2], 1), (1, 4, 1), (1, 1, 1))
     fitting = (_decode_schedule(m, weight, gpu, *candidate) for candidate in candidates)
     return next(schedule for schedule in fitting if schedule is not None)
@@ -139,37 +135,6 @@ def gemm_pays(problem: Problem) -> bool:
     """Return whether no other kernel is clearly faster, as measured on an H200 at 32:64."""
     weights = problem.n * problem.k
     return GEMM_MIN_TOKENS <= problem.m <= next(most for fewest, most in GEMM_MAX_TOKENS.items() if weights >= fewest)
-
-
-def choose_gemm(m: int, weight: Tiles, gpu: DeviceFacts) -> Schedule:
-    """Choose the schedule of gemm.cu: the fastest by `_h200_microseconds` of those that fit.
-
-    Args:
-        m: maximum tokens.
-        weight: its tiles.
-        gpu: what it runs on.
-    """
-    tile_m = tile_m_of(m, GEMM_SPLIT_K)
-    most = min(MAX_SPLIT_K, weight.column_tiles)
-    candidates = [(w, 1, split_k, ctas) for w, ctas in GEMM_SPLIT_K[tile_m] for split_k in range(1, most + 1)]
-    candidates.append((*GEMM_STREAM_K, 0, 1))
-    fitting = [schedule for c in candidates if (schedule := fit(weight, gpu, tile_m, *c)) is not None]
-    return min(fitting, key=lambda schedule: _h200_microseconds(schedule, m, weight, gpu.sms))
-
-
-def _h200_microseconds(schedule: Schedule, m: int, weight: Tiles, sms: int) -> float:
-    """Estimate the time on an H200 at 32:64. Rms error, M 32 to 2,048: 6 % (476 split-K GEMMs), 4 % (74 Stream-K)."""
-    tokens = schedule.tile_m / 64
-    ranges = schedule.ranges(m, weight, sms)
-    if not schedule.split_k:
-        iterations = schedule.warpgroups * schedule.tiles(m, weight) * weight.column_tiles / ranges
-        return 8.4 + iterations * (0.61 + 0.227 * tokens) + 0.94 * schedule.warpgroups * tokens
-    busiest = -(-ranges // sms)  # CTAs of the busiest SM
-    waves = -(-busiest // schedule.ctas_per_sm)
-    iterations = -(-weight.column_tiles // schedule.split_k)
-    warpgroups = busiest * schedule.warpgroups
-    exchange = 1.57 + 0.61 * warpgroups * tokens if schedule.split_k > 1 else 0.0
-    return 1.03 * (warpgroups * iterations * (0.477 + 0.197 * tokens) + waves * (3.2 + 0.52 * iterations) + exchange)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from semisparse.formats.bitmask.storage.codes import code_bits
 from semisparse.formats.bitmask.storage.disk import BLOCK, bits_of, masks_of, values_per_block
 
 ROWS, COLUMNS = 16, 256
-"""Of a tile."""
+"""Rows and columns per tile."""
 
 BLOCKS = COLUMNS // BLOCK
 """Masks per row of a tile."""
@@ -97,13 +97,13 @@ def counts(spec: WeightSpec) -> Mapping[str, int]:
 def to_tiles(packed: Packed) -> Packed:
     """Return a weight of the layout ``rows`` in the layout ``tiles``.
 
-    Padding rows and blocks, up to whole tiles, store ``keep`` zeros at their lowest columns, like short ones on disk.
+    Rows and blocks that pad to whole tiles store ``keep`` zeros at their lowest columns, as empty blocks do on disk.
     """
     keep = tiling(packed.spec).keep
     masks, values = packed.tensors["masks"], packed.tensors["values"]
     n, blocks = masks.shape
     values = F.pad(values.view(n, blocks, keep), (0, keep % 2, 0, -blocks % BLOCKS, 0, -n % ROWS))
-    padded = masks.new_full(values.shape[:2], padding_mask(keep))  # F.pad would take the number through a double
+    padded = masks.new_full(values.shape[:2], padding_mask(keep))  # F.pad would round the mask to a double
     padded[:n, :blocks] = masks
     padded = masks_of(bits_of(padded)[..., _BIT_ORDER.to(masks.device)])
     masks, pairs = _by_lane(padded.unsqueeze(-1).view(torch.int32)), _by_lane(values.view(torch.int32))
@@ -122,7 +122,10 @@ def to_rows(packed: Packed) -> Packed:
 
 
 def padded_rows(packed: Packed) -> tuple[Tensor, Tensor, Tensor]:
-    """Return masks [padded N, padded blocks], values [padded N, padded blocks, keep], and what follows odd values."""
+    """Return masks [padded N, padded blocks], values [padded N, padded blocks, keep], and the padding of pairs.
+
+    The padding, [padded N, padded blocks, keep % 2], is what follows the last value where ``keep`` is odd.
+    """
     masks, pairs = packed.tensors["tiles"].tensor_split([4 * LANES], dim=-1)
     lanes = pairs.unflatten(-1, (-1, 2, LANES)).permute(0, 1, 4, 3, 2).flatten(3)
     masks, values = _by_row(masks.unflatten(-1, (LANES, 4))), _by_row(lanes).view(packed.dtype)
@@ -147,4 +150,4 @@ def _by_row(lanes: Tensor) -> Tensor:
     """Invert `_by_lane`."""
     tiles = lanes.unflatten(-1, (2, -1)).unflatten(2, (ROWS // 2, BLOCKS))  # row tile, column tile, g, t, half, word
     words = tiles.permute(0, 4, 2, 1, 3, 5).flatten(3, 4).flatten(0, 2)
-    return words.clone(memory_format=torch.contiguous_format)  # one word per lane may have any stride otherwise
+    return words.clone(memory_format=torch.contiguous_format)  # else a last dimension of 1 may have any stride: no view

@@ -6,7 +6,7 @@
 
 #include "wgmma_stream.cuh"
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_gqs_gemm_wgmma(
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) EXPAND_GEMM_BOUNDS semisparse_gqs_gemm_wgmma(
     const unsigned char* __restrict__ x,  // as permute_x.cu stores it, with BLOCK = GROUP_SIZE
     const uint2* __restrict__ masks,      // [row_tiles, chunks], low word first
     const Word* __restrict__ starts,      // [row_tiles * chunks + 1]

@@ -4,8 +4,8 @@
 // Each cluster computes an equal, contiguous range of all iterations:
 //   SPLIT_K = 0  Stream-K: ranges end anywhere. The cluster with an output tile's first iteration, the last tile of its range,
 //                adds the partial accumulators that the others stored for it (fix-up).
-//   SPLIT_K > 0  split-K: an output tile is SPLIT_K ranges; every CTA stores its partial accumulators and then adds all of
-//                them for its share of the tokens.
+//   SPLIT_K > 0  split-K: an output tile is SPLIT_K ranges; every CTA adds up the partial accumulators of its share of the
+//                tokens, and stores those of the others' shares.
 // Partials are added in the order of the ranges, so every run returns the same bits. Each warp exchanges its own 16 rows. CTAs
 // start in the order of their numbers, and those of an output tile are consecutive: a CTA waits only for CTAs that are resident
 // or start next.
@@ -18,6 +18,7 @@
 #include "ptx/griddepcontrol.cuh"
 
 constexpr int kRangesPerTile = SPLIT_K > 0 ? SPLIT_K : 1;
+constexpr int kLoadGroups = kRangesPerTile <= 4 ? 4 : 2;  // token groups whose partials are loaded together
 
 struct WorkRanges {
     int column_tiles, m_tiles, iterations, ranges;
@@ -75,14 +76,19 @@ struct Workspace {
     }
 };
 
-__device__ __forceinline__ void store_partial(const Accumulators& accumulators, float4* to, int* counter, int lane) {
-#pragma unroll
-    for (int group = 0; group < kTokenGroups; ++group) __stcg(to + group * kWarpSize, token_group(accumulators, group));
+// Counts the warp, once its lanes' stores are visible.
+__device__ __forceinline__ void signal_partials(int* counter, int lane) {
     __syncwarp();
     if (lane == 0) {
         griddepcontrol_wait();  // the preceding kernel zeroes the counters
         red_release_gpu_increment(counter);
     }
+}
+
+__device__ __forceinline__ void store_partial(const Accumulators& accumulators, float4* to, int* counter, int lane) {
+#pragma unroll
+    for (int group = 0; group < kTokenGroups; ++group) __stcg(to + group * kWarpSize, token_group(accumulators, group));
+    signal_partials(counter, lane);
 }
 
 // Waits until `count` warps have stored their partials.
@@ -96,24 +102,55 @@ __device__ __forceinline__ void wait_partials(const int* counter, int count, int
     __syncwarp();
 }
 
+// Split-K: a warp keeps the accumulators of its range's share of the tokens, stores the others, and adds the other ranges'
+// partials. `part` finds the range's number in the output tile, because registers need static indices.
+template <int part = 0>
+__device__ __forceinline__ void exchange(const Accumulators& accumulators, const Workspace& workspace, const WarpOutput& output,
+                                         int tile, int range, int warp, int lane) {
+    if (range % kRangesPerTile != part) {
+        if constexpr (part + 1 < kRangesPerTile)
+            exchange<part + 1>(accumulators, workspace, output, tile, range, warp, lane);
+        return;
+    }
+    constexpr int begin = part * kTokenGroups / kRangesPerTile, end = (part + 1) * kTokenGroups / kRangesPerTile;
+    float4* own = workspace.partial(range, warp, lane);
+#pragma unroll
+    for (int group = 0; group < kTokenGroups; ++group)
+        if (group < begin || group >= end) __stcg(own + group * kWarpSize, token_group(accumulators, group));
+    int* counter = workspace.counter(tile, warp);
+    signal_partials(counter, lane);
+    wait_partials(counter, kRangesPerTile, lane);
+#pragma unroll
+    for (int first = begin; first < end; first += kLoadGroups) {
+        float4 partials[kLoadGroups][kRangesPerTile];
+#pragma unroll
+        for (int i = 0; i < kLoadGroups; ++i) {
+            if (first + i >= end) break;
+#pragma unroll
+            for (int other = 0; other < kRangesPerTile; ++other)
+                partials[i][other] = other == part ? token_group(accumulators, first + i)
+                                                   : __ldcg(workspace.partial(range - part + other, warp, lane) +
+                                                            (first + i) * kWarpSize);
+        }
+#pragma unroll
+        for (int i = 0; i < kLoadGroups; ++i) {
+            if (first + i >= end) break;
+            float4 sum = partials[i][0];
+#pragma unroll
+            for (int other = 1; other < kRangesPerTile; ++other) {
+                const float4 more = partials[i][other];
+                sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+            }
+            output.store(sum, first + i, lane);
+        }
+    }
+}
+
 // Stores y's tile, or this range's part of it: `first` is the range's first iteration of the tile.
 __device__ __forceinline__ void reduce_and_store(Accumulators& accumulators, const WorkRanges& work, const Workspace& workspace,
                                                  const WarpOutput& output, int tile, int first, int range, int warp, int lane) {
     if constexpr (SPLIT_K > 1) {
-        int* counter = workspace.counter(tile, warp);
-        store_partial(accumulators, workspace.partial(range, warp, lane), counter, lane);
-        wait_partials(counter, kRangesPerTile, lane);
-        const int part = range % kRangesPerTile;
-#pragma unroll 2
-        for (int group = part * kTokenGroups / kRangesPerTile; group < (part + 1) * kTokenGroups / kRangesPerTile; ++group) {
-            float4 sum{};
-#pragma unroll
-            for (int other = 0; other < kRangesPerTile; ++other) {
-                const float4 partial = __ldcg(workspace.partial(range - part + other, warp, lane) + group * kWarpSize);
-                sum.x += partial.x, sum.y += partial.y, sum.z += partial.z, sum.w += partial.w;
-            }
-            output.store(sum, group, lane);
-        }
+        exchange(accumulators, workspace, output, tile, range, warp, lane);
         return;
     }
     if (SPLIT_K == 0 && work.column(first)) {
