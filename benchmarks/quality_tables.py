@@ -181,13 +181,27 @@ def codes() -> str:
 
 def slide24() -> str:
     """Loss / KL by pattern and quantisation."""
-    rows = {(row["pattern"], row["quant"]): row for row in result("slide24_quality.csv")}
+    measured = [row for row in result("slide24_quality.csv") if row["device"] == "cuda"]
+    rows = {(row["pattern"], row["quant"]): row for row in measured}
     lines = [
         [pattern, *(f"{float(rows[pattern, q]['nll']):.3f} / {float(rows[pattern, q]['kl']):.3f}" for q in kinds)]
         for kinds in [("none", "int8", "fp8")]
         for pattern in ("2:4", "4:6", "6:8", "8:10")
     ]
     return markdown(("", "16 bits", "int8", "fp8"), lines)
+
+
+def slide24_tuned() -> str:
+    """KL of 6:8 and 4:6, pruned and then tuned, means over the seeds, which are counted in brackets."""
+    measured = [row for row in result("slide24_quality.csv") if row["device"] == "cpu"]
+    models = list(dict.fromkeys(row["model"] for row in measured))
+    lines = []
+    for pattern in ("6:8", "4:6"):
+        for tune, name in (("none", "pruned"), ("bqpo", "after `tune=bqpo`")):
+            run = [row for row in measured if (row["pattern"], row["tune"]) == (pattern, tune)]
+            of_models = [[row for row in run if row["model"] == model] for model in models]
+            lines.append([f"{pattern}, {name}", *(f"{_mean(r, 'kl'):.4f} ({len(r)})" if r else "" for r in of_models)])
+    return markdown(("", *models), lines)
 
 
 def vectors() -> str:
@@ -199,6 +213,35 @@ def vectors() -> str:
     lines = [["bits per weight", *(f"{float(of['sparsegpt', length]['bits']):g}" for length in lengths)]]
     lines += [[name, *(f"{float(of[s, length]['kl']):.3f}" for length in lengths)] for s, name in stages.items()]
     return markdown(("rows per vector", *lengths), lines)
+
+
+def vector_rows() -> str:
+    """KL of vectors of 32 rows by the way in which rows were brought together."""
+    rows = result("vector_rows.csv")
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    kl = {(row["model"], row["way"]): f"{float(row['kl']):.3f}" for row in rows}
+    ways = dict.fromkeys(row["way"] for row in rows)
+    return markdown(("", *models), [[way, *(kl.get((model, way), "") for model in models)] for way in ways])
+
+
+def search_profile() -> str:
+    """KL and CPU seconds of the recipe `rheosparse` by search, a line per model, density and seed."""
+    rows = result("search_default.csv")
+    methods = ("none", "evolution", "profile")
+    runs: dict[tuple[str, ...], dict[str, Mapping[str, str]]] = {}
+    for row in rows:
+        key = (row["model"], f"{row['kept']}:64", row["seed"])
+        runs.setdefault(key, {})[row["search"]] = row
+    lines = []
+    for key, of_run in runs.items():
+        uniform = of_run.get("none")
+        cells = [f"{float(uniform['kl']):.3f}" if uniform else ""]
+        for method in methods[1:]:
+            row = of_run.get(method)
+            gain = f" ({100 * (float(row['kl']) / float(uniform['kl']) - 1):+.1f} %)" if row and uniform else ""
+            cells.append(f"{float(row['kl']):.3f}{gain}, {row['cpu_seconds']} s" if row else "")
+        lines.append([*key, *cells])
+    return markdown(("model", "pattern", "seed", *methods), lines)
 
 
 PAPER_STORAGE = {
@@ -247,6 +290,9 @@ TABLES = {
     "gqsa": gqsa,
     "codes": codes,
     "slide24-quality": slide24,
+    "slide24-tuned": slide24_tuned,
+    "search-profile": search_profile,
+    "vector-rows": vector_rows,
     "vectors": vectors,
     "ec_csr-storage": storage,
 }

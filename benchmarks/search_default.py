@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from models import MODELS, Subject, parser_of
 from rows import read_rows, write_rows
 
-METHODS = ("none", "evolution", "rheosparse")
+METHODS = ("none", "profile", "evolution", "rheosparse")
 KEPT = (32, 24, 16)
 COLUMNS = ("model", "kept", "search", "seed", "samples", "nll", "kl", "uniform_search_kl", "search_kl", "cpu_seconds")
 COLUMNS += ("tokens", "device")

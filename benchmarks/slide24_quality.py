@@ -4,10 +4,12 @@
 
 DATA is a directory with ``models/`` and ``text/``. Rows that the CSV already has are not measured again, so that an
 interrupted run continues. The model is pruned by SparseGPT with the default settings on the ``calib`` text, and
-measured on the ``eval`` text.
+measured on the ``eval`` text; ``--tunes bqpo`` also trains the kept weights, before they are rounded.
 """
 
 from __future__ import annotations
+
+from itertools import product
 
 import torch
 from models import MODELS, Subject, parser_of
@@ -17,7 +19,8 @@ from semisparse.evaluate import measure_quality
 
 PATTERNS = ("2:4", "4:6", "6:8", "8:10")
 KINDS = ("none", "int8", "fp8")
-COLUMNS = ("model", "pattern", "quant", "nll", "kl", "dense_nll", "tokens", "samples", "seed", "device")
+TUNES = ("none", "bqpo")
+COLUMNS = ("model", "pattern", "quant", "tune", "nll", "kl", "dense_nll", "tokens", "samples", "seed", "device")
 
 
 def main() -> None:
@@ -26,25 +29,32 @@ def main() -> None:
     parser.add_argument("--model", default="pycode-11m", choices=MODELS)
     parser.add_argument("--patterns", default=",".join(PATTERNS))
     parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tunes", default=",".join(TUNES))
+    parser.add_argument("--seeds", default="0")
     options = parser.parse_args()
     rows = read_rows(options.csv)
-    done = {(row["model"], row["pattern"], row["quant"]) for row in rows}
+    samples = str(options.samples or "default")
+    done = {
+        (row["pattern"], row["quant"], row["tune"], row["samples"], row["seed"])
+        for row in rows
+        if row["model"] == options.model
+    }
     subject = Subject(options.model, options)
     dense_nll = measure_quality(subject.dense, subject.chunks).nll
     dtype = torch.float32 if subject.device.type == "cpu" else torch.bfloat16  # the dtype of the kernels there
-    for pattern in options.patterns.split(","):
-        for kind in options.kinds.split(","):
-            if (options.model, pattern, kind) in done:
-                continue
-            model, _ = subject.compress("slidesparse", (f"pattern={pattern}", f"quant={kind}"), options.seed)
-            quality = subject.measure(model, dtype)
-            samples = options.samples or "default"
-            run = (options.model, pattern, kind, quality.nll, quality.kl, dense_nll, quality.tokens)
-            values = (*run, samples, options.seed)
-            rows.append(dict(zip(COLUMNS, map(str, (*values, subject.device.type)), strict=True)))
-            write_rows(options.csv, rows, COLUMNS)
-            print(*rows[-1].values(), flush=True)
+    choices = (options.patterns, options.kinds, options.tunes, samples, options.seeds)
+    for run in product(*(choice.split(",") for choice in choices)):
+        if run in done:
+            continue
+        pattern, kind, tune, _, seed = run
+        settings = (f"pattern={pattern}", f"quant={kind}", f"tune={tune}")
+        model, _ = subject.compress("slidesparse", settings, int(seed))
+        quality = subject.measure(model, dtype)
+        values = (options.model, pattern, kind, tune, quality.nll, quality.kl, dense_nll, quality.tokens)
+        values += (samples, seed, subject.device.type)
+        rows.append(dict(zip(COLUMNS, map(str, values), strict=True)))
+        write_rows(options.csv, rows, COLUMNS)
+        print(*rows[-1].values(), flush=True)
     print(table([row for row in rows if row["model"] == options.model]))
 
 

@@ -18,7 +18,13 @@ import quality_tables
 import speed_tables
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/performance.md", "docs/quality.md")
+PAGES = (
+    "README.md",
+    "docs/performance.md",
+    "docs/quality.md",
+    "docs/experiments/search.md",
+    "docs/experiments/pruning.md",
+)
 TABLES: Mapping[str, Callable[[], str]] = {**speed_tables.TABLES, **quality_tables.TABLES}
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 

@@ -91,6 +91,7 @@ def _show(prediction: Plan) -> None:
     else:
         _show_model(prediction)
         _show_best(prediction)
+        _show_strategies(prediction)
     for label, reason in prediction.left_out.items():
         console.print(f"[dim]Left out: {label}: {reason}[/]", highlight=False)
     for sentence in prediction.sentences():
@@ -140,6 +141,16 @@ def _show_model(prediction: Plan) -> None:
         )
     columns = ["format", "M", "bits/weight", "weights", "us", "speed-up"]
     print_table("All linear layers without the head", columns, rows)
+
+
+def _show_strategies(prediction: Plan) -> None:
+    rows = [
+        [row.layer.title, f"{row.layer.n:,}, {row.layer.k:,}", f"{row.m:,}", row.candidate.label, row.estimate.strategy]
+        for row in prediction.rows
+        if row.estimate.strategy
+    ]
+    if rows:
+        print_table("Strategy per layer", ["layer", "N, K", "M", "format", "strategy"], rows)
 
 
 def _show_best(prediction: Plan) -> None:

@@ -17,7 +17,7 @@ from semisparse.quant.group import KINDS as GROUP_KINDS
 KNOWN_VALUES: dict[str, tuple[str, ...]] = {
     "prune": ("magnitude", "wanda", "sparsegpt", "sparsegpt-published", "none"),
     "quant": ("none", "int8", "fp8", *GROUP_KINDS, "keep"),
-    "search": ("evolution", "rheosparse", "joint", "none"),
+    "search": ("profile", "evolution", "rheosparse", "joint", "none"),
     "tune": ("bqpo", "bqpo+e2e", "none"),
     "refine": ("cg", "none"),
     "order": ("windows", "columns"),
@@ -66,9 +66,9 @@ class Recipe:
             ``w4a8``: as ``w4``, with 8-bit activations at inference. ``keep``: each layer keeps the quantised values
             that another tool gave it; this needs ``prune=none``.
         format: name of the format that stores the result, or ``auto``.
-        search: how density is distributed over the linear layers: ``evolution``, ``rheosparse`` (the paper's) or
-            ``none`` (uniform). The total number of kept weights is that of `pattern`. ``joint`` chooses pattern, bits
-            and format of each layer instead, such that `targets` hold.
+        search: how density is distributed over the linear layers: ``profile``, ``evolution``, ``rheosparse`` (the
+            paper's) or ``none`` (uniform). The total number of kept weights is that of `pattern`. ``joint`` chooses
+            pattern, bits and format of each layer instead, such that `targets` hold.
         tune: how kept weights are trained. ``bqpo``: one decoder layer at a time, to match the dense one's outputs.
             ``bqpo+e2e``: then also the scales and zero points of quantised groups, on the language-model loss.
         ignore: glob patterns of module names; linear layers that match stay dense.
@@ -81,8 +81,8 @@ class Recipe:
         damping: added to each entry of SparseGPT's Hessian diagonal, as a fraction of that entry, or for
             ``sparsegpt-published`` of the diagonal's mean.
         search_tokens: calibration tokens that a candidate is scored on.
-        search_effort: budget of the search, in candidates scored on all `search_tokens`; the paper's is 384. More
-            candidates on fewer tokens gave better results than fewer candidates on more tokens
+        search_effort: budget of ``evolution`` and ``rheosparse``, in candidates scored on all `search_tokens`; the
+            paper's is 384. More candidates on fewer tokens gave better results than fewer candidates on more tokens
             (docs/experiments/search.md).
         search_banks: how often each of the three stages of ``evolution`` prunes the linear layers anew, at densities
             near those of its best candidate. Each time costs as much as pruning.

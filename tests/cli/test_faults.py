@@ -50,7 +50,7 @@ def compress(run: Run, model: Path, text: Path, tmp_path: Path):
         ("pattern", "not written key=value"),
         ("format=zip", "unknown format 'zip'; known: bitmask"),
         ("damping=much", "it is a number"),
-        ("search=luck", "it is one of: evolution, rheosparse, joint, none"),
+        ("search=luck", "it is one of: profile, evolution, rheosparse, joint, none"),
         ("search_effort=0", "of 1 or more"),
         ("pattern=64:64", "no weights can move between the linear layers at pattern 64:64; choose another"),
     ],

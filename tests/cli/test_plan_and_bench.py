@@ -49,6 +49,16 @@ def test_plan_prints_tables(capfd):
     assert "M = 4,096: the dense matmul is bound by arithmetic; sparsity will not pay" in shown
 
 
+def test_plan_of_a_model_prints_the_strategy_of_each_layer(capfd):
+    plan.plan(
+        model="llama2-7b", gpu="a100", tokens="2048", formats="vector_nm", patterns="16:32v32,4:32v32", dtype="float32"
+    )
+    shown = capfd.readouterr().err
+    strategies = " ".join(shown[shown.index("Strategy per layer") :].split())
+    assert strategies.count("non-packing, ") == 5  # all layers at 50 % zeros, two of three at 87.5 %
+    assert strategies.count("packing, 14 FLOP/byte per CTA") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -17,17 +17,19 @@ from semisparse.compress.propagate import list_decoder_layers
 from semisparse.compress.ranks import Ranks
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import Progress
+from semisparse.compress.search.anew import PrunedAnew
 from semisparse.compress.search.bank import MaskedWeight, build_bank, masked_from_json, masked_to_json, prune_densities
 from semisparse.compress.search.evolution import Evolution
+from semisparse.compress.search.profile import REACH, search_profile
 from semisparse.compress.search.rheosparse import RheoSparse
 from semisparse.compress.search.score import Scorer, scoring_batches
-from semisparse.compress.search.space import STAGE_STRIDES, search_space, switch_levels
+from semisparse.compress.search.space import STAGE_STRIDES, LinearSpace, kept_weights, search_space, switch_levels
 from semisparse.compress.search.state import Algorithm, State
 from semisparse.errors import InputError
 from semisparse.patterns import Pattern
 
 ALGORITHMS: dict[str, type[Algorithm]] = {"evolution": Evolution, "rheosparse": RheoSparse}
-"""The algorithms by the value of the recipe's key `search`."""
+"""The algorithms over banks, by the value of the recipe's key `search`. Its other value is ``profile``."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ def search_patterns(
 ) -> SearchResult:
     """Search the pattern of each linear layer; together they keep exactly as many weights as the recipe's pattern.
 
+    With ``search=profile`` they may keep fewer, by less than a level of the smallest linear layer.
+
     The model is not changed; a copy of it is on `device`. The same inputs, seed, device and number of threads give the
     same result, also after an interruption.
 
@@ -94,8 +98,8 @@ def search_patterns(
     model.eval()
     device, ranks = torch.device(device), ranks or Ranks()
     layers = list_decoder_layers(model, recipe, {})
-    algorithm_type = ALGORITHMS[recipe.search]
-    space = search_space(layers, algorithm_type.reach(recipe), can_store)
+    algorithm_type = ALGORITHMS.get(recipe.search)
+    space = search_space(layers, algorithm_type.reach(recipe) if algorithm_type else REACH, can_store)
     uniform = (0,) * len(space)
     if not any(switch_levels(space, uniform, stage, random.Random(seed)) for stage in range(len(STAGE_STRIDES))):
         raise InputError(
@@ -103,6 +107,11 @@ def search_patterns(
             "choose another pattern, or search=none"
         )
     token_batches = scoring_batches(batches, recipe.search_tokens, seed)
+    if algorithm_type is None:
+        anew = PrunedAnew(
+            model, layers, space, batches, token_batches, recipe, device, progress, journal, ranks, offload
+        )
+        return _search_profile(space, anew)
     state = State.start(uniform)
     best_weights: dict[str, MaskedWeight] = {}
     for number in range(algorithm_type.passes(recipe)):
@@ -135,6 +144,15 @@ def search_patterns(
             _save_pass(journal, number, state, best_weights)
     patterns = {linear.name: linear.patterns[level] for linear, level in zip(space, state.best, strict=True)}
     return SearchResult(patterns, best_weights, state.uniform_kl, state.kl, state.evaluations, state.tokens)
+
+
+def _search_profile(space: Sequence[LinearSpace], anew: PrunedAnew) -> SearchResult:
+    """Run ``search=profile``; return the best candidate that it pruned."""
+    search_profile(space, anew.kl_of, kept_weights(space, (0,) * len(space)))
+    best, first = anew.best, anew.evaluations[0]
+    patterns = {linear.name: linear.patterns[level] for linear, level in zip(space, best.candidate, strict=True)}
+    tokens = sum(evaluation.tokens for evaluation in anew.evaluations)
+    return SearchResult(patterns, best.weights, first.kl, best.kl, len(anew.evaluations), tokens)
 
 
 def _run_pass(

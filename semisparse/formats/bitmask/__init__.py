@@ -48,6 +48,6 @@ FORMAT = Format(
         Case("window-that-divides-no-block", "6:10", lambda: torch.ones(2, 70) * (torch.arange(70) % 10 < 6)),
         Case("nothing-pruned", "0%", lambda: torch.ones(5, 130)),
     ),
-    recipes={"rheosparse": {"pattern": "32:64", "prune": "sparsegpt", "search": "evolution", "format": "bitmask"}},
+    recipes={"rheosparse": {"pattern": "32:64", "prune": "sparsegpt", "search": "profile", "format": "bitmask"}},
     choices=tuple((f"{keep}:64", kind) for kind in ("none", *codes.CODED) for keep in (16, 32, 48)),
 )

@@ -1,0 +1,141 @@
+"""Candidates of ``search=profile``: the whole model is pruned to each, scored, and kept if it is the best so far."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from semisparse.compress.journal import Journal
+from semisparse.compress.propagate import DecoderLayer
+from semisparse.compress.ranks import Ranks
+from semisparse.compress.recipe import Recipe
+from semisparse.compress.report import Progress
+from semisparse.compress.search.bank import (
+    Bank,
+    MaskedWeight,
+    build_bank,
+    masked_from_json,
+    masked_to_json,
+    prune_densities,
+)
+from semisparse.compress.search.score import Scorer
+from semisparse.compress.search.space import Candidate, LinearSpace
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A candidate that was pruned and scored.
+
+    Args:
+        candidate: the level of each linear layer.
+        kl: KL(dense || candidate), mean in nats per token.
+        weights: the pruned weights by module name; empty if another candidate is as good.
+        tokens: number of tokens run through the model to score it.
+    """
+
+    candidate: Candidate
+    kl: float
+    weights: dict[str, MaskedWeight]
+    tokens: int
+
+
+class PrunedAnew:
+    """Prunes a model to one candidate after another, each on the activations of its own layers.
+
+    Args:
+        model: the dense model; it is not changed.
+        layers: its decoder layers.
+        space: the levels of their linear layers.
+        batches: calibration token ids, each [batch, tokens] int64.
+        token_batches: token ids that candidates are scored on, as `scoring_batches` returns them.
+        recipe: how to prune.
+        device: where to compute, in float32.
+        progress: called before each decoder layer.
+        journal: stores evaluations, and provides those of an interrupted run.
+        ranks: the processes that search; each has this object, and calls it alike.
+        offload: a directory for hidden states, as in `compress_decoder_layers`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[DecoderLayer],
+        space: Sequence[LinearSpace],
+        batches: Sequence[Tensor],
+        token_batches: Sequence[Tensor],
+        recipe: Recipe,
+        device: torch.device,
+        progress: Progress,
+        journal: Journal | None,
+        ranks: Ranks,
+        offload: Path | None,
+    ) -> None:
+        self._model, self._layers, self._space = model, layers, space
+        self._batches, self._recipe, self._device = batches, recipe, device
+        self._progress, self._journal, self._ranks, self._offload = progress, journal, ranks, offload
+        self._bank: Bank = {}
+        self._scorer = Scorer(model, space, self._bank, token_batches, device, ranks)
+        self.evaluations: list[Evaluation] = []
+        """All evaluations so far, in order."""
+
+    @property
+    def best(self) -> Evaluation:
+        """The evaluation with the lowest KL, the first of equal ones."""
+        return min(self.evaluations, key=lambda evaluation: evaluation.kl)
+
+    def kl_of(self, candidate: Candidate) -> float:
+        """Prune and score a candidate; return its KL, in nats per token.
+
+        Raises:
+            InputError: a weight or its inputs cannot be used.
+        """
+        number = len(self.evaluations)
+        finished = self._journal.load("pass", number) if self._journal else None
+        if finished:
+            evaluation = _read(candidate, *finished)
+        else:
+            evaluation = self._evaluate(candidate, number)
+            if self._journal:
+                tensors: dict[str, Tensor] = {}
+                layers = [masked_to_json(masked, tensors, name) for name, masked in evaluation.weights.items()]
+                notes = {"kl": evaluation.kl, "tokens": evaluation.tokens, "layers": layers}
+                self._journal.save("pass", number, tensors, notes)
+        if evaluation.weights:  # it is the best so far: those of the one before are not needed
+            self.evaluations = [replace(other, weights={}) for other in self.evaluations]
+        self.evaluations.append(evaluation)
+        return evaluation.kl
+
+    def _evaluate(self, candidate: Candidate, number: int) -> Evaluation:
+        levels = [linear.restricted_to(level, 0, 0) for linear, level in zip(self._space, candidate, strict=True)]
+        self._bank |= build_bank(
+            self._model,
+            self._layers,
+            levels,
+            candidate,
+            {},
+            self._batches,
+            self._recipe,
+            number=number,
+            device=self._device,
+            progress=self._progress,
+            journal=self._journal,
+            prune=prune_densities,
+            ranks=self._ranks,
+            offload=self._offload,
+        )
+        before = self._scorer.tokens_run
+        kl = self._scorer.mean_kl(self._scorer.score(candidate, range(self._scorer.batches)))
+        worst = self.best.kl if self.evaluations else math.inf
+        weights = {linear.name: self._bank[linear.name][level] for linear, level in zip(levels, candidate, strict=True)}
+        return Evaluation(candidate, kl, weights if kl < worst else {}, self._scorer.tokens_run - before)
+
+
+def _read(candidate: Candidate, tensors: dict[str, Tensor], notes: dict[str, Any]) -> Evaluation:
+    weights = {layer["name"]: masked_from_json(layer, tensors, layer["name"]) for layer in notes["layers"]}
+    return Evaluation(candidate, notes["kl"], weights, notes["tokens"])

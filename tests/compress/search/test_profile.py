@@ -1,0 +1,160 @@
+"""`search=profile` finds what each role and depth needs, keeps the budget and survives interruptions."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from semisparse.compress import Journal, compress_decoder_layers
+from semisparse.compress.propagate import list_decoder_layers
+from semisparse.compress.search import search_patterns
+from semisparse.compress.search.profile import (
+    DEPTH,
+    MAX_STEPS,
+    REACH,
+    factors_of,
+    fitted,
+    hadamard,
+    search_profile,
+)
+from semisparse.compress.search.space import LinearSpace, kept_weights, search_space
+from tests.compress.checking import Interrupted
+from tests.compress.search.small import calibration, mean_kl, recipe, regular_model
+
+
+def space_of(pattern: str) -> list[LinearSpace]:
+    layers = list_decoder_layers(regular_model(), recipe("profile", pattern), {})
+    return search_space(layers, REACH, lambda pattern: True)
+
+
+def uniform_of(space: list[LinearSpace]) -> tuple[int, ...]:
+    return (0,) * len(space)
+
+
+def test_columns_of_a_hadamard_matrix_are_orthogonal():
+    for least, rows in ((1, 1), (2, 2), (3, 4), (8, 8), (9, 16)):
+        matrix = torch.tensor(hadamard(least))
+        assert torch.equal(matrix.T @ matrix, rows * torch.eye(rows, dtype=torch.long))
+        assert (matrix[:, 0] == 1).all()
+
+
+def test_factors_are_all_roles_but_the_largest_and_depth():
+    shares = factors_of(space_of("32:64"))
+    mlp, square, narrow = 64 * 128, 64 * 64, 64 * 32
+    total = 3 * mlp + 2 * square + 2 * narrow
+    assert shares == pytest.approx(
+        {
+            "self_attn.q_proj": square / total,
+            "self_attn.k_proj": narrow / total,
+            "self_attn.v_proj": narrow / total,
+            "self_attn.o_proj": square / total,
+            "mlp.up_proj": mlp / total,
+            "mlp.down_proj": mlp / total,
+            DEPTH: 1.0,
+        }
+    )
+
+
+def test_experts_have_one_role():
+    space = [replace(linear, name_in_layer=f"experts.{i}.w1") for i, linear in enumerate(space_of("32:64"))]
+    assert list(factors_of(space)) == [DEPTH]
+    space[0] = replace(space[0], name_in_layer="experts.0.w2")
+    assert list(factors_of(space)) == ["experts.*.w2", DEPTH]
+
+
+@pytest.mark.parametrize("pattern", ["32:64", "4:8", "70%", "g4@50%"])
+@pytest.mark.parametrize("shifts", [{}, {"self_attn.k_proj": 9.0}, {DEPTH: 24.0, "mlp.down_proj": -13.0}])
+def test_a_profile_keeps_the_budget(pattern: str, shifts: dict[str, float]):
+    space = space_of(pattern)
+    budget = kept_weights(space, uniform_of(space))
+    smallest = min(linear.kept[0] - linear.kept[-1] for linear in space)
+    kept = kept_weights(space, fitted(space, shifts, budget))
+    assert budget - smallest < kept <= budget
+
+
+def test_a_profile_is_denser_where_it_says():
+    space = space_of("32:64")
+    budget = kept_weights(space, uniform_of(space))
+    assert fitted(space, {}, budget) == uniform_of(space)
+    levels = fitted(space, {"self_attn.k_proj": 8.0, DEPTH: 4.0}, budget)
+    by_role = {(linear.name_in_layer, linear.decoder_layer): level for linear, level in zip(space, levels, strict=True)}
+    for depth in range(5):
+        difference = by_role["self_attn.k_proj", depth] - by_role["self_attn.q_proj", depth]
+        assert difference in (7, 8, 9)
+    assert by_role["mlp.up_proj", 4] - by_role["mlp.up_proj", 0] in (7, 8, 9)
+
+
+def test_the_steps_follow_the_effects_and_stop_when_worse():
+    """log KL = a bowl around k_proj 12 levels denser; k_proj's own level is what counts."""
+    space = space_of("32:64")
+    keys = [index for index, linear in enumerate(space) if linear.name_in_layer.endswith("k_proj")]
+    scores = []
+
+    def kl_of(candidate: tuple[int, ...]) -> float:
+        mean = sum(candidate[index] for index in keys) / len(keys)
+        scores.append((math.exp((mean - 12) ** 2 / 100), mean, candidate))
+        return scores[-1][0]
+
+    search_profile(space, kl_of, kept_weights(space, uniform_of(space)))
+    assert scores[0][2] == uniform_of(space)
+    assert len(scores) == 1 + 8 + 3  # steps of some 6 and 12 levels are better, that of 18 is worse
+    assert min(scores)[1] == pytest.approx(12, abs=1.5)
+    others = [level for index, level in enumerate(min(scores)[2]) if index not in keys]
+    assert max(others) - min(others) <= 3
+
+
+def test_steps_end_at_the_longest():
+    space = space_of("32:64")
+    scores = []
+
+    def kl_of(candidate: tuple[int, ...]) -> float:
+        scores.append(math.exp(-candidate[1] / 10))
+        return scores[-1]
+
+    search_profile(space, kl_of, kept_weights(space, uniform_of(space)))
+    assert len(scores) == 1 + 8 + MAX_STEPS
+
+
+def test_the_compressed_model_is_what_was_scored():
+    plan = replace(recipe("profile", "4:8"), search_tokens=10**6)
+    result = search_patterns(regular_model(), calibration(), plan, seed=0)
+    assert result.kl < result.uniform_kl
+    assert result.weights.keys() == result.patterns.keys()
+    assert 1 + 8 + 2 <= result.evaluations <= 1 + 8 + MAX_STEPS
+    dense, sparse = regular_model(), regular_model()
+    compress_decoder_layers(sparse, calibration(), plan, patterns=result.patterns, pruned=result.weights)
+    assert mean_kl(dense, sparse, calibration()) == pytest.approx(result.kl, rel=1e-3)
+    again = regular_model()
+    compress_decoder_layers(again, calibration(), plan, patterns=result.patterns)
+    assert mean_kl(dense, again, calibration()) == pytest.approx(result.kl, rel=1e-3), "pruned as a whole"
+
+
+@pytest.mark.parametrize("calls", [3, 7, 64])
+def test_resumed_at_any_call_of_progress(calls: int, tmp_path: Path):
+    """In the second layer of a candidate, and after the best one; a candidate has five calls."""
+    plan = recipe("profile", "4:8")
+    expected = search_patterns(regular_model(), calibration(), plan, seed=0)
+    made = []
+
+    def interrupt(stage: str, done: int, total: int) -> None:
+        made.append(done)
+        if len(made) == calls:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        search_patterns(regular_model(), calibration(), plan, seed=0, progress=interrupt, journal=Journal(tmp_path, {}))
+    resumed: list[int] = []
+    again = search_patterns(
+        regular_model(),
+        calibration(),
+        plan,
+        seed=0,
+        progress=lambda _, done, __: resumed.append(done),
+        journal=Journal(tmp_path, {}),
+    )
+    assert again == expected
+    assert len(resumed) == 5 * expected.evaluations - (calls - 1) // 5 * 5
+    for name, masked in expected.weights.items():
+        assert torch.equal(masked.values, again.weights[name].values)
