@@ -5,7 +5,7 @@ A format has a .cu file with its own way to expand a tile of 16 rows by 256 colu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
@@ -149,10 +149,9 @@ def launch_of(schedule: Schedule, m: int, weight: Tiles, sms: int) -> Launch:
     return Launch(ctas, tokens, permute_ctas, counters, tuple(offsets), size)
 
 
-def tile_m_of(m: int, sizes: Iterable[int] = TILES_M) -> int:
+def tile_m_of(m: int) -> int:
     """Return the smallest tile that takes M tokens, or the largest of all."""
-    sizes = sorted(sizes)
-    return next((size for size in sizes if m <= size), sizes[-1])
+    return next((size for size in TILES_M if m <= size), TILES_M[-1])
 
 
 def fit(
@@ -184,7 +183,7 @@ STREAM_K: Mapping[int, tuple[Shape, ...]] = {
 SPLIT_K: Mapping[int, tuple[Shape, ...]] = {
     16: ((1, 1, 3),),
     32: ((1, 1, 3),),
-    64: ((1, 1, 3), (2, 1, 2), (4, 1, 1)),
+    64: ((1, 1, 3), (2, 1, 2)),
     128: ((1, 1, 2), (2, 1, 1), (3, 1, 1)),
     192: ((2, 1, 1),),
     256: ((2, 1, 1),),

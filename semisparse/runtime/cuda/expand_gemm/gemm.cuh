@@ -2,13 +2,13 @@
 // into the registers from which Hopper's wgmma takes its first operand.
 //
 // wgmma's fragment of 16 rows is that of mma.m16n8k16: a consumer warp expands tiles of 16 rows by 256 columns, a slice of four
-// k-steps of 16 columns while the tensor cores compute the slice before. x is the operand in shared memory, with its columns in the order
-// of the fragments: permute_x.cu stores it so, swizzled.
+// k-steps of 16 columns while the tensor cores compute the slice before. x is the operand in shared memory, with its columns in
+// the order of the fragments: permute_x.cu stores it so, swizzled.
 //
 // CTA tile: TILE_M tokens by WARPGROUPS * 64 rows of w; a cluster has CLUSTER such tiles along N and multicasts x among them.
 // Grid: CLUSTER times the ranges of stream_k.cuh, which divides the work.
-// CTA: WARPGROUPS consumer warpgroups (expand and wgmma), and one producer warpgroup, which issues bulk copies: warp 0 those of
-// x, the others those of weights. setmaxnreg moves registers to the consumers.
+// CTA: WARPGROUPS consumer warpgroups (expand and wgmma), and one producer warpgroup: warp 0 issues bulk copies of x, the
+// others copy weights. setmaxnreg moves registers to the consumers.
 //
 // Dynamic shared memory, in bytes:
 //   X_STAGES x tiles, each four slices of 64 columns with a full and an empty mbarrier of their own    512 TILE_M each
@@ -18,9 +18,9 @@
 // A format defines a type Weights, its operands:
 //   kTileBytes, kExtraBytes             see above
 //   kProducerRegisters                  per thread of the producer warpgroup, a multiple of 8
-//   kProducers                          threads that arrive on each stage's full mbarrier; 0: consumers copy their own tiles
+//   kProducers                          arrivals on each stage's full mbarrier
 //   produce(memory, work, first, last, warp, lane)    copies tiles of the iterations from `first` to before `last`, which the
-//                                       kProducerWarps warps share; only if kProducers > 0
+//                                       kProducerWarps warps share
 //   Stream(weights, memory, work, first, last, warp, lane)      a consumer warp's tiles, in the order of its iterations:
 //     acquire(iteration)                waits for a tile; returns an object whose expand<step>(fragment) is called step by step
 //     release(iteration)                the tile has been expanded
@@ -68,7 +68,7 @@ using Fragments = Word[2][kSliceSteps][4];  // wgmma reads one slice's while the
 struct StreamMemory {
     Word tiles;         // address of stage 0
     Word extra;         // Weights::kExtraBytes
-    Pipeline pipeline;  // of the stages, if there are producers
+    Pipeline pipeline;  // of the stages
 };
 
 // Arrives on the slice's empty mbarrier in every CTA of the cluster, since each multicasts a share of the slice.
@@ -197,7 +197,7 @@ __device__ __forceinline__ void expand_gemm(const Weights& weights, const Operan
         mbarrier_init(x_pipeline.full(thread), 1), mbarrier_init(x_pipeline.empty(thread), CLUSTER * kReleases);
         fence_mbarrier_init();
     }
-    if (Weights::kProducers > 0 && thread < STAGES) {
+    if (thread < STAGES) {
         mbarrier_init(weight_pipeline.full(thread), Weights::kProducers), mbarrier_init(weight_pipeline.empty(thread), kReleases);
         fence_mbarrier_init();
     }
@@ -206,8 +206,7 @@ __device__ __forceinline__ void expand_gemm(const Weights& weights, const Operan
 
     if (warp >= kConsumerWarps) {
         setmaxnreg_dec<Weights::kProducerRegisters>();
-        if constexpr (Weights::kProducers > 0)
-            if (warp > kConsumerWarps) weights.produce(memory, work, first, last, warp - kConsumerWarps - 1, lane);
+        if (warp > kConsumerWarps) weights.produce(memory, work, first, last, warp - kConsumerWarps - 1, lane);
         if (lane == 0 && warp == kConsumerWarps) {
             griddepcontrol_wait();
             load_x(x_pipeline, x_stages, operands.x, work, first, last);
