@@ -20,9 +20,9 @@ from semisparse.runtime.kernel import CudaSource, hopper_refusal
 from semisparse.runtime.nvrtc import Defines
 
 
-def _defines(dtype: torch.dtype, keep: int, schedule: Schedule) -> Defines:
+def _defines(dtype: torch.dtype, keep: int, schedule: Schedule, bits: int = 0) -> Defines:
     """Return the macros."""
-    return {"KEEP": keep, **schedule.defines(dtype)}
+    return {"KEEP": keep, "BITS": bits, **schedule.defines(dtype)}
 
 
 GEMM = CudaSource(
@@ -33,6 +33,8 @@ GEMM = CudaSource(
         _defines(torch.float16, 64, Schedule(256, 2, 2, 0, 1, 1, 1)),
         _defines(torch.bfloat16, 31, Schedule(32, 1, 1, 4, 3, 1, 3)),
         _defines(torch.bfloat16, 32, Schedule(192, 2, 1, 4, 3, 1, 1)),
+        _defines(torch.float16, 32, Schedule(64, 2, 2, 0, 3, 2, 1), 8),
+        _defines(torch.bfloat16, 32, Schedule(256, 2, 2, 0, 3, 1, 1), 4),
     ),
     architectures=("sm_90a",),
 )
@@ -59,7 +61,7 @@ def prepare(problem: Problem, schedule: Schedule | None = None) -> Product:
     schedule = schedule or choose_gemm(problem.m, tiles, device_facts(problem.device))
     product = expand_gemm.prepare(
         lambda chosen: GEMM.build(
-            "semisparse_bitmask_gemm", _defines(problem.dtype, weight.keep, chosen), chosen.shared(tiles)
+            "semisparse_bitmask_gemm", _defines(problem.dtype, weight.keep, chosen, weight.bits), chosen.shared(tiles)
         ),
         schedule, tiles, BLOCK, problem.spec.shape, problem.device,
     )  # fmt: skip
