@@ -16,8 +16,8 @@ __device__ __forceinline__ __nv_bfloat162 as_pair(Word bits, const __nv_bfloat16
 constexpr const SCALAR* kScalar = nullptr;  // selects overloads
 using Pair = decltype(as_pair(0, kScalar));
 
-constexpr Word high_byte_of(const __half*) { return 0x64; }
-constexpr Word high_byte_of(const __nv_bfloat16*) { return 0x43; }
+__device__ constexpr Word high_byte_of(const __half*) { return 0x64; }
+__device__ constexpr Word high_byte_of(const __nv_bfloat16*) { return 0x43; }
 constexpr Word kHighByte = high_byte_of(kScalar);
 constexpr bool kHalf = kHighByte == 0x64;
 constexpr Word kHighBytes = kHighByte * 0x01000100u;
