@@ -58,7 +58,7 @@ def prepare(problem: Problem, schedule: Schedule | None = None) -> Product:
     """
     weight = tiling(problem.spec)
     tiles = gemm_tiles(weight)
-    schedule = schedule or choose_gemm(problem.m, tiles, device_facts(problem.device))
+    schedule = schedule or choose_gemm(problem.m, tiles, device_facts(problem.device), weight.bits)
     product = expand_gemm.prepare(
         lambda chosen: GEMM.build(
             "semisparse_bitmask_gemm", _defines(problem.dtype, weight.keep, chosen, weight.bits), chosen.shared(tiles)

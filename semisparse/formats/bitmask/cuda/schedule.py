@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from semisparse.formats.bitmask.storage.codes import code_bits
 from semisparse.formats.bitmask.storage.gpu import COLUMNS, ROWS, Tiling
 from semisparse.formats.kernel import Problem
 from semisparse.runtime.device import RESERVED_SHARED, DeviceFacts
-from semisparse.runtime.expand_gemm import MAX_SPLIT_K, Schedule, Tiles, fit, tile_m_of
+from semisparse.runtime.expand_gemm import MAX_SPLIT_K, Rates, Schedule, Tiles, choose, fit, tile_m_of
 
 OVERRUN = 256
 """Bytes of shared memory behind the last tile that may be read: kOverrun in tile.cuh."""
@@ -20,6 +21,11 @@ DECODE_WARPS_PER_SM = {1: 20, 8: 20, 16: 16, 32: 16, 64: 10}
 GEMM_MIN_TOKENS = 17
 """Minimum M. Below it decode.cu is faster (H200, 32:64)."""
 
+CODES_GEMM_MIN_TOKENS = 9
+"""The same for codes in at least `CODES_LARGE` weights."""
+
+CODES_LARGE = 1 << 27
+
 GEMM_MAX_TOKENS = {1 << 24: 1024, 1 << 22: 512, 0: 128}
 """Maximum M, by minimum N * K. Above it unpack.cu is faster, or nearly (H200, 32:64)."""
 
@@ -28,6 +34,35 @@ GEMM_SPLIT_K = {32: ((1, 3),), 64: ((1, 3),), 128: ((3, 1), (2, 1), (1, 2)), 192
 
 GEMM_STREAM_K = (2, 2)
 """Warpgroups per CTA and CTAs per cluster with Stream-K; an SM has one CTA."""
+
+
+CODE_RATES = {
+    8: Rates(
+        stream_k={
+            16: ((4, 1, 1), (2, 1, 1), (1, 1, 1)),
+            32: ((4, 1, 1), (2, 1, 1), (1, 1, 1)),
+            64: ((4, 1, 1), (2, 1, 1), (1, 1, 1)),
+            128: ((3, 1, 1), (2, 1, 1), (1, 1, 1)),
+            192: ((2, 2, 1), (1, 2, 1)),
+            256: ((2, 2, 1), (1, 2, 1)),
+        },
+        tile_us=0.156,
+        token_us=0.00068,
+    ),
+    4: Rates(
+        stream_k={
+            16: ((1, 1, 3),),
+            32: ((1, 1, 3),),
+            64: ((1, 1, 3),),
+            128: ((3, 1, 1),),
+            192: ((2, 2, 1),),
+            256: ((2, 2, 1),),
+        },
+        tile_us=0.08,
+        token_us=0.00084,
+    ),
+}
+"""By bits per code: rms error 9 and 10 %, 68 GEMMs each at 32:64 (results/h200/sweeps/bitmask-codes.csv)."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +127,12 @@ def _preferred(m: int, weight: Tiling, sms: int) -> tuple[int, int, int]:
     """Return warps_n, warps_k and stages."""
     row_tiles, column_tiles = weight.row_tiles, weight.column_tiles
     few_rows = row_tiles <= 2 * sms
+    if m == 1 and weight.bits == 4:
+        return (
+            1,
+            8,
+            4,
+        )  # the fastest of six at each of four sizes: a tile's arithmetic is shorter, so more are in flight
     if m > 32:
         return (2, 2, 1) if row_tiles <= 3 * sms else (8, 1, 2)
     if m > 16:
@@ -138,17 +179,21 @@ def gemm_tiles(weight: Tiling) -> Tiles:
 def gemm_pays(problem: Problem) -> bool:
     """Return whether no other kernel is clearly faster, as measured on an H200 at 32:64."""
     weights = problem.n * problem.k
-    return GEMM_MIN_TOKENS <= problem.m <= next(most for fewest, most in GEMM_MAX_TOKENS.items() if weights >= fewest)
+    few = CODES_GEMM_MIN_TOKENS if code_bits(problem.params) and weights >= CODES_LARGE else GEMM_MIN_TOKENS
+    return few <= problem.m <= next(most for fewest, most in GEMM_MAX_TOKENS.items() if weights >= fewest)
 
 
-def choose_gemm(m: int, weight: Tiles, gpu: DeviceFacts) -> Schedule:
-    """Choose the schedule of gemm.cu: the fastest by `_h200_microseconds` of those that fit.
+def choose_gemm(m: int, weight: Tiles, gpu: DeviceFacts, bits: int = 0) -> Schedule:
+    """Choose the schedule of gemm.cu: by estimate the fastest of those that fit.
 
     Args:
         m: maximum tokens.
         weight: its tiles.
         gpu: what it runs on.
+        bits: per code; 0 for values.
     """
+    if bits:
+        return choose(m, weight, gpu, CODE_RATES[bits])
     tile_m = tile_m_of(m, GEMM_SPLIT_K)
     most = min(MAX_SPLIT_K, weight.column_tiles)
     candidates = [(w, 1, split_k, ctas) for w, ctas in GEMM_SPLIT_K[tile_m] for split_k in range(1, most + 1)]
