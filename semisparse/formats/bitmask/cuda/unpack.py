@@ -17,6 +17,7 @@ from semisparse.formats.kernel import Problem, Product
 from semisparse.runtime.blas import multiply_dense
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.kernel import CudaSource
+from semisparse.runtime.nvrtc import Defines
 
 SOURCE = CudaSource(
     Path(__file__).with_name("unpack.cu"),
@@ -49,7 +50,7 @@ def prepare_unpack(problem: Problem) -> Callable[[Packed], Tensor]:
     weight = tiling(problem.spec)
     schedule = choose_unpack(weight, device_facts(device))
     scalar = operands.SCALARS[problem.dtype]
-    defines = {
+    defines: Defines = {
         "SCALAR": scalar,
         "BITS": weight.bits,
         "KEEP": weight.keep,
