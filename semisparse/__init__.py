@@ -1,4 +1,4 @@
-"""semisparse makes sparse and low-bit language models pay: prune, pack and run them faster and smaller than dense.
+"""semisparse prunes, quantises and packs language models, and runs them faster and in less memory than dense ones.
 
 Importing it registers the checkpoint format with transformers, now or as soon as transformers is imported. It imports
 nothing heavy, initialises no CUDA and compiles nothing.

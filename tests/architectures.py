@@ -173,7 +173,7 @@ MULTIMODAL = ("Llama-4", "Gemma-3", "Qwen2-VL", "Qwen3-VL", "LLaVA")
 
 
 def tiny_model(architecture: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
-    """Return a model with random weights; norms, biases and routers, too, are not what they begin as.
+    """Return a model with random weights; norms, biases and routers are random, too.
 
     Args:
         architecture: a key of `CONFIGS`.

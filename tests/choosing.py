@@ -6,6 +6,6 @@ import pytest
 
 
 def mostly_slow(cases: Iterable, *usual: int) -> list:
-    """Return the cases, all but those at the indices ``usual`` with the marker ``slow``."""
+    """Return the cases; all except those at the indices ``usual`` get the marker ``slow``."""
     tuples = [case if isinstance(case, tuple) else (case,) for case in cases]
     return [pytest.param(*case, marks=() if i in usual else pytest.mark.slow) for i, case in enumerate(tuples)]

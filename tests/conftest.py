@@ -1,4 +1,4 @@
-"""Settings for every test: reproducible hypothesis runs, and what could not be run here said at the end."""
+"""Settings for every test: hypothesis runs repeat, and skipped tests are listed at the end."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if not torch.cuda.is_available():
-    # Read when triton is first imported, by whoever does it: its kernels then run in its interpreter.
+    # Triton reads this when it is first imported; its kernels then run in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # cuBLAS may add partial sums in 16 bits, and did for 2 and 15 bfloat16 tokens on an H200; the contract says float32.
 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -23,14 +23,14 @@ settings.load_profile("ci")
 
 
 def pytest_configure() -> None:
-    """How fast this machine is, no test asks: with the nine repeats of a real measurement it took a minute."""
+    """Measure this machine's rates with one repeat: no test needs them exact, and nine repeats take a minute."""
     from semisparse.runtime import measure
 
     measure.REPEATS = 1
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share a process come first: they are long, and at the end one process would run them alone."""
+    """Run tests that share a process first: they are long, and if they came last one process would run them alone."""
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
     items[:] = list(_alternating(items))
 
@@ -84,7 +84,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> R
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """List what was skipped, one line a reason."""
+    """List the skipped tests, one line per reason."""
     skipped = terminalreporter.stats.get("skipped", [])
     reasons: dict[str, int] = {}
     for report in skipped:

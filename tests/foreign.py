@@ -1,4 +1,4 @@
-"""Small model directories as other tools quantise them: by compressed-tensors itself, or packed by loops over bits.
+"""Small model directories as other tools quantise them, written by compressed-tensors itself or by loops over bits.
 
 The weights are rounded here, without any code of semisparse.
 """

@@ -1,4 +1,4 @@
-"""Processes of their own for tests of what is shared, what is killed and what is spread over ranks."""
+"""Processes for tests of shared resources, of killed processes and of ranks."""
 
 import multiprocessing
 from collections.abc import Callable

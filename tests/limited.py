@@ -57,7 +57,7 @@ def limited(work: Callable[..., Any], *arguments: Any, memory: int = MEMORY, sec
 
 
 def _run(work: Callable[..., Any], arguments: tuple[Any, ...], memory: int, write: int) -> None:
-    """Run the child, to its end."""
+    """Run the work in the child, and exit."""
     try:
         gc.disable()  # a collection would write to every page, which is then copied
         torch.set_num_threads(1)  # OpenMP's threads are not forked
@@ -71,7 +71,7 @@ def _run(work: Callable[..., Any], arguments: tuple[Any, ...], memory: int, writ
 
 
 def _read(pipe: int, deadline: float) -> bytes | None:
-    """Read a pipe to its end; None if that comes too late."""
+    """Read a pipe to its end; return None if the end does not come in time."""
     content = b""
     with open(pipe, "rb", buffering=0) as file:
         while True:

@@ -59,7 +59,7 @@ def random_model(architecture: str, dtype: torch.dtype = torch.bfloat16, **setti
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A token a byte, BOS 256."""
+    """Return a tokenizer with one token per byte, and BOS 256."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: i for i, character in enumerate(alphabet)} | {"<s>": 256, "</s>": 257, "<unk>": 258}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

@@ -81,7 +81,7 @@ def searched(name: str) -> str:
 
 
 def every_format() -> list[Served]:
-    """Every format with every option on the patterns it takes, and shapes and models that are awkward to cut."""
+    """Every format with every option on the patterns it accepts, and shapes and models that are difficult to cut."""
     found = []
     for name, form in registry().items():
         # One pattern of each family, of windows that divide a rank's columns; tests/nn/test_slicing.py has the others.

@@ -28,7 +28,7 @@ RECIPES = {
 
 REFUSED = {
     "T5": "T5ForConditionalGeneration is not supported; semisparse takes decoder-only transformers",
-    "Mamba": "MambaForCausalLM has no attention, as a state-space model; semisparse compresses decoder-only",
+    "Mamba": "MambaForCausalLM is a model without attention, such as a state-space model; semisparse",
 }
 
 LAYERS = {
@@ -118,7 +118,7 @@ def written_again(model: torch.nn.Module, out: Path, again: Path) -> None:
 
 
 def assert_same_outside(original: torch.nn.Module, unpacked: torch.nn.Module, layers: list[dict[str, object]]) -> None:
-    """Only what the report lists has changed: as many of the weights, and no bias, norm, router or embedding."""
+    """Check that exactly the weights that the report lists have changed, and no bias, norm, router or embedding."""
     state, kept = original.state_dict(), unpacked.state_dict()
     assert state.keys() == kept.keys()
     changed = [name for name, tensor in state.items() if not torch.equal(tensor, kept[name])]

@@ -1,4 +1,4 @@
-"""The whole way on a GPU: every recipe compresses a model there, twice alike, and what it wrote runs there."""
+"""End to end on a GPU: every recipe compresses a model there, twice with the same result, and the result runs there."""
 
 import copy
 from pathlib import Path
@@ -23,7 +23,7 @@ MORE = {
 }
 DEFAULT = {"rheosparse": SEARCH, "gqsa": ("tune_epochs=1",), "auto": ("tune_epochs=1", "search_effort=1")}
 WAYS = {name: (name, DEFAULT.get(name, ())) for name in recipes() if name != "keep"} | MORE
-"""All but ``keep``, which takes models that another tool has rounded, and computes nothing on a GPU."""
+"""All recipes but ``keep``, which stores models that another tool quantised, and computes nothing on a GPU."""
 
 
 @pytest.mark.parametrize("way", WAYS)

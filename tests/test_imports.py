@@ -1,4 +1,4 @@
-"""The import table holds, and would be seen not to: one violation of each of its rows is planted and refused."""
+"""The import table holds, and its check works: one violation of each row is planted and must be reported."""
 
 import shutil
 import subprocess

@@ -10,6 +10,7 @@ from semisparse.api.packing import pack
 from semisparse.api.recipe import read_recipe, recipes
 from semisparse.api.targets import parse_targets
 from semisparse.checkpoint import load_tokenizer, pick_device
+from semisparse.compress import joined_ranks
 from semisparse.formats import linear
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "evaluate",
     "export",
     "inspect_directory",
+    "joined_ranks",
     "linear",
     "list_formats",
     "load",

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from semisparse import checkpoint
+from semisparse.api.gains import machine_here, without_gain
 from semisparse.api.job import finished_block, job_directory, write_model
 from semisparse.api.loading import load_uncompressed
 from semisparse.api.needs import free_memory, needs_of
@@ -24,22 +25,30 @@ from semisparse.api.rivals import Rivals
 from semisparse.api.sequences import Text, sequence_length
 from semisparse.api.takeover import kept_layers, leave_unrounded_dense, rounded_modules
 from semisparse.api.targets import WORKLOADS, limits_of, machine_of, menu, options_of, reached, written
+from semisparse.bench.machines import Machine
 from semisparse.compress import (
     NEEDS_CALIBRATION,
     FinishedLayer,
     InPlace,
     Journal,
     Progress,
+    Ranks,
     Recipe,
+    SharedJournal,
     TuningResult,
+    all_ranks,
     calibration_batches,
     calibration_tokens,
     compress_decoder_layers,
     dense_layers,
     fingerprint,
+    open_journal,
     split_decoder_experts,
+    weights_digest,
 )
+from semisparse.compress.journal import PARTS, recorded_parts
 from semisparse.compress.propagate import list_decoder_layers
+from semisparse.compress.ranks import local_rank, require_same
 from semisparse.compress.search import SearchResult, search_patterns
 from semisparse.compress.search.allocate import Unreachable
 from semisparse.compress.search.joint import JointResult, search_choices
@@ -47,6 +56,8 @@ from semisparse.errors import InputError
 from semisparse.integrations.importers import Rounded
 from semisparse.integrations.transformers import mark_compressed
 from semisparse.patterns import parse_pattern
+
+THREADS = "number of CPU threads"
 
 
 @dataclass(frozen=True)
@@ -66,7 +77,10 @@ class CompressionReport:
             peak_bytes (of GPU memory).
         target: what was asked for, by key; None without targets.
         reached: what the model has instead: bits and size as stored, speed-ups as predicted. None without targets.
-        rival: dense low bits that keep more at the same bytes, as `Rival`; None if none does or no text was given.
+        rival: the dense low-bit model (`Rival`) of at most the same bytes with the lowest KL divergence; None if it is
+            not below the compressed model's, or if none was measured (no text, or ``search=joint``).
+        no_gain: ``machine``, the GPU that compressed or that the targets mean, and ``layers``, the names of those that
+            are not faster than dense on it at any number of tokens. None if every layer gains, or no machine is known.
     """
 
     layers: list[dict[str, Any]]
@@ -80,10 +94,11 @@ class CompressionReport:
     target: dict[str, float] | None = None
     reached: dict[str, float] | None = None
     rival: dict[str, Any] | None = None
+    no_gain: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain JSON values, without ``target``, ``reached`` and ``rival`` where there is none."""
-        optional = ("target", "reached", "rival")
+        """Return the report as plain JSON values, without those of the last four that are None."""
+        optional = ("target", "reached", "rival", "no_gain")
         return {key: value for key, value in asdict(self).items() if key not in optional or value}
 
 
@@ -102,10 +117,14 @@ def compress(
     device: str = "auto",
     seed: int = 0,
     resume: bool = False,
+    offload: str | Path | None = None,
     progress: Progress = lambda stage, done, total: None,
     inform: Callable[[str], None] = lambda line: None,
 ) -> CompressionReport:
     """Run a recipe on a model.
+
+    Where torch.distributed is initialised, every rank calls this with the same arguments. They share the work; the
+    first one writes and reports, and all return the same.
 
     Args:
         model: a model directory, or a model in memory, whose layers are replaced in place.
@@ -121,18 +140,20 @@ def compress(
         device: where one decoder layer at a time is compressed: ``auto``, ``cpu`` or ``cuda``.
         seed: the random seed.
         resume: continue unfinished work, if there is any.
+        offload: a directory on a disk for the hidden states of the calibration tokens; by default they are in memory,
+            on the device.
         progress: called with (stage, steps done, all steps).
         inform: called with a sentence that says what memory and disk the run will take.
     Returns:
         The report, per layer and in total.
     Raises:
-        InputError: the model, the recipe, the text or ``out`` is invalid, or there is too little memory.
+        InputError: the model, the recipe, the text or ``out`` is invalid, there is too little memory, or ranks differ.
         SemisparseError: writing failed.
     """
     start = time.perf_counter()
     plan = read_recipe(recipe, [*settings, *([f"gpu={gpu}"] if gpu else [])], target)
     where = checkpoint.pick_device(device)
-    machine_of(plan)  # an unknown one is refused before any work
+    machine = machine_of(plan) or machine_here(where)  # an unknown one is refused before any work
     if calibration is None and plan.needs_calibration:
         raise InputError(NEEDS_CALIBRATION)
     if out is not None and not resume:
@@ -153,9 +174,12 @@ def compress(
     split_decoder_experts(dense, plan)
     rounded = rounded_modules(dense, stored)
     plan = leave_unrounded_dense(plan, dense, rounded, stored)
-    needs = needs_of(dense, list_decoder_layers(dense, plan, {}), plan, batches, where)
+    ranks, offload = all_ranks(where), None if offload is None else Path(offload)
+    settled = fingerprint(batches, plan, seed=seed, device=where)
+    require_same(ranks, settled | _machine_facts(where))
+    needs = needs_of(dense, list_decoder_layers(dense, plan, {}), plan, batches, where, ranks, offload)
     inform(str(needs))
-    needs.check(free_memory(where))
+    needs.check(free_memory(where, offload))
     tuning: list[dict[str, Any]] = []
     run = partial(
         _run_recipe,
@@ -168,25 +192,56 @@ def compress(
         device=where,
         progress=progress,
         mapped=source is not None,
+        ranks=ranks,
+        offload=offload,
     )
     if out is None:
+        if ranks.count > 1:
+            raise InputError("several ranks need out: the compressed model is on the first one only")
         block = mark_compressed(dense, run(journal=None))
-        return _report(block, time.perf_counter() - start, tuning)
+        return _report(block, time.perf_counter() - start, tuning, machine)
 
     out = Path(out).absolute()
-    identity = fingerprint(dense, batches, plan, seed=seed, device=where)
-    finished = finished_block(out, identity) if resume else None
+    identity = {"model weights": _shared_digest(dense, ranks)} | settled
+    finished = ranks.first(lambda: finished_block(out, identity)) if resume else None
     if finished is not None:
-        return _report(finished, time.perf_counter() - start, tuning)
+        return _report(finished, time.perf_counter() - start, tuning, machine)
     checkpoint.refuse_existing(out)
-    with job_directory(out, resume) as job:
+    with ranks.held_by_first(job_directory(out, resume)) as job:
+        ranks.parts = ranks.first(lambda: recorded_parts(job)) or ranks.parts
         # On a CPU the number of threads changes the order of sums, and so the bytes.
-        threads = {"number of CPU threads": str(torch.get_num_threads())} if where.type == "cpu" else {}
-        block = run(journal=Journal(job, identity | threads)) | {"origin": identity}
-        block = mark_compressed(dense, block)
-        write_model(dense, tokenizer, source, out, job)
-        shutil.rmtree(job)
-    return _report(block, time.perf_counter() - start, tuning)
+        threads = {THREADS: str(torch.get_num_threads())} if where.type == "cpu" else {}
+        journal = open_journal(job, identity | threads | {PARTS: str(ranks.parts)}, ranks)
+        block = run(journal=journal) | {"origin": identity}
+
+        def finish() -> CompressionReport:
+            marked = mark_compressed(dense, block)
+            write_model(dense, tokenizer, source, out, job)
+            shutil.rmtree(job)
+            return _report(marked, time.perf_counter() - start, tuning, machine)
+
+        return ranks.first(finish)
+
+
+def _machine_facts(device: torch.device) -> dict[str, str]:
+    """Return what must be the same on every rank beside the settings of the run."""
+    if device.type == "cuda":
+        return {"GPU": torch.cuda.get_device_name(device)}
+    return {"CPU instructions": torch.backends.cpu.get_cpu_capability(), THREADS: str(torch.get_num_threads())}
+
+
+def _shared_digest(model: PreTrainedModel, ranks: Ranks) -> str:
+    """Return the digest of the weights, which one rank of each host computes.
+
+    Raises:
+        InputError: the hosts have different weights.
+    """
+    own = weights_digest(model) if local_rank() == 0 else None
+    digests = ranks.gather(own)
+    different = [rank for rank, digest in enumerate(digests) if digest not in (None, digests[0])]
+    if different:
+        raise InputError(f"the model of rank {different[0]} has other weights than that of rank 0; copy it again")
+    return str(digests[0])
 
 
 def _run_recipe(
@@ -200,16 +255,21 @@ def _run_recipe(
     device: torch.device,
     progress: Progress,
     mapped: bool,
+    ranks: Ranks,
+    offload: Path | None,
     journal: Journal | None,
 ) -> dict[str, Any]:
-    """Replace the layers by packed ones. Return the config block; append a report per tuning stage to ``tuning``."""
+    """Replace the layers by packed ones, on the first rank. Return the config block, on the first rank; append a report
+    per tuning stage to ``tuning``."""
 
     def on_tuned(stage: str, result: TuningResult) -> None:
         tuning.append({"stage": stage, **asdict(result)})
 
-    run: dict[str, Any] = {"device": device, "progress": progress, "journal": journal}
-    # A joint search chooses among dense low bits itself.
-    rivals = Rivals(model, plan, batches, device, progress) if batches and plan.search != "joint" else None
+    together: dict[str, Any] = {"device": device, "progress": progress, "ranks": ranks, "offload": offload}
+    run = together | {"journal": SharedJournal(journal, ranks) if journal else None}
+    # The choices of a joint search include dense low bits, so it needs no comparison with them.
+    compared = batches and plan.search != "joint" and ranks.is_first
+    rivals = Rivals(model, plan, batches, device, progress) if compared else None
     found: SearchResult | JointResult | None = None
     if plan.search == "joint":
         found = _search_choices(model, batches, plan, seed=seed, **run)
@@ -228,16 +288,15 @@ def _run_recipe(
         batches,
         plan,
         seed=seed,
-        device=device,
         patterns=patterns,
         pruned=pruned,
-        progress=progress,
         on_tuned=on_tuned,
+        **together,
     )
     if plan.tune == "bqpo+e2e":  # trains all layers together before any is packed
         reports = {report.name: report for report in compress_all(store=InPlace(journal))}
         with PackedLayers(model, plan, choices, kept, None, mapped=False) as packed:
-            for index, layer in enumerate(layers):
+            for index, layer in enumerate(layers if ranks.is_first else ()):
                 weights = {name: layer.weight(name) for name in layer.patterns}
                 packed.save(index, layer, FinishedLayer(weights, [reports[layer.full_name(name)] for name in weights]))
     else:
@@ -266,13 +325,16 @@ def _search_choices(model: PreTrainedModel, batches: Sequence[Tensor], plan: Rec
         return search_choices(model, batches, plan, options, limits_of(targets, dtype), **run)
     except Unreachable as error:
         best = reached(targets, {**error.least, "bits": error.least.get("bits", 1.0)}, dtype)
-        alone = " singly" if len(targets) > 1 else ""
-        raise InputError(f"{error} ({written(targets)}); the best that can be had{alone} is {written(best)}") from error
+        alone = " for each alone" if len(targets) > 1 else ""
+        raise InputError(f"{error} ({written(targets)}); the best possible{alone} is {written(best)}") from error
 
 
-def _report(block: Mapping[str, Any], seconds: float, tuning: list[dict[str, Any]]) -> CompressionReport:
+def _report(
+    block: Mapping[str, Any], seconds: float, tuning: list[dict[str, Any]], machine: Machine | None
+) -> CompressionReport:
     rows, before, after, dtype = [], 0, 0, torch.bfloat16
-    for name, packed in checkpoint.read_block(block).items():
+    layers = checkpoint.read_block(block)
+    for name, packed in layers.items():
         entry = block["layers"][name]
         shown = {key: entry[key] for key in ("pattern", "format", "density", "error", "outcome")}
         rows.append({"name": name, **shown, "bits_per_weight": packed.bits_per_weight})
@@ -284,7 +346,10 @@ def _report(block: Mapping[str, Any], seconds: float, tuning: list[dict[str, Any
     dense = block.get("dense", [])
     dense_bytes = sum(layer["bytes"] for layer in dense)
     share = dense_bytes / (dense_bytes + before)
-    return CompressionReport(rows, before, after, seconds, dense, share, found, tuning, target, has, block.get("rival"))
+    slow = without_gain(layers, machine) if machine else []
+    no_gain = {"machine": machine.name, "layers": slow} if machine and slow else None
+    rival = block.get("rival")
+    return CompressionReport(rows, before, after, seconds, dense, share, found, tuning, target, has, rival, no_gain)
 
 
 def _bits_per_weight(block: Mapping[str, Any]) -> float:

@@ -17,7 +17,7 @@ from semisparse.integrations.exporters import compressed_tensors
 from semisparse.integrations.names import stored_keys
 
 TARGETS = ("dense", "compressed-tensors")
-"""What `export` writes."""
+"""The values of `export`'s argument ``to``."""
 
 
 def export(model: str | Path, to: str, out: str | Path) -> dict[str, Any]:
@@ -25,8 +25,8 @@ def export(model: str | Path, to: str, out: str | Path) -> dict[str, Any]:
 
     Args:
         model: a directory that semisparse compressed.
-        to: ``dense`` for weights in the model's dtype, zeros in place; ``compressed-tensors`` for quantised layers in
-            that package's formats and the others dense.
+        to: ``dense`` for dense weights in the model's dtype, with zeros where pruned; ``compressed-tensors`` for
+            quantised layers in that package's formats and the others dense.
         out: the directory to write, atomically.
     Returns:
         ``to``, ``bytes`` (of the safetensors files), ``dense_layers`` (compressed layers that are written dense) and

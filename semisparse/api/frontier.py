@@ -19,10 +19,10 @@ from semisparse.compress.search.joint import Assignment, JointSearch
 from semisparse.patterns import NO_ZEROS
 
 TOKENS = 32 * 1024
-"""Calibration tokens by default: the front is for choosing a target, `compress` then measures on more."""
+"""Calibration tokens by default: enough for choosing a target; `compress` then measures on more."""
 
 STEPS = 10
-"""Budgets per cost, from the least that can be had to dense."""
+"""Steps per cost from its least possible budget to that of dense; there is one more budget than steps."""
 
 WORKLOADS = ("decode", "prompt")
 
@@ -120,7 +120,7 @@ def frontier(
         progress("measuring the front", done, len(budgets))
         try:
             points.append(_point(search, _target(limits, dense.dtype.itemsize), search.best(limits)))
-        except Unreachable:  # a budget of rounding
+        except Unreachable:  # by rounding errors: the least budget is just the sum of the least costs
             continue
     uniform = [
         _point(search, choice.label, picks, search.uniform_kl[choice])
@@ -134,7 +134,7 @@ def frontier(
 
 
 def _budgets(search: JointSearch) -> list[dict[str, float]]:
-    """Return limits relative to dense: each cost alone, in equal factors from the least that can be had to dense."""
+    """Return limits relative to dense, on one cost each: geometric steps from the least possible total to dense."""
     budgets = []
     for name in ("bits", *WORKLOADS):
         least = sum(min(option.costs[name] for option in unit.options) for unit in search.units)
@@ -153,5 +153,5 @@ def _point(search: JointSearch, recipe: str, picks: Assignment, kl: float | None
     totals = search.totals(picks)
     weights = sum(unit.weights for unit in search.units)
     loss = search.kl(picks) if kl is None else kl
-    # Rounding errors of the sums can be below 0 where nothing is lost.
+    # Where nothing is lost, rounding errors of the sums can make the KL divergence negative.
     return Point(recipe, totals["bits"] / weights, max(loss, 0.0), 1e3 * totals["decode"], 1e3 * totals["prompt"])

@@ -18,7 +18,7 @@ from semisparse import checkpoint
 from semisparse.errors import InputError, SemisparseError
 
 REFUSED = "refused"
-"""In a job directory: a written model that does not load again."""
+"""Folder in a job directory for a model that was written but does not load again."""
 
 CHECKED_TOKENS = 8
 """Length of the prompt on which a written model is compared with the one in memory."""
@@ -35,9 +35,11 @@ CHAT_TEMPLATES = "additional_chat_templates"
 def finished_block(out: Path, identity: Mapping[str, str]) -> dict[str, Any] | None:
     """Return the config block of ``out`` if an earlier process has finished this run; else None.
 
+    If it has, its job directory is deleted.
+
     Args:
         out: the output directory.
-        identity: the run's fingerprint: model, calibration tokens, recipe, seed.
+        identity: the run's `fingerprint`.
     """
     if not (out / "config.json").is_file():
         return None
@@ -88,8 +90,8 @@ def write_model(
         tokenizer: saved if there is no ``source``.
         source: the dense model's directory, whose other files are copied; None if the model was given in memory.
         out: the output directory.
-        job: its job directory. Files are written there first, so that a killed run leaves no partial model. What does
-            not load again stays there, as `REFUSED`.
+        job: its job directory. Files are written there first, so that a killed run leaves no partial model. A model
+            that does not load again stays there, in the folder `REFUSED`.
 
     Raises:
         SemisparseError: the written model does not load again, or computes other logits than the one in memory.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -12,21 +13,21 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from semisparse.api.rivals import TOKENS
-from semisparse.compress import Recipe
+from semisparse.compress import Ranks, Recipe
 from semisparse.compress.propagate import DecoderLayer
 from semisparse.errors import InputError
 
 HESSIANS = 10.4
-"""Float32 matrices [K, K] while a linear layer is pruned by its Hessian, at most."""
+"""Maximum number of float32 matrices [K, K] while a linear layer is pruned by its Hessian."""
 
 BATCH_BYTES = 40
-"""Per token of a batch and input feature of the widest linear layer, in a forward and in the sums over its tokens."""
+"""Bytes per token of a batch and input feature of the widest linear layer: a forward pass and the sums over tokens."""
 
 MASK_BYTES = 48
-"""Per weight of a linear layer, while its mask is chosen and it is packed."""
+"""Bytes per weight of the largest linear layer, while its mask is chosen and it is packed."""
 
 LOGITS = 4
-"""Copies of the float32 logits on which dense low bits are measured."""
+"""Copies of the float32 logits while dense low bits are measured (rivals.py)."""
 
 PIECES = 3
 """Copies of a decoder layer in the model's dtype: one being packed, one being written, and its file's content."""
@@ -35,35 +36,51 @@ CGROUPS = {
     Path("/sys/fs/cgroup"): ("memory.max", "memory.current", "inactive_file"),
     Path("/sys/fs/cgroup/memory"): ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-"""Folders of a container's limits, of both versions: files with the limit and the use, and what of it is page cache."""
+"""Folders of cgroup versions 2 and 1: the files with the memory limit and the memory in use, and the key in
+``memory.stat`` of the page cache, which is in use but counts as free."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes that a compression takes, at most and about.
+    """Upper estimates of the bytes that a compression takes.
 
     Args:
         host: of host memory, beside what is mapped from files.
         device: of GPU memory; 0 on a CPU.
         disk: of the unfinished work and the result.
+        offload: of the disk for hidden states; 0 if they are in memory.
+        offload_to: its directory.
+        ranks: the processes on this host that take all this together; each has a GPU of its own.
     """
 
     host: int
     device: int
     disk: int
+    offload: int = 0
+    offload_to: Path | None = None
+    ranks: int = 1
 
     def __str__(self) -> str:
         parts = {"host memory": self.host, "GPU memory": self.device, "disk": self.disk}
-        return "compressing takes up to " + ", ".join(
-            f"{_text(size)} of {name}" for name, size in parts.items() if size
-        )
+        parts[f"{self.offload_to} for hidden states"] = self.offload
+        sizes = ", ".join(f"{_text(size)} of {name}" for name, size in parts.items() if size)
+        return f"compressing takes up to {sizes}" + (f", in {self.ranks} ranks on this host" if self.ranks > 1 else "")
+
+    def on_each(self, ranks: int) -> Needs:
+        """Return what several such processes on one host take."""
+        return replace(self, host=ranks * self.host, offload=ranks * self.offload, ranks=ranks)
 
     def check(self, free: Needs) -> None:
-        """Raise unless there is enough memory. A full disk is no loss: ``--resume`` goes on from what is written.
+        """Raise unless there is enough memory. The disk is not checked: after it was full, ``--resume`` goes on.
 
         Raises:
-            InputError: too little memory; says how much.
+            InputError: too little memory, or room for hidden states; says how much.
         """
+        if self.offload > free.offload:
+            raise InputError(
+                f"the hidden states take up to {_text(self.offload)} of {self.offload_to}, {_text(free.offload)} are "
+                "free: use fewer --samples, or another --offload"
+            )
         advice = "use fewer --samples, or a machine with more"
         for name, needed, found in (("host", self.host, free.host), ("GPU", self.device, free.device)):
             if needed > found:
@@ -78,8 +95,10 @@ def needs_of(
     plan: Recipe,
     batches: Sequence[Tensor],
     device: torch.device,
+    ranks: Ranks,
+    offload: Path | None,
 ) -> Needs:
-    """Return what a compression will take.
+    """Return what a compression will take, in all of its processes on this host.
 
     Args:
         model: as it will be compressed.
@@ -87,18 +106,22 @@ def needs_of(
         plan: how it will be compressed.
         batches: calibration token ids, each [batch, tokens] int64.
         device: where one decoder layer at a time is compressed.
+        ranks: the processes.
+        offload: the directory of hidden states; None if they are in memory.
     """
     weights = [layer.weight(name) for layer in layers for name in layer.patterns]
     blocks = [sum(parameter.numel() for parameter in layer.module.parameters()) for layer in layers]
     item, largest = model.dtype.itemsize, max(weight.numel() for weight in weights)
     whole = sum(parameter.nbytes for parameter in model.parameters())
-    host, compute = PIECES * max(blocks) * item, MASK_BYTES * largest
+    host, compute, states = PIECES * max(blocks) * item, MASK_BYTES * largest, 0
     if batches:
         vocabulary, features = model.get_input_embeddings().weight.shape
         host += LOGITS * 4 * vocabulary * TOKENS[1]
-        states = 4 * features * sum(batch.numel() for batch in batches)
+        own = ranks.share(batches)[0] if plan.tune == "none" else batches  # the first rank tunes on all of them
+        # Two models' states; a third, the targets, while a decoder layer is tuned.
+        states = (2 if plan.tune == "none" else 3) * 4 * features * sum(batch.numel() for batch in own)
         columns = max(weight.shape[1] for weight in weights)
-        compute += 2 * states + 2 * 4 * max(blocks) + int(HESSIANS * 4 * columns**2)
+        compute += (0 if offload else states) + 2 * 4 * max(blocks) + int(HESSIANS * 4 * columns**2)
         compute += BATCH_BYTES * columns * max(batch.numel() for batch in batches)
     if plan.search != "none":  # a copy of the model in float32, beside its pruned levels, which lie on disk
         compute += whole * 4 // item
@@ -106,14 +129,26 @@ def needs_of(
         host += 2 * whole
     packed = sum(weight.nbytes for weight in weights)
     disk = 2 * packed + whole
-    return Needs(host, compute, disk) if device.type == "cuda" else Needs(host + compute, 0, disk)
+    on_disk = (states, offload) if offload else (0, None)
+    needs = Needs(host, compute, disk, *on_disk) if device.type == "cuda" else Needs(host + compute, 0, disk, *on_disk)
+    return needs.on_each(ranks.on_this_host)
 
 
-def free_memory(device: torch.device) -> Needs:
-    """Return the free memory of host and device, within a container's limit if there is one; the disk is left out."""
+def free_memory(device: torch.device, offload: Path | None) -> Needs:
+    """Return the free memory of host and device, within a container's limit if there is one, and the room in a
+    directory for hidden states; the disk of the result is left out.
+
+    Raises:
+        InputError: ``offload`` is no directory.
+    """
     limits = (_free_in(folder, *files) for folder, files in CGROUPS.items())
     host = min([psutil.virtual_memory().available, *(free for free in limits if free is not None)])
-    return Needs(host, torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0, 0)
+    room = 0
+    if offload:
+        if not offload.is_dir():
+            raise InputError(f"--offload {offload} is no directory; make it, or name one on a disk with room")
+        room = shutil.disk_usage(offload).free
+    return Needs(host, torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0, 0, room, offload)
 
 
 def _free_in(folder: Path, limit: str, used: str, cached: str) -> int | None:

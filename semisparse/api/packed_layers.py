@@ -25,10 +25,10 @@ from semisparse.formats.base import WeightSpec
 from semisparse.nn import replace_linear
 
 PART = "block"
-"""Of the journal: the packed layers of a decoder layer."""
+"""The part of the journal that holds the packed layers of a decoder layer."""
 
 EXACT = "exact"
-"""In a piece of the journal: a weight that its packed layer does not store exactly."""
+"""Name, in the journal, of the tensor with a weight that its packed layer does not store exactly."""
 
 
 class PackedLayers(AbstractContextManager["PackedLayers"]):
@@ -40,7 +40,7 @@ class PackedLayers(AbstractContextManager["PackedLayers"]):
         model: whose layers are replaced.
         plan: how they are compressed.
         choices: by module name, of layers that are not compressed as the recipe says.
-        kept: by module name, of layers that are stored in the numbers that another tool rounded them to.
+        kept: by module name, of layers that keep the quantised values that another tool gave them.
         journal: stores finished decoder layers, and provides those of an interrupted run.
         mapped: whether the model is to read packed layers from the journal's files, and not to hold them in memory.
 
@@ -84,7 +84,7 @@ class PackedLayers(AbstractContextManager["PackedLayers"]):
         packed, exact, notes = {}, {}, []
         for (name, weight), report in zip(finished.weights.items(), finished.reports, strict=True):
             one, outcome = self._pack(report, weight)
-            # Formats in 8 bits round when they pack; later layers are compressed after the weight before that.
+            # int8 and fp8 are rounded by packing. Later layers are compressed for the weight before that rounding.
             if self._journal and not torch.equal(one.unpack().to(weight.device), weight):
                 exact[name] = weight.cpu()
             packed[name] = one

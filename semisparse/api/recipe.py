@@ -22,7 +22,7 @@ AUTO: Mapping[str, Any] = {"pattern": "0%", "prune": "sparsegpt", "search": "joi
 
 
 KEEP: Mapping[str, Any] = {"pattern": "0%", "prune": "none", "quant": "keep"}
-"""The recipe ``keep``: a model that another tool quantised, each layer in the very numbers that it was rounded to."""
+"""The recipe ``keep``: store a model that another tool quantised with the quantised values that it has."""
 
 
 def recipes() -> dict[str, Mapping[str, Any]]:
@@ -49,7 +49,7 @@ def read_recipe(
         result = recipe.with_changes(changes, _format_keys({"format": recipe.format} | changes))
     else:
         values = _read_values(recipe)
-        if changes.get("prune") == "none":  # there is no dense model for these stages, unless they are asked for
+        if changes.get("prune") == "none":  # drop the recipe's own stages that need the dense model, not the user's
             values = {key: value for key, value in values.items() if key not in NEEDS_DENSE}
         values = {**values, **changes}
         result = Recipe.read(_in_groups(values), _format_keys(values))
@@ -61,11 +61,13 @@ def read_recipe(
         reason = get_format(result.format).accepts(parse_pattern(result.pattern))
         if reason:
             raise RecipeError(f"format {result.format} cannot store pattern {result.pattern}: {reason}")
-    if result.quant == "keep":  # what a layer needs is known once it is read
+    if result.quant == "keep":  # which formats can store a layer is known once it is read
         return result
     formats = formats_of(result.quant, parse_pattern(result.pattern))
     if result.format not in formats and (result.quant != "none" or result.format != "auto"):
-        advice = f"set another one, or format={' or '.join(formats)}" if formats else "no format does; set another one"
+        advice = (
+            f"set another quant or format={' or '.join(formats)}" if formats else "no format does: set another quant"
+        )
         raise RecipeError(
             f"format {result.format} does not store quant={result.quant} of pattern {result.pattern}; {advice}"
         )
@@ -83,7 +85,7 @@ def formats_of(quant: str, pattern: Pattern) -> list[str]:
 
 
 def _in_groups(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Write the pattern ``0%`` of weights that are rounded in groups as what it is: no group of 128 is dropped."""
+    """Replace the pattern ``0%`` by ``g128@0%`` (no group is dropped) if weights are quantised in groups."""
     if values.get("quant") not in GROUP_KINDS or values.get("pattern") != NO_ZEROS:
         return values
     stores = formats_of(values["quant"], parse_pattern(DENSE_GROUPS))[0]

@@ -1,4 +1,4 @@
-"""What dense low bits of the same bytes would keep, so that a recipe says when it loses."""
+"""Compare a compressed model with dense low-bit models of at most its bytes, to report when one of them is better."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ TOKENS = (64, 512)
 """Fewest and most calibration tokens that models are compared on."""
 
 OPERATIONS = 1e12
-"""Multiply-adds to spend on a forward, within `TOKENS`: some 30 s on two cores without instructions for bfloat16."""
+"""Multiply-adds to spend on a forward pass, if `TOKENS` allows: 30 s on two cores without bfloat16 instructions."""
 
 
 @dataclass(frozen=True)
 class Rival:
-    """Dense low bits, rounded to nearest, beside a compressed model.
+    """A dense low-bit model, rounded to nearest, compared with a compressed model.
 
     Args:
         recipe: the recipe that stores them.
@@ -85,7 +85,7 @@ class Rivals:
         ]
 
     def better_than(self, model: PreTrainedModel, bits: float) -> dict[str, Any] | None:
-        """Return the best rival of at most as many bits per weight if it keeps more than the compressed model."""
+        """Return the rival of at most ``bits`` bits per weight with the least KL, if it is less than ``model``'s."""
         prefix, modules = decoder_layers(model)
         layers = [DecoderLayer(f"{prefix}.{index}", module, {}) for index, module in enumerate(modules)]
         [found] = self._log_probabilities(model, layers, [None])
@@ -117,7 +117,8 @@ class Rivals:
             [tokens - 1, vocabulary] float32.
         """
         training, modules = model.training, [layer.module for layer in layers]
-        hidden, calls = record_calls(model.eval(), modules, self._sequences)
+        hidden: list[Tensor] = []
+        calls = record_calls(model.eval(), modules, self._sequences, hidden.append)
         home, dtype, moved = hidden[0].device, hidden[0].dtype, list[tuple[Tensor, Tensor]]()
         states = [[state.to(self._device) for state in hidden] for _ in recipes]
         for index, layer in enumerate(layers):
@@ -178,7 +179,7 @@ def _rounded_copy(module: nn.Module, linears: Iterable[str], recipe: Recipe) -> 
 
 
 def _unpack(module: nn.Module, device: torch.device) -> None:
-    """Make packed layers dense, so that no kernel is compiled for a few tokens; not those that round their input."""
+    """Make packed layers dense, so that no kernel is compiled for a few tokens; except layers that quantise x."""
     for name, layer in sparse_layers(module).items():
         codes = layer.read_codes()
         if codes is None or not codes.rounds_x:

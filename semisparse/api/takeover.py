@@ -1,4 +1,7 @@
-"""Storing layers in the very numbers that another tool rounded them to: ``prune=none`` on a quantised checkpoint."""
+"""Store a checkpoint that another tool quantised with its own codes, scales and zero points (``prune=none``).
+
+The "numbers" of a layer are these codes, scales and zero points; `Rounded` holds them.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ CENTRE = 128
 
 @dataclass(frozen=True)
 class Kept:
-    """A layer that is stored in the numbers that it was rounded to.
+    """A layer that is stored with the numbers that it has.
 
     Args:
         choice: pattern, bits and format.
@@ -49,7 +52,7 @@ def rounded_modules(model: PreTrainedModel, rounded: Mapping[str, Rounded]) -> d
     """Return rounded weights by module name.
 
     Args:
-        model: experts apart, as it will be compressed.
+        model: as it will be compressed, with a linear layer for each expert.
         rounded: by the layers' names in the source's files.
     """
     return (
@@ -71,11 +74,11 @@ def leave_unrounded_dense(
 
     Args:
         plan: the recipe.
-        model: experts apart, as it will be compressed.
+        model: as it will be compressed, with a linear layer for each expert.
         rounded: by module name.
         stored: names of all rounded layers in the source's files.
     Raises:
-        InputError: no layer was rounded, or one was that the model has no linear layer for; names it.
+        InputError: no layer was rounded, or the model has no linear layer for one that was; names it.
     """
     if not _keeps(plan):
         return plan
@@ -109,15 +112,15 @@ def kept_layers(model: PreTrainedModel, rounded: Mapping[str, Rounded], plan: Re
 
 
 def pack_kept(name: str, kept: Kept, weight: Tensor, plan: Recipe) -> Packed:
-    """Pack a layer in the numbers that it was rounded to.
+    """Pack a layer with the numbers that it has.
 
     Args:
-        name: the module's.
+        name: the module's name.
         kept: the numbers, and the format that stores them.
-        weight: [N, K], what the numbers stand for.
+        weight: [N, K], the dequantised weight.
         plan: its pack options.
     Raises:
-        InputError: the format cannot store the numbers, or they stand for another weight there; names the layer.
+        InputError: the format cannot store the numbers, or dequantises them to another weight; names the layer.
     """
     choice = kept.choice
     try:
@@ -130,8 +133,8 @@ def pack_kept(name: str, kept: Kept, weight: Tensor, plan: Recipe) -> Packed:
         row, column = (unpacked != weight).nonzero()[0].tolist()
         raise _refusal(
             name,
-            f"format {choice.format} would make {unpacked[row, column]:.6g} of {weight[row, column]:.6g} at row {row}, "
-            f"column {column}; set quant=none to store 16 bits",
+            f"format {choice.format} would store {unpacked[row, column]:.6g}, expected {weight[row, column]:.6g}, at "
+            f"row {row}, column {column}; set quant=none to store 16 bits",
         )
     return packed
 
@@ -168,7 +171,7 @@ def _choice(rounded: Rounded, weight: Tensor, plan: Recipe) -> Choice:
 def _quant_of(rounded: Rounded, weight: Tensor) -> str:
     """Return the value of the recipe key ``quant`` that stores a layer's numbers.
 
-    A kind that rounds x is taken only where the other tool's kernels round it, too.
+    A kind that quantises x is returned only if the other tool's kernels quantise x, too.
     """
     (rows, columns), (n, k) = rounded.tile, weight.shape
     if rounded.index is not None:
@@ -179,7 +182,7 @@ def _quant_of(rounded: Rounded, weight: Tensor) -> str:
     if rounded.values.dtype == DTYPES["fp8"]:
         if not by_row or not rounded.rounds_x:
             raise InputError(
-                "fp8 is stored with a scale per row or for all, and x is rounded to fp8, too; set quant=none"
+                "fp8 needs a scale per row or per weight, and activations that are quantised to fp8; set quant=none"
             )
         return "fp8"
     centred = rounded.zero is None or bool((rounded.zero == CENTRE).all())
@@ -190,7 +193,7 @@ def _quant_of(rounded: Rounded, weight: Tensor) -> str:
 
 
 def _pattern_of(rounded: Rounded, k: int, plan: Recipe) -> str:
-    """Return the recipe's pattern if it has groups, else the largest groups that lie within the layer's."""
+    """Return the recipe's pattern if it has groups, else that of the largest groups that divide the layer's groups."""
     columns = rounded.tile[1]
     if plan.pattern != NO_ZEROS:
         pattern = parse_pattern(plan.pattern)

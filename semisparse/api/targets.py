@@ -23,7 +23,7 @@ def parse_targets(settings: Iterable[str]) -> dict[str, str]:
     """Split ``bits=3.0`` and the like into keys and values.
 
     Raises:
-        RecipeError: a setting has another form, or a key stands twice.
+        RecipeError: a setting has another form, or a key is given twice.
     """
     targets: dict[str, str] = {}
     for setting in settings:
@@ -44,14 +44,14 @@ def limits_of(targets: Mapping[str, float], dtype: torch.dtype) -> dict[str, flo
 
 
 def reached(targets: Mapping[str, float], relative: Mapping[str, float], dtype: torch.dtype) -> dict[str, float]:
-    """Return what totals relative to dense mean in the units of the targets."""
+    """Convert totals relative to dense into the units of the targets."""
     values = {"size": relative["bits"], "bits": relative["bits"] * 8 * dtype.itemsize}
     values |= {key: 1 / relative[key] for key in WORKLOADS if key in relative}
     return {key: values[key] for key in targets}
 
 
 def machine_of(recipe: Recipe) -> Machine | None:
-    """Return the machine that a recipe's targets mean; None if none of them is a speed-up.
+    """Return the machine that a recipe's speed-ups are predicted for; None if no target is a speed-up.
 
     Raises:
         InputError: its name is unknown.
@@ -69,8 +69,8 @@ def menu(recipe: Recipe, *, rounds_activations: bool) -> list[Choice]:
 
     Args:
         recipe: its `format`, if it names one, is the only one beside dense.
-        rounds_activations: whether choices that round activations to 8 bits are wanted: they pay where a GPU multiplies
-            many tokens, and what rounding activations loses is not measured.
+        rounds_activations: whether choices that quantise activations to 8 bits are wanted. They are faster on a GPU
+            with many tokens only, and the search does not measure what quantising activations loses.
     """
     formats = [form for form in registry().values() if recipe.format in ("auto", form.name)]
     listed = [Choice(pattern, quant, form.name) for form in formats for pattern, quant in form.choices]
@@ -87,7 +87,7 @@ def options_of(
         choices: the first is dense.
         workloads: keys of `WORKLOADS` whose seconds are costs.
         dtype: of weights and activations.
-        machine: whose times they are; needed if there are workloads.
+        machine: the machine that times are predicted for; needed if there are workloads.
     """
     names = tuple(workloads)
 
@@ -104,7 +104,7 @@ def options_of(
                 if machine is not None
             }
         except InputError:
-            return None  # the format cannot store such a layer, or the machine does not multiply so
+            return None  # the format cannot store such a layer, or the machine has no unit for its operations
         return {"bits": bits, **times}
 
     def options(shapes: Sequence[tuple[int, int]]) -> list[Option]:

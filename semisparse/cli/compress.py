@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from semisparse.cli.arguments import Json
-from semisparse.cli.output import bytes_text, console, print_json, print_table, progress_bar
+from semisparse.cli.output import bytes_text, console, print_json, print_table, progress_bar, speak
 from semisparse.errors import InputError
 
 if TYPE_CHECKING:
@@ -76,6 +76,10 @@ def compress(
     ] = "auto",
     seed: Annotated[int, typer.Option("--seed", help="The random seed.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run with the same --out.")] = False,
+    offload: Annotated[
+        Path | None,
+        typer.Option("--offload", help="A directory on a disk for the hidden states of the calibration tokens."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Make a model's linear layers sparse or low-bit, by a recipe or for a target, and pack them.
@@ -87,41 +91,48 @@ def compress(
 
     Unfinished work is kept in OUT.partial. The same command with --resume continues it, with the same result.
 
+    Several GPUs or hosts share the work under torchrun: `torchrun --nproc-per-node 8 -m semisparse.cli compress ...`.
+
     Examples: `semisparse compress model --target bits=3.0 --calib text.txt --out out` chooses pattern, bits and format
     of every layer; `semisparse compress model --recipe rheosparse --set pattern=16:32 --calib text.txt --out out`.
     """
     from semisparse import api
 
-    targets = api.parse_targets(target or ())
-    if recipe is None and not targets:
-        raise InputError(f"give --recipe ({', '.join(RECIPES)}, or a YAML file) or --target (such as bits=3.0)")
+    with api.joined_ranks(speak) as rank:
+        console.quiet = rank > 0
+        targets = api.parse_targets(target or ())
+        if recipe is None and not targets:
+            raise InputError(f"give --recipe ({', '.join(RECIPES)}, or a YAML file) or --target (such as bits=3.0)")
 
-    try:
-        with progress_bar(shown=not as_json) as bars:
-            task = bars.add_task("reading the model", total=None)
+        try:
+            with progress_bar(shown=not as_json) as bars:
+                task = bars.add_task("reading the model", total=None)
 
-            def progress(stage: str, done: int, total: int) -> None:
-                bars.update(task, description=stage, completed=done, total=total)
+                def progress(stage: str, done: int, total: int) -> None:
+                    bars.update(task, description=stage, completed=done, total=total)
 
-            report = api.compress(
-                model,
-                recipe=recipe or "auto",
-                target=targets,
-                gpu=gpu,
-                calibration=calib,
-                out=out,
-                settings=settings or (),
-                samples=samples,
-                seqlen=seqlen,
-                device=device,
-                seed=seed,
-                resume=resume,
-                progress=progress,
-                inform=lambda sentence: console.print(sentence, highlight=False),
-            )
-    except KeyboardInterrupt as error:
-        console.print("interrupted; the same command with --resume goes on")
-        raise typer.Exit(130) from error
+                report = api.compress(
+                    model,
+                    recipe=recipe or "auto",
+                    target=targets,
+                    gpu=gpu,
+                    calibration=calib,
+                    out=out,
+                    settings=settings or (),
+                    samples=samples,
+                    seqlen=seqlen,
+                    device=device,
+                    seed=seed,
+                    resume=resume,
+                    offload=offload,
+                    progress=progress,
+                    inform=lambda sentence: console.print(sentence, highlight=False),
+                )
+        except KeyboardInterrupt as error:
+            console.print("interrupted; the same command with --resume goes on")
+            raise typer.Exit(130) from error
+    if rank > 0:
+        return
     if as_json:
         print_json(report.to_dict())
         return
@@ -168,6 +179,13 @@ def _show(title: str, report: CompressionReport) -> None:
         console.print(
             f"at these bytes {rival['recipe']} would keep more: KL to dense {rival['kl']:.3g} against "
             f"{rival['own_kl']:.3g} on {rival['tokens']} calibration tokens, rounded to nearest and not tuned",
+            highlight=False,
+        )
+    if report.no_gain:
+        first, *others = report.no_gain["layers"]
+        console.print(
+            f"not faster than dense on {report.no_gain['machine']} at any number of tokens: {first}"
+            f"{f' and {len(others)} more layers' if others else ''}; `semisparse plan` shows the times",
             highlight=False,
         )
 

@@ -66,12 +66,23 @@ def progress_bar(shown: bool = True) -> Iterator[Progress]:
 
 def fail(sentence: str, status: int) -> NoReturn:
     """Print an error on stderr and exit."""
+    print_error(sentence)
+    raise SystemExit(status)
+
+
+def speak(sentence: str) -> None:
+    """Print an error on stderr, for all ranks: also where the console is quiet because another rank prints."""
+    console.quiet = False
+    print_error(sentence)
+
+
+def print_error(sentence: str) -> None:
+    """Print an error on stderr."""
     if len(sentence) > MAX_CHARACTERS:
         sentence = f"{sentence[: MAX_CHARACTERS // 2]} ... {sentence[-MAX_CHARACTERS // 2 :]}"
     # Text from a file may contain terminal escape sequences.
     printable = "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in sentence)
     console.print(f"[bold red]error:[/] {_escaped(printable)}", soft_wrap=True, highlight=False)
-    raise SystemExit(status)
 
 
 def bytes_text(count: float) -> str:

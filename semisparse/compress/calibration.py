@@ -18,7 +18,8 @@ from semisparse.nn import weight_of
 from semisparse.text import token_chunks
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 8192}
-"""Tokens per batch by the device's type, unless one sequence is longer. A GPU splits weights for every batch."""
+"""Maximum tokens per batch by device type, unless one sequence is longer. On a GPU each batch splits every weight anew
+(three_pass.py), so its batches are larger."""
 
 CALIBRATION_TOKENS = 128 * 2048
 """Calibration tokens by default, at most: 128 sequences of 2,048, as is usual."""
@@ -61,7 +62,7 @@ def calibration_batches(
         seqlen: tokens per sequence, at most.
         seed: of the random draw.
         tokens: to draw if ``samples`` is None, such as `calibration_tokens`.
-        device: type of the device that they run on.
+        device: type of the device that the batches run on, ``cpu`` or ``cuda``.
     Returns:
         Token ids, [batch, tokens] int64 per batch.
 

@@ -44,8 +44,9 @@ class LayerCall:
         Args:
             device: where to.
             dtype: such as float32.
-            moved: the tensors of other calls and what they became; equal ones are shared. Without it, the sines and
-                masks of all batches and decoder layers take three times the memory of the hidden states.
+            moved: pairs of a tensor and its copy, from earlier calls; new pairs are appended. An equal tensor is not
+                copied again: the sines and masks of all batches and decoder layers would otherwise take three times
+                the memory of the hidden states.
         """
         args, kwargs = _moved((self.args, self.kwargs), device, dtype, moved)
         return LayerCall(args, kwargs, self.hidden_name)
@@ -57,7 +58,8 @@ SUPPORTED = "semisparse compresses decoder-only transformers, and the text decod
 def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """Return the name and the modules of the list of decoder layers of a model's text decoder.
 
-    It is the module list in the text decoder that is as long as the text config says, or else holds the most weights.
+    It is the text decoder's module list with `num_hidden_layers` modules; of several such lists, or of all lists if
+    there is none, the one with the most weights.
 
     Raises:
         InputError: the model is an encoder-decoder or has no attention, or has no module list.
@@ -76,13 +78,13 @@ def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     if getattr(config, "is_encoder_decoder", False):
         raise InputError(f"{kind} is an encoder-decoder; {SUPPORTED}")
     if not hasattr(text_config, "num_attention_heads"):
-        raise InputError(f"{kind} has no attention, as a state-space model; {SUPPORTED}")
+        raise InputError(f"{kind} is a model without attention, such as a state-space model; {SUPPORTED}")
     declared = [item for item in lists if len(item[1]) == getattr(text_config, "num_hidden_layers", None)]
     return max(declared or lists, key=lambda item: sum(weight.numel() for weight in item[1].parameters()))
 
 
 def linear_layers(layer: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules inside a decoder layer that are linear layers by their class, by their name in it."""
+    """Return a decoder layer's modules whose class is one of `LINEAR_CLASSES`, by name in the decoder layer."""
     return {name: module for name, module in layer.named_modules() if isinstance(module, LINEAR_CLASSES)}
 
 
@@ -90,7 +92,7 @@ def copy_to(module: nn.Module, device: torch.device, dtype: torch.dtype | None =
     """Copy a dense module to a device, in another dtype if one is given; to a GPU without a copy in host memory."""
     copied: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
-        moved = tensor.data.to(device, copy=True)  # cast there: a cast on the host takes longer than the way
+        moved = tensor.data.to(device, copy=True)  # cast on the device: on the host it takes longer than the transfer
         moved = moved.to(dtype) if dtype and moved.is_floating_point() else moved
         copied[id(tensor)] = nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
     return copy.deepcopy(module, copied)
@@ -98,19 +100,18 @@ def copy_to(module: nn.Module, device: torch.device, dtype: torch.dtype | None =
 
 @torch.no_grad()
 def record_calls(
-    model: nn.Module, layers: Sequence[nn.Module], batches: Sequence[Tensor]
-) -> tuple[list[Tensor], list[list[LayerCall]]]:
+    model: nn.Module, layers: Sequence[nn.Module], batches: Sequence[Tensor], take: Callable[[Tensor], None]
+) -> list[list[LayerCall]]:
     """Run the model with its decoder layers skipped, and record the arguments of their calls.
 
     Args:
         model: a transformers causal language model.
         layers: its decoder layers.
         batches: token ids, each [batch, tokens] int64.
+        take: called with the hidden states that enter the first decoder layer, [batch, tokens, features] of each batch.
     Returns:
-        The hidden states that enter the first decoder layer, [batch, tokens, features] per batch; for each decoder
-        layer its calls, one per batch.
+        For each decoder layer its calls, one per batch.
     """
-    hidden: list[Tensor] = []
     calls: list[list[LayerCall]] = [[] for _ in layers]
     body = getattr(model, "base_model", model)
     device = next(model.parameters()).device
@@ -119,14 +120,14 @@ def record_calls(
         name = None if args else "hidden_states"
         states = args[0] if name is None else kwargs.pop(name)
         if index == 0:
-            hidden.append(states)
+            take(states)
         calls[index].append(LayerCall(args[1:], kwargs, name))
         return states
 
     with _replacing(model, layers, record):
         for batch in batches:
             body(batch.to(device), use_cache=False)
-    return hidden, calls
+    return calls
 
 
 @torch.no_grad()
@@ -145,9 +146,10 @@ def logits_after(model: nn.Module, layers: Sequence[nn.Module], ids: Tensor, hid
 
 @contextlib.contextmanager
 def _replacing(model: nn.Module, layers: Sequence[nn.Module], forward: Callable[..., Tensor]) -> Iterator[None]:
-    """Call ``forward(index, ...)`` instead of each decoder layer; put its result in a tuple where they return one.
+    """Call ``forward(index, ...)`` instead of each decoder layer.
 
-    One runs on one token before, to learn what they return.
+    Before that the first decoder layer runs on one token, to learn whether decoder layers return a tuple; then
+    ``forward``'s result is put in one, too.
     """
     returns_tuple: list[bool] = []
 

@@ -20,38 +20,44 @@ import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from semisparse.compress.ranks import Ranks
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import LayerReport
 from semisparse.errors import InputError
 from semisparse.quant.group import GroupScales
 from semisparse.version import __version__
 
+FINGERPRINT = "fingerprint.json"
+"""The file of a journal that says of which run it is."""
 
-def fingerprint(
-    model: nn.Module, batches: Sequence[Tensor], recipe: Recipe, *, seed: int, device: torch.device | str
-) -> dict[str, str]:
-    """Return what determines the result of a compression, by name, for `Journal`.
+PARTS = "parts of the sums"
+"""In a fingerprint: `Ranks.parts`."""
 
-    Call it before the model is changed.
+
+def weights_digest(model: nn.Module) -> str:
+    """Return a digest of a model's weights."""
+    weights, state = hashlib.sha256(), model.state_dict()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # a core hashes some 1.5 GB/s
+        for (name, tensor), digest in zip(state.items(), pool.map(_digest, state.values()), strict=True):
+            weights.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode() + digest)
+    return weights.hexdigest()
+
+
+def fingerprint(batches: Sequence[Tensor], recipe: Recipe, *, seed: int, device: torch.device | str) -> dict[str, str]:
+    """Return what determines the result of a compression beside the model's weights, by name, for `Journal`.
 
     Args:
-        model: the dense model.
         batches: calibration token ids, each [batch, tokens] int64.
         recipe: of the compression.
         seed: of the compression.
-        device: where it computes; only the type counts.
+        device: where the compression computes; only its type (cpu or cuda) is compared.
     """
-    weights, tokens = hashlib.sha256(), hashlib.sha256()
-    state = model.state_dict()
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # a core hashes some 1.5 GB a second
-        for (name, tensor), digest in zip(state.items(), pool.map(_digest, state.values()), strict=True):
-            weights.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode() + digest)
+    tokens = hashlib.sha256()
     for batch in batches:
         tokens.update(f"{tuple(batch.shape)}".encode())
         tokens.update(_bytes(batch))
     return {
         "recipe": json.dumps(recipe.to_dict(), sort_keys=True),
-        "model weights": weights.hexdigest(),
         "calibration tokens": tokens.hexdigest(),
         "seed": str(seed),
         "device": torch.device(device).type,
@@ -67,7 +73,7 @@ class Journal:
 
     Args:
         directory: created if absent.
-        fingerprint: of the run, from `fingerprint`.
+        fingerprint: of the run: `fingerprint`, `weights_digest` and whatever else determines its bytes.
 
     Raises:
         InputError: the directory holds the work of a run with another fingerprint.
@@ -76,7 +82,7 @@ class Journal:
     def __init__(self, directory: str | Path, fingerprint: Mapping[str, str]) -> None:
         self._directory = Path(directory)
         self._directory.mkdir(parents=True, exist_ok=True)
-        path = self._directory / "fingerprint.json"
+        path = self._directory / FINGERPRINT
         if path.exists():
             self._require_same(path, fingerprint)
         else:
@@ -140,8 +146,61 @@ class Journal:
         if different:
             raise InputError(
                 f"the interrupted run in {self._directory} differs in: {', '.join(different)}; "
-                "repeat it with the same, or remove the directory to start again"
+                "repeat it with the same inputs, or remove the directory to start again"
             )
+
+
+def open_journal(directory: Path, fingerprint: Mapping[str, str], ranks: Ranks) -> Journal:
+    """Return the journal in a directory, on every rank; the first one makes it.
+
+    Raises:
+        InputError: as `Journal`, or a rank does not see the directory.
+    """
+    ranks.first(lambda: Journal(directory, fingerprint) and None)
+    if not (directory / FINGERPRINT).exists():
+        raise InputError(
+            f"this host does not see {directory}, which rank 0 has made; --out must be on a file system that all ranks "
+            "share"
+        )
+    return Journal(directory, fingerprint)
+
+
+class SharedJournal(Journal):
+    """A journal that all ranks read, each from the files, and the first one writes. All call the same methods.
+
+    Args:
+        journal: of this rank.
+        ranks: the processes.
+    """
+
+    def __init__(self, journal: Journal, ranks: Ranks) -> None:
+        self._directory, self._ranks = journal._directory, ranks
+
+    def load(self, part: str, index: int) -> tuple[dict[str, Tensor], Any] | None:
+        """Load a piece; the first rank checks it."""
+        pieces: list[Any] = []
+
+        def check() -> tuple[Any] | None:
+            pieces.append(Journal.load(self, part, index))
+            return None if pieces[0] is None else (pieces[0][1],)
+
+        notes = self._ranks.first(check)
+        if notes is None or pieces:
+            return pieces[0] if pieces else None
+        return safetensors.torch.load_file(self._paths(part, index)[1]), notes[0]
+
+    def save(self, part: str, index: int, tensors: Mapping[str, Tensor], notes: Any) -> None:
+        """Save a piece on the first rank."""
+        if self._ranks.is_first:
+            super().save(part, index, tensors, notes)
+
+
+def recorded_parts(directory: Path) -> int | None:
+    """Return the parts of the sums of the run whose journal is in a directory; None if there is none."""
+    try:
+        return int(json.loads((directory / FINGERPRINT).read_bytes())[PARTS])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # of no run, or unreadable: `Journal` says which
 
 
 def report_to_json(report: LayerReport, tensors: dict[str, Tensor], key: str) -> dict[str, Any]:

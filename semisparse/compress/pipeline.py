@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from semisparse.compress.calibration import check_batches
+from semisparse.compress.hidden_states import empty_states
 from semisparse.compress.propagate import (
     Activations,
     DecoderLayer,
@@ -23,13 +25,16 @@ from semisparse.compress.propagate import (
     propagate,
 )
 from semisparse.compress.prune import magnitude, prune_layer, require_finite
+from semisparse.compress.ranks import Ranks
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import LayerReport, Progress
+from semisparse.compress.routed import CalibratedLinear
 from semisparse.compress.search.bank import MaskedWeight, to_dense
-from semisparse.compress.store import FinishedLayer, InPlace, LayerStore
+from semisparse.compress.store import FinishedLayer, InPlace, LayerStore, OnFirstRank
 from semisparse.compress.tune import TuningResult, split_for_steps, tune_decoder_layer, tune_end_to_end
 from semisparse.nn import weight_of
 from semisparse.patterns import Pattern
+from semisparse.quant.group import GroupScales
 
 
 def compress_decoder_layers(
@@ -44,16 +49,18 @@ def compress_decoder_layers(
     progress: Progress = lambda stage, done, total: None,
     store: LayerStore | None = None,
     on_tuned: Callable[[str, TuningResult], None] = lambda stage, result: None,
+    ranks: Ranks | None = None,
+    offload: Path | None = None,
 ) -> list[LayerReport]:
     """Prune, quantise and tune the linear layers of a model's decoder layers.
 
     The model stays on its device; `device` holds two copies of one decoder layer and the calibration activations. The
-    same inputs, device and number of threads give the same result, also after an interruption.
+    same inputs, device, number of threads and parts of the sums give the same result, also after an interruption.
 
     Args:
         model: a transformers causal language model.
-        batches: calibration token ids, each [batch, tokens] int64; may be empty for `recipe.prune` ``none``, and for
-            ``magnitude`` without tuning.
+        batches: calibration token ids, each [batch, tokens] int64; may be empty if `recipe.prune` is ``none``, or is
+            ``magnitude`` without tuning, or if ``pruned`` is given and nothing is tuned.
         recipe: what to do.
         seed: for the order of the batches in tuning.
         device: where to compute, in float32.
@@ -63,21 +70,26 @@ def compress_decoder_layers(
         store: takes each finished decoder layer, and provides those of an interrupted run. By default, and always with
             ``tune=bqpo+e2e``, an `InPlace`: weights are written into the model.
         on_tuned: called with the stage and the result of each tuning in this run.
+        ranks: the processes that call this with the same arguments; by default this one. Only the first uses its store.
+        offload: a directory for the hidden states of the calibration tokens; by default they are on ``device``.
 
     Raises:
         InputError: the model, a weight or the batches cannot be used.
         PatternError: `recipe.prune` is ``none`` and a weight does not obey its pattern.
     """
-    layers, store, device = list_decoder_layers(model, recipe, patterns or {}), store or InPlace(), torch.device(device)
+    layers, ranks, device = list_decoder_layers(model, recipe, patterns or {}), ranks or Ranks(), torch.device(device)
+    store = OnFirstRank(store or InPlace(), ranks)
     alone = _compressed_alone(recipe, batches, pruned, device)
     if alone:
-        return [report for finished in _each_alone(layers, alone, progress, store) for report in finished]
+        return [report for finished in _each_alone(layers, alone, progress, store, ranks) for report in finished]
     check_batches(model, batches)
     if recipe.tune != "none":
         batches = split_for_steps(batches)
     model.eval()
     with torch.no_grad(), float32_matmuls():
-        activations = first_activations(model, layers, batches, recipe, device)
+        activations = first_activations(
+            model, layers, batches, recipe, device, ranks=ranks, offload=offload, shared=recipe.tune == "none"
+        )
         reports = [
             report
             for finished in _compress_in_order(layers, activations, recipe, pruned, seed, progress, store, on_tuned)
@@ -85,16 +97,18 @@ def compress_decoder_layers(
         ]
         if recipe.tune != "bqpo+e2e":
             return reports
-        result, reports = tune_end_to_end(
-            model,
-            batches,
-            reports,
-            rate=recipe.tune_rate,
-            epochs=recipe.tune_epochs,
-            seed=seed,
-            device=device,
-            dtype=torch.float32 if device.type == "cpu" else next(model.parameters()).dtype,
-            progress=partial(progress, "tuning end to end"),
+        result, reports = ranks.first(
+            lambda: tune_end_to_end(
+                model,
+                batches,
+                reports,
+                rate=recipe.tune_rate,
+                epochs=recipe.tune_epochs,
+                seed=seed,
+                device=device,
+                dtype=torch.float32 if device.type == "cpu" else next(model.parameters()).dtype,
+                progress=partial(progress, "tuning end to end"),
+            )
         )
         on_tuned("end to end", result)
         return reports
@@ -103,13 +117,16 @@ def compress_decoder_layers(
 Compressed = tuple[str, Tensor, LayerReport]
 """A linear layer's name in its decoder layer, its compressed weight [N, K] in the model's dtype, and the report."""
 
+CompressAlone = Callable[[DecoderLayer, str], Compressed]
+"""Compresses a linear layer, given its decoder layer and its name in that."""
+
 
 def _compressed_alone(
     recipe: Recipe, batches: Sequence[Tensor], pruned: Mapping[str, MaskedWeight] | None, device: torch.device
-) -> Callable[[DecoderLayer], Iterator[Compressed]] | None:
-    """Return what compresses a decoder layer without activations; None if the recipe needs some."""
+) -> CompressAlone | None:
+    """Return a function that compresses a linear layer without activations; None if the recipe needs activations."""
     if recipe.prune == "none":
-        return partial(_check_layer, device=device)
+        return partial(_check, device=device)
     if recipe.prune == "magnitude" and recipe.tune == "none" and not batches:
         return partial(_prune_by_magnitude, device=device)
     if pruned and recipe.tune == "none":
@@ -119,16 +136,18 @@ def _compressed_alone(
 
 def _each_alone(
     layers: Sequence[DecoderLayer],
-    compress: Callable[[DecoderLayer], Iterator[Compressed]],
+    compress: CompressAlone,
     progress: Progress,
     store: LayerStore,
+    ranks: Ranks,
 ) -> Iterator[Sequence[LayerReport]]:
     """Compress one decoder layer after another without activations; yield its reports."""
     for index, layer in enumerate(layers):
         progress(f"decoder layer {index + 1} of {len(layers)}", index, len(layers))
         finished = store.load(index, layer)
         if finished is None:
-            linears = list(compress(layer))
+            costs = [layer.weight(name).numel() for name in layer.patterns]
+            linears = list(ranks.each(list(layer.patterns), costs, partial(compress, layer)))
             finished = FinishedLayer({name: weight for name, weight, _ in linears}, [report for *_, report in linears])
             store.save(index, layer, finished)
         yield finished.reports
@@ -149,8 +168,7 @@ def _compress_in_order(
     for index, layer in enumerate(layers):
         stage = f"decoder layer {index + 1} of {len(layers)}"
         progress(stage, done, total)
-        device = activations.compressed[0].device
-        dense = layer.copy(device)
+        dense = layer.copy(activations.device)
         working = copy.deepcopy(dense)
         finished = store.load(index, layer)
         if finished:
@@ -158,8 +176,11 @@ def _compress_in_order(
                 weight_of(working.get_submodule(name)).copy_(weight)
         else:
             reports = []
-            linears = _copy_pruned(layer, pruned, device) if pruned else None
-            for name, weight, report in linears or _prune_layer(layer, dense, working, activations, index, recipe):
+            for name, weight, report in (
+                (_copy_pruned(layer, name, pruned, activations.device) for name in layer.patterns)
+                if pruned
+                else _prune_layer(layer, dense, working, activations, index, recipe)
+            ):
                 weight_of(working.get_submodule(name)).copy_(weight)
                 reports.append(report)
                 progress(stage, done + len(reports), total)
@@ -179,33 +200,32 @@ def _compress_in_order(
             propagate(activations, index, working, dense)
 
 
-def _check_layer(layer: DecoderLayer, device: torch.device) -> Iterator[Compressed]:
-    """Check that weights pruned elsewhere obey their patterns."""
-    for name, pattern in layer.patterns.items():
-        weight = layer.weight(name).to(device)
-        with errors_naming(layer.full_name(name)):
-            require_finite(weight)
-            pattern.check(weight)
-        yield name, weight, LayerReport(layer.full_name(name), str(pattern), _density(weight), None, "none", 0.0)
+def _check(layer: DecoderLayer, name: str, device: torch.device) -> Compressed:
+    """Check that a weight pruned elsewhere obeys its pattern."""
+    weight, pattern, full_name = layer.weight(name).to(device), layer.patterns[name], layer.full_name(name)
+    with errors_naming(full_name):
+        require_finite(weight)
+        pattern.check(weight)
+    return name, weight, LayerReport(full_name, str(pattern), _density(weight), None, "none", 0.0)
 
 
-def _prune_by_magnitude(layer: DecoderLayer, device: torch.device) -> Iterator[Compressed]:
+def _prune_by_magnitude(layer: DecoderLayer, name: str, device: torch.device) -> Compressed:
     """Prune without calibration text; errors are not measured."""
-    for name, pattern in layer.patterns.items():
-        started = time.perf_counter()
-        weight = layer.weight(name).to(device)
-        with errors_naming(layer.full_name(name)):
-            require_finite(weight)
-            weight = magnitude(weight, pattern)
-        density, seconds = _density(weight), time.perf_counter() - started
-        yield name, weight, LayerReport(layer.full_name(name), str(pattern), density, None, "magnitude", seconds)
+    started = time.perf_counter()
+    weight, pattern, full_name = layer.weight(name).to(device), layer.patterns[name], layer.full_name(name)
+    with errors_naming(full_name):
+        require_finite(weight)
+        weight = magnitude(weight, pattern)
+    density, seconds = _density(weight), time.perf_counter() - started
+    return name, weight, LayerReport(full_name, str(pattern), density, None, "magnitude", seconds)
 
 
-def _copy_pruned(layer: DecoderLayer, pruned: Mapping[str, MaskedWeight], device: torch.device) -> Iterator[Compressed]:
-    """Yield the weights that a search has pruned."""
-    for name in layer.patterns:
-        masked, like = pruned[layer.full_name(name)], layer.weight(name)
-        yield name, to_dense(masked, torch.empty_like(like, device=device)), masked.report
+def _copy_pruned(
+    layer: DecoderLayer, name: str, pruned: Mapping[str, MaskedWeight], device: torch.device
+) -> Compressed:
+    """Return the weight that a search has pruned."""
+    masked, like = pruned[layer.full_name(name)], layer.weight(name)
+    return name, to_dense(masked, torch.empty_like(like, device=device)), masked.report
 
 
 def _prune_layer(
@@ -215,15 +235,22 @@ def _prune_layer(
 
     The caller writes each new weight into ``working`` before it takes the next.
     """
-    for name, copied, statistics in linears_with_statistics(layer, dense, working, activations, index):
-        started = time.perf_counter()
-        pattern, full_name = layer.patterns[name], layer.full_name(name)
-        with errors_naming(full_name):
-            pruned = prune_layer(copied.to(layer.weight(name).dtype), pattern, statistics, recipe)
-        weight = _rounded(pruned.weight, layer, name)
-        density, seconds = _density(weight), time.perf_counter() - started
-        report = LayerReport(full_name, str(pattern), density, pruned.error, pruned.outcome, seconds, pruned.scales)
-        yield name, weight, report
+    for alike in linears_with_statistics(layer, dense, working, activations, index):
+        costs = [linear.weight.numel() for linear in alike]
+        yield from activations.ranks.each(alike, costs, partial(_prune, layer, recipe))
+
+
+def _prune(layer: DecoderLayer, recipe: Recipe, linear: CalibratedLinear) -> Compressed:
+    """Prune a linear layer."""
+    started = time.perf_counter()
+    pattern, full_name = layer.patterns[linear.name], layer.full_name(linear.name)
+    with errors_naming(full_name):
+        original = linear.weight.to(layer.weight(linear.name).dtype)
+        pruned = prune_layer(original, pattern, linear.statistics(), recipe)
+    weight = _rounded(pruned.weight, layer, linear.name)
+    density, seconds = _density(weight), time.perf_counter() - started
+    report = LayerReport(full_name, str(pattern), density, pruned.error, pruned.outcome, seconds, pruned.scales)
+    return linear.name, weight, report
 
 
 def _rounded(weight: Tensor, layer: DecoderLayer, name: str) -> Tensor:
@@ -243,30 +270,36 @@ def _tune_layer(
     seed: int,
     progress: Callable[[int, int], None],
 ) -> tuple[TuningResult, list[LayerReport]]:
-    """Train the kept weights of a pruned decoder layer, ``working``; return the result and the updated reports."""
-    dense_inputs, calls = activations.dense or [], activations.calls[index]
-    device = activations.compressed[0].device
-    scales = {
-        report.name.removeprefix(f"{layer.name}."): report.scales.to(device) if report.scales else None
-        for report in pruned
-    }
-    result, scales = tune_decoder_layer(
-        working,
-        scales,
-        calls,
-        activations.compressed,
-        targets=[call(dense, hidden) for call, hidden in zip(calls, dense_inputs, strict=True)],
-        rate=recipe.tune_rate,
-        epochs=recipe.tune_epochs,
-        seed=seed,
-        progress=progress,
-    )
+    """Train the kept weights of a pruned decoder layer, ``working``; return the result and the updated reports.
+
+    The first rank trains: every step begins where the last one ended.
+    """
+    calls, device = activations.calls[index], activations.device
+    linears = {report.name.removeprefix(f"{layer.name}."): report for report in pruned}
+
+    def train() -> tuple[TuningResult, Mapping[str, GroupScales | None], list[Tensor]]:
+        targets = empty_states(activations.offload, device)
+        targets.extend(call(dense, hidden) for call, hidden in zip(calls, activations.dense or [], strict=True))
+        scales = {name: report.scales.to(device) if report.scales else None for name, report in linears.items()}
+        result, scales = tune_decoder_layer(
+            working,
+            scales,
+            calls,
+            activations.compressed,
+            targets=targets,
+            rate=recipe.tune_rate,
+            epochs=recipe.tune_epochs,
+            seed=seed,
+            progress=progress,
+        )
+        return result, scales, [_rounded(weight_of(working.get_submodule(name)), layer, name) for name in linears]
+
+    result, new_scales, weights = activations.ranks.first(train)
     reports = []
-    for report, (name, new_scales) in zip(pruned, scales.items(), strict=True):
-        weight = weight_of(working.get_submodule(name))
-        weight.copy_(_rounded(weight, layer, name))
+    for (name, report), weight in zip(linears.items(), weights, strict=True):
+        weight_of(working.get_submodule(name)).copy_(weight)
         outcome = f"{report.outcome}, bqpo {result.outcome}"
-        reports.append(replace(report, density=_density(weight), error=None, outcome=outcome, scales=new_scales))
+        reports.append(replace(report, density=_density(weight), error=None, outcome=outcome, scales=new_scales[name]))
     return result, reports
 
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from semisparse.compress.decoder import LayerCall, copy_to, decoder_layers, linear_layers, record_calls
-from semisparse.compress.prune import RunningSums, Statistics
+from semisparse.compress.hidden_states import empty_states
+from semisparse.compress.prune import RunningSums
+from semisparse.compress.ranks import Parts, Ranks
 from semisparse.compress.recipe import Recipe
-from semisparse.compress.routed import routed_statistics
+from semisparse.compress.routed import CalibratedLinear, routed_statistics
 from semisparse.compress.staying_dense import is_ignored, matrix_dims, reason_to_stay_dense
 from semisparse.compress.three_pass import ThreePassLinear
 from semisparse.compress.trace import RoutedLayers, SharedInput, capture, find_inputs
@@ -55,20 +59,28 @@ class DecoderLayer:
 
 @dataclass
 class Activations:
-    """The hidden states of the calibration tokens before the current decoder layer.
+    """The hidden states of this rank's calibration tokens before the current decoder layer.
 
     Args:
+        device: where to compute.
         calls: the arguments of each decoder layer, one call per batch.
         compressed: hidden states in the compressed model, [batch, tokens, features] float32 per batch.
         dense: the same in the dense model; None if nothing is compared with the dense model.
         residual_target: whether pruning, too, compares with the dense model (recipe key ``target=residual``), and not
             only tuning.
+        ranks: that sum over all batches.
+        parts: of these sums, which this rank computes.
+        offload: the directory of hidden states on disk; None if they are in memory.
     """
 
+    device: torch.device
     calls: list[list[LayerCall]]
-    compressed: list[Tensor]
-    dense: list[Tensor] | None
+    compressed: MutableSequence[Tensor]
+    dense: MutableSequence[Tensor] | None
     residual_target: bool
+    ranks: Ranks
+    parts: Parts
+    offload: Path | None
 
 
 def list_decoder_layers(model: nn.Module, recipe: Recipe, patterns: Mapping[str, Pattern]) -> list[DecoderLayer]:
@@ -107,31 +119,58 @@ def _refuse_fused_weights(layer: nn.Module, prefix: str, recipe: Recipe) -> None
             fused = matrix_dims(parameter) > 2 and not isinstance(module, _ConvNd)
             if fused and not is_ignored(recipe, name):
                 raise InputError(
-                    f"{name}.{parameter_name} is a fused weight of {parameter.dim()} dimensions in a structure that "
-                    f"is not known; list {name} under 'ignore' to leave it dense"
+                    f"{name}.{parameter_name} is a fused weight of {parameter.dim()} dimensions in a module whose "
+                    f"structure is unknown; list {name} under 'ignore' to leave it dense"
                 )
 
 
 def first_activations(
-    model: nn.Module, layers: Sequence[DecoderLayer], batches: Sequence[Tensor], recipe: Recipe, device: torch.device
+    model: nn.Module,
+    layers: Sequence[DecoderLayer],
+    batches: Sequence[Tensor],
+    recipe: Recipe,
+    device: torch.device,
+    *,
+    ranks: Ranks,
+    offload: Path | None,
+    shared: bool,
 ) -> Activations:
-    """Compute the activations that enter the first decoder layer, in float32 on ``device``."""
-    hidden, calls = record_calls(model, [layer.module for layer in layers], batches)
-    hidden = [states.to(device, torch.float32) for states in hidden]
+    """Compute the activations that enter the first decoder layer, in float32.
+
+    Args:
+        model: a transformers causal language model.
+        layers: its decoder layers.
+        batches: token ids, each [batch, tokens] int64, of all ranks.
+        recipe: what they are for.
+        device: where to compute.
+        ranks: the processes.
+        offload: a directory for hidden states; None to keep them on the device.
+        shared: whether this rank gets its share of the batches; else it gets all, and its share of the sums.
+    """
+    own, parts = ranks.share(batches) if shared else (list(batches), ranks.share_sums(batches))
+    residual_target = recipe.prune == "sparsegpt" and recipe.target == "residual"
+    compressed = empty_states(offload, device)
+    dense = empty_states(offload, device) if residual_target or recipe.tune != "none" else None
+
+    def take(states: Tensor) -> None:
+        states = states.to(device, torch.float32)
+        compressed.append(states)
+        if dense is not None:
+            dense.append(states)
+
+    calls = record_calls(model, [layer.module for layer in layers], own, take)
     moved: list[tuple[Tensor, Tensor]] = []
     calls = [[call.to(device, torch.float32, moved) for call in of_layer] for of_layer in calls]
-    residual_target = recipe.prune == "sparsegpt" and recipe.target == "residual"
-    keeps_dense = residual_target or recipe.tune != "none"
-    return Activations(calls, hidden, list(hidden) if keeps_dense else None, residual_target)
+    return Activations(device, calls, compressed, dense, residual_target, ranks, parts, offload)
 
 
 def linears_with_statistics(
     layer: DecoderLayer, dense: nn.Module, working: nn.Module, activations: Activations, index: int
-) -> Iterator[tuple[str, Tensor, Statistics]]:
-    """Yield a decoder layer's linear layers in call order, each with the statistics of its inputs.
+) -> Iterator[list[CalibratedLinear]]:
+    """Yield a decoder layer's linear layers in call order, those that share an input together.
 
-    The inputs are those in ``working``. The caller writes each new weight into ``working`` before it takes the next
-    linear layer, so that every input depends on the linear layers already replaced.
+    The inputs are those in ``working``. The caller writes new weights into ``working`` before it takes the next
+    linear layers, so that every input depends on the linear layers already replaced.
 
     Args:
         layer: with the linear layers to prune.
@@ -139,29 +178,33 @@ def linears_with_statistics(
         working: another such copy.
         activations: before the decoder layer.
         index: of the decoder layer.
-    Yields:
-        The name in the decoder layer; the weight in ``working`` ([N, K], a view), still dense; the statistics.
     """
     names = {name: layer.full_name(name) for name in layer.patterns}
     calls, hidden = activations.calls[index], activations.compressed
-    for inputs in find_inputs(dense, names, calls[0], hidden[0]):
+    ranks, parts = activations.ranks, activations.parts
+    for inputs in ranks.first(lambda: find_inputs(dense, names, calls[0], hidden[0])):
         if isinstance(inputs, RoutedLayers):
-            yield from routed_statistics(working, inputs.linears, calls, hidden)
+            yield from routed_statistics(working, inputs.linears, calls, hidden, ranks, parts)
             continue
-        sums = _sum_statistics(inputs, working, dense, activations, index)
-        for name in inputs.linears:
-            weight = weight_of(working.get_submodule(name))
-            with errors_naming(names[name]):
-                statistics = sums.statistics(name, weight)
-            yield name, weight, statistics
+        sums = ranks.sum(parts, partial(_sum_statistics, inputs, working, dense, activations, index), RunningSums.merge)
+        weights = {name: weight_of(working.get_submodule(name)) for name in inputs.linears}
+        yield [
+            CalibratedLinear(name, weight, partial(sums.statistics, name, weight)) for name, weight in weights.items()
+        ]
 
 
 def _sum_statistics(
-    shared: SharedInput, working: nn.Module, dense: nn.Module, activations: Activations, index: int
+    shared: SharedInput,
+    working: nn.Module,
+    dense: nn.Module,
+    activations: Activations,
+    index: int,
+    batches: Sequence[int],
 ) -> RunningSums:
     sums = RunningSums()
     dense_hidden = activations.dense if activations.residual_target and shared.all_tokens else None
-    for batch, call in enumerate(activations.calls[index]):
+    for batch in batches:
+        call = activations.calls[index][batch]
         seen = capture(working, shared, call, activations.compressed[batch])
         if shared.point not in seen:
             continue
@@ -183,12 +226,10 @@ def propagate(activations: Activations, index: int, compressed: nn.Module, dense
         compressed: the decoder layer with its final weights, float32.
         dense: the decoder layer with its dense weights, float32.
     """
-    calls = activations.calls[index]
-    activations.compressed = [
-        call(compressed, hidden) for call, hidden in zip(calls, activations.compressed, strict=True)
-    ]
-    if activations.dense is not None:
-        activations.dense = [call(dense, hidden) for call, hidden in zip(calls, activations.dense, strict=True)]
+    for batch, call in enumerate(activations.calls[index]):
+        activations.compressed[batch] = call(compressed, activations.compressed[batch])
+        if activations.dense is not None:
+            activations.dense[batch] = call(dense, activations.dense[batch])
 
 
 @contextlib.contextmanager

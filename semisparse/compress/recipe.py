@@ -45,10 +45,10 @@ TARGETS = {
     "batch32": "speed-up of 32 tokens",
     "prompt": "speed-up of a prompt",
 }
-"""What ``search=joint`` can be asked for; speed-ups are those of the linear layers over dense ones."""
+"""The targets of ``search=joint``; speed-ups are those of the linear layers over dense ones."""
 
 NEEDS_DENSE = ("search", "tune")
-"""The stages that compare with the dense model; a recipe with ``prune=none`` has none, and cannot use them."""
+"""The stages that compare with the dense model. With ``prune=none`` there is no dense model: they must be ``none``."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,10 @@ class Recipe:
             (docs/decisions/sparsegpt-order.md); ``sparsegpt-published``: as its authors have it. ``none`` keeps all
             and checks that they obey the pattern.
         quant: how kept weights are quantised. ``int8``, ``fp8``: one scale per row, when packed; activations are
-            quantised, too. ``w8``, ``w4``, ``w3``, ``w2``: that many bits, while pruned; with a scale and a zero point
-            per group of a pattern such as ``g16@50%``, with a scale per 64 columns of other patterns. ``w4a8``: as
-            ``w4``, with 8-bit activations at inference. ``keep``: each layer in the numbers that another tool rounded
-            it to, which takes ``prune=none``.
+            quantised, too. ``w8``, ``w4``, ``w3``, ``w2``: to that many bits, during pruning. A pattern of groups, such
+            as ``g16@50%``, has a scale and a zero point per group; other patterns have a scale per row and 64 columns.
+            ``w4a8``: as ``w4``, with 8-bit activations at inference. ``keep``: each layer keeps the quantised values
+            that another tool gave it; this needs ``prune=none``.
         format: name of the format that stores the result, or ``auto``.
         search: how density is distributed over the linear layers: ``evolution``, ``rheosparse`` (the paper's) or
             ``none`` (uniform). The total number of kept weights is that of `pattern`. ``joint`` chooses pattern, bits
@@ -73,15 +73,16 @@ class Recipe:
             ``bqpo+e2e``: then also the scales and zero points of quantised groups, on the language-model loss.
         ignore: glob patterns of module names; linear layers that match stay dense.
         refine: ``cg`` optimises the kept weights by conjugate gradients once the mask is final.
-        order: ``windows`` prunes the windows with the largest loss first; ``columns`` prunes from left to right.
+        order: ``windows`` prunes the windows with the largest loss first; ``columns`` prunes windows from left to
+            right. Inside a window of 16 columns or more, both prune the column with the largest loss first.
         target: ``residual`` makes each linear layer also compensate the error of those before it; ``local`` only its
             own.
         saliency: the score of a weight: ``loss``, what pruning it costs, or ``eq4``, GQSA's equation 4 read literally.
-        damping: of SparseGPT, added to the Hessian's diagonal as a fraction of it; of its mean for
-            ``sparsegpt-published``.
+        damping: added to each entry of SparseGPT's Hessian diagonal, as a fraction of that entry, or for
+            ``sparsegpt-published`` of the diagonal's mean.
         search_tokens: calibration tokens that a candidate is scored on.
-        search_effort: budget of the search, in candidates scored on all of these tokens; the paper's is 384. More
-            candidates on fewer tokens gave better results than fewer on more
+        search_effort: budget of the search, in candidates scored on all `search_tokens`; the paper's is 384. More
+            candidates on fewer tokens gave better results than fewer candidates on more tokens
             (docs/experiments/search.md).
         search_banks: how often each of the three stages of ``evolution`` prunes the linear layers anew, at densities
             near those of its best candidate. Each time costs as much as pruning.
@@ -144,7 +145,7 @@ class Recipe:
                 f"a target goes with --recipe auto, and is KEY=VALUE with one of: {targets}"
             )
         if self.gpu != "auto" and not self.targets:
-            raise RecipeError(f"gpu={self.gpu} is the machine that a target's speed-ups mean; give a target, too")
+            raise RecipeError(f"gpu={self.gpu} names the GPU for which targets are predicted; give a target, too")
         if self.tune == "bqpo+e2e" and not self.code_bits and self.search != "joint":
             raise RecipeError(
                 f"tune=bqpo+e2e trains the scales of quantised groups, quant={self.quant} has none; set quant=w4"

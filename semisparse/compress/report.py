@@ -12,7 +12,7 @@ class Progress(Protocol):
     """A callback for the progress of a compression."""
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Report how many steps of a stage are done, of how many; in pruning a step is a linear layer."""
+        """Report that ``done`` of ``total`` steps of a stage are finished; in pruning a step is a linear layer."""
 
 
 @dataclass(frozen=True)

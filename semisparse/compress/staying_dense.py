@@ -14,7 +14,7 @@ from semisparse.compress.recipe import Recipe
 from semisparse.nn import LINEAR_CLASSES, is_linear, split_experts, weight_of
 
 SMALLEST = 8
-"""A linear layer of fewer rows or columns is a gate: it decides much and weighs nothing."""
+"""Linear layers with fewer rows or columns, such as gates, stay dense: they take few bytes and their errors matter."""
 
 IGNORED = "ignored by the recipe"
 OUTSIDE = "outside the decoder layers"

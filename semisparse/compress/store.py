@@ -9,6 +9,7 @@ from torch import Tensor
 
 from semisparse.compress.journal import Journal
 from semisparse.compress.propagate import DecoderLayer
+from semisparse.compress.ranks import Ranks
 from semisparse.compress.report import LayerReport
 
 
@@ -25,13 +26,37 @@ class FinishedLayer(NamedTuple):
 
 
 class LayerStore(Protocol):
-    """Takes finished decoder layers, and gives back those of an interrupted run. Both put them into the model."""
+    """Stores finished decoder layers and returns those of an interrupted run.
+
+    `save` and `load` also put the compressed weights into the model.
+    """
 
     def load(self, index: int, layer: DecoderLayer) -> FinishedLayer | None:
         """Return decoder layer ``index`` as an interrupted run finished it; None if it did not."""
 
     def save(self, index: int, layer: DecoderLayer, finished: FinishedLayer) -> None:
-        """Take decoder layer ``index``."""
+        """Store decoder layer ``index``."""
+
+
+class OnFirstRank:
+    """A store that only the first rank has: it takes all layers, and what it gives back goes to every rank.
+
+    Args:
+        store: of the first rank; those of others are not used.
+        ranks: the processes.
+    """
+
+    def __init__(self, store: LayerStore, ranks: Ranks) -> None:
+        self._store, self._ranks = store, ranks
+
+    def load(self, index: int, layer: DecoderLayer) -> FinishedLayer | None:
+        """Return decoder layer ``index`` as the first rank has it; None if it does not."""
+        return self._ranks.first(lambda: self._store.load(index, layer))
+
+    def save(self, index: int, layer: DecoderLayer, finished: FinishedLayer) -> None:
+        """Take decoder layer ``index`` on the first rank."""
+        if self._ranks.is_first:
+            self._store.save(index, layer, finished)
 
 
 class InPlace:

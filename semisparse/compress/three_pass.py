@@ -1,8 +1,8 @@
 """Float32 matmuls on a GPU's bfloat16 tensor cores, in three products of the operands' leading and trailing halves.
 
 ``x = high + low`` with both in bfloat16 leaves out 2^-18 of x, and ``high @ high + high @ low + low @ high`` leaves out
-``low @ low``: the error is some 2^-17 of what is summed, where one bfloat16 product has 2^-8 and TF32 2^-11. Sums are
-in float32. Float32's own units take four times as long on an H200.
+``low @ low``: the error is some 2^-17 of each term of the sum, where one bfloat16 product has 2^-8 and TF32 2^-11.
+Accumulators are float32. Without tensor cores a float32 matmul takes four times as long on an H200.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class ThreePassLinear(TorchFunctionMode):
-    """While it is entered, ``F.linear`` of float32 tensors on a GPU runs in three bfloat16 products."""
+    """While entered and without autograd, ``F.linear`` of float32 tensors on a GPU runs in three bfloat16 products."""
 
     def __torch_function__(
         self,

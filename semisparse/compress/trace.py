@@ -15,7 +15,7 @@ from semisparse.compress.decoder import LayerCall
 from semisparse.errors import InputError
 
 SAMPLED_TOKENS = 64
-"""Two activations count as equal if they are equal on this many tokens."""
+"""Two activations count as equal if they are equal on this many tokens, the first ones."""
 
 
 class HookPoint(NamedTuple):
@@ -48,7 +48,9 @@ class SharedInput:
 
 @dataclass(frozen=True)
 class RoutedLayers:
-    """Linear layers that are the same in each of several experts, each of which reads the tokens routed to it.
+    """Linear layers with one role: those of one name, such as ``down``, in each of several experts.
+
+    Each reads the tokens that are routed to its expert.
 
     Args:
         linears: their names in the decoder layer, such as ``mlp.experts.0.down``, in the model's order.
@@ -58,7 +60,7 @@ class RoutedLayers:
 
 
 class _Sample(NamedTuple):
-    """What was seen at a hook point: features of the first tokens, [tokens, features], and the number of tokens."""
+    """The activation at a hook point: features of its first tokens, [tokens, features], and its number of tokens."""
 
     point: HookPoint
     features: Tensor
@@ -66,14 +68,14 @@ class _Sample(NamedTuple):
 
 
 class Reached(Exception):
-    """Ends a decoder layer's forward once what was to be seen is known."""
+    """Ends a decoder layer's forward pass once the wanted activation has been observed."""
 
 
 @torch.no_grad()
 def find_inputs(
     layer: nn.Module, linears: Mapping[str, str], call: LayerCall, hidden: Tensor
 ) -> list[SharedInput | RoutedLayers]:
-    """Group a decoder layer's linear layers by input, those of experts by their role, in call order.
+    """Group a decoder layer's linear layers by input, those of experts by role (`RoutedLayers`), in call order.
 
     Args:
         layer: in float32, so that rounding cannot be mistaken for a difference.
@@ -123,7 +125,7 @@ def expert_of(name: str) -> str | None:
 def _routed(
     trace: Sequence[_Sample], times: Mapping[HookPoint, int], linears: Iterable[str], tokens: int
 ) -> list[RoutedLayers]:
-    """Find the linear layers of experts: of those with one role, some are not called, or read not all tokens."""
+    """Find the linear layers of experts, by role: each is called at most once, and some not with all tokens."""
     roles: dict[str, list[str]] = {}
     for name in linears:
         expert = expert_of(name)

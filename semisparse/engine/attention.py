@@ -38,6 +38,9 @@ HEADS_PER_CTA = 4
 MIN_SPLIT = 64
 """Minimum positions per split of attention.cu."""
 
+MAX_SPLITS = 64
+"""Maximum splits of the positions."""
+
 
 @dataclass(frozen=True)
 class Heads:
@@ -59,10 +62,18 @@ class RotaryTable:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """A decoder layer's keys and values, [sequences, key-value heads, length, head dim] each."""
+    """A decoder layer's keys and values, [sequences, key-value heads, length, head dim] each.
+
+    Args:
+        keys: keys.
+        values: values.
+        splits_by_length: whether the number of splits of the positions may depend on the length. The order of
+            sums, and so the last bits, depend on that number.
+    """
 
     keys: Tensor
     values: Tensor
+    splits_by_length: bool = True
 
 
 @dataclass(frozen=True)
@@ -198,7 +209,7 @@ def _attend(
     per_kv = heads.count // heads.kv_count
     group = min(per_kv, MAX_GROUP)
     ctas = heads.kv_count * -(-per_kv // group)
-    splits = _splits(ctas * m, length, facts.sms)
+    splits = _splits(ctas * m, length if cache.splits_by_length else MAX_SPLITS * MIN_SPLIT, facts.sms)
     partials, counters = _workspace(out.device, m * heads.count * splits * (heads.dim + 4), m * ctas)
     defines: Defines = {"SCALAR": SCALARS[out.dtype], "DIM": heads.dim, "GROUP": group, **rope}
     ATTENTION.build("semisparse_engine_attention", defines).load(out.device)(
@@ -233,8 +244,8 @@ def attend_to_prompt(q: Tensor, cache: LayerCache, length: int, heads: Heads) ->
 
 @cache
 def _splits(ctas: int, length: int, sms: int) -> int:
-    """Return the number of splits of the positions: enough for two CTAs per SM, at most 64."""
-    return max(1, min(-(-2 * sms // ctas), length // MIN_SPLIT, 64))
+    """Return the number of splits of the positions: enough for two CTAs per SM, at most `MAX_SPLITS`."""
+    return max(1, min(-(-2 * sms // ctas), length // MIN_SPLIT, MAX_SPLITS))
 
 
 @cache

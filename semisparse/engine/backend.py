@@ -8,6 +8,7 @@ from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from semisparse.engine.decoder import CHECKED_TOKENS, Cache, Decoder, check_against
@@ -24,6 +25,10 @@ AHEAD = 8
 
 CACHE_GRAIN = 256
 """A cache's length is rounded up to a multiple of this many positions; a captured step serves all lengths up to it."""
+
+
+FIXED_BATCH = {"cuda": 16, "cpu": 1}
+"""Sequences per pass of a decode step with ``deterministic_batch``. On a GPU 16 tokens take little longer than one."""
 
 
 class Backend(ABC):
@@ -65,14 +70,18 @@ class DecoderBackend(Backend):
     Args:
         model: on its device.
         draft: a smaller model that proposes tokens; if None, proposals are looked up in the text so far.
+        deterministic_batch: whether a sequence's logits are the same bits in any batch.
     Raises:
         UnknownStructureError: the model is no Llama-like decoder.
     """
 
-    def __init__(self, model: PreTrainedModel, draft: DecoderBackend | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, draft: DecoderBackend | None = None, deterministic_batch: bool = False
+    ) -> None:
         self._draft = draft
-        self.decoder = Decoder(model, CACHE_GRAIN)
-        self.decoder.compile(steps={1}, prompts={CHECKED_TOKENS})
+        group = FIXED_BATCH[model.device.type] if deterministic_batch else None
+        self.decoder = Decoder(model, CACHE_GRAIN, group)
+        self.decoder.compile(1, [1], [CHECKED_TOKENS])
         check_against(model, self.decoder)
         self.context = self.decoder.structure.context
         self.vocabulary = int(self.decoder.structure.embedding.get_parameter("weight").shape[0])
@@ -83,15 +92,17 @@ class DecoderBackend(Backend):
         self._generator = torch.Generator(self.decoder.device)
 
     def needs(self, prompts: Sequence[Sequence[int]], new: int, sampling: Sampling, proposals: int) -> Hashable:
-        count, longest = len(prompts), max(map(len, prompts))
-        state = self._state_for(count, longest + new + proposals)
-        return id(state), bucket_of(state.cache.sequences * longest), sampling, proposals, new > 1
+        lengths = [len(prompt) for prompt in prompts]
+        state = self._state_for(len(prompts), max(lengths) + new + proposals)
+        alone = self.decoder.group is not None
+        buckets = frozenset(map(bucket_of, lengths if alone else [len(prompts) * max(lengths)]))
+        return id(state), buckets, sampling, proposals, new > 1
 
     def compile(self, prompts: Sequence[Sequence[int]], new: int, proposals: int) -> None:
         """Compile the kernels of all matmuls of a batch, in parallel."""
-        longest = max(map(len, prompts))
-        sequences = self._state_for(len(prompts), longest + new + proposals).cache.sequences
-        self.decoder.compile({sequences, sequences * (1 + proposals)}, {sequences * longest})
+        lengths = [len(prompt) for prompt in prompts]
+        sequences = self._state_for(len(prompts), max(lengths) + new + proposals).cache.sequences
+        self.decoder.compile(sequences, {1, 1 + proposals}, lengths)
         if proposals and self._draft:
             self._draft.compile(prompts, new, proposals)
 
@@ -133,13 +144,12 @@ class DecoderBackend(Backend):
         Returns:
             The state, and the logits after each prompt, [sequences, vocabulary].
         """
-        longest = max(map(len, prompts))
         state = self._state_for(len(prompts), positions)
-        padded = [*prompts, *[[0]] * (state.cache.sequences - len(prompts))]
-        tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in padded])
-        lengths = torch.tensor([len(prompt) for prompt in padded], device=self.decoder.device)
-        logits = self.decoder.prompt(tokens.to(self.decoder.device), lengths - 1, state.cache)
-        state.positions.copy_(lengths - 1)
+        logits = self.decoder.prompt(prompts, state.cache.part(0, len(prompts)))
+        state.positions.zero_()
+        state.positions[: len(prompts)] = torch.tensor([len(prompt) - 1 for prompt in prompts])
+        unused = state.cache.sequences - len(prompts)
+        logits = functional.pad(logits, (0, 0, 0, unused))
         state.steps.zero_()
         return state, logits
 
@@ -215,6 +225,8 @@ class DecoderBackend(Backend):
     def _state_for(self, count: int, positions: int) -> State:
         """Return a state for ``count`` sequences of ``positions`` positions: the current one if it fits."""
         sequences = 1 << (count - 1).bit_length() if self._on_gpu else count
+        group = self.decoder.group or 1
+        sequences = -(-sequences // group) * group
         length = min(-(-positions // CACHE_GRAIN) * CACHE_GRAIN, max(self.context, positions))
         state = self._state
         if state is not None and state.cache.sequences == sequences and state.cache.length >= positions:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -35,26 +35,38 @@ class FusedLayer:
         return self.qkv, self.o, self.gate_up, self.down
 
 
+@dataclass(frozen=True)
 class Cache:
-    """The KV cache of all layers.
+    """The KV cache of all layers, of ``sequences`` sequences of ``length`` positions each."""
 
-    Args:
-        structure: the decoder's.
-        sequences: number of sequences.
-        length: positions per sequence.
-        device: where the cache is.
-        dtype: the model's.
-    """
+    sequences: int
+    length: int
+    layers: list[LayerCache]
 
-    def __init__(
-        self, structure: Structure, sequences: int, length: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        self.sequences, self.length = sequences, length
-        shape = (sequences, structure.heads.kv_count, length, structure.heads.dim)
-        self.layers = [
-            LayerCache(torch.zeros(shape, device=device, dtype=dtype), torch.zeros(shape, device=device, dtype=dtype))
-            for _ in structure.layers
+    @staticmethod
+    def make(decoder: Decoder, sequences: int, length: int) -> Cache:
+        """Allocate a cache on the decoder's device, in its dtype."""
+        heads, device, dtype = decoder.structure.heads, decoder.device, decoder.dtype
+        shape = (sequences, heads.kv_count, length, heads.dim)
+        layers = [
+            LayerCache(
+                torch.zeros(shape, device=device, dtype=dtype),
+                torch.zeros(shape, device=device, dtype=dtype),
+                splits_by_length=decoder.group is None,
+            )
+            for _ in decoder.structure.layers
         ]
+        return Cache(sequences, length, layers)
+
+    def part(self, first: int, count: int) -> Cache:
+        """Return the cache of ``count`` sequences from ``first`` on, which shares this one's memory."""
+        if count == self.sequences:
+            return self
+        parts = [
+            replace(layer, keys=layer.keys[first : first + count], values=layer.values[first : first + count])
+            for layer in self.layers
+        ]
+        return Cache(count, self.length, parts)
 
     @staticmethod
     def bytes_of(structure: Structure, sequences: int, length: int, dtype: torch.dtype) -> int:
@@ -69,11 +81,14 @@ class Decoder:
     Args:
         model: on its device.
         length: positions of the rotary table.
+        group: sequences per pass of `step`; None for all at once. With a group each prompt is run alone, and a
+            sequence's logits are the same bits in any batch.
     Raises:
         UnknownStructureError: the model is no Llama-like decoder, or the engine's kernels cannot run it.
     """
 
-    def __init__(self, model: PreTrainedModel, length: int) -> None:
+    def __init__(self, model: PreTrainedModel, length: int, group: int | None = None) -> None:
+        self.group = group
         self.structure = recognise(model)
         weight = self.structure.norm
         self.device, self.dtype = weight.device, weight.dtype
@@ -101,37 +116,46 @@ class Decoder:
         """Return a norm whose weight kernels can read in units of 16 bytes."""
         return Norm(weight if is_aligned(weight) else weight.detach().clone(), self.structure.epsilon)
 
-    def compile(self, steps: Iterable[int], prompts: Iterable[int]) -> None:
+    def compile(self, sequences: int, widths: Iterable[int], prompts: Sequence[int]) -> None:
         """Compile and load the GPU kernels of all matmuls, in parallel.
 
         Args:
-            steps: numbers of tokens per decode step, the head included.
-            prompts: numbers of tokens of all prompts together, padding included.
+            sequences: number of sequences per decode step.
+            widths: numbers of tokens per sequence and step.
+            prompts: number of tokens of each prompt.
         """
         if self.device.type != "cuda":
             return
-        steps, prompts = set(steps), set(prompts)
-        layers = [(part, m) for layer in self.layers for part in layer.projections for m in steps | prompts]
-        heads = [(self._head, m) for m in steps]
-        in_parallel(partial(part.prepare, m, self.dtype) for part, m in (*layers, *heads))
+        steps = {(self.group or sequences) * width for width in widths}
+        heads = steps | {1 if self.group else len(prompts)}
+        layers = steps | (set(prompts) if self.group else {len(prompts) * max(prompts)})
+        jobs = [(part, m) for layer in self.layers for part in layer.projections for m in layers]
+        in_parallel(partial(part.prepare, m, self.dtype) for part, m in (*jobs, *((self._head, m) for m in heads)))
 
     def ensure_length(self, length: int) -> None:
         """Make the rotary table long enough."""
         if length > self._rotary_length:
             self.table, self._rotary_length = rotary_table(self.structure, length, self.device, self.dtype), length
 
-    def prompt(self, tokens: Tensor, last: Tensor, cache: Cache) -> Tensor:
+    def prompt(self, prompts: Sequence[Sequence[int]], cache: Cache) -> Tensor:
         """Run prompts, which begin at position 0.
 
         Args:
-            tokens: [sequences, T] int64; shorter prompts are padded at the end with any tokens.
-            last: [sequences] int64, the index of each prompt's last token.
+            prompts: token ids of each prompt.
             cache: KV cache of as many sequences.
         Returns:
-            [sequences, vocabulary], the logits after each prompt.
+            [prompts, vocabulary], the logits after each prompt.
         """
-        sequences, length = tokens.shape
-        positions = torch.arange(length, device=self.device, dtype=torch.int32).repeat(sequences)
+        if self.group is None:
+            return self._prompt(prompts, cache)
+        return torch.cat([self._prompt([prompt], cache.part(i, 1)) for i, prompt in enumerate(prompts)])
+
+    def _prompt(self, prompts: Sequence[Sequence[int]], cache: Cache) -> Tensor:
+        """Run prompts at once, shorter ones padded at the end."""
+        length = max(map(len, prompts))
+        tokens = torch.tensor([[*prompt, *[0] * (length - len(prompt))] for prompt in prompts], device=self.device)
+        last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.device)
+        positions = torch.arange(length, device=self.device, dtype=torch.int32).repeat(len(prompts))
         heads = self.structure.heads
 
         def attend(qkv: Tensor, fused: FusedLayer, cached: LayerCache) -> Tensor:
@@ -140,19 +164,28 @@ class Decoder:
             return attend_to_prompt(queries, cached, length, heads)
 
         stream = self._layers(tokens, cache, attend)
-        rows = torch.arange(sequences, device=self.device) * length + last
+        rows = torch.arange(len(prompts), device=self.device) * length + last
         return self._logits(Stream(stream.x[rows], None if stream.delta is None else stream.delta[rows]))
 
     def step(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         """Run further tokens of each sequence.
 
         Args:
-            tokens: [sequences, T] int64.
+            tokens: [sequences, T] int64; the number of sequences is a multiple of the group, if there is one.
             positions: [sequences * T] int32, their positions.
             cache: KV cache of as many sequences.
         Returns:
             [sequences * T, vocabulary], the logits after each token.
         """
+        group, width = self.group or cache.sequences, tokens.shape[1]
+        logits = [
+            self._step(tokens[i : i + group], positions[i * width : (i + group) * width], cache.part(i, group))
+            for i in range(0, cache.sequences, group)
+        ]
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _step(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+        """Run further tokens of each sequence at once."""
         heads = self.structure.heads
 
         def attend(qkv: Tensor, fused: FusedLayer, cached: LayerCache) -> Tensor:
@@ -190,10 +223,9 @@ def check_against(model: PreTrainedModel, decoder: Decoder) -> None:
         UnknownStructureError: the logits differ by more than rounding explains.
     """
     vocabulary = int(decoder.structure.embedding.get_parameter("weight").shape[0])
-    tokens = (torch.arange(CHECKED_TOKENS, device=decoder.device) * 7 + 1).remainder(vocabulary)[None]
-    own = model(input_ids=tokens, use_cache=False).logits[0, -1].float()
-    cache = Cache(decoder.structure, 1, 16, decoder.device, decoder.dtype)
-    engines = decoder.prompt(tokens, torch.tensor([CHECKED_TOKENS - 1], device=decoder.device), cache)[0].float()
+    tokens = [(7 * i + 1) % vocabulary for i in range(CHECKED_TOKENS)]
+    own = model(input_ids=torch.tensor([tokens], device=decoder.device), use_cache=False).logits[0, -1].float()
+    engines = decoder.prompt([tokens], Cache.make(decoder, 1, 16))[0].float()
     similarity = F.cosine_similarity(own, engines, dim=0)
     limit = 0.9999 if decoder.dtype == torch.float32 else 0.99
     if not similarity > limit:

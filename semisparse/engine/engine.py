@@ -105,12 +105,15 @@ class Engine:
             slow.
         draft: a smaller model with the same tokenizer, which proposes tokens in `generate`; if None, proposals are
             looked up in the text.
+        deterministic_batch: whether a prompt's logits are the same bits whatever other prompts are in its batch.
+            Prompts are then run one by one, and decode steps in groups of a fixed size.
 
     Attributes:
         note: why the model runs through transformers' own code, or None.
     Raises:
         CheckpointError: the directory is missing, incomplete or corrupted.
-        InputError: the draft model has another vocabulary, or one of the two does not run in the engine's own code.
+        InputError: the draft model has another vocabulary, or one of the two does not run in the engine's own code,
+            which deterministic_batch needs, too.
         SemisparseError: the models do not fit the GPU's memory.
     """
 
@@ -122,6 +125,7 @@ class Engine:
         device: str = "auto",
         dtype: torch.dtype | None = None,
         draft: str | Path | PreTrainedModel | None = None,
+        deterministic_batch: bool = False,
     ) -> None:
         start = time.perf_counter()
         with _memory_errors():
@@ -135,17 +139,21 @@ class Engine:
         start = time.perf_counter()
         self.note: str | None = None
         with _memory_errors():
-            self.backend = self._backend(self.model, draft_model)
+            self.backend = self._backend(self.model, draft_model, deterministic_batch)
         self._warm: set[Hashable] = set()
         self._check_seconds = time.perf_counter() - start
 
-    def _backend(self, model: PreTrainedModel, draft_model: PreTrainedModel | None) -> Backend:
+    def _backend(
+        self, model: PreTrainedModel, draft_model: PreTrainedModel | None, deterministic_batch: bool
+    ) -> Backend:
         try:
             draft = None if draft_model is None else DecoderBackend(draft_model)
-            backend = DecoderBackend(model, draft)
+            backend = DecoderBackend(model, draft, deterministic_batch)
         except UnknownStructureError as error:
             if draft_model is not None:
                 raise InputError(f"a draft model needs the engine's own code for both models: {error}") from error
+            if deterministic_batch:
+                raise InputError(f"deterministic_batch needs the engine's own code: {error}") from error
             self.note = f"{type(model).__name__} runs through transformers' own code: {error}"
             warnings.warn(self.note, stacklevel=3)
             return TransformersBackend(model)

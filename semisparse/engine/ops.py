@@ -5,7 +5,6 @@ Both round to the model's dtype where transformers does: each result, and both f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,23 +12,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from semisparse.runtime import elementwise
 from semisparse.runtime.device import device_facts
+from semisparse.runtime.elementwise import SCALARS, VECTORS, vector_of
 from semisparse.runtime.kernel import CudaSource, cuda_refusal
 from semisparse.runtime.nvrtc import Defines
 
-SCALARS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
-
 FOLDER = Path(__file__).parent / "cuda"
 
-_VECTORS: tuple[Defines, ...] = (
-    {"SCALAR": "__half", "VECTOR": 8},
-    {"SCALAR": "__nv_bfloat16", "VECTOR": 1},
-    {"SCALAR": "float", "VECTOR": 4},
-)
-
-RMS_NORM = CudaSource(FOLDER / "rms_norm.cu", _VECTORS)
-SILU_MUL = CudaSource(FOLDER / "silu_mul.cu", _VECTORS)
-GREEDY = CudaSource(FOLDER / "greedy.cu", _VECTORS)
+RMS_NORM = CudaSource(FOLDER / "rms_norm.cu", VECTORS)
+GREEDY = CudaSource(FOLDER / "greedy.cu", VECTORS)
 
 
 def kernels_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -49,13 +41,6 @@ class Columns:
     width: int
 
 
-def _vector(dtype: torch.dtype, counts: Sequence[int], tensors: Sequence[Tensor | None]) -> int:
-    """Return how many values a thread loads at once: 16 bytes, or one value where a count or an address forbids it."""
-    values = 16 // dtype.itemsize
-    aligned = all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
-    return values if aligned and not any(count % values for count in counts) else 1
-
-
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Add to the residual stream and normalise.
 
@@ -71,7 +56,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, delta: Tensor | None = N
         rows, columns = x.shape
         out = torch.empty_like(x)
         total = x if delta is None else torch.empty_like(x)
-        vector = _vector(x.dtype, [columns], [x, weight, delta])
+        vector = vector_of(x.dtype, [columns], [x, weight, delta])
         threads = min(1024, -(-columns // vector // 32) * 32)
         defines: Defines = {"SCALAR": SCALARS[x.dtype], "VECTOR": vector}
         kernel = RMS_NORM.build("semisparse_engine_rms_norm", defines, 2 * columns * x.dtype.itemsize).load(x.device)
@@ -89,14 +74,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, delta: Tensor | None = N
 def silu_mul(gate_up: Tensor, at: Columns, columns: int) -> Tensor:
     """Return ``silu(gate) * up``, [M, columns], where gate and up are columns of a joined output, [M, at.width]."""
     if device_facts(gate_up.device).kind == "cuda":
-        out = gate_up.new_empty(len(gate_up), columns)
-        vector = _vector(out.dtype, [columns, at.width, *at.starts], [gate_up])
-        defines: Defines = {"SCALAR": SCALARS[out.dtype], "VECTOR": vector}
-        SILU_MUL.build("semisparse_engine_silu_mul", defines).load(out.device)(
-            (-(-columns // (256 * vector)), len(out), 1), 256, pdl=device_facts(out.device).has_pdl,
-            gate_up=gate_up, out=out, columns=columns, stride=at.width, gate_start=at.starts[0], up_start=at.starts[1],
-        )  # fmt: skip
-        return out
+        return elementwise.silu_mul(gate_up, at.starts, columns)
     gate, up = (gate_up.narrow(-1, start, columns) for start in at.starts)
     return F.silu(gate) * up
 
@@ -112,7 +90,7 @@ def greedy_step(logits: Tensor, tokens: Tensor, positions: Tensor, output: Tenso
         steps: [2] int32: the number of rows of output that are written, which is incremented; greedy.cu's counter, 0.
     """
     if device_facts(logits.device).kind == "cuda":
-        vector = _vector(logits.dtype, [logits.shape[1]], [logits])
+        vector = vector_of(logits.dtype, [logits.shape[1]], [logits])
         defines: Defines = {"SCALAR": SCALARS[logits.dtype], "VECTOR": vector}
         GREEDY.build("semisparse_engine_greedy", defines).load(logits.device)(
             (len(tokens), 1, 1), 1024, pdl=device_facts(logits.device).has_pdl,

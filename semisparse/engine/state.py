@@ -33,7 +33,7 @@ class State:
         """Allocate a state for ``sequences`` sequences of ``length`` positions each."""
         device = decoder.device
         return State(
-            Cache(decoder.structure, sequences, length, device, decoder.dtype),
+            Cache.make(decoder, sequences, length),
             torch.zeros(sequences, dtype=torch.int64, device=device),
             torch.zeros(sequences, dtype=torch.int32, device=device),
             torch.zeros(length, sequences, dtype=torch.int64, device=device),

@@ -1,4 +1,4 @@
-"""Measure a model's quality, run tasks on it, and generate text with it."""
+"""Measure a model's quality on a text, and run lm-eval tasks on it."""
 
 from semisparse.evaluate.perplexity import Quality, measure_quality
 from semisparse.evaluate.tasks import run_tasks

@@ -47,7 +47,7 @@ def measure_quality(
         model: a causal language model.
         chunks: token ids; each chunk has 2 or more.
         baseline: a dense model with the same vocabulary, for the KL divergence.
-        batch_tokens: maximum number of tokens per forward, with padding; a longer chunk runs alone.
+        batch_tokens: maximum number of tokens per forward pass, with padding; a longer chunk runs alone.
         progress: called with (chunks done, all chunks).
     Returns:
         Means over the predicted tokens; the sums are in float64.

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from semisparse.errors import FormatError, InputError, KernelError
 from semisparse.formats.codes import Codes
-from semisparse.formats.kernel import Kernel, Pass, Problem, fused_cost
+from semisparse.formats.kernel import ExpertsProblem, ExpertsProduct, Kernel, Pass, Problem, fused_cost
 from semisparse.formats.tuned import ranking
 from semisparse.patterns import Pattern, parse_pattern
 
@@ -248,7 +248,7 @@ class Packed:
         return next(iter(self.tensors.values())).device
 
     def to(self, device: torch.device | str) -> Packed:
-        """Return the same weight on a device, in the layout that its kernels want; a CPU's is the layout on disk."""
+        """Return the same weight on a device, in the layout for that device's kernels; on a CPU the layout on disk."""
         arrange = get_format(self.spec.format).arrange
         target = torch.device(device)
         # Layouts are changed on the faster device: before leaving a GPU, after reaching one.
@@ -299,16 +299,18 @@ class Format:
         recipes: built-in recipes that end in this format, name -> settings.
         lossless: whether unpack returns the packed weight bit for bit.
         cost: (problem, bytes of the packed weight) -> the passes of a matmul, for `plan` and the bench's floors.
-        variants: the pack options worth planning and measuring.
+        variants: the pack options that `plan` and the benchmarks compare.
         choices: the candidates of a joint search for a layer, each as (pattern, recipe key ``quant``).
         rounds: pattern -> whether recipes may store such weights in a variant other than the default.
-        options: the pack options that a recipe may set, each with its values; () for any integer.
+        options: the pack options that a recipe may set, each with its values; () for any integer of 0 or more.
         grain: weight spec -> (rows, columns): tensors with a split dimension can be sliced, and weights stacked, at
             multiples of these. None if they never can.
         regroup: (parts, dim, start, stop, pattern) -> rows (``dim`` 0) or columns (1) ``start`` to ``stop`` of the
             concatenated parts, with ``pattern`` and not quantised again. None if unpacking and packing does that.
         stack: (weights to stack along N, total rows) -> the params of the stack, whose tensors are the concatenated
             ones with continued offsets; None if they cannot be concatenated. Without it, ``split_n`` decides.
+        experts: problem -> the matmuls of a mixture's experts by a fixed number of launches, or None if no kernel can
+            compute them. A format that can compute one number of pairs on a device can compute any.
         arrange: (packed, device type) -> the same weight on its present device, in the layout for kernels on the given
             device type. For ``cpu`` that is the layout on disk.
     """
@@ -338,6 +340,7 @@ class Format:
     grain: Callable[[WeightSpec], tuple[int, int]] | None = None
     regroup: Callable[[Sequence[Packed], int, int, int, Pattern], Packed] | None = None
     stack: Callable[[Sequence[Packed], int], Mapping[str, Scalar] | None] | None = None
+    experts: Callable[[ExpertsProblem], ExpertsProduct | None] = lambda problem: None
     arrange: Callable[[Packed, str], Packed] = lambda packed, device_type: packed
 
     def pack(self, weight: Tensor, pattern: Pattern | str, **options: Any) -> Packed:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from semisparse.patterns import Pattern
+from semisparse.runtime.experts import Routing
 from semisparse.runtime.nvrtc import Defines
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ class Problem:
     """A matmul for a kernel to compute: ``y[M, N] = x[M, K] @ w[N, K].T``.
 
     Args:
-        m: maximum M: the upper end of a bucket (`bucket_of`). What is prepared for it takes every M of the bucket.
+        m: maximum M: the upper end of a bucket (`bucket_of`). A product prepared for it takes every M of the bucket.
         spec: the weight's spec without the params that count what is stored (`Format.structure`).
         dtype: dtype of x and y.
         device: device of all operands.
@@ -39,7 +40,10 @@ class Problem:
 
     @property
     def is_fused(self) -> bool:
-        """Whether it has a prologue or an epilogue. Then no kernel on the stream writes the weight, as PDL needs."""
+        """Whether it has a prologue or an epilogue.
+
+        Callers promise that then no kernel on the stream writes the weight, so a kernel with PDL may read it early.
+        """
         return (self.prologue, self.epilogue) != ("none", "none")
 
     @property
@@ -106,6 +110,42 @@ class FusedOperands:
 
 
 NOTHING_FUSED = FusedOperands()
+
+
+@dataclass(frozen=True)
+class ExpertsProblem:
+    """The matmuls of a mixture's experts: ``y[p] = x[row of p] @ w[expert of p].T``, p a pair of a token and an expert.
+
+    Args:
+        pairs: maximum number of pairs: the upper end of a bucket (`bucket_of`).
+        experts: number of experts, whose weights [N, K] are stacked along N.
+        spec: the stack's spec without the params that count what is stored.
+        dtype: dtype of x and y.
+        device: device of all operands.
+        epilogue: ``none``, or ``silu_mul`` as in `Problem`: y is [pairs, N / 2].
+    """
+
+    pairs: int
+    experts: int
+    spec: WeightSpec
+    dtype: torch.dtype
+    device: torch.device
+    epilogue: str = "none"
+
+    @property
+    def n(self) -> int:
+        """Output features of an expert."""
+        return self.spec.shape[0] // self.experts
+
+    @property
+    def k(self) -> int:
+        """Input features."""
+        return self.spec.shape[1]
+
+
+ExpertsProduct = Callable[[Tensor, "Packed", Tensor | None, Routing], Tensor]
+"""(x, packed stack, bias [experts * N] or None, the step's routing) -> y [pairs, N] in x's dtype, for any number of
+pairs of the problem's bucket. x is [tokens, K], or [pairs, K]."""
 
 MAX_FUSED_TOKENS = 2
 """Maximum M with a prologue or an epilogue: every CTA normalises all tokens, so that with 8 fusing gains nothing."""

@@ -1,4 +1,4 @@
-"""The one matmul, ``y = x @ w.T + bias`` with a packed weight, and the torch operator that traces show for it."""
+"""The matmul of every format, ``y = x @ w.T + bias`` with a packed weight, and its torch operator for traced graphs."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from semisparse.runtime.device import device_facts
 SHIPPED = Path(__file__).parent / "tables"
 
 FAR_SHAPE = 2 * math.log(2)
-"""Maximum |log(N / N')| + |log(K / K')| to a measured shape, as if N and K both differ by a factor of 2."""
+"""Maximum |log(N / N')| + |log(K / K')| to a measured shape: both N and K may differ by a factor of 2."""
 
 FAR_DENSITY = math.log(1.5)
 """Maximum |log(density / density')| to a measured pattern."""

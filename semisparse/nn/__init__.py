@@ -2,6 +2,7 @@
 
 from semisparse.nn.dequantise import dequantise_layers
 from semisparse.nn.joined import JoinedLinear, JoinedPart, join_layers
+from semisparse.nn.joined_experts import JoinedExperts, join_experts
 from semisparse.nn.replace import LINEAR_CLASSES, is_linear, replace_linear, swap_weight, weight_of
 from semisparse.nn.slicing import check_slice, concatenate_weights, slice_weight
 from semisparse.nn.sparse_experts import SparseExperts, expert_shapes, is_fused_experts, prepare_experts, split_experts
@@ -10,6 +11,7 @@ from semisparse.nn.stacked_linear import StackedLinear
 
 __all__ = [
     "LINEAR_CLASSES",
+    "JoinedExperts",
     "JoinedLinear",
     "JoinedPart",
     "SparseExperts",
@@ -21,6 +23,7 @@ __all__ = [
     "expert_shapes",
     "is_fused_experts",
     "is_linear",
+    "join_experts",
     "join_layers",
     "prepare_experts",
     "replace_linear",

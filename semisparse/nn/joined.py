@@ -37,7 +37,7 @@ class JoinedLinear(SparseLinear):
     """
 
     def __init__(self, layers: Sequence[SparseLinear], stack: Packed) -> None:
-        specs = [_on_disk(layer.packed).spec for layer in layers]
+        specs = [on_disk(layer.packed).spec for layer in layers]
         starts = row_offsets(specs)[:-1]
         super().__init__(stack, _stacked_bias(layers, starts, stack.shape[0]), layers[0].kernel)
         self.extents = [(start, spec.shape[0]) for start, spec in zip(starts, specs, strict=True)]
@@ -80,7 +80,7 @@ class JoinedLinear(SparseLinear):
 
     def weights(self) -> list[Packed]:
         """Return each layer's weight in the layout on disk, with the bytes that it had before joining."""
-        return unstack(_on_disk(self.packed), self._specs)
+        return unstack(on_disk(self.packed), self._specs)
 
     def _set_packed(self, packed: Packed) -> None:
         self._cached = None
@@ -157,6 +157,8 @@ class JoinedPart(nn.Module):
 def join_layers(model: nn.Module) -> list[str]:
     """Join query, key and value, and gate and up projections, into one matmul each, wherever their weights stack.
 
+    The experts of a mixture are joined, too (`join_experts`).
+
     Layers stay apart if they differ in format, pattern, params or kernel, if they have hooks, or if only some have a
     bias. The model's state dict stays the same, but a joined model cannot load one.
 
@@ -166,14 +168,14 @@ def join_layers(model: nn.Module) -> list[str]:
     Args:
         model: contains `SparseLinear` modules, on the device where it will run.
     Returns:
-        The names of the new `JoinedLinear` modules.
+        The names of the new `JoinedLinear` and `JoinedExperts` modules.
     """
     # Only modules that contain layers are listed, so that each layer is freed as soon as its weight has been stacked.
     parents = [(path, module) for path, module in model.named_modules() if not isinstance(module, SparseLinear)]
     joined = []
     for path, parent in parents:
         for names, layers in _joinable(parent):
-            stack = stack_with_padding([_on_disk(layer.packed) for layer in layers])
+            stack = stack_with_padding([on_disk(layer.packed) for layer in layers])
             if stack is None:
                 continue
             module = JoinedLinear(layers, stack).train(parent.training)
@@ -182,7 +184,9 @@ def join_layers(model: nn.Module) -> list[str]:
             joined_name = "_".join(names)
             parent.add_module(joined_name, module)
             joined.append(f"{path}.{joined_name}" if path else joined_name)
-    return joined
+    from semisparse.nn.joined_experts import join_experts  # it needs the classes above
+
+    return joined + join_experts(model)
 
 
 def _joinable(parent: nn.Module) -> Iterator[tuple[Sequence[str], list[SparseLinear]]]:
@@ -204,7 +208,8 @@ def is_intercepted(layer: SparseLinear) -> bool:
     )
 
 
-def _on_disk(packed: Packed) -> Packed:
+def on_disk(packed: Packed) -> Packed:
+    """Return a weight in the layout on disk, where it is."""
     return get_format(packed.spec.format).arrange(packed, "cpu")
 
 

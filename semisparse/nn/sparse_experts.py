@@ -66,6 +66,11 @@ class Expert(nn.Module):
             self.add_module(name, layer)
         self.gating = gating
 
+    @property
+    def layer_names(self) -> tuple[str, str]:
+        """The names of the two linear layers, in call order."""
+        return self._first, self._second
+
     def forward(self, x: Tensor) -> Tensor:
         """Compute the expert's output [tokens, K] for all x [tokens, K]."""
         hidden = self.gating(self._modules[self._first](x))  # type: ignore[misc]
@@ -77,7 +82,13 @@ class SparseExperts(nn.Module):
 
     Args:
         source: the module with fused parameters, which `is_fused_experts` accepts. It is not changed.
+
+    Attributes:
+        is_routed: whether the routing is an argument of ``forward``.
+        joined: what computes all chosen experts at once, or None (`join_experts`).
     """
+
+    joined: nn.Module | None
 
     def __init__(self, source: nn.Module) -> None:
         super().__init__()
@@ -89,6 +100,8 @@ class SparseExperts(nn.Module):
             layers = {FUSED_NAMES[name]: _linear(fused, name, index, transposed) for name in names}
             self.add_module(str(index), Expert(layers, gating))
         self.num_experts = len(fused[names[0]])
+        self.is_routed = _arguments(source) == 3
+        self.joined = None
 
     def forward(self, hidden_states: Tensor, *routing: Tensor) -> Tensor:
         """Compute the weighted sum of the chosen experts' outputs, as transformers' eager experts do.
@@ -100,6 +113,9 @@ class SparseExperts(nn.Module):
         Returns:
             [tokens, K]; without routing [experts * tokens, K].
         """
+        if self.joined is not None:
+            joined: Tensor = self.joined(hidden_states, *routing)
+            return joined
         output = torch.zeros_like(hidden_states)
         if not routing:
             for index, x in enumerate(hidden_states.chunk(self.num_experts)):

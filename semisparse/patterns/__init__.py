@@ -12,7 +12,7 @@ from semisparse.patterns.vector_nm import VectorNM
 FAMILIES: tuple[type[Pattern], ...] = (NM, VectorNM, Group, Unstructured)
 
 MAX_CHARACTERS = 64
-"""Of a written pattern."""
+"""Maximum length of a written pattern."""
 
 NO_ZEROS = "0%"
 """The pattern that every weight obeys."""

@@ -43,7 +43,7 @@ class Pattern(ABC):
 
     @abstractmethod
     def levels(self, shape: tuple[int, int]) -> int:
-        """Return how many steps of `shifted` lead from keeping nothing to keeping everything, rounded down."""
+        """Return how many steps of `shifted` lie between keeping nothing and keeping everything, rounded down."""
 
     @abstractmethod
     def shifted(self, steps: int, shape: tuple[int, int]) -> Pattern | None:
@@ -75,7 +75,7 @@ class Pattern(ABC):
         return None
 
     def patterns_of_slice(self) -> tuple[Pattern, ...]:
-        """Return the patterns to try for a slice of a weight, the strictest first; a slice may break the first only."""
+        """Return the patterns to declare a slice of a weight as, the strictest first; every slice obeys the others."""
         from semisparse.patterns.unstructured import Unstructured  # not at the top: that module imports this one
 
         loosest = self.unrestricted()

@@ -17,7 +17,7 @@ LEVELS = 64
 
 @dataclass(frozen=True)
 class Unstructured(Pattern):
-    """Prune ``percent`` of the weights, of the whole matrix or of each row (``by_row``)."""
+    """Prune ``percent`` % of the weights of the whole matrix, or of each row (``by_row``)."""
 
     percent: float
     by_row: bool = False

@@ -5,8 +5,8 @@ an 8-bit integer, ``zero = stored * 2^(bits - 8)``, and need not be a whole code
 1/16, fine enough for tuning to move it.
 
 Symmetric quantisation fixes the zero point at the middle code, so zero is a code: pruned weights inside a group stay
-zero. Its scale has the sign for which code 0 is the group's weight of largest magnitude, because there is one code more
-below the middle than above it.
+zero. There is one more code below the middle than above it, so the scale has the sign, negative if need be, that gives
+the group's weight of largest magnitude code 0.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def scales_of(weight: Tensor, bits: int, size: int, dtype: torch.dtype, symmetri
 
 
 def fake_quantise(weight: Tensor, scale: Tensor, zero: Tensor, bits: int, size: int) -> Tensor:
-    """Quantise and dequantise a weight, with straight-through gradients; none for weights outside the codes' range.
+    """Quantise and dequantise a weight, with straight-through gradients; these are 0 for codes that are clamped.
 
     Args:
         weight: [N, K] float32.

@@ -22,7 +22,8 @@ def quantise_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Quantise each row to 8 bits with its own scale.
 
     Values are multiplied by the inverse of the scale (SlideSparse, algorithm 1): dividing each value would take half of
-    a GPU kernel's time. The inverse is clamped to a finite number: a row below 4e-37 loses digits, but is never NaN.
+    a GPU kernel's time. The inverse is clamped to a finite number: a row whose largest magnitude is below 4e-37 loses
+    precision, but gets no NaN.
 
     Args:
         x: [rows, columns] float.

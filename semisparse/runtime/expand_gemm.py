@@ -6,7 +6,7 @@ A format has a .cu file with its own way to expand a tile of 16 rows by 256 colu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -20,7 +20,7 @@ ROWS, COLUMNS = 16, 256
 """Rows and columns of a weight tile."""
 
 MAX_TOKENS = 65_280
-"""Maximum M. permute_x.cu has a CTA row per token, for M rounded up to tile_m; a grid has at most 65,535 along y."""
+"""Maximum M that has been tested."""
 
 TILES_M = (16, 32, 64, 128, 192, 256)
 """Tokens per CTA tile."""
@@ -30,8 +30,11 @@ STAGES = ((4, 2), (3, 2), (3, 1), (2, 1), (1, 1))
 
 MAX_SPLIT_K = 8
 
-PERMUTE_THREADS = 256
-"""Threads per CTA of permute_x.cu; 32 permute a token's columns of one tile."""
+PERMUTE_WARPS, PERMUTE_UNROLL = 4, 3
+"""Warps per CTA of permute_x.cu, and tokens of a tile that each has in flight."""
+
+PERMUTE_CTAS_PER_SM = 8
+"""Maximum CTAs per SM of permute_x.cu. With one, 256 tokens of 11,008 columns took 7 us longer."""
 
 SCALARS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 """By dtype of x, the weight and y: the macro SCALAR."""
@@ -118,14 +121,16 @@ class Launch:
 
     Args:
         ctas: CTAs of the GEMM's grid.
-        permute_grid: grid of permute_x.cu.
+        tokens: M, rounded up to a multiple of tile_m.
+        permute_ctas: CTAs of permute_x.cu's grid.
         counters: number of counters, one per consumer warp of the GEMM's grid.
         offsets: byte offsets in the workspace of the permuted x, the counters and the partial accumulators.
         workspace: bytes of the workspace.
     """
 
     ctas: int
-    permute_grid: tuple[int, int, int]
+    tokens: int
+    permute_ctas: int
     counters: int
     offsets: tuple[int, ...]
     workspace: int
@@ -139,8 +144,9 @@ def launch_of(schedule: Schedule, m: int, weight: Tiles, sms: int) -> Launch:
     partials = 0 if schedule.split_k == 1 else counters * ROWS * schedule.tile_m
     permuted = 2 * COLUMNS * weight.column_tiles * tokens
     *offsets, size = offsets_in_workspace(permuted, 4 * counters, 4 * partials)
-    grid = (-(-32 * weight.column_tiles // PERMUTE_THREADS), tokens, 1)
-    return Launch(ctas, grid, counters, tuple(offsets), size)
+    per_cta = PERMUTE_WARPS * PERMUTE_UNROLL
+    permute_ctas = min(-(-tokens * weight.column_tiles // per_cta), PERMUTE_CTAS_PER_SM * sms)
+    return Launch(ctas, tokens, permute_ctas, counters, tuple(offsets), size)
 
 
 def tile_m_of(m: int, sizes: Iterable[int] = TILES_M) -> int:
@@ -153,7 +159,7 @@ def fit(
     weight: Tiles, gpu: DeviceFacts, tile_m: int, warpgroups: int, cluster: int, split_k: int, ctas_per_sm: int
 ) -> Schedule | None:
     """Return the schedule with the most stages that fit in shared memory, or None if none does."""
-    room = gpu.shared_per_sm // ctas_per_sm - RESERVED_SHARED
+    room = (gpu.shared_per_sm - RESERVED_SHARED) // ctas_per_sm - RESERVED_SHARED  # the first is for permute_x's CTA
     schedules = (
         Schedule(tile_m, warpgroups, cluster, split_k, *stages, ctas_per_sm)
         for stages in STAGES
@@ -165,35 +171,48 @@ def fit(
 Shape = tuple[int, int, int]
 """Warpgroups per CTA, CTAs per cluster, CTAs per SM."""
 
-SPLIT_K: Mapping[int, Shape] = {
-    16: (1, 1, 3),
-    32: (1, 1, 3),
-    64: (1, 1, 3),
-    128: (1, 1, 2),
-    192: (2, 1, 1),
-    256: (2, 1, 1),
+STREAM_K: Mapping[int, tuple[Shape, ...]] = {
+    16: ((1, 1, 3), (4, 1, 1)),
+    32: ((1, 1, 3), (4, 1, 1)),
+    64: ((1, 1, 3), (2, 1, 2), (3, 1, 1)),
+    128: ((2, 1, 1), (3, 1, 1)),
+    192: ((2, 1, 1), (2, 2, 1)),
+    256: ((2, 1, 1), (2, 2, 1)),
 }
-"""By tile_m, the fastest shape with split-K."""
+"""By tile_m, the shapes that `choose` compares with Stream-K."""
+
+SPLIT_K: Mapping[int, tuple[Shape, ...]] = {
+    16: ((1, 1, 3),),
+    32: ((1, 1, 3),),
+    64: ((1, 1, 3), (2, 1, 2), (4, 1, 1)),
+    128: ((1, 1, 2), (2, 1, 1), (3, 1, 1)),
+    192: ((2, 1, 1),),
+    256: ((2, 1, 1),),
+}
+"""The same with split-K."""
+
+FILLED = 0.55
+"""Least share of the resident CTAs that split-K by more than 1 starts, if it can. Less was not timed."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """A format's rates for `choose`, measured on an H200 (results/h200/sweeps/expand-gemm.csv).
+    """How fast a format expands, for `choose`: measured on an H200 (results/h200/sweeps/gemm256.csv).
 
     Args:
-        stream_k: by tile_m, shapes for Stream-K: `choose` takes the first that fits with three weight stages (two if
-            tile_m is above 128), else the first that fits.
-        tile_us: microseconds per weight tile on an SM, without tokens.
-        token_us: additional microseconds per weight tile and token of tile_m.
+        expand_us: microseconds in which an SM expands a weight tile.
+        overlap: the exponent p of the time of a tile, (expand^p + wgmma^p)^(1/p): 1 if nothing overlaps.
     """
 
-    stream_k: Mapping[int, tuple[Shape, ...]]
-    tile_us: float
-    token_us: float
+    expand_us: float
+    overlap: float
 
 
 def choose(m: int, weight: Tiles, gpu: DeviceFacts, rates: Rates) -> Schedule:
     """Choose the schedule of a format's GEMM: by estimate the fastest of Stream-K and of split-K by 1 to 8.
+
+    Above 128 tokens, tiles of 128 are compared with the larger ones: they expand each weight more often, and leave CTAs
+    less to exchange.
 
     Args:
         m: maximum tokens.
@@ -201,14 +220,26 @@ def choose(m: int, weight: Tiles, gpu: DeviceFacts, rates: Rates) -> Schedule:
         gpu: what it runs on.
         rates: the format's.
     """
-    tile_m = tile_m_of(m)
-    enough = 3 if tile_m <= 128 else 2
-    fitting = [schedule for shape in rates.stream_k[tile_m] if (schedule := _fit(weight, gpu, tile_m, shape, 0))]
-    candidates = [next((schedule for schedule in fitting if schedule.stages >= enough), fitting[0])] if fitting else []
-    for split_k in range(1, min(MAX_SPLIT_K, weight.column_tiles) + 1):
-        schedule = _fit(weight, gpu, tile_m, SPLIT_K[tile_m], split_k)
-        candidates += [schedule] if schedule else []
-    return min(candidates, key=lambda schedule: _h200_microseconds(schedule, m, weight, gpu.sms, rates))
+    largest = tile_m_of(m)
+    candidates = []
+    for tile_m in sorted({min(largest, 128), largest}):
+        candidates += [_fit(weight, gpu, tile_m, shape, 0) for shape in STREAM_K[tile_m]]
+        for shape in SPLIT_K[tile_m]:
+            candidates += _splits(m, weight, gpu, tile_m, shape)
+    fitting = [schedule for schedule in candidates if schedule]
+    return min(fitting, key=lambda schedule: _h200_microseconds(schedule, m, weight, gpu.sms, rates))
+
+
+def _splits(m: int, weight: Tiles, gpu: DeviceFacts, tile_m: int, shape: Shape) -> list[Schedule]:
+    """Return the schedules without splits, and with those that fill the SMs but start in one wave."""
+    unsplit = _fit(weight, gpu, tile_m, shape, 1)
+    if unsplit is None:
+        return []
+    tiles, resident = unsplit.tiles(m, weight), gpu.sms * unsplit.ctas_per_sm
+    most = min(MAX_SPLIT_K, weight.column_tiles, resident // tiles)
+    least = min(most, -(-int(FILLED * resident) // tiles))
+    splits = (_fit(weight, gpu, tile_m, shape, split_k) for split_k in range(max(2, least), most + 1))
+    return [unsplit, *(schedule for schedule in splits if schedule)]
 
 
 def _fit(weight: Tiles, gpu: DeviceFacts, tile_m: int, shape: Shape, split_k: int) -> Schedule | None:
@@ -217,22 +248,31 @@ def _fit(weight: Tiles, gpu: DeviceFacts, tile_m: int, shape: Shape, split_k: in
 
 
 def _h200_microseconds(schedule: Schedule, m: int, weight: Tiles, sms: int, rates: Rates) -> float:
-    """Estimate the time on an H200, less 7.75 us that all schedules have in common.
+    """Estimate the time on an H200.
 
-    Rms error 9 %: 440 GEMMs of gqs and vector_nm (run 2 in results/h200/sweeps/expand-gemm.csv).
+    Rms error 5 %: 363 GEMMs of M 64 to 1,024 (run 4 of results/h200/sweeps/gemm256.csv), of which those that it
+    chooses took 0.7 % longer than the fastest on average.
     """
     ctas = schedule.ranges(m, weight, sms) * schedule.cluster
     busiest = -(-ctas // sms)  # CTAs of the busiest SM
+    if launch_of(schedule, m, weight, sms).permute_ctas > sms:  # CTAs start where permute_x's leave room first
+        busiest = max(busiest, min(schedule.ctas_per_sm, ctas))
     waves = -(-busiest // schedule.ctas_per_sm)
     if schedule.split_k:
         iterations: float = -(-weight.column_tiles // schedule.split_k)
     else:
         iterations = schedule.tiles(m, weight) * schedule.cluster * weight.column_tiles / ctas
-    resident = schedule.warpgroups * (min(busiest, schedule.ctas_per_sm) if waves == 1 else schedule.ctas_per_sm)
-    tile = (rates.tile_us + rates.token_us * schedule.tile_m) * max(1.0, 3 / resident) ** 0.25
+    wgmma = 0.0013 * schedule.tile_m
+    tile = (rates.expand_us**rates.overlap + wgmma**rates.overlap) ** (1 / rates.overlap)
+    x_megabytes = ctas * iterations * schedule.tile_m * 2 * COLUMNS / 1e6 / schedule.cluster
     outputs = schedule.tile_m * schedule.warpgroups
-    exchange = {0: 3.2 + 0.015 * outputs, 1: 0.0}.get(schedule.split_k, 0.2 + 0.011 * outputs)
-    return busiest * iterations * schedule.warps * tile + 3 * (waves - 1) + exchange
+    exchange = 0.0
+    if not schedule.split_k:
+        exchange = 8.0 + 0.0077 * outputs
+    elif schedule.split_k > 1:
+        exchange = 3.2 + 0.0132 * outputs * (1 - 1 / schedule.split_k)
+    tiles = busiest * iterations * schedule.warps
+    return 2.6 + tiles * tile + 0.0121 * x_megabytes + exchange + 1.6 * (waves - 1) + 1.9 * (schedule.cluster - 1)
 
 
 def prepare(
@@ -257,7 +297,8 @@ def prepare(
     """
     n, k = shape
     sms = device_facts(device).sms
-    permute_x = PERMUTE_X.build("semisparse_permute_x", {"TILE_M": schedule.tile_m, "BLOCK": block}).load(device)
+    permuting = PERMUTE_X.build("semisparse_permute_x", {"TILE_M": schedule.tile_m, "BLOCK": block})
+    permute_x = replace(permuting, shares_sm=True).load(device)
     gemm = kernel(schedule).load(device)
     threads, even_k = 32 * schedule.warps + 128, k % 2 == 0
     row_tiles, column_tiles = weight.row_tiles, weight.column_tiles
@@ -271,12 +312,12 @@ def prepare(
         begin = workspace.data_ptr()
         permuted, counters, partials = [begin + offset for offset in launch.offsets]
         permute_x(
-            launch.permute_grid, PERMUTE_THREADS,
+            (launch.permute_ctas, 1, 1), 32 * PERMUTE_WARPS, pdl=True,
             x=x, permuted=permuted, counters=counters,
             m=m, k=k, column_tiles=column_tiles, counter_count=launch.counters,
-            aligned=even_k and x.data_ptr() % 4 == 0,
+            aligned=even_k and x.data_ptr() % 4 == 0, tokens=launch.tokens,
         )  # fmt: skip
-        # pdl: it may start before permute_x has ended, and waits before it uses the permuted x and the counters.
+        # pdl: it starts beside permute_x, and waits before it uses the permuted x and the counters.
         gemm(
             (launch.ctas, 1, 1), threads, pdl=True,
             x=permuted, **operands, bias=None if bias is None else bias.to(x.dtype).contiguous(), y=y,

@@ -103,6 +103,8 @@ class KernelBuild:
         defines: the macros' names and values.
         shared: bytes of dynamic shared memory per CTA.
         arch: the architecture to compile for; by default the device's own.
+        shares_sm: whether CTAs of a kernel with much shared memory are to start beside those of this one. Its SMs are
+            then configured with as much shared memory as they can have.
     """
 
     source: Path
@@ -110,6 +112,7 @@ class KernelBuild:
     defines: tuple[tuple[str, str | int], ...] = ()
     shared: int = 0
     arch: str | None = None
+    shares_sm: bool = False
 
     def compile(self, arch: str) -> Cubin:
         """Return the compiled kernel, from the cache on disk or compiled now. Needs no GPU."""
@@ -267,6 +270,11 @@ def _function_of(cubin: Cubin, build: KernelBuild, index: int) -> tuple[Any, int
             (status,) = driver.cuKernelSetAttribute(attribute, build.shared, kernel, driver.CUdevice(index))
             if status:
                 raise KernelError(f"{build.name} cannot use {build.shared} bytes of shared memory: {status.name}")
+        if build.shares_sm:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+            (status,) = driver.cuKernelSetAttribute(attribute, 100, kernel, driver.CUdevice(index))
+            if status:
+                raise KernelError(f"{build.name} cannot set its shared memory carveout: {status.name}")
         status, function = driver.cuKernelGetFunction(kernel)  # loads the code now instead of at the first launch
         if status:
             raise KernelError(f"{build.name} cannot be loaded on device {index}: {status.name}")

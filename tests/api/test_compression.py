@@ -18,7 +18,7 @@ from tests.models import CONFIGS, SHARED, byte_tokenizer, random_model
 DOCUMENTS = [f"document {i}: " + "some words to read " * (i % 5) for i in range(40)]
 SMALL = {"samples": 8, "seqlen": 32}
 LINEARS = {"opt": 12, "gpt2": 8}
-"""In two blocks, of the architectures that have not 7 in each."""
+"""Compressed layers in two decoder layers, for architectures that do not have 7 in each."""
 
 
 PATTERNS = ("6:8", "8:32v4", "g4@50%", "70%")
@@ -46,7 +46,7 @@ def test_compress_save_load_for_every_architecture_and_pattern(architecture: str
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_gqsa_tunes_packs_and_loads(architecture: str, tmp_path: Path):
-    """The tuned weights are what is stored: the loaded model gives the same bits as the one in memory."""
+    """The stored weights are the tuned ones: the loaded model computes the same bits as the one in memory."""
     model = random_model(architecture)
     settings = ("pattern=g4@50%", "tune_epochs=1")
     report = semisparse.compress(

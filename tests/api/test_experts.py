@@ -42,7 +42,7 @@ def test_every_expert_is_packed_under_a_name_of_its_own(mixtral: Path) -> None:
             for name, weight in {"gate_up": fused.gate_up_proj, "down": fused.down_proj}.items():
                 packed = layers[f"model.layers.{layer}.mlp.experts.{expert}.{name}"].weight
                 parse_pattern("2:4").check(packed)
-                assert torch.equal(packed, torch.where(packed != 0, weight[expert], 0))  # the kept weights are its own
+                assert torch.equal(packed, torch.where(packed != 0, weight[expert], 0))  # kept weights are unchanged
     state = model.state_dict()
     assert not any("gate_up_proj" in name for name in state)
     assert torch.equal(state["model.layers.1.mlp.gate.weight"], dense.model.layers[1].mlp.gate.weight)
@@ -144,7 +144,7 @@ def test_starved_experts_are_named_in_the_report(tmp_path: Path) -> None:
     with torch.no_grad():
         for layer in model.model.layers:
             layer.mlp.gate.weight[:3] = -layer.mlp.gate.weight[3:6]  # three logits are above 0 for every token
-            layer.mlp.gate.weight[6:] = 0  # so that these never are among the two largest
+            layer.mlp.gate.weight[6:] = 0  # so that these are never among the two largest logits
     settings = ("pattern=2:4", "prune=sparsegpt", "search=none", "format=bitmask")
     report = semisparse.compress(
         model, byte_tokenizer(), "rheosparse", DOCUMENTS, tmp_path / "out", settings=settings, samples=8, seqlen=32

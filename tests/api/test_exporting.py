@@ -85,7 +85,7 @@ def read_by_the_package(path: Path) -> PreTrainedModel:
 def test_the_package_reads_the_same_weights(
     tmp_path: Path, recipe: str, settings: tuple[str, ...], layout: str, bits: int
 ):
-    """Zero points of our own packers are fractions of a code, so that their codes are written in 8 bits."""
+    """Zero points of our own packers are fractions of a code, so their codes are written in 8 bits."""
     small = compressed(tmp_path, "llama-bias", recipe, *settings)
     report = export(small, "compressed-tensors", tmp_path / "theirs")
     block = json.loads((tmp_path / "theirs" / "config.json").read_text())["quantization_config"]
@@ -119,7 +119,7 @@ GROUPS = {"num_bits": 4, "group_size": 32, "strategy": "group"}
     ],
 )
 def test_round_trip_through_the_package(tmp_path: Path, weights: dict[str, Any], inputs: dict[str, Any] | None):
-    """What the package wrote comes in by recipe keep, goes out again, and is the same file: codes, scales and zeros."""
+    """A file of the package, imported by recipe keep and exported again, has the same codes, scales and zero points."""
     source = foreign.compressed_tensors(tmp_path / "in", foreign.model_of(), weights, inputs)
     compress(source, recipe="keep", out=tmp_path / "small")
     report = export(tmp_path / "small", "compressed-tensors", tmp_path / "out")

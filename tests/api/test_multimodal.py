@@ -54,7 +54,7 @@ def test_the_text_decoder_is_compressed_and_nothing_else(gemma: tuple[Path, Path
 
 
 def test_names_in_config_json_are_those_in_the_files(gemma: tuple[Path, Path]) -> None:
-    """As the published checkpoints name them, and other software reads them."""
+    """config.json names layers as the published checkpoints do, so that other software finds them."""
     source, out = gemma
     directory = open_directory(out)
     assert {name.rpartition(".layers.")[0] for name in directory.layers} == {"language_model.model"}
@@ -114,7 +114,7 @@ def test_it_reads_images(gemma: tuple[Path, Path]) -> None:
 @pytest.mark.parametrize("towers", [2, 4])
 @pytest.mark.parametrize("architecture", MULTIMODAL)
 def test_the_text_decoder_is_found_beside_any_tower(architecture: str, towers: int) -> None:
-    """The tower holds more weights, in as many layers as the decoder or in more."""
+    """The vision tower holds more weights, in as many layers as the text decoder or in more."""
     vision = CONFIGS[architecture][1]["vision_config"]
     depth = "depth" if "depth" in vision else "num_hidden_layers"
     name, layers = decoder_layers(tiny_model(architecture, vision_config={**vision, depth: towers}))

@@ -1,4 +1,4 @@
-"""What a compression will take is said, and refused where it is not there, before any work."""
+"""Before any work, the memory that a compression takes is reported, and too little memory is refused."""
 
 from pathlib import Path
 
@@ -8,6 +8,7 @@ import torch
 import semisparse
 from semisparse.api import compression, needs
 from semisparse.api.needs import Needs, free_memory
+from semisparse.compress import Ranks
 from semisparse.errors import InputError
 from tests.models import byte_tokenizer, random_model
 
@@ -18,7 +19,7 @@ DOCUMENTS = [f"document {i}: " + "some words to read " * (i % 5) for i in range(
 def test_too_little_memory_is_refused_before_any_work(missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compression, "needs_of", lambda *_: Needs(3 << 30, 5 << 30, 0))
     free = Needs(4 << 30, 9 << 29, 0) if missing == "GPU" else Needs(5 << 29, 6 << 30, 0)
-    monkeypatch.setattr(compression, "free_memory", lambda _: free)
+    monkeypatch.setattr(compression, "free_memory", lambda *_: free)
     said: list[str] = []
     amount = "5.4 GB of GPU memory, 4.8 GB are free" if missing == "GPU" else "3.2 GB of host memory, 2.7 GB are free"
     with pytest.raises(InputError, match=f"compressing takes up to {amount}: use fewer --samples"):
@@ -40,12 +41,12 @@ def test_a_containers_limit_counts_without_its_page_cache(
     (tmp_path / used).write_text("900000\n")
     (tmp_path / "memory.stat").write_text(f"anon 5\n{cached} 600000\n")
     (tmp_path / limit).write_text("1000000\n")
-    assert free_memory(device).host == 700000
+    assert free_memory(device, None).host == 700000
     (tmp_path / limit).write_text("max\n")
-    assert 700000 < free_memory(device).host <= machine
+    assert 700000 < free_memory(device, None).host <= machine
     (tmp_path / limit).write_text("1000000\n")
-    (tmp_path / "memory.stat").unlink()  # as some sandboxes have it
-    assert 700000 < free_memory(device).host <= machine
+    (tmp_path / "memory.stat").unlink()  # some sandboxes lack this file
+    assert 700000 < free_memory(device, None).host <= machine
 
 
 def test_needs_grow_with_the_tokens_and_not_with_the_layers():
@@ -53,7 +54,30 @@ def test_needs_grow_with_the_tokens_and_not_with_the_layers():
         model, plan = random_model("llama", **settings), semisparse.api.read_recipe("rheosparse", ["search=none"])
         batches = [torch.zeros(1, tokens, dtype=torch.int64)]
         layers = compression.list_decoder_layers(model, plan, {})
-        return needs.needs_of(model, layers, plan, batches, torch.device("cpu")).host
+        return needs.needs_of(model, layers, plan, batches, torch.device("cpu"), Ranks(), None).host
 
     assert host(1000) == host(1000, num_hidden_layers=4)
     assert host(2000) - host(1000) == 1000 * (2 * 4 * 24 + needs.BATCH_BYTES * 44)
+
+
+def test_hidden_states_on_disk_are_counted_there(tmp_path: Path):
+    def of(offload: Path | None, *settings: str) -> Needs:
+        model, plan = random_model("llama"), semisparse.api.read_recipe("gqsa", ["pattern=g4@50%", *settings])
+        layers, batches = compression.list_decoder_layers(model, plan, {}), [torch.zeros(1, 5000, dtype=torch.int64)]
+        return needs.needs_of(model, layers, plan, batches, torch.device("cpu"), Ranks(), offload)
+
+    memory, disk = of(None, "tune=none"), of(tmp_path, "tune=none")
+    assert (memory.offload, disk.offload) == (0, 2 * 4 * 24 * 5000)
+    assert memory.host - disk.host == disk.offload
+    assert of(tmp_path, "tune=bqpo").offload == 3 * 4 * 24 * 5000, "the targets, too"
+    assert f"1 MB of {tmp_path} for hidden states" in str(disk)
+    assert str(disk.on_each(2)).endswith(f"2 MB of {tmp_path} for hidden states, in 2 ranks on this host")
+
+
+def test_an_offload_directory_that_is_missing_or_too_small_is_refused(tmp_path: Path):
+    with pytest.raises(InputError, match=r"--offload .*none is no directory; make it"):
+        free_memory(torch.device("cpu"), tmp_path / "none")
+    room = Needs(0, 0, 0, 900_000_000, tmp_path)
+    with pytest.raises(InputError, match=f"take up to 1.0 GB of {tmp_path}, 0.9 GB are free: use fewer --samples"):
+        Needs(0, 0, 0, 1_000_000_000, tmp_path).check(room)
+    Needs(0, 0, 0, 800_000_000, tmp_path).check(room)

@@ -1,4 +1,4 @@
-"""Decoder layers are packed as they are finished: dense weights stay, and a resumed run ends in the same bytes."""
+"""Decoder layers are packed when finished: dense weights are not written to, and resumed runs give the same bytes."""
 
 from pathlib import Path
 
@@ -71,7 +71,7 @@ def test_a_damaged_piece_is_compressed_again(source: Path, tmp_path: Path):
 
 
 def test_dense_weights_are_not_written_to(tmp_path: Path):
-    """They may be pages of a file, each of which would take memory of its own once it is changed."""
+    """They may be mapped from a file: a page that is written to becomes memory of the process."""
     model: PreTrainedModel = random_model("llama")
     weights = {name: module.weight for name, module in model.named_modules() if is_linear(module)}
     before = {name: weight.clone() for name, weight in weights.items()}

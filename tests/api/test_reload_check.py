@@ -1,4 +1,4 @@
-"""Every written model is loaded again before it is called done."""
+"""Every written model is loaded again before its directory gets its final name."""
 
 import json
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def compress(out: Path, architecture: str = "llama") -> semisparse.CompressionRe
 
 
 def write_as(monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
-    """Have ``save_pretrained`` change the tensors that it has written."""
+    """Make ``save_pretrained`` change the tensors that it has written."""
     save = PreTrainedModel.save_pretrained
 
     def save_changed(self: PreTrainedModel, directory: Path, **kwargs: object) -> None:

@@ -1,4 +1,4 @@
-"""Dense low bits beside a recipe: their KL and bits are those of the recipe that stores them."""
+"""Dense low bits compared with a recipe: their KL and bits are those of the recipe that stores them."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ DOCUMENTS = [f"document {i}: " + "some words to read " * (i % 5) for i in range(
 
 
 def model_of_whole_groups() -> PreTrainedModel:
-    """Narrower layers would fill up groups of 128, and dense low bits would take more than 16."""
+    """Groups of 128 would pad narrower layers, so that dense low bits would take more than 16 bits per weight."""
     return random_model("llama", torch.float32, hidden_size=256, intermediate_size=384)
 
 
@@ -51,7 +51,7 @@ def test_a_recipe_says_that_dense_low_bits_keep_more(tmp_path: Path):
     assert rival["tokens"] == dense[..., 0].numel()
     for found, key in ((rounded, "kl"), (sparse, "own_kl")):
         kl = F.kl_div(found, dense, log_target=True, reduction="none").sum(-1).mean().item()
-        assert rival[key] == pytest.approx(kl, rel=1e-2), key  # float32 logits of a KL of 1e-5
+        assert rival[key] == pytest.approx(kl, rel=1e-2), key  # a KL of 1e-5 from float32 logits
 
 
 @pytest.mark.parametrize(

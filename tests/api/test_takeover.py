@@ -1,4 +1,4 @@
-"""Quantised checkpoints stored in the very numbers that they were rounded to, or refused with the reason."""
+"""Quantised checkpoints are stored with exactly their codes, scales and zero points, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_fp8_with_one_scale(tmp_path: Path):
     ],
 )
 def test_compressed_tensors(tmp_path: Path, weights: dict[str, Any], inputs: dict[str, Any] | None, stored: str):
-    """The package writes, and is asked what its numbers mean."""
+    """The package writes the checkpoint, and dequantises it for comparison."""
     path = foreign.compressed_tensors(tmp_path / "in", foreign.model_of(), weights, inputs)
     layers = kept(path, tmp_path / "out")
     assert_same(layers, theirs(path, layers))
@@ -158,7 +158,7 @@ def test_groups_pruned_elsewhere_are_dropped(tmp_path: Path):
         ),
         (
             lambda path: foreign.compressed_tensors(path, foreign.model_of(), CHANNEL | {"type": "float"}),
-            "x is rounded to fp8, too",
+            "activations that are quantised to fp8",
         ),
         (
             lambda path: foreign.compressed_tensors(path, foreign.model_of(), GROUPS | {"actorder": "group"}),
@@ -197,7 +197,7 @@ def test_a_format_that_would_change_a_weight_is_refused(tmp_path: Path, monkeypa
 
     rounded = group.GroupScales.values
     monkeypatch.setattr(group.GroupScales, "values", lambda self, codes: rounded(self, codes) * 1.01)
-    with pytest.raises(InputError, match=r"format gqs would make \S+ of \S+ at row 0, column"):
+    with pytest.raises(InputError, match=r"format gqs would store \S+, expected \S+, at row 0, column"):
         compress(path, recipe="keep", out=tmp_path / "out")
 
 

@@ -118,11 +118,11 @@ def test_the_bits_asked_for_are_reached_and_stored(architecture: str, tmp_path: 
 
 
 def test_what_cannot_be_reached_says_what_can(tmp_path: Path):
-    with pytest.raises(InputError, match=r"bits=0.5.*the best that can be had is bits=\d"):
+    with pytest.raises(InputError, match=r"bits=0.5.*the best possible is bits=\d"):
         semisparse.compress(
             random_model("llama"), byte_tokenizer(), "auto", DOCUMENTS, tmp_path / "out", target={"bits": 0.5}, **SMALL
         )
-    with pytest.raises(InputError, match=r"best that can be had is decode=\d.*x"):
+    with pytest.raises(InputError, match=r"best possible is decode=\d.*x"):
         semisparse.compress(
             random_model("llama"), byte_tokenizer(), "auto", DOCUMENTS, tmp_path / "out",
             target={"decode": "99x"}, gpu="h100", **SMALL,

@@ -1,4 +1,4 @@
-"""Measurements are verified before they are timed, beside dense, written to a CSV and read back. On a CPU."""
+"""Outputs are verified before they are timed, beside dense; the CSV can be read back. On a CPU."""
 
 import dataclasses
 import time

@@ -134,7 +134,7 @@ def test_sentences_name_the_speed_up_of_quantised_dense_layers():
     ],
 )
 def test_groups_are_planned_as_their_kernels_take_them(kind: str, size: int, dtype: torch.dtype, passes: tuple):
-    """Of 1, 96 and 4,096 tokens; without a kernel that reads packed groups, a weight is unpacked first."""
+    """For 1, 96 and 4,096 tokens; where no kernel reads packed groups, the weight is unpacked first."""
     candidate = Candidate("gqs", f"g{size}@50%", {"kind": kind})
     for m, count in zip((1, 96, 4096), passes, strict=True):
         problem, nbytes = problem_for(candidate, m, 4096, 4096, dtype, "cuda")
@@ -157,7 +157,7 @@ def test_a_format_that_computes_less_may_pay_where_arithmetic_binds(monkeypatch)
 
 
 def test_a_measured_speed_up_replaces_the_predicted_one(tmp_path, monkeypatch):
-    """The shipped table of the H200 has both; a GPU without a table is predicted, whatever the H200 reaches."""
+    """The shipped table of the H200 has measurements; for a GPU without a table the prediction does not use them."""
     monkeypatch.setenv("SEMISPARSE_CACHE", str(tmp_path))
     layers = [LayerShape("", 28672, 8192, 1)]
     shown = [Candidate("dense", "0%"), Candidate("gqs", "g16@50%", {"kind": "w4"})]

@@ -1,4 +1,4 @@
-"""Bounds on config.json: what real models claim passes, what none does is refused."""
+"""Bounds on config.json: values of real models pass, values beyond those of any model are refused."""
 
 import pytest
 

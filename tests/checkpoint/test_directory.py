@@ -47,7 +47,7 @@ def spoil_index(d: Path) -> None:
 
 
 def spoil_index_outside(d: Path) -> None:
-    """A file name that leads out of the directory must not be followed, nor pass for a decoy of its name inside."""
+    """A file name that leads out of the directory is refused, also if the directory holds a file of that base name."""
     save_file({"a": torch.zeros(1)}, d.parent / "outside.safetensors")
     save_file({"a": torch.zeros(1)}, d / "outside.safetensors")
     (d / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../outside.safetensors"}}))

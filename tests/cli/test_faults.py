@@ -191,7 +191,7 @@ def test_two_runs_into_one_directory_and_control_c(model: Path, tmp_path: Path, 
     out = tmp_path / "out"
     rest = ["--recipe", "rheosparse", "--calib", str(text), "--out", str(out), "--samples", "4000", "--seqlen", "64"]
     command = [sys.executable, "-m", "semisparse.cli", "compress", str(model), *rest]
-    listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # what a shell starts with & does not
+    listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell makes processes with & ignore it
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     first = subprocess.Popen(command, **pipes, preexec_fn=listens)
     deadline = time.monotonic() + 120

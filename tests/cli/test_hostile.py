@@ -1,4 +1,4 @@
-"""Directories made by hand to crash, hang or fill the memory: each verb ends in a sentence, soon, in little memory."""
+"""Directories made to crash, hang or fill the memory: each verb ends soon, with one sentence, in little memory."""
 
 import json
 import os
@@ -83,7 +83,7 @@ LAYERS = {
     "head_dim 2^40": set_config(head_dim=1 << 40),
     "10^3 layers": set_config(num_hidden_layers=10**3, intermediate_size=10**6),
 }
-"""What semisparse meets whoever loads the directory."""
+"""Cases that reach semisparse's own code, with whatever the directory is loaded."""
 
 CONFIGS = {
     "block list": lambda config: config.update(quantization_config=[1]),
@@ -102,7 +102,7 @@ CONFIGS = {
     "dtype float7": set_config(dtype="float7"),
     "hidden_size text": set_config(hidden_size="24"),
 }
-"""What stops transformers before semisparse is called."""
+"""Cases at which transformers fails before it calls semisparse."""
 
 HARMLESS = {
     "__class__": set_block(__class__="x", __dict__={}, __init__=1),
@@ -133,7 +133,7 @@ SEES_ALL = ("inspect --verify", "generate", "eval")
 
 
 def run_verb(arguments: tuple[object, ...]) -> tuple[int, str]:
-    """Run the command line. Returns the exit status and what stands on stderr."""
+    """Run the command line. Returns the exit status and the text on stderr."""
     with tempfile.TemporaryFile() as errors:
         os.dup2(errors.fileno(), 2)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -160,7 +160,7 @@ def load_plainly(out: Path) -> str:
 
 
 def spoilt(compressed: Path, tmp_path: Path, name: str) -> Path:
-    """Return a copy of the directory to which a case was done."""
+    """Return a copy of the directory, changed as a case says."""
     shutil.copy(compressed.parent / "text.txt", tmp_path)
     out = Path(shutil.copytree(compressed, tmp_path / "out"))
     if name in TEXTS:

@@ -145,7 +145,7 @@ def test_the_same_run_gives_the_same_bytes_and_another_seed_does_not(run: Run, m
 
 
 def run_until_written(piece: str, arguments: list[str]) -> None:
-    """Run the command line, and end once the journal has a piece of this name."""
+    """Run the command line, and exit once the journal has a piece of this name."""
     save = Journal.save
 
     def save_and_die(self: Journal, part: str, index: int, *more: Any) -> None:

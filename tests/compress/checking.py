@@ -12,7 +12,7 @@ class Interrupted(Exception):
 
 
 def equal_weights(model: nn.Module, other: nn.Module) -> bool:
-    """Whether all parameters are equal, bit for bit."""
+    """Return whether all parameters are equal, bit for bit."""
     pairs = zip(model.parameters(), other.parameters(), strict=True)
     return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
 

@@ -1,4 +1,4 @@
-"""Interrupted and resumed runs give the same weights; a damaged or foreign journal is not trusted."""
+"""Interrupted and resumed runs give the same weights; damaged journals and those of other runs are not used."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from semisparse.compress import InPlace, Journal, Recipe, compress_decoder_layers, fingerprint
+from semisparse.compress import InPlace, Journal, Recipe, compress_decoder_layers, fingerprint, weights_digest
 from semisparse.errors import InputError
 from tests.compress.checking import Interrupted, equal_weights
 from tests.forked import exit_code
@@ -26,7 +26,8 @@ def calibration(seed: int = 0) -> list[torch.Tensor]:
 
 def identity(model: PreTrainedModel, **changes: object) -> dict[str, str]:
     given = {"model": model, "batches": calibration(), "recipe": RECIPE, "seed": 0, "device": "cpu"} | changes
-    return fingerprint(given["model"], given["batches"], given["recipe"], seed=given["seed"], device=given["device"])
+    settings = fingerprint(given["batches"], given["recipe"], seed=given["seed"], device=given["device"])
+    return settings | {"model weights": weights_digest(given["model"])}
 
 
 def run(directory: Path | None, progress: Callable[[str, int, int], None] = lambda *_: None) -> PreTrainedModel:

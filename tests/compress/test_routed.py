@@ -10,6 +10,7 @@ from semisparse.compress import Recipe, compress_decoder_layers, routed
 from semisparse.compress.decoder import LayerCall
 from semisparse.compress.propagate import first_activations, linears_with_statistics, list_decoder_layers
 from semisparse.compress.prune import Statistics
+from semisparse.compress.ranks import Ranks
 from semisparse.compress.trace import RoutedLayers, expert_of, find_inputs
 from semisparse.nn import split_experts, weight_of
 from tests.architectures import tiny_model
@@ -25,18 +26,19 @@ def statistics_of(model: nn.Module, change: float = 1.0) -> tuple[dict[str, Stat
     Every weight is multiplied by ``change`` once its statistics are known, as pruning changes it.
     """
     layers = list_decoder_layers(model, RECIPE, {})
-    activations = first_activations(model, layers, BATCHES, RECIPE, CPU)
+    activations = first_activations(model, layers, BATCHES, RECIPE, CPU, ranks=Ranks(), offload=None, shared=True)
     dense, working = layers[0].copy(CPU), layers[0].copy(CPU)
     found = {}
     with torch.no_grad():
-        for name, weight, statistics in linears_with_statistics(layers[0], dense, working, activations, 0):
-            found[name] = statistics
-            weight.mul_(change)
+        for alike in linears_with_statistics(layers[0], dense, working, activations, 0):
+            for linear in alike:
+                found[linear.name] = linear.statistics()
+                linear.weight.mul_(change)
     return found, working
 
 
 def routed_tokens(layer: nn.Module, model: Any) -> tuple[Tensor, Tensor]:
-    """Return what reaches the experts of the first decoder layer, [tokens, K], and the chosen experts."""
+    """Return the tokens [tokens, K] that reach the first decoder layer's experts, and the experts chosen for each."""
     seen = []
     handle = layer.mlp.experts.register_forward_pre_hook(lambda module, args: seen.append(args[:2]))
     original = model.model.layers[0]
@@ -72,7 +74,7 @@ def test_statistics_are_of_the_tokens_routed_to_an_expert(change: float, monkeyp
 def test_too_few_tokens_give_the_statistics_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = tiny_model("Mixtral")
     with torch.no_grad():
-        model.model.layers[0].mlp.gate.weight[2] *= 0  # its logit is 0: seldom among the two largest of four
+        model.model.layers[0].mlp.gate.weight[2] *= 0  # its logit is 0, which is seldom among the two largest of four
         model.model.layers[0].mlp.gate.weight[3] = -model.model.layers[0].mlp.gate.weight[0]
     split_experts(model)
     _, working = statistics_of(model, 0.7)
@@ -103,7 +105,7 @@ def test_one_expert_at_a_time_gives_the_same(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_llama_4_routes_by_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its experts are called with every token, of which those not routed to them are zero."""
+    """Its experts are called with every token; tokens that are not routed to an expert are zero there."""
     monkeypatch.setattr(routed, "ENOUGH", 100.0)
     model: Any = tiny_model("Llama-4 text")
     split_experts(model)
@@ -155,9 +157,9 @@ def test_experts_in_a_list() -> None:
     assert first.linears == ("before",)
     assert gate == RoutedLayers(tuple(f"block.experts.{index}.0" for index in range(3)))
     assert down == RoutedLayers(tuple(f"block.experts.{index}.2" for index in range(3)))
-    found = {
-        name: statistics for name, _, statistics in routed.routed_statistics(layer, gate.linears, [call], [hidden])
-    }
+    alone, every = Ranks(parts=1), {0: range(1)}
+    [alike] = routed.routed_statistics(layer, gate.linears, [call], [hidden], alone, every)
+    found = {linear.name: linear.statistics() for linear in alike}
     x = layer.before(hidden).flatten(0, 1)
     chosen = x[x[:, 0] > 0]
     torch.testing.assert_close(found["block.experts.0.0"].hessian, chosen.T @ chosen / len(chosen))

@@ -9,7 +9,7 @@ from semisparse.compress.three_pass import ThreePassLinear, outer_sum
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ERROR = 2**-15
-"""Of the norm; one bfloat16 product has 2^-9."""
+"""Error relative to the norm; one bfloat16 product has 2^-9."""
 
 
 def test_sums_of_outer_products_against_float64():

@@ -1,4 +1,4 @@
-"""Shared inputs and residual writers of every architecture, against what a person reads in its code."""
+"""Shared inputs and layers that add to the residual stream, per architecture, against its code as read by hand."""
 
 import pytest
 import torch
@@ -39,7 +39,8 @@ def model_of(config: PreTrainedConfig) -> nn.Module:
 def traced(model: nn.Module) -> tuple[list[SharedInput], nn.Module, LayerCall, torch.Tensor]:
     """The shared inputs of the first decoder layer, the layer itself, its arguments and its hidden states."""
     layers = decoder_layers(model)[1]
-    hidden, calls = record_calls(model, layers, [BATCH])
+    hidden: list[torch.Tensor] = []
+    calls = record_calls(model, layers, [BATCH], hidden.append)
     names = {name: f"layer.{name}" for name in linear_layers(layers[0])}
     return find_inputs(layers[0], names, calls[0][0], hidden[0]), layers[0], calls[0][0], hidden[0]
 

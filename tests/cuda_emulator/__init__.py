@@ -35,7 +35,7 @@ C_TYPES = {
 }
 
 adverse = [False]
-"""Whether threads run in reverse order, and copies and products happen as late as they may."""
+"""Whether threads run in reverse order, and asynchronous copies and wgmma products complete as late as possible."""
 
 
 def gpu(sms: int = 132, capability: tuple[int, int] = (9, 0)) -> DeviceFacts:
@@ -45,14 +45,14 @@ def gpu(sms: int = 132, capability: tuple[int, int] = (9, 0)) -> DeviceFacts:
 
 
 def emulate(monkeypatch: pytest.MonkeyPatch, sms: int = 132, capability: tuple[int, int] = (9, 0)) -> None:
-    """Let the CPU pass for a GPU: kernels that are loaded for it are emulated."""
+    """Make kernels that are loaded for the CPU run in the emulator."""
     monkeypatch.setattr(runtime_device, "_cpu_facts", lambda threads: gpu(sms, capability))
     monkeypatch.setattr(KernelBuild, "load", lambda build, device: EmulatedKernel(build))
 
 
 @pytest.fixture(params=[False, True], ids=["early", "late"])
 def emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Emulate a GPU of 132 SMs, once with everything as early and once as late as it may happen; new memory is NaN."""
+    """Emulate a GPU of 132 SMs, with all asynchronous work as early and then as late as possible; new memory is NaN."""
     emulate(monkeypatch)
     adverse[0] = request.param
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -96,7 +96,7 @@ def _value(argument: Argument) -> int | float | None:
 
 
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-fno-gnu-unique", "-w")
-"""Unique static arrays of inline functions would be one for all libraries of the process, whatever their sizes."""
+"""With unique symbols, static arrays of inline functions would be shared by all libraries of the process."""
 
 
 @cache

@@ -1,5 +1,5 @@
-// Stands in for CUDA's: as much of it as the kernels use. Each operation is exact in float32, or rounds there to what rounding to
-// 16 bits once more gives.
+// Stands in for CUDA's header, as much of it as the kernels use. Each operation is computed in float32 and then rounded to 16 bits,
+// which gives the same result as rounding the exact value once.
 
 #pragma once
 

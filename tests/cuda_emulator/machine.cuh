@@ -1,10 +1,10 @@
 // The machine that kernels run on here: CUDA threads are fibers of one CPU thread, and this is their scheduler.
 //
-// CTAs start in the order of their numbers, a cluster at a time. The next one starts once all that run have ended, or wait: so CTAs
-// that wait for one another are resident together, as on a GPU.
+// CTAs start in the order of their numbers, a cluster at a time. The next cluster starts when every running thread has ended or
+// waits: so CTAs that wait for one another are resident together, as on a GPU.
 //
-// What a GPU leaves open is made adverse: shared memory starts as NaN; with `adverse`, threads run in reverse order and asynchronous
-// copies and products happen as late as they may, else at once.
+// Where a GPU may behave in several ways, the worst is chosen: shared memory starts as NaN; with `adverse`, threads run in
+// reverse order, and asynchronous copies and wgmma products complete as late as possible, else at once.
 
 #pragma once
 
@@ -29,6 +29,7 @@
 #define __forceinline__ inline
 #define __restrict__
 #define __launch_bounds__(...)
+#define __maxnreg__(...)
 #define __cluster_dims__(...) EMULATED_CLUSTER(__VA_ARGS__)
 #define EMULATED_CLUSTER(...)
 #define __CUDA_ARCH__ 900
@@ -55,11 +56,11 @@ bool adverse = false;
 const char* failure = nullptr;
 Index threadIdx, blockIdx, gridDim, blockDim;
 unsigned cluster_size = 1;
-long progress = 0;  // of any fiber: what others may have waited for
+long progress = 0;  // counts events of all fibers for which others may be waiting
 ucontext_t scheduler;
 void (*kernel_body)() = nullptr;
 
-// Of `size` bytes to shared memory, of which `bytes` are read and the rest are zeros.
+// A copy of `size` bytes to shared memory: `bytes` are read, the others become zeros.
 struct Copy { Word to; const void* from; Word bytes, size; };
 
 struct Barrier { int arrived = 0; long generation = 0; };
@@ -94,7 +95,7 @@ struct Cta {
     std::map<Word, Mbarrier> mbarriers;
     std::map<std::string, Word> statics;   // addresses of static shared arrays
     Word static_end = kSharedLimit;
-    std::multimap<Word, std::function<void()>> bulk_copies;    // that have not arrived, by their mbarrier
+    std::multimap<Word, std::function<void()>> bulk_copies;    // bulk copies that have not arrived, by their mbarrier
     struct Cluster* cluster = nullptr;
     int running = 0;
 };

@@ -186,7 +186,7 @@ def sparse_rows(rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
 
 def metadata_of_16_bits(positions: np.ndarray, selector: int) -> Tensor:
     """Of [64, 16] positions: lanes 2 * selector and the next of a quad have eight of row g low, of row g + 8 high."""
-    words = np.random.default_rng(0).integers(0, 2**32, 128, dtype=np.uint64)  # the other lanes' must not count
+    words = np.random.default_rng(0).integers(0, 2**32, 128, dtype=np.uint64)  # the other lanes' words must not matter
     for warp in range(4):
         for g in range(8):
             for pair in (0, 1):

@@ -54,14 +54,14 @@ def test_a_layer_takes_five_kernels(launched: list[str], form: str, architecture
     model = random_model(architecture, torch.bfloat16, **WIDTHS)
     if form == "gqs":
         compress(model, byte_tokenizer(), recipe="gqsa", settings=["prune=magnitude", "tune=none"], device="cpu")
-    tokens, count = torch.arange(7)[None] * 5 + 1, 6
+    tokens = torch.arange(7)[None] * 5 + 1
     expected = copy.deepcopy(model)(input_ids=tokens).logits[0, -1].float()
     join_layers(model)
     decoder = Decoder(model, 16)
-    cache = Cache(decoder.structure, 1, 16, decoder.device, decoder.dtype)
-    decoder.prompt(tokens[:, :count], torch.tensor([count - 1]), cache)
+    cache = Cache.make(decoder, 1, 16)
+    decoder.prompt(tokens[:, :6].tolist(), cache)
     launched.clear()
-    found = decoder.step(tokens[:, count:], torch.tensor([count], dtype=torch.int32), cache)[0].float()
+    found = decoder.step(tokens[:, 6:], torch.tensor([6], dtype=torch.int32), cache)[0].float()
     layers = len(decoder.layers)
     matmuls = Counter({f"{form}_decode": 4 * layers}) + Counter({"dense_decode": 1})
     assert Counter(launched) == matmuls + Counter({"engine_attention": layers})

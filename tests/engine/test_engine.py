@@ -1,4 +1,4 @@
-"""The engine says what transformers says, for structures that it knows and for others."""
+"""The engine generates what transformers generates, for structures that it knows and for others."""
 
 import warnings
 
@@ -17,7 +17,7 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 LLAMA_LIKE = ("llama", "llama-bias", "llama-tied", "qwen2", "qwen3")
 OTHERS = ("opt", "gpt2", "mistral")  # this mistral attends to a sliding window
 HEADS = {"head_dim": 8}
-"""What the kernels take; families without the setting ignore it."""
+"""Settings that the kernels support; families without a setting ignore it."""
 PROMPTS = ("def f(x):", "a", "The quick brown fox")
 
 
@@ -213,7 +213,7 @@ def test_draft_models_that_do_not_fit_are_refused():
 
 
 def test_a_finished_sequence_stays_within_the_positions_of_the_batch():
-    """Every proposal for the first text is right, none for the second, which goes on for long after the first."""
+    """Every proposal for the first text is accepted, none for the second, which ends long after the first."""
     new, proposals, ends = 20, 6, []
 
     def verify(tokens: torch.Tensor, first: torch.Tensor) -> torch.Tensor:

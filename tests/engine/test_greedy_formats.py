@@ -31,7 +31,7 @@ PROMPTS = {
 FORMATS = {
     "dense": None,
     "bitmask": ("rheosparse", "search=none", "pattern=48:64"),
-    "slide24": ("slidesparse", "pattern=6:8", "quant=none"),  # rounding x to 8 bits would turn last bits into steps
+    "slide24": ("slidesparse", "pattern=6:8", "quant=none"),  # 8-bit x would turn last bits into whole steps
     "vector_nm": ("nm-spmm", "pattern=24:32v8"),
     "ec_csr": ("ec-spmv", "pattern=30%"),
     "gqs": ("gqsa", "tune=none", "pattern=g16@10%", "quant=w8"),

@@ -50,7 +50,7 @@ def _copied(value, device: str):
 
 
 def close(found: Tensor, expected: Tensor, steps: float = 1) -> None:
-    """Compare up to so many steps of the dtype: a sum in another order may round to the other side."""
+    """Compare, within ``steps`` units in the last place: a sum in another order may round differently."""
     eps = torch.finfo(expected.dtype).eps
     torch.testing.assert_close(found.cpu(), expected, rtol=steps * eps, atol=steps * eps)
 
@@ -135,7 +135,7 @@ def test_attention_to_the_cache(kernels, dtype, heads, length, positions):
     q = torch.randn(len(positions), heads.count, heads.dim).to(dtype)
     cache = cache_of(sequences, heads, length, dtype)
     of = torch.tensor(positions, dtype=torch.int32)
-    for _ in range(2):  # the counters are at 0 again
+    for _ in range(2):  # the second launch finds the counters at 0
         (found, _), (_, _) = kernels(attention.attend_to_cache, q, cache, of, heads)
         expected = attention.attend_to_cache(
             q.double(), LayerCache(cache.keys.double(), cache.values.double()), of, heads

@@ -1,12 +1,14 @@
-"""The weights of these tests are so small that threads would only wait for each other."""
+"""One thread for the tests of formats: their weights are so small that threads would only wait for each other."""
 
 import pytest
 import torch
 
+from tests.cuda_emulator import emulated  # noqa: F401
+
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """Beside another process on two cores, two threads take 100 s for what one does in 10."""
+    """While another process uses two cores, two threads take 100 s where one takes 10."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -15,7 +17,7 @@ def one_thread():
 
 @pytest.fixture
 def nan_filled_memory():
-    """Fill new memory with NaN, so that what a kernel leaves out is seen."""
+    """Fill new memory with NaN, so that outputs that a kernel does not write are noticed."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -39,7 +39,7 @@ def expected_product(
 def check_fused(
     kernel: Kernel, packed: Packed, weight: Tensor, m: int, prologue: str, epilogue: str, bias: bool = False
 ) -> None:
-    """Compare a kernel's fused product with the same in float64; inputs are such that sums do not cancel to nothing.
+    """Compare a kernel's fused product with float64; inputs are chosen such that sums do not cancel.
 
     Args:
         kernel: the kernel.
@@ -69,7 +69,7 @@ def check_fused(
     assert found.shape == expected.shape
     assert found.dtype == dtype
     eps = torch.finfo(dtype).eps
-    # Where a normalised x rounds to the other side, a sum that cancels is off by more than its own rounding.
+    # If a normalised x rounds to the neighbouring number, a sum that cancels is off by more than its own rounding.
     atol = eps * float(expected.abs().max())
     torch.testing.assert_close(found.double(), expected, rtol=4 * eps, atol=atol)
     assert torch.equal(found, product(x, packed, biases, fused))

@@ -1,4 +1,4 @@
-"""The contract's own machinery, on a format made up for it."""
+"""The code of the contract itself, on a format that only this test has."""
 
 import copy
 import pickle

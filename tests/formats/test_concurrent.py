@@ -20,7 +20,7 @@ N, K = 1552, 1040
 """Several tiles of every kernel along N and K, the last of them partly filled."""
 
 TOKENS = (1, 4, 40, 300, 2100)
-"""The smallest that a kernel takes is run."""
+"""The smallest M that a kernel takes is run."""
 
 REPEATS = 20
 
@@ -77,7 +77,7 @@ def test_any_alignment_and_stride_gives_the_same(form: Format, kernel: Kernel):
 
 @pytest.mark.parametrize(("form", "kernel"), GPU_KERNELS)
 def test_streams_and_threads_do_not_disturb_each_other(form: Format, kernel: Kernel):
-    """Eight threads on eight streams multiply by one weight; each then has what one thread alone has."""
+    """Eight threads on eight streams multiply by one weight; each gets the result that one thread alone gets."""
     x, packed, bias = operands(form, kernel)
     inputs = [x * scale for scale in (0.5, 1, 2, 4, 8, 16, 32, 64)]
     expected = [linear(own, packed, bias, kernel.name) for own in inputs]

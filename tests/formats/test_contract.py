@@ -1,4 +1,4 @@
-"""What every format promises, over the registry: a new format is tested by being there.
+"""The format contract, tested for every registered format.
 
 Every case meets every kernel, and so does every pair of number of tokens, dtype, bias and layout of x: pairs, not
 products, of what may interact. On a GPU weights come through ``.to``, in the layout of the kernels there.
@@ -28,7 +28,7 @@ from tests.formats.checking import check_product, operands
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 TOKENS = (1, 2, 7, 16, 17, 40, 65, 200)
 LAYOUTS = ("contiguous", "columns first", "strided", "unaligned")
-"""Of x in memory."""
+"""Layouts of x in memory."""
 
 
 def pairwise(*factors: tuple) -> list[tuple]:
@@ -86,7 +86,7 @@ def packed_weight(chosen: str, case: Case, dtype: torch.dtype, device: str = "cp
 
 
 def in_memory(x: Tensor, layout: str) -> Tensor:
-    """Return the same x, lying so in memory."""
+    """Return the same x in a layout of `LAYOUTS`."""
     if layout == "columns first":
         return x.T.contiguous().T
     if layout == "strided":
@@ -184,12 +184,12 @@ def test_layers_of_one_shape_share_what_is_prepared(chosen: Format):
 @pytest.mark.parametrize("dim", [0, 1], ids=["N", "K"])
 @pytest.mark.parametrize("chosen", FORMATS)
 def test_a_part_of_the_tensors_is_the_packed_part_of_the_weight(chosen: Format, dim: int):
-    """Where a format declares a split, the tensors without one are the same in every part."""
+    """If a format declares splits for some tensors, its other tensors are the same in every part."""
     for pattern in accepted_patterns(chosen.name):
         weight = build(parse_pattern(pattern), random, 128, 1280)
         parts = weight.chunk(2, dim)
         if any(parse_pattern(pattern).violation(part != 0) for part in parts):
-            continue  # The share of zeros that a pattern counts over more than a part may differ in it.
+            continue  # Where a pattern counts zeros over the whole matrix, a part may have another share of them.
         whole = chosen.pack(weight, pattern)
         splits = {tensor.name: (tensor.split_n, tensor.split_k)[dim] for tensor in chosen.specs(whole.spec)}
         if set(splits.values()) == {None}:
@@ -425,7 +425,7 @@ def test_corrupted_weights_are_refused(chosen: Format, case: Case, dtype: torch.
 
 @pytest.mark.parametrize(("chosen", "case", "dtype"), params(*CASES[1::2]))
 def test_wild_integers_are_refused_or_harmless(chosen: Format, case: Case, dtype: torch.dtype):
-    """A number out of range must be refused; one that validate lets pass must mean the same to every kernel."""
+    """A number out of range is refused; with any that `validate` accepts, all kernels must compute the same."""
     packed = packed_weight(chosen.name, case, dtype)
     generator = torch.Generator().manual_seed(0)
     x, bias = operands(packed, 2, dtype)

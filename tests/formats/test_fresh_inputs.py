@@ -57,7 +57,7 @@ def test_fresh_inputs(form: Format, kernel: Kernel, monkeypatch: pytest.MonkeyPa
         try:
             packed = form.pack(weight.to(dtype).cuda(), pattern, **options).to("cuda")
         except FormatError:
-            continue  # a pack option that does not go with this pattern
+            continue  # a pack option that is not for this pattern
         x = torch.randn(m, k, generator=generator).to(dtype).cuda()
         bias = torch.randn(n, generator=generator).to(dtype).cuda() if number(0, 1) else None
         if kernel.refusal(problem_of(x, packed)):

@@ -1,4 +1,4 @@
-"""Operands that are none: one sentence, no crash. And `torch.vmap`, whose tensors have no data of their own."""
+"""Invalid operands give one sentence and no crash. And `torch.vmap`, whose tensors have no data of their own."""
 
 import re
 import warnings

@@ -1,4 +1,4 @@
-"""A kernel is chosen and prepared once for each problem; what changes between calls is never remembered."""
+"""A kernel is chosen and prepared once per problem; nothing that changes between calls is cached."""
 
 import copy
 import io
@@ -77,7 +77,7 @@ def test_another_problem_is_asked_for(asked, change):
 
 
 def test_a_layer_in_another_layout_is_asked_for_anew(asked):
-    """That is what moving it to a GPU and back does."""
+    """Moving a layer to a GPU and back changes its layout."""
     layer, x = SparseLinear(packed_weight(dtype=torch.float16)), torch.randn(3, 128).half()
     expected = layer(x)
     layer.arrange("cuda")
@@ -93,7 +93,7 @@ def test_new_tensors_under_the_same_declaration_are_what_is_multiplied(asked):
     layer(x)
     layer.load_state_dict(SparseLinear(other).state_dict())
     assert torch.equal(layer(x), linear(x, other))
-    for name, tensor in packed_weight(2).tensors.items():  # as loaders put them in
+    for name, tensor in packed_weight(2).tensors.items():  # as loaders assign them
         layer._parameters[name] = torch.nn.Parameter(tensor, requires_grad=False)
     assert torch.equal(layer(x), linear(x, packed_weight(2)))
     layer.packed = Packed(other.spec, other.tensors)

@@ -1,4 +1,4 @@
-"""One opaque operator for every format: tracing, fakes, and the cost it spares in eager mode."""
+"""One opaque operator for every format: traces, fake tensors, and eager calls that do not go through it."""
 
 import dataclasses
 
@@ -69,7 +69,7 @@ def test_the_order_of_the_tensors_does_not_matter():
 
 
 def test_a_cut_weight_is_another_weight_compiled_too():
-    """A weight's shape has one home, so that what is compiled reads no row that is not there."""
+    """A weight's shape is stored only in its spec, so that compiled code reads no row that is not there."""
     packed = layer(registry()["dense"]).packed
     spec = dataclasses.replace(packed.spec, shape=(4, packed.shape[1]))
     cut = Packed(spec, {name: tensor[:4] for name, tensor in packed.tensors.items()})

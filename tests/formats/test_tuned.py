@@ -1,4 +1,4 @@
-"""Measured tables: how they are read, which rows tell about a product, and that products follow them."""
+"""Measured tables: how they are read, which rows apply to a matmul, and that `auto` follows them."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def problem(m: int, n: int = 256, k: int = 512, pattern: str = "g16@50%", dtype=
 
 @pytest.fixture
 def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Return a function that writes the user's table of the GPU that the CPU passes for."""
+    """Return a function that writes the user's table of a GPU, for which the CPU stands in."""
     monkeypatch.setenv("SEMISPARSE_CACHE", str(tmp_path))
     monkeypatch.setattr(tuned, "SHIPPED", tmp_path / "shipped")
     monkeypatch.setattr(runtime_device, "_cpu_facts", lambda threads: gpu())

@@ -94,7 +94,7 @@ class Shard:
 
 @dataclass
 class Directory:
-    """A model directory in memory. What mutations of files do comes last, in ``later``."""
+    """A model directory in memory. Mutations of whole files are applied last, from ``later``."""
 
     config: dict[str, Any]
     shards: dict[str, Shard]

@@ -300,7 +300,7 @@ def grow(file: Path, rng: random.Random) -> None:
 
 
 def read_small(file: Path) -> bytes:
-    """Read a file that no earlier mutation has made endless."""
+    """Read a file, unless an earlier mutation has made it huge."""
     if not file.is_file() or file.stat().st_size > 1 << 20:
         raise ValueError
     return file.read_bytes()
@@ -340,4 +340,4 @@ MUTATIONS: dict[Mutation, float] = {
     **{copy_tensor: 1, change_entry: 3, change_params: 2, declare_anew: 6, change_block: 2, change_config: 2},
     **{change_index: 2, change_file: 2},
 }
-"""With the share of each."""
+"""The mutations, each with its share of the draws."""

@@ -1,4 +1,4 @@
-"""What a mutated directory does to a process of its own: one of a few classes, of which the last ones are faults."""
+"""Use a mutated directory in a process of its own, and class the outcome; the last classes are faults."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_generate_compiled_with_a_static_cache(models: dict[str, PreTrainedModel
 
 @FORMATS
 def test_every_row_of_a_batch_is_what_it_is_alone(served: Served, models: dict[str, PreTrainedModel]):
-    """Kernels take batches by different ways; greedy tokens tell a wrong one."""
+    """Kernels compute batches in different ways; a wrong one would change the greedy tokens."""
     model = models[served.name]
     for batch in (1, 2, 7, 16, 64):
         ids = prompts(batch)

@@ -1,4 +1,4 @@
-"""transformers' tensor parallelism over gloo: every format computes what it does alone and saves what it loaded."""
+"""transformers' tensor parallelism over gloo: every format computes as on one rank, and saves what it loaded."""
 
 from __future__ import annotations
 

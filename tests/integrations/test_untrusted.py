@@ -1,4 +1,4 @@
-"""Directories made to deceive: no code of theirs runs, no index leads elsewhere, shapes are the model's."""
+"""Hostile directories: none of their code runs, no index is followed out of them, and shapes must be the model's."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Joined layers against the same layers apart, whatever their caller does between the calls."""
+"""Joined layers against the same layers not joined, whatever the caller does between the calls."""
 
 import copy
 import gc
@@ -57,7 +57,7 @@ class Attention(nn.Module):
 
 
 def pair(**options) -> tuple[Attention, Attention]:
-    """The same layers, apart and joined."""
+    """The same layers, not joined and joined."""
     apart = Attention(**options)
     joined = copy.deepcopy(apart)
     assert join_layers(joined) == ["q_proj_k_proj_v_proj"]

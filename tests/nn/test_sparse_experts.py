@@ -49,7 +49,7 @@ def arguments(module: Any, skipped: int, dtype: torch.dtype) -> list[Tensor]:
     x = torch.randn(9, 32, generator=generator).to(dtype)
     if len(inspect.signature(inspect.unwrap(type(module).forward)).parameters) == 4:
         return [x, chosen, weights.to(dtype)]
-    mask = torch.zeros(9, count).scatter(1, chosen, weights)  # as Llama-4: each expert's share of every token
+    mask = torch.zeros(9, count).scatter(1, chosen, weights)  # as Llama 4: routing weights of all experts
     return [(x.repeat(count, 1) * mask.T.reshape(-1, 1)).to(dtype)]
 
 

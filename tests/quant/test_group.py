@@ -106,7 +106,7 @@ def test_fake_quantise_rounds_as_the_scales_do(bits):
 
 
 def test_gradients_pass_straight_through_and_stop_outside():
-    """For weights that are codes already, gradients are those of w = (code - zero) * scale."""
+    """For weights that are exactly on codes, gradients are those of w = (code - zero) * scale."""
     weight = torch.tensor([[0.4, 0.2, 99.0, -99.0]], requires_grad=True)
     scale = torch.tensor([[0.2]], requires_grad=True)
     zero = torch.tensor([[5.0 * 16]], requires_grad=True)

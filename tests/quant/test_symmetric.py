@@ -48,7 +48,7 @@ def test_triton_returns_the_same(dtype, rows, columns):
     assert torch.equal(scale, quantise_rows(x.to(DEVICE), dtype)[1].cpu())
     expected = expected.float()
     if dtype == torch.float8_e4m3fn and DEVICE == "cpu":
-        # Triton 3.9's interpreter rounds ties away from zero, and loses the carry to a power of two: 127.9 becomes 64.
+        # Triton 3.9's interpreter rounds ties away from zero, and drops the carry to the exponent: 127.9 becomes 64.
         # On an H200 every bit agrees.
         carried = expected.abs().frexp().mantissa == 0.5
         assert ((codes - expected).abs()[~carried] <= expected.abs()[~carried] * 2**-3).all()

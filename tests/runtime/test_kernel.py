@@ -109,7 +109,7 @@ def test_an_argument_too_few_or_too_many_is_refused(driver, source):
 
 
 def test_threads_launch_with_their_own_arguments(driver, source):
-    """Each thread packs its arguments and waits for all others: common buffers would hold only the last thread's."""
+    """Each thread packs its arguments and waits for all others: a shared buffer would hold only the last thread's."""
     count, kernel = 4, LoadedKernel(source.build("semisparse_scale"), 0)
     driver.before_reading = threading.Barrier(count).wait
     threads = [threading.Thread(target=kernel, args=((i, 1, 1), 32), kwargs=arguments(i)) for i in range(1, count + 1)]

@@ -157,7 +157,7 @@ def written(name: str, served: Served, folder: Path) -> Path:
     return write_compressed(model, AutoTokenizer.from_pretrained(source), served, folder / f"{name}-{served.name}")
 
 
-# Activations that are rounded to 8 bits may land on the next step: logits differ by whole units, and texts part soon.
+# Activations rounded to 8 bits may round to the next code: logits then differ by whole steps, and texts soon differ.
 LEAST = {name: PROMPTS if served.rounds else NEW_TOKENS for name, served in FORMATS.items()}
 """Tokens that must be equal at least."""
 

@@ -86,9 +86,9 @@ def test_every_linear_layer_computes_what_it_does_in_transformers(served: Served
 
 
 def together(outputs: list[Tensor], whole: list[Tensor], served: Served) -> list[Tensor]:
-    """Give the outputs of a fused layer's weights from those of the ranks, each of which has its part of every one."""
+    """Return the outputs of a fused layer's weights, joined from the ranks; each has a part of every weight."""
     if outputs[0].shape[-1] == sum(y.shape[-1] for y in whole):
-        assert all(torch.equal(outputs[0], output) for output in outputs)  # of a row-parallel layer: summed
+        assert all(torch.equal(outputs[0], output) for output in outputs)  # summed over the ranks
         return list(outputs[0].split([y.shape[-1] for y in whole], -1))
     head = served.config.hidden_size // served.config.num_attention_heads
     sizes = [max(y.shape[-1] // len(outputs), head if len(whole) == 3 else 1) for y in whole]
@@ -98,7 +98,7 @@ def together(outputs: list[Tensor], whole: list[Tensor], served: Served) -> list
 
 
 def tolerance(x: Tensor, served: Served) -> float:
-    """Bound what differs: the order of float32 sums; where x is rounded to 8 bits, each rank's own scale.
+    """Return a bound on the difference: float32 sums in another order, and where x is quantised, a scale per rank.
 
     Weights are drawn with deviation 0.02, so their sums of magnitudes stay below 0.03 K.
     """

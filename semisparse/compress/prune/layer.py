@@ -65,12 +65,12 @@ def prune_layer(weight: Tensor, pattern: Pattern, statistics: Statistics, recipe
 def prune_levels(
     weight: Tensor, patterns: Sequence[Pattern], statistics: Statistics, recipe: Recipe
 ) -> Iterator[PrunedLayer]:
-    """Prune a linear layer's weight to each of several patterns of one family; the Hessian is factorised once.
+    """Prune a linear layer's weight to each of several patterns of one class; the Hessian is factorised once.
 
     Args:
         weight: as in `prune_layer`.
-        patterns: the first determines the order in which columns are pruned, for all of them. Its result is that of
-            `prune_layer`.
+        patterns: the first determines the order in which columns are pruned for all of them; only the first result is
+            the same as that of `prune_layer`.
         statistics: as in `prune_layer`.
         recipe: as in `prune_layer`.
 
@@ -110,9 +110,10 @@ def require_finite(weight: Tensor) -> None:
 
 
 class _Problem(NamedTuple):
-    """A linear layer's least-squares problem, normalised: each input has a mean square of 1, or all together.
+    """A linear layer's least-squares problem, normalised.
 
-    If each has, damping has the same relative effect on every input.
+    Each input feature is scaled to a mean square of 1, so that damping has the same relative effect on each. For
+    ``sparsegpt-published`` all features have one scale, such that the mean of their mean squares is 1.
 
     Args:
         goal: [N, K] float32, the best weight if none is pruned; columns in pruning order.
@@ -162,8 +163,8 @@ def _sparsegpt(
 ) -> tuple[Tensor, GroupScales | None]:
     """Prune and, if the recipe says so, quantise.
 
-    Whole groups are quantised in the same loop, or in a second one after the conjugate gradients; weights that are
-    pruned singly at the end.
+    Groups of a `Group` pattern are quantised in the loop that prunes; with conjugate gradients, in a second loop after
+    them. Weights of other patterns are quantised at the end.
 
     Returns:
         The weight [N, K] float32, and the scales of its groups in ``dtype``; None if it is not quantised.

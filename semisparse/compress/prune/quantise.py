@@ -18,7 +18,7 @@ BLOCK_COLUMNS = 128
 
 
 def scales_for(weight: Tensor, pattern: Pattern, bits: int, dtype: torch.dtype) -> GroupScales:
-    """Compute scales for a pruned weight [N, K]: of the pattern's own groups, or symmetric ones if it has none."""
+    """Compute scales for a pruned weight [N, K]: per group of a `Group` pattern, else symmetric ones per 64 columns."""
     if isinstance(pattern, Group):
         return scales_of(weight, bits, pattern.size, dtype)
     return scales_of(weight, bits, SYMMETRIC_COLUMNS, dtype, symmetric=True)
@@ -29,9 +29,9 @@ def round_by_descent(
 ) -> Tensor:
     """Round kept weights to codes by cyclic coordinate descent on ``(w - goal) H (w - goal)^T``.
 
-    To nearest at first; then each weight in turn becomes the code nearest to its optimum, given all others of its row.
-    The columns' compensation of SparseGPT is not for this: it changes pruned weights as if they were free, so at 70 %
-    zeros it loses more than rounding to nearest.
+    First every weight is rounded to nearest. Then each weight in turn becomes the code nearest to its optimum, given
+    all others of its row. SparseGPT's compensation is not used here: it also changes weights that are pruned and must
+    stay zero, so at 70 % zeros it loses more than rounding to nearest.
 
     Args:
         weight: [N, K] float32, zero where not kept.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 STEPS = 10
-"""On three models, 5 steps give up to 4 % more KL; 20 and 40 steps change it by less than 1 %."""
+"""Conjugate gradient steps. On three models, 5 steps give up to 4 % more KL; 20 and 40 change it by less than 1 %."""
 
 
 def conjugate_gradient(weight: Tensor, kept: Tensor, hessian: Tensor, goal: Tensor) -> Tensor:

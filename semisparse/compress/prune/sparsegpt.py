@@ -33,8 +33,9 @@ SAMPLED_ROWS = 256
 """Rows, at most, from which the threshold of such a pattern is estimated, anew for each strip of `MASK_COLUMNS`."""
 
 MASK_UPDATES = 16
-"""How often the mask of a window is chosen. When some of its columns are pruned, the mask of the others is chosen anew
-from the compensated weights. KL of babyllama-1m at 2:4 / 32:64: .570 / .251; with a mask chosen once: .605 / .332."""
+"""Maximum number of times that a window's mask is chosen. After some of its columns have been pruned, the mask of the
+others is chosen anew from the compensated weights. KL of babyllama-1m at 2:4 / 32:64: .570 / .251; with a mask chosen
+once: .605 / .332."""
 
 MIN_REORDERED_WINDOW = 16
 """Windows of this size and more are pruned in the order of their columns' loss. KL of babyllama-1m, pycode-11m and
@@ -46,10 +47,10 @@ class MaskRule(NamedTuple):
     """How masks are chosen.
 
     Args:
-        updates: how often the mask of a window is chosen.
+        updates: maximum number of times that a window's mask is chosen.
         strip: columns whose mask is chosen together, for patterns that prune a fraction of the matrix.
-        one_threshold: whether one threshold divides what such a pattern prunes over all strips (`_Shares`); else each
-            strip loses the same fraction.
+        one_threshold: whether one threshold on the scores of all columns decides how many weights such a pattern prunes
+            in each strip (`_Shares`); else every strip loses the same fraction.
         literal: whether a weight's saliency is ``w^2 / [H^-1]_mm^2``, GQSA's equation 4 read literally, instead of the
             loss of pruning it, ``w^2 / [H^-1]_mm`` for the H of the columns that are not final.
     """
@@ -86,7 +87,9 @@ class InverseFactor(NamedTuple):
 
 
 def factorise(hessian: Tensor, damping: float) -> InverseFactor | None:
-    """Factorise the inverse of a Hessian of unit diagonal. If it is singular, try more damping, then float64.
+    """Factorise the inverse of a normalised Hessian, whose diagonal is 1 or has a mean of 1.
+
+    If it is singular, try more damping, then float64.
 
     Args:
         hessian: [K, K] float32.
@@ -174,13 +177,13 @@ def prune_columns(
     group = pattern.size if isinstance(pattern, Group) else 1
     interval = max(1, mask_columns // rule.updates // group) * group
     shares = _Shares(pattern, weight.shape, mask_columns) if rule.one_threshold and _over_matrix(pattern) else None
-    # Column i's entry of the whole inverse, or of the inverse for the columns from i on.
+    # Diagonal entry i of the whole inverse, or the square root of entry i of the inverse for the columns from i on.
     divisor = upper.square().sum(0) if rule.literal else upper.diagonal()
 
     def prune_column(working: Tensor, i: int, stop: int) -> Tensor:
         first = i - i % mask_columns
         if shares and i == first:
-            # As if each were the first to be pruned: then every column has all others to compensate its loss.
+            # Scores as if each column were the first to be pruned, with all others to compensate its loss.
             inverse = divisor[i:].square() if rule.literal else upper[i:, i:].square().sum(0)
             shares.next_strip(working[:, i:], inverse)
         if (i - first) % interval == 0:
@@ -209,8 +212,9 @@ def _over_matrix(pattern: Pattern) -> TypeGuard[Unstructured | Group]:
 class _Shares:
     """How many weights, or groups, each strip of columns loses, if a pattern prunes a fraction of the whole matrix.
 
-    The columns that are not final share what is left to prune by one threshold on their scores, anew for each strip. If
-    each strip lost the same fraction instead, a strip of important columns would lose as much as any other.
+    Before each strip a threshold is chosen such that, over all columns that are not final, as many scores are below it
+    as weights are left to prune. The strip loses those of its weights that are below. If each strip lost the same
+    fraction instead, a strip of important columns would lose as much as any other.
 
     Args:
         pattern: of the whole matrix.

@@ -18,7 +18,7 @@ class Statistics:
     Args:
         hessian: [K, K] float32, mean of x x^T; x is the input in the compressed model.
         cross: [N, K] float32, mean of t x^T; t is the target of the output for x. None if the target is ``w x``.
-        note: what the report is to say of them; empty if they are of the tokens that the layer reads.
+        note: added to the report; empty if the means are over the tokens that the layer reads.
     """
 
     hessian: Tensor
@@ -58,6 +58,13 @@ class RunningSums:
             self._accumulate("dense", dense_inputs.float(), x)
         for name, gap in gaps.items():
             self._accumulate(f"gap {name}", gap.float(), x)
+
+    def merge(self, other: RunningSums) -> RunningSums:
+        """Add the sums over other tokens, and return the result: this object, changed in place."""
+        self._tokens += other._tokens
+        for key, total in other._sums.items():
+            self._sums[key] = self._sums[key].add_(total) if key in self._sums else total
+        return self
 
     def statistics(self, name: str, weight: Tensor) -> Statistics:
         """Return the `Statistics` of one of the linear layers.

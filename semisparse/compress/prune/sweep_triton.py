@@ -1,7 +1,7 @@
-"""The columns of one lazy update of `sparsegpt.prune_columns` in one Triton kernel, for patterns within rows.
+"""One lazy batch update of `sparsegpt.prune_columns` (128 columns) as one Triton kernel, for N:M patterns along rows.
 
-In torch a column takes some 20 launches, and a decoder layer of llama2-7b has 35,584. Every operation here rounds as
-torch's does, so that the mask is the same.
+In torch a column takes some 20 launches, and the linear layers of a llama2-7b decoder layer have 35,584 columns. Every
+operation here rounds as torch's does, so that the mask is the same.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS, WARPS = 4, 1
-"""Rows and warps of a program: each row's columns follow from one another, so many small programs hide the latency."""
+"""Rows and warps per program. A row's columns depend on the ones before, so many small programs hide the latency."""
 
 
 @triton.jit
 def _keep_highest(scores, columns, KEEP: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Mark the KEEP highest scores of each window; of equal scores those in lower columns.
 
-    A score's bits and then its column, as one integer, are in the order wanted: no two are equal.
+    A key is the score's bits followed by the reversed column index: keys sort in this order, and no two are equal.
     """
     bits = scores.to(tl.int32, bitcast=True).to(tl.int64)
     keys = tl.reshape((bits << 32) + (COLUMNS - columns)[None, :], (ROWS, COLUMNS // WINDOW, WINDOW))

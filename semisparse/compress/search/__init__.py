@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from semisparse.compress.calibration import check_batches
 from semisparse.compress.journal import Journal
 from semisparse.compress.propagate import list_decoder_layers
+from semisparse.compress.ranks import Ranks
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import Progress
 from semisparse.compress.search.bank import MaskedWeight, build_bank, masked_from_json, masked_to_json, prune_densities
@@ -34,8 +36,8 @@ class SearchResult:
 
     Args:
         patterns: the pattern of each linear layer, by module name.
-        weights: the weights pruned to these patterns, by module name: the very weights that were scored. Pruning again
-            would give others, because the inputs have changed since, and these may be worse
+        weights: the weights pruned to these patterns, by module name: the same weights that were scored. Pruning again
+            would give other weights, because the layers' inputs have changed since, and these may be worse
             (docs/experiments/search.md).
         uniform_kl: KL(dense || candidate) of the uniform patterns on the search's tokens, mean in nats per token.
         kl: the same of `weights`.
@@ -65,6 +67,8 @@ def search_patterns(
     can_store: Callable[[Pattern], bool] = lambda pattern: True,
     progress: Progress = lambda stage, done, total: None,
     journal: Journal | None = None,
+    ranks: Ranks | None = None,
+    offload: Path | None = None,
 ) -> SearchResult:
     """Search the pattern of each linear layer; together they keep exactly as many weights as the recipe's pattern.
 
@@ -78,22 +82,25 @@ def search_patterns(
         seed: seed of everything drawn at random.
         device: where to compute, in float32.
         can_store: whether the format can store a pattern.
-        progress: called before each decoder layer of a bank and before each generation.
+        progress: called before each decoder layer of a bank (bank.py) and before each generation.
         journal: stores banks and generations, and provides those of an interrupted run.
+        ranks: the processes that search; by default this one.
+        offload: a directory for hidden states, as in `compress_decoder_layers`.
 
     Raises:
         InputError: the model, a weight or the batches cannot be used, or no weights can move between linear layers.
     """
     check_batches(model, batches)
     model.eval()
-    device = torch.device(device)
+    device, ranks = torch.device(device), ranks or Ranks()
     layers = list_decoder_layers(model, recipe, {})
     algorithm_type = ALGORITHMS[recipe.search]
     space = search_space(layers, algorithm_type.reach(recipe), can_store)
     uniform = (0,) * len(space)
     if not any(switch_levels(space, uniform, stage, random.Random(seed)) for stage in range(len(STAGE_STRIDES))):
         raise InputError(
-            f"no weights can move between the linear layers at pattern {recipe.pattern}; choose another, or search=none"
+            f"no weights can move between the linear layers at pattern {recipe.pattern}; "
+            "choose another pattern, or search=none"
         )
     token_batches = scoring_batches(batches, recipe.search_tokens, seed)
     state = State.start(uniform)
@@ -117,8 +124,10 @@ def search_patterns(
             progress=progress,
             journal=journal,
             prune=prune_densities,
+            ranks=ranks,
+            offload=offload,
         )
-        scorer = Scorer(model, pass_space, bank, token_batches, device)
+        scorer = Scorer(model, pass_space, bank, token_batches, device, ranks)
         algorithm = algorithm_type(pass_space, scorer, recipe, seed, number)
         state = _run_pass(number, algorithm, scorer, state, progress, journal)
         best_weights = {linear.name: bank[linear.name][level] for linear, level in zip(space, state.best, strict=True)}

@@ -87,12 +87,12 @@ def _violation(totals: Tensor) -> Tensor:
 
 
 def _by_multipliers(loss: Tensor, share: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Search for the multipliers; return the best feasible picks, None if there are none, and those nearest to it."""
+    """Search for multipliers; return the best feasible picks (None if there are none) and the least violating ones."""
     finite = loss[loss.isfinite()]
     scale = float(finite.max() - finite.min()) * len(loss) or 1.0
     best, best_loss = None, math.inf
     nearest, least_violation = loss.argmin(1), math.inf
-    for start in (1e-3 * scale, scale, 1e6 * scale):  # the last ignores the losses: any feasible picks
+    for start in (1e-3 * scale, scale, 1e6 * scale):  # from the last, costs outweigh losses: any feasible picks
         multipliers = torch.full((len(share),), start, dtype=torch.float64)
         for iteration in range(ITERATIONS):
             picks = torch.nan_to_num(loss + (multipliers[:, None, None] * share).sum(0), nan=math.inf).argmin(1)
@@ -120,7 +120,7 @@ def _repaired(picks: Tensor, share: Tensor) -> Tensor | None:
         cost = (share - share.gather(2, picks.expand(len(share), -1)[..., None])).flatten(1)
         moves = (
             cost.isfinite().all(0).nonzero().flatten()
-        )  # those that change nothing included: pairs cover single moves
+        )  # moves that change nothing are included, so that pairs cover single moves
         moves = moves[cost[:, moves].amin(0).argsort()[:MAX_SINGLES]]
         pairs = _violation(totals[:, None, None] + cost[:, moves, None] + cost[:, None, moves])
         pairs = torch.where(unit_of[moves][:, None] != unit_of[moves], pairs, math.inf)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from semisparse.compress.journal import Journal, report_from_json, report_to_json
 from semisparse.compress.propagate import (
+    Activations,
     DecoderLayer,
     errors_naming,
     first_activations,
@@ -23,8 +25,10 @@ from semisparse.compress.propagate import (
     propagate,
 )
 from semisparse.compress.prune import PrunedLayer, Statistics, prune_levels
+from semisparse.compress.ranks import Ranks
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import LayerReport, Progress
+from semisparse.compress.routed import CalibratedLinear
 from semisparse.compress.search.space import Candidate, LinearSpace
 from semisparse.nn import weight_of
 from semisparse.patterns import Pattern
@@ -99,6 +103,8 @@ def build_bank(
     progress: Progress,
     journal: Journal | None,
     prune: PruneLevels[AnyLevels],
+    ranks: Ranks,
+    offload: Path | None,
 ) -> Bank:
     """Prune every linear layer to every level, on the outputs of the layers before it at their centre level.
 
@@ -116,6 +122,8 @@ def build_bank(
         progress: called before each decoder layer.
         journal: stores finished decoder layers, and provides those of an interrupted run.
         prune: returns a weight at every level, such as `prune_densities`.
+        ranks: the processes that build the bank.
+        offload: a directory for hidden states, as in `compress_decoder_layers`.
 
     Raises:
         InputError: a weight or its inputs cannot be used.
@@ -123,22 +131,15 @@ def build_bank(
     by_name = {linear.name: (linear, level) for linear, level in zip(space, centre, strict=True)}
     bank: Bank = {}
     with torch.no_grad(), float32_matmuls():
-        activations = first_activations(model, layers, batches, recipe, device)
+        activations = first_activations(
+            model, layers, batches, recipe, device, ranks=ranks, offload=offload, shared=True
+        )
         for index, layer in enumerate(layers):
             progress("pruning every layer in every way", index, len(layers))
             dense = layer.copy(device)
             pruned = _load(journal, index, number) if journal else None
             if pruned is None:
-                pruned = {}
-                working = copy.deepcopy(dense)
-                for name, weight, statistics in linears_with_statistics(layer, dense, working, activations, index):
-                    full_name = layer.full_name(name)
-                    linear_space, level = by_name[full_name]
-                    known = {level: centre_weights[full_name]} if centre_weights else {}
-                    with errors_naming(full_name):
-                        levels = prune(linear_space, level, known, weight, statistics, recipe, layer.weight(name))
-                    weight.copy_(to_dense(levels[level], weight))
-                    pruned[full_name] = levels
+                pruned = _prune_decoder_layer(layer, dense, activations, index, by_name, centre_weights, recipe, prune)
                 if journal:  # what was written is read from its file when it is needed: the bank takes no memory
                     _save(journal, index, number, pruned)
                     pruned = _load(journal, index, number) or pruned
@@ -149,6 +150,36 @@ def build_bank(
             propagate(activations, index, at_centre, dense)
             bank |= pruned
     return bank
+
+
+def _prune_decoder_layer(
+    layer: DecoderLayer,
+    dense: nn.Module,
+    activations: Activations,
+    index: int,
+    by_name: Mapping[str, tuple[AnyLevels, int]],
+    centre_weights: Mapping[str, MaskedWeight],
+    recipe: Recipe,
+    prune: PruneLevels[AnyLevels],
+) -> Bank:
+    """Prune the linear layers of a decoder layer to every level; ``by_name`` has their levels and centre levels."""
+
+    def every_level(linear: CalibratedLinear) -> dict[int, MaskedWeight]:
+        full_name = layer.full_name(linear.name)
+        levels, centre = by_name[full_name]
+        known = {centre: centre_weights[full_name]} if centre_weights else {}
+        original = layer.weight(linear.name)
+        with errors_naming(full_name):
+            return prune(levels, centre, known, linear.weight, linear.statistics(), recipe, original)
+
+    working, pruned = copy.deepcopy(dense), {}
+    for alike in linears_with_statistics(layer, dense, working, activations, index):
+        costs = [linear.weight.numel() for linear in alike]
+        for linear, levels in zip(alike, activations.ranks.each(alike, costs, every_level), strict=True):
+            full_name = layer.full_name(linear.name)
+            linear.weight.copy_(to_dense(levels[by_name[full_name][1]], linear.weight))
+            pruned[full_name] = levels
+    return pruned
 
 
 def prune_densities(

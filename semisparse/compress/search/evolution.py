@@ -69,9 +69,13 @@ class Evolution:
         scores: dict[Candidate, dict[int, BatchScore]] = {candidate: {} for candidate in sorted(offspring)}
         for survivors, batches in self._rounds:
             scores = dict(sorted(scores.items(), key=_total_kl)[:survivors])
-            for candidate, known in scores.items():
-                missing = [index for index in order[:batches] if index not in known]
-                known |= zip(missing, self._scorer.score(candidate, missing), strict=True)
+            missing = {
+                candidate: [index for index in order[:batches] if index not in known]
+                for candidate, known in scores.items()
+            }
+            found = self._scorer.score_all(list(missing.items()))
+            for (candidate, indices), new in zip(missing.items(), found, strict=True):
+                scores[candidate] |= zip(indices, new, strict=True)
         best, kl = state.best, state.kl
         for candidate, known in scores.items():
             in_order = [known[index] for index in range(self._scorer.batches)]

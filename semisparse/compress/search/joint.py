@@ -1,8 +1,9 @@
 """``search=joint``: choose pattern, bits and format of every layer together, under limits on bits and times.
 
-What a choice costs comes from the caller. What it does to quality is measured: first the KL divergence of every choice
-of every unit alone, then of whole candidates. KL divergences of single units add up well while they are small, so an
-allocation of their sum is a good start (docs/experiments/joint-search.md).
+Linear layers that share an input form a unit and get the same choice. The caller says what a choice costs. Its KL
+divergence is measured here: first of every choice in one unit with all other units unchanged, then of whole candidates.
+Small KL divergences of single units add up, so the allocation that minimises their sum is a good start
+(docs/experiments/joint-search.md).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from semisparse.compress.calibration import check_batches
 from semisparse.compress.choice import Choice
 from semisparse.compress.journal import Journal
 from semisparse.compress.propagate import list_decoder_layers
+from semisparse.compress.ranks import Ranks
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import Progress
 from semisparse.compress.search.allocate import Unreachable, allocate
@@ -36,13 +39,13 @@ PROPOSALS = 8
 """Candidates per generation; a quarter of them are scored on all tokens."""
 
 SPREAD = 0.4
-"""Standard deviation of the factor, as a logarithm, by which a proposal's losses differ from those measured."""
+"""A proposal is allocated for the measured losses times random factors; standard deviation of a factor's logarithm."""
 
 SCORED_BATCHES = 4
 """Batches that the scored tokens are split into; proposals are first scored on one of them."""
 
 DOMINATED = 1.1
-"""A choice is dropped if, given to all layers, another costs no more and its KL divergence is lower by this factor."""
+"""A choice is dropped if another one costs no more in any unit and, in all layers, has a KL lower by this factor."""
 
 Assignment = tuple[int, ...]
 """The index of an option for each unit."""
@@ -100,6 +103,8 @@ def search_choices(
     device: torch.device | str = "cpu",
     progress: Progress = lambda stage, done, total: None,
     journal: Journal | None = None,
+    ranks: Ranks | None = None,
+    offload: Path | None = None,
 ) -> JointResult:
     """Choose every layer's pattern, bits and format so that the KL divergence is least and all limits hold.
 
@@ -113,12 +118,25 @@ def search_choices(
         device: where to compute, in float32.
         progress: called before each decoder layer of a bank, each unit and each generation.
         journal: stores banks, measured losses and generations, and provides those of an interrupted run.
+        ranks: the processes that search; by default this one.
+        offload: a directory for hidden states, as in `compress_decoder_layers`.
 
     Raises:
         Unreachable: no choice of layers keeps the limits.
         InputError: the model, a weight or the batches cannot be used.
     """
-    search = JointSearch(model, batches, recipe, options, seed=seed, device=device, progress=progress, journal=journal)
+    search = JointSearch(
+        model,
+        batches,
+        recipe,
+        options,
+        seed=seed,
+        device=device,
+        progress=progress,
+        journal=journal,
+        ranks=ranks,
+        offload=offload,
+    )
     search.allocate(search.proxy_losses(), limits)  # raises before any work where the limits cannot be kept
     return search.result(search.run(limits), limits)
 
@@ -135,6 +153,8 @@ class JointSearch:
         device: where to compute.
         progress: called with (stage, steps done, total steps).
         journal: stores finished work.
+        ranks: the processes that search.
+        offload: a directory for hidden states.
     """
 
     def __init__(
@@ -148,13 +168,16 @@ class JointSearch:
         device: torch.device | str,
         progress: Progress,
         journal: Journal | None,
+        ranks: Ranks | None = None,
+        offload: Path | None = None,
     ) -> None:
         check_batches(model, batches)
         model.eval()
         self._model, self._batches, self._recipe, self._seed = model, batches, recipe, seed
         self._device, self._progress, self._journal = torch.device(device), progress, journal
+        self._ranks, self._offload = ranks or Ranks(), offload
         self._layers = list_decoder_layers(model, recipe, {})
-        self.units = find_units(model, self._layers, batches, options)
+        self.units = self._ranks.first(lambda: find_units(model, self._layers, batches, options))
         self._space = [
             LinearChoices(
                 name,
@@ -199,7 +222,7 @@ class JointSearch:
             raise Unreachable(str(error), least) from error
 
     def proxy_losses(self) -> list[list[float]]:
-        """Return estimates for losses not yet measured, [units][options]: a bit divides rounding errors by 4."""
+        """Return estimated losses, [units][options]: each bit per weight divides the squared rounding error by 4."""
         return [
             [unit.weights * 4.0 ** -(option.costs["bits"] / unit.weights) for option in unit.options]
             for unit in self.units
@@ -215,8 +238,9 @@ class JointSearch:
 
         Args:
             centre: the options of the other units while a layer is compressed and its options are measured. Weights
-                compensate for the errors of the layers before them, so they fit other candidates less: with a centre
-                of 4 bits, the best option in an otherwise dense model had a KL divergence of 2.3 on stories260k.
+                are compressed to compensate the errors of the layers before them at the centre. They fit candidates
+                far from it less: with a centre of 4 bits in all layers, the best option of one unit in an otherwise
+                dense model had a KL divergence of 2.3 on stories260k.
         """
         number, self._number = self._number, self._number + 1
         self._bank = build_bank(
@@ -232,9 +256,12 @@ class JointSearch:
             progress=self._progress,
             journal=self._journal,
             prune=compress_every_way,
+            ranks=self._ranks,
+            offload=self._offload,
         )
         self._tokens += self._scorer.tokens_run if self._scorer else 0
-        self._scorer, self._kl = Scorer(self._model, self._space, self._bank, self._token_batches, self._device), {}
+        self._scorer = Scorer(self._model, self._space, self._bank, self._token_batches, self._device, self._ranks)
+        self._kl = {}
         scores = self._score_whole(centre)
         self._scorer.set_parent(self._levels(centre), scores)
         if number == 0:
@@ -248,6 +275,7 @@ class JointSearch:
         for index, unit in enumerate(self.units):
             self._progress("measuring what each choice loses", index, len(self.units))
             options = wanted[unit.linears[0]]
+            self._score_several([_with(centre, index, option) for option in sorted(options)])
             self._losses.append(
                 [
                     self.kl(_with(centre, index, option)) - base if option in options else math.inf
@@ -257,9 +285,9 @@ class JointSearch:
         self._save("losses", number, {"losses": self._losses})
 
     def _drop_dominated(self) -> None:
-        """Measure every choice in all layers at once; drop those that are worse than another one in every respect.
+        """Measure every choice in all layers at once; drop those that another one dominates (`DOMINATED`).
 
-        The other one costs no more in any unit, so that what was reachable stays so.
+        The other choice costs no more in any unit, so limits that could be kept can still be kept.
         """
         uniforms = self.uniforms()
         for done, (choice, picks) in enumerate(uniforms.items()):
@@ -279,7 +307,7 @@ class JointSearch:
         ]
 
     def _costs_no_more(self, cheap: Assignment, dear: Assignment) -> bool:
-        """Return whether every unit costs no more, in any respect, in one assignment than in another."""
+        """Return whether no cost of any unit is higher in assignment ``cheap`` than in ``dear``."""
         return all(
             costs[one][name] <= cost
             for costs, one, other in zip(self._costs, cheap, dear, strict=True)
@@ -321,7 +349,7 @@ class JointSearch:
         return {choice: picks for choice in choices if (picks := self.uniform(choice)) is not None}
 
     def result(self, best: Assignment, limits: Mapping[str, float]) -> JointResult:
-        """Return the result, with the best uniform choice beside it."""
+        """Return the result; it includes the best uniform choice for comparison."""
         within = {
             choice.label: self.uniform_kl[choice]
             for choice, picks in self.uniforms().items()
@@ -343,6 +371,14 @@ class JointSearch:
         """Return the index of each linear layer's choice, its level."""
         return tuple(pick for unit, pick in zip(self.units, assignment, strict=True) for _ in unit.linears)
 
+    def _score_several(self, assignments: Sequence[Assignment]) -> None:
+        """Score candidates that are not known yet, all at once: the ranks share them out."""
+        assert self._scorer is not None
+        batches, new = range(self._scorer.batches), [one for one in dict.fromkeys(assignments) if one not in self._kl]
+        scores = self._scorer.score_all([(self._levels(one), batches) for one in new], keep_states=False)
+        self._kl |= zip(new, map(self._scorer.mean_kl, scores), strict=True)
+        self.evaluations += len(new)
+
     def _score_whole(self, assignment: Assignment) -> list[BatchScore]:
         assert self._scorer is not None
         scores = self._scorer.score(self._levels(assignment), range(self._scorer.batches))
@@ -351,7 +387,7 @@ class JointSearch:
         return scores
 
     def _refine(self, best: Assignment, limits: Mapping[str, float], number: int) -> Assignment:
-        """Score the allocations of randomly changed losses; return the best assignment."""
+        """Score allocations for randomly disturbed losses; return the best assignment."""
         scorer = self._scorer
         assert scorer is not None
         generations = max(1, self._recipe.search_effort // (PASSES * PROPOSALS))
@@ -365,11 +401,14 @@ class JointSearch:
             proposals = {self.allocate(self._disturbed(rng), limits) for _ in range(PROPOSALS)} - {best}
             few = rng.sample(range(scorer.batches), max(1, scorer.batches // 4))
 
-            def quick_kl(picks: Assignment, few: Sequence[int] = few) -> float:
-                return sum(score.kl for score in scorer.score(self._levels(picks), few))
-
-            ranked = sorted(sorted(proposals), key=quick_kl)
-            for picks in ranked[: PROPOSALS // 4]:
+            scores = scorer.score_all([(self._levels(picks), few) for picks in sorted(proposals)], keep_states=False)
+            quick_kl = {
+                picks: sum(score.kl for score in of_picks)
+                for picks, of_picks in zip(sorted(proposals), scores, strict=True)
+            }
+            ranked = sorted(sorted(proposals), key=quick_kl.__getitem__)[: PROPOSALS // 4]
+            self._score_several(ranked)
+            for picks in ranked:
                 if self.kl(picks) < self.kl(best):
                     best = picks
             self._save("joint", number, {"generation": generation + 1, "best": best})

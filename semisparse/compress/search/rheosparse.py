@@ -70,13 +70,12 @@ class RheoSparse:
         for _ in range(self._individuals):
             child = self._crossed(parents, rng) if parents else centre
             children.append(self._mutated(child, centre, stage, rng))
-        scored = sorted((self._kl(child), child) for child in children)
+        batches = range(self._scorer.batches)
+        scores = self._scorer.score_all([(child, batches) for child in children], keep_states=False)
+        scored = sorted(zip(map(self._scorer.mean_kl, scores), children, strict=True))
         kl, best = min(scored[0], (state.kl, state.best))
         pool = (centre, *(child for _, child in scored[:PARENTS]))
         return replace(state, best=best, kl=kl, pool=pool, evaluations=state.evaluations + len(children))
-
-    def _kl(self, candidate: Candidate) -> float:
-        return self._scorer.mean_kl(self._scorer.score(candidate, range(self._scorer.batches)))
 
     def _crossed(self, parents: Sequence[Candidate], rng: random.Random) -> Candidate:
         """Take each segment from a random parent."""

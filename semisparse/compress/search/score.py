@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from semisparse.compress.decoder import copy_to, decoder_layers
+from semisparse.compress.ranks import Ranks
 from semisparse.compress.search.bank import Bank, Levels, to_dense
 from semisparse.compress.search.space import Candidate
 from semisparse.nn import swap_weight, weight_of
@@ -24,11 +25,16 @@ class BatchScore(NamedTuple):
 
     Args:
         kl: KL(dense || candidate), summed over the predicted positions, in nats.
-        states: hidden states that enter each decoder layer, [batch, tokens, features] each.
+        states: hidden states that enter each decoder layer, [batch, tokens, features] each; empty if another rank has
+            scored it, or if they were not to be kept.
     """
 
     kl: float
     states: list[Tensor]
+
+
+Wanted = Sequence[tuple[Candidate, Sequence[int]]]
+"""Candidates, each with the indices of the batches that it is to be scored on."""
 
 
 class _ScoringBatch(NamedTuple):
@@ -70,6 +76,14 @@ def scoring_batches(batches: Sequence[Tensor], tokens: int, seed: int, parts: in
     return [nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1) for rows in split]
 
 
+def _in_turns(costs: Sequence[float], count: int) -> Iterator[int]:
+    """Yield the rank of each item: neighbours together, each rank with the same cost as nearly as possible."""
+    total, before = sum(costs), 0.0
+    for cost in costs:
+        yield min(count - 1, int((before + cost / 2) * count / total))
+        before += cost
+
+
 class Scorer:
     """Scores candidates on a copy of the model, whose weights it swaps for those of the bank.
 
@@ -83,6 +97,7 @@ class Scorer:
         bank: their pruned weights by level.
         batches: token ids, as `scoring_batches` returns them.
         device: where to compute, in float32.
+        ranks: the processes that score; each has a scorer, and calls it alike.
     """
 
     def __init__(
@@ -92,7 +107,9 @@ class Scorer:
         bank: Bank,
         batches: Sequence[Tensor],
         device: torch.device,
+        ranks: Ranks,
     ) -> None:
+        self._ranks = ranks
         self._model = copy_to(model, device, torch.float32).eval()
         self._layers = decoder_layers(self._model)[1]
         self._space = space
@@ -116,20 +133,54 @@ class Scorer:
 
     def score(self, candidate: Candidate, batches: Sequence[int]) -> list[BatchScore]:
         """Score a candidate on some batches, given by their indices."""
+        return self.score_all([(candidate, batches)])[0]
+
+    def score_all(self, wanted: Wanted, keep_states: bool = True) -> list[list[BatchScore]]:
+        """Score candidates, each on some batches. The pairs of the two are shared out over the ranks by cost."""
+        firsts = [self._first_changed(candidate) for candidate, _ in wanted]
+        costs = [len(self._layers) - first for first, (_, batches) in zip(firsts, wanted, strict=True) for _ in batches]
+        owners = _in_turns(costs, self._ranks.count)
+        own = []
+        for number, (candidate, batches) in enumerate(wanted):
+            mine = [index for index in batches if next(owners) == self._ranks.rank]
+            own.append(self._score_own(candidate, mine, firsts[number], keep_states) if mine else {})
+            self.tokens_run += sum(self._batches[index].ids.numel() for index in batches)
+        known = self._ranks.gather([{index: score.kl for index, score in scores.items()} for scores in own])
+        kls = [{index: kl for found in known for index, kl in found[number].items()} for number in range(len(wanted))]
+        return [
+            [own[number].get(index) or BatchScore(kls[number][index], []) for index in batches]
+            for number, (_, batches) in enumerate(wanted)
+        ]
+
+    def set_parent(self, candidate: Candidate, scores: list[BatchScore]) -> None:
+        """Make a candidate the parent; ``scores`` are its scores on all batches, in order."""
+        first = self._first_changed(candidate)
+        for index in self._changed(candidate):
+            self._swap(index, candidate[index])
+        # What another rank has scored runs here as well: its hidden states would be more to send than to compute.
+        self._parent_scores = [
+            score if score.states else self._score_batch(index, first) for index, score in enumerate(scores)
+        ]
+        self._parent = candidate
+
+    def _score_own(
+        self, candidate: Candidate, batches: Sequence[int], first: int, keep_states: bool
+    ) -> dict[int, BatchScore]:
+        """Score a candidate on this rank; ``first`` is the first decoder layer in which it differs from the parent."""
         changed = self._changed(candidate)
-        first = 0 if self._parent is None else min((self._space[i].decoder_layer for i in changed), default=0)
         parents = [self._swap(index, candidate[index]) for index in changed]
         try:
-            return [self._score_batch(index, first) for index in batches]
+            scores = ((index, self._score_batch(index, first)) for index in batches)
+            return {index: score if keep_states else score._replace(states=[]) for index, score in scores}
         finally:
             for index, weight in zip(changed, parents, strict=True):
                 swap_weight(self._linears[index], weight)
 
-    def set_parent(self, candidate: Candidate, scores: list[BatchScore]) -> None:
-        """Make a candidate the parent; ``scores`` are its scores on all batches, in order."""
-        for index in self._changed(candidate):
-            self._swap(index, candidate[index])
-        self._parent, self._parent_scores = candidate, scores
+    def _first_changed(self, candidate: Candidate) -> int:
+        """Return the first decoder layer in which a candidate differs from the parent; 0 if it does not."""
+        if self._parent is None:
+            return 0
+        return min((self._space[index].decoder_layer for index in self._changed(candidate)), default=0)
 
     def _changed(self, candidate: Candidate) -> list[int]:
         """List the linear layers in which a candidate differs from the parent; all if there is no parent yet."""
@@ -149,7 +200,6 @@ class Scorer:
         logits = logits[:, :-1][batch.predicted].float()
         # KL = sum of p (log p - log q) with log q = logits - logsumexp(logits); p sums to 1 at each position.
         cross_entropy = logits.logsumexp(-1) - torch.linalg.vecdot(batch.dense, logits)
-        self.tokens_run += batch.ids.numel()
         return BatchScore(float(cross_entropy.sum(dtype=torch.float64)) - batch.entropy, states)
 
     @torch.no_grad()

@@ -103,7 +103,7 @@ def switch_levels(
     """
     for _ in range(ATTEMPTS):
         levels = list(candidate)
-        removed = 0  # kept weights, added ones subtracted
+        removed = 0  # weights removed minus weights added
         for _ in range(MAX_MOVES):
             direction = 1 if removed > 0 else -1
             moves = [

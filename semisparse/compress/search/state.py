@@ -79,7 +79,7 @@ class Algorithm(Protocol):
 
     @staticmethod
     def reach(recipe: Recipe) -> int:
-        """Return how many levels of density below and above the uniform one a layer has (`search_space`)."""
+        """Return how far layers can move from the uniform density; 1 is one stride of every stage (`search_space`)."""
 
     @staticmethod
     def pass_space(space: Sequence[LinearSpace], best: Candidate, number: int, recipe: Recipe) -> list[LinearSpace]:

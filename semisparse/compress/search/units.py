@@ -1,4 +1,4 @@
-"""What a joint search chooses for: units of linear layers that share an input, and their compressed weights."""
+"""Units of a joint search: the linear layers that share an input and get one choice, and their compressed weights."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class LinearChoices:
 def find_units(
     model: nn.Module, layers: Sequence[DecoderLayer], batches: Sequence[Tensor], options: OptionsOf
 ) -> list[Unit]:
-    """Group the linear layers of each decoder layer by input, those of experts by their role.
+    """Group the linear layers of each decoder layer by input, those of experts by role (`find_inputs`).
 
     Args:
         model: the model that has the decoder layers.
@@ -68,7 +68,8 @@ def find_units(
         batches: token ids; one sequence of the first batch is run.
         options: returns the options of a unit, given its shapes.
     """
-    hidden, calls = record_calls(model, [layer.module for layer in layers], [batches[0][:1]])
+    hidden: list[Tensor] = []
+    calls = record_calls(model, [layer.module for layer in layers], [batches[0][:1]], hidden.append)
     cpu = torch.device("cpu")
     units = []
     for index, layer in enumerate(layers):
@@ -111,7 +112,7 @@ def compress_every_way(
                 recipe, pattern=choice.pattern, quant=choice.quant, search="none", targets=(), gpu="auto", tune="none"
             )
             pruned = prune_layer(weight.to(original.dtype), pattern, statistics, ways)
-        if choice.quant in DTYPES:  # rounded again when packed
+        if choice.quant in DTYPES:  # so that the score includes the rounding, which packing repeats
             pruned = replace(pruned, weight=fake_quantise_rows(pruned.weight, DTYPES[choice.quant]))
         result[level] = masked_layer(linear.name, pattern, pruned, original.dtype, time.perf_counter() - started)
     return result

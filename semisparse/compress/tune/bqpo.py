@@ -1,7 +1,7 @@
 """BQPO: train the kept weights of a decoder layer so that its outputs match those of the dense decoder layer.
 
-GQSA, section 3.3. Each decoder layer gets the inputs that it has in its own model, compressed or dense. Without
-quantisation this is block-wise reconstruction of the kept weights, for any pattern.
+GQSA, section 3.3. The compressed decoder layer runs on the compressed model's hidden states, the dense one on the dense
+model's. Without quantisation this is block-wise reconstruction of the kept weights, for any pattern.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def tune_decoder_layer(
 ) -> tuple[TuningResult, dict[str, GroupScales | None]]:
     """Train the non-zero weights of a decoder layer's linear layers, and their scales and zero points, in place.
 
-    The loss of a token is its squared error divided by its squared target, as the normalisation in the next layers
-    divides by its size. A plain mean would be dominated by the few tokens with huge features.
+    The loss of a token is its squared error divided by its squared target, because the next layers normalise each
+    token. The plain squared error would be dominated by the few tokens with huge features.
 
     Args:
         layer: the decoder layer, float32. Its zeros and its other parameters stay as they are.

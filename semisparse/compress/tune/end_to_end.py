@@ -23,8 +23,8 @@ from semisparse.compress.tune.training import TuningResult, train
 from semisparse.nn import weight_of
 
 RELATIVE_RATE = 0.1
-"""Learning rate, as a fraction of the recipe's `tune_rate`, which the weights have in BQPO (bqpo.py). With 0.03 the KL
-divergence to the dense model is 2 % higher (babyllama-1m)."""
+"""Learning rate, as a fraction of the recipe's `tune_rate`, which is the rate of the weights in BQPO (bqpo.py). With a
+fraction of 0.03 the KL divergence to the dense model is 2 % higher (babyllama-1m)."""
 
 
 def tune_end_to_end(

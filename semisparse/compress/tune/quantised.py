@@ -56,7 +56,7 @@ class TrainableScales(nn.Module):
 class _FakeQuantised(nn.Module):
     """A parametrisation that quantises and dequantises a linear layer's weight in groups; pruned weights stay zero.
 
-    Whole groups are masked; where single weights are pruned, zero is a code.
+    Pruned groups are masked. Single pruned weights need no mask: symmetric quantisation has a code for zero.
     """
 
     def __init__(self, linear: nn.Module, scales: TrainableScales, initial: GroupScales) -> None:

@@ -1,4 +1,4 @@
-"""Format ``bitmask`` (RheoSparse): one bit per weight says where the non-zeros stand; README.md is its page."""
+"""Format ``bitmask`` (RheoSparse): one bit per weight says where the non-zeros are; README.md is its page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from semisparse.formats.base import Case, Format
 from semisparse.formats.bitmask.cost import cost
 from semisparse.formats.bitmask.cpu import kernel as cpu
-from semisparse.formats.bitmask.cuda import decode, decode_rows, gemm, unpack
+from semisparse.formats.bitmask.cuda import decode, decode_rows, experts, gemm, unpack
 from semisparse.formats.bitmask.cuda.schedule import gemm_pays
 from semisparse.formats.bitmask.storage import codes, disk, layouts
 from semisparse.formats.bitmask.storage.check import check_content, violation
@@ -38,9 +38,10 @@ FORMAT = Format(
         Kernel("decode_rows", "cuda", decode_rows.refusal, decode_rows.prepare),
         Kernel("unpack", "cuda", unpack.refusal, unpack.prepare),
     ),
+    experts=experts.prepare,
     cost=cost,
     variants=({}, *({"kind": kind} for kind in codes.CODED)),
-    rounds=lambda pattern: not isinstance(pattern, Group),  # groups have zero points of their own: gqs stores them
+    rounds=lambda pattern: not isinstance(pattern, Group),  # quantised groups have zero points: only gqs stores those
     cases=(
         Case("zeros-stored-past-k", "64:64", lambda: torch.ones(3, 65)),
         Case("one-of-each-block", "1:64", lambda: torch.eye(64).repeat(1, 3)),

@@ -25,4 +25,4 @@ def _is_fused(problem: Problem) -> bool:
         return problem.m <= MAX_DIRECT_TOKENS
     if gpu.refusal(problem.spec):
         return False
-    return problem.m <= DECODE_MAX_TOKENS or gemm_pays(problem)  # the latter on Hopper
+    return problem.m <= DECODE_MAX_TOKENS or gemm_pays(problem)  # as on Hopper: elsewhere gemm does not run

@@ -7,7 +7,7 @@ import torch
 from semisparse.formats.base import Case, Format
 from semisparse.formats.gqs.cost import cost
 from semisparse.formats.gqs.cpu import kernel as cpu
-from semisparse.formats.gqs.cuda import decode, gemm, gemm_wgmma, unpack, wgmma_schedule
+from semisparse.formats.gqs.cuda import decode, experts, gemm, gemm_wgmma, unpack, wgmma_schedule
 from semisparse.formats.gqs.cuda.gemm_schedule import decode_pays, gemm_pays
 from semisparse.formats.gqs.storage import disk
 from semisparse.formats.gqs.storage.check import check_content, violation
@@ -38,6 +38,7 @@ FORMAT = Format(
         Kernel("gemm", "cuda", gemm.refusal, gemm.prepare, gemm_pays),
         Kernel("unpack", "cuda", unpack.refusal, unpack.prepare),
     ),
+    experts=experts.prepare,
     cost=cost,
     cases=(
         Case("nothing-dropped", "g16@0%", lambda: torch.randn(20, 70, generator=torch.Generator().manual_seed(0))),

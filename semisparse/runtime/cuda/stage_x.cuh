@@ -6,6 +6,7 @@
 #pragma once
 
 #include "fusion.cuh"
+#include "rows.cuh"
 
 constexpr int kUnitValues = 8;
 constexpr int kUnitsAhead = 4;  // loads in flight per lane
@@ -37,11 +38,12 @@ struct XStage {
     // Copies each token's units 0 to `units` - 1, zeros past k, to the shared-memory addresses address_of(token, unit). Ends
     // with a barrier.
     template <typename AddressOf>
-    __device__ __forceinline__ void copy(const SCALAR* x, int units, float epsilon, const AddressOf& address_of) const {
+    __device__ __forceinline__ void copy(const SCALAR* x, Rows rows, int units, float epsilon,
+                                         const AddressOf& address_of) const {
         __shared__ float sums[kSums];
         const int teams = WARPS_OF_CTA / team_warps;
         for (int token = first_token; token < m; token += teams) {
-            const SCALAR* row = x + static_cast<long long>(token) * k;
+            const SCALAR* row = x + rows.x(token) * k;
             float squares = 0;
             for (int first = first_unit; first < units; first += kUnitsAhead * step) {
                 uint4 loaded[kUnitsAhead];

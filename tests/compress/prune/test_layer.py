@@ -75,7 +75,7 @@ def test_each_method_loses_less_than_the_one_before(pattern: str):
 
 @pytest.mark.parametrize(("pattern", "gain"), [("16:32", 0.1), ("6:8", 0.1), ("50%", 0.05), ("2:4", -0.05)])
 def test_repeated_masks_against_sparsegpt_as_published(pattern: str, gain: float):
-    """At 2:4 both are equal."""
+    """At 2:4 the masks of both are equal."""
     published, repeated = (
         prune_layer(random_weight(), parse_pattern(pattern), statistics_of(inputs()), recipe).error
         for recipe in (Recipe(prune="sparsegpt-published"), PLAIN)
@@ -84,7 +84,7 @@ def test_repeated_masks_against_sparsegpt_as_published(pattern: str, gain: float
 
 
 def test_the_published_algorithm_has_no_settings():
-    """Its masks, order and target are its own; a setting for ours must not change it."""
+    """It has its own masks, order and target: settings of the default algorithm must not change it."""
     weight, statistics = random_weight(), statistics_of(inputs())
     pruned = [
         prune_layer(weight, parse_pattern("2:4"), statistics, Recipe(prune="sparsegpt-published", **settings)).weight
@@ -94,7 +94,7 @@ def test_the_published_algorithm_has_no_settings():
 
 
 def test_equation_4_is_another_saliency():
-    """It divides by the squared entry of the whole inverse: inputs that others replace look cheaper still."""
+    """It divides by the squared entry of the whole inverse: weights of redundant inputs get even lower scores."""
     weight, statistics = random_weight(), statistics_of(inputs())
     masks = [
         prune_layer(weight, parse_pattern("g8@50%"), statistics, Recipe(saliency=saliency)).weight != 0
@@ -141,7 +141,7 @@ def test_fewer_tokens_than_columns():
 
 
 def test_outlier_features_do_not_change_the_error():
-    """Damping by the mean of the diagonal would dominate 46 of the 48 inputs here."""
+    """Damping by the mean of the diagonal would be larger than the diagonal entries of 46 of the 48 inputs here."""
     x, plain = inputs(), inputs()
     x[:, :2] *= 1000
     outlier = prune_layer(

@@ -17,7 +17,7 @@ from tests.models import VOCABULARY, random_model
 
 
 def problem(n: int, k: int) -> tuple[torch.Tensor, Statistics]:
-    """A weight, and inputs that are correlated, of uneven size, and one of them dead."""
+    """A weight, and inputs that are correlated, of unequal scale, and one of them always zero."""
     generator = torch.Generator().manual_seed(0)
     mixed = torch.randn(k, k, generator=generator) @ torch.diag(torch.linspace(0.1, 2, k))
     x = torch.randn(4 * k, k, generator=generator) @ mixed
@@ -115,7 +115,7 @@ def test_tuning_moves_symmetric_scales_and_leaves_zeros():
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_tuning_moves_the_scales_and_leaves_the_weights_quantised(architecture: str):
-    """gpt2 stores its weights transposed; their groups are along K all the same."""
+    """gpt2 stores its weights transposed; their groups are along K nevertheless."""
     recipe = Recipe(pattern="g4@50%", quant="w4", prune="wanda", tune="bqpo", tune_epochs=8)
     untuned, tuned = (
         compress_decoder_layers(model := random_model(architecture), calibration(), each)
@@ -133,7 +133,7 @@ def test_a_resumed_run_has_the_same_scales(tmp_path: Path):
     runs: list[list[LayerReport]] = []
     for _ in range(2):
         model = random_model("llama")
-        journal = Journal(tmp_path, fingerprint(model, calibration(), recipe, seed=0, device="cpu"))
+        journal = Journal(tmp_path, fingerprint(calibration(), recipe, seed=0, device="cpu"))
         runs.append(compress_decoder_layers(model, calibration(), recipe, store=InPlace(journal)))
     assert runs[0] == runs[1]
     for first, second in zip(*runs, strict=True):
@@ -146,6 +146,6 @@ def test_a_resumed_run_knows_symmetric_scales(tmp_path: Path):
     recipe = Recipe(pattern="2:4", quant="w8", prune="magnitude")
     for _ in range(2):
         model = random_model("llama")
-        journal = Journal(tmp_path, fingerprint(model, calibration(), recipe, seed=0, device="cpu"))
+        journal = Journal(tmp_path, fingerprint(calibration(), recipe, seed=0, device="cpu"))
         reports = compress_decoder_layers(model, calibration(), recipe, store=InPlace(journal))
         assert all(report.scales.symmetric for report in reports)

@@ -55,7 +55,7 @@ def surgeon(weight: Tensor, hessian: Tensor, pattern: Pattern, rule: MaskRule) -
 
 
 class Shares:
-    """What each span keeps of a pattern over the whole matrix: one threshold on the costs of all columns from it on.
+    """How much each span keeps of a pattern over the whole matrix: one threshold on the costs of columns from it on.
 
     As in `prune_columns`, the columns after a block of `UPDATE_COLUMNS` have not been updated since the block began.
     """

@@ -1,4 +1,4 @@
-"""Allocations keep every limit, and no other allocation that does loses less (all are tried)."""
+"""Allocations keep every limit, and no allocation that keeps them has a lower loss (all are tried)."""
 
 import itertools
 import random

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from semisparse.compress import Journal, Recipe, compress_decoder_layers
 from semisparse.compress.propagate import list_decoder_layers
 from semisparse.compress.prune import sparsegpt
+from semisparse.compress.ranks import Ranks
 from semisparse.compress.search import bank as bank_module
 from semisparse.compress.search.bank import Bank, build_bank, prune_densities, to_dense, to_masked
 from semisparse.compress.search.space import search_space
@@ -35,7 +36,7 @@ def bank_of(
     space = search_space(layers, 1, accepts)
     centre = (0,) * len(space)
     quiet = {"number": number, "device": CPU, "progress": lambda *_: None, "journal": journal}
-    quiet["prune"] = prune_densities
+    quiet |= {"prune": prune_densities, "ranks": Ranks(), "offload": None}
     return build_bank(model, layers, space, centre, centre_weights or {}, calibration(), plan, **quiet)
 
 
@@ -59,7 +60,7 @@ def test_a_masked_weight_is_expanded_again(n: int, k: int, density: float, dtype
     assert torch.equal(to_dense(masked, weight), weight)
     assert masked.mask.nbytes == -(-n * k // 8)
     assert masked.values.numel() == weight.count_nonzero()
-    transposed = weight.T.contiguous().T  # the memory order of a Conv1D's weight
+    transposed = weight.T.contiguous().T  # strides as of a Conv1D's weight
     assert torch.equal(to_dense(to_masked(transposed, REPORT), transposed), weight)
 
 

@@ -67,7 +67,7 @@ def test_the_weights_obey_their_choices_and_have_the_reported_divergence():
 def test_dominated_choices_are_dropped_and_the_best_single_one_is_named():
     result = searched()
     assert result.uniform is not None
-    assert result.uniform[0] == "any w2 g8@0%"  # the only one of at most 4 bits
+    assert result.uniform[0] == "any w2 g8@0%"  # the only choice of at most 4 bits
     run = JointSearch(
         sharp_model(), calibration(), RECIPE, options, seed=0, device="cpu", progress=lambda *_: None, journal=None
     )

@@ -1,4 +1,4 @@
-"""A candidate's score against a plain forward of a model that holds its weights."""
+"""A candidate's score against the forward pass of a model that holds its weights."""
 
 import copy
 import random
@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from semisparse.compress.propagate import list_decoder_layers
+from semisparse.compress.ranks import Ranks
 from semisparse.compress.search.bank import Bank, to_masked
 from semisparse.compress.search.score import BATCHES, Scorer, scoring_batches
 from semisparse.compress.search.space import Candidate, LinearSpace, search_space
@@ -33,7 +34,7 @@ def small_bank(model: PreTrainedModel, space: list[LinearSpace]) -> Bank:
 
 def scorer_of(model: PreTrainedModel, space: list[LinearSpace], batches: int = BATCHES) -> Scorer:
     split = scoring_batches(calibration(), 10**6, seed=0, parts=batches)
-    return Scorer(model, space, small_bank(model, space), split, CPU)
+    return Scorer(model, space, small_bank(model, space), split, CPU, Ranks())
 
 
 def reference(model: PreTrainedModel, space: list[LinearSpace], candidate: Candidate) -> float:
@@ -48,7 +49,7 @@ def reference(model: PreTrainedModel, space: list[LinearSpace], candidate: Candi
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral", "opt", "gpt2"])
 def test_scores_are_kl_divergences(architecture: str):
-    """Few batches, so that some hold sequences of both lengths and are padded."""
+    """There are few batches, so that some hold sequences of both lengths and are padded."""
     assert any((batch < 0).any() for batch in scoring_batches(calibration(), 10**6, seed=0, parts=3))
     model = sharp_model(architecture)
     space = space_of(model)

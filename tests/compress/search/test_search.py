@@ -13,7 +13,7 @@ import torch
 from semisparse.compress import Journal, Recipe, compress_decoder_layers
 from semisparse.compress.propagate import list_decoder_layers
 from semisparse.compress.search import ALGORITHMS, SearchResult, search_patterns
-from semisparse.compress.search.score import BatchScore
+from semisparse.compress.search.score import BatchScore, Wanted
 from semisparse.compress.search.space import STAGE_STRIDES, LinearSpace, kept_weights, search_space
 from semisparse.compress.search.state import State
 from semisparse.errors import InputError, RecipeError
@@ -52,7 +52,7 @@ def test_the_compressed_model_keeps_exactly_as_many_weights(name: str, pattern: 
     plan = recipe(name, pattern)
     result = searched(plan)[0]
     assert result.kl <= result.uniform_kl
-    if pattern == "4:8":  # finds a better candidate; of windows in 24 columns little can be moved
+    if pattern == "4:8":  # the search finds a better candidate; with windows and only 24 columns few weights can move
         assert result.kl < result.uniform_kl
     model = sharp_model()
     budget = kept = 0
@@ -80,7 +80,7 @@ def test_another_seed_scores_other_tokens():
 
 
 def test_the_compressed_model_is_what_was_scored():
-    """Its weights come from all three banks, and were pruned before the layers in front of them were final."""
+    """Its weights come from all three banks; each was pruned before the layers before it were final."""
     plan = replace(recipe(pattern="70%", effort=48), search_tokens=10**6)
     result = search(plan)
     assert result.kl < result.uniform_kl
@@ -98,7 +98,7 @@ def test_the_compressed_model_is_what_was_scored():
     ("name", "calls"), mostly_slow([("rheosparse", 5), *(("evolution", calls) for calls in (2, 4, 5, 8))], 0, 2)
 )
 def test_resumed_at_any_call_of_progress(name: str, calls: int, tmp_path: Path):
-    """In a bank and between generations; each of evolution's three passes has a bank of 2 layers and 2 generations."""
+    """In a bank and between generations: each of the three passes has a bank of 2 layers and 2 generations."""
     plan = recipe(name, effort=30)
     started: list[str] = []
 
@@ -136,6 +136,9 @@ class StubScorer:
     def __init__(self) -> None:
         self.scored: dict[tuple[int, ...], int] = defaultdict(int)
 
+    def score_all(self, wanted: Wanted, keep_states: bool = True) -> list[list[BatchScore]]:
+        return [self.score(*pair) for pair in wanted]
+
     def score(self, candidate: tuple[int, ...], batches: range | list[int]) -> list[BatchScore]:
         self.scored[candidate] += len(batches)
         return [BatchScore(1 / len(self.scored), []) for _ in batches]
@@ -155,7 +158,7 @@ def regular_space() -> list[LinearSpace]:
 @pytest.mark.parametrize("effort", [60, 192])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_effort_is_spent(name: str, effort: int):
-    """In candidates scored on all batches, within one generation."""
+    """Counted in candidates scored on all batches, up to one generation more or less."""
     space, plan = regular_space(), recipe(name, effort=effort)
     state, batches = State.start((0,) * len(space), 1.0), 0
     for number in range(ALGORITHMS[name].passes(plan)):

@@ -48,7 +48,7 @@ def test_a_switch_moves_equal_numbers_of_weights(pattern: str, sizes: list[int],
 
 
 def test_layers_of_different_shapes_switch_levels():
-    """A step is 384 weights in one shape and 256 in the other, so that 2 steps come out even with 3."""
+    """A step is 384 weights in one shape and 256 in the other, so that 2 steps of one balance 3 of the other."""
     space = space_of("32:64", [(192, 128), (128, 128)])
     between_shapes = 0
     for seed in range(100):

@@ -1,4 +1,4 @@
-"""BQPO in a model: it helps, keeps the pattern, changes nothing else, and survives an interruption."""
+"""BQPO in a model lowers the error, keeps the pattern, changes nothing else, and can be interrupted and resumed."""
 
 import copy
 import fnmatch
@@ -77,7 +77,7 @@ def test_it_helps_on_other_tokens_and_keeps_the_pattern(architecture: str, patte
 
 
 def tiny_layer() -> tuple[nn.Module, dict[str, GroupScales], torch.Tensor, torch.Tensor]:
-    """A linear layer in groups of 4 bits, an input [1, 8 tokens, 16], and targets whose sizes differ 1,000 times."""
+    """A linear layer in groups of 4 bits, an input [1, 8 tokens, 16], and targets whose norms differ by 1,000."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(12, 16, generator=generator)
     x = torch.randn(1, 8, 16, generator=generator)
@@ -150,7 +150,7 @@ def test_progress_and_results_are_reported():
 
 def resume(directory: Path, progress=lambda *_: None) -> PreTrainedModel:
     model = random_model("llama")
-    identity = fingerprint(model, calibration(), RECIPE, seed=1, device="cpu")
+    identity = fingerprint(calibration(), RECIPE, seed=1, device="cpu")
     tune(model, store=InPlace(Journal(directory, identity)), progress=progress)
     return model
 

@@ -89,7 +89,7 @@ def test_it_needs_quantised_groups(quant: str):
 def test_interrupted_in_the_middle(tmp_path: Path):
     def resume(progress=lambda *_: None) -> PreTrainedModel:
         model = random_model("llama")
-        identity = fingerprint(model, calibration(), RECIPE, seed=3, device="cpu")
+        identity = fingerprint(calibration(), RECIPE, seed=3, device="cpu")
         compress_decoder_layers(
             model, calibration(), RECIPE, seed=3, store=InPlace(Journal(tmp_path, identity)), progress=progress
         )

@@ -1,4 +1,4 @@
-// Stands in for ptx/cp_async.cuh. Adverse copies arrive when they are waited for.
+// Stands in for ptx/cp_async.cuh. With `adverse`, copies arrive when they are waited for.
 
 #pragma once
 

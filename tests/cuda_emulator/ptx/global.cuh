@@ -11,10 +11,10 @@ inline uint4 ld_global_nc_v4(const void* from) {
 
 inline void prefetch_global_L2(const void*) {}
 
-// The worst that a value read too early may be.
+// The worst value that a thread may see if it reads too early.
 inline Word ld_relaxed_gpu(const void*) { return 0xfffffff7; }
 
-// Lets others run first: whoever calls this in a loop waits for them.
+// Runs the other threads first, so that a loop that polls does not block them.
 inline int ld_acquire_gpu(const int* from) {
     pause_fiber();
     return *from;

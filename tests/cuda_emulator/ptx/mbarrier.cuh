@@ -49,7 +49,7 @@ inline void mbarrier_complete_tx(Word mbarrier, Word bytes, Cta* cta) {
     mbarrier_check(found);
 }
 
-// Adverse bulk copies arrive once somebody waits for them.
+// With `adverse`, bulk copies arrive when a thread waits for them.
 inline void mbarrier_wait_parity(Word mbarrier, int parity) {
     while (!failure && (mbarrier_at(mbarrier).phase & 1) == parity) {
         const auto waiting = here->bulk_copies.find(mbarrier);

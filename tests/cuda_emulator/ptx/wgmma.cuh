@@ -1,5 +1,5 @@
-// Stands in for ptx/wgmma.cuh. A lane computes its own accumulators, in float64 (int64) per instruction. Adverse products read shared
-// memory as late as the wait for their group.
+// Stands in for ptx/wgmma.cuh. A lane computes its own accumulators, in float64 (int64) per instruction. With `adverse`,
+// products read shared memory as late as the wait for their group.
 
 #pragma once
 
@@ -81,10 +81,10 @@ struct Matrix {
     }
 };
 
-inline int row_of(int i) { return threadIdx.x % 32 / 4 + i / 2 % 2 * 8; }           // of a warp's 16, of an accumulator
+inline int row_of(int i) { return threadIdx.x % 32 / 4 + i / 2 % 2 * 8; }           // row of accumulator i, of a warp's 16
 inline int column_of(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
 
-// The fragments of a that a lane's rows need: its quad's.
+// The fragments of operand a for a lane's rows: those of the four lanes of its quad.
 struct Quad {
     Word words[4][4];
     explicit Quad(const Word (&a)[4]) {
@@ -112,7 +112,7 @@ void wgmma_m64k16(float (&d)[count], const Word (&a)[4], Word b, int scale_d, co
     });
 }
 
-// The two-bit positions of a row's kept values, of a quad's words of metadata.
+// The two-bit positions of a row's kept values, from the metadata words of a quad.
 struct Metadata {
     Word words[4];
     explicit Metadata(Word mine) {

@@ -25,8 +25,8 @@ def damaged(packed: Packed, name: str, at: tuple[int, ...], value: float) -> Pac
 @pytest.mark.parametrize(
     ("pattern", "name", "at", "value", "message"),
     [
-        ("32:64", "masks", (2, 0), -1, r"masks, at \[2, 0\]: a mask has not exactly 32 bits"),
-        ("32:64", "masks", (2, 1), 0, r"masks, at \[2, 1\]: a mask has not exactly 32 bits"),
+        ("32:64", "masks", (2, 0), -1, r"masks, at \[2, 0\]: a mask does not have exactly 32 bits"),
+        ("32:64", "masks", (2, 1), 0, r"masks, at \[2, 1\]: a mask does not have exactly 32 bits"),
         ("64:64", "values", (1, 127), 1.0, r"values, at \[1, 63\]: a weight past column K = 70"),
         ("64:64", "values", (1, 127), float("nan"), r"values, at \[1, 127\]: the value is not finite"),
         ("70%", "masks", (3, 0), -1, "row_starts, at .3.: a row's length"),
@@ -103,7 +103,7 @@ def store_a_sixth_value(tiles: Tensor) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (flip_mask_bit, "has not exactly 5 bits"),
+        (flip_mask_bit, "does not have exactly 5 bits"),
         (fill_masks, "padding|bits"),
         (fill_padding, "padding"),
         (store_a_sixth_value, "more than 5 values"),

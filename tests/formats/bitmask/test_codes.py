@@ -71,7 +71,7 @@ def test_bytes_on_disk_mean_the_weight_within_half_a_code(pattern: str, kind: st
     assert not unpacked[weight == 0].any()
     assert not unpacked.signbit()[unpacked == 0].any()
     largest = torch.nn.functional.pad(weight.double(), (0, -k % 64)).unflatten(1, (-1, 64)).abs().amax(-1)
-    # The largest weight is the code below which there is none, so another of the other sign may be cut by half a code.
+    # The largest weight has code 0, so a weight of the other sign and equal size is clamped, by up to a code.
     step = (largest / 2 ** (BITS[kind] - 1)).repeat_interleave(64, 1)[:, :k]
     slack = torch.finfo(dtype).eps * weight.double().abs() * 2 + torch.finfo(dtype).tiny
     error = (torch.tensor(values, dtype=torch.float64) - weight.double()).abs()
@@ -81,7 +81,7 @@ def test_bytes_on_disk_mean_the_weight_within_half_a_code(pattern: str, kind: st
 
 @pytest.mark.parametrize("kind", BITS)
 def test_a_rounded_weight_is_stored_without_loss(kind: str):
-    """As compress stores it: with the scales that it was rounded by, which tuning has moved."""
+    """As `compress` stores it: with the scales that it was quantised with, which tuning has changed."""
     weight = build(parse_pattern("32:64"), random, 20, 200)
     scales = scales_of(weight, BITS[kind], 64, torch.float16, symmetric=True)
     scales = replace(scales, scale=scales.scale * torch.linspace(0.7, 1.2, 4).half())
@@ -111,9 +111,9 @@ def test_a_variable_layout_is_cut_and_joined_without_rounding_again(dim: int):
 @pytest.mark.parametrize(
     ("pattern", "name", "at", "value", "message"),
     [
-        ("32:64", "masks", (2, 0), -1, r"masks, at \[2, 0\]: a mask has not exactly 32 bits"),
+        ("32:64", "masks", (2, 0), -1, r"masks, at \[2, 0\]: a mask does not have exactly 32 bits"),
         ("64:64", "codes", (1, 63), 0, r"codes, at \[1, 62\]: a weight past column K = 70"),
-        ("7:64", "codes", (3, 3), 0x18, r"codes, at \[3, 0\]: what follows the last code"),
+        ("7:64", "codes", (3, 3), 0x18, r"codes, at \[3, 0\]: the four bits after the last code"),
         ("70%", "row_starts", (2,), 2**62, "row_starts, at .1.: a row's length"),
         ("70%", "masks", (3, 0), -1, "row_starts, at .3.: a row's length"),
         ("32:64", "scale", (1, 1), 0.0, r"scale, at \[1, 1\]: the scale is 0"),

@@ -95,7 +95,7 @@ def test_older_instruction_sets(without: str, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("pattern", ["32:64", "70%"])
 def test_a_spec_of_fewer_rows_multiplies_the_first_rows_eager_and_compiled(pattern: str):
-    """The shape is that of the spec alone. Taken from the tensors, it made eager and compiled results differ."""
+    """The shape comes from the spec. When it was taken from the tensors, eager and compiled results differed."""
     packed = packed_weight(pattern, 8, 128)
     first = Packed(replace(packed.spec, shape=(4, 128)), packed.tensors)
     assert torch.equal(first.unpack(), packed.unpack()[:4])

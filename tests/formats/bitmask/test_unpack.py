@@ -1,4 +1,4 @@
-"""unpack.cu against the packer, and the product that follows it."""
+"""unpack.cu against the packer, and the matmul on its result."""
 
 from dataclasses import replace
 

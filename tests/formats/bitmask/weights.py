@@ -1,4 +1,4 @@
-"""What the tests of this folder multiply, and how they compare it."""
+"""Weights, operands and comparisons for the tests of this folder."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +27,7 @@ def random_weight(n: int, k: int, pattern: str, dtype: torch.dtype = torch.float
 
 
 def in_tiles(n: int, k: int, pattern: str, dtype: torch.dtype = torch.float16) -> Packed:
-    """Return such a weight in the layout of a GPU, where it is."""
+    """Return a random weight in the layout `tiles`, on the CPU."""
     packed = BITMASK.arrange(BITMASK.pack(random_weight(n, k, pattern, dtype), pattern), "cuda")
     assert packed.params == {"layout": "tiles"}
     return packed

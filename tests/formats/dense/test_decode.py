@@ -1,4 +1,4 @@
-"""decode.cu, emulated: ragged rows and columns, several row tiles per CTA, one and two operands of tokens."""
+"""decode.cu, emulated: ragged rows and columns, several row tiles per CTA, one and two mma operands of 8 tokens."""
 
 from dataclasses import replace
 

@@ -96,7 +96,7 @@ def unaligned(x: Tensor) -> Tensor:
 
 
 def test_an_unaligned_x_is_copied_before_torchs_int4_gemm(monkeypatch: pytest.MonkeyPatch):
-    """torch does not check, and "misaligned address" loses the CUDA context."""
+    """torch does not check the alignment, and a "misaligned address" error destroys the CUDA context."""
     received = []
     monkeypatch.setattr(torch, "_weight_int4pack_mm", lambda x, *rest: received.append(x) or x.new_zeros(len(x), 64))
     packed, x = packed_weight("int4"), random_x(3)

@@ -1,4 +1,4 @@
-"""Untrusted files: what is wrong is named, whatever is accepted keeps every weight inside, and nothing is expensive."""
+"""Untrusted files: faults are named, accepted weights are inside the matrix, and checks take little time."""
 
 import time
 from dataclasses import replace
@@ -54,8 +54,8 @@ def test_what_is_wrong_with_panels_is_named(name: str, at: tuple[int, ...], valu
         ("bundles", (0, 1), 2, "vector is neither"),
         ("bundles", (0, 2), 0, "not a positive multiple of the vector"),
         ("bundles", (1, 3), 1, "offset is not where"),
-        ("slots", (0,), -1, "slots, at .0.: the slot is none"),
-        ("slots", (0,), 1, "not one sum"),
+        ("slots", (0,), -1, "slots, at .0.: the slot is not in 0"),
+        ("slots", (0,), 1, "do not write this slot exactly once"),
         ("row_slots", (1,), 100, "begin before those"),
         ("bases", (0, 0), -1, "bases, at .0, 0.: the column is not below K = 50"),
         ("deltas", (0,), 255, "lane 0 of bundle 0 reaches column"),
@@ -123,7 +123,7 @@ def test_a_step_over_a_row_is_refused(value: float):
 @pytest.mark.usefixtures("checker")
 @pytest.mark.parametrize(("base", "delta"), [(2, 18), (3, 17)])
 def test_padding_does_not_go_back_below_a_weight(base: int, delta: int):
-    """Weights at the positions 0 to 3, and 20 in the next row. `unpack` takes a base for the end of a segment."""
+    """Weights at positions 0 to 3, and 20 in the next row. In `unpack` a segment ends at the next base."""
     weight = torch.zeros(2, 512)
     weight[0, [0, 32, 64, 96]] = weight[1, 128] = 1.0
     packed = EC_CSR.pack(weight, "90%", delta_bits=8)
@@ -174,7 +174,7 @@ def test_a_span_beyond_its_limit_is_refused():
         EC_CSR.validate(packed.in_layout({**packed.params, "span_limit": 6}, packed.tensors))
 
 
-# Sizes that no machine has
+# Sizes beyond any machine's memory
 
 
 def hostile(n: int, k: int, layout: str = "banks") -> Packed:
@@ -205,7 +205,7 @@ def test_a_small_file_that_declares_a_huge_weight_is_refused_at_once(layout: str
 
 @pytest.mark.usefixtures("checker")
 def test_the_check_takes_no_more_memory_than_the_file():
-    """The content of K = 2**29 columns of zeros is sound; with lists out of order, each list is walked."""
+    """A file of K = 2**29 columns of zeros is valid; if its lists are out of order, each list is walked."""
     packed = hostile(1, 1 << 29)
     EC_CSR.check_content(packed)
     filled = {name: t.repeat(256) for name, t in (("values", torch.ones(1)), ("deltas", torch.tensor([255]).byte()))}
@@ -223,5 +223,5 @@ def test_the_check_takes_no_more_memory_than_the_file():
 def test_compiled_code_refuses_such_sizes_by_itself(k: int):
     """It returns an error; it neither divides by zero nor throws through its C interface."""
     packed = hostile(1, k)
-    with pytest.raises(KernelError, match="its sizes are beyond the kernel's"):
+    with pytest.raises(KernelError, match="its sizes are beyond what the kernel supports"):
         cpu.check_lists(packed)

@@ -1,4 +1,4 @@
-"""Row panels and the paper's kernel on a GPU: the kernel that is expected, and the bytes that come back."""
+"""Row panels and the paper's kernel on a GPU: `auto` takes the expected kernel, and moving back restores the bytes."""
 
 import pytest
 import torch

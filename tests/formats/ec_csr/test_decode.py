@@ -56,14 +56,14 @@ def test_too_little_shared_memory_is_refused(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_weight_that_is_not_arranged(emulated):
-    """It may have any span, so shared memory is sized for a whole panel."""
+    """A weight that was not arranged may have any span, so shared memory is sized for a whole panel."""
     packed = EC_CSR.pack(uneven_weight(65, 1100), "0%", delta_bits=4)
     x, bias = operands(packed, 1)
     check(decode.prepare(problem_of(x, packed))(x, packed, bias), x, packed, bias)
 
 
 def test_all_shared_memory_is_dynamic():
-    """Static shared memory beside it would escape the limit above which a launch needs permission."""
+    """Static shared memory would not count in the attribute that permits more than 48 KB per CTA."""
     for variant in decode.SOURCE.variants[:2]:
         for resources in decode.SOURCE.build("semisparse_ec_csr_decode", variant).compile("sm_90a").resources.values():
             assert resources.shared == 0

@@ -58,7 +58,7 @@ def test_panels_that_suit_stay_the_same_tensors(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_tensors_that_nothing_was_loaded_into_stay(monkeypatch: pytest.MonkeyPatch):
-    """As torch's to_empty makes them, before a state dict is loaded."""
+    """torch's to_empty allocates such tensors before a state dict is loaded."""
     emulate(monkeypatch, sms=2)
     packed = EC_CSR.pack(random_weight(100, 300, "70%"), "70%")
     for fill in (0, 3, -1):
@@ -75,7 +75,7 @@ def test_no_sm_has_many_more_rows_than_it_must(n: int, sms: int):
 
 
 def test_layers_of_one_shape_share_their_kernels(monkeypatch: pytest.MonkeyPatch):
-    """Whatever they count, and though their spans differ."""
+    """Their numbers of non-zeros and their spans differ."""
     emulate(monkeypatch, sms=132)
     x = torch.zeros(1, 1100).half()
     few, many = random_weight(64, 1100, "90%"), random_weight(64, 1100, "0%")

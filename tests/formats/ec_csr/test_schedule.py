@@ -1,4 +1,4 @@
-"""Which kernel computes what, and how it is compiled, for GPUs that are not here."""
+"""Which kernel computes which problem, and how it is compiled, for GPUs described by their facts."""
 
 import itertools
 

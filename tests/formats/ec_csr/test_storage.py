@@ -100,7 +100,7 @@ def test_a_wide_layer_is_less_than_45_percent_of_csr():
 
 @pytest.mark.parametrize(("pattern", "smallest"), [("90%", "bitmask"), ("95%", "ec_csr")])
 def test_the_format_of_fewest_bytes_of_a_wide_layer(pattern: str, smallest: str):
-    """With 4,096 columns the two cross at 93 % zeros (docs/experiments/audit.md)."""
+    """With 4,096 columns `ec_csr` becomes smaller than `bitmask` at 93 % zeros (docs/experiments/audit.md)."""
     assert pack_for_disk(random_weight(256, 4096, pattern), "auto", pattern).spec.format == smallest
 
 

@@ -28,7 +28,7 @@ def operands(packed: Packed, m: int, dtype=None, device: str = "cpu") -> tuple[T
 
 
 def stored_weight(packed: Packed) -> Tensor:
-    """Return the weight that is stored, in float64: not rounded to the weight's dtype."""
+    """Return the stored weight, dequantised in float64 without rounding to the weight's dtype."""
     tensors = {**packed.tensors, "scale": packed.tensors["scale"].float()}
     return Packed(replace(packed.spec, dtype=torch.float32), tensors).unpack().double()
 

@@ -33,7 +33,7 @@ def test_the_number_of_threads_changes_no_bit():
 
 @pytest.mark.parametrize("m", [1, 9, 40])
 def test_w4a8_has_8_bit_activations_for_any_number_of_tokens(m: int):
-    """What `auto` takes multiplies the quantised x: it is far nearer to that result than to the unquantised one."""
+    """The kernel of `auto` multiplies the quantised x: its result is far from that of the unquantised x."""
     packed = packed_weight(30, 200, kind="w4a8")
     x, bias = operands(packed, m)
     weight = packed.unpack().double()

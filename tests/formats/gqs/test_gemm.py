@@ -106,7 +106,7 @@ def test_operands_of_any_layout(emulated, k: int, dtype: torch.dtype, m: int):
 @pytest.mark.slow
 @pytest.mark.parametrize("splits", [1, 2])
 def test_what_is_infinite_stays_in_its_token(emulated, splits: int):
-    """A warp whose range of K is shorter than the others' has zeros for x, not the next part of it: 0 * inf is NaN."""
+    """A warp whose range of K is shorter than the others' multiplies zeros, not the next part of x: 0 * inf is NaN."""
     packed = GQS.pack(torch.ones(16, 700).half(), "g16@0%", kind="w4")
     x = torch.zeros(3, 700).half()
     x[1, 400] = torch.inf  # the second part's first k-tile, one after the first part's three

@@ -9,7 +9,7 @@ from semisparse.formats.gqs.cuda.wgmma_schedule import RATES, tiles_of
 from semisparse.formats.kernel import Problem
 from semisparse.formats.product import problem_of
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.expand_gemm import SPLIT_K, Schedule, choose, fit
+from semisparse.runtime.expand_gemm import SPLIT_K, STREAM_K, Schedule, choose, fit
 from tests.choosing import mostly_slow
 from tests.cuda_emulator import emulate, needs_compiler
 from tests.formats.gqs.reference import GQS, check, operands, packed_weight
@@ -127,8 +127,8 @@ def test_on_a_gpu(kind: str, dtype: torch.dtype, pattern: str, n: int, k: int, m
 @needs_hopper
 @pytest.mark.parametrize(
     ("tile_m", "shape", "split_k"),
-    [(tile_m, shape, 0) for tile_m, shapes in RATES.stream_k.items() for shape in shapes]
-    + [(tile_m, shape, split_k) for tile_m, shape in SPLIT_K.items() for split_k in (1, 3)],
+    [(tile_m, shape, 0) for tile_m, shapes in STREAM_K.items() for shape in shapes]
+    + [(tile_m, shape, split_k) for tile_m, shapes in SPLIT_K.items() for shape in shapes for split_k in (1, 3)],
 )
 def test_every_shape_on_a_gpu(tile_m: int, shape: tuple[int, int, int], split_k: int):
     packed = packed_weight(3000, 4100, "g16@50%", HALF, kind="w4").to("cuda")

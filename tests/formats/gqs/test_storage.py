@@ -134,7 +134,7 @@ def test_kernels_are_prepared_without_the_number_of_kept_groups():
 
 @pytest.mark.parametrize("kind", ["w4", "w3"])
 def test_parts_are_cut_and_joined_without_quantising_again(kind: str):
-    """GQSA's rounding is lost if a weight is quantised twice: groups move as they are."""
+    """Quantising a weight twice would lose GQSA's rounding, so stored groups are moved unchanged."""
     whole = packed_weight(50, 176, kind=kind)
     pattern = whole.pattern
     for dim, edge in ((0, 21), (1, 80)):

@@ -1,4 +1,4 @@
-"""lift.cu by itself: x in tiles, and read back from them."""
+"""Run lift.cu by itself, and read x back from its tiles."""
 
 import torch
 from torch import Tensor

@@ -83,7 +83,7 @@ def library(monkeypatch, tmp_path) -> Library:
 
 
 def forget() -> None:
-    """Start as a new process does."""
+    """Clear all caches, so that a test starts as a new process does."""
     cusparselt._plans.clear()
     cusparselt._searched.cache_clear()
 

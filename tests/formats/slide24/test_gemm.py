@@ -40,7 +40,7 @@ def check(y: Tensor, x: Tensor, packed: Packed, bias: Tensor | None) -> None:
     ("pattern", "kind", "dtype", "n", "k", "tile", "splits", "sms", "tokens"),
     mostly_slow(
         [
-            # 4 K tiles. 6 tiles of y, of which the last is split; then 2, in splits that no one wave holds.
+            # 4 K tiles. 6 tiles of y, of which the last is split; then 2 tiles of y in more splits than one wave holds.
             ("6:8", "int8", torch.bfloat16, 130, 300, ALONE, 3, 5, (130, 191)),
             ("6:8", "int8", torch.bfloat16, 130, 300, ALONE, 3, 5, (1,)),
             # The last of three tiles of y is split; rows do not fill the cluster.

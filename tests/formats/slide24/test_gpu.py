@@ -1,4 +1,4 @@
-"""Every kernel on a GPU: against float64, the bytes that come back, and capture in a CUDA graph."""
+"""Every kernel on a GPU: against float64, moved back to the same bytes, and captured in a CUDA graph."""
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from semisparse.formats.slide24.cuda import schedule
 from semisparse.formats.slide24.storage import gpu
 from semisparse.formats.slide24.storage.disk import value_dtype
 from semisparse.runtime.kernel import hopper_refusal
+from tests.formats.checking import sum_error
 from tests.formats.slide24 import reference
 from tests.formats.slide24.lifting import lift_into_tiles, rows_of
 from tests.formats.slide24.reference import KINDS, SLIDE24, assert_same_bits, exact_linear, packed_weight
@@ -45,11 +46,6 @@ def packed_for(kernel: str, pattern: str, n: int, k: int, kind: str | None, dtyp
     return arrange(on_gpu)
 
 
-def sum_error(packed: Packed) -> float:
-    """Return a sum's error as a share of its magnitudes: fp8's tensor cores keep some 14 bits, float32's cut off."""
-    return {"int8": 2.0**-20, "fp8": 2.0**-10}.get(packed.params.get("kind"), packed.shape[1] * 2.0**-23)
-
-
 def check_linear(kernel: str, packed: Packed, m: int, dtype: torch.dtype) -> None:
     n, k = packed.shape
     generator = torch.Generator("cuda").manual_seed(m)
@@ -57,11 +53,12 @@ def check_linear(kernel: str, packed: Packed, m: int, dtype: torch.dtype) -> Non
     bias = torch.randn(n, generator=generator, device="cuda").to(dtype)
     unbiased, magnitude = exact_linear(x, packed)
     half = torch.finfo(dtype).eps / 2
+    error = 2.0**-20 if packed.params.get("kind") == "int8" else sum_error(packed)  # int8 sums are exact until scaled
     for given, exact in ((None, unbiased), (bias, unbiased + bias.double())):
         y = linear(x, packed, given, kernel)
         # cuSPARSELt's sums for a bfloat16 x are rounded once before they are scaled; ours only at the end.
         before = half * unbiased.abs() if kernel == "cusparselt" else 0
-        allowed = before + half * exact.abs() + sum_error(packed) * magnitude + 1e-6
+        allowed = before + half * exact.abs() + error * magnitude + 1e-6
         assert ((y.double() - exact).abs() <= allowed).all(), given is not None
         assert torch.equal(y, linear(x, packed, given, kernel)), "two calls differ"
 

@@ -1,4 +1,4 @@
-"""The layouts on a GPU, as far as a CPU can tell: they come back as the same bytes, and what is refused."""
+"""The layouts on a GPU, tested on a CPU: converting back restores the bytes, and invalid content is refused."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_layouts_that_cannot_be_are_refused():
 @pytest.mark.parametrize(("capability", "layout"), [((9, 0), "tiles"), ((7, 5), "rows")])
 def test_a_gpu_gets_the_layout_of_its_kernel(capability, layout, monkeypatch):
     packed = packed_weight("6:8", 5, 40, "int8")
-    assert SLIDE24.arrange(packed, "cuda") is packed  # nothing but a CPU is here
+    assert SLIDE24.arrange(packed, "cuda") is packed  # its tensors are on a CPU, so nothing is converted
     emulate(monkeypatch, capability=capability)
     arranged = SLIDE24.arrange(packed, "cuda")
     assert gpu.layout_of(arranged.params) == layout

@@ -36,6 +36,6 @@ def test_quantisation_that_no_format_stores_is_refused():
 
 
 def test_another_formats_recipe_names_this_format():
-    message = "bitmask does not store quant=int8 of pattern 6:8; set another one, or format=dense or slide24"
+    message = "bitmask does not store quant=int8 of pattern 6:8; set another quant or format=dense or slide24"
     with pytest.raises(RecipeError, match=message):
         read_recipe("rheosparse", ("format=bitmask", "quant=int8", "pattern=6:8"))

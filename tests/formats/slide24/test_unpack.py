@@ -16,7 +16,7 @@ pytestmark = needs_compiler
     ("kind", "patterns"), [("int8", ("2:4", "6:8", "14:16", "32:34")), (None, ("2:4", "4:6", "8:10", "32:34"))]
 )
 def test_tiles_unpack_to_the_dense_weight(kind, patterns, emulated):
-    """Multiplied with the identity, in which case the dense matmul is exact."""
+    """The unpacked weight is multiplied with the identity, for which the dense matmul is exact."""
     for pattern in patterns:
         for n, k in ((1, 1), (65, 173), (70, 264)):
             packed = packed_weight(pattern, n, k, kind, torch.bfloat16)

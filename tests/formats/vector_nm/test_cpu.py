@@ -1,4 +1,4 @@
-"""The CPU kernel: what it leaves to others, and its results in several gathers."""
+"""The CPU kernel: which problems it refuses, and its results with several gathers."""
 
 import pytest
 import torch

@@ -64,7 +64,7 @@ def prepare_with_4_warps(problem: Problem) -> Product:
     [(decode.prepare, "4:32v128", 330, torch.bfloat16), (prepare_with_4_warps, "5:7v128", 773, torch.float16)],
 )
 def test_tokens_do_not_mix_and_tensors_may_begin_anywhere(emulated, prepare, pattern: str, k: int, dtype: torch.dtype):
-    """What is stored past column K must not meet the next token's first columns; a view is not aligned."""
+    """Values stored past column K must not be multiplied by the next token's first columns. Views are not aligned."""
     packed = pack(pattern, 130, k, dtype)
     values = packed.tensors["values"]
     shifted = torch.empty(values.numel() + 1, dtype=dtype)[1:].view_as(values).copy_(values)

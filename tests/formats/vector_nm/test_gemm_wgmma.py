@@ -9,7 +9,7 @@ from semisparse.formats.vector_nm.cuda import gemm_wgmma
 from semisparse.formats.vector_nm.cuda.wgmma_schedule import RATES, tiles_of
 from semisparse.patterns import VectorNM
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.expand_gemm import SPLIT_K, Schedule, choose, fit
+from semisparse.runtime.expand_gemm import SPLIT_K, STREAM_K, Schedule, choose, fit
 from tests.choosing import mostly_slow
 from tests.cuda_emulator import emulate, emulated, needs_compiler
 from tests.formats.vector_nm.reference import VECTOR_NM, check, check_kernel, operands, pack
@@ -89,8 +89,8 @@ def test_on_a_gpu(pattern: str, dtype: torch.dtype, n: int, k: int, m: int):
 @needs_hopper
 @pytest.mark.parametrize(
     ("tile_m", "shape", "split_k"),
-    [(tile_m, shape, 0) for tile_m, shapes in RATES.stream_k.items() for shape in shapes]
-    + [(tile_m, shape, split_k) for tile_m, shape in SPLIT_K.items() for split_k in (1, 3)],
+    [(tile_m, shape, 0) for tile_m, shapes in STREAM_K.items() for shape in shapes]
+    + [(tile_m, shape, split_k) for tile_m, shapes in SPLIT_K.items() for shape in shapes for split_k in (1, 3)],
 )
 def test_every_shape_on_a_gpu(tile_m: int, shape: tuple[int, int, int], split_k: int):
     packed = pack("16:32v32", 3000, 4100).to("cuda")

@@ -135,7 +135,7 @@ def test_the_column_order_multiplies_the_weight(emulated, pattern: str, n: int, 
 
 @needs_compiler
 def test_columns_that_all_groups_keep_or_none(emulated):
-    """Quads of two columns, which all eight slices keep, and a row tile of zeros. Any density can be ordered."""
+    """Quads of two columns that all eight slices keep, and a row tile of zeros: any density has a column order."""
     weight = torch.zeros(520, 64)
     weight[:256, ::2] = 1
     packed = VECTOR_NM.pack(weight.half(), "16:32v32")

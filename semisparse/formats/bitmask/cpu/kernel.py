@@ -1,4 +1,4 @@
-"""The CPU kernel: few tokens straight from the packed bytes, many by bands of rows that torch multiplies."""
+"""The CPU kernel: few tokens are multiplied with packed bytes; for many, torch multiplies expanded bands of rows."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from semisparse.formats.kernel import Problem, Product
 from semisparse.runtime import cpp
 
 MAX_DIRECT_TOKENS = 32
-"""Bands take 12.6 ms against 7.0 at 32 tokens, and win from 40 (one thread) or 96 (two) on: 4096 x 4096, Zen 4."""
+"""Maximum M without bands. At M = 32 bands take 12.6 ms instead of 7.0; they are faster from M = 40 on (one thread) or
+96 (two threads): 4096 x 4096, Zen 4."""
 
 BAND_BYTES = 8 << 20
-"""Of float32 weights expanded at a time."""
+"""Bytes of a band: the float32 weights expanded at a time."""
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-"""The numbers that kernel.cpp knows the dtypes of values by."""
+"""The number that stands for each dtype in kernel.cpp."""
 
 
 class _Weight(ctypes.Structure):

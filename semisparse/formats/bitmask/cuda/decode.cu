@@ -1,7 +1,7 @@
 // y[m, n] = x[m, k] @ w[n, k].T + bias[n] for a bitmask weight in the layout `tiles` and m of 1 to TILE_M.
 //
 // Grid: 1-D, persistent CTAs. CTA: WARPS_N x WARPS_K warps. The WARPS_K warps of a row tile (16 rows of w) split its column
-// tiles among them (sliced-K); WARPS_N row tiles are computed side by side, and the CTA strides over all of them.
+// tiles among them (sliced-K). The CTA computes WARPS_N row tiles at a time and strides over all row tiles of w.
 //
 // A warp expands a tile into 16 fragments of mma.m16n8k16 with the weights as the 16-row operand. Tokens are the 8 columns of
 // the other operand, so 1 and 8 tokens take the same pass. A k-step is 4 columns of every lane's block: the 16 columns of a
@@ -14,26 +14,31 @@
 //   accumulators of every warp, double-buffered              64 TILE_M each
 // Both rings are filled with cp.async, STAGES tiles ahead. An x tile is not copied again where the columns stay the same.
 //
-// A fused kernel asks for its first weight tiles before griddepcontrol.wait. With SILU_MUL row tiles come in pairs,
-// rows r to r + 15 and n / 2 + r to n / 2 + r + 15, that two of the WARPS_N row tiles of a CTA are.
+// A fused kernel issues the copies of its first weight tiles before griddepcontrol.wait. With SILU_MUL row tiles come in
+// pairs, rows r to r + 15 and n / 2 + r to n / 2 + r + 15; a CTA computes both of a pair at the same time (WARPS_N >= 2).
 //
 // Accumulators are float32 and added in a fixed order: every run returns the same bits.
 //
-// Bound by latency and issue at one or two tiles per warp (4096 x 4096, m = 1: DRAM 42 %, ALU 45 %, issue 46 %, 8.2 us of a
-// floor of 4.4), by memory at 28672 x 8192 (DRAM 78 %, .82 to .92 of the floor's rate). README.md has the figures.
+// Bound by latency and issue at one or two tiles per warp (4096 x 4096, m = 1: DRAM 42 %, ALU 45 %, issue 46 %, 8.2 us where
+// the floor is 4.4), by memory at 28672 x 8192 (DRAM 78 %, .82 to .92 of the floor's rate). README.md has the figures.
+//
+// With EXPERTS (rows.cuh) the weight is a stack of experts, and a second dimension of the grid has one expert per row, or if
+// TILE_M is 1 one pair of a token and an expert. Each row of the grid is as the grid above, over the expert's row tiles; CTAs
+// of an expert that no token chose end at once. If an expert has more than TILE_M pairs, its CTAs take them TILE_M at a time.
 //
 // Compiled with SCALAR (__half or __nv_bfloat16), KEEP (values per block), TILE_M (1, 8, 16, 32 or 64), WARPS_N, WARPS_K,
-// STAGES, and what fusion.cuh takes.
+// STAGES, EXPERTS, and what fusion.cuh takes.
 
 #include "arrive_warp.cuh"
 #include "ptx/bar.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/mma.cuh"
+#include "rows.cuh"
 #include "stage_x.cuh"
 #include "tile.cuh"
 #include "types.cuh"
 
-constexpr int kSliceThreads = WARPS_K * kWarpSize;  // of a row tile
+constexpr int kSliceThreads = WARPS_K * kWarpSize;  // threads per row tile
 constexpr int kUnit = 8;                            // values of x in 16 bytes: two k-steps of a lane
 constexpr int kTokenBytes = kTileColumns * 2;       // per token of an x tile
 constexpr int kTokenGroups = (TILE_M + 7) / 8;      // mma operands of 8 tokens
@@ -50,6 +55,7 @@ __device__ __forceinline__ int swizzle(int block, int token) { return (block + t
 // Copies tiles of x to shared memory.
 struct XLoader {
     const SCALAR* x;  // [m, k]
+    Rows rows;
     int m, k;
     bool aligned;     // whether every row of x begins at a multiple of 16 bytes
 
@@ -57,16 +63,23 @@ struct XLoader {
     __device__ __forceinline__ void copy(Word to, int column_tile, int first, int lane) const {
         const int column = column_tile * kTileColumns + lane * kUnit;
         const int left = min(max(k - column, 0), kUnit);
-        const SCALAR* from = x + (left ? column : 0) + static_cast<long long>(first) * k;
+        const SCALAR* row_0 = x + (left ? column : 0);
+        const SCALAR* from = row_0 + static_cast<long long>(first) * k;
         if (aligned) {
 #pragma unroll
             for (int i = 0; i < TILE_M; i += WARPS_N, from += WARPS_N * static_cast<long long>(k))
-                if (first + i < m) cp_async_16(unit_address(to, first + i, lane), from, left * 2);
+                if (first + i < m) cp_async_16(unit_address(to, first + i, lane), row_of(row_0, from, first + i), left * 2);
             return;
         }
 #pragma unroll 1
         for (int token = first; token < m; token += WARPS_N, from += WARPS_N * static_cast<long long>(k))
-            copy_values(unit_address(to, token, lane), reinterpret_cast<const unsigned short*>(from), left);
+            copy_values(unit_address(to, token, lane),
+                        reinterpret_cast<const unsigned short*>(row_of(row_0, from, token)), left);
+    }
+
+    // The row of a token, which is `next` unless tokens may be any rows.
+    __device__ __forceinline__ const SCALAR* row_of(const SCALAR* row_0, const SCALAR* next, int token) const {
+        return EXPERTS ? row_0 + rows.x(token) * k : next;
     }
 
     static __device__ __forceinline__ Word unit_address(Word tile, int token, int lane) {
@@ -126,7 +139,7 @@ __device__ __forceinline__ void store_partial(Partial& partial, const Accumulato
     }
 }
 
-// The row tile of w that is `index`-th of those that CTAs stride over.
+// The row tile of w at position `index` of the order in which CTAs stride over row tiles: with SILU_MUL pair by pair.
 __device__ __forceinline__ int row_tile_of(int index, int row_tiles) {
     return SILU_MUL ? index / 2 + index % 2 * (row_tiles / 2) : index;
 }
@@ -137,17 +150,17 @@ __device__ __forceinline__ float residual_at(const SCALAR* residual, int i, int 
     return ADD_RESIDUAL && token < m && row < n ? to_float(residual[static_cast<long long>(token) * n + row]) : 0.0f;
 }
 
-// Adds the partials of the K slices of a row tile, or of a pair of them, and stores y; `index` is the thread's among `threads`,
-// `first_residual` what is added to its first output.
+// Adds the partials of the K slices of a row tile, or of a pair of row tiles, and stores y. `index` numbers this thread among
+// the `threads` that share the outputs; `first_residual` is the residual of its first output, which was loaded early.
 __device__ __forceinline__ void reduce_slices(const Partial* partials, const SCALAR* bias, const SCALAR* residual,
-                                              float first_residual, SCALAR* y, int m, int n, int first_row, int index,
-                                              int threads) {
+                                              float first_residual, SCALAR* y, Rows y_rows, int m, int n, int first_row,
+                                              int index, int threads) {
     const int rows = SILU_MUL ? n / 2 : n;
 #pragma unroll 1
     for (int i = index; i < m * kTileRows; i += threads) {
         const int row = first_row + i % kTileRows;
         if (row >= rows) continue;
-        const long long at = static_cast<long long>(i / kTileRows) * rows + row;
+        const long long at = y_rows.y(i / kTileRows) * rows + row;
         float sum = bias ? to_float(bias[row]) : 0.0f, up = SILU_MUL && bias ? to_float(bias[rows + row]) : 0.0f;
         const float added = i == index ? first_residual : residual_at(residual, i, m, n, first_row);
 #pragma unroll
@@ -186,7 +199,7 @@ struct WarpPipeline {
         if (group + warp_n < row_tiles) copy_tile(weight_ring + stage * kTileBytes, tiles + index * kTileBytes, lane);
     }
 
-    // Refills a stage whose x tile is that of column tile `held`.
+    // Refills a stage. Its x tile, of column tile `held`, is kept if the next tile is in the same columns.
     __device__ __forceinline__ void refill(int stage, int held) {
         if (!kFused && group < row_tiles && column != held) x.copy(x_ring + stage * x_bytes, column, warp_n, lane);
         copy_weights(stage);
@@ -205,7 +218,7 @@ struct WarpPipeline {
         }
     }
 
-    // The same in a fused kernel, where x is no ring.
+    // Fills all stages of a fused kernel, which has no ring of x tiles.
     __device__ __forceinline__ void fill_weights() {
 #pragma unroll
         for (int i = 0; i < STAGES; ++i, advance()) {
@@ -215,19 +228,23 @@ struct WarpPipeline {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(WARPS_N * kSliceThreads, 1) semisparse_bitmask_decode(
-    // x and residual are not __restrict__: loads that the compiler takes for constants could move before the wait.
-    const SCALAR* x,                          // [m, k]
-    const unsigned char* __restrict__ tiles,  // [row_tiles, column_tiles, kTileBytes]
-    const SCALAR* bias,                       // [n] or null
-    const SCALAR* norm_weight,                // [k], aligned to 16 bytes, with RMS_NORM
-    const SCALAR* residual,                   // [m, n] with ADD_RESIDUAL
-    SCALAR* y,                                // [m, n], or [m, n / 2] with SILU_MUL
-    int m, int n, int k, int row_tiles, int column_tiles,
-    int x_aligned,                            // whether every row of x begins at a multiple of 16 bytes
-    float epsilon
-) {
-    extern __shared__ __align__(256) unsigned char shared[];
+// The kernel's operands.
+struct Operands {
+    const SCALAR* x;             // [m, k]
+    const unsigned char* tiles;  // [row_tiles, column_tiles, kTileBytes]
+    const SCALAR* bias;          // [n] or null
+    const SCALAR* norm_weight;   // [k], aligned to 16 bytes, with RMS_NORM
+    const SCALAR* residual;      // [m, n] with ADD_RESIDUAL
+    SCALAR* y;                   // [m, n], or [m, n / 2] with SILU_MUL
+    Rows rows;
+    int m, n, k, row_tiles, column_tiles;
+    int x_aligned;               // whether every row of x begins at a multiple of 16 bytes
+    float epsilon;
+};
+
+// Computes y. `shared` is the dynamic shared memory.
+__device__ __forceinline__ void decode(const Operands& operands, unsigned char* shared) {
+    const auto [x, tiles, bias, norm_weight, residual, y, rows, m, n, k, row_tiles, column_tiles, x_aligned, epsilon] = operands;
     const int lane = threadIdx.x % kWarpSize;
     const int warp = threadIdx.x / kWarpSize;
     const int warp_n = warp / WARPS_K;
@@ -238,18 +255,18 @@ extern "C" __global__ void __launch_bounds__(WARPS_N * kSliceThreads, 1) semispa
     const Word x_rings = smem_address(shared) + kWarps * STAGES * kTileBytes;
     const int x_tiles = kFused ? column_tiles : WARPS_K * STAGES;
     Partial* partials = reinterpret_cast<Partial*>(shared + kWarps * STAGES * kTileBytes + x_tiles * x_bytes);
-    WarpPipeline pipeline{tiles, XLoader{x, m, k, x_aligned != 0}, smem_address(shared) + warp * STAGES * kTileBytes,
+    WarpPipeline pipeline{tiles, XLoader{x, rows, m, k, x_aligned != 0}, smem_address(shared) + warp * STAGES * kTileBytes,
                           x_rings + slice * STAGES * x_bytes, x_bytes, row_tiles, column_tiles, stride, warp_n, slice, lane,
                           first_group, slice};
-    griddepcontrol_launch_dependents();
+    if (!EXPERTS) griddepcontrol_launch_dependents();
     if constexpr (!kFused) {
-        griddepcontrol_wait();
+        if (!EXPERTS) griddepcontrol_wait();
         pipeline.fill();
     } else {
         const XStage<kWarps, TILE_M> stage(norm_weight, m, k);
         pipeline.fill_weights();
-        griddepcontrol_wait();
-        stage.copy(x, column_tiles * kWarpSize, epsilon, [&](int token, int unit) {
+        if (!EXPERTS) griddepcontrol_wait();
+        stage.copy(x, rows, column_tiles * kWarpSize, epsilon, [&](int token, int unit) {
             return XLoader::unit_address(x_rings + unit / kWarpSize * x_bytes, token, unit % kWarpSize);
         });
     }
@@ -279,7 +296,52 @@ extern "C" __global__ void __launch_bounds__(WARPS_N * kSliceThreads, 1) semispa
         Partial* of_group = partials + parity * kWarps;
         store_partial(of_group[warp], accumulators, m, lane);
         __syncthreads();
-        reduce_slices(of_group + first_warp, bias, residual, first_residual, y, m, n, first_row, index,
+        reduce_slices(of_group + first_warp, bias, residual, first_residual, y, rows, m, n, first_row, index,
                       kSharing * kSliceThreads);
     }
 }
+
+#if EXPERTS
+extern "C" __global__ void __launch_bounds__(WARPS_N * kSliceThreads, 1) semisparse_bitmask_experts(
+    const SCALAR* x,                          // [rows, k]
+    const unsigned char* __restrict__ tiles,  // [experts * row_tiles, column_tiles, kTileBytes]
+    const SCALAR* bias,                       // [experts * n] or null
+    SCALAR* y,                                // [pairs, n], or [pairs, n / 2] with SILU_MUL
+    const long long* chosen,                  // [pairs]
+    int pairs, int pairs_per_x, int experts,
+    int n, int k, int row_tiles, int column_tiles,  // of an expert
+    int x_aligned                                   // whether every row of x begins at a multiple of 16 bytes
+) {
+    extern __shared__ __align__(256) unsigned char shared[];
+    __shared__ int x_rows[TILE_M], y_rows[TILE_M];
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+    const Pairs<TILE_M> step{chosen, pairs, pairs_per_x, experts};
+    const long long expert = step.expert();
+    for (int begin = 0;; begin += TILE_M) {
+        const int found = step.find(begin, x_rows, y_rows);
+        if (found <= 0) return;
+        decode({x, tiles + expert * row_tiles * column_tiles * kTileBytes, bias ? bias + expert * n : nullptr, nullptr, nullptr, y,
+                {x_rows, y_rows}, min(found, TILE_M), n, k, row_tiles, column_tiles, x_aligned, 0.0f}, shared);
+        if (TILE_M == 1 || found <= TILE_M) return;
+        cp_async_wait_group<0>();
+        __syncthreads();
+    }
+}
+#else
+extern "C" __global__ void __launch_bounds__(WARPS_N * kSliceThreads, 1) semisparse_bitmask_decode(
+    // x and residual are not __restrict__: loads through const __restrict__ pointers may be moved before griddepcontrol.wait.
+    const SCALAR* x,                          // [m, k]
+    const unsigned char* __restrict__ tiles,  // [row_tiles, column_tiles, kTileBytes]
+    const SCALAR* bias,                       // [n] or null
+    const SCALAR* norm_weight,                // [k], aligned to 16 bytes, with RMS_NORM
+    const SCALAR* residual,                   // [m, n] with ADD_RESIDUAL
+    SCALAR* y,                                // [m, n], or [m, n / 2] with SILU_MUL
+    int m, int n, int k, int row_tiles, int column_tiles,
+    int x_aligned,                            // whether every row of x begins at a multiple of 16 bytes
+    float epsilon
+) {
+    extern __shared__ __align__(256) unsigned char shared[];
+    decode({x, tiles, bias, norm_weight, residual, y, {}, m, n, k, row_tiles, column_tiles, x_aligned, epsilon}, shared);
+}
+#endif

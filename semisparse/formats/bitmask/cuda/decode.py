@@ -1,4 +1,4 @@
-"""decode.cu: y for 1 to 64 tokens, straight from the tiles, with mma.m16n8k16."""
+"""decode.cu: y for 1 to 64 tokens with mma.m16n8k16, expanding the tiles into its registers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from semisparse.runtime.nvrtc import Defines
 UNFUSED: Defines = {"RMS_NORM": 0, "ADD_RESIDUAL": 0, "SILU_MUL": 0}
 
 
-def _defines(
+def decode_defines(
     dtype: torch.dtype,
     keep: int,
     tile_m: int,
@@ -29,6 +29,7 @@ def _defines(
     fusion: Defines = UNFUSED,
     bits: int = 0,
 ) -> Defines:
+    """Return the macros."""
     return {
         "SCALAR": operands.SCALARS[dtype],
         "BITS": bits,
@@ -41,23 +42,25 @@ def _defines(
     }
 
 
-# The macros depend on the pattern and the shape: the common cases and the extremes.
+# The macros depend on the pattern and the shape. The variants that tests compile are the common cases and the extremes.
 SOURCE = CudaSource(
     Path(__file__).with_name("decode.cu"),
     (
-        _defines(torch.float16, keep=1, tile_m=8, warps_n=1, warps_k=8, stages=2),
-        _defines(torch.float16, keep=32, tile_m=1, warps_n=1, warps_k=6, stages=2),
-        _defines(torch.float16, keep=64, tile_m=16, warps_n=2, warps_k=4, stages=2),
-        _defines(torch.float16, keep=32, tile_m=32, warps_n=4, warps_k=2, stages=2),
-        _defines(torch.bfloat16, keep=32, tile_m=64, warps_n=8, warps_k=1, stages=2),
-        _defines(torch.bfloat16, 32, 1, 1, 8, 2, {**UNFUSED, "RMS_NORM": 1}),
-        _defines(torch.float16, 32, 1, 2, 8, 2, {**UNFUSED, "RMS_NORM": 1, "SILU_MUL": 1}),
-        _defines(torch.bfloat16, 32, 1, 1, 8, 2, {**UNFUSED, "ADD_RESIDUAL": 1}),
-        _defines(torch.float16, 32, 8, 2, 8, 2, {**UNFUSED, "RMS_NORM": 1, "SILU_MUL": 1}),
-        _defines(torch.float16, 32, 1, 1, 16, 2, bits=8),
-        _defines(torch.bfloat16, 32, 8, 1, 8, 2, bits=8),
-        _defines(torch.float16, 31, 16, 2, 4, 2, bits=4),
-        _defines(torch.bfloat16, 32, 1, 1, 8, 2, {**UNFUSED, "RMS_NORM": 1}, 4),
+        decode_defines(torch.float16, keep=1, tile_m=8, warps_n=1, warps_k=8, stages=2),
+        decode_defines(torch.float16, keep=32, tile_m=1, warps_n=1, warps_k=6, stages=2),
+        decode_defines(torch.float16, keep=64, tile_m=16, warps_n=2, warps_k=4, stages=2),
+        decode_defines(torch.float16, keep=32, tile_m=32, warps_n=4, warps_k=2, stages=2),
+        decode_defines(torch.bfloat16, keep=32, tile_m=64, warps_n=8, warps_k=1, stages=2),
+        decode_defines(torch.bfloat16, 32, 1, 1, 8, 2, {**UNFUSED, "RMS_NORM": 1}),
+        decode_defines(torch.float16, 32, 1, 2, 8, 2, {**UNFUSED, "RMS_NORM": 1, "SILU_MUL": 1}),
+        decode_defines(torch.bfloat16, 32, 1, 1, 8, 2, {**UNFUSED, "ADD_RESIDUAL": 1}),
+        decode_defines(torch.float16, 32, 8, 2, 8, 2, {**UNFUSED, "RMS_NORM": 1, "SILU_MUL": 1}),
+        {**decode_defines(torch.bfloat16, 32, 8, 2, 4, 2, {**UNFUSED, "SILU_MUL": 1}), "EXPERTS": 1},
+        {**decode_defines(torch.float16, 31, 1, 2, 3, 2), "EXPERTS": 1},
+        decode_defines(torch.float16, 32, 1, 1, 16, 2, bits=8),
+        decode_defines(torch.bfloat16, 32, 8, 1, 8, 2, bits=8),
+        decode_defines(torch.float16, 31, 16, 2, 4, 2, bits=4),
+        decode_defines(torch.bfloat16, 32, 1, 1, 8, 2, {**UNFUSED, "RMS_NORM": 1}, 4),
     ),
 )
 
@@ -82,7 +85,7 @@ def prepare(problem: Problem) -> Product:
 
 
 def fuse(problem: Problem) -> FusedProduct | None:
-    """As `prepare`, with a prologue and an epilogue; None where no schedule has them."""
+    """As `prepare`, for a problem with a prologue or an epilogue; None if no schedule can fuse them."""
     schedule = choose_fused(problem, tiling(problem.spec), device_facts(problem.device))
     return None if schedule is None else _prepared(problem, schedule)
 
@@ -91,12 +94,12 @@ def _prepared(problem: Problem, schedule: DecodeSchedule) -> FusedProduct:
     n, k, device = problem.n, problem.k, problem.device
     weight = tiling(problem.spec)
     config = (schedule.tile_m, schedule.warps_n, schedule.warps_k, schedule.stages)
-    defines = _defines(problem.dtype, weight.keep, *config, problem.fusion_defines, weight.bits)
+    defines = decode_defines(problem.dtype, weight.keep, *config, problem.fusion_defines, weight.bits)
     kernel = SOURCE.build("semisparse_bitmask_decode", defines, schedule.shared).load(device)
     grid, threads, rows_align = (schedule.ctas, 1, 1), 32 * schedule.warps, k % 8 == 0
     row_tiles, column_tiles = weight.row_tiles, weight.column_tiles
     width = n // 2 if problem.epilogue == "silu_mul" else n
-    # PDL alone costs: a decode step of llama2-7b took 2.96 ms with it, 2.75 without (H200).
+    # PDL without fusion is slower: a decode step of llama2-7b took 2.96 ms with it, 2.75 without (H200).
     pdl = problem.is_fused and device_facts(device).has_pdl
 
     def decode(x: Tensor, packed: Packed, bias: Tensor | None, fused: FusedOperands = NOTHING_FUSED) -> Tensor:

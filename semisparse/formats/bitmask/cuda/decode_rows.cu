@@ -2,9 +2,9 @@
 // RheoSparse's kernel (section IV, algorithm 1); decode_rows.py says what differs.
 //
 // Grid: n / 8 rounded up. CTA: 8 warps, a row of w each. No shared memory. A warp takes one block of 64 columns at a time; lane
-// l computes columns l and l + 32. A lane's value lies as many slots behind the block's first as bits are set below its own
-// (popcount), so a warp's loads of values and of x are consecutive. Accumulators are float32, reduced by shuffles: every run
-// returns the same bits.
+// l computes columns l and l + 32. A lane's value has as index in the block the number of mask bits below its own (popcount),
+// so a warp's loads of values and of x are consecutive. Accumulators are float32, reduced by shuffles: every run returns the
+// same bits.
 //
 // 24.9 us at 4096 x 4096, 32:64 and one token, where cuBLAS takes 13.2 (H200); not profiled.
 //
@@ -25,8 +25,8 @@ __device__ __forceinline__ void accumulate(
     for (int token = 0; token < TOKENS; ++token) accumulators[token] += weight * to_float(x[token_starts[token] + column]);
 }
 
-// CTAs per SM: one token needs all resident warps (32 registers; 41 us at 4096 x 4096 with 47, 25 with 32). With more, the
-// compiler spills on sm_100a at 16 tokens unless it is bounded to two.
+// CTAs per SM: 8 for one token, which limits registers to 32 and makes the SM full (25 us at 4096 x 4096; 41 us with 47
+// registers). For more tokens 2: with 4, or no bound, the compiler spills on sm_100a at 16 tokens.
 extern "C" __global__ void __launch_bounds__(256, TOKENS == 1 ? 8 : 2) semisparse_bitmask_decode_rows(
     const SCALAR* __restrict__ x,               // [m, k]
     const uint2* __restrict__ masks,            // [n, blocks], low word first

@@ -1,11 +1,14 @@
-"""Decode from the layout on disk, for patterns that bound no block: a warp per row, without tensor cores.
+"""decode_rows.cu: y for 1 to 16 tokens from the layout on disk, a warp per row, without tensor cores.
 
-It is RheoSparse's kernel (section IV, algorithm 1) in what it reads, one 64-bit mask per row and 64 columns and the
-kept values, and in that no dense tile is reconstructed. It differs in that a warp computes a row and a lane two columns
-of each block, where the paper has a thread per row; in that a lane finds its value by a popcount prefix, not by a walk
-with find-first-set; and in that values are not reordered for vector loads (section IV-B). At 4096 x 4096, 32:64 and one
-token an H200 takes 24.9 us, with the authors' kernel 12.6, cuBLAS 13.2, decode.cu 8.2; unpacking for cuBLAS takes some
-250.
+It serves patterns that do not bound the non-zeros of a block. Like RheoSparse's kernel (section IV, algorithm 1) it
+reads one 64-bit mask per row and 64 columns and the kept values, and builds no dense tile. It differs in three ways:
+
+- A warp computes a row, and a lane two columns of each block. The paper has a thread per row.
+- A lane finds its value by the popcount of the lower mask bits. The paper walks the mask with find-first-set.
+- Values are not reordered for vector loads (section IV-B).
+
+At 4096 x 4096, 32:64 and one token it takes 24.9 us on an H200, the authors' kernel 12.6, cuBLAS 13.2, decode.cu 8.2,
+and unpacking for cuBLAS some 250.
 """
 
 from __future__ import annotations

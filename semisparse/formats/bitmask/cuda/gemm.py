@@ -9,18 +9,18 @@ from torch import Tensor
 
 from semisparse.formats.base import Packed
 from semisparse.formats.bitmask.cuda import operands
-from semisparse.formats.bitmask.cuda.schedule import choose_gemm, gemm_tiles
+from semisparse.formats.bitmask.cuda.schedule import GEMM_RATES, gemm_tiles
 from semisparse.formats.bitmask.storage.disk import BLOCK
 from semisparse.formats.bitmask.storage.gpu import tiling
 from semisparse.formats.kernel import Problem, Product
 from semisparse.runtime import expand_gemm
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.expand_gemm import MAX_TOKENS, Schedule
+from semisparse.runtime.expand_gemm import MAX_TOKENS, Schedule, choose
 from semisparse.runtime.kernel import CudaSource, hopper_refusal
 from semisparse.runtime.nvrtc import Defines
 
 
-def _defines(dtype: torch.dtype, keep: int, schedule: Schedule, bits: int = 0) -> Defines:
+def gemm_defines(dtype: torch.dtype, keep: int, schedule: Schedule, bits: int = 0) -> Defines:
     """Return the macros."""
     return {"KEEP": keep, "BITS": bits, **schedule.defines(dtype)}
 
@@ -29,12 +29,14 @@ GEMM = CudaSource(
     Path(__file__).with_name("gemm.cu"),
     (
         # tile_m, warpgroups, cluster, split_k, stages, x_stages, ctas_per_sm
-        _defines(torch.float16, 32, Schedule(64, 2, 2, 0, 3, 2, 1)),
-        _defines(torch.float16, 64, Schedule(256, 2, 2, 0, 1, 1, 1)),
-        _defines(torch.bfloat16, 31, Schedule(32, 1, 1, 4, 3, 1, 3)),
-        _defines(torch.bfloat16, 32, Schedule(192, 2, 1, 4, 3, 1, 1)),
-        _defines(torch.float16, 32, Schedule(64, 2, 2, 0, 3, 2, 1), 8),
-        _defines(torch.bfloat16, 32, Schedule(256, 2, 2, 0, 3, 1, 1), 4),
+        gemm_defines(torch.float16, 32, Schedule(64, 2, 2, 0, 3, 2, 1)),
+        gemm_defines(torch.float16, 64, Schedule(256, 2, 2, 0, 1, 1, 1)),
+        gemm_defines(torch.bfloat16, 31, Schedule(32, 1, 1, 4, 3, 1, 3)),
+        gemm_defines(torch.bfloat16, 32, Schedule(192, 2, 1, 4, 3, 1, 1)),
+        {**gemm_defines(torch.bfloat16, 32, Schedule(192, 2, 1, 0, 3, 1, 1)), "EXPERTS": 1},
+        {**gemm_defines(torch.float16, 31, Schedule(16, 2, 2, 0, 3, 2, 1)), "EXPERTS": 1},
+        gemm_defines(torch.float16, 32, Schedule(64, 2, 2, 0, 3, 2, 1), 8),
+        gemm_defines(torch.bfloat16, 32, Schedule(256, 2, 2, 0, 3, 1, 1), 4),
     ),
     architectures=("sm_90a",),
 )
@@ -48,7 +50,7 @@ def refusal(problem: Problem) -> str | None:
 
 
 def prepare(problem: Problem, schedule: Schedule | None = None) -> Product:
-    """Compile and load both kernels for one problem.
+    """Compile and load gemm.cu and permute_x.cu for one problem.
 
     Args:
         problem: x and w are both float16 or both bfloat16.
@@ -58,10 +60,12 @@ def prepare(problem: Problem, schedule: Schedule | None = None) -> Product:
     """
     weight = tiling(problem.spec)
     tiles = gemm_tiles(weight)
-    schedule = schedule or choose_gemm(problem.m, tiles, device_facts(problem.device), weight.bits)
+    schedule = schedule or choose(problem.m, tiles, device_facts(problem.device), GEMM_RATES[weight.bits])
     product = expand_gemm.prepare(
         lambda chosen: GEMM.build(
-            "semisparse_bitmask_gemm", _defines(problem.dtype, weight.keep, chosen, weight.bits), chosen.shared(tiles)
+            "semisparse_bitmask_gemm",
+            gemm_defines(problem.dtype, weight.keep, chosen, weight.bits),
+            chosen.shared(tiles),
         ),
         schedule, tiles, BLOCK, problem.spec.shape, problem.device,
     )  # fmt: skip

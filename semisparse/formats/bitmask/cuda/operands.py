@@ -10,7 +10,7 @@ from semisparse.formats.kernel import Problem
 from semisparse.runtime.kernel import cuda_refusal
 
 SCALARS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
-"""Of x, the weight and y, as the macro SCALAR names them."""
+"""C++ type of x, w and y by dtype, for the macro SCALAR."""
 
 
 def refusal(problem: Problem) -> str | None:

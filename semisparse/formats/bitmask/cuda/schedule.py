@@ -2,67 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from semisparse.formats.bitmask.storage.codes import code_bits
 from semisparse.formats.bitmask.storage.gpu import COLUMNS, ROWS, Tiling
-from semisparse.formats.kernel import Problem
+from semisparse.formats.kernel import ExpertsProblem, Problem
 from semisparse.runtime.device import RESERVED_SHARED, DeviceFacts
-from semisparse.runtime.expand_gemm import MAX_SPLIT_K, Rates, Schedule, Tiles, choose, fit, tile_m_of
+from semisparse.runtime.expand_gemm import Rates, Tiles
 
 OVERRUN = 256
-"""Bytes of shared memory behind the last tile that may be read: kOverrun in tile.cuh."""
+"""Bytes of shared memory behind the last tile that kernels may read, but do not use: kOverrun in tile.cuh."""
 
 DECODE_MAX_TOKENS = 64
 
 DECODE_WARPS_PER_SM = {1: 20, 8: 20, 16: 16, 32: 16, 64: 10}
-"""By TILE_M, as registers allow: the kernels use up to 96, 96, 128, 128 and 200 per thread."""
+"""Maximum resident warps per SM by TILE_M: the kernels use up to 96, 96, 128, 128 and 200 registers per thread."""
+
+EXPERT_PAIRS = 16
+"""Up to so many pairs of a token and an expert, each has CTAs of its own; more share an expert's."""
+
+EXPERT_SHAPES = {1: ((2, 2, 2),), 8: ((2, 4, 1),)}
+"""By TILE_M: WARPS_N, WARPS_K and STAGES for a stack of experts, the best first (H200, sweeps/experts.csv)."""
+
+EXPERT_SHAPES_GATED = {1: ((2, 8, 2), (2, 4, 1)), 8: ((2, 2, 2), (2, 4, 1))}
+"""The same with SiLU, where a CTA has row tiles of both halves."""
+
+EXPERT_WAVES = {1: 1, 8: 4}
+"""By TILE_M: CTAs per resident one. With 8 some experts have more pairs than others."""
 
 GEMM_MIN_TOKENS = 17
 """Minimum M. Below it decode.cu is faster (H200, 32:64)."""
 
-CODES_GEMM_MIN_TOKENS = 9
-"""The same for codes in at least `CODES_LARGE` weights."""
-
-CODES_LARGE = 1 << 27
-
 GEMM_MAX_TOKENS = {1 << 24: 1024, 1 << 22: 512, 0: 128}
 """Maximum M, by minimum N * K. Above it unpack.cu is faster, or nearly (H200, 32:64)."""
 
-GEMM_SPLIT_K = {32: ((1, 3),), 64: ((1, 3),), 128: ((3, 1), (2, 1), (1, 2)), 192: ((2, 1),), 256: ((2, 1),)}
-"""By TILE_M: the warpgroups per CTA and CTAs per SM worth trying with split-K."""
-
-GEMM_STREAM_K = (2, 2)
-"""Warpgroups per CTA and CTAs per cluster with Stream-K; an SM has one CTA."""
-
-
-CODE_RATES = {
-    8: Rates(
-        stream_k={
-            16: ((4, 1, 1), (2, 1, 1), (1, 1, 1)),
-            32: ((4, 1, 1), (2, 1, 1), (1, 1, 1)),
-            64: ((4, 1, 1), (2, 1, 1), (1, 1, 1)),
-            128: ((3, 1, 1), (2, 1, 1), (1, 1, 1)),
-            192: ((2, 2, 1), (1, 2, 1)),
-            256: ((2, 2, 1), (1, 2, 1)),
-        },
-        tile_us=0.156,
-        token_us=0.00068,
-    ),
-    4: Rates(
-        stream_k={
-            16: ((1, 1, 3),),
-            32: ((1, 1, 3),),
-            64: ((1, 1, 3),),
-            128: ((3, 1, 1),),
-            192: ((2, 2, 1),),
-            256: ((2, 2, 1),),
-        },
-        tile_us=0.08,
-        token_us=0.00084,
-    ),
+GEMM_RATES = {
+    0: Rates(expand_us=0.204, overlap=2.4),
+    8: Rates(expand_us=0.198, overlap=1.8),
+    4: Rates(expand_us=0.12, overlap=1.6),
 }
-"""By bits per code: rms error 9 and 10 %, 68 GEMMs each at 32:64 (results/h200/sweeps/bitmask-codes.csv)."""
+"""By bits per code, 0 for values; codes' are fitted to an earlier build of gemm.cuh (sweeps/bitmask-codes.csv)."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +78,7 @@ def choose_decode(m: int, weight: Tiling, gpu: DeviceFacts) -> DecodeSchedule:
         gpu: what it runs on.
     """
     preferred = _preferred(m, weight, gpu.sms)
-    # The others need less shared memory, for dense patterns and small GPUs; the last always fits.
+    # Later candidates need less shared memory, for patterns that keep many weights and small GPUs; the last one fits.
     candidates = (preferred, (2, 6, 2), (*preferred[:2], 1), (1, 4, 1), (1, 1, 1))
     fitting = (_decode_schedule(m, weight, gpu, *candidate) for candidate in candidates)
     return next(schedule for schedule in fitting if schedule is not None)
@@ -121,6 +99,34 @@ def choose_fused(problem: Problem, weight: Tiling, gpu: DeviceFacts) -> DecodeSc
     candidates = [(warps_n, 8, 2), (warps_n, 4, 1)]
     fitting = (_decode_schedule(problem.m, weight, gpu, *candidate, True) for candidate in candidates)
     return next((schedule for schedule in fitting if schedule is not None), None)
+
+
+def fuses_silu(problem: ExpertsProblem) -> bool:
+    """Return whether decode.cu can fuse SiLU: it copies x whole, in units of 16 bytes."""
+    return problem.epilogue == "silu_mul" and problem.k % 8 == 0
+
+
+def choose_experts(problem: ExpertsProblem, weight: Tiling, gpu: DeviceFacts) -> DecodeSchedule:
+    """Choose the schedule of decode.cu for a stack of experts: ``ctas`` for each, or for each pair if tile_m is 1.
+
+    Args:
+        problem: all experts' matmuls.
+        weight: an expert's tiles.
+        gpu: what it runs on.
+    Returns:
+        SiLU is fused if `fuses_silu` and ``warps_n`` is even.
+    """
+    pairs, gated = problem.pairs, fuses_silu(problem)
+    m = 1 if pairs <= EXPERT_PAIRS else 8
+    shapes = (EXPERT_SHAPES_GATED if gated else EXPERT_SHAPES)[m]
+    # Without SiLU x need not lie in shared memory whole, and the last fits always.
+    candidates = [(*shape, gated) for shape in shapes] + [(1, 4, 1, False), (1, 1, 1, False)]
+    fitting = (_decode_schedule(m, weight, gpu, *candidate) for candidate in candidates)
+    schedule = next(schedule for schedule in fitting if schedule is not None)
+    resident = min(gpu.shared_per_sm // (schedule.shared + RESERVED_SHARED), DECODE_WARPS_PER_SM[m] // schedule.warps)
+    slots = EXPERT_WAVES[m] * resident * gpu.sms // min(pairs, problem.experts if m > 1 else pairs)
+    ctas = max(1, min(slots, -(-weight.row_tiles // schedule.warps_n)))
+    return replace(schedule, ctas=ctas)
 
 
 def _preferred(m: int, weight: Tiling, sms: int) -> tuple[int, int, int]:
@@ -179,42 +185,7 @@ def gemm_tiles(weight: Tiling) -> Tiles:
 def gemm_pays(problem: Problem) -> bool:
     """Return whether no other kernel is clearly faster, as measured on an H200 at 32:64."""
     weights = problem.n * problem.k
-    few = CODES_GEMM_MIN_TOKENS if code_bits(problem.params) and weights >= CODES_LARGE else GEMM_MIN_TOKENS
-    return few <= problem.m <= next(most for fewest, most in GEMM_MAX_TOKENS.items() if weights >= fewest)
-
-
-def choose_gemm(m: int, weight: Tiles, gpu: DeviceFacts, bits: int = 0) -> Schedule:
-    """Choose the schedule of gemm.cu: by estimate the fastest of those that fit.
-
-    Args:
-        m: maximum tokens.
-        weight: its tiles.
-        gpu: what it runs on.
-        bits: per code; 0 for values.
-    """
-    if bits:
-        return choose(m, weight, gpu, CODE_RATES[bits])
-    tile_m = tile_m_of(m, GEMM_SPLIT_K)
-    most = min(MAX_SPLIT_K, weight.column_tiles)
-    candidates = [(w, 1, split_k, ctas) for w, ctas in GEMM_SPLIT_K[tile_m] for split_k in range(1, most + 1)]
-    candidates.append((*GEMM_STREAM_K, 0, 1))
-    fitting = [schedule for c in candidates if (schedule := fit(weight, gpu, tile_m, *c)) is not None]
-    return min(fitting, key=lambda schedule: _h200_microseconds(schedule, m, weight, gpu.sms))
-
-
-def _h200_microseconds(schedule: Schedule, m: int, weight: Tiles, sms: int) -> float:
-    """Estimate the time on an H200 at 32:64. Rms error, M 32 to 2,048: 6 % (476 split-K GEMMs), 4 % (74 Stream-K)."""
-    tokens = schedule.tile_m / 64
-    ranges = schedule.ranges(m, weight, sms)
-    if not schedule.split_k:
-        iterations = schedule.warpgroups * schedule.tiles(m, weight) * weight.column_tiles / ranges
-        return 8.4 + iterations * (0.61 + 0.227 * tokens) + 0.94 * schedule.warpgroups * tokens
-    busiest = -(-ranges // sms)  # CTAs of the busiest SM
-    waves = -(-busiest // schedule.ctas_per_sm)
-    iterations = -(-weight.column_tiles // schedule.split_k)
-    warpgroups = busiest * schedule.warpgroups
-    exchange = 1.57 + 0.61 * warpgroups * tokens if schedule.split_k > 1 else 0.0
-    return 1.03 * (warpgroups * iterations * (0.477 + 0.197 * tokens) + waves * (3.2 + 0.52 * iterations) + exchange)
+    return GEMM_MIN_TOKENS <= problem.m <= next(most for fewest, most in GEMM_MAX_TOKENS.items() if weights >= fewest)
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,11 @@
 // lane for its row g, then the same for its row g + 8. Lane 4 g + t owns block t (64 columns) of these two rows. All of its
 // words lie in its own bank, so reads have no conflicts and no lane needs a shuffle.
 //
-// Two columns (c, c + 1) at a time: let a be the number of values up to and including column c. Theirs are the values a - 1 and
-// a. Word a / 2 holds both if a is odd; else it holds the second, and the first is in the word that the pair of columns before
-// used. So one read and one funnel shift give both values, and two mask bits, spread by prmt, zero the dead ones. Prefix counts
-// are kept in units of 16, the funnel shift per value: the mask bits at 0x10 of each byte, added by one dp4a.
+// A lane expands two columns, c and c + 1, at a time. Let a be the number of values up to and including column c. If both
+// columns are stored, their values have the indices a - 1 and a. Word a / 2 holds both if a is odd; if a is even it holds the
+// second, and the first is in the word that the previous pair of columns used. So one read and one funnel shift give both
+// values. The two mask bits, spread by prmt, zero those of columns that are not stored. A value has 16 bits, so prefix counts
+// are kept in units of 16, which is what the funnel shift takes: one dp4a adds the mask bits at 0x10 of each byte.
 //
 // Compiled with KEEP, the values per block.
 

@@ -38,13 +38,13 @@ def refusal(problem: Problem) -> str | None:
 
 
 def prepare(problem: Problem) -> Product:
-    """Prepare the unpacking; of the layout ``rows`` with torch's operators."""
+    """Prepare the unpacking: unpack.cu for the layout ``tiles``, torch operators for ``rows``."""
     unpack = prepare_unpack(problem) if layout_of(problem.params) == "tiles" else disk.unpack
     return lambda x, packed, bias: multiply_dense(x, unpack(packed), bias)
 
 
 def prepare_unpack(problem: Problem) -> Callable[[Packed], Tensor]:
-    """Compile and load unpack.cu; what is returned unpacks tiles to [N, K], rows at multiples of 16 bytes."""
+    """Compile and load unpack.cu; return a function from a weight in tiles to [N, K], rows at multiples of 16 bytes."""
     n, k, device = problem.n, problem.k, problem.device
     pitch = -(-k // 8) * 8
     weight = tiling(problem.spec)

@@ -1,1 +1,1 @@
-"""Where a weight lies: on disk, on a GPU, and the checks of both."""
+"""The layouts of stored weights, on disk and on a GPU, and their checks."""

@@ -1,4 +1,4 @@
-"""Checks of stored tensors: a checkpoint is an untrusted file, and kernels follow its masks and starts."""
+"""Checks of stored tensors: a checkpoint is an untrusted file; kernels compute addresses from masks and row starts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_content(packed: Packed) -> None:
         _check_row_starts(packed, entries_of(stored, bits).sum(1))
         refuse_first(beyond != 0, "masks", f"the last mask has bits past column K = {packed.shape[1]}")
     else:
-        what = f"a mask has not exactly {count} bits, as pattern {packed.pattern} requires"
+        what = f"a mask does not have exactly {count} bits, as pattern {packed.pattern} requires"
         refuse_first(stored != count, "masks", what)
     if bits:
         _check_codes(packed, stored)
@@ -59,11 +59,11 @@ def _check_codes(packed: Packed, counts: Tensor) -> None:
         ends = entries_of(counts.flatten(), bits).cumsum(0)
         filled = counts.flatten() % 2 == 1
         filled[filled.clone()] = codes[ends[filled] - 1] >> 4 != 0
-        refuse_first(filled.view(counts.shape), "codes", "what follows the last code of this block is not 0")
+        refuse_first(filled.view(counts.shape), "codes", "the four bits after the last code of this block are not 0")
 
 
 def _last_block(packed: Packed, count: int) -> tuple[str, Tensor]:
-    """Return the tensor's name and the stored weights of the last column block, [N, count]; of codes, less zero's."""
+    """Return the tensor's name and the last block's stored values, [N, count]; of codes, their distance from zero's."""
     bits = code_bits(packed.params)
     if not bits:
         return "values", packed.tensors["values"][:, -count:]
@@ -75,8 +75,8 @@ def _last_block(packed: Packed, count: int) -> tuple[str, Tensor]:
 def violation(packed: Packed) -> str | None:
     """Describe the first place where a weight that has passed `check_content` breaks its pattern, or return None.
 
-    A mask may have more bits in a window than the pattern keeps, because blocks with fewer weights are filled up with
-    zeros. So only the weights of rows with such windows are looked at: most weights have none.
+    A mask may have more bits in a window than the pattern keeps, because blocks with fewer non-zeros are filled up with
+    zeros. Only rows with such a window are unpacked: most weights have no such row.
     """
     if layout_of(packed.params) == "tiles":
         packed = gpu.to_rows(packed)
@@ -122,7 +122,7 @@ def _check_row_starts(packed: Packed, lengths: Tensor) -> None:
     if starts[0] != 0 or starts[-1] != kept:
         found = f"{int(starts[0])} to {int(starts[-1])}"
         raise FormatError(f"tensor row_starts runs from {found}, expected 0 to {kept}, the number of values")
-    refuse_first(starts.diff() != lengths, "row_starts", "a row's length is not what the bits of its masks take")
+    refuse_first(starts.diff() != lengths, "row_starts", "a row's length does not agree with the bits of its masks")
 
 
 def _check_padding(packed: Packed) -> None:

@@ -46,7 +46,7 @@ def scales_for(weight: Tensor, bits: int, scales: GroupScales | None) -> GroupSc
     """Return the scales of a weight [N, K]: those given, or by default such that the codes span each block.
 
     Raises:
-        FormatError: the given ones are not for this weight, not symmetric, or such that a code is not finite.
+        FormatError: the given scales do not fit the weight's shape, are not symmetric, or one is `unusable`.
     """
     if scales is None:
         return scales_of(weight, bits, SYMMETRIC_COLUMNS, weight.dtype, symmetric=True)
@@ -58,12 +58,15 @@ def scales_for(weight: Tensor, bits: int, scales: GroupScales | None) -> GroupSc
     bad = unusable(scales.scale.to(weight.dtype), bits).nonzero()
     if len(bad):
         row, block = bad[0].tolist()
-        raise FormatError(f"the scale of row {row}, block {block} is {scales.scale[row, block].item()}")
+        raise FormatError(
+            f"the scale of row {row}, block {block} is {scales.scale[row, block].item()}, "
+            "expected a number other than 0 that keeps every code's weight finite"
+        )
     return scales
 
 
 def with_scale(scale: Tensor, bits: int) -> GroupScales:
-    """Return the scales that a scale per row and block, [N, blocks], stands for."""
+    """Return symmetric `GroupScales` with a scale per row and block, [N, blocks]."""
     zero = torch.full_like(scale, MIDDLE, dtype=torch.float32)
     return GroupScales(bits, SYMMETRIC_COLUMNS, scale, zero, symmetric=True)
 
@@ -96,7 +99,7 @@ def unpack_codes(octets: Tensor, stored: Tensor, bits: int) -> Tensor:
     if bits == 4:
         octets, stored = torch.stack((octets & 15, octets >> 4), -1), _with_padding(stored)
     codes = torch.full(stored.shape, middle_code(bits), dtype=torch.uint8, device=octets.device)
-    # masked_scatter_ and not an index: an index waits for the GPU, so no CUDA graph could capture it
+    # masked_scatter_, because indexing by a mask synchronises with the GPU, which a CUDA graph cannot capture
     return codes.masked_scatter_(stored, octets)[..., :SYMMETRIC_COLUMNS]
 
 

@@ -1,4 +1,4 @@
-"""The layout on disk, ``rows``: a 64-bit mask per row and 64 columns, and what is stored in column order."""
+"""The layout on disk, ``rows``: a 64-bit mask per row and 64 columns, and the values or codes in column order."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def grain(spec: WeightSpec) -> tuple[int, int]:
 def pack(
     weight: Tensor, pattern: Pattern, kind: str = "none", scales: GroupScales | None = None
 ) -> tuple[dict[str, int | str], dict[str, Tensor]]:
-    """Store the non-zeros of a weight and one bit per column; -0.0 counts as zero, and so does what is quantised to it.
+    """Store a weight's non-zeros and one bit per column; -0.0, and weights whose code is that of zero, count as zero.
 
     Args:
         weight: [N, K], obeying ``pattern``.
@@ -97,7 +97,7 @@ def pack(
         scales = scales_for(weight, bits, scales)
         entries, zero = scales.codes(weight), middle_code(bits)
     else:
-        # A dead position may hold -0.0; adding +0.0 makes it +0.0 and changes nothing else.
+        # The zeros that fill a block may be -0.0; adding +0.0 makes them +0.0 and changes nothing else.
         entries, zero = blocks_along(weight, BLOCK, dim=1) + 0.0, 0
     stored, count = entries != zero, values_per_block(pattern)
     if count is not None:
@@ -132,7 +132,7 @@ def unpack(packed: Packed) -> Tensor:
 
 
 def lowest_dead(stored: Tensor, count: int) -> Tensor:
-    """Mark, in each block, as many of the lowest unstored positions as are missing to ``count``."""
+    """Mark the lowest columns of each block that are not stored, as many as it lacks to store ``count`` values."""
     missing = count - stored.sum(-1, keepdim=True, dtype=torch.int8)
     dead = ~stored
     return dead & (dead.cumsum(-1, dtype=torch.int8) <= missing)

@@ -93,7 +93,7 @@ def counts(spec: WeightSpec) -> Mapping[str, int]:
 def to_tiles(packed: Packed) -> Packed:
     """Return a weight of the layout ``rows`` in the layout ``tiles``.
 
-    Padding rows and blocks, up to whole tiles, store ``keep`` zeros at their lowest columns, like short ones on disk.
+    Rows and blocks that pad to whole tiles store ``keep`` zeros at their lowest columns, as empty blocks do on disk.
     """
     keep = tiling(packed.spec).keep
     if bits := code_bits(packed.params):
@@ -102,7 +102,7 @@ def to_tiles(packed: Packed) -> Packed:
     masks, values = packed.tensors["masks"], packed.tensors["values"]
     n, blocks = masks.shape
     values = pad_to_tiles(F.pad(values.view(n, blocks, keep), (0, keep % 2)))
-    padded = masks.new_full(values.shape[:2], padding_mask(keep))  # F.pad would take the number through a double
+    padded = masks.new_full(values.shape[:2], padding_mask(keep))  # F.pad would round the mask to a double
     padded[:n, :blocks] = masks
     padded = masks_of(bits_of(padded)[..., _BIT_ORDER.to(masks.device)])
     masks, pairs = by_lane(padded.unsqueeze(-1).view(torch.int32)), by_lane(values.view(torch.int32))
@@ -125,7 +125,10 @@ def to_rows(packed: Packed) -> Packed:
 
 
 def padded_rows(packed: Packed) -> tuple[Tensor, Tensor, Tensor]:
-    """Return masks [padded N, padded blocks], values [padded N, padded blocks, keep], and what follows odd values."""
+    """Return masks [padded N, padded blocks], values [padded N, padded blocks, keep], and the padding of pairs.
+
+    The padding, [padded N, padded blocks, keep % 2], is what follows the last value where ``keep`` is odd.
+    """
     masks, pairs = packed.tensors["tiles"].tensor_split([4 * LANES], dim=-1)
     lanes = pairs.unflatten(-1, (-1, 2, LANES)).permute(0, 1, 4, 3, 2).flatten(3)
     masks, values = by_row(masks.unflatten(-1, (LANES, 4))), by_row(lanes).view(packed.dtype)

@@ -38,7 +38,7 @@ def unpack(packed: Packed) -> Tensor:
 
 
 def arrange(packed: Packed, device_type: str) -> Packed:
-    """Return the same weight, where it is, in the layout for a device type: tiles on a GPU if possible, else rows."""
+    """Return the weight in the layout for a device type, on the device it is on: ``tiles`` for a GPU if possible."""
     wanted = "tiles" if device_type == "cuda" and gpu.refusal(packed.spec) is None else "rows"
     if layout_of(packed.params) == wanted:
         return packed

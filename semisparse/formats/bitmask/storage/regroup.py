@@ -1,4 +1,4 @@
-"""Cutting and joining weights whose tensors cannot be cut or joined as they are; nothing is quantised again."""
+"""Cut and join weights whose tensors cannot be cut or joined one by one; nothing is quantised again."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ from semisparse.patterns import Pattern
 
 
 def regroup(parts: Sequence[Packed], dim: int, start: int, stop: int, pattern: Pattern) -> Packed:
-    """Return rows or columns ``start`` to ``stop`` of weights side by side along ``dim``, declared as ``pattern``.
+    """Join weights along ``dim``, cut rows or columns ``start`` to ``stop`` out of the result, and pack them.
 
     Args:
-        parts: in the layout ``rows``.
+        parts: the weights, in the layout ``rows``.
+        dim: 0 for rows, 1 for columns.
+        start: first row or column.
+        stop: one past the last.
+        pattern: of the result.
 
     Raises:
         FormatError: columns that share a scale would be separated, or joined with others.

@@ -175,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * kWarp, CTAS_PER_SM) semispa
     if constexpr (kFused) {
         const XStage<WARPS, kTokens> stage(norm_weight, m, k);
         griddepcontrol_wait();
-        stage.copy(x, pitch, epsilon, [&](int token, int unit) { return Step::x_address(shared_x, pitch, token, unit); });
+        stage.copy(x, {}, pitch, epsilon, [&](int token, int unit) { return Step::x_address(shared_x, pitch, token, unit); });
     } else {
 #pragma unroll
         for (int i = 0; i < STEPS; ++i) ring[i].load_x(x, m, k, column_of(i));  // a row tile has at least STEPS steps

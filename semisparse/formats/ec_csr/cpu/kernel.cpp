@@ -17,7 +17,7 @@ namespace {
 constexpr int kLanes = 32, kSegments = 16, kRowMultiple = 2, kMaxRows = 64, kPassTokens = 8;
 constexpr int64_t kMaxColumns = int64_t{1} << 29;
 
-// What the exported functions return, but for kDone an error that the caller raises.
+// The exported functions' results. The caller raises an error for all but kDone.
 enum Status { kDone, kBadSizes, kNoMemory };
 
 struct Weight {
@@ -28,7 +28,7 @@ struct Weight {
     int64_t n, k, panel_rows, panels, bits, wide;
     int64_t type;                // 0 float32, 1 float16, 2 bfloat16
 
-    // Whether positions fit an int, and a panel's rows the accumulators. Nothing below is right otherwise.
+    // Whether positions fit an int and a panel's rows fit the accumulators. All code below relies on this.
     bool has_good_sizes() const {
         return n > 0 && k > 0 && k <= kMaxColumns && panel_rows > 0 && panel_rows <= kMaxRows &&
                panels == (n + panel_rows - 1) / panel_rows;
@@ -77,7 +77,7 @@ struct Lists {
 };
 
 // Calls visit(lane, position, rows crossed, load, entry of the load, stored value) for every entry of a panel. A faulty list
-// may pass over any number of rows: row kMaxRows stands for all from there on.
+// may cross any number of rows: rows from kMaxRows on are all given as kMaxRows.
 template <typename Type, int bits, typename Visit>
 void walk(const Weight& weight, int64_t panel, Visit visit) {
     const Lists<Type, bits> lists(weight, panel);
@@ -101,7 +101,8 @@ void walk(const Weight& weight, int64_t panel, Visit visit) {
 }
 
 // x is [lanes, lane columns, tokens], y [tokens, n]. As `walk`, but the end of a row is tested at every second entry only.
-// Aligned, because the loops' offset in a cache line is worth 25 %: 25 ms for 32 at one token, 23 for 29 at 8 (2048 x 4096).
+// Aligned, because the loops' offset in a cache line changes the time: 25 ms instead of 32 at one token, 23 instead of 29 at 8
+// (2048 x 4096).
 template <typename Type, int bits, int tokens>
 __attribute__((aligned(64))) void multiply_panel(const Weight& weight, int64_t panel, const float* x, float* y) {
     const Lists<Type, bits> lists(weight, panel);
@@ -145,8 +146,9 @@ struct State {
     int columns[kLanes], positions[kLanes], last[kLanes], faults[kLanes];
 };
 
-// Takes one entry in every lane: by the lowest bits of `deltas`, to a weight if the lowest bit of `weights` is set. A lane has
-// `ends` columns. No array overlaps another: with that, g++ vectorises over the lanes (5 ms for 41 in a layer of 8192 x 2048).
+// Advances every lane by one entry. The entry's delta is the lowest bits of `deltas`; it is a weight if the lowest bit of
+// `weights` is set. Lane l has `ends[l]` columns. The arrays do not overlap (__restrict), so g++ vectorises over the lanes: 5
+// ms instead of 41 for a layer of 8192 x 2048.
 template <int bits>
 void take_entry(uint32_t* __restrict deltas, uint32_t* __restrict weights, const int* __restrict ends, int lane_columns,
                 int may_cross, int* __restrict columns, int* __restrict positions, int* __restrict last,
@@ -188,8 +190,8 @@ bool sound_segment(const Lists<Type, bits>& lists, int segment, const int* ends,
     return std::count(state.faults, state.faults + kLanes, 0) == kLanes;
 }
 
-// Returns whether a panel's lists are in order beyond doubt; if not, `check_panel` finds out. Weights in ascending order are
-// stored once each.
+// Returns true if a panel's lists are certainly valid; otherwise `check_panel` decides. Weights in ascending order are stored
+// once each.
 template <typename Type, int bits>
 bool sound_panel(const Weight& weight, int64_t panel, int& span) {
     const Lists<Type, bits> lists(weight, panel);
@@ -220,8 +222,8 @@ bool sound_panel(const Weight& weight, int64_t panel, int& span) {
     return true;
 }
 
-// Returns the panel's first fault or, after others, that it stores a weight twice; `span` becomes the most rows that a lane
-// meets in a segment. Its memory is bounded by the values that are stored.
+// Returns the panel's first fault; kTwice only if there is no other. `span` becomes the most rows that a segment of a list
+// covers. It allocates memory in proportion to the stored values.
 template <typename Type, int bits>
 Finding check_panel(const Weight& weight, int64_t panel, int& span) {
     const Lists<Type, bits> lists(weight, panel);
@@ -300,7 +302,7 @@ void unpack(const Weight& weight, typename Type::Stored* to, int threads) {
     }
 }
 
-// Calls use(type, bits) for what the weight is stored in, unless its sizes are beyond this file's.
+// Calls use(type, bits) with the type of the weight's values and the bits per delta; returns kBadSizes if has_good_sizes fails.
 template <typename Use>
 int with_types(const Weight& weight, Use use) {
     if (!weight.has_good_sizes()) return kBadSizes;

@@ -33,10 +33,10 @@ PAST_N = "goes past row N = {n}"
 TWICE = "stores a weight twice"
 GOES_BACK = "begins a segment below the end of the one before"
 FAULTS = ("", LEAVES_PANEL, ENDS_ROW, SKIPS_ROW, PAST_K, PAST_N, TWICE, GOES_BACK)
-"""As kernel.cpp numbers them."""
+"""Messages by the number of the fault in kernel.cpp's enum Fault."""
 
-ERRORS = {1: "its sizes are beyond the kernel's", 2: "there is not enough memory"}
-"""What kernel.cpp returns, but for 0."""
+ERRORS = {1: "its sizes are beyond what the kernel supports", 2: "there is not enough memory"}
+"""Messages by the number in kernel.cpp's enum Status; 0 is success."""
 
 
 class _Weight(ctypes.Structure):
@@ -88,7 +88,7 @@ def _from_lists(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     (m, k), n = x.shape, packed.shape[0]
     together = 1 if m == 1 else PASS_TOKENS
     padded = F.pad(x.float(), (0, -k % LANES, 0, -m % together)).view(-1, together, -(-k // LANES), LANES)
-    passes = padded.permute(0, 3, 2, 1).contiguous()  # a lane's columns are neighbours
+    passes = padded.permute(0, 3, 2, 1).contiguous()  # a lane's columns are adjacent
     y, weight = passes.new_empty(len(passes) * together, n), _Weight(packed)
     for first, tokens in enumerate(passes):
         to = y[first * together :]
@@ -112,7 +112,7 @@ def check_lists(packed: Packed) -> int:
     """Check every entry of every list, given ``panel_loads`` and ``bases`` that stay inside the values and the panels.
 
     Returns:
-        The most rows that a lane meets in a segment.
+        The span: the most rows that one segment of a list covers.
     Raises:
         FormatError: names the lane and the panel, and what is wrong.
         KernelError: kernel.cpp cannot be compiled, or memory runs out.

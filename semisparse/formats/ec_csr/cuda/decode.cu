@@ -34,7 +34,8 @@ struct alignas(TOKENS * sizeof(SCALAR) < 16 ? TOKENS * sizeof(SCALAR) : 16) Feat
 };
 #endif
 
-// A lane's address in x is counted in 128ths of the way to its next column: whole bytes, and a scale that dp4a multiplies by.
+// A lane's offset in x is counted in units: 128 units are the distance between two of its columns. A unit is a whole number of
+// bytes, and 128 fits the byte by which dp4a multiplies each delta.
 constexpr int kUnits = 128;
 constexpr int kUnitBytes = kWarp * sizeof(Feature) / kUnits;
 static_assert(kUnitBytes * kUnits == kWarp * sizeof(Feature), "whole bytes");
@@ -123,7 +124,7 @@ __device__ __forceinline__ void reduce_row(
     }
 }
 
-// A lane's way through its list.
+// Where a lane is in its list and in x, and its accumulators of the current row.
 struct Cursor {
     const char* features;
     int position, end;  // in units; end: of a row
@@ -170,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_e
     const int* panel_loads,  // [panels + 1]
     const SCALAR* bias,      // [n] or null
     SCALAR* y,               // [m, n]
-    int m, int n, int k, int span  // span: rows that a lane meets in a segment, at most
+    int m, int n, int k, int span  // span: the most rows that one segment of a list covers
 ) {
     extern __shared__ __align__(16) char shared[];  // x, partial sums, first rows, stages
     const int segment = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -179,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_e
     Sums* partial = reinterpret_cast<Sums*>(features + lane_columns * kWarp);
     int* first_rows = reinterpret_cast<int*>(partial + kThreads * span);
 
-    // What no kernel has read since the last call is prefetched to L2 before griddepcontrol.wait.
+    // bases and panel_loads, which only this kernel reads, are prefetched to L2 before griddepcontrol.wait.
     const int own_base = blockIdx.x * kThreads + threadIdx.x;
     if (lane % (32 / sizeof(INDEX)) == 0) prefetch_global_L2(bases + own_base);
     if (threadIdx.x == 0) prefetch_global_L2(panel_loads + blockIdx.x);

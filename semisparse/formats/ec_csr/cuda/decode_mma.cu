@@ -12,8 +12,8 @@
 // semisparse_ec_csr_decode_mma_reduce: adds the splits and the bias. Grid: (n / 256, m); one thread per output.
 // All sums have a fixed order: every run returns the same bits.
 //
-// What bounds it (16 tokens, 70 %, H200; README.md): latency. A CTA's walk, copy of x, products and sums follow one another;
-// shared memory's pipe is 40 to 67 % busy, tensor cores 2 %.
+// What bounds it (16 tokens, 70 %, H200; README.md): latency. A CTA walks its lists, copies x, multiplies and reduces one after
+// another; the shared-memory pipe is 40 to 67 % busy, tensor cores 2 %.
 //
 // Compiled for SCALAR (__half or __nv_bfloat16), TOKENS (a multiple of 8), DELTA_BITS (4 or 8), INDEX (unsigned short or
 // unsigned int, of bases), PANEL_ROWS (at most 64), CTA_LANES (2, 4 or 8), WARPS (2 * WARPS is a multiple of CTA_LANES, at
@@ -60,7 +60,8 @@ __device__ __forceinline__ void stage_x(char* tile, int stride, const SCALAR* x,
     }
 }
 
-// A thread's way through its list: the current row of the tile, this lane's, and bytes from its begin.
+// Where a thread is in its list: `row` is the address of its lane's first value in the current row of the tile, `position` the
+// offset in that row, `end` the row's length and `stride` the distance of rows, all in bytes.
 struct Cursor {
     char* row;
     int position, end, stride;
@@ -163,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_e
         if (stage < left) stages[stage] = list.get(stage);
     }
     if constexpr (kParts > 1) {
-        // Where a part begins takes the deltas of the parts before it: a prefix sum over the segment's threads of this lane.
+        // A part begins after the deltas of the parts before it: a prefix sum over the threads of this lane and segment.
         int passed = 0;
 #pragma unroll 4
         for (int at = 0; at < left; ++at) passed = Positions<1>(list.get_deltas(at)).end(passed);

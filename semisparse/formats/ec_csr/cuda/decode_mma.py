@@ -56,9 +56,9 @@ def refusal(problem: Problem) -> str | None:
 def pays(problem: Problem) -> bool:
     """Say whether the kernel was measured to be faster than `decode` (results/h200/kernels-float16.csv).
 
-    At 16 tokens: 20.5 us for 31.4 at 4096 x 4096 and 55.8 for 83.6 at 11008 x 4096, with 8 lanes per CTA; 70.6 for 81.9
-    at 4096 x 11008, where `decode` takes four passes. At 28672 x 8192, with 4 lanes against two passes, 301 for 287.
-    At 8 tokens: 16.0 for 16.1, 42.8 for 42.6, 48.8 for 41.9, 259 for 150.
+    Microseconds of this kernel (`decode`) at 16 tokens: 20.5 (31.4) at 4096 x 4096 and 55.8 (83.6) at 11008 x 4096,
+    with 8 lanes per CTA; 70.6 (81.9) at 4096 x 11008, where `decode` takes four passes; 301 (287) at 28672 x 8192, with
+    4 lanes per CTA, where `decode` takes two. At 8 tokens: 16.0 (16.1), 42.8 (42.6), 48.8 (41.9) and 259 (150).
     """
     if problem.m <= max(DECODE_TOKENS):
         return False

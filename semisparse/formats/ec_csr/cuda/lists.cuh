@@ -9,7 +9,7 @@
 #include "warp.cuh"
 
 constexpr int kSegments = 16;                     // of a panel
-constexpr int kRowMultiple = 2;                   // a row ends after a multiple of so many entries
+constexpr int kRowMultiple = 2;                   // a row's entries in a list are a multiple of this
 constexpr int kVector = 16 / sizeof(SCALAR);      // entries per load
 constexpr int kDeltaBytes = kVector * DELTA_BITS / 8;
 
@@ -56,8 +56,8 @@ struct List {
     }
 };
 
-// The positions of a load's entries, scaled by `unit`, at most 255: what the caller's addresses advance by from one position to
-// the next. Rows are not taken into account.
+// The positions of a load's entries, multiplied by `unit` (at most 255), the caller's distance between two positions. Ends of
+// rows are left to the caller.
 template <int unit>
 struct Positions {
     Word at_even, at_odd;  // of 4-bit deltas: bytes with the prefix sums of entries 0, 2, 4, 6 and 1, 3, 5, 7
@@ -73,7 +73,8 @@ struct Positions {
 #endif
     }
 
-    // Adds the deltas up to and with `entry` to `start`; 8-bit ones, from the last multiple of four entries on.
+    // Returns `start` plus the deltas of the entries up to `entry`; 8-bit deltas only from the last multiple of four entries
+    // on.
     __device__ __forceinline__ int after(int start, int entry) const {
 #if DELTA_BITS == 4
         return __dp4a(entry % 2 ? at_odd : at_even, (Word)unit << 8 * (entry / 2), (Word)start);
@@ -82,7 +83,7 @@ struct Positions {
 #endif
     }
 
-    // Adds all deltas.
+    // Returns `start` plus all deltas.
     __device__ __forceinline__ int end(int start) const {
         if constexpr (DELTA_BITS == 8 && kVector == 8) start = after(start, 3);
         return after(start, kVector - 1);

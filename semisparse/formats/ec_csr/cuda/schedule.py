@@ -22,8 +22,9 @@ DECODE_TOKENS = (1, 2, 4, 8)
 """Tokens per pass of `decode`."""
 
 SHARED_STAGE_TOKENS = 2
-"""Up to so many tokens per pass, the stages of `decode` are in shared memory, else in registers.
-Measured: 8.0 us for 2 tokens (registers 8.7), 10.2 for 4 (9.5), 16.2 for 8 (14.4), at 4096 x 4096."""
+"""Maximum tokens per pass with which the stages of `decode` are in shared memory; for more they are in registers.
+Measured at 4096 x 4096, in shared memory (registers): 2 tokens 8.0 us (8.7), 4 tokens 10.2 (9.5), 8 tokens 16.2
+(14.4)."""
 
 REGISTER_STAGES = 2
 
@@ -47,14 +48,14 @@ UNPACK_CTAS = 2
 """CTAs per SM of `unpack`."""
 
 UNPACK_FLAG_BYTES = LANES * 4
-"""Of the flags that mark which segments reach into a tile, as many as lanes."""
+"""Bytes of the flags that mark which segments reach into a tile; there are as many flags as lanes."""
 
 UNPACK_PARTS = 4
-"""Parts of a segment, a warp for each. Measured at 28672 x 8192: 270 us for 304 with 2 and 310 with 8."""
+"""Parts of a segment, a warp for each. Measured at 28672 x 8192: 270 us; with 2 parts 304, with 8 parts 310."""
 
 UNPACK_TILE_BYTES = 112 << 10
-"""Of the dense weight, per CTA at most. Measured at 28672 x 8192: 270 us for 289 with 96 KB, 355 with 64 KB, 553 with
-32 KB."""
+"""Maximum bytes of a CTA's tile of the dense weight. Measured at 28672 x 8192: 270 us; with 96 KB 289, with 64 KB 355,
+with 32 KB 553."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class DecodeSchedule(Lists):
 
     Args:
         tokens: per pass.
-        ctas: per SM, that registers and shared memory leave room for, where stages are in shared memory.
+        ctas: CTAs per SM that registers and shared memory leave room for, if stages are in shared memory.
     """
 
     tokens: int
@@ -119,7 +120,7 @@ class DecodeSchedule(Lists):
         """Return the dynamic shared memory: x, and each lane's partial sums, first rows and loads in flight.
 
         Args:
-            span: rows that a lane meets in a segment, at most.
+            span: upper bound of the rows that one segment of a list covers.
         """
         feature = 4 if self.tokens == 1 else self.tokens * self.dtype.itemsize  # one token is widened to float32
         load = LOAD_BYTES + max(4, vector_of(self.dtype) * self.delta_bits // 8)
@@ -128,10 +129,11 @@ class DecodeSchedule(Lists):
 
 
 def decode_schedule(problem: Problem, facts: DeviceFacts) -> DecodeSchedule:
-    """Choose tokens per pass and CTAs per SM; where not one token fits, shared memory exceeds the GPU's.
+    """Choose tokens per pass and CTAs per SM. If not even one token fits, the result needs more than the GPU has.
 
-    Two CTAs per SM, or three if the last wave is fuller then. Measured: 11008 x 4096, three CTAs for each SM, 14.0 us
-    in one wave for 15.2 in two; 28672 x 8192, four for each SM, 55.7 us in two waves of two for 60.6 in three and one.
+    An SM has two CTAs, or three if the last wave is fuller then. Measured: 11008 x 4096 has three CTAs for each SM and
+    takes 14.0 us in one wave, 15.2 in two; 28672 x 8192 has four for each SM and takes 55.7 us in two waves of two,
+    60.6 in waves of three and one.
     """
     span = span_limit_of(problem.params)
     schedules = [DecodeSchedule(*_lists_of(problem), tokens) for tokens in DECODE_TOKENS]
@@ -183,7 +185,7 @@ class MmaSchedule(Lists):
 
 
 def mma_schedule(problem: Problem, facts: DeviceFacts) -> MmaSchedule:
-    """Choose lanes per CTA and CTAs per SM; where no tile fits, shared memory exceeds the GPU's."""
+    """Choose lanes per CTA and CTAs per SM. If no tile fits, the result needs more shared memory than the GPU has."""
     lists, tokens = _lists_of(problem), next(tokens for tokens in MMA_TOKENS if tokens >= problem.m)
     # Panels of more than 32 rows take too many registers for two CTAs.
     most = 2 if panel_rows_of(problem.params) <= 32 else 1
@@ -197,7 +199,7 @@ class UnpackSchedule(Lists):
     """How unpack.cu is compiled and launched.
 
     Args:
-        tile_bytes: of the dense weight, per CTA at most.
+        tile_bytes: maximum bytes of a CTA's tile of the dense weight.
     """
 
     tile_bytes: int = UNPACK_TILE_BYTES
@@ -225,6 +227,6 @@ class UnpackSchedule(Lists):
 
 
 def unpack_schedule(problem: Problem, facts: DeviceFacts) -> UnpackSchedule:
-    """Choose the largest tile of which as many fit an SM as CTAs shall."""
+    """Choose the largest tile of which `UNPACK_CTAS` fit an SM, up to `UNPACK_TILE_BYTES`."""
     room = facts.shared_per_sm // UNPACK_CTAS - RESERVED_SHARED - UNPACK_FLAG_BYTES
     return UnpackSchedule(*_lists_of(problem), min(UNPACK_TILE_BYTES, room))

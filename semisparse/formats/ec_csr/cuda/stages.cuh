@@ -9,10 +9,11 @@
 #include "ptx/cp_async.cuh"
 #include "ptx/shared.cuh"
 
-// In shared memory by cp.async: more stages than registers would hold, and registers for more CTAs per SM.
+// In shared memory, by cp.async: this allows more stages than registers do, and leaves registers for more CTAs per SM.
 template <int threads>
 struct SharedStages {
-    static constexpr int kStageBytes = kDeltaBytes < 4 ? 4 : kDeltaBytes;  // of deltas; for 2, two lanes each copy both's
+    // Bytes of deltas per lane and stage. cp.async copies 4 at least, so where a lane has 2, it copies its neighbour's as well.
+    static constexpr int kStageBytes = kDeltaBytes < 4 ? 4 : kDeltaBytes;
 
     const char* values;
     const char* deltas;
@@ -36,7 +37,7 @@ struct SharedStages {
         return load;
     }
 
-    // Bytes of the even lane's deltas before an odd lane's, in the four that both copy.
+    // Bytes of the even neighbour's deltas that precede an odd lane's in the 4 bytes that both copy.
     static __device__ __forceinline__ int neighbour_bytes() {
         return kDeltaBytes < kStageBytes ? threadIdx.x % 2 * kDeltaBytes : 0;
     }

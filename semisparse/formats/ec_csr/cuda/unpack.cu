@@ -1,13 +1,14 @@
 // weight[n, 32 * lane columns] from row panels: the dense weight, rows padded with zeros to whole lanes.
 //
 // Grid: (panels * tiles of a panel). A CTA makes a tile, `tile_positions` consecutive positions of a panel: the 32 columns of
-// a position are neighbours in memory. CTA: WARPS warps. The CTA writes zeros to shared memory; its warps scatter over them
-// what the segments that reach into the tile hold, each segment cut into PARTS parts for a warp each; then the CTA copies the
-// tile out, whole lines at a time.
+// a position are neighbours in memory. CTA: WARPS warps. The CTA writes zeros to the tile in shared memory. Then its warps
+// scatter the weights of all segments that reach into the tile; a segment is cut into PARTS parts, one per warp. Last, the CTA
+// copies the tile to global memory, whole lines at a time.
 // Shared memory: the tile, tile_positions * 32 values; then 32 words, of which 16 flag the segments that reach into it.
 //
-// What bounds it (70 %, H200; README.md): CTAs wait at barriers and for memory, as an SM's two CTAs either scatter or copy
-// out. L2 is 53 to 59 % busy. Segments at a tile's ends are walked twice, so larger tiles are faster.
+// What bounds it (70 %, H200; README.md): CTAs wait at barriers and for memory, because each of an SM's two CTAs either
+// scatters or copies, not both at once. L2 is 53 to 59 % busy. Segments at a tile's ends are read by two CTAs, so larger tiles
+// are faster.
 //
 // Compiled for SCALAR (an unsigned integer of the weight's size), DELTA_BITS (4 or 8), INDEX (unsigned short or unsigned int,
 // of bases), PANEL_ROWS (at most 64), PARTS, WARPS (16 at least) and CTAS_PER_SM (that registers leave room for).

@@ -18,7 +18,7 @@ from semisparse.runtime.device import device_facts
 from semisparse.runtime.kernel import CudaSource
 
 MAX_COLUMNS = 1 << 23
-"""Above, 32 bits do not count the bytes of a panel."""
+"""Maximum K: with more, the bytes of a panel do not fit 32 bits."""
 
 SOURCE = CudaSource(
     Path(__file__).with_name("unpack.cu"),
@@ -42,7 +42,7 @@ def refusal(problem: Problem) -> str | None:
 
 
 def prepare(problem: Problem) -> Product:
-    """Load the kernel, and return the product by cuBLAS: x float16, bfloat16 or float32, as w is."""
+    """Load the kernel; return the product, which unpacks w and calls cuBLAS. x has w's dtype."""
     unpack = prepare_unpack(problem)
     return lambda x, packed, bias: multiply_dense(x, unpack(packed), bias)
 

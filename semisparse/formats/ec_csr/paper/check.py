@@ -61,12 +61,12 @@ def _check_table(packed: Packed) -> None:
 
 
 def _check_slots(packed: Packed) -> None:
-    """Check that each partial sum is written by one row of a bundle, and that every row of w adds a run of them."""
+    """Check that one row of a bundle writes each partial sum, and that a row of w adds a contiguous range of them."""
     starts, slots = packed.tensors["row_slots"].long(), packed.tensors["slots"].long()
     if starts[0] != 0 or starts[-1] != len(slots):
         ends = f"{int(starts[0])} to {int(starts[-1])}"
         raise FormatError(f"tensor row_slots runs from {ends}, expected 0 to {len(slots)}")
     refuse_first(starts.diff() < 0, "row_slots", "a row's slots begin before those of the row before it")
-    refuse_first((slots < 0) | (slots >= len(slots)), "slots", f"the slot is none of {len(slots)}")
+    refuse_first((slots < 0) | (slots >= len(slots)), "slots", f"the slot is not in 0 to {len(slots) - 1}")
     twice = slots.bincount(minlength=len(slots)) != 1
-    refuse_first(twice, "slots", "not one sum belongs to this slot")
+    refuse_first(twice, "slots", "the bundles do not write this slot exactly once")

@@ -44,8 +44,8 @@ def extract(
         stored: [N, K] bool, the weights to cover.
         multiple: blocks of two or more rows have a multiple of this many columns; the rest stay in finer blocks.
         granularity: maximum rows per block, a power of two; 1 merges no rows.
-        reach: maximum distance between neighbouring columns of a block of two rows or more: what a delta can say
-            (section 6.2). Only what coarser blocks leave of a block may have wider gaps.
+        reach: maximum distance between neighbouring columns of a block of two rows or more: the largest delta
+            (section 6.2). Only blocks from which columns were moved into coarser ones may have wider gaps.
         progress: called after each round.
     Returns:
         One `Blocks` per granularity, ascending; together they cover each stored weight once, and nothing else.

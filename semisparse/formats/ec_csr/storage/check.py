@@ -49,7 +49,7 @@ def violation(packed: Packed) -> str | None:
 
 
 def _check_panels(packed: Packed) -> None:
-    """Check that each list stays in its panel's rows, meets them in order, and keeps each weight once, below K.
+    """Check that each list stays in its panel, has its rows in order, and stores each weight once, at a column below K.
 
     Raises:
         FormatError: names the tensor and what is wrong.
@@ -67,7 +67,7 @@ def _check_panels(packed: Packed) -> None:
     refuse_first(bases >= positions, "bases", f"the position is not below {positions}")
     first_loads = torch.arange(SEGMENTS + 1, device=starts.device) * starts.diff()[:, None] // SEGMENTS
     empty = (first_loads.diff() == 0).view(-1, 1)
-    refuse_first(empty & (bases != 0), "bases", "the segment has no loads, so it is 0")
+    refuse_first(empty & (bases != 0), "bases", "the segment has no loads, expected 0")
     if bases.device.type == "cpu" and cpp.refusal() is None:  # 1000 times as fast as torch, and loading waits for it
         span = cpu.check_lists(packed)
     else:
@@ -80,10 +80,10 @@ def _check_panels(packed: Packed) -> None:
 
 
 def _check_lists(packed: Packed) -> int:
-    """Check every entry of every list, as `cpu.check_lists` does, but for weights that are stored twice.
+    """Check every entry of every list, as `cpu.check_lists` does, except for weights that are stored twice.
 
     Returns:
-        The most rows that a lane meets in a segment.
+        The span: the most rows that one segment of a list covers.
     Raises:
         FormatError: names the lane and the panel, and what is wrong.
     """
@@ -108,7 +108,7 @@ def _check_lists(packed: Packed) -> int:
 
 
 def _goes_back(entries: Entries, positions: int, weight: Tensor) -> Tensor:
-    """Mark entries that begin a segment below a weight before it: `unpack.cu` takes bases for the ends of segments.
+    """Mark entries that begin a segment below a weight before it: in `unpack.cu` a segment ends at the next one's base.
 
     Args:
         positions: per panel.

@@ -12,15 +12,15 @@ from semisparse.formats.base import Params
 from semisparse.formats.checks import choice_of
 
 PANELS, PAPER = LAYOUTS = ("banks", "paper")
-"""Of ``params["layout"]``. The name of row panels in files, `banks`, is from the shared-memory banks they avoid."""
+"""Values of ``params["layout"]``. Row panels are called `banks` in files: they avoid shared-memory bank conflicts."""
 
 DELTA_BITS = (4, 8)
 
 LANES = 32
-"""Of a warp. Each has a list of its own."""
+"""Lanes per warp. Each has a list of its own."""
 
 MAX_COLUMNS = 1 << 29
-"""K at most: a position in 64 rows of K / 32 columns stays below 2**31."""
+"""Maximum K: a position in a panel of 64 rows and K / 32 columns per lane stays below 2**31."""
 
 INDEX_DTYPES = {16: torch.int16, 32: torch.int32}
 

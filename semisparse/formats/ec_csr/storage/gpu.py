@@ -15,14 +15,15 @@ SPAN_LIMITS = (6, 8, 12, 16, 24, 32, 48, 64)
 have spans of 3 to 6 in panels of up to 32 rows."""
 
 IMBALANCE = 1.03
-"""Rows on the busiest SM over the fewest of any height. Of all heights up to it, the highest panels are chosen."""
+"""Maximum rows on the busiest SM, relative to the least of all panel heights; the largest height within it is
+chosen."""
 
 DISK_ROWS, SPAN_LIMIT = "disk_panel_rows", "span_limit"
 """The params that this layout has beside those on disk."""
 
 
 def arrange(packed: Packed, device_type: str) -> Packed:
-    """Return a weight, where it is, with panels of the height for a device.
+    """Return a weight with panels of the height for a device; its tensors stay on the device that they are on.
 
     Args:
         packed: as on disk, or as on a GPU.
@@ -58,20 +59,20 @@ def _repanelled(packed: Packed, rows: int, more: dict[str, int]) -> Packed:
 def panel_rows_for(n: int, sms: int) -> int:
     """Return the rows per panel of a weight with ``n`` rows for which the SMs of a GPU have about equally many rows.
 
-    Measured: on 132 SMs, 11,008 rows in panels of 32 are three panels for some SMs and two for others, and take 17.2 us
-    for 15.0 in panels of 28.
+    Measured: on 132 SMs, 11,008 rows in panels of 32 are three panels for most SMs and two for others, and take 17.2
+    us; in panels of 28 they take 15.0 us.
     """
     if n <= sms * DISK_PANEL_ROWS:
         return DISK_PANEL_ROWS
     count = {rows: -(-n // rows) for rows in PANEL_ROWS}
     busiest = {rows: -(-count[rows] // sms) * rows for rows in PANEL_ROWS}
     even = [rows for rows in PANEL_ROWS if busiest[rows] <= IMBALANCE * min(busiest.values())]
-    # Two panels for each SM, but for four: 8,192 rows are 256 panels of 32.
+    # At least two panels per SM, except for four SMs: 8,192 rows are 256 panels of 32, for 132 SMs.
     return max((rows for rows in even if count[rows] >= 2 * (sms - 4)), default=even[0])
 
 
 def span_limit_of(params: Params) -> int:
-    """Return the most rows that a lane may meet in a segment, by which shared memory is sized.
+    """Return an upper bound of the span, by which shared memory is sized.
 
     A weight that `arrange` has not seen may have any span, up to all rows of a panel.
     """

@@ -29,7 +29,7 @@ PANEL_ROWS = tuple(range(28, 65, 4))
 """Rows per panel: what one CTA computes."""
 
 DISK_PANEL_ROWS = 32
-"""Of a new weight on disk. Files of earlier versions may have any of `PANEL_ROWS`."""
+"""Rows per panel of a new weight on disk. Files of earlier versions may have any of `PANEL_ROWS`."""
 
 SEGMENTS = 16
 """Parts of equal length that each list is cut into, one for each warp of a CTA."""
@@ -38,7 +38,7 @@ ROW_MULTIPLE = 2
 """A row's entries in a list are a multiple of this, so that kernels test for the end of a row half as often."""
 
 LOAD_BYTES = 16
-"""Of values that a lane loads at a time."""
+"""Bytes of values that a lane loads at a time."""
 
 STORED = ("values", "deltas", "bases", "panel_loads")
 
@@ -144,7 +144,8 @@ def _entries(lists: Tensor, lane_columns: int, limit: int) -> tuple[Tensor, Tens
 
     Args:
         lists: [lists, rows * lane_columns].
-        limit: of a delta. ``lane_columns`` is another: an entry reaches the next row at most.
+        lane_columns: columns per lane, which also limit a delta: an entry is at most in the row after the one before.
+        limit: maximum delta.
     Returns:
         Each entry's list and position, both int64, and whether it is a weight.
     """
@@ -169,9 +170,9 @@ class Entries:
     """Decoded entries of some panels, list after list, each [entries] int64.
 
     Args:
-        panel, lane: whose list it is.
-        number: in the list.
-        at: where its delta and its value are stored.
+        panel, lane: the panel and the lane whose list it is in.
+        number: its index in the list.
+        at: index of its delta and of its value in the stored tensors.
         delta: from the position before it, or from the base at the begin of a segment.
         base: of its segment.
         position: row of the panel * columns per lane + column // 32.

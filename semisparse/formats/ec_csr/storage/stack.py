@@ -1,4 +1,4 @@
-"""Weights above one another as one: the row panels of each follow those of the one before."""
+"""Stack weights along N: the row panels of each follow those of the one before."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ SAME = ("layout", "delta_bits", "panel_rows")
 
 
 def stack(weights: Sequence[Packed], rows: int) -> Mapping[str, Scalar] | None:
-    """Return the params of weights above one another.
+    """Return the params of weights that are stacked along N.
 
     Args:
         weights: in the layout on disk.
-        rows: of all of them, with those of zeros that fill panels in between.
+        rows: rows of the stack, including the rows of zeros that fill the last panel of each weight.
     Returns:
-        None unless all are row panels of one height and one width of deltas.
+        The params; None unless all weights are row panels of the same height and bits per delta.
     """
     first = weights[0].params
     if layout_of(first) != PANELS or any(w.params[name] != first[name] for w in weights for name in SAME):

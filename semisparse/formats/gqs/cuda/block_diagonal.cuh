@@ -25,6 +25,7 @@
 #include "fusion.cuh"
 #include "ptx/integer.cuh"
 #include "ptx/shared.cuh"
+#include "rows.cuh"
 #include "warp.cuh"
 
 // Loads x from global memory. Thread t loads and converts the groups t, t + kThreads, ... Its first ones are loaded to
@@ -36,14 +37,15 @@ struct StagedActivations {
 
     const Element* x;            // [m, k]
     const Element* norm_weight;  // [k] with RMS_NORM
+    Rows rows;
     int m, k;
     float scales[TOKENS];        // reciprocal root mean square of each token, with RMS_NORM
     Word first_weight[kGroupSize / 2];  // norm_weight of this thread's first group
     Word preloaded[kPreloaded + 1][kGroupSize / 2];
 
     // Reads only norm_weight: it may run before griddepcontrol.wait.
-    __device__ __forceinline__ StagedActivations(const Element* x, int m, int k, const Element* norm_weight)
-        : x(x), norm_weight(norm_weight), m(m), k(k) {
+    __device__ __forceinline__ StagedActivations(const Element* x, Rows rows, int m, int k, const Element* norm_weight)
+        : x(x), norm_weight(norm_weight), rows(rows), m(m), k(k) {
         if (RMS_NORM && index(0) < TOKENS * groups()) load_weight(first_weight, group_of(index(0)));
     }
 
@@ -99,7 +101,7 @@ struct StagedActivations {
 
     // Tokens past the last repeat it, and are not stored.
     __device__ __forceinline__ void load(Word (&words)[kGroupSize / 2], int i) const {
-        const long long row = static_cast<long long>(min(token_of(i), m - 1)) * k;
+        const long long row = rows.x(min(token_of(i), m - 1)) * k;
         const int column = group_of(i) * kGroupSize;
         load_x(words, reinterpret_cast<const unsigned short*>(x) + row + column, k - column);
     }

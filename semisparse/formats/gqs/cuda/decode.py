@@ -24,23 +24,29 @@ BITS = (4, 8)
 # The variants are the extremes of what is compiled.
 SOURCE = CudaSource(
     Path(__file__).with_name("decode.cu"),
-    tuple(
-        schedule.defines
-        for schedule in (
-            Schedule(torch.bfloat16, 4, 2, True, False, True, 16),
-            Schedule(torch.float16, 4, 1, False, True, True, 16),
-            Schedule(torch.float16, 4, 1, True, True, False, 8),
-            Schedule(torch.float16, 4, 2, False, True, False, 8),
-            Schedule(torch.float16, 4, 8, False, True, False, 8),
-            Schedule(torch.bfloat16, 4, 16, False, False, False, 8),
-            Schedule(torch.float16, 8, 16, False, True, False, 8),
-            Schedule(torch.bfloat16, 8, 16, False, False, False, 8),
-            Schedule(torch.bfloat16, 8, 8, False, True, False, 4),
-            Schedule(torch.bfloat16, 4, 1, False, True, True, 16, (1, 0, 0)),
-            Schedule(torch.float16, 4, 1, False, True, True, 16, (1, 0, 1)),
-            Schedule(torch.bfloat16, 4, 2, False, False, True, 8, (1, 0, 1)),
-            Schedule(torch.bfloat16, 4, 1, False, True, False, 8, (0, 1, 0)),
-        )
+    (
+        *(
+            schedule.defines
+            for schedule in (
+                Schedule(torch.bfloat16, 4, 2, True, False, True, 16),
+                Schedule(torch.float16, 4, 1, False, True, True, 16),
+                Schedule(torch.float16, 4, 1, True, True, False, 8),
+                Schedule(torch.float16, 4, 2, False, True, False, 8),
+                Schedule(torch.float16, 4, 8, False, True, False, 8),
+                Schedule(torch.bfloat16, 4, 16, False, False, False, 8),
+                Schedule(torch.float16, 8, 16, False, True, False, 8),
+                Schedule(torch.bfloat16, 8, 16, False, False, False, 8),
+                Schedule(torch.bfloat16, 8, 8, False, True, False, 4),
+                Schedule(torch.bfloat16, 4, 1, False, True, True, 16, (1, 0, 0)),
+                Schedule(torch.float16, 4, 1, False, True, True, 16, (1, 0, 1)),
+                Schedule(torch.bfloat16, 4, 2, False, False, True, 8, (1, 0, 1)),
+                Schedule(torch.bfloat16, 4, 1, False, True, False, 8, (0, 1, 0)),
+            )
+        ),
+        {**Schedule(torch.bfloat16, 4, 1, False, True, True, 16, (0, 0, 1)).defines, "EXPERTS": 1},
+        {**Schedule(torch.bfloat16, 4, 2, False, True, True, 8, (0, 0, 1)).defines, "EXPERTS": 1},
+        {**Schedule(torch.float16, 4, 8, False, False, True, 4, (0, 0, 1)).defines, "EXPERTS": 1},
+        {**Schedule(torch.bfloat16, 4, 8, False, True, True, 8).defines, "EXPERTS": 1},
     ),
 )
 

@@ -172,7 +172,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_g
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = (row_tile + j) * kRows + half * 8 + lane / 4;
-            if (row >= n) continue;
+            // add_partials.cu reads four rows at once: those of the last row tile past n, too.
+            if (row >= (splits == 1 ? n : kRows * row_tiles)) continue;
             const float added = splits == 1 && bias ? to_float(bias[row]) : 0.0f;
 #pragma unroll
             for (int i = 0; i < 2 * kTokenTiles; ++i) {

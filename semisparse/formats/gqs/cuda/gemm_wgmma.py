@@ -22,7 +22,7 @@ from semisparse.runtime.kernel import CudaSource, hopper_refusal
 from semisparse.runtime.nvrtc import Defines
 
 
-def _defines(dtype: torch.dtype, bits: int, size: int, schedule: Schedule) -> Defines:
+def gemm_defines(dtype: torch.dtype, bits: int, size: int, schedule: Schedule) -> Defines:
     """Return the macros of `gemm_wgmma.cu`."""
     return {"BITS": bits, "GROUP_SIZE": size, **schedule.defines(dtype)}
 
@@ -33,11 +33,13 @@ SOURCE = CudaSource(
     Path(__file__).with_name("gemm_wgmma.cu"),
     (
         # tile_m, warpgroups, cluster, split_k, stages, x_stages, ctas_per_sm
-        _defines(HALF, 4, 16, Schedule(64, 4, 1, 0, 3, 2, 1)),
-        _defines(BFLOAT, 8, 128, Schedule(256, 2, 2, 0, 2, 1, 1)),
-        _defines(BFLOAT, 4, 128, Schedule(128, 3, 1, 0, 3, 1, 1)),
-        _defines(HALF, 3, 8, Schedule(32, 1, 1, 4, 3, 1, 3)),
-        _defines(HALF, 2, 64, Schedule(16, 4, 1, 2, 4, 1, 1)),
+        gemm_defines(HALF, 4, 16, Schedule(64, 4, 1, 0, 3, 2, 1)),
+        gemm_defines(BFLOAT, 8, 128, Schedule(256, 2, 2, 0, 2, 1, 1)),
+        gemm_defines(BFLOAT, 4, 128, Schedule(128, 3, 1, 0, 3, 1, 1)),
+        gemm_defines(HALF, 3, 8, Schedule(32, 1, 1, 4, 3, 1, 3)),
+        gemm_defines(HALF, 2, 64, Schedule(16, 4, 1, 2, 4, 1, 1)),
+        {**gemm_defines(BFLOAT, 4, 16, Schedule(192, 2, 1, 0, 3, 1, 1)), "EXPERTS": 1},
+        {**gemm_defines(HALF, 4, 16, Schedule(16, 3, 2, 0, 4, 2, 1)), "EXPERTS": 1},
     ),
     architectures=("sm_90a",),
 )
@@ -66,7 +68,7 @@ def prepare(problem: Problem, schedule: Schedule | None = None) -> Product:
     schedule = schedule or choose(problem.m, tiles, device_facts(device), RATES)
     product = expand_gemm.prepare(
         lambda chosen: SOURCE.build(
-            "semisparse_gqs_gemm_wgmma", _defines(dtype, bits, size, chosen), chosen.shared(tiles)
+            "semisparse_gqs_gemm_wgmma", gemm_defines(dtype, bits, size, chosen), chosen.shared(tiles)
         ),
         schedule, tiles, size, (n, k), device,
     )  # fmt: skip

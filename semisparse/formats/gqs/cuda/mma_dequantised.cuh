@@ -8,6 +8,7 @@
 
 #include "dequantise.cuh"
 #include "ptx/mma.cuh"
+#include "rows.cuh"
 
 struct MmaDequantised {
     static constexpr int kTokenTiles = (TOKENS + 7) / 8;                // tiles of 8 tokens, n of the mma
@@ -16,9 +17,11 @@ struct MmaDequantised {
 
     struct Activations {
         const Element* x;  // [m, k]
+        Rows rows;
         int m, k;
 
-        __device__ __forceinline__ Activations(const Element* x, int m, int k, const Element*) : x(x), m(m), k(k) {}
+        __device__ __forceinline__ Activations(const Element* x, Rows rows, int m, int k, const Element*)
+            : x(x), rows(rows), m(m), k(k) {}
         __device__ __forceinline__ void load_first(float) {}
     };
 
@@ -35,7 +38,7 @@ struct MmaDequantised {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int tile = 0; tile < kTokenTiles; ++tile) {
-            const long long token = min(lane / 4 + 8 * tile, activations.m - 1);
+            const long long token = activations.rows.x(min(lane / 4 + 8 * tile, activations.m - 1));
             x[tile] = reinterpret_cast<const unsigned short*>(activations.x) + token * k + lane % 4 * kGroupSize;
         }
         clear();

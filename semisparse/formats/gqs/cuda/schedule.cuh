@@ -5,12 +5,15 @@
 // With SILU_MUL the weight's first half of rows is the gate, its second half the up projection (fusion.cuh). A CTA has the same
 // row tiles of both, and half of its warps multiplies each; all accumulators meet in shared memory.
 //
+// With EXPERTS (rows.cuh) a schedule divides one expert's matmul; the caller adds the expert's first chunk to its ranges.
+//
 // Work is counted in k-tiles of CHUNKS_PER_K_TILE chunks. A k-tile takes the same instructions whatever it keeps, and
 // instructions bound the kernel; so k-tiles, not kept groups, are divided evenly.
 
 #pragma once
 
 #include "fusion.cuh"
+#include "rows.cuh"
 #include "stream.cuh"
 
 constexpr int kTileCells = kRows * TOKENS;  // elements of a row tile's output, [TOKENS, kRows]
@@ -19,6 +22,7 @@ template <typename Mma> struct Epilogue {
     const Element* bias;      // [n] or null
     const Element* residual;  // [m, n] with ADD_RESIDUAL
     Element* y;               // [m, n], or [m, n / 2] with SILU_MUL
+    Rows rows;
     int m, n;
     const Mma& mma;
 
@@ -35,7 +39,7 @@ template <typename Mma> struct Epilogue {
         if (row >= n || token >= m) return;
         float value = output_of(row, token, accumulator);
         if constexpr (ADD_RESIDUAL) value = residual_value + rounded(value);
-        store(y + static_cast<long long>(token) * n + row, value);
+        store(y + rows.y(token) * n + row, value);
     }
 
     __device__ __forceinline__ float residual_of(int row, int token) const {
@@ -45,7 +49,7 @@ template <typename Mma> struct Epilogue {
     __device__ __forceinline__ void store_gated(int row, int token, float gate, float up) const {
         if (row >= n / 2 || token >= m) return;
         const float value = silu_mul(output_of(row, token, gate), output_of(n / 2 + row, token, up));
-        store(y + static_cast<long long>(token) * (n / 2) + row, value);
+        store(y + rows.y(token) * (n / 2) + row, value);
     }
 };
 

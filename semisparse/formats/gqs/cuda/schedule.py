@@ -8,7 +8,7 @@ import torch
 
 from semisparse.formats.gqs.storage.disk import code_bits, quantises_x
 from semisparse.formats.gqs.storage.masks import CHUNK_GROUPS, CHUNK_ROWS
-from semisparse.formats.kernel import Problem
+from semisparse.formats.kernel import ExpertsProblem, Problem
 from semisparse.runtime.device import DeviceFacts
 from semisparse.runtime.nvrtc import Defines
 
@@ -119,7 +119,11 @@ class Schedule:
     def gated_bytes(self, n: int, facts: DeviceFacts) -> int:
         """Return the bytes, after `shared_bytes`, of both halves' accumulators for SILU_MUL (schedule.cuh)."""
         tiles = -(-n // CHUNK_ROWS) // 2
-        return 2 * (tiles // self.ctas(tiles, facts) + 1) * CHUNK_ROWS * self.tokens * 4 if self.fusion[2] else 0
+        return self.whole_bytes(tiles // self.ctas(tiles, facts) + 1) if self.fusion[2] else 0
+
+    def whole_bytes(self, tiles: int) -> int:
+        """Return the bytes of both halves' accumulators of so many row tiles per CTA."""
+        return 2 * tiles * CHUNK_ROWS * self.tokens * 4
 
     def fits(self, n: int, k: int, facts: DeviceFacts) -> bool:
         """Return whether a CTA's shared memory fits. Static: partials and, for int8 or RMSNorm, a value per token."""
@@ -172,3 +176,29 @@ def choose_fused(problem: Problem, facts: DeviceFacts) -> Schedule | None:
         return None
     schedule = replace(schedule, fusion=(int(norm), int(add), int(gated)), stream_k=schedule.stream_k or gated)
     return schedule if schedule.fits(problem.n, problem.k, facts) else None
+
+
+EXPERT_PAIRS = 16
+"""Up to so many pairs of a token and an expert, each has CTAs of its own; more share an expert's."""
+
+EXPERT_WARPS = {1: 16, 2: 8, 8: 4}
+"""By TOKENS: warps per CTA for a stack of experts (H200, results/h200/sweeps/experts.csv)."""
+
+EXPERT_WAVES = {1: 1, 2: 2, 8: 2}
+"""By TOKENS: CTAs per resident one. From 2 on some experts have more pairs than others."""
+
+
+def choose_experts(problem: ExpertsProblem, facts: DeviceFacts) -> tuple[Schedule, int]:
+    """Choose the schedule for a stack of experts in 4 bits, and the CTAs per expert, or per pair if ``tokens`` is 1."""
+    gated, k, pairs = problem.epilogue == "silu_mul", problem.k, problem.pairs
+    few = CODE_TOKENS[-1] if pairs <= problem.experts else DEQUANTISED_TOKENS[0]  # one pair per expert on average
+    tokens = 1 if pairs <= EXPERT_PAIRS else few
+    slots = pairs if tokens == 1 else min(pairs, problem.experts)
+    tiles = problem.n // CHUNK_ROWS // (2 if gated else 1)
+    for warps in (EXPERT_WARPS[tokens], 8, 4):
+        schedule = Schedule(problem.dtype, 4, tokens, False, k % K_TILE == 0, True, warps, (0, 0, int(gated)))
+        ctas = max(1, min(tiles, EXPERT_WAVES[tokens] * schedule.ctas_per_sm * facts.sms // slots))
+        static = 4 * warps * 2 * CHUNK_ROWS * tokens + 8 * tokens + 4
+        if schedule.shared_bytes(k) + schedule.whole_bytes(tiles // ctas + 1) + static <= facts.shared_per_cta:
+            break
+    return schedule, ctas

@@ -10,7 +10,6 @@
 
 #pragma once
 
-#include "arrive_warp.cuh"
 #include "chunk.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/cp_async_bulk.cuh"
@@ -150,14 +149,14 @@ struct GroupPipeline {
 #pragma unroll 1
         while (__any_sync(kAllLanes, arrived < group)) {
             cp_async_wait_group<kStagesInFlight - 1>();
-            sync_warp_copied();
+            __syncwarp();
             arrived += STAGE_GROUPS;
             issue_stage();
         }
     }
 
     // Loads a group from the ring into one of the lane's two rows of a fragment. For a dropped group, the values loaded are not
-    // used.
+    // used: they are those of the next kept group, whose copy may still be under way.
     __device__ __forceinline__ void load(ChunkFragment& chunk, int row, Word group) const {
         const Word slot = opaque(group & kRing - 1);
         ld_shared_ordered(chunk.codes[row], mad_lo(slot, code_bytes, ring));

@@ -55,7 +55,7 @@ struct Groups {
     const char* codes;      // [kept, kGroupBytes]
     const char* scale;      // [kept], an Element each
     const char* zero;       // [kept]
-    int row_tiles, chunks;  // chunks per row tile
+    int all_chunks, chunks;  // chunks of the weight, or of the stack of experts, and per row tile
 
     // Copies the headers of the tile at `cursor`. Those past the row's last chunk keep no group.
     __device__ __forceinline__ void copy_headers(Word to, const TileCursor& cursor) const {
@@ -77,9 +77,9 @@ struct Groups {
         const int consumer = lane * kProducerWarps + warp;
         if (consumer >= kConsumerWarps) return;
         const Word tiles = memory.tiles + consumer * kTileBytes, headers = memory.extra + consumer * kWarpHeaderBytes;
-        const long long kept = starts[static_cast<long long>(row_tiles) * chunks];
+        const long long kept = starts[all_chunks];
         const int count = (last + kParts - 1) / kParts - first / kParts;
-        TileCursor ahead(work, first / kParts * kParts, consumer, row_tiles);
+        TileCursor ahead(work, first / kParts * kParts, consumer);
         int copied = 0, slot = 0;  // number of tiles whose headers are copied; slot of the next ones
         auto copy_next_headers = [&] {
             if (copied++ < count) copy_headers(headers + slot * kTileHeaderBytes, ahead);
@@ -130,7 +130,7 @@ struct GroupStream {
                                            int warp, int lane)
         : pipeline(memory.pipeline), tiles(memory.tiles + warp * kGqsTileBytes),
           headers(memory.extra + warp * kWarpHeaderBytes),
-          code_mask(keep_constant(::code_mask(kElement), weight.row_tiles)), last(last), lane(lane) {}
+          code_mask(keep_constant(::code_mask(kElement), weight.all_chunks)), last(last), lane(lane) {}
 
     __device__ __forceinline__ TileExpander acquire(int iteration) {
         if (kParts == 1 || !waited) mbarrier_wait_parity(pipeline.full(state.stage), state.parity);

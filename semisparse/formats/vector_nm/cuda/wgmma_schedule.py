@@ -9,24 +9,14 @@ from semisparse.runtime.expand_gemm import COLUMNS, ROWS, Rates, Tiles
 MIN_TOKENS, MAX_TOKENS = 17, 1024
 """Measured on an H200 (results/h200/sweeps/expand-gemm.csv): `decode_tensor` is faster below; more were not timed."""
 
-RATES = Rates(
-    stream_k={
-        16: ((4, 1, 1), (2, 1, 1), (1, 1, 1)),
-        32: ((4, 1, 1), (2, 1, 1), (1, 1, 1)),
-        64: ((2, 1, 2),),
-        128: ((3, 1, 1), (2, 1, 1), (1, 1, 1)),
-        192: ((2, 2, 1), (1, 2, 1)),
-        256: ((2, 2, 1), (1, 2, 1)),
-    },
-    tile_us=0.165,
-    token_us=0.0008,
-)
+RATES = Rates(expand_us=0.182, overlap=2.7)
 
 
 def tiles_of(n: int, k: int, vectors: VectorNM) -> Tiles:
     """Return the tiles of a weight [N, K], as gemm_wgmma.cu lays them out in shared memory."""
     slots = COLUMNS // vectors.window * vectors.keep
-    return Tiles(-(-n // ROWS), -(-k // COLUMNS), slots * ROWS * 2, extra_per_warp=16)
+    masks = COLUMNS // 8  # bytes: a bit per column
+    return Tiles(-(-n // ROWS), -(-k // COLUMNS), slots * ROWS * 2 + masks, extra_per_warp=16)
 
 
 def pays(problem: Problem) -> bool:

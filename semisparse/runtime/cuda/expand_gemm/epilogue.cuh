@@ -4,6 +4,7 @@
 #pragma once
 
 #include "ptx/ldmatrix.cuh"
+#include "rows.cuh"
 #include "types.cuh"
 
 constexpr int kConsumerWarps = WARPGROUPS * 4;  // 16 rows each
@@ -32,30 +33,40 @@ __device__ __forceinline__ Word pack(float low, float high) {
 }
 
 struct WarpOutput {
-    SCALAR* y;             // at the warp's first token and row
+    SCALAR* y;             // at the warp's first token and row; with EXPERTS at the row of pair 0
+    const int* pairs;      // with EXPERTS: of the job, -1 for none
     int tokens, rows, n;   // tokens and rows from these to the end of y; n is y's pitch
     float upper, lower;    // bias of rows g and g + 8
 
-    __device__ __forceinline__ WarpOutput(SCALAR* y, const SCALAR* bias, int first_token, int first_row, int m, int n, int lane)
-        : y(y + static_cast<long long>(first_token) * n + first_row), tokens(m - first_token), rows(n - first_row), n(n),
+    __device__ __forceinline__ WarpOutput(SCALAR* y, const SCALAR* bias, const int* pairs, int first_token, int first_row, int m,
+                                          int n, int lane)
+        : y(y + (EXPERTS ? 0 : static_cast<long long>(first_token) * n) + first_row), pairs(pairs + (EXPERTS ? first_token : 0)),
+          tokens(m - first_token), rows(n - first_row), n(n),
           upper(bias && lane / 4 < rows ? to_float(bias[first_row + lane / 4]) : 0.0f),
           lower(bias && lane / 4 + 8 < rows ? to_float(bias[first_row + lane / 4 + 8]) : 0.0f) {}
 
-    // Stores eight tokens; a lane stores two neighbouring rows of one token, twice.
+    // Stores eight tokens. A lane has two neighbouring rows of one token, twice; if n allows, it trades one pair with its
+    // neighbour for the pair beside its other, so that a warp's store fills whole 32-byte sectors.
     __device__ __forceinline__ void store(float4 accumulated, int group, int lane) const {
         const int token = group * 8 + lane / 4, row = lane % 4 * 2;
         const Word transposed[2] = {movmatrix_trans(pack<SCALAR>(accumulated.x + upper, accumulated.y + upper)),
                                     movmatrix_trans(pack<SCALAR>(accumulated.z + lower, accumulated.w + lower))};
-        if (token >= tokens) return;
-        SCALAR* to = y + static_cast<long long>(token) * n;
+        const int to_row = EXPERTS ? pairs[token] : token;
+        const bool exists = EXPERTS ? to_row >= 0 : token < tokens;
+        SCALAR* to = y + static_cast<long long>(to_row) * n;
+        if (n % 4 == 0) {
+            const int odd = lane & 1;
+            const Word other = __shfl_xor_sync(0xffffffffu, odd ? transposed[0] : transposed[1], 1);
+            const int first = row / 4 * 4 + 8 * odd;
+            const uint2 four{odd ? other : transposed[0], odd ? transposed[1] : other};
+            if (exists && first < rows) *reinterpret_cast<uint2*>(to + first) = four;
+            return;
+        }
+        if (!exists) return;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int at = row + 8 * half;
-            if (n % 2 == 0) {
-                if (at < rows) *reinterpret_cast<Word*>(to + at) = transposed[half];
-                continue;
-            }
             const SCALAR* values = reinterpret_cast<const SCALAR*>(transposed + half);
+            const int at = row + 8 * half;
             if (at < rows) to[at] = values[0];
             if (at + 1 < rows) to[at + 1] = values[1];
         }

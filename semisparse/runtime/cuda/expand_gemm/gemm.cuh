@@ -1,8 +1,8 @@
 // y[m, n] = x[m, k] @ w[n, k].T + bias[n] for a packed weight and any m: each weight is expanded once for all tokens of a tile,
 // into the registers from which Hopper's wgmma takes its first operand.
 //
-// wgmma's fragment of 16 rows is that of mma.m16n8k16: a consumer warp expands tiles of 16 rows by 256 columns, one k-step of
-// 16 columns while the tensor cores compute the steps before. x is the operand in shared memory, with its columns in the order
+// wgmma's fragment of 16 rows is that of mma.m16n8k16: a consumer warp expands tiles of 16 rows by 256 columns, a slice of four
+// k-steps of 16 columns while the tensor cores compute the slice before. x is the operand in shared memory, with its columns in the order
 // of the fragments: permute_x.cu stores it so, swizzled.
 //
 // CTA tile: TILE_M tokens by WARPGROUPS * 64 rows of w; a cluster has CLUSTER such tiles along N and multicasts x among them.
@@ -25,8 +25,8 @@
 //     acquire(iteration)                waits for a tile; returns an object whose expand<step>(fragment) is called step by step
 //     release(iteration)                the tile has been expanded
 //
-// Compiled for sm_90a with SCALAR (__half or __nv_bfloat16), TILE_M (16, 32, or a multiple of 64 up to 256), WARPGROUPS,
-// CLUSTER, SPLIT_K (0: Stream-K), STAGES, X_STAGES, CTAS_PER_SM.
+// Compiled for sm_90a with SCALAR (__half or __nv_bfloat16), TILE_M (16, 32, 160, or a multiple of 64 up to 256), WARPGROUPS,
+// CLUSTER, SPLIT_K (0: Stream-K), STAGES, X_STAGES, CTAS_PER_SM. With EXPERTS (stream_k.cuh) SPLIT_K is 0 or 1.
 
 #pragma once
 
@@ -42,16 +42,27 @@
 
 constexpr int kConsumerThreads = kConsumerWarps * kWarpSize;
 constexpr int kThreads = kConsumerThreads + 128;                     // setmaxnreg is per warpgroup: the producer is a whole one
-constexpr int kRegisters = 65536 / CTAS_PER_SM / kThreads / 8 * 8;   // per thread at launch
+
+// Registers per thread at launch; setmaxnreg then gives the consumers what the producer warpgroup leaves. 4,096 of an SM remain
+// for a CTA of permute_x.cu, beside which this kernel's CTAs start and fetch weights: only not with three warpgroups of 128
+// tokens, which need them all. Launch bounds leave so many by themselves up to 64 tokens; above, they need __maxnreg__, which
+// also limits what ptxas gives the consumers.
+constexpr bool kAllRegisters = TILE_M >= 128 && WARPGROUPS == 3;
+constexpr int kRegisters = (65536 - (kAllRegisters ? 0 : 4096)) / CTAS_PER_SM / kThreads / 8 * 8;
+#if TILE_M >= 128 && WARPGROUPS < 3
+#define EXPAND_GEMM_BOUNDS __maxnreg__(kRegisters)
+#else
+#define EXPAND_GEMM_BOUNDS __launch_bounds__(kThreads, CTAS_PER_SM)
+#endif
 constexpr int kMostRegisters = 256;                                  // maximum that setmaxnreg is given
 constexpr int kXSlices = 4;                                           // per tile, 64 columns each
 constexpr int kXSliceBytes = TILE_M * 128;
 constexpr int kXBytes = kXSlices * kXSliceBytes;
 constexpr int kReleases = kConsumerWarps * kArrivalsPerWarp;         // arrivals that release a stage
 constexpr int kProducerWarps = 3;                                    // that copy weights
-constexpr int kInFlight = 2;                                         // wgmma groups in flight while a fragment is expanded
+constexpr int kSliceSteps = kSteps / kXSlices;                       // k-steps of wgmma per slice of x
 
-using Fragments = Word[2 * kInFlight][4];
+using Fragments = Word[2][kSliceSteps][4];  // wgmma reads one slice's while the other's are expanded
 
 // Where weight tiles are in shared memory: stage by stage, one per consumer warp.
 struct StreamMemory {
@@ -69,28 +80,36 @@ __device__ __forceinline__ void release_slice(Word empty, int lane) {
     }
 }
 
-// One iteration: 16 k-steps, each expanded while wgmma computes the two before. `x` is the descriptor's low word of the x
-// stage. `previous` is the x stage of the iteration before, whose last slice is still being read; negative if there was none.
-// `begins`: this is the output tile's first iteration, so the accumulators are overwritten.
-template <int step = 0, typename Tile>
+// Expands the k-steps of a slice.
+template <int slice, int step = 0, typename Tile>
+__device__ __forceinline__ void expand_slice(Word (&weights)[kSliceSteps][4], Tile& tile) {
+    tile.template expand<kSliceSteps * slice + step>(weights[step]);
+    if constexpr (step + 1 < kSliceSteps) expand_slice<slice, step + 1>(weights, tile);
+}
+
+// One iteration: each slice of four k-steps is expanded while wgmma computes the slice before. `x` is the descriptor's low word
+// of the x stage. `previous` is the x stage of the iteration before, whose last slice is still being read; negative if there
+// was none. `begins`: this is the output tile's first iteration, so the accumulators are overwritten.
+template <int slice = 0, typename Tile>
 __device__ __forceinline__ void wgmma_tile(Accumulators& accumulators, Fragments& fragments, Tile& tile, Pipeline pipeline, Word x,
                                            PipelineState<X_STAGES> state, int previous, bool begins, int lane) {
-    constexpr int slice = step / 4;
-    Word(&weights)[4] = fragments[step % (2 * kInFlight)];
-    tile.template expand<step>(weights);
-    if (step % 4 == 0) mbarrier_wait_parity(pipeline.full(state.stage * kXSlices + slice), state.parity);
+    Word(&weights)[kSliceSteps][4] = fragments[slice % 2];
+    expand_slice<slice>(weights, tile);
+    mbarrier_wait_parity(pipeline.full(state.stage * kXSlices + slice), state.parity);
     wgmma_fence();
-    wgmma_m64k16(accumulators, weights, x + slice * kXSliceBytes / 16 + step % 4 * 2, step || !begins,
-                 static_cast<const SCALAR*>(nullptr));
+#pragma unroll
+    for (int step = 0; step < kSliceSteps; ++step)
+        wgmma_m64k16(accumulators, weights[step], x + slice * kXSliceBytes / 16 + step * 2, slice || step || !begins,
+                     static_cast<const SCALAR*>(nullptr));
     wgmma_commit_group();
-    wgmma_wait_group<kInFlight>();
-    if constexpr (step == kInFlight - 1) {  // the last group that read the slice before has completed
-        if (previous >= 0) release_slice(pipeline.empty(previous * kXSlices + kXSlices - 1), lane);
-    } else if constexpr (step % 4 == kInFlight - 1) {
+    wgmma_wait_group<1>();
+    if constexpr (slice > 0) {  // the slice before is no longer read
         release_slice(pipeline.empty(state.stage * kXSlices + slice - 1), lane);
+    } else {
+        if (previous >= 0) release_slice(pipeline.empty(previous * kXSlices + kXSlices - 1), lane);
     }
-    if constexpr (step + 1 < kSteps)
-        wgmma_tile<step + 1>(accumulators, fragments, tile, pipeline, x, state, previous, begins, lane);
+    if constexpr (slice + 1 < kXSlices)
+        wgmma_tile<slice + 1>(accumulators, fragments, tile, pipeline, x, state, previous, begins, lane);
 }
 
 // The producer of x: one thread; each CTA of a cluster multicasts its share of a slice.
@@ -124,7 +143,8 @@ struct Operands {
     const SCALAR* bias;      // [n] or null
     SCALAR* y;               // [m, n]
     Workspace workspace;
-    int m, n, row_tiles, column_tiles;
+    int m, n, row_tiles, column_tiles;  // with EXPERTS row_tiles and n are those of an expert, and m is not used
+    Jobs jobs = {};                     // with EXPERTS
 };
 
 // A consumer warp: expands and multiplies its rows of every output tile of the range, and stores them.
@@ -149,7 +169,10 @@ __device__ __forceinline__ void consume(const Weights& weights, const Operands& 
         }
         wgmma_wait_group<0>();
         const int first_row = (work.row_tile(tile) + warp) * kTileRows;
-        const WarpOutput output(operands.y, operands.bias, work.m_tile(tile) * TILE_M, first_row, operands.m, operands.n, lane);
+        const int m_tile = work.m_tile(tile);
+        const SCALAR* bias = operands.bias;
+        if (EXPERTS && bias) bias += static_cast<long long>(operands.jobs.experts[m_tile]) * operands.n;
+        const WarpOutput output(operands.y, bias, operands.jobs.pairs, m_tile * TILE_M, first_row, operands.m, operands.n, lane);
         reduce_and_store(accumulators, work, operands.workspace, output, tile, begin, range, warp, lane);
     }
 }
@@ -158,9 +181,10 @@ __device__ __forceinline__ void consume(const Weights& weights, const Operands& 
 template <typename Weights>
 __device__ __forceinline__ void expand_gemm(const Weights& weights, const Operands& operands, unsigned char* shared) {
     constexpr int kWeightBytes = STAGES * kConsumerWarps * Weights::kTileBytes;
+    griddepcontrol_launch_dependents();
     const int lane = threadIdx.x % kWarpSize;
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / kWarpSize, 0);  // warp-uniform for the compiler
-    const WorkRanges work = make_ranges(operands.m, operands.row_tiles, operands.column_tiles);
+    const WorkRanges work = make_ranges(operands.m, operands.row_tiles, operands.column_tiles, operands.jobs);
     const int range = blockIdx.x / CLUSTER;
     const int first = work.first(range), last = work.first(range + 1);
     const Word x_stages = smem_address(shared);
@@ -168,11 +192,13 @@ __device__ __forceinline__ void expand_gemm(const Weights& weights, const Operan
     const Word extra = weight_stages + kWeightBytes, mbarriers = extra + Weights::kExtraBytes;
     const Pipeline x_pipeline{mbarriers}, weight_pipeline{mbarriers + X_STAGES * kXSlices * 16};
     const StreamMemory memory{weight_stages, extra, weight_pipeline};
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < X_STAGES * kXSlices; ++i)
-            mbarrier_init(x_pipeline.full(i), 1), mbarrier_init(x_pipeline.empty(i), CLUSTER * kReleases);
-        for (int i = 0; i < STAGES && Weights::kProducers > 0; ++i)
-            mbarrier_init(weight_pipeline.full(i), Weights::kProducers), mbarrier_init(weight_pipeline.empty(i), kReleases);
+    const int thread = threadIdx.x;
+    if (thread < X_STAGES * kXSlices) {
+        mbarrier_init(x_pipeline.full(thread), 1), mbarrier_init(x_pipeline.empty(thread), CLUSTER * kReleases);
+        fence_mbarrier_init();
+    }
+    if (Weights::kProducers > 0 && thread < STAGES) {
+        mbarrier_init(weight_pipeline.full(thread), Weights::kProducers), mbarrier_init(weight_pipeline.empty(thread), kReleases);
         fence_mbarrier_init();
     }
     if constexpr (CLUSTER > 1) barrier_cluster_sync();

@@ -7,45 +7,73 @@
 // A slice of TILE_M tokens is stored as wgmma reads it from shared memory: a 128-byte row per token, 16-byte unit u at
 // u ^ token % 8 (the 128-byte swizzle), so that gemm.cuh needs one bulk copy per slice and no tensor map.
 //
-// Grid: (column tiles / 8 rounded up, tokens rounded up to TILE_M). CTA: 256 threads; a thread permutes word p of one token and
-// tile for all four t. No shared memory. 1.5 to 3 us up to M = 256. With four 16-byte loads and stores per thread it took
-// 5.7 us instead of 3.0 (4096 x 11008, M = 256), because its stores were half sectors.
+// A warp permutes a token of a tile at a time: lane p word p, for all four t.
+//
+// Grid: up to a few CTAs per SM, whose warps stride over all tokens and tiles. CTAs are small, so that those of gemm.cuh start
+// beside them and fetch weights: a warp of 32 registers per quarter of the SM, no shared memory.
 //
 // Compiled with TILE_M and BLOCK (a power of two from 2 to 128).
 
 #include "ptx/griddepcontrol.cuh"
 
-constexpr int kThreads = 256;
-constexpr int kWords = 32;  // per t and tile
+constexpr int kThreads = 128;
+constexpr int kUnroll = 3;  // tokens of a warp in flight
 
-// Loads two consecutive values; zeros from column k on.
-__device__ __forceinline__ unsigned int load_word(const unsigned short* row, int column, int k, bool aligned) {
-    if (aligned) return column < k ? *reinterpret_cast<const unsigned int*>(row + column) : 0;
+// Loads two consecutive values; zeros from column k on. `aligned`: the row begins at a multiple of 4 bytes, and k is even.
+template <bool aligned>
+__device__ __forceinline__ unsigned int load_word(const unsigned short* row, int column, int k) {
+    if constexpr (aligned) return column < k ? *reinterpret_cast<const unsigned int*>(row + column) : 0;
     const unsigned int low = column < k ? row[column] : 0, high = column + 1 < k ? row[column + 1] : 0;
     return low | high << 16;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) semisparse_permute_x(
+// A token of a tile.
+struct Cursor {
+    int token, column_tile;
+    // Advances by `tokens` and `tiles` of column_tiles.
+    __device__ __forceinline__ void advance(int tokens, int tiles, int column_tiles) {
+        token += tokens, column_tile += tiles;
+        if (column_tile >= column_tiles) column_tile -= column_tiles, ++token;
+    }
+};
+
+// Permutes the tokens of all tiles, as one of `warps` warps.
+template <bool aligned>
+__device__ __forceinline__ void permute(const unsigned short* x, unsigned char* permuted, int m, int k, int column_tiles,
+                                        int tokens, int warp, int warps, int p) {
+    const int by_tokens = warps / column_tiles, by_tiles = warps % column_tiles;
+    Cursor load{warp / column_tiles, warp % column_tiles}, store = load;
+    while (store.token < tokens) {
+        uint4 units[kUnroll];
+#pragma unroll
+        for (int i = 0; i < kUnroll; ++i, load.advance(by_tokens, by_tiles, column_tiles)) {
+            const int own = load.column_tile * 64 + 2 * p;  // the word's first column among those of one t
+            const int first = own / BLOCK * (4 * BLOCK) + own % BLOCK, end = load.token < m ? k : 0;
+            const unsigned short* row = x + static_cast<long long>(load.token) * k;
+            units[i] = uint4{load_word<aligned>(row, first, end), load_word<aligned>(row, first + BLOCK, end),
+                             load_word<aligned>(row, first + 2 * BLOCK, end), load_word<aligned>(row, first + 3 * BLOCK, end)};
+        }
+#pragma unroll
+        for (int i = 0; i < kUnroll; ++i, store.advance(by_tokens, by_tiles, column_tiles)) {
+            if (store.token >= tokens) break;
+            const int slice = (store.token / TILE_M * column_tiles + store.column_tile) * 4 + p / 8, row = store.token % TILE_M;
+            reinterpret_cast<uint4*>(permuted)[static_cast<long long>(slice) * TILE_M * 8 + row * 8 + (p ^ row) % 8] = units[i];
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 16) semisparse_permute_x(
     const unsigned short* __restrict__ x,   // [m, k]
     unsigned char* __restrict__ permuted,   // [tokens / TILE_M, 4 * column_tiles, TILE_M, 128 bytes]
     int* __restrict__ counters,             // [counter_count]
     int m, int k, int column_tiles, int counter_count,
-    int aligned                             // whether every row of x begins at a multiple of 4 bytes
+    int aligned,                            // whether every row of x begins at a multiple of 4 bytes
+    int tokens                              // m, rounded up to a multiple of TILE_M
 ) {
+    griddepcontrol_wait();
     griddepcontrol_launch_dependents();
-    const int token = blockIdx.y;
-    const int thread = blockIdx.x * kThreads + threadIdx.x;
-    for (int i = token * gridDim.x * kThreads + thread; i < counter_count; i += gridDim.y * gridDim.x * kThreads)
-        counters[i] = 0;
-    const int p = thread % kWords, column_tile = thread / kWords;
-    if (column_tile >= column_tiles) return;
-    const int own = 2 * (column_tile * kWords + p);  // index among all columns of one t
-    const int first = own / BLOCK * (4 * BLOCK) + own % BLOCK;
-    unsigned int words[4] = {};
-#pragma unroll
-    for (int t = 0; t < 4; ++t)
-        if (token < m) words[t] = load_word(x + static_cast<long long>(token) * k, first + t * BLOCK, k, aligned);
-    const long long slice = (static_cast<long long>(token / TILE_M) * column_tiles + column_tile) * 4 + p / 8;
-    uint4* row = reinterpret_cast<uint4*>(permuted + (slice * TILE_M + token % TILE_M) * 128);
-    row[(p ^ token) % 8] = uint4{words[0], words[1], words[2], words[3]};
+    const int thread = blockIdx.x * kThreads + threadIdx.x, threads = gridDim.x * kThreads;
+    for (int i = thread; i < counter_count; i += threads) counters[i] = 0;
+    if (aligned) permute<true>(x, permuted, m, k, column_tiles, tokens, thread / 32, threads / 32, thread % 32);
+    else permute<false>(x, permuted, m, k, column_tiles, tokens, thread / 32, threads / 32, thread % 32);
 }

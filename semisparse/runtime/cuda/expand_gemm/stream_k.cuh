@@ -4,8 +4,8 @@
 // Each cluster computes an equal, contiguous range of all iterations:
 //   SPLIT_K = 0  Stream-K: ranges end anywhere. The cluster with an output tile's first iteration, the last tile of its range,
 //                adds the partial accumulators that the others stored for it (fix-up).
-//   SPLIT_K > 0  split-K: an output tile is SPLIT_K ranges; every CTA stores its partial accumulators and then adds all of
-//                them for its share of the tokens.
+//   SPLIT_K > 0  split-K: an output tile is SPLIT_K ranges; every CTA adds up the partial accumulators of its share of the
+//                tokens, and stores those of the others' shares.
 // Partials are added in the order of the ranges, so every run returns the same bits. Each warp exchanges its own 16 rows. CTAs
 // start in the order of their numbers, and those of an output tile are consecutive: a CTA waits only for CTAs that are resident
 // or start next.
@@ -16,37 +16,60 @@
 #include "expand_gemm/tile_shape.cuh"
 #include "ptx/global.cuh"
 #include "ptx/griddepcontrol.cuh"
+#include "rows.cuh"
 
 constexpr int kRangesPerTile = SPLIT_K > 0 ? SPLIT_K : 1;
+constexpr int kLoadGroups = kRangesPerTile <= 4 ? 4 : 2;  // token groups whose partials are loaded together
+
+// With EXPERTS (rows.cuh): the tokens of an output tile are a job, up to TILE_M pairs of one expert. Output tiles are numbered
+// job by job. experts/route.cu writes the jobs, and has ended when the preceding kernel, permute_pairs.cu, begins: they may be read
+// before griddepcontrol.wait.
+struct Jobs {
+    const int* count;    // [1]
+    const int* experts;  // [count], the expert of each job
+    const int* pairs;    // [count, TILE_M], -1 where a job has fewer
+};
 
 struct WorkRanges {
     int column_tiles, m_tiles, iterations, ranges;
-    __device__ __forceinline__ int first(int range) const { return static_cast<long long>(range) * iterations / ranges; }
+    const int* job_experts;     // with EXPERTS
+    int row_groups, row_tiles;  // of the weight, or of an expert: output tiles along N, and weight tiles
+    __device__ __forceinline__ int first(int range) const {
+        return static_cast<long long>(EXPERTS ? min(range, ranges) : range) * iterations / ranges;
+    }
     __device__ __forceinline__ int tile(int iteration) const { return iteration / column_tiles; }
     __device__ __forceinline__ int column(int iteration) const { return iteration % column_tiles; }
     __device__ __forceinline__ int end(int tile) const { return (tile + 1) * column_tiles; }
-    __device__ __forceinline__ int m_tile(int tile) const { return tile % m_tiles; }
-    // The row tile of the CTA's first warp.
+    __device__ __forceinline__ int m_tile(int tile) const { return EXPERTS ? tile / row_groups : tile % m_tiles; }
+    // The row tile of the CTA's first warp, counted over the weight or over an expert.
     __device__ __forceinline__ int row_tile(int tile) const {
-        return (tile / m_tiles * CLUSTER + blockIdx.x % CLUSTER) * kConsumerWarps;
+        return ((EXPERTS ? tile % row_groups : tile / m_tiles) * CLUSTER + blockIdx.x % CLUSTER) * kConsumerWarps;
+    }
+    // The weight tile row of a consumer warp. Warps past the last row tile repeat it.
+    __device__ __forceinline__ int weight_row(int tile, int warp) const {
+        return (EXPERTS ? job_experts[m_tile(tile)] * row_tiles : 0) + min(row_tile(tile) + warp, row_tiles - 1);
     }
 };
 
-__device__ __forceinline__ WorkRanges make_ranges(int m, int row_tiles, int column_tiles) {
-    const int m_tiles = (m + TILE_M - 1) / TILE_M;
+__device__ __forceinline__ WorkRanges make_ranges(int m, int row_tiles, int column_tiles, const Jobs& jobs) {
+    const int m_tiles = EXPERTS ? *jobs.count : (m + TILE_M - 1) / TILE_M;
     const int row_groups = (row_tiles + CLUSTER * kConsumerWarps - 1) / (CLUSTER * kConsumerWarps);
-    return {column_tiles, m_tiles, row_groups * m_tiles * column_tiles, static_cast<int>(gridDim.x) / CLUSTER};
+    const int iterations = row_groups * m_tiles * column_tiles;
+    // No range may be empty: the one before it would wait for its partials. The host does not know the number of jobs.
+    const int ranges = static_cast<int>(gridDim.x) / CLUSTER;
+    return {column_tiles, m_tiles, iterations, EXPERTS ? max(min(ranges, iterations), 1) : ranges,
+            jobs.experts, row_groups, row_tiles};
 }
 
-// A consumer warp's weight tile in an iteration. Advancing divides only at the end of an output tile. Warps past the last row
-// tile repeat it; their accumulators are not stored.
+// A consumer warp's weight tile in an iteration. Advancing divides only at the end of an output tile. The accumulators of warps
+// past the last row tile are not stored.
 struct TileCursor {
     WorkRanges work;
     int iteration, column, row_tile;
-    int warp, row_tiles;
+    int warp;
 
-    __device__ __forceinline__ TileCursor(const WorkRanges& work, int iteration, int warp, int row_tiles)
-        : work(work), iteration(iteration), column(work.column(iteration)), warp(warp), row_tiles(row_tiles) {
+    __device__ __forceinline__ TileCursor(const WorkRanges& work, int iteration, int warp)
+        : work(work), iteration(iteration), column(work.column(iteration)), warp(warp) {
         find_row_tile();
     }
     __device__ __forceinline__ void advance() {
@@ -56,7 +79,7 @@ struct TileCursor {
         find_row_tile();
     }
     __device__ __forceinline__ void find_row_tile() {
-        row_tile = min(work.row_tile(work.tile(iteration)) + warp, row_tiles - 1);
+        if (!EXPERTS || iteration < work.iterations) row_tile = work.weight_row(work.tile(iteration), warp);
     }
 };
 
@@ -75,14 +98,19 @@ struct Workspace {
     }
 };
 
-__device__ __forceinline__ void store_partial(const Accumulators& accumulators, float4* to, int* counter, int lane) {
-#pragma unroll
-    for (int group = 0; group < kTokenGroups; ++group) __stcg(to + group * kWarpSize, token_group(accumulators, group));
+// Counts the warp, once its lanes' stores are visible.
+__device__ __forceinline__ void signal_partials(int* counter, int lane) {
     __syncwarp();
     if (lane == 0) {
         griddepcontrol_wait();  // the preceding kernel zeroes the counters
         red_release_gpu_increment(counter);
     }
+}
+
+__device__ __forceinline__ void store_partial(const Accumulators& accumulators, float4* to, int* counter, int lane) {
+#pragma unroll
+    for (int group = 0; group < kTokenGroups; ++group) __stcg(to + group * kWarpSize, token_group(accumulators, group));
+    signal_partials(counter, lane);
 }
 
 // Waits until `count` warps have stored their partials.
@@ -96,24 +124,55 @@ __device__ __forceinline__ void wait_partials(const int* counter, int count, int
     __syncwarp();
 }
 
+// Split-K: a warp keeps the accumulators of its range's share of the tokens, stores the others, and adds the other ranges'
+// partials. `part` finds the range's number in the output tile, because registers need static indices.
+template <int part = 0>
+__device__ __forceinline__ void exchange(const Accumulators& accumulators, const Workspace& workspace, const WarpOutput& output,
+                                         int tile, int range, int warp, int lane) {
+    if (range % kRangesPerTile != part) {
+        if constexpr (part + 1 < kRangesPerTile)
+            exchange<part + 1>(accumulators, workspace, output, tile, range, warp, lane);
+        return;
+    }
+    constexpr int begin = part * kTokenGroups / kRangesPerTile, end = (part + 1) * kTokenGroups / kRangesPerTile;
+    float4* own = workspace.partial(range, warp, lane);
+#pragma unroll
+    for (int group = 0; group < kTokenGroups; ++group)
+        if (group < begin || group >= end) __stcg(own + group * kWarpSize, token_group(accumulators, group));
+    int* counter = workspace.counter(tile, warp);
+    signal_partials(counter, lane);
+    wait_partials(counter, kRangesPerTile, lane);
+#pragma unroll
+    for (int first = begin; first < end; first += kLoadGroups) {
+        float4 partials[kLoadGroups][kRangesPerTile];
+#pragma unroll
+        for (int i = 0; i < kLoadGroups; ++i) {
+            if (first + i >= end) break;
+#pragma unroll
+            for (int other = 0; other < kRangesPerTile; ++other)
+                partials[i][other] = other == part ? token_group(accumulators, first + i)
+                                                   : __ldcg(workspace.partial(range - part + other, warp, lane) +
+                                                            (first + i) * kWarpSize);
+        }
+#pragma unroll
+        for (int i = 0; i < kLoadGroups; ++i) {
+            if (first + i >= end) break;
+            float4 sum = partials[i][0];
+#pragma unroll
+            for (int other = 1; other < kRangesPerTile; ++other) {
+                const float4 more = partials[i][other];
+                sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+            }
+            output.store(sum, first + i, lane);
+        }
+    }
+}
+
 // Stores y's tile, or this range's part of it: `first` is the range's first iteration of the tile.
 __device__ __forceinline__ void reduce_and_store(Accumulators& accumulators, const WorkRanges& work, const Workspace& workspace,
                                                  const WarpOutput& output, int tile, int first, int range, int warp, int lane) {
     if constexpr (SPLIT_K > 1) {
-        int* counter = workspace.counter(tile, warp);
-        store_partial(accumulators, workspace.partial(range, warp, lane), counter, lane);
-        wait_partials(counter, kRangesPerTile, lane);
-        const int part = range % kRangesPerTile;
-#pragma unroll 2
-        for (int group = part * kTokenGroups / kRangesPerTile; group < (part + 1) * kTokenGroups / kRangesPerTile; ++group) {
-            float4 sum{};
-#pragma unroll
-            for (int other = 0; other < kRangesPerTile; ++other) {
-                const float4 partial = __ldcg(workspace.partial(range - part + other, warp, lane) + group * kWarpSize);
-                sum.x += partial.x, sum.y += partial.y, sum.z += partial.z, sum.w += partial.w;
-            }
-            output.store(sum, group, lane);
-        }
+        exchange(accumulators, workspace, output, tile, range, warp, lane);
         return;
     }
     if (SPLIT_K == 0 && work.column(first)) {

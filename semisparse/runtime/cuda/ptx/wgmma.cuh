@@ -38,6 +38,7 @@ constexpr Word kSmemDescriptorHigh = 64 | 1u << 30;  // its high word: 1,024 byt
 #define WGMMA_HOLD16(c, i) WGMMA_HOLD8(c, i), WGMMA_HOLD8(c, i + 8)
 #define WGMMA_HOLD32(c, i) WGMMA_HOLD16(c, i), WGMMA_HOLD16(c, i + 16)
 #define WGMMA_HOLD64(c, i) WGMMA_HOLD32(c, i), WGMMA_HOLD32(c, i + 32)
+#define WGMMA_HOLD80(c, i) WGMMA_HOLD64(c, i), WGMMA_HOLD16(c, i + 64)
 #define WGMMA_HOLD96(c, i) WGMMA_HOLD64(c, i), WGMMA_HOLD32(c, i + 64)
 #define WGMMA_HOLD128(c, i) WGMMA_HOLD64(c, i), WGMMA_HOLD64(c, i + 64)
 
@@ -46,7 +47,8 @@ constexpr Word kSmemDescriptorHigh = 64 | 1u << 30;  // its high word: 1,024 byt
 #define WGMMA_D32 WGMMA_D16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define WGMMA_D64 WGMMA_D32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" \
     ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define WGMMA_D96 WGMMA_D64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79" \
+#define WGMMA_D80 WGMMA_D64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define WGMMA_D96 WGMMA_D80 \
     ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 #define WGMMA_D128 WGMMA_D96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
     ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
@@ -54,6 +56,7 @@ constexpr Word kSmemDescriptorHigh = 64 | 1u << 30;  // its high word: 1,024 byt
 #define WGMMA_OPERANDS16 "%16", "%17", "%18", "%19", "%20", "%21", "%22"
 #define WGMMA_OPERANDS32 "%32", "%33", "%34", "%35", "%36", "%37", "%38"
 #define WGMMA_OPERANDS64 "%64", "%65", "%66", "%67", "%68", "%69", "%70"
+#define WGMMA_OPERANDS80 "%80", "%81", "%82", "%83", "%84", "%85", "%86"
 #define WGMMA_OPERANDS96 "%96", "%97", "%98", "%99", "%100", "%101", "%102"
 #define WGMMA_OPERANDS128 "%128", "%129", "%130", "%131", "%132", "%133", "%134"
 
@@ -77,6 +80,7 @@ WGMMA_EXPAND(WGMMA_RS_BOTH, "16", 8, WGMMA_OPERANDS8)
 WGMMA_EXPAND(WGMMA_RS_BOTH, "32", 16, WGMMA_OPERANDS16)
 WGMMA_EXPAND(WGMMA_RS_BOTH, "64", 32, WGMMA_OPERANDS32)
 WGMMA_EXPAND(WGMMA_RS_BOTH, "128", 64, WGMMA_OPERANDS64)
+WGMMA_EXPAND(WGMMA_RS_BOTH, "160", 80, WGMMA_OPERANDS80)
 WGMMA_EXPAND(WGMMA_RS_BOTH, "192", 96, WGMMA_OPERANDS96)
 WGMMA_EXPAND(WGMMA_RS_BOTH, "256", 128, WGMMA_OPERANDS128)
 

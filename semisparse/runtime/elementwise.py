@@ -1,0 +1,53 @@
+"""Element-wise CUDA kernels that several parts of the project launch, and how wide their loads are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from semisparse.runtime.device import device_facts
+from semisparse.runtime.kernel import CudaSource
+from semisparse.runtime.nvrtc import HEADERS, Defines
+
+SCALARS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
+"""By dtype, the macro SCALAR."""
+
+VECTORS: tuple[Defines, ...] = (
+    {"SCALAR": "__half", "VECTOR": 8},
+    {"SCALAR": "__nv_bfloat16", "VECTOR": 1},
+    {"SCALAR": "float", "VECTOR": 4},
+)
+"""Variants that tests compile."""
+
+SILU_MUL = CudaSource(HEADERS / "elementwise" / "silu_mul.cu", VECTORS)
+
+THREADS = 256
+
+
+def vector_of(dtype: torch.dtype, counts: Sequence[int], tensors: Sequence[Tensor | None]) -> int:
+    """Return how many values a thread loads at once: 16 bytes, or one value where a count or an address forbids it."""
+    values = 16 // dtype.itemsize
+    aligned = all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
+    return values if aligned and not any(count % values for count in counts) else 1
+
+
+def silu_mul(gate_up: Tensor, starts: Sequence[int], columns: int) -> Tensor:
+    """Return ``silu(gate) * up`` on a GPU, both factors rounded first.
+
+    Args:
+        gate_up: [M, stride], contiguous.
+        starts: the first columns of gate and up.
+        columns: of each.
+    Returns:
+        [M, columns] in the same dtype.
+    """
+    out, stride = gate_up.new_empty(len(gate_up), columns), gate_up.shape[1]
+    vector = vector_of(out.dtype, [columns, stride, *starts], [gate_up])
+    defines: Defines = {"SCALAR": SCALARS[out.dtype], "VECTOR": vector}
+    SILU_MUL.build("semisparse_silu_mul", defines).load(out.device)(
+        (len(out), -(-columns // (THREADS * vector)), 1), THREADS, pdl=device_facts(out.device).has_pdl,
+        gate_up=gate_up, out=out, columns=columns, stride=stride, gate_start=starts[0], up_start=starts[1],
+    )  # fmt: skip
+    return out
