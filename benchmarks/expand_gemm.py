@@ -126,7 +126,7 @@ def swept_kernel(problem: Problem) -> tuple[ModuleType, Tiles, Schedule]:
         tiles = vector_nm_schedule.tiles_of(n, k, vectors_of(problem.pattern))
         return vector_nm, tiles, choose(problem.m, tiles, facts, vector_nm_schedule.RATES)
     tiles = bitmask_schedule.gemm_tiles(tiling(problem.spec))
-    return bitmask, tiles, choose(problem.m, tiles, facts, bitmask_schedule.GEMM_RATES)
+    return bitmask, tiles, choose(problem.m, tiles, facts, bitmask_schedule.GEMM_RATES[0])
 
 
 def schedules(problem: Problem) -> list[Schedule]:

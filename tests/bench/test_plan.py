@@ -194,7 +194,7 @@ def test_a_candidate_that_cannot_be_predicted_is_left_out_with_its_reason():
 
 def test_dense_stays_best_unless_clearly_beaten():
     plan = make_plan(SQUARE, [1, 4096], candidates(["bitmask"]), torch.bfloat16, find_machine("h200"))
-    assert [row.candidate.label for row in plan.best().values()] == ["bitmask 32:64", "dense"]
+    assert [row.candidate.label for row in plan.best().values()] == ["bitmask w4 32:64", "dense"]
 
 
 @pytest.mark.parametrize("name", machines._data()["gpus"])

@@ -84,6 +84,7 @@ def _weights(packed: Packed) -> list[Tensor]:
     form = get_format(packed.spec.format)
     if form.lossless and "kind" not in packed.params:
         return [packed.unpack().double()]
+    packed = form.arrange(packed, "cpu")  # the layout of a checkpoint may have float32 scales
     own = [tensor.name for tensor in form.specs(packed.spec) if tensor.dtype is None]
     widened = {name: packed.tensors[name].float() for name in own}
     wide = Packed(replace(packed.spec, dtype=torch.float32), {**packed.tensors, **widened})

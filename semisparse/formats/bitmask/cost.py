@@ -5,11 +5,15 @@ from __future__ import annotations
 from semisparse.formats.bitmask.cpu.kernel import MAX_DIRECT_TOKENS
 from semisparse.formats.bitmask.cuda.schedule import DECODE_MAX_TOKENS, gemm_pays
 from semisparse.formats.bitmask.storage import gpu
+from semisparse.formats.bitmask.storage.codes import code_bits
 from semisparse.formats.kernel import Pass, Problem, fused_cost
 
 
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
     """Return the passes: one where a kernel reads the packed weight itself, else unpacking and a dense GEMM."""
+    if problem.device.type != "cpu" and code_bits(problem.params) == 4 and not gpu.refusal(problem.spec):
+        tiles = gpu.tiling(problem.spec)  # without masks, a code per column
+        weight_bytes = tiles.row_tiles * tiles.column_tiles * tiles.tile_bytes
     if _is_fused(problem):
         return fused_cost(problem, weight_bytes)
     dense_bytes = problem.n * problem.k * problem.spec.dtype.itemsize

@@ -139,14 +139,6 @@ def test_an_unknown_kind_and_scales_of_another_weight_are_refused():
         BITMASK.pack(weight, "32:64", scales=scales_of(weight, 4, 64, torch.float32, symmetric=True))
 
 
-def test_tiles_are_not_for_codes():
-    packed = BITMASK.pack(build(parse_pattern("32:64"), random, 16, 256).half(), "32:64", kind="w4")
-    assert BITMASK.arrange(packed, "cuda") is packed
-    claimed = packed.in_layout({"kind": "w4", "layout": "tiles"}, {"tiles": torch.zeros(1, 1, 640, dtype=torch.int32)})
-    with pytest.raises(FormatError, match="codes of kind w4"):
-        BITMASK.validate(claimed)
-
-
 @pytest.mark.skipif(cpp.refusal() is not None, reason=str(cpp.refusal()))
 @pytest.mark.parametrize("kind", BITS)
 def test_the_cpu_kernel_multiplies_what_the_codes_mean(kind: str, monkeypatch: pytest.MonkeyPatch):

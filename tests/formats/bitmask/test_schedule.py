@@ -27,18 +27,20 @@ def gpu(sms: int, shared: int, capability: tuple[int, int]) -> DeviceFacts:
 
 H200 = gpu(132, 228, (9, 0))
 GPUS = (H200, gpu(108, 164, (8, 0)), gpu(128, 100, (8, 9)), gpu(1, 228, (9, 0)))
-tilings = st.builds(Tiling, st.integers(1, 20_000), st.integers(1, 500), st.integers(1, 64))
+tilings = st.builds(Tiling, st.integers(1, 20_000), st.integers(1, 500), st.integers(1, 64), st.sampled_from([0, 8, 4]))
 
 
-def tile_bytes(keep: int) -> int:
-    return 512 + -(-keep // 2) * 256
+def tile_bytes(weight: Tiling) -> int:
+    if weight.bits == 4:
+        return 128 + 2048
+    return 640 + -(-weight.keep // 4) * 256 if weight.bits else 512 + -(-weight.keep // 2) * 256
 
 
 @given(st.integers(1, 64), tilings, st.sampled_from(GPUS))
 def test_every_decode_schedule_fits_and_covers_the_weight(m: int, weight: Tiling, device: DeviceFacts):
     found = choose_decode(m, weight, device)
     warps = found.warps_n * found.warps_k
-    rings = found.stages * (warps * tile_bytes(weight.keep) + found.warps_k * m * 512)
+    rings = found.stages * (warps * tile_bytes(weight) + found.warps_k * m * 512)
     assert rings + 2 * warps * found.tile_m * 16 * 4 <= found.shared <= device.shared_per_cta
     resident = -(-found.ctas // device.sms)
     assert resident * (found.shared + 1024) <= device.shared_per_sm
@@ -53,12 +55,12 @@ def test_every_decode_schedule_fits_and_covers_the_weight(m: int, weight: Tiling
 @given(st.integers(1, 65_535), tilings)
 def test_every_gemm_schedule_fits_and_gives_each_range_work(m: int, weight: Tiling):
     tiles = gemm_tiles(weight)
-    check_gemm(choose(bucket_of(m), tiles, H200, GEMM_RATES), m, weight)
+    check_gemm(choose(bucket_of(m), tiles, H200, GEMM_RATES[weight.bits]), m, weight)
 
 
 def check_gemm(found: Schedule, m: int, tiling: Tiling) -> None:
     weight = gemm_tiles(tiling)
-    rings = found.x_stages * 4 * found.tile_m * 128 + found.stages * found.warpgroups * 4 * tile_bytes(tiling.keep)
+    rings = found.x_stages * 4 * found.tile_m * 128 + found.stages * found.warpgroups * 4 * tile_bytes(tiling)
     assert rings + 256 + 16 * (found.stages + 4 * found.x_stages) == found.shared(weight)
     permute_x = 1024  # bytes that a CTA of permute_x.cu takes
     assert found.ctas_per_sm * (found.shared(weight) + 1024) + permute_x <= H200.shared_per_sm
@@ -121,6 +123,14 @@ def test_auto_decodes_rows_and_unpacks_them_for_many_tokens(
     monkeypatch.setattr("semisparse.runtime.kernel.unavailable", lambda: None)
     packed = BITMASK.pack(random_weight(16, 64, pattern, dtype), pattern)
     assert chosen(packed.spec, dtype, (1, 16, 128, 8192)) == expected
+
+
+@pytest.mark.parametrize("kind", ["w8", "w4"])
+def test_auto_takes_codes_by_the_number_of_tokens(kind: str, monkeypatch: pytest.MonkeyPatch):
+    emulate(monkeypatch)
+    monkeypatch.setattr("semisparse.runtime.kernel.unavailable", lambda: None)
+    small = BITMASK.arrange(BITMASK.pack(random_weight(16, 64, "32:64"), "32:64", kind=kind), "cuda").spec
+    assert chosen(small, torch.float16, (1, 16, 24, 128, 8192)) == ["decode", "decode", "gemm", "gemm", "unpack"]
 
 
 def chosen(spec, dtype: torch.dtype, tokens: tuple[int, ...]) -> list[str]:

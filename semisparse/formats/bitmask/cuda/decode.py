@@ -27,10 +27,12 @@ def decode_defines(
     warps_k: int,
     stages: int,
     fusion: Defines = UNFUSED,
+    bits: int = 0,
 ) -> Defines:
     """Return the macros."""
     return {
         "SCALAR": operands.SCALARS[dtype],
+        "BITS": bits,
         "KEEP": keep,
         "TILE_M": tile_m,
         "WARPS_N": warps_n,
@@ -55,6 +57,10 @@ SOURCE = CudaSource(
         decode_defines(torch.float16, 32, 8, 2, 8, 2, {**UNFUSED, "RMS_NORM": 1, "SILU_MUL": 1}),
         {**decode_defines(torch.bfloat16, 32, 8, 2, 4, 2, {**UNFUSED, "SILU_MUL": 1}), "EXPERTS": 1},
         {**decode_defines(torch.float16, 31, 1, 2, 3, 2), "EXPERTS": 1},
+        decode_defines(torch.float16, 32, 1, 1, 16, 2, bits=8),
+        decode_defines(torch.bfloat16, 32, 8, 1, 8, 2, bits=8),
+        decode_defines(torch.float16, 31, 16, 2, 4, 2, bits=4),
+        decode_defines(torch.bfloat16, 32, 1, 1, 8, 2, {**UNFUSED, "RMS_NORM": 1}, 4),
     ),
 )
 
@@ -88,7 +94,7 @@ def _prepared(problem: Problem, schedule: DecodeSchedule) -> FusedProduct:
     n, k, device = problem.n, problem.k, problem.device
     weight = tiling(problem.spec)
     config = (schedule.tile_m, schedule.warps_n, schedule.warps_k, schedule.stages)
-    defines = decode_defines(problem.dtype, weight.keep, *config, problem.fusion_defines)
+    defines = decode_defines(problem.dtype, weight.keep, *config, problem.fusion_defines, weight.bits)
     kernel = SOURCE.build("semisparse_bitmask_decode", defines, schedule.shared).load(device)
     grid, threads, rows_align = (schedule.ctas, 1, 1), 32 * schedule.warps, k % 8 == 0
     row_tiles, column_tiles = weight.row_tiles, weight.column_tiles

@@ -20,9 +20,9 @@ from semisparse.runtime.kernel import CudaSource, hopper_refusal
 from semisparse.runtime.nvrtc import Defines
 
 
-def gemm_defines(dtype: torch.dtype, keep: int, schedule: Schedule) -> Defines:
+def gemm_defines(dtype: torch.dtype, keep: int, schedule: Schedule, bits: int = 0) -> Defines:
     """Return the macros."""
-    return {"KEEP": keep, **schedule.defines(dtype)}
+    return {"KEEP": keep, "BITS": bits, **schedule.defines(dtype)}
 
 
 GEMM = CudaSource(
@@ -35,6 +35,8 @@ GEMM = CudaSource(
         gemm_defines(torch.bfloat16, 32, Schedule(192, 2, 1, 4, 3, 1, 1)),
         {**gemm_defines(torch.bfloat16, 32, Schedule(192, 2, 1, 0, 3, 1, 1)), "EXPERTS": 1},
         {**gemm_defines(torch.float16, 31, Schedule(16, 2, 2, 0, 3, 2, 1)), "EXPERTS": 1},
+        gemm_defines(torch.float16, 32, Schedule(64, 2, 2, 0, 3, 2, 1), 8),
+        gemm_defines(torch.bfloat16, 32, Schedule(256, 2, 2, 0, 3, 1, 1), 4),
     ),
     architectures=("sm_90a",),
 )
@@ -58,10 +60,12 @@ def prepare(problem: Problem, schedule: Schedule | None = None) -> Product:
     """
     weight = tiling(problem.spec)
     tiles = gemm_tiles(weight)
-    schedule = schedule or choose(problem.m, tiles, device_facts(problem.device), GEMM_RATES)
+    schedule = schedule or choose(problem.m, tiles, device_facts(problem.device), GEMM_RATES[weight.bits])
     product = expand_gemm.prepare(
         lambda chosen: GEMM.build(
-            "semisparse_bitmask_gemm", gemm_defines(problem.dtype, weight.keep, chosen), chosen.shared(tiles)
+            "semisparse_bitmask_gemm",
+            gemm_defines(problem.dtype, weight.keep, chosen, weight.bits),
+            chosen.shared(tiles),
         ),
         schedule, tiles, BLOCK, problem.spec.shape, problem.device,
     )  # fmt: skip

@@ -35,7 +35,12 @@ GEMM_MIN_TOKENS = 17
 GEMM_MAX_TOKENS = {1 << 24: 1024, 1 << 22: 512, 0: 128}
 """Maximum M, by minimum N * K. Above it unpack.cu is faster, or nearly (H200, 32:64)."""
 
-GEMM_RATES = Rates(expand_us=0.204, overlap=2.4)
+GEMM_RATES = {
+    0: Rates(expand_us=0.204, overlap=2.4),
+    8: Rates(expand_us=0.198, overlap=1.8),
+    4: Rates(expand_us=0.12, overlap=1.6),
+}
+"""By bits per code, 0 for values; codes' are fitted to an earlier build of gemm.cuh (sweeps/bitmask-codes.csv)."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +133,12 @@ def _preferred(m: int, weight: Tiling, sms: int) -> tuple[int, int, int]:
     """Return warps_n, warps_k and stages."""
     row_tiles, column_tiles = weight.row_tiles, weight.column_tiles
     few_rows = row_tiles <= 2 * sms
+    if m == 1 and weight.bits == 4:
+        return (
+            1,
+            8,
+            4,
+        )  # the fastest of six at each of four sizes: a tile's arithmetic is shorter, so more are in flight
     if m > 32:
         return (2, 2, 1) if row_tiles <= 3 * sms else (8, 1, 2)
     if m > 16:

@@ -17,9 +17,14 @@ from semisparse.formats.kernel import Problem, Product
 from semisparse.runtime.blas import multiply_dense
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.kernel import CudaSource
+from semisparse.runtime.nvrtc import Defines
 
 SOURCE = CudaSource(
-    Path(__file__).with_name("unpack.cu"), tuple({"KEEP": keep, "WARPS": 4, "STAGES": 2} for keep in (31, 64))
+    Path(__file__).with_name("unpack.cu"),
+    tuple(
+        {"SCALAR": "__half", "BITS": bits, "KEEP": keep, "WARPS": 4, "STAGES": 2}
+        for bits, keep in ((0, 31), (0, 64), (8, 32), (4, 31))
+    ),
 )
 
 
@@ -44,7 +49,14 @@ def prepare_unpack(problem: Problem) -> Callable[[Packed], Tensor]:
     pitch = -(-k // 8) * 8
     weight = tiling(problem.spec)
     schedule = choose_unpack(weight, device_facts(device))
-    defines = {"KEEP": weight.keep, "WARPS": schedule.warps, "STAGES": schedule.stages}
+    scalar = operands.SCALARS[problem.dtype]
+    defines: Defines = {
+        "SCALAR": scalar,
+        "BITS": weight.bits,
+        "KEEP": weight.keep,
+        "WARPS": schedule.warps,
+        "STAGES": schedule.stages,
+    }
     kernel = SOURCE.build("semisparse_bitmask_unpack", defines, schedule.shared).load(device)
 
     grid, threads, tile_count = (schedule.ctas, 1, 1), 32 * schedule.warps, weight.row_tiles * weight.column_tiles

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from semisparse.errors import FormatError
 from semisparse.formats.base import Packed
-from semisparse.formats.bitmask.storage import gpu
+from semisparse.formats.bitmask.storage import gpu, gpu_bytes, gpu_nibbles
 from semisparse.formats.bitmask.storage.codes import code_bits, entries_of, middle_code, unusable
 from semisparse.formats.bitmask.storage.disk import BLOCK, bits_of, values_per_block
 from semisparse.formats.bitmask.storage.layouts import layout_of
@@ -126,17 +126,28 @@ def _check_row_starts(packed: Packed, lengths: Tensor) -> None:
 
 
 def _check_padding(packed: Packed) -> None:
-    """Check that padding rows and blocks hold zeros at their lowest columns, and that a zero follows odd values."""
+    """Check that padding holds zeros at the lowest columns, with scale 1, and what follows the last weight is 0."""
     n, k = packed.shape
-    masks, values, after = gpu.padded_rows(packed)
-    padding = torch.ones_like(masks, dtype=torch.bool)
-    padding[:n, : -(-k // BLOCK)] = False
-    empty = gpu.padding_mask(values.shape[-1])
-    filled = padding & ((masks != empty) | (values != 0).any(-1))
+    keep, bits = gpu.tiling(packed.spec).keep, code_bits(packed.params)
+    masks = after = None
+    if bits == 4:
+        codes, scale = gpu_nibbles.padded_rows(packed)
+        filled = (codes != middle_code(bits)).any(-1) | (scale != 1)
+        too_many = (codes != middle_code(bits)).sum(-1) > keep
+        refuse_first(too_many, "tiles", f"a row has more than {keep} weights in {BLOCK} columns")
+    elif bits:
+        masks, codes, scale, after = gpu_bytes.padded_rows(packed, keep)
+        filled = (codes != middle_code(bits)).any(-1) | (scale != 1)
+    else:
+        masks, values, after = gpu.padded_rows(packed)
+        filled, after = (values != 0).any(-1), after.view(torch.int16)
+    if masks is not None:
+        filled |= masks != gpu.padding_mask(keep)
+    filled[:n, : -(-k // BLOCK)] = False
     if filled.any():
         raise FormatError(f"tensor tiles: the padding at row, block {filled.nonzero()[0].tolist()} is not empty")
-    if after.view(torch.int16).any():
-        raise FormatError(f"tensor tiles: a lane holds more than {values.shape[-1]} values per row")
+    if after is not None and after.any():
+        raise FormatError(f"tensor tiles: a lane holds more than {keep} values per row")
 
 
 def _mask_beyond(k: int) -> int:

@@ -101,7 +101,7 @@ def pack(
         entries, zero = blocks_along(weight, BLOCK, dim=1) + 0.0, 0
     stored, count = entries != zero, values_per_block(pattern)
     if count is not None:
-        stored |= _lowest_dead(stored, count)
+        stored |= lowest_dead(stored, count)
     params: dict[str, int | str] = {"kind": kind} if bits else {}
     tensors = {"masks": masks_of(stored)}
     if scales is not None:
@@ -131,7 +131,7 @@ def unpack(packed: Packed) -> Tensor:
     return blocks.flatten(1)[:n, :k].contiguous()
 
 
-def _lowest_dead(stored: Tensor, count: int) -> Tensor:
+def lowest_dead(stored: Tensor, count: int) -> Tensor:
     """Mark the lowest columns of each block that are not stored, as many as it lacks to store ``count`` values."""
     missing = count - stored.sum(-1, keepdim=True, dtype=torch.int8)
     dead = ~stored

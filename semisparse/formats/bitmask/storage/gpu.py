@@ -1,8 +1,8 @@
 """The layout on a GPU, ``tiles``: lane-interleaved tiles of 16 x 256 in the fragment order of ``mma.m16n8k16``.
 
-README.md has the figure. A warp expands a tile into fragments: lane 4 g + t owns block t (64 columns) of rows g and
-g + 8, so it finds its values without a shuffle. A tile is the masks, four 32-bit words per lane, and then the values in
-pairs: pair 0 of the 32 lanes' rows g, pair 0 of their rows g + 8, pair 1 of the rows g, and so on.
+README.md has the figure, lanes.py what each lane owns, gpu_bytes.py and gpu_nibbles.py the tiles of codes. A tile of
+values is the masks, four 32-bit words per lane, and then the values in pairs: pair 0 of the 32 lanes' rows g, pair 0 of
+their rows g + 8, pair 1 of the rows g, and so on.
 
 The bits of a mask are permuted: a left shift by s moves those of columns 4 s - 1 to 4 s + 2 of each half (32 columns)
 to the sign bits of the word's four bytes. Column 63 takes the slot of the missing column -1.
@@ -18,16 +18,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from semisparse.formats.base import Packed, TensorSpec, WeightSpec
+from semisparse.formats.bitmask.storage import gpu_bytes, gpu_nibbles
 from semisparse.formats.bitmask.storage.codes import code_bits
 from semisparse.formats.bitmask.storage.disk import BLOCK, bits_of, masks_of, values_per_block
-
-ROWS, COLUMNS = 16, 256
-"""Rows and columns per tile."""
-
-BLOCKS = COLUMNS // BLOCK
-"""Masks per row of a tile."""
-
-LANES = 32
+from semisparse.formats.bitmask.storage.lanes import COLUMNS, LANES, ROWS, by_lane, by_row, pad_to_tiles
 
 SPECS = (TensorSpec("tiles", torch.int32, ("row_tiles", "column_tiles", "words")),)
 
@@ -46,17 +40,21 @@ class Tiling:
     Args:
         row_tiles: tiles along N.
         column_tiles: tiles along K.
-        keep: values per row and 64 columns.
+        keep: values or codes per row and 64 columns.
+        bits: per code; 0 for values.
     """
 
     row_tiles: int
     column_tiles: int
     keep: int
+    bits: int = 0
 
     @property
     def words(self) -> int:
-        """32-bit words per tile: per lane two masks of 64 bits and two rows of value pairs."""
-        return LANES * (4 + 2 * -(-self.keep // 2))
+        """32-bit words per tile; of values, per lane two masks of 64 bits and two rows of value pairs."""
+        if self.bits == 4:
+            return LANES * gpu_nibbles.WORDS_PER_LANE
+        return LANES * (gpu_bytes.words_per_lane(self.keep) if self.bits else 4 + 2 * -(-self.keep // 2))
 
     @property
     def tile_bytes(self) -> int:
@@ -68,10 +66,8 @@ def refusal(spec: WeightSpec) -> str | None:
     """Say why a weight cannot be stored in tiles, or None if it can."""
     if values_per_block(spec.pattern) is None:
         return f"pattern {spec.pattern} does not bound the values per {BLOCK} columns"
-    if code_bits(spec.params):
-        return f"tiles hold values, these are codes of kind {spec.params['kind']}"
     if spec.dtype not in DTYPES:
-        return f"tiles hold 16-bit values, these are {spec.dtype}"
+        return f"tiles hold 16-bit values, or codes with 16-bit scales, these are {spec.dtype}"
     return None
 
 
@@ -85,7 +81,7 @@ def tiling(spec: WeightSpec) -> Tiling:
     if reason:
         raise ValueError(reason)
     n, k = spec.shape
-    return Tiling(-(-n // ROWS), -(-k // COLUMNS), values_per_block(spec.pattern) or 0)
+    return Tiling(-(-n // ROWS), -(-k // COLUMNS), values_per_block(spec.pattern) or 0, code_bits(spec.params))
 
 
 def counts(spec: WeightSpec) -> Mapping[str, int]:
@@ -100,13 +96,16 @@ def to_tiles(packed: Packed) -> Packed:
     Rows and blocks that pad to whole tiles store ``keep`` zeros at their lowest columns, as empty blocks do on disk.
     """
     keep = tiling(packed.spec).keep
+    if bits := code_bits(packed.params):
+        tiles = gpu_nibbles.to_words(packed) if bits == 4 else gpu_bytes.to_words(packed, keep)
+        return packed.in_layout({"kind": packed.params["kind"], "layout": "tiles"}, {"tiles": tiles})
     masks, values = packed.tensors["masks"], packed.tensors["values"]
     n, blocks = masks.shape
-    values = F.pad(values.view(n, blocks, keep), (0, keep % 2, 0, -blocks % BLOCKS, 0, -n % ROWS))
+    values = pad_to_tiles(F.pad(values.view(n, blocks, keep), (0, keep % 2)))
     padded = masks.new_full(values.shape[:2], padding_mask(keep))  # F.pad would round the mask to a double
     padded[:n, :blocks] = masks
     padded = masks_of(bits_of(padded)[..., _BIT_ORDER.to(masks.device)])
-    masks, pairs = _by_lane(padded.unsqueeze(-1).view(torch.int32)), _by_lane(values.view(torch.int32))
+    masks, pairs = by_lane(padded.unsqueeze(-1).view(torch.int32)), by_lane(values.view(torch.int32))
     pairs = pairs.unflatten(-1, (2, -1)).permute(0, 1, 4, 3, 2)  # row tile, column tile, pair, row half, lane
     tiles = torch.cat([masks.flatten(2), pairs.flatten(2)], dim=-1)
     return packed.in_layout({"layout": "tiles"}, {"tiles": tiles})
@@ -114,6 +113,10 @@ def to_tiles(packed: Packed) -> Packed:
 
 def to_rows(packed: Packed) -> Packed:
     """Return a weight of the layout ``tiles`` in the layout ``rows``."""
+    if bits := code_bits(packed.params):
+        to_rows_of_codes = gpu_nibbles.to_rows if bits == 4 else gpu_bytes.to_rows
+        kind = {"kind": packed.params["kind"]}
+        return packed.in_layout(kind, to_rows_of_codes(packed, tiling(packed.spec).keep))
     masks, values, _ = padded_rows(packed)
     n, k = packed.shape
     blocks = -(-k // BLOCK)
@@ -128,7 +131,7 @@ def padded_rows(packed: Packed) -> tuple[Tensor, Tensor, Tensor]:
     """
     masks, pairs = packed.tensors["tiles"].tensor_split([4 * LANES], dim=-1)
     lanes = pairs.unflatten(-1, (-1, 2, LANES)).permute(0, 1, 4, 3, 2).flatten(3)
-    masks, values = _by_row(masks.unflatten(-1, (LANES, 4))), _by_row(lanes).view(packed.dtype)
+    masks, values = by_row(masks.unflatten(-1, (LANES, 4))), by_row(lanes).view(packed.dtype)
     column_order = _BIT_ORDER.argsort().to(masks.device)
     masks = masks_of(bits_of(masks.view(torch.int64).squeeze(-1))[..., column_order])
     keep = tiling(packed.spec).keep
@@ -138,16 +141,3 @@ def padded_rows(packed: Packed) -> tuple[Tensor, Tensor, Tensor]:
 def padding_mask(keep: int) -> int:
     """Return the mask of the lowest ``keep`` columns as a signed 64-bit number."""
     return (1 << keep) - 1 if keep < BLOCK else -1
-
-
-def _by_lane(words: Tensor) -> Tensor:
-    """Join the rows of a lane: [padded N, padded blocks, words] to [row tiles, column tiles, 32, 2 * words]."""
-    tiles = words.unflatten(1, (-1, BLOCKS)).unflatten(0, (-1, 2, ROWS // 2))  # row tile, half, g, column tile, t, word
-    return tiles.permute(0, 3, 2, 4, 1, 5).flatten(4).flatten(2, 3)
-
-
-def _by_row(lanes: Tensor) -> Tensor:
-    """Invert `_by_lane`."""
-    tiles = lanes.unflatten(-1, (2, -1)).unflatten(2, (ROWS // 2, BLOCKS))  # row tile, column tile, g, t, half, word
-    words = tiles.permute(0, 4, 2, 1, 3, 5).flatten(3, 4).flatten(0, 2)
-    return words.clone(memory_format=torch.contiguous_format)  # else a last dimension of 1 may have any stride: no view
