@@ -5,7 +5,7 @@ A format has a .cu file with its own way to expand a tile of 16 rows by 256 colu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
@@ -149,9 +149,10 @@ def launch_of(schedule: Schedule, m: int, weight: Tiles, sms: int) -> Launch:
     return Launch(ctas, tokens, permute_ctas, counters, tuple(offsets), size)
 
 
-def tile_m_of(m: int) -> int:
-    """Return the smallest tile that takes M tokens, or the largest of all."""
-    return next((size for size in TILES_M if m <= size), TILES_M[-1])
+def tile_m_of(m: int, sizes: Iterable[int] = TILES_M) -> int:
+    """Return the smallest of the tiles' sizes that takes M tokens, or the largest of all."""
+    sizes = sorted(sizes)
+    return next((size for size in sizes if m <= size), sizes[-1])
 
 
 def fit(
