@@ -43,4 +43,4 @@ def test_a_single_process_is_refused_with_the_command(run, monkeypatch: pytest.M
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     outcome = run("bench", "parallel")
     assert outcome.status == 2
-    assert "start it with torchrun --nproc-per-node N" in outcome.err
+    assert "torchrun --nproc-per-node 2 -m semisparse.cli bench parallel" in outcome.err
