@@ -71,16 +71,19 @@ class CompressionReport:
         seconds: wall time of this run.
         dense: the linear weights that stay dense, each with its name, reason and bytes.
         dense_share: their share of the bytes of all linear weights of the dense model, 0 to 1.
-        search: the result of the search over layer densities: ``uniform_kl`` and ``kl`` (nats per token, on the tokens
-            of the search), ``evaluations`` and ``tokens``. None without a search.
-        tuning: per tuning stage of this run its name, held-out loss before and after, steps, failure, seconds and
-            peak_bytes (of GPU memory).
+        search: the result of the search: ``uniform_kl`` and ``kl`` (nats per token, on the tokens of the search),
+            ``evaluations`` and ``tokens``; with ``search=joint`` also ``uniform``, the best single choice for
+            all layers, and ``predicted``, totals relative to dense. None without a search.
+        tuning: per tuning stage of this run its name (``stage``), held-out loss (``before`` and ``after``), steps,
+            failure, seconds and peak_bytes (of GPU memory).
         target: the requested limits, by key; None without targets.
-        reached: what the model has instead: bits and size as stored, speed-ups as predicted. None without targets.
-        rival: the dense low-bit model (`Rival`) of at most the same bytes with the lowest KL divergence; None if it is
-            not below the compressed model's, or if none was measured (no text, or ``search=joint``).
-        no_gain: ``machine``, the GPU that compressed or that the targets mean, and ``layers``, the names of those that
-            are not faster than dense on it at any number of tokens. None if every layer gains, or no machine is known.
+        reached: the model's values of the same keys: bits and size as stored, speed-ups as predicted. None without
+            targets.
+        rival: of the dense low-bit models (`Rival`) of at most the same bytes, the one with the lowest KL divergence.
+            None if none has a lower one than the compressed model, or none was measured (no text, or ``search=joint``).
+        no_gain: ``machine``, which the targets' speed-ups are predicted for, by default the GPU that compressed, and
+            ``layers``, the names of those whose estimated speed-up over dense on it is below `MIN_SPEEDUP` at every
+            number of tokens. None if there are no such layers, or no such machine.
     """
 
     layers: list[dict[str, Any]]
@@ -133,9 +136,10 @@ def compress(
         calibration: a text file or documents.
         out: the directory to write, atomically. Unfinished work is kept in ``<out>.partial``.
         settings: changes to the recipe, ``key=value`` each.
-        target: what the recipe ``auto`` has to reach, such as ``{"bits": 3.0, "decode": 2.5}``; keys of `TARGETS`.
+        target: what the recipe ``auto`` has to reach, such as ``{"bits": 3.0, "decode": 2.5}``; keys of
+            `compress.recipe.TARGETS`.
         gpu: the machine that speed-ups are predicted for, as in `plan`; by default this one.
-        samples: calibration sequences; by default as many as `calibration_tokens`, 262,144 tokens at most.
+        samples: number of calibration sequences; by default `calibration_tokens` tokens are used, at most 262,144.
         seqlen: tokens per sequence; by default the model's context, 2048 at most.
         device: where one decoder layer at a time is compressed: ``auto``, ``cpu`` or ``cuda``.
         seed: the random seed.
@@ -197,7 +201,7 @@ def compress(
     )
     if out is None:
         if ranks.count > 1:
-            raise InputError("several ranks need out: the compressed model is on the first one only")
+            raise InputError("with several ranks, out is required: only the first rank has the compressed model")
         block = mark_compressed(dense, run(journal=None))
         return _report(block, time.perf_counter() - start, tuning, machine)
 
@@ -209,7 +213,7 @@ def compress(
     checkpoint.refuse_existing(out)
     with ranks.held_by_first(job_directory(out, resume)) as job:
         ranks.parts = ranks.first(lambda: recorded_parts(job)) or ranks.parts
-        # On a CPU the number of threads changes the order of sums, and so the bytes.
+        # On a CPU the number of threads changes the order of floating-point sums, and so the stored bytes.
         threads = {THREADS: str(torch.get_num_threads())} if where.type == "cpu" else {}
         journal = open_journal(job, identity | threads | {PARTS: str(ranks.parts)}, ranks)
         block = run(journal=journal) | {"origin": identity}
@@ -224,7 +228,7 @@ def compress(
 
 
 def _machine_facts(device: torch.device) -> dict[str, str]:
-    """Return what must be the same on every rank beside the settings of the run."""
+    """Return what must be the same on every rank besides the settings of the run."""
     if device.type == "cuda":
         return {"GPU": torch.cuda.get_device_name(device)}
     return {"CPU instructions": torch.backends.cpu.get_cpu_capability(), THREADS: str(torch.get_num_threads())}

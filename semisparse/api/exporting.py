@@ -53,7 +53,7 @@ def export(model: str | Path, to: str, out: str | Path) -> dict[str, Any]:
         name, packed = next(iter(directory.layers.items()))
         raise InputError(
             f"compressed-tensors has no format for any layer of {source}: layer {name} is stored as "
-            f"{packed.spec.format} {packed.pattern}, expected an nn.Linear of at most 8 bits; use --to dense"
+            f"{packed.spec.format} {packed.pattern}, expected an nn.Linear quantised to at most 8 bits; use --to dense"
         )
     with checkpoint.atomic_directory(out) as scratch:
         loaded.save_pretrained(scratch)

@@ -1,4 +1,4 @@
-"""Compare a compressed model with dense low-bit models of at most its bytes, to report when one of them is better."""
+"""Compare a compressed model with dense low-bit models that take no more bytes; report one that is better."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Rival:
     """A dense low-bit model, rounded to nearest, compared with a compressed model.
 
     Args:
-        recipe: the recipe that stores them.
+        recipe: name of the recipe that stores this model.
         bits: stored bits per weight.
         kl: KL(dense || rounded), in nats per token.
         own_kl: KL(dense || compressed) on the same tokens; NaN until there is a compressed model.
@@ -110,11 +110,11 @@ class Rivals:
         recipes: Sequence[Recipe | None],
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Iterator[list[Tensor]]:
-        """Run a model, dense (None) or rounded as a recipe says; one decoder layer at a time is on the device.
+        """Run a model as it is (None) or rounded as a recipe says, with one decoder layer at a time on the device.
 
         Yields:
-            For each recipe, of every sequence the log-probabilities of all tokens but the first,
-            [tokens - 1, vocabulary] float32.
+            For each recipe a list with one tensor per sequence: the log-probabilities that predict its second and later
+            tokens, [tokens - 1, vocabulary] float32.
         """
         training, modules = model.training, [layer.module for layer in layers]
         hidden: list[Tensor] = []
@@ -160,7 +160,7 @@ def _rounded(weight: Tensor, bits: int, size: int) -> Tensor:
 
 
 def _copy(layer: DecoderLayer, device: torch.device) -> nn.Module:
-    """Return a decoder layer on a device; on a GPU with dense weights."""
+    """Copy a decoder layer to a device. On a GPU packed layers become dense, unless they quantise activations."""
     if not sparse_layers(layer.module):
         return copy_to(layer.module, device)
     module = copy.deepcopy(layer.module)
@@ -179,7 +179,7 @@ def _rounded_copy(module: nn.Module, linears: Iterable[str], recipe: Recipe) -> 
 
 
 def _unpack(module: nn.Module, device: torch.device) -> None:
-    """Make packed layers dense, so that no kernel is compiled for a few tokens; except layers that quantise x."""
+    """Make packed layers dense, to save compiling kernels for so few tokens. Layers that quantise x stay packed."""
     for name, layer in sparse_layers(module).items():
         codes = layer.read_codes()
         if codes is None or not codes.rounds_x:
@@ -192,7 +192,7 @@ def _unpack(module: nn.Module, device: torch.device) -> None:
 
 
 def _first_sequences(batches: Sequence[Tensor], tokens: int) -> list[Tensor]:
-    """Return the first calibration sequences, [1, tokens] each, of ``tokens`` tokens together."""
+    """Return the first calibration sequences, [1, length] int64 each, at most ``tokens`` tokens in total."""
     found: list[Tensor] = []
     for sequence in (row for batch in batches for row in batch):
         left = tokens - sum(ids.shape[1] for ids in found)

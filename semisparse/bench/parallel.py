@@ -1,6 +1,6 @@
 """`semisparse bench parallel`: a model with random weights over several devices, by transformers' tensor parallelism.
 
-Every rank runs its shard in transformers' own code, with a compiled and captured decode step.
+Every rank runs its shard in transformers' own code. On a GPU the decode step is compiled and captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _captured(step: Callable[[], None]) -> Callable[[], None]:
             step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    # NCCL's watchdog thread may query events during the capture, which any mode but thread_local forbids.
+    # NCCL's watchdog thread may query events during the capture, which the default mode, global, forbids.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         step()
     return graph.replay

@@ -39,7 +39,7 @@ class TransformersBackend(Backend):
     ) -> Iterator[list[int]]:
         """Yield one token per prompt for each of ``new`` steps; shorter prompts are padded on the left.
 
-        Proposals change no token, and are not verified here: tokens come one by one.
+        ``proposals`` is ignored: there is no speculative decoding here, which would give the same tokens.
         """
         self._generator.manual_seed(sampling.seed)
         device, longest = self._model.device, max(map(len, prompts))

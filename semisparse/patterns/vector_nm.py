@@ -41,11 +41,11 @@ class VectorNM(Windowed):
     def violation(self, nonzero: Tensor) -> str | None:
         length = min(self.length, nonzero.shape[0])
         violation = self._over_vectors.violation(blocks_along(nonzero, length, dim=0).any(1))
-        return f"counting vectors of {self.length} rows, vector {violation}" if violation else None
+        return f"counting non-zero vectors of {self.length} rows: vector {violation}" if violation else None
 
     @property
     def _over_vectors(self) -> NM:
-        """The pattern of the matrix with one row per vector."""
+        """The pattern of the matrix [ceil(N / length), K] that has one entry per vector."""
         return NM(self.keep, self.window)
 
     def __str__(self) -> str:

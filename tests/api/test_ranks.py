@@ -149,7 +149,7 @@ def _refused(rank: int, ranks: int, sources: Path, folder: Path) -> None:
     with pytest.raises(InputError, match=r"rank 1 on .* differs in number of CPU threads \(2; rank 0 on .* has 1\)"):
         compress(sources, "kept", folder / "out")
     torch.set_num_threads(1)
-    with pytest.raises(InputError, match="several ranks need out"):
+    with pytest.raises(InputError, match="with several ranks, out is required"):
         compress(sources, "kept", None)  # type: ignore[arg-type]
     assert not (folder / "out").exists()
     distributed.destroy_process_group()

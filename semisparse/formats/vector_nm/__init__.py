@@ -1,4 +1,4 @@
-"""Format ``vector_nm`` (NM-SpMM): of every window of vectors along K some are kept. README.md gives the bytes."""
+"""Format ``vector_nm`` (NM-SpMM): every window of vectors along K keeps a fixed number. Layout: README.md."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from semisparse.formats.vector_nm.storage import check, disk, gpu
 FORMAT = Format(
     name="vector_nm",
     version=1,
-    summary="keep:window vectors of L rows that share their columns, dense inside (8.1 bits per weight at 16:32v32)",
+    summary="N:M over vectors of L rows in one column; kept vectors are dense (8.1 bits per weight at 16:32v32)",
     accepts=disk.accepts,
     specs=gpu.specs,
     counts=gpu.counts,
@@ -33,7 +33,7 @@ FORMAT = Format(
     pack_weight=disk.pack_weight,
     unpack=disk.unpack,
     check_content=check.check_content,
-    violation=lambda packed: None,  # what check_content checks implies the pattern
+    violation=lambda packed: None,  # any content that passes check_content has the pattern
     kernels=(
         Kernel("cpu", "cpu", cpu.refusal, cpu.prepare),
         Kernel("decode_tensor", "cuda", decode_tensor.refusal, decode_tensor.prepare),

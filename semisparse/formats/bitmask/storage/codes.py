@@ -1,4 +1,4 @@
-"""Kinds ``w8`` and ``w4``: kept weights as codes of 8 or 4 bits, with one scale per row and 64 columns.
+"""Kinds ``w8`` and ``w4``: kept weights as codes of 8 or 4 bits, with one scale per 64 columns of a row.
 
 Quantisation is symmetric (semisparse/quant/group.py), so zero is the middle code, and a stored zero stays exact.
 """
@@ -33,7 +33,7 @@ Count = TypeVar("Count", int, Tensor)
 
 
 def entries_of(count: Count, bits: int) -> Count:
-    """Return how many values, or bytes of codes if ``bits`` is not 0, a block of so many stored weights takes."""
+    """Return the entries that ``count`` stored weights of a block take: values if ``bits`` is 0, else code bytes."""
     return (count + 1) // 2 if bits == 4 else count
 
 
@@ -54,7 +54,9 @@ def scales_for(weight: Tensor, bits: int, scales: GroupScales | None) -> GroupSc
     given = (scales.bits, scales.size, scales.symmetric, tuple(scales.scale.shape))
     if given != (bits, SYMMETRIC_COLUMNS, True, shape) or not bool((scales.zero == MIDDLE).all()):
         expected = (bits, SYMMETRIC_COLUMNS, True, shape)
-        raise FormatError(f"scales are (bits, size, symmetric, shape) {given}, expected {expected} and zeros {MIDDLE}")
+        raise FormatError(
+            f"scales are (bits, size, symmetric, shape) {given}, expected {expected}, zero points {MIDDLE}"
+        )
     bad = unusable(scales.scale.to(weight.dtype), bits).nonzero()
     if len(bad):
         row, block = bad[0].tolist()
@@ -86,7 +88,8 @@ def pack_codes(codes: Tensor, stored: Tensor, bits: int) -> Tensor:
         stored: [N, blocks, 64] bool.
         bits: per code, 8 or 4.
     Returns:
-        [bytes] uint8. With 4 bits the first of two codes is in the low half; a 0 follows an odd number of codes.
+        [bytes] uint8. With 4 bits the first of two codes is in the low nibble. If a block has an odd number of codes,
+        the high nibble of its last byte is 0.
     """
     if bits == 8:
         return codes.masked_select(stored)
@@ -104,5 +107,5 @@ def unpack_codes(octets: Tensor, stored: Tensor, bits: int) -> Tensor:
 
 
 def _with_padding(stored: Tensor) -> Tensor:
-    """Mark a 65th column of each block in which an odd number of weights is stored."""
+    """Append a 65th column to ``stored``: True for blocks that store an odd number of weights."""
     return torch.cat((stored, stored.sum(-1, keepdim=True) % 2 == 1), -1)

@@ -12,9 +12,9 @@ from semisparse.formats.base import Packed, Params, TensorSpec, WeightSpec
 from semisparse.patterns import Pattern, VectorNM
 
 MAX_WINDOW = 256
-"""A vector's position in its window is one byte."""
+"""Vectors per window: the position of a vector in its window is one byte."""
 MAX_LENGTH = 128
-"""Rows per vector: the last group is padded to it, so longer ones would store more padding than weights."""
+"""Rows per vector. The last group of rows is padded to whole vectors: with longer ones, a small N is mostly padding."""
 
 SPECS = (
     TensorSpec("values", None, ("groups", "slots", "length"), split_n=0, split_k=1),
@@ -36,7 +36,7 @@ def vectors_of(pattern: Pattern) -> VectorNM:
 def accepts(pattern: Pattern) -> str | None:
     """Say why the format cannot store ``pattern``, or None if it can."""
     if not isinstance(pattern, VectorNM):
-        return "it stores keep:windowvlength: 16:32v32, 8:32v4, ... (16:32v1 for single weights)"
+        return "it stores KEEP:WINDOWvLENGTH, such as 16:32v32 or 8:32v4 (16:32v1 for single weights)"
     if pattern.window > MAX_WINDOW:
         return f"a position in a window is one byte, so a window has at most {MAX_WINDOW} vectors, not {pattern.window}"
     if pattern.length > MAX_LENGTH:
@@ -72,7 +72,7 @@ def counts(spec: WeightSpec) -> Mapping[str, int]:
 def pack_weight(weight: Tensor, pattern: Pattern) -> tuple[Params, dict[str, Tensor]]:
     """Store, of each window and group of rows, ``keep`` vectors of ``weight`` ([N, K], obeying ``pattern``).
 
-    A window with fewer non-zero vectors is filled up with its lowest others; -0.0 becomes +0.0.
+    A window with fewer non-zero vectors also stores its first all-zero vectors, ``keep`` in total; -0.0 becomes +0.0.
 
     Returns:
         params: ``rows``, N.
@@ -91,7 +91,7 @@ def pack_weight(weight: Tensor, pattern: Pattern) -> tuple[Params, dict[str, Ten
 
 
 def _lowest_unstored(stored: Tensor, keep: int) -> Tensor:
-    """Mark the lowest unstored vectors of each window, [..., window] bool, so many that ``keep`` are stored."""
+    """Mark, in each window with fewer than ``keep`` stored vectors, the first others to store: [..., window] bool."""
     missing = keep - stored.sum(-1, keepdim=True, dtype=torch.int16)
     return ~stored & ((~stored).cumsum(-1, dtype=torch.int16) <= missing)
 
@@ -108,7 +108,7 @@ def unpack(packed: Packed) -> Tensor:
 
 
 def columns_of(packed: Packed) -> Tensor:
-    """Return the column of each slot, [groups, slots] int64; one past K belongs to a vector of zeros."""
+    """Return the column of each slot, [groups, slots] int64. Vectors of columns K and above are zeros."""
     vectors = vectors_of(packed.pattern)
     positions = packed.tensors["positions"]
     slot = torch.arange(positions.shape[1], device=positions.device)
