@@ -90,8 +90,9 @@ def one_thread():
 @pytest.mark.parametrize(
     ("ranks", "ways"),
     [
-        (2, ["kept", "magnitude", "sparsegpt", "int8", "tuned"]),
-        (3, ["sparsegpt", "experts"]),
+        (2, ["magnitude", "sparsegpt", "experts"]),
+        pytest.param(2, ["kept", "int8", "tuned"], marks=pytest.mark.slow),
+        pytest.param(3, ["sparsegpt", "experts"], marks=pytest.mark.slow),
         pytest.param(2, SLOW, marks=pytest.mark.slow),
     ],
 )
@@ -111,6 +112,7 @@ def test_more_ranks_than_batches(sources: Path, tmp_path: Path):
     assert_same(tmp_path / "one", tmp_path / "several" / "experts")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_a_run_on_one_rank_is_resumed_on_two(sources: Path, tmp_path: Path):
     def interrupt(stage: str, done: int, total: int) -> None:
@@ -128,7 +130,9 @@ def test_a_run_on_one_rank_is_resumed_on_two(sources: Path, tmp_path: Path):
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("way", ["sparsegpt", "tuned", "experts", pytest.param("evolution", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "way", ["sparsegpt", *(pytest.param(way, marks=pytest.mark.slow) for way in ("tuned", "experts", "evolution"))]
+)
 def test_states_on_disk_give_the_same_bytes(way: str, sources: Path, tmp_path: Path):
     (tmp_path / "states").mkdir()
     said: list[str] = []

@@ -117,6 +117,17 @@ def test_the_bits_asked_for_are_reached_and_stored(architecture: str, tmp_path: 
     assert again.reached == report.reached
 
 
+def test_layers_that_gain_no_speed_are_named():
+    target = {"bits": 9.0, "decode": 0.5}
+    model, tokenizer = random_model("llama"), byte_tokenizer()
+    report = semisparse.compress(
+        model, tokenizer, "auto", DOCUMENTS, target=target, gpu="h200", settings=QUICK, **SMALL
+    )
+    assert report.no_gain is not None
+    assert "H200" in report.no_gain["machine"]
+    assert report.no_gain["layers"] == [layer["name"] for layer in report.layers]  # all are tiny
+
+
 def test_what_cannot_be_reached_says_what_can(tmp_path: Path):
     with pytest.raises(InputError, match=r"bits=0.5.*the best possible is bits=\d"):
         semisparse.compress(

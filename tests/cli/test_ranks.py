@@ -47,6 +47,7 @@ def deep(tmp_path: Path) -> Path:
     return tmp_path / "deep"
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_run_with_its_name(run, deep: Path, text: Path, tmp_path: Path):
     (tmp_path / "dying.py").write_text(DYING)
     arguments = ("compress", deep, "--recipe", "rheosparse", "--calib", text, *SETTINGS)

@@ -131,7 +131,7 @@ def test_the_compressed_model_is_what_was_scored():
     assert mean_kl(dense, again, calibration()) == pytest.approx(result.kl, rel=1e-3), "pruned as a whole"
 
 
-@pytest.mark.parametrize("calls", [3, 7, 64])
+@pytest.mark.parametrize("calls", [*(pytest.param(calls, marks=pytest.mark.slow) for calls in (3, 64)), 7])
 def test_resumed_at_any_call_of_progress(calls: int, tmp_path: Path):
     """In the second layer of a candidate, and after the best one; a candidate has five calls."""
     plan = recipe("profile", "4:8")
