@@ -38,7 +38,7 @@ SOURCE = CudaSource(
         gemm_defines(BFLOAT, 4, 128, Schedule(128, 3, 1, 0, 3, 1, 1)),
         gemm_defines(HALF, 3, 8, Schedule(32, 1, 1, 4, 3, 1, 3)),
         gemm_defines(HALF, 2, 64, Schedule(16, 4, 1, 2, 4, 1, 1)),
-        {**gemm_defines(BFLOAT, 4, 16, Schedule(192, 2, 1, 0, 3, 1, 1)), "EXPERTS": 1},
+        {**gemm_defines(BFLOAT, 4, 16, Schedule(160, 2, 2, 0, 3, 1, 1)), "EXPERTS": 1},
         {**gemm_defines(HALF, 4, 16, Schedule(16, 3, 2, 0, 4, 2, 1)), "EXPERTS": 1},
     ),
     architectures=("sm_90a",),

@@ -45,9 +45,9 @@ constexpr int kThreads = kConsumerThreads + 128;                     // setmaxnr
 
 // Registers per thread at launch; setmaxnreg then gives the consumers what the producer warpgroup leaves. 4,096 of an SM remain
 // for a CTA of permute_x.cu, beside which this kernel's CTAs start and fetch weights: only not with three warpgroups of 128
-// tokens, which need them all. Launch bounds leave so many by themselves up to 64 tokens; above, they need __maxnreg__, which
-// also limits what ptxas gives the consumers.
-constexpr bool kAllRegisters = TILE_M >= 128 && WARPGROUPS == 3;
+// tokens, which need them all, and not with EXPERTS, which start after permute_pairs.cu. Launch bounds leave so many by
+// themselves up to 64 tokens; above, they need __maxnreg__, which also limits what ptxas gives the consumers.
+constexpr bool kAllRegisters = EXPERTS || (TILE_M >= 128 && WARPGROUPS == 3);
 constexpr int kRegisters = (65536 - (kAllRegisters ? 0 : 4096)) / CTAS_PER_SM / kThreads / 8 * 8;
 #if TILE_M >= 128 && WARPGROUPS < 3
 #define EXPAND_GEMM_BOUNDS __maxnreg__(kRegisters)
