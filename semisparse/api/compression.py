@@ -46,9 +46,9 @@ from semisparse.compress import (
     split_decoder_experts,
     weights_digest,
 )
+from semisparse.compress.distributed.ranks import local_rank, require_same
 from semisparse.compress.journal import PARTS, recorded_parts
 from semisparse.compress.propagate import list_decoder_layers
-from semisparse.compress.ranks import local_rank, require_same
 from semisparse.compress.search import SearchResult, search_patterns
 from semisparse.compress.search.allocate import Unreachable
 from semisparse.compress.search.joint import JointResult, search_choices
@@ -158,27 +158,25 @@ def compress(
     plan = read_recipe(recipe, [*settings, *([f"gpu={gpu}"] if gpu else [])], target)
     where = checkpoint.pick_device(device)
     machine = machine_of(plan) or machine_here(where)  # an unknown one is refused before any work
+    ranks, offload = all_ranks(where), None if offload is None else Path(offload)
     if calibration is None and plan.needs_calibration:
         raise InputError(NEEDS_CALIBRATION)
+    if out is None and ranks.count > 1:
+        raise InputError("with several ranks, out is required: only the first rank has the compressed model")
     if out is not None and not resume:
         checkpoint.refuse_existing(Path(out).absolute())
+    if offload is not None and not offload.is_dir():
+        raise InputError(f"--offload {offload} is no directory; make it, or name one on a disk with room")
     stored: dict[str, Rounded] = {}
     if isinstance(model, PreTrainedModel):
         dense, source = model, None
     else:
         source = Path(model)
         (dense, stored), tokenizer = load_uncompressed(source), tokenizer or checkpoint.load_tokenizer(source)
-    batches = []
-    if calibration is not None:
-        if tokenizer is None:
-            raise InputError("calibration text needs the model's tokenizer")
-        length = sequence_length(dense, seqlen)
-        drawn: dict[str, Any] = {"samples": samples, "seqlen": length, "seed": seed, "device": where.type}
-        batches = calibration_batches(tokenizer, calibration, tokens=calibration_tokens(dense), **drawn)
+    batches = _calibration_batches(dense, tokenizer, calibration, samples, seqlen, seed, where)
     split_decoder_experts(dense, plan)
     rounded = rounded_modules(dense, stored)
     plan = leave_unrounded_dense(plan, dense, rounded, stored)
-    ranks, offload = all_ranks(where), None if offload is None else Path(offload)
     settled = fingerprint(batches, plan, seed=seed, device=where)
     require_same(ranks, settled | _machine_facts(where))
     needs = needs_of(dense, list_decoder_layers(dense, plan, {}), plan, batches, where, ranks, offload)
@@ -200,8 +198,6 @@ def compress(
         offload=offload,
     )
     if out is None:
-        if ranks.count > 1:
-            raise InputError("with several ranks, out is required: only the first rank has the compressed model")
         block = mark_compressed(dense, run(journal=None))
         return _report(block, time.perf_counter() - start, tuning, machine)
 
@@ -225,6 +221,25 @@ def compress(
             return _report(marked, time.perf_counter() - start, tuning, machine)
 
         return ranks.first(finish)
+
+
+def _calibration_batches(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    text: Text | None,
+    samples: int | None,
+    seqlen: int | None,
+    seed: int,
+    device: torch.device,
+) -> list[Tensor]:
+    """Return token ids, each [batch, tokens] int64; none without a text."""
+    if text is None:
+        return []
+    if tokenizer is None:
+        raise InputError("calibration text needs the model's tokenizer")
+    tokens, length = calibration_tokens(model), sequence_length(model, seqlen)
+    drawn: dict[str, Any] = {"samples": samples, "seqlen": length, "seed": seed, "device": device.type}
+    return calibration_batches(tokenizer, text, tokens=tokens, **drawn)
 
 
 def _machine_facts(device: torch.device) -> dict[str, str]:

@@ -136,18 +136,10 @@ def needs_of(
 
 def free_memory(device: torch.device, offload: Path | None) -> Needs:
     """Return the free memory of host and device, within a container's limit if there is one, and the room in a
-    directory for hidden states; the disk of the result is left out.
-
-    Raises:
-        InputError: ``offload`` is no directory.
-    """
+    directory for hidden states; the disk of the result is left out."""
     limits = (_free_in(folder, *files) for folder, files in CGROUPS.items())
     host = min([psutil.virtual_memory().available, *(free for free in limits if free is not None)])
-    room = 0
-    if offload:
-        if not offload.is_dir():
-            raise InputError(f"--offload {offload} is no directory; make it, or name one on a disk with room")
-        room = shutil.disk_usage(offload).free
+    room = shutil.disk_usage(offload).free if offload else 0
     return Needs(host, torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0, 0, room, offload)
 
 
@@ -157,11 +149,8 @@ def _free_in(folder: Path, limit: str, used: str, cached: str) -> int | None:
         most, taken = (folder / limit).read_text().strip(), int((folder / used).read_text())
         lines = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         return int(most) - taken + int(lines.get(cached, 0)) if most.isdecimal() else None
-    except (
-        OSError,
-        ValueError,
-    ):  # no container, or a sandbox whose files differ: what psutil says is all that is known
-        return None
+    except (OSError, ValueError):
+        return None  # no container, or a sandbox whose files differ: what psutil says is all that is known
 
 
 def _text(size: int) -> str:

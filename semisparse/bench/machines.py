@@ -59,6 +59,11 @@ def find_machine(name: str) -> Machine:
     return _machine_from_data(gpus[name])
 
 
+def known_gpu(name: str) -> Machine | None:
+    """Return the GPU of gpus.yaml whose device name, as torch gives it, is ``name``, or None; nothing is measured."""
+    return next((_machine_from_data(gpu) for gpu in _data()["gpus"].values() if gpu["name"] == name), None)
+
+
 def _machine_here(device: str) -> Machine:
     """Measure this machine's GPU or CPU."""
     rates = measured_rates(device)

@@ -20,7 +20,7 @@ import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from semisparse.compress.ranks import Ranks
+from semisparse.compress.distributed.ranks import Ranks
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import LayerReport
 from semisparse.errors import InputError

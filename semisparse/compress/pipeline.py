@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from semisparse.compress.calibration import check_batches
+from semisparse.compress.distributed.ranks import Ranks
 from semisparse.compress.hidden_states import empty_states
 from semisparse.compress.propagate import (
     Activations,
@@ -25,7 +26,6 @@ from semisparse.compress.propagate import (
     propagate,
 )
 from semisparse.compress.prune import magnitude, prune_layer, require_finite
-from semisparse.compress.ranks import Ranks
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import LayerReport, Progress
 from semisparse.compress.routed import CalibratedLinear

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from semisparse.compress.decoder import LayerCall, copy_to, decoder_layers, linear_layers, record_calls
+from semisparse.compress.distributed.ranks import Parts, Ranks
 from semisparse.compress.hidden_states import empty_states
 from semisparse.compress.prune import RunningSums
-from semisparse.compress.ranks import Parts, Ranks
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.routed import CalibratedLinear, routed_statistics
 from semisparse.compress.staying_dense import is_ignored, matrix_dims, reason_to_stay_dense

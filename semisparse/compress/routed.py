@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from semisparse.compress.decoder import LayerCall
+from semisparse.compress.distributed.ranks import Parts, Ranks
 from semisparse.compress.prune import RunningSums, Statistics
-from semisparse.compress.ranks import Parts, Ranks
 from semisparse.compress.trace import HookPoint, Reached, expert_of, hooked
 from semisparse.errors import InputError
 from semisparse.nn import weight_of

@@ -7,9 +7,9 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from semisparse.compress.distributed.ranks import Ranks
 from semisparse.compress.journal import Journal
 from semisparse.compress.propagate import DecoderLayer
-from semisparse.compress.ranks import Ranks
 from semisparse.compress.report import LayerReport
 
 

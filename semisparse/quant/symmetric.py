@@ -21,7 +21,7 @@ LARGEST = {torch.int8: float(INT8_MAX), torch.float8_e4m3fn: FP8_MAX}
 def quantise_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Quantise each row to 8 bits with its own scale.
 
-    Values are multiplied by the inverse of the scale (SlideSparse, algorithm 1): one division per value would be half
+    Values are multiplied by the inverse of the scale (SlideSparse, algorithm 1): dividing each value would be half
     of the GPU quantisation kernel's run time. The inverse is clamped to the largest float32, so no NaN arises. Rows
     whose largest magnitude is below the dtype's largest code over the largest float32 (int8 3.7e-37, fp8 1.3e-36)
     dequantise to values that are too small.

@@ -3,7 +3,7 @@
 import torch
 
 from semisparse.api.gains import without_gain
-from semisparse.bench.machines import find_machine
+from semisparse.bench.machines import find_machine, known_gpu
 from semisparse.formats import Packed, get_format
 from semisparse.patterns import parse_pattern
 
@@ -20,3 +20,8 @@ def test_small_layers_and_slow_formats_are_named():
         "low-bit": packed("gqs", "g16@50%", 4096, kind="w4"),
     }
     assert without_gain(layers, find_machine("h200")) == ["small"]
+
+
+def test_a_gpu_is_known_by_its_device_name():
+    assert known_gpu("NVIDIA H200") == find_machine("h200")
+    assert known_gpu("Another GPU") is None

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from semisparse.compress import watch
-from semisparse.compress.exchange import _bytes_of, _dump, _Unpickler
-from semisparse.compress.ranks import Ranks, SeveralRanks, share_out
-from semisparse.compress.watch import Watch, _Seen
+from semisparse.compress.distributed import watch
+from semisparse.compress.distributed.exchange import _bytes_of, _dump, _Unpickler
+from semisparse.compress.distributed.ranks import Ranks, SeveralRanks, share_out
+from semisparse.compress.distributed.watch import Watch, _Seen
 
 
 class Threads:

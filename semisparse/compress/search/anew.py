@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from semisparse.compress.distributed.ranks import Ranks
 from semisparse.compress.journal import Journal
 from semisparse.compress.propagate import DecoderLayer
-from semisparse.compress.ranks import Ranks
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import Progress
 from semisparse.compress.search.bank import (
@@ -76,9 +77,20 @@ class PrunedAnew:
         ranks: Ranks,
         offload: Path | None,
     ) -> None:
-        self._model, self._layers, self._space = model, layers, space
-        self._batches, self._recipe, self._device = batches, recipe, device
-        self._progress, self._journal, self._ranks, self._offload = progress, journal, ranks, offload
+        self._space, self._journal = space, journal
+        self._build_bank = partial(
+            build_bank,
+            model,
+            layers,
+            batches=batches,
+            recipe=recipe,
+            device=device,
+            progress=progress,
+            journal=journal,
+            prune=prune_densities,
+            ranks=ranks,
+            offload=offload,
+        )
         self._bank: Bank = {}
         self._scorer = Scorer(model, space, self._bank, token_batches, device, ranks)
         self.evaluations: list[Evaluation] = []
@@ -113,22 +125,7 @@ class PrunedAnew:
 
     def _evaluate(self, candidate: Candidate, number: int) -> Evaluation:
         levels = [linear.restricted_to(level, 0, 0) for linear, level in zip(self._space, candidate, strict=True)]
-        self._bank |= build_bank(
-            self._model,
-            self._layers,
-            levels,
-            candidate,
-            {},
-            self._batches,
-            self._recipe,
-            number=number,
-            device=self._device,
-            progress=self._progress,
-            journal=self._journal,
-            prune=prune_densities,
-            ranks=self._ranks,
-            offload=self._offload,
-        )
+        self._bank |= self._build_bank(space=levels, centre=candidate, centre_weights={}, number=number)
         before = self._scorer.tokens_run
         kl = self._scorer.mean_kl(self._scorer.score(candidate, range(self._scorer.batches)))
         worst = self.best.kl if self.evaluations else math.inf

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from semisparse.compress.distributed.ranks import Ranks
 from semisparse.compress.journal import Journal, report_from_json, report_to_json
 from semisparse.compress.propagate import (
     Activations,
@@ -25,7 +26,6 @@ from semisparse.compress.propagate import (
     propagate,
 )
 from semisparse.compress.prune import PrunedLayer, Statistics, prune_levels
-from semisparse.compress.ranks import Ranks
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import LayerReport, Progress
 from semisparse.compress.routed import CalibratedLinear

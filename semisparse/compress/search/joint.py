@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ from torch import Tensor, nn
 
 from semisparse.compress.calibration import check_batches
 from semisparse.compress.choice import Choice
+from semisparse.compress.distributed.ranks import Ranks
 from semisparse.compress.journal import Journal
 from semisparse.compress.propagate import list_decoder_layers
-from semisparse.compress.ranks import Ranks
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import Progress
 from semisparse.compress.search.allocate import Unreachable, allocate
@@ -173,11 +174,24 @@ class JointSearch:
     ) -> None:
         check_batches(model, batches)
         model.eval()
-        self._model, self._batches, self._recipe, self._seed = model, batches, recipe, seed
+        self._model, self._recipe, self._seed = model, recipe, seed
         self._device, self._progress, self._journal = torch.device(device), progress, journal
-        self._ranks, self._offload = ranks or Ranks(), offload
-        self._layers = list_decoder_layers(model, recipe, {})
-        self.units = self._ranks.first(lambda: find_units(model, self._layers, batches, options))
+        self._ranks = ranks or Ranks()
+        layers = list_decoder_layers(model, recipe, {})
+        self._build_bank = partial(
+            build_bank,
+            model,
+            layers,
+            batches=batches,
+            recipe=recipe,
+            device=self._device,
+            progress=progress,
+            journal=journal,
+            prune=compress_every_way,
+            ranks=self._ranks,
+            offload=offload,
+        )
+        self.units = self._ranks.first(lambda: find_units(model, layers, batches, options))
         self._space = [
             LinearChoices(
                 name,
@@ -243,22 +257,7 @@ class JointSearch:
                 dense model had a KL divergence of 2.3 on stories260k.
         """
         number, self._number = self._number, self._number + 1
-        self._bank = build_bank(
-            self._model,
-            self._layers,
-            self._space,
-            self._levels(centre),
-            {},
-            self._batches,
-            self._recipe,
-            number=number,
-            device=self._device,
-            progress=self._progress,
-            journal=self._journal,
-            prune=compress_every_way,
-            ranks=self._ranks,
-            offload=self._offload,
-        )
+        self._bank = self._build_bank(space=self._space, centre=self._levels(centre), centre_weights={}, number=number)
         self._tokens += self._scorer.tokens_run if self._scorer else 0
         self._scorer = Scorer(self._model, self._space, self._bank, self._token_batches, self._device, self._ranks)
         self._kl = {}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from semisparse.compress.decoder import copy_to, decoder_layers
-from semisparse.compress.ranks import Ranks
+from semisparse.compress.distributed.ranks import Ranks
 from semisparse.compress.search.bank import Bank, Levels, to_dense
 from semisparse.compress.search.space import Candidate
 from semisparse.nn import swap_weight, weight_of

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from semisparse.compress import Journal, Recipe, compress_decoder_layers
+from semisparse.compress.distributed.ranks import Ranks
 from semisparse.compress.propagate import list_decoder_layers
 from semisparse.compress.prune import sparsegpt
-from semisparse.compress.ranks import Ranks
 from semisparse.compress.search import bank as bank_module
 from semisparse.compress.search.bank import Bank, build_bank, prune_densities, to_dense, to_masked
 from semisparse.compress.search.space import search_space

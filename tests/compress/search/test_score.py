@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from semisparse.compress.distributed.ranks import Ranks
 from semisparse.compress.propagate import list_decoder_layers
-from semisparse.compress.ranks import Ranks
 from semisparse.compress.search.bank import Bank, to_masked
 from semisparse.compress.search.score import BATCHES, Scorer, scoring_batches
 from semisparse.compress.search.space import Candidate, LinearSpace, search_space

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from semisparse.compress.exchange import Exchange
+from semisparse.compress.distributed.exchange import Exchange
 from semisparse.errors import InputError
 
 PARTS = 8

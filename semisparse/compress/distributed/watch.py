@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from semisparse.compress.exchange import LostRank
-from semisparse.compress.ranks import local_rank
+from semisparse.compress.distributed.exchange import LostRank
+from semisparse.compress.distributed.ranks import local_rank
 from semisparse.errors import InputError, SemisparseError
 
 INTERVAL = 0.5
