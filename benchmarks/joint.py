@@ -3,7 +3,8 @@
     python benchmarks/joint.py DATA results/joint.csv --models babyllama-1m,stories260k --seeds 0,1,2
 
 DATA is a directory with ``models/`` and ``text/``. Rows that the CSV already has are not measured again. Models are
-calibrated on the ``calib`` text and measured on the ``eval`` text, in float32. Every run is tuned by ``bqpo``.
+calibrated on the ``calib`` text and measured on the ``eval`` text, in float32. Every run is tuned by ``bqpo``. A run's
+name may be followed by changes, such as ``auto 2.5+linears`` or ``W2 g64+range+untuned``.
 """
 
 from __future__ import annotations
@@ -22,9 +23,20 @@ UNIFORM: dict[str, tuple[str, ...]] = {
     **{f"W{bits} g{size}": (f"dense-w{bits}", f"pattern=g{size}@0%") for bits in (2, 3, 4) for size in (128, 64, 32)},
     **{f"W4S{percent}": ("gqsa", f"pattern=g16@{percent}%") for percent in (20, 30, 40, 50)},
     "32:64": ("rheosparse", "pattern=32:64", "search=none"),
+    **{f"32:64 W{bits}": ("rheosparse", "pattern=32:64", "search=none", f"quant=w{bits}") for bits in (8, 4)},
     "2:4": ("slidesparse", "pattern=2:4", "quant=none"),
 }
 """Recipe and settings of each uniform run."""
+
+CHANGES = {
+    "range": "scales=range",
+    "fit": "scales=fit",
+    "untuned": "tune=none",
+    "e2e": "tune=bqpo+e2e",
+    "kl": "tune=bqpo+kl",
+    "linears": "search_units=linears",
+}
+"""The settings that may be added to a run."""
 
 COLUMNS = ("model", "run", "seed", "nll", "kl", "bits", "tokens", "samples", "seconds", "device")
 
@@ -51,10 +63,12 @@ def main() -> None:
 
 def measure(subject: Subject, name: str, run: str, seed: str, samples: int) -> dict[str, str]:
     """Compress and evaluate one model."""
-    kind, _, bits = run.partition(" ")
-    recipe, *settings = ("auto",) if kind == "auto" else UNIFORM[run]
+    base, *changes = run.split("+")
+    kind, _, bits = base.partition(" ")
+    recipe, *settings = ("auto",) if kind == "auto" else UNIFORM[base]
     target = {"bits": bits} if kind == "auto" else None
-    model, report = subject.compress(recipe, [*settings, "tune=bqpo"], int(seed), target)
+    settings += ["tune=bqpo", *(CHANGES[change] for change in changes)]
+    model, report = subject.compress(recipe, settings, int(seed), target)
     stored = 8 * subject.dtype.itemsize * report.bytes_after / report.bytes_before
     dequantise_layers(model, subject.dtype)  # the packed numbers, multiplied densely, which is faster for long texts
     quality = subject.measure(model)

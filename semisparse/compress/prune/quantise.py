@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from semisparse.patterns import Group, Pattern
+from semisparse.quant.fit import fit_scales
 from semisparse.quant.group import SYMMETRIC_COLUMNS, GroupScales, scales_of
 
 SWEEPS = 2
@@ -17,11 +18,17 @@ BLOCK_COLUMNS = 128
 """Columns whose effect on the columns after them is applied in one matmul."""
 
 
-def scales_for(weight: Tensor, pattern: Pattern, bits: int, dtype: torch.dtype) -> GroupScales:
-    """Compute scales for a pruned weight [N, K]: per group of a `Group` pattern, else symmetric ones per 64 columns."""
-    if isinstance(pattern, Group):
-        return scales_of(weight, bits, pattern.size, dtype)
-    return scales_of(weight, bits, SYMMETRIC_COLUMNS, dtype, symmetric=True)
+def scales_for(
+    weight: Tensor, pattern: Pattern, bits: int, dtype: torch.dtype, importance: Tensor | None = None
+) -> GroupScales:
+    """Compute scales for a pruned weight [N, K]: per group of a `Group` pattern, else symmetric ones per 64 columns.
+
+    With the ``importance`` of the columns, [K] float32, the scales minimise the error weighted by it (`fit_scales`).
+    """
+    size, symmetric = (pattern.size, False) if isinstance(pattern, Group) else (SYMMETRIC_COLUMNS, True)
+    if importance is None:
+        return scales_of(weight, bits, size, dtype, symmetric=symmetric)
+    return fit_scales(weight, importance, bits, size, dtype, symmetric)
 
 
 def round_by_descent(
@@ -73,10 +80,15 @@ class ColumnQuantiser:
         units: [K] float32, the factor that each column of the weight was multiplied by; codes are of the unscaled
             weight.
         dtype: of the scales.
+        importance: [K] float32, how much the squared error of each column counts when its scales are fitted; None for
+            scales that span each group.
     """
 
-    def __init__(self, bits: int, size: int, units: Tensor, dtype: torch.dtype) -> None:
+    def __init__(
+        self, bits: int, size: int, units: Tensor, dtype: torch.dtype, importance: Tensor | None = None
+    ) -> None:
         self._bits, self._size, self._units, self._dtype = bits, size, units, dtype
+        self._importance = importance
         self._groups: list[GroupScales] = []
 
     @property
@@ -99,7 +111,11 @@ class ColumnQuantiser:
         if column % self._size == 0:
             group = slice(column, column + self._size)
             unscaled = (weight[:, group] / self._units[group]).masked_fill(~kept[:, group], 0)
-            self._groups.append(scales_of(unscaled, self._bits, self._size, self._dtype))
+            if self._importance is None:
+                scales = scales_of(unscaled, self._bits, self._size, self._dtype)
+            else:
+                scales = fit_scales(unscaled, self._importance[group], self._bits, self._size, self._dtype)
+            self._groups.append(scales)
         scales = replace(self._groups[-1], size=1)
         values = scales.values(scales.codes(weight[:, column, None] / self._units[column]))
         return values.flatten().float() * self._units[column]

@@ -191,7 +191,9 @@ class JointSearch:
             ranks=self._ranks,
             offload=offload,
         )
-        self.units = self._ranks.first(lambda: find_units(model, layers, batches, options))
+        self.units = self._ranks.first(
+            lambda: find_units(model, layers, batches, options, each_alone=recipe.search_units == "linears")
+        )
         self._space = [
             LinearChoices(
                 name,
