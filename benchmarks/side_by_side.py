@@ -3,10 +3,10 @@
     python benchmarks/side_by_side.py run COMMANDS OUT --cpus 15 --gpu-processes 5 --seconds 450
     python benchmarks/side_by_side.py merge OUT results
 
-COMMANDS is a text file with a line per process: ``cpu`` or ``cuda``, the name of the CSV in results/ that its rows belong
-to, and the arguments of Python, in which ``{csv}`` is the process's own CSV. Lines are started in order; those on ``cuda``
-share the GPU. At the time limit all processes are killed. Benchmarks write each row when it is measured, so finished rows
-are kept. `merge` replaces rows of the same run, which is named by the columns of `KEYS`.
+COMMANDS is a text file with a line per process: ``cpu`` or ``cuda``, the name of the CSV in results/ that its rows
+belong to, and the arguments of Python, in which ``{csv}`` is the process's own CSV. Lines are started in order; those
+on ``cuda`` share the GPU. At the time limit all processes are killed. Benchmarks write each row when it is measured, so
+finished rows are kept. `merge` replaces rows of the same run, which is named by the columns of `KEYS`.
 """
 
 from __future__ import annotations
@@ -95,9 +95,8 @@ def read_jobs(path: Path) -> list[Job]:
     return [Job(device, csv, arguments) for device, csv, *arguments in lines]
 
 
-def start(job: Job, stem: Path) -> subprocess.Popen[bytes]:
-    """Start a process on one thread, in a process group of its own; ``stem`` is the path of its files, without suffix."""
-    folder = stem.parent / stem.name
+def start(job: Job, folder: Path) -> subprocess.Popen[bytes]:
+    """Start a process on one thread, in a process group of its own, and make the folder of its files."""
     folder.mkdir()
     own = folder / job.csv
     arguments = [argument.replace("{csv}", str(own)) for argument in job.arguments]

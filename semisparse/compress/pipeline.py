@@ -31,7 +31,13 @@ from semisparse.compress.report import LayerReport, Progress
 from semisparse.compress.routed import CalibratedLinear
 from semisparse.compress.search.bank import MaskedWeight, to_dense
 from semisparse.compress.store import FinishedLayer, InPlace, LayerStore, OnFirstRank
-from semisparse.compress.tune import TuningResult, dense_predictions, split_for_steps, tune_decoder_layer, tune_end_to_end
+from semisparse.compress.tune import (
+    TuningResult,
+    dense_predictions,
+    split_for_steps,
+    tune_decoder_layer,
+    tune_end_to_end,
+)
 from semisparse.nn import weight_of
 from semisparse.patterns import Pattern
 from semisparse.quant.group import GroupScales

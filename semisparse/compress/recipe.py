@@ -55,7 +55,7 @@ NEEDS_DENSE = ("search", "tune")
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings of a compression. `refine`, `order`, `target`, `saliency` and `scales` apply to ``prune=sparsegpt`` only.
+    """Settings of a compression. `refine`, `order`, `target`, `saliency` and `scales` are for ``prune=sparsegpt``.
 
     Args:
         pattern: written form of the pattern of every linear layer, such as ``32:64``.
@@ -91,8 +91,8 @@ class Recipe:
             (docs/experiments/search.md).
         search_banks: how often each of the three stages of ``evolution`` prunes the linear layers anew, at densities
             near those of its best candidate. Each time costs as much as pruning.
-        search_units: what gets one choice in a ``joint`` search: the linear layers that read one input (``inputs``), which
-            kernels can then join, or each linear layer (``linears``).
+        search_units: what gets one choice in a ``joint`` search: the linear layers that read one input (``inputs``),
+            which kernels can then join, or each linear layer (``linears``).
         tune_epochs: maximum number of passes of tuning over the calibration tokens.
         tune_rate: learning rate of tuning, as a fraction of a linear layer's root mean square weight.
         options: keys that the format adds, such as ``delta_bits``, as (key, value); each is set as a key of its own.

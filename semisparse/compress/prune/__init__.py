@@ -4,4 +4,13 @@ from semisparse.compress.prune.layer import PrunedLayer, prune_kinds, prune_laye
 from semisparse.compress.prune.magnitude import magnitude
 from semisparse.compress.prune.statistics import RunningSums, Statistics
 
-__all__ = ["PrunedLayer", "RunningSums", "Statistics", "magnitude", "prune_kinds", "prune_layer", "prune_levels", "require_finite"]
+__all__ = [
+    "PrunedLayer",
+    "RunningSums",
+    "Statistics",
+    "magnitude",
+    "prune_kinds",
+    "prune_layer",
+    "prune_levels",
+    "require_finite",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -58,6 +59,8 @@ def round_by_descent(
         return own.rounded((column / units[i])[:, None])[:, 0].float() * units[i] * kept[:, i]
 
     rounded = scales.rounded(weight / units).float() * units
+    if has_rounding_kernel(weight):
+        return _by_kernel(rounded, kept, hessian.contiguous(), goal, scales, units)
     for _ in range(SWEEPS):
         gradient = (rounded - goal) @ hessian
         for start in range(0, len(columns), BLOCK_COLUMNS):
@@ -69,6 +72,30 @@ def round_by_descent(
                 rounded[:, i] = column
             gradient[:, stop:] += (rounded[:, start:stop] - before) @ hessian[start:stop, stop:]
     return rounded
+
+
+def _by_kernel(
+    rounded: Tensor, kept: Tensor, hessian: Tensor, goal: Tensor, scales: GroupScales, units: Tensor
+) -> Tensor:
+    """Descend as `round_by_descent` does, a block of columns per launch."""
+    from semisparse.compress.prune.rounding_triton import descend_block
+
+    rounded, mask = rounded.contiguous(), kept.to(torch.int8).contiguous()
+    per_column, units = scales.scale.float().contiguous(), units.contiguous()
+    for _ in range(SWEEPS):
+        gradient = ((rounded - goal) @ hessian).contiguous()
+        for start in range(0, rounded.shape[1], BLOCK_COLUMNS):
+            stop = min(start + BLOCK_COLUMNS, rounded.shape[1])
+            before = rounded[:, start:stop].clone()
+            bits, dtype = scales.bits, scales.scale.dtype
+            descend_block(rounded, gradient, mask, hessian, per_column, units, start, stop, bits, dtype)
+            gradient[:, stop:] += (rounded[:, start:stop] - before) @ hessian[start:stop, stop:]
+    return rounded
+
+
+def has_rounding_kernel(weight: Tensor) -> bool:
+    """Return whether the Triton kernels of rounding_triton.py round this weight."""
+    return weight.is_cuda and find_spec("triton") is not None
 
 
 class ColumnQuantiser:
@@ -109,13 +136,37 @@ class ColumnQuantiser:
             [N] float32.
         """
         if column % self._size == 0:
-            group = slice(column, column + self._size)
-            unscaled = (weight[:, group] / self._units[group]).masked_fill(~kept[:, group], 0)
-            if self._importance is None:
-                scales = scales_of(unscaled, self._bits, self._size, self._dtype)
-            else:
-                scales = fit_scales(unscaled, self._importance[group], self._bits, self._size, self._dtype)
-            self._groups.append(scales)
+            self._next_scales(weight, kept, column)
         scales = replace(self._groups[-1], size=1)
         values = scales.values(scales.codes(weight[:, column, None] / self._units[column]))
         return values.flatten().float() * self._units[column]
+
+    def round_all(self, weight: Tensor, kept: Tensor, upper: Tensor) -> Tensor:
+        """Round all columns in order, each group with a kernel; the columns after a group compensate its loss.
+
+        Args:
+            weight: [N, K] float32, on a GPU.
+            kept: [N, K] bool, the mask.
+            upper: [K, K] float32, as in `sparsegpt.InverseFactor`.
+        """
+        from semisparse.compress.prune.rounding_triton import round_group
+
+        weight, upper = weight.clone(memory_format=torch.contiguous_format), upper.contiguous()
+        mask, units = kept.to(torch.int8).contiguous(), self._units.contiguous()
+        for start in range(0, weight.shape[1], self._size):
+            scales = self._next_scales(weight, kept, start)
+            zero = (scales.zero[:, 0].float() * 2.0 ** (self._bits - 8)).contiguous()
+            size = min(self._size, weight.shape[1] - start)
+            round_group(weight, mask, upper, scales.scale[:, 0].contiguous(), zero, units, start, size, self._bits)
+        return weight
+
+    def _next_scales(self, weight: Tensor, kept: Tensor, column: int) -> GroupScales:
+        """Compute the scales of the group that begins at a column."""
+        group = slice(column, column + self._size)
+        unscaled = (weight[:, group] / self._units[group]).masked_fill(~kept[:, group], 0)
+        if self._importance is None:
+            scales = scales_of(unscaled, self._bits, self._size, self._dtype)
+        else:
+            scales = fit_scales(unscaled, self._importance[group], self._bits, self._size, self._dtype)
+        self._groups.append(scales)
+        return scales

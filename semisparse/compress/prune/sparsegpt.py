@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from semisparse.compress.prune.quantise import ColumnQuantiser
+from semisparse.compress.prune.quantise import ColumnQuantiser, has_rounding_kernel
 from semisparse.patterns import NM, Group, Pattern, Unstructured
 from semisparse.patterns.base import blocks_along
 
@@ -268,6 +268,8 @@ def quantise_columns(weight: Tensor, kept: Tensor, upper: Tensor, quantiser: Col
     Returns:
         [N, K] float32, the dequantised weight.
     """
+    if has_rounding_kernel(weight):
+        return quantiser.round_all(weight, kept, upper)
     return _compensate(weight, upper, UPDATE_COLUMNS, lambda working, i, _: _final_column(working, kept, i, quantiser))
 
 

@@ -1,4 +1,4 @@
-"""Train the kept weights one decoder layer at a time (BQPO), then scales and zero points end to end (E2E-OQP, or on KL)."""
+"""Train the kept weights one decoder layer at a time (BQPO), then scales and zero points end to end."""
 
 from semisparse.compress.tune.bqpo import tune_decoder_layer
 from semisparse.compress.tune.end_to_end import tune_end_to_end
