@@ -35,6 +35,7 @@ CHANGES = {
     "e2e": "tune=bqpo+e2e",
     "kl": "tune=bqpo+kl",
     "linears": "search_units=linears",
+    "inputs": "search_units=inputs",
 }
 """The settings that may be added to a run."""
 

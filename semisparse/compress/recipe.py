@@ -24,7 +24,7 @@ KNOWN_VALUES: dict[str, tuple[str, ...]] = {
     "target": ("residual", "local"),
     "saliency": ("loss", "eq4"),
     "scales": ("fit", "range"),
-    "search_units": ("inputs", "linears"),
+    "search_units": ("auto", "inputs", "linears"),
 }
 """The values of the keys that have a fixed choice."""
 
@@ -48,6 +48,9 @@ TARGETS = {
     "prompt": "speed-up of a prompt",
 }
 """The targets of ``search=joint``; speed-ups are those of the linear layers over dense ones."""
+
+STORED = ("bits", "size")
+"""The targets that are not speed-ups."""
 
 NEEDS_DENSE = ("search", "tune")
 """The stages that compare with the dense model. With ``prune=none`` there is no dense model: they must be ``none``."""
@@ -92,7 +95,8 @@ class Recipe:
         search_banks: how often each of the three stages of ``evolution`` prunes the linear layers anew, at densities
             near those of its best candidate. Each time costs as much as pruning.
         search_units: what gets one choice in a ``joint`` search: the linear layers that read one input (``inputs``),
-            which kernels can then join, or each linear layer (``linears``).
+            which kernels can then join, or each linear layer (``linears``). ``auto``: ``linears`` if all targets are
+            bits or bytes, else ``inputs``.
         tune_epochs: maximum number of passes of tuning over the calibration tokens.
         tune_rate: learning rate of tuning, as a fraction of a linear layer's root mean square weight.
         options: keys that the format adds, such as ``delta_bits``, as (key, value); each is set as a key of its own.
@@ -119,7 +123,7 @@ class Recipe:
     search_tokens: int = 2048
     search_effort: int = 192
     search_banks: int = 1
-    search_units: str = "inputs"
+    search_units: str = "auto"
     tune_epochs: int = 10
     tune_rate: float = 0.03
     options: tuple[tuple[str, str | int], ...] = ()
@@ -173,6 +177,13 @@ class Recipe:
     def tunes_end_to_end(self) -> bool:
         """Whether scales and zero points are trained end to end, too."""
         return self.tune in ("bqpo+e2e", "bqpo+kl")
+
+    @property
+    def chooses_each_linear(self) -> bool:
+        """Whether a joint search chooses for each linear layer by itself."""
+        if self.search_units != "auto":
+            return self.search_units == "linears"
+        return bool(self.targets) and all(key in STORED for key, _ in self.targets)
 
     @classmethod
     def read(cls, mapping: Mapping[str, Any], options: Options | None = None) -> Recipe:

@@ -192,7 +192,7 @@ class JointSearch:
             offload=offload,
         )
         self.units = self._ranks.first(
-            lambda: find_units(model, layers, batches, options, each_alone=recipe.search_units == "linears")
+            lambda: find_units(model, layers, batches, options, each_alone=recipe.chooses_each_linear)
         )
         self._space = [
             LinearChoices(
