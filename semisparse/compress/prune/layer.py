@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -113,26 +114,26 @@ def _prune_ways(
         if not all(mean.isfinite().all() for mean in (statistics.hessian, statistics.cross) if mean is not None):
             raise InputError("its calibration activations hold NaN or infinity, or are too large for float32")
         problem = _normalise(weight, first, statistics, recipe) if recipe.prune.startswith("sparsegpt") else None
-    known: _Masked | None = None
-    for pattern, recipe in ways:
+    for pattern, alike in groupby(ways, key=lambda way: way[0]):
+        recipes = [recipe for _, recipe in alike]
         with torch._C.DisableTorchFunction():
-            scales = None
-            if recipe.prune == "magnitude":
-                pruned, outcome = magnitude(weight, pattern), "magnitude"
-            elif recipe.prune == "wanda":
-                pruned, outcome = wanda(weight, pattern, statistics.hessian), "wanda"
-            elif problem is None:
-                pruned, outcome = wanda(weight, pattern, statistics.hessian), "wanda (hessian singular)"
+            found: list[tuple[Tensor, GroupScales | None]]
+            if problem is not None:
+                found, outcome = _sparsegpt(problem, pattern, recipes, dtype), problem.factor.outcome
+            elif recipe.prune == "magnitude":
+                found, outcome = [(magnitude(weight, pattern), None)] * len(recipes), "magnitude"
             else:
-                if known is None or known.pattern != pattern:
-                    known = _Masked(pattern, *_masked(problem, pattern, recipe))
-                (pruned, scales), outcome = _sparsegpt(problem, known, recipe, dtype), problem.factor.outcome
-            if recipe.code_bits:
-                scales = scales or scales_for(pruned, pattern, recipe.code_bits, dtype)
-                pruned = scales.rounded(pruned).float()
+                found = [(wanda(weight, pattern, statistics.hessian), None)] * len(recipes)
+                outcome = "wanda" if recipe.prune == "wanda" else "wanda (hessian singular)"
             outcome += f", {statistics.note}" if statistics.note else ""
-            layer = PrunedLayer(pruned, outcome, _relative_error(pruned, weight, statistics.hessian), scales)
-        yield layer
+            layers = []
+            for each, (pruned, scales) in zip(recipes, found, strict=True):
+                if each.code_bits:
+                    scales = scales or scales_for(pruned, pattern, each.code_bits, dtype)
+                    pruned = scales.rounded(pruned).float()
+                error = _relative_error(pruned, weight, statistics.hessian)
+                layers.append(PrunedLayer(pruned, outcome, error, scales))
+        yield from layers
 
 
 def require_finite(weight: Tensor) -> None:
@@ -194,28 +195,13 @@ def _normalise(weight: Tensor, pattern: Pattern, statistics: Statistics, recipe:
     return _Problem(goal, hessian, factor, order, scale)
 
 
-class _Masked(NamedTuple):
-    """A pruned weight whose kept weights are not rounded.
-
-    Args:
-        pattern: that it obeys.
-        weight: [N, K] float32, columns in pruning order.
-        kept: [N, K] bool, the mask.
-    """
-
-    pattern: Pattern
-    weight: Tensor
-    kept: Tensor
-
-
 def _masked(problem: _Problem, pattern: Pattern, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """Prune without quantising; return the weight and the mask, columns in pruning order."""
     goal, upper = problem.goal, problem.factor.upper
     if isinstance(pattern, Group) and pattern.percent == 0:
         return goal, torch.ones_like(goal, dtype=torch.bool)
-    published = recipe.prune == "sparsegpt-published"
     pruned, kept = prune_columns(goal, upper, pattern, None, _rule(recipe))
-    if recipe.refine == "cg" and not published:
+    if _refines(recipe):
         pruned = conjugate_gradient(pruned, kept, problem.hessian, goal)
     return pruned, kept
 
@@ -227,39 +213,80 @@ def _rule(recipe: Recipe) -> MaskRule:
 
 
 def _sparsegpt(
-    problem: _Problem, masked: _Masked, recipe: Recipe, dtype: torch.dtype
-) -> tuple[Tensor, GroupScales | None]:
-    """Quantise a pruned weight, if the recipe says so.
+    problem: _Problem, pattern: Pattern, recipes: Sequence[Recipe], dtype: torch.dtype
+) -> list[tuple[Tensor, GroupScales | None]]:
+    """Prune, and quantise as each recipe says.
 
     Groups of a `Group` pattern are quantised in a second loop over the columns; without conjugate gradients, in the
     loop that prunes. Weights of other patterns are quantised by coordinate descent.
 
     Returns:
-        The weight [N, K] float32, and the scales of its groups in ``dtype``; None if it is not quantised.
+        For each recipe the weight [N, K] float32, and the scales of its groups in ``dtype``; None if it is not
+        quantised.
     """
-    pattern, pruned, kept = masked
+    first, restore_order = recipes[0], problem.order.argsort()
+    bits = [recipe.code_bits for recipe in recipes if recipe.code_bits]
+    together = bits and isinstance(pattern, Group) and pattern.percent and not _refines(first)
+    if together and len(recipes) > 1:
+        return [result for recipe in recipes for result in _sparsegpt(problem, pattern, [recipe], dtype)]
+    pruned, kept = (problem.goal, problem.goal != 0) if together else _masked(problem, pattern, first)
+    coded: Iterator[tuple[Tensor, GroupScales | None]] = iter(())
+    if bits and isinstance(pattern, Group):
+        coded = iter(_in_groups(problem, pattern, first, pruned, kept, bits, dtype))
+    elif bits:
+        coded = iter(_by_descent(problem, pattern, first, pruned, kept, bits, dtype))
+    plain = pruned[:, restore_order] / problem.scale
+    return [next(coded) if recipe.code_bits else (plain, None) for recipe in recipes]
+
+
+def _refines(recipe: Recipe) -> bool:
+    """Return whether kept weights are optimised once the mask is final."""
+    return recipe.refine == "cg" and recipe.prune != "sparsegpt-published"
+
+
+def _in_groups(
+    problem: _Problem,
+    pattern: Group,
+    recipe: Recipe,
+    pruned: Tensor,
+    kept: Tensor,
+    bits: Sequence[int],
+    dtype: torch.dtype,
+) -> list[tuple[Tensor, GroupScales | None]]:
+    """Quantise whole groups to each number of bits; return the weights, columns in their own order, and scales."""
     upper, restore_order = problem.factor.upper, problem.order.argsort()
-    if not recipe.code_bits:
-        return pruned[:, restore_order] / problem.scale, None
-    if isinstance(pattern, Group):
-        units = problem.scale[problem.order]
-        # What an error in a column costs once the columns after it have compensated it.
-        cost = (units / upper.diagonal()).square() if recipe.scales == "fit" else None
-        quantiser = ColumnQuantiser(recipe.code_bits, pattern.step, units, dtype, cost)
-        if pattern.percent and (recipe.refine != "cg" or recipe.prune == "sparsegpt-published"):
-            pruned, _ = prune_columns(problem.goal, upper, pattern, quantiser, _rule(recipe))
-        else:
-            pruned = quantise_columns(pruned, kept, upper, quantiser)
-        # Groups stay whole in the pruning order, so the order of their first columns is the order of the groups.
-        scales = quantiser.scales.select_groups(problem.order[:: pattern.step].argsort())
-        return pruned[:, restore_order] / problem.scale, scales
-    weight = pruned[:, restore_order] / problem.scale
+    units = problem.scale[problem.order]
+    # What an error in a column costs once the columns after it have compensated it.
+    cost = (units / upper.diagonal()).square() if recipe.scales == "fit" else None
+    if pattern.percent and not _refines(recipe):
+        quantiser = ColumnQuantiser(bits, pattern.step, units, dtype, cost)
+        weights = [prune_columns(problem.goal, upper, pattern, quantiser, _rule(recipe))[0]]
+        scales = quantiser.scales
+    else:
+        weights, scales = quantise_columns(pruned, kept, upper, bits, pattern.step, units, dtype, cost)
+    # Groups stay whole in the pruning order, so the order of their first columns is the order of the groups.
+    groups = problem.order[:: pattern.step].argsort()
+    own_order = [weight[:, restore_order] / problem.scale for weight in weights]
+    return [(weight, each.select_groups(groups)) for weight, each in zip(own_order, scales, strict=True)]
+
+
+def _by_descent(
+    problem: _Problem,
+    pattern: Pattern,
+    recipe: Recipe,
+    pruned: Tensor,
+    kept: Tensor,
+    bits: Sequence[int],
+    dtype: torch.dtype,
+) -> list[tuple[Tensor, GroupScales | None]]:
+    """Quantise single kept weights to each number of bits; return as `_in_groups` does."""
+    restore_order = problem.order.argsort()
     power = problem.scale.square() if recipe.scales == "fit" else None
-    scales = scales_for(weight, pattern, recipe.code_bits, dtype, power)
-    pruned = round_by_descent(
-        pruned, kept, problem.hessian, problem.goal, scales, problem.order, problem.scale[problem.order]
-    )
-    return pruned[:, restore_order] / problem.scale, scales
+    plain = pruned[:, restore_order] / problem.scale
+    scales = [scales_for(plain, pattern, each, dtype, power) for each in bits]
+    units = problem.scale[problem.order]
+    weights = round_by_descent(pruned, kept, problem.hessian, problem.goal, scales, problem.order, units)
+    return [(w[:, restore_order] / problem.scale, each) for w, each in zip(weights, scales, strict=True)]
 
 
 def _relative_error(pruned: Tensor, weight: Tensor, hessian: Tensor) -> float:

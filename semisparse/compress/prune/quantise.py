@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -33,8 +34,14 @@ def scales_for(
 
 
 def round_by_descent(
-    weight: Tensor, kept: Tensor, hessian: Tensor, goal: Tensor, scales: GroupScales, columns: Tensor, units: Tensor
-) -> Tensor:
+    weight: Tensor,
+    kept: Tensor,
+    hessian: Tensor,
+    goal: Tensor,
+    scales: Sequence[GroupScales],
+    columns: Tensor,
+    units: Tensor,
+) -> list[Tensor]:
     """Round kept weights to codes by cyclic coordinate descent on ``(w - goal) H (w - goal)^T``.
 
     First every weight is rounded to nearest. Then each weight in turn becomes the code nearest to its optimum, given
@@ -46,32 +53,35 @@ def round_by_descent(
         kept: [N, K] bool, the mask.
         hessian: [K, K] float32, positive definite.
         goal: [N, K] float32, the minimiser without a mask.
-        scales: of groups of the weight's own columns.
+        scales: symmetric ones of groups of the weight's own columns; the weight is rounded once for each of these. On a
+            CPU all are rounded together: the time of a column there is that of calling torch.
         columns: [K] int64, the weight's own column of each column here.
         units: [K] float32, the factor that each column was multiplied by; codes are of the unscaled weight.
     Returns:
-        [N, K] float32, dequantised.
+        For each of the scales the dequantised weight, [N, K] float32.
     """
-    scales = replace(scales.select_groups(columns // scales.size), size=1)
-
-    def rounded_column(column: Tensor, i: int) -> Tensor:
-        own = replace(scales, scale=scales.scale[:, i : i + 1], zero=scales.zero[:, i : i + 1])
-        return own.rounded((column / units[i])[:, None])[:, 0].float() * units[i] * kept[:, i]
-
-    rounded = scales.rounded(weight / units).float() * units
+    permuted = [replace(each.select_groups(columns // each.size), size=1) for each in scales]
+    nearest = [each.rounded(weight / units).float() * units for each in permuted]
     if has_rounding_kernel(weight):
-        return _by_kernel(rounded, kept, hessian.contiguous(), goal, scales, units)
+        pairs = zip(nearest, permuted, strict=True)
+        return [_by_kernel(rounded, kept, hessian.contiguous(), goal, each, units) for rounded, each in pairs]
+    rounded, mask, targets = torch.cat(nearest), kept.repeat(len(scales), 1), goal.repeat(len(scales), 1)
+    scale = torch.cat([each.scale.float() for each in permuted])
+    middle = torch.cat([torch.full((len(weight),), 2.0 ** (each.bits - 1), device=weight.device) for each in scales])
+    last, dtype = 2 * middle - 1, scales[0].scale.dtype
     for _ in range(SWEEPS):
-        gradient = (rounded - goal) @ hessian
+        gradient = (rounded - targets) @ hessian
         for start in range(0, len(columns), BLOCK_COLUMNS):
             stop = min(start + BLOCK_COLUMNS, len(columns))
             before = rounded[:, start:stop].clone()
             for i in range(start, stop):
-                column = rounded_column(rounded[:, i] - gradient[:, i] / hessian[i, i], i)
+                best = (rounded[:, i] - gradient[:, i] / hessian[i, i]) / units[i]
+                codes = (best / scale[:, i] + middle).round().clamp_min(0).minimum(last)
+                column = ((codes - middle) * scale[:, i]).to(dtype).float() * units[i] * mask[:, i]
                 gradient[:, i + 1 : stop] += torch.outer(column - rounded[:, i], hessian[i, i + 1 : stop])
                 rounded[:, i] = column
             gradient[:, stop:] += (rounded[:, start:stop] - before) @ hessian[start:stop, stop:]
-    return rounded
+    return list(rounded.chunk(len(scales)))
 
 
 def _by_kernel(
@@ -102,7 +112,8 @@ class ColumnQuantiser:
     """Quantises one column at a time. A group's scales are computed at its first column, from its kept weights.
 
     Args:
-        bits: per code.
+        bits: per code, one number or several: the rows of the weight are then as many blocks of equal size, each with
+            its bits.
         size: columns per group; the first group starts at column 0.
         units: [K] float32, the factor that each column of the weight was multiplied by; codes are of the unscaled
             weight.
@@ -112,18 +123,25 @@ class ColumnQuantiser:
     """
 
     def __init__(
-        self, bits: int, size: int, units: Tensor, dtype: torch.dtype, importance: Tensor | None = None
+        self, bits: Sequence[int], size: int, units: Tensor, dtype: torch.dtype, importance: Tensor | None = None
     ) -> None:
-        self._bits, self._size, self._units, self._dtype = bits, size, units, dtype
+        self._bits, self._size, self._units, self._dtype = tuple(bits), size, units, dtype
         self._importance = importance
-        self._groups: list[GroupScales] = []
+        self._groups: list[list[GroupScales]] = []
+        self._rows: tuple[Tensor, Tensor, Tensor] | None = None
 
     @property
-    def scales(self) -> GroupScales:
-        """The scales of all groups so far, in column order."""
-        scale = torch.cat([group.scale for group in self._groups], dim=1)
-        zero = torch.cat([group.zero for group in self._groups], dim=1)
-        return replace(self._groups[0], scale=scale, zero=zero)
+    def scales(self) -> list[GroupScales]:
+        """The scales of all groups so far, in column order, of each block of rows."""
+        blocks = zip(*self._groups, strict=True)
+        return [
+            replace(
+                block[0],
+                scale=torch.cat([group.scale for group in block], dim=1),
+                zero=torch.cat([group.zero for group in block], dim=1),
+            )
+            for block in blocks
+        ]
 
     def fake_quantise(self, weight: Tensor, kept: Tensor, column: int) -> Tensor:
         """Quantise and dequantise one column. Columns must be passed in order.
@@ -136,10 +154,12 @@ class ColumnQuantiser:
             [N] float32.
         """
         if column % self._size == 0:
-            self._next_scales(weight, kept, column)
-        scales = replace(self._groups[-1], size=1)
-        values = scales.values(scales.codes(weight[:, column, None] / self._units[column]))
-        return values.flatten().float() * self._units[column]
+            self._rows = self._next_scales(weight, kept, column)
+        assert self._rows is not None
+        scale, zero, last = self._rows
+        unit = self._units[column]
+        codes = (weight[:, column] / unit / scale + zero).round().clamp_min(0).minimum(last)
+        return ((codes - zero) * scale).to(self._dtype).float() * unit
 
     def round_all(self, weight: Tensor, kept: Tensor, upper: Tensor) -> Tensor:
         """Round all columns in order, each group with a kernel; the columns after a group compensate its loss.
@@ -154,19 +174,23 @@ class ColumnQuantiser:
         weight, upper = weight.clone(memory_format=torch.contiguous_format), upper.contiguous()
         mask, units = kept.to(torch.int8).contiguous(), self._units.contiguous()
         for start in range(0, weight.shape[1], self._size):
-            scales = self._next_scales(weight, kept, start)
-            zero = (scales.zero[:, 0].float() * 2.0 ** (self._bits - 8)).contiguous()
+            scale, zero, last = self._next_scales(weight, kept, start)
             size = min(self._size, weight.shape[1] - start)
-            round_group(weight, mask, upper, scales.scale[:, 0].contiguous(), zero, units, start, size, self._bits)
+            round_group(weight, mask, upper, scale, zero, last, units, start, size, self._dtype)
         return weight
 
-    def _next_scales(self, weight: Tensor, kept: Tensor, column: int) -> GroupScales:
-        """Compute the scales of the group that begins at a column."""
+    def _next_scales(self, weight: Tensor, kept: Tensor, column: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the scales of the group that begins at a column; return scale, zero point and last code, [N] each."""
         group = slice(column, column + self._size)
         unscaled = (weight[:, group] / self._units[group]).masked_fill(~kept[:, group], 0)
-        if self._importance is None:
-            scales = scales_of(unscaled, self._bits, self._size, self._dtype)
-        else:
-            scales = fit_scales(unscaled, self._importance[group], self._bits, self._size, self._dtype)
-        self._groups.append(scales)
-        return scales
+        found = []
+        for bits, block in zip(self._bits, unscaled.chunk(len(self._bits)), strict=True):
+            if self._importance is None:
+                found.append(scales_of(block, bits, self._size, self._dtype))
+            else:
+                found.append(fit_scales(block, self._importance[group], bits, self._size, self._dtype))
+        self._groups.append(found)
+        scale = torch.cat([each.scale[:, 0].float() for each in found])
+        zero = torch.cat([each.zero[:, 0].float() * 2.0 ** (each.bits - 8) for each in found])
+        last = torch.cat([torch.full_like(each.zero[:, 0], 2**each.bits - 1, dtype=torch.float32) for each in found])
+        return scale, zero, last

@@ -16,10 +16,10 @@ ROWS, WARPS = 4, 1
 
 
 @triton.jit
-def _code(exact, LAST: tl.constexpr):
+def _code(exact, last):
     """Round half to even, as torch does, and clamp to a code: adding 1.5 * 2^23 leaves no fraction."""
     shifted = exact + 12582912.0
-    return tl.minimum(tl.maximum(shifted - 12582912.0, 0.0), LAST)
+    return tl.minimum(tl.maximum(shifted - 12582912.0, 0.0), last)
 
 
 @triton.jit
@@ -30,20 +30,21 @@ def semisparse_round_group(
     upper,
     scale,
     zero,
+    last,
     units,
     rows,
     columns,
     start,
     size,
-    LAST: tl.constexpr,
     DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Round columns ``start`` to ``start + size`` of weight [rows, columns] in place. Grid: (ceil(rows / ROWS),).
 
-    Writes each column's loss to losses [rows, COLUMNS]. ``scale`` and ``zero`` are [rows] float32, ``kept`` is
-    [rows, columns] int8, ``units`` [columns] and ``upper`` [columns, columns] float32. Values are of ``DTYPE``.
+    Writes each column's loss to losses [rows, COLUMNS]. ``scale``, ``zero`` and ``last`` are [rows] float32,
+    ``kept`` is [rows, columns] int8, ``units`` [columns] and ``upper`` [columns, columns] float32. Values are of
+    ``DTYPE``.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
@@ -54,6 +55,7 @@ def semisparse_round_group(
     mask = tl.load(kept + at, mask=inside, other=0).to(tl.int32)
     own_scale = tl.load(scale + row, mask=row < rows, other=1.0)
     own_zero = tl.load(zero + row, mask=row < rows, other=0.0)
+    own_last = tl.load(last + row, mask=row < rows, other=0.0)
     factor = tl.load(units + start + column, mask=in_group, other=1.0)
     first_of_group = upper + start.to(tl.int64) * (columns + 1)
     lost = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -62,7 +64,7 @@ def semisparse_round_group(
         before = tl.sum(tl.where(here, values, 0.0), axis=1)
         keeps = tl.sum(tl.where(here, mask, 0), axis=1)
         unit = tl.broadcast_to(tl.sum(tl.where(column == i, factor, 0.0), axis=0), (ROWS,))
-        code = _code(tl.div_rn(tl.div_rn(before, unit), own_scale) + own_zero, LAST)
+        code = _code(tl.div_rn(tl.div_rn(before, unit), own_scale) + own_zero, own_last)
         rounded = ((code - own_zero) * own_scale).to(DTYPE).to(tl.float32) * unit
         final = tl.where(keeps != 0, rounded, 0.0)
         factors = tl.load(first_of_group + i * columns + column, mask=in_group, other=0.0)
@@ -135,10 +137,11 @@ def round_group(
     upper: Tensor,
     scale: Tensor,
     zero: Tensor,
+    last: Tensor,
     units: Tensor,
     start: int,
     size: int,
-    bits: int,
+    dtype: torch.dtype,
 ) -> None:
     """Round the columns of a group in place, and let all columns after them compensate.
 
@@ -146,12 +149,13 @@ def round_group(
         weight: [N, K] float32, contiguous.
         kept: [N, K] int8, the mask.
         upper: [K, K] float32, contiguous, as in `sparsegpt.InverseFactor`.
-        scale: [N], in the dtype that dequantised weights have.
+        scale: [N] float32.
         zero: [N] float32, zero points in codes.
+        last: [N] float32, the largest code.
         units: [K] float32, the factor that each column was multiplied by; codes are of the unscaled weight.
         start: the group's first column.
         size: its columns.
-        bits: per code.
+        dtype: that dequantised weights have.
     """
     rows, columns = weight.shape
     width = triton.next_power_of_2(size)
@@ -161,15 +165,15 @@ def round_group(
         kept,
         losses,
         upper,
-        scale.float(),
+        scale,
         zero,
+        last,
         units,
         rows,
         columns,
         start,
         size,
-        LAST=float(2**bits - 1),
-        DTYPE=_DTYPES[scale.dtype],
+        DTYPE=_DTYPES[dtype],
         ROWS=ROWS,
         COLUMNS=width,
         num_warps=WARPS,

@@ -303,7 +303,7 @@ class JointSearch:
         uniforms = self.uniforms()
         for done, (choice, picks) in enumerate(uniforms.items()):
             self._progress("measuring each choice everywhere", done, len(uniforms))
-            self.uniform_kl[choice] = self.kl(picks)
+            self.uniform_kl[choice] = max(0.0, self.kl(picks))  # rounding errors of the sums can make it negative
         dropped = {
             choice
             for choice, picks in uniforms.items()
