@@ -35,12 +35,13 @@ from semisparse.compress.search.joint import JointSearch
 from semisparse.formats.base import Packed, get_format
 from semisparse.nn import SparseLinear, replace_linear
 from semisparse.patterns import NO_ZEROS, parse_pattern
+from semisparse.runtime.device import device_facts
 
 SHAPES = "llama2-7b"
 UNITS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 """The linear layers of a decoder layer that share an input, in call order."""
 
-DTYPE = torch.bfloat16
+DTYPE, DEVICE = torch.bfloat16, "cuda"
 
 CHOICES = ("target", "layer", "unit", "format", "pattern", "quant", "us", "dense_us")
 SPEEDS = ("target", "model", "layers", "tokens", "predicted", "measured", "linear_us", "dense_linear_us")
@@ -153,7 +154,7 @@ def time(options: argparse.Namespace) -> None:
         values = (target, SHAPES, layers, tokens, f"{predicted_dense / predicted_us:.3f}", f"{dense_us / us:.3f}")
         values += tuple(f"{x:.1f}" for x in (us, dense_us, predicted_us * dense_us / predicted_dense))
         values += tuple(f"{x:.4f}" for x in (step, dense_step, predicted_step, step / predicted_step - 1))
-        out.append(dict(zip(SPEEDS, map(str, (*values, torch.cuda.get_device_name())), strict=True)))
+        out.append(dict(zip(SPEEDS, map(str, (*values, device_facts(DEVICE).name)), strict=True)))
         write_rows(options.csv, out, SPEEDS)
         print(*out[-1].values(), flush=True)
 
@@ -163,11 +164,11 @@ def linear_us(rows: Sequence[dict[str, str]], tokens: int) -> float:
     calls = list[Callable[[], Tensor]]()
     for row in rows:
         n, k = _unit_shape(row["unit"])
-        x = torch.randn(tokens, k, dtype=DTYPE, device="cuda")
+        x = torch.randn(tokens, k, dtype=DTYPE, device=DEVICE)
         calls.append(_matmul(row, n, k, x))
     for call in calls:
         call()  # compile
-    return time_calls(calls, torch.device("cuda")).us * len(calls)
+    return time_calls(calls, torch.device(DEVICE)).us * len(calls)
 
 
 def _matmul(row: dict[str, str], n: int, k: int, x: Tensor) -> Callable[[], Tensor]:
@@ -177,13 +178,13 @@ def _matmul(row: dict[str, str], n: int, k: int, x: Tensor) -> Callable[[], Tens
 
 def _layer(row: dict[str, str], n: int, k: int) -> nn.Module:
     if row["format"] == "dense" and row["quant"] == "none":
-        layer = nn.Linear(k, n, bias=False, dtype=DTYPE, device="cuda")
+        layer = nn.Linear(k, n, bias=False, dtype=DTYPE, device=DEVICE)
         return layer.requires_grad_(False)
     return SparseLinear(_packed(row, n, k))
 
 
 def _packed(row: dict[str, str], n: int, k: int) -> Packed:
-    weight = random_weight(parse_pattern(row["pattern"]), n, k, DTYPE, "cuda")
+    weight = random_weight(parse_pattern(row["pattern"]), n, k, DTYPE, DEVICE)
     options = {} if row["quant"] == "none" else {"kind": row["quant"]}
     return get_format(row["format"]).pack(weight, row["pattern"], **options)
 
@@ -206,7 +207,7 @@ def step_ms(rows: Sequence[dict[str, str]], layers: int, tokens: int) -> float:
 def _model(rows: Sequence[dict[str, str]], layers: int) -> PreTrainedModel:
     config = copy.deepcopy(architecture(SHAPES))
     config.num_hidden_layers = layers
-    with torch.device("cuda"):
+    with torch.device(DEVICE):
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval()
     known: dict[tuple[str, ...], Packed] = {}
     for row in rows:
