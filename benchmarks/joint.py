@@ -24,6 +24,7 @@ UNIFORM: dict[str, tuple[str, ...]] = {
     **{f"W4S{percent}": ("gqsa", f"pattern=g16@{percent}%") for percent in (20, 30, 40, 50)},
     "32:64": ("rheosparse", "pattern=32:64", "search=none"),
     **{f"32:64 W{bits}": ("rheosparse", "pattern=32:64", "search=none", f"quant=w{bits}") for bits in (8, 4)},
+    "2:4 W4": ("rheosparse", "pattern=2:4", "search=none", "quant=w4"),
     "2:4": ("slidesparse", "pattern=2:4", "quant=none"),
 }
 """Recipe and settings of each uniform run."""

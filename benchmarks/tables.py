@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import joint_tables
 import quality_tables
 import speed_tables
 
@@ -22,10 +23,12 @@ PAGES = (
     "README.md",
     "docs/performance.md",
     "docs/quality.md",
+    "docs/targets.md",
+    "docs/experiments/joint-search.md",
     "docs/experiments/search.md",
     "docs/experiments/pruning.md",
 )
-TABLES: Mapping[str, Callable[[], str]] = {**speed_tables.TABLES, **quality_tables.TABLES}
+TABLES: Mapping[str, Callable[[], str]] = {**speed_tables.TABLES, **quality_tables.TABLES, **joint_tables.TABLES}
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
