@@ -40,7 +40,7 @@ CHANGES = {
 }
 """The settings that may be added to a run."""
 
-COLUMNS = ("model", "run", "seed", "nll", "kl", "bits", "tokens", "samples", "seconds", "device")
+COLUMNS = ("model", "run", "seed", "nll", "kl", "bits", "tokens", "samples", "seconds", "device", "build")
 
 
 def main() -> None:
@@ -49,21 +49,22 @@ def main() -> None:
     parser.add_argument("--models", default="babyllama-1m,stories260k,pycode-11m")
     parser.add_argument("--runs", default=",".join([*(f"auto {bits}" for bits in TARGETS), *UNIFORM]))
     parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--build", default="now", help="a name for the code that is measured, such as a commit")
     options = parser.parse_args()
     rows = read_rows(options.csv)
-    done = {(row["model"], row["run"], row["seed"]) for row in rows}
+    done = {(row["model"], row["run"], row["seed"], row["build"]) for row in rows}
     for seed in options.seeds.split(","):
         for model in options.models.split(","):
             subject = Subject(model, options)
             for run in options.runs.split(","):
-                if (model, run, seed) not in done:
-                    rows.append(measure(subject, model, run, seed, options.samples))
+                if (model, run, seed, options.build) not in done:
+                    rows.append(measure(subject, model, run, seed))
                     write_rows(options.csv, rows, COLUMNS)
                     print(*(rows[-1][column] for column in COLUMNS), flush=True)
     print(table(rows))
 
 
-def measure(subject: Subject, name: str, run: str, seed: str, samples: int) -> dict[str, str]:
+def measure(subject: Subject, name: str, run: str, seed: str) -> dict[str, str]:
     """Compress and evaluate one model."""
     base, *changes = run.split("+")
     kind, _, bits = base.partition(" ")
@@ -74,8 +75,9 @@ def measure(subject: Subject, name: str, run: str, seed: str, samples: int) -> d
     stored = 8 * subject.dtype.itemsize * report.bytes_after / report.bytes_before
     dequantise_layers(model, subject.dtype)  # the packed numbers, multiplied densely, which is faster for long texts
     quality = subject.measure(model)
-    values = (name, run, seed, quality.nll, quality.kl, stored, quality.tokens, samples)
-    return dict(zip(COLUMNS, map(str, (*values, round(report.seconds), subject.device.type)), strict=True))
+    values = (name, run, seed, quality.nll, quality.kl, stored, quality.tokens, subject.options.samples)
+    more = (round(report.seconds), subject.device.type, subject.options.build)
+    return dict(zip(COLUMNS, map(str, (*values, *more)), strict=True))
 
 
 def table(rows: list[Mapping[str, str]]) -> str:

@@ -8,11 +8,15 @@ from rows import markdown, result
 
 Row = Mapping[str, str]
 
+Pair = tuple[str, str]
+"""A seed, and the commit of the code that was measured."""
+
 MODELS = ("stories260k", "babyllama-1m", "pycode-11m")
 TARGETS = ("2.5", "3.0", "3.5", "4.5", "6")
 
 WAYS = {
-    "+range": "`scales=range`",
+    "+range+untuned": "`range`, untuned",
+    "+range": "`range`",
     "+untuned": "`fit`, untuned",
     "": "`fit`",
     "+e2e": "`fit`, `bqpo+e2e`",
@@ -26,12 +30,12 @@ def _kl(rows: Iterable[Row]) -> float:
     return sum(values) / len(values)
 
 
-def _runs(model: str) -> dict[str, dict[str, Row]]:
-    """Return the rows of a model in joint.csv: run, seed -> row."""
-    found: dict[str, dict[str, Row]] = {}
+def _runs(model: str) -> dict[str, dict[Pair, Row]]:
+    """Return the rows of a model in joint.csv: run, (seed, build) -> row."""
+    found: dict[str, dict[Pair, Row]] = {}
     for row in result("joint.csv"):
         if row["model"] == model:
-            found.setdefault(row["run"], {})[row["seed"]] = row
+            found.setdefault(row["run"], {})[row["seed"], row["build"]] = row
     return found
 
 
@@ -40,75 +44,84 @@ def _percent(change: float) -> str:
 
 
 def joint() -> str:
-    """KL of `auto` beside the best uniform recipe of the same or fewer bits, on the seeds that both have."""
+    """KL of `auto` beside the best uniform recipe of the same or fewer bits, on the seeds and builds that both have."""
     tables = []
     for model in MODELS:
-        runs, lines = _runs(model), []
-        for target in TARGETS:
-            auto = runs.get(f"auto {target}")
-            if not auto:
-                continue
-            pairs = []
-            for run, rows in runs.items():
-                seeds = auto.keys() & rows.keys()
-                stored = float(next(iter(rows.values()))["bits"])
-                if seeds and "+" not in run and not run.startswith("auto") and stored <= float(target):
-                    pairs.append((_kl(rows[seed] for seed in seeds), run, stored, seeds))
-            if not pairs:
-                lines.append([f"bits={target}", f"{_kl(auto.values()):.4f} ({len(auto)})", "none stores so few", ""])
-                continue
-            other, run, stored, seeds = min(pairs, key=lambda pair: pair[0])
-            own = _kl(auto[seed] for seed in seeds)
-            name = f"{run}, {stored:.2f} bits: {other:.4f}"
-            lines.append([f"bits={target}", f"{own:.4f} ({len(seeds)})", name, _percent(own / other - 1)])
+        runs = _runs(model)
+        lines = [line for target in TARGETS for line in _beside_uniform(runs, target)]
         if lines:
             tables.append(markdown((model, "`auto`", "best uniform recipe", ""), lines))
     return "\n\n".join(tables)
 
 
+def _beside_uniform(runs: Mapping[str, Mapping[Pair, Row]], target: str) -> list[list[str]]:
+    """Return the line of a target, or none if it was not measured."""
+    lines = []
+    for way, name in (("", f"bits={target}"), ("+inputs", f"bits={target}, `search_units=inputs`")):
+        auto = runs.get(f"auto {target}{way}", {})
+        if not auto or (way and f"auto {target}" in runs):
+            continue
+        found = []
+        for run, rows in runs.items():
+            both = auto.keys() & rows.keys()
+            stored = float(next(iter(rows.values()))["bits"])
+            if both and "+" not in run and not run.startswith("auto") and stored <= float(target):
+                found.append((_kl(rows[pair] for pair in both), run, stored, both))
+        if found:
+            other, run, stored, both = min(found, key=lambda each: each[0])
+            own = _kl(auto[pair] for pair in both)
+            beside = f"{run}, {stored:.2f} bits: {other:.4f}"
+            lines.append([name, f"{own:.4f} ({len(both)})", beside, _percent(own / other - 1)])
+        else:
+            lines.append([name, f"{_kl(auto.values()):.4f} ({len(auto)})", "not measured, or none stores so few", ""])
+    return lines
+
+
 def uniform() -> str:
-    """KL of every uniform run, by stored bits of the largest model."""
+    """KL of every uniform run with fitted scales, or without scales, by stored bits."""
     runs = {model: _runs(model) for model in MODELS}
     names = dict.fromkeys(run for model in MODELS for run in runs[model] if "+" not in run)
     shown = [run for run in names if not run.startswith("auto")]
 
     def bits(run: str) -> float:
-        rows = [row for model in MODELS for row in runs[model].get(run, {}).values()]
-        return float(rows[-1]["bits"])
+        return float(next(row["bits"] for model in MODELS[::-1] for row in runs[model].get(run, {}).values()))
 
     lines = []
     for run in sorted(shown, key=bits):
-        cells = []
-        for model in MODELS:
-            rows = runs[model].get(run)
-            cells.append(f"{_kl(rows.values()):.4f} ({len(rows)})" if rows else "")
-        lines.append([run, f"{bits(run):.2f}", *cells])
+        found = [runs[model].get(run) for model in MODELS]
+        lines.append(
+            [run, f"{bits(run):.2f}", *(f"{_kl(rows.values()):.4f} ({len(rows)})" if rows else "" for rows in found)]
+        )
     return markdown(("", "bits", *MODELS), lines)
 
 
 def rounding() -> str:
-    """KL of uniform runs by how their scales are found and tuned, seed 0."""
+    """KL of uniform runs by how their scales are found and tuned, seed 0, means over the builds."""
     lines = []
     for model in MODELS:
         runs = _runs(model)
         for base in dict.fromkeys(run.partition("+")[0] for run in runs):
-            found = {way: runs[base + way]["0"] for way in WAYS if "0" in runs.get(base + way, {})}
-            if len(found) > 1 and not (base.startswith("auto") and len(found) < 2):
-                cells = [f"{float(found[way]['kl']):.4f}" if way in found else "" for way in WAYS]
-                lines.append([model, base, *cells])
+            found = {}
+            for way in WAYS:
+                rows = [row for (seed, _), row in runs.get(base + way, {}).items() if seed == "0"]
+                if rows:
+                    found[way] = _kl(rows)
+            if len(found) > 1 and not base.startswith("auto"):
+                lines.append([model, base, *(f"{found[way]:.4f}" if way in found else "" for way in WAYS)])
     return markdown(("model", "run", *WAYS.values()), lines)
 
 
 def units() -> str:
-    """KL of `auto` by what gets one choice, seed 0."""
+    """KL of `auto` by what gets one choice, on the seeds and builds that both have."""
     lines = []
     for model in MODELS:
         runs = _runs(model)
         for target in TARGETS:
-            own, shared = (runs.get(f"auto {target}{way}", {}).get("0") for way in ("", "+inputs"))
-            if own and shared:
-                change = _percent(float(own["kl"]) / float(shared["kl"]) - 1)
-                lines.append([model, f"bits={target}", f"{float(shared['kl']):.4f}", f"{float(own['kl']):.4f}", change])
+            own, shared = (runs.get(f"auto {target}{way}", {}) for way in ("", "+inputs"))
+            both = own.keys() & shared.keys()
+            if both:
+                before, after = (_kl(rows[pair] for pair in both) for rows in (shared, own))
+                lines.append([model, f"bits={target}", f"{before:.4f}", f"{after:.4f}", _percent(after / before - 1)])
     return markdown(("model", "target", "`inputs`", "`linears`", ""), lines)
 
 
