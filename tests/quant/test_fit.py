@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from semisparse.quant import fit
 from semisparse.quant.fit import fit_scales
 from semisparse.quant.group import GroupScales, scales_of
 
@@ -58,3 +59,12 @@ def test_groups_of_zeros_and_short_groups_have_usable_scales(symmetric: bool):
     assert scales.scale.isfinite().all()
     assert (scales.scale != 0).all()
     assert torch.equal(scales.rounded(weight)[0], torch.zeros(20, dtype=torch.float16))
+
+
+def test_least_squares_improve_the_best_range(monkeypatch: pytest.MonkeyPatch):
+    weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(3))
+    importance = torch.ones(128)
+    refitted = weighted_error(weight, importance, fit_scales(weight, importance, 2, 32, torch.float32)).sum()
+    monkeypatch.setattr(fit, "REFITS", 0)
+    of_ranges = weighted_error(weight, importance, fit_scales(weight, importance, 2, 32, torch.float32)).sum()
+    assert refitted < 0.99 * of_ranges
