@@ -36,7 +36,7 @@ class Evaluation:
     Args:
         candidate: the level of each linear layer.
         kl: KL(dense || candidate), mean in nats per token.
-        weights: the pruned weights by module name; empty if another candidate is as good.
+        weights: the pruned weights by module name; empty unless this is the best candidate so far.
         tokens: number of tokens run through the model to score it.
     """
 
