@@ -100,7 +100,7 @@ class Scorer:
         bank: their pruned weights by level.
         batches: token ids, as `scoring_batches` returns them.
         device: where to compute, in float32.
-        ranks: the processes that score; each has a scorer, and calls it alike.
+        ranks: the processes that score; each has a scorer, and makes the same calls in the same order.
     """
 
     def __init__(
