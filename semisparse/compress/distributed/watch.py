@@ -81,7 +81,7 @@ class Watch:
         self._thread.start()
 
     def alarm(self, sentence: str) -> None:
-        """Report that another rank seems to have ended. The thread ends this process, with the cause if it finds one."""
+        """Report that a rank seems to have ended. The thread then ends this process, with the cause if it finds one."""
         if self._alarmed_at is None:
             self._alarmed_at, self._alarm = self._counts, sentence
 
