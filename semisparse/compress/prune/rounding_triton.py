@@ -152,7 +152,7 @@ def round_group(
         scale: [N] float32.
         zero: [N] float32, zero points in codes.
         last: [N] float32, the largest code.
-        units: [K] float32, the factor that each column was multiplied by; codes are of the unscaled weight.
+        units: [K] float32, by which each column was multiplied; columns are divided by it before they are quantised.
         start: the group's first column.
         size: its columns.
         dtype: that dequantised weights have.
