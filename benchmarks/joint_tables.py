@@ -127,19 +127,21 @@ def units() -> str:
 
 def mixed() -> str:
     """KL of mixtures of 2:4 and dense in 8 bits, and of uniform patterns of the same predicted prompt time."""
-    rows = result("mixed_sparsity.csv")
-    lines = []
-    for uniform_run in ("6:8", "4:6"):
-        own = [row for row in rows if row["run"].startswith(f"{uniform_run}+")]
-        base = [row for row in own if row["run"].endswith("+uniform")]
-        for run in dict.fromkeys(row["run"] for row in own):
-            found = [row for row in own if row["run"] == run]
-            name = run.partition("+")[2]
-            name = f"uniform {uniform_run}" if name == "uniform" else f"mixture: {name}"
-            share = f"{sum(float(row['share_2:4']) for row in found) / len(found):.0%}".replace("%", " %")
-            change = "" if name.startswith("uniform") else _percent(_kl(found) / _kl(base) - 1)
-            lines.append([f"{found[0]['speedup']}x", name, share, f"{_kl(found):.4f} ({len(found)})", change])
-    return markdown(("prompt", "", "2:4 layers", "KL", ""), lines)
+    rows, lines = result("mixed_sparsity.csv"), []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        for base in ("6:8", "4:6"):
+            own = [row for row in rows if row["model"] == model and row["run"].startswith(f"{base}+")]
+            uniform_rows = [row for row in own if row["run"] == f"{base}+uniform"]
+            for run in dict.fromkeys(row["run"] for row in own):
+                found, way = [row for row in own if row["run"] == run], run.partition("+")[2]
+                share = f"{sum(float(row['share_2:4']) for row in found) / len(found):.0%}".replace("%", " %")
+                speed, kl = f"{found[0]['speedup']}x", f"{_kl(found):.4f} ({len(found)})"
+                if way == "uniform":
+                    lines.append([model, speed, f"uniform {base}", "", kl, ""])
+                else:
+                    change = _percent(_kl(found) / _kl(uniform_rows) - 1) if uniform_rows else ""
+                    lines.append([model, speed, f"mixture: {way}", share, kl, change])
+    return markdown(("model", "prompt", "", "layers in 2:4", "KL", ""), lines)
 
 
 def target_speed() -> str:
