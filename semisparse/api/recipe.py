@@ -86,7 +86,7 @@ def formats_of(quant: str, pattern: Pattern) -> list[str]:
 
 def _in_groups(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Replace the pattern ``0%`` by ``g128@0%`` (no group is dropped) if weights are quantised in groups."""
-    if values.get("quant") not in GROUP_KINDS or values.get("pattern") != NO_ZEROS:
+    if values.get("quant") not in tuple(GROUP_KINDS) or values.get("pattern") != NO_ZEROS:
         return values
     stores = formats_of(values["quant"], parse_pattern(DENSE_GROUPS))[0]
     return {"format": stores, **values, "pattern": DENSE_GROUPS}

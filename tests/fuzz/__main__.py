@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
 import sys
@@ -22,6 +23,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="the first case's number")
     parser.add_argument("--sources", help="directories, comma-separated; all by default")
+    parser.add_argument("--csv", type=Path, help="a CSV to write: source, outcome, cases")
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "critical")
@@ -53,8 +55,10 @@ def main() -> None:
     print(f"{sum(counts.values())} cases, seed {options.seed}:")
     for kind, count in counts.most_common():
         print(f"{count:7d}  {kind}")
-    for (source, kind), count in sorted(by_source.items()):
-        print(f"{count:7d}  {source}: {kind}")
+    if options.csv:
+        with options.csv.open("w", newline="") as file:
+            rows = [(*key, count) for key, count in sorted(by_source.items())]
+            csv.writer(file).writerows([("source", "outcome", "cases"), *rows])
     if faults:
         CORPUS.write_text(json.dumps([*json.loads(CORPUS.read_text()), *faults], indent=1) + "\n")
         sys.exit(1)
