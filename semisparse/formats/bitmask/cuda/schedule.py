@@ -101,9 +101,9 @@ def choose_fused(problem: Problem, weight: Tiling, gpu: DeviceFacts) -> DecodeSc
     return next((schedule for schedule in fitting if schedule is not None), None)
 
 
-def fuses_silu(problem: ExpertsProblem) -> bool:
-    """Return whether decode.cu can fuse SiLU: it copies x whole, in units of 16 bytes."""
-    return problem.epilogue == "silu_mul" and problem.k % 8 == 0
+def fuses_silu(problem: ExpertsProblem, warps_n: int) -> bool:
+    """Return whether decode.cu fuses SiLU: a CTA has pairs of row tiles, and copies x whole, in units of 16 bytes."""
+    return problem.epilogue == "silu_mul" and problem.k % 8 == 0 and warps_n % 2 == 0
 
 
 def choose_experts(problem: ExpertsProblem, weight: Tiling, gpu: DeviceFacts) -> DecodeSchedule:
@@ -113,15 +113,13 @@ def choose_experts(problem: ExpertsProblem, weight: Tiling, gpu: DeviceFacts) ->
         problem: all experts' matmuls.
         weight: an expert's tiles.
         gpu: what it runs on.
-    Returns:
-        SiLU is fused if `fuses_silu` and ``warps_n`` is even.
     """
-    pairs, gated = problem.pairs, fuses_silu(problem)
+    pairs = problem.pairs
     m = 1 if pairs <= EXPERT_PAIRS else 8
-    shapes = (EXPERT_SHAPES_GATED if gated else EXPERT_SHAPES)[m]
+    shapes = (EXPERT_SHAPES_GATED if fuses_silu(problem, 2) else EXPERT_SHAPES)[m]
     # Without SiLU x need not lie in shared memory whole, and the last fits always.
-    candidates = [(*shape, gated) for shape in shapes] + [(1, 4, 1, False), (1, 1, 1, False)]
-    fitting = (_decode_schedule(m, weight, gpu, *candidate) for candidate in candidates)
+    candidates = [*shapes, (1, 4, 1), (1, 1, 1)]
+    fitting = (_decode_schedule(m, weight, gpu, *shape, fuses_silu(problem, shape[0])) for shape in candidates)
     schedule = next(schedule for schedule in fitting if schedule is not None)
     resident = min(gpu.shared_per_sm // (schedule.shared + RESERVED_SHARED), DECODE_WARPS_PER_SM[m] // schedule.warps)
     slots = EXPERT_WAVES[m] * resident * gpu.sms // min(pairs, problem.experts if m > 1 else pairs)
