@@ -310,7 +310,8 @@ class Format:
         stack: (weights to stack along N, total rows) -> the params of the stack, whose tensors are the concatenated
             ones with continued offsets; None if they cannot be concatenated. Without it, ``split_n`` decides.
         experts: problem -> the matmuls of a mixture's experts by a fixed number of launches, or None if no kernel can
-            compute them. A format that can compute one number of pairs on a device can compute any.
+            compute them. A format that can compute one number of pairs on a device can compute any. None if no device
+            has such kernels.
         arrange: (packed, device type) -> the same weight on its present device, in the layout for kernels on the given
             device type. For ``cpu`` that is the layout on disk.
     """
@@ -340,7 +341,7 @@ class Format:
     grain: Callable[[WeightSpec], tuple[int, int]] | None = None
     regroup: Callable[[Sequence[Packed], int, int, int, Pattern], Packed] | None = None
     stack: Callable[[Sequence[Packed], int], Mapping[str, Scalar] | None] | None = None
-    experts: Callable[[ExpertsProblem], ExpertsProduct | None] = lambda problem: None
+    experts: Callable[[ExpertsProblem], ExpertsProduct | None] | None = None
     arrange: Callable[[Packed, str], Packed] = lambda packed, device_type: packed
 
     def pack(self, weight: Tensor, pattern: Pattern | str, **options: Any) -> Packed:

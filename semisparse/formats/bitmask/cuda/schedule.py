@@ -118,7 +118,7 @@ def choose_experts(problem: ExpertsProblem, weight: Tiling, gpu: DeviceFacts) ->
     m = 1 if pairs <= EXPERT_PAIRS else 8
     shapes = (EXPERT_SHAPES_GATED if fuses_silu(problem, 2) else EXPERT_SHAPES)[m]
     # Without SiLU x need not lie in shared memory whole, and the last fits always.
-    candidates = [*shapes, (1, 4, 1), (1, 1, 1)]
+    candidates: list[tuple[int, int, int]] = [*shapes, (1, 4, 1), (1, 1, 1)]
     fitting = (_decode_schedule(m, weight, gpu, *shape, fuses_silu(problem, shape[0])) for shape in candidates)
     schedule = next(schedule for schedule in fitting if schedule is not None)
     resident = min(gpu.shared_per_sm // (schedule.shared + RESERVED_SHARED), DECODE_WARPS_PER_SM[m] // schedule.warps)
