@@ -159,9 +159,11 @@ def main() -> None:
     parser.add_argument("csv", type=Path)
     parser.add_argument("--sweep", action="store_true", help="every schedule instead")
     parser.add_argument("--ways", default=",".join((*WAYS, HUMMING)), help="comma-separated")
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="of a sweep, comma-separated")
     options = parser.parse_args()
     rows: list[dict[str, str]] = []
-    for measured in (sweep if options.sweep else measure)(options.ways.split(",")):
+    ways, tokens = options.ways.split(","), tuple(map(int, options.tokens.split(",")))
+    for measured in sweep(ways, tokens) if options.sweep else measure(ways):
         rows.append(measured)
         write_rows(options.csv, rows, COLUMNS)
 

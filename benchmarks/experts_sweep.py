@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from experts_layer import DTYPE, EXPERTS, GPU, INNER, TOKENS, TOP_K, error_of, row, stacks, steps
+from experts_layer import DTYPE, EXPERTS, GPU, INNER, TOP_K, error_of, row, stacks, steps
 from torch import Tensor
 
 from semisparse.errors import KernelError
@@ -51,7 +51,7 @@ WAVES = {1: (1, 2), 8: (2, 4), 64: (2, 4)}
 """By tokens: CTAs per resident one."""
 
 GEMM_TILES = {8: (16,), 64: (16,), 2048: (128, 160, 192)}
-GEMM_SHAPES = ((2, 2, 1), (3, 1, 1))
+GEMM_SHAPES = ((2, 1, 1), (2, 2, 1), (3, 1, 1))
 
 
 def _decode(problem: ExpertsProblem, waves: int, shape: object) -> Callable[[], ExpertsProduct]:
@@ -60,8 +60,9 @@ def _decode(problem: ExpertsProblem, waves: int, shape: object) -> Callable[[], 
         gqs_schedule.EXPERT_WARPS = dict.fromkeys((1, 2, 8), shape)
         gqs_schedule.EXPERT_WAVES = dict.fromkeys((1, 2, 8), waves)
         return partial(gqs_experts.prepare_decode, problem, gqs_schedule.choose_experts(problem, facts))
-    bitmask_schedule.EXPERT_SHAPES = bitmask_schedule.EXPERT_SHAPES_GATED = {1: (shape,), 8: (shape,)}
-    bitmask_schedule.EXPERT_WAVES = dict.fromkeys((1, 8), waves)
+    of_any_bits = dict.fromkeys((0, 8, 4), dict.fromkeys((1, 8), (shape,)))
+    bitmask_schedule.EXPERT_SHAPES = bitmask_schedule.EXPERT_SHAPES_GATED = of_any_bits
+    bitmask_schedule.EXPERT_WAVES = dict.fromkeys((0, 8, 4), dict.fromkeys((1, 8), waves))
     tiles = _tiling(problem)
     chosen = bitmask_schedule.choose_experts(problem, tiles, facts)
     return partial(bitmask_experts.prepare_decode, problem, tiles, chosen)
@@ -84,11 +85,11 @@ def _tiling(problem: ExpertsProblem) -> Tiling:
     return replace(whole, row_tiles=whole.row_tiles // EXPERTS)
 
 
-def sweep(ways: Sequence[str]) -> Iterator[dict[str, str]]:
+def sweep(ways: Sequence[str], tokens_of_steps: Sequence[int]) -> Iterator[dict[str, str]]:
     """Time each matmul of the layer, with its SiLU, in every schedule worth trying."""
     for way in ways:
         for part, packed, epilogue in zip(("gate_up", "down"), stacks(way), ("silu_mul", "none"), strict=True):
-            for tokens in TOKENS:
+            for tokens in tokens_of_steps:
                 candidates = list(variants(packed, tokens, epilogue))
                 in_parallel(partial(_quietly, prepare) for _, prepare in candidates)
                 made = [(name, product) for name, prepare in candidates if (product := _quietly(prepare))]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from semisparse.formats.bitmask.storage.gpu import COLUMNS, ROWS, Tiling
 from semisparse.formats.kernel import ExpertsProblem, Problem
 from semisparse.runtime.device import RESERVED_SHARED, DeviceFacts
 from semisparse.runtime.expand_gemm import Rates, Tiles
+
+Shapes = tuple[tuple[int, int, int], ...]
 
 OVERRUN = 256
 """Bytes of shared memory behind the last tile that kernels may read, but do not use: kOverrun in tile.cuh."""
@@ -20,14 +23,23 @@ DECODE_WARPS_PER_SM = {1: 20, 8: 20, 16: 16, 32: 16, 64: 10}
 EXPERT_PAIRS = 16
 """Up to so many pairs of a token and an expert, each has CTAs of its own; more share an expert's."""
 
-EXPERT_SHAPES = {1: ((2, 2, 2),), 8: ((2, 4, 1),)}
-"""By TILE_M: WARPS_N, WARPS_K and STAGES for a stack of experts, the best first (H200, sweeps/experts.csv)."""
+EXPERT_SHAPES: Mapping[int, Mapping[int, Shapes]] = {
+    0: {1: ((2, 2, 2),), 8: ((2, 4, 1),)},
+    8: {1: ((2, 2, 2),), 8: ((2, 4, 1),)},
+    4: {1: ((2, 2, 2),), 8: ((2, 2, 2),)},
+}
+"""By bits per code, 0 for values, and TILE_M: WARPS_N, WARPS_K and STAGES for a stack of experts, the best first (H200,
+sweeps/experts.csv, sweeps/experts-codes.csv)."""
 
-EXPERT_SHAPES_GATED = {1: ((2, 8, 2), (2, 4, 1)), 8: ((2, 2, 2), (2, 4, 1))}
+EXPERT_SHAPES_GATED: Mapping[int, Mapping[int, Shapes]] = {
+    0: {1: ((2, 8, 2), (2, 4, 1)), 8: ((2, 2, 2), (2, 4, 1))},
+    8: {1: ((2, 8, 2), (2, 4, 1)), 8: ((2, 2, 2), (2, 4, 1))},
+    4: {1: ((2, 2, 2), (2, 4, 1)), 8: ((2, 2, 2), (2, 4, 1))},
+}
 """The same with SiLU, where a CTA has row tiles of both halves."""
 
-EXPERT_WAVES = {1: 1, 8: 4}
-"""By TILE_M: CTAs per resident one. With 8 some experts have more pairs than others."""
+EXPERT_WAVES: Mapping[int, Mapping[int, int]] = {0: {1: 1, 8: 4}, 8: {1: 1, 8: 4}, 4: {1: 1, 8: 2}}
+"""By bits per code and TILE_M: CTAs per resident one. With 8 some experts have more pairs than others."""
 
 GEMM_MIN_TOKENS = 17
 """Minimum M. Below it decode.cu is faster (H200, 32:64)."""
@@ -116,13 +128,13 @@ def choose_experts(problem: ExpertsProblem, weight: Tiling, gpu: DeviceFacts) ->
     """
     pairs = problem.pairs
     m = 1 if pairs <= EXPERT_PAIRS else 8
-    shapes = (EXPERT_SHAPES_GATED if fuses_silu(problem, 2) else EXPERT_SHAPES)[m]
+    shapes = (EXPERT_SHAPES_GATED if fuses_silu(problem, 2) else EXPERT_SHAPES)[weight.bits][m]
     # Without SiLU x need not lie in shared memory whole, and the last fits always.
-    candidates: list[tuple[int, int, int]] = [*shapes, (1, 4, 1), (1, 1, 1)]
+    candidates: Shapes = (*shapes, (1, 4, 1), (1, 1, 1))
     fitting = (_decode_schedule(m, weight, gpu, *shape, fuses_silu(problem, shape[0])) for shape in candidates)
     schedule = next(schedule for schedule in fitting if schedule is not None)
     resident = min(gpu.shared_per_sm // (schedule.shared + RESERVED_SHARED), DECODE_WARPS_PER_SM[m] // schedule.warps)
-    slots = EXPERT_WAVES[m] * resident * gpu.sms // min(pairs, problem.experts if m > 1 else pairs)
+    slots = EXPERT_WAVES[weight.bits][m] * resident * gpu.sms // min(pairs, problem.experts if m > 1 else pairs)
     ctas = max(1, min(slots, -(-weight.row_tiles // schedule.warps_n)))
     return replace(schedule, ctas=ctas)
 
