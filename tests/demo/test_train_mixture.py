@@ -36,19 +36,30 @@ def test_the_weights_of_the_lowest_loss_are_kept_until_it_fails_to_fall():
     assert model.weight.item() == 3
 
 
+def test_computing_every_expert_gives_what_transformers_computes():
+    torch.manual_seed(0)
+    model = build(byte_tokenizer(), None)
+    tokens = torch.arange(24).view(2, 12)
+    found = model(tokens).logits
+    model.config._experts_implementation = "eager"
+    torch.testing.assert_close(found, model(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.slow
 def test_a_run_writes_the_mixture_and_the_dense_model_nearest_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "text").mkdir()
     source = Path(train_mixture.__file__).read_text()
     (tmp_path / "text" / train_mixture.TEXT).write_text(source * 12)
     monkeypatch.setattr(train_mixture, "DENSE_WIDTHS", (32, 64))
-    steps = ["--steps", "3", "--mixture-steps", "2", "--batch", "2", "--device", "cpu"]
+    monkeypatch.setattr(train_mixture, "MIXTURE_STEPS", (1, 2))
+    steps = ["--steps", "3", "--batch", "2", "--device", "cpu"]
     monkeypatch.setattr(sys, "argv", ["train_mixture", str(tmp_path), *steps])
     train_mixture.main()
     found = json.loads((tmp_path / "models" / "mixture.json").read_text())
-    mixture, *dense = found
-    nearest = min(dense, key=lambda model: abs(model["held_out"] - mixture["held_out"]))
-    for name, expected in (("mixture", mixture), ("mixture-dense", nearest)):
+    gaps = [(abs(m["held_out"] - d["held_out"]), m, d) for m in found[:2] for d in found[2:]]
+    _, mixture, dense = min(gaps, key=lambda gap: gap[0])
+    assert [model for model in found if model["written"]] == [mixture, dense]
+    for name, expected in (("mixture", mixture), ("mixture-dense", dense)):
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "models" / name)
         assert model.dtype == torch.bfloat16
         assert model.num_parameters() == expected["parameters"]
