@@ -30,8 +30,8 @@ WAYS = {
 }
 """Format, pattern and options by name."""
 
-COLUMNS = ("tokens", "routing", "way", "part", "us", "low_us", "high_us", "floor_us", "speedup", "error", "schedule",
-           "machine")  # fmt: skip
+COLUMNS = ("run", "tokens", "routing", "way", "part", "us", "low_us", "high_us", "floor_us", "speedup", "error",
+           "schedule", "machine")  # fmt: skip
 BANDWIDTH, RATE = 4.28e12, 780e12
 """Measured on an H200: bytes and operations per second."""
 

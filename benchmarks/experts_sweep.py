@@ -60,9 +60,8 @@ def _decode(problem: ExpertsProblem, waves: int, shape: object) -> Callable[[], 
         gqs_schedule.EXPERT_WARPS = dict.fromkeys((1, 2, 8), shape)
         gqs_schedule.EXPERT_WAVES = dict.fromkeys((1, 2, 8), waves)
         return partial(gqs_experts.prepare_decode, problem, gqs_schedule.choose_experts(problem, facts))
-    of_any_bits = dict.fromkeys((0, 8, 4), dict.fromkeys((1, 8), (shape,)))
-    bitmask_schedule.EXPERT_SHAPES = bitmask_schedule.EXPERT_SHAPES_GATED = of_any_bits
-    bitmask_schedule.EXPERT_WAVES = dict.fromkeys((0, 8, 4), dict.fromkeys((1, 8), waves))
+    bitmask_schedule.EXPERT_SHAPES = bitmask_schedule.EXPERT_SHAPES_GATED = dict.fromkeys((1, 8), (shape,))
+    bitmask_schedule.EXPERT_WAVES = dict.fromkeys((1, 8), waves)
     tiles = _tiling(problem)
     chosen = bitmask_schedule.choose_experts(problem, tiles, facts)
     return partial(bitmask_experts.prepare_decode, problem, tiles, chosen)

@@ -23,23 +23,15 @@ DECODE_WARPS_PER_SM = {1: 20, 8: 20, 16: 16, 32: 16, 64: 10}
 EXPERT_PAIRS = 16
 """Up to so many pairs of a token and an expert, each has CTAs of its own; more share an expert's."""
 
-EXPERT_SHAPES: Mapping[int, Mapping[int, Shapes]] = {
-    0: {1: ((2, 2, 2),), 8: ((2, 4, 1),)},
-    8: {1: ((2, 2, 2),), 8: ((2, 4, 1),)},
-    4: {1: ((2, 2, 2),), 8: ((2, 2, 2),)},
-}
-"""By bits per code, 0 for values, and TILE_M: WARPS_N, WARPS_K and STAGES for a stack of experts, the best first (H200,
-sweeps/experts.csv, sweeps/experts-codes.csv)."""
+EXPERT_SHAPES: Mapping[int, Shapes] = {1: ((2, 2, 2),), 8: ((2, 4, 1),)}
+"""By TILE_M: WARPS_N, WARPS_K and STAGES for a stack of experts, the best first (H200, sweeps/experts.csv)."""
 
-EXPERT_SHAPES_GATED: Mapping[int, Mapping[int, Shapes]] = {
-    0: {1: ((2, 8, 2), (2, 4, 1)), 8: ((2, 2, 2), (2, 4, 1))},
-    8: {1: ((2, 8, 2), (2, 4, 1)), 8: ((2, 2, 2), (2, 4, 1))},
-    4: {1: ((2, 2, 2), (2, 4, 1)), 8: ((2, 2, 2), (2, 4, 1))},
-}
-"""The same with SiLU, where a CTA has row tiles of both halves."""
+EXPERT_SHAPES_GATED: Mapping[int, Shapes] = {1: ((2, 8, 2), (2, 4, 1)), 8: ((2, 2, 2), (2, 4, 1))}
+"""The same with SiLU, where a CTA has row tiles of both halves. In 4 bits (2, 2, 2) is 1 us faster for one token when
+timed alone, and 2.8 us slower between the other kernels of a layer (docs/kernels/experts.md)."""
 
-EXPERT_WAVES: Mapping[int, Mapping[int, int]] = {0: {1: 1, 8: 4}, 8: {1: 1, 8: 4}, 4: {1: 1, 8: 2}}
-"""By bits per code and TILE_M: CTAs per resident one. With 8 some experts have more pairs than others."""
+EXPERT_WAVES = {1: 1, 8: 4}
+"""By TILE_M: CTAs per resident one. With 8 some experts have more pairs than others."""
 
 GEMM_MIN_TOKENS = 17
 """Minimum M. Below it decode.cu is faster (H200, 32:64)."""
@@ -128,13 +120,13 @@ def choose_experts(problem: ExpertsProblem, weight: Tiling, gpu: DeviceFacts) ->
     """
     pairs = problem.pairs
     m = 1 if pairs <= EXPERT_PAIRS else 8
-    shapes = (EXPERT_SHAPES_GATED if fuses_silu(problem, 2) else EXPERT_SHAPES)[weight.bits][m]
+    shapes = (EXPERT_SHAPES_GATED if fuses_silu(problem, 2) else EXPERT_SHAPES)[m]
     # Without SiLU x need not lie in shared memory whole, and the last fits always.
     candidates: Shapes = (*shapes, (1, 4, 1), (1, 1, 1))
     fitting = (_decode_schedule(m, weight, gpu, *shape, fuses_silu(problem, shape[0])) for shape in candidates)
     schedule = next(schedule for schedule in fitting if schedule is not None)
     resident = min(gpu.shared_per_sm // (schedule.shared + RESERVED_SHARED), DECODE_WARPS_PER_SM[m] // schedule.warps)
-    slots = EXPERT_WAVES[weight.bits][m] * resident * gpu.sms // min(pairs, problem.experts if m > 1 else pairs)
+    slots = EXPERT_WAVES[m] * resident * gpu.sms // min(pairs, problem.experts if m > 1 else pairs)
     ctas = max(1, min(slots, -(-weight.row_tiles // schedule.warps_n)))
     return replace(schedule, ctas=ctas)
 
