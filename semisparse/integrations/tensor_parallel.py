@@ -28,6 +28,9 @@ WHOLE = "semisparse_whole"
 SUMMED = "moe_tp_experts"
 """transformers' style of experts whose outputs are summed over the ranks."""
 
+ROUTED = "ep_router"
+"""A style of earlier versions, with which a router gives each rank the numbers of its own experts."""
+
 
 def load_tensors_whole(model: PreTrainedModel, layers: Mapping[str, SparseLinear]) -> None:
     """Add packed tensors to the model's plan as tensors that transformers does not shard.
@@ -149,8 +152,10 @@ def _divide(model: PreTrainedModel, name: str, experts: SparseExperts, rank: int
     style = _style(model, name)
     if style is None:
         return
-    if style != SUMMED:
-        raise InputError(f"experts {name} are to be distributed as {style!r}; packed experts support {SUMMED!r}")
+    routers = {key: ROUTED for key, found in model.tp_plan.items() if found == ROUTED}
+    if style != SUMMED or routers:
+        styles = {name: style} | routers
+        raise InputError(f"experts are to be distributed as {styles}; packed experts support {SUMMED!r} alone")
     size, rest = divmod(experts.num_experts, ranks)
     if rest:
         raise InputError(f"{name} has {experts.num_experts} experts, which do not divide over {ranks} ranks")

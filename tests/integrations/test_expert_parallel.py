@@ -133,7 +133,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
         tensor_parallel.shard_layers(model, layers)
     name = next(n for n, module in model.named_modules() if isinstance(module, SparseExperts))
     model.tp_plan[tensor_parallel._plan_key(name)] = "colwise"
-    with pytest.raises(InputError, match="are to be distributed as 'colwise'; packed experts support 'moe_tp_experts'"):
+    with pytest.raises(InputError, match=r"experts': 'colwise'}; packed experts support 'moe_tp_experts' alone"):
+        tensor_parallel.shard_layers(model, layers)
+    model.tp_plan.update({tensor_parallel._plan_key(name): "moe_tp_experts", "model.layers.*.mlp.gate": "ep_router"})
+    with pytest.raises(InputError, match=r"'model.layers.\*.mlp.gate': 'ep_router'}; packed experts support"):
         tensor_parallel.shard_layers(model, layers)
     model.config.distributed_config = DistributedConfig(tp_size=1, fsdp_size=2, ep_size=2)
     with pytest.raises(InputError, match="got ep_size=2 and tp_size=1: set tp_size to ep_size"):
