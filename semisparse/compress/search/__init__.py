@@ -30,7 +30,8 @@ from semisparse.errors import InputError
 from semisparse.patterns import Pattern
 
 ALGORITHMS: dict[str, type[Algorithm]] = {"evolution": Evolution, "rheosparse": RheoSparse}
-"""The algorithms over banks, by the value of the recipe's key `search`. Its other value is ``profile``."""
+"""The algorithms over banks, by the value of the recipe's key `search`. Of its other values, ``profile`` is searched
+without a bank, and ``joint`` by joint.py."""
 
 
 PROFILE_TOKENS = 65_536
@@ -89,7 +90,7 @@ def search_patterns(
     Args:
         model: a transformers causal language model.
         batches: calibration token ids, each [batch, tokens] int64.
-        recipe: what to do; its `search` and `prune` are not ``none``.
+        recipe: its `search` is neither ``none`` nor ``joint``, its `prune` not ``none``.
         seed: seed of everything drawn at random.
         device: where to compute, in float32.
         can_store: whether the format can store a pattern.
