@@ -1,0 +1,83 @@
+"""The kernel for 1 to 64 tokens and weights of which no group is dropped, in 8 to 2 bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from semisparse.formats.base import Packed
+from semisparse.formats.gqs.cuda import quantise_x
+from semisparse.formats.gqs.cuda.full_schedule import K_TILE, FullSchedule, choose_full, shape_refusal
+from semisparse.formats.gqs.cuda.operands import aligned
+from semisparse.formats.gqs.storage.disk import code_bits, group_size, quantises_x
+from semisparse.formats.gqs.storage.masks import CHUNK_ROWS
+from semisparse.formats.kernel import Problem, Product
+from semisparse.runtime.device import device_facts
+from semisparse.runtime.kernel import CudaSource, cuda_refusal
+
+HALF, BFLOAT = torch.float16, torch.bfloat16
+
+# The variants are the extremes of what is compiled.
+SOURCE = CudaSource(
+    Path(__file__).with_name("full.cu"),
+    (
+        # tile_m, warps_n, warps_k, row_tiles, stages, ctas_per_sm, codes
+        FullSchedule(8, 14, 1, 1, 4, 1, True).defines(HALF, 4, 128),
+    ),
+)
+
+
+def refusal(problem: Problem) -> str | None:
+    """Return why `prepare` cannot compute ``problem`` here, or None if it can."""
+    return shape_refusal(problem) or cuda_refusal(problem.device)
+
+
+def prepare(problem: Problem, schedule: FullSchedule | None = None) -> Product:
+    """Return the matmul: choose its schedule, compile and load its kernel.
+
+    Args:
+        problem: x and w are both float16 or both bfloat16, and w drops no group.
+        schedule: tile sizes, stages and warps; None for that of `choose_full`.
+    Returns:
+        A function that accumulates in float32.
+    """
+    n, k, device, dtype = problem.n, problem.k, problem.device, problem.dtype
+    facts, size = device_facts(device), group_size(problem.pattern)
+    bits = code_bits(problem.params, size)
+    schedule = schedule or choose_full(problem.m, n, k, bits, size, facts)
+    kernel = SOURCE.build(
+        "semisparse_gqs_full", schedule.defines(dtype, bits, size), schedule.shared_bytes(bits, size)
+    ).load(device)
+    quantise = quantise_x.prepare(device, dtype) if quantises_x(problem.params) else None
+    groups, row_tiles, row_ctas = -(-k // size), n // CHUNK_ROWS, schedule.row_ctas(n)
+    k_tiles = -(-groups * size // K_TILE)
+    row_tile_codes = CHUNK_ROWS * groups * size * bits // 8
+    staged = (schedule.stages - 1) * schedule.warps_k * CHUNK_ROWS * K_TILE * bits // 8
+    prefetch_bytes = min(row_tile_codes, staged) if facts.has_pdl else 0
+
+    def matmul(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+        m = x.shape[0]
+        x = aligned(x if quantise is None else quantise(x))
+        y = x.new_empty(m, n)
+        kernel(
+            (row_ctas * -(-m // schedule.tile_m), 1, 1),
+            schedule.threads,
+            pdl=facts.has_pdl,
+            x=x,
+            **{name: aligned(packed.tensors[name]) for name in ("codes", "scale", "zero")},
+            bias=None if bias is None else bias.to(dtype).contiguous(),
+            y=y,
+            m=m,
+            n=n,
+            k=k,
+            groups=groups,
+            row_tiles=row_tiles,
+            k_tiles=k_tiles,
+            row_ctas=row_ctas,
+            prefetch_bytes=prefetch_bytes,
+        )
+        return y
+
+    return matmul

@@ -1,0 +1,137 @@
+"""Schedules of `full.cu`: how it divides a matmul among SMs and warps. Pure arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from semisparse.formats.gqs.cuda.schedule import ELEMENTS
+from semisparse.formats.gqs.storage.disk import code_bits, group_size
+from semisparse.formats.gqs.storage.masks import CHUNK_ROWS
+from semisparse.formats.kernel import Problem
+from semisparse.quant.group import KINDS
+from semisparse.runtime.device import RESERVED_SHARED, DeviceFacts
+from semisparse.runtime.nvrtc import Defines
+
+SIZES = (16, 32, 64, 128)
+"""Columns per group that `full.cu` supports."""
+
+K_TILE = 128
+"""Columns of a k-tile."""
+
+MAX_TOKENS = 64
+"""Maximum M."""
+
+
+@dataclass(frozen=True)
+class FullSchedule:
+    """How `full.cu` is compiled and launched.
+
+    Args:
+        tile_m: tokens per CTA tile, a multiple of 8.
+        warps_n: warps of a CTA along N.
+        warps_k: warps that share rows and split K among them.
+        row_tiles: row tiles per warp, 16 rows each.
+        stages: stages of x and the weight, 2 or more.
+        ctas_per_sm: resident CTAs per SM, as the kernel's registers allow.
+        codes: whether codes are multiplied as they are, else dequantised.
+    """
+
+    tile_m: int
+    warps_n: int
+    warps_k: int
+    row_tiles: int
+    stages: int
+    ctas_per_sm: int
+    codes: bool
+
+    @property
+    def threads(self) -> int:
+        """Threads per CTA."""
+        return 32 * self.warps_n * self.warps_k
+
+    def defines(self, dtype: torch.dtype, bits: int, size: int) -> Defines:
+        """Return the macros of `full.cu`.
+
+        Args:
+            dtype: dtype of x and w, float16 or bfloat16.
+            bits: bits per code.
+            size: columns per group.
+        """
+        return {
+            "SCALAR": ELEMENTS[dtype],
+            "BITS": bits,
+            "GROUP_SIZE": size,
+            "MULTIPLY_CODES": int(self.codes),
+            "TILE_M": self.tile_m,
+            "WARPS_N": self.warps_n,
+            "WARPS_K": self.warps_k,
+            "ROW_TILES": self.row_tiles,
+            "STAGES": self.stages,
+            "CTAS_PER_SM": self.ctas_per_sm,
+        }
+
+    def shared_bytes(self, bits: int, size: int) -> int:
+        """Return the bytes of dynamic shared memory per CTA: x and the weight, whose memory accumulators reuse."""
+        x = self.warps_k * self.tile_m * 2 * K_TILE
+        weight = self.warps_n * self.warps_k * self.row_tiles * row_tile_bytes(bits, size)
+        sums = (self.warps_k - 1) * self.warps_n * self.row_tiles * self.tile_m * CHUNK_ROWS * 4
+        return max(self.stages * (x + weight), sums)
+
+    def fits(self, bits: int, size: int, facts: DeviceFacts) -> bool:
+        """Return whether the shared memory of a CTA, and of all CTAs of an SM, is available."""
+        shared = self.shared_bytes(bits, size)
+        return shared <= facts.shared_per_cta and self.ctas_per_sm * (shared + RESERVED_SHARED) <= facts.shared_per_sm
+
+    def row_ctas(self, n: int) -> int:
+        """Return the number of CTAs along N."""
+        return -(-n // (CHUNK_ROWS * self.row_tiles * self.warps_n))
+
+
+def row_tile_bytes(bits: int, size: int) -> int:
+    """Return the bytes of shared memory of a k-tile of a row tile: kRowTileBytes of full_tile.cuh."""
+    groups = K_TILE // size
+    return CHUNK_ROWS * (K_TILE * bits // 8 + 4 * max(1, groups // 2) + 4 * max(1, groups // 4))
+
+
+def can_multiply_codes(bits: int, size: int) -> bool:
+    """Return whether `full.cu` can multiply codes as they are: each group fills whole words of every lane."""
+    return bits < 8 and (size == 128 or (size == 64 and bits != 3))
+
+
+def shape_refusal(problem: Problem) -> str | None:
+    """Return why `full.cu` does not support ``problem`` on any GPU, or None if it does."""
+    (n, k), size = problem.spec.shape, group_size(problem.pattern)
+    if problem.m > MAX_TOKENS:
+        return f"takes up to {MAX_TOKENS} tokens, got {problem.m}"
+    if problem.dtype not in ELEMENTS or problem.weight_dtype != problem.dtype:
+        return f"x and w are both float16 or both bfloat16, got {problem.dtype} and {problem.weight_dtype}"
+    if str(problem.params["kind"]) not in KINDS:
+        return f"takes {', '.join(KINDS)}, this weight is {problem.params['kind']}"
+    bits = code_bits(problem.params, size) if size in SIZES else 0
+    if not bits or (bits, size) == (3, 16):
+        return f"takes groups of {', '.join(map(str, SIZES))} (3 bits: from 32 on), this weight has groups of {size}"
+    if not problem.params.get("full"):
+        return "takes weights of which no group is dropped; this weight drops some, or has some that are all zero"
+    if n % CHUNK_ROWS or k % 8 or (size < K_TILE and -(-k // size) * size % K_TILE):
+        return (
+            f"takes N in multiples of {CHUNK_ROWS} and K in multiples of 8, in groups below {K_TILE} columns of "
+            f"{K_TILE}; got N, K = {n}, {k}"
+        )
+    return None
+
+
+def choose_full(m: int, n: int, k: int, bits: int, size: int, facts: DeviceFacts) -> FullSchedule:
+    """Choose the schedule of y[m, n] = x[m, k] @ w[n, k].T.
+
+    Args:
+        m: maximum tokens.
+        n: output features.
+        k: input features.
+        bits: bits per code.
+        size: columns per group.
+        facts: the GPU.
+    """
+    tile_m = next((tokens for tokens in (8, 16, 32, 64) if m <= tokens), 64)
+    return FullSchedule(tile_m, 2, 4, 1, 3, 1, tile_m <= 16 and can_multiply_codes(bits, size))
