@@ -78,7 +78,7 @@ def schedules(setup: Setup, m: int, facts: DeviceFacts, most: int) -> list[FullS
     for warps_n, warps_k, rows, ctas, stages, by_codes in product(WARPS_N, WARPS_K, ROW_TILES, CTAS, STAGES, codes):
         schedule = FullSchedule(tile_m, warps_n, warps_k, rows, stages, ctas, by_codes)
         warps = ctas * warps_n * warps_k
-        if not 6 <= warps <= 16 or not schedule.fits(bits, setup.size, facts) or rows * tile_m > 128:
+        if not 6 <= warps <= 16 or not schedule.fits(setup.k, bits, setup.size, facts) or rows * tile_m > 128:
             continue
         slots = facts.sms * ctas
         waves = -(-schedule.row_ctas(setup.n) // slots)

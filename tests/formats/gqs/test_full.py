@@ -1,19 +1,24 @@
 """`full`: its source in the emulator, with every kind, size of groups and schedule; on a GPU, real launches."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from semisparse.formats import linear
 from semisparse.formats.base import Packed
 from semisparse.formats.gqs.cuda import full
-from semisparse.formats.gqs.cuda.full_schedule import FullSchedule
+from semisparse.formats.gqs.cuda.full_schedule import FullSchedule, can_multiply_codes
 from semisparse.formats.product import problem_of
 from semisparse.patterns import parse_pattern
+from semisparse.quant.group import KINDS
 from tests.choosing import mostly_slow
 from tests.cuda_emulator import emulate, needs_compiler
+from tests.formats.fusion import check_fused
 from tests.formats.gqs.reference import GQS, check, operands, quantised, stored_weight
 
 HALF, BFLOAT = torch.float16, torch.bfloat16
+KERNEL = next(kernel for kernel in GQS.kernels if kernel.name == "full")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel full: no GPU here")
 
 SCHEDULES = [  # kind, dtype, group size, m, n, k, then the fields of FullSchedule in their order
@@ -39,6 +44,10 @@ SCHEDULES = [  # kind, dtype, group size, m, n, k, then the fields of FullSchedu
     ("w8", BFLOAT, 16, 6, 32, 256, (8, 2, 1, 1, 3, 1, False)),
     ("w4", BFLOAT, 128, 25, 64, 384, (32, 2, 1, 2, 3, 1, True)),
     ("w4a8", HALF, 128, 5, 32, 512, (8, 1, 2, 1, 3, 1, True)),
+    ("w4", HALF, 128, 1, 48, 648, (8, 2, 2, 1, 3, 1, True, 1)),  # all of x in shared memory
+    ("w4", BFLOAT, 128, 1, 32, 896, (8, 1, 3, 2, 3, 1, True, 2)),
+    ("w2", HALF, 64, 7, 32, 384, (8, 1, 2, 2, 3, 1, True, 8)),
+    ("w4", HALF, 32, 3, 64, 384, (8, 2, 1, 1, 3, 1, False, 4)),
 ]
 
 
@@ -61,9 +70,40 @@ def test_every_schedule(emulated, kind, dtype, size, m, n, k, schedule):
     x, bias = operands(packed, m)
     product = full.prepare(problem_of(x, packed), FullSchedule(*schedule))
     y = product(x, packed, bias)
-    check_product(y, x, packed, bias, schedule[-1])
-    check_product(product(x, packed, None), x, packed, None, schedule[-1])
+    check_product(y, x, packed, bias, schedule[6])
+    check_product(product(x, packed, None), x, packed, None, schedule[6])
     assert torch.equal(y, product(x, packed, bias))
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("kind", "dtype", "size", "m", "n", "k", "prologue", "epilogue"),
+    mostly_slow(
+        [
+            ("w4", HALF, 128, 1, 96, 648, "rms_norm", "silu_mul"),
+            ("w4", BFLOAT, 128, 2, 64, 1408, "rms_norm", "none"),
+            ("w2", HALF, 64, 2, 160, 384, "none", "add"),
+            ("w4", BFLOAT, 32, 1, 64, 640, "none", "silu_mul"),
+            ("w8", HALF, 128, 1, 48, 256, "rms_norm", "add"),
+        ],
+        0,
+    ),
+)
+def test_fused(emulated, kind, dtype, size, m, n, k, prologue, epilogue):
+    packed = full_weight(n, k, size, dtype, kind)
+    codes = can_multiply_codes(KINDS[kind], size)
+    weight = stored_weight(packed) if codes else packed.unpack()
+    check_fused(KERNEL, packed, weight, m, prologue, epilogue)
+
+
+def test_what_is_not_fused(monkeypatch):
+    emulate(monkeypatch)
+    packed = full_weight(48, 256, 128, HALF, "w4")
+    problem = problem_of(torch.empty(1, 256).half(), packed)
+    assert full.fuse(replace(problem, m=8, prologue="rms_norm")) is None
+    assert full.fuse(replace(problem, epilogue="silu_mul")) is None  # three row tiles
+    quantised_x = full_weight(48, 256, 128, HALF, "w4a8")
+    assert full.fuse(replace(problem_of(torch.empty(1, 256).half(), quantised_x), epilogue="add")) is None
 
 
 @pytest.mark.parametrize(
@@ -131,5 +171,5 @@ def test_every_schedule_on_a_gpu(schedule):
     x, bias = operands(packed, m, device="cuda")
     product = full.prepare(problem_of(x, packed), FullSchedule(*fields))
     y = product(x, packed, bias)
-    check_product(y, x, packed, bias, fields[-1])
+    check_product(y, x, packed, bias, fields[6])
     assert all(torch.equal(y, product(x, packed, bias)) for _ in range(20))

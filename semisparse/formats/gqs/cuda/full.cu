@@ -17,23 +17,28 @@
 // Dynamic shared memory: STAGES times (WARPS_K * TILE_M * 256 bytes of x, then kRowTileBytes per warp and row tile), reused by the
 // accumulators of all warps but the first of those that share rows.
 //
-// Programmatic dependent launch: before griddepcontrol.wait a warp prefetches its first codes to L2, which is harmless even if the
-// preceding kernel still writes the weight.
+// With X_TOKENS all of x is in shared memory after the stages, 256 bytes per token and k-tile and 256 of zeros: the main loop has no
+// CTA-wide barrier.
 //
-// Macros: SCALAR (__half or __nv_bfloat16), BITS, GROUP_SIZE and MULTIPLY_CODES (full_tile.cuh), TILE_M (a multiple of 8), WARPS_N,
-// WARPS_K, ROW_TILES, STAGES (2 or more), CTAS_PER_SM (for registers). cuda/full_schedule.py chooses them.
+// Programmatic dependent launch: before griddepcontrol.wait a warp prefetches its first codes to L2, which is harmless even if the
+// preceding kernel still writes the weight. A fused kernel (fusion.cuh) fills its stages before the wait, and loads x after it.
+//
+// Macros: SCALAR (__half or __nv_bfloat16), BITS, GROUP_SIZE and MULTIPLY_CODES (full_tile.cuh), TILE_M (a multiple of 8), X_TOKENS
+// (maximum m if all of x is in shared memory, else 0), WARPS_N, WARPS_K, ROW_TILES (even with SILU_MUL), STAGES (2 or more),
+// CTAS_PER_SM (for registers), and those of fusion.cuh, which need X_TOKENS. cuda/full_schedule.py chooses them.
 
 constexpr int kWarps = WARPS_N * WARPS_K;
 constexpr int kThreads = 32 * kWarps;
 
+#include "arrive_warp.cuh"
 #include "full_multiply.cuh"
 #include "full_weight.cuh"
 #include "full_x.cuh"
 #include "ptx/griddepcontrol.cuh"
-#include "warp.cuh"
 
 constexpr int kWarpBytes = ROW_TILES * kRowTileBytes;             // per stage
-constexpr int kStageBytes = kXStageBytes + kWarps * kWarpBytes;
+constexpr int kStagedXBytes = X_TOKENS ? 0 : kXStageBytes;
+constexpr int kStageBytes = kStagedXBytes + kWarps * kWarpBytes;
 constexpr int kSumBytes = ROW_TILES * kTokenTiles * 4 * 4 * 32;   // of a warp's accumulators
 
 // Offset of a stage, in bytes.
@@ -42,11 +47,25 @@ struct Stage {
     __device__ __forceinline__ void advance() { at = at + kStageBytes == STAGES * kStageBytes ? 0 : at + kStageBytes; }
 };
 
+// The row tiles of a warp. With SILU_MUL it has as many of the gate, the first half of the rows, as of the other half; `count` is
+// then that of a half, and `first` that of the gate's.
+struct RowTiles {
+    static constexpr int kOwn = SILU_MUL ? ROW_TILES / 2 : ROW_TILES;
+    Word first, count;
+    Word tiles[ROW_TILES];  // those past the last are the last again, and not stored
+
+    __device__ __forceinline__ RowTiles(Word first, Word all) : first(first), count(SILU_MUL ? all / 2 : all) {
+#pragma unroll
+        for (Word i = 0; i < ROW_TILES; ++i) tiles[i] = min(first + i % kOwn, count - 1) + i / kOwn * count;
+    }
+};
+
 // Prefetches the first codes of the warp's row tiles to L2.
 __device__ __forceinline__ void prefetch(const WeightCopy& weight, Word bytes) {
     if (!bytes || !elect_sync()) return;
-    for (Word i = 0; i <= weight.last; ++i)
-        cp_async_bulk_prefetch_L2(mad_wide(i * weight.row_tile_groups, kGroupBytes, weight.codes), bytes);
+#pragma unroll
+    for (Word i = 0; i < ROW_TILES; ++i)
+        cp_async_bulk_prefetch_L2(mad_wide(weight.before[i], kGroupBytes, weight.codes), bytes);
 }
 
 // Adds the accumulators of the warps that share rows into those of the first.
@@ -75,69 +94,113 @@ __device__ __forceinline__ void add_warps(Accumulators& accumulators, Word smem,
     }
 }
 
+// What a warp stores: y, with what is added to it.
+struct Output {
+    const Element *bias, *residual;
+    Element* y;
+    int m, width;  // columns of y
+
+    __device__ __forceinline__ void store_row(const Accumulators& accumulators, const RowTiles& rows, int i, int half, int m_tile,
+                                              int lane) const {
+        const int row = (rows.first + i) * kRows + half * 8 + lane / 4;
+        const float added = bias ? to_float(bias[row]) : 0.0f;
+        const float added_up = SILU_MUL && bias ? to_float(bias[rows.count * kRows + row]) : 0.0f;
+#pragma unroll
+        for (int j = 0; j < 2 * kTokenTiles; ++j) {
+            const int token = m_tile * TILE_M + j / 2 * 8 + lane % 4 * 2 + j % 2, at_sum = 2 * half + j % 2;
+            if (token >= m) continue;
+            const size_t at = static_cast<size_t>(token) * width + row;
+            float value = accumulators[i][j / 2][at_sum] + added;
+            if (SILU_MUL) value = silu_mul(value, accumulators[i + ROW_TILES - RowTiles::kOwn][j / 2][at_sum] + added_up);
+            if (ADD_RESIDUAL) value = rounded(value) + to_float(residual[at]);
+            store(y + at, value);
+        }
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_gqs_full(
     // Not __restrict__: loads that the compiler takes for constants could move before griddepcontrol.wait.
-    const Element* x,         // [m, k], aligned to 16 bytes, k a multiple of 8
-    const char* codes,        // [n * groups, kGroupBytes]
-    const char* scale,        // [n * groups], an Element each
-    const char* zero,         // [n * groups]
-    const Element* bias,      // [n] or null
-    Element* __restrict__ y,  // [m, n]
+    const Element* x,            // [m, k], aligned to 16 bytes, k a multiple of 8
+    const char* codes,           // [n * groups, kGroupBytes]
+    const char* scale,           // [n * groups], an Element each
+    const char* zero,            // [n * groups]
+    const Element* bias,         // [n] or null
+    const Element* norm_weight,  // [k], aligned to 16 bytes, with RMS_NORM
+    const Element* residual,     // [m, n] with ADD_RESIDUAL
+    Element* y,                  // [m, n], or [m, n / 2] with SILU_MUL
     int m, int n, int k,
-    int groups,               // per row
+    int groups,                  // per row
     int row_tiles, int k_tiles, int row_ctas,
-    int prefetch_bytes        // of codes per row tile
+    int prefetch_bytes,          // of codes per row tile
+    float epsilon                // of RMS_NORM
 ) {
     extern __shared__ uint4 shared[];
     const int warp = warp_id(), warp_n = warp % WARPS_N, warp_k = warp / WARPS_N, lane = threadIdx.x % 32;
     const int row_cta = blockIdx.x % row_ctas, m_tile = blockIdx.x / row_ctas;
-    const int first_row_tile = (row_cta * WARPS_N + warp_n) * ROW_TILES;
-    const Word smem = smem_address(shared), own = smem + kXStageBytes + warp * kWarpBytes;
-    const WeightCopy weight({codes, scale, zero, groups}, first_row_tile, row_tiles, own, lane);
+    const RowTiles rows((row_cta * WARPS_N + warp_n) * RowTiles::kOwn, row_tiles);
+    const Word smem = smem_address(shared), own = smem + kStagedXBytes + warp * kWarpBytes;
+    const WeightCopy weight({codes, scale, zero, static_cast<Word>(groups)}, rows.tiles, own, lane);
     const WeightRead read(own, lane);
-    const XStages x_stages(x, smem, m_tile * TILE_M, m, k, warp_k, lane);
-    if (warp_k == 0) prefetch(weight, prefetch_bytes);
-    griddepcontrol_wait();
-    griddepcontrol_launch_dependents();
     const Word anchor = kAnchor ? keep_constant(kAnchor, k) : 0;
     Stage filled, used;
-    auto copy = [&](int iteration) {  // as one cp.async group
+    auto copy_weight = [&](int iteration) {
         const int k_tile = iteration * WARPS_K + warp_k;
         if (k_tile < k_tiles) weight.copy(filled.at, ChunkPart(k_tile, groups));
-        if (iteration * WARPS_K < k_tiles) x_stages.copy(filled.at, iteration);
+    };
+    auto finish_copy = [&] {
         cp_async_commit_group();
         filled.advance();
     };
+#if X_TOKENS
+    const WholeX all_x(smem + STAGES * kStageBytes, lane);
+    const XStage<kWarps, X_TOKENS> x_stage(norm_weight, m, k);
+    if (kFused) {
+        griddepcontrol_launch_dependents();
+    } else {
+        if (warp_k == 0) prefetch(weight, prefetch_bytes);
+        griddepcontrol_wait();
+        griddepcontrol_launch_dependents();
+    }
+#pragma unroll 1
+    for (int i = 0; i < STAGES - 1; ++i) copy_weight(i), finish_copy();
+    if (kFused) griddepcontrol_wait();
+    all_x.copy(x_stage, x, m, k_tiles, epsilon);
+    auto copy = [&](int iteration) { copy_weight(iteration), finish_copy(); };
+#else
+    const StagedX all_x(x, smem, m_tile * TILE_M, m, k, warp_k, lane);
+    if (warp_k == 0) prefetch(weight, prefetch_bytes);
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+    auto copy = [&](int iteration) {
+        copy_weight(iteration);
+        if (iteration * WARPS_K < k_tiles) all_x.copy(filled.at, iteration);
+        finish_copy();
+    };
 #pragma unroll 1
     for (int i = 0; i < STAGES - 1; ++i) copy(i);
+#endif
     Accumulators accumulators = {};
     const int iterations = (k_tiles + WARPS_K - 1) / WARPS_K;
 #pragma unroll 1
     for (int i = 0; i < iterations; ++i, used.advance()) {
         cp_async_wait_group<STAGES - 2>();
-        __syncthreads();
+        if (X_TOKENS) sync_warp_copied();
+        else __syncthreads();
         copy(i + STAGES - 1);
         const int k_tile = i * WARPS_K + warp_k;
         if (k_tile < k_tiles)
-            multiply_k_tile(accumulators, read, x_stages, used.at, skew_of(ChunkPart(k_tile, groups), read.row),
-                            anchor);
+            multiply_k_tile(accumulators, read, all_x, used.at, all_x.offset_of(used.at, k_tile),
+                            skew_of(ChunkPart(k_tile, groups), read.row), anchor);
     }
     if constexpr (WARPS_K > 1) {
         add_warps(accumulators, smem, warp_n, warp_k, lane);
         if (warp_k > 0) return;
     }
+    const Output output{bias, residual, y, m, SILU_MUL ? n / 2 : n};
 #pragma unroll
-    for (int i = 0; i < ROW_TILES; ++i) {
-        if (first_row_tile + i >= row_tiles) continue;
+    for (int i = 0; i < RowTiles::kOwn; ++i) {
+        if (rows.first + i >= rows.count) continue;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = (first_row_tile + i) * kRows + half * 8 + lane / 4;
-            const float added = bias ? to_float(bias[row]) : 0.0f;
-#pragma unroll
-            for (int j = 0; j < 2 * kTokenTiles; ++j) {
-                const int token = m_tile * TILE_M + j / 2 * 8 + lane % 4 * 2 + j % 2;
-                if (token < m) store(y + static_cast<size_t>(token) * n + row, accumulators[i][j / 2][2 * half + j % 2] + added);
-            }
-        }
+        for (int half = 0; half < 2; ++half) output.store_row(accumulators, rows, i, half, m_tile, lane);
     }
 }

@@ -9,11 +9,17 @@ from torch import Tensor
 
 from semisparse.formats.base import Packed
 from semisparse.formats.gqs.cuda import quantise_x
-from semisparse.formats.gqs.cuda.full_schedule import K_TILE, FullSchedule, choose_full, shape_refusal
+from semisparse.formats.gqs.cuda.full_schedule import (
+    K_TILE,
+    FullSchedule,
+    choose_full,
+    choose_fused,
+    shape_refusal,
+)
 from semisparse.formats.gqs.cuda.operands import aligned
 from semisparse.formats.gqs.storage.disk import code_bits, group_size, quantises_x
 from semisparse.formats.gqs.storage.masks import CHUNK_ROWS
-from semisparse.formats.kernel import Problem, Product
+from semisparse.formats.kernel import NOTHING_FUSED, FusedOperands, FusedProduct, Problem, Product
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.kernel import CudaSource, cuda_refusal
 
@@ -43,12 +49,23 @@ def prepare(problem: Problem, schedule: FullSchedule | None = None) -> Product:
     Returns:
         A function that accumulates in float32.
     """
+    facts, size = device_facts(problem.device), group_size(problem.pattern)
+    bits = code_bits(problem.params, size)
+    return _prepared(problem, schedule or choose_full(problem.m, problem.n, problem.k, bits, size, facts))
+
+
+def fuse(problem: Problem) -> FusedProduct | None:
+    """Return the matmul with its prologue and epilogue in one kernel; None if no schedule can fuse them."""
+    schedule = choose_fused(problem, device_facts(problem.device))
+    return None if schedule is None else _prepared(problem, schedule)
+
+
+def _prepared(problem: Problem, schedule: FullSchedule) -> FusedProduct:
     n, k, device, dtype = problem.n, problem.k, problem.device, problem.dtype
     facts, size = device_facts(device), group_size(problem.pattern)
     bits = code_bits(problem.params, size)
-    schedule = schedule or choose_full(problem.m, n, k, bits, size, facts)
     kernel = SOURCE.build(
-        "semisparse_gqs_full", schedule.defines(dtype, bits, size), schedule.shared_bytes(bits, size)
+        "semisparse_gqs_full", schedule.defines(dtype, bits, size), schedule.shared_bytes(k, bits, size)
     ).load(device)
     quantise = quantise_x.prepare(device, dtype) if quantises_x(problem.params) else None
     groups, row_tiles, row_ctas = -(-k // size), n // CHUNK_ROWS, schedule.row_ctas(n)
@@ -57,10 +74,12 @@ def prepare(problem: Problem, schedule: FullSchedule | None = None) -> Product:
     staged = (schedule.stages - 1) * schedule.warps_k * CHUNK_ROWS * K_TILE * bits // 8
     prefetch_bytes = min(row_tile_codes, staged) if facts.has_pdl else 0
 
-    def matmul(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+    width = n // 2 if problem.epilogue == "silu_mul" else n
+
+    def matmul(x: Tensor, packed: Packed, bias: Tensor | None, fused: FusedOperands = NOTHING_FUSED) -> Tensor:
         m = x.shape[0]
         x = aligned(x if quantise is None else quantise(x))
-        y = x.new_empty(m, n)
+        y = x.new_empty(m, width)
         kernel(
             (row_ctas * -(-m // schedule.tile_m), 1, 1),
             schedule.threads,
@@ -68,6 +87,8 @@ def prepare(problem: Problem, schedule: FullSchedule | None = None) -> Product:
             x=x,
             **{name: aligned(packed.tensors[name]) for name in ("codes", "scale", "zero")},
             bias=None if bias is None else bias.to(dtype).contiguous(),
+            norm_weight=fused.norm_weight,
+            residual=fused.residual,
             y=y,
             m=m,
             n=n,
@@ -77,6 +98,7 @@ def prepare(problem: Problem, schedule: FullSchedule | None = None) -> Product:
             k_tiles=k_tiles,
             row_ctas=row_ctas,
             prefetch_bytes=prefetch_bytes,
+            epsilon=fused.epsilon,
         )
         return y
 

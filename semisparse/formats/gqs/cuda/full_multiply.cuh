@@ -57,7 +57,7 @@ struct GroupSums {
     float x[kTokenTiles][kSets][4];  // rows are alike
 
     // Adds a segment, one group, of all row tiles.
-    __device__ __forceinline__ void add(const WeightRead& read, const XStages& x_stages, Word stage, int segment, Word anchor) {
+    __device__ __forceinline__ void add(const WeightRead& read, const X& all_x, Word stage, Word x_at, int segment, Word anchor) {
         Codes stored[ROW_TILES];
 #pragma unroll
         for (int i = 0; i < ROW_TILES; ++i) read_codes(stored[i], read, stage, i, segment);
@@ -67,7 +67,7 @@ struct GroupSums {
             Word b[kTokenTiles][4];
 #pragma unroll
             for (int j = 0; j < kTokenTiles; ++j) {
-                x_stages.load(b[j], stage, segment * kUnitsPerSegment + unit, j);
+                all_x.load(b[j], x_at, segment * kUnitsPerSegment + unit, j);
                 mma_m16n8k16(x[j][0], ones, b[j][0], b[j][1], kElement);
                 mma_m16n8k16(x[j][kSets - 1], ones, b[j][2], b[j][3], kElement);
             }
@@ -129,12 +129,12 @@ struct GroupSums {
     static __device__ __forceinline__ float scale_of(Word bits, const __nv_bfloat16*) { return __uint_as_float(bits << 16); }
 };
 
-__device__ __forceinline__ void multiply_k_tile(Accumulators& accumulators, const WeightRead& read, const XStages& x, Word stage,
+__device__ __forceinline__ void multiply_k_tile(Accumulators& accumulators, const WeightRead& read, const X& x, Word stage, Word x_at,
                                                 Word skew, Word anchor) {
 #pragma unroll
     for (int segment = 0; segment < kSegments; ++segment) {
         GroupSums sums = {};
-        sums.add(read, x, stage, segment, anchor);
+        sums.add(read, x, stage, x_at, segment, anchor);
         sums.apply(accumulators, read, stage, skew, segment);
     }
 }
@@ -144,7 +144,7 @@ __device__ __forceinline__ void multiply_k_tile(Accumulators& accumulators, cons
 constexpr Word kAnchor = 0;  // not used
 constexpr int kLaneGroups = GROUP_SIZE < kPiece ? kPiece / GROUP_SIZE : 1;  // of a lane in a row of a k-tile
 
-__device__ __forceinline__ void multiply_k_tile(Accumulators& accumulators, const WeightRead& read, const XStages& x, Word stage,
+__device__ __forceinline__ void multiply_k_tile(Accumulators& accumulators, const WeightRead& read, const X& x, Word stage, Word x_at,
                                                 Word skew, Word anchor) {
     Codes stored[ROW_TILES];
     ScaleZero groups[ROW_TILES][2][kLaneGroups];
@@ -172,7 +172,7 @@ __device__ __forceinline__ void multiply_k_tile(Accumulators& accumulators, cons
 #pragma unroll
         for (int j = 0; j < kTokenTiles; ++j) {
             Word b[4];
-            x.load(b, stage, unit, j);
+            x.load(b, x_at, unit, j);
 #pragma unroll
             for (int step = 0; step < 4; step += 2) {
 #pragma unroll

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from semisparse.formats.gqs.cuda.schedule import ELEMENTS
-from semisparse.formats.gqs.storage.disk import code_bits, group_size
+from semisparse.formats.gqs.storage.disk import code_bits, group_size, quantises_x
 from semisparse.formats.gqs.storage.masks import CHUNK_ROWS
-from semisparse.formats.kernel import Problem
+from semisparse.formats.kernel import MAX_FUSED_TOKENS, Problem
 from semisparse.quant.group import KINDS
 from semisparse.runtime.device import RESERVED_SHARED, DeviceFacts
 from semisparse.runtime.nvrtc import Defines
@@ -22,6 +22,9 @@ K_TILE = 128
 
 MAX_TOKENS = 64
 """Maximum M."""
+
+STATIC_SHARED = 128
+"""Bytes of static shared memory, rounded up: RMSNorm's sums per warp."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ class FullSchedule:
         stages: stages of x and the weight, 2 or more.
         ctas_per_sm: resident CTAs per SM, as the kernel's registers allow.
         codes: whether codes are multiplied as they are, else dequantised.
+        x_tokens: maximum M if all of x is in shared memory; 0 if it is in stages.
+        fusion: RMS_NORM, ADD_RESIDUAL and SILU_MUL of fusion.cuh, 0 or 1 each.
     """
 
     tile_m: int
@@ -45,6 +50,8 @@ class FullSchedule:
     stages: int
     ctas_per_sm: int
     codes: bool
+    x_tokens: int = 0
+    fusion: tuple[int, int, int] = (0, 0, 0)
 
     @property
     def threads(self) -> int:
@@ -70,18 +77,21 @@ class FullSchedule:
             "ROW_TILES": self.row_tiles,
             "STAGES": self.stages,
             "CTAS_PER_SM": self.ctas_per_sm,
+            "X_TOKENS": self.x_tokens,
+            **dict(zip(("RMS_NORM", "ADD_RESIDUAL", "SILU_MUL"), self.fusion, strict=True)),
         }
 
-    def shared_bytes(self, bits: int, size: int) -> int:
+    def shared_bytes(self, k: int, bits: int, size: int) -> int:
         """Return the bytes of dynamic shared memory per CTA: x and the weight, whose memory accumulators reuse."""
-        x = self.warps_k * self.tile_m * 2 * K_TILE
+        x = 0 if self.x_tokens else self.warps_k * self.tile_m * 2 * K_TILE
+        whole = (self.x_tokens * -(-k // K_TILE) + 1) * 2 * K_TILE if self.x_tokens else 0
         weight = self.warps_n * self.warps_k * self.row_tiles * row_tile_bytes(bits, size)
         sums = (self.warps_k - 1) * self.warps_n * self.row_tiles * self.tile_m * CHUNK_ROWS * 4
-        return max(self.stages * (x + weight), sums)
+        return max(self.stages * (x + weight) + whole, sums)
 
-    def fits(self, bits: int, size: int, facts: DeviceFacts) -> bool:
+    def fits(self, k: int, bits: int, size: int, facts: DeviceFacts) -> bool:
         """Return whether the shared memory of a CTA, and of all CTAs of an SM, is available."""
-        shared = self.shared_bytes(bits, size)
+        shared = self.shared_bytes(k, bits, size) + STATIC_SHARED
         return shared <= facts.shared_per_cta and self.ctas_per_sm * (shared + RESERVED_SHARED) <= facts.shared_per_sm
 
     def row_ctas(self, n: int) -> int:
@@ -135,3 +145,15 @@ def choose_full(m: int, n: int, k: int, bits: int, size: int, facts: DeviceFacts
     """
     tile_m = next((tokens for tokens in (8, 16, 32, 64) if m <= tokens), 64)
     return FullSchedule(tile_m, 2, 4, 1, 3, 1, tile_m <= 16 and can_multiply_codes(bits, size))
+
+
+def choose_fused(problem: Problem, facts: DeviceFacts) -> FullSchedule | None:
+    """Choose the schedule of a matmul with a prologue and an epilogue; None if `full.cu` cannot fuse them."""
+    size = group_size(problem.pattern)
+    bits, (norm, add, gated) = code_bits(problem.params, size), problem.fusion_defines.values()
+    if quantises_x(problem.params) or problem.m > MAX_FUSED_TOKENS or (gated and problem.n % (2 * CHUNK_ROWS)):
+        return None
+    fusion = (int(norm), int(add), int(gated))
+    codes = can_multiply_codes(bits, size)
+    schedule = FullSchedule(8, 1, 8, 2, 4, 1, codes, problem.m, fusion)
+    return schedule if schedule.fits(problem.k, bits, size, facts) else None

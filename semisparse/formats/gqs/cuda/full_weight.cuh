@@ -33,20 +33,17 @@ constexpr int kCodeRounds = (kCodeCopies + 31) / 32, kGroupRounds = (kGroupCopie
 
 // Copies the k-tiles of a warp. What a lane copies in a round is the same in each k-tile; its place follows from the chunk's width.
 struct WeightCopy {
-    const char* codes;                 // of the warp's first row tile
+    const char* codes;
     Word code_row[kCodeRounds], code_column[kCodeRounds];  // bytes of the column, with those of a second chunk
-    const char* words[kGroupRounds];   // scales or zero points of the warp's first row tile
+    const char* words[kGroupRounds];   // scales or zero points
     Word word_row[kGroupRounds], word_column[kGroupRounds], element[kGroupRounds];  // in bytes: column, and size of a number
     Word to_codes, to_words;           // in a stage
-    Word row_tile_groups;              // groups of a row tile
-    Word last;                         // the warp's last row tile that exists, counted from its first
+    Word before[ROW_TILES];            // groups of the weight before each row tile
 
-    __device__ __forceinline__ WeightCopy(const FullWeight& weight, Word first_row_tile, Word row_tiles, Word to, int lane)
-        : row_tile_groups(kRows * weight.groups), last(min(Word{ROW_TILES - 1}, row_tiles - 1 - min(first_row_tile, row_tiles - 1))) {
-        const size_t first = static_cast<size_t>(row_tile_groups) * min(first_row_tile, row_tiles - 1);
-        codes = weight.codes + first * kGroupBytes;
-        to_codes = keep_in_register(to + lane * 16);
-        to_words = keep_in_register(to + kScaleAt + lane * 4);
+    __device__ __forceinline__ WeightCopy(const FullWeight& weight, const Word (&row_tiles)[ROW_TILES], Word to, int lane)
+        : codes(weight.codes), to_codes(keep_in_register(to + lane * 16)), to_words(keep_in_register(to + kScaleAt + lane * 4)) {
+#pragma unroll
+        for (int i = 0; i < ROW_TILES; ++i) before[i] = keep_in_register(kRows * weight.groups * row_tiles[i]);
 #pragma unroll
         for (int round = 0; round < kCodeRounds; ++round) {
             const Word copy = round * 32 + lane, column = copy % kRowCopies;
@@ -60,21 +57,20 @@ struct WeightCopy {
             const bool is_scale = index < kRows * kScaleWords;
             const Word per_row = is_scale ? kScaleWords : kZeroWords, at = is_scale ? index : index - kRows * kScaleWords;
             const Word size = is_scale ? 2 : 1, word = at % per_row, per_chunk = per_row / kChunksPerTile;
-            words[round] = keep_in_register(is_scale ? weight.scale + first * 2 : weight.zero + first);
+            words[round] = keep_in_register(is_scale ? weight.scale : weight.zero);
             word_row[round] = keep_in_register(at / per_row);
             word_column[round] = keep_in_register(word / per_chunk * kChunkRowGroups * size + word % per_chunk * 4);
             element[round] = keep_in_register(size);
         }
     }
 
-    // Copies a k-tile of all row tiles to the stage at `stage` bytes. Row tiles past the last are copies of it.
+    // Copies a k-tile of all row tiles to the stage at `stage` bytes.
     __device__ __forceinline__ void copy(Word stage, const ChunkPart& at) const {
         const Word code_offset = at.chunk * (kChunkRowGroups * kGroupBytes) + at.first * kGroupBytes;
         const Word pitch = at.width * kGroupBytes;
 #pragma unroll
         for (int i = 0; i < ROW_TILES; ++i) {
-            const Word before = min(Word(i), last) * row_tile_groups;
-            const char* base = mad_wide(before, kGroupBytes, codes);
+            const char* base = mad_wide(before[i], kGroupBytes, codes);
 #pragma unroll
             for (int round = 0; round < kCodeRounds; ++round) {
                 if (kCodeCopies % 32 && round * 32 + threadIdx.x % 32 >= kCodeCopies) continue;
@@ -87,7 +83,7 @@ struct WeightCopy {
                 const Word group = mad_lo(word_row[round], at.width, at.first);
                 const Word offset = (group * element[round] & ~3u) + word_column[round] + at.chunk * kChunkRowGroups * element[round];
                 cp_async<4>(to_words + stage + i * kRowTileBytes + round * 128,
-                            mad_wide(offset, 1, mad_wide(before, element[round], words[round])));
+                            mad_wide(offset, 1, mad_wide(before[i], element[round], words[round])));
             }
         }
     }
