@@ -1,4 +1,4 @@
-"""1 to 64 tokens through format gqs with nothing dropped: kernel `full` in many schedules, beside the others and cuBLAS.
+"""1 to 64 tokens through format gqs with nothing dropped: `full` in many schedules, beside the others and cuBLAS.
 
     python benchmarks/gqs_full.py results/h200/sweeps/gqs-full.csv [--seconds 150] [--shapes 4096,4096]
 
@@ -31,6 +31,7 @@ from semisparse.errors import KernelError
 from semisparse.formats import Packed, get_format
 from semisparse.formats.gqs.cuda import full
 from semisparse.formats.gqs.cuda.full_schedule import FullSchedule, can_multiply_codes, choose_full, row_tile_bytes
+from semisparse.formats.kernel import bucket_of
 from semisparse.formats.product import problem_of
 from semisparse.quant.group import KINDS
 from semisparse.runtime.device import DeviceFacts, device_facts
@@ -43,7 +44,8 @@ WEIGHTS = "w4:128:float16,w4:128:bfloat16,w2:64:float16,w3:128:float16"
 OTHERS = ("gemm_wgmma", "gemm")
 
 WARPS_N, WARPS_K = (1, 2, 3, 4, 6, 7, 8, 11, 14, 16), (1, 2, 4, 8)
-ROW_TILES, CTAS, STAGES = (1, 2, 4), (1, 2, 3), (3, 4, 6)
+ROW_TILES, CTAS = (1, 2, 4), (1, 2, 3)
+STAGES, SPANS = (3, 4, 6), (1, 4, 8)
 COLUMNS = (
     *("n", "k", "m", "dtype", "kind", "size", "kernel", "chosen"),
     *FullSchedule.__dataclass_fields__,
@@ -69,27 +71,29 @@ class Setup:
 
 
 def schedules(setup: Setup, m: int, facts: DeviceFacts, most: int) -> list[FullSchedule]:
-    """Return up to ``most`` schedules to time that load all SMs evenly, after the chosen one."""
+    """Return schedules to time, the chosen one first: ``most`` that load SMs evenly, with several stages and spans."""
     bits = KINDS[setup.kind]
     chosen = choose_full(m, setup.n, setup.k, bits, setup.size, facts)
     tile_m = next(tokens for tokens in (8, 16, 32, 64) if m <= tokens)
-    codes = (True, False) if can_multiply_codes(bits, setup.size) and tile_m <= 32 else (False,)
+    codes = can_multiply_codes(bits, setup.size) and tile_m <= 16
     scored = []
-    for warps_n, warps_k, rows, ctas, stages, by_codes in product(WARPS_N, WARPS_K, ROW_TILES, CTAS, STAGES, codes):
-        schedule = FullSchedule(tile_m, warps_n, warps_k, rows, stages, ctas, by_codes)
+    for warps_n, warps_k, rows, ctas in product(WARPS_N, WARPS_K, ROW_TILES, CTAS):
+        schedule = FullSchedule(tile_m, warps_n, warps_k, rows, 3, ctas, codes)
         warps = ctas * warps_n * warps_k
-        if not 6 <= warps <= 16 or not schedule.fits(setup.k, bits, setup.size, facts) or rows * tile_m > 128:
+        if not 6 <= warps <= 16 or rows * tile_m > 128:
             continue
         slots = facts.sms * ctas
         waves = -(-schedule.row_ctas(setup.n) // slots)
         even = setup.n / 16 / (waves * slots * warps_n * rows)
-        flight = (stages - 1) * warps * rows * row_tile_bytes(bits, setup.size)
-        idle = 1 - -(-setup.k // 128) / (-(-setup.k // 128 // warps_k) * warps_k + 1e-9)
-        score = even * min(1, flight / 49152) ** 0.3 - 0.05 * (waves - 1) - 0.02 * (warps < 12) - 0.03 * max(0, idle)
-        score -= 0.04 * (rows == 1 and tile_m > 8) + 0.06 * (not by_codes and tile_m <= 16) + 0.01 * (stages == 6)
-        scored.append((score, schedule))
-    best = [schedule for _, schedule in sorted(scored, key=lambda pair: -pair[0])]
-    return [chosen, *(schedule for schedule in best if schedule != chosen)][: most + 1]
+        flight = 2 * warps * rows * row_tile_bytes(bits, setup.size)
+        score = even * min(1, flight / 32768) ** 0.3 - 0.05 * (waves - 1) - 0.02 * (warps < 12)
+        scored.append((score - 0.04 * (rows == 1 and tile_m > 8), schedule))
+    best = [schedule for _, schedule in sorted(scored, key=lambda pair: -pair[0])][:most]
+    varied = [replace(base, stages=stages, x_span=span) for base in best for stages in STAGES for span in SPANS]
+    if tile_m == 8:
+        varied += [replace(base, stages=stages, x_tokens=bucket_of(m)) for base in best for stages in STAGES]
+    fitting = [schedule for schedule in varied if schedule.fits(setup.k, bits, setup.size, facts)]
+    return [chosen, *(schedule for schedule in dict.fromkeys(fitting) if schedule != chosen)]
 
 
 def compile_all(setups: Sequence[Setup], tokens: Sequence[int], facts: DeviceFacts, most: int) -> set[tuple[Any, ...]]:
@@ -160,7 +164,9 @@ def main() -> None:
     parser.add_argument("--shapes", default=SHAPES, help="N,K pairs, comma-separated")
     parser.add_argument("--tokens", default=TOKENS, help="comma-separated")
     parser.add_argument("--weights", default=WEIGHTS, help="kind:group size:dtype, comma-separated")
-    parser.add_argument("--most", type=int, default=12, help="schedules per matmul, beside the chosen one")
+    parser.add_argument(
+        "--most", type=int, default=4, help="ways to divide a matmul, each with several stages and spans"
+    )
     parser.add_argument("--seconds", type=float, default=150, help="after which the rest is left out")
     options = parser.parse_args()
     timing.GPU_SECONDS = 0.01

@@ -44,6 +44,9 @@ SCHEDULES = [  # kind, dtype, group size, m, n, k, then the fields of FullSchedu
     ("w8", BFLOAT, 16, 6, 32, 256, (8, 2, 1, 1, 3, 1, False)),
     ("w4", BFLOAT, 128, 25, 64, 384, (32, 2, 1, 2, 3, 1, True)),
     ("w4a8", HALF, 128, 5, 32, 512, (8, 1, 2, 1, 3, 1, True)),
+    ("w4", HALF, 128, 5, 48, 1928, (8, 2, 1, 1, 3, 1, True, 0, 4)),  # three spans of x and a part of one
+    ("w4", BFLOAT, 64, 12, 64, 1664, (16, 1, 2, 2, 4, 1, True, 0, 2)),
+    ("w2", HALF, 32, 30, 32, 1280, (32, 2, 1, 1, 2, 1, False, 0, 8)),
     ("w4", HALF, 128, 1, 48, 648, (8, 2, 2, 1, 3, 1, True, 1)),  # all of x in shared memory
     ("w4", BFLOAT, 128, 1, 32, 896, (8, 1, 3, 2, 3, 1, True, 2)),
     ("w2", HALF, 64, 7, 32, 384, (8, 1, 2, 2, 3, 1, True, 8)),

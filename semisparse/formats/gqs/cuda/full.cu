@@ -6,18 +6,18 @@
 // CTA: WARPS_N by WARPS_K warps. A warp has ROW_TILES row tiles and every WARPS_K-th k-tile (128 columns; full_tile.cuh). In an
 // iteration each warp multiplies one k-tile (full_multiply.cuh):
 //
-//    global memory                shared memory, STAGES stages                      registers
-//    codes, scale, zero --cp.async--> each warp's own k-tile (full_weight.cuh) --LDS--> A: 16 rows, 4 columns of each of 4 lanes
-//    x                  --cp.async--> WARPS_K k-tiles of TILE_M tokens (full_x.cuh) --LDS--> B: the same columns, 8 tokens
-//    y                  <---------------------------------------------------------- accumulators
+//    global memory                    shared memory                                          registers
+//    codes, scale, zero --cp.async--> STAGES of each warp's own k-tile (full_weight.cuh) --LDS--> A: 16 rows, 4 columns of 4 lanes
+//    x                  --cp.async--> slots of WARPS_K k-tiles of TILE_M tokens (full_x.cuh) --LDS--> B: the same columns, 8 tokens
+//    y                  <------------------------------------------------------------------ accumulators
 //
-// Warps that share rows add their accumulators in shared memory, in a fixed order: results repeat bit for bit. No CTA waits for
+// A warp copies its own weights, so it waits for other warps only because of x, once per X_SPAN iterations. Warps that share rows add their accumulators in shared memory, in a fixed order: results repeat bit for bit. No CTA waits for
 // another.
 //
-// Dynamic shared memory: STAGES times (WARPS_K * TILE_M * 256 bytes of x, then kRowTileBytes per warp and row tile), reused by the
-// accumulators of all warps but the first of those that share rows.
+// Dynamic shared memory: 2 X_SPAN + STAGES - 2 slots of WARPS_K * TILE_M * 256 bytes of x, then STAGES times kRowTileBytes per warp
+// and row tile, reused by the accumulators of all warps but the first of those that share rows.
 //
-// With X_TOKENS all of x is in shared memory after the stages, 256 bytes per token and k-tile and 256 of zeros: the main loop has no
+// With X_TOKENS all of x is in shared memory after the stages instead, 256 bytes per token and k-tile and 256 of zeros: the main loop has no
 // CTA-wide barrier.
 //
 // Programmatic dependent launch: before griddepcontrol.wait a warp prefetches its first codes to L2, which is harmless even if the
@@ -25,7 +25,7 @@
 //
 // Macros: SCALAR (__half or __nv_bfloat16), BITS, GROUP_SIZE and MULTIPLY_CODES (full_tile.cuh), TILE_M (a multiple of 8), X_TOKENS
 // (maximum m if all of x is in shared memory, else 0), WARPS_N, WARPS_K, ROW_TILES (even with SILU_MUL), STAGES (2 or more),
-// CTAS_PER_SM (for registers), and those of fusion.cuh, which need X_TOKENS. cuda/full_schedule.py chooses them.
+// X_SPAN, CTAS_PER_SM (for registers), and those of fusion.cuh, which need X_TOKENS. cuda/full_schedule.py chooses them.
 
 constexpr int kWarps = WARPS_N * WARPS_K;
 constexpr int kThreads = 32 * kWarps;
@@ -37,14 +37,16 @@ constexpr int kThreads = 32 * kWarps;
 #include "ptx/griddepcontrol.cuh"
 
 constexpr int kWarpBytes = ROW_TILES * kRowTileBytes;             // per stage
-constexpr int kStagedXBytes = X_TOKENS ? 0 : kXStageBytes;
-constexpr int kStageBytes = kStagedXBytes + kWarps * kWarpBytes;
+constexpr int kStageBytes = kWarps * kWarpBytes;
+// x of an iteration is copied kXAhead iterations before: so early that one barrier per X_SPAN iterations is enough.
+constexpr int kXAhead = X_SPAN + STAGES - 2, kXSlots = X_TOKENS ? 0 : 2 * X_SPAN + STAGES - 2;
 constexpr int kSumBytes = ROW_TILES * kTokenTiles * 4 * 4 * 32;   // of a warp's accumulators
 
-// Offset of a stage, in bytes.
-struct Stage {
-    Word at = 0;
-    __device__ __forceinline__ void advance() { at = at + kStageBytes == STAGES * kStageBytes ? 0 : at + kStageBytes; }
+// A number below `end`, or from 0 again.
+template <typename T>
+struct Cyclic {
+    T at, end;
+    __device__ __forceinline__ void advance(T step) { at = at + step == end ? 0 : at + step; }
 };
 
 // The row tiles of a warp. With SILU_MUL it has as many of the gate, the first half of the rows, as of the other half; `count` is
@@ -138,18 +140,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_g
     const int warp = warp_id(), warp_n = warp % WARPS_N, warp_k = warp / WARPS_N, lane = threadIdx.x % 32;
     const int row_cta = blockIdx.x % row_ctas, m_tile = blockIdx.x / row_ctas;
     const RowTiles rows((row_cta * WARPS_N + warp_n) * RowTiles::kOwn, row_tiles);
-    const Word smem = smem_address(shared), own = smem + kStagedXBytes + warp * kWarpBytes;
+    const Word smem = smem_address(shared), own = smem + kXSlots * kXSlotBytes + warp * kWarpBytes;
     const WeightCopy weight({codes, scale, zero, static_cast<Word>(groups)}, rows.tiles, own, lane);
     const WeightRead read(own, lane);
     const Word anchor = kAnchor ? keep_constant(kAnchor, k) : 0;
-    Stage filled, used;
-    auto copy_weight = [&](int iteration) {
-        const int k_tile = iteration * WARPS_K + warp_k;
-        if (k_tile < k_tiles) weight.copy(filled.at, ChunkPart(k_tile, groups));
-    };
-    auto finish_copy = [&] {
-        cp_async_commit_group();
-        filled.advance();
+    const int iterations = (k_tiles + WARPS_K - 1) / WARPS_K;
+    // CTAs begin at different columns: otherwise all would read the same lines of x at the same time.
+    const int begin = row_cta % iterations;
+    Cyclic<Word> filled{0, STAGES * kStageBytes}, used = filled;  // stages, in bytes
+    Cyclic<int> turn{begin, iterations}, copied = turn;           // iterations that are multiplied and copied
+    auto copy_weight = [&](int number) {
+        const int k_tile = copied.at * WARPS_K + warp_k;
+        if (number < iterations && k_tile < k_tiles) weight.copy(filled.at, ChunkPart(k_tile, groups));
+        copied.advance(1);
+        filled.advance(kStageBytes);
     };
 #if X_TOKENS
     const WholeX all_x(smem + STAGES * kStageBytes, lane);
@@ -162,35 +166,49 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_g
         griddepcontrol_launch_dependents();
     }
 #pragma unroll 1
-    for (int i = 0; i < STAGES - 1; ++i) copy_weight(i), finish_copy();
+    for (int i = 0; i < STAGES - 1; ++i) copy_weight(i), cp_async_commit_group();
     if (kFused) griddepcontrol_wait();
     all_x.copy(x_stage, x, m, k_tiles, epsilon);
-    auto copy = [&](int iteration) { copy_weight(iteration), finish_copy(); };
+    Cyclic<Word> x_used{0, 0};
 #else
     const StagedX all_x(x, smem, m_tile * TILE_M, m, k, warp_k, lane);
+    Cyclic<Word> x_filled{0, kXSlots * kXSlotBytes}, x_used = x_filled;
+    Cyclic<int> x_copied = turn;
+    auto copy_x = [&](int number) {
+        if (number < iterations) all_x.copy(x_filled.at, x_copied.at);
+        x_copied.advance(1);
+        x_filled.advance(kXSlotBytes);
+    };
     if (warp_k == 0) prefetch(weight, prefetch_bytes);
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
-    auto copy = [&](int iteration) {
-        copy_weight(iteration);
-        if (iteration * WARPS_K < k_tiles) all_x.copy(filled.at, iteration);
-        finish_copy();
-    };
 #pragma unroll 1
-    for (int i = 0; i < STAGES - 1; ++i) copy(i);
+    for (int i = 0; i < STAGES - 1; ++i) {
+        copy_weight(i);
+        if (i == 0)
+            for (int j = 0; j < X_SPAN; ++j) copy_x(j);
+        else copy_x(X_SPAN + i - 1);
+        cp_async_commit_group();
+    }
 #endif
     Accumulators accumulators = {};
-    const int iterations = (k_tiles + WARPS_K - 1) / WARPS_K;
 #pragma unroll 1
-    for (int i = 0; i < iterations; ++i, used.advance()) {
+    for (int i = 0; i < iterations; ++i) {
         cp_async_wait_group<STAGES - 2>();
-        if (X_TOKENS) sync_warp_copied();
+        if (X_TOKENS || i % X_SPAN) sync_warp_copied();
         else __syncthreads();
-        copy(i + STAGES - 1);
-        const int k_tile = i * WARPS_K + warp_k;
+        copy_weight(i + STAGES - 1);
+#if !X_TOKENS
+        copy_x(i + kXAhead);
+#endif
+        cp_async_commit_group();
+        const int k_tile = turn.at * WARPS_K + warp_k;
         if (k_tile < k_tiles)
-            multiply_k_tile(accumulators, read, all_x, used.at, all_x.offset_of(used.at, k_tile),
+            multiply_k_tile(accumulators, read, all_x, used.at, all_x.offset_of(x_used.at, k_tile),
                             skew_of(ChunkPart(k_tile, groups), read.row), anchor);
+        turn.advance(1);
+        used.advance(kStageBytes);
+        if (!X_TOKENS) x_used.advance(kXSlotBytes);
     }
     if constexpr (WARPS_K > 1) {
         add_warps(accumulators, smem, warp_n, warp_k, lane);

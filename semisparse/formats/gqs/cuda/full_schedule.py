@@ -40,6 +40,7 @@ class FullSchedule:
         ctas_per_sm: resident CTAs per SM, as the kernel's registers allow.
         codes: whether codes are multiplied as they are, else dequantised.
         x_tokens: maximum M if all of x is in shared memory; 0 if it is in stages.
+        x_span: iterations per CTA-wide barrier, if x is in stages: a power of two.
         fusion: RMS_NORM, ADD_RESIDUAL and SILU_MUL of fusion.cuh, 0 or 1 each.
     """
 
@@ -51,6 +52,7 @@ class FullSchedule:
     ctas_per_sm: int
     codes: bool
     x_tokens: int = 0
+    x_span: int = 1
     fusion: tuple[int, int, int] = (0, 0, 0)
 
     @property
@@ -78,16 +80,19 @@ class FullSchedule:
             "STAGES": self.stages,
             "CTAS_PER_SM": self.ctas_per_sm,
             "X_TOKENS": self.x_tokens,
+            "X_SPAN": self.x_span,
             **dict(zip(("RMS_NORM", "ADD_RESIDUAL", "SILU_MUL"), self.fusion, strict=True)),
         }
 
     def shared_bytes(self, k: int, bits: int, size: int) -> int:
         """Return the bytes of dynamic shared memory per CTA: x and the weight, whose memory accumulators reuse."""
-        x = 0 if self.x_tokens else self.warps_k * self.tile_m * 2 * K_TILE
-        whole = (self.x_tokens * -(-k // K_TILE) + 1) * 2 * K_TILE if self.x_tokens else 0
+        if self.x_tokens:
+            x = (self.x_tokens * -(-k // K_TILE) + 1) * 2 * K_TILE
+        else:
+            x = (2 * self.x_span + self.stages - 2) * self.warps_k * self.tile_m * 2 * K_TILE
         weight = self.warps_n * self.warps_k * self.row_tiles * row_tile_bytes(bits, size)
         sums = (self.warps_k - 1) * self.warps_n * self.row_tiles * self.tile_m * CHUNK_ROWS * 4
-        return max(self.stages * (x + weight) + whole, sums)
+        return max(self.stages * weight + x, sums)
 
     def fits(self, k: int, bits: int, size: int, facts: DeviceFacts) -> bool:
         """Return whether the shared memory of a CTA, and of all CTAs of an SM, is available."""
@@ -155,5 +160,5 @@ def choose_fused(problem: Problem, facts: DeviceFacts) -> FullSchedule | None:
         return None
     fusion = (int(norm), int(add), int(gated))
     codes = can_multiply_codes(bits, size)
-    schedule = FullSchedule(8, 1, 8, 2, 4, 1, codes, problem.m, fusion)
+    schedule = FullSchedule(8, 1, 8, 2, 4, 1, codes, problem.m, 1, fusion)
     return schedule if schedule.fits(problem.k, bits, size, facts) else None

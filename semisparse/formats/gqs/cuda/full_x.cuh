@@ -1,6 +1,6 @@
 // x in shared memory, in one of two ways.
 //
-// StagedX: a stage has a k-tile of TILE_M tokens for every warp_k, copied by cp.async.
+// StagedX: a slot has a k-tile of TILE_M tokens for every warp_k, copied by cp.async.
 // WholeX, with X_TOKENS: all of x is copied first, or normalised on its way (stage_x.cuh): per k-tile X_TOKENS tokens. The lanes of
 // other tokens read zeros. So warps need no barrier in the main loop.
 //
@@ -23,7 +23,7 @@
 constexpr int kCells = kKTile / kUnitColumns;  // of a token in a k-tile
 constexpr int kTokenBytes = 16 * kCells;
 constexpr int kXTileBytes = TILE_M * kTokenBytes;
-constexpr int kXStageBytes = WARPS_K * kXTileBytes;
+constexpr int kXSlotBytes = WARPS_K * kXTileBytes;  // of an iteration
 
 constexpr int kXCells = WARPS_K * TILE_M * kCells;  // copied per iteration, each by one thread
 constexpr int kRowsCopied = kThreads / kCells;       // of all k-tiles, at once
@@ -46,7 +46,7 @@ struct LaneCells {
 
 struct StagedX {
     const char* x;       // [m, k], at the thread's column of k-tile 0
-    Word to;             // of the thread's cell in a stage
+    Word to;             // of the thread's cell in a slot
     int column, k;       // the thread's column in a k-tile
     int first_token, m, row_bytes;
     LaneCells cells;     // of token lane / 4 of the warp's k-tile
@@ -62,7 +62,7 @@ struct StagedX {
     }
 
     // Copies x for iteration `iteration`, the k-tiles of all warp_k; zeros past the last token and past column k.
-    __device__ __forceinline__ void copy(Word stage, int iteration) const {
+    __device__ __forceinline__ void copy(Word slot, int iteration) const {
 #pragma unroll
         for (int begin = 0; begin < kXCells; begin += kThreads) {
             const int row = begin / kCells + threadIdx.x / kCells;
@@ -71,12 +71,12 @@ struct StagedX {
             const int first = (iteration * WARPS_K + (WARPS_K > 1 ? row / TILE_M : 0)) * kKTile;
             const bool exists = token < m && first + column < k;
             const char* from = mad_wide(exists ? 2 * first : 0, 1, mad_wide(exists ? token : 0, row_bytes, x));
-            cp_async_16(to + stage + begin * 16, exists ? from : x - 2 * column, exists ? 16 : 0);
+            cp_async_16(to + slot + begin * 16, exists ? from : x - 2 * column, exists ? 16 : 0);
         }
     }
 
-    // Offset of a stage's k-tile for `load`.
-    __device__ __forceinline__ Word offset_of(Word stage, int) const { return stage; }
+    // Offset of the k-tile for `load`.
+    __device__ __forceinline__ Word offset_of(Word slot, int) const { return slot; }
 
     // Loads the lane's 8 columns of a unit for token lane / 4 of each 8.
     __device__ __forceinline__ void load(Word (&words)[4], Word offset, int unit, int token_tile) const {
