@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 
@@ -22,6 +23,21 @@ K_TILE = 128
 
 MAX_TOKENS = 64
 """Maximum M."""
+
+TILES_M = (8, 16, 32, 64)
+"""Tokens per CTA tile."""
+
+MAX_CODE_TOKENS = 16
+"""Maximum tile_m for which codes are multiplied as they are."""
+
+MAX_WARPS = 16
+"""Maximum warps per SM, as registers allow."""
+
+WARPS_K = (1, 2, 4, 8)
+"""Warps that share rows."""
+
+STAGES_AND_SPANS = ((4, 4), (4, 1), (3, 4), (3, 1), (2, 1))
+"""Stages, and iterations per barrier, the best first."""
 
 STATIC_SHARED = 128
 """Bytes of static shared memory, rounded up: RMSNorm's sums per warp."""
@@ -148,17 +164,40 @@ def choose_full(m: int, n: int, k: int, bits: int, size: int, facts: DeviceFacts
         size: columns per group.
         facts: the GPU.
     """
-    tile_m = next((tokens for tokens in (8, 16, 32, 64) if m <= tokens), 64)
-    return FullSchedule(tile_m, 2, 4, 1, 3, 1, tile_m <= 16 and can_multiply_codes(bits, size))
+    tile_m = next((tokens for tokens in TILES_M if m <= tokens), TILES_M[-1])
+    codes = tile_m <= MAX_CODE_TOKENS and can_multiply_codes(bits, size)
+    return _best(FullSchedule(tile_m, 1, 1, 1, 2, 1, codes), n, k, bits, size, facts)
 
 
 def choose_fused(problem: Problem, facts: DeviceFacts) -> FullSchedule | None:
     """Choose the schedule of a matmul with a prologue and an epilogue; None if `full.cu` cannot fuse them."""
-    size = group_size(problem.pattern)
+    n, k, size = problem.n, problem.k, group_size(problem.pattern)
     bits, (norm, add, gated) = code_bits(problem.params, size), problem.fusion_defines.values()
-    if quantises_x(problem.params) or problem.m > MAX_FUSED_TOKENS or (gated and problem.n % (2 * CHUNK_ROWS)):
+    if quantises_x(problem.params) or problem.m > MAX_FUSED_TOKENS or (gated and n % (2 * CHUNK_ROWS)):
         return None
     fusion = (int(norm), int(add), int(gated))
-    codes = can_multiply_codes(bits, size)
-    schedule = FullSchedule(8, 1, 8, 2, 4, 1, codes, problem.m, 1, fusion)
-    return schedule if schedule.fits(problem.k, bits, size, facts) else None
+    base = FullSchedule(8, 1, 1, 2 if gated else 1, 2, 1, can_multiply_codes(bits, size), problem.m, 1, fusion)
+    return _best(base, n, k, bits, size, facts) if base.fits(k, bits, size, facts) else None
+
+
+def _best(base: FullSchedule, n: int, k: int, bits: int, size: int, facts: DeviceFacts) -> FullSchedule:
+    """Return ``base`` with the warps, row tiles, stages and span that load the SMs best."""
+    tiles, k_tiles = -(-n // CHUNK_ROWS), -(-k // K_TILE)
+    candidates = [
+        replace(base, warps_n=warps_n, warps_k=warps_k, row_tiles=row_tiles, stages=stages, x_span=span)
+        for row_tiles in sorted({base.row_tiles, 2})
+        for warps_n, warps_k in product(range(1, MAX_WARPS + 1), WARPS_K)
+        for stages, span in STAGES_AND_SPANS
+        if warps_n * warps_k <= MAX_WARPS and (warps_k == 1 or warps_k <= k_tiles)
+        if not base.x_tokens or span == 1
+    ]
+
+    def score(schedule: FullSchedule) -> tuple[float, int, int, int]:
+        waves = -(-schedule.row_ctas(n) // facts.sms)
+        even = tiles / (waves * facts.sms * schedule.warps_n * schedule.row_tiles)
+        warps = schedule.warps_n * schedule.warps_k
+        busy = min(1.0, warps * schedule.row_tiles / (2 * MAX_WARPS)) ** 0.25
+        return even * busy * 0.95 ** (waves - 1), schedule.stages, schedule.x_span, schedule.row_tiles
+
+    fitting = [schedule for schedule in candidates if schedule.fits(k, bits, size, facts)]
+    return max(fitting or [base], key=score)
