@@ -45,7 +45,7 @@ OTHERS = ("gemm_wgmma", "gemm")
 
 WARPS_N, WARPS_K = (1, 2, 3, 4, 6, 7, 8, 11, 14, 16), (1, 2, 4, 8)
 ROW_TILES, CTAS = (1, 2, 4), (1, 2, 3)
-STAGES, SPANS = (3, 4, 6), (1, 4, 8)
+STAGES, SPANS = (2, 3, 4), (1, 4)
 COLUMNS = (
     *("n", "k", "m", "dtype", "kind", "size", "kernel", "chosen"),
     *FullSchedule.__dataclass_fields__,
@@ -90,7 +90,7 @@ def schedules(setup: Setup, m: int, facts: DeviceFacts, most: int) -> list[FullS
         scored.append((score - 0.04 * (rows == 1 and tile_m > 8), schedule))
     best = [schedule for _, schedule in sorted(scored, key=lambda pair: -pair[0])][:most]
     varied = [replace(base, stages=stages, x_span=span) for base in best for stages in STAGES for span in SPANS]
-    if tile_m == 8:
+    if tile_m <= 16:
         varied += [replace(base, stages=stages, x_tokens=bucket_of(m)) for base in best for stages in STAGES]
     fitting = [schedule for schedule in varied if schedule.fits(setup.k, bits, setup.size, facts)]
     return [chosen, *(schedule for schedule in dict.fromkeys(fitting) if schedule != chosen)]

@@ -52,7 +52,7 @@ def schedules(setup: Setup, m: int, facts: DeviceFacts) -> list[Schedule]:
     for tile_m in TILES_M[m]:
         for warpgroups, cluster, ctas in SHAPES:
             unsplit = fit(tiles, facts, tile_m, warpgroups, cluster, 1, ctas)
-            if unsplit is None or (tile_m >= 128 and warpgroups * ctas > 3):
+            if unsplit is None or (tile_m >= 128 and warpgroups * ctas * tile_m > 512):
                 continue
             filling = facts.sms * ctas // unsplit.tiles(m, tiles)
             splits = {0, 1} if filling < 2 else {0, min(filling, 8), max(1, min(filling, 8) // 2)}

@@ -30,13 +30,23 @@ TILES_M = (8, 16, 32, 64)
 MAX_CODE_TOKENS = 16
 """Maximum tile_m for which codes are multiplied as they are."""
 
+MAX_WHOLE_TOKENS = 16
+"""Maximum M for which all of x may be in shared memory."""
+
+FEW_TOKENS, WHOLE_SHARE = 2, 0.3
+"""All of x is in shared memory up to ``FEW_TOKENS``, and where x has at least this share of the bytes of a CTA's codes:
+8 tokens take 11.2 us at 11008 x 4096 (33 %) instead of 15.5, and 42.6 at 28672 x 8192 in 2 bits (29 %) instead of 40.9."""
+
+MIN_WHOLE_STAGES = 3
+"""Minimum stages of the weight beside all of x."""
+
 MAX_WARPS = 16
 """Maximum warps per SM, as registers allow."""
 
 WARPS_K = (1, 2, 4, 8)
 """Warps that share rows."""
 
-STAGES_AND_SPANS = ((4, 4), (4, 1), (3, 4), (3, 1), (2, 1))
+STAGES_AND_SPANS = ((3, 1), (3, 4), (2, 1))
 """Stages, and iterations per barrier, the best first."""
 
 STATIC_SHARED = 128
@@ -166,7 +176,13 @@ def choose_full(m: int, n: int, k: int, bits: int, size: int, facts: DeviceFacts
     """
     tile_m = next((tokens for tokens in TILES_M if m <= tokens), TILES_M[-1])
     codes = tile_m <= MAX_CODE_TOKENS and can_multiply_codes(bits, size)
-    return _best(FullSchedule(tile_m, 1, 1, 1, 2, 1, codes), n, k, bits, size, facts)
+    staged = _best(FullSchedule(tile_m, 1, 1, 1, 2, 1, codes), n, k, bits, size, facts)
+    if m > MAX_WHOLE_TOKENS:
+        return staged
+    whole = _best(replace(staged, x_tokens=m, x_span=1), n, k, bits, size, facts)
+    rows = CHUNK_ROWS * whole.warps_n * whole.row_tiles
+    pays = m <= FEW_TOKENS or 2 * m * k >= WHOLE_SHARE * rows * k * bits / 8
+    return whole if pays and whole.stages >= MIN_WHOLE_STAGES and whole.fits(k, bits, size, facts) else staged
 
 
 def choose_fused(problem: Problem, facts: DeviceFacts) -> FullSchedule | None:
@@ -197,7 +213,7 @@ def _best(base: FullSchedule, n: int, k: int, bits: int, size: int, facts: Devic
         even = tiles / (waves * facts.sms * schedule.warps_n * schedule.row_tiles)
         warps = schedule.warps_n * schedule.warps_k
         busy = min(1.0, warps * schedule.row_tiles / (2 * MAX_WARPS)) ** 0.25
-        return even * busy * 0.95 ** (waves - 1), schedule.stages, schedule.x_span, schedule.row_tiles
+        return even * busy * 0.95 ** (waves - 1), schedule.stages, -schedule.x_span, schedule.row_tiles
 
     fitting = [schedule for schedule in candidates if schedule.fits(k, bits, size, facts)]
     return max(fitting or [base], key=score)
