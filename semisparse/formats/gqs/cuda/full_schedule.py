@@ -35,7 +35,8 @@ MAX_WHOLE_TOKENS = 16
 
 FEW_TOKENS, WHOLE_SHARE = 2, 0.3
 """All of x is in shared memory up to ``FEW_TOKENS``, and where it has at least this share of the bytes of a CTA's codes.
-8 tokens take 11.2 us at 11008 x 4096 (33 %) instead of 15.5, and 42.6 at 28672 x 8192 in w2 (29 %) instead of 40.9."""
+8 tokens take 11.2 us at 11008 x 4096 (33 %) instead of 15.5, but 42.6 at 28672 x 8192 in 2 bits (29 %) instead of 40.9.
+"""
 
 MIN_WHOLE_STAGES = 3
 """Minimum stages of the weight beside all of x."""
