@@ -24,6 +24,9 @@ K_TILE = 128
 MAX_TOKENS = 64
 """Maximum M."""
 
+FULL_TOKENS = 8
+"""Maximum M for which `full` pays: 16 tokens take 60.5 us, 54.7 with `gemm_wgmma` (w4, groups of 128, 28672 x 8192)."""
+
 TILES_M = (8, 16, 32, 64)
 """Tokens per CTA tile."""
 
@@ -34,7 +37,8 @@ MAX_WHOLE_TOKENS = 16
 """Maximum M for which all of x may be in shared memory."""
 
 FEW_TOKENS, WHOLE_SHARE = 2, 0.3
-"""All of x is in shared memory up to ``FEW_TOKENS``, and where it has at least this share of the bytes of a CTA's codes.
+"""All of x is in shared memory up to ``FEW_TOKENS``, and where it has this share of the bytes of a CTA's codes, or more.
+
 8 tokens take 11.2 us at 11008 x 4096 (33 %) instead of 15.5, but 42.6 at 28672 x 8192 in 2 bits (29 %) instead of 40.9.
 """
 
@@ -162,6 +166,11 @@ def shape_refusal(problem: Problem) -> str | None:
             f"{K_TILE}; got N, K = {n}, {k}"
         )
     return None
+
+
+def pays(problem: Problem) -> bool:
+    """Return whether `full` is assumed to be faster than all others."""
+    return problem.m <= FULL_TOKENS
 
 
 def choose_full(m: int, n: int, k: int, bits: int, size: int, facts: DeviceFacts) -> FullSchedule:
