@@ -23,7 +23,7 @@ GEMM_UNPACKING = {2: 9, 3: 10.5, 4: 11, 8: 18}
 GEMM_PER_TOKEN = 0.27
 """Further operations of `gemm` per weight and token: mma.sync is slower than the wgmma of the peak rate."""
 
-FULL_UNPACKING = {2: 8, 3: 11, 4: 8.3, 8: 14}
+FULL_UNPACKING = {2: 8.3, 3: 12.3, 4: 8.5, 8: 14}
 """Operations of `full` per weight, by bits; fitted to 8 tokens at 28672 x 8192 (H200; 8 bits assumed)."""
 
 WGMMA_UNPACKING = {2: 8, 3: 10, 4: 9.5, 8: 11.5}

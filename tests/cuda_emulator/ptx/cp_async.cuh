@@ -20,7 +20,6 @@ template <int offset> void cp_async_16_at(Word to, const void* from) {
 inline void cp_async_16_prefetch_128(Word to, const void* from) {
     cp_async_16(to, from);
 }
-inline void cp_async_16_prefetch_256(Word to, const void* from) { cp_async_16(to, from); }
 
 template <int bytes> void cp_async(Word to, const void* from) { start_copy(to, from, bytes, bytes); }
 

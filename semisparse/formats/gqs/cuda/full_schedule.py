@@ -33,13 +33,14 @@ TILES_M = (8, 16, 32, 64)
 MAX_CODE_TOKENS = 16
 """Maximum tile_m for which codes are multiplied as they are."""
 
-MAX_WHOLE_TOKENS = 16
+MAX_WHOLE_TOKENS = 8
 """Maximum M for which all of x may be in shared memory."""
 
-FEW_TOKENS, WHOLE_SHARE = 2, 0.3
-"""All of x is in shared memory up to ``FEW_TOKENS``, and where it has this share of the bytes of a CTA's codes, or more.
+WHOLE_BITS = 450
+"""Up to so many bits of codes per column of a CTA, all of x is in shared memory.
 
-8 tokens take 11.2 us at 11008 x 4096 (33 %) instead of 15.5, but 42.6 at 28672 x 8192 in 2 bits (29 %) instead of 40.9.
+1 and 8 tokens take 10.1 and 11.2 us at 11008 x 4096 (4 bits: 384) instead of 11.1 and 14.0, and 37.8 and 42.6 at
+28672 x 8192 in 2 bits (448) instead of 43.2 and 43.2, but in 4 bits (896) 46.7 and 52.3 instead of 44.5 and 43.6.
 """
 
 MIN_WHOLE_STAGES = 3
@@ -190,9 +191,8 @@ def choose_full(m: int, n: int, k: int, bits: int, size: int, facts: DeviceFacts
     if m > MAX_WHOLE_TOKENS:
         return staged
     whole = _best(replace(staged, x_tokens=m, x_span=1), n, k, bits, size, facts)
-    rows = CHUNK_ROWS * whole.warps_n * whole.row_tiles
-    pays = m <= FEW_TOKENS or 2 * m * k >= WHOLE_SHARE * rows * k * bits / 8
-    return whole if pays and whole.stages >= MIN_WHOLE_STAGES and whole.fits(k, bits, size, facts) else staged
+    few_rows = CHUNK_ROWS * whole.warps_n * whole.row_tiles * bits <= WHOLE_BITS
+    return whole if few_rows and whole.stages >= MIN_WHOLE_STAGES and whole.fits(k, bits, size, facts) else staged
 
 
 def choose_fused(problem: Problem, facts: DeviceFacts) -> FullSchedule | None:

@@ -75,8 +75,7 @@ struct WeightCopy {
             for (int round = 0; round < kCodeRounds; ++round) {
                 if (kCodeCopies % 32 && round * 32 + threadIdx.x % 32 >= kCodeCopies) continue;
                 const Word offset = mad_lo(code_row[round], pitch, code_column[round] + code_offset);
-                // A k-tile of a row tile is pieces of 32 to 128 bytes, and those between them are read soon.
-                cp_async_16_prefetch_256(to_codes + stage + i * kRowTileBytes + round * 512, mad_wide(offset, 1, base));
+                cp_async_16(to_codes + stage + i * kRowTileBytes + round * 512, mad_wide(offset, 1, base));
             }
 #pragma unroll
             for (int round = 0; round < kGroupRounds; ++round) {

@@ -117,11 +117,9 @@ struct WholeX {
 
     __device__ __forceinline__ Word offset_of(Word, int k_tile) const { return k_tile * tile_bytes; }
 
-    __device__ __forceinline__ void load(Word (&words)[4], Word offset, int unit, int token_tile) const {
-        cells.load(words, offset + token_tile * (8 * kTokenBytes), unit);
-    }
+    __device__ __forceinline__ void load(Word (&words)[4], Word offset, int unit, int) const { cells.load(words, offset, unit); }
 };
-static_assert(X_TOKENS < 8 ? TILE_M == 8 || !X_TOKENS : TILE_M == X_TOKENS, "lanes of other tokens read zeros only below 8");
+static_assert(!X_TOKENS || TILE_M == 8, "mma takes 8 tokens");
 
 template <bool staged, typename Staged, typename Whole> struct Choose { using Type = Staged; };
 template <typename Staged, typename Whole> struct Choose<false, Staged, Whole> { using Type = Whole; };

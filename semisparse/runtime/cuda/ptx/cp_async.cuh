@@ -20,11 +20,6 @@ __device__ __forceinline__ void cp_async_16_prefetch_128(Word to, const void* fr
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" : : "r"(to), "l"(from) : "memory");
 }
 
-// The same with the aligned 256 bytes around them.
-__device__ __forceinline__ void cp_async_16_prefetch_256(Word to, const void* from) {
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" : : "r"(to), "l"(from) : "memory");
-}
-
 // Copies 4 or 8 bytes, through L1.
 template <int bytes>
 __device__ __forceinline__ void cp_async(Word to, const void* from) {
