@@ -28,7 +28,7 @@ def test_a_schedule_fits_the_gpu_and_covers_the_weight(m, n, k, kind, facts):
     bits, size = kind
     schedule = choose_full(m, n, k, bits, size, facts)
     assert schedule.fits(k, bits, size, facts)
-    assert schedule.threads <= 512  # 128 registers per thread
+    assert schedule.threads <= (512 if m <= 32 else 256)  # 128 or 255 registers per thread
     assert schedule.row_ctas(n) * schedule.warps_n * schedule.row_tiles * 16 >= n
     assert schedule.tile_m >= m
     assert not schedule.codes or (schedule.tile_m <= 16 and bits < 8 and size >= 64)

@@ -29,8 +29,17 @@ HALF, BFLOAT = torch.float16, torch.bfloat16
 SOURCE = CudaSource(
     Path(__file__).with_name("full.cu"),
     (
-        # tile_m, warps_n, warps_k, row_tiles, stages, ctas_per_sm, codes
-        FullSchedule(8, 14, 1, 1, 4, 1, True).defines(HALF, 4, 128),
+        # tile_m, warps_n, warps_k, row_tiles, stages, ctas_per_sm, codes, x_tokens, x_span, fusion
+        FullSchedule(8, 8, 2, 2, 3, 1, True).defines(HALF, 4, 128),
+        FullSchedule(8, 1, 8, 2, 3, 1, True, 8).defines(BFLOAT, 2, 64),
+        FullSchedule(8, 4, 4, 2, 3, 1, True, 1).defines(HALF, 3, 128),
+        FullSchedule(16, 8, 2, 2, 3, 1, True).defines(BFLOAT, 4, 128),
+        FullSchedule(16, 8, 2, 2, 3, 1, False).defines(HALF, 4, 64),
+        FullSchedule(32, 8, 2, 2, 2, 1, False).defines(BFLOAT, 8, 16),
+        FullSchedule(64, 8, 1, 2, 2, 1, False).defines(BFLOAT, 8, 16),
+        FullSchedule(64, 4, 2, 2, 2, 1, False).defines(HALF, 2, 32),
+        FullSchedule(8, 2, 8, 2, 3, 1, True, 2, 1, (1, 0, 1)).defines(BFLOAT, 4, 128),
+        FullSchedule(8, 2, 8, 1, 3, 1, False, 1, 1, (1, 1, 0)).defines(HALF, 8, 32),
     ),
 )
 

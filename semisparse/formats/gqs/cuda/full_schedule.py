@@ -30,8 +30,8 @@ FULL_TOKENS = 8
 TILES_M = (8, 16, 32, 64)
 """Tokens per CTA tile."""
 
-MAX_CODE_TOKENS = 16
-"""Maximum tile_m for which codes are multiplied as they are."""
+MAX_CODE_TOKENS = {64: 8, 128: 16}
+"""Maximum tile_m for which codes are multiplied as they are, by columns per group: more spill registers."""
 
 MAX_WHOLE_TOKENS = 8
 """Maximum M for which all of x may be in shared memory."""
@@ -46,8 +46,8 @@ WHOLE_BITS = 450
 MIN_WHOLE_STAGES = 3
 """Minimum stages of the weight beside all of x."""
 
-MAX_WARPS = 16
-"""Maximum warps per SM, as registers allow."""
+MAX_WARPS = {32: 16, 64: 8}
+"""Maximum warps per SM by maximum tile_m, as registers allow: 128 and up to 197 per thread."""
 
 WARPS_K = (1, 2, 4, 8)
 """Warps that share rows."""
@@ -186,7 +186,7 @@ def choose_full(m: int, n: int, k: int, bits: int, size: int, facts: DeviceFacts
         facts: the GPU.
     """
     tile_m = next((tokens for tokens in TILES_M if m <= tokens), TILES_M[-1])
-    codes = tile_m <= MAX_CODE_TOKENS and can_multiply_codes(bits, size)
+    codes = tile_m <= MAX_CODE_TOKENS.get(size, 0) and can_multiply_codes(bits, size)
     staged = _best(FullSchedule(tile_m, 1, 1, 1, 2, 1, codes), n, k, bits, size, facts)
     if m > MAX_WHOLE_TOKENS:
         return staged
@@ -209,12 +209,13 @@ def choose_fused(problem: Problem, facts: DeviceFacts) -> FullSchedule | None:
 def _best(base: FullSchedule, n: int, k: int, bits: int, size: int, facts: DeviceFacts) -> FullSchedule:
     """Return ``base`` with the warps, row tiles, stages and span that load the SMs best."""
     tiles, k_tiles = -(-n // CHUNK_ROWS), -(-k // K_TILE)
+    most_warps = next(warps for tokens, warps in MAX_WARPS.items() if base.tile_m <= tokens)
     candidates = [
         replace(base, warps_n=warps_n, warps_k=warps_k, row_tiles=row_tiles, stages=stages, x_span=span)
         for row_tiles in sorted({base.row_tiles, 2})
-        for warps_n, warps_k in product(range(1, MAX_WARPS + 1), WARPS_K)
+        for warps_n, warps_k in product(range(1, most_warps + 1), WARPS_K)
         for stages, span in STAGES_AND_SPANS
-        if warps_n * warps_k <= MAX_WARPS and (warps_k == 1 or warps_k <= k_tiles)
+        if warps_n * warps_k <= most_warps and (warps_k == 1 or warps_k <= k_tiles)
         if not base.x_tokens or span == 1
     ]
 
@@ -222,7 +223,7 @@ def _best(base: FullSchedule, n: int, k: int, bits: int, size: int, facts: Devic
         waves = -(-schedule.row_ctas(n) // facts.sms)
         even = tiles / (waves * facts.sms * schedule.warps_n * schedule.row_tiles)
         warps = schedule.warps_n * schedule.warps_k
-        busy = min(1.0, warps * schedule.row_tiles / (2 * MAX_WARPS)) ** 0.25
+        busy = min(1.0, warps * schedule.row_tiles / (2 * most_warps)) ** 0.25
         return even * busy * 0.95 ** (waves - 1), schedule.stages, -schedule.x_span, schedule.row_tiles
 
     fitting = [schedule for schedule in candidates if schedule.fits(k, bits, size, facts)]
