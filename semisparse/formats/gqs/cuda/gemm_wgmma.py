@@ -37,6 +37,9 @@ def gemm_defines(dtype: torch.dtype, bits: int, size: int, schedule: Schedule, f
 
 HALF, BFLOAT = torch.float16, torch.bfloat16
 
+SPILLS_IF_FULL = (64, 2, 2)
+"""tile_m, warpgroups and CTAs per SM with which the build that reads no masks would spill 4 to 16 bytes per thread."""
+
 SOURCE = CudaSource(
     Path(__file__).with_name("gemm_wgmma.cu"),
     (
@@ -46,7 +49,8 @@ SOURCE = CudaSource(
         gemm_defines(BFLOAT, 4, 128, Schedule(128, 3, 1, 0, 3, 1, 1)),
         gemm_defines(HALF, 3, 8, Schedule(32, 1, 1, 4, 3, 1, 3)),
         gemm_defines(HALF, 2, 64, Schedule(16, 4, 1, 2, 4, 1, 1)),
-        gemm_defines(HALF, 4, 128, Schedule(64, 2, 1, 0, 3, 2, 2), full=True),
+        gemm_defines(HALF, 4, 128, Schedule(64, 3, 1, 0, 3, 2, 1), full=True),
+        gemm_defines(BFLOAT, 8, 16, Schedule(64, 1, 1, 4, 2, 1, 3), full=True),
         gemm_defines(BFLOAT, 3, 16, Schedule(256, 2, 2, 0, 2, 1, 1), full=True),
         {**gemm_defines(BFLOAT, 4, 16, Schedule(160, 2, 2, 0, 3, 1, 1)), "EXPERTS": 1},
         {**gemm_defines(HALF, 4, 16, Schedule(16, 3, 2, 0, 4, 2, 1)), "EXPERTS": 1},
@@ -74,9 +78,12 @@ def prepare(problem: Problem, schedule: Schedule | None = None) -> Product:
     (n, k), device, dtype = problem.spec.shape, problem.device, problem.dtype
     size = group_size(problem.pattern)
     bits = code_bits(problem.params, size)
-    full = bool(problem.params.get("full")) and n % CHUNK_ROWS == 0
+    full, facts = bool(problem.params.get("full")) and n % CHUNK_ROWS == 0, device_facts(device)
     tiles = tiles_of(n, k, bits, size, full)
-    schedule = schedule or choose(problem.m, tiles, device_facts(device), RATES)
+    schedule = schedule or choose(problem.m, tiles, facts, RATES)
+    if full and (schedule.tile_m, schedule.warpgroups, schedule.ctas_per_sm) == SPILLS_IF_FULL:
+        full, tiles = False, tiles_of(n, k, bits, size)
+        schedule = choose(problem.m, tiles, facts, RATES)
     product = expand_gemm.prepare(
         lambda chosen: SOURCE.build(
             "semisparse_gqs_gemm_wgmma", gemm_defines(dtype, bits, size, chosen, full), chosen.shared(tiles)
