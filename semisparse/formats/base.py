@@ -287,6 +287,7 @@ class Format:
         specs: weight spec -> its stored tensors.
         counts: weight spec -> the sizes of the dimensions that ``specs`` name, other than N and K.
         counted: names of the params that count what is stored, such as non-zeros; kernels are prepared without them.
+        facts: weight spec -> params, derived from the counted ones, that kernels are prepared with instead.
         tuned_by: names of the params that tuned tables have in their column ``variant``.
         pack_weight: (weight [N, K], pattern, options) -> (params, tensors); the weight has passed ``pattern.check``.
         unpack: Packed -> weight [N, K] in its dtype.
@@ -329,6 +330,7 @@ class Format:
     codes: Callable[[Packed], Codes | None] = lambda packed: None
     violation: Callable[[Packed], str | None] = lambda packed: packed.pattern.violation(packed.unpack() != 0)
     counted: tuple[str, ...] = ()
+    facts: Callable[[WeightSpec], Mapping[str, Scalar]] = lambda spec: {}
     tuned_by: tuple[str, ...] = ()
     kernels: tuple[Kernel, ...] = ()
     cases: tuple[Case, ...] = ()
@@ -379,8 +381,11 @@ class Format:
         return Packed(WeightSpec(self.name, self.version, pattern, shape, weight.dtype, Params(params)), tensors)
 
     def structure(self, spec: WeightSpec) -> WeightSpec:
-        """Return a spec without the ``counted`` params: kernels are chosen and prepared once per structure."""
-        return replace(spec, params=spec.params.without(*self.counted))
+        """Return a spec without the ``counted`` params, with their ``facts`` instead.
+
+        Kernels are chosen and prepared once per structure.
+        """
+        return replace(spec, params=Params(spec.params.without(*self.counted), **self.facts(spec)))
 
     def shapes(self, spec: WeightSpec) -> dict[str, tuple[int, ...]]:
         """Return every stored tensor's shape.
