@@ -13,7 +13,9 @@ from math import gcd, lcm
 
 import torch
 
+from semisparse.formats.kernel import Problem
 from semisparse.formats.vector_nm.cuda.schedule import SCALARS
+from semisparse.formats.vector_nm.storage.disk import vectors_of
 from semisparse.patterns import VectorNM
 from semisparse.runtime.nvrtc import Defines
 
@@ -37,6 +39,8 @@ TILE_SLOTS = 32
 """Slots per stage of a warp in decode_tensor.cu."""
 CHUNK_COLUMNS = 8
 """Columns of x that a thread of decode_tensor.cu copies at a time: 16 bytes of one row, in 16-bit types."""
+MAX_NORMED_TOKENS = 8
+"""Maximum tokens per CTA of a fused decode_tensor.cu."""
 MAX_FAST_PANELS = 3
 """Maximum panels of x at which more warps and stages still win. Fewer warps or stages leave room for larger panels, but
 are slower: at M = 8, N x K = 4096 x 11008 (H200) two panels with two stages take 17.1 us, one panel with one stage
@@ -116,6 +120,8 @@ class DecodeTensorSchedule:
         tile_m: tokens per CTA.
         warps: warps per CTA.
         stages: pipeline stages per warp, of `TILE_SLOTS` slots each.
+        tiles_at_once: row tiles that a CTA computes at the same time, each with its share of the warps: 2 with SiLU.
+        ctas_per_sm: CTAs that the registers must leave room for.
     """
 
     pattern: VectorNM
@@ -123,6 +129,8 @@ class DecodeTensorSchedule:
     tile_m: int
     warps: int
     stages: int
+    tiles_at_once: int = 1
+    ctas_per_sm: int = 0
 
     @property
     def tile_n(self) -> int:
@@ -137,7 +145,12 @@ class DecodeTensorSchedule:
         start while this kernel's still run.
         """
         tile_macros = {"TILE_N": self.tile_n, "TILE_M": self.tile_m, "WARPS": self.warps, "STAGES": self.stages}
-        return _defines(self.pattern, self.dtype, **tile_macros, CTAS_PER_SM=2 if self.tile_m == 1 else 1)
+        ctas = self.ctas_per_sm or (2 if self.tile_m == 1 else 1)
+        return _defines(self.pattern, self.dtype, **tile_macros, CTAS_PER_SM=ctas)
+
+    def steps(self, slot_tiles: int) -> int:
+        """Return a warp's tiles per row tile and panel of ``slot_tiles`` tiles, a multiple of the stages."""
+        return -(-slot_tiles // (self.warps // self.tiles_at_once * self.stages)) * self.stages
 
     def panel_chunks(self, windows: int) -> int:
         """Return the 16-byte chunks, of `CHUNK_COLUMNS` columns each, per row of x in ``windows`` windows."""
@@ -200,3 +213,23 @@ def choose_decode_tensor(
             # All numbers up to MAX_FAST_PANELS count as equal, and min() returns the first smallest entry.
             fitting.append((max(MAX_FAST_PANELS, panels), schedule))
     return min(fitting, key=lambda entry: entry[0], default=(0, None))[1]
+
+
+def choose_fused(problem: Problem, shared_limit: int) -> DecodeTensorSchedule | None:
+    """Return the schedule of decode_tensor.cu with a prologue and an epilogue; None if no schedule can fuse them.
+
+    Args:
+        problem: the matmul, its prologue and its epilogue.
+        shared_limit: bytes of shared memory that a CTA may take.
+    """
+    pattern, gated = vectors_of(problem.pattern), problem.epilogue == "silu_mul"
+    tile_m = next(tile for tile in TENSOR_TILE_M if tile >= problem.m)
+    for warps, stages in TENSOR_WARPS_STAGES:
+        schedule = DecodeTensorSchedule(pattern, problem.dtype, tile_m, warps, stages, 2 if gated else 1)
+        windows = schedule.windows_per_panel(problem.k, shared_limit)
+        # A norm needs all of x at once.
+        whole = windows is not None and windows * pattern.window >= problem.k
+        aligned = problem.k % CHUNK_COLUMNS == 0 and not (gated and problem.n % (2 * schedule.tile_n))
+        if aligned and tile_m <= MAX_NORMED_TOKENS and windows and (whole or problem.prologue == "none"):
+            return schedule
+    return None
