@@ -50,6 +50,7 @@ constexpr bool kXFirst = TILE_M <= 8 && !kFused;        // x is loaded before th
 
 static_assert(WARPS % kTilesAtOnce == 0, "both row tiles have as many warps");
 static_assert(!RMS_NORM || kN8Tiles == 1, "a thread's items are chunks of one n8 tile");
+static_assert(!ADD_RESIDUAL || TILE_M * TILE_N <= kThreads, "a thread loads the residual of one output");
 
 using Accumulators = float[kM16Tiles][kN8Tiles][4];
 
@@ -335,9 +336,9 @@ __device__ __forceinline__ float residual_at(const SCALAR* residual, int i, int 
     return ADD_RESIDUAL && i < m * TILE_N && row < n ? to_float(residual[static_cast<long long>(i / TILE_N) * n + row]) : 0.0f;
 }
 
-// Adds the warps' partial sums, and stores. `first_residual` is that of the thread's first output, which was loaded early.
-__device__ __forceinline__ void epilogue(const Partial* partials, const SCALAR* bias, const SCALAR* residual,
-                                         float first_residual, SCALAR* y, int m, int n, int first_row) {
+// Adds the warps' partial sums, and stores. `added` is the residual of the thread's output, which was loaded early.
+__device__ __forceinline__ void epilogue(const Partial* partials, const SCALAR* bias, float added, SCALAR* y, int m, int n,
+                                         int first_row) {
     const int rows = SILU_MUL ? n / 2 : n;
     for (int i = threadIdx.x; i < m * TILE_N; i += kThreads) {
         const int token = i / TILE_N, row = first_row + i % TILE_N;
@@ -349,10 +350,7 @@ __device__ __forceinline__ void epilogue(const Partial* partials, const SCALAR* 
             if (SILU_MUL) up += partials[kSliceWarps + warp][token][i % TILE_N];
         }
         if (SILU_MUL) sum = silu_mul(sum, up);
-        if (ADD_RESIDUAL) {
-            const bool first = i == static_cast<int>(threadIdx.x);
-            sum = (first ? first_residual : residual_at(residual, i, m, n, first_row)) + rounded(sum);
-        }
+        if (ADD_RESIDUAL) sum = added + rounded(sum);
         store(y + static_cast<long long>(token) * rows + row, sum);
     }
 }
@@ -402,7 +400,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_v
     }
     for (int loaded = -1; at.row_tile < row_tiles; at.next_row_tile()) {
         Accumulators d = {};
-        const float first_residual = residual_at(residual, threadIdx.x, m, n, at.row_tile * TILE_N);
+        const float added = residual_at(residual, threadIdx.x, m, n, at.row_tile * TILE_N);
         for (at.pass = 0; at.pass < panels; ++at.pass) {
             if (at.panel(work) != loaded) {
                 if (loaded >= 0) __syncthreads();
@@ -418,7 +416,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_v
         }
         store_partial(partials[warp], d);
         __syncthreads();
-        epilogue(partials, bias, residual, first_residual, y, m, n, at.row_tile * TILE_N);
+        epilogue(partials, bias, added, y, m, n, at.row_tile * TILE_N);
         __syncthreads();
     }
 }
