@@ -20,6 +20,18 @@ RUNS = [
 ]
 
 
+capability = [(9, 0)]
+"""The compute capability of the GPU that is emulated."""
+
+
+@pytest.fixture
+def ampere():
+    """Emulate a GPU without clusters."""
+    capability[0] = (8, 0)
+    yield
+    capability[0] = (9, 0)
+
+
 @pytest.fixture(params=RUNS)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     """Run an operation by its kernel, and by torch: on copies of its arguments, which both return."""
@@ -31,7 +43,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
         there = [_copied(argument, "cuda" if request.param == "gpu" else "cpu") for argument in arguments]
         with pytest.MonkeyPatch.context() as patch:
             if request.param != "gpu":
-                emulate(patch, sms=6)
+                emulate(patch, 6, capability[0])
             adverse[0] = request.param == "late"
             found = operation(*there)
         return (found, there), (expected, here)
@@ -131,6 +143,10 @@ def test_rotary_embedding_and_cache(kernels, dtype, heads, normed):
     ),
 )
 def test_attention_to_the_cache(kernels, dtype, heads, length, positions):
+    check_attention(kernels, dtype, heads, length, positions)
+
+
+def check_attention(kernels, dtype: torch.dtype, heads: Heads, length: int, positions: list[int]) -> None:
     sequences = 2 if len(positions) % 2 == 0 else len(positions)
     q = torch.randn(len(positions), heads.count, heads.dim).to(dtype)
     cache = cache_of(sequences, heads, length, dtype)
@@ -143,6 +159,11 @@ def test_attention_to_the_cache(kernels, dtype, heads, length, positions):
         close(found.double().cpu().to(dtype), expected.to(dtype), 8)
 
 
+@pytest.mark.usefixtures("ampere")
+def test_attention_in_splits_without_clusters(kernels):
+    check_attention(kernels, DTYPES[0], Heads(6, 2, 64, 0.1), 200, [5, 6, 130, 131])
+
+
 @pytest.mark.parametrize(
     ("dtype", "heads", "length", "positions", "normed"),
     mostly_slow(
@@ -151,7 +172,7 @@ def test_attention_to_the_cache(kernels, dtype, heads, length, positions):
             (DTYPES[0], Heads(6, 2, 64, 0.1), 200, [5, 131], True),
             (DTYPES[2], Heads(8, 4, 16, 0.3), 70, [0], False),
             (DTYPES[0], Heads(14, 1, 16, 0.25), 40, [0, 39, 20], True),
-            (DTYPES[2], Heads(2, 1, 80, 0.1), 140, [139], True),
+            (DTYPES[2], Heads(2, 1, 80, 0.1), 500, [430], True),
         ],
         1,
         2,
