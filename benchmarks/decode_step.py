@@ -1,6 +1,6 @@
 """One captured decode step of the engine, kernel by kernel: how long each takes, and how much it adds.
 
-    python benchmarks/decode_step.py OUT.csv [--model llama2-7b] [--weights dense,bitmask,gqs] [--batch 1,8] [--position 560]
+    python benchmarks/decode_step.py OUT.csv [--model llama2-7b] [--weights dense,bitmask,gqs] [--batch 1,8]
 
 Random weights, bfloat16. Kernels overlap (programmatic dependent launch): one is resident, and loads its
 weight, while the one before still runs. So a kernel's duration says little. What it adds is from the end of the kernel

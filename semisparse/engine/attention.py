@@ -228,9 +228,9 @@ def _attend(
     clustered = 1 < splits <= MAX_CLUSTER + 1 and facts.capability >= HOPPER
     splits = min(splits, MAX_CLUSTER) if clustered else splits
     partials, counters = _workspace(out.device, m * heads.count * splits * (heads.dim + 4), m * ctas)
-    defines: Defines = {"SCALAR": SCALARS[out.dtype], "DIM": heads.dim, "GROUP": group, **rope}
+    shape: Defines = {"SCALAR": SCALARS[out.dtype], "DIM": heads.dim, "GROUP": group}
+    defines: Defines = {**shape, **rope, "CLUSTER": splits if clustered else 1}
     source = CLUSTERED_ATTENTION if clustered else ATTENTION
-    defines["CLUSTER"] = splits if clustered else 1
     source.build("semisparse_engine_attention", defines).load(out.device)(
         (splits, ctas, m), 128, pdl=facts.has_pdl,
         keys=cache.keys, values=cache.values, positions=positions, out=out, partials=partials, counters=counters,

@@ -70,7 +70,8 @@ def _check_panels(packed: Packed) -> None:
     first_loads = torch.arange(SEGMENTS + 1, device=starts.device) * starts.diff()[:, None] // SEGMENTS
     empty = (first_loads.diff() == 0).view(-1, 1)
     refuse_first(empty & (bases != 0), "bases", "the segment has no loads, expected 0")
-    if bases.device.type == "cpu" and cpp.refusal() is None and not is_paired(packed.params):  # 1000 times as fast as torch, and loading waits for it
+    on_disk = bases.device.type == "cpu" and not is_paired(packed.params)
+    if on_disk and cpp.refusal() is None:  # 1000 times as fast as torch, and loading waits for it
         span = cpu.check_lists(packed)
     else:
         span = _check_lists(packed)

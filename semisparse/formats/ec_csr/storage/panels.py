@@ -59,7 +59,7 @@ def panel_rows_of(params: Params) -> int:
 
 
 def is_paired(params: Params) -> bool:
-    """Return whether the first half of a panel's rows are of the weight's first half of rows, and the rest of the other.
+    """Return whether the first half of a panel's rows belong to the weight's first half of rows, the rest to the other.
 
     Raises:
         FormatError: `PAIRED` is another number than 0 and 1.

@@ -122,6 +122,7 @@ class DecodeTensorSchedule:
         stages: pipeline stages per warp, of `TILE_SLOTS` slots each.
         tiles_at_once: row tiles that a CTA computes at the same time, each with its share of the warps: 2 with SiLU.
         ctas_per_sm: CTAs that the registers must leave room for.
+        persistent: whether CTAs stride over the row tiles, as many as are resident. Each then copies x once.
     """
 
     pattern: VectorNM
@@ -130,7 +131,8 @@ class DecodeTensorSchedule:
     warps: int
     stages: int
     tiles_at_once: int = 1
-    ctas_per_sm: int = 0
+    ctas_per_sm: int = 1
+    persistent: bool = True
 
     @property
     def tile_n(self) -> int:
@@ -139,14 +141,13 @@ class DecodeTensorSchedule:
 
     @property
     def defines(self) -> Defines:
-        """Preprocessor macros, by name.
-
-        For one token the registers are limited so that two CTAs fit on an SM: under PDL the next kernel's CTAs then
-        start while this kernel's still run.
-        """
+        """Preprocessor macros, by name."""
         tile_macros = {"TILE_N": self.tile_n, "TILE_M": self.tile_m, "WARPS": self.warps, "STAGES": self.stages}
-        ctas = self.ctas_per_sm or (2 if self.tile_m == 1 else 1)
-        return _defines(self.pattern, self.dtype, **tile_macros, CTAS_PER_SM=ctas)
+        return _defines(self.pattern, self.dtype, **tile_macros, CTAS_PER_SM=self.ctas_per_sm)
+
+    def ctas(self, row_tiles: int, sms: int) -> int:
+        """Return the CTAs of the grid, for ``row_tiles`` row tiles of y."""
+        return min(row_tiles, self.ctas_per_sm * sms) if self.persistent else row_tiles
 
     def steps(self, slot_tiles: int) -> int:
         """Return a warp's tiles per row tile and panel of ``slot_tiles`` tiles, a multiple of the stages."""
@@ -206,7 +207,10 @@ def choose_decode_tensor(
     tile_m = next(tile for tile in TENSOR_TILE_M if tile >= m)
     fitting = []
     for warps, stages in TENSOR_WARPS_STAGES:
-        schedule = DecodeTensorSchedule(pattern, dtype, tile_m, warps, stages)
+        # For one token the registers are limited so that two CTAs fit on an SM: under PDL the next kernel's CTAs then start
+        # while this kernel's still run. For more a CTA copies x once for all of its row tiles.
+        ctas = 2 if tile_m == 1 else 1
+        schedule = DecodeTensorSchedule(pattern, dtype, tile_m, warps, stages, 1, ctas, persistent=tile_m > 1)
         windows = schedule.windows_per_panel(k, shared_limit)
         if windows is not None:
             panels = -(-k // (windows * pattern.window))

@@ -79,10 +79,6 @@ def fuse(problem: Problem) -> FusedProduct | None:
     return None if schedule is None else _prepared(problem, schedule)
 
 
-def ctas_for(schedule, row_tiles, sms):
-    return row_tiles if schedule.tile_m == 1 else min(row_tiles, sms)
-
-
 def _prepared(problem: Problem, schedule: DecodeTensorSchedule | None) -> FusedProduct:
     (n, k), facts = problem.spec.shape, device_facts(problem.device)
     windows = schedule.windows_per_panel(k, facts.shared_per_cta) if schedule else None
@@ -103,8 +99,7 @@ def _prepared(problem: Problem, schedule: DecodeTensorSchedule | None) -> FusedP
         "steps": schedule.steps(min(slot_tiles, panel_tiles)),
         "aligned": int(k % CHUNK_COLUMNS == 0),
     }
-    # For one token a CTA per row tile; for more a CTA copies x once for all of its row tiles.
-    grid = (ctas_for(schedule, row_tiles, facts.sms), 1, 1)
+    grid = (schedule.ctas(row_tiles, facts.sms), 1, 1)
     defines = {**schedule.defines, **problem.fusion_defines}
     build = SOURCE.build("semisparse_vector_nm_decode_tensor", defines, schedule.shared_bytes(windows))
     kernel, threads = build.load(problem.device), 32 * schedule.warps
