@@ -17,6 +17,7 @@ from semisparse.formats.kernel import Problem
 from semisparse.formats.vector_nm.cuda.schedule import SCALARS
 from semisparse.formats.vector_nm.storage.disk import vectors_of
 from semisparse.patterns import VectorNM
+from semisparse.runtime.device import DeviceFacts
 from semisparse.runtime.nvrtc import Defines
 
 MAX_M = 16
@@ -39,8 +40,11 @@ TILE_SLOTS = 32
 """Slots per stage of a warp in decode_tensor.cu."""
 CHUNK_COLUMNS = 8
 """Columns of x that a thread of decode_tensor.cu copies at a time: 16 bytes of one row, in 16-bit types."""
-MAX_NORMED_TOKENS = 8
+MAX_FUSED_TILE_M = 8
 """Maximum tokens per CTA of a fused decode_tensor.cu."""
+FUSED_ONE_WAVE, FUSED_WAVES = (32, 2, 1), (16, 2, 2)
+"""(warps per CTA, stages per warp, CTAs per SM) of a fused decode_tensor.cu for one token: where an SM has at most one
+row tile of y, and where it has more."""
 MAX_FAST_PANELS = 3
 """Maximum panels of x at which more warps and stages still win. Fewer warps or stages leave room for larger panels, but
 are slower: at M = 8, N x K = 4096 x 11008 (H200) two panels with two stages take 17.1 us, one panel with one stage
@@ -207,8 +211,8 @@ def choose_decode_tensor(
     tile_m = next(tile for tile in TENSOR_TILE_M if tile >= m)
     fitting = []
     for warps, stages in TENSOR_WARPS_STAGES:
-        # For one token the registers are limited so that two CTAs fit on an SM: under PDL the next kernel's CTAs then start
-        # while this kernel's still run. For more a CTA copies x once for all of its row tiles.
+        # For one token the registers are limited so that two CTAs fit on an SM: under PDL the next kernel's CTAs then
+        # start while this kernel's still run. For more a CTA copies x once for all of its row tiles.
         ctas = 2 if tile_m == 1 else 1
         schedule = DecodeTensorSchedule(pattern, dtype, tile_m, warps, stages, 1, ctas, persistent=tile_m > 1)
         windows = schedule.windows_per_panel(k, shared_limit)
@@ -219,21 +223,24 @@ def choose_decode_tensor(
     return min(fitting, key=lambda entry: entry[0], default=(0, None))[1]
 
 
-def choose_fused(problem: Problem, shared_limit: int) -> DecodeTensorSchedule | None:
+def choose_fused(problem: Problem, gpu: DeviceFacts) -> DecodeTensorSchedule | None:
     """Return the schedule of decode_tensor.cu with a prologue and an epilogue; None if no schedule can fuse them.
 
     Args:
         problem: the matmul, its prologue and its epilogue.
-        shared_limit: bytes of shared memory that a CTA may take.
+        gpu: what it runs on.
     """
-    pattern, gated = vectors_of(problem.pattern), problem.epilogue == "silu_mul"
+    pattern, at_once = vectors_of(problem.pattern), 2 if problem.epilogue == "silu_mul" else 1
     tile_m = next(tile for tile in TENSOR_TILE_M if tile >= problem.m)
-    for warps, stages in TENSOR_WARPS_STAGES:
-        schedule = DecodeTensorSchedule(pattern, problem.dtype, tile_m, warps, stages, 2 if gated else 1)
-        windows = schedule.windows_per_panel(problem.k, shared_limit)
+    tile_n = min(pattern.length, 32)
+    if tile_m > MAX_FUSED_TILE_M or problem.k % CHUNK_COLUMNS or (at_once == 2 and problem.n % (2 * tile_n)):
+        return None
+    one_wave = -(-problem.n // (at_once * tile_n)) <= gpu.sms
+    fastest = () if tile_m > 1 else (FUSED_ONE_WAVE,) if one_wave else (FUSED_WAVES,)
+    for warps, stages, ctas in (*fastest, *((*config, 1) for config in TENSOR_WARPS_STAGES)):
+        schedule = DecodeTensorSchedule(pattern, problem.dtype, tile_m, warps, stages, at_once, ctas)
+        windows = schedule.windows_per_panel(problem.k, gpu.shared_per_cta)
         # A norm needs all of x at once.
-        whole = windows is not None and windows * pattern.window >= problem.k
-        aligned = problem.k % CHUNK_COLUMNS == 0 and not (gated and problem.n % (2 * schedule.tile_n))
-        if aligned and tile_m <= MAX_NORMED_TOKENS and windows and (whole or problem.prologue == "none"):
+        if windows and (problem.prologue == "none" or windows * pattern.window >= problem.k):
             return schedule
     return None

@@ -13,6 +13,8 @@ from semisparse.formats.kernel import NOTHING_FUSED, FusedOperands, FusedProduct
 from semisparse.formats.vector_nm.cuda import decode
 from semisparse.formats.vector_nm.cuda.decode_schedule import (
     CHUNK_COLUMNS,
+    FUSED_ONE_WAVE,
+    FUSED_WAVES,
     TENSOR_VECTOR_LENGTHS,
     TILE_SLOTS,
     DecodeTensorSchedule,
@@ -31,18 +33,18 @@ UNFUSED: Defines = {"RMS_NORM": 0, "ADD_RESIDUAL": 0, "SILU_MUL": 0}
 SOURCE = CudaSource(
     Path(__file__).with_name("decode_tensor.cu"),
     tuple(
-        {**DecodeTensorSchedule(VectorNM(*pattern), dtype, tile_m, 16, 2).defines, **UNFUSED, **fusion}
-        for pattern, dtype, tile_m, fusion in (
-            ((16, 32, 32), torch.float16, 1, {}),
-            ((16, 32, 32), torch.float16, 8, {}),
-            ((16, 32, 32), torch.bfloat16, 16, {}),
-            ((5, 7, 16), torch.bfloat16, 8, {}),
-            ((5, 7, 128), torch.float16, 1, {}),
-            ((16, 32, 32), torch.bfloat16, 1, {"RMS_NORM": 1}),
-            ((16, 32, 32), torch.float16, 1, {"RMS_NORM": 1, "SILU_MUL": 1}),
-            ((16, 32, 32), torch.bfloat16, 1, {"ADD_RESIDUAL": 1}),
-            ((16, 32, 32), torch.float16, 8, {"RMS_NORM": 1, "SILU_MUL": 1}),
-            ((5, 7, 16), torch.bfloat16, 8, {"ADD_RESIDUAL": 1}),
+        {**DecodeTensorSchedule(VectorNM(*pattern), dtype, *schedule).defines, **UNFUSED, **fusion}
+        for pattern, dtype, schedule, fusion in (
+            ((16, 32, 32), torch.float16, (1, 16, 2, 1, 2), {}),
+            ((16, 32, 32), torch.float16, (8, 16, 2), {}),
+            ((16, 32, 32), torch.bfloat16, (16, 16, 2), {}),
+            ((5, 7, 16), torch.bfloat16, (8, 16, 2), {}),
+            ((5, 7, 128), torch.float16, (1, 16, 2, 1, 2), {}),
+            ((16, 32, 32), torch.bfloat16, (1, *FUSED_WAVES[:2], 1, FUSED_WAVES[2]), {"RMS_NORM": 1}),
+            ((16, 32, 32), torch.float16, (1, *FUSED_WAVES[:2], 2, FUSED_WAVES[2]), {"RMS_NORM": 1, "SILU_MUL": 1}),
+            ((16, 32, 32), torch.bfloat16, (1, *FUSED_ONE_WAVE[:2], 1, FUSED_ONE_WAVE[2]), {"ADD_RESIDUAL": 1}),
+            ((16, 32, 32), torch.float16, (8, 16, 2, 2), {"RMS_NORM": 1, "SILU_MUL": 1}),
+            ((5, 7, 16), torch.bfloat16, (8, 16, 2), {"ADD_RESIDUAL": 1}),
         )
     ),
 )
@@ -75,7 +77,7 @@ def prepare(problem: Problem, schedule: DecodeTensorSchedule | None = None) -> P
 
 def fuse(problem: Problem) -> FusedProduct | None:
     """As `prepare`, for a problem with a prologue or an epilogue; None if no schedule can fuse them."""
-    schedule = choose_fused(problem, device_facts(problem.device).shared_per_cta)
+    schedule = choose_fused(problem, device_facts(problem.device))
     return None if schedule is None else _prepared(problem, schedule)
 
 
@@ -104,9 +106,7 @@ def _prepared(problem: Problem, schedule: DecodeTensorSchedule | None) -> FusedP
     build = SOURCE.build("semisparse_vector_nm_decode_tensor", defines, schedule.shared_bytes(windows))
     kernel, threads = build.load(problem.device), 32 * schedule.warps
 
-    def decode_tensor(
-        x: Tensor, packed: Packed, bias: Tensor | None, fused: FusedOperands = NOTHING_FUSED
-    ) -> Tensor:
+    def decode_tensor(x: Tensor, packed: Packed, bias: Tensor | None, fused: FusedOperands = NOTHING_FUSED) -> Tensor:
         x, values, bias = aligned(x), aligned(packed.tensors["values"]), bias_like(x, bias)
         y = x.new_empty(x.shape[0], width)
         operands = {"x": x, "values": values, "positions": packed.tensors["positions"].contiguous(), "bias": bias}
