@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from semisparse.engine.ops import FOLDER, SCALARS, Columns, rms_norm
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.kernel import HOPPER, Argument, CudaSource
+from semisparse.runtime.kernel import Argument, CudaSource
 from semisparse.runtime.nvrtc import Defines
 
 ROPE = CudaSource(
@@ -21,21 +21,12 @@ ROPE = CudaSource(
 ATTENTION = CudaSource(
     FOLDER / "attention.cu",
     (
-        {"SCALAR": "__nv_bfloat16", "DIM": 128, "GROUP": 1, "ROPE": 1, "CLUSTER": 1},
-        {"SCALAR": "__half", "DIM": 128, "GROUP": 8, "ROPE": 1, "CLUSTER": 1},
-        {"SCALAR": "float", "DIM": 64, "GROUP": 2, "ROPE": 1, "CLUSTER": 1},
-        {"SCALAR": "__half", "DIM": 256, "GROUP": 4, "ROPE": 0, "CLUSTER": 1},
-        {"SCALAR": "__half", "DIM": 8, "GROUP": 8, "ROPE": 0, "CLUSTER": 1},
+        {"SCALAR": "__nv_bfloat16", "DIM": 128, "GROUP": 1, "ROPE": 1},
+        {"SCALAR": "__half", "DIM": 128, "GROUP": 8, "ROPE": 1},
+        {"SCALAR": "float", "DIM": 64, "GROUP": 2, "ROPE": 1},
+        {"SCALAR": "__half", "DIM": 256, "GROUP": 4, "ROPE": 0},
+        {"SCALAR": "__half", "DIM": 8, "GROUP": 8, "ROPE": 0},
     ),
-)
-CLUSTERED_ATTENTION = CudaSource(
-    FOLDER / "attention.cu",
-    (
-        {"SCALAR": "__nv_bfloat16", "DIM": 128, "GROUP": 1, "ROPE": 1, "CLUSTER": 8},
-        {"SCALAR": "__half", "DIM": 64, "GROUP": 8, "ROPE": 1, "CLUSTER": 5},
-        {"SCALAR": "float", "DIM": 256, "GROUP": 2, "ROPE": 0, "CLUSTER": 2},
-    ),
-    architectures=("sm_90a", "sm_100a"),
 )
 
 MAX_GROUP = 8
@@ -47,11 +38,8 @@ HEADS_PER_CTA = 4
 MIN_SPLIT = 64
 """Minimum positions per split of attention.cu."""
 
-MAX_CLUSTER = 8
-"""Maximum CTAs of a cluster that every GPU with clusters has."""
-
 RESIDENT_CTAS = 3
-"""CTAs of attention.cu per SM, by its registers."""
+"""CTAs of attention.cu per SM, by its registers (up to 4 query heads per CTA; else 2)."""
 
 MAX_SPLITS = 64
 """Maximum splits of the positions."""
@@ -226,14 +214,10 @@ def _attend(
     group = min(per_kv, MAX_GROUP)
     ctas = heads.kv_count * -(-per_kv // group)
     splits = _splits(ctas * m, length if cache.splits_by_length else MAX_SPLITS * MIN_SPLIT, facts.sms)
-    clustered = 1 < splits <= MAX_CLUSTER + 1 and facts.capability >= HOPPER
-    splits = min(splits, MAX_CLUSTER) if clustered else splits
     partials, counters = _workspace(out.device, m * heads.count * splits * (heads.dim + 4), m * ctas)
-    shape: Defines = {"SCALAR": SCALARS[out.dtype], "DIM": heads.dim, "GROUP": group}
-    defines: Defines = {**shape, **rope, "CLUSTER": splits if clustered else 1}
-    source = CLUSTERED_ATTENTION if clustered else ATTENTION
-    source.build("semisparse_engine_attention", defines).load(out.device)(
-        (splits, ctas, m), 128, pdl=facts.has_pdl,
+    defines: Defines = {"SCALAR": SCALARS[out.dtype], "DIM": heads.dim, "GROUP": group, **rope}
+    ATTENTION.build("semisparse_engine_attention", defines).load(out.device)(
+        (ctas, splits, m), 128, pdl=facts.has_pdl,
         keys=cache.keys, values=cache.values, positions=positions, out=out, partials=partials, counters=counters,
         heads=heads.count, kv_heads=heads.kv_count, tokens=m // sequences, length=length, splits=splits,
         scale=heads.scale, **arguments,
@@ -266,7 +250,7 @@ def attend_to_prompt(q: Tensor, cache: LayerCache, length: int, heads: Heads) ->
 def _splits(ctas: int, length: int, sms: int) -> int:
     """Return the number of splits of the positions: enough for two CTAs per SM, but not more CTAs than are resident.
 
-    With 8 sequences of 32 heads and 560 positions attention takes 20.2 us unsplit, 26.2 in two splits, of which a third
+    With 8 sequences of 32 heads at position 560 attention takes 20.2 us unsplit and 26.2 in two splits, where a quarter
     of the CTAs waits for an SM (H200, results/h200/sweeps/decode-fused.csv).
     """
     resident = RESIDENT_CTAS * sms // ctas

@@ -100,15 +100,13 @@ class Projection:
 
     def prepare(self, m: int, dtype: torch.dtype) -> None:
         """Compile and load the GPU kernels for ``m`` tokens."""
-        if self._fused(m, dtype) is None and (self._fusion != GATED or self._fused(m, dtype, NORMED) is None):
+        if self._fused(m, dtype) is None:
             for packed in self.weights:
                 prepare_product(packed, m, dtype)
 
-    def _fused(self, m: int, dtype: torch.dtype, fusion: tuple[str, str] | None = None) -> FusedProduct | None:
-        """Return the projection with ``fusion``, by default its own, as one kernel, or None if there is none."""
-        fusion = fusion or self._fusion
-        no_halves = fusion == GATED and self.columns.starts != (0, self.columns.width // 2)
-        return None if self._whole is None or no_halves else fused_product(self._whole.packed, m, dtype, *fusion)
+    def _fused(self, m: int, dtype: torch.dtype) -> FusedProduct | None:
+        """Return the projection with its prologue and epilogue as one kernel, or None if there is none."""
+        return None if self._whole is None else fused_product(self._whole.packed, m, dtype, *self._fusion)
 
     def _find_whole(self) -> DenseLinear | SparseLinear | None:
         """Return the one layer that computes the projection if it may be fused, else None."""
@@ -116,6 +114,8 @@ class Projection:
         if not isinstance(whole, DenseLinear | SparseLinear) or device_facts(whole.packed.device).kind != "cuda":
             return None
         if isinstance(whole, SparseLinear) and (whole.kernel != "auto" or is_intercepted(whole)):
+            return None
+        if self._fusion == GATED and self.columns.starts != (0, self.columns.width // 2):
             return None
         # Unaligned tensors would be copied at each call, and a fused kernel reads its weight before
         # griddepcontrol.wait: it could read the copies before they are written.
@@ -142,19 +142,13 @@ class Projection:
     def normed_and_gated(self, stream: Stream, norm: Norm, width: int) -> tuple[Stream, Tensor]:
         """Normalise the residual stream, apply the gate and up projections, and combine them.
 
-        If no kernel fuses all of it, one may fuse the norm alone.
-
         Returns:
             The stream as one tensor, and ``silu(gate) * up``, [M, width].
         """
         if stream.delta is None:
-            m, dtype, operands = len(stream.x), stream.x.dtype, FusedOperands(norm.weight, norm.epsilon)
-            fused = self._fused(m, dtype)
+            fused = self._fused(len(stream.x), stream.x.dtype)
             if fused is not None:
-                return stream, self._call(fused, stream.x, operands)
-            normed = self._fused(m, dtype, NORMED)
-            if normed is not None:
-                return stream, silu_mul(self._call(normed, stream.x, operands), self.columns, width)
+                return stream, self._call(fused, stream.x, FusedOperands(norm.weight, norm.epsilon))
         total, hidden = rms_norm(stream.x, norm.weight, norm.epsilon, stream.delta)
         return Stream(total), silu_mul(self(hidden), self.columns, width)
 

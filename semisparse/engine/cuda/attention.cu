@@ -3,10 +3,9 @@
 //
 // A CTA computes GROUP query heads that share a key-value head, for one token and one of `splits` ranges of its positions. A
 // team of kLanes lanes takes one position at a time, 8 values per lane, and keeps its own maximum, sum and weighted values
-// (online softmax). The teams of a CTA are combined by shuffles and in shared memory. Splits are combined in a fixed order, so
-// every run gives the same bits. If CLUSTER is 1, partial results go to global memory; the last CTA of a token and group
-// combines them and sets the counter back to 0. Else the splits are a cluster: CTAs store partial results in the shared memory
-// of rank 0 (st.async), which waits for their bytes on an mbarrier.
+// (online softmax). The teams of a CTA are combined by shuffles and in shared memory. With several splits, partial results go
+// to global memory; the last CTA of a token and group combines them in a fixed order, so every run gives the same bits, and
+// sets the counter back to 0.
 //
 // With ROPE a row of q holds a token's queries, keys and values, and the token is the only new one of its sequence: every CTA
 // normalises (q_norm, k_norm; Qwen3) and rotates its queries. The CTAs of the last split do the same with the token's own key,
@@ -15,18 +14,13 @@
 // PDL: with ROPE the positions, the rotary table and the first keys and values are read before griddepcontrol.wait. They were
 // written before the step's first kernel, which is launched without PDL and so waits for all kernels before it.
 //
-// Grid: (splits, key-value heads * groups of GROUP query heads, tokens). CTA: 4 warps. Bound: latency for short contexts of few
+// Grid: (key-value heads * groups of GROUP query heads, splits, tokens). CTA: 4 warps. Bound: latency for short contexts of few
 // tokens, else reading the cache.
 //
-// Compiled with SCALAR, DIM (head dimension: a multiple of 8, with ROPE of 16), GROUP (query heads per CTA), ROPE (0 or 1), CLUSTER (1, or
-// the number of splits, up to 8; Hopper and later).
+// Compiled with SCALAR, DIM (head dimension: a multiple of 8, with ROPE of 16), GROUP (query heads per CTA), ROPE (0 or 1).
 
-#include "ptx/cluster.cuh"
 #include "ptx/global.cuh"
 #include "ptx/griddepcontrol.cuh"
-#include "ptx/mbarrier.cuh"
-#include "ptx/shared.cuh"
-#include "ptx/st_async.cuh"
 #include "types.cuh"
 
 constexpr int kWarps = 4;
@@ -157,47 +151,7 @@ struct Rotation {
     }
 };
 
-// A head's partial result of a split, as it is exchanged in a cluster: weighted values, maximum, sum, two words of padding.
-using Exchanged = float[kPartial];
-
-// Stores the partial result of a warp in shared memory of the cluster's rank 0: lane l has the values 8 l to 8 l + 7.
-__device__ __forceinline__ void exchange(Exchanged& to, const Softmax& softmax, Word mbarrier, int lane) {
-    auto put = [&](int first, float a, float b, float c, float d) {
-        const Word words[4] = {__float_as_uint(a), __float_as_uint(b), __float_as_uint(c), __float_as_uint(d)};
-        st_async_v4(smem_address(to + first), words, mbarrier, 0);
-    };
-    const float (&values)[kVector] = softmax.values;
-    if (lane < kNeeded) {
-        put(lane * kVector, values[0], values[1], values[2], values[3]);
-        put(lane * kVector + 4, values[4], values[5], values[6], values[7]);
-    }
-    if (lane == 0) put(DIM, softmax.maximum, softmax.sum, 0, 0);
-}
-
-// Merges the splits' partial results of a head, `stride` floats apart; `first_value` is the lane's first.
-__device__ __forceinline__ Softmax merged_splits(const float* partials, int stride, int first_value) {
-    Softmax total;
-    total.clear();
-#pragma unroll
-    for (int split = 0; split < CLUSTER; ++split) total.maximum = fmaxf(total.maximum, partials[split * stride + DIM]);
-#pragma unroll
-    for (int split = 0; split < CLUSTER; ++split) {
-        const float* from = partials + split * stride;
-        const float weight = expf(from[DIM] - total.maximum);
-        total.sum += weight * from[DIM + 1];
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) total.values[i] += weight * from[first_value + i];
-    }
-    return total;
-}
-
-#if CLUSTER > 1
-#define IN_CLUSTERS __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define IN_CLUSTERS
-#endif
-
-extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kWarps * 32, GROUP > 4 ? 2 : 3) semisparse_engine_attention(
+extern "C" __global__ void __launch_bounds__(kWarps * 32, GROUP > 4 ? 2 : 3) semisparse_engine_attention(
     const SCALAR* q,        // [m, heads, DIM]; with ROPE [m, stride]
     const SCALAR* q_norm,   // [DIM] or null
     const SCALAR* k_norm,   // [DIM] or null
@@ -214,12 +168,10 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kWarps * 32, GROUP > 4 
 ) {
     __shared__ Partial warp_partials[kWarps][GROUP];
     __shared__ int last;
-    __shared__ __align__(16) Exchanged split_partials[CLUSTER][GROUP];  // in rank 0 of a cluster
-    __shared__ __align__(8) Long arrived;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, team = warp * kTeams + lane / kLanes, part = lane % kLanes;
     const int per_kv = heads / kv_heads, groups = (per_kv + GROUP - 1) / GROUP;
-    const int kv_head = blockIdx.y / groups, first_head = kv_head * per_kv + blockIdx.y % groups * GROUP;
-    const int count = min(GROUP, kv_head * per_kv + per_kv - first_head), row = blockIdx.z, split = blockIdx.x;
+    const int kv_head = blockIdx.x / groups, first_head = kv_head * per_kv + blockIdx.x % groups * GROUP;
+    const int count = min(GROUP, kv_head * per_kv + per_kv - first_head), row = blockIdx.z, split = blockIdx.y;
     const bool has_values = part < kNeeded;
     griddepcontrol_launch_dependents();
     if (!ROPE) griddepcontrol_wait();
@@ -241,15 +193,6 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kWarps * 32, GROUP > 4 
         }
     };
     load(begin + team);
-    const Word mbarrier = smem_address(&arrived);
-    if constexpr (CLUSTER > 1) {
-        if (threadIdx.x == 0) {
-            mbarrier_init(mbarrier, 1);
-            fence_mbarrier_init();
-            if (split == 0) mbarrier_arrive_expect_tx(mbarrier, CLUSTER * count * static_cast<int>(sizeof(Exchanged)));
-        }
-        barrier_cluster_sync();  // all CTAs run, and rank 0's mbarrier is there
-    }
     float query[GROUP][kVector];
     Softmax softmax[GROUP];
 #pragma unroll
@@ -273,7 +216,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kWarps * 32, GROUP > 4 
             float new_key[kVector], new_value[kVector];
             loaded_value.widen(new_value);
             rotation.rotate(new_key, loaded_key, k_norm, epsilon, has_values);
-            if (team == 0 && has_values && blockIdx.y % groups == 0) {
+            if (team == 0 && has_values && blockIdx.x % groups == 0) {
                 const long long start = base + static_cast<long long>(position) * DIM;
 #pragma unroll
                 for (int i = 0; i < kVector; ++i) store(keys + start + i, new_key[i]), store(values + start + i, new_value[i]);
@@ -369,8 +312,6 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kWarps * 32, GROUP > 4 
         const Softmax total = merged_warps(head);
         if (splits == 1) {
             finish(head, total);
-        } else if (CLUSTER > 1) {
-            exchange(split_partials[split][head], total, mbarrier, lane);
         } else {
             float* to = partial_at(head, split);
             if (lane == 0) to[DIM] = total.maximum, to[DIM + 1] = total.sum;
@@ -382,15 +323,8 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kWarps * 32, GROUP > 4 
         }
     }
     if (splits == 1) return;
-    if constexpr (CLUSTER > 1) {
-        if (split) return;
-        mbarrier_wait_parity(mbarrier, 0);
-        for (int head = warp; head < count; head += kWarps)
-            finish(head, merged_splits(split_partials[0][head], GROUP * kPartial, unit));
-        return;
-    }
     __syncthreads();
-    int* counter = counters + row * gridDim.y + blockIdx.y;
+    int* counter = counters + row * gridDim.x + blockIdx.x;
     if (threadIdx.x == 0) last = atom_acq_rel_gpu_increment(counter) == splits - 1;
     __syncthreads();
     if (!last) return;

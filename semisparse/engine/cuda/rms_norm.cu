@@ -2,8 +2,8 @@
 // addition and the norm that follows.
 //
 // Grid: a CTA per row. CTA: up to 1,024 threads. Shared memory: the row and the weight, alternating in units of VECTOR values.
-// The sum, the normalised row and the result are rounded to SCALAR, as transformers rounds them. The weight is read before
-// griddepcontrol.wait: it is constant. Bound: latency for few rows, memory for many.
+// The sum, the normalised row and the result are rounded to SCALAR, as transformers rounds them. Bound: latency for few rows,
+// memory for many.
 //
 // Compiled with SCALAR and VECTOR (values per load; columns are a multiple of it, and every row is aligned to it).
 
@@ -29,12 +29,12 @@ extern "C" __global__ void __launch_bounds__(1024) semisparse_engine_rms_norm(
     const long long row = static_cast<long long>(blockIdx.x) * columns;
     const int units = columns / VECTOR;
     griddepcontrol_launch_dependents();
-    for (int i = threadIdx.x; i < units; i += blockDim.x) kept[i].weight = load_unit(weight, i);  // no kernel writes it
     griddepcontrol_wait();
     float squares = 0;
     for (int i = threadIdx.x; i < units; i += blockDim.x) {
         Unit value = load_unit(x + row, i), added;
         if (delta) added = load_unit(delta + row, i);
+        kept[i].weight = load_unit(weight, i);
         if (delta) {
 #pragma unroll
             for (int j = 0; j < VECTOR; ++j) value.set(j, value.at(j) + added.at(j));

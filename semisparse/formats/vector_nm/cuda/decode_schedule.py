@@ -42,9 +42,10 @@ CHUNK_COLUMNS = 8
 """Columns of x that a thread of decode_tensor.cu copies at a time: 16 bytes of one row, in 16-bit types."""
 MAX_FUSED_TILE_M = 8
 """Maximum tokens per CTA of a fused decode_tensor.cu."""
-FUSED_ONE_WAVE, FUSED_WAVES = (32, 2, 1), (16, 2, 2)
+FUSED_ONE_WAVE, FUSED_WAVES = (16, 4, 1), (16, 2, 2)
 """(warps per CTA, stages per warp, CTAs per SM) of a fused decode_tensor.cu for one token: where an SM has at most one
-row tile of y, and where it has more."""
+row tile of y, and where it has more. A step of llama2-7b takes 2.108 ms, with `FUSED_WAVES` everywhere 2.248, with 32
+warps for one wave 2.112 (H200, results/h200/sweeps/decode-fused.csv)."""
 MAX_FAST_PANELS = 3
 """Maximum panels of x at which more warps and stages still win. Fewer warps or stages leave room for larger panels, but
 are slower: at M = 8, N x K = 4096 x 11008 (H200) two panels with two stages take 17.1 us, one panel with one stage
@@ -238,7 +239,9 @@ def choose_fused(problem: Problem, gpu: DeviceFacts) -> DecodeTensorSchedule | N
     one_wave = -(-problem.n // (at_once * tile_n)) <= gpu.sms
     fastest = () if tile_m > 1 else (FUSED_ONE_WAVE,) if one_wave else (FUSED_WAVES,)
     for warps, stages, ctas in (*fastest, *((*config, 1) for config in TENSOR_WARPS_STAGES)):
-        schedule = DecodeTensorSchedule(pattern, problem.dtype, tile_m, warps, stages, at_once, ctas)
+        schedule = DecodeTensorSchedule(
+            pattern, problem.dtype, tile_m, warps, stages, at_once, ctas, persistent=tile_m > 1
+        )
         windows = schedule.windows_per_panel(problem.k, gpu.shared_per_cta)
         # A norm needs all of x at once.
         if windows and (problem.prologue == "none" or windows * pattern.window >= problem.k):
