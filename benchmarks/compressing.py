@@ -30,11 +30,12 @@ import semisparse
 from semisparse.bench.shapes import architecture
 
 RUNS = {
-    "sparsegpt": ("rheosparse", ["search=none"], True),
-    "magnitude": ("rheosparse", ["search=none", "prune=magnitude"], False),
-    "dense-w4": ("dense-w4", ["tune=none"], True),
+    "sparsegpt": ("rheosparse", ["search=none"], True, None),
+    "magnitude": ("rheosparse", ["search=none", "prune=magnitude"], False, None),
+    "dense-w4": ("dense-w4", ["tune=none"], True, None),
+    "auto bits=3": ("auto", [], True, {"bits": 3}),
 }
-"""Recipe, settings and whether it reads calibration text."""
+"""Recipe, settings, whether it reads calibration text, and targets."""
 
 COLUMNS = (
     "build",
@@ -70,7 +71,7 @@ def held(key: str) -> float:
 
 def run(name: str, model: Path, data: Path, out: Path) -> dict[str, str]:
     """Compress once, in this process."""
-    recipe, settings, needs_text = RUNS[name]
+    recipe, settings, needs_text, target = RUNS[name]
     marks: list[tuple[float, str]] = []
     most = 0.0
 
@@ -88,7 +89,8 @@ def run(name: str, model: Path, data: Path, out: Path) -> dict[str, str]:
     threading.Thread(target=watch, daemon=True).start()
     started = time.perf_counter()
     text = data / "text" / "pycode-calib.txt" if needs_text else None
-    report = semisparse.compress(model, recipe=recipe, settings=settings, calibration=text, out=out, progress=progress)
+    how = {"recipe": recipe, "settings": settings, "target": target, "calibration": text}
+    report = semisparse.compress(model, out=out, progress=progress, **how)
     ended = time.perf_counter()
     starts = [at for at, stage in marks if stage.startswith("decoder layer")]
     blocks = [after - before for before, after in pairwise(starts[1:])]

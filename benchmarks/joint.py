@@ -3,7 +3,8 @@
     python benchmarks/joint.py DATA results/joint.csv --models babyllama-1m,stories260k --seeds 0,1,2
 
 DATA is a directory with ``models/`` and ``text/``. Rows that the CSV already has are not measured again. Models are
-calibrated on the ``calib`` text and measured on the ``eval`` text, in float32. Every run is tuned by ``bqpo``.
+calibrated on the ``calib`` text and measured on the ``eval`` text, in float32. Every run is tuned by ``bqpo``. A run's
+name may be followed by changes, such as ``auto 2.5+linears`` or ``W2 g64+range+untuned``.
 """
 
 from __future__ import annotations
@@ -22,11 +23,24 @@ UNIFORM: dict[str, tuple[str, ...]] = {
     **{f"W{bits} g{size}": (f"dense-w{bits}", f"pattern=g{size}@0%") for bits in (2, 3, 4) for size in (128, 64, 32)},
     **{f"W4S{percent}": ("gqsa", f"pattern=g16@{percent}%") for percent in (20, 30, 40, 50)},
     "32:64": ("rheosparse", "pattern=32:64", "search=none"),
+    **{f"32:64 W{bits}": ("rheosparse", "pattern=32:64", "search=none", f"quant=w{bits}") for bits in (8, 4)},
+    "2:4 W4": ("rheosparse", "pattern=2:4", "search=none", "quant=w4"),
     "2:4": ("slidesparse", "pattern=2:4", "quant=none"),
 }
 """Recipe and settings of each uniform run."""
 
-COLUMNS = ("model", "run", "seed", "nll", "kl", "bits", "tokens", "samples", "seconds", "device")
+CHANGES = {
+    "range": "scales=range",
+    "fit": "scales=fit",
+    "untuned": "tune=none",
+    "e2e": "tune=bqpo+e2e",
+    "kl": "tune=bqpo+kl",
+    "linears": "search_units=linears",
+    "inputs": "search_units=inputs",
+}
+"""The settings that may be added to a run."""
+
+COLUMNS = ("model", "run", "seed", "nll", "kl", "bits", "tokens", "samples", "seconds", "device", "build")
 
 
 def main() -> None:
@@ -35,31 +49,35 @@ def main() -> None:
     parser.add_argument("--models", default="babyllama-1m,stories260k,pycode-11m")
     parser.add_argument("--runs", default=",".join([*(f"auto {bits}" for bits in TARGETS), *UNIFORM]))
     parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--build", default="now", help="a name for the code that is measured, such as a commit")
     options = parser.parse_args()
     rows = read_rows(options.csv)
-    done = {(row["model"], row["run"], row["seed"]) for row in rows}
+    done = {(row["model"], row["run"], row["seed"], row["build"]) for row in rows}
     for seed in options.seeds.split(","):
         for model in options.models.split(","):
             subject = Subject(model, options)
             for run in options.runs.split(","):
-                if (model, run, seed) not in done:
-                    rows.append(measure(subject, model, run, seed, options.samples))
+                if (model, run, seed, options.build) not in done:
+                    rows.append(measure(subject, model, run, seed))
                     write_rows(options.csv, rows, COLUMNS)
                     print(*(rows[-1][column] for column in COLUMNS), flush=True)
     print(table(rows))
 
 
-def measure(subject: Subject, name: str, run: str, seed: str, samples: int) -> dict[str, str]:
+def measure(subject: Subject, name: str, run: str, seed: str) -> dict[str, str]:
     """Compress and evaluate one model."""
-    kind, _, bits = run.partition(" ")
-    recipe, *settings = ("auto",) if kind == "auto" else UNIFORM[run]
+    base, *changes = run.split("+")
+    kind, _, bits = base.partition(" ")
+    recipe, *settings = ("auto",) if kind == "auto" else UNIFORM[base]
     target = {"bits": bits} if kind == "auto" else None
-    model, report = subject.compress(recipe, [*settings, "tune=bqpo"], int(seed), target)
+    settings += ["tune=bqpo", *(CHANGES[change] for change in changes)]
+    model, report = subject.compress(recipe, settings, int(seed), target)
     stored = 8 * subject.dtype.itemsize * report.bytes_after / report.bytes_before
     dequantise_layers(model, subject.dtype)  # the packed numbers, multiplied densely, which is faster for long texts
     quality = subject.measure(model)
-    values = (name, run, seed, quality.nll, quality.kl, stored, quality.tokens, samples)
-    return dict(zip(COLUMNS, map(str, (*values, round(report.seconds), subject.device.type)), strict=True))
+    values = (name, run, seed, quality.nll, quality.kl, stored, quality.tokens, subject.options.samples)
+    more = (round(report.seconds), subject.device.type, subject.options.build)
+    return dict(zip(COLUMNS, map(str, (*values, *more)), strict=True))
 
 
 def table(rows: list[Mapping[str, str]]) -> str:

@@ -34,12 +34,14 @@ def main() -> None:
     parser = parser_of(__doc__, samples=None)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--patterns", default=",".join(PATTERNS))
+    parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     rows = read_rows(options.csv)
     done = {(row["model"], row["pattern"], row["method"]) for row in rows}
     for name in options.models.split(","):
-        missing = [(p, m) for p in options.patterns.split(",") for m in METHODS if (name, p, m) not in done]
+        wanted = [(p, m) for p in options.patterns.split(",") for m in options.methods.split(",")]
+        missing = [(pattern, method) for pattern, method in wanted if (name, pattern, method) not in done]
         for row in measure(name, missing, options):
             rows.append(row)
             write_rows(options.csv, rows, COLUMNS)

@@ -84,35 +84,6 @@ def search() -> str:
     return "\n\n".join(tables)
 
 
-TARGETS = {"2.5": ("W2 g64", "W2, groups of 64"), "3.0": ("W2 g32", "W2, groups of 32")}
-TARGETS |= {"3.5": ("W3 g64", "W3, groups of 64"), "4.5": ("W4 g128", "W4, groups of 128")}
-"""The best uniform run of joint.csv that stores no more bits, by target, with its name."""
-
-
-def joint() -> str:
-    """KL of `auto` beside the best uniform recipe of the same or fewer bits."""
-    rows = [row for row in result("joint.csv") if row["model"] == "babyllama-1m"]
-
-    def of(run: str) -> list[dict[str, str]]:
-        return [row for row in rows if row["run"] == run]
-
-    lines = []
-    for bits, (run, name) in TARGETS.items():
-        auto, uniform = of(f"auto {bits}"), of(run)
-        kl, other = _mean(auto, "kl"), _mean(uniform, "kl")
-        stored = _mean(uniform, "bits")
-        change = f"{kl / other - 1:.0%}".replace("%", " %")
-        lines.append(
-            [
-                f"bits={bits}",
-                f"{kl:.3f} ({len(auto)})",
-                f"{name}, {stored:.2f} bits: {other:.3f} ({len(uniform)})",
-                change,
-            ]
-        )
-    return markdown(("target", "`auto`", "best uniform recipe", ""), lines)
-
-
 GROUPS = {
     "W4 dense": "W4, nothing pruned",
     **{
@@ -286,7 +257,6 @@ def storage() -> str:
 TABLES = {
     "pruners": pruners,
     "search": search,
-    "joint": joint,
     "gqsa": gqsa,
     "codes": codes,
     "slide24-quality": slide24,

@@ -180,8 +180,11 @@ def readme() -> str:
 
 
 def joint_mean(run: str, column: str) -> float:
-    """Return the mean over the seeds of a column of a run of joint.csv on babyllama-1m."""
-    rows = [row for row in result("joint.csv") if (row["model"], row["run"]) == ("babyllama-1m", run)]
+    """Return the mean over the seeds of a column of a run of joint.csv on babyllama-1m.
+
+    The rows are those of scales that span each group: only there all runs of the table were measured with one code.
+    """
+    rows = [row for row in result("joint.csv") if (row["model"], row["run"]) == ("babyllama-1m", f"{run}+range")]
     return sum(float(row[column]) for row in rows) / len(rows)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import expert_tables
+import joint_tables
 import quality_tables
 import speed_tables
 
@@ -23,11 +24,18 @@ PAGES = (
     "README.md",
     "docs/performance.md",
     "docs/quality.md",
+    "docs/targets.md",
+    "docs/experiments/joint-search.md",
     "docs/experiments/search.md",
     "docs/experiments/pruning.md",
     "docs/kernels/experts.md",
 )
-TABLES: Mapping[str, Callable[[], str]] = {**speed_tables.TABLES, **quality_tables.TABLES, **expert_tables.TABLES}
+TABLES: Mapping[str, Callable[[], str]] = {
+    **speed_tables.TABLES,
+    **quality_tables.TABLES,
+    **joint_tables.TABLES,
+    **expert_tables.TABLES,
+}
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 

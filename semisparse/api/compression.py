@@ -312,7 +312,7 @@ def _run_recipe(
         on_tuned=on_tuned,
         **together,
     )
-    if plan.tune == "bqpo+e2e":  # trains all layers together before any is packed
+    if plan.tunes_end_to_end:  # trains all layers together before any is packed
         reports = {report.name: report for report in compress_all(store=InPlace(journal))}
         with PackedLayers(model, plan, choices, kept, None, mapped=False) as packed:
             for index, layer in enumerate(layers if ranks.is_first else ()):

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from semisparse.api.rivals import TOKENS
 from semisparse.compress import Ranks, Recipe
 from semisparse.compress.propagate import DecoderLayer
+from semisparse.compress.tune.predictions import KEPT
 from semisparse.errors import InputError
 
 HESSIANS = 10.4
@@ -28,6 +29,9 @@ MASK_BYTES = 48
 
 LOGITS = 4
 """Copies of the float32 logits while dense low bits are measured (rivals.py)."""
+
+PREDICTION_BYTES = 6 * KEPT
+"""Bytes per token of the dense model's predictions, for ``tune=bqpo+kl``."""
 
 PIECES = 3
 """Copies of a decoder layer in the model's dtype: one being packed, one being written, and its file's content."""
@@ -125,8 +129,11 @@ def needs_of(
         compute += BATCH_BYTES * columns * max(batch.numel() for batch in batches)
     if plan.search != "none":  # a copy of the model in float32, beside its pruned levels, which lie on disk
         compute += whole * 4 // item
-    if plan.tune == "bqpo+e2e":
+    if plan.tunes_end_to_end:
         host += 2 * whole
+    if plan.tune == "bqpo+kl":  # the dense model's copy on the device, and its predictions
+        compute += whole * 4 // item if device.type == "cpu" else whole
+        host += PREDICTION_BYTES * sum(batch.numel() for batch in batches)
     packed = sum(weight.nbytes for weight in weights)
     disk = 2 * packed + whole
     on_disk = (states, offload) if offload else (0, None)

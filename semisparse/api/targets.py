@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from statistics import median
 
 import torch
 
 from semisparse.bench.machines import Machine, find_machine
-from semisparse.bench.roofline import BASELINE, Candidate, estimate_matmul, problem_for
+from semisparse.bench.roofline import BASELINE, Candidate, estimate, estimate_matmul, problem_for
 from semisparse.compress import Choice, Option, Recipe
 from semisparse.errors import InputError, RecipeError
-from semisparse.formats.base import registry
+from semisparse.formats.base import get_format, registry
 from semisparse.patterns import NO_ZEROS, Group, parse_pattern
 from semisparse.quant.symmetric import DTYPES
 
@@ -91,15 +92,17 @@ def options_of(
     """
     names = tuple(workloads)
 
+    candidates = [_candidate(choice) for choice in choices]
+
     @lru_cache(maxsize=1024)
     def costs(choice: Choice, shapes: tuple[tuple[int, int], ...]) -> Mapping[str, float] | None:
-        candidate = Candidate(choice.format, choice.pattern, {} if choice.quant == "none" else {"kind": choice.quant})
+        candidate = _candidate(choice)
         columns = shapes[0][1]
         try:
             bits = sum(8 * problem_for(candidate, 1, n, k, dtype, "cpu")[1] for n, k in shapes)
             rows = sum(n for n, _ in shapes)  # one launch for all
             times = {
-                name: estimate_matmul(candidate, WORKLOADS[name], rows, columns, dtype, machine)[0].seconds
+                name: _seconds(candidate, candidates, WORKLOADS[name], rows, columns, dtype, machine)
                 for name in names
                 if machine is not None
             }
@@ -119,3 +122,38 @@ def options_of(
         return listed
 
     return options
+
+
+def _candidate(choice: Choice) -> Candidate:
+    return Candidate(choice.format, choice.pattern, {} if choice.quant == "none" else {"kind": choice.quant})
+
+
+def _seconds(
+    candidate: Candidate,
+    candidates: Sequence[Candidate],
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    machine: Machine,
+) -> float:
+    """Return the predicted time of a matmul.
+
+    A time that was not measured is scaled by what the roofline model errs by for measured patterns of the same format
+    and bits: otherwise 48:64 in 4 bits seems faster than 32:64, whose kernel was timed.
+    """
+    found, _ = estimate_matmul(candidate, m, n, k, dtype, machine)
+    if found.measured or candidate.is_baseline:
+        return found.seconds
+    errors = []
+    for other in candidates:
+        if (other.format, other.options) == (
+            candidate.format,
+            candidate.options,
+        ) and other.pattern != candidate.pattern:
+            timed, _ = estimate_matmul(other, m, n, k, dtype, machine)
+            if timed.measured:
+                problem, weight_bytes = problem_for(other, m, n, k, dtype, machine.device)
+                modelled = estimate(get_format(other.format).cost(problem, weight_bytes), machine)
+                errors.append(timed.seconds / modelled.seconds)
+    return found.seconds * (median(errors) if errors else 1.0)

@@ -31,7 +31,13 @@ from semisparse.compress.report import LayerReport, Progress
 from semisparse.compress.routed import CalibratedLinear
 from semisparse.compress.search.bank import MaskedWeight, to_dense
 from semisparse.compress.store import FinishedLayer, InPlace, LayerStore, OnFirstRank
-from semisparse.compress.tune import TuningResult, split_for_steps, tune_decoder_layer, tune_end_to_end
+from semisparse.compress.tune import (
+    TuningResult,
+    dense_predictions,
+    split_for_steps,
+    tune_decoder_layer,
+    tune_end_to_end,
+)
 from semisparse.nn import weight_of
 from semisparse.patterns import Pattern
 from semisparse.quant.group import GroupScales
@@ -68,7 +74,7 @@ def compress_decoder_layers(
         pruned: every linear layer's pruned weight by module name, if a search has pruned them.
         progress: called before each decoder layer, after each linear layer, and for each step of tuning.
         store: takes each finished decoder layer, and provides those of an interrupted run. By default, and always with
-            ``tune=bqpo+e2e``, an `InPlace`: weights are written into the model.
+            ``tune=bqpo+e2e`` or ``bqpo+kl``, an `InPlace`: weights are written into the model.
         on_tuned: called with the stage and the result of each tuning in this run.
         ranks: the processes that call this with the same arguments; by default this one. Only the first uses its store.
         offload: a directory for the hidden states of the calibration tokens; by default they are on ``device``.
@@ -86,6 +92,10 @@ def compress_decoder_layers(
     if recipe.tune != "none":
         batches = split_for_steps(batches)
     model.eval()
+    compute_dtype = torch.float32 if device.type == "cpu" else next(model.parameters()).dtype
+    predictions = None
+    if recipe.tune == "bqpo+kl":  # while the model is dense
+        predictions = ranks.first(lambda: dense_predictions(model, batches, device, compute_dtype))
     with torch.no_grad(), float32_matmuls():
         activations = first_activations(
             model, layers, batches, recipe, device, ranks=ranks, offload=offload, shared=recipe.tune == "none"
@@ -95,7 +105,7 @@ def compress_decoder_layers(
             for finished in _compress_in_order(layers, activations, recipe, pruned, seed, progress, store, on_tuned)
             for report in finished
         ]
-        if recipe.tune != "bqpo+e2e":
+        if not recipe.tunes_end_to_end:
             return reports
         result, reports = ranks.first(
             lambda: tune_end_to_end(
@@ -106,7 +116,8 @@ def compress_decoder_layers(
                 epochs=recipe.tune_epochs,
                 seed=seed,
                 device=device,
-                dtype=torch.float32 if device.type == "cpu" else next(model.parameters()).dtype,
+                dtype=compute_dtype,
+                predictions=predictions,
                 progress=partial(progress, "tuning end to end"),
             )
         )

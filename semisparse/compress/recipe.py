@@ -18,11 +18,13 @@ KNOWN_VALUES: dict[str, tuple[str, ...]] = {
     "prune": ("magnitude", "wanda", "sparsegpt", "sparsegpt-published", "none"),
     "quant": ("none", "int8", "fp8", *GROUP_KINDS, "keep"),
     "search": ("profile", "evolution", "rheosparse", "joint", "none"),
-    "tune": ("bqpo", "bqpo+e2e", "none"),
+    "tune": ("bqpo", "bqpo+e2e", "bqpo+kl", "none"),
     "refine": ("cg", "none"),
     "order": ("windows", "columns"),
     "target": ("residual", "local"),
     "saliency": ("loss", "eq4"),
+    "scales": ("fit", "range"),
+    "search_units": ("auto", "inputs", "linears"),
 }
 """The values of the keys that have a fixed choice."""
 
@@ -47,13 +49,16 @@ TARGETS = {
 }
 """The targets of ``search=joint``; speed-ups are those of the linear layers over dense ones."""
 
+STORED = ("bits", "size")
+"""The targets that are not speed-ups."""
+
 NEEDS_DENSE = ("search", "tune")
 """The stages that compare with the dense model. With ``prune=none`` there is no dense model: they must be ``none``."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings of a compression. `refine`, `order`, `target` and `saliency` apply to ``prune=sparsegpt`` only.
+    """Settings of a compression. `refine`, `order`, `target`, `saliency` and `scales` are for ``prune=sparsegpt``.
 
     Args:
         pattern: written form of the pattern of every linear layer, such as ``32:64``.
@@ -71,6 +76,7 @@ class Recipe:
             pattern, bits and format of each layer instead, such that `targets` hold.
         tune: how kept weights are trained. ``bqpo``: one decoder layer at a time, to match the dense one's outputs.
             ``bqpo+e2e``: then also the scales and zero points of quantised groups, on the language-model loss.
+            ``bqpo+kl``: the same, but on the KL divergence from the dense model's predictions.
         ignore: glob patterns of module names; linear layers that match stay dense.
         refine: ``cg`` optimises the kept weights by conjugate gradients once the mask is final.
         order: ``windows`` prunes the windows with the largest loss first; ``columns`` prunes windows from left to
@@ -78,6 +84,8 @@ class Recipe:
         target: ``residual`` makes each linear layer also compensate the error of those before it; ``local`` only its
             own.
         saliency: the score of a weight: ``loss``, what pruning it costs, or ``eq4``, GQSA's equation 4 read literally.
+        scales: of groups: ``range`` spans each group's weights, ``fit`` minimises the rounding error, each column's
+            weighted by what it costs.
         damping: added to each entry of SparseGPT's Hessian diagonal, as a fraction of that entry, or for
             ``sparsegpt-published`` of the diagonal's mean.
         search_tokens: calibration tokens that a candidate is scored on.
@@ -86,6 +94,9 @@ class Recipe:
             (docs/experiments/search.md).
         search_banks: how often each of the three stages of ``evolution`` prunes the linear layers anew, at densities
             near those of its best candidate. Each time costs as much as pruning.
+        search_units: what gets one choice in a ``joint`` search: the linear layers that read one input (``inputs``),
+            which kernels can then join, or each linear layer (``linears``). ``auto``: ``linears`` if all targets are
+            bits or bytes, else ``inputs``.
         tune_epochs: maximum number of passes of tuning over the calibration tokens.
         tune_rate: learning rate of tuning, as a fraction of a linear layer's root mean square weight.
         options: keys that the format adds, such as ``delta_bits``, as (key, value); each is set as a key of its own.
@@ -107,10 +118,12 @@ class Recipe:
     order: str = "windows"
     target: str = "residual"
     saliency: str = "loss"
+    scales: str = "fit"
     damping: float = 0.01
     search_tokens: int = 2048
     search_effort: int = 192
     search_banks: int = 1
+    search_units: str = "auto"
     tune_epochs: int = 10
     tune_rate: float = 0.03
     options: tuple[tuple[str, str | int], ...] = ()
@@ -146,9 +159,9 @@ class Recipe:
             )
         if self.gpu != "auto" and not self.targets:
             raise RecipeError(f"gpu={self.gpu} names the GPU for which targets are predicted; give a target, too")
-        if self.tune == "bqpo+e2e" and not self.code_bits and self.search != "joint":
+        if self.tunes_end_to_end and not self.code_bits and self.search != "joint":
             raise RecipeError(
-                f"tune=bqpo+e2e trains the scales of quantised groups, quant={self.quant} has none; set quant=w4"
+                f"tune={self.tune} trains the scales of quantised groups, quant={self.quant} has none; set quant=w4"
             )
         try:
             parse_pattern(self.pattern)
@@ -159,6 +172,18 @@ class Recipe:
     def code_bits(self) -> int:
         """Bits per code if groups are quantised, else 0."""
         return GROUP_KINDS.get(self.quant, 0)
+
+    @property
+    def tunes_end_to_end(self) -> bool:
+        """Whether scales and zero points are trained end to end, too."""
+        return self.tune in ("bqpo+e2e", "bqpo+kl")
+
+    @property
+    def chooses_each_linear(self) -> bool:
+        """Whether a joint search chooses for each linear layer by itself."""
+        if self.search_units != "auto":
+            return self.search_units == "linears"
+        return bool(self.targets) and all(key in STORED for key, _ in self.targets)
 
     @classmethod
     def read(cls, mapping: Mapping[str, Any], options: Options | None = None) -> Recipe:

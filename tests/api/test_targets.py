@@ -156,3 +156,13 @@ def test_the_frontier_holds_no_point_that_is_worse_than_another(architecture: st
     assert {point.recipe.split()[0] for point in front.uniform} >= {"bitmask", "gqs", "slide24", "vector_nm", "ec_csr"}
     assert [point.bits for point in front.points] == sorted(point.bits for point in front.points)
     assert set(front.to_dict()) == {"gpu", "points", "uniform", "seconds"}
+
+
+def test_a_pattern_that_was_not_timed_is_scaled_by_one_that_was():
+    """48:64 in 4 bits reads as much as 32:64, for which an H200's table has times."""
+    choices = [Choice("0%", "none", "dense"), *(Choice(f"{kept}:64", "w4", "bitmask") for kept in (32, 48))]
+    of_shapes = options_of(choices, ["decode"], torch.bfloat16, find_machine("h200"))
+    for shapes in ([(11008, 4096)] * 2, [(4096, 4096)], [(4096, 11008)]):
+        seconds = {option.choice.pattern: option.costs["decode"] for option in of_shapes(shapes)}
+        assert seconds["48:64"] >= 0.99 * seconds["32:64"]
+        assert seconds["48:64"] < seconds["0%"]

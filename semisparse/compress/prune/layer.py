@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from semisparse.compress.prune.sparsegpt import (
     PUBLISHED,
     REPEATED,
     InverseFactor,
+    MaskRule,
     factorise,
     order_by_loss,
     prune_columns,
@@ -77,26 +79,61 @@ def prune_levels(
     Raises:
         InputError: as in `prune_layer`.
     """
-    dtype, weight = weight.dtype, weight.float()
-    require_finite(weight)
-    if not all(mean.isfinite().all() for mean in (statistics.hessian, statistics.cross) if mean is not None):
-        raise InputError("its calibration activations hold NaN or infinity, or are too large for float32")
-    problem = _normalise(weight, patterns[0], statistics, recipe) if recipe.prune.startswith("sparsegpt") else None
-    for pattern in patterns:
-        scales = None
-        if recipe.prune == "magnitude":
-            pruned, outcome = magnitude(weight, pattern), "magnitude"
-        elif recipe.prune == "wanda":
-            pruned, outcome = wanda(weight, pattern, statistics.hessian), "wanda"
-        elif problem is None:
-            pruned, outcome = wanda(weight, pattern, statistics.hessian), "wanda (hessian singular)"
-        else:
-            (pruned, scales), outcome = _sparsegpt(problem, pattern, recipe, dtype), problem.factor.outcome
-        if recipe.code_bits:
-            scales = scales or scales_for(pruned, pattern, recipe.code_bits, dtype)
-            pruned = scales.rounded(pruned).float()
-        outcome += f", {statistics.note}" if statistics.note else ""
-        yield PrunedLayer(pruned, outcome, _relative_error(pruned, weight, statistics.hessian), scales)
+    yield from _prune_ways(weight, [(pattern, recipe) for pattern in patterns], statistics)
+
+
+def prune_kinds(
+    weight: Tensor, pattern: Pattern, statistics: Statistics, recipes: Sequence[Recipe]
+) -> Iterator[PrunedLayer]:
+    """Prune a linear layer's weight to a pattern once, and quantise the result as each recipe says.
+
+    Args:
+        weight: as in `prune_layer`.
+        pattern: as in `prune_layer`.
+        statistics: as in `prune_layer`.
+        recipes: that differ in `quant` only.
+
+    Raises:
+        InputError: as in `prune_layer`.
+    """
+    yield from _prune_ways(weight, [(pattern, recipe) for recipe in recipes], statistics)
+
+
+def _prune_ways(
+    weight: Tensor, ways: Sequence[tuple[Pattern, Recipe]], statistics: Statistics
+) -> Iterator[PrunedLayer]:
+    """Prune and quantise a weight as each of several recipes that differ in `quant` only says, each with its pattern.
+
+    The first pattern determines the order of the columns. What the pruners do calls no module, so
+    `ThreePassLinear` is off here: on a CPU it takes a third of the time.
+    """
+    first, recipe = ways[0]
+    with torch._C.DisableTorchFunction():
+        dtype, weight = weight.dtype, weight.float()
+        require_finite(weight)
+        if not all(mean.isfinite().all() for mean in (statistics.hessian, statistics.cross) if mean is not None):
+            raise InputError("its calibration activations hold NaN or infinity, or are too large for float32")
+        problem = _normalise(weight, first, statistics, recipe) if recipe.prune.startswith("sparsegpt") else None
+    for pattern, alike in groupby(ways, key=lambda way: way[0]):
+        recipes = [recipe for _, recipe in alike]
+        with torch._C.DisableTorchFunction():
+            found: list[tuple[Tensor, GroupScales | None]]
+            if problem is not None:
+                found, outcome = _sparsegpt(problem, pattern, recipes, dtype), problem.factor.outcome
+            elif recipe.prune == "magnitude":
+                found, outcome = [(magnitude(weight, pattern), None)] * len(recipes), "magnitude"
+            else:
+                found = [(wanda(weight, pattern, statistics.hessian), None)] * len(recipes)
+                outcome = "wanda" if recipe.prune == "wanda" else "wanda (hessian singular)"
+            outcome += f", {statistics.note}" if statistics.note else ""
+            layers = []
+            for each, (pruned, scales) in zip(recipes, found, strict=True):
+                if each.code_bits:
+                    scales = scales or scales_for(pruned, pattern, each.code_bits, dtype)
+                    pruned = scales.rounded(pruned).float()
+                error = _relative_error(pruned, weight, statistics.hessian)
+                layers.append(PrunedLayer(pruned, outcome, error, scales))
+        yield from layers
 
 
 def require_finite(weight: Tensor) -> None:
@@ -158,40 +195,98 @@ def _normalise(weight: Tensor, pattern: Pattern, statistics: Statistics, recipe:
     return _Problem(goal, hessian, factor, order, scale)
 
 
-def _sparsegpt(
-    problem: _Problem, pattern: Pattern, recipe: Recipe, dtype: torch.dtype
-) -> tuple[Tensor, GroupScales | None]:
-    """Prune and, if the recipe says so, quantise.
+def _masked(problem: _Problem, pattern: Pattern, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """Prune without quantising; return the weight and the mask, columns in pruning order."""
+    goal, upper = problem.goal, problem.factor.upper
+    if isinstance(pattern, Group) and pattern.percent == 0:
+        return goal, torch.ones_like(goal, dtype=torch.bool)
+    pruned, kept = prune_columns(goal, upper, pattern, None, _rule(recipe))
+    if _refines(recipe):
+        pruned = conjugate_gradient(pruned, kept, problem.hessian, goal)
+    return pruned, kept
 
-    Groups of a `Group` pattern are quantised in the loop that prunes; with conjugate gradients, in a second loop after
-    them. Weights of other patterns are quantised at the end.
+
+def _rule(recipe: Recipe) -> MaskRule:
+    if recipe.prune == "sparsegpt-published":
+        return PUBLISHED
+    return {"loss": REPEATED, "eq4": EQUATION_4}[recipe.saliency]
+
+
+def _sparsegpt(
+    problem: _Problem, pattern: Pattern, recipes: Sequence[Recipe], dtype: torch.dtype
+) -> list[tuple[Tensor, GroupScales | None]]:
+    """Prune, and quantise as each recipe says.
+
+    Groups of a `Group` pattern are quantised in a second loop over the columns; without conjugate gradients, in the
+    loop that prunes. Weights of other patterns are quantised by coordinate descent.
 
     Returns:
-        The weight [N, K] float32, and the scales of its groups in ``dtype``; None if it is not quantised.
+        For each recipe the weight [N, K] float32, and the scales of its groups in ``dtype``; None if it is not
+        quantised.
     """
+    first, restore_order = recipes[0], problem.order.argsort()
+    bits = [recipe.code_bits for recipe in recipes if recipe.code_bits]
+    together = bits and isinstance(pattern, Group) and pattern.percent and not _refines(first)
+    if together and len(recipes) > 1:
+        return [result for recipe in recipes for result in _sparsegpt(problem, pattern, [recipe], dtype)]
+    pruned, kept = (problem.goal, problem.goal != 0) if together else _masked(problem, pattern, first)
+    coded: Iterator[tuple[Tensor, GroupScales | None]] = iter(())
+    if bits and isinstance(pattern, Group):
+        coded = iter(_in_groups(problem, pattern, first, pruned, kept, bits, dtype))
+    elif bits:
+        coded = iter(_by_descent(problem, pattern, first, pruned, kept, bits, dtype))
+    plain = pruned[:, restore_order] / problem.scale
+    return [next(coded) if recipe.code_bits else (plain, None) for recipe in recipes]
+
+
+def _refines(recipe: Recipe) -> bool:
+    """Return whether kept weights are optimised once the mask is final."""
+    return recipe.refine == "cg" and recipe.prune != "sparsegpt-published"
+
+
+def _in_groups(
+    problem: _Problem,
+    pattern: Group,
+    recipe: Recipe,
+    pruned: Tensor,
+    kept: Tensor,
+    bits: Sequence[int],
+    dtype: torch.dtype,
+) -> list[tuple[Tensor, GroupScales | None]]:
+    """Quantise whole groups to each number of bits; return the weights, columns in their own order, and scales."""
     upper, restore_order = problem.factor.upper, problem.order.argsort()
-    quantiser = None
-    if recipe.code_bits and isinstance(pattern, Group):
-        quantiser = ColumnQuantiser(recipe.code_bits, pattern.step, problem.scale[problem.order], dtype)
-    published = recipe.prune == "sparsegpt-published"
-    refined = recipe.refine == "cg" and not published
-    rule = PUBLISHED if published else {"loss": REPEATED, "eq4": EQUATION_4}[recipe.saliency]
-    pruned, kept = prune_columns(problem.goal, upper, pattern, None if refined else quantiser, rule)
-    if refined:
-        pruned = conjugate_gradient(pruned, kept, problem.hessian, problem.goal)
-        if quantiser:
-            pruned = quantise_columns(pruned, kept, upper, quantiser)
-    weight = pruned[:, restore_order] / problem.scale
-    if not recipe.code_bits:
-        return weight, None
-    if quantiser:
-        # Groups stay whole in the pruning order, so the order of their first columns is the order of the groups.
-        return weight, quantiser.scales.select_groups(problem.order[:: pattern.step].argsort())
-    scales = scales_for(weight, pattern, recipe.code_bits, dtype)
-    pruned = round_by_descent(
-        pruned, kept, problem.hessian, problem.goal, scales, problem.order, problem.scale[problem.order]
-    )
-    return pruned[:, restore_order] / problem.scale, scales
+    units = problem.scale[problem.order]
+    # What an error in a column costs once the columns after it have compensated it.
+    cost = (units / upper.diagonal()).square() if recipe.scales == "fit" else None
+    if pattern.percent and not _refines(recipe):
+        quantiser = ColumnQuantiser(bits, pattern.step, units, dtype, cost)
+        weights = [prune_columns(problem.goal, upper, pattern, quantiser, _rule(recipe))[0]]
+        scales = quantiser.scales
+    else:
+        weights, scales = quantise_columns(pruned, kept, upper, bits, pattern.step, units, dtype, cost)
+    # Groups stay whole in the pruning order, so the order of their first columns is the order of the groups.
+    groups = problem.order[:: pattern.step].argsort()
+    own_order = [weight[:, restore_order] / problem.scale for weight in weights]
+    return [(weight, each.select_groups(groups)) for weight, each in zip(own_order, scales, strict=True)]
+
+
+def _by_descent(
+    problem: _Problem,
+    pattern: Pattern,
+    recipe: Recipe,
+    pruned: Tensor,
+    kept: Tensor,
+    bits: Sequence[int],
+    dtype: torch.dtype,
+) -> list[tuple[Tensor, GroupScales | None]]:
+    """Quantise single kept weights to each number of bits; return as `_in_groups` does."""
+    restore_order = problem.order.argsort()
+    power = problem.scale.square() if recipe.scales == "fit" else None
+    plain = pruned[:, restore_order] / problem.scale
+    scales = [scales_for(plain, pattern, each, dtype, power) for each in bits]
+    units = problem.scale[problem.order]
+    weights = round_by_descent(pruned, kept, problem.hessian, problem.goal, scales, problem.order, units)
+    return [(w[:, restore_order] / problem.scale, each) for w, each in zip(weights, scales, strict=True)]
 
 
 def _relative_error(pruned: Tensor, weight: Tensor, hessian: Tensor) -> float:

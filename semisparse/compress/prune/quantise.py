@@ -6,12 +6,15 @@ weights are, `round_by_descent` rounds after it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from semisparse.patterns import Group, Pattern
+from semisparse.quant.fit import fit_scales
 from semisparse.quant.group import SYMMETRIC_COLUMNS, GroupScales, scales_of
 
 SWEEPS = 2
@@ -21,16 +24,28 @@ BLOCK_COLUMNS = 128
 """Columns whose effect on the columns after them is applied in one matmul."""
 
 
-def scales_for(weight: Tensor, pattern: Pattern, bits: int, dtype: torch.dtype) -> GroupScales:
-    """Compute scales for a pruned weight [N, K]: per group of a `Group` pattern, else symmetric ones per 64 columns."""
-    if isinstance(pattern, Group):
-        return scales_of(weight, bits, pattern.size, dtype)
-    return scales_of(weight, bits, SYMMETRIC_COLUMNS, dtype, symmetric=True)
+def scales_for(
+    weight: Tensor, pattern: Pattern, bits: int, dtype: torch.dtype, importance: Tensor | None = None
+) -> GroupScales:
+    """Compute scales for a pruned weight [N, K]: per group of a `Group` pattern, else symmetric ones per 64 columns.
+
+    With the ``importance`` of the columns, [K] float32, the scales minimise the error weighted by it (`fit_scales`).
+    """
+    size, symmetric = (pattern.size, False) if isinstance(pattern, Group) else (SYMMETRIC_COLUMNS, True)
+    if importance is None:
+        return scales_of(weight, bits, size, dtype, symmetric=symmetric)
+    return fit_scales(weight, importance, bits, size, dtype, symmetric)
 
 
 def round_by_descent(
-    weight: Tensor, kept: Tensor, hessian: Tensor, goal: Tensor, scales: GroupScales, columns: Tensor, units: Tensor
-) -> Tensor:
+    weight: Tensor,
+    kept: Tensor,
+    hessian: Tensor,
+    goal: Tensor,
+    scales: Sequence[GroupScales],
+    columns: Tensor,
+    units: Tensor,
+) -> list[Tensor]:
     """Round kept weights to codes by cyclic coordinate descent on ``(w - goal) H (w - goal)^T``.
 
     First every weight is rounded to nearest. Then each weight in turn becomes the code nearest to its optimum, given
@@ -44,53 +59,95 @@ def round_by_descent(
         kept: [N, K] bool, the mask.
         hessian: [K, K] float32, positive definite.
         goal: [N, K] float32, the weight that minimises the layer's output error if nothing is pruned or rounded.
-        scales: of groups of columns in the original order.
+        scales: symmetric ones, of groups of columns in the original order; the weight is rounded once for each. On a
+            CPU all are rounded together, because the time of a column there is that of calling torch.
         columns: [K] int64, the original index of each column.
         units: [K] float32, by which each column was multiplied; columns are divided by it before they are quantised.
     Returns:
-        [N, K] float32, dequantised.
+        For each of the scales the dequantised weight, [N, K] float32.
     """
-    scales = replace(scales.select_groups(columns // scales.size), size=1)
-
-    def rounded_column(column: Tensor, i: int) -> Tensor:
-        own = replace(scales, scale=scales.scale[:, i : i + 1], zero=scales.zero[:, i : i + 1])
-        return own.rounded((column / units[i])[:, None])[:, 0].float() * units[i] * kept[:, i]
-
-    rounded = scales.rounded(weight / units).float() * units
+    permuted = [replace(each.select_groups(columns // each.size), size=1) for each in scales]
+    nearest = [each.rounded(weight / units).float() * units for each in permuted]
+    if has_rounding_kernel(weight):
+        pairs = zip(nearest, permuted, strict=True)
+        return [_by_kernel(rounded, kept, hessian.contiguous(), goal, each, units) for rounded, each in pairs]
+    rounded, mask, targets = torch.cat(nearest), kept.repeat(len(scales), 1), goal.repeat(len(scales), 1)
+    scale = torch.cat([each.scale.float() for each in permuted])
+    middle = torch.cat([torch.full((len(weight),), 2.0 ** (each.bits - 1), device=weight.device) for each in scales])
+    last, dtype = 2 * middle - 1, scales[0].scale.dtype
     for _ in range(SWEEPS):
-        gradient = (rounded - goal) @ hessian
+        gradient = (rounded - targets) @ hessian
         for start in range(0, len(columns), BLOCK_COLUMNS):
             stop = min(start + BLOCK_COLUMNS, len(columns))
             before = rounded[:, start:stop].clone()
             for i in range(start, stop):
-                column = rounded_column(rounded[:, i] - gradient[:, i] / hessian[i, i], i)
+                best = (rounded[:, i] - gradient[:, i] / hessian[i, i]) / units[i]
+                codes = (best / scale[:, i] + middle).round().clamp_min(0).minimum(last)
+                column = ((codes - middle) * scale[:, i]).to(dtype).float() * units[i] * mask[:, i]
                 gradient[:, i + 1 : stop] += torch.outer(column - rounded[:, i], hessian[i, i + 1 : stop])
                 rounded[:, i] = column
             gradient[:, stop:] += (rounded[:, start:stop] - before) @ hessian[start:stop, stop:]
+    return list(rounded.chunk(len(scales)))
+
+
+def _by_kernel(
+    rounded: Tensor, kept: Tensor, hessian: Tensor, goal: Tensor, scales: GroupScales, units: Tensor
+) -> Tensor:
+    """Descend as `round_by_descent` does, a block of columns per launch."""
+    from semisparse.compress.prune.rounding_triton import descend_block
+
+    rounded, mask = rounded.contiguous(), kept.to(torch.int8).contiguous()
+    per_column, units = scales.scale.float().contiguous(), units.contiguous()
+    for _ in range(SWEEPS):
+        gradient = ((rounded - goal) @ hessian).contiguous()
+        for start in range(0, rounded.shape[1], BLOCK_COLUMNS):
+            stop = min(start + BLOCK_COLUMNS, rounded.shape[1])
+            before = rounded[:, start:stop].clone()
+            bits, dtype = scales.bits, scales.scale.dtype
+            descend_block(rounded, gradient, mask, hessian, per_column, units, start, stop, bits, dtype)
+            gradient[:, stop:] += (rounded[:, start:stop] - before) @ hessian[start:stop, stop:]
     return rounded
+
+
+def has_rounding_kernel(weight: Tensor) -> bool:
+    """Return whether the Triton kernels of rounding_triton.py round this weight."""
+    return weight.is_cuda and find_spec("triton") is not None
 
 
 class ColumnQuantiser:
     """Quantises one column at a time. A group's scales are computed at its first column, from its kept weights.
 
     Args:
-        bits: per code.
+        bits: per code, one number or several: the rows of the weight are then as many blocks of equal size, each with
+            its bits.
         size: columns per group; the first group starts at column 0.
         units: [K] float32, by which each column of the weight was multiplied; columns are divided by it before they are
             quantised.
         dtype: of the scales.
+        importance: [K] float32, how much the squared error of each column counts when its scales are fitted; None for
+            scales that span each group.
     """
 
-    def __init__(self, bits: int, size: int, units: Tensor, dtype: torch.dtype) -> None:
-        self._bits, self._size, self._units, self._dtype = bits, size, units, dtype
-        self._groups: list[GroupScales] = []
+    def __init__(
+        self, bits: Sequence[int], size: int, units: Tensor, dtype: torch.dtype, importance: Tensor | None = None
+    ) -> None:
+        self._bits, self._size, self._units, self._dtype = tuple(bits), size, units, dtype
+        self._importance = importance
+        self._groups: list[list[GroupScales]] = []
+        self._rows: tuple[Tensor, Tensor, Tensor] | None = None
 
     @property
-    def scales(self) -> GroupScales:
-        """The scales of all groups so far, in column order."""
-        scale = torch.cat([group.scale for group in self._groups], dim=1)
-        zero = torch.cat([group.zero for group in self._groups], dim=1)
-        return replace(self._groups[0], scale=scale, zero=zero)
+    def scales(self) -> list[GroupScales]:
+        """The scales of all groups so far, in column order, of each block of rows."""
+        blocks = zip(*self._groups, strict=True)
+        return [
+            replace(
+                block[0],
+                scale=torch.cat([group.scale for group in block], dim=1),
+                zero=torch.cat([group.zero for group in block], dim=1),
+            )
+            for block in blocks
+        ]
 
     def fake_quantise(self, weight: Tensor, kept: Tensor, column: int) -> Tensor:
         """Quantise and dequantise one column. Columns must be passed in order.
@@ -103,9 +160,43 @@ class ColumnQuantiser:
             [N] float32.
         """
         if column % self._size == 0:
-            group = slice(column, column + self._size)
-            unscaled = (weight[:, group] / self._units[group]).masked_fill(~kept[:, group], 0)
-            self._groups.append(scales_of(unscaled, self._bits, self._size, self._dtype))
-        scales = replace(self._groups[-1], size=1)
-        values = scales.values(scales.codes(weight[:, column, None] / self._units[column]))
-        return values.flatten().float() * self._units[column]
+            self._rows = self._next_scales(weight, kept, column)
+        assert self._rows is not None
+        scale, zero, last = self._rows
+        unit = self._units[column]
+        codes = (weight[:, column] / unit / scale + zero).round().clamp_min(0).minimum(last)
+        return ((codes - zero) * scale).to(self._dtype).float() * unit
+
+    def round_all(self, weight: Tensor, kept: Tensor, upper: Tensor) -> Tensor:
+        """Round all columns in order, each group with a kernel; the columns after a group compensate its loss.
+
+        Args:
+            weight: [N, K] float32, on a GPU.
+            kept: [N, K] bool, the mask.
+            upper: [K, K] float32, as in `sparsegpt.InverseFactor`.
+        """
+        from semisparse.compress.prune.rounding_triton import round_group
+
+        weight, upper = weight.clone(memory_format=torch.contiguous_format), upper.contiguous()
+        mask, units = kept.to(torch.int8).contiguous(), self._units.contiguous()
+        for start in range(0, weight.shape[1], self._size):
+            scale, zero, last = self._next_scales(weight, kept, start)
+            size = min(self._size, weight.shape[1] - start)
+            round_group(weight, mask, upper, scale, zero, last, units, start, size, self._dtype)
+        return weight
+
+    def _next_scales(self, weight: Tensor, kept: Tensor, column: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the scales of the group that begins at a column; return scale, zero point and last code, [N] each."""
+        group = slice(column, column + self._size)
+        unscaled = (weight[:, group] / self._units[group]).masked_fill(~kept[:, group], 0)
+        found = []
+        for bits, block in zip(self._bits, unscaled.chunk(len(self._bits)), strict=True):
+            if self._importance is None:
+                found.append(scales_of(block, bits, self._size, self._dtype))
+            else:
+                found.append(fit_scales(block, self._importance[group], bits, self._size, self._dtype))
+        self._groups.append(found)
+        scale = torch.cat([each.scale[:, 0].float() for each in found])
+        zero = torch.cat([each.zero[:, 0].float() * 2.0 ** (each.bits - 8) for each in found])
+        last = torch.cat([torch.full_like(each.zero[:, 0], 2**each.bits - 1, dtype=torch.float32) for each in found])
+        return scale, zero, last

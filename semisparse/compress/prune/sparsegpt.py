@@ -13,9 +13,10 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from semisparse.compress.prune.quantise import ColumnQuantiser
+from semisparse.compress.prune.quantise import ColumnQuantiser, has_rounding_kernel
 from semisparse.patterns import NM, Group, Pattern, Unstructured
 from semisparse.patterns.base import blocks_along
+from semisparse.quant.group import GroupScales
 
 UPDATE_COLUMNS = 128
 """Columns whose effect on the columns after them is applied in one matmul (lazy batch updates)."""
@@ -261,18 +262,39 @@ class _Shares:
         return replace(self._pattern, percent=100 * self._fraction).mask(scores)
 
 
-def quantise_columns(weight: Tensor, kept: Tensor, upper: Tensor, quantiser: ColumnQuantiser) -> Tensor:
+def quantise_columns(
+    weight: Tensor,
+    kept: Tensor,
+    upper: Tensor,
+    bits: Sequence[int],
+    size: int,
+    units: Tensor,
+    dtype: torch.dtype,
+    importance: Tensor | None = None,
+) -> tuple[list[Tensor], list[GroupScales]]:
     """Quantise columns from left to right; the columns after each compensate its loss. Pruned weights stay zero.
 
     Args:
         weight: [N, K] float32, zero where not kept.
         kept: [N, K] bool, the mask.
         upper: [K, K] float32, as in `InverseFactor`.
-        quantiser: of the kept weights.
+        bits: per code; the weight is quantised once for each, all together.
+        size: columns per group.
+        units: as in `ColumnQuantiser`, like the rest.
+        dtype: of the scales.
+        importance: of the columns.
     Returns:
-        [N, K] float32, the dequantised weight.
+        For each number of bits the dequantised weight, [N, K] float32, and the scales.
     """
-    return _compensate(weight, upper, UPDATE_COLUMNS, lambda working, i, _: _final_column(working, kept, i, quantiser))
+    quantiser = ColumnQuantiser(bits, size, units, dtype, importance)
+    blocks, mask = weight.repeat(len(bits), 1), kept.repeat(len(bits), 1)
+    if has_rounding_kernel(weight):
+        blocks = quantiser.round_all(blocks, mask, upper)
+    else:
+        blocks = _compensate(
+            blocks, upper, UPDATE_COLUMNS, lambda working, i, _: _final_column(working, mask, i, quantiser)
+        )
+    return list(blocks.chunk(len(bits))), quantiser.scales
 
 
 def _final_column(weight: Tensor, kept: Tensor, i: int, quantiser: ColumnQuantiser | None) -> Tensor:

@@ -192,7 +192,9 @@ class JointSearch:
             ranks=self._ranks,
             offload=offload,
         )
-        self.units = self._ranks.first(lambda: find_units(model, layers, batches, options))
+        self.units = self._ranks.first(
+            lambda: find_units(model, layers, batches, options, each_alone=recipe.chooses_each_linear)
+        )
         self._space = [
             LinearChoices(
                 name,
@@ -271,6 +273,8 @@ class JointSearch:
             self._losses = saved["losses"]
             return
         base, self._losses = self.kl(centre), []
+        # Nothing is better than the dense model: rounding errors of the sums must not make 8 bits look so.
+        least = 0.0 if centre == self.dense else -math.inf
         wanted = {linear.name: linear.wanted for linear in self._space}
         for index, unit in enumerate(self.units):
             self._progress("measuring what each choice loses", index, len(self.units))
@@ -278,11 +282,19 @@ class JointSearch:
             self._score_several([_with(centre, index, option) for option in sorted(options)])
             self._losses.append(
                 [
-                    self.kl(_with(centre, index, option)) - base if option in options else math.inf
+                    max(least, self.kl(_with(centre, index, option)) - base) if option in options else math.inf
                     for option in range(len(unit.options))
                 ]
             )
         self._save("losses", number, {"losses": self._losses})
+
+    def single_losses(self) -> list[list[float]]:
+        """Measure what each option of each unit alone changes in the dense model, [units][options].
+
+        The loss of an option that was dropped is infinite.
+        """
+        self.measure(self.dense)
+        return self._losses
 
     def _drop_dominated(self) -> None:
         """Measure every choice in all layers at once; drop those that another one dominates (`DOMINATED`).
@@ -292,7 +304,7 @@ class JointSearch:
         uniforms = self.uniforms()
         for done, (choice, picks) in enumerate(uniforms.items()):
             self._progress("measuring each choice everywhere", done, len(uniforms))
-            self.uniform_kl[choice] = self.kl(picks)
+            self.uniform_kl[choice] = max(0.0, self.kl(picks))  # rounding errors of the sums can make it negative
         dropped = {
             choice
             for choice, picks in uniforms.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from semisparse.compress.choice import Choice, Option
 from semisparse.compress.decoder import record_calls
 from semisparse.compress.propagate import DecoderLayer
-from semisparse.compress.prune import PrunedLayer, Statistics, prune_layer
+from semisparse.compress.prune import PrunedLayer, Statistics, prune_kinds
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.search.bank import MaskedWeight, masked_layer
-from semisparse.compress.trace import find_inputs
+from semisparse.compress.trace import RoutedLayers, find_inputs
 from semisparse.patterns import NO_ZEROS, parse_pattern
 from semisparse.quant.symmetric import DTYPES, fake_quantise_rows
 
@@ -58,7 +58,12 @@ class LinearChoices:
 
 
 def find_units(
-    model: nn.Module, layers: Sequence[DecoderLayer], batches: Sequence[Tensor], options: OptionsOf
+    model: nn.Module,
+    layers: Sequence[DecoderLayer],
+    batches: Sequence[Tensor],
+    options: OptionsOf,
+    *,
+    each_alone: bool = False,
 ) -> list[Unit]:
     """Group the linear layers of each decoder layer by input, those of experts by role (`find_inputs`).
 
@@ -67,6 +72,7 @@ def find_units(
         layers: the decoder layers, with the linear layers to compress.
         batches: token ids; one sequence of the first batch is run.
         options: returns the options of a unit, given its shapes.
+        each_alone: whether each linear layer is a unit of its own instead; linear layers of experts stay together.
     """
     hidden: list[Tensor] = []
     calls = record_calls(model, [layer.module for layer in layers], [batches[0][:1]], hidden.append)
@@ -77,15 +83,11 @@ def find_units(
         copied = layer.copy(cpu)
         call = calls[index][0].to(cpu, torch.float32, [])
         for inputs in find_inputs(copied, names, call, hidden[0].to(cpu).float()):
-            shapes = [(weight.shape[0], weight.shape[1]) for weight in map(layer.weight, inputs.linears)]
-            units.append(
-                Unit(
-                    tuple(names[name] for name in inputs.linears),
-                    index,
-                    tuple(options(shapes)),
-                    sum(n * k for n, k in shapes),
-                )
-            )
+            alone = each_alone and not isinstance(inputs, RoutedLayers)
+            for linears in [(name,) for name in inputs.linears] if alone else [tuple(inputs.linears)]:
+                shapes = [(weight.shape[0], weight.shape[1]) for weight in map(layer.weight, linears)]
+                weights = sum(n * k for n, k in shapes)
+                units.append(Unit(tuple(names[name] for name in linears), index, tuple(options(shapes)), weights))
     return units
 
 
@@ -99,20 +101,25 @@ def compress_every_way(
     original: Tensor,
 ) -> dict[int, MaskedWeight]:
     """Compress a linear layer's weight by each of its choices; the arguments are those of `prune_densities`."""
-    result = dict(known)
+    result, by_pattern = dict(known), dict[str, list[int]]()
     for level, choice in enumerate(linear.choices):
-        if level in result or level not in linear.wanted:
-            continue
-        started = time.perf_counter()
-        pattern = parse_pattern(choice.pattern)
-        if choice.pattern == NO_ZEROS:
-            pruned = PrunedLayer(original.to(weight), "dense", 0.0)
+        if level not in result and level in linear.wanted:
+            by_pattern.setdefault(choice.pattern, []).append(level)
+    for written, levels in by_pattern.items():
+        pattern, quants = parse_pattern(written), [linear.choices[level].quant for level in levels]
+        ways = [
+            replace(recipe, pattern=written, quant=quant, search="none", targets=(), gpu="auto", tune="none")
+            for quant in quants
+        ]
+        layers: Iterable[PrunedLayer]
+        if written == NO_ZEROS:
+            layers = [PrunedLayer(original.to(weight), "dense", 0.0) for _ in levels]
         else:
-            ways = replace(
-                recipe, pattern=choice.pattern, quant=choice.quant, search="none", targets=(), gpu="auto", tune="none"
-            )
-            pruned = prune_layer(weight.to(original.dtype), pattern, statistics, ways)
-        if choice.quant in DTYPES:  # so that the score includes the rounding, which packing repeats
-            pruned = replace(pruned, weight=fake_quantise_rows(pruned.weight, DTYPES[choice.quant]))
-        result[level] = masked_layer(linear.name, pattern, pruned, original.dtype, time.perf_counter() - started)
+            layers = prune_kinds(weight.to(original.dtype), pattern, statistics, ways)
+        started = time.perf_counter()
+        for level, quant, pruned in zip(levels, quants, layers, strict=True):
+            if quant in DTYPES:  # so that the score includes the rounding, which packing repeats
+                pruned = replace(pruned, weight=fake_quantise_rows(pruned.weight, DTYPES[quant]))
+            seconds, started = time.perf_counter() - started, time.perf_counter()
+            result[level] = masked_layer(linear.name, pattern, pruned, original.dtype, seconds)
     return result

@@ -1,5 +1,7 @@
 """E2E-OQP: train the scales and zero points of a quantised model on the language-model loss (GQSA, section 3.4).
 
+With the dense model's predictions, the loss is the KL divergence from them instead.
+
 The codes (the quantised integers) and the pruned groups do not change. On the device a quantised weight takes one
 byte, its code; activations are checkpointed per decoder layer.
 """
@@ -18,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from semisparse.compress.decoder import decoder_layers
 from semisparse.compress.report import LayerReport
+from semisparse.compress.tune.predictions import Predictions
 from semisparse.compress.tune.quantised import QuantisedLinear
 from semisparse.compress.tune.training import TuningResult, train
 from semisparse.nn import weight_of
@@ -38,6 +41,7 @@ def tune_end_to_end(
     device: torch.device,
     dtype: torch.dtype,
     progress: Callable[[int, int], None],
+    predictions: Sequence[Predictions] | None = None,
 ) -> tuple[TuningResult, list[LayerReport]]:
     """Train every quantised linear layer's scales and zero points, and write the new weights into the model.
 
@@ -54,6 +58,7 @@ def tune_end_to_end(
         device: where to compute.
         dtype: dtype of the activations, and of the copy's weights that are not quantised.
         progress: called with (steps done, total steps).
+        predictions: the dense model's for each batch, whose KL divergence is the loss; None for the next-token loss.
     Returns:
         The result of the training, and the reports with the new scales.
     """
@@ -70,10 +75,12 @@ def tune_end_to_end(
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)  # activation checkpointing
 
     def loss(index: int) -> Tensor:
-        """Return the mean next-token cross-entropy of batch ``index``, in nats."""
+        """Return the mean next-token cross-entropy or KL divergence of batch ``index``, in nats."""
         ids = batches[index].to(device)
-        logits = quantised(ids, use_cache=False).logits[:, :-1]
-        return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+        logits = quantised(ids, use_cache=False).logits[:, :-1].float()
+        if predictions is not None:
+            return predictions[index].kl(logits)
+        return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
     param_groups = [linear.scales.param_group(RELATIVE_RATE * rate) for linear in quantised_linears.values()]
     token_counts = [batch.numel() for batch in batches]
@@ -83,7 +90,7 @@ def tune_end_to_end(
         if report.name in quantised_linears:
             trained, weight = quantised_linears[report.name], weight_of(model.get_submodule(report.name))
             weight.copy_(trained.weight()).add_(0)  # pruned weights may be -0: adding 0 makes them +0
-            outcome = f"{report.outcome}, e2e {result.outcome}"
+            outcome = f"{report.outcome}, {'e2e' if predictions is None else 'kl'} {result.outcome}"
             report = replace(report, outcome=outcome, scales=trained.scales.group_scales)
         new_reports.append(report)
     return result, new_reports

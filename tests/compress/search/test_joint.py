@@ -1,7 +1,9 @@
 """The joint search keeps its limits, scores what it returns, repeats bit for bit and survives interruptions."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -12,13 +14,20 @@ from semisparse.compress.search import joint
 from semisparse.compress.search.allocate import Unreachable
 from semisparse.compress.search.bank import to_dense
 from semisparse.compress.search.joint import JointResult, JointSearch, search_choices
+from semisparse.compress.search.score import Scorer
 from semisparse.nn import weight_of
 from semisparse.patterns import parse_pattern
 from tests.compress.checking import Interrupted
 from tests.compress.search.small import calibration, mean_kl, sharp_model
 
 RECIPE = Recipe(
-    pattern="0%", prune="magnitude", search="joint", targets=(("bits", 4.0),), search_tokens=10_000, search_effort=32
+    pattern="0%",
+    prune="magnitude",
+    search="joint",
+    search_units="inputs",
+    targets=(("bits", 4.0),),
+    search_tokens=10_000,
+    search_effort=32,
 )
 MENU = {("0%", "none"): 16.0, ("g8@0%", "w8"): 9.0, ("g8@0%", "w4"): 5.0, ("g8@0%", "w2"): 3.0, ("50%", "none"): 12.0}
 LIMITS = {"bits": 4.0 / 16}
@@ -50,6 +59,44 @@ def test_the_limit_is_kept_by_layers_that_share_an_input_alike():
         assert len({result.choices[f"{attention}.{name}_proj"] for name in "qkv"}) == 1
     assert len(set(result.choices.values())) > 1
     assert {choice.quant for choice in result.choices.values()} <= {"w8", "w4", "w2"}
+
+
+def test_a_target_of_bits_lets_each_linear_layer_choose():
+    chosen = {True: ("bits", 4.0), False: ("decode", 1.5)}
+    for alone, target in chosen.items():
+        recipe = replace(RECIPE, search_units="auto", targets=(target,))
+        found = JointSearch(
+            sharp_model(),
+            calibration(),
+            recipe,
+            options,
+            seed=0,
+            device="cpu",
+            progress=lambda stage, done, total: None,
+            journal=None,
+        )
+        units = [unit.linears for unit in found.units if unit.decoder_layer == 0]
+        assert sorted(name for unit in units for name in unit) == sorted({name for unit in units for name in unit})
+        assert (max(map(len, units)) == 1) is alone
+
+
+def test_nothing_is_better_than_dense(monkeypatch: pytest.MonkeyPatch):
+    """Rounding errors of the sums must not make an option that changes nothing look better than the dense model."""
+    measured, lower = Scorer.mean_kl, count()  # every candidate looks better than all before it
+    monkeypatch.setattr(Scorer, "mean_kl", lambda self, scores: measured(self, scores) - next(lower))
+    found = JointSearch(
+        sharp_model(),
+        calibration(),
+        RECIPE,
+        options,
+        seed=0,
+        device="cpu",
+        progress=lambda stage, done, total: None,
+        journal=None,
+    )
+    losses = found.single_losses()
+    assert all(min(unit) >= 0 for unit in losses)
+    assert min(found.uniform_kl.values()) >= 0
 
 
 def test_the_weights_obey_their_choices_and_have_the_reported_divergence():

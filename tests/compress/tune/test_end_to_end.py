@@ -41,6 +41,23 @@ def language_model_loss(model: PreTrainedModel) -> float:
     return float(F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))
 
 
+def kl_to_dense(model: PreTrainedModel) -> float:
+    (tokens,) = calibration(seed=7)
+    with torch.no_grad():
+        dense, own = (
+            each.float()(tokens).logits[:, :-1].double() for each in (random_model("llama"), copy.deepcopy(model))
+        )
+    return float((dense.softmax(-1) * (dense.log_softmax(-1) - own.log_softmax(-1))).sum(-1).mean())
+
+
+def test_on_kl_it_comes_nearer_to_the_dense_model():
+    (before, first), (after, second) = tuned("llama", "bqpo"), tuned("llama", "bqpo+kl")
+    assert kl_to_dense(after) < 0.98 * kl_to_dense(before)
+    assert kl_to_dense(after) < kl_to_dense(tuned("llama", "bqpo+e2e")[0])
+    for old, new in zip(first, second, strict=True):
+        assert new.outcome.startswith(f"{old.outcome}, kl ")
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_it_lowers_the_loss_and_leaves_the_codes(architecture: str):
     (before, first), (after, second) = tuned(architecture, "bqpo"), tuned(architecture, "bqpo+e2e")

@@ -1,0 +1,164 @@
+"""The tables of the joint search, of rounding and of targets, from the CSV files in results/."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from rows import markdown, result
+
+Row = Mapping[str, str]
+
+Pair = tuple[str, str]
+"""A seed, and the commit of the code that was measured."""
+
+MODELS = ("stories260k", "babyllama-1m", "pycode-11m")
+TARGETS = ("2.5", "3.0", "3.5", "4.5", "6")
+
+WAYS = {
+    "+range+untuned": "`range`, untuned",
+    "+range": "`range`",
+    "+untuned": "`fit`, untuned",
+    "": "`fit`",
+    "+e2e": "`fit`, `bqpo+e2e`",
+    "+kl": "`fit`, `bqpo+kl`",
+}
+"""The changes of a run in joint.csv, with their names."""
+
+
+def _kl(rows: Iterable[Row]) -> float:
+    values = [float(row["kl"]) for row in rows]
+    return sum(values) / len(values)
+
+
+def _runs(model: str) -> dict[str, dict[Pair, Row]]:
+    """Return the rows of a model in joint.csv: run, (seed, build) -> row."""
+    found: dict[str, dict[Pair, Row]] = {}
+    for row in result("joint.csv"):
+        if row["model"] == model:
+            found.setdefault(row["run"], {})[row["seed"], row["build"]] = row
+    return found
+
+
+def _percent(change: float) -> str:
+    return f"{change:+.0%}".replace("%", " %")
+
+
+def joint() -> str:
+    """KL of `auto` beside the best uniform recipe of the same or fewer bits, on the seeds and builds that both have."""
+    tables = []
+    for model in MODELS:
+        runs = _runs(model)
+        lines = [line for target in TARGETS for line in _beside_uniform(runs, target)]
+        if lines:
+            tables.append(markdown((model, "`auto`", "best uniform recipe", ""), lines))
+    return "\n\n".join(tables)
+
+
+def _beside_uniform(runs: Mapping[str, Mapping[Pair, Row]], target: str) -> list[list[str]]:
+    """Return the line of a target, or none if it was not measured."""
+    lines = []
+    for way, name in (("", f"bits={target}"), ("+inputs", f"bits={target}, `search_units=inputs`")):
+        auto = runs.get(f"auto {target}{way}", {})
+        if not auto or (way and f"auto {target}" in runs):
+            continue
+        found = []
+        for run, rows in runs.items():
+            both = auto.keys() & rows.keys()
+            stored = float(next(iter(rows.values()))["bits"])
+            if both and "+" not in run and not run.startswith("auto") and stored <= float(target):
+                found.append((_kl(rows[pair] for pair in both), run, stored, both))
+        if found:
+            other, run, stored, both = min(found, key=lambda each: each[0])
+            own = _kl(auto[pair] for pair in both)
+            beside = f"{run}, {stored:.2f} bits: {other:.4f}"
+            lines.append([name, f"{own:.4f} ({len(both)})", beside, _percent(own / other - 1)])
+        else:
+            lines.append([name, f"{_kl(auto.values()):.4f} ({len(auto)})", "not measured, or none stores so few", ""])
+    return lines
+
+
+def uniform() -> str:
+    """KL of every uniform run with fitted scales, or without scales, by stored bits."""
+    runs = {model: _runs(model) for model in MODELS}
+    names = dict.fromkeys(run for model in MODELS for run in runs[model] if "+" not in run)
+    shown = [run for run in names if not run.startswith("auto")]
+
+    def bits(run: str) -> float:
+        return float(next(row["bits"] for model in MODELS[::-1] for row in runs[model].get(run, {}).values()))
+
+    lines = []
+    for run in sorted(shown, key=bits):
+        found = [runs[model].get(run) for model in MODELS]
+        lines.append(
+            [run, f"{bits(run):.2f}", *(f"{_kl(rows.values()):.4f} ({len(rows)})" if rows else "" for rows in found)]
+        )
+    return markdown(("", "bits", *MODELS), lines)
+
+
+def rounding() -> str:
+    """KL of uniform runs by how their scales are found and tuned, seed 0, means over the builds."""
+    lines = []
+    for model in MODELS:
+        runs = _runs(model)
+        for base in dict.fromkeys(run.partition("+")[0] for run in runs):
+            found = {}
+            for way in WAYS:
+                rows = [row for (seed, _), row in runs.get(base + way, {}).items() if seed == "0"]
+                if rows:
+                    found[way] = _kl(rows)
+            if len(found) > 1 and not base.startswith("auto"):
+                lines.append([model, base, *(f"{found[way]:.4f}" if way in found else "" for way in WAYS)])
+    return markdown(("model", "run", *WAYS.values()), lines)
+
+
+def units() -> str:
+    """KL of `auto` by what gets one choice, on the seeds and builds that both have."""
+    lines = []
+    for model in MODELS:
+        runs = _runs(model)
+        for target in TARGETS:
+            own, shared = (runs.get(f"auto {target}{way}", {}) for way in ("", "+inputs"))
+            both = own.keys() & shared.keys()
+            if both:
+                before, after = (_kl(rows[pair] for pair in both) for rows in (shared, own))
+                lines.append([model, f"bits={target}", f"{before:.4f}", f"{after:.4f}", _percent(after / before - 1)])
+    return markdown(("model", "target", "`inputs`", "`linears`", ""), lines)
+
+
+def mixed() -> str:
+    """KL of mixtures of 2:4 and dense in 8 bits, and of uniform patterns of the same predicted prompt time."""
+    rows, lines = result("mixed_sparsity.csv"), []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        for base in ("6:8", "4:6"):
+            own = [row for row in rows if row["model"] == model and row["run"].startswith(f"{base}+")]
+            uniform_rows = [row for row in own if row["run"] == f"{base}+uniform"]
+            for run in dict.fromkeys(row["run"] for row in own):
+                found, way = [row for row in own if row["run"] == run], run.partition("+")[2]
+                share = f"{sum(float(row['share_2:4']) for row in found) / len(found):.0%}".replace("%", " %")
+                speed, kl = f"{found[0]['speedup']}x", f"{_kl(found):.4f} ({len(found)})"
+                if way == "uniform":
+                    lines.append([model, speed, f"uniform {base}", "", kl, ""])
+                else:
+                    change = _percent(_kl(found) / _kl(uniform_rows) - 1) if uniform_rows else ""
+                    lines.append([model, speed, f"mixture: {way}", share, kl, change])
+    return markdown(("model", "prompt", "", "layers in 2:4", "KL", ""), lines)
+
+
+def target_speed() -> str:
+    """Predicted and measured speed-ups of targets on an H200."""
+    lines = []
+    for row in result("target_speed.csv"):
+        step = f"{float(row['predicted_step_ms']):.3f} / {float(row['step_ms']):.3f} ms"
+        error = f"{float(row['step_error']):+.1%}".replace("%", " %")
+        lines.append([row["target"], f"{row['predicted']}x", f"{row['measured']}x", step, error])
+    return markdown(("target", "linear layers, predicted", "measured", "engine, predicted / measured", ""), lines)
+
+
+TABLES = {
+    "joint": joint,
+    "joint-uniform": uniform,
+    "joint-units": units,
+    "rounding": rounding,
+    "mixed-sparsity": mixed,
+    "target-speed": target_speed,
+}

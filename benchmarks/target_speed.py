@@ -1,0 +1,228 @@
+"""Predicted and measured speed-ups of targets on a model of llama2-7b's shapes with random weights.
+
+    python benchmarks/target_speed.py choose DATA results/target_choices.csv --gpu h200
+    python benchmarks/target_speed.py time results/target_choices.csv results/target_speed.csv
+
+`choose` takes the losses of choices from a small trained model, layer for layer at the same relative depth, and the
+times from `plan`; it needs no GPU. `time` measures, on the GPU, the linear layers alone in a CUDA graph, and the whole
+model in the engine; it writes a row per target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from models import MODELS, Subject
+from rows import read_rows, write_rows
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from semisparse.api.recipe import read_recipe
+from semisparse.api.targets import WORKLOADS, limits_of, menu, options_of, parse_targets
+from semisparse.bench.machines import find_machine
+from semisparse.bench.model import Workload, measure_in_engine
+from semisparse.bench.roofline import random_weight
+from semisparse.bench.shapes import architecture
+from semisparse.bench.timing import clone, time_calls
+from semisparse.compress import Choice, Option, Recipe, calibration_batches
+from semisparse.compress.recipe import read_targets
+from semisparse.compress.search.allocate import allocate
+from semisparse.compress.search.joint import JointSearch
+from semisparse.formats.base import Packed, get_format
+from semisparse.nn import SparseLinear, replace_linear
+from semisparse.patterns import NO_ZEROS, parse_pattern
+from semisparse.runtime.device import device_facts
+
+SHAPES = "llama2-7b"
+UNITS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+"""The linear layers of a decoder layer that share an input, in call order."""
+
+DTYPE, DEVICE = torch.bfloat16, "cuda"
+
+CHOICES = ("target", "layer", "unit", "format", "pattern", "quant", "us", "dense_us")
+SPEEDS = ("target", "model", "layers", "tokens", "predicted", "measured", "linear_us", "dense_linear_us")
+SPEEDS += ("predicted_us",)
+SPEEDS += ("step_ms", "dense_step_ms", "predicted_step_ms", "step_error", "gpu")
+
+
+def main() -> None:
+    """Choose, or time what was chosen."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(required=True)
+    chooses = verbs.add_parser("choose", help="allocate choices by a small model's losses and predicted times")
+    chooses.add_argument("shared", type=Path, help="a directory with models/ and text/")
+    chooses.add_argument("csv", type=Path)
+    chooses.add_argument("--targets", nargs="+", default=["decode=2.5x", "prompt=1.25x"])
+    chooses.add_argument("--model", default="stories260k", choices=MODELS)
+    chooses.add_argument("--layers", type=int, default=4, help="decoder layers of the timed model")
+    chooses.add_argument("--gpu", default="h200")
+    chooses.add_argument("--device", default="cpu")
+    chooses.add_argument("--samples", type=int, default=16)
+    chooses.set_defaults(call=choose)
+    times = verbs.add_parser("time", help="measure the chosen layers on this GPU")
+    times.add_argument("choices", type=Path)
+    times.add_argument("csv", type=Path)
+    times.set_defaults(call=time)
+    options = parser.parse_args()
+    options.call(options)
+
+
+def choose(options: argparse.Namespace) -> None:
+    """Write a row per target, decoder layer and unit."""
+    losses = small_losses(options)
+    config, machine = architecture(SHAPES), find_machine(options.gpu)
+    hidden, inner = config.hidden_size, config.intermediate_size
+    shapes = ([(hidden, hidden)] * 3, [(hidden, hidden)], [(inner, hidden)] * 2, [(hidden, inner)])
+    rows: list[dict[str, str]] = []
+    for written in options.targets:
+        targets = dict(read_targets(parse_targets([written])))
+        (workload,) = targets
+        of_shapes = options_of(choices_for(workload), [workload], DTYPE, machine)
+        found = [of_shapes(unit) for unit in shapes]
+        depth = [round(i * (len(losses) - 1) / max(1, options.layers - 1)) for i in range(options.layers)]
+        units = [(i, j) for i in range(options.layers) for j in range(len(UNITS))]
+        loss = [[losses[depth[i]][j].get(option.choice, 1e3) for option in found[j]] for i, j in units]
+        costs = [[option.costs for option in found[j]] for _, j in units]
+        share = limits_of(targets, DTYPE)[workload]
+        limit = {workload: share * sum(cost[0][workload] for cost in costs)}
+        for (i, j), pick in zip(units, allocate(loss, costs, limit), strict=True):
+            rows.append(_choice_row(written, i, j, found[j], pick, workload))
+            print(*rows[-1].values())
+    write_rows(options.csv, rows, CHOICES)
+
+
+def _choice_row(
+    target: str, layer: int, unit: int, found: Sequence[Option], pick: int, workload: str
+) -> dict[str, str]:
+    choice, us = found[pick].choice, [f"{1e6 * found[index].costs[workload]:.2f}" for index in (pick, 0)]
+    values = (target, layer, "+".join(UNITS[unit]), choice.format, choice.pattern, choice.quant, *us)
+    return dict(zip(CHOICES, map(str, values), strict=True))
+
+
+def choices_for(workload: str) -> list[Choice]:
+    """Return what `compress` may choose from for a target that is a speed-up."""
+    recipe = read_recipe("auto", targets={workload: 2.0})
+    return menu(recipe, rounds_activations=workload == "prompt")
+
+
+def small_losses(options: argparse.Namespace) -> list[list[dict[Choice, float]]]:
+    """Return the KL divergence of each choice of each unit of a small model alone: [layers][units][choice]."""
+    subject = Subject(options.model, argparse.Namespace(**vars(options), chunks=1))
+    model = AutoModelForCausalLM.from_pretrained(subject.directory, dtype="auto")
+    drawn = {"samples": options.samples, "seqlen": subject.seqlen, "seed": 0}
+    batches = calibration_batches(subject.tokenizer, subject.calibration, **drawn)
+    recipe = Recipe(pattern=NO_ZEROS)
+    every = dict.fromkeys(choice for workload in WORKLOADS for choice in choices_for(workload))
+    of_shapes = options_of(list(every), (), model.dtype, None)
+    search = JointSearch(
+        model,
+        batches,
+        recipe,
+        of_shapes,
+        seed=0,
+        device=options.device,
+        progress=lambda stage, done, total: None,
+        journal=None,
+    )
+    found = search.single_losses()
+    layers = 1 + max(unit.decoder_layer for unit in search.units)
+    losses: list[list[dict[Choice, float]]] = [[] for _ in range(layers)]
+    for unit, own in zip(search.units, found, strict=True):
+        losses[unit.decoder_layer].append(
+            {option.choice: kl for option, kl in zip(unit.options, own, strict=True) if kl < float("inf")}
+        )
+    return losses
+
+
+def time(options: argparse.Namespace) -> None:
+    """Measure dense, and what was chosen for each target."""
+    rows, out = read_rows(options.choices), list[dict[str, str]]()
+    for target in dict.fromkeys(row["target"] for row in rows):
+        chosen = [row for row in rows if row["target"] == target]
+        tokens = WORKLOADS[target.partition("=")[0]]
+        layers = 1 + max(int(row["layer"]) for row in chosen)
+        dense = [{**row, "format": "dense", "pattern": NO_ZEROS, "quant": "none"} for row in chosen]
+        dense_us, us = linear_us(dense, tokens), linear_us(chosen, tokens)
+        dense_step, step = step_ms(dense, layers, tokens), step_ms(chosen, layers, tokens)
+        predicted_us, predicted_dense = (sum(float(row[key]) for row in chosen) for key in ("us", "dense_us"))
+        # What is not a linear layer takes the same time in both.
+        predicted_step = dense_step - dense_us / 1e3 + dense_us / 1e3 * predicted_us / predicted_dense
+        values = (target, SHAPES, layers, tokens, f"{predicted_dense / predicted_us:.3f}", f"{dense_us / us:.3f}")
+        values += tuple(f"{x:.1f}" for x in (us, dense_us, predicted_us * dense_us / predicted_dense))
+        values += tuple(f"{x:.4f}" for x in (step, dense_step, predicted_step, step / predicted_step - 1))
+        out.append(dict(zip(SPEEDS, map(str, (*values, device_facts(DEVICE).name)), strict=True)))
+        write_rows(options.csv, out, SPEEDS)
+        print(*out[-1].values(), flush=True)
+
+
+def linear_us(rows: Sequence[dict[str, str]], tokens: int) -> float:
+    """Return the microseconds of all linear layers, each unit as one matmul, in one CUDA graph."""
+    calls = list[Callable[[], Tensor]]()
+    for row in rows:
+        n, k = _unit_shape(row["unit"])
+        x = torch.randn(tokens, k, dtype=DTYPE, device=DEVICE)
+        calls.append(_matmul(row, n, k, x))
+    for call in calls:
+        call()  # compile
+    return time_calls(calls, torch.device(DEVICE)).us * len(calls)
+
+
+def _matmul(row: dict[str, str], n: int, k: int, x: Tensor) -> Callable[[], Tensor]:
+    layer = _layer(row, n, k)
+    return lambda: layer(x)
+
+
+def _layer(row: dict[str, str], n: int, k: int) -> nn.Module:
+    if row["format"] == "dense" and row["quant"] == "none":
+        layer = nn.Linear(k, n, bias=False, dtype=DTYPE, device=DEVICE)
+        return layer.requires_grad_(False)
+    return SparseLinear(_packed(row, n, k))
+
+
+def _packed(row: dict[str, str], n: int, k: int) -> Packed:
+    weight = random_weight(parse_pattern(row["pattern"]), n, k, DTYPE, DEVICE)
+    options = {} if row["quant"] == "none" else {"kind": row["quant"]}
+    return get_format(row["format"]).pack(weight, row["pattern"], **options)
+
+
+def _unit_shape(unit: str) -> tuple[int, int]:
+    config = architecture(SHAPES)
+    hidden, inner = config.hidden_size, config.intermediate_size
+    rows = {"q_proj+k_proj+v_proj": 3 * hidden, "o_proj": hidden, "gate_proj+up_proj": 2 * inner, "down_proj": hidden}
+    return rows[unit], inner if unit == "down_proj" else hidden
+
+
+def step_ms(rows: Sequence[dict[str, str]], layers: int, tokens: int) -> float:
+    """Return the milliseconds of a decode step, or of a prompt, in the engine."""
+    model = _model(rows, layers)
+    if tokens == 1:
+        return measure_in_engine(model, SHAPES, "", Workload(1, 128, 64)).decode_ms
+    return measure_in_engine(model, SHAPES, "", Workload(1, tokens, 2)).first_token_ms
+
+
+def _model(rows: Sequence[dict[str, str]], layers: int) -> PreTrainedModel:
+    config = copy.deepcopy(architecture(SHAPES))
+    config.num_hidden_layers = layers
+    with torch.device(DEVICE):
+        model = AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval()
+    known: dict[tuple[str, ...], Packed] = {}
+    for row in rows:
+        if row["format"] == "dense" and row["quant"] == "none":
+            continue
+        parent = model.model.layers[int(row["layer"])]
+        for name, module in list(parent.named_modules()):
+            if name.rpartition(".")[2] in row["unit"].split("+"):
+                n, k = module.weight.shape
+                key = (row["format"], row["pattern"], row["quant"], str(n), str(k))
+                if key not in known:
+                    known[key] = _packed(row, n, k)
+                replace_linear(model, f"model.layers.{row['layer']}.{name}", clone(known[key]))
+    return model
+
+
+if __name__ == "__main__":
+    main()
