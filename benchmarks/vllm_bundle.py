@@ -23,7 +23,7 @@ MAGIC = 0xBA55ED50
 """First word of a fat binary: magic, u16 version, u16 header bytes, u64 bytes of its images."""
 
 PTX, SASS = 1, 2
-"""Kinds of images. An image's header: u16 kind, u16, u32 header bytes, u64 payload bytes; at byte 28 the architecture."""
+"""Kinds of images. An image's header: u16 kind, u16, u32 header bytes, u64 payload bytes; at 28 the architecture."""
 
 FLASH3 = r"hdim(?!64_(bf16|fp16)_(?!.*softcap)|128_(bf16|fp16)_(?!.*softcap))"
 """FlashAttention 3's source files that are dropped: all but heads of at most 64 and 128 values in 16 bits."""

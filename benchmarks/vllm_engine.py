@@ -1,4 +1,4 @@
-"""Measurements of one engine of vLLM, by vLLM's own benchmarks: latency, decode steps, throughput, kernels of a step."""
+"""Measurements of one engine of vLLM by vLLM's own benchmarks: latency, decode steps, throughput, a step's kernels."""
 
 from __future__ import annotations
 
