@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from semisparse.formats.base import Packed
 from semisparse.formats.kernel import bucket_of
 from semisparse.formats.product import in_parallel, prepare_product
+from semisparse.nn.fused_linear import can_fuse
 from semisparse.nn.sparse_linear import SparseLinear
 from semisparse.nn.stacking import stack_neighbours
 
@@ -34,17 +35,22 @@ class StackedLinear(nn.Module):
         """The device of the weights."""
         return self._weights()[0].device
 
-    def prepare(self, tokens: int, dtype: torch.dtype) -> None:
+    def prepare(self, tokens: int, dtype: torch.dtype, fusions: Sequence[tuple[str, str]] = ()) -> None:
         """Compile and load, in parallel, the kernels of the matmuls of 1 to ``tokens`` tokens.
 
         Args:
             tokens: maximum number of rows of x.
             dtype: dtype of x.
+            fusions: prologues and epilogues of `fused_linear` whose kernels are compiled too, where there are any.
         Raises:
             KernelError: no kernel can compute a matmul.
         """
         buckets = sorted({bucket_of(m) for m in range(1, tokens + 1)})
-        in_parallel(partial(prepare_product, weight, m, dtype) for weight in self._weights() for m in buckets)
+        weights = self._weights()
+        in_parallel(
+            [partial(prepare_product, weight, m, dtype) for weight in weights for m in buckets]
+            + [partial(can_fuse, weight, dtype, fusion) for weight in weights for fusion in fusions]
+        )
 
     def _weights(self) -> list[Packed]:
         return [layer.packed for layer in self.layers if isinstance(layer, SparseLinear)]

@@ -118,12 +118,6 @@ def test_vllm_finds_the_plugin_and_may_register_it_again():
     assert get_quantization_config("semisparse").__name__ == "SemisparseVllmConfig"
 
 
-@pytest.fixture(scope="session")
-def group(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A group of this process alone."""
-    ranks.start(0, 1, tmp_path_factory.mktemp("group") / "rendezvous")
-
-
 @pytest.mark.usefixtures("group")
 def test_a_fused_layer_traces_to_one_graph_for_any_number_of_tokens(tmp_path: Path):
     model = ranks.load(write(SERVED["searched"], tmp_path / "model"))
@@ -170,13 +164,13 @@ def test_a_fused_layer_of_which_only_a_part_is_compressed_is_refused(tmp_path: P
 
 
 @pytest.mark.usefixtures("group")
-def test_compressed_experts_are_refused():
+def test_a_compressed_head_is_refused():
     from semisparse.integrations.vllm import SemisparseVllmConfig
 
-    config = SemisparseVllmConfig({"model.layers.0.mlp.experts.0.up_proj": None})
-    with pytest.raises(InputError, match="not experts or the LM head: add it to the recipe's ignore list"):
-        config.get_quant_method(torch.nn.Module(), "model.layers.0.mlp.experts")
-    assert config.get_quant_method(torch.nn.Module(), "model.layers.1.mlp.experts") is None
+    config = SemisparseVllmConfig({"lm_head": None})
+    with pytest.raises(InputError, match="not the LM head: add it to the recipe's ignore list"):
+        config.get_quant_method(torch.nn.Module(), "lm_head")
+    assert config.get_quant_method(torch.nn.Module(), "model.embed_tokens") is None
 
 
 LAYER = "model.layers.0.mlp.down_proj"
