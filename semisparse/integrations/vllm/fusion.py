@@ -50,11 +50,11 @@ def install_fusion(vllm_config: VllmConfig) -> bool:
 
 
 class Norm(NamedTuple):
-    """An RMSNorm in a graph: what it normalises, its weight and epsilon, and its output."""
+    """An RMSNorm in a graph: the nodes of what it normalises, of its weight and epsilon, and of its output."""
 
-    x: fx.Node
-    weight: fx.Node
-    epsilon: float
+    x: Any
+    weight: Any
+    epsilon: Any
     normed: fx.Node
 
 
@@ -71,7 +71,8 @@ class FusionPass(InductorPass):
             if node.target is ops.fused_add_rms_norm.torch_op and _is_plain(node.args[2:]):
                 _fuse_added_norm(graph, node)
             elif node.target is ops.rms_norm.torch_op and _is_plain(node.args[1:]):
-                _fuse_norm(graph, Norm(*node.args[:3], node))
+                x, weight, epsilon = node.args[:3]
+                _fuse_norm(graph, Norm(x, weight, epsilon, node))
         graph.eliminate_dead_code()
 
 
@@ -140,7 +141,8 @@ def _item(node: fx.Node, index: int) -> fx.Node | None:
 
 def _can_fuse(linear: fx.Node, fusion: tuple[str, str]) -> bool:
     """Return whether one kernel computes a matmul of the graph with a prologue and an epilogue."""
-    x, tensors, _, spec, kernel = linear.args[:5]
+    arguments: Any = linear.args
+    x, tensors, _, spec, kernel = arguments
     packed = packed_of(spec, [tensor.meta["val"] for tensor in tensors])
     return kernel == "auto" and can_fuse(packed, x.meta["val"].dtype, fusion)
 
@@ -167,5 +169,5 @@ def _gate_of(linear: fx.Node) -> fx.Node | None:
 
 def _are_halves(slices: set[fx.Node], columns: int) -> bool:
     """Return whether nodes slice the columns of a tensor into two halves."""
-    starts = sorted(node.args[2] for node in slices)
+    starts = sorted(int(node.args[2]) for node in slices)  # type: ignore[arg-type]
     return starts == [0, columns // 2] and {node.meta["val"].shape[-1] for node in slices} == {columns // 2}
