@@ -44,7 +44,7 @@ class StackedLinear(nn.Module):
             dtype: dtype of x.
             fusions: prologues and epilogues of `fused_linear` whose kernels are compiled too, where there are any.
         Raises:
-            KernelError: no kernel can compute a matmul, or on a GPU only the reference kernel can, which copies from the
+            KernelError: no kernel can compute a matmul, or on a GPU only the reference kernel, which copies from the
                 host and so cannot be captured in a CUDA graph.
         """
         buckets = sorted({bucket_of(m) for m in range(1, tokens + 1)})
