@@ -200,12 +200,33 @@ def test_a_corrupted_checkpoint_is_refused(change, sentence: str, tmp_path: Path
 
 
 @pytest.mark.usefixtures("group")
-def test_an_unknown_version_is_refused(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda block: block.update(version=99), "checkpoint version 99 is unknown"),
+        (lambda block: block["layers"][LAYER].update(version=99), f"{LAYER}.*version 99"),
+    ],
+    ids=["of the directory", "of a format"],
+)
+def test_an_unknown_version_is_refused_before_weights_are_loaded(change, sentence: str, tmp_path: Path):
     directory = write(SERVED["bitmask-32:64"], tmp_path / "model")
+    (directory / "model.safetensors").unlink()
     config = json.loads((directory / "config.json").read_text())
-    config["quantization_config"]["version"] = 99
+    change(config["quantization_config"])
     (directory / "config.json").write_text(json.dumps(config))
-    with pytest.raises(Exception, match="checkpoint version 99 is unknown"):
+    with pytest.raises(Exception, match=sentence):
+        ranks.load(directory)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_gpu_without_the_kernels_instructions_is_refused_before_weights_are_loaded(tmp_path: Path, monkeypatch):
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import DeviceCapability
+
+    directory = write(SERVED["bitmask-32:64"], tmp_path / "model")
+    (directory / "model.safetensors").unlink()
+    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_: DeviceCapability(7, 5))
+    with pytest.raises(ValueError, match=r"not supported for the current GPU\. Minimum capability: 80\. Current .* 75"):
         ranks.load(directory)
 
 
