@@ -7,6 +7,7 @@ vLLM's compiler fuses these operations with each other.
 from __future__ import annotations
 
 import operator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -60,6 +61,10 @@ class Norm(NamedTuple):
 
 class FusionPass(InductorPass):
     """Replaces packed matmuls, and the operations before and after them, by ``semisparse::fused_linear``."""
+
+    def uuid(self) -> str:
+        """Return a hash of this file: vLLM caches compiled graphs by it."""
+        return str(self.hash_source(Path(__file__).read_text()))
 
     def is_applicable_for_range(self, compile_range: Range) -> bool:
         """Return whether the graph is for at most `MAX_FUSED_TOKENS` tokens."""
