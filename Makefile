@@ -76,11 +76,12 @@ vllm := VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
 test-vllm-gpu:
 	$(vllm) OMP_NUM_THREADS=2 TORCHINDUCTOR_COMPILE_THREADS=2 $(VLLM_PYTHON) -m pytest -n 8 -rA tests/vllm/test_gpu.py
 
-# As many at a time as fit the memory; rows are added to the file.
+# As many engines at a time as fit the memory; rows are added to the files.
 bench-vllm:
-	$(vllm) $(VLLM_PYTHON) benchmarks/vllm_speed.py $(OUT)/vllm.csv --columns dense,bitmask,gqs-w4s50,fp8,int4
-	$(vllm) $(VLLM_PYTHON) benchmarks/vllm_speed.py $(OUT)/vllm.csv \
-		--columns slide24-2:4-int8,slide24-6:8-int8,vector_nm,gqs-dense-w4,ec_csr
+	$(vllm) $(VLLM_PYTHON) benchmarks/vllm_speed.py $(OUT)/vllm.csv --cache 12 --profile dense,bitmask,bitmask-unfused,gqs-w4s50 \
+		--columns dense,bitmask,gqs-w4s50,fp8,int4+slide24-2:4-int8,bitmask-w4,gqs-dense-w4,bitmask-unfused,vector_nm,slide24-6:8-int8
+	$(vllm) $(VLLM_PYTHON) benchmarks/vllm_speed.py $(OUT)/vllm.csv --cache 12 --model qwen2.5-1.5b --columns dense,int4,bitmask,gqs-w4s50
+	$(vllm) $(VLLM_PYTHON) benchmarks/vllm_serve.py $(OUT)/vllm-serve.csv --cache 12
 
 # The files of results/h200, measured on this machine's GPU; `bench-parallel` needs two.
 OUT ?= results/here
