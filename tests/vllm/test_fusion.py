@@ -119,7 +119,7 @@ def test_a_norm_that_another_operation_reads_is_not_fused(monkeypatch: pytest.Mo
     assert fused(Read(), monkeypatch) == {"added": 1, "gated": 0, "rms_norm": 1, "linear": 1}
 
 
-def test_an_activation_of_other_columns_is_not_fused(monkeypatch: pytest.MonkeyPatch):
+def test_an_activation_that_is_not_all_that_reads_two_halves_is_not_fused(monkeypatch: pytest.MonkeyPatch):
     class Swapped(Block):
         def activation(self, x: Tensor) -> Tensor:
             return super().activation(torch.cat(x.chunk(2, -1)[::-1], -1))
@@ -130,7 +130,11 @@ def test_an_activation_of_other_columns_is_not_fused(monkeypatch: pytest.MonkeyP
             y = torch.nn.functional.silu(x[..., :quarter]) * x[..., quarter : 2 * quarter]
             return torch.cat([y, y], -1)
 
-    for block in (Swapped(), Quarter()):
+    class Read(Block):
+        def activation(self, x: Tensor) -> Tensor:
+            return super().activation(x) + x[..., :1]
+
+    for block in (Swapped(), Quarter(), Read()):
         assert fused(block, monkeypatch)["gated"] == 0
 
 
