@@ -132,7 +132,7 @@ def test_an_activation_that_is_not_all_that_reads_two_halves_is_not_fused(monkey
 
     class Read(Block):
         def activation(self, x: Tensor) -> Tensor:
-            return super().activation(x) + x[..., :1]
+            return super().activation(x) + (-x).mean(-1, keepdim=True)
 
     for block in (Swapped(), Quarter(), Read()):
         assert fused(block, monkeypatch)["gated"] == 0
