@@ -15,7 +15,9 @@ import sys
 import time
 import urllib.request
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +69,7 @@ def write_tokenizer(folder: Path, vocabulary: int) -> None:
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
 
 
-def start(column: str, args: Namespace, port: int) -> subprocess.Popen[bytes]:
+def start(column: str, port: int, args: Namespace) -> subprocess.Popen[bytes]:
     """Start the server of a column."""
     settings = {**write_checkpoint(column, args)}
     for name in ENGINE:
@@ -110,27 +112,40 @@ def measure(folder: Path, port: int, rate: float, requests: int) -> dict[str, An
     return dict(bench.main(parser.parse_args([*words, "--ignore-eos", "--disable-tqdm", "--num-warmups", "4"])))
 
 
-def run(args: Namespace) -> None:
-    """Measure every column at every rate, and write a row for each."""
+def measure_column(column: str, server: subprocess.Popen[bytes], port: int, args: Namespace) -> None:
+    """Measure a server at every rate, write a row for each, and end it."""
     import torch
     import vllm
 
+    for pair in args.rates.split(",") if server.poll() is None else ():
+        rate, requests = map(int, pair.split("x"))
+        found = measure(folder_of(column, args), port, rate, requests)
+        names = ("mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "p99_tpot_ms", "output_throughput")
+        values = [round(float(found[name]), 2) for name in names]
+        software = f"vllm {vllm.__version__}, torch {torch.__version__}"
+        done = int(found["completed"])
+        row = ServeRow(args.model, column, rate, done, *values, torch.cuda.get_device_name(), software)
+        add(args.out, ServeRow, [asdict(row)])
+        print(time.strftime("%X"), column, rate, *values, flush=True)
+    server.terminate()
+    server.wait()
+
+
+def start_all(args: Namespace) -> list[tuple[str, subprocess.Popen[bytes], int]]:
+    """Start the servers of all columns, and return each with its port once they take requests."""
     columns = args.columns.split(",")
-    servers = [start(column, args, FIRST_PORT + i) for i, column in enumerate(columns)]
-    for i, (column, server) in enumerate(zip(columns, servers, strict=True)):
-        print(column, "is up" if wait_until_up(server, FIRST_PORT + i) else "did not start", flush=True)
-    for i, (column, server) in enumerate(zip(columns, servers, strict=True)):
-        for pair in args.rates.split(",") if server.poll() is None else ():
-            rate, requests = map(int, pair.split("x"))
-            found = measure(folder_of(column, args), FIRST_PORT + i, rate, requests)
-            names = ("mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "p99_tpot_ms", "output_throughput")
-            values = [round(float(found[name]), 2) for name in names]
-            software = f"vllm {vllm.__version__}, torch {torch.__version__}"
-            done = int(found["completed"])
-            row = ServeRow(args.model, column, rate, done, *values, torch.cuda.get_device_name(), software)
-            add(args.out, ServeRow, [asdict(row)])
-        server.terminate()
-        server.wait()
+    ports = [FIRST_PORT + i for i in range(len(columns))]
+    with ThreadPoolExecutor(len(columns)) as pool:
+        servers = list(pool.map(partial(start, args=args), columns, ports))
+    for column, server, port in zip(columns, servers, ports, strict=True):
+        print(time.strftime("%X"), column, "is up" if wait_until_up(server, port) else "did not start", flush=True)
+    return list(zip(columns, servers, ports, strict=True))
+
+
+def run(args: Namespace) -> None:
+    """Measure every column at every rate."""
+    for column, server, port in start_all(args):
+        measure_column(column, server, port, args)
 
 
 def main() -> None:
