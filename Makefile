@@ -62,8 +62,10 @@ SANITIZE ?=
 sanitizer = $(if $(SANITIZE),PYTORCH_NO_CUDA_MEMORY_CACHING=1 SEMISPARSE_DRAWS=8 \
 	$(if $(filter racecheck,$(SANITIZE)),SEMISPARSE_RACECHECK=1) compute-sanitizer --tool $(SANITIZE) \
 	--report-api-errors no --error-exitcode 9 $(if $(filter initcheck,$(SANITIZE)),,--kernel-name kernel_substring=semisparse))
-gpu_tests = $(if $(SANITIZE),tests/formats/test_fresh_inputs.py tests/formats/test_fusion.py tests/engine/test_ops.py,\
-	tests/test_gpu.py tests/integrations/test_cuda_graphs.py tests/engine tests/formats tests/quant tests/cuda_emulator) \
+gpu_tests = $(if $(SANITIZE),tests/formats/test_fresh_inputs.py tests/formats/test_fusion.py tests/engine/test_ops.py \
+	tests/nn/test_joined_experts.py,\
+	tests/test_gpu.py tests/integrations/test_cuda_graphs.py tests/engine tests/formats tests/nn/test_joined_experts.py tests/quant \
+	tests/cuda_emulator) \
 	tests/runtime/test_kernel.py
 racecheck_fails = blas or _mm or reference
 select = not cpu and not early and not late$(if $(filter racecheck,$(SANITIZE)), and not ($(racecheck_fails)))

@@ -30,23 +30,23 @@ def evaluate(
     tasks: Sequence[str] = (),
     progress: ChunkProgress | None = None,
 ) -> dict[str, Any]:
-    """Measure a model directory's loss on a text, its KL divergence to a baseline, and lm-eval tasks.
+    """Measure a model's loss on a text, the divergence KL(baseline || model), and its scores on lm-eval tasks.
 
     Args:
         model: a dense or compressed model directory.
-        baseline: the dense model's directory, for the KL divergence.
+        baseline: the dense model's directory, for the KL divergence; not read without a text.
         text: a text file or documents. `token_chunks` splits them into chunks.
         seqlen: tokens per chunk; by default the model's context, 2048 at most.
         tasks: names of lm-eval tasks, or YAML files that define tasks.
         progress: called with (chunks scored, all chunks).
     Returns:
         A dictionary. With a text: ``nll`` (nats per token), ``perplexity``, ``tokens`` and ``kl`` (nats per token, None
-        without a baseline). With tasks: ``tasks``.
+        without a baseline). With tasks: ``tasks``, the numeric metrics of lm-eval by task.
     Raises:
         InputError: there is neither text nor task, or an input is invalid.
     """
     if text is None and not tasks:
-        raise InputError("nothing to measure: give --text FILE, --tasks NAMES or both")
+        raise InputError("nothing to measure: give a text (--text FILE), tasks (--tasks NAMES) or both")
     loaded, tokenizer = load(model), load_tokenizer(model)
     report: dict[str, Any] = {}
     if text is not None:

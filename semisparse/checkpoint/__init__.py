@@ -3,7 +3,7 @@
 from semisparse.checkpoint.block import METHOD, VERSION, packed_from_tensors, read_block
 from semisparse.checkpoint.config import check_sizes, refuse_integers, refuse_unstored
 from semisparse.checkpoint.digests import KEY as DIGESTS
-from semisparse.checkpoint.digests import digests_of
+from semisparse.checkpoint.digests import digests_of, is_blake2b
 from semisparse.checkpoint.directory import (
     Header,
     ModelDirectory,
@@ -39,6 +39,7 @@ __all__ = [
     "check_sizes",
     "digests_of",
     "inspect_directory",
+    "is_blake2b",
     "load_dense",
     "load_model",
     "load_tokenizer",

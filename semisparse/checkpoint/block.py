@@ -80,5 +80,6 @@ def read_block(block: Any) -> dict[str, Packed]:
 
 
 def _numeric_order(name: str) -> list[tuple[int, str]]:
-    """Return a sort key that compares numbers in names as integers."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
+    """Return a sort key that compares numbers in names by value; `int` would refuse one of more than 4,300 digits."""
+    digits = ((part, part.lstrip("0")) for part in name.split("."))
+    return [(len(number), number) if part.isdecimal() else (-1, part) for part, number in digits]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -13,23 +14,34 @@ from torch import nn
 from semisparse.errors import CheckpointError
 
 MAX_JSON_BYTES = 1 << 28
-"""Maximum size of a JSON file. The index and config block of a model with 10^5 layers take a tenth of it."""
+"""Maximum size of a JSON file. The index and config block of a model with 10^5 linear layers take a tenth of it."""
 
 LIMITS = (
-    (re.compile("size|dim|position|embd|inner|rank|length|channel"), 1 << 31),
-    (re.compile("layer"), 1 << 10),
-    (re.compile("label|head|expert"), 1 << 16),
+    (re.compile("size|dim|position|embd|inner|rank|length|channel"), -1, 1 << 31),
+    (re.compile("layer(?!.*theta)"), -(1 << 10), 1 << 10),
+    (re.compile("label|head|expert"), -100, 1 << 16),
 )
-"""Maximum of a number in config.json. The first row whose expression matches the key applies: sizes come before counts
-because of keys such as Gemma-3n's ``vocab_size_per_layer_input``."""
+"""Minimum and maximum of a number in config.json. The first row whose expression matches the key applies: sizes come
+before counts because of keys such as Gemma-3n's ``vocab_size_per_layer_input``; Granite's ``layer_rope_theta`` is no
+count. Real configs hold negative numbers that are no sizes: -1 for "no limit" (DeBERTa's ``max_relative_positions``),
+layers counted from the last (LLaVA's ``vision_feature_layer``: -2), and -100, the label that losses ignore."""
 
 MAX_SHARE, FREE_PARAMETERS = 16, 1 << 24
-"""Parameters that are not packed are at most ``MAX_SHARE`` per stored byte, plus ``FREE_PARAMETERS``."""
+"""The parameters and buffers of a model have at most ``MAX_SHARE`` elements per stored byte, plus
+``FREE_PARAMETERS``."""
 
 MAX_NAME = 64
 """Maximum characters of ``model_type``."""
 
-AT_LEAST_ONE = ("hidden_size", "n_embd", "num_attention_heads", "n_head", "vocab_size")
+AT_LEAST_ONE = (
+    "hidden_size", "n_embd", "num_attention_heads", "n_head", "vocab_size", "num_hidden_layers", "n_layer",
+    "max_position_embeddings", "n_positions",
+)  # fmt: skip
+"""Keys whose numbers are at least 1. From ``num_hidden_layers: -1`` transformers builds a model without decoder
+layers."""
+
+SHOWN_CHARACTERS = 24
+"""Maximum characters of a number in a message: `read_json` accepts integers of 4,300 digits."""
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -62,34 +74,33 @@ def check_sizes(config: Mapping[str, Any], where: object) -> None:
         config: the content of config.json; `read_block` checks its ``quantization_config``.
         where: the directory, for messages.
     Raises:
-        CheckpointError: a number is above `LIMITS`, one of `AT_LEAST_ONE` below 1, or ``model_type`` no short name.
+        CheckpointError: a number is NaN or outside its row of `LIMITS`, one of `AT_LEAST_ONE` is below 1, or
+            ``model_type`` is no short name.
     """
     kind = config.get("model_type", "")
     if not isinstance(kind, str) or len(kind) > MAX_NAME:
         raise CheckpointError(f"{where}: model_type is {str(kind)[:MAX_NAME]!r} in config.json, expected a short name")
     for key, number in _numbers({key: value for key, value in config.items() if key != "quantization_config"}):
-        limit = next((limit for words, limit in LIMITS if words.search(key)), None)
-        least = 1 if key in AT_LEAST_ONE else None
-        if (limit is not None and number > limit) or (least is not None and number < least):
-            raise CheckpointError(
-                f"{where}: {key} is {number:.6g} in config.json, expected {least or 0} to {limit}; no model is built"
-            )
+        least, most = _range_of(key)
+        if not least <= number <= most:  # true of NaN, too
+            expected = "a number" if most == math.inf else f"{least} to {most}"
+            raise CheckpointError(f"{where}: {key} is {_shown(number)} in config.json, expected {expected}")
 
 
 def refuse_unstored(model: nn.Module, stored: int) -> None:
     """Refuse a model far too large for its files: transformers would fill missing tensors with random numbers.
 
     Args:
-        model: on the meta device, its compressed layers replaced.
+        model: on the meta device, its compressed layers replaced by sparse ones.
         stored: bytes of all tensors in the files.
     Raises:
-        CheckpointError: it has more parameters than `MAX_SHARE` per stored byte and `FREE_PARAMETERS` more.
+        CheckpointError: its parameters and buffers have more than ``MAX_SHARE * stored + FREE_PARAMETERS`` elements.
     """
     wanted = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
     if wanted > MAX_SHARE * stored + FREE_PARAMETERS:
         raise CheckpointError(
-            f"the model of config.json has {wanted} parameters, too many for {stored} stored bytes: at most "
-            f"{MAX_SHARE} per byte and {FREE_PARAMETERS} more"
+            f"the model of config.json has {wanted} parameters, too many for {stored} stored bytes: expected at most "
+            f"{MAX_SHARE * stored + FREE_PARAMETERS}"
         )
 
 
@@ -118,3 +129,15 @@ def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
             pending += ((key, each) for each in value)
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield str(key), value
+
+
+def _range_of(key: str) -> tuple[float, float]:
+    """Return the minimum and maximum of a key's numbers; infinite if no row of `LIMITS` matches."""
+    least, most = next(((least, most) for words, least, most in LIMITS if words.search(key)), (-math.inf, math.inf))
+    return 1 if key in AT_LEAST_ONE else least, most
+
+
+def _shown(number: float) -> str:
+    """Return a number as text, cut to `SHOWN_CHARACTERS`."""
+    text = str(number)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}... ({len(text)} characters)"

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from semisparse.checkpoint.digests import THREADS, check_digests
-from semisparse.checkpoint.directory import ModelDirectory, open_directory
+from semisparse.checkpoint.directory import ModelDirectory, open_directory, read_ahead
 from semisparse.errors import CheckpointError, SemisparseError
 from semisparse.formats.base import Packed, get_format
 
@@ -52,6 +52,8 @@ def inspect_directory(
         if progress:
             progress(len(rows), len(directory.layers) + len(dense))
 
+    if verify:
+        read_ahead({header.file for header in directory.headers.values()})
     with ThreadPoolExecutor(THREADS) as pool:
         checked = pool.map(lambda name: _verify(directory, name, entries[name]), directory.layers) if verify else ()
         for (name, packed), _ in zip_longest(directory.layers.items(), checked):

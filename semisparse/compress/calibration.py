@@ -18,26 +18,29 @@ from semisparse.nn import weight_of
 from semisparse.text import token_chunks
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 8192}
-"""Maximum tokens per batch by device type, unless one sequence is longer. On a GPU each batch splits every weight anew
-(three_pass.py), so its batches are larger."""
+"""Maximum tokens per batch by device type, unless one sequence is longer. Batches are larger on a GPU, because there
+every batch splits each float32 weight into two of bfloat16 (three_pass.py)."""
 
 CALIBRATION_TOKENS = 128 * 2048
-"""Calibration tokens by default, at most: 128 sequences of 2,048, as is usual."""
+"""Maximum of the default number of calibration tokens: 128 sequences of 2,048, the usual number."""
 
 TOKENS_PER_INPUT = 256
-"""Calibration tokens by default per input feature of the widest linear layer. The error of a layer on other tokens is
-above that on the calibration tokens by some multiple of features / tokens, so statistics of few features converge
-early (docs/decisions/calibration-size.md)."""
+"""Default calibration tokens per input feature of the widest linear layer. A layer's error on held-out tokens exceeds
+that on the calibration tokens in proportion to features / tokens, so narrow layers need fewer tokens
+(docs/decisions/calibration-size.md)."""
 
 
 NEEDS_CALIBRATION = (
     "compression needs calibration text: pruning, search and tuning measure errors on it "
-    "(only prune=none, and prune=magnitude with search=none and tune=none, do without)"
+    "(not needed if prune=none; nor if prune=magnitude, search=none and tune=none)"
 )
 
 
 def calibration_tokens(model: nn.Module) -> int:
-    """Return how many calibration tokens a model gets by default: enough that its layers' statistics have converged."""
+    """Return the default number of calibration tokens of a model, from the input features of its widest linear layer.
+
+    It is `TOKENS_PER_INPUT` per feature, `CALIBRATION_TOKENS` at most.
+    """
     _, layers = decoder_layers(model)
     widths = [weight_of(linear).shape[1] for layer in layers for linear in linear_layers(layer).values()]
     return min(CALIBRATION_TOKENS, TOKENS_PER_INPUT * max(widths)) if widths else CALIBRATION_TOKENS
@@ -59,7 +62,7 @@ def calibration_batches(
         tokenizer: of the model.
         text: a file or documents, cut by `token_chunks`.
         samples: sequences to draw; all if the text holds fewer. None: as many as hold ``tokens``.
-        seqlen: tokens per sequence, at most.
+        seqlen: maximum tokens per sequence.
         seed: of the random draw.
         tokens: to draw if ``samples`` is None, such as `calibration_tokens`.
         device: type of the device that the batches run on, ``cpu`` or ``cuda``.
@@ -67,7 +70,7 @@ def calibration_batches(
         Token ids, [batch, tokens] int64 per batch.
 
     Raises:
-        InputError: the text cannot be read, or holds less than one sequence.
+        InputError: ``samples`` is below 1, or `token_chunks` cannot read the text or cut a sequence from it.
     """
     if samples is not None and samples < 1:
         raise InputError(f"calibration needs at least 1 sample, got {samples}")
@@ -103,7 +106,7 @@ def _default_samples(chunks: Sequence[list[int]], tokens: int) -> int:
 
 
 def _batches(chunks: Iterable[list[int]], tokens: int) -> list[Tensor]:
-    """Batch chunks of equal length, the longest first, ``tokens`` tokens per batch."""
+    """Batch chunks of equal length, the longest first: at most ``tokens`` tokens per batch, and at least one chunk."""
     by_length: dict[int, list[list[int]]] = {}
     for chunk in chunks:
         by_length.setdefault(len(chunk), []).append(chunk)

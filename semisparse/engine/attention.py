@@ -97,7 +97,7 @@ def rotate_and_cache(
     """Rotate queries and keys by their positions, and write keys and values to the cache.
 
     Args:
-        qkv: [M, at.width], sequence after sequence, as many tokens of each.
+        qkv: [M, at.width], a row per token: all tokens of a sequence, then those of the next, equally many of each.
         at: where queries, keys and values begin in a row.
         heads: their shape.
         table: cosines and sines of the rotary embedding.
@@ -151,9 +151,10 @@ def rotate_and_attend(
     cache: LayerCache,
     norms: HeadNorms | None = None,
 ) -> Tensor:
-    """Do `rotate_and_cache` and `attend_to_cache`; for one token per sequence in one kernel.
+    """Do `rotate_and_cache` and `attend_to_cache`.
 
-    The arguments are those of `rotate_and_cache`.
+    On a GPU one kernel does both, if there is one token per sequence, a head has a multiple of 16 values, and the parts
+    of ``qkv`` are aligned to 16 bytes. The arguments are those of `rotate_and_cache`.
 
     Returns:
         [M, heads * head dim].
@@ -175,8 +176,8 @@ def attend_to_cache(q: Tensor, cache: LayerCache, positions: Tensor, heads: Head
     """Attend from each token to the cached positions up to its own.
 
     Args:
-        q: [M, heads, head dim], sequence after sequence, as many tokens of each.
-        cache: holds every position up to the tokens'.
+        q: [M, heads, head dim]: all tokens of a sequence, then those of the next, equally many of each.
+        cache: holds all positions up to those of the tokens.
         positions: [M] int32.
         heads: their shape.
     Returns:

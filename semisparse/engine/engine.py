@@ -101,8 +101,8 @@ class Engine:
         model: a model directory, dense or compressed, or a model on its device.
         tokenizer: the model's; read from the directory if None.
         device: ``auto`` (CUDA if there is one), ``cpu`` or ``cuda``: where a directory is loaded.
-        dtype: dtype of unpacked tensors; by default the checkpoint's, but float32 on a CPU, where half precision is
-            slow.
+        dtype: dtype of tensors that are not packed; by default the checkpoint's, but float32 on a CPU, where half
+            precision is slow.
         draft: a smaller model with the same tokenizer, which proposes tokens in `generate`; if None, proposals are
             looked up in the text.
         deterministic_batch: whether a prompt's logits are the same bits whatever other prompts are in its batch.
@@ -112,8 +112,8 @@ class Engine:
         note: why the model runs through transformers' own code, or None.
     Raises:
         CheckpointError: the directory is missing, incomplete or corrupted.
-        InputError: the draft model has another vocabulary, or one of the two does not run in the engine's own code,
-            which deterministic_batch needs, too.
+        InputError: the draft model has another vocabulary; or the engine's own code, which a draft model and
+            deterministic_batch need, cannot run one of the models.
         SemisparseError: the models do not fit the GPU's memory.
     """
 

@@ -1,6 +1,7 @@
 """The operations of a decoder layer between its linear layers: own kernels on a GPU, torch elsewhere.
 
-Both round to the model's dtype where transformers does: each result, and both factors before a multiplication.
+The kernels and torch round to the model's dtype where transformers does: each result, and both factors before a
+multiplication.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ def greedy_step(logits: Tensor, tokens: Tensor, positions: Tensor, output: Tenso
         tokens: [sequences] int64: set to these tokens.
         positions: [sequences] int32: incremented.
         output: [capacity, sequences] int64: row ``steps[0]`` is set to the tokens.
-        steps: [2] int32: the number of rows of output that are written, which is incremented; greedy.cu's counter, 0.
+        steps: [2] int32. The first is the number of rows of ``output`` that are written; it is incremented. The second
+            is a counter of greedy.cu, 0 between calls.
     """
     if device_facts(logits.device).kind == "cuda":
         vector = vector_of(logits.dtype, [logits.shape[1]], [logits])

@@ -23,7 +23,7 @@ NORMED, GATED, ADDED = ("rms_norm", "none"), ("rms_norm", "silu_mul"), ("none", 
 
 @dataclass(frozen=True)
 class Norm:
-    """An RMSNorm: weight [C], aligned, and epsilon."""
+    """An RMSNorm: its weight [C], aligned to 16 bytes, and epsilon."""
 
     weight: Tensor
     epsilon: float

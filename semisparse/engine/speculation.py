@@ -1,7 +1,7 @@
 """Speculative decoding: draft tokens are verified in one decoder step.
 
-They are looked up in the text so far (prompt lookup), or come from a draft model (draft_model.py). They are accepted
-before the first that differs from the model's argmax, so the output is that of greedy decoding.
+They are looked up in the text so far (prompt lookup), or come from a draft model (draft_model.py). Those before the
+first that differs from the model's argmax are accepted, so the output is that of greedy decoding.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def speculated(
         prompts: token ids of each sequence's prompt.
         first: the first new token of each sequence.
         new: tokens to generate per sequence, the first included.
-        proposals: draft tokens per sequence and step, at most.
+        proposals: maximum draft tokens per sequence and step.
     """
     texts = [[*prompt, token] for prompt, token in zip(prompts, first, strict=True)]
     starts = [len(prompt) for prompt in prompts]

@@ -19,7 +19,8 @@ class State:
         tokens: [sequences] int64, the next step's input tokens.
         positions: [sequences] int32, their positions.
         output: [capacity, sequences] int64, the tokens chosen so far.
-        steps: [2] int32: the number of rows of ``output`` that are written; greedy.cu's counter, 0 between steps.
+        steps: [2] int32. The first is the number of rows of ``output`` that are written, the second a counter of
+            greedy.cu, 0 between steps.
     """
 
     cache: Cache

@@ -28,6 +28,7 @@ from semisparse.checkpoint import (
     check_headers,
     check_sizes,
     digests_of,
+    is_blake2b,
     read_ahead,
     read_block,
     read_headers,
@@ -67,7 +68,9 @@ class SemisparseConfig(QuantizationConfigMixin):
     def renew_digests(
         self, model: PreTrainedModel, names: Mapping[str, str], state: Mapping[str, Tensor] | None
     ) -> None:
-        """Recompute the digests of the layers whose entry has digests. Checkpoints of earlier versions have none.
+        """Recompute the digests of the layers whose entry has digests, by the algorithm that it has them from.
+
+        Checkpoints of the first versions have none.
 
         Args:
             model: contains the layers, joined or not.
@@ -75,13 +78,14 @@ class SemisparseConfig(QuantizationConfigMixin):
             state: tensors by their names in the model; None to take the layers' own.
         """
         entries, tensors = self._block["layers"], dict[tuple[str, str], Tensor]()
+        blake = {name for name, entry in entries.items() if is_blake2b(entry.get(DIGESTS))}
         for name, packed in read_block(self._block).items():
             if DIGESTS in entries[name]:
                 module = names[name]
                 prefix, stored = (f"{module}.", state) if state else ("", model.get_submodule(module).state_dict())
                 tensors |= {(name, tensor): stored[prefix + tensor] for tensor in packed.tensors}
                 entries[name][DIGESTS] = {}
-        for (name, tensor), digest in digests_of(tensors).items():
+        for (name, tensor), digest in digests_of(tensors, {key for key in tensors if key[0] in blake}).items():
             entries[name][DIGESTS][tensor] = digest
 
     def to_dict(self) -> dict[str, Any]:

@@ -48,7 +48,30 @@ def test_every_packed_tensor_has_the_digest_of_its_bytes(directory: Path):
         assert set(entry["digests"]) == {"masks", "values"}
         for tensor, digest in entry["digests"].items():
             octets = tensors[f"{name}.{tensor}"].view(torch.uint8).numpy().tobytes()
-            assert digest == hashlib.blake2b(octets, digest_size=16).hexdigest()
+            assert digest == hashlib.sha256(octets).hexdigest()
+
+
+def as_earlier_builds_wrote_them(directory: Path) -> None:
+    """Replace the digests by 16-byte BLAKE2b digests."""
+    tensors = load_file(directory / "model.safetensors")
+
+    def change(layers: dict) -> None:
+        for name, entry in layers.items():
+            for tensor in entry["digests"]:
+                octets = tensors[f"{name}.{tensor}"].view(torch.uint8).numpy().tobytes()
+                entry["digests"][tensor] = hashlib.blake2b(octets, digest_size=16).hexdigest()
+
+    change_config(directory, change)
+
+
+def test_digests_of_earlier_builds_are_compared_and_kept(directory: Path, tmp_path: Path):
+    as_earlier_builds_wrote_them(directory)
+    inspect_directory(directory, verify=True)
+    AutoModelForCausalLM.from_pretrained(directory).save_pretrained(tmp_path / "b")
+    assert layers_of(tmp_path / "b") == layers_of(directory)
+    flip(directory, f"{LAYER}.values")
+    with pytest.raises(CheckpointError, match=rf"tensor {LAYER}.values has the digest"):
+        inspect_directory(directory, verify=True)
 
 
 def test_verify_names_the_first_tensor_that_differs(directory: Path):

@@ -1,8 +1,8 @@
-"""Notices that a rank has died, and ends the others with its name: a process group alone would wait for it, or say
-only that some connection was closed.
+"""Detects that a rank has died, and ends the other ranks with an error that names it.
 
-Each rank writes a count to the store of torch.distributed twice a second, and reads those of the others. The first rank
-that lives speaks.
+A process group alone would wait for the dead rank, or report only that some connection was closed. Each rank increments
+a heartbeat count in the store of torch.distributed twice a second, and reads the counts of the others. The lowest rank
+that is alive prints the error.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from semisparse.compress.distributed.ranks import local_rank
 from semisparse.errors import InputError, SemisparseError
 
 INTERVAL = 0.5
-"""Seconds between two counts."""
+"""Seconds between two heartbeats."""
 
 PATIENCE = 120
-"""Of this rank's counts without one of another, after which that is lost; a machine that pages may stop for some. Time
-is counted so that a machine that was suspended finds nobody dead."""
+"""Heartbeats of this rank without one of another rank, after which the other is taken to be dead. A machine that pages
+may miss some. Heartbeats are counted instead of seconds, so that a machine that was suspended does not take the others
+to be dead."""
 
 ALARMED = 10
-"""The same once a connection was closed or torchrun has sent SIGTERM: it kills what is left after 30 s."""
+"""The same number after a connection was closed, or torchrun has sent SIGTERM, 30 s after which it kills all ranks."""
 
 Speak = Callable[[str], None]
 """Prints an error."""
 
 
 class _Seen(NamedTuple):
-    """What a rank wrote last, and for how many of this rank's counts."""
+    """What a rank wrote last, and how many heartbeats of this rank ago it changed."""
 
     text: str
     age: int
@@ -52,12 +53,12 @@ class _Seen(NamedTuple):
         return (int(status), message) if kind == "failed" else None
 
     def silent(self, patience: int) -> bool:
-        """Whether the rank has written nothing for so long, and has not ended."""
+        """Whether the rank has not ended, but wrote nothing for more than ``patience`` heartbeats."""
         return self.text.isdecimal() and self.age > patience
 
 
 class Watch:
-    """A thread that counts, and watches the counts of the other ranks.
+    """A thread that writes this rank's heartbeats, and watches those of the other ranks.
 
     Args:
         store: of the process group.
@@ -80,7 +81,7 @@ class Watch:
         self._thread.start()
 
     def alarm(self, sentence: str) -> None:
-        """Say that something has ended; the thread finds out what, else says this sentence, and ends this process."""
+        """Report that a rank seems to have ended. The thread then ends this process, with the cause if it finds one."""
         if self._alarmed_at is None:
             self._alarmed_at, self._alarm = self._counts, sentence
 
@@ -89,7 +90,7 @@ class Watch:
         self._thread.join(4 * ALARMED * INTERVAL)
 
     def end(self, last_word: str) -> None:
-        """Stop, and tell the others how this rank ends."""
+        """Stop the thread, and write how this rank ends for the others to read."""
         self._stop.set()
         self._thread.join(ALARMED * INTERVAL)
         try:
@@ -114,7 +115,7 @@ class Watch:
             self._judge(seen)
 
     def _judge(self, seen: list[_Seen]) -> None:
-        """End this process if another one has ended as it should not have."""
+        """End this process if another rank has failed or died."""
         alarmed = self._alarmed_at is not None
         lost = [rank for rank, one in enumerate(seen) if one.silent(ALARMED if alarmed else PATIENCE)]
         failed = {rank: one.failure for rank, one in enumerate(seen) if one.failure}
@@ -133,7 +134,7 @@ class Watch:
         return f"rank {rank} on {self._hosts[rank]}"
 
     def _exit(self, status: int, speaks: bool, sentence: str) -> None:
-        """End this process, whose main thread may wait for a process that is gone."""
+        """End this process, even if its main thread waits for a process that has ended."""
         if self._stop.is_set():
             return
         if speaks:

@@ -1,4 +1,8 @@
-"""Quantise a pruned weight: whole groups inside the SparseGPT loop (GQSA, section 3.2), single weights after it."""
+"""Quantise a pruned weight, in one of two ways.
+
+Where whole groups are pruned, `ColumnQuantiser` quantises inside the SparseGPT loop (GQSA, section 3.2). Where single
+weights are, `round_by_descent` rounds after it.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +35,18 @@ def round_by_descent(
 
     First every weight is rounded to nearest. Then each weight in turn becomes the code nearest to its optimum, given
     all others of its row. SparseGPT's compensation is not used here: it also changes weights that are pruned and must
-    stay zero, so at 70 % zeros it loses more than rounding to nearest.
+    stay zero, so at 70 % zeros its error is above that of rounding to nearest.
+
+    The columns of all arguments but ``scales`` are permuted alike.
 
     Args:
         weight: [N, K] float32, zero where not kept.
         kept: [N, K] bool, the mask.
         hessian: [K, K] float32, positive definite.
-        goal: [N, K] float32, the minimiser without a mask.
-        scales: of groups of the weight's own columns.
-        columns: [K] int64, the weight's own column of each column here.
-        units: [K] float32, the factor that each column was multiplied by; codes are of the unscaled weight.
+        goal: [N, K] float32, the weight that minimises the layer's output error if nothing is pruned or rounded.
+        scales: of groups of columns in the original order.
+        columns: [K] int64, the original index of each column.
+        units: [K] float32, by which each column was multiplied; columns are divided by it before they are quantised.
     Returns:
         [N, K] float32, dequantised.
     """
@@ -70,8 +76,8 @@ class ColumnQuantiser:
     Args:
         bits: per code.
         size: columns per group; the first group starts at column 0.
-        units: [K] float32, the factor that each column of the weight was multiplied by; codes are of the unscaled
-            weight.
+        units: [K] float32, by which each column of the weight was multiplied; columns are divided by it before they are
+            quantised.
         dtype: of the scales.
     """
 
@@ -90,7 +96,7 @@ class ColumnQuantiser:
         """Quantise and dequantise one column. Columns must be passed in order.
 
         Args:
-            weight: [N, K] float32; the columns before ``column`` are final.
+            weight: [N, K] float32; its columns from ``column`` on are compensated for the errors of all columns before.
             kept: [N, K] bool, the mask; final up to the end of the column's group.
             column: its index.
         Returns:

@@ -19,7 +19,7 @@ def conjugate_gradient(weight: Tensor, kept: Tensor, hessian: Tensor, goal: Tens
         weight: [N, K] float, the start, zero where not kept.
         kept: [N, K] bool, the mask.
         hessian: [K, K] float, positive definite.
-        goal: [N, K] float, the minimiser without a mask.
+        goal: [N, K] float, the weight that minimises the layer's output error if nothing is pruned.
     Returns:
         [N, K] float, zero where not kept.
     """

@@ -30,7 +30,8 @@ MASK_COLUMNS_BY_ROW = 128
 is 14 to 18 % higher."""
 
 SAMPLED_ROWS = 256
-"""Rows, at most, from which the threshold of such a pattern is estimated, anew for each strip of `MASK_COLUMNS`."""
+"""Maximum rows from which `_Shares` estimates the threshold of a pattern that prunes a fraction of the matrix, once per
+strip of `MASK_COLUMNS` columns."""
 
 MASK_UPDATES = 16
 """Maximum number of times that a window's mask is chosen. After some of its columns have been pruned, the mask of the
@@ -197,7 +198,10 @@ def prune_columns(
 
 
 def _has_kernel(pattern: Pattern, weight: Tensor) -> TypeGuard[NM]:
-    """Return whether `sweep_triton` prunes this weight: on a GPU, to windows whose size is a power of two."""
+    """Return whether `sweep_triton` prunes this weight.
+
+    It does on a GPU with Triton, for windows of a power of two columns, `UPDATE_COLUMNS` at most, that divide K.
+    """
     if not (weight.is_cuda and isinstance(pattern, NM) and find_spec("triton")):
         return False
     window = pattern.window
@@ -232,8 +236,8 @@ class _Shares:
 
         Args:
             weight: [N, columns that are not final] float32; the strip's columns come first.
-            inverse: [these columns] float32, what divides a squared weight: the diagonal of the
-                inverse of their Hessian.
+            inverse: [these columns] float32, by which squared weights are divided: the diagonal of the inverse of the
+                columns' Hessian; with `MaskRule.literal` the square of that of the whole inverse.
         """
         columns = self._groups * self._pattern.step
         strip = self._saliency(weight[:, :columns], inverse[:columns])

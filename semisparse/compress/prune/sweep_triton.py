@@ -1,4 +1,4 @@
-"""One lazy batch update of `sparsegpt.prune_columns` (128 columns) as one Triton kernel, for N:M patterns along rows.
+"""One lazy batch update of `sparsegpt.prune_columns` (128 columns) as one Triton kernel, for patterns such as 32:64.
 
 In torch a column takes some 20 launches, and the linear layers of a llama2-7b decoder layer have 35,584 columns. Every
 operation here rounds as torch's does, so that the mask is the same.
@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS, WARPS = 4, 1
-"""Rows and warps per program. A row's columns depend on the ones before, so many small programs hide the latency."""
+"""Rows and warps per program. Columns are pruned one after another; many small programs hide the latency of that."""
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,13 @@ from semisparse.errors import InputError
 from semisparse.patterns import Pattern
 
 ALGORITHMS: dict[str, type[Algorithm]] = {"evolution": Evolution, "rheosparse": RheoSparse}
-"""The algorithms over banks, by the value of the recipe's key `search`. Its other value is ``profile``."""
+"""The algorithms over banks, by the value of the recipe's key `search`. Of its other values, ``profile`` is searched
+without a bank, and ``joint`` by joint.py."""
+
+
+PROFILE_TOKENS = 65_536
+"""Calibration tokens on which ``search=profile`` prunes its candidates; the model is then pruned to the best
+one on all of them."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,8 @@ class SearchResult:
         patterns: the pattern of each linear layer, by module name.
         weights: the weights pruned to these patterns, by module name: the same weights that were scored. Pruning again
             would give other weights, because the layers' inputs have changed since, and these may be worse
-            (docs/experiments/search.md).
+            (docs/experiments/search.md). Empty where candidates were pruned on a part of the text: then the model is to
+            be pruned to `patterns`.
         uniform_kl: KL(dense || candidate) of the uniform patterns on the search's tokens, mean in nats per token.
         kl: the same of `weights`.
         evaluations: number of candidates scored, on all or some of the tokens.
@@ -82,7 +90,7 @@ def search_patterns(
     Args:
         model: a transformers causal language model.
         batches: calibration token ids, each [batch, tokens] int64.
-        recipe: what to do; its `search` and `prune` are not ``none``.
+        recipe: its `search` is neither ``none`` nor ``joint``, its `prune` not ``none``.
         seed: seed of everything drawn at random.
         device: where to compute, in float32.
         can_store: whether the format can store a pattern.
@@ -108,10 +116,12 @@ def search_patterns(
         )
     token_batches = scoring_batches(batches, recipe.search_tokens, seed)
     if algorithm_type is None:
+        sample = _sample(batches, PROFILE_TOKENS)
         anew = PrunedAnew(
-            model, layers, space, batches, token_batches, recipe, device, progress, journal, ranks, offload
+            model, layers, space, sample, token_batches, recipe, device, progress, journal, ranks, offload
         )
-        return _search_profile(space, anew)
+        result = _search_profile(space, anew)
+        return result if len(sample) == len(batches) else replace(result, weights={})
     state = State.start(uniform)
     best_weights: dict[str, MaskedWeight] = {}
     for number in range(algorithm_type.passes(recipe)):
@@ -144,6 +154,13 @@ def search_patterns(
             _save_pass(journal, number, state, best_weights)
     patterns = {linear.name: linear.patterns[level] for linear, level in zip(space, state.best, strict=True)}
     return SearchResult(patterns, best_weights, state.uniform_kl, state.kl, state.evaluations, state.tokens)
+
+
+def _sample(batches: Sequence[Tensor], tokens: int) -> Sequence[Tensor]:
+    """Return evenly spaced batches, the share of all that ``tokens`` is of their tokens, rounded up."""
+    held = sum(batch.numel() for batch in batches)
+    count = math.ceil(len(batches) * min(1.0, tokens / held))
+    return [batches[number * len(batches) // count] for number in range(count)]
 
 
 def _search_profile(space: Sequence[LinearSpace], anew: PrunedAnew) -> SearchResult:

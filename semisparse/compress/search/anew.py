@@ -36,7 +36,7 @@ class Evaluation:
     Args:
         candidate: the level of each linear layer.
         kl: KL(dense || candidate), mean in nats per token.
-        weights: the pruned weights by module name; empty if another candidate is as good.
+        weights: the pruned weights by module name; empty unless this is the best candidate so far.
         tokens: number of tokens run through the model to score it.
     """
 
@@ -59,7 +59,7 @@ class PrunedAnew:
         device: where to compute, in float32.
         progress: called before each decoder layer.
         journal: stores evaluations, and provides those of an interrupted run.
-        ranks: the processes that search; each has this object, and calls it alike.
+        ranks: the processes that search; each has such an object, and makes the same calls in the same order.
         offload: a directory for hidden states, as in `compress_decoder_layers`.
     """
 

@@ -40,7 +40,8 @@ PROPOSALS = 8
 """Candidates per generation; a quarter of them are scored on all tokens."""
 
 SPREAD = 0.4
-"""A proposal is allocated for the measured losses times random factors; standard deviation of a factor's logarithm."""
+"""Standard deviation of the logarithm of the random factors by which the measured losses are multiplied before a
+proposal is allocated for them."""
 
 SCORED_BATCHES = 4
 """Batches that the scored tokens are split into; proposals are first scored on one of them."""

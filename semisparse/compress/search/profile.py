@@ -1,9 +1,9 @@
 """``search=profile``: density as a function of a linear layer's role and depth, by pruning the whole model anew.
 
 A candidate is a few numbers (`Factor`): how much denser the linear layers of each role are, and how density changes
-with depth. So few can be found by few candidates, and each candidate is pruned as a whole: what is scored is the very
-model that is kept. The searches over a bank score a layer with weights that were pruned for other inputs; with
-``target=residual`` these hide what density gains (docs/experiments/search.md).
+with depth. So few numbers need few candidates, and each candidate is pruned as a whole: the model that is scored is the
+one that is kept. The searches over a bank score a layer with weights that were pruned for other inputs; with
+``target=residual`` such weights hide what a higher density gains (docs/experiments/search.md).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Factor = str
 """`DEPTH`, or a role: the name of a linear layer in its decoder layer, without numbers of experts."""
 
 Shifts = Mapping[Factor, float]
-"""By how many 64ths a factor changes density: that of a role's linear layers, or that of the last decoder layer, the
-first by the negative, and those between by what lies between."""
+"""Change of density by factor, in 64ths. A role's applies to its linear layers. That of `DEPTH` applies to the last
+decoder layer, its negative to the first, and the layers between are interpolated linearly."""
 
 
 def factors_of(space: Sequence[LinearSpace]) -> dict[Factor, float]:
     """Return the factors, each with the share of the weights that it changes.
 
-    The role with most weights is none: the total is fixed, so it changes as the others do not.
+    The role with the most weights is not a factor: the total is fixed, so its density follows from that of the others.
     """
     weights: Counter[Factor] = Counter()
     for linear in space:
@@ -64,7 +64,7 @@ def search_profile(space: Sequence[LinearSpace], kl_of: Callable[[Candidate], fl
     for row in signs:
         kl = kl_of(fitted(space, {factor: STEP * sign for factor, sign in row.items()}, budget))
         losses.append(math.log(max(kl, math.ulp(0.0))))
-    # A factor that changes few weights costs the others little, so it may change more: by the root of its share.
+    # A factor that changes few weights costs the others little, so its step is divided by the root of its share.
     step = {
         factor: -sum(loss * row[factor] for loss, row in zip(losses, signs, strict=True)) / share**0.5
         for factor, share in shares.items()
@@ -79,9 +79,10 @@ def search_profile(space: Sequence[LinearSpace], kl_of: Callable[[Candidate], fl
 
 
 def fitted(space: Sequence[LinearSpace], shifts: Shifts, budget: int) -> Candidate:
-    """Return the candidate of a profile: shifted by the same amount everywhere such that it keeps ``budget`` weights.
+    """Return the candidate of a profile.
 
-    It keeps fewer by less than a level of the smallest linear layer.
+    All linear layers are moved by the same offset beside their shifts, such that the candidate keeps at most ``budget``
+    weights, and fewer only by less than a level of the smallest linear layer.
     """
     last = max(linear.decoder_layer for linear in space) or 1
     wanted = [

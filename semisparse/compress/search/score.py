@@ -80,7 +80,7 @@ def scoring_batches(batches: Sequence[Tensor], tokens: int, seed: int, parts: in
 
 
 def _in_turns(costs: Sequence[float], count: int) -> Iterator[int]:
-    """Yield the rank of each item: neighbours together, each rank with the same cost as nearly as possible."""
+    """Yield the rank of each item: consecutive items have the same rank, and the ranks have nearly equal costs."""
     total, before = sum(costs), 0.0
     for cost in costs:
         yield min(count - 1, int((before + cost / 2) * count / total))
@@ -100,7 +100,7 @@ class Scorer:
         bank: their pruned weights by level.
         batches: token ids, as `scoring_batches` returns them.
         device: where to compute, in float32.
-        ranks: the processes that score; each has a scorer, and calls it alike.
+        ranks: the processes that score; each has a scorer, and makes the same calls in the same order.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Scorer:
         return self.score_all([(candidate, batches)])[0]
 
     def score_all(self, wanted: Wanted, keep_states: bool = True) -> list[list[BatchScore]]:
-        """Score candidates, each on some batches. The pairs of the two are shared out over the ranks by cost."""
+        """Score candidates, each on some batches. The ranks divide the pairs of candidate and batch by cost."""
         firsts = [self._first_changed(candidate) for candidate, _ in wanted]
         costs = [len(self._layers) - first for first, (_, batches) in zip(firsts, wanted, strict=True) for _ in batches]
         owners = _in_turns(costs, self._ranks.count)

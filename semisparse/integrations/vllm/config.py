@@ -35,10 +35,10 @@ class SemisparseVllmConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> SemisparseVllmConfig:
-        """Read the block of config.json. vLLM does so before any process allocates GPU memory.
+        """Return the config of a checkpoint's ``quantization_config``. vLLM calls this before it allocates GPU memory.
 
         Raises:
-            CheckpointError: the block is unreadable, or of another version.
+            CheckpointError: ``config`` is unreadable, or of another version.
         """
         return cls(read_block(config))
 
@@ -112,7 +112,10 @@ class SemisparseVllmConfig(QuantizationConfig):
         return int(vllm_config.scheduler_config.max_num_batched_tokens)
 
     def _checkpoint_names(self, prefix: str) -> list[str]:
-        """Return the checkpoint's layers in a layer of vLLM: several if vLLM fuses separately stored layers."""
+        """Return the names of the checkpoint's layers that make up vLLM's layer ``prefix``.
+
+        They are several where vLLM fuses layers that are stored separately.
+        """
         parent, _, last = prefix.rpartition(".")
         if prefix in self.layers or last not in self.packed_modules_mapping:
             return [prefix]
@@ -127,7 +130,10 @@ class SemisparseVllmConfig(QuantizationConfig):
             )
 
     def _check_memory(self, vllm_config: VllmConfig) -> None:
-        """Refuse a checkpoint that is larger than what vLLM may use of a GPU, before its layers are allocated."""
+        """Refuse compressed layers that take more of a GPU than vLLM may use, before they are allocated.
+
+        A rank is taken to hold an equal share of them. Dense layers are not counted. Nothing is refused off CUDA.
+        """
         if current_platform.is_cuda():
             parallel, share = vllm_config.parallel_config, vllm_config.cache_config.gpu_memory_utilization
             ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from semisparse.compress import Journal, compress_decoder_layers
+from semisparse.compress import Journal, compress_decoder_layers, search
 from semisparse.compress.propagate import list_decoder_layers
-from semisparse.compress.search import search_patterns
+from semisparse.compress.search import anew, search_patterns
 from semisparse.compress.search.profile import (
     DEPTH,
     MAX_STEPS,
@@ -129,6 +129,35 @@ def test_the_compressed_model_is_what_was_scored():
     again = regular_model()
     compress_decoder_layers(again, calibration(), plan, patterns=result.patterns)
     assert mean_kl(dense, again, calibration()) == pytest.approx(result.kl, rel=1e-3), "pruned as a whole"
+
+
+def test_candidates_are_pruned_on_a_part_of_a_long_text_and_the_best_one_on_all(monkeypatch: pytest.MonkeyPatch):
+    batches, plan = calibration(), recipe("profile", "4:8")
+    held = sum(batch.numel() for batch in batches)
+    monkeypatch.setattr(search, "PROFILE_TOKENS", held // 2)
+    seen: list[int] = []
+
+    def build_bank(*arguments, batches, **options):
+        seen.append(sum(batch.numel() for batch in batches))
+        return real_bank(*arguments, batches=batches, **options)
+
+    real_bank = anew.build_bank
+    monkeypatch.setattr(anew, "build_bank", build_bank)
+    result = search_patterns(regular_model(), batches, plan, seed=0)
+    assert result.weights == {}
+    assert len(seen) == result.evaluations
+    assert set(seen) == {batches[0].numel()}
+    found, all_text = regular_model(), regular_model()
+    compress_decoder_layers(found, batches, plan, patterns=result.patterns, pruned=result.weights)
+    compress_decoder_layers(all_text, batches, plan, patterns=result.patterns)
+    for (name, weight), other in zip(found.named_parameters(), all_text.parameters(), strict=True):
+        assert torch.equal(weight, other), name
+
+
+@pytest.mark.parametrize(("tokens", "kept"), [(10**9, [0, 1, 2, 3, 4, 5, 6]), (1, [0]), (20, [0, 3]), (21, [0, 2, 4])])
+def test_a_sample_is_spread_over_the_text(tokens: int, kept: list[int]):
+    batches = [torch.full((2, 5), number) for number in range(7)]
+    assert [int(batch[0, 0]) for batch in search._sample(batches, tokens)] == kept
 
 
 @pytest.mark.parametrize("calls", [*(pytest.param(calls, marks=pytest.mark.slow) for calls in (3, 64)), 7])

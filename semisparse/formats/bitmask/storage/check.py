@@ -17,7 +17,7 @@ from semisparse.patterns import NM, VectorNM
 
 
 def check_content(packed: Packed) -> None:
-    """Check every mask's bit count, every row's start, the scales, and that no weight is in padding or past column K.
+    """Check mask bit counts, row starts, scales, that values are finite, and that padding and columns from K are zero.
 
     Raises:
         FormatError: names the tensor, the row and what is wrong.
@@ -63,7 +63,7 @@ def _check_codes(packed: Packed, counts: Tensor) -> None:
 
 
 def _last_block(packed: Packed, count: int) -> tuple[str, Tensor]:
-    """Return the tensor's name and the last block's stored values, [N, count]; of codes, their distance from zero's."""
+    """Return the tensor's name and the last block's stored values, [N, count]; codes less the code of zero."""
     bits = code_bits(packed.params)
     if not bits:
         return "values", packed.tensors["values"][:, -count:]

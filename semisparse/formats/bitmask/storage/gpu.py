@@ -1,11 +1,13 @@
 """The layout on a GPU, ``tiles``: lane-interleaved tiles of 16 x 256 in the fragment order of ``mma.m16n8k16``.
 
-README.md has the figure, lanes.py what each lane owns, gpu_bytes.py and gpu_nibbles.py the tiles of codes. A tile of
-values is the masks, four 32-bit words per lane, and then the values in pairs: pair 0 of the 32 lanes' rows g, pair 0 of
-their rows g + 8, pair 1 of the rows g, and so on.
+README.md has the figure, gpu_bytes.py and gpu_nibbles.py the tiles of codes. Lane l owns 64 columns of row g = l // 4
+and of row g + 8 (lanes.py). A tile of 16-bit values holds the two masks of each lane (four 32-bit words), then pairs of
+values, those of the 32 lanes side by side: pair 0 of row g, pair 0 of row g + 8, pair 1 of row g, and so on.
 
-The bits of a mask are permuted: a left shift by s moves those of columns 4 s - 1 to 4 s + 2 of each half (32 columns)
-to the sign bits of the word's four bytes. Column 63 takes the slot of the missing column -1.
+Word h of a mask (h = 0, 1) holds columns 32 h - 1 to 32 h + 30, with column 63 in the place of column -1. Its bits are
+permuted: a left shift by s (0 to 7) moves columns 32 h + 4 s - 1 to 32 h + 4 s + 2 to the sign bits of the four bytes.
+Lanes expand columns in pairs; because of the offset of one, these four bits complete the count of values up to the
+first column of a pair (cuda/tile_values.cuh).
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ class Tiling:
 
     @property
     def words(self) -> int:
-        """32-bit words per tile; of values, per lane two masks of 64 bits and two rows of value pairs."""
+        """32-bit words per tile. Per lane, 16-bit values take two 64-bit masks and the value pairs of two rows."""
         if self.bits == 4:
             return LANES * gpu_nibbles.WORDS_PER_LANE
         return LANES * (gpu_bytes.words_per_lane(self.keep) if self.bits else 4 + 2 * -(-self.keep // 2))
@@ -102,7 +104,7 @@ def to_tiles(packed: Packed) -> Packed:
     masks, values = packed.tensors["masks"], packed.tensors["values"]
     n, blocks = masks.shape
     values = pad_to_tiles(F.pad(values.view(n, blocks, keep), (0, keep % 2)))
-    padded = masks.new_full(values.shape[:2], padding_mask(keep))  # F.pad would round the mask to a double
+    padded = masks.new_full(values.shape[:2], padding_mask(keep))  # F.pad would round the 64-bit fill value to a double
     padded[:n, :blocks] = masks
     padded = masks_of(bits_of(padded)[..., _BIT_ORDER.to(masks.device)])
     masks, pairs = by_lane(padded.unsqueeze(-1).view(torch.int32)), by_lane(values.view(torch.int32))
@@ -125,9 +127,10 @@ def to_rows(packed: Packed) -> Packed:
 
 
 def padded_rows(packed: Packed) -> tuple[Tensor, Tensor, Tensor]:
-    """Return masks [padded N, padded blocks], values [padded N, padded blocks, keep], and the padding of pairs.
+    """Return the masks, the values and the padding of pairs of a weight in tiles of 16-bit values.
 
-    The padding, [padded N, padded blocks, keep % 2], is what follows the last value where ``keep`` is odd.
+    Masks are in the order of columns, [padded N, padded blocks]; values are [padded N, padded blocks, keep]. The
+    padding, [padded N, padded blocks, keep % 2], is what follows the last value where ``keep`` is odd.
     """
     masks, pairs = packed.tensors["tiles"].tensor_split([4 * LANES], dim=-1)
     lanes = pairs.unflatten(-1, (-1, 2, LANES)).permute(0, 1, 4, 3, 2).flatten(3)

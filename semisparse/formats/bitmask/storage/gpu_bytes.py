@@ -22,7 +22,7 @@ _COLUMN_ORDER = torch.tensor([first + column for first in range(0, BLOCK, 4) for
 _BIT_ORDER = torch.tensor(
     [32 * half + 16 * part + 4 * (bit % 4) + bit // 4 for half in (0, 1) for part in (0, 1) for bit in range(16)]
 )
-"""The place in `_COLUMN_ORDER` that each bit of a mask stands for: a nibble holds every fourth."""
+"""The place in `_COLUMN_ORDER` that each bit of a mask stands for. Of 16 bits, bit q of nibble j is place 4 q + j."""
 
 
 def words_per_lane(keep: int) -> int:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from semisparse.formats.bitmask.storage.disk import BLOCK
 
 ROWS, COLUMNS = 16, 256
-"""Of a tile."""
+"""Rows and columns per tile."""
 
 BLOCKS = COLUMNS // BLOCK
 """Masks per row of a tile."""

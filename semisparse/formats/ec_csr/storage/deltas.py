@@ -91,7 +91,7 @@ def bridged(groups: Tensor, numbers: Tensor, limit: int) -> tuple[Tensor, Tensor
     Args:
         groups: [entries] int64, ascending.
         numbers: [entries] int64, ascending within a group.
-        limit: of a gap.
+        limit: maximum gap.
     Returns:
         Groups and numbers with those inserted, and whether an entry is one of the given ones.
     """

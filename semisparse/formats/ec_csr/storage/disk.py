@@ -63,9 +63,9 @@ def pack_weight(
         pattern: what it obeys.
         layout: ``banks`` for row panels, or ``paper``, which alone has the options after ``delta_bits``.
         delta_bits: 4, 8, or ``auto`` for the one that takes fewer bytes.
-        granularity: rows per block at most; 1 extracts nothing.
-        multiple: columns per block of two rows or more are a multiple of this.
-        clip: loads of 4 columns per lane and block at most; 0 for twice the mean.
+        granularity: maximum rows per block; 1 extracts nothing.
+        multiple: the number of columns of a block of two rows or more is a multiple of this.
+        clip: maximum loads per lane of a block, of 4 columns each; 0 for twice the mean. Blocks with more are cut.
         progress: called with (weights extracted, all weights) during the extraction.
     Raises:
         FormatError: an option is unknown, or the weight is too large for 32-bit offsets.

@@ -1,4 +1,4 @@
-"""Row panels, the default layout: lane l walks the columns l, l + 32, ..., so that no two lanes hit one memory bank."""
+"""Row panels, the default layout: lane l has the columns l, l + 32, ..., so that lanes read x in different banks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from semisparse.formats.ec_csr.storage.deltas import (
 from semisparse.patterns.base import blocks_along
 
 PANEL_ROWS = tuple(range(28, 65, 4))
-"""Rows per panel: what one CTA computes."""
+"""The numbers of rows that a panel may have. A CTA computes one panel."""
 
 DISK_PANEL_ROWS = 32
 """Rows per panel of a new weight on disk. Files of earlier versions may have any of `PANEL_ROWS`."""

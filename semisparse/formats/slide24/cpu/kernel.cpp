@@ -1,4 +1,5 @@
-// y[m, n] = sum_k x[m, k] * w[n, k] on a CPU, for a slide24 weight in the layout on disk (README.md), unscaled.
+// y[m, n] = sum_k x[m, k] * w[n, k] on a CPU, for a slide24 weight in the layout on disk (README.md). The caller applies the
+// scales of quantised weights and tokens.
 //
 // A thread expands a row of w to a dense row in `scratch` and multiplies it by every token while it is in the cache. The number
 // of threads does not change the order of a sum, so it changes no bit; sums of quantised numbers are exact. Nothing is
@@ -12,15 +13,14 @@
 
 namespace {
 
-constexpr int64_t kLanes = 32;               // columns per iteration of a dot product
+constexpr int64_t kLanes = 32;               // columns per iteration of Float32Dot; tokens are padded to a multiple
 constexpr int64_t kInt32Products = 1 << 16;  // this many products of two int8 have a sum that fits 32 bits
 
 struct Weight {
     const void* values;       // [rows, slots], of `type`
     const uint8_t* metadata;  // [rows, slots / 4]
     const float* fp8_values;  // [256]: the float8_e4m3fn value of each byte
-    // Slots per row; a group of `window` columns has window - 2 of them.
-    int64_t rows, slots, window;
+    int64_t rows, slots, window;  // slots per row; columns per group, which has window - 2 slots
     int64_t type;             // 0 float32, 1 float16, 2 bfloat16, 3 int8, 4 fp8
 };
 
@@ -53,7 +53,8 @@ struct Float32Dot {
     }
 };
 
-// Dot products with exact sums. The product of two fp8 values is a multiple of 2^-18 below 2^18: 36 of a double's 53 bits.
+// Dot products with exact sums. A product of two fp8 values is a multiple of 2^-18 below 2^18, 36 bits, so a double (53 bits) sums
+// 2^17 of them exactly.
 struct ExactDot {
     static double dot(const float* a, const float* b, int64_t columns) {
         double sum = 0;

@@ -16,7 +16,7 @@
 //          splits, so that every run gives the same bits. No CTA waits for another.
 //
 // Bound:   shared memory bandwidth, 128 bytes per cycle. A wgmma.sp of 64 rows, 256 tokens and 64 bytes of K' takes 128 cycles
-//          and reads 18 KB, 144 bytes per cycle; filling the stages adds 10.5 KB. So 57 % of the tensor cores' peak is the
+//          and reads 18 KB, 144 bytes per cycle; filling the stages adds 10.5 KB. So 56 % of the tensor cores' peak is the
 //          maximum. Reached: 49 % at 37888 x 3584, 4,096 tokens, int8 (H200); large GEMMs also run at the power limit
 //          (README.md).
 //

@@ -1,9 +1,10 @@
 """The layout on disk and on a CPU (README.md, "Layout"): values of compressed 2:4 windows, and their 2-bit positions.
 
-Values are moved as integers of their own width. A group stores all of its columns but two: the two lowest that hold
-zero. Slot s of a group holds column ``s + shift``, where ``shift`` counts the columns left out below it, 0 to 2. Shifts
-never decrease inside a group, slots 2j and 2j + 1 lie in window j's columns 2j to 2j + 3, and each non-zero is in the
-earliest window that has room: what the paper's greedy algorithm 2 finds, without its loop.
+Values are moved as integers of their own width. ``window`` is the number of columns per group (8 for 6:8). A group
+stores all of its columns but two: the two lowest that hold zero. Slot s of a group holds column ``s + shift``, where
+``shift`` counts the columns left out below it, 0 to 2. Shifts never decrease inside a group. So slots 2j and 2j + 1
+hold columns of 2:4 window j (2j to 2j + 3), and each non-zero is in the earliest 2:4 window that has room. The paper's
+greedy algorithm 2 returns the same, by a loop.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ ANY_K_WINDOW = 128
 """The widest window that is accepted at any K. A wider one must not exceed K: its group would be mostly padding."""
 
 BAND_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
-"""Bytes of weight packed at a time: rows that fit a CPU's cache pack twice as fast; a GPU needs few launches."""
+"""Bytes of weight packed at a time. Rows that fit a CPU's cache are packed twice as fast; on a GPU large bands need
+fewer launches."""
 
 
 ACCEPTED = "it stores keep:window with keep = window - 2 and an even window: 2:4, 4:6, 6:8, 8:10, ..."
@@ -79,7 +81,7 @@ def grain(spec: WeightSpec) -> tuple[int, int]:
 
 
 def window_of(pattern: Pattern) -> int:
-    """Return 2N, the columns of a group."""
+    """Return the columns of a group: the paper's 2N."""
     if not isinstance(pattern, NM):
         raise FormatError(f"format slide24 stores patterns such as 6:8, got {pattern}")
     return pattern.window
@@ -140,7 +142,7 @@ def pack_weight(
 
     Args:
         weight: [N, K] that obeys ``pattern``; -0.0 counts as zero.
-        pattern: of `accepts`.
+        pattern: one that `accepts` does not refuse.
         kind: None for an unquantised weight, or one of `KINDS`.
         codes: with a kind, the codes and scales that ``weight`` was dequantised from, to store them as they are.
     Raises:
@@ -210,12 +212,12 @@ def _left_out(planes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _slot_parity(window: int, device: torch.device) -> Tensor:
-    """Return 0 for a window's first slot and 1 for its second, whose position is ``shift + 1``: [slots of a group]."""
+    """Return, per slot of a group, 0 for the first of its 2:4 window and 1 for the second (position ``shift + 1``)."""
     return torch.arange(window - 2, device=device, dtype=torch.uint8) & 1
 
 
 def positions_of(metadata: Tensor) -> Tensor:
-    """Return each stored value's position in its window, 0 to 3: [N, slots] uint8."""
+    """Return each stored value's position in its 2:4 window, 0 to 3: [N, slots] uint8."""
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=metadata.device)
     return ((metadata[..., None] >> shifts) & 3).flatten(1)
 

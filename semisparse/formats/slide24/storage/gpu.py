@@ -37,7 +37,7 @@ VALUE_BYTES = K_TILE_BYTES // 2
 """Bytes of a row's values per K tile."""
 
 ROWS = 64
-"""Rows per tile: M of a wgmma."""
+"""Rows per tile: the m64 of wgmma."""
 
 MIN_ROW_TILES = 3
 """Minimum row tiles of a weight, padding included: the maximum that a CTA of gemm.cu computes at once."""
@@ -47,7 +47,7 @@ PADDING = 0x44
 
 METADATA_ORDER = {1: (4, 0, 5, 1, 3, 6, 2, 7), 2: (4, 0, 1, 3, 5, 6, 2, 7)}
 """Order of metadata in tiles, by bytes per value: a permutation of the axes of `_metadata_sizes`, which are row tile,
-warp, upper eight rows, row, K tile, wgmma, half, byte."""
+warp, eight rows (lower, upper), row, K tile, wgmma, 16-byte unit, byte."""
 
 
 def layout_of(params: Params) -> str:
@@ -116,7 +116,11 @@ def check_content(packed: Packed) -> None:
 
 
 def arrange(packed: Packed, device_type: str) -> Packed:
-    """Return the same weight in the layout of the first kernel that can run on its device, else in that on disk."""
+    """Return the same weight in the layout for a device.
+
+    On a CPU that is the layout on disk. On a GPU it is the layout of the first kernel that can run there; a weight that
+    no such kernel takes, and one that already has a GPU layout, is returned unchanged.
+    """
     if device_type != "cuda":
         return in_rows(packed)
     dtype = disk.value_dtype(packed.spec)
@@ -211,7 +215,7 @@ def from_tiles(tiles: Tensor, n: int, slots: int, dtype: torch.dtype) -> dict[st
 
 
 def _metadata_sizes(k_tiles: int, row_tiles: int, width: int) -> tuple[int, ...]:
-    """Return the axes of row-major metadata that `METADATA_ORDER` permutes, for values of ``width`` bytes."""
+    """Return the sizes of the axes that `METADATA_ORDER` permutes: row-major metadata of values of ``width`` bytes."""
     return row_tiles, 4, 2, 8, k_tiles, 2, 2, 4 // width
 
 

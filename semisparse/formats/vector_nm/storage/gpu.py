@@ -33,7 +33,7 @@ BLOCK_QUADS = 8
 BLOCK_SLOTS = 2 * BLOCK_QUADS
 """Maximum slots of a slice in a block."""
 NO_SLOT, SKIPPED = 0xFFFF, 0xFFFE
-"""What `slots` holds instead of a slot: for zeros, and where the slice's 64-row tile skips the block."""
+"""What the tensor ``slots`` holds where there is no slot: zeros as padding, and blocks that the 64-row tile skips."""
 
 ORDERED_SPECS = (
     *(replace(spec, split_n=None, split_k=None) for spec in disk.SPECS),
@@ -159,9 +159,9 @@ def _count_bits(bits: Tensor, width: int) -> Tensor:
 def _priority(masks: Tensor) -> Tensor:
     """Return the key that columns are sorted by before they are assigned to quads. ``masks`` has a bit per slice.
 
-    More 64-row tiles first, the same tiles together, more slices first. At 8:32v32 a row tile then has .94 K / 32
-    blocks, and a 64-row tile multiplies .54 K / 32; with columns in their own order .91 and .75 (random weights,
-    K = 4,096).
+    Columns that more 64-row tiles keep come first, those of the same tiles together, and among these those that more
+    slices keep. At 8:32v32 a row tile then has .94 K / 32 blocks, of which a 64-row tile multiplies .54 K / 32; with
+    columns in their original order .91 and .75 (random weights, K = 4,096).
     """
     tiles = _mma_tiles_of(masks)
     return ((MMA_TILES - _count_bits(tiles, MMA_TILES)) * 16 + tiles) * 16 + SLICES - _count_bits(masks, SLICES)
