@@ -47,8 +47,8 @@ ENGINE: dict[str, Any] = {
 }
 """Engine arguments of every column; the cache's size is given, because several engines share the GPU."""
 
-UNFUSED = "-unfused"
-"""A column of ours with this ending is served without `semisparse.integrations.vllm.fusion`."""
+FUSED = "-fused"
+"""A column of ours with this ending is served with `semisparse.integrations.vllm.fusion`."""
 
 
 @dataclass(frozen=True)
@@ -118,9 +118,9 @@ def write_checkpoint(column: str, args: Namespace) -> dict[str, Any]:
     """Write a column's checkpoint, or only its config.json, and return the engine's arguments."""
     folder, settings = folder_of(column, args), {**ENGINE, "kv_cache_memory_bytes": args.cache << 30}
     folder.mkdir(parents=True, exist_ok=True)
-    if column.endswith(UNFUSED):
-        column = column.removesuffix(UNFUSED)
-        settings["additional_config"] = {"semisparse_fusion": False}
+    if column.endswith(FUSED):
+        column = column.removesuffix(FUSED)
+        settings["additional_config"] = {"semisparse_fusion": True}
     if column in COLUMNS:
         if not (folder / "config.json").exists():
             write = [sys.executable, Path(__file__).with_name("vllm_checkpoints.py"), column, folder]

@@ -146,7 +146,10 @@ def config(**changes: Any) -> Any:
         "inductor_compile_config": {},
         "compile_ranges_endpoints": [64],
     }
-    settings = {"additional_config": {}, **{k: v for k, v in changes.items() if k == "additional_config"}}
+    settings = {
+        "additional_config": {"semisparse_fusion": True},
+        **{k: v for k, v in changes.items() if k == "additional_config"},
+    }
     compilation |= {key: value for key, value in changes.items() if key != "additional_config"}
     return SimpleNamespace(compilation_config=SimpleNamespace(**compilation), **settings)
 
@@ -167,7 +170,8 @@ def test_it_is_installed_for_few_tokens(monkeypatch: pytest.MonkeyPatch):
     assert fusion.install_fusion(changed)
 
     assert not fusion.install_fusion(config(mode=None))
-    assert not fusion.install_fusion(config(additional_config={"semisparse_fusion": False}))
+    for other in ({}, {"semisparse_fusion": False}, "hash"):
+        assert not fusion.install_fusion(config(additional_config=other))
     own = config(inductor_compile_config={"post_grad_custom_post_pass": object()})
     assert not fusion.install_fusion(own)
     assert own.compilation_config.compile_ranges_endpoints == [64]

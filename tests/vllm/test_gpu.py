@@ -185,6 +185,12 @@ def test_so_it_is_compiled_and_with_graphs(served: str, tmp_path: Path):
     compare(written("demo", FORMATS[served], tmp_path), "demo", torch.float16, LEAST[served])
 
 
+@pytest.mark.parametrize("served", FORMATS)
+def test_so_it_is_with_fused_matmuls(served: str, tmp_path: Path):
+    directory = written("demo", FORMATS[served], tmp_path)
+    compare(directory, "demo", torch.float16, LEAST[served], additional_config={"semisparse_fusion": True})
+
+
 def test_so_it_is_in_bfloat16(tmp_path: Path):
     directory = written("demo", FORMATS["bitmask"], tmp_path, torch.bfloat16)
     compare(directory, "demo", torch.bfloat16, PROMPTS)

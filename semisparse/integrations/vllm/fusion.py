@@ -1,7 +1,7 @@
 """A pass over vLLM's compiled graphs: norms, residuals and SiLU become prologues and epilogues of packed matmuls.
 
 It applies to steps of at most `MAX_FUSED_TOKENS` tokens, for which vLLM compiles the graph once more. With more tokens,
-vLLM's compiler fuses these operations with each other.
+vLLM's compiler fuses these operations with each other. Off by default: it has run inside vLLM on no GPU yet.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ LINEAR = torch.ops.semisparse.linear.default
 FUSED = torch.ops.semisparse.fused_linear.default
 
 SETTING = "semisparse_fusion"
-"""The key in vLLM's ``additional_config`` that turns the pass off."""
+"""The key in vLLM's ``additional_config`` that turns the pass on."""
 
 GATE_NODES = 12
 """Most nodes between a matmul and the end of its activation: two slices, conversions, a sigmoid, two products."""
 
 
 def install_fusion(vllm_config: VllmConfig) -> bool:
-    """Let vLLM compile its graphs once more, for few tokens, with this pass. Return whether it will.
+    """Let vLLM compile its graphs once more, for few tokens, with this pass, if asked to. Return whether it will.
 
-    Nothing is installed if vLLM does not compile, runs on no GPU, was given another pass by its user, or is told not to
-    by ``--additional-config '{"semisparse_fusion": false}'``.
+    ``--additional-config '{"semisparse_fusion": true}'`` asks for it. Nothing is installed if vLLM does not compile, if it
+    runs on no GPU, or if its user gave it another pass.
     """
+    additional = vllm_config.additional_config
+    if not isinstance(additional, dict) or additional.get(SETTING) is not True:
+        return False
     compilation, key = vllm_config.compilation_config, current_platform.pass_key
     if compilation.mode != CompilationMode.VLLM_COMPILE or not current_platform.is_cuda():
-        return False
-    if isinstance(vllm_config.additional_config, dict) and not vllm_config.additional_config.get(SETTING, True):
         return False
     if key not in compilation.inductor_compile_config:
         compilation.inductor_compile_config[key] = FusionPass()
