@@ -182,11 +182,17 @@ def measure(column: str, args: Namespace) -> None:
 
 
 def add(path: Path, kind: type[Any], rows: list[dict[str, Any]]) -> None:
-    """Append rows to a CSV file, with its header if it is new."""
+    """Append rows to a CSV file, with its header if it is new.
+
+    Raises:
+        SystemExit: the file has other columns.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    is_new = not path.exists()
+    is_new, names = not path.exists(), [field.name for field in fields(kind)]
+    if not is_new and path.read_text().partition("\n")[0] != ",".join(names):
+        raise SystemExit(f"{path} has other columns than {', '.join(names)}: give another file")
     with path.open("a", newline="") as file:
-        table = csv.DictWriter(file, [field.name for field in fields(kind)], lineterminator="\n")
+        table = csv.DictWriter(file, names, lineterminator="\n")
         if is_new:
             table.writeheader()
         table.writerows(rows)
