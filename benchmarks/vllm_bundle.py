@@ -1,8 +1,9 @@
 """Cut vLLM's wheel to what one GPU architecture needs, so that it can be carried to a machine without a network.
 
     pip download --no-deps --only-binary=:all: vllm==0.24.0 --dest wheels
-    python benchmarks/vllm_bundle.py wheels/vllm-0.24.0-*.whl site --drop vllm_fa2 vllm-rs third_party/fmha_sm100
-    tar -C site -cJf vllm.tar.xz .
+    python benchmarks/vllm_bundle.py wheels/vllm-0.24.0-*.whl site \\
+        --drop _vllm_fa2 vllm-rs third_party/fmha_sm100 third_party/deep_gemm _qutlass_C
+    tar -C site -c . | xz -9e > vllm.tar.xz
 
 A shared object of CUDA holds fat binaries: one image per architecture, SASS or PTX. This program overwrites with zeros
 the images that the GPU cannot run; zeros compress to nothing, and headers and offsets stay. A launch of a kernel whose

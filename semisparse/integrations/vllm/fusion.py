@@ -35,8 +35,8 @@ GATE_NODES = 12
 def install_fusion(vllm_config: VllmConfig) -> bool:
     """Let vLLM compile its graphs once more, for few tokens, with this pass, if asked to. Return whether it will.
 
-    ``--additional-config '{"semisparse_fusion": true}'`` asks for it. Nothing is installed if vLLM does not compile, runs
-    on no GPU, or has another pass of its user.
+    ``--additional-config '{"semisparse_fusion": true}'`` asks for it. Nothing is installed if vLLM does not compile,
+    runs on no GPU, or has another pass of its user.
     """
     additional = vllm_config.additional_config
     if not isinstance(additional, dict) or additional.get(SETTING) is not True:
