@@ -49,7 +49,7 @@ def fused_linear(
         [M, N], or [M, N / 2] if ``gated``, in x's dtype.
     """
     fusion = "none" if norm_weight is None else "rms_norm", _epilogue(residual, gated)
-    product = fused_product(packed, x.shape[0], x.dtype, *fusion) if x.is_cuda else None
+    product = None if fusion == ("none", "none") else fused_product(packed, x.shape[0], x.dtype, *fusion)
     operands = (x, norm_weight, residual, *packed.tensors.values())
     if product is not None and all(map(_is_aligned, operands)):
         return product(x, packed, bias, FusedOperands(norm_weight, epsilon, residual))
@@ -82,8 +82,6 @@ def can_fuse(packed: Packed, dtype: torch.dtype, fusion: tuple[str, str]) -> boo
         dtype: dtype of x.
         fusion: prologue and epilogue.
     """
-    if packed.device.type != "cuda":
-        return False
     buckets = sorted({bucket_of(m) for m in range(1, MAX_FUSED_TOKENS + 1)})
     return all(fused_product(packed, m, dtype, *fusion) is not None for m in buckets)
 

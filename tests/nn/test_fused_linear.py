@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 import semisparse
-from semisparse.formats import Packed, kernel, product
+from semisparse.formats import Packed, get_format, kernel, product
 from semisparse.nn import fused_linear as module
 from semisparse.nn.fused_linear import ADDED, GATED, MAX_FUSED_TOKENS, NORMED, can_fuse, fused_linear
 from semisparse.patterns import parse_pattern
+from tests.cuda_emulator import emulate, needs_compiler
 
 N, K, EPSILON = 64, 128, 1e-2
 
@@ -58,16 +59,48 @@ def test_it_computes_what_its_parts_do(case: str, with_bias: bool):
     assert torch.equal(compiled(x), fused_linear(x, packed, bias, **CASES[case]))
 
 
-class _Cuda:
-    """A weight that says it is on a GPU."""
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the CPU pass for a GPU: the CUDA kernels that fuse are emulated."""
 
-    def __init__(self, packed: Packed) -> None:
-        self.spec, self.device = packed.spec, torch.device("cuda")
+    def product_of(packed: Packed, m: int, dtype: torch.dtype, prologue: str, epilogue: str) -> Any:
+        problem = kernel.Problem(kernel.bucket_of(m), packed.spec, dtype, torch.device("cpu"), prologue, epilogue)
+        products = (own.fuse(problem) for own in get_format(packed.spec.format).kernels if own.device == "cuda")
+        return next((found for found in products if found is not None), None)
+
+    emulate(monkeypatch)
+    monkeypatch.setattr("semisparse.runtime.kernel.unavailable", lambda: None)
+    monkeypatch.setattr(module, "fused_product", product_of)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("form", "pattern", "options"),
+    [("bitmask", "32:64", {}), ("bitmask", "32:64", {"kind": "w4"}), ("gqs", "g16@50%", {})],
+)
+@pytest.mark.parametrize("tokens", range(1, MAX_FUSED_TOKENS + 1))
+def test_one_kernel_computes_it_on_a_gpu(
+    gpu, form: str, pattern: str, options: dict[str, str], tokens: int, monkeypatch
+):
+    weight, parsed = torch.randn(N, K, dtype=torch.float16), parse_pattern(pattern)
+    stored = semisparse.pack(weight * parsed.mask(weight.abs()), format=form, pattern=pattern, **options)
+    packed, x = get_format(form).arrange(stored, "cuda"), torch.randn(tokens, K, dtype=torch.float16)
+    monkeypatch.setattr(module, "linear", None)  # the parts are not computed one by one
+    for fusion, case in ((NORMED, "normed"), (GATED, "gated"), (ADDED, "added")):
+        assert can_fuse(packed, x.dtype, fusion)
+        given = {
+            name: v[:tokens].half() if isinstance(v, Tensor) and v.dim() == 2 else v for name, v in CASES[case].items()
+        }
+        given |= {"norm_weight": given["norm_weight"].half()} if "norm_weight" in given else {}
+        wanted = expected(x, stored, None, given)
+        tensors = [packed.tensors[name] for name in sorted(packed.tensors)]
+        arguments = {"norm_weight": None, "epsilon": 0.0, "residual": None, "gated": False, **given}
+        y = torch.ops.semisparse.fused_linear(x, tensors, None, packed.spec.json, *arguments.values())
+        assert (y.double() - wanted).norm() <= 2e-3 * wanted.norm()
 
 
 def test_a_matmul_can_be_fused_if_each_number_of_tokens_can(monkeypatch: pytest.MonkeyPatch):
-    packed: Any = _Cuda(packed_weight())
-    asked = []
+    packed, asked = packed_weight(), []
     for refused in (None, MAX_FUSED_TOKENS):
         asked.clear()
 
@@ -79,7 +112,10 @@ def test_a_matmul_can_be_fused_if_each_number_of_tokens_can(monkeypatch: pytest.
         for fusion in (NORMED, GATED, ADDED):
             assert can_fuse(packed, torch.float16, fusion) is (refused is None)
         assert {m for m, _ in asked} == {kernel.bucket_of(m) for m in range(1, MAX_FUSED_TOKENS + 1)}
-    assert not can_fuse(packed_weight(), torch.float16, NORMED)
+
+
+def test_no_kernel_of_a_cpu_fuses():
+    assert not any(can_fuse(packed_weight(), torch.float16, fusion) for fusion in (NORMED, GATED, ADDED))
 
 
 def test_nothing_is_fused_with_more_tokens():
