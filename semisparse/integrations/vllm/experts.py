@@ -40,7 +40,7 @@ def refusal(layer: Any) -> str | None:
     """
     parallel = layer.moe_config.moe_parallel_config
     if not hasattr(MoERunner, "load_weights"):
-        return f"vLLM {vllm.__version__} passes experts no tensors of other names than its own: use vLLM 0.33"
+        return f"vLLM {vllm.__version__} passes experts no tensors of other names than its own: use 0.33 or later"
     if parallel.tp_size > 1 or parallel.use_ep or parallel.dp_size > 1:
         return "packed experts are served on one GPU: serve with --tensor-parallel-size 1, without expert parallelism"
     if layer.activation is not MoEActivation.SILU or layer.moe_config.has_bias or layer.apply_router_weight_on_input:
