@@ -54,21 +54,22 @@ test-sanitize: setup
 		$(BIN)/python -m pytest tests/formats tests/fuzz tests/cli/test_faults.py tests/cli/test_hostile.py \
 		tests/runtime/test_scalars.py -k 'not early and not late and not cuda and not shared_memory'
 
-# The tests of every CUDA and Triton kernel but those under the emulator, which test-slow runs. One CPU thread per process: 16
-# processes of 16 threads had not ended after 440 s; so it takes 186 s on an H200. SANITIZE=memcheck, racecheck, initcheck or synccheck runs only the tests that
-# launch each kernel on a few inputs, under compute-sanitizer; all tests would take hours. racecheck crashes inside cuBLAS, so
-# kernels that call it are left out; initcheck has to see what every kernel writes (docs/experiments/sanitizers.md).
+# The tests of every CUDA and Triton kernel but those under the emulator, which test-slow runs; 186 s on an H200. One CPU thread per
+# process: 16 processes of 16 threads had not ended after 440 s. SANITIZE=memcheck, racecheck, initcheck or synccheck runs only
+# the tests that launch each kernel on a few inputs, under compute-sanitizer; all tests would take hours. racecheck crashes inside
+# cuBLAS, so kernels that call it are left out; initcheck has to see what every kernel writes (docs/experiments/sanitizers.md);
+# CUDA graphs need torch's allocator, which is off under a sanitizer.
 SANITIZE ?=
 sanitizer = $(if $(SANITIZE),PYTORCH_NO_CUDA_MEMORY_CACHING=1 SEMISPARSE_DRAWS=8 \
 	$(if $(filter racecheck,$(SANITIZE)),SEMISPARSE_RACECHECK=1) compute-sanitizer --tool $(SANITIZE) \
 	--report-api-errors no --error-exitcode 9 $(if $(filter initcheck,$(SANITIZE)),,--kernel-name kernel_substring=semisparse))
-gpu_tests = $(if $(SANITIZE),tests/formats/test_fresh_inputs.py tests/formats/test_fusion.py tests/engine/test_ops.py \
-	tests/nn/test_joined_experts.py,\
+gpu_tests = $(if $(SANITIZE),tests/formats/test_fresh_inputs.py tests/formats/test_fusion.py tests/formats/test_experts.py \
+	tests/engine/test_ops.py,\
 	tests/test_gpu.py tests/integrations/test_cuda_graphs.py tests/engine tests/formats tests/nn/test_joined_experts.py tests/quant \
 	tests/cuda_emulator) \
 	tests/runtime/test_kernel.py
 racecheck_fails = blas or _mm or reference
-select = not cpu and not early and not late$(if $(filter racecheck,$(SANITIZE)), and not ($(racecheck_fails)))
+select = not cpu and not early and not late$(if $(SANITIZE), and not captured)$(if $(filter racecheck,$(SANITIZE)), and not ($(racecheck_fails)))
 test-gpu: setup
 	OMP_NUM_THREADS=1 $(sanitizer) $(BIN)/python -m pytest -m '' $(gpu_tests) -k '$(select)' $(if $(SANITIZE),,-n auto --dist load --maxschedchunk 1)
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from semisparse.errors import InputError
+from semisparse.errors import FormatError, InputError
 from semisparse.formats import Packed, registry
-from semisparse.formats.base import get_format
+from semisparse.formats.base import get_format, require_dense
 from semisparse.patterns import Pattern, parse_pattern
 
 SAMPLE_ROWS = 256
@@ -38,6 +38,9 @@ def pack_for_disk(weight: Tensor, format: str, pattern: str | Pattern, **options
 
 
 def _smallest_format(weight: Tensor, pattern: Pattern) -> str:
+    require_dense(weight)
+    if weight.dim() != 2 or not weight.numel():
+        raise FormatError(f"a weight is [N, K] with N, K of at least 1, got {list(weight.shape)}")
     sample = weight[:SAMPLE_ROWS]
     sizes = {
         form.name: sum(t.numel() * t.element_size() for t in form.pack_weight(sample, pattern)[1].values())

@@ -86,7 +86,7 @@ def formats_of(quant: str, pattern: Pattern) -> list[str]:
 
 def _in_groups(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Replace the pattern ``0%`` by ``g128@0%`` (no group is dropped) if weights are quantised in groups."""
-    if values.get("quant") not in GROUP_KINDS or values.get("pattern") != NO_ZEROS:
+    if values.get("quant") not in tuple(GROUP_KINDS) or values.get("pattern") != NO_ZEROS:
         return values
     stores = formats_of(values["quant"], parse_pattern(DENSE_GROUPS))[0]
     return {"format": stores, **values, "pattern": DENSE_GROUPS}
@@ -96,9 +96,13 @@ def _read_values(recipe: str | Path) -> dict[str, Any]:
     """Return the keys and values of a built-in recipe or a YAML file."""
     if str(recipe) in recipes():
         return dict(recipes()[str(recipe)])
-    if Path(recipe).suffix in (".yaml", ".yml") or Path(recipe).is_file():
+    try:
+        is_file = Path(recipe).suffix in (".yaml", ".yml") or Path(recipe).is_file()
+    except OSError:  # the name is too long for a file's
+        is_file = False
+    if is_file:
         return read_yaml(recipe)
-    raise RecipeError(f"unknown recipe {str(recipe)!r}; known: {', '.join(sorted(recipes()))}, or a YAML file")
+    raise RecipeError(f"unknown recipe {str(recipe)[:99]!r}; known: {', '.join(sorted(recipes()))}, or a YAML file")
 
 
 def _format_keys(values: Mapping[str, Any]) -> Mapping[str, Sequence[str | int]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
+from semisparse.engine import read_config
 from semisparse.errors import InputError
 from semisparse.nn import expert_shapes, is_fused_experts, is_linear, weight_of
 
@@ -100,7 +101,7 @@ def layer_shapes(text: str) -> list[LayerShape]:
     Raises:
         InputError: ``text`` is none of these, or config.json cannot be read.
     """
-    plain = re.fullmatch(r"(\d+),(\d+)", text)
+    plain = re.fullmatch(r"(\d{1,18}),(\d{1,18})", text)
     if plain:
         return [LayerShape("", int(plain[1]), int(plain[2]), 1)]
     name, _, fused = text.partition(":")
@@ -122,19 +123,17 @@ def architecture(name: str) -> PretrainedConfig:
 
 
 def _config_of(directory: Path) -> PretrainedConfig:
-    if not (directory / "config.json").is_file():
+    try:
+        has_config = (directory / "config.json").is_file()
+    except OSError:  # the name is too long for a file's
+        has_config = False
+    if not has_config:
         known = ", ".join(ARCHITECTURES)
         raise InputError(
-            f"got {directory}; expected N,K, a directory with a config.json, or one of these names, also followed by "
-            f":fused: {known}"
+            f"got {str(directory)[:99]}; expected N,K, a directory with a config.json, or one of these names, also "
+            f"followed by :fused: {known}"
         )
-    try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except (ValueError, OSError, KeyError) as error:
-        raise InputError(f"{directory}/config.json cannot be read: {error}") from error
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    return config
+    return read_config(directory)
 
 
 @dataclass(frozen=True)
@@ -163,8 +162,11 @@ def _linears(config: PretrainedConfig) -> tuple[list[_Linear], int]:
             f"{config.model_type} is not supported; plan takes decoder-only transformers, and the text decoder of "
             "multimodal models"
         )
-    with torch.device("meta"):
-        model = kinds[0].from_config(config, trust_remote_code=False)
+    try:
+        with torch.device("meta"):
+            model = kinds[0].from_config(config, trust_remote_code=False)
+    except Exception as error:  # transformers raises many types
+        raise InputError(f"no {config.model_type} can be built: {type(error).__name__}: {error}") from error
     head = model.get_output_embeddings()
     found = []
     for name, module in model.get_decoder().named_modules():

@@ -22,6 +22,7 @@ from semisparse.checkpoint.loading import (
     load_tokenizer,
     meta_model,
     pick_device,
+    read_config,
     refuse_remote_code,
 )
 from semisparse.checkpoint.write import atomic_directory, refuse_existing
@@ -50,6 +51,7 @@ __all__ = [
     "pick_device",
     "read_ahead",
     "read_block",
+    "read_config",
     "read_headers",
     "refuse_existing",
     "refuse_integers",

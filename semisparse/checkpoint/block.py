@@ -31,11 +31,30 @@ def read_entry(name: str, entry: Any) -> Packed:
     try:
         spec = WeightSpec.from_dict(entry)
         get_format(spec.format).check_spec(spec)
-        return Packed.empty(spec)
+        declared = Packed.empty(spec)
+        _refuse_gpu_layout(declared)
+        return declared
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"layer {name}: its entry in config.json is unreadable: {error!r}") from error
     except SemisparseError as error:
         raise CheckpointError(f"layer {name}: {error}") from error
+
+
+def _refuse_gpu_layout(declared: Packed) -> None:
+    """Refuse the layouts of GPUs: layers are built in the layout on disk, so their tensors would have other names.
+
+    Raises:
+        CheckpointError: the params declare another layout than the one on disk.
+    """
+    try:
+        on_disk = get_format(declared.spec.format).arrange(declared, "cpu") is declared
+    except RuntimeError:  # it would convert tensors, which have no values on the meta device
+        on_disk = False
+    if not on_disk:
+        raise CheckpointError(
+            f"its params {dict(declared.params)} declare a layout for GPUs, expected the one on disk: write the model "
+            "with save_pretrained"
+        )
 
 
 def packed_from_tensors(name: str, declared: Packed, tensors: Mapping[str, Tensor]) -> Packed:

@@ -163,6 +163,10 @@ def read_headers(files: list[Path]) -> dict[str, Header]:
             if not file.is_file():
                 raise CheckpointError(f"{file} is missing")
             try:
+                file.open("rb").close()
+            except OSError as error:  # safe_open says of every such file that there is none
+                raise CheckpointError(f"{file} is unreadable: {error.strerror}") from error
+            try:
                 opened = stack.enter_context(safe_open(file, "pt"))
             except (SafetensorError, OSError, MemoryError) as error:  # a file of 2^40 bytes cannot be mapped
                 raise CheckpointError(f"{file} is truncated or not a safetensors file: {error}") from error

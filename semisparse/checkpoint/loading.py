@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +70,11 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         CheckpointError: the directory or its tokenizer is missing, or the tokenizer is unreadable.
     """
     require_directory(Path(path))
-    config = Path(path) / "config.json"
-    if config.is_file():  # transformers reads it, too
-        check_sizes(read_json(config), path)
+    check_sizes(read_json(Path(path) / "config.json"), path)  # transformers reads it, too
     try:
         return AutoTokenizer.from_pretrained(path, **NO_REMOTE_CODE)
     except Exception as error:  # tokenizers raises bare Exceptions on malformed files
-        raise CheckpointError(f"cannot load the tokenizer of {path}: {error}") from error
+        raise _unreadable(f"cannot load the tokenizer of {path}", error) from error
 
 
 def pick_device(device: str) -> torch.device:
@@ -111,19 +110,41 @@ def auto_class(config: PretrainedConfig) -> Any:
     return (named or list(known))[0]
 
 
-def refuse_remote_code(directory: ModelDirectory) -> None:
+def refuse_remote_code(config: Mapping[str, Any], path: Path) -> None:
     """Refuse a config whose attention implementation is code to download.
 
+    Args:
+        config: the content of config.json.
+        path: the directory, for messages.
     Raises:
         CheckpointError: the config names an attention implementation outside `ATTENTIONS`.
     """
     for key in ("attn_implementation", "_attn_implementation"):
-        name = directory.config.get(key)
+        name = config.get(key)
         if name is not None and name not in ATTENTIONS:
             raise CheckpointError(
-                f"{directory.path}/config.json names {key} = {name!r}, which is code from elsewhere; "
+                f"{path}/config.json names {key} = {str(name)[:99]!r}, which is code from elsewhere; "
                 f"known: {', '.join(ATTENTIONS)}"
             )
+
+
+def read_config(path: str | Path) -> PretrainedConfig:
+    """Read the config of a model directory, without its ``quantization_config``. No weights are read.
+
+    Raises:
+        CheckpointError: config.json is missing, claims sizes that no model has, names code from elsewhere, or
+            transformers cannot read it.
+    """
+    content = read_json(Path(path) / "config.json")
+    check_sizes(content, path)
+    refuse_remote_code(content, Path(path))
+    try:
+        config = AutoConfig.from_pretrained(path, **NO_REMOTE_CODE)
+    except Exception as error:  # transformers raises many types
+        raise _unreadable(f"{path}/config.json cannot be read", error) from error
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
 
 
 def meta_model(directory: ModelDirectory) -> PreTrainedModel:
@@ -132,11 +153,8 @@ def meta_model(directory: ModelDirectory) -> PreTrainedModel:
     Raises:
         CheckpointError: transformers cannot build it, or it is not supported.
     """
-    refuse_remote_code(directory)
+    config = read_config(directory.path)
     try:
-        config = AutoConfig.from_pretrained(directory.path, **NO_REMOTE_CODE)
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
         with torch.device("meta"):
             return auto_class(config).from_config(config, **NO_REMOTE_CODE)
     except SemisparseError:
@@ -146,7 +164,7 @@ def meta_model(directory: ModelDirectory) -> PreTrainedModel:
 
 
 def _from_pretrained(directory: ModelDirectory, dtype: torch.dtype | str) -> PreTrainedModel:
-    refuse_remote_code(directory)
+    refuse_remote_code(directory.config, directory.path)
     if not directory.layers:  # SemisparseQuantizer makes this check and refuse_integers for a compressed model
         refuse_unstored(meta_model(directory), directory.stored_bytes)
     try:

@@ -13,15 +13,26 @@ from safetensors import SafetensorError
 
 from semisparse.errors import InputError, SemisparseError
 
+MAX_SHOWN = 99
+"""Characters of an impossible path that a message shows."""
+
 
 def refuse_existing(out: Path) -> None:
-    """Refuse to overwrite an existing output.
+    """Refuse to overwrite an existing output, or one that could not be written.
 
     Raises:
-        InputError: ``out`` exists and is not an empty directory.
+        InputError: ``out`` exists and is not an empty directory, is a symbolic link, which no directory can replace, or
+            lies below a file or has a name that is too long.
     """
-    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+    try:
+        exists = out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir())))
+        parent = next(folder for folder in out.absolute().parents if folder.exists())
+    except OSError as error:
+        raise InputError(f"cannot write to {str(out)[:MAX_SHOWN]}: {error.strerror}; choose another --out") from error
+    if exists:
         raise InputError(f"{out} exists already; choose another --out or remove it")
+    if not parent.is_dir():
+        raise InputError(f"cannot write to {out}: {parent} is no directory; choose another --out")
 
 
 @contextmanager

@@ -91,6 +91,10 @@ def main() -> None:
         if debug:
             raise
         fail(str(error), 2 if isinstance(error, InputError) else 1)
+    except (OSError, MemoryError) as error:
+        if debug:
+            raise
+        fail(str(error) or "the memory is full: take a smaller file or model, or a machine with more", 1)
     except Exception as error:
         if debug:
             raise

@@ -13,6 +13,9 @@ from semisparse.errors import InputError
 if TYPE_CHECKING:
     import torch
 
+MAX_DIGITS = 18
+"""Digits of a number below 2^63."""
+
 DTYPES = ("float16", "bfloat16", "float32")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
@@ -48,8 +51,8 @@ def positive_integers(text: str, option: str) -> list[int]:
         InputError: a word is no positive integer.
     """
     words = comma_separated(text) or []
-    if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise InputError(f"{option} takes positive whole numbers, comma-separated, got {text!r}")
+    if not words or not all(word.isdecimal() and len(word) <= MAX_DIGITS and int(word) > 0 for word in words):
+        raise InputError(f"{option} takes positive whole numbers, comma-separated, got {text[:99]!r}")
     return [int(word) for word in words]
 
 

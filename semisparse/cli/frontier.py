@@ -9,6 +9,7 @@ import typer
 
 from semisparse.cli.arguments import Json
 from semisparse.cli.output import console, print_json, print_table, progress_bar
+from semisparse.errors import InputError
 
 if TYPE_CHECKING:
     from semisparse.api.frontier import Point
@@ -41,6 +42,13 @@ def frontier(
     Example: `semisparse frontier model --calib text.txt --gpu h200 --plot front.png`
     """
     from semisparse.api.frontier import frontier as measure
+
+    if plot is not None:  # checked before the work, which takes minutes
+        from semisparse.bench.pyplot import load_pyplot
+
+        if plot.suffix.lower() != ".png":
+            raise InputError(f"--plot draws a PNG file, got {plot}: give a name that ends in .png")
+        load_pyplot()
 
     with progress_bar(shown=not as_json) as bars:
         task = bars.add_task("reading the model", total=None)

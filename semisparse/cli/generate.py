@@ -140,6 +140,8 @@ def _generate(
 def _chat(engine: Engine, new: int, options: dict[str, Any]) -> None:
     """Answer each line of standard input, with the conversation so far as context."""
     messages: list[dict[str, str]] = []
+    if sys.stdin is None:
+        raise InputError("--chat reads messages from standard input, which is closed")
     on_terminal = sys.stdin.isatty()
     while True:
         try:

@@ -327,13 +327,13 @@ def _typed(key: str, value: Any) -> Any:
     if key in POSITIVE:
         try:
             return float(value)
-        except (TypeError, ValueError) as error:
-            raise RecipeError(f"recipe key {key!r} is {value!r}; it is a number such as 0.01") from error
+        except (TypeError, ValueError, OverflowError) as error:
+            raise RecipeError(f"recipe key {key!r} is {str(value)[:99]!r}; it is a number such as 0.01") from error
     if key in INTEGERS:
         try:
             return int(value)
-        except (TypeError, ValueError) as error:
-            raise RecipeError(f"recipe key {key!r} is {value!r}; it is an integer such as 384") from error
+        except (TypeError, ValueError, OverflowError) as error:
+            raise RecipeError(f"recipe key {key!r} is {str(value)[:99]!r}; it is an integer such as 384") from error
     if not isinstance(value, str):
         raise RecipeError(f"recipe key {key!r} is {value!r}; it is text such as {getattr(Recipe, key)!r}")
     return value

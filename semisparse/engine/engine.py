@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -141,6 +142,7 @@ class Engine:
         with _memory_errors():
             self.backend = self._backend(self.model, draft_model, deterministic_batch)
         self._warm: set[Hashable] = set()
+        self._lock, self._thread = threading.Lock(), 0
         self._check_seconds = time.perf_counter() - start
 
     def _backend(
@@ -185,8 +187,9 @@ class Engine:
         The arguments are those of `generate`; ``others`` are ignored.
         """
         sampling = sampling or Sampling()
-        tokenized = [self._tokenized(prompt) for prompt in prompts]
-        return self._compile(tokenized, self._room(tokenized, max_new_tokens), sampling, proposals)
+        tokenized = self._tokenized_batch(prompts)
+        with self._alone():
+            return self._compile(tokenized, self._room(tokenized, max_new_tokens), sampling, proposals)
 
     def warm(self, batches: Sequence[int] = (1,)) -> float:
         """Compile and capture what batches of these sizes need for short and long prompts; return the seconds it took.
@@ -194,10 +197,11 @@ class Engine:
         Kernels are compiled in parallel, in a thread per CPU core.
         """
         start = time.perf_counter()
-        for count in batches:
-            for length in (1, self.backend.context // 2):
-                prompts = [[0] * length] * count
-                self._compile(prompts, min(2, self.backend.context - length), Sampling(), 0)
+        with self._alone():
+            for count in batches:
+                for length in (1, self.backend.context // 2):
+                    prompts = [[0] * length] * count
+                    self._compile(prompts, min(2, self.backend.context - length), Sampling(), 0)
         return time.perf_counter() - start
 
     def echo(self, prompt: str) -> str:
@@ -225,7 +229,7 @@ class Engine:
         on_text: OnText | None = None,
         special_tokens: bool = True,
     ) -> list[Generation]:
-        """Continue prompts, all at once.
+        """Continue prompts, all at once. Calls of several threads run one after another.
 
         Args:
             prompts: texts.
@@ -237,12 +241,44 @@ class Engine:
             on_text: called with each new piece of text.
             special_tokens: whether the tokenizer adds special tokens, such as BOS, to prompts.
         Raises:
-            InputError: a prompt is empty or longer than the model's context, or the batch does not fit the memory.
+            InputError: there is no prompt; one is no text, empty or longer than the model's context; or the batch does
+                not fit the memory.
             SemisparseError: the GPU's memory is full, for instance because another process fills it meanwhile.
         """
+        if isinstance(stop, str):
+            raise InputError(f"stop is the text {stop[:99]!r}, expected a list of texts")
         sampling = sampling or Sampling()
-        tokenized = [self._tokenized(prompt, special_tokens) for prompt in prompts]
+        tokenized = self._tokenized_batch(prompts, special_tokens)
         new = self._room(tokenized, max_new_tokens)
+        with self._alone():
+            return self._run(tokenized, new, sampling, stop, proposals, on_text)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Wait for other threads' batches: all share the cache.
+
+        Raises:
+            InputError: ``on_text`` called the engine that calls it.
+        """
+        if self._thread == threading.get_ident():
+            raise InputError("on_text called its own engine; collect the text, and call the engine afterwards")
+        with self._lock:
+            self._thread = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._thread = 0
+
+    def _run(
+        self,
+        tokenized: Sequence[list[int]],
+        new: int,
+        sampling: Sampling,
+        stop: Sequence[str],
+        proposals: int,
+        on_text: OnText | None,
+    ) -> list[Generation]:
+        """Compile and run a batch, as `generate` does."""
         compile_seconds = self._compile(tokenized, new, sampling, proposals)
         sequences = [_Sequence(tokens, TextStream(self._decoded, tokens, stop)) for tokens in tokenized]
         start = time.perf_counter()
@@ -295,9 +331,18 @@ class Engine:
             raise InputError("the model has no tokenizer; give one to Engine")
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
+    def _tokenized_batch(self, prompts: Sequence[str], special_tokens: bool = True) -> list[list[int]]:
+        if isinstance(prompts, str) or not prompts:
+            raise InputError(f"prompts is {'one text' if prompts else 'empty'}, expected a list of one text or more")
+        return [self._tokenized(prompt, special_tokens) for prompt in prompts]
+
     def _tokenized(self, prompt: str, special_tokens: bool = True) -> list[int]:
         if self.tokenizer is None:
             raise InputError("the model has no tokenizer; give one to Engine")
+        if not isinstance(prompt, str):
+            raise InputError(f"a prompt is {type(prompt).__name__}, expected text")
+        if any("\ud800" <= character <= "\udfff" for character in prompt):  # what Python makes of invalid UTF-8
+            raise InputError("a prompt is not valid UTF-8 text")
         tokens = list(self.tokenizer(prompt, add_special_tokens=special_tokens).input_ids)
         if not tokens:
             raise InputError("a prompt is empty; give at least one token of text")

@@ -35,6 +35,8 @@ class Sampling:
             raise InputError(f"top-k is {self.top_k}; it is 0 (all tokens) or a number of tokens")
         if not 0 < self.top_p <= 1:
             raise InputError(f"top-p is {self.top_p}; it is above 0, 1 at most")
+        if not -(1 << 63) <= self.seed < 1 << 64:
+            raise InputError(f"seed is {self.seed}; it is a number of 64 bits")
         if self.greedy and (self.top_k or self.top_p < 1):
             raise InputError("top-k and top-p need a temperature above 0")
 

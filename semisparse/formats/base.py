@@ -9,7 +9,7 @@ import math
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -262,6 +262,7 @@ class Packed:
 
     def unpack(self) -> Tensor:
         """Return the dense weight, [N, K] in ``dtype``, with exact zeros."""
+        require_tensors(self)
         return get_format(self.spec.format).unpack(self)
 
 
@@ -355,7 +356,7 @@ class Format:
             FormatError: the format cannot store this pattern or dtype, has no such option, or the weight is empty or
                 not finite.
         """
-        _check_dense(weight)
+        require_dense(weight)
         pattern = parse_pattern(pattern)
         reason = self.accepts(pattern)
         if reason:
@@ -496,8 +497,12 @@ class Format:
         return (*self.kernels, reference_kernel)
 
 
-def _check_dense(weight: object) -> None:
-    """Refuse everything but a strided tensor with values."""
+def require_dense(weight: object) -> None:
+    """Refuse everything but a strided tensor with values.
+
+    Raises:
+        FormatError: says what was got.
+    """
     if not isinstance(weight, Tensor):
         raise FormatError(f"a weight is a tensor [N, K], got {type(weight).__name__}")
     if weight.layout != torch.strided or weight.device.type == "meta":
@@ -545,6 +550,23 @@ def get_format(name: str) -> Format:
     if declared.name != name:
         raise ImportError(f"formats/{name} declares a format named {declared.name}")
     return declared
+
+
+@lru_cache(maxsize=1 << 16)
+def _stored_names(spec: WeightSpec) -> frozenset[str]:
+    """Return the names of a weight's tensors; cached, because every matmul is compared with them."""
+    return frozenset(tensor.name for tensor in get_format(spec.format).specs(spec))
+
+
+def require_tensors(packed: Packed) -> None:
+    """Refuse a weight that lacks a tensor: a kernel would read from address 0.
+
+    Raises:
+        FormatError: says which tensors the format stores.
+    """
+    expected = _stored_names(packed.spec)
+    if packed.tensors.keys() != expected:
+        raise FormatError(f"format {packed.spec.format} stores {sorted(expected)}, got {sorted(packed.tensors)}")
 
 
 def registry() -> dict[str, Format]:

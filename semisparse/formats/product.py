@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from semisparse.errors import InputError
-from semisparse.formats.base import Packed, WeightSpec, get_format, reference_kernel
+from semisparse.formats.base import Packed, WeightSpec, get_format, reference_kernel, require_tensors
 from semisparse.formats.kernel import MAX_FUSED_TOKENS, FusedProduct, Problem, Product, bucket_of
 
 
@@ -36,6 +37,12 @@ def linear(x: Tensor, packed: Packed, bias: Tensor | None = None, kernel: str = 
         KernelError: no kernel can compute this; lists every candidate's reason.
     """
     _check_operands(x, packed, bias)
+    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+        return _dual(x, packed, bias, kernel)
+    return _linear(x, packed, bias, kernel)
+
+
+def _linear(x: Tensor, packed: Packed, bias: Tensor | None, kernel: str) -> Tensor:
     n, k = packed.spec.shape
     flat = x.dim() == 2
     rows = x if flat else x.reshape(-1, k)
@@ -45,6 +52,20 @@ def linear(x: Tensor, packed: Packed, bias: Tensor | None = None, kernel: str = 
     else:
         y = _product(rows, packed, bias, kernel)
     return y if flat else y.reshape(*x.shape[:-1], n)
+
+
+def _dual(x: Tensor, packed: Packed, bias: Tensor | None, kernel: str) -> Tensor:
+    """Compute the matmul with its tangent, from the unpacked weight, under forward-mode differentiation.
+
+    torch's operator has no rule for it and would return a tangent of zeros.
+    """
+    x, x_tangent = forward_ad.unpack_dual(x)
+    bias, bias_tangent = (None, None) if bias is None else forward_ad.unpack_dual(bias)
+    y = _linear(x, packed, bias, kernel)
+    if x_tangent is None and bias_tangent is None:
+        return y
+    tangent = torch.zeros_like(y) if x_tangent is None else x_tangent @ packed.unpack().to(x.dtype).T
+    return forward_ad.make_dual(y, tangent if bias_tangent is None else tangent + bias_tangent.to(y.dtype))
 
 
 def _check_operands(x: Tensor, packed: Packed, bias: Tensor | None) -> None:
@@ -58,6 +79,8 @@ def _check_operands(x: Tensor, packed: Packed, bias: Tensor | None) -> None:
         raise InputError(f"x is {list(x.shape)}, expected [..., {k}] features: the weight takes K = {k}")
     if bias is not None and tuple(bias.shape) != (n,):
         raise InputError(f"bias is {list(bias.shape)}, expected [{n}]")
+    if not torch.compiler.is_compiling():
+        require_tensors(packed)
     if x.device != packed.device:
         raise InputError(f"x is on {x.device}, the weight on {packed.device}: move one to the other's device")
     if bias is not None and bias.dtype not in DTYPES:

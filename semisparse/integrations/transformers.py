@@ -116,7 +116,7 @@ class SemisparseQuantizer(HfQuantizer):
         layers = read_block(self.quantization_config.to_dict())
         files = [Path(file) for file in checkpoint_files or ()]
         if files:
-            _refuse_other_directories(files)
+            _refuse_other_directories(files, Path(model.config.name_or_path))
             headers = read_headers(files)
             check_headers(layers, headers)
             read_ahead(files)
@@ -183,9 +183,17 @@ class SemisparseQuantizer(HfQuantizer):
         return not any(EXPERT_LAYER.fullmatch(name) for name in self.quantization_config.layer_names)
 
 
-def _refuse_other_directories(files: list[Path]) -> None:
-    """Refuse an index that names files outside the model's directory, which transformers would read."""
-    if any(".." in file.parts for file in files) or len({file.parent for file in files}) > 1:
+def _refuse_other_directories(files: list[Path], directory: Path) -> None:
+    """Refuse an index that names files outside the model's directory, which transformers would read.
+
+    Args:
+        files: the paths that transformers made of the directory and the names in its index.
+        directory: as the user wrote it, perhaps with ``..``; for a model of the Hub it is no directory.
+    """
+    local = directory.is_dir()
+    names = [file.relative_to(directory) if local and file.is_relative_to(directory) else file for file in files]
+    inside = not local or all(file.is_relative_to(directory) for file in files)
+    if not inside or any(".." in name.parts for name in names) or len({file.parent for file in files}) > 1:
         raise CheckpointError(
             f"the checkpoint's index names files of several directories: {', '.join(sorted(map(str, files)))}"
         )

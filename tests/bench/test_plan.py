@@ -303,5 +303,5 @@ def test_shapes_of_a_checkpoint_leave_the_head_out():
 
 def test_a_directory_whose_config_is_broken_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(InputError, match=r"config\.json is unreadable"):
         layer_shapes(str(tmp_path))

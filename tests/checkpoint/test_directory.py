@@ -4,6 +4,7 @@ import errno
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,19 @@ def test_a_dense_directory_opens(directory: Path):
     header = opened.headers["model.layers.0.mlp.up_proj.weight"]
     assert (header.dtype, header.shape, header.nbytes) == (torch.bfloat16, (44, 24), 44 * 24 * 2)
     assert opened.read("model.layers.0.mlp.up_proj.weight").shape == (44, 24)
+
+
+def test_an_unreadable_file_is_said_to_be_unreadable(directory: Path, monkeypatch: pytest.MonkeyPatch):
+    opened = Path.open
+
+    def open_others(path: Path, *arguments: Any, **named: Any) -> Any:
+        if path.suffix == ".safetensors":  # root may read every file
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return opened(path, *arguments, **named)
+
+    monkeypatch.setattr(Path, "open", open_others)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is unreadable: Permission denied"):
+        open_directory(directory)
 
 
 def spoil_truncate(d: Path) -> None:

@@ -63,6 +63,8 @@ def test_a_wrong_recipe(compress, tmp_path: Path):
     assert_refused(compress(recipe="nonsense"), "unknown recipe 'nonsense'; known: auto, dense-w2")
     (tmp_path / "bad.yaml").write_text("pattern: [")
     assert_refused(compress(recipe=tmp_path / "bad.yaml"), "is not valid YAML")
+    (tmp_path / "bad.yaml").write_text("quant: []")
+    assert_refused(compress(recipe=tmp_path / "bad.yaml"), "recipe key 'quant' is []; it is text")
 
 
 @pytest.mark.parametrize(

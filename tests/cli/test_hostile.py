@@ -127,15 +127,20 @@ VERBS: dict[str, Callable[[Path], tuple[object, ...]]] = {
     "generate": lambda out: ("generate", out, "--prompt", "a", "--max-new-tokens", 2),
     "eval": lambda out: ("eval", out, "--text", out.parent / "text.txt"),
     "inspect": lambda out: ("inspect", out),
+    "plan": lambda out: ("plan", out, "--tokens", "1", "--formats", "dense", "--gpu", "h200"),
 }
 SEES_ALL = ("inspect --verify", "generate", "eval")
-"""Verbs that build the model; ``inspect`` alone reads the config block and the headers."""
+"""Verbs that read everything; ``inspect`` builds no model, and ``plan`` reads config.json without its block."""
+
+SIZES = ("hidden_size 2^40", "10^9 layers", "vocabulary 2^50", "head_dim 2^40", "deep config", "no heads")
+"""Cases that ``plan`` refuses."""
 
 
 def run_verb(arguments: tuple[object, ...]) -> tuple[int, str]:
     """Run the command line. Returns the exit status and the text on stderr."""
-    with tempfile.TemporaryFile() as errors:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
         os.dup2(errors.fileno(), 2)
+        sys.stderr = errors  # pytest's own object does not write to the descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.argv = ["semisparse", *map(str, arguments)]
         status = 0
@@ -145,7 +150,7 @@ def run_verb(arguments: tuple[object, ...]) -> tuple[int, str]:
             status = int(exit_.code or 0)
         sys.stderr.flush()
         errors.seek(0)
-        return status, errors.read().decode()
+        return status, errors.read()
 
 
 def load_plainly(out: Path) -> str:
@@ -181,6 +186,7 @@ def assert_sentence(out: Path, verb: str, status: tuple[int, ...]) -> None:
     assert "unexpected" not in errors
     assert "Traceback" not in errors
     assert "\x1b]" not in errors
+    assert ("error: " in errors or "Usage: " in errors) == bool(found)
     assert not found or len(errors) < 3000
 
 
@@ -196,12 +202,26 @@ def test_a_verb_ends_in_a_sentence(compressed: Path, tmp_path: Path, name: str, 
         assert_sentence(out, "generate" if name == "deep tokenizer" else verb, (1, 2))
 
 
+@pytest.mark.parametrize("name", SIZES)
+def test_plan_builds_no_impossible_model(compressed: Path, tmp_path: Path, name: str):
+    assert_sentence(spoilt(compressed, tmp_path, name), "plan", (1, 2))
+
+
+def test_plan_downloads_no_code(compressed: Path, tmp_path: Path):
+    out = Path(shutil.copytree(compressed, tmp_path / "out"))
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"attn_implementation": "someone/kernels"}))
+    ended = limited(run_verb, VERBS["plan"](out))
+    assert ended.value[0] == 2
+    assert "code from elsewhere" in ended.value[1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_every_verb_ends_in_a_sentence(compressed: Path, tmp_path: Path, name: str):
     out = spoilt(compressed, tmp_path, name)
     for verb in VERBS:
-        blind = verb == "inspect" or (name == "deep tokenizer" and verb == "inspect --verify")
+        blind = verb in ("inspect", "plan") or (name == "deep tokenizer" and verb == "inspect --verify")
         assert_sentence(out, verb, (0, 1, 2) if blind else (1, 2))
 
 

@@ -97,6 +97,21 @@ def test_bad_yaml_file(tmp_path: Path, content: bytes):
         read_yaml(tmp_path / "recipe.yaml")
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("damping", 10**400, "a number"),
+        ("tune_epochs", float("inf"), "an integer"),
+        ("search_tokens", "9" * 5000, "an integer"),
+        ("targets", {"bits": 10**400}, "a number above 0"),
+    ],
+    ids=["damping", "tune_epochs", "search_tokens", "targets"],
+)
+def test_numbers_that_python_cannot_convert(key: str, value: object, message: str):
+    with pytest.raises(RecipeError, match=message):
+        Recipe.read({key: value})
+
+
 OPTIONS = {"layout": ("rows", "paper"), "bits": (4, 8), "clip": ()}
 
 

@@ -27,6 +27,21 @@ def test_gradients_of_x_and_bias(bias: torch.Tensor | None, compiled: bool):
             torch.testing.assert_close(found.grad, expected.grad, rtol=0, atol=100 * 16 * 2**-24)
 
 
+@pytest.mark.parametrize("bias", [None, torch.ones(12)])
+def test_forward_mode(bias: torch.Tensor | None):
+    """torch's operator alone returns a tangent of zeros."""
+    torch.manual_seed(0)
+    weight = torch.randn(12, 100) * parse_pattern("32:64").mask(torch.rand(12, 100))
+    packed = get_format("bitmask").pack(weight, "32:64")
+    x, direction = torch.randn(3, 100), torch.randn(3, 100)
+    y, tangent = torch.func.jvp(lambda x: linear(x, packed, bias), (x,), (direction,))
+    torch.testing.assert_close(y, F.linear(x, weight, bias), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(tangent, direction @ weight.T, rtol=1e-4, atol=1e-4)
+    if bias is not None:
+        of_bias = torch.func.jvp(lambda b: linear(x, packed, b), (bias,), (2 * bias,))[1]
+        assert torch.equal(of_bias, 2 * bias.expand(3, 12))
+
+
 def test_the_forward_is_the_same_with_and_without_gradients():
     packed = get_format("bitmask").pack(torch.eye(64), "1:64")
     x = torch.randn(2, 64, requires_grad=True)

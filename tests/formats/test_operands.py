@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 
+import semisparse
 from semisparse.errors import FormatError, InputError, PatternError
 from semisparse.formats import Packed, get_format, linear, product
 from semisparse.nn import SparseLinear
@@ -41,6 +42,21 @@ def test_a_weight_on_two_devices_is_refused():
     tensors = {name: tensor.to("meta") if name == "values" else tensor for name, tensor in PACKED.tensors.items()}
     with pytest.raises(FormatError, match="several devices"):
         Packed(PACKED.spec, tensors)
+
+
+@pytest.mark.parametrize("missing", PACKED.tensors)
+def test_a_weight_that_lacks_a_tensor_is_refused(missing: str):
+    """The C++ kernel would read from address 0."""
+    rest = Packed(PACKED.spec, {name: tensor for name, tensor in PACKED.tensors.items() if name != missing})
+    for use in (lambda: linear(X, rest), rest.unpack):
+        with pytest.raises(FormatError, match=r"stores \['masks', 'values'\], got"):
+            use()
+
+
+@pytest.mark.parametrize("weight", [[[1.0]], X[0], X[:0], X[None], X.to("meta"), X.to_sparse()])
+def test_weights_that_no_format_can_be_chosen_for_are_refused(weight):
+    with pytest.raises(FormatError, match="a weight is"):
+        semisparse.pack(weight, format="auto", pattern="2:4")
 
 
 @pytest.mark.parametrize(

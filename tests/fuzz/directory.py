@@ -1,63 +1,12 @@
-"""A small compressed directory with layers of every format, and a directory taken apart so that it can be mutated."""
+"""A model directory taken apart, so that it can be mutated and written again."""
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import torch
-from transformers import PreTrainedModel
-
-from semisparse.api.packing import pack_for_disk
-from semisparse.integrations.transformers import mark_compressed
-from semisparse.nn import replace_linear, weight_of
-from semisparse.patterns import parse_pattern
-from tests.models import random_model
-
-PACKED: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    ("bitmask", "32:64", {}),
-    ("bitmask", "70%", {}),
-    ("ec_csr", "70%", {}),
-    ("ec_csr", "50%/row", {"layout": "paper"}),
-    ("dense", "2:4", {}),
-    ("dense", "0%", {"kind": "int8"}),
-    ("gqs", "g8@50%", {}),
-    ("gqs", "g4@25%/row", {"kind": "w2"}),
-    ("slide24", "6:8", {}),
-    ("slide24", "4:6", {"kind": "fp8"}),
-    ("vector_nm", "8:32v4", {}),
-    ("vector_nm", "1:2v1", {}),
-    ("gqs", "g16@0%", {"kind": "w8"}),
-    ("dense", "0%", {"kind": "fp8_tensor"}),
-)
-"""Format, pattern and pack options of each layer in turn."""
-
-
-def small_model(chosen: Sequence[tuple[str, str, dict[str, Any]]]) -> PreTrainedModel:
-    """Return a model of one decoder layer, its seven linear layers packed as ``chosen``."""
-    model = random_model("llama", num_hidden_layers=1)
-    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and "layers" in name]
-    entries = {}
-    for name, (form, pattern, options) in zip(names, chosen, strict=True):
-        weight = weight_of(model.get_submodule(name)).clone()
-        weight *= parse_pattern(pattern).mask(weight.abs().float())
-        packed = pack_for_disk(weight, form, pattern, **options)
-        replace_linear(model, name, packed)
-        entries[name] = packed.spec.to_dict() | {"density": 0.5, "error": None, "outcome": "compressed", "digests": {}}
-    mark_compressed(model, {"quant_method": "semisparse", "version": 1, "recipe": {}, "layers": entries})
-    return model
-
-
-def write_directories(root: Path) -> list[Path]:
-    """Write two models, the second in several files, and return their directories."""
-    small_model(PACKED[::2]).save_pretrained(root / "whole")
-    small_model(PACKED[1::2]).save_pretrained(root / "sharded", max_shard_size=10_000)
-    assert len(list((root / "sharded").glob("*.safetensors"))) > 2
-    return [root / "whole", root / "sharded"]
 
 
 @dataclass
@@ -94,11 +43,20 @@ class Shard:
 
 @dataclass
 class Directory:
-    """A model directory in memory. Mutations of whole files are applied last, from ``later``."""
+    """A model directory in memory.
+
+    Args:
+        config: the content of config.json.
+        shards: the safetensors files by name.
+        index: the content of the index; None if there is none.
+        tokenizer: the tokenizer's files by name.
+        later: changes of whole files, each called with the directory once it is written.
+    """
 
     config: dict[str, Any]
     shards: dict[str, Shard]
     index: dict[str, Any] | None
+    tokenizer: dict[str, bytes] = field(default_factory=dict)
     later: list[Any] = field(default_factory=list)
 
     @staticmethod
@@ -108,6 +66,7 @@ class Directory:
             json.loads((path / "config.json").read_text()),
             {file.name: Shard.read(file) for file in sorted(path.glob("*.safetensors"))},
             json.loads(index.read_text()) if index.exists() else None,
+            {file.name: file.read_bytes() for file in path.glob("tokenizer*")},
         )
 
     def write(self, path: Path) -> None:
@@ -117,6 +76,8 @@ class Directory:
             (path / "model.safetensors.index.json").write_text(json.dumps(self.index))
         for name, shard in self.shards.items():
             shard.write(path / name)
+        for name, content in self.tokenizer.items():
+            (path / name).write_bytes(content)
         for change in self.later:
             change(path)
 

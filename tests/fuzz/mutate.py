@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from semisparse.errors import SemisparseError
 from semisparse.formats import Packed, WeightSpec
 from tests.fuzz.directory import Directory, Shard
+from tests.fuzz.sources import FOREIGN
 
 SCALARS = (
     *(0, 1, -1, 2, 3, 7, 8, 16, 31, 32, 63, 64, 65, 127, 128, 255, 256, 1 << 15, 1 << 16, (1 << 31) - 1, 1 << 31),
@@ -49,10 +50,16 @@ NAMES = {
 Mutation = Callable[[Directory, random.Random], None]
 
 
-def mutated(path: Path, rng: random.Random) -> tuple[Directory, list[str]]:
-    """Take a directory apart and mutate it; return it with the names of the mutations."""
+def mutated(path: Path, rng: random.Random, mutations: Mapping[Mutation, float]) -> tuple[Directory, list[str]]:
+    """Take a directory apart and mutate it; return it with the names of the mutations.
+
+    Args:
+        path: the directory.
+        rng: draws the mutations.
+        mutations: each with its share of the draws.
+    """
     directory, names = Directory.read(path), []
-    for mutation in rng.choices(list(MUTATIONS), weights=list(MUTATIONS.values()), k=rng.choice((1, 1, 1, 2, 3))):
+    for mutation in rng.choices(list(mutations), weights=list(mutations.values()), k=rng.choice((1, 1, 1, 2, 3))):
         try:
             mutation(directory, rng)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
@@ -259,6 +266,38 @@ def change_block(directory: Directory, rng: random.Random) -> None:
         directory.config["quantization_config"] = scalar(rng)
 
 
+def change_digests(directory: Directory, rng: random.Random) -> None:
+    """Change a layer's digests: their algorithm, which their length tells, their names, or one of them."""
+    digests = rng.choice(list(directory.entries.values()))["digests"]
+    name = rng.choice(list(digests))
+    kind = rng.randrange(4)
+    if kind == 0:
+        digests.update({each: rng.choice(("0" * 32, digest[:32])) for each, digest in digests.items()})
+    elif kind == 1:
+        digests[name] = rng.choice((digests[name].upper(), digests[name][::-1], digests[name][:31], scalar(rng)))
+    elif kind == 2:
+        digests[name + "x"] = digests.pop(name)
+    else:
+        digests.clear()
+
+
+def change_method(directory: Directory, rng: random.Random) -> None:
+    """Change a value of another tool's ``quantization_config``, however deep it is."""
+    at = directory.config["quantization_config"]
+    while True:
+        keys = [*at, "bits", "group_size", "dynamic", "x"] if isinstance(at, dict) else range(len(at))
+        key = rng.choice(keys)
+        if isinstance(at, dict) and isinstance(at.get(key), dict | list) and rng.random() < 0.8:
+            at = at[key]
+            continue
+        if isinstance(at, dict) and key in at and rng.random() < 0.2:
+            del at[key]
+        else:
+            before = at.get(key) if isinstance(at, dict) else at[key]
+            at[key] = rng.choice((2, 3, 4, 5, 8, -1, 16, 32, "gptq_v2", "gemm", "group", near(before, rng)))
+        return
+
+
 def change_config(directory: Directory, rng: random.Random) -> None:
     config = directory.config
     others = ("attn_implementation", "auto_map", "num_labels", "head_dim", "layer_types", "hidden_act")
@@ -340,4 +379,20 @@ MUTATIONS: dict[Mutation, float] = {
     **{copy_tensor: 1, change_entry: 3, change_params: 2, declare_anew: 6, change_block: 2, change_config: 2},
     **{change_index: 2, change_file: 2},
 }
-"""The mutations, each with its share of the draws."""
+"""The mutations of ``whole`` and ``sharded``, each with its share of the draws; one more would change their cases."""
+
+WITH_DIGESTS = MUTATIONS | {change_digests: 1}
+"""Those of the other directories that semisparse wrote."""
+
+OF_OTHER_TOOLS: dict[Mutation, float] = {
+    **{flip_bits: 2, write_words: 3, fill: 2, rotate: 1, swap_tensors: 3, change_header: 4, rename_tensor: 2},
+    **{copy_tensor: 1, change_method: 6, change_config: 3, change_index: 1, change_file: 1},
+}
+"""Those of directories that other tools wrote."""
+
+
+def mutations_of(source: str) -> Mapping[Mutation, float]:
+    """Return the mutations of a directory of `sources.SOURCES`."""
+    if source in FOREIGN:
+        return OF_OTHER_TOOLS
+    return MUTATIONS if source in ("whole", "sharded") else WITH_DIGESTS

@@ -6,15 +6,17 @@ import random
 import shutil
 import signal
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from semisparse.api import inspect_directory, load
+from semisparse.api import compress, inspect_directory, load
 from semisparse.errors import SemisparseError
-from tests.fuzz.mutate import mutated
+from tests.fuzz.mutate import mutated, mutations_of
+from tests.fuzz.sources import FOREIGN
 from tests.limited import limited
 
 TOKENS = torch.arange(24)[None]
@@ -41,17 +43,18 @@ def run_case(directory: Path, expected: torch.Tensor, seed: int, number: int, sc
     """Mutate a directory and use it in a process with limits on memory and time.
 
     Args:
-        directory: a directory of `write_directories`.
+        directory: a directory of `write_directory`.
         expected: its logits.
         seed, number: the case.
         scratch: does not exist; the mutated directory, which is removed.
     """
     rng = random.Random(f"{seed}:{number}")
     try:
-        changed, names = mutated(directory, rng)
+        changed, names = mutated(directory, rng, mutations_of(directory.name))
         with suppress(OSError, ValueError, IndexError):  # of a file that an earlier mutation had replaced
             changed.write(scratch)
-        ended = limited(_use, scratch, expected, rng.random() < 0.3)
+        use = _keep if directory.name in FOREIGN else _inspect
+        ended = limited(_use, use if rng.random() < 0.3 else None, scratch, expected)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     if ended.signal:
@@ -61,12 +64,21 @@ def run_case(directory: Path, expected: torch.Tensor, seed: int, number: int, sc
     return Outcome(kind, names, detail)
 
 
-def _use(directory: Path, expected: torch.Tensor, inspects: bool) -> tuple[str, str]:
-    """Inspect a directory or load it and compute logits; return class and detail."""
+def _inspect(directory: Path) -> None:
+    inspect_directory(directory)
+    inspect_directory(directory, verify=True)
+
+
+def _keep(directory: Path) -> None:
+    """Pack the layers of a directory that another tool wrote with the numbers that they have."""
+    compress(directory, recipe="keep")
+
+
+def _use(first: Callable[[Path], None] | None, directory: Path, expected: torch.Tensor) -> tuple[str, str]:
+    """Call ``first``, then load a directory and compute logits; return class and detail."""
     try:
-        if inspects:
-            inspect_directory(directory)
-            inspect_directory(directory, verify=True)
+        if first is not None:
+            first(directory)
         logits = _logits(directory)
     except SemisparseError as error:
         return "refused", f"{type(error).__name__}: {error}"[:1000]

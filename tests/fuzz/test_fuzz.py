@@ -36,7 +36,7 @@ def test_mutated_directories_have_sound_outcomes(session: Session):
     assert done >= {mutation.__name__ for mutation in MUTATIONS} or number < CASES - 1
 
 
-@pytest.mark.parametrize("fault", CORPUS, ids=lambda fault: f"{fault['seed']}-{fault['case']}")
+@pytest.mark.parametrize("fault", CORPUS, ids=lambda fault: f"{fault['source']}-{fault['seed']}-{fault['case']}")
 def test_what_was_a_fault_is_none(session: Session, fault: dict):
-    outcome = session.run(fault["seed"], fault["case"])
+    outcome = session.run(fault["seed"], fault["case"], fault["source"])
     assert outcome.kind in SOUND, (fault, outcome)

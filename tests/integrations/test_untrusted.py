@@ -14,6 +14,8 @@ from semisparse.api import inspect_directory, load, load_tokenizer
 from semisparse.compress import Recipe
 from semisparse.errors import CheckpointError
 from semisparse.formats import Packed
+from semisparse.formats.base import get_format
+from semisparse.patterns import parse_pattern
 from tests.models import byte_tokenizer, random_model
 
 
@@ -70,6 +72,29 @@ def test_an_index_that_leads_elsewhere_is_refused_by_from_pretrained_too(directo
     weights.unlink()
     with pytest.raises(CheckpointError, match="several directories"):
         AutoModelForCausalLM.from_pretrained(directory)
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern", "options"),
+    [("bitmask", "32:64", {}), ("bitmask", "16:32", {"kind": "w4"}), ("ec_csr", "70%", {})],
+)
+def test_a_layout_for_gpus_is_refused(directory: Path, form: str, pattern: str, options: dict):
+    """Its tensors have other names than those of the layer, which transformers would fill with random numbers."""
+    weight = torch.randn(64, 64, dtype=torch.bfloat16)
+    packed = semisparse.pack(weight * parse_pattern(pattern).mask(weight.abs()), form, pattern, **options)
+    arranged = get_format(form).arrange(packed, "cuda")
+    assert arranged.params != packed.params
+    name = "model.layers.0.mlp.up_proj"
+    weights = load_file(directory / "model.safetensors")
+    weights = {key: tensor for key, tensor in weights.items() if not key.startswith(name)}
+    weights |= {f"{name}.{tensor}": values.contiguous() for tensor, values in arranged.tensors.items()}
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    block = json.loads((directory / "config.json").read_text())["quantization_config"]
+    block["layers"][name] = arranged.spec.to_dict()
+    change_config(directory, quantization_config=block)
+    for use in (load, AutoModelForCausalLM.from_pretrained, inspect_directory):
+        with pytest.raises(CheckpointError, match=rf"layer {name}: its params .* declare a layout for GPUs"):
+            use(directory)
 
 
 @pytest.mark.parametrize(("key", "factor"), [("hidden_size", 2), ("intermediate_size", 2), ("num_hidden_layers", 0.5)])
