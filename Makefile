@@ -81,8 +81,8 @@ test-vllm-gpu:
 
 # As many engines at a time as fit the memory; rows are added to the files.
 bench-vllm:
-	$(vllm) $(VLLM_PYTHON) benchmarks/vllm_speed.py $(OUT)/vllm.csv --cache 12 --profile dense,bitmask,bitmask-unfused,gqs-w4s50 \
-		--columns dense,bitmask,gqs-w4s50,fp8,int4+slide24-2:4-int8,bitmask-w4,gqs-dense-w4,bitmask-unfused,vector_nm,slide24-6:8-int8
+	$(vllm) $(VLLM_PYTHON) benchmarks/vllm_speed.py $(OUT)/vllm.csv --cache 12 --profile dense,bitmask,bitmask-fused,gqs-w4s50 \
+		--columns dense,bitmask,gqs-w4s50,fp8,int4+slide24-2:4-int8,bitmask-w4,gqs-dense-w4,bitmask-fused,gqs-w4s50-fused,vector_nm,slide24-6:8-int8
 	$(vllm) $(VLLM_PYTHON) benchmarks/vllm_speed.py $(OUT)/vllm.csv --cache 12 --model qwen2.5-1.5b --columns dense,int4,bitmask,gqs-w4s50
 	$(vllm) $(VLLM_PYTHON) benchmarks/vllm_serve.py $(OUT)/vllm-serve.csv --cache 12
 

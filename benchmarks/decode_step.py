@@ -1,8 +1,8 @@
 """One captured decode step of the engine, kernel by kernel: how long each takes, and how much it adds.
 
-    python benchmarks/decode_step.py OUT.csv [--model llama2-7b] [--weights dense,bitmask,gqs] [--position 560]
+    python benchmarks/decode_step.py OUT.csv [--model llama2-7b] [--weights dense,bitmask,gqs] [--batch 1,8]
 
-Random weights, batch 1, bfloat16. Kernels overlap (programmatic dependent launch): one is resident, and loads its
+Random weights, bfloat16. Kernels overlap (programmatic dependent launch): one is resident, and loads its
 weight, while the one before still runs. So a kernel's duration says little. What it adds is from the end of the kernel
 before to its own end; these times add up to the step. Medians over all layers but the first and the last.
 """
@@ -46,6 +46,7 @@ class Kernel:
 
     model: str
     weights: str
+    batch: int
     part: str
     kernel: str
     weight_mb: float
@@ -89,6 +90,10 @@ Run = tuple[float, float, float]
 """Microseconds: duration, of it before the end of the kernel before, added."""
 
 
+OWN = ("semisparse_engine", "semisparse_silu_mul", "splitKreduce")
+"""Parts of the names of a layer's kernels that are no matmuls, or the end of the matmul before."""
+
+
 def kernels_of(backend: DecoderBackend, events: list[Event]) -> Iterator[tuple[str, str, float, list[Run]]]:
     """Yield part, kernel's name, weight in MB, and each run that counts."""
     ends = [max(event.end for event in events[: i + 1]) for i in range(len(events))]
@@ -104,25 +109,26 @@ def kernels_of(backend: DecoderBackend, events: list[Event]) -> Iterator[tuple[s
     for offset in range(period):
         runs = [head + offset for head in heads[1:-2]]
         name = events[runs[0]].name
-        part = "" if "semisparse_engine" in name else next(parts, "")
+        part = "" if any(own in name for own in OWN) else next(parts, "")
         yield part, name, weights.get(part, 0.0), [timed(run) for run in runs]
     for i in [*range(heads[0] - 1), *range(heads[-1] + period - 1, len(events))]:
         yield "outside", events[i].name, 0.0, [timed(i)]
 
 
-def profiled(model_name: str, weights: str, position: int) -> Iterator[Kernel]:
+def profiled(model_name: str, weights: str, batches: list[int], position: int) -> Iterator[Kernel]:
     """Profile a model with random weights."""
     model = random_model(model_name, torch.bfloat16, GPU, WEIGHTS[weights])
     engine = Engine(model)
     assert isinstance(engine.backend, DecoderBackend)
-    prompts = random_prompts(engine.backend.vocabulary, Workload(1, 512, 128)).tolist()
-    for _ in engine.backend.run(prompts, 128, Sampling()):
-        pass
-    facts = device_facts(GPU)
-    for part, name, mb, runs in kernels_of(engine.backend, events_of_a_step(engine.backend, position)):
-        us, overlap, added = (median(column) for column in zip(*runs, strict=True))
-        count = 1 if part == "outside" else len(engine.backend.decoder.layers)
-        yield Kernel(model_name, weights, part, name[:60], mb, us, overlap, added, count, facts.name, facts.driver)
+    facts, layers = device_facts(GPU), len(engine.backend.decoder.layers)
+    for batch in batches:
+        prompts = random_prompts(engine.backend.vocabulary, Workload(batch, 512, 128)).tolist()
+        for _ in engine.backend.run(prompts, 128, Sampling()):
+            pass
+        for part, name, mb, runs in kernels_of(engine.backend, events_of_a_step(engine.backend, position)):
+            us, overlap, added = (median(column) for column in zip(*runs, strict=True))
+            count, ran = 1 if part == "outside" else layers, (facts.name, facts.driver)
+            yield Kernel(model_name, weights, batch, part, name[:60], mb, us, overlap, added, count, *ran)
 
 
 def main() -> None:
@@ -131,19 +137,28 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", default="llama2-7b")
     parser.add_argument("--weights", default="dense,bitmask,gqs")
+    parser.add_argument("--batch", default="1")
     parser.add_argument("--position", type=int, default=560, help="position of the token that the step takes")
     arguments = parser.parse_args()
+    batches = [int(batch) for batch in arguments.batch.split(",")]
     kernels: list[Kernel] = []
     for weights in arguments.weights.split(","):
-        found = list(profiled(arguments.model, weights, arguments.position))
-        print(weights, f"{sum(kernel.added_us * kernel.per_step for kernel in found) / 1e3:.3f} ms", flush=True)
-        for kernel in found:
-            times = f"{kernel.us:7.2f} us, {kernel.added_us:7.2f} added"
-            print(f"  {kernel.part:8} {kernel.kernel:50.50} {kernel.weight_mb:7.1f} MB {times}")
+        found = list(profiled(arguments.model, weights, batches, arguments.position))
+        for batch in batches:
+            show(weights, batch, [kernel for kernel in found if kernel.batch == batch])
         kernels += found
         gc.collect()
         torch.cuda.empty_cache()
         write_csv(arguments.out, kernels)
+
+
+def show(weights: str, batch: int, kernels: list[Kernel]) -> None:
+    """Print a step's kernels."""
+    step_ms = sum(kernel.added_us * kernel.per_step for kernel in kernels) / 1e3
+    print(weights, f"batch {batch}: {step_ms:.3f} ms", flush=True)
+    for kernel in kernels:
+        times = f"{kernel.us:7.2f} us, {kernel.added_us:7.2f} added"
+        print(f"  {kernel.part:8} {kernel.kernel:50.50} {kernel.weight_mb:7.1f} MB {times}")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ MODELS = {
     "stories260k": ("tinystories-calib.jsonl", "tinystories-eval.jsonl", 512),
     "babyllama-1m": ("tinystories-calib.jsonl", "tinystories-eval.jsonl", 256),
     "pycode-11m": ("pycode-calib.txt", "pycode-eval.txt", 512),
+    "mixture": ("pycode-calib.txt", "pycode-eval.txt", 256),
+    "mixture-dense": ("pycode-calib.txt", "pycode-eval.txt", 256),
 }
 """Model -> calibration text, evaluation text, tokens per sequence."""
 

@@ -78,7 +78,7 @@ TUNED = "../semisparse/formats/tables/nvidia-h200.csv"  # from results/
 
 GQS_ROWS = {
     "W4, half of the groups of 16": ("g16@50%", "w4", "bfloat16"),
-    "W4, groups of 128": ("g128@0%", "w4", "bfloat16"),
+    "W4, groups of 128 (float16)": ("g128@0%", "w4", "float16"),
     "W2, groups of 64 (float16)": ("g64@0%", "w2", "float16"),
 }
 """Pattern, kind and dtype by the name in the table."""

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import expert_tables
 import joint_tables
 import quality_tables
 import speed_tables
@@ -27,8 +28,14 @@ PAGES = (
     "docs/experiments/joint-search.md",
     "docs/experiments/search.md",
     "docs/experiments/pruning.md",
+    "docs/kernels/experts.md",
 )
-TABLES: Mapping[str, Callable[[], str]] = {**speed_tables.TABLES, **quality_tables.TABLES, **joint_tables.TABLES}
+TABLES: Mapping[str, Callable[[], str]] = {
+    **speed_tables.TABLES,
+    **quality_tables.TABLES,
+    **joint_tables.TABLES,
+    **expert_tables.TABLES,
+}
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 

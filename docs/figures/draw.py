@@ -129,13 +129,13 @@ def _speed(axes: Axes) -> None:
         points = sorted((m, us) for m, us in best.items() if m <= 256)
         axes.plot(*zip(*points, strict=True), marker=marker, color=colour, label=label)
     tuned = _rows("../semisparse/formats/tables/nvidia-h200.csv")
-    for label, kind, pattern, marker, colour in (
-        ("W4, groups of 128 (gqs)", "w4", "g128@0%", "s", BLUE),
-        ("W4, half of the groups dropped (gqs)", "w4", "g16@50%", "D", RED),
+    for label, kind, pattern, dtype, marker, colour in (
+        ("W4, groups of 128 (gqs)", "w4", "g128@0%", "float16", "s", BLUE),
+        ("W4, half of the groups dropped (gqs)", "w4", "g16@50%", "bfloat16", "D", RED),
     ):
         best = {}
         for row in tuned:
-            asked = (*shape, "gqs", pattern, kind, "bfloat16")
+            asked = (*shape, "gqs", pattern, kind, dtype)
             same = (row["n"], row["k"], row["format"], row["pattern"], row["variant"], row["dtype"]) == asked
             if same and int(row["m"]) <= 256:
                 best[int(row["m"])] = min(best.get(int(row["m"]), float("inf")), float(row["us"]))

@@ -11,6 +11,7 @@ from semisparse.bench.machines import Machine
 from semisparse.bench.roofline import Candidate, Estimate, estimate_matmul
 from semisparse.bench.shapes import LayerShape
 from semisparse.errors import InputError
+from semisparse.formats.base import get_format
 
 MIN_SPEEDUP = 1.05
 """Predicted speed-ups below this count as none: measured times vary by a few percent."""
@@ -165,9 +166,9 @@ def _estimate(
 ) -> tuple[Estimate, float]:
     """Return the estimate of one matmul of a layer when the model takes M tokens, and the bits per weight."""
     predicted, bits = estimate_matmul(candidate, layer.tokens(m), layer.n, layer.k, dtype, machine)
-    if candidate.is_baseline:
-        # The used dense experts of a decoder layer share one launch of torch's grouped matmul, which saves this
-        # fraction of a launch for each. In other formats every expert has its own launch.
+    if candidate.is_baseline or (machine.device == "cuda" and get_format(candidate.format).experts is not None):
+        # The used experts of a decoder layer share one launch, of torch's grouped matmul or of the format's kernel for
+        # experts, which saves this fraction of a launch for each. In other formats every expert has its own launch.
         saved = 1 - layer.count / layer.experts / layer.used(m)
         predicted = replace(predicted, seconds=predicted.seconds - saved * machine.kernel_seconds)
     return predicted, bits

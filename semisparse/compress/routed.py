@@ -87,7 +87,7 @@ def routed_statistics(
 def _statistics(name: str, weight: Tensor, own: RunningSums, of_all: RunningSums | None) -> Statistics:
     """Return the statistics of the tokens that were routed to a linear layer, or of all tokens if these are given."""
     if of_all is None:
-        return own.statistics(name, weight)
+        return replace(own.statistics(name, weight), note=f"on {own.tokens} tokens routed to it")
     return replace(of_all.statistics(name, weight), note=f"on all tokens, {own.tokens} were routed to it")
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 VOCABULARY = 1024
 CONTEXT = 256
@@ -147,7 +147,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     return peak * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def make_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
+def make_optimizer(model: PreTrainedModel) -> torch.optim.AdamW:
     """Return AdamW with weight decay on the matrices only."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     gains = [parameter for parameter in model.parameters() if parameter.ndim == 1]
@@ -162,7 +162,7 @@ def draw_windows(tokens: torch.Tensor, count: int, generator: torch.Generator) -
 
 
 @torch.no_grad()
-def mean_loss(model: LlamaForCausalLM, tokens: torch.Tensor, batch: int = 256) -> float:
+def mean_loss(model: PreTrainedModel, tokens: torch.Tensor, batch: int = 256) -> float:
     """Return the mean loss over consecutive windows of ``tokens``; a shorter window at the end is not scored."""
     windows = tokens[: len(tokens) // CONTEXT * CONTEXT].view(-1, CONTEXT)
     total = sum(
@@ -171,8 +171,34 @@ def mean_loss(model: LlamaForCausalLM, tokens: torch.Tensor, batch: int = 256) -
     return total / len(windows)
 
 
+class BestWeights:
+    """The weights of the lowest held-out loss.
+
+    Args:
+        model: that is trained.
+        patience: how many times in a row the loss may fail to fall before training stops.
+    """
+
+    def __init__(self, model: PreTrainedModel, patience: int) -> None:
+        self._model, self._patience, self._failures = model, patience, 0
+        self._loss, self._weights = math.inf, model.state_dict()
+
+    def keep_if_best(self, loss: float) -> bool:
+        """Copy the present weights if ``loss`` is the lowest; return whether training should go on."""
+        if loss < self._loss:
+            self._loss, self._failures = loss, 0
+            self._weights = {name: tensor.clone() for name, tensor in self._model.state_dict().items()}
+        else:
+            self._failures += 1
+        return self._failures < self._patience
+
+    def restore(self) -> None:
+        """Give the model the weights of the lowest loss."""
+        self._model.load_state_dict(self._weights)
+
+
 def train_model(
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     train: torch.Tensor,
     held_out: torch.Tensor,
     *,
@@ -180,20 +206,35 @@ def train_model(
     batch: int,
     peak: float,
     seed: int,
-    compiled: bool,
+    compiled: bool = False,
+    best: BestWeights | None = None,
+    **options: bool,
 ) -> None:
-    """Train ``model`` in place, with fp32 weights and bf16 autocast, and print the loss."""
+    """Train ``model`` in place, with fp32 weights and bf16 autocast, and print the loss.
+
+    Args:
+        model: on the device of the tokens.
+        train: [tokens] int64 to train on.
+        held_out: [tokens] int64, whose loss is printed.
+        steps: optimizer steps.
+        batch: windows of ``CONTEXT`` tokens per step.
+        peak: highest learning rate.
+        seed: of the windows drawn.
+        compiled: whether to compile the forward and backward passes.
+        best: with it, training ends when the held-out loss no longer falls, at the weights of the lowest.
+        options: further arguments of the forward passes whose loss is trained on.
+    """
     optimizer = make_optimizer(model)
     generator = torch.Generator().manual_seed(seed)
     forward = torch.compile(model) if compiled else model
     autocast = torch.autocast(train.device.type, dtype=torch.bfloat16)
-    report_every, started = max(100, steps // 20), time.perf_counter()
+    report_every, started = max(100 if best is None else 1, steps // 20), time.perf_counter()
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps, peak)
         windows = draw_windows(train, batch, generator)
         with autocast:
-            loss = forward(input_ids=windows, labels=windows, use_cache=False).loss
+            loss = forward(input_ids=windows, labels=windows, use_cache=False, **options).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -206,6 +247,10 @@ def train_model(
                 f"step {step + 1:6d}  loss {loss.item():.4f}  held-out {held_out_loss:.4f}  {seconds:6.1f} s",
                 flush=True,
             )
+            if best is not None and not best.keep_if_best(held_out_loss):
+                break
+    if best is not None:
+        best.restore()
 
 
 def sample(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompt: str, tokens: int = 120) -> str:

@@ -287,6 +287,7 @@ class Format:
         specs: weight spec -> its stored tensors.
         counts: weight spec -> the sizes of the dimensions that ``specs`` name, other than N and K.
         counted: names of the params that count what is stored, such as non-zeros; kernels are prepared without them.
+        facts: weight spec -> params, derived from the counted ones, that kernels are prepared with instead.
         tuned_by: names of the params that tuned tables have in their column ``variant``.
         pack_weight: (weight [N, K], pattern, options) -> (params, tensors); the weight has passed ``pattern.check``.
         unpack: Packed -> weight [N, K] in its dtype.
@@ -311,7 +312,8 @@ class Format:
         stack: (weights to stack along N, total rows) -> the params of the stack, whose tensors are the concatenated
             ones with continued offsets; None if they cannot be concatenated. Without it, ``split_n`` decides.
         experts: problem -> the matmuls of a mixture's experts by a fixed number of launches, or None if no kernel can
-            compute them. A format that can compute one number of pairs on a device can compute any.
+            compute them. A format that can compute one number of pairs on a device can compute any. None if no device
+            has such kernels.
         arrange: (packed, device type) -> the same weight on its present device, in the layout for kernels on the given
             device type. For ``cpu`` that is the layout on disk.
     """
@@ -328,6 +330,7 @@ class Format:
     codes: Callable[[Packed], Codes | None] = lambda packed: None
     violation: Callable[[Packed], str | None] = lambda packed: packed.pattern.violation(packed.unpack() != 0)
     counted: tuple[str, ...] = ()
+    facts: Callable[[WeightSpec], Mapping[str, Scalar]] = lambda spec: {}
     tuned_by: tuple[str, ...] = ()
     kernels: tuple[Kernel, ...] = ()
     cases: tuple[Case, ...] = ()
@@ -341,7 +344,7 @@ class Format:
     grain: Callable[[WeightSpec], tuple[int, int]] | None = None
     regroup: Callable[[Sequence[Packed], int, int, int, Pattern], Packed] | None = None
     stack: Callable[[Sequence[Packed], int], Mapping[str, Scalar] | None] | None = None
-    experts: Callable[[ExpertsProblem], ExpertsProduct | None] = lambda problem: None
+    experts: Callable[[ExpertsProblem], ExpertsProduct | None] | None = None
     arrange: Callable[[Packed, str], Packed] = lambda packed, device_type: packed
 
     def pack(self, weight: Tensor, pattern: Pattern | str, **options: Any) -> Packed:
@@ -378,8 +381,11 @@ class Format:
         return Packed(WeightSpec(self.name, self.version, pattern, shape, weight.dtype, Params(params)), tensors)
 
     def structure(self, spec: WeightSpec) -> WeightSpec:
-        """Return a spec without the ``counted`` params: kernels are chosen and prepared once per structure."""
-        return replace(spec, params=spec.params.without(*self.counted))
+        """Return a spec without the ``counted`` params, with their ``facts`` instead.
+
+        Kernels are chosen and prepared once per structure.
+        """
+        return replace(spec, params=Params(spec.params.without(*self.counted), **self.facts(spec)))
 
     def shapes(self, spec: WeightSpec) -> dict[str, tuple[int, ...]]:
         """Return every stored tensor's shape.

@@ -36,7 +36,8 @@ def _prepared(
     spec: WeightSpec, experts: int, pairs: int, dtype: torch.dtype, device: torch.device, epilogue: str
 ) -> ExpertsProduct | None:
     problem = ExpertsProblem(pairs, experts, spec, dtype, device, epilogue)
-    return get_format(spec.format).experts(problem)
+    prepare = get_format(spec.format).experts
+    return None if prepare is None else prepare(problem)
 
 
 def reference_product(x: Tensor, packed: Packed, bias: Tensor | None, routing: Routing) -> Tensor:

@@ -1,8 +1,11 @@
-"""transformers' tensor parallelism, ``DistributedConfig(tp_plan="auto")``, for packed layers of every format.
+"""transformers' tensor and expert parallelism (``DistributedConfig``) for packed layers of every format.
 
 transformers can shard only tensors that are matrices of rows and columns, which packed tensors are not. So every rank
 loads each layer whole, validates it and keeps its shard (`nn.slice_weight`). Saving gathers the shards and concatenates
 them to the bytes that were loaded. The collectives on activations are transformers' own.
+
+Packed experts are divided, whole, among the ranks, under both plans: a rank adds up the outputs of its own experts, and
+transformers' style ``moe_tp_experts`` sums these over the ranks.
 """
 
 from __future__ import annotations
@@ -22,6 +25,12 @@ from semisparse.nn import JoinedLinear, SparseExperts, SparseLinear, concatenate
 WHOLE = "semisparse_whole"
 """The parallel style, without any effect, of a parameter that every rank loads whole."""
 
+SUMMED = "moe_tp_experts"
+"""transformers' style of experts whose outputs are summed over the ranks."""
+
+ROUTED = "ep_router"
+"""A style of earlier versions, with which a router gives each rank the numbers of its own experts."""
+
 
 def load_tensors_whole(model: PreTrainedModel, layers: Mapping[str, SparseLinear]) -> None:
     """Add packed tensors to the model's plan as tensors that transformers does not shard.
@@ -35,24 +44,28 @@ def load_tensors_whole(model: PreTrainedModel, layers: Mapping[str, SparseLinear
     for name, layer in layers.items():
         if _style(model, name) is not None:
             plan.update({_plan_key(f"{name}.{tensor}"): WHOLE for tensor in layer.packed.tensors})
+    for name in _packed_experts(model):
+        # Both plans divide them so. A rule of the expert-parallel plan would take this one's place.
+        plan[_plan_key(name)] = SUMMED
+        (getattr(model, "ep_plan", None) or {}).pop(_plan_key(name), None)
 
 
 def shard_layers(model: PreTrainedModel, layers: Mapping[str, SparseLinear]) -> None:
     """Replace every layer's weight by this rank's shard, if the model is distributed.
 
     Raises:
-        InputError: a layer's style is neither column- nor row-parallel, a layer cannot be sliced evenly, or the model
-            has packed experts.
+        InputError: a layer's style is neither column- nor row-parallel, a layer cannot be sliced evenly, or experts do
+            not divide over the ranks.
     """
     mesh = _tp_mesh(model)
+    experts = _packed_experts(model)
+    if experts:
+        _require_one_batch(model, next(iter(experts)))
     if mesh is None:
         return
-    experts = [name for name, module in model.named_modules() if isinstance(module, SparseExperts)]
-    if experts:
-        raise InputError(
-            f"packed experts ({experts[0]}) run on one device only: load the model without tensor parallelism"
-        )
     rank, ranks = mesh.get_local_rank(), mesh.size()
+    for name, module in experts.items():
+        _divide(model, name, module, rank, ranks)
     sequence_parallel = any(str(style).startswith("sequence") for style in model.tp_plan.values())
     for name, layer in layers.items():
         dim = _shard_dim(model, name)
@@ -87,15 +100,19 @@ def gather_state_dict(
     if any(isinstance(layer, JoinedLinear) for layer in layers.values()):
         raise CheckpointError("layers are joined, which cannot be gathered from the ranks: save before joining them")
     mesh = _tp_mesh(model)
-    state = dict(model.state_dict())
+    state = {key: tensor for key, tensor in model.state_dict().items() if tensor.device.type != "meta"}
+    if mesh is None:
+        return state
+    for name, module in _packed_experts(model).items():
+        own = {key: t.cpu().contiguous() for key, t in module.state_dict().items() if t.device.type != "meta"}
+        for held in _gather(save(own), mesh):
+            state.update({f"{name}.{key}": tensor for key, tensor in load(held).items()})
     for name, layer in layers.items():
         dim = _shard_dim(model, name)
-        if mesh is None or dim is None:
+        if dim is None:
             continue
-        shards: list[Any] | None = [None] * mesh.size() if mesh.get_local_rank() == 0 else None
-        group = mesh.get_group()
-        distributed.gather_object(_serialise(layer.packed), shards, distributed.get_global_rank(group, 0), group)
-        if shards is None:
+        shards = _gather(_serialise(layer.packed), mesh)
+        if not shards:
             continue
         whole = concatenate_weights([_deserialise(*shard) for shard in shards], dim, declared[name].pattern)
         if whole.spec != declared[name].spec:
@@ -105,6 +122,52 @@ def gather_state_dict(
             )
         state.update({f"{name}.{tensor}": values for tensor, values in whole.tensors.items()})
     return state
+
+
+def _packed_experts(model: PreTrainedModel) -> dict[str, SparseExperts]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, SparseExperts)}
+
+
+def _require_one_batch(model: PreTrainedModel, name: str) -> None:
+    """Refuse expert parallelism over ranks that have different tokens.
+
+    Raises:
+        InputError: more ranks have different experts than have one batch.
+    """
+    config = getattr(model.config, "distributed_config", None)
+    experts, batch = (getattr(config, size, None) or 1 for size in ("ep_size", "tp_size"))
+    if experts > batch:
+        raise InputError(
+            f"packed experts ({name}) are divided among ranks that have one batch, got ep_size={experts} and "
+            f"tp_size={batch}: set tp_size to ep_size"
+        )
+
+
+def _divide(model: PreTrainedModel, name: str, experts: SparseExperts, rank: int, ranks: int) -> None:
+    """Leave a rank its share of the experts, or all if the plan has no rule for them.
+
+    Raises:
+        InputError: their number does not divide, or transformers does not sum their outputs over the ranks.
+    """
+    style = _style(model, name)
+    if style is None:
+        return
+    routers = {key: ROUTED for key, found in model.tp_plan.items() if found == ROUTED}
+    if style != SUMMED or routers:
+        styles = {name: style} | routers
+        raise InputError(f"experts are to be distributed as {styles}; packed experts support {SUMMED!r} alone")
+    size, rest = divmod(experts.num_experts, ranks)
+    if rest:
+        raise InputError(f"{name} has {experts.num_experts} experts, which do not divide over {ranks} ranks")
+    experts.hold(range(rank * size, (rank + 1) * size))
+
+
+def _gather(own: Any, mesh: Any) -> list[Any]:
+    """Return what each rank has, in their order, on the first rank; nothing on the others."""
+    everyone: list[Any] | None = [None] * mesh.size() if mesh.get_local_rank() == 0 else None
+    group = mesh.get_group()
+    distributed.gather_object(own, everyone, distributed.get_global_rank(group, 0), group)
+    return everyone or []
 
 
 def _serialise(packed: Any) -> tuple[Any, bytes]:

@@ -83,7 +83,9 @@ class SemisparseConfig(QuantizationConfigMixin):
             if DIGESTS in entries[name]:
                 module = names[name]
                 prefix, stored = (f"{module}.", state) if state else ("", model.get_submodule(module).state_dict())
-                tensors |= {(name, tensor): stored[prefix + tensor] for tensor in packed.tensors}
+                # Of a distributed model only the first rank, which writes the config, has every expert.
+                here = [tensor for tensor in packed.tensors if prefix + tensor in stored]
+                tensors |= {(name, tensor): stored[prefix + tensor] for tensor in here}
                 entries[name][DIGESTS] = {}
         for (name, tensor), digest in digests_of(tensors, {key for key in tensors if key[0] in blake}).items():
             entries[name][DIGESTS][tensor] = digest
@@ -147,7 +149,8 @@ class SemisparseQuantizer(HfQuantizer):
         refuse_integers(model, layers)
         shard_layers(model, layers)
         for layer in layers.values():
-            layer.arrange()
+            if layer.packed.device.type != "meta":  # an expert of another rank
+                layer.arrange()
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
         """Renew the digests in the model's config, which transformers writes next."""

@@ -86,7 +86,7 @@ def join_experts(model: nn.Module) -> list[str]:
 
 def _join(experts: SparseExperts) -> bool:
     """Join one layer's experts, and return whether they can be."""
-    members = [expert for expert in experts.children() if isinstance(expert, Expert)]
+    members = [expert for index in experts.held if isinstance(expert := experts.expert(index), Expert)]
     first, second = (_stacked(members, name) for name in members[0].layer_names)
     if first is None or second is None:
         return False

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from semisparse.errors import InputError
 from semisparse.nn.sparse_linear import SparseLinear
 
 FUSED_NAMES = {"gate_up_proj": "gate_up", "up_proj": "up", "down_proj": "down"}
@@ -84,6 +85,8 @@ class SparseExperts(nn.Module):
         source: the module with fused parameters, which `is_fused_experts` accepts. It is not changed.
 
     Attributes:
+        num_experts: number of experts that the router chooses from.
+        held: the experts that this process computes: all, unless `hold` divided them.
         is_routed: whether the routing is an argument of ``forward``.
         joined: what computes all chosen experts at once, or None (`join_experts`).
     """
@@ -100,11 +103,14 @@ class SparseExperts(nn.Module):
             layers = {FUSED_NAMES[name]: _linear(fused, name, index, transposed) for name in names}
             self.add_module(str(index), Expert(layers, gating))
         self.num_experts = len(fused[names[0]])
+        self.held = range(self.num_experts)
         self.is_routed = _arguments(source) == 3
         self.joined = None
 
     def forward(self, hidden_states: Tensor, *routing: Tensor) -> Tensor:
         """Compute the weighted sum of the chosen experts' outputs, as transformers' eager experts do.
+
+        Experts that this process does not hold add nothing: the sum over all processes is the output.
 
         Args:
             hidden_states: [tokens, K].
@@ -114,17 +120,20 @@ class SparseExperts(nn.Module):
             [tokens, K]; without routing [experts * tokens, K].
         """
         if self.joined is not None:
-            joined: Tensor = self.joined(hidden_states, *routing)
+            chosen, weights = routing
+            joined: Tensor = self.joined(hidden_states, self._position(chosen), weights)
             return joined
         output = torch.zeros_like(hidden_states)
         if not routing:
             for index, x in enumerate(hidden_states.chunk(self.num_experts)):
+                if index not in self.held:
+                    continue
                 rows = index * len(x) + x.any(dim=-1).nonzero().flatten()
                 output[rows] = self.expert(index)(hidden_states[rows]).to(output.dtype)
             return output
         chosen, weights = routing
         for index in chosen.unique().tolist():
-            if index >= self.num_experts:
+            if index not in self.held:
                 continue
             position, token = torch.where(index == chosen.T)
             weighted = self.expert(index)(hidden_states[token]) * weights[token, position, None]
@@ -135,13 +144,34 @@ class SparseExperts(nn.Module):
         """Return one expert."""
         return self.get_submodule(str(index))
 
+    def hold(self, held: range) -> None:
+        """Compute some of the experts only. The others keep their modules, but no data: they are on the meta device."""
+        for index in self.held:
+            if index not in held:
+                self.expert(index).to("meta")
+        self.held = held
+
+    def _position(self, chosen: Tensor) -> Tensor:
+        """Return the experts' positions among those held, and `len(held)` for the others."""
+        if len(self.held) == self.num_experts:
+            return chosen
+        outside = (chosen < self.held.start) | (chosen >= self.held.stop)
+        return (chosen - self.held.start).masked_fill(outside, len(self.held))
+
     def fuse_into(self, target: nn.Module, dtype: torch.dtype) -> nn.Module:
         """Give a module with fused parameters, on any device, the weights of these experts, and return it.
 
         Args:
             target: a module like the ``source`` of these experts.
             dtype: dtype of the weights and biases.
+        Raises:
+            InputError: this process holds some of the experts only.
         """
+        if len(self.held) < self.num_experts:
+            raise InputError(
+                f"experts are divided over processes, this one has {self.held.start} to {self.held.stop - 1} of "
+                f"{self.num_experts}: save the model, and load it without parallelism"
+            )
         transposed = _is_transposed(target)
         for name, short in FUSED_NAMES.items():
             if name not in target._parameters:

@@ -243,8 +243,20 @@ def test_experts_count_by_how_many_of_them_the_tokens_use():
     dense, sparse = make_plan([down], [1], candidates(["bitmask"])[:2], torch.bfloat16, TOY).rows
     alone, _ = estimate_matmul(dense.candidate, 1, 2048, 768, torch.bfloat16, TOY)
     assert dense.estimate.seconds == pytest.approx(alone.seconds - TOY.kernel_seconds * 7 / 8)
+    alone, _ = estimate_matmul(sparse.candidate, 1, 2048, 768, torch.bfloat16, TOY)
+    assert sparse.estimate.seconds == pytest.approx(alone.seconds - TOY.kernel_seconds * 7 / 8)
     totals = make_plan([down], [1], candidates(["bitmask"])[:2], torch.bfloat16, TOY).totals()
     assert totals[1, "bitmask 32:64"][0] == pytest.approx(48 * 8 * sparse.estimate.seconds)
+
+
+@pytest.mark.parametrize(("form", "device"), [("ec_csr", "cuda"), ("bitmask", "cpu")])
+def test_experts_without_a_kernel_for_all_have_a_launch_each(form, device):
+    (down,) = (s for s in layer_shapes("qwen3-30b-a3b") if s.names == "down")
+    machine = replace(TOY, device=device)
+    dense, other = make_plan([down], [1], candidates([form])[:2], torch.bfloat16, machine).rows
+    alone, _ = estimate_matmul(other.candidate, 1, 2048, 768, torch.bfloat16, machine)
+    assert dense.candidate.is_baseline
+    assert other.estimate.seconds == alone.seconds
 
 
 @pytest.mark.parametrize("name", ["LLaVA", "Gemma-3"])

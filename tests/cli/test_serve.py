@@ -1,5 +1,6 @@
 """``semisparse serve`` up to the start of the server."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 import semisparse
+from semisparse.cli import serve
+from semisparse.errors import SemisparseError
 from tests.models import byte_tokenizer, random_model
 
 
@@ -51,3 +54,33 @@ def test_the_command_line_starts_without_torch():
     """`--version` and `--help` import nothing that takes seconds."""
     found = subprocess.run([sys.executable, "-c", "import sys, semisparse.cli; sys.exit('torch' in sys.modules)"])
     assert found.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("vllm", "gpu", "transformers", "says"),
+    [
+        (True, True, True, "vLLM"),
+        (True, False, True, "transformers' own server (torch sees no GPU here)"),
+        (False, True, True, "transformers' own server (vLLM is not installed)"),
+        (False, False, False, None),
+    ],
+)
+def test_vllm_serves_where_it_is_installed_and_a_gpu_is_there(monkeypatch, vllm, gpu, transformers, says: str | None):
+    specs = {"vllm": object() if vllm else None}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: specs.get(name))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: transformers)
+    if says is None:
+        with pytest.raises(SemisparseError, match="no server can be started: vLLM needs a GPU and"):
+            serve._server()
+        return
+    name, command = serve._server()
+    assert name == says
+    assert command == (serve.VLLM if says == "vLLM" else serve.TRANSFORMERS)
+
+
+def test_a_folder_without_a_model_is_refused(run, started, tmp_path: Path):
+    outcome = run("serve", tmp_path)
+    assert outcome.status == 2
+    assert not started
+    assert "is no model directory: it has no config.json" in " ".join(outcome.err.split())

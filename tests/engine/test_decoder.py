@@ -47,13 +47,18 @@ def launched(monkeypatch: pytest.MonkeyPatch):
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("form", "architecture"), [("dense", "qwen3"), pytest.param("gqs", "llama", marks=pytest.mark.slow)]
+    ("recipe", "architecture", "kernel"),
+    [
+        ("", "qwen3", "dense_decode"),
+        pytest.param("gqsa", "llama", "gqs_decode", marks=pytest.mark.slow),
+        pytest.param("nm-spmm", "qwen3", "vector_nm_decode_tensor", marks=pytest.mark.slow),
+    ],
 )
 @torch.no_grad()
-def test_a_layer_takes_five_kernels(launched: list[str], form: str, architecture: str):
+def test_a_layer_takes_five_kernels(launched: list[str], recipe: str, architecture: str, kernel: str):
     model = random_model(architecture, torch.bfloat16, **WIDTHS)
-    if form == "gqs":
-        compress(model, byte_tokenizer(), recipe="gqsa", settings=["prune=magnitude", "tune=none"], device="cpu")
+    if recipe:
+        compress(model, byte_tokenizer(), recipe=recipe, settings=["prune=magnitude", "tune=none"], device="cpu")
     tokens = torch.arange(7)[None] * 5 + 1
     expected = copy.deepcopy(model)(input_ids=tokens).logits[0, -1].float()
     join_layers(model)
@@ -63,6 +68,6 @@ def test_a_layer_takes_five_kernels(launched: list[str], form: str, architecture
     launched.clear()
     found = decoder.step(tokens[:, 6:], torch.tensor([6], dtype=torch.int32), cache)[0].float()
     layers = len(decoder.layers)
-    matmuls = Counter({f"{form}_decode": 4 * layers}) + Counter({"dense_decode": 1})
+    matmuls = Counter({kernel: 4 * layers}) + Counter({"dense_decode": 1})
     assert Counter(launched) == matmuls + Counter({"engine_attention": layers})
     assert torch.cosine_similarity(found, expected, dim=0) > 0.999

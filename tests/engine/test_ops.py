@@ -115,6 +115,10 @@ def test_rotary_embedding_and_cache(kernels, dtype, heads, normed):
     assert torch.equal(there[5].values.cpu(), here[5].values)
 
 
+def test_splits_are_no_more_ctas_than_are_resident():
+    assert [attention._splits(ctas, 768, 132) for ctas in (8, 32, 128, 256, 4096)] == [12, 9, 3, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("dtype", "heads", "length", "positions"),
     mostly_slow(

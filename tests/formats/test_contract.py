@@ -163,7 +163,8 @@ def test_the_spec_is_what_is_stored(chosen: Format, case: Case, dtype: torch.dty
     again = WeightSpec.from_json(spec.json)
     assert (again, hash(again), again.to_dict()) == (spec, hash(spec), json.loads(spec.json))
     assert (spec.format, spec.version) == (chosen.name, chosen.version)
-    assert set(chosen.structure(spec).params) == set(spec.params) - set(chosen.counted)
+    assert set(chosen.structure(spec).params) == set(spec.params) - set(chosen.counted) | set(chosen.facts(spec))
+    assert chosen.structure(chosen.structure(spec)) == chosen.structure(spec)
     empty = Packed.empty(spec)
     assert {n: (t.shape, t.dtype) for n, t in empty.tensors.items()} == {
         n: (t.shape, t.dtype) for n, t in packed.tensors.items()

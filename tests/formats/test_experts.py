@@ -1,5 +1,7 @@
 """A mixture's experts in one launch: few tokens, many, routing and the sum over experts; emulated, and on a GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -26,7 +28,19 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels of
 def stack_of(
     form: str, experts: int, n: int, k: int, dtype: torch.dtype, pattern: str | None = None, **options: str
 ) -> Packed:
-    """Stack random experts [n, k], the second without any weight, in the layout of a GPU."""
+    """Stack random experts [n, k], the second without any weight, in the layout of a GPU.
+
+    Args:
+        form: a format, and behind a space its kind.
+        experts: their number.
+        n: output features of one.
+        k: input features.
+        dtype: of the weights.
+        pattern: None for the format's usual one.
+        options: of `Format.pack`.
+    """
+    form, _, kind = form.partition(" ")
+    options |= {"kind": kind} if kind else {}
     pattern = pattern or {"bitmask": "32:64", "gqs": "g16@50%"}[form]
     generator, weights = torch.Generator().manual_seed(n + k), []
     for expert in range(experts):
@@ -89,7 +103,7 @@ GEMM = {
 def one_of(problem: ExpertsProblem):
     """Return the tiles of one expert."""
     whole = tiling(problem.spec)
-    return type(whole)(whole.row_tiles // problem.experts, whole.column_tiles, whole.keep)
+    return replace(whole, row_tiles=whole.row_tiles // problem.experts)
 
 
 def problem_of(stack: Packed, experts: int, pairs: int, gated: bool) -> ExpertsProblem:
@@ -107,18 +121,23 @@ DECODED = [  # format, dtype, tokens, top_k, experts, N, K, gated, x per pair, S
     ("gqs", BFLOAT, 9, 4, 7, 48, 300, False, True, 132),
     ("gqs", HALF, 2, 2, 4, 96, 172, True, True, 132),
     ("bitmask", BFLOAT, 2, 2, 4, 32, 77, True, True, 132),
+    ("bitmask w4", HALF, 1, 2, 4, 64, 520, True, False, 2),
+    ("bitmask w4", BFLOAT, 17, 2, 5, 96, 512, True, False, 6),
+    ("bitmask w4", BFLOAT, 9, 4, 7, 48, 301, False, True, 132),
+    ("bitmask w8", BFLOAT, 1, 3, 4, 64, 512, True, False, 2),
+    ("bitmask w8", HALF, 17, 2, 5, 96, 301, False, False, 6),
 ]
 
 
 @needs_compiler
 @pytest.mark.parametrize(
     ("form", "dtype", "tokens", "top_k", "experts", "n", "k", "gated", "per_pair", "sms"),
-    mostly_slow(DECODED, 0, 1, 2, 3),
+    mostly_slow(DECODED, 0, 1, 2, 3, 8, 9, 11),
 )
 def test_decode(emulated, monkeypatch, form, dtype, tokens, top_k, experts, n, k, gated, per_pair, sms):
     emulate(monkeypatch, sms)
     stack = stack_of(form, experts, n, k, dtype)
-    product = DECODE[form](problem_of(stack, experts, tokens * top_k, gated))
+    product = DECODE[form.split()[0]](problem_of(stack, experts, tokens * top_k, gated))
     check(product, stack, chosen_by(tokens, top_k, experts), experts, gated, per_pair)
 
 
@@ -128,18 +147,21 @@ GEMMS = [  # format, dtype, tokens, top_k, experts, N, K, gated, x per pair, SMs
     ("bitmask", BFLOAT, 40, 2, 4, 160, 301, False, True, 8, Schedule(32, 1, 2, 0, 2, 1, 1)),
     ("gqs", HALF, 40, 2, 4, 160, 300, False, True, 132, Schedule(32, 2, 1, 0, 2, 1, 1)),
     ("bitmask", HALF, 3, 1, 4, 32, 256, False, False, 132, Schedule(16, 1, 1, 0, 2, 1, 1)),  # more CTAs than work
+    ("bitmask w4", BFLOAT, 33, 2, 5, 96, 520, True, False, 3, Schedule(16, 1, 1, 0, 3, 1, 1)),
+    ("bitmask w4", HALF, 40, 2, 4, 160, 301, False, True, 8, Schedule(32, 1, 2, 0, 2, 1, 1)),
+    ("bitmask w8", HALF, 33, 2, 5, 96, 520, True, False, 3, Schedule(16, 1, 1, 0, 3, 1, 1)),
 ]
 
 
 @needs_compiler
 @pytest.mark.parametrize(
     ("form", "dtype", "tokens", "top_k", "experts", "n", "k", "gated", "per_pair", "sms", "schedule"),
-    mostly_slow(GEMMS, 0, 1),
+    mostly_slow(GEMMS, 0, 1, 5, 7),
 )
 def test_gemm(emulated, monkeypatch, form, dtype, tokens, top_k, experts, n, k, gated, per_pair, sms, schedule):
     emulate(monkeypatch, sms)
     stack = stack_of(form, experts, n, k, dtype)
-    product = GEMM[form](problem_of(stack, experts, tokens * top_k, gated), schedule)
+    product = GEMM[form.split()[0]](problem_of(stack, experts, tokens * top_k, gated), schedule)
     check(product, stack, chosen_by(tokens, top_k, experts), experts, gated, per_pair)
 
 
@@ -235,6 +257,10 @@ def test_what_no_kernel_takes(monkeypatch, form, n, dtype, pattern):
 SHAPES = [
     ("bitmask", HALF, 704, 512),
     ("bitmask", BFLOAT, 96, 2048),
+    ("bitmask w4", BFLOAT, 704, 512),
+    ("bitmask w4", HALF, 96, 2048),
+    ("bitmask w8", BFLOAT, 704, 512),
+    ("bitmask w8", HALF, 96, 2048),
     ("gqs", BFLOAT, 704, 512),
     ("gqs", HALF, 96, 2050),
 ]
@@ -253,7 +279,7 @@ def test_on_a_gpu(form, dtype, n, k, tokens, gated, nan_filled_memory):
 
 @needs_gpu
 @pytest.mark.parametrize("tokens", [1, 8, 200])
-@pytest.mark.parametrize("form", ["bitmask", "gqs"])
+@pytest.mark.parametrize("form", ["bitmask", "bitmask w4", "gqs"])
 def test_captured_with_other_experts_at_each_replay(form, tokens):
     stack, chosen = stack_of(form, 20, 96, 512, HALF).to("cuda"), chosen_by(tokens, 4, 20).cuda()
     x, weights = torch.randn(tokens, 512, device="cuda").half(), torch.rand(tokens, 4, device="cuda")

@@ -80,6 +80,22 @@ def test_joined_experts_compute_the_same(gpu, kind: str):
 
 
 @needs_compiler
+@torch.no_grad()
+def test_joined_experts_that_are_divided_add_up_to_all(gpu):
+    """As on two ranks: each joins the experts that it holds, and is given the numbers of all."""
+    parts = [packed_experts("DeepSeek-V3")[1] for _ in range(3)]
+    whole, (low, high) = parts[0], parts[1:]
+    given, half = operands(whole), whole.num_experts // 2
+    low.hold(range(half))
+    high.hold(range(half, whole.num_experts))
+    expected = whole(*given)
+    for part in (low, high):
+        assert join_experts(part) == ["joined"]
+    total = low(*given) + high(*given)
+    assert (total - expected).norm() <= 2e-3 * expected.norm()
+
+
+@needs_compiler
 def test_gradients_reach_x_through_joined_experts(gpu):
     _, experts = packed_experts("Mixtral")
     x, chosen, weights = operands(experts)

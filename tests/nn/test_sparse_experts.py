@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, NemotronHConfig
 
+from semisparse.errors import InputError
 from semisparse.nn import SparseExperts, split_experts
 from tests.architectures import tiny_model
 
@@ -51,6 +52,26 @@ def arguments(module: Any, skipped: int, dtype: torch.dtype) -> list[Tensor]:
         return [x, chosen, weights.to(dtype)]
     mask = torch.zeros(9, count).scatter(1, chosen, weights)  # as Llama 4: routing weights of all experts
     return [(x.repeat(count, 1) * mask.T.reshape(-1, 1)).to(dtype)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_that_are_divided_add_up_to_all(kind: str) -> None:
+    model = model_with_experts(kind, torch.float32)
+    _, original = experts_of(model)
+    experts, given = SparseExperts(original), arguments(original, skipped=1, dtype=torch.float32)
+    whole, total = experts(*given), 0
+    half = experts.num_experts // 2
+    for held in (range(half), range(half, experts.num_experts)):
+        part = copy.deepcopy(experts)
+        part.hold(held)
+        on_meta = {int(name.split(".")[0]) for name, weight in part.named_parameters() if weight.is_meta}
+        assert on_meta == set(range(experts.num_experts)) - set(held)
+        assert [name for name, _ in part.named_parameters()] == [name for name, _ in experts.named_parameters()]
+        total = total + part(*given)
+        with pytest.raises(InputError, match="divided over processes"):
+            part.fuse_into(copy.deepcopy(original), torch.float32)
+    torch.testing.assert_close(total, whole)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

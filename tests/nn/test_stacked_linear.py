@@ -1,9 +1,12 @@
 """Several packed weights on one input."""
 
+import pytest
 import torch
 
 import semisparse
-from semisparse.formats import product
+from semisparse.errors import KernelError
+from semisparse.formats import get_format, product
+from semisparse.formats.base import reference_kernel
 from semisparse.nn import StackedLinear
 
 
@@ -31,3 +34,12 @@ def test_after_prepare_no_number_of_tokens_needs_another_kernel():
     for m in range(1, 71):
         stacked(torch.randn(m, 128))
     assert product._prepared.cache_info().misses == before
+
+
+def test_a_weight_that_only_the_reference_kernel_multiplies_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    stacked = StackedLinear(weights("32:64"))
+    monkeypatch.setattr(StackedLinear, "device", torch.device("cuda"))
+    form = get_format("bitmask")
+    monkeypatch.setattr(type(form), "choose", lambda self, problem, kernel="auto": reference_kernel)
+    with pytest.raises(KernelError, match=r"no kernel for bfloat16 and 1 tokens here .* cannot be captured"):
+        stacked.prepare(4, torch.bfloat16)

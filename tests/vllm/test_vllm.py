@@ -118,12 +118,6 @@ def test_vllm_finds_the_plugin_and_may_register_it_again():
     assert get_quantization_config("semisparse").__name__ == "SemisparseVllmConfig"
 
 
-@pytest.fixture(scope="session")
-def group(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A group of this process alone."""
-    ranks.start(0, 1, tmp_path_factory.mktemp("group") / "rendezvous")
-
-
 @pytest.mark.usefixtures("group")
 def test_a_fused_layer_traces_to_one_graph_for_any_number_of_tokens(tmp_path: Path):
     model = ranks.load(write(SERVED["searched"], tmp_path / "model"))
@@ -170,13 +164,13 @@ def test_a_fused_layer_of_which_only_a_part_is_compressed_is_refused(tmp_path: P
 
 
 @pytest.mark.usefixtures("group")
-def test_compressed_experts_are_refused():
+def test_a_compressed_head_is_refused():
     from semisparse.integrations.vllm import SemisparseVllmConfig
 
-    config = SemisparseVllmConfig({"model.layers.0.mlp.experts.0.up_proj": None})
-    with pytest.raises(InputError, match="not experts or the LM head: add it to the recipe's ignore list"):
-        config.get_quant_method(torch.nn.Module(), "model.layers.0.mlp.experts")
-    assert config.get_quant_method(torch.nn.Module(), "model.layers.1.mlp.experts") is None
+    config = SemisparseVllmConfig({"lm_head": None})
+    with pytest.raises(InputError, match="not the LM head: add it to the recipe's ignore list"):
+        config.get_quant_method(torch.nn.Module(), "lm_head")
+    assert config.get_quant_method(torch.nn.Module(), "model.embed_tokens") is None
 
 
 LAYER = "model.layers.0.mlp.down_proj"
@@ -206,12 +200,33 @@ def test_a_corrupted_checkpoint_is_refused(change, sentence: str, tmp_path: Path
 
 
 @pytest.mark.usefixtures("group")
-def test_an_unknown_version_is_refused(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda block: block.update(version=99), "checkpoint version 99 is unknown"),
+        (lambda block: block["layers"][LAYER].update(version=99), f"{LAYER}.*version 99"),
+    ],
+    ids=["of the directory", "of a format"],
+)
+def test_an_unknown_version_is_refused_before_weights_are_loaded(change, sentence: str, tmp_path: Path):
     directory = write(SERVED["bitmask-32:64"], tmp_path / "model")
+    (directory / "model.safetensors").unlink()
     config = json.loads((directory / "config.json").read_text())
-    config["quantization_config"]["version"] = 99
+    change(config["quantization_config"])
     (directory / "config.json").write_text(json.dumps(config))
-    with pytest.raises(Exception, match="checkpoint version 99 is unknown"):
+    with pytest.raises(Exception, match=sentence):
+        ranks.load(directory)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_gpu_without_the_kernels_instructions_is_refused_before_weights_are_loaded(tmp_path: Path, monkeypatch):
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import DeviceCapability
+
+    directory = write(SERVED["bitmask-32:64"], tmp_path / "model")
+    (directory / "model.safetensors").unlink()
+    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_: DeviceCapability(7, 5))
+    with pytest.raises(ValueError, match=r"not supported for the current GPU\. Minimum capability: 80\. Current .* 75"):
         ranks.load(directory)
 
 

@@ -7,7 +7,7 @@ import torch
 from semisparse.formats.base import Case, Format
 from semisparse.formats.gqs.cost import cost
 from semisparse.formats.gqs.cpu import kernel as cpu
-from semisparse.formats.gqs.cuda import decode, experts, gemm, gemm_wgmma, unpack, wgmma_schedule
+from semisparse.formats.gqs.cuda import decode, experts, full, full_schedule, gemm, gemm_wgmma, unpack, wgmma_schedule
 from semisparse.formats.gqs.cuda.gemm_schedule import decode_pays, gemm_pays
 from semisparse.formats.gqs.storage import disk
 from semisparse.formats.gqs.storage.check import check_content, violation
@@ -29,11 +29,13 @@ FORMAT = Format(
     codes=disk.codes_of,
     violation=violation,
     counted=("kept",),
+    facts=disk.facts,
     tuned_by=("kind",),
     kernels=(
         Kernel("cpu", "cpu", cpu.refusal, cpu.prepare),
         Kernel("unpack_cpu", "cpu", lambda problem: None, cpu.prepare_unpack),
         Kernel("decode", "cuda", decode.refusal, decode.prepare, decode_pays, decode.fuse),
+        Kernel("full", "cuda", full.refusal, full.prepare, full_schedule.pays),
         Kernel("gemm_wgmma", "cuda", gemm_wgmma.refusal, gemm_wgmma.prepare, wgmma_schedule.pays),
         Kernel("gemm", "cuda", gemm.refusal, gemm.prepare, gemm_pays),
         Kernel("unpack", "cuda", unpack.refusal, unpack.prepare),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from semisparse.formats.gqs.cpu.kernel import MAX_TOKENS
+from semisparse.formats.gqs.cuda import full_schedule
 from semisparse.formats.gqs.cuda.decode import weight_refusal
 from semisparse.formats.gqs.cuda.gemm_schedule import decode_pays, gemm_pays, shape_refusal
 from semisparse.formats.gqs.cuda.schedule import CODE_TOKENS
@@ -22,6 +23,8 @@ GEMM_UNPACKING = {2: 9, 3: 10.5, 4: 11, 8: 18}
 GEMM_PER_TOKEN = 0.27
 """Further operations of `gemm` per weight and token: mma.sync is slower than the wgmma of the peak rate."""
 
+FULL_UNPACKING = {2: 8.3, 3: 12.3, 4: 8.5, 8: 14}
+"""Operations of `full` per weight, by bits; fitted to 8 tokens at 28672 x 8192 (H200; 8 bits assumed)."""
 
 WGMMA_UNPACKING = {2: 8, 3: 10, 4: 9.5, 8: 11.5}
 """Operations of `gemm_wgmma` per weight, kept or not, by bits. From some 64 tokens on they are hidden behind wgmma."""
@@ -41,6 +44,9 @@ def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
             return (replace(*fused_cost(problem, weight_bytes, _unpacking(problem, decodes)), unit="tensor int8"),)
         passes.append(Pass(m * k * (problem.dtype.itemsize + 1), 0, "tensor int8"))
     expands = (gemm_pays(problem) or wgmma_pays(problem)) and shape_refusal(problem) is None
+    if on_gpu and not decodes and full_schedule.pays(problem) and full_schedule.shape_refusal(problem) is None:
+        unpacking = FULL_UNPACKING[KINDS[str(problem.params["kind"])]] * n * k
+        return (*passes, *fused_cost(problem, weight_bytes, unpacking))
     fused = decodes or expands if on_gpu else m <= MAX_TOKENS
     if fused:
         return (*passes, *fused_cost(problem, weight_bytes, _unpacking(problem, decodes)))

@@ -36,7 +36,7 @@ FORMAT = Format(
     violation=lambda packed: None,  # any content that passes check_content has the pattern
     kernels=(
         Kernel("cpu", "cpu", cpu.refusal, cpu.prepare),
-        Kernel("decode_tensor", "cuda", decode_tensor.refusal, decode_tensor.prepare),
+        Kernel("decode_tensor", "cuda", decode_tensor.refusal, decode_tensor.prepare, fuse=decode_tensor.fuse),
         Kernel("decode", "cuda", decode.refusal, decode.prepare),
         Kernel("gemm_fp32", "cuda", gemm_fp32.refusal, gemm_fp32.prepare),
         Kernel("gemm_sparse", "cuda", gemm_sparse.refusal, gemm_sparse.prepare, gemm_sparse.pays),

@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.platforms import current_platform
 
 from semisparse.checkpoint import METHOD, read_block
 from semisparse.errors import InputError
+from semisparse.integrations.vllm.experts import SemisparseExpertsMethod, refusal
+from semisparse.integrations.vllm.fusion import install_fusion
 from semisparse.integrations.vllm.linear import SemisparseLinearMethod
 
 
@@ -28,6 +31,7 @@ class SemisparseVllmConfig(QuantizationConfig):
         super().__init__()
         self.layers = dict(layers)
         self._fits = False
+        self._fuses = False
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> SemisparseVllmConfig:
@@ -62,9 +66,11 @@ class SemisparseVllmConfig(QuantizationConfig):
         """Return the method for a linear layer, ours if it is compressed, else vLLM's; None for any other layer.
 
         Raises:
-            InputError: a layer that is not linear, or a module inside it, is compressed; only some weights of a fused
-                layer are; or the compressed layers do not fit the GPU.
+            InputError: a layer that is neither linear nor experts is compressed; only some weights of a fused layer
+                are; experts cannot be served here; or the compressed layers do not fit the GPU.
         """
+        if isinstance(layer, RoutedExperts):
+            return self._experts_method(layer, prefix)
         if not isinstance(layer, LinearBase):
             self._refuse_compressed(layer, prefix)
             return None
@@ -77,11 +83,33 @@ class SemisparseVllmConfig(QuantizationConfig):
                 f"vLLM fuses {', '.join(names)} into one layer, of which only {', '.join(compressed)} are compressed: "
                 "compress all, or add all to the recipe's ignore list"
             )
+        tokens = self._checked_tokens()
+        return SemisparseLinearMethod({name: self.layers[name] for name in names}, tokens, self._fuses)
+
+    def _experts_method(self, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase | None:
+        """Return the method for a layer's experts; None if they are dense."""
+        inside = {
+            name.removeprefix(f"{prefix}."): packed
+            for name, packed in self.layers.items()
+            if name.startswith(f"{prefix}.")
+        }
+        if not inside:
+            return None
+        reason = refusal(layer)
+        if reason is not None:
+            raise InputError(f"{prefix}.{next(iter(inside))} is compressed, but {reason}; or ignore '*.experts'")
+        return SemisparseExpertsMethod(layer, inside, self._checked_tokens())
+
+    def _checked_tokens(self) -> int:
+        """Check that the layers fit the GPU, install the fusion pass, and return the maximum number of tokens per step.
+
+        vLLM asks for the first layer's method before it compiles.
+        """
         vllm_config = get_current_vllm_config()
         if not self._fits:
             self._check_memory(vllm_config)
-        tokens = vllm_config.scheduler_config.max_num_batched_tokens
-        return SemisparseLinearMethod({name: self.layers[name] for name in names}, tokens)
+            self._fuses = install_fusion(vllm_config)
+        return int(vllm_config.scheduler_config.max_num_batched_tokens)
 
     def _checkpoint_names(self, prefix: str) -> list[str]:
         """Return the names of the checkpoint's layers that make up vLLM's layer ``prefix``.
@@ -98,7 +126,7 @@ class SemisparseVllmConfig(QuantizationConfig):
         if inside:
             raise InputError(
                 f"{inside[0]} is compressed, but belongs to a {type(layer).__name__} of vLLM ({prefix}); the adapter "
-                "serves linear layers, not experts or the LM head: add it to the recipe's ignore list"
+                "serves linear layers and experts, not the LM head: add it to the recipe's ignore list"
             )
 
     def _check_memory(self, vllm_config: VllmConfig) -> None:

@@ -13,12 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from vllm.model_executor.layers.linear import LinearMethodBase, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import (
+    LinearMethodBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
 from vllm.model_executor.parameter import ModelWeightParameter
 
 from semisparse.checkpoint import packed_from_tensors
 from semisparse.errors import CheckpointError, FormatError, InputError
 from semisparse.nn import StackedLinear, check_slice, slice_weight
+from semisparse.nn.fused_linear import ADDED, GATED, NORMED
 
 if TYPE_CHECKING:
     from semisparse.formats.base import Packed
@@ -36,12 +42,13 @@ class SemisparseLinearMethod(LinearMethodBase):
         layers: the checkpoint's layers that vLLM's layer contains, by name and in vLLM's order, as `read_block` returns
             them.
         tokens: maximum number of tokens per step of vLLM.
+        fuses: whether vLLM compiles graphs with `fusion.FusionPass`.
     """
 
-    def __init__(self, layers: Mapping[str, Packed], tokens: int) -> None:
+    def __init__(self, layers: Mapping[str, Packed], tokens: int, fuses: bool = False) -> None:
         self._names = list(layers)
         self._declared = list(layers.values())
-        self._tokens = tokens
+        self._tokens, self._fuses = tokens, fuses
         self._dtype = torch.get_default_dtype()
         self._parts: list[list[tuple[int, int, int]]] = []  # per weight, as `_runs_of_rank` yields them
         self._loaded: list[dict[str, Tensor]] = [{} for _ in layers]  # the tensors of weights that are not complete yet
@@ -124,11 +131,18 @@ class SemisparseLinearMethod(LinearMethodBase):
         layer.stacked = StackedLinear([self._shards[position] for position in sorted(self._shards)])
         self._shards, self._complete = {}, set()
         if layer.stacked.device.type == "cuda":
-            layer.stacked.prepare(self._tokens, self._dtype)
+            layer.stacked.prepare(self._tokens, self._dtype, _fusions(layer) if self._fuses else ())
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute ``x @ w.T + bias``. Each matmul is one custom op under torch.compile."""
         return layer.stacked(x, bias)
+
+
+def _fusions(layer: Any) -> tuple[tuple[str, str], ...]:
+    """Return the prologues and epilogues that the matmul of a layer of vLLM may get."""
+    if isinstance(layer, RowParallelLinear):
+        return (ADDED,)
+    return (GATED,) if isinstance(layer, MergedColumnParallelLinear) else (NORMED,)
 
 
 def _sharded_dim(layer: Any) -> int:

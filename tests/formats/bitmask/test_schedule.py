@@ -1,20 +1,27 @@
 """Every schedule fits the GPU, and covers the work; what ``auto`` takes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from semisparse.formats.base import Params, WeightSpec
+from semisparse.formats.bitmask.cuda import schedule
 from semisparse.formats.bitmask.cuda.schedule import (
     DECODE_WARPS_PER_SM,
     GEMM_RATES,
     choose_decode,
+    choose_experts,
     choose_unpack,
+    fuses_silu,
     gemm_tiles,
 )
-from semisparse.formats.bitmask.storage.gpu import Tiling
-from semisparse.formats.kernel import Problem, bucket_of
+from semisparse.formats.bitmask.storage.gpu import Tiling, tiling
+from semisparse.formats.kernel import ExpertsProblem, Problem, bucket_of
 from semisparse.formats.product import structure_of
+from semisparse.patterns import parse_pattern
 from semisparse.runtime.device import DeviceFacts
 from semisparse.runtime.expand_gemm import SPLIT_K, STREAM_K, Schedule, choose, launch_of
 from tests.cuda_emulator import emulate
@@ -49,6 +56,44 @@ def test_every_decode_schedule_fits_and_covers_the_weight(m: int, weight: Tiling
     assert 1 <= found.warps_k <= weight.column_tiles
     assert warps <= 16
     assert found.warps_n == 1 or found.warps_k <= 15, "named barriers 1 to 15"
+    assert 1 <= found.ctas <= -(-weight.row_tiles // found.warps_n)
+
+
+@example(8, 128, 48, 2048, 32, "none", "silu_mul", (1, 8, 2), H200)  # read past its shared memory
+@given(
+    pairs=st.integers(1, 512),
+    experts=st.integers(1, 256),
+    rows=st.integers(1, 100),
+    k=st.integers(1, 9000),
+    keep=st.integers(1, 64),
+    kind=st.sampled_from(["none", "w8", "w4"]),
+    epilogue=st.sampled_from(["none", "silu_mul"]),
+    shape=st.sampled_from([None, (1, 8, 2), (2, 8, 2), (4, 2, 2)]),
+    device=st.sampled_from(GPUS),
+)
+def test_every_schedule_of_experts_has_room_for_what_the_kernel_stores(
+    pairs, experts, rows, k, keep, kind, epilogue, shape, device
+):
+    """With SiLU fused, x lies in shared memory whole. A CTA of one row tile does not fuse it: it has a ring of x."""
+    spec = WeightSpec(
+        "bitmask",
+        1,
+        parse_pattern(f"{keep}:64"),
+        (32 * experts * rows, k),
+        torch.float16,
+        Params({"kind": kind, "layout": "tiles"}),
+    )
+    problem = ExpertsProblem(pairs, experts, spec, torch.float16, torch.device("cpu"), epilogue)
+    weight = replace(tiling(spec), row_tiles=2 * rows)
+    with pytest.MonkeyPatch.context() as patch:
+        if shape is not None:
+            patch.setattr(schedule, "EXPERT_SHAPES_GATED", dict.fromkeys((1, 8), (shape,)))
+        found = choose_experts(problem, weight, device)
+    fused = epilogue == "silu_mul" and k % 8 == 0 and found.warps_n % 2 == 0
+    x_tiles = weight.column_tiles if fused else found.warps_k * found.stages
+    taken = found.stages * found.warps * tile_bytes(weight) + x_tiles * found.tile_m * 512
+    assert taken + 2 * found.warps * found.tile_m * 16 * 4 <= found.shared <= device.shared_per_cta
+    assert fused == fuses_silu(problem, found.warps_n)
     assert 1 <= found.ctas <= -(-weight.row_tiles // found.warps_n)
 
 

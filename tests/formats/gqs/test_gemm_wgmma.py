@@ -1,5 +1,7 @@
 """`gemm_wgmma`: its sources in the emulator, with every kind, size of groups and schedule; on a GPU, real launches."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -65,6 +67,34 @@ def test_every_schedule(emulated, monkeypatch, kind, dtype, m, n, k, pattern, sm
     check_product(y, x, packed, bias)
     check_product(product(x, packed, None), x, packed, None)
     assert torch.equal(y, product(x, packed, bias))
+
+
+FULL_SCHEDULES = [  # as SCHEDULES, of weights of which nothing is dropped
+    ("w4", HALF, 20, 96, 2100, 128, 3, (16, 1, 1, 0, 3, 2, 1)),  # one group in the last chunk
+    ("w4", BFLOAT, 40, 80, 1030, 128, 132, (32, 1, 1, 3, 2, 1, 3)),
+    ("w2", HALF, 9, 304, 700, 64, 132, (16, 2, 2, 1, 4, 2, 1)),
+    ("w3", BFLOAT, 5, 32, 1100, 32, 1, (16, 1, 1, 0, 4, 2, 1)),
+    ("w4", HALF, 5, 48, 2120, 16, 2, (16, 1, 1, 0, 4, 2, 1)),  # chunks past K in the last tile
+    ("w8", BFLOAT, 18, 48, 520, 8, 132, (32, 1, 1, 2, 3, 1, 1)),
+    ("w8", HALF, 70, 32, 1400, 128, 2, (64, 1, 1, 0, 2, 1, 1)),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("kind", "dtype", "m", "n", "k", "size", "sms", "schedule"), mostly_slow(FULL_SCHEDULES, 0))
+def test_weights_of_which_nothing_is_dropped(emulated, monkeypatch, kind, dtype, m, n, k, size, sms, schedule):
+    emulate(monkeypatch, sms)
+    weight = torch.randn(n, k, generator=torch.Generator().manual_seed(n)).to(dtype)
+    packed = GQS.pack(weight, f"g{size}@0%", kind=kind)
+    x, bias = operands(packed, m)
+    problem = problem_of(x, packed)
+    assert problem.params["full"]
+    product = gemm_wgmma.prepare(problem, Schedule(*schedule))
+    y = product(x, packed, bias)
+    check_product(y, x, packed, bias)
+    assert torch.equal(y, product(x, packed, bias))
+    masked = Problem(problem.m, replace(problem.spec, params=problem.params.without("full")), dtype, problem.device)
+    assert torch.equal(y, gemm_wgmma.prepare(masked, Schedule(*schedule))(x, packed, bias))
 
 
 @needs_compiler

@@ -128,7 +128,8 @@ def test_a_recipe_needs_a_kind_that_the_format_stores():
 
 def test_kernels_are_prepared_without_the_number_of_kept_groups():
     a, b = packed_weight(20, 70), packed_weight(20, 70, "g16@50%/row")
-    assert GQS.structure(a.spec).params == {"kind": "w4", "rows": 20}
+    assert GQS.structure(a.spec).params == {"kind": "w4", "rows": 20, "full": 0}
+    assert GQS.structure(GQS.structure(a.spec)) == GQS.structure(a.spec)
     assert GQS.structure(replace(b.spec, pattern=a.pattern)) == GQS.structure(a.spec)
 
 

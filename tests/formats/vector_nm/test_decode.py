@@ -1,5 +1,7 @@
 """The decode kernels on the emulator: ragged shapes, several panels of x, several row tiles per CTA."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,11 +11,14 @@ from semisparse.formats.product import problem_of
 from semisparse.formats.vector_nm.cuda import decode, decode_schedule, decode_tensor
 from semisparse.formats.vector_nm.cuda.decode_schedule import DecodeTensorSchedule
 from tests.choosing import mostly_slow
-from tests.cuda_emulator import emulated, needs_compiler
-from tests.formats.vector_nm.reference import check, check_kernel, emulate_gpu, operands, pack
+from tests.cuda_emulator import emulate, emulated, needs_compiler
+from tests.formats.fusion import check_fused
+from tests.formats.vector_nm.reference import VECTOR_NM, check, check_kernel, emulate_gpu, operands, pack
 
 __all__ = ["emulated"]
 pytestmark = needs_compiler
+
+DECODE_TENSOR = next(kernel for kernel in VECTOR_NM.kernels if kernel.name == "decode_tensor")
 
 
 @pytest.mark.parametrize(
@@ -76,3 +81,34 @@ def test_tokens_do_not_mix_and_tensors_may_begin_anywhere(emulated, prepare, pat
     others = torch.arange(11) != 1
     assert not y[1].isfinite().any()
     check(y[others], x[others], packed, bias)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "n", "k", "m", "dtype", "prologue", "epilogue", "shared"),
+    mostly_slow(
+        [
+            ("16:32v32", 128, 520, 1, torch.bfloat16, "rms_norm", "silu_mul", 227 << 10),
+            ("5:7v128", 130, 4400, 1, torch.float16, "rms_norm", "none", 227 << 10),  # two chunks of x per thread
+            ("16:32v32", 70, 12000, 1, torch.bfloat16, "none", "add", 84 << 10),  # two panels
+            ("4:32v16", 96, 4208, 2, torch.float16, "rms_norm", "silu_mul", 227 << 10),
+            ("16:32v32", 300, 336, 2, torch.bfloat16, "rms_norm", "none", 227 << 10),
+            ("5:7v16", 50, 776, 2, torch.float16, "none", "add", 227 << 10),
+        ],
+        0,
+        3,
+    ),
+)
+def test_fused(emulated, monkeypatch, pattern, n, k, m, dtype, prologue, epilogue, shared):
+    emulate_gpu(monkeypatch, sms=2, shared_per_cta=shared)
+    packed = pack(pattern, n, k, dtype)
+    check_fused(DECODE_TENSOR, packed, packed.unpack(), m, prologue, epilogue, bias=m % 2 == 1)
+
+
+def test_what_is_not_fused(monkeypatch: pytest.MonkeyPatch):
+    emulate(monkeypatch)
+    problem = problem_of(torch.zeros(1, 64).half(), pack("16:32v32", 96, 64))
+    assert decode_tensor.fuse(replace(problem, epilogue="silu_mul")) is None  # 48 rows of a gate
+    odd = problem_of(torch.zeros(1, 60).half(), pack("16:32v32", 96, 60))
+    assert decode_tensor.fuse(replace(odd, epilogue="add")) is None  # rows of x are not aligned
+    wide = problem_of(torch.zeros(2, 14000).half(), pack("16:32v32", 32, 14000))
+    assert decode_tensor.fuse(replace(wide, prologue="rms_norm")) is None  # 224 KB of x

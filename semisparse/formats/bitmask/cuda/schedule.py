@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from semisparse.formats.bitmask.storage.gpu import COLUMNS, ROWS, Tiling
 from semisparse.formats.kernel import ExpertsProblem, Problem
 from semisparse.runtime.device import RESERVED_SHARED, DeviceFacts
 from semisparse.runtime.expand_gemm import Rates, Tiles
+
+Shapes = tuple[tuple[int, int, int], ...]
 
 OVERRUN = 256
 """Bytes of shared memory behind the last tile that kernels may read, but do not use: kOverrun in tile.cuh."""
@@ -20,11 +23,12 @@ DECODE_WARPS_PER_SM = {1: 20, 8: 20, 16: 16, 32: 16, 64: 10}
 EXPERT_PAIRS = 16
 """Up to so many pairs of a token and an expert, each has CTAs of its own; more share an expert's."""
 
-EXPERT_SHAPES = {1: ((2, 2, 2),), 8: ((2, 4, 1),)}
+EXPERT_SHAPES: Mapping[int, Shapes] = {1: ((2, 2, 2),), 8: ((2, 4, 1),)}
 """By TILE_M: WARPS_N, WARPS_K and STAGES for a stack of experts, the best first (H200, sweeps/experts.csv)."""
 
-EXPERT_SHAPES_GATED = {1: ((2, 8, 2), (2, 4, 1)), 8: ((2, 2, 2), (2, 4, 1))}
-"""The same with SiLU, where a CTA has row tiles of both halves."""
+EXPERT_SHAPES_GATED: Mapping[int, Shapes] = {1: ((2, 8, 2), (2, 4, 1)), 8: ((2, 2, 2), (2, 4, 1))}
+"""The same with SiLU, where a CTA has row tiles of both halves. In 4 bits (2, 2, 2) is 1 us faster for one token when
+timed alone, and 2.8 us slower between the other kernels of a layer (docs/kernels/experts.md)."""
 
 EXPERT_WAVES = {1: 1, 8: 4}
 """By TILE_M: CTAs per resident one. With 8 some experts have more pairs than others."""
@@ -101,9 +105,9 @@ def choose_fused(problem: Problem, weight: Tiling, gpu: DeviceFacts) -> DecodeSc
     return next((schedule for schedule in fitting if schedule is not None), None)
 
 
-def fuses_silu(problem: ExpertsProblem) -> bool:
-    """Return whether decode.cu can fuse SiLU: it copies x whole, in units of 16 bytes."""
-    return problem.epilogue == "silu_mul" and problem.k % 8 == 0
+def fuses_silu(problem: ExpertsProblem, warps_n: int) -> bool:
+    """Return whether decode.cu fuses SiLU: a CTA has pairs of row tiles, and copies x whole, in units of 16 bytes."""
+    return problem.epilogue == "silu_mul" and problem.k % 8 == 0 and warps_n % 2 == 0
 
 
 def choose_experts(problem: ExpertsProblem, weight: Tiling, gpu: DeviceFacts) -> DecodeSchedule:
@@ -113,15 +117,13 @@ def choose_experts(problem: ExpertsProblem, weight: Tiling, gpu: DeviceFacts) ->
         problem: all experts' matmuls.
         weight: an expert's tiles.
         gpu: what it runs on.
-    Returns:
-        SiLU is fused if `fuses_silu` and ``warps_n`` is even.
     """
-    pairs, gated = problem.pairs, fuses_silu(problem)
+    pairs = problem.pairs
     m = 1 if pairs <= EXPERT_PAIRS else 8
-    shapes = (EXPERT_SHAPES_GATED if gated else EXPERT_SHAPES)[m]
+    shapes = (EXPERT_SHAPES_GATED if fuses_silu(problem, 2) else EXPERT_SHAPES)[m]
     # Without SiLU x need not lie in shared memory whole, and the last fits always.
-    candidates = [(*shape, gated) for shape in shapes] + [(1, 4, 1, False), (1, 1, 1, False)]
-    fitting = (_decode_schedule(m, weight, gpu, *candidate) for candidate in candidates)
+    candidates: Shapes = (*shapes, (1, 4, 1), (1, 1, 1))
+    fitting = (_decode_schedule(m, weight, gpu, *shape, fuses_silu(problem, shape[0])) for shape in candidates)
     schedule = next(schedule for schedule in fitting if schedule is not None)
     resident = min(gpu.shared_per_sm // (schedule.shared + RESERVED_SHARED), DECODE_WARPS_PER_SM[m] // schedule.warps)
     slots = EXPERT_WAVES[m] * resident * gpu.sms // min(pairs, problem.experts if m > 1 else pairs)

@@ -2,9 +2,18 @@
 // expand_gemm/gemm.cuh (grid, CTA, shared memory). Producer warps copy the tiles of each consumer warp (wgmma_stream.cuh),
 // which expands them in registers (wgmma_tile.cuh). Weights are those of `unpack`, bit for bit. Bound: README.md.
 //
-// Compiled with BITS (2, 3, 4 or 8), GROUP_SIZE (8 to 128), EXPERTS and the macros of gemm.cuh.
+// Compiled with BITS (2, 3, 4 or 8), GROUP_SIZE (8 to 128), EXPERTS, the macros of gemm.cuh, and FULL (0 if not defined): no group
+// is dropped and n is a multiple of 16, so masks and starts are not read (wgmma_full.cuh).
 
+#ifndef FULL
+#define FULL 0
+#endif
+
+#if FULL
+#include "wgmma_full.cuh"
+#else
 #include "wgmma_stream.cuh"
+#endif
 
 #if EXPERTS
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) EXPAND_GEMM_BOUNDS semisparse_gqs_experts_gemm(
@@ -40,10 +49,14 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) EXPAND_GEMM_BOUNDS se
     float4* partials,                     // [CTAs, kConsumerWarps, kTokenGroups, kWarpSize]
     int* counters,                        // [CTAs, kConsumerWarps], zeros
     int m, int n, int row_tiles, int column_tiles,
-    int chunks                            // per row tile
+    int chunks, int groups                // per row tile; per row
 ) {
     extern __shared__ __align__(1024) unsigned char shared[];
+#if FULL
+    const FullGroups weight{codes, scale, zero, groups};
+#else
     const Groups weight{masks, starts, codes, scale, zero, row_tiles * chunks, chunks};
+#endif
     expand_gemm(weight, {x, bias, y, {partials, counters}, m, n, row_tiles, column_tiles}, shared);
 }
 #endif

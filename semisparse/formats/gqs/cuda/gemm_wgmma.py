@@ -13,7 +13,7 @@ from semisparse.formats.gqs.cuda.gemm_schedule import shape_refusal
 from semisparse.formats.gqs.cuda.operands import aligned
 from semisparse.formats.gqs.cuda.wgmma_schedule import RATES, tiles_of
 from semisparse.formats.gqs.storage.disk import TENSORS, code_bits, group_size, quantises_x
-from semisparse.formats.gqs.storage.masks import CHUNK_GROUPS
+from semisparse.formats.gqs.storage.masks import CHUNK_GROUPS, CHUNK_ROWS
 from semisparse.formats.kernel import Problem, Product
 from semisparse.runtime import expand_gemm
 from semisparse.runtime.device import device_facts
@@ -22,12 +22,23 @@ from semisparse.runtime.kernel import CudaSource, hopper_refusal
 from semisparse.runtime.nvrtc import Defines
 
 
-def gemm_defines(dtype: torch.dtype, bits: int, size: int, schedule: Schedule) -> Defines:
-    """Return the macros of `gemm_wgmma.cu`."""
-    return {"BITS": bits, "GROUP_SIZE": size, **schedule.defines(dtype)}
+def gemm_defines(dtype: torch.dtype, bits: int, size: int, schedule: Schedule, full: bool = False) -> Defines:
+    """Return the macros of `gemm_wgmma.cu`.
+
+    Args:
+        dtype: dtype of x and w, float16 or bfloat16.
+        bits: bits per code.
+        size: columns per group.
+        schedule: tile sizes, stages and split-K.
+        full: whether no group is dropped and N is a multiple of 16.
+    """
+    return {"BITS": bits, "GROUP_SIZE": size, **schedule.defines(dtype), **({"FULL": 1} if full else {})}
 
 
 HALF, BFLOAT = torch.float16, torch.bfloat16
+
+SPILLS_IF_FULL = (64, 2, 2)
+"""tile_m, warpgroups and CTAs per SM with which the build that reads no masks would spill 4 to 16 bytes per thread."""
 
 SOURCE = CudaSource(
     Path(__file__).with_name("gemm_wgmma.cu"),
@@ -38,6 +49,9 @@ SOURCE = CudaSource(
         gemm_defines(BFLOAT, 4, 128, Schedule(128, 3, 1, 0, 3, 1, 1)),
         gemm_defines(HALF, 3, 8, Schedule(32, 1, 1, 4, 3, 1, 3)),
         gemm_defines(HALF, 2, 64, Schedule(16, 4, 1, 2, 4, 1, 1)),
+        gemm_defines(HALF, 4, 128, Schedule(64, 3, 1, 0, 3, 2, 1), full=True),
+        gemm_defines(BFLOAT, 8, 16, Schedule(64, 1, 1, 4, 2, 1, 3), full=True),
+        gemm_defines(BFLOAT, 3, 16, Schedule(256, 2, 2, 0, 2, 1, 1), full=True),
         {**gemm_defines(BFLOAT, 4, 16, Schedule(160, 2, 2, 0, 3, 1, 1)), "EXPERTS": 1},
         {**gemm_defines(HALF, 4, 16, Schedule(16, 3, 2, 0, 4, 2, 1)), "EXPERTS": 1},
     ),
@@ -64,19 +78,24 @@ def prepare(problem: Problem, schedule: Schedule | None = None) -> Product:
     (n, k), device, dtype = problem.spec.shape, problem.device, problem.dtype
     size = group_size(problem.pattern)
     bits = code_bits(problem.params, size)
-    tiles = tiles_of(n, k, bits, size)
-    schedule = schedule or choose(problem.m, tiles, device_facts(device), RATES)
+    full, facts = bool(problem.params.get("full")) and n % CHUNK_ROWS == 0, device_facts(device)
+    tiles = tiles_of(n, k, bits, size, full)
+    schedule = schedule or choose(problem.m, tiles, facts, RATES)
+    if full and (schedule.tile_m, schedule.warpgroups, schedule.ctas_per_sm) == SPILLS_IF_FULL:
+        full, tiles = False, tiles_of(n, k, bits, size)
+        schedule = choose(problem.m, tiles, facts, RATES)
     product = expand_gemm.prepare(
         lambda chosen: SOURCE.build(
-            "semisparse_gqs_gemm_wgmma", gemm_defines(dtype, bits, size, chosen), chosen.shared(tiles)
+            "semisparse_gqs_gemm_wgmma", gemm_defines(dtype, bits, size, chosen, full), chosen.shared(tiles)
         ),
         schedule, tiles, size, (n, k), device,
     )  # fmt: skip
     quantise = quantise_x.prepare(device, dtype) if quantises_x(problem.params) else None
-    chunks = -(-k // (CHUNK_GROUPS * size))
+    groups = -(-k // size)
+    chunks = -(-groups // CHUNK_GROUPS)
 
     def matmul(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         tensors = {name: aligned(packed.tensors[name]) for name in TENSORS}
-        return product(x if quantise is None else quantise(x), {**tensors, "chunks": chunks}, bias)
+        return product(x if quantise is None else quantise(x), {**tensors, "chunks": chunks, "groups": groups}, bias)
 
     return matmul

@@ -23,25 +23,29 @@ MAX_STAGES = 4
 RATES = Rates(expand_us=0.144, overlap=3.3)
 
 
-def tiles_of(n: int, k: int, bits: int, size: int) -> Tiles:
-    """Return the tiles of a weight, as wgmma_tile.cuh lays them out in shared memory.
+def tiles_of(n: int, k: int, bits: int, size: int, full: bool = False) -> Tiles:
+    """Return the tiles of a weight, as wgmma_tile.cuh lays them out in shared memory, or wgmma_full.cuh.
 
     Args:
         n: output features.
         k: input features.
         bits: bits per code.
         size: columns per group.
+        full: whether no group is dropped and N is a multiple of 16.
     """
     columns = min(size, LANE_COLUMNS)
     chunks, parts = LANE_COLUMNS // columns, size // columns
     groups = 64 * chunks
-    # Each tensor has 16 bytes more, because its bytes are copied from the multiple of 16 before them.
-    codes = -(-groups * size * bits // 8 // 16) * 16 + 16
+    codes = -(-groups * size * bits // 8 // 16) * 16
     along_k = -(-k // (CHUNK_GROUPS * size))
+    row_tiles, column_tiles = -(-n // CHUNK_ROWS), -(-along_k // chunks) * parts
+    if full:
+        return Tiles(row_tiles, column_tiles, codes + 3 * groups, max_stages=MAX_STAGES)
     return Tiles(
-        -(-n // CHUNK_ROWS),
-        -(-along_k // chunks) * parts,
-        codes + 3 * groups + 32,
+        row_tiles,
+        column_tiles,
+        # Each tensor has 16 bytes more, because its bytes are copied from the multiple of 16 before them.
+        codes + 3 * groups + 48,
         extra_per_warp=(MAX_STAGES + HEADERS_AHEAD) * chunks * HEADER_BYTES,
         max_stages=MAX_STAGES,
     )

@@ -72,6 +72,14 @@ def counts(spec: WeightSpec) -> Mapping[str, int]:
     }
 
 
+def facts(spec: WeightSpec) -> Mapping[str, int]:
+    """Return ``full``: 1 if no group is dropped. A group that is all zero is dropped, too, whatever the pattern."""
+    if "kept" not in spec.params:  # it is a structure already
+        return {}
+    (n, k), size = spec.shape, group_size(spec.pattern)
+    return {"full": int(spec.params["kept"] == n * -(-k // size))}
+
+
 def grain(spec: WeightSpec) -> tuple[int, int]:
     """Return the rows and columns of a chunk."""
     return CHUNK_ROWS, CHUNK_GROUPS * group_size(spec.pattern)

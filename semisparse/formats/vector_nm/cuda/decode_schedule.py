@@ -13,8 +13,11 @@ from math import gcd, lcm
 
 import torch
 
+from semisparse.formats.kernel import Problem
 from semisparse.formats.vector_nm.cuda.schedule import SCALARS
+from semisparse.formats.vector_nm.storage.disk import vectors_of
 from semisparse.patterns import VectorNM
+from semisparse.runtime.device import DeviceFacts
 from semisparse.runtime.nvrtc import Defines
 
 MAX_M = 16
@@ -37,6 +40,12 @@ TILE_SLOTS = 32
 """Slots per stage of a warp in decode_tensor.cu."""
 CHUNK_COLUMNS = 8
 """Columns of x that a thread of decode_tensor.cu copies at a time: 16 bytes of one row, in 16-bit types."""
+MAX_FUSED_TILE_M = 8
+"""Maximum tokens per CTA of a fused decode_tensor.cu."""
+FUSED_ONE_WAVE, FUSED_WAVES = (16, 4, 1), (16, 2, 2)
+"""(warps per CTA, stages per warp, CTAs per SM) of a fused decode_tensor.cu for one token: where an SM has at most one
+row tile of y, and where it has more. A step of llama2-7b takes 2.108 ms, with `FUSED_WAVES` everywhere 2.248, with 32
+warps for one wave 2.112 (H200, results/h200/sweeps/decode-fused.csv)."""
 MAX_FAST_PANELS = 3
 """Maximum panels of x at which more warps and stages still win. Fewer warps or stages leave room for larger panels, but
 are slower: at M = 8, N x K = 4096 x 11008 (H200) two panels with two stages take 17.1 us, one panel with one stage
@@ -116,6 +125,9 @@ class DecodeTensorSchedule:
         tile_m: tokens per CTA.
         warps: warps per CTA.
         stages: pipeline stages per warp, of `TILE_SLOTS` slots each.
+        tiles_at_once: row tiles that a CTA computes at the same time, each with its share of the warps: 2 with SiLU.
+        ctas_per_sm: CTAs that the registers must leave room for.
+        persistent: whether CTAs stride over the row tiles, as many as are resident. Each then copies x once.
     """
 
     pattern: VectorNM
@@ -123,6 +135,9 @@ class DecodeTensorSchedule:
     tile_m: int
     warps: int
     stages: int
+    tiles_at_once: int = 1
+    ctas_per_sm: int = 1
+    persistent: bool = True
 
     @property
     def tile_n(self) -> int:
@@ -131,13 +146,17 @@ class DecodeTensorSchedule:
 
     @property
     def defines(self) -> Defines:
-        """Preprocessor macros, by name.
-
-        For one token the registers are limited so that two CTAs fit on an SM: under PDL the next kernel's CTAs then
-        start while this kernel's still run.
-        """
+        """Preprocessor macros, by name."""
         tile_macros = {"TILE_N": self.tile_n, "TILE_M": self.tile_m, "WARPS": self.warps, "STAGES": self.stages}
-        return _defines(self.pattern, self.dtype, **tile_macros, CTAS_PER_SM=2 if self.tile_m == 1 else 1)
+        return _defines(self.pattern, self.dtype, **tile_macros, CTAS_PER_SM=self.ctas_per_sm)
+
+    def ctas(self, row_tiles: int, sms: int) -> int:
+        """Return the CTAs of the grid, for ``row_tiles`` row tiles of y."""
+        return min(row_tiles, self.ctas_per_sm * sms) if self.persistent else row_tiles
+
+    def steps(self, slot_tiles: int) -> int:
+        """Return a warp's tiles per row tile and panel of ``slot_tiles`` tiles, a multiple of the stages."""
+        return -(-slot_tiles // (self.warps // self.tiles_at_once * self.stages)) * self.stages
 
     def panel_chunks(self, windows: int) -> int:
         """Return the 16-byte chunks, of `CHUNK_COLUMNS` columns each, per row of x in ``windows`` windows."""
@@ -193,10 +212,38 @@ def choose_decode_tensor(
     tile_m = next(tile for tile in TENSOR_TILE_M if tile >= m)
     fitting = []
     for warps, stages in TENSOR_WARPS_STAGES:
-        schedule = DecodeTensorSchedule(pattern, dtype, tile_m, warps, stages)
+        # For one token the registers are limited so that two CTAs fit on an SM: under PDL the next kernel's CTAs then
+        # start while this kernel's still run. For more a CTA copies x once for all of its row tiles.
+        ctas = 2 if tile_m == 1 else 1
+        schedule = DecodeTensorSchedule(pattern, dtype, tile_m, warps, stages, 1, ctas, persistent=tile_m > 1)
         windows = schedule.windows_per_panel(k, shared_limit)
         if windows is not None:
             panels = -(-k // (windows * pattern.window))
             # All numbers up to MAX_FAST_PANELS count as equal, and min() returns the first smallest entry.
             fitting.append((max(MAX_FAST_PANELS, panels), schedule))
     return min(fitting, key=lambda entry: entry[0], default=(0, None))[1]
+
+
+def choose_fused(problem: Problem, gpu: DeviceFacts) -> DecodeTensorSchedule | None:
+    """Return the schedule of decode_tensor.cu with a prologue and an epilogue; None if no schedule can fuse them.
+
+    Args:
+        problem: the matmul, its prologue and its epilogue.
+        gpu: what it runs on.
+    """
+    pattern, at_once = vectors_of(problem.pattern), 2 if problem.epilogue == "silu_mul" else 1
+    tile_m = next(tile for tile in TENSOR_TILE_M if tile >= problem.m)
+    tile_n = min(pattern.length, 32)
+    if tile_m > MAX_FUSED_TILE_M or problem.k % CHUNK_COLUMNS or (at_once == 2 and problem.n % (2 * tile_n)):
+        return None
+    one_wave = -(-problem.n // (at_once * tile_n)) <= gpu.sms
+    fastest = () if tile_m > 1 else (FUSED_ONE_WAVE,) if one_wave else (FUSED_WAVES,)
+    for warps, stages, ctas in (*fastest, *((*config, 1) for config in TENSOR_WARPS_STAGES)):
+        schedule = DecodeTensorSchedule(
+            pattern, problem.dtype, tile_m, warps, stages, at_once, ctas, persistent=tile_m > 1
+        )
+        windows = schedule.windows_per_panel(problem.k, gpu.shared_per_cta)
+        # A norm needs all of x at once.
+        if windows and (problem.prologue == "none" or windows * pattern.window >= problem.k):
+            return schedule
+    return None

@@ -10,13 +10,17 @@
 // way to registers (ldmatrix.trans). A panel holds columns of x with the tokens of each side by side, so ldmatrix.trans
 // gathers the columns of 32 slots by their addresses. Partial sums are float32, added over the warps in a fixed order:
 // every run gives the same bits.
-// PDL: nothing is read before griddepcontrol.wait. The next kernel may launch once the first copies are issued.
+// A fused kernel (fusion.cuh) has all of x in one panel with RMS_NORM, and every CTA normalises it. With SILU_MUL half of the
+// warps compute a row tile of the gate, the other half that of up: rows r and n / 2 + r are in one CTA.
+// PDL: a fused kernel issues the copies of its first weights before griddepcontrol.wait; else nothing is read before it. The
+// next kernel may launch once the first copies are issued.
 // Bound: latency to the first byte and from the last. 7.5 us alone for one token at 4096 x 4096, 16:32v32 (H200); ncu: DRAM
 // busy for 43 %, issue 24 %, shared memory 17 %. At 28672 x 8192 DRAM: 56.9 us (results/h200/sweeps/nm-decode-tensor.csv).
 //
 // Macros: SCALAR (__half or __nv_bfloat16, of x, w, bias and y), KEEP, WINDOW, LENGTH, TILE_N (16 or 32), TILE_M (1, 8 or
-// 16), WARPS, STAGES, CTAS_PER_SM (for the register limit).
+// 16), WARPS, STAGES, CTAS_PER_SM (for the register limit), and what fusion.cuh takes.
 
+#include "fusion.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/global.cuh"
 #include "ptx/shared.cuh"
@@ -27,6 +31,8 @@
 
 constexpr int kWarp = 32;
 constexpr int kThreads = WARPS * kWarp;
+constexpr int kTilesAtOnce = SILU_MUL ? 2 : 1;          // row tiles that a CTA computes at the same time
+constexpr int kSliceWarps = WARPS / kTilesAtOnce;       // warps per row tile, which split its slots among them
 constexpr int kChunk = 8;                               // 16-bit values in 16 bytes
 constexpr int kChunkBytes = 16;
 constexpr int kTileSlots = 32;
@@ -40,19 +46,25 @@ constexpr int kN8Tokens = TILE_M > 8 ? 8 : TILE_M;      // tokens of an n8 tile
 constexpr int kRowTilesPerGroup = LENGTH / TILE_N;
 constexpr bool kSingleToken = TILE_M == 1;              // a column is then one number, broadcast to the n8 tile
 constexpr int kColumnBytes = kSingleToken ? 2 : kChunkBytes;
-constexpr bool kXFirst = TILE_M <= 8;                   // x is loaded before the weight: 7.46, not 7.96 us (4096 x 4096, M = 1)
+constexpr bool kXFirst = TILE_M <= 8 && !kFused;        // x is loaded before the weight: 7.46, not 7.96 us (4096 x 4096, M = 1)
+
+static_assert(WARPS % kTilesAtOnce == 0, "both row tiles have as many warps");
+static_assert(!RMS_NORM || kN8Tiles == 1, "a thread's items are chunks of one n8 tile");
+static_assert(!ADD_RESIDUAL || TILE_M * TILE_N <= kThreads, "a thread loads the residual of one output");
 
 using Accumulators = float[kM16Tiles][kN8Tiles][4];
 
 __device__ __forceinline__ const SCALAR* kind() { return nullptr; }  // selects the mma of this type
 
 // The work of the grid. A row tile is computed in passes, one per panel of x. In a pass a warp multiplies up to `steps` tiles
-// of kTileSlots slots each.
+// of kTileSlots slots each. `row_tiles` are those of y; with SILU_MUL w has twice as many.
 struct Work {
     const SCALAR* values;            // [groups, slots, LENGTH]
     const unsigned char* positions;  // [groups, slots]
     int slots, row_tiles, panel_tiles, panels, slot_tiles, steps;
 };
+
+__device__ __forceinline__ int warp_index() { return threadIdx.x / kWarp; }
 
 // The tile that a warp is at. Every other row tile takes the panels in reverse, so it begins with the panel that is already in
 // shared memory.
@@ -62,7 +74,11 @@ struct TileIterator {
 
     __device__ __forceinline__ int panel(const Work& work) const { return reverse ? work.panels - 1 - pass : pass; }
     __device__ __forceinline__ int slot_tile(const Work& work) const {
-        return panel(work) * work.panel_tiles + step * WARPS + static_cast<int>(threadIdx.x) / kWarp;
+        return panel(work) * work.panel_tiles + step * kSliceWarps + warp_index() % kSliceWarps;
+    }
+    // The row tile of w that this warp multiplies.
+    __device__ __forceinline__ int weight_tile(const Work& work) const {
+        return row_tile + warp_index() / kSliceWarps * work.row_tiles;
     }
     __device__ __forceinline__ int first_column(const Work& work) const {
         return panel(work) * work.panel_tiles * kTileSlots / KEEP * WINDOW;
@@ -89,9 +105,10 @@ __device__ __forceinline__ int swizzle(int slot) { return slot / (kChunk / kChun
 // Issues the copies of a tile. Returns the position of the lane's slot in its window, -1 past the last slot.
 __device__ __forceinline__ int copy_tile(Word stage, const Work& work, const TileIterator& at) {
     const int lane = threadIdx.x % kWarp, first = at.slot_tile(work) * kTileSlots, left = work.slots - first;
-    const long long start = static_cast<long long>(at.row_tile / kRowTilesPerGroup) * work.slots + first;
+    const int row_tile = at.weight_tile(work);
+    const long long start = static_cast<long long>(row_tile / kRowTilesPerGroup) * work.slots + first;
     const int position = lane < left ? work.positions[start + lane] : -1;
-    const SCALAR* from = work.values + (start + lane / kChunksPerSlot) * LENGTH + at.row_tile % kRowTilesPerGroup * TILE_N +
+    const SCALAR* from = work.values + (start + lane / kChunksPerSlot) * LENGTH + row_tile % kRowTilesPerGroup * TILE_N +
                          lane % kChunksPerSlot * kChunk;
     const Word to = stage + (lane / kChunksPerSlot * kChunksPerSlot +
                              (lane % kChunksPerSlot ^ swizzle(lane / kChunksPerSlot))) * kChunkBytes;
@@ -209,6 +226,57 @@ struct PanelLoader {
             store(panel, eight, n8_of(item), chunk_of(item));
         }
     }
+
+    // Eight values of the norm's weight, zeros past column k.
+    __device__ __forceinline__ uint4 load_norm(const SCALAR* norm_weight, int chunk) const {
+        return load_eight<true>(norm_weight + chunk * kChunk, k - chunk * kChunk);
+    }
+
+    // Copies the only panel, normalised. `norm` holds the norm's weight of the thread's first chunk, loaded early; `sums` are
+    // kN8Tokens * WARPS floats of shared memory. The chunk that a thread loads last stays in its registers.
+    __device__ __forceinline__ void copy_normalised(char* panel, const SCALAR* norm_weight, uint4 norm, float epsilon,
+                                                    float* sums) const {
+        const int own = threadIdx.x, last = own + max(chunks - 1 - own, 0) / kThreads * kThreads;
+        uint4 eight[kN8Tokens];
+        float squares[kN8Tokens] = {};
+#pragma unroll 1
+        for (int chunk = own; chunk < chunks; chunk += kThreads) {
+            load<true>(eight, 0, 0, chunk);
+#pragma unroll
+            for (int token = 0; token < kN8Tokens; ++token) {
+                const uint4 unit = eight[token];
+                squares[token] += squares_of(unit.x) + squares_of(unit.y) + squares_of(unit.z) + squares_of(unit.w);
+            }
+        }
+#pragma unroll
+        for (int token = 0; token < kN8Tokens; ++token) {
+            if (token >= m) break;
+            const float sum = warp_sum(squares[token]);
+            if (own % kWarp == 0) sums[token * WARPS + warp_index()] = sum;
+        }
+        __syncthreads();
+        float scales[kN8Tokens];
+#pragma unroll
+        for (int token = 0; token < kN8Tokens; ++token) {
+            float sum = 0;
+#pragma unroll
+            for (int warp = 0; warp < WARPS; ++warp) sum += token < m ? sums[token * WARPS + warp] : 0.0f;
+            scales[token] = rsqrtf(sum / k + epsilon);
+        }
+#pragma unroll 1
+        for (int chunk = last; chunk >= 0 && own < chunks; chunk -= kThreads) {
+            if (chunk != last) load<true>(eight, 0, 0, chunk);
+            const uint4 weight = chunk == own ? norm : load_norm(norm_weight, chunk);
+#pragma unroll
+            for (int token = 0; token < kN8Tokens; ++token) {
+                const uint4 x_unit = eight[token];
+                const float scale = scales[token];
+                eight[token] = uint4{normalised(x_unit.x, weight.x, scale), normalised(x_unit.y, weight.y, scale),
+                                     normalised(x_unit.z, weight.z, scale), normalised(x_unit.w, weight.w, scale)};
+            }
+            store(panel, eight, 0, chunk);
+        }
+    }
 };
 
 // A warp's tiles in flight.
@@ -262,15 +330,28 @@ __device__ __forceinline__ void store_partial(Partial& partial, const Accumulato
     }
 }
 
-// Adds the warps' partial sums, and stores.
-__device__ __forceinline__ void epilogue(const Partial* partials, const SCALAR* bias, SCALAR* y, int m, int n, int first_row) {
+// What ADD_RESIDUAL adds to output `i` of a row tile.
+__device__ __forceinline__ float residual_at(const SCALAR* residual, int i, int m, int n, int first_row) {
+    const int row = first_row + i % TILE_N;
+    return ADD_RESIDUAL && i < m * TILE_N && row < n ? to_float(residual[static_cast<long long>(i / TILE_N) * n + row]) : 0.0f;
+}
+
+// Adds the warps' partial sums, and stores. `added` is the residual of the thread's output, which was loaded early.
+__device__ __forceinline__ void epilogue(const Partial* partials, const SCALAR* bias, float added, SCALAR* y, int m, int n,
+                                         int first_row) {
+    const int rows = SILU_MUL ? n / 2 : n;
     for (int i = threadIdx.x; i < m * TILE_N; i += kThreads) {
         const int token = i / TILE_N, row = first_row + i % TILE_N;
-        if (row >= n) continue;
-        float sum = bias ? to_float(bias[row]) : 0.0f;
+        if (row >= rows) continue;
+        float sum = bias ? to_float(bias[row]) : 0.0f, up = SILU_MUL && bias ? to_float(bias[rows + row]) : 0.0f;
 #pragma unroll
-        for (int warp = 0; warp < WARPS; ++warp) sum += partials[warp][token][i % TILE_N];
-        store(y + static_cast<long long>(token) * n + row, sum);
+        for (int warp = 0; warp < kSliceWarps; ++warp) {
+            sum += partials[warp][token][i % TILE_N];
+            if (SILU_MUL) up += partials[kSliceWarps + warp][token][i % TILE_N];
+        }
+        if (SILU_MUL) sum = silu_mul(sum, up);
+        if (ADD_RESIDUAL) sum = added + rounded(sum);
+        store(y + static_cast<long long>(token) * rows + row, sum);
     }
 }
 
@@ -280,25 +361,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_v
     const SCALAR* values,            // [groups, slots, LENGTH]
     const unsigned char* positions,  // [groups, slots]
     const SCALAR* bias,              // [n] or null
-    SCALAR* y,                       // [m, n]
-    int m, int n, int k, int slots, int row_tiles,
+    const SCALAR* norm_weight,       // [k], aligned to 16 bytes, with RMS_NORM
+    const SCALAR* residual,          // [m, n] with ADD_RESIDUAL
+    SCALAR* y,                       // [m, n], or [m, n / 2] with SILU_MUL
+    int m, int n, int k, int slots,
+    int row_tiles,                   // of y
     int panel_tiles,                 // tiles of slots per panel of x
     int panel_chunks,                // chunks of eight columns per panel
     int panels,                      // number of panels that cover x
     int steps,                       // tiles per warp and panel, a multiple of STAGES
-    int aligned                      // whether the rows of x begin at multiples of 16 bytes
+    int aligned,                     // whether the rows of x begin at multiples of 16 bytes; in a fused kernel they do
+    float epsilon
 ) {
     extern __shared__ __align__(256) unsigned char shared[];
     const Work work{values, positions, slots, row_tiles, panel_tiles, panels, (slots + kTileSlots - 1) / kTileSlots, steps};
     const PanelLoader loader{x, m, k, panel_chunks, static_cast<Word>(panel_chunks * kChunk * kColumnBytes)};
-    const int warp = threadIdx.x / kWarp;
+    const int warp = warp_index();
     char* panel = reinterpret_cast<char*>(shared) + WARPS * STAGES * kTileBytes;
     Partial* partials = reinterpret_cast<Partial*>(panel + kN8Tiles * loader.n8_bytes);
     char* exchange = reinterpret_cast<char*>(partials + WARPS) + warp * kTileSlots * 2;
 
     TileIterator at{static_cast<int>(blockIdx.x), 0, 0, false};
     Pipeline pipeline{smem_address(shared) + warp * STAGES * kTileBytes, at};
-    griddepcontrol_wait();
+    if constexpr (!kFused) griddepcontrol_wait();
     int item = threadIdx.x;
     uint4 eight[kN8Tokens];
     const bool x_first = kXFirst && aligned && PanelLoader::chunk_of(item) < panel_chunks;
@@ -306,17 +391,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_v
 #pragma unroll
     for (int i = 0; i < STAGES; ++i) pipeline.refill(i, work);
     griddepcontrol_launch_dependents();
+    uint4 norm{};
+    if constexpr (RMS_NORM) norm = loader.load_norm(norm_weight, threadIdx.x);
+    if constexpr (kFused) griddepcontrol_wait();
     if (x_first) {
         loader.store(panel, eight, PanelLoader::n8_of(item), PanelLoader::chunk_of(item));
         item += kThreads;
     }
     for (int loaded = -1; at.row_tile < row_tiles; at.next_row_tile()) {
         Accumulators d = {};
+        const float added = residual_at(residual, threadIdx.x, m, n, at.row_tile * TILE_N);
         for (at.pass = 0; at.pass < panels; ++at.pass) {
             if (at.panel(work) != loaded) {
                 if (loaded >= 0) __syncthreads();
                 loaded = at.panel(work);
-                if (aligned) loader.copy<true>(panel, at.first_column(work), item);
+                if constexpr (RMS_NORM)
+                    loader.copy_normalised(panel, norm_weight, norm, epsilon, reinterpret_cast<float*>(partials));
+                else if (kFused || aligned) loader.copy<true>(panel, at.first_column(work), item);
                 else loader.copy<false>(panel, at.first_column(work), item);
                 item = threadIdx.x;
                 __syncthreads();
@@ -325,7 +416,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_v
         }
         store_partial(partials[warp], d);
         __syncthreads();
-        epilogue(partials, bias, y, m, n, at.row_tile * TILE_N);
+        epilogue(partials, bias, added, y, m, n, at.row_tile * TILE_N);
         __syncthreads();
     }
 }

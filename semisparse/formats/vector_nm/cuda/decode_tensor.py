@@ -9,31 +9,42 @@ from torch import Tensor
 
 from semisparse.errors import KernelError
 from semisparse.formats.base import Packed
-from semisparse.formats.kernel import Problem, Product
+from semisparse.formats.kernel import NOTHING_FUSED, FusedOperands, FusedProduct, Problem, Product
 from semisparse.formats.vector_nm.cuda import decode
 from semisparse.formats.vector_nm.cuda.decode_schedule import (
     CHUNK_COLUMNS,
+    FUSED_ONE_WAVE,
+    FUSED_WAVES,
     TENSOR_VECTOR_LENGTHS,
     TILE_SLOTS,
     DecodeTensorSchedule,
     choose_decode_tensor,
+    choose_fused,
 )
 from semisparse.formats.vector_nm.cuda.operands import aligned, bias_like
 from semisparse.formats.vector_nm.storage.disk import groups_and_slots, vectors_of
 from semisparse.patterns import VectorNM
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.kernel import CudaSource
+from semisparse.runtime.nvrtc import Defines
+
+UNFUSED: Defines = {"RMS_NORM": 0, "ADD_RESIDUAL": 0, "SILU_MUL": 0}
 
 SOURCE = CudaSource(
     Path(__file__).with_name("decode_tensor.cu"),
     tuple(
-        DecodeTensorSchedule(VectorNM(*pattern), dtype, tile_m, 16, 2).defines
-        for pattern, dtype, tile_m in (
-            ((16, 32, 32), torch.float16, 1),
-            ((16, 32, 32), torch.float16, 8),
-            ((16, 32, 32), torch.bfloat16, 16),
-            ((5, 7, 16), torch.bfloat16, 8),
-            ((5, 7, 128), torch.float16, 1),
+        {**DecodeTensorSchedule(VectorNM(*pattern), dtype, *schedule).defines, **UNFUSED, **fusion}
+        for pattern, dtype, schedule, fusion in (
+            ((16, 32, 32), torch.float16, (1, 16, 2, 1, 2), {}),
+            ((16, 32, 32), torch.float16, (8, 16, 2), {}),
+            ((16, 32, 32), torch.bfloat16, (16, 16, 2), {}),
+            ((5, 7, 16), torch.bfloat16, (8, 16, 2), {}),
+            ((5, 7, 128), torch.float16, (1, 16, 2, 1, 2), {}),
+            ((16, 32, 32), torch.bfloat16, (1, *FUSED_WAVES[:2], 1, FUSED_WAVES[2]), {"RMS_NORM": 1}),
+            ((16, 32, 32), torch.float16, (1, *FUSED_WAVES[:2], 2, FUSED_WAVES[2]), {"RMS_NORM": 1, "SILU_MUL": 1}),
+            ((16, 32, 32), torch.bfloat16, (1, *FUSED_ONE_WAVE[:2], 1, FUSED_ONE_WAVE[2]), {"ADD_RESIDUAL": 1}),
+            ((16, 32, 32), torch.float16, (8, 16, 2, 2), {"RMS_NORM": 1, "SILU_MUL": 1}),
+            ((5, 7, 16), torch.bfloat16, (8, 16, 2), {"ADD_RESIDUAL": 1}),
         )
     ),
 )
@@ -61,13 +72,23 @@ def prepare(problem: Problem, schedule: DecodeTensorSchedule | None = None) -> P
     Raises:
         KernelError: no panel of x fits shared memory.
     """
+    return _prepared(problem, schedule or schedule_for(problem))
+
+
+def fuse(problem: Problem) -> FusedProduct | None:
+    """As `prepare`, for a problem with a prologue or an epilogue; None if no schedule can fuse them."""
+    schedule = choose_fused(problem, device_facts(problem.device))
+    return None if schedule is None else _prepared(problem, schedule)
+
+
+def _prepared(problem: Problem, schedule: DecodeTensorSchedule | None) -> FusedProduct:
     (n, k), facts = problem.spec.shape, device_facts(problem.device)
-    schedule = schedule or schedule_for(problem)
     windows = schedule.windows_per_panel(k, facts.shared_per_cta) if schedule else None
     if schedule is None or windows is None:
         raise KernelError(f"no panel of x for {problem.pattern} fits shared memory")
     _, slots = groups_and_slots(problem.spec)
-    slot_tiles, row_tiles = -(-slots // TILE_SLOTS), -(-n // schedule.tile_n)
+    width = n // 2 if problem.epilogue == "silu_mul" else n
+    slot_tiles, row_tiles = -(-slots // TILE_SLOTS), -(-width // schedule.tile_n)
     panel_tiles = -(-windows * schedule.pattern.keep // TILE_SLOTS)
     sizes = {
         "n": n,
@@ -77,19 +98,22 @@ def prepare(problem: Problem, schedule: DecodeTensorSchedule | None = None) -> P
         "panel_tiles": panel_tiles,
         "panel_chunks": schedule.panel_chunks(windows),
         "panels": -(-slot_tiles // panel_tiles),
-        "steps": -(-min(slot_tiles, panel_tiles) // (schedule.warps * schedule.stages)) * schedule.stages,
+        "steps": schedule.steps(min(slot_tiles, panel_tiles)),
         "aligned": int(k % CHUNK_COLUMNS == 0),
     }
-    # For one token a CTA per row tile; for more a CTA copies x once for all of its row tiles.
-    grid = (row_tiles if schedule.tile_m == 1 else min(row_tiles, facts.sms), 1, 1)
-    build = SOURCE.build("semisparse_vector_nm_decode_tensor", schedule.defines, schedule.shared_bytes(windows))
+    grid = (schedule.ctas(row_tiles, facts.sms), 1, 1)
+    defines = {**schedule.defines, **problem.fusion_defines}
+    build = SOURCE.build("semisparse_vector_nm_decode_tensor", defines, schedule.shared_bytes(windows))
     kernel, threads = build.load(problem.device), 32 * schedule.warps
 
-    def decode_tensor(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+    def decode_tensor(x: Tensor, packed: Packed, bias: Tensor | None, fused: FusedOperands = NOTHING_FUSED) -> Tensor:
         x, values, bias = aligned(x), aligned(packed.tensors["values"]), bias_like(x, bias)
-        y = x.new_empty(x.shape[0], n)
+        y = x.new_empty(x.shape[0], width)
         operands = {"x": x, "values": values, "positions": packed.tensors["positions"].contiguous(), "bias": bias}
-        kernel(grid, threads, pdl=facts.has_pdl, **operands, y=y, m=x.shape[0], **sizes)
+        kernel(
+            grid, threads, pdl=facts.has_pdl, **operands, y=y, m=x.shape[0], norm_weight=fused.norm_weight,
+            residual=fused.residual, epsilon=fused.epsilon, **sizes,
+        )  # fmt: skip
         return y
 
     return decode_tensor
