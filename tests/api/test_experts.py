@@ -14,7 +14,6 @@ from torch import nn
 import semisparse
 from semisparse.api import inspect_directory
 from semisparse.errors import InputError
-from semisparse.integrations import tensor_parallel
 from semisparse.integrations.transformers import sparse_layers
 from semisparse.nn import SparseExperts
 from semisparse.patterns import parse_pattern
@@ -170,13 +169,6 @@ def test_a_target_is_reached(tmp_path: Path) -> None:
         assert len(chosen) == 1
     loaded = semisparse.load(tmp_path / "out", "cpu", torch.bfloat16)
     assert torch.equal(loaded(IDS).logits, model(IDS).logits)
-
-
-def test_experts_are_not_distributed(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = semisparse.load(mixtral, "cpu")
-    monkeypatch.setattr(tensor_parallel, "_tp_mesh", lambda model: object())
-    with pytest.raises(InputError, match=r"packed experts \(model\.layers\.0\.mlp\.experts\) run on one device only"):
-        tensor_parallel.shard_layers(model, sparse_layers(model))
 
 
 def test_a_model_with_experts_is_not_compiled_in_one_graph(mixtral: Path) -> None:
