@@ -1,17 +1,26 @@
-"""The Python entry points. They run compression algorithms and pack the results into formats."""
+"""The Python entry points. They run compression algorithms and pack the results into formats.
 
-from semisparse.api.availability import list_formats
-from semisparse.api.compression import CompressionReport, compress
-from semisparse.api.exporting import export
-from semisparse.api.inspecting import inspect_directory
-from semisparse.api.loading import load
-from semisparse.api.measuring import evaluate
-from semisparse.api.packing import pack
-from semisparse.api.recipe import read_recipe, recipes
-from semisparse.api.targets import parse_targets
-from semisparse.checkpoint import load_tokenizer, pick_device
-from semisparse.compress import joined_ranks
-from semisparse.formats import linear
+Names are imported when they are first used: `inspect` needs no compression, and importing all of it takes seconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from semisparse.api.availability import list_formats
+    from semisparse.api.compression import CompressionReport, compress
+    from semisparse.api.exporting import export
+    from semisparse.api.inspecting import inspect_directory
+    from semisparse.api.loading import load
+    from semisparse.api.measuring import evaluate
+    from semisparse.api.packing import pack
+    from semisparse.api.recipe import read_recipe, recipes
+    from semisparse.api.targets import parse_targets
+    from semisparse.checkpoint import load_tokenizer, pick_device
+    from semisparse.compress import joined_ranks
+    from semisparse.formats import linear
 
 __all__ = [
     "CompressionReport",
@@ -30,3 +39,30 @@ __all__ = [
     "read_recipe",
     "recipes",
 ]
+
+HOMES = {
+    **dict.fromkeys(("CompressionReport", "compress"), "semisparse.api.compression"),
+    **dict.fromkeys(("read_recipe", "recipes"), "semisparse.api.recipe"),
+    **dict.fromkeys(("load_tokenizer", "pick_device"), "semisparse.checkpoint"),
+    "evaluate": "semisparse.api.measuring",
+    "export": "semisparse.api.exporting",
+    "inspect_directory": "semisparse.api.inspecting",
+    "joined_ranks": "semisparse.compress",
+    "linear": "semisparse.formats",
+    "list_formats": "semisparse.api.availability",
+    "load": "semisparse.api.loading",
+    "pack": "semisparse.api.packing",
+    "parse_targets": "semisparse.api.targets",
+}
+"""The module of each name."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module 'semisparse.api' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
