@@ -1,4 +1,4 @@
-"""Compare a compressed model with dense low-bit models that take no more bytes; report one that is better."""
+"""Compare a compressed model with dense low-bit models of no more bits per weight; report a better one (lower KL)."""
 
 from __future__ import annotations
 
@@ -26,10 +26,13 @@ from semisparse.patterns import Group, Pattern, parse_pattern
 from semisparse.quant.group import fake_quantise, scales_of
 
 TOKENS = (64, 512)
-"""Fewest and most calibration tokens that models are compared on."""
+"""Limits of the number of calibration tokens that models are compared on."""
 
 OPERATIONS = 1e12
-"""Multiply-adds to spend on a forward pass, if `TOKENS` allows: 30 s on two cores without bfloat16 instructions."""
+"""Multiply-adds per forward pass, which set the number of tokens within `TOKENS`.
+
+They take 30 s on two cores without bfloat16 instructions.
+"""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Rival:
         bits: stored bits per weight.
         kl: KL(dense || rounded), in nats per token.
         own_kl: KL(dense || compressed) on the same tokens; NaN until there is a compressed model.
-        tokens: number of these tokens.
+        tokens: number of predicted tokens that both are averaged over.
     """
 
     recipe: str
@@ -52,7 +55,9 @@ class Rival:
 
 
 class Rivals:
-    """Dense low-bit models of the layers that a recipe compresses, measured before it changes them.
+    """Dense low-bit rivals of a compressed model: the linear layers that a recipe compresses, rounded to nearest.
+
+    Their KL is measured when this is created, before the recipe changes the model.
 
     Args:
         model: dense.
@@ -85,7 +90,10 @@ class Rivals:
         ]
 
     def better_than(self, model: PreTrainedModel, bits: float) -> dict[str, Any] | None:
-        """Return the rival of at most ``bits`` bits per weight with the least KL, if it is less than ``model``'s."""
+        """Return the best rival of at most ``bits`` bits per weight, as a dict of the fields of `Rival`.
+
+        None if no such rival has a lower KL than ``model``, which is compressed.
+        """
         prefix, modules = decoder_layers(model)
         layers = [DecoderLayer(f"{prefix}.{index}", module, {}) for index, module in enumerate(modules)]
         [found] = self._log_probabilities(model, layers, [None])
@@ -110,10 +118,12 @@ class Rivals:
         recipes: Sequence[Recipe | None],
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Iterator[list[Tensor]]:
-        """Run a model as it is (None) or rounded as a recipe says, with one decoder layer at a time on the device.
+        """Run a model once per item of ``recipes``, with one decoder layer at a time on the device.
+
+        For None the model runs as it is, for a recipe its linear layers are rounded to nearest.
 
         Yields:
-            For each recipe a list with one tensor per sequence: the log-probabilities that predict its second and later
+            For each item a list with one tensor per sequence: the log-probabilities that predict its second and later
             tokens, [tokens - 1, vocabulary] float32.
         """
         training, modules = model.training, [layer.module for layer in layers]

@@ -1,4 +1,4 @@
-"""Targets, as limits on the cost of a model's layers, and the cost of every choice."""
+"""Convert targets to limits on the total costs of a model's layers; compute what each choice for a layer costs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def parse_targets(settings: Iterable[str]) -> dict[str, str]:
 
 
 def limits_of(targets: Mapping[str, float], dtype: torch.dtype) -> dict[str, float]:
-    """Return the largest total of each cost, relative to dense weights of a dtype."""
+    """Return the upper limit of each cost, summed over all layers, as a fraction of dense weights' in ``dtype``."""
     limits = {key: 1 / value for key, value in targets.items() if key in WORKLOADS}
     stored = [targets["bits"] / (8 * dtype.itemsize)] if "bits" in targets else []
     stored += [targets["size"]] if "size" in targets else []
@@ -66,12 +66,12 @@ def written(targets: Mapping[str, float]) -> str:
 
 
 def menu(recipe: Recipe, *, rounds_activations: bool) -> list[Choice]:
-    """List what a joint search may make of a layer, dense first.
+    """List the choices of pattern, bits and format for a layer in a joint search, dense first.
 
     Args:
         recipe: its `format`, if it names one, is the only one beside dense.
-        rounds_activations: whether choices that quantise activations to 8 bits are allowed. They are faster on a GPU
-            with many tokens only, and the search does not measure what quantising activations loses.
+        rounds_activations: whether choices that quantise activations to 8 bits are allowed. They pay only on a GPU
+            and for many tokens, and the search does not measure what quantising activations loses.
     """
     formats = [form for form in registry().values() if recipe.format in ("auto", form.name)]
     listed = [Choice(pattern, quant, form.name) for form in formats for pattern, quant in form.choices]
@@ -82,7 +82,7 @@ def menu(recipe: Recipe, *, rounds_activations: bool) -> list[Choice]:
 def options_of(
     choices: Sequence[Choice], workloads: Iterable[str], dtype: torch.dtype, machine: Machine | None
 ) -> Callable[[Sequence[tuple[int, int]]], list[Option]]:
-    """Return a function from the shapes of linear layers that share an input to their options.
+    """Return a function that takes the shapes [N, K] of linear layers that share an input and returns their options.
 
     Args:
         choices: the first is dense.
@@ -139,8 +139,8 @@ def _seconds(
 ) -> float:
     """Return the predicted time of a matmul.
 
-    A time that was not measured is scaled by what the roofline model errs by for measured patterns of the same format
-    and bits: otherwise 48:64 in 4 bits seems faster than 32:64, whose kernel was timed.
+    A time that the roofline model predicts is corrected by the median ratio of measured to predicted time over the
+    other patterns of the same format and bits. Without it 48:64 in 4 bits seems faster than 32:64, which was measured.
     """
     found, _ = estimate_matmul(candidate, m, n, k, dtype, machine)
     if found.measured or candidate.is_baseline:

@@ -19,7 +19,7 @@ MARKERS = "osD^vPX"
 """One per format, so that points of two formats differ in more than colour."""
 
 LINES = ("-", "--", ":", "-.")
-"""One per candidate of a format."""
+"""One per candidate (pattern and pack options, `roofline.Candidate`) of a format."""
 
 FILLS = ("full", "none", "left", "right", "top", "bottom")
 """One per candidate of a format, for points without a line."""
@@ -44,11 +44,11 @@ def load_pyplot() -> Any:
 
 
 def style_of(form: str, variant: int = 0) -> dict[str, Any]:
-    """Return a format's colour and marker, and the line and filling of one of its candidates.
+    """Return matplotlib keywords: a format's colour and marker, and one of its candidates' line and fill style.
 
     Args:
         form: the format's name; any other name has the style that follows the last format's.
-        variant: the number of the candidate among its format's.
+        variant: index of the candidate among those of its format.
     """
     names = format_names()
     number = names.index(form) if form in names else len(names)
@@ -61,7 +61,7 @@ def style_of(form: str, variant: int = 0) -> dict[str, Any]:
 
 
 def numbered_style(number: int) -> dict[str, Any]:
-    """Return the colour and marker of a series that is no format."""
+    """Return matplotlib keywords, colour and marker, for a series that does not stand for a format."""
     return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
 
 
@@ -71,8 +71,8 @@ def draw(path: Path, title: str, cells: int, fill: Callable[[list[Axes]], None])
     Args:
         path: path of the file to write.
         title: title of the figure.
-        cells: number of axes.
-        fill: called with the axes, draws into them.
+        cells: number of axes to draw.
+        fill: draws; called with all axes of the grid, of which the first ``cells`` are shown.
     Returns:
         The path.
     Raises:

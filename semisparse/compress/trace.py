@@ -31,8 +31,8 @@ class SharedInput:
 
     Args:
         linears: names of these linear layers in the decoder layer, in call order.
-        residuals: for each of them whose output is added to the residual stream, where the stream can be read before
-            that addition.
+        residuals: for those whose output is added to the residual stream, by name: a hook point where the stream is
+            read before the addition.
         all_tokens: whether they read every token of a batch.
     """
 
@@ -196,7 +196,10 @@ def _residual_before(trace: Sequence[_Sample], first: int, name: str) -> HookPoi
 
 
 def _is_sum(total: Tensor, left: Tensor, right: Tensor) -> bool:
-    """Return whether ``total = left + right`` within 4 eps; rounding of the sum and of this check take up to 2."""
+    """Return whether ``total = left + right`` within 4 eps of the sum of their magnitudes.
+
+    Rounding, in the layer's addition and in this check, takes less than 2 eps.
+    """
     if not total.shape == left.shape == right.shape:
         return False
     bound = 4 * torch.finfo(total.dtype).eps * (total.abs() + left.abs() + right.abs())
@@ -205,7 +208,10 @@ def _is_sum(total: Tensor, left: Tensor, right: Tensor) -> bool:
 
 @contextlib.contextmanager
 def hooked(layer: nn.Module, modules: Iterable[str], observe: Callable[[HookPoint, Tensor], None]) -> Iterator[None]:
-    """Call ``observe`` with each input and output ([tokens, features]) of the named submodules."""
+    """Call ``observe`` at each call of the named submodules, with an input and an output, [tokens, features].
+
+    They are the first floating-point tensors among the arguments and among the results.
+    """
 
     def pass_on(point: HookPoint, values: Iterable[Any]) -> None:
         first = next((value for value in values if isinstance(value, Tensor) and value.is_floating_point()), None)

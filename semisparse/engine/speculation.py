@@ -1,7 +1,7 @@
 """Speculative decoding: draft tokens are verified in one decoder step.
 
-They are looked up in the text so far (prompt lookup), or come from a draft model (draft_model.py). Those before the
-first that differs from the model's argmax are accepted, so the output is that of greedy decoding.
+They are looked up in the text so far (prompt lookup), or come from a draft model (draft_model.py). Draft tokens
+before the first that differs from the model's argmax are accepted, so the output is that of greedy decoding.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ NGRAMS = (3, 2, 1)
 
 
 def propose(tokens: Sequence[int], count: int) -> list[int]:
-    """Return up to ``count`` draft tokens: those after the latest earlier occurrence of the longest n-gram of `NGRAMS`.
+    """Return up to ``count`` draft tokens: those that followed when the text's last n-gram occurred before.
 
-    Empty if no n-gram at the end of ``tokens`` occurs before.
+    Of the lengths in `NGRAMS` the longest that occurs before is taken, at its latest earlier occurrence. Empty if none
+    occurs before.
     """
     for length in NGRAMS:
         last = list(tokens[-length:])

@@ -1,4 +1,4 @@
-"""What both layouts share: their params, and numbers that are stored as deltas of 4 or 8 bits."""
+"""What row panels and the paper's EC-CSR, the two layouts, share: params, and deltas of 4 or 8 bits."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PANELS, PAPER = LAYOUTS = ("banks", "paper")
 DELTA_BITS = (4, 8)
 
 LANES = 32
-"""Lanes per warp. Each has a list of its own."""
+"""Lanes per warp. In both layouts each lane decodes deltas of its own, from a base of its own."""
 
 MAX_COLUMNS = 1 << 29
-"""Maximum K: a position in a panel of 64 rows and K / 32 columns per lane stays below 2**31."""
+"""Maximum K. A position in a panel of up to 64 rows and K / 32 columns per lane stays below 2**30, within int32."""
 
 INDEX_DTYPES = {16: torch.int16, 32: torch.int32}
 
@@ -44,7 +44,10 @@ def delta_bits_of(params: Params) -> int:
 
 
 def index_bits_for(k: int) -> int:
-    """Return the bits per element of ``bases``, a position or a column of a weight with ``k`` columns."""
+    """Return the bits per element of ``bases`` for a weight with ``k`` columns.
+
+    An element is a position in a row panel, below 64 * ceil(K / 32), or a column in EC-CSR.
+    """
     return 16 if k <= 1 << 15 else 32
 
 
@@ -81,7 +84,12 @@ def deltas_at(stored: Tensor, index: Tensor, bits: int) -> Tensor:
 
 
 def rank_in_group(groups: Tensor, counts: Tensor) -> Tensor:
-    """Number the members of each group from 0, given sorted groups and how many members each has."""
+    """Number the members of each group from 0.
+
+    Args:
+        groups: the group of each member, ascending, int64.
+        counts: the number of members of each group.
+    """
     return torch.arange(len(groups), device=groups.device) - (counts.cumsum(0) - counts)[groups]
 
 
@@ -90,10 +98,10 @@ def bridged(groups: Tensor, numbers: Tensor, limit: int) -> tuple[Tensor, Tensor
 
     Args:
         groups: [entries] int64, ascending.
-        numbers: [entries] int64, ascending within a group.
+        numbers: [entries] int64, strictly ascending within a group.
         limit: maximum gap.
     Returns:
-        Groups and numbers with those inserted, and whether an entry is one of the given ones.
+        Groups and numbers, the inserted ones included, and a bool for each: False if it was inserted.
     """
     gap = numbers.diff(prepend=numbers[:1])
     gap = torch.where(groups.diff(prepend=groups[:1] - 1) == 0, gap, 1)
@@ -105,7 +113,7 @@ def bridged(groups: Tensor, numbers: Tensor, limit: int) -> tuple[Tensor, Tensor
 
 
 def refuse_repeats(positions: Iterable[Tensor]) -> None:
-    """Refuse weights that are stored at one position of the matrix.
+    """Refuse to store two weights at the same row and column.
 
     Args:
         positions: row * K + column of the stored weights, int64.

@@ -72,7 +72,10 @@ def operand_refusal(problem: Problem, layout: str) -> str | None:
 
 
 def pays(problem: Problem) -> bool:
-    """Return whether `gemm` is faster than `unpack`. It is in 8 bits; in 16, lifting may cost more than 2:4 gains."""
+    """Return whether `gemm` is assumed to be faster than `unpack`.
+
+    With 8-bit values it always is. With 16-bit values the lifted K' may exceed K by more than 2:4 gains.
+    """
     if quantised_dtype(problem.params) is not None:
         return True
     expansion = lifted_columns(problem.k, window_of(problem.pattern)) / problem.k

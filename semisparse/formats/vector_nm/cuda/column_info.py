@@ -1,4 +1,8 @@
-"""Transpose x and compute the column information of the tiled GEMMs, in one launch (column_info.cu)."""
+"""Transpose x and compute the column information of the tiled GEMMs, in one launch (column_info.cu).
+
+The column information says where in a stage's buffer of x the column is that each slot multiplies. A group is
+`length` rows that keep the same columns; a slot is one kept column of a group.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +28,11 @@ TILE = 64
 ColumnInfo = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None, Tensor]]
 """(x [M, K], positions [groups, slots]) -> x_t, columns, offsets; of these only x_t depends on x and on M.
 
-x_t: [columns, tokens padded to whole tiles] in x's dtype, zeros past K and M. columns: [row_tiles, stages, columns per
-stage] int32 if the schedule packs columns, else None. offsets: [row_tiles, stages, groups per tile, slots per stage]
-int32. column_info.cu says what columns and offsets hold.
+x_t: [K padded, M padded to whole CTA tiles] in x's dtype, zeros past K and M. K is padded to whole windows if the
+schedule packs columns, else to whole stages. ``columns``: [row_tiles, stages, columns per stage] int32, the columns of
+x in each stage's buffer; None unless the schedule packs columns. ``offsets``: [row_tiles, stages, groups per tile,
+slots per stage] int32, where each slot's column is in the buffer (encoded as column_info.cu says). Here ``stages``
+counts all stages along K; `GemmSchedule.stages` counts the buffers.
 """
 
 
@@ -67,7 +73,10 @@ def prepare(problem: Problem, schedule: GemmSchedule) -> ColumnInfo:
 
 
 def _build(itemsize: int, pattern: VectorNM, stage_slots: int) -> KernelBuild:
-    """Return the kernel for elements of ``itemsize`` bytes; shared memory holds a tile of x, or a bit mask per warp."""
+    """Return the kernel for elements of ``itemsize`` bytes.
+
+    Shared memory holds a tile of x in CTAs that transpose, and a bit mask per warp in the other CTAs.
+    """
     mask_words = -(-((stage_slots - 1) // pattern.keep + 2) * pattern.window // 32)
     shared = max(TILE * (TILE + 4 // itemsize) * itemsize, WARPS * 4 * mask_words)
     return SOURCE.build("semisparse_vector_nm_column_info", {"BYTES": itemsize}, shared)
