@@ -56,7 +56,7 @@ __device__ __forceinline__ void stage_x(Feature* features, const SCALAR* x, int 
 #if TOKENS == 1
     if (k % kVector == 0 && reinterpret_cast<unsigned long long>(rows[0]) % 16 == 0) {
         for (int at = threadIdx.x; at < k / kVector; at += kThreads) {
-            const uint4 bits = __ldg(reinterpret_cast<const uint4*>(rows[0]) + at);
+            const uint4 bits = reinterpret_cast<const uint4*>(rows[0])[at];
             const SCALAR* values = reinterpret_cast<const SCALAR*>(&bits);
 #pragma unroll
             for (int part = 0; part < kVector; part += 4) {
