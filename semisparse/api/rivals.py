@@ -29,9 +29,9 @@ TOKENS = (64, 512)
 """Limits of the number of calibration tokens that models are compared on."""
 
 OPERATIONS = 1e12
-"""Multiply-adds per forward pass, which set the number of tokens within `TOKENS`.
+"""Budget of multiply-adds per forward pass: divided by the number of weights, it gives the tokens, within `TOKENS`.
 
-They take 30 s on two cores without bfloat16 instructions.
+So many take 30 s on two cores without bfloat16 instructions.
 """
 
 
@@ -42,8 +42,8 @@ class Rival:
     Args:
         recipe: name of the recipe that stores this model.
         bits: stored bits per weight.
-        kl: KL(dense || rounded), in nats per token.
-        own_kl: KL(dense || compressed) on the same tokens; NaN until there is a compressed model.
+        kl: KL(uncompressed model || this model), in nats per token.
+        own_kl: KL(uncompressed model || compressed model) on the same tokens; NaN until there is a compressed model.
         tokens: number of predicted tokens that both are averaged over.
     """
 
@@ -60,7 +60,7 @@ class Rivals:
     Their KL is measured when this is created, before the recipe changes the model.
 
     Args:
-        model: dense.
+        model: not yet compressed.
         plan: the recipe.
         batches: calibration token ids, each [batch, tokens] int64.
         device: where one decoder layer at a time runs.

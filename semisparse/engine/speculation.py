@@ -21,8 +21,8 @@ NGRAMS = (3, 2, 1)
 def propose(tokens: Sequence[int], count: int) -> list[int]:
     """Return up to ``count`` draft tokens: those that followed when the text's last n-gram occurred before.
 
-    Of the lengths in `NGRAMS` the longest that occurs before is taken, at its latest earlier occurrence. Empty if none
-    occurs before.
+    The lengths in `NGRAMS` are tried in order; the first n-gram that also occurs earlier is taken, and of its earlier
+    occurrences the last. Empty if none occurs earlier.
     """
     for length in NGRAMS:
         last = list(tokens[-length:])

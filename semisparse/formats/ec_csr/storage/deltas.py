@@ -1,4 +1,4 @@
-"""What row panels and the paper's EC-CSR, the two layouts, share: params, and deltas of 4 or 8 bits."""
+"""Params, and deltas of 4 or 8 bits: what the two layouts, row panels and the paper's EC-CSR, have in common."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def widened(stored: Tensor) -> Tensor:
 
 
 def packed_deltas(deltas: Tensor, bits: int) -> Tensor:
-    """Store deltas, uint8, in ``bits``; of two 4-bit deltas in a byte, the first is the low half."""
+    """Pack uint8 deltas in ``bits`` each: two 4-bit deltas per byte, the first in the low half."""
     return deltas if bits == 8 else deltas[::2] | deltas[1::2] << 4
 
 

@@ -1,4 +1,7 @@
-"""The kernel ``gemm``, for Hopper: a launch that quantises and lifts x (lift.cu), then the 2:4 GEMM (gemm.cu)."""
+"""The kernel ``gemm``, for Hopper: a launch that lifts x (lift.cu), then the 2:4 GEMM (gemm.cu).
+
+With 8-bit values the first launch quantises x, too.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Transpose x and compute the column information of the tiled GEMMs, in one launch (column_info.cu).
 
-The column information says where in a stage's buffer of x the column is that each slot multiplies. A group is
-`length` rows that keep the same columns; a slot is one kept column of a group.
+A group is `length` rows of the weight that keep the same columns; a slot is one kept column of a group. Along K a GEMM
+is a loop over pipeline stages; each copies columns of x to a buffer in shared memory. The column information says, for
+each slot, where in its stage's buffer its column of x is.
 """
 
 from __future__ import annotations
@@ -22,17 +23,20 @@ SOURCE = CudaSource(Path(__file__).with_name("column_info.cu"), ({"BYTES": 2}, {
 
 THREADS, WARPS = 256, 8
 TILE = 64
-"""Tokens, and columns, that a CTA transposes."""
+"""A CTA transposes a tile of ``TILE`` tokens x ``TILE`` columns of x."""
 
 
 ColumnInfo = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None, Tensor]]
 """(x [M, K], positions [groups, slots]) -> x_t, columns, offsets; of these only x_t depends on x and on M.
 
+A schedule packs columns if a stage's buffer holds only those that some group of the row tile keeps, instead of all
+columns of the stage's windows.
+
 x_t: [K padded, M padded to whole CTA tiles] in x's dtype, zeros past K and M. K is padded to whole windows if the
 schedule packs columns, else to whole stages. ``columns``: [row_tiles, stages, columns per stage] int32, the columns of
-x in each stage's buffer; None unless the schedule packs columns. ``offsets``: [row_tiles, stages, groups per tile,
-slots per stage] int32, where each slot's column is in the buffer (encoded as column_info.cu says). Here ``stages``
-counts all stages along K; `GemmSchedule.stages` counts the buffers.
+x in each stage's buffer, -1 past the last; None unless the schedule packs columns. ``offsets``: [row_tiles, stages,
+groups per tile, slots per stage] int32, where each slot's column is in the buffer (encoded as column_info.cu says).
+Here ``stages`` counts all stages along K; `GemmSchedule.stages` counts the buffers.
 """
 
 
@@ -75,7 +79,8 @@ def prepare(problem: Problem, schedule: GemmSchedule) -> ColumnInfo:
 def _build(itemsize: int, pattern: VectorNM, stage_slots: int) -> KernelBuild:
     """Return the kernel for elements of ``itemsize`` bytes.
 
-    Shared memory holds a tile of x in CTAs that transpose, and a bit mask per warp in the other CTAs.
+    Shared memory holds a tile of x in CTAs that transpose. In the other CTAs it holds a bit mask per warp, with one bit
+    for each column that a stage may hold.
     """
     mask_words = -(-((stage_slots - 1) // pattern.keep + 2) * pattern.window // 32)
     shared = max(TILE * (TILE + 4 // itemsize) * itemsize, WARPS * 4 * mask_words)
