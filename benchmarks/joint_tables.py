@@ -1,4 +1,4 @@
-"""The tables of the joint search, of rounding and of targets, from the CSV files in results/."""
+"""The tables of the joint search and of rounding, from the CSV files in results/."""
 
 from __future__ import annotations
 
@@ -144,21 +144,10 @@ def mixed() -> str:
     return markdown(("model", "prompt", "", "layers in 2:4", "KL", ""), lines)
 
 
-def target_speed() -> str:
-    """Predicted and measured speed-ups of targets on an H200."""
-    lines = []
-    for row in result("target_speed.csv"):
-        step = f"{float(row['predicted_step_ms']):.3f} / {float(row['step_ms']):.3f} ms"
-        error = f"{float(row['step_error']):+.1%}".replace("%", " %")
-        lines.append([row["target"], f"{row['predicted']}x", f"{row['measured']}x", step, error])
-    return markdown(("target", "linear layers, predicted", "measured", "engine, predicted / measured", ""), lines)
-
-
 TABLES = {
     "joint": joint,
     "joint-uniform": uniform,
     "joint-units": units,
     "rounding": rounding,
     "mixed-sparsity": mixed,
-    "target-speed": target_speed,
 }

@@ -264,6 +264,12 @@ def test_quality(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     root = DOCS.parent
     monkeypatch.syspath_prepend(root / "benchmarks")
     for words in commands("quality.md"):
+        if words[1] == "-m":
+            monkeypatch.setattr(sys, "argv", [words[2], "--help"])
+            with pytest.raises(SystemExit, match="0"):
+                runpy.run_module(words[2], run_name="__main__")
+            assert words[2].rpartition(".")[2] in capsys.readouterr().out
+            continue
         monkeypatch.setattr(sys, "argv", [*words[1:], "--help"])
         with pytest.raises(SystemExit, match="0"):
             runpy.run_path(str(root / words[1]), run_name="__main__")
