@@ -99,7 +99,7 @@ def times_of_roles(
 ) -> tuple[Callable[[Sequence[tuple[int, int]]], list[Option]], Callable[[Choice], float]]:
     """Return the options of a unit of the trained model, with llama2-7b's times, and a choice's time in all layers.
 
-    A unit is told by its shapes: three layers are q, k and v, two are gate and up; of single ones o is square.
+    A unit is recognised by its shapes: three layers are q, k and v, two are gate and up; of single ones o is square.
     """
     config = architecture("llama2-7b")
     hidden, inner = config.hidden_size, config.intermediate_size
