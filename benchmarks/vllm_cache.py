@@ -23,13 +23,12 @@ def hold(turn: Turn, gib: int) -> None:
     turn.wait()
 
 
-def shared_cache(gib: int, log: Path) -> tuple[Child, Any]:
-    """Start the process that holds the memory; return it, and what opens it (CUDA's inter-process handle)."""
-    holder = Child("cache", log, hold, gib)
-    found = holder.messages("held", 60)
+def shared_cache(gib: int, log: Path) -> Any:
+    """Start the process that holds the memory, and return what opens it: CUDA's inter-process handle."""
+    found = Child("cache", log, hold, gib).messages("held", 60)
     if found is None:
         raise SystemExit(f"no memory could be shared: see {log}")
-    return holder, found["held"]
+    return found["held"]
 
 
 def use_shared_cache(handle: Any) -> None:

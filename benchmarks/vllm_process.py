@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 CONTEXT = multiprocessing.get_context("fork")
 
@@ -51,6 +51,9 @@ class Child:
         arguments: further arguments.
     """
 
+    started: ClassVar[list[Child]] = []
+    """All children of this process."""
+
     def __init__(self, name: str, log: Path, work: Callable[..., None], *arguments: Any) -> None:
         self.name, self.log = name, log
         self._pipe, theirs = CONTEXT.Pipe()
@@ -58,13 +61,14 @@ class Child:
         self.process = CONTEXT.Process(target=_run, args=(log, work, self._pipe, theirs, arguments))
         self.process.start()
         theirs.close()
+        Child.started.append(self)
 
     def messages(self, last: str, seconds: float) -> dict[str, Any] | None:
         """Return all messages up to one that is called ``last``; None without it, after ``seconds`` or a child's death.
 
         What came by then is in `partial`.
         """
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + max(seconds, 0.1)
         self.partial: dict[str, Any] = {}
         while last not in self.partial:
             try:
@@ -96,10 +100,17 @@ class Child:
         self.process.join()
 
 
+def end_all() -> None:
+    """End every child; Python would wait for them at its exit."""
+    for child in Child.started:
+        child.end()
+
+
 def _run(log: Path, work: Callable[..., None], parents: Any, connection: Any, arguments: tuple[Any, ...]) -> None:
     """Run in the child: output goes to the log, and an exception too."""
     parents.close()
     os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)

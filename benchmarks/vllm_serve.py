@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_cache import use_shared_cache
 from vllm_engine import MEAN_OUTPUT, MEAN_PROMPT, chat_lengths, requests_of
 from vllm_process import Turn
 
@@ -71,18 +72,20 @@ def wait_until_up(turn: Turn, port: int) -> None:
             return
 
 
-def run_server(turn: Turn, folder: Path, settings: dict[str, Any], port: int) -> None:
+def run_server(turn: Turn, folder: Path, settings: dict[str, Any], cache: Any, port: int) -> None:
     """Run ``vllm serve`` until the process is killed.
 
     Args:
         turn: the connection to the parent.
         folder: the checkpoint.
         settings: of the engine.
+        cache: what opens the KV cache.
         port: where it listens.
     """
     turn.wait()
     from vllm.entrypoints.cli.main import main
 
+    use_shared_cache(cache)
     write_tokenizer(folder, json.loads((folder / "config.json").read_text())["vocab_size"])
     flags = ["--no-enable-prefix-caching", "--uvicorn-log-level", "error"]
     for name, value in settings.items():

@@ -12,21 +12,35 @@ from __future__ import annotations
 
 import argparse
 import csv
+import importlib
 import os
+import signal
+import sys
 import time
 from argparse import Namespace
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from vllm_cache import shared_cache, use_shared_cache
+from vllm_cache import shared_cache
 from vllm_checkpoints import COLUMNS, INT4, MODELS, RIVALS, config_of, write_dense, write_ours
 from vllm_engine import ENGINE, FUSED, ProfileRow, Row, measure_engine
-from vllm_process import Child, Turn
+from vllm_process import Child, Turn, end_all
 from vllm_serve import ServeRow, measure_server, run_server
 
-WAIT_S = {"ready": 260, "done": 100}
-"""Longest that an engine may start, and measure."""
+WAIT_S = {"written": 90, "ready": 180, "done": 80}
+"""Longest that a checkpoint may be written, that engines may start, and that one may measure."""
+
+FIRST_PORT = 8100
+
+IMPORTED = (
+    "vllm",
+    "vllm.benchmarks.latency",
+    "vllm.benchmarks.serve",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.worker.gpu.model_runner",
+)
+"""Modules that the parent imports; none initialises CUDA, after which a fork could not use it."""
 
 
 @dataclass(frozen=True)
@@ -109,83 +123,114 @@ def add(path: Path, kind: type[Any], rows: list[dict[str, Any]]) -> None:
         table.writerows(rows)
 
 
-def start(entry: Entry, port: int, args: Namespace) -> Child:
-    """Start the process of an entry; it waits before it starts vLLM."""
+def start(entry: Entry, port: int, cache: Any, args: Namespace) -> Child:
+    """Start the process of an entry; it waits before it starts vLLM.
+
+    Args:
+        entry: what it serves.
+        port: where it listens if it is a server.
+        cache: what opens the KV cache.
+        args: the command line.
+    """
     folder, log = folder_of(entry, args), Path(args.scratch) / f"{entry.name}.log"
     if entry.serves:
-        return Child(entry.name, log, run_server, folder, settings_of(entry, args), port)
+        return Child(entry.name, log, run_server, folder, settings_of(entry, args), cache, port)
     profiles = entry.column in args.profile.split(",") and entry.model == "llama2-7b"
     fused = entry.column.endswith(FUSED)
-    return Child(entry.name, log, measure_engine, folder, settings_of(entry, args), args.requests, profiles, not fused)
+    engine = folder, settings_of(entry, args), cache
+    return Child(entry.name, log, measure_engine, *engine, args.requests, profiles, not fused)
 
 
-def measure(child: Child, entry: Entry, port: int, args: Namespace) -> None:
-    """Let an entry's process measure, and write its rows, also those of a process that failed half-way."""
-    same = {"model": entry.model, "weights": entry.column}
-    if entry.serves:
-        for pair in args.rates.split(","):
-            rate, requests = map(int, pair.split("x"))
-            client = Child(
-                f"{entry.name} {pair}",
-                child.log.with_suffix(f".{rate}.log"),
-                measure_server,
-                folder_of(entry, args),
-                port,
-                rate,
-                requests,
-            )
-            found = client.messages("done", WAIT_S["done"])
-            if found is not None:
-                add(args.out.with_name("vllm-serve.csv"), ServeRow, [{**same, **found["done"], "rate": rate}])
-            client.end()
-    else:
-        child.go()
-        child.messages("done", WAIT_S["done"])
-        found = child.partial
-        rows = [{**same, **row, "machine": found["row"]["machine"]} for row in found.pop("profile", [])]
-        add(args.out.with_name("vllm-kernels.csv"), ProfileRow, rows)
-        if "row" in found:
-            layers = config_of(entry.model, args.layers).num_hidden_layers
-            values = {name: value for name, value in found.items() if name not in ("row", "done")}
-            add(args.out, Row, [{**same, "layers": layers, "cache_gib": args.cache, **found["row"], **values}])
+def measure_rate(child: Child, entry: Entry, port: int, pair: str, args: Namespace) -> None:
+    """Measure a server at one rate, and write the row.
+
+    Args:
+        child: the server.
+        entry: what it serves.
+        port: where it listens.
+        pair: ``16x160`` for 160 requests, 16 per second.
+        args: the command line.
+    """
+    rate, requests = map(int, pair.split("x"))
+    log = child.log.with_suffix(f".{pair}.log")
+    client = Child(f"{entry.name} {pair}", log, measure_server, folder_of(entry, args), port, rate, requests)
+    found = client.messages("done", WAIT_S["done"])
+    if found is not None:
+        row = {"model": entry.model, "weights": entry.column, "rate": rate, **found["done"]}
+        add(args.out.with_name("vllm-serve.csv"), ServeRow, [row])
+    client.end()
+
+
+def measure_offline(child: Child, entry: Entry, args: Namespace) -> None:
+    """Let an engine measure, and write its rows: also what came of one that failed half-way."""
+    child.go()
+    child.messages("done", WAIT_S["done"])
     child.end()
+    same, found = {"model": entry.model, "weights": entry.column}, child.partial
+    rows = [{**same, **row, "machine": found["row"]["machine"]} for row in found.pop("profile", [])]
+    if rows:
+        add(args.out.with_name("vllm-kernels.csv"), ProfileRow, rows)
+    if "row" in found:
+        layers = config_of(entry.model, args.layers).num_hidden_layers
+        values = {name: value for name, value in found.items() if name not in ("row", "done")}
+        add(args.out, Row, [{**same, "layers": layers, "cache_gib": args.cache, **found["row"], **values}])
+
+
+def start_group(
+    group: list[Entry], writers: dict[Path, Child], cache: Any, args: Namespace
+) -> list[tuple[Child, Entry, int]]:
+    """Start the processes of a group once their checkpoints are written; return those that became ready, with ports.
+
+    Args:
+        group: what they serve.
+        writers: the processes that write checkpoints, by folder; those that have ended are taken out.
+        cache: what opens the KV cache.
+        args: the command line.
+    """
+    started = [(start(entry, port, cache, args), entry, port) for port, entry in enumerate(group, FIRST_PORT)]
+    for folder in {folder_of(entry, args): None for entry in group}:
+        writer = writers.pop(folder, None)
+        if writer is not None:
+            writer.messages("written", WAIT_S["written"])
+            writer.end(20)
+    for child, _, _ in started:
+        child.go()
+    deadline, ready = time.monotonic() + WAIT_S["ready"], []
+    for child, entry, port in started:
+        if child.messages("ready", deadline - time.monotonic()) is None:
+            child.end()
+        else:
+            ready.append((child, entry, port))
+    return ready
+
+
+def measure_group(ready: list[tuple[Child, Entry, int]], args: Namespace) -> None:
+    """Measure a group's processes in their order: servers at the first rate; at the other rates after all else."""
+    first, *others = args.rates.split(",")
+    for child, entry, port in ready:
+        if entry.serves:
+            measure_rate(child, entry, port, first, args)
+        else:
+            measure_offline(child, entry, args)
+    for pair in others:
+        for child, entry, port in ready:
+            if entry.serves:
+                measure_rate(child, entry, port, pair, args)
+    for child, _, _ in ready:
+        child.end()
 
 
 def run(args: Namespace) -> None:
     """Measure every entry, group by group."""
     groups = [[Entry.parse(word) for word in group.split(",")] for group in args.entries.split("+")]
-    scratch, every = Path(args.scratch), [entry for group in groups for entry in group]
-    writers = {
-        folder_of(entry, args): Child(
-            f"checkpoint of {entry.model} {entry.stored}",
-            scratch / f"write-{entry.name}.log",
-            write_checkpoint,
-            entry,
-            args,
-        )
-        for entry in {(entry.model, entry.stored): entry for entry in every}.values()
-    }
-    holder, handle = shared_cache(args.cache, scratch / "cache.log")
-    use_shared_cache(handle)
-    written: set[Path] = set()
+    writers: dict[Path, Child] = {}
+    for entry in (entry for group in groups for entry in group):
+        if folder_of(entry, args) not in writers:
+            log = Path(args.scratch) / f"write-{entry.model}-{entry.stored}.log"
+            writers[folder_of(entry, args)] = Child(f"checkpoint {log.stem}", log, write_checkpoint, entry, args)
+    cache = shared_cache(args.cache, Path(args.scratch) / "cache.log")
     for group in groups:
-        ports = [8100 + i for i in range(len(group))]
-        children = [start(entry, port, args) for entry, port in zip(group, ports, strict=True)]
-        for entry in group:
-            if folder_of(entry, args) not in written:
-                writer = writers[folder_of(entry, args)]
-                writer.messages("written", 120)
-                writer.end(20)
-                written.add(folder_of(entry, args))
-        for child in children:
-            child.go()
-        ready = [child.messages("ready", WAIT_S["ready"]) is not None for child in children]
-        for child, entry, port, is_up in zip(children, group, ports, ready, strict=True):
-            if is_up:
-                measure(child, entry, port, args)
-            else:
-                child.end()
-    holder.end()
+        measure_group(start_group(group, writers, cache, args), args)
 
 
 def main() -> None:
@@ -196,23 +241,23 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="decoder layers, if not all of the model")
     parser.add_argument("--cache", type=int, default=16, help="GiB of the KV cache")
     parser.add_argument("--requests", type=int, default=500, help="requests of the throughput")
-    parser.add_argument("--rates", default="4x48,16x160", help="requests per second x requests of a server")
+    parser.add_argument("--rates", default="16x160,4x48", help="requests per second x requests of a server")
     parser.add_argument("--profile", default="", help="columns of which a decode step is profiled, to vllm-kernels.csv")
+    parser.add_argument("--late", action="store_true", help="import vLLM in each process, not before they are forked")
     parser.add_argument("--scratch", default="/tmp/vllm", help="where checkpoints and logs are written")
     args = parser.parse_args()
     Path(args.scratch).mkdir(parents=True, exist_ok=True)
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-    print(time.strftime("%X"), "importing vLLM", flush=True)
-    for module in (
-        "vllm",
-        "vllm.benchmarks.latency",
-        "vllm.benchmarks.serve",
-        "vllm.entrypoints.openai.api_server",
-        "vllm.v1.worker.gpu.model_runner",
-    ):
-        __import__(module)
-    print(time.strftime("%X"), "imported", flush=True)
-    run(args)
+    if not args.late:
+        print(time.strftime("%X"), "importing vLLM", flush=True)
+        for module in IMPORTED:
+            importlib.import_module(module)
+        print(time.strftime("%X"), "imported", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    try:
+        run(args)
+    finally:
+        end_all()
 
 
 if __name__ == "__main__":
