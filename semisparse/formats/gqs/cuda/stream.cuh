@@ -6,7 +6,8 @@
 //
 //   A warp's stream: | codes [kRing, 8 or 16 bytes] | scales [kRing] | zero points [kRing] | headers [2 * 32, 16 bytes] |
 //
-// Slot i % kRing of the first three holds group i of the range, slot i % 64 of the last the header of chunk i.
+// Slot i % kRing of the first three holds group i, counted from GroupPipeline::base; slot i % 64 of the last the header of the
+// range's chunk i.
 
 #pragma once
 
@@ -41,8 +42,9 @@ struct Weight {
     const char* zero;    // [kept]
     int chunks, kept;
 
-    // Prefetches to L2 the headers at both ends of chunks `first` to `end`, and the first `groups` groups of this range. It may
-    // run before griddepcontrol.wait: `starts`, which may not be written yet, is only a hint, and clamped.
+    // Prefetches to L2 the first mask and the starts at both ends of chunks `first` to `end`, and the first `groups` groups of
+    // this range. It may run before griddepcontrol.wait, when `starts` may not be written yet: the value is only a hint, and
+    // clamped.
     __device__ __forceinline__ void prefetch(int first, int end, int groups) const {
         const int lane = threadIdx.x % 32;
         if (lane < 3) {
@@ -66,7 +68,7 @@ struct LaneCopy {
     Word destination;    // for a stage in ring slot 0
     Word group_bytes;
     int first_group;     // the first group in the 16 bytes, counted from the begin of the stage
-    int end;             // stages that begin at this group or later are not copied: they are past the range, or lack 16 bytes
+    int end;             // stages that begin at this group or later are not copied: past the range, or fewer than 16 bytes left
 
     // Copies the `index`-th 16 bytes of each stage, for groups before `end`. `tensor` has `kept` groups; `ring` is its ring in
     // shared memory.

@@ -1,5 +1,5 @@
-// The weight of gemm_wgmma.cu if no group is dropped: nothing but codes, scales and zero points is read, because the place of a
-// group follows from its row and column.
+// The weight of gemm_wgmma.cu if no group is dropped: only codes, scales and zero points are read, because the address of a group
+// follows from its row and column.
 //
 // A tile is as in wgmma_tile.cuh, without headers. Its chunks are contiguous in global memory, and every tile begins at a multiple
 // of 16 bytes of each tensor, because N is a multiple of 16.
@@ -19,7 +19,7 @@ constexpr int kFullTileBytes = kFullCodesBytes + kFullScaleBytes + kMaxGroups;
 
 // Expands a tile, four columns of both rows per k-step.
 struct FullTileExpander {
-    Word tile, row, column;  // address in shared memory; the lane's first row, and which group of a chunk it has
+    Word tile, row, column;  // the tile's address in shared memory; the lane's first row, and its group of each chunk, 0 to 3
     int left;                // groups of a row from the tile's first on
     Word part, code_mask;    // as in TileExpander
     Slice slices[2];         // one is expanded while the other is read
