@@ -22,12 +22,12 @@
 // Bound by latency and issue at one or two tiles per warp (4096 x 4096, m = 1: DRAM 42 %, ALU 45 %, issue 46 %, 8.2 us where
 // the floor is 4.4), by memory at 28672 x 8192 (DRAM 78 %, .82 to .92 of the floor's rate). README.md has the figures.
 //
-// With EXPERTS (rows.cuh) the weight is a stack of experts, and a second dimension of the grid has one expert per row, or if
-// TILE_M is 1 one pair of a token and an expert. Each row of the grid is as the grid above, over the expert's row tiles; CTAs
-// of an expert that no token chose end at once. If an expert has more than TILE_M pairs, its CTAs take them TILE_M at a time.
+// With EXPERTS (rows.cuh) the weight is a stack of experts. blockIdx.y is the expert or, if TILE_M is 1, the pair of a token
+// and an expert; blockIdx.x is as above, over the expert's row tiles. CTAs of an expert that no token chose end at once. If an
+// expert has more than TILE_M pairs, its CTAs multiply them TILE_M at a time.
 //
-// Compiled with SCALAR (__half or __nv_bfloat16), KEEP (values per block), TILE_M (1, 8, 16, 32 or 64), WARPS_N, WARPS_K,
-// STAGES, EXPERTS, and what fusion.cuh takes.
+// Macros: SCALAR (__half or __nv_bfloat16), KEEP (values or codes per block), BITS (per code; 0 for values), TILE_M (1, 8, 16, 32
+// or 64), WARPS_N, WARPS_K, STAGES, EXPERTS, and those of fusion.cuh.
 
 #include "arrive_warp.cuh"
 #include "ptx/bar.cuh"

@@ -36,7 +36,7 @@ GEMM_SHAPES: Mapping[int, Shape] = {
 """By tile_m: warpgroups per CTA, CTAs per cluster and per SM. In 4 bits (3, 1, 1) is 3 % faster at 160, but spills."""
 
 DECODE_PAIRS = 6
-"""Average pairs per expert up to which decode.cu is faster than gemm.cu."""
+"""Average pairs of a token and an expert, per expert, up to which decode.cu is faster than gemm.cu."""
 
 
 def prepare(problem: ExpertsProblem) -> ExpertsProduct | None:

@@ -21,7 +21,7 @@ struct Tiles {
     const unsigned char* tiles;  // [row_tiles, column_tiles, kTileBytes]
     int column_tiles;
 
-    // One bulk copy per consumer warp and iteration; rows past the last tile repeat it.
+    // One bulk copy per consumer warp and iteration; past the last row tile, that tile again.
     __device__ __forceinline__ void produce(const StreamMemory& memory, const WorkRanges& work, int first, int last, int warp,
                                             int lane) const {
         constexpr int kStageBytes = kConsumerWarps * kTileBytes;
