@@ -9,8 +9,7 @@
 //          first VECTORS of them stay in registers instead. It stores the windows that its pairs begin to shared memory, from
 //          which the CTA stores 16-byte units, in the order of the layout `tiles` (README.md, "Layouts on a GPU").
 //
-// Bound:   not memory bandwidth. 4,096 tokens to int8 take 16.7 us at 3,584 columns (their bytes at full bandwidth 12,
-// quantising
+// Bound:   not memory bandwidth. 4,096 tokens to int8 take 16.7 us at 3,584 columns (their bytes at full bandwidth 12, quantising
 //          without lifting 13.4) and 84.7 us at 18,944 (63, 79.8). Lifting without quantising takes as long (H200,
 //          results/h200/sweeps/slide24-lift.csv).
 //
