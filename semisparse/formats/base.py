@@ -301,7 +301,7 @@ class Format:
         recipes: built-in recipes that end in this format, name -> settings.
         lossless: whether unpack returns the packed weight bit for bit.
         cost: (problem, bytes of the packed weight) -> the passes of a matmul, for `plan` and the bench's floors.
-        variants: the pack options that `plan` and the benchmarks compare.
+        variants: the sets of pack options that `plan` and the benchmarks compare.
         choices: the candidates of a joint search for a layer, each as (pattern, recipe key ``quant``).
         rounds: pattern -> whether recipes may store weights of this pattern in the format's quantised variants.
         options: the pack options that a recipe may set, each with its values; () for any integer of 0 or more.

@@ -77,7 +77,7 @@ struct XLoader {
                         reinterpret_cast<const unsigned short*>(row_of(row_0, from, token)), left);
     }
 
-    // The row of a token, which is `next` unless tokens may be any rows.
+    // Where x of a token begins: at `next`, or with EXPERTS in the row that `rows` names.
     __device__ __forceinline__ const SCALAR* row_of(const SCALAR* row_0, const SCALAR* next, int token) const {
         return EXPERTS ? row_0 + rows.x(token) * k : next;
     }

@@ -31,7 +31,7 @@ TILES_M = (8, 16, 32, 64)
 """Tokens per CTA tile."""
 
 MAX_CODE_TOKENS = {64: 8, 128: 16}
-"""Maximum tile_m for which codes are multiplied as they are, by columns per group: more spill registers."""
+"""Maximum tile_m for which codes are multiplied as they are, by columns per group. A larger tile spills registers."""
 
 MAX_WHOLE_TOKENS = 8
 """Maximum M for which all of x may be in shared memory."""
@@ -69,7 +69,7 @@ class FullSchedule:
         warps_n: warps of a CTA along N.
         warps_k: warps that share rows and split K among them.
         row_tiles: row tiles per warp, 16 rows each.
-        stages: stages of x and the weight, 2 or more.
+        stages: pipeline stages of the weight, 2 or more.
         ctas_per_sm: resident CTAs per SM, as the kernel's registers allow.
         codes: whether codes are multiplied as they are, else dequantised.
         x_tokens: maximum M if all of x is in shared memory; 0 if it is in stages.
@@ -144,7 +144,7 @@ def row_tile_bytes(bits: int, size: int) -> int:
 
 
 def can_multiply_codes(bits: int, size: int) -> bool:
-    """Return whether `full.cu` can multiply codes as they are: each group fills whole words of every lane."""
+    """Return whether `full.cu` can multiply codes as they are: a lane's codes of a group must fill 32-bit words."""
     return bits < 8 and (size == 128 or (size == 64 and bits != 3))
 
 
@@ -171,7 +171,7 @@ def shape_refusal(problem: Problem) -> str | None:
 
 
 def pays(problem: Problem) -> bool:
-    """Return whether `full` is assumed to be faster than all others."""
+    """Return whether `full` is assumed to be faster than `gemm_wgmma`, `gemm` and `unpack`."""
     return problem.m <= FULL_TOKENS
 
 

@@ -53,5 +53,5 @@ def tiles_of(n: int, k: int, bits: int, size: int, full: bool = False) -> Tiles:
 
 
 def pays(problem: Problem) -> bool:
-    """Return whether `gemm_wgmma` is assumed to be faster than all others (on Hopper, which it does not check)."""
+    """Return whether `gemm_wgmma` is assumed to be faster than `gemm` and `unpack` on Hopper (which is not checked)."""
     return MIN_TOKENS <= problem.m <= MAX_TOKENS
