@@ -4,7 +4,7 @@
 // tiles among them (sliced-K). The CTA computes WARPS_N row tiles at a time and strides over all row tiles of w.
 //
 // A warp expands a tile into 16 fragments of mma.m16n8k16 with the weights as the 16-row operand. Tokens are the 8 columns of
-// the other operand, so 1 and 8 tokens take the same pass. A k-step is 4 columns of every lane's block: the 16 columns of a
+// the other operand, so 1 and 8 tokens take as many mma. A k-step is 4 columns of every lane's block: the 16 columns of a
 // fragment are a permutation of K, which x's fragments follow.
 //
 // Dynamic shared memory, in bytes:
@@ -181,7 +181,7 @@ __device__ __forceinline__ void sync_slice(int slice) {
     else bar_sync<WARPS_N * kWarpSize>(1 + slice);
 }
 
-// A warp's two rings: the weight tiles of its K slice, for one group of WARPS_N row tiles after another, and its part of x.
+// A warp's two rings: the weight tiles of its K slice, for one group of WARPS_N row tiles after another, and the slice's x tiles.
 struct WarpPipeline {
     const unsigned char* tiles;
     XLoader x;
@@ -303,11 +303,11 @@ __device__ __forceinline__ void decode(const Operands& operands, unsigned char* 
 
 #if EXPERTS
 extern "C" __global__ void __launch_bounds__(WARPS_N * kSliceThreads, 1) semisparse_bitmask_experts(
-    const SCALAR* x,                          // [rows, k]
+    const SCALAR* x,                          // [pairs / pairs_per_x, k]
     const unsigned char* __restrict__ tiles,  // [experts * row_tiles, column_tiles, kTileBytes]
     const SCALAR* bias,                       // [experts * n] or null
     SCALAR* y,                                // [pairs, n], or [pairs, n / 2] with SILU_MUL
-    const long long* chosen,                  // [pairs]
+    const long long* chosen,                  // [pairs], the expert of each pair
     int pairs, int pairs_per_x, int experts,
     int n, int k, int row_tiles, int column_tiles,  // of an expert
     int x_aligned                                   // whether every row of x begins at a multiple of 16 bytes

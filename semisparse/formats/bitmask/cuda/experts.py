@@ -57,7 +57,7 @@ def prepare(problem: ExpertsProblem) -> ExpertsProduct | None:
 
 
 def prepare_decode(problem: ExpertsProblem, weight: Tiling, schedule: DecodeSchedule | None = None) -> ExpertsProduct:
-    """Compile and load decode.cu.
+    """Compile and load decode.cu; return the experts' matmuls.
 
     Args:
         problem: x and w are both float16 or both bfloat16.
@@ -91,7 +91,7 @@ def prepare_decode(problem: ExpertsProblem, weight: Tiling, schedule: DecodeSche
 
 
 def prepare_gemm(problem: ExpertsProblem, weight: Tiling, schedule: Schedule | None = None) -> ExpertsProduct:
-    """Compile and load gemm.cu.
+    """Compile and load gemm.cu; return the experts' matmuls.
 
     Args:
         problem: x and w are both float16 or both bfloat16.

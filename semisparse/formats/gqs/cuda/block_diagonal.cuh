@@ -98,7 +98,7 @@ struct StagedActivations {
     __device__ __forceinline__ int token_of(int i) const { return TOKENS > 1 && i >= groups(); }
     __device__ __forceinline__ int group_of(int i) const { return i - token_of(i) * groups(); }
 
-    // Tokens past the last repeat it, and are not stored.
+    // Past the last token, the last one is loaded again; its outputs are not stored twice.
     __device__ __forceinline__ void load(Word (&words)[kGroupSize / 2], int i) const {
         const long long row = rows.x(min(token_of(i), m - 1)) * k;
         const int column = group_of(i) * kGroupSize;

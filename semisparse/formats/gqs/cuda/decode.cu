@@ -47,7 +47,7 @@ using Schedule = Select<STREAM_K, StreamK<Mma>, TilePerCta<Mma>>::Type;
 
 #if EXPERTS
 extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_gqs_experts(
-    const Element* x,         // [rows, k]
+    const Element* x,         // [pairs / pairs_per_x, k]
     const uint2* masks,       // [experts * chunks]
     const Word* starts,       // [experts * chunks + 1]
     const char* codes,        // [kept, kGroupBytes]
@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_g
     const char* zero,         // [kept]
     const Element* bias,      // [experts * n] or null
     Element* y,               // [pairs, n], or [pairs, n / 2] with SILU_MUL
-    const long long* chosen,  // [pairs]
+    const long long* chosen,  // [pairs], the expert of each pair
     int pairs, int pairs_per_x, int experts,
     int n, int k,
     int chunks_per_tile, int chunks, int kept,  // chunks per row tile and per expert; kept groups of the stack

@@ -59,7 +59,7 @@ def prepare(problem: ExpertsProblem) -> ExpertsProduct | None:
 
 
 def prepare_decode(problem: ExpertsProblem, chosen: tuple[Schedule, int] | None = None) -> ExpertsProduct:
-    """Compile and load decode.cu.
+    """Compile and load decode.cu; return the experts' matmuls.
 
     Args:
         problem: x and w are both float16 or both bfloat16.
@@ -94,7 +94,7 @@ def prepare_decode(problem: ExpertsProblem, chosen: tuple[Schedule, int] | None 
 
 
 def prepare_gemm(problem: ExpertsProblem, schedule: GemmSchedule | None = None) -> ExpertsProduct:
-    """Compile and load gemm_wgmma.cu.
+    """Compile and load gemm_wgmma.cu; return the experts' matmuls.
 
     Args:
         problem: x and w are both float16 or both bfloat16.

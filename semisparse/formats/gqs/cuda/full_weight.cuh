@@ -37,7 +37,7 @@ struct WeightCopy {
     Word code_row[kCodeRounds], code_column[kCodeRounds];  // row; byte offset of the column, a second chunk's after the first's
     const char* words[kGroupRounds];   // scales or zero points
     Word word_row[kGroupRounds], word_column[kGroupRounds], element[kGroupRounds];  // in bytes: column, and size of a number
-    Word to_codes, to_words;           // in a stage
+    Word to_codes, to_words;           // addresses in stage 0
     Word before[ROW_TILES];            // groups of the weight before each row tile
 
     __device__ __forceinline__ WeightCopy(const FullWeight& weight, const Word (&row_tiles)[ROW_TILES], Word to, int lane)
@@ -91,8 +91,8 @@ struct WeightCopy {
 
 // Reads a warp's k-tile of a row tile.
 struct WeightRead {
-    Word codes, scales, zeros;  // addresses of the lane's in a stage
-    Word row, column;           // the lane's first row; which of its columns it has, 0 to 3
+    Word codes, scales, zeros;  // addresses of the lane's codes, scales and zero points in stage 0
+    Word row, column;           // the lane's first row; which quarter of a segment's columns it has
 
     __device__ __forceinline__ WeightRead(Word tiles, int lane)
         : codes(keep_in_register(tiles + lane / 4 * kRowBytes + lane % 4 * (4 * kPieceWords))),

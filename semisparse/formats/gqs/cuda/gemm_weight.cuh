@@ -57,7 +57,7 @@ __device__ __forceinline__ void load_codes(Word (&codes)[kSliceWords], const cha
 struct WeightStream {
     const Weight& weight;
     int row_tile, first, end;  // the warp's first row tile; its k-tiles `first` to `end`
-    Word headers;               // the warp's, address in shared memory
+    Word headers;               // address in shared memory of the warp's headers
     Word groups[ROW_TILES][2];  // the lane's groups of the chunk that is being loaded
     bool kept[ROW_TILES][2];
 

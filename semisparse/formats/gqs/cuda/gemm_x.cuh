@@ -1,4 +1,4 @@
-// x in shared memory: STAGES stages, each with a k-tile of TILE_M tokens for every warp_k. Warps of equal warp_k read the same.
+// x in shared memory: STAGES stages, each with a k-tile of TILE_M tokens for every warp_k (a warp's index along K).
 //
 //   stage | warp_k 0: token 0 | unit 0: g0 g1 g2 g3 | unit 1: g0 g1 g2 g3 | ... | 64 bytes unused |
 //         |           token 1 | ...                                                               |
@@ -30,7 +30,7 @@ struct ActivationStages {
     Word smem;
     int m, k, first_token;
     int first, end, per_warp;  // k-tiles of the CTA: warp_k i has `per_warp` of them from first + i * per_warp on
-    int cell, column;          // that the thread copies of each token: its cell, and the cell's first column in the k-tile
+    int cell, column;          // the cell that the thread copies of each token, and the cell's first column in the k-tile
 
     __device__ __forceinline__ ActivationStages(const Element* x, Word smem, int m, int k, int first_token, int first, int end,
                                                 int per_warp)

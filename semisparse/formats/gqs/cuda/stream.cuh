@@ -62,7 +62,7 @@ struct Weight {
     }
 };
 
-// The 16 bytes that a lane copies of each stage of one tensor (twice per stage for codes of 8 bits).
+// What a lane copies of each stage of one tensor (codes, scales or zero points): 16 bytes, or twice 16 of codes of 8 bits.
 struct LaneCopy {
     const char* source;  // for a stage that begins at group 0
     Word destination;    // for a stage in ring slot 0
@@ -103,7 +103,7 @@ struct GroupPipeline {
     Word ring;                     // in shared memory
     Word code_bytes, scale_bytes;  // per group, in registers
     int base;                      // group of the weight, a multiple of 16
-    int issued, arrived;           // number of groups whose copies are issued, and are complete
+    int issued, arrived;           // number of groups whose copies have been issued, and have completed
     int kept;                      // number of the weight's groups from `base` on
     int tail;                      // first group of the stage in which the tensors end; -1 if that is past the range
     LaneCopy codes, scale_zero;    // scales by the first kScaleLanes lanes, zero points by the next kZeroLanes

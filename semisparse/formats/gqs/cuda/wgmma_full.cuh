@@ -1,8 +1,8 @@
 // The weight of gemm_wgmma.cu if no group is dropped: only codes, scales and zero points are read, because the address of a group
 // follows from its row and column.
 //
-// A tile is as in wgmma_tile.cuh, without headers. Its chunks are contiguous in global memory, and every tile begins at a multiple
-// of 16 bytes of each tensor, because N is a multiple of 16.
+// A tile is as in wgmma_tile.cuh, without headers. Its chunks are contiguous in global memory. N is a multiple of 16, so all chunks
+// have 16 rows, and every tile begins at a multiple of 16 bytes of each tensor.
 //
 //   tile      | codes, kFullCodesBytes | scale, kFullScaleBytes | zero, 64 kChunks |
 
@@ -103,7 +103,7 @@ struct FullGroups {
 struct FullStream {
     Pipeline pipeline;
     Word tiles, row, column, code_mask;  // the warp's tiles, an address in shared memory; then as in FullTileExpander
-    int groups, last, lane;              // end of the iterations, exclusive
+    int groups, last, lane;              // last: end of the iterations, exclusive
     int tile_column, column_tiles;       // of the next iteration; of a row
     PipelineState<STAGES> state;
     bool waited = false;                 // whether the tile has arrived

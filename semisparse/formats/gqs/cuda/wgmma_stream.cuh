@@ -121,7 +121,7 @@ struct GroupStream {
     Pipeline pipeline;
     Word tiles, headers;  // the warp's, addresses in shared memory
     Word code_mask;       // in a register: an instruction takes only one constant
-    int last, lane;       // end of the iterations, exclusive
+    int last, lane;       // last: end of the iterations, exclusive
     PipelineState<STAGES> state;
     int slot = 0;         // of the tile's headers
     bool waited = false;  // whether the tile has arrived
