@@ -66,7 +66,7 @@ class Ranks:
         return [value]
 
     def share(self, batches: Sequence[T]) -> tuple[list[T], Parts]:
-        """Return this rank's batches and its parts of the sums: for each part the indices of its batches in that list."""
+        """Return this rank's batches and, by part of the sums, the indices of the part's batches in that list."""
         own = self._parts_of(self.rank)
         indices = {part: _piece(part, self.parts, len(batches)) for part in own}
         start = min((piece.start for piece in indices.values()), default=0)
