@@ -28,7 +28,7 @@ def without_gain(layers: Mapping[str, Packed], machine: Machine) -> list[str]:
 
     Args:
         layers: packed weights by module name.
-        machine: the GPU. Times are estimated as by `plan`: measured ones (`bench tune`) if there are any, else predicted.
+        machine: the GPU. Times are those of `plan`: measured by `bench tune` if there are any, else predicted.
     """
 
     @cache
