@@ -41,7 +41,7 @@ class Timing:
 
 
 def rotating_copies(packed: Packed, cache_bytes: int) -> list[Packed]:
-    """Return a packed weight and copies of it: 2 to `MOST_COPIES`, `CACHES` times ``cache_bytes`` in all if possible."""
+    """Return 2 to `MOST_COPIES` copies of a packed weight, `CACHES` times ``cache_bytes`` in all if possible."""
     count = min(MOST_COPIES, max(2, -(-CACHES * cache_bytes // packed.nbytes)))
     return [packed, *(clone(packed) for _ in range(count - 1))]
 
