@@ -61,7 +61,8 @@ def write_tokenizer(folder: Path, vocabulary: int) -> None:
 
 
 def wait_until_up(turn: Turn, port: int) -> None:
-    """Tell the parent when a server takes requests."""
+    """Tell the parent when a server takes requests. It sleeps at first, so that no lock is held while vLLM forks."""
+    time.sleep(12)
     while True:
         try:
             urllib.request.urlopen(f"http://localhost:{port}/health", timeout=1)

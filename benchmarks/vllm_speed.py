@@ -248,6 +248,7 @@ def main() -> None:
     args = parser.parse_args()
     Path(args.scratch).mkdir(parents=True, exist_ok=True)
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # `vllm serve` would spawn, and lose `use_shared_cache`
     if not args.late:
         print(time.strftime("%X"), "importing vLLM", flush=True)
         for module in IMPORTED:
