@@ -109,8 +109,8 @@ class SemisparseVllmConfig(QuantizationConfig):
         if not self._fits:
             if vllm_config.lora_config is not None:
                 raise InputError(
-                    "LoRA on packed layers is not supported: serve without --enable-lora, or merge the adapter into the "
-                    "dense model before it is compressed"
+                    "LoRA on packed layers is not supported: serve without --enable-lora, or merge the adapter into "
+                    "the dense model before it is compressed"
                 )
             self._check_memory(vllm_config)
             self._fuses = install_fusion(vllm_config)
