@@ -29,8 +29,13 @@ LONG_PROMPTS, LONG_PROMPT = 32, 2048
 
 PROFILED_STEPS, STEP = 32, "(step)"
 
-FUSED = "-fused"
-"""A column of ours with this ending is served with `semisparse.integrations.vllm.fusion`."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "-fused": {"additional_config": {"semisparse_fusion": True}},
+    "-few-splits": {"attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 4}},
+    "-triton-attention": {"attention_config": {"backend": "TRITON_ATTN"}},
+}
+"""Endings of columns, and the engine arguments that they stand for: matmuls fused by `semisparse.integrations.vllm.fusion`,
+FlashAttention with keys in at most 4 parts instead of 32, vLLM's own attention kernel."""
 
 ENGINE: dict[str, Any] = {
     "max_model_len": 4096,
@@ -242,7 +247,7 @@ def measure_engine(
         cache: what opens the KV cache.
         requests: of the throughput.
         profiles: whether a decode step is profiled.
-        is_whole: whether throughput is measured too, which fusing matmuls of few tokens does not change.
+        is_whole: whether prompts and throughput are measured too.
     """
     turn.wait()
     import torch

@@ -5,7 +5,8 @@
 An entry is a way to store the weights, of llama2-7b unless a model is named before it. vLLM's own benchmarks measure
 it: `vllm bench latency` and `vllm bench throughput` on one engine; with ``@serve``, `vllm bench serve` at several rates
 on one server (to vllm-serve.csv beside the given file). Entries joined by commas start side by side and are then
-measured one after another; `+` begins the next group. All share one KV cache (`vllm_cache.py`).
+measured one after another; `+` begins the next group. All share one KV cache (`vllm_cache.py`). A column with an ending
+of `VARIANTS` is measured with batches alone: prompts and throughput do not change.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 from vllm_cache import shared_cache
 from vllm_checkpoints import COLUMNS, INT4, MODELS, RIVALS, config_of, write_dense, write_ours
-from vllm_engine import ENGINE, FUSED, ProfileRow, Row, measure_engine
+from vllm_engine import ENGINE, VARIANTS, ProfileRow, Row, measure_engine
 from vllm_process import Child, Turn, end_all
 from vllm_serve import ServeRow, measure_server, run_server
 
@@ -64,15 +65,19 @@ class Entry:
         model, _, column = name.rpartition("/")
         entry = cls(model or "llama2-7b", column, kind == "serve")
         if kind not in ("", "serve") or entry.model not in MODELS or entry.stored not in {*COLUMNS, *RIVALS}:
-            raise SystemExit(
-                f"{written}: expected [{'|'.join(MODELS)}/]({'|'.join([*RIVALS, *COLUMNS])})[{FUSED}][@serve]"
-            )
+            models, columns, endings = ("|".join(names) for names in (MODELS, [*RIVALS, *COLUMNS], VARIANTS))
+            raise SystemExit(f"{written}: expected [{models}/]({columns})[{endings}][@serve]")
         return entry
 
     @property
     def stored(self) -> str:
-        """The column without its ending `FUSED`: a checkpoint's name."""
-        return self.column.removesuffix(FUSED)
+        """The column without an ending: a checkpoint's name."""
+        return self.column.removesuffix(self.variant)
+
+    @property
+    def variant(self) -> str:
+        """The column's ending, of `VARIANTS`; mostly empty."""
+        return next((ending for ending in VARIANTS if self.column.endswith(ending)), "")
 
     @property
     def name(self) -> str:
@@ -98,9 +103,7 @@ def write_checkpoint(turn: Turn, entry: Entry, args: Namespace) -> None:
 
 def settings_of(entry: Entry, args: Namespace) -> dict[str, Any]:
     """Return an engine's arguments."""
-    settings = {**ENGINE, "kv_cache_memory_bytes": args.cache << 30}
-    if entry.column.endswith(FUSED):
-        settings["additional_config"] = {"semisparse_fusion": True}
+    settings = {**ENGINE, "kv_cache_memory_bytes": args.cache << 30, **VARIANTS.get(entry.variant, {})}
     if entry.stored in RIVALS:
         settings |= {"load_format": "dummy", **RIVALS[entry.stored]}
     return settings
@@ -136,9 +139,8 @@ def start(entry: Entry, port: int, cache: Any, args: Namespace) -> Child:
     if entry.serves:
         return Child(entry.name, log, run_server, folder, settings_of(entry, args), cache, port)
     profiles = entry.column in args.profile.split(",") and entry.model == "llama2-7b"
-    fused = entry.column.endswith(FUSED)
     engine = folder, settings_of(entry, args), cache
-    return Child(entry.name, log, measure_engine, *engine, args.requests, profiles, not fused)
+    return Child(entry.name, log, measure_engine, *engine, args.requests, profiles, not entry.variant)
 
 
 def measure_rate(child: Child, entry: Entry, port: int, pair: str, args: Namespace) -> None:
