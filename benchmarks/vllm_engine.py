@@ -34,8 +34,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "-few-splits": {"attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 4}},
     "-triton-attention": {"attention_config": {"backend": "TRITON_ATTN"}},
 }
-"""Endings of columns, and the engine arguments that they stand for: fused matmuls, FlashAttention with keys in at most 4
-parts instead of 32, vLLM's own attention kernel."""
+"""Endings of columns, and the engine arguments that they stand for: fused matmuls, FlashAttention with the keys in at
+most 4 parts instead of 32, vLLM's own attention kernel."""
 
 ENGINE: dict[str, Any] = {
     "max_model_len": 4096,
