@@ -155,7 +155,7 @@ class DecodeTensorSchedule:
         return min(row_tiles, self.ctas_per_sm * sms) if self.persistent else row_tiles
 
     def steps(self, slot_tiles: int) -> int:
-        """Return a warp's tiles per row tile and panel of ``slot_tiles`` tiles, rounded up to a multiple of `stages`."""
+        """Return a warp's tiles per row tile and panel of ``slot_tiles``, rounded up to a multiple of the stages."""
         return -(-slot_tiles // (self.warps // self.tiles_at_once * self.stages)) * self.stages
 
     def panel_chunks(self, windows: int) -> int:
