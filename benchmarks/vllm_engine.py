@@ -27,17 +27,15 @@ MEAN_PROMPT, MEAN_OUTPUT, SPREAD, LONGEST = 220, 200, 1.0, 1024
 
 LONG_PROMPTS, LONG_PROMPT = 32, 2048
 
-PROFILED_STEPS, STEP = 32, "(step)"
-
-FUSION = {"additional_config": {"semisparse_fusion": True}}
+PROFILED_STEPS, STEP = 32, "step"
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "-fused-pdl": {**FUSION, "compilation_config": {"inductor_compile_config": {"triton.enable_pdl": True}}},
-    "-fused": FUSION,
+    "-unfused": {"additional_config": {"semisparse_fusion": False}},
+    "-no-pdl": {"compilation_config": {"inductor_compile_config": {"triton.enable_pdl": False}}},
     "-few-splits": {"attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 4}},
 }
-"""Endings of columns, and the engine arguments that they stand for: fused matmuls; the same, and Inductor's kernels
-launched by programmatic dependent launch; FlashAttention with the keys in at most 4 parts instead of 32."""
+"""Endings of columns, and the engine arguments that they stand for: no fused matmuls; fused ones, but no programmatic
+dependent launch of Inductor's kernels; FlashAttention with the keys in at most 4 parts instead of 32."""
 
 ENGINE: dict[str, Any] = {
     "max_model_len": 4096,
@@ -103,7 +101,7 @@ class KernelTime:
     Args:
         kernel: its name, without template arguments.
         calls: launches per step.
-        us: microseconds per step; ``(step)`` is the time from a step's first kernel to the next step's.
+        us: microseconds per step; ``step`` is the time from a step's first kernel to the next step's.
     """
 
     kernel: str

@@ -232,7 +232,10 @@ def run(args: Namespace) -> None:
             writers[folder_of(entry, args)] = Child(f"checkpoint {log.stem}", log, write_checkpoint, entry, args)
     cache = shared_cache(args.cache, Path(args.scratch) / "cache.log")
     for group in groups:
-        measure_group(start_group(group, writers, cache, args), args)
+        ready = start_group(group, writers, cache, args)
+        while args.hold is not None and not args.hold.exists():
+            time.sleep(0.1)
+        measure_group(ready, args)
 
 
 def main() -> None:
@@ -245,6 +248,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=500, help="requests of the throughput")
     parser.add_argument("--rates", default="16x160,4x48", help="requests per second x requests of a server")
     parser.add_argument("--profile", default="", help="columns of which a decode step is profiled, to vllm-kernels.csv")
+    parser.add_argument("--hold", type=Path, help="measure only once this file exists: other jobs end first")
     parser.add_argument("--late", action="store_true", help="import vLLM in each process, not before they are forked")
     parser.add_argument("--scratch", default="/tmp/vllm", help="where checkpoints and logs are written")
     args = parser.parse_args()

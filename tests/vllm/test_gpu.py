@@ -195,11 +195,17 @@ def test_so_it_is_compiled_and_with_graphs(served: str, tmp_path: Path):
     compare(written("demo", FORMATS[served], tmp_path), "demo", torch.float16, LEAST[served])
 
 
-@pytest.mark.parametrize("served", FORMATS)
-def test_so_it_is_with_fused_matmuls(served: str, tmp_path: Path):
+@pytest.mark.parametrize("served", ["bitmask", "gqs-w4s50", "vector_nm"])
+def test_so_it_is_without_fused_matmuls(served: str, tmp_path: Path):
     directory = written("demo", FORMATS[served], tmp_path)
-    fusion = {"additional_config": {"semisparse_fusion": True}, "compilation_config": FEW_GRAPHS}
-    compare(directory, "demo", torch.float16, LEAST[served], **fusion)
+    settings = {"additional_config": {"semisparse_fusion": False}, "compilation_config": FEW_GRAPHS}
+    compare(directory, "demo", torch.float16, LEAST[served], **settings)
+
+
+@pytest.mark.parametrize("served", FORMATS)
+def test_so_it_is_on_a_larger_model(served: str, tmp_path: Path):
+    directory = written("pycode-11m", FORMATS[served], tmp_path)
+    compare(directory, "pycode-11m", torch.float16, LEAST[served], compilation_config=FEW_GRAPHS)
 
 
 def test_so_it_is_in_bfloat16(tmp_path: Path):

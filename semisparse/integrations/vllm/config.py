@@ -113,7 +113,7 @@ class SemisparseVllmConfig(QuantizationConfig):
                     "the dense model before it is compressed"
                 )
             self._check_memory(vllm_config)
-            self._fuses = install_fusion(vllm_config)
+            self._fuses = install_fusion(vllm_config, {layer.spec.format for layer in self.layers.values()})
         return int(vllm_config.scheduler_config.max_num_batched_tokens)
 
     def _checkpoint_names(self, prefix: str) -> list[str]:
