@@ -33,9 +33,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "-unfused": {"additional_config": {"semisparse_fusion": False}},
     "-no-pdl": {"compilation_config": {"inductor_compile_config": {"triton.enable_pdl": False}}},
     "-few-splits": {"attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 4}},
+    "-triton-attention": {"attention_config": {"backend": "TRITON_ATTN"}},
 }
 """Endings of columns, and the engine arguments that they stand for: no fused matmuls; fused ones, but no programmatic
-dependent launch of Inductor's kernels; FlashAttention with the keys in at most 4 parts instead of 32."""
+dependent launch of Inductor's kernels; FlashAttention with the keys in at most 4 parts instead of 32; vLLM's own
+attention kernel."""
 
 ENGINE: dict[str, Any] = {
     "max_model_len": 4096,
