@@ -139,8 +139,9 @@ def start(entry: Entry, port: int, cache: Any, args: Namespace) -> Child:
     if entry.serves:
         return Child(entry.name, log, run_server, folder, settings_of(entry, args), cache, port)
     profiles = entry.column in args.profile.split(",") and entry.model == "llama2-7b"
+    is_whole = args.requests > 0 and not entry.variant
     engine = folder, settings_of(entry, args), cache
-    return Child(entry.name, log, measure_engine, *engine, args.requests, profiles, not entry.variant)
+    return Child(entry.name, log, measure_engine, *engine, args.requests, profiles, is_whole)
 
 
 def measure_rate(child: Child, entry: Entry, port: int, pair: str, args: Namespace) -> None:
@@ -245,7 +246,7 @@ def main() -> None:
     parser.add_argument("--entries", default="dense,fp8,int4,bitmask,gqs-w4s50")
     parser.add_argument("--layers", type=int, help="decoder layers, if not all of the model")
     parser.add_argument("--cache", type=int, default=16, help="GiB of the KV cache")
-    parser.add_argument("--requests", type=int, default=500, help="requests of the throughput")
+    parser.add_argument("--requests", type=int, default=500, help="requests of the throughput; 0: batches alone")
     parser.add_argument("--rates", default="16x160,4x48", help="requests per second x requests of a server")
     parser.add_argument("--profile", default="", help="columns of which a decode step is profiled, to vllm-kernels.csv")
     parser.add_argument("--hold", type=Path, help="measure only once this file exists: other jobs end first")
