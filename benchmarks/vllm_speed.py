@@ -29,7 +29,7 @@ from vllm_engine import ENGINE, VARIANTS, ProfileRow, Row, measure_engine
 from vllm_process import Child, Turn, end_all
 from vllm_serve import ServeRow, measure_server, run_server
 
-WAIT_S = {"written": 90, "ready": 150, "done": 80}
+WAIT_S = {"written": 90, "ready": 200, "done": 80}
 """Longest that a checkpoint may be written, that engines may start, and that one may measure."""
 
 FIRST_PORT = 8100
