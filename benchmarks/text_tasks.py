@@ -39,6 +39,9 @@ COLUMNS = ("model", "recipe", "task", "acc", "acc_norm", "stderr", "questions", 
 LINES = 8
 """Lines of context before the line to be chosen."""
 
+LONGEST = 200
+"""Most characters of a line to be chosen."""
+
 CONTEXT = 400
 """Most characters of context of a word."""
 
@@ -147,7 +150,7 @@ def lines(documents: list[str]) -> list[tuple[str, str]]:
         found += [
             (end.join(parts[i - LINES : i]).lstrip() + end, parts[i])
             for i in range(LINES, len(parts), LINES + 1)
-            if len(parts[i].strip()) >= 12
+            if 12 <= len(parts[i].strip()) <= LONGEST
         ]
     return found
 
