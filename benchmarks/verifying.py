@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM
 from semisparse.bench.roofline import Candidate
 from semisparse.bench.shapes import architecture
 from semisparse.checkpoint import DIGESTS
+from semisparse.integrations.transformers import mark_compressed, sparse_layers
 
 COLUMNS = (
     "model", "blocks", "weights", "cached", "file_gb", "read_seconds", "verify_seconds", "ratio", "read_cpu_seconds",
@@ -51,18 +52,18 @@ def write_directory(folder: Path, arch: str, blocks: int, weights: str) -> list[
     config.num_hidden_layers = 1
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     compress_at_random(model, Candidate(*weights.split(":", 1)))
-    for entry in model.config.quantization_config["layers"].values():
-        entry[DIGESTS] = {"any": ""}
+    specs = {name: layer.packed.spec for name, layer in sparse_layers(model).items()}
+    layers = {name: spec.to_dict() | {DIGESTS: {"any": ""}} for name, spec in specs.items()}
+    mark_compressed(model, {"quant_method": "semisparse", "version": 1, "layers": layers})  # saving renews the digests
     model.save_pretrained(folder, max_shard_size="99GB")
     whole = folder / "model.safetensors"
     tensors = load_file(whole)
-    shards = [{name: tensor for name, tensor in tensors.items() if FIRST not in name}]
-    for first in range(0, blocks, SHARD_BLOCKS):
-        shards.append({})
-        for block in range(first, min(first + SHARD_BLOCKS, blocks)):
-            shards[-1] |= renamed(tensors, block)
+    shards = [range(0), *(range(first, min(first + SHARD_BLOCKS, blocks)) for first in range(0, blocks, SHARD_BLOCKS))]
     index = {}
-    for number, shard in enumerate(shards, 1):
+    for number, held in enumerate(shards, 1):
+        shard = {name: tensor for name, tensor in tensors.items() if FIRST not in name and not held}
+        for block in held:
+            shard |= {name: tensor.clone() for name, tensor in renamed(tensors, block).items()}
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         save_file(shard, folder / file, {"format": "pt"})
         index |= dict.fromkeys(shard, file)

@@ -72,7 +72,7 @@ class GroupScales:
     def within_range(self) -> GroupScales:
         """Return scales with which every code dequantises to a finite value: smaller where rounding led past the range.
 
-        In float16 a group from -65504 to 65504 has the scale 8736 in 4 bits, and its last code 65520, which is infinity.
+        In float16 a group from -65504 to 65504 has the scale 8736 in 4 bits; its last code would be 65520, infinity.
         """
         zero = self._zero_point().squeeze(-1)
         limit = torch.finfo(self.scale.dtype).max / torch.maximum(zero, 2**self.bits - 1 - zero)
