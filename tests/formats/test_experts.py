@@ -221,16 +221,30 @@ def test_most_jobs_is_reached():
     assert most_jobs(8 + 31, 8, 16) == 7 + 2
 
 
+COMBINED = [(HALF, torch.float32), (BFLOAT, BFLOAT), (torch.float32, HALF)]  # of outputs and weights
+
+
 @needs_compiler
-@pytest.mark.parametrize(("dtype", "weight"), [(HALF, torch.float32), (BFLOAT, BFLOAT), (torch.float32, HALF)])
+@pytest.mark.parametrize(("dtype", "weight"), COMBINED)
 def test_combine(emulated, dtype, weight):
+    check_combined(dtype, weight, "cpu")
+
+
+@needs_gpu
+@pytest.mark.parametrize(("dtype", "weight"), COMBINED)
+def test_combine_on_a_gpu(dtype, weight):
+    check_combined(dtype, weight, "cuda")
+
+
+def check_combined(dtype: torch.dtype, weight: torch.dtype, device: str) -> None:
+    """Compare with a sum in float64; outputs of pairs without an expert are NaN and do not count."""
     generator = torch.Generator().manual_seed(0)
     for columns in (33, 48):
         chosen = torch.tensor([[0, 2, 3], [4, 1, -1], [3, 1, 0]])
         outputs, weights = torch.randn(9, columns, generator=generator).to(dtype), torch.rand(3, 3).to(weight)
         outputs[[3, 5]] = torch.nan
         exact = (outputs.double() * weights.double().view(9, 1)).nan_to_num(0).view(3, 3, -1).sum(1)
-        y = Routing(chosen, 4).combine(outputs, weights)
+        y = Routing(chosen.to(device), 4).combine(outputs.to(device), weights.to(device)).cpu()
         torch.testing.assert_close(y.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
