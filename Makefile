@@ -60,15 +60,15 @@ test-sanitize: setup
 # cuBLAS, so kernels that call it are left out; initcheck has to see what every kernel writes (docs/experiments/sanitizers.md);
 # CUDA graphs need torch's allocator, which is off under a sanitizer.
 SANITIZE ?=
-sanitizer = $(if $(SANITIZE),PYTORCH_NO_CUDA_MEMORY_CACHING=1 SEMISPARSE_DRAWS=8 \
+sanitizer = $(if $(SANITIZE),PYTORCH_NO_CUDA_MEMORY_CACHING=1 SEMISPARSE_DRAWS=8 SEMISPARSE_SEED=$(shell date +%s) \
 	$(if $(filter racecheck,$(SANITIZE)),SEMISPARSE_RACECHECK=1) compute-sanitizer --tool $(SANITIZE) \
 	--report-api-errors no --error-exitcode 9 $(if $(filter initcheck,$(SANITIZE)),,--kernel-name kernel_substring=semisparse))
 gpu_tests = $(if $(SANITIZE),tests/formats/test_fresh_inputs.py tests/formats/test_fusion.py tests/formats/test_experts.py \
-	tests/engine/test_ops.py,\
+	tests/engine/test_ops.py tests/compress/prune/test_sweep_triton.py tests/compress/prune/test_rounding_triton.py tests/quant,\
 	tests/test_gpu.py tests/integrations/test_cuda_graphs.py tests/engine tests/formats tests/nn/test_joined_experts.py tests/quant \
 	tests/cuda_emulator) \
 	tests/runtime/test_kernel.py
-racecheck_fails = blas or _mm or reference
+racecheck_fails = blas or pack_mm or scaled_mm or reference
 select = not cpu and not early and not late$(if $(SANITIZE), and not captured)$(if $(filter racecheck,$(SANITIZE)), and not ($(racecheck_fails)))
 test-gpu: setup
 	OMP_NUM_THREADS=1 $(sanitizer) $(BIN)/python -m pytest -m '' $(gpu_tests) -k '$(select)' $(if $(SANITIZE),,-n auto --dist load --maxschedchunk 1)
