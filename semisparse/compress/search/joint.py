@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from semisparse.compress.search.allocate import Unreachable, allocate
 from semisparse.compress.search.bank import Bank, MaskedWeight, build_bank
 from semisparse.compress.search.score import BatchScore, Scorer, scoring_batches
 from semisparse.compress.search.units import LinearChoices, OptionsOf, compress_every_way, find_units
+from semisparse.nn import weight_of
 from semisparse.patterns import Pattern, parse_pattern
 
 PASSES = 2
@@ -48,6 +49,13 @@ SCORED_BATCHES = 4
 
 DOMINATED = 1.1
 """A choice is dropped if another one costs no more in any unit and, in all layers, has a KL lower by this factor."""
+
+UNDERCUT = 1.25
+"""A choice is not measured at all if, in each of `PROBED` linear layers, another one that costs no more in any unit has
+an output error lower by this factor."""
+
+PROBED = 2
+"""The smallest linear layers of the first decoder layer, in which output errors are compared before the search."""
 
 Assignment = tuple[int, ...]
 """The index of an option for each unit."""
@@ -178,11 +186,11 @@ class JointSearch:
         self._model, self._recipe, self._seed = model, recipe, seed
         self._device, self._progress, self._journal = torch.device(device), progress, journal
         self._ranks = ranks or Ranks()
-        layers = list_decoder_layers(model, recipe, {})
+        self._batches = batches
+        self._layers = layers = list_decoder_layers(model, recipe, {})
         self._build_bank = partial(
             build_bank,
             model,
-            layers,
             batches=batches,
             recipe=recipe,
             device=self._device,
@@ -260,7 +268,7 @@ class JointSearch:
                 dense model had a KL divergence of 2.3 on stories260k.
         """
         number, self._number = self._number, self._number + 1
-        self._bank = self._build_bank(space=self._space, centre=self._levels(centre), centre_weights={}, number=number)
+        self._bank = self._compress(self._space, centre, number)
         self._tokens += self._scorer.tokens_run if self._scorer else 0
         self._scorer = Scorer(self._model, self._space, self._bank, self._token_batches, self._device, self._ranks)
         self._kl = {}
@@ -288,6 +296,43 @@ class JointSearch:
             )
         self._save("losses", number, {"losses": self._losses})
 
+    def _compress(
+        self, space: Sequence[LinearChoices], centre: Assignment, number: int, layers: int | None = None
+    ) -> Bank:
+        """Compress the linear layers of the first ``layers`` decoder layers, by default of all, in every wanted way."""
+        return self._build_bank(
+            layers=self._layers[:layers], space=space, centre=self._levels(centre), centre_weights={}, number=number
+        )
+
+    def drop_undercut(self) -> None:
+        """Compress `PROBED` linear layers in every way; drop choices that another one undercuts (`UNDERCUT`)."""
+        first = [linear for linear in self._space if linear.decoder_layer == self._space[0].decoder_layer]
+        weights = {linear.name: weight_of(self._model.get_submodule(linear.name)).numel() for linear in first}
+        probed = sorted(weights, key=weights.__getitem__)[:PROBED]
+        only_dense = frozenset({0})
+        space = [linear if linear.name in probed else replace(linear, wanted=only_dense) for linear in self._space]
+        bank = self._compress(space, self.dense, -1, layers=1)
+        errors: dict[Choice, list[float]] = {}
+        for linear in self._space:
+            for level, masked in bank[linear.name].items() if linear.name in probed else ():
+                errors.setdefault(linear.choices[level], []).append(masked.report.error or 0.0)
+        uniforms = self.uniforms()
+        known = [choice for choice, found in errors.items() if choice in uniforms and len(found) == len(probed)]
+
+        def undercuts(other: Choice, choice: Choice) -> bool:
+            lower = all(UNDERCUT * low < high for low, high in zip(errors[other], errors[choice], strict=True))
+            return lower and self._costs_no_more(uniforms[other], uniforms[choice])
+
+        dropped = {choice for choice in known if any(undercuts(other, choice) for other in known)}
+        self._keep({choice for linear in self._space for choice in linear.choices} - dropped)
+
+    def _keep(self, kept: Set[Choice]) -> None:
+        """Keep these choices in the search, and no others."""
+        self._space = [
+            replace(linear, wanted=frozenset(i for i in linear.wanted if linear.choices[i] in kept))
+            for linear in self._space
+        ]
+
     def single_losses(self) -> list[list[float]]:
         """Measure what each option of each unit alone changes in the dense model, [units][options].
 
@@ -301,7 +346,8 @@ class JointSearch:
 
         The other choice costs no more in any unit, so limits that could be kept can still be kept.
         """
-        uniforms = self.uniforms()
+        wanted = {linear.choices[level] for linear in self._space for level in linear.wanted}
+        uniforms = {choice: picks for choice, picks in self.uniforms().items() if choice in wanted}
         for done, (choice, picks) in enumerate(uniforms.items()):
             self._progress("measuring each choice everywhere", done, len(uniforms))
             self.uniform_kl[choice] = max(0.0, self.kl(picks))  # rounding errors of the sums can make it negative
@@ -313,10 +359,7 @@ class JointSearch:
                 for other, others in uniforms.items()
             )
         }
-        self._space = [
-            replace(linear, wanted=frozenset(i for i, choice in enumerate(linear.choices) if choice not in dropped))
-            for linear in self._space
-        ]
+        self._keep(wanted - dropped)
 
     def _costs_no_more(self, cheap: Assignment, dear: Assignment) -> bool:
         """Return whether no cost of any unit is higher in assignment ``cheap`` than in ``dear``."""
@@ -333,11 +376,48 @@ class JointSearch:
     def run(self, limits: Mapping[str, float]) -> Assignment:
         """Search in `PASSES` passes; return the best assignment of the last one."""
         best = centre = self.dense
+        self.drop_undercut()
         for number in range(PASSES):
             self.measure(centre)
             start = min({self.best(limits), best} if number else {self.best(limits)}, key=self.kl)
             best = centre = self._refine(start, limits, number)
-        return best
+        return self._or_uniform(best, limits)
+
+    def _or_uniform(self, best: Assignment, limits: Mapping[str, float]) -> Assignment:
+        """Return the best single choice for all layers instead, if its KL divergence is lower.
+
+        It is compressed on its own activations, and both are scored on newly drawn tokens: the search has selected
+        ``best`` by those of its own.
+        """
+        found = self._best_uniform(limits)
+        if found is None or self.uniforms()[found] == best:
+            return best
+        picks = self.uniforms()[found]
+        space = [
+            replace(linear, wanted=frozenset({level}))
+            for linear, level in zip(self._space, self._levels(picks), strict=True)
+        ]
+        bank = self._compress(space, picks, PASSES)
+        tokens = scoring_batches(self._batches, self._recipe.search_tokens, self._seed + 1, SCORED_BATCHES)
+        kl = {}
+        for assignment, weights in ((best, self._bank), (picks, bank)):
+            scorer = Scorer(self._model, space, weights, tokens, self._device, self._ranks)
+            kl[assignment] = scorer.mean_kl(scorer.score(self._levels(assignment), range(scorer.batches)))
+            self.evaluations, self._tokens = self.evaluations + 1, self._tokens + scorer.tokens_run
+        if kl[picks] >= kl[best]:
+            return best
+        self._bank, self._kl = bank, {picks: kl[picks]}
+        return picks
+
+    def _best_uniform(self, limits: Mapping[str, float]) -> Choice | None:
+        """Return the choice with the lowest KL in the first bank, of those that keep the limits in all layers."""
+        uniforms = self.uniforms()
+        within = [
+            choice
+            for choice in self.uniform_kl
+            if all(self.relative(uniforms[choice])[name] <= share * (1 + 1e-9) for name, share in limits.items())
+        ]
+        return min(within, key=self.uniform_kl.__getitem__, default=None)
 
     def kl(self, assignment: Assignment) -> float:
         """Return the KL divergence of a candidate on all of the search's tokens, in nats per token."""
@@ -362,12 +442,8 @@ class JointSearch:
 
     def result(self, best: Assignment, limits: Mapping[str, float]) -> JointResult:
         """Return the result; it includes the best uniform choice for comparison."""
-        within = {
-            choice.label: self.uniform_kl[choice]
-            for choice, picks in self.uniforms().items()
-            if all(self.relative(picks)[name] <= share * (1 + 1e-9) for name, share in limits.items())
-        }
-        uniform = min(within.items(), key=lambda item: item[1], default=None)
+        found = self._best_uniform(limits)
+        uniform = None if found is None else (found.label, self.uniform_kl[found])
         levels = self._levels(best)
         return JointResult(
             {linear.name: linear.choices[level] for linear, level in zip(self._space, levels, strict=True)},
