@@ -57,6 +57,10 @@ an output error lower by this factor."""
 PROBED = 2
 """The smallest linear layers of the first decoder layer, in which output errors are compared before the search."""
 
+HOPELESS = 2.0
+"""A single choice for all layers is not compared with the search's result if its KL in the first bank is above this
+multiple of the result's."""
+
 Assignment = tuple[int, ...]
 """The index of an option for each unit."""
 
@@ -221,6 +225,7 @@ class JointSearch:
         self._losses: list[list[float]] = []
         self.uniform_kl: dict[Choice, float] = {}
         self._kl: dict[Assignment, float] = {}
+        self._proposed: list[set[int]] = []
         self._number = 0
         self.evaluations = self._tokens = 0
 
@@ -381,7 +386,15 @@ class JointSearch:
             self.measure(centre)
             start = min({self.best(limits), best} if number else {self.best(limits)}, key=self.kl)
             best = centre = self._refine(start, limits, number)
+            self._keep_proposed()
         return self._or_uniform(best, limits)
+
+    def _keep_proposed(self) -> None:
+        """Keep the options that a proposal has had: the others are far from any optimum, and cost as much."""
+        per_linear = [options for unit, options in zip(self.units, self._proposed, strict=True) for _ in unit.linears]
+        self._space = [
+            replace(linear, wanted=frozenset(options)) for linear, options in zip(self._space, per_linear, strict=True)
+        ]
 
     def _or_uniform(self, best: Assignment, limits: Mapping[str, float]) -> Assignment:
         """Return the best single choice for all layers instead, if its KL divergence is lower.
@@ -390,7 +403,7 @@ class JointSearch:
         ``best`` by those of its own.
         """
         found = self._best_uniform(limits)
-        if found is None or self.uniforms()[found] == best:
+        if found is None or self.uniform_kl[found] > HOPELESS * self.kl(best) or self.uniforms()[found] == best:
             return best
         picks = self.uniforms()[found]
         space = [
@@ -480,13 +493,17 @@ class JointSearch:
         assert scorer is not None
         generations = max(1, self._recipe.search_effort // (PASSES * PROPOSALS))
         first = 0
+        self._proposed = [{option} for option in best]
         saved = self._load("joint", number)
         if saved:
             first, best = saved["generation"], tuple(saved["best"])
+            self._proposed = [set(options) for options in saved["proposed"]]
         for generation in range(first, generations):
             self._progress(f"search: best KL so far {self.kl(best):.4f}", generation, generations)
             rng = random.Random(f"{self._seed} {number} {generation}")
             proposals = {self.allocate(self._disturbed(rng), limits) for _ in range(PROPOSALS)} - {best}
+            for options, picks in zip(self._proposed, zip(*proposals, strict=True), strict=False):
+                options |= set(picks)
             few = rng.sample(range(scorer.batches), max(1, scorer.batches // 4))
 
             scores = scorer.score_all([(self._levels(picks), few) for picks in sorted(proposals)], keep_states=False)
@@ -499,7 +516,8 @@ class JointSearch:
             for picks in ranked:
                 if self.kl(picks) < self.kl(best):
                     best = picks
-            self._save("joint", number, {"generation": generation + 1, "best": best})
+            proposed = [sorted(options) for options in self._proposed]
+            self._save("joint", number, {"generation": generation + 1, "best": best, "proposed": proposed})
         return best
 
     def _save(self, part: str, number: int, notes: Mapping[str, Any]) -> None:
