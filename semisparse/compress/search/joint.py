@@ -28,6 +28,7 @@ from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import Progress
 from semisparse.compress.search.allocate import Unreachable, allocate
 from semisparse.compress.search.bank import Bank, MaskedWeight, build_bank
+from semisparse.compress.search.dominated import dominated
 from semisparse.compress.search.score import BatchScore, Scorer, scoring_batches
 from semisparse.compress.search.units import LinearChoices, OptionsOf, compress_every_way, find_units
 from semisparse.nn import weight_of
@@ -322,13 +323,8 @@ class JointSearch:
             for level, masked in bank[linear.name].items() if linear.name in probed else ():
                 errors.setdefault(linear.choices[level], []).append(masked.report.error or 0.0)
         uniforms = self.uniforms()
-        known = [choice for choice, found in errors.items() if choice in uniforms and len(found) == len(probed)]
-
-        def undercuts(other: Choice, choice: Choice) -> bool:
-            lower = all(UNDERCUT * low < high for low, high in zip(errors[other], errors[choice], strict=True))
-            return lower and self._costs_no_more(uniforms[other], uniforms[choice])
-
-        dropped = {choice for choice in known if any(undercuts(other, choice) for other in known)}
+        known = {one: found for one, found in errors.items() if one in uniforms and len(found) == len(probed)}
+        dropped = dominated(known, uniforms, self._costs, UNDERCUT)
         self._keep({choice for linear in self._space for choice in linear.choices} - dropped)
 
     def _keep(self, kept: Set[Choice]) -> None:
@@ -347,32 +343,14 @@ class JointSearch:
         return self._losses
 
     def _drop_dominated(self) -> None:
-        """Measure every choice in all layers at once; drop those that another one dominates (`DOMINATED`).
-
-        The other choice costs no more in any unit, so limits that could be kept can still be kept.
-        """
+        """Measure every choice in all layers at once; drop those that another one dominates (`DOMINATED`)."""
         wanted = {linear.choices[level] for linear in self._space for level in linear.wanted}
         uniforms = {choice: picks for choice, picks in self.uniforms().items() if choice in wanted}
         for done, (choice, picks) in enumerate(uniforms.items()):
             self._progress("measuring each choice everywhere", done, len(uniforms))
             self.uniform_kl[choice] = max(0.0, self.kl(picks))  # rounding errors of the sums can make it negative
-        dropped = {
-            choice
-            for choice, picks in uniforms.items()
-            if any(
-                DOMINATED * self.uniform_kl[other] < self.uniform_kl[choice] and self._costs_no_more(others, picks)
-                for other, others in uniforms.items()
-            )
-        }
-        self._keep(wanted - dropped)
-
-    def _costs_no_more(self, cheap: Assignment, dear: Assignment) -> bool:
-        """Return whether no cost of any unit is higher in assignment ``cheap`` than in ``dear``."""
-        return all(
-            costs[one][name] <= cost
-            for costs, one, other in zip(self._costs, cheap, dear, strict=True)
-            for name, cost in costs[other].items()
-        )
+        losses = {choice: (kl,) for choice, kl in self.uniform_kl.items()}
+        self._keep(wanted - dominated(losses, uniforms, self._costs, DOMINATED))
 
     def best(self, limits: Mapping[str, float]) -> Assignment:
         """Return the assignment with the least sum of measured losses that keeps the limits."""

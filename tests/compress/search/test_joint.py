@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ import torch
 from semisparse.compress import Choice, Journal, Option, Recipe
 from semisparse.compress.search import joint
 from semisparse.compress.search.allocate import Unreachable
-from semisparse.compress.search.bank import to_dense
+from semisparse.compress.search.bank import MaskedWeight, to_dense
+from semisparse.compress.search.dominated import costs_no_more
 from semisparse.compress.search.joint import JointResult, JointSearch, search_choices
 from semisparse.compress.search.score import Scorer
+from semisparse.compress.search.units import LinearChoices
 from semisparse.nn import weight_of
 from semisparse.patterns import parse_pattern
 from tests.compress.checking import Interrupted
@@ -131,8 +134,61 @@ def test_a_choice_that_is_cheaper_in_one_unit_is_kept():
     )
     uniforms = {choice.label: picks for choice, picks in run.uniforms().items()}
     cheap, dear = uniforms["any w4 g8@0%"], uniforms["any w8 g8@0%"]
-    assert run._costs_no_more(cheap, dear)
-    assert not run._costs_no_more((*cheap[:-1], 0), dear)  # dense in the last unit
+    assert costs_no_more(cheap, dear, run._costs)
+    assert not costs_no_more((*cheap[:-1], 0), dear, run._costs)  # dense in the last unit
+
+
+@pytest.fixture
+def compressed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, set[str]]]:
+    """The linear layers in the order in which they are compressed, each with the numbers of bits or zeros."""
+    compress, seen = joint.compress_every_way, list[tuple[str, set[str]]]()
+
+    def spy(linear: LinearChoices, *arguments: Any) -> dict[int, MaskedWeight]:
+        named = {linear.choices[level].quant if level < 4 else "50%" for level in linear.wanted}
+        seen.append((linear.name, named))
+        return compress(linear, *arguments)
+
+    monkeypatch.setattr(joint, "compress_every_way", spy)
+    return seen
+
+
+def test_a_choice_that_another_one_undercuts_is_compressed_in_two_layers_only(
+    compressed: list[tuple[str, set[str]]], monkeypatch: pytest.MonkeyPatch
+):
+    search()
+    with_zeros = [name for name, ways in compressed if "50%" in ways]
+    assert with_zeros == ["model.layers.0.self_attn.k_proj", "model.layers.0.self_attn.v_proj"]  # the smallest
+    assert dict(compressed[:3])[with_zeros[0]] == {"none", "w8", "w4", "w2", "50%"}
+    compressed.clear()
+    monkeypatch.setattr(joint, "UNDERCUT", 1e6)
+    search()
+    assert len([name for name, ways in compressed if "50%" in ways]) == 2 + 14
+
+
+def test_the_second_bank_has_what_was_proposed(compressed: list[tuple[str, set[str]]]):
+    result = search()
+    for name, choice in result.choices.items():
+        first, second, *_ = [ways for other, ways in compressed[7:] if other == name]  # after the two smallest layers
+        assert choice.quant in second < first
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_one_choice_for_all_layers_is_taken_if_it_loses_less(taken: bool, monkeypatch: pytest.MonkeyPatch):
+    """The search ends in a bad assignment: the last layer has two bits and all others have four, within 5 bits."""
+    bad = (*[2] * 7, 3)
+    monkeypatch.setattr(JointSearch, "_refine", lambda self, best, limits, number: bad)
+    monkeypatch.setattr(JointSearch, "_keep_proposed", lambda self: None)
+    monkeypatch.setattr(joint, "HOPELESS", 2.0 if taken else 0.0)
+    result = search({"bits": 5.0 / 16})
+    quants = [choice.quant for choice in result.choices.values()]
+    assert result.uniform is not None
+    assert result.uniform[0] == "any w4 g8@0%"
+    assert set(quants) == ({"w4"} if taken else {"w4", "w2"})
+    dense, compressed = sharp_model(), sharp_model()
+    for name, masked in result.weights.items():
+        weight = weight_of(compressed.get_submodule(name))
+        weight.data.copy_(to_dense(masked, weight))
+    assert mean_kl(dense, compressed, calibration()) == pytest.approx(result.kl, rel=1e-4)
 
 
 def test_what_no_choice_reaches_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatch):
