@@ -31,7 +31,7 @@ from semisparse.bench.timing import clone, time_calls
 from semisparse.compress import Choice, Option, Recipe, calibration_batches
 from semisparse.compress.recipe import read_targets
 from semisparse.compress.search.allocate import allocate
-from semisparse.compress.search.joint import JointSearch
+from semisparse.compress.search.losses import ChoiceLosses
 from semisparse.formats.base import Packed, get_format
 from semisparse.nn import SparseLinear, replace_linear
 from semisparse.patterns import NO_ZEROS, parse_pattern
@@ -118,7 +118,7 @@ def small_losses(options: argparse.Namespace) -> list[list[dict[Choice, float]]]
     recipe = Recipe(pattern=NO_ZEROS)
     every = dict.fromkeys(choice for workload in WORKLOADS for choice in choices_for(workload))
     of_shapes = options_of(list(every), (), model.dtype, None)
-    search = JointSearch(
+    search = ChoiceLosses(
         model,
         batches,
         recipe,

@@ -15,7 +15,7 @@ from semisparse.api.targets import menu, options_of, written
 from semisparse.bench.machines import find_machine
 from semisparse.compress import Progress, Recipe, calibration_batches, split_decoder_experts
 from semisparse.compress.search.allocate import Unreachable
-from semisparse.compress.search.joint import Assignment, JointSearch
+from semisparse.compress.search.losses import Assignment, ChoiceLosses
 from semisparse.patterns import NO_ZEROS
 
 TOKENS = 32 * 1024
@@ -112,7 +112,7 @@ def frontier(
     split_decoder_experts(dense, recipe)
     choices = menu(recipe, rounds_activations=machine.device == "cuda")
     options = options_of(choices, WORKLOADS, dense.dtype, machine)
-    search = JointSearch(dense, batches, recipe, options, seed=seed, device=where, progress=progress, journal=None)
+    search = ChoiceLosses(dense, batches, recipe, options, seed=seed, device=where, progress=progress, journal=None)
     search.measure(search.dense)
     points = []
     budgets = _budgets(search)
@@ -133,7 +133,7 @@ def frontier(
     return Frontier(machine.name, ordered, uniform, time.perf_counter() - start)
 
 
-def _budgets(search: JointSearch) -> list[dict[str, float]]:
+def _budgets(search: ChoiceLosses) -> list[dict[str, float]]:
     """Return limits relative to dense, on one cost each: geometric steps from the least possible total to dense."""
     budgets = []
     for name in ("bits", *WORKLOADS):
@@ -149,7 +149,7 @@ def _target(limits: Mapping[str, float], itemsize: int) -> str:
     return written({"bits": share * 8 * itemsize} if name == "bits" else {name: 1 / share})
 
 
-def _point(search: JointSearch, recipe: str, picks: Assignment, kl: float | None = None) -> Point:
+def _point(search: ChoiceLosses, recipe: str, picks: Assignment, kl: float | None = None) -> Point:
     totals = search.totals(picks)
     weights = sum(unit.weights for unit in search.units)
     loss = search.kl(picks) if kl is None else kl
