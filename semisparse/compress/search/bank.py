@@ -65,8 +65,8 @@ def to_dense(masked: MaskedWeight, like: Tensor) -> Tensor:
     bits = (masked.mask.to(like.device)[:, None] >> _bit_positions(like.device)) & 1
     mask = bits.flatten()[: like.numel()].bool()
     weight = torch.zeros(like.numel(), dtype=like.dtype, device=like.device)
-    weight[mask] = masked.values.to(like.device, like.dtype)
-    return weight.view(like.shape)
+    # Unlike weight[mask] = values, this does not wait for the GPU to count the mask's bits.
+    return weight.masked_scatter_(mask, masked.values.to(like.device, like.dtype)).view(like.shape)
 
 
 class Levels(Protocol):

@@ -30,7 +30,8 @@ from semisparse.compress.search.units import LinearChoices, OptionsOf, compress_
 from semisparse.nn import weight_of
 
 SCORED_BATCHES = 4
-"""Batches that the scored tokens are split into; proposals are first scored on one of them."""
+"""Batches that the scored tokens are split into on a CPU; proposals are first scored on one of them. On a GPU there is
+one, because a batch takes the time of its launches: scoring took 70 of 150 s of a search of pycode-11m."""
 
 DOMINATED = 1.1
 """A choice is dropped if another one costs no more in any unit and, in all layers, has a KL lower by this factor."""
@@ -113,7 +114,8 @@ class ChoiceLosses:
         ]
         self._costs = [[option.costs for option in unit.options] for unit in self.units]
         self.dense_costs = self.totals(self.dense)
-        self._token_batches = scoring_batches(batches, recipe.search_tokens, seed, SCORED_BATCHES)
+        self._parts = 1 if self._device.type == "cuda" else SCORED_BATCHES
+        self._token_batches = scoring_batches(batches, recipe.search_tokens, seed, self._parts)
         self._bank: Bank = {}
         self._scorer: Scorer | None = None
         self.losses: list[list[float]] = []
@@ -318,7 +320,7 @@ class ChoiceLosses:
         ]
         number, self._number = self._number, self._number + 1
         bank = self._compress(space, picks, number)
-        tokens = scoring_batches(self._batches, self._recipe.search_tokens, self._seed + 1, SCORED_BATCHES)
+        tokens = scoring_batches(self._batches, self._recipe.search_tokens, self._seed + 1, self._parts)
         kl = {}
         for assignment, weights in ((best, self._bank), (picks, bank)):
             scorer = Scorer(self._model, space, weights, tokens, self._device, self._ranks)
