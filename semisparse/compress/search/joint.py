@@ -1,8 +1,8 @@
 """``search=joint``: choose pattern, bits and format of every layer together, under limits on bits and times.
 
 Linear layers that share an input form a unit and get the same choice. The caller says what a choice costs. Its KL
-divergence is measured here: first of every choice in one unit with all other units unchanged, then of whole candidates.
-Small KL divergences of single units add up, so the allocation that minimises their sum is a good start
+divergence is measured: first of every choice in one unit with all other units unchanged (losses.py), then of whole
+candidates. Small KL divergences of single units add up, so the allocation that minimises their sum is a good start
 (docs/experiments/joint-search.md).
 """
 
@@ -196,6 +196,7 @@ class JointSearch:
         return best, proposed
 
     def _disturbed(self, rng: random.Random) -> list[list[float]]:
+        """Return the measured losses, each multiplied by a random factor (`SPREAD`)."""
         return [[loss * rng.lognormvariate(0, SPREAD) for loss in row] for row in self._losses.losses]  # inf stays inf
 
     def _or_uniform(self, best: Assignment) -> Assignment:
