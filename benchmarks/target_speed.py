@@ -16,6 +16,7 @@ import argparse
 import copy
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -162,35 +163,59 @@ def read_losses(path: Path) -> list[list[dict[Choice, float]]]:
 
 
 def time(options: argparse.Namespace) -> None:
-    """Measure dense, and what was chosen for each target."""
-    rows, out, units = read_rows(options.choices), list[dict[str, str]](), list[dict[str, str]]()
-    for target in dict.fromkeys(row["target"] for row in rows):
-        chosen = [row for row in rows if row["target"] == target]
-        tokens = WORKLOADS[target.partition("=")[0]]
-        layers = 1 + max(int(row["layer"]) for row in chosen)
-        dense = [{**row, "format": "dense", "pattern": NO_ZEROS, "quant": "none"} for row in chosen]
-        dense_us, us = linear_us(dense, tokens), linear_us(chosen, tokens)
-        units += unit_times(target, chosen, tokens)
+    """Measure dense, and what was chosen for each target: the linear layers of all targets first, then whole models."""
+    rows, out, units = read_rows(options.choices), dict[str, dict[str, str]](), list[dict[str, str]]()
+    targets = {target: [row for row in rows if row["target"] == target] for target in dict.fromkeys(_targets(rows))}
+    for target, chosen in targets.items():
+        out[target] = linear_times(target, chosen)
+        write_rows(options.csv, list(out.values()), SPEEDS)
+        print(*out[target].values(), flush=True)
+        units += unit_times(target, chosen, WORKLOADS[target.partition("=")[0]])
         write_rows(options.units, units, UNIT_TIMES)
-        dense_step, step = step_ms(dense, layers, tokens), step_ms(chosen, layers, tokens)
-        predicted_us, predicted_dense = (sum(float(row[key]) for row in chosen) for key in ("us", "dense_us"))
-        # What is not a linear layer takes the same time in both.
-        predicted_step = dense_step - dense_us / 1e3 + dense_us / 1e3 * predicted_us / predicted_dense
-        values = (target, SHAPES, layers, tokens, f"{predicted_dense / predicted_us:.3f}", f"{dense_us / us:.3f}")
-        values += tuple(f"{x:.1f}" for x in (us, dense_us, predicted_us * dense_us / predicted_dense))
-        values += tuple(f"{x:.4f}" for x in (step, dense_step, predicted_step, step / predicted_step - 1))
-        out.append(dict(zip(SPEEDS, map(str, (*values, device_facts(DEVICE).name)), strict=True)))
-        write_rows(options.csv, out, SPEEDS)
-        print(*out[-1].values(), flush=True)
+    for target, chosen in targets.items():
+        out[target] |= step_times(out[target], chosen)
+        write_rows(options.csv, list(out.values()), SPEEDS)
+        print(*out[target].values(), flush=True)
+
+
+def _targets(rows: Sequence[dict[str, str]]) -> list[str]:
+    return [row["target"] for row in rows]
+
+
+def _dense(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+    return [{**row, "format": "dense", "pattern": NO_ZEROS, "quant": "none", "us": row["dense_us"]} for row in rows]
+
+
+def linear_times(target: str, chosen: Sequence[dict[str, str]]) -> dict[str, str]:
+    """Time all linear layers of a target, without what is between them; `step_ms` and the like stay empty."""
+    tokens = WORKLOADS[target.partition("=")[0]]
+    layers = 1 + max(int(row["layer"]) for row in chosen)
+    dense_us, us = linear_us(_dense(chosen), tokens), linear_us(chosen, tokens)
+    predicted, predicted_dense = (sum(float(row[key]) for row in chosen) for key in ("us", "dense_us"))
+    times = {"linear_us": us, "dense_linear_us": dense_us, "predicted_us": predicted * dense_us / predicted_dense}
+    return {
+        **dict.fromkeys(SPEEDS, ""),
+        **{"target": target, "model": SHAPES, "layers": str(layers), "tokens": str(tokens)},
+        **{"predicted": f"{predicted_dense / predicted:.3f}", "measured": f"{dense_us / us:.3f}"},
+        **{name: f"{value:.1f}" for name, value in times.items()},
+        "gpu": device_facts(DEVICE).name,
+    }
+
+
+def step_times(linear: dict[str, str], chosen: Sequence[dict[str, str]]) -> dict[str, str]:
+    """Time a decode step or a prompt of a target; what is not a linear layer is predicted to take as long as dense."""
+    layers, tokens = int(linear["layers"]), int(linear["tokens"])
+    dense_step, step = step_ms(_dense(chosen), layers, tokens), step_ms(chosen, layers, tokens)
+    predicted = dense_step + (float(linear["predicted_us"]) - float(linear["dense_linear_us"])) / 1e3
+    times = {"step_ms": step, "dense_step_ms": dense_step, "predicted_step_ms": predicted}
+    return {name: f"{ms:.4f}" for name, ms in times.items()} | {"step_error": f"{step / predicted - 1:.4f}"}
 
 
 def unit_times(target: str, chosen: Sequence[dict[str, str]], tokens: int) -> list[dict[str, str]]:
-    """Time each kind of unit alone, dense first; its copies, one per decoder layer of llama2-7b, are not in L2."""
+    """Time each kind of unit alone, over 16 copies, which do not fit in L2."""
     kinds: dict[tuple[str, ...], dict[str, str]] = {}
-    for row in chosen:
-        dense = {**row, "format": "dense", "pattern": NO_ZEROS, "quant": "none", "us": row["dense_us"]}
-        for one in (dense, row):
-            kinds[tuple(one[key] for key in ("unit", "format", "pattern", "quant"))] = one
+    for row in (*_dense(chosen), *chosen):
+        kinds[tuple(row[key] for key in ("unit", "format", "pattern", "quant"))] = row
     rows = []
     for kind, row in sorted(kinds.items()):
         n, k = _unit_shape(row["unit"])
@@ -222,13 +247,13 @@ def _layer(row: dict[str, str], n: int, k: int) -> nn.Module:
     if row["format"] == "dense" and row["quant"] == "none":
         layer = nn.Linear(k, n, bias=False, dtype=DTYPE, device=DEVICE)
         return layer.requires_grad_(False)
-    return SparseLinear(_packed(row, n, k))
+    return SparseLinear(clone(_packed(row["format"], row["pattern"], row["quant"], n, k)))
 
 
-def _packed(row: dict[str, str], n: int, k: int) -> Packed:
-    weight = random_weight(parse_pattern(row["pattern"]), n, k, DTYPE, DEVICE)
-    options = {} if row["quant"] == "none" else {"kind": row["quant"]}
-    return get_format(row["format"]).pack(weight, row["pattern"], **options)
+@lru_cache
+def _packed(form: str, pattern: str, quant: str, n: int, k: int) -> Packed:
+    weight = random_weight(parse_pattern(pattern), n, k, DTYPE, DEVICE)
+    return get_format(form).pack(weight, pattern, **({} if quant == "none" else {"kind": quant}))
 
 
 def _unit_shape(unit: str) -> tuple[int, int]:
@@ -251,7 +276,6 @@ def _model(rows: Sequence[dict[str, str]], layers: int) -> PreTrainedModel:
     config.num_hidden_layers = layers
     with torch.device(DEVICE):
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval()
-    known: dict[tuple[str, ...], Packed] = {}
     for row in rows:
         if row["format"] == "dense" and row["quant"] == "none":
             continue
@@ -259,10 +283,8 @@ def _model(rows: Sequence[dict[str, str]], layers: int) -> PreTrainedModel:
         for name, module in list(parent.named_modules()):
             if name.rpartition(".")[2] in row["unit"].split("+"):
                 n, k = module.weight.shape
-                key = (row["format"], row["pattern"], row["quant"], str(n), str(k))
-                if key not in known:
-                    known[key] = _packed(row, n, k)
-                replace_linear(model, f"model.layers.{row['layer']}.{name}", clone(known[key]))
+                packed = _packed(row["format"], row["pattern"], row["quant"], n, k)
+                replace_linear(model, f"model.layers.{row['layer']}.{name}", clone(packed))
     return model
 
 
