@@ -173,6 +173,19 @@ def test_the_second_bank_has_what_was_proposed(compressed: list[tuple[str, set[s
         assert choice.quant in second < first
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_gpu_scores_as_a_cpu_does():
+    result = search(device="cuda")
+    assert result.predicted["bits"] <= LIMITS["bits"] * (1 + 1e-9)
+    dense, compressed = sharp_model(), sharp_model()
+    for name, masked in result.weights.items():
+        weight = weight_of(compressed.get_submodule(name))
+        weight.data.copy_(to_dense(masked, weight))
+        on_gpu = to_dense(masked, weight.data.cuda())
+        assert torch.equal(on_gpu.cpu(), weight.data)
+    assert mean_kl(dense, compressed, calibration()) == pytest.approx(result.kl, rel=1e-3)
+
+
 @pytest.mark.parametrize("taken", [True, False])
 def test_one_choice_for_all_layers_is_taken_if_it_loses_less(taken: bool, monkeypatch: pytest.MonkeyPatch):
     """The search ends in a bad assignment: the last layer has two bits and all others have four, within 5 bits."""
