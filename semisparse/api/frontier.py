@@ -15,7 +15,8 @@ from semisparse.api.targets import menu, options_of, written
 from semisparse.bench.machines import find_machine
 from semisparse.compress import Progress, Recipe, calibration_batches, split_decoder_experts
 from semisparse.compress.search.allocate import Unreachable
-from semisparse.compress.search.losses import Assignment, ChoiceLosses
+from semisparse.compress.search.costs import Assignment
+from semisparse.compress.search.losses import ChoiceLosses
 from semisparse.patterns import NO_ZEROS
 
 TOKENS = 32 * 1024
@@ -113,7 +114,7 @@ def frontier(
     choices = menu(recipe, rounds_activations=machine.device == "cuda")
     options = options_of(choices, WORKLOADS, dense.dtype, machine)
     search = ChoiceLosses(dense, batches, recipe, options, seed=seed, device=where, progress=progress, journal=None)
-    search.measure(search.dense)
+    search.measure(search.costs.dense)
     points = []
     budgets = _budgets(search)
     for done, limits in enumerate(budgets):
@@ -124,7 +125,7 @@ def frontier(
             continue
     uniform = [
         _point(search, choice.label, picks, search.uniform_kl[choice])
-        for choice, picks in search.uniforms().items()
+        for choice, picks in search.costs.uniforms().items()
         if not choice.is_dense
     ]
     front = [point for point in points if not any(other.dominates(point) for other in [*points, *uniform])]
@@ -138,7 +139,7 @@ def _budgets(search: ChoiceLosses) -> list[dict[str, float]]:
     budgets = []
     for name in ("bits", *WORKLOADS):
         least = sum(min(option.costs[name] for option in unit.options) for unit in search.units)
-        least = min(1.0, least / search.dense_costs[name]) * (1 + 1e-6)
+        least = min(1.0, least / search.costs.of_dense[name]) * (1 + 1e-6)
         budgets += [{name: least ** (1 - step / STEPS)} for step in range(STEPS + 1)]
     return budgets
 
@@ -150,7 +151,7 @@ def _target(limits: Mapping[str, float], itemsize: int) -> str:
 
 
 def _point(search: ChoiceLosses, recipe: str, picks: Assignment, kl: float | None = None) -> Point:
-    totals = search.totals(picks)
+    totals = search.costs.totals(picks)
     weights = sum(unit.weights for unit in search.units)
     loss = search.kl(picks) if kl is None else kl
     # Where nothing is lost, rounding errors of the sums can make the KL divergence negative.

@@ -23,7 +23,8 @@ from semisparse.compress.journal import Journal
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import Progress
 from semisparse.compress.search.bank import MaskedWeight
-from semisparse.compress.search.losses import Assignment, ChoiceLosses
+from semisparse.compress.search.costs import Assignment
+from semisparse.compress.search.losses import ChoiceLosses
 from semisparse.compress.search.units import OptionsOf
 from semisparse.patterns import Pattern, parse_pattern
 
@@ -129,7 +130,7 @@ def search_choices(
         ranks=ranks,
         offload=offload,
     )
-    losses.allocate(losses.proxy_losses(), limits)  # raises before any work where the limits cannot be kept
+    losses.costs.allocate(losses.costs.proxy_losses(), limits)  # raises before any work where the limits cannot be kept
     best = JointSearch(losses, limits, recipe.search_effort, seed, progress).run()
     uniform = losses.best_uniform(limits)
     return JointResult(
@@ -137,7 +138,7 @@ def search_choices(
         losses.weights(best),
         losses.kl(best),
         None if uniform is None else (uniform.label, losses.uniform_kl[uniform]),
-        losses.relative(best),
+        losses.costs.relative(best),
         losses.evaluations,
         losses.tokens,
     )
@@ -164,7 +165,7 @@ class JointSearch:
         """Search in `PASSES` passes; return the best assignment of the last one, or one choice for all if better."""
         losses = self._losses
         losses.drop_undercut()
-        best = losses.dense
+        best = losses.costs.dense
         for number in range(PASSES):
             losses.measure(best)
             found = losses.best(self._limits)
@@ -183,7 +184,7 @@ class JointSearch:
         for generation in range(first, self._generations):
             self._progress(f"search: best KL so far {losses.kl(best):.4f}", generation, self._generations)
             rng = random.Random(f"{self._seed} {number} {generation}")
-            drawn = {losses.allocate(self._disturbed(rng), self._limits) for _ in range(PROPOSALS)} - {best}
+            drawn = {losses.costs.allocate(self._disturbed(rng), self._limits) for _ in range(PROPOSALS)} - {best}
             few = rng.sample(range(losses.scored_batches), max(1, losses.scored_batches // 4))
             quick = losses.quick_kl(sorted(drawn), few)
             ranked = sorted(quick, key=quick.__getitem__)[: PROPOSALS // 4]
@@ -205,5 +206,5 @@ class JointSearch:
         choice = losses.best_uniform(self._limits)
         if choice is None or losses.uniform_kl[choice] > HOPELESS * losses.kl(best):
             return best
-        picks = losses.uniforms()[choice]
+        picks = losses.costs.uniforms()[choice]
         return best if picks == best else losses.take_if_better(picks, best)

@@ -22,8 +22,8 @@ from semisparse.compress.journal import Journal
 from semisparse.compress.propagate import list_decoder_layers
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import Progress
-from semisparse.compress.search.allocate import Unreachable, allocate
 from semisparse.compress.search.bank import Bank, MaskedWeight, build_bank
+from semisparse.compress.search.costs import Assignment, UnitCosts
 from semisparse.compress.search.dominated import dominated
 from semisparse.compress.search.score import BatchScore, Scorer, scoring_batches
 from semisparse.compress.search.units import LinearChoices, OptionsOf, compress_every_way, find_units
@@ -42,9 +42,6 @@ an output error lower by this factor."""
 
 PROBED = 2
 """The smallest linear layers of the first decoder layer, in which output errors are compared before the search."""
-
-Assignment = tuple[int, ...]
-"""The index of an option for each unit."""
 
 
 class ChoiceLosses:
@@ -112,8 +109,7 @@ class ChoiceLosses:
             for unit in self.units
             for name in unit.linears
         ]
-        self._costs = [[option.costs for option in unit.options] for unit in self.units]
-        self.dense_costs = self.totals(self.dense)
+        self.costs = UnitCosts(self.units)
         self._parts = 1 if self._device.type == "cuda" else SCORED_BATCHES
         self._token_batches = scoring_batches(batches, recipe.search_tokens, seed, self._parts)
         self._bank: Bank = {}
@@ -124,40 +120,6 @@ class ChoiceLosses:
         self._kl: dict[Assignment, float] = {}
         self._number = 0
         self.evaluations = self._tokens = 0
-
-    def totals(self, assignment: Assignment) -> dict[str, float]:
-        """Return the sum of each cost over the units."""
-        picked = [costs[pick] for costs, pick in zip(self._costs, assignment, strict=True)]
-        return {name: sum(cost[name] for cost in picked) for name in picked[0]}
-
-    def relative(self, assignment: Assignment) -> dict[str, float]:
-        """Return the sum of each cost over the units, relative to dense."""
-        return {name: total / self.dense_costs[name] for name, total in self.totals(assignment).items()}
-
-    def allocate(self, losses: Sequence[Sequence[float]], limits: Mapping[str, float]) -> Assignment:
-        """Return the assignment with the least sum of losses ([units][options]) that keeps limits relative to dense.
-
-        Raises:
-            Unreachable: there is none; its `least` is relative to dense, too.
-        """
-        dense = self.dense_costs
-        try:
-            return allocate(losses, self._costs, {name: share * dense[name] for name, share in limits.items()})
-        except Unreachable as error:
-            least = {name: total / dense[name] for name, total in error.least.items()}
-            raise Unreachable(str(error), least) from error
-
-    def proxy_losses(self) -> list[list[float]]:
-        """Return estimated losses, [units][options]: each bit per weight divides the squared rounding error by 4."""
-        return [
-            [unit.weights * 4.0 ** -(option.costs["bits"] / unit.weights) for option in unit.options]
-            for unit in self.units
-        ]
-
-    @property
-    def dense(self) -> Assignment:
-        """The assignment that leaves every layer as it is."""
-        return (0,) * len(self.units)
 
     def measure(self, centre: Assignment) -> None:
         """Compress every layer in every way, and measure what each option of each unit alone changes.
@@ -183,7 +145,7 @@ class ChoiceLosses:
             return
         base, self.losses = self.kl(centre), []
         # Nothing is better than the dense model: rounding errors of the sums must not make 8 bits look so.
-        least = 0.0 if centre == self.dense else -math.inf
+        least = 0.0 if centre == self.costs.dense else -math.inf
         wanted = {linear.name: linear.wanted for linear in self._space}
         for index, unit in enumerate(self.units):
             self._progress("measuring what each choice loses", index, len(self.units))
@@ -212,14 +174,14 @@ class ChoiceLosses:
         probed = sorted(weights, key=weights.__getitem__)[:PROBED]
         only_dense = frozenset({0})
         space = [linear if linear.name in probed else replace(linear, wanted=only_dense) for linear in self._space]
-        bank = self._compress(space, self.dense, -1, layers=1)
+        bank = self._compress(space, self.costs.dense, -1, layers=1)
         errors: dict[Choice, list[float]] = {}
         for linear in self._space:
             for level, masked in bank[linear.name].items() if linear.name in probed else ():
                 errors.setdefault(linear.choices[level], []).append(masked.report.error or 0.0)
-        uniforms = self.uniforms()
+        uniforms = self.costs.uniforms()
         known = {one: found for one, found in errors.items() if one in uniforms and len(found) == len(probed)}
-        dropped = dominated(known, uniforms, self._costs, UNDERCUT)
+        dropped = dominated(known, uniforms, self.costs.options, UNDERCUT)
         self._keep({choice for linear in self._space for choice in linear.choices} - dropped)
 
     def _keep(self, kept: Set[Choice]) -> None:
@@ -241,30 +203,30 @@ class ChoiceLosses:
 
         The loss of an option that was dropped is infinite.
         """
-        self.measure(self.dense)
+        self.measure(self.costs.dense)
         return self.losses
 
     def _drop_dominated(self) -> None:
         """Measure every choice in all layers at once; drop those that another one dominates (`DOMINATED`)."""
         wanted = {linear.choices[level] for linear in self._space for level in linear.wanted}
-        uniforms = {choice: picks for choice, picks in self.uniforms().items() if choice in wanted}
+        uniforms = {choice: picks for choice, picks in self.costs.uniforms().items() if choice in wanted}
         for done, (choice, picks) in enumerate(uniforms.items()):
             self._progress("measuring each choice everywhere", done, len(uniforms))
             self.uniform_kl[choice] = max(0.0, self.kl(picks))  # rounding errors of the sums can make it negative
         losses = {choice: (kl,) for choice, kl in self.uniform_kl.items()}
-        self._keep(wanted - dominated(losses, uniforms, self._costs, DOMINATED))
+        self._keep(wanted - dominated(losses, uniforms, self.costs.options, DOMINATED))
 
     def best(self, limits: Mapping[str, float]) -> Assignment:
         """Return the assignment with the least sum of measured losses that keeps the limits."""
-        return self.allocate(self.losses, limits)
+        return self.costs.allocate(self.losses, limits)
 
     def best_uniform(self, limits: Mapping[str, float]) -> Choice | None:
         """Return the choice with the lowest KL in the first bank, of those that keep the limits in all layers."""
-        uniforms = self.uniforms()
+        uniforms = self.costs.uniforms()
         within = [
             choice
             for choice in self.uniform_kl
-            if all(self.relative(uniforms[choice])[name] <= share * (1 + 1e-9) for name, share in limits.items())
+            if all(self.costs.relative(uniforms[choice])[name] <= share * (1 + 1e-9) for name, share in limits.items())
         ]
         return min(within, key=self.uniform_kl.__getitem__, default=None)
 
@@ -273,21 +235,6 @@ class ChoiceLosses:
         if assignment not in self._kl:
             self._score_whole(assignment)
         return self._kl[assignment]
-
-    def uniform(self, choice: Choice) -> Assignment | None:
-        """Return the assignment of one choice to all units; None if a unit does not have it."""
-        picks = []
-        for unit in self.units:
-            matching = [index for index, option in enumerate(unit.options) if option.choice == choice]
-            if not matching:
-                return None
-            picks.append(matching[0])
-        return tuple(picks)
-
-    def uniforms(self) -> dict[Choice, Assignment]:
-        """Return the assignments of one choice to all units."""
-        choices = dict.fromkeys(option.choice for unit in self.units for option in unit.options)
-        return {choice: picks for choice in choices if (picks := self.uniform(choice)) is not None}
 
     def score(self, assignments: Sequence[Assignment]) -> None:
         """Score candidates that are not known yet, all at once: the ranks share them out."""

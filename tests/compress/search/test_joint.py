@@ -122,7 +122,7 @@ def test_dominated_choices_are_dropped_and_the_best_single_one_is_named():
     run = ChoiceLosses(
         sharp_model(), calibration(), RECIPE, options, seed=0, device="cpu", progress=lambda *_: None, journal=None
     )
-    run.measure(run.dense)
+    run.measure(run.costs.dense)
     kls = {choice.label: kl for choice, kl in run.uniform_kl.items()}
     assert kls["any 50%"] > losses.DOMINATED * kls["any w8 g8@0%"]  # costs more, loses more
     assert all(2 not in layer.wanted or layer.choices[2].quant == "w4" for layer in run._space)
@@ -133,10 +133,10 @@ def test_a_choice_that_is_cheaper_in_one_unit_is_kept():
     run = ChoiceLosses(
         sharp_model(), calibration(), RECIPE, options, seed=0, device="cpu", progress=lambda *_: None, journal=None
     )
-    uniforms = {choice.label: picks for choice, picks in run.uniforms().items()}
+    uniforms = {choice.label: picks for choice, picks in run.costs.uniforms().items()}
     cheap, dear = uniforms["any w4 g8@0%"], uniforms["any w8 g8@0%"]
-    assert costs_no_more(cheap, dear, run._costs)
-    assert not costs_no_more((*cheap[:-1], 0), dear, run._costs)  # dense in the last unit
+    assert costs_no_more(cheap, dear, run.costs.options)
+    assert not costs_no_more((*cheap[:-1], 0), dear, run.costs.options)  # dense in the last unit
 
 
 @pytest.fixture
