@@ -155,7 +155,20 @@ class Decoder:
         length = max(map(len, prompts))
         tokens = torch.tensor([[*prompt, *[0] * (length - len(prompt))] for prompt in prompts], device=self.device)
         last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.device)
-        positions = torch.arange(length, device=self.device, dtype=torch.int32).repeat(len(prompts))
+        return self.padded_prompt(tokens, last, cache)
+
+    def padded_prompt(self, tokens: Tensor, last: Tensor, cache: Cache) -> Tensor:
+        """Run prompts that are on the device. The host is not waited for, so that a CUDA graph can capture it.
+
+        Args:
+            tokens: [prompts, length] int64, shorter prompts padded at the end.
+            last: [prompts] int64, the position of each prompt's last token.
+            cache: KV cache of as many sequences.
+        Returns:
+            [prompts, vocabulary], the logits after each prompt.
+        """
+        count, length = tokens.shape
+        positions = torch.arange(length, device=self.device, dtype=torch.int32).repeat(count)
         heads = self.structure.heads
 
         def attend(qkv: Tensor, fused: FusedLayer, cached: LayerCache) -> Tensor:
@@ -164,7 +177,7 @@ class Decoder:
             return attend_to_prompt(queries, cached, length, heads)
 
         stream = self._layers(tokens, cache, attend)
-        rows = torch.arange(len(prompts), device=self.device) * length + last
+        rows = torch.arange(count, device=self.device) * length + last
         return self._logits(Stream(stream.x[rows], None if stream.delta is None else stream.delta[rows]))
 
     def step(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:

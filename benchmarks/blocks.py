@@ -1,0 +1,212 @@
+"""A few decoder blocks of a known model in every format: decode steps by batch, and prompts by length.
+
+    python benchmarks/blocks.py OUT.csv [--arch llama2-7b] [--blocks 8] [--weights dense,bitmask,gqs,vector_nm,ec_csr]
+        [--batches 1,8,32,64,128] [--prompts 128,512,2048,8192] [--deterministic 1,16]
+
+Random weights, bfloat16, in the engine: ``blocks`` decoder blocks and the head. ``us`` is:
+
+- ``step``: a decode step of ``count`` sequences, a CUDA graph replayed from position 160 on. The first rows have all
+  blocks of the model, from position 512 on.
+- ``deterministic``: the same step with ``deterministic_batch=True``.
+- ``prompt``: a prompt of ``count`` tokens, captured in a CUDA graph.
+- ``eager``: the same as `generate` runs it, wall time until the host has the token.
+- ``first``: the first prompt of this length, as ``eager``; kernels of other lengths have run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+from decode_step import WEIGHTS
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from semisparse.bench.model import Workload, random_model, random_prompts
+from semisparse.bench.shapes import ARCHITECTURES
+from semisparse.bench.table import write_csv
+from semisparse.engine import Engine, Sampling
+from semisparse.engine.backend import DecoderBackend
+from semisparse.engine.decoder import Cache
+from semisparse.runtime.device import device_facts
+
+GPU = torch.device("cuda")
+CONTEXT = 16384
+"""Maximum positions, in place of the architecture's."""
+
+REPEATS = 9
+STEPS = 32
+"""Decode steps that are timed at once."""
+
+POSITION, WHOLE_POSITION = 160, 512
+"""The first step's position."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the CSV; ``us``, ``low_us`` and ``high_us`` are the median, least and most of ``repeats`` runs."""
+
+    arch: str
+    blocks: int
+    weights: str
+    work: str
+    count: int
+    us: float
+    low_us: float
+    high_us: float
+    repeats: int
+    machine: str
+    software: str
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What rows have in common."""
+
+    arch: str
+    blocks: int
+    weights: str
+
+    def row(self, work: str, count: int, seconds: list[float]) -> Row:
+        """Return a CSV row."""
+        us, facts = [1e6 * value for value in seconds], device_facts(GPU)
+        least, most = round(min(us), 1), round(max(us), 1)
+        ran = (len(us), facts.name, facts.driver)
+        return Row(self.arch, self.blocks, self.weights, work, count, round(median(us), 1), least, most, *ran)
+
+
+def replayed(graph: torch.cuda.CUDAGraph, at_once: int, before: Callable[[], object] = lambda: None) -> list[float]:
+    """Return the seconds per replay, for `REPEATS` times ``at_once`` replays. ``before`` is called before, untimed."""
+    times = []
+    for _ in range(REPEATS + 1):
+        before()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(at_once):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1e-3 * start.elapsed_time(end) / at_once)
+    return times[1:]
+
+
+def backend_of(model: PreTrainedModel, deterministic: bool = False) -> DecoderBackend:
+    """Return the engine's backend."""
+    backend = Engine(model, deterministic_batch=deterministic).backend
+    assert isinstance(backend, DecoderBackend)
+    return backend
+
+
+def step(backend: DecoderBackend, count: int, position: int) -> list[float]:
+    """Time the captured decode step of ``count`` sequences, from a position on."""
+    backend.compile([[0] * 16] * count, position, 0)
+    prompts = random_prompts(backend.vocabulary, Workload(count, 16, 1)).tolist()
+    with torch.no_grad():
+        state, _ = backend.begin(prompts, position + STEPS)
+        graph = backend._graph(state, Sampling())
+
+    def reset() -> None:
+        state.positions.fill_(position)
+        state.steps.zero_()
+
+    return replayed(graph, STEPS, reset)
+
+
+@torch.no_grad()
+def prompt(backend: DecoderBackend, length: int) -> Iterator[tuple[str, list[float]]]:
+    """Time a prompt, eager and captured; yield what was timed and the seconds of each run."""
+    tokens = random_prompts(backend.vocabulary, Workload(1, length, 1)).tolist()
+    backend.compile(tokens, 1, 0)
+    backend._state_for(1, length + 1)
+
+    def eager() -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in backend.run(tokens, 1, Sampling()):
+            pass
+        return time.perf_counter() - start
+
+    yield "first", [eager()]
+    yield "eager", [eager() for _ in range(REPEATS)]
+    decoder = backend.decoder
+    cache = Cache.make(decoder, 1, length)
+    on_gpu, last = torch.tensor(tokens, device=GPU), torch.tensor([length - 1], device=GPU)
+    yield "prompt", replayed(captured(lambda: decoder.padded_prompt(on_gpu, last, cache)), 3)
+
+
+def captured(call: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
+    """Capture a call."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+def measure(options: argparse.Namespace, weights: str) -> Iterator[Row]:
+    """Time one format."""
+    model = random_model(options.arch, torch.bfloat16, GPU, WEIGHTS[weights], None if options.whole else options.blocks)
+    model.config.max_position_embeddings = CONTEXT
+    if options.whole:
+        whole, backend = Subject(options.arch, model.config.num_hidden_layers, weights), backend_of(model)
+        for count in options.whole:
+            yield whole.row("step", count, step(backend, count, WHOLE_POSITION))
+        del backend
+        model.model.layers = model.model.layers[: options.blocks]
+        gc.collect()
+        torch.cuda.empty_cache()
+    subject, backend = Subject(options.arch, options.blocks, weights), backend_of(model)
+    for count in options.batches:
+        yield subject.row("step", count, step(backend, count, POSITION))
+    for _ in prompt(backend, 24):  # loads what does not depend on the length
+        pass
+    for length in options.prompts:
+        for work, seconds in prompt(backend, length):
+            yield subject.row(work, length, seconds)
+    if options.deterministic:
+        backend = backend_of(model, deterministic=True)
+        for count in options.deterministic:
+            yield subject.row("deterministic", count, step(backend, count, POSITION))
+
+
+def integers(text: str) -> list[int]:
+    """Read comma-separated integers."""
+    return [int(part) for part in text.split(",") if part]
+
+
+def main() -> None:
+    """Measure, and write the CSV after each row."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--arch", choices=ARCHITECTURES, default="llama2-7b")
+    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--weights", default="dense,bitmask,gqs,vector_nm,ec_csr")
+    parser.add_argument("--whole", type=integers, default=[1, 8], help="batches with all of the model's blocks")
+    parser.add_argument("--batches", type=integers, default=[1, 2, 4, 8, 16, 32, 64, 128])
+    parser.add_argument("--prompts", type=integers, default=[128, 256, 512, 1024, 2048, 4096, 8192])
+    parser.add_argument("--deterministic", type=integers, default=[1, 16], help="batches with deterministic_batch")
+    options = parser.parse_args()
+    rows: list[Row] = []
+    for weights in options.weights.split(","):
+        start = time.perf_counter()
+        for row in measure(options, weights):
+            rows.append(row)
+            write_csv(options.out, rows)
+            print(row.weights, row.blocks, row.work, row.count, row.us, row.low_us, row.high_us, flush=True)
+        print(f"{weights}: {time.perf_counter() - start:.0f} s", flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
