@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 from compressing import TOKENIZER, write_model
 from rows import read_rows, write_rows
+from safetensors import safe_open
 from vllm_checkpoints import config_of, write_ours
 
 from semisparse.checkpoint import load_tokenizer
@@ -63,9 +64,21 @@ def write(options: argparse.Namespace, weights: str, model: Path) -> dict[str, o
     else:
         model.mkdir(parents=True)
         write_ours(model, config_of(options.arch, options.blocks), weights)
+        write_index(model)
         for name in TOKENIZER:
             shutil.copyfile(options.data / "models" / "pycode-11m" / name, model / name)
     return {"gigabytes": f"{sum(file.stat().st_size for file in model.iterdir()) / 1e9:.2f}"}
+
+
+def write_index(model: Path) -> None:
+    """Write the file that says which tensor is in which safetensors file."""
+    files: dict[str, str] = {}
+    for file in model.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            files |= dict.fromkeys(opened.keys(), file.name)
+    size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    index = {"metadata": {"total_size": size}, "weight_map": files}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def generated(options: argparse.Namespace, weights: str, model: Path) -> dict[str, float]:
