@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from semisparse.engine.decoder import CHECKED_TOKENS, Cache, Decoder, check_against
+from semisparse.engine.decoder import CHECKED_TOKENS, Cache, Decoder, check_against, free_memory
 from semisparse.engine.draft_model import DraftModel
 from semisparse.engine.ops import greedy_step, move_on
 from semisparse.engine.sampling import Sampling, choose
@@ -73,16 +73,26 @@ class DecoderBackend(Backend):
         model: on its device.
         draft: a smaller model that proposes tokens; if None, proposals are looked up in the text so far.
         deterministic_batch: whether a sequence's logits are the same bits in any batch.
+        keep_dense: as in `Decoder.keep_dense`; without patterns no dense copies are kept.
+
+    Attributes:
+        dense_bytes: bytes of the dense copies.
     Raises:
         UnknownStructureError: the model is no Llama-like decoder.
+        InputError: keep_dense matches no packed layer, or the copies do not fit the GPU's memory.
     """
 
     def __init__(
-        self, model: PreTrainedModel, draft: DecoderBackend | None = None, deterministic_batch: bool = False
+        self,
+        model: PreTrainedModel,
+        draft: DecoderBackend | None = None,
+        deterministic_batch: bool = False,
+        keep_dense: Sequence[str] = (),
     ) -> None:
         self._draft = draft
         group = FIXED_BATCH[model.device.type] if deterministic_batch else None
         self.decoder = Decoder(model, CACHE_GRAIN, group)
+        self.dense_bytes = self.decoder.keep_dense(model, keep_dense) if keep_dense else 0
         self.decoder.compile(1, [1], [CHECKED_TOKENS])
         check_against(model, self.decoder)
         self.context = self.decoder.structure.context
@@ -243,8 +253,7 @@ class DecoderBackend(Backend):
         if not self._on_gpu:
             return
         needed = Cache.bytes_of(self.decoder.structure, sequences, length, self.decoder.dtype)
-        free = torch.cuda.mem_get_info(self.decoder.device)[0]
-        free += torch.cuda.memory_reserved(self.decoder.device) - torch.cuda.memory_allocated(self.decoder.device)
+        free = free_memory(self.decoder.device)
         if needed > free:
             fitting = int(free // (needed / sequences))
             raise InputError(
