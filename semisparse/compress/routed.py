@@ -19,7 +19,8 @@ from semisparse.errors import InputError
 from semisparse.nn import weight_of
 
 ENOUGH = 0.25
-"""An expert is pruned for the tokens routed to it if these are at least this many per input feature, else for all."""
+"""An expert is pruned for the tokens routed to it if they are at least this many per input feature, else for all
+tokens."""
 
 PASS_BYTES = 4 << 30
 """Maximum bytes of the Hessians that one pass over the calibration tokens accumulates."""
@@ -31,7 +32,7 @@ class CalibratedLinear(NamedTuple):
     Args:
         name: in the decoder layer.
         weight: [N, K], a view, still dense.
-        statistics: returns those of its inputs, and costs a matmul.
+        statistics: returns the statistics of its inputs; each call takes a matmul.
     """
 
     name: str
@@ -51,7 +52,7 @@ def routed_statistics(
     ranks: Ranks,
     parts: Parts,
 ) -> Iterator[list[CalibratedLinear]]:
-    """Yield linear layers that have the same role in several experts, as many at a time as memory holds Hessians of.
+    """Yield linear layers that have one role in several experts: as many at a time as `PASS_BYTES` holds Hessians.
 
     An expert that too few tokens were routed to gets the statistics of all tokens that any expert reads.
 
@@ -60,8 +61,8 @@ def routed_statistics(
         linears: names of the linear layers in it.
         calls: its arguments, one call per batch.
         hidden: its inputs, [batch, tokens, features] float32 per batch.
-        ranks: that sum over all batches.
-        parts: of the sums, for which ``calls`` and ``hidden`` hold the batches.
+        ranks: the processes among which the batches are divided.
+        parts: of the sums over all batches, those that this rank computes from ``calls`` and ``hidden``.
 
     Raises:
         InputError: an expert that too few tokens were routed to cannot be called by itself.

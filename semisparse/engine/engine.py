@@ -218,7 +218,7 @@ class Engine:
         return time.perf_counter() - start
 
     def echo(self, prompt: str) -> str:
-        """Return a prompt as `Generation.text` begins: without special tokens."""
+        """Return the text with which `Generation.text` begins for a prompt: the prompt without special tokens."""
         return self._decoded(self._tokenized(prompt))
 
     def chat_prompt(self, messages: list[dict[str, str]]) -> str:
@@ -354,7 +354,7 @@ class Engine:
             raise InputError("the model has no tokenizer; give one to Engine")
         if not isinstance(prompt, str):
             raise InputError(f"a prompt is {type(prompt).__name__}, expected text")
-        if any("\ud800" <= character <= "\udfff" for character in prompt):  # what Python makes of invalid UTF-8
+        if any("\ud800" <= character <= "\udfff" for character in prompt):  # Python decodes invalid UTF-8 to these
             raise InputError("a prompt is not valid UTF-8 text")
         tokens = list(self.tokenizer(prompt, add_special_tokens=special_tokens).input_ids)
         if not tokens:

@@ -64,8 +64,8 @@ def cached(folder: str, key: bytes, build: Callable[[], bytes]) -> bytes:
 def _distrust(directory: Path) -> str | None:
     """Say why a directory must not be used; None if it may, or does not exist.
 
-    The write permission of others is removed from a directory of this user: what they have put there has another owner,
-    so `_read` ignores it.
+    The write permission of others is removed from a directory of this user. Files that others have put there before
+    belong to them, so `_read` ignores these.
     """
     try:
         status = directory.stat()
@@ -108,7 +108,7 @@ def _read(path: Path, name: bytes) -> bytes | None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file atomically, and create its directory. Others may read it at most."""
+    """Write a file atomically, and create its directory. Other users cannot write it."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
     temporary = path.with_name(f".new-{uuid.uuid4().hex}")
     try:

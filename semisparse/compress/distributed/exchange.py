@@ -1,4 +1,4 @@
-"""Values that one process sends to others: any that can be pickled, with its tensors beside the pickle, bit by bit."""
+"""Exchange of Python values between processes: a value is pickled without its tensors, whose bytes follow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from semisparse.errors import SemisparseError
 
 WAIT = timedelta(days=30)
-"""How long a process waits for another one, which may tune a model meanwhile. `watch` notices those that are gone."""
+"""How long a process waits for another one, which may tune a model meanwhile. `watch` notices one that has died."""
 
 
 class LostRank(SemisparseError):
@@ -29,7 +29,7 @@ class Exchange:
     Every process of the default group creates one, and calls the same methods in the same order.
 
     Args:
-        device: where this process computes; its index is that of the present device.
+        device: where this process computes, with the index of torch's current device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -127,6 +127,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _naming_the_loss() -> Iterator[None]:
+    """Turn an error of the process group into `LostRank`."""
     try:
         yield
     except torch.OutOfMemoryError:

@@ -102,10 +102,10 @@ def prune_kinds(
 def _prune_ways(
     weight: Tensor, ways: Sequence[tuple[Pattern, Recipe]], statistics: Statistics
 ) -> Iterator[PrunedLayer]:
-    """Prune and quantise a weight as each of several recipes that differ in `quant` only says, each with its pattern.
+    """Prune and quantise a weight in several ways, each a pattern and a recipe; the recipes differ in `quant` only.
 
-    The first pattern determines the order of the columns. What the pruners do calls no module, so
-    `ThreePassLinear` is off here: on a CPU it takes a third of the time.
+    The first pattern determines the order of the columns. The pruners call no linear layer, so torch calls are not
+    intercepted here (`ThreePassLinear`): on a CPU the interception takes a third of the time.
     """
     first, recipe = ways[0]
     with torch._C.DisableTorchFunction():

@@ -60,7 +60,7 @@ def round_by_descent(
         hessian: [K, K] float32, positive definite.
         goal: [N, K] float32, the weight that minimises the layer's output error if nothing is pruned or rounded.
         scales: symmetric ones, of groups of columns in the original order; the weight is rounded once for each. On a
-            CPU all are rounded together, because the time of a column there is that of calling torch.
+            CPU the roundings run together, because there the calls of torch, not the arithmetic, take the time.
         columns: [K] int64, the original index of each column.
         units: [K] float32, by which each column was multiplied; columns are divided by it before they are quantised.
     Returns:
@@ -118,8 +118,8 @@ class ColumnQuantiser:
     """Quantises one column at a time. A group's scales are computed at its first column, from its kept weights.
 
     Args:
-        bits: per code, one number or several: the rows of the weight are then as many blocks of equal size, each with
-            its bits.
+        bits: per code. If there are several numbers, the rows of the weight are that many blocks of equal size, one for
+            each number.
         size: columns per group; the first group starts at column 0.
         units: [K] float32, by which each column of the weight was multiplied; columns are divided by it before they are
             quantised.

@@ -118,7 +118,7 @@ class PrunedAnew:
                 layers = [masked_to_json(masked, tensors, name) for name, masked in evaluation.weights.items()]
                 notes = {"kl": evaluation.kl, "tokens": evaluation.tokens, "layers": layers}
                 self._journal.save("pass", number, tensors, notes)
-        if evaluation.weights:  # it is the best so far: those of the one before are not needed
+        if evaluation.weights:  # it is the best so far: the former best's are not needed
             self.evaluations = [replace(other, weights={}) for other in self.evaluations]
         self.evaluations.append(evaluation)
         return evaluation.kl

@@ -1,9 +1,9 @@
 """``search=profile``: density as a function of a linear layer's role and depth, by pruning the whole model anew.
 
-A candidate is a few numbers (`Factor`): how much denser the linear layers of each role are, and how density changes
-with depth. So few numbers need few candidates, and each candidate is pruned as a whole: the model that is scored is the
-one that is kept. The searches over a bank score a layer with weights that were pruned for other inputs; with
-``target=residual`` such weights hide what a higher density gains (docs/experiments/search.md).
+A candidate is a few numbers, one per `Factor`: how much denser the linear layers of each role are, and how density
+changes with depth. Few numbers need few candidates, so each candidate can be a whole pruned model, and the model that
+is scored is the one that is kept. The searches over a bank score a layer with weights that were pruned for other
+inputs; with ``target=residual`` such weights hide what a higher density gains (docs/experiments/search.md).
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ def factors_of(space: Sequence[LinearSpace]) -> dict[Factor, float]:
 def search_profile(space: Sequence[LinearSpace], kl_of: Callable[[Candidate], float], budget: int) -> None:
     """Score candidates, the uniform one first.
 
-    The effects of all factors are measured together, by as many candidates as a Hadamard matrix of them has rows. Then
-    steps of growing length against these effects are scored until one is worse than the one before.
+    The effects of all factors are measured together, with one candidate per row of a Hadamard matrix that has a column
+    for each factor. Then steps of growing length against these effects are scored until one is worse than the one
+    before.
 
     Args:
         space: the linear layers and their levels.
@@ -64,7 +65,7 @@ def search_profile(space: Sequence[LinearSpace], kl_of: Callable[[Candidate], fl
     for row in signs:
         kl = kl_of(fitted(space, {factor: STEP * sign for factor, sign in row.items()}, budget))
         losses.append(math.log(max(kl, math.ulp(0.0))))
-    # A factor that changes few weights costs the others little, so its step is divided by the root of its share.
+    # A factor that changes few weights takes few from the others, so its step is divided by the root of its share.
     step = {
         factor: -sum(loss * row[factor] for loss, row in zip(losses, signs, strict=True)) / share**0.5
         for factor, share in shares.items()
@@ -81,8 +82,8 @@ def search_profile(space: Sequence[LinearSpace], kl_of: Callable[[Candidate], fl
 def fitted(space: Sequence[LinearSpace], shifts: Shifts, budget: int) -> Candidate:
     """Return the candidate of a profile.
 
-    All linear layers are moved by the same offset beside their shifts, such that the candidate keeps at most ``budget``
-    weights, and fewer only by less than a level of the smallest linear layer.
+    In addition to its shift, every linear layer is moved by the same offset, such that the candidate keeps at most
+    ``budget`` weights, and fewer only by less than a level of the smallest linear layer.
     """
     last = max(linear.decoder_layer for linear in space) or 1
     wanted = [
@@ -118,7 +119,7 @@ def _role(linear: LinearSpace) -> Factor:
 
 
 def _level(linear: LinearSpace, shift: float, offset: float) -> float:
-    """Return the level, not rounded, that is ``shift + offset`` 64ths from the uniform one, or the nearest there is."""
+    """Return the level, not rounded, that is ``shift + offset`` 64ths from the uniform one, or the nearest possible."""
     level = (shift + offset) * linear.strides[0] / STAGE_STRIDES[0]
     return min(max(level, min(linear.kept)), max(linear.kept))
 

@@ -80,7 +80,7 @@ def scoring_batches(batches: Sequence[Tensor], tokens: int, seed: int, parts: in
 
 
 def _in_turns(costs: Sequence[float], count: int) -> Iterator[int]:
-    """Yield the rank of each item: consecutive items have the same rank, and the ranks have nearly equal costs."""
+    """Yield the rank of each item: each rank has consecutive items, and all ranks nearly the same total cost."""
     total, before = sum(costs), 0.0
     for cost in costs:
         yield min(count - 1, int((before + cost / 2) * count / total))
@@ -161,7 +161,7 @@ class Scorer:
         first = self._first_changed(candidate)
         for index in self._changed(candidate):
             self._swap(index, candidate[index])
-        # What another rank has scored runs here as well: its hidden states would be more to send than to compute.
+        # Batches that another rank has scored run here again: computing hidden states is faster than sending them.
         self._parent_scores = [
             score if score.states else self._score_batch(index, first) for index, score in enumerate(scores)
         ]

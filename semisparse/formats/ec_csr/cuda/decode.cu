@@ -6,7 +6,7 @@
 // lanes, TOKENS] float32; the row at which each lane begins each segment, int; with TOKENS up to 2, the stages of stages.cuh.
 // Layout: `Row panels` in README.md.
 //
-// Each lane accumulates a row in registers and writes the sum to shared memory at the end of the row. Last, each warp adds
+// Each lane accumulates a row in registers and writes the partial sum to shared memory at the end of the row. Last, each warp adds
 // the partial sums of two to four rows of the panel. All sums have a fixed order: every run returns the same bits.
 //
 // What bounds it (one token, 70 %, H200; README.md): issue slots, 74 % busy at 11008 x 4096, and DRAM, 71 % at 28672 x 8192.
@@ -46,8 +46,8 @@ struct Sums {
 
 __device__ __forceinline__ SCALAR scalar_of_low_bits(Word word) { return *reinterpret_cast<const SCALAR*>(&word); }
 
-// Copies x to shared memory, and zeros from column k to the lanes' last ones. Tokens past m repeat the last one, and no
-// output of theirs is stored.
+// Copies x to shared memory, and zeros from column k to the lanes' last ones. In place of
+// tokens past m it copies token m - 1 again; their outputs are not stored.
 __device__ __forceinline__ void stage_x(Feature* features, const SCALAR* x, int first, int m, int k, int columns) {
     const SCALAR* rows[TOKENS];
 #pragma unroll
@@ -127,7 +127,7 @@ __device__ __forceinline__ void reduce_row(
 // Where a lane is in its list and in x, and its accumulators of the current row.
 struct Cursor {
     const char* features;
-    int position, end;  // in units; end: of a row
+    int position, end;  // in units: the lane's offset in x, and the offset at which a row ends
     Sums* partial;      // of the current row
     Sums sums;
 

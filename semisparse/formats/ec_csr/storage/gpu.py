@@ -23,7 +23,7 @@ DISK_ROWS, SPAN_LIMIT = "disk_panel_rows", "span_limit"
 
 
 def arrange(packed: Packed, device_type: str) -> Packed:
-    """Return a weight with panels of the height for a device; its tensors stay on the device that they are on.
+    """Return the weight in panels of the height for a kind of device; its tensors stay on the device that they are on.
 
     Args:
         packed: as on disk, or as on a GPU.
@@ -67,7 +67,7 @@ def panel_rows_for(n: int, sms: int) -> int:
     count = {rows: -(-n // rows) for rows in PANEL_ROWS}
     busiest = {rows: -(-count[rows] // sms) * rows for rows in PANEL_ROWS}
     even = [rows for rows in PANEL_ROWS if busiest[rows] <= IMBALANCE * min(busiest.values())]
-    # Two panels for each SM but four, at least: 8,192 rows are 256 panels of 32, for 132 SMs.
+    # At least two panels per SM, on all SMs but four: 8,192 rows are 256 panels of 32 rows, for 132 SMs.
     return max((rows for rows in even if count[rows] >= 2 * (sms - 4)), default=even[0])
 
 

@@ -28,7 +28,7 @@ SHAPES = ((1, 4), (2, 2), (4, 1), (4, 2), (8, 1))
 """(WARPS_N, WARPS_K): warps of a CTA along N, and warps that share rows and split K."""
 
 WARPS_PER_SM = {32: 12, 96: 8}
-"""Resident warps per SM by maximum TILE_M, as registers allow: kernels use up to 168 and 255 per thread."""
+"""Resident warps per SM by maximum TILE_M. Registers limit them: kernels use up to 168, and 255 per thread."""
 
 K_TILES = {64: 64, 96: 32}
 """K_TILE by maximum TILE_M: columns of each of four groups that a warp multiplies per iteration. 64 columns take 3 to
@@ -44,10 +44,10 @@ HEADER_BYTES = 2 * 32 * 16
 """Bytes of shared memory per warp and row tile for masks and starts: two windows of 32 chunks."""
 
 DECODE_TOKENS = 16
-"""Maximum M of `decode`, which is faster: 8 tokens take 51 us, 67 with `gemm` (W4S50, 28672 x 8192)."""
+"""Maximum M of `decode`, which is faster than `gemm`: 8 tokens take 51 us instead of 67 (W4S50, 28672 x 8192)."""
 
 GEMM_TOKENS = 96
-"""Maximum M. From 128 tokens on `unpack` is faster: 277 us, 299 with `gemm` (W4S50, 28672 x 8192)."""
+"""Maximum M of `gemm`. For 128 tokens `unpack` takes 277 us, `gemm` 299 (W4S50, 28672 x 8192)."""
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,8 @@ WARP_ROWS = 32
 """Rows of y per warp."""
 
 MAX_COLUMN_PASSES = {2: 16, 4: 8}
-"""With packing: maximum columns per stage that a thread copies, by bytes of an element. It keeps their indices in
-registers."""
+"""With packing: maximum columns per stage that a thread copies, by bytes of an element. The thread
+keeps their indices in registers."""
 
 HIDING_WARPS = 4
 """Warps per SM that are enough to hide latency; with fewer, time grows in inverse proportion."""
@@ -199,8 +199,10 @@ def choose_gemm(
     """Return the schedule of least estimated time; None if the pattern has none.
 
     Args:
+        pattern: the weight's pattern.
         m: tokens.
-        n: rows.
+        n: rows of w.
+        dtype: dtype of x and w.
         sms: SMs of the GPU.
         limit: bytes of shared memory that a CTA may take.
     """
@@ -223,6 +225,9 @@ def gemm_schedule(
     Stages whose column list fits registers and which leave room for ``tile.ctas_per_sm`` CTAs are preferred.
 
     Args:
+        pattern: the weight's pattern.
+        tile: the tile of y that a CTA computes.
+        dtype: dtype of x and w.
         packed: whether columns are packed.
         limit: bytes of shared memory that a CTA may take.
     """
