@@ -172,7 +172,9 @@ class Decoder:
         steps = {(self.group or sequences) * width for width in widths}
         heads = steps | {1 if self.group else len(prompts)}
         layers = steps | (set(prompts) if self.group else {len(prompts) * max(prompts)})
-        jobs = [(part, m) for layer in self.layers for part in layer.projections for m in layers]
+        # Layers of one structure share their kernels. Threads that look for the same one would each compile it.
+        parts = {part.structure: part for layer in self.layers for part in layer.projections}.values()
+        jobs = [(part, m) for part in parts for m in layers]
         in_parallel(partial(part.prepare, m, self.dtype) for part, m in (*jobs, *((self._head, m) for m in heads)))
 
     def ensure_length(self, length: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from semisparse.engine.dense import DenseCopy, DenseLinear
 from semisparse.engine.ops import Columns, rms_norm, silu_mul
 from semisparse.formats import Packed
 from semisparse.formats.kernel import FusedOperands, FusedProduct
-from semisparse.formats.product import fused_product, prepare_product
+from semisparse.formats.product import fused_product, prepare_product, structure_of
 from semisparse.nn import JoinedLinear, SparseLinear
 from semisparse.nn.joined import is_intercepted
 from semisparse.runtime.device import device_facts
@@ -67,6 +67,12 @@ class Projection:
     def weights(self) -> list[Packed]:
         """The packed weights."""
         return [part.packed for part in self._parts if isinstance(part, DenseLinear | SparseLinear)]
+
+    @property
+    def structure(self) -> Hashable:
+        """What `prepare` depends on: projections of equal structure take the same kernels."""
+        specs = tuple(structure_of(packed.spec) for packed in self.weights)
+        return self._fusion, self._whole is None, specs, tuple(self._copies)
 
     def prepare(self, m: int, dtype: torch.dtype) -> None:
         """Compile and load the GPU kernels for ``m`` tokens."""
