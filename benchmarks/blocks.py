@@ -1,16 +1,18 @@
 """A few decoder blocks of a known model in every format: decode steps by batch, and prompts by length.
 
     python benchmarks/blocks.py OUT.csv [--arch llama2-7b] [--blocks 8] [--weights dense,bitmask,gqs,vector_nm,ec_csr]
-        [--batches 1,8,32,64,128] [--prompts 128,512,2048,8192] [--deterministic 1,16]
+        [--batches 1,8,32,64,128] [--prompts 128,512,2048,8192] [--deterministic 1,16] [--copied gqs]
 
 Random weights, bfloat16, in the engine: ``blocks`` decoder blocks and the head. ``us`` is:
 
 - ``step``: a decode step of ``count`` sequences, a CUDA graph replayed from position 160 on. The first rows have all
   blocks of the model, from position 512 on.
 - ``deterministic``: the same step with ``deterministic_batch=True``.
+- ``kept``: the same step with dense copies of all layers (``keep_dense``), for the weights of ``--copied``.
 - ``prompt``: a prompt of ``count`` tokens, captured in a CUDA graph.
 - ``eager``: the same launched from Python, wall time until the host has the token.
 - ``first``: the first prompt of this length, as ``eager``; kernels of other lengths have run.
+- ``kept prompt``: as ``prompt``, with dense copies.
 - ``wall``: as `generate` runs it, wall time until the host has the token; up to 512 tokens it is captured.
 """
 
@@ -19,7 +21,7 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -97,9 +99,11 @@ def replayed(graph: torch.cuda.CUDAGraph, at_once: int, before: Callable[[], obj
     return times[1:]
 
 
-def backend_of(model: PreTrainedModel, deterministic: bool = False) -> DecoderBackend:
+def backend_of(model: PreTrainedModel, deterministic: bool = False, keep_dense: Sequence[str] = ()) -> DecoderBackend:
     """Return the engine's backend."""
-    backend = Engine(model, deterministic_batch=deterministic).backend
+    start = time.perf_counter()
+    backend = Engine(model, deterministic_batch=deterministic, keep_dense=keep_dense).backend
+    print(f"engine of {len(model.model.layers)} blocks: {time.perf_counter() - start:.1f} s", flush=True)
     assert isinstance(backend, DecoderBackend)
     return backend
 
@@ -182,6 +186,14 @@ def measure(options: argparse.Namespace, weights: str) -> Iterator[Row]:
     for length in options.prompts:
         for work, seconds in prompt(backend, length):
             yield subject.row(work, length, seconds)
+    if weights in options.copied.split(","):
+        backend = backend_of(model, keep_dense=["*"])
+        for count in options.batches:
+            yield subject.row("kept", count, step(backend, count, POSITION))
+        for length in options.prompts:
+            for work, seconds in prompt(backend, length):
+                if work == "prompt":
+                    yield subject.row("kept prompt", length, seconds)
     if options.deterministic:
         backend = backend_of(model, deterministic=True)
         for count in options.deterministic:
@@ -204,6 +216,7 @@ def main() -> None:
     parser.add_argument("--batches", type=integers, default=[1, 2, 4, 8, 16, 32, 64, 128])
     parser.add_argument("--prompts", type=integers, default=[128, 256, 512, 1024, 2048, 4096, 8192])
     parser.add_argument("--deterministic", type=integers, default=[1, 16], help="batches with deterministic_batch")
+    parser.add_argument("--copied", default="", help="weights that are also timed with dense copies")
     options = parser.parse_args()
     rows: list[Row] = []
     for weights in options.weights.split(","):
