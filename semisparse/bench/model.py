@@ -24,6 +24,7 @@ from semisparse.patterns import parse_pattern
 from semisparse.runtime.device import device_facts
 
 REPEATS = 5
+"""Timed runs of a workload, after one that compiles and captures."""
 
 
 @dataclass(frozen=True)
