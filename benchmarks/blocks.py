@@ -30,6 +30,7 @@ import torch
 from decode_step import WEIGHTS
 from torch import Tensor
 from transformers import PreTrainedModel
+from turns import turn
 
 from semisparse.bench.model import Workload, random_model, random_prompts
 from semisparse.bench.shapes import ARCHITECTURES
@@ -166,38 +167,70 @@ def captured(call: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
     return graph
 
 
+@dataclass
+class Prepared:
+    """A format's engines, with compiled kernels: of the whole model, of the first blocks, and of these in other modes."""
+
+    whole: DecoderBackend | None
+    blocks: DecoderBackend
+    copied: DecoderBackend | None
+    deterministic: DecoderBackend | None
+
+
+def prepare(options: argparse.Namespace, weights: str) -> Prepared:
+    """Build a model and its engines, and compile what will be timed."""
+    layers = None if options.whole else options.blocks
+    model = random_model(options.arch, torch.bfloat16, GPU, WEIGHTS[weights], layers)
+    model.config.max_position_embeddings = CONTEXT
+    whole = backend_of(model) if options.whole else None
+    model.model.layers = model.model.layers[: options.blocks]
+    copied = weights in options.copied.split(",")
+    found = Prepared(
+        whole,
+        backend_of(model),
+        backend_of(model, keep_dense=["*"]) if copied else None,
+        backend_of(model, deterministic=True) if options.deterministic else None,
+    )
+    for count in options.whole if whole else []:
+        whole.compile([[0] * 16] * count, WHOLE_POSITION, 0)
+    for backend in filter(None, (found.blocks, found.copied)):
+        for count in options.batches:
+            backend.compile([[0] * 16] * count, POSITION, 0)
+        for length in options.prompts:
+            backend.compile([[0] * length], 1, 0)
+    return found
+
+
 def measure(options: argparse.Namespace, weights: str) -> Iterator[Row]:
     """Time one format."""
-    model = random_model(options.arch, torch.bfloat16, GPU, WEIGHTS[weights], None if options.whole else options.blocks)
-    model.config.max_position_embeddings = CONTEXT
-    if options.whole:
-        whole, backend = Subject(options.arch, model.config.num_hidden_layers, weights), backend_of(model)
-        for count in options.whole:
-            yield whole.row("step", count, step(backend, count, WHOLE_POSITION))
-        del backend
-        model.model.layers = model.model.layers[: options.blocks]
-        gc.collect()
-        torch.cuda.empty_cache()
-    subject, backend = Subject(options.arch, options.blocks, weights), backend_of(model)
-    for count in options.batches:
-        yield subject.row("step", count, step(backend, count, POSITION))
-    for _ in prompt(backend, 24):  # loads what does not depend on the length
-        pass
-    for length in options.prompts:
-        for work, seconds in prompt(backend, length):
-            yield subject.row(work, length, seconds)
-    if weights in options.copied.split(","):
-        backend = backend_of(model, keep_dense=["*"])
+    start = time.perf_counter()
+    prepared = prepare(options, weights)
+    print(f"{weights}: prepared in {time.perf_counter() - start:.0f} s", flush=True)
+    subject = Subject(options.arch, options.blocks, weights)
+    with turn(options.turn):
+        start = time.perf_counter()
+        if prepared.whole:
+            whole = Subject(options.arch, len(prepared.whole.decoder.layers), weights)
+            for count in options.whole:
+                yield whole.row("step", count, step(prepared.whole, count, WHOLE_POSITION))
         for count in options.batches:
-            yield subject.row("kept", count, step(backend, count, POSITION))
+            yield subject.row("step", count, step(prepared.blocks, count, POSITION))
+        for _ in prompt(prepared.blocks, 16):  # loads what does not depend on the length
+            pass
         for length in options.prompts:
-            for work, seconds in prompt(backend, length):
-                if work == "prompt":
-                    yield subject.row("kept prompt", length, seconds)
-    if options.deterministic:
-        backend = backend_of(model, deterministic=True)
-        for count in options.deterministic:
-            yield subject.row("deterministic", count, step(backend, count, POSITION))
+            for work, seconds in prompt(prepared.blocks, length):
+                yield subject.row(work, length, seconds)
+        if prepared.copied:
+            for count in options.batches:
+                yield subject.row("kept", count, step(prepared.copied, count, POSITION))
+            for length in options.prompts:
+                for work, seconds in prompt(prepared.copied, length):
+                    if work == "prompt":
+                        yield subject.row("kept prompt", length, seconds)
+        if prepared.deterministic:
+            for count in options.deterministic:
+                yield subject.row("deterministic", count, step(prepared.deterministic, count, POSITION))
+        print(f"{weights}: measured in {time.perf_counter() - start:.0f} s", flush=True)
 
 
 def integers(text: str) -> list[int]:
@@ -217,15 +250,14 @@ def main() -> None:
     parser.add_argument("--prompts", type=integers, default=[128, 256, 512, 1024, 2048, 4096, 8192])
     parser.add_argument("--deterministic", type=integers, default=[1, 16], help="batches with deterministic_batch")
     parser.add_argument("--copied", default="", help="weights that are also timed with dense copies")
+    parser.add_argument("--turn", type=Path, help="folder of turns.py, for a process per format")
     options = parser.parse_args()
     rows: list[Row] = []
     for weights in options.weights.split(","):
-        start = time.perf_counter()
         for row in measure(options, weights):
             rows.append(row)
             write_csv(options.out, rows)
             print(row.weights, row.blocks, row.work, row.count, row.us, row.low_us, row.high_us, flush=True)
-        print(f"{weights}: {time.perf_counter() - start:.0f} s", flush=True)
         gc.collect()
         torch.cuda.empty_cache()
 

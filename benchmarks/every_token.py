@@ -25,6 +25,7 @@ from gqs_gemm import checked_error, timed
 from rows import write_rows
 from torch import Tensor
 from torch.nn import functional as F
+from turns import turn
 
 from semisparse.bench import timing
 from semisparse.bench.kernels import TOLERANCE
@@ -98,8 +99,8 @@ def measure_dense(dense: Tensor, tokens: Sequence[int]) -> Iterator[dict[str, st
         yield row(*dense.shape, len(x), "dense", "cuBLAS", dense.nbytes / 1e6, times)
 
 
-def measure_humming(dense: Tensor, tokens: Sequence[int]) -> Iterator[dict[str, str]]:
-    """Time humming's layer with int4 weights in groups of 128."""
+def humming_layer(dense: Tensor) -> Any:
+    """Return humming's layer with int4 weights in groups of 128."""
     from humming.layer import HummingLayer
 
     n, k = dense.shape
@@ -107,6 +108,12 @@ def measure_humming(dense: Tensor, tokens: Sequence[int]) -> Iterator[dict[str, 
     layer: Any = HummingLayer(shape_n=n, shape_k=k, weight_config=config, torch_dtype=DTYPE).to(GPU)
     layer.load_from_unquantized(dense)
     layer.transform()
+    return layer
+
+
+def measure_humming(dense: Tensor, tokens: Sequence[int]) -> Iterator[dict[str, str]]:
+    """Time humming's layer."""
+    (n, k), layer = dense.shape, humming_layer(dense)
     held = sum(parameter.nbytes for parameter in layer.parameters())
     more = max(1, timing.CACHES * device_facts(GPU).cache_bytes // held)
     copies = [layer, *(copy.deepcopy(layer) for _ in range(more))]
@@ -115,21 +122,23 @@ def measure_humming(dense: Tensor, tokens: Sequence[int]) -> Iterator[dict[str, 
         yield row(n, k, len(x), "dense int4", "humming", held / 1e6, times)
 
 
-def measure(n: int, k: int, tokens: Sequence[int]) -> Iterator[dict[str, str]]:
-    """Time a shape."""
-    dense = random_weight(parse_pattern("0%"), n, k, DTYPE, GPU)
-    yield from measure_dense(dense, tokens)
-    if importlib.util.find_spec("humming"):
-        yield from measure_humming(dense, tokens)
-    del dense
+def pack_all(n: int, k: int) -> list[Packed]:
+    """Return a random weight of a shape in every format."""
     packed = []
     for candidate in WEIGHTS:
         pattern = parse_pattern(candidate.pattern)
         weight = random_weight(pattern, n, k, DTYPE, GPU)
         packed.append(get_format(candidate.format).pack(weight, pattern, **candidate.options).to(GPU))
-    compile_all(packed, tokens)
+    return packed
+
+
+def measure(dense: Tensor, packed: Sequence[Packed], tokens: Sequence[int]) -> Iterator[dict[str, str]]:
+    """Time a shape."""
+    yield from measure_dense(dense, tokens)
     for candidate, one in zip(WEIGHTS, packed, strict=True):
         yield from measure_format(candidate, one, tokens)
+    if importlib.util.find_spec("humming"):
+        yield from measure_humming(dense, tokens)
 
 
 def main() -> None:
@@ -139,20 +148,31 @@ def main() -> None:
     parser.add_argument("--shapes", default=SHAPES, help="N,K pairs, comma-separated")
     parser.add_argument("--tokens", default=TOKENS, help="comma-separated")
     parser.add_argument("--seconds", type=float, default=120, help="after which the rest is left out")
+    parser.add_argument("--turn", type=Path, help="folder of turns.py")
     options = parser.parse_args()
     timing.GPU_SECONDS = 0.02
     sizes, tokens = [int(size) for size in options.shapes.split(",")], [int(m) for m in options.tokens.split(",")]
     rows: list[dict[str, str]] = []
-    start = time.perf_counter()
-    for n, k in zip(sizes[::2], sizes[1::2], strict=True):
-        for one in measure(n, k, tokens):
-            rows.append(one)
-            write_rows(options.csv, rows, COLUMNS)
-            print(*(one[column] for column in ("n", "k", "m", "weights", "kernel", "us", "error")), flush=True)
-            if time.perf_counter() - start > options.seconds:
-                print("time is up", flush=True)
-                return
-        torch.cuda.empty_cache()
+    shapes = list(zip(sizes[::2], sizes[1::2], strict=True))
+    packed = {shape: pack_all(*shape) for shape in shapes}
+    compile_all([one for of_shape in packed.values() for one in of_shape], tokens)
+    dense = {shape: random_weight(parse_pattern("0%"), *shape, DTYPE, GPU) for shape in shapes}
+    if importlib.util.find_spec("humming"):
+        for one in dense.values():
+            layer = humming_layer(one)
+            for x, _ in inputs(tokens, one.shape[1], one):
+                layer(x)  # compiles
+    print("prepared", flush=True)
+    with turn(options.turn):
+        start = time.perf_counter()
+        for shape in shapes:
+            for one in measure(dense[shape], packed[shape], tokens):
+                rows.append(one)
+                write_rows(options.csv, rows, COLUMNS)
+                print(*(one[column] for column in ("n", "k", "m", "weights", "kernel", "us", "error")), flush=True)
+                if time.perf_counter() - start > options.seconds:
+                    print("time is up", flush=True)
+                    return
 
 
 if __name__ == "__main__":
