@@ -169,7 +169,7 @@ def captured(call: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
 
 @dataclass
 class Prepared:
-    """A format's engines, with compiled kernels: of the whole model, of the first blocks, and of these in other modes."""
+    """Engines with compiled kernels: of the whole model, of its first blocks, and of these in other modes."""
 
     whole: DecoderBackend | None
     blocks: DecoderBackend
