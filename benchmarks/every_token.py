@@ -118,8 +118,10 @@ def measure_humming(dense: Tensor, tokens: Sequence[int]) -> Iterator[dict[str, 
     more = max(1, timing.CACHES * device_facts(GPU).cache_bytes // held)
     copies = [layer, *(copy.deepcopy(layer) for _ in range(more))]
     for x, expected in inputs(tokens, k, dense):
-        times = timed([partial(one, x) for one in copies], partial(checked_error, expected, HUMMING_ERROR))
-        yield row(n, k, len(x), "dense int4", "humming", held / 1e6, times)
+        error = checked_error(expected, HUMMING_ERROR, layer(x))
+        found = timing.time_calls([partial(one, x) for one in copies], GPU)
+        times = {name: f"{getattr(found, name):.2f}" for name in ("us", "low_us", "high_us")}
+        yield row(n, k, len(x), "dense int4", "humming", held / 1e6, {**times, "error": f"{error:.1e}"})
 
 
 def pack_all(n: int, k: int) -> list[Packed]:
