@@ -1,0 +1,67 @@
+"""KL of models compressed with float32 matmuls, and with sums of three bfloat16 products, on a GPU.
+
+Usage: python benchmarks/three_pass.py DATA OUT.csv [--seeds 0,1,2] [--models pycode-11m,babyllama-1m]
+
+`another order` is float32 with batches of half as many tokens: nothing but the order of the sums differs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import torch
+from models import Subject, parser_of
+from rows import read_rows, write_rows
+
+from semisparse.compress import calibration, propagate
+from semisparse.compress.prune import statistics
+
+COLUMNS = ("model", "pattern", "seed", "device", "matmuls", "kl", "nll", "seconds")
+PATTERNS = ("32:64", "2:4")
+
+
+@contextlib.contextmanager
+def float32(device: str, batch_share: int = 1) -> Iterator[None]:
+    """Compress with float32 matmuls, and with batches that are divided by ``batch_share``."""
+    tokens = calibration.BATCH_TOKENS[device] // batch_share
+    with (
+        patch.object(propagate, "ThreePassLinear", contextlib.nullcontext),
+        patch.object(statistics, "outer_sum", lambda left, right: left.T @ right),
+        patch.dict(calibration.BATCH_TOKENS, {device: tokens}),
+    ):
+        yield
+
+
+def main() -> None:
+    """Append a row per model, pattern, seed and arithmetic to the CSV."""
+    parser = parser_of(__doc__, None)
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--models", default="babyllama-1m,pycode-11m")
+    options = parser.parse_args()
+    rows = read_rows(options.csv)
+    subjects = {name: Subject(name, options) for name in options.models.split(",")}
+    for seed in options.seeds.split(","):
+        for (name, subject), pattern in ((item, pattern) for item in subjects.items() for pattern in PATTERNS):
+            device = torch.device(subject.device).type
+            ways = {
+                "three products": contextlib.nullcontext(),
+                "float32": float32(device),
+                "another order": float32(device, 2),
+            }
+            for matmuls, way in ways.items():
+                started = time.perf_counter()
+                with way:
+                    model, _ = subject.compress("rheosparse", ["search=none", f"pattern={pattern}"], int(seed))
+                seconds, quality = time.perf_counter() - started, subject.measure(model)
+                facts = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+                values = (name, pattern, seed, facts, matmuls, f"{quality.kl:.5f}", f"{quality.nll:.5f}")
+                rows.append(dict(zip(COLUMNS, (*values, f"{seconds:.1f}"), strict=True)))
+                write_rows(options.csv, rows, COLUMNS)
+                print(rows[-1], flush=True)
+
+
+if __name__ == "__main__":
+    main()
