@@ -23,6 +23,10 @@ SAMPLE_ROWS = 256
 """Rows of a random weight that are packed to predict the bytes of a whole weight, padding and metadata included."""
 
 
+SMALL = (64, 256)
+"""N and K of the weight that is packed to check pack options. Every format can store this shape."""
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A format, a pattern that it can store, and its pack options."""
@@ -86,20 +90,27 @@ def candidates(formats: Iterable[str] | None = None, patterns: Iterable[str] | N
     return list({candidate.label: candidate for candidate in listed}.values())
 
 
-def candidate_named(form: str, pattern: str | None = None) -> Candidate:
+def candidate_named(form: str, pattern: str | None = None, options: Mapping[str, Any] | None = None) -> Candidate:
     """Return the first candidate of a format.
 
     Args:
         form: the format's name.
         pattern: a written pattern; None for that of the format's first recipe.
+        options: pack options that replace the candidate's own.
     Raises:
         InputError: the format is unknown, has no recipe with a pattern, or cannot store the pattern.
+        FormatError: the format has no such option, or the option has no such value.
     """
     matching = [c for c in candidates([form], None if pattern is None else [pattern]) if c.format == form]
     if not matching:
         reason = "has no recipe with a pattern: give --pattern" if pattern is None else f"cannot store {pattern}"
         raise InputError(f"format {form} {reason}")
-    return matching[0]
+    if not options:
+        return matching[0]
+    chosen = replace(matching[0], options={**matching[0].options, **options})
+    small = random_weight(parse_pattern(chosen.pattern), *SMALL, torch.bfloat16, "cpu")
+    get_format(form).pack(small, chosen.pattern, **chosen.options)  # refuses an unknown option before anything is timed
+    return chosen
 
 
 def _recipe_patterns(form: Format) -> list[str]:

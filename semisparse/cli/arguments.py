@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -54,6 +55,22 @@ def positive_integers(text: str, option: str) -> list[int]:
     if not words or not all(word.isdecimal() and len(word) <= MAX_DIGITS and int(word) > 0 for word in words):
         raise InputError(f"{option} takes positive whole numbers, comma-separated, got {text[:99]!r}")
     return [int(word) for word in words]
+
+
+def key_values(settings: Sequence[str], option: str) -> dict[str, str | int]:
+    """Split settings ``key=value`` into a dictionary; a value of digits alone becomes an integer.
+
+    Args:
+        settings: the option's values.
+        option: the option's name, for the error message.
+    Raises:
+        InputError: a setting is not written key=value.
+    """
+    pairs = [setting.partition("=") for setting in settings]
+    for key, equals, value in pairs:
+        if not key or not equals or not value:
+            raise InputError(f"{option} takes key=value, got {(key + equals + value)[:99]!r}")
+    return {key: int(value) if value.isdecimal() and len(value) <= MAX_DIGITS else value for key, _, value in pairs}
 
 
 def dtype_named(name: str) -> torch.dtype:

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from semisparse.bench import shapes
 from semisparse.cli import bench, plan
-from semisparse.errors import InputError
+from semisparse.errors import FormatError, InputError
 
 app = typer.Typer()
 app.command("plan")(plan.plan)
@@ -73,6 +73,8 @@ def test_plan_of_a_model_prints_the_strategy_of_each_layer(capfd):
         (("bench", "kernels", "--device", "abacus"), "unknown device 'abacus'; it is auto"),
         (("bench", "model"), "one of the two"),
         (("bench", "model", "--arch", "llama9", "--device", "cpu"), "unknown architecture"),
+        (("bench", "model", "--arch", "llama2-7b", "--prompt", "8,x"), "--prompt takes positive whole numbers"),
+        (("bench", "model", "--arch", "llama2-7b", "--format", "gqs", "--set", "kind"), "--set takes key=value"),
         (("bench", "compare", "absent.csv"), "cannot be read"),
     ],
 )
@@ -124,6 +126,23 @@ def test_bench_model_labels_dense_layers_stored_by_semisparse(monkeypatch):
         "cpu",
     )
     assert [row["weights"] for row in found["rows"]] == ["dense", "dense stored", "bitmask 32:64"]
+
+
+def test_bench_model_sets_pack_options_and_prompts(monkeypatch):
+    monkeypatch.setitem(shapes.ARCHITECTURES, "tiny", ("llama", (256, 512, 2, 4, 4, 256)))
+    workload = ("--prompt", "4,8", "--new", "2", "--device", "cpu")
+    found = call("bench", "model", "--arch", "tiny", "--format", "dense,slide24", "--set", "kind=int8", *workload)
+    labels = {(row["weights"], row["prompt"]) for row in found["rows"]}
+    assert labels == {(name, length) for name in ("dense", "dense int8", "slide24 int8 6:8") for length in (4, 8)}
+    sizes = {row["weights"]: row["weight_gb"] for row in found["rows"]}
+    assert sizes["slide24 int8 6:8"] < sizes["dense"]
+    assert sizes["dense int8"] < sizes["dense"]
+
+
+@pytest.mark.parametrize("setting", ["kind=int9", "colour=red"])
+def test_bench_model_refuses_an_unknown_pack_option_before_measuring(setting):
+    with pytest.raises(FormatError, match=r"int9|no pack option colour"):
+        call("bench", "model", "--arch", "llama2-7b", "--format", "slide24", "--set", setting, "--device", "cpu")
 
 
 def test_bench_machine(tmp_path: Path, monkeypatch):

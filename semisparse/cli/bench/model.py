@@ -16,9 +16,9 @@ from semisparse.cli.arguments import (
     Json,
     NewTokens,
     OutCsv,
-    PromptTokens,
     comma_separated,
     dtype_named,
+    key_values,
     positive_integers,
 )
 from semisparse.cli.output import print_json, print_table
@@ -40,8 +40,14 @@ def model(
     pattern: Annotated[
         str | None, typer.Option(help="With --arch: the formats' pattern; that of their recipes by default.")
     ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", help="With --arch: a pack option of the formats, such as kind=int8; repeat it for several."
+        ),
+    ] = None,
     batch: Annotated[str, typer.Option("--batch", help="Sequences per batch, comma-separated.")] = "1",
-    prompt: PromptTokens = 512,
+    prompt: Annotated[str, typer.Option("--prompt", help="Tokens per prompt, comma-separated.")] = "512",
     new: NewTokens = 128,
     dtype: Dtype = "bfloat16",
     device: Device = "auto",
@@ -50,7 +56,8 @@ def model(
 ) -> None:
     """Time prefill and decode of a whole model, dense beside compressed, as `semisparse generate` runs it.
 
-    Examples: `semisparse bench model small --baseline MODEL`; `semisparse bench model --arch llama2-7b --format gqs`
+    Examples: `semisparse bench model small --baseline MODEL`; `semisparse bench model --arch llama2-7b --format gqs`;
+    `semisparse bench model --arch qwen2.5-7b --format dense,slide24 --set kind=int8 --prompt 512,2048`
     """
     from semisparse.api import pick_device
     from semisparse.bench.model import Workload, measure_each, measure_in_engine, measure_model, random_model
@@ -60,7 +67,11 @@ def model(
     if (checkpoint is None) == (arch is None):
         raise InputError("bench model takes a model directory or --arch NAME, one of the two")
     target = pick_device(device)
-    workloads = [Workload(count, prompt, new) for count in positive_integers(batch, "--batch")]
+    workloads = [
+        Workload(count, length, new)
+        for count in positive_integers(batch, "--batch")
+        for length in positive_integers(prompt, "--prompt")
+    ]
     if checkpoint is not None:
         paths = {"dense": baseline, "as stored": checkpoint}
         speeds: Iterable[ModelSpeed] = (
@@ -71,7 +82,8 @@ def model(
             for workload in workloads
         )
     else:
-        compared = [None, *(candidate_named(form, pattern) for form in comma_separated(format) or [])]
+        options = key_values(settings or (), "--set")
+        compared = [None, *(candidate_named(form, pattern, options) for form in comma_separated(format) or [])]
         speeds = (
             speed
             for name in comma_separated(arch) or []
