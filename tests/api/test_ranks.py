@@ -27,13 +27,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "int8": {"recipe": "slidesparse", "settings": ("quant=int8",)},
     "tuned": {"recipe": "gqsa", "settings": ("pattern=g4@50%", "tune=bqpo", "tune_epochs=1")},
     "tuned end to end": {"recipe": "gqsa", "settings": ("pattern=g4@50%", "tune=bqpo+e2e", "tune_epochs=1")},
+    "profile": {"recipe": "rheosparse", "settings": ("pattern=4:8", "search_tokens=300")},
     "rheosparse": {"recipe": "rheosparse", "settings": ("search=rheosparse", *SEARCH)},
     "evolution": {"recipe": "rheosparse", "settings": ("search=evolution", *SEARCH)},
     "joint": {"recipe": "auto", "target": {"bits": 9.0}, "settings": ("search_effort=16", "tune=none")},
     "experts": {"recipe": "rheosparse", "settings": ("search=none", "pattern=2:4")},
 }
 WITHOUT_TEXT = ("kept", "magnitude")
-SLOW = ["tuned end to end", "rheosparse", "evolution", "joint"]
+SLOW = ["tuned end to end", "profile", "rheosparse", "evolution", "joint"]
 FILES = ("model.safetensors", "config.json")
 
 

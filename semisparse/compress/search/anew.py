@@ -18,14 +18,13 @@ from semisparse.compress.propagate import DecoderLayer
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import Progress
 from semisparse.compress.search.bank import (
-    Bank,
     MaskedWeight,
     build_bank,
     masked_from_json,
     masked_to_json,
     prune_densities,
 )
-from semisparse.compress.search.score import Scorer
+from semisparse.compress.search.passing import PassingScorer
 from semisparse.compress.search.space import Candidate, LinearSpace
 
 
@@ -91,8 +90,7 @@ class PrunedAnew:
             ranks=ranks,
             offload=offload,
         )
-        self._bank: Bank = {}
-        self._scorer = Scorer(model, space, self._bank, token_batches, device, ranks)
+        self._scorer = PassingScorer(model, token_batches, device, ranks)
         self.evaluations: list[Evaluation] = []
         """All evaluations so far, in order."""
 
@@ -125,12 +123,15 @@ class PrunedAnew:
 
     def _evaluate(self, candidate: Candidate, number: int) -> Evaluation:
         levels = [linear.restricted_to(level, 0, 0) for linear, level in zip(self._space, candidate, strict=True)]
-        self._bank |= self._build_bank(space=levels, centre=candidate, centre_weights={}, number=number)
-        before = self._scorer.tokens_run
-        kl = self._scorer.mean_kl(self._scorer.score(candidate, range(self._scorer.batches)))
-        worst = self.best.kl if self.evaluations else math.inf
-        weights = {linear.name: self._bank[linear.name][level] for linear, level in zip(levels, candidate, strict=True)}
-        return Evaluation(candidate, kl, weights if kl < worst else {}, self._scorer.tokens_run - before)
+        self._scorer.begin()
+        bank = self._build_bank(
+            space=levels, centre=candidate, centre_weights={}, number=number, on_layer=self._scorer.pass_through
+        )
+        kl = self._scorer.mean_kl()
+        if kl >= min((evaluation.kl for evaluation in self.evaluations), default=math.inf):
+            return Evaluation(candidate, kl, {}, self._scorer.tokens)
+        weights = {linear.name: bank[linear.name][level] for linear, level in zip(levels, candidate, strict=True)}
+        return Evaluation(candidate, kl, weights, self._scorer.tokens)
 
 
 def _read(candidate: Candidate, tensors: dict[str, Tensor], notes: dict[str, Any]) -> Evaluation:

@@ -105,6 +105,7 @@ def build_bank(
     prune: PruneLevels[AnyLevels],
     ranks: Ranks,
     offload: Path | None,
+    on_layer: Callable[[int, nn.Module, nn.Module], None] = lambda index, dense, at_centre: None,
 ) -> Bank:
     """Prune every linear layer to every level, on the outputs of the layers before it at their centre level.
 
@@ -124,6 +125,7 @@ def build_bank(
         prune: returns a weight at every level, such as `prune_densities`.
         ranks: the processes that build the bank.
         offload: a directory for hidden states, as in `compress_decoder_layers`.
+        on_layer: called with each decoder layer's index, its dense copy and its copy at the centre level, in float32.
 
     Raises:
         InputError: a weight or its inputs cannot be used.
@@ -147,7 +149,9 @@ def build_bank(
             for name in layer.patterns:
                 full_name, weight = layer.full_name(name), weight_of(at_centre.get_submodule(name))
                 weight.copy_(to_dense(pruned[full_name][by_name[full_name][1]], weight))
-            propagate(activations, index, at_centre, dense)
+            on_layer(index, dense, at_centre)
+            if layer is not layers[-1]:
+                propagate(activations, index, at_centre, dense)
             bank |= pruned
     return bank
 
