@@ -80,6 +80,18 @@ def test_needs_grow_with_the_tokens_and_not_with_the_layers():
     assert host(2000) - host(1000) == 1000 * (2 * 4 * 24 + needs.BATCH_BYTES * 44)
 
 
+def test_only_a_search_over_a_bank_holds_the_whole_model():
+    def of(search: str, **sizes: int) -> int:
+        model, plan = random_model("llama", **sizes), semisparse.api.read_recipe("rheosparse", [f"search={search}"])
+        layers, batches = compression.list_decoder_layers(model, plan, {}), [torch.zeros(1, 1000, dtype=torch.int64)]
+        return needs.needs_of(model, layers, plan, batches, torch.device("cpu"), Ranks(), None).host
+
+    assert of("profile") > of("none")
+    assert of("profile", num_hidden_layers=9) == of("profile")
+    layer = sum(weight.numel() for weight in random_model("llama").model.layers[0].parameters())
+    assert of("evolution", num_hidden_layers=9) - of("evolution", num_hidden_layers=2) == 7 * 4 * layer
+
+
 def test_hidden_states_on_disk_are_counted_there(tmp_path: Path):
     def of(offload: Path | None, *settings: str) -> Needs:
         model, plan = random_model("llama"), semisparse.api.read_recipe("gqsa", ["pattern=g4@50%", *settings])

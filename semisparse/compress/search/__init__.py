@@ -117,11 +117,11 @@ def search_patterns(
     token_batches = scoring_batches(batches, recipe.search_tokens, seed)
     if algorithm_type is None:
         sample = _sample(batches, PROFILE_TOKENS)
+        keep = len(sample) == len(batches)
         anew = PrunedAnew(
-            model, layers, space, sample, token_batches, recipe, device, progress, journal, ranks, offload
+            model, layers, space, sample, token_batches, recipe, device, progress, journal, ranks, offload, keep
         )
-        result = _search_profile(space, anew)
-        return result if len(sample) == len(batches) else replace(result, weights={})
+        return _search_profile(space, anew)
     state = State.start(uniform)
     best_weights: dict[str, MaskedWeight] = {}
     for number in range(algorithm_type.passes(recipe)):

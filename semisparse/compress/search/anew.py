@@ -35,7 +35,7 @@ class Evaluation:
     Args:
         candidate: the level of each linear layer.
         kl: KL(dense || candidate), mean in nats per token.
-        weights: the pruned weights by module name; empty unless this is the best candidate so far.
+        weights: the pruned weights by module name; empty unless this is the best candidate so far, and they are kept.
         tokens: number of tokens run through the model to score it.
     """
 
@@ -60,6 +60,8 @@ class PrunedAnew:
         journal: stores evaluations, and provides those of an interrupted run.
         ranks: the processes that search; each has such an object, and makes the same calls in the same order.
         offload: a directory for hidden states, as in `compress_decoder_layers`.
+        keep: whether the best candidate's weights are needed. If not, no weights are stored, and an interrupted run
+            repeats the candidate that it was in from its first decoder layer.
     """
 
     def __init__(
@@ -75,8 +77,9 @@ class PrunedAnew:
         journal: Journal | None,
         ranks: Ranks,
         offload: Path | None,
+        keep: bool,
     ) -> None:
-        self._space, self._journal = space, journal
+        self._space, self._journal, self._keep = space, journal, keep
         self._build_bank = partial(
             build_bank,
             model,
@@ -89,6 +92,7 @@ class PrunedAnew:
             prune=prune_densities,
             ranks=ranks,
             offload=offload,
+            keep=keep,
         )
         self._scorer = PassingScorer(model, token_batches, device, ranks)
         self.evaluations: list[Evaluation] = []
@@ -111,15 +115,22 @@ class PrunedAnew:
             evaluation = _read(candidate, *finished)
         else:
             evaluation = self._evaluate(candidate, number)
-            if self._journal:
-                tensors: dict[str, Tensor] = {}
-                layers = [masked_to_json(masked, tensors, name) for name, masked in evaluation.weights.items()]
-                notes = {"kl": evaluation.kl, "tokens": evaluation.tokens, "layers": layers}
-                self._journal.save("pass", number, tensors, notes)
+            self._save(number, evaluation)
         if evaluation.weights:  # it is the best so far: those of the one before are not needed
-            self.evaluations = [replace(other, weights={}) for other in self.evaluations]
+            for earlier, other in enumerate(self.evaluations):
+                if other.weights:
+                    self.evaluations[earlier] = replace(other, weights={})
+                    self._save(earlier, self.evaluations[earlier])
         self.evaluations.append(evaluation)
         return evaluation.kl
+
+    def _save(self, number: int, evaluation: Evaluation) -> None:
+        if not self._journal:
+            return
+        tensors: dict[str, Tensor] = {}
+        layers = [masked_to_json(masked, tensors, name) for name, masked in evaluation.weights.items()]
+        notes = {"kl": evaluation.kl, "tokens": evaluation.tokens, "layers": layers}
+        self._journal.save("pass", number, tensors, notes)
 
     def _evaluate(self, candidate: Candidate, number: int) -> Evaluation:
         levels = [linear.restricted_to(level, 0, 0) for linear, level in zip(self._space, candidate, strict=True)]
@@ -128,7 +139,7 @@ class PrunedAnew:
             space=levels, centre=candidate, centre_weights={}, number=number, on_layer=self._scorer.pass_through
         )
         kl = self._scorer.mean_kl()
-        if kl >= min((evaluation.kl for evaluation in self.evaluations), default=math.inf):
+        if not self._keep or kl >= min((evaluation.kl for evaluation in self.evaluations), default=math.inf):
             return Evaluation(candidate, kl, {}, self._scorer.tokens)
         weights = {linear.name: bank[linear.name][level] for linear, level in zip(levels, candidate, strict=True)}
         return Evaluation(candidate, kl, weights, self._scorer.tokens)

@@ -105,6 +105,7 @@ def build_bank(
     prune: PruneLevels[AnyLevels],
     ranks: Ranks,
     offload: Path | None,
+    keep: bool = True,
     on_layer: Callable[[int, nn.Module, nn.Module], None] = lambda index, dense, at_centre: None,
 ) -> Bank:
     """Prune every linear layer to every level, on the outputs of the layers before it at their centre level.
@@ -125,6 +126,7 @@ def build_bank(
         prune: returns a weight at every level, such as `prune_densities`.
         ranks: the processes that build the bank.
         offload: a directory for hidden states, as in `compress_decoder_layers`.
+        keep: whether to return the weights, and to store them in the journal; else they are gone with their layer.
         on_layer: called with each decoder layer's index, its dense copy and its copy at the centre level, in float32.
 
     Raises:
@@ -139,10 +141,12 @@ def build_bank(
         for index, layer in enumerate(layers):
             progress("pruning every layer in every way", index, len(layers))
             dense = layer.copy(device)
-            pruned = _load(journal, index, number) if journal else None
+            pruned = _load(journal, index, number) if journal and keep else None
             if pruned is None:
                 pruned = _prune_decoder_layer(layer, dense, activations, index, by_name, centre_weights, recipe, prune)
-                if journal:  # what was written is read from its file when it is needed: the bank takes no memory
+                if (
+                    journal and keep
+                ):  # what was written is read from its file when it is needed: the bank takes no memory
                     _save(journal, index, number, pruned)
                     pruned = _load(journal, index, number) or pruned
             at_centre = copy.deepcopy(dense)
@@ -152,7 +156,8 @@ def build_bank(
             on_layer(index, dense, at_centre)
             if layer is not layers[-1]:
                 propagate(activations, index, at_centre, dense)
-            bank |= pruned
+            if keep:
+                bank |= pruned
     return bank
 
 
