@@ -5,9 +5,9 @@ Usage: python benchmarks/compressing.py OUT.csv --data DATA --scratch DIR [--arc
 
 DATA holds models/pycode-11m, for its tokenizer, and text/pycode-calib.txt. Each run is a process of its own, with
 `--limit-gb` in a memory cgroup of its own (memory_limit.py). `block_seconds` is the median over all decoder layers but
-the first and the last; of two, it is that of the first. `search_seconds` is the time before. `anonymous_gb` is the
-peak host memory beside the page cache, `resident_gb` the peak with it, `device_gb` the peak GPU memory that torch
-allocated.
+the first and the last; of two, it is that of the first. `search_seconds` is the time of a search, and `candidates` the
+number of models that it scored. `anonymous_gb` is the peak host memory beside the page cache, `resident_gb` the peak with
+it, `device_gb` the peak GPU memory that torch allocated.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ COLUMNS = (
     "limit",
     "seconds",
     "search_seconds",
+    "candidates",
     "block_seconds",
     "last_stage_seconds",
     "anonymous_gb",
@@ -96,7 +97,8 @@ def run(name: str, model: Path, data: Path, out: Path) -> dict[str, str]:
             time.sleep(0.02)
 
     def progress(stage: str, done: int, total: int) -> None:
-        if not marks or marks[-1][1] != stage:
+        new_candidate = stage.startswith("pruning every layer") and done == 0
+        if not marks or marks[-1][1] != stage or new_candidate:
             marks.append((time.perf_counter(), stage))
             spent, on_device = time.perf_counter() - started, device_gb()
             print(f"{spent:8.1f} s  host {most:.2f}  device {on_device:.1f} GB  {stage}", file=sys.stderr, flush=True)
@@ -115,6 +117,7 @@ def run(name: str, model: Path, data: Path, out: Path) -> dict[str, str]:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "seconds": f"{ended - started:.1f}",
         "search_seconds": f"{starts[0] - searching[0]:.1f}" if searching else "",
+        "candidates": str(report.search["evaluations"]) if report.search else "",
         "block_seconds": f"{statistics.median(blocks[1:] or blocks or [0]):.2f}",
         "last_stage_seconds": f"{ended - (starts or [started])[-1]:.1f}",
         "anonymous_gb": f"{most:.2f}",
