@@ -1,6 +1,6 @@
-"""Hooks of mkdocs: files of the repository outside docs/ become pages, and links to them go there.
+"""Hooks of mkdocs: files outside docs/ become pages, and links to these files become links to the pages.
 
-Every link on a page is written as the repository has it, so that it works in both.
+Every link is written as a path in the repository, so that it works in the repository and on the site.
 """
 
 from __future__ import annotations

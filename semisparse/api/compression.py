@@ -278,8 +278,11 @@ def _run_recipe(
     offload: Path | None,
     journal: Journal | None,
 ) -> dict[str, Any]:
-    """Replace the layers by packed ones, on the first rank. Return the config block, on the first rank; append a report
-    per tuning stage to ``tuning``."""
+    """Replace the layers by packed ones, and append a report per tuning stage to ``tuning``.
+
+    Returns:
+        The config block; it is complete on the first rank only.
+    """
 
     def on_tuned(stage: str, result: TuningResult) -> None:
         tuning.append({"stage": stage, **asdict(result)})

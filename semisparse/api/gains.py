@@ -24,11 +24,11 @@ def machine_here(device: torch.device) -> Machine | None:
 
 
 def without_gain(layers: Mapping[str, Packed], machine: Machine) -> list[str]:
-    """Return the layers that `plan` gives less than `MIN_SPEEDUP` over dense at every M of `TOKENS`.
+    """Return the layers whose speed-up over dense is below `MIN_SPEEDUP` at every M of `TOKENS`.
 
     Args:
         layers: packed weights by module name.
-        machine: whose times they are, measured by `bench tune` or predicted.
+        machine: the GPU. Times are those of `plan`: measured by `bench tune` if there are any, else predicted.
     """
 
     @cache

@@ -28,7 +28,7 @@ MASK_BYTES = 48
 """Bytes per weight of the largest linear layer, while its mask is chosen and it is packed."""
 
 LOGITS = 4
-"""Copies of the float32 logits while dense low bits are measured (rivals.py)."""
+"""Copies of the float32 logits while dense low-bit models are measured (rivals.py)."""
 
 PREDICTION_BYTES = 6 * KEPT
 """Bytes per token of the dense model's predictions, for ``tune=bqpo+kl``."""

@@ -80,7 +80,7 @@ class PackedLayers(AbstractContextManager["PackedLayers"]):
         return FinishedLayer(weights, [report_from_json(note["report"], {}, "") for note in notes])
 
     def save(self, index: int, layer: DecoderLayer, finished: FinishedLayer) -> None:
-        """Pack decoder layer ``index``."""
+        """Pack decoder layer ``index``; a thread then writes it to the journal and puts it into the model."""
         packed, exact, notes = {}, {}, []
         for (name, weight), report in zip(finished.weights.items(), finished.reports, strict=True):
             one, outcome = self._pack(report, weight)
@@ -129,7 +129,7 @@ class PackedLayers(AbstractContextManager["PackedLayers"]):
             name, one = layer.full_name(note["name"]), packed[note["name"]]
             tensors = {key: tensor.to(self._model.device) for key, tensor in one.tensors.items()}
             replace_linear(self._model, name, Packed(one.spec, tensors))
-            self.entries[name] = note["entry"] | {DIGESTS: {}}  # computed when it is saved
+            self.entries[name] = note["entry"] | {DIGESTS: {}}  # digests are computed when the model is saved
 
 
 def _tensors(packed: Mapping[str, Packed], exact: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -21,7 +21,8 @@ MIN_SPEEDUP = 1.05
 class Row:
     """The prediction for one candidate on one layer shape and M.
 
-    The model has ``layer.count`` such layers. M tokens use ``layer.used(m)`` of them, each for ``layer.tokens(m)``.
+    The model has ``layer.count`` such layers. If it runs M tokens, ``layer.used(m)`` of them are used, and each of
+    these gets ``layer.tokens(m)`` tokens.
     """
 
     layer: LayerShape
@@ -167,8 +168,8 @@ def _estimate(
     """Return the estimate of one matmul of a layer when the model takes M tokens, and the bits per weight."""
     predicted, bits = estimate_matmul(candidate, layer.tokens(m), layer.n, layer.k, dtype, machine)
     if candidate.is_baseline or (machine.device == "cuda" and get_format(candidate.format).experts is not None):
-        # The used experts of a decoder layer share one launch, of torch's grouped matmul or of the format's kernel for
-        # experts, which saves this fraction of a launch for each. In other formats every expert has its own launch.
+        # One launch computes all used experts of a decoder layer: torch's grouped matmul, or the format's kernel for
+        # experts. So of one launch per expert, this fraction is saved. In other formats every expert has its own.
         saved = 1 - layer.count / layer.experts / layer.used(m)
         predicted = replace(predicted, seconds=predicted.seconds - saved * machine.kernel_seconds)
     return predicted, bits

@@ -16,10 +16,13 @@ CACHES = 4
 """Size of all copies of a weight divided by that of the last-level cache, so that each is read from memory."""
 
 MOST_COPIES = 400
+"""Maximum number of copies of a weight."""
 
 REPLAYS = 20
+"""Replays of the CUDA graph per measurement, unless `GPU_SECONDS` ends them earlier."""
 
 FEWEST_REPLAYS = 5
+"""Minimum number of replays."""
 
 GPU_SECONDS = 0.3
 """Replays end once they have taken this long in all, if there are at least `FEWEST_REPLAYS`."""
@@ -38,7 +41,7 @@ class Timing:
 
 
 def rotating_copies(packed: Packed, cache_bytes: int) -> list[Packed]:
-    """Return a packed weight and copies of it: `CACHES` times ``cache_bytes``, but 2 to `MOST_COPIES` weights."""
+    """Return 2 to `MOST_COPIES` copies of a packed weight, `CACHES` times ``cache_bytes`` in all if possible."""
     count = min(MOST_COPIES, max(2, -(-CACHES * cache_bytes // packed.nbytes)))
     return [packed, *(clone(packed) for _ in range(count - 1))]
 

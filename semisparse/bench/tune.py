@@ -29,7 +29,7 @@ GPU_SECONDS = 0.01
 def tune(
     setup: Setup, shapes: Sequence[LayerShape], candidates: Sequence[Candidate], tokens: Sequence[int]
 ) -> Iterator[TunedRow]:
-    """Verify and time the kernels of every candidate but the dense baseline, which comes first.
+    """Verify and time the kernels of every candidate except the dense baseline, which is the first candidate.
 
     Raises:
         KernelError: a kernel's output is wrong.

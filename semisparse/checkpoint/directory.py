@@ -164,7 +164,7 @@ def read_headers(files: list[Path]) -> dict[str, Header]:
                 raise CheckpointError(f"{file} is missing")
             try:
                 file.open("rb").close()
-            except OSError as error:  # safe_open says of every such file that there is none
+            except OSError as error:  # safe_open would report a file that cannot be opened as missing
                 raise CheckpointError(f"{file} is unreadable: {error.strerror}") from error
             try:
                 opened = stack.enter_context(safe_open(file, "pt"))

@@ -156,8 +156,8 @@ def logits_after(model: nn.Module, layers: Sequence[nn.Module], ids: Tensor, hid
 def _replacing(model: nn.Module, layers: Sequence[nn.Module], forward: Callable[..., Tensor]) -> Iterator[None]:
     """Call ``forward(index, ...)`` instead of each decoder layer.
 
-    Before that the first decoder layer runs on one token, to learn whether decoder layers return a tuple; then
-    ``forward``'s result is put in one, too.
+    Before that the first decoder layer runs on one token, to learn whether decoder layers return a tuple. If they do,
+    ``forward``'s result is put in a tuple.
     """
     returns_tuple: list[bool] = []
 

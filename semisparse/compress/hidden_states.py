@@ -17,11 +17,11 @@ from semisparse.errors import SemisparseError
 class StatesOnDisk(MutableSequence[Tensor]):
     """A list of tensors, each in a file that is mapped into memory.
 
-    The files have no names: they go when the process ends, however it ends.
+    The files have no names, so the system deletes them when the process ends, however it ends.
 
     Args:
         directory: where the files are.
-        device: where a tensor that is read is put, in memory of its own.
+        device: to which a tensor is copied when it is read.
     """
 
     def __init__(self, directory: Path, device: torch.device) -> None:
@@ -40,7 +40,8 @@ class StatesOnDisk(MutableSequence[Tensor]):
         return len(self._files)
 
     def __getitem__(self, index: Any) -> Any:
-        # A copy on a CPU, too: sums over mapped memory, which is aligned otherwise, may be taken in another order.
+        # On a CPU, too, it is a copy: mapped memory is aligned differently, so sums over it may be taken in another
+        # order.
         return self._files[index].to(self._device, copy=True)
 
     def __setitem__(self, index: Any, states: Any) -> None:

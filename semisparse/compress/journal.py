@@ -44,7 +44,7 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def fingerprint(batches: Sequence[Tensor], recipe: Recipe, *, seed: int, device: torch.device | str) -> dict[str, str]:
-    """Return what determines the result of a compression beside the model's weights, by name, for `Journal`.
+    """Return, by name, what determines the result of a compression in addition to the model's weights, for `Journal`.
 
     Args:
         batches: calibration token ids, each [batch, tokens] int64.
@@ -166,7 +166,7 @@ def open_journal(directory: Path, fingerprint: Mapping[str, str], ranks: Ranks) 
 
 
 class SharedJournal(Journal):
-    """A journal that all ranks read, each from the files, and the first one writes. All call the same methods.
+    """A journal whose files every rank reads and the first rank writes. All ranks call the same methods in one order.
 
     Args:
         journal: of this rank.
@@ -196,7 +196,7 @@ class SharedJournal(Journal):
 
 
 def recorded_parts(directory: Path) -> int | None:
-    """Return the parts of the sums of the run whose journal is in a directory; None if there is none."""
+    """Return in how many parts the run of a directory's journal takes its sums (`Ranks.parts`); None without a run."""
     try:
         return int(json.loads((directory / FINGERPRINT).read_bytes())[PARTS])
     except (OSError, ValueError, KeyError, TypeError):

@@ -73,8 +73,8 @@ def compress_decoder_layers(
         patterns: by module name, for linear layers whose pattern is not the recipe's.
         pruned: every linear layer's pruned weight by module name, if a search has pruned them.
         progress: called before each decoder layer, after each linear layer, and for each step of tuning.
-        store: takes each finished decoder layer, and provides those of an interrupted run. By default, and always with
-            ``tune=bqpo+e2e`` or ``bqpo+kl``, an `InPlace`: weights are written into the model.
+        store: takes each finished decoder layer, and provides those of an interrupted run. By default an `InPlace`,
+            which writes the weights into the model; ``tune=bqpo+e2e`` and ``bqpo+kl`` need this one.
         on_tuned: called with the stage and the result of each tuning in this run.
         ranks: the processes that call this with the same arguments; by default this one. Only the first uses its store.
         offload: a directory for the hidden states of the calibration tokens; by default they are on ``device``.

@@ -68,8 +68,8 @@ class Activations:
         dense: the same in the dense model; None if nothing is compared with the dense model.
         residual_target: whether pruning, too, compares with the dense model (recipe key ``target=residual``), and not
             only tuning.
-        ranks: that sum over all batches.
-        parts: of these sums, which this rank computes.
+        ranks: the processes among which the batches are divided.
+        parts: of the sums over all batches, those that this rank computes.
         offload: the directory of hidden states on disk; None if they are in memory.
     """
 
@@ -141,11 +141,12 @@ def first_activations(
         model: a transformers causal language model.
         layers: its decoder layers.
         batches: token ids, each [batch, tokens] int64, of all ranks.
-        recipe: what they are for.
+        recipe: its `prune`, `target` and `tune` decide whether the dense model's hidden states are needed, too.
         device: where to compute.
         ranks: the processes.
         offload: a directory for hidden states; None to keep them on the device.
-        shared: whether this rank gets its share of the batches; else it gets all, and its share of the sums.
+        shared: whether this rank holds only its share of the batches; else it holds all, and computes only its share of
+            the sums.
     """
     own, parts = ranks.share(batches) if shared else (list(batches), ranks.share_sums(batches))
     residual_target = recipe.prune == "sparsegpt" and recipe.target == "residual"
@@ -173,9 +174,9 @@ def linears_with_statistics(
     linear layers, so that every input depends on the linear layers already replaced.
 
     Args:
-        layer: with the linear layers to prune.
+        layer: the decoder layer, with the linear layers to prune.
         dense: its copy on the activations' device, float32.
-        working: another such copy.
+        working: another such copy, whose weights the caller replaces.
         activations: before the decoder layer.
         index: of the decoder layer.
     """

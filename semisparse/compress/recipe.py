@@ -84,8 +84,8 @@ class Recipe:
         target: ``residual`` makes each linear layer also compensate the error of those before it; ``local`` only its
             own.
         saliency: the score of a weight: ``loss``, what pruning it costs, or ``eq4``, GQSA's equation 4 read literally.
-        scales: of groups: ``range`` spans each group's weights, ``fit`` minimises the rounding error, each column's
-            weighted by what it costs.
+        scales: of quantised groups: ``range`` spans each group's weights; ``fit`` minimises the squared rounding error,
+            weighted by column with what an error there costs.
         damping: added to each entry of SparseGPT's Hessian diagonal, as a fraction of that entry, or for
             ``sparsegpt-published`` of the diagonal's mean.
         search_tokens: calibration tokens that a candidate is scored on.

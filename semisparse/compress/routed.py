@@ -51,7 +51,7 @@ def routed_statistics(
     ranks: Ranks,
     parts: Parts,
 ) -> Iterator[list[CalibratedLinear]]:
-    """Yield linear layers that have the same role in several experts, as many at a time as memory holds Hessians of.
+    """Yield linear layers that have one role in several experts: as many at a time as `PASS_BYTES` holds Hessians.
 
     An expert that too few tokens were routed to gets the statistics of all tokens that any expert reads.
 
@@ -60,8 +60,8 @@ def routed_statistics(
         linears: names of the linear layers in it.
         calls: its arguments, one call per batch.
         hidden: its inputs, [batch, tokens, features] float32 per batch.
-        ranks: that sum over all batches.
-        parts: of the sums, for which ``calls`` and ``hidden`` hold the batches.
+        ranks: the processes among which the batches are divided.
+        parts: of the sums over all batches, those that this rank computes from ``calls`` and ``hidden``.
 
     Raises:
         InputError: an expert that too few tokens were routed to cannot be called by itself.

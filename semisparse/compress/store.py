@@ -39,7 +39,7 @@ class LayerStore(Protocol):
 
 
 class OnFirstRank:
-    """A store that only the first rank has: it takes all layers, and what it gives back goes to every rank.
+    """A store on the first rank only: the first rank saves and loads, and every rank gets what it loads.
 
     Args:
         store: of the first rank; those of others are not used.

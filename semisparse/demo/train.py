@@ -221,7 +221,7 @@ def train_model(
         peak: highest learning rate.
         seed: of the windows drawn.
         compiled: whether to compile the forward and backward passes.
-        best: with it, training ends when the held-out loss no longer falls, at the weights of the lowest.
+        best: if given, training ends when the held-out loss no longer falls, and keeps the weights of its lowest value.
         options: further arguments of the forward passes whose loss is trained on.
     """
     optimizer = make_optimizer(model)

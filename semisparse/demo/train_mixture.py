@@ -39,7 +39,7 @@ DENSE_WIDTHS = (512, 1024, 1536)
 """Inner sizes of the dense models; a token of the mixture passes 2 experts of 256."""
 
 MIXTURE_STEPS = (500, 600, 700)
-"""Most optimizer steps of the mixtures."""
+"""Maximum optimizer steps of the mixtures; each is trained once for every number."""
 
 ALL_AT_ONCE = "semisparse_all_experts"
 """The name of `all_experts` among transformers' implementations of experts."""
@@ -75,7 +75,7 @@ def read_corpus(text: Path, device: str) -> Corpus:
 
 
 def build(tokenizer: TokenizerFast, width: int | None) -> PreTrainedModel:
-    """Build a dense model of an inner size, or the mixture if it is None."""
+    """Build a dense model of inner size ``width``, or the mixture if that is None."""
     shared = {
         "vocab_size": len(tokenizer),
         "hidden_size": HIDDEN,
@@ -106,8 +106,8 @@ def build(tokenizer: TokenizerFast, width: int | None) -> PreTrainedModel:
 def all_experts(self: Any, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Compute every expert for every token, and add up those chosen: an implementation of transformers' experts.
 
-    Four times the operations in far fewer launches, which bound a step with `eager`: it took 6 to 24 times as long as a
-    dense model's on an H200 that others used.
+    transformers' implementation `eager` is bound by launches: a step took 6 to 24 times as long as a dense model's, on
+    an H200 beside other jobs. This one computes four times the operations in far fewer launches.
 
     Args:
         self: the module with fused parameters.
@@ -123,7 +123,7 @@ def all_experts(self: Any, x: torch.Tensor, chosen: torch.Tensor, weights: torch
 
 
 def train_one(corpus: Corpus, width: int | None, steps: int, options: argparse.Namespace) -> PreTrainedModel:
-    """Train a dense model of an inner size, or the mixture if it is None, for at most so many steps."""
+    """Train a dense model of inner size ``width``, or the mixture if that is None, for at most ``steps`` steps."""
     torch.manual_seed(options.seed)
     model = build(corpus.tokenizer, width).to(options.device)
     kind = "mixture" if width is None else f"dense, {width}"

@@ -154,10 +154,10 @@ def rotate_and_attend(
     cache: LayerCache,
     norms: HeadNorms | None = None,
 ) -> Tensor:
-    """Do `rotate_and_cache` and `attend_to_cache`.
+    """Call `rotate_and_cache`, then `attend_to_cache`.
 
-    On a GPU one kernel does both, if there is one token per sequence, a head has a multiple of 16 values, and the parts
-    of ``qkv`` are aligned to 16 bytes. The arguments are those of `rotate_and_cache`.
+    On a GPU one kernel replaces both calls, if there is one token per sequence, a head has a multiple of 16 values, and
+    the parts of ``qkv`` are aligned to 16 bytes. The arguments are those of `rotate_and_cache`.
 
     Returns:
         [M, heads * head dim].

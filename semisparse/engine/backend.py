@@ -30,7 +30,7 @@ step serves all texts that fit the cache."""
 
 FIXED_BATCH = {"cuda": 16, "cpu": 1}
 """Sequences per pass of a decode step with ``deterministic_batch``. On a GPU 16 tokens take 1.1 to 1.4 times as long as
-one in most formats (3 to 6 times in ec_csr); their README.md files have the times."""
+one in most formats (3 to 6 times in ec_csr); the formats' README.md files have the times."""
 
 
 class Backend(ABC):
@@ -205,7 +205,7 @@ class DecoderBackend(Backend):
             yielded += 1
 
     def _graph(self, state: State, sampling: Sampling) -> torch.cuda.CUDAGraph:
-        """Return the captured decode step. Before its capture the step runs eagerly twice; the state is restored."""
+        """Return the captured decode step. Before its capture it runs eagerly twice; then the state is restored."""
         if sampling not in self._graphs:
             kept = [part.clone() for part in (state.tokens, state.positions, state.output, state.steps)]
             side = torch.cuda.Stream()

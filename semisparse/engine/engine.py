@@ -205,7 +205,7 @@ class Engine:
         return time.perf_counter() - start
 
     def echo(self, prompt: str) -> str:
-        """Return a prompt as `Generation.text` begins: without special tokens."""
+        """Return the text with which `Generation.text` begins for a prompt: the prompt without special tokens."""
         return self._decoded(self._tokenized(prompt))
 
     def chat_prompt(self, messages: list[dict[str, str]]) -> str:

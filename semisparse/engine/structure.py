@@ -76,7 +76,7 @@ MLP_PARTS = {"gate_proj", "up_proj", "down_proj"}
 
 
 def recognise(model: PreTrainedModel) -> Structure:
-    """Take a model apart.
+    """Return the parts of a Llama-like decoder.
 
     Raises:
         UnknownStructureError: it is no Llama-like decoder.

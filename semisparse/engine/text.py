@@ -35,7 +35,7 @@ class TextStream:
         return self._grow(final=False)
 
     def finish(self) -> str:
-        """Return the rest of the text: what `add` held back because it might have become a stop string or character."""
+        """Return the rest of the text: what `add` held back, a possible start of a stop string or of a character."""
         return self._grow(final=True)
 
     def _grow(self, final: bool) -> str:

@@ -10,6 +10,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from semisparse.errors import InputError
 
+BATCH = 16
+"""Requests per forward pass, with padding. lm-eval's default is 1."""
+
 
 def run_tasks(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tasks: Sequence[str]
@@ -36,7 +39,7 @@ def run_tasks(
     unknown = [name for name in names if name not in manager.all_tasks]
     if unknown:
         raise InputError(f"lm-eval knows no task {', '.join(unknown)}, and there is no such YAML file")
-    adapter = HFLM(pretrained=model, tokenizer=tokenizer)
+    adapter = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=BATCH)
     results = lm_eval.simple_evaluate(adapter, tasks=list(tasks), task_manager=manager)["results"]
     return {
         task: {metric: value for metric, value in metrics.items() if isinstance(value, int | float)}

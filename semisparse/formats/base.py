@@ -60,7 +60,7 @@ class Params(Mapping[str, Scalar]):
         return f"Params({self._values})"
 
     def without(self, *names: str) -> Params:
-        """Return these params without some names."""
+        """Return these params without those of the given names."""
         return Params({name: value for name, value in self._values.items() if name not in names})
 
 
@@ -69,11 +69,11 @@ class TensorSpec:
     """One stored tensor.
 
     Args:
-        name: its name below the module's, as in ``model.layers.0.mlp.up_proj.<name>``.
+        name: its name inside of a module; a checkpoint has it as ``model.layers.0.mlp.up_proj.<name>``.
         dtype: torch dtype, or None for the weight's own (float16, bfloat16 or float32).
         shape: one name per dimension: ``N``, ``K``, or a count the format names; ``N+1`` adds one, for offsets from 0.
         split_n: the dimension to slice when the weight is sliced along N; None keeps the tensor whole in every slice.
-        split_k: the same for K. If no tensor of the format has a split dimension, the weight is repacked instead.
+        split_k: the same for K. If no tensor of the weight has a split dimension, slicing repacks the weight.
     """
 
     name: str
@@ -286,9 +286,9 @@ class Format:
         accepts: None if the format can store this pattern, else the reason why not.
         specs: weight spec -> its stored tensors.
         counts: weight spec -> the sizes of the dimensions that ``specs`` name, other than N and K.
-        counted: names of the params that count what is stored, such as non-zeros; kernels are prepared without them.
-        facts: weight spec -> params, derived from the counted ones, that kernels are prepared with instead.
-        tuned_by: names of the params that tuned tables have in their column ``variant``.
+        counted: names of the params that count what is stored, such as non-zeros. Kernels are prepared without them.
+        facts: weight spec -> params that are derived from the counted ones, with which kernels are prepared instead.
+        tuned_by: names of the params whose values stand in the column ``variant`` of tuned tables.
         pack_weight: (weight [N, K], pattern, options) -> (params, tensors); the weight has passed ``pattern.check``.
         unpack: Packed -> weight [N, K] in its dtype.
         check_content: raise `FormatError` unless every index, offset, count and bit mask lies inside the shape; it may
@@ -301,19 +301,21 @@ class Format:
         recipes: built-in recipes that end in this format, name -> settings.
         lossless: whether unpack returns the packed weight bit for bit.
         cost: (problem, bytes of the packed weight) -> the passes of a matmul, for `plan` and the bench's floors.
-        variants: the pack options that `plan` and the benchmarks compare.
+        variants: the sets of pack options that `plan` and the benchmarks compare.
         choices: the candidates of a joint search for a layer, each as (pattern, recipe key ``quant``).
-        rounds: pattern -> whether recipes may store such weights in a variant other than the default.
+        rounds: pattern -> whether recipes may store weights of this pattern in the format's quantised variants.
         options: the pack options that a recipe may set, each with its values; () for any integer of 0 or more.
         grain: weight spec -> (rows, columns): tensors with a split dimension can be sliced, and weights stacked, at
             multiples of these. None if they never can.
-        regroup: (parts, dim, start, stop, pattern) -> rows (``dim`` 0) or columns (1) ``start`` to ``stop`` of the
-            concatenated parts, with ``pattern`` and not quantised again. None if unpacking and packing does that.
-        stack: (weights to stack along N, total rows) -> the params of the stack, whose tensors are the concatenated
-            ones with continued offsets; None if they cannot be concatenated. Without it, ``split_n`` decides.
+        regroup: (weights, dim, start, stop, pattern) -> rows (``dim`` 0) or columns (1) ``start`` to ``stop`` of the
+            weights concatenated along ``dim``, with ``pattern``, and without quantising again. None if the format has
+            no such function: weights are then unpacked, cut and packed.
+        stack: (weights to stack along N, total rows) -> the params of the stack, whose tensors are the weights' tensors
+            concatenated, with continued offsets; None if these weights cannot be stacked so. If the format has no such
+            function, weights can be stacked if every tensor has ``split_n``.
         experts: problem -> the matmuls of a mixture's experts by a fixed number of launches, or None if no kernel can
-            compute them. A format that can compute one number of pairs on a device can compute any. None if no device
-            has such kernels.
+            compute them. Whether one can does not depend on the number of pairs. None if the format has no such kernel
+            for any device.
         arrange: (packed, device type) -> the same weight on its present device, in the layout for kernels on the given
             device type. For ``cpu`` that is the layout on disk.
     """
@@ -532,7 +534,7 @@ def _reference(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
 
 
 reference_kernel = Kernel("reference", None, lambda problem: None, lambda problem: _reference, lambda problem: False)
-"""Unpacks the whole weight and computes in float32 (float64 for such x): runs on every device, slowly."""
+"""Unpacks the whole weight and computes in float32, or float64 if x is: runs on every device, slowly."""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Counting the bits of masks. Its speed matters for loading: untrusted checkpoints are checked with it."""
+"""Counts the set bits of masks. Its speed matters when a checkpoint is loaded, because every mask is checked."""
 
 from __future__ import annotations
 

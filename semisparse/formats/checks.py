@@ -93,8 +93,8 @@ def share_violation(packed: Packed, kept: Tensor, unit: int = 1) -> str | None:
 
     Args:
         packed: the weight.
-        kept: [N] int64, the weights, or groups of weights, that each row keeps.
-        unit: weights per such group; 1 if ``kept`` counts weights.
+        kept: [N] int64, the number of weights, or of groups of weights, that each row keeps.
+        unit: weights per group that ``kept`` counts; 1 if it counts weights.
     Returns:
         A sentence; None if nothing is wrong or the pattern is another.
     """

@@ -1,4 +1,4 @@
-"""The matmuls of a mixture's experts, whose weights are stacked along N: one launch for all that a step chose."""
+"""The matmuls of a mixture's experts, whose weights are stacked along N: one launch for all chosen experts."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def _prepared(
 def reference_product(x: Tensor, packed: Packed, bias: Tensor | None, routing: Routing) -> Tensor:
     """Compute the matmuls on any device with the unpacked weight, expert by expert; x gets gradients.
 
-    It reads the experts on the host, so it cannot be captured in a CUDA graph.
+    The host reads which experts were chosen, so this cannot be captured in a CUDA graph.
 
     Args:
         x: [tokens, K] or [pairs, K].
         packed: the experts' weights, stacked along N.
         bias: [experts * N] or None.
-        routing: the step's.
+        routing: which experts each token chose.
     Returns:
-        [pairs, N]; zeros for an expert that does not exist.
+        [pairs, N]; zeros for a pair whose expert does not exist.
     """
     weights = packed.unpack().unflatten(0, (routing.experts, -1))
     biases = None if bias is None else bias.unflatten(0, (routing.experts, -1))

@@ -42,13 +42,14 @@ class Problem:
     def is_fused(self) -> bool:
         """Whether it has a prologue or an epilogue.
 
-        Callers promise that then no kernel on the stream writes the weight, so a kernel with PDL may read it early.
+        If so, callers promise that no kernel on the stream writes the weight, so a kernel with PDL may read it before
+        ``griddepcontrol.wait``.
         """
         return (self.prologue, self.epilogue) != ("none", "none")
 
     @property
     def fusion_defines(self) -> Defines:
-        """The macros of fusion.cuh."""
+        """The macros that fusion.cuh takes: 1 for what is fused, else 0."""
         return {
             "RMS_NORM": int(self.prologue == "rms_norm"),
             "ADD_RESIDUAL": int(self.epilogue == "add"),
@@ -84,7 +85,7 @@ class Problem:
 def bucket_of(m: int) -> int:
     """Return the upper end of the bucket of M that ``m`` falls in: 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128 ...
 
-    Kernels are chosen and prepared once per bucket, so that a new prompt length rarely needs either.
+    Kernels are chosen and prepared once per bucket, so a new prompt length rarely makes a call choose or compile one.
     """
     upper = 1 << (m - 1).bit_length()
     return upper * 3 // 4 if m > 16 and 4 * m <= 3 * upper else upper
@@ -148,7 +149,7 @@ ExpertsProduct = Callable[[Tensor, "Packed", Tensor | None, Routing], Tensor]
 pairs of the problem's bucket. x is [tokens, K], or [pairs, K]."""
 
 MAX_FUSED_TOKENS = 2
-"""Maximum M with a prologue or an epilogue: every CTA normalises all tokens, so that with 8 fusing gains nothing."""
+"""Maximum M with a prologue or an epilogue. Every CTA normalises all tokens, so for 8 tokens fusing gains nothing."""
 
 
 class FusedProduct(Protocol):
@@ -197,7 +198,7 @@ class Pass:
         bytes: bytes read and written, each operand once.
         operations: multiplications and additions.
         unit: what executes them: ``tensor fp16`` (bfloat16 too), ``tensor fp8``, ``tensor int8`` or ``fp32``.
-        strategy: which of a format's ways to compute this is, for ``plan``; empty if it has only one.
+        strategy: a name, which ``plan`` shows, for the way to compute the matmul; empty if the format has only one.
         unpacking: further operations, on ``fp32`` units, to find and unpack weights.
         reached: fraction of the unit's peak that the kernel reaches.
 

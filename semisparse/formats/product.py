@@ -55,9 +55,9 @@ def _linear(x: Tensor, packed: Packed, bias: Tensor | None, kernel: str) -> Tens
 
 
 def _dual(x: Tensor, packed: Packed, bias: Tensor | None, kernel: str) -> Tensor:
-    """Compute the matmul with its tangent, from the unpacked weight, under forward-mode differentiation.
+    """Compute the matmul and its tangent, for forward-mode differentiation; the tangent takes the unpacked weight.
 
-    torch's operator has no rule for it and would return a tangent of zeros.
+    The operator ``semisparse::linear`` has no forward-mode rule: without this, its tangent would be zeros.
     """
     x, x_tangent = forward_ad.unpack_dual(x)
     bias, bias_tangent = (None, None) if bias is None else forward_ad.unpack_dual(bias)

@@ -45,7 +45,7 @@ def load_tensors_whole(model: PreTrainedModel, layers: Mapping[str, SparseLinear
         if _style(model, name) is not None:
             plan.update({_plan_key(f"{name}.{tensor}"): WHOLE for tensor in layer.packed.tensors})
     for name in _packed_experts(model):
-        # Both plans divide them so. A rule of the expert-parallel plan would take this one's place.
+        # Experts are divided in this way under both plans. A rule of the expert-parallel plan would override this one.
         plan[_plan_key(name)] = SUMMED
         (getattr(model, "ep_plan", None) or {}).pop(_plan_key(name), None)
 

@@ -68,9 +68,9 @@ class SemisparseConfig(QuantizationConfigMixin):
     def renew_digests(
         self, model: PreTrainedModel, names: Mapping[str, str], state: Mapping[str, Tensor] | None
     ) -> None:
-        """Recompute the digests of the layers whose entry has digests, by the algorithm that it has them from.
+        """Recompute the digests of every layer whose entry has digests, with the algorithm of the present ones.
 
-        Checkpoints of the first versions have none.
+        That is SHA-256, or BLAKE2b in checkpoints of earlier builds. Checkpoints of the first versions have no digests.
 
         Args:
             model: contains the layers, joined or not.
@@ -149,7 +149,7 @@ class SemisparseQuantizer(HfQuantizer):
         refuse_integers(model, layers)
         shard_layers(model, layers)
         for layer in layers.values():
-            if layer.packed.device.type != "meta":  # an expert of another rank
+            if layer.packed.device.type != "meta":  # on meta are the experts that other ranks hold
                 layer.arrange()
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:

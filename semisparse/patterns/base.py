@@ -75,7 +75,10 @@ class Pattern(ABC):
         return None
 
     def patterns_of_slice(self) -> tuple[Pattern, ...]:
-        """Return the patterns to declare a slice of a weight as, the strictest first; every slice obeys the others."""
+        """Return the patterns that a slice of a weight may be declared with, the strictest first.
+
+        The first is this pattern, which a slice may break; every slice obeys the others.
+        """
         from semisparse.patterns.unstructured import Unstructured  # not at the top: that module imports this one
 
         loosest = self.unrestricted()

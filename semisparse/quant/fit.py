@@ -13,16 +13,16 @@ from torch import Tensor
 from semisparse.quant.group import GroupScales, scales_of, split_groups
 
 SHARES = {2: (1.0, 0.85, 0.7, 0.55, 0.4), 3: (1.0, 0.9, 0.8, 0.7), 4: (1.0, 0.92, 0.84)}
-"""The shares of a group's range above and below zero that are tried, each with each, by bits per code."""
+"""By bits per code, the shares of a group's range that are tried: each of them above zero with each below zero."""
 
 SYMMETRIC_SHARES = tuple(1.0 - 0.05 * step for step in range(8))
 """The shares of a symmetric range, each with both signs of the scale."""
 
 REFITS = 3
-"""Least-squares fits of scale and zero point to the codes, after the best shares."""
+"""Least-squares fits of scale and zero point to the codes, after the best shares have been found."""
 
 MAX_ELEMENTS = 1 << 25
-"""Most rounded weights in memory: ranges are tried together as long as they are fewer."""
+"""Maximum number of weights that are rounded at a time: as many ranges are tried together as fit into it."""
 
 
 def fit_scales(
@@ -58,7 +58,7 @@ def fit_scales(
 
 
 def _ranges(groups: Tensor, spanning: GroupScales) -> GroupScales:
-    """Return the scales and zero points of all shares of the ranges, [ranges, N, groups]."""
+    """Return the scales and zero points of every range that is tried, [ranges, N, groups]."""
     bits, dtype = spanning.bits, spanning.scale.dtype
     if spanning.symmetric:
         shares = torch.tensor([sign * share for share in SYMMETRIC_SHARES for sign in (1, -1)], device=groups.device)

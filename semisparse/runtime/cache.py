@@ -64,8 +64,8 @@ def cached(folder: str, key: bytes, build: Callable[[], bytes]) -> bytes:
 def _distrust(directory: Path) -> str | None:
     """Say why a directory must not be used; None if it may, or does not exist.
 
-    The write permission of others is removed from a directory of this user: what they have put there has another owner,
-    so `_read` ignores it.
+    The write permission of others is removed from a directory of this user. Files that others have put there before
+    belong to them, so `_read` ignores these.
     """
     try:
         status = directory.stat()

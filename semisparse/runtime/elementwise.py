@@ -34,12 +34,12 @@ def vector_of(dtype: torch.dtype, counts: Sequence[int], tensors: Sequence[Tenso
 
 
 def silu_mul(gate_up: Tensor, starts: Sequence[int], columns: int) -> Tensor:
-    """Return ``silu(gate) * up`` on a GPU, both factors rounded first.
+    """Return ``silu(gate) * up`` on a GPU; ``silu(gate)`` is rounded to the dtype before it is multiplied.
 
     Args:
         gate_up: [M, stride], contiguous.
         starts: the first columns of gate and up.
-        columns: of each.
+        columns: number of columns of gate, and of up.
     Returns:
         [M, columns] in the same dtype.
     """

@@ -192,7 +192,8 @@ SPLIT_K: Mapping[int, tuple[Shape, ...]] = {
 """The same with split-K."""
 
 FILLED = 0.55
-"""Least share of the resident CTAs that split-K by more than 1 starts, if it can. Less was not timed."""
+"""With split-K, the grid has at least this fraction of the CTAs that can be resident, if K can be split so often.
+Smaller grids were not timed."""
 
 
 @dataclass(frozen=True)
@@ -211,8 +212,8 @@ class Rates:
 def choose(m: int, weight: Tiles, gpu: DeviceFacts, rates: Rates) -> Schedule:
     """Choose the schedule of a format's GEMM: by estimate the fastest of Stream-K and of split-K by 1 to 8.
 
-    Above 128 tokens, tiles of 128 are compared with the larger ones: they expand each weight more often, and leave CTAs
-    less to exchange.
+    Above 128 tokens, tiles of 128 tokens are compared with larger ones: with tiles of 128 each weight is expanded more
+    often, but CTAs exchange fewer partial accumulators.
 
     Args:
         m: maximum tokens.
@@ -231,7 +232,7 @@ def choose(m: int, weight: Tiles, gpu: DeviceFacts, rates: Rates) -> Schedule:
 
 
 def _splits(m: int, weight: Tiles, gpu: DeviceFacts, tile_m: int, shape: Shape) -> list[Schedule]:
-    """Return the schedules without splits, and with those that fill the SMs but start in one wave."""
+    """Return the schedule without split-K, and those with split-K whose grid is one wave of `FILLED` or more."""
     unsplit = _fit(weight, gpu, tile_m, shape, 1)
     if unsplit is None:
         return []
@@ -250,12 +251,12 @@ def _fit(weight: Tiles, gpu: DeviceFacts, tile_m: int, shape: Shape, split_k: in
 def _h200_microseconds(schedule: Schedule, m: int, weight: Tiles, sms: int, rates: Rates) -> float:
     """Estimate the time on an H200.
 
-    Rms error 5 %: 363 GEMMs of M 64 to 1,024 (run 4 of results/h200/sweeps/gemm256.csv), of which those that it
-    chooses took 0.7 % longer than the fastest on average.
+    The root mean square error is 5 % on 363 GEMMs of M 64 to 1,024 (run 4 of results/h200/sweeps/gemm256.csv). The
+    schedules that it chooses there took 0.7 % longer than the fastest ones on average.
     """
     ctas = schedule.ranges(m, weight, sms) * schedule.cluster
     busiest = -(-ctas // sms)  # CTAs of the busiest SM
-    if launch_of(schedule, m, weight, sms).permute_ctas > sms:  # CTAs start where permute_x's leave room first
+    if launch_of(schedule, m, weight, sms).permute_ctas > sms:  # CTAs crowd onto the SMs that permute_x leaves first
         busiest = max(busiest, min(schedule.ctas_per_sm, ctas))
     waves = -(-busiest // schedule.ctas_per_sm)
     if schedule.split_k:

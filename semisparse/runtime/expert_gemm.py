@@ -14,7 +14,7 @@ from semisparse.runtime.kernel import Argument, CudaSource, KernelBuild, offsets
 from semisparse.runtime.nvrtc import HEADERS, Defines
 
 EXPERT_SPREAD = 2.5
-"""A job has room for the average pairs of an expert and so many of their square roots."""
+"""A job has room for p + `EXPERT_SPREAD` * sqrt(p) pairs, where p is the average number of pairs per expert."""
 
 PERMUTE_THREADS, PERMUTED_SLOTS = 256, 8
 """Threads per CTA of permute_pairs.cu, and pairs of a job that it permutes."""
@@ -30,7 +30,7 @@ def experts_schedule(
     """Choose the schedule of the experts' GEMM: Stream-K with the smallest tile that an expert's pairs should fit in.
 
     Args:
-        pairs: maximum pairs of a token and an expert.
+        pairs: maximum number of pairs; a pair is a token and one of its experts.
         experts: number of experts.
         weight: an expert's tiles.
         gpu: what it runs on.

@@ -29,7 +29,7 @@ class Exchange:
     Every process of the default group creates one, and calls the same methods in the same order.
 
     Args:
-        device: where this process computes; its index is that of the present device.
+        device: where this process computes, with the index of torch's current device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -127,6 +127,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _naming_the_loss() -> Iterator[None]:
+    """Turn an error of the process group into `LostRank`."""
     try:
         yield
     except torch.OutOfMemoryError:

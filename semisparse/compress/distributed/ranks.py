@@ -66,7 +66,7 @@ class Ranks:
         return [value]
 
     def share(self, batches: Sequence[T]) -> tuple[list[T], Parts]:
-        """Return this rank's batches, and to which parts of the sums they belong, by their indices among them."""
+        """Return this rank's batches and, by part of the sums, the indices of the part's batches in that list."""
         own = self._parts_of(self.rank)
         indices = {part: _piece(part, self.parts, len(batches)) for part in own}
         start = min((piece.start for piece in indices.values()), default=0)
@@ -196,7 +196,7 @@ def share_out(costs: Sequence[float], count: int) -> list[int]:
 
 
 def _piece(index: int, pieces: int, length: int) -> range:
-    """Return piece ``index`` of ``range(length)`` in equal pieces; the first one is not empty."""
+    """Return piece ``index`` of ``range(length)``, cut into pieces of nearly equal length; the first is not empty."""
     return range(-(-index * length // pieces), -(-(index + 1) * length // pieces))
 
 

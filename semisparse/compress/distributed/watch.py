@@ -33,7 +33,8 @@ may miss some. Heartbeats are counted instead of seconds, so that a machine that
 to be dead."""
 
 ALARMED = 10
-"""The same number after a connection was closed, or torchrun has sent SIGTERM, 30 s after which it kills all ranks."""
+"""The limit instead of `PATIENCE` once a connection was closed or torchrun has sent SIGTERM; torchrun kills all ranks
+30 s after SIGTERM."""
 
 Speak = Callable[[str], None]
 """Prints an error."""

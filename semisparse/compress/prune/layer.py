@@ -104,8 +104,8 @@ def _prune_ways(
 ) -> Iterator[PrunedLayer]:
     """Prune and quantise a weight as each of several recipes that differ in `quant` only says, each with its pattern.
 
-    The first pattern determines the order of the columns. What the pruners do calls no module, so
-    `ThreePassLinear` is off here: on a CPU it takes a third of the time.
+    The first pattern determines the order of the columns. The pruners call no linear layer, so torch calls are not
+    intercepted here (`ThreePassLinear`): on a CPU the interception takes a third of the time.
     """
     first, recipe = ways[0]
     with torch._C.DisableTorchFunction():

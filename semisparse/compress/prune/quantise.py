@@ -60,7 +60,7 @@ def round_by_descent(
         hessian: [K, K] float32, positive definite.
         goal: [N, K] float32, the weight that minimises the layer's output error if nothing is pruned or rounded.
         scales: symmetric ones, of groups of columns in the original order; the weight is rounded once for each. On a
-            CPU all are rounded together, because the time of a column there is that of calling torch.
+            CPU the roundings run together, because there the calls of torch, not the arithmetic, take the time.
         columns: [K] int64, the original index of each column.
         units: [K] float32, by which each column was multiplied; columns are divided by it before they are quantised.
     Returns:

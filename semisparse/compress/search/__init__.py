@@ -35,8 +35,8 @@ without a bank, and ``joint`` by joint.py."""
 
 
 PROFILE_TOKENS = 65_536
-"""Calibration tokens on which ``search=profile`` prunes its candidates; the model is then pruned to the best
-one on all of them."""
+"""Calibration tokens on which ``search=profile`` prunes its candidates. The model is then pruned to the best candidate
+on all calibration tokens."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def search_patterns(
 
 
 def _sample(batches: Sequence[Tensor], tokens: int) -> Sequence[Tensor]:
-    """Return evenly spaced batches, the share of all that ``tokens`` is of their tokens, rounded up."""
+    """Return evenly spaced batches: of all batches the fraction that ``tokens`` is of all tokens, rounded up."""
     held = sum(batch.numel() for batch in batches)
     count = math.ceil(len(batches) * min(1.0, tokens / held))
     return [batches[number * len(batches) // count] for number in range(count)]

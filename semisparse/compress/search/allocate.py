@@ -118,9 +118,8 @@ def _repaired(picks: Tensor, share: Tensor) -> Tensor | None:
         if violation == 0:
             return picks
         cost = (share - share.gather(2, picks.expand(len(share), -1)[..., None])).flatten(1)
-        moves = (
-            cost.isfinite().all(0).nonzero().flatten()
-        )  # moves that change nothing are included, so that pairs cover single moves
+        # Moves that change nothing are included, so that pairs cover single moves.
+        moves = cost.isfinite().all(0).nonzero().flatten()
         moves = moves[cost[:, moves].amin(0).argsort()[:MAX_SINGLES]]
         pairs = _violation(totals[:, None, None] + cost[:, moves, None] + cost[:, None, moves])
         pairs = torch.where(unit_of[moves][:, None] != unit_of[moves], pairs, math.inf)

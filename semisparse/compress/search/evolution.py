@@ -25,8 +25,8 @@ class Evolution:
     """Each generation mutates the best candidate, and replaces it by the best offspring if that is better.
 
     Offspring are first scored on few tokens; the final comparison is on all. Each of the three stages, coarse to fine,
-    has `search_banks` passes. Each pass prunes a new bank around the best candidate, because a bank's weights are
-    pruned for the inputs that they get in that candidate: the further a candidate is from it, the less they fit.
+    has `search_banks` passes. Each pass prunes a new bank around the best candidate. A bank's weights are pruned for
+    the inputs that they get in that candidate; the more a candidate differs from it, the less they fit.
 
     Args:
         space: as in `Algorithm`.

@@ -449,6 +449,7 @@ class JointSearch:
         return self._tokens + (self._scorer.tokens_run if self._scorer else 0)
 
     def _disturbed(self, rng: random.Random) -> list[list[float]]:
+        """Return the measured losses, each multiplied by a random factor (`SPREAD`)."""
         return [[loss * rng.lognormvariate(0, SPREAD) for loss in losses] for losses in self._losses]  # inf stays inf
 
 

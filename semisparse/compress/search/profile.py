@@ -1,9 +1,9 @@
 """``search=profile``: density as a function of a linear layer's role and depth, by pruning the whole model anew.
 
-A candidate is a few numbers (`Factor`): how much denser the linear layers of each role are, and how density changes
-with depth. So few numbers need few candidates, and each candidate is pruned as a whole: the model that is scored is the
-one that is kept. The searches over a bank score a layer with weights that were pruned for other inputs; with
-``target=residual`` such weights hide what a higher density gains (docs/experiments/search.md).
+A candidate is a few numbers, one per `Factor`: how much denser the linear layers of each role are, and how density
+changes with depth. Few numbers need few candidates, so each candidate can be a whole pruned model, and the model that
+is scored is the one that is kept. The searches over a bank score a layer with weights that were pruned for other
+inputs; with ``target=residual`` such weights hide what a higher density gains (docs/experiments/search.md).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def search_profile(space: Sequence[LinearSpace], kl_of: Callable[[Candidate], fl
     for row in signs:
         kl = kl_of(fitted(space, {factor: STEP * sign for factor, sign in row.items()}, budget))
         losses.append(math.log(max(kl, math.ulp(0.0))))
-    # A factor that changes few weights costs the others little, so its step is divided by the root of its share.
+    # A factor that changes few weights takes few from the others, so its step is divided by the root of its share.
     step = {
         factor: -sum(loss * row[factor] for loss, row in zip(losses, signs, strict=True)) / share**0.5
         for factor, share in shares.items()

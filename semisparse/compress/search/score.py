@@ -180,7 +180,7 @@ class Scorer:
         first = self._first_changed(candidate)
         for index in self._changed(candidate):
             self._swap(index, candidate[index])
-        # What another rank has scored runs here as well: its hidden states would be more to send than to compute.
+        # Batches that another rank has scored run here again: computing hidden states is faster than sending them.
         self._parent_scores = [
             score if score.states else self._score_batch(index, first) for index, score in enumerate(scores)
         ]

@@ -1,4 +1,4 @@
-"""The passes of a product, for the roofline model."""
+"""The passes of a matmul for the roofline model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ec_csr costs: one pass over the lists for few tokens; for many, the dense weight is written first."""
+"""The passes of a matmul for the roofline model: one over the lists for few tokens, else unpacking and a dense GEMM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ UNPACKING = 14
 
 
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
-    """Return the passes of a product."""
+    """Return the passes of a matmul."""
     if problem.m <= MAX_DECODE_TOKENS:
         kept = problem.n * problem.k * problem.pattern.density
         return fused_cost(problem, weight_bytes, UNPACKING * problem.m * kept)

@@ -15,7 +15,7 @@ from semisparse.formats.kernel import Pass, Problem, fused_cost
 from semisparse.quant.group import KINDS
 
 DECODE_UNPACKING = {4: (13, 1), 8: (24, 0.5)}
-"""Operations of `decode` per kept weight, and per kept weight and token, by bits (H200)."""
+"""Operations on fp32 units of `decode` per kept weight, and per kept weight and token, by bits (H200)."""
 
 GEMM_UNPACKING = {2: 9, 3: 10.5, 4: 11, 8: 18}
 """Operations of `gemm` per weight, kept or not, by bits; fitted to 8 and 64 tokens at 28672 x 8192 (H200)."""
@@ -24,7 +24,7 @@ GEMM_PER_TOKEN = 0.27
 """Further operations of `gemm` per weight and token: mma.sync is slower than the wgmma of the peak rate."""
 
 FULL_UNPACKING = {2: 8.3, 3: 12.3, 4: 8.5, 8: 14}
-"""Operations of `full` per weight, by bits; fitted to 8 tokens at 28672 x 8192 (H200; 8 bits assumed)."""
+"""Operations of `full` per weight, by bits; fitted to 8 tokens at 28672 x 8192 (H200). That of 8 bits is assumed."""
 
 WGMMA_UNPACKING = {2: 8, 3: 10, 4: 9.5, 8: 11.5}
 """Operations of `gemm_wgmma` per weight, kept or not, by bits. From some 64 tokens on they are hidden behind wgmma."""

@@ -19,10 +19,10 @@ WGMMA_UNPACKING = 13
 
 
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
-    """Return the passes of a matmul by the kernel that is made for it.
+    """Return the passes of a matmul: transposing x where the kernel needs it, then one kernel on the packed weight.
 
-    The strategy says whether columns are packed, and a CTA's arithmetic intensity (equation 3). Where no kernel
-    supports the vectors, or cuBLAS is faster, the weight is unpacked.
+    Where no kernel supports the vectors, or cuBLAS is faster, the passes are unpacking and a dense GEMM. The strategy
+    of a tiled GEMM says whether columns are packed, and a CTA's arithmetic intensity (equation 3).
     """
     pattern = vectors_of(problem.pattern)
     m, n, k, itemsize = problem.m, problem.n, problem.k, problem.dtype.itemsize

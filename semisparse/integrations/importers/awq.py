@@ -23,7 +23,7 @@ from semisparse.integrations.importers.method import (
 BITS = 4
 
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Which 4 bits of a 32-bit word, the lowest first, hold each of its 8 columns."""
+"""For each of the 8 columns in a 32-bit word, which of the word's 4-bit fields holds it; field 0 is the lowest."""
 
 
 def measure(tensors: Parts, block: Mapping[str, Any]) -> tuple[int, int]:

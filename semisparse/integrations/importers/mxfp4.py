@@ -20,7 +20,7 @@ EXPONENT_BIAS = 127
 
 
 def measure(tensors: Parts, block: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return E, K and N of ``blocks`` [E, N, K / 32, 16] and ``scales`` [E, N, K / 32], both uint8.
+    """Return E (experts), K and N of ``blocks`` [E, N, K / 32, 16] and ``scales`` [E, N, K / 32], both uint8.
 
     Raises:
         CheckpointError: the tensors do not fit one another.

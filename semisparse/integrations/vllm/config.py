@@ -103,7 +103,7 @@ class SemisparseVllmConfig(QuantizationConfig):
     def _checked_tokens(self) -> int:
         """Check that the layers fit the GPU, install the fusion pass, and return the maximum number of tokens per step.
 
-        vLLM asks for the first layer's method before it compiles.
+        The first two happen once, for the first layer: vLLM asks for its method before it compiles.
         """
         vllm_config = get_current_vllm_config()
         if not self._fits:

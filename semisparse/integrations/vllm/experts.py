@@ -1,7 +1,7 @@
 """vLLM's experts of a mixture with packed weights: loading, and the matmuls of all experts that a step's tokens chose.
 
-vLLM's router chooses the experts. Each of an expert's two layers is stored as a checkpoint's layer of its own; those of
-all experts are stacked, and computed by one launch.
+vLLM's router chooses the experts. The checkpoint stores two layers per expert, ``gate_up`` and ``down``. Each of the
+two is stacked over all experts, and one launch computes the stack's matmul.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class SemisparseExpertsMethod(FusedMoEMethodBase):
             )
 
     def create_weights(self, layer: Any, *sizes: Any, **others: Any) -> None:
-        """Take over loading: vLLM's own loader knows gate and up as two layers."""
+        """Take over loading: vLLM's own loader expects gate and up as two layers."""
         layer.load_weights = partial(self._load, torch.get_default_device())
 
     def _load(self, device: torch.device, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
@@ -125,7 +125,7 @@ class SemisparseExpertsMethod(FusedMoEMethodBase):
         return [self._packed.pop(f"{index}.{name}") for index in range(self._count)]
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
-        """Return None: vLLM's own kernels compute nothing here."""
+        """Return None: vLLM's own kernels do not run for this layer."""
 
     def apply(
         self,

@@ -29,14 +29,14 @@ SETTING = "semisparse_fusion"
 """The key in vLLM's ``additional_config`` that turns the pass on."""
 
 GATE_NODES = 12
-"""Most nodes between a matmul and the end of its activation: two slices, conversions, a sigmoid, two products."""
+"""Maximum nodes from a matmul to the end of its activation: two slices, conversions, a sigmoid, two products."""
 
 
 def install_fusion(vllm_config: VllmConfig) -> bool:
-    """Let vLLM compile its graphs once more, for few tokens, with this pass, if asked to. Return whether it will.
+    """Let vLLM compile its graphs once more, for few tokens, with this pass, if `SETTING` is on; return if it will.
 
-    ``--additional-config '{"semisparse_fusion": true}'`` asks for it. Nothing is installed if vLLM does not compile,
-    runs on no GPU, or has another pass of its user.
+    ``--additional-config '{"semisparse_fusion": true}'`` turns it on. Nothing is installed if vLLM does not compile,
+    runs on no GPU, or its user has installed another pass.
     """
     additional = vllm_config.additional_config
     if not isinstance(additional, dict) or additional.get(SETTING) is not True:

@@ -18,8 +18,8 @@ struct Rows {
     __device__ __forceinline__ long long y(int token) const { return EXPERTS ? of_y[token] : token; }
 };
 
-// A step's pairs, for a kernel whose CTAs take up to `most` at a time. Row blockIdx.y of the grid has the pair of that number if
-// `most` is 1, else all pairs of the expert of that number.
+// A step's pairs, for a kernel whose CTAs take up to `most` at a time. If `most` is 1, blockIdx.y is the number of the CTA's pair;
+// else it is the number of an expert, and the CTA has all pairs of that expert.
 template <int most>
 struct Pairs {
     static constexpr bool by_expert = most > 1;

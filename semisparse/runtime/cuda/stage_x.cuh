@@ -19,7 +19,7 @@ __device__ __forceinline__ uint4 load_x_unit(const SCALAR* row, int unit, int k)
 // WARPS_OF_CTA warps stage up to MAX_TOKENS tokens. Constructed before griddepcontrol.wait: it loads the norm's weight.
 template <int WARPS_OF_CTA, int MAX_TOKENS>
 struct XStage {
-    static constexpr int kNormUnits = RMS_NORM ? 2 : 0;  // per lane: units of norm_weight in registers; others load at use
+    static constexpr int kNormUnits = RMS_NORM ? 2 : 0;  // units of norm_weight that a lane loads early, into registers
     static constexpr int kSums = WARPS_OF_CTA > MAX_TOKENS ? WARPS_OF_CTA : MAX_TOKENS;
 
     const SCALAR* norm_weight;

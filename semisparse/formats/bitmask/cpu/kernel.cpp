@@ -65,7 +65,7 @@ __m256 widen8(BFloat16, const uint16_t* from) {
 #endif
 
 #ifdef HAS_AVX2
-// For each byte of a mask: the index of each of 8 lanes' value, or a negative number for a dead lane.
+// For each byte of a mask and each of 8 lanes: the index of the lane's value, or a negative number if its column is not stored.
 struct ExpandTable {
   alignas(32) int32_t source[256][8];
   constexpr ExpandTable() : source() {

@@ -4,7 +4,7 @@
 // tiles among them (sliced-K). The CTA computes WARPS_N row tiles at a time and strides over all row tiles of w.
 //
 // A warp expands a tile into 16 fragments of mma.m16n8k16 with the weights as the 16-row operand. Tokens are the 8 columns of
-// the other operand, so 1 and 8 tokens take the same pass. A k-step is 4 columns of every lane's block: the 16 columns of a
+// the other operand, so 1 and 8 tokens take as many mma. A k-step is 4 columns of every lane's block: the 16 columns of a
 // fragment are a permutation of K, which x's fragments follow.
 //
 // Dynamic shared memory, in bytes:
@@ -22,12 +22,12 @@
 // Bound by latency and issue at one or two tiles per warp (4096 x 4096, m = 1: DRAM 42 %, ALU 45 %, issue 46 %, 8.2 us where
 // the floor is 4.4), by memory at 28672 x 8192 (DRAM 78 %, .82 to .92 of the floor's rate). README.md has the figures.
 //
-// With EXPERTS (rows.cuh) the weight is a stack of experts, and a second dimension of the grid has one expert per row, or if
-// TILE_M is 1 one pair of a token and an expert. Each row of the grid is as the grid above, over the expert's row tiles; CTAs
-// of an expert that no token chose end at once. If an expert has more than TILE_M pairs, its CTAs take them TILE_M at a time.
+// With EXPERTS (rows.cuh) the weight is a stack of experts. blockIdx.y is the expert or, if TILE_M is 1, the pair of a token
+// and an expert; blockIdx.x is as above, over the expert's row tiles. CTAs of an expert that no token chose end at once. If an
+// expert has more than TILE_M pairs, its CTAs multiply them TILE_M at a time.
 //
-// Compiled with SCALAR (__half or __nv_bfloat16), KEEP (values per block), TILE_M (1, 8, 16, 32 or 64), WARPS_N, WARPS_K,
-// STAGES, EXPERTS, and what fusion.cuh takes.
+// Macros: SCALAR (__half or __nv_bfloat16), KEEP (values or codes per block), BITS (per code; 0 for values), TILE_M (1, 8, 16, 32
+// or 64), WARPS_N, WARPS_K, STAGES, EXPERTS, and those of fusion.cuh.
 
 #include "arrive_warp.cuh"
 #include "ptx/bar.cuh"
@@ -77,7 +77,7 @@ struct XLoader {
                         reinterpret_cast<const unsigned short*>(row_of(row_0, from, token)), left);
     }
 
-    // The row of a token, which is `next` unless tokens may be any rows.
+    // Where x of a token begins: at `next`, or with EXPERTS in the row that `rows` names.
     __device__ __forceinline__ const SCALAR* row_of(const SCALAR* row_0, const SCALAR* next, int token) const {
         return EXPERTS ? row_0 + rows.x(token) * k : next;
     }
@@ -181,7 +181,7 @@ __device__ __forceinline__ void sync_slice(int slice) {
     else bar_sync<WARPS_N * kWarpSize>(1 + slice);
 }
 
-// A warp's two rings: the weight tiles of its K slice, for one group of WARPS_N row tiles after another, and its part of x.
+// A warp's two rings: the weight tiles of its K slice, for one group of WARPS_N row tiles after another, and the slice's x tiles.
 struct WarpPipeline {
     const unsigned char* tiles;
     XLoader x;
@@ -303,11 +303,11 @@ __device__ __forceinline__ void decode(const Operands& operands, unsigned char* 
 
 #if EXPERTS
 extern "C" __global__ void __launch_bounds__(WARPS_N * kSliceThreads, 1) semisparse_bitmask_experts(
-    const SCALAR* x,                          // [rows, k]
+    const SCALAR* x,                          // [pairs / pairs_per_x, k]
     const unsigned char* __restrict__ tiles,  // [experts * row_tiles, column_tiles, kTileBytes]
     const SCALAR* bias,                       // [experts * n] or null
     SCALAR* y,                                // [pairs, n], or [pairs, n / 2] with SILU_MUL
-    const long long* chosen,                  // [pairs]
+    const long long* chosen,                  // [pairs], the expert of each pair
     int pairs, int pairs_per_x, int experts,
     int n, int k, int row_tiles, int column_tiles,  // of an expert
     int x_aligned                                   // whether every row of x begins at a multiple of 16 bytes

@@ -29,7 +29,7 @@ def decode_defines(
     fusion: Defines = UNFUSED,
     bits: int = 0,
 ) -> Defines:
-    """Return the macros."""
+    """Return the macros of decode.cu; ``bits`` is 0 for values."""
     return {
         "SCALAR": operands.SCALARS[dtype],
         "BITS": bits,
@@ -78,7 +78,7 @@ def prepare(problem: Problem) -> Product:
     Args:
         problem: x and w are both float16 or both bfloat16.
     Returns:
-        The product, accumulated in float32.
+        The matmul, accumulated in float32.
     """
     facts = device_facts(problem.device)
     return _prepared(problem, choose_decode(problem.m, tiling(problem.spec), facts))

@@ -1,7 +1,7 @@
-// Codes of 8 or 4 bits to weights: (code - zero) * scale, rounded once to SCALAR, as in `Packed.unpack`; two per word.
+// Dequantises codes of 8 or 4 bits: (code - zero) * scale, rounded once to SCALAR, as in `Packed.unpack`; two weights per word.
 //
-// A code becomes the low byte of a 16-bit number of known exponent: 0x64 as the high byte of a half makes 1024 + code, 0x43 that
-// of a bfloat16 128 + code, if code is below 128. Less an offset it is code - zero, exactly.
+// A code becomes the low byte of a 16-bit number of known exponent. With the high byte 0x64, a half is 1024 + code; with 0x43, a
+// bfloat16 is 128 + code, for codes below 128. Minus an offset, the number is code - zero, exactly.
 
 #pragma once
 
@@ -22,7 +22,8 @@ constexpr Word kHighByte = high_byte_of(kScalar);
 constexpr bool kHalf = kHighByte == 0x64;
 constexpr Word kHighBytes = kHighByte * 0x01000100u;
 
-// A constant that ptxas does not know to be one, so that it stays in a register. `address` is one in shared memory: below 2^31.
+// Returns `constant` such that ptxas does not know that it is constant, and keeps it in a register. `address` is any address in
+// shared memory, so below 2^31.
 __device__ __forceinline__ Word in_register(Word constant, Word address) { return constant + (address >> 31); }
 
 // The scale of both weights of a pair; `half` says which half of the word it is.

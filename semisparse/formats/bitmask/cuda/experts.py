@@ -36,7 +36,7 @@ GEMM_SHAPES: Mapping[int, Shape] = {
 """By tile_m: warpgroups per CTA, CTAs per cluster and per SM. In 4 bits (3, 1, 1) is 3 % faster at 160, but spills."""
 
 DECODE_PAIRS = 6
-"""Average pairs per expert up to which decode.cu is faster than gemm.cu."""
+"""Average pairs of a token and an expert, per expert, up to which decode.cu is faster than gemm.cu."""
 
 
 def prepare(problem: ExpertsProblem) -> ExpertsProduct | None:
@@ -57,7 +57,7 @@ def prepare(problem: ExpertsProblem) -> ExpertsProduct | None:
 
 
 def prepare_decode(problem: ExpertsProblem, weight: Tiling, schedule: DecodeSchedule | None = None) -> ExpertsProduct:
-    """Compile and load decode.cu.
+    """Compile and load decode.cu; return the experts' matmuls.
 
     Args:
         problem: x and w are both float16 or both bfloat16.
@@ -91,7 +91,7 @@ def prepare_decode(problem: ExpertsProblem, weight: Tiling, schedule: DecodeSche
 
 
 def prepare_gemm(problem: ExpertsProblem, weight: Tiling, schedule: Schedule | None = None) -> ExpertsProduct:
-    """Compile and load gemm.cu.
+    """Compile and load gemm.cu; return the experts' matmuls.
 
     Args:
         problem: x and w are both float16 or both bfloat16.

@@ -4,7 +4,7 @@
 // Bound at 28672 x 8192, m = 256, by the tensor cores at the card's power limit (79 % busy, 1.55 GHz); at m = 64 no unit is
 // saturated (issue 53 %, ALU 47 %, DRAM 55 %). README.md has the figures.
 //
-// Compiled with KEEP (values per block), EXPERTS and the macros of gemm.cuh.
+// Macros: KEEP (values or codes per block), BITS (per code; 0 for values), EXPERTS, and those of gemm.cuh.
 
 #include "expand_gemm/gemm.cuh"
 #include "tile.cuh"
@@ -21,7 +21,7 @@ struct Tiles {
     const unsigned char* tiles;  // [row_tiles, column_tiles, kTileBytes]
     int column_tiles;
 
-    // One bulk copy per consumer warp and iteration; rows past the last tile repeat it.
+    // One bulk copy per consumer warp and iteration; past the last row tile, that tile again.
     __device__ __forceinline__ void produce(const StreamMemory& memory, const WorkRanges& work, int first, int last, int warp,
                                             int lane) const {
         constexpr int kStageBytes = kConsumerWarps * kTileBytes;
@@ -68,7 +68,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) EXPAND_GEMM_BOUNDS se
     SCALAR* __restrict__ y,                     // [pairs, n]
     float4* partials,                           // [CTAs, kConsumerWarps, kTokenGroups, kWarpSize]
     int* counters,                              // [CTAs, kConsumerWarps], zeros
-    const int* job_count, const int* job_experts, const int* job_pairs,
+    const int* job_count, const int* job_experts, const int* job_pairs,  // the struct Jobs of expand_gemm/stream_k.cuh
     int n, int row_tiles, int column_tiles      // of an expert
 ) {
     extern __shared__ __align__(1024) unsigned char shared[];

@@ -21,7 +21,7 @@ from semisparse.runtime.nvrtc import Defines
 
 
 def gemm_defines(dtype: torch.dtype, keep: int, schedule: Schedule, bits: int = 0) -> Defines:
-    """Return the macros."""
+    """Return the macros of gemm.cu; ``bits`` is 0 for values."""
     return {"KEEP": keep, "BITS": bits, **schedule.defines(dtype)}
 
 
@@ -56,7 +56,7 @@ def prepare(problem: Problem, schedule: Schedule | None = None) -> Product:
         problem: x and w are both float16 or both bfloat16.
         schedule: tile sizes, stages and split-K; None for the one that should be fastest.
     Returns:
-        The product, accumulated in float32.
+        The matmul, accumulated in float32.
     """
     weight = tiling(problem.spec)
     tiles = gemm_tiles(weight)

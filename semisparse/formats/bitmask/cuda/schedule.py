@@ -21,7 +21,7 @@ DECODE_WARPS_PER_SM = {1: 20, 8: 20, 16: 16, 32: 16, 64: 10}
 """Maximum resident warps per SM by TILE_M: the kernels use up to 96, 96, 128, 128 and 200 registers per thread."""
 
 EXPERT_PAIRS = 16
-"""Up to so many pairs of a token and an expert, each has CTAs of its own; more share an expert's."""
+"""Maximum pairs of a token and an expert for which each pair has CTAs of its own, not each expert."""
 
 EXPERT_SHAPES: Mapping[int, Shapes] = {1: ((2, 2, 2),), 8: ((2, 4, 1),)}
 """By TILE_M: WARPS_N, WARPS_K and STAGES for a stack of experts, the best first (H200, sweeps/experts.csv)."""
@@ -31,7 +31,7 @@ EXPERT_SHAPES_GATED: Mapping[int, Shapes] = {1: ((2, 8, 2), (2, 4, 1)), 8: ((2, 
 timed alone, and 2.8 us slower between the other kernels of a layer (docs/kernels/experts.md)."""
 
 EXPERT_WAVES = {1: 1, 8: 4}
-"""By TILE_M: CTAs per resident one. With 8 some experts have more pairs than others."""
+"""By TILE_M: waves of CTAs. Four where a CTA has an expert's pairs (8): some experts have more than others."""
 
 GEMM_MIN_TOKENS = 17
 """Minimum M. Below it decode.cu is faster (H200, 32:64)."""

@@ -3,9 +3,10 @@
 // A tile is 16 rows by 256 columns: 512 bytes of masks, 128 of scales, then word i (codes 4 i to 4 i + 3) of every lane for its
 // row g, then the same for its row g + 8. Lane 4 g + t owns block t (64 columns) of these two rows.
 //
-// Four columns at a time: their mask bits are one bit of each of four nibbles. A product turns these into the selector of a
-// prmt that picks each column's code from the four next ones, or the code of zero: nibble j is the number of bits before j, and
-// 4 more where bit j is 0. One read and one funnel shift give the four codes, in the order of columns 0, 2, 1, 3.
+// Four columns at a time: their mask bits are one bit of each of four nibbles. A multiplication turns these bits into the
+// selector of a prmt, which picks each column's code from the next four stored ones, or the code of zero: the selector's nibble
+// j is the number of bits set before bit j, and 4 more where bit j is 0. One read and one funnel shift give the next four codes.
+// Columns, codes and bits are in the order 0, 2, 1, 3.
 //
 // Compiled with SCALAR and KEEP (codes per block).
 
@@ -37,7 +38,7 @@ struct RowExpander {
         scale = of_row, high_bytes = in_register(kHighBytes, stream), sign_offset = in_register(0x43804380u, stream);
     }
 
-    // As bfloat16 the low 7 bits of a code, less 128 where its highest bit is 1 and 256 where it is 0.
+    // In bfloat16: 128 + the low 7 bits of a code, less 128 where its highest bit is 1 and 256 where it is 0, times the scale.
     __device__ __forceinline__ Word weights_of(Word codes) const {
         return scaled(codes & 0x007f007fu | high_bytes, codes & 0x00800080u ^ sign_offset, scale);
     }

@@ -1,8 +1,9 @@
 // A tile of 4-bit codes in the layout `tiles` (README.md has the figure) in shared memory, and how a lane expands its weights.
 //
-// A tile is 16 rows by 256 columns: 128 bytes of scales, then 16 bytes of every lane at a time, of 32 columns: two of its row g,
-// two of its row g + 8. There is no mask: every column has a code. Lane 4 g + t owns block t (64 columns) of these two rows. A
-// word has the codes of columns 0, 2, 4, 6, 1, 3, 5, 7, so that a shift brings two neighbours to the low ends of its halves.
+// A tile is 16 rows by 256 columns. Lane 4 g + t owns block t (64 columns) of rows g and g + 8. There is no mask: every column has
+// a code. The tile has 128 bytes of scales, then four times 16 bytes of every lane, with 32 columns each: two for its row g, two
+// for its row g + 8. A word has the codes of columns 0, 2, 4, 6, 1, 3, 5, 7, so that a shift brings two neighbours to the low
+// ends of its halves.
 //
 // Compiled with SCALAR.
 

@@ -2,11 +2,11 @@
 // and columns from K on, are zeros.
 //
 // Grid: 1-D, at most as many CTAs as are resident. CTA: WARPS warps; each takes one tile at a time and strides over all tiles.
-// Shared memory: WARPS rings of STAGES tiles (cp.async), 256 bytes of overrun, and per warp a dense tile of 16 rows of four
-// blocks of 144 bytes. The warp expands a tile into it, so that a row is written in 512 consecutive bytes.
+// Shared memory: WARPS rings of STAGES tiles (cp.async), kOverrun bytes, and per warp a dense tile: 16 rows of four blocks of 144
+// bytes. The warp expands a tile into it, so that a row is written in 512 consecutive bytes.
 // Bound by memory: from 8960 x 1536 up it takes 1.12 to 1.21 times its bytes over bandwidth (14.9 us at 4096 x 4096).
 //
-// Compiled with KEEP (values per block), WARPS and STAGES.
+// Macros: SCALAR, KEEP (values or codes per block), BITS (per code; 0 for values), WARPS and STAGES.
 
 #include "tile.cuh"
 

@@ -38,7 +38,7 @@ def refusal(problem: Problem) -> str | None:
 
 
 def prepare(problem: Problem) -> Product:
-    """Prepare the unpacking: unpack.cu for the layout ``tiles``, torch operators for ``rows``."""
+    """Return the matmul: the weight is unpacked, by unpack.cu from ``tiles`` or by torch from ``rows``, for cuBLAS."""
     unpack = prepare_unpack(problem) if layout_of(problem.params) == "tiles" else disk.unpack
     return lambda x, packed, bias: multiply_dense(x, unpack(packed), bias)
 

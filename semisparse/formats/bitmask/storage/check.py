@@ -126,7 +126,7 @@ def _check_row_starts(packed: Packed, lengths: Tensor) -> None:
 
 
 def _check_padding(packed: Packed) -> None:
-    """Check that padding holds zeros at the lowest columns, with scale 1, and what follows the last weight is 0."""
+    """Check that padding rows and blocks hold zeros at their lowest columns and scale 1, and lanes end in zeros."""
     n, k = packed.shape
     keep, bits = gpu.tiling(packed.spec).keep, code_bits(packed.params)
     masks = after = None

@@ -33,7 +33,7 @@ Count = TypeVar("Count", int, Tensor)
 
 
 def entries_of(count: Count, bits: int) -> Count:
-    """Return the entries that ``count`` stored weights of a block take: values if ``bits`` is 0, else code bytes."""
+    """Return how many values (if ``bits`` is 0) or bytes of codes ``count`` stored weights of a block take."""
     return (count + 1) // 2 if bits == 4 else count
 
 

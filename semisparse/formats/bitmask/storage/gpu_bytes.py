@@ -1,7 +1,8 @@
 """Codes of 8 bits in the layout ``tiles``: masks, scales, codes. README.md has the figure.
 
-A k-step of a kernel takes four neighbouring columns of each block. Its first word holds columns 0 and 1, in bytes 0
-and 2 of the four codes. So columns are stored in the order 0, 2, 1, 3 of each four: the mask's bits and the codes.
+A k-step of a kernel takes four neighbouring columns of each block. The first word of its fragment holds columns 0 and
+1, whose codes must be bytes 0 and 2 of the four codes. So of each four columns, mask bits and codes have the order 0,
+2, 1, 3.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the layout ``tiles`` divides 16 rows by 256 columns among a warp as ``mma.m16n8k16`` does its fragments.
+"""How the layout ``tiles`` divides 16 rows by 256 columns among a warp's lanes, as ``mma.m16n8k16`` does fragments.
 
 Lane 4 g + t owns block t (64 columns) of rows g and g + 8, so it finds its weights without a shuffle.
 """

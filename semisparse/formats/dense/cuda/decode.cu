@@ -1,8 +1,9 @@
 // y[m, n] = x[m, k] @ w[n, k].T + bias[n] for a dense 16-bit weight and 1 to 8 * N8_TILES tokens: a GEMV on tensor cores.
 //
-// Grid: 1-D, persistent CTAs that stride over tiles of 16 rows; with SILU_MUL rows r to r + 7 and n / 2 + r to n / 2 + r + 7.
+// Grid: 1-D, persistent CTAs that stride over tiles of 16 rows. With SILU_MUL a tile has rows r to r + 7 of the gate projection
+// and n / 2 + r to n / 2 + r + 7, of the up projection.
 // CTA: WARPS warps, which split K among them (sliced-K).
-// Static shared memory: partial accumulators [2, WARPS, 16 rows, tokens] float32; row tiles alternate between the two halves.
+// Static shared memory: partial accumulators [2, WARPS, tokens, 16 rows] float32; row tiles alternate between the two halves.
 // Dynamic shared memory of a fused kernel (fusion.cuh): x [m, steps * WARPS * 64] (stage_x.cuh), 16-byte unit u of token t at
 // u ^ (t % 2), which spreads the tokens of a quarter-warp over the banks.
 //
@@ -11,10 +12,11 @@
 // no weight passes through shared memory. STEPS steps are in flight: the loads of a step replace those of the step that was
 // just multiplied, across row tiles.
 //
-// Programmatic dependent launch: in a fused kernel the first steps' weights are loaded before griddepcontrol.wait; else
-// nothing is. Bound by memory. Accumulators are float32 and added in a fixed order: every run returns the same bits.
+// Programmatic dependent launch: a fused kernel loads the first steps' weights before griddepcontrol.wait; others load nothing
+// before it. Bound by memory. Accumulators are float32 and added in a fixed order: every run returns the same bits.
 //
-// Compiled for SCALAR (__half or __nv_bfloat16), N8_TILES (of 8 tokens), WARPS, STEPS, CTAS_PER_SM, and what fusion.cuh takes.
+// Macros: SCALAR (__half or __nv_bfloat16), N8_TILES (tiles of 8 tokens), WARPS, STEPS, CTAS_PER_SM (for registers), and those
+// of fusion.cuh.
 
 #include "ptx/global.cuh"
 #include "ptx/griddepcontrol.cuh"
@@ -35,7 +37,7 @@ struct Weights {
     const SCALAR* w;
     int n, k;
 
-    // The row of w that is row `index` of a row tile. Rows past the last repeat it; their results are not stored.
+    // The row of w that is row `index` of a row tile. Past the last row it is the last one, and its results are not stored.
     __device__ __forceinline__ long long row(int tile, int index) const {
         const int half = SILU_MUL && index >= kOutputs, rows = SILU_MUL ? n / 2 : n;
         return half * rows + min(tile * kOutputs + index - half * kOutputs, rows - 1);
@@ -77,7 +79,8 @@ struct Step {
         }
     }
 
-    // `column` is the one that the step was loaded with, `pitch` the units per token in shared memory.
+    // Adds the step's products to `sums`. `column` is the one that the step was loaded with, `pitch` the units of 8 columns per
+    // token in shared memory.
     __device__ __forceinline__ void multiply(float (&sums)[N8_TILES][4], Word shared_x, int m, int pitch, int column) const {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {

@@ -20,7 +20,7 @@ MAX_TOKENS = 16
 WARPS = 8
 
 STEPS = {1: 4, 2: 2}
-"""Steps that a warp has in flight, 2 KB of weights each, by N8_TILES; registers limit them."""
+"""Steps that a warp has in flight, 2 KB of weights each, by N8_TILES (tiles of 8 tokens). Registers limit them."""
 
 CTAS_PER_SM = 2
 """Resident CTAs, as registers allow."""
@@ -64,7 +64,7 @@ def refusal(problem: Problem) -> str | None:
 
 
 def pays(problem: Problem) -> bool:
-    """Return whether it is faster than cuBLAS: at least one row tile per SM and, from three tokens on, at most four.
+    """Return whether it is faster than cuBLAS: with one row tile per SM or more, and for 3 tokens or more at most four.
 
     H200, N x K, us here / cuBLAS for one token: 4096 x 4096 10.9 / 12.8, 4096 x 11008 24.5 / 26.9, 32000 x 4096
     66.6 / 74.7, 22016 x 4096 equal, 1536 x 8960 13.2 / 11.8; for eight tokens: 22016 x 4096 50.8 / 47.9.
@@ -82,7 +82,7 @@ def prepare(problem: Problem) -> Product:
 def fuse(problem: Problem) -> FusedProduct | None:
     """Return the matmul of `prepare` with prologue and epilogue fused.
 
-    None if x is too large for shared memory, or N is no multiple of 16 with SiLU.
+    None if x is too large for shared memory, or if the epilogue is SiLU and N is not a multiple of 16.
     """
     uneven_halves = problem.epilogue == "silu_mul" and problem.n % ROWS
     return None if _shared_x(problem) > SHARED_X_BYTES or uneven_halves else _prepared(problem)
@@ -121,6 +121,6 @@ def _prepared(problem: Problem) -> FusedProduct:
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """Return the tensor contiguous at a multiple of 16 bytes; a view may begin anywhere."""
+    """Return the tensor, copied if it is not contiguous or begins at no multiple of 16 bytes, as a view may."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()

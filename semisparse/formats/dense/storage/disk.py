@@ -19,6 +19,7 @@ KINDS = ("int8", "fp8", "fp8_tensor", "int4")
 """Symmetric with a scale per row (int8, fp8) or per tensor (fp8_tensor); scale and zero per 32 columns (int4)."""
 
 DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp8_tensor": torch.float8_e4m3fn}
+"""The dtype of ``values`` in the 8-bit kinds."""
 
 
 def kind_of(params: Params) -> str | None:
@@ -107,7 +108,7 @@ def unpack(packed: Packed) -> Tensor:
 
 
 def codes_of(packed: Packed) -> Codes | None:
-    """Return the 8-bit values and their scales; None without a kind, and for int4: its zeros are weights, not codes."""
+    """Return the 8-bit values and their scales; None without a kind, and for int4: its zero is a weight, not a code."""
     kind = kind_of(packed.params)
     if kind is None or kind == "int4":
         return None

@@ -1,7 +1,7 @@
 """The layout of torch's int4 GEMM: tiles of 8 rows by 128 columns in the fragment order of ``mma.m16n8k16``.
 
-Lane l of 32 holds row l / 4 of the tile and the columns of its fragments; eight values share an int32. Groups of 32
-along K have a scale and a zero. Packed here rather than by torch, whose packer runs on a GPU only.
+Lane l of 32 holds its fragments' columns of row l / 4 of the tile; eight values share an int32. Each group of 32
+columns has a scale and a zero. This module packs instead of torch, whose packer runs on a GPU only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SPECS = (
 )
 
 SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
-"""Bit positions of a lane's eight values in their int32: even ones in the low half, odd ones in the high."""
+"""Bit positions of a lane's values 0 to 7 in their int32: even-numbered ones in the low half, odd ones in the high."""
 
 
 def counts(n: int, k: int) -> Mapping[str, int]:

@@ -70,7 +70,7 @@ def refusal(problem: Problem) -> str | None:
 
 
 def prepare(problem: Problem) -> Product:
-    """Compile kernel.cpp, and return the product: from the lists for up to 16 tokens, else with the weight unpacked.
+    """Compile kernel.cpp, and return the matmul: from the lists for up to 16 tokens, else with the weight unpacked.
 
     Raises:
         KernelError: kernel.cpp cannot be compiled.

@@ -6,7 +6,7 @@
 // lanes, TOKENS] float32; the row at which each lane begins each segment, int; with TOKENS up to 2, the stages of stages.cuh.
 // Layout: `Row panels` in README.md.
 //
-// Each lane accumulates a row in registers and writes the sum to shared memory at the end of the row. Last, each warp adds
+// Each lane accumulates a row in registers and writes the partial sum to shared memory at the end of the row. Last, each warp adds
 // the partial sums of two to four rows of the panel. All sums have a fixed order: every run returns the same bits.
 //
 // What bounds it (one token, 70 %, H200; README.md): issue slots, 74 % busy at 11008 x 4096, and DRAM, 71 % at 28672 x 8192.

@@ -59,7 +59,7 @@ def refusal(problem: Problem) -> str | None:
 
 
 def prepare(problem: Problem) -> Product:
-    """Load the kernel for a bucket of M and every weight of one shape and span limit.
+    """Load the kernel; return the matmul for a bucket of M and for every weight of one shape and span limit.
 
     Args:
         problem: x float16, bfloat16 or float32, as w is.

@@ -6,8 +6,8 @@
 // then warp w multiplies the 64-byte strips w, w + WARPS, ... of all rows with mma.m16n8k16; then the warps' sums are added.
 // Shared memory: the tiles of w [rows of the panel, padded to 16] and x [TOKENS], `stride` bytes per row; then, in their
 // place, the warps' accumulators [WARPS, TOKENS, kSumRows] float32. MmaSchedule.shared_bytes computes the larger.
-// A row of a tile holds the CTA's lanes of column group 0, then those of group 1, ... Rows are an odd number of strips apart,
-// so that eight threads that read 64 bytes of two rows hit different banks.
+// Columns 32 g to 32 g + 31 are column group g. A row of a tile holds the CTA's lanes of group 0, then those of group 1, ... Rows
+// are an odd number of strips apart, so that eight threads that read 64 bytes of two rows hit different banks.
 //
 // semisparse_ec_csr_decode_mma_reduce: adds the splits and the bias. Grid: (n / 256, m); one thread per output.
 // All sums have a fixed order: every run returns the same bits.

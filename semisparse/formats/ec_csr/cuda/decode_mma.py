@@ -68,7 +68,7 @@ def pays(problem: Problem) -> bool:
 
 
 def prepare(problem: Problem) -> Product:
-    """Load the kernels for a bucket of M: x float16 or bfloat16, as w is."""
+    """Load the kernels; return the matmul for a bucket of M: x float16 or bfloat16, as w is."""
     facts, n, k = device_facts(problem.device), problem.n, problem.k
     schedule = mma_schedule(problem, facts)
     build = SOURCE.build("semisparse_ec_csr_decode_mma", schedule.defines, schedule.shared_bytes)

@@ -154,7 +154,7 @@ class MmaSchedule(Lists):
     Args:
         tokens: per pass.
         lanes: per CTA; K is split by them.
-        ctas: per SM, that registers and shared memory leave room for.
+        ctas: CTAs per SM that registers and shared memory leave room for.
     """
 
     tokens: int
@@ -169,7 +169,7 @@ class MmaSchedule(Lists):
 
     @property
     def splits(self) -> int:
-        """Parts of K."""
+        """Splits of split-K."""
         return LANES // self.lanes
 
     @property

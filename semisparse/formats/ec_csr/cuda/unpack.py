@@ -42,13 +42,15 @@ def refusal(problem: Problem) -> str | None:
 
 
 def prepare(problem: Problem) -> Product:
-    """Load the kernel; return the product, which unpacks w and calls cuBLAS. x has w's dtype."""
+    """Load the kernel; return the matmul, which unpacks w and calls cuBLAS. x has w's dtype."""
     unpack = prepare_unpack(problem)
     return lambda x, packed, bias: multiply_dense(x, unpack(packed), bias)
 
 
 def prepare_unpack(problem: Problem) -> Callable[[Packed], Tensor]:
-    """Load the kernel, and return a function from a weight to its dense form: [N, K], a view of rows padded to 32."""
+    """Load the kernel, and return a function from a weight to its dense form: [N, K], a view of rows padded to a
+    multiple of 32 columns.
+    """
     facts, n, k = device_facts(problem.device), problem.n, problem.k
     schedule = unpack_schedule(problem, facts)
     build = SOURCE.build("semisparse_ec_csr_unpack", schedule.defines, schedule.shared_bytes)

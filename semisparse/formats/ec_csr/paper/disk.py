@@ -191,7 +191,7 @@ def _default_clip(sets: list[Blocks]) -> int:
 
 
 def _clipped(blocks: Blocks, delta_bits: int, clip: int) -> Iterator[_Bundles]:
-    """Cut each block into a long part, a multiple of 32 * 4 columns, and the rest, padded to one of 32.
+    """Cut each block into a long part, a multiple of 32 * 4 columns, and the rest, padded to a multiple of 32 columns.
 
     Args:
         clip: maximum loads per lane and bundle; a part with more becomes several bundles of nearly equal length.

@@ -17,7 +17,7 @@ from semisparse.formats.ec_csr.storage.deltas import DELTA_BITS, LANES, LAYOUTS,
 from semisparse.patterns import Pattern
 
 MAX_WEIGHTS = 1 << 30
-"""Maximum number of non-zeros: half of what signed 32-bit offsets reach. The other half is for padding."""
+"""Maximum number of non-zeros: half of what signed 32-bit offsets can address. The other half is for padding."""
 
 
 def specs(spec: WeightSpec) -> tuple[TensorSpec, ...]:

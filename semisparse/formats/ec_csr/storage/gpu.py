@@ -67,7 +67,7 @@ def panel_rows_for(n: int, sms: int) -> int:
     count = {rows: -(-n // rows) for rows in PANEL_ROWS}
     busiest = {rows: -(-count[rows] // sms) * rows for rows in PANEL_ROWS}
     even = [rows for rows in PANEL_ROWS if busiest[rows] <= IMBALANCE * min(busiest.values())]
-    # Two panels for each SM but four, at least: 8,192 rows are 256 panels of 32, for 132 SMs.
+    # At least two panels per SM, on all SMs but four: 8,192 rows are 256 panels of 32 rows, for 132 SMs.
     return max((rows for rows in even if count[rows] >= 2 * (sms - 4)), default=even[0])
 
 

@@ -29,9 +29,8 @@
 #include "warp.cuh"
 
 // Loads x from global memory. Thread t loads and converts the groups t, t + kThreads, ... Its first ones are loaded to
-// registers before the weight's copies are issued: behind them they came 3,800 cycles later. (A fused kernel must issue the
-// weight's copies first, before griddepcontrol.wait.) With RMS_NORM x is normalised, by the squares that all threads have
-// summed.
+// registers before the weight's copies are issued: loaded after them, they arrived 3,800 cycles later. (A fused kernel must
+// issue the weight's copies first, before griddepcontrol.wait.) With RMS_NORM x is normalised; all threads sum the squares.
 struct StagedActivations {
     static constexpr int kPreloaded = ALIGNED_K ? 2 : 0;  // groups per thread
 
@@ -40,7 +39,7 @@ struct StagedActivations {
     Rows rows;
     int m, k;
     float scales[TOKENS];        // reciprocal root mean square of each token, with RMS_NORM
-    Word first_weight[kGroupSize / 2];  // norm_weight of this thread's first group
+    Word first_weight[kGroupSize / 2];  // norm_weight at this thread's first group
     Word preloaded[kPreloaded + 1][kGroupSize / 2];
 
     // Reads only norm_weight: it may run before griddepcontrol.wait.
@@ -99,7 +98,7 @@ struct StagedActivations {
     __device__ __forceinline__ int token_of(int i) const { return TOKENS > 1 && i >= groups(); }
     __device__ __forceinline__ int group_of(int i) const { return i - token_of(i) * groups(); }
 
-    // Tokens past the last repeat it, and are not stored.
+    // Past the last token, the last one is loaded again; its outputs are not stored twice.
     __device__ __forceinline__ void load(Word (&words)[kGroupSize / 2], int i) const {
         const long long row = rows.x(min(token_of(i), m - 1)) * k;
         const int column = group_of(i) * kGroupSize;
@@ -224,7 +223,7 @@ template <typename Format> struct BlockDiagonal {
         }
     }
 
-    // Calls take(row, token, sum) with the sum over the four lanes that share a row, in the first of them.
+    // Adds the accumulators of the four lanes that share a row; the first of them calls take(row, token, sum).
     template <typename Take> __device__ __forceinline__ void for_each_accumulator(const Take& take) const {
         const int lane = threadIdx.x % 32;
 #pragma unroll

@@ -22,9 +22,9 @@
 // H200 one token of W4S50 takes 5.5 us at 4096 x 4096 and 36.9 us at 28672 x 8192, 4.0 and 1.9 times the time that its bytes
 // take (results/h200/gqs-decode.csv; instruction counts and profiles in docs/kernels/gqs.md).
 //
-// With EXPERTS (rows.cuh) the weight is a stack of experts, and a second dimension of the grid has one expert per row, or if
-// TOKENS is 1 one pair of a token and an expert. Each row of the grid is as the grid above, over the expert's row tiles; CTAs
-// of an expert that no token chose end at once. If an expert has more than TOKENS pairs, its CTAs take them TOKENS at a time.
+// With EXPERTS (rows.cuh) the weight is a stack of experts. blockIdx.y is the expert or, if TOKENS is 1, the pair of a token
+// and an expert; blockIdx.x is as above, over the expert's row tiles. CTAs of an expert that no token chose end at once. If an
+// expert has more than TOKENS pairs, its CTAs multiply them TOKENS at a time.
 //
 // A fused kernel (fusion.cuh) fills its streams before griddepcontrol.wait, and loads x after it.
 //
@@ -47,7 +47,7 @@ using Schedule = Select<STREAM_K, StreamK<Mma>, TilePerCta<Mma>>::Type;
 
 #if EXPERTS
 extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_gqs_experts(
-    const Element* x,         // [rows, k]
+    const Element* x,         // [pairs / pairs_per_x, k]
     const uint2* masks,       // [experts * chunks]
     const Word* starts,       // [experts * chunks + 1]
     const char* codes,        // [kept, kGroupBytes]
@@ -55,12 +55,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_g
     const char* zero,         // [kept]
     const Element* bias,      // [experts * n] or null
     Element* y,               // [pairs, n], or [pairs, n / 2] with SILU_MUL
-    const long long* chosen,  // [pairs]
+    const long long* chosen,  // [pairs], the expert of each pair
     int pairs, int pairs_per_x, int experts,
     int n, int k,
     int chunks_per_tile, int chunks, int kept,  // chunks per row tile and per expert; kept groups of the stack
-    int tiles_per_cta, int ctas_with_extra,     // of an expert, as below
-    int whole_at
+    int tiles_per_cta, int ctas_with_extra,     // of an expert, as in semisparse_gqs_decode
+    int whole_at                                // as in semisparse_gqs_decode
 ) {
     extern __shared__ uint4 shared[];
     __shared__ Schedule::Partials partials;

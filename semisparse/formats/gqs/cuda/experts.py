@@ -33,13 +33,13 @@ GEMM_SHAPES: Mapping[int, Shape] = {
     160: (2, 2, 1),
     256: (2, 2, 1),
 }
-"""By tile_m: warpgroups per CTA, CTAs per cluster and per SM. With 192 tokens the kernel spills 32 bytes."""
+"""By tile_m: warpgroups per CTA, CTAs per cluster and per SM. Not 192: that kernel spills 32 bytes per thread."""
 
 WGMMA_SIZES = (8, 16, 32, 64, 128)
 """Columns per group that gemm_wgmma.cu takes."""
 
 DECODE_PAIRS = 6
-"""Average pairs per expert up to which decode.cu is faster than gemm_wgmma.cu."""
+"""Average pairs of a token and an expert, per expert, up to which decode.cu is faster than gemm_wgmma.cu."""
 
 
 def prepare(problem: ExpertsProblem) -> ExpertsProduct | None:
@@ -59,7 +59,7 @@ def prepare(problem: ExpertsProblem) -> ExpertsProduct | None:
 
 
 def prepare_decode(problem: ExpertsProblem, chosen: tuple[Schedule, int] | None = None) -> ExpertsProduct:
-    """Compile and load decode.cu.
+    """Compile and load decode.cu; return the experts' matmuls.
 
     Args:
         problem: x and w are both float16 or both bfloat16.
@@ -94,7 +94,7 @@ def prepare_decode(problem: ExpertsProblem, chosen: tuple[Schedule, int] | None 
 
 
 def prepare_gemm(problem: ExpertsProblem, schedule: GemmSchedule | None = None) -> ExpertsProduct:
-    """Compile and load gemm_wgmma.cu.
+    """Compile and load gemm_wgmma.cu; return the experts' matmuls.
 
     Args:
         problem: x and w are both float16 or both bfloat16.

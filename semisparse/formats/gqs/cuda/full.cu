@@ -1,5 +1,5 @@
-// y[m, n] = sum_k x[m, k] * w[n, k] for 1 to some 64 tokens and a gqs weight of which no group is dropped: groups of 16 to 128 in 2,
-// 3, 4 or 8 bits. Masks and starts are not read: the place of a group follows from its row and column.
+// y[m, n] = sum_k x[m, k] * w[n, k] for 1 to 64 tokens and a gqs weight of which no group is dropped: groups of 16 to 128 in 2, 3,
+// 4 or 8 bits. Masks and starts are not read: the address of a group follows from its row and column.
 //
 // Grid: row CTAs (WARPS_N * ROW_TILES row tiles of 16 rows) by m tiles (TILE_M tokens).
 //
@@ -7,18 +7,18 @@
 // iteration each warp multiplies one k-tile (full_multiply.cuh):
 //
 //    global memory                    shared memory                                          registers
-//    codes, scale, zero --cp.async--> STAGES of each warp's own k-tile (full_weight.cuh) --LDS--> A: 16 rows, 4 columns of 4 lanes
+//    codes, scale, zero --cp.async--> STAGES of each warp's own k-tile (full_weight.cuh) --LDS--> A: 16 rows, 4 columns per lane
 //    x                  --cp.async--> slots of WARPS_K k-tiles of TILE_M tokens (full_x.cuh) --LDS--> B: the same columns, 8 tokens
 //    y                  <------------------------------------------------------------------ accumulators
 //
-// A warp copies its own weights, so it waits for other warps only because of x, once per X_SPAN iterations. Warps that share rows add their accumulators in shared memory, in a fixed order: results repeat bit for bit. No CTA waits for
-// another.
+// A warp copies its own weights, so it waits for other warps only because of x, once per X_SPAN iterations. Warps that share rows
+// add their accumulators in shared memory, in a fixed order: results repeat bit for bit. No CTA waits for another.
 //
 // Dynamic shared memory: 2 X_SPAN + STAGES - 2 slots of WARPS_K * TILE_M * 256 bytes of x, then STAGES times kRowTileBytes per warp
 // and row tile, reused by the accumulators of all warps but the first of those that share rows.
 //
-// With X_TOKENS all of x is in shared memory after the stages instead, 256 bytes per token and k-tile and 256 of zeros: the main loop has no
-// CTA-wide barrier.
+// With X_TOKENS there are no slots: after the stages, shared memory has all of x, 256 bytes per token and k-tile, and 256 bytes of
+// zeros, so the main loop has no CTA-wide barrier.
 //
 // Programmatic dependent launch: before griddepcontrol.wait a warp prefetches its first codes to L2, which is harmless even if the
 // preceding kernel still writes the weight. A fused kernel (fusion.cuh) fills its stages before the wait, and loads x after it.
@@ -42,19 +42,19 @@ constexpr int kStageBytes = kWarps * kWarpBytes;
 constexpr int kXAhead = X_SPAN + STAGES - 2, kXSlots = X_TOKENS ? 0 : 2 * X_SPAN + STAGES - 2;
 constexpr int kSumBytes = ROW_TILES * kTokenTiles * 4 * 4 * 32;   // of a warp's accumulators
 
-// A number below `end`, or from 0 again.
+// A counter modulo `end`.
 template <typename T>
 struct Cyclic {
     T at, end;
     __device__ __forceinline__ void advance(T step) { at = at + step == end ? 0 : at + step; }
 };
 
-// The row tiles of a warp. With SILU_MUL it has as many of the gate, the first half of the rows, as of the other half; `count` is
-// then that of a half, and `first` that of the gate's.
+// The row tiles of a warp: `first` and the next ones, of the weight's `count`. With SILU_MUL half of them are in the gate, the first
+// half of the rows, and half in the up projection; `first` and `count` are then those of the gate.
 struct RowTiles {
     static constexpr int kOwn = SILU_MUL ? ROW_TILES / 2 : ROW_TILES;
     Word first, count;
-    Word tiles[ROW_TILES];  // those past the last are the last again, and not stored
+    Word tiles[ROW_TILES];  // past the last row tile, the last one again, whose results are then not stored
 
     __device__ __forceinline__ RowTiles(Word first, Word all) : first(first), count(SILU_MUL ? all / 2 : all) {
 #pragma unroll
@@ -147,8 +147,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_g
     const int iterations = (k_tiles + WARPS_K - 1) / WARPS_K;
     // CTAs begin at different columns: otherwise all would read the same lines of x at the same time.
     const int begin = row_cta % iterations;
-    Cyclic<Word> filled{0, STAGES * kStageBytes}, used = filled;  // stages, in bytes
-    Cyclic<int> turn{begin, iterations}, copied = turn;           // iterations that are multiplied and copied
+    Cyclic<Word> filled{0, STAGES * kStageBytes}, used = filled;  // offsets of the stages to copy to, and to read
+    Cyclic<int> turn{begin, iterations}, copied = turn;           // the iterations to multiply, and to copy
     auto copy_weight = [&](int number) {
         const int k_tile = copied.at * WARPS_K + warp_k;
         if (number < iterations && k_tile < k_tiles) weight.copy(filled.at, ChunkPart(k_tile, groups));

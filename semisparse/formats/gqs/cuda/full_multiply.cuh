@@ -4,9 +4,9 @@
 //
 //     y += scale * (sum(code x) - zero sum(x))
 //
-// A code is put into a 16-bit number: as a subnormal half, code * 2^-24, or as 128 + code in bfloat16. So that fewer shifts are
-// needed, the second k-step of a unit takes codes at a higher place of the mantissa, a power of two larger, and has accumulators
-// of its own (a "set"). mma with rows of ones adds up x. The weight is not rounded to 16 bits.
+// A code is put into a 16-bit number: as a subnormal half, code * 2^-24, or as 128 + code in bfloat16. To save shifts, the second
+// k-step of a unit leaves codes at higher bits of the mantissa, where they count 2^kSetShift times as much; its accumulators are a
+// second "set". sum(x) is an mma whose A is all ones. The weight is not rounded to 16 bits.
 //
 // Otherwise codes become weights in x's dtype (gemm_dequantise.cuh), bit for bit those of `unpack`.
 
@@ -26,8 +26,8 @@ constexpr bool kHalf = is_half(kElement);
 
 #if MULTIPLY_CODES
 
-// Pair i of a unit's codes is from bit BITS i of each half of a word on (`spread`). The first k-step takes pairs 0 and 1, the second
-// 2 and 3. Set 0 has codes from bit 0 on; set 1 from bit kSetShift on, where the mantissa has room (10 bits, or 7 in bfloat16).
+// `spread` puts pair i of a unit's codes at bit BITS * i of each half of a word. The first k-step takes pairs 0 and 1, the second
+// 2 and 3. Codes of set 0 begin at bit 0, those of set 1 at bit kSetShift, if the mantissa (10 bits, or 7 in bfloat16) has room.
 constexpr int kSets = kHalf || BITS < 4 ? 2 : 1;
 constexpr int kSetShift = BITS == 2 || (BITS == 3 && kHalf) ? 2 * BITS : BITS;
 constexpr Word kPairMask = ((1u << BITS) - 1) * 0x10001u;
@@ -54,9 +54,9 @@ __device__ __forceinline__ void place_codes(Word (&numbers)[4], const Word (&cod
 // Sums of a group: of codes times x, and of x, by set.
 struct GroupSums {
     float codes[ROW_TILES][kTokenTiles][kSets][4];
-    float x[kTokenTiles][kSets][4];  // rows are alike
+    float x[kTokenTiles][kSets][4];  // the same in all rows
 
-    // Adds a segment, one group, of all row tiles.
+    // Adds a segment of all row tiles; its columns are of one group.
     __device__ __forceinline__ void add(const WeightRead& read, const X& all_x, Word stage, Word x_at, int segment, Word anchor) {
         Codes stored[ROW_TILES];
 #pragma unroll

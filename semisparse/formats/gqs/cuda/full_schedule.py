@@ -31,29 +31,30 @@ TILES_M = (8, 16, 32, 64)
 """Tokens per CTA tile."""
 
 MAX_CODE_TOKENS = {64: 8, 128: 16}
-"""Maximum tile_m for which codes are multiplied as they are, by columns per group: more spill registers."""
+"""Maximum tile_m for which codes are multiplied as they are, by columns per group. A larger tile spills registers."""
 
 MAX_WHOLE_TOKENS = 8
 """Maximum M for which all of x may be in shared memory."""
 
 WHOLE_BITS = 450
-"""Up to so many bits of codes per column of a CTA, all of x is in shared memory.
+"""Maximum of (rows per CTA) * (bits per code) for which all of x is in shared memory.
 
-1 and 8 tokens take 10.1 and 11.2 us at 11008 x 4096 (4 bits: 384) instead of 11.1 and 14.0, and 37.8 and 42.6 at
-28672 x 8192 in 2 bits (448) instead of 43.2 and 43.2, but in 4 bits (896) 46.7 and 52.3 instead of 44.5 and 43.6.
+So 1 and 8 tokens take 10.1 and 11.2 us at 11008 x 4096 in 4 bits (384) instead of 11.1 and 14.0 with x in stages, and
+37.8 and 42.6 at 28672 x 8192 in 2 bits (448) instead of 43.2 and 43.2. In 4 bits (896) it would be 46.7 and 52.3
+instead of 44.5 and 43.6.
 """
 
 MIN_WHOLE_STAGES = 3
 """Minimum stages of the weight beside all of x."""
 
 MAX_WARPS = {32: 16, 64: 8}
-"""Maximum warps per SM by maximum tile_m, as registers allow: 128 and up to 197 per thread."""
+"""Maximum warps per SM by maximum tile_m. Registers limit them: kernels use 128, and up to 197 per thread."""
 
 WARPS_K = (1, 2, 4, 8)
-"""Warps that share rows."""
+"""Numbers of warps that share rows and split K."""
 
 STAGES_AND_SPANS = ((3, 1), (3, 4), (2, 1))
-"""Stages, and iterations per barrier, the best first."""
+"""Pairs of stages and of iterations per barrier (``x_span``) that are tried."""
 
 STATIC_SHARED = 128
 """Bytes of static shared memory, rounded up: RMSNorm's sums per warp."""
@@ -68,7 +69,7 @@ class FullSchedule:
         warps_n: warps of a CTA along N.
         warps_k: warps that share rows and split K among them.
         row_tiles: row tiles per warp, 16 rows each.
-        stages: stages of x and the weight, 2 or more.
+        stages: pipeline stages of the weight, 2 or more.
         ctas_per_sm: resident CTAs per SM, as the kernel's registers allow.
         codes: whether codes are multiplied as they are, else dequantised.
         x_tokens: maximum M if all of x is in shared memory; 0 if it is in stages.
@@ -143,7 +144,7 @@ def row_tile_bytes(bits: int, size: int) -> int:
 
 
 def can_multiply_codes(bits: int, size: int) -> bool:
-    """Return whether `full.cu` can multiply codes as they are: each group fills whole words of every lane."""
+    """Return whether `full.cu` can multiply codes as they are: a lane's codes of a group must fill 32-bit words."""
     return bits < 8 and (size == 128 or (size == 64 and bits != 3))
 
 
@@ -170,7 +171,7 @@ def shape_refusal(problem: Problem) -> str | None:
 
 
 def pays(problem: Problem) -> bool:
-    """Return whether `full` is assumed to be faster than all others."""
+    """Return whether `full` is assumed to be faster than `gemm_wgmma`, `gemm` and `unpack`."""
     return problem.m <= FULL_TOKENS
 
 
@@ -207,7 +208,7 @@ def choose_fused(problem: Problem, facts: DeviceFacts) -> FullSchedule | None:
 
 
 def _best(base: FullSchedule, n: int, k: int, bits: int, size: int, facts: DeviceFacts) -> FullSchedule:
-    """Return ``base`` with the warps, row tiles, stages and span that load the SMs best."""
+    """Return ``base`` with the warps, row tiles, stages and span that keep the SMs busiest, by a rule of thumb."""
     tiles, k_tiles = -(-n // CHUNK_ROWS), -(-k // K_TILE)
     most_warps = next(warps for tokens, warps in MAX_WARPS.items() if base.tile_m <= tokens)
     candidates = [

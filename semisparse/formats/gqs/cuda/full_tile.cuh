@@ -7,9 +7,9 @@
 //   a k-tile, 128 columns:    part of a chunk of groups of 64 or 128; a chunk of groups of 32; two chunks of groups of 16
 //   shared memory:   | codes of row 0 | of row 1 | ... | of row 15 | scales, kScaleWords per row | zero points, kZeroWords per row |
 //
-// Lane 4 r + t has columns t * kPiece to (t + 1) * kPiece - 1 of each segment of rows r and r + 8, a segment 4 kPiece columns. A
-// unit is 8 of them: two k-steps of mma.m16n8k16, each with four columns of each of the four lanes of a row. Columns may have any
-// order in the fragments if A and B have the same.
+// A segment is 4 kPiece columns of a k-tile. Lane 4 r + t has columns t * kPiece to (t + 1) * kPiece - 1 of each segment, in rows r
+// and r + 8. A unit is 8 of a lane's columns: two k-steps of mma.m16n8k16, each with four columns of each of a row's four lanes.
+// Columns may have any order in the fragments if A and B have the same.
 //
 // Macros: BITS (2, 3, 4 or 8), GROUP_SIZE (16 to 128; not 16 with 3 bits), MULTIPLY_CODES (groups of 64 or 128, 2 to 4 bits; not
 // 64 with 3 bits).
@@ -35,7 +35,8 @@ constexpr int kGroupsPerTile = kKTile / GROUP_SIZE;     // of a row
 constexpr int kCopiesPerChunk = kRowCopies / kChunksPerTile;  // of a row
 static_assert(kRowCopies % kChunksPerTile == 0, "a row of a chunk is a multiple of 16 bytes");
 
-// Words that hold a row's scales, and its zero points, of a k-tile. A group of 128 shares them with its neighbours.
+// Words that hold a row's scales of a k-tile, and its zero points. Where these fill less than a word, it also holds those of
+// neighbouring groups.
 constexpr int kScaleWords = kGroupsPerTile > 2 ? kGroupsPerTile / 2 : 1;
 constexpr int kZeroWords = kGroupsPerTile > 4 ? kGroupsPerTile / 4 : 1;
 constexpr int kScaleAt = kRows * kRowBytes;

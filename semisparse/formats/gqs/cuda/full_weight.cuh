@@ -16,7 +16,7 @@ struct FullWeight {
     Word groups;        // per row
 };
 
-// A k-tile's place in its chunk.
+// Where a k-tile is in the weight's chunks.
 struct ChunkPart {
     Word chunk, first;  // the chunk, or the first of several; its first group in a row of the chunk
     Word width;         // groups of a row of the chunk
@@ -31,13 +31,13 @@ constexpr int kCodeCopies = kRows * kRowCopies;                    // of 16 byte
 constexpr int kGroupCopies = kRows * (kScaleWords + kZeroWords);   // of 4 bytes
 constexpr int kCodeRounds = (kCodeCopies + 31) / 32, kGroupRounds = (kGroupCopies + 31) / 32;  // a copy per lane
 
-// Copies the k-tiles of a warp. What a lane copies in a round is the same in each k-tile; its place follows from the chunk's width.
+// Copies the k-tiles of a warp. In each round a lane copies the same part of every k-tile; its address depends on the chunk's width.
 struct WeightCopy {
     const char* codes;
-    Word code_row[kCodeRounds], code_column[kCodeRounds];  // bytes of the column, with those of a second chunk
+    Word code_row[kCodeRounds], code_column[kCodeRounds];  // row; byte offset of the column, a second chunk's after the first's
     const char* words[kGroupRounds];   // scales or zero points
     Word word_row[kGroupRounds], word_column[kGroupRounds], element[kGroupRounds];  // in bytes: column, and size of a number
-    Word to_codes, to_words;           // in a stage
+    Word to_codes, to_words;           // addresses in stage 0
     Word before[ROW_TILES];            // groups of the weight before each row tile
 
     __device__ __forceinline__ WeightCopy(const FullWeight& weight, const Word (&row_tiles)[ROW_TILES], Word to, int lane)
@@ -91,8 +91,8 @@ struct WeightCopy {
 
 // Reads a warp's k-tile of a row tile.
 struct WeightRead {
-    Word codes, scales, zeros;  // addresses of the lane's in a stage
-    Word row, column;           // the lane's first row; which of its columns it has, 0 to 3
+    Word codes, scales, zeros;  // addresses of the lane's codes, scales and zero points in stage 0
+    Word row, column;           // the lane's first row; which quarter of a segment's columns it has
 
     __device__ __forceinline__ WeightRead(Word tiles, int lane)
         : codes(keep_in_register(tiles + lane / 4 * kRowBytes + lane % 4 * (4 * kPieceWords))),
@@ -101,7 +101,7 @@ struct WeightRead {
           column(keep_in_register(lane % 4)) {}
 };
 
-// The first group of the lane's rows in their words of scales and zero points; 0 unless rows share a word.
+// Index of the k-tile's first group among the scales, or zero points, that share its word; 0 where a row's fill whole words.
 __device__ __forceinline__ Word skew_of(const ChunkPart& at, Word row) {
     return kGroupsPerTile <= 2 ? mad_lo(row, at.width, at.first) & 3 : 0;
 }

@@ -1,8 +1,8 @@
 // x in shared memory, in one of two ways.
 //
 // StagedX: a slot has a k-tile of TILE_M tokens for every warp_k, copied by cp.async.
-// WholeX, with X_TOKENS: all of x is copied first, or normalised on its way (stage_x.cuh): per k-tile X_TOKENS tokens. The lanes of
-// other tokens read zeros. So warps need no barrier in the main loop.
+// WholeX, with X_TOKENS: all of x is copied before the main loop, so the loop needs no barrier; stage_x.cuh normalises it on its
+// way. A k-tile has X_TOKENS tokens. Lanes of tokens beyond these read zeros.
 //
 //   token 0: | unit 0: t0 t1 t2 t3 | unit 1: t0 t1 t2 t3 | unit 2 | unit 3 |     256 bytes; a cell is a lane's 8 columns of a unit
 //   token 1: | unit 1              | unit 0              | unit 3 | unit 2 |
@@ -26,9 +26,9 @@ constexpr int kXTileBytes = TILE_M * kTokenBytes;
 constexpr int kXSlotBytes = WARPS_K * kXTileBytes;  // of an iteration
 
 constexpr int kXCells = WARPS_K * TILE_M * kCells;  // copied per iteration, each by one thread
-constexpr int kRowsCopied = kThreads / kCells;       // of all k-tiles, at once
+constexpr int kRowsCopied = kThreads / kCells;       // tokens, of any of the k-tiles, that the CTA copies at once
 
-// Where a thread's or a lane's cell is among the 256 bytes of a token.
+// Offset of a lane's cell of a unit in the 256 bytes of a token.
 __device__ __forceinline__ Word cell_at(Word unit, Word token, Word lane) { return ((unit ^ token % 2) * 4 + lane) * 16; }
 
 // The address of a lane's cells of even and of odd units; `at` is that of its token.
@@ -46,7 +46,7 @@ struct LaneCells {
 
 struct StagedX {
     const char* x;       // [m, k], at the thread's column of k-tile 0
-    Word to;             // of the thread's cell in a slot
+    Word to;             // address of the thread's cell in slot 0
     int column, k;       // the thread's column in a k-tile
     int first_token, m, row_bytes;
     LaneCells cells;     // of token lane / 4 of the warp's k-tile
@@ -57,7 +57,7 @@ struct StagedX {
         const Word cell = threadIdx.x % kCells, row = threadIdx.x / kCells, unit = cell / 4;
         column = keep_in_register(unit / kUnitsPerSegment * (4 * kPiece) + cell % 4 * kPiece + unit % kUnitsPerSegment * kUnitColumns);
         x = reinterpret_cast<const char*>(all + column);
-        // Tokens of a thread have one parity: kRowsCopied is even.
+        // All tokens that a thread copies are even, or all are odd: kRowsCopied is even.
         to = keep_in_register(smem + row * kTokenBytes + cell_at(unit, row, cell % 4));
     }
 

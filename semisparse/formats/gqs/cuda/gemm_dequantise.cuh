@@ -1,7 +1,7 @@
 // Dequantises 8 columns of a group in 2, 3, 4 or 8 bits: (code - zero) * scale in Element, bit for bit as `Packed.unpack` does.
 //
-// Codes are put into the mantissas of 16-bit numbers, two at a time. The difference is less than 256 units of 2^(BITS - 8), so
-// it is exact in both types. Its product with the scale is rounded once.
+// Codes are put into the mantissas of 16-bit numbers, two at a time. code - zero is less than 256 units of 2^(BITS - 8), so it is
+// exact in both types. Its product with the scale is rounded once.
 
 #pragma once
 
@@ -18,10 +18,10 @@ struct ScaleZero {
     Word scale, zero;
 };
 
-// 2^(BITS + 2) as a half: its ulp is 2^(BITS - 8), the unit of zero points, so a zero point is added as its lowest 8 bits.
+// 2^(BITS + 2) as a half: its ulp is 2^(BITS - 8), the unit of zero points, so a zero point's 8 bits as its lowest ones add it.
 constexpr Word kHalfAnchor = (17u + BITS << 10) * 0x10001u;
 constexpr Word kHalfMask = ((1u << BITS) - 1 << 8 - BITS) * 0x10001u;
-// 16 in bfloat16, with an ulp of 1/8: codes of up to 4 bits are added 3 bits up.
+// 16 in bfloat16: its ulp is 1/8, so a code of up to 4 bits in its bits from 3 on adds the code.
 constexpr Word kBfloatAnchor = 0x41804180u;
 constexpr Word kBfloatMask = ((1u << BITS) - 1 << 3) * 0x10001u;
 constexpr Word kFloatAnchor = 0x4b000000u;  // 2^23: its ulp is 1

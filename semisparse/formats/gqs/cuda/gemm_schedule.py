@@ -28,7 +28,7 @@ SHAPES = ((1, 4), (2, 2), (4, 1), (4, 2), (8, 1))
 """(WARPS_N, WARPS_K): warps of a CTA along N, and warps that share rows and split K."""
 
 WARPS_PER_SM = {32: 12, 96: 8}
-"""Resident warps per SM by maximum TILE_M, as registers allow: kernels use up to 168 and 255 per thread."""
+"""Resident warps per SM by maximum TILE_M. Registers limit them: kernels use up to 168, and 255 per thread."""
 
 K_TILES = {64: 64, 96: 32}
 """K_TILE by maximum TILE_M: columns of each of four groups that a warp multiplies per iteration. 64 columns take 3 to

@@ -26,7 +26,7 @@ constexpr int kGroupBytes = GROUP_SIZE * BITS / 8;  // bytes of a group's codes
 constexpr int kChunksPerTile = K_TILE > GROUP_SIZE ? K_TILE / GROUP_SIZE : 1;
 constexpr int kTilesPerChunk = GROUP_SIZE > K_TILE ? GROUP_SIZE / K_TILE : 1;
 
-constexpr int kSlice = least(least(GROUP_SIZE, K_TILE / 2), BITS == 8 ? 8 : 32);
+constexpr int kSlice = least(least(GROUP_SIZE, K_TILE / 2), BITS == 8 ? 8 : 32);  // columns
 constexpr int kSlices = K_TILE / kSlice;                                // per k-tile
 constexpr int kSlicesPerChunk = least(GROUP_SIZE, K_TILE) / kSlice;     // per chunk in a k-tile
 constexpr int kUnitsPerSlice = kSlice / kUnit;

@@ -1,8 +1,8 @@
 // Loads a warp's part of the weight, ROW_TILES row tiles by a range of k-tiles, from global memory to registers.
 //
-// A header is a chunk's mask and start. A window is 32 headers of a row tile, in the order of the warp's chunks: each lane
-// copies one to shared memory, one window ahead, and all lanes read all. A lane finds its two groups by counting the bits of
-// the mask below its own.
+// A header is a chunk's mask and start. A window is 32 headers of a row tile, in the order of the warp's chunks. Each lane
+// copies one of them to shared memory, one window ahead, and reads all of them. A lane finds its two groups by counting the
+// mask bits that are set below its own bit.
 //
 //   A warp's headers: [ROW_TILES, 2 windows * 32] | mask of rows 0 to 7 | of rows 8 to 15 | start | unused |
 
@@ -57,7 +57,7 @@ __device__ __forceinline__ void load_codes(Word (&codes)[kSliceWords], const cha
 struct WeightStream {
     const Weight& weight;
     int row_tile, first, end;  // the warp's first row tile; its k-tiles `first` to `end`
-    Word headers;               // the warp's, address in shared memory
+    Word headers;               // address in shared memory of the warp's headers
     Word groups[ROW_TILES][2];  // the lane's groups of the chunk that is being loaded
     bool kept[ROW_TILES][2];
 

@@ -27,7 +27,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) EXPAND_GEMM_BOUNDS se
     SCALAR* __restrict__ y,               // [pairs, n]
     float4* partials,                     // [CTAs, kConsumerWarps, kTokenGroups, kWarpSize]
     int* counters,                        // [CTAs, kConsumerWarps], zeros
-    const int* job_count, const int* job_experts, const int* job_pairs,
+    const int* job_count, const int* job_experts, const int* job_pairs,  // the struct Jobs of expand_gemm/stream_k.cuh
     int n, int row_tiles, int column_tiles,  // of an expert
     int all_chunks, int chunks               // of the stack, and per row tile
 ) {

@@ -1,12 +1,13 @@
-// x in shared memory: STAGES stages, each a k-tile of TILE_M tokens for every warp that splits K.
+// x in shared memory: STAGES stages, each with a k-tile of TILE_M tokens for every warp_k (a warp's index along K).
 //
 //   stage | warp_k 0: token 0 | unit 0: g0 g1 g2 g3 | unit 1: g0 g1 g2 g3 | ... | 64 bytes unused |
 //         |           token 1 | ...                                                               |
 //         | warp_k 1: ...
 //
-// A cell is 8 columns (16 bytes) of a group. For a unit the four lanes g of a token load 64 contiguous bytes, and the pitch of
-// tokens is an odd multiple of 64 bytes: neither ld.shared.v4 nor the copy has bank conflicts. Consecutive threads copy the
-// cells of a token in their order in shared memory; their columns are one contiguous range of x, or four.
+// A cell is a unit (gemm_tile.cuh) of one group: 8 columns, 16 bytes. Of a unit the four lanes g of a token load 64 contiguous
+// bytes, and the pitch of tokens is an odd multiple of 64 bytes: neither ld.shared.v4 nor the copy has bank conflicts. Consecutive
+// threads copy the cells of a token in their order in shared memory; these are one contiguous range of x, or a range per group if
+// groups are longer than a k-tile.
 
 #pragma once
 
@@ -29,7 +30,7 @@ struct ActivationStages {
     Word smem;
     int m, k, first_token;
     int first, end, per_warp;  // k-tiles of the CTA: warp_k i has `per_warp` of them from first + i * per_warp on
-    int cell, column;          // that the thread copies of each token: its cell, and the cell's first column in the k-tile
+    int cell, column;          // the cell that the thread copies of each token, and the cell's first column in the k-tile
 
     __device__ __forceinline__ ActivationStages(const Element* x, Word smem, int m, int k, int first_token, int first, int end,
                                                 int per_warp)

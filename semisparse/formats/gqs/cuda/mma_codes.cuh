@@ -2,7 +2,7 @@
 //
 // As halves the codes are used in place: the low nibble of a half's low byte is the subnormal number code / 2^24, the high
 // nibble 16 times that. Tensor cores multiply subnormals exactly. The mantissa of bfloat16 is too short for that: there a code
-// is put into the mantissa of 16.
+// is put into the mantissa of the number 16.
 
 #pragma once
 

@@ -32,7 +32,7 @@ struct MmaDequantised {
     int column, next_column;            // first columns of this k-tile, and of the next one
     Word b[kPrefetch][kTokenTiles][8];  // x of the next chunks
 
-    // Tokens past the last repeat it, and are not stored.
+    // Past the last token, the last one is loaded again; its outputs are not stored twice.
     __device__ __forceinline__ MmaDequantised(const Activations& activations, Word)
         : constants(activations.k), k(activations.k) {
         const int lane = threadIdx.x % 32;

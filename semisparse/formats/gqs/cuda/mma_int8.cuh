@@ -7,7 +7,8 @@
 #include "ptx/mma.cuh"
 #include "quantise.cuh"
 
-constexpr int kMagicBits = 0x4b400000;  // of kMagic: its ulp is 1, so an integer (below 2^22) added to its bits is added to it
+// The bits of kMagic, a float whose ulp is 1: adding an integer below 2^22 to the bits adds it to the float.
+constexpr int kMagicBits = 0x4b400000;
 
 // x as int8.
 struct Int8X {
@@ -56,8 +57,8 @@ struct Int8X {
         }
     }
 
-    // Quantises a group to int8, in the order of the codes' nibbles: of each eight columns 0, 4, 1, 5 (low nibbles), and after
-    // those of both eights 2, 6, 3, 7 (high nibbles). Returns the group's sum.
+    // Quantises a group to int8, in the order of the codes' nibbles: first columns 0, 4, 1, 5 of both eights of columns (low
+    // nibbles), then 2, 6, 3, 7 of both (high nibbles). Returns the group's sum.
     __device__ __forceinline__ int convert(Word (&converted)[1][4], const Word (&words)[8], int token) const {
         int sum = 0;
 #pragma unroll

@@ -2,8 +2,8 @@
 // Stream-K among the warps of a CTA. Either way no CTA waits for another, nothing is left in memory between launches, and the
 // order of all additions is fixed: results repeat bit for bit.
 //
-// With SILU_MUL the weight's first half of rows is the gate, its second half the up projection (fusion.cuh). A CTA has the same
-// row tiles of both, and half of its warps multiplies each; all accumulators meet in shared memory.
+// With SILU_MUL the first half of the weight's rows is the gate, the second half the up projection (fusion.cuh). A CTA has the
+// same row tiles of both; half of its warps multiplies each half, and all accumulators meet in shared memory.
 //
 // With EXPERTS (rows.cuh) a schedule divides one expert's matmul; the caller adds the expert's first chunk to its ranges.
 //
@@ -170,8 +170,8 @@ template <typename Mma> struct StreamK {
             fix_up(tile, partials, epilogue);
     }
 
-    // Multiplies the warp's range. `partials` gets the accumulators of a row tile that begins before the range (zeros if the
-    // range is empty), and of one that only ends after it.
+    // Multiplies the warp's range. partials[0] gets the accumulators of a row tile that begins before the range (zeros if the
+    // range is empty), partials[1] those of a row tile that begins in the range and ends after it.
     __device__ __forceinline__ void multiply_range(float (&partials)[2][kTileCells], WeightStream& stream, Mma& mma,
                                                    const Epilogue<Mma>& epilogue) const {
         int tile = first_k_tile / k_tiles_per_tile, k_tile = first_k_tile - tile * k_tiles_per_tile, left = k_tiles;
@@ -199,8 +199,8 @@ template <typename Mma> struct StreamK {
         }
     }
 
-    // Adds the warps' partials of a row tile and stores it, one lane per element. A row tile of a single warp is stored
-    // already; with SILU_MUL it is in `whole`.
+    // Adds the warps' partials of a row tile and stores it, one lane per element. A row tile that one warp computed is stored
+    // already or, with SILU_MUL, in `whole`.
     __device__ __forceinline__ void fix_up(int tile, const Partials& partials, const Epilogue<Mma>& epilogue) const {
         const int first_warp = warp_of(tile * k_tiles_per_tile), last_warp = warp_of((tile + 1) * k_tiles_per_tile - 1);
         if (first_warp == last_warp && !SILU_MUL) return;

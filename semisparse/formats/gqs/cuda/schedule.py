@@ -90,7 +90,7 @@ class Schedule:
     @property
     def defines(self) -> Defines:
         """Macros of `decode.cu`."""
-        # With four chunks per k-tile these would need over 128 registers.
+        # These kernels would need over 128 registers per thread with four chunks per k-tile.
         many = self.tokens == MAX_TOKENS and (self.bits == 8 or not self.aligned_k)
         return {
             "SCALAR": ELEMENTS[self.dtype],
@@ -122,11 +122,14 @@ class Schedule:
         return self.whole_bytes(tiles // self.ctas(tiles, facts) + 1) if self.fusion[2] else 0
 
     def whole_bytes(self, tiles: int) -> int:
-        """Return the bytes of both halves' accumulators of so many row tiles per CTA."""
+        """Return the bytes of both halves' accumulators if a CTA has ``tiles`` row tiles of each half."""
         return 2 * tiles * CHUNK_ROWS * self.tokens * 4
 
     def fits(self, n: int, k: int, facts: DeviceFacts) -> bool:
-        """Return whether a CTA's shared memory fits. Static: partials and, for int8 or RMSNorm, a value per token."""
+        """Return whether a CTA's shared memory is available.
+
+        Static shared memory holds partial accumulators and, for int8 or RMSNorm, a value per warp and token.
+        """
         cells = (2 if self.stream_k else 1) * CHUNK_ROWS * self.tokens
         static = 4 * self.warps * (cells + (self.tokens if self.int8_x or self.fusion[0] else 0))
         return self.shared_bytes(k) + self.gated_bytes(n, facts) + static <= facts.shared_per_cta
@@ -179,13 +182,13 @@ def choose_fused(problem: Problem, facts: DeviceFacts) -> Schedule | None:
 
 
 EXPERT_PAIRS = 16
-"""Up to so many pairs of a token and an expert, each has CTAs of its own; more share an expert's."""
+"""Maximum pairs of a token and an expert for which each pair has CTAs of its own, not each expert."""
 
 EXPERT_WARPS = {1: 16, 2: 8, 8: 4}
 """By TOKENS: warps per CTA for a stack of experts (H200, results/h200/sweeps/experts.csv)."""
 
 EXPERT_WAVES = {1: 1, 2: 2, 8: 2}
-"""By TOKENS: CTAs per resident one. From 2 on some experts have more pairs than others."""
+"""By TOKENS: waves of CTAs. Two where a CTA has an expert's pairs (2 and 8): some experts have more than others."""
 
 
 def choose_experts(problem: ExpertsProblem, facts: DeviceFacts) -> tuple[Schedule, int]:

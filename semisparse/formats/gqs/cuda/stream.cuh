@@ -6,7 +6,8 @@
 //
 //   A warp's stream: | codes [kRing, 8 or 16 bytes] | scales [kRing] | zero points [kRing] | headers [2 * 32, 16 bytes] |
 //
-// Slot i % kRing of the first three holds group i of the range, slot i % 64 of the last the header of chunk i.
+// Slot i % kRing of the first three holds group i, counted from GroupPipeline::base; slot i % 64 of the last the header of the
+// range's chunk i.
 
 #pragma once
 
@@ -41,8 +42,9 @@ struct Weight {
     const char* zero;    // [kept]
     int chunks, kept;
 
-    // Prefetches to L2 the headers at both ends of chunks `first` to `end`, and the first `groups` groups of this range. It may
-    // run before griddepcontrol.wait: `starts`, which may not be written yet, is only a hint, and clamped.
+    // Prefetches to L2 the first mask and the starts at both ends of chunks `first` to `end`, and the first `groups` groups of
+    // this range. It may run before griddepcontrol.wait, when `starts` may not be written yet: the value is only a hint, and
+    // clamped.
     __device__ __forceinline__ void prefetch(int first, int end, int groups) const {
         const int lane = threadIdx.x % 32;
         if (lane < 3) {
@@ -60,13 +62,13 @@ struct Weight {
     }
 };
 
-// The 16 bytes that a lane copies of each stage of one tensor (twice per stage for codes of 8 bits).
+// What a lane copies of each stage of one tensor (codes, scales or zero points): 16 bytes, or twice 16 of codes of 8 bits.
 struct LaneCopy {
     const char* source;  // for a stage that begins at group 0
     Word destination;    // for a stage in ring slot 0
     Word group_bytes;
     int first_group;     // the first group in the 16 bytes, counted from the begin of the stage
-    int end;             // stages that begin at this group or later are not copied: they are past the range, or lack 16 bytes
+    int end;             // stages that begin at this group or later are not copied: past the range, or fewer than 16 bytes left
 
     // Copies the `index`-th 16 bytes of each stage, for groups before `end`. `tensor` has `kept` groups; `ring` is its ring in
     // shared memory.
@@ -101,7 +103,7 @@ struct GroupPipeline {
     Word ring;                     // in shared memory
     Word code_bytes, scale_bytes;  // per group, in registers
     int base;                      // group of the weight, a multiple of 16
-    int issued, arrived;           // number of groups whose copies are issued, and are complete
+    int issued, arrived;           // number of groups whose copies have been issued, and have completed
     int kept;                      // number of the weight's groups from `base` on
     int tail;                      // first group of the stage in which the tensors end; -1 if that is past the range
     LaneCopy codes, scale_zero;    // scales by the first kScaleLanes lanes, zero points by the next kZeroLanes

@@ -1,8 +1,8 @@
-// The weight of gemm_wgmma.cu if no group is dropped: nothing but codes, scales and zero points is read, because the place of a
-// group follows from its row and column.
+// The weight of gemm_wgmma.cu if no group is dropped: only codes, scales and zero points are read, because the address of a group
+// follows from its row and column.
 //
-// A tile is as in wgmma_tile.cuh, without headers. Its chunks are contiguous in global memory, and every tile begins at a multiple
-// of 16 bytes of each tensor, because N is a multiple of 16.
+// A tile is as in wgmma_tile.cuh, without headers. Its chunks are contiguous in global memory. N is a multiple of 16, so all chunks
+// have 16 rows, and every tile begins at a multiple of 16 bytes of each tensor.
 //
 //   tile      | codes, kFullCodesBytes | scale, kFullScaleBytes | zero, 64 kChunks |
 
@@ -19,7 +19,7 @@ constexpr int kFullTileBytes = kFullCodesBytes + kFullScaleBytes + kMaxGroups;
 
 // Expands a tile, four columns of both rows per k-step.
 struct FullTileExpander {
-    Word tile, row, column;  // address in shared memory; the lane's first row, and which group of a chunk it has
+    Word tile, row, column;  // the tile's address in shared memory; the lane's first row, and its group of each chunk, 0 to 3
     int left;                // groups of a row from the tile's first on
     Word part, code_mask;    // as in TileExpander
     Slice slices[2];         // one is expanded while the other is read
@@ -103,7 +103,7 @@ struct FullGroups {
 struct FullStream {
     Pipeline pipeline;
     Word tiles, row, column, code_mask;  // the warp's tiles, an address in shared memory; then as in FullTileExpander
-    int groups, last, lane;              // end of the iterations, exclusive
+    int groups, last, lane;              // last: end of the iterations, exclusive
     int tile_column, column_tiles;       // of the next iteration; of a row
     PipelineState<STAGES> state;
     bool waited = false;                 // whether the tile has arrived

@@ -7,7 +7,8 @@ from semisparse.formats.kernel import Problem
 from semisparse.runtime.expand_gemm import Rates, Tiles
 
 MIN_TOKENS, MAX_TOKENS = 17, 1024
-"""M for which it pays. Others are faster below (H200, results/h200/sweeps/expand-gemm.csv); larger M was not timed."""
+"""M for which `gemm_wgmma` pays. Below, other kernels are faster (H200, results/h200/sweeps/expand-gemm.csv); larger M
+was not timed."""
 
 LANE_COLUMNS = 64
 """Columns per tile of each of a lane's two rows."""
@@ -16,7 +17,7 @@ HEADER_BYTES = 16
 """Bytes of a chunk's header: two halves of the mask, and the groups before the chunk and after it."""
 
 HEADERS_AHEAD = 3
-"""How many tiles ahead of a tile its headers are copied: kAhead of wgmma_stream.cuh."""
+"""Tiles between the copy of a tile's headers and the copy of the tile: kAhead of wgmma_stream.cuh."""
 
 MAX_STAGES = 4
 
@@ -44,7 +45,7 @@ def tiles_of(n: int, k: int, bits: int, size: int, full: bool = False) -> Tiles:
     return Tiles(
         row_tiles,
         column_tiles,
-        # Each tensor has 16 bytes more, because its bytes are copied from the multiple of 16 before them.
+        # Each of the three tensors has 16 bytes more, because a copy begins at the multiple of 16 before its bytes.
         codes + 3 * groups + 48,
         extra_per_warp=(MAX_STAGES + HEADERS_AHEAD) * chunks * HEADER_BYTES,
         max_stages=MAX_STAGES,
@@ -52,5 +53,5 @@ def tiles_of(n: int, k: int, bits: int, size: int, full: bool = False) -> Tiles:
 
 
 def pays(problem: Problem) -> bool:
-    """Return whether `gemm_wgmma` is assumed to be faster than all others (on Hopper, which it does not check)."""
+    """Return whether `gemm_wgmma` is assumed to be faster than `gemm` and `unpack` on Hopper (which is not checked)."""
     return MIN_TOKENS <= problem.m <= MAX_TOKENS

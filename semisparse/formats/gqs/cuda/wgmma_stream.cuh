@@ -1,6 +1,6 @@
-// Copies the tiles of a gqs weight to shared memory. Producers are lanes, one for each consumer warp, which issue bulk copies.
-// The lanes of a warp issue them one after another, so producers are spread over all producer warps: with one warp, W4S50 took
-// 81 us instead of 66 (28672 x 8192, 16 tokens).
+// Copies the tiles of a gqs weight to shared memory by bulk copies. Each consumer warp has one producer lane, which issues its
+// copies. The lanes of a warp issue copies one after another, so these lanes are spread over all producer warps: with a single
+// producer warp, W4S50 took 81 us instead of 66 (28672 x 8192, 16 tokens).
 //
 // A tile's groups are contiguous in global memory. A producer copies the tile's headers kAhead tiles before, by cp.async, and
 // reads from them where the tile's groups begin and end. A bulk copy takes multiples of 16 bytes, so the last bytes of a
@@ -20,7 +20,7 @@ constexpr int kWarpHeaderBytes = kHeaderTiles * kTileHeaderBytes;
 
 // The bytes of a tensor that a tile needs, from a multiple of 16 on, as a bulk copy and a tail.
 struct CopyRange {
-    const char* from;  // a multiple of 16 bytes from the begin of the tensor
+    const char* from;  // in the tensor, at a multiple of 16 bytes from its begin
     int bulk, tail;    // bytes; the tail is the tensor's last ones, fewer than 16, or empty
 
     __device__ __forceinline__ CopyRange(const char* tensor, long long begin, int bytes, long long size) {
@@ -121,7 +121,7 @@ struct GroupStream {
     Pipeline pipeline;
     Word tiles, headers;  // the warp's, addresses in shared memory
     Word code_mask;       // in a register: an instruction takes only one constant
-    int last, lane;       // end of the iterations, exclusive
+    int last, lane;       // last: end of the iterations, exclusive
     PipelineState<STAGES> state;
     int slot = 0;         // of the tile's headers
     bool waited = false;  // whether the tile has arrived

@@ -15,7 +15,7 @@ from semisparse.formats.gqs.storage.masks import CHUNK_GROUPS, CHUNK_ROWS
 
 
 def check_content(packed: Packed) -> None:
-    """Check that no mask keeps a group past N or K, that ``starts`` count the kept groups, and the scales.
+    """Check that no mask keeps a group past N or K, that ``starts`` count the kept groups, and that scales are above 0.
 
     Raises:
         FormatError: names the tensor and the chunk or group.
@@ -51,7 +51,7 @@ def violation(packed: Packed) -> str | None:
 
 
 def _kept_per_row(masks: Tensor) -> Tensor:
-    """Return the groups kept in each row of the chunks, [row tiles * 16] int64."""
+    """Return the number of groups kept in each row of the chunks, [row tiles * 16] int64."""
     rows = [bit_counts(masks >> CHUNK_GROUPS * row & (1 << CHUNK_GROUPS) - 1).sum(1) for row in range(CHUNK_ROWS)]
     return torch.stack(rows, 1).flatten()
 

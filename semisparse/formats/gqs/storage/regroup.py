@@ -17,8 +17,14 @@ from semisparse.patterns import Pattern
 
 
 def regroup(parts: Sequence[Packed], dim: int, start: int, stop: int, pattern: Pattern) -> Packed:
-    """Return rows (``dim`` 0) or columns (1) ``start`` to ``stop`` of the concatenated parts, with ``pattern``.
+    """Return rows (``dim`` 0) or columns (1) ``start`` to ``stop`` of weights concatenated along ``dim``.
 
+    Args:
+        parts: the weights.
+        dim: 0 for rows, 1 for columns.
+        start: first row or column.
+        stop: end, exclusive.
+        pattern: pattern of the result.
     Raises:
         FormatError: a group would be cut, or a short group would not be the last of its row.
     """

@@ -37,7 +37,7 @@ ITERATIONS = 5
 """Runs of each algorithm in a search."""
 
 LARGEST_SEARCH = 4096
-"""Maximum M of a search, which takes seconds above. A larger M uses the algorithm for this one."""
+"""Maximum M of a search, because a search takes seconds above it. A larger M uses the algorithm found for this one."""
 
 NAMES = {
     torch.int8: "CUDA_R_8I",
@@ -78,10 +78,10 @@ SEARCHED = ("CONFIG_ID", "SPLIT_K", "SPLIT_K_MODE", "SPLIT_K_BUFFERS")
 """The attributes that a search sets."""
 
 ROW_MAJOR, COLUMN_MAJOR = 2, 1
-"""cusparseOrder_t."""
+"""Values of cusparseOrder_t."""
 
 NON_TRANSPOSE = 0
-"""cusparseOperation_t."""
+"""A value of cusparseOperation_t."""
 
 
 def unavailable(device: torch.device) -> str | None:

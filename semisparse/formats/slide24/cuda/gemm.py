@@ -22,7 +22,6 @@ from semisparse.runtime.kernel import CudaSource, offsets_in_workspace
 from semisparse.runtime.nvrtc import Defines
 
 ELEMENTS = {torch.int8: "INT8", torch.float8_e4m3fn: "FP8", torch.bfloat16: "BF16", torch.float16: "FP16"}
-
 """The macro for a dtype of stored values."""
 
 HOPPER_SHARED = 227 << 10

@@ -1,16 +1,15 @@
 // Quantises each token to 8 bits at its own scale and lifts it (SlideSparse, algorithm 1 and equation 4), or lifts it only:
 //   lifted[token, 4 j + i] = quantised(x[token, 2N (j / (N - 1)) + 2 (j % (N - 1)) + i])   for window j, i = 0 to 3
-// Each value is quantised once. A *pair* is two columns of x. A window is two consecutive pairs: every pair of a group but the
-// last of its N begins one.
+// N is half of the pattern's `window`. Each value is quantised once. A *pair* is two columns of x, so a group has N pairs. A
+// window is two consecutive pairs of a group: each of its pairs but the last begins one.
 //
 // Grid:    a CTA per token along x, 64 to 640 threads.
 // Shared:  dynamic: the lifted token, units * 16 bytes. Static: a maximum per warp (quantise.cuh).
-// Threads: thread t loads vectors t, t + threads, ... of eight columns, twice: to find the largest magnitude, and to round. The
-//          first VECTORS of them stay in registers instead. It stores the windows that its pairs begin to shared memory, from
+// Threads: thread t loads vectors t, t + threads, ... of eight columns, once to find the largest magnitude and again to round; the
+//          first VECTORS of them are loaded once, to registers. It stores the windows that its pairs begin to shared memory, from
 //          which the CTA stores 16-byte units, in the order of the layout `tiles` (README.md, "Layouts on a GPU").
 //
-// Bound:   not memory bandwidth. 4,096 tokens to int8 take 16.7 us at 3,584 columns (their bytes at full bandwidth 12,
-// quantising
+// Bound:   not memory bandwidth. 4,096 tokens to int8 take 16.7 us at 3,584 columns (their bytes at full bandwidth 12, quantising
 //          without lifting 13.4) and 84.7 us at 18,944 (63, 79.8). Lifting without quantising takes as long (H200,
 //          results/h200/sweeps/slide24-lift.csv).
 //

@@ -10,12 +10,13 @@
 // way to registers (ldmatrix.trans). A panel holds columns of x with the tokens of each side by side, so ldmatrix.trans
 // gathers the columns of 32 slots by their addresses. Partial sums are float32, added over the warps in a fixed order:
 // every run gives the same bits.
-// A fused kernel (fusion.cuh) has all of x in one panel with RMS_NORM, and every CTA normalises it. With SILU_MUL half of the
-// warps compute a row tile of the gate, the other half that of up: rows r and n / 2 + r are in one CTA.
-// PDL: a fused kernel issues the copies of its first weights before griddepcontrol.wait; else nothing is read before it. The
+// A fused kernel (fusion.cuh) with RMS_NORM has all of x in one panel, and every CTA normalises it. With SILU_MUL half of the
+// warps compute a row tile of the gate, the other half that of the up projection: one CTA has rows r and n / 2 + r.
+// PDL: a fused kernel issues the copies of its first weights before griddepcontrol.wait; others read nothing before it. The
 // next kernel may launch once the first copies are issued.
-// Bound: latency to the first byte and from the last. 7.5 us alone for one token at 4096 x 4096, 16:32v32 (H200); ncu: DRAM
-// busy for 43 %, issue 24 %, shared memory 17 %. At 28672 x 8192 DRAM: 56.9 us (results/h200/sweeps/nm-decode-tensor.csv).
+// Bound: latency, until the first byte arrives and after the last one has. One token at 4096 x 4096, 16:32v32 takes 7.5 us in
+// isolated launches (H200); ncu: DRAM busy for 43 %, issue 24 %, shared memory 17 %. At 28672 x 8192: DRAM, 56.9 us
+// (results/h200/sweeps/nm-decode-tensor.csv).
 //
 // Macros: SCALAR (__half or __nv_bfloat16, of x, w, bias and y), KEEP, WINDOW, LENGTH, TILE_N (16 or 32), TILE_M (1, 8 or
 // 16), WARPS, STAGES, CTAS_PER_SM (for the register limit), and what fusion.cuh takes.

@@ -199,8 +199,10 @@ def choose_gemm(
     """Return the schedule of least estimated time; None if the pattern has none.
 
     Args:
+        pattern: the weight's pattern.
         m: tokens.
-        n: rows.
+        n: rows of w.
+        dtype: dtype of x and w.
         sms: SMs of the GPU.
         limit: bytes of shared memory that a CTA may take.
     """
@@ -223,6 +225,9 @@ def gemm_schedule(
     Stages whose column list fits registers and which leave room for ``tile.ctas_per_sm`` CTAs are preferred.
 
     Args:
+        pattern: the weight's pattern.
+        tile: the tile of y that a CTA computes.
+        dtype: dtype of x and w.
         packed: whether columns are packed.
         limit: bytes of shared memory that a CTA may take.
     """

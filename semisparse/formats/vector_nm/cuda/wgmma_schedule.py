@@ -7,7 +7,8 @@ from semisparse.patterns import VectorNM
 from semisparse.runtime.expand_gemm import COLUMNS, ROWS, Rates, Tiles
 
 MIN_TOKENS, MAX_TOKENS = 17, 1024
-"""Measured on an H200 (results/h200/sweeps/expand-gemm.csv): `decode_tensor` is faster below; more were not timed."""
+"""M for which `gemm_wgmma` pays. Below, `decode_tensor` is faster (H200, results/h200/sweeps/expand-gemm.csv); larger M
+was not timed."""
 
 RATES = Rates(expand_us=0.182, overlap=2.7)
 

@@ -45,8 +45,9 @@ struct WarpOutput {
           upper(bias && lane / 4 < rows ? to_float(bias[first_row + lane / 4]) : 0.0f),
           lower(bias && lane / 4 + 8 < rows ? to_float(bias[first_row + lane / 4 + 8]) : 0.0f) {}
 
-    // Stores eight tokens. A lane has two neighbouring rows of one token, twice; if n allows, it trades one pair with its
-    // neighbour for the pair beside its other, so that a warp's store fills whole 32-byte sectors.
+    // Stores eight tokens. After the transposition a lane has rows `row`, `row` + 1, `row` + 8 and `row` + 9 of one token. If n is
+    // a multiple of 4, two neighbouring lanes exchange a pair of rows, so that each has four consecutive ones and a warp's store
+    // fills whole 32-byte sectors.
     __device__ __forceinline__ void store(float4 accumulated, int group, int lane) const {
         const int token = group * 8 + lane / 4, row = lane % 4 * 2;
         const Word transposed[2] = {movmatrix_trans(pack<SCALAR>(accumulated.x + upper, accumulated.y + upper)),

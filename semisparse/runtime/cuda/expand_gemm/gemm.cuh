@@ -43,10 +43,11 @@
 constexpr int kConsumerThreads = kConsumerWarps * kWarpSize;
 constexpr int kThreads = kConsumerThreads + 128;                     // setmaxnreg is per warpgroup: the producer is a whole one
 
-// Registers per thread at launch; setmaxnreg then gives the consumers what the producer warpgroup leaves. 4,096 of an SM remain
-// for a CTA of permute_x.cu, beside which this kernel's CTAs start and fetch weights: only not with three warpgroups of 128
-// tokens, which need them all, and not with EXPERTS, which start after permute_pairs.cu. Launch bounds leave so many by
-// themselves up to 64 tokens; above, they need __maxnreg__, which also limits what ptxas gives the consumers.
+// Registers per thread at launch; setmaxnreg then gives the consumers what the producer warpgroup leaves. 4,096 registers of an
+// SM stay free for a CTA of permute_x.cu, beside which this kernel's CTAs start and fetch weights. Two exceptions take all
+// registers: three warpgroups of 128 tokens, which need them, and EXPERTS, whose CTAs start after permute_pairs.cu. Up to 64
+// tokens __launch_bounds__ keeps within kRegisters; above, __maxnreg__ is needed, which also limits what ptxas gives the
+// consumers.
 constexpr bool kAllRegisters = EXPERTS || (TILE_M >= 128 && WARPGROUPS == 3);
 constexpr int kRegisters = (65536 - (kAllRegisters ? 0 : 4096)) / CTAS_PER_SM / kThreads / 8 * 8;
 #if TILE_M >= 128 && WARPGROUPS < 3

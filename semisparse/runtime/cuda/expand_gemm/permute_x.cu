@@ -10,7 +10,7 @@
 // A warp permutes a token of a tile at a time: lane p word p, for all four t.
 //
 // Grid: up to a few CTAs per SM, whose warps stride over all tokens and tiles. CTAs are small, so that those of gemm.cuh start
-// beside them and fetch weights: a warp of 32 registers per quarter of the SM, no shared memory.
+// beside them and fetch weights: four warps, 32 registers per thread, no shared memory.
 //
 // Compiled with TILE_M and BLOCK (a power of two from 2 to 128).
 

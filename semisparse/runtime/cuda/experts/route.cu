@@ -5,13 +5,13 @@
 // Grid: a CTA per expert. CTA: kWarps warps; each reads a contiguous part of `chosen` twice. Every CTA counts the pairs of all
 // experts (integers in shared memory: the order of the additions does not matter) and so knows where its jobs begin.
 //
-// Compiled with TILE_M and EXPERT_COUNT (of experts).
+// Compiled with TILE_M and EXPERT_COUNT (the number of experts).
 
 constexpr int kWarps = 8;
 constexpr int kAhead = 8;  // loads in flight per lane: with one, 16,384 pairs took 31 us
 
-// Calls take(pair, its expert) for the pairs `first` + lane, 32 more ... of a warp, up to `end`, by all lanes together; a pair past
-// the end has expert -1.
+// A lane calls take(pair, expert of the pair) for the pairs `first` + lane, `first` + lane + 32, ... before `end`. All lanes of the
+// warp make the same number of calls; for a pair from `end` on the expert is -1.
 template <typename Take>
 __device__ __forceinline__ void for_each_pair(const long long* chosen, int first, int end, const Take& take) {
     for (int i = first + static_cast<int>(threadIdx.x % 32); i - static_cast<int>(threadIdx.x % 32) < end; i += 32 * kAhead) {

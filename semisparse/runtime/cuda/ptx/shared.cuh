@@ -39,7 +39,7 @@ __device__ __forceinline__ void st_shared_u8(Word address, char value) {
     asm volatile("st.shared.u8 [%0], %1;" : : "r"(address), "r"(static_cast<Word>(value)) : "memory");
 }
 
-// Loads that the compiler keeps behind earlier stores and barriers of C++, too: ld.shared with a memory clobber.
+// ld.shared with a memory clobber: the compiler does not move these loads before earlier C++ stores or barriers.
 __device__ __forceinline__ void ld_shared_ordered(Word (&words)[2], Word address) {
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(address) : "memory");
 }

@@ -33,7 +33,8 @@ __device__ __forceinline__ Word smem_descriptor_low(Word address) { return (addr
 
 constexpr Word kSmemDescriptorHigh = 64 | 1u << 30;  // its high word: 1,024 bytes from 8 rows to the next 8, 128-byte swizzle
 
-// Parts of asm statements, by the number of accumulators: constraints (HOLD), placeholders (D), and those of later operands.
+// Parts of asm statements, by the number of accumulators: their constraints (HOLD), their placeholders (D), and the placeholders of
+// the operands after them (OPERANDS).
 #define WGMMA_HOLD8(c, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3]), c(d[i + 4]), c(d[i + 5]), c(d[i + 6]), c(d[i + 7])
 #define WGMMA_HOLD16(c, i) WGMMA_HOLD8(c, i), WGMMA_HOLD8(c, i + 8)
 #define WGMMA_HOLD32(c, i) WGMMA_HOLD16(c, i), WGMMA_HOLD16(c, i + 16)
