@@ -6,8 +6,8 @@ Usage: python benchmarks/compressing.py OUT.csv --data DATA --scratch DIR [--arc
 DATA holds models/pycode-11m, for its tokenizer, and text/pycode-calib.txt. Each run is a process of its own, with
 `--limit-gb` in a memory cgroup of its own (memory_limit.py). `block_seconds` is the median over all decoder layers but
 the first and the last; of two, it is that of the first. `search_seconds` is the time of a search, and `candidates` the
-number of models that it scored. `anonymous_gb` is the peak host memory beside the page cache, `resident_gb` the peak with
-it, `device_gb` the peak GPU memory that torch allocated.
+number of models that it scored. `anonymous_gb` is the peak host memory beside the page cache, `resident_gb` the peak
+with it, `device_gb` the peak GPU memory that torch allocated.
 """
 
 from __future__ import annotations
