@@ -97,11 +97,14 @@ def run(name: str, model: Path, data: Path, out: Path) -> dict[str, str]:
             time.sleep(0.02)
 
     def progress(stage: str, done: int, total: int) -> None:
-        new_candidate = stage.startswith("pruning every layer") and done == 0
-        if not marks or marks[-1][1] != stage or new_candidate:
+        if not marks or marks[-1][1] != stage or stage.startswith("search"):
             marks.append((time.perf_counter(), stage))
             spent, on_device = time.perf_counter() - started, device_gb()
-            print(f"{spent:8.1f} s  host {most:.2f}  device {on_device:.1f} GB  {stage}", file=sys.stderr, flush=True)
+            print(
+                f"{spent:8.1f} s  host {most:.2f}  device {on_device:.1f} GB  {stage} {done}/{total}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     threading.Thread(target=watch, daemon=True).start()
     started = time.perf_counter()
@@ -111,7 +114,7 @@ def run(name: str, model: Path, data: Path, out: Path) -> dict[str, str]:
     ended = time.perf_counter()
     starts = [at for at, stage in marks if stage.startswith("decoder layer")]
     blocks = [after - before for before, after in pairwise(starts)]
-    searching = [at for at, stage in marks if stage.startswith("pruning every layer")]
+    searching = [at for at, stage in marks if stage.startswith("search")]
     return {
         "run": name,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",

@@ -61,7 +61,7 @@ class Clock:
         self._started = self._started or time.perf_counter()
         self.seconds = time.perf_counter() - self._started
         print(f"{self.seconds:8.2f} s  {stage} {done}/{total}", flush=True)
-        if "layer 2 of" in stage or (stage.startswith("pruning every layer") and done == 1):
+        if "layer 2 of" in stage or (stage.startswith("search: pruning") and done == 1):
             raise Second
 
 
@@ -92,8 +92,8 @@ def work_of(model: PreTrainedModel, kind: str, tokens: int, device: str, clock: 
     layers = list_decoder_layers(model, plan, {})
     space = search_space(layers, REACH, lambda pattern: True)
     scored, where = scoring_batches(batches, plan.search_tokens, 0), torch.device(device)
-    alone = (None, Ranks(), None, False)
-    anew = PrunedAnew(model, layers, space, batches, scored, plan, where, clock.progress, *alone)
+    run = (where, 1, clock.progress, None, Ranks(), None, False)
+    anew = PrunedAnew(model, layers, space, batches, scored, plan, *run)
     return lambda: anew.kl_of((0,) * len(space))
 
 

@@ -56,7 +56,8 @@ class PrunedAnew:
         token_batches: token ids that candidates are scored on, as `scoring_batches` returns them.
         recipe: how to prune.
         device: where to compute, in float32.
-        progress: called before each decoder layer.
+        most: candidates, at most.
+        progress: called before each decoder layer, with the decoder layers of all candidates.
         journal: stores evaluations, and provides those of an interrupted run.
         ranks: the processes that search; each has such an object, and makes the same calls in the same order.
         offload: a directory for hidden states, as in `compress_decoder_layers`.
@@ -73,6 +74,7 @@ class PrunedAnew:
         token_batches: Sequence[Tensor],
         recipe: Recipe,
         device: torch.device,
+        most: int,
         progress: Progress,
         journal: Journal | None,
         ranks: Ranks,
@@ -80,6 +82,7 @@ class PrunedAnew:
         keep: bool,
     ) -> None:
         self._space, self._journal, self._keep = space, journal, keep
+        self._most, self._progress = most, progress
         self._build_bank = partial(
             build_bank,
             model,
@@ -87,7 +90,6 @@ class PrunedAnew:
             batches=batches,
             recipe=recipe,
             device=device,
-            progress=progress,
             journal=journal,
             prune=prune_densities,
             ranks=ranks,
@@ -133,10 +135,18 @@ class PrunedAnew:
         self._journal.save("pass", number, tensors, notes)
 
     def _evaluate(self, candidate: Candidate, number: int) -> Evaluation:
+        def progress(stage: str, done: int, total: int) -> None:
+            self._progress("search: pruning the model to candidates", number * total + done, self._most * total)
+
         levels = [linear.restricted_to(level, 0, 0) for linear, level in zip(self._space, candidate, strict=True)]
         self._scorer.begin()
         bank = self._build_bank(
-            space=levels, centre=candidate, centre_weights={}, number=number, on_layer=self._scorer.pass_through
+            space=levels,
+            centre=candidate,
+            centre_weights={},
+            number=number,
+            progress=progress,
+            on_layer=self._scorer.pass_through,
         )
         kl = self._scorer.mean_kl()
         if not self._keep or kl >= min((evaluation.kl for evaluation in self.evaluations), default=math.inf):

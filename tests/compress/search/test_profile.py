@@ -154,6 +154,15 @@ def test_candidates_are_pruned_on_a_part_of_a_long_text_and_the_best_one_on_all(
         assert torch.equal(weight, other), name
 
 
+def test_progress_counts_the_decoder_layers_of_all_candidates():
+    calls: list[tuple[int, int]] = []
+    plan = recipe("profile", "4:8")
+    found = search_patterns(
+        regular_model(), calibration(), plan, seed=0, progress=lambda _, done, total: calls.append((done, total))
+    )
+    assert calls == [(done, 5 * (1 + 8 + MAX_STEPS)) for done in range(5 * found.evaluations)]
+
+
 def test_weights_are_stored_only_if_they_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Of all candidates on the whole text, the journal has those of the best one; on a part of it, of none."""
     plan = recipe("profile", "4:8")
