@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -53,6 +54,10 @@ class Clock:
         self._device, self._started = device, 0.0
         self.seconds = 0.0
         """Of the first decoder layer, once the second has begun."""
+
+    def reset(self) -> None:
+        """Forget the last work."""
+        self._started = 0.0
 
     def progress(self, stage: str, done: int, total: int) -> None:
         """Take the time at the beginning of a decoder layer; print each step."""
@@ -129,14 +134,18 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     facts = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     rows = read_rows(options.out)
-    for arch, kind in (words.split() for words in options.works.split(",")):
+    for words, repeats in itertools.groupby(options.works.split(",")):  # consecutive works have one model
+        arch, kind = words.split()
         tokens = (CALIBRATION_TOKENS if kind == "compress" else PROFILE_TOKENS) // options.share
         clock = Clock(device)
-        host, gpu = peak_memory(work_of(random_layers(arch, device), kind, tokens, device, clock), device)
-        values = (arch, kind, facts, str(tokens), f"{clock.seconds:.2f}", f"{host:.2f}", f"{gpu:.1f}")
-        rows.append(dict(zip(COLUMNS, values, strict=True)))
-        write_rows(options.out, rows, COLUMNS)
-        print(rows[-1], flush=True)
+        work = work_of(random_layers(arch, device), kind, tokens, device, clock)
+        for _ in repeats:
+            clock.reset()
+            host, gpu = peak_memory(work, device)
+            values = (arch, kind, facts, str(tokens), f"{clock.seconds:.2f}", f"{host:.2f}", f"{gpu:.1f}")
+            rows.append(dict(zip(COLUMNS, values, strict=True)))
+            write_rows(options.out, rows, COLUMNS)
+            print(rows[-1], flush=True)
 
 
 if __name__ == "__main__":
