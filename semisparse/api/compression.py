@@ -79,11 +79,12 @@ class CompressionReport:
         target: the requested limits, by key; None without targets.
         reached: the model's values of the same keys: bits and size as stored, speed-ups as predicted. None without
             targets.
-        rival: of the dense low-bit models (`Rival`) of at most the same bytes, the one with the lowest KL divergence.
-            None if none has a lower one than the compressed model, or none was measured (no text, or ``search=joint``).
-        no_gain: ``machine``, which the targets' speed-ups are predicted for, by default the GPU that compressed, and
-            ``layers``, the names of those whose estimated speed-up over dense on it is below `MIN_SPEEDUP` at every
-            number of tokens. None if there are no such layers, or no such machine.
+        rival: of the dense low-bit models (`Rival`) that take no more bytes, the one with the lowest KL divergence, if
+            it is lower than the compressed model's. Else None, as when none was measured (no text, or
+            ``search=joint``).
+        no_gain: ``machine``: the one that speed-ups are predicted for, by default the GPU that compressed; ``layers``:
+            the names of the layers that on it gain less than `MIN_SPEEDUP` over dense at every number of tokens, by
+            the estimate. None if there are no such layers, or no such machine.
     """
 
     layers: list[dict[str, Any]]
@@ -157,7 +158,7 @@ def compress(
     start = time.perf_counter()
     plan = read_recipe(recipe, [*settings, *([f"gpu={gpu}"] if gpu else [])], target)
     where = checkpoint.pick_device(device)
-    machine = machine_of(plan) or machine_here(where)  # an unknown one is refused before any work
+    machine = machine_of(plan) or machine_here(where)  # an unknown machine is refused before any work
     ranks, offload = all_ranks(where), None if offload is None else Path(offload)
     if calibration is None and plan.needs_calibration:
         raise InputError(NEEDS_CALIBRATION)

@@ -35,7 +35,7 @@ CHAT_TEMPLATES = "additional_chat_templates"
 def finished_block(out: Path, identity: Mapping[str, str]) -> dict[str, Any] | None:
     """Return the config block of ``out`` if an earlier process has finished this run; else None.
 
-    If it has, its job directory is deleted.
+    If one has, the run's job directory is deleted.
 
     Args:
         out: the output directory.
@@ -83,7 +83,7 @@ def job_directory(out: Path, resume: bool) -> Iterator[Path]:
 def write_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, source: Path | None, out: Path, job: Path
 ) -> None:
-    """Write a compressed model and its files to ``out``, atomically, if what loads equals the model in memory.
+    """Write a compressed model and its files to ``out``, atomically, if the loaded files equal the model in memory.
 
     Args:
         model: the compressed model.
@@ -147,7 +147,7 @@ def _short_logits(model: PreTrainedModel) -> Tensor:
 
 
 def _tolerance(logits: Tensor, dtype: torch.dtype) -> float:
-    """Return the difference to allow: attention may run another kernel, whose sums round otherwise."""
+    """Return the tolerated difference: in the loaded model attention may run another kernel, which rounds otherwise."""
     largest = float(logits.nan_to_num(0).abs().max())
     return largest * (1e-4 if dtype == torch.float32 else 2e-2)
 

@@ -19,12 +19,13 @@ def load(
 ) -> PreTrainedModel:
     """Load a model directory. On a GPU its layers are joined (`nn.join_layers`).
 
-    One that another tool quantised is dequantised, and a warning says so.
+    A model that another tool quantised is dequantised, and a warning says so.
 
     Args:
         path: the directory.
         device: ``auto`` (CUDA if available), ``cpu`` or ``cuda``.
         dtype: of activations and dense weights. By default the checkpoint's dtype on a GPU, and float32 on a CPU.
+        verify: whether to check the tensors' digests first.
     Raises:
         CheckpointError: the directory is missing, incomplete or corrupted.
         InputError: the device is unknown or absent.
@@ -58,6 +59,6 @@ def load_uncompressed(path: str | Path) -> tuple[PreTrainedModel, dict[str, Roun
         The model, and what the other tool rounded each weight to, by the layer's name in the files.
     Raises:
         CheckpointError: the directory is missing, incomplete or corrupted.
-        InputError: semisparse has compressed the model already, or an option of the other tool is not read.
+        InputError: semisparse has compressed the model already, or a setting of the other tool is not supported.
     """
     return (load_dense(path), {}) if quantised_elsewhere(path) is None else load_dequantised(path)

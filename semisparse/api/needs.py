@@ -74,11 +74,11 @@ class Needs:
         return f"compressing takes up to {sizes}" + (f", in {self.ranks} ranks on this host" if self.ranks > 1 else "")
 
     def on_each(self, ranks: int) -> Needs:
-        """Return what several such processes on one host take."""
+        """Return the needs of ``ranks`` such processes on one host."""
         return replace(self, host=ranks * self.host, offload=ranks * self.offload, ranks=ranks)
 
     def check(self, free: Needs) -> None:
-        """Raise unless there is enough memory. The disk is not checked: after it was full, ``--resume`` goes on.
+        """Raise unless there is enough memory. The disk is not checked: a run that fills it can be resumed.
 
         Raises:
             InputError: too little memory, or room for hidden states; says how much.

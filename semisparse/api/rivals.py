@@ -26,12 +26,12 @@ from semisparse.patterns import Group, Pattern, parse_pattern
 from semisparse.quant.group import fake_quantise, scales_of
 
 TOKENS = (64, 512)
-"""Limits of the number of calibration tokens that models are compared on."""
+"""Minimum and maximum number of calibration tokens that models are compared on."""
 
 OPERATIONS = 1e12
 """Budget of multiply-adds per forward pass: divided by the number of weights, it gives the tokens, within `TOKENS`.
 
-So many take 30 s on two cores without bfloat16 instructions.
+A forward pass of so many takes 30 s on two cores without bfloat16 instructions.
 """
 
 

@@ -29,7 +29,7 @@ KEEP = "keep"
 """The value of the recipe key ``quant`` that stores each layer as it was rounded."""
 
 SIZES = (128, 64, 32, 16, 8, 4)
-"""Columns per group, largest first."""
+"""The numbers of columns that a stored group may have, largest first."""
 
 CENTRE = 128
 """Added to int8 values to make them unsigned codes."""
@@ -70,7 +70,7 @@ def _stored_layers(model: PreTrainedModel) -> dict[str, str]:
 def leave_unrounded_dense(
     plan: Recipe, model: PreTrainedModel, rounded: Mapping[str, Rounded], stored: Collection[str]
 ) -> Recipe:
-    """Return a recipe with ``quant=keep`` that ignores the layers which were not rounded; any other is unchanged.
+    """Return a recipe with ``quant=keep`` that ignores the layers which were not rounded; return others unchanged.
 
     Args:
         plan: the recipe.

@@ -17,8 +17,8 @@ KEY = "digests"
 """Key of {tensor name: digest} in a layer's entry. An entry without it is written back without it."""
 
 BLAKE2B_DIGITS = 32
-"""Hexadecimal digits of the BLAKE2b digests that earlier builds wrote; now they are SHA-256, of 64 digits. One core
-computes SHA-256 of 1.8 GB per second by its SHA instructions, BLAKE2b of 0.9."""
+"""Hexadecimal digits of the BLAKE2b digests that earlier builds wrote. Digests are now SHA-256, of 64 digits: a core
+with SHA instructions computes SHA-256 of 1.8 GB per second, but BLAKE2b of 0.9 GB."""
 
 THREADS = min(8, os.cpu_count() or 1)
 """Threads that compute digests and check layers."""

@@ -36,7 +36,7 @@ SAMPLES = 32
 
 LARGE = "llama2-7b"
 LAYER = "4096,4096"
-"""The shape of its attention layers, one of which is timed here."""
+"""N,K of the linear layers in its attention, one of which is timed here."""
 STORED = {"gqs": ("g128@0%", {"kind": "w4"}), "bitmask": ("32:64", {})}
 """Format -> pattern and options with which the large layer is timed: those of `RUNS`."""
 GPU = "h200"

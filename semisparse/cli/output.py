@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 WIDTH = 100
-"""Columns of a log file, where neither a terminal nor COLUMNS says how many there are."""
+"""Characters per line if stderr is no terminal and the environment has no COLUMNS."""
 
 console = Console(stderr=True, width=None if sys.stderr.isatty() or "COLUMNS" in os.environ else WIDTH)
 
@@ -71,7 +71,7 @@ def fail(sentence: str, status: int) -> NoReturn:
 
 
 def speak(sentence: str) -> None:
-    """Print an error on stderr, for all ranks: also where the console is quiet because another rank prints."""
+    """Print an error on stderr, even if this rank's console is quiet because another rank prints."""
     console.quiet = False
     print_error(sentence)
 

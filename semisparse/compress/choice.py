@@ -36,11 +36,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class Option:
-    """A choice and what it costs in the layers that it is for.
+    """A choice for some linear layers, and what it costs there.
 
     Args:
-        choice: for all these linear layers.
-        costs: by name: ``bits`` (stored, all together), and seconds by workload, such as ``decode``.
+        choice: the same for all of these layers.
+        costs: by name: ``bits``, which these layers take in all, and seconds by workload, such as ``decode``.
     """
 
     choice: Choice

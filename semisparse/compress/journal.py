@@ -200,7 +200,7 @@ def recorded_parts(directory: Path) -> int | None:
     try:
         return int(json.loads((directory / FINGERPRINT).read_bytes())[PARTS])
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # of no run, or unreadable: `Journal` says which
+        return None  # there is no run, or the file is unreadable: `Journal` says which
 
 
 def report_to_json(report: LayerReport, tensors: dict[str, Tensor], key: str) -> dict[str, Any]:

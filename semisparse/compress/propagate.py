@@ -247,7 +247,7 @@ def float32_matmuls() -> Iterator[None]:
     """Compute float32 matmuls without TF32: a Hessian in TF32 precision is often singular.
 
     Linear layers on a GPU run in three bfloat16 products, which are accurate enough. Without a GPU nothing is
-    intercepted: that takes 2 us per call of torch.
+    intercepted, since interception takes 2 us per call of torch.
     """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")

@@ -32,7 +32,7 @@ Options = Mapping[str, Sequence[str | int]]
 """The keys that a format adds to recipes, each with its values; () stands for any integer of 0 or more."""
 
 MAX_YAML_BYTES = 1 << 16
-"""Largest recipe file that is read."""
+"""Maximum size of a recipe file, in bytes."""
 
 INTEGERS = ("search_tokens", "search_effort", "search_banks", "tune_epochs")
 """The keys that are integers of 1 or more."""
@@ -63,8 +63,8 @@ class Recipe:
     Args:
         pattern: written form of the pattern of every linear layer, such as ``32:64``.
         prune: how the weights to keep are chosen. ``sparsegpt``: SparseGPT with repeated masks
-            (docs/decisions/sparsegpt-order.md); ``sparsegpt-published``: as its authors have it. ``none`` keeps all
-            and checks that they obey the pattern.
+            (docs/decisions/sparsegpt-order.md); ``sparsegpt-published``: as its authors published it. ``none`` keeps
+            all and checks that they obey the pattern.
         quant: how kept weights are quantised. ``int8``, ``fp8``: one scale per row, when packed; activations are
             quantised, too. ``w8``, ``w4``, ``w3``, ``w2``: to that many bits, during pruning. A pattern of groups, such
             as ``g16@50%``, has a scale and a zero point per group; other patterns have a scale per row and 64 columns.
@@ -95,8 +95,8 @@ class Recipe:
         search_banks: how often each of the three stages of ``evolution`` prunes the linear layers anew, at densities
             near those of its best candidate. Each time costs as much as pruning.
         search_units: what gets one choice in a ``joint`` search: the linear layers that read one input (``inputs``),
-            which kernels can then join, or each linear layer (``linears``). ``auto``: ``linears`` if all targets are
-            bits or bytes, else ``inputs``.
+            which one matmul can then compute, or each linear layer (``linears``). ``auto``: ``linears`` if all targets
+            are bits or bytes, else ``inputs``.
         tune_epochs: maximum number of passes of tuning over the calibration tokens.
         tune_rate: learning rate of tuning, as a fraction of a linear layer's root mean square weight.
         options: keys that the format adds, such as ``delta_bits``, as (key, value); each is set as a key of its own.

@@ -19,7 +19,8 @@ from semisparse.errors import InputError
 from semisparse.nn import weight_of
 
 ENOUGH = 0.25
-"""An expert is pruned for the tokens routed to it if these are at least this many per input feature, else for all."""
+"""An expert is pruned for the tokens routed to it if they are at least this many per input feature, else for all
+tokens."""
 
 PASS_BYTES = 4 << 30
 """Maximum bytes of the Hessians that one pass over the calibration tokens accumulates."""
@@ -31,7 +32,7 @@ class CalibratedLinear(NamedTuple):
     Args:
         name: in the decoder layer.
         weight: [N, K], a view, still dense.
-        statistics: returns those of its inputs, and costs a matmul.
+        statistics: returns the statistics of its inputs; each call takes a matmul.
     """
 
     name: str

@@ -95,7 +95,7 @@ def matrix_dims(parameter: Tensor) -> int:
 
 
 def _is_router(model: nn.Module, name: str) -> bool:
-    """Return whether a module has a weight with one row for each expert beside it."""
+    """Return whether a module has a weight with as many rows as a sibling module has experts."""
     module, parent = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 2:

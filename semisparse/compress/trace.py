@@ -146,7 +146,7 @@ def _routed(
 
 
 def capture(layer: nn.Module, shared: SharedInput, call: LayerCall, hidden: Tensor) -> dict[HookPoint, Tensor]:
-    """Run a decoder layer until a shared input is known; return it and the streams at the points of its `residuals`.
+    """Run a decoder layer until a shared input is known; return it, and the streams at the points in `residuals`.
 
     Returns:
         [tokens, features] by hook point. The shared input is missing if no token of this batch reaches it.

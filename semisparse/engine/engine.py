@@ -341,7 +341,7 @@ class Engine:
             raise InputError("the model has no tokenizer; give one to Engine")
         if not isinstance(prompt, str):
             raise InputError(f"a prompt is {type(prompt).__name__}, expected text")
-        if any("\ud800" <= character <= "\udfff" for character in prompt):  # what Python makes of invalid UTF-8
+        if any("\ud800" <= character <= "\udfff" for character in prompt):  # Python decodes invalid UTF-8 to these
             raise InputError("a prompt is not valid UTF-8 text")
         tokens = list(self.tokenizer(prompt, add_special_tokens=special_tokens).input_ids)
         if not tokens:

@@ -132,7 +132,7 @@ def _require_one_batch(model: PreTrainedModel, name: str) -> None:
     """Refuse expert parallelism over ranks that have different tokens.
 
     Raises:
-        InputError: more ranks have different experts than have one batch.
+        InputError: ``ep_size`` is above ``tp_size``: some ranks that share the experts have different batches.
     """
     config = getattr(model.config, "distributed_config", None)
     experts, batch = (getattr(config, size, None) or 1 for size in ("ep_size", "tp_size"))
@@ -163,7 +163,7 @@ def _divide(model: PreTrainedModel, name: str, experts: SparseExperts, rank: int
 
 
 def _gather(own: Any, mesh: Any) -> list[Any]:
-    """Return what each rank has, in their order, on the first rank; nothing on the others."""
+    """Return what each rank has, in rank order, on the first rank; nothing on the others."""
     everyone: list[Any] | None = [None] * mesh.size() if mesh.get_local_rank() == 0 else None
     group = mesh.get_group()
     distributed.gather_object(own, everyone, distributed.get_global_rank(group, 0), group)

@@ -145,7 +145,7 @@ class SparseExperts(nn.Module):
         return self.get_submodule(str(index))
 
     def hold(self, held: range) -> None:
-        """Compute some of the experts only. The others keep their modules, but no data: they are on the meta device."""
+        """Compute only some of the experts. The others keep their modules, but no data: they are on the meta device."""
         for index in self.held:
             if index not in held:
                 self.expert(index).to("meta")

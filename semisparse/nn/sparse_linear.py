@@ -1,4 +1,4 @@
-"""The module that replaces ``nn.Linear``: packed tensors as parameters, computed by the first kernel that can run."""
+"""The module that replaces ``nn.Linear``: packed tensors as parameters, computed by the kernel its format chooses."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def round_to_bits(values, inverse, DTYPE: tl.constexpr):
     """Multiply by the inverse scale and round to 8 bits, returned as the low byte of an int32.
 
     No product may exceed the dtype's largest code. For int8, adding 1.5 * 2^23 rounds half to even, as torch does, and
-    leaves the integer in the low bits. Conversions would double the kernel's time: an SM does 16 per cycle. The product
+    leaves the integer in the low bits. Conversions would double the kernel's time: an SM does 16 a cycle. The product
     must be rounded before the addition, as in torch, so kernels launch with ``enable_fp_fusion=False``.
     """
     if DTYPE.is_int():

@@ -108,7 +108,7 @@ def _read(path: Path, name: bytes) -> bytes | None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file atomically, and create its directory. Others may read it at most."""
+    """Write a file atomically, and create its directory. Other users cannot write it."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
     temporary = path.with_name(f".new-{uuid.uuid4().hex}")
     try:

@@ -31,7 +31,7 @@ STAGES = ((4, 2), (3, 2), (3, 1), (2, 1), (1, 1))
 MAX_SPLIT_K = 8
 
 PERMUTE_WARPS, PERMUTE_UNROLL = 4, 3
-"""Warps per CTA of permute_x.cu, and tokens of a tile that each has in flight."""
+"""Warps per CTA of permute_x.cu, and the number of tokens of a tile that each warp loads at a time."""
 
 PERMUTE_CTAS_PER_SM = 8
 """Maximum CTAs per SM of permute_x.cu. With one, 256 tokens of 11,008 columns took 7 us longer."""
@@ -53,7 +53,7 @@ class Tiles:
         column_tiles: tiles along K.
         tile_bytes: bytes of shared memory per weight tile.
         extra: bytes of shared memory per CTA beside the stages: ``Weights::kExtraBytes``.
-        extra_per_warp: the same, per consumer warp.
+        extra_per_warp: further such bytes per consumer warp.
         max_stages: maximum weight stages.
     """
 
@@ -104,7 +104,7 @@ class Schedule:
         return x + tiles + weight.extra + self.warps * weight.extra_per_warp + mbarriers
 
     def tiles(self, m: int, weight: Tiles) -> int:
-        """Return the number of output tiles."""
+        """Return the number of output tiles, each computed by a cluster."""
         return -(-weight.row_tiles // (self.warps * self.cluster)) * -(-m // self.tile_m)
 
     def ranges(self, m: int, weight: Tiles, sms: int) -> int:
@@ -189,7 +189,7 @@ SPLIT_K: Mapping[int, tuple[Shape, ...]] = {
     192: ((2, 1, 1),),
     256: ((2, 1, 1),),
 }
-"""The same with split-K."""
+"""The shapes that `choose` compares with split-K, by tile_m."""
 
 FILLED = 0.55
 """With split-K, the grid has at least this fraction of the CTAs that can be resident, if K can be split so often.

@@ -1,4 +1,4 @@
-"""Values that one process sends to others: any that can be pickled, with its tensors beside the pickle, bit by bit."""
+"""Exchange of Python values between processes: a value is pickled without its tensors, whose bytes follow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from semisparse.errors import SemisparseError
 
 WAIT = timedelta(days=30)
-"""How long a process waits for another one, which may tune a model meanwhile. `watch` notices those that are gone."""
+"""How long a process waits for another one, which may tune a model meanwhile. `watch` notices one that has died."""
 
 
 class LostRank(SemisparseError):

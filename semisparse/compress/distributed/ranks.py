@@ -31,7 +31,7 @@ Parts = Mapping[int, range]
 
 
 class Ranks:
-    """One process, alone.
+    """The ranks of a run; this class is for one process, alone.
 
     Args:
         parts: of the sums over the calibration batches, a power of 2.

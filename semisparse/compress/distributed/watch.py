@@ -96,7 +96,7 @@ class Watch:
         self._thread.join(ALARMED * INTERVAL)
         try:
             self._store.set(self._key(self._rank), last_word)
-        except RuntimeError:  # the store has ended before: the others know that much
+        except RuntimeError:  # the store has ended, which the other ranks notice
             return
 
     def _key(self, rank: int) -> str:
@@ -122,7 +122,7 @@ class Watch:
         failed = {rank: one.failure for rank, one in enumerate(seen) if one.failure}
         speaks = self._rank == min(set(range(len(seen))) - set(lost) - failed.keys())
         rank = min(failed, default=None)
-        if rank is not None and seen[rank].age > ALARMED / 2:  # this rank may fail alike
+        if rank is not None and seen[rank].age > ALARMED / 2:  # first wait: this rank may fail, too
             status, message = failed[rank] or (1, "")
             self._exit(status, speaks and rank != 0, f"{self._name(rank)}: {message}")
         elif lost:
@@ -141,7 +141,7 @@ class Watch:
         if speaks:
             self._speak(sentence)
         else:
-            time.sleep(2 * INTERVAL)  # torchrun ends all once one has ended
+            time.sleep(2 * INTERVAL)  # time for another rank to print: torchrun kills all once one has ended
         sys.stderr.flush()
         os._exit(status)
 
@@ -172,7 +172,7 @@ def joined_ranks(speak: Speak) -> Iterator[int]:
         watch.end(f"failed {2 if isinstance(error, InputError) else 1} {_sentence(error)}")
         raise
     watch.end("done")
-    dist.barrier()  # where one rank holds the store, the others are done with it
+    dist.barrier()  # the rank that holds the store must end last
     dist.destroy_process_group()
 
 

@@ -102,7 +102,7 @@ def prune_kinds(
 def _prune_ways(
     weight: Tensor, ways: Sequence[tuple[Pattern, Recipe]], statistics: Statistics
 ) -> Iterator[PrunedLayer]:
-    """Prune and quantise a weight as each of several recipes that differ in `quant` only says, each with its pattern.
+    """Prune and quantise a weight in several ways, each a pattern and a recipe; the recipes differ in `quant` only.
 
     The first pattern determines the order of the columns. The pruners call no linear layer, so torch calls are not
     intercepted here (`ThreePassLinear`): on a CPU the interception takes a third of the time.

@@ -118,8 +118,8 @@ class ColumnQuantiser:
     """Quantises one column at a time. A group's scales are computed at its first column, from its kept weights.
 
     Args:
-        bits: per code, one number or several: the rows of the weight are then as many blocks of equal size, each with
-            its bits.
+        bits: per code. If there are several numbers, the rows of the weight are that many blocks of equal size, one for
+            each number.
         size: columns per group; the first group starts at column 0.
         units: [K] float32, by which each column of the weight was multiplied; columns are divided by it before they are
             quantised.

@@ -27,8 +27,8 @@ block size). A later choice sees more of the compensation: on three models, 16 c
 to 8 % at 50 %, by 4 to 15 % at 70 %; 8 and 32 are within 1 % of 16."""
 
 MASK_COLUMNS_BY_ROW = 128
-"""The same for patterns that prune a fraction of each row: with 16 columns a row has too few to choose from, and the KL
-is 14 to 18 % higher."""
+"""`MASK_COLUMNS` for patterns that prune a fraction of each row: with 16 columns a row has too few to choose from, and
+the KL is 14 to 18 % higher."""
 
 SAMPLED_ROWS = 256
 """Maximum rows from which `_Shares` estimates the threshold of a pattern that prunes a fraction of the matrix, once per
@@ -179,7 +179,8 @@ def prune_columns(
     group = pattern.size if isinstance(pattern, Group) else 1
     interval = max(1, mask_columns // rule.updates // group) * group
     shares = _Shares(pattern, weight.shape, mask_columns) if rule.one_threshold and _over_matrix(pattern) else None
-    # Diagonal entry i of the whole inverse, or the square root of entry i of the inverse for the columns from i on.
+    # Entry i is diagonal entry i of the whole Hessian's inverse, or else the square root of diagonal entry i of the
+    # inverse for the columns from i on.
     divisor = upper.square().sum(0) if rule.literal else upper.diagonal()
 
     def prune_column(working: Tensor, i: int, stop: int) -> Tensor:
@@ -233,12 +234,12 @@ class _Shares:
         self._fraction = 0.0
 
     def next_strip(self, weight: Tensor, inverse: Tensor) -> None:
-        """Take the next strip's share of what is left to prune.
+        """Decide how many of the weights that are left to prune the next strip loses.
 
         Args:
             weight: [N, columns that are not final] float32; the strip's columns come first.
-            inverse: [these columns] float32, by which squared weights are divided: the diagonal of the inverse of the
-                columns' Hessian; with `MaskRule.literal` the square of that of the whole inverse.
+            inverse: [these columns] float32, by which squared weights are divided: the diagonal of the inverse of these
+                columns' Hessian; with `MaskRule.literal` their squared entries in the diagonal of the whole inverse.
         """
         columns = self._groups * self._pattern.step
         strip = self._saliency(weight[:, :columns], inverse[:columns])

@@ -50,9 +50,9 @@ class SearchResult:
             (docs/experiments/search.md). Empty where candidates were pruned on a part of the text: then the model is to
             be pruned to `patterns`.
         uniform_kl: KL(dense || candidate) of the uniform patterns on the search's tokens, mean in nats per token.
-        kl: the same of `weights`.
+        kl: the same for `weights`.
         evaluations: number of candidates scored, on all or some of the tokens.
-        tokens: number of tokens run through the model for that.
+        tokens: number of tokens run through the model to score them.
     """
 
     patterns: Mapping[str, Pattern]

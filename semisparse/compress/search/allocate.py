@@ -20,7 +20,7 @@ MOVES = 500
 """Maximum number of moves; each lowers the loss."""
 
 MAX_SINGLES = 3000
-"""Maximum moves of one unit that are tried in pairs."""
+"""Maximum number of moves of one unit of which all pairs are tried."""
 
 
 class Unreachable(InputError):
@@ -92,7 +92,7 @@ def _by_multipliers(loss: Tensor, share: Tensor) -> tuple[Tensor | None, Tensor]
     scale = float(finite.max() - finite.min()) * len(loss) or 1.0
     best, best_loss = None, math.inf
     nearest, least_violation = loss.argmin(1), math.inf
-    for start in (1e-3 * scale, scale, 1e6 * scale):  # from the last, costs outweigh losses: any feasible picks
+    for start in (1e-3 * scale, scale, 1e6 * scale):  # the last finds some feasible picks: costs outweigh losses
         multipliers = torch.full((len(share),), start, dtype=torch.float64)
         for iteration in range(ITERATIONS):
             picks = torch.nan_to_num(loss + (multipliers[:, None, None] * share).sum(0), nan=math.inf).argmin(1)

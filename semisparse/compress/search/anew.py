@@ -118,7 +118,7 @@ class PrunedAnew:
         else:
             evaluation = self._evaluate(candidate, number)
             self._save(number, evaluation)
-        if evaluation.weights:  # it is the best so far: those of the one before are not needed
+        if evaluation.weights:  # it is the best so far: the former best's are not needed
             for earlier, other in enumerate(self.evaluations):
                 if other.weights:
                     self.evaluations[earlier] = replace(other, weights={})

@@ -54,8 +54,9 @@ def most_candidates(space: Sequence[LinearSpace]) -> int:
 def search_profile(space: Sequence[LinearSpace], kl_of: Callable[[Candidate], float], budget: int) -> None:
     """Score candidates, the uniform one first.
 
-    The effects of all factors are measured together, by as many candidates as a Hadamard matrix of them has rows. Then
-    steps of growing length against these effects are scored until one is worse than the one before.
+    The effects of all factors are measured together, with one candidate per row of a Hadamard matrix that has a column
+    for each factor. Then steps of growing length against these effects are scored until one is worse than the one
+    before.
 
     Args:
         space: the linear layers and their levels.
@@ -86,8 +87,8 @@ def search_profile(space: Sequence[LinearSpace], kl_of: Callable[[Candidate], fl
 def fitted(space: Sequence[LinearSpace], shifts: Shifts, budget: int) -> Candidate:
     """Return the candidate of a profile.
 
-    All linear layers are moved by the same offset beside their shifts, such that the candidate keeps at most ``budget``
-    weights, and fewer only by less than a level of the smallest linear layer.
+    In addition to its shift, every linear layer is moved by the same offset, such that the candidate keeps at most
+    ``budget`` weights, and fewer only by less than a level of the smallest linear layer.
     """
     last = max(linear.decoder_layer for linear in space) or 1
     wanted = [
@@ -123,7 +124,7 @@ def _role(linear: LinearSpace) -> Factor:
 
 
 def _level(linear: LinearSpace, shift: float, offset: float) -> float:
-    """Return the level, not rounded, that is ``shift + offset`` 64ths from the uniform one, or the nearest there is."""
+    """Return the level, not rounded, that is ``shift + offset`` 64ths from the uniform one, or the nearest possible."""
     level = (shift + offset) * linear.strides[0] / STAGE_STRIDES[0]
     return min(max(level, min(linear.kept)), max(linear.kept))
 

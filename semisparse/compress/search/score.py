@@ -99,7 +99,7 @@ def scoring_batches(batches: Sequence[Tensor], tokens: int, seed: int, parts: in
 
 
 def in_turns(costs: Sequence[float], count: int) -> Iterator[int]:
-    """Yield the rank of each item: consecutive items have the same rank, and the ranks have nearly equal costs."""
+    """Yield the rank of each item: each rank has consecutive items, and all ranks nearly the same total cost."""
     total, before = sum(costs), 0.0
     for cost in costs:
         yield min(count - 1, int((before + cost / 2) * count / total))

@@ -58,7 +58,8 @@ def tune_end_to_end(
         device: where to compute.
         dtype: dtype of the activations, and of the copy's weights that are not quantised.
         progress: called with (steps done, total steps).
-        predictions: the dense model's for each batch, whose KL divergence is the loss; None for the next-token loss.
+        predictions: the dense model's, for each batch: the loss is the KL divergence from them. None: it is the
+            next-token loss.
     Returns:
         The result of the training, and the reports with the new scales.
     """

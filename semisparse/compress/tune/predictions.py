@@ -29,7 +29,7 @@ class Predictions(NamedTuple):
     def kl(self, logits: Tensor) -> Tensor:
         """Return the mean KL divergence of predictions from the dense model's, in nats per token, with gradients.
 
-        Tokens that were not kept count as one. That makes the divergence at most the one over all tokens.
+        The tokens that were not kept count as one token, so the result is at most the divergence over all tokens.
 
         Args:
             logits: [batch, tokens - 1, vocabulary] float32.

@@ -24,7 +24,7 @@ def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
     operands, operations = m * (n + k) * width, 2 * m * n * k
     if problem.device.type == "cpu" and not cpu.uses_torch_matmul(m, problem.spec):
         dtype = quantised_dtype(problem.params)
-        # No operations are counted. The bench derives from the unit what error rounding x may cause.
+        # No operations are counted. The unit tells the bench how large an error rounding x may cause.
         quantising = (Pass(m * k * (width + dtype.itemsize), 0, UNITS[dtype]),) if dtype else ()
         return (*quantising, Pass(weight_bytes + operands, operations, "fp32"))
     if problem.device.type == "cpu" or torch.float32 in (problem.weight_dtype, problem.dtype):

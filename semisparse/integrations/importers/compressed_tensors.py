@@ -120,7 +120,7 @@ def _bits_and_size(
 ) -> tuple[int, int | None]:
     """Return the bits per code and the group size of the config group that fits the tensors' shapes.
 
-    Its targets do not say which: they may be regular expressions, and the file is untrusted.
+    Config groups are not matched by their targets: these may be regular expressions, and the file is untrusted.
     """
     declared = [(arguments.get("num_bits"), arguments.get("group_size")) for arguments in _arguments(block, "weights")]
     fitting = [

@@ -66,10 +66,10 @@ class Method:
         parts: names of all tensors in which a quantised layer's weight is stored.
         measure: (tensors, ``quantization_config``) -> N and K, or all dimensions of a fused weight, after checking
             dtypes, shapes and the number of groups. Tensors of more than 16 numbers are on the meta device.
-        read: (tensors, ``quantization_config``) -> the weight, once measured; a tensor if it is not `Rounded`.
+        read: (tensors, ``quantization_config``) -> the weight, after `measure`: `Rounded`, or else a dense tensor.
         dropped: names of tensors outside quantised layers that a dense model does not have.
         separator: what separates the names of a layer and a part.
-        weight: suffix that makes a layer's name the dense weight's.
+        weight: what is appended to a layer's name to get the name of its dense weight.
     """
 
     markers: frozenset[str]

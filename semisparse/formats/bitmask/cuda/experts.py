@@ -33,7 +33,7 @@ GEMM_SHAPES: Mapping[int, Shape] = {
     192: (2, 2, 1),
     256: (2, 2, 1),
 }
-"""By tile_m: warpgroups per CTA, CTAs per cluster and per SM. In 4 bits (3, 1, 1) is 3 % faster at 160, but spills."""
+"""By tile_m: warpgroups per CTA, CTAs per cluster and per SM. In 4 bits (3, 1, 1) is 3 % faster for 160, but spills."""
 
 DECODE_PAIRS = 6
 """Average pairs of a token and an expert, per expert, up to which decode.cu is faster than gemm.cu."""

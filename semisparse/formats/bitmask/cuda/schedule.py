@@ -44,7 +44,8 @@ GEMM_RATES = {
     8: Rates(expand_us=0.198, overlap=1.8),
     4: Rates(expand_us=0.12, overlap=1.6),
 }
-"""By bits per code, 0 for values; codes' are fitted to an earlier build of gemm.cuh (sweeps/bitmask-codes.csv)."""
+"""By bits per code, 0 for values; the rates of codes are fitted to an earlier build of gemm.cuh
+(results/h200/sweeps/bitmask-codes.csv)."""
 
 
 @dataclass(frozen=True)

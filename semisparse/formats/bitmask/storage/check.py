@@ -126,7 +126,7 @@ def _check_row_starts(packed: Packed, lengths: Tensor) -> None:
 
 
 def _check_padding(packed: Packed) -> None:
-    """Check that padding rows and blocks hold zeros at their lowest columns and scale 1, and lanes end in zeros."""
+    """Check that padding rows and blocks hold zeros at their lowest columns and scale 1, and unused bytes are zero."""
     n, k = packed.shape
     keep, bits = gpu.tiling(packed.spec).keep, code_bits(packed.params)
     masks = after = None

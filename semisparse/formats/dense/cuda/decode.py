@@ -23,7 +23,7 @@ STEPS = {1: 4, 2: 2}
 """Steps that a warp has in flight, 2 KB of weights each, by N8_TILES (tiles of 8 tokens). Registers limit them."""
 
 CTAS_PER_SM = 2
-"""Resident CTAs, as registers allow."""
+"""Resident CTAs per SM; registers are limited so that they fit."""
 
 SHARED_X_BYTES = 72 << 10
 """Maximum bytes of x that a CTA of a fused kernel keeps in shared memory: an SM has two such CTAs."""
@@ -64,10 +64,11 @@ def refusal(problem: Problem) -> str | None:
 
 
 def pays(problem: Problem) -> bool:
-    """Return whether it is faster than cuBLAS: with one row tile per SM or more, and for 3 tokens or more at most four.
+    """Return whether it is faster than cuBLAS: from one row tile per SM on, and for 3 tokens or more only up to four.
 
-    H200, N x K, us here / cuBLAS for one token: 4096 x 4096 10.9 / 12.8, 4096 x 11008 24.5 / 26.9, 32000 x 4096
-    66.6 / 74.7, 22016 x 4096 equal, 1536 x 8960 13.2 / 11.8; for eight tokens: 22016 x 4096 50.8 / 47.9.
+    Microseconds of this kernel / of cuBLAS on an H200, for one token: N x K = 4096 x 4096 10.9 / 12.8, 4096 x 11008
+    24.5 / 26.9, 32000 x 4096 66.6 / 74.7, 22016 x 4096 equal, 1536 x 8960 13.2 / 11.8; for eight tokens: 22016 x 4096
+    50.8 / 47.9.
     """
     row_tiles = -(-problem.n // ROWS)
     over_four_per_sm = row_tiles > 4 * device_facts(problem.device).sms
@@ -94,7 +95,7 @@ def _shared_x(problem: Problem) -> int:
 
 
 def _steps(problem: Problem) -> int:
-    """Return a warp's steps per row tile, a multiple of those in flight."""
+    """Return a warp's steps per row tile, rounded up to a multiple of those in flight."""
     in_flight = STEPS[-(-problem.m // 8)]
     return -(-problem.k // (STEP_COLUMNS * WARPS * in_flight)) * in_flight
 

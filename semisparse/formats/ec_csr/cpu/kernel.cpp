@@ -168,7 +168,7 @@ void take_entry(uint32_t* __restrict deltas, uint32_t* __restrict weights, const
     }
 }
 
-// Walks a segment, all lanes at once, and returns whether every entry is as kernels need it.
+// Walks a segment, all lanes at once, and returns whether kernels can read every entry.
 template <typename Type, int bits>
 bool sound_segment(const Lists<Type, bits>& lists, int segment, const int* ends, State& state) {
     constexpr int kVector = Lists<Type, bits>::kVector, kTogether = 4;
@@ -190,8 +190,8 @@ bool sound_segment(const Lists<Type, bits>& lists, int segment, const int* ends,
     return std::count(state.faults, state.faults + kLanes, 0) == kLanes;
 }
 
-// Returns true if a panel's lists are certainly valid; otherwise `check_panel` decides. Weights in ascending order are stored
-// once each.
+// Returns true if a panel's lists are certainly valid; otherwise `check_panel` decides. It requires ascending
+// positions, so that no weight is stored twice.
 template <typename Type, int bits>
 bool sound_panel(const Weight& weight, int64_t panel, int& span) {
     const Lists<Type, bits> lists(weight, panel);

@@ -46,8 +46,8 @@ struct Sums {
 
 __device__ __forceinline__ SCALAR scalar_of_low_bits(Word word) { return *reinterpret_cast<const SCALAR*>(&word); }
 
-// Copies x to shared memory, and zeros from column k to the lanes' last ones. Tokens past m repeat the last one, and no
-// output of theirs is stored.
+// Copies x to shared memory, and zeros from column k to the lanes' last ones. In place of
+// tokens past m it copies token m - 1 again; their outputs are not stored.
 __device__ __forceinline__ void stage_x(Feature* features, const SCALAR* x, int first, int m, int k, int columns) {
     const SCALAR* rows[TOKENS];
 #pragma unroll
@@ -127,7 +127,7 @@ __device__ __forceinline__ void reduce_row(
 // Where a lane is in its list and in x, and its accumulators of the current row.
 struct Cursor {
     const char* features;
-    int position, end;  // in units; end: of a row
+    int position, end;  // in units: the lane's offset in x, and the offset at which a row ends
     Sums* partial;      // of the current row
     Sums sums;
 

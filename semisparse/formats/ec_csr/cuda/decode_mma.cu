@@ -38,7 +38,7 @@ struct alignas(kUnit) Columns {
     SCALAR values[CTA_LANES];
 };
 
-// Copies the columns of this CTA's lanes, zeros past column k. Tokens past m keep the zeros that are there.
+// Copies the columns of this CTA's lanes, zeros past column k. Rows of tokens past m keep the zeros that are there.
 __device__ __forceinline__ void stage_x(char* tile, int stride, const SCALAR* x, int first_lane, int m, int k) {
     const int lane = threadIdx.x % kWarp, lane_columns = (k + kWarp - 1) / kWarp;
     const bool aligned = k % kWarp == 0 && reinterpret_cast<unsigned long long>(x) % 16 == 0;

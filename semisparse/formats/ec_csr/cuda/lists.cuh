@@ -28,7 +28,7 @@ struct Load {
     }
 };
 
-// A lane's loads in global memory; those of 32 lanes alternate.
+// A lane's loads in global memory: every 32nd load, since the 32 lanes' loads are interleaved.
 struct List {
     const uint4* values;
     const char* deltas;

@@ -153,7 +153,7 @@ class MmaSchedule(Lists):
 
     Args:
         tokens: per pass.
-        lanes: per CTA; K is split by them.
+        lanes: per CTA. Each split of K has so many.
         ctas: CTAs per SM that registers and shared memory leave room for.
     """
 

@@ -28,7 +28,7 @@ struct SharedStages {
         cp_async<kStageBytes>(smem_address(deltas) + stage * (threads * kStageBytes), from);
     }
 
-    // Waits for the load that was started STAGES groups of copies ago.
+    // Waits for the load that was started STAGES cp.async groups ago.
     __device__ __forceinline__ Load take(int stage) const {
         cp_async_wait_group<STAGES - 1>();
         Load load = {*reinterpret_cast<const uint4*>(values + stage * (threads * 16)),

@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * kWarp) semisparse_ec_csr_pa
     if (bundle_index >= bundle_count) return;
     const int lane = threadIdx.x % kWarp;
     Operands of{{}, values, deltas, slots, partial + (long long)blockIdx.y * slot_count * TOKENS};
-    // Tokens past m repeat the last one and are not stored.
+    // In place of tokens past m it reads token m - 1 again; no output depends on their sums.
 #pragma unroll
     for (int token = 0; token < TOKENS; ++token) of.x[token] = x + (long long)min((int)blockIdx.y * TOKENS + token, m - 1) * k;
     const Bundle bundle = bundles[bundle_index];

@@ -80,7 +80,7 @@ def _check_panels(packed: Packed) -> None:
 
 
 def _check_lists(packed: Packed) -> int:
-    """Check every entry of every list, as `cpu.check_lists` does, except for weights that are stored twice.
+    """Check every entry of every list as `cpu.check_lists` does, but do not look for weights that are stored twice.
 
     Returns:
         The span: the most rows that one segment of a list covers.
@@ -108,10 +108,12 @@ def _check_lists(packed: Packed) -> int:
 
 
 def _goes_back(entries: Entries, positions: int, weight: Tensor) -> Tensor:
-    """Mark entries that begin a segment below a weight before it: in `unpack.cu` a segment ends at the next one's base.
+    """Mark the first entries of segments whose base is below a weight of an earlier segment of the same list.
+
+    In unpack.cu a segment ends at the base of the next.
 
     Args:
-        positions: per panel.
+        positions: positions per lane and panel.
         weight: which entries are weights, bool.
     """
     begin = (entries.panel * LANES + entries.lane) * positions

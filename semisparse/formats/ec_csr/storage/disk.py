@@ -65,7 +65,7 @@ def pack_weight(
         delta_bits: 4, 8, or ``auto`` for the one that takes fewer bytes.
         granularity: maximum rows per block; 1 extracts nothing.
         multiple: the number of columns of a block of two rows or more is a multiple of this.
-        clip: maximum loads per lane of a block, of 4 columns each; 0 for twice the mean. Blocks with more are cut.
+        clip: maximum loads, of 4 columns each, per lane of a block; 0 for twice the mean. Blocks with more are cut.
         progress: called with (weights extracted, all weights) during the extraction.
     Raises:
         FormatError: an option is unknown, or the weight is too large for 32-bit offsets.

@@ -23,7 +23,7 @@ DISK_ROWS, SPAN_LIMIT = "disk_panel_rows", "span_limit"
 
 
 def arrange(packed: Packed, device_type: str) -> Packed:
-    """Return a weight with panels of the height for a device; its tensors stay on the device that they are on.
+    """Return the weight in panels of the height for a kind of device; its tensors stay on the device that they are on.
 
     Args:
         packed: as on disk, or as on a GPU.

@@ -173,7 +173,7 @@ class Entries:
         panel, lane: the panel and the lane whose list it is in.
         number: its index in the list.
         at: index of its delta and of its value in the stored tensors.
-        delta: from the position before it, or from the base at the begin of a segment.
+        delta: from the position before it, or from the base if the entry is the first of a segment.
         base: of its segment.
         position: row of the panel * columns per lane + column // 32.
         begins: whether it is the first of a segment, bool.

@@ -1,4 +1,4 @@
-"""The kernel for 1 to 16 tokens, straight from the packed groups of 16 in 4 or 8 bits."""
+"""The kernel `decode`, for 1 to 16 tokens: straight from the packed groups of 16 in 4 or 8 bits."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _prepared(problem: Problem, schedule: Schedule) -> FusedProduct:
     facts, gated = device_facts(device), problem.epilogue == "silu_mul"
     quantise = quantise_x.prepare(device, dtype) if quantises_x(problem.params) and not schedule.int8_x else None
     row_tiles, chunks_per_tile = -(-n // CHUNK_ROWS), -(-k // (CHUNK_GROUPS * GROUP_SIZE))
-    tiles = row_tiles // 2 if gated else row_tiles  # a CTA has the same tiles of the gate and of the other half
+    tiles = row_tiles // 2 if gated else row_tiles  # a CTA has the same tiles of the gate and of the up projection
     ctas = schedule.ctas(tiles, facts)
     tiles_per_cta, ctas_with_extra = divmod(tiles, ctas)
     whole_at = schedule.shared_bytes(k)

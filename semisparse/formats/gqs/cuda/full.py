@@ -1,4 +1,4 @@
-"""The kernel for 1 to 64 tokens and weights of which no group is dropped, in 8 to 2 bits."""
+"""The kernel `full`, for 1 to 64 tokens and weights in 8 to 2 bits of which no group is dropped."""
 
 from __future__ import annotations
 

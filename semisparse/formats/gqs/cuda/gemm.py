@@ -1,4 +1,4 @@
-"""The kernel for any number of tokens, straight from the packed groups of 8 to 128 in 8 to 2 bits."""
+"""The kernel `gemm`, for any number of tokens: straight from the packed groups of 8 to 128 in 8 to 2 bits."""
 
 from __future__ import annotations
 

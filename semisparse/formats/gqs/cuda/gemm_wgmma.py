@@ -1,4 +1,4 @@
-"""The kernel for any number of tokens on Hopper: groups expanded into the registers that wgmma reads."""
+"""The kernel `gemm_wgmma`, for any number of tokens on Hopper: expands groups into the registers that wgmma reads."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ STAGE_GROUPS, STAGES = 64, 8
 HEADER_BYTES = 2 * 32 * 16
 """Bytes of shared memory per warp for masks and starts: two windows of 32 chunks."""
 
-# What follows was measured on an H200 (README.md, "Designs rejected").
+# What follows was measured on an H200 (docs/kernels/gqs.md).
 
 WARPS = 8
 """Warps per CTA; some schedules have twice or half as many."""
@@ -47,7 +47,7 @@ WARPS_PER_SM = 16
 """Resident warps per SM, which limits registers per thread. More warps, with fewer chunks each, were slower."""
 
 TILES_PER_SM = 2
-"""Up to so many row tiles per SM, each has a CTA of its own."""
+"""Maximum row tiles per SM for which each row tile has a CTA of its own."""
 
 PREFETCH_GROUPS = 256
 """Groups that each warp prefetches to L2 before ``griddepcontrol.wait``. With 512, large weights are slower."""

@@ -1,4 +1,4 @@
-"""The kernel for any number of tokens, any kind and any group size: unpacks the weight, then calls cuBLAS."""
+"""The kernel `unpack`, for any number of tokens, kind and group size: unpacks the weight, then calls cuBLAS."""
 
 from __future__ import annotations
 

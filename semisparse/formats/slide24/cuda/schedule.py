@@ -36,7 +36,7 @@ H200_GEMM_TO_CUBLAS = 0.74
 of Qwen2.5-7B's layers, 2,048 to 8,192 tokens)."""
 
 H200_UNPACK_TOKENS = 250
-"""Measured: unpacking a 16-bit weight takes as long as this many tokens in cuBLAS: 70 to 330."""
+"""Unpacking a 16-bit weight takes about as long as this many tokens in cuBLAS; measured: 70 to 330."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def choose(m: int, row_tiles: int, k_tiles: int, sms: int, tiles: tuple[CtaTile,
     """Return the schedule that should be fastest.
 
     Args:
-        m: tokens. To choose a tile, those of the bucket; to choose the splits for a given tile, those of the call.
+        m: tokens: the bucket's maximum to choose a tile, the call's own number to choose the splits of a given tile.
         row_tiles: tiles of 64 rows of w.
         k_tiles: tiles of 128 bytes of K'.
         sms: SMs of the GPU.
@@ -224,12 +224,12 @@ UNPACK_THREADS = 256
 
 @dataclass(frozen=True)
 class UnpackSpan:
-    """What a CTA of unpack.cu unpacks, in 64 rows.
+    """What a CTA of unpack.cu unpacks: some K tiles of 64 rows.
 
     Args:
         k_tiles: the fewest K tiles that hold whole groups.
         columns: columns of the weight that these unpack to.
-        shared_bytes: bytes of shared memory per CTA: 64 rows of these columns, with 16 bytes of padding each.
+        shared_bytes: bytes of shared memory per CTA: 64 rows of these columns, each row with 16 bytes of padding.
     """
 
     k_tiles: int

@@ -117,7 +117,8 @@ def _positions_at(metadata: Tensor, i: int) -> Tensor:
 def _check_past_k(packed: Packed) -> None:
     """Check that values at columns >= K are 0.
 
-    Reads from the last group that begins at or before K, and at the first slot of a byte of metadata.
+    Reads from the last group on that begins at or before column K, and whose first slot is the first of a byte of
+    metadata.
     """
     k, window = packed.shape[1], window_of(packed.pattern)
     first_group = k // window // aligned_groups(window) * aligned_groups(window)

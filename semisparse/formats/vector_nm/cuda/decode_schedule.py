@@ -155,7 +155,7 @@ class DecodeTensorSchedule:
         return min(row_tiles, self.ctas_per_sm * sms) if self.persistent else row_tiles
 
     def steps(self, slot_tiles: int) -> int:
-        """Return a warp's tiles per row tile and panel of ``slot_tiles`` tiles, a multiple of the stages."""
+        """Return a warp's tiles per row tile and panel of ``slot_tiles``, rounded up to a multiple of the stages."""
         return -(-slot_tiles // (self.warps // self.tiles_at_once * self.stages)) * self.stages
 
     def panel_chunks(self, windows: int) -> int:
@@ -168,7 +168,7 @@ class DecodeTensorSchedule:
         The regions are those in the header comment of decode_tensor.cu.
         """
         weights = self.warps * self.stages * TILE_SLOTS * self.tile_n * 2
-        bytes_per_column = 2 if self.tile_m == 1 else 16 * -(-self.tile_m // 8)  # 2-byte tokens, padded to 8
+        bytes_per_column = 2 if self.tile_m == 1 else 16 * -(-self.tile_m // 8)  # 2 bytes per token, padded to 8 tokens
         panel = self.panel_chunks(windows) * CHUNK_COLUMNS * bytes_per_column
         partials = self.warps * self.tile_m * self.tile_n * 4
         exchange = self.warps * TILE_SLOTS * 2 if self.tile_m == 1 else 0  # one value of x per slot of a stage

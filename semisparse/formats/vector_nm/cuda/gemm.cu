@@ -8,14 +8,14 @@
 // Warps: every thread copies its share of x; weights go from global memory straight to registers. Tokens are the m of the
 // mma, rows its n, slots its k. Of each 16 slots a lane (g, t), g = lane / 4 and t = lane % 4, takes four. It loads eight
 // tokens of each slot's column at once and its rows of the slot's weights; __byte_perm then pairs slots, as fragments need
-// them. A fragment's elements may stand for any tokens and rows: they are those that a lane loads together, tokens 8
-// g to 8 g + 7 of every 64 and consecutive rows, which it also stores together. Slots are added in a fixed order: every run
-// gives the same bits.
+// them. A fragment's elements may stand for any tokens and rows: they are those that a lane loads together, which are
+// tokens 8 g to 8 g + 7 of every 64, and consecutive rows. It also stores them together. Slots are added in a fixed order:
+// every run gives the same bits.
 // Bank conflicts: shared memory serves eight lanes at a time, two g and all four t. A column begins 32 bytes further along
 // the banks than the one before, so there is no conflict if the columns of the four t differ mod 4; column_info.cu orders
 // slots so.
-// Bound: shared-memory reads. A column of x serves the rows of one group only, at most 32 of a warp: at LENGTH 32 these
-// reads take 21 of every 26 cycles that the tensor cores need. 2,048 and 4,096 tokens: 0.56 to 0.67 of cuBLAS's speed at
+// Bound: shared memory. A column of x serves the rows of one group only, at most 32 of a warp: at LENGTH 32 the reads of x
+// alone take 21 of every 26 cycles that the tensor cores need. 2,048 and 4,096 tokens: 0.56 to 0.67 of cuBLAS's speed at
 // 16:32v32, 0.79 to 0.96 at 8:32v32 (results/h200/vector_nm-bfloat16.csv).
 //
 // Macros: WARP_M_TILES (m16 tiles per warp, a multiple of 4), and those of pipeline.cuh.

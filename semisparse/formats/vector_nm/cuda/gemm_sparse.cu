@@ -13,9 +13,9 @@
 // transposed from slots to rows on their way to registers (ldmatrix.trans), x is operand B in shared memory. The wgmma of
 // one block are in flight while the next is loaded. Accumulators are float32, added in a fixed order: every run gives the
 // same bits.
-// Bound: no unit. At 8:32v32 a block takes 597 cycles; shared memory is busy for 340 of them, L2 for 36 %, tensor cores for
-// 27 %, issue for 34 % (H200, ncu). 2,048 and 4,096 tokens: 0.96 to 1.18 of cuBLAS's speed at 8:32v32, 1.34 to 1.74 at
-// 4:32v32 (results/h200/vector_nm-bfloat16.csv).
+// Bound: no single unit. At 8:32v32 a block takes 597 cycles: shared memory is busy for 57 % of them, L2 for 36 %, tensor
+// cores for 27 %, issue for 34 % (H200, ncu). 2,048 and 4,096 tokens: 0.96 to 1.18 of cuBLAS's speed at 8:32v32, 1.34 to
+// 1.74 at 4:32v32 (results/h200/vector_nm-bfloat16.csv).
 //
 // Macros: SCALAR, LENGTH (32, 64 or 128), STAGES.
 

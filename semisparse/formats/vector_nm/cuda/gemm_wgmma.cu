@@ -1,5 +1,5 @@
 // y[m, n] = x[m, k] @ w[n, k].T + bias[n] in float16 or bfloat16 for any m, straight from kept vectors, with Hopper's wgmma:
-// expand_gemm/gemm.cuh (grid, CTA, shared memory). Producer warps copy the consumers' tiles by cp.async and make their masks.
+// expand_gemm/gemm.cuh (grid, CTA, shared memory). Producer warps copy the tiles by cp.async and make the tiles' masks.
 //
 // A slot of a tile is 16 rows of a kept vector: 32 bytes. ldmatrix.trans loads fragments from slots, so expanding takes no
 // stores: each lane gives the address of one column's slot, or of zeros if the column is not kept. A mask has a bit for each
@@ -57,7 +57,7 @@ struct Vectors {
     static constexpr int kTileBytes = kSlotsBytes + kMasksBytes;
     static constexpr int kExtraBytes = kConsumerWarps * kZeroBytes;
     static constexpr int kProducerRegisters = 56;
-    static constexpr int kProducers = kProducerWarps * kWarpSize * 2;  // each lane: for its copies, and for its masks
+    static constexpr int kProducers = kProducerWarps * kWarpSize * 2;  // a lane arrives for its copies, and for its masks
     using Stream = SlotStream;
 
     const unsigned short* values;    // [groups, slots, LENGTH]

@@ -46,8 +46,8 @@ WARP_ROWS = 32
 """Rows of y per warp."""
 
 MAX_COLUMN_PASSES = {2: 16, 4: 8}
-"""With packing: maximum columns per stage that a thread copies, by bytes of an element. It keeps their indices in
-registers."""
+"""With packing: maximum columns per stage that a thread copies, by bytes of an element. The thread
+keeps their indices in registers."""
 
 HIDING_WARPS = 4
 """Warps per SM that are enough to hide latency; with fewer, time grows in inverse proportion."""

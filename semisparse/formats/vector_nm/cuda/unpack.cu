@@ -5,7 +5,8 @@
 // kPitch].
 // Warps: all zero the tile, scatter the vectors of its windows into it, as columns, and store its rows: loads and stores
 // are both consecutive.
-// Bound: memory. 4096 x 4096 at 16:32v32 takes 18 to 20 us, 12 by its bytes; with one weight per thread and load 31 (H200).
+// Bound: memory. 4096 x 4096 at 16:32v32 takes 18 to 20 us, where its bytes take 12 at full DRAM bandwidth; with one weight
+// per thread and load it took 31 us (H200).
 //
 // Macros: BYTES (of a weight, 2 or 4), KEEP, WINDOW, LENGTH.
 

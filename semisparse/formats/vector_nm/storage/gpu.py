@@ -33,7 +33,8 @@ BLOCK_QUADS = 8
 BLOCK_SLOTS = 2 * BLOCK_QUADS
 """Maximum slots of a slice in a block."""
 NO_SLOT, SKIPPED = 0xFFFF, 0xFFFE
-"""What the tensor ``slots`` holds where there is no slot: zeros as padding, and blocks that the 64-row tile skips."""
+"""What the tensor ``slots`` holds where there is no slot: in blocks that the 64-row tile multiplies (as a zero), and in
+blocks that it skips."""
 
 ORDERED_SPECS = (
     *(replace(spec, split_n=None, split_k=None) for spec in disk.SPECS),
