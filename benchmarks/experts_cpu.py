@@ -36,6 +36,7 @@ TOKENS = (1, 8, 64, 512)
 STEPS = 6
 WAYS: Mapping[str, tuple[str, str, dict[str, str]]] = {
     "bitmask 32:64": ("bitmask", "32:64", {}),
+    "bitmask 32:64 W8": ("bitmask", "32:64", {"kind": "w8"}),
     "bitmask 32:64 W4": ("bitmask", "32:64", {"kind": "w4"}),
     "gqs W4S50": ("gqs", "g16@50%", {"kind": "w4"}),
     "gqs W4 g128": ("gqs", "g128@0%", {"kind": "w4"}),
@@ -92,7 +93,7 @@ def implementation(dense: Any, name: str, *operands: Tensor) -> Tensor:
 
 
 def seconds_in_turn(
-    layers: Mapping[str, Layer], drawn: list[Operands], at_least: float = 2.0
+    layers: Mapping[str, Layer], drawn: list[Operands], at_least: float
 ) -> dict[str, list[float]]:
     """Return the CPU seconds of each layer's calls, taken in turn until each has taken ``at_least`` seconds."""
     times: dict[str, list[float]] = {name: [] for name in layers}
@@ -107,7 +108,7 @@ def seconds_in_turn(
 
 
 @torch.no_grad()
-def measure(dtype: torch.dtype) -> Iterator[dict[str, str]]:
+def measure(dtype: torch.dtype, seconds: float) -> Iterator[dict[str, str]]:
     """Time every way at every number of tokens."""
     dense = dense_experts(dtype)
     for way in WAYS:
@@ -119,7 +120,7 @@ def measure(dtype: torch.dtype) -> Iterator[dict[str, str]]:
             if not error < (1e-4 if dtype == torch.float32 else 2e-2):
                 raise KernelError(f"{way} is wrong at {tokens} tokens: relative error {error:.3g}; it was not timed")
             rivals = {name: partial(implementation, dense, name) for name in ("eager", "grouped_mm")}
-            times = seconds_in_turn({**rivals, "packed": experts}, drawn)
+            times = seconds_in_turn({**rivals, "packed": experts}, drawn, seconds)
             us = {name: 1e6 * median(found) for name, found in times.items()}
             best = min(us["eager"], us["grouped_mm"])
             values = (dtype, tokens, way, f"{us['packed']:.0f}", f"{best:.0f}", f"{best / us['packed']:.2f}",
@@ -131,10 +132,11 @@ def main() -> None:
     """Measure, and write the CSV after each row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("csv", type=Path)
+    parser.add_argument("--seconds", type=float, default=2.0, help="CPU time of each layer at each number of tokens")
     options = parser.parse_args()
     rows: list[dict[str, str]] = []
     for dtype in (torch.bfloat16, torch.float32):
-        for measured in measure(dtype):
+        for measured in measure(dtype, options.seconds):
             rows.append(measured)
             write_rows(options.csv, rows, COLUMNS)
             print(*measured.values(), flush=True)
