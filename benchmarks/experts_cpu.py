@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/experts_cpu.py results/cpu/experts.csv
 
 Random weights: 32 experts, gate and up joined [1536, 2048], down [2048, 768], top 8 of uniformly drawn scores. Times
-are CPU time of one thread, so that other jobs disturb them less; dense and packed layers take turns, and each call has
-other tokens. Dense is the faster of transformers' implementations `eager` and `grouped_mm`. Every output is compared
+are CPU time of one thread, and the shortest of all rounds, so that other jobs disturb them less; dense and packed layers
+take turns, and each call has other tokens. Dense is the faster of transformers' implementations `eager` and `grouped_mm`. Every output is compared
 with the dense layer of the unpacked weights before it is timed.
 """
 
@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -121,7 +120,7 @@ def measure(dtype: torch.dtype, seconds: float) -> Iterator[dict[str, str]]:
                 raise KernelError(f"{way} is wrong at {tokens} tokens: relative error {error:.3g}; it was not timed")
             rivals = {name: partial(implementation, dense, name) for name in ("eager", "grouped_mm")}
             times = seconds_in_turn({**rivals, "packed": experts}, drawn, seconds)
-            us = {name: 1e6 * median(found) for name, found in times.items()}
+            us = {name: 1e6 * min(found) for name, found in times.items()}
             best = min(us["eager"], us["grouped_mm"])
             values = (dtype, tokens, way, f"{us['packed']:.0f}", f"{best:.0f}", f"{best / us['packed']:.2f}",
                       f"{error:.1e}", len(times["packed"]), device_facts(torch.device("cpu")).name)  # fmt: skip
