@@ -69,7 +69,7 @@ def mixture() -> str:
         line = [run]
         for model in losses:
             found = [rows.get((model, run, tune)) for tune in ("none", "bqpo")]
-            bits = next(f"{float(row['bits']):.2f}" for row in found if row)
+            bits = next((f"{float(row['bits']):.2f}" for row in found if row), "")
             line += [bits, *(f"{float(row['kl']):.3f}" if row else "" for row in found)]
         lines.append(line)
     names = {"mixture": "mixture", "mixture-dense": "dense model"}

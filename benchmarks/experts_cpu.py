@@ -91,9 +91,7 @@ def implementation(dense: Any, name: str, *operands: Tensor) -> Tensor:
     return dense(*operands)
 
 
-def seconds_in_turn(
-    layers: Mapping[str, Layer], drawn: list[Operands], at_least: float
-) -> dict[str, list[float]]:
+def seconds_in_turn(layers: Mapping[str, Layer], drawn: list[Operands], at_least: float) -> dict[str, list[float]]:
     """Return the CPU seconds of each layer's calls, taken in turn until each has taken ``at_least`` seconds."""
     times: dict[str, list[float]] = {name: [] for name in layers}
     turn = 0

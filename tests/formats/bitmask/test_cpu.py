@@ -72,7 +72,9 @@ def test_every_16_bit_number_is_read(dtype: torch.dtype):
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="these instruction sets are those of x86-64")
-@pytest.mark.parametrize("without", ["-mno-avx512bf16", "-mno-avx512vbmi2", "-mno-avx512f", "-mno-avx512f -mno-avx2 -mno-f16c"])
+@pytest.mark.parametrize(
+    "without", ["-mno-avx512bf16", "-mno-avx512vbmi2", "-mno-avx512f", "-mno-avx512f -mno-avx2 -mno-f16c"]
+)
 def test_older_instruction_sets(without: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CXX", f"{cpp.find_compiler().command[0]} {without}")
     monkeypatch.setattr(cpp, "find_compiler", cpp.find_compiler.__wrapped__)

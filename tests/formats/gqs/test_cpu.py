@@ -13,7 +13,8 @@ from tests.formats.gqs.reference import check, operands, packed_weight, quantise
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [*((kind, dtype) for kind in KINDS for dtype in (torch.float16, torch.bfloat16)), ("w2", torch.float32)]
+    ("kind", "dtype"),
+    [*((kind, dtype) for kind in KINDS for dtype in (torch.float16, torch.bfloat16)), ("w2", torch.float32)],
 )
 def test_every_kind_and_size(kind: str, dtype: torch.dtype):
     matmul = load(Path(cpu.__file__).with_name("kernel.cpp"), "gqs", 16)
