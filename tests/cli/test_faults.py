@@ -143,6 +143,19 @@ def test_an_output_that_exists(compress, tmp_path: Path):
     assert os.listdir(tmp_path / "out") == ["mine"]
 
 
+def test_an_output_inside_the_model_changes_no_file_of_it(run: Run, compress, model: Path, text: Path, tmp_path: Path):
+    """Directories are written whole and no loader looks below a model's own, so nothing is mixed up."""
+    before = {file.name: file.read_bytes() for file in model.iterdir()}
+    inside = model / "sparse"
+    options = ("--recipe", "rheosparse", "--calib", text, *SMALL)
+    assert run("compress", model, *options, "--out", inside).status == 0
+    assert run("export", inside, "--to", "dense", "--out", inside / "dense").status == 0
+    assert {file.name: file.read_bytes() for file in model.iterdir() if file.is_file()} == before
+    assert compress().status == 0  # of the same model, which has a directory in it now
+    written = {file.name: file.read_bytes() for file in inside.iterdir() if file.is_file()}
+    assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == written
+
+
 def test_a_compressed_model_is_not_compressed_again(run: Run, compress, text: Path, tmp_path: Path):
     assert compress().status == 0
     again = ("--recipe", "rheosparse", "--calib", text, "--out", tmp_path / "again")
@@ -158,7 +171,7 @@ def test_a_run_without_finished_work_leaves_nothing(run: Run, compress, model: P
     assert not [path for path in tmp_path.iterdir() if path.name.startswith((".out", "out"))]
 
 
-def test_resume_with_other_settings(run: Run, compress, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_resume_with_other_settings(run: Run, compress, model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     def interrupted(*arguments: object, **options: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -172,6 +185,10 @@ def test_resume_with_other_settings(run: Run, compress, monkeypatch: pytest.Monk
     with monkeypatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: 7)
         assert_refused(compress("--resume"), "differs in: number of CPU threads")
+    weights = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
+    assert_refused(compress("--resume"), "differs in: model weights;")
+    (model / "model.safetensors").write_bytes(weights)
     assert compress("--resume").status == 0
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith((".out", "out"))) == ["out"]
 
