@@ -37,6 +37,7 @@ CHANGES = {
     "kl": "tune=bqpo+kl",
     "linears": "search_units=linears",
     "inputs": "search_units=inputs",
+    "8k": "search_tokens=8192",
 }
 """The settings that may be added to a run."""
 

@@ -1,18 +1,22 @@
 """Predicted and measured speed-ups of targets on a model of llama2-7b's shapes with random weights.
 
-    python benchmarks/target_speed.py choose DATA results/target_choices.csv --gpu h200
-    python benchmarks/target_speed.py time results/target_choices.csv results/target_speed.csv
+    python benchmarks/target_speed.py losses DATA results/target_losses.csv
+    python benchmarks/target_speed.py choose results/target_losses.csv results/target_choices.csv --gpu h200
+    python benchmarks/target_speed.py time results/target_choices.csv results/target_speed.csv results/target_units.csv
 
-`choose` takes the losses of choices from a small trained model, layer for layer at the same relative depth, and the
-times from `plan`; it needs no GPU. `time` measures, on the GPU, the linear layers alone in a CUDA graph, and the whole
-model in the engine; it writes a row per target.
+`losses` measures the losses of choices in a small trained model. `choose` takes them layer for layer at the same
+relative depth, and the times from `plan`; neither needs a GPU. `time` measures, on the GPU, the linear layers alone in
+a CUDA graph, all together and each kind of unit alone, and the whole model in the engine; it writes a row per target
+and per kind of unit.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -31,7 +35,7 @@ from semisparse.bench.timing import clone, time_calls
 from semisparse.compress import Choice, Option, Recipe, calibration_batches
 from semisparse.compress.recipe import read_targets
 from semisparse.compress.search.allocate import allocate
-from semisparse.compress.search.joint import JointSearch
+from semisparse.compress.search.losses import ChoiceLosses
 from semisparse.formats.base import Packed, get_format
 from semisparse.nn import SparseLinear, replace_linear
 from semisparse.patterns import NO_ZEROS, parse_pattern
@@ -43,29 +47,36 @@ UNITS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), 
 
 DTYPE, DEVICE = torch.bfloat16, "cuda"
 
+LOSSES = ("model", "layer", "unit", "format", "pattern", "quant", "kl")
 CHOICES = ("target", "layer", "unit", "format", "pattern", "quant", "us", "dense_us")
 SPEEDS = ("target", "model", "layers", "tokens", "predicted", "measured", "linear_us", "dense_linear_us")
 SPEEDS += ("predicted_us",)
+UNIT_TIMES = ("target", "unit", "n", "k", "tokens", "format", "pattern", "quant", "us", "predicted_us", "gpu")
 SPEEDS += ("step_ms", "dense_step_ms", "predicted_step_ms", "step_error", "gpu")
 
 
 def main() -> None:
-    """Choose, or time what was chosen."""
+    """Measure losses, choose, or time what was chosen."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(required=True)
+    measures = verbs.add_parser("losses", help="measure what choices lose in a small model")
+    measures.add_argument("shared", type=Path, help="a directory with models/ and text/")
+    measures.add_argument("csv", type=Path)
+    measures.add_argument("--model", default="stories260k", choices=MODELS)
+    measures.add_argument("--device", default="cpu")
+    measures.add_argument("--samples", type=int, default=16)
+    measures.set_defaults(call=losses)
     chooses = verbs.add_parser("choose", help="allocate choices by a small model's losses and predicted times")
-    chooses.add_argument("shared", type=Path, help="a directory with models/ and text/")
+    chooses.add_argument("losses", type=Path)
     chooses.add_argument("csv", type=Path)
     chooses.add_argument("--targets", nargs="+", default=["decode=2.5x", "prompt=1.25x"])
-    chooses.add_argument("--model", default="stories260k", choices=MODELS)
     chooses.add_argument("--layers", type=int, default=4, help="decoder layers of the timed model")
     chooses.add_argument("--gpu", default="h200")
-    chooses.add_argument("--device", default="cpu")
-    chooses.add_argument("--samples", type=int, default=16)
     chooses.set_defaults(call=choose)
     times = verbs.add_parser("time", help="measure the chosen layers on this GPU")
     times.add_argument("choices", type=Path)
     times.add_argument("csv", type=Path)
+    times.add_argument("units", type=Path, help="the CSV for the time of each kind of unit alone")
     times.set_defaults(call=time)
     options = parser.parse_args()
     options.call(options)
@@ -73,7 +84,7 @@ def main() -> None:
 
 def choose(options: argparse.Namespace) -> None:
     """Write a row per target, decoder layer and unit."""
-    losses = small_losses(options)
+    losses = read_losses(options.losses)
     config, machine = architecture(SHAPES), find_machine(options.gpu)
     hidden, inner = config.hidden_size, config.intermediate_size
     shapes = ([(hidden, hidden)] * 3, [(hidden, hidden)], [(inner, hidden)] * 2, [(hidden, inner)])
@@ -109,54 +120,110 @@ def choices_for(workload: str) -> list[Choice]:
     return menu(recipe, rounds_activations=workload == "prompt")
 
 
-def small_losses(options: argparse.Namespace) -> list[list[dict[Choice, float]]]:
-    """Return the KL divergence of each choice of each unit of a small model alone: [layers][units][choice]."""
+def losses(options: argparse.Namespace) -> None:
+    """Write the KL divergence of each choice of each unit of a small model alone."""
     subject = Subject(options.model, argparse.Namespace(**vars(options), chunks=1))
     model = AutoModelForCausalLM.from_pretrained(subject.directory, dtype="auto")
     drawn = {"samples": options.samples, "seqlen": subject.seqlen, "seed": 0}
     batches = calibration_batches(subject.tokenizer, subject.calibration, **drawn)
-    recipe = Recipe(pattern=NO_ZEROS)
     every = dict.fromkeys(choice for workload in WORKLOADS for choice in choices_for(workload))
     of_shapes = options_of(list(every), (), model.dtype, None)
-    search = JointSearch(
+    measured = ChoiceLosses(
         model,
         batches,
-        recipe,
+        Recipe(pattern=NO_ZEROS, search_units="inputs"),
         of_shapes,
         seed=0,
         device=options.device,
         progress=lambda stage, done, total: None,
         journal=None,
     )
-    found = search.single_losses()
-    layers = 1 + max(unit.decoder_layer for unit in search.units)
-    losses: list[list[dict[Choice, float]]] = [[] for _ in range(layers)]
-    for unit, own in zip(search.units, found, strict=True):
-        losses[unit.decoder_layer].append(
-            {option.choice: kl for option, kl in zip(unit.options, own, strict=True) if kl < float("inf")}
-        )
-    return losses
+    rows = []
+    for unit, own in zip(measured.units, measured.single_losses(), strict=True):
+        name = "+".join(linear.rpartition(".")[2] for linear in unit.linears)
+        for option, kl in zip(unit.options, own, strict=True):
+            choice = option.choice
+            values = (options.model, unit.decoder_layer, name, choice.format, choice.pattern, choice.quant, kl)
+            rows.append(dict(zip(LOSSES, map(str, values), strict=True)))
+    write_rows(options.csv, rows, LOSSES)
+
+
+def read_losses(path: Path) -> list[list[dict[Choice, float]]]:
+    """Read what `losses` has written, [layers][units][choice]; choices that were not measured are left out."""
+    rows = read_rows(path)
+    found: list[list[dict[Choice, float]]] = [
+        [{} for _ in UNITS] for _ in range(1 + max(int(row["layer"]) for row in rows))
+    ]
+    for row in rows:
+        if float(row["kl"]) < math.inf:
+            unit = UNITS.index(tuple(row["unit"].split("+")))
+            choice = Choice(row["pattern"], row["quant"], row["format"])
+            found[int(row["layer"])][unit][choice] = float(row["kl"])
+    return found
 
 
 def time(options: argparse.Namespace) -> None:
-    """Measure dense, and what was chosen for each target."""
-    rows, out = read_rows(options.choices), list[dict[str, str]]()
-    for target in dict.fromkeys(row["target"] for row in rows):
-        chosen = [row for row in rows if row["target"] == target]
-        tokens = WORKLOADS[target.partition("=")[0]]
-        layers = 1 + max(int(row["layer"]) for row in chosen)
-        dense = [{**row, "format": "dense", "pattern": NO_ZEROS, "quant": "none"} for row in chosen]
-        dense_us, us = linear_us(dense, tokens), linear_us(chosen, tokens)
-        dense_step, step = step_ms(dense, layers, tokens), step_ms(chosen, layers, tokens)
-        predicted_us, predicted_dense = (sum(float(row[key]) for row in chosen) for key in ("us", "dense_us"))
-        # What is not a linear layer takes the same time in both.
-        predicted_step = dense_step - dense_us / 1e3 + dense_us / 1e3 * predicted_us / predicted_dense
-        values = (target, SHAPES, layers, tokens, f"{predicted_dense / predicted_us:.3f}", f"{dense_us / us:.3f}")
-        values += tuple(f"{x:.1f}" for x in (us, dense_us, predicted_us * dense_us / predicted_dense))
-        values += tuple(f"{x:.4f}" for x in (step, dense_step, predicted_step, step / predicted_step - 1))
-        out.append(dict(zip(SPEEDS, map(str, (*values, device_facts(DEVICE).name)), strict=True)))
-        write_rows(options.csv, out, SPEEDS)
-        print(*out[-1].values(), flush=True)
+    """Measure dense, and what was chosen for each target: the linear layers of all targets first, then whole models."""
+    rows, out, units = read_rows(options.choices), dict[str, dict[str, str]](), list[dict[str, str]]()
+    targets = {target: [row for row in rows if row["target"] == target] for target in dict.fromkeys(_targets(rows))}
+    for target, chosen in targets.items():
+        out[target] = linear_times(target, chosen)
+        write_rows(options.csv, list(out.values()), SPEEDS)
+        print(*out[target].values(), flush=True)
+        units += unit_times(target, chosen, WORKLOADS[target.partition("=")[0]])
+        write_rows(options.units, units, UNIT_TIMES)
+    for target, chosen in targets.items():
+        out[target] |= step_times(out[target], chosen)
+        write_rows(options.csv, list(out.values()), SPEEDS)
+        print(*out[target].values(), flush=True)
+
+
+def _targets(rows: Sequence[dict[str, str]]) -> list[str]:
+    return [row["target"] for row in rows]
+
+
+def _dense(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+    return [{**row, "format": "dense", "pattern": NO_ZEROS, "quant": "none", "us": row["dense_us"]} for row in rows]
+
+
+def linear_times(target: str, chosen: Sequence[dict[str, str]]) -> dict[str, str]:
+    """Time all linear layers of a target, without what is between them; `step_ms` and the like stay empty."""
+    tokens = WORKLOADS[target.partition("=")[0]]
+    layers = 1 + max(int(row["layer"]) for row in chosen)
+    dense_us, us = linear_us(_dense(chosen), tokens), linear_us(chosen, tokens)
+    predicted, predicted_dense = (sum(float(row[key]) for row in chosen) for key in ("us", "dense_us"))
+    times = {"linear_us": us, "dense_linear_us": dense_us, "predicted_us": predicted * dense_us / predicted_dense}
+    return {
+        **dict.fromkeys(SPEEDS, ""),
+        **{"target": target, "model": SHAPES, "layers": str(layers), "tokens": str(tokens)},
+        **{"predicted": f"{predicted_dense / predicted:.3f}", "measured": f"{dense_us / us:.3f}"},
+        **{name: f"{value:.1f}" for name, value in times.items()},
+        "gpu": device_facts(DEVICE).name,
+    }
+
+
+def step_times(linear: dict[str, str], chosen: Sequence[dict[str, str]]) -> dict[str, str]:
+    """Time a decode step or a prompt of a target; what is not a linear layer is predicted to take as long as dense."""
+    layers, tokens = int(linear["layers"]), int(linear["tokens"])
+    dense_step, step = step_ms(_dense(chosen), layers, tokens), step_ms(chosen, layers, tokens)
+    predicted = dense_step + (float(linear["predicted_us"]) - float(linear["dense_linear_us"])) / 1e3
+    times = {"step_ms": step, "dense_step_ms": dense_step, "predicted_step_ms": predicted}
+    return {name: f"{ms:.4f}" for name, ms in times.items()} | {"step_error": f"{step / predicted - 1:.4f}"}
+
+
+def unit_times(target: str, chosen: Sequence[dict[str, str]], tokens: int) -> list[dict[str, str]]:
+    """Time each kind of unit alone, over 16 copies, which do not fit in L2."""
+    kinds: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in (*_dense(chosen), *chosen):
+        kinds[tuple(row[key] for key in ("unit", "format", "pattern", "quant"))] = row
+    rows = []
+    for kind, row in sorted(kinds.items()):
+        n, k = _unit_shape(row["unit"])
+        us = linear_us([row] * 16, tokens) / 16
+        values = (target, kind[0], n, k, tokens, *kind[1:], f"{us:.2f}", row["us"], device_facts(DEVICE).name)
+        rows.append(dict(zip(UNIT_TIMES, map(str, values), strict=True)))
+        print(*rows[-1].values(), flush=True)
+    return rows
 
 
 def linear_us(rows: Sequence[dict[str, str]], tokens: int) -> float:
@@ -180,13 +247,13 @@ def _layer(row: dict[str, str], n: int, k: int) -> nn.Module:
     if row["format"] == "dense" and row["quant"] == "none":
         layer = nn.Linear(k, n, bias=False, dtype=DTYPE, device=DEVICE)
         return layer.requires_grad_(False)
-    return SparseLinear(_packed(row, n, k))
+    return SparseLinear(clone(_packed(row["format"], row["pattern"], row["quant"], n, k)))
 
 
-def _packed(row: dict[str, str], n: int, k: int) -> Packed:
-    weight = random_weight(parse_pattern(row["pattern"]), n, k, DTYPE, DEVICE)
-    options = {} if row["quant"] == "none" else {"kind": row["quant"]}
-    return get_format(row["format"]).pack(weight, row["pattern"], **options)
+@lru_cache
+def _packed(form: str, pattern: str, quant: str, n: int, k: int) -> Packed:
+    weight = random_weight(parse_pattern(pattern), n, k, DTYPE, DEVICE)
+    return get_format(form).pack(weight, pattern, **({} if quant == "none" else {"kind": quant}))
 
 
 def _unit_shape(unit: str) -> tuple[int, int]:
@@ -201,7 +268,7 @@ def step_ms(rows: Sequence[dict[str, str]], layers: int, tokens: int) -> float:
     model = _model(rows, layers)
     if tokens == 1:
         return measure_in_engine(model, SHAPES, "", Workload(1, 128, 64)).decode_ms
-    return measure_in_engine(model, SHAPES, "", Workload(1, tokens, 2)).first_token_ms
+    return measure_in_engine(model, SHAPES, "", Workload(1, tokens - 2, 2)).first_token_ms  # the context is full
 
 
 def _model(rows: Sequence[dict[str, str]], layers: int) -> PreTrainedModel:
@@ -209,7 +276,6 @@ def _model(rows: Sequence[dict[str, str]], layers: int) -> PreTrainedModel:
     config.num_hidden_layers = layers
     with torch.device(DEVICE):
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval()
-    known: dict[tuple[str, ...], Packed] = {}
     for row in rows:
         if row["format"] == "dense" and row["quant"] == "none":
             continue
@@ -217,10 +283,8 @@ def _model(rows: Sequence[dict[str, str]], layers: int) -> PreTrainedModel:
         for name, module in list(parent.named_modules()):
             if name.rpartition(".")[2] in row["unit"].split("+"):
                 n, k = module.weight.shape
-                key = (row["format"], row["pattern"], row["quant"], str(n), str(k))
-                if key not in known:
-                    known[key] = _packed(row, n, k)
-                replace_linear(model, f"model.layers.{row['layer']}.{name}", clone(known[key]))
+                packed = _packed(row["format"], row["pattern"], row["quant"], n, k)
+                replace_linear(model, f"model.layers.{row['layer']}.{name}", clone(packed))
     return model
 
 

@@ -40,10 +40,10 @@ LINES = 8
 """Lines of context before the line to be chosen."""
 
 LONGEST = 200
-"""Most characters of a line to be chosen."""
+"""Maximum number of characters of a line to be chosen."""
 
 CONTEXT = 400
-"""Most characters of context of a word."""
+"""Maximum number of characters of context of a word."""
 
 
 def main() -> None:

@@ -1,40 +1,94 @@
 """Time of `semisparse inspect --verify` beside reading the files, both from the disk, each in a new process.
 
-Usage: python benchmarks/verifying.py OUT.csv [--arch llama2-7b] [--blocks 8] [--weights bitmask:32:64,gqs:g16@50%]
+Usage: python benchmarks/verifying.py OUT.csv [--arch llama2-7b] [--blocks 32] [--weights bitmask:32:64,gqs:g16@50%]
 
-The model has the architecture's first decoder layers with random weights. Reading is
-`cat FILES > /dev/null`. The two take turns, because the disk's rate changes within minutes; each row is one pair.
+The model has the architecture's decoder layers; all have the random weights of the first. Reading is
+`cat FILES > /dev/null`. The two take turns, because the disk's rate changes within minutes; each row is one pair, and
+the files are dropped from the page cache before each of its commands. With --cached they stay in the page cache.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from loading import compress_at_random, drop_from_cache
 from rows import write_rows
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from semisparse.bench.roofline import Candidate
 from semisparse.bench.shapes import architecture
-from semisparse.nn import is_linear
+from semisparse.checkpoint import DIGESTS
+from semisparse.integrations.transformers import mark_compressed, sparse_layers
 
-COLUMNS = ("model", "blocks", "weights", "file_gb", "read_seconds", "verify_seconds", "ratio")
+COLUMNS = (
+    "model", "blocks", "weights", "cached", "file_gb", "read_seconds", "verify_seconds", "ratio", "read_cpu_seconds",
+    "verify_cpu_seconds",
+)  # fmt: skip
 PAIRS = 3
+FIRST = "model.layers.0."
+SHARD_BLOCKS = 4
+"""Decoder layers per safetensors file."""
 
 
-def seconds_of(command: list[str], files: list[Path]) -> float:
-    """Run a command with the files dropped from the page cache; return its wall seconds."""
+def renamed(values: Mapping[str, Any], block: int) -> dict[str, Any]:
+    """Return what belongs to the first decoder layer under the names of another."""
+    return {name.replace(FIRST, f"model.layers.{block}."): value for name, value in values.items() if FIRST in name}
+
+
+def write_directory(folder: Path, arch: str, blocks: int, weights: str) -> list[Path]:
+    """Write a compressed model whose decoder layers are all the same, and return its safetensors files."""
+    config = architecture(arch)
+    config.num_hidden_layers = 1
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    compress_at_random(model, Candidate(*weights.split(":", 1)))
+    specs = {name: layer.packed.spec for name, layer in sparse_layers(model).items()}
+    layers = {name: spec.to_dict() | {DIGESTS: {"any": ""}} for name, spec in specs.items()}
+    mark_compressed(model, {"quant_method": "semisparse", "version": 1, "layers": layers})  # saving renews the digests
+    model.save_pretrained(folder, max_shard_size="99GB")
+    whole = folder / "model.safetensors"
+    tensors = load_file(whole)
+    shards = [range(0), *(range(first, min(first + SHARD_BLOCKS, blocks)) for first in range(0, blocks, SHARD_BLOCKS))]
+    index = {}
+    for number, held in enumerate(shards, 1):
+        shard = {name: tensor for name, tensor in tensors.items() if FIRST not in name and not held}
+        for block in held:
+            shard |= {name: tensor.clone() for name, tensor in renamed(tensors, block).items()}
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        save_file(shard, folder / file, {"format": "pt"})
+        index |= dict.fromkeys(shard, file)
+    whole.unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    written = json.loads((folder / "config.json").read_text())
+    block_config = written["quantization_config"]
+    layers = block_config["layers"]
+    block_config["layers"] = {name: entry for block in range(blocks) for name, entry in renamed(layers, block).items()}
+    written["num_hidden_layers"] = blocks
+    (folder / "config.json").write_text(json.dumps(written))
+    return sorted(folder.glob("*.safetensors"))
+
+
+def seconds_of(command: list[str], files: list[Path], cached: bool) -> tuple[float, float]:
+    """Run a command with the files in the page cache or dropped from it; return its wall and its CPU seconds."""
     for file in files:
-        drop_from_cache(file)
-    start = time.perf_counter()
+        if cached:
+            file.read_bytes()
+        else:
+            drop_from_cache(file)
+    before, start = os.times(), time.perf_counter()
     subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
-    return time.perf_counter() - start
+    seconds, after = time.perf_counter() - start, os.times()
+    return seconds, after.children_user - before.children_user + after.children_system - before.children_system
 
 
 def main() -> None:
@@ -42,27 +96,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--arch", default="llama2-7b")
-    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--blocks", type=int, default=32)
     parser.add_argument("--weights", default="bitmask:32:64,gqs:g16@50%", help="format:pattern, comma-separated")
+    parser.add_argument("--pairs", type=int, default=PAIRS)
+    parser.add_argument("--cached", action="store_true", help="leave the files in the page cache")
     options = parser.parse_args()
-    config = architecture(options.arch)
-    config.num_hidden_layers = options.blocks
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    linear = {name: module for name, module in model.named_modules() if is_linear(module)}
     rows = []
     for weights in options.weights.split(","):
         with tempfile.TemporaryDirectory() as folder:
-            compress_at_random(model, Candidate(*weights.split(":", 1)))
-            model.save_pretrained(folder)
-            for name, module in linear.items():
-                model.set_submodule(name, module)
-            files = sorted(Path(folder).glob("*.safetensors"))
+            files = write_directory(Path(folder), options.arch, options.blocks, weights)
             size = sum(file.stat().st_size for file in files) / 1e9
-            for _ in range(PAIRS):
-                read = seconds_of(["cat", *map(str, files)], files)
-                verify = seconds_of([sys.executable, "-m", "semisparse.cli", "inspect", folder, "--verify"], files)
-                figures = (options.arch, options.blocks, weights, f"{size:.2f}", f"{read:.2f}", f"{verify:.2f}")
-                rows.append(dict(zip(COLUMNS, (*figures, f"{verify / read:.2f}"), strict=True)))
+            verify = [sys.executable, "-m", "semisparse.cli", "inspect", folder, "--verify"]
+            for _ in range(options.pairs):
+                read, read_cpu = seconds_of(["cat", *map(str, files)], files, options.cached)
+                verified, verify_cpu = seconds_of(verify, files, options.cached)
+                shown = [f"{value:.2f}" for value in (size, read, verified, verified / read, read_cpu, verify_cpu)]
+                figures = (options.arch, options.blocks, weights, int(options.cached), *shown)
+                rows.append(dict(zip(COLUMNS, figures, strict=True)))
                 print(rows[-1], flush=True)
                 write_rows(options.out, rows, COLUMNS)
 

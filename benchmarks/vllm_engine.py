@@ -6,24 +6,94 @@ import json
 import random
 import re
 import tempfile
+import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-LATENCY = {"batch-size": 1, "input-len": 512, "output-len": 128, "num-iters-warmup": 2, "num-iters": 5}
+from vllm_cache import use_shared_cache
+from vllm_process import Turn
+
+LATENCY = {"batch-size": 1, "input-len": 512, "output-len": 128, "num-iters-warmup": 1, "num-iters": 4}
 """Arguments of ``vllm bench latency``."""
 
 BATCHES = (8, 32, 128)
-STEPS = {"input-len": 64, "output-len": 64, "num-iters-warmup": 1, "num-iters": 2}
+STEPS = {"input-len": 64, "output-len": 48, "num-iters-warmup": 1, "num-iters": 1}
 """The same where decode steps of several sequences are timed: short prompts, so that 128 sequences fit the cache."""
 
-REQUESTS, MEAN_PROMPT, MEAN_OUTPUT, SPREAD, LONGEST = 200, 220, 200, 1.0, 1024
+MEAN_PROMPT, MEAN_OUTPUT, SPREAD, LONGEST = 220, 200, 1.0, 1024
 """Lengths as in ShareGPT: log-normal with these means, deviation ``SPREAD`` of the logarithm, cut at ``LONGEST``."""
 
 LONG_PROMPTS, LONG_PROMPT = 32, 2048
 
-PROFILED_STEPS = 32
+PROFILED_STEPS, STEP = 32, "step"
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "-unfused": {"additional_config": {"semisparse_fusion": False}},
+    "-no-pdl": {"compilation_config": {"inductor_compile_config": {"triton.enable_pdl": False}}},
+    "-few-splits": {"attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 4}},
+    "-triton-attention": {"attention_config": {"backend": "TRITON_ATTN"}},
+}
+"""Endings of columns, and the engine arguments that they stand for: no fused matmuls; fused ones, but no programmatic
+dependent launch of Inductor's kernels; FlashAttention with the keys in at most 4 parts instead of 32; vLLM's own
+attention kernel."""
+
+ENGINE: dict[str, Any] = {
+    "max_model_len": 4096,
+    "max_num_batched_tokens": 8192,
+    "enable_prefix_caching": False,
+    "gpu_memory_utilization": 0.1,
+}
+"""Engine arguments of every column. 8,192 tokens per step are the default of ``vllm serve`` on this GPU, 16,384 that of
+``vllm.LLM``: with one of them, a server finds the graphs that an engine compiled. The cache's size is given, because
+several engines share the GPU."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the CSV: one way to store the weights. What was not measured is empty.
+
+    Args:
+        model: the model whose shapes the layers have.
+        layers: decoder layers.
+        weights: the column's name.
+        weight_gib: GPU memory that loading the weights took, as vLLM measures it.
+        start_s: seconds until the engine took requests, while the other engines started.
+        latency_s: of `LATENCY`, `vllm bench latency`: 512 tokens in, 128 out, batch 1.
+        first_token_s: the same with one token out.
+        step_ms: the time per token between the two.
+        step_ms_8: the time per step of 8 sequences, 64 tokens in and 64 out.
+        step_ms_32: of 32.
+        step_ms_128: of 128.
+        prompt_tokens_per_second: of `LONG_PROMPTS` prompts of `LONG_PROMPT` tokens, one token out each; the faster of
+            two runs.
+        requests: at once, `vllm bench throughput`.
+        requests_per_second: of these.
+        output_tokens_per_second: of these.
+        cache_gib: of the KV cache.
+        machine: the GPU.
+        software: versions.
+    """
+
+    model: str
+    layers: int
+    weights: str
+    weight_gib: float
+    start_s: float
+    latency_s: float
+    first_token_s: float
+    step_ms: float
+    step_ms_8: float | None
+    step_ms_32: float | None
+    step_ms_128: float | None
+    prompt_tokens_per_second: int | None
+    requests: int | None
+    requests_per_second: float | None
+    output_tokens_per_second: int | None
+    cache_gib: int
+    machine: str
+    software: str
 
 
 @dataclass(frozen=True)
@@ -33,7 +103,7 @@ class KernelTime:
     Args:
         kernel: its name, without template arguments.
         calls: launches per step.
-        us: microseconds per step.
+        us: microseconds per step; ``step`` is the time from a step's first kernel to the next step's.
     """
 
     kernel: str
@@ -41,7 +111,22 @@ class KernelTime:
     us: float
 
 
-def chat_lengths(mean: int, seed: int, count: int = REQUESTS) -> list[int]:
+@dataclass(frozen=True)
+class ProfileRow(KernelTime):
+    """A row of the profile's CSV.
+
+    Args:
+        model: as in `Row`.
+        weights: as in `Row`.
+        machine: the GPU.
+    """
+
+    model: str
+    weights: str
+    machine: str
+
+
+def chat_lengths(mean: int, seed: int, count: int) -> list[int]:
     """Return a length for each request."""
     draw = random.Random(seed)
     drawn = [draw.lognormvariate(0, SPREAD) for _ in range(count)]
@@ -110,9 +195,11 @@ def _stop_profiler(worker: Any) -> list[tuple[str, int, float]]:
 
     torch.cuda.synchronize()
     worker.benchmark_profiler.stop()
-    return [
+    averages = [
         (event.key, event.count, event.self_device_time_total) for event in worker.benchmark_profiler.key_averages()
     ]
+    ranges = [event.time_range for event in worker.benchmark_profiler.events() if event.self_device_time_total > 0]
+    return [*averages, (STEP, 0, max(each.end for each in ranges) - min(each.start for each in ranges))]
 
 
 def _profiled(engine: Any, prompt: list[int], tokens: int) -> tuple[Counter[str], Counter[str]]:
@@ -124,9 +211,9 @@ def _profiled(engine: Any, prompt: list[int], tokens: int) -> tuple[Counter[str]
     engine.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
     calls: Counter[str] = Counter()
     us: Counter[str] = Counter()
-    for key, count, time in engine.collective_rpc(_stop_profiler)[0]:
+    for key, count, taken in engine.collective_rpc(_stop_profiler)[0]:
         calls[key] += count
-        us[key] += time
+        us[key] += taken
     return calls, us
 
 
@@ -138,6 +225,7 @@ def profile_step(engine: Any) -> list[KernelTime]:
     prompt = token_ids(512, random.Random(1))
     _profiled(engine, prompt, 4)
     (first_calls, first_us), (calls, us) = (_profiled(engine, prompt, n) for n in (2, 2 + PROFILED_STEPS))
+    calls[STEP] += PROFILED_STEPS
     rows = [
         KernelTime(
             re.sub(r"\s*[<(].*", "", key.removeprefix("void "))[:90],
@@ -146,4 +234,55 @@ def profile_step(engine: Any) -> list[KernelTime]:
         )
         for key in calls
     ]
-    return sorted((row for row in rows if row.calls > 0), key=lambda row: -row.us)
+    return sorted((row for row in rows if row.us > 0), key=lambda row: -row.us)
+
+
+def measure_engine(
+    turn: Turn, folder: Path, settings: dict[str, Any], cache: Any, requests: int, profiles: bool, is_whole: bool
+) -> None:
+    """Start an engine and, at its turn, measure; each figure is sent to the parent when it is known.
+
+    Args:
+        turn: the connection to the parent.
+        folder: the checkpoint.
+        settings: of the engine.
+        cache: what opens the KV cache.
+        requests: of the throughput.
+        profiles: whether a decode step is profiled.
+        is_whole: whether prompts and throughput are measured too.
+    """
+    turn.wait()
+    import torch
+    import vllm
+
+    use_shared_cache(cache)
+    model, started = str(folder), time.perf_counter()
+    engine = vllm.LLM(model, skip_tokenizer_init=True, **settings)
+    start_s = time.perf_counter() - started
+    vllm.LLM.from_engine_args = classmethod(lambda cls, engine_args: engine)  # both benchmarks use this engine
+    turn.say("ready")
+    turn.wait()
+    row = {
+        "weight_gib": round(engine.collective_rpc(weight_bytes)[0] / 2**30, 2),
+        "start_s": round(start_s, 1),
+        "machine": torch.cuda.get_device_name(),
+        "software": f"vllm {vllm.__version__}, torch {torch.__version__}",
+    }
+    turn.say("row", row)
+    whole, first, single = step_ms(model, LATENCY)
+    turn.say("latency_s", round(whole, 4))
+    turn.say("first_token_s", round(first, 4))
+    turn.say("step_ms", round(single, 3))
+    for batch in BATCHES:
+        turn.say(f"step_ms_{batch}", round(step_ms(model, {**STEPS, "batch-size": batch})[2], 3))
+    if is_whole:
+        long = min(throughput_seconds([LONG_PROMPT] * LONG_PROMPTS, [1] * LONG_PROMPTS, model) for _ in range(2))
+        turn.say("prompt_tokens_per_second", round(LONG_PROMPTS * LONG_PROMPT / long))
+        outputs = chat_lengths(MEAN_OUTPUT, 2, requests)
+        chat = throughput_seconds(chat_lengths(MEAN_PROMPT, 1, requests), outputs, model)
+        turn.say("requests", requests)
+        turn.say("requests_per_second", round(requests / chat, 2))
+        turn.say("output_tokens_per_second", round(sum(outputs) / chat))
+    if profiles:
+        turn.say("profile", [asdict(each) for each in profile_step(engine)])
+    turn.say("done")

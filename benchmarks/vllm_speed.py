@@ -1,188 +1,116 @@
 """Latency and throughput of known shapes in vLLM, random weights: dense, vLLM's own low bits, and our formats.
 
-    python benchmarks/vllm_speed.py results/h200/vllm.csv --model llama2-7b --columns dense,fp8,bitmask+gqs-w4s50
+    python benchmarks/vllm_speed.py results/h200/vllm.csv --entries dense,fp8,bitmask+dense@serve,qwen2.5-1.5b/dense
 
-vLLM's own benchmark functions measure (`vllm bench latency`, `vllm bench throughput`), several of them on one engine.
-Columns joined by commas start side by side, which saves time, and are then measured one after another; `+` begins the
-next group. Its checkpoints are written and its processes import vLLM while the first group starts.
+An entry is a way to store the weights, of llama2-7b unless a model is named before it. vLLM's own benchmarks measure
+it: `vllm bench latency` and `vllm bench throughput` on one engine; with ``@serve``, `vllm bench serve` at several rates
+on one server (to vllm-serve.csv beside the given file). Entries joined by commas start side by side and are then
+measured one after another; `+` begins the next group. All share one KV cache (`vllm_cache.py`). A column with an ending
+of `VARIANTS` is measured with batches alone: prompts and throughput do not change.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import json
+import importlib
 import os
-import subprocess
+import signal
 import sys
 import time
 from argparse import Namespace
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from vllm_checkpoints import COLUMNS, INT4, MODELS, RIVALS, config_of, write_dense
-from vllm_engine import (
-    BATCHES,
-    LATENCY,
-    LONG_PROMPT,
-    LONG_PROMPTS,
-    MEAN_OUTPUT,
-    MEAN_PROMPT,
-    REQUESTS,
-    STEPS,
-    KernelTime,
-    chat_lengths,
-    profile_step,
-    step_ms,
-    throughput_seconds,
-    weight_bytes,
+from vllm_cache import shared_cache
+from vllm_checkpoints import COLUMNS, INT4, MODELS, RIVALS, config_of, write_dense, write_ours
+from vllm_engine import ENGINE, VARIANTS, ProfileRow, Row, measure_engine
+from vllm_process import Child, Turn, end_all
+from vllm_serve import ServeRow, measure_server, run_server
+
+WAIT_S = {"written": 90, "ready": 200, "done": 80}
+"""Longest that a checkpoint may be written, that engines may start, and that one may measure."""
+
+FIRST_PORT = 8100
+
+IMPORTED = (
+    "vllm",
+    "vllm.benchmarks.latency",
+    "vllm.benchmarks.serve",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.worker.gpu.model_runner",
 )
-
-ENGINE: dict[str, Any] = {
-    "max_model_len": 4096,
-    "skip_tokenizer_init": True,
-    "enable_prefix_caching": False,
-    "gpu_memory_utilization": 0.1,
-}
-"""Engine arguments of every column; the cache's size is given, because several engines share the GPU."""
-
-FUSED = "-fused"
-"""A column of ours with this ending is served with `semisparse.integrations.vllm.fusion`."""
+"""Modules that the parent imports; none initialises CUDA, after which a fork could not use it."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """A row of the CSV: one way to store the weights.
+class Entry:
+    """What one process serves.
 
     Args:
-        model: the model whose shapes the layers have.
-        layers: decoder layers.
-        weights: the column's name.
-        weight_gib: GPU memory that loading the weights took, as vLLM measures it.
-        start_s: seconds until the engine took requests, while the other engines started.
-        latency_s: of `LATENCY`, `vllm bench latency`: 512 tokens in, 128 out, batch 1.
-        first_token_s: the same with one token out.
-        step_ms: the time per token between the two.
-        step_ms_8: the time per step of 8 sequences, 64 tokens in and 64 out.
-        step_ms_32: of 32.
-        step_ms_128: of 128.
-        requests_per_second: of `REQUESTS` requests at once, `vllm bench throughput`.
-        output_tokens_per_second: of the same.
-        prompt_tokens_per_second: of `LONG_PROMPTS` prompts of `LONG_PROMPT` tokens, one token out each.
-        cache_gib: of the KV cache.
-        machine: the GPU.
-        software: versions.
+        model: whose shapes the layers have.
+        column: how the weights are stored.
+        serves: whether it is a server.
     """
 
     model: str
-    layers: int
-    weights: str
-    weight_gib: float
-    start_s: float
-    latency_s: float
-    first_token_s: float
-    step_ms: float
-    step_ms_8: float
-    step_ms_32: float
-    step_ms_128: float
-    requests_per_second: float
-    output_tokens_per_second: float
-    prompt_tokens_per_second: float
-    cache_gib: int
-    machine: str
-    software: str
+    column: str
+    serves: bool
+
+    @classmethod
+    def parse(cls, written: str) -> Entry:
+        """Return the entry that a word of the command line means."""
+        name, _, kind = written.partition("@")
+        model, _, column = name.rpartition("/")
+        entry = cls(model or "llama2-7b", column, kind == "serve")
+        if kind not in ("", "serve") or entry.model not in MODELS or entry.stored not in {*COLUMNS, *RIVALS}:
+            models, columns, endings = ("|".join(names) for names in (MODELS, [*RIVALS, *COLUMNS], VARIANTS))
+            raise SystemExit(f"{written}: expected [{models}/]({columns})[{endings}][@serve]")
+        return entry
+
+    @property
+    def stored(self) -> str:
+        """The column without an ending: a checkpoint's name."""
+        return self.column.removesuffix(self.variant)
+
+    @property
+    def variant(self) -> str:
+        """The column's ending, of `VARIANTS`; mostly empty."""
+        return next((ending for ending in VARIANTS if self.column.endswith(ending)), "")
+
+    @property
+    def name(self) -> str:
+        """Its name in file names."""
+        return f"{self.model}-{self.column}{'-serve' if self.serves else ''}".replace(":", "-")
 
 
-@dataclass(frozen=True)
-class ProfileRow(KernelTime):
-    """A row of the profile's CSV.
-
-    Args:
-        model: as in `Row`.
-        weights: as in `Row`.
-        machine: the GPU.
-    """
-
-    model: str
-    weights: str
-    machine: str
+def folder_of(entry: Entry, args: Namespace) -> Path:
+    """Return where an entry's checkpoint is written."""
+    return Path(args.scratch) / f"{entry.model}-{entry.stored}".replace(":", "-")
 
 
-def folder_of(column: str, args: Namespace) -> Path:
-    """Return where a column's checkpoint is written; vLLM's cache of compiled code depends on it."""
-    return Path(args.scratch) / f"{args.model}-{column.replace(':', '-')}"
-
-
-def write_checkpoint(column: str, args: Namespace) -> dict[str, Any]:
-    """Write a column's checkpoint, or only its config.json, and return the engine's arguments."""
-    folder, settings = folder_of(column, args), {**ENGINE, "kv_cache_memory_bytes": args.cache << 30}
+def write_checkpoint(turn: Turn, entry: Entry, args: Namespace) -> None:
+    """Write an entry's checkpoint; of vLLM's own columns config.json alone."""
+    folder, config = folder_of(entry, args), config_of(entry.model, args.layers)
     folder.mkdir(parents=True, exist_ok=True)
-    if column.endswith(FUSED):
-        column = column.removesuffix(FUSED)
-        settings["additional_config"] = {"semisparse_fusion": True}
-    if column in COLUMNS:
-        if not (folder / "config.json").exists():
-            write = [sys.executable, Path(__file__).with_name("vllm_checkpoints.py"), column, folder]
-            layers = [] if args.layers is None else ["--layers", str(args.layers)]
-            subprocess.run([*write, "--model", args.model, *layers], check=True)
-        return settings
-    write_dense(folder, config_of(args.model, args.layers), INT4 if column == "int4" else None)
-    return {**settings, "load_format": "dummy", **RIVALS[column]}
+    if entry.stored in COLUMNS:
+        write_ours(folder, config, entry.stored)
+    else:
+        write_dense(folder, config, INT4 if entry.stored == "int4" else None)
+    turn.say("written")
 
 
-def say(word: str, text: str) -> None:
-    """Tell the parent something: a line that begins with a word of its own."""
-    print(word, text, flush=True)
-
-
-def measure(column: str, args: Namespace) -> None:
-    """Start a column's engine, and measure; each waits for a line on stdin. Rows are printed as JSON."""
-    settings = write_checkpoint(column, args)
-    import torch
-    import vllm
-
-    say("staged", column)
-    sys.stdin.readline()
-    model, started = str(folder_of(column, args)), time.perf_counter()
-    engine = vllm.LLM(model, **settings)
-    start_s = time.perf_counter() - started
-    vllm.LLM.from_engine_args = classmethod(lambda cls, engine_args: engine)  # both benchmarks use this engine
-    say("ready", f"{column} {start_s:.0f} s")
-    sys.stdin.readline()
-    if column in args.profile.split(","):
-        machine = torch.cuda.get_device_name()
-        rows = [
-            ProfileRow(**asdict(row), model=args.model, weights=column, machine=machine) for row in profile_step(engine)
-        ]
-        say("profile", json.dumps([asdict(row) for row in rows]))
-    whole, first, single = step_ms(model, LATENCY)
-    steps = [round(step_ms(model, {**STEPS, "batch-size": batch})[2], 3) for batch in BATCHES]
-    outputs = chat_lengths(MEAN_OUTPUT, 2)
-    chat = throughput_seconds(chat_lengths(MEAN_PROMPT, 1), outputs, model)
-    long = min(throughput_seconds([LONG_PROMPT] * LONG_PROMPTS, [1] * LONG_PROMPTS, model) for _ in range(2))
-    row = Row(
-        args.model,
-        config_of(args.model, args.layers).num_hidden_layers,
-        column,
-        round(engine.collective_rpc(weight_bytes)[0] / 2**30, 2),
-        round(start_s, 1),
-        round(whole, 4),
-        round(first, 4),
-        round(single, 3),
-        *steps,
-        round(REQUESTS / chat, 2),
-        round(sum(outputs) / chat),
-        round(LONG_PROMPTS * LONG_PROMPT / long),
-        args.cache,
-        torch.cuda.get_device_name(),
-        f"vllm {vllm.__version__}, torch {torch.__version__}",
-    )
-    say("row", json.dumps(asdict(row)))
+def settings_of(entry: Entry, args: Namespace) -> dict[str, Any]:
+    """Return an engine's arguments."""
+    settings = {**ENGINE, "kv_cache_memory_bytes": args.cache << 30, **VARIANTS.get(entry.variant, {})}
+    if entry.stored in RIVALS:
+        settings |= {"load_format": "dummy", **RIVALS[entry.stored]}
+    return settings
 
 
 def add(path: Path, kind: type[Any], rows: list[dict[str, Any]]) -> None:
-    """Append rows to a CSV file, with its header if it is new.
+    """Append rows to a CSV file, with its header if it is new; what a row lacks stays empty.
 
     Raises:
         SystemExit: the file has other columns.
@@ -198,90 +126,146 @@ def add(path: Path, kind: type[Any], rows: list[dict[str, Any]]) -> None:
         table.writerows(rows)
 
 
-class Column:
-    """A process that serves one column.
+def start(entry: Entry, port: int, cache: Any, args: Namespace) -> Child:
+    """Start the process of an entry; it waits before it starts vLLM.
 
     Args:
-        name: the column's.
+        entry: what it serves.
+        port: where it listens if it is a server.
+        cache: what opens the KV cache.
         args: the command line.
     """
+    folder, log = folder_of(entry, args), Path(args.scratch) / f"{entry.name}.log"
+    if entry.serves:
+        return Child(entry.name, log, run_server, folder, settings_of(entry, args), cache, port)
+    profiles = entry.column in args.profile.split(",") and entry.model == "llama2-7b"
+    is_whole = args.requests > 0 and not entry.variant
+    engine = folder, settings_of(entry, args), cache
+    return Child(entry.name, log, measure_engine, *engine, args.requests, profiles, is_whole)
 
-    def __init__(self, name: str, args: Namespace) -> None:
-        self.name, self.args = name, args
-        command = [sys.executable, __file__, "--measure", name, "--model", args.model, "--scratch", args.scratch]
-        command += ["--cache", str(args.cache), "--profile", args.profile]
-        command += [] if args.layers is None else ["--layers", str(args.layers)]
-        self.log = Path(args.scratch) / f"vllm-{args.model}-{name.replace(':', '-')}.log"
-        streams = {"VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, **streams},
-            stderr=self.log.open("w"),
-            text=True,
-        )
 
-    def wait_for(self, word: str) -> str | None:
-        """Return the next line that begins with a word, and print it; None if the process ends without one."""
-        found = next((line.strip() for line in self.process.stdout if line.startswith(word + " ")), None)
-        print(found or f"{self.name}: no {word}, see {self.log}", f"({time.strftime('%X')})", flush=True)
-        return None if found is None else found.removeprefix(word + " ")
+def measure_rate(child: Child, entry: Entry, port: int, pair: str, args: Namespace) -> None:
+    """Measure a server at one rate, and write the row.
 
-    def go(self) -> None:
-        """Let the process do its next step; nothing happens if it has ended."""
-        if self.process.poll() is None:
-            self.process.stdin.write("go\n")
-            self.process.stdin.flush()
+    Args:
+        child: the server.
+        entry: what it serves.
+        port: where it listens.
+        pair: ``16x160`` for 160 requests, 16 per second.
+        args: the command line.
+    """
+    rate, requests = map(int, pair.split("x"))
+    log = child.log.with_suffix(f".{pair}.log")
+    client = Child(f"{entry.name} {pair}", log, measure_server, folder_of(entry, args), port, rate, requests)
+    found = client.messages("done", WAIT_S["done"])
+    if found is not None:
+        row = {"model": entry.model, "weights": entry.column, "rate": rate, **found["done"]}
+        add(args.out.with_name("vllm-serve.csv"), ServeRow, [row])
+    client.end()
 
-    def measure(self) -> None:
-        """Measure, write the rows, and wait for the process to end."""
-        self.go()
-        if self.name in self.args.profile.split(","):
-            profile = self.wait_for("profile")
-            add(self.args.out.with_name("vllm-kernels.csv"), ProfileRow, json.loads(profile or "[]"))
-        row = self.wait_for("row")
-        if row:
-            add(self.args.out, Row, [json.loads(row)])
-        self.process.stdin.close()
-        self.process.wait()
+
+def measure_offline(child: Child, entry: Entry, args: Namespace) -> None:
+    """Let an engine measure, and write its rows: also what came of one that failed half-way."""
+    child.go()
+    child.messages("done", WAIT_S["done"])
+    child.end()
+    same, found = {"model": entry.model, "weights": entry.column}, child.partial
+    rows = [{**same, **row, "machine": found["row"]["machine"]} for row in found.pop("profile", [])]
+    if rows:
+        add(args.out.with_name("vllm-kernels.csv"), ProfileRow, rows)
+    if "row" in found:
+        layers = config_of(entry.model, args.layers).num_hidden_layers
+        values = {name: value for name, value in found.items() if name not in ("row", "done")}
+        add(args.out, Row, [{**same, "layers": layers, "cache_gib": args.cache, **found["row"], **values}])
+
+
+def start_group(
+    group: list[Entry], writers: dict[Path, Child], cache: Any, args: Namespace
+) -> list[tuple[Child, Entry, int]]:
+    """Start the processes of a group once their checkpoints are written; return those that became ready, with ports.
+
+    Args:
+        group: what they serve.
+        writers: the processes that write checkpoints, by folder; those that have ended are taken out.
+        cache: what opens the KV cache.
+        args: the command line.
+    """
+    started = [(start(entry, port, cache, args), entry, port) for port, entry in enumerate(group, FIRST_PORT)]
+    for folder in {folder_of(entry, args): None for entry in group}:
+        writer = writers.pop(folder, None)
+        if writer is not None:
+            writer.messages("written", WAIT_S["written"])
+            writer.end(20)
+    for child, _, _ in started:
+        child.go()
+    deadline, ready = time.monotonic() + WAIT_S["ready"], []
+    for child, entry, port in started:
+        if child.messages("ready", deadline - time.monotonic()) is None:
+            child.end()
+        else:
+            ready.append((child, entry, port))
+    return ready
+
+
+def measure_group(ready: list[tuple[Child, Entry, int]], args: Namespace) -> None:
+    """Measure a group's processes in their order: servers at the first rate; at the other rates after all else."""
+    first, *others = args.rates.split(",")
+    for child, entry, port in ready:
+        if entry.serves:
+            measure_rate(child, entry, port, first, args)
+        else:
+            measure_offline(child, entry, args)
+    for pair in others:
+        for child, entry, port in ready:
+            if entry.serves:
+                measure_rate(child, entry, port, pair, args)
+    for child, _, _ in ready:
+        child.end()
 
 
 def run(args: Namespace) -> None:
-    """Measure every column, group by group."""
-    groups = [[Column(name, args) for name in group.split(",")] for group in args.columns.split("+")]
-    for i, group in enumerate(groups):
-        for column in group:
-            column.wait_for("staged")
-            column.go()
-        for later in groups[1:] if i == 0 else []:
-            for column in later:
-                column.wait_for("staged")
-        for column in group:
-            column.wait_for("ready")
-        for column in group:
-            column.measure()
+    """Measure every entry, group by group."""
+    groups = [[Entry.parse(word) for word in group.split(",")] for group in args.entries.split("+")]
+    writers: dict[Path, Child] = {}
+    for entry in (entry for group in groups for entry in group):
+        if folder_of(entry, args) not in writers:
+            log = Path(args.scratch) / f"write-{entry.model}-{entry.stored}.log"
+            writers[folder_of(entry, args)] = Child(f"checkpoint {log.stem}", log, write_checkpoint, entry, args)
+    cache = shared_cache(args.cache, Path(args.scratch) / "cache.log")
+    for group in groups:
+        ready = start_group(group, writers, cache, args)
+        while args.hold is not None and not args.hold.exists():
+            time.sleep(0.1)
+        measure_group(ready, args)
 
 
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, nargs="?")
-    parser.add_argument("--columns", default="dense,fp8,int4,bitmask,gqs-w4s50")
-    parser.add_argument("--model", choices=MODELS, default="llama2-7b")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--cache", type=int, default=16, help="GiB of KV cache per engine")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--entries", default="dense,fp8,int4,bitmask,gqs-w4s50")
+    parser.add_argument("--layers", type=int, help="decoder layers, if not all of the model")
+    parser.add_argument("--cache", type=int, default=16, help="GiB of the KV cache")
+    parser.add_argument("--requests", type=int, default=500, help="requests of the throughput; 0: batches alone")
+    parser.add_argument("--rates", default="16x160,4x48", help="requests per second x requests of a server")
+    parser.add_argument("--profile", default="", help="columns of which a decode step is profiled, to vllm-kernels.csv")
+    parser.add_argument("--hold", type=Path, help="measure only once this file exists: other jobs end first")
+    parser.add_argument("--late", action="store_true", help="import vLLM in each process, not before they are forked")
     parser.add_argument("--scratch", default="/tmp/vllm", help="where checkpoints and logs are written")
-    parser.add_argument(
-        "--profile", action="store_true", help="also profile a decode step, to vllm-kernels.csv beside it"
-    )
-    parser.add_argument("--measure", help=argparse.SUPPRESS)
     args = parser.parse_args()
     Path(args.scratch).mkdir(parents=True, exist_ok=True)
-    if args.measure:
-        measure(args.measure, args)
-    else:
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # `vllm serve` would spawn, and lose `use_shared_cache`
+    if not args.late:
+        print(time.strftime("%X"), "importing vLLM", flush=True)
+        for module in IMPORTED:
+            importlib.import_module(module)
+        print(time.strftime("%X"), "imported", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    try:
         run(args)
+    finally:
+        end_all()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,6 +28,18 @@ def pytest_configure() -> None:
     from semisparse.runtime import measure
 
     measure.REPEATS = 1
+    if os.environ.get("SEMISPARSE_LAUNCHED"):
+        from tests import launched
+
+        launched.count_launches()
+
+
+def pytest_unconfigure() -> None:
+    """Store which kernels were launched, if asked: `tests.launched`."""
+    if path := os.environ.get("SEMISPARSE_LAUNCHED"):
+        from tests import launched
+
+        launched.store(Path(path))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

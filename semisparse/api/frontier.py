@@ -15,7 +15,8 @@ from semisparse.api.targets import menu, options_of, written
 from semisparse.bench.machines import find_machine
 from semisparse.compress import Progress, Recipe, calibration_batches, split_decoder_experts
 from semisparse.compress.search.allocate import Unreachable
-from semisparse.compress.search.joint import Assignment, JointSearch
+from semisparse.compress.search.costs import Assignment
+from semisparse.compress.search.losses import ChoiceLosses
 from semisparse.patterns import NO_ZEROS
 
 TOKENS = 32 * 1024
@@ -112,8 +113,8 @@ def frontier(
     split_decoder_experts(dense, recipe)
     choices = menu(recipe, rounds_activations=machine.device == "cuda")
     options = options_of(choices, WORKLOADS, dense.dtype, machine)
-    search = JointSearch(dense, batches, recipe, options, seed=seed, device=where, progress=progress, journal=None)
-    search.measure(search.dense)
+    search = ChoiceLosses(dense, batches, recipe, options, seed=seed, device=where, progress=progress, journal=None)
+    search.measure(search.costs.dense)
     points = []
     budgets = _budgets(search)
     for done, limits in enumerate(budgets):
@@ -124,7 +125,7 @@ def frontier(
             continue
     uniform = [
         _point(search, choice.label, picks, search.uniform_kl[choice])
-        for choice, picks in search.uniforms().items()
+        for choice, picks in search.costs.uniforms().items()
         if not choice.is_dense
     ]
     front = [point for point in points if not any(other.dominates(point) for other in [*points, *uniform])]
@@ -133,12 +134,12 @@ def frontier(
     return Frontier(machine.name, ordered, uniform, time.perf_counter() - start)
 
 
-def _budgets(search: JointSearch) -> list[dict[str, float]]:
+def _budgets(search: ChoiceLosses) -> list[dict[str, float]]:
     """Return limits relative to dense, on one cost each: geometric steps from the least possible total to dense."""
     budgets = []
     for name in ("bits", *WORKLOADS):
         least = sum(min(option.costs[name] for option in unit.options) for unit in search.units)
-        least = min(1.0, least / search.dense_costs[name]) * (1 + 1e-6)
+        least = min(1.0, least / search.costs.of_dense[name]) * (1 + 1e-6)
         budgets += [{name: least ** (1 - step / STEPS)} for step in range(STEPS + 1)]
     return budgets
 
@@ -149,8 +150,8 @@ def _target(limits: Mapping[str, float], itemsize: int) -> str:
     return written({"bits": share * 8 * itemsize} if name == "bits" else {name: 1 / share})
 
 
-def _point(search: JointSearch, recipe: str, picks: Assignment, kl: float | None = None) -> Point:
-    totals = search.totals(picks)
+def _point(search: ChoiceLosses, recipe: str, picks: Assignment, kl: float | None = None) -> Point:
+    totals = search.costs.totals(picks)
     weights = sum(unit.weights for unit in search.units)
     loss = search.kl(picks) if kl is None else kl
     # Where nothing is lost, rounding errors of the sums can make the KL divergence negative.

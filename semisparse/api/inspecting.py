@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from semisparse import checkpoint
-from semisparse.checkpoint import meta_model, open_directory
-from semisparse.errors import CheckpointError
-from semisparse.integrations.names import model_keys, model_layers
-from semisparse.nn import is_linear, prepare_experts, weight_of
+from semisparse.checkpoint.file_digests import FileDigests
+
+if TYPE_CHECKING:
+    from semisparse.checkpoint import ModelDirectory
 
 
 def inspect_directory(
     path: str | Path, verify: bool = False, progress: Callable[[int, int], None] | None = None
 ) -> dict[str, Any]:
-    """Describe a model directory, as `checkpoint.inspect_directory` does.
+    """Describe a model directory, as `checkpoint.describe` does.
 
     Args:
         path: a dense or compressed model directory.
@@ -26,19 +27,47 @@ def inspect_directory(
     Raises:
         CheckpointError: the directory is incomplete or corrupted, or a shape differs from the model's.
     """
-    description = checkpoint.inspect_directory(path, verify, progress)
-    if verify:
-        check_shapes(path)
+    if not verify:
+        from semisparse.checkpoint import describe, open_directory
+
+        return describe(open_directory(path), False, progress)
+    digests = FileDigests(path)  # from now on, since the imports below take longer than all else
+    try:
+        return _verified(path, progress, digests)
+    finally:
+        digests.stop()
+
+
+def _verified(path: str | Path, progress: Callable[[int, int], None] | None, digests: FileDigests) -> dict[str, Any]:
+    """Check tensors in a thread while transformers is imported, then all shapes: building a model changes torch's
+    default dtype, which the checks of tensors must not see."""
+    from semisparse.checkpoint import describe, open_directory  # imports torch, not transformers
+
+    directory = open_directory(path)  # imports the formats: two threads must not import modules that import each other
+    with ThreadPoolExecutor(1) as pool:
+        described = pool.submit(describe, directory, True, progress, digests)
+        try:
+            importlib.import_module("semisparse.checkpoint.loading")
+            importlib.import_module("semisparse.integrations.names")
+            description = described.result()
+        except BaseException:
+            digests.stop()
+            raise
+    check_shapes(directory)
     return description
 
 
-def check_shapes(path: str | Path) -> None:
+def check_shapes(directory: ModelDirectory) -> None:
     """Check that a directory's layers and tensors have the shapes of the model in its config.json.
 
     Raises:
         CheckpointError: the model cannot be built, or a layer or tensor has another shape.
     """
-    directory = open_directory(path)
+    from semisparse.checkpoint import meta_model
+    from semisparse.errors import CheckpointError
+    from semisparse.integrations.names import model_keys, model_layers
+    from semisparse.nn import is_linear, prepare_experts, weight_of
+
     model = meta_model(directory)
     names = model_layers(model, directory.layers)
     prepare_experts(model, names.values())

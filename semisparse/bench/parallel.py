@@ -33,6 +33,7 @@ from semisparse.errors import InputError
 from semisparse.nn import join_layers
 
 WARM_STEPS = 3
+"""Decode steps that run before one is captured in a CUDA graph."""
 
 
 def ranks() -> int:

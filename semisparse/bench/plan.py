@@ -125,6 +125,7 @@ class Plan:
 
 
 BOUND = {"memory": "reading the weights", "arithmetic": "arithmetic", "fixed time": "a kernel's fixed time"}
+"""What bounds a dense matmul, in words, by `Estimate.bound`."""
 
 WHY_NOT = {
     "memory": "sparsity will not pay, because no format here reads enough less",

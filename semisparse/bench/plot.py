@@ -14,7 +14,10 @@ from semisparse.bench.table import read_csv
 from semisparse.errors import InputError
 
 WAYS = {"n", "k", "dtype", "way", "us", "machine"}
+"""Columns of a CSV file that `plot_ways` draws."""
+
 VECTORS = {"what", "dtype", "m", "n", "k", "pattern", "kernel", "speedup"}
+"""Columns of a CSV file that `plot_vectors` draws."""
 
 
 def plot_csv(path: Path, folder: Path) -> list[Path]:

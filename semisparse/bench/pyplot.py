@@ -25,6 +25,7 @@ FILLS = ("full", "none", "left", "right", "top", "bottom")
 """One per candidate of a format, for points without a line."""
 
 COLUMNS = 3
+"""Maximum number of axes side by side in a picture."""
 
 
 def load_pyplot() -> Any:

@@ -1,31 +1,40 @@
-"""The model directory on disk: its config block, validation, loading and atomic writing."""
+"""The model directory on disk: its config block, validation, loading and atomic writing.
 
-from semisparse.checkpoint.block import METHOD, VERSION, packed_from_tensors, read_block
-from semisparse.checkpoint.config import check_sizes, refuse_integers, refuse_unstored
-from semisparse.checkpoint.digests import KEY as DIGESTS
-from semisparse.checkpoint.digests import digests_of, is_blake2b
-from semisparse.checkpoint.directory import (
-    Header,
-    ModelDirectory,
-    check_headers,
-    open_directory,
-    open_files,
-    read_ahead,
-    read_headers,
-)
-from semisparse.checkpoint.inspect import inspect_directory
-from semisparse.checkpoint.loading import (
-    NO_REMOTE_CODE,
-    auto_class,
-    load_dense,
-    load_model,
-    load_tokenizer,
-    meta_model,
-    pick_device,
-    read_config,
-    refuse_remote_code,
-)
-from semisparse.checkpoint.write import atomic_directory, refuse_existing
+Names are imported when they are first used: loading.py imports transformers, file_digests.py not even torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from semisparse.checkpoint.block import METHOD, VERSION, packed_from_tensors, read_block
+    from semisparse.checkpoint.config import check_sizes, refuse_integers, refuse_unstored
+    from semisparse.checkpoint.digests import digests_of
+    from semisparse.checkpoint.directory import (
+        Header,
+        ModelDirectory,
+        check_headers,
+        open_directory,
+        open_files,
+        read_headers,
+    )
+    from semisparse.checkpoint.file_digests import DIGESTS, is_blake2b
+    from semisparse.checkpoint.files import read_ahead
+    from semisparse.checkpoint.inspect import describe
+    from semisparse.checkpoint.loading import (
+        NO_REMOTE_CODE,
+        auto_class,
+        load_dense,
+        load_model,
+        load_tokenizer,
+        meta_model,
+        pick_device,
+        read_config,
+        refuse_remote_code,
+    )
+    from semisparse.checkpoint.write import atomic_directory, refuse_existing
 
 __all__ = [
     "DIGESTS",
@@ -38,8 +47,8 @@ __all__ = [
     "auto_class",
     "check_headers",
     "check_sizes",
+    "describe",
     "digests_of",
-    "inspect_directory",
     "is_blake2b",
     "load_dense",
     "load_model",
@@ -58,3 +67,29 @@ __all__ = [
     "refuse_remote_code",
     "refuse_unstored",
 ]
+
+HOMES = {
+    **dict.fromkeys(("METHOD", "VERSION", "packed_from_tensors", "read_block"), "block"),
+    **dict.fromkeys(("check_sizes", "refuse_integers", "refuse_unstored"), "config"),
+    **dict.fromkeys(("Header", "ModelDirectory", "check_headers", "open_directory"), "directory"),
+    **dict.fromkeys(("open_files", "read_headers"), "directory"),
+    **dict.fromkeys(("NO_REMOTE_CODE", "auto_class", "load_dense", "load_model", "load_tokenizer"), "loading"),
+    **dict.fromkeys(("meta_model", "pick_device", "read_config", "refuse_remote_code"), "loading"),
+    **dict.fromkeys(("DIGESTS", "is_blake2b"), "file_digests"),
+    **dict.fromkeys(("atomic_directory", "refuse_existing"), "write"),
+    "describe": "inspect",
+    "digests_of": "digests",
+    "read_ahead": "files",
+}
+"""The module of each name."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{HOMES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -12,6 +12,7 @@ from semisparse.formats.base import Packed, WeightSpec, get_format
 
 METHOD = "semisparse"
 VERSION = 1
+"""Version of the config block. A block of another version is refused."""
 
 
 def read_entry(name: str, entry: Any) -> Packed:

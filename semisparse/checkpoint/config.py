@@ -7,11 +7,12 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from semisparse.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 MAX_JSON_BYTES = 1 << 28
 """Maximum size of a JSON file. The index and config block of a model with 10^5 linear layers take a tenth of it."""

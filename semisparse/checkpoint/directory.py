@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from semisparse.checkpoint.block import read_block
 from semisparse.checkpoint.config import check_sizes, read_json
+from semisparse.checkpoint.files import require_directory, weight_files
 from semisparse.errors import CheckpointError
 from semisparse.formats.base import Packed
 
@@ -35,10 +35,6 @@ _SAFETENSORS_DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-
-
-MAX_FILE_NAME = 255
-"""Maximum bytes of a file name on all usual file systems."""
 
 
 @dataclass(frozen=True)
@@ -115,19 +111,7 @@ def open_files(path: str | Path) -> ModelDirectory:
     require_directory(path)
     config = read_json(path / "config.json")
     check_sizes(config, path)
-    return ModelDirectory(path, config, read_headers(_weight_files(path)), {})
-
-
-def require_directory(path: Path) -> None:
-    """Refuse a path that is no directory.
-
-    Raises:
-        CheckpointError: says how to download a model from the Hugging Face Hub.
-    """
-    if not path.is_dir():
-        raise CheckpointError(
-            f"no model directory at {path}; `hf download NAME --local-dir DIR` fetches one from the Hugging Face Hub"
-        )
+    return ModelDirectory(path, config, read_headers(weight_files(path)), {})
 
 
 def check_headers(layers: Mapping[str, Packed], headers: Mapping[str, Header]) -> None:
@@ -168,7 +152,12 @@ def read_headers(files: list[Path]) -> dict[str, Header]:
                 raise CheckpointError(f"{file} is unreadable: {error.strerror}") from error
             try:
                 opened = stack.enter_context(safe_open(file, "pt"))
-            except (SafetensorError, OSError, MemoryError) as error:  # a file of 2^40 bytes cannot be mapped
+            except (
+                SafetensorError,
+                OSError,
+                MemoryError,
+                RuntimeError,
+            ) as error:  # torch's, of 2^40 bytes that it cannot map
                 raise CheckpointError(f"{file} is truncated or not a safetensors file: {error}") from error
             for name in opened.keys():  # noqa: SIM118, it is no dict
                 part = opened.get_slice(name)
@@ -176,45 +165,3 @@ def read_headers(files: list[Path]) -> dict[str, Header]:
                 size = torch.Size(shape).numel() * (dtype.itemsize if dtype else 0)
                 headers[name] = Header(file, dtype, shape, size)
     return headers
-
-
-def read_ahead(files: Iterable[Path]) -> None:
-    """Start reading files into the page cache in the background, on systems with ``posix_fadvise``.
-
-    Without it, validating the weights waits for the disk page by page.
-    """
-    if hasattr(os, "posix_fadvise"):
-        for file in files:
-            with file.open("rb") as opened:
-                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
-
-
-def _weight_files(path: Path) -> list[Path]:
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{index} has no weight_map")
-        return sorted({path / _file_inside(index, file) for file in weight_map.values()})
-    single = path / "model.safetensors"
-    if single.is_file():
-        return [single]
-    pickles = sorted(p.name for p in path.iterdir() if p.suffix in {".bin", ".pt", ".pth", ".ckpt"})
-    if pickles:
-        raise CheckpointError(
-            f"{path} holds {pickles[0]}, a pickle; semisparse reads safetensors only, because a pickle can run code: "
-            "convert it with transformers' save_pretrained"
-        )
-    raise CheckpointError(f"{path} holds no model.safetensors")
-
-
-def _file_inside(index: Path, name: Any) -> str:
-    """Return the file that an index names.
-
-    Raises:
-        CheckpointError: the name is a path, which could lead out of the directory, or no file can have it.
-    """
-    plain = isinstance(name, str) and name.isprintable() and name not in ("", ".", "..") and not set(name) & set("/\\")
-    if not plain or len(name.encode()) > MAX_FILE_NAME:
-        raise CheckpointError(f"{index} names the file {str(name)[:99]!r}, expected a file of the directory itself")
-    return name

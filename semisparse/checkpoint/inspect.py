@@ -5,26 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from semisparse.checkpoint.digests import THREADS, check_digests
-from semisparse.checkpoint.directory import ModelDirectory, open_directory, read_ahead
+from semisparse.checkpoint.digests import check_digests
+from semisparse.checkpoint.directory import ModelDirectory
+from semisparse.checkpoint.file_digests import THREADS, FileDigests
 from semisparse.errors import CheckpointError, SemisparseError
 from semisparse.formats.base import Packed, get_format
 
 
-def inspect_directory(
-    path: str | Path, verify: bool = False, progress: Callable[[int, int], None] | None = None
+def describe(
+    directory: ModelDirectory,
+    verify: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    digests: FileDigests | None = None,
 ) -> dict[str, Any]:
     """Describe a model directory.
 
     Args:
-        path: a dense or compressed model directory.
+        directory: dense or compressed, as `open_directory` returns it.
         verify: whether to validate every packed tensor, and to compare it with its digest.
         progress: called with (layers done, all layers).
+        digests: the digests of the files, as far as they are known.
     Returns:
         A dictionary:
 
@@ -36,9 +40,8 @@ def inspect_directory(
           are none).
         - ``verified``: the argument ``verify``.
     Raises:
-        CheckpointError: the directory is incomplete or corrupted.
+        CheckpointError: a tensor is corrupted.
     """
-    directory = open_directory(path)
     entries = (directory.config.get("quantization_config") or {}).get("layers", {})
     dense = [
         name
@@ -52,10 +55,13 @@ def inspect_directory(
         if progress:
             progress(len(rows), len(directory.layers) + len(dense))
 
-    if verify:
-        read_ahead({header.file for header in directory.headers.values()})
     with ThreadPoolExecutor(THREADS) as pool:
-        checked = pool.map(lambda name: _verify(directory, name, entries[name]), directory.layers) if verify else ()
+        # In the order of names, in which safetensors stores tensors and `digests` computes them.
+        checked = (
+            pool.map(lambda name: _verify(directory, name, entries[name], digests), sorted(directory.layers))
+            if verify
+            else ()
+        )
         for (name, packed), _ in zip_longest(directory.layers.items(), checked):
             add(_packed_row(name, packed, entries[name]))
     for name in dense:
@@ -71,9 +77,9 @@ def inspect_directory(
     }
 
 
-def _verify(directory: ModelDirectory, name: str, entry: Mapping[str, Any]) -> None:
+def _verify(directory: ModelDirectory, name: str, entry: Mapping[str, Any], digests: FileDigests | None) -> None:
     packed = directory.packed(name)
-    check_digests(name, packed.tensors, entry)
+    check_digests(name, packed.tensors, entry, digests)
     try:
         get_format(packed.spec.format).verify(packed)
     except (SemisparseError, RuntimeError, IndexError) as error:

@@ -34,7 +34,7 @@ VOCABULARY = 1024
 CONTEXT = 256
 END_OF_TEXT = "<|endoftext|>"
 
-HELD_OUT_ONE_IN = 20
+HELD_OUT_ONE_IN = 20  # files: one in so many is held out from training
 # Generated files; some hold paths of the machine that generated them.
 EXCLUDED = ("site-packages", "encodings", "pydoc_data", "_sysconfigdata", "config-")
 

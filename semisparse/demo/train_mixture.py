@@ -32,6 +32,7 @@ from semisparse.demo.train import CONTEXT, BestWeights, encode, mean_loss, train
 
 TEXT = "pycode-calib.txt"
 HELD_OUT = 0.05
+"""Fraction of the text, at its end, that is held out from training."""
 
 EXPERTS, CHOSEN = 8, 2
 HIDDEN, LAYERS, EXPERT_WIDTH = 256, 4, 256
@@ -48,6 +49,7 @@ BALANCE = 0.02
 """Weight of the loss that keeps a router from sending most tokens to a few experts."""
 
 PATIENCE = 3
+"""As in `BestWeights`."""
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,7 @@ class Structure:
 
 
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+"""The child modules of a decoder layer that the engine can run: exactly these."""
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 MLP_PARTS = {"gate_proj", "up_proj", "down_proj"}
 

@@ -31,7 +31,7 @@ FAR_DENSITY = math.log(1.5)
 """Maximum |log(density / density')| to a measured pattern."""
 
 ALIKE = {"float16": "bfloat16", "bfloat16": "float16"}
-"""The dtype whose measurements are used if a dtype has none."""
+"""The dtype whose measurements are used if a dtype has none for a matmul."""
 
 
 @dataclass(frozen=True)
@@ -155,10 +155,12 @@ def measured_times(problem: Problem, tuned_by: tuple[str, ...], gpu: str) -> Map
     variant = variant_of(problem.params, tuned_by)
     dtype = str(problem.dtype).removeprefix("torch.")
     table = _rows_of(gpu)
-    by_dtype = (table.get((problem.spec.format, variant, name), []) for name in (dtype, ALIKE.get(dtype, dtype)))
-    rows = next(filter(None, by_dtype), [])
-    rows = _nearest_shape(_nearest_pattern(rows, problem.pattern), problem)
-    return _interpolated(rows, problem.m)
+    for name in (dtype, ALIKE.get(dtype, dtype)):  # a dtype may have been timed for some M or patterns only
+        rows = table.get((problem.spec.format, variant, name), [])
+        times = _interpolated(_nearest_shape(_nearest_pattern(rows, problem.pattern), problem), problem.m)
+        if times:
+            return times
+    return {}
 
 
 def variant_of(params: Mapping[str, object], tuned_by: Iterable[str]) -> str:
@@ -167,14 +169,17 @@ def variant_of(params: Mapping[str, object], tuned_by: Iterable[str]) -> str:
 
 
 def _nearest_pattern(rows: list[TunedRow], pattern: Pattern) -> list[TunedRow]:
-    """Return the rows of this pattern, else those of the pattern of its type with the nearest density, if near."""
+    """Return the rows of this pattern, else those of the pattern of its type with the nearest density, if near.
+
+    Patterns with zeros and without are never near: they have different kernels.
+    """
     exact = [row for row in rows if row.pattern == str(pattern)]
     if exact:
         return exact
     distances = {}
     for text in {row.pattern for row in rows}:
         other = parse_pattern(text)
-        if type(other) is type(pattern):
+        if type(other) is type(pattern) and (other.density == 1) == (pattern.density == 1):
             distances[text] = abs(math.log(max(other.density, 1e-9) / max(pattern.density, 1e-9)))
     near = min(distances, key=lambda text: (distances[text], text), default=None)
     return [row for row in rows if row.pattern == near] if near and distances[near] <= FAR_DENSITY else []

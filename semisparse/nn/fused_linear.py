@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 import torch
@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from semisparse.formats.base import Packed, WeightSpec, get_format
-from semisparse.formats.kernel import MAX_FUSED_TOKENS, FusedOperands, bucket_of
+from semisparse.formats.kernel import MAX_FUSED_TOKENS, FusedOperands, Kernel, bucket_of
 from semisparse.formats.product import fused_product, linear
 
 NORMED, GATED, ADDED = ("rms_norm", "none"), ("rms_norm", "silu_mul"), ("none", "add")
 """Prologue and epilogue, named as in `Problem`, of the layers of a decoder layer: query, key and value; gate and up;
 and those whose output is added to the residual stream."""
 
-__all__ = ["ADDED", "GATED", "MAX_FUSED_TOKENS", "NORMED", "can_fuse", "fused_linear", "packed_of"]
+__all__ = ["ADDED", "GATED", "MAX_FUSED_TOKENS", "NORMED", "can_fuse", "fused_linear", "has_fused_kernels", "packed_of"]
 
 _library = torch.library.Library("semisparse", "FRAGMENT")
 _library.define(
@@ -84,6 +84,11 @@ def can_fuse(packed: Packed, dtype: torch.dtype, fusion: tuple[str, str]) -> boo
     """
     buckets = sorted({bucket_of(m) for m in range(1, MAX_FUSED_TOKENS + 1)})
     return all(fused_product(packed, m, dtype, *fusion) is not None for m in buckets)
+
+
+def has_fused_kernels(formats: Iterable[str]) -> bool:
+    """Return whether a format, of those named, has a kernel with a prologue or an epilogue for some of its weights."""
+    return any(kernel.fuse is not Kernel.fuse for name in formats for kernel in get_format(name).kernels)
 
 
 def _operator(

@@ -18,6 +18,7 @@ from semisparse.nn.sparse_linear import SparseLinear
 from semisparse.nn.stacking import stack_with_padding
 
 PROBE_TOKENS = 4
+"""Tokens on which an expert's own activation is compared with ``silu(gate) * up``."""
 
 
 class JoinedExperts(nn.Module):

@@ -18,6 +18,7 @@ LINEAR_CLASSES = (nn.Linear, Conv1D)
 """``nn.Linear``, and GPT-2's ``Conv1D``, which stores [K, N]. Their subclasses may compute something else."""
 
 PROBE_TOKENS = 3
+"""Random tokens on which a module is compared with ``x @ w.T + bias``."""
 
 _probed: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 """Whether a module whose class has a forward of its own computes ``x @ w.T + bias``."""

@@ -25,6 +25,7 @@ EXPERT_LAYER = re.compile(rf"(?P<experts>.+)\.\d+\.(?:{'|'.join(FUSED_NAMES.valu
 """The name of an expert's linear layer in a model."""
 
 PROBE_TOKENS = 4
+"""Random tokens on which a module of fused experts is compared with its replacement."""
 
 TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-4}
 """Maximum error relative to the norm of the original module's output, by dtype; 2e-2 for other dtypes."""

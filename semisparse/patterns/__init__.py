@@ -10,6 +10,7 @@ from semisparse.patterns.unstructured import Unstructured
 from semisparse.patterns.vector_nm import VectorNM
 
 FAMILIES: tuple[type[Pattern], ...] = (NM, VectorNM, Group, Unstructured)
+"""The kinds of patterns, in the order in which `parse_pattern` tries them."""
 
 MAX_CHARACTERS = 64
 """Maximum length of a written pattern."""

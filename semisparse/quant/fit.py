@@ -6,6 +6,7 @@ At 2 bits a group's largest weight sets a scale that is too large for the others
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -61,17 +62,28 @@ def _ranges(groups: Tensor, spanning: GroupScales) -> GroupScales:
     """Return the scales and zero points of every range that is tried, [ranges, N, groups]."""
     bits, dtype = spanning.bits, spanning.scale.dtype
     if spanning.symmetric:
-        shares = torch.tensor([sign * share for share in SYMMETRIC_SHARES for sign in (1, -1)], device=groups.device)
-        scale = (spanning.scale.float() * shares[:, None, None]).to(dtype)
+        scale = (spanning.scale.float() * _signed_shares(groups.device)[:, None, None]).to(dtype)
         scale = torch.where(scale == 0, spanning.scale, scale)
         return replace(spanning, scale=scale, zero=spanning.zero.expand_as(scale))
-    shares = torch.tensor(SHARES.get(bits, (1.0,)), device=groups.device)
-    below, above = torch.cartesian_prod(shares, shares).T[:, :, None, None]
+    below, above = _pairs_of_shares(bits, groups.device)[:, :, None, None]
     low, high = groups.amin(-1).clamp_max(0) * below, groups.amax(-1).clamp_min(0) * above
     scale = ((high - low) / (2**bits - 1)).to(dtype)
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     zero = (-low / scale.float() * 2.0 ** (8 - bits)).round().clamp(0, 255)
     return replace(spanning, scale=scale, zero=zero)
+
+
+@lru_cache
+def _signed_shares(device: torch.device) -> Tensor:
+    """Return all shares of a symmetric range, [shares]. A copy to a GPU waits for it, so each is made once."""
+    return torch.tensor([sign * share for share in SYMMETRIC_SHARES for sign in (1, -1)], device=device)
+
+
+@lru_cache
+def _pairs_of_shares(bits: int, device: torch.device) -> Tensor:
+    """Return the pairs of shares below and above zero, [2, pairs]."""
+    shares = torch.tensor(SHARES.get(bits, (1.0,)), device=device)
+    return torch.cartesian_prod(shares, shares).T
 
 
 def _codes(groups: Tensor, scales: GroupScales) -> tuple[Tensor, Tensor]:

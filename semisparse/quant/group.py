@@ -69,6 +69,17 @@ class GroupScales:
         exact = (codes.float() - self._zero_point()) * self.scale.float()[..., None]
         return exact.to(self.scale.dtype)
 
+    def within_range(self) -> GroupScales:
+        """Return scales with which every code dequantises to a finite value: smaller where rounding led past the range.
+
+        In float16 a group from -65504 to 65504 has the scale 8736 in 4 bits; its last code would be 65520, infinity.
+        """
+        zero = self._zero_point().squeeze(-1)
+        limit = torch.finfo(self.scale.dtype).max / torch.maximum(zero, 2**self.bits - 1 - zero)
+        beyond = self.scale.float().abs() > limit
+        smaller = (limit * (1 - torch.finfo(self.scale.dtype).eps)).copysign(self.scale.float()).to(self.scale.dtype)
+        return replace(self, scale=torch.where(beyond, smaller, self.scale))
+
     def _zero_point(self) -> Tensor:
         """Return the zero points in codes, [N, groups, 1] float32."""
         return self.zero.float()[..., None] * 2.0 ** (self.bits - 8)
@@ -105,7 +116,7 @@ def scales_of(weight: Tensor, bits: int, size: int, dtype: torch.dtype, symmetri
     if symmetric:
         return GroupScales(bits, size, scale, torch.full_like(low, MIDDLE), symmetric)
     zero = (-low / scale.float() * 2.0 ** (8 - bits)).round().clamp(0, 255)
-    return GroupScales(bits, size, scale, zero)
+    return GroupScales(bits, size, scale, zero).within_range()
 
 
 def fake_quantise(weight: Tensor, scale: Tensor, zero: Tensor, bits: int, size: int) -> Tensor:

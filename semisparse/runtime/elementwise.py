@@ -24,6 +24,7 @@ VECTORS: tuple[Defines, ...] = (
 SILU_MUL = CudaSource(HEADERS / "elementwise" / "silu_mul.cu", VECTORS)
 
 THREADS = 256
+"""Threads per CTA of silu_mul.cu and combine.cu."""
 
 
 def vector_of(dtype: torch.dtype, counts: Sequence[int], tensors: Sequence[Tensor | None]) -> int:

@@ -29,6 +29,7 @@ STAGES = ((4, 2), (3, 2), (3, 1), (2, 1), (1, 1))
 """Stages of the weight and of x, the best first."""
 
 MAX_SPLIT_K = 8
+"""Maximum number of ranges that K is split into."""
 
 PERMUTE_WARPS, PERMUTE_UNROLL = 4, 3
 """Warps per CTA of permute_x.cu, and the number of tokens of a tile that each warp loads at a time."""

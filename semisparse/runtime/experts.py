@@ -32,6 +32,7 @@ COMBINE = CudaSource(
 )
 
 ROUTE_THREADS = 256
+"""Threads per CTA of route.cu."""
 
 
 @dataclass(frozen=True)

@@ -143,6 +143,19 @@ def test_an_output_that_exists(compress, tmp_path: Path):
     assert os.listdir(tmp_path / "out") == ["mine"]
 
 
+def test_an_output_inside_the_model_changes_no_file_of_it(run: Run, compress, model: Path, text: Path, tmp_path: Path):
+    """Directories are written whole and no loader looks below a model's own, so nothing is mixed up."""
+    before = {file.name: file.read_bytes() for file in model.iterdir()}
+    inside = model / "sparse"
+    options = ("--recipe", "rheosparse", "--calib", text, *SMALL)
+    assert run("compress", model, *options, "--out", inside).status == 0
+    assert run("export", inside, "--to", "dense", "--out", inside / "dense").status == 0
+    assert {file.name: file.read_bytes() for file in model.iterdir() if file.is_file()} == before
+    assert compress().status == 0  # of the same model, which has a directory in it now
+    written = {file.name: file.read_bytes() for file in inside.iterdir() if file.is_file()}
+    assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == written
+
+
 def test_a_compressed_model_is_not_compressed_again(run: Run, compress, text: Path, tmp_path: Path):
     assert compress().status == 0
     again = ("--recipe", "rheosparse", "--calib", text, "--out", tmp_path / "again")

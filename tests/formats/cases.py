@@ -9,6 +9,9 @@ from semisparse.formats import Case, registry
 from semisparse.patterns import Pattern, parse_pattern
 
 PATTERNS = ("32:64", "2:4", "6:8", "8:10", "8:32v32", "g16@50%", "g16@50%/row", "70%", "70%/row")
+OPTIONS = {"paper": {"layout": "paper", "multiple": 32}}
+"""Pack options of a kernel that none of its format's variants chooses."""
+
 SHAPES = ((1, 1), (1, 172), (7, 1), (3, 64), (33, 130), (40, 172))
 
 

@@ -11,7 +11,7 @@ from semisparse.errors import FormatError
 from semisparse.formats import Format, Kernel, Packed, linear, registry
 from semisparse.formats.product import problem_of
 from semisparse.patterns import parse_pattern
-from tests.formats.cases import accepted_patterns
+from tests.formats.cases import OPTIONS, accepted_patterns
 from tests.formats.checking import TORCH_KERNELS, check_norm
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="runs kernels on a GPU: no GPU here")
@@ -36,8 +36,9 @@ def operands(form: Format, kernel: Kernel, device: str = "cuda") -> tuple[Tensor
     """Return x, a weight and a bias that the kernel takes: the first of the patterns, pack options and dtypes."""
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(N, K, generator=generator)
-    for pattern in map(parse_pattern, accepted_patterns(form.name)):
-        for options in form.variants:
+    patterns = (*accepted_patterns(form.name), *(case.pattern for case in form.cases))
+    for pattern in map(parse_pattern, patterns):
+        for options in (*form.variants, *([OPTIONS[kernel.name]] if kernel.name in OPTIONS else ())):
             for dtype in (torch.bfloat16, torch.float32):
                 try:
                     packed = form.pack((scores * pattern.mask(scores.abs())).to(dtype), pattern, **options).to(device)

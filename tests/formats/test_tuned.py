@@ -66,6 +66,18 @@ def test_the_nearest_shape_and_pattern_tell_if_they_are_near(table):
     assert ranking(problem(8, dtype=torch.bfloat16), ("kind",)) == ("gemm",)
 
 
+def test_patterns_with_zeros_and_without_are_never_near(table):
+    table(row(8, "gemm", 10), row(8, "full", 1, pattern="g128@0%"))
+    assert ranking(problem(8, pattern="g32@0%"), ("kind",)) == ("full",)
+    assert ranking(problem(8, pattern="g16@20%"), ("kind",)) == ()  # g128@0% is nearer than g16@50%
+
+
+def test_another_dtype_is_used_for_what_the_own_one_has_no_times(table):
+    table(row(8, "gemm", 10), row(64, "gemm", 20), row(64, "unpack", 5, dtype="bfloat16"))
+    assert ranking(problem(64, dtype=torch.bfloat16), ("kind",)) == ("unpack",)
+    assert ranking(problem(8, dtype=torch.bfloat16), ("kind",)) == ("gemm",)
+
+
 def test_the_users_rows_replace_shipped_ones(table, tmp_path):
     add_to_table(tmp_path / "shipped" / "emulated.csv", [row(8, "gemm", 10), row(8, "unpack", 20)])
     assert ranking(problem(8), ("kind",)) == ("gemm", "unpack")

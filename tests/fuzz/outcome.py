@@ -1,7 +1,8 @@
-"""Use a mutated directory in a process of its own, and class the outcome; the last classes are faults."""
+"""Use a mutated directory in a process of its own, and class the outcome; some classes are faults."""
 
 from __future__ import annotations
 
+import ast
 import random
 import shutil
 import signal
@@ -21,8 +22,14 @@ from tests.limited import limited
 
 TOKENS = torch.arange(24)[None]
 
-SOUND = ("refused", "equal logits", "other logits", "logits not finite")
-"""The classes that are no fault. The others: an untyped exception, a signal, the time limit."""
+SOUND = ("refused", "refused by transformers", "equal logits", "other logits", "logits not finite")
+"""The classes that are no fault. The others: an untyped exception, one behind a typed one, a signal, the time limit."""
+
+LIBRARIES = ("semisparse", "transformers", "tokenizers")
+"""An exception is theirs in whose code it came up, although torch or json raised it."""
+
+PROGRAMMING = (TypeError, AttributeError, NameError, LookupError, AssertionError, ArithmeticError, RuntimeError)
+"""What wrong code raises. Loading wraps whatever transformers raises, and transformers calls semisparse."""
 
 
 @dataclass(frozen=True)
@@ -81,14 +88,48 @@ def _use(first: Callable[[Path], None] | None, directory: Path, expected: torch.
             first(directory)
         logits = _logits(directory)
     except SemisparseError as error:
-        return "refused", f"{type(error).__name__}: {error}"[:1000]
+        return refused(error)
     except BaseException as error:
-        frames = traceback.extract_tb(error.__traceback__)[:-6:-1]
-        where = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames)
-        return f"untyped {type(error).__name__}", f"{str(error)[:200]} in {where}"
+        return f"untyped {type(error).__name__}", f"{str(error)[:200]} in {_frames(error)}"
     if not logits.isfinite().all():
         return "logits not finite", ""
     return ("equal logits" if torch.equal(logits, expected) else "other logits"), ""
+
+
+def refused(error: SemisparseError) -> tuple[str, str]:
+    """Return class and detail of a typed error: whose exception it wraps, and whether that is a fault of semisparse."""
+    detail = f"{type(error).__name__}: {error}"[:1000]
+    cause: BaseException | None = error
+    while isinstance(cause, SemisparseError):
+        error, cause = cause, cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    if cause is None or not _caught_by_any_handler(error):
+        return "refused", detail
+    if _owner(cause) == "semisparse" and isinstance(cause, PROGRAMMING):
+        return f"hidden {type(cause).__name__}", f"{detail} in {_frames(cause)}"
+    return "refused by transformers", detail
+
+
+def _caught_by_any_handler(error: BaseException) -> bool:
+    """Return whether an ``except Exception`` raised an error, so that its cause may be anything."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    tree = ast.parse(Path(frame.filename).read_text(encoding="utf-8"))
+    handlers = [node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)]
+    around = [node for node in handlers if node.lineno <= (frame.lineno or 0) <= (node.end_lineno or 0)]
+    return any(isinstance(node.type, ast.Name) and node.type.id == "Exception" for node in around)
+
+
+def _owner(error: BaseException) -> str | None:
+    """Return which of `LIBRARIES` has the innermost frame, or None if none has one."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        for library in LIBRARIES:
+            if library in Path(frame.filename).parent.parts[-6:]:
+                return library
+    return None
+
+
+def _frames(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)[:-8:-1]
+    return " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames)
 
 
 def _logits(directory: Path) -> torch.Tensor:

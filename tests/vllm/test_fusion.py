@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
+from torch._inductor import config as inductor_config
 
 import semisparse
+from semisparse.errors import InputError
 from semisparse.formats import Packed
 from semisparse.patterns import parse_pattern
 from tests.vllm import ranks
@@ -64,8 +66,10 @@ def fused(block: Any, monkeypatch: pytest.MonkeyPatch, can_fuse: Any = lambda pa
 
     class Spy(InductorPass):
         def __call__(self, graph: fx.Graph) -> None:
-            fusion.FusionPass()(graph)
+            fusion.FusionPass(launches_early=True)(graph)
             graph.lint()
+            is_fused = any(node.target is fusion.FUSED for node in graph.nodes)
+            assert inductor_config.triton.enable_pdl is is_fused
             for node in graph.nodes:
                 if node.target is fusion.FUSED:
                     *_, norm, _, residual, gated = node.args
@@ -80,9 +84,10 @@ def fused(block: Any, monkeypatch: pytest.MonkeyPatch, can_fuse: Any = lambda pa
 
     torch._dynamo.reset()
     given = [torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16) for _ in range(2)]
-    options = {"post_grad_custom_post_pass": Spy(), "fx_graph_cache": False}
+    options = {"post_grad_custom_post_pass": Spy(), "fx_graph_cache": False, fusion.PDL: False}
     for y, wanted in zip(torch.compile(block, dynamic=True, options=options)(*given), block(*given), strict=True):
         assert (y - wanted).float().norm() <= 2**-7 * wanted.float().norm()
+    assert not inductor_config.triton.enable_pdl  # of other graphs
     return found
 
 
@@ -146,37 +151,69 @@ def config(**changes: Any) -> Any:
         "inductor_compile_config": {},
         "compile_ranges_endpoints": [64],
     }
-    settings = {
-        "additional_config": {"semisparse_fusion": True},
-        **{k: v for k, v in changes.items() if k == "additional_config"},
-    }
-    compilation |= {key: value for key, value in changes.items() if key != "additional_config"}
-    return SimpleNamespace(compilation_config=SimpleNamespace(**compilation), **settings)
+    additional = changes.pop("additional_config", {})
+    return SimpleNamespace(compilation_config=SimpleNamespace(**(compilation | changes)), additional_config=additional)
 
 
-def test_it_is_installed_for_few_tokens(monkeypatch: pytest.MonkeyPatch):
+FORMATS = ("slide24", "bitmask")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """vLLM's platform, which is CUDA."""
+    from semisparse.integrations.vllm import fusion
+
+    platform = SimpleNamespace(pass_key="post_grad_custom_post_pass", is_cuda=lambda: True)
+    monkeypatch.setattr(fusion, "current_platform", platform)
+    return platform
+
+
+def test_it_is_installed_for_few_tokens(gpu: SimpleNamespace):
     from vllm.config.utils import Range
 
     from semisparse.integrations.vllm import fusion
 
-    gpu = SimpleNamespace(pass_key="post_grad_custom_post_pass", is_cuda=lambda: True)
-    monkeypatch.setattr(fusion, "current_platform", gpu)
-    changed = config()
-    assert fusion.install_fusion(changed)
-    assert changed.compilation_config.compile_ranges_endpoints == [fusion.MAX_FUSED_TOKENS, 64]
-    installed = changed.compilation_config.inductor_compile_config["post_grad_custom_post_pass"]
-    assert installed.is_applicable_for_range(Range(1, fusion.MAX_FUSED_TOKENS))
-    assert not installed.is_applicable_for_range(Range(fusion.MAX_FUSED_TOKENS + 1, 64))
-    assert fusion.install_fusion(changed)
+    for additional in ({}, {"semisparse_fusion": True}, "hash"):
+        changed = config(additional_config=additional)
+        assert fusion.install_fusion(changed, FORMATS)
+        assert changed.compilation_config.compile_ranges_endpoints == [fusion.MAX_FUSED_TOKENS, 64]
+        settings = changed.compilation_config.inductor_compile_config
+        installed = settings[gpu.pass_key]
+        assert installed.is_applicable_for_range(Range(1, fusion.MAX_FUSED_TOKENS))
+        assert not installed.is_applicable_for_range(Range(fusion.MAX_FUSED_TOKENS + 1, 64))
+        assert installed.launches_early
+        assert settings[fusion.PDL] is False
+        assert fusion.install_fusion(changed, FORMATS)
 
-    assert not fusion.install_fusion(config(mode=None))
-    for other in ({}, {"semisparse_fusion": False}, "hash"):
-        assert not fusion.install_fusion(config(additional_config=other))
+
+def test_it_is_not_installed_where_nothing_is_fused(gpu: SimpleNamespace):
+    from semisparse.integrations.vllm import fusion
+
+    assert not fusion.install_fusion(config(), ["slide24", "ec_csr"])
+    assert not fusion.install_fusion(config(mode=None), FORMATS)
+    assert not fusion.install_fusion(config(additional_config={"semisparse_fusion": False}), FORMATS)
     own = config(inductor_compile_config={"post_grad_custom_post_pass": object()})
-    assert not fusion.install_fusion(own)
+    assert not fusion.install_fusion(own, FORMATS)
     assert own.compilation_config.compile_ranges_endpoints == [64]
     gpu.is_cuda = lambda: False
-    assert not fusion.install_fusion(config())
+    assert not fusion.install_fusion(config(), FORMATS)
+
+
+def test_a_setting_of_the_user_is_kept(gpu: SimpleNamespace):
+    from semisparse.integrations.vllm import fusion
+
+    changed = config(inductor_compile_config={fusion.PDL: True})
+    assert fusion.install_fusion(changed, FORMATS)
+    settings = changed.compilation_config.inductor_compile_config
+    assert settings[fusion.PDL] is True
+    assert not settings[gpu.pass_key].launches_early
+
+
+def test_an_unknown_setting_is_refused(gpu: SimpleNamespace):
+    from semisparse.integrations.vllm import fusion
+
+    with pytest.raises(InputError, match="semisparse_fusion is 'no', expected true or false"):
+        fusion.install_fusion(config(additional_config={"semisparse_fusion": "no"}), FORMATS)
 
 
 def test_it_matches_the_real_settings():

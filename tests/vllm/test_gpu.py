@@ -167,6 +167,9 @@ def written(name: str, served: Served, folder: Path, dtype: torch.dtype = torch.
     return write_compressed(model, AutoTokenizer.from_pretrained(source), served, folder / f"{name}-{served.name}")
 
 
+FEW_GRAPHS = {"cudagraph_capture_sizes": [1, 2, 4]}
+"""vLLM's compilation settings: CUDA graphs for the numbers of sequences here only, instead of its 51 sizes."""
+
 # Activations rounded to 8 bits may round to the next code: logits then differ by whole steps, and texts soon differ. Of
 # the 320 tokens of the others, 47 to 320 were equal (H200): all texts part at a near tie.
 LEAST = {name: PROMPTS if served.rounds else NEW_TOKENS // 2 for name, served in FORMATS.items()}
@@ -180,15 +183,29 @@ def test_greedy_text_is_that_of_transformers(name: str, served: str, tmp_path: P
     compare(directory, name, torch.float16, LEAST[served], max_num_batched_tokens=256, enforce_eager=True)
 
 
+def test_so_it_is_with_prompts_in_chunks(tmp_path: Path):
+    """A step computes at most 24 tokens, so three of the four prompts of 16 tokens are cut or wait."""
+    directory = written("stories260k", FORMATS["bitmask"], tmp_path)
+    steps = {"max_num_batched_tokens": 24, "max_num_seqs": 4}
+    compare(directory, "stories260k", torch.float16, LEAST["bitmask"], enforce_eager=True, **steps)
+
+
 @pytest.mark.parametrize("served", FORMATS)
 def test_so_it_is_compiled_and_with_graphs(served: str, tmp_path: Path):
     compare(written("demo", FORMATS[served], tmp_path), "demo", torch.float16, LEAST[served])
 
 
-@pytest.mark.parametrize("served", FORMATS)
-def test_so_it_is_with_fused_matmuls(served: str, tmp_path: Path):
+@pytest.mark.parametrize("served", ["bitmask", "gqs-w4s50", "vector_nm"])
+def test_so_it_is_without_fused_matmuls(served: str, tmp_path: Path):
     directory = written("demo", FORMATS[served], tmp_path)
-    compare(directory, "demo", torch.float16, LEAST[served], additional_config={"semisparse_fusion": True})
+    settings = {"additional_config": {"semisparse_fusion": False}, "compilation_config": FEW_GRAPHS}
+    compare(directory, "demo", torch.float16, LEAST[served], **settings)
+
+
+@pytest.mark.parametrize("served", FORMATS)
+def test_so_it_is_on_a_larger_model(served: str, tmp_path: Path):
+    directory = written("pycode-11m", FORMATS[served], tmp_path)
+    compare(directory, "pycode-11m", torch.float16, LEAST[served], compilation_config=FEW_GRAPHS)
 
 
 def test_so_it_is_in_bfloat16(tmp_path: Path):

@@ -253,6 +253,18 @@ def test_more_than_the_memory_is_refused_before_weights_are_loaded(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("group")
+def test_lora_is_refused_before_weights_are_loaded(tmp_path: Path):
+    from vllm.config import LoRAConfig, VllmConfig, set_current_vllm_config
+
+    from semisparse.integrations.vllm import SemisparseVllmConfig
+
+    config = VllmConfig()
+    config.lora_config = LoRAConfig(max_lora_rank=16, max_loras=1)
+    with set_current_vllm_config(config), pytest.raises(InputError, match=r"serve without --enable-lora, or merge"):
+        SemisparseVllmConfig({})._checked_tokens()
+
+
+@pytest.mark.usefixtures("group")
 def test_code_compiled_for_other_formats_is_not_taken_for_a_directory_written_anew(tmp_path: Path):
     from vllm.config import ModelConfig
 

@@ -293,4 +293,4 @@ def _relative_error(pruned: Tensor, weight: Tensor, hessian: Tensor) -> float:
     change = pruned - weight
     lost = (change @ hessian * change).sum().clamp_min(0)
     power = (weight @ hessian * weight).sum()
-    return float((lost / power).sqrt()) if power > 0 else 0.0
+    return float((lost / power).sqrt().where(power > 0, 0.0))

@@ -16,6 +16,9 @@ from semisparse.errors import InputError
 ITERATIONS = 300
 """Updates of the multipliers per start. The moves then close the gap that remains."""
 
+HALVINGS = 60
+"""Halvings of the range of a single multiplier's logarithm."""
+
 MOVES = 500
 """Maximum number of moves; each lowers the loss."""
 
@@ -64,7 +67,7 @@ def allocate(
     for name, total in zip(limits, least.tolist(), strict=True):
         if total > 1 + 1e-9:
             raise Unreachable(f"no choice of layers reaches the target for {name}", _least(limits, least))
-    best, nearest = _by_multipliers(loss, share)
+    best, nearest = (_by_bisection if len(share) == 1 else _by_multipliers)(loss, share)
     if best is None:
         best = _repaired(nearest, share)
     if best is None:
@@ -84,6 +87,23 @@ def _totals(table: Tensor, picks: Tensor) -> Tensor:
 def _violation(totals: Tensor) -> Tensor:
     """Return by how much totals [limits, ...] are above 1, summed over the limits."""
     return (totals - 1 - 1e-9).clamp_min(0).sum(0)
+
+
+def _by_bisection(loss: Tensor, share: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Search for the multiplier of a single limit, as `_by_multipliers` does; the cost falls as it grows."""
+    finite = loss[loss.isfinite()]
+    scale = math.log(float(finite.max() - finite.min()) * len(loss) or 1.0)
+    low, high, best, nearest = scale - 25.0, scale + 25.0, None, loss.argmin(1)
+    if float(_violation(_totals(share, nearest))) == 0:
+        return nearest, nearest
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        picks = torch.nan_to_num(loss + math.exp(middle) * share[0], nan=math.inf).argmin(1)
+        if float(_violation(_totals(share, picks))) == 0:
+            high, best, nearest = middle, picks, picks
+        else:
+            low, nearest = middle, nearest if best is not None else picks
+    return best, nearest
 
 
 def _by_multipliers(loss: Tensor, share: Tensor) -> tuple[Tensor | None, Tensor]:

@@ -54,19 +54,29 @@ Bank = dict[str, dict[int, MaskedWeight]]
 
 def to_masked(weight: Tensor, report: LayerReport) -> MaskedWeight:
     """Store a weight [N, K] as a mask and values."""
+    return MaskedWeight(*_masked(weight), report)
+
+
+def _masked(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a weight's mask and values, on the CPU."""
     flat = weight.contiguous().view(-1)
     mask = flat != 0
     bits = torch.nn.functional.pad(mask, (0, -len(flat) % 8)).view(-1, 8)
-    return MaskedWeight((bits << _bit_positions(flat.device)).sum(1, dtype=torch.uint8).cpu(), flat[mask].cpu(), report)
+    return (bits << _bit_positions(flat.device)).sum(1, dtype=torch.uint8).cpu(), flat[mask].cpu()
 
 
 def to_dense(masked: MaskedWeight, like: Tensor) -> Tensor:
     """Expand a masked weight to the shape, dtype and device of ``like``."""
-    bits = (masked.mask.to(like.device)[:, None] >> _bit_positions(like.device)) & 1
+    bits = (_copied(masked.mask, like.device)[:, None] >> _bit_positions(like.device)) & 1
     mask = bits.flatten()[: like.numel()].bool()
     weight = torch.zeros(like.numel(), dtype=like.dtype, device=like.device)
-    weight[mask] = masked.values.to(like.device, like.dtype)
-    return weight.view(like.shape)
+    # Unlike weight[mask] = values, this does not wait for the GPU to count the mask's bits.
+    return weight.masked_scatter_(mask, _copied(masked.values, like.device).to(like.dtype)).view(like.shape)
+
+
+def _copied(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of a bank to a device, to a GPU without waiting for what it still computes."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 class Levels(Protocol):
@@ -144,9 +154,8 @@ def build_bank(
             pruned = _load(journal, index, number) if journal and keep else None
             if pruned is None:
                 pruned = _prune_decoder_layer(layer, dense, activations, index, by_name, centre_weights, recipe, prune)
-                if (
-                    journal and keep
-                ):  # what was written is read from its file when it is needed: the bank takes no memory
+                # What was written is read from its file when it is needed: the bank takes no memory.
+                if journal and keep:
                     _save(journal, index, number, pruned)
                     pruned = _load(journal, index, number) or pruned
             at_centre = copy.deepcopy(dense)
@@ -225,10 +234,10 @@ def prune_densities(
 
 def masked_layer(name: str, pattern: Pattern, layer: PrunedLayer, dtype: torch.dtype, seconds: float) -> MaskedWeight:
     """Cast a pruned weight to ``dtype``, and store it as a mask and values with its report."""
-    cast = layer.weight.to(dtype)
-    density = int(cast.count_nonzero()) / cast.numel()
+    mask, values = _masked(layer.weight.to(dtype))
+    density = len(values) / layer.weight.numel()
     report = LayerReport(name, str(pattern), density, layer.error, layer.outcome, seconds, layer.scales)
-    return to_masked(cast, report)
+    return MaskedWeight(mask, values, report)
 
 
 def _save(journal: Journal, index: int, number: int, pruned: Mapping[str, Mapping[int, MaskedWeight]]) -> None:

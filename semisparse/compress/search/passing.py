@@ -63,7 +63,7 @@ class PassingScorer:
             pairs = zip(self._padded, self._logits(self._dense_states), strict=True)
             self._dense = [scoring_batch(padded, logits) for padded, logits in pairs]
         found = zip(self._dense, self._logits(self._states), strict=True)
-        own = [batch.kl_of(logits) for batch, logits in found]
+        own = [float(batch.kl_of(logits)) for batch, logits in found]
         return sum(kl for kls in self._ranks.gather(own) for kl in kls) / self._count
 
     def _logits(self, states: Sequence[Tensor]) -> list[Tensor]:

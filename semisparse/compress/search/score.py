@@ -36,6 +36,13 @@ class BatchScore(NamedTuple):
     states: list[Tensor]
 
 
+class _Scored(NamedTuple):
+    """A `BatchScore` whose `kl` is still on the device."""
+
+    kl: Tensor
+    states: list[Tensor]
+
+
 Wanted = Sequence[tuple[Candidate, Sequence[int]]]
 """Candidates, each with the indices of the batches that it is to be scored on."""
 
@@ -45,7 +52,7 @@ class ScoringBatch(NamedTuple):
 
     Args:
         ids: [batch, tokens] int64, padded on the right, which a causal model ignores.
-        predicted: [batch, tokens - 1] bool, whether a token is predicted at the position.
+        predicted: [predicted positions] int64, the positions at which a token is predicted, of batch * (tokens - 1).
         dense: [predicted positions, vocabulary] float32, the dense model's probabilities.
         entropy: entropy of these probabilities, summed over the positions, in nats.
     """
@@ -55,22 +62,22 @@ class ScoringBatch(NamedTuple):
     dense: Tensor
     entropy: float
 
-    def kl_of(self, logits: Tensor) -> float:
-        """Return KL(dense || candidate), summed over the predicted positions, in nats.
+    def kl_of(self, logits: Tensor) -> Tensor:
+        """Return KL(dense || candidate), summed over the predicted positions, in nats: a float64 scalar on the device.
 
         Args:
             logits: the candidate's, [batch, tokens, vocabulary].
         """
-        logits = logits[:, :-1][self.predicted].float()
+        logits = logits[:, :-1].flatten(0, 1)[self.predicted].float()
         # KL = sum of p (log p - log q) with log q = logits - logsumexp(logits); p sums to 1 at each position.
         cross_entropy = logits.logsumexp(-1) - torch.linalg.vecdot(self.dense, logits)
-        return float(cross_entropy.sum(dtype=torch.float64)) - self.entropy
+        return cross_entropy.sum(dtype=torch.float64) - self.entropy
 
 
 def scoring_batch(padded: Tensor, logits: Tensor) -> ScoringBatch:
     """Return a batch, given its ids, padded with -1, and the dense model's logits, [batch, tokens, vocabulary]."""
-    predicted = padded[:, 1:] >= 0
-    logp = logits[:, :-1][predicted].float().log_softmax(-1)
+    predicted = (padded[:, 1:] >= 0).flatten().nonzero().squeeze(1)
+    logp = logits[:, :-1].flatten(0, 1)[predicted].float().log_softmax(-1)
     dense = logp.exp()
     return ScoringBatch(padded.clamp_min(0), predicted, dense, -float((dense * logp).sum(dtype=torch.float64)))
 
@@ -104,6 +111,13 @@ def in_turns(costs: Sequence[float], count: int) -> Iterator[int]:
     for cost in costs:
         yield min(count - 1, int((before + cost / 2) * count / total))
         before += cost
+
+
+def _read(scored: Sequence[dict[int, _Scored]]) -> list[dict[int, BatchScore]]:
+    """Copy all KL divergences to the host, after waiting for the device once."""
+    kls = [score.kl for of_candidate in scored for score in of_candidate.values()]
+    floats = iter(torch.stack(kls).tolist() if kls else [])
+    return [{index: BatchScore(next(floats), score.states) for index, score in one.items()} for one in scored]
 
 
 class Scorer:
@@ -152,7 +166,7 @@ class Scorer:
 
     def mean_kl(self, scores: Sequence[BatchScore]) -> float:
         """Return the mean KL divergence, in nats per token, of scores on all batches."""
-        return sum(score.kl for score in scores) / sum(int(batch.predicted.sum()) for batch in self._batches)
+        return sum(score.kl for score in scores) / sum(len(batch.predicted) for batch in self._batches)
 
     def score(self, candidate: Candidate, batches: Sequence[int]) -> list[BatchScore]:
         """Score a candidate on some batches, given by their indices."""
@@ -163,11 +177,12 @@ class Scorer:
         firsts = [self._first_changed(candidate) for candidate, _ in wanted]
         costs = [len(self._layers) - first for first, (_, batches) in zip(firsts, wanted, strict=True) for _ in batches]
         owners = in_turns(costs, self._ranks.count)
-        own = []
+        scored = []
         for number, (candidate, batches) in enumerate(wanted):
             mine = [index for index in batches if next(owners) == self._ranks.rank]
-            own.append(self._score_own(candidate, mine, firsts[number], keep_states) if mine else {})
+            scored.append(self._score_own(candidate, mine, firsts[number], keep_states) if mine else {})
             self.tokens_run += sum(self._batches[index].ids.numel() for index in batches)
+        own = _read(scored)
         known = self._ranks.gather([{index: score.kl for index, score in scores.items()} for scores in own])
         kls = [{index: kl for found in known for index, kl in found[number].items()} for number in range(len(wanted))]
         return [
@@ -182,13 +197,14 @@ class Scorer:
             self._swap(index, candidate[index])
         # Batches that another rank has scored run here again: computing hidden states is faster than sending them.
         self._parent_scores = [
-            score if score.states else self._score_batch(index, first) for index, score in enumerate(scores)
+            score if score.states else score._replace(states=self._score_batch(index, first).states)
+            for index, score in enumerate(scores)
         ]
         self._parent = candidate
 
     def _score_own(
         self, candidate: Candidate, batches: Sequence[int], first: int, keep_states: bool
-    ) -> dict[int, BatchScore]:
+    ) -> dict[int, _Scored]:
         """Score a candidate on this rank; ``first`` is the first decoder layer in which it differs from the parent."""
         changed = self._changed(candidate)
         parents = [self._swap(index, candidate[index]) for index in changed]
@@ -215,12 +231,12 @@ class Scorer:
         return swap_weight(linear, to_dense(self._bank[self._space[index].name][level], weight_of(linear)))
 
     @torch.no_grad()
-    def _score_batch(self, index: int, first: int) -> BatchScore:
+    def _score_batch(self, index: int, first: int) -> _Scored:
         """Score the present weights on a batch, running the decoder layers from ``first`` on."""
         batch = self._batches[index]
         skipped = self._parent_scores[index].states[: first + 1] if first else []
         logits, states = self._forward(batch.ids, skipped)
-        return BatchScore(batch.kl_of(logits), states)
+        return _Scored(batch.kl_of(logits), states)
 
     @torch.no_grad()
     def _score_dense(self, padded: Tensor) -> ScoringBatch:

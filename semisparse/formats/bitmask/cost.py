@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from semisparse.formats.bitmask.cpu.kernel import MAX_DIRECT_TOKENS
 from semisparse.formats.bitmask.cuda.schedule import DECODE_MAX_TOKENS, gemm_pays
 from semisparse.formats.bitmask.storage import gpu
 from semisparse.formats.bitmask.storage.codes import code_bits
 from semisparse.formats.kernel import Pass, Problem, fused_cost
+from semisparse.runtime import row_matmul
 
 
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
@@ -22,7 +22,7 @@ def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
 
 def _is_fused(problem: Problem) -> bool:
     if problem.device.type == "cpu":
-        return problem.m <= MAX_DIRECT_TOKENS
+        return problem.m <= row_matmul.MAX_TOKENS[row_matmul.operand_dtype(problem.dtype, problem.weight_dtype)]
     if gpu.refusal(problem.spec):
         return False
     return problem.m <= DECODE_MAX_TOKENS or gemm_pays(problem)  # as on Hopper: elsewhere gemm does not run

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from semisparse.formats.gqs.cpu.kernel import MAX_TOKENS
 from semisparse.formats.gqs.cuda import full_schedule
 from semisparse.formats.gqs.cuda.decode import weight_refusal
 from semisparse.formats.gqs.cuda.gemm_schedule import decode_pays, gemm_pays, shape_refusal
@@ -13,6 +12,7 @@ from semisparse.formats.gqs.cuda.wgmma_schedule import pays as wgmma_pays
 from semisparse.formats.gqs.storage.disk import quantises_x
 from semisparse.formats.kernel import Pass, Problem, fused_cost
 from semisparse.quant.group import KINDS
+from semisparse.runtime import row_matmul
 
 DECODE_UNPACKING = {4: (13, 1), 8: (24, 0.5)}
 """Operations on fp32 units of `decode` per kept weight, and per kept weight and token, by bits (H200)."""
@@ -47,7 +47,11 @@ def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
     if on_gpu and not decodes and full_schedule.pays(problem) and full_schedule.shape_refusal(problem) is None:
         unpacking = FULL_UNPACKING[KINDS[str(problem.params["kind"])]] * n * k
         return (*passes, *fused_cost(problem, weight_bytes, unpacking))
-    fused = decodes or expands if on_gpu else m <= MAX_TOKENS
+    fused = (
+        decodes or expands
+        if on_gpu
+        else m <= row_matmul.MAX_TOKENS[row_matmul.operand_dtype(problem.dtype, problem.weight_dtype)]
+    )
     if fused:
         return (*passes, *fused_cost(problem, weight_bytes, _unpacking(problem, decodes)))
     dense_bytes = n * k * problem.weight_dtype.itemsize

@@ -67,7 +67,7 @@ class SemisparseVllmConfig(QuantizationConfig):
 
         Raises:
             InputError: a layer that is neither linear nor experts is compressed; only some weights of a fused layer
-                are; experts cannot be served here; or the compressed layers do not fit the GPU.
+                are; experts cannot be served here; LoRA is asked for; or the compressed layers do not fit the GPU.
         """
         if isinstance(layer, RoutedExperts):
             return self._experts_method(layer, prefix)
@@ -101,14 +101,19 @@ class SemisparseVllmConfig(QuantizationConfig):
         return SemisparseExpertsMethod(layer, inside, self._checked_tokens())
 
     def _checked_tokens(self) -> int:
-        """Check that the layers fit the GPU, install the fusion pass, and return the maximum number of tokens per step.
+        """Check what vLLM was asked for, install the fusion pass, and return the maximum number of tokens per step.
 
         The first two happen once, for the first layer: vLLM asks for its method before it compiles.
         """
         vllm_config = get_current_vllm_config()
         if not self._fits:
+            if vllm_config.lora_config is not None:
+                raise InputError(
+                    "LoRA on packed layers is not supported: serve without --enable-lora, or merge the adapter into "
+                    "the dense model before it is compressed"
+                )
             self._check_memory(vllm_config)
-            self._fuses = install_fusion(vllm_config)
+            self._fuses = install_fusion(vllm_config, {layer.spec.format for layer in self.layers.values()})
         return int(vllm_config.scheduler_config.max_num_batched_tokens)
 
     def _checkpoint_names(self, prefix: str) -> list[str]:

@@ -1,17 +1,20 @@
-// How a warp arrives on mbarriers and synchronises after cp.async; both differ in kernels compiled for racecheck.
+// How a warp arrives on mbarriers and synchronises after cp.async; both differ in kernels compiled for racecheck, which sees less
+// than the hardware orders (docs/experiments/sanitizers.md).
 
 #pragma once
 
 #include "ptx/bar.cuh"
+#include "ptx/cp_async.cuh"
 #include "ptx/mbarrier.cuh"
 
-// Arrivals of a warp that releases a stage: one, by one lane. EVERY_LANE_ARRIVES is for racecheck, which takes an arrival to
-// order only the arriving lane's accesses (docs/experiments/sanitizers.md).
 #ifdef EVERY_LANE_ARRIVES
-constexpr int kArrivalsPerWarp = 32;
+constexpr bool kForRacecheck = true;
 #else
-constexpr int kArrivalsPerWarp = 1;
+constexpr bool kForRacecheck = false;
 #endif
+
+// Arrivals of a warp that releases a stage: one, by one lane. racecheck takes it to order only the arriving lane's accesses.
+constexpr int kArrivalsPerWarp = kForRacecheck ? 32 : 1;
 
 // Arrives kArrivalsPerWarp times. All lanes of the warp call it.
 __device__ __forceinline__ void mbarrier_arrive_warp(Word mbarrier, int lane) {
@@ -29,8 +32,15 @@ __device__ __forceinline__ void mbarrier_arrive_warp_cluster(Word mbarrier, int 
 }
 
 // __syncwarp between cp.async copies and the warp's reads of them. racecheck does not take it to order copies that were issued
-// before a __syncthreads; for racecheck it is a named barrier of 32 threads.
+// before a __syncthreads; for racecheck it is a named barrier of 32 threads. All warps must call it equally often, or racecheck
+// misses the next __syncthreads.
 __device__ __forceinline__ void sync_warp_copied() {
-    if constexpr (kArrivalsPerWarp == 1) __syncwarp();
-    else bar_sync<32>(1 + threadIdx.x / 32 % 15);
+    if constexpr (kForRacecheck) bar_sync<32>(1 + threadIdx.x / 32 % 15);
+    else __syncwarp();
+}
+
+// Before a __syncthreads that cp.async copies may outlast: for racecheck they end here. It does not take the __syncwarp after them
+// to order copies that were issued before the barrier.
+__device__ __forceinline__ void end_copies_for_racecheck() {
+    if constexpr (kForRacecheck) cp_async_wait_group<0>();
 }

@@ -5,16 +5,20 @@ from dataclasses import replace
 from functools import cache
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from semisparse.compress import Choice, Journal, Option, Recipe
-from semisparse.compress.search import joint
+from semisparse.compress.search import joint, losses
 from semisparse.compress.search.allocate import Unreachable
-from semisparse.compress.search.bank import to_dense
+from semisparse.compress.search.bank import MaskedWeight, to_dense
+from semisparse.compress.search.dominated import costs_no_more
 from semisparse.compress.search.joint import JointResult, JointSearch, search_choices
+from semisparse.compress.search.losses import ChoiceLosses
 from semisparse.compress.search.score import Scorer
+from semisparse.compress.search.units import LinearChoices
 from semisparse.nn import weight_of
 from semisparse.patterns import parse_pattern
 from tests.compress.checking import Interrupted
@@ -65,7 +69,7 @@ def test_a_target_of_bits_lets_each_linear_layer_choose():
     chosen = {True: ("bits", 4.0), False: ("decode", 1.5)}
     for alone, target in chosen.items():
         recipe = replace(RECIPE, search_units="auto", targets=(target,))
-        found = JointSearch(
+        found = ChoiceLosses(
             sharp_model(),
             calibration(),
             recipe,
@@ -84,7 +88,7 @@ def test_nothing_is_better_than_dense(monkeypatch: pytest.MonkeyPatch):
     """Rounding errors of the sums must not make an option that changes nothing look better than the dense model."""
     measured, lower = Scorer.mean_kl, count()  # every candidate looks better than all before it
     monkeypatch.setattr(Scorer, "mean_kl", lambda self, scores: measured(self, scores) - next(lower))
-    found = JointSearch(
+    found = ChoiceLosses(
         sharp_model(),
         calibration(),
         RECIPE,
@@ -94,8 +98,8 @@ def test_nothing_is_better_than_dense(monkeypatch: pytest.MonkeyPatch):
         progress=lambda stage, done, total: None,
         journal=None,
     )
-    losses = found.single_losses()
-    assert all(min(unit) >= 0 for unit in losses)
+    measured = found.single_losses()
+    assert all(min(unit) >= 0 for unit in measured)
     assert min(found.uniform_kl.values()) >= 0
 
 
@@ -115,28 +119,93 @@ def test_dominated_choices_are_dropped_and_the_best_single_one_is_named():
     result = searched()
     assert result.uniform is not None
     assert result.uniform[0] == "any w2 g8@0%"  # the only choice of at most 4 bits
-    run = JointSearch(
+    run = ChoiceLosses(
         sharp_model(), calibration(), RECIPE, options, seed=0, device="cpu", progress=lambda *_: None, journal=None
     )
-    run.measure(run.dense)
+    run.measure(run.costs.dense)
     kls = {choice.label: kl for choice, kl in run.uniform_kl.items()}
-    assert kls["any 50%"] > joint.DOMINATED * kls["any w8 g8@0%"]  # costs more, loses more
+    assert kls["any 50%"] > losses.DOMINATED * kls["any w8 g8@0%"]  # costs more, loses more
     assert all(2 not in layer.wanted or layer.choices[2].quant == "w4" for layer in run._space)
     assert all(4 not in layer.wanted for layer in run._space)
 
 
 def test_a_choice_that_is_cheaper_in_one_unit_is_kept():
-    run = JointSearch(
+    run = ChoiceLosses(
         sharp_model(), calibration(), RECIPE, options, seed=0, device="cpu", progress=lambda *_: None, journal=None
     )
-    uniforms = {choice.label: picks for choice, picks in run.uniforms().items()}
+    uniforms = {choice.label: picks for choice, picks in run.costs.uniforms().items()}
     cheap, dear = uniforms["any w4 g8@0%"], uniforms["any w8 g8@0%"]
-    assert run._costs_no_more(cheap, dear)
-    assert not run._costs_no_more((*cheap[:-1], 0), dear)  # dense in the last unit
+    assert costs_no_more(cheap, dear, run.costs.options)
+    assert not costs_no_more((*cheap[:-1], 0), dear, run.costs.options)  # dense in the last unit
+
+
+@pytest.fixture
+def compressed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, set[str]]]:
+    """The linear layers in the order in which they are compressed, each with the numbers of bits or zeros."""
+    compress, seen = losses.compress_every_way, list[tuple[str, set[str]]]()
+
+    def spy(linear: LinearChoices, *arguments: Any) -> dict[int, MaskedWeight]:
+        named = {linear.choices[level].quant if level < 4 else "50%" for level in linear.wanted}
+        seen.append((linear.name, named))
+        return compress(linear, *arguments)
+
+    monkeypatch.setattr(losses, "compress_every_way", spy)
+    return seen
+
+
+def test_a_choice_that_another_one_undercuts_is_compressed_in_two_layers_only(
+    compressed: list[tuple[str, set[str]]], monkeypatch: pytest.MonkeyPatch
+):
+    search()
+    with_zeros = [name for name, ways in compressed if "50%" in ways]
+    assert with_zeros == ["model.layers.0.self_attn.k_proj", "model.layers.0.self_attn.v_proj"]  # the smallest
+    assert dict(compressed[:3])[with_zeros[0]] == {"none", "w8", "w4", "w2", "50%"}
+    compressed.clear()
+    monkeypatch.setattr(losses, "UNDERCUT", 1e6)
+    search()
+    assert len([name for name, ways in compressed if "50%" in ways]) == 2 + 14
+
+
+def test_the_second_bank_has_what_was_proposed(compressed: list[tuple[str, set[str]]]):
+    result = search()
+    for name, choice in result.choices.items():
+        first, second, *_ = [ways for other, ways in compressed[7:] if other == name]  # after the two smallest layers
+        assert choice.quant in second < first
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_gpu_scores_as_a_cpu_does():
+    result = search(device="cuda")
+    assert result.predicted["bits"] <= LIMITS["bits"] * (1 + 1e-9)
+    dense, compressed = sharp_model(), sharp_model()
+    for name, masked in result.weights.items():
+        weight = weight_of(compressed.get_submodule(name))
+        weight.data.copy_(to_dense(masked, weight))
+        on_gpu = to_dense(masked, weight.data.cuda())
+        assert torch.equal(on_gpu.cpu(), weight.data)
+    assert mean_kl(dense, compressed, calibration()) == pytest.approx(result.kl, rel=1e-3)
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_one_choice_for_all_layers_is_taken_if_it_loses_less(taken: bool, monkeypatch: pytest.MonkeyPatch):
+    """The search ends in a bad assignment: the last layer has two bits and all others have four, within 5 bits."""
+    bad = (*[2] * 7, 3)
+    monkeypatch.setattr(JointSearch, "_refine", lambda self, best, number: (bad, [{0, 1, 2, 3, 4}] * 8))
+    monkeypatch.setattr(joint, "HOPELESS", 2.0 if taken else 0.0)
+    result = search({"bits": 5.0 / 16})
+    quants = [choice.quant for choice in result.choices.values()]
+    assert result.uniform is not None
+    assert result.uniform[0] == "any w4 g8@0%"
+    assert set(quants) == ({"w4"} if taken else {"w4", "w2"})
+    dense, compressed = sharp_model(), sharp_model()
+    for name, masked in result.weights.items():
+        weight = weight_of(compressed.get_submodule(name))
+        weight.data.copy_(to_dense(masked, weight))
+    assert mean_kl(dense, compressed, calibration()) == pytest.approx(result.kl, rel=1e-4)
 
 
 def test_what_no_choice_reaches_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(joint, "build_bank", lambda *_, **__: pytest.fail("a bank was built"))
+    monkeypatch.setattr(losses, "build_bank", lambda *_, **__: pytest.fail("a bank was built"))
     with pytest.raises(Unreachable, match="bits") as caught:
         search({"bits": 2.9 / 16})
     assert caught.value.least == pytest.approx({"bits": 3 / 16})

@@ -13,7 +13,7 @@ from semisparse.compress.search.passing import PassingScorer
 from semisparse.compress.search.score import Scorer, scoring_batches
 from semisparse.nn import weight_of
 from tests.compress.search.small import calibration, sharp_model
-from tests.compress.search.test_score import CPU, small_bank, space_of
+from tests.compress.search.test_score import DEVICE, small_bank, space_of
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral", "opt", "gpt2"])
@@ -22,7 +22,7 @@ def test_scores_are_those_of_a_whole_model(architecture: str):
     model = sharp_model(architecture)
     space, split = space_of(model), scoring_batches(calibration(), 10**6, seed=0, parts=3)
     bank, rng = small_bank(model, space), random.Random(0)
-    whole, passing = Scorer(model, space, bank, split, CPU, Ranks()), PassingScorer(model, split, CPU, Ranks())
+    whole, passing = Scorer(model, space, bank, split, DEVICE, Ranks()), PassingScorer(model, split, DEVICE, Ranks())
     before = copy.deepcopy(model.state_dict())
     for _ in range(2):
         candidate = tuple(rng.choice(list(layer.patterns)) for layer in space)
@@ -42,7 +42,7 @@ def test_scores_are_those_of_a_whole_model(architecture: str):
 def test_decoder_layers_but_the_first_are_not_copied():
     model = sharp_model("llama")
     split = scoring_batches(calibration(), 100, seed=0)
-    frame = PassingScorer(model, split, CPU, Ranks())._frame
+    frame = PassingScorer(model, split, DEVICE, Ranks())._frame
     shared = {id(tensor) for tensor in frame.parameters()} & {id(tensor) for tensor in model.parameters()}
     layers = decoder_layers(model)[1]
     assert shared == {id(tensor) for layer in layers[1:] for tensor in layer.parameters()}

@@ -15,7 +15,7 @@ from semisparse.compress.search.space import Candidate, LinearSpace, search_spac
 from semisparse.nn import weight_of
 from tests.compress.search.small import REPORT, calibration, mean_kl, recipe, sharp_model
 
-CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def space_of(model: PreTrainedModel) -> list[LinearSpace]:
@@ -34,7 +34,7 @@ def small_bank(model: PreTrainedModel, space: list[LinearSpace]) -> Bank:
 
 def scorer_of(model: PreTrainedModel, space: list[LinearSpace], batches: int = BATCHES) -> Scorer:
     split = scoring_batches(calibration(), 10**6, seed=0, parts=batches)
-    return Scorer(model, space, small_bank(model, space), split, CPU, Ranks())
+    return Scorer(model, space, small_bank(model, space), split, DEVICE, Ranks())
 
 
 def reference(model: PreTrainedModel, space: list[LinearSpace], candidate: Candidate) -> float:

@@ -85,19 +85,19 @@ def test_windows_with_more_bits_than_the_pattern_keeps_are_found(window: int, da
 
 
 def flip_mask_bit(tiles: Tensor) -> None:
-    tiles[0, 0, 0] ^= 1
+    tiles[0, 0, -128] ^= 1
 
 
 def fill_masks(tiles: Tensor) -> None:
-    tiles[0, 0, :128] = -1
+    tiles[0, 0, -128:] = -1
 
 
 def fill_padding(tiles: Tensor) -> None:
-    tiles[1, 1, 128:] = 1
+    tiles[1, 1, :-128] = 1
 
 
 def store_a_sixth_value(tiles: Tensor) -> None:
-    tiles[0, 0, -1] |= 1 << 20
+    tiles[0, 0, -129] |= 1 << 20
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_damaged_tile_is_refused(change, message: str):
 
 def test_a_weight_past_column_k_of_a_tile_is_refused():
     packed = in_tiles(16, 258, "32:64")
-    packed.tensors["tiles"][0, 1, 128 + 2 * 64] = 0x3C003C00  # lane 0's values 4 and 5 of columns 256 to 319
+    packed.tensors["tiles"][0, 1, 2 * 64] = 0x3C003C00  # lane 0's values 4 and 5 of columns 256 to 319
     with pytest.raises(FormatError, match="past column K"):
         BITMASK.validate(packed)
 

@@ -37,15 +37,15 @@ def code_at(words: list[int], kind: str, lane: int, half: int, stored: int, colu
         return word >> 4 * (0, 2, 4, 6, 1, 3, 5, 7).index(column % 8) & 15
     four, place = divmod(column % 32, 4)
     bit = four // 4 * 16 + 4 * (0, 2, 1, 3).index(place) + four % 4
-    if not words[4 * lane + 2 * half + column // 32] >> bit & 1:
+    if not words[len(words) - 160 + 4 * lane + 2 * half + column // 32] >> bit & 1:
         return None
-    return words[160 + 64 * (stored // 4) + 32 * half + lane] >> 8 * (stored % 4) & 255
+    return words[64 * (stored // 4) + 32 * half + lane] >> 8 * (stored % 4) & 255
 
 
 def read(packed: Packed, keep: int) -> list[list[float]]:
     """Read tiles of codes as README.md words it: weights before they are rounded to their dtype."""
     (n, k), kind = packed.shape, packed.params["kind"]
-    tiles, scale_at = packed.tensors["tiles"], {"w8": 128, "w4": 0}[kind]
+    tiles, scale_at = packed.tensors["tiles"], {"w8": packed.tensors["tiles"].shape[-1] - 32, "w4": 0}[kind]
     weight = [[0.0] * k for _ in range(n)]
     for row_tile, column_tile in torch.cartesian_prod(*map(torch.arange, tiles.shape[:2])).tolist():
         words = [word & 0xFFFFFFFF for word in tiles[row_tile, column_tile].tolist()]
@@ -103,9 +103,9 @@ def test_bits_per_weight_at_32_of_64(kind: str, bits: float):
 @pytest.mark.parametrize(
     ("kind", "at", "value", "message"),
     [
-        ("w8", 160 + 4, 0x01, r"at row, block \[1, 0\] is not empty"),  # row 1's first code
-        ("w8", 128 + 4, 0x3C00, r"at row, block \[9, 0\] is not empty"),  # row 9's scale
-        ("w8", 160, 0x180, "a lane holds more than 1"),
+        ("w8", 4, 0x01, r"at row, block \[1, 0\] is not empty"),  # row 1's first code
+        ("w8", -32 + 4, 0x3C00, r"at row, block \[9, 0\] is not empty"),  # row 9's scale
+        ("w8", 0, 0x180, "a lane holds more than 1"),
         ("w4", 32 + 16, 0x88888889, r"at row, block \[1, 0\] is not empty"),
         ("w4", 4, 0x3C00, r"at row, block \[9, 0\] is not empty"),
         ("w4", 32, 0x88888877, "more than 1 weights in 64 columns"),

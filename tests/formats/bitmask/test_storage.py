@@ -116,15 +116,15 @@ def read_tiles(packed: Packed, keep: int) -> list[list[float]]:
     tiles = packed.tensors["tiles"]
     weight = [[0.0] * k for _ in range(n)]
     for row_tile, column_tile in torch.cartesian_prod(*map(torch.arange, tiles.shape[:2])).tolist():
-        words = [word & 0xFFFFFFFF for word in tiles[row_tile, column_tile].tolist()]
-        values = tiles[row_tile, column_tile, 128:].clone().view(packed.dtype).tolist()
+        masks = [word & 0xFFFFFFFF for word in tiles[row_tile, column_tile, -128:].tolist()]
+        values = tiles[row_tile, column_tile, :-128].clone().view(packed.dtype).tolist()
         for lane in range(32):
             g, t = divmod(lane, 4)
             for half in (0, 1):
                 row, block = 16 * row_tile + g + 8 * half, 4 * column_tile + t
                 stored = 0
                 for column in range(64):
-                    if bit_of(column, words[4 * lane + 2 * half : 4 * lane + 2 * half + 2]):
+                    if bit_of(column, masks[4 * lane + 2 * half : 4 * lane + 2 * half + 2]):
                         pair = 64 * (stored // 2) + 32 * half + lane
                         value = values[2 * pair + stored % 2]
                         stored += 1

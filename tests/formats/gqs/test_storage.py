@@ -156,3 +156,19 @@ def test_weights_of_one_kind_stack_along_n():
     params = GQS.stack([upper, lower], 49)
     assert params == {"kind": "w4", "rows": 49, "kept": upper.params["kept"] + lower.params["kept"]}
     assert GQS.stack([upper, packed_weight(17, 100, kind="w8")], 49) is None
+
+
+@pytest.mark.parametrize("span", [(-1, 1), (-1, 0.5), (-0.01, 1), (0, 1), (-1, 0), (-0.999, 0.99)])
+@pytest.mark.parametrize("kind", ["w8", "w4", "w3", "w2"])
+def test_no_code_of_a_wide_group_is_infinity(kind: str, span: tuple[float, float]):
+    """With the scale rounded to float16, the codes at the ends of such a group were 65520 and more."""
+    weight = torch.zeros(1, 16)
+    weight[0, :3] = 65504 * torch.tensor([*span, 0.3])
+    weight = weight.half()
+    step = 65504 * (max(span) - min(span)) / (2 ** KINDS[kind] - 1)
+    given = scales_of(weight, KINDS[kind], 16, torch.float16)
+    wider = replace(given, scale=given.scale * 1.01)
+    for scales in (None, wider):
+        values = GQS.pack(weight, "g16@0%", kind=kind, scales=scales).unpack()
+        assert values.isfinite().all()
+        assert (values.double() - weight.double()).abs().max() <= 1.2 * step

@@ -176,8 +176,7 @@ __device__ __forceinline__ void reduce_slices(const Partial* partials, const SCA
 
 // Synchronises the warps that share the ring of x tiles of a K slice; in a fused kernel none do.
 __device__ __forceinline__ void sync_slice(int slice) {
-    if (kFused) sync_warp_copied();
-    else if (WARPS_N == 1) __syncwarp();
+    if (kFused || WARPS_N == 1) __syncwarp();
     else bar_sync<WARPS_N * kWarpSize>(1 + slice);
 }
 
@@ -265,6 +264,7 @@ __device__ __forceinline__ void decode(const Operands& operands, unsigned char* 
     } else {
         const XStage<kWarps, TILE_M> stage(norm_weight, m, k);
         pipeline.fill_weights();
+        end_copies_for_racecheck();
         if (!EXPERTS) griddepcontrol_wait();
         stage.copy(x, rows, column_tiles * kWarpSize, epsilon, [&](int token, int unit) {
             return XLoader::unit_address(x_rings + unit / kWarpSize * x_bytes, token, unit % kWarpSize);

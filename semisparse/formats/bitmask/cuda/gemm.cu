@@ -13,7 +13,7 @@ struct TileStream;
 
 struct Tiles {
     static constexpr int kTileBytes = ::kTileBytes;
-    static constexpr int kExtraBytes = kOverrun;
+    static constexpr int kExtraBytes = 0;
     static constexpr int kProducerRegisters = 32;
     static constexpr int kProducers = 1;
     using Stream = TileStream;

@@ -12,9 +12,6 @@ from semisparse.runtime.expand_gemm import Rates, Tiles
 
 Shapes = tuple[tuple[int, int, int], ...]
 
-OVERRUN = 256
-"""Bytes of shared memory behind the last tile that kernels may read, but do not use: kOverrun in tile.cuh."""
-
 DECODE_MAX_TOKENS = 64
 
 DECODE_WARPS_PER_SM = {1: 20, 8: 20, 16: 16, 32: 16, 64: 10}
@@ -182,7 +179,7 @@ def _decode_schedule(
 
 def gemm_tiles(weight: Tiling) -> Tiles:
     """Return the tiles of gemm.cu, with what shared memory they take."""
-    return Tiles(weight.row_tiles, weight.column_tiles, weight.tile_bytes, extra=OVERRUN, max_stages=3)
+    return Tiles(weight.row_tiles, weight.column_tiles, weight.tile_bytes, extra=0, max_stages=3)
 
 
 def gemm_pays(problem: Problem) -> bool:
@@ -211,7 +208,7 @@ class UnpackSchedule:
 def choose_unpack(weight: Tiling, gpu: DeviceFacts) -> UnpackSchedule:
     """Return the schedule of unpack.cu."""
     warps, dense_tile = 4, ROWS * 4 * (64 * 2 + 16)  # bytes: 4 padded blocks of 64 columns per row
-    shared = {stages: warps * (stages * weight.tile_bytes + dense_tile) + OVERRUN for stages in (1, 2)}
+    shared = {stages: warps * (stages * weight.tile_bytes + dense_tile) for stages in (1, 2)}
     stages = 2 if shared[2] <= gpu.shared_per_cta else 1
     ctas = min(-(-weight.row_tiles * weight.column_tiles // warps), 3 * gpu.sms)
     return UnpackSchedule(warps, stages, ctas, shared[stages])

@@ -10,7 +10,6 @@
 
 constexpr int kBlockColumns = 64;                // of one mask; a k-step has 4 columns of each of the 4 blocks
 constexpr int kWordRowBytes = kWarpSize * 4;     // one word per lane
-constexpr int kOverrun = 2 * kWordRowBytes;      // bytes behind a tile that may be read: one word past a block's values or codes
 
 #if BITS == 8
 #include "tile_bytes.cuh"

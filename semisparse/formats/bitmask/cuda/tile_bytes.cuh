@@ -1,7 +1,8 @@
 // A tile of 8-bit codes in the layout `tiles` (README.md has the figure) in shared memory, and how a lane expands its weights.
 //
-// A tile is 16 rows by 256 columns: 512 bytes of masks, 128 of scales, then word i (codes 4 i to 4 i + 3) of every lane for its
-// row g, then the same for its row g + 8. Lane 4 g + t owns block t (64 columns) of these two rows.
+// A tile is 16 rows by 256 columns: word i (codes 4 i to 4 i + 3) of every lane for its row g, then the same for its row g + 8;
+// behind all words 512 bytes of masks, then 128 of scales. Lane 4 g + t owns block t (64 columns) of these two rows. Past its last
+// code a lane reads one word more, of masks, and selects no code of it.
 //
 // Four columns at a time: their mask bits are one bit of each of four nibbles. A multiplication turns these bits into the
 // selector of a prmt, which picks each column's code from the next four stored ones, or the code of zero: the selector's nibble
@@ -17,8 +18,9 @@
 
 constexpr int kMaskBytes = kWarpSize * 16;                 // per tile: both rows' masks of every lane
 constexpr int kWordStride = 2 * kWordRowBytes;             // from a word of a row to its next
-constexpr int kStreamStart = kMaskBytes + kWordRowBytes;   // behind the scales
-constexpr int kTileBytes = kStreamStart + (KEEP + 3) / 4 * kWordStride;
+constexpr int kMaskStart = (KEEP + 3) / 4 * kWordStride;   // behind the codes
+constexpr int kScaleStart = kMaskStart + kMaskBytes;
+constexpr int kTileBytes = kScaleStart + kWordRowBytes;
 constexpr Word kZeroCodes = 0x80808080u;
 
 // Expands one row of a lane's block, four columns per step.
@@ -68,8 +70,8 @@ struct TileExpander {
     RowExpander<kWordRowBytes> lower;
 
     __device__ __forceinline__ TileExpander(Word tile, int lane) {
-        const uint4 masks = ld_shared_v4(tile + lane * 16);
-        const Word scales = ld_shared(tile + kMaskBytes + lane * 4), stream = tile + kStreamStart + lane * 4;
+        const uint4 masks = ld_shared_v4(tile + kMaskStart + lane * 16);
+        const Word scales = ld_shared(tile + kScaleStart + lane * 4), stream = tile + lane * 4;
         upper.begin(masks.x, masks.y, stream, scale_of(scales, 0));
         lower.begin(masks.z, masks.w, stream, scale_of(scales, 1));
     }

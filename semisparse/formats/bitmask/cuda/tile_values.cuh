@@ -1,13 +1,14 @@
 // A tile of values in the layout `tiles` (README.md has the figure) in shared memory, and how a lane expands its weights out of it.
 //
-// A tile is 16 rows by 256 columns, copied as it is stored: 512 bytes of masks, then word i (values 2 i and 2 i + 1) of every
-// lane for its row g, then the same for its row g + 8. Lane 4 g + t owns block t (64 columns) of these two rows. All of its
-// words lie in its own bank, so reads have no conflicts and no lane needs a shuffle.
+// A tile is 16 rows by 256 columns, copied as it is stored: word i (values 2 i and 2 i + 1) of every lane for its row g, then the
+// same for its row g + 8, and 512 bytes of masks behind all words. Lane 4 g + t owns block t (64 columns) of these two rows. All
+// of its words lie in its own bank, so reads have no conflicts and no lane needs a shuffle.
 //
 // A lane expands two columns, c and c + 1, at a time. Let a be the number of values up to and including column c. If both
 // columns are stored, their values have the indices a - 1 and a. Word a / 2 holds both if a is odd; if a is even it holds the
 // second, and the first is in the word that the previous pair of columns used. So one read and one funnel shift give both
-// values. The two mask bits, spread by prmt, zero those of columns that are not stored. A value has 16 bits, so prefix counts
+// values. The two mask bits, spread by prmt, zero those of columns that are not stored: a lane past its last value reads one word
+// more, of masks. A value has 16 bits, so prefix counts
 // are kept in units of 16, which is what the funnel shift takes: one dp4a adds the mask bits at 0x10 of each byte.
 //
 // Compiled with KEEP, the values per block.
@@ -18,7 +19,8 @@
 #include "ptx/shared.cuh"
 
 constexpr int kMaskBytes = kWarpSize * 16;       // per tile: both rows' masks of every lane
-constexpr int kTileBytes = kMaskBytes + (KEEP + 1) / 2 * 2 * kWordRowBytes;
+constexpr int kMaskStart = (KEEP + 1) / 2 * 2 * kWordRowBytes;  // behind the values
+constexpr int kTileBytes = kMaskStart + kMaskBytes;
 constexpr Word kBit4 = 0x10101010u;
 
 // Expands one row of a lane's block, four columns per step.
@@ -55,10 +57,10 @@ struct TileExpander {
     RowExpander<kWordRowBytes> lower;
 
     __device__ __forceinline__ TileExpander(Word tile, int lane) {
-        const uint4 masks = ld_shared_v4(tile + lane * 16);
+        const uint4 masks = ld_shared_v4(tile + kMaskStart + lane * 16);
         upper.low = masks.x, upper.high = masks.y;
         lower.low = masks.z, lower.high = masks.w;
-        upper.base = lower.base = tile + kMaskBytes + lane * 4 - 128;
+        upper.base = lower.base = tile + lane * 4 - 128;
     }
 
     // The fragment of k-step `step`; steps must be taken in order.

@@ -2,8 +2,8 @@
 // and columns from K on, are zeros.
 //
 // Grid: 1-D, at most as many CTAs as are resident. CTA: WARPS warps; each takes one tile at a time and strides over all tiles.
-// Shared memory: WARPS rings of STAGES tiles (cp.async), kOverrun bytes, and per warp a dense tile: 16 rows of four blocks of 144
-// bytes. The warp expands a tile into it, so that a row is written in 512 consecutive bytes.
+// Shared memory: WARPS rings of STAGES tiles (cp.async), and per warp a dense tile: 16 rows of four blocks of 144 bytes. The warp
+// expands a tile into it, so that a row is written in 512 consecutive bytes.
 // Bound by memory: from 8960 x 1536 up it takes 1.12 to 1.21 times its bytes over bandwidth (14.9 us at 4096 x 4096).
 //
 // Macros: SCALAR, KEEP (values or codes per block), BITS (per code; 0 for values), WARPS and STAGES.
@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * kWarpSize) semisparse_bitma
     const int warp = threadIdx.x / kWarpSize;
     const int stride = gridDim.x * WARPS;
     const Word base = smem_address(shared);
-    const Word dense = base + WARPS * STAGES * kTileBytes + kOverrun + warp * kDenseBytes;
+    const Word dense = base + WARPS * STAGES * kTileBytes + warp * kDenseBytes;
     const int first = blockIdx.x * WARPS + warp;
     auto tile_at = [&](int index) { return tiles + static_cast<long long>(index) * kTileBytes; };
     const Word ring = base + warp * STAGES * kTileBytes;

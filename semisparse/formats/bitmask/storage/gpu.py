@@ -1,8 +1,9 @@
 """The layout on a GPU, ``tiles``: lane-interleaved tiles of 16 x 256 in the fragment order of ``mma.m16n8k16``.
 
 README.md has the figure, gpu_bytes.py and gpu_nibbles.py the tiles of codes. Lane l owns 64 columns of row g = l // 4
-and of row g + 8 (lanes.py). A tile of 16-bit values holds the two masks of each lane (four 32-bit words), then pairs of
-values, those of the 32 lanes side by side: pair 0 of row g, pair 0 of row g + 8, pair 1 of row g, and so on.
+and of row g + 8 (lanes.py). A tile of 16-bit values holds pairs of values, those of the 32 lanes
+side by side: pair 0 of row g, pair 0 of row g + 8, pair 1 of row g, and so on; then the two masks of each lane (four
+32-bit words).
 
 Word h of a mask (h = 0, 1) holds columns 32 h - 1 to 32 h + 30, with column 63 in the place of column -1. Its bits are
 permuted: a left shift by s (0 to 7) moves columns 32 h + 4 s - 1 to 32 h + 4 s + 2 to the sign bits of the four bytes.
@@ -109,7 +110,7 @@ def to_tiles(packed: Packed) -> Packed:
     padded = masks_of(bits_of(padded)[..., _BIT_ORDER.to(masks.device)])
     masks, pairs = by_lane(padded.unsqueeze(-1).view(torch.int32)), by_lane(values.view(torch.int32))
     pairs = pairs.unflatten(-1, (2, -1)).permute(0, 1, 4, 3, 2)  # row tile, column tile, pair, row half, lane
-    tiles = torch.cat([masks.flatten(2), pairs.flatten(2)], dim=-1)
+    tiles = torch.cat([pairs.flatten(2), masks.flatten(2)], dim=-1)
     return packed.in_layout({"layout": "tiles"}, {"tiles": tiles})
 
 
@@ -132,7 +133,7 @@ def padded_rows(packed: Packed) -> tuple[Tensor, Tensor, Tensor]:
     Masks are in the order of columns, [padded N, padded blocks]; values are [padded N, padded blocks, keep]. The
     padding, [padded N, padded blocks, keep % 2], is what follows the last value where ``keep`` is odd.
     """
-    masks, pairs = packed.tensors["tiles"].tensor_split([4 * LANES], dim=-1)
+    pairs, masks = packed.tensors["tiles"].tensor_split([-4 * LANES], dim=-1)
     lanes = pairs.unflatten(-1, (-1, 2, LANES)).permute(0, 1, 4, 3, 2).flatten(3)
     masks, values = by_row(masks.unflatten(-1, (LANES, 4))), by_row(lanes).view(packed.dtype)
     column_order = _BIT_ORDER.argsort().to(masks.device)

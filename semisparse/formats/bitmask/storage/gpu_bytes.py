@@ -1,4 +1,4 @@
-"""Codes of 8 bits in the layout ``tiles``: masks, scales, codes. README.md has the figure.
+"""Codes of 8 bits in the layout ``tiles``: codes, masks, scales. README.md has the figure.
 
 A k-step of a kernel takes four neighbouring columns of each block. The first word of its fragment holds columns 0 and
 1, whose codes must be bytes 0 and 2 of the four codes. So of each four columns, mask bits and codes have the order 0,
@@ -49,7 +49,7 @@ def to_words(packed: Packed, keep: int) -> Tensor:
     stream = F.pad(padded.masked_select(in_tiles).view(*in_tiles.shape[:2], keep), (0, -keep % 4))
     masks = masks_of(in_tiles[..., _BIT_ORDER.to(stored.device)]).unsqueeze(-1).view(torch.int32)
     words = by_lane(stream.contiguous().view(torch.int32)).unflatten(-1, (2, -1)).permute(0, 1, 4, 3, 2)
-    return torch.cat([by_lane(masks).flatten(2), scale_words(packed.tensors["scale"]), words.flatten(2)], dim=-1)
+    return torch.cat([words.flatten(2), by_lane(masks).flatten(2), scale_words(packed.tensors["scale"])], dim=-1)
 
 
 def padded_rows(packed: Packed, keep: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -61,7 +61,7 @@ def padded_rows(packed: Packed, keep: int) -> tuple[Tensor, Tensor, Tensor, Tens
         scale: [padded N, padded blocks] in the weight's dtype.
         after: what follows the codes, [padded N, padded blocks, 0 to 3] uint8.
     """
-    masks, scale, words = packed.tensors["tiles"].tensor_split([4 * LANES, 5 * LANES], dim=-1)
+    words, masks, scale = packed.tensors["tiles"].tensor_split([-5 * LANES, -LANES], dim=-1)
     masks = by_row(masks.unflatten(-1, (LANES, 4))).view(torch.int64).squeeze(-1)
     in_order = bits_of(masks)[..., _BIT_ORDER.argsort().to(masks.device)]
     octets = by_row(words.unflatten(-1, (-1, 2, LANES)).permute(0, 1, 4, 3, 2).flatten(3)).view(torch.uint8)

@@ -1,12 +1,11 @@
-// y[m, n] = sum_k x[m, k] * w[n, k] on a CPU, straight from the bytes on disk (README.md, "Layout"), in float32.
+// y[m, n] = sum_k x[m, k] * w[n, k] on a CPU, straight from the bytes on disk (README.md, "Layout"), accumulated in float32.
 //
-// One thread computes a row tile (16 rows). It sums each group in a vector of 8 lanes (4 for groups of 4 columns), adds these
-// vectors in the groups' stored order, and adds the lanes at the end: the number of threads changes no bit of y.
+// A thread dequantises a row tile (16 rows) to a buffer, which row_matmul.hpp multiplies with all tokens.
 
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
+#include "row_matmul.hpp"
 #include "scalars.hpp"
 
 namespace {
@@ -23,15 +22,14 @@ struct Weight {
     int64_t type;            // 0 float32, 1 float16, 2 bfloat16
 };
 
-struct Activations {
-    const float* values;  // [tokens, columns], zeros from K on
-    int64_t columns;      // K, padded to whole chunks
-};
-
-float scale_of(const Weight& weight, int64_t group) {
-    return with_type(weight.type, [&](auto type) {
-        return type.widen(static_cast<const typename decltype(type)::Stored*>(weight.scale)[group]);
+// Widens the scales and zero points of a chunk's groups, `count` from `group` on.
+inline void widen_chunk(const Weight& weight, int64_t group, int count, float* scales, float* zeros) {
+    with_type(weight.type, [&](auto type) {
+        const auto* stored = static_cast<const typename decltype(type)::Stored*>(weight.scale) + group;
+        for (int i = 0; i < count; ++i) scales[i] = type.widen(stored[i]);
     });
+    const float unit = from_bits(static_cast<uint32_t>(weight.bits + 119) << 23);  // 2^(bits - 8)
+    for (int i = 0; i < count; ++i) zeros[i] = static_cast<float>(weight.zero[group + i]) * unit;
 }
 
 template <int kLanes>
@@ -60,64 +58,152 @@ inline typename Vector<kLanes>::Floats dequantise(const uint8_t* codes, float ze
     return (__builtin_convertvector(integers, typename V::Floats) - zero) * scale;
 }
 
-template <int kBits, int kLanes, int kTokens>
-void multiply_tile(const Weight& weight, int64_t tile, const Activations& x, float* y) {
-    using Floats = typename Vector<kLanes>::Floats;
-    Floats accumulators[kRows][kTokens] = {};
-    const int64_t first_chunk = tile * weight.column_tiles;
+template <typename Floats>
+inline void store(const Floats& values, float* columns) {
+    std::memcpy(columns, &values, sizeof values);
+}
+
+#ifdef HAS_BFLOAT16_PRODUCT
+inline void store(const Vector<4>::Floats& values, uint16_t* columns) {
+    const __m128bh rounded = _mm256_cvtneps_pbh(_mm256_zextps128_ps256((__m128)values));
+    std::memcpy(columns, &rounded, 4 * sizeof *columns);
+}
+inline void store(const Vector<8>::Floats& values, uint16_t* columns) {
+    const __m128bh rounded = _mm256_cvtneps_pbh((__m256)values);
+    std::memcpy(columns, &rounded, sizeof rounded);
+}
+inline void store(const Floats16& values, uint16_t* columns) {
+    const __m256bh rounded = _mm512_cvtneps_pbh((__m512)values);
+    std::memcpy(columns, &rounded, sizeof rounded);
+}
+#endif
+
+#if defined(__AVX512F__)
+#define HAS_TABLE
+// A group's 4-bit codes index a table of their 16 weights. An index is the low bits of its lane; the others may be anything.
+inline __m512 table_of(float zero, float scale) {
+    const __m512 ramp = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    return _mm512_mul_ps(_mm512_sub_ps(ramp, _mm512_set1_ps(zero)), _mm512_set1_ps(scale));
+}
+
+template <typename Operand>
+inline void unpack_by_table(const uint8_t* codes, __m512 table, int64_t size, Operand* columns) {
+    const __m512i words = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
+    const __m512i shifts = _mm512_set_epi32(28, 12, 24, 8, 20, 4, 16, 0, 28, 12, 24, 8, 20, 4, 16, 0);
+    for (int64_t first = 0; first < size; first += 16, codes += 8) {
+        const __m512i number = _mm512_castsi128_si512(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
+        const __m512i indices = _mm512_srlv_epi32(_mm512_permutexvar_epi32(words, number), shifts);
+        store((Floats16)_mm512_permutexvar_ps(indices, table), columns + first);
+    }
+}
+
+#ifdef HAS_BFLOAT16_PRODUCT
+// Groups of 32 columns and more: the table is rounded once, not every weight.
+inline void unpack_by_rounded_table(const uint8_t* codes, __m512 table, int64_t size, uint16_t* columns) {
+    const __m512i words = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
+    const __m512i shifts = _mm512_broadcast_i32x4(_mm_set_epi16(12, 12, 8, 8, 4, 4, 0, 0));
+    const __m512i twice = _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(table));  // an index has 5 bits here, of which the code is 4
+    for (int64_t first = 0; first < size; first += 32, codes += 16) {
+        const __m512i number = _mm512_castsi128_si512(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+        const __m512i indices = _mm512_srlv_epi16(_mm512_permutexvar_epi32(words, number), shifts);
+        _mm512_storeu_si512(columns + first, _mm512_permutexvar_epi16(indices, twice));
+    }
+}
+#endif
+#endif
+
+// Dequantises a group, of which `codes` are the stored bytes.
+template <int kBits, int kLanes, typename Operand>
+inline void unpack_group(const uint8_t* codes, float zero, float scale, int64_t size, Operand* columns) {
+#ifdef HAS_TABLE
+    if constexpr (kBits == 4 && kLanes == 8) {
+#ifdef HAS_BFLOAT16_PRODUCT
+        if constexpr (sizeof(Operand) == 2)
+            if (size % 32 == 0) return unpack_by_rounded_table(codes, table_of(zero, scale), size, columns);
+#endif
+        if (size == 16) return unpack_by_table(codes, table_of(zero, scale), 16, columns);  // without a loop
+        if (size % 16 == 0) return unpack_by_table(codes, table_of(zero, scale), size, columns);
+    }
+#endif
+    for (int64_t first = 0; first < size; first += kLanes, codes += kLanes * kBits / 8)
+        store(dequantise<kBits, kLanes>(codes, zero, scale), columns + first);
+}
+
+// Writes a row tile to `band`, [kRows, stride].
+template <int kBits, int kLanes, typename Operand>
+void unpack_tile(const Weight& weight, int64_t tile, int64_t stride, Operand* band) {
+    const int64_t first_chunk = tile * weight.column_tiles, bytes = weight.size * kBits / 8;
     int64_t group = weight.starts[first_chunk];
-    const uint8_t* codes = weight.codes + group * (weight.size * kBits / 8);
     for (int64_t chunk = 0; chunk < weight.column_tiles; ++chunk) {
-        for (uint64_t mask = weight.masks[first_chunk + chunk]; mask; mask &= mask - 1, ++group) {
-            const int bit = __builtin_ctzll(mask);
-            const float scale = scale_of(weight, group);
-            const float zero = static_cast<float>(weight.zero[group]) * from_bits((kBits + 119) << 23);  // 2^(bits - 8)
-            const float* inputs = x.values + (chunk * kChunkGroups + bit % kChunkGroups) * weight.size;
-            Floats group_sums[kTokens] = {};
-            for (int64_t first = 0; first < weight.size; first += kLanes, codes += kLanes * kBits / 8) {
-                const Floats values = dequantise<kBits, kLanes>(codes, zero, scale);
-                for (int token = 0; token < kTokens; ++token) {
-                    Floats input;
-                    std::memcpy(&input, inputs + token * x.columns + first, sizeof input);
-                    group_sums[token] += values * input;
-                }
-            }
-            for (int token = 0; token < kTokens; ++token) accumulators[bit / kChunkGroups][token] += group_sums[token];
-        }
-    }
-    const int64_t row = tile * kRows;
-    for (int64_t r = 0; r < std::min<int64_t>(kRows, weight.rows - row); ++r) {
-        for (int token = 0; token < kTokens; ++token) {
-            float sum = 0;
-            for (int i = 0; i < kLanes; ++i) sum += accumulators[r][token][i];
-            y[token * weight.rows + row + r] = sum;
+        Operand* chunk_columns = band + chunk * kChunkGroups * weight.size;
+        const auto group_columns = [&](int bit) {
+            return chunk_columns + bit / kChunkGroups * stride + bit % kChunkGroups * weight.size;
+        };
+        const uint64_t mask = weight.masks[first_chunk + chunk];
+        if (mask != ~uint64_t(0))
+            for (int row = 0; row < kRows; ++row)
+                for (int64_t first = 0; first < kChunkGroups * weight.size; first += 16)
+                    std::memset(chunk_columns + row * stride + first, 0, 16 * sizeof(Operand));
+        float scales[kRows * kChunkGroups], zeros[kRows * kChunkGroups];
+        widen_chunk(weight, group, __builtin_popcountll(mask), scales, zeros);
+        const float *scale = scales, *zero = zeros;
+        for (uint64_t kept = mask; kept; kept &= kept - 1, ++group) {
+            unpack_group<kBits, kLanes>(weight.codes + group * bytes, *zero++, *scale++, weight.size,
+                                        group_columns(__builtin_ctzll(kept)));
         }
     }
 }
 
-// Eight tokens at a time share the dequantisation; the remaining ones go 4, 2 and 1 at a time.
-template <int kBits, int kLanes, int kTokens = 8>
-void multiply_tokens(const Weight& weight, int64_t tile, Activations x, float* y, int64_t tokens) {
-    for (; tokens >= kTokens; tokens -= kTokens, x.values += kTokens * x.columns, y += kTokens * weight.rows)
-        multiply_tile<kBits, kLanes, kTokens>(weight, tile, x, y);
-    if constexpr (kTokens > 1) multiply_tokens<kBits, kLanes, kTokens / 2>(weight, tile, x, y, tokens);
+template <typename Operand>
+using UnpackTile = void (*)(const Weight&, int64_t, int64_t, Operand*);
+
+template <int kBits, typename Operand>
+UnpackTile<Operand> unpack_of(int64_t size) {
+    return size == 4 ? unpack_tile<kBits, 4, Operand> : unpack_tile<kBits, 8, Operand>;
 }
 
-using Multiply = void (*)(const Weight&, int64_t, Activations, float*, int64_t);
+// Returns the function that unpacks a row tile of this weight.
+template <typename Operand>
+UnpackTile<Operand> unpack_of(const Weight& weight) {
+    if (weight.bits == 8) return unpack_of<8, Operand>(weight.size);
+    if (weight.bits == 4) return unpack_of<4, Operand>(weight.size);
+    if (weight.bits == 3) return unpack_of<3, Operand>(weight.size);
+    return unpack_of<2, Operand>(weight.size);
+}
 
-template <int kLanes>
-Multiply multiply_of(int64_t bits) {
-    if (bits == 8) return multiply_tokens<8, kLanes>;
-    if (bits == 4) return multiply_tokens<4, kLanes>;
-    if (bits == 3) return multiply_tokens<3, kLanes>;
-    return multiply_tokens<2, kLanes>;
+// Calls `call` with the row_matmul.hpp type of the operands.
+template <typename Call>
+void with_product(bool bfloat16, Call call) {
+#ifdef HAS_BFLOAT16_PRODUCT
+    if (bfloat16) return call(BFloat16Product());
+#endif
+    call(Float32Product());
 }
 
 }  // namespace
 
-// x is [tokens, columns], zeros from K on; y is [tokens, rows].
-extern "C" void gqs_matmul(const Weight* weight, const float* x, int64_t columns, float* y, int64_t tokens, int threads) {
-    const Multiply multiply = weight->size == 4 ? multiply_of<4>(weight->bits) : multiply_of<8>(weight->bits);
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t tile = 0; tile < weight->row_tiles; ++tile) multiply(*weight, tile, {x, columns}, y, tokens);
+extern "C" {
+
+// y[tokens, rows] = x[tokens, columns] @ w.T; x and y are bfloat16 or float32, x is zero from K on.
+void gqs_matmul(const Weight* weight, const MatmulCall* call) {
+    with_product(call->bfloat16, [=](auto product) {
+        using Product = decltype(product);
+        const auto matrices = call->matrices<typename Product::Operand>();
+        const auto unpack = unpack_of<typename Product::Operand>(*weight);
+        multiply_unpacked<Product>(matrices, [&](int64_t row, int64_t count, auto* band) {
+            for (int64_t r = 0; r < count; r += kRows) unpack(*weight, (row + r) / kRows, matrices.stride, band + r * matrices.stride);
+        });
+    });
 }
+
+// Writes rows `first` to `first + count` to [count, stride], bfloat16 or float32; `count` is a multiple of 16.
+void gqs_unpack(const Weight* weight, int64_t first, int64_t count, int64_t stride, void* rows, int bfloat16, int threads) {
+    with_product(bfloat16, [=](auto product) {
+        using Operand = typename decltype(product)::Operand;
+        const auto unpack = unpack_of<Operand>(*weight);
+        unpack_rows(first, count, kRows, stride, static_cast<Operand*>(rows), threads,
+                    [=](int64_t row, int64_t, auto* band) { unpack(*weight, row / kRows, stride, band); });
+    });
+}
+
+}  // extern "C"

@@ -11,6 +11,7 @@
 
 #pragma once
 
+#include "arrive_warp.cuh"
 #include "chunk.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/cp_async_bulk.cuh"
@@ -158,8 +159,13 @@ struct GroupPipeline {
     }
 
     // Loads a group from the ring into one of the lane's two rows of a fragment. For a dropped group, the values loaded are not
-    // used: they are those of the next kept group, whose copy may still be under way.
+    // used: they are those of the next kept group, whose copy may still be under way. For racecheck they are zeros then.
     __device__ __forceinline__ void load(ChunkFragment& chunk, int row, Word group) const {
+        if (kForRacecheck && static_cast<int>(group) >= arrived) {
+            for (Word& codes : chunk.codes[row]) codes = 0;
+            chunk.scale[row] = chunk.zero[row] = 0;
+            return;
+        }
         const Word slot = opaque(group & kRing - 1);
         ld_shared_ordered(chunk.codes[row], mad_lo(slot, code_bytes, ring));
         chunk.scale[row] = ld_shared_ordered_u16(mad_lo(slot, scale_bytes, ring) + kScalesAt);

@@ -138,6 +138,7 @@ def pack(
     if scales is None:
         scales = scales_of(weight, bits, size, weight.dtype)
     _check_scales(scales, weight, bits, size)
+    scales = scales if codes is not None else scales.within_range()
     masks = masks_of(stored_groups(weight, size))
     mask_bits = bits_of(masks)
     rounded = scales.codes(weight) if codes is None else split_groups(codes.values, size)

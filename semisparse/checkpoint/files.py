@@ -1,0 +1,86 @@
+"""The files of an untrusted model directory. This module imports no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+from semisparse.checkpoint.config import read_json
+from semisparse.errors import CheckpointError
+
+MAX_FILE_NAME = 255
+"""Maximum bytes of a file name on all usual file systems."""
+
+READ_AHEAD = 1 << 26
+"""Bytes that `read_ahead` asks for at a time."""
+
+
+def require_directory(path: Path) -> None:
+    """Refuse a path that is no directory.
+
+    Raises:
+        CheckpointError: says how to download a model from the Hugging Face Hub.
+    """
+    if not path.is_dir():
+        raise CheckpointError(
+            f"no model directory at {path}; `hf download NAME --local-dir DIR` fetches one from the Hugging Face Hub"
+        )
+
+
+def weight_files(path: Path) -> list[Path]:
+    """Return the safetensors files of a model directory, which may not exist.
+
+    Raises:
+        CheckpointError: there are none, or the index is unreadable or names something other than files beside it.
+    """
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{index} has no weight_map")
+        return sorted({path / _file_inside(index, file) for file in weight_map.values()})
+    single = path / "model.safetensors"
+    if single.is_file():
+        return [single]
+    pickles = sorted(p.name for p in path.iterdir() if p.suffix in {".bin", ".pt", ".pth", ".ckpt"})
+    if pickles:
+        raise CheckpointError(
+            f"{path} holds {pickles[0]}, a pickle; semisparse reads safetensors only, because a pickle can run code: "
+            "convert it with transformers' save_pretrained"
+        )
+    raise CheckpointError(f"{path} holds no model.safetensors")
+
+
+def read_ahead(files: Iterable[Path], stopped: Event | None = None) -> None:
+    """Start reading files into the page cache in the background, on systems with ``posix_fadvise``.
+
+    Without it, validating the weights waits for the disk page by page.
+
+    Args:
+        files: in the order in which they are read.
+        stopped: no more is read once it is set.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for file in files:
+        with suppress(OSError), file.open("rb") as opened:
+            for at in range(0, os.fstat(opened.fileno()).st_size, READ_AHEAD):
+                if stopped is not None and stopped.is_set():
+                    return
+                os.posix_fadvise(opened.fileno(), at, READ_AHEAD, os.POSIX_FADV_WILLNEED)
+
+
+def _file_inside(index: Path, name: Any) -> str:
+    """Return the file that an index names.
+
+    Raises:
+        CheckpointError: the name is a path, which could lead out of the directory, or no file can have it.
+    """
+    plain = isinstance(name, str) and name.isprintable() and name not in ("", ".", "..") and not set(name) & set("/\\")
+    if not plain or len(name.encode()) > MAX_FILE_NAME:
+        raise CheckpointError(f"{index} names the file {str(name)[:99]!r}, expected a file of the directory itself")
+    return name
