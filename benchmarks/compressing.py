@@ -1,21 +1,21 @@
 """Seconds and memory of compressing a model of random weights.
 
 Usage: python benchmarks/compressing.py OUT.csv --data DATA --scratch DIR [--arch llama2-7b] [--blocks 32]
-           [--runs sparsegpt,magnitude]
+           [--runs sparsegpt,magnitude] [--limit-gb 8]
 
-DATA holds models/pycode-11m, for its tokenizer, and text/pycode-calib.txt. Each run is a process of its own.
-`block_seconds` is the median over all decoder layers but the first. `anonymous_gb` is the peak host memory beside the
-page cache, `resident_gb` the peak with it, `device_gb` the peak GPU memory that torch allocated.
+DATA holds models/pycode-11m, for its tokenizer, and text/pycode-calib.txt. Each run is a process of its own, with
+`--limit-gb` in a memory cgroup of its own (memory_limit.py). `block_seconds` is the median over all decoder layers but
+the first and the last; of two, it is that of the first. `search_seconds` is the time of a search, and `candidates` the
+number of models that it scored. `anonymous_gb` is the peak host memory beside the page cache, `resident_gb` the peak
+with it, `device_gb` the peak GPU memory that torch allocated.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -23,6 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from memory_limit import run_limited
 from rows import read_rows, write_rows
 from transformers import AutoModelForCausalLM
 
@@ -32,6 +33,7 @@ from semisparse.bench.shapes import architecture
 RUNS = {
     "sparsegpt": ("rheosparse", ["search=none"], True, None),
     "magnitude": ("rheosparse", ["search=none", "prune=magnitude"], False, None),
+    "profile": ("rheosparse", [], True, None),
     "dense-w4": ("dense-w4", ["tune=none"], True, None),
     "auto bits=3": ("auto", [], True, {"bits": 3}),
 }
@@ -43,7 +45,10 @@ COLUMNS = (
     "blocks",
     "run",
     "device",
+    "limit",
     "seconds",
+    "search_seconds",
+    "candidates",
     "block_seconds",
     "last_stage_seconds",
     "anonymous_gb",
@@ -64,9 +69,19 @@ def write_model(arch: str, blocks: int, data: Path, out: Path) -> None:
         shutil.copyfile(data / "models" / "pycode-11m" / name, out / name)
 
 
+def print_now(line: str) -> None:
+    """Print a line on stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def held(key: str) -> float:
     """Return a line of this process's /proc status, in GB."""
     return int(Path("/proc/self/status").read_text().split(f"{key}:")[1].split()[0]) / 1e6
+
+
+def device_gb() -> float:
+    """Return the peak GPU memory that torch allocated, in GB."""
+    return torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
 
 
 def run(name: str, model: Path, data: Path, out: Path) -> dict[str, str]:
@@ -82,27 +97,35 @@ def run(name: str, model: Path, data: Path, out: Path) -> dict[str, str]:
             time.sleep(0.02)
 
     def progress(stage: str, done: int, total: int) -> None:
-        if not marks or marks[-1][1] != stage:
+        if not marks or marks[-1][1] != stage or stage.startswith("search"):
             marks.append((time.perf_counter(), stage))
-            print(f"{time.perf_counter() - started:8.1f} s  {most:.2f} GB  {stage}", file=sys.stderr, flush=True)
+            spent, on_device = time.perf_counter() - started, device_gb()
+            print(
+                f"{spent:8.1f} s  host {most:.2f}  device {on_device:.1f} GB  {stage} {done}/{total}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     threading.Thread(target=watch, daemon=True).start()
     started = time.perf_counter()
     text = data / "text" / "pycode-calib.txt" if needs_text else None
     how = {"recipe": recipe, "settings": settings, "target": target, "calibration": text}
-    report = semisparse.compress(model, out=out, progress=progress, **how)
+    report = semisparse.compress(model, out=out, progress=progress, inform=print_now, **how)
     ended = time.perf_counter()
     starts = [at for at, stage in marks if stage.startswith("decoder layer")]
-    blocks = [after - before for before, after in pairwise(starts[1:])]
+    blocks = [after - before for before, after in pairwise(starts)]
+    searching = [at for at, stage in marks if stage.startswith("search")]
     return {
         "run": name,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "seconds": f"{ended - started:.1f}",
-        "block_seconds": f"{statistics.median(blocks or [0]):.2f}",
+        "search_seconds": f"{starts[0] - searching[0]:.1f}" if searching else "",
+        "candidates": str(report.search["evaluations"]) if report.search else "",
+        "block_seconds": f"{statistics.median(blocks[1:] or blocks or [0]):.2f}",
         "last_stage_seconds": f"{ended - (starts or [started])[-1]:.1f}",
         "anonymous_gb": f"{most:.2f}",
         "resident_gb": f"{held('VmHWM'):.2f}",
-        "device_gb": f"{torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0:.1f}",
+        "device_gb": f"{device_gb():.1f}",
         "bytes_gb": f"{report.bytes_after / 1e9:.2f}",
     }
 
@@ -117,6 +140,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=32)
     parser.add_argument("--runs", default="sparsegpt,magnitude")
     parser.add_argument("--build", default="now", help="a name for the code that is measured")
+    parser.add_argument("--limit-gb", type=float, default=0, help="of host memory for each run; 0 for no limit")
     parser.add_argument("--one", help="a run, in this process; prints its row as JSON")
     options = parser.parse_args()
     model = options.scratch / f"{options.arch}-{options.blocks}"
@@ -130,12 +154,13 @@ def main() -> None:
         for leftover in ("out", "out.partial"):
             shutil.rmtree(options.scratch / leftover, ignore_errors=True)
         command = [sys.executable, __file__, *sys.argv[1:], "--one", name]
-        found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ).stdout
+        found, limit = run_limited(command, options.limit_gb)
         rows.append(
             {
                 "build": options.build,
                 "model": options.arch,
                 "blocks": str(options.blocks),
+                "limit": limit,
                 **json.loads(found.splitlines()[-1]),
             }
         )

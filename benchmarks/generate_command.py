@@ -1,100 +1,161 @@
 """What `semisparse generate` takes on model directories, beside the captured decode step that `bench model` times.
 
-Usage: python benchmarks/generate_command.py OUT.csv --data DATA --scratch DIR [--arch llama2-7b] [--blocks 8]
+    python benchmarks/generate_command.py OUT.csv --data DATA --scratch DIR [--arch llama2-7b] [--blocks 32]
+        [--weights dense,gqs-w4s50,bitmask,vector_nm,ec_csr] [--phases write,first,time,step]
 
-DATA holds models/pycode-11m, for its tokenizer, and text/pycode-eval.txt. An existing model directory DIR/dense is
-used. Every command is a process of its own. The first `warm` of a format compiles its kernels; the figures of
-`generate` are those of a process after it. `wall_seconds` is the whole process, with Python's imports.
+DATA holds models/pycode-11m, for its tokenizer, and text/pycode-eval.txt. Needs a GPU. Every command is a process of
+its own. The phases, which may run in calls of their own:
+
+- ``write``: directories with random weights, in DIR.
+- ``first``: `generate` with an empty cache of kernels, which compiles them: ``first_compile_seconds``.
+- ``time``: `generate` again. ``wall_seconds`` is the whole process, with Python's imports; ``read_seconds`` is what
+  reading the directory's files takes beside it.
+- ``step``: `bench model` on the directory.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from compressing import write_model
+import torch
+from compressing import TOKENIZER, write_model
 from rows import read_rows, write_rows
+from safetensors import safe_open
+from vllm_checkpoints import config_of, write_ours
 
 from semisparse.checkpoint import load_tokenizer
 
-FORMATS = {
-    "dense": None,
-    "bitmask 32:64": ("rheosparse", ["search=none", "prune=magnitude"]),
-    "gqs W4S50": ("gqsa", ["prune=magnitude", "tune=none"]),
-}
+WEIGHTS = ("dense", "gqs-w4s50", "bitmask", "vector_nm", "ec_csr")
+"""``dense``, and columns of `vllm_checkpoints`."""
+
 PROMPT, NEW = 512, 128
-COLUMNS = ("arch", "blocks", "format", "warm_seconds", "wall_seconds", "load_seconds", "compile_seconds")
-COLUMNS += ("first_token_ms", "generate_ms_per_token", "captured_ms_per_token")
+COLUMNS = (
+    *("arch", "blocks", "weights", "machine", "gigabytes", "read_seconds", "wall_seconds", "load_seconds"),
+    *("first_compile_seconds", "compile_seconds", "first_token_ms", "generate_ms_per_token"),
+    *("captured_ms_per_token", "captured_first_token_ms"),
+)
 
 
-def command(*arguments: object) -> str:
-    """Run a semisparse command and return its output."""
+def command(cache: Path, *arguments: object) -> str:
+    """Run a semisparse command with a directory for its compiled kernels, and return its output.
+
+    The model has to run in the engine's own code, not in transformers'.
+    """
     run = [sys.executable, "-m", "semisparse.cli", *map(str, arguments)]
-    done = subprocess.run(run, capture_output=True, text=True, check=False)
-    if done.returncode:
+    kept = {**os.environ, "SEMISPARSE_CACHE": str(cache)}
+    done = subprocess.run(run, capture_output=True, text=True, check=False, env=kept)
+    if done.returncode or "transformers' own code" in done.stderr:
         raise SystemExit(f"{' '.join(map(str, arguments))[:200]} failed: {done.stderr[-2000:]}")
     return done.stdout
 
 
-def prompt_of(model: Path, text: Path) -> str:
-    """Return the beginning of a text that has at most PROMPT tokens."""
-    tokenizer = load_tokenizer(model)
-    ids = tokenizer(text.read_text()[:20_000]).input_ids[: PROMPT - 1]
-    return str(tokenizer.decode(ids, skip_special_tokens=True))
+def write(options: argparse.Namespace, weights: str, model: Path) -> dict[str, object]:
+    """Write a directory with random weights."""
+    if weights == "dense":
+        write_model(options.arch, options.blocks, options.data, model)
+    else:
+        model.mkdir(parents=True)
+        write_ours(model, config_of(options.arch, options.blocks), weights)
+        write_index(model)
+        for name in TOKENIZER:
+            shutil.copyfile(options.data / "models" / "pycode-11m" / name, model / name)
+    return {"gigabytes": f"{sum(file.stat().st_size for file in model.iterdir()) / 1e9:.2f}"}
 
 
-def measure(name: str, model: Path, prompt: str, scratch: Path) -> dict[str, str]:
-    """Time one directory."""
+def write_index(model: Path) -> None:
+    """Write the file that says which tensor is in which safetensors file."""
+    files: dict[str, str] = {}
+    for file in model.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            files |= dict.fromkeys(opened.keys(), file.name)
+    size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    index = {"metadata": {"total_size": size}, "weight_map": files}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def generated(options: argparse.Namespace, weights: str, model: Path) -> dict[str, float]:
+    """Run `generate`, and return its JSON."""
+    ids = load_tokenizer(model)((options.data / "text" / "pycode-eval.txt").read_text()[:20_000]).input_ids
+    prompt = load_tokenizer(model).decode(ids[: PROMPT - 1], skip_special_tokens=True)
+    cache = options.scratch / f"cache-{weights}"
+    found: dict[str, float] = json.loads(
+        command(cache, "generate", model, "--prompt", prompt, "--max-new-tokens", NEW, "--json")
+    )
+    print(weights, {key: value for key, value in found.items() if key != "text"}, file=sys.stderr, flush=True)
+    return found
+
+
+def first(options: argparse.Namespace, weights: str, model: Path) -> dict[str, object]:
+    """Time compiling with an empty cache."""
+    return {"first_compile_seconds": f"{generated(options, weights, model)['compile_seconds']:.2f}"}
+
+
+def timed(options: argparse.Namespace, weights: str, model: Path) -> dict[str, object]:
+    """Time `generate`."""
     start = time.perf_counter()
-    command("warm", model)
-    warmed = time.perf_counter()
-    found = json.loads(command("generate", model, "--prompt", prompt, "--max-new-tokens", NEW, "--json"))
-    ended = time.perf_counter()
-    step = scratch / "step.csv"
-    command("bench", "model", model, "--prompt", PROMPT, "--new", NEW, "--out", step)
-    captured = read_rows(step)[-1]
-    print(name, found["decode_tokens_per_second"], captured, file=sys.stderr, flush=True)
+    subprocess.run(["cat", *model.glob("*.safetensors")], stdout=subprocess.DEVNULL, check=True)
+    read = time.perf_counter()
+    found = generated(options, weights, model)
     return {
-        "format": name,
-        "warm_seconds": f"{warmed - start:.1f}",
-        "wall_seconds": f"{ended - warmed:.1f}",
+        "read_seconds": f"{read - start:.2f}",
+        "wall_seconds": f"{time.perf_counter() - read:.1f}",
         "load_seconds": f"{found['load_seconds']:.2f}",
         "compile_seconds": f"{found['compile_seconds']:.2f}",
         "first_token_ms": f"{1e3 * found['first_token_seconds']:.1f}",
         "generate_ms_per_token": f"{1e3 / found['decode_tokens_per_second']:.3f}",
-        "captured_ms_per_token": captured["decode_ms"],
     }
 
 
+def step(options: argparse.Namespace, weights: str, model: Path) -> dict[str, object]:
+    """Time the captured decode step."""
+    out = options.scratch / "step.csv"
+    command(
+        options.scratch / f"cache-{weights}", "bench", "model", model, "--prompt", PROMPT, "--new", NEW, "--out", out
+    )
+    row = read_rows(out)[-1]
+    return {
+        "captured_ms_per_token": f"{float(row['decode_ms']):.3f}",
+        "captured_first_token_ms": f"{float(row['first_token_ms']):.1f}",
+    }
+
+
+PHASES: dict[str, Callable[[argparse.Namespace, str, Path], dict[str, object]]] = {
+    "write": write,
+    "first": first,
+    "time": timed,
+    "step": step,
+}
+
+
 def main() -> None:
-    """Write a row per format."""
+    """Run the phases, each for all weights, and write the CSV after each result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--scratch", type=Path, required=True)
     parser.add_argument("--arch", default="llama2-7b")
-    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--blocks", type=int, default=32)
+    parser.add_argument("--weights", default=",".join(WEIGHTS))
+    parser.add_argument("--phases", default=",".join(PHASES))
     options = parser.parse_args()
-    dense = options.scratch / "dense"
-    if not dense.exists():
-        write_model(options.arch, options.blocks, options.data, dense)
-    prompt = prompt_of(dense, options.data / "text" / "pycode-eval.txt")
-    rows = []
-    for name, how in FORMATS.items():
-        model = dense
-        if how is not None:
-            model = options.scratch / name.replace(" ", "-").replace(":", "-")
-            recipe, settings = how
-            sets = [part for setting in settings for part in ("--set", setting)]
-            command("compress", dense, "--recipe", recipe, *sets, "--out", model)
-        rows.append(
-            {"arch": options.arch, "blocks": str(options.blocks), **measure(name, model, prompt, options.scratch)}
-        )
-        write_rows(options.out, rows, COLUMNS)
+    rows = {row["weights"]: row for row in read_rows(options.out)}
+    for phase in options.phases.split(","):
+        for weights in options.weights.split(","):
+            base = {"arch": options.arch, "blocks": str(options.blocks), "weights": weights}
+            row = rows.setdefault(weights, {**base, "machine": torch.cuda.get_device_name()})
+            row |= {
+                key: str(value) for key, value in PHASES[phase](options, weights, options.scratch / weights).items()
+            }
+            write_rows(options.out, [{c: r.get(c, "") for c in COLUMNS} for r in rows.values()], COLUMNS)
+            print(phase, row, flush=True)
 
 
 if __name__ == "__main__":

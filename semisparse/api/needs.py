@@ -40,8 +40,11 @@ CGROUPS = {
     Path("/sys/fs/cgroup"): ("memory.max", "memory.current", "inactive_file"),
     Path("/sys/fs/cgroup/memory"): ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-"""Folders of cgroup versions 2 and 1: the files with the memory limit and the memory in use, and the key in
+"""Root folders of cgroup versions 2 and 1: the files with the memory limit and the memory in use, and the key in
 ``memory.stat`` of the page cache, which is in use but counts as free."""
+
+OWN_CGROUPS = Path("/proc/self/cgroup")
+"""Lists the cgroup of this process, per version and controller, as a path below the root folder."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,9 @@ def needs_of(
         columns = max(weight.shape[1] for weight in weights)
         compute += (0 if offload else states) + 2 * 4 * max(blocks) + int(HESSIANS * 4 * columns**2)
         compute += BATCH_BYTES * columns * max(batch.numel() for batch in batches)
-    if plan.search != "none":  # a copy of the model in float32, beside its pruned levels, which lie on disk
+        if plan.search == "profile":  # what is outside of the decoder layers, one of them, and predictions
+            compute += (whole // item - sum(blocks) + max(blocks)) * 4 + LOGITS * 4 * vocabulary * plan.search_tokens
+    if plan.search not in ("none", "profile"):  # a float32 copy of the model; its pruned levels lie on disk
         compute += whole * 4 // item
     if plan.tunes_end_to_end:
         host += 2 * whole
@@ -142,16 +147,31 @@ def needs_of(
 
 
 def free_memory(device: torch.device, offload: Path | None) -> Needs:
-    """Return the free memory of host and device, within a container's limit if there is one, and the room in a
+    """Return the free memory of host and device, within the limits of a container or a batch job, and the room in a
     directory for hidden states; the disk of the result is left out."""
-    limits = (_free_in(folder, *files) for folder, files in CGROUPS.items())
+    limits = (_free_in(folder, *files) for root, files in CGROUPS.items() for folder in _cgroups(root))
     host = min([psutil.virtual_memory().available, *(free for free in limits if free is not None)])
     room = shutil.disk_usage(offload).free if offload else 0
     return Needs(host, torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0, 0, room, offload)
 
 
+def _cgroups(root: Path) -> list[Path]:
+    """Return the folders whose limits hold for this process: of its cgroup, and of all that this one is in.
+
+    A container sees its own limit in the root folder. A batch job, such as Slurm's, has one in a folder below.
+    """
+    try:
+        lines = [line.split(":", 2) for line in OWN_CGROUPS.read_text().splitlines()]
+    except OSError:
+        return [root]
+    version_1 = CGROUPS[root][0] == "memory.limit_in_bytes"
+    paths = [path for _, names, path in lines if ("memory" in names.split(",") if version_1 else not names)]
+    own = root / (paths[0].lstrip("/") if paths else "")
+    return [folder for folder in (own, *own.parents) if folder.is_relative_to(root)]
+
+
 def _free_in(folder: Path, limit: str, used: str, cached: str) -> int | None:
-    """Return the bytes that a container's limit leaves free; None without a limit, or if a file is missing."""
+    """Return the bytes that a cgroup's limit leaves free; None without a limit, or if a file is missing."""
     try:
         most, taken = (folder / limit).read_text().strip(), int((folder / used).read_text())
         lines = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())

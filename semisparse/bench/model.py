@@ -58,7 +58,9 @@ class ModelSpeed:
     software: str
 
 
-def random_model(name: str, dtype: torch.dtype, device: torch.device, candidate: Candidate | None) -> PreTrainedModel:
+def random_model(
+    name: str, dtype: torch.dtype, device: torch.device, candidate: Candidate | None, layers: int | None = None
+) -> PreTrainedModel:
     """Build an architecture with random weights on a device.
 
     Args:
@@ -66,11 +68,13 @@ def random_model(name: str, dtype: torch.dtype, device: torch.device, candidate:
         dtype: dtype of weights and activations.
         device: where the weights are allocated.
         candidate: how every linear layer but the head is stored; None for transformers' dense layers.
+        layers: decoder layers, instead of all.
     Raises:
         InputError: the architecture is unknown.
         FormatError: the format cannot store a layer.
     """
     config = architecture(name)
+    config.num_hidden_layers = layers or config.num_hidden_layers
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     if candidate is not None:

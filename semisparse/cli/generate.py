@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from semisparse.cli.arguments import Device, Json
+from semisparse.cli.arguments import Device, Json, comma_separated
 from semisparse.cli.output import console, print_json
 from semisparse.errors import InputError
 
@@ -50,6 +50,13 @@ def generate(
             "--draft", help="A smaller model with the same tokenizer that proposes the tokens of --speculate."
         ),
     ] = None,
+    keep_dense: Annotated[
+        str | None,
+        typer.Option(
+            "--keep-dense",
+            help="Module names (globs, comma-separated; all for every layer) that get a dense copy for long prompts.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Continue a prompt, a batch of prompts or a conversation, and report the speed.
@@ -68,7 +75,7 @@ def generate(
         raise InputError("--draft proposes the tokens of --speculate N; give both")
     sampling = Sampling(temperature, top_k, top_p, seed)
     prompts = _read_prompts(batch) if batch is not None else [prompt or ""]
-    engine = _load(model, device, draft, quiet=as_json)
+    engine = _load(model, device, draft, _patterns(keep_dense), quiet=as_json)
     options: dict[str, Any] = {"sampling": sampling, "stop": stop or (), "proposals": speculate}
     try:
         if chat:
@@ -98,7 +105,12 @@ def _read_prompts(file: Path) -> list[str]:
     return lines
 
 
-def _load(model: Path, device: str, draft: Path | None, quiet: bool) -> Engine:
+def _patterns(text: str | None) -> list[str]:
+    """Return the glob patterns of --keep-dense."""
+    return ["*" if part == "all" else part for part in comma_separated(text) or []]
+
+
+def _load(model: Path, device: str, draft: Path | None, keep_dense: list[str], quiet: bool) -> Engine:
     import warnings
 
     from semisparse.engine import Engine
@@ -106,10 +118,12 @@ def _load(model: Path, device: str, draft: Path | None, quiet: bool) -> Engine:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".* runs through transformers' own code")  # printed below
         if quiet:
-            engine = Engine(model, device=device, draft=draft)
+            engine = Engine(model, device=device, draft=draft, keep_dense=keep_dense)
         else:
             with console.status(f"loading {model}"):
-                engine = Engine(model, device=device, draft=draft)
+                engine = Engine(model, device=device, draft=draft, keep_dense=keep_dense)
+    if engine.dense_bytes:
+        console.print(f"dense copies take {engine.dense_bytes / 1e9:.2f} GB", highlight=False)
     if engine.note:
         console.print(engine.note, highlight=False)
     return engine

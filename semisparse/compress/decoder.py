@@ -88,10 +88,18 @@ def linear_layers(layer: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in layer.named_modules() if isinstance(module, LINEAR_CLASSES)}
 
 
-def copy_to(module: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
-    """Copy a dense module to a device, in another dtype if one is given; to a GPU without a copy in host memory."""
-    copied: dict[int, Any] = {}
+def copy_to(
+    module: nn.Module, device: torch.device, dtype: torch.dtype | None = None, shared: Sequence[nn.Module] = ()
+) -> nn.Module:
+    """Copy a dense module to a device, in another dtype if one is given; to a GPU without a copy in host memory.
+
+    The copy has the modules of ``shared`` in common with the original: they are not copied.
+    """
+    copied: dict[int, Any] = {id(part): part for part in shared}
+    left_out = {id(tensor) for part in shared for tensor in (*part.parameters(), *part.buffers())}
     for tensor in (*module.parameters(), *module.buffers()):
+        if id(tensor) in left_out:
+            continue
         moved = tensor.data.to(device, copy=True)  # cast on the device: on the host it takes longer than the transfer
         moved = moved.to(dtype) if dtype and moved.is_floating_point() else moved
         copied[id(tensor)] = nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved

@@ -5,15 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from semisparse.engine.decoder import CHECKED_TOKENS, Cache, Decoder, check_against
+from semisparse.engine.decoder import CHECKED_TOKENS, Cache, Decoder, check_against, free_memory
 from semisparse.engine.draft_model import DraftModel
 from semisparse.engine.ops import greedy_step, move_on
+from semisparse.engine.prompts import CapturedPrompts, captured_length
 from semisparse.engine.sampling import Sampling, choose
 from semisparse.engine.speculation import Verifier, look_up, speculated
 from semisparse.engine.state import State
@@ -73,16 +75,26 @@ class DecoderBackend(Backend):
         model: on its device.
         draft: a smaller model that proposes tokens; if None, proposals are looked up in the text so far.
         deterministic_batch: whether a sequence's logits are the same bits in any batch.
+        keep_dense: as in `Decoder.keep_dense`; without patterns no dense copies are kept.
+
+    Attributes:
+        dense_bytes: bytes of the dense copies.
     Raises:
         UnknownStructureError: the model is no Llama-like decoder.
+        InputError: keep_dense matches no packed layer, or the copies do not fit the GPU's memory.
     """
 
     def __init__(
-        self, model: PreTrainedModel, draft: DecoderBackend | None = None, deterministic_batch: bool = False
+        self,
+        model: PreTrainedModel,
+        draft: DecoderBackend | None = None,
+        deterministic_batch: bool = False,
+        keep_dense: Sequence[str] = (),
     ) -> None:
         self._draft = draft
         group = FIXED_BATCH[model.device.type] if deterministic_batch else None
         self.decoder = Decoder(model, CACHE_GRAIN, group)
+        self.dense_bytes = self.decoder.keep_dense(model, keep_dense) if keep_dense else 0
         self.decoder.compile(1, [1], [CHECKED_TOKENS])
         check_against(model, self.decoder)
         self.context = self.decoder.structure.context
@@ -91,20 +103,25 @@ class DecoderBackend(Backend):
         self._state: State | None = None
         self._graphs: dict[Sampling, torch.cuda.CUDAGraph] = {}
         self._verifiers: dict[int, Verifier] = {}
+        self._prompts: dict[tuple[int, int], CapturedPrompts] = {}
+        self._pool: Any = None
         self._generator = torch.Generator(self.decoder.device)
 
     def needs(self, prompts: Sequence[Sequence[int]], new: int, sampling: Sampling, proposals: int) -> Hashable:
         lengths = [len(prompt) for prompt in prompts]
         state = self._state_for(len(prompts), max(lengths) + new + proposals)
         alone = self.decoder.group is not None
-        buckets = frozenset(map(bucket_of, lengths if alone else [len(prompts) * max(lengths)]))
-        return id(state), buckets, sampling, proposals, new > 1
+        buckets = frozenset(map(bucket_of, lengths if alone else [max(lengths), len(prompts) * max(lengths)]))
+        return id(state), len(prompts), buckets, sampling, proposals, new > 1
 
     def compile(self, prompts: Sequence[Sequence[int]], new: int, proposals: int) -> None:
         """Compile the kernels of all matmuls of a batch, in parallel."""
         lengths = [len(prompt) for prompt in prompts]
-        sequences = self._state_for(len(prompts), max(lengths) + new + proposals).cache.sequences
-        self.decoder.compile(sequences, {1, 1 + proposals}, lengths)
+        cache = self._state_for(len(prompts), max(lengths) + new + proposals).cache
+        padded = self._captured_length(lengths, cache)
+        self.decoder.compile(
+            cache.sequences, {1, 1 + proposals}, lengths if padded is None else [padded] * len(lengths)
+        )
         if proposals and self._draft:
             self._draft.compile(prompts, new, proposals)
 
@@ -147,13 +164,29 @@ class DecoderBackend(Backend):
             The state, and the logits after each prompt, [sequences, vocabulary].
         """
         state = self._state_for(len(prompts), positions)
-        logits = self.decoder.prompt(prompts, state.cache.part(0, len(prompts)))
+        logits = self._run_prompts(prompts, state.cache)
         state.positions.zero_()
         state.positions[: len(prompts)] = torch.tensor([len(prompt) - 1 for prompt in prompts])
         unused = state.cache.sequences - len(prompts)
         logits = functional.pad(logits, (0, 0, 0, unused))
         state.steps.zero_()
         return state, logits
+
+    def _captured_length(self, lengths: Sequence[int], cache: Cache) -> int | None:
+        """Return `captured_length`, or None if nothing is captured."""
+        return captured_length(lengths, cache) if self._on_gpu and self.decoder.group is None else None
+
+    def _run_prompts(self, prompts: Sequence[Sequence[int]], cache: Cache) -> Tensor:
+        """Run prompts, captured once per number and padded length of prompts; return the logits after each."""
+        own = cache.part(0, len(prompts))
+        length = self._captured_length([len(prompt) for prompt in prompts], cache)
+        if length is None:
+            return self.decoder.prompt(prompts, own)
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        key = len(prompts), length
+        if key not in self._prompts:
+            self._prompts[key] = CapturedPrompts(self.decoder, own, length, self._pool)
+        return self._prompts[key](prompts)
 
     def verifier(self, width: int) -> Verifier:
         """Return the decoder step for ``width`` tokens per sequence of the current batch."""
@@ -233,7 +266,7 @@ class DecoderBackend(Backend):
         state = self._state
         if state is not None and state.cache.sequences == sequences and state.cache.length >= positions:
             return state
-        self._state, self._graphs, self._verifiers = None, {}, {}
+        self._state, self._graphs, self._verifiers, self._prompts, self._pool = None, {}, {}, {}, None
         self._check_memory(sequences, length)
         self.decoder.ensure_length(length)
         self._state = State.make(self.decoder, sequences, length)
@@ -243,8 +276,7 @@ class DecoderBackend(Backend):
         if not self._on_gpu:
             return
         needed = Cache.bytes_of(self.decoder.structure, sequences, length, self.decoder.dtype)
-        free = torch.cuda.mem_get_info(self.decoder.device)[0]
-        free += torch.cuda.memory_reserved(self.decoder.device) - torch.cuda.memory_allocated(self.decoder.device)
+        free = free_memory(self.decoder.device)
         if needed > free:
             fitting = int(free // (needed / sequences))
             raise InputError(

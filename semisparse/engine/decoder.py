@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from semisparse.engine.attention import LayerCache, RotaryTable, attend_to_prompt, rotate_and_attend, rotate_and_cache
+from semisparse.engine.dense import DenseCopy
 from semisparse.engine.ops import kernels_refusal
 from semisparse.engine.projection import ADDED, GATED, NORMED, Norm, Projection, Stream, is_aligned, rows_of
 from semisparse.engine.structure import Layer, Structure, UnknownStructureError, recognise, rotary_table
+from semisparse.errors import InputError
 from semisparse.formats.product import in_parallel
 
 
@@ -33,6 +36,13 @@ class FusedLayer:
     def projections(self) -> tuple[Projection, ...]:
         """The layer's four projections."""
         return self.qkv, self.o, self.gate_up, self.down
+
+    @property
+    def modules_of_projections(self) -> tuple[tuple[Projection, tuple[nn.Module, ...]], ...]:
+        """Each projection, and the modules that it computes."""
+        layer = self.layer
+        modules = (layer.q, layer.k, layer.v), (layer.o,), (layer.gate, layer.up), (layer.down,)
+        return tuple(zip(self.projections, modules, strict=True))
 
 
 @dataclass(frozen=True)
@@ -116,6 +126,39 @@ class Decoder:
         """Return a Norm with a 16-byte-aligned weight, for vectorised loads; an unaligned weight is cloned."""
         return Norm(weight if is_aligned(weight) else weight.detach().clone(), self.structure.epsilon)
 
+    def keep_dense(self, model: PreTrainedModel, patterns: Sequence[str]) -> int:
+        """Keep dense copies of packed layers, for the M at which they are faster; return the bytes of the copies.
+
+        Args:
+            model: the model that this decoder runs.
+            patterns: glob patterns of the layers' module names. Layers on one input are copied together, if all match.
+        Raises:
+            InputError: no packed layer matches, or the copies do not fit the GPU's memory.
+        """
+        names = {id(module): name for name, module in model.named_modules()}
+        chosen = [
+            part
+            for layer in self.layers
+            for part, modules in layer.modules_of_projections
+            if all(any(fnmatchcase(names[id(module)], pattern) for pattern in patterns) for module in modules)
+        ]
+        copied = [layer for part in chosen for layer in part.copyable.values()]
+        if not copied:
+            raise InputError(
+                f"keep_dense is {', '.join(patterns)}, which matches no packed layer; an example of a name is "
+                f"{names[id(self.layers[0].layer.down)]}"
+            )
+        needed = sum(DenseCopy.bytes_of(layer, self.dtype) for layer in copied)
+        free = free_memory(self.device) if self.device.type == "cuda" else needed
+        if needed > free:
+            raise InputError(
+                f"dense copies of {len(copied)} layers take {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB of GPU memory "
+                "are free: name fewer layers in keep_dense"
+            )
+        for part in chosen:
+            part.keep_dense(self.dtype)
+        return needed
+
     def compile(self, sequences: int, widths: Iterable[int], prompts: Sequence[int]) -> None:
         """Compile and load the GPU kernels of all matmuls, in parallel.
 
@@ -129,7 +172,9 @@ class Decoder:
         steps = {(self.group or sequences) * width for width in widths}
         heads = steps | {1 if self.group else len(prompts)}
         layers = steps | (set(prompts) if self.group else {len(prompts) * max(prompts)})
-        jobs = [(part, m) for layer in self.layers for part in layer.projections for m in layers]
+        # Layers of one structure share their kernels. Threads that look for the same one would each compile it.
+        parts = {part.structure: part for layer in self.layers for part in layer.projections}.values()
+        jobs = [(part, m) for part in parts for m in layers]
         in_parallel(partial(part.prepare, m, self.dtype) for part, m in (*jobs, *((self._head, m) for m in heads)))
 
     def ensure_length(self, length: int) -> None:
@@ -155,7 +200,20 @@ class Decoder:
         length = max(map(len, prompts))
         tokens = torch.tensor([[*prompt, *[0] * (length - len(prompt))] for prompt in prompts], device=self.device)
         last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.device)
-        positions = torch.arange(length, device=self.device, dtype=torch.int32).repeat(len(prompts))
+        return self.padded_prompt(tokens, last, cache)
+
+    def padded_prompt(self, tokens: Tensor, last: Tensor, cache: Cache) -> Tensor:
+        """Run prompts that are on the device. The host is not waited for, so that a CUDA graph can capture it.
+
+        Args:
+            tokens: [prompts, length] int64, shorter prompts padded at the end.
+            last: [prompts] int64, the position of each prompt's last token.
+            cache: KV cache of as many sequences.
+        Returns:
+            [prompts, vocabulary], the logits after each prompt.
+        """
+        count, length = tokens.shape
+        positions = torch.arange(length, device=self.device, dtype=torch.int32).repeat(count)
         heads = self.structure.heads
 
         def attend(qkv: Tensor, fused: FusedLayer, cached: LayerCache) -> Tensor:
@@ -164,7 +222,7 @@ class Decoder:
             return attend_to_prompt(queries, cached, length, heads)
 
         stream = self._layers(tokens, cache, attend)
-        rows = torch.arange(len(prompts), device=self.device) * length + last
+        rows = torch.arange(count, device=self.device) * length + last
         return self._logits(Stream(stream.x[rows], None if stream.delta is None else stream.delta[rows]))
 
     def step(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
@@ -209,6 +267,12 @@ class Decoder:
             stream, gated = fused.gate_up.normed_and_gated(stream, fused.norms[1], rows_of(fused.layer.gate))
             stream = fused.down.added(gated, stream)
         return stream
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes of a GPU's memory that tensors can still take, memory that torch has reserved included."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 CHECKED_TOKENS = 8

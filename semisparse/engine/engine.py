@@ -108,13 +108,17 @@ class Engine:
             looked up in the text.
         deterministic_batch: whether a prompt's logits are the same bits whatever other prompts are in its batch.
             Prompts are then run one by one, and decode steps in groups of a fixed size.
+        keep_dense: glob patterns of module names, such as ``*.down_proj`` or ``*``. Packed layers that match get a
+            dense copy beside them, which computes the numbers of tokens at which it is faster: prompts, as a rule.
 
     Attributes:
+        dense_bytes: bytes of these copies.
         note: why the model runs through transformers' own code, or None.
     Raises:
         CheckpointError: the directory is missing, incomplete or corrupted.
-        InputError: the draft model has another vocabulary; or the engine's own code, which a draft model and
-            deterministic_batch need, cannot run one of the models.
+        InputError: the draft model has another vocabulary; keep_dense matches no packed layer, or its copies do not fit
+            the GPU's memory; or the engine's own code, which a draft model, deterministic_batch and keep_dense need,
+            cannot run one of the models.
         SemisparseError: the models do not fit the GPU's memory.
     """
 
@@ -127,7 +131,10 @@ class Engine:
         dtype: torch.dtype | None = None,
         draft: str | Path | PreTrainedModel | None = None,
         deterministic_batch: bool = False,
+        keep_dense: Sequence[str] = (),
     ) -> None:
+        if isinstance(keep_dense, str):
+            raise InputError(f"keep_dense is the text {keep_dense[:99]!r}, expected a list of patterns")
         start = time.perf_counter()
         with _memory_errors():
             if not isinstance(model, PreTrainedModel):
@@ -140,22 +147,28 @@ class Engine:
         start = time.perf_counter()
         self.note: str | None = None
         with _memory_errors():
-            self.backend = self._backend(self.model, draft_model, deterministic_batch)
+            self.backend = self._backend(self.model, draft_model, deterministic_batch, keep_dense)
+        self.dense_bytes = getattr(self.backend, "dense_bytes", 0)
         self._warm: set[Hashable] = set()
         self._lock, self._thread = threading.Lock(), 0
         self._check_seconds = time.perf_counter() - start
 
     def _backend(
-        self, model: PreTrainedModel, draft_model: PreTrainedModel | None, deterministic_batch: bool
+        self,
+        model: PreTrainedModel,
+        draft_model: PreTrainedModel | None,
+        deterministic_batch: bool,
+        keep_dense: Sequence[str],
     ) -> Backend:
         try:
             draft = None if draft_model is None else DecoderBackend(draft_model)
-            backend = DecoderBackend(model, draft, deterministic_batch)
+            backend = DecoderBackend(model, draft, deterministic_batch, keep_dense)
         except UnknownStructureError as error:
             if draft_model is not None:
                 raise InputError(f"a draft model needs the engine's own code for both models: {error}") from error
-            if deterministic_batch:
-                raise InputError(f"deterministic_batch needs the engine's own code: {error}") from error
+            if deterministic_batch or keep_dense:
+                needing = "deterministic_batch" if deterministic_batch else "keep_dense"
+                raise InputError(f"{needing} needs the engine's own code: {error}") from error
             self.note = f"{type(model).__name__} runs through transformers' own code: {error}"
             warnings.warn(self.note, stacklevel=3)
             return TransformersBackend(model)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from semisparse.engine.dense import DenseCopy, DenseLinear
 from semisparse.engine.ops import Columns, rms_norm, silu_mul
-from semisparse.formats import Packed, linear
-from semisparse.formats.base import WeightSpec
+from semisparse.formats import Packed
 from semisparse.formats.kernel import FusedOperands, FusedProduct
-from semisparse.formats.product import fused_product, prepare_product
+from semisparse.formats.product import fused_product, prepare_product, structure_of
 from semisparse.nn import JoinedLinear, SparseLinear
 from semisparse.nn.joined import is_intercepted
 from semisparse.runtime.device import device_facts
@@ -35,37 +35,6 @@ class Stream:
 
     x: Tensor
     delta: Tensor | None = None
-
-
-class DenseLinear:
-    """Dense linear layers on one input as one layer in format ``dense``; their weights become views of its weight.
-
-    Args:
-        layers: with biases or without.
-
-    Attributes:
-        packed: the layers' weights, one below another.
-        bias: their biases likewise, or None.
-    """
-
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        weights = [layer.get_parameter("weight") for layer in layers]
-        rows = [len(weight) for weight in weights]
-        whole = weights[0].data if len(layers) == 1 else torch.cat([weight.data for weight in weights])
-        spec = {"format": "dense", "version": 1, "pattern": "0%", "shape": list(whole.shape), "params": {}}
-        dtype = str(whole.dtype).removeprefix("torch.")
-        self.packed = Packed(WeightSpec.from_dict({**spec, "dtype": dtype}), {"values": whole})
-        self.bias: Tensor | None = None
-        if any(getattr(layer, "bias", None) is not None for layer in layers):
-            biases = [getattr(layer, "bias", None) for layer in layers]
-            filled = [w.new_zeros(len(w)) if b is None else b.data for w, b in zip(weights, biases, strict=True)]
-            self.bias = torch.cat(filled)
-        if len(layers) > 1:
-            for weight, part in zip(weights, whole.split(rows), strict=True):
-                weight.data = part
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return linear(x, self.packed, self.bias)
 
 
 class Projection:
@@ -92,17 +61,47 @@ class Projection:
         else:
             self._parts = [DenseLinear([layer]) if type(layer) is nn.Linear else layer for layer in layers]
         self._whole = self._find_whole()
+        self._copies: dict[int, DenseCopy] = {}
 
     @property
     def weights(self) -> list[Packed]:
         """The packed weights."""
         return [part.packed for part in self._parts if isinstance(part, DenseLinear | SparseLinear)]
 
+    @property
+    def structure(self) -> Hashable:
+        """What `prepare` depends on: projections of equal structure take the same kernels."""
+        specs = tuple(structure_of(packed.spec) for packed in self.weights)
+        return self._fusion, self._whole is None, specs, tuple(self._copies)
+
     def prepare(self, m: int, dtype: torch.dtype) -> None:
         """Compile and load the GPU kernels for ``m`` tokens."""
-        if self._fused(m, dtype) is None:
-            for packed in self.weights:
-                prepare_product(packed, m, dtype)
+        if self._fused(m, dtype) is not None:
+            return
+        for index, part in enumerate(self._parts):
+            copy = self._copy_for(index, m)
+            if copy is not None:
+                copy.prepare(m)
+            elif isinstance(part, DenseLinear | SparseLinear):
+                prepare_product(part.packed, m, dtype)
+
+    @property
+    def copyable(self) -> dict[int, SparseLinear]:
+        """The packed layers that a dense copy may compute, by their index: those whose calls nothing intercepts."""
+        return {
+            index: part
+            for index, part in enumerate(self._parts)
+            if isinstance(part, SparseLinear) and part.kernel == "auto" and not is_intercepted(part)
+        }
+
+    def keep_dense(self, dtype: torch.dtype) -> None:
+        """Copy the packed layers to dense weights in a dtype, for the M at which these are faster."""
+        self._copies = {index: DenseCopy(layer, dtype) for index, layer in self.copyable.items()}
+
+    def _copy_for(self, index: int, m: int) -> DenseCopy | None:
+        """Return the dense copy that computes a part for ``m`` tokens, or None if the part itself does."""
+        copy = self._copies.get(index)
+        return copy if copy is not None and copy.pays(m) else None
 
     def _fused(self, m: int, dtype: torch.dtype) -> FusedProduct | None:
         """Return the projection with its prologue and epilogue as one kernel, or None if there is none."""
@@ -123,7 +122,7 @@ class Projection:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Apply the projection alone: [M, K] to [M, columns.width]."""
-        outputs = [part(x) for part in self._parts]
+        outputs = [(self._copy_for(index, len(x)) or part)(x) for index, part in enumerate(self._parts)]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
     def normed(self, stream: Stream, norm: Norm) -> tuple[Stream, Tensor]:

@@ -16,6 +16,8 @@ from torch.autograd import forward_ad
 from semisparse.errors import InputError
 from semisparse.formats.base import Packed, WeightSpec, get_format, reference_kernel, require_tensors
 from semisparse.formats.kernel import MAX_FUSED_TOKENS, FusedProduct, Problem, Product, bucket_of
+from semisparse.formats.tuned import measured_times
+from semisparse.runtime.device import device_facts
 
 
 def linear(x: Tensor, packed: Packed, bias: Tensor | None = None, kernel: str = "auto") -> Tensor:
@@ -184,6 +186,26 @@ def prepare_product(packed: Packed, m: int, dtype: torch.dtype) -> None:
         KernelError: no kernel can compute it.
     """
     _prepared(structure_of(packed.spec), "auto", bucket_of(m), dtype, packed.device)
+
+
+@lru_cache(maxsize=4096)
+def _measured_speedup(spec: WeightSpec, m: int, dtype: torch.dtype, device: torch.device) -> float | None:
+    problem, form = Problem(m, spec, dtype, device), get_format(spec.format)
+    measured = measured_times(problem, form.tuned_by, device_facts(device).name).get(form.choose(problem).name)
+    return None if measured is None else measured.dense_us / measured.us
+
+
+def measured_speedup(packed: Packed, m: int, dtype: torch.dtype) -> float | None:
+    """Return how many times as fast as dense a matmul is, by the tuned tables; None if they do not have it.
+
+    Args:
+        packed: the weight, on its device.
+        m: number of rows of x.
+        dtype: dtype of x.
+    Raises:
+        KernelError: no kernel can compute it.
+    """
+    return _measured_speedup(structure_of(packed.spec), bucket_of(m), dtype, packed.device)
 
 
 def in_parallel(jobs: Iterable[Callable[[], object]]) -> None:

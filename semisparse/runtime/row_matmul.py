@@ -1,4 +1,4 @@
-"""The matmul of host/row_matmul.hpp: a format's C++ unpacks rows of w, which are multiplied while they are in a cache."""
+"""The matmul of host/row_matmul.hpp: a format's C++ unpacks a few rows of w, which are multiplied from a cache."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ CACHE_LINE = 64
 """Bytes of a cache line."""
 
 MAX_TOKENS = {torch.bfloat16: 1 << 62, torch.float32: 48}
-"""Maximum M of row_matmul.hpp by the dtype of x. Above it torch multiplies unpacked rows: 128 tokens at 1536 x 2048 take 9.2 ms
-instead of 10.3 in float32, but 4.9 instead of 4.2 in bfloat16 (Zen 4, one thread)."""
+"""Maximum M of row_matmul.hpp by the dtype of x. Above it torch multiplies unpacked rows: 128 tokens at 1536 x 2048
+take 9.2 ms instead of 10.3 in float32, but 4.9 instead of 4.2 in bfloat16 (Zen 4, one thread)."""
 
 MAX_BAND_ROWS = 128
-"""Maximum rows per band. From 256 tokens on bands grow with M, because x comes from beyond the L2 cache for each band: 4096
-tokens take 131 ms instead of 224 with 8 rows."""
+"""Maximum rows per band. From 256 tokens on bands grow with M, because x comes from beyond the L2 cache for each band:
+4096 tokens take 131 ms instead of 224 with 8 rows."""
 
 UNPACKED_BYTES = 2 << 20
 """Bytes of the rows that torch multiplies at a time."""
@@ -48,7 +48,10 @@ class MatmulCall(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "bias", "y", "bands")),
-        *((name, ctypes.c_int64) for name in ("tokens", "rows", "threads", "band_rows", "columns", "stride", "bfloat16")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("tokens", "rows", "threads", "band_rows", "columns", "stride", "bfloat16")
+        ),
     )
 
 
@@ -124,9 +127,7 @@ class RowMatmul:
         for first in range(0, n, len(rows)):
             count = min(len(rows), n - first)
             threads = cpp.threads_for(count * stride)
-            self.unpack(
-                ctypes.byref(weight), first, count, stride, rows.data_ptr(), x.dtype == torch.bfloat16, threads
-            )
+            self.unpack(ctypes.byref(weight), first, count, stride, rows.data_ptr(), x.dtype == torch.bfloat16, threads)
             part = None if bias is None else bias[first : first + count]
             y[:, first : first + count] = F.linear(x, rows[:count], part)
         return y

@@ -49,6 +49,26 @@ def test_a_containers_limit_counts_without_its_page_cache(
     assert 700000 < free_memory(device, None).host <= machine
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_limits_of_all_cgroups_hold(version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As Slurm sets them: the job's limit is in a folder below the root, its step has none, the root has none."""
+    names = list(needs.CGROUPS.values())[version == 1]
+    monkeypatch.setattr(needs, "CGROUPS", {tmp_path / "root": names})
+    own = "5:cpu,cpuacct:/\n3:memory,hugetlb:/job/step\n0::/else" if version == 1 else "3:memory:/else\n0::/job/step"
+    (tmp_path / "own").write_text(f"{own}\n")
+    monkeypatch.setattr(needs, "OWN_CGROUPS", tmp_path / "own")
+    (tmp_path / "root" / "job" / "step").mkdir(parents=True)
+    for folder, most in (("root", None), ("root/job", "3000000"), ("root/job/step", "9223372036854771712"), (".", "7")):
+        for name, content in zip((*names[:2], "memory.stat"), (most, "1000000", f"{names[2]} 200000"), strict=True):
+            if content:
+                (tmp_path / folder / name).write_text(f"{content}\n")
+    assert free_memory(torch.device("cpu"), None).host == 2200000
+    (tmp_path / "root" / "job" / "step" / names[0]).write_text("1500000\n")
+    assert free_memory(torch.device("cpu"), None).host == 700000
+    (tmp_path / "own").unlink()
+    assert free_memory(torch.device("cpu"), None).host > 3000000
+
+
 def test_needs_grow_with_the_tokens_and_not_with_the_layers():
     def host(tokens: int, **settings: int) -> int:
         model, plan = random_model("llama", **settings), semisparse.api.read_recipe("rheosparse", ["search=none"])
@@ -58,6 +78,18 @@ def test_needs_grow_with_the_tokens_and_not_with_the_layers():
 
     assert host(1000) == host(1000, num_hidden_layers=4)
     assert host(2000) - host(1000) == 1000 * (2 * 4 * 24 + needs.BATCH_BYTES * 44)
+
+
+def test_only_a_search_over_a_bank_holds_the_whole_model():
+    def of(search: str, **sizes: int) -> int:
+        model, plan = random_model("llama", **sizes), semisparse.api.read_recipe("rheosparse", [f"search={search}"])
+        layers, batches = compression.list_decoder_layers(model, plan, {}), [torch.zeros(1, 1000, dtype=torch.int64)]
+        return needs.needs_of(model, layers, plan, batches, torch.device("cpu"), Ranks(), None).host
+
+    assert of("profile") > of("none")
+    assert of("profile", num_hidden_layers=9) == of("profile")
+    layer = sum(weight.numel() for weight in random_model("llama").model.layers[0].parameters())
+    assert of("evolution", num_hidden_layers=9) - of("evolution", num_hidden_layers=2) == 7 * 4 * layer
 
 
 def test_hidden_states_on_disk_are_counted_there(tmp_path: Path):

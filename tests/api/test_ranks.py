@@ -10,7 +10,8 @@ import torch
 from torch import distributed
 
 import semisparse
-from semisparse.compress import calibration
+from semisparse.api import compression
+from semisparse.compress import calibration, journal
 from semisparse.errors import InputError
 from tests.architectures import tiny_model
 from tests.compress.checking import Interrupted
@@ -26,13 +27,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "int8": {"recipe": "slidesparse", "settings": ("quant=int8",)},
     "tuned": {"recipe": "gqsa", "settings": ("pattern=g4@50%", "tune=bqpo", "tune_epochs=1")},
     "tuned end to end": {"recipe": "gqsa", "settings": ("pattern=g4@50%", "tune=bqpo+e2e", "tune_epochs=1")},
+    "profile": {"recipe": "rheosparse", "settings": ("pattern=4:8", "search_tokens=300")},
     "rheosparse": {"recipe": "rheosparse", "settings": ("search=rheosparse", *SEARCH)},
     "evolution": {"recipe": "rheosparse", "settings": ("search=evolution", *SEARCH)},
     "joint": {"recipe": "auto", "target": {"bits": 9.0}, "settings": ("search_effort=16", "tune=none")},
     "experts": {"recipe": "rheosparse", "settings": ("search=none", "pattern=2:4")},
 }
 WITHOUT_TEXT = ("kept", "magnitude")
-SLOW = ["tuned end to end", "rheosparse", "evolution", "joint"]
+SLOW = ["tuned end to end", "profile", "rheosparse", "evolution", "joint"]
 FILES = ("model.safetensors", "config.json")
 
 
@@ -153,6 +155,20 @@ def _refused(rank: int, ranks: int, sources: Path, folder: Path) -> None:
     with pytest.raises(InputError, match=r"rank 1 on .* differs in number of CPU threads \(2; rank 0 on .* has 1\)"):
         compress(sources, "kept", folder / "out")
     torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank:
+            patch.setattr(journal, "__version__", "0.0")
+        with pytest.raises(
+            InputError,
+            match=r"rank 1 on .* differs in versions \(semisparse 0\.0 torch .*; rank 0 on .* has semisparse",
+        ):
+            compress(sources, "kept", folder / "out")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compression, "_machine_facts", lambda _: {"GPU": "NVIDIA A100" if rank else "NVIDIA H100"})
+        with pytest.raises(
+            InputError, match=r"rank 1 on .* differs in GPU \(NVIDIA A100; rank 0 on .* has NVIDIA H100"
+        ):
+            compress(sources, "kept", folder / "out")
     with pytest.raises(InputError, match="with several ranks, out is required"):
         compress(sources, "kept", None)  # type: ignore[arg-type]
     assert not (folder / "out").exists()

@@ -171,7 +171,7 @@ def test_a_run_without_finished_work_leaves_nothing(run: Run, compress, model: P
     assert not [path for path in tmp_path.iterdir() if path.name.startswith((".out", "out"))]
 
 
-def test_resume_with_other_settings(run: Run, compress, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_resume_with_other_settings(run: Run, compress, model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     def interrupted(*arguments: object, **options: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -185,6 +185,10 @@ def test_resume_with_other_settings(run: Run, compress, monkeypatch: pytest.Monk
     with monkeypatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: 7)
         assert_refused(compress("--resume"), "differs in: number of CPU threads")
+    weights = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
+    assert_refused(compress("--resume"), "differs in: model weights;")
+    (model / "model.safetensors").write_bytes(weights)
     assert compress("--resume").status == 0
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith((".out", "out"))) == ["out"]
 

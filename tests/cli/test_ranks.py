@@ -17,10 +17,13 @@ DYING = """
 import os, signal, sys
 from semisparse import cli
 from semisparse.compress import pipeline
+from semisparse.compress.distributed import watch
+
+watch.INTERVAL /= 10  # a minute's patience takes 6 s
 
 def die(activations, index, *rest):
     if index == 1 and os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), getattr(signal, os.environ["SIGNAL"]))
     propagate(activations, index, *rest)
 
 propagate, pipeline.propagate = pipeline.propagate, die
@@ -28,10 +31,10 @@ cli.main()
 """
 
 
-def torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
+def torchrun(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run two ranks of a program."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables
     return subprocess.run(
         [*command, *map(str, arguments)], capture_output=True, text=True, timeout=300, env=environment, check=False
     )
@@ -48,10 +51,12 @@ def deep(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_ends_the_run_with_its_name(run, deep: Path, text: Path, tmp_path: Path):
+@pytest.mark.parametrize("signal", ["SIGKILL", "SIGSTOP"])
+def test_a_rank_that_dies_ends_the_run_with_its_name(signal: str, run, deep: Path, text: Path, tmp_path: Path):
+    """One that is stopped keeps its connections open and writes nothing, as a host does that vanishes."""
     (tmp_path / "dying.py").write_text(DYING)
     arguments = ("compress", deep, "--recipe", "rheosparse", "--calib", text, *SETTINGS)
-    died = torchrun(tmp_path / "dying.py", *arguments, "--out", tmp_path / "out")
+    died = torchrun(tmp_path / "dying.py", *arguments, "--out", tmp_path / "out", SIGNAL=signal)
     assert died.returncode != 0
     assert re.search(
         r"error: rank 1 on \S+ died; the same command with --resume goes on, with any number of ranks", died.stderr

@@ -18,6 +18,7 @@ FORMATS = {
     "bitmask": ("32:64", {}),
     "gqs": ("g16@50%", {"kind": "w4"}),
     "vector_nm": ("16:32v32", {}),
+    "ec_csr": ("70%", {}),
 }
 
 SHAPES = ((4096, 4096), (2048, 11008), (22016, 4096))
@@ -32,7 +33,8 @@ def test_on_a_gpu(form: str, dtype: torch.dtype):
     pattern, options = FORMATS[form]
     checked = 0
     for n, k in SHAPES:
-        weight = torch.randn(n, k, generator=torch.Generator().manual_seed(n))
+        # On the GPU, because packing takes seconds on a CPU.
+        weight = torch.randn(n, k, generator=torch.Generator().manual_seed(n)).to("cuda")
         weight = (weight * k**-0.5 * parse_pattern(pattern).mask(weight.abs())).to(dtype)
         packed = get_format(form).pack(weight, pattern, **options).to("cuda")
         problem = problem_of(torch.empty(1, k, dtype=dtype, device="cuda"), packed)

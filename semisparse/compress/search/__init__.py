@@ -21,7 +21,7 @@ from semisparse.compress.report import Progress
 from semisparse.compress.search.anew import PrunedAnew
 from semisparse.compress.search.bank import MaskedWeight, build_bank, masked_from_json, masked_to_json, prune_densities
 from semisparse.compress.search.evolution import Evolution
-from semisparse.compress.search.profile import REACH, search_profile
+from semisparse.compress.search.profile import REACH, most_candidates, search_profile
 from semisparse.compress.search.rheosparse import RheoSparse
 from semisparse.compress.search.score import Scorer, scoring_batches
 from semisparse.compress.search.space import STAGE_STRIDES, LinearSpace, kept_weights, search_space, switch_levels
@@ -117,11 +117,10 @@ def search_patterns(
     token_batches = scoring_batches(batches, recipe.search_tokens, seed)
     if algorithm_type is None:
         sample = _sample(batches, PROFILE_TOKENS)
-        anew = PrunedAnew(
-            model, layers, space, sample, token_batches, recipe, device, progress, journal, ranks, offload
-        )
-        result = _search_profile(space, anew)
-        return result if len(sample) == len(batches) else replace(result, weights={})
+        keep = len(sample) == len(batches)
+        run = (device, most_candidates(space), progress, journal, ranks, offload, keep)
+        anew = PrunedAnew(model, layers, space, sample, token_batches, recipe, *run)
+        return _search_profile(space, anew)
     state = State.start(uniform)
     best_weights: dict[str, MaskedWeight] = {}
     for number in range(algorithm_type.passes(recipe)):

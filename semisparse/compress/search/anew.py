@@ -18,14 +18,13 @@ from semisparse.compress.propagate import DecoderLayer
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import Progress
 from semisparse.compress.search.bank import (
-    Bank,
     MaskedWeight,
     build_bank,
     masked_from_json,
     masked_to_json,
     prune_densities,
 )
-from semisparse.compress.search.score import Scorer
+from semisparse.compress.search.passing import PassingScorer
 from semisparse.compress.search.space import Candidate, LinearSpace
 
 
@@ -36,7 +35,7 @@ class Evaluation:
     Args:
         candidate: the level of each linear layer.
         kl: KL(dense || candidate), mean in nats per token.
-        weights: the pruned weights by module name; empty unless this is the best candidate so far.
+        weights: the pruned weights by module name; empty unless this is the best candidate so far, and they are kept.
         tokens: number of tokens run through the model to score it.
     """
 
@@ -57,10 +56,13 @@ class PrunedAnew:
         token_batches: token ids that candidates are scored on, as `scoring_batches` returns them.
         recipe: how to prune.
         device: where to compute, in float32.
-        progress: called before each decoder layer.
+        most: candidates, at most.
+        progress: called before each decoder layer, with the decoder layers of all candidates.
         journal: stores evaluations, and provides those of an interrupted run.
         ranks: the processes that search; each has such an object, and makes the same calls in the same order.
         offload: a directory for hidden states, as in `compress_decoder_layers`.
+        keep: whether the best candidate's weights are needed. If not, no weights are stored, and an interrupted run
+            repeats the candidate that it was in from its first decoder layer.
     """
 
     def __init__(
@@ -72,12 +74,15 @@ class PrunedAnew:
         token_batches: Sequence[Tensor],
         recipe: Recipe,
         device: torch.device,
+        most: int,
         progress: Progress,
         journal: Journal | None,
         ranks: Ranks,
         offload: Path | None,
+        keep: bool,
     ) -> None:
-        self._space, self._journal = space, journal
+        self._space, self._journal, self._keep = space, journal, keep
+        self._most, self._progress = most, progress
         self._build_bank = partial(
             build_bank,
             model,
@@ -85,14 +90,13 @@ class PrunedAnew:
             batches=batches,
             recipe=recipe,
             device=device,
-            progress=progress,
             journal=journal,
             prune=prune_densities,
             ranks=ranks,
             offload=offload,
+            keep=keep,
         )
-        self._bank: Bank = {}
-        self._scorer = Scorer(model, space, self._bank, token_batches, device, ranks)
+        self._scorer = PassingScorer(model, token_batches, device, ranks)
         self.evaluations: list[Evaluation] = []
         """All evaluations so far, in order."""
 
@@ -113,24 +117,42 @@ class PrunedAnew:
             evaluation = _read(candidate, *finished)
         else:
             evaluation = self._evaluate(candidate, number)
-            if self._journal:
-                tensors: dict[str, Tensor] = {}
-                layers = [masked_to_json(masked, tensors, name) for name, masked in evaluation.weights.items()]
-                notes = {"kl": evaluation.kl, "tokens": evaluation.tokens, "layers": layers}
-                self._journal.save("pass", number, tensors, notes)
+            self._save(number, evaluation)
         if evaluation.weights:  # it is the best so far: the former best's are not needed
-            self.evaluations = [replace(other, weights={}) for other in self.evaluations]
+            for earlier, other in enumerate(self.evaluations):
+                if other.weights:
+                    self.evaluations[earlier] = replace(other, weights={})
+                    self._save(earlier, self.evaluations[earlier])
         self.evaluations.append(evaluation)
         return evaluation.kl
 
+    def _save(self, number: int, evaluation: Evaluation) -> None:
+        if not self._journal:
+            return
+        tensors: dict[str, Tensor] = {}
+        layers = [masked_to_json(masked, tensors, name) for name, masked in evaluation.weights.items()]
+        notes = {"kl": evaluation.kl, "tokens": evaluation.tokens, "layers": layers}
+        self._journal.save("pass", number, tensors, notes)
+
     def _evaluate(self, candidate: Candidate, number: int) -> Evaluation:
+        def progress(stage: str, done: int, total: int) -> None:
+            self._progress("search: pruning the model to candidates", number * total + done, self._most * total)
+
         levels = [linear.restricted_to(level, 0, 0) for linear, level in zip(self._space, candidate, strict=True)]
-        self._bank |= self._build_bank(space=levels, centre=candidate, centre_weights={}, number=number)
-        before = self._scorer.tokens_run
-        kl = self._scorer.mean_kl(self._scorer.score(candidate, range(self._scorer.batches)))
-        worst = self.best.kl if self.evaluations else math.inf
-        weights = {linear.name: self._bank[linear.name][level] for linear, level in zip(levels, candidate, strict=True)}
-        return Evaluation(candidate, kl, weights if kl < worst else {}, self._scorer.tokens_run - before)
+        self._scorer.begin()
+        bank = self._build_bank(
+            space=levels,
+            centre=candidate,
+            centre_weights={},
+            number=number,
+            progress=progress,
+            on_layer=self._scorer.pass_through,
+        )
+        kl = self._scorer.mean_kl()
+        if not self._keep or kl >= min((evaluation.kl for evaluation in self.evaluations), default=math.inf):
+            return Evaluation(candidate, kl, {}, self._scorer.tokens)
+        weights = {linear.name: bank[linear.name][level] for linear, level in zip(levels, candidate, strict=True)}
+        return Evaluation(candidate, kl, weights, self._scorer.tokens)
 
 
 def _read(candidate: Candidate, tensors: dict[str, Tensor], notes: dict[str, Any]) -> Evaluation:

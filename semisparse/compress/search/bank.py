@@ -115,6 +115,8 @@ def build_bank(
     prune: PruneLevels[AnyLevels],
     ranks: Ranks,
     offload: Path | None,
+    keep: bool = True,
+    on_layer: Callable[[int, nn.Module, nn.Module], None] = lambda index, dense, at_centre: None,
 ) -> Bank:
     """Prune every linear layer to every level, on the outputs of the layers before it at their centre level.
 
@@ -134,6 +136,8 @@ def build_bank(
         prune: returns a weight at every level, such as `prune_densities`.
         ranks: the processes that build the bank.
         offload: a directory for hidden states, as in `compress_decoder_layers`.
+        keep: whether to return the weights, and to store them in the journal; else they are gone with their layer.
+        on_layer: called with each decoder layer's index, its dense copy and its copy at the centre level, in float32.
 
     Raises:
         InputError: a weight or its inputs cannot be used.
@@ -147,18 +151,22 @@ def build_bank(
         for index, layer in enumerate(layers):
             progress("pruning every layer in every way", index, len(layers))
             dense = layer.copy(device)
-            pruned = _load(journal, index, number) if journal else None
+            pruned = _load(journal, index, number) if journal and keep else None
             if pruned is None:
                 pruned = _prune_decoder_layer(layer, dense, activations, index, by_name, centre_weights, recipe, prune)
-                if journal:  # what was written is read from its file when it is needed: the bank takes no memory
+                # What was written is read from its file when it is needed: the bank takes no memory.
+                if journal and keep:
                     _save(journal, index, number, pruned)
                     pruned = _load(journal, index, number) or pruned
             at_centre = copy.deepcopy(dense)
             for name in layer.patterns:
                 full_name, weight = layer.full_name(name), weight_of(at_centre.get_submodule(name))
                 weight.copy_(to_dense(pruned[full_name][by_name[full_name][1]], weight))
-            propagate(activations, index, at_centre, dense)
-            bank |= pruned
+            on_layer(index, dense, at_centre)
+            if layer is not layers[-1]:
+                propagate(activations, index, at_centre, dense)
+            if keep:
+                bank |= pruned
     return bank
 
 

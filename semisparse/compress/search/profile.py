@@ -46,6 +46,11 @@ def factors_of(space: Sequence[LinearSpace]) -> dict[Factor, float]:
     return shares | ({DEPTH: 1.0} if len({linear.decoder_layer for linear in space}) > 1 else {})
 
 
+def most_candidates(space: Sequence[LinearSpace]) -> int:
+    """Return how many candidates `search_profile` scores at most."""
+    return 1 + len(hadamard(len(factors_of(space)) + 1)) + MAX_STEPS
+
+
 def search_profile(space: Sequence[LinearSpace], kl_of: Callable[[Candidate], float], budget: int) -> None:
     """Score candidates, the uniform one first.
 

@@ -47,7 +47,7 @@ Wanted = Sequence[tuple[Candidate, Sequence[int]]]
 """Candidates, each with the indices of the batches that it is to be scored on."""
 
 
-class _ScoringBatch(NamedTuple):
+class ScoringBatch(NamedTuple):
     """A batch that candidates are scored on.
 
     Args:
@@ -61,6 +61,25 @@ class _ScoringBatch(NamedTuple):
     predicted: Tensor
     dense: Tensor
     entropy: float
+
+    def kl_of(self, logits: Tensor) -> Tensor:
+        """Return KL(dense || candidate), summed over the predicted positions, in nats: a float64 scalar on the device.
+
+        Args:
+            logits: the candidate's, [batch, tokens, vocabulary].
+        """
+        logits = logits[:, :-1].flatten(0, 1)[self.predicted].float()
+        # KL = sum of p (log p - log q) with log q = logits - logsumexp(logits); p sums to 1 at each position.
+        cross_entropy = logits.logsumexp(-1) - torch.linalg.vecdot(self.dense, logits)
+        return cross_entropy.sum(dtype=torch.float64) - self.entropy
+
+
+def scoring_batch(padded: Tensor, logits: Tensor) -> ScoringBatch:
+    """Return a batch, given its ids, padded with -1, and the dense model's logits, [batch, tokens, vocabulary]."""
+    predicted = (padded[:, 1:] >= 0).flatten().nonzero().squeeze(1)
+    logp = logits[:, :-1].flatten(0, 1)[predicted].float().log_softmax(-1)
+    dense = logp.exp()
+    return ScoringBatch(padded.clamp_min(0), predicted, dense, -float((dense * logp).sum(dtype=torch.float64)))
 
 
 def scoring_batches(batches: Sequence[Tensor], tokens: int, seed: int, parts: int = BATCHES) -> list[Tensor]:
@@ -86,7 +105,7 @@ def scoring_batches(batches: Sequence[Tensor], tokens: int, seed: int, parts: in
     return [nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1) for rows in split]
 
 
-def _in_turns(costs: Sequence[float], count: int) -> Iterator[int]:
+def in_turns(costs: Sequence[float], count: int) -> Iterator[int]:
     """Yield the rank of each item: each rank has consecutive items, and all ranks nearly the same total cost."""
     total, before = sum(costs), 0.0
     for cost in costs:
@@ -157,7 +176,7 @@ class Scorer:
         """Score candidates, each on some batches. The ranks divide the pairs of candidate and batch by cost."""
         firsts = [self._first_changed(candidate) for candidate, _ in wanted]
         costs = [len(self._layers) - first for first, (_, batches) in zip(firsts, wanted, strict=True) for _ in batches]
-        owners = _in_turns(costs, self._ranks.count)
+        owners = in_turns(costs, self._ranks.count)
         scored = []
         for number, (candidate, batches) in enumerate(wanted):
             mine = [index for index in batches if next(owners) == self._ranks.rank]
@@ -217,19 +236,12 @@ class Scorer:
         batch = self._batches[index]
         skipped = self._parent_scores[index].states[: first + 1] if first else []
         logits, states = self._forward(batch.ids, skipped)
-        logits = logits[:, :-1].flatten(0, 1)[batch.predicted].float()
-        # KL = sum of p (log p - log q) with log q = logits - logsumexp(logits); p sums to 1 at each position.
-        cross_entropy = logits.logsumexp(-1) - torch.linalg.vecdot(batch.dense, logits)
-        return _Scored(cross_entropy.sum(dtype=torch.float64) - batch.entropy, states)
+        return _Scored(batch.kl_of(logits), states)
 
     @torch.no_grad()
-    def _score_dense(self, padded: Tensor) -> _ScoringBatch:
+    def _score_dense(self, padded: Tensor) -> ScoringBatch:
         """Compute the dense model's predictions, once for the whole search."""
-        ids = padded.clamp_min(0)
-        predicted = (padded[:, 1:] >= 0).flatten().nonzero().squeeze(1)
-        logp = self._forward(ids, [])[0][:, :-1].flatten(0, 1)[predicted].float().log_softmax(-1)
-        dense = logp.exp()
-        return _ScoringBatch(ids, predicted, dense, -float((dense * logp).sum(dtype=torch.float64)))
+        return scoring_batch(padded, self._forward(padded.clamp_min(0), [])[0])
 
     def _forward(self, ids: Tensor, skipped: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Run the model without its first decoder layers.

@@ -54,7 +54,7 @@ FORMAT = Format(
     kernels=(
         Kernel("cpu", "cpu", cpu.refusal, cpu.prepare),
         Kernel("decode_mma", "cuda", decode_mma.refusal, decode_mma.prepare, decode_mma.pays),
-        Kernel("decode", "cuda", decode.refusal, decode.prepare),
+        Kernel("decode", "cuda", decode.refusal, decode.prepare, fuse=decode.fuse),
         Kernel("unpack", "cuda", unpack.refusal, unpack.prepare),
         Kernel("paper", "cuda", paper.refusal, paper.prepare, lambda problem: False),
     ),

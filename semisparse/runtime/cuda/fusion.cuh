@@ -13,6 +13,7 @@
 
 #include "ptx/shared.cuh"
 #include "types.cuh"
+#include "warp_sum.cuh"
 
 constexpr bool kFused = RMS_NORM || ADD_RESIDUAL || SILU_MUL;
 
@@ -35,14 +36,9 @@ __device__ __forceinline__ float squares_of(Word word) {
     return value_of(word, 0) * value_of(word, 0) + value_of(word, 1) * value_of(word, 1);
 }
 
-// A word of x times `scale`, rounded, times a word of the norm's weight.
+// A word of x times `scale`, rounded, times a word of the norm's weight. SCALAR has 16 bits where this is used.
+template <typename Scalar = SCALAR>
 __device__ __forceinline__ Word normalised(Word x, Word norm_weight, float scale) {
     return pack2(value_of(norm_weight, 0) * rounded(value_of(x, 0) * scale),
-                 value_of(norm_weight, 1) * rounded(value_of(x, 1) * scale), static_cast<const SCALAR*>(nullptr));
-}
-
-__device__ __forceinline__ float warp_sum(float value) {
-#pragma unroll
-    for (int step = 16; step; step /= 2) value += __shfl_xor_sync(~0u, value, step);
-    return value;
+                 value_of(norm_weight, 1) * rounded(value_of(x, 1) * scale), static_cast<const Scalar*>(nullptr));
 }

@@ -154,15 +154,43 @@ def test_candidates_are_pruned_on_a_part_of_a_long_text_and_the_best_one_on_all(
         assert torch.equal(weight, other), name
 
 
+def test_progress_counts_the_decoder_layers_of_all_candidates():
+    calls: list[tuple[int, int]] = []
+    plan = recipe("profile", "4:8")
+    found = search_patterns(
+        regular_model(), calibration(), plan, seed=0, progress=lambda _, done, total: calls.append((done, total))
+    )
+    assert calls == [(done, 5 * (1 + 8 + MAX_STEPS)) for done in range(5 * found.evaluations)]
+
+
+def test_weights_are_stored_only_if_they_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Of all candidates on the whole text, the journal has those of the best one; on a part of it, of none."""
+    plan = recipe("profile", "4:8")
+    search_patterns(regular_model(), calibration(), plan, seed=0, journal=Journal(tmp_path / "whole", {}))
+    sizes = sorted(path.stat().st_size for path in (tmp_path / "whole").glob("pass-*.safetensors"))
+    assert sizes[-2] < 1000 < sizes[-1]
+    assert list((tmp_path / "whole").glob("bank-*.safetensors"))
+    held = sum(batch.numel() for batch in calibration())
+    monkeypatch.setattr(search, "PROFILE_TOKENS", held // 2)
+    search_patterns(regular_model(), calibration(), plan, seed=0, journal=Journal(tmp_path / "part", {}))
+    assert max(path.stat().st_size for path in (tmp_path / "part").glob("*.safetensors")) < 1000
+    assert not list((tmp_path / "part").glob("bank-*"))
+
+
 @pytest.mark.parametrize(("tokens", "kept"), [(10**9, [0, 1, 2, 3, 4, 5, 6]), (1, [0]), (20, [0, 3]), (21, [0, 2, 4])])
 def test_a_sample_is_spread_over_the_text(tokens: int, kept: list[int]):
     batches = [torch.full((2, 5), number) for number in range(7)]
     assert [int(batch[0, 0]) for batch in search._sample(batches, tokens)] == kept
 
 
+@pytest.mark.parametrize("part", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("calls", [*(pytest.param(calls, marks=pytest.mark.slow) for calls in (3, 64)), 7])
-def test_resumed_at_any_call_of_progress(calls: int, tmp_path: Path):
-    """In the second layer of a candidate, and after the best one; a candidate has five calls."""
+def test_resumed_at_any_call_of_progress(calls: int, part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In the second layer of a candidate, and after the best one; a candidate has five calls.
+
+    On the whole text, where weights are kept, and on a part of it.
+    """
+    monkeypatch.setattr(search, "PROFILE_TOKENS", sum(batch.numel() for batch in calibration()) // part)
     plan = recipe("profile", "4:8")
     expected = search_patterns(regular_model(), calibration(), plan, seed=0)
     made = []

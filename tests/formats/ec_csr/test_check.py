@@ -155,10 +155,10 @@ def test_a_weight_stored_twice_is_refused():
         EC_CSR.validate(changed(paper, "deltas", (32,), 0))
 
 
-@pytest.mark.parametrize("key", ["disk_panel_rows", "span_limit"])
+@pytest.mark.parametrize("key", ["disk_panel_rows", "span_limit", "paired"])
 def test_params_of_a_gpu_are_checked(key: str):
     packed = EC_CSR.pack(random_weight(40, 300, "70%"), "70%")
-    for wrong in (0, 2, 33, 1 << 80, "nonsense"):
+    for wrong in (-1, 2, 33, 1 << 80, "nonsense"):
         spoiled = packed.in_layout({**packed.params, key: wrong}, packed.tensors)
         with pytest.raises(FormatError, match=key):
             EC_CSR.validate(spoiled)

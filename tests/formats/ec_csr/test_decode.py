@@ -1,6 +1,7 @@
 """`decode`, emulated: lists of all widths, panels of all heights, stages in shared memory and in registers."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +11,11 @@ from semisparse.formats.product import problem_of
 from tests.choosing import mostly_slow
 from tests.cuda_emulator import emulate, gpu, needs_compiler
 from tests.formats.ec_csr.weights import EC_CSR, check, operands, random_weight, uneven_weight
+from tests.formats.fusion import check_fused
 
 pytestmark = needs_compiler
+
+DECODE = next(kernel for kernel in EC_CSR.kernels if kernel.name == "decode")
 
 
 @pytest.mark.parametrize(
@@ -40,6 +44,37 @@ def test_products(emulated, monkeypatch, m, n, k, sms, bits, dtype, panel_rows, 
     strided, wide_bias = torch.stack((x, x), -1)[:fewer, :, 0], torch.stack((bias, bias), -1)[:, 0].double()
     check(product(strided, packed, wide_bias), x[:fewer], packed, bias)
     check(product(x[:fewer], packed, None), x[:fewer], packed, torch.zeros(n))
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "sms", "bits", "dtype", "prologue", "epilogue", "paired"),
+    mostly_slow(
+        [
+            (1, 90, 1000, 2, 4, torch.bfloat16, "rms_norm", "silu_mul", 1),
+            (1, 61, 8200, 132, 8, torch.float16, "rms_norm", "none", 0),  # three units of x per thread
+            (1, 131, 1000, 1, 4, torch.bfloat16, "none", "add", 1),
+            (2, 90, 1008, 2, 8, torch.float16, "rms_norm", "silu_mul", 1),
+            (2, 131, 5000, 1, 4, torch.bfloat16, "rms_norm", "none", 1),
+            (2, 61, 1004, 132, 4, torch.float32, "none", "add", 0),
+        ],
+        0,
+        3,
+    ),
+)
+def test_fused(emulated, monkeypatch, m, n, k, sms, bits, dtype, prologue, epilogue, paired):
+    emulate(monkeypatch, sms)
+    packed = EC_CSR.arrange(EC_CSR.pack(random_weight(n, k, "70%", dtype), "70%", delta_bits=bits), "cuda")
+    assert packed.params["paired"] == paired
+    check_fused(DECODE, packed, packed.unpack(), m, prologue, epilogue, bias=m % 2 == 1)
+
+
+def test_what_is_not_fused(monkeypatch: pytest.MonkeyPatch):
+    emulate(monkeypatch)
+    packed = EC_CSR.arrange(EC_CSR.pack(random_weight(64, 1000, "70%"), "70%"), "cuda")
+    problem = problem_of(torch.zeros(1, 1000).half(), packed)
+    assert decode.fuse(replace(problem, epilogue="silu_mul")) is None  # panels are not paired
+    odd = EC_CSR.arrange(EC_CSR.pack(random_weight(64, 1002, "70%"), "70%"), "cuda")
+    assert decode.fuse(replace(problem_of(torch.zeros(1, 1002).half(), odd), epilogue="add")) is None
 
 
 def test_lanes_in_rows_far_apart(emulated):

@@ -32,6 +32,23 @@ def test_panels_suit_the_gpu_and_come_back(monkeypatch: pytest.MonkeyPatch, n: i
     assert same(EC_CSR.arrange(arranged, "cpu"), packed)
 
 
+def test_rows_of_a_paired_panel(monkeypatch: pytest.MonkeyPatch):
+    """Panels of 36 rows: 18 of rows 0 to 49, then 18 of rows 50 to 98; the last panel has 14 and 13."""
+    emulate(monkeypatch, sms=3)
+    weight = torch.zeros(99, 32)
+    weight[:, 0] = 1 + torch.arange(99.0)
+    arranged = EC_CSR.arrange(EC_CSR.pack(weight.half(), "90%"), "cuda")
+    assert (arranged.params["panel_rows"], arranged.params["paired"]) == (36, 1)
+    EC_CSR.validate(arranged)
+    stored, found = arranged.tensors["values"].view(-1, 32, 8)[:, 0].flatten(), []
+    for start, end in zip(arranged.tensors["panel_loads"][:-1], arranged.tensors["panel_loads"][1:], strict=True):
+        of_panel = stored[8 * start : 8 * end].tolist()
+        found.append([int(value) - 1 for value in of_panel if value])
+    halves = [list(range(18 * p, min(18 * p + 18, 50))) for p in range(3)]
+    others = [list(range(50 + 18 * p, min(68 + 18 * p, 99))) for p in range(3)]
+    assert found == [first + second for first, second in zip(halves, others, strict=True)]
+
+
 def test_another_gpu_has_panels_of_its_own(monkeypatch: pytest.MonkeyPatch):
     weight = random_weight(11008, 30, "70%")
     packed = EC_CSR.pack(weight, "70%")

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from semisparse.errors import FormatError, KernelError
 from semisparse.formats.base import Packed
 from semisparse.formats.ec_csr.storage.deltas import INDEX_DTYPES, LANES, PANELS, delta_bits_of, layout_of
-from semisparse.formats.ec_csr.storage.panels import STORED, panel_rows_of
+from semisparse.formats.ec_csr.storage.panels import STORED, is_paired, panel_rows_of
 from semisparse.formats.kernel import Problem, Product
 from semisparse.runtime import cpp
 
@@ -64,6 +64,8 @@ def refusal(problem: Problem) -> str | None:
     """Say why the kernel cannot compute ``problem`` here, or None if it can."""
     if layout_of(problem.params) != PANELS:
         return f"reads row panels, this weight is stored in {layout_of(problem.params)}"
+    if is_paired(problem.params):
+        return "reads panels of consecutive rows, this weight is in a GPU's layout"
     if problem.dtype not in TYPES:
         return f"x is {problem.dtype}; it takes float32, float16 and bfloat16"
     return cpp.refusal()

@@ -11,25 +11,33 @@ from semisparse.formats.base import Packed
 from semisparse.formats.ec_csr.cuda.schedule import SCALARS, DecodeSchedule, decode_schedule
 from semisparse.formats.ec_csr.storage.deltas import LANES, PANELS, layout_of
 from semisparse.formats.ec_csr.storage.gpu import span_limit_of
-from semisparse.formats.ec_csr.storage.panels import SEGMENTS
-from semisparse.formats.kernel import Problem, Product
+from semisparse.formats.ec_csr.storage.panels import SEGMENTS, is_paired, vector_of
+from semisparse.formats.kernel import NOTHING_FUSED, FusedOperands, FusedProduct, Problem, Product
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.kernel import CudaSource, cuda_refusal
+from semisparse.runtime.nvrtc import Defines
 
 MAX_TOKENS = 16
+
+UNFUSED: Defines = {"RMS_NORM": 0, "ADD_RESIDUAL": 0, "SILU_MUL": 0}
 
 SOURCE = CudaSource(
     Path(__file__).with_name("decode.cu"),
     tuple(
-        DecodeSchedule(*schedule).defines
-        for schedule in (
-            (torch.float16, 4, 4096, 32, 1, 2),
-            (torch.float32, 8, 4096, 64, 1, 2),
-            (torch.bfloat16, 8, 4096, 64, 8, 2),
-            (torch.float32, 8, 1 << 20, 64, 2, 2),
-            (torch.float16, 4, 4096, 32, 4, 2),
-            (torch.bfloat16, 4, 4096, 32, 1, 3),
-            (torch.bfloat16, 4, 4096, 32, 2, 3),
+        {**DecodeSchedule(*schedule).defines, **UNFUSED, **fusion}
+        for schedule, fusion in (
+            ((torch.float16, 4, 4096, 32, False, 1, 2), {}),
+            ((torch.float32, 8, 4096, 64, True, 1, 2), {}),
+            ((torch.bfloat16, 8, 4096, 64, True, 8, 2), {}),
+            ((torch.float32, 8, 1 << 20, 64, False, 2, 2), {}),
+            ((torch.float16, 4, 4096, 32, False, 4, 2), {}),
+            ((torch.bfloat16, 4, 4096, 32, False, 1, 3), {}),
+            ((torch.bfloat16, 4, 4096, 32, True, 2, 3), {}),
+            ((torch.bfloat16, 4, 4096, 48, True, 1, 2), {"RMS_NORM": 1}),
+            ((torch.bfloat16, 4, 4096, 56, True, 1, 3), {"RMS_NORM": 1, "SILU_MUL": 1}),
+            ((torch.float16, 8, 4096, 64, True, 2, 3), {"RMS_NORM": 1, "SILU_MUL": 1}),
+            ((torch.float16, 4, 11008, 32, False, 1, 2), {"ADD_RESIDUAL": 1}),
+            ((torch.float32, 8, 4096, 64, True, 2, 2), {"RMS_NORM": 1, "SILU_MUL": 1}),
         )
     ),
 )
@@ -64,18 +72,36 @@ def prepare(problem: Problem) -> Product:
     Args:
         problem: x float16, bfloat16 or float32, as w is.
     """
+    return _prepared(problem)
+
+
+def fuse(problem: Problem) -> FusedProduct | None:
+    """As `prepare`, for a problem with a prologue or an epilogue.
+
+    None if x cannot be loaded in units of 16 bytes, or with SiLU if the gate's rows are in other panels than up's.
+    """
+    unaligned = problem.k % vector_of(problem.dtype) != 0
+    apart = problem.epilogue == "silu_mul" and (problem.n % 2 != 0 or not is_paired(problem.params))
+    return None if unaligned or apart else _prepared(problem)
+
+
+def _prepared(problem: Problem) -> FusedProduct:
     facts = device_facts(problem.device)
     schedule, n, k = decode_schedule(problem, facts), problem.n, problem.k
     shared = schedule.shared_bytes(span_limit_of(problem.params))
-    build = SOURCE.build("semisparse_ec_csr_decode", schedule.defines, shared)
+    build = SOURCE.build("semisparse_ec_csr_decode", {**schedule.defines, **problem.fusion_defines}, shared)
     kernel, panels = build.load(problem.device), -(-n // schedule.panel_rows)
+    width = n // 2 if problem.epilogue == "silu_mul" else n
 
-    def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+    def decode(x: Tensor, packed: Packed, bias: Tensor | None, fused: FusedOperands = NOTHING_FUSED) -> Tensor:
         m = x.shape[0]
-        x, y, bias = x.contiguous(), x.new_empty(m, n), None if bias is None else bias.to(x.dtype).contiguous()
-        grid = (panels, -(-m // schedule.tokens), 1)
-        sizes = {"m": m, "n": n, "k": k, "span": int(packed.params["span"])}
-        kernel(grid, LANES * SEGMENTS, pdl=facts.has_pdl, x=x, **packed.tensors, bias=bias, y=y, **sizes)
+        x, y, bias = x.contiguous(), x.new_empty(m, width), None if bias is None else bias.to(x.dtype).contiguous()
+        x = x.clone() if problem.is_fused and x.data_ptr() % 16 else x
+        kernel(
+            (panels, -(-m // schedule.tokens), 1), LANES * SEGMENTS, pdl=facts.has_pdl,
+            x=x, **packed.tensors, bias=bias, norm_weight=fused.norm_weight, residual=fused.residual, y=y,
+            m=m, n=n, k=k, span=int(packed.params["span"]), epsilon=fused.epsilon,
+        )  # fmt: skip
         return y
 
     return decode

@@ -16,10 +16,11 @@
 // another; the shared-memory pipe is 40 to 67 % busy, tensor cores 2 %.
 //
 // Compiled for SCALAR (__half or __nv_bfloat16), TOKENS (a multiple of 8), DELTA_BITS (4 or 8), INDEX (unsigned short or
-// unsigned int, of bases), PANEL_ROWS (at most 64), CTA_LANES (2, 4 or 8), WARPS (2 * WARPS is a multiple of CTA_LANES, at
-// most 32) and CTAS_PER_SM (that registers leave room for).
+// unsigned int, of bases), PANEL_ROWS (at most 64), PAIRED, CTA_LANES (2, 4 or 8), WARPS (2 * WARPS is a multiple of
+// CTA_LANES, at most 32) and CTAS_PER_SM (that registers leave room for).
 
 #include "lists.cuh"
+#include "panel_row.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/mma.cuh"
 
@@ -199,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_e
     store_accumulators(sums, of_warps);
     __syncthreads();
     for (int at = threadIdx.x; at < min(TOKENS, m) * kPanelRows; at += kThreads) {
-        const int token = at / kPanelRows, of_panel = at % kPanelRows, number = panel * kPanelRows + of_panel;
+        const int token = at / kPanelRows, of_panel = at % kPanelRows, number = row_of(panel, of_panel, n);
         float sum = 0.0f;
 #pragma unroll
         for (int other = 0; other < WARPS; ++other) sum += of_warps[(other * TOKENS + token) * kSumRows + of_panel];

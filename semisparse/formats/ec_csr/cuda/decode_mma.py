@@ -29,9 +29,9 @@ SOURCE = CudaSource(
     tuple(
         MmaSchedule(*schedule).defines
         for schedule in (
-            (torch.float16, 4, 4096, 32, 16, 8, 2),
-            (torch.bfloat16, 8, 4096, 56, 8, 4, 1),
-            (torch.float16, 8, 1 << 20, 64, 16, 2, 1),
+            (torch.float16, 4, 4096, 32, False, 16, 8, 2),
+            (torch.bfloat16, 8, 4096, 56, True, 8, 4, 1),
+            (torch.float16, 8, 1 << 20, 64, False, 16, 2, 1),
         )
     ),
 )

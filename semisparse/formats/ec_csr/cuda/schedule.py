@@ -8,7 +8,14 @@ import torch
 
 from semisparse.formats.ec_csr.storage.deltas import LANES, delta_bits_of, index_bits_for
 from semisparse.formats.ec_csr.storage.gpu import span_limit_of
-from semisparse.formats.ec_csr.storage.panels import LOAD_BYTES, SEGMENTS, lane_columns_of, panel_rows_of, vector_of
+from semisparse.formats.ec_csr.storage.panels import (
+    LOAD_BYTES,
+    SEGMENTS,
+    is_paired,
+    lane_columns_of,
+    panel_rows_of,
+    vector_of,
+)
 from semisparse.formats.kernel import Problem
 from semisparse.runtime.device import RESERVED_SHARED, DeviceFacts
 from semisparse.runtime.nvrtc import Defines
@@ -67,12 +74,14 @@ class Lists:
         delta_bits: 4 or 8.
         k: columns of the weight.
         panel_rows: rows per panel.
+        paired: whether panels have rows of both halves of the weight.
     """
 
     dtype: torch.dtype
     delta_bits: int
     k: int
     panel_rows: int
+    paired: bool
 
     @property
     def lane_columns(self) -> int:
@@ -81,11 +90,13 @@ class Lists:
 
     def _defines(self, scalar: str, **own: int) -> Defines:
         index = UNSIGNED_TYPES[index_bits_for(self.k) // 8]
-        return {"SCALAR": scalar, "DELTA_BITS": self.delta_bits, "INDEX": index, "PANEL_ROWS": self.panel_rows, **own}
+        panels = {"PANEL_ROWS": self.panel_rows, "PAIRED": int(self.paired)}
+        return {"SCALAR": scalar, "DELTA_BITS": self.delta_bits, "INDEX": index, **panels, **own}
 
 
-def _lists_of(problem: Problem) -> tuple[torch.dtype, int, int, int]:
-    return problem.weight_dtype, delta_bits_of(problem.params), problem.k, panel_rows_of(problem.params)
+def _lists_of(problem: Problem) -> tuple[torch.dtype, int, int, int, bool]:
+    params = problem.params
+    return problem.weight_dtype, delta_bits_of(params), problem.k, panel_rows_of(params), is_paired(params)
 
 
 @dataclass(frozen=True)
@@ -95,10 +106,12 @@ class DecodeSchedule(Lists):
     Args:
         tokens: per pass.
         ctas: CTAs per SM that registers and shared memory leave room for, if stages are in shared memory.
+        normed: whether x is normalised.
     """
 
     tokens: int
     ctas: int = 2
+    normed: bool = False
 
     @property
     def stages_in_shared(self) -> bool:
@@ -125,7 +138,8 @@ class DecodeSchedule(Lists):
         feature = 4 if self.tokens == 1 else self.tokens * self.dtype.itemsize  # one token is widened to float32
         load = LOAD_BYTES + max(4, vector_of(self.dtype) * self.delta_bits // 8)
         segment = span * self.tokens * 4 + 4 + (self.stages * load if self.stages_in_shared else 0)
-        return LANES * (self.lane_columns * feature + SEGMENTS * segment)
+        squares = SEGMENTS * self.tokens * 4 if self.normed else 0
+        return LANES * (self.lane_columns * feature + SEGMENTS * segment) + squares
 
 
 def decode_schedule(problem: Problem, facts: DeviceFacts) -> DecodeSchedule:
@@ -135,8 +149,8 @@ def decode_schedule(problem: Problem, facts: DeviceFacts) -> DecodeSchedule:
     takes 14.0 us in one wave, 15.2 in two; 28672 x 8192 has four for each SM and takes 55.7 us in two waves of two,
     60.6 in waves of three and one.
     """
-    span = span_limit_of(problem.params)
-    schedules = [DecodeSchedule(*_lists_of(problem), tokens) for tokens in DECODE_TOKENS]
+    span, normed = span_limit_of(problem.params), problem.prologue == "rms_norm"
+    schedules = [DecodeSchedule(*_lists_of(problem), tokens, normed=normed) for tokens in DECODE_TOKENS]
     fitting = [s for s in schedules if s.shared_bytes(span) <= facts.shared_per_cta] or schedules[:1]
     two = next((s for s in fitting if s.tokens >= problem.m), fitting[-1])
     ctas = -(-problem.n // two.panel_rows) * -(-problem.m // two.tokens)

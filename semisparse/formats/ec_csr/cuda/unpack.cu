@@ -11,9 +11,10 @@
 // are faster.
 //
 // Compiled for SCALAR (an unsigned integer of the weight's size), DELTA_BITS (4 or 8), INDEX (unsigned short or unsigned int,
-// of bases), PANEL_ROWS (at most 64), PARTS, WARPS (16 at least) and CTAS_PER_SM (that registers leave room for).
+// of bases), PANEL_ROWS (at most 64), PAIRED, PARTS, WARPS (16 at least) and CTAS_PER_SM (that registers leave room for).
 
 #include "lists.cuh"
+#include "panel_row.cuh"
 #include "ptx/griddepcontrol.cuh"
 
 constexpr int kPanelRows = PANEL_ROWS;
@@ -102,9 +103,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_e
         }
     }
     __syncthreads();
-    const int positions_left = n * lane_columns - panel * kPanelRows * lane_columns;  // of the weight, from the panel's first
-    uint4* to = weight + ((long long)panel * kPanelRows * lane_columns + begin) * (kUnit / 16);
-    for (int at = threadIdx.x; at < (min(end, positions_left) - begin) * (kUnit / 16); at += kThreads) {
-        to[at] = reinterpret_cast<const uint4*>(shared)[at];
-    }
+    // Copies the rows first to first + count - 1 of the panel, neighbours in the weight: all of them, or each half.
+    auto copy_rows = [&](int first, int count) {
+        const int row = row_of(panel, first, n), stored = min(count, n - row);
+        const int from = max(first * lane_columns, begin), past = min((first + stored) * lane_columns, end);
+        uint4* to = weight + ((long long)row * lane_columns + from - first * lane_columns) * (kUnit / 16);
+        const uint4* staged = reinterpret_cast<const uint4*>(shared) + (from - begin) * (kUnit / 16);
+        for (int at = threadIdx.x; at < (past - from) * (kUnit / 16); at += kThreads) to[at] = staged[at];
+    };
+    const int first_half = first_half_rows(panel, n);
+    if (PAIRED) copy_rows(0, first_half), copy_rows(first_half, first_half);
+    else copy_rows(0, kPanelRows);
 }

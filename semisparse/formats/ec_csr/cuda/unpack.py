@@ -25,10 +25,10 @@ SOURCE = CudaSource(
     tuple(
         UnpackSchedule(*lists).defines
         for lists in (
-            (torch.float16, 4, 4096, 32),
-            (torch.float32, 8, 1 << 20, 64),
-            (torch.bfloat16, 8, 4096, 64),
-            (torch.float32, 4, 4096, 32),
+            (torch.float16, 4, 4096, 32, False),
+            (torch.float32, 8, 1 << 20, 64, True),
+            (torch.bfloat16, 8, 4096, 64, True),
+            (torch.float32, 4, 4096, 32, False),
         )
     ),
 )

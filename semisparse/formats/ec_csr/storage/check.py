@@ -17,8 +17,10 @@ from semisparse.formats.ec_csr.storage.panels import (
     SEGMENTS,
     Entries,
     decode,
+    is_paired,
     lane_columns_of,
     panel_rows_of,
+    rows_of_panels,
     stored_weights,
     vector_of,
 )
@@ -68,7 +70,8 @@ def _check_panels(packed: Packed) -> None:
     first_loads = torch.arange(SEGMENTS + 1, device=starts.device) * starts.diff()[:, None] // SEGMENTS
     empty = (first_loads.diff() == 0).view(-1, 1)
     refuse_first(empty & (bases != 0), "bases", "the segment has no loads, expected 0")
-    if bases.device.type == "cpu" and cpp.refusal() is None:  # 1000 times as fast as torch, and loading waits for it
+    on_disk = bases.device.type == "cpu" and not is_paired(packed.params)
+    if on_disk and cpp.refusal() is None:  # 1000 times as fast as torch, and loading waits for it
         span = cpu.check_lists(packed)
     else:
         span = _check_lists(packed)
@@ -89,6 +92,7 @@ def _check_lists(packed: Packed) -> int:
     """
     (n, k), rows = packed.shape, panel_rows_of(packed.params)
     lane_columns = lane_columns_of(k)
+    row_of = rows_of_panels(n, rows, is_paired(packed.params)).to(packed.tensors["values"].device)
     span = 1
     for entries in decode(packed):
         position, weight = entries.position, packed.tensors["values"][entries.at] != 0
@@ -103,7 +107,7 @@ def _check_lists(packed: Packed) -> int:
         _refuse_entry(between & (crossed != 0), entries, cpu.ENDS_ROW)
         _refuse_entry(crossed > 1, entries, cpu.SKIPS_ROW)
         _refuse_entry(weight & (column >= k), entries, cpu.PAST_K.format(k=k))
-        _refuse_entry(entries.panel * rows + row >= n, entries, cpu.PAST_N.format(n=n))
+        _refuse_entry(row_of[entries.panel * rows + row] == n, entries, cpu.PAST_N.format(n=n))
     return span
 
 

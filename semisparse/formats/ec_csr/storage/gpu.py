@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from semisparse.formats.base import Packed, Params
 from semisparse.formats.checks import choice_of
 from semisparse.formats.ec_csr.storage import panels
 from semisparse.formats.ec_csr.storage.deltas import LANES, PANELS, delta_bits_of, layout_of
 from semisparse.formats.ec_csr.storage.disk import unpack
-from semisparse.formats.ec_csr.storage.panels import DISK_PANEL_ROWS, PANEL_ROWS, panel_rows_of, vector_of
+from semisparse.formats.ec_csr.storage.panels import (
+    DISK_PANEL_ROWS,
+    PAIRED,
+    PANEL_ROWS,
+    is_paired,
+    panel_rows_of,
+    rows_of_panels,
+    vector_of,
+)
 from semisparse.runtime.device import device_facts
 
 SPAN_LIMITS = (6, 8, 12, 16, 24, 32, 48, 64)
@@ -19,7 +30,7 @@ IMBALANCE = 1.03
 the heights within it."""
 
 DISK_ROWS, SPAN_LIMIT = "disk_panel_rows", "span_limit"
-"""The params that this layout has beside those on disk."""
+"""The params that this layout has beside those on disk, with `PAIRED`."""
 
 
 def arrange(packed: Packed, device_type: str) -> Packed:
@@ -41,19 +52,28 @@ def arrange(packed: Packed, device_type: str) -> Packed:
     rows = panel_rows_for(packed.shape[0], device_facts(packed.device).sms)
     if DISK_ROWS in params and panel_rows_of(params) == rows:
         return packed
-    return _repanelled(packed, rows, {DISK_ROWS: disk_rows})
+    # Panels of another height are packed again, then paired; others keep their tensors.
+    return _repanelled(packed, rows, {DISK_ROWS: disk_rows, PAIRED: int(rows != disk_rows)})
 
 
 def _repanelled(packed: Packed, rows: int, more: dict[str, int]) -> Packed:
     """Return a weight with panels of ``rows`` rows and ``more`` params; its tensors change only if its panels do."""
-    params = {**packed.params.without(DISK_ROWS, SPAN_LIMIT), "panel_rows": rows, **more}
-    tensors = packed.tensors
-    if rows != panel_rows_of(packed.params):
-        counted, tensors = panels.pack(unpack(packed), delta_bits_of(packed.params), rows)
+    params = {**packed.params.without(DISK_ROWS, SPAN_LIMIT, PAIRED), "panel_rows": rows, **more}
+    tensors, paired = packed.tensors, bool(more.get(PAIRED))
+    if (rows, paired) != (panel_rows_of(packed.params), is_paired(packed.params)):
+        ordered = _in_panels(unpack(packed), rows) if paired else unpack(packed)
+        counted, tensors = panels.pack(ordered, delta_bits_of(packed.params), rows)
         params |= {name: counted[name] for name in ("values", "span")}
     if more:
         params[SPAN_LIMIT] = next(limit for limit in SPAN_LIMITS if limit >= int(params["span"]))
     return packed.in_layout(params, tensors)
+
+
+def _in_panels(weight: Tensor, rows: int) -> Tensor:
+    """Return a weight's rows in the order of paired panels, zeros where a panel has no row."""
+    n, k = weight.shape
+    order = rows_of_panels(n, rows, paired=True).to(weight.device)
+    return torch.cat((weight, weight.new_zeros(1, k)))[order]
 
 
 def panel_rows_for(n: int, sms: int) -> int:
@@ -87,6 +107,7 @@ def check_gpu_params(params: Params) -> None:
     """
     _disk_rows_of(params)
     span_limit_of(params)
+    is_paired(params)
 
 
 def _disk_rows_of(params: Params) -> int:

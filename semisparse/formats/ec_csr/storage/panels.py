@@ -40,6 +40,9 @@ ROW_MULTIPLE = 2
 LOAD_BYTES = 16
 """Bytes of values that a lane loads at a time."""
 
+PAIRED = "paired"
+"""The param of weights on a GPU whose panels are `paired <is_paired>`: so one CTA has a gate's row and that of up."""
+
 STORED = ("values", "deltas", "bases", "panel_loads")
 
 BATCH = 1 << 22
@@ -53,6 +56,26 @@ def panel_rows_of(params: Params) -> int:
         FormatError: it is another number.
     """
     return choice_of("ec_csr", params, "panel_rows", PANEL_ROWS)
+
+
+def is_paired(params: Params) -> bool:
+    """Return whether the first half of a panel's rows belong to the weight's first half of rows, the rest to the other.
+
+    Raises:
+        FormatError: `PAIRED` is another number than 0 and 1.
+    """
+    return PAIRED in params and choice_of("ec_csr", params, PAIRED, (0, 1)) == 1
+
+
+def rows_of_panels(n: int, panel_rows: int, paired: bool) -> Tensor:
+    """Return the weight's row that each row of the panels is, [panels * panel_rows] int64, n where there is none."""
+    rows = torch.arange(-(-n // panel_rows) * panel_rows)
+    if not paired:
+        return rows.clamp(max=n)
+    first_half, half = -(-n // 2), panel_rows // 2
+    panel, row = rows // panel_rows, rows % panel_rows
+    in_half = row - (first_half - panel * half).clamp(max=half)  # the last panel may have fewer rows of the first half
+    return (panel * half + torch.where(in_half < 0, row, first_half + in_half)).clamp(max=n)
 
 
 def vector_of(dtype: torch.dtype) -> int:
@@ -218,9 +241,10 @@ def stored_weights(packed: Packed) -> Iterator[tuple[Tensor, Tensor]]:
     """Return the stored weights that are not zero, some at a time: row * K + column, and value."""
     k, rows = packed.shape[1], panel_rows_of(packed.params)
     lane_columns = lane_columns_of(k)
+    row_of = rows_of_panels(packed.shape[0], rows, is_paired(packed.params)).to(packed.tensors["values"].device)
     for entries in decode(packed):
         values = packed.tensors["values"][entries.at]
         kept = values != 0
         panel, lane, position = entries.panel[kept], entries.lane[kept], entries.position[kept]
-        row = panel * rows + position // lane_columns
+        row = row_of[panel * rows + position // lane_columns]
         yield row * k + position % lane_columns * LANES + lane, values[kept]

@@ -1,4 +1,4 @@
-"""The CPU kernels: one in C++, which unpacks some rows at a time, and one for where no compiler is, which unpacks all."""
+"""The CPU kernels: one in C++, which unpacks a few rows at a time, and one in torch, which unpacks all."""
 
 from __future__ import annotations
 

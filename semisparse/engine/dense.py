@@ -1,0 +1,83 @@
+"""Dense layers of the engine: a model's own, and dense copies of packed ones for the M at which these are slower."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from semisparse.formats import Packed, linear
+from semisparse.formats.base import WeightSpec
+from semisparse.formats.product import measured_speedup, prepare_product
+from semisparse.nn import SparseLinear
+
+MANY_TOKENS = 64
+"""Tokens from which a dense copy computes a layer that no tuned table of this device has. On an H200 formats are faster
+than dense at fewer, as a rule, and as fast or slower at more."""
+
+
+class DenseLinear:
+    """Dense linear layers on one input as one layer in format ``dense``; their weights become views of its weight.
+
+    Args:
+        layers: with biases or without.
+
+    Attributes:
+        packed: the layers' weights, one below another.
+        bias: their biases likewise, or None.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        weights = [layer.get_parameter("weight") for layer in layers]
+        rows = [len(weight) for weight in weights]
+        whole = weights[0].data if len(layers) == 1 else torch.cat([weight.data for weight in weights])
+        self.packed = dense_packed(whole)
+        self.bias: Tensor | None = None
+        if any(getattr(layer, "bias", None) is not None for layer in layers):
+            biases = [getattr(layer, "bias", None) for layer in layers]
+            filled = [w.new_zeros(len(w)) if b is None else b.data for w, b in zip(weights, biases, strict=True)]
+            self.bias = torch.cat(filled)
+        if len(layers) > 1:
+            for weight, part in zip(weights, whole.split(rows), strict=True):
+                weight.data = part
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x, self.packed, self.bias)
+
+
+def dense_packed(weight: Tensor) -> Packed:
+    """Return a weight [N, K] in format ``dense``; it shares the tensor's memory."""
+    spec = {"format": "dense", "version": 1, "pattern": "0%", "shape": list(weight.shape), "params": {}}
+    dtype = str(weight.dtype).removeprefix("torch.")
+    return Packed(WeightSpec.from_dict({**spec, "dtype": dtype}), {"values": weight})
+
+
+class DenseCopy:
+    """A dense copy of a packed layer, beside it.
+
+    Args:
+        layer: the packed layer.
+        dtype: dtype of x, which the copy gets.
+    """
+
+    def __init__(self, layer: SparseLinear, dtype: torch.dtype) -> None:
+        self._layer, self._dtype = layer, dtype
+        self._packed = dense_packed(layer.packed.unpack().to(dtype))
+
+    @staticmethod
+    def bytes_of(layer: SparseLinear, dtype: torch.dtype) -> int:
+        """Return the bytes that a copy takes."""
+        return layer.out_features * layer.in_features * dtype.itemsize
+
+    def pays(self, m: int) -> bool:
+        """Return whether the copy is faster than the layer for ``m`` tokens."""
+        speedup = measured_speedup(self._layer.packed, m, self._dtype)
+        return m >= MANY_TOKENS if speedup is None else speedup < 1
+
+    def prepare(self, m: int) -> None:
+        """Compile and load the GPU kernels for ``m`` tokens."""
+        prepare_product(self._packed, m, self._dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x, self._packed, self._layer.bias)
