@@ -35,14 +35,14 @@ SAMPLED_ROWS = 256
 strip (`_mask_columns`)."""
 
 MASK_UPDATES = 16
-"""In a window or strip of C columns, after every ``C // MASK_UPDATES`` of them (rounded down to whole groups, but at least
-one column or group), the mask of the others is chosen anew from the compensated weights. KL of babyllama-1m at 2:4 /
-32:64, columns from left to right: .574 / .251; with a mask chosen once: .601 / .328 (docs/experiments/pruning.md)."""
+"""In a window or strip of C columns, after every ``C // MASK_UPDATES`` of them (rounded down to whole groups, but at
+least one column or group), the mask of the others is chosen anew from the compensated weights. KL of babyllama-1m at 2:4
+/ 32:64, columns from left to right: .574 / .251; mask chosen once: .601 / .328 (docs/experiments/pruning.md)."""
 
 MIN_REORDERED_WINDOW = 16
-"""In windows of this size and more, but not in groups, columns are pruned in the order of their loss. With windows of 64
-this order lowers the KL of babyllama-1m, pycode-11m and stories260k by 6, 1 and 5 %; with windows of 8 it changes it by
--4 to +1 %, with windows of 4 by +1 to +2 %."""
+"""In windows of this size and more, but not in groups, columns are pruned in the order of their loss. With windows of
+64 this order lowers the KL of babyllama-1m, pycode-11m and stories260k by 6, 1 and 5 %; with windows of 8 it changes it
+by -4 to +1 %, with windows of 4 by +1 to +2 %."""
 
 
 class MaskRule(NamedTuple):
@@ -348,8 +348,8 @@ def _mask_columns(pattern: Pattern, rule: MaskRule) -> int:
 def _choose_mask(scores: Tensor, pattern: Pattern, start: int) -> Tensor:
     """Choose the weights to keep in a window or strip.
 
-    If the pattern prunes a fraction, each strip's number of weights, or groups, is rounded such that all strips together
-    prune as many per row as the pattern prunes of a whole row.
+    If the pattern prunes a fraction, each strip's number of weights, or groups, is rounded such that all strips
+    together prune as many per row as the pattern prunes of a whole row.
 
     Args:
         scores: saliency, [N, columns] float32.

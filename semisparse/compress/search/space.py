@@ -14,8 +14,8 @@ STAGE_STRIDES = (4, 2, 1)
 to whole levels, at least one: 4, 2, 1 for 50%; 1, 1, 1 for 6:8."""
 
 MAX_MOVES = 8
-"""Maximum moves per attempt of `switch_levels`. Two are enough if a level is the same number of weights everywhere. More
-are needed between shapes, and where the window does not divide K (8:10 at K = 4096)."""
+"""Maximum moves per attempt of `switch_levels`. Two are enough if a level is the same number of weights everywhere.
+More are needed between shapes, and where the window does not divide K (8:10 at K = 4096)."""
 
 ATTEMPTS = 1000
 """Random attempts of `switch_levels` before it gives up."""
