@@ -36,8 +36,8 @@ strip (`_mask_columns`)."""
 
 MASK_UPDATES = 16
 """In a window or strip of C columns, after every ``C // MASK_UPDATES`` of them (rounded down to whole groups, but at
-least one column or group), the mask of the others is chosen anew from the compensated weights. KL of babyllama-1m at 2:4
-/ 32:64, columns from left to right: .574 / .251; mask chosen once: .601 / .328 (docs/experiments/pruning.md)."""
+least one column or group), the mask of the others is chosen anew from the compensated weights. KL of babyllama-1m at
+2:4 / 32:64, columns from left to right: .574 / .251; mask chosen once: .601 / .328 (docs/experiments/pruning.md)."""
 
 MIN_REORDERED_WINDOW = 16
 """In windows of this size and more, but not in groups, columns are pruned in the order of their loss. With windows of

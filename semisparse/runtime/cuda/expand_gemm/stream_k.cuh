@@ -8,10 +8,10 @@
 //                tokens, and stores those of the others' shares.
 // Partials are added in the order of the ranges, so every run returns the same bits. Each warp exchanges its own 16 rows.
 //
-// Warps wait for partials of other CTAs. The grid then has at most CTAS_PER_SM CTAs per SM (expand_gemm.py), so all are resident as
-// soon as other kernels have left the GPU: no order of CTAs is assumed. It is if another kernel waits in the same way, such as
-// this one in another stream. CTAs then have to start in the order of their numbers, which CUDA does not promise: those of an output
-// tile are consecutive, so only the last tile begun can wait for CTAs that have not started.
+// Warps wait for partials of other CTAs. The grid then has at most CTAS_PER_SM CTAs per SM (expand_gemm.py), so all are resident
+// as soon as other kernels have left the GPU, and no order of CTAs is assumed. It is assumed if another kernel waits in the same
+// way, such as this one in another stream: CTAs then have to start in the order of their numbers, which CUDA does not promise. Those
+// of an output tile are consecutive, so only the last tile begun can wait for CTAs that have not started.
 
 #pragma once
 
