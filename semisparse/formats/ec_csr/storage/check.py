@@ -92,7 +92,7 @@ def _check_lists(packed: Packed) -> int:
     """
     (n, k), rows = packed.shape, panel_rows_of(packed.params)
     lane_columns = lane_columns_of(k)
-    row_of = rows_of_panels(n, rows, is_paired(packed.params)).to(packed.tensors["values"].device)
+    row_of = rows_of_panels(n, rows, is_paired(packed.params), packed.tensors["values"].device)
     span = 1
     for entries in decode(packed):
         position, weight = entries.position, packed.tensors["values"][entries.at] != 0

@@ -72,7 +72,7 @@ def _repanelled(packed: Packed, rows: int, more: dict[str, int]) -> Packed:
 def _in_panels(weight: Tensor, rows: int) -> Tensor:
     """Return a weight's rows in the order of paired panels, zeros where a panel has no row."""
     n, k = weight.shape
-    order = rows_of_panels(n, rows, paired=True).to(weight.device)
+    order = rows_of_panels(n, rows, True, weight.device)
     return torch.cat((weight, weight.new_zeros(1, k)))[order]
 
 

@@ -67,9 +67,9 @@ def is_paired(params: Params) -> bool:
     return PAIRED in params and choice_of("ec_csr", params, PAIRED, (0, 1)) == 1
 
 
-def rows_of_panels(n: int, panel_rows: int, paired: bool) -> Tensor:
+def rows_of_panels(n: int, panel_rows: int, paired: bool, device: torch.device) -> Tensor:
     """Return the weight's row that each row of the panels is, [panels * panel_rows] int64, n where there is none."""
-    rows = torch.arange(-(-n // panel_rows) * panel_rows)
+    rows = torch.arange(-(-n // panel_rows) * panel_rows, device=device)
     if not paired:
         return rows.clamp(max=n)
     first_half, half = -(-n // 2), panel_rows // 2
@@ -241,7 +241,7 @@ def stored_weights(packed: Packed) -> Iterator[tuple[Tensor, Tensor]]:
     """Return the stored weights that are not zero, some at a time: row * K + column, and value."""
     k, rows = packed.shape[1], panel_rows_of(packed.params)
     lane_columns = lane_columns_of(k)
-    row_of = rows_of_panels(packed.shape[0], rows, is_paired(packed.params)).to(packed.tensors["values"].device)
+    row_of = rows_of_panels(packed.shape[0], rows, is_paired(packed.params), packed.tensors["values"].device)
     for entries in decode(packed):
         values = packed.tensors["values"][entries.at]
         kept = values != 0
