@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/experts_cpu.py results/cpu/experts.csv
 
 Random weights: 32 experts, gate and up joined [1536, 2048], down [2048, 768], top 8 of uniformly drawn scores. Times
-are CPU time of one thread, and the shortest of all rounds, so that other jobs disturb them less; dense and packed
-layers take turns, and each call has other tokens. Dense is the faster of transformers' implementations `eager` and
+are CPU time of one thread, the shortest of all rounds, so that other jobs disturb them less; dense and packed layers
+take turns, and each call has other tokens. Dense is the faster of transformers' implementations `eager` and
 `grouped_mm`. Every output is compared with the dense layer of the unpacked weights before it is timed.
 """
 

@@ -108,7 +108,7 @@ class RowMatmul:
         padded = F.pad(x, (0, stride - k)).contiguous()
         bias = None if bias is None else bias.float().contiguous()
         if m > MAX_TOKENS[x.dtype]:
-            return self._by_torch(weight, padded, n, bias)
+            return self._by_torch(weight, padded, columns, n, bias)
         band_rows = max(self.band_rows, min(MAX_BAND_ROWS, m // 256 * 16))
         threads = min(cpp.threads_for(m * n * k), -(-n // band_rows))
         y = x.new_empty(m, n)
@@ -118,8 +118,8 @@ class RowMatmul:
         self.matmul(ctypes.byref(weight), ctypes.byref(call))
         return y
 
-    def _by_torch(self, weight: ctypes.Structure, x: Tensor, n: int, bias: Tensor | None) -> Tensor:
-        """Unpack some rows at a time, and let torch multiply them with x, [M, padded K]."""
+    def _by_torch(self, weight: ctypes.Structure, x: Tensor, columns: int, n: int, bias: Tensor | None) -> Tensor:
+        """Unpack some rows at a time, and let torch multiply their first ``columns`` with those of x, [M, stride]."""
         (m, stride), size = x.shape, x.element_size()
         most = max(1, UNPACKED_BYTES // (size * stride * self.band_rows)) * self.band_rows
         rows = x.new_zeros(min(n + -n % self.band_rows, most), stride)
@@ -130,5 +130,5 @@ class RowMatmul:
             threads = cpp.threads_for(count * stride)
             self.unpack(ctypes.byref(weight), first, count, stride, rows.data_ptr(), x.dtype == torch.bfloat16, threads)
             part = None if bias is None else bias[first : first + count]
-            y[:, first : first + count] = F.linear(x, rows[:count], part)
+            y[:, first : first + count] = F.linear(x[:, :columns], rows[:count, :columns], part)
         return y

@@ -1,4 +1,4 @@
-"""CPU kernels of runtime/row_matmul.py: every remainder of their tiles, and results that nothing but the operands changes."""
+"""CPU kernels of runtime/row_matmul.py: every remainder of tiles, and the same bits for any threads and tokens."""
 
 import pytest
 import torch

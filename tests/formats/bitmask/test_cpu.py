@@ -78,6 +78,7 @@ def test_every_16_bit_number_is_read(dtype: torch.dtype):
 def test_older_instruction_sets(without: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CXX", f"{cpp.find_compiler().command[0]} {without}")
     monkeypatch.setattr(cpp, "find_compiler", cpp.find_compiler.__wrapped__)
+    monkeypatch.setattr(row_matmul, "load", row_matmul.load.__wrapped__)
     older = cpu.load.__wrapped__()
     for pattern in ("32:64", "70%"):
         for dtype, m in ((torch.float16, 1), (torch.bfloat16, 7), (torch.float32, 16), (torch.float16, 65)):
