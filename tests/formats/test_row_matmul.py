@@ -1,4 +1,4 @@
-"""CPU kernels of runtime/row_matmul.py: every remainder of tiles, and the same bits for any threads and tokens."""
+"""CPU kernels of runtime/row_matmul.py: every remainder of their tiles; results depend on the operands alone."""
 
 import pytest
 import torch
