@@ -69,7 +69,7 @@ def is_paired(params: Params) -> bool:
 
 def rows_of_panels(n: int, panel_rows: int, paired: bool) -> Tensor:
     """Return the weight's row that each row of the panels is, [panels * panel_rows] int64, n where there is none."""
-    rows = torch.arange(-(-n // panel_rows) * panel_rows)
+    rows = torch.arange(-(-n // panel_rows) * panel_rows, device="cpu")
     if not paired:
         return rows.clamp(max=n)
     first_half, half = -(-n // 2), panel_rows // 2
