@@ -56,6 +56,28 @@ def launched() -> str:
     return beside_dense("h200/blocks.csv", "eager", PROMPTS, "tokens, launched from Python")
 
 
+def as_generated() -> str:
+    """Prompts of 8 blocks as `generate` runs them."""
+    return beside_dense("h200/blocks-formats.csv", "wall", PROMPTS, "tokens, as `generate` runs them")
+
+
+def formats() -> str:
+    """Milliseconds of steps and captured prompts of 8 blocks, and of steps of 32, in all formats."""
+    whole, few = by_work("h200/blocks-formats.csv", "32"), by_work("h200/blocks-formats.csv")
+    columns = [("step", "1"), ("step", "8"), ("step", "32"), ("prompt", "128"), ("prompt", "512")]
+    lines = []
+    for weights, name in NAMES.items():
+        cells = [f"{few[(weights, *column)] / 1e3:.2f}" for column in columns]
+        if weights != "dense":
+            cells = [
+                f"{cell} ({few[(weights, *column)] / few[('dense', *column)]:.2f})"
+                for cell, column in zip(cells, columns, strict=True)
+            ]
+        lines.append([name, *(f"{whole[weights, 'step', count] / 1e3:.2f}" for count in ("1", "8")), *cells])
+    head = ("32 blocks: batch 1", "8", "8 blocks: batch 1", "8", "32", "prompt of 128", "512")
+    return markdown(("", *head), lines)
+
+
 TOKENS = ("1", "8", "16", "32", "64", "128", "256", "1024")
 
 TARGETS = {
@@ -89,6 +111,8 @@ def every_token(n: str, k: str) -> str:
 
 TABLES = {"blocks-steps": steps, "blocks-prompts": prompts, "blocks-launched": launched}
 TABLES |= {
+    "blocks-formats": formats,
+    "blocks-generated": as_generated,
     "every-token-large": partial(every_token, "28672", "8192"),
     "every-token-small": partial(every_token, "4096", "4096"),
 }
