@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from rows import markdown, result
 
@@ -55,4 +56,63 @@ def launched() -> str:
     return beside_dense("h200/blocks.csv", "eager", PROMPTS, "tokens, launched from Python")
 
 
+def as_generated() -> str:
+    """Prompts of 8 blocks as `generate` runs them."""
+    return beside_dense("h200/blocks-formats.csv", "wall", PROMPTS, "tokens, as `generate` runs them")
+
+
+def formats() -> str:
+    """Milliseconds of steps and captured prompts of 8 blocks, and of steps of 32, in all formats."""
+    whole, few = by_work("h200/blocks-formats.csv", "32"), by_work("h200/blocks-formats.csv")
+    columns = [("step", "1"), ("step", "8"), ("step", "32"), ("prompt", "128"), ("prompt", "512")]
+    lines = []
+    for weights, name in NAMES.items():
+        cells = [f"{few[(weights, *column)] / 1e3:.2f}" for column in columns]
+        if weights != "dense":
+            cells = [
+                f"{cell} ({few[(weights, *column)] / few[('dense', *column)]:.2f})"
+                for cell, column in zip(cells, columns, strict=True)
+            ]
+        lines.append([name, *(f"{whole[weights, 'step', count] / 1e3:.2f}" for count in ("1", "8")), *cells])
+    head = ("32 blocks: batch 1", "8", "8 blocks: batch 1", "8", "32", "prompt of 128", "512")
+    return markdown(("", *head), lines)
+
+
+TOKENS = ("1", "8", "16", "32", "64", "128", "256", "1024")
+
+TARGETS = {
+    ("28672", "8192", "gqs w4 g16@50%"): (33, 36, 40, 48, 62, 100, 185, 640),
+    ("28672", "8192", "gqs w4 g128@0%"): (38, 40, 44, 53, 68, 108, 200, 650),
+    ("28672", "8192", "gqs w2 g64@0%"): (26, 30, 36, 45, 60, 100, 185, 640),
+    ("28672", "8192", "bitmask 32:64"): (66, 66, 70, 76, 88, 110, 175, 640),
+    ("28672", "8192", "vector_nm 16:32v32"): (64, 64, 68, 76, 88, 110, 175, 640),
+    ("28672", "8192", "ec_csr 70%"): (55, 60, 70, 85, 100, 125, 189, 650),
+    ("4096", "4096", "gqs w4 g16@50%"): (5.2, 6, 7, 9, 11, 14, 19, 47),
+    ("4096", "4096", "bitmask 32:64"): (7.6, 8, 8.5, 10, 12, 14, 19, 47),
+}
+"""Microseconds that were asked for before the kernels were written, by N, K and weights, for each of `TOKENS`."""
+
+
+def every_token(n: str, k: str) -> str:
+    """Microseconds of a shape by weights and tokens, beside the target."""
+    times = {
+        (row["weights"], row["m"]): float(row["us"])
+        for row in result("h200/every-token.csv")
+        if (row["n"], row["k"]) == (n, k)
+    }
+    lines = []
+    for weights in dict.fromkeys(weights for weights, _ in times):
+        cells = [f"{times[weights, m]:.1f}" if (weights, m) in times else "" for m in TOKENS]
+        if (n, k, weights) in TARGETS:
+            cells = [f"{cell} / {target}" for cell, target in zip(cells, TARGETS[n, k, weights], strict=True)]
+        lines.append([weights, *cells])
+    return markdown((f"{n} x {k}", *(f"{int(m):,}" for m in TOKENS)), lines)
+
+
 TABLES = {"blocks-steps": steps, "blocks-prompts": prompts, "blocks-launched": launched}
+TABLES |= {
+    "blocks-formats": formats,
+    "blocks-generated": as_generated,
+    "every-token-large": partial(every_token, "28672", "8192"),
+    "every-token-small": partial(every_token, "4096", "4096"),
+}
