@@ -98,15 +98,18 @@ def auto_class(config: PretrainedConfig) -> Any:
     Raises:
         CheckpointError: neither does, or the model has an encoder.
     """
+    named_classes = config.architectures or ()
+    if not isinstance(named_classes, list | tuple) or not all(isinstance(name, str) for name in named_classes):
+        raise CheckpointError(f"config.json: architectures is {str(named_classes)[:99]}, expected a list of names")
     classes = {auto: auto._model_mapping.get(type(config), None) for auto in AUTO_CLASSES}
     known = {auto: model_class for auto, model_class in classes.items() if model_class is not None}
     if not known or config.is_encoder_decoder:
-        kind = (config.architectures or [config.model_type])[0]
+        kind = (*named_classes, config.model_type)[0]
         raise CheckpointError(
             f"{kind} is not supported; semisparse takes decoder-only transformers, and multimodal models with a text "
             "decoder"
         )
-    named = [auto for auto, model_class in known.items() if model_class.__name__ in (config.architectures or ())]
+    named = [auto for auto, model_class in known.items() if model_class.__name__ in named_classes]
     return (named or list(known))[0]
 
 

@@ -2,6 +2,7 @@
 
 import threading
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from tests.formats.checking import TORCH_KERNELS, check_norm
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="runs kernels on a GPU: no GPU here")
 
-N, K = 1552, 1040
-"""Several tiles of every kernel along N and K, the last of them partly filled."""
+N = 1552
+COLUMNS = (1040, 1152)
+"""Several tiles of every kernel along N and K, the last of them partly filled; the second K is for kernels that take
+whole groups of 128 only."""
 
 TOKENS = (1, 4, 40, 300, 2100)
 """The smallest M that a kernel takes is run."""
@@ -34,20 +37,21 @@ GPU_KERNELS = [
 
 def operands(form: Format, kernel: Kernel, device: str = "cuda") -> tuple[Tensor, Packed, Tensor]:
     """Return x, a weight and a bias that the kernel takes: the first of the patterns, pack options and dtypes."""
-    generator = torch.Generator().manual_seed(0)
-    scores = torch.randn(N, K, generator=generator)
     patterns = (*accepted_patterns(form.name), *(case.pattern for case in form.cases))
-    for pattern in map(parse_pattern, patterns):
-        for options in (*form.variants, *([OPTIONS[kernel.name]] if kernel.name in OPTIONS else ())):
-            for dtype in (torch.bfloat16, torch.float32):
-                try:
-                    packed = form.pack((scores * pattern.mask(scores.abs())).to(dtype), pattern, **options).to(device)
-                except FormatError:
-                    continue
-                for m in TOKENS:
-                    x = torch.randn(m, K, generator=generator).to(device, dtype)
-                    if kernel.refusal(problem_of(x, packed)) is None:
-                        return x, packed, torch.randn(N, generator=generator).to(device, dtype)
+    options = (*form.variants, *([OPTIONS[kernel.name]] if kernel.name in OPTIONS else ()))
+    for k, pattern, chosen, dtype in product(
+        COLUMNS, map(parse_pattern, patterns), options, (torch.bfloat16, torch.float32)
+    ):
+        generator = torch.Generator().manual_seed(0)
+        scores = torch.randn(N, k, generator=generator)
+        try:
+            packed = form.pack((scores * pattern.mask(scores.abs())).to(dtype), pattern, **chosen).to(device)
+        except FormatError:
+            continue
+        for m in TOKENS:
+            x = torch.randn(m, k, generator=generator).to(device, dtype)
+            if kernel.refusal(problem_of(x, packed)) is None:
+                return x, packed, torch.randn(N, generator=generator).to(device, dtype)
     pytest.skip(f"{form.name}'s kernel {kernel.name} takes none of the weights here")
 
 
@@ -71,7 +75,7 @@ def test_any_alignment_and_stride_gives_the_same(form: Format, kernel: Kernel):
     for elements in range(1, 16 // x.itemsize + 1):
         same(shifted(x, elements), bias, f"x at {elements}")
         same(x, shifted(bias, elements), f"bias at {elements}")
-    for other in (torch.stack((x, x), -1)[..., 0], torch.cat((x, x), 1)[:, :K], x.T.contiguous().T):
+    for other in (torch.stack((x, x), -1)[..., 0], torch.cat((x, x), 1)[:, : x.shape[1]], x.T.contiguous().T):
         same(other, bias, f"x of strides {other.stride()}")
     same(x, torch.stack((bias, bias), 1)[:, 0], "bias of stride 2")
 
