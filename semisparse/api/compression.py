@@ -65,26 +65,28 @@ class CompressionReport:
     """The result of a compression.
 
     Args:
-        layers: per compressed layer its name, pattern, format, density, bits_per_weight, error, outcome.
+        layers: per compressed layer its name, pattern, format, density, bits_per_weight, and the error and outcome of
+            `compress.report.LayerReport`.
         bytes_before: bytes of these layers' dense weights.
         bytes_after: bytes of their packed tensors.
         seconds: wall time of this run.
         dense: the linear weights that stay dense, each with its name, reason and bytes.
         dense_share: their share of the bytes of all linear weights of the dense model, 0 to 1.
         search: the result of the search: ``uniform_kl`` and ``kl`` (nats per token, on the tokens of the search),
-            ``evaluations`` and ``tokens``; with ``search=joint`` also ``uniform``, the best single choice for
-            all layers, and ``predicted``, totals relative to dense. None without a search.
+            ``evaluations`` (candidates scored) and ``tokens`` (run through the model to score them all); with
+            ``search=joint`` also ``uniform``, the best single choice for all layers, and ``predicted``, totals relative
+            to dense. None without a search.
         tuning: per tuning stage of this run its name (``stage``), held-out loss (``before`` and ``after``), steps,
             failure, seconds and peak_bytes (of GPU memory).
-        target: the requested limits, by key; None without targets.
+        target: the requested targets, by key of `compress.recipe.TARGETS`; None without targets.
         reached: the model's values of the same keys: bits and size as stored, speed-ups as predicted. None without
             targets.
         rival: of the dense low-bit models (`Rival`) that take no more bytes, the one with the lowest KL divergence, if
             it is lower than the compressed model's. Else None, as when none was measured (no text, or
             ``search=joint``).
-        no_gain: ``machine``: the one that speed-ups are predicted for, by default the GPU that compressed; ``layers``:
-            the names of the layers that on it gain less than `MIN_SPEEDUP` over dense at every number of tokens, by
-            the estimate. None if there are no such layers, or no such machine.
+        no_gain: ``layers``: the names of the layers that `gains.without_gain` finds; ``machine``: where, that is the
+            argument ``gpu`` of `compress`, else the GPU that compressed. None if there are no such layers, or if that
+            GPU is not in gpus.yaml.
     """
 
     layers: list[dict[str, Any]]
@@ -127,8 +129,8 @@ def compress(
 ) -> CompressionReport:
     """Run a recipe on a model.
 
-    Where torch.distributed is initialised, every rank calls this with the same arguments. They share the work; the
-    first one writes and reports, and all return the same.
+    Where torch.distributed is initialised, every rank calls this with the same arguments. They share the work; only the
+    first one writes files. All call ``progress`` and ``inform``, and all return the report.
 
     Args:
         model: a model directory, or a model in memory, whose layers are replaced in place.
@@ -139,7 +141,8 @@ def compress(
         settings: changes to the recipe, ``key=value`` each.
         target: what the recipe ``auto`` has to reach, such as ``{"bits": 3.0, "decode": 2.5}``; keys of
             `compress.recipe.TARGETS`.
-        gpu: the machine that speed-ups are predicted for, as in `plan`; by default this one.
+        gpu: the machine that speed-ups are predicted for, as in the command ``semisparse plan``; by default this
+            machine's GPU, else its CPU. It needs a target.
         samples: number of calibration sequences; by default `calibration_tokens` tokens are used, at most 262,144.
         seqlen: tokens per sequence; by default the model's context, 2048 at most.
         device: where one decoder layer at a time is compressed: ``auto``, ``cpu`` or ``cuda``.
@@ -158,7 +161,7 @@ def compress(
     start = time.perf_counter()
     plan = read_recipe(recipe, [*settings, *([f"gpu={gpu}"] if gpu else [])], target)
     where = checkpoint.pick_device(device)
-    machine = machine_of(plan) or machine_here(where)  # an unknown machine is refused before any work
+    machine = machine_of(plan) or machine_here(where)  # before any work: refuses an unknown machine
     ranks, offload = all_ranks(where), None if offload is None else Path(offload)
     if calibration is None and plan.needs_calibration:
         raise InputError(NEEDS_CALIBRATION)
@@ -282,7 +285,7 @@ def _run_recipe(
     """Replace the layers by packed ones, and append a report per tuning stage to ``tuning``.
 
     Returns:
-        The config block; it is complete on the first rank only.
+        The config block; on other ranks than the first it lacks the layers and ``rival``.
     """
 
     def on_tuned(stage: str, result: TuningResult) -> None:
@@ -290,7 +293,7 @@ def _run_recipe(
 
     together: dict[str, Any] = {"device": device, "progress": progress, "ranks": ranks, "offload": offload}
     run = together | {"journal": SharedJournal(journal, ranks) if journal else None}
-    # The choices of a joint search include dense low bits, so it needs no comparison with them.
+    # A joint search chooses among dense low bits itself, unless the recipe's `format` excludes them.
     compared = batches and plan.search != "joint" and ranks.is_first
     rivals = Rivals(model, plan, batches, device, progress) if compared else None
     found: SearchResult | JointResult | None = None

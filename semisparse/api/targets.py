@@ -52,12 +52,13 @@ def reached(targets: Mapping[str, float], relative: Mapping[str, float], dtype: 
 
 
 def machine_of(recipe: Recipe) -> Machine | None:
-    """Return the machine that a recipe's speed-ups are predicted for; None if no target is a speed-up.
+    """Return the machine that a recipe names, or this one if a target is a speed-up; else None.
 
     Raises:
         InputError: its name is unknown.
     """
-    return find_machine(recipe.gpu) if any(key in WORKLOADS for key, _ in recipe.targets) else None
+    needed = recipe.gpu != "auto" or any(key in WORKLOADS for key, _ in recipe.targets)
+    return find_machine(recipe.gpu) if needed else None
 
 
 def written(targets: Mapping[str, float]) -> str:

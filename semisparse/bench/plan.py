@@ -12,6 +12,7 @@ from semisparse.bench.roofline import Candidate, Estimate, estimate_matmul
 from semisparse.bench.shapes import LayerShape
 from semisparse.errors import InputError
 from semisparse.formats.base import get_format
+from semisparse.patterns import parse_pattern
 
 MIN_SPEEDUP = 1.05
 """Predicted speed-ups below this count as none: measured times vary by a few percent."""
@@ -67,7 +68,7 @@ class Plan:
     left_out: dict[str, str]
 
     def totals(self) -> dict[tuple[int, str], tuple[float, float]]:
-        """Return (M, candidate label) -> (seconds of all the model's layers, speed-up over dense)."""
+        """Return (M, candidate label) -> (seconds of all layers that M tokens use, speed-up over dense)."""
         seconds: dict[tuple[int, str], float] = {}
         for row in self.rows:
             key = (row.m, row.candidate.label)
@@ -76,7 +77,10 @@ class Plan:
         return {(m, label): (time, seconds[m, dense[m]] / time) for (m, label), time in seconds.items()}
 
     def best(self) -> dict[tuple[str, int], Row]:
-        """Return (layer, M) -> the fastest candidate; dense unless another is `MIN_SPEEDUP` times as fast."""
+        """Return (layer, M) -> the fastest candidate, or dense if no speed-up is above `MIN_SPEEDUP`.
+
+        Dense is the first of the candidates in `rows`.
+        """
         best: dict[tuple[str, int], Row] = {}
         for row in self.rows:
             key = (row.layer.label, row.m)
@@ -108,7 +112,7 @@ class Plan:
     def _sentence(self, m: int) -> str:
         rows = [row for row in self.rows if row.m == m]
         largest = max((row for row in rows if row.candidate.is_baseline), key=lambda row: row.layer.n * row.layer.k)
-        sparse = sorted({row.candidate.label for row in rows if row.candidate.pattern != largest.candidate.pattern})
+        sparse = sorted({row.candidate.label for row in rows if parse_pattern(row.candidate.pattern).density < 1})
         start = f"M = {m:,}: the dense matmul is bound by {BOUND[largest.estimate.bound]}"
         if not sparse:
             return f"{start}; no sparse format was requested or can be predicted."
@@ -158,7 +162,7 @@ def make_plan(
                     left_out[candidate.label] = str(error)
                     continue
                 rows.append(Row(layer, m, candidate, bits, predicted, dense.seconds / predicted.seconds))
-    # A candidate that cannot store one of the layers has no total, so all its rows are dropped.
+    # Without an estimate for one of the layers a candidate has no total, so all its rows are dropped.
     rows = [row for row in rows if row.candidate.label not in left_out]
     return Plan(machine, rows, left_out)
 
@@ -169,8 +173,9 @@ def _estimate(
     """Return the estimate of one matmul of a layer when the model takes M tokens, and the bits per weight."""
     predicted, bits = estimate_matmul(candidate, layer.tokens(m), layer.n, layer.k, dtype, machine)
     if candidate.is_baseline or (machine.device == "cuda" and get_format(candidate.format).experts is not None):
-        # One launch computes all used experts of a decoder layer: torch's grouped matmul, or the format's kernel for
-        # experts. So of one launch per expert, this fraction is saved. In other formats every expert has its own.
-        saved = 1 - layer.count / layer.experts / layer.used(m)
+        # One launch computes a linear layer of all used experts: torch's grouped matmul, or the format's kernel for
+        # experts. In other formats each expert's has its own launch.
+        launches = layer.count / layer.experts
+        saved = 1 - launches / layer.used(m)  # per used expert, in launches
         predicted = replace(predicted, seconds=predicted.seconds - saved * machine.kernel_seconds)
     return predicted, bits

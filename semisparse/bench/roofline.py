@@ -58,7 +58,7 @@ class Estimate:
         seconds: the predicted time: the sum over the passes of a fixed time and the largest of memory time, unpacking
             time, and arithmetic time at the fraction of the peak that the kernel reaches.
         bound: ``memory``, ``arithmetic``, ``unpacking`` or ``fixed time``, whichever takes most of the time.
-        strategy: the kernels' strategy, for formats with several.
+        strategy: the passes' strategies (`Pass.strategy`).
         measured: whether ``seconds`` is dense's time over a speed-up that was measured on such a machine.
     """
 

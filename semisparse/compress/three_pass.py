@@ -1,10 +1,10 @@
 """Float32 matmuls on a GPU's bfloat16 tensor cores, as the sum of three products of high and low halves.
 
 ``x = high + low`` with both in bfloat16 leaves out at most 2^-17 of x, and ``high @ high + high @ low + low @ high``
-leaves out ``low @ low``. The relative error of a term of the sum is 2^-18 in root mean square and at most some 2^-15;
-with one bfloat16 product it is 2^-9 and 2^-7, with TF32 2^-12 and 2^-10. The three products are one GEMM with
-three times as many terms and float32 accumulators. Without tensor cores a float32 matmul takes four times as long on an
-H200.
+leaves out ``low @ low``. The relative error of one term ``x[k] * w[k]`` of a dot product is 2^-18 in root mean square
+and at most some 2^-15; with one bfloat16 product it is 2^-9 and 2^-7, with TF32 2^-12 and 2^-10. The three products are
+one GEMM with three times the K and float32 accumulators. Without tensor cores a float32 matmul takes four times as long
+on an H200.
 """
 
 from __future__ import annotations
@@ -37,26 +37,23 @@ class ThreePassLinear(TorchFunctionMode):
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not (x.is_cuda and x.dim() > 1 and x.dtype == weight.dtype == torch.float32):
         return F.linear(x, weight, bias)
-    y = _sum(_leading_first(x.flatten(0, -2), 1), _trailing_first(weight, 1).T).unflatten(0, x.shape[:-1])
+    y = _sum(_high_high_low(x.flatten(0, -2), 1), _low_high_high(weight, 1).T).unflatten(0, x.shape[:-1])
     return y if bias is None else y.add_(bias)
 
 
 def outer_sum(left: Tensor, right: Tensor) -> Tensor:
     """Return ``left.T @ right``, [M, N] float32, for left [tokens, M] and right [tokens, N], as three products."""
-    return _sum(_leading_first(left, 0).T, _trailing_first(right, 0))
+    return _sum(_high_high_low(left, 0).T, _low_high_high(right, 0))
 
 
-def _leading_first(x: Tensor, dim: int) -> Tensor:
-    """Return high, high and low concatenated along the summed dimension.
-
-    With low, high and high (`_trailing_first`) as the other operand, one GEMM adds up all three products.
-    """
+def _high_high_low(x: Tensor, dim: int) -> Tensor:
+    """Return the halves high, high and low concatenated along the summed dimension: the left operand of `_sum`."""
     high, low = _halves(x)
     return torch.cat((high, high, low), dim)
 
 
-def _trailing_first(x: Tensor, dim: int) -> Tensor:
-    """Return low, high and high concatenated along the summed dimension: the operand beside `_leading_first`'s."""
+def _low_high_high(x: Tensor, dim: int) -> Tensor:
+    """Return the halves low, high and high concatenated along the summed dimension: the right operand of `_sum`."""
     high, low = _halves(x)
     return torch.cat((low, high, high), dim)
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from semisparse.errors import FormatError, InputError, KernelError
 from semisparse.formats.codes import Codes
-from semisparse.formats.kernel import ExpertsProblem, ExpertsProduct, Kernel, Pass, Problem, fused_cost
+from semisparse.formats.kernel import ExpertsProblem, ExpertsProduct, Kernel, Pass, Problem, one_pass_cost
 from semisparse.formats.tuned import ranking
 from semisparse.patterns import Pattern, parse_pattern
 
@@ -338,7 +338,7 @@ class Format:
     cases: tuple[Case, ...] = ()
     recipes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     lossless: bool = True
-    cost: Callable[[Problem, float], tuple[Pass, ...]] = fused_cost
+    cost: Callable[[Problem, float], tuple[Pass, ...]] = one_pass_cost
     variants: tuple[Mapping[str, Any], ...] = ({},)
     choices: tuple[tuple[str, str], ...] = ()
     rounds: Callable[[Pattern], bool] = lambda pattern: True

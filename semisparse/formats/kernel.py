@@ -22,8 +22,10 @@ class Problem:
     """A matmul for a kernel to compute: ``y[M, N] = x[M, K] @ w[N, K].T``.
 
     Args:
-        m: maximum M: the upper end of a bucket (`bucket_of`). A product prepared for it takes every M of the bucket.
-        spec: the weight's spec without the params that count what is stored (`Format.structure`).
+        m: for a kernel the maximum M, the upper end of a bucket (`bucket_of`): a product prepared for it takes every M
+            of the bucket. For `Format.cost` any M.
+        spec: the weight's spec with the format's facts instead of the params that count what is stored
+            (`Format.structure`).
         dtype: dtype of x and y.
         device: device of all operands.
         prologue: applied to x: ``none``, or ``rms_norm`` (each row is normalised).
@@ -42,8 +44,8 @@ class Problem:
     def is_fused(self) -> bool:
         """Whether it has a prologue or an epilogue.
 
-        If so, callers promise that no kernel on the stream writes the weight, so a kernel with PDL may read it before
-        ``griddepcontrol.wait``.
+        If so, callers promise that no kernel on the stream writes the weight, the bias or ``norm_weight``, so a kernel
+        with PDL may read them before ``griddepcontrol.wait``.
         """
         return (self.prologue, self.epilogue) != ("none", "none")
 
@@ -73,7 +75,7 @@ class Problem:
 
     @property
     def params(self) -> Params:
-        """The format's own numbers, without counts."""
+        """The format's own numbers, with facts instead of counts."""
         return self.spec.params
 
     @property
@@ -85,7 +87,7 @@ class Problem:
 def bucket_of(m: int) -> int:
     """Return the upper end of the bucket of M that ``m`` falls in: 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128 ...
 
-    Kernels are chosen and prepared once per bucket, so a new prompt length rarely makes a call choose or compile one.
+    Kernels are chosen and prepared once per bucket, so a new prompt length rarely costs a choice or a compilation.
     """
     upper = 1 << (m - 1).bit_length()
     return upper * 3 // 4 if m > 16 and 4 * m <= 3 * upper else upper
@@ -120,7 +122,7 @@ class ExpertsProblem:
     Args:
         pairs: maximum number of pairs: the upper end of a bucket (`bucket_of`).
         experts: number of experts, whose weights [N, K] are stacked along N.
-        spec: the stack's spec without the params that count what is stored.
+        spec: the stack's spec, as in `Problem`.
         dtype: dtype of x and y.
         device: device of all operands.
         epilogue: ``none``, or ``silu_mul`` as in `Problem`: y is [pairs, N / 2].
@@ -146,10 +148,11 @@ class ExpertsProblem:
 
 ExpertsProduct = Callable[[Tensor, "Packed", Tensor | None, Routing], Tensor]
 """(x, packed stack, bias [experts * N] or None, the step's routing) -> y [pairs, N] in x's dtype, for any number of
-pairs of the problem's bucket. x is [tokens, K], or [pairs, K]."""
+pairs of the problem's bucket. x is [tokens, K], where the pairs of a token share a row, or [pairs, K]."""
 
 MAX_FUSED_TOKENS = 2
-"""Maximum M with a prologue or an epilogue. Every CTA normalises all tokens, so for 8 tokens fusing gains nothing."""
+"""Maximum M with a prologue or an epilogue. For 8 tokens fusing gains nothing or loses
+(docs/experiments/decode-step.md, "Batches")."""
 
 
 class FusedProduct(Protocol):
@@ -168,9 +171,9 @@ class Kernel:
         name: unique inside the format.
         device: ``cpu`` or ``cuda``; None runs on any.
         supports: problem -> None if the kernel can compute it on this machine, else the reason why not.
-        prepare: problem -> the function that computes it. Imports, compiles and loads what it needs, and computes all
-            that does not depend on the operands' values: once per problem, because on the host this takes longer than a
-            decode matmul takes on the GPU. Keeps no tensor.
+        prepare: problem -> the function that computes it. Imports, compiles and loads what it needs, and computes what
+            depends on neither the exact M nor the operands' values: once per problem, because on the host this takes
+            longer than a decode matmul takes on the GPU. Keeps no tensor.
         pays: problem -> whether ``auto`` may prefer it to the kernels after it; false if another is known to be faster.
         fuse: as ``prepare``, for a problem with a prologue or an epilogue; None if the kernel cannot fuse them, or if
             computing them in kernels of their own is faster.
@@ -195,15 +198,15 @@ class Pass:
     """One kernel launch of a matmul, for the roofline model.
 
     Args:
-        bytes: bytes read and written, each operand once.
+        bytes: bytes read and written: each operand once, and what the format knows to be read again.
         operations: multiplications and additions.
         unit: what executes them: ``tensor fp16`` (bfloat16 too), ``tensor fp8``, ``tensor int8`` or ``fp32``.
-        strategy: a name, which ``plan`` shows, for the way to compute the matmul; empty if the format has only one.
+        strategy: a name, which ``plan`` shows, for the way to compute the matmul; empty if the format gives none.
         unpacking: further operations, on ``fp32`` units, to find and unpack weights.
         reached: fraction of the unit's peak that the kernel reaches.
 
-    ``unpacking`` and ``reached`` are measured. They count in the time that ``plan`` predicts, but not in the floor:
-    another kernel may need fewer operations, or reach more of the peak.
+    ``unpacking`` and ``reached`` come from measurements. They count in the time that ``plan`` predicts, but not in the
+    floor: another kernel may need fewer operations, or reach more of the peak.
     """
 
     bytes: float
@@ -214,12 +217,12 @@ class Pass:
     reached: float = 1
 
 
-def fused_cost(problem: Problem, weight_bytes: float, unpacking: float = 0) -> tuple[Pass, ...]:
-    """Return the cost of a kernel that unpacks the weight as it reads it: packed bytes, dense operations.
+def one_pass_cost(problem: Problem, weight_bytes: float, unpacking: float = 0) -> tuple[Pass, ...]:
+    """Return the cost of one kernel that computes the whole matmul, with as many operations as a dense one.
 
     Args:
         problem: the matmul.
-        weight_bytes: bytes of the packed weight.
+        weight_bytes: bytes of the weight that the kernel reads: packed, or dense if it has been unpacked.
         unpacking: as in `Pass`. It is measured on GPUs and ignored for a CPU.
     """
     m, n, k = problem.m, problem.n, problem.k

@@ -154,7 +154,7 @@ def fused_product(
     More than `MAX_FUSED_TOKENS` rows are not fused.
 
     Args:
-        packed: a weight that no kernel on the stream writes: it may be read before the preceding kernel ends.
+        packed: a weight that no kernel on the stream writes (`Problem.is_fused`).
         m: number of rows of x.
         dtype: dtype of x.
         prologue: as in `Problem`.

@@ -61,6 +61,7 @@ def test_targets_and_recipes_must_go_together():
 def test_a_machine_is_checked_before_any_work(tmp_path: Path):
     for target, gpu, message in (
         ({"decode": 1.0}, "h2000", "unknown GPU 'h2000'"),
+        ({"bits": 3.0}, "h2000", "unknown GPU 'h2000'"),
         (None, "h200", "give a target, too"),
     ):
         recipe = "auto" if target else "gqsa"
@@ -126,6 +127,16 @@ def test_layers_that_gain_no_speed_are_named():
     assert report.no_gain is not None
     assert "H200" in report.no_gain["machine"]
     assert report.no_gain["layers"] == [layer["name"] for layer in report.layers]  # all are tiny
+
+
+def test_layers_without_gain_are_those_of_the_machine_named():
+    target = {"bits": 9.0}
+    model, tokenizer = random_model("llama"), byte_tokenizer()
+    report = semisparse.compress(
+        model, tokenizer, "auto", DOCUMENTS, target=target, gpu="h200", settings=QUICK, **SMALL
+    )
+    assert report.no_gain is not None
+    assert "H200" in report.no_gain["machine"]
 
 
 def test_what_cannot_be_reached_says_what_can(tmp_path: Path):

@@ -121,6 +121,15 @@ def test_sentences_name_the_speed_up_of_quantised_dense_layers():
     assert f"dense fp8 up to {gains['dense fp8']:.2f} without zeros." in plan.sentences()[0]
 
 
+def test_dense_weights_in_groups_are_not_called_sparse():
+    compared = [*candidates(["bitmask"], ["32:64"])[:2], Candidate("gqs", "g128@0%", {"kind": "w2"})]
+    plan = make_plan(SQUARE, [1], compared, torch.bfloat16, find_machine("h200"))
+    (sentence,) = plan.sentences()
+    gain = plan.totals()[1, "gqs w2 g128@0%"][1]
+    assert "; bitmask 32:64 may be up to" in sentence
+    assert f"gqs w2 g128@0% up to {gain:.2f} without zeros." in sentence
+
+
 @pytest.mark.parametrize(
     ("kind", "size", "dtype", "passes"),
     [

@@ -32,29 +32,30 @@ the KL is 14 to 18 % higher."""
 
 SAMPLED_ROWS = 256
 """Maximum rows from which `_Shares` estimates the threshold of a pattern that prunes a fraction of the matrix, once per
-strip of `MASK_COLUMNS` columns."""
+strip (`_mask_columns`)."""
 
 MASK_UPDATES = 16
-"""Maximum number of times that a window's mask is chosen. After some of its columns have been pruned, the mask of the
-others is chosen anew from the compensated weights. KL of babyllama-1m at 2:4 / 32:64: .570 / .251; with a mask chosen
-once: .605 / .332."""
+"""In a window or strip of C columns, after every ``C // MASK_UPDATES`` of them (rounded down to whole groups, but at
+least one column or group), the mask of the others is chosen anew from the compensated weights. KL of babyllama-1m at
+2:4 / 32:64, columns from left to right: .574 / .251; mask chosen once: .601 / .328 (docs/experiments/pruning.md)."""
 
 MIN_REORDERED_WINDOW = 16
-"""In windows of this size and more, columns are pruned in the order of their loss. With windows of 64 this order lowers
-the KL of babyllama-1m, pycode-11m and stories260k by 6, 1 and 5 %; with windows of 8 it changes it by -4 to +1 %, with
-windows of 4 by +1 to +2 %."""
+"""In windows of this size and more, but not in groups, columns are pruned in the order of their loss. With windows of
+64 this order lowers the KL of babyllama-1m, pycode-11m and stories260k by 6, 1 and 5 %; with windows of 8 it changes it
+by -4 to +1 %, with windows of 4 by +1 to +2 %."""
 
 
 class MaskRule(NamedTuple):
     """How masks are chosen.
 
     Args:
-        updates: maximum number of times that a window's mask is chosen.
-        strip: columns whose mask is chosen together, for patterns that prune a fraction of the matrix.
+        updates: how often the mask of a window or strip is chosen, as in `MASK_UPDATES`.
+        strip: columns whose mask is chosen together, for patterns that prune a fraction of the matrix; rounded up to
+            whole groups.
         one_threshold: whether one threshold on the scores of all columns decides how many weights such a pattern prunes
             in each strip (`_Shares`); else every strip loses the same fraction.
-        literal: whether a weight's saliency is ``w^2 / [H^-1]_mm^2``, GQSA's equation 4 read literally, instead of the
-            loss of pruning it, ``w^2 / [H^-1]_mm`` for the H of the columns that are not final.
+        literal: whether a weight's saliency is ``w^2 / [H^-1]_mm^2`` with the whole H, GQSA's equation 4 read
+            literally; else it is the loss of pruning it, ``w^2 / [H^-1]_mm`` with the H of the columns from m on.
     """
 
     updates: int = MASK_UPDATES
@@ -77,8 +78,8 @@ class InverseFactor(NamedTuple):
     """The inverse of a Hessian H, as a triangular factor.
 
     Args:
-        upper: [K, K] float32, upper triangular U with ``(H + damping I)^-1 = U^T U``. ``U[i, i]^2`` is entry (i, i) of
-            the inverse of ``(H + damping I)[i:, i:]``.
+        upper: [K, K] float32, upper triangular U with ``(H + damping I)^-1 = U^T U``. ``U[i, i]^2`` is the first
+            diagonal entry of the inverse of ``(H + damping I)[i:, i:]``.
         damping: added to the diagonal.
         outcome: how the factorisation succeeded, for the report.
     """
@@ -131,7 +132,8 @@ def order_by_loss(weight: Tensor, factor: InverseFactor, pattern: Pattern, windo
     Args:
         weight: [N, K] float32.
         factor: of its Hessian's inverse.
-        pattern: that gives the windows. Within a window, columns are ordered if it has `MIN_REORDERED_WINDOW` or more.
+        pattern: that gives the windows. Within a window, columns are ordered if it has `MIN_REORDERED_WINDOW` or more;
+            within a group they are not.
         windows: whether the windows are ordered, too.
     Returns:
         [K] int64, column indices.
@@ -179,14 +181,15 @@ def prune_columns(
     group = pattern.size if isinstance(pattern, Group) else 1
     interval = max(1, mask_columns // rule.updates // group) * group
     shares = _Shares(pattern, weight.shape, mask_columns) if rule.one_threshold and _over_matrix(pattern) else None
-    # Entry i is diagonal entry i of the whole Hessian's inverse, or else the square root of diagonal entry i of the
-    # inverse for the columns from i on.
+    # Entry i: if literal, diagonal entry i of the whole Hessian's inverse; else the square root of the first diagonal
+    # entry of the inverse of H[i:, i:].
     divisor = upper.square().sum(0) if rule.literal else upper.diagonal()
 
     def prune_column(working: Tensor, i: int, stop: int) -> Tensor:
         first = i - i % mask_columns
         if shares and i == first:
-            # Scores as if each column were the first to be pruned, with all others to compensate its loss.
+            # If not literal, the diagonal of the inverse of H[i:, i:]: each column from i on is scored as if it were
+            # pruned next, with all others from i on to compensate its loss.
             inverse = divisor[i:].square() if rule.literal else upper[i:, i:].square().sum(0)
             shares.next_strip(working[:, i:], inverse)
         if (i - first) % interval == 0:
@@ -202,7 +205,8 @@ def prune_columns(
 def _has_kernel(pattern: Pattern, weight: Tensor) -> TypeGuard[NM]:
     """Return whether `sweep_triton` prunes this weight.
 
-    It does on a GPU with Triton, for windows of a power of two columns, `UPDATE_COLUMNS` at most, that divide K.
+    It does on a GPU with Triton, for N:M patterns whose window is a power of two from 2 to `UPDATE_COLUMNS` and divides
+    K.
     """
     if not (weight.is_cuda and isinstance(pattern, NM) and find_spec("triton")):
         return False
@@ -234,7 +238,7 @@ class _Shares:
         self._fraction = 0.0
 
     def next_strip(self, weight: Tensor, inverse: Tensor) -> None:
-        """Decide how many of the weights that are left to prune the next strip loses.
+        """Decide how many weights, or groups, the next strip loses, of all that are left to prune.
 
         Args:
             weight: [N, columns that are not final] float32; the strip's columns come first.
@@ -252,7 +256,7 @@ class _Shares:
         self._fraction = lost / strip.numel()
 
     def _saliency(self, weight: Tensor, inverse: Tensor) -> Tensor:
-        """Return the mean loss of pruning a weight of each group, [rows, groups]."""
+        """Return the mean saliency (`MaskRule.literal`) of each group's weights, [rows, groups]."""
         losses = blocks_along(weight.square() / inverse, self._pattern.step, dim=1)
         return losses.sum(-1) / blocks_along(torch.ones_like(inverse)[None], self._pattern.step, dim=1).sum(-1)
 
@@ -279,7 +283,7 @@ def quantise_columns(
         weight: [N, K] float32, zero where not kept.
         kept: [N, K] bool, the mask.
         upper: [K, K] float32, as in `InverseFactor`.
-        bits: per code; the weight is quantised once for each, all together.
+        bits: bits per code, one or several numbers. One pass over the columns quantises the weight to each of them.
         size: columns per group.
         units: as in `ColumnQuantiser`, like the arguments below.
         dtype: of the scales.
@@ -331,7 +335,10 @@ def _compensate(weight: Tensor, upper: Tensor, block: int, finalise: Callable[[T
 
 
 def _mask_columns(pattern: Pattern, rule: MaskRule) -> int:
-    """Return how many columns' mask is chosen together: a window, or whole groups that hold a strip."""
+    """Return how many columns' mask is chosen together: a window's, or for patterns that prune a fraction a strip's.
+
+    A strip has `MASK_COLUMNS_BY_ROW` or `MaskRule.strip` columns, rounded up to whole groups.
+    """
     if not isinstance(pattern, Unstructured | Group):
         return pattern.step
     columns = MASK_COLUMNS_BY_ROW if pattern.by_row else rule.strip
@@ -339,15 +346,15 @@ def _mask_columns(pattern: Pattern, rule: MaskRule) -> int:
 
 
 def _choose_mask(scores: Tensor, pattern: Pattern, start: int) -> Tensor:
-    """Choose the weights to keep in a block of columns.
+    """Choose the weights to keep in a window or strip.
 
-    A pattern that prunes a fraction of each row rounds to whole weights, or groups. The rounding in each block is such
-    that all blocks together prune as many as the pattern prunes of a row.
+    If the pattern prunes a fraction, each strip's number of weights, or groups, is rounded such that all strips
+    together prune as many per row as the pattern prunes of a whole row.
 
     Args:
         scores: saliency, [N, columns] float32.
         pattern: of the whole matrix.
-        start: the block's first column.
+        start: the first column of the window or strip.
     Returns:
         [N, columns] bool.
     """

@@ -124,7 +124,10 @@ def _role(linear: LinearSpace) -> Factor:
 
 
 def _level(linear: LinearSpace, shift: float, offset: float) -> float:
-    """Return the level, not rounded, that is ``shift + offset`` 64ths from the uniform one, or the nearest possible."""
+    """Return the level, not rounded, that is ``shift + offset`` 64ths from the uniform one, or the nearest possible.
+
+    Where the first stride is rounded (`STAGE_STRIDES`), a 64th is a quarter of it.
+    """
     level = (shift + offset) * linear.strides[0] / STAGE_STRIDES[0]
     return min(max(level, min(linear.kept)), max(linear.kept))
 

@@ -1,4 +1,4 @@
-"""The search space: a level of sparsity per linear layer, and mutations that keep the total number of weights."""
+"""The search space: a level of density per linear layer, and mutations that keep the total number of kept weights."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from semisparse.compress.propagate import DecoderLayer
 from semisparse.patterns import Pattern
 
 STAGE_STRIDES = (4, 2, 1)
-"""Stride of each search stage, coarse to fine, in 1/64 of a linear layer's levels (RheoSparse, section III B)."""
+"""Stride of each search stage, coarse to fine, in 64ths of `Pattern.levels` (RheoSparse, section III B). It is rounded
+to whole levels, at least one: 4, 2, 1 for 50%; 1, 1, 1 for 6:8."""
 
 MAX_MOVES = 8
-"""Maximum moves per attempt of `switch_levels`. Two are enough between linear layers of one shape; others need more."""
+"""Maximum moves per attempt of `switch_levels`. Two are enough if a level is the same number of weights everywhere.
+More are needed between shapes, and where the window does not divide K (8:10 at K = 4096)."""
 
 ATTEMPTS = 1000
 """Random attempts of `switch_levels` before it gives up."""
@@ -35,7 +37,7 @@ class LinearSpace:
         patterns: pattern by level; level 0 is the uniform pattern itself. `search_space` leaves no gaps between levels,
             `restricted_to` does.
         kept: number of kept weights by level.
-        strides: for each search stage, the levels that one stride moves.
+        strides: the stride of each search stage, in levels.
     """
 
     name: str
@@ -46,7 +48,7 @@ class LinearSpace:
     strides: tuple[int, ...]
 
     def restricted_to(self, centre: int, stage: int, steps: int) -> LinearSpace:
-        """Return this space with only the levels ``centre + i * stride``, abs(i) <= ``steps``, of a stage."""
+        """Return this space with only the levels at most ``steps`` whole strides of the stage from ``centre``."""
         levels = {centre + step * self.strides[stage] for step in range(-steps, steps + 1)}
         patterns = {level: pattern for level, pattern in self.patterns.items() if level in levels}
         return replace(self, patterns=patterns, kept={level: self.kept[level] for level in patterns})
@@ -55,11 +57,12 @@ class LinearSpace:
 def search_space(layers: Sequence[DecoderLayer], reach: int, can_store: Callable[[Pattern], bool]) -> list[LinearSpace]:
     """Return the search space: one `LinearSpace` per linear layer.
 
-    In each direction the levels end at ``reach``, or before the first one that is no pattern or cannot be stored.
+    In each direction the levels end ``reach * sum(strides)`` from level 0, or before the first one that is no pattern
+    or cannot be stored.
 
     Args:
         layers: the decoder layers, each with the uniform pattern of its linear layers.
-        reach: maximum distance from level 0; 1 is one stride of every search stage, added up.
+        reach: maximum distance from level 0, in sums of all stages' strides.
         can_store: whether the format can store a pattern.
     """
     space = []
@@ -90,16 +93,16 @@ def switch_levels(
     """Mutate a candidate: make some linear layers sparser and others denser by the same number of weights.
 
     Each move changes a random linear layer by one stride of the stage. The first move makes one sparser. Each later one
-    makes one denser while more weights were removed than added, else sparser, until the two numbers are equal. A linear
-    layer moves in one direction only.
+    makes one denser while more weights were removed than added, else sparser, until the two numbers are equal and not
+    zero. A linear layer moves in one direction only.
 
     Args:
         space: all linear layers.
-        candidate: the level of each before.
+        candidate: the levels before the mutation.
         stage: index of the search stage, whose strides the moves have.
         rng: where the choices come from.
     Returns:
-        The new candidate; None if no attempt made the numbers equal.
+        The new candidate; None if every attempt failed.
     """
     for _ in range(ATTEMPTS):
         levels = list(candidate)

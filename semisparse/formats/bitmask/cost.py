@@ -5,7 +5,7 @@ from __future__ import annotations
 from semisparse.formats.bitmask.cuda.schedule import DECODE_MAX_TOKENS, gemm_pays
 from semisparse.formats.bitmask.storage import gpu
 from semisparse.formats.bitmask.storage.codes import code_bits
-from semisparse.formats.kernel import Pass, Problem, fused_cost
+from semisparse.formats.kernel import Pass, Problem, one_pass_cost
 from semisparse.runtime import row_matmul
 
 
@@ -15,9 +15,9 @@ def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
         tiles = gpu.tiling(problem.spec)  # without masks, a code per column
         weight_bytes = tiles.row_tiles * tiles.column_tiles * tiles.tile_bytes
     if _is_fused(problem):
-        return fused_cost(problem, weight_bytes)
+        return one_pass_cost(problem, weight_bytes)
     dense_bytes = problem.n * problem.k * problem.spec.dtype.itemsize
-    return (Pass(weight_bytes + dense_bytes, 0, "fp32"), *fused_cost(problem, dense_bytes))
+    return (Pass(weight_bytes + dense_bytes, 0, "fp32"), *one_pass_cost(problem, dense_bytes))
 
 
 def _is_fused(problem: Problem) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from semisparse.formats.kernel import Pass, Problem, fused_cost
+from semisparse.formats.kernel import Pass, Problem, one_pass_cost
 
 MAX_DECODE_TOKENS = 16
 
@@ -15,6 +15,6 @@ def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
     """Return the passes of a matmul."""
     if problem.m <= MAX_DECODE_TOKENS:
         kept = problem.n * problem.k * problem.pattern.density
-        return fused_cost(problem, weight_bytes, UNPACKING * problem.m * kept)
+        return one_pass_cost(problem, weight_bytes, UNPACKING * problem.m * kept)
     dense_bytes = problem.n * problem.k * problem.weight_dtype.itemsize
-    return (Pass(weight_bytes + dense_bytes, 0, "fp32"), *fused_cost(problem, dense_bytes))
+    return (Pass(weight_bytes + dense_bytes, 0, "fp32"), *one_pass_cost(problem, dense_bytes))

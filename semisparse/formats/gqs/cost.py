@@ -10,7 +10,7 @@ from semisparse.formats.gqs.cuda.gemm_schedule import decode_pays, gemm_pays, sh
 from semisparse.formats.gqs.cuda.schedule import CODE_TOKENS
 from semisparse.formats.gqs.cuda.wgmma_schedule import pays as wgmma_pays
 from semisparse.formats.gqs.storage.disk import quantises_x
-from semisparse.formats.kernel import Pass, Problem, fused_cost
+from semisparse.formats.kernel import Pass, Problem, one_pass_cost
 from semisparse.quant.group import KINDS
 from semisparse.runtime import row_matmul
 
@@ -41,21 +41,21 @@ def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
     passes: list[Pass] = []
     if quantises_x(problem.params):
         if decodes and m <= CODE_TOKENS[-1]:  # `decode` quantises x itself
-            return (replace(*fused_cost(problem, weight_bytes, _unpacking(problem, decodes)), unit="tensor int8"),)
+            return (replace(*one_pass_cost(problem, weight_bytes, _unpacking(problem, decodes)), unit="tensor int8"),)
         passes.append(Pass(m * k * (problem.dtype.itemsize + 1), 0, "tensor int8"))
     expands = (gemm_pays(problem) or wgmma_pays(problem)) and shape_refusal(problem) is None
     if on_gpu and not decodes and full_schedule.pays(problem) and full_schedule.shape_refusal(problem) is None:
         unpacking = FULL_UNPACKING[KINDS[str(problem.params["kind"])]] * n * k
-        return (*passes, *fused_cost(problem, weight_bytes, unpacking))
+        return (*passes, *one_pass_cost(problem, weight_bytes, unpacking))
     fused = (
         decodes or expands
         if on_gpu
         else m <= row_matmul.MAX_TOKENS[row_matmul.operand_dtype(problem.dtype, problem.weight_dtype)]
     )
     if fused:
-        return (*passes, *fused_cost(problem, weight_bytes, _unpacking(problem, decodes)))
+        return (*passes, *one_pass_cost(problem, weight_bytes, _unpacking(problem, decodes)))
     dense_bytes = n * k * problem.weight_dtype.itemsize
-    return (*passes, Pass(weight_bytes + dense_bytes, 0, "fp32"), *fused_cost(problem, dense_bytes))
+    return (*passes, Pass(weight_bytes + dense_bytes, 0, "fp32"), *one_pass_cost(problem, dense_bytes))
 
 
 def _unpacking(problem: Problem, decodes: bool) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from semisparse.formats.kernel import Pass, Problem, fused_cost
+from semisparse.formats.kernel import Pass, Problem, one_pass_cost
 from semisparse.formats.slide24.cpu import kernel as cpu
 from semisparse.formats.slide24.cuda import gemm
 from semisparse.formats.slide24.storage.disk import lifted_columns, quantised_dtype, value_dtype, window_of
@@ -32,7 +32,7 @@ def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
         return Pass(weight_bytes + dense_bytes, 0, "fp32"), Pass(dense_bytes + operands, operations, "fp32")
     if not gemm.pays(problem):
         dense_bytes = n * k * problem.weight_dtype.itemsize
-        return Pass(weight_bytes + dense_bytes, 0, "fp32", "unpacked"), *fused_cost(problem, dense_bytes)
+        return Pass(weight_bytes + dense_bytes, 0, "fp32", "unpacked"), *one_pass_cost(problem, dense_bytes)
     stored = value_dtype(problem.spec)
     unit, columns = UNITS.get(stored, "tensor fp16"), lifted_columns(k, window_of(problem.pattern))
     lifted = m * columns * stored.itemsize

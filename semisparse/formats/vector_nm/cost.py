@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from semisparse.formats.kernel import Pass, Problem, fused_cost
+from semisparse.formats.kernel import Pass, Problem, one_pass_cost
 from semisparse.formats.vector_nm.cuda.decode_schedule import MAX_M, TENSOR_VECTOR_LENGTHS, TILE_M, VECTOR_LENGTHS
 from semisparse.formats.vector_nm.cuda.schedule import MAX_DENSITY, choose_gemm
 from semisparse.formats.vector_nm.cuda.wgmma_schedule import pays as wgmma_pays
@@ -34,12 +34,12 @@ def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
         rereads = (-(-m // TILE_M[-1]) - 1) * weight_bytes
         return (Pass(operands + rereads, operations, "fp32"),)
     if itemsize == 2 and wgmma_pays(problem) and pattern.length % 16 == 0 and 32 % pattern.window == 0:  # on Hopper
-        return (Pass(2 * m * k * itemsize, 0, "fp32"), *fused_cost(problem, weight_bytes, WGMMA_UNPACKING * n * k))
+        return (Pass(2 * m * k * itemsize, 0, "fp32"), *one_pass_cost(problem, weight_bytes, WGMMA_UNPACKING * n * k))
     schedule = choose_gemm(pattern, m, n, problem.dtype, ASSUMED_SMS)
     too_dense = itemsize == 2 and pattern.density > MAX_DENSITY
     if schedule is None or too_dense or problem.dtype != problem.weight_dtype:
         dense = n * k * itemsize
-        return (Pass(weight_bytes + dense, 0, "fp32", "unpacked"), *fused_cost(problem, dense))
+        return (Pass(weight_bytes + dense, 0, "fp32", "unpacked"), *one_pass_cost(problem, dense))
     packing = "packing" if schedule.packed else "non-packing"
     strategy = f"{packing}, {schedule.intensity(pattern, k):.0f} FLOP/byte per CTA"
     unit = "fp32" if problem.dtype == torch.float32 else "tensor fp16"

@@ -115,7 +115,7 @@ def check_gemm(found: Schedule, m: int, tiling: Tiling) -> None:
     assert 1 <= ranges <= found.tiles(m, weight) * weight.column_tiles
     if found.split_k:
         assert found.split_k <= weight.column_tiles
-    else:
+    if found.split_k != 1:
         assert ranges * found.cluster <= H200.sms * found.ctas_per_sm, "CTAs wait for one another: all are resident"
     spare = 0 if found.tile_m >= 128 and found.warpgroups == 3 else 4096
     registers = (65536 - spare) // found.ctas_per_sm // (128 * (found.warpgroups + 1)) // 8 * 8

@@ -86,6 +86,7 @@ def forget() -> None:
     """Clear all caches, so that a test starts as a new process does."""
     cusparselt._plans.clear()
     cusparselt._searched.cache_clear()
+    cusparselt._default_plan.cache_clear()
 
 
 def plan_of(shape: Shape) -> cusparselt.Plan:
@@ -144,6 +145,13 @@ def test_matmuls_run_on_the_current_stream_with_the_operands_given(library):
     assert read.c_uint64.from_address(streams).value == 11
     assert read.c_float.from_address(one).value == 1
     assert read.c_float.from_address(zero).value == 0
+
+
+def test_decompressing_again_makes_no_plan(library):
+    for _ in range(3):
+        weight = cusparselt.decompress(torch.zeros(100, dtype=torch.uint8), 64, 8192 + 32, torch.int8)
+        assert weight.shape == (64, 8192 + 32)
+        assert len(library.selections) == 2  # 4,096 columns at a time, then 32
 
 
 @pytest.fixture

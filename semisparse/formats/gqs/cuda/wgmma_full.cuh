@@ -85,7 +85,7 @@ struct FullGroups {
 #pragma unroll 1
         for (int i = 0; i < count; ++i, state.advance()) {
             const int before = cursor.column / kParts * (4 * kChunks);
-            const long long begin = 16ll * (static_cast<long long>(cursor.row_tile) * groups + before);
+            const long long begin = 16ll * (static_cast<long long>(cursor.weight_row) * groups + before);
             const int copied = 16 * min(4 * kChunks, groups - before);
             const Word to = tiles + state.stage * kConsumerWarps * kTileBytes, full = memory.pipeline.full(state.stage);
             mbarrier_wait_parity(memory.pipeline.empty(state.stage), state.parity ^ 1);

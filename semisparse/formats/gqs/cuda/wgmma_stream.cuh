@@ -60,7 +60,7 @@ struct Groups {
     // Copies the headers of the tile at `cursor`. Those past the row's last chunk keep no group.
     __device__ __forceinline__ void copy_headers(Word to, const TileCursor& cursor) const {
         const int first = cursor.column / kParts * kChunks;
-        const long long row = static_cast<long long>(cursor.row_tile) * chunks;
+        const long long row = static_cast<long long>(cursor.weight_row) * chunks;
 #pragma unroll
         for (int i = 0; i < kChunks; ++i, to += kHeaderBytes) {
             const bool exists = first + i < chunks;

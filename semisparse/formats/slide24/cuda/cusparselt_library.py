@@ -1,6 +1,7 @@
 """cuSPARSELt's 2:4 matmul through nvmath-python's bindings. Plans are cached; the fastest algorithm is searched once.
 
-The library computes D[N, M] = W[N, K] @ X[K, M]. Row-major x [M, K] and y [M, N] are X and D in column-major order.
+The library computes D[N, M] = W[N, K] @ X[K, M]. Row-major x [M, K] and y [M, N] are X and D in column-major order. K
+is that of the lifted weight.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ TOKENS = 16
 """M is padded to a multiple of this, for every dtype."""
 
 ROWS = 32
-"""N is padded to a multiple of this, as K' is already (`disk.LIFTED_ALIGNMENT`)."""
+"""N is padded to a multiple of this. K already is one: storage/disk.py pads it (`LIFTED_ALIGNMENT`)."""
 
 ALIGNMENT = 16
 """Alignment of every operand's address, in bytes."""
@@ -38,6 +39,9 @@ ITERATIONS = 5
 
 LARGEST_SEARCH = 4096
 """Maximum M of a search, because a search takes seconds above it. A larger M uses the algorithm found for this one."""
+
+IDENTITY_ROWS = 4096
+"""Rows of the identity that `decompress` multiplies at a time."""
 
 NAMES = {
     torch.int8: "CUDA_R_8I",
@@ -95,7 +99,7 @@ def unavailable(device: torch.device) -> str | None:
 def _unusable(device: int) -> str | None:
     try:
         _handle(device)
-    except Exception as error:  # the bindings have no exception type for a missing library
+    except Exception as error:  # DynamicLibNotFoundError of cuda.pathfinder, or private ones of nvmath
         return f"cuSPARSELt does not start ({error}): pip install 'semisparse[cuda]'"
     return None
 
@@ -131,13 +135,19 @@ def decompress(compressed: Tensor, n: int, k: int, dtype: torch.dtype) -> Tensor
     """Return the weight [N, K] of a compressed one, exactly: the library multiplies it with the identity."""
     out = torch.int32 if dtype == torch.int8 else torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
     weight = torch.empty((n, k), dtype=dtype, device=compressed.device)
-    for start in range(0, k, LARGEST_SEARCH):
-        stop = min(k, start + LARGEST_SEARCH)
+    for start in range(0, k, IDENTITY_ROWS):
+        stop = min(k, start + IDENTITY_ROWS)
         identity = torch.zeros((stop - start, k), dtype=torch.float32, device=compressed.device)
         identity[:, start:stop].fill_diagonal_(1)
-        plan = Plan(Shape(index_of(compressed.device), stop - start, n, k, dtype, out), {})
+        plan = _default_plan(Shape(index_of(compressed.device), stop - start, n, k, dtype, out))
         weight[:, start:stop] = plan.multiply(identity.to(dtype), compressed).T.to(dtype)
     return weight
+
+
+@cache
+def _default_plan(shape: Shape) -> Plan:
+    """Return the plan of a shape with the library's default algorithm."""
+    return Plan(shape, {})
 
 
 _plans: dict[Shape, Plan] = {}
@@ -163,7 +173,7 @@ def plan_for(shape: Shape) -> Plan:
 
 @cache
 def _searched(shape: Shape) -> Settings:
-    """Return the fastest settings: searched once per GPU model, then read from the cache on disk."""
+    """Return a shape's fastest settings: searched once per GPU model and library version, then cached on disk."""
     facts = device_facts(torch.device("cuda", shape.device))
     matmul = {"m": shape.m, "n": shape.n, "k": shape.k, "dtype": str(shape.dtype), "out": str(shape.out)}
     version = _library().get_version(_handle(shape.device))
@@ -182,7 +192,7 @@ def _search(shape: Shape) -> Settings:
 
 
 class Plan:
-    """The library's descriptors of one matmul. They are never freed: they take some kilobytes of host memory.
+    """The library's descriptors of one matmul. They are cached and never freed: about 3 KB of host memory per plan.
 
     Args:
         shape: the matmul.

@@ -40,14 +40,15 @@ ROWS = 64
 """Rows per tile: the m64 of wgmma."""
 
 MIN_ROW_TILES = 3
-"""Minimum row tiles of a weight, padding included: the maximum that a CTA of gemm.cu computes at once."""
+"""Minimum row tiles of a weight, padding included. A CTA of gemm.cu has up to three, and the last CTA along N begins at
+an earlier row tile instead of having fewer."""
 
 PADDING = 0x44
 """Metadata of padding: positions 0 and 1, twice."""
 
 METADATA_ORDER = {1: (4, 0, 5, 1, 3, 6, 2, 7), 2: (4, 0, 1, 3, 5, 6, 2, 7)}
 """Order of metadata in tiles, by bytes per value: a permutation of the axes of `_metadata_sizes`, which are row tile,
-warp, eight rows (lower, upper), row, K tile, wgmma, 16-byte unit, byte."""
+warp, upper or lower half of its 16 rows, row, K tile, wgmma, 16-byte unit of values, byte of metadata."""
 
 
 def layout_of(params: Params) -> str:
@@ -99,7 +100,8 @@ def unpack(packed: Packed) -> Tensor:
 def check_content(packed: Packed) -> None:
     """Check a weight of any layout: change it to the layout on disk, and check it as `check.check_content` does.
 
-    A position is two bits for four columns in every layout, so no metadata leads a kernel outside its tensors.
+    Padding of ``tiles`` is checked, too. In every layout a position is two bits that select one of four columns, so
+    whatever the metadata are, a kernel stays inside its tensors.
 
     Raises:
         FormatError: the content is invalid, or the weight cannot have this layout on its device or in its dtype.
@@ -108,7 +110,7 @@ def check_content(packed: Packed) -> None:
     if layout != "rows" and dtype not in DTYPES:
         raise FormatError(f"layout {layout} holds 8 or 16 bits per value, not {dtype}")
     if layout == "compressed" and packed.device.type != "cuda":
-        raise FormatError("layout compressed exists on a GPU only: on disk and on a CPU the layout is rows")
+        raise FormatError(f"layout compressed exists on a GPU only, got it on {packed.device}; .to('cpu') gives rows")
     stored = in_rows(packed)
     check.check_content(stored)
     if layout == "tiles" and not torch.equal(in_tiles(stored).tensors["tiles"], packed.tensors["tiles"]):
@@ -118,8 +120,9 @@ def check_content(packed: Packed) -> None:
 def arrange(packed: Packed, device_type: str) -> Packed:
     """Return the same weight in the layout for a device.
 
-    On a CPU that is the layout on disk. On a GPU it is the layout of the first kernel that can run there; a weight that
-    no such kernel takes, and one that already has a GPU layout, is returned unchanged.
+    On a CPU that is the layout on disk. On a GPU it is the first of ``tiles`` and ``compressed`` whose kernel takes the
+    stored dtype there; K and the dtype of x are not considered. If neither does, or the weight already has a GPU
+    layout, it is returned unchanged.
     """
     if device_type != "cuda":
         return in_rows(packed)
@@ -195,7 +198,7 @@ def to_tiles(values: Tensor, metadata: Tensor, counts: tuple[int, int]) -> Tenso
     stored = values.view(torch.uint8)
     stored = F.pad(stored, (0, k_tiles * VALUE_BYTES - stored.shape[1], 0, rows))
     metadata = F.pad(metadata, (0, k_tiles * octets - metadata.shape[1], 0, rows), value=PADDING)
-    # Axes: row tile, eight rows, row, K tile, wgmma, 16-byte unit, byte. A core matrix is eight rows of a unit.
+    # Axes: row tile, eighth of its rows, row, K tile, wgmma, 16-byte unit, byte. A core matrix is eight rows of a unit.
     stored = stored.view(row_tiles, 8, 8, k_tiles, 2, 2, 16).permute(3, 0, 4, 5, 1, 2, 6)
     metadata = metadata.view(_metadata_sizes(k_tiles, row_tiles, width)).permute(METADATA_ORDER[width])
     return torch.cat([part.reshape(k_tiles, row_tiles, -1) for part in (stored, metadata)], 2)
@@ -215,7 +218,7 @@ def from_tiles(tiles: Tensor, n: int, slots: int, dtype: torch.dtype) -> dict[st
 
 
 def _metadata_sizes(k_tiles: int, row_tiles: int, width: int) -> tuple[int, ...]:
-    """Return the sizes of the axes that `METADATA_ORDER` permutes: row-major metadata of values of ``width`` bytes."""
+    """Return the sizes of the axes that `METADATA_ORDER` permutes, for values of ``width`` bytes."""
     return row_tiles, 4, 2, 8, k_tiles, 2, 2, 4 // width
 
 

@@ -32,7 +32,7 @@ UNFUSED: Defines = {"RMS_NORM": 0, "ADD_RESIDUAL": 0, "SILU_MUL": 0}
 
 SOURCE = CudaSource(
     Path(__file__).with_name("decode_tensor.cu"),
-    tuple(
+    tuple(  # schedules: tile_m, warps, stages, tiles_at_once, ctas_per_sm
         {**DecodeTensorSchedule(VectorNM(*pattern), dtype, *schedule).defines, **UNFUSED, **fusion}
         for pattern, dtype, schedule, fusion in (
             ((16, 32, 32), torch.float16, (1, 16, 2, 1, 2), {}),

@@ -113,7 +113,7 @@ __device__ __forceinline__ void Vectors::produce(const StreamMemory& memory, con
                                                  int warp, int lane) const {
     Positions positions[kMostConsumers];
     TileCursor tile(work, first, warp);  // of the warp's first consumer
-    auto row_tile = [&](int i) { return min(tile.row_tile + i * kProducerWarps, row_tiles - 1); };
+    auto row_tile = [&](int i) { return min(tile.weight_row + i * kProducerWarps, row_tiles - 1); };
     auto load_positions = [&] {
 #pragma unroll
         for (int i = 0; i < kMostConsumers; ++i) positions[i].load(*this, row_tile(i), tile.column, lane);

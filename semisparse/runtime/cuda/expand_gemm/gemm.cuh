@@ -26,7 +26,7 @@
 //     release(iteration)                the tile has been expanded
 //
 // Compiled for sm_90a with SCALAR (__half or __nv_bfloat16), TILE_M (16, 32, 160, or a multiple of 64 up to 256), WARPGROUPS,
-// CLUSTER, SPLIT_K (0: Stream-K), STAGES, X_STAGES, CTAS_PER_SM. With EXPERTS (stream_k.cuh) SPLIT_K is 0 or 1.
+// CLUSTER, SPLIT_K (0: Stream-K), STAGES, X_STAGES, CTAS_PER_SM. With EXPERTS (stream_k.cuh) SPLIT_K is 0.
 
 #pragma once
 

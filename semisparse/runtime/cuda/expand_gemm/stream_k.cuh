@@ -1,14 +1,17 @@
 // How gemm.cuh divides its iterations among clusters of CTAs, and adds accumulators across CTAs.
 //
 // An output tile is TILE_M tokens by CLUSTER * WARPGROUPS * 64 rows of w; an iteration is an output tile by 256 columns of K.
-// Each cluster computes an equal, contiguous range of all iterations:
-//   SPLIT_K = 0  Stream-K: ranges end anywhere. The cluster with an output tile's first iteration, the last tile of its range,
-//                adds the partial accumulators that the others stored for it (fix-up).
+// Each cluster computes a contiguous range of all iterations; the lengths of ranges differ by one at most:
+//   SPLIT_K = 0  Stream-K: ranges end anywhere. The cluster with an output tile's first iteration adds the partial accumulators
+//                that the others stored for it (fix-up).
 //   SPLIT_K > 0  split-K: an output tile is SPLIT_K ranges; every CTA adds up the partial accumulators of its share of the
 //                tokens, and stores those of the others' shares.
-// Partials are added in the order of the ranges, so every run returns the same bits. Each warp exchanges its own 16 rows. CTAs
-// start in the order of their numbers, and those of an output tile are consecutive: a CTA waits only for CTAs that are resident
-// or start next.
+// Partials are added in the order of the ranges, so every run returns the same bits. Each warp exchanges its own 16 rows.
+//
+// Warps wait for partials of other CTAs. The grid then has at most CTAS_PER_SM CTAs per SM (expand_gemm.py), so all are resident
+// as soon as other kernels have left the GPU, and no order of CTAs is assumed. It is assumed if another kernel waits in the same
+// way, such as this one in another stream: CTAs then have to start in the order of their numbers, which CUDA does not promise. Those
+// of an output tile are consecutive, so only the last tile begun can wait for CTAs that have not started.
 
 #pragma once
 
@@ -18,6 +21,7 @@
 #include "ptx/griddepcontrol.cuh"
 #include "rows.cuh"
 
+static_assert(!EXPERTS || SPLIT_K == 0, "the ranges of EXPERTS end anywhere");
 constexpr int kRangesPerTile = SPLIT_K > 0 ? SPLIT_K : 1;
 constexpr int kLoadGroups = kRangesPerTile <= 4 ? 4 : 2;  // token groups whose partials are loaded together
 
@@ -45,7 +49,8 @@ struct WorkRanges {
     __device__ __forceinline__ int row_tile(int tile) const {
         return ((EXPERTS ? tile % row_groups : tile / m_tiles) * CLUSTER + blockIdx.x % CLUSTER) * kConsumerWarps;
     }
-    // The weight tile row of a consumer warp. Warps past the last row tile repeat it.
+    // The row tile that a consumer warp expands, counted over the weight or, with EXPERTS, over the stack of experts. Warps past
+    // the last row tile expand it again; their accumulators are not stored.
     __device__ __forceinline__ int weight_row(int tile, int warp) const {
         return (EXPERTS ? job_experts[m_tile(tile)] * row_tiles : 0) + min(row_tile(tile) + warp, row_tiles - 1);
     }
@@ -55,35 +60,36 @@ __device__ __forceinline__ WorkRanges make_ranges(int m, int row_tiles, int colu
     const int m_tiles = EXPERTS ? *jobs.count : (m + TILE_M - 1) / TILE_M;
     const int row_groups = (row_tiles + CLUSTER * kConsumerWarps - 1) / (CLUSTER * kConsumerWarps);
     const int iterations = row_groups * m_tiles * column_tiles;
-    // No range may be empty: the one before it would wait for its partials. The host does not know the number of jobs.
+    // An empty range would store no partials, and the one before it would wait for them. With EXPERTS the host does not know the
+    // number of jobs: there may be more clusters than iterations, and the last clusters have no range.
     const int ranges = static_cast<int>(gridDim.x) / CLUSTER;
     return {column_tiles, m_tiles, iterations, EXPERTS ? max(min(ranges, iterations), 1) : ranges,
             jobs.experts, row_groups, row_tiles};
 }
 
-// A consumer warp's weight tile in an iteration. Advancing divides only at the end of an output tile. The accumulators of warps
-// past the last row tile are not stored.
+// A consumer warp's weight tile in an iteration. advance() needs integer divisions only at the end of an output tile.
 struct TileCursor {
     WorkRanges work;
-    int iteration, column, row_tile;
+    int iteration, column, weight_row;
     int warp;
 
     __device__ __forceinline__ TileCursor(const WorkRanges& work, int iteration, int warp)
         : work(work), iteration(iteration), column(work.column(iteration)), warp(warp) {
-        find_row_tile();
+        find_weight_row();
     }
     __device__ __forceinline__ void advance() {
         ++iteration;
         if (++column < work.column_tiles) return;
         column = 0;
-        find_row_tile();
+        find_weight_row();
     }
-    __device__ __forceinline__ void find_row_tile() {
-        if (!EXPERTS || iteration < work.iterations) row_tile = work.weight_row(work.tile(iteration), warp);
+    __device__ __forceinline__ void find_weight_row() {
+        if (!EXPERTS || iteration < work.iterations) weight_row = work.weight_row(work.tile(iteration), warp);
     }
 };
 
-// Partial accumulators in global memory, and counts of the warps that have stored theirs. permute_x.cu zeroes the counters.
+// Partial accumulators in global memory, and counts of the warps that have stored theirs. The preceding kernel, permute_x.cu or
+// permute_pairs.cu, zeroes the counters.
 struct Workspace {
     float4* partials;  // [CTAs, kConsumerWarps, kTokenGroups, kWarpSize]
     int* counters;     // [CTAs, kConsumerWarps]
@@ -125,7 +131,8 @@ __device__ __forceinline__ void wait_partials(const int* counter, int count, int
 }
 
 // Split-K: a warp keeps the accumulators of its range's share of the tokens, stores the others, and adds the other ranges'
-// partials. `part` finds the range's number in the output tile, because registers need static indices.
+// partials. Registers need static indices, so the range's number in the output tile must be a template argument: `part` counts up
+// to it.
 template <int part = 0>
 __device__ __forceinline__ void exchange(const Accumulators& accumulators, const Workspace& workspace, const WarpOutput& output,
                                          int tile, int range, int warp, int lane) {
@@ -168,7 +175,8 @@ __device__ __forceinline__ void exchange(const Accumulators& accumulators, const
     }
 }
 
-// Stores y's tile, or this range's part of it: `first` is the range's first iteration of the tile.
+// Ends an output tile of a range whose first iteration of it is `first`. Stores y: the tile, or with split-K the range's share of
+// its tokens. With Stream-K, a range without the tile's first iteration stores partial accumulators instead.
 __device__ __forceinline__ void reduce_and_store(Accumulators& accumulators, const WorkRanges& work, const Workspace& workspace,
                                                  const WarpOutput& output, int tile, int first, int range, int warp, int lane) {
     if constexpr (SPLIT_K > 1) {
