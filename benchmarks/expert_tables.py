@@ -18,24 +18,10 @@ def _number(us: float) -> str:
     return f"{us:,.0f}" if us >= 100 else f"{us:.1f}"
 
 
-Times = dict[tuple[str, str, str, str], tuple[float, bool]]
-
-
-def _times() -> Times:
-    """Return microseconds by way, tokens, routing and part, and whether they are an upper bound.
-
-    Run 1 had the GPU alone: the median. Other jobs ran beside run 2: the 10th percentile, which is at most too long.
-    """
-    found: Times = {}
-    rows = result("h200/experts.csv")
-    alone = {row["way"] for row in rows if row["run"] == "1"}
-    for row in rows:
-        key = (row["way"], row["tokens"], row["routing"], row["part"])
-        if row["run"] == "1":
-            found[key] = float(row["us"]), False
-        elif row["way"] not in alone:
-            found[key] = float(row["low_us"]), True
-    return found
+def _times() -> dict[tuple[str, ...], float]:
+    """Return microseconds by way, tokens, routing and part, each with the kernel that is chosen for it."""
+    chosen = (row for row in result("h200/experts.csv") if not row["schedule"])
+    return {tuple(row[column] for column in ("way", "tokens", "routing", "part")): float(row["us"]) for row in chosen}
 
 
 def _named(way: str) -> str:
@@ -55,25 +41,22 @@ def experts() -> str:
     for way, name in names.items():
         cells = []
         for key in ROUTED:
-            (layer, bound), (both, _) = (times[(way, *key, part)] for part in ("layer", "matmuls"))
-            sign = "≤ " * bound
-            cells.append(f"{sign}{_number(layer)} ({sign}{_number(both)})")
+            both = times.get((way, *key, "matmuls"))
+            cells.append(_number(times[(way, *key, "layer")]) + (f" ({_number(both)})" if both else ""))
         lines.append([name, *cells])
     return markdown(HEADER, lines)
 
 
 def experts_gain() -> str:
-    """How many times as fast as transformers' layer, as its two matmuls, and as humming's layer."""
-    times, lines = _times(), []
+    """How many times as fast as transformers' layer and as humming's."""
+    times = _times()
+    lines = []
     for way in WAYS:
-        cells = []
-        for key in ROUTED:
-            own = [times[(way, *key, part)] for part in ("layer", "matmuls", "layer")]
-            others = [("grouped_mm", "layer"), ("grouped_mm", "matmuls"), (RIVAL, "layer")]
-            rivals = [times[(other, *key, part)][0] for other, part in others]
-            ratios = (f"{rival / us:.2f}" for (us, _), rival in zip(own, rivals, strict=True))
-            cells.append("≥ " * own[0][1] + ", ".join(ratios))
-        lines.append([_named(way), *cells])
+        ratios = (
+            [times[(rival, *key, "layer")] / times[(way, *key, "layer")] for rival in ("grouped_mm", RIVAL)]
+            for key in ROUTED
+        )
+        lines.append([_named(way), *(", ".join(f"{ratio:.2f}" for ratio in both) for both in ratios)])
     return markdown(HEADER, lines)
 
 
@@ -86,7 +69,7 @@ def mixture() -> str:
         line = [run]
         for model in losses:
             found = [rows.get((model, run, tune)) for tune in ("none", "bqpo")]
-            bits = next(f"{float(row['bits']):.2f}" for row in found if row)
+            bits = next((f"{float(row['bits']):.2f}" for row in found if row), "")
             line += [bits, *(f"{float(row['kl']):.3f}" if row else "" for row in found)]
         lines.append(line)
     names = {"mixture": "mixture", "mixture-dense": "dense model"}

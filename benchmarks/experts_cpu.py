@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/experts_cpu.py results/cpu/experts.csv
 
 Random weights: 32 experts, gate and up joined [1536, 2048], down [2048, 768], top 8 of uniformly drawn scores. Times
-are CPU time of one thread, so that other jobs disturb them less; dense and packed layers take turns, and each call has
-other tokens. Dense is the faster of transformers' implementations `eager` and `grouped_mm`. Every output is compared
+are CPU time of one thread, and the shortest of all rounds, so that other jobs disturb them less; dense and packed layers
+take turns, and each call has other tokens. Dense is the faster of transformers' implementations `eager` and `grouped_mm`. Every output is compared
 with the dense layer of the unpacked weights before it is timed.
 """
 
@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ TOKENS = (1, 8, 64, 512)
 STEPS = 6
 WAYS: Mapping[str, tuple[str, str, dict[str, str]]] = {
     "bitmask 32:64": ("bitmask", "32:64", {}),
+    "bitmask 32:64 W8": ("bitmask", "32:64", {"kind": "w8"}),
     "bitmask 32:64 W4": ("bitmask", "32:64", {"kind": "w4"}),
     "gqs W4S50": ("gqs", "g16@50%", {"kind": "w4"}),
     "gqs W4 g128": ("gqs", "g128@0%", {"kind": "w4"}),
@@ -91,9 +91,7 @@ def implementation(dense: Any, name: str, *operands: Tensor) -> Tensor:
     return dense(*operands)
 
 
-def seconds_in_turn(
-    layers: Mapping[str, Layer], drawn: list[Operands], at_least: float = 2.0
-) -> dict[str, list[float]]:
+def seconds_in_turn(layers: Mapping[str, Layer], drawn: list[Operands], at_least: float) -> dict[str, list[float]]:
     """Return the CPU seconds of each layer's calls, taken in turn until each has taken ``at_least`` seconds."""
     times: dict[str, list[float]] = {name: [] for name in layers}
     turn = 0
@@ -107,7 +105,7 @@ def seconds_in_turn(
 
 
 @torch.no_grad()
-def measure(dtype: torch.dtype) -> Iterator[dict[str, str]]:
+def measure(dtype: torch.dtype, seconds: float) -> Iterator[dict[str, str]]:
     """Time every way at every number of tokens."""
     dense = dense_experts(dtype)
     for way in WAYS:
@@ -119,8 +117,8 @@ def measure(dtype: torch.dtype) -> Iterator[dict[str, str]]:
             if not error < (1e-4 if dtype == torch.float32 else 2e-2):
                 raise KernelError(f"{way} is wrong at {tokens} tokens: relative error {error:.3g}; it was not timed")
             rivals = {name: partial(implementation, dense, name) for name in ("eager", "grouped_mm")}
-            times = seconds_in_turn({**rivals, "packed": experts}, drawn)
-            us = {name: 1e6 * median(found) for name, found in times.items()}
+            times = seconds_in_turn({**rivals, "packed": experts}, drawn, seconds)
+            us = {name: 1e6 * min(found) for name, found in times.items()}
             best = min(us["eager"], us["grouped_mm"])
             values = (dtype, tokens, way, f"{us['packed']:.0f}", f"{best:.0f}", f"{best / us['packed']:.2f}",
                       f"{error:.1e}", len(times["packed"]), device_facts(torch.device("cpu")).name)  # fmt: skip
@@ -131,10 +129,11 @@ def main() -> None:
     """Measure, and write the CSV after each row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("csv", type=Path)
+    parser.add_argument("--seconds", type=float, default=2.0, help="CPU time of each layer at each number of tokens")
     options = parser.parse_args()
     rows: list[dict[str, str]] = []
     for dtype in (torch.bfloat16, torch.float32):
-        for measured in measure(dtype):
+        for measured in measure(dtype, options.seconds):
             rows.append(measured)
             write_rows(options.csv, rows, COLUMNS)
             print(*measured.values(), flush=True)

@@ -30,7 +30,7 @@ WAYS = {
 }
 """Format, pattern and options by name."""
 
-COLUMNS = ("run", "tokens", "routing", "way", "part", "us", "low_us", "high_us", "floor_us", "speedup", "error",
+COLUMNS = ("tokens", "routing", "way", "part", "us", "low_us", "high_us", "floor_us", "speedup", "error",
            "schedule", "machine")  # fmt: skip
 BANDWIDTH, RATE = 4.28e12, 780e12
 """Measured on an H200: bytes and operations per second."""

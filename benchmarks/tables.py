@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import engine_tables
 import expert_tables
 import joint_tables
 import quality_tables
@@ -25,6 +26,7 @@ PAGES = (
     "docs/performance.md",
     "docs/quality.md",
     "docs/targets.md",
+    "docs/experiments/blocks.md",
     "docs/experiments/joint-search.md",
     "docs/experiments/search.md",
     "docs/experiments/pruning.md",
@@ -35,6 +37,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     **quality_tables.TABLES,
     **joint_tables.TABLES,
     **expert_tables.TABLES,
+    **engine_tables.TABLES,
 }
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 

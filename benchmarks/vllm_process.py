@@ -114,9 +114,9 @@ def _run(log: Path, work: Callable[..., None], parents: Any, connection: Any, ar
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    sys.stdout = sys.stderr = os.fdopen(file, "w", buffering=1)
     try:
         work(Turn(connection), *arguments)
     except Exception:
         traceback.print_exc()
-        sys.stderr.flush()
         os._exit(1)

@@ -102,8 +102,9 @@ class RowMatmul:
             bias: [N] or None.
         """
         (m, k), line = x.shape, CACHE_LINE // x.element_size()
-        columns = k + -k % max(grain, COLUMN_GRAIN)
-        stride = columns + line  # an odd number of lines, because COLUMN_GRAIN is an even one
+        columns = k + -k % COLUMN_GRAIN
+        # Room for whole pieces of `grain` columns; an odd number of lines, because COLUMN_GRAIN is an even one.
+        stride = k + -k % max(grain, COLUMN_GRAIN) + line
         padded = F.pad(x, (0, stride - k)).contiguous()
         bias = None if bias is None else bias.float().contiguous()
         if m > MAX_TOKENS[x.dtype]:

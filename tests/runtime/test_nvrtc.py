@@ -29,6 +29,7 @@ def declared_sources() -> list[CudaSource]:
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SEMISPARSE_CACHE", str(tmp_path / "cache"))
     includes._read.cache_clear()
+    nvrtc._digest_of_texts.cache_clear()
     (tmp_path / "factor.cuh").write_text("constexpr float kFactor = 2.0f;\n")
     path = tmp_path / "scale.cu"
     path.write_text(
@@ -38,6 +39,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     yield path
     includes._read.cache_clear()
+    nvrtc._digest_of_texts.cache_clear()
 
 
 @pytest.fixture
@@ -81,6 +83,7 @@ def test_a_kernel_compiles_without_spills(source: CudaSource, arch: str, variant
 def test_a_cubin_is_cached_until_something_it_depends_on_changes(source, compilations):
     def compile_it(arch="sm_90a", times=1):
         includes._read.cache_clear()
+        nvrtc._digest_of_texts.cache_clear()
         return compile_cubin(source, arch, {"TIMES": times})
 
     first = compile_it()
@@ -109,6 +112,7 @@ def test_a_cubin_depends_on_the_shared_headers(source, compilations, tmp_path, m
     first = compile_cubin(source, "sm_90a", {"TIMES": 1})
     header.write_text("constexpr float kFactor = 5.0f;\n")
     includes._read.cache_clear()
+    nvrtc._digest_of_texts.cache_clear()
     assert compile_cubin(source, "sm_90a", {"TIMES": 1}).code != first.code
     assert len(compilations) == 2
 

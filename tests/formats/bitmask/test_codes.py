@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 from semisparse.errors import FormatError
 from semisparse.formats import Packed, linear
-from semisparse.formats.bitmask.cpu import kernel as cpu
 from semisparse.nn.slicing import concatenate_weights, slice_weight
 from semisparse.patterns import parse_pattern
 from semisparse.quant.group import GroupScales, scales_of
-from semisparse.runtime import cpp
+from semisparse.runtime import cpp, row_matmul
 from tests.formats.bitmask.test_check import damaged
 from tests.formats.bitmask.weights import BITMASK
 from tests.formats.cases import build, random
@@ -142,7 +141,7 @@ def test_an_unknown_kind_and_scales_of_another_weight_are_refused():
 @pytest.mark.skipif(cpp.refusal() is not None, reason=str(cpp.refusal()))
 @pytest.mark.parametrize("kind", BITS)
 def test_the_cpu_kernel_multiplies_what_the_codes_mean(kind: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cpu, "BAND_BYTES", 4 * 172 * 10)
+    monkeypatch.setattr(row_matmul, "UNPACKED_BYTES", 1)  # 8 rows
     for pattern, dtype, m in (
         ("32:64", torch.float16, 1),
         ("7:64", torch.bfloat16, 7),

@@ -10,7 +10,7 @@ from torch import Tensor
 from semisparse.formats import Packed, linear
 from semisparse.formats.bitmask.cpu import kernel as cpu
 from semisparse.patterns import parse_pattern
-from semisparse.runtime import cpp
+from semisparse.runtime import cpp, row_matmul
 from tests.formats.bitmask.weights import BITMASK
 from tests.formats.cases import build, random
 from tests.formats.checking import check_product
@@ -42,8 +42,8 @@ def test_any_number_of_threads_returns_the_same_bits(pattern: str):
 
 
 @pytest.mark.parametrize("pattern", ["32:64", "70%"])
-def test_more_rows_than_one_band_holds(pattern: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cpu, "BAND_BYTES", 4 * 172 * 10)
+def test_more_rows_than_torch_multiplies_at_a_time(pattern: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(row_matmul, "UNPACKED_BYTES", 1)  # 8 rows
     packed, x = packed_weight(pattern, 33, 172), random_x(65, 172)
     check_product(linear(x, packed, kernel="cpu"), x, packed, None)
 
@@ -72,7 +72,9 @@ def test_every_16_bit_number_is_read(dtype: torch.dtype):
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="these instruction sets are those of x86-64")
-@pytest.mark.parametrize("without", ["-mno-avx512vbmi2", "-mno-avx512f", "-mno-avx512f -mno-avx2 -mno-f16c"])
+@pytest.mark.parametrize(
+    "without", ["-mno-avx512bf16", "-mno-avx512vbmi2", "-mno-avx512f", "-mno-avx512f -mno-avx2 -mno-f16c"]
+)
 def test_older_instruction_sets(without: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CXX", f"{cpp.find_compiler().command[0]} {without}")
     monkeypatch.setattr(cpp, "find_compiler", cpp.find_compiler.__wrapped__)

@@ -109,6 +109,19 @@ inline void unpack_by_rounded_table(const uint8_t* codes, __m512 table, int64_t 
         _mm512_storeu_si512(columns + first, _mm512_permutexvar_epi16(indices, twice));
     }
 }
+// Two groups of 16 columns, whose tables are the halves of one.
+inline void unpack_two_by_table(const uint8_t* codes, const float* zeros, const float* scales, uint16_t* first, uint16_t* second) {
+    const __m512i words = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
+    const __m512i shifts = _mm512_broadcast_i32x4(_mm_set_epi16(12, 12, 8, 8, 4, 4, 0, 0));
+    const __m512i halves = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
+    const __m512i table = (__m512i)_mm512_cvtne2ps_pbh(table_of(zeros[1], scales[1]), table_of(zeros[0], scales[0]));
+    const __m512i number = _mm512_castsi128_si512(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+    const __m512i shifted = _mm512_srlv_epi16(_mm512_permutexvar_epi32(words, number), shifts);
+    const __m512i indices = _mm512_ternarylogic_epi32(shifted, _mm512_set1_epi16(15), halves, 0xea);  // (a & b) | c
+    const __m512i values = _mm512_permutexvar_epi16(indices, table);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(first), _mm512_castsi512_si256(values));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(second), _mm512_extracti64x4_epi64(values, 1));
+}
 #endif
 #endif
 
@@ -147,7 +160,16 @@ void unpack_tile(const Weight& weight, int64_t tile, int64_t stride, Operand* ba
         float scales[kRows * kChunkGroups], zeros[kRows * kChunkGroups];
         widen_chunk(weight, group, __builtin_popcountll(mask), scales, zeros);
         const float *scale = scales, *zero = zeros;
-        for (uint64_t kept = mask; kept; kept &= kept - 1, ++group) {
+        uint64_t kept = mask;
+#ifdef HAS_BFLOAT16_PRODUCT
+        if constexpr (kBits == 4 && kLanes == 8 && sizeof(Operand) == 2)
+            for (; weight.size == 16 && (kept & (kept - 1)); group += 2, zero += 2, scale += 2) {
+                const int first = __builtin_ctzll(kept), second = __builtin_ctzll(kept &= kept - 1);
+                kept &= kept - 1;
+                unpack_two_by_table(weight.codes + group * bytes, zero, scale, group_columns(first), group_columns(second));
+            }
+#endif
+        for (; kept; kept &= kept - 1, ++group) {
             unpack_group<kBits, kLanes>(weight.codes + group * bytes, *zero++, *scale++, weight.size,
                                         group_columns(__builtin_ctzll(kept)));
         }
@@ -196,7 +218,7 @@ void gqs_matmul(const Weight* weight, const MatmulCall* call) {
     });
 }
 
-// Writes rows `first` to `first + count` to [count, stride], bfloat16 or float32; `count` is a multiple of 16.
+// Writes rows `first` to `first + count` to [count, stride], bfloat16 or float32; `rows` has room for whole row tiles.
 void gqs_unpack(const Weight* weight, int64_t first, int64_t count, int64_t stride, void* rows, int bfloat16, int threads) {
     with_product(bfloat16, [=](auto product) {
         using Operand = typename decltype(product)::Operand;

@@ -11,7 +11,7 @@ from semisparse.formats.gqs.cuda.decode import SOURCE
 from semisparse.formats.gqs.cuda.gemm_wgmma import SOURCE as GEMM
 from semisparse.formats.gqs.cuda.gemm_wgmma import gemm_defines
 from semisparse.formats.gqs.cuda.operands import aligned
-from semisparse.formats.gqs.cuda.schedule import ELEMENTS, GROUP_SIZE, Schedule, choose_experts
+from semisparse.formats.gqs.cuda.schedule import ELEMENTS, EXPERT_PAIRS, GROUP_SIZE, Schedule, choose_experts
 from semisparse.formats.gqs.cuda.wgmma_schedule import tiles_of
 from semisparse.formats.gqs.storage.disk import TENSORS, code_bits, group_size, quantises_x
 from semisparse.formats.gqs.storage.masks import CHUNK_GROUPS, CHUNK_ROWS
@@ -53,7 +53,7 @@ def prepare(problem: ExpertsProblem) -> ExpertsProduct | None:
         return None
     decodes = size == GROUP_SIZE and code_bits(spec.params, size) == 4 and cuda_refusal(problem.device) is None
     gemms = size in WGMMA_SIZES and hopper_refusal(problem.device) is None
-    if decodes and (problem.pairs <= DECODE_PAIRS * problem.experts or not gemms):
+    if decodes and (problem.pairs <= max(EXPERT_PAIRS, DECODE_PAIRS * problem.experts) or not gemms):
         return prepare_decode(problem)
     return prepare_gemm(problem) if gemms else None
 
