@@ -10,8 +10,8 @@
 //
 // Warps wait for partials of other CTAs. The grid then has at most CTAS_PER_SM CTAs per SM (expand_gemm.py), so all are resident
 // as soon as other kernels have left the GPU, and no order of CTAs is assumed. It is assumed if another kernel waits in the same
-// way, such as this one in another stream: CTAs then have to start in the order of their numbers, which CUDA does not promise. Those
-// of an output tile are consecutive, so only the last tile begun can wait for CTAs that have not started.
+// way, such as this one in another stream: CTAs then have to start in the order of their numbers, which CUDA does not promise.
+// Those of an output tile are consecutive, so only the last tile begun can wait for CTAs that have not started.
 
 #pragma once
 
