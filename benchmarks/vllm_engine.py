@@ -29,15 +29,17 @@ LONG_PROMPTS, LONG_PROMPT = 32, 2048
 
 PROFILED_STEPS, STEP = 32, "step"
 
+FUSION = {"additional_config": {"semisparse_fusion": True}}
+
 VARIANTS: dict[str, dict[str, Any]] = {
-    "-unfused": {"additional_config": {"semisparse_fusion": False}},
-    "-no-pdl": {"compilation_config": {"inductor_compile_config": {"triton.enable_pdl": False}}},
+    "-fused-no-pdl": {**FUSION, "compilation_config": {"inductor_compile_config": {"triton.enable_pdl": False}}},
+    "-fused": FUSION,
     "-few-splits": {"attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 4}},
     "-triton-attention": {"attention_config": {"backend": "TRITON_ATTN"}},
 }
-"""Endings of columns, and the engine arguments that they stand for: no fused matmuls; fused ones, but no programmatic
-dependent launch of Inductor's kernels; FlashAttention with the keys in at most 4 parts instead of 32; vLLM's own
-attention kernel."""
+"""Endings of columns, and the engine arguments that they stand for: fused matmuls without programmatic dependent launch
+of Inductor's kernels; fused matmuls; FlashAttention with the keys in at most 4 parts instead of 32; vLLM's own kernel
+for attention."""
 
 ENGINE: dict[str, Any] = {
     "max_model_len": 4096,

@@ -48,7 +48,7 @@ def test_compress_twice_and_run(way: str, tmp_path: Path):
     ids = torch.arange(2 * 20).view(2, 20)
     exact = semisparse.load(tmp_path / "once", "cpu", torch.float32)(ids).logits
     # bfloat16 rounds each of some 20 steps to 2^-9; 8-bit activations make a rounding of x a step of theirs, 2^-7.
-    # With float32 x the CPU multiplies dequantised weights as they are, a GPU rounds them to the bfloat16 of the scales.
+    # With float32 x a CPU multiplies dequantised weights as they are; a GPU rounds them to bfloat16, as the scales are.
     single = {"slidesparse": 0.05, "gqsa": 2**-8}.get(recipe, 1e-3)
     for dtype, bound in ((torch.float32, single), (torch.bfloat16, 0.1)):
         found = semisparse.load(tmp_path / "once", "cuda", dtype)(ids.cuda()).logits.float().cpu()

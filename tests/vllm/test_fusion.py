@@ -151,7 +151,7 @@ def config(**changes: Any) -> Any:
         "inductor_compile_config": {},
         "compile_ranges_endpoints": [64],
     }
-    additional = changes.pop("additional_config", {})
+    additional = changes.pop("additional_config", {"semisparse_fusion": True})
     return SimpleNamespace(compilation_config=SimpleNamespace(**(compilation | changes)), additional_config=additional)
 
 
@@ -173,28 +173,30 @@ def test_it_is_installed_for_few_tokens(gpu: SimpleNamespace):
 
     from semisparse.integrations.vllm import fusion
 
-    for additional in ({}, {"semisparse_fusion": True}, "hash"):
-        changed = config(additional_config=additional)
-        assert fusion.install_fusion(changed, FORMATS)
-        assert changed.compilation_config.compile_ranges_endpoints == [fusion.MAX_FUSED_TOKENS, 64]
-        settings = changed.compilation_config.inductor_compile_config
-        installed = settings[gpu.pass_key]
-        assert installed.is_applicable_for_range(Range(1, fusion.MAX_FUSED_TOKENS))
-        assert not installed.is_applicable_for_range(Range(fusion.MAX_FUSED_TOKENS + 1, 64))
-        assert installed.launches_early
-        assert settings[fusion.PDL] is False
-        assert fusion.install_fusion(changed, FORMATS)
+    changed = config()
+    assert fusion.install_fusion(changed, FORMATS)
+    assert changed.compilation_config.compile_ranges_endpoints == [fusion.MAX_FUSED_TOKENS, 64]
+    settings = changed.compilation_config.inductor_compile_config
+    installed = settings[gpu.pass_key]
+    assert installed.is_applicable_for_range(Range(1, fusion.MAX_FUSED_TOKENS))
+    assert not installed.is_applicable_for_range(Range(fusion.MAX_FUSED_TOKENS + 1, 64))
+    assert installed.launches_early
+    assert settings[fusion.PDL] is False
+    assert fusion.install_fusion(changed, FORMATS)
 
 
-def test_it_is_not_installed_where_nothing_is_fused(gpu: SimpleNamespace):
+def test_it_is_not_installed_where_nothing_is_fused(gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
     from semisparse.integrations.vllm import fusion
 
-    assert not fusion.install_fusion(config(), ["slide24", "ec_csr"])
     assert not fusion.install_fusion(config(mode=None), FORMATS)
-    assert not fusion.install_fusion(config(additional_config={"semisparse_fusion": False}), FORMATS)
+    for additional in ({}, {"semisparse_fusion": False}, "hash"):
+        assert not fusion.install_fusion(config(additional_config=additional), FORMATS)
     own = config(inductor_compile_config={"post_grad_custom_post_pass": object()})
     assert not fusion.install_fusion(own, FORMATS)
     assert own.compilation_config.compile_ranges_endpoints == [64]
+    with monkeypatch.context() as patch:
+        patch.setattr(fusion, "has_fused_kernels", lambda formats: False)
+        assert not fusion.install_fusion(config(), FORMATS)
     gpu.is_cuda = lambda: False
     assert not fusion.install_fusion(config(), FORMATS)
 

@@ -195,10 +195,12 @@ def test_so_it_is_compiled_and_with_graphs(served: str, tmp_path: Path):
     compare(written("demo", FORMATS[served], tmp_path), "demo", torch.float16, LEAST[served])
 
 
-@pytest.mark.parametrize("served", ["bitmask", "gqs-w4s50", "vector_nm"])
-def test_so_it_is_without_fused_matmuls(served: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    "served", ["bitmask", "bitmask-w4", "gqs-w4s50", "gqs-dense-w4", "vector_nm", "ec_csr", "dense-int8"]
+)
+def test_so_it_is_with_fused_matmuls(served: str, tmp_path: Path):
     directory = written("demo", FORMATS[served], tmp_path)
-    settings = {"additional_config": {"semisparse_fusion": False}, "compilation_config": FEW_GRAPHS}
+    settings = {"additional_config": {"semisparse_fusion": True}, "compilation_config": FEW_GRAPHS}
     compare(directory, "demo", torch.float16, LEAST[served], **settings)
 
 
