@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 import semisparse
 from semisparse import cli
@@ -18,6 +19,7 @@ from semisparse.cli.output import print_json
 from semisparse.compress.journal import Journal
 from tests.conftest import Run
 from tests.forked import exit_code
+from tests.models import byte_tokenizer
 
 SMALL = ("--samples", "4", "--seqlen", "32", "--set", "search=evolution", "--set", "search_effort=6")
 
@@ -212,3 +214,27 @@ def test_compress_tells_of_its_tuning(run: Run, model: Path, text: Path, tmp_pat
     done = run("compress", model, *arguments, "--calib", text, "--out", tmp_path / "out")
     assert done.status == 0, done.err
     assert all(word in done.out + done.err for word in ("held-out loss", "decoder layer 2 of 2", "end to end"))
+
+
+def test_compress_ends_with_what_stays_dense(run: Run, text: Path, tmp_path: Path):
+    model = tmp_path / "mixture"
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MixtralConfig(vocab_size=259, **sizes, num_hidden_layers=2, num_local_experts=4)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(model)
+    byte_tokenizer().save_pretrained(model)
+    arguments = (
+        "--recipe",
+        "rheosparse",
+        "--set",
+        "prune=magnitude",
+        "--set",
+        "search=none",
+        "--set",
+        "ignore=*.v_proj",
+    )
+    done = run("compress", model, *arguments, "--out", tmp_path / "out")
+    assert done.status == 0, done.err
+    said = " ".join((done.out + done.err).split())  # the console wraps
+    dense = said[said.index("dense: ") : said.index("of the bytes of all linear weights")]
+    for part in ("v_proj", "mlp.gate", "lm_head (outside the decoder layers)", "%"):
+        assert part in dense, dense
