@@ -22,10 +22,10 @@ class Problem:
     """A matmul for a kernel to compute: ``y[M, N] = x[M, K] @ w[N, K].T``.
 
     Args:
-        m: for a kernel the maximum M, the upper end of a bucket (`bucket_of`): a product prepared for it takes every M
+        m: for a kernel the maximum M, the upper end of a bucket (`bucket_of`): what is prepared for it computes every M
             of the bucket. For `Format.cost` any M.
-        spec: the weight's spec with the format's facts instead of the params that count what is stored
-            (`Format.structure`).
+        spec: what `Format.structure` makes of the weight's spec: without params that vary from weight to weight, such
+            as the number of non-zeros, so that weights of one shape share a prepared kernel.
         dtype: dtype of x and y.
         device: device of all operands.
         prologue: applied to x: ``none``, or ``rms_norm`` (each row is normalised).
@@ -51,7 +51,7 @@ class Problem:
 
     @property
     def fusion_defines(self) -> Defines:
-        """The macros that fusion.cuh takes: 1 for what is fused, else 0."""
+        """The macros of fusion.cuh that select what is fused: 1 or 0 each."""
         return {
             "RMS_NORM": int(self.prologue == "rms_norm"),
             "ADD_RESIDUAL": int(self.epilogue == "add"),
@@ -75,7 +75,7 @@ class Problem:
 
     @property
     def params(self) -> Params:
-        """The format's own numbers, with facts instead of counts."""
+        """The format's params, as `Format.structure` leaves them."""
         return self.spec.params
 
     @property
@@ -102,7 +102,7 @@ class FusedOperands:
     """The operands of a prologue and an epilogue.
 
     Args:
-        norm_weight: [K], the weight of ``rms_norm``, contiguous, in x's dtype.
+        norm_weight: [K], the weight of ``rms_norm``, contiguous, at a multiple of 16 bytes, in x's dtype.
         epsilon: the epsilon of ``rms_norm``.
         residual: [M, N], the residual of ``add``, contiguous, in x's dtype.
     """
@@ -151,8 +151,9 @@ ExpertsProduct = Callable[[Tensor, "Packed", Tensor | None, Routing], Tensor]
 pairs of the problem's bucket. x is [tokens, K], where the pairs of a token share a row, or [pairs, K]."""
 
 MAX_FUSED_TOKENS = 2
-"""Maximum M with a prologue or an epilogue. For 8 tokens fusing gains nothing or loses
-(docs/experiments/decode-step.md, "Batches")."""
+"""Maximum M of a `Problem` with a prologue or an epilogue (not of an `ExpertsProblem`).
+
+For 8 tokens fusing gains nothing or loses (docs/experiments/decode-step.md, "Batches")."""
 
 
 class FusedProduct(Protocol):
@@ -171,8 +172,8 @@ class Kernel:
         name: unique inside the format.
         device: ``cpu`` or ``cuda``; None runs on any.
         supports: problem -> None if the kernel can compute it on this machine, else the reason why not.
-        prepare: problem -> the function that computes it. Imports, compiles and loads what it needs, and computes what
-            depends on neither the exact M nor the operands' values: once per problem, because on the host this takes
+        prepare: problem -> the function that computes it. Imports, compiles and loads what it needs (Triton's kernels
+            compile at the first call), and computes what depends on neither the exact M nor the operands' values: once per problem, because on the host this takes
             longer than a decode matmul takes on the GPU. Keeps no tensor.
         pays: problem -> whether ``auto`` may prefer it to the kernels after it; false if another is known to be faster.
         fuse: as ``prepare``, for a problem with a prologue or an epilogue; None if the kernel cannot fuse them, or if

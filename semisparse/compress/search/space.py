@@ -48,7 +48,10 @@ class LinearSpace:
     strides: tuple[int, ...]
 
     def restricted_to(self, centre: int, stage: int, steps: int) -> LinearSpace:
-        """Return this space with only the levels at most ``steps`` whole strides of the stage from ``centre``."""
+        """Return this space with only the levels ``centre + i * stride``, for i from ``-steps`` to ``steps``.
+
+        The stride is that of search stage ``stage``.
+        """
         levels = {centre + step * self.strides[stage] for step in range(-steps, steps + 1)}
         patterns = {level: pattern for level, pattern in self.patterns.items() if level in levels}
         return replace(self, patterns=patterns, kept={level: self.kept[level] for level in patterns})
@@ -92,9 +95,9 @@ def switch_levels(
 ) -> Candidate | None:
     """Mutate a candidate: make some linear layers sparser and others denser by the same number of weights.
 
-    Each move changes a random linear layer by one stride of the stage. The first move makes one sparser. Each later one
-    makes one denser while more weights were removed than added, else sparser, until the two numbers are equal and not
-    zero. A linear layer moves in one direction only.
+    Each move changes a random linear layer by one stride of the stage: it becomes denser if the moves so far removed
+    more weights than they added, else sparser. An attempt succeeds once as many weights were added as removed, and not
+    zero; it fails after `MAX_MOVES`. A linear layer moves in one direction only.
 
     Args:
         space: all linear layers.

@@ -188,7 +188,7 @@ def test_the_kernel_searches_by_the_bucket_and_plans_by_the_exact_m(library, com
         ((7, 5), torch.int8, "needs compute capability 8.0"),
         ((8, 0), torch.float8_e4m3fn, "needs compute capability 8.9"),
         ((9, 0), torch.float16, "illegal instruction on Hopper"),
-        ((8, 0), torch.float32, "sparse tensor cores take"),
+        ((8, 0), torch.float32, "2:4 kernels take"),
         ((10, 0), torch.float16, None),
     ],
 )

@@ -86,7 +86,7 @@ def test_what_the_kernel_refuses(monkeypatch):
         (torch.float32, in_tiles(packed), "x is float16 or bfloat16"),
         (torch.bfloat16, packed, "supports layout 'tiles' only; this weight has layout 'rows'"),
         (torch.float16, plain, "x is torch.float16, the weight torch.bfloat16"),
-        (torch.bfloat16, packed_weight("6:8", 5, 40, dtype=torch.float32), "sparse tensor cores take"),
+        (torch.bfloat16, packed_weight("6:8", 5, 40, dtype=torch.float32), "2:4 kernels take"),
         (torch.bfloat16, long, "a lifted token has 240000 bytes, shared memory 231424"),
     ):
         assert reason in gemm.refusal(problem_of(torch.zeros(2, weight.shape[1], dtype=x_dtype), weight))

@@ -26,7 +26,7 @@ TOKENS = 16
 """M is padded to a multiple of this, for every dtype."""
 
 ROWS = 32
-"""N is padded to a multiple of this. K already is one: storage/disk.py pads it (`LIFTED_ALIGNMENT`)."""
+"""N is padded to a multiple of this. The lifted K already is a multiple (`LIFTED_ALIGNMENT` in storage/disk.py)."""
 
 ALIGNMENT = 16
 """Alignment of every operand's address, in bytes."""
@@ -76,7 +76,7 @@ class Shape:
 
 
 Settings = Mapping[str, int]
-"""The library's attributes of an algorithm that differ from its defaults, by name."""
+"""Values of cusparseLtMatmulAlgAttribute_t by name, for the attributes that differ from the library's defaults."""
 
 SEARCHED = ("CONFIG_ID", "SPLIT_K", "SPLIT_K_MODE", "SPLIT_K_BUFFERS")
 """The attributes that a search sets."""
@@ -132,7 +132,7 @@ def compress(weight: Tensor) -> Tensor:
 
 
 def decompress(compressed: Tensor, n: int, k: int, dtype: torch.dtype) -> Tensor:
-    """Return the weight [N, K] of a compressed one, exactly: the library multiplies it with the identity."""
+    """Return the weight [N, K] of a compressed one, exactly if all values are finite: it is multiplied with the identity."""
     out = torch.int32 if dtype == torch.int8 else torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
     weight = torch.empty((n, k), dtype=dtype, device=compressed.device)
     for start in range(0, k, IDENTITY_ROWS):
@@ -154,7 +154,9 @@ _plans: dict[Shape, Plan] = {}
 
 
 def plan_for(shape: Shape) -> Plan:
-    """Return the plan of a shape, made at its first use with the fastest algorithm for M rounded up to a power of two.
+    """Return the plan of a shape, made at its first use with the fastest algorithm for M.
+
+    M is rounded up to a power of two, at most `LARGEST_SEARCH`, for the choice.
 
     Raises:
         KernelError: there is no plan yet, and a CUDA graph is being captured, in which no algorithm can be timed.
@@ -192,7 +194,9 @@ def _search(shape: Shape) -> Settings:
 
 
 class Plan:
-    """The library's descriptors of one matmul. They are cached and never freed: about 3 KB of host memory per plan.
+    """The library's descriptors of one matmul, never freed: about 3 KB of host memory per plan.
+
+    `plan_for` caches plans; that of a search is used once.
 
     Args:
         shape: the matmul.

@@ -25,7 +25,7 @@ COMPRESSED = TensorSpec("compressed", torch.uint8, ("bytes",))
 TILES = TensorSpec("tiles", torch.uint8, ("k_tiles", "row_tiles", "bytes"))
 
 DTYPES = (torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16)
-"""Dtypes of stored values that sparse tensor cores multiply."""
+"""Dtypes of stored values that gemm.cu and cuSPARSELt multiply here."""
 
 ADA = (8, 9)
 """The first compute capability with fp8."""
@@ -47,8 +47,8 @@ PADDING = 0x44
 """Metadata of padding: positions 0 and 1, twice."""
 
 METADATA_ORDER = {1: (4, 0, 5, 1, 3, 6, 2, 7), 2: (4, 0, 1, 3, 5, 6, 2, 7)}
-"""Order of metadata in tiles, by bytes per value: a permutation of the axes of `_metadata_sizes`, which are row tile,
-warp, upper or lower half of its 16 rows, row, K tile, wgmma, 16-byte unit of values, byte of metadata."""
+"""Axis order of metadata in tiles; the key is the bytes per value. The axes are those of `_metadata_sizes`: 0 row tile,
+1 warp, 2 half of the warp's 16 rows, 3 row, 4 K tile, 5 wgmma, 6 16-byte unit of values, 7 byte of metadata."""
 
 
 def layout_of(params: Params) -> str:
@@ -100,8 +100,9 @@ def unpack(packed: Packed) -> Tensor:
 def check_content(packed: Packed) -> None:
     """Check a weight of any layout: change it to the layout on disk, and check it as `check.check_content` does.
 
-    Padding of ``tiles`` is checked, too. In every layout a position is two bits that select one of four columns, so
-    whatever the metadata are, a kernel stays inside its tensors.
+    Padding of ``tiles`` is checked, too. In every layout a position is two bits that select one of four columns, so no
+    metadata leads a kernel out of its tensors. The size of ``compressed`` is the param ``bytes``, which is not compared
+    with the library's; a checkpoint cannot have this layout.
 
     Raises:
         FormatError: the content is invalid, or the weight cannot have this layout on its device or in its dtype.
@@ -121,7 +122,7 @@ def arrange(packed: Packed, device_type: str) -> Packed:
     """Return the same weight in the layout for a device.
 
     On a CPU that is the layout on disk. On a GPU it is the first of ``tiles`` and ``compressed`` whose kernel takes the
-    stored dtype there; K and the dtype of x are not considered. If neither does, or the weight already has a GPU
+    stored dtype there; K, the dtype of x and whether Triton is there are not considered. If neither does, or the weight already has a GPU
     layout, it is returned unchanged.
     """
     if device_type != "cuda":
@@ -152,7 +153,7 @@ def compressed_refusal(dtype: torch.dtype, device: torch.device) -> str | None:
 def _dtype_refusal(dtype: torch.dtype) -> str | None:
     if dtype in DTYPES:
         return None
-    return f"sparse tensor cores take int8, fp8, bfloat16 and float16, the weight is {dtype}"
+    return f"the 2:4 kernels take int8, fp8, bfloat16 and float16, the weight is {dtype}"
 
 
 def in_tiles(packed: Packed) -> Packed:
@@ -186,7 +187,7 @@ def in_rows(packed: Packed) -> Packed:
 
 
 def to_tiles(values: Tensor, metadata: Tensor, counts: tuple[int, int]) -> Tensor:
-    """Arrange values [N, K' / 2] and metadata [N, K' / 8] as [k_tiles, row_tiles, bytes] uint8.
+    """Arrange values [N, slots] and metadata [N, slots / 4] (`disk.counts`) as [k_tiles, row_tiles, bytes] uint8.
 
     Args:
         values: 8 or 16 bits per value.

@@ -1,4 +1,7 @@
-"""Kernel `decode_tensor`: GEMV and skinny GEMM (M <= 16) on tensor cores, straight from the packed weight."""
+"""Kernel `decode_tensor`: GEMV and skinny GEMM (M <= 16) on tensor cores, straight from the packed weight.
+
+Panels, slots and groups are those of `decode_schedule`.
+"""
 
 from __future__ import annotations
 
