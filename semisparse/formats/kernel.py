@@ -173,8 +173,8 @@ class Kernel:
         device: ``cpu`` or ``cuda``; None runs on any.
         supports: problem -> None if the kernel can compute it on this machine, else the reason why not.
         prepare: problem -> the function that computes it. Imports, compiles and loads what it needs (Triton's kernels
-            compile at the first call), and computes what depends on neither the exact M nor the operands' values: once per problem, because on the host this takes
-            longer than a decode matmul takes on the GPU. Keeps no tensor.
+            compile at the first call), and computes what depends on neither the exact M nor the operands' values: once
+            per problem, because on the host this takes longer than a decode matmul takes on the GPU. Keeps no tensor.
         pays: problem -> whether ``auto`` may prefer it to the kernels after it; false if another is known to be faster.
         fuse: as ``prepare``, for a problem with a prologue or an epilogue; None if the kernel cannot fuse them, or if
             computing them in kernels of their own is faster.
