@@ -130,8 +130,11 @@ def needs_of(
         columns = max(weight.shape[1] for weight in weights)
         compute += (0 if offload else states) + 2 * 4 * max(blocks) + int(HESSIANS * 4 * columns**2)
         compute += BATCH_BYTES * columns * max(batch.numel() for batch in batches)
-        if plan.search == "profile":  # what is outside of the decoder layers, one of them, and predictions
-            compute += (whole // item - sum(blocks) + max(blocks)) * 4 + LOGITS * 4 * vocabulary * plan.search_tokens
+        if plan.search == "profile":
+            drawn = plan.search_tokens + max(batch.shape[1] for batch in batches)  # whole sequences
+            scored = min(drawn, sum(batch.numel() for batch in batches))
+            # what is outside of the decoder layers, one of them, and predictions
+            compute += (whole // item - sum(blocks) + max(blocks)) * 4 + LOGITS * 4 * vocabulary * scored
     if plan.search not in ("none", "profile"):  # a float32 copy of the model; its pruned levels lie on disk
         compute += whole * 4 // item
     if plan.tunes_end_to_end:

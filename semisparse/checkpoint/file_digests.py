@@ -116,6 +116,8 @@ def _ranges(data: memoryview) -> list[tuple[str, int, int]]:
     try:
         header = json.loads(bytes(data[8:start]))
         offsets = {name: tuple(entry["data_offsets"]) for name, entry in header.items() if name != "__metadata__"}
+        if not all(type(at) is int for pair in offsets.values() for at in pair):
+            return []
         ranges = sorted((start + begin, start + end, name) for name, (begin, end) in offsets.items())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return []

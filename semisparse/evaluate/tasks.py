@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from semisparse.errors import InputError
 
 BATCH = 16
-"""Requests per forward pass, with padding. lm-eval's default is 1."""
+"""Maximum number of requests per forward pass, with padding; on a GPU as many of them as its memory holds."""
 
 
 def run_tasks(
@@ -39,7 +39,8 @@ def run_tasks(
     unknown = [name for name in names if name not in manager.all_tasks]
     if unknown:
         raise InputError(f"lm-eval knows no task {', '.join(unknown)}, and there is no such YAML file")
-    adapter = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=BATCH)
+    batch = "auto" if model.device.type == "cuda" else BATCH
+    adapter = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch, max_batch_size=BATCH)
     results = lm_eval.simple_evaluate(adapter, tasks=list(tasks), task_manager=manager)["results"]
     return {
         task: {metric: value for metric, value in metrics.items() if isinstance(value, int | float)}

@@ -55,7 +55,7 @@ def fit_scales(
     for _ in range(REFITS):
         refitted = _refitted(groups, factor, best)
         best, least = _better(best, least, refitted, _error(groups, factor, refitted))
-    return best
+    return best.within_range()
 
 
 def _ranges(groups: Tensor, spanning: GroupScales) -> GroupScales:

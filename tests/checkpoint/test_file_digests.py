@@ -77,7 +77,8 @@ def entries(**offsets: object) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "content", [*HEADERS.values(), entries(x=[0, 9]), entries(x=[2, 1]), entries(x="ab"), entries(x=7)]
+    "content",
+    [*HEADERS.values(), entries(x=[0, 9]), entries(x=[2, 1]), entries(x="ab"), entries(x=7), entries(x=[0.0, 0.0])],
 )
 def test_a_malformed_file_has_no_digests(content: bytes, tmp_path: Path):
     block = {"layers": {"x": {"digests": {"": "00"}}, "y": None}}

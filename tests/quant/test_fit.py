@@ -68,3 +68,11 @@ def test_least_squares_improve_the_best_range(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fit, "REFITS", 0)
     of_ranges = weighted_error(weight, importance, fit_scales(weight, importance, 2, 32, torch.float32)).sum()
     assert refitted < 0.99 * of_ranges
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_no_code_dequantises_past_the_range_of_float16(symmetric: bool):
+    generator = torch.Generator().manual_seed(0)
+    weight = (torch.rand(64, 64, generator=generator) * 2 - 1) * torch.finfo(torch.float16).max
+    scales = fit_scales(weight, torch.ones(64), 4, 16, torch.float16, symmetric)
+    assert scales.rounded(weight).isfinite().all()

@@ -66,6 +66,8 @@ def model(
 
     if (checkpoint is None) == (arch is None):
         raise InputError("bench model takes a model directory or --arch NAME, one of the two")
+    if checkpoint is not None and (settings or pattern):
+        raise InputError("--set and --pattern go with --arch: a model directory is timed as it is stored")
     target = pick_device(device)
     workloads = [
         Workload(count, length, new)

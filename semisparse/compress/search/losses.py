@@ -83,15 +83,15 @@ class ChoiceLosses:
         self._device, self._progress, self._journal = torch.device(device), progress, journal
         self._ranks = ranks or Ranks()
         self._batches = batches
-        self._layers = layers = list_decoder_layers(model, recipe, {})
+        layers = list_decoder_layers(model, recipe, {})
         self._build_bank = partial(
             build_bank,
             model,
+            layers,
             batches=batches,
             recipe=recipe,
             device=self._device,
             progress=progress,
-            journal=journal,
             prune=compress_every_way,
             ranks=self._ranks,
             offload=offload,
@@ -131,8 +131,8 @@ class ChoiceLosses:
                 dense model had a KL divergence of 2.3 on stories260k.
         """
         number, self._number = self._number, self._number + 1
+        self._release_scorer()
         self._bank = self._compress(self._space, centre, number)
-        self._tokens += self._scorer.tokens_run if self._scorer else 0
         self._scorer = Scorer(self._model, self._space, self._bank, self._token_batches, self._device, self._ranks)
         self._kl = {}
         scores = self._score_whole(centre)
@@ -159,13 +159,15 @@ class ChoiceLosses:
             )
         self.save("losses", number, {"losses": self.losses})
 
-    def _compress(
-        self, space: Sequence[LinearChoices], centre: Assignment, number: int, layers: int | None = None
-    ) -> Bank:
-        """Compress the linear layers of the first ``layers`` decoder layers, by default of all, in every wanted way."""
+    def _compress(self, space: Sequence[LinearChoices], centre: Assignment, number: int) -> Bank:
+        """Compress all linear layers in every wanted way."""
         return self._build_bank(
-            layers=self._layers[:layers], space=space, centre=self._levels(centre), centre_weights={}, number=number
+            space=space, centre=self._levels(centre), centre_weights={}, number=number, journal=self._journal
         )
+
+    def _release_scorer(self) -> None:
+        """Free the scorer, with its copy of the model: the device has room for one."""
+        self._tokens, self._scorer = self.tokens, None
 
     def drop_undercut(self) -> None:
         """Compress `PROBED` linear layers in every way; drop choices that another one undercuts (`UNDERCUT`)."""
@@ -174,7 +176,14 @@ class ChoiceLosses:
         probed = sorted(weights, key=weights.__getitem__)[:PROBED]
         only_dense = frozenset({0})
         space = [linear if linear.name in probed else replace(linear, wanted=only_dense) for linear in self._space]
-        bank = self._compress(space, self.costs.dense, -1, layers=1)
+        bank = self._build_bank(
+            space=space,
+            centre=self._levels(self.costs.dense),
+            centre_weights={},
+            number=-1,
+            journal=None,  # a piece of this bank would replace one of an interrupted run's
+            most=self._space[0].decoder_layer + 1,  # those before it may be ignored
+        )
         errors: dict[Choice, list[float]] = {}
         for linear in self._space:
             for level, masked in bank[linear.name].items() if linear.name in probed else ():
@@ -266,6 +275,7 @@ class ChoiceLosses:
             for linear, level in zip(self._space, self._levels(picks), strict=True)
         ]
         number, self._number = self._number, self._number + 1
+        self._release_scorer()
         bank = self._compress(space, picks, number)
         tokens = scoring_batches(self._batches, self._recipe.search_tokens, self._seed + 1, self._parts)
         kl = {}
@@ -273,9 +283,11 @@ class ChoiceLosses:
             scorer = Scorer(self._model, space, weights, tokens, self._device, self._ranks)
             kl[assignment] = scorer.mean_kl(scorer.score(self._levels(assignment), range(scorer.batches)))
             self.evaluations, self._tokens = self.evaluations + 1, self._tokens + scorer.tokens_run
+            del scorer  # before the next one copies the model
         if kl[picks] >= kl[best]:
             return best
-        self._bank, self._kl = bank, {picks: kl[picks]}
+        self._bank, self._kl = bank, {}  # the result's KL is on the search's tokens
+        self._scorer = Scorer(self._model, space, bank, self._token_batches, self._device, self._ranks)
         return picks
 
     def choices(self, assignment: Assignment) -> dict[str, Choice]:

@@ -84,6 +84,12 @@ def test_a_target_of_bits_lets_each_linear_layer_choose():
         assert (max(map(len, units)) == 1) is alone
 
 
+def test_the_first_decoder_layer_may_be_left_out():
+    recipe = replace(RECIPE, ignore=("*layers.0.*",))
+    result = search_choices(sharp_model(), calibration(), recipe, options, LIMITS, seed=0)
+    assert {name.split(".")[2] for name in result.choices} == {"1"}
+
+
 def test_nothing_is_better_than_dense(monkeypatch: pytest.MonkeyPatch):
     """Rounding errors of the sums must not make an option that changes nothing look better than the dense model."""
     measured, lower = Scorer.mean_kl, count()  # every candidate looks better than all before it

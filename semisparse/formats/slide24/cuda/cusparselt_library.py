@@ -132,7 +132,7 @@ def compress(weight: Tensor) -> Tensor:
 
 
 def decompress(compressed: Tensor, n: int, k: int, dtype: torch.dtype) -> Tensor:
-    """Return the weight [N, K] of a compressed one, exactly if all values are finite: it is multiplied with the identity."""
+    """Return the weight [N, K] of a compressed one: its product with the identity, exact if all values are finite."""
     out = torch.int32 if dtype == torch.int8 else torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
     weight = torch.empty((n, k), dtype=dtype, device=compressed.device)
     for start in range(0, k, IDENTITY_ROWS):

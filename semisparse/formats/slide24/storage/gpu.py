@@ -122,8 +122,8 @@ def arrange(packed: Packed, device_type: str) -> Packed:
     """Return the same weight in the layout for a device.
 
     On a CPU that is the layout on disk. On a GPU it is the first of ``tiles`` and ``compressed`` whose kernel takes the
-    stored dtype there; K, the dtype of x and whether Triton is there are not considered. If neither does, or the weight already has a GPU
-    layout, it is returned unchanged.
+    stored dtype there; K, the dtype of x and whether Triton is there are not considered. If neither does, or the weight
+    already has a GPU layout, it is returned unchanged.
     """
     if device_type != "cuda":
         return in_rows(packed)
