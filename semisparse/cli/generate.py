@@ -107,7 +107,10 @@ def _read_prompts(file: Path) -> list[str]:
 
 def _patterns(text: str | None) -> list[str]:
     """Return the glob patterns of --keep-dense."""
-    return ["*" if part == "all" else part for part in comma_separated(text) or []]
+    patterns = ["*" if part == "all" else part for part in comma_separated(text) or []]
+    if text is not None and not patterns:
+        raise InputError("--keep-dense names no layer; give patterns such as *.down_proj, or all")
+    return patterns
 
 
 def _load(model: Path, device: str, draft: Path | None, keep_dense: list[str], quiet: bool) -> Engine:

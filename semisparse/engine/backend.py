@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from semisparse.engine.decoder import CHECKED_TOKENS, Cache, Decoder, check_against, free_memory
 from semisparse.engine.draft_model import DraftModel
 from semisparse.engine.ops import greedy_step, move_on
+from semisparse.engine.projection import rows_of
 from semisparse.engine.prompts import CapturedPrompts, captured_length
 from semisparse.engine.sampling import Sampling, choose
 from semisparse.engine.speculation import Verifier, look_up, speculated
@@ -105,14 +106,16 @@ class DecoderBackend(Backend):
         self._verifiers: dict[int, Verifier] = {}
         self._prompts: dict[tuple[int, int], CapturedPrompts] = {}
         self._pool: Any = None
+        self._prompt_logits: Tensor | None = None
+        self._states = 0
         self._generator = torch.Generator(self.decoder.device)
 
     def needs(self, prompts: Sequence[Sequence[int]], new: int, sampling: Sampling, proposals: int) -> Hashable:
         lengths = [len(prompt) for prompt in prompts]
-        state = self._state_for(len(prompts), max(lengths) + new + proposals)
+        self._state_for(len(prompts), max(lengths) + new + proposals)
         alone = self.decoder.group is not None
         buckets = frozenset(map(bucket_of, lengths if alone else [max(lengths), len(prompts) * max(lengths)]))
-        return id(state), len(prompts), buckets, sampling, proposals, new > 1
+        return self._states, len(prompts), buckets, sampling, proposals, new > 1
 
     def compile(self, prompts: Sequence[Sequence[int]], new: int, proposals: int) -> None:
         """Compile the kernels of all matmuls of a batch, in parallel."""
@@ -184,8 +187,14 @@ class DecoderBackend(Backend):
             return self.decoder.prompt(prompts, own)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         key = len(prompts), length
+        if self._prompt_logits is None:
+            vocabulary = rows_of(self.decoder.structure.head)
+            self._prompt_logits = torch.empty(
+                cache.sequences, vocabulary, dtype=self.decoder.dtype, device=self.decoder.device
+            )
         if key not in self._prompts:
-            self._prompts[key] = CapturedPrompts(self.decoder, own, length, self._pool)
+            logits = self._prompt_logits[: len(prompts)]
+            self._prompts[key] = CapturedPrompts(self.decoder, own, length, logits, self._pool)
         return self._prompts[key](prompts)
 
     def verifier(self, width: int) -> Verifier:
@@ -267,6 +276,8 @@ class DecoderBackend(Backend):
         if state is not None and state.cache.sequences == sequences and state.cache.length >= positions:
             return state
         self._state, self._graphs, self._verifiers, self._prompts, self._pool = None, {}, {}, {}, None
+        self._prompt_logits = None
+        self._states += 1
         self._check_memory(sequences, length)
         self.decoder.ensure_length(length)
         self._state = State.make(self.decoder, sequences, length)

@@ -136,6 +136,19 @@ class Decoder:
             InputError: no packed layer matches, or the copies do not fit the GPU's memory.
         """
         names = {id(module): name for name, module in model.named_modules()}
+        own = [
+            names[id(module)]
+            for layer in self.layers
+            for part, modules in layer.modules_of_projections
+            if part.copyable
+            for module in modules
+        ]
+        unmatched = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in own)]
+        if unmatched:
+            raise InputError(
+                f"keep_dense is {', '.join(unmatched)}, which matches no packed layer; an example of a name is "
+                f"{names[id(self.layers[0].layer.down)]}"
+            )
         chosen = [
             part
             for layer in self.layers
@@ -145,8 +158,8 @@ class Decoder:
         copied = [layer for part in chosen for layer in part.copyable.values()]
         if not copied:
             raise InputError(
-                f"keep_dense is {', '.join(patterns)}, which matches no packed layer; an example of a name is "
-                f"{names[id(self.layers[0].layer.down)]}"
+                f"keep_dense is {', '.join(patterns)}, which matches some of the layers on one input only: name all of "
+                "q_proj, k_proj and v_proj, or gate_proj and up_proj"
             )
         needed = sum(DenseCopy.bytes_of(layer, self.dtype) for layer in copied)
         free = free_memory(self.device) if self.device.type == "cuda" else needed

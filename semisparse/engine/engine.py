@@ -110,6 +110,8 @@ class Engine:
             Prompts are then run one by one, and decode steps in groups of a fixed size.
         keep_dense: glob patterns of module names, such as ``*.down_proj`` or ``*``. Packed layers that match get a
             dense copy beside them, which computes the numbers of tokens at which it is faster: prompts, as a rule.
+            The weights must not change afterwards. A copy does not quantise x, as a ``w4a8`` layer does. Layers on one
+            input (q, k and v; gate and up) are copied together, if all match.
 
     Attributes:
         dense_bytes: bytes of these copies.

@@ -35,10 +35,12 @@ class CapturedPrompts:
         decoder: runs the prompts; its kernels for so many tokens are loaded.
         cache: of as many sequences as there are prompts.
         length: tokens per prompt, shorter prompts are padded.
+        logits: [prompts, vocabulary], to which the graph writes; all graphs of a decoder may share it.
         pool: what `torch.cuda.graph_pool_handle` returns: memory that the graphs of a decoder share.
     """
 
-    def __init__(self, decoder: Decoder, cache: Cache, length: int, pool: Any) -> None:
+    def __init__(self, decoder: Decoder, cache: Cache, length: int, logits: Tensor, pool: Any) -> None:
+        self._logits = logits
         self._tokens = torch.zeros(cache.sequences, length, dtype=torch.int64, device=decoder.device)
         self._last = torch.zeros(cache.sequences, dtype=torch.int64, device=decoder.device)
         side = torch.cuda.Stream()
@@ -47,8 +49,8 @@ class CapturedPrompts:
             decoder.padded_prompt(self._tokens, self._last, cache)  # loads what has not been loaded yet
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool):
-            self._logits = decoder.padded_prompt(self._tokens, self._last, cache)
+        with torch.cuda.graph(self._graph, pool, capture_error_mode="thread_local"):  # other threads may allocate
+            self._logits.copy_(decoder.padded_prompt(self._tokens, self._last, cache))
 
     def __call__(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Run prompts, which begin at position 0.
@@ -62,4 +64,4 @@ class CapturedPrompts:
         self._tokens.copy_(torch.tensor([[*prompt, *[0] * (length - len(prompt))] for prompt in prompts]))
         self._last.copy_(torch.tensor([len(prompt) - 1 for prompt in prompts]))
         self._graph.replay()
-        return self._logits.clone()  # other graphs in the pool may overwrite it
+        return self._logits.clone()  # other graphs write to it, too

@@ -95,6 +95,16 @@ def test_a_full_gpu_is_one_sentence(llama: Engine, monkeypatch: pytest.MonkeyPat
         llama.generate(["abc"], 5)
 
 
+def test_a_new_cache_is_never_taken_for_a_warm_one(llama: Engine):
+    """A freed cache's id was reused by a later one, for which nothing had been captured."""
+    seen = set()
+    for turn in range(40):
+        prompts = [[1]] * (1 + turn % 2)  # each call makes another cache
+        needed = llama.backend.needs(prompts, 2, Sampling(), 0)
+        assert needed not in seen
+        seen.add(needed)
+
+
 def test_what_is_measured_adds_up(llama: Engine):
     first, again = (llama.generate(PROMPTS[:2], 12)[0] for _ in range(2))
     assert first.new_tokens == 12

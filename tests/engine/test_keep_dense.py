@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from semisparse.api import compress
+from semisparse.cli.generate import _patterns
 from semisparse.engine import Engine, decoder, dense
 from semisparse.engine.decoder import Cache
 from semisparse.errors import InputError
@@ -92,6 +93,12 @@ def test_what_cannot_be_copied_is_refused(monkeypatch: pytest.MonkeyPatch):
         InputError, match=r"matches no packed layer; an example of a name is model\.layers\.0\.mlp\.down_proj"
     ):
         engine_of(model, "down")
+    with pytest.raises(InputError, match=r"keep_dense is \*\.typo, which matches no packed layer"):
+        engine_of(model, "*.down_proj", "*.typo")
+    with pytest.raises(InputError, match="matches some of the layers on one input only"):
+        engine_of(model, "*.q_proj")
+    with pytest.raises(InputError, match="--keep-dense names no layer"):
+        _patterns(",")
     with pytest.raises(InputError, match="matches no packed layer"):
         engine_of(random_model("llama", torch.float32), "*")
     with pytest.raises(InputError, match="expected a list of patterns"):

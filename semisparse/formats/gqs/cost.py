@@ -47,11 +47,8 @@ def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
     if on_gpu and not decodes and full_schedule.pays(problem) and full_schedule.shape_refusal(problem) is None:
         unpacking = FULL_UNPACKING[KINDS[str(problem.params["kind"])]] * n * k
         return (*passes, *one_pass_cost(problem, weight_bytes, unpacking))
-    fused = (
-        decodes or expands
-        if on_gpu
-        else m <= row_matmul.MAX_TOKENS[row_matmul.operand_dtype(problem.dtype, problem.weight_dtype)]
-    )
+    operand = row_matmul.operand_dtype(problem.dtype, problem.weight_dtype, not quantises_x(problem.params))
+    fused = (decodes or expands) if on_gpu else m <= row_matmul.MAX_TOKENS[operand]
     if fused:
         return (*passes, *one_pass_cost(problem, weight_bytes, _unpacking(problem, decodes)))
     dense_bytes = n * k * problem.weight_dtype.itemsize

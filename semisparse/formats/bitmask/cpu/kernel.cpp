@@ -28,6 +28,7 @@
 namespace {
 
 constexpr int kLanes = 16;
+constexpr int kBandRows = 8;  // BAND_ROWS of kernel.py
 constexpr int kBlock = 64;
 constexpr int kVectors = kBlock / kLanes;
 
@@ -370,7 +371,7 @@ void bitmask_matmul(const Weight* weight, const MatmulCall* call) {
 void bitmask_unpack(const Weight* weight, int64_t first, int64_t count, int64_t stride, void* rows, int bfloat16, int threads) {
   with_product(*weight, bfloat16, [=](auto product, auto reader) {
     auto* unpacked = static_cast<typename decltype(product)::Operand*>(rows);
-    unpack_rows(first, count, 8, stride, unpacked, threads, [=](int64_t row, int64_t valid, auto* band) {
+    unpack_rows(first, count, kBandRows, stride, unpacked, threads, [=](int64_t row, int64_t valid, auto* band) {
       unpack_band<typename decltype(reader)::Type>(*weight, row, valid, stride, band);
     });
   });

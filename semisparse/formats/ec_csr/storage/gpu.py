@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from semisparse.errors import FormatError
 from semisparse.formats.base import Packed, Params
 from semisparse.formats.checks import choice_of
 from semisparse.formats.ec_csr.storage import panels
@@ -107,7 +108,8 @@ def check_gpu_params(params: Params) -> None:
     """
     _disk_rows_of(params)
     span_limit_of(params)
-    is_paired(params)
+    if is_paired(params) and DISK_ROWS not in params:
+        raise FormatError(f"params: {PAIRED} is 1 without {DISK_ROWS}, which a GPU's layout has")
 
 
 def _disk_rows_of(params: Params) -> int:
