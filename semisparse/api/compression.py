@@ -81,12 +81,13 @@ class CompressionReport:
         target: the requested targets, by key of `compress.recipe.TARGETS`; None without targets.
         reached: the model's values of the same keys: bits and size as stored, speed-ups as predicted. None without
             targets.
-        rival: of the dense low-bit models (`Rival`) that take no more bytes, the one with the lowest KL divergence, if
-            it is lower than the compressed model's. Else None, as when none was measured (no text, or
-            ``search=joint``).
-        no_gain: ``layers``: the names of the layers that `gains.without_gain` finds; ``machine``: where, that is the
-            argument ``gpu`` of `compress`, else the GPU that compressed. None if there are no such layers, or if that
-            GPU is not in gpus.yaml.
+        rival: the dense low-bit model (`rivals.Rival`) with the lowest KL divergence of those with no more bits per
+            weight than the compressed model, as a dict. None if its KL is not lower than the compressed model's, or if
+            none was measured (no text, or ``search=joint``).
+        no_gain: ``layers``: the names of the layers that `gains.without_gain` finds; ``machine``: the one that times
+            are taken for: the recipe's ``gpu``; if that is ``auto`` and a target is a speed-up, this machine's GPU,
+            else its CPU; without such a target the GPU that compressed. None if there are no such layers or no such
+            machine in gpus.yaml.
     """
 
     layers: list[dict[str, Any]]
@@ -130,7 +131,8 @@ def compress(
     """Run a recipe on a model.
 
     Where torch.distributed is initialised, every rank calls this with the same arguments. They share the work; only the
-    first one writes files. All call ``progress`` and ``inform``, and all return the report.
+    first one writes ``out``, each writes its hidden states to ``offload``. All call ``progress`` and ``inform``; stages
+    that only the first runs (measuring dense low bits, tuning) are reported by the first alone. All return the report.
 
     Args:
         model: a model directory, or a model in memory, whose layers are replaced in place.
@@ -293,7 +295,7 @@ def _run_recipe(
 
     together: dict[str, Any] = {"device": device, "progress": progress, "ranks": ranks, "offload": offload}
     run = together | {"journal": SharedJournal(journal, ranks) if journal else None}
-    # A joint search chooses among dense low bits itself, unless the recipe's `format` excludes them.
+    # A joint search compares dense low bits itself, so no rivals are measured; nor are they if `format` excludes them.
     compared = batches and plan.search != "joint" and ranks.is_first
     rivals = Rivals(model, plan, batches, device, progress) if compared else None
     found: SearchResult | JointResult | None = None

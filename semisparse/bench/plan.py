@@ -22,8 +22,8 @@ MIN_SPEEDUP = 1.05
 class Row:
     """The prediction for one candidate on one layer shape and M.
 
-    The model has ``layer.count`` such layers. If it runs M tokens, ``layer.used(m)`` of them are used, and each of
-    these gets ``layer.tokens(m)`` tokens.
+    The model has ``layer.count`` such layers. A forward pass of M tokens uses on average ``layer.used(m)`` of these
+    layers, each with ``layer.tokens(m)`` tokens.
     """
 
     layer: LayerShape
@@ -89,7 +89,7 @@ class Plan:
         return best
 
     def sentences(self) -> list[str]:
-        """Return one sentence per M: whether sparsity pays, and why; then what gains nothing at any M."""
+        """Return one sentence per M: what bounds the dense matmul, and whether sparsity pays; then what never gains."""
         return [*(self._sentence(m) for m in dict.fromkeys(row.m for row in self.rows)), *self._without_gain()]
 
     def _without_gain(self) -> list[str]:
@@ -119,23 +119,19 @@ class Plan:
         speedups = {label: speedup for (tokens, label), (_, speedup) in sorted(self.totals().items()) if tokens == m}
         label = max(sparse, key=lambda name: speedups[name])
         speedup = speedups[label]
-        if speedup < MIN_SPEEDUP:
-            reason = WHY_NOT[largest.estimate.bound]
-            return f"{start}; {reason}: the best, {label}, reaches {speedup:.2f}. Keep it dense."
         # Without zeros, but possibly quantised: the rival that a sparse format has to beat.
         rival = max((name for name in speedups if name not in sparse), key=lambda name: speedups[name])
+        if speedup < MIN_SPEEDUP:
+            instead = "Keep it dense"
+            if speedups[rival] >= MIN_SPEEDUP:
+                instead = f"{rival}, without zeros, may be up to {speedups[rival]:.2f} times as fast"
+            return f"{start}; sparsity will not pay: the best, {label}, reaches {speedup:.2f}. {instead}."
         beside = f", {rival} up to {speedups[rival]:.2f} without zeros" if speedups[rival] >= MIN_SPEEDUP else ""
         return f"{start}; {label} may be up to {speedup:.2f} times as fast{beside}."
 
 
 BOUND = {"memory": "reading the weights", "arithmetic": "arithmetic", "fixed time": "a kernel's fixed time"}
 """What bounds a dense matmul, in words, by `Estimate.bound`."""
-
-WHY_NOT = {
-    "memory": "sparsity will not pay, because no format here reads enough less",
-    "arithmetic": "sparsity will not pay, because no format here computes enough less",
-    "fixed time": "sparsity will not pay, because the layers are too small",
-}
 
 
 def make_plan(
@@ -170,11 +166,15 @@ def make_plan(
 def _estimate(
     candidate: Candidate, layer: LayerShape, m: int, dtype: torch.dtype, machine: Machine
 ) -> tuple[Estimate, float]:
-    """Return the estimate of one matmul of a layer when the model takes M tokens, and the bits per weight."""
+    """Return the estimate of one matmul of a layer when the model takes M tokens, and the bits per weight.
+
+    Where one launch computes all used experts, ``seconds`` has this matmul's share of the launch; ``bound`` is still
+    that of a launch of its own.
+    """
     predicted, bits = estimate_matmul(candidate, layer.tokens(m), layer.n, layer.k, dtype, machine)
     if candidate.is_baseline or (machine.device == "cuda" and get_format(candidate.format).experts is not None):
         # One launch computes a linear layer of all used experts: torch's grouped matmul, or the format's kernel for
-        # experts. In other formats each expert's has its own launch.
+        # experts. Other formats take a launch per used expert.
         launches = layer.count / layer.experts
         saved = 1 - launches / layer.used(m)  # per used expert, in launches
         predicted = replace(predicted, seconds=predicted.seconds - saved * machine.kernel_seconds)

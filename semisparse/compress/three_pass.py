@@ -19,7 +19,10 @@ from torch.overrides import TorchFunctionMode
 
 
 class ThreePassLinear(TorchFunctionMode):
-    """While entered and without autograd, ``F.linear`` of float32 tensors on a GPU sums three bfloat16 products."""
+    """A mode in which, where autograd is off, ``F.linear`` of float32 tensors on a GPU sums three bfloat16 products.
+
+    An x of one dimension is left to torch.
+    """
 
     def __torch_function__(
         self,

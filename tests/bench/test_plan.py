@@ -102,7 +102,7 @@ def test_sentences_state_when_sparsity_pays_and_when_not():
     assert "M = 4,096: the dense matmul is bound by arithmetic; sparsity will not pay" in many
     assert many.endswith("Keep it dense.")
     tiny = make_plan([LayerShape("", 64, 64, 1)], [1], compared, torch.bfloat16, find_machine("h200")).sentences()
-    assert "too small" in tiny[0]
+    assert "fixed time; sparsity will not pay" in tiny[0]
     alone = make_plan(SQUARE, [1], candidates([]), torch.bfloat16, find_machine("h200")).sentences()
     assert "no sparse format" in alone[0]
 

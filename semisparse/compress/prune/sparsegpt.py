@@ -19,7 +19,8 @@ from semisparse.patterns.base import blocks_along
 from semisparse.quant.group import GroupScales
 
 UPDATE_COLUMNS = 128
-"""Columns whose effect on the columns after them is applied in one matmul (lazy batch updates)."""
+"""Columns whose effect on the columns after them is applied in one matmul (lazy batch updates); rounded up to whole
+windows or strips."""
 
 MASK_COLUMNS = 16
 """Columns whose mask is chosen together, for patterns that prune a fraction of the matrix (SparseGPT's mask selection
@@ -90,7 +91,9 @@ class InverseFactor(NamedTuple):
 
 
 def factorise(hessian: Tensor, damping: float) -> InverseFactor | None:
-    """Factorise the inverse of a normalised Hessian, whose diagonal is 1 or has a mean of 1.
+    """Factorise the inverse of a normalised Hessian.
+
+    Its diagonal is 1, or 0 for inputs that are always zero; for ``sparsegpt-published`` its mean is 1.
 
     If it is singular, try more damping, then float64.
 
@@ -203,9 +206,9 @@ def prune_columns(
 
 
 def _has_kernel(pattern: Pattern, weight: Tensor) -> TypeGuard[NM]:
-    """Return whether `sweep_triton` prunes this weight.
+    """Return whether `sweep_triton` can prune a weight to a pattern, not quantised, by a rule that is not literal.
 
-    It does on a GPU with Triton, for N:M patterns whose window is a power of two from 2 to `UPDATE_COLUMNS` and divides
+    It can on a GPU with Triton, for N:M patterns whose window is a power of two from 2 to `UPDATE_COLUMNS` and divides
     K.
     """
     if not (weight.is_cuda and isinstance(pattern, NM) and find_spec("triton")):
@@ -223,8 +226,8 @@ class _Shares:
     """How many weights, or groups, each strip of columns loses, if a pattern prunes a fraction of the whole matrix.
 
     Before each strip a threshold is chosen such that, over all columns that are not final, as many scores are below it
-    as weights are left to prune. The strip loses those of its weights that are below. If each strip lost the same
-    fraction instead, a strip of important columns would lose as much as any other.
+    as weights are left to prune. The strip loses as many weights as it has at or below the threshold; the mask
+    chooses which. If each strip lost the same fraction instead, a strip of important columns would lose as much as any.
 
     Args:
         pattern: of the whole matrix.
@@ -243,7 +246,8 @@ class _Shares:
         Args:
             weight: [N, columns that are not final] float32; the strip's columns come first.
             inverse: [these columns] float32, by which squared weights are divided: the diagonal of the inverse of these
-                columns' Hessian; with `MaskRule.literal` their squared entries in the diagonal of the whole inverse.
+                columns' Hessian; with `MaskRule.literal` the squares of these columns' entries of the diagonal of the
+                whole Hessian's inverse.
         """
         columns = self._groups * self._pattern.step
         strip = self._saliency(weight[:, :columns], inverse[:columns])
@@ -256,7 +260,7 @@ class _Shares:
         self._fraction = lost / strip.numel()
 
     def _saliency(self, weight: Tensor, inverse: Tensor) -> Tensor:
-        """Return the mean saliency (`MaskRule.literal`) of each group's weights, [rows, groups]."""
+        """Return the mean of ``weight^2 / inverse`` over each group, [rows, groups]."""
         losses = blocks_along(weight.square() / inverse, self._pattern.step, dim=1)
         return losses.sum(-1) / blocks_along(torch.ones_like(inverse)[None], self._pattern.step, dim=1).sum(-1)
 
@@ -303,7 +307,7 @@ def quantise_columns(
 
 
 def _final_column(weight: Tensor, kept: Tensor, i: int, quantiser: ColumnQuantiser | None) -> Tensor:
-    """Return column i, [N] float32, pruned and quantised."""
+    """Return column i, [N] float32, pruned, and quantised if there is a quantiser."""
     column = weight[:, i] if quantiser is None else quantiser.fake_quantise(weight, kept, i)
     return column.masked_fill(~kept[:, i], 0)
 
@@ -348,8 +352,8 @@ def _mask_columns(pattern: Pattern, rule: MaskRule) -> int:
 def _choose_mask(scores: Tensor, pattern: Pattern, start: int) -> Tensor:
     """Choose the weights to keep in a window or strip.
 
-    If the pattern prunes a fraction, each strip's number of weights, or groups, is rounded such that all strips
-    together prune as many per row as the pattern prunes of a whole row.
+    If the pattern prunes a fraction, a strip prunes on average per row the difference of two rounded numbers: those
+    that the pattern prunes of all columns up to the strip's end, and up to its start.
 
     Args:
         scores: saliency, [N, columns] float32.

@@ -8,10 +8,11 @@
 //                tokens, and stores those of the others' shares.
 // Partials are added in the order of the ranges, so every run returns the same bits. Each warp exchanges its own 16 rows.
 //
-// Warps wait for partials of other CTAs. The grid then has at most CTAS_PER_SM CTAs per SM (expand_gemm.py), so all are resident
-// as soon as other kernels have left the GPU, and no order of CTAs is assumed. It is assumed if another kernel waits in the same
-// way, such as this one in another stream: CTAs then have to start in the order of their numbers, which CUDA does not promise.
-// Those of an output tile are consecutive, so only the last tile begun can wait for CTAs that have not started.
+// Warps wait for partials of other CTAs. With Stream-K, and with the split-K schedules of `choose` (runtime/expand_gemm.py), the
+// grid has at most CTAS_PER_SM CTAs per SM if warps wait: all are resident as soon as other kernels have left the GPU. With a
+// larger grid, or beside another kernel that waits in the same way (such as this one in another stream), CTAs have to start in the
+// order of blockIdx.x, which CUDA does not promise: the CTAs of an output tile are consecutive, so only those of the last tile
+// begun can then wait for CTAs that have not started.
 
 #pragma once
 
@@ -37,7 +38,7 @@ struct Jobs {
 struct WorkRanges {
     int column_tiles, m_tiles, iterations, ranges;
     const int* job_experts;     // with EXPERTS
-    int row_groups, row_tiles;  // of the weight, or of an expert: output tiles along N, and weight tiles
+    int row_groups, row_tiles;  // output tiles and weight tiles along N; with EXPERTS, of one expert
     __device__ __forceinline__ int first(int range) const {
         return static_cast<long long>(EXPERTS ? min(range, ranges) : range) * iterations / ranges;
     }
@@ -50,7 +51,7 @@ struct WorkRanges {
         return ((EXPERTS ? tile % row_groups : tile / m_tiles) * CLUSTER + blockIdx.x % CLUSTER) * kConsumerWarps;
     }
     // The row tile that a consumer warp expands, counted over the weight or, with EXPERTS, over the stack of experts. Warps past
-    // the last row tile expand it again; their accumulators are not stored.
+    // the last row tile expand it again; nothing of theirs is stored to y.
     __device__ __forceinline__ int weight_row(int tile, int warp) const {
         return (EXPERTS ? job_experts[m_tile(tile)] * row_tiles : 0) + min(row_tile(tile) + warp, row_tiles - 1);
     }
@@ -175,7 +176,7 @@ __device__ __forceinline__ void exchange(const Accumulators& accumulators, const
     }
 }
 
-// Ends an output tile of a range whose first iteration of it is `first`. Stores y: the tile, or with split-K the range's share of
+// Ends a range's part of an output tile; `first` is the range's first iteration in that tile. Stores y: the tile, or with split-K the range's share of
 // its tokens. With Stream-K, a range without the tile's first iteration stores partial accumulators instead.
 __device__ __forceinline__ void reduce_and_store(Accumulators& accumulators, const WorkRanges& work, const Workspace& workspace,
                                                  const WarpOutput& output, int tile, int first, int range, int warp, int lane) {
