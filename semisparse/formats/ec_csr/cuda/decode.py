@@ -35,7 +35,7 @@ SOURCE = CudaSource(
             ((torch.bfloat16, 4, 4096, 32, True, 2, 3), {}),
             ((torch.bfloat16, 4, 4096, 48, True, 1, 2), {"RMS_NORM": 1}),
             ((torch.bfloat16, 4, 4096, 56, True, 1, 3), {"RMS_NORM": 1, "SILU_MUL": 1}),
-            ((torch.float16, 8, 4096, 64, True, 2, 3), {"RMS_NORM": 1, "SILU_MUL": 1}),
+            ((torch.float16, 8, 4096, 64, True, 2, 2), {"RMS_NORM": 1, "SILU_MUL": 1}),
             ((torch.float16, 4, 11008, 32, False, 1, 2), {"ADD_RESIDUAL": 1}),
             ((torch.float32, 8, 4096, 64, True, 2, 2), {"RMS_NORM": 1, "SILU_MUL": 1}),
         )
