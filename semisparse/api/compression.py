@@ -65,8 +65,9 @@ class CompressionReport:
     """The result of a compression.
 
     Args:
-        layers: per compressed layer its name, pattern, format, density, bits_per_weight, and the error and outcome of
-            `compress.report.LayerReport`.
+        layers: per compressed layer its name, pattern, format, density, bits_per_weight, error (as in
+            `compress.report.LayerReport`) and outcome: that of `LayerReport`, or ``kept ...`` if another tool's
+            quantised values are kept.
         bytes_before: bytes of these layers' dense weights.
         bytes_after: bytes of their packed tensors.
         seconds: wall time of this run.
