@@ -70,7 +70,7 @@ def load(source: Path, name: str, band_rows: int) -> RowMatmul:
     pointer, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     multiply, unpack = (getattr(library, f"{name}_{function}") for function in ("matmul", "unpack"))
     multiply.argtypes = (pointer, pointer)
-    unpack.argtypes = (pointer, count, count, count, pointer, number, number)
+    unpack.argtypes = (pointer, count, count, count, pointer, number)
     multiply.restype = unpack.restype = None
     return RowMatmul(multiply, unpack, band_rows, bool(library.multiplies_bfloat16()))
 
@@ -119,7 +119,7 @@ class RowMatmul:
         return y
 
     def _by_torch(self, weight: ctypes.Structure, x: Tensor, columns: int, n: int, bias: Tensor | None) -> Tensor:
-        """Unpack some rows at a time, and let torch multiply their first ``columns`` with those of x, [M, stride]."""
+        """Unpack some rows at a time, and let torch multiply them with x, [M, stride] float32, ``columns`` of each."""
         (m, stride), size = x.shape, x.element_size()
         most = max(1, UNPACKED_BYTES // (size * stride * self.band_rows)) * self.band_rows
         rows = x.new_zeros(min(n + -n % self.band_rows, most), stride)
@@ -128,7 +128,7 @@ class RowMatmul:
         for first in range(0, n, len(rows)):
             count = min(len(rows), n - first)
             threads = cpp.threads_for(count * stride)
-            self.unpack(ctypes.byref(weight), first, count, stride, rows.data_ptr(), x.dtype == torch.bfloat16, threads)
+            self.unpack(ctypes.byref(weight), first, count, stride, rows.data_ptr(), threads)
             part = None if bias is None else bias[first : first + count]
             y[:, first : first + count] = F.linear(x[:, :columns], rows[:count, :columns], part)
         return y

@@ -367,9 +367,9 @@ void bitmask_matmul(const Weight* weight, const MatmulCall* call) {
   });
 }
 
-// Writes rows `first` to `first + count` to [count, stride], bfloat16 or float32.
-void bitmask_unpack(const Weight* weight, int64_t first, int64_t count, int64_t stride, void* rows, int bfloat16, int threads) {
-  with_product(*weight, bfloat16, [=](auto product, auto reader) {
+// Writes rows `first` to `first + count` to [count, stride], float32: bfloat16 is never multiplied by torch.
+void bitmask_unpack(const Weight* weight, int64_t first, int64_t count, int64_t stride, void* rows, int threads) {
+  with_product(*weight, 0, [=](auto product, auto reader) {
     auto* unpacked = static_cast<typename decltype(product)::Operand*>(rows);
     unpack_rows(first, count, kBandRows, stride, unpacked, threads, [=](int64_t row, int64_t valid, auto* band) {
       unpack_band<typename decltype(reader)::Type>(*weight, row, valid, stride, band);

@@ -218,9 +218,9 @@ void gqs_matmul(const Weight* weight, const MatmulCall* call) {
     });
 }
 
-// Writes rows `first` to `first + count` to [count, stride], bfloat16 or float32; `rows` has room for whole row tiles.
-void gqs_unpack(const Weight* weight, int64_t first, int64_t count, int64_t stride, void* rows, int bfloat16, int threads) {
-    with_product(bfloat16, [=](auto product) {
+// Writes rows `first` to `first + count` to [count, stride], float32; `rows` has room for whole row tiles.
+void gqs_unpack(const Weight* weight, int64_t first, int64_t count, int64_t stride, void* rows, int threads) {
+    with_product(0, [=](auto product) {
         using Operand = typename decltype(product)::Operand;
         const auto unpack = unpack_of<Operand>(*weight);
         unpack_rows(first, count, kRows, stride, static_cast<Operand*>(rows), threads,
