@@ -18,7 +18,7 @@ MAX_JSON_BYTES = 1 << 28
 """Maximum size of a JSON file. The index and config block of a model with 10^5 linear layers take a tenth of it."""
 
 LIMITS = (
-    (re.compile("size|dim|position|embd|inner|rank|length|channel"), -1, 1 << 31),
+    (re.compile("size|dim|position|embd|inner|rank|length|channel|window(?!.*layer)"), -1, 1 << 31),
     (re.compile("layer(?!.*theta)"), -(1 << 10), 1 << 10),
     (re.compile("label|head|expert"), -100, 1 << 16),
 )
@@ -40,6 +40,10 @@ AT_LEAST_ONE = (
 )  # fmt: skip
 """Keys whose numbers are at least 1. From ``num_hidden_layers: -1`` transformers builds a model without decoder
 layers."""
+
+MAX_INTEGER = (1 << 63) - 1
+"""Maximum of an integer in config.json, whatever its key: torch computes with 64 bits and raises OverflowError or
+ValueError beyond them, some of it in the forward pass."""
 
 SHOWN_CHARACTERS = 24
 """Maximum characters of a number in a message: `read_json` accepts integers of 4,300 digits."""
@@ -82,7 +86,7 @@ def check_sizes(config: Mapping[str, Any], where: object) -> None:
     if not isinstance(kind, str) or len(kind) > MAX_NAME:
         raise CheckpointError(f"{where}: model_type is {str(kind)[:MAX_NAME]!r} in config.json, expected a short name")
     for key, number in _numbers({key: value for key, value in config.items() if key != "quantization_config"}):
-        least, most = _range_of(key)
+        least, most = _range_of(key, number)
         if not least <= number <= most:  # true of NaN, too
             expected = "a number" if most == math.inf else f"{least} to {most}"
             raise CheckpointError(f"{where}: {key} is {_shown(number)} in config.json, expected {expected}")
@@ -132,9 +136,10 @@ def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
             yield str(key), value
 
 
-def _range_of(key: str) -> tuple[float, float]:
-    """Return the minimum and maximum of a key's numbers; infinite if no row of `LIMITS` matches."""
-    least, most = next(((least, most) for words, least, most in LIMITS if words.search(key)), (-math.inf, math.inf))
+def _range_of(key: str, number: float) -> tuple[float, float]:
+    """Return the minimum and maximum of a key's numbers; if no row of `LIMITS` matches, floats have none."""
+    others = (-MAX_INTEGER, MAX_INTEGER) if isinstance(number, int) else (-math.inf, math.inf)
+    least, most = next(((least, most) for words, least, most in LIMITS if words.search(key)), others)
     return 1 if key in AT_LEAST_ONE else least, most
 
 

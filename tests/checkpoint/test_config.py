@@ -14,6 +14,7 @@ from semisparse.errors import CheckpointError
         {"n_routed_experts": 384, "max_position_embeddings": 10_485_760, "text_config": {"head_dim": 512}},
         {"model_type": "llava", "vision_feature_layer": -2, "ignore_label_id": -100, "head_in_index": -1},
         {"model_type": "granite_swa", "layer_rope_theta": [10000.0, 0]},
+        {"sliding_window": 4096, "max_window_layers": 70, "use_sliding_window": False, "bos_token_id": 1 << 40},
         {"max_relative_positions": -1, "pooler_hidden_size": 0, "time_step_limit": [0.0, float("inf")]},
     ],
 )
@@ -31,6 +32,8 @@ def test_sizes_of_real_models_pass(config: dict):
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1 in config.json, expected 1 to 1024$"),
         ({"intermediate_size": -5}, "intermediate_size is -5 in config.json, expected -1 to 2147483648$"),
         ({"hidden_size": 10**400}, r"hidden_size is 10{23}\.\.\. \(401 characters\) in config.json, expected 1 to"),
+        ({"sliding_window": 1 << 70}, "sliding_window is 1180591620717411303424 in config.json, expected -1 to"),
+        ({"bos_token_id": 1 << 63}, "bos_token_id is 9223372036854775808 in config.json, expected -9223"),
         ({"hidden_size": float("nan")}, "hidden_size is nan in config.json, expected 1 to"),
         ({"hidden_size": float("inf")}, "hidden_size is inf in config.json, expected 1 to"),
         ({"rope_parameters": {"rope_theta": float("nan")}}, "rope_theta is nan in config.json, expected a number$"),

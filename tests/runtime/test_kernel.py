@@ -197,6 +197,13 @@ def test_a_kernel_gets_its_arguments(shared):
 
 @needs_gpu
 @needs_bindings
+def test_a_kernel_without_arguments_is_launched():
+    SOURCE.build("semisparse_nothing").load(torch.device("cuda"))((1, 1, 1), 32)
+    torch.cuda.synchronize()
+
+
+@needs_gpu
+@needs_bindings
 @pytest.mark.skipif(
     "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ, reason="torch captures no graph without its caching allocator"
 )
