@@ -45,6 +45,11 @@ MAX_INTEGER = (1 << 63) - 1
 """Maximum of an integer in config.json, whatever its key: torch computes with 64 bits and raises OverflowError or
 ValueError beyond them, some of it in the forward pass."""
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
+"""Keys of the number of experts in a layer, and of those that compute a token. torch raises RuntimeError in the forward
+pass if there are fewer than are chosen. Dense variants of such models have 0 or 1 experts and compute with none."""
+
 SHOWN_CHARACTERS = 24
 """Maximum characters of a number in a message: `read_json` accepts integers of 4,300 digits."""
 
@@ -79,17 +84,31 @@ def check_sizes(config: Mapping[str, Any], where: object) -> None:
         config: the content of config.json; `read_block` checks its ``quantization_config``.
         where: the directory, for messages.
     Raises:
-        CheckpointError: a number is NaN or outside its row of `LIMITS`, one of `AT_LEAST_ONE` is below 1, or
-            ``model_type`` is no short name.
+        CheckpointError: a number is NaN or outside its row of `LIMITS`, one of `AT_LEAST_ONE` is below 1, a token is
+            computed by more experts than a layer has, or ``model_type`` is no short name.
     """
     kind = config.get("model_type", "")
     if not isinstance(kind, str) or len(kind) > MAX_NAME:
         raise CheckpointError(f"{where}: model_type is {str(kind)[:MAX_NAME]!r} in config.json, expected a short name")
-    for key, number in _numbers({key: value for key, value in config.items() if key != "quantization_config"}):
+    described = {key: value for key, value in config.items() if key != "quantization_config"}
+    for key, number in _numbers(described):
         least, most = _range_of(key, number)
         if not least <= number <= most:  # true of NaN, too
             expected = "a number" if most == math.inf else f"{least} to {most}"
             raise CheckpointError(f"{where}: {key} is {_shown(number)} in config.json, expected {expected}")
+    for part in (described, *(value for value in described.values() if isinstance(value, Mapping))):
+        _check_experts(part, where)
+
+
+def _check_experts(config: Mapping[str, Any], where: object) -> None:
+    """Refuse a model, or a part of a multimodal one, that chooses more experts than it has."""
+    held = [config[key] for key in EXPERTS if isinstance(config.get(key), int) and config[key] > 1]
+    for key in CHOSEN:
+        chosen = max((number for _, number in _numbers(config.get(key))), default=0)
+        if held and chosen > min(held):
+            raise CheckpointError(
+                f"{where}: {key} is {_shown(chosen)} in config.json, expected at most {min(held)}, as many as there are"
+            )
 
 
 def refuse_unstored(model: nn.Module, stored: int) -> None:
