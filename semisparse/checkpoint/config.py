@@ -84,8 +84,8 @@ def check_sizes(config: Mapping[str, Any], where: object) -> None:
         config: the content of config.json; `read_block` checks its ``quantization_config``.
         where: the directory, for messages.
     Raises:
-        CheckpointError: a number is NaN or outside its row of `LIMITS`, one of `AT_LEAST_ONE` is below 1, a token is
-            computed by more experts than a layer has, or ``model_type`` is no short name.
+        CheckpointError: a number is NaN or outside its row of `LIMITS`, one of `AT_LEAST_ONE` is below 1, the
+            experts of a token are more than there are or fewer than 0, or ``model_type`` is no short name.
     """
     kind = config.get("model_type", "")
     if not isinstance(kind, str) or len(kind) > MAX_NAME:
@@ -101,14 +101,14 @@ def check_sizes(config: Mapping[str, Any], where: object) -> None:
 
 
 def _check_experts(config: Mapping[str, Any], where: object) -> None:
-    """Refuse a model, or a part of a multimodal one, that chooses more experts than it has."""
+    """Refuse a model, or a part of a multimodal one, that chooses more experts than it has, or fewer than none."""
     held = [config[key] for key in EXPERTS if isinstance(config.get(key), int) and config[key] > 1]
+    most = min(held, default=math.inf)
     for key in CHOSEN:
-        chosen = max((number for _, number in _numbers(config.get(key))), default=0)
-        if held and chosen > min(held):
-            raise CheckpointError(
-                f"{where}: {key} is {_shown(chosen)} in config.json, expected at most {min(held)}, as many as there are"
-            )
+        for _, chosen in _numbers(config.get(key)):
+            if not 0 <= chosen <= most:
+                expected = f"0 to {most}, as many experts as there are" if held else "0 or more"
+                raise CheckpointError(f"{where}: {key} is {_shown(chosen)} in config.json, expected {expected}")
 
 
 def refuse_unstored(model: nn.Module, stored: int) -> None:
