@@ -99,7 +99,8 @@ def _read(path: Path, name: bytes) -> bytes | None:
     try:
         with open(os.open(path, flags), "rb") as file:
             status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode) or not _is_ours(status) or (status.st_mode & _OTHERS_WRITE and hasattr(os, "getuid")):
+            others_write = status.st_mode & _OTHERS_WRITE and hasattr(os, "getuid")
+            if others_write or not (stat.S_ISREG(status.st_mode) and _is_ours(status)):
                 return None
             stored = file.read()
     except OSError:
