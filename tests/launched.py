@@ -48,7 +48,7 @@ def kernels() -> Iterator[str]:
         text = re.sub(r"//[^\n]*", "", path.read_text(encoding="utf-8"))
         yield from re.findall(r"__global__[^;{}]*?\b(semisparse_\w+)\s*\(", text)
     for path in sorted(ROOT.rglob("*.py")):
-        yield from re.findall(r"@triton\.jit\ndef (semisparse_\w+)", path.read_text(encoding="utf-8"))
+        yield from re.findall(r"@triton\.jit(?:\([^\n]*\))?\ndef (semisparse_\w+)", path.read_text(encoding="utf-8"))
 
 
 def main() -> None:
