@@ -119,7 +119,7 @@ def test_what_is_measured_adds_up(llama: Engine):
 def test_preparing_runs_no_step_that_it_does_not_wait_for(
     new: int, proposals: int, steps: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """On a GPU a run launches steps before earlier tokens are read; the first token of the next batch waits for them."""
+    """On a GPU a run launches steps before earlier tokens are read. A next batch's first token would wait for them."""
     engine, runs = engine_of(random_model("llama", torch.float32)), []
     run = engine.backend.run
 
