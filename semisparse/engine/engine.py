@@ -396,8 +396,8 @@ class Engine:
         start = time.perf_counter()
         with _memory_errors():
             self.backend.compile(tokenized, new, proposals)
-            # Run to the end, for exactly these steps: an abandoned run leaves up to AHEAD steps on the GPU, and the next
-            # batch's first token would wait for them.
+            # Run to the end, for exactly these steps. An abandoned run leaves up to AHEAD steps on the GPU, and the
+            # next batch's first token would wait for them.
             for _ in self.backend.run(tokenized, min(new, 2), sampling, proposals):
                 pass
         self._warm.add(key)
