@@ -15,15 +15,16 @@ from semisparse.checkpoint.files import read_ahead_in_background
 from semisparse.runtime.bytecode import keep_bytecode
 from semisparse.runtime.cuda_context import create_in_background
 
+__all__ = ["importing", "keep_bytecode"]
+
 
 @contextmanager
 def importing(model: Path | None = None, device: str = "cpu") -> Iterator[None]:
     """Import torch and transformers in this block, while threads prepare what comes next.
 
     The garbage collector does not run meanwhile and ignores the imported objects afterwards: looking through them again
-    and again takes a fifth of the imports' time, 0.7 of 3.4 CPU seconds (results/cpu/start.csv). Bytecode is kept in
-    the user's cache directory if it would be kept nowhere. If torch has been imported before, nothing is done: the
-    process is not a command's own.
+    and again takes a fifth of the imports' time, 0.7 of 3.4 CPU seconds (results/cpu/start.csv). If torch has been
+    imported before, nothing is done: the process is not a command's own.
 
     Args:
         model: a directory whose weights are read into the page cache meanwhile; None for none.
@@ -32,7 +33,6 @@ def importing(model: Path | None = None, device: str = "cpu") -> Iterator[None]:
     if "torch" in sys.modules:
         yield
         return
-    keep_bytecode()
     if model is not None:
         read_ahead_in_background(model)
     if device in ("auto", "cuda"):

@@ -6,6 +6,7 @@ import atexit
 import os
 import sys
 
+from semisparse.api.start import keep_bytecode
 from semisparse.cli import main
 
 
@@ -15,6 +16,7 @@ def run() -> None:
     Python's own end looks through every object once more and takes all modules apart: 0.8 CPU seconds after torch and
     transformers were imported. Nothing of it is needed. Functions registered with `atexit` still run.
     """
+    keep_bytecode()
     status: str | int | None = 0
     try:
         main()
