@@ -30,8 +30,9 @@ MAX_BAND_ROWS = 128
 4096 tokens take 131 ms instead of 224 with 8 rows."""
 
 UNPACKED_ROWS = 384
-"""Maximum rows that torch multiplies at a time. With 256 to 512 its GEMM is as fast as with all, and they stay in a cache: 128
-tokens at 1536 x 2048 take 8.7 ms with 384, 9.1 with 128, 9.6 with all, dense 9.1 (float32, Zen 4, one thread)."""
+"""Maximum rows that torch multiplies at a time. With 256 to 512 its GEMM is as fast as with all, and they stay in a
+cache: 128 tokens at 1536 x 2048 take 8.7 ms with 384, 9.1 with 128, 9.6 with all; dense 9.1 (float32, Zen 4, one
+thread)."""
 
 ROW_GRAIN = 16
 """The number of rows that torch multiplies at a time is a multiple of this, so that its GEMM has whole tiles."""
@@ -49,7 +50,7 @@ def operand_dtype(x: torch.dtype, w: torch.dtype, has_bfloat16: bool = True) -> 
 
 
 class _Buffer(threading.local):
-    """Memory for unpacked rows, one per thread, kept from call to call: new memory costs 2 % of a matmul of 128 tokens."""
+    """Memory for unpacked rows, kept per thread from call to call: new memory costs 2 % of a matmul of 128 tokens."""
 
     memory: Tensor | None = None
 
