@@ -62,12 +62,16 @@ class Routing:
     Attributes:
         pairs: tokens * top_k.
         top_k: experts per token.
+        settled: whether later kernels on the stream start only after ``chosen``, and all that was launched before its
+            first use, is complete: a kernel has waited for these (``griddepcontrol.wait``) before it let its
+            dependents start. Such a kernel may read ``chosen`` before it waits for its own predecessor.
     """
 
     def __init__(self, chosen: Tensor, experts: int) -> None:
         self.chosen = chosen.long().contiguous()
         self.experts = experts
         self.pairs, self.top_k = chosen.numel(), chosen.shape[1]
+        self.settled = False
         self._jobs: dict[int, Jobs] = {}
 
     def jobs(self, tile_m: int) -> Jobs:
@@ -92,7 +96,7 @@ class Routing:
 
         Args:
             outputs: [pairs, N], contiguous.
-            weights: [tokens, top_k], the router's.
+            weights: [tokens, top_k], the router's, computed before the first matmul was launched.
         Returns:
             [tokens, N] in the outputs' dtype.
         """
@@ -103,7 +107,7 @@ class Routing:
         COMBINE.build("semisparse_combine", defines).load(y.device)(
             (len(y), -(-columns // (THREADS * vector)), 1), THREADS, pdl=device_facts(y.device).has_pdl,
             outputs=outputs, chosen=self.chosen, weights=weights, y=y,
-            columns=columns, top_k=self.top_k, experts=self.experts,
+            columns=columns, top_k=self.top_k, experts=self.experts, settled=self.settled,
         )  # fmt: skip
         return y
 

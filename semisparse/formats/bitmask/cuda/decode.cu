@@ -217,6 +217,20 @@ struct WarpPipeline {
         }
     }
 
+    // Fills all stages, those of weights before griddepcontrol.wait. The first group has all weights.
+    __device__ __forceinline__ void fill_around_wait() {
+        WarpPipeline of_x = *this;
+#pragma unroll
+        for (int i = 0; i < STAGES; ++i, advance()) copy_weights(i);
+        griddepcontrol_wait();
+        griddepcontrol_launch_dependents();
+#pragma unroll
+        for (int i = 0; i < STAGES; ++i, of_x.advance()) {
+            if (of_x.group < row_tiles) of_x.x.copy(x_ring + i * x_bytes, of_x.column, warp_n, lane);
+            cp_async_commit_group();
+        }
+    }
+
     // Fills all stages of a fused kernel, which has no ring of x tiles.
     __device__ __forceinline__ void fill_weights() {
 #pragma unroll
@@ -226,6 +240,16 @@ struct WarpPipeline {
         }
     }
 };
+
+// Copies all column tiles of x, in units of 16 bytes, by all threads. A unit is whole, or begins at k or later and becomes zeros.
+__device__ __forceinline__ void copy_all_x(const XLoader& loader, Word x_tiles, int m, int column_tiles) {
+    for (int i = threadIdx.x; i < column_tiles * kWarpSize; i += kWarps * kWarpSize) {
+        const bool within = i * kUnit < loader.k;
+        for (int token = 0; token < m; ++token)
+            cp_async_16(XLoader::unit_address(x_tiles + i / kWarpSize * m * kTokenBytes, token, i % kWarpSize),
+                        loader.x + loader.rows.x(token) * loader.k + (within ? i * kUnit : 0), within ? 16 : 0);
+    }
+}
 
 // The kernel's operands.
 struct Operands {
@@ -239,11 +263,13 @@ struct Operands {
     int m, n, k, row_tiles, column_tiles;
     int x_aligned;               // whether every row of x begins at a multiple of 16 bytes
     float epsilon;
+    bool weights_first;          // with EXPERTS: whether griddepcontrol.wait has not been executed and waits for x alone
 };
 
 // Computes y. `shared` is the dynamic shared memory.
 __device__ __forceinline__ void decode(const Operands& operands, unsigned char* shared) {
-    const auto [x, tiles, bias, norm_weight, residual, y, rows, m, n, k, row_tiles, column_tiles, x_aligned, epsilon] = operands;
+    const auto [x, tiles, bias, norm_weight, residual, y, rows, m, n, k, row_tiles, column_tiles, x_aligned, epsilon,
+                weights_first] = operands;
     const int lane = threadIdx.x % kWarpSize;
     const int warp = threadIdx.x / kWarpSize;
     const int warp_n = warp / WARPS_K;
@@ -260,7 +286,15 @@ __device__ __forceinline__ void decode(const Operands& operands, unsigned char* 
     if (!EXPERTS) griddepcontrol_launch_dependents();
     if constexpr (!kFused) {
         if (!EXPERTS) griddepcontrol_wait();
-        pipeline.fill();
+        if (EXPERTS && weights_first) pipeline.fill_around_wait();
+        else pipeline.fill();
+    } else if constexpr (EXPERTS) {
+        copy_all_x(pipeline.x, x_rings, m, column_tiles);
+        cp_async_commit_group();
+        pipeline.fill_weights();
+        cp_async_wait_group<STAGES>();
+        end_copies_for_racecheck();
+        __syncthreads();
     } else {
         const XStage<kWarps, TILE_M> stage(norm_weight, m, k);
         pipeline.fill_weights();
@@ -310,22 +344,36 @@ extern "C" __global__ void __launch_bounds__(WARPS_N * kSliceThreads, 1) semispa
     const long long* chosen,                  // [pairs], the expert of each pair
     int pairs, int pairs_per_x, int experts,
     int n, int k, int row_tiles, int column_tiles,  // of an expert
-    int x_aligned                                   // whether every row of x begins at a multiple of 16 bytes
+    int x_aligned,                                  // whether every row of x begins at a multiple of 16 bytes
+    int settled                                     // whether `chosen` was complete before this kernel could start
 ) {
     extern __shared__ __align__(256) unsigned char shared[];
-    __shared__ int x_rows[TILE_M], y_rows[TILE_M];
-    griddepcontrol_wait();
-    griddepcontrol_launch_dependents();
+    const bool weights_first = settled && !kFused;
+    if (!weights_first) {
+        griddepcontrol_wait();
+        griddepcontrol_launch_dependents();
+    }
     const Pairs<TILE_M> step{chosen, pairs, pairs_per_x, experts};
     const long long expert = step.expert();
-    for (int begin = 0;; begin += TILE_M) {
-        const int found = step.find(begin, x_rows, y_rows);
-        if (found <= 0) return;
-        decode({x, tiles + expert * row_tiles * column_tiles * kTileBytes, bias ? bias + expert * n : nullptr, nullptr, nullptr, y,
-                {x_rows, y_rows}, min(found, TILE_M), n, k, row_tiles, column_tiles, x_aligned, 0.0f}, shared);
-        if (TILE_M == 1 || found <= TILE_M) return;
-        cp_async_wait_group<0>();
-        __syncthreads();
+    Operands operands{x, tiles + expert * row_tiles * column_tiles * kTileBytes, bias ? bias + expert * n : nullptr, nullptr,
+                      nullptr, y, {}, 1, n, k, row_tiles, column_tiles, x_aligned, 0.0f, weights_first};
+    if constexpr (TILE_M == 1) {
+        if (expert < 0 || expert >= experts) return;
+        operands.rows = step.own();
+        decode(operands, shared);
+    } else {
+        __shared__ int x_rows[TILE_M], y_rows[TILE_M];
+        operands.rows.of_x = x_rows, operands.rows.of_y = y_rows;
+        for (int begin = 0;; begin += TILE_M) {
+            const int found = step.find(begin, x_rows, y_rows);
+            if (found <= 0) return;
+            operands.m = min(found, TILE_M);
+            decode(operands, shared);
+            if (found <= TILE_M) return;
+            operands.weights_first = false;
+            cp_async_wait_group<0>();
+            __syncthreads();
+        }
     }
 }
 #else
@@ -342,6 +390,7 @@ extern "C" __global__ void __launch_bounds__(WARPS_N * kSliceThreads, 1) semispa
     float epsilon
 ) {
     extern __shared__ __align__(256) unsigned char shared[];
-    decode({x, tiles, bias, norm_weight, residual, y, {}, m, n, k, row_tiles, column_tiles, x_aligned, epsilon}, shared);
+    decode({x, tiles, bias, norm_weight, residual, y, {}, m, n, k, row_tiles, column_tiles, x_aligned, epsilon, false},
+           shared);
 }
 #endif
