@@ -24,7 +24,8 @@
 //
 // With EXPERTS (rows.cuh) the weight is a stack of experts. blockIdx.y is the expert or, if TILE_M is 1, the pair of a token
 // and an expert; blockIdx.x is as above, over the expert's row tiles. CTAs of an expert that no token chose end at once. If an
-// expert has more than TILE_M pairs, its CTAs multiply them TILE_M at a time.
+// expert has more than TILE_M pairs, its CTAs multiply them TILE_M at a time. A kernel without SILU_MUL copies its first weights
+// before griddepcontrol.wait if the choice of experts is settled.
 //
 // Macros: SCALAR (__half or __nv_bfloat16), KEEP (values or codes per block), BITS (per code; 0 for values), TILE_M (1, 8, 16, 32
 // or 64), WARPS_N, WARPS_K, STAGES, EXPERTS, and those of fusion.cuh.
@@ -46,6 +47,7 @@ constexpr int kChains = TILE_M > 16 ? 1 : 2;        // accumulators per output: 
 constexpr int kWarps = WARPS_N * WARPS_K;
 
 static_assert(!SILU_MUL || WARPS_N % 2 == 0, "a CTA has both row tiles of a pair");
+static_assert(!EXPERTS || !(RMS_NORM || ADD_RESIDUAL), "experts fuse SiLU alone");
 static_assert(kFused || WARPS_N == 1 || WARPS_K <= 15, "each K slice has a named barrier of its own, 1 to 15");
 
 // The swizzle of an x tile: XORed to the address of a lane's block, so that the eight lanes of a quarter-warp read (four blocks
@@ -217,7 +219,7 @@ struct WarpPipeline {
         }
     }
 
-    // Fills all stages, those of weights before griddepcontrol.wait. The first group has all weights.
+    // Fills all stages: the weights before griddepcontrol.wait, x after it. The first group holds all weights.
     __device__ __forceinline__ void fill_around_wait() {
         WarpPipeline of_x = *this;
 #pragma unroll
@@ -263,7 +265,7 @@ struct Operands {
     int m, n, k, row_tiles, column_tiles;
     int x_aligned;               // whether every row of x begins at a multiple of 16 bytes
     float epsilon;
-    bool weights_first;          // with EXPERTS: whether griddepcontrol.wait has not been executed and waits for x alone
+    bool weights_first;          // with EXPERTS: whether griddepcontrol.wait is still to come, and only x waits for it
 };
 
 // Computes y. `shared` is the dynamic shared memory.
@@ -289,6 +291,7 @@ __device__ __forceinline__ void decode(const Operands& operands, unsigned char* 
         if (EXPERTS && weights_first) pipeline.fill_around_wait();
         else pipeline.fill();
     } else if constexpr (EXPERTS) {
+        // x goes first: behind the weights it was there 3 us later, of 23.8 us for a layer of one token (Qwen3-30B-A3B, H200).
         copy_all_x(pipeline.x, x_rings, m, column_tiles);
         cp_async_commit_group();
         pipeline.fill_weights();

@@ -38,16 +38,15 @@ extern "C" __global__ void __launch_bounds__(256) semisparse_combine(
             weight[j] = counts[j] ? to_float(weights[pair]) : 0.0f;
         }
         griddepcontrol_wait();
-        Unit output[kAhead];
+        Unit output[kAhead] = {};  // zeros where nothing is loaded
 #pragma unroll
         for (int j = 0; j < kAhead; ++j)
             if (counts[j]) output[j] = load_unit(outputs + (token * top_k + first + j) * columns, i);
 #pragma unroll
-        for (int j = 0; j < kAhead; ++j) {
-            if (!counts[j]) continue;
+        for (int j = 0; j < kAhead; ++j)
 #pragma unroll
-            for (int v = 0; v < VECTOR; ++v) sums[v] += weight[j] * output[j].at(v);
-        }
+            for (int v = 0; v < VECTOR; ++v)
+                sums[v] += weight[j] * output[j].at(v);
     }
     if (i * VECTOR >= columns) return;
     Unit result;
