@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(256) semisparse_combine(
         for (int j = 0; j < kAhead; ++j)
 #pragma unroll
             for (int v = 0; v < VECTOR; ++v)
-                sums[v] += weight[j] * output[j].at(v);
+                if (counts[j]) sums[v] += weight[j] * output[j].at(v);  // the condition saves 34 registers
     }
     if (i * VECTOR >= columns) return;
     Unit result;
