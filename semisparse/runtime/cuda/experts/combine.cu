@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(256) semisparse_combine(
             weight[j] = counts[j] ? to_float(weights[pair]) : 0.0f;
         }
         griddepcontrol_wait();
-        Unit output[kAhead] = {};  // zeros where nothing is loaded
+        Unit output[kAhead];
 #pragma unroll
         for (int j = 0; j < kAhead; ++j)
             if (counts[j]) output[j] = load_unit(outputs + (token * top_k + first + j) * columns, i);
@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(256) semisparse_combine(
         for (int j = 0; j < kAhead; ++j)
 #pragma unroll
             for (int v = 0; v < VECTOR; ++v)
-                if (counts[j]) sums[v] += weight[j] * output[j].at(v);  // the condition saves 34 registers
+                if (counts[j]) sums[v] += weight[j] * output[j].at(v);
     }
     if (i * VECTOR >= columns) return;
     Unit result;
