@@ -151,7 +151,7 @@ def config(**changes: Any) -> Any:
         "inductor_compile_config": {},
         "compile_ranges_endpoints": [64],
     }
-    additional = changes.pop("additional_config", {"semisparse_fusion": True})
+    additional = changes.pop("additional_config", {})
     return SimpleNamespace(compilation_config=SimpleNamespace(**(compilation | changes)), additional_config=additional)
 
 
@@ -173,6 +173,8 @@ def test_it_is_installed_for_few_tokens(gpu: SimpleNamespace):
 
     from semisparse.integrations.vllm import fusion
 
+    for additional in ({"semisparse_fusion": True}, "of another plugin"):
+        assert fusion.install_fusion(config(additional_config=additional), FORMATS)
     changed = config()
     assert fusion.install_fusion(changed, FORMATS)
     assert changed.compilation_config.compile_ranges_endpoints == [fusion.MAX_FUSED_TOKENS, 64]
@@ -189,8 +191,7 @@ def test_it_is_not_installed_where_nothing_is_fused(gpu: SimpleNamespace, monkey
     from semisparse.integrations.vllm import fusion
 
     assert not fusion.install_fusion(config(mode=None), FORMATS)
-    for additional in ({}, {"semisparse_fusion": False}, "hash"):
-        assert not fusion.install_fusion(config(additional_config=additional), FORMATS)
+    assert not fusion.install_fusion(config(additional_config={"semisparse_fusion": False}), FORMATS)
     own = config(inductor_compile_config={"post_grad_custom_post_pass": object()})
     assert not fusion.install_fusion(own, FORMATS)
     assert own.compilation_config.compile_ranges_endpoints == [64]

@@ -3,7 +3,7 @@
 It applies to steps of at most `MAX_FUSED_TOKENS` tokens, for which vLLM compiles the graph once more. With more tokens,
 vLLM's compiler fuses these operations with each other. In the fused graphs, Inductor's kernels use programmatic
 dependent launch too: a token of llama2-7b's shapes in gqs W4S50 takes 2.50 ms unfused, 2.40 fused, 2.23 with both (one
-H200, results/h200/vllm.csv). Off by default: its texts have not been compared with transformers' inside vLLM on a GPU.
+H200, results/h200/vllm.csv).
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ from vllm.ir import ops
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from semisparse.errors import InputError
+from semisparse.integrations.vllm.settings import wants_fusion
 from semisparse.nn.fused_linear import ADDED, GATED, MAX_FUSED_TOKENS, NORMED, can_fuse, has_fused_kernels, packed_of
 
-LINEAR = torch.ops.semisparse.linear.default
-FUSED = torch.ops.semisparse.fused_linear.default
+LINEARS = (torch.ops.semisparse.linear.default, torch.ops.semisparse.linear_or_copy.default)
+"""Packed matmuls. Their first five arguments are the same: x, the packed tensors, bias, spec and kernel."""
 
-SETTING = "semisparse_fusion"
-"""The key in vLLM's ``additional_config`` that turns the pass on."""
+FUSED = torch.ops.semisparse.fused_linear.default
 
 PDL = "triton.enable_pdl"
 """Inductor's setting for programmatic dependent launch of its kernels."""
@@ -46,7 +45,7 @@ logger = init_logger("vllm.semisparse")
 def install_fusion(vllm_config: VllmConfig, formats: Iterable[str]) -> bool:
     """Let vLLM compile its graphs once more, for few tokens, with this pass. Return whether it will.
 
-    ``--additional-config '{"semisparse_fusion": true}'`` asks for it. Even so, nothing is installed if vLLM does not
+    ``--additional-config '{"semisparse_fusion": false}'`` turns it off. Nothing is installed either if vLLM does not
     compile, runs on no GPU, or has another pass of its user, or if no format has kernels that fuse anything.
 
     Args:
@@ -55,10 +54,7 @@ def install_fusion(vllm_config: VllmConfig, formats: Iterable[str]) -> bool:
     Raises:
         InputError: the setting is neither true nor false.
     """
-    additional = vllm_config.additional_config
-    wanted = additional.get(SETTING, False) if isinstance(additional, dict) else False
-    if not isinstance(wanted, bool):
-        raise InputError(f"--additional-config: {SETTING} is {wanted!r}, expected true or false")
+    wanted = wants_fusion(vllm_config)
     compilation, key = vllm_config.compilation_config, current_platform.pass_key
     if not wanted or compilation.mode != CompilationMode.VLLM_COMPILE or not current_platform.is_cuda():
         return False
@@ -109,9 +105,9 @@ class FusionPass(InductorPass):
     def __call__(self, graph: fx.Graph) -> None:
         """Fuse everything that one kernel can compute."""
         for node in list(graph.nodes):
-            if node.target is ops.fused_add_rms_norm.torch_op and _is_plain(node.args[2:]):
+            if node.target is ops.fused_add_rms_norm.torch_op and _is_plain(node, 2):
                 _fuse_added_norm(graph, node)
-            elif node.target is ops.rms_norm.torch_op and _is_plain(node.args[1:]):
+            elif node.target is ops.rms_norm.torch_op and _is_plain(node, 1):
                 x, weight, epsilon = node.args[:3]
                 _fuse_norm(graph, Norm(x, weight, epsilon, node))
         graph.eliminate_dead_code()
@@ -119,9 +115,19 @@ class FusionPass(InductorPass):
             inductor_config.triton.enable_pdl = True
 
 
-def _is_plain(arguments: Any) -> bool:
-    """Return whether a norm has a weight and is over whole rows: its arguments are weight, epsilon, variance size."""
-    return isinstance(arguments[0], fx.Node) and (len(arguments) < 3 or arguments[2] is None)
+def _is_plain(norm: fx.Node, inputs: int) -> bool:
+    """Return whether a norm has a weight and is over whole rows, and its tensors have one dtype, as kernels read them.
+
+    Gemma's weights are float32 here, whatever the dtype of x: vLLM adds 1 to them in float32.
+
+    Args:
+        norm: its arguments are ``inputs`` tensors, the weight, epsilon and the variance's size.
+        inputs: number of tensors before the weight.
+    """
+    tensors, variance_size = norm.args[: inputs + 1], norm.args[inputs + 2 :]
+    if not all(isinstance(tensor, fx.Node) for tensor in tensors):
+        return False
+    return len({tensor.meta["val"].dtype for tensor in tensors}) == 1 and variance_size in ((), (None,))  # type: ignore[union-attr]
 
 
 def _fuse_added_norm(graph: fx.Graph, node: fx.Node) -> None:
@@ -131,7 +137,7 @@ def _fuse_added_norm(graph: fx.Graph, node: fx.Node) -> None:
     normed, total = _item(node, 0), _item(node, 1)
     if normed is None:
         return
-    fuses_add = delta.target is LINEAR and len(delta.users) == 1 and _can_fuse(delta, ADDED)
+    fuses_add = delta.target in LINEARS and len(delta.users) == 1 and _can_fuse(delta, ADDED)
     if not fuses_add and _readers(normed) is None:
         return
     with graph.inserting_before(node):
@@ -169,7 +175,7 @@ def _readers(normed: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     Without an activation that can be fused, the second is the matmul itself. None if the norm cannot be fused.
     """
     users = list(normed.users)
-    if len(users) != 1 or users[0].target is not LINEAR or users[0].args[0] is not normed:
+    if len(users) != 1 or users[0].target not in LINEARS or users[0].args[0] is not normed:
         return None
     linear, gate = users[0], _gate_of(users[0])
     if gate is not None and _can_fuse(linear, GATED):
@@ -185,7 +191,7 @@ def _item(node: fx.Node, index: int) -> fx.Node | None:
 def _can_fuse(linear: fx.Node, fusion: tuple[str, str]) -> bool:
     """Return whether one kernel computes a matmul of the graph with a prologue and an epilogue."""
     arguments: Any = linear.args
-    x, tensors, _, spec, kernel = arguments
+    x, tensors, _, spec, kernel = arguments[:5]
     packed = packed_of(spec, [tensor.meta["val"] for tensor in tensors])
     return kernel == "auto" and can_fuse(packed, x.meta["val"].dtype, fusion)
 
