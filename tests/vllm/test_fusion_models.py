@@ -20,7 +20,6 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
-    Qwen3MoeConfig,
 )
 
 from tests.models import byte_tokenizer
@@ -52,7 +51,6 @@ MODELS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], dict[str, int]]]
         {**HEAD, "query_pre_attn_scalar": 64},
         {"linear": 4, "rms_norm": 3, "fused_add_rms_norm": 2},
     ),
-    "experts": (Qwen3MoeConfig, {**HEAD, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}, {}),
 }
 """The config's class, its arguments, and the operators of the graph of one decoder layer after the pass."""
 
