@@ -14,6 +14,7 @@ from torch._inductor import config as inductor_config
 import semisparse
 from semisparse.errors import InputError
 from semisparse.formats import Packed
+from semisparse.nn import CopiedLinear
 from semisparse.patterns import parse_pattern
 from tests.vllm import ranks
 
@@ -48,11 +49,14 @@ class Block:
 
         return SiluAndMul.forward_native(x)
 
+    def linear(self, x: Tensor, packed: Packed) -> Tensor:
+        return semisparse.linear(x, packed)
+
     def __call__(self, attention: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        hidden, residual = self.norm(0, semisparse.linear(attention, self.o), residual)
-        hidden = self.activation(semisparse.linear(hidden, self.gate_up))
-        hidden, residual = self.norm(1, semisparse.linear(hidden, self.down), residual)
-        return semisparse.linear(hidden, self.qkv), residual
+        hidden, residual = self.norm(0, self.linear(attention, self.o), residual)
+        hidden = self.activation(self.linear(hidden, self.gate_up))
+        hidden, residual = self.norm(1, self.linear(hidden, self.down), residual)
+        return self.linear(hidden, self.qkv), residual
 
 
 def fused(block: Any, monkeypatch: pytest.MonkeyPatch, can_fuse: Any = lambda packed, dtype, fusion: True) -> Counter:
@@ -93,6 +97,31 @@ def fused(block: Any, monkeypatch: pytest.MonkeyPatch, can_fuse: Any = lambda pa
 
 def test_all_around_the_matmuls_of_a_decoder_layer_is_fused(monkeypatch: pytest.MonkeyPatch):
     assert fused(Block(), monkeypatch) == {"added": 2, "normed": 2, "gated": 1}
+
+
+def test_matmuls_with_dense_copies_are_fused(monkeypatch: pytest.MonkeyPatch):
+    class Copied(Block):
+        def linear(self, x: Tensor, packed: Packed) -> Tensor:
+            return self.copies[id(packed)](x)
+
+        def __init__(self) -> None:
+            super().__init__()
+            weights = (self.o, self.gate_up, self.down, self.qkv)
+            self.copies = {id(packed): CopiedLinear(packed, torch.bfloat16) for packed in weights}
+
+    assert fused(Copied(), monkeypatch) == {"added": 2, "normed": 2, "gated": 1}
+
+
+def test_a_norm_or_residual_of_another_dtype_is_not_fused(monkeypatch: pytest.MonkeyPatch):
+    wide = Block()
+    wide.norms = [norm.float() for norm in wide.norms]
+    assert fused(wide, monkeypatch) == {"linear": 4, "fused_add_rms_norm": 2}
+
+    class WideResidual(Block):
+        def __call__(self, attention: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+            return super().__call__(attention, residual.float())
+
+    assert fused(WideResidual(), monkeypatch)["added"] == 1  # the second residual is what the first norm gives
 
 
 @pytest.mark.parametrize(
