@@ -95,8 +95,8 @@ class FusionPass(InductorPass):
         self.launches_early = launches_early
 
     def uuid(self) -> str:
-        """Return a hash of this file and of the settings: vLLM caches compiled graphs by it."""
-        return str(self.hash_source(Path(__file__).read_text(), str(self.launches_early)))
+        """Return a hash of this file, of the operator and of the settings: vLLM caches compiled graphs by it."""
+        return str(self.hash_source(Path(__file__).read_text(), str(FUSED._schema), str(self.launches_early)))
 
     def is_applicable_for_range(self, compile_range: Range) -> bool:
         """Return whether the graph is for at most `MAX_FUSED_TOKENS` tokens."""
