@@ -112,6 +112,15 @@ def test_matmuls_with_dense_copies_are_fused(monkeypatch: pytest.MonkeyPatch):
     assert fused(Copied(), monkeypatch) == {"added": 2, "normed": 2, "gated": 1}
 
 
+def test_the_norm_after_an_all_reduce_is_fused(monkeypatch: pytest.MonkeyPatch):
+    class Reduced(Block):
+        def linear(self, x: Tensor, packed: Packed) -> Tensor:
+            y = super().linear(x, packed)
+            return 2 * y if packed is self.o or packed is self.down else y
+
+    assert fused(Reduced(), monkeypatch) == {"normed": 2, "gated": 1, "linear": 2}
+
+
 def test_a_norm_or_residual_of_another_dtype_is_not_fused(monkeypatch: pytest.MonkeyPatch):
     wide = Block()
     wide.norms = [norm.float() for norm in wide.norms]
