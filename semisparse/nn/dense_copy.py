@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -12,15 +14,19 @@ from semisparse.formats.product import linear, measured_speedup
 from semisparse.nn.fused_linear import packed_of
 from semisparse.nn.sparse_linear import SparseLinear
 
-MANY_TOKENS = 64
-"""Tokens from which a dense copy computes a weight that no tuned table of this device has. On an H200 formats are
-faster than dense at fewer, as a rule, and as fast or slower at more."""
+MANY_TOKENS = {1 << 24: 64, 0: 17}
+"""Tokens from which a dense copy computes a weight that no tuned table of this device has, by minimum N * K. On an H200
+formats are faster than dense at fewer, as a rule, and as fast or slower at more. Of qwen2.5-1.5b's layers, most of
+which are smaller, 32 tokens take 1.3 to 1.4 times as long as dense (results/h200/vllm.csv)."""
 
 
 def copy_pays(packed: Packed, m: int, dtype: torch.dtype) -> bool:
     """Return whether a dense copy of a weight is faster than the packed weight, for ``m`` rows of x in ``dtype``."""
     speedup = measured_speedup(packed, m, dtype)
-    return m >= MANY_TOKENS if speedup is None else speedup < 1
+    if speedup is not None:
+        return speedup < 1
+    size = math.prod(packed.shape)
+    return m >= next(tokens for fewest, tokens in MANY_TOKENS.items() if size >= fewest)
 
 
 class CopiedLinear(SparseLinear):

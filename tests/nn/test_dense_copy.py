@@ -7,7 +7,7 @@ import torch
 
 import semisparse
 from semisparse.formats import product
-from semisparse.nn import CopiedLinear, StackedLinear, dense_copy
+from semisparse.nn import CopiedLinear, StackedLinear, copy_pays, dense_copy
 from semisparse.patterns import parse_pattern
 
 K, N = 128, 24
@@ -21,7 +21,7 @@ def packed_weight(rows: int = N) -> semisparse.formats.base.Packed:
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense_copy, "MANY_TOKENS", 4)
+    monkeypatch.setattr(dense_copy, "MANY_TOKENS", {0: 4})
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -39,6 +39,17 @@ def test_only_many_tokens_use_the_copy():
     layer.dense.data.zero_()
     assert layer(torch.randn(3, K)).any()
     assert not layer(torch.randn(4, K)).any()
+
+
+def test_copies_of_large_weights_begin_at_more_tokens(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(dense_copy, "MANY_TOKENS", {N * K + 1: 9, N * K: 5, 0: 3})
+    assert [
+        copy_pays(packed_weight(rows), m, torch.float32) for rows in (N - 1, N, N + 1) for m in (2, 3, 4, 5, 8, 9)
+    ] == [
+        *(False, True, True, True, True, True),
+        *(False, False, False, True, True, True),
+        *(False, False, False, False, False, True),
+    ]
 
 
 def test_a_traced_layer_chooses_at_each_call():
