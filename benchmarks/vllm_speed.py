@@ -25,7 +25,7 @@ from typing import Any
 
 from vllm_cache import shared_cache
 from vllm_checkpoints import COLUMNS, INT4, MODELS, RIVALS, config_of, write_dense, write_ours
-from vllm_engine import ENGINE, VARIANTS, WHOLE, ProfileRow, Row, measure_engine
+from vllm_engine import BATCHES, ENGINE, VARIANTS, WHOLE, ProfileRow, Row, measure_engine
 from vllm_process import Child, Turn, end_all
 from vllm_serve import ServeRow, measure_server, run_server
 
@@ -139,9 +139,10 @@ def start(entry: Entry, port: int, cache: Any, args: Namespace) -> Child:
     if entry.serves:
         return Child(entry.name, log, run_server, folder, settings_of(entry, args), cache, port)
     profiles = entry.column in args.profile.split(",") and entry.model == "llama2-7b"
-    is_whole = args.requests > 0 and entry.variant in WHOLE and entry.column not in args.brief.split(",")
+    is_brief = entry.column in args.brief.split(",")
+    requests = args.requests if entry.variant in WHOLE and not is_brief else 0
     engine = folder, settings_of(entry, args), cache
-    return Child(entry.name, log, measure_engine, *engine, args.requests, profiles, is_whole)
+    return Child(entry.name, log, measure_engine, *engine, requests, profiles, () if is_brief else BATCHES)
 
 
 def measure_rate(child: Child, entry: Entry, port: int, pair: str, args: Namespace) -> None:
@@ -247,7 +248,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="decoder layers, if not all of the model")
     parser.add_argument("--cache", type=int, default=16, help="GiB of the KV cache")
     parser.add_argument("--requests", type=int, default=500, help="requests of the throughput; 0: batches alone")
-    parser.add_argument("--brief", default="", help="columns that are measured with batches alone, as VARIANTS are")
+    parser.add_argument("--brief", default="", help="columns of which one sequence alone is measured")
     parser.add_argument("--rates", default="16x160,4x48", help="requests per second x requests of a server")
     parser.add_argument("--profile", default="", help="columns of which a decode step is profiled, to vllm-kernels.csv")
     parser.add_argument("--hold", type=Path, help="measure only once this file exists: other jobs end first")
