@@ -250,8 +250,34 @@ def test_more_than_the_memory_is_refused_before_weights_are_loaded(tmp_path: Pat
     (directory / "model.safetensors").unlink()
     gpu = SimpleNamespace(is_cuda=lambda: True, get_device_total_memory=lambda: 100_000)
     monkeypatch.setattr("semisparse.integrations.vllm.config.current_platform", gpu)
-    with pytest.raises(InputError, match=r"take 0.0 GB on each of 1 GPUs, and vLLM may use 0\.\d\d of 0.0 GB"):
+    with pytest.raises(
+        InputError, match=r"take 0.0 GB on each of 1 GPUs, and vLLM may use 0\.0 of 0\.0 GB .*utilization"
+    ):
         ranks.load(directory)
+
+
+def test_a_kv_cache_of_a_given_size_is_subtracted_from_the_memory(monkeypatch: pytest.MonkeyPatch):
+    from semisparse.integrations.vllm import SemisparseVllmConfig
+
+    gpu = SimpleNamespace(is_cuda=lambda: True, get_device_total_memory=lambda: 10**9)
+    monkeypatch.setattr("semisparse.integrations.vllm.config.current_platform", gpu)
+    cache = SimpleNamespace(gpu_memory_utilization=0.1, kv_cache_memory_bytes=4 * 10**8)
+    parallel = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1)
+    given = SimpleNamespace(
+        parallel_config=parallel, cache_config=cache, model_config=SimpleNamespace(dtype=torch.float16)
+    )
+
+    def check(size: int) -> None:
+        SemisparseVllmConfig({"layer": SimpleNamespace(nbytes=size)})._check_memory(given)
+
+    check(2 * 6 * 10**8)
+    with pytest.raises(
+        InputError, match=r"take 0\.6 GB on each of 2 GPUs, and vLLM may use 0\.6 of 1\.0 GB .*kv-cache"
+    ):
+        check(2 * 6 * 10**8 + 2)
+    cache.kv_cache_memory_bytes = None
+    with pytest.raises(InputError, match=r"vLLM may use 0\.1 of 1\.0 GB for them \(--gpu-memory-utilization\)"):
+        check(10**9)
 
 
 def copied(*patterns: str) -> dict[str, list[str]]:

@@ -152,17 +152,30 @@ class SemisparseVllmConfig(QuantizationConfig):
         counted. Nothing is refused off CUDA.
         """
         if current_platform.is_cuda():
-            parallel, share = vllm_config.parallel_config, vllm_config.cache_config.gpu_memory_utilization
+            parallel = vllm_config.parallel_config
             ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
             memory = current_platform.get_device_total_memory()
+            allowed, option = _allowed_memory(vllm_config.cache_config, memory)
             width = vllm_config.model_config.dtype.itemsize
             copies = sum(math.prod(self.layers[name].shape) * width for name in self._copied)
             needed = (sum(layer.nbytes for layer in self.layers.values()) + copies) / ranks
-            if needed > share * memory:
+            if needed > allowed:
                 what = "the compressed layers" + (" and their dense copies" if copies else "")
                 raise InputError(
                     f"{what} take {needed / 1e9:.1f} GB on each of {ranks} GPUs, and vLLM may use "
-                    f"{share:.2f} of {memory / 1e9:.1f} GB (--gpu-memory-utilization): serve them on more GPUs "
+                    f"{allowed / 1e9:.1f} of {memory / 1e9:.1f} GB for them ({option}): serve them on more GPUs "
                     "(--tensor-parallel-size) or on larger ones"
                 )
         self._fits = True
+
+
+def _allowed_memory(cache_config: Any, memory: int) -> tuple[float, str]:
+    """Return the bytes of a GPU that layers may take, and the option of vLLM that says so.
+
+    Args:
+        cache_config: vLLM's; with a KV cache of given size, vLLM ignores the share of the memory that it may use.
+        memory: bytes of the GPU.
+    """
+    if cache_config.kv_cache_memory_bytes:
+        return max(0, memory - cache_config.kv_cache_memory_bytes), "--kv-cache-memory-bytes"
+    return cache_config.gpu_memory_utilization * memory, "--gpu-memory-utilization"
