@@ -35,14 +35,11 @@ UNFUSED = {"additional_config": {"semisparse_fusion": False}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "-unfused-few-splits": {**UNFUSED, "attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 4}},
     "-unfused": UNFUSED,
-    "-no-pdl": {"compilation_config": {"inductor_compile_config": {"triton.enable_pdl": False}}},
-    "-pdl": {"compilation_config": {"inductor_compile_config": {"triton.enable_pdl": True}}},
     "-triton-attention": {"attention_config": {"backend": "TRITON_ATTN"}},
     "-keep-dense": {"additional_config": {"semisparse_keep_dense": ["*"]}},
 }
 """Endings of columns, and the engine arguments that they stand for: no fused matmuls, without and with FlashAttention
-taking the keys in at most 4 parts instead of 32; no programmatic dependent launch of Inductor's kernels, and that for
-every number of tokens instead of one and two; vLLM's own kernel for attention; dense copies of all weights."""
+taking the keys in at most 4 parts instead of 32; vLLM's own kernel for attention; dense copies of all weights."""
 
 WHOLE = ("", "-keep-dense")
 """Endings of the columns of which prompts and throughput are measured too; the others do not change these."""

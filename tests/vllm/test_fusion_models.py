@@ -32,8 +32,9 @@ pytestmark = [pytest.mark.xdist_group("vllm"), pytest.mark.usefixtures("group")]
 
 HEAD = {"head_dim": 64}
 
-ALL = {"normed": 2, "gated": 1, "added": 2}
-"""Every matmul of a decoder layer: query, key, value and gate, up after a norm; the two others before a residual."""
+ALL = {"normed": 2, "gated": 1, "added": 2, "early": 1}
+"""Every matmul of a decoder layer: query, key, value and gate, up after a norm; the two others before a residual. Then
+Inductor's kernels are launched early."""
 
 MODELS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], dict[str, int]]] = {
     "llama": (LlamaConfig, {}, {**ALL, "rms_norm": 1}),
@@ -109,6 +110,8 @@ def compiled_with_the_pass(forward: Any, vllm_config: Any, found: Counter[str]) 
             fusion.FusionPass()(graph)
             graph.lint()
             found.update(operators_after(graph))
+            if inductor_config.triton.enable_pdl:
+                found["early"] += 1
 
         def uuid(self) -> object:
             return object()  # nothing compiled is cached
@@ -118,6 +121,7 @@ def compiled_with_the_pass(forward: Any, vllm_config: Any, found: Counter[str]) 
         before: VllmIRInplaceFunctionalizationPass(vllm_config),
         "post_grad_custom_post_pass": Spy(),
         "fx_graph_cache": False,
+        fusion.PDL: False,
         "_cache_config_ignore_prefix": [*inductor_config._cache_config_ignore_prefix, before],
     }
     torch._dynamo.reset()

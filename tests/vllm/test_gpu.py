@@ -257,13 +257,6 @@ def test_so_it_is_without_fused_matmuls(served: str, tmp_path: Path, fused: Coun
     assert not fused
 
 
-def test_so_it_is_with_dependent_launch_for_any_number_of_tokens(tmp_path: Path, fused: Counter[str]):
-    directory = written("demo", FORMATS["bitmask"], tmp_path)
-    settings = {**FEW_GRAPHS, "inductor_compile_config": {"triton.enable_pdl": True}}
-    compare(directory, "demo", torch.float16, LEAST["bitmask"], compilation_config=settings)
-    assert fused.keys() == FUSIONS
-
-
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_so_it_is_of_another_architecture(name: str, tmp_path: Path, fused: Counter[str]):
     """Random weights: queries with biases; norms of queries and keys; norms whose weights vLLM makes float32."""

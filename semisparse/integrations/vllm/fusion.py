@@ -8,6 +8,7 @@ H200, results/h200/vllm.csv).
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,6 +26,7 @@ from vllm.ir import ops
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from semisparse.integrations.vllm.launch import may_launch_early
 from semisparse.integrations.vllm.settings import wants_fusion
 from semisparse.nn.fused_linear import ADDED, GATED, MAX_FUSED_TOKENS, NORMED, can_fuse, has_fused_kernels, packed_of
 
@@ -55,6 +57,7 @@ def install_fusion(vllm_config: VllmConfig, formats: Iterable[str]) -> bool:
         InputError: the setting is neither true nor false.
     """
     wanted = wants_fusion(vllm_config)
+    _turn_off_early_launches(vllm_config.compilation_config.inductor_compile_config)
     compilation, key = vllm_config.compilation_config, current_platform.pass_key
     if not wanted or compilation.mode != CompilationMode.VLLM_COMPILE or not current_platform.is_cuda():
         return False
@@ -65,13 +68,25 @@ def install_fusion(vllm_config: VllmConfig, formats: Iterable[str]) -> bool:
         return isinstance(settings[key], FusionPass)
     if not has_fused_kernels(formats):
         return False
-    settings[key] = FusionPass(launches_early=PDL not in settings and hasattr(inductor_config.triton, "enable_pdl"))
-    if settings[key].launches_early:
-        settings[PDL] = False  # what the pass sets for a graph, Inductor then sets back after it
+    settings[key] = FusionPass()
     ends = compilation.compile_ranges_endpoints or []
     compilation.compile_ranges_endpoints = sorted({MAX_FUSED_TOKENS, *ends})
     logger.info("norms, residuals and SiLU are fused into packed matmuls of up to %d tokens", MAX_FUSED_TOKENS)
     return True
+
+
+def _turn_off_early_launches(settings: dict[str, Any]) -> None:
+    """Turn off programmatic dependent launch of Inductor's kernels for all graphs.
+
+    The pass turns it on for a graph in which it is safe, and Inductor turns it off again after that.
+
+    Args:
+        settings: vLLM's settings of Inductor, changed.
+    """
+    if settings.get(PDL, getattr(inductor_config.triton, "enable_pdl", False)):
+        logger.warning("%s is turned off: beside packed matmuls it is safe only where they are fused", PDL)
+    if hasattr(inductor_config.triton, "enable_pdl"):
+        settings[PDL] = False
 
 
 class Norm(NamedTuple):
@@ -86,17 +101,13 @@ class Norm(NamedTuple):
 class FusionPass(InductorPass):
     """Replaces packed matmuls, and the operations before and after them, by ``semisparse::fused_linear``.
 
-    Args:
-        launches_early: whether Inductor's kernels in a graph with fused matmuls use programmatic dependent launch: they
-            wait for the preceding kernel before they read what it writes, and only then let the next one launch.
+    Inductor's remaining kernels in such a graph use programmatic dependent launch where `may_launch_early` allows it.
     """
 
-    def __init__(self, launches_early: bool = False) -> None:
-        self.launches_early = launches_early
-
     def uuid(self) -> str:
-        """Return a hash of this file, of the operator and of the settings: vLLM caches compiled graphs by it."""
-        return str(self.hash_source(Path(__file__).read_text(), str(FUSED._schema), str(self.launches_early)))
+        """Return a hash of the pass and of the operator: vLLM caches compiled graphs by it."""
+        sources = (Path(__file__).read_text(), inspect.getsource(may_launch_early))
+        return str(self.hash_source(*sources, str(FUSED._schema)))
 
     def is_applicable_for_range(self, compile_range: Range) -> bool:
         """Return whether the graph is for at most `MAX_FUSED_TOKENS` tokens."""
@@ -111,7 +122,7 @@ class FusionPass(InductorPass):
                 x, weight, epsilon = node.args[:3]
                 _fuse_norm(graph, Norm(x, weight, epsilon, node))
         graph.eliminate_dead_code()
-        if self.launches_early and any(node.target is FUSED for node in graph.nodes):
+        if any(node.target is FUSED for node in graph.nodes) and may_launch_early(graph, (*LINEARS, FUSED)):
             inductor_config.triton.enable_pdl = True
 
 
