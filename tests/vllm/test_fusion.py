@@ -174,6 +174,24 @@ def test_kernels_that_read_what_an_earlier_matmul_wrote_are_not_launched_early(m
         assert not found["early"]
 
 
+def test_a_norm_weight_or_bias_that_the_graph_computes_is_not_fused(monkeypatch: pytest.MonkeyPatch):
+    """Fused kernels read both before the preceding kernel has ended."""
+
+    class Shifted(Block):
+        def norm(self, index: int, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+            from vllm import ir
+
+            return ir.ops.fused_add_rms_norm(x, residual, self.norms[index] + 1, 1e-6, None)
+
+    assert fused(Shifted(), monkeypatch) == {"linear": 4, "fused_add_rms_norm": 2}
+
+    class Biased(Block):
+        def linear(self, x: Tensor, packed: Packed) -> Tensor:
+            return semisparse.linear(x, packed, x[0, 0].expand(packed.shape[0]).contiguous())
+
+    assert fused(Biased(), monkeypatch)["linear"] == 4
+
+
 def test_a_norm_that_another_operation_reads_is_not_fused(monkeypatch: pytest.MonkeyPatch):
     class Read(Block):
         def __call__(self, attention: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:

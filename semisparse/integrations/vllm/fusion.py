@@ -38,6 +38,18 @@ FUSED = torch.ops.semisparse.fused_linear.default
 PDL = "triton.enable_pdl"
 """Inductor's setting for programmatic dependent launch of its kernels."""
 
+VIEWS = (
+    operator.getitem,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.detach.default,
+    torch.ops.aten.reshape.default,
+    torch.ops.aten.slice.Tensor,
+    torch.ops.aten.split.Tensor,
+    torch.ops.aten.split_with_sizes.default,
+    torch.ops.aten.view.default,
+)
+"""Operators of which no kernel computes anything."""
+
 GATE_NODES = 12
 """Most nodes between a matmul and the end of its activation: two slices, conversions, a sigmoid, two products."""
 
@@ -127,18 +139,26 @@ class FusionPass(InductorPass):
 
 
 def _is_plain(norm: fx.Node, inputs: int) -> bool:
-    """Return whether a norm has a weight and is over whole rows, and its tensors have one dtype, as kernels read them.
+    """Return whether a norm has a weight and is over whole rows, as fused kernels compute it.
 
-    Gemma's weights are float32 here, whatever the dtype of x: vLLM adds 1 to them in float32.
+    They read tensors of one dtype, and the weight before what precedes them has ended, so no kernel may compute it.
+    vLLM adds 1 to Gemma's weights, in float32.
 
     Args:
         norm: its arguments are ``inputs`` tensors, the weight, epsilon and the variance's size.
         inputs: number of tensors before the weight.
     """
     tensors, variance_size = norm.args[: inputs + 1], norm.args[inputs + 2 :]
-    if not all(isinstance(tensor, fx.Node) for tensor in tensors):
+    if not all(isinstance(tensor, fx.Node) for tensor in tensors) or not _is_stored(tensors[-1]):
         return False
     return len({tensor.meta["val"].dtype for tensor in tensors}) == 1 and variance_size in ((), (None,))  # type: ignore[union-attr]
+
+
+def _is_stored(node: Any) -> bool:
+    """Return whether a node is an input of the graph or a view of one, or None: what no kernel of the graph writes."""
+    while isinstance(node, fx.Node) and node.target in VIEWS:
+        node = node.args[0]
+    return node is None or node.op in ("placeholder", "get_attr")
 
 
 def _fuse_added_norm(graph: fx.Graph, node: fx.Node) -> None:
@@ -202,7 +222,9 @@ def _item(node: fx.Node, index: int) -> fx.Node | None:
 def _can_fuse(linear: fx.Node, fusion: tuple[str, str]) -> bool:
     """Return whether one kernel computes a matmul of the graph with a prologue and an epilogue."""
     arguments: Any = linear.args
-    x, tensors, _, spec, kernel = arguments[:5]
+    x, tensors, bias, spec, kernel = arguments[:5]
+    if not _is_stored(bias):
+        return False
     packed = packed_of(spec, [tensor.meta["val"] for tensor in tensors])
     return kernel == "auto" and can_fuse(packed, x.meta["val"].dtype, fusion)
 
