@@ -166,11 +166,24 @@ def measure_rate(child: Child, entry: Entry, port: int, pair: str, args: Namespa
 
 
 def measure_offline(child: Child, entry: Entry, args: Namespace) -> None:
-    """Let an engine measure, and write its rows: also what came of one that failed half-way."""
+    """Let an engine measure, and write its rows: also what came of one that failed half-way, or until SIGTERM."""
     child.go()
-    child.messages("done", WAIT_S["done"])
-    child.end()
-    same, found = {"model": entry.model, "weights": entry.column}, child.partial
+    try:
+        child.messages("done", WAIT_S["done"])
+    finally:
+        child.end()
+        write_offline(child.partial, entry, args)
+
+
+def write_offline(found: dict[str, Any], entry: Entry, args: Namespace) -> None:
+    """Write the rows of what an engine measured.
+
+    Args:
+        found: its messages.
+        entry: what it served.
+        args: the command line.
+    """
+    same = {"model": entry.model, "weights": entry.column}
     rows = [{**same, **row, "machine": found["row"]["machine"]} for row in found.pop("profile", [])]
     if rows:
         add(args.out.with_name("vllm-kernels.csv"), ProfileRow, rows)
