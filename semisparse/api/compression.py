@@ -24,7 +24,7 @@ from semisparse.api.recipe import can_store, read_recipe
 from semisparse.api.rivals import Rivals
 from semisparse.api.sequences import Text, sequence_length
 from semisparse.api.takeover import kept_layers, leave_unrounded_dense, rounded_modules
-from semisparse.api.targets import WORKLOADS, limits_of, machine_of, menu, options_of, reached, written
+from semisparse.api.targets import WORKLOADS, beside_layers, limits_of, machine_of, menu, options_of, reached, written
 from semisparse.bench.machines import Machine
 from semisparse.compress import (
     NEEDS_CALIBRATION,
@@ -349,7 +349,10 @@ def _search_choices(model: PreTrainedModel, batches: Sequence[Tensor], plan: Rec
     machine = machine_of(plan)
     many_tokens = machine is not None and machine.device == "cuda" and "prompt" in workloads
     dtype = model.dtype
-    options = options_of(menu(plan, rounds_activations=many_tokens), workloads, dtype, machine)
+    layers = list_decoder_layers(model, plan, {})
+    weights = sum(layer.weight(name).numel() for layer in layers for name in layer.patterns)
+    beside = beside_layers(model.config, weights, workloads, dtype, machine) if machine else {}
+    options = options_of(menu(plan, rounds_activations=many_tokens), workloads, dtype, machine, beside)
     try:
         return search_choices(model, batches, plan, options, limits_of(targets, dtype), **run)
     except Unreachable as error:
