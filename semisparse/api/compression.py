@@ -309,6 +309,9 @@ def _run_recipe(
     if kept:
         patterns = {name: parse_pattern(layer.choice.pattern) for name, layer in kept.items()}
     choices = found.choices if isinstance(found, JointResult) else {}
+    if choices and plan.tune != "none":
+        # The bank's weights make up for errors of the layers before them that tuning takes away.
+        pruned = None
     layers = list_decoder_layers(model, plan, patterns or {})
     dense = dense_layers(model, plan, {layer.full_name(name) for layer in layers for name in layer.patterns})
     compress_all = partial(
@@ -318,6 +321,7 @@ def _run_recipe(
         plan,
         seed=seed,
         patterns=patterns,
+        choices=choices,
         pruned=pruned,
         on_tuned=on_tuned,
         **together,
