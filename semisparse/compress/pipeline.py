@@ -57,6 +57,7 @@ def compress_decoder_layers(
     progress: Progress = lambda stage, done, total: None,
     store: LayerStore | None = None,
     on_tuned: Callable[[str, TuningResult], None] = lambda stage, result: None,
+    on_layer: Callable[[int, nn.Module, nn.Module], None] = lambda index, dense, compressed: None,
     ranks: Ranks | None = None,
     offload: Path | None = None,
 ) -> list[LayerReport]:
@@ -79,6 +80,8 @@ def compress_decoder_layers(
         store: takes each finished decoder layer, and provides those of an interrupted run. By default an `InPlace`,
             which writes the weights into the model; ``tune=bqpo+e2e`` and ``bqpo+kl`` need this one.
         on_tuned: called with the stage and the result of each tuning in this run.
+        on_layer: called with each decoder layer's index, its dense copy and its compressed copy, on ``device``; only
+            where layers are compressed on activations.
         ranks: the processes that call this with the same arguments; by default this one. Only the first uses its store.
         offload: a directory for the hidden states of the calibration tokens; by default they are on ``device``.
 
@@ -108,7 +111,7 @@ def compress_decoder_layers(
         reports = [
             report
             for finished in _compress_in_order(
-                layers, activations, recipe, choices, pruned, seed, progress, store, on_tuned
+                layers, activations, recipe, choices, pruned, seed, progress, store, on_tuned, on_layer
             )
             for report in finished
         ]
@@ -181,6 +184,7 @@ def _compress_in_order(
     progress: Progress,
     store: LayerStore,
     on_tuned: Callable[[str, TuningResult], None],
+    on_layer: Callable[[int, nn.Module, nn.Module], None],
 ) -> Iterator[Sequence[LayerReport]]:
     """Compress one decoder layer after another, each on the activations of those before it; yield its reports."""
     done, total = 0, sum(len(layer.patterns) for layer in layers)
@@ -215,6 +219,7 @@ def _compress_in_order(
             store.save(index, layer, finished)
         yield finished.reports
         done += len(finished.reports)
+        on_layer(index, dense, working)
         if layer is not layers[-1]:
             propagate(activations, index, working, dense)
 
@@ -265,9 +270,7 @@ def _prune_layer(
         yield from activations.ranks.each(alike, costs, partial(_prune, layer, recipe, choices))
 
 
-def _prune(
-    layer: DecoderLayer, recipe: Recipe, choices: Mapping[str, Choice], linear: CalibratedLinear
-) -> Compressed:
+def _prune(layer: DecoderLayer, recipe: Recipe, choices: Mapping[str, Choice], linear: CalibratedLinear) -> Compressed:
     """Prune a linear layer."""
     started = time.perf_counter()
     pattern, full_name = layer.patterns[linear.name], layer.full_name(linear.name)

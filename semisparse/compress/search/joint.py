@@ -43,6 +43,23 @@ HOPELESS = 2.0
 """A single choice for all layers is not compared with the search's result if its KL in the first bank is above this
 multiple of the result's."""
 
+COMPARED_LATER = "bqpo"
+"""The tuning after which a single choice is compared with the search's result, instead of before. Which of the two has
+the lower KL may change in tuning."""
+
+
+@dataclass(frozen=True)
+class SingleChoice:
+    """One choice for all layers that may have a lower KL than the search's result once both are tuned.
+
+    Args:
+        choices: the choice of each linear layer, by module name.
+        predicted: the total of each cost, relative to dense.
+    """
+
+    choices: Mapping[str, Choice]
+    predicted: Mapping[str, float]
+
 
 @dataclass(frozen=True)
 class JointResult:
@@ -54,6 +71,7 @@ class JointResult:
         kl: KL(dense || candidate) on the search's tokens, mean in nats per token.
         uniform: label of the best single choice for all layers that keeps the limits, and its KL in the first bank;
             None if none does.
+        single: that choice, if it is still to be compared with `choices`, by tuning both; else None.
         predicted: the total of each cost, relative to dense.
         evaluations: number of candidates scored, on all or some of the tokens.
         tokens: number of tokens run through the model for that.
@@ -63,6 +81,7 @@ class JointResult:
     weights: Mapping[str, MaskedWeight]
     kl: float
     uniform: tuple[str, float] | None
+    single: SingleChoice | None
     predicted: Mapping[str, float]
     evaluations: int
     tokens: int
@@ -131,13 +150,18 @@ def search_choices(
         offload=offload,
     )
     losses.costs.allocate(losses.costs.proxy_losses(), limits)  # raises before any work where the limits cannot be kept
-    best = JointSearch(losses, limits, recipe.search_effort, seed, progress).run()
+    search = JointSearch(losses, limits, recipe.search_effort, seed, progress)
+    best = search.run()
+    single = search.single_choice(best)
+    if single is not None and recipe.tune != COMPARED_LATER:
+        best, single = losses.take_if_better(single, best), None
     uniform = losses.best_uniform(limits)
     return JointResult(
         losses.choices(best),
         losses.weights(best),
         losses.kl(best),
         None if uniform is None else (uniform.label, losses.uniform_kl[uniform]),
+        None if single is None else SingleChoice(losses.choices(single), losses.costs.relative(single)),
         losses.costs.relative(best),
         losses.evaluations,
         losses.tokens,
@@ -162,7 +186,7 @@ class JointSearch:
         self._generations = max(1, effort // (PASSES * PROPOSALS))
 
     def run(self) -> Assignment:
-        """Search in `PASSES` passes; return the best assignment of the last one, or one choice for all if better."""
+        """Search in `PASSES` passes; return the best assignment of the last one."""
         losses = self._losses
         losses.drop_undercut()
         best = losses.costs.dense
@@ -172,7 +196,7 @@ class JointSearch:
             start = min({found, best} if number else {found}, key=losses.kl)
             best, proposed = self._refine(start, number)
             losses.keep_options(proposed)  # the others are far from any optimum, and cost as much
-        return self._or_uniform(best)
+        return best
 
     def _refine(self, best: Assignment, number: int) -> tuple[Assignment, list[set[int]]]:
         """Score allocations for randomly disturbed losses; return the best, and the options that they had."""
@@ -200,11 +224,14 @@ class JointSearch:
         """Return the measured losses, each multiplied by a random factor (`SPREAD`)."""
         return [[loss * rng.lognormvariate(0, SPREAD) for loss in row] for row in self._losses.losses]  # inf stays inf
 
-    def _or_uniform(self, best: Assignment) -> Assignment:
-        """Return the best single choice for all layers instead, if its KL divergence is lower."""
+    def single_choice(self, best: Assignment) -> Assignment | None:
+        """Return the best single choice for all layers that keeps the limits.
+
+        None if there is none, if it is ``best``, or if its KL divergence is too high for it to be better.
+        """
         losses = self._losses
         choice = losses.best_uniform(self._limits)
         if choice is None or losses.uniform_kl[choice] > HOPELESS * losses.kl(best):
-            return best
+            return None
         picks = losses.costs.uniforms()[choice]
-        return best if picks == best else losses.take_if_better(picks, best)
+        return None if picks == best else picks
