@@ -1,14 +1,14 @@
 """Predicted and measured speed-ups of targets on a model of llama2-7b's shapes with random weights.
 
     python benchmarks/target_speed.py losses DATA results/target_losses.csv
-    python benchmarks/target_speed.py ratios results/h200/target_ratios.csv
+    python benchmarks/target_speed.py steps semisparse/bench/steps.csv
     python benchmarks/target_speed.py choose results/target_losses.csv results/target_choices.csv --gpu h200
     python benchmarks/target_speed.py time results/target_choices.csv results/h200/target_speed.csv
 
-`losses` measures the losses of choices in a small trained model. `ratios` measures, on the GPU, what a matmul takes in
-the engine relative to its time alone, with models whose layers are all stored alike: the figures of
-semisparse/bench/steps.csv. `choose` takes the losses layer for layer at the same relative depth, and predicted times;
-it needs no GPU. `time` measures the chosen models' decode steps or prompts in the engine, on the GPU.
+`losses` measures the losses of choices in a small trained model. `steps` measures, on the GPU, decode steps or prompts
+of models whose layers are all stored alike, from which times in the engine are predicted. `choose` takes the losses
+layer for layer at the same relative depth, and predicted times; it needs no GPU. `time` measures the chosen models'
+decode steps or prompts in the engine, on the GPU.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import argparse
 import copy
 import math
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
 
@@ -29,9 +30,9 @@ from semisparse.api.recipe import read_recipe
 from semisparse.api.targets import WORKLOADS, beside_layers, limits_of, menu, options_of, parse_targets
 from semisparse.bench.machines import find_machine
 from semisparse.bench.model import Workload, measure_in_engine
-from semisparse.bench.roofline import Candidate, estimate_matmul, random_weight
+from semisparse.bench.roofline import random_weight
 from semisparse.bench.shapes import architecture
-from semisparse.bench.step import beside_seconds, ratio_of
+from semisparse.bench.step import MeasuredStep
 from semisparse.bench.timing import clone
 from semisparse.compress import Choice, Option, Recipe, calibration_batches
 from semisparse.compress.recipe import read_targets
@@ -52,10 +53,8 @@ LOSSES = ("model", "layer", "unit", "format", "pattern", "quant", "kl")
 CHOICES = ("target", "layer", "unit", "format", "pattern", "quant", "us", "dense_us")
 SPEEDS = ("target", "model", "layers", "tokens", "predicted", "measured", "measured_over_asked")
 SPEEDS += ("step_ms", "predicted_step_ms", "dense_step_ms", "predicted_dense_step_ms", "gpu")
-RATIO = ("gpu", "format", "pattern", "variant", "m", "ratio", "layers", "step_us", "beside_us", "alone_us")
-
 STORED = ("dense", "gqs g128@0% w4", "gqs g32@0% w4", "gqs g64@0% w2", "gqs g16@50% w4", "bitmask 32:64 w4")
-"""What the layers of `ratios` are stored as, by default: a format, a pattern and a number of bits."""
+"""What the layers of `steps` are stored as, by default: a format, a pattern and a number of bits."""
 
 
 def main() -> None:
@@ -76,13 +75,12 @@ def main() -> None:
     chooses.add_argument("--layers", type=int, default=8, help="decoder layers of the timed model")
     chooses.add_argument("--gpu", default="h200")
     chooses.set_defaults(call=choose)
-    measures = verbs.add_parser("ratios", help="measure the engine's times over the times alone")
+    measures = verbs.add_parser("steps", help="measure models whose layers are all stored alike")
     measures.add_argument("csv", type=Path)
     measures.add_argument("--layers", type=int, default=8)
     measures.add_argument("--tokens", type=int, default=1)
     measures.add_argument("--stored", default=",".join(STORED))
-    measures.add_argument("--gpu", default="h200")
-    measures.set_defaults(call=ratios)
+    measures.set_defaults(call=steps)
     times = verbs.add_parser("time", help="measure the chosen models on this GPU")
     times.add_argument("choices", type=Path)
     times.add_argument("csv", type=Path)
@@ -172,26 +170,19 @@ def read_losses(path: Path) -> list[list[dict[Choice, float]]]:
     return found
 
 
-def ratios(options: argparse.Namespace) -> None:
-    """Write a row per way to store the layers."""
-    config, machine, rows = _config(options.layers), find_machine(options.gpu), read_rows(options.csv)
-    beside = beside_seconds(config, options.tokens, options.tokens > 1, DTYPE, machine)
+def steps(options: argparse.Namespace) -> None:
+    """Append a row per way to store the layers to the CSV."""
+    columns, rows = [field.name for field in fields(MeasuredStep)], read_rows(options.csv)
     for stored in options.stored.split(","):
         form, pattern, quant, *_ = [*stored.split(), "", ""]
-        pattern = pattern or NO_ZEROS
-        candidate = Candidate(form, pattern, {"kind": quant} if quant else {})
-        shapes = [(sum(n for n, _ in unit), unit[0][1]) for unit in _unit_shapes()]
-        alone = [estimate_matmul(candidate, options.tokens, n, k, DTYPE, machine)[0].seconds for n, k in shapes]
-        row = {"format": form, "pattern": pattern, "quant": quant or "none"}
+        row = {"format": form, "pattern": pattern or NO_ZEROS, "quant": quant or "none"}
         every = [
             {**row, "layer": str(layer), "unit": "+".join(unit)} for layer in range(options.layers) for unit in UNITS
         ]
-        step = step_ms(every, options.layers, options.tokens) / 1e3
-        ratio = ratio_of(step, beside, alone * options.layers)
-        values = (device_facts(DEVICE).name, form, pattern, quant, options.tokens, f"{ratio:.4f}", options.layers)
-        times = (f"{1e6 * seconds:.1f}" for seconds in (step, beside, sum(alone) * options.layers))
-        rows.append(dict(zip(RATIO, map(str, (*values, *times)), strict=True)))
-        write_rows(options.csv, rows, RATIO)
+        us = 1e3 * step_ms(every, options.layers, options.tokens)
+        values = (device_facts(DEVICE).name, SHAPES, options.layers, form, row["pattern"], quant, options.tokens)
+        rows.append(dict(zip(columns, map(str, (*values, f"{us:.1f}")), strict=True)))
+        write_rows(options.csv, rows, columns)
         print(*rows[-1].values(), flush=True)
 
 

@@ -174,7 +174,7 @@ def _seconds(
     """
     found, _ = estimate_matmul(candidate, m, n, k, dtype, machine)
     if found.measured or candidate.is_baseline:
-        return in_engine(candidate, found.seconds, m, machine)
+        return in_engine(candidate, found.seconds, m, dtype, machine)
     errors = []
     for other in candidates:
         if (other.format, other.options) == (
@@ -186,4 +186,4 @@ def _seconds(
                 problem, weight_bytes = problem_for(other, m, n, k, dtype, machine.device)
                 modelled = estimate(get_format(other.format).cost(problem, weight_bytes), machine)
                 errors.append(timed.seconds / modelled.seconds)
-    return in_engine(candidate, found.seconds * (median(errors) if errors else 1.0), m, machine)
+    return in_engine(candidate, found.seconds * (median(errors) if errors else 1.0), m, dtype, machine)

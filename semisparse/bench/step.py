@@ -1,22 +1,24 @@
 """What a decode step or a prompt takes beside the matmuls that a recipe compresses: attention, norms, SiLU, the head.
 
 A matmul also takes another time in the engine than alone: fused kernels compute norms and SiLU, and with PDL a kernel
-starts before its predecessor has ended. Measured ratios of the two times are in steps.csv.
+starts before its predecessor has ended. The ratio of the two times comes from measured steps of models whose linear
+layers are all stored alike (steps.csv).
 """
 
 from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
 from semisparse.bench.machines import Machine
 from semisparse.bench.roofline import BASELINE, Candidate, estimate, estimate_matmul
+from semisparse.bench.shapes import architecture, layer_shapes
 from semisparse.formats.kernel import MAX_FUSED_TOKENS, Pass
 from semisparse.patterns import NO_ZEROS, parse_pattern
 
@@ -26,7 +28,39 @@ CONTEXT = 512
 ATTENTION_REACHED = 0.5
 """Fraction of the tensor cores' peak that attention over a prompt reaches."""
 
-RATIOS = Path(__file__).parent / "steps.csv"
+ALIKE_TOKENS = 4
+"""Maximum factor between the tokens of a measured step and those of a matmul whose time it corrects. A step of few
+tokens is fused and bound by memory, a long prompt neither."""
+
+STEPS = Path(__file__).parent / "steps.csv"
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A line of steps.csv: a step of the engine, of a model whose linear layers are all stored alike.
+
+    Args:
+        gpu: the GPU's name, as the driver reports it.
+        arch: the architecture, a name in `ARCHITECTURES`.
+        layers: number of decoder layers.
+        format: how the linear layers are stored; likewise pattern and variant (a number of bits; may be empty).
+        m: tokens: 1 for a decode step, more for a prompt.
+        us: microseconds.
+    """
+
+    gpu: str
+    arch: str
+    layers: int
+    format: str
+    pattern: str
+    variant: str
+    m: int
+    us: float
+
+    @property
+    def candidate(self) -> Candidate:
+        """How the linear layers are stored."""
+        return Candidate(self.format, self.pattern, {"kind": self.variant} if self.variant else {})
 
 
 def beside_seconds(config: Any, m: int, is_prompt: bool, dtype: torch.dtype, machine: Machine) -> float:
@@ -69,65 +103,53 @@ def _unit(dtype: torch.dtype) -> str:
     return "fp32" if dtype == torch.float32 else "tensor fp16"
 
 
-def in_engine(candidate: Candidate, seconds: float, m: int, machine: Machine) -> float:
+def in_engine(candidate: Candidate, seconds: float, m: int, dtype: torch.dtype, machine: Machine) -> float:
     """Convert the time of a matmul alone to the time that it adds to a step of the engine.
 
     Args:
         candidate: how the weight is stored.
         seconds: the time of the matmul alone, measured or predicted.
         m: tokens.
-        machine: where. A machine without measured ratios keeps the time.
+        dtype: dtype of weights and activations.
+        machine: where. Without a measured step of the format with such tokens, the time is returned as it is.
     """
-    found = _ratios(machine.name).get((candidate.format, _variant(candidate)), {})
     pattern = parse_pattern(candidate.pattern)
-    near = {
-        written: by_tokens
-        for written, by_tokens in found.items()
-        if type(parse_pattern(written)) is type(pattern)
-        and (parse_pattern(written).density == 1) == (pattern.density == 1)
-    }
+    near = [
+        step
+        for step in _steps(machine.name)
+        if (step.format, step.candidate.options) == (candidate.format, candidate.options)
+        and type(parse_pattern(step.pattern)) is type(pattern)
+        and (parse_pattern(step.pattern).density == 1) == (pattern.density == 1)
+        and max(step.m, m) <= ALIKE_TOKENS * min(step.m, m)
+    ]
     if not near:
         return seconds
-    by_tokens = near[min(near, key=lambda written: _distance(written, candidate.pattern))]
-    # A step of few tokens is fused and bound by memory, a prompt neither: there is no ratio between the two.
-    alike = {
-        tokens: ratio for tokens, ratio in by_tokens.items() if (tokens <= MAX_FUSED_TOKENS) == (m <= MAX_FUSED_TOKENS)
-    }
-    if not alike:
-        return seconds
-    return seconds * alike[min(alike, key=lambda tokens: abs(math.log(tokens / m)))]
+    return seconds * _ratio(min(near, key=lambda step: _distance(step.pattern, candidate.pattern)), dtype, machine)
 
 
-def _distance(written: str, other: str) -> tuple[float, str]:
-    """Return how far two patterns of one type are apart: in density, then in the size of their groups."""
+def _distance(written: str, other: str) -> tuple[float, float, str]:
+    """Return how far two patterns of one type are apart: in density, then in the columns of their groups."""
     first, second = parse_pattern(written), parse_pattern(other)
-    sizes = [getattr(pattern, "size", 1) for pattern in (first, second)]
-    apart = abs(math.log(max(first.density, 1e-9) / max(second.density, 1e-9))) + abs(math.log(sizes[0] / sizes[1])) / 9
-    return apart, written
+    apart = abs(math.log(max(first.density, 1e-9) / max(second.density, 1e-9)))
+    return apart, abs(math.log(getattr(first, "size", 1) / getattr(second, "size", 1))), written
 
 
-def _variant(candidate: Candidate) -> str:
-    return " ".join(str(value) for value in candidate.options.values())
+def _ratio(step: MeasuredStep, dtype: torch.dtype, machine: Machine) -> float:
+    """Return the ratio by which the times of its matmuls alone are multiplied, so that they add up to a step."""
+    config = architecture(step.arch)
+    of_all, config.num_hidden_layers = config.num_hidden_layers, step.layers
+    beside = beside_seconds(config, step.m, step.m > 1, dtype, machine)
+    alone = sum(
+        layer.count * estimate_matmul(step.candidate, step.m, layer.n, layer.k, dtype, machine)[0].seconds
+        for layer in layer_shapes(f"{step.arch}:fused")
+    )
+    return (step.us * 1e-6 - beside) / (alone * step.layers / of_all)
 
 
 @cache
-def _ratios(gpu: str) -> dict[tuple[str, str], dict[str, dict[int, float]]]:
-    """Return a GPU's ratios by (format, variant), pattern and tokens."""
-    found: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
-    with RATIOS.open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            if row["gpu"] == gpu:
-                by_pattern = found.setdefault((row["format"], row["variant"]), {})
-                by_pattern.setdefault(row["pattern"], {})[int(row["m"])] = float(row["ratio"])
-    return found
-
-
-def ratio_of(step: float, beside: float, alone: Sequence[float]) -> float:
-    """Return the ratio that `in_engine` multiplies by, from a model whose linear layers are all stored alike.
-
-    Args:
-        step: the measured seconds of its step or prompt.
-        beside: what `beside_seconds` predicts.
-        alone: the seconds of each of its matmuls alone.
-    """
-    return (step - beside) / sum(alone)
+def _steps(gpu: str) -> tuple[MeasuredStep, ...]:
+    """Return a GPU's measured steps."""
+    types = get_type_hints(MeasuredStep)
+    with STEPS.open(newline="", encoding="utf-8") as file:
+        rows = [MeasuredStep(**{name: types[name](row[name]) for name in types}) for row in csv.DictReader(file)]
+    return tuple(row for row in rows if row.gpu == gpu)
