@@ -80,8 +80,8 @@ class CompressionReport:
         search: the result of the search: ``uniform_kl`` and ``kl`` (nats per token, on the tokens of the search),
             ``evaluations`` (candidates scored) and ``tokens`` (run through the model to score them all); with
             ``search=joint`` also ``uniform``, the best single choice for all layers, ``predicted``, totals relative
-            to dense, and, if both were tuned to compare them, ``tuned_kl`` and ``tuned_uniform_kl``, the KL of what the
-            search chose and of the single choice. None without a search.
+            to dense, and, if several models were tuned to compare them, ``tuned``, the KL of each, and ``taken``, the
+            best one's key: ``search``, ``without zeros`` or a single choice. None without a search.
         tuning: per tuning stage of this run its name (``stage``), held-out loss (``before`` and ``after``), steps,
             failure, seconds and peak_bytes (of GPU memory).
         target: the requested targets, by key of `compress.recipe.TARGETS`; None without targets.
@@ -298,8 +298,8 @@ def _run_recipe(
     together: dict[str, Any] = {"device": device, "progress": progress, "ranks": ranks, "offload": offload}
     run = together | {"journal": SharedJournal(journal, ranks) if journal else None}
     # A joint search compares dense low bits itself, so no rivals are measured; nor are they if `format` excludes them.
-    compared = batches and plan.search != "joint" and ranks.is_first
-    rivals = Rivals(model, plan, batches, device, progress) if compared else None
+    has_rivals = batches and plan.search != "joint" and ranks.is_first
+    rivals = Rivals(model, plan, batches, device, progress) if has_rivals else None
     found: SearchResult | JointResult | None = None
     if plan.search == "joint":
         found = _search_choices(model, batches, plan, seed=seed, **run)
@@ -322,27 +322,28 @@ def _run_recipe(
         _compress_all, model, batches, plan, seed=seed, patterns=patterns, pruned=pruned, tuning=tuning, **together
     )
     pack_into = partial(PackedLayers, model, plan, kept=kept, mapped=mapped)
-    compared_kl: dict[str, float] = {}
+    compared: dict[str, Any] = {}
     if plan.tunes_end_to_end:  # trains all layers together before any is packed
         reports = {report.name: report for report in compress_all(choices=choices, store=InPlace(journal))}
         with pack_into(choices=choices, journal=None, mapped=False) as packed:
             for index, layer in enumerate(layers if ranks.is_first else ()):
                 weights = {name: layer.weight(name) for name in layer.patterns}
                 packed.save(index, layer, FinishedLayer(weights, [reports[layer.full_name(name)] for name in weights]))
-    elif isinstance(found, JointResult) and found.single is not None:
+    elif isinstance(found, JointResult) and found.finalists:
         tokens = scoring_batches(batches, SCORED * plan.search_tokens, seed + 1)
         scorer = PassingScorer(model, tokens, device, ranks)
-        finalists = (found.choices, found.single.choices)
+        finalists = {"search": found.choices, **{one.label: one.choices for one in found.finalists}}
         packed, kl, tuned = take_best(finalists, compress_all, partial(pack_into, journal=journal), scorer)
-        tuning += tuned[kl.index(min(kl))]
-        compared_kl = {"tuned_kl": kl[0], "tuned_uniform_kl": kl[1]}
-        if kl[1] < kl[0]:
-            found = replace(found, choices=found.single.choices, predicted=found.single.predicted)
+        best = min(kl, key=kl.__getitem__)
+        tuning += tuned[best]
+        compared = {"tuned": kl, "taken": best}
+        predicted = {one.label: one.predicted for one in found.finalists}
+        found = replace(found, choices=finalists[best], predicted=predicted.get(best, found.predicted))
     else:
         with pack_into(choices=choices, journal=journal) as packed:
             compress_all(choices=choices, store=packed)
     settings = {"quant_method": checkpoint.METHOD, "version": checkpoint.VERSION, "recipe": plan.to_dict()}
-    search = found.metrics() | compared_kl if found else None
+    search = found.metrics() | compared if found else None
     block = settings | {
         "layers": packed.entries,
         "dense": [asdict(layer) for layer in dense],

@@ -13,7 +13,7 @@ from semisparse.api.packed_layers import PackedLayers
 from semisparse.compress import Choice, Recipe, compress_decoder_layers
 from semisparse.compress.distributed.ranks import Ranks
 from semisparse.compress.propagate import list_decoder_layers
-from semisparse.compress.search.joint import JointResult, SingleChoice
+from semisparse.compress.search.joint import Finalist, JointResult
 from semisparse.compress.search.passing import PassingScorer
 from semisparse.compress.search.score import scoring_batches
 from semisparse.nn import SparseLinear, weight_of
@@ -34,7 +34,7 @@ def names_of(model: torch.nn.Module) -> list[str]:
 @pytest.mark.parametrize("order", [(TWO, FOUR), (FOUR, TWO)])
 def test_the_one_that_loses_less_is_put_into_the_model(order: tuple[Choice, Choice]):
     model, dense, batches = sharp_model(), sharp_model(), calibration()
-    finalists = [dict.fromkeys(names_of(model), choice) for choice in order]
+    finalists = {choice.quant: dict.fromkeys(names_of(model), choice) for choice in order}
     seen: list[bool] = []
 
     def compress(tuning: list[dict[str, object]], **options: object) -> None:
@@ -46,13 +46,13 @@ def test_the_one_that_loses_less_is_put_into_the_model(order: tuple[Choice, Choi
     scorer = PassingScorer(model, scoring_batches(batches, 10**6, seed=0), torch.device("cpu"), Ranks())
     best, kl, tuning = take_best(finalists, compress, packed_layers, scorer)
     assert seen == [False, False]
-    assert kl[order.index(FOUR)] < kl[order.index(TWO)]
+    assert kl["w4"] < kl["w2"]
     layers = {name: module for name, module in model.named_modules() if isinstance(module, SparseLinear)}
     assert {layer.packed.params["kind"] for layer in layers.values()} == {"w4"}
     assert layers.keys() == best.entries.keys() == set(names_of(dense))
-    assert [len(reports) for reports in tuning] == [1, 1]
+    assert {label: len(reports) for label, reports in tuning.items()} == {"w2": 1, "w4": 1}
     dequantise_layers(model, torch.float32)
-    assert mean_kl(dense, model, batches) == pytest.approx(min(kl), rel=0.05)  # stored scales are bfloat16
+    assert mean_kl(dense, model, batches) == pytest.approx(kl["w4"], rel=0.05)  # stored scales are bfloat16
 
 
 def test_choices_are_compressed_as_recipes_of_their_own():
@@ -77,8 +77,8 @@ def found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def search(model: torch.nn.Module, *_: object, **__: object) -> JointResult:
         two, four = (dict.fromkeys(names_of(model), choice) for choice in (TWO, FOUR))
-        single = SingleChoice(four, {"bits": 0.4})
-        return JointResult(two, {}, 1.0, ("gqs w4 g8@0%", 1.1), single, {"bits": 0.25}, 1, 1)
+        others = (Finalist("four bits", four, {"bits": 0.4}),)
+        return JointResult(two, {}, 1.0, ("gqs w4 g8@0%", 1.1), others, {"bits": 0.25}, 1, 1)
 
     monkeypatch.setattr(compression, "_search_choices", search)
 
@@ -108,7 +108,8 @@ def compress(out: Path, stop_at: tuple[int, str] | None = None) -> semisparse.Co
 def test_an_interrupted_comparison_goes_on_to_the_same_bytes(tmp_path: Path):
     report = compress(tmp_path / "whole")
     assert report.search is not None
-    assert report.search["tuned_uniform_kl"] < report.search["tuned_kl"]
+    assert report.search["tuned"]["four bits"] < report.search["tuned"]["search"]
+    assert report.search["taken"] == "four bits"
     assert report.search["predicted"] == {"bits": 0.4}
     assert {layer["bits_per_weight"] > 4 for layer in report.layers} == {True}
     stages = [stage["stage"] for stage in report.tuning]
