@@ -36,8 +36,9 @@ class Choice:
 
     def recipe(self, recipe: Recipe) -> Recipe:
         """Return ``recipe`` with this pattern and number of bits for all layers, without search and tuning."""
-        changes = {"search": "none", "targets": (), "gpu": "auto", "tune": "none"}
-        return replace(recipe, pattern=self.pattern, quant=self.quant, **changes)
+        return replace(
+            recipe, pattern=self.pattern, quant=self.quant, search="none", targets=(), gpu="auto", tune="none"
+        )
 
 
 @dataclass(frozen=True)
