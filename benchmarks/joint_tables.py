@@ -46,7 +46,7 @@ def _runs(model: str) -> dict[str, dict[Pair, Row]]:
 def _latest(model: str) -> dict[str, dict[Pair, Row]]:
     """Return a model's rows of the latest code: run, (seed, calibration sequences, tokens of the evaluation) -> row.
 
-    Uniform runs need not be of the same code as ``auto``: what compresses them has not changed since the builds of `OLDER`.
+    Uniform runs may be of older code than ``auto``: what compresses them has not changed since the builds of `OLDER`.
     """
     found: dict[str, dict[Pair, Row]] = {}
     for row in result("joint.csv"):

@@ -19,6 +19,7 @@ import expert_tables
 import joint_tables
 import quality_tables
 import speed_tables
+import target_tables
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
@@ -30,6 +31,7 @@ PAGES = (
     "docs/experiments/joint-search.md",
     "docs/experiments/search.md",
     "docs/experiments/pruning.md",
+    "docs/kernels/bitmask.md",
     "docs/kernels/experts.md",
 )
 TABLES: Mapping[str, Callable[[], str]] = {
@@ -38,6 +40,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     **joint_tables.TABLES,
     **expert_tables.TABLES,
     **engine_tables.TABLES,
+    **target_tables.TABLES,
 }
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
