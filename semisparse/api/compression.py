@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from semisparse import checkpoint
-from semisparse.api.finalists import SCORED, take_best
+from semisparse.api.chosen import Chosen, compress_chosen
 from semisparse.api.gains import machine_here, without_gain
 from semisparse.api.job import finished_block, job_directory, write_model
 from semisparse.api.loading import load_uncompressed
 from semisparse.api.needs import free_memory, needs_of
-from semisparse.api.packed_layers import PackedLayers
 from semisparse.api.recipe import can_store, read_recipe
 from semisparse.api.rivals import Rivals
 from semisparse.api.sequences import Text, sequence_length
@@ -29,19 +28,14 @@ from semisparse.api.targets import WORKLOADS, beside_layers, limits_of, machine_
 from semisparse.bench.machines import Machine
 from semisparse.compress import (
     NEEDS_CALIBRATION,
-    FinishedLayer,
-    InPlace,
     Journal,
-    LayerReport,
     Progress,
     Ranks,
     Recipe,
     SharedJournal,
-    TuningResult,
     all_ranks,
     calibration_batches,
     calibration_tokens,
-    compress_decoder_layers,
     dense_layers,
     fingerprint,
     open_journal,
@@ -54,12 +48,9 @@ from semisparse.compress.propagate import list_decoder_layers
 from semisparse.compress.search import SearchResult, search_patterns
 from semisparse.compress.search.allocate import Unreachable
 from semisparse.compress.search.joint import JointResult, search_choices
-from semisparse.compress.search.passing import PassingScorer
-from semisparse.compress.search.score import scoring_batches
 from semisparse.errors import InputError
 from semisparse.integrations.importers import Rounded
 from semisparse.integrations.transformers import mark_compressed
-from semisparse.patterns import parse_pattern
 
 THREADS = "number of CPU threads"
 
@@ -306,42 +297,12 @@ def _run_recipe(
     elif plan.search != "none":
         found = search_patterns(model, batches, plan, seed=seed, can_store=partial(can_store, plan), **run)
     kept = kept_layers(model, rounded, plan)
-    patterns, pruned = (found.patterns, found.weights) if found else (None, None)
-    if kept:
-        patterns = {name: parse_pattern(layer.choice.pattern) for name, layer in kept.items()}
-    choices = found.choices if isinstance(found, JointResult) else {}
-    if choices:
-        patterns = None  # the choices have them
-    if choices and plan.tune != "none":
-        # Compressed anew, on tuned layers' activations: the bank lacks some finalists. Tuning the bank's weights gives
-        # no other KL: 0.870 for 0.859 on 64 sequences, 0.809 for 0.817 on 128 (stories260k, W2 in groups of 64).
-        pruned = None
-    layers = list_decoder_layers(model, plan, patterns or {})
+    chosen = Chosen.of(found, kept)
+    layers = list_decoder_layers(model, plan, {})
     dense = dense_layers(model, plan, {layer.full_name(name) for layer in layers for name in layer.patterns})
-    compress_all = partial(
-        _compress_all, model, batches, plan, seed=seed, patterns=patterns, pruned=pruned, tuning=tuning, **together
+    packed, compared = compress_chosen(
+        model, batches, plan, chosen, tuning, kept=kept, seed=seed, mapped=mapped, journal=journal, **together
     )
-    pack_into = partial(PackedLayers, model, plan, kept=kept, mapped=mapped)
-    compared: dict[str, Any] = {}
-    if plan.tunes_end_to_end:  # trains all layers together before any is packed
-        reports = {report.name: report for report in compress_all(choices=choices, store=InPlace(journal))}
-        with pack_into(choices=choices, journal=None, mapped=False) as packed:
-            for index, layer in enumerate(layers if ranks.is_first else ()):
-                weights = {name: layer.weight(name) for name in layer.patterns}
-                packed.save(index, layer, FinishedLayer(weights, [reports[layer.full_name(name)] for name in weights]))
-    elif isinstance(found, JointResult) and found.finalists:
-        tokens = scoring_batches(batches, SCORED * plan.search_tokens, seed + 1)
-        scorer = PassingScorer(model, tokens, device, ranks)
-        finalists = {"search": found.choices, **{one.label: one.choices for one in found.finalists}}
-        packed, kl, tuned = take_best(finalists, compress_all, partial(pack_into, journal=journal), scorer)
-        best = min(kl, key=kl.__getitem__)
-        tuning += tuned[best]
-        compared = {"tuned": kl, "taken": best}
-        predicted = {one.label: one.predicted for one in found.finalists}
-        found = replace(found, choices=finalists[best], predicted=predicted.get(best, found.predicted))
-    else:
-        with pack_into(choices=choices, journal=journal) as packed:
-            compress_all(choices=choices, store=packed)
     settings = {"quant_method": checkpoint.METHOD, "version": checkpoint.VERSION, "recipe": plan.to_dict()}
     search = found.metrics() | compared if found else None
     block = settings | {
@@ -351,15 +312,6 @@ def _run_recipe(
     }
     rival = rivals.better_than(model, _bits_per_weight(block)) if rivals else None
     return block | ({"rival": rival} if rival else {})
-
-
-def _compress_all(*arguments: Any, tuning: list[dict[str, Any]], **options: Any) -> Sequence[LayerReport]:
-    """Call `compress_decoder_layers`, and append a report per tuning stage to ``tuning``."""
-
-    def on_tuned(stage: str, result: TuningResult) -> None:
-        tuning.append({"stage": stage, **asdict(result)})
-
-    return compress_decoder_layers(*arguments, on_tuned=on_tuned, **options)
 
 
 def _search_choices(model: PreTrainedModel, batches: Sequence[Tensor], plan: Recipe, **run: Any) -> JointResult:
