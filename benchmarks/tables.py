@@ -14,12 +14,12 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import density_tables
 import engine_tables
 import expert_tables
 import joint_tables
 import quality_tables
 import speed_tables
-import target_tables
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
@@ -40,7 +40,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     **joint_tables.TABLES,
     **expert_tables.TABLES,
     **engine_tables.TABLES,
-    **target_tables.TABLES,
+    **density_tables.TABLES,
 }
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 

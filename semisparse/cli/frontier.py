@@ -87,4 +87,4 @@ def _show(title: str, first: str, points: list[Point]) -> None:
         )
         for point in points
     ]
-    print_table(title, (first, "bits/weight", "KL", "1 token, ms", "2,048 tokens, ms"), rows)
+    print_table(title, (first, "bits/weight", "KL", "decode step, ms", "prompt of 2,048, ms"), rows)

@@ -1,14 +1,10 @@
-"""The tables of speed-up targets, and of the bitmask kernel over densities, from the CSV files in results/."""
+"""The table of the bitmask kernel over densities, from the CSV file in results/."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 from rows import markdown, result
 
 from semisparse.patterns import parse_pattern
-
-Row = Mapping[str, str]
 
 
 def densities() -> str:
@@ -36,16 +32,4 @@ def densities() -> str:
     return markdown(("", "zeros", *(f"{n} x {k}" for n, k in shapes)), lines)
 
 
-def speeds() -> str:
-    """Asked, predicted and measured speed-ups of targets."""
-    lines = []
-    for row in result("h200/target_speed.csv"):
-        over = f"{float(row['measured_over_asked']) - 1:+.1%}".replace("%", " %")
-        times = (f"{float(row['dense_step_ms']):.3f}", f"{float(row['step_ms']):.3f}")
-        speed = (f"{float(row['predicted']):.2f}x", f"{float(row['measured']):.2f}x")
-        lines.append([f"`{row['target']}`", row["layers"], *speed, over, *times])
-    header = ("target", "decoder layers", "predicted", "measured", "measured to asked", "dense, ms", "ms")
-    return markdown(header, lines)
-
-
-TABLES = {"bitmask-densities": densities, "target-speeds": speeds}
+TABLES = {"bitmask-densities": densities}
