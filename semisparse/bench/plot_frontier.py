@@ -78,7 +78,8 @@ def _label(axes: Any, points: Sequence[tuple[float, float, str]]) -> None:
     """Label points (x, y, recipe) where labels cover neither each other nor the frame; leave out those that would."""
     figure = axes.figure
     figure.canvas.draw()  # sizes of texts are known from here on
-    taken, inside = [], axes.get_window_extent()
+    taken: list[Any] = []
+    inside = axes.get_window_extent()
     for x, y, recipe in points:
         for right, up, alignment in OFFSETS:
             text = axes.annotate(
