@@ -18,7 +18,7 @@ from tests.formats.fusion import check_fused
 from tests.formats.gqs.reference import GQS, check, operands, quantised, stored_weight
 
 HALF, BFLOAT = torch.float16, torch.bfloat16
-KERNEL = replace(next(kernel for kernel in GQS.kernels if kernel.name == "full"), fuse=full.fuse)
+KERNEL = next(kernel for kernel in GQS.kernels if kernel.name == "full")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel full: no GPU here")
 
 SCHEDULES = [  # kind, dtype, group size, m, n, k, then the fields of FullSchedule in their order
