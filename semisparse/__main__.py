@@ -26,7 +26,7 @@ def main() -> None:
     """Handle SIGINT, import the command line and run it."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell makes commands with & ignore it
         signal.signal(signal.SIGINT, _exit)
-    from semisparse.cli import main as run
+    from semisparse.cli.process import run
 
     if signal.getsignal(signal.SIGINT) is _exit:
         signal.signal(signal.SIGINT, _raise)

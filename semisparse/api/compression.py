@@ -15,31 +15,27 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from semisparse import checkpoint
+from semisparse.api.chosen import Chosen, compress_chosen
 from semisparse.api.gains import machine_here, without_gain
 from semisparse.api.job import finished_block, job_directory, write_model
 from semisparse.api.loading import load_uncompressed
 from semisparse.api.needs import free_memory, needs_of
-from semisparse.api.packed_layers import PackedLayers
 from semisparse.api.recipe import can_store, read_recipe
 from semisparse.api.rivals import Rivals
 from semisparse.api.sequences import Text, sequence_length
 from semisparse.api.takeover import kept_layers, leave_unrounded_dense, rounded_modules
-from semisparse.api.targets import WORKLOADS, limits_of, machine_of, menu, options_of, reached, written
+from semisparse.api.targets import WORKLOADS, beside_layers, limits_of, machine_of, menu, options_of, reached, written
 from semisparse.bench.machines import Machine
 from semisparse.compress import (
     NEEDS_CALIBRATION,
-    FinishedLayer,
-    InPlace,
     Journal,
     Progress,
     Ranks,
     Recipe,
     SharedJournal,
-    TuningResult,
     all_ranks,
     calibration_batches,
     calibration_tokens,
-    compress_decoder_layers,
     dense_layers,
     fingerprint,
     open_journal,
@@ -55,7 +51,6 @@ from semisparse.compress.search.joint import JointResult, search_choices
 from semisparse.errors import InputError
 from semisparse.integrations.importers import Rounded
 from semisparse.integrations.transformers import mark_compressed
-from semisparse.patterns import parse_pattern
 
 THREADS = "number of CPU threads"
 
@@ -75,8 +70,9 @@ class CompressionReport:
         dense_share: their share of the bytes of all linear weights of the dense model, 0 to 1.
         search: the result of the search: ``uniform_kl`` and ``kl`` (nats per token, on the tokens of the search),
             ``evaluations`` (candidates scored) and ``tokens`` (run through the model to score them all); with
-            ``search=joint`` also ``uniform``, the best single choice for all layers, and ``predicted``, totals relative
-            to dense. None without a search.
+            ``search=joint`` also ``uniform``, the best single choice for all layers, ``predicted``, totals relative
+            to dense, and, if several models were tuned to compare them, ``tuned``, the KL of each, and ``taken``, the
+            best one's key: ``search``, ``without zeros`` or a single choice. None without a search.
         tuning: per tuning stage of this run its name (``stage``), held-out loss (``before`` and ``after``), steps,
             failure, seconds and peak_bytes (of GPU memory).
         target: the requested targets, by key of `compress.recipe.TARGETS`; None without targets.
@@ -290,49 +286,25 @@ def _run_recipe(
     Returns:
         The config block; on other ranks than the first it lacks the layers and ``rival``.
     """
-
-    def on_tuned(stage: str, result: TuningResult) -> None:
-        tuning.append({"stage": stage, **asdict(result)})
-
     together: dict[str, Any] = {"device": device, "progress": progress, "ranks": ranks, "offload": offload}
     run = together | {"journal": SharedJournal(journal, ranks) if journal else None}
     # A joint search compares dense low bits itself, so no rivals are measured; nor are they if `format` excludes them.
-    compared = batches and plan.search != "joint" and ranks.is_first
-    rivals = Rivals(model, plan, batches, device, progress) if compared else None
+    has_rivals = batches and plan.search != "joint" and ranks.is_first
+    rivals = Rivals(model, plan, batches, device, progress) if has_rivals else None
     found: SearchResult | JointResult | None = None
     if plan.search == "joint":
         found = _search_choices(model, batches, plan, seed=seed, **run)
     elif plan.search != "none":
         found = search_patterns(model, batches, plan, seed=seed, can_store=partial(can_store, plan), **run)
     kept = kept_layers(model, rounded, plan)
-    patterns, pruned = (found.patterns, found.weights) if found else (None, None)
-    if kept:
-        patterns = {name: parse_pattern(layer.choice.pattern) for name, layer in kept.items()}
-    choices = found.choices if isinstance(found, JointResult) else {}
-    layers = list_decoder_layers(model, plan, patterns or {})
+    chosen = Chosen.of(found, kept)
+    layers = list_decoder_layers(model, plan, {})
     dense = dense_layers(model, plan, {layer.full_name(name) for layer in layers for name in layer.patterns})
-    compress_all = partial(
-        compress_decoder_layers,
-        model,
-        batches,
-        plan,
-        seed=seed,
-        patterns=patterns,
-        pruned=pruned,
-        on_tuned=on_tuned,
-        **together,
+    packed, compared = compress_chosen(
+        model, batches, plan, chosen, tuning, kept=kept, seed=seed, mapped=mapped, journal=journal, **together
     )
-    if plan.tunes_end_to_end:  # trains all layers together before any is packed
-        reports = {report.name: report for report in compress_all(store=InPlace(journal))}
-        with PackedLayers(model, plan, choices, kept, None, mapped=False) as packed:
-            for index, layer in enumerate(layers if ranks.is_first else ()):
-                weights = {name: layer.weight(name) for name in layer.patterns}
-                packed.save(index, layer, FinishedLayer(weights, [reports[layer.full_name(name)] for name in weights]))
-    else:
-        with PackedLayers(model, plan, choices, kept, journal, mapped=mapped) as packed:
-            compress_all(store=packed)
     settings = {"quant_method": checkpoint.METHOD, "version": checkpoint.VERSION, "recipe": plan.to_dict()}
-    search = found.metrics() if found else None
+    search = found.metrics() | compared if found else None
     block = settings | {
         "layers": packed.entries,
         "dense": [asdict(layer) for layer in dense],
@@ -349,7 +321,10 @@ def _search_choices(model: PreTrainedModel, batches: Sequence[Tensor], plan: Rec
     machine = machine_of(plan)
     many_tokens = machine is not None and machine.device == "cuda" and "prompt" in workloads
     dtype = model.dtype
-    options = options_of(menu(plan, rounds_activations=many_tokens), workloads, dtype, machine)
+    layers = list_decoder_layers(model, plan, {})
+    weights = sum(layer.weight(name).numel() for layer in layers for name in layer.patterns)
+    beside = beside_layers(model.config, weights, workloads, dtype, machine) if machine else {}
+    options = options_of(menu(plan, rounds_activations=many_tokens), workloads, dtype, machine, beside)
     try:
         return search_choices(model, batches, plan, options, limits_of(targets, dtype), **run)
     except Unreachable as error:

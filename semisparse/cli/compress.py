@@ -225,6 +225,9 @@ def _show_target(target: dict[str, float], reached: dict[str, float], search: di
         f"{search['evaluations']} evaluations",
         highlight=False,
     )
+    if "tuned" in search:
+        tuned = ", ".join(f"{label} {kl:.4f}" for label, kl in search["tuned"].items())
+        console.print(f"KL after tuning: {tuned}; taken: {search['taken']}", highlight=False)
 
 
 def _show_tuning(tuning: list[dict[str, Any]]) -> None:

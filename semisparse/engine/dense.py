@@ -9,12 +9,8 @@ from torch import Tensor, nn
 
 from semisparse.formats import Packed, linear
 from semisparse.formats.base import WeightSpec
-from semisparse.formats.product import measured_speedup, prepare_product
-from semisparse.nn import SparseLinear
-
-MANY_TOKENS = 64
-"""Tokens from which a dense copy computes a layer that no tuned table of this device has. On an H200 formats are faster
-than dense at fewer, as a rule, and as fast or slower at more."""
+from semisparse.formats.product import prepare_product
+from semisparse.nn import SparseLinear, copy_pays
 
 
 class DenseLinear:
@@ -72,8 +68,7 @@ class DenseCopy:
 
     def pays(self, m: int) -> bool:
         """Return whether the copy is faster than the layer for ``m`` tokens."""
-        speedup = measured_speedup(self._layer.packed, m, self._dtype)
-        return m >= MANY_TOKENS if speedup is None else speedup < 1
+        return copy_pays(self._layer.packed, m, self._dtype)
 
     def prepare(self, m: int) -> None:
         """Compile and load the GPU kernels for ``m`` tokens."""

@@ -38,7 +38,7 @@ class Packed:
 
     @staticmethod
     def empty(spec: WeightSpec, device: torch.device | str = "meta") -> Packed:
-        """Return a weight whose tensors are allocated, not filled.
+        """Return a weight with uninitialised tensors; on the meta device they have only shapes and dtypes.
 
         Raises:
             FormatError: as `Format.shapes`.
@@ -65,7 +65,7 @@ class Packed:
 
     @property
     def params(self) -> Params:
-        """The format's own numbers."""
+        """The format's own params."""
         return self.spec.params
 
     @property
@@ -108,7 +108,7 @@ Stored = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 @lru_cache(maxsize=1 << 16)
 def _stored(spec: WeightSpec) -> Stored:
-    """Return `Format.stored`; cached, because every matmul is compared with it."""
+    """Return `Format.stored`; cached, because `require_tensors` runs before every matmul."""
     return get_format(spec.format).stored(spec)
 
 

@@ -36,7 +36,16 @@ VERBS = (
     ("demo",),
 )
 
-EARLY = ("semisparse.cli", "typer", "semisparse.cli.bench", "rich.console", "semisparse.cli.warm", "rich.table")
+# `torch` is looked for before the verb runs, in order to know where its bytecode is.
+EARLY = (
+    "semisparse.cli",
+    "typer",
+    "semisparse.cli.bench",
+    "rich.console",
+    "semisparse.cli.warm",
+    "rich.table",
+    "torch",
+)
 LATE = ("torch._C", "torch.nn", "safetensors", "semisparse.formats.base")
 
 
@@ -44,7 +53,7 @@ LATE = ("torch._C", "torch.nn", "safetensors", "semisparse.formats.base")
     ("verb", "module"),
     [
         *((VERBS[0], module) for module in EARLY),
-        *((verb, "torch") for verb in VERBS),
+        *((verb, "torch._utils") for verb in VERBS),
         *((VERBS[8], module) for module in LATE),
     ],
     ids=lambda each: each if isinstance(each, str) else " ".join(each[:2]),
