@@ -7,7 +7,7 @@ import torch
 from semisparse.formats.base import Case, Format
 from semisparse.formats.ec_csr.cost import cost
 from semisparse.formats.ec_csr.cpu import kernel as cpu
-from semisparse.formats.ec_csr.cuda import decode, decode_mma, unpack
+from semisparse.formats.ec_csr.cuda import decode, decode_mma, gemm, unpack
 from semisparse.formats.ec_csr.paper import decode as paper
 from semisparse.formats.ec_csr.storage import disk
 from semisparse.formats.ec_csr.storage.check import check_content, violation
@@ -36,7 +36,7 @@ FORMAT = Format(
     accepts=_accepts,
     specs=disk.specs,
     counts=disk.counts,
-    counted=("values", "span", "bundles", "deltas", "slots"),
+    counted=("values", "span", "bundles", "deltas", "slots", "units"),
     options={
         "layout": ("banks", "paper"),
         "delta_bits": ("auto", 4, 8),
@@ -53,6 +53,7 @@ FORMAT = Format(
     arrange=arrange,
     kernels=(
         Kernel("cpu", "cpu", cpu.refusal, cpu.prepare),
+        Kernel("gemm", "cuda", gemm.refusal, gemm.prepare),
         Kernel("decode_mma", "cuda", decode_mma.refusal, decode_mma.prepare, decode_mma.pays),
         Kernel("decode", "cuda", decode.refusal, decode.prepare, fuse=decode.fuse),
         Kernel("unpack", "cuda", unpack.refusal, unpack.prepare),

@@ -12,7 +12,10 @@ from semisparse.formats.base import Params
 from semisparse.formats.checks import choice_of
 
 PANELS, PAPER = LAYOUTS = ("banks", "paper")
-"""Values of ``params["layout"]``. Row panels are called `banks` in files: they avoid shared-memory bank conflicts."""
+"""Values of ``params["layout"]`` in files. Row panels are called `banks` there: they avoid bank conflicts."""
+
+TILES = "tiles"
+"""The value for mask tiles, which weights have on GPUs only."""
 
 DELTA_BITS = (4, 8)
 
@@ -31,7 +34,7 @@ def layout_of(params: Params) -> str:
     Raises:
         FormatError: there is no such layout.
     """
-    return choice_of("ec_csr", params, "layout", LAYOUTS)
+    return choice_of("ec_csr", params, "layout", (*LAYOUTS, TILES))
 
 
 def delta_bits_of(params: Params) -> int:

@@ -12,8 +12,16 @@ from semisparse.errors import FormatError
 from semisparse.formats.base import Packed, Params, Scalar, TensorSpec, WeightSpec
 from semisparse.formats.ec_csr.paper import disk as paper
 from semisparse.formats.ec_csr.paper.extract import Progress
-from semisparse.formats.ec_csr.storage import panels
-from semisparse.formats.ec_csr.storage.deltas import DELTA_BITS, LANES, LAYOUTS, PANELS, layout_of, refuse_columns
+from semisparse.formats.ec_csr.storage import panels, tiles
+from semisparse.formats.ec_csr.storage.deltas import (
+    DELTA_BITS,
+    LANES,
+    LAYOUTS,
+    PANELS,
+    TILES,
+    layout_of,
+    refuse_columns,
+)
 from semisparse.patterns import Pattern
 
 MAX_WEIGHTS = 1 << 30
@@ -95,6 +103,8 @@ def _check_option(name: str, given: object, known: tuple[Any, ...]) -> None:
 
 def unpack(packed: Packed) -> Tensor:
     """Return the weight, [N, K] in its dtype."""
+    if layout_of(packed.params) == TILES:
+        return tiles.unpack(packed)
     weight = torch.zeros(packed.shape, dtype=packed.dtype, device=packed.tensors["values"].device)
     flat = weight.view(-1)
     for positions, values in stored_weights(packed):
@@ -108,4 +118,4 @@ def stored_weights(packed: Packed) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _layout(params: Params) -> Any:
-    return panels if layout_of(params) == PANELS else paper
+    return {PANELS: panels, TILES: tiles}.get(layout_of(params), paper)

@@ -8,8 +8,8 @@ from torch import Tensor
 from semisparse.errors import FormatError
 from semisparse.formats.base import Packed, Params
 from semisparse.formats.checks import choice_of
-from semisparse.formats.ec_csr.storage import panels
-from semisparse.formats.ec_csr.storage.deltas import LANES, PANELS, delta_bits_of, layout_of
+from semisparse.formats.ec_csr.storage import panels, tiles
+from semisparse.formats.ec_csr.storage.deltas import LANES, PANELS, TILES, delta_bits_of, layout_of
 from semisparse.formats.ec_csr.storage.disk import unpack
 from semisparse.formats.ec_csr.storage.panels import (
     DISK_PANEL_ROWS,
@@ -55,6 +55,13 @@ def arrange(packed: Packed, device_type: str) -> Packed:
         return packed
     # Panels of another height are packed again, then paired; others keep their tensors.
     return _repanelled(packed, rows, {DISK_ROWS: disk_rows, PAIRED: int(rows != disk_rows)})
+
+
+def to_tiles(packed: Packed) -> Packed:
+    """Return a weight in row panels as mask tiles; its params name the panels of its file."""
+    params = packed.params.without("values", "span", SPAN_LIMIT, PAIRED)
+    stored, tensors = tiles.pack(unpack(packed))
+    return packed.in_layout({**params, "layout": TILES, DISK_ROWS: _disk_rows_of(packed.params), **stored}, tensors)
 
 
 def _repanelled(packed: Packed, rows: int, more: dict[str, int]) -> Packed:
