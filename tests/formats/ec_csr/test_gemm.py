@@ -30,3 +30,28 @@ def test_emulated(emulated, monkeypatch: pytest.MonkeyPatch, n, k, pattern, dtyp
         packed = to_tiles(EC_CSR.pack(weight, given))
         x, bias = operands(packed, m)
         check(gemm.prepare(problem_of(x, packed), schedule)(x, packed, bias), x, packed, bias)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="wgmma is Hopper's"
+)
+@pytest.mark.parametrize(
+    ("n", "k", "pattern", "dtype", "m"),
+    [
+        (64, 512, "70%", HALF, 1),
+        (33, 701, "90%", BF16, 17),
+        (1, 1, "0%", HALF, 33),
+        (257, 4100, "50%", BF16, 65),
+        (2200, 8200, "70%", HALF, 129),
+        (9001, 1100, "70%", HALF, 300),
+    ],
+)
+def test_on_a_gpu(n: int, k: int, pattern: str, dtype: torch.dtype, m: int, nan_filled_memory):
+    for weight, given in ((random_weight(n, k, pattern, dtype), pattern), (uneven_weight(n, k, dtype), "0%")):
+        packed = to_tiles(EC_CSR.pack(weight, given).to("cuda"))
+        assert torch.equal(packed.unpack().cpu(), weight)
+        x, bias = operands(packed, m)
+        product = gemm.prepare(problem_of(x, packed))
+        y = product(x, packed, bias)
+        check(y, x, packed, bias)
+        assert torch.equal(product(x, packed, bias), y), "two calls differ"

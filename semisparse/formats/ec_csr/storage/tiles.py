@@ -1,8 +1,8 @@
 """Mask tiles, a layout for GPUs: tiles of 16 x 256 in the fragment order of ``mma.m16n8k16``, with a bit per column.
 
-README.md has the figure. Lane 4 g + t owns the columns 64 t to 64 t + 63 of rows g and g + 8. A tile has the two masks of
-each lane (four 32-bit words), then the values of each lane, row g's before those of row g + 8, two to a word: word 0 of
-lanes 0 to 31, word 1 of lanes 0 to 31, and so on, as many as its longest lane needs.
+README.md has the figure. Lane 4 g + t owns the columns 64 t to 64 t + 63 of rows g and g + 8. A tile has the two masks
+of each lane (four 32-bit words), then the values of each lane, row g's before those of row g + 8, two to a word: word 0
+of lanes 0 to 31, word 1 of lanes 0 to 31, and so on, as many as its longest lane needs.
 
 Word h of a mask (h = 0, 1) holds columns 32 h - 1 to 32 h + 30, with column 63 in the place of column -1. Its bits are
 permuted: a left shift by s (0 to 7) moves columns 32 h + 4 s - 1 to 32 h + 4 s + 2 to the sign bits of the four bytes.
