@@ -1,4 +1,4 @@
-"""ec_csr's GEMM on mask tiles in many schedules, and its other kernels, beside cuBLAS.
+"""ec_csr's kernels on mask tiles, `decode_tiles` and `gemm`, in many schedules, beside cuBLAS.
 
     python benchmarks/ec_csr_gemm.py results/h200/sweeps/ec_csr-gemm.csv [--seconds 60] [--shapes 4096,4096] [--chosen]
 
@@ -31,7 +31,8 @@ from semisparse.bench.kernels import TOLERANCE
 from semisparse.bench.roofline import random_weight
 from semisparse.formats import Packed, WeightSpec
 from semisparse.formats.base import Params
-from semisparse.formats.ec_csr.cuda import gemm
+from semisparse.formats.ec_csr.cuda import decode_tiles, gemm
+from semisparse.formats.ec_csr.cuda.tile_schedule import TILE_MAX_TOKENS, TileSchedule, choose_tiles, tile_schedule
 from semisparse.formats.ec_csr.storage import tiles
 from semisparse.formats.product import problem_of
 from semisparse.patterns import parse_pattern
@@ -51,7 +52,7 @@ STREAMED = {
     192: ((2, 1, 1),),
     256: ((2, 1, 1), (2, 2, 1)),
 }
-"""Warpgroups per CTA, CTAs per cluster and per SM to time with Stream-K, by tile_m."""
+"""Warpgroups per CTA, CTAs per cluster and per SM to time with Stream-K, by tile_m; of matrices of `LARGE` weights."""
 
 SPLIT = {
     16: ((1, 1, 3), (2, 1, 2), (4, 1, 1)),
@@ -61,11 +62,26 @@ SPLIT = {
     192: ((2, 1, 1),),
     256: ((2, 1, 1),),
 }
-"""The same, with as many CTAs per output tile as fill the SMs once; not of matrices of `LARGE` weights and more."""
+"""The same, with as many CTAs per output tile as fill the SMs once; of smaller matrices."""
+
+DECODE = ((1, 8, 2), (1, 16, 2), (2, 8, 2), (2, 4, 2), (1, 12, 1), (2, 6, 1), (1, 8, 1), (1, 10, 2))
+"""Row tiles, slices of K and stages to time with `decode_tiles`."""
 
 LARGE = 1 << 27
 COLUMNS = (
-    *("n", "k", "m", "dtype", "pattern", "kernel", "chosen", *Schedule.__dataclass_fields__),
+    *(
+        "n",
+        "k",
+        "m",
+        "dtype",
+        "pattern",
+        "kernel",
+        "chosen",
+        "warps_n",
+        "warps_k",
+        "ctas",
+        *Schedule.__dataclass_fields__,
+    ),
     *("us", "low_us", "high_us", "error", "bits_per_weight", "machine"),
 )
 
@@ -85,13 +101,24 @@ def schedules(packed: Packed, m: int, only_chosen: bool) -> list[Schedule]:
     found = [choose(m, weight, facts, gemm.RATES)]
     if only_chosen:
         return found
-    candidates = [(tile_m, *shape[:2], 0, shape[2]) for shape in STREAMED[tile_m]]
-    for warpgroups, cluster, ctas in SPLIT[tile_m] if packed.shape[0] * packed.shape[1] < LARGE else ():
+    large = packed.shape[0] * packed.shape[1] >= LARGE
+    candidates = [(tile_m, *shape[:2], 0, shape[2]) for shape in STREAMED[tile_m] if large]
+    for warpgroups, cluster, ctas in () if large else SPLIT[tile_m]:
         outputs = -(-weight.row_tiles // (4 * warpgroups)) * -(-m // tile_m)
         split = min(8, weight.column_tiles, max(1, ctas * facts.sms // outputs))
         candidates.append((tile_m, warpgroups, cluster, split, ctas))
     found += [schedule for c in candidates if (schedule := fit(weight, facts, *c)) is not None]
     return list(dict.fromkeys(found))
+
+
+def decode_schedules(packed: Packed, m: int, only_chosen: bool) -> list[TileSchedule]:
+    """Return the schedules of `decode_tiles` to time, the chosen one first."""
+    if m > TILE_MAX_TOKENS:
+        return []
+    problem, facts = problem_of(torch.empty(m, packed.shape[1], device=GPU, dtype=DTYPE), packed), device_facts(GPU)
+    found = [choose_tiles(problem, facts)]
+    more = () if only_chosen else (tile_schedule(problem, facts, *shape) for shape in DECODE)
+    return list(dict.fromkeys([*found, *(schedule for schedule in more if schedule is not None)]))
 
 
 def row(packed: Packed, m: int, kernel: str, **more: object) -> dict[str, str]:
@@ -103,13 +130,19 @@ def row(packed: Packed, m: int, kernel: str, **more: object) -> dict[str, str]:
 
 
 def measure(dense: Tensor, packed: Packed, tokens: list[int], only_chosen: bool) -> Iterator[dict[str, str]]:
-    """Time cuBLAS and the GEMM on one weight."""
+    """Time cuBLAS and the kernels on one weight."""
     copies = timing.rotating_copies(packed, device_facts(GPU).cache_bytes)
     dense_copies, bits = copies_of(dense), f"{packed.bits_per_weight:.2f}"
     for x, expected in inputs(tokens, dense.shape[1], dense):
         m, check = len(x), partial(checked_error, expected, TOLERANCE[DTYPE])
         calls: list[Callable[[], Tensor]] = [partial(F.linear, x, one) for one in dense_copies]
         yield row(packed, m, "cuBLAS", **timed(calls, check), bits_per_weight="16")
+        for number, decoding in enumerate(decode_schedules(packed, m, only_chosen)):
+            product = decode_tiles.prepare(problem_of(x, packed), decoding)
+            times = timed([partial(product, x, one, None) for one in copies], check)
+            more = asdict(decoding) | {"bits_per_weight": bits, "chosen": int(number == 0)}
+            del more["shared"]
+            yield row(packed, m, "decode_tiles", **times, **more)
         for number, schedule in enumerate(schedules(packed, m, only_chosen)):
             product = gemm.prepare(problem_of(x, packed), schedule)
             times = timed([partial(product, x, one, None) for one in copies], check)
@@ -118,11 +151,13 @@ def measure(dense: Tensor, packed: Packed, tokens: list[int], only_chosen: bool)
 
 def compile_all(weights: list[Packed], tokens: list[int], only_chosen: bool) -> None:
     """Compile every build, in a thread per core."""
-    jobs = [(one, m, schedule) for m in tokens for one in weights for schedule in schedules(one, m, only_chosen)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for one, m, schedule in jobs:
-            x = torch.empty(m, one.shape[1], device=GPU, dtype=DTYPE)
-            pool.submit(gemm.prepare, problem_of(x, one), schedule)
+        for m, one in ((m, one) for m in tokens for one in weights):
+            problem = problem_of(torch.empty(m, one.shape[1], device=GPU, dtype=DTYPE), one)
+            for schedule in schedules(one, m, only_chosen):
+                pool.submit(gemm.prepare, problem, schedule)
+            for decoding in decode_schedules(one, m, only_chosen):
+                pool.submit(decode_tiles.prepare, problem, decoding)
 
 
 def time_all(options: argparse.Namespace, dense: list[Tensor], packed: list[Packed], tokens: list[int]) -> None:
@@ -156,7 +191,8 @@ def main() -> None:
     packed = [in_tiles(weight) for weight in dense]
     if options.once:
         for x, _ in inputs(tokens, shapes[0][1], dense[0]):
-            gemm.prepare(problem_of(x, packed[0]))(x, packed[0], None)
+            kernel = decode_tiles if len(x) <= TILE_MAX_TOKENS else gemm
+            kernel.prepare(problem_of(x, packed[0]))(x, packed[0], None)
         torch.cuda.synchronize()
         return
     compile_all(packed, tokens, options.chosen)
