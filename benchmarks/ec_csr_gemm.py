@@ -43,6 +43,8 @@ GPU, DTYPE = torch.device("cuda"), torch.float16
 SHAPES = "28672,8192,4096,4096,11008,4096,4096,11008"
 TOKENS = "16,64,8,32,128,256,1,1024"
 PATTERN = "70%"
+WORDS = 36
+"""The largest `words_limit` of the shapes."""
 
 STREAMED = {
     16: ((1, 1, 3), (4, 1, 1), (2, 1, 2), (3, 1, 2), (5, 1, 1), (4, 2, 1)),
@@ -87,8 +89,9 @@ COLUMNS = (
 
 
 def in_tiles(dense: Tensor) -> Packed:
-    """Return a dense weight as mask tiles."""
+    """Return a dense weight as mask tiles, with one limit for all shapes, so that they share builds."""
     params, tensors = tiles.pack(dense)
+    params["words_limit"] = max(params["words_limit"], WORDS)
     (n, k), more = dense.shape, {"layout": "tiles", "delta_bits": 4, "panel_rows": 32, "disk_panel_rows": 32}
     every = Params({**more, "n": n, "k": k, **params})
     spec = WeightSpec("ec_csr", 1, parse_pattern(PATTERN), (n, k), dense.dtype, every)
