@@ -7,7 +7,7 @@ import torch
 from semisparse.formats.base import Case, Format
 from semisparse.formats.ec_csr.cost import cost
 from semisparse.formats.ec_csr.cpu import kernel as cpu
-from semisparse.formats.ec_csr.cuda import decode, decode_mma, gemm, unpack
+from semisparse.formats.ec_csr.cuda import decode, decode_mma, decode_tiles, gemm, unpack, unpack_tiles
 from semisparse.formats.ec_csr.paper import decode as paper
 from semisparse.formats.ec_csr.storage import disk
 from semisparse.formats.ec_csr.storage.check import check_content, violation
@@ -40,6 +40,7 @@ FORMAT = Format(
     options={
         "layout": ("banks", "paper"),
         "delta_bits": ("auto", 4, 8),
+        "gpu": ("lists", "tiles"),
         "granularity": (1, 2, 4, 8),
         "multiple": (),
         "clip": (),
@@ -53,13 +54,17 @@ FORMAT = Format(
     arrange=arrange,
     kernels=(
         Kernel("cpu", "cpu", cpu.refusal, cpu.prepare),
+        Kernel("decode_tiles", "cuda", decode_tiles.refusal, decode_tiles.prepare, fuse=decode_tiles.fuse),
         Kernel("gemm", "cuda", gemm.refusal, gemm.prepare),
         Kernel("decode_mma", "cuda", decode_mma.refusal, decode_mma.prepare, decode_mma.pays),
         Kernel("decode", "cuda", decode.refusal, decode.prepare, fuse=decode.fuse),
         Kernel("unpack", "cuda", unpack.refusal, unpack.prepare),
+        Kernel("unpack_tiles", "cuda", unpack_tiles.refusal, unpack_tiles.prepare),
         Kernel("paper", "cuda", paper.refusal, paper.prepare, lambda problem: False),
     ),
     cost=cost,
+    tuned_by=("gpu",),
+    variants=({}, {"gpu": "tiles"}),
     cases=(
         Case("columns-past-16-bits", "99%", _wide),
         Case("gaps-wider-than-a-delta", "90%", lambda: torch.eye(3, 2000).roll(1999, 1)),

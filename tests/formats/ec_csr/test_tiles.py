@@ -1,11 +1,17 @@
 """Mask tiles: the bytes that README.md gives, and the weight that comes back."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from semisparse.errors import FormatError
+from semisparse.formats import Packed
+from semisparse.formats.base import Params
 from semisparse.formats.ec_csr.storage import tiles
 from semisparse.formats.ec_csr.storage.gpu import to_tiles
-from tests.formats.ec_csr.weights import EC_CSR, random_weight, uneven_weight
+from tests.cuda_emulator import emulate
+from tests.formats.ec_csr.weights import EC_CSR, changed, random_weight, uneven_weight
 
 
 def read_tiles(packed) -> list[list[float]]:
@@ -39,3 +45,53 @@ def test_the_weight_comes_back(monkeypatch: pytest.MonkeyPatch, n: int, k: int, 
         packed = to_tiles(EC_CSR.pack(weight, pattern))
         assert torch.equal(packed.unpack(), weight)
         assert read_tiles(packed) == weight.tolist()
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
+def test_on_hopper_alone_a_weight_is_in_tiles_and_comes_back(monkeypatch: pytest.MonkeyPatch, capability):
+    emulate(monkeypatch, 2, capability)
+    packed = EC_CSR.pack(random_weight(100, 700, "70%"), "70%", gpu="tiles")
+    arranged = EC_CSR.arrange(packed, "cuda")
+    EC_CSR.verify(arranged)
+    assert arranged.params["layout"] == ("tiles" if capability == (9, 0) else "banks")
+    assert EC_CSR.arrange(arranged, "cuda") is arranged
+    back = EC_CSR.arrange(arranged, "cpu")
+    assert back.spec == packed.spec
+    assert all(torch.equal(back.tensors[name], tensor) for name, tensor in packed.tensors.items())
+
+
+def test_tiles_of_other_weights_are_refused():
+    weight = random_weight(40, 300, "70%")
+    for options, dtype in (({"gpu": "both"}, weight.dtype), ({"gpu": "tiles"}, torch.float32)):
+        with pytest.raises(FormatError, match="gpu"):
+            EC_CSR.pack(weight.to(dtype), "70%", **options)
+    with pytest.raises(FormatError, match="gpu"):
+        EC_CSR.pack(weight, "70%", layout="paper", multiple=32, gpu="tiles")
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "value", "message"),
+    [
+        ("tile_starts", (0,), 1, "tile_starts runs from 1"),
+        ("tile_starts", (1,), 0, "tile_starts, at .0.: the tile has no words"),
+        ("tile_starts", (1,), 10**6, "tile_starts, at .0.: the tile has no words, or not below"),
+        ("tiles", (0, 0), -1, "tiles, at .0.: the masks mark more values"),
+        ("tiles", (4, 0), 0x7C00, "tiles, at .0, 0.: the value is not finite"),
+    ],
+)
+def test_what_is_wrong_with_tiles_is_named(name: str, at: tuple[int, ...], value: int, message: str):
+    weight = torch.full((40, 300), 1.0).half()
+    weight[:, 1::2] = 0
+    packed = to_tiles(EC_CSR.pack(weight, "50%"))
+    EC_CSR.validate(packed)
+    with pytest.raises(FormatError, match=message):
+        EC_CSR.validate(changed(packed, name, at, value))
+
+
+def test_weights_past_the_shape_are_refused():
+    """A tile whose masks mark a column from K on, or a row from N on, has been made for another shape."""
+    packed = to_tiles(EC_CSR.pack(torch.ones(16, 256).half(), "0%"))
+    for n, k in ((16, 255), (15, 256)):
+        spec = replace(packed.spec, shape=(n, k), params=Params({**packed.params, "n": n, "k": k}))
+        with pytest.raises(FormatError, match="past N, K"):
+            EC_CSR.validate(Packed(spec, packed.tensors))

@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from semisparse.formats.base import Packed, WeightSpec
-from semisparse.formats.ec_csr.storage.deltas import TILES, layout_of
-from semisparse.formats.ec_csr.storage.tiles import BLOCK, DTYPES, MASK_UNITS, UNIT, tile_shape
+from semisparse.formats.ec_csr.cuda.decode_tiles import tiles_refusal
+from semisparse.formats.ec_csr.cuda.tile_schedule import tile_bytes_of
+from semisparse.formats.ec_csr.storage.tiles import BLOCK, tile_shape
 from semisparse.formats.kernel import Problem, Product
 from semisparse.runtime import expand_gemm
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.expand_gemm import MAX_TOKENS, Rates, Schedule, choose
 from semisparse.runtime.expand_gemm import Tiles as GemmTiles
-from semisparse.runtime.kernel import CudaSource, cuda_refusal, hopper_refusal
+from semisparse.runtime.kernel import CudaSource, hopper_refusal
 from semisparse.runtime.nvrtc import Defines
 
 RATES = Rates(expand_us=0.204, overlap=2.4)
@@ -42,19 +43,14 @@ SOURCE = CudaSource(
 
 def tiles_of(spec: WeightSpec) -> GemmTiles:
     """Return the tiles of gemm.cu, with what shared memory they take."""
-    words = int(spec.params["words_limit"])
-    return GemmTiles(*tile_shape(*spec.shape), (MASK_UNITS + words) * UNIT)
+    return GemmTiles(*tile_shape(*spec.shape), tile_bytes_of(spec))
 
 
 def refusal(problem: Problem) -> str | None:
     """Say why the kernel cannot compute ``problem`` here, or None if it can."""
     if problem.m > MAX_TOKENS:
         return f"takes up to {MAX_TOKENS} tokens, got {problem.m}"
-    if layout_of(problem.params) != TILES:
-        return f"reads mask tiles, this weight is stored in {layout_of(problem.params)}"
-    if problem.dtype not in DTYPES or problem.dtype != problem.weight_dtype:
-        return f"x and w are both float16 or both bfloat16, got {problem.dtype} and {problem.weight_dtype}"
-    return cuda_refusal(problem.device) or hopper_refusal(problem.device)
+    return tiles_refusal(problem) or hopper_refusal(problem.device)
 
 
 def prepare(problem: Problem, schedule: Schedule | None = None) -> Product:

@@ -10,7 +10,8 @@ from semisparse.formats.base import Packed
 from semisparse.formats.checks import refuse_first, refuse_infinite
 from semisparse.formats.ec_csr.cpu import kernel as cpu
 from semisparse.formats.ec_csr.paper.check import check_paper
-from semisparse.formats.ec_csr.storage.deltas import LANES, PANELS, layout_of, refuse_repeats, widened
+from semisparse.formats.ec_csr.storage import tiles
+from semisparse.formats.ec_csr.storage.deltas import LANES, PANELS, TILES, layout_of, refuse_repeats, widened
 from semisparse.formats.ec_csr.storage.gpu import SPAN_LIMIT, check_gpu_params, span_limit_of
 from semisparse.formats.ec_csr.storage.panels import (
     ROW_MULTIPLE,
@@ -33,6 +34,11 @@ def check_content(packed: Packed) -> None:
     Raises:
         FormatError: names the tensor and what is wrong.
     """
+    if layout_of(packed.params) == TILES:
+        check_gpu_params(packed.params)
+        tiles.check(packed)
+        refuse_infinite(tiles.unpack(packed), "tiles")
+        return
     if layout_of(packed.params) == PANELS:
         _check_panels(packed)
     else:
@@ -46,7 +52,8 @@ def violation(packed: Packed) -> str | None:
     Only the number of weights is compared.
     """
     allowed = packed.pattern.kept(packed.shape) + packed.shape[0]  # as `Pattern.violation`: pruners round per row
-    found = int(packed.tensors["values"].count_nonzero())
+    tiled = layout_of(packed.params) == TILES
+    found = int((tiles.unpack(packed) if tiled else packed.tensors["values"]).count_nonzero())
     return f"{found} weights are kept, {allowed} are allowed" if found > allowed else None
 
 

@@ -17,6 +17,10 @@ PANELS, PAPER = LAYOUTS = ("banks", "paper")
 TILES = "tiles"
 """The value for mask tiles, which weights have on GPUs only."""
 
+GPU, LISTS = "gpu", "lists"
+"""The param that says which layout a weight has on a GPU: `LISTS`, row panels, or `TILES`. Files without it mean
+lists."""
+
 DELTA_BITS = (4, 8)
 
 LANES = 32
@@ -35,6 +39,15 @@ def layout_of(params: Params) -> str:
         FormatError: there is no such layout.
     """
     return choice_of("ec_csr", params, "layout", (*LAYOUTS, TILES))
+
+
+def gpu_layout_of(params: Params) -> str:
+    """Return which layout the weight has on a GPU that supports it, `LISTS` or `TILES`.
+
+    Raises:
+        FormatError: it is neither.
+    """
+    return choice_of("ec_csr", params, GPU, (LISTS, TILES), default=LISTS)
 
 
 def delta_bits_of(params: Params) -> int:

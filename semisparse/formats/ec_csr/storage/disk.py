@@ -15,8 +15,10 @@ from semisparse.formats.ec_csr.paper.extract import Progress
 from semisparse.formats.ec_csr.storage import panels, tiles
 from semisparse.formats.ec_csr.storage.deltas import (
     DELTA_BITS,
+    GPU,
     LANES,
     LAYOUTS,
+    LISTS,
     PANELS,
     TILES,
     layout_of,
@@ -59,6 +61,7 @@ def pack_weight(
     *,
     layout: str = PANELS,
     delta_bits: int | str = "auto",
+    gpu: str = LISTS,
     granularity: int = 8,
     multiple: int = 128,
     clip: int = 0,
@@ -69,8 +72,10 @@ def pack_weight(
     Args:
         weight: [N, K].
         pattern: what it obeys.
-        layout: ``banks`` for row panels, or ``paper``, which alone has the options after ``delta_bits``.
+        layout: ``banks`` for row panels, or ``paper``, which alone has the options after ``gpu``.
         delta_bits: 4, 8, or ``auto`` for the one that takes fewer bytes.
+        gpu: the layout on a GPU that supports it: ``lists``, which are fastest for one token, or ``tiles``, for 4 and
+            more (README.md has the figures and the bytes).
         granularity: maximum rows per block; 1 extracts nothing.
         multiple: the number of columns of a block of two rows or more is a multiple of this.
         clip: maximum loads, of 4 columns each, per lane of a block; 0 for twice the mean. Blocks with more are cut.
@@ -81,6 +86,9 @@ def pack_weight(
     widths = DELTA_BITS if delta_bits == "auto" else (delta_bits,)
     _check_option("layout", layout, LAYOUTS)
     _check_option("delta_bits", widths[0], DELTA_BITS)
+    _check_option("gpu", gpu, (LISTS, TILES))
+    if gpu == TILES and (layout != PANELS or weight.dtype not in tiles.DTYPES):
+        raise FormatError(f"format ec_csr: gpu={gpu} takes row panels of 16 bits, got {layout} of {weight.dtype}")
     _check_option("granularity", granularity, paper.GRANULARITIES)
     if multiple < 1 or multiple % LANES or clip < 0:
         raise FormatError(
@@ -93,7 +101,8 @@ def pack_weight(
         packed = [panels.pack(weight, int(bits)) for bits in widths]
     else:
         packed = paper.pack(weight, [int(bits) for bits in widths], granularity, multiple, clip, progress)
-    return min(packed, key=lambda one: sum(t.numel() * t.element_size() for t in one[1].values()))
+    params, tensors = min(packed, key=lambda one: sum(t.numel() * t.element_size() for t in one[1].values()))
+    return ({**params, GPU: gpu} if gpu != LISTS else params), tensors
 
 
 def _check_option(name: str, given: object, known: tuple[Any, ...]) -> None:

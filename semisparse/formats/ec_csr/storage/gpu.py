@@ -1,4 +1,4 @@
-"""Row panels on a GPU: their height gives the SMs about equally many rows, and spans are rounded up."""
+"""A weight on a GPU: row panels of a height that gives the SMs about equally many rows, or mask tiles."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from semisparse.errors import FormatError
 from semisparse.formats.base import Packed, Params
 from semisparse.formats.checks import choice_of
 from semisparse.formats.ec_csr.storage import panels, tiles
-from semisparse.formats.ec_csr.storage.deltas import LANES, PANELS, TILES, delta_bits_of, layout_of
+from semisparse.formats.ec_csr.storage.deltas import (
+    LANES,
+    PANELS,
+    TILES,
+    delta_bits_of,
+    gpu_layout_of,
+    layout_of,
+)
 from semisparse.formats.ec_csr.storage.disk import unpack
 from semisparse.formats.ec_csr.storage.panels import (
     DISK_PANEL_ROWS,
@@ -21,6 +28,7 @@ from semisparse.formats.ec_csr.storage.panels import (
     vector_of,
 )
 from semisparse.runtime.device import device_facts
+from semisparse.runtime.kernel import HOPPER
 
 SPAN_LIMITS = (6, 8, 12, 16, 24, 32, 48, 64)
 """What spans are rounded up to, so that layers of one shape share their kernels. Random masks of 2,048 columns and more
@@ -31,11 +39,13 @@ IMBALANCE = 1.03
 the heights within it."""
 
 DISK_ROWS, SPAN_LIMIT = "disk_panel_rows", "span_limit"
-"""The params that this layout has beside those on disk, with `PAIRED`."""
+"""Params that row panels have on a GPU beside those on disk, with `PAIRED`."""
+
+_GPU_PARAMS = (DISK_ROWS, SPAN_LIMIT, PAIRED, "units", "words_limit")
 
 
 def arrange(packed: Packed, device_type: str) -> Packed:
-    """Return the weight in panels of the height for a kind of device; its tensors stay on the device that they are on.
+    """Return the weight in the layout for a kind of device; its tensors stay on the device that they are on.
 
     Args:
         packed: as on disk, or as on a GPU.
@@ -43,13 +53,15 @@ def arrange(packed: Packed, device_type: str) -> Packed:
             changes.
     """
     params = packed.params
-    if layout_of(params) != PANELS or device_type not in ("cpu", "cuda"):
+    if layout_of(params) not in (PANELS, TILES) or device_type not in ("cpu", "cuda"):
         return packed
     disk_rows = _disk_rows_of(params)
     if device_type == "cpu":
         return _repanelled(packed, disk_rows, {}) if DISK_ROWS in params else packed
-    if not _is_filled(packed):
+    if layout_of(params) == TILES or not _is_filled(packed):
         return packed
+    if gpu_layout_of(params) == TILES and device_facts(packed.device).capability == HOPPER:
+        return to_tiles(packed)
     rows = panel_rows_for(packed.shape[0], device_facts(packed.device).sms)
     if DISK_ROWS in params and panel_rows_of(params) == rows:
         return packed
@@ -66,9 +78,13 @@ def to_tiles(packed: Packed) -> Packed:
 
 def _repanelled(packed: Packed, rows: int, more: dict[str, int]) -> Packed:
     """Return a weight with panels of ``rows`` rows and ``more`` params; its tensors change only if its panels do."""
-    params = {**packed.params.without(DISK_ROWS, SPAN_LIMIT, PAIRED), "panel_rows": rows, **more}
-    tensors, paired = packed.tensors, bool(more.get(PAIRED))
-    if (rows, paired) != (panel_rows_of(packed.params), is_paired(packed.params)):
+    params = {**packed.params.without(*_GPU_PARAMS), "layout": PANELS, "panel_rows": rows, **more}
+    tensors, paired, shape = (
+        packed.tensors,
+        bool(more.get(PAIRED)),
+        (packed.params["panel_rows"], is_paired(packed.params)),
+    )
+    if layout_of(packed.params) == TILES or (rows, paired) != shape:
         ordered = _in_panels(unpack(packed), rows) if paired else unpack(packed)
         counted, tensors = panels.pack(ordered, delta_bits_of(packed.params), rows)
         params |= {name: counted[name] for name in ("values", "span")}
@@ -114,6 +130,7 @@ def check_gpu_params(params: Params) -> None:
         FormatError: one has a value that `arrange` never sets.
     """
     _disk_rows_of(params)
+    gpu_layout_of(params)
     span_limit_of(params)
     if is_paired(params) and DISK_ROWS not in params:
         raise FormatError(f"params: {PAIRED} is 1 without {DISK_ROWS}, which a GPU's layout has")

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from semisparse.errors import FormatError
 from semisparse.formats.base import Packed, TensorSpec, WeightSpec
+from semisparse.formats.checks import refuse_first
 from semisparse.formats.ec_csr.storage.deltas import LANES
 
 ROWS, COLUMNS = 16, 256
@@ -35,6 +37,9 @@ MASK_UNITS = 4
 
 WORD_STEP = 4
 """What `words_limit` is a multiple of, so that layers of one shape share their kernels."""
+
+LIMITS = tuple(range(WORD_STEP, BLOCK + 2 * WORD_STEP, WORD_STEP))
+"""Values of ``words_limit``, the words per lane that shared memory is sized for: one more than the largest tile has."""
 
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -72,7 +77,7 @@ def pack(weight: Tensor) -> tuple[dict[str, int], dict[str, Tensor]]:
     """Store the non-zeros of ``weight`` ([N, K], 16 bits) in tiles.
 
     Returns:
-        The params ``units``, all tiles' units, and ``words_limit``, what `words_limit_of` says; the tensors.
+        The params ``units``, those of all tiles, and ``words_limit``, one of `LIMITS`; the tensors.
     """
     row_tiles, column_tiles = tile_shape(*weight.shape)
     written = [_written(batch) for batch in _batches(weight)]
@@ -121,22 +126,57 @@ def _masks(kept: Tensor) -> Tensor:
     return (bits * weights).sum(-1, dtype=torch.int32).flatten(-2)
 
 
+def check(packed: Packed) -> None:
+    """Check that every tile lies in the tensor and holds what its masks say, with no weight past N or K.
+
+    Raises:
+        FormatError: names the tensor and what is wrong.
+    """
+    (n, k), starts, limit = packed.shape, packed.tensors["tile_starts"].long(), packed.params["words_limit"]
+    units, words = len(packed.tensors["tiles"]), starts.diff() - MASK_UNITS
+    if starts[0] != 0 or starts[-1] != units:
+        raise FormatError(f"tensor tile_starts runs from {int(starts[0])} to {int(starts[-1])}, expected 0 to {units}")
+    if limit not in LIMITS:
+        raise FormatError(f"params: words_limit is {limit!r}, expected one of {LIMITS}")
+    refuse_first((words < 0) | (words >= int(limit)), "tile_starts", f"the tile has no words, or not below {limit}")
+    for first, kept in _kept(packed):
+        needed = (kept.sum(-1).amax(1) + 1) // 2
+        refuse_first(
+            needed > words[first : first + len(kept)], "tiles", "the masks mark more values than the tile has", (first,)
+        )
+        by_row = _by_row(kept, tile_shape(n, k)[1])
+        rows = n - first // tile_shape(n, k)[1] * ROWS
+        if by_row[:, k:].any() or by_row[max(0, rows) :].any():
+            raise FormatError(f"tensor tiles: a mask marks a weight past N, K = {n, k}")
+
+
+def _kept(packed: Packed) -> Iterator[tuple[int, Tensor]]:
+    """Yield the number of a tile and which weights it and the following tiles keep, [tiles, lanes, 2 * BLOCK] bool."""
+    tiles, starts = packed.tensors["tiles"], packed.tensors["tile_starts"].long()
+    column_tiles = tile_shape(*packed.shape)[1]
+    order, bit = _BIT_ORDER.argsort().to(tiles.device), torch.arange(32, dtype=torch.int32, device=tiles.device)
+    step = max(1, BATCH // (ROWS * column_tiles * COLUMNS)) * column_tiles
+    for first in range(0, len(starts) - 1, step):
+        begins = starts[first : min(first + step, len(starts) - 1)]
+        words = tiles[begins[:, None] + torch.arange(MASK_UNITS, device=tiles.device)].reshape(-1, LANES, 2, 2, 1)
+        yield first, (words >> bit & 1).flatten(-2)[..., order].flatten(-2).bool()
+
+
+def _by_row(lanes: Tensor, column_tiles: int) -> Tensor:
+    """Return the rows of some row tiles, padding included, from their lanes: [tiles, lanes, 2 * BLOCK]."""
+    by_tile = lanes.view(-1, column_tiles, ROWS // 2, COLUMNS // BLOCK, 2, BLOCK)
+    return by_tile.permute(0, 4, 2, 1, 3, 5).reshape(-1, column_tiles * COLUMNS)
+
+
 def unpack(packed: Packed) -> Tensor:
     """Return the weight, [N, K] in its dtype."""
-    (n, k), tiles, starts = packed.shape, packed.tensors["tiles"], packed.tensors["tile_starts"].long()
-    row_tiles, column_tiles = tile_shape(n, k)
-    order = _BIT_ORDER.argsort().to(tiles.device)
-    halves, batch = tiles.view(-1).view(packed.dtype), max(1, BATCH // (ROWS * column_tiles * COLUMNS)) * column_tiles
-    rows = []
-    for first in range(0, row_tiles * column_tiles, batch):
-        begins = starts[first : min(first + batch, len(starts) - 1)]
-        words = tiles[begins[:, None] + torch.arange(MASK_UNITS, device=tiles.device)].reshape(-1, LANES, 2, 2, 1)
-        bits = (words >> torch.arange(32, dtype=torch.int32, device=tiles.device) & 1).flatten(-2)
-        kept = bits[..., order].flatten(-2).bool()
+    (n, k), starts = packed.shape, packed.tensors["tile_starts"].long()
+    halves = packed.tensors["tiles"].view(-1).view(packed.dtype)
+    lane, rows = torch.arange(LANES, device=starts.device)[:, None], []
+    for first, kept in _kept(packed):
         number = kept.cumsum(-1, dtype=torch.int16).long() - 1
-        lane = torch.arange(LANES, device=tiles.device)[:, None]
-        at = ((begins[:, None, None] + MASK_UNITS + number // 2) * LANES + lane) * 2 + number % 2
+        begins = starts[first : first + len(kept), None, None] + MASK_UNITS
+        at = ((begins + number // 2) * LANES + lane) * 2 + number % 2
         lanes = torch.where(kept, halves[at.clamp(0, halves.numel() - 1)], 0)
-        by_tile = lanes.view(-1, column_tiles, ROWS // 2, COLUMNS // BLOCK, 2, BLOCK)
-        rows.append(by_tile.permute(0, 4, 2, 1, 3, 5).reshape(-1, column_tiles * COLUMNS))
+        rows.append(_by_row(lanes, tile_shape(n, k)[1]))
     return torch.cat(rows)[:n, :k].contiguous()
