@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from semisparse import checkpoint
-from semisparse.api.gains import machine_here, without_gain
+from semisparse.api.gains import machine_here, slower_from, speedups_of, without_gain
 from semisparse.api.job import finished_block, job_directory, write_model
 from semisparse.api.loading import load_uncompressed
 from semisparse.api.needs import free_memory, needs_of
@@ -89,6 +89,8 @@ class CompressionReport:
             are taken for: the recipe's ``gpu``; if that is ``auto`` and a target is a speed-up, this machine's GPU,
             else its CPU; without such a target the GPU that compressed. None if there are no such layers or no such
             machine in gpus.yaml.
+        slower: ``machine``: as in ``no_gain``; ``from``: by number of tokens M, as text, the names of the layers that
+            `gains.slower_from` finds. None if there are none.
     """
 
     layers: list[dict[str, Any]]
@@ -103,10 +105,11 @@ class CompressionReport:
     reached: dict[str, float] | None = None
     rival: dict[str, Any] | None = None
     no_gain: dict[str, Any] | None = None
+    slower: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain JSON values, without those of the last four that are None."""
-        optional = ("target", "reached", "rival", "no_gain")
+        """Return the report as plain JSON values, without those of the last five that are None."""
+        optional = ("target", "reached", "rival", "no_gain", "slower")
         return {key: value for key, value in asdict(self).items() if key not in optional or value}
 
 
@@ -375,10 +378,18 @@ def _report(
     dense = block.get("dense", [])
     dense_bytes = sum(layer["bytes"] for layer in dense)
     share = dense_bytes / (dense_bytes + before)
-    slow = without_gain(layers, machine) if machine else []
+    speedups = speedups_of(layers, machine) if machine else {}
+    slow, slower = without_gain(speedups), slower_from(speedups)
     no_gain = {"machine": machine.name, "layers": slow} if machine and slow else None
+    loses = (
+        {"machine": machine.name, "from": {str(m): names for m, names in slower.items()}}
+        if machine and slower
+        else None
+    )
     rival = block.get("rival")
-    return CompressionReport(rows, before, after, seconds, dense, share, found, tuning, target, has, rival, no_gain)
+    return CompressionReport(
+        rows, before, after, seconds, dense, share, found, tuning, target, has, rival, no_gain, loses
+    )
 
 
 def _bits_per_weight(block: Mapping[str, Any]) -> float:

@@ -188,6 +188,13 @@ def _show(title: str, report: CompressionReport) -> None:
             f"{f' and {len(others)} more layers' if others else ''}; `semisparse plan` shows the times",
             highlight=False,
         )
+    slower = report.slower or {"from": {}}
+    for tokens, layers in slower["from"].items():
+        console.print(
+            f"slower than dense on {slower['machine']} from {tokens} tokens per step on: {layers[0]}"
+            f"{f' and {len(layers) - 1} more layers' if len(layers) > 1 else ''}; `semisparse plan` shows the times",
+            highlight=False,
+        )
 
 
 def _dense_text(dense: list[dict[str, Any]]) -> str:
