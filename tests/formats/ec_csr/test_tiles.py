@@ -1,10 +1,13 @@
 """Mask tiles: the bytes that README.md gives, and the weight that comes back."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+import semisparse.formats.ec_csr
 from semisparse.errors import FormatError
 from semisparse.formats import Packed
 from semisparse.formats.base import Params
@@ -95,3 +98,24 @@ def test_weights_past_the_shape_are_refused():
         spec = replace(packed.spec, shape=(n, k), params=Params({**packed.params, "n": n, "k": k}))
         with pytest.raises(FormatError, match="past N, K"):
             EC_CSR.validate(Packed(spec, packed.tensors))
+
+
+def test_the_worked_example_of_the_readme():
+    text = Path(semisparse.formats.ec_csr.__file__).with_name("README.md").read_text()
+    block = re.search(r"```bytes tiles\n(.*?)```", text, re.DOTALL)[1]
+    shown: dict[str, str] = {}
+    name = ""
+    for line in block.splitlines():
+        name = line[:12].strip() or name
+        shown[name] = shown.get(name, "") + line[12:]
+    weight = torch.zeros(2, 70).half()
+    weight[0, [0, 64, 33]] = torch.tensor([1.0, 2.0, 3.0]).half()
+    weight[1, 0] = 4.0
+    packed = to_tiles(EC_CSR.pack(weight, "90%"))
+    units = packed.tensors["tiles"]
+    stored = {"tile_starts": packed.tensors["tile_starts"], "masks": units[:4], "values": units[4:]}
+    assert set(shown) == set(stored)
+    for name, tensor in stored.items():
+        expected, found = bytes.fromhex(shown[name]), tensor.numpy().tobytes()
+        assert found[: len(expected)] == expected, name
+        assert not any(found[len(expected) :]), name
