@@ -73,11 +73,9 @@ def _preferred(problem: Problem, sms: int) -> tuple[int, int, int]:
         return (1, 4, 2) if m == 1 and few_rows else (1, 8, 2)
     if row_tiles <= sms:
         return (1, 12, 2) if m <= 8 else (1, 6, 2)  # two row tiles per CTA would leave half of the SMs idle
-    if m > 8:
-        return 2, 4, 2
     if few_rows:
-        return 2, 6, 2
-    return (1, 16, 2) if m == 1 else (2, 8, 2)
+        return (2, 6, 2) if m <= 8 else (2, 4, 2)
+    return (1, 16, 2) if m == 1 else (4, 4, 2) if m <= 8 else (8, 2, 2)
 
 
 def tile_schedule(

@@ -35,10 +35,10 @@ UNIT = 128
 MASK_UNITS = 4
 """Units of the masks, in front of the values."""
 
-WORD_STEP = 4
+WORD_STEP = 2
 """What `words_limit` is a multiple of, so that layers of one shape share their kernels."""
 
-LIMITS = tuple(range(WORD_STEP, BLOCK + 2 * WORD_STEP, WORD_STEP))
+LIMITS = tuple(range(WORD_STEP, BLOCK + WORD_STEP + 1, WORD_STEP))
 """Values of ``words_limit``, the words per lane that shared memory is sized for: one more than the largest tile has."""
 
 DTYPES = (torch.float16, torch.bfloat16)
