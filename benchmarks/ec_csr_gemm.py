@@ -1,6 +1,6 @@
 """ec_csr's kernels on mask tiles, `decode_tiles` and `gemm`, in many schedules, beside cuBLAS.
 
-    python benchmarks/ec_csr_gemm.py results/h200/sweeps/ec_csr-gemm.csv [--seconds 60] [--shapes 4096,4096] [--sweep ""]
+    python benchmarks/ec_csr_gemm.py results/h200/sweeps/ec_csr-tiles.csv [--seconds 60] [--sweep decode_tiles]
 
 Needs a Hopper GPU. float16, microseconds of CUDA graphs over weights that outgrow the cache. Every output is compared
 with float32 before it is timed. "chosen" marks the schedule that the kernel chooses; ``--sweep ""`` times no others.

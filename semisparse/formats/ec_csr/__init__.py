@@ -54,7 +54,9 @@ FORMAT = Format(
     arrange=arrange,
     kernels=(
         Kernel("cpu", "cpu", cpu.refusal, cpu.prepare),
-        Kernel("decode_tiles", "cuda", decode_tiles.refusal, decode_tiles.prepare, fuse=decode_tiles.fuse),
+        Kernel(
+            "decode_tiles", "cuda", decode_tiles.refusal, decode_tiles.prepare, decode_tiles.pays, decode_tiles.fuse
+        ),
         Kernel("gemm", "cuda", gemm.refusal, gemm.prepare),
         Kernel("decode_mma", "cuda", decode_mma.refusal, decode_mma.prepare, decode_mma.pays),
         Kernel("decode", "cuda", decode.refusal, decode.prepare, fuse=decode.fuse),

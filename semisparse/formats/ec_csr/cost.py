@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
+from semisparse.formats.ec_csr.storage.deltas import TILES, gpu_layout_of
+from semisparse.formats.ec_csr.storage.tiles import BLOCK, LONGEST
 from semisparse.formats.kernel import Pass, Problem, one_pass_cost
 
 MAX_DECODE_TOKENS = 16
@@ -10,11 +14,24 @@ UNPACKING = 14
 """Operations on fp32 units per kept weight and token. Measured on an H200 for `decode_mma` at 8 and 16 tokens: 10 to
 18."""
 
+EXPANDING = 15
+"""The same per weight, zeros included, for mask tiles. Measured on an H200 at 28672 x 8192 and 8 to 32 tokens, where it
+is what takes the time: 74 to 79 us. As on Hopper: other GPUs hold lists."""
+
 
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
     """Return the passes of a matmul."""
+    if problem.device.type == "cuda" and gpu_layout_of(problem.params) == TILES:
+        return one_pass_cost(problem, _tile_bytes(problem), EXPANDING * problem.n * problem.k)
     if problem.m <= MAX_DECODE_TOKENS:
         kept = problem.n * problem.k * problem.pattern.density
         return one_pass_cost(problem, weight_bytes, UNPACKING * problem.m * kept)
     dense_bytes = problem.n * problem.k * problem.weight_dtype.itemsize
     return (Pass(weight_bytes + dense_bytes, 0, "fp32"), *one_pass_cost(problem, dense_bytes))
+
+
+def _tile_bytes(problem: Problem) -> float:
+    """Return the bytes of a random weight's mask tiles, whose lanes are as long as their longest."""
+    kept, weights = 2 * BLOCK * problem.pattern.density, problem.n * problem.k
+    longest = kept + LONGEST * math.sqrt(kept * (1 - problem.pattern.density))
+    return weights * (1 + problem.weight_dtype.itemsize * 8 * min(1, longest / (2 * BLOCK))) / 8

@@ -22,6 +22,9 @@ from semisparse.runtime.device import device_facts
 from semisparse.runtime.kernel import CudaSource, cuda_refusal
 from semisparse.runtime.nvrtc import Defines
 
+FEW_ROWS = 8192
+"""N up to which `pays` prefers this kernel to `gemm` for 9 to 16 tokens; nothing between 4,096 and 11,008 was timed."""
+
 UNFUSED: Defines = {"RMS_NORM": 0, "ADD_RESIDUAL": 0, "SILU_MUL": 0}
 
 
@@ -60,6 +63,16 @@ def refusal(problem: Problem) -> str | None:
     if problem.m > TILE_MAX_TOKENS:
         return f"takes 1 to {TILE_MAX_TOKENS} tokens, got {problem.m}"
     return tiles_refusal(problem)
+
+
+def pays(problem: Problem) -> bool:
+    """Say whether the kernel is at least about as fast as `gemm` (results/h200/sweeps/ec_csr-tiles.csv).
+
+    Microseconds of this kernel (`gemm`) at 8 and 16 tokens: 8.9 (11.9) and 10.5 (11.9) at 4096 x 4096, 17.9 (21.5) and
+    20.9 (21.4) at 4096 x 11008, 20.4 (21.5) and 23.0 (21.8) at 11008 x 4096, 74.9 (74.0) and 99.6 (75.3) at 28672 x
+    8192.
+    """
+    return problem.m <= 8 or problem.n <= FEW_ROWS
 
 
 def prepare(problem: Problem, schedule: TileSchedule | None = None) -> Product:

@@ -41,6 +41,9 @@ WORD_STEP = 2
 LIMITS = tuple(range(WORD_STEP, BLOCK + WORD_STEP + 1, WORD_STEP))
 """Values of ``words_limit``, the words per lane that shared memory is sized for: one more than the largest tile has."""
 
+LONGEST = 2.1
+"""Standard deviations by which the longest of a tile's 32 lanes exceeds their mean, in random weights."""
+
 DTYPES = (torch.float16, torch.bfloat16)
 
 STORED = ("tiles", "tile_starts")

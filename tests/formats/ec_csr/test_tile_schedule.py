@@ -1,0 +1,51 @@
+"""Schedules of decode_tiles: they fit the GPU whatever the weight, and keep its SMs busy."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from semisparse.formats.base import Params
+from semisparse.formats.ec_csr.cuda import decode_tiles, gemm
+from semisparse.formats.ec_csr.cuda.tile_schedule import WARPS_PER_SM, choose_fused_tiles, choose_tiles
+from semisparse.formats.ec_csr.storage.gpu import to_tiles
+from semisparse.formats.ec_csr.storage.tiles import LIMITS
+from semisparse.formats.kernel import Problem
+from semisparse.formats.product import problem_of
+from tests.cuda_emulator import emulate, gpu
+from tests.formats.ec_csr.weights import EC_CSR, random_weight
+
+SMALL_GPU = replace(gpu(84, (8, 9)), shared_per_sm=100 << 10, shared_per_cta=99 << 10)
+
+
+def problem(n: int, k: int, m: int, words: int, epilogue: str = "none") -> Problem:
+    packed = to_tiles(EC_CSR.pack(random_weight(16, 256, "70%"), "70%"))
+    spec = replace(packed.spec, shape=(n, k), params=Params({**packed.params, "words_limit": words}))
+    return Problem(m, spec, torch.float16, torch.device("cpu"), epilogue=epilogue)
+
+
+@pytest.mark.parametrize("facts", [gpu(), SMALL_GPU])
+@pytest.mark.parametrize("words", [LIMITS[0], 34, LIMITS[-1]])
+def test_every_shape_has_a_schedule_that_fits(facts, words: int):
+    for n, k in ((16, 64), (4096, 4096), (11008, 4096), (4096, 11008), (28672, 8192), (512, 65536)):
+        for m in (1, 2, 8, 16):
+            schedule = choose_tiles(problem(n, k, m, words), facts)
+            assert schedule.shared <= facts.shared_per_cta
+            assert m <= schedule.tile_m
+            assert schedule.warps <= WARPS_PER_SM[schedule.tile_m]
+            assert schedule.ctas * schedule.warps_n < -(-n // 16) + schedule.warps_n
+            fused = choose_fused_tiles(problem(n, k, min(m, 2), words, "silu_mul"), facts)
+            assert fused is None or (fused.warps_n == 2 and fused.shared <= facts.shared_per_cta)
+
+
+def test_what_runs_with_how_many_tokens(monkeypatch: pytest.MonkeyPatch):
+    emulate(monkeypatch)
+    monkeypatch.setattr("semisparse.runtime.kernel.unavailable", lambda: None)
+    packed = to_tiles(EC_CSR.pack(random_weight(9000, 64, "70%"), "70%"))
+    for m, pays, runs in ((8, True, True), (16, False, True), (17, False, False)):
+        of_m = problem_of(torch.zeros(m, 64).half(), packed)
+        assert (decode_tiles.pays(of_m), decode_tiles.refusal(of_m) is None) == (pays, runs)
+        assert gemm.refusal(of_m) is None
+    assert decode_tiles.pays(problem(4096, 4096, 16, 34))
+    in_lists = EC_CSR.arrange(EC_CSR.pack(random_weight(40, 64, "70%"), "70%"), "cuda")
+    assert "stored in banks" in gemm.refusal(problem_of(torch.zeros(1, 64).half(), in_lists))
