@@ -104,7 +104,7 @@ def in_tiles(dense: Tensor) -> Packed:
 
 def schedules(packed: Packed, m: int, swept: Sequence[str]) -> list[Schedule]:
     """Return the schedules to time, the chosen one first."""
-    weight, facts, tile_m = gemm.tiles_of(packed.spec), device_facts(GPU), tile_m_of(m)
+    weight, facts, tile_m = gemm.gemm_tiles(packed.spec), device_facts(GPU), tile_m_of(m)
     found = [choose(m, weight, facts, gemm.RATES)]
     if "gemm" not in swept:
         return found

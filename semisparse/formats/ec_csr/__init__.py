@@ -40,7 +40,7 @@ FORMAT = Format(
     options={
         "layout": ("banks", "paper"),
         "delta_bits": ("auto", 4, 8),
-        "gpu": ("lists", "tiles"),
+        "gpu": ("both", "lists", "tiles"),
         "granularity": (1, 2, 4, 8),
         "multiple": (),
         "clip": (),
@@ -54,19 +54,19 @@ FORMAT = Format(
     arrange=arrange,
     kernels=(
         Kernel("cpu", "cpu", cpu.refusal, cpu.prepare),
+        Kernel("decode_mma", "cuda", decode_mma.refusal, decode_mma.prepare, decode_mma.pays),
+        Kernel("decode", "cuda", decode.refusal, decode.prepare, decode.pays, decode.fuse),
         Kernel(
             "decode_tiles", "cuda", decode_tiles.refusal, decode_tiles.prepare, decode_tiles.pays, decode_tiles.fuse
         ),
         Kernel("gemm", "cuda", gemm.refusal, gemm.prepare),
-        Kernel("decode_mma", "cuda", decode_mma.refusal, decode_mma.prepare, decode_mma.pays),
-        Kernel("decode", "cuda", decode.refusal, decode.prepare, fuse=decode.fuse),
         Kernel("unpack", "cuda", unpack.refusal, unpack.prepare),
         Kernel("unpack_tiles", "cuda", unpack_tiles.refusal, unpack_tiles.prepare),
         Kernel("paper", "cuda", paper.refusal, paper.prepare, lambda problem: False),
     ),
     cost=cost,
     tuned_by=("gpu",),
-    variants=({}, {"gpu": "tiles"}),
+    variants=({}, {"gpu": "lists"}),
     cases=(
         Case("columns-past-16-bits", "99%", _wide),
         Case("gaps-wider-than-a-delta", "90%", lambda: torch.eye(3, 2000).roll(1999, 1)),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 
-from semisparse.formats.ec_csr.storage.deltas import TILES, gpu_layout_of
-from semisparse.formats.ec_csr.storage.tiles import BLOCK, LONGEST
+from semisparse.formats.ec_csr.storage.deltas import BOTH, LISTS, TILES, gpu_layout_of
+from semisparse.formats.ec_csr.storage.tiles import BLOCK, DTYPES, LONGEST
 from semisparse.formats.kernel import Pass, Problem, one_pass_cost
 
 MAX_DECODE_TOKENS = 16
+
+FEW_TOKENS = 2
+"""Tokens up to which lists are read where the weight has mask tiles, too."""
 
 UNPACKING = 14
 """Operations on fp32 units per kept weight and token. Measured on an H200 for `decode_mma` at 8 and 16 tokens: 10 to
@@ -21,7 +24,8 @@ is what takes the time: 74 to 79 us. As on Hopper: other GPUs hold lists."""
 
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
     """Return the passes of a matmul."""
-    if problem.device.type == "cuda" and gpu_layout_of(problem.params) == TILES:
+    layout = gpu_layout_of(problem.params) if problem.device.type == "cuda" and problem.dtype in DTYPES else LISTS
+    if layout == TILES or (layout == BOTH and problem.m > FEW_TOKENS):
         return one_pass_cost(problem, _tile_bytes(problem), EXPANDING * problem.n * problem.k)
     if problem.m <= MAX_DECODE_TOKENS:
         kept = problem.n * problem.k * problem.pattern.density

@@ -65,7 +65,7 @@ def test_on_hopper_alone_a_weight_is_in_tiles_and_comes_back(monkeypatch: pytest
 
 def test_tiles_of_other_weights_are_refused():
     weight = random_weight(40, 300, "70%")
-    for options, dtype in (({"gpu": "both"}, weight.dtype), ({"gpu": "tiles"}, torch.float32)):
+    for options, dtype in (({"gpu": "none"}, weight.dtype), ({"gpu": "tiles"}, torch.float32)):
         with pytest.raises(FormatError, match="gpu"):
             EC_CSR.pack(weight.to(dtype), "70%", **options)
     with pytest.raises(FormatError, match="gpu"):

@@ -15,8 +15,8 @@ from semisparse.formats.ec_csr.cuda.tile_schedule import (
     choose_fused_tiles,
     choose_tiles,
 )
-from semisparse.formats.ec_csr.storage.deltas import TILES, layout_of
-from semisparse.formats.ec_csr.storage.tiles import DTYPES, tile_shape
+from semisparse.formats.ec_csr.storage.deltas import has_tiles, layout_of
+from semisparse.formats.ec_csr.storage.tiles import DTYPES, tile_shape, tiles_of
 from semisparse.formats.kernel import NOTHING_FUSED, FusedOperands, FusedProduct, Problem, Product
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.kernel import CudaSource, cuda_refusal
@@ -51,7 +51,7 @@ SOURCE = CudaSource(
 
 def tiles_refusal(problem: Problem) -> str | None:
     """Say why no kernel on mask tiles can compute ``problem`` on its GPU, or None if one may."""
-    if layout_of(problem.params) != TILES:
+    if not has_tiles(problem.params):
         return f"reads mask tiles, this weight is stored in {layout_of(problem.params)}"
     if problem.dtype not in DTYPES or problem.dtype != problem.weight_dtype:
         return f"x and w are both float16 or both bfloat16, got {problem.dtype} and {problem.weight_dtype}"
@@ -102,7 +102,7 @@ def _prepared(problem: Problem, schedule: TileSchedule) -> FusedProduct:
         y = x.new_empty(m, width)
         kernel(
             grid, threads, pdl=pdl,
-            x=x, **packed.tensors, bias=bias, y=y,
+            x=x, **tiles_of(packed), bias=bias, y=y,
             norm_weight=fused.norm_weight, residual=fused.residual, epsilon=fused.epsilon,
             m=m, n=n, k=k, row_tiles=row_tiles, column_tiles=column_tiles,
             x_aligned=k % 8 == 0 and x.data_ptr() % 16 == 0,

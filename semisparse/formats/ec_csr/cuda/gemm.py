@@ -10,7 +10,7 @@ from torch import Tensor
 from semisparse.formats.base import Packed, WeightSpec
 from semisparse.formats.ec_csr.cuda.decode_tiles import tiles_refusal
 from semisparse.formats.ec_csr.cuda.tile_schedule import tile_bytes_of
-from semisparse.formats.ec_csr.storage.tiles import BLOCK, tile_shape
+from semisparse.formats.ec_csr.storage.tiles import BLOCK, tile_shape, tiles_of
 from semisparse.formats.kernel import Problem, Product
 from semisparse.runtime import expand_gemm
 from semisparse.runtime.device import device_facts
@@ -41,7 +41,7 @@ SOURCE = CudaSource(
 )
 
 
-def tiles_of(spec: WeightSpec) -> GemmTiles:
+def gemm_tiles(spec: WeightSpec) -> GemmTiles:
     """Return the tiles of gemm.cu, with what shared memory they take."""
     return GemmTiles(*tile_shape(*spec.shape), tile_bytes_of(spec))
 
@@ -62,7 +62,7 @@ def prepare(problem: Problem, schedule: Schedule | None = None) -> Product:
     Returns:
         The matmul, accumulated in float32.
     """
-    weight, words = tiles_of(problem.spec), int(problem.params["words_limit"])
+    weight, words = gemm_tiles(problem.spec), int(problem.params["words_limit"])
     schedule = schedule or choose(problem.m, weight, device_facts(problem.device), RATES)
     product = expand_gemm.prepare(
         lambda chosen: SOURCE.build(
@@ -72,6 +72,6 @@ def prepare(problem: Problem, schedule: Schedule | None = None) -> Product:
     )  # fmt: skip
 
     def gemm(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-        return product(x, packed.tensors, bias)
+        return product(x, tiles_of(packed), bias)
 
     return gemm

@@ -11,7 +11,7 @@ from semisparse.formats.checks import refuse_first, refuse_infinite
 from semisparse.formats.ec_csr.cpu import kernel as cpu
 from semisparse.formats.ec_csr.paper.check import check_paper
 from semisparse.formats.ec_csr.storage import tiles
-from semisparse.formats.ec_csr.storage.deltas import LANES, PANELS, TILES, layout_of, refuse_repeats, widened
+from semisparse.formats.ec_csr.storage.deltas import LANES, has_lists, has_tiles, refuse_repeats, widened
 from semisparse.formats.ec_csr.storage.gpu import SPAN_LIMIT, check_gpu_params, span_limit_of
 from semisparse.formats.ec_csr.storage.panels import (
     ROW_MULTIPLE,
@@ -34,12 +34,13 @@ def check_content(packed: Packed) -> None:
     Raises:
         FormatError: names the tensor and what is wrong.
     """
-    if layout_of(packed.params) == TILES:
+    if has_tiles(packed.params):
         check_gpu_params(packed.params)
         tiles.check(packed)
         refuse_infinite(tiles.unpack(packed), "tiles")
-        return
-    if layout_of(packed.params) == PANELS:
+        if not has_lists(packed.params):
+            return
+    if has_lists(packed.params):
         _check_panels(packed)
     else:
         check_paper(packed)
@@ -52,8 +53,8 @@ def violation(packed: Packed) -> str | None:
     Only the number of weights is compared.
     """
     allowed = packed.pattern.kept(packed.shape) + packed.shape[0]  # as `Pattern.violation`: pruners round per row
-    tiled = layout_of(packed.params) == TILES
-    found = int((tiles.unpack(packed) if tiled else packed.tensors["values"]).count_nonzero())
+    stored = packed.tensors.get("values")
+    found = int((tiles.unpack(packed) if stored is None else stored).count_nonzero())
     return f"{found} weights are kept, {allowed} are allowed" if found > allowed else None
 
 

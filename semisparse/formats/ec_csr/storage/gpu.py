@@ -1,4 +1,4 @@
-"""A weight on a GPU: row panels of a height that gives the SMs about equally many rows, or mask tiles."""
+"""A weight on a GPU: row panels of a height that gives the SMs about equally many rows, mask tiles, or both."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import torch
 from torch import Tensor
 
 from semisparse.errors import FormatError
-from semisparse.formats.base import Packed, Params
+from semisparse.formats.base import Packed, Params, Scalar
 from semisparse.formats.checks import choice_of
 from semisparse.formats.ec_csr.storage import panels, tiles
 from semisparse.formats.ec_csr.storage.deltas import (
+    BOTH,
     LANES,
+    LISTS,
     PANELS,
+    PAPER,
     TILES,
     delta_bits_of,
     gpu_layout_of,
+    has_lists,
     layout_of,
 )
 from semisparse.formats.ec_csr.storage.disk import unpack
@@ -53,39 +57,50 @@ def arrange(packed: Packed, device_type: str) -> Packed:
             changes.
     """
     params = packed.params
-    if layout_of(params) not in (PANELS, TILES) or device_type not in ("cpu", "cuda"):
+    if layout_of(params) == PAPER or device_type not in ("cpu", "cuda"):
         return packed
     disk_rows = _disk_rows_of(params)
     if device_type == "cpu":
-        return _repanelled(packed, disk_rows, {}) if DISK_ROWS in params else packed
+        return _in_panels(packed, disk_rows, {}) if DISK_ROWS in params else packed
     if layout_of(params) == TILES or not _is_filled(packed):
         return packed
-    if gpu_layout_of(params) == TILES and device_facts(packed.device).capability == HOPPER:
-        return to_tiles(packed)
+    wanted = _wanted(packed)
+    if wanted == TILES:
+        return _with_tiles(packed, dict(params.without(*_GPU_PARAMS, "values", "span")), {}, TILES)
     rows = panel_rows_for(packed.shape[0], device_facts(packed.device).sms)
     if DISK_ROWS in params and panel_rows_of(params) == rows:
         return packed
     # Panels of another height are packed again, then paired; others keep their tensors.
-    return _repanelled(packed, rows, {DISK_ROWS: disk_rows, PAIRED: int(rows != disk_rows)})
+    lists = _in_panels(packed, rows, {DISK_ROWS: disk_rows, PAIRED: int(rows != disk_rows)})
+    return lists if wanted == LISTS else _with_tiles(packed, dict(lists.params), lists.tensors, BOTH)
+
+
+def _wanted(packed: Packed) -> str:
+    """Return what the weight has on its GPU: `LISTS`, `TILES` or `BOTH`; tiles are for Hopper and 16 bits."""
+    can = device_facts(packed.device).capability == HOPPER and packed.dtype in tiles.DTYPES
+    return gpu_layout_of(packed.params) if can else LISTS
 
 
 def to_tiles(packed: Packed) -> Packed:
-    """Return a weight in row panels as mask tiles; its params name the panels of its file."""
-    params = packed.params.without("values", "span", SPAN_LIMIT, PAIRED)
+    """Return a weight in row panels as mask tiles alone; its params name the panels of its file."""
+    return _with_tiles(packed, dict(packed.params.without(*_GPU_PARAMS, "values", "span")), {}, TILES)
+
+
+def _with_tiles(packed: Packed, params: dict[str, Scalar], lists: dict[str, Tensor], layout: str) -> Packed:
+    """Return a weight in mask tiles, beside the tensors ``lists``."""
     stored, tensors = tiles.pack(unpack(packed))
-    return packed.in_layout({**params, "layout": TILES, DISK_ROWS: _disk_rows_of(packed.params), **stored}, tensors)
+    params |= {"layout": layout, DISK_ROWS: _disk_rows_of(packed.params), **stored}
+    return packed.in_layout(params, lists | tensors)
 
 
-def _repanelled(packed: Packed, rows: int, more: dict[str, int]) -> Packed:
-    """Return a weight with panels of ``rows`` rows and ``more`` params; its tensors change only if its panels do."""
+def _in_panels(packed: Packed, rows: int, more: dict[str, int]) -> Packed:
+    """Return a weight in panels of ``rows`` rows, with ``more`` params; lists change only if their panels do."""
     params = {**packed.params.without(*_GPU_PARAMS), "layout": PANELS, "panel_rows": rows, **more}
-    tensors, paired, shape = (
-        packed.tensors,
-        bool(more.get(PAIRED)),
-        (packed.params["panel_rows"], is_paired(packed.params)),
-    )
-    if layout_of(packed.params) == TILES or (rows, paired) != shape:
-        ordered = _in_panels(unpack(packed), rows) if paired else unpack(packed)
+    paired = bool(more.get(PAIRED))
+    if has_lists(packed.params) and (rows, paired) == (panel_rows_of(packed.params), is_paired(packed.params)):
+        tensors = panels.lists_of(packed)
+    else:
+        ordered = _paired_rows(unpack(packed), rows) if paired else unpack(packed)
         counted, tensors = panels.pack(ordered, delta_bits_of(packed.params), rows)
         params |= {name: counted[name] for name in ("values", "span")}
     if more:
@@ -93,7 +108,7 @@ def _repanelled(packed: Packed, rows: int, more: dict[str, int]) -> Packed:
     return packed.in_layout(params, tensors)
 
 
-def _in_panels(weight: Tensor, rows: int) -> Tensor:
+def _paired_rows(weight: Tensor, rows: int) -> Tensor:
     """Return a weight's rows in the order of paired panels, zeros where a panel has no row."""
     n, k = weight.shape
     order = rows_of_panels(n, rows, True, weight.device)

@@ -110,6 +110,11 @@ def counts(spec: WeightSpec) -> Mapping[str, int]:
     }
 
 
+def lists_of(packed: Packed) -> dict[str, Tensor]:
+    """Return the tensors of the row panels."""
+    return {name: packed.tensors[name] for name in STORED}
+
+
 def pack(
     weight: Tensor, delta_bits: int, panel_rows: int = DISK_PANEL_ROWS
 ) -> tuple[Mapping[str, Scalar], dict[str, Tensor]]:
