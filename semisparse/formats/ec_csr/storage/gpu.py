@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cached_property
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from semisparse.errors import FormatError
 from semisparse.formats.base import Packed, Params, Scalar
@@ -31,6 +35,7 @@ from semisparse.formats.ec_csr.storage.panels import (
     rows_of_panels,
     vector_of,
 )
+from semisparse.formats.kernel import Problem
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.kernel import HOPPER
 
@@ -61,18 +66,42 @@ def arrange(packed: Packed, device_type: str) -> Packed:
         return packed
     disk_rows = _disk_rows_of(params)
     if device_type == "cpu":
-        return _in_panels(packed, disk_rows, {}) if DISK_ROWS in params else packed
+        return _in_panels(packed, disk_rows, {}, _Dense(packed)) if DISK_ROWS in params else packed
     if layout_of(params) == TILES or not _is_filled(packed):
         return packed
-    wanted = _wanted(packed)
+    wanted, weight = _wanted(packed), _Dense(packed)
     if wanted == TILES:
-        return _with_tiles(packed, dict(params.without(*_GPU_PARAMS, "values", "span")), {}, TILES)
+        return _with_tiles(packed, dict(params.without(*_GPU_PARAMS, "values", "span")), {}, TILES, weight)
     rows = panel_rows_for(packed.shape[0], device_facts(packed.device).sms)
     if DISK_ROWS in params and panel_rows_of(params) == rows:
         return packed
     # Panels of another height are packed again, then paired; others keep their tensors.
-    lists = _in_panels(packed, rows, {DISK_ROWS: disk_rows, PAIRED: int(rows != disk_rows)})
-    return lists if wanted == LISTS else _with_tiles(packed, dict(lists.params), lists.tensors, BOTH)
+    lists = _in_panels(packed, rows, {DISK_ROWS: disk_rows, PAIRED: int(rows != disk_rows)}, weight)
+    return lists if wanted == LISTS else _with_tiles(packed, dict(lists.params), lists.tensors, BOTH, weight)
+
+
+class _Dense:
+    """A packed weight's dense form, computed when it is first needed: by a kernel on a GPU, else by torch."""
+
+    def __init__(self, packed: Packed) -> None:
+        self._packed = packed
+
+    @cached_property
+    def weight(self) -> Tensor:
+        """[N, K] in the weight's dtype."""
+        packed = self._packed
+        if packed.device.type != "cuda":
+            return unpack(packed)
+        if not has_lists(packed.params):
+            weight = unpack(packed)
+            k = weight.shape[1]
+            return functional.pad(weight, (0, -k % LANES))[:, :k]  # as cuda/unpack.py, for pack_panels.cu
+        # cuda/unpack.py imports this module.
+        from semisparse.formats.ec_csr.cuda import unpack as kernel
+        from semisparse.formats.product import structure_of
+
+        problem = Problem(1, structure_of(packed.spec), packed.dtype, packed.device)
+        return unpack(packed) if kernel.refusal(problem) else kernel.prepare_unpack(problem)(packed)
 
 
 def _wanted(packed: Packed) -> str:
@@ -83,32 +112,49 @@ def _wanted(packed: Packed) -> str:
 
 def to_tiles(packed: Packed) -> Packed:
     """Return a weight in row panels as mask tiles alone; its params name the panels of its file."""
-    return _with_tiles(packed, dict(packed.params.without(*_GPU_PARAMS, "values", "span")), {}, TILES)
+    params = dict(packed.params.without(*_GPU_PARAMS, "values", "span"))
+    return _with_tiles(packed, params, {}, TILES, _Dense(packed))
 
 
-def _with_tiles(packed: Packed, params: dict[str, Scalar], lists: dict[str, Tensor], layout: str) -> Packed:
+def _with_tiles(
+    packed: Packed, params: dict[str, Scalar], lists: dict[str, Tensor], layout: str, dense: _Dense
+) -> Packed:
     """Return a weight in mask tiles, beside the tensors ``lists``."""
-    stored, tensors = tiles.pack(unpack(packed))
+    from semisparse.formats.ec_csr.cuda import pack_tiles  # it imports this package
+
+    weight = dense.weight
+    on_gpu = weight.device.type == "cuda" and pack_tiles.refusal(weight) is None
+    stored, tensors = pack_tiles.pack(weight) if on_gpu else tiles.pack(weight)
     params |= {"layout": layout, DISK_ROWS: _disk_rows_of(packed.params), **stored}
     return packed.in_layout(params, lists | tensors)
 
 
-def _in_panels(packed: Packed, rows: int, more: dict[str, int]) -> Packed:
+def _in_panels(packed: Packed, rows: int, more: dict[str, int], dense: _Dense) -> Packed:
     """Return a weight in panels of ``rows`` rows, with ``more`` params; lists change only if their panels do."""
     params = {**packed.params.without(*_GPU_PARAMS), "layout": PANELS, "panel_rows": rows, **more}
     paired = bool(more.get(PAIRED))
     if has_lists(packed.params) and (rows, paired) == (panel_rows_of(packed.params), is_paired(packed.params)):
         tensors = panels.lists_of(packed)
     else:
-        ordered = _paired_rows(unpack(packed), rows) if paired else unpack(packed)
-        counted, tensors = panels.pack(ordered, delta_bits_of(packed.params), rows)
+        counted, tensors = _packed_panels(dense.weight, delta_bits_of(packed.params), rows, paired)
         params |= {name: counted[name] for name in ("values", "span")}
     if more:
         params[SPAN_LIMIT] = next(limit for limit in SPAN_LIMITS if limit >= int(params["span"]))
     return packed.in_layout(params, tensors)
 
 
-def _paired_rows(weight: Tensor, rows: int) -> Tensor:
+def _packed_panels(
+    weight: Tensor, delta_bits: int, rows: int, paired: bool
+) -> tuple[Mapping[str, Scalar], dict[str, Tensor]]:
+    """Return a weight in (paired) panels of ``rows`` rows: by a kernel on a GPU, else by torch, in the same bytes."""
+    from semisparse.formats.ec_csr.cuda import pack_panels  # it imports this package
+
+    if weight.device.type == "cuda" and pack_panels.refusal(weight) is None:
+        return pack_panels.pack(weight, delta_bits, rows, paired)
+    return panels.pack(paired_rows(weight, rows) if paired else weight, delta_bits, rows)
+
+
+def paired_rows(weight: Tensor, rows: int) -> Tensor:
     """Return a weight's rows in the order of paired panels, zeros where a panel has no row."""
     n, k = weight.shape
     order = rows_of_panels(n, rows, True, weight.device)
