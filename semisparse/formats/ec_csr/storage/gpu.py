@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from semisparse.errors import FormatError
-from semisparse.formats.base import Packed, Params, Scalar
+from semisparse.formats.base import Packed, Params, Scalar, get_format
 from semisparse.formats.checks import choice_of
 from semisparse.formats.ec_csr.storage import panels, tiles
 from semisparse.formats.ec_csr.storage.deltas import (
@@ -98,9 +98,8 @@ class _Dense:
             return functional.pad(weight, (0, -k % LANES))[:, :k]  # as cuda/unpack.py, for pack_panels.cu
         # cuda/unpack.py imports this module.
         from semisparse.formats.ec_csr.cuda import unpack as kernel
-        from semisparse.formats.product import structure_of
 
-        problem = Problem(1, structure_of(packed.spec), packed.dtype, packed.device)
+        problem = Problem(1, get_format("ec_csr").structure(packed.spec), packed.dtype, packed.device)
         return unpack(packed) if kernel.refusal(problem) else kernel.prepare_unpack(problem)(packed)
 
 
