@@ -53,6 +53,7 @@ from semisparse.compress.search import SearchResult, search_patterns
 from semisparse.compress.search.allocate import Unreachable
 from semisparse.compress.search.joint import JointResult, search_choices
 from semisparse.errors import InputError
+from semisparse.formats.base import bytes_on_gpu
 from semisparse.integrations.importers import Rounded
 from semisparse.integrations.transformers import mark_compressed
 from semisparse.patterns import parse_pattern
@@ -69,7 +70,8 @@ class CompressionReport:
             `compress.report.LayerReport`) and outcome: that of `LayerReport`, or ``kept ...`` if another tool's
             quantised values are kept.
         bytes_before: bytes of these layers' dense weights.
-        bytes_after: bytes of their packed tensors.
+        bytes_after: bytes of their packed tensors, in files.
+        bytes_on_gpu: the most bytes that these take on a GPU.
         seconds: wall time of this run.
         dense: the linear weights that stay dense, each with its name, reason and bytes.
         dense_share: their share of the bytes of all linear weights of the dense model, 0 to 1.
@@ -96,6 +98,7 @@ class CompressionReport:
     layers: list[dict[str, Any]]
     bytes_before: int
     bytes_after: int
+    bytes_on_gpu: int
     seconds: float
     dense: list[dict[str, Any]]
     dense_share: float
@@ -364,7 +367,7 @@ def _search_choices(model: PreTrainedModel, batches: Sequence[Tensor], plan: Rec
 def _report(
     block: Mapping[str, Any], seconds: float, tuning: list[dict[str, Any]], machine: Machine | None
 ) -> CompressionReport:
-    rows, before, after, dtype = [], 0, 0, torch.bfloat16
+    rows, before, after, on_gpu, dtype = [], 0, 0, 0, torch.bfloat16
     layers = checkpoint.read_block(block)
     for name, packed in layers.items():
         entry = block["layers"][name]
@@ -372,6 +375,7 @@ def _report(
         rows.append({"name": name, **shown, "bits_per_weight": packed.bits_per_weight})
         before += packed.shape[0] * packed.shape[1] * packed.dtype.itemsize
         after += packed.nbytes
+        on_gpu += bytes_on_gpu(packed)
         dtype = packed.dtype
     found, target = block.get("search"), block["recipe"].get("targets")
     has = reached(target, {**found["predicted"], "bits": after / before}, dtype) if target and found else None
@@ -388,7 +392,7 @@ def _report(
     )
     rival = block.get("rival")
     return CompressionReport(
-        rows, before, after, seconds, dense, share, found, tuning, target, has, rival, no_gain, loses
+        rows, before, after, on_gpu, seconds, dense, share, found, tuning, target, has, rival, no_gain, loses
     )
 
 

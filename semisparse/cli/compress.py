@@ -174,6 +174,8 @@ def _show(title: str, report: CompressionReport) -> None:
         f"({report.bytes_after / max(report.bytes_before, 1):.3f}); {report.seconds:.1f} s",
         highlight=False,
     )
+    if report.bytes_on_gpu > report.bytes_after:
+        console.print(f"on a GPU they take up to {bytes_text(report.bytes_on_gpu)}", highlight=False)
     if report.rival:
         rival = report.rival
         console.print(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from semisparse.formats.base import Case, Format
-from semisparse.formats.ec_csr.cost import cost
+from semisparse.formats.ec_csr.cost import cost, gpu_bytes
 from semisparse.formats.ec_csr.cpu import kernel as cpu
 from semisparse.formats.ec_csr.cuda import decode, decode_mma, decode_tiles, gemm, unpack, unpack_tiles
 from semisparse.formats.ec_csr.paper import decode as paper
@@ -65,6 +65,7 @@ FORMAT = Format(
         Kernel("paper", "cuda", paper.refusal, paper.prepare, lambda problem: False),
     ),
     cost=cost,
+    gpu_bytes=gpu_bytes,
     tuned_by=("gpu",),
     variants=({}, {"gpu": "lists"}),
     cases=(

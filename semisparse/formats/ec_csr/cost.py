@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from semisparse.formats.ec_csr.storage.deltas import BOTH, LISTS, TILES, gpu_layout_of
+from semisparse.formats.base import WeightSpec
+from semisparse.formats.ec_csr.storage.deltas import BOTH, LISTS, PAPER, TILES, gpu_layout_of, layout_of
 from semisparse.formats.ec_csr.storage.tiles import BLOCK, DTYPES, LONGEST
 from semisparse.formats.kernel import Pass, Problem, one_pass_cost
 
@@ -26,7 +27,7 @@ def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
     """Return the passes of a matmul."""
     layout = gpu_layout_of(problem.params) if problem.device.type == "cuda" and problem.dtype in DTYPES else LISTS
     if layout == TILES or (layout == BOTH and problem.m > FEW_TOKENS):
-        return one_pass_cost(problem, _tile_bytes(problem), EXPANDING * problem.n * problem.k)
+        return one_pass_cost(problem, _tile_bytes(problem.spec), EXPANDING * problem.n * problem.k)
     if problem.m <= MAX_DECODE_TOKENS:
         kept = problem.n * problem.k * problem.pattern.density
         return one_pass_cost(problem, weight_bytes, UNPACKING * problem.m * kept)
@@ -34,8 +35,16 @@ def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
     return (Pass(weight_bytes + dense_bytes, 0, "fp32"), *one_pass_cost(problem, dense_bytes))
 
 
-def _tile_bytes(problem: Problem) -> float:
+def gpu_bytes(spec: WeightSpec, stored: float) -> float:
+    """Return the bytes of a weight on a Hopper GPU: lists, mask tiles, or both. Other GPUs hold lists."""
+    if layout_of(spec.params) == PAPER or spec.dtype not in DTYPES:
+        return stored
+    wanted = gpu_layout_of(spec.params)
+    return (0 if wanted == TILES else stored) + (0 if wanted == LISTS else _tile_bytes(spec))
+
+
+def _tile_bytes(spec: WeightSpec) -> float:
     """Return the bytes of a random weight's mask tiles, whose lanes are as long as their longest."""
-    kept, weights = 2 * BLOCK * problem.pattern.density, problem.n * problem.k
-    longest = kept + LONGEST * math.sqrt(kept * (1 - problem.pattern.density))
-    return weights * (1 + problem.weight_dtype.itemsize * 8 * min(1, longest / (2 * BLOCK))) / 8
+    kept, weights = 2 * BLOCK * spec.pattern.density, spec.shape[0] * spec.shape[1]
+    longest = kept + LONGEST * math.sqrt(kept * (1 - spec.pattern.density))
+    return weights * (1 + 8 * spec.dtype.itemsize * min(1, longest / (2 * BLOCK))) / 8
