@@ -2,12 +2,13 @@
 
     python benchmarks/ec_csr.py DATA results/ec_csr_storage.csv [--plot deltas.png]
 
-DATA is a directory with ``models/`` and ``text/``. Masks of pycode-11m are SparseGPT's, summed over its layers, with K
-of 384 and 1,024. Matrices with K = 4,096 have random masks, or those of SparseGPT, as published or with repeated masks,
-for Gaussian weights and correlated inputs of log-normal magnitude (standard deviation of the logarithm 0.5). Rows that
-the CSV already has are not measured again, so that an interrupted run continues. Bytes are those of all stored tensors;
-``padding`` is the fraction of stored values that are zero; ``shared2``, ``shared4``, ``shared8`` are the fractions of
-the weights in blocks of 2, 4 and 8 rows (layout ``paper``).
+DATA is a directory with ``models/`` and ``text/``. The rows of pycode-11m are sums over its linear layers (K of 384 and
+1,024), pruned by SparseGPT. Matrices with K = 4,096 have random masks (``random``), or masks of SparseGPT: published
+(``sparsegpt-published``), or chosen repeatedly (``sparsegpt``). There the weights are Gaussian, and the inputs are
+correlated; the logarithm of their magnitude has a standard deviation of 0.5. Rows that the CSV already has are not
+measured again, so that an interrupted run continues. Bytes are those of all stored tensors; ``padding`` is the fraction
+of stored values that are zero. ``shared2``, ``shared4`` and ``shared8`` are the values, padding included, that blocks
+of 2, 4 and 8 rows store per non-zero weight (layout ``paper``).
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=32, help="calibration sequences")
     parser.add_argument("--zeros", default=",".join(map(str, ZEROS)))
     parser.add_argument("--device", default="auto", help="the device on which weights are pruned and packed")
-    parser.add_argument("--plot", type=Path, help="the PNG file for a plot of the gaps between columns")
+    parser.add_argument("--plot", type=Path, help="the PNG file for a plot of the column distances between non-zeros")
     options = parser.parse_args()
     rows = read_rows(options.csv)
     done = {tuple(row[key] for key in KEY) for row in rows}
@@ -165,7 +166,7 @@ def _short(number: float) -> str:
 
 
 def block_weights(packed: Packed) -> dict[int, int]:
-    """Return the weights in blocks of 2, 4 and 8 rows, for the layout ``paper``."""
+    """Return how many values, padding included, blocks of 2, 4 and 8 rows store; {} unless the layout is ``paper``."""
     if packed.params.get("layout") != "paper":
         return {}
     table = packed.tensors["bundles"].long()
@@ -173,7 +174,7 @@ def block_weights(packed: Packed) -> dict[int, int]:
 
 
 def gap_counts(weights: list[Tensor]) -> Tensor:
-    """Return a histogram [256] of the gaps between a row's neighbouring columns; the last bin is for 255 and more."""
+    """Return a histogram [256] of the column distances between a row's non-zeros; the last bin is for 255 and more."""
     counts = torch.zeros(256, dtype=torch.int64)
     for weight in weights:
         row, column = weight.nonzero(as_tuple=True)
@@ -197,7 +198,10 @@ def plot_gaps(gaps: dict[str, Tensor], path: Path) -> None:
 
 
 def table(rows: list[dict[str, str]]) -> str:
-    """Return bytes relative to dense (to CSR-32) and padding as a Markdown table, one line per way."""
+    """Return a Markdown table per masks and dtype, with a line per way.
+
+    A cell has the bytes relative to dense (to CSR with 32-bit columns), and the padding.
+    """
     zeros = sorted({row["zeros"] for row in rows}, key=int)
     lines = []
     for masks, dtype in dict.fromkeys((row["masks"], row["dtype"]) for row in rows):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from semisparse.errors import SemisparseError
 from semisparse.integrations.on_import import register_with_transformers
+from semisparse.lazy import lazy
 from semisparse.version import __version__
 
 if TYPE_CHECKING:
@@ -44,15 +45,7 @@ HOMES = {
 """The modules of the public names, which are imported when a name is first used."""
 
 
-def __getattr__(name: str) -> Any:
-    if name not in HOMES:
-        raise AttributeError(f"module 'semisparse' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(HOMES[name]), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy(__name__, HOMES)
 
 
 class _Package(ModuleType):

@@ -5,8 +5,9 @@ Names are imported when they are first used: `inspect` needs no compression, and
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from semisparse.lazy import lazy
 
 if TYPE_CHECKING:
     from semisparse.api.availability import list_formats
@@ -56,13 +57,4 @@ HOMES = {
 }
 """The module of each name."""
 
-
-def __getattr__(name: str) -> Any:
-    if name not in HOMES:
-        raise AttributeError(f"module 'semisparse.api' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(HOMES[name]), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy(__name__, HOMES)

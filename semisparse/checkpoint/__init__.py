@@ -5,8 +5,9 @@ Names are imported when they are first used: loading.py imports transformers, fi
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from semisparse.lazy import lazy
 
 if TYPE_CHECKING:
     from semisparse.checkpoint.block import METHOD, VERSION, packed_from_tensors, read_block
@@ -83,13 +84,4 @@ HOMES = {
 }
 """The module of each name."""
 
-
-def __getattr__(name: str) -> Any:
-    if name not in HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{HOMES[name]}"), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy(__name__, {name: f".{module}" for name, module in HOMES.items()})

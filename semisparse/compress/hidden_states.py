@@ -17,7 +17,8 @@ from semisparse.errors import SemisparseError
 class StatesOnDisk(MutableSequence[Tensor]):
     """A list of tensors, each in a file that is mapped into memory.
 
-    The files have no names, so the system deletes them when the process ends, however it ends.
+    A file is unlinked once it is mapped, so the system deletes it when its tensor is freed, or when the process ends
+    in any way.
 
     Args:
         directory: where the files are.

@@ -1,15 +1,14 @@
-"""The contract of a format: how a weight is stored and checked, and which kernels use it, declared once as data."""
+"""The contract of a format: how a weight is stored and checked, and which kernels use it, declared once as data.
+
+What a format's declaration is made of can be imported from here.
+"""
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import json
 import math
-import pkgutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -19,8 +18,28 @@ from torch.nn import functional as F
 from semisparse.errors import FormatError, InputError, KernelError
 from semisparse.formats.codes import Codes
 from semisparse.formats.kernel import ExpertsProblem, ExpertsProduct, Kernel, Pass, Problem, one_pass_cost
+from semisparse.formats.packed import Packed, require_tensors
+from semisparse.formats.registry import format_names, get_format, registry
+from semisparse.formats.spec import WEIGHT_DTYPES, Params, Scalar, TensorSpec, WeightSpec
 from semisparse.formats.tuned import ranking
 from semisparse.patterns import Pattern, parse_pattern
+
+__all__ = [
+    "WEIGHT_DTYPES",
+    "Case",
+    "Format",
+    "Packed",
+    "Params",
+    "Scalar",
+    "TensorSpec",
+    "WeightSpec",
+    "format_names",
+    "get_format",
+    "reference_kernel",
+    "registry",
+    "require_dense",
+    "require_tensors",
+]
 
 MAX_ELEMENTS = 1 << 57
 """Maximum elements of a stored tensor. torch can describe no more than 2^63 bytes."""
@@ -29,241 +48,6 @@ MAX_SHARE, FREE_WEIGHTS = 2048, 1 << 24
 """N * K is at most ``MAX_SHARE`` times the stored bytes, plus ``FREE_WEIGHTS``: a small file must not unpack to a huge
 weight. A weight with nothing kept has up to 680 weights per stored byte in gqs and up to 2048 in ec_csr (K <= 2^16).
 """
-
-WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-Scalar = int | float | str
-
-
-class Params(Mapping[str, Scalar]):
-    """A format's own numbers (bit widths, layouts, counts): JSON scalars by name, immutable.
-
-    Args:
-        values: the scalars by name. Keyword arguments add to them or replace them.
-    """
-
-    __slots__ = ("_values",)
-
-    def __init__(self, values: Mapping[str, Scalar] | None = None, **more: Scalar) -> None:
-        self._values = {**(values or {}), **more}
-
-    def __getitem__(self, name: str) -> Scalar:
-        return self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __repr__(self) -> str:
-        return f"Params({self._values})"
-
-    def without(self, *names: str) -> Params:
-        """Return these params without those of the given names."""
-        return Params({name: value for name, value in self._values.items() if name not in names})
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """One stored tensor.
-
-    Args:
-        name: its name inside of a module; a checkpoint has it as ``model.layers.0.mlp.up_proj.<name>``.
-        dtype: torch dtype, or None for the weight's own (float16, bfloat16 or float32).
-        shape: one name per dimension: ``N``, ``K``, or a count the format names; ``N+1`` adds one, for offsets from 0.
-        split_n: the dimension to slice when the weight is sliced along N; None keeps the tensor whole in every slice.
-        split_k: the same for K. If no tensor of the weight has a split dimension, slicing repacks the weight.
-    """
-
-    name: str
-    dtype: torch.dtype | None
-    shape: tuple[str, ...]
-    split_n: int | None = None
-    split_k: int | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class WeightSpec:
-    """What describes a stored weight ``w[N, K]`` beside its tensors. Hashable; specs are equal if their JSON is.
-
-    Args:
-        format: the format's name.
-        version: version of the format's layout.
-        pattern: the pattern that the weight obeys.
-        shape: (N, K).
-        dtype: dtype of the dense weight, as it was packed and as `Packed.unpack` returns it.
-        params: the format's own numbers.
-
-    Attributes:
-        json: the spec as canonical JSON, for equality and traced graphs.
-    """
-
-    format: str
-    version: int
-    pattern: Pattern
-    shape: tuple[int, int]
-    dtype: torch.dtype
-    params: Params = field(default_factory=Params)
-    json: str = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(self.shape))
-        object.__setattr__(self, "params", Params(self.params))
-        object.__setattr__(self, "json", json.dumps(self.to_dict(), sort_keys=True))
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, WeightSpec) and self.json == other.json)
-
-    def __hash__(self) -> int:
-        return hash(self.json)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the spec as plain JSON values, as config.json holds it."""
-        return {
-            "format": self.format,
-            "version": self.version,
-            "pattern": str(self.pattern),
-            "shape": list(self.shape),
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "params": dict(self.params),
-        }
-
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> WeightSpec:
-        """Read what `to_dict` wrote; unknown keys are ignored.
-
-        Raises:
-            FormatError: a key is missing or of another type, or the pattern or dtype is unknown.
-        """
-        try:
-            n, k = values["shape"]
-            spec = WeightSpec(
-                _typed(values["format"], str),
-                _typed(values["version"], int),
-                parse_pattern(_typed(values["pattern"], str)),
-                (_typed(n, int), _typed(k, int)),
-                _DTYPES[values["dtype"]],
-                Params({_typed(name, str): _param(value) for name, value in values["params"].items()}),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise FormatError(
-                f"the declaration {str(dict(values))[:300]} is unreadable: {repr(error)[:300]}"
-            ) from error
-        return spec
-
-    @staticmethod
-    def from_json(text: str) -> WeightSpec:
-        """Read what the attribute `json` holds."""
-        return WeightSpec.from_dict(json.loads(text))
-
-
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in WEIGHT_DTYPES}
-
-
-def _typed(value: Any, *types: type) -> Any:
-    if type(value) not in types:
-        raise TypeError(f"{value!r} is {type(value).__name__}, expected {' or '.join(t.__name__ for t in types)}")
-    return value
-
-
-def _param(value: Any) -> Scalar:
-    """Return ``value`` if it is a string or a number between -2^63 and 2^63.
-
-    Raises:
-        TypeError, ValueError: it is of another type, or out of range.
-    """
-    number = _typed(value, int, float, str)
-    if not isinstance(number, str) and not abs(number) < 1 << 63:
-        raise ValueError(f"{number:.6g} is not a finite number below 2^63")
-    return number
-
-
-@dataclass(frozen=True)
-class Packed:
-    """A weight ``w[N, K]`` in a format.
-
-    Args:
-        spec: its format, pattern, shape, dtype and params.
-        tensors: one for each `TensorSpec`, by name.
-    """
-
-    spec: WeightSpec
-    tensors: dict[str, Tensor]
-
-    def __post_init__(self) -> None:
-        """Refuse tensors on several devices: kernels need all of them on one."""
-        if torch.compiler.is_compiling():
-            return
-        devices = {tensor.device for tensor in self.tensors.values()}
-        if len(devices) > 1:
-            found = ", ".join(f"{name} on {tensor.device}" for name, tensor in self.tensors.items())
-            raise FormatError(f"a weight's tensors are on several devices ({found}): move all to one")
-
-    @staticmethod
-    def empty(spec: WeightSpec, device: torch.device | str = "meta") -> Packed:
-        """Return a weight whose tensors are allocated, not filled.
-
-        Raises:
-            FormatError: as `Format.shapes`.
-        """
-        form = get_format(spec.format)
-        dtypes = form.dtypes(spec)
-        shapes = form.shapes(spec)
-        return Packed(spec, {name: torch.empty(shapes[name], dtype=dtypes[name], device=device) for name in shapes})
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        return self.spec.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dense weight's dtype."""
-        return self.spec.dtype
-
-    @property
-    def pattern(self) -> Pattern:
-        """The pattern that the weight obeys."""
-        return self.spec.pattern
-
-    @property
-    def params(self) -> Params:
-        """The format's own numbers."""
-        return self.spec.params
-
-    @property
-    def nbytes(self) -> int:
-        """Stored bytes of all tensors."""
-        return sum(t.numel() * t.element_size() for t in self.tensors.values())
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Stored bits over N * K, metadata and padding included."""
-        return 8 * self.nbytes / (self.shape[0] * self.shape[1])
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors are."""
-        return next(iter(self.tensors.values())).device
-
-    def to(self, device: torch.device | str) -> Packed:
-        """Return the same weight on a device, in the layout for that device's kernels; on a CPU the layout on disk."""
-        arrange = get_format(self.spec.format).arrange
-        target = torch.device(device)
-        # Layouts are changed on the faster device: before leaving a GPU, after reaching one.
-        leaving = arrange(self, target.type) if self.device.type == "cuda" else self
-        moved = Packed(leaving.spec, {name: t.to(target) for name, t in leaving.tensors.items()})
-        return arrange(moved, target.type)
-
-    def in_layout(self, params: Mapping[str, Scalar], tensors: dict[str, Tensor]) -> Packed:
-        """Return the same weight with the params and tensors of another layout."""
-        return Packed(replace(self.spec, params=Params(params)), tensors)
-
-    def unpack(self) -> Tensor:
-        """Return the dense weight, [N, K] in ``dtype``, with exact zeros."""
-        require_tensors(self)
-        return get_format(self.spec.format).unpack(self)
 
 
 @dataclass(frozen=True)
@@ -542,48 +326,3 @@ def _reference(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
 
 reference_kernel = Kernel("reference", None, lambda problem: None, lambda problem: _reference, lambda problem: False)
 """Unpacks the whole weight and computes in float32, or float64 if x is: runs on every device, slowly."""
-
-
-@cache
-def format_names() -> tuple[str, ...]:
-    """List the folders of ``semisparse/formats``, each of which declares its format as ``FORMAT``."""
-    import semisparse.formats as package
-
-    return tuple(sorted(module.name for module in pkgutil.iter_modules(package.__path__) if module.ispkg))
-
-
-@cache
-def get_format(name: str) -> Format:
-    """Return a format by name. Only its folder is imported.
-
-    Raises:
-        InputError: there is none; lists the known ones.
-    """
-    if name not in format_names():
-        raise InputError(f"unknown format {name!r}; known: {', '.join(format_names())}")
-    declared: Format = importlib.import_module(f"semisparse.formats.{name}").FORMAT
-    if declared.name != name:
-        raise ImportError(f"formats/{name} declares a format named {declared.name}")
-    return declared
-
-
-@lru_cache(maxsize=1 << 16)
-def _stored_names(spec: WeightSpec) -> frozenset[str]:
-    """Return the names of a weight's tensors; cached, because every matmul is compared with them."""
-    return frozenset(tensor.name for tensor in get_format(spec.format).specs(spec))
-
-
-def require_tensors(packed: Packed) -> None:
-    """Refuse a weight that lacks a tensor: a kernel would read from address 0.
-
-    Raises:
-        FormatError: says which tensors the format stores.
-    """
-    expected = _stored_names(packed.spec)
-    if packed.tensors.keys() != expected:
-        raise FormatError(f"format {packed.spec.format} stores {sorted(expected)}, got {sorted(packed.tensors)}")
-
-
-def registry() -> dict[str, Format]:
-    """Return every format by name."""
-    return {name: get_format(name) for name in format_names()}

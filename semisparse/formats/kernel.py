@@ -14,7 +14,8 @@ from semisparse.runtime.experts import Routing
 from semisparse.runtime.nvrtc import Defines
 
 if TYPE_CHECKING:
-    from semisparse.formats.base import Packed, Params, WeightSpec
+    from semisparse.formats.packed import Packed
+    from semisparse.formats.spec import Params, WeightSpec
 
 
 @dataclass(frozen=True)

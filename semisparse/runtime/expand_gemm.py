@@ -32,7 +32,7 @@ MAX_SPLIT_K = 8
 """Maximum number of ranges that K is split into."""
 
 PERMUTE_WARPS, PERMUTE_UNROLL = 4, 3
-"""Warps per CTA of permute_x.cu, and the number of tokens of a tile that each warp loads at a time."""
+"""Warps per CTA of permute_x.cu, and the (token, column tile) pairs that each warp loads at a time: kUnroll."""
 
 PERMUTE_CTAS_PER_SM = 8
 """Maximum CTAs per SM of permute_x.cu. With one, 256 tokens of 11,008 columns took 7 us longer."""
@@ -53,15 +53,13 @@ class Tiles:
         row_tiles: tiles along N.
         column_tiles: tiles along K.
         tile_bytes: bytes of shared memory per weight tile.
-        extra: bytes of shared memory per CTA beside the stages: ``Weights::kExtraBytes``.
-        extra_per_warp: further such bytes per consumer warp.
+        extra_per_warp: bytes of shared memory per consumer warp beside the stages: those of ``Weights::kExtraBytes``.
         max_stages: maximum weight stages.
     """
 
     row_tiles: int
     column_tiles: int
     tile_bytes: int
-    extra: int = 0
     extra_per_warp: int = 0
     max_stages: int = 4
 
@@ -71,10 +69,10 @@ class Schedule:
     """How expand_gemm/gemm.cuh computes y.
 
     Args:
-        tile_m: tokens per CTA tile, of `TILES_M`.
+        tile_m: tokens per CTA tile: one of `TILES_M`, or 160 for experts.
         warpgroups: consumer warpgroups per CTA, 64 rows each.
         cluster: CTAs that multicast x to one another.
-        split_k: ranges of K per output tile, each computed by another CTA; 0 for Stream-K.
+        split_k: ranges of K per output tile, one cluster each; 0 for Stream-K.
         stages: weight stages, each with one tile per consumer warp.
         x_stages: stages of x, each with 256 columns.
         ctas_per_sm: resident CTAs per SM.
@@ -102,10 +100,10 @@ class Schedule:
         x = self.x_stages * self.tile_m * 2 * COLUMNS
         mbarriers = 16 * (self.stages + 4 * self.x_stages)
         tiles = self.stages * self.warps * weight.tile_bytes
-        return x + tiles + weight.extra + self.warps * weight.extra_per_warp + mbarriers
+        return x + tiles + self.warps * weight.extra_per_warp + mbarriers
 
     def tiles(self, m: int, weight: Tiles) -> int:
-        """Return the number of output tiles, each computed by a cluster."""
+        """Return the number of output tiles: tile_m tokens by the rows of a cluster."""
         return -(-weight.row_tiles // (self.warps * self.cluster)) * -(-m // self.tile_m)
 
     def ranges(self, m: int, weight: Tiles, sms: int) -> int:
@@ -160,7 +158,8 @@ def fit(
     weight: Tiles, gpu: DeviceFacts, tile_m: int, warpgroups: int, cluster: int, split_k: int, ctas_per_sm: int
 ) -> Schedule | None:
     """Return the schedule with the most stages that fit in shared memory, or None if none does."""
-    room = (gpu.shared_per_sm - RESERVED_SHARED) // ctas_per_sm - RESERVED_SHARED  # the first is for permute_x's CTA
+    # RESERVED_SHARED once for a CTA of permute_x on the SM, and once for each CTA of the GEMM.
+    room = (gpu.shared_per_sm - RESERVED_SHARED) // ctas_per_sm - RESERVED_SHARED
     schedules = (
         Schedule(tile_m, warpgroups, cluster, split_k, *stages, ctas_per_sm)
         for stages in STAGES
@@ -180,7 +179,7 @@ STREAM_K: Mapping[int, tuple[Shape, ...]] = {
     192: ((2, 1, 1), (2, 2, 1)),
     256: ((2, 1, 1), (2, 2, 1)),
 }
-"""The shapes that `choose` compares with Stream-K, by tile_m."""
+"""The shapes that `choose` tries with Stream-K, by tile_m."""
 
 SPLIT_K: Mapping[int, tuple[Shape, ...]] = {
     16: ((1, 1, 3),),
@@ -190,7 +189,7 @@ SPLIT_K: Mapping[int, tuple[Shape, ...]] = {
     192: ((2, 1, 1),),
     256: ((2, 1, 1),),
 }
-"""The shapes that `choose` compares with split-K, by tile_m."""
+"""The shapes that `choose` tries with a split_k of 1 to `MAX_SPLIT_K`, by tile_m."""
 
 FILLED = 0.55
 """With split-K, the grid has at least this fraction of the CTAs that can be resident, if K can be split so often.
@@ -199,7 +198,8 @@ Smaller grids were not timed."""
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast a format expands, for `choose`: measured on an H200 (results/h200/sweeps/gemm256.csv).
+    """How fast a format expands, for `choose`: fitted to times on an H200 (results/h200/sweeps/gemm256.csv; those of
+    bitmask's codes to bitmask-codes.csv).
 
     Args:
         expand_us: microseconds in which an SM expands a weight tile.
@@ -233,7 +233,10 @@ def choose(m: int, weight: Tiles, gpu: DeviceFacts, rates: Rates) -> Schedule:
 
 
 def _splits(m: int, weight: Tiles, gpu: DeviceFacts, tile_m: int, shape: Shape) -> list[Schedule]:
-    """Return the schedule without split-K, and those with split-K whose grid is one wave of `FILLED` or more."""
+    """Return the schedule without split-K, and those with split-K whose grid fits one wave and fills `FILLED` of it.
+
+    If K cannot be split so often, the one with the most ranges fills less.
+    """
     unsplit = _fit(weight, gpu, tile_m, shape, 1)
     if unsplit is None:
         return []

@@ -15,6 +15,14 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def deep(tmp_path: Path) -> Path:
+    """A model of four decoder layers."""
+    random_model("llama", num_hidden_layers=4).save_pretrained(tmp_path / "deep")
+    byte_tokenizer().save_pretrained(tmp_path / "deep")
+    return tmp_path / "deep"
+
+
+@pytest.fixture
 def text(tmp_path: Path) -> Path:
     file = tmp_path / "text.txt"
     file.write_text("".join(f"line {i} of the text\n" for i in range(200)))

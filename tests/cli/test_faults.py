@@ -90,11 +90,14 @@ def test_no_text_where_it_is_needed(run: Run, model: Path, tmp_path: Path):
     assert_refused(outcome, "needs calibration text")
 
 
-def test_too_long_sequences(run: Run, compress, model: Path, text: Path):
+def test_sequences_of_unfit_length(run: Run, compress, model: Path, text: Path):
     assert_refused(compress("--seqlen", "100"), "seqlen is 100, the model's context is 64")
     assert_refused(run("eval", model, "--text", text, "--seqlen", 1), "seqlen is at least 2")
-    assert_refused(run("generate", model, "--prompt", "a", "--draft", model), "proposes the tokens of --speculate N")
     assert_refused(run("generate", model, "--prompt", "a", "--max-new-tokens", 100), "exceed the model's context of 64")
+
+
+def test_an_option_that_needs_another(run: Run, model: Path):
+    assert_refused(run("generate", model, "--prompt", "a", "--draft", model), "proposes the tokens of --speculate N")
     assert_refused(run("eval", model), "nothing to measure")
 
 
@@ -123,7 +126,7 @@ def test_a_weight_that_is_not_finite(compress, model: Path, value: float, prune:
     tensors = load_file(file)
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
     save_file(tensors, file, metadata={"format": "pt"})
-    pattern = "0%" if prune == "none" else "32:64"  # what a dense weight obeys
+    pattern = "0%" if prune == "none" else "32:64"  # a dense weight obeys 0% only
     search = "none" if prune == "none" else "evolution"
     outcome = compress("--set", f"prune={prune}", "--set", f"pattern={pattern}", "--set", f"search={search}")
     assert_refused(outcome, "model.layers.1.mlp.up_proj: the weight holds NaN or infinity")
@@ -144,7 +147,7 @@ def test_an_output_that_exists(compress, tmp_path: Path):
 
 
 def test_an_output_inside_the_model_changes_no_file_of_it(run: Run, compress, model: Path, text: Path, tmp_path: Path):
-    """Directories are written whole and no loader looks below a model's own, so nothing is mixed up."""
+    """An output directory appears only when it is complete, and loaders do not read a model's subdirectories."""
     before = {file.name: file.read_bytes() for file in model.iterdir()}
     inside = model / "sparse"
     options = ("--recipe", "rheosparse", "--calib", text, *SMALL)
@@ -210,7 +213,7 @@ def test_two_runs_into_one_directory_and_control_c(model: Path, tmp_path: Path, 
     out = tmp_path / "out"
     rest = ["--recipe", "rheosparse", "--calib", str(text), "--out", str(out), "--samples", "4000", "--seqlen", "64"]
     command = [sys.executable, "-m", "semisparse.cli", "compress", str(model), *rest]
-    listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell makes processes with & ignore it
+    listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore SIGINT
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     first = subprocess.Popen(command, **pipes, preexec_fn=listens)
     deadline = time.monotonic() + 120
@@ -218,7 +221,7 @@ def test_two_runs_into_one_directory_and_control_c(model: Path, tmp_path: Path, 
         assert first.poll() is None, first.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    first.send_signal(signal.SIGSTOP)  # or it might be done before the second is
+    first.send_signal(signal.SIGSTOP)  # the first must not end before the second starts
     assert_refused(run("compress", model, *rest, "--resume"), "another run is writing to")
     first.send_signal(signal.SIGINT)
     first.send_signal(signal.SIGCONT)
@@ -300,7 +303,7 @@ def test_a_kill_while_saving_leaves_no_output_directory(run: Run, model: Path, t
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
 
 
-def test_unknown_verbs_and_options_are_usage_errors(run: Run):
+def test_an_unknown_verb_and_a_missing_argument_are_usage_errors(run: Run):
     assert run("squeeze").status == 2
     assert run("inspect").status == 2
 

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.models import byte_tokenizer, random_model
-
 ROOT = Path(__file__).parents[2]
 
 NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]
@@ -23,14 +21,6 @@ ls "$disk/out.partial" > partial
 mount -o remount,size=100M "$disk"
 "$@" --out "$disk/out" --resume && cp "$disk/out"/* . && ls "$disk" > left
 """
-
-
-@pytest.fixture
-def deep(tmp_path: Path) -> Path:
-    """A model of four decoder layers."""
-    random_model("llama", num_hidden_layers=4).save_pretrained(tmp_path / "deep")
-    byte_tokenizer().save_pretrained(tmp_path / "deep")
-    return tmp_path / "deep"
 
 
 @pytest.mark.slow

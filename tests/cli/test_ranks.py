@@ -40,16 +40,6 @@ def torchrun(*arguments: object, **variables: str) -> subprocess.CompletedProces
     )
 
 
-@pytest.fixture
-def deep(tmp_path: Path) -> Path:
-    """A model of three decoder layers."""
-    from tests.models import byte_tokenizer, random_model
-
-    random_model("llama", num_hidden_layers=3).save_pretrained(tmp_path / "deep")
-    byte_tokenizer().save_pretrained(tmp_path / "deep")
-    return tmp_path / "deep"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("signal", ["SIGKILL", "SIGSTOP"])
 def test_a_rank_that_dies_ends_the_run_with_its_name(signal: str, run, deep: Path, text: Path, tmp_path: Path):

@@ -95,8 +95,9 @@ def _value(argument: Argument) -> int | float | None:
     return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
 
 
-FLAGS = ("-std=c++17", "-O1", "-fPIC", "-fno-gnu-unique", "-w")
-"""Compiler flags. With unique symbols, all libraries of the process would share static arrays of inline functions."""
+FLAGS = ("-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-U_FORTIFY_SOURCE", "-w")
+"""Compiler flags. Hidden symbols, because the libraries of a process would share static arrays of inline functions; no
+fortified longjmp, because it refuses to change stacks."""
 
 
 @cache
@@ -106,8 +107,7 @@ def _library(source: Path, defines: tuple, name: str) -> ctypes.CDLL:
     Libraries are kept in the cache directory, because a test's two orders of execution may run in two processes.
     """
     root = source.parent.parent
-    sources = (*root.rglob("*.cu"), *root.rglob("*.cuh"))
-    texts = {str(path.relative_to(root)): _with_emulated_shared_memory(path.read_text()) for path in sorted(sources)}
+    texts = _source_texts(root)
     macros = [f"-D{key}={value}" for key, value in defines]
     key = repr((_compiler_version(), FLAGS, macros, name, str(source.relative_to(root)), texts, _header_texts()))
 
@@ -117,12 +117,10 @@ def _library(source: Path, defines: tuple, name: str) -> ctypes.CDLL:
                 copy = Path(folder, "format", path)
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 copy.write_text(text)
-            whole, library = Path(folder, "emulated.cpp"), Path(folder, "emulated.so")
+            whole = Path(folder, "emulated.cpp")
             included = Path(folder, "format", source.relative_to(root))
             whole.write_text(f'#include "machine.cuh"\n#include "{included}"\nLAUNCHER({name})\n')
-            command = [COMPILER, *FLAGS, "-shared", "-I", _header_folder(), *macros, str(whole), "-o", str(library)]
-            subprocess.run(command, check=True)
-            return library.read_bytes()
+            return _compile(["-shared", "-I", _header_folder(), *macros, str(whole), _machine()])
 
     code = cached("emulated", key.encode(), compile_it)
     with tempfile.NamedTemporaryFile(suffix=".so") as file:  # a loaded library needs no file
@@ -131,33 +129,53 @@ def _library(source: Path, defines: tuple, name: str) -> ctypes.CDLL:
         return ctypes.CDLL(file.name)
 
 
+def _compile(arguments: list[str]) -> bytes:
+    with tempfile.NamedTemporaryFile() as output:
+        subprocess.run([COMPILER, *FLAGS, *arguments, "-o", output.name], check=True)
+        return Path(output.name).read_bytes()
+
+
 @cache
 def _compiler_version() -> str:
     return subprocess.run([COMPILER, "--version"], check=True, capture_output=True, text=True).stdout
 
 
 @cache
+def _source_texts(root: Path) -> dict[str, str]:
+    """Return a format's CUDA sources by their path below its folder."""
+    sources = sorted((*root.rglob("*.cu"), *root.rglob("*.cuh")))
+    return {str(path.relative_to(root)): _with_emulated_shared_memory(path.read_text()) for path in sources}
+
+
+@cache
 def _header_texts() -> dict[str, str]:
-    """Return the headers that a kernel may include, by name: shared ones, and the stand-ins."""
+    """Return the machine, and the headers that a kernel may include, by name: shared ones, and the stand-ins."""
     shared = {path for path in HEADERS.rglob("*.cuh") if path.parent.name != "ptx"}
     headers = {str(path.relative_to(HEADERS)): path for path in shared}
-    headers |= {path.name: path for path in (*STAND_INS.glob("*.cuh"), *STAND_INS.glob("*.h"))}
+    headers |= {path.name: path for pattern in ("*.cpp", "*.cuh", "*.h") for path in STAND_INS.glob(pattern)}
     headers |= {f"ptx/{path.name}": path for path in (STAND_INS / "ptx").glob("*.cuh")}
     return {name: _with_emulated_shared_memory(path.read_text()) for name, path in sorted(headers.items())}
 
 
 @cache
 def _header_folder() -> str:
-    """Write the headers to a folder, and precompile the machine: half of a kernel's 2.4 s are spent on it."""
+    """Write the headers to a folder."""
     folder = tempfile.mkdtemp(prefix="semisparse-emulator-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for name, text in _header_texts().items():
         path = Path(folder, name)
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-    header = Path(folder, "machine.cuh")
-    subprocess.run([COMPILER, *FLAGS, "-x", "c++-header", str(header), "-o", f"{header}.gch"], check=True)
     return folder
+
+
+@cache
+def _machine() -> str:
+    """Return the path of the machine's object file."""
+    source, compiled = Path(_header_folder(), "machine.cpp"), Path(_header_folder(), "machine.o")
+    key = repr((_compiler_version(), FLAGS, _header_texts())).encode()
+    compiled.write_bytes(cached("emulated", key, lambda: _compile(["-c", "-I", _header_folder(), str(source)])))
+    return str(compiled)
 
 
 def _with_emulated_shared_memory(text: str) -> str:

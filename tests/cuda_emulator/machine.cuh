@@ -1,26 +1,13 @@
-// The machine that kernels run on here: CUDA threads are fibers of one CPU thread, and this is their scheduler.
-//
-// CTAs start in the order of their numbers, a cluster at a time. The next cluster starts when every running thread has ended or
-// waits: so CTAs that wait for one another are resident together, as on a GPU.
-//
-// Where a GPU may behave in several ways, the worst is chosen: shared memory starts as NaN; with `adverse`, threads run in
-// reverse order, and asynchronous copies and wgmma products complete as late as possible, else at once.
+// What a kernel sees of the machine that it runs on here: indices, warps, shared memory, barriers, and what CUDA C++ has without a
+// header. machine.cpp is the machine itself, compiled once for all kernels. Standard headers are few: g++ reads them for each kernel.
 
 #pragma once
 
-#include <sys/mman.h>
-#include <ucontext.h>
+#include <stddef.h>
 
-#include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <functional>
-#include <map>
-#include <memory>
-#include <string>
 #include <utility>
-#include <vector>
 
 #include "ptx/word.cuh"
 
@@ -35,9 +22,10 @@
 #define __CUDA_ARCH__ 900
 #define __CUDA_ARCH_FEAT_SM90_ALL 1
 
-using std::isnan;
-using std::max;
-using std::min;
+extern "C" float expf(float), fabsf(float), fmaxf(float, float), fminf(float, float), sqrtf(float);
+inline bool isnan(float value) { return value != value; }
+template <typename T> T max(T a, T b) { return a < b ? b : a; }
+template <typename T> T min(T a, T b) { return b < a ? b : a; }
 
 struct alignas(8) uint2 { Word x, y; };
 struct alignas(16) uint4 { Word x, y, z, w; };
@@ -46,26 +34,7 @@ struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(16) int4 { int x, y, z, w; };
 struct Index { unsigned x = 0, y = 0, z = 0; };
 
-// The scheduler
-
-constexpr size_t kSharedLimit = 228 << 10;   // dynamic shared memory, then
-constexpr size_t kStaticLimit = 48 << 10;    // static
-constexpr size_t kStack = 256 << 10;
-size_t shared_bytes = 0;
-bool adverse = false;
-const char* failure = nullptr;
-Index threadIdx, blockIdx, gridDim, blockDim;
-unsigned cluster_size = 1;
-long progress = 0;  // counts events of all fibers for which others may be waiting
-ucontext_t scheduler;
-void (*kernel_body)() = nullptr;
-
-// A copy of `size` bytes to shared memory: `bytes` are read, the others become zeros.
-struct Copy { Word to; const void* from; Word bytes, size; };
-
 struct Barrier { int arrived = 0; long generation = 0; };
-
-struct Mbarrier { int count = 0, pending = 0; long bytes = 0, phase = 0; };
 
 struct Warp {
     Barrier barrier;
@@ -73,149 +42,47 @@ struct Warp {
     Word a[32][4], b[32][2];
 };
 
-struct Fiber {
-    ucontext_t context;
-    char* stack = nullptr;
-    bool done = false;
-    std::vector<std::vector<Copy>> committed;                  // cp.async groups
-    std::vector<Copy> open;
-    std::vector<std::vector<std::function<void()>>> products;  // wgmma groups
-    std::vector<std::function<void()>> open_products;
-    ~Fiber() { if (stack) munmap(stack, kStack); }
-};
-
 struct Cta {
     Index index;
-    unsigned rank = 0;               // in its cluster
-    std::unique_ptr<char[]> memory;  // shared memory
-    char* shared = nullptr;          // aligned
-    std::vector<Fiber> fibers;
-    std::vector<Warp> warps;
+    unsigned rank = 0;       // in its cluster
+    char* shared = nullptr;  // shared memory
+    Warp* warps = nullptr;
     Barrier all, named[16];
-    std::map<Word, Mbarrier> mbarriers;
-    std::map<std::string, Word> statics;   // addresses of static shared arrays
-    Word static_end = kSharedLimit;
-    std::multimap<Word, std::function<void()>> bulk_copies;    // bulk copies that have not arrived, by their mbarrier
-    struct Cluster* cluster = nullptr;
-    int running = 0;
 };
 
-struct Cluster { std::vector<std::unique_ptr<Cta>> ctas; Barrier barrier; };
+constexpr size_t kSharedLimit = 228 << 10;  // dynamic shared memory, then static
 
-Cta* here = nullptr;  // the CTA of the running fiber
+extern size_t shared_bytes;  // dynamic shared memory of the launch
+extern bool adverse;
+extern const char* failure;
+extern Index threadIdx, blockIdx, gridDim, blockDim;
+extern unsigned cluster_size;
+extern long progress;        // counts events of all threads for which others may be waiting
+extern Cta* here;            // the CTA of the running thread
 
-inline Fiber& self() { return here->fibers[threadIdx.x]; }
+void pause_thread();         // lets the others run
+void wait_at(Barrier& barrier, int count);
+void barrier_cluster_sync();
+Word static_end();           // of the CTA's static shared memory, which begins at kSharedLimit
+Word static_address(const char* name, size_t bytes);
+
 inline Warp& warp() { return here->warps[threadIdx.x / 32]; }
 inline void fail(const char* what) { if (!failure) failure = what; }
-
-inline void pause_fiber() {
-    Cta* cta = here;
-    const Index thread = threadIdx;
-    swapcontext(&self().context, &scheduler);
-    here = cta, threadIdx = thread, blockIdx = cta->index;
-}
-
-inline void wait_at(Barrier& barrier, int count) {
-    const long generation = barrier.generation;
-    if (++barrier.arrived == count) {
-        barrier.arrived = 0;
-        ++barrier.generation;
-        ++progress;
-        return;
-    }
-    while (barrier.generation == generation) pause_fiber();
-}
-
 inline void __syncthreads() { wait_at(here->all, blockDim.x); }
 inline void __syncwarp() { wait_at(warp().barrier, 32); }
 
-inline void enter_fiber() {
-    kernel_body();
-    self().done = true;
-    --here->running;
-    ++progress;
-    pause_fiber();
-}
-
-inline void start_cta(Cta& cta, Cluster& cluster, unsigned number) {
-    cta.index = {number % gridDim.x, number / gridDim.x % gridDim.y, number / gridDim.x / gridDim.y};
-    cta.rank = number % cluster_size;
-    cta.cluster = &cluster;
-    cta.memory = std::make_unique<char[]>(kSharedLimit + kStaticLimit + 1024);
-    cta.shared = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(cta.memory.get()) + 1023) / 1024 * 1024);
-    std::memset(cta.shared, 0xff, kSharedLimit + kStaticLimit);
-    cta.fibers = std::vector<Fiber>(blockDim.x);
-    cta.warps = std::vector<Warp>((blockDim.x + 31) / 32);
-    cta.running = blockDim.x;
-    for (Fiber& fiber : cta.fibers) {
-        fiber.stack = static_cast<char*>(mmap(nullptr, kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack;
-        fiber.context.uc_stack.ss_size = kStack;
-        fiber.context.uc_link = &scheduler;
-        makecontext(&fiber.context, enter_fiber, 0);
-    }
-}
-
-inline void run_once(Cta& cta) {
-    for (unsigned i = 0; i < blockDim.x && !failure; ++i) {
-        here = &cta;
-        threadIdx.x = adverse ? blockDim.x - 1 - i : i;
-        blockIdx = cta.index;
-        if (!self().done) swapcontext(&scheduler, &self().context);
-    }
-}
-
-inline void run_grid() {
-    const unsigned count = gridDim.x * gridDim.y * gridDim.z;
-    if (count % cluster_size) return fail("a grid that is no multiple of the cluster");
-    std::vector<std::unique_ptr<Cluster>> resident;
-    for (unsigned next = 0; !failure && (next < count || !resident.empty());) {
-        const long before = progress;
-        for (auto& cluster : resident)
-            for (auto& cta : cluster->ctas) run_once(*cta);
-        resident.erase(std::remove_if(resident.begin(), resident.end(), [](const auto& cluster) {
-            for (const auto& cta : cluster->ctas) if (cta->running) return false;
-            return true;
-        }), resident.end());
-        if (progress != before && !resident.empty()) continue;
-        if (next == count) {
-            if (!resident.empty()) fail("a barrier that some threads never reach");
-            break;
-        }
-        resident.push_back(std::make_unique<Cluster>());
-        Cluster& cluster = *resident.back();
-        for (unsigned i = 0; i < cluster_size; ++i, ++next) {
-            cluster.ctas.push_back(std::make_unique<Cta>());
-            start_cta(*cluster.ctas.back(), cluster, next);
-        }
-    }
-}
-
 // Shared memory
 
-inline char* shared_at(Word address, size_t bytes, size_t alignment, Cta* cta = here) {
-    const bool is_static = address >= kSharedLimit && address + bytes <= cta->static_end;
-    if (address + bytes > shared_bytes && !is_static) fail("outside shared memory");
+inline char* shared_at(Word address, size_t bytes, size_t alignment) {
+    const size_t end = address + bytes;
+    if (end > shared_bytes && (address < kSharedLimit || end > static_end())) fail("outside shared memory");
     if (address % alignment) fail("an address in shared memory is not aligned");
-    return cta->shared + (failure ? 0 : address);
+    return here->shared + (failure ? 0 : address);
 }
 
 // The static shared array of this name and type, the CTA's own.
 template <typename T> T& static_shared(const char* name) {
-    auto found = here->statics.find(name);
-    if (found == here->statics.end()) {
-        const Word address = (here->static_end + 15) / 16 * 16;
-        here->static_end = address + sizeof(T);
-        if (here->static_end > kSharedLimit + kStaticLimit) fail("more static shared memory than there is");
-        found = here->statics.emplace(name, address).first;
-    }
-    return *reinterpret_cast<T*>(here->shared + found->second);
-}
-
-inline void do_copy(const Copy& copy) {
-    std::memset(here->shared + copy.to, 0, copy.size);
-    std::memcpy(here->shared + copy.to, copy.from, copy.bytes);
+    return *reinterpret_cast<T*>(here->shared + static_address(name, sizeof(T)));
 }
 
 inline void check_aligned(const void* from, size_t bytes) {
@@ -225,7 +92,7 @@ inline void check_aligned(const void* from, size_t bytes) {
 // Shows a lane's operands of a matrix product to the others of its warp.
 inline const Warp& shown_to_warp(const Word (&a)[4], Word b0, Word b1) {
     Warp& all = warp();
-    std::copy(a, a + 4, all.a[threadIdx.x % 32]);
+    std::memcpy(all.a[threadIdx.x % 32], a, sizeof a);
     all.b[threadIdx.x % 32][0] = b0;
     all.b[threadIdx.x % 32][1] = b1;
     __syncwarp();
@@ -290,12 +157,12 @@ template <typename T> void __stcg(T* to, T value) { check_aligned(to, sizeof(T))
 inline int __ffs(Word word) { return __builtin_ffs(word); }
 inline int __popc(Word word) { return __builtin_popcount(word); }
 inline void __threadfence() {}
-inline int atomicAdd(int* to, int more) { ++progress; return std::exchange(*to, *to + more); }
-inline Word atomicOr(Word* to, Word bits) { return std::exchange(*to, *to | bits); }
+inline int atomicAdd(int* to, int more) { ++progress; return (*to += more) - more; }
+inline Word atomicOr(Word* to, Word bits) { const Word before = *to; *to |= bits; return before; }
 inline float __fmul_rn(float a, float b) { return a * b; }  // no -march, no contraction to fma
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
-inline float rsqrtf(float value) { return 1 / std::sqrt(value); }
+inline float rsqrtf(float value) { return 1 / sqrtf(value); }
 inline Word __float_as_uint(float value) { Word bits; std::memcpy(&bits, &value, 4); return bits; }
 inline float __uint_as_float(Word bits) { float value; std::memcpy(&value, &bits, 4); return value; }
 inline float __int_as_float(int bits) { return __uint_as_float(bits); }
@@ -320,32 +187,25 @@ inline Word __funnelshift_r(Word low, Word high, Word shift) {
 
 // Launching
 
+const char* launch_kernel(void (*run_thread)(void**), const int* grid, int threads, int cluster, size_t bytes, bool adverse,
+                          void** arguments);
+
 template <typename... Parameters, size_t... i>
 void call(void (*kernel)(Parameters...), void** arguments, std::index_sequence<i...>) {
     kernel(*static_cast<Parameters*>(arguments[i])...);
 }
 
+template <typename... Parameters> void call(void (*kernel)(Parameters...), void** arguments) {
+    call(kernel, arguments, std::index_sequence_for<Parameters...>());
+}
+
 template <typename... Parameters>
 size_t parameters_of(void (*)(Parameters...)) { return sizeof...(Parameters); }
 
-static void** launch_arguments = nullptr;
-
 #define LAUNCHER(kernel)                                                                                              \
-    template <typename... Parameters> void start(void (*function)(Parameters...)) {                                   \
-        call(function, launch_arguments, std::index_sequence_for<Parameters...>());                                   \
-    }                                                                                                                 \
-    extern "C" const char* launch(const int* grid, int threads, int cluster, size_t bytes, bool hard,                 \
-                                  void** arguments, size_t count) {                                                   \
-        failure = nullptr;                                                                                            \
+    extern "C" __attribute__((visibility("default"))) const char* launch(                                            \
+        const int* grid, int threads, int cluster, size_t bytes, bool adverse, void** arguments, size_t count) {      \
         if (count != parameters_of(kernel)) return "the number of arguments";                                         \
-        if (bytes > kSharedLimit) return "more shared memory than there is";                                          \
-        shared_bytes = bytes;                                                                                         \
-        adverse = hard;                                                                                               \
-        launch_arguments = arguments;                                                                                 \
-        kernel_body = [] { start(kernel); };                                                                          \
-        gridDim = Index{unsigned(grid[0]), unsigned(grid[1]), unsigned(grid[2])};                                     \
-        blockDim = Index{unsigned(threads), 1, 1};                                                                    \
-        cluster_size = cluster;                                                                                       \
-        run_grid();                                                                                                   \
-        return failure;                                                                                               \
+        return launch_kernel([](void** values) { call(kernel, values); }, grid, threads, cluster, bytes, adverse,     \
+                             arguments);                                                                              \
     }

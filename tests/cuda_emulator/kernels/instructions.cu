@@ -1,5 +1,6 @@
-// One kernel per instruction of runtime/cuda/ptx that moves data or computes: what a test loads, executes and stores. All run with one
-// CTA of 32 threads, those of wgmma with 128.
+// The kernels of test_instructions.py: each loads operands, executes one or a few instructions of runtime/cuda/ptx, or intrinsics,
+// and stores the results. A CTA has 32 threads, and 128 for wgmma. There is one CTA, except in instruction_bulk and
+// instruction_order.
 
 #include "ptx/bar.cuh"
 #include "ptx/cluster.cuh"
@@ -43,7 +44,8 @@ extern "C" __global__ void instruction_mma_8_bits(const Word* a, const Word* b, 
     for (int i = 0; i < 4; ++i) d[4 * lane + i] = accumulators[i];
 }
 
-// from: [4 matrices, 8 rows, 8] of 16 bits; to: [32 lanes, 4 words]; back: as from, stored from what was loaded.
+// from: [4 matrices, 8 rows, 8] of 16 bits; to: [32 lanes, 4 words]; back: as from, the words, stored by
+// stmatrix_x4_trans.
 extern "C" __global__ void instruction_ldmatrix(const uint4* from, Word* to, uint4* back) {
     const int lane = threadIdx.x;
     shared[lane] = from[lane];
@@ -76,7 +78,7 @@ extern "C" __global__ void instruction_cvt(const float* from, unsigned short* to
     to[threadIdx.x] = cvt_e4m3x2(from[2 * threadIdx.x], from[2 * threadIdx.x + 1]);
 }
 
-// to: [32, 8 words]: 16 bytes of which 4 * (lane % 5) are read, then 8 and 4 bytes.
+// to: [32, 8 words]: 16 bytes, of which the first 4 * (lane % 5) are copied and the others are zero; 8 and 4 bytes, copied; and 7.
 extern "C" __global__ void instruction_cp_async(const uint4* from, uint4* to) {
     const int lane = threadIdx.x;
     const Word at = smem_address(shared + 2 * lane);
@@ -108,7 +110,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) instruction_bulk(cons
     barrier_cluster_sync();
 }
 
-// Every CTA adds its number after all with lower ones: to ends as the digits in order.
+// Every CTA appends its number to the digits of `to` after all CTAs with higher numbers.
 extern "C" __global__ void instruction_order(int* counter, int* to) {
     if (threadIdx.x) return;
     while (ld_acquire_gpu(counter) < static_cast<int>(gridDim.x - 1 - blockIdx.x)) {}
@@ -122,8 +124,8 @@ extern "C" __global__ void instruction_order(int* counter, int* to) {
 #define COLUMNS 64
 #endif
 
-// a: [128 threads, 4 words], a fragment of [64, 16] per warpgroup; b: [COLUMNS, 64] of 16 bits, of which columns 16 * step and on
-// are multiplied, in 128-byte swizzle; d: [128, COLUMNS / 2].
+// a: [128 threads, 4 words], a fragment of [64, 16] per warpgroup; b: [COLUMNS, 64] of 16 bits, of which columns 16 * step to
+// 16 * step + 15 are multiplied; the kernel stores it to shared memory in 128-byte swizzle; d: [128, COLUMNS / 2].
 extern "C" __global__ void instruction_wgmma(const Word* a, const uint4* b, float* d, int step, int scale) {
     const int thread = threadIdx.x;
     for (int i = thread; i < COLUMNS * 8; i += 128) shared[i / 8 * 8 + (i % 8 ^ i / 8 % 8)] = b[i];
@@ -168,7 +170,7 @@ extern "C" __global__ void instruction_wgmma_sparse_registers(const Word* a, con
 
 #ifdef SPARSE_ELEMENT
 // a: [64 rows, 32 bytes], the kept half of 64 bytes of K, without swizzle; b: [COLUMNS, 128 bytes], of which the first 64 are
-// multiplied, in 128-byte swizzle; metadata: [128]; d: [128, COLUMNS / 2].
+// multiplied; the kernel stores it to shared memory in 128-byte swizzle; metadata: [128]; d: [128, COLUMNS / 2].
 extern "C" __global__ void instruction_wgmma_sparse(const uint4* a, const Word* metadata, const uint4* b, ACCUMULATOR* d) {
     const int thread = threadIdx.x;
     uint4* weights = shared + COLUMNS * 8;

@@ -5,4 +5,3 @@
 #include "../machine.cuh"
 
 inline Word cluster_ctarank() { return here->rank; }
-inline void barrier_cluster_sync() { wait_at(here->cluster->barrier, blockDim.x * cluster_size); }

@@ -5,13 +5,10 @@
 #include "mbarrier.cuh"
 #include "shared.cuh"
 
-inline void start_copy(Word to, const void* from, Word bytes, Word size) {
-    shared_at(to, size, size);
-    check_aligned(from, size);
-    if (failure) return;
-    if (adverse) self().open.push_back({to, from, bytes, size});
-    else do_copy({to, from, bytes, size});
-}
+// Copies `bytes` bytes and fills with zeros up to `size`.
+void start_copy(Word to, const void* from, Word bytes, Word size);
+void cp_async_commit_group();
+void wait_for_copies(size_t pending);
 
 inline void cp_async_16(Word to, const void* from, int source_bytes = 16) { start_copy(to, from, source_bytes, 16); }
 template <int offset> void cp_async_16_at(Word to, const void* from) {
@@ -23,18 +20,7 @@ inline void cp_async_16_prefetch_128(Word to, const void* from) {
 
 template <int bytes> void cp_async(Word to, const void* from) { start_copy(to, from, bytes, bytes); }
 
-inline void cp_async_commit_group() {
-    self().committed.push_back(std::move(self().open));
-    self().open.clear();
-}
-
-template <int pending> void cp_async_wait_group() {
-    auto& groups = self().committed;
-    while (groups.size() > pending) {
-        for (const Copy& copy : groups.front()) do_copy(copy);
-        groups.erase(groups.begin());
-    }
-}
+template <int pending> void cp_async_wait_group() { wait_for_copies(pending); }
 
 inline void cp_async_wait_all() {
     cp_async_commit_group();

@@ -16,7 +16,7 @@ inline Word ld_relaxed_gpu(const void*) { return 0xfffffff7; }
 
 // Runs the other threads first, so that a loop that polls does not block them.
 inline int ld_acquire_gpu(const int* from) {
-    pause_fiber();
+    pause_thread();
     return *from;
 }
 

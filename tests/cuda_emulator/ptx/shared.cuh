@@ -6,7 +6,7 @@
 
 inline Word smem_address(const void* pointer) {
     const ptrdiff_t at = static_cast<const char*>(pointer) - here->shared;
-    if (at < 0 || at > static_cast<ptrdiff_t>(at < kSharedLimit ? shared_bytes : here->static_end)) fail("outside shared memory");
+    if (at < 0 || at > static_cast<ptrdiff_t>(at < kSharedLimit ? shared_bytes : static_end())) fail("outside shared memory");
     return static_cast<Word>(at);
 }
 

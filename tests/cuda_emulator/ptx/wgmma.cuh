@@ -12,23 +12,22 @@
 
 inline void wgmma_fence() {}
 
-inline void wgmma_commit_group() {
-    self().products.push_back(std::move(self().open_products));
-    self().open_products.clear();
-}
+void wgmma_commit_group();
+void wait_for_products(size_t pending);
+void defer(void (*compute)(void*), void* product);  // to the wait for the group that is open
 
 template <int pending> void wgmma_wait_group() {
-    auto& groups = self().products;
-    while (groups.size() > pending) {
-        for (const auto& product : groups.front()) product();
-        groups.erase(groups.begin());
-    }
+    wait_for_products(pending);
     __syncwarp();  // .sync.aligned: no lane goes on, and releases a stage, before all lanes' products are complete
 }
 
 template <typename Product> void issue(Product product) {
-    if (adverse) self().open_products.push_back(product);
-    else product();
+    if (!adverse) return product();
+    defer([](void* kept) {
+        Product* mine = static_cast<Product*>(kept);
+        (*mine)();
+        delete mine;
+    }, new Product(product));
 }
 
 enum Swizzle : Long { kNoSwizzle = 0, kSwizzle128 = 1 };
@@ -89,8 +88,7 @@ struct Quad {
     Word words[4][4];
     explicit Quad(const Word (&a)[4]) {
         const Warp& all = shown_to_warp(a, 0, 0);
-        for (int lane = 0; lane < 4; ++lane) std::copy(all.a[threadIdx.x % 32 / 4 * 4 + lane],
-                                                       all.a[threadIdx.x % 32 / 4 * 4 + lane] + 4, words[lane]);
+        std::memcpy(words, all.a[threadIdx.x % 32 / 4 * 4], sizeof words);
         __syncwarp();
     }
     template <typename Element> double value(int half, int k) const {

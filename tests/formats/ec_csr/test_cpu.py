@@ -1,4 +1,4 @@
-"""The CPU kernel: products and unpacking by kernel.cpp."""
+"""The CPU kernel: the matmul, from the lists up to 16 tokens and of the unpacked weight above, and unpacking."""
 
 import pytest
 import torch

@@ -1,11 +1,14 @@
 """Weights, operands and float64 references for the tests of format gqs."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from semisparse.formats import Packed, get_format
+from semisparse.formats.kernel import Problem, Product
+from semisparse.formats.product import problem_of
 from semisparse.patterns import parse_pattern
 from semisparse.quant.symmetric import quantise_rows
 
@@ -50,3 +53,19 @@ def check(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     excess = (y.double() - exact).abs() - accumulated - rounded
     assert y.shape == exact.shape
     assert excess.nan_to_num(nan=float("inf")).max() <= 0, f"off by {excess.max():.3g} more than rounding explains"
+
+
+def check_product(y: Tensor, x: Tensor, packed: Packed, bias: Tensor | None) -> None:
+    """Compare y with the product of the stored weight; of w4a8 with that of x rounded to 8 bits."""
+    multiplied = quantised(x).float().to(x.dtype) if packed.params["kind"] == "w4a8" else x
+    check(y, multiplied, packed.unpack(), bias)
+
+
+def check_operands_of_any_layout(prepare: Callable[[Problem], Product], k: int, dtype: torch.dtype, m: int) -> None:
+    """Expect the same bits of x strided or not aligned to 16 bytes, tensors that begin anywhere, and a wider bias."""
+    packed = packed_weight(20, k, "g16@0%", dtype, kind="w4")
+    x, bias = operands(packed, m)
+    expected = prepare(problem_of(x, packed))(x, packed, bias)
+    moved = Packed(packed.spec, {name: torch.cat((t[:1], t))[1:] for name, t in packed.tensors.items()})
+    for same_x in (x.T.contiguous().T, torch.cat((x[0, :1], x.flatten()))[1:].view(x.shape)):
+        assert torch.equal(prepare(problem_of(x, packed))(same_x, moved, bias.float()), expected)

@@ -14,7 +14,15 @@ from semisparse.quant.symmetric import quantise_rows
 from tests.choosing import mostly_slow
 from tests.cuda_emulator import emulate, needs_compiler
 from tests.formats.fusion import check_fused
-from tests.formats.gqs.reference import GQS, check, operands, packed_weight, quantised, stored_weight
+from tests.formats.gqs.reference import (
+    GQS,
+    check,
+    check_operands_of_any_layout,
+    operands,
+    packed_weight,
+    quantised,
+    stored_weight,
+)
 
 HALF, BFLOAT = torch.float16, torch.bfloat16
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the decode kernel: no GPU here")
@@ -92,13 +100,7 @@ def test_one_prepared_kernel_takes_every_m_and_every_weight_of_its_bucket(small_
 @pytest.mark.parametrize(("k", "dtype", "m"), [(300, BFLOAT, 9), (512, HALF, 3)])
 def test_operands_of_any_layout(small_ctas, k: int, dtype: torch.dtype, m: int):
     """x strided or not aligned to 16 bytes, tensors that begin anywhere, bias of another dtype."""
-    packed = packed_weight(20, k, "g16@0%", dtype, kind="w4")
-    x, bias = operands(packed, m)
-    expected = decode.prepare(problem_of(x, packed))(x, packed, bias)
-    moved = Packed(packed.spec, {name: torch.cat((t[:1], t))[1:] for name, t in packed.tensors.items()})
-    for same_x in (x.T.contiguous().T, torch.cat((x[0, :1], x.flatten()))[1:].view(x.shape)):
-        y = decode.prepare(problem_of(x, packed))(same_x, moved, bias.float())
-        assert torch.equal(y, expected)
+    check_operands_of_any_layout(decode.prepare, k, dtype, m)
 
 
 @needs_compiler

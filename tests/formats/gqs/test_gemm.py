@@ -3,15 +3,20 @@
 import pytest
 import torch
 
-from semisparse.formats import linear
-from semisparse.formats.base import Packed
 from semisparse.formats.gqs.cuda import gemm
 from semisparse.formats.gqs.cuda.gemm_schedule import GemmSchedule
 from semisparse.formats.kernel import Problem
 from semisparse.formats.product import problem_of
 from tests.choosing import mostly_slow
 from tests.cuda_emulator import emulate, needs_compiler
-from tests.formats.gqs.reference import GQS, check, operands, packed_weight, quantised
+from tests.formats.gqs.reference import (
+    GQS,
+    check,
+    check_operands_of_any_layout,
+    check_product,
+    operands,
+    packed_weight,
+)
 
 HALF, BFLOAT = torch.float16, torch.bfloat16
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the gemm kernel: no GPU here")
@@ -34,11 +39,6 @@ SCHEDULES = [  # kind, dtype, m, n, k, pattern, then the fields of GemmSchedule 
     ("w4", HALF, 50, 48, 512, "g16@50%", (48, 1, 2, 1, 32, 1, 2, 1, 1)),
     ("w4a8", HALF, 5, 40, 512, "g16@50%", (8, 1, 2, 2, 32, 2, 3, 1, 1)),
 ]
-
-
-def check_product(y: torch.Tensor, x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> None:
-    multiplied = quantised(x).float().to(x.dtype) if packed.params["kind"] == "w4a8" else x
-    check(y, multiplied, packed.unpack(), bias)
 
 
 @needs_compiler
@@ -93,13 +93,7 @@ def test_chunks_and_rows_that_keep_nothing(emulated, monkeypatch, splits: int, c
 @pytest.mark.parametrize(("k", "dtype", "m"), [(300, BFLOAT, 9), (512, HALF, 3)])
 def test_operands_of_any_layout(emulated, k: int, dtype: torch.dtype, m: int):
     """x strided or not aligned to 16 bytes, tensors that begin anywhere, bias of another dtype."""
-    packed = packed_weight(20, k, "g16@0%", dtype, kind="w4")
-    x, bias = operands(packed, m)
-    expected = gemm.prepare(problem_of(x, packed))(x, packed, bias)
-    moved = Packed(packed.spec, {name: torch.cat((t[:1], t))[1:] for name, t in packed.tensors.items()})
-    for same_x in (x.T.contiguous().T, torch.cat((x[0, :1], x.flatten()))[1:].view(x.shape)):
-        y = gemm.prepare(problem_of(x, packed))(same_x, moved, bias.float())
-        assert torch.equal(y, expected)
+    check_operands_of_any_layout(gemm.prepare, k, dtype, m)
 
 
 @needs_compiler
@@ -126,32 +120,6 @@ def test_what_the_kernel_refuses(monkeypatch, dtype, pattern, reason):
     emulate(monkeypatch)
     packed = packed_weight(20, 64, pattern, HALF, kind="w4")
     assert reason in gemm.refusal(problem_of(torch.empty(1, 64, dtype=dtype), packed))
-
-
-@needs_gpu
-@pytest.mark.parametrize("m", [1, 7, 16, 40, 64, 100, 200, 600])
-@pytest.mark.parametrize(
-    ("kind", "dtype", "pattern", "n", "k"),
-    [
-        ("w4", HALF, "g16@50%", 9000, 1024),
-        ("w4", BFLOAT, "g128@0%", 700, 4100),
-        ("w8", BFLOAT, "g64@50%", 1000, 5000),
-        ("w8", HALF, "g16@50%", 4096, 4096),
-        ("w3", HALF, "g8@30%", 333, 2600),
-        ("w3", BFLOAT, "g32@30%", 2048, 3000),
-        ("w2", HALF, "g64@0%", 2048, 11008),
-        ("w4a8", BFLOAT, "g16@50%", 513, 777),
-    ],
-)
-def test_on_a_gpu(kind: str, dtype: torch.dtype, pattern: str, n: int, k: int, m: int, nan_filled_memory):
-    packed = packed_weight(n, k, pattern, dtype, kind=kind).to("cuda")
-    x, bias = operands(packed, m, device="cuda")
-    y = linear(x, packed, bias, kernel="gemm")
-    check_product(y, x, packed, bias)
-    assert torch.equal(y, linear(x, packed, bias, kernel="gemm"))
-    assert torch.equal(y, linear(x * 1, packed, bias, kernel="gemm"))  # after a kernel that it overlaps
-    unaligned = torch.cat((x[0, :1], x.flatten()))[1:].view(x.shape)
-    assert torch.equal(y, linear(unaligned, packed, bias, kernel="gemm"))
 
 
 @needs_gpu

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from semisparse.formats import linear
 from semisparse.formats.gqs.cuda import gemm_wgmma
 from semisparse.formats.gqs.cuda.wgmma_schedule import RATES, tiles_of
 from semisparse.formats.kernel import Problem
@@ -14,8 +13,8 @@ from semisparse.runtime.device import device_facts
 from semisparse.runtime.expand_gemm import SPLIT_K, STREAM_K, Schedule, choose, fit
 from tests.choosing import mostly_slow
 from tests.cuda_emulator import emulate, needs_compiler
-from tests.formats.gqs.reference import GQS, check, operands, packed_weight
-from tests.formats.gqs.test_gemm import KINDS_AND_SIZES, check_product
+from tests.formats.gqs.reference import GQS, check, check_product, operands, packed_weight
+from tests.formats.gqs.test_gemm import KINDS_AND_SIZES
 
 HALF, BFLOAT = torch.float16, torch.bfloat16
 needs_hopper = pytest.mark.skipif(
@@ -127,31 +126,6 @@ def test_every_schedule_fits_and_gives_each_range_work(monkeypatch, bits: int, s
             ranges = found.ranges(m, tiles, facts.sms)
             assert 1 <= ranges <= found.tiles(m, tiles) * tiles.column_tiles
             assert found.split_k == 1 or ranges * found.cluster <= facts.sms * found.ctas_per_sm
-
-
-@needs_hopper
-@pytest.mark.parametrize("m", [1, 17, 40, 64, 100, 200, 600])
-@pytest.mark.parametrize(
-    ("kind", "dtype", "pattern", "n", "k"),
-    [
-        ("w4", HALF, "g16@50%", 9000, 1024),
-        ("w4", BFLOAT, "g128@0%", 700, 4100),
-        ("w8", BFLOAT, "g64@50%", 1000, 5000),
-        ("w8", HALF, "g16@50%", 4096, 4096),
-        ("w3", HALF, "g8@30%", 333, 2600),
-        ("w3", BFLOAT, "g128@30%", 2048, 3000),
-        ("w2", HALF, "g64@0%", 2048, 11008),
-        ("w4a8", BFLOAT, "g16@50%", 513, 777),
-    ],
-)
-def test_on_a_gpu(kind: str, dtype: torch.dtype, pattern: str, n: int, k: int, m: int, nan_filled_memory):
-    packed = packed_weight(n, k, pattern, dtype, kind=kind).to("cuda")
-    x, bias = operands(packed, m, device="cuda")
-    y = linear(x, packed, bias, kernel="gemm_wgmma")
-    check_product(y, x, packed, bias)
-    assert all(torch.equal(y, linear(x, packed, bias, kernel="gemm_wgmma")) for _ in range(5))
-    unaligned = torch.cat((x[0, :1], x.flatten()))[1:].view(x.shape)
-    assert torch.equal(y, linear(unaligned, packed, bias, kernel="gemm_wgmma"))
 
 
 @needs_hopper

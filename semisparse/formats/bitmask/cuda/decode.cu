@@ -4,29 +4,33 @@
 // tiles among them (sliced-K). The CTA computes WARPS_N row tiles at a time and strides over all row tiles of w.
 //
 // A warp expands a tile into 16 fragments of mma.m16n8k16 with the weights as the 16-row operand. Tokens are the 8 columns of
-// the other operand, so 1 and 8 tokens take as many mma. A k-step is 4 columns of every lane's block: the 16 columns of a
-// fragment are a permutation of K, which x's fragments follow.
+// the other operand, so 1 and 8 tokens take as many mma. A row of a tile has 4 blocks of 64 columns; lane 4 g + t expands block t
+// of rows g and g + 8. A k-step takes 4 columns of each block, so the 16 columns of a fragment are a permutation of K, which x's
+// fragments follow.
 //
 // Dynamic shared memory, in bytes:
 //   WARPS_N * WARPS_K rings of STAGES weight tiles          kTileBytes each
 //   WARPS_K rings of STAGES x tiles, m tokens by 256 columns 512 m each; the WARPS_N warps of the same K slice share one;
 //     in a fused kernel (fusion.cuh) all x tiles instead, once (stage_x.cuh)
 //   accumulators of every warp, double-buffered              64 TILE_M each
-// Both rings are filled with cp.async, STAGES tiles ahead. An x tile is not copied again where the columns stay the same.
+// Both rings are filled with cp.async, STAGES tiles ahead; x by loads and st.shared if its rows are not aligned to 16 bytes. An
+// x tile is not copied again where the columns stay the same.
 //
-// A fused kernel issues the copies of its first weight tiles before griddepcontrol.wait. With SILU_MUL row tiles come in
-// pairs, rows r to r + 15 and n / 2 + r to n / 2 + r + 15; a CTA computes both of a pair at the same time (WARPS_N >= 2).
+// A fused kernel without EXPERTS issues the copies of its first weight tiles before griddepcontrol.wait. With SILU_MUL row tiles
+// come in pairs, rows r to r + 15 and n / 2 + r to n / 2 + r + 15; a CTA computes both of a pair at the same time (WARPS_N is
+// even).
 //
 // Accumulators are float32 and added in a fixed order: every run returns the same bits.
 //
-// Bound by latency and issue at one or two tiles per warp (4096 x 4096, m = 1: DRAM 42 %, ALU 45 %, issue 46 %, 8.2 us where
-// the floor is 4.4), by memory at 28672 x 8192 (DRAM 78 %, .82 to .92 of the floor's rate). README.md has the figures.
+// Bound by latency and issue at one or two tiles per warp (4096 x 4096, m = 1: DRAM 42 %, ALU 45 %, issue 46 %; 8.2 us,
+// its bytes take 4.4 at the measured bandwidth), by memory at 28672 x 8192 (DRAM 78 %; .82 to .92 of the measured bandwidth).
+// README.md has the figures.
 //
 // With EXPERTS (rows.cuh) the weight is a stack of experts. blockIdx.y is the expert or, if TILE_M is 1, the pair of a token
 // and an expert; blockIdx.x is as above, over the expert's row tiles. CTAs of an expert that no token chose end at once. If an
 // expert has more than TILE_M pairs, its CTAs multiply them TILE_M at a time.
 //
-// Macros: SCALAR (__half or __nv_bfloat16), KEEP (values or codes per block), BITS (per code; 0 for values), TILE_M (1, 8, 16, 32
+// Macros: SCALAR (__half or __nv_bfloat16), KEEP (values or codes per block of 64 columns), BITS (per code; 0 for values), TILE_M (1, 8, 16, 32
 // or 64), WARPS_N, WARPS_K, STAGES, EXPERTS, and those of fusion.cuh.
 
 #include "arrive_warp.cuh"
@@ -38,18 +42,18 @@
 #include "tile.cuh"
 #include "types.cuh"
 
-constexpr int kSliceThreads = WARPS_K * kWarpSize;  // threads per row tile
-constexpr int kUnit = 8;                            // values of x in 16 bytes: two k-steps of a lane
-constexpr int kTokenBytes = kTileColumns * 2;       // per token of an x tile
-constexpr int kTokenGroups = (TILE_M + 7) / 8;      // mma operands of 8 tokens
-constexpr int kChains = TILE_M > 16 ? 1 : 2;        // accumulators per output: two hide mma latency at few tokens
+constexpr int kRowTileThreads = WARPS_K * kWarpSize;
+constexpr int kUnit = 8;                        // values of x in 16 bytes: two k-steps of a lane
+constexpr int kTokenBytes = kTileColumns * 2;   // per token of an x tile
+constexpr int kTokenGroups = (TILE_M + 7) / 8;  // mma operands of 8 tokens
+constexpr int kChains = TILE_M > 16 ? 1 : 2;    // accumulators per output: two hide mma latency at few tokens
 constexpr int kWarps = WARPS_N * WARPS_K;
 
 static_assert(!SILU_MUL || WARPS_N % 2 == 0, "a CTA has both row tiles of a pair");
 static_assert(kFused || WARPS_N == 1 || WARPS_K <= 15, "each K slice has a named barrier of its own, 1 to 15");
 
-// The swizzle of an x tile: XORed to the address of a lane's block, so that the eight lanes of a quarter-warp read (four blocks
-// of two tokens) fall into different banks.
+// The swizzle of an x tile: XORed to the address of a lane's block, so that the 16-byte units that a quarter-warp reads (of
+// four blocks, for two tokens) fall into different banks.
 __device__ __forceinline__ int swizzle(int block, int token) { return (block + token % 2 * 4) * 16; }
 
 // Copies tiles of x to shared memory.
@@ -95,8 +99,8 @@ struct XLoader {
     }
 };
 
-// Addresses of unit 0 of a lane's block, for its tokens g, g + 8 ... of an x tile. Tokens from m on repeat the last one; their
-// accumulators are not stored.
+// For lane 4 g + t: the addresses of the first 16 bytes of block t, for tokens g, g + 8 ... of an x tile. Tokens from m on repeat
+// the last one; their accumulators are not stored.
 struct XFragments {
     Word blocks[kTokenGroups];
 
@@ -186,7 +190,7 @@ struct WarpPipeline {
     XLoader x;
     Word weight_ring, x_ring;    // shared-memory addresses
     int x_bytes, row_tiles, column_tiles, stride, warp_n, slice, lane;
-    int group, column;           // of the next tile to copy
+    int group, column;           // of the next copy: the first row tile of the group, and the column tile
 
     __device__ __forceinline__ void advance() {
         column += WARPS_K;
@@ -297,12 +301,12 @@ __device__ __forceinline__ void decode(const Operands& operands, unsigned char* 
         store_partial(of_group[warp], accumulators, m, lane);
         __syncthreads();
         reduce_slices(of_group + first_warp, bias, residual, first_residual, y, rows, m, n, first_row, index,
-                      kSharing * kSliceThreads);
+                      kSharing * kRowTileThreads);
     }
 }
 
 #if EXPERTS
-extern "C" __global__ void __launch_bounds__(WARPS_N * kSliceThreads, 1) semisparse_bitmask_experts(
+extern "C" __global__ void __launch_bounds__(WARPS_N * kRowTileThreads, 1) semisparse_bitmask_experts(
     const SCALAR* x,                          // [pairs / pairs_per_x, k]
     const unsigned char* __restrict__ tiles,  // [experts * row_tiles, column_tiles, kTileBytes]
     const SCALAR* bias,                       // [experts * n] or null
@@ -329,7 +333,7 @@ extern "C" __global__ void __launch_bounds__(WARPS_N * kSliceThreads, 1) semispa
     }
 }
 #else
-extern "C" __global__ void __launch_bounds__(WARPS_N * kSliceThreads, 1) semisparse_bitmask_decode(
+extern "C" __global__ void __launch_bounds__(WARPS_N * kRowTileThreads, 1) semisparse_bitmask_decode(
     // x and residual are not __restrict__: loads through const __restrict__ pointers may be moved before griddepcontrol.wait.
     const SCALAR* x,                          // [m, k]
     const unsigned char* __restrict__ tiles,  // [row_tiles, column_tiles, kTileBytes]

@@ -179,7 +179,7 @@ def _decode_schedule(
 
 def gemm_tiles(weight: Tiling) -> Tiles:
     """Return the tiles of gemm.cu, with what shared memory they take."""
-    return Tiles(weight.row_tiles, weight.column_tiles, weight.tile_bytes, extra=0, max_stages=3)
+    return Tiles(weight.row_tiles, weight.column_tiles, weight.tile_bytes, max_stages=3)
 
 
 def gemm_pays(problem: Problem) -> bool:

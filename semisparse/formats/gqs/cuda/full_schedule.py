@@ -37,7 +37,9 @@ MAX_WHOLE_TOKENS = 8
 """Maximum M for which all of x may be in shared memory."""
 
 WHOLE_BITS = 450
-"""Maximum of (rows per CTA) * (bits per code) for which all of x is in shared memory.
+"""Maximum of (rows per CTA) * (bits per code) for which `choose_full` puts all of x in shared memory.
+
+Fused kernels always have all of it there.
 
 So 1 and 8 tokens take 10.1 and 11.2 us at 11008 x 4096 in 4 bits (384) instead of 11.1 and 14.0 with x in stages, and
 37.8 and 42.6 at 28672 x 8192 in 2 bits (448) instead of 43.2 and 43.2. In 4 bits (896) it would be 46.7 and 52.3
@@ -45,10 +47,11 @@ instead of 44.5 and 43.6.
 """
 
 MIN_WHOLE_STAGES = 3
-"""Minimum stages of the weight beside all of x."""
+"""Minimum stages of the weight for which `choose_full` puts all of x in shared memory."""
 
 MAX_WARPS = {32: 16, 64: 8}
-"""Maximum warps per SM by maximum tile_m. Registers limit them: kernels use 128, and up to 197 per thread."""
+"""Maximum warps per SM, by maximum tile_m. Registers limit them: with 16 warps a thread has 128; a tile_m of 64 uses
+up to 197."""
 
 WARPS_K = (1, 2, 4, 8)
 """Numbers of warps that share rows and split K."""
@@ -118,7 +121,10 @@ class FullSchedule:
         }
 
     def shared_bytes(self, k: int, bits: int, size: int) -> int:
-        """Return the bytes of dynamic shared memory per CTA: x and the weight, whose memory accumulators reuse."""
+        """Return the bytes of dynamic shared memory per CTA: the stages of x and of the weight.
+
+        After the main loop the accumulators reuse that memory.
+        """
         if self.x_tokens:
             x = (self.x_tokens * -(-k // K_TILE) + 1) * 2 * K_TILE
         else:
@@ -144,7 +150,10 @@ def row_tile_bytes(bits: int, size: int) -> int:
 
 
 def can_multiply_codes(bits: int, size: int) -> bool:
-    """Return whether `full.cu` can multiply codes as they are: a lane's codes of a group must fill 32-bit words."""
+    """Return whether `full.cu` can multiply codes as they are.
+
+    It can for groups of 128 in 2 to 4 bits, and of 64 in 2 or 4: a lane's 16 codes of 3 bits do not fill 32-bit words.
+    """
     return bits < 8 and (size == 128 or (size == 64 and bits != 3))
 
 
@@ -164,8 +173,8 @@ def shape_refusal(problem: Problem) -> str | None:
         return "takes weights of which no group is dropped; this weight drops some, or has some that are all zero"
     if n % CHUNK_ROWS or k % 8 or (size < K_TILE and -(-k // size) * size % K_TILE):
         return (
-            f"takes N in multiples of {CHUNK_ROWS} and K in multiples of 8, in groups below {K_TILE} columns of "
-            f"{K_TILE}; got N, K = {n}, {k}"
+            f"takes N in multiples of {CHUNK_ROWS}, K in multiples of 8, and of groups below {K_TILE} columns as many "
+            f"per row as fill a multiple of {K_TILE} columns; got N, K = {n}, {k} in groups of {size}"
         )
     return None
 
