@@ -33,6 +33,7 @@ __all__ = [
     "Scalar",
     "TensorSpec",
     "WeightSpec",
+    "bytes_on_gpu",
     "format_names",
     "get_format",
     "reference_kernel",
