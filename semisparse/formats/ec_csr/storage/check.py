@@ -82,8 +82,14 @@ def _check_panels(packed: Packed) -> None:
     if on_disk and cpp.refusal() is None:  # 1000 times as fast as torch, and loading waits for it
         span = cpu.check_lists(packed)
     else:
-        span = _check_lists(packed)
-        refuse_repeats(position for position, _ in stored_weights(packed))
+        from semisparse.formats.ec_csr.cuda import check_panels  # it imports this package
+
+        on_gpu = check_panels.span_of(packed)
+        if on_gpu is None:
+            span = _check_lists(packed)
+            refuse_repeats(position for position, _ in stored_weights(packed))
+        else:
+            span = on_gpu
     if packed.params.get("span") != span:
         raise FormatError(f"params: span is {packed.params.get('span')!r}, the lists have {span}")
     if span > span_limit_of(packed.params):
