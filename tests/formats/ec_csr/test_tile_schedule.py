@@ -1,4 +1,4 @@
-"""Schedules of decode_tiles: they fit the GPU whatever the weight, and keep its SMs busy."""
+"""Schedules of decode_tiles, which fit the GPU whatever the weight, and which kernel takes how many tokens."""
 
 from dataclasses import replace
 
@@ -12,6 +12,7 @@ from semisparse.formats.ec_csr.storage.gpu import to_tiles
 from semisparse.formats.ec_csr.storage.tiles import LIMITS
 from semisparse.formats.kernel import Problem
 from semisparse.formats.product import problem_of
+from semisparse.formats.tuned import measured_times
 from tests.cuda_emulator import emulate, gpu
 from tests.formats.ec_csr.weights import EC_CSR, random_weight
 
@@ -49,3 +50,16 @@ def test_what_runs_with_how_many_tokens(monkeypatch: pytest.MonkeyPatch):
     assert decode_tiles.pays(problem(4096, 4096, 16, 34))
     in_lists = EC_CSR.arrange(EC_CSR.pack(random_weight(40, 64, "70%"), "70%", gpu="lists"), "cuda")
     assert "stored in banks" in gemm.refusal(problem_of(torch.zeros(1, 64).half(), in_lists))
+
+
+@pytest.mark.parametrize(("n", "k"), [(28672, 8192), (4096, 4096), (11008, 4096), (4096, 11008)])
+def test_by_the_shipped_table_an_h200_reads_lists_for_few_tokens_and_tiles_for_more(n: int, k: int):
+    packed = EC_CSR.pack(random_weight(16, 256, "70%"), "70%")
+    on_tiles = {"decode_tiles", "gemm"}
+    for m in (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024):
+        of_m = Problem(m, replace(packed.spec, shape=(n, k)), torch.float16, torch.device("cuda"))
+        times = measured_times(of_m, EC_CSR.tuned_by, "NVIDIA H200")
+        fastest = min(times, key=lambda kernel: times[kernel].us)
+        assert (fastest == "decode") if m <= 2 else (fastest in on_tiles), (m, times)
+        if 4 <= m <= 32:
+            assert times[fastest].us < times[fastest].dense_us

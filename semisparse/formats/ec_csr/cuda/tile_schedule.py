@@ -64,18 +64,20 @@ def choose_fused_tiles(problem: Problem, gpu: DeviceFacts) -> TileSchedule | Non
 
 
 def _preferred(problem: Problem, sms: int) -> tuple[int, int, int]:
-    """Return warps_n, warps_k and stages: those that are fastest for bitmask's tiles on an H200."""
+    """Return warps_n, warps_k and stages: the fastest on an H200 (results/h200/sweeps/ec_csr-tiles-decode.csv)."""
     row_tiles, column_tiles = tile_shape(problem.n, problem.k)
     m, few_rows = problem.m, row_tiles <= 2 * sms
     if column_tiles <= 6:
         return (1, 6, 2) if m <= 8 else (1, 3, 2)
     if column_tiles <= 16:
-        return (1, 4, 2) if m == 1 and few_rows else (1, 8, 2)
+        if few_rows or m <= 2 or m > 8:
+            return (1, 4, 2) if m == 1 and few_rows else (1, 8, 2)
+        return 2, 6, 2
     if row_tiles <= sms:
         return (1, 12, 2) if m <= 8 else (1, 6, 2)  # two row tiles per CTA would leave half of the SMs idle
     if few_rows:
         return (2, 6, 2) if m <= 8 else (2, 4, 2)
-    return (1, 16, 2) if m == 1 else (4, 4, 2) if m <= 8 else (8, 2, 2)
+    return (1, 16, 2) if m == 1 else (2, 6, 2) if m <= 8 else (8, 2, 2)
 
 
 def tile_schedule(
