@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from semisparse.formats.base import Params
-from semisparse.formats.ec_csr.cuda import decode_tiles, gemm
+from semisparse.formats.ec_csr.cuda import decode, decode_tiles, gemm
 from semisparse.formats.ec_csr.cuda.tile_schedule import WARPS_PER_SM, choose_fused_tiles, choose_tiles
 from semisparse.formats.ec_csr.storage.gpu import to_tiles
 from semisparse.formats.ec_csr.storage.tiles import LIMITS
@@ -52,6 +52,12 @@ def test_what_runs_with_how_many_tokens(monkeypatch: pytest.MonkeyPatch):
     assert "stored in banks" in gemm.refusal(problem_of(torch.zeros(1, 64).half(), in_lists))
 
 
+def both(m: int) -> Problem:
+    """Return the problem of a weight in lists and tiles."""
+    of_tiles = problem(4096, 11008, m, 34)
+    return replace(of_tiles, spec=replace(of_tiles.spec, params=Params({**of_tiles.params, "layout": "both"})))
+
+
 @pytest.mark.parametrize(("n", "k"), [(28672, 8192), (4096, 4096), (11008, 4096), (4096, 11008)])
 def test_by_the_shipped_table_an_h200_reads_lists_for_few_tokens_and_tiles_for_more(n: int, k: int):
     packed = EC_CSR.pack(random_weight(16, 256, "70%"), "70%")
@@ -59,6 +65,11 @@ def test_by_the_shipped_table_an_h200_reads_lists_for_few_tokens_and_tiles_for_m
     for m in (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024):
         of_m = Problem(m, replace(packed.spec, shape=(n, k)), torch.float16, torch.device("cuda"))
         times = measured_times(of_m, EC_CSR.tuned_by, "NVIDIA H200")
+        if not times:  # 4 tokens at 4096 x 11008 were not timed: `pays` decides
+            assert (n, k, m) == (4096, 11008, 4)
+            assert not decode.pays(both(m))
+            assert decode_tiles.pays(both(m))
+            continue
         fastest = min(times, key=lambda kernel: times[kernel].us)
         assert (fastest == "decode") if m <= 2 else (fastest in on_tiles), (m, times)
         if 4 <= m <= 32:
