@@ -1,6 +1,7 @@
 """One captured decode step of the engine, kernel by kernel: how long each takes, and how much it adds.
 
     python benchmarks/decode_step.py OUT.csv [--model llama2-7b] [--weights dense,bitmask,gqs] [--batch 1,8]
+        [--layers 8]
 
 Random weights, bfloat16. Kernels overlap (programmatic dependent launch): one is resident, and loads its
 weight, while the one before still runs. So a kernel's duration says little. What it adds is from the end of the kernel
@@ -115,19 +116,19 @@ def kernels_of(backend: DecoderBackend, events: list[Event]) -> Iterator[tuple[s
         yield "outside", events[i].name, 0.0, [timed(i)]
 
 
-def profiled(model_name: str, weights: str, batches: list[int], position: int) -> Iterator[Kernel]:
+def profiled(model_name: str, layers: int | None, weights: str, batches: list[int], position: int) -> Iterator[Kernel]:
     """Profile a model with random weights."""
-    model = random_model(model_name, torch.bfloat16, GPU, WEIGHTS[weights])
+    model = random_model(model_name, torch.bfloat16, GPU, WEIGHTS[weights], layers)
     engine = Engine(model)
     assert isinstance(engine.backend, DecoderBackend)
-    facts, layers = device_facts(GPU), len(engine.backend.decoder.layers)
+    facts, per_step = device_facts(GPU), len(engine.backend.decoder.layers)
     for batch in batches:
         prompts = random_prompts(engine.backend.vocabulary, Workload(batch, 512, 128)).tolist()
         for _ in engine.backend.run(prompts, 128, Sampling()):
             pass
         for part, name, mb, runs in kernels_of(engine.backend, events_of_a_step(engine.backend, position)):
             us, overlap, added = (median(column) for column in zip(*runs, strict=True))
-            count, ran = 1 if part == "outside" else layers, (facts.name, facts.driver)
+            count, ran = 1 if part == "outside" else per_step, (facts.name, facts.driver)
             yield Kernel(model_name, weights, batch, part, name[:60], mb, us, overlap, added, count, *ran)
 
 
@@ -136,6 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", default="llama2-7b")
+    parser.add_argument("--layers", type=int, help="decoder layers, instead of all")
     parser.add_argument("--weights", default="dense,bitmask,gqs")
     parser.add_argument("--batch", default="1")
     parser.add_argument("--position", type=int, default=560, help="position of the token that the step takes")
@@ -143,7 +145,7 @@ def main() -> None:
     batches = [int(batch) for batch in arguments.batch.split(",")]
     kernels: list[Kernel] = []
     for weights in arguments.weights.split(","):
-        found = list(profiled(arguments.model, weights, batches, arguments.position))
+        found = list(profiled(arguments.model, arguments.layers, weights, batches, arguments.position))
         for batch in batches:
             show(weights, batch, [kernel for kernel in found if kernel.batch == batch])
         kernels += found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -28,9 +29,11 @@ GPU_SECONDS = 0.01
 
 def tune(
     setup: Setup, shapes: Sequence[LayerShape], candidates: Sequence[Candidate], tokens: Sequence[int]
-) -> Iterator[TunedRow]:
+) -> Iterator[list[TunedRow]]:
     """Verify and time the kernels of every candidate except the dense baseline, which is the first candidate.
 
+    Yields:
+        The rows of one shape and candidate.
     Raises:
         KernelError: a kernel's output is wrong.
     """
@@ -38,11 +41,39 @@ def tune(
     try:
         for shape in shapes:
             _compile(setup, shape, candidates, tokens)
-            for row in measure_layer(setup, shape, tokens, candidates):
-                if isinstance(row, Measurement) and not row.candidate.is_baseline:
-                    yield _row(row)
+            measured = (row for row in measure_layer(setup, shape, tokens, candidates) if isinstance(row, Measurement))
+            for _, rows in groupby(measured, lambda row: row.candidate.label):
+                found = [_row(row) for row in rows if not row.candidate.is_baseline]
+                if found:
+                    yield found
     finally:
         timing.GPU_SECONDS = before
+
+
+def unmeasured(
+    candidates: Sequence[Candidate], shape: LayerShape, dtype: torch.dtype, tokens: Iterable[int], path: Path
+) -> list[Candidate]:
+    """Return the dense baseline and the candidates that a table lacks for some M; nothing if it lacks none of them.
+
+    Args:
+        candidates: the dense baseline first.
+        shape: N and K.
+        dtype: dtype of the activations.
+        tokens: values of M.
+        path: the table, which may be absent.
+    Raises:
+        InputError: the table cannot be read.
+    """
+    present = {_matmul_of(row) for row in read_table(path)} if path.exists() else set()
+    name = str(dtype).removeprefix("torch.")
+
+    def lacks(candidate: Candidate) -> bool:
+        keys = (candidate.format, str(parse_pattern(candidate.pattern)))
+        variant = variant_of(candidate.options, get_format(candidate.format).tuned_by)
+        return any((*keys, variant, name, shape.n, shape.k, m) not in present for m in tokens)
+
+    left = [candidate for candidate in candidates if not candidate.is_baseline and lacks(candidate)]
+    return [candidates[0], *left] if left else []
 
 
 def _compile(setup: Setup, shape: LayerShape, candidates: Iterable[Candidate], tokens: Iterable[int]) -> None:

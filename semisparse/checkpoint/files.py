@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from typing import Any
 
 from semisparse.checkpoint.config import read_json
@@ -72,6 +72,21 @@ def read_ahead(files: Iterable[Path], stopped: Event | None = None) -> None:
                 if stopped is not None and stopped.is_set():
                     return
                 os.posix_fadvise(opened.fileno(), at, READ_AHEAD, os.POSIX_FADV_WILLNEED)
+
+
+def read_ahead_in_background(path: Path) -> Thread:
+    """Start `read_ahead` of a model directory's weights in a thread, and return the thread.
+
+    Nothing is said about errors: whoever loads the directory meets them, too, and reports them.
+    """
+
+    def read() -> None:
+        with suppress(CheckpointError, OSError):
+            read_ahead(weight_files(path))
+
+    thread = Thread(target=read, name="read ahead", daemon=True)
+    thread.start()
+    return thread
 
 
 def _file_inside(index: Path, name: Any) -> str:

@@ -1,5 +1,5 @@
 """Run the command line as ``python -m semisparse.cli``."""
 
-from semisparse.cli import main
+from semisparse.cli.process import run
 
-main()
+run()

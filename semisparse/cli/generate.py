@@ -65,7 +65,7 @@ def generate(
 
     Example: `semisparse generate out --prompt "Once upon a time" --max-new-tokens 100`
     """
-    from semisparse.engine import Sampling
+    from semisparse.api.start import importing
 
     if (prompt is not None) + (batch is not None) + chat != 1:
         raise InputError("generate takes --prompt TEXT, --batch FILE or --chat, one of the three")
@@ -73,6 +73,9 @@ def generate(
         raise InputError("--chat prints a conversation; --json is for --prompt and --batch")
     if draft is not None and not speculate:
         raise InputError("--draft proposes the tokens of --speculate N; give both")
+    with importing(model, device):
+        from semisparse.engine import Sampling
+
     sampling = Sampling(temperature, top_k, top_p, seed)
     prompts = _read_prompts(batch) if batch is not None else [prompt or ""]
     engine = _load(model, device, draft, _patterns(keep_dense), quiet=as_json)

@@ -22,10 +22,13 @@ def warm(
 
     Example: `semisparse warm out`
     """
+    from semisparse.api.start import importing
     from semisparse.cli.arguments import positive_integers
-    from semisparse.engine import Engine
 
     counts = positive_integers(batches, "--batch")
+    with importing(model, device):
+        from semisparse.engine import Engine
+
     engine = Engine(model, device=device)
     seconds = engine.warm(counts)
     if json:

@@ -405,7 +405,9 @@ class Engine:
         start = time.perf_counter()
         with _memory_errors():
             self.backend.compile(tokenized, new, proposals)
-            for _ in zip(range(min(new, 2)), self.backend.run(tokenized, new, sampling, proposals), strict=False):
+            # Run to the end, for exactly these steps. An abandoned run leaves up to AHEAD steps on the GPU, and the
+            # next batch's first token would wait for them.
+            for _ in self.backend.run(tokenized, min(new, 2), sampling, proposals):
                 pass
         self._warm.add(key)
         seconds, self._check_seconds = time.perf_counter() - start + self._check_seconds, 0.0

@@ -44,9 +44,9 @@ def cached(folder: str, key: bytes, build: Callable[[], bytes]) -> bytes:
     """
     name = hashlib.sha256(key)
     path = cache_directory() / folder / name.hexdigest()
-    distrust = _distrust(cache_directory()) or _distrust(path.parent)
-    if distrust:
-        warnings.warn(f"{distrust}: the cache is not used; set SEMISPARSE_CACHE to a directory of yours", stacklevel=2)
+    reason = distrust(cache_directory()) or distrust(path.parent)
+    if reason:
+        warnings.warn(f"{reason}: the cache is not used; set SEMISPARSE_CACHE to a directory of yours", stacklevel=2)
         return build()
     content = _read(path, name.digest())
     if content is None:
@@ -61,7 +61,7 @@ def cached(folder: str, key: bytes, build: Callable[[], bytes]) -> bytes:
     return content
 
 
-def _distrust(directory: Path) -> str | None:
+def distrust(directory: Path) -> str | None:
     """Say why a directory must not be used; None if it may, or does not exist.
 
     The write permission of others is removed from a directory of this user. Files that others have put there before

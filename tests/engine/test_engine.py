@@ -115,6 +115,33 @@ def test_what_is_measured_adds_up(llama: Engine):
     assert llama.generate(PROMPTS[:1], 1)[0].decode_tokens_per_second is None
 
 
+@pytest.mark.parametrize(("new", "proposals", "steps"), [(1, 0, 1), (24, 0, 2), (24, 4, 2)])
+def test_preparing_runs_no_step_that_it_does_not_wait_for(
+    new: int, proposals: int, steps: int, monkeypatch: pytest.MonkeyPatch
+):
+    """On a GPU a run launches steps before earlier tokens are read. A next batch's first token would wait for them."""
+    engine, runs = engine_of(random_model("llama", torch.float32)), []
+    run = engine.backend.run
+
+    def recorded(prompts, new, *options):
+        rows = 0
+        for row in run(prompts, new, *options):
+            rows += 1
+            yield row
+        runs.append((new, rows))
+
+    monkeypatch.setattr(engine.backend, "run", recorded)
+    engine.prepare(PROMPTS, new, proposals=proposals)
+    assert runs == [(steps, steps)], "steps that were asked for, and rows that were read to the end"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="on a CPU nothing runs ahead: no GPU here")
+def test_preparing_leaves_the_gpu_idle():
+    engine = engine_of(random_model("llama", torch.bfloat16, **HEADS).cuda())
+    engine.prepare(PROMPTS, 200)
+    assert torch.cuda.current_stream().query()
+
+
 def test_text_is_streamed_as_it_comes_and_whole_in_the_end(llama: Engine):
     parts: dict[int, list[str]] = {0: [], 1: []}
     found = llama.generate(PROMPTS[:2], 20, on_text=lambda number, text: parts[number].append(text))

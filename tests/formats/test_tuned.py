@@ -5,8 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from semisparse.bench.kernels import Setup
+from semisparse.bench.machines import find_machine
 from semisparse.bench.roofline import Candidate
-from semisparse.bench.tune import add_to_table, of_kinds, users_table
+from semisparse.bench.shapes import LayerShape
+from semisparse.bench.tune import add_to_table, of_kinds, tune, unmeasured, users_table
 from semisparse.errors import InputError
 from semisparse.formats import tuned
 from semisparse.formats.base import get_format
@@ -150,3 +153,21 @@ def test_variants_are_picked_by_their_values():
 def test_only_a_gpu_is_tuned():
     with pytest.raises(InputError, match="tables are for GPUs"):
         users_table(torch.device("cpu"))
+
+
+def test_an_interrupted_tuning_goes_on_with_what_the_table_lacks(tmp_path: Path):
+    shape, path, tokens = LayerShape("", 64, 128, 1), tmp_path / "table.csv", (1, 4)
+    candidates = [Candidate("dense", "0%"), *(Candidate("gqs", "g16@50%", {"kind": kind}) for kind in ("w4", "w2"))]
+    setup = Setup("", torch.float32, torch.device("cpu"), find_machine("cpu"))
+    assert unmeasured(candidates, shape, torch.float32, tokens, path) == candidates
+    first = next(tune(setup, [shape], candidates, tokens))
+    assert {(row.variant, row.m) for row in first} == {("w4", 1), ("w4", 4)}
+    add_to_table(path, first)
+    assert unmeasured(candidates, shape, torch.float32, tokens, path) == [candidates[0], candidates[2]]
+    assert unmeasured(candidates, shape, torch.float32, (1, 2), path) == candidates
+    assert unmeasured(candidates, shape, torch.bfloat16, tokens, path) == candidates
+    left = unmeasured(candidates, shape, torch.float32, tokens, path)
+    for rows in tune(setup, [shape], left, tokens):
+        add_to_table(path, rows)
+    assert {row.variant for row in read_table(path)} == {"w2", "w4"}
+    assert unmeasured(candidates, shape, torch.float32, tokens, path) == []

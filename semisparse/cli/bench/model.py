@@ -59,15 +59,18 @@ def model(
     Examples: `semisparse bench model small --baseline MODEL`; `semisparse bench model --arch llama2-7b --format gqs`;
     `semisparse bench model --arch qwen2.5-7b --format dense,slide24 --set kind=int8 --prompt 512,2048`
     """
-    from semisparse.api import pick_device
-    from semisparse.bench.model import Workload, measure_each, measure_in_engine, measure_model, random_model
-    from semisparse.bench.roofline import candidate_named
-    from semisparse.engine import Engine
+    from semisparse.api.start import importing
 
     if (checkpoint is None) == (arch is None):
         raise InputError("bench model takes a model directory or --arch NAME, one of the two")
     if checkpoint is not None and (settings or pattern):
         raise InputError("--set and --pattern go with --arch: a model directory is timed as it is stored")
+    with importing(checkpoint, device):
+        from semisparse.api import pick_device
+        from semisparse.bench.model import Workload, measure_each, measure_in_engine, measure_model, random_model
+        from semisparse.bench.roofline import candidate_named
+        from semisparse.engine import Engine
+
     target = pick_device(device)
     workloads = [
         Workload(count, length, new)

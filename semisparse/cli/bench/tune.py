@@ -34,15 +34,21 @@ def tune(
     dtype: Dtype = "bfloat16",
     device: Device = "auto",
     out: Annotated[Path | None, typer.Option(help="The table; by default the user's, which matmuls use.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Leave out what the table has for all of --tokens: an earlier run's rows.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Time every kernel and write a table, by which matmuls of these shapes choose the fastest from then on."""
+    """Time every kernel and write a table, by which matmuls of these shapes choose the fastest from then on.
+
+    The table is written after each shape and variant, so that an interrupted run can go on with --resume.
+    """
     from semisparse.api import pick_device
     from semisparse.bench.kernels import Setup
     from semisparse.bench.machines import find_machine
     from semisparse.bench.roofline import candidates
     from semisparse.bench.shapes import layer_shapes
-    from semisparse.bench.tune import add_to_table, of_kinds, users_table
+    from semisparse.bench.tune import add_to_table, of_kinds, unmeasured, users_table
     from semisparse.bench.tune import tune as tune_shapes
 
     target = pick_device(device)
@@ -56,10 +62,10 @@ def tune(
     with progress_bar(not as_json) as bars:
         task = bars.add_task("shapes", total=len(layers))
         for layer in layers.values():
-            measured = list(tune_shapes(setup, [layer], compared, counts))
-            if measured:
+            left = unmeasured(compared, layer, setup.dtype, counts, path) if resume else compared
+            for measured in tune_shapes(setup, [layer], left, counts) if left else ():
                 add_to_table(path, measured)
-            rows += measured
+                rows += measured
             bars.advance(task)
     if as_json:
         print_json({"table": str(path), "rows": [asdict(row) for row in rows]})

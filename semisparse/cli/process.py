@@ -1,0 +1,34 @@
+"""The command line as a process of its own: what ``semisparse`` and ``python -m semisparse.cli`` run."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+
+from semisparse.api.start import keep_bytecode
+from semisparse.cli import main
+
+
+def run() -> None:
+    """Run the command line, and end the process once its output is written.
+
+    Python's own end looks through every object once more and takes all modules apart: 0.8 CPU seconds after torch and
+    transformers were imported. Nothing of it is needed. Functions registered with `atexit` still run.
+    """
+    keep_bytecode()
+    status: str | int | None = 0
+    try:
+        main()
+    except SystemExit as leaving:
+        status = leaving.code or 0
+    if not isinstance(status, int):
+        raise SystemExit(status)
+    atexit._run_exitfuncs()
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None and not stream.closed:
+                stream.flush()
+    except OSError:
+        raise SystemExit(status) from None  # Python's own end says that the output could not be written
+    os._exit(status)
