@@ -79,13 +79,14 @@ vllm := VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
 test-vllm-gpu:
 	$(vllm) OMP_NUM_THREADS=2 TORCHINDUCTOR_COMPILE_THREADS=2 $(VLLM_PYTHON) -m pytest -n 8 -rA tests/vllm/test_gpu.py
 
-# Fourteen engines start side by side, then eight processes, four of them servers: 16 cores, one H200, 10 minutes. Rows are added to
-# vllm.csv, vllm-serve.csv and vllm-kernels.csv.
+# Thirteen engines start side by side, then eight processes, four of them servers, then two: 16 cores, one H200, 12 minutes. Rows are
+# added to vllm.csv, vllm-serve.csv and vllm-kernels.csv.
 bench-vllm:
 	$(vllm) OMP_NUM_THREADS=2 $(VLLM_PYTHON) benchmarks/vllm_speed.py $(OUT)/vllm.csv --cache 32 \
-		--profile dense,bitmask,gqs-w4s50,bitmask-fused,gqs-w4s50-fused --entries $(vllm_first)+$(vllm_then)
+		--profile dense,bitmask-unfused,gqs-w4s50-unfused,bitmask,gqs-w4s50 --entries $(vllm_first)+$(vllm_then)+$(vllm_copies)
 vllm_qwen := qwen2.5-1.5b/dense,qwen2.5-1.5b/int4,qwen2.5-1.5b/bitmask,qwen2.5-1.5b/gqs-w4s50
-vllm_first := dense,bitmask,gqs-w4s50,int4,fp8,slide24-2:4-int8,bitmask-fused,gqs-w4s50-fused,gqs-w4s50-fused-no-pdl,gqs-w4s50-few-splits,$(vllm_qwen)
+vllm_first := dense,bitmask,gqs-w4s50,int4,fp8,slide24-2:4-int8,bitmask-unfused,gqs-w4s50-unfused,gqs-w4s50-unfused-few-splits,$(vllm_qwen)
+vllm_copies := bitmask-keep-dense,qwen2.5-1.5b/bitmask-keep-dense
 vllm_then := dense@serve,int4@serve,bitmask@serve,gqs-w4s50@serve,bitmask-w4,slide24-6:8-int8,vector_nm,gqs-dense-w4
 
 # The files of results/h200, measured on this machine's GPU; `bench-parallel` needs two.

@@ -8,6 +8,7 @@ import re
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,17 +30,19 @@ LONG_PROMPTS, LONG_PROMPT = 32, 2048
 
 PROFILED_STEPS, STEP = 32, "step"
 
-FUSION = {"additional_config": {"semisparse_fusion": True}}
+UNFUSED = {"additional_config": {"semisparse_fusion": False}}
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "-fused-no-pdl": {**FUSION, "compilation_config": {"inductor_compile_config": {"triton.enable_pdl": False}}},
-    "-fused": FUSION,
-    "-few-splits": {"attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 4}},
+    "-unfused-few-splits": {**UNFUSED, "attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 4}},
+    "-unfused": UNFUSED,
     "-triton-attention": {"attention_config": {"backend": "TRITON_ATTN"}},
+    "-keep-dense": {"additional_config": {"semisparse_keep_dense": ["*"]}},
 }
-"""Endings of columns, and the engine arguments that they stand for: fused matmuls without programmatic dependent launch
-of Inductor's kernels; fused matmuls; FlashAttention with the keys in at most 4 parts instead of 32; vLLM's own kernel
-for attention."""
+"""Endings of columns, and the engine arguments that they stand for: no fused matmuls, without and with FlashAttention
+taking the keys in at most 4 parts instead of 32; vLLM's own kernel for attention; dense copies of all weights."""
+
+WHOLE = ("", "-keep-dense")
+"""Endings of the columns of which prompts and throughput are measured too; the others do not change these."""
 
 ENGINE: dict[str, Any] = {
     "max_model_len": 4096,
@@ -240,7 +243,13 @@ def profile_step(engine: Any) -> list[KernelTime]:
 
 
 def measure_engine(
-    turn: Turn, folder: Path, settings: dict[str, Any], cache: Any, requests: int, profiles: bool, is_whole: bool
+    turn: Turn,
+    folder: Path,
+    settings: dict[str, Any],
+    cache: Any,
+    requests: int,
+    profiles: bool,
+    batches: Sequence[int] = BATCHES,
 ) -> None:
     """Start an engine and, at its turn, measure; each figure is sent to the parent when it is known.
 
@@ -249,9 +258,9 @@ def measure_engine(
         folder: the checkpoint.
         settings: of the engine.
         cache: what opens the KV cache.
-        requests: of the throughput.
+        requests: of the throughput; 0: neither prompts nor throughput are measured.
         profiles: whether a decode step is profiled.
-        is_whole: whether prompts and throughput are measured too.
+        batches: numbers of sequences, beside one, of which decode steps are timed.
     """
     turn.wait()
     import torch
@@ -275,9 +284,9 @@ def measure_engine(
     turn.say("latency_s", round(whole, 4))
     turn.say("first_token_s", round(first, 4))
     turn.say("step_ms", round(single, 3))
-    for batch in BATCHES:
+    for batch in batches:
         turn.say(f"step_ms_{batch}", round(step_ms(model, {**STEPS, "batch-size": batch})[2], 3))
-    if is_whole:
+    if requests:
         long = min(throughput_seconds([LONG_PROMPT] * LONG_PROMPTS, [1] * LONG_PROMPTS, model) for _ in range(2))
         turn.say("prompt_tokens_per_second", round(LONG_PROMPTS * LONG_PROMPT / long))
         outputs = chat_lengths(MEAN_OUTPUT, 2, requests)

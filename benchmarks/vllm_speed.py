@@ -6,7 +6,7 @@ An entry is a way to store the weights, of llama2-7b unless a model is named bef
 it: `vllm bench latency` and `vllm bench throughput` on one engine; with ``@serve``, `vllm bench serve` at several rates
 on one server (to vllm-serve.csv beside the given file). Entries joined by commas start side by side and are then
 measured one after another; `+` begins the next group. All share one KV cache (`vllm_cache.py`). A column with an ending
-of `VARIANTS` is measured with batches alone: prompts and throughput do not change.
+of `VARIANTS` that is not in `WHOLE` is measured with batches alone: prompts and throughput do not change.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 from vllm_cache import shared_cache
 from vllm_checkpoints import COLUMNS, INT4, MODELS, RIVALS, config_of, write_dense, write_ours
-from vllm_engine import ENGINE, VARIANTS, ProfileRow, Row, measure_engine
+from vllm_engine import BATCHES, ENGINE, VARIANTS, WHOLE, ProfileRow, Row, measure_engine
 from vllm_process import Child, Turn, end_all
 from vllm_serve import ServeRow, measure_server, run_server
 
@@ -139,9 +139,10 @@ def start(entry: Entry, port: int, cache: Any, args: Namespace) -> Child:
     if entry.serves:
         return Child(entry.name, log, run_server, folder, settings_of(entry, args), cache, port)
     profiles = entry.column in args.profile.split(",") and entry.model == "llama2-7b"
-    is_whole = args.requests > 0 and not entry.variant
+    is_brief = entry.column in args.brief.split(",")
+    requests = args.requests if entry.variant in WHOLE and not is_brief else 0
     engine = folder, settings_of(entry, args), cache
-    return Child(entry.name, log, measure_engine, *engine, args.requests, profiles, is_whole)
+    return Child(entry.name, log, measure_engine, *engine, requests, profiles, () if is_brief else BATCHES)
 
 
 def measure_rate(child: Child, entry: Entry, port: int, pair: str, args: Namespace) -> None:
@@ -165,11 +166,24 @@ def measure_rate(child: Child, entry: Entry, port: int, pair: str, args: Namespa
 
 
 def measure_offline(child: Child, entry: Entry, args: Namespace) -> None:
-    """Let an engine measure, and write its rows: also what came of one that failed half-way."""
+    """Let an engine measure, and write its rows: also what came of one that failed half-way, or until SIGTERM."""
     child.go()
-    child.messages("done", WAIT_S["done"])
-    child.end()
-    same, found = {"model": entry.model, "weights": entry.column}, child.partial
+    try:
+        child.messages("done", WAIT_S["done"])
+    finally:
+        child.end()
+        write_offline(child.partial, entry, args)
+
+
+def write_offline(found: dict[str, Any], entry: Entry, args: Namespace) -> None:
+    """Write the rows of what an engine measured.
+
+    Args:
+        found: its messages.
+        entry: what it served.
+        args: the command line.
+    """
+    same = {"model": entry.model, "weights": entry.column}
     rows = [{**same, **row, "machine": found["row"]["machine"]} for row in found.pop("profile", [])]
     if rows:
         add(args.out.with_name("vllm-kernels.csv"), ProfileRow, rows)
@@ -247,6 +261,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="decoder layers, if not all of the model")
     parser.add_argument("--cache", type=int, default=16, help="GiB of the KV cache")
     parser.add_argument("--requests", type=int, default=500, help="requests of the throughput; 0: batches alone")
+    parser.add_argument("--brief", default="", help="columns of which one sequence alone is measured")
     parser.add_argument("--rates", default="16x160,4x48", help="requests per second x requests of a server")
     parser.add_argument("--profile", default="", help="columns of which a decode step is profiled, to vllm-kernels.csv")
     parser.add_argument("--hold", type=Path, help="measure only once this file exists: other jobs end first")

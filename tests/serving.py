@@ -103,10 +103,10 @@ def every_format() -> list[Served]:
     ]
 
 
-def write(served: Served, out: Path) -> Path:
+def write(served: Served, out: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
     """Write the directory, with random weights and biases."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(served.config, dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_config(served.config, dtype=dtype).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.5)

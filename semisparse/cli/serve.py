@@ -33,11 +33,15 @@ def serve(
     Example: `semisparse serve out -- --max-model-len 4096`
     """
     from semisparse.api import inspect_directory
+    from semisparse.api.serving import check_gpu
 
     if not (model / "config.json").is_file():
         raise InputError(f"{model} is no model directory: it has no config.json")
-    inspect_directory(model)  # a server would refuse a corrupted model only after a minute, with a page of traceback
+    # A server would refuse a corrupted model or a GPU that is too small only after a minute, with a page of traceback.
+    description = inspect_directory(model)
     name, command = _server()
+    if command is VLLM:
+        check_gpu(description, arguments or [])
     whole = [*command, str(model), "--port", str(port), *(arguments or [])]
     console.print(f"serving {model} by {name}: {shlex.join(whole)}", highlight=False, soft_wrap=True)
     console.print(f"once it is up, try:\n  {_example(model, port)}", highlight=False, soft_wrap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
@@ -10,11 +11,7 @@ from torch import Tensor, nn
 from semisparse.formats import Packed, linear
 from semisparse.formats.base import WeightSpec
 from semisparse.formats.product import measured_speedup, prepare_product
-from semisparse.nn import SparseLinear
-
-MANY_TOKENS = 64
-"""Tokens from which a dense copy computes a layer that no tuned table of this device has. On an H200 formats are faster
-than dense at fewer, as a rule, and as fast or slower at more."""
+from semisparse.nn import SparseLinear, copy_pays
 
 
 class DenseLinear:
@@ -53,6 +50,24 @@ def dense_packed(weight: Tensor) -> Packed:
     return Packed(WeightSpec.from_dict({**spec, "dtype": dtype}), {"values": weight})
 
 
+def slower_layers(model: nn.Module, m: int, dtype: torch.dtype, copied: Sequence[str] = ()) -> list[str]:
+    """Return the names of the packed layers that are slower than dense, by the tuned tables of their device.
+
+    Args:
+        model: its layers.
+        m: rows of x.
+        dtype: dtype of x.
+        copied: glob patterns of the names of layers that have a dense copy, which are left out.
+    """
+    return [
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, SparseLinear)
+        and not any(fnmatchcase(name, pattern) for pattern in copied)
+        and (measured_speedup(layer.packed, m, dtype) or 1) < 1
+    ]
+
+
 class DenseCopy:
     """A dense copy of a packed layer, beside it.
 
@@ -72,8 +87,7 @@ class DenseCopy:
 
     def pays(self, m: int) -> bool:
         """Return whether the copy is faster than the layer for ``m`` tokens."""
-        speedup = measured_speedup(self._layer.packed, m, self._dtype)
-        return m >= MANY_TOKENS if speedup is None else speedup < 1
+        return copy_pays(self._layer.packed, m, self._dtype)
 
     def prepare(self, m: int) -> None:
         """Compile and load the GPU kernels for ``m`` tokens."""

@@ -1,5 +1,6 @@
 """SparseLinear, experts, fused layers of several weights, replacing modules, slicing and stacking packed weights."""
 
+from semisparse.nn.dense_copy import CopiedLinear, copy_pays
 from semisparse.nn.dequantise import dequantise_layers
 from semisparse.nn.joined import JoinedLinear, JoinedPart, join_layers
 from semisparse.nn.joined_experts import JoinedExperts, join_experts
@@ -11,6 +12,7 @@ from semisparse.nn.stacked_linear import StackedLinear
 
 __all__ = [
     "LINEAR_CLASSES",
+    "CopiedLinear",
     "JoinedExperts",
     "JoinedLinear",
     "JoinedPart",
@@ -19,6 +21,7 @@ __all__ = [
     "StackedLinear",
     "check_slice",
     "concatenate_weights",
+    "copy_pays",
     "dequantise_layers",
     "expert_shapes",
     "is_fused_experts",

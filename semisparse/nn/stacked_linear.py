@@ -12,6 +12,7 @@ from semisparse.errors import KernelError
 from semisparse.formats.base import Packed, get_format, reference_kernel
 from semisparse.formats.kernel import Problem, bucket_of
 from semisparse.formats.product import in_parallel, prepare_product
+from semisparse.nn.dense_copy import CopiedLinear
 from semisparse.nn.fused_linear import can_fuse
 from semisparse.nn.sparse_linear import SparseLinear
 from semisparse.nn.stacking import stack_neighbours
@@ -56,6 +57,17 @@ class StackedLinear(nn.Module):
             [partial(prepare_product, weight, m, dtype) for weight in weights for m in buckets]
             + [partial(can_fuse, weight, dtype, fusion) for weight in weights for fusion in fusions]
         )
+
+    def keep_dense(self, tokens: int, dtype: torch.dtype) -> None:
+        """Keep dense copies of the weights that have any use for one.
+
+        Args:
+            tokens: maximum number of rows of x.
+            dtype: dtype of x.
+        """
+        for index, weight in enumerate(self._weights()):
+            if CopiedLinear.pays(weight, tokens, dtype):
+                self.layers[index] = CopiedLinear(weight, dtype)
 
     def _weights(self) -> list[Packed]:
         return [layer.packed for layer in self.layers if isinstance(layer, SparseLinear)]

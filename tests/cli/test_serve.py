@@ -12,6 +12,7 @@ import pytest
 import semisparse
 from semisparse.cli import serve
 from semisparse.errors import SemisparseError
+from semisparse.runtime.device import DeviceFacts
 from tests.models import byte_tokenizer, random_model
 
 
@@ -38,6 +39,16 @@ def test_the_directory_port_and_further_arguments_are_passed_on(run, started, co
     assert started == [["program", "serve", str(compressed), "--port", "81", "--max-model-len", "64"]]
     assert "by some server" in outcome.err
     assert "curl http://localhost:81/v1/chat/completions" in outcome.err
+
+
+def test_a_gpu_that_is_too_small_is_refused_before_vllm_starts(run, started, compressed: Path, monkeypatch):
+    monkeypatch.setattr("semisparse.cli.serve._server", lambda: ("vLLM", serve.VLLM))
+    facts = DeviceFacts("Some GPU", "cuda", "sm_90a", 1, 1, 100, "", (9, 0))
+    monkeypatch.setattr("semisparse.api.serving.device_facts", lambda device: facts)
+    outcome = run("serve", compressed)
+    assert outcome.status == 2
+    assert not started
+    assert "and Some GPU has 0.0 GB: serve them on more GPUs" in " ".join(outcome.err.split())
 
 
 def test_a_directory_of_a_newer_version_is_refused_before_a_server_starts(run, started, compressed: Path):

@@ -7,11 +7,12 @@ import torch
 
 from semisparse.api import compress
 from semisparse.cli.generate import _patterns
-from semisparse.engine import Engine, decoder, dense
+from semisparse.engine import Engine, decoder
 from semisparse.engine.decoder import Cache
 from semisparse.errors import InputError
-from semisparse.formats.product import measured_speedup
+from semisparse.formats.product import _measured_speedup, measured_speedup
 from semisparse.formats.tuned import _rows_of, measured_times, user_table
+from semisparse.nn import dense_copy
 from semisparse.runtime.device import device_facts
 from tests.models import byte_tokenizer, random_model
 
@@ -38,7 +39,7 @@ def logits(engine: Engine, tokens: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_copies_compute_long_prompts_with_the_same_result(device: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(dense, "MANY_TOKENS", 4)
+    monkeypatch.setattr(dense_copy, "MANY_TOKENS", {0: 4})
     model = compressed(device)
     plain, kept = engine_of(model), engine_of(model, "*")
     for tokens in (3, 4, 9):
@@ -51,7 +52,7 @@ def test_copies_compute_long_prompts_with_the_same_result(device: str, monkeypat
 def test_only_layers_that_match_are_copied_and_only_many_tokens_use_the_copy(
     device: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(dense, "MANY_TOKENS", 4)
+    monkeypatch.setattr(dense_copy, "MANY_TOKENS", {0: 4})
     model = compressed(device)
     plain, kept = engine_of(model), engine_of(model, "model.layers.1.mlp.down_proj", "*.gate_proj")
     assert kept.dense_bytes == 24 * 44 * 4  # gate is computed with up, which does not match
@@ -69,19 +70,22 @@ def test_the_tuned_table_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     down = kept.backend.decoder.layers[0].down
     ((index, layer),) = down.copyable.items()
     assert measured_speedup(layer.packed, 2, torch.float32) is None
-    assert down._copy_for(index, dense.MANY_TOKENS - 1) is None
-    assert down._copy_for(index, dense.MANY_TOKENS) is not None
+    assert down._copy_for(index, dense_copy.MANY_TOKENS[0] - 1) is None
+    assert down._copy_for(index, dense_copy.MANY_TOKENS[0]) is not None
     table = user_table(device_facts(torch.device("cpu")).name)
     table.parent.mkdir()
     times = {1: (10, 20), 8: (10, 5), 16: (10, 5), 512: (10, 20)}
     base = f"bitmask,{layer.packed.pattern},,float32,24,44"
     table.write_text(HEADER + "".join(f"{base},{m},{'cpu'},{us},{other}\n" for m, (us, other) in times.items()))
-    caches = (_rows_of, measured_times, dense.measured_speedup.__globals__["_measured_speedup"])
+    caches = (_rows_of, measured_times, _measured_speedup)
     for cached in caches:
         cached.cache_clear()
     try:
         assert measured_speedup(layer.packed, 8, torch.float32) == 0.5
         assert [down._copy_for(index, m) is not None for m in (1, 8, 16, 512)] == [False, True, True, False]
+        plain, name = engine_of(kept.model), "model.layers.0.mlp.down_proj"
+        assert [name in plain.slower_than_dense(m) for m in (1, 8, 512)] == [False, True, False]
+        assert not any(copied.endswith(".down_proj") for copied in kept.slower_than_dense(8))
     finally:
         for cached in caches:
             cached.cache_clear()

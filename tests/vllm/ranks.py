@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +35,42 @@ def start(rank: int, world: int, rendezvous: Path) -> None:
         initialize_model_parallel(world)
 
 
-def load(directory: Path, dtype: str = "float32") -> Any:
+def load(directory: Path, dtype: str = "float32", **settings: Any) -> Any:
     """Load a model as ``vllm serve`` does."""
-    from vllm.config import DeviceConfig, LoadConfig, ModelConfig, VllmConfig, set_current_vllm_config
+    return load_with_config(directory, dtype, **settings)[0]
+
+
+def load_with_config(
+    directory: Path, dtype: str = "float32", custom_ops: Sequence[str] = (), additional_config: Any = None
+) -> tuple[Any, Any]:
+    """Load a model as ``vllm serve`` does, and return it with vLLM's config.
+
+    Args:
+        directory: the checkpoint.
+        dtype: of activations.
+        custom_ops: vLLM's setting, of which ``none`` takes the code in torch of its operators.
+        additional_config: vLLM's setting.
+    """
+    from vllm.config import (
+        CompilationConfig,
+        DeviceConfig,
+        LoadConfig,
+        ModelConfig,
+        VllmConfig,
+        set_current_vllm_config,
+    )
     from vllm.model_executor.model_loader import get_model_loader
 
     model_config = ModelConfig(model=str(directory), dtype=dtype, enforce_eager=True)
-    config = VllmConfig(model_config=model_config, device_config=DeviceConfig(device="cpu"), load_config=LoadConfig())
+    config = VllmConfig(
+        model_config=model_config,
+        device_config=DeviceConfig(device="cpu"),
+        load_config=LoadConfig(),
+        compilation_config=CompilationConfig(custom_ops=list(custom_ops)),
+        additional_config=additional_config or {},
+    )
     with set_current_vllm_config(config):
-        return get_model_loader(config.load_config).load_model(vllm_config=config, model_config=model_config)
+        return get_model_loader(config.load_config).load_model(vllm_config=config, model_config=model_config), config
 
 
 def layers_of(model: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch._inductor import config as inductor_config
 import semisparse
 from semisparse.errors import InputError
 from semisparse.formats import Packed
+from semisparse.nn import CopiedLinear
 from semisparse.patterns import parse_pattern
 from tests.vllm import ranks
 
@@ -48,11 +49,14 @@ class Block:
 
         return SiluAndMul.forward_native(x)
 
+    def linear(self, x: Tensor, packed: Packed) -> Tensor:
+        return semisparse.linear(x, packed)
+
     def __call__(self, attention: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        hidden, residual = self.norm(0, semisparse.linear(attention, self.o), residual)
-        hidden = self.activation(semisparse.linear(hidden, self.gate_up))
-        hidden, residual = self.norm(1, semisparse.linear(hidden, self.down), residual)
-        return semisparse.linear(hidden, self.qkv), residual
+        hidden, residual = self.norm(0, self.linear(attention, self.o), residual)
+        hidden = self.activation(self.linear(hidden, self.gate_up))
+        hidden, residual = self.norm(1, self.linear(hidden, self.down), residual)
+        return self.linear(hidden, self.qkv), residual
 
 
 def fused(block: Any, monkeypatch: pytest.MonkeyPatch, can_fuse: Any = lambda packed, dtype, fusion: True) -> Counter:
@@ -66,10 +70,10 @@ def fused(block: Any, monkeypatch: pytest.MonkeyPatch, can_fuse: Any = lambda pa
 
     class Spy(InductorPass):
         def __call__(self, graph: fx.Graph) -> None:
-            fusion.FusionPass(launches_early=True)(graph)
+            fusion.FusionPass()(graph)
             graph.lint()
-            is_fused = any(node.target is fusion.FUSED for node in graph.nodes)
-            assert inductor_config.triton.enable_pdl is is_fused
+            if inductor_config.triton.enable_pdl:
+                found["early"] += 1
             for node in graph.nodes:
                 if node.target is fusion.FUSED:
                     *_, norm, _, residual, gated = node.args
@@ -92,15 +96,49 @@ def fused(block: Any, monkeypatch: pytest.MonkeyPatch, can_fuse: Any = lambda pa
 
 
 def test_all_around_the_matmuls_of_a_decoder_layer_is_fused(monkeypatch: pytest.MonkeyPatch):
-    assert fused(Block(), monkeypatch) == {"added": 2, "normed": 2, "gated": 1}
+    assert fused(Block(), monkeypatch) == {"added": 2, "normed": 2, "gated": 1, "early": 1}
+
+
+def test_matmuls_with_dense_copies_are_fused(monkeypatch: pytest.MonkeyPatch):
+    class Copied(Block):
+        def linear(self, x: Tensor, packed: Packed) -> Tensor:
+            return self.copies[id(packed)](x)
+
+        def __init__(self) -> None:
+            super().__init__()
+            weights = (self.o, self.gate_up, self.down, self.qkv)
+            self.copies = {id(packed): CopiedLinear(packed, torch.bfloat16) for packed in weights}
+
+    assert fused(Copied(), monkeypatch) == {"added": 2, "normed": 2, "gated": 1, "early": 1}
+
+
+def test_the_norm_after_an_all_reduce_is_fused(monkeypatch: pytest.MonkeyPatch):
+    class Reduced(Block):
+        def linear(self, x: Tensor, packed: Packed) -> Tensor:
+            y = super().linear(x, packed)
+            return 2 * y if packed is self.o or packed is self.down else y
+
+    assert fused(Reduced(), monkeypatch) == {"normed": 2, "gated": 1, "linear": 2}
+
+
+def test_a_norm_or_residual_of_another_dtype_is_not_fused(monkeypatch: pytest.MonkeyPatch):
+    wide = Block()
+    wide.norms = [norm.float() for norm in wide.norms]
+    assert fused(wide, monkeypatch) == {"linear": 4, "fused_add_rms_norm": 2}
+
+    class WideResidual(Block):
+        def __call__(self, attention: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+            return super().__call__(attention, residual.float())
+
+    assert fused(WideResidual(), monkeypatch)["added"] == 1  # the second residual is what the first norm gives
 
 
 @pytest.mark.parametrize(
     ("refused", "found"),
     [
         ("ADDED", {"linear": 2, "normed": 2, "gated": 1}),
-        ("GATED", {"added": 2, "normed": 2, "gated": 0}),
-        ("NORMED", {"added": 2, "normed": 1, "gated": 1, "linear": 1, "rms_norm": 1}),
+        ("GATED", {"added": 2, "normed": 2, "gated": 0, "early": 1}),
+        ("NORMED", {"added": 2, "normed": 1, "gated": 1, "linear": 1, "rms_norm": 1, "early": 1}),
     ],
 )
 def test_what_no_kernel_fuses_is_computed_around_it(refused: str, found: dict[str, int], monkeypatch):
@@ -113,6 +151,45 @@ def test_what_no_kernel_fuses_is_computed_around_it(refused: str, found: dict[st
 def test_nothing_is_changed_where_nothing_can_be_fused(monkeypatch: pytest.MonkeyPatch):
     found = fused(Block(), monkeypatch, lambda packed, dtype, fusion: False)
     assert found == {"linear": 4, "fused_add_rms_norm": 2}
+
+
+def test_kernels_that_read_what_an_earlier_matmul_wrote_are_not_launched_early(monkeypatch: pytest.MonkeyPatch):
+    class Older(Block):
+        """The last sum reads the first one, which two matmuls may overtake."""
+
+        def __call__(self, attention: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+            hidden, residual = super().__call__(attention, residual)
+            return hidden, hidden[:, :HIDDEN] + residual
+
+    class Unordered(Block):
+        """The last matmul does not depend on the operation before it, and may be computed first."""
+
+        def __call__(self, attention: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+            hidden, first = self.norm(0, self.linear(attention, self.o), residual)
+            return self.linear(hidden, self.qkv), self.linear(attention.sin(), self.o) + first.sin()
+
+    for block in (Older(), Unordered()):
+        found = fused(block, monkeypatch)
+        assert found["normed"]
+        assert not found["early"]
+
+
+def test_a_norm_weight_or_bias_that_the_graph_computes_is_not_fused(monkeypatch: pytest.MonkeyPatch):
+    """Fused kernels read both before the preceding kernel has ended."""
+
+    class Shifted(Block):
+        def norm(self, index: int, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+            from vllm import ir
+
+            return ir.ops.fused_add_rms_norm(x, residual, self.norms[index] + 1, 1e-6, None)
+
+    assert fused(Shifted(), monkeypatch) == {"linear": 4, "fused_add_rms_norm": 2}
+
+    class Biased(Block):
+        def linear(self, x: Tensor, packed: Packed) -> Tensor:
+            return semisparse.linear(x, packed, x[0, 0].expand(packed.shape[0]).contiguous())
+
+    assert fused(Biased(), monkeypatch)["linear"] == 4
 
 
 def test_a_norm_that_another_operation_reads_is_not_fused(monkeypatch: pytest.MonkeyPatch):
@@ -151,7 +228,7 @@ def config(**changes: Any) -> Any:
         "inductor_compile_config": {},
         "compile_ranges_endpoints": [64],
     }
-    additional = changes.pop("additional_config", {"semisparse_fusion": True})
+    additional = changes.pop("additional_config", {})
     return SimpleNamespace(compilation_config=SimpleNamespace(**(compilation | changes)), additional_config=additional)
 
 
@@ -173,6 +250,8 @@ def test_it_is_installed_for_few_tokens(gpu: SimpleNamespace):
 
     from semisparse.integrations.vllm import fusion
 
+    for additional in ({"semisparse_fusion": True}, "of another plugin"):
+        assert fusion.install_fusion(config(additional_config=additional), FORMATS)
     changed = config()
     assert fusion.install_fusion(changed, FORMATS)
     assert changed.compilation_config.compile_ranges_endpoints == [fusion.MAX_FUSED_TOKENS, 64]
@@ -180,7 +259,6 @@ def test_it_is_installed_for_few_tokens(gpu: SimpleNamespace):
     installed = settings[gpu.pass_key]
     assert installed.is_applicable_for_range(Range(1, fusion.MAX_FUSED_TOKENS))
     assert not installed.is_applicable_for_range(Range(fusion.MAX_FUSED_TOKENS + 1, 64))
-    assert installed.launches_early
     assert settings[fusion.PDL] is False
     assert fusion.install_fusion(changed, FORMATS)
 
@@ -189,8 +267,7 @@ def test_it_is_not_installed_where_nothing_is_fused(gpu: SimpleNamespace, monkey
     from semisparse.integrations.vllm import fusion
 
     assert not fusion.install_fusion(config(mode=None), FORMATS)
-    for additional in ({}, {"semisparse_fusion": False}, "hash"):
-        assert not fusion.install_fusion(config(additional_config=additional), FORMATS)
+    assert not fusion.install_fusion(config(additional_config={"semisparse_fusion": False}), FORMATS)
     own = config(inductor_compile_config={"post_grad_custom_post_pass": object()})
     assert not fusion.install_fusion(own, FORMATS)
     assert own.compilation_config.compile_ranges_endpoints == [64]
@@ -201,14 +278,13 @@ def test_it_is_not_installed_where_nothing_is_fused(gpu: SimpleNamespace, monkey
     assert not fusion.install_fusion(config(), FORMATS)
 
 
-def test_a_setting_of_the_user_is_kept(gpu: SimpleNamespace):
+@pytest.mark.parametrize("additional", [{}, {"semisparse_fusion": False}])
+def test_early_launches_for_all_graphs_are_turned_off(gpu: SimpleNamespace, additional: dict[str, bool]):
     from semisparse.integrations.vllm import fusion
 
-    changed = config(inductor_compile_config={fusion.PDL: True})
-    assert fusion.install_fusion(changed, FORMATS)
-    settings = changed.compilation_config.inductor_compile_config
-    assert settings[fusion.PDL] is True
-    assert not settings[gpu.pass_key].launches_early
+    changed = config(inductor_compile_config={fusion.PDL: True}, additional_config=additional)
+    fusion.install_fusion(changed, FORMATS)
+    assert changed.compilation_config.inductor_compile_config[fusion.PDL] is False
 
 
 def test_an_unknown_setting_is_refused(gpu: SimpleNamespace):

@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from torch._inductor import config as inductor_config
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer, GemmaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from semisparse.demo import HELD_OUT, MODEL
 from semisparse.errors import KernelError
+from semisparse.nn import dense_copy
 from tests.models import SHARED
-from tests.serving import Served, one, write_compressed
+from tests.serving import SIZES, Served, one, write, write_compressed
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -161,11 +166,49 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"))
 
 
+FUSIONS = {"normed", "added", "gated"}
+"""A norm before a matmul; a residual after it; SiLU after it and a norm before."""
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """The packed matmuls of the graphs that the fusion pass ran on: by what is fused, or ``alone``."""
+    from vllm import envs
+
+    from semisparse.integrations.vllm import fusion
+
+    # The pass runs only where something is compiled. The first engine of a process caches vLLM's variables.
+    envs.disable_envs_cache()
+    monkeypatch.setenv("VLLM_DISABLE_COMPILE_CACHE", "1")
+    monkeypatch.setattr(inductor_config, "force_disable_caches", True)
+    found: Counter[str] = Counter()
+    run = fusion.FusionPass.__call__
+
+    def count(self: Any, graph: torch.fx.Graph) -> None:
+        run(self, graph)
+        for node in graph.nodes:
+            if node.target is fusion.FUSED:
+                *_, norm, _, _, gated = node.args
+                found["gated" if gated else "added" if norm is None else "normed"] += 1
+            elif node.target in fusion.LINEARS:
+                found["alone"] += 1
+
+    monkeypatch.setattr(fusion.FusionPass, "__call__", count)
+    return found
+
+
 def written(name: str, served: Served, folder: Path, dtype: torch.dtype = torch.float16) -> Path:
     source = source_of(name)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval()
     return write_compressed(model, AutoTokenizer.from_pretrained(source), served, folder / f"{name}-{served.name}")
 
+
+ARCHITECTURES: dict[str, tuple[PreTrainedConfig, bool]] = {
+    "qwen2": (Qwen2Config(**{**SIZES, "architectures": ["Qwen2ForCausalLM"]}), True),
+    "qwen3": (Qwen3Config(**{**SIZES, "architectures": ["Qwen3ForCausalLM"]}, head_dim=64), True),
+    "gemma": (GemmaConfig(**{**SIZES, "architectures": ["GemmaForCausalLM"]}, head_dim=64), False),
+}
+"""Models that are not Llamas, and whether norms are fused into their matmuls."""
 
 FEW_GRAPHS = {"cudagraph_capture_sizes": [1, 2, 4]}
 """vLLM's compilation settings: CUDA graphs for the numbers of sequences here only, instead of its 51 sizes."""
@@ -198,10 +241,45 @@ def test_so_it_is_compiled_and_with_graphs(served: str, tmp_path: Path):
 @pytest.mark.parametrize(
     "served", ["bitmask", "bitmask-w4", "gqs-w4s50", "gqs-dense-w4", "vector_nm", "ec_csr", "dense-int8"]
 )
-def test_so_it_is_with_fused_matmuls(served: str, tmp_path: Path):
+def test_so_it_is_with_fused_matmuls(served: str, tmp_path: Path, fused: Counter[str]):
     directory = written("demo", FORMATS[served], tmp_path)
-    settings = {"additional_config": {"semisparse_fusion": True}, "compilation_config": FEW_GRAPHS}
+    compare(directory, "demo", torch.float16, LEAST[served], compilation_config=FEW_GRAPHS)
+    assert fused.keys() & FUSIONS
+    if served == "bitmask":
+        assert fused.keys() == FUSIONS
+
+
+@pytest.mark.parametrize("served", ["bitmask", "gqs-w4s50"])
+def test_so_it_is_without_fused_matmuls(served: str, tmp_path: Path, fused: Counter[str]):
+    directory = written("demo", FORMATS[served], tmp_path)
+    settings = {"additional_config": {"semisparse_fusion": False}, "compilation_config": FEW_GRAPHS}
     compare(directory, "demo", torch.float16, LEAST[served], **settings)
+    assert not fused
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_so_it_is_of_another_architecture(name: str, tmp_path: Path, fused: Counter[str]):
+    """Random weights: queries with biases; norms of queries and keys; norms whose weights vLLM makes float32."""
+    config, is_fused = ARCHITECTURES[name]
+    directory = write(Served(name, "bitmask", one("32:64"), config=config), tmp_path / name, torch.float16)
+    compare(directory, "demo", torch.float16, LEAST["bitmask"], compilation_config=FEW_GRAPHS)
+    assert fused.keys() == (FUSIONS if is_fused else {"alone"})
+
+
+def test_so_it_is_with_dense_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(dense_copy, "MANY_TOKENS", {0: 4})
+    used = set()
+
+    def dense(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        used.add(len(x))
+        return F.linear(x, weight, bias)
+
+    monkeypatch.setattr(dense_copy, "F", SimpleNamespace(linear=dense))
+    directory = written("demo", FORMATS["bitmask"], tmp_path)
+    settings = {"additional_config": {"semisparse_keep_dense": ["*"]}, "compilation_config": FEW_GRAPHS}
+    compare(directory, "demo", torch.float16, LEAST["bitmask"], **settings)
+    assert 4 in used  # a decode step of all prompts
+    assert min(used) == 4
 
 
 @pytest.mark.parametrize("served", FORMATS)

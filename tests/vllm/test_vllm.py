@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from semisparse.errors import CheckpointError, InputError
 from semisparse.integrations.transformers import sparse_layers
+from semisparse.nn import CopiedLinear
+from semisparse.nn.dense_copy import MANY_TOKENS
 from tests.serving import SIZES, Served, every_format, one, write
 from tests.vllm import ranks
 
@@ -248,8 +250,81 @@ def test_more_than_the_memory_is_refused_before_weights_are_loaded(tmp_path: Pat
     (directory / "model.safetensors").unlink()
     gpu = SimpleNamespace(is_cuda=lambda: True, get_device_total_memory=lambda: 100_000)
     monkeypatch.setattr("semisparse.integrations.vllm.config.current_platform", gpu)
-    with pytest.raises(InputError, match=r"take 0.0 GB on each of 1 GPUs, and vLLM may use 0\.\d\d of 0.0 GB"):
+    with pytest.raises(
+        InputError, match=r"take 0.0 GB on each of 1 GPUs, and vLLM may use 0\.0 of 0\.0 GB .*utilization"
+    ):
         ranks.load(directory)
+
+
+def test_a_kv_cache_of_a_given_size_is_subtracted_from_the_memory(monkeypatch: pytest.MonkeyPatch):
+    from semisparse.integrations.vllm import SemisparseVllmConfig
+
+    gpu = SimpleNamespace(is_cuda=lambda: True, get_device_total_memory=lambda: 10**9)
+    monkeypatch.setattr("semisparse.integrations.vllm.config.current_platform", gpu)
+    cache = SimpleNamespace(gpu_memory_utilization=0.1, kv_cache_memory_bytes=4 * 10**8)
+    parallel = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1)
+    given = SimpleNamespace(
+        parallel_config=parallel, cache_config=cache, model_config=SimpleNamespace(dtype=torch.float16)
+    )
+
+    def check(size: int) -> None:
+        SemisparseVllmConfig({"layer": SimpleNamespace(nbytes=size)})._check_memory(given)
+
+    check(2 * 6 * 10**8)
+    with pytest.raises(
+        InputError, match=r"take 0\.6 GB on each of 2 GPUs, and vLLM may use 0\.6 of 1\.0 GB .*kv-cache"
+    ):
+        check(2 * 6 * 10**8 + 2)
+    cache.kv_cache_memory_bytes = None
+    with pytest.raises(InputError, match=r"vLLM may use 0\.1 of 1\.0 GB for them \(--gpu-memory-utilization\)"):
+        check(10**9)
+
+
+def copied(*patterns: str) -> dict[str, list[str]]:
+    return {"semisparse_keep_dense": list(patterns)}
+
+
+@pytest.mark.usefixtures("group")
+def test_layers_with_dense_copies_compute_the_same(tmp_path: Path):
+    directory = write(SERVED["bitmask-32:64"], tmp_path / "model")
+    plain = ranks.layers_of(ranks.load(directory))
+    layers = ranks.layers_of(ranks.load(directory, additional_config=copied("*.o_proj", "*.gate_proj", "*.up_proj")))
+    x = torch.randn(MANY_TOKENS[0], 256)
+    for name, layer in layers.items():
+        (stacked,) = layer.stacked.layers
+        is_copied = isinstance(stacked, CopiedLinear)
+        assert is_copied is name.endswith(("o_proj", "gate_up_proj"))
+        if is_copied:
+            torch.testing.assert_close(layer(x)[0], plain[name](x)[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        (copied("*.o_proj", "lm_head"), r"has lm_head, which matches no compressed layer; .* model\.layers\.0\."),
+        (copied("*.q_proj"), r"of which semisparse_keep_dense matches only .*q_proj: match all or none"),
+        ({"semisparse_keep_dense": "*"}, r"semisparse_keep_dense is '\*', expected a list of patterns"),
+        ({"semisparse_keep_dense": [1]}, r"semisparse_keep_dense is \[1\], expected a list of patterns"),
+    ],
+)
+def test_wrong_settings_of_dense_copies_are_refused(setting: dict[str, object], sentence: str, tmp_path: Path):
+    directory = write(SERVED["bitmask-32:64"], tmp_path / "model")
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(InputError, match=sentence):
+        ranks.load(directory, additional_config=setting)
+
+
+@pytest.mark.usefixtures("group")
+def test_dense_copies_count_as_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    directory = write(SERVED["bitmask-32:64"], tmp_path / "model")
+    (directory / "model.safetensors").unlink()
+    gpu = SimpleNamespace(is_cuda=lambda: True, get_device_total_memory=lambda: 2_000_000, pass_key="pass")
+    monkeypatch.setattr("semisparse.integrations.vllm.config.current_platform", gpu)
+    with pytest.raises(RuntimeError, match="Cannot find any model weights"):
+        ranks.load(directory)
+    with pytest.raises(InputError, match=r"the compressed layers and their dense copies take 0\.0 GB on each"):
+        ranks.load(directory, additional_config=copied("*"))
 
 
 @pytest.mark.usefixtures("group")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,9 +16,10 @@ from vllm.platforms import current_platform
 
 from semisparse.checkpoint import METHOD, read_block
 from semisparse.errors import InputError
-from semisparse.integrations.vllm.experts import SemisparseExpertsMethod, refusal
+from semisparse.integrations.vllm.experts import SemisparseExpertsMethod, is_of_expert, refusal
 from semisparse.integrations.vllm.fusion import install_fusion
 from semisparse.integrations.vllm.linear import SemisparseLinearMethod
+from semisparse.integrations.vllm.settings import KEEP_DENSE, layers_with_copies
 
 
 class SemisparseVllmConfig(QuantizationConfig):
@@ -32,6 +34,7 @@ class SemisparseVllmConfig(QuantizationConfig):
         self.layers = dict(layers)
         self._fits = False
         self._fuses = False
+        self._copied: frozenset[str] = frozenset()
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> SemisparseVllmConfig:
@@ -84,7 +87,14 @@ class SemisparseVllmConfig(QuantizationConfig):
                 "compress all, or add all to the recipe's ignore list"
             )
         tokens = self._checked_tokens()
-        return SemisparseLinearMethod({name: self.layers[name] for name in names}, tokens, self._fuses)
+        copied = [name for name in names if name in self._copied]
+        if 0 < len(copied) < len(names):
+            raise InputError(
+                f"vLLM fuses {', '.join(names)} into one layer, of which {KEEP_DENSE} matches only "
+                f"{', '.join(copied)}: match all or none"
+            )
+        packed = {name: self.layers[name] for name in names}
+        return SemisparseLinearMethod(packed, tokens, self._fuses, bool(copied))
 
     def _experts_method(self, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase | None:
         """Return the method for a layer's experts; None if they are dense."""
@@ -112,6 +122,7 @@ class SemisparseVllmConfig(QuantizationConfig):
                     "LoRA on packed layers is not supported: serve without --enable-lora, or merge the adapter into "
                     "the dense model before it is compressed"
                 )
+            self._copied = layers_with_copies(vllm_config, [name for name in self.layers if not is_of_expert(name)])
             self._check_memory(vllm_config)
             self._fuses = install_fusion(vllm_config, {layer.spec.format for layer in self.layers.values()})
         return int(vllm_config.scheduler_config.max_num_batched_tokens)
@@ -137,17 +148,34 @@ class SemisparseVllmConfig(QuantizationConfig):
     def _check_memory(self, vllm_config: VllmConfig) -> None:
         """Refuse compressed layers that take more of a GPU than vLLM may use, before they are allocated.
 
-        A rank is taken to hold an equal share of them. Dense layers are not counted. Nothing is refused off CUDA.
+        A rank is taken to hold an equal share of them and of their dense copies. Layers that are not compressed are not
+        counted. Nothing is refused off CUDA.
         """
         if current_platform.is_cuda():
-            parallel, share = vllm_config.parallel_config, vllm_config.cache_config.gpu_memory_utilization
+            parallel = vllm_config.parallel_config
             ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
             memory = current_platform.get_device_total_memory()
-            needed = sum(layer.nbytes for layer in self.layers.values()) / ranks
-            if needed > share * memory:
+            allowed, option = _allowed_memory(vllm_config.cache_config, memory)
+            width = vllm_config.model_config.dtype.itemsize
+            copies = sum(math.prod(self.layers[name].shape) * width for name in self._copied)
+            needed = (sum(layer.nbytes for layer in self.layers.values()) + copies) / ranks
+            if needed > allowed:
+                what = "the compressed layers" + (" and their dense copies" if copies else "")
                 raise InputError(
-                    f"the compressed layers take {needed / 1e9:.1f} GB on each of {ranks} GPUs, and vLLM may use "
-                    f"{share:.2f} of {memory / 1e9:.1f} GB (--gpu-memory-utilization): serve them on more GPUs "
+                    f"{what} take {needed / 1e9:.1f} GB on each of {ranks} GPUs, and vLLM may use "
+                    f"{allowed / 1e9:.1f} of {memory / 1e9:.1f} GB for them ({option}): serve them on more GPUs "
                     "(--tensor-parallel-size) or on larger ones"
                 )
         self._fits = True
+
+
+def _allowed_memory(cache_config: Any, memory: int) -> tuple[float, str]:
+    """Return the bytes of a GPU that layers may take, and the option of vLLM that says so.
+
+    Args:
+        cache_config: vLLM's; with a KV cache of given size, vLLM ignores the share of the memory that it may use.
+        memory: bytes of the GPU.
+    """
+    if cache_config.kv_cache_memory_bytes:
+        return max(0, memory - cache_config.kv_cache_memory_bytes), "--kv-cache-memory-bytes"
+    return cache_config.gpu_memory_utilization * memory, "--gpu-memory-utilization"

@@ -32,6 +32,11 @@ LAYERS = ("gate_up", "down")
 """An expert's linear layers, in call order."""
 
 
+def is_of_expert(name: str) -> bool:
+    """Return whether a layer of the checkpoint, such as ``model.layers.0.mlp.experts.1.gate_up``, is an expert's."""
+    return re.fullmatch(r".*\.\d+\.(?:gate_up|down)", name) is not None
+
+
 def refusal(layer: Any) -> str | None:
     """Return why packed experts of a layer of vLLM cannot be served, or None if they can.
 

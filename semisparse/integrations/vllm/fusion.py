@@ -3,11 +3,12 @@
 It applies to steps of at most `MAX_FUSED_TOKENS` tokens, for which vLLM compiles the graph once more. With more tokens,
 vLLM's compiler fuses these operations with each other. In the fused graphs, Inductor's kernels use programmatic
 dependent launch too: a token of llama2-7b's shapes in gqs W4S50 takes 2.50 ms unfused, 2.40 fused, 2.23 with both (one
-H200, results/h200/vllm.csv). Off by default: its texts have not been compared with transformers' inside vLLM on a GPU.
+H200, results/h200/vllm.csv).
 """
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,17 +26,29 @@ from vllm.ir import ops
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from semisparse.errors import InputError
+from semisparse.integrations.vllm.launch import may_launch_early
+from semisparse.integrations.vllm.settings import wants_fusion
 from semisparse.nn.fused_linear import ADDED, GATED, MAX_FUSED_TOKENS, NORMED, can_fuse, has_fused_kernels, packed_of
 
-LINEAR = torch.ops.semisparse.linear.default
-FUSED = torch.ops.semisparse.fused_linear.default
+LINEARS = (torch.ops.semisparse.linear.default, torch.ops.semisparse.linear_or_copy.default)
+"""Packed matmuls. Their first five arguments are the same: x, the packed tensors, bias, spec and kernel."""
 
-SETTING = "semisparse_fusion"
-"""The key in vLLM's ``additional_config`` that turns the pass on."""
+FUSED = torch.ops.semisparse.fused_linear.default
 
 PDL = "triton.enable_pdl"
 """Inductor's setting for programmatic dependent launch of its kernels."""
+
+VIEWS = (
+    operator.getitem,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.detach.default,
+    torch.ops.aten.reshape.default,
+    torch.ops.aten.slice.Tensor,
+    torch.ops.aten.split.Tensor,
+    torch.ops.aten.split_with_sizes.default,
+    torch.ops.aten.view.default,
+)
+"""Operators of which no kernel computes anything."""
 
 GATE_NODES = 12
 """Most nodes between a matmul and the end of its activation: two slices, conversions, a sigmoid, two products."""
@@ -46,7 +59,7 @@ logger = init_logger("vllm.semisparse")
 def install_fusion(vllm_config: VllmConfig, formats: Iterable[str]) -> bool:
     """Let vLLM compile its graphs once more, for few tokens, with this pass. Return whether it will.
 
-    ``--additional-config '{"semisparse_fusion": true}'`` asks for it. Even so, nothing is installed if vLLM does not
+    ``--additional-config '{"semisparse_fusion": false}'`` turns it off. Nothing is installed either if vLLM does not
     compile, runs on no GPU, or has another pass of its user, or if no format has kernels that fuse anything.
 
     Args:
@@ -55,10 +68,8 @@ def install_fusion(vllm_config: VllmConfig, formats: Iterable[str]) -> bool:
     Raises:
         InputError: the setting is neither true nor false.
     """
-    additional = vllm_config.additional_config
-    wanted = additional.get(SETTING, False) if isinstance(additional, dict) else False
-    if not isinstance(wanted, bool):
-        raise InputError(f"--additional-config: {SETTING} is {wanted!r}, expected true or false")
+    wanted = wants_fusion(vllm_config)
+    _turn_off_early_launches(vllm_config.compilation_config.inductor_compile_config)
     compilation, key = vllm_config.compilation_config, current_platform.pass_key
     if not wanted or compilation.mode != CompilationMode.VLLM_COMPILE or not current_platform.is_cuda():
         return False
@@ -69,13 +80,25 @@ def install_fusion(vllm_config: VllmConfig, formats: Iterable[str]) -> bool:
         return isinstance(settings[key], FusionPass)
     if not has_fused_kernels(formats):
         return False
-    settings[key] = FusionPass(launches_early=PDL not in settings and hasattr(inductor_config.triton, "enable_pdl"))
-    if settings[key].launches_early:
-        settings[PDL] = False  # what the pass sets for a graph, Inductor then sets back after it
+    settings[key] = FusionPass()
     ends = compilation.compile_ranges_endpoints or []
     compilation.compile_ranges_endpoints = sorted({MAX_FUSED_TOKENS, *ends})
     logger.info("norms, residuals and SiLU are fused into packed matmuls of up to %d tokens", MAX_FUSED_TOKENS)
     return True
+
+
+def _turn_off_early_launches(settings: dict[str, Any]) -> None:
+    """Turn off programmatic dependent launch of Inductor's kernels for all graphs.
+
+    The pass turns it on for a graph in which it is safe, and Inductor turns it off again after that.
+
+    Args:
+        settings: vLLM's settings of Inductor, changed.
+    """
+    if settings.get(PDL, getattr(inductor_config.triton, "enable_pdl", False)):
+        logger.warning("%s is turned off: beside packed matmuls it is safe only where they are fused", PDL)
+    if hasattr(inductor_config.triton, "enable_pdl"):
+        settings[PDL] = False
 
 
 class Norm(NamedTuple):
@@ -90,17 +113,13 @@ class Norm(NamedTuple):
 class FusionPass(InductorPass):
     """Replaces packed matmuls, and the operations before and after them, by ``semisparse::fused_linear``.
 
-    Args:
-        launches_early: whether Inductor's kernels in a graph with fused matmuls use programmatic dependent launch: they
-            wait for the preceding kernel before they read what it writes, and only then let the next one launch.
+    Inductor's remaining kernels in such a graph use programmatic dependent launch where `may_launch_early` allows it.
     """
 
-    def __init__(self, launches_early: bool = False) -> None:
-        self.launches_early = launches_early
-
     def uuid(self) -> str:
-        """Return a hash of this file and of the settings: vLLM caches compiled graphs by it."""
-        return str(self.hash_source(Path(__file__).read_text(), str(self.launches_early)))
+        """Return a hash of the pass and of the operator: vLLM caches compiled graphs by it."""
+        sources = (Path(__file__).read_text(), inspect.getsource(may_launch_early))
+        return str(self.hash_source(*sources, str(FUSED._schema)))
 
     def is_applicable_for_range(self, compile_range: Range) -> bool:
         """Return whether the graph is for at most `MAX_FUSED_TOKENS` tokens."""
@@ -109,19 +128,37 @@ class FusionPass(InductorPass):
     def __call__(self, graph: fx.Graph) -> None:
         """Fuse everything that one kernel can compute."""
         for node in list(graph.nodes):
-            if node.target is ops.fused_add_rms_norm.torch_op and _is_plain(node.args[2:]):
+            if node.target is ops.fused_add_rms_norm.torch_op and _is_plain(node, 2):
                 _fuse_added_norm(graph, node)
-            elif node.target is ops.rms_norm.torch_op and _is_plain(node.args[1:]):
+            elif node.target is ops.rms_norm.torch_op and _is_plain(node, 1):
                 x, weight, epsilon = node.args[:3]
                 _fuse_norm(graph, Norm(x, weight, epsilon, node))
         graph.eliminate_dead_code()
-        if self.launches_early and any(node.target is FUSED for node in graph.nodes):
+        if any(node.target is FUSED for node in graph.nodes) and may_launch_early(graph, (*LINEARS, FUSED)):
             inductor_config.triton.enable_pdl = True
 
 
-def _is_plain(arguments: Any) -> bool:
-    """Return whether a norm has a weight and is over whole rows: its arguments are weight, epsilon, variance size."""
-    return isinstance(arguments[0], fx.Node) and (len(arguments) < 3 or arguments[2] is None)
+def _is_plain(norm: fx.Node, inputs: int) -> bool:
+    """Return whether a norm has a weight and is over whole rows, as fused kernels compute it.
+
+    They read tensors of one dtype, and the weight before what precedes them has ended, so no kernel may compute it.
+    vLLM adds 1 to Gemma's weights, in float32.
+
+    Args:
+        norm: its arguments are ``inputs`` tensors, the weight, epsilon and the variance's size.
+        inputs: number of tensors before the weight.
+    """
+    tensors, variance_size = norm.args[: inputs + 1], norm.args[inputs + 2 :]
+    if not all(isinstance(tensor, fx.Node) for tensor in tensors) or not _is_stored(tensors[-1]):
+        return False
+    return len({tensor.meta["val"].dtype for tensor in tensors}) == 1 and variance_size in ((), (None,))  # type: ignore[union-attr]
+
+
+def _is_stored(node: Any) -> bool:
+    """Return whether a node is an input of the graph or a view of one, or None: what no kernel of the graph writes."""
+    while isinstance(node, fx.Node) and node.target in VIEWS:
+        node = node.args[0]
+    return node is None or node.op in ("placeholder", "get_attr")
 
 
 def _fuse_added_norm(graph: fx.Graph, node: fx.Node) -> None:
@@ -131,7 +168,7 @@ def _fuse_added_norm(graph: fx.Graph, node: fx.Node) -> None:
     normed, total = _item(node, 0), _item(node, 1)
     if normed is None:
         return
-    fuses_add = delta.target is LINEAR and len(delta.users) == 1 and _can_fuse(delta, ADDED)
+    fuses_add = delta.target in LINEARS and len(delta.users) == 1 and _can_fuse(delta, ADDED)
     if not fuses_add and _readers(normed) is None:
         return
     with graph.inserting_before(node):
@@ -169,7 +206,7 @@ def _readers(normed: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     Without an activation that can be fused, the second is the matmul itself. None if the norm cannot be fused.
     """
     users = list(normed.users)
-    if len(users) != 1 or users[0].target is not LINEAR or users[0].args[0] is not normed:
+    if len(users) != 1 or users[0].target not in LINEARS or users[0].args[0] is not normed:
         return None
     linear, gate = users[0], _gate_of(users[0])
     if gate is not None and _can_fuse(linear, GATED):
@@ -185,7 +222,9 @@ def _item(node: fx.Node, index: int) -> fx.Node | None:
 def _can_fuse(linear: fx.Node, fusion: tuple[str, str]) -> bool:
     """Return whether one kernel computes a matmul of the graph with a prologue and an epilogue."""
     arguments: Any = linear.args
-    x, tensors, _, spec, kernel = arguments
+    x, tensors, bias, spec, kernel = arguments[:5]
+    if not _is_stored(bias):
+        return False
     packed = packed_of(spec, [tensor.meta["val"] for tensor in tensors])
     return kernel == "auto" and can_fuse(packed, x.meta["val"].dtype, fusion)
 

@@ -43,12 +43,13 @@ class SemisparseLinearMethod(LinearMethodBase):
             them.
         tokens: maximum number of tokens per step of vLLM.
         fuses: whether vLLM compiles graphs with `fusion.FusionPass`.
+        copies: whether dense copies are kept, for the numbers of tokens at which these are faster.
     """
 
-    def __init__(self, layers: Mapping[str, Packed], tokens: int, fuses: bool = False) -> None:
+    def __init__(self, layers: Mapping[str, Packed], tokens: int, fuses: bool = False, copies: bool = False) -> None:
         self._names = list(layers)
         self._declared = list(layers.values())
-        self._tokens, self._fuses = tokens, fuses
+        self._tokens, self._fuses, self._copies = tokens, fuses, copies
         self._dtype = torch.get_default_dtype()
         self._parts: list[list[tuple[int, int, int]]] = []  # per weight, as `_runs_of_rank` yields them
         self._loaded: list[dict[str, Tensor]] = [{} for _ in layers]  # the tensors of weights that are not complete yet
@@ -132,6 +133,8 @@ class SemisparseLinearMethod(LinearMethodBase):
         self._shards, self._complete = {}, set()
         if layer.stacked.device.type == "cuda":
             layer.stacked.prepare(self._tokens, self._dtype, _fusions(layer) if self._fuses else ())
+        if self._copies:
+            layer.stacked.keep_dense(self._tokens, self._dtype)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute ``x @ w.T + bias``. Each matmul is one custom op under torch.compile."""

@@ -4,7 +4,7 @@
 // tiles among them (sliced-K). The CTA computes WARPS_N row tiles at a time and strides over all row tiles of w.
 //
 // A warp expands a tile into 16 fragments of mma.m16n8k16 with the weights as the 16-row operand. Tokens are the 8 columns of
-// the other operand, so 1 and 8 tokens take as many mma. A row of a tile has 4 blocks of 64 columns; lane 4 g + t expands block t
+// the other operand, so 8 tokens take the same number of mma as 1. A row of a tile has 4 blocks of 64 columns; lane 4 g + t expands block t
 // of rows g and g + 8. A k-step takes 4 columns of each block, so the 16 columns of a fragment are a permutation of K, which x's
 // fragments follow.
 //
@@ -13,8 +13,8 @@
 //   WARPS_K rings of STAGES x tiles, m tokens by 256 columns 512 m each; the WARPS_N warps of the same K slice share one;
 //     in a fused kernel (fusion.cuh) all x tiles instead, once (stage_x.cuh)
 //   accumulators of every warp, double-buffered              64 TILE_M each
-// Both rings are filled with cp.async, STAGES tiles ahead; x by loads and st.shared if its rows are not aligned to 16 bytes. An
-// x tile is not copied again where the columns stay the same.
+// Both rings are filled with cp.async, STAGES tiles ahead; x by loads and st.shared if its rows are not aligned to 16 bytes. A
+// stage's x tile is kept if the next weight tile of that stage has the same columns, of another row tile.
 //
 // A fused kernel without EXPERTS issues the copies of its first weight tiles before griddepcontrol.wait. With SILU_MUL row tiles
 // come in pairs, rows r to r + 15 and n / 2 + r to n / 2 + r + 15; a CTA computes both of a pair at the same time (WARPS_N is
@@ -83,7 +83,8 @@ struct XLoader {
                         reinterpret_cast<const unsigned short*>(row_of(row_0, from, token)), left);
     }
 
-    // Where x of a token begins: at `next`, or with EXPERTS in the row that `rows` names.
+    // Where this lane's columns of a token's x begin: at `next`, which the caller advances, or with EXPERTS in the row of x that
+    // `rows` names. `row_0` is their place in row 0.
     __device__ __forceinline__ const SCALAR* row_of(const SCALAR* row_0, const SCALAR* next, int token) const {
         return EXPERTS ? row_0 + rows.x(token) * k : next;
     }
@@ -145,7 +146,7 @@ __device__ __forceinline__ void store_partial(Partial& partial, const Accumulato
     }
 }
 
-// The row tile of w at position `index` of the order in which CTAs stride over row tiles: with SILU_MUL pair by pair.
+// The `index`-th row tile in the order in which CTAs take them: with SILU_MUL the two tiles of a pair follow each other.
 __device__ __forceinline__ int row_tile_of(int index, int row_tiles) {
     return SILU_MUL ? index / 2 + index % 2 * (row_tiles / 2) : index;
 }

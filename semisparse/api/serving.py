@@ -1,0 +1,51 @@
+"""What makes a directory impossible to serve by vLLM on this machine, found before vLLM starts."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from semisparse.errors import InputError
+from semisparse.runtime.device import device_facts
+
+CAPABILITY = (8, 0)
+"""Minimum compute capability of the kernels of packed layers."""
+
+
+def check_gpu(description: Mapping[str, Any], arguments: Sequence[str]) -> None:
+    """Refuse a compressed directory that this machine's GPU cannot serve; dense ones are left to vLLM.
+
+    vLLM's adapter refuses the same, and more exactly, in a page of traceback.
+
+    Args:
+        description: of the directory, from `inspect_directory`.
+        arguments: the options for vLLM, of which the numbers of ranks are read.
+    Raises:
+        InputError: the GPU is too old, or its memory holds less than a rank's share of the compressed layers.
+    """
+    if not description["layer_bytes"]:
+        return
+    gpu, ranks = device_facts("cuda"), ranks_of(arguments)
+    if gpu.capability < CAPABILITY:
+        found, needed = (".".join(map(str, capability)) for capability in (gpu.capability, CAPABILITY))
+        raise InputError(
+            f"{gpu.name} has compute capability {found}, and the kernels of compressed layers need {needed}: serve "
+            "them on a newer GPU"
+        )
+    share = description["layer_bytes"] / ranks
+    if share > gpu.memory_bytes:
+        raise InputError(
+            f"the compressed layers take {share / 1e9:.1f} GB on each of {ranks} GPUs, and {gpu.name} has "
+            f"{gpu.memory_bytes / 1e9:.1f} GB: serve them on more GPUs (-- --tensor-parallel-size N) or on larger ones"
+        )
+
+
+def ranks_of(arguments: Sequence[str]) -> int:
+    """Return on how many GPUs options of vLLM split the layers; what is no number is left for vLLM to refuse."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--tensor-parallel-size", "--tensor_parallel_size", "-tp", dest="tensor", nargs="?")
+    parser.add_argument("--pipeline-parallel-size", "--pipeline_parallel_size", "-pp", dest="pipeline", nargs="?")
+    known, _ = parser.parse_known_args(list(arguments))
+    tensor, pipeline = (int(size) if size and size.isdecimal() else 1 for size in (known.tensor, known.pipeline))
+    return max(1, tensor * pipeline)

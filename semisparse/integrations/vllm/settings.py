@@ -1,0 +1,56 @@
+"""What a user sets for the adapter in vLLM's ``--additional-config``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from fnmatch import fnmatchcase
+from typing import Any
+
+from vllm.config import VllmConfig
+
+from semisparse.errors import InputError
+
+FUSION = "semisparse_fusion"
+"""false: norms, residuals and SiLU are not fused into packed matmuls."""
+
+KEEP_DENSE = "semisparse_keep_dense"
+"""Glob patterns of the checkpoint's layers that get dense copies, such as ``["*.down_proj"]`` or ``["*"]``."""
+
+
+def wants_fusion(vllm_config: VllmConfig) -> bool:
+    """Return whether packed matmuls are fused where they can be: unless it is turned off.
+
+    Raises:
+        InputError: the setting is neither true nor false.
+    """
+    wanted = _setting(vllm_config, FUSION, True)
+    if not isinstance(wanted, bool):
+        raise InputError(f"--additional-config: {FUSION} is {wanted!r}, expected true or false")
+    return wanted
+
+
+def layers_with_copies(vllm_config: VllmConfig, layers: Collection[str]) -> frozenset[str]:
+    """Return which of the compressed layers get dense copies.
+
+    Args:
+        vllm_config: without the setting there are none.
+        layers: their names.
+    Raises:
+        InputError: the setting is no list of patterns, or a pattern matches no layer.
+    """
+    patterns = _setting(vllm_config, KEEP_DENSE, [])
+    if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise InputError(f'--additional-config: {KEEP_DENSE} is {patterns!r}, expected a list of patterns: ["*"]')
+    unmatched = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in layers)]
+    if unmatched:
+        raise InputError(
+            f"--additional-config: {KEEP_DENSE} has {', '.join(unmatched)}, which matches no compressed layer; an "
+            f"example of a name is {next(iter(layers))}"
+        )
+    return frozenset(name for name in layers if any(fnmatchcase(name, pattern) for pattern in patterns))
+
+
+def _setting(vllm_config: VllmConfig, name: str, default: Any) -> Any:
+    """Return a value of ``additional_config``, which may also be an object of another plugin."""
+    additional = vllm_config.additional_config
+    return additional.get(name, default) if isinstance(additional, dict) else default
