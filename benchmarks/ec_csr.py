@@ -3,9 +3,10 @@
     python benchmarks/ec_csr.py DATA results/ec_csr_storage.csv [--plot deltas.png]
 
 DATA is a directory with ``models/`` and ``text/``. The rows of pycode-11m are sums over its linear layers (K of 384 and
-1,024), pruned by SparseGPT. Matrices with K = 4,096 have random masks (``random``), or masks of SparseGPT: published
-(``sparsegpt-published``), or chosen repeatedly (``sparsegpt``). There the weights are Gaussian, and the inputs are
-correlated; the logarithm of their magnitude has a standard deviation of 0.5. Rows that the CSV already has are not
+1,024), pruned by SparseGPT. Matrices with K = 4,096 have Gaussian weights and random masks (``random``), masks of
+SparseGPT as its authors published it (``sparsegpt-published``), or masks of this project's SparseGPT, which chooses
+each mask repeatedly (``sparsegpt``; compress/prune/sparsegpt.py). SparseGPT's inputs are synthetic: correlated, and
+each feature is scaled by exp(0.5 z) with z from a standard normal distribution. Rows that the CSV already has are not
 measured again, so that an interrupted run continues. Bytes are those of all stored tensors; ``padding`` is the fraction
 of stored values that are zero. ``shared2``, ``shared4`` and ``shared8`` are the values, padding included, that blocks
 of 2, 4 and 8 rows store per non-zero weight (layout ``paper``).
@@ -42,6 +43,7 @@ WAYS = {
     "ec_csr paper 8, 32": {"layout": "paper", "delta_bits": 8, "multiple": 32},
     "ec_csr paper 8, 1 row": {"layout": "paper", "delta_bits": 8, "granularity": 1},
 }
+"""Pack options of ec_csr by the name in column ``way``. ``bitmask``, which is compared with them, has none."""
 COLUMNS = (
     "masks",
     "zeros",
@@ -140,7 +142,7 @@ def pruned(options: argparse.Namespace, zeros: int) -> list[Tensor]:
 
 
 def measure(masks: str, zeros: int, dtype: str, way: str, weights: list[Tensor]) -> dict[str, str]:
-    """Pack every weight in one way; return a row with the sums over the weights."""
+    """Pack every weight as ``way`` says; return a row with the sums over the weights."""
     kept = stored = padded = dense = csr32 = csr16 = 0
     shared = dict.fromkeys((2, 4, 8), 0.0)
     start = time.perf_counter()

@@ -47,7 +47,7 @@ DECODE_SHAPES = {
 }
 """By format: warps per CTA, or WARPS_N, WARPS_K and STAGES."""
 
-WAVES = {1: (1, 2), 8: (2, 4), 64: (2, 4)}
+WAVES = {1: (1, 2, 4), 8: (2, 4), 64: (2, 4)}
 """By tokens: CTAs per resident one."""
 
 GEMM_TILES = {8: (16,), 64: (16,), 2048: (128, 160, 192)}
@@ -61,7 +61,7 @@ def _decode(problem: ExpertsProblem, waves: int, shape: object) -> Callable[[], 
         gqs_schedule.EXPERT_WAVES = dict.fromkeys((1, 2, 8), waves)
         return partial(gqs_experts.prepare_decode, problem, gqs_schedule.choose_experts(problem, facts))
     bitmask_schedule.EXPERT_SHAPES = bitmask_schedule.EXPERT_SHAPES_GATED = dict.fromkeys((1, 8), (shape,))
-    bitmask_schedule.EXPERT_WAVES = dict.fromkeys((1, 8), waves)
+    bitmask_schedule.EXPERT_WAVES = waves
     tiles = _tiling(problem)
     chosen = bitmask_schedule.choose_experts(problem, tiles, facts)
     return partial(bitmask_experts.prepare_decode, problem, tiles, chosen)

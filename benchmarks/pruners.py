@@ -3,8 +3,9 @@
     python benchmarks/pruners.py DATA results/pruners.csv
 
 DATA is a directory with ``models/`` and ``text/``. A model, pattern and method that the CSV already has are not
-measured again, whatever the seed, samples and device, so that an interrupted run continues. Models are calibrated on
-the ``calib`` text and measured on all of the ``eval`` text, in float32.
+measured again, whatever the seed, samples, chunks and device, so that an interrupted run continues. Models are
+calibrated on the ``calib`` text and measured on the ``eval`` text, on all of it unless ``--chunks`` is given, in
+float32.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from semisparse.evaluate import measure_quality
 
 PATTERNS = ("2:4", "4:8", "6:8", "32:64", "50%")
 PLAIN = ("refine=none", "order=columns", "target=local")
-"""Settings that turn off what goes beyond SparseGPT, and what ``sparsegpt + gains`` has: refining kept weights by
-conjugate gradients, another order of columns, and targets that correct earlier layers' errors."""
+"""Settings that turn off three additions to SparseGPT, which ``sparsegpt + gains`` has: refining kept weights by
+conjugate gradients, pruning the windows with the largest loss first, and targets that correct earlier layers' errors.
+Masks are still chosen repeatedly, except with ``sparsegpt-published``."""
 METHODS: dict[str, tuple[str, ...]] = {
     "magnitude": ("prune=magnitude",),
     "wanda": ("prune=wanda",),

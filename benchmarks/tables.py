@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import density_tables
 import engine_tables
 import expert_tables
 import joint_tables
@@ -30,6 +31,7 @@ PAGES = (
     "docs/experiments/joint-search.md",
     "docs/experiments/search.md",
     "docs/experiments/pruning.md",
+    "docs/kernels/bitmask.md",
     "docs/kernels/experts.md",
 )
 TABLES: Mapping[str, Callable[[], str]] = {
@@ -38,6 +40,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     **joint_tables.TABLES,
     **expert_tables.TABLES,
     **engine_tables.TABLES,
+    **density_tables.TABLES,
 }
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 

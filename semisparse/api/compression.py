@@ -15,31 +15,27 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from semisparse import checkpoint
-from semisparse.api.gains import machine_here, without_gain
+from semisparse.api.chosen import Chosen, compress_chosen
+from semisparse.api.gains import machine_here, slower_from, speedups_of, without_gain
 from semisparse.api.job import finished_block, job_directory, write_model
 from semisparse.api.loading import load_uncompressed
 from semisparse.api.needs import free_memory, needs_of
-from semisparse.api.packed_layers import PackedLayers
 from semisparse.api.recipe import can_store, read_recipe
 from semisparse.api.rivals import Rivals
 from semisparse.api.sequences import Text, sequence_length
 from semisparse.api.takeover import kept_layers, leave_unrounded_dense, rounded_modules
-from semisparse.api.targets import WORKLOADS, limits_of, machine_of, menu, options_of, reached, written
+from semisparse.api.targets import WORKLOADS, beside_layers, limits_of, machine_of, menu, options_of, reached, written
 from semisparse.bench.machines import Machine
 from semisparse.compress import (
     NEEDS_CALIBRATION,
-    FinishedLayer,
-    InPlace,
     Journal,
     Progress,
     Ranks,
     Recipe,
     SharedJournal,
-    TuningResult,
     all_ranks,
     calibration_batches,
     calibration_tokens,
-    compress_decoder_layers,
     dense_layers,
     fingerprint,
     open_journal,
@@ -53,9 +49,9 @@ from semisparse.compress.search import SearchResult, search_patterns
 from semisparse.compress.search.allocate import Unreachable
 from semisparse.compress.search.joint import JointResult, search_choices
 from semisparse.errors import InputError
+from semisparse.formats.base import bytes_on_gpu
 from semisparse.integrations.importers import Rounded
 from semisparse.integrations.transformers import mark_compressed
-from semisparse.patterns import parse_pattern
 
 THREADS = "number of CPU threads"
 
@@ -69,14 +65,16 @@ class CompressionReport:
             `compress.report.LayerReport`) and outcome: that of `LayerReport`, or ``kept ...`` if another tool's
             quantised values are kept.
         bytes_before: bytes of these layers' dense weights.
-        bytes_after: bytes of their packed tensors.
+        bytes_after: bytes of their packed tensors, in files.
+        bytes_on_gpu: the most bytes that these take on a GPU.
         seconds: wall time of this run.
         dense: the linear weights that stay dense, each with its name, reason and bytes.
         dense_share: their share of the bytes of all linear weights of the dense model, 0 to 1.
         search: the result of the search: ``uniform_kl`` and ``kl`` (nats per token, on the tokens of the search),
             ``evaluations`` (candidates scored) and ``tokens`` (run through the model to score them all); with
-            ``search=joint`` also ``uniform``, the best single choice for all layers, and ``predicted``, totals relative
-            to dense. None without a search.
+            ``search=joint`` also ``uniform``, the best single choice for all layers, ``predicted``, totals relative
+            to dense, and, if several models were tuned to compare them, ``tuned``, the KL of each, and ``taken``, the
+            best one's key: ``search``, ``without zeros`` or a single choice. None without a search.
         tuning: per tuning stage of this run its name (``stage``), held-out loss (``before`` and ``after``), steps,
             failure, seconds and peak_bytes (of GPU memory).
         target: the requested targets, by key of `compress.recipe.TARGETS`; None without targets.
@@ -89,11 +87,14 @@ class CompressionReport:
             are taken for: the recipe's ``gpu``; if that is ``auto`` and a target is a speed-up, this machine's GPU,
             else its CPU; without such a target the GPU that compressed. None if there are no such layers or no such
             machine in gpus.yaml.
+        slower: ``machine``: as in ``no_gain``; ``from``: by number of tokens M, as text, the names of the layers that
+            `gains.slower_from` finds. None if there are none.
     """
 
     layers: list[dict[str, Any]]
     bytes_before: int
     bytes_after: int
+    bytes_on_gpu: int
     seconds: float
     dense: list[dict[str, Any]]
     dense_share: float
@@ -103,10 +104,11 @@ class CompressionReport:
     reached: dict[str, float] | None = None
     rival: dict[str, Any] | None = None
     no_gain: dict[str, Any] | None = None
+    slower: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain JSON values, without those of the last four that are None."""
-        optional = ("target", "reached", "rival", "no_gain")
+        """Return the report as plain JSON values, without those of the last five that are None."""
+        optional = ("target", "reached", "rival", "no_gain", "slower")
         return {key: value for key, value in asdict(self).items() if key not in optional or value}
 
 
@@ -290,49 +292,25 @@ def _run_recipe(
     Returns:
         The config block; on other ranks than the first it lacks the layers and ``rival``.
     """
-
-    def on_tuned(stage: str, result: TuningResult) -> None:
-        tuning.append({"stage": stage, **asdict(result)})
-
     together: dict[str, Any] = {"device": device, "progress": progress, "ranks": ranks, "offload": offload}
     run = together | {"journal": SharedJournal(journal, ranks) if journal else None}
     # A joint search compares dense low bits itself, so no rivals are measured; nor are they if `format` excludes them.
-    compared = batches and plan.search != "joint" and ranks.is_first
-    rivals = Rivals(model, plan, batches, device, progress) if compared else None
+    has_rivals = batches and plan.search != "joint" and ranks.is_first
+    rivals = Rivals(model, plan, batches, device, progress) if has_rivals else None
     found: SearchResult | JointResult | None = None
     if plan.search == "joint":
         found = _search_choices(model, batches, plan, seed=seed, **run)
     elif plan.search != "none":
         found = search_patterns(model, batches, plan, seed=seed, can_store=partial(can_store, plan), **run)
     kept = kept_layers(model, rounded, plan)
-    patterns, pruned = (found.patterns, found.weights) if found else (None, None)
-    if kept:
-        patterns = {name: parse_pattern(layer.choice.pattern) for name, layer in kept.items()}
-    choices = found.choices if isinstance(found, JointResult) else {}
-    layers = list_decoder_layers(model, plan, patterns or {})
+    chosen = Chosen.of(found, kept)
+    layers = list_decoder_layers(model, plan, {})
     dense = dense_layers(model, plan, {layer.full_name(name) for layer in layers for name in layer.patterns})
-    compress_all = partial(
-        compress_decoder_layers,
-        model,
-        batches,
-        plan,
-        seed=seed,
-        patterns=patterns,
-        pruned=pruned,
-        on_tuned=on_tuned,
-        **together,
+    packed, compared = compress_chosen(
+        model, batches, plan, chosen, tuning, kept=kept, seed=seed, mapped=mapped, journal=journal, **together
     )
-    if plan.tunes_end_to_end:  # trains all layers together before any is packed
-        reports = {report.name: report for report in compress_all(store=InPlace(journal))}
-        with PackedLayers(model, plan, choices, kept, None, mapped=False) as packed:
-            for index, layer in enumerate(layers if ranks.is_first else ()):
-                weights = {name: layer.weight(name) for name in layer.patterns}
-                packed.save(index, layer, FinishedLayer(weights, [reports[layer.full_name(name)] for name in weights]))
-    else:
-        with PackedLayers(model, plan, choices, kept, journal, mapped=mapped) as packed:
-            compress_all(store=packed)
     settings = {"quant_method": checkpoint.METHOD, "version": checkpoint.VERSION, "recipe": plan.to_dict()}
-    search = found.metrics() if found else None
+    search = found.metrics() | compared if found else None
     block = settings | {
         "layers": packed.entries,
         "dense": [asdict(layer) for layer in dense],
@@ -349,7 +327,10 @@ def _search_choices(model: PreTrainedModel, batches: Sequence[Tensor], plan: Rec
     machine = machine_of(plan)
     many_tokens = machine is not None and machine.device == "cuda" and "prompt" in workloads
     dtype = model.dtype
-    options = options_of(menu(plan, rounds_activations=many_tokens), workloads, dtype, machine)
+    layers = list_decoder_layers(model, plan, {})
+    weights = sum(layer.weight(name).numel() for layer in layers for name in layer.patterns)
+    beside = beside_layers(model.config, weights, workloads, dtype, machine) if machine else {}
+    options = options_of(menu(plan, rounds_activations=many_tokens), workloads, dtype, machine, beside)
     try:
         return search_choices(model, batches, plan, options, limits_of(targets, dtype), **run)
     except Unreachable as error:
@@ -361,7 +342,7 @@ def _search_choices(model: PreTrainedModel, batches: Sequence[Tensor], plan: Rec
 def _report(
     block: Mapping[str, Any], seconds: float, tuning: list[dict[str, Any]], machine: Machine | None
 ) -> CompressionReport:
-    rows, before, after, dtype = [], 0, 0, torch.bfloat16
+    rows, before, after, on_gpu, dtype = [], 0, 0, 0, torch.bfloat16
     layers = checkpoint.read_block(block)
     for name, packed in layers.items():
         entry = block["layers"][name]
@@ -369,16 +350,25 @@ def _report(
         rows.append({"name": name, **shown, "bits_per_weight": packed.bits_per_weight})
         before += packed.shape[0] * packed.shape[1] * packed.dtype.itemsize
         after += packed.nbytes
+        on_gpu += bytes_on_gpu(packed)
         dtype = packed.dtype
     found, target = block.get("search"), block["recipe"].get("targets")
     has = reached(target, {**found["predicted"], "bits": after / before}, dtype) if target and found else None
     dense = block.get("dense", [])
     dense_bytes = sum(layer["bytes"] for layer in dense)
     share = dense_bytes / (dense_bytes + before)
-    slow = without_gain(layers, machine) if machine else []
+    speedups = speedups_of(layers, machine) if machine else {}
+    slow, slower = without_gain(speedups), slower_from(speedups)
     no_gain = {"machine": machine.name, "layers": slow} if machine and slow else None
+    loses = (
+        {"machine": machine.name, "from": {str(m): names for m, names in slower.items()}}
+        if machine and slower
+        else None
+    )
     rival = block.get("rival")
-    return CompressionReport(rows, before, after, seconds, dense, share, found, tuning, target, has, rival, no_gain)
+    return CompressionReport(
+        rows, before, after, on_gpu, seconds, dense, share, found, tuning, target, has, rival, no_gain, loses
+    )
 
 
 def _bits_per_weight(block: Mapping[str, Any]) -> float:

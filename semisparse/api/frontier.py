@@ -11,9 +11,10 @@ from typing import Any
 from semisparse import checkpoint
 from semisparse.api.loading import load_uncompressed
 from semisparse.api.sequences import Text, sequence_length
-from semisparse.api.targets import menu, options_of, written
+from semisparse.api.targets import beside_layers, menu, options_of, written
 from semisparse.bench.machines import find_machine
 from semisparse.compress import Progress, Recipe, calibration_batches, split_decoder_experts
+from semisparse.compress.propagate import list_decoder_layers
 from semisparse.compress.search.allocate import Unreachable
 from semisparse.compress.search.costs import Assignment
 from semisparse.compress.search.losses import ChoiceLosses
@@ -36,7 +37,7 @@ class Point:
         recipe: what `compress` takes: a target such as ``bits=3``, or a choice such as ``gqs w4 g128@0%``.
         bits: stored bits per weight of the linear layers.
         kl: KL(dense || model) on calibration tokens, without tuning, in nats per token.
-        decode_ms: predicted time of all linear layers for one token, in milliseconds.
+        decode_ms: predicted time of a decode step of one token, in milliseconds.
         prompt_ms: the same for a prompt of 2,048 tokens.
     """
 
@@ -112,7 +113,10 @@ def frontier(
     recipe = Recipe(pattern=NO_ZEROS)
     split_decoder_experts(dense, recipe)
     choices = menu(recipe, rounds_activations=machine.device == "cuda")
-    options = options_of(choices, WORKLOADS, dense.dtype, machine)
+    layers = list_decoder_layers(dense, recipe, {})
+    weights = sum(layer.weight(name).numel() for layer in layers for name in layer.patterns)
+    beside = beside_layers(dense.config, weights, WORKLOADS, dense.dtype, machine)
+    options = options_of(choices, WORKLOADS, dense.dtype, machine, beside)
     search = ChoiceLosses(dense, batches, recipe, options, seed=seed, device=where, progress=progress, journal=None)
     search.measure(search.costs.dense)
     points = []

@@ -43,6 +43,8 @@ class PackedLayers(AbstractContextManager["PackedLayers"]):
         kept: by module name, of layers that keep the quantised values that another tool gave them.
         journal: stores finished decoder layers, and provides those of an interrupted run.
         mapped: whether the model is to read packed layers from the journal's files, and not to hold them in memory.
+        part: the part of the journal that has the decoder layers.
+        held_back: whether the model's layers stay dense until `put_into_model` is called.
 
     Attributes:
         entries: of the replaced layers in the ``quantization_config`` block, by module name.
@@ -56,7 +58,11 @@ class PackedLayers(AbstractContextManager["PackedLayers"]):
         kept: Mapping[str, Kept],
         journal: Journal | None,
         mapped: bool,
+        part: str = PART,
+        held_back: bool = False,
     ) -> None:
+        self._part, self._held_back = part, held_back
+        self._held: list[tuple[DecoderLayer, Mapping[str, Packed], list[dict[str, Any]]]] = []
         self._model, self._plan, self._choices, self._kept = model, plan, choices, kept
         self._journal, self._mapped = journal, mapped
         self._writer, self._writing = ThreadPoolExecutor(1), Future[None]()
@@ -71,7 +77,7 @@ class PackedLayers(AbstractContextManager["PackedLayers"]):
 
     def load(self, index: int, layer: DecoderLayer) -> FinishedLayer | None:
         """Return decoder layer ``index`` from the journal, unpacked; None if it is not there."""
-        piece = self._journal.load(PART, index) if self._journal else None
+        piece = self._journal.load(self._part, index) if self._journal else None
         if piece is None:
             return None
         packed, exact, notes = _read(*piece)
@@ -114,9 +120,9 @@ class PackedLayers(AbstractContextManager["PackedLayers"]):
     ) -> None:
         """Write a decoder layer to the journal, and put it into the model."""
         if self._journal:
-            self._journal.save(PART, index, _tensors(packed, exact), notes)
+            self._journal.save(self._part, index, _tensors(packed, exact), notes)
         if self._journal and self._mapped:
-            piece = self._journal.load(PART, index)
+            piece = self._journal.load(self._part, index)
             if piece is None:
                 raise SemisparseError(
                     f"decoder layer {index} was written and cannot be read again; is the disk damaged?"
@@ -124,7 +130,17 @@ class PackedLayers(AbstractContextManager["PackedLayers"]):
             packed, _, notes = _read(*piece)
         self._replace(layer, packed, notes)
 
+    def put_into_model(self) -> None:
+        """Replace the layers that were held back."""
+        self._held_back = False
+        for layer, packed, notes in self._held:
+            self._replace(layer, packed, notes)
+        self._held.clear()
+
     def _replace(self, layer: DecoderLayer, packed: Mapping[str, Packed], notes: list[dict[str, Any]]) -> None:
+        if self._held_back:
+            self._held.append((layer, packed, notes))
+            return
         for note in notes:
             name, one = layer.full_name(note["name"]), packed[note["name"]]
             tensors = {key: tensor.to(self._model.device) for key, tensor in one.tensors.items()}

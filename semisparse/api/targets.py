@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from statistics import median
+from typing import Any
 
 import torch
 
 from semisparse.bench.machines import Machine, find_machine
 from semisparse.bench.roofline import BASELINE, Candidate, estimate, estimate_matmul, problem_for
+from semisparse.bench.step import beside_seconds, in_engine
 from semisparse.compress import Choice, Option, Recipe
 from semisparse.errors import InputError, RecipeError
 from semisparse.formats.base import get_format, registry
@@ -18,6 +20,9 @@ from semisparse.quant.symmetric import DTYPES
 
 WORKLOADS = {"decode": 1, "batch32": 32, "prompt": 2048}
 """Tokens M of each target that is a speed-up."""
+
+Beside = Mapping[str, float]
+"""Workload -> seconds per weight that a step takes beside the matmuls of its layers."""
 
 
 def parse_targets(settings: Iterable[str]) -> dict[str, str]:
@@ -80,8 +85,29 @@ def menu(recipe: Recipe, *, rounds_activations: bool) -> list[Choice]:
     return [dense, *(c for c in listed if c != dense and (rounds_activations or c.quant not in DTYPES))]
 
 
+def beside_layers(config: Any, weights: int, workloads: Iterable[str], dtype: torch.dtype, machine: Machine) -> Beside:
+    """Return the predicted seconds of a decode step or prompt beside its layers, per weight of these layers.
+
+    The costs of each layer's options include its share, so that a target is a speed-up of the whole step. In proportion
+    to the weights, the shares add up to the same whatever the layers are grouped into.
+
+    Args:
+        config: of the model.
+        weights: number of weights of the layers that a choice is made for.
+        workloads: keys of `WORKLOADS`.
+        dtype: of weights and activations.
+        machine: that times are predicted for.
+    """
+    steps = {name: beside_seconds(config, WORKLOADS[name], name == "prompt", dtype, machine) for name in workloads}
+    return {name: seconds / max(1, weights) for name, seconds in steps.items()}
+
+
 def options_of(
-    choices: Sequence[Choice], workloads: Iterable[str], dtype: torch.dtype, machine: Machine | None
+    choices: Sequence[Choice],
+    workloads: Iterable[str],
+    dtype: torch.dtype,
+    machine: Machine | None,
+    beside: Beside | None = None,
 ) -> Callable[[Sequence[tuple[int, int]]], list[Option]]:
     """Return a function that takes the shapes [N, K] of linear layers that share an input and returns their options.
 
@@ -90,8 +116,9 @@ def options_of(
         workloads: keys of `WORKLOADS` whose seconds are costs.
         dtype: of weights and activations.
         machine: the machine that times are predicted for; needed if there are workloads.
+        beside: of `beside_layers`; None if the time of the layers alone is wanted.
     """
-    names = tuple(workloads)
+    names, shared = tuple(workloads), beside or {}
 
     candidates = [_candidate(choice) for choice in choices]
 
@@ -104,6 +131,7 @@ def options_of(
             rows = sum(n for n, _ in shapes)  # one launch for all
             times = {
                 name: _seconds(candidate, candidates, WORKLOADS[name], rows, columns, dtype, machine)
+                + shared.get(name, 0.0) * rows * columns
                 for name in names
                 if machine is not None
             }
@@ -138,7 +166,7 @@ def _seconds(
     dtype: torch.dtype,
     machine: Machine,
 ) -> float:
-    """Return the predicted time of a matmul.
+    """Return the predicted time that a matmul adds to a step of the engine.
 
     A time that the roofline model predicts is corrected by the median ratio of measured to predicted time over the
     other patterns of the same format and bits. Without this, a pattern that was not measured can seem faster than a
@@ -146,7 +174,7 @@ def _seconds(
     """
     found, _ = estimate_matmul(candidate, m, n, k, dtype, machine)
     if found.measured or candidate.is_baseline:
-        return found.seconds
+        return in_engine(candidate, found.seconds, m, dtype, machine)
     errors = []
     for other in candidates:
         if (other.format, other.options) == (
@@ -158,4 +186,4 @@ def _seconds(
                 problem, weight_bytes = problem_for(other, m, n, k, dtype, machine.device)
                 modelled = estimate(get_format(other.format).cost(problem, weight_bytes), machine)
                 errors.append(timed.seconds / modelled.seconds)
-    return found.seconds * (median(errors) if errors else 1.0)
+    return in_engine(candidate, found.seconds * (median(errors) if errors else 1.0), m, dtype, machine)

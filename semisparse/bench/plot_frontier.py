@@ -10,9 +10,12 @@ from semisparse.bench.pyplot import load_pyplot, style_of
 
 AXES = (
     ("bits", "stored bits per weight"),
-    ("decode_ms", "linear layers, 1 token, ms (predicted)"),
-    ("prompt_ms", "linear layers, 2,048 tokens, ms (predicted)"),
+    ("decode_ms", "decode step of one token, ms (predicted)"),
+    ("prompt_ms", "prompt of 2,048 tokens, ms (predicted)"),
 )
+
+OFFSETS = ((4, 3, "left"), (4, -9, "left"), (-4, 3, "right"), (-4, -9, "right"), (4, 10, "left"), (-4, 10, "right"))
+"""Positions of a label beside its point that are tried: right and up in points, and how the text is aligned."""
 
 BITS = (2, 3, 4, 6, 8, 12, 16)
 """Ticks of the axis of stored bits."""
@@ -45,11 +48,6 @@ def plot_frontier(
                 color=style_of(form)["color"],
                 label=f"{form} everywhere",
             )
-            for point in uniform_points:
-                text = " ".join(str(point["recipe"]).split()[1:])
-                axes.annotate(
-                    text, (point[key], max(point["kl"], smallest / 2)), (3, 3), fontsize=6, textcoords="offset points"
-                )
         front = _front(points, key)
         axes.plot(
             [point[key] for point in front],
@@ -65,12 +63,39 @@ def plot_frontier(
         axes.set_yscale("log")
         axes.set_xlabel(label)
         axes.grid(alpha=0.3)
+        axes.margins(x=0.08)
     cells[0].set_ylabel("KL to dense, nats per token, before tuning")
     figure.legend(*cells[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     figure.suptitle(title, x=0.01, horizontalalignment="left", fontsize=11)
+    for axes, (key, _) in zip(cells, AXES, strict=True):
+        _label(axes, [(point[key], max(point["kl"], smallest / 2), str(point["recipe"])) for point in uniform])
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def _label(axes: Any, points: Sequence[tuple[float, float, str]]) -> None:
+    """Label points (x, y, recipe) where labels cover neither each other nor the frame; leave out those that would."""
+    figure = axes.figure
+    figure.canvas.draw()  # sizes of texts are known from here on
+    taken: list[Any] = []
+    inside = axes.get_window_extent()
+    for x, y, recipe in points:
+        for right, up, alignment in OFFSETS:
+            text = axes.annotate(
+                " ".join(recipe.split()[1:]),
+                (x, y),
+                (right, up),
+                fontsize=6,
+                textcoords="offset points",
+                horizontalalignment=alignment,
+            )
+            box = text.get_window_extent()
+            fits = inside.x0 < box.x0 and box.x1 < inside.x1 and inside.y0 < box.y0 and box.y1 < inside.y1
+            if fits and not any(box.overlaps(other) for other in taken):
+                taken.append(box)
+                break
+            text.remove()
 
 
 def _front(points: Sequence[Mapping[str, Any]], key: str) -> list[Mapping[str, Any]]:

@@ -70,7 +70,7 @@ def frontier(
     _show("Chosen by layer (compress --target ...)", "target", front.points)
     _show("One choice for all layers", "choice", sorted(front.uniform, key=lambda point: point.bits))
     console.print(
-        f"[dim]KL on calibration tokens before tuning, which lowers it. Times are those of the linear layers, "
+        f"[dim]KL on calibration tokens before tuning, which lowers it. Times are of a whole step, "
         f"predicted for {front.gpu}. {front.seconds:.0f} s.[/]",
         highlight=False,
     )
@@ -87,4 +87,4 @@ def _show(title: str, first: str, points: list[Point]) -> None:
         )
         for point in points
     ]
-    print_table(title, (first, "bits/weight", "KL", "1 token, ms", "2,048 tokens, ms"), rows)
+    print_table(title, (first, "bits/weight", "KL", "decode step, ms", "prompt of 2,048, ms"), rows)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from semisparse.compress.recipe import Recipe
 from semisparse.patterns import NO_ZEROS
 
 
@@ -32,6 +33,12 @@ class Choice:
     def is_dense(self) -> bool:
         """Whether the weight stays unchanged."""
         return self.pattern == NO_ZEROS and self.quant == "none"
+
+    def recipe(self, recipe: Recipe) -> Recipe:
+        """Return ``recipe`` with this pattern and number of bits for all layers, without search and tuning."""
+        return replace(
+            recipe, pattern=self.pattern, quant=self.quant, search="none", targets=(), gpu="auto", tune="none"
+        )
 
 
 @dataclass(frozen=True)

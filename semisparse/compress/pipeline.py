@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from semisparse.compress.calibration import check_batches
+from semisparse.compress.choice import Choice
 from semisparse.compress.distributed.ranks import Ranks
 from semisparse.compress.hidden_states import empty_states
 from semisparse.compress.propagate import (
@@ -25,7 +26,7 @@ from semisparse.compress.propagate import (
     list_decoder_layers,
     propagate,
 )
-from semisparse.compress.prune import magnitude, prune_layer, require_finite
+from semisparse.compress.prune import PrunedLayer, magnitude, prune_layer, require_finite
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import LayerReport, Progress
 from semisparse.compress.routed import CalibratedLinear
@@ -39,7 +40,7 @@ from semisparse.compress.tune import (
     tune_end_to_end,
 )
 from semisparse.nn import weight_of
-from semisparse.patterns import Pattern
+from semisparse.patterns import Pattern, parse_pattern
 from semisparse.quant.group import GroupScales
 
 
@@ -51,10 +52,12 @@ def compress_decoder_layers(
     seed: int = 0,
     device: torch.device | str = "cpu",
     patterns: Mapping[str, Pattern] | None = None,
+    choices: Mapping[str, Choice] | None = None,
     pruned: Mapping[str, MaskedWeight] | None = None,
     progress: Progress = lambda stage, done, total: None,
     store: LayerStore | None = None,
     on_tuned: Callable[[str, TuningResult], None] = lambda stage, result: None,
+    on_layer: Callable[[int, nn.Module, nn.Module], None] = lambda index, dense, compressed: None,
     ranks: Ranks | None = None,
     offload: Path | None = None,
 ) -> list[LayerReport]:
@@ -71,11 +74,14 @@ def compress_decoder_layers(
         seed: for the order of the batches in tuning.
         device: where to compute, in float32.
         patterns: by module name, for linear layers whose pattern is not the recipe's.
+        choices: by module name, for linear layers whose pattern and number of bits are not the recipe's.
         pruned: every linear layer's pruned weight by module name, if a search has pruned them.
         progress: called before each decoder layer, after each linear layer, and for each step of tuning.
         store: takes each finished decoder layer, and provides those of an interrupted run. By default an `InPlace`,
             which writes the weights into the model; ``tune=bqpo+e2e`` and ``bqpo+kl`` need this one.
         on_tuned: called with the stage and the result of each tuning in this run.
+        on_layer: called with each decoder layer's index, its dense copy and its compressed copy, on ``device``; only
+            where layers are compressed on activations.
         ranks: the processes that call this with the same arguments; by default this one. Only the first uses its store.
         offload: a directory for the hidden states of the calibration tokens; by default they are on ``device``.
 
@@ -83,7 +89,9 @@ def compress_decoder_layers(
         InputError: the model, a weight or the batches cannot be used.
         PatternError: `recipe.prune` is ``none`` and a weight does not obey its pattern.
     """
-    layers, ranks, device = list_decoder_layers(model, recipe, patterns or {}), ranks or Ranks(), torch.device(device)
+    ranks, device, choices = ranks or Ranks(), torch.device(device), choices or {}
+    chosen = {name: parse_pattern(choice.pattern) for name, choice in choices.items()}
+    layers = list_decoder_layers(model, recipe, {**chosen, **(patterns or {})})
     store = OnFirstRank(store or InPlace(), ranks)
     alone = _compressed_alone(recipe, batches, pruned, device)
     if alone:
@@ -102,7 +110,9 @@ def compress_decoder_layers(
         )
         reports = [
             report
-            for finished in _compress_in_order(layers, activations, recipe, pruned, seed, progress, store, on_tuned)
+            for finished in _compress_in_order(
+                layers, activations, recipe, choices, pruned, seed, progress, store, on_tuned, on_layer
+            )
             for report in finished
         ]
         if not recipe.tunes_end_to_end:
@@ -168,11 +178,13 @@ def _compress_in_order(
     layers: Sequence[DecoderLayer],
     activations: Activations,
     recipe: Recipe,
+    choices: Mapping[str, Choice],
     pruned: Mapping[str, MaskedWeight] | None,
     seed: int,
     progress: Progress,
     store: LayerStore,
     on_tuned: Callable[[str, TuningResult], None],
+    on_layer: Callable[[int, nn.Module, nn.Module], None],
 ) -> Iterator[Sequence[LayerReport]]:
     """Compress one decoder layer after another, each on the activations of those before it; yield its reports."""
     done, total = 0, sum(len(layer.patterns) for layer in layers)
@@ -190,7 +202,7 @@ def _compress_in_order(
             for name, weight, report in (
                 (_copy_pruned(layer, name, pruned, activations.device) for name in layer.patterns)
                 if pruned
-                else _prune_layer(layer, dense, working, activations, index, recipe)
+                else _prune_layer(layer, dense, working, activations, index, recipe, choices)
             ):
                 weight_of(working.get_submodule(name)).copy_(weight)
                 reports.append(report)
@@ -207,6 +219,7 @@ def _compress_in_order(
             store.save(index, layer, finished)
         yield finished.reports
         done += len(finished.reports)
+        on_layer(index, dense, working)
         if layer is not layers[-1]:
             propagate(activations, index, working, dense)
 
@@ -240,7 +253,13 @@ def _copy_pruned(
 
 
 def _prune_layer(
-    layer: DecoderLayer, dense: nn.Module, working: nn.Module, activations: Activations, index: int, recipe: Recipe
+    layer: DecoderLayer,
+    dense: nn.Module,
+    working: nn.Module,
+    activations: Activations,
+    index: int,
+    recipe: Recipe,
+    choices: Mapping[str, Choice],
 ) -> Iterator[Compressed]:
     """Prune a decoder layer's linear layers, each on the outputs of those already pruned.
 
@@ -248,16 +267,21 @@ def _prune_layer(
     """
     for alike in linears_with_statistics(layer, dense, working, activations, index):
         costs = [linear.weight.numel() for linear in alike]
-        yield from activations.ranks.each(alike, costs, partial(_prune, layer, recipe))
+        yield from activations.ranks.each(alike, costs, partial(_prune, layer, recipe, choices))
 
 
-def _prune(layer: DecoderLayer, recipe: Recipe, linear: CalibratedLinear) -> Compressed:
+def _prune(layer: DecoderLayer, recipe: Recipe, choices: Mapping[str, Choice], linear: CalibratedLinear) -> Compressed:
     """Prune a linear layer."""
     started = time.perf_counter()
     pattern, full_name = layer.patterns[linear.name], layer.full_name(linear.name)
+    choice = choices.get(full_name)
     with errors_naming(full_name):
         original = linear.weight.to(layer.weight(linear.name).dtype)
-        pruned = prune_layer(original, pattern, linear.statistics(), recipe)
+        if choice is not None and choice.is_dense:
+            pruned = PrunedLayer(original, "dense", 0.0)
+        else:
+            own = recipe if choice is None else choice.recipe(recipe)
+            pruned = prune_layer(original, pattern, linear.statistics(), own)
     weight = _rounded(pruned.weight, layer, linear.name)
     density, seconds = _density(weight), time.perf_counter() - started
     report = LayerReport(full_name, str(pattern), density, pruned.error, pruned.outcome, seconds, pruned.scales)

@@ -38,7 +38,7 @@ class Packed:
 
     @staticmethod
     def empty(spec: WeightSpec, device: torch.device | str = "meta") -> Packed:
-        """Return a weight whose tensors are allocated, not filled.
+        """Return a weight with uninitialised tensors; on the meta device they have only shapes and dtypes.
 
         Raises:
             FormatError: as `Format.shapes`.
@@ -65,7 +65,7 @@ class Packed:
 
     @property
     def params(self) -> Params:
-        """The format's own numbers."""
+        """The format's own params."""
         return self.spec.params
 
     @property
@@ -104,12 +104,12 @@ class Packed:
 
 @lru_cache(maxsize=1 << 16)
 def _stored_names(spec: WeightSpec) -> frozenset[str]:
-    """Return the names of a weight's tensors; cached, because every matmul is compared with them."""
+    """Return the names of a weight's tensors; cached, because `require_tensors` runs before every matmul."""
     return frozenset(tensor.name for tensor in get_format(spec.format).specs(spec))
 
 
 def require_tensors(packed: Packed) -> None:
-    """Refuse a weight that lacks a tensor: a kernel would read from address 0.
+    """Refuse a weight whose tensors are not those that its format stores: without one, a kernel would read address 0.
 
     Raises:
         FormatError: says which tensors the format stores.

@@ -1,4 +1,4 @@
-"""The formats by name: the folders of this package, each imported when it is first asked for."""
+"""The formats by name: the subpackages of ``semisparse/formats``, each imported when it is first asked for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @cache
 def format_names() -> tuple[str, ...]:
-    """List the folders of ``semisparse/formats``, each of which declares its format as ``FORMAT``."""
+    """Return the names of the subpackages of ``semisparse/formats``; each declares its format as ``FORMAT``."""
     import semisparse.formats as package
 
     return tuple(sorted(module.name for module in pkgutil.iter_modules(package.__path__) if module.ispkg))

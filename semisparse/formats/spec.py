@@ -1,4 +1,4 @@
-"""What describes a stored weight beside its tensors: format, pattern, shape, dtype and the format's own numbers."""
+"""What describes a stored weight beside its tensors: format, pattern, shape, dtype and the format's own params."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Scalar = int | float | str
 
 
 class Params(Mapping[str, Scalar]):
-    """A format's own numbers (bit widths, layouts, counts): JSON scalars by name, immutable.
+    """A format's own params (bit widths, layouts, counts): JSON numbers and strings by name, immutable.
 
     Args:
-        values: the scalars by name. Keyword arguments add to them or replace them.
+        values: the numbers and strings by name. Keyword arguments add to them or replace them.
     """
 
     __slots__ = ("_values",)
@@ -55,7 +55,8 @@ class TensorSpec:
         dtype: torch dtype, or None for the weight's own (float16, bfloat16 or float32).
         shape: one name per dimension: ``N``, ``K``, or a count the format names; ``N+1`` adds one, for offsets from 0.
         split_n: the dimension to slice when the weight is sliced along N; None keeps the tensor whole in every slice.
-        split_k: the same for K. If no tensor of the weight has a split dimension, slicing repacks the weight.
+        split_k: the same for K. If no tensor has one for the sliced axis, or the slice is off `Format.grain`, the
+            weight is packed again instead.
     """
 
     name: str
@@ -75,7 +76,7 @@ class WeightSpec:
         pattern: the pattern that the weight obeys.
         shape: (N, K).
         dtype: dtype of the dense weight, as it was packed and as `Packed.unpack` returns it.
-        params: the format's own numbers.
+        params: the format's own.
 
     Attributes:
         json: the spec as canonical JSON, for equality and traced graphs.
@@ -116,7 +117,8 @@ class WeightSpec:
         """Read what `to_dict` wrote; unknown keys are ignored.
 
         Raises:
-            FormatError: a key is missing or of another type, or the pattern or dtype is unknown.
+            FormatError: a key is missing or of another type, or the dtype is unknown.
+            PatternError: the pattern is unknown.
         """
         try:
             n, k = values["shape"]

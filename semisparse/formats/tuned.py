@@ -156,7 +156,7 @@ def measured_times(problem: Problem, tuned_by: tuple[str, ...], gpu: str) -> Map
     dtype = str(problem.dtype).removeprefix("torch.")
     table = _rows_of(gpu)
     for name in (dtype, ALIKE.get(dtype, dtype)):  # a dtype may have been timed for some M or patterns only
-        rows = table.get((problem.spec.format, variant, name), [])
+        rows = _covering(table.get((problem.spec.format, variant, name), []), problem.m)
         times = _interpolated(_nearest_shape(_nearest_pattern(rows, problem.pattern), problem), problem.m)
         if times:
             return times
@@ -166,6 +166,14 @@ def measured_times(problem: Problem, tuned_by: tuple[str, ...], gpu: str) -> Map
 def variant_of(params: Mapping[str, object], tuned_by: Iterable[str]) -> str:
     """Return the value of the column ``variant`` for a weight with these params."""
     return " ".join(str(params.get(name, "")) for name in tuned_by)
+
+
+def _covering(rows: list[TunedRow], m: int) -> list[TunedRow]:
+    """Return the rows of weights that were measured for at most M tokens and for at least M."""
+    spans = defaultdict(set)
+    for row in rows:
+        spans[row.pattern, row.n, row.k].add(row.m)
+    return [row for row in rows if min(spans[row.pattern, row.n, row.k]) <= m <= max(spans[row.pattern, row.n, row.k])]
 
 
 def _nearest_pattern(rows: list[TunedRow], pattern: Pattern) -> list[TunedRow]:

@@ -235,7 +235,7 @@ def choose(m: int, weight: Tiles, gpu: DeviceFacts, rates: Rates) -> Schedule:
 def _splits(m: int, weight: Tiles, gpu: DeviceFacts, tile_m: int, shape: Shape) -> list[Schedule]:
     """Return the schedule without split-K, and those with split-K whose grid fits one wave and fills `FILLED` of it.
 
-    If K cannot be split so often, the one with the most ranges fills less.
+    If even the largest possible split_k fills less than that, it is the only one with split-K.
     """
     unsplit = _fit(weight, gpu, tile_m, shape, 1)
     if unsplit is None:
@@ -260,7 +260,8 @@ def _h200_microseconds(schedule: Schedule, m: int, weight: Tiles, sms: int, rate
     """
     ctas = schedule.ranges(m, weight, sms) * schedule.cluster
     busiest = -(-ctas // sms)  # CTAs of the busiest SM
-    if launch_of(schedule, m, weight, sms).permute_ctas > sms:  # CTAs crowd onto the SMs that permute_x leaves first
+    # If permute_x has CTAs on every SM, the GEMM's CTAs crowd onto the SMs where those end first.
+    if launch_of(schedule, m, weight, sms).permute_ctas > sms:
         busiest = max(busiest, min(schedule.ctas_per_sm, ctas))
     waves = -(-busiest // schedule.ctas_per_sm)
     if schedule.split_k:

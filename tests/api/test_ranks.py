@@ -12,6 +12,7 @@ from torch import distributed
 import semisparse
 from semisparse.api import compression
 from semisparse.compress import calibration, journal
+from semisparse.compress.search import joint
 from semisparse.errors import InputError
 from tests.architectures import tiny_model
 from tests.compress.checking import Interrupted
@@ -31,10 +32,15 @@ WAYS: dict[str, dict[str, Any]] = {
     "rheosparse": {"recipe": "rheosparse", "settings": ("search=rheosparse", *SEARCH)},
     "evolution": {"recipe": "rheosparse", "settings": ("search=evolution", *SEARCH)},
     "joint": {"recipe": "auto", "target": {"bits": 9.0}, "settings": ("search_effort=16", "tune=none")},
+    "joint, tuned": {
+        "recipe": "auto",
+        "target": {"bits": 9.0},
+        "settings": ("search_effort=16", "search_tokens=300", "prune=magnitude", "tune_epochs=1"),
+    },
     "experts": {"recipe": "rheosparse", "settings": ("search=none", "pattern=2:4")},
 }
 WITHOUT_TEXT = ("kept", "magnitude")
-SLOW = ["tuned end to end", "profile", "rheosparse", "evolution", "joint"]
+SLOW = ["tuned end to end", "profile", "rheosparse", "evolution", "joint", "joint, tuned"]
 FILES = ("model.safetensors", "config.json")
 
 
@@ -49,6 +55,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def compress(sources: Path, way: str, out: Path, batch_tokens: int = 64, **more: Any) -> semisparse.CompressionReport:
     calibration.BATCH_TOKENS["cpu"] = batch_tokens
+    hopeless, joint.HOPELESS = joint.HOPELESS, 1e9 if way == "joint, tuned" else joint.HOPELESS
     try:
         return semisparse.compress(
             sources / ("mixtral" if way == "experts" else "llama"),
@@ -57,7 +64,7 @@ def compress(sources: Path, way: str, out: Path, batch_tokens: int = 64, **more:
             **{"samples": 30, "seqlen": 32, "device": "cpu", **WAYS[way], **more},
         )
     finally:
-        calibration.BATCH_TOKENS["cpu"] = 4096
+        calibration.BATCH_TOKENS["cpu"], joint.HOPELESS = 4096, hopeless
 
 
 def join(rank: int, ranks: int, folder: Path) -> None:
@@ -102,8 +109,9 @@ def test_any_number_of_ranks_gives_the_same_bytes(ranks: int, ways: list[str], s
     (tmp_path / "several").mkdir()
     on_ranks(_compress_all, (ranks, sources, tmp_path / "several", ways, {}), ranks)
     for way in ways:
-        compress(sources, way, tmp_path / way)
+        report = compress(sources, way, tmp_path / way)
         assert_same(tmp_path / way, tmp_path / "several" / way)
+        assert way != "joint, tuned" or len((report.search or {})["tuned"]) > 1
 
 
 @pytest.mark.usefixtures("one_thread")

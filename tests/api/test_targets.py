@@ -8,8 +8,10 @@ import torch
 import semisparse
 from semisparse.api.frontier import frontier
 from semisparse.api.recipe import read_recipe
-from semisparse.api.targets import limits_of, menu, options_of, parse_targets, reached
+from semisparse.api.targets import beside_layers, limits_of, menu, options_of, parse_targets, reached
 from semisparse.bench.machines import find_machine
+from semisparse.bench.shapes import architecture
+from semisparse.bench.step import beside_seconds
 from semisparse.compress import Choice, Recipe
 from semisparse.errors import InputError, RecipeError
 from semisparse.formats import get_format
@@ -167,6 +169,21 @@ def test_the_frontier_holds_no_point_that_is_worse_than_another(architecture: st
     assert {point.recipe.split()[0] for point in front.uniform} >= {"bitmask", "gqs", "slide24", "vector_nm", "ec_csr"}
     assert [point.bits for point in front.points] == sorted(point.bits for point in front.points)
     assert set(front.to_dict()) == {"gpu", "points", "uniform", "seconds"}
+
+
+def test_a_speedup_is_that_of_the_whole_step():
+    """Layers of one model in two groupings: what a step takes beside them adds up to the same, with any choice."""
+    config, machine = architecture("llama2-7b"), find_machine("h200")
+    shapes = [(4096, 4096)] * 4 + [(11008, 4096)] * 2
+    weights = sum(n * k for n, k in shapes)
+    beside = beside_layers(config, weights, ["decode"], torch.bfloat16, machine)
+    choices = [Choice("0%", "none", "dense"), Choice("g128@0%", "w4", "gqs")]
+    with_rest = options_of(choices, ["decode"], torch.bfloat16, machine, beside)
+    alone = options_of(choices, ["decode"], torch.bfloat16, machine)
+    for units in ([[shape] for shape in shapes], [shapes[:3], shapes[3:4], shapes[4:]]):
+        for pick in (0, 1):
+            added = [with_rest(unit)[pick].costs["decode"] - alone(unit)[pick].costs["decode"] for unit in units]
+            assert sum(added) == pytest.approx(beside_seconds(config, 1, False, torch.bfloat16, machine))
 
 
 def test_a_pattern_that_was_not_timed_is_scaled_by_one_that_was():

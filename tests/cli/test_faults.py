@@ -209,9 +209,9 @@ def test_a_full_disk_under_the_journal(compress, monkeypatch: pytest.MonkeyPatch
 
 def test_two_runs_into_one_directory_and_control_c(model: Path, tmp_path: Path, run: Run):
     text = tmp_path / "long.txt"
-    text.write_text("".join(f"line {i} of a longer text\n" for i in range(20000)))
+    text.write_text("".join(f"line {i} of a longer text\n" for i in range(6000)))
     out = tmp_path / "out"
-    rest = ["--recipe", "rheosparse", "--calib", str(text), "--out", str(out), "--samples", "4000", "--seqlen", "64"]
+    rest = ["--recipe", "rheosparse", "--calib", str(text), "--out", str(out), "--samples", "1200", "--seqlen", "64"]
     command = [sys.executable, "-m", "semisparse.cli", "compress", str(model), *rest]
     listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore SIGINT
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -13,13 +13,16 @@ from tests.formats.fusion import check_fused
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="fused kernels: no GPU here")
 
-FORMATS = {
-    "dense": ("0%", {}),
-    "bitmask": ("32:64", {}),
-    "gqs": ("g16@50%", {"kind": "w4"}),
-    "vector_nm": ("16:32v32", {}),
-    "ec_csr": ("70%", {}),
-}
+WEIGHTS = (
+    ("dense", "0%", {}),
+    ("bitmask", "32:64", {}),
+    ("gqs", "g16@50%", {"kind": "w4"}),
+    ("gqs", "g32@0%", {"kind": "w4"}),
+    ("gqs", "g128@0%", {"kind": "w4"}),
+    ("gqs", "g64@0%", {"kind": "w2"}),
+    ("vector_nm", "16:32v32", {}),
+    ("ec_csr", "70%", {}),
+)
 
 SHAPES = ((4096, 4096), (2048, 11008), (22016, 4096))
 if os.environ.get("SEMISPARSE_DRAWS"):  # under compute-sanitizer, where a launch takes a hundred times as long
@@ -28,9 +31,8 @@ if os.environ.get("SEMISPARSE_DRAWS"):  # under compute-sanitizer, where a launc
 
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("form", FORMATS)
-def test_on_a_gpu(form: str, dtype: torch.dtype):
-    pattern, options = FORMATS[form]
+@pytest.mark.parametrize(("form", "pattern", "options"), WEIGHTS)
+def test_on_a_gpu(form: str, pattern: str, options: dict[str, str], dtype: torch.dtype):
     checked = 0
     for n, k in SHAPES:
         # On the GPU, because packing takes seconds on a CPU.

@@ -69,6 +69,16 @@ def test_the_nearest_shape_and_pattern_tell_if_they_are_near(table):
     assert ranking(problem(8, dtype=torch.bfloat16), ("kind",)) == ("gemm",)
 
 
+def test_what_was_measured_for_fewer_tokens_hides_nothing(table):
+    exact, near = {"n": 256, "pattern": "g16@50%"}, {"n": 300, "pattern": "g16@40%"}
+    table(
+        row(1, "full", 5, **exact), row(8, "full", 6, **exact), row(8, "gemm", 10, **near), row(64, "gemm", 20, **near)
+    )
+    assert ranking(problem(4), ("kind",)) == ("full",)
+    assert ranking(problem(8), ("kind",)) == ("full",)
+    assert ranking(problem(16), ("kind",)) == ("gemm",)
+
+
 def test_patterns_with_zeros_and_without_are_never_near(table):
     table(row(8, "gemm", 10), row(8, "full", 1, pattern="g128@0%"))
     assert ranking(problem(8, pattern="g32@0%"), ("kind",)) == ("full",)

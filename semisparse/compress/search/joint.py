@@ -8,6 +8,7 @@ candidates. Small KL divergences of single units add up, so the allocation that 
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from semisparse.compress.distributed.ranks import Ranks
 from semisparse.compress.journal import Journal
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import Progress
+from semisparse.compress.search.allocate import Unreachable
 from semisparse.compress.search.bank import MaskedWeight
 from semisparse.compress.search.costs import Assignment
 from semisparse.compress.search.losses import ChoiceLosses
@@ -40,8 +42,26 @@ SPREAD = 0.4
 proposal is allocated for them."""
 
 HOPELESS = 2.0
-"""A single choice for all layers is not compared with the search's result if its KL in the first bank is above this
-multiple of the result's."""
+"""Other assignments are not compared with the search's result if their KL is above this multiple of the result's: that
+of a single choice for all layers in the first bank, that of an assignment without zeros in the last one."""
+
+COMPARED_LATER = "bqpo"
+"""The tuning after which assignments are compared, instead of before: which has the lowest KL may change in tuning."""
+
+
+@dataclass(frozen=True)
+class Finalist:
+    """An assignment that may have a lower KL than the search's result once both are tuned.
+
+    Args:
+        label: ``without zeros``, or the label of a single choice for all layers.
+        choices: the choice of each linear layer, by module name.
+        predicted: the total of each cost, relative to dense.
+    """
+
+    label: str
+    choices: Mapping[str, Choice]
+    predicted: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -54,6 +74,7 @@ class JointResult:
         kl: KL(dense || candidate) on the search's tokens, mean in nats per token.
         uniform: label of the best single choice for all layers that keeps the limits, and its KL in the first bank;
             None if none does.
+        finalists: what is still to be compared with `choices`, by tuning all.
         predicted: the total of each cost, relative to dense.
         evaluations: number of candidates scored, on all or some of the tokens.
         tokens: number of tokens run through the model for that.
@@ -63,6 +84,7 @@ class JointResult:
     weights: Mapping[str, MaskedWeight]
     kl: float
     uniform: tuple[str, float] | None
+    finalists: tuple[Finalist, ...]
     predicted: Mapping[str, float]
     evaluations: int
     tokens: int
@@ -131,13 +153,20 @@ def search_choices(
         offload=offload,
     )
     losses.costs.allocate(losses.costs.proxy_losses(), limits)  # raises before any work where the limits cannot be kept
-    best = JointSearch(losses, limits, recipe.search_effort, seed, progress).run()
+    compares_later = recipe.tune == COMPARED_LATER
+    search = JointSearch(losses, limits, recipe.search_effort, seed, progress, compares_later)
+    best = search.run()
+    finalists = search.finalists(best) if compares_later else {}
+    single = None if compares_later else search.single_choice(best)
+    if single is not None:
+        best = losses.take_if_better(single, best)
     uniform = losses.best_uniform(limits)
     return JointResult(
         losses.choices(best),
         losses.weights(best),
         losses.kl(best),
         None if uniform is None else (uniform.label, losses.uniform_kl[uniform]),
+        tuple(Finalist(name, losses.choices(one), losses.costs.relative(one)) for name, one in finalists.items()),
         losses.costs.relative(best),
         losses.evaluations,
         losses.tokens,
@@ -153,16 +182,25 @@ class JointSearch:
         effort: `search_effort` of the recipe.
         seed: seed of everything drawn at random.
         progress: called with (stage, generations done, all generations).
+        compares_later: whether `finalists` will be asked for.
     """
 
     def __init__(
-        self, losses: ChoiceLosses, limits: Mapping[str, float], effort: int, seed: int, progress: Progress
+        self,
+        losses: ChoiceLosses,
+        limits: Mapping[str, float],
+        effort: int,
+        seed: int,
+        progress: Progress,
+        compares_later: bool,
     ) -> None:
         self._losses, self._limits, self._seed, self._progress = losses, limits, seed, progress
         self._generations = max(1, effort // (PASSES * PROPOSALS))
+        self._compares_later = compares_later
+        self._without_zeros: Assignment | None = None
 
     def run(self) -> Assignment:
-        """Search in `PASSES` passes; return the best assignment of the last one, or one choice for all if better."""
+        """Search in `PASSES` passes; return the best assignment of the last one."""
         losses = self._losses
         losses.drop_undercut()
         best = losses.costs.dense
@@ -171,8 +209,11 @@ class JointSearch:
             found = losses.best(self._limits)
             start = min({found, best} if number else {found}, key=losses.kl)
             best, proposed = self._refine(start, number)
+            self._without_zeros = self._best_without_zeros(number) if self._compares_later else None
+            for options, pick in zip(proposed, self._without_zeros or (), strict=False):
+                options.add(pick)
             losses.keep_options(proposed)  # the others are far from any optimum, and cost as much
-        return self._or_uniform(best)
+        return best
 
     def _refine(self, best: Assignment, number: int) -> tuple[Assignment, list[set[int]]]:
         """Score allocations for randomly disturbed losses; return the best, and the options that they had."""
@@ -200,11 +241,48 @@ class JointSearch:
         """Return the measured losses, each multiplied by a random factor (`SPREAD`)."""
         return [[loss * rng.lognormvariate(0, SPREAD) for loss in row] for row in self._losses.losses]  # inf stays inf
 
-    def _or_uniform(self, best: Assignment) -> Assignment:
-        """Return the best single choice for all layers instead, if its KL divergence is lower."""
+    def _best_without_zeros(self, number: int) -> Assignment | None:
+        """Return the best of some allocations of options without zeros; None if they cannot keep the limits.
+
+        Tuning trains no mask, so that it gains less where weights are zero: by the KL before tuning the search takes
+        zeros too often.
+        """
+        losses, rng = self._losses, random.Random(f"{self._seed} without zeros {number}")
+
+        def allowed(table: Sequence[Sequence[float]]) -> list[list[float]]:
+            rows = zip(table, losses.without_zeros, strict=True)
+            return [[loss if whole else math.inf for loss, whole in zip(*row, strict=True)] for row in rows]
+
+        if any(min(row) == math.inf for row in allowed(losses.losses)):
+            return None  # what is left of a unit's options has zeros
+        try:
+            tables = [losses.losses, *(self._disturbed(rng) for _ in range(PROPOSALS))]
+            found = {losses.costs.allocate(allowed(table), self._limits) for table in tables}
+        except Unreachable:
+            return None
+        losses.score(sorted(found))
+        return min(sorted(found), key=losses.kl)
+
+    def finalists(self, best: Assignment) -> dict[str, Assignment]:
+        """Return by label what may be better than ``best`` after tuning, beside ``best`` itself."""
+        losses, found = self._losses, dict[str, Assignment]()
+        plain, single = self._without_zeros, self.single_choice(best)
+        if plain is not None and plain != best and losses.kl(plain) <= HOPELESS * losses.kl(best):
+            found["without zeros"] = plain
+        if single is not None and single != plain:
+            label = losses.best_uniform(self._limits)
+            assert label is not None
+            found[label.label] = single
+        return found
+
+    def single_choice(self, best: Assignment) -> Assignment | None:
+        """Return the best single choice for all layers that keeps the limits.
+
+        None if there is none, if it is ``best``, or if its KL divergence is too high for it to be better.
+        """
         losses = self._losses
         choice = losses.best_uniform(self._limits)
         if choice is None or losses.uniform_kl[choice] > HOPELESS * losses.kl(best):
-            return best
+            return None
         picks = losses.costs.uniforms()[choice]
-        return best if picks == best else losses.take_if_better(picks, best)
+        return None if picks == best else picks

@@ -28,6 +28,7 @@ from semisparse.compress.search.dominated import dominated
 from semisparse.compress.search.score import BatchScore, Scorer, scoring_batches
 from semisparse.compress.search.units import LinearChoices, OptionsOf, compress_every_way, find_units
 from semisparse.nn import weight_of
+from semisparse.patterns import parse_pattern
 
 SCORED_BATCHES = 4
 """Batches that the scored tokens are split into on a CPU; proposals are first scored on one of them. On a GPU there is
@@ -228,6 +229,11 @@ class ChoiceLosses:
     def best(self, limits: Mapping[str, float]) -> Assignment:
         """Return the assignment with the least sum of measured losses that keeps the limits."""
         return self.costs.allocate(self.losses, limits)
+
+    @property
+    def without_zeros(self) -> list[list[bool]]:
+        """Whether each option keeps all weights, [units][options]."""
+        return [[parse_pattern(option.choice.pattern).density == 1 for option in unit.options] for unit in self.units]
 
     def best_uniform(self, limits: Mapping[str, float]) -> Choice | None:
         """Return the choice with the lowest KL in the first bank, of those that keep the limits in all layers."""

@@ -107,10 +107,7 @@ def compress_every_way(
             by_pattern.setdefault(choice.pattern, []).append(level)
     for written, levels in by_pattern.items():
         pattern, quants = parse_pattern(written), [linear.choices[level].quant for level in levels]
-        ways = [
-            replace(recipe, pattern=written, quant=quant, search="none", targets=(), gpu="auto", tune="none")
-            for quant in quants
-        ]
+        ways = [linear.choices[level].recipe(recipe) for level in levels]
         layers: Iterable[PrunedLayer]
         if written == NO_ZEROS:
             layers = [PrunedLayer(original.to(weight), "dense", 0.0) for _ in levels]

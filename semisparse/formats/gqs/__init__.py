@@ -35,7 +35,7 @@ FORMAT = Format(
         Kernel("cpu", "cpu", cpu.refusal, cpu.prepare),
         Kernel("unpack_cpu", "cpu", lambda problem: None, cpu.prepare_unpack),
         Kernel("decode", "cuda", decode.refusal, decode.prepare, decode_pays, decode.fuse),
-        Kernel("full", "cuda", full.refusal, full.prepare, full_schedule.pays),
+        Kernel("full", "cuda", full.refusal, full.prepare, full_schedule.pays, full.fuse),
         Kernel("gemm_wgmma", "cuda", gemm_wgmma.refusal, gemm_wgmma.prepare, wgmma_schedule.pays),
         Kernel("gemm", "cuda", gemm.refusal, gemm.prepare, gemm_pays),
         Kernel("unpack", "cuda", unpack.refusal, unpack.prepare),

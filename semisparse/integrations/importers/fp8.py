@@ -15,24 +15,24 @@ TILE = (128, 128)
 """Rows and columns per scale, if the config has no ``weight_block_size``."""
 
 
-def measure(tensors: Parts, block: Mapping[str, Any]) -> tuple[int, int]:
+def measure(tensors: Parts, config: Mapping[str, Any]) -> tuple[int, int]:
     """Return N and K of ``weight`` [N, K] e4m3.
 
     ``weight_scale_inv`` or ``weight_scale``, by which values are multiplied, has one number, one per row, or one per
-    tile of ``weight_block_size``.
+    tile of ``weight_block_size``. ``config`` is ``quantization_config`` of config.json.
 
     Raises:
         CheckpointError: the tensors do not fit one another or the config.
     """
     n, k = part(tensors, "weight", (torch.float8_e4m3fn,), 2).shape
-    _tile(_scale(tensors), (n, k), block)
+    _tile(_scale(tensors), (n, k), config)
     return n, k
 
 
-def read(tensors: Parts, block: Mapping[str, Any]) -> Rounded:
-    """Return the weight: each value times the scale of its tile."""
+def read(tensors: Parts, config: Mapping[str, Any]) -> Rounded:
+    """Return the weight's values and scales: one per tile, of ``weight_block_size`` or `TILE`, per row, or in all."""
     weight, scale = tensors["weight"], _scale(tensors)
-    (n, k), tile = weight.shape, _tile(scale, (weight.shape[0], weight.shape[1]), block)
+    (n, k), tile = weight.shape, _tile(scale, (weight.shape[0], weight.shape[1]), config)
     return Rounded(weight, scale.reshape(-(-n // tile[0]), -(-k // tile[1])), None, tile, 8, rounds_x=True)
 
 
@@ -43,13 +43,13 @@ def _scale(tensors: Parts) -> Tensor:
     return part(tensors, name, FLOATS, tensors[name].dim())
 
 
-def _tile(scale: Tensor, shape: tuple[int, int], block: Mapping[str, Any]) -> tuple[int, int]:
+def _tile(scale: Tensor, shape: tuple[int, int], config: Mapping[str, Any]) -> tuple[int, int]:
     """Return the rows and columns per scale, from the shape of the scales."""
-    (n, k), size = shape, block.get("weight_block_size") or TILE
+    (n, k), size = shape, config.get("weight_block_size") or TILE
     if not isinstance(size, list | tuple) or len(size) != 2 or not all(type(s) is int and s > 0 for s in size):
         raise CheckpointError(f"weight_block_size is {size!r} in config.json, expected two positive integers")
     tiles = (-(-n // size[0]), -(-k // size[1]))
-    if tuple(scale.shape) == tiles and block.get("weight_block_size"):
+    if tuple(scale.shape) == tiles and config.get("weight_block_size"):
         return size[0], size[1]
     if scale.numel() == 1:
         return n, k

@@ -13,9 +13,10 @@
 #endif
 
 struct Rows {
-    const int *of_x, *of_y;  // with EXPERTS, in shared memory: the rows of x and y of each of the CTA's pairs
-    __device__ __forceinline__ long long x(int token) const { return EXPERTS ? of_x[token] : token; }
-    __device__ __forceinline__ long long y(int token) const { return EXPERTS ? of_y[token] : token; }
+    const int *of_x, *of_y;  // with EXPERTS, in shared memory: the rows of x and y of each of the CTA's pairs; null for one pair
+    int only_x, only_y;      // the rows of one pair
+    __device__ __forceinline__ long long x(int token) const { return !EXPERTS ? token : of_x ? of_x[token] : only_x; }
+    __device__ __forceinline__ long long y(int token) const { return !EXPERTS ? token : of_y ? of_y[token] : only_y; }
 };
 
 // A step's pairs, for a kernel whose CTAs take up to `most` at a time. If `most` is 1, blockIdx.y is the number of the CTA's pair;
@@ -29,6 +30,12 @@ struct Pairs {
 
     __device__ __forceinline__ int expert() const {
         return by_expert ? static_cast<int>(blockIdx.y) : static_cast<int>(chosen[blockIdx.y]);
+    }
+
+    // The rows of the CTA's pair, if `most` is 1.
+    __device__ __forceinline__ Rows own() const {
+        const int pair = blockIdx.y;
+        return {nullptr, nullptr, pair / pairs_per_x, pair};
     }
 
     // Finds the pairs of this CTA from its `begin`-th on, up to `most` of them, in order. All threads call it, and all get the

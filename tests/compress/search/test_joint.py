@@ -236,3 +236,32 @@ def test_an_interrupted_search_goes_on_to_the_same_result(pieces: int, tmp_path:
     assert (result.choices, result.kl, result.metrics()) == (expected.choices, expected.kl, expected.metrics())
     for name, masked in result.weights.items():
         assert torch.equal(masked.values, expected.weights[name].values)
+
+
+def test_what_may_be_better_once_tuned_is_kept_for_comparison(monkeypatch: pytest.MonkeyPatch):
+    """Every unit's best option has zeros, by the measured losses; so has the best single choice."""
+    recipe = replace(RECIPE, tune="bqpo")
+    menu = {**MENU, ("50%", "w2"): 2.5}
+
+    def with_sparse(shapes: Sequence[tuple[int, int]]) -> list[Option]:
+        weights = sum(n * k for n, k in shapes)
+        return [Option(Choice(*key, "any"), {"bits": bits * weights}) for key, bits in menu.items()]
+
+    measure = ChoiceLosses.measure
+
+    def measured(self: ChoiceLosses, centre: tuple[int, ...]) -> None:
+        measure(self, centre)
+        self.losses = [[0.9, 0.5, 0.3, 0.2, 0.8, 0.1] for _ in self.units]
+        self.uniform_kl = {choice: 0.0 if choice.pattern == "50%" else 1e-6 for choice in self.costs.uniforms()}
+
+    monkeypatch.setattr(losses, "DOMINATED", 1e9)
+    monkeypatch.setattr(losses, "UNDERCUT", 1e9)
+    monkeypatch.setattr(joint, "HOPELESS", 1e9)
+    monkeypatch.setattr(JointSearch, "_disturbed", lambda self, rng: self._losses.losses)
+    monkeypatch.setattr(ChoiceLosses, "measure", measured)
+    result = search_choices(sharp_model(), calibration(), recipe, with_sparse, {"bits": 4.0 / 16}, seed=0)
+    assert {choice.pattern for choice in result.choices.values()} == {"50%"}
+    (plain,) = result.finalists
+    assert plain.label == "without zeros"
+    assert {choice.pattern for choice in plain.choices.values()} == {"g8@0%"}
+    assert plain.predicted["bits"] <= 4.0 / 16

@@ -1,6 +1,9 @@
 // The kernels of test_instructions.py: each loads operands, executes one or a few instructions of runtime/cuda/ptx, or intrinsics,
 // and stores the results. A CTA has 32 threads, and 128 for wgmma. There is one CTA, except in instruction_bulk and
 // instruction_order.
+//
+// Macros: ELEMENT (of mma and wgmma), CLUSTER (CTAs per cluster), COLUMNS (N of wgmma); and for sparse wgmma SPARSE_ELEMENT,
+// ACCUMULATOR (int or float) and SELECTOR (which lanes' metadata are read).
 
 #include "ptx/bar.cuh"
 #include "ptx/cluster.cuh"
@@ -44,8 +47,8 @@ extern "C" __global__ void instruction_mma_8_bits(const Word* a, const Word* b, 
     for (int i = 0; i < 4; ++i) d[4 * lane + i] = accumulators[i];
 }
 
-// from: [4 matrices, 8 rows, 8] of 16 bits; to: [32 lanes, 4 words]; back: as from, the words, stored by
-// stmatrix_x4_trans.
+// from: [4 matrices, 8 rows, 8] of 16 bits; to: [32 lanes, 4 words]; back: shaped as `from`,
+// which it equals: the words are stored again by stmatrix_x4_trans.
 extern "C" __global__ void instruction_ldmatrix(const uint4* from, Word* to, uint4* back) {
     const int lane = threadIdx.x;
     shared[lane] = from[lane];
@@ -78,7 +81,8 @@ extern "C" __global__ void instruction_cvt(const float* from, unsigned short* to
     to[threadIdx.x] = cvt_e4m3x2(from[2 * threadIdx.x], from[2 * threadIdx.x + 1]);
 }
 
-// to: [32, 8 words]: 16 bytes, of which the first 4 * (lane % 5) are copied and the others are zero; 8 and 4 bytes, copied; and 7.
+// to: [32, 8 words]: 4 words, of which the first lane % 5 are copied and the others are zero; 2 words and 1 word, copied by
+// cp.async of 8 and 4 bytes; and the number 7.
 extern "C" __global__ void instruction_cp_async(const uint4* from, uint4* to) {
     const int lane = threadIdx.x;
     const Word at = smem_address(shared + 2 * lane);
@@ -124,8 +128,8 @@ extern "C" __global__ void instruction_order(int* counter, int* to) {
 #define COLUMNS 64
 #endif
 
-// a: [128 threads, 4 words], a fragment of [64, 16] per warpgroup; b: [COLUMNS, 64] of 16 bits, of which columns 16 * step to
-// 16 * step + 15 are multiplied; the kernel stores it to shared memory in 128-byte swizzle; d: [128, COLUMNS / 2].
+// a: [128 threads, 4 words], a fragment of [64, 16] per warpgroup; b: [COLUMNS, 64] of 16 bits, K-major, of which K from
+// 16 * step to 16 * step + 15 is multiplied; the kernel stores it to shared memory in 128-byte swizzle; d: [128, COLUMNS / 2].
 extern "C" __global__ void instruction_wgmma(const Word* a, const uint4* b, float* d, int step, int scale) {
     const int thread = threadIdx.x;
     for (int i = thread; i < COLUMNS * 8; i += 128) shared[i / 8 * 8 + (i % 8 ^ i / 8 % 8)] = b[i];

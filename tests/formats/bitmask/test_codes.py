@@ -141,7 +141,7 @@ def test_an_unknown_kind_and_scales_of_another_weight_are_refused():
 @pytest.mark.skipif(cpp.refusal() is not None, reason=str(cpp.refusal()))
 @pytest.mark.parametrize("kind", BITS)
 def test_the_cpu_kernel_multiplies_what_the_codes_mean(kind: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(row_matmul, "UNPACKED_BYTES", 1)  # 8 rows
+    monkeypatch.setattr(row_matmul, "UNPACKED_ROWS", 8)  # 16: whole tiles
     for pattern, dtype, m in (
         ("32:64", torch.float16, 1),
         ("7:64", torch.bfloat16, 7),

@@ -43,9 +43,10 @@ def test_any_number_of_threads_returns_the_same_bits(pattern: str):
 
 @pytest.mark.parametrize("pattern", ["32:64", "70%"])
 def test_more_rows_than_torch_multiplies_at_a_time(pattern: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(row_matmul, "UNPACKED_BYTES", 1)  # 8 rows
+    monkeypatch.setattr(row_matmul, "UNPACKED_ROWS", 8)  # 16: whole tiles
     packed, x = packed_weight(pattern, 33, 172), random_x(65, 172)
-    check_product(linear(x, packed, kernel="cpu"), x, packed, None)
+    for bias in (None, random_x(1, 33)[0]):
+        check_product(linear(x, packed, bias, kernel="cpu"), x, packed, bias)
 
 
 @pytest.mark.parametrize("pattern", ["32:64", "70%"])

@@ -1,4 +1,4 @@
-"""The CPU kernel: the matmul, from the lists up to 16 tokens and of the unpacked weight above, and unpacking."""
+"""The CPU kernel: its matmul, which reads the lists for few tokens and unpacks the weight for more, and unpacking."""
 
 import pytest
 import torch

@@ -4,7 +4,7 @@
 // tiles among them (sliced-K). The CTA computes WARPS_N row tiles at a time and strides over all row tiles of w.
 //
 // A warp expands a tile into 16 fragments of mma.m16n8k16 with the weights as the 16-row operand. Tokens are the 8 columns of
-// the other operand, so 1 and 8 tokens take as many mma. A row of a tile has 4 blocks of 64 columns; lane 4 g + t expands block t
+// the other operand, so 8 tokens take the same number of mma as 1. A row of a tile has 4 blocks of 64 columns; lane 4 g + t expands block t
 // of rows g and g + 8. A k-step takes 4 columns of each block, so the 16 columns of a fragment are a permutation of K, which x's
 // fragments follow.
 //
@@ -13,8 +13,8 @@
 //   WARPS_K rings of STAGES x tiles, m tokens by 256 columns 512 m each; the WARPS_N warps of the same K slice share one;
 //     in a fused kernel (fusion.cuh) all x tiles instead, once (stage_x.cuh)
 //   accumulators of every warp, double-buffered              64 TILE_M each
-// Both rings are filled with cp.async, STAGES tiles ahead; x by loads and st.shared if its rows are not aligned to 16 bytes. An
-// x tile is not copied again where the columns stay the same.
+// Both rings are filled with cp.async, STAGES tiles ahead; x by loads and st.shared if its rows are not aligned to 16 bytes. A
+// stage's x tile is kept if the next weight tile of that stage has the same columns, of another row tile.
 //
 // A fused kernel without EXPERTS issues the copies of its first weight tiles before griddepcontrol.wait. With SILU_MUL row tiles
 // come in pairs, rows r to r + 15 and n / 2 + r to n / 2 + r + 15; a CTA computes both of a pair at the same time (WARPS_N is
@@ -28,7 +28,8 @@
 //
 // With EXPERTS (rows.cuh) the weight is a stack of experts. blockIdx.y is the expert or, if TILE_M is 1, the pair of a token
 // and an expert; blockIdx.x is as above, over the expert's row tiles. CTAs of an expert that no token chose end at once. If an
-// expert has more than TILE_M pairs, its CTAs multiply them TILE_M at a time.
+// expert has more than TILE_M pairs, its CTAs multiply them TILE_M at a time. A kernel without SILU_MUL copies its first weights
+// before griddepcontrol.wait if the choice of experts is settled.
 //
 // Macros: SCALAR (__half or __nv_bfloat16), KEEP (values or codes per block of 64 columns), BITS (per code; 0 for values), TILE_M (1, 8, 16, 32
 // or 64), WARPS_N, WARPS_K, STAGES, EXPERTS, and those of fusion.cuh.
@@ -50,6 +51,7 @@ constexpr int kChains = TILE_M > 16 ? 1 : 2;    // accumulators per output: two 
 constexpr int kWarps = WARPS_N * WARPS_K;
 
 static_assert(!SILU_MUL || WARPS_N % 2 == 0, "a CTA has both row tiles of a pair");
+static_assert(!EXPERTS || !(RMS_NORM || ADD_RESIDUAL), "experts fuse SiLU alone");
 static_assert(kFused || WARPS_N == 1 || WARPS_K <= 15, "each K slice has a named barrier of its own, 1 to 15");
 
 // The swizzle of an x tile: XORed to the address of a lane's block, so that the 16-byte units that a quarter-warp reads (of
@@ -81,7 +83,8 @@ struct XLoader {
                         reinterpret_cast<const unsigned short*>(row_of(row_0, from, token)), left);
     }
 
-    // Where x of a token begins: at `next`, or with EXPERTS in the row that `rows` names.
+    // Where this lane's columns of a token's x begin: at `next`, which the caller advances, or with EXPERTS in the row of x that
+    // `rows` names. `row_0` is their place in row 0.
     __device__ __forceinline__ const SCALAR* row_of(const SCALAR* row_0, const SCALAR* next, int token) const {
         return EXPERTS ? row_0 + rows.x(token) * k : next;
     }
@@ -143,7 +146,7 @@ __device__ __forceinline__ void store_partial(Partial& partial, const Accumulato
     }
 }
 
-// The row tile of w at position `index` of the order in which CTAs stride over row tiles: with SILU_MUL pair by pair.
+// The `index`-th row tile in the order in which CTAs take them: with SILU_MUL the two tiles of a pair follow each other.
 __device__ __forceinline__ int row_tile_of(int index, int row_tiles) {
     return SILU_MUL ? index / 2 + index % 2 * (row_tiles / 2) : index;
 }
@@ -221,6 +224,20 @@ struct WarpPipeline {
         }
     }
 
+    // Fills all stages: the weights before griddepcontrol.wait, x after it. The first group holds all weights.
+    __device__ __forceinline__ void fill_around_wait() {
+        WarpPipeline of_x = *this;
+#pragma unroll
+        for (int i = 0; i < STAGES; ++i, advance()) copy_weights(i);
+        griddepcontrol_wait();
+        griddepcontrol_launch_dependents();
+#pragma unroll
+        for (int i = 0; i < STAGES; ++i, of_x.advance()) {
+            if (of_x.group < row_tiles) of_x.x.copy(x_ring + i * x_bytes, of_x.column, warp_n, lane);
+            cp_async_commit_group();
+        }
+    }
+
     // Fills all stages of a fused kernel, which has no ring of x tiles.
     __device__ __forceinline__ void fill_weights() {
 #pragma unroll
@@ -230,6 +247,16 @@ struct WarpPipeline {
         }
     }
 };
+
+// Copies all column tiles of x, in units of 16 bytes, by all threads. A unit is whole, or begins at k or later and becomes zeros.
+__device__ __forceinline__ void copy_all_x(const XLoader& loader, Word x_tiles, int m, int column_tiles) {
+    for (int i = threadIdx.x; i < column_tiles * kWarpSize; i += kWarps * kWarpSize) {
+        const bool within = i * kUnit < loader.k;
+        for (int token = 0; token < m; ++token)
+            cp_async_16(XLoader::unit_address(x_tiles + i / kWarpSize * m * kTokenBytes, token, i % kWarpSize),
+                        loader.x + loader.rows.x(token) * loader.k + (within ? i * kUnit : 0), within ? 16 : 0);
+    }
+}
 
 // The kernel's operands.
 struct Operands {
@@ -243,11 +270,13 @@ struct Operands {
     int m, n, k, row_tiles, column_tiles;
     int x_aligned;               // whether every row of x begins at a multiple of 16 bytes
     float epsilon;
+    bool weights_first;          // with EXPERTS: whether griddepcontrol.wait is still to come, and only x waits for it
 };
 
 // Computes y. `shared` is the dynamic shared memory.
 __device__ __forceinline__ void decode(const Operands& operands, unsigned char* shared) {
-    const auto [x, tiles, bias, norm_weight, residual, y, rows, m, n, k, row_tiles, column_tiles, x_aligned, epsilon] = operands;
+    const auto [x, tiles, bias, norm_weight, residual, y, rows, m, n, k, row_tiles, column_tiles, x_aligned, epsilon,
+                weights_first] = operands;
     const int lane = threadIdx.x % kWarpSize;
     const int warp = threadIdx.x / kWarpSize;
     const int warp_n = warp / WARPS_K;
@@ -264,7 +293,16 @@ __device__ __forceinline__ void decode(const Operands& operands, unsigned char* 
     if (!EXPERTS) griddepcontrol_launch_dependents();
     if constexpr (!kFused) {
         if (!EXPERTS) griddepcontrol_wait();
-        pipeline.fill();
+        if (EXPERTS && weights_first) pipeline.fill_around_wait();
+        else pipeline.fill();
+    } else if constexpr (EXPERTS) {
+        // x goes first: behind the weights it was there 3 us later, of 23.8 us for a layer of one token (Qwen3-30B-A3B, H200).
+        copy_all_x(pipeline.x, x_rings, m, column_tiles);
+        cp_async_commit_group();
+        pipeline.fill_weights();
+        cp_async_wait_group<STAGES>();
+        end_copies_for_racecheck();
+        __syncthreads();
     } else {
         const XStage<kWarps, TILE_M> stage(norm_weight, m, k);
         pipeline.fill_weights();
@@ -314,22 +352,36 @@ extern "C" __global__ void __launch_bounds__(WARPS_N * kRowTileThreads, 1) semis
     const long long* chosen,                  // [pairs], the expert of each pair
     int pairs, int pairs_per_x, int experts,
     int n, int k, int row_tiles, int column_tiles,  // of an expert
-    int x_aligned                                   // whether every row of x begins at a multiple of 16 bytes
+    int x_aligned,                                  // whether every row of x begins at a multiple of 16 bytes
+    int settled                                     // whether `chosen` was complete before this kernel could start
 ) {
     extern __shared__ __align__(256) unsigned char shared[];
-    __shared__ int x_rows[TILE_M], y_rows[TILE_M];
-    griddepcontrol_wait();
-    griddepcontrol_launch_dependents();
+    const bool weights_first = settled && !kFused;
+    if (!weights_first) {
+        griddepcontrol_wait();
+        griddepcontrol_launch_dependents();
+    }
     const Pairs<TILE_M> step{chosen, pairs, pairs_per_x, experts};
     const long long expert = step.expert();
-    for (int begin = 0;; begin += TILE_M) {
-        const int found = step.find(begin, x_rows, y_rows);
-        if (found <= 0) return;
-        decode({x, tiles + expert * row_tiles * column_tiles * kTileBytes, bias ? bias + expert * n : nullptr, nullptr, nullptr, y,
-                {x_rows, y_rows}, min(found, TILE_M), n, k, row_tiles, column_tiles, x_aligned, 0.0f}, shared);
-        if (TILE_M == 1 || found <= TILE_M) return;
-        cp_async_wait_group<0>();
-        __syncthreads();
+    Operands operands{x, tiles + expert * row_tiles * column_tiles * kTileBytes, bias ? bias + expert * n : nullptr, nullptr,
+                      nullptr, y, {}, 1, n, k, row_tiles, column_tiles, x_aligned, 0.0f, weights_first};
+    if constexpr (TILE_M == 1) {
+        if (expert < 0 || expert >= experts) return;
+        operands.rows = step.own();
+        decode(operands, shared);
+    } else {
+        __shared__ int x_rows[TILE_M], y_rows[TILE_M];
+        operands.rows.of_x = x_rows, operands.rows.of_y = y_rows;
+        for (int begin = 0;; begin += TILE_M) {
+            const int found = step.find(begin, x_rows, y_rows);
+            if (found <= 0) return;
+            operands.m = min(found, TILE_M);
+            decode(operands, shared);
+            if (found <= TILE_M) return;
+            operands.weights_first = false;
+            cp_async_wait_group<0>();
+            __syncthreads();
+        }
     }
 }
 #else
@@ -346,6 +398,7 @@ extern "C" __global__ void __launch_bounds__(WARPS_N * kRowTileThreads, 1) semis
     float epsilon
 ) {
     extern __shared__ __align__(256) unsigned char shared[];
-    decode({x, tiles, bias, norm_weight, residual, y, {}, m, n, k, row_tiles, column_tiles, x_aligned, epsilon}, shared);
+    decode({x, tiles, bias, norm_weight, residual, y, {}, m, n, k, row_tiles, column_tiles, x_aligned, epsilon, false},
+           shared);
 }
 #endif

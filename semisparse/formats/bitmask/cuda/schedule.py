@@ -23,12 +23,13 @@ EXPERT_PAIRS = 16
 EXPERT_SHAPES: Mapping[int, Shapes] = {1: ((2, 2, 2),), 8: ((2, 4, 1),)}
 """By TILE_M: WARPS_N, WARPS_K and STAGES for a stack of experts, the best first (H200, sweeps/experts.csv)."""
 
-EXPERT_SHAPES_GATED: Mapping[int, Shapes] = {1: ((2, 8, 2), (2, 4, 1)), 8: ((2, 2, 2), (2, 4, 1))}
-"""The same with SiLU, where a CTA has row tiles of both halves. In 4 bits (2, 2, 2) is 1 us faster for one token when
-timed alone, and 2.8 us slower between the other kernels of a layer (docs/kernels/experts.md)."""
+EXPERT_SHAPES_GATED: Mapping[int, Shapes] = {1: ((2, 4, 1),), 8: ((2, 2, 2), (2, 4, 1))}
+"""The same with SiLU, where a CTA has row tiles of both halves. For one token the best of a whole layer
+(sweeps/experts-one-token.csv): timed alone, other shapes are as fast."""
 
-EXPERT_WAVES = {1: 1, 8: 4}
-"""By TILE_M: waves of CTAs. Four where a CTA has an expert's pairs (8): some experts have more than others."""
+EXPERT_WAVES = 4
+"""Waves of CTAs. Where a CTA has all pairs of an expert, some experts have more than others. For one token each CTA has
+one group of row tiles then, and the next kernel's CTAs copy their weights as soon as the first ones end."""
 
 GEMM_MIN_TOKENS = 17
 """Minimum M. Below it decode.cu is faster (H200, 32:64)."""
@@ -124,7 +125,7 @@ def choose_experts(problem: ExpertsProblem, weight: Tiling, gpu: DeviceFacts) ->
     fitting = (_decode_schedule(m, weight, gpu, *shape, fuses_silu(problem, shape[0])) for shape in candidates)
     schedule = next(schedule for schedule in fitting if schedule is not None)
     resident = min(gpu.shared_per_sm // (schedule.shared + RESERVED_SHARED), DECODE_WARPS_PER_SM[m] // schedule.warps)
-    slots = EXPERT_WAVES[m] * resident * gpu.sms // min(pairs, problem.experts if m > 1 else pairs)
+    slots = EXPERT_WAVES * resident * gpu.sms // min(pairs, problem.experts if m > 1 else pairs)
     ctas = max(1, min(slots, -(-weight.row_tiles // schedule.warps_n)))
     return replace(schedule, ctas=ctas)
 

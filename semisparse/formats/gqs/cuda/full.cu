@@ -34,13 +34,13 @@ constexpr int kThreads = 32 * kWarps;
 #include "full_multiply.cuh"
 #include "full_weight.cuh"
 #include "full_x.cuh"
+#include "add_warps.cuh"
 #include "ptx/griddepcontrol.cuh"
 
-constexpr int kWarpBytes = ROW_TILES * kRowTileBytes;             // per stage
+constexpr int kWarpBytes = ROW_TILES * kRowTileBytes;  // per stage
 constexpr int kStageBytes = kWarps * kWarpBytes;
 // x of an iteration is copied kXAhead iterations before: so early that one barrier per X_SPAN iterations is enough.
 constexpr int kXAhead = X_SPAN + STAGES - 2, kXSlots = X_TOKENS ? 0 : 2 * X_SPAN + STAGES - 2;
-constexpr int kSumBytes = ROW_TILES * kTokenTiles * 4 * 4 * 32;   // of a warp's accumulators
 
 // A counter modulo `end`.
 template <typename T>
@@ -68,32 +68,6 @@ __device__ __forceinline__ void prefetch(const WeightCopy& weight, Word bytes) {
 #pragma unroll
     for (Word i = 0; i < ROW_TILES; ++i)
         cp_async_bulk_prefetch_L2(mad_wide(weight.before[i], kGroupBytes, weight.codes), bytes);
-}
-
-// Adds the accumulators of the warps that share rows into those of the first.
-__device__ __forceinline__ void add_warps(Accumulators& accumulators, Word smem, int warp_n, int warp_k, int lane) {
-    const Word own = smem + warp_n * kSumBytes + 16 * lane;
-    cp_async_wait_group<0>();
-    __syncthreads();
-#pragma unroll
-    for (int j = 0; j < ROW_TILES * kTokenTiles; ++j) {
-        const float(&sums)[4] = accumulators[j / kTokenTiles][j % kTokenTiles];
-        const Word words[4] = {__float_as_uint(sums[0]), __float_as_uint(sums[1]), __float_as_uint(sums[2]),
-                               __float_as_uint(sums[3])};
-        if (warp_k > 0) st_shared_v4(own + (warp_k - 1) * WARPS_N * kSumBytes + 512 * j, words);
-    }
-    __syncthreads();
-    if (warp_k > 0) return;
-#pragma unroll
-    for (int j = 0; j < ROW_TILES * kTokenTiles; ++j) {
-#pragma unroll
-        for (int other = 0; other + 1 < WARPS_K; ++other) {
-            Word words[4];
-            ld_shared_ordered(words, own + other * WARPS_N * kSumBytes + 512 * j);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) accumulators[j / kTokenTiles][j % kTokenTiles][i] += __uint_as_float(words[i]);
-        }
-    }
 }
 
 // What a warp stores: y, with what is added to it.
@@ -211,6 +185,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_g
         if (!X_TOKENS) x_used.advance(kXSlotBytes);
     }
     if constexpr (WARPS_K > 1) {
+        cp_async_wait_group<0>();
         add_warps(accumulators, smem, warp_n, warp_k, lane);
         if (warp_k > 0) return;
     }

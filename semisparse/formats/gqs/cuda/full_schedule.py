@@ -39,11 +39,9 @@ MAX_WHOLE_TOKENS = 8
 WHOLE_BITS = 450
 """Maximum of (rows per CTA) * (bits per code) for which `choose_full` puts all of x in shared memory.
 
-Fused kernels always have all of it there.
-
-So 1 and 8 tokens take 10.1 and 11.2 us at 11008 x 4096 in 4 bits (384) instead of 11.1 and 14.0 with x in stages, and
-37.8 and 42.6 at 28672 x 8192 in 2 bits (448) instead of 43.2 and 43.2. In 4 bits (896) it would be 46.7 and 52.3
-instead of 44.5 and 43.6.
+With all of x there, 1 and 8 tokens take 10.1 and 11.2 us at 11008 x 4096 in 4 bits (rows * bits: 384), with x in stages
+11.1 and 14.0; at 28672 x 8192 in 2 bits (448) 37.8 and 42.6, with stages 43.2 and 43.2. In 4 bits (896) it would be
+46.7 and 52.3 instead of 44.5 and 43.6. Fused kernels have all of x there, whatever the product.
 """
 
 MIN_WHOLE_STAGES = 3
@@ -57,7 +55,7 @@ WARPS_K = (1, 2, 4, 8)
 """Numbers of warps that share rows and split K."""
 
 STAGES_AND_SPANS = ((3, 1), (3, 4), (2, 1))
-"""Pairs of stages and of iterations per barrier (``x_span``) that are tried."""
+"""What `_best` tries: (stages, iterations per barrier, which is ``x_span``)."""
 
 STATIC_SHARED = 128
 """Bytes of static shared memory, rounded up: RMSNorm's sums per warp."""
@@ -73,7 +71,8 @@ class FullSchedule:
         warps_k: warps that share rows and split K among them.
         row_tiles: row tiles per warp, 16 rows each.
         stages: pipeline stages of the weight, 2 or more.
-        ctas_per_sm: resident CTAs per SM, as the kernel's registers allow.
+        ctas_per_sm: resident CTAs per SM: the second argument of ``__launch_bounds__``, which limits registers; `fits`
+            checks that shared memory has room for them.
         codes: whether codes are multiplied as they are, else dequantised.
         x_tokens: maximum M if all of x is in shared memory; 0 if it is in stages.
         x_span: iterations per CTA-wide barrier, if x is in stages: a power of two.
@@ -121,9 +120,9 @@ class FullSchedule:
         }
 
     def shared_bytes(self, k: int, bits: int, size: int) -> int:
-        """Return the bytes of dynamic shared memory per CTA: the stages of x and of the weight.
+        """Return the bytes of dynamic shared memory per CTA: x (its stages, or all of it) and the stages of the weight.
 
-        After the main loop the accumulators reuse that memory.
+        The accumulators reuse that memory after the main loop; if they need more, the result is theirs.
         """
         if self.x_tokens:
             x = (self.x_tokens * -(-k // K_TILE) + 1) * 2 * K_TILE
@@ -173,8 +172,8 @@ def shape_refusal(problem: Problem) -> str | None:
         return "takes weights of which no group is dropped; this weight drops some, or has some that are all zero"
     if n % CHUNK_ROWS or k % 8 or (size < K_TILE and -(-k // size) * size % K_TILE):
         return (
-            f"takes N in multiples of {CHUNK_ROWS}, K in multiples of 8, and of groups below {K_TILE} columns as many "
-            f"per row as fill a multiple of {K_TILE} columns; got N, K = {n}, {k} in groups of {size}"
+            f"takes N in multiples of {CHUNK_ROWS} and K in multiples of 8; groups of fewer than {K_TILE} columns must "
+            f"fill whole tiles of {K_TILE} columns in each row; got N, K = {n}, {k} in groups of {size}"
         )
     return None
 
@@ -217,7 +216,11 @@ def choose_fused(problem: Problem, facts: DeviceFacts) -> FullSchedule | None:
 
 
 def _best(base: FullSchedule, n: int, k: int, bits: int, size: int, facts: DeviceFacts) -> FullSchedule:
-    """Return ``base`` with the warps, row tiles, stages and span that keep the SMs busiest, by a rule of thumb."""
+    """Return ``base`` with the warps, row tiles, stages and span that keep the SMs busiest; ``base`` if nothing fits.
+
+    The score is a rule of thumb, not fitted to times: the share of row tiles' slots that have work, times a power of
+    the warps in use, and 5 % less for every further wave.
+    """
     tiles, k_tiles = -(-n // CHUNK_ROWS), -(-k // K_TILE)
     most_warps = next(warps for tokens, warps in MAX_WARPS.items() if base.tile_m <= tokens)
     candidates = [

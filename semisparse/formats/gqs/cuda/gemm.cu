@@ -37,12 +37,12 @@
 #include "ptx/mma.cuh"
 
 constexpr int kTokenTiles = TILE_M / 8;  // tiles of 8 tokens, n of the mma
-constexpr int kWarpBytes = ROW_TILES * kTokenTiles * 4 * 4 * 32;  // bytes of a warp's accumulators
-
-constexpr int kPartialBytes = (WARPS_K - 1) * WARPS_N * kWarpBytes;
-constexpr int kStagesBytes = STAGES * kStageBytes > kPartialBytes ? STAGES * kStageBytes : kPartialBytes;
-
 using Accumulators = float[ROW_TILES][kTokenTiles][4];
+
+#include "add_warps.cuh"
+
+constexpr int kPartialBytes = (WARPS_K - 1) * WARPS_N * kSumBytes;
+constexpr int kStagesBytes = STAGES * kStageBytes > kPartialBytes ? STAGES * kStageBytes : kPartialBytes;
 
 // Multiplies a unit of 8 columns (gemm_tile.cuh). Lane 4 r + g loads its columns of token r of every 8; `x` is their address
 // for the first 8 tokens.
@@ -84,31 +84,6 @@ __device__ __forceinline__ void multiply_k_tile(Accumulators& accumulators, Slic
             multiply_unit(accumulators, current, groups, unit, x + (slice * kUnitsPerSlice + unit) * kGroups * 16);
         const int ahead = slice + PREFETCH;
         stream.load(current, tile + ahead / kSlices, ahead % kSlices);
-    }
-}
-
-// Adds the accumulators of the warps that share rows into those of the first; `smem` is no longer read as x.
-__device__ __forceinline__ void add_warps(Accumulators& accumulators, Word smem, int warp_n, int warp_k) {
-    const Word lane = smem + warp_n * kWarpBytes + 16 * (threadIdx.x % 32);
-    __syncthreads();
-#pragma unroll
-    for (int j = 0; j < ROW_TILES * kTokenTiles; ++j) {
-        const float(&sums)[4] = accumulators[j / kTokenTiles][j % kTokenTiles];
-        const Word words[4] = {__float_as_uint(sums[0]), __float_as_uint(sums[1]), __float_as_uint(sums[2]),
-                               __float_as_uint(sums[3])};
-        if (warp_k > 0) st_shared_v4(lane + (warp_k - 1) * WARPS_N * kWarpBytes + 512 * j, words);
-    }
-    __syncthreads();
-    if (warp_k > 0) return;
-#pragma unroll
-    for (int j = 0; j < ROW_TILES * kTokenTiles; ++j) {
-#pragma unroll
-        for (int other = 0; other + 1 < WARPS_K; ++other) {
-            Word words[4];
-            ld_shared_ordered(words, lane + other * WARPS_N * kWarpBytes + 512 * j);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) accumulators[j / kTokenTiles][j % kTokenTiles][i] += __uint_as_float(words[i]);
-        }
     }
 }
 
@@ -164,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) semisparse_g
     }
     if constexpr (WARPS_K > 1) {
         cp_async_wait_group<0>();
-        add_warps(accumulators, smem, warp_n, warp_k);
+        add_warps(accumulators, smem, warp_n, warp_k, threadIdx.x % 32);
         if (warp_k > 0) return;
     }
 #pragma unroll

@@ -2,7 +2,9 @@
 // run returns the same bits. A pair is a token and one of the experts that its router chose; pairs of an expert that does not exist
 // are left out.
 //
-// Grid: (tokens, columns / (256 * VECTOR) rounded up). CTA: 256 threads with VECTOR columns each. Bound: memory for many tokens.
+// Grid: (tokens, columns / (threads * VECTOR) rounded up). CTA: up to 256 threads with VECTOR columns each. Bound: memory for many
+// tokens, latency for few. So the loads of kAhead outputs are in flight at once, and the experts and their weights are loaded before
+// griddepcontrol.wait if they are `settled` (Routing in runtime/experts.py).
 //
 // Compiled with SCALAR and VECTOR (vector.cuh), and WEIGHT, the type of the router's weights.
 
@@ -10,28 +12,43 @@
 #include "types.cuh"
 #include "vector.cuh"
 
+constexpr int kAhead = 8;  // pairs whose loads are in flight
+
 extern "C" __global__ void __launch_bounds__(256) semisparse_combine(
     const SCALAR* outputs,    // [tokens * top_k, columns]
     const long long* chosen,  // [tokens, top_k], the expert of each pair
     const WEIGHT* weights,    // [tokens, top_k]
     SCALAR* y,                // [tokens, columns]
-    int columns, int top_k, int experts
+    int columns, int top_k, int experts,
+    int settled               // whether `chosen` and `weights` were complete before this kernel could start
 ) {
     griddepcontrol_launch_dependents();
-    griddepcontrol_wait();
+    if (!settled) griddepcontrol_wait();
     const int i = blockIdx.y * blockDim.x + threadIdx.x;
-    if (i * VECTOR >= columns) return;
     const long long token = blockIdx.x;
     float sums[VECTOR] = {};
-#pragma unroll 4
-    for (int j = 0; j < top_k; ++j) {
-        const long long pair = token * top_k + j;
-        if (chosen[pair] < 0 || chosen[pair] >= experts) continue;
-        const float weight = to_float(weights[pair]);
-        const Unit output = load_unit(outputs + pair * columns, i);
+    for (int first = 0; first < top_k; first += kAhead) {
+        float weight[kAhead];
+        bool counts[kAhead];  // whether there is such a pair, with an expert
 #pragma unroll
-        for (int v = 0; v < VECTOR; ++v) sums[v] += weight * output.at(v);
+        for (int j = 0; j < kAhead; ++j) {
+            const long long pair = token * top_k + first + j;
+            const long long expert = first + j < top_k ? chosen[pair] : -1;
+            counts[j] = expert >= 0 && expert < experts && i * VECTOR < columns;
+            weight[j] = counts[j] ? to_float(weights[pair]) : 0.0f;
+        }
+        griddepcontrol_wait();
+        Unit output[kAhead];
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j)
+            if (counts[j]) output[j] = load_unit(outputs + (token * top_k + first + j) * columns, i);
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j)
+#pragma unroll
+            for (int v = 0; v < VECTOR; ++v)
+                if (counts[j]) sums[v] += weight[j] * output[j].at(v);
     }
+    if (i * VECTOR >= columns) return;
     Unit result;
 #pragma unroll
     for (int v = 0; v < VECTOR; ++v) result.set(v, sums[v]);
