@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from semisparse import checkpoint
 from semisparse.api.chosen import Chosen, compress_chosen
-from semisparse.api.gains import machine_here, without_gain
+from semisparse.api.gains import machine_here, slower_from, speedups_of, without_gain
 from semisparse.api.job import finished_block, job_directory, write_model
 from semisparse.api.loading import load_uncompressed
 from semisparse.api.needs import free_memory, needs_of
@@ -49,6 +49,7 @@ from semisparse.compress.search import SearchResult, search_patterns
 from semisparse.compress.search.allocate import Unreachable
 from semisparse.compress.search.joint import JointResult, search_choices
 from semisparse.errors import InputError
+from semisparse.formats.base import bytes_on_gpu
 from semisparse.integrations.importers import Rounded
 from semisparse.integrations.transformers import mark_compressed
 
@@ -64,7 +65,8 @@ class CompressionReport:
             `compress.report.LayerReport`) and outcome: that of `LayerReport`, or ``kept ...`` if another tool's
             quantised values are kept.
         bytes_before: bytes of these layers' dense weights.
-        bytes_after: bytes of their packed tensors.
+        bytes_after: bytes of their packed tensors, in files.
+        bytes_on_gpu: the most bytes that these take on a GPU.
         seconds: wall time of this run.
         dense: the linear weights that stay dense, each with its name, reason and bytes.
         dense_share: their share of the bytes of all linear weights of the dense model, 0 to 1.
@@ -85,11 +87,14 @@ class CompressionReport:
             are taken for: the recipe's ``gpu``; if that is ``auto`` and a target is a speed-up, this machine's GPU,
             else its CPU; without such a target the GPU that compressed. None if there are no such layers or no such
             machine in gpus.yaml.
+        slower: ``machine``: as in ``no_gain``; ``from``: by number of tokens M, as text, the names of the layers that
+            `gains.slower_from` finds. None if there are none.
     """
 
     layers: list[dict[str, Any]]
     bytes_before: int
     bytes_after: int
+    bytes_on_gpu: int
     seconds: float
     dense: list[dict[str, Any]]
     dense_share: float
@@ -99,10 +104,11 @@ class CompressionReport:
     reached: dict[str, float] | None = None
     rival: dict[str, Any] | None = None
     no_gain: dict[str, Any] | None = None
+    slower: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain JSON values, without those of the last four that are None."""
-        optional = ("target", "reached", "rival", "no_gain")
+        """Return the report as plain JSON values, without those of the last five that are None."""
+        optional = ("target", "reached", "rival", "no_gain", "slower")
         return {key: value for key, value in asdict(self).items() if key not in optional or value}
 
 
@@ -336,7 +342,7 @@ def _search_choices(model: PreTrainedModel, batches: Sequence[Tensor], plan: Rec
 def _report(
     block: Mapping[str, Any], seconds: float, tuning: list[dict[str, Any]], machine: Machine | None
 ) -> CompressionReport:
-    rows, before, after, dtype = [], 0, 0, torch.bfloat16
+    rows, before, after, on_gpu, dtype = [], 0, 0, 0, torch.bfloat16
     layers = checkpoint.read_block(block)
     for name, packed in layers.items():
         entry = block["layers"][name]
@@ -344,16 +350,25 @@ def _report(
         rows.append({"name": name, **shown, "bits_per_weight": packed.bits_per_weight})
         before += packed.shape[0] * packed.shape[1] * packed.dtype.itemsize
         after += packed.nbytes
+        on_gpu += bytes_on_gpu(packed)
         dtype = packed.dtype
     found, target = block.get("search"), block["recipe"].get("targets")
     has = reached(target, {**found["predicted"], "bits": after / before}, dtype) if target and found else None
     dense = block.get("dense", [])
     dense_bytes = sum(layer["bytes"] for layer in dense)
     share = dense_bytes / (dense_bytes + before)
-    slow = without_gain(layers, machine) if machine else []
+    speedups = speedups_of(layers, machine) if machine else {}
+    slow, slower = without_gain(speedups), slower_from(speedups)
     no_gain = {"machine": machine.name, "layers": slow} if machine and slow else None
+    loses = (
+        {"machine": machine.name, "from": {str(m): names for m, names in slower.items()}}
+        if machine and slower
+        else None
+    )
     rival = block.get("rival")
-    return CompressionReport(rows, before, after, seconds, dense, share, found, tuning, target, has, rival, no_gain)
+    return CompressionReport(
+        rows, before, after, on_gpu, seconds, dense, share, found, tuning, target, has, rival, no_gain, loses
+    )
 
 
 def _bits_per_weight(block: Mapping[str, Any]) -> float:

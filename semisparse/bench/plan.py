@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from semisparse.bench.machines import Machine
-from semisparse.bench.roofline import Candidate, Estimate, estimate_matmul
+from semisparse.bench.roofline import Candidate, Estimate, estimate_matmul, gpu_bits
 from semisparse.bench.shapes import LayerShape
 from semisparse.errors import InputError
 from semisparse.formats.base import get_format
@@ -16,6 +16,10 @@ from semisparse.patterns import parse_pattern
 
 MIN_SPEEDUP = 1.05
 """Predicted speed-ups below this count as none: measured times vary by a few percent."""
+
+
+MORE_MEMORY = 1.02
+"""Bits per weight on a GPU over those in a file, from which `plan` says so."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class Row:
     bits_per_weight: float
     estimate: Estimate
     speedup: float
+    gpu_bits: float = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Return the row as plain JSON values."""
@@ -42,6 +47,7 @@ class Row:
             "pattern": self.candidate.pattern,
             "options": dict(self.candidate.options),
             "bits_per_weight": self.bits_per_weight,
+            "gpu_bits_per_weight": self.gpu_bits,
             "bytes": self.estimate.bytes,
             "operations": self.estimate.operations,
             "intensity": self.estimate.operations / self.estimate.bytes,
@@ -90,7 +96,19 @@ class Plan:
 
     def sentences(self) -> list[str]:
         """Return one sentence per M: what bounds the dense matmul, and whether sparsity pays; then what never gains."""
-        return [*(self._sentence(m) for m in dict.fromkeys(row.m for row in self.rows)), *self._without_gain()]
+        by_tokens = [self._sentence(m) for m in dict.fromkeys(row.m for row in self.rows)]
+        return [*by_tokens, *self._without_gain(), *self._memory()]
+
+    def _memory(self) -> list[str]:
+        """Return a sentence per candidate that takes more memory on a GPU than in a file."""
+        if self.machine.device != "cuda":
+            return []
+        more = {row.candidate.label: row for row in self.rows if row.gpu_bits > MORE_MEMORY * row.bits_per_weight}
+        return [
+            f"{label} takes up to {row.gpu_bits:.1f} bits per weight in a GPU's memory, "
+            f"{row.bits_per_weight:.1f} in a file."
+            for label, row in more.items()
+        ]
 
     def _without_gain(self) -> list[str]:
         """Return a sentence per candidate whose speed-up on some layer is below `MIN_SPEEDUP` at every M."""
@@ -157,7 +175,8 @@ def make_plan(
                 except InputError as error:
                     left_out[candidate.label] = str(error)
                     continue
-                rows.append(Row(layer, m, candidate, bits, predicted, dense.seconds / predicted.seconds))
+                on_gpu = gpu_bits(candidate, layer.n, layer.k, dtype) if machine.device == "cuda" else bits
+                rows.append(Row(layer, m, candidate, bits, predicted, dense.seconds / predicted.seconds, on_gpu))
     # Without an estimate for one of the layers a candidate has no total, so all its rows are dropped.
     rows = [row for row in rows if row.candidate.label not in left_out]
     return Plan(machine, rows, left_out)

@@ -138,6 +138,16 @@ def problem_for(candidate: Candidate, m: int, n: int, k: int, dtype: torch.dtype
     return Problem(m, spec, dtype, torch.device(device)), sample.nbytes * n / sample.shape[0]
 
 
+def gpu_bits(candidate: Candidate, n: int, k: int, dtype: torch.dtype) -> float:
+    """Return the most bits per weight that a weight [N, K] takes in the memory of a GPU.
+
+    Raises:
+        FormatError: the format cannot store a weight of this shape.
+    """
+    problem, weight_bytes = problem_for(candidate, 1, n, k, dtype, "cuda")
+    return 8 * get_format(candidate.format).gpu_bytes(problem.spec, weight_bytes) / (n * k)
+
+
 @lru_cache(maxsize=256)
 def _packed_sample(
     form: str, pattern: str, options: tuple[tuple[str, Any], ...], n: int, k: int, dtype: torch.dtype

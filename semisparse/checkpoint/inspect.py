@@ -13,7 +13,7 @@ from semisparse.checkpoint.digests import check_digests
 from semisparse.checkpoint.directory import ModelDirectory
 from semisparse.checkpoint.file_digests import THREADS, FileDigests
 from semisparse.errors import CheckpointError, SemisparseError
-from semisparse.formats.base import Packed, get_format
+from semisparse.formats.base import Packed, bytes_on_gpu, get_format
 
 
 def describe(
@@ -38,6 +38,7 @@ def describe(
         - ``bytes``: bytes of all tensors.
         - ``layer_bytes`` and ``bits_per_weight``: bytes of the compressed layers, and bits per weight (None if there
           are none).
+        - ``gpu_layer_bytes``: the most bytes that the compressed layers take on a GPU.
         - ``verified``: the argument ``verify``.
     Raises:
         CheckpointError: a tensor is corrupted.
@@ -72,6 +73,7 @@ def describe(
         "layers": rows,
         "bytes": directory.stored_bytes,
         "layer_bytes": layer_bytes,
+        "gpu_layer_bytes": sum(map(bytes_on_gpu, directory.layers.values())),
         "bits_per_weight": 8 * layer_bytes / weights if weights else None,
         "verified": verify,
     }

@@ -183,6 +183,8 @@ def _show(title: str, report: CompressionReport) -> None:
         f"({report.bytes_after / max(report.bytes_before, 1):.3f}); {report.seconds:.1f} s",
         highlight=False,
     )
+    if report.bytes_on_gpu > report.bytes_after:
+        console.print(f"on a GPU they take up to {bytes_text(report.bytes_on_gpu)}", highlight=False)
     if report.rival:
         rival = report.rival
         console.print(
@@ -195,6 +197,13 @@ def _show(title: str, report: CompressionReport) -> None:
         console.print(
             f"not faster than dense on {report.no_gain['machine']} at any number of tokens: {first}"
             f"{f' and {len(others)} more layers' if others else ''}; `semisparse plan` shows the times",
+            highlight=False,
+        )
+    slower = report.slower or {"from": {}}
+    for tokens, layers in slower["from"].items():
+        console.print(
+            f"slower than dense on {slower['machine']} from {tokens} tokens per step on: {layers[0]}"
+            f"{f' and {len(layers) - 1} more layers' if len(layers) > 1 else ''}; `semisparse plan` shows the times",
             highlight=False,
         )
 

@@ -79,6 +79,8 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p, seed)
     prompts = _read_prompts(batch) if batch is not None else [prompt or ""]
     engine = _load(model, device, draft, _patterns(keep_dense), quiet=as_json)
+    if not as_json:
+        _show_slower(engine, len(prompts))
     options: dict[str, Any] = {"sampling": sampling, "stop": stop or (), "proposals": speculate}
     try:
         if chat:
@@ -133,6 +135,17 @@ def _load(model: Path, device: str, draft: Path | None, keep_dense: list[str], q
     if engine.note:
         console.print(engine.note, highlight=False)
     return engine
+
+
+def _show_slower(engine: Engine, sequences: int) -> None:
+    """Name the layers that are slower than dense in the decode steps of these sequences, if tables say so."""
+    slower = engine.slower_than_dense(sequences)
+    if slower:
+        console.print(
+            f"with {sequences} tokens per step {len(slower)} packed layers are slower than dense on this GPU, "
+            f"{slower[0]} first: --keep-dense all computes them from dense copies",
+            highlight=False,
+        )
 
 
 def _generate(

@@ -44,11 +44,17 @@ def inspect(
         for layer in description["layers"]
     ]
     print_table(str(model), ("layer", "format", "pattern", "N x K", "density", "bits/weight", "bytes"), rows)
+    on_gpu, bits = description["gpu_layer_bytes"], description["bits_per_weight"] or 0
+    share = on_gpu / max(description["layer_bytes"], 1)
+    in_memory = (
+        [("compressed layers on a GPU, at most", bytes_text(on_gpu), f"{bits * share:.3f}")] if share > 1 else []
+    )
     print_table(
         "whole model" + (", every tensor verified" if verify else ""),
         ("", "bytes", "bits/weight"),
         [
-            ("compressed layers", bytes_text(description["layer_bytes"]), f"{description['bits_per_weight'] or 0:.3f}"),
+            ("compressed layers", bytes_text(description["layer_bytes"]), f"{bits:.3f}"),
+            *in_memory,
             ("everything else", bytes_text(description["bytes"] - description["layer_bytes"]), ""),
             ("model", bytes_text(description["bytes"]), ""),
         ],

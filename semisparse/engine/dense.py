@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
 from semisparse.formats import Packed, linear
 from semisparse.formats.base import WeightSpec
-from semisparse.formats.product import prepare_product
+from semisparse.formats.product import measured_speedup, prepare_product
 from semisparse.nn import SparseLinear, copy_pays
 
 
@@ -47,6 +48,24 @@ def dense_packed(weight: Tensor) -> Packed:
     spec = {"format": "dense", "version": 1, "pattern": "0%", "shape": list(weight.shape), "params": {}}
     dtype = str(weight.dtype).removeprefix("torch.")
     return Packed(WeightSpec.from_dict({**spec, "dtype": dtype}), {"values": weight})
+
+
+def slower_layers(model: nn.Module, m: int, dtype: torch.dtype, copied: Sequence[str] = ()) -> list[str]:
+    """Return the names of the packed layers that are slower than dense, by the tuned tables of their device.
+
+    Args:
+        model: its layers.
+        m: rows of x.
+        dtype: dtype of x.
+        copied: glob patterns of the names of layers that have a dense copy, which are left out.
+    """
+    return [
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, SparseLinear)
+        and not any(fnmatchcase(name, pattern) for pattern in copied)
+        and (measured_speedup(layer.packed, m, dtype) or 1) < 1
+    ]
 
 
 class DenseCopy:

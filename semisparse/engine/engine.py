@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from semisparse.checkpoint import load_model, load_tokenizer
 from semisparse.engine.backend import Backend, DecoderBackend
+from semisparse.engine.dense import slower_layers
 from semisparse.engine.sampling import Sampling
 from semisparse.engine.structure import UnknownStructureError
 from semisparse.engine.text import TextStream
@@ -154,6 +155,14 @@ class Engine:
         self._warm: set[Hashable] = set()
         self._lock, self._thread = threading.Lock(), 0
         self._check_seconds = time.perf_counter() - start
+        self._copied = tuple(keep_dense)
+
+    def slower_than_dense(self, m: int) -> list[str]:
+        """Return the names of the packed layers that are slower than dense with ``m`` tokens, by the device's tables.
+
+        Layers of ``keep_dense`` are left out; so is what the tables (`semisparse bench tune`) do not have.
+        """
+        return slower_layers(self.model, m, self.model.dtype, self._copied)
 
     def _backend(
         self,

@@ -33,6 +33,7 @@ __all__ = [
     "Scalar",
     "TensorSpec",
     "WeightSpec",
+    "bytes_on_gpu",
     "format_names",
     "get_format",
     "reference_kernel",
@@ -100,6 +101,7 @@ class Format:
         experts: problem -> the matmuls of a mixture's experts by a fixed number of launches, or None if no kernel can
             compute them. Whether one can does not depend on the number of pairs. None if the format has no such kernel
             for any device.
+        gpu_bytes: (weight spec as on disk, bytes of the tensors) -> the most bytes that the weight takes on a GPU.
         arrange: (packed, device type) -> the same weight on its present device, in the layout for kernels on the given
             device type. For ``cpu`` that is the layout on disk.
     """
@@ -131,6 +133,7 @@ class Format:
     regroup: Callable[[Sequence[Packed], int, int, int, Pattern], Packed] | None = None
     stack: Callable[[Sequence[Packed], int], Mapping[str, Scalar] | None] | None = None
     experts: Callable[[ExpertsProblem], ExpertsProduct | None] | None = None
+    gpu_bytes: Callable[[WeightSpec, float], float] = lambda spec, stored: stored
     arrange: Callable[[Packed, str], Packed] = lambda packed, device_type: packed
 
     def pack(self, weight: Tensor, pattern: Pattern | str, **options: Any) -> Packed:
@@ -283,6 +286,11 @@ class Format:
     def all_kernels(self) -> tuple[Kernel, ...]:
         """The format's kernels and, last, the reference."""
         return (*self.kernels, reference_kernel)
+
+
+def bytes_on_gpu(packed: Packed) -> int:
+    """Return the most bytes that a weight in the layout on disk takes on a GPU."""
+    return round(get_format(packed.spec.format).gpu_bytes(packed.spec, packed.nbytes))
 
 
 def require_dense(weight: object) -> None:

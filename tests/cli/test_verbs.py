@@ -36,7 +36,8 @@ def test_compress_then_everything_else(run: Run, model: Path, text: Path, tmp_pa
     done = run("compress", model, "--recipe", "rheosparse", "--calib", text, "--out", out, *SMALL, "--json")
     assert done.status == 0, done.err
     report = done.json
-    keys = "layers", "bytes_before", "bytes_after", "seconds", "dense", "dense_share", "search", "tuning"
+    sizes = "bytes_before", "bytes_after", "bytes_on_gpu"
+    keys = "layers", *sizes, "seconds", "dense", "dense_share", "search", "tuning"
     assert tuple(report) == keys
     assert [(layer["name"], layer["reason"]) for layer in report["dense"]] == [
         ("lm_head", "outside the decoder layers")

@@ -304,10 +304,11 @@ def test_vllm(workdir: Path):
 
     load_general_plugins()
     served = [words for words in commands("vllm.md") if words[:2] == ["vllm", "serve"]]
-    for words, count, fused in zip(served, (1, 2, 1), (False, False, True), strict=True):
+    settings = ({}, {}, {"semisparse_fusion": False}, {"semisparse_keep_dense": ["*"]})
+    for words, count, wanted in zip(served, (1, 2, 1, 1), settings, strict=True):
         options = make_arg_parser(FlexibleArgumentParser()).parse_args(words[2:])
         options.model = options.model_tag
         arguments = AsyncEngineArgs.from_cli_args(options)
         assert arguments.create_model_config().quantization == "semisparse"
         assert arguments.tensor_parallel_size == count
-        assert arguments.additional_config == ({"semisparse_fusion": True} if fused else {})
+        assert arguments.additional_config == wanted

@@ -83,6 +83,9 @@ def test_the_tuned_table_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     try:
         assert measured_speedup(layer.packed, 8, torch.float32) == 0.5
         assert [down._copy_for(index, m) is not None for m in (1, 8, 16, 512)] == [False, True, True, False]
+        plain, name = engine_of(kept.model), "model.layers.0.mlp.down_proj"
+        assert [name in plain.slower_than_dense(m) for m in (1, 8, 512)] == [False, True, False]
+        assert not any(copied.endswith(".down_proj") for copied in kept.slower_than_dense(8))
     finally:
         for cached in caches:
             cached.cache_clear()

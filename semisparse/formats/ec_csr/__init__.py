@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from semisparse.formats.base import Case, Format
-from semisparse.formats.ec_csr.cost import cost
+from semisparse.formats.ec_csr.cost import cost, gpu_bytes
 from semisparse.formats.ec_csr.cpu import kernel as cpu
-from semisparse.formats.ec_csr.cuda import decode, decode_mma, unpack
+from semisparse.formats.ec_csr.cuda import decode, decode_mma, decode_tiles, gemm, unpack, unpack_tiles
 from semisparse.formats.ec_csr.paper import decode as paper
 from semisparse.formats.ec_csr.storage import disk
 from semisparse.formats.ec_csr.storage.check import check_content, violation
@@ -36,10 +36,11 @@ FORMAT = Format(
     accepts=_accepts,
     specs=disk.specs,
     counts=disk.counts,
-    counted=("values", "span", "bundles", "deltas", "slots"),
+    counted=("values", "span", "bundles", "deltas", "slots", "units"),
     options={
         "layout": ("banks", "paper"),
         "delta_bits": ("auto", 4, 8),
+        "gpu": ("both", "lists", "tiles"),
         "granularity": (1, 2, 4, 8),
         "multiple": (),
         "clip": (),
@@ -54,11 +55,19 @@ FORMAT = Format(
     kernels=(
         Kernel("cpu", "cpu", cpu.refusal, cpu.prepare),
         Kernel("decode_mma", "cuda", decode_mma.refusal, decode_mma.prepare, decode_mma.pays),
-        Kernel("decode", "cuda", decode.refusal, decode.prepare, fuse=decode.fuse),
+        Kernel("decode", "cuda", decode.refusal, decode.prepare, decode.pays, decode.fuse),
+        Kernel(
+            "decode_tiles", "cuda", decode_tiles.refusal, decode_tiles.prepare, decode_tiles.pays, decode_tiles.fuse
+        ),
+        Kernel("gemm", "cuda", gemm.refusal, gemm.prepare),
         Kernel("unpack", "cuda", unpack.refusal, unpack.prepare),
+        Kernel("unpack_tiles", "cuda", unpack_tiles.refusal, unpack_tiles.prepare),
         Kernel("paper", "cuda", paper.refusal, paper.prepare, lambda problem: False),
     ),
     cost=cost,
+    gpu_bytes=gpu_bytes,
+    tuned_by=("gpu",),
+    variants=({}, {"gpu": "lists"}),
     cases=(
         Case("columns-past-16-bits", "99%", _wide),
         Case("gaps-wider-than-a-delta", "90%", lambda: torch.eye(3, 2000).roll(1999, 1)),

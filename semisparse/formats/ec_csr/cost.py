@@ -2,19 +2,49 @@
 
 from __future__ import annotations
 
+import math
+
+from semisparse.formats.base import WeightSpec
+from semisparse.formats.ec_csr.storage.deltas import BOTH, LISTS, PAPER, TILES, gpu_layout_of, layout_of
+from semisparse.formats.ec_csr.storage.tiles import BLOCK, DTYPES, LONGEST
 from semisparse.formats.kernel import Pass, Problem, one_pass_cost
 
 MAX_DECODE_TOKENS = 16
+
+FEW_TOKENS = 2
+"""Tokens up to which lists are read where the weight has mask tiles, too."""
 
 UNPACKING = 14
 """Operations on fp32 units per kept weight and token. Measured on an H200 for `decode_mma` at 8 and 16 tokens: 10 to
 18."""
 
+EXPANDING = 15
+"""The same per weight, zeros included, for mask tiles. Measured on an H200 at 28672 x 8192 and 8 to 32 tokens, where it
+is what takes the time: 74 to 79 us. As on Hopper: other GPUs hold lists."""
+
 
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
     """Return the passes of a matmul."""
+    layout = gpu_layout_of(problem.params) if problem.device.type == "cuda" and problem.dtype in DTYPES else LISTS
+    if layout == TILES or (layout == BOTH and problem.m > FEW_TOKENS):
+        return one_pass_cost(problem, _tile_bytes(problem.spec), EXPANDING * problem.n * problem.k)
     if problem.m <= MAX_DECODE_TOKENS:
         kept = problem.n * problem.k * problem.pattern.density
         return one_pass_cost(problem, weight_bytes, UNPACKING * problem.m * kept)
     dense_bytes = problem.n * problem.k * problem.weight_dtype.itemsize
     return (Pass(weight_bytes + dense_bytes, 0, "fp32"), *one_pass_cost(problem, dense_bytes))
+
+
+def gpu_bytes(spec: WeightSpec, stored: float) -> float:
+    """Return the bytes of a weight on a Hopper GPU: lists, mask tiles, or both. Other GPUs hold lists."""
+    if layout_of(spec.params) == PAPER or spec.dtype not in DTYPES:
+        return stored
+    wanted = gpu_layout_of(spec.params)
+    return (0 if wanted == TILES else stored) + (0 if wanted == LISTS else _tile_bytes(spec))
+
+
+def _tile_bytes(spec: WeightSpec) -> float:
+    """Return the bytes of a random weight's mask tiles, whose lanes are as long as their longest."""
+    kept, weights = 2 * BLOCK * spec.pattern.density, spec.shape[0] * spec.shape[1]
+    longest = kept + LONGEST * math.sqrt(kept * (1 - spec.pattern.density))
+    return weights * (1 + 8 * spec.dtype.itemsize * min(1, longest / (2 * BLOCK))) / 8

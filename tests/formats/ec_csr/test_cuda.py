@@ -21,15 +21,31 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU he
         (40, 11008, 512, 4, torch.bfloat16, "unpack"),
     ],
 )
-def test_products(m: int, n: int, k: int, bits: int, dtype: torch.dtype, kernel: str):
+def test_products_of_lists(m: int, n: int, k: int, bits: int, dtype: torch.dtype, kernel: str):
     for weight, pattern in ((random_weight(n, k, "70%", dtype), "70%"), (uneven_weight(n, k, dtype), "0%")):
-        packed = EC_CSR.pack(weight, pattern, delta_bits=bits).to("cuda")
+        packed = EC_CSR.pack(weight, pattern, delta_bits=bits, gpu="lists").to("cuda")
         assert packed.params["panel_rows"] == panel_rows_for(n, device_facts("cuda").sms)
         x, bias = operands(packed, m)
         assert EC_CSR.choose(problem_of(x, packed)).name == kernel
         y = linear(x, packed, bias)
         check(y, x, packed, bias)
         assert torch.equal(y, linear(x, packed, bias)), "two calls differ"
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="mask tiles are for Hopper"
+)
+@pytest.mark.parametrize("gpu", ["both", "tiles"])
+@pytest.mark.parametrize("m", [1, 2, 7, 16, 40, 300])
+def test_products_of_mask_tiles(m: int, gpu: str):
+    packed = EC_CSR.pack(random_weight(11008, 1000, "70%"), "70%", gpu=gpu).to("cuda")
+    EC_CSR.validate(packed)
+    x, bias = operands(packed, m)
+    lists = gpu == "both" and m <= 2
+    assert EC_CSR.choose(problem_of(x, packed)).name == ("decode" if lists else "decode_tiles" if m <= 8 else "gemm")
+    y = linear(x, packed, bias)
+    check(y, x, packed, bias)
+    assert torch.equal(y, linear(x, packed, bias)), "two calls differ"
 
 
 def test_the_papers_kernel():

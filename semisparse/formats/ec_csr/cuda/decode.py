@@ -9,15 +9,18 @@ from torch import Tensor
 
 from semisparse.formats.base import Packed
 from semisparse.formats.ec_csr.cuda.schedule import SCALARS, DecodeSchedule, decode_schedule
-from semisparse.formats.ec_csr.storage.deltas import LANES, PANELS, layout_of
+from semisparse.formats.ec_csr.storage.deltas import LANES, has_lists, has_tiles, layout_of
 from semisparse.formats.ec_csr.storage.gpu import span_limit_of
-from semisparse.formats.ec_csr.storage.panels import SEGMENTS, is_paired, vector_of
+from semisparse.formats.ec_csr.storage.panels import SEGMENTS, is_paired, lists_of, vector_of
 from semisparse.formats.kernel import NOTHING_FUSED, FusedOperands, FusedProduct, Problem, Product
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.kernel import CudaSource, cuda_refusal
 from semisparse.runtime.nvrtc import Defines
 
 MAX_TOKENS = 16
+
+FEW_TOKENS = 2
+"""Tokens up to which `pays` prefers this kernel to those on mask tiles."""
 
 UNFUSED: Defines = {"RMS_NORM": 0, "ADD_RESIDUAL": 0, "SILU_MUL": 0}
 
@@ -45,7 +48,7 @@ SOURCE = CudaSource(
 
 def panels_refusal(problem: Problem) -> str | None:
     """Say why no kernel that reads row panels can compute ``problem`` on its GPU, or None if one may."""
-    if layout_of(problem.params) != PANELS:
+    if not has_lists(problem.params):
         return f"reads row panels, this weight is stored in {layout_of(problem.params)}"
     if problem.dtype not in SCALARS or problem.dtype != problem.weight_dtype:
         return f"x and w have one dtype, got {problem.dtype} and {problem.weight_dtype}"
@@ -64,6 +67,15 @@ def refusal(problem: Problem) -> str | None:
     if needed > facts.shared_per_cta:
         return f"one token needs {needed} bytes of shared memory, the GPU has {facts.shared_per_cta}"
     return None
+
+
+def pays(problem: Problem) -> bool:
+    """Say whether no kernel on mask tiles, if the weight has them, is faster: at 1 and 2 tokens, H200.
+
+    Microseconds at one token (of `decode_tiles`): 7.1 (8.8) at 4096 x 4096, 15.0 (18.7) at 11008 x 4096, 12.5 (17.9) at
+    4096 x 11008, 57.9 (70.2) at 28672 x 8192.
+    """
+    return problem.m <= FEW_TOKENS or not has_tiles(problem.params)
 
 
 def prepare(problem: Problem) -> Product:
@@ -99,7 +111,7 @@ def _prepared(problem: Problem) -> FusedProduct:
         x = x.clone() if problem.is_fused and x.data_ptr() % 16 else x
         kernel(
             (panels, -(-m // schedule.tokens), 1), LANES * SEGMENTS, pdl=facts.has_pdl,
-            x=x, **packed.tensors, bias=bias, norm_weight=fused.norm_weight, residual=fused.residual, y=y,
+            x=x, **lists_of(packed), bias=bias, norm_weight=fused.norm_weight, residual=fused.residual, y=y,
             m=m, n=n, k=k, span=int(packed.params["span"]), epsilon=fused.epsilon,
         )  # fmt: skip
         return y

@@ -17,7 +17,8 @@ from semisparse.formats.ec_csr.cuda.schedule import (
     decode_schedule,
     mma_schedule,
 )
-from semisparse.formats.ec_csr.storage.deltas import LANES
+from semisparse.formats.ec_csr.storage.deltas import LANES, has_tiles
+from semisparse.formats.ec_csr.storage.panels import lists_of
 from semisparse.formats.kernel import Problem, Product
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.kernel import CudaSource
@@ -60,7 +61,7 @@ def pays(problem: Problem) -> bool:
     with 8 lanes per CTA; 70.6 (81.9) at 4096 x 11008, where `decode` takes four passes; 301 (287) at 28672 x 8192, with
     4 lanes per CTA, where `decode` takes two. At 8 tokens: 16.0 (16.1), 42.8 (42.6), 48.8 (41.9) and 259 (150).
     """
-    if problem.m <= max(DECODE_TOKENS):
+    if problem.m <= max(DECODE_TOKENS) or has_tiles(problem.params):
         return False
     facts = device_facts(problem.device)
     passes = -(-problem.m // decode_schedule(problem, facts).tokens)
@@ -81,7 +82,7 @@ def prepare(problem: Problem) -> Product:
         x, y, bias = x.contiguous(), x.new_empty(m, n), None if bias is None else bias.to(x.dtype).contiguous()
         parts = torch.empty(schedule.splits, m, n, dtype=torch.float32, device=x.device)
         sizes = {"m": m, "n": n, "k": k, "stride": schedule.stride}
-        kernel(grid, LANES * MMA_WARPS, pdl=facts.has_pdl, x=x, **packed.tensors, parts=parts, **sizes)
+        kernel(grid, LANES * MMA_WARPS, pdl=facts.has_pdl, x=x, **lists_of(packed), parts=parts, **sizes)
         per_output = (-(-n // REDUCE_THREADS), m, 1)
         reduce(per_output, REDUCE_THREADS, pdl=facts.has_pdl, parts=parts, bias=bias, y=y, m=m, n=n)
         return y

@@ -12,6 +12,7 @@ from semisparse.formats.base import Packed
 from semisparse.formats.ec_csr.cuda.decode import panels_refusal
 from semisparse.formats.ec_csr.cuda.schedule import UNPACK_WARPS, UnpackSchedule, unpack_schedule
 from semisparse.formats.ec_csr.storage.deltas import LANES
+from semisparse.formats.ec_csr.storage.panels import lists_of
 from semisparse.formats.kernel import Problem, Product
 from semisparse.runtime.blas import multiply_dense
 from semisparse.runtime.device import device_facts
@@ -61,7 +62,7 @@ def prepare_unpack(problem: Problem) -> Callable[[Packed], Tensor]:
 
     def unpack(packed: Packed) -> Tensor:
         weight = packed.tensors["values"].new_empty(n, lane_columns * LANES)
-        kernel(grid, LANES * UNPACK_WARPS, pdl=facts.has_pdl, **packed.tensors, weight=weight, **sizes)
+        kernel(grid, LANES * UNPACK_WARPS, pdl=facts.has_pdl, **lists_of(packed), weight=weight, **sizes)
         return weight[:, :k]
 
     return unpack

@@ -10,7 +10,8 @@ from semisparse.formats.base import Packed
 from semisparse.formats.checks import refuse_first, refuse_infinite
 from semisparse.formats.ec_csr.cpu import kernel as cpu
 from semisparse.formats.ec_csr.paper.check import check_paper
-from semisparse.formats.ec_csr.storage.deltas import LANES, PANELS, layout_of, refuse_repeats, widened
+from semisparse.formats.ec_csr.storage import tiles
+from semisparse.formats.ec_csr.storage.deltas import LANES, has_lists, has_tiles, refuse_repeats, widened
 from semisparse.formats.ec_csr.storage.gpu import SPAN_LIMIT, check_gpu_params, span_limit_of
 from semisparse.formats.ec_csr.storage.panels import (
     ROW_MULTIPLE,
@@ -33,7 +34,13 @@ def check_content(packed: Packed) -> None:
     Raises:
         FormatError: names the tensor and what is wrong.
     """
-    if layout_of(packed.params) == PANELS:
+    if has_tiles(packed.params):
+        check_gpu_params(packed.params)
+        tiles.check(packed)
+        refuse_infinite(tiles.unpack(packed), "tiles")
+        if not has_lists(packed.params):
+            return
+    if has_lists(packed.params):
         _check_panels(packed)
     else:
         check_paper(packed)
@@ -46,7 +53,8 @@ def violation(packed: Packed) -> str | None:
     Only the number of weights is compared.
     """
     allowed = packed.pattern.kept(packed.shape) + packed.shape[0]  # as `Pattern.violation`: pruners round per row
-    found = int(packed.tensors["values"].count_nonzero())
+    stored = packed.tensors.get("values")
+    found = int((tiles.unpack(packed) if stored is None else stored).count_nonzero())
     return f"{found} weights are kept, {allowed} are allowed" if found > allowed else None
 
 
@@ -74,8 +82,14 @@ def _check_panels(packed: Packed) -> None:
     if on_disk and cpp.refusal() is None:  # 1000 times as fast as torch, and loading waits for it
         span = cpu.check_lists(packed)
     else:
-        span = _check_lists(packed)
-        refuse_repeats(position for position, _ in stored_weights(packed))
+        from semisparse.formats.ec_csr.cuda import check_panels  # it imports this package
+
+        on_gpu = check_panels.span_of(packed)
+        if on_gpu is None:
+            span = _check_lists(packed)
+            refuse_repeats(position for position, _ in stored_weights(packed))
+        else:
+            span = on_gpu
     if packed.params.get("span") != span:
         raise FormatError(f"params: span is {packed.params.get('span')!r}, the lists have {span}")
     if span > span_limit_of(packed.params):

@@ -12,7 +12,13 @@ from semisparse.formats.base import Params
 from semisparse.formats.checks import choice_of
 
 PANELS, PAPER = LAYOUTS = ("banks", "paper")
-"""Values of ``params["layout"]``. Row panels are called `banks` in files: they avoid shared-memory bank conflicts."""
+"""Values of ``params["layout"]`` in files. Row panels are called `banks` there: they avoid bank conflicts."""
+
+TILES, BOTH = "tiles", "both"
+"""Further values for weights on a GPU: mask tiles, and row panels and mask tiles side by side."""
+
+GPU, LISTS = "gpu", "lists"
+"""The param that says what a weight has on a GPU: `BOTH`, if params lack it, `LISTS` (row panels) or `TILES`."""
 
 DELTA_BITS = (4, 8)
 
@@ -31,7 +37,26 @@ def layout_of(params: Params) -> str:
     Raises:
         FormatError: there is no such layout.
     """
-    return choice_of("ec_csr", params, "layout", LAYOUTS)
+    return choice_of("ec_csr", params, "layout", (*LAYOUTS, TILES, BOTH))
+
+
+def gpu_layout_of(params: Params) -> str:
+    """Return what the weight is to have on a GPU that supports mask tiles: `BOTH`, `LISTS` or `TILES`.
+
+    Raises:
+        FormatError: it is none of them.
+    """
+    return choice_of("ec_csr", params, GPU, (BOTH, LISTS, TILES), default=BOTH)
+
+
+def has_lists(params: Params) -> bool:
+    """Return whether the weight is stored in row panels, perhaps beside mask tiles."""
+    return layout_of(params) in (PANELS, BOTH)
+
+
+def has_tiles(params: Params) -> bool:
+    """Return whether the weight is stored in mask tiles, perhaps beside row panels."""
+    return layout_of(params) in (TILES, BOTH)
 
 
 def delta_bits_of(params: Params) -> int:

@@ -12,8 +12,21 @@ from semisparse.errors import FormatError
 from semisparse.formats.base import Packed, Params, Scalar, TensorSpec, WeightSpec
 from semisparse.formats.ec_csr.paper import disk as paper
 from semisparse.formats.ec_csr.paper.extract import Progress
-from semisparse.formats.ec_csr.storage import panels
-from semisparse.formats.ec_csr.storage.deltas import DELTA_BITS, LANES, LAYOUTS, PANELS, layout_of, refuse_columns
+from semisparse.formats.ec_csr.storage import panels, tiles
+from semisparse.formats.ec_csr.storage.deltas import (
+    BOTH,
+    DELTA_BITS,
+    GPU,
+    LANES,
+    LAYOUTS,
+    LISTS,
+    PANELS,
+    TILES,
+    has_lists,
+    has_tiles,
+    layout_of,
+    refuse_columns,
+)
 from semisparse.patterns import Pattern
 
 MAX_WEIGHTS = 1 << 30
@@ -22,7 +35,7 @@ MAX_WEIGHTS = 1 << 30
 
 def specs(spec: WeightSpec) -> tuple[TensorSpec, ...]:
     """Return the stored tensors."""
-    return _layout(spec.params).specs(spec)
+    return tuple(stored for layout in _layouts(spec.params) for stored in layout.specs(spec))
 
 
 def counts(spec: WeightSpec) -> Mapping[str, int]:
@@ -36,7 +49,7 @@ def counts(spec: WeightSpec) -> Mapping[str, int]:
     if (spec.params["n"], spec.params["k"]) != (n, k):
         raise ValueError(f"the weight was packed with N, K = {spec.params['n']!r}, {spec.params['k']!r}")
     refuse_columns(k)
-    return _layout(spec.params).counts(spec)
+    return {name: size for layout in _layouts(spec.params) for name, size in layout.counts(spec).items()}
 
 
 def grain(spec: WeightSpec) -> tuple[int, int]:
@@ -51,6 +64,7 @@ def pack_weight(
     *,
     layout: str = PANELS,
     delta_bits: int | str = "auto",
+    gpu: str = BOTH,
     granularity: int = 8,
     multiple: int = 128,
     clip: int = 0,
@@ -61,8 +75,10 @@ def pack_weight(
     Args:
         weight: [N, K].
         pattern: what it obeys.
-        layout: ``banks`` for row panels, or ``paper``, which alone has the options after ``delta_bits``.
+        layout: ``banks`` for row panels, or ``paper``, which alone has the options after ``gpu``.
         delta_bits: 4, 8, or ``auto`` for the one that takes fewer bytes.
+        gpu: what a weight of 16 bits has on a Hopper GPU: ``lists``, row panels, which are fastest for 1 and 2 tokens;
+            ``tiles``, mask tiles, for more; or ``both``. README.md has the figures and the bytes.
         granularity: maximum rows per block; 1 extracts nothing.
         multiple: the number of columns of a block of two rows or more is a multiple of this.
         clip: maximum loads, of 4 columns each, per lane of a block; 0 for twice the mean. Blocks with more are cut.
@@ -73,6 +89,9 @@ def pack_weight(
     widths = DELTA_BITS if delta_bits == "auto" else (delta_bits,)
     _check_option("layout", layout, LAYOUTS)
     _check_option("delta_bits", widths[0], DELTA_BITS)
+    _check_option("gpu", gpu, (BOTH, LISTS, TILES))
+    if gpu == TILES and (layout != PANELS or weight.dtype not in tiles.DTYPES):
+        raise FormatError(f"format ec_csr: gpu={gpu} takes row panels of 16 bits, got {layout} of {weight.dtype}")
     _check_option("granularity", granularity, paper.GRANULARITIES)
     if multiple < 1 or multiple % LANES or clip < 0:
         raise FormatError(
@@ -85,7 +104,8 @@ def pack_weight(
         packed = [panels.pack(weight, int(bits)) for bits in widths]
     else:
         packed = paper.pack(weight, [int(bits) for bits in widths], granularity, multiple, clip, progress)
-    return min(packed, key=lambda one: sum(t.numel() * t.element_size() for t in one[1].values()))
+    params, tensors = min(packed, key=lambda one: sum(t.numel() * t.element_size() for t in one[1].values()))
+    return ({**params, GPU: gpu} if gpu != BOTH else params), tensors
 
 
 def _check_option(name: str, given: object, known: tuple[Any, ...]) -> None:
@@ -95,6 +115,8 @@ def _check_option(name: str, given: object, known: tuple[Any, ...]) -> None:
 
 def unpack(packed: Packed) -> Tensor:
     """Return the weight, [N, K] in its dtype."""
+    if has_tiles(packed.params):
+        return tiles.unpack(packed)
     weight = torch.zeros(packed.shape, dtype=packed.dtype, device=packed.tensors["values"].device)
     flat = weight.view(-1)
     for positions, values in stored_weights(packed):
@@ -104,8 +126,8 @@ def unpack(packed: Packed) -> Tensor:
 
 def stored_weights(packed: Packed) -> Iterator[tuple[Tensor, Tensor]]:
     """Return the stored weights that are not zero, some at a time: row * K + column, and value."""
-    return _layout(packed.params).stored_weights(packed)
+    return (panels if has_lists(packed.params) else paper).stored_weights(packed)
 
 
-def _layout(params: Params) -> Any:
-    return panels if layout_of(params) == PANELS else paper
+def _layouts(params: Params) -> tuple[Any, ...]:
+    return {PANELS: (panels,), TILES: (tiles,), BOTH: (panels, tiles)}.get(layout_of(params), (paper,))

@@ -1,15 +1,30 @@
-"""Row panels on a GPU: their height gives the SMs about equally many rows, and spans are rounded up."""
+"""A weight on a GPU: row panels of a height that gives the SMs about equally many rows, mask tiles, or both."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cached_property
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from semisparse.errors import FormatError
-from semisparse.formats.base import Packed, Params
+from semisparse.formats.base import Packed, Params, Scalar, get_format
 from semisparse.formats.checks import choice_of
-from semisparse.formats.ec_csr.storage import panels
-from semisparse.formats.ec_csr.storage.deltas import LANES, PANELS, delta_bits_of, layout_of
+from semisparse.formats.ec_csr.storage import panels, tiles
+from semisparse.formats.ec_csr.storage.deltas import (
+    BOTH,
+    LANES,
+    LISTS,
+    PANELS,
+    PAPER,
+    TILES,
+    delta_bits_of,
+    gpu_layout_of,
+    has_lists,
+    layout_of,
+)
 from semisparse.formats.ec_csr.storage.disk import unpack
 from semisparse.formats.ec_csr.storage.panels import (
     DISK_PANEL_ROWS,
@@ -20,7 +35,9 @@ from semisparse.formats.ec_csr.storage.panels import (
     rows_of_panels,
     vector_of,
 )
+from semisparse.formats.kernel import Problem
 from semisparse.runtime.device import device_facts
+from semisparse.runtime.kernel import HOPPER
 
 SPAN_LIMITS = (6, 8, 12, 16, 24, 32, 48, 64)
 """What spans are rounded up to, so that layers of one shape share their kernels. Random masks of 2,048 columns and more
@@ -31,11 +48,13 @@ IMBALANCE = 1.03
 the heights within it."""
 
 DISK_ROWS, SPAN_LIMIT = "disk_panel_rows", "span_limit"
-"""The params that this layout has beside those on disk, with `PAIRED`."""
+"""Params that row panels have on a GPU beside those on disk, with `PAIRED`."""
+
+_GPU_PARAMS = (DISK_ROWS, SPAN_LIMIT, PAIRED, "units", "words_limit")
 
 
 def arrange(packed: Packed, device_type: str) -> Packed:
-    """Return the weight in panels of the height for a kind of device; its tensors stay on the device that they are on.
+    """Return the weight in the layout for a kind of device; its tensors stay on the device that they are on.
 
     Args:
         packed: as on disk, or as on a GPU.
@@ -43,34 +62,98 @@ def arrange(packed: Packed, device_type: str) -> Packed:
             changes.
     """
     params = packed.params
-    if layout_of(params) != PANELS or device_type not in ("cpu", "cuda"):
+    if layout_of(params) == PAPER or device_type not in ("cpu", "cuda"):
         return packed
     disk_rows = _disk_rows_of(params)
     if device_type == "cpu":
-        return _repanelled(packed, disk_rows, {}) if DISK_ROWS in params else packed
-    if not _is_filled(packed):
+        return _in_panels(packed, disk_rows, {}, _Dense(packed)) if DISK_ROWS in params else packed
+    if layout_of(params) == TILES or not _is_filled(packed):
         return packed
+    wanted, weight = _wanted(packed), _Dense(packed)
+    if wanted == TILES:
+        return _with_tiles(packed, dict(params.without(*_GPU_PARAMS, "values", "span")), {}, TILES, weight)
     rows = panel_rows_for(packed.shape[0], device_facts(packed.device).sms)
     if DISK_ROWS in params and panel_rows_of(params) == rows:
         return packed
     # Panels of another height are packed again, then paired; others keep their tensors.
-    return _repanelled(packed, rows, {DISK_ROWS: disk_rows, PAIRED: int(rows != disk_rows)})
+    lists = _in_panels(packed, rows, {DISK_ROWS: disk_rows, PAIRED: int(rows != disk_rows)}, weight)
+    return lists if wanted == LISTS else _with_tiles(packed, dict(lists.params), lists.tensors, BOTH, weight)
 
 
-def _repanelled(packed: Packed, rows: int, more: dict[str, int]) -> Packed:
-    """Return a weight with panels of ``rows`` rows and ``more`` params; its tensors change only if its panels do."""
-    params = {**packed.params.without(DISK_ROWS, SPAN_LIMIT, PAIRED), "panel_rows": rows, **more}
-    tensors, paired = packed.tensors, bool(more.get(PAIRED))
-    if (rows, paired) != (panel_rows_of(packed.params), is_paired(packed.params)):
-        ordered = _in_panels(unpack(packed), rows) if paired else unpack(packed)
-        counted, tensors = panels.pack(ordered, delta_bits_of(packed.params), rows)
+class _Dense:
+    """A packed weight's dense form, computed when it is first needed: by a kernel on a GPU, else by torch."""
+
+    def __init__(self, packed: Packed) -> None:
+        self._packed = packed
+
+    @cached_property
+    def weight(self) -> Tensor:
+        """[N, K] in the weight's dtype."""
+        packed = self._packed
+        if packed.device.type != "cuda":
+            return unpack(packed)
+        if not has_lists(packed.params):
+            weight = unpack(packed)
+            k = weight.shape[1]
+            return functional.pad(weight, (0, -k % LANES))[:, :k]  # as cuda/unpack.py, for pack_panels.cu
+        # cuda/unpack.py imports this module.
+        from semisparse.formats.ec_csr.cuda import unpack as kernel
+
+        problem = Problem(1, get_format("ec_csr").structure(packed.spec), packed.dtype, packed.device)
+        return unpack(packed) if kernel.refusal(problem) else kernel.prepare_unpack(problem)(packed)
+
+
+def _wanted(packed: Packed) -> str:
+    """Return what the weight has on its GPU: `LISTS`, `TILES` or `BOTH`; tiles are for Hopper and 16 bits."""
+    can = device_facts(packed.device).capability == HOPPER and packed.dtype in tiles.DTYPES
+    return gpu_layout_of(packed.params) if can else LISTS
+
+
+def to_tiles(packed: Packed) -> Packed:
+    """Return a weight in row panels as mask tiles alone; its params name the panels of its file."""
+    params = dict(packed.params.without(*_GPU_PARAMS, "values", "span"))
+    return _with_tiles(packed, params, {}, TILES, _Dense(packed))
+
+
+def _with_tiles(
+    packed: Packed, params: dict[str, Scalar], lists: dict[str, Tensor], layout: str, dense: _Dense
+) -> Packed:
+    """Return a weight in mask tiles, beside the tensors ``lists``."""
+    from semisparse.formats.ec_csr.cuda import pack_tiles  # it imports this package
+
+    weight = dense.weight
+    on_gpu = weight.device.type == "cuda" and pack_tiles.refusal(weight) is None
+    stored, tensors = pack_tiles.pack(weight) if on_gpu else tiles.pack(weight)
+    params |= {"layout": layout, DISK_ROWS: _disk_rows_of(packed.params), **stored}
+    return packed.in_layout(params, lists | tensors)
+
+
+def _in_panels(packed: Packed, rows: int, more: dict[str, int], dense: _Dense) -> Packed:
+    """Return a weight in panels of ``rows`` rows, with ``more`` params; lists change only if their panels do."""
+    params = {**packed.params.without(*_GPU_PARAMS), "layout": PANELS, "panel_rows": rows, **more}
+    paired = bool(more.get(PAIRED))
+    if has_lists(packed.params) and (rows, paired) == (panel_rows_of(packed.params), is_paired(packed.params)):
+        tensors = panels.lists_of(packed)
+    else:
+        counted, tensors = _packed_panels(dense.weight, delta_bits_of(packed.params), rows, paired)
         params |= {name: counted[name] for name in ("values", "span")}
     if more:
         params[SPAN_LIMIT] = next(limit for limit in SPAN_LIMITS if limit >= int(params["span"]))
     return packed.in_layout(params, tensors)
 
 
-def _in_panels(weight: Tensor, rows: int) -> Tensor:
+def _packed_panels(
+    weight: Tensor, delta_bits: int, rows: int, paired: bool
+) -> tuple[Mapping[str, Scalar], dict[str, Tensor]]:
+    """Return a weight in (paired) panels of ``rows`` rows: by a kernel on a GPU, else by torch, in the same bytes."""
+    from semisparse.formats.ec_csr.cuda import pack_panels  # it imports this package
+
+    if weight.device.type == "cuda" and pack_panels.refusal(weight) is None:
+        return pack_panels.pack(weight, delta_bits, rows, paired)
+    return panels.pack(paired_rows(weight, rows) if paired else weight, delta_bits, rows)
+
+
+def paired_rows(weight: Tensor, rows: int) -> Tensor:
     """Return a weight's rows in the order of paired panels, zeros where a panel has no row."""
     n, k = weight.shape
     order = rows_of_panels(n, rows, True, weight.device)
@@ -107,6 +190,7 @@ def check_gpu_params(params: Params) -> None:
         FormatError: one has a value that `arrange` never sets.
     """
     _disk_rows_of(params)
+    gpu_layout_of(params)
     span_limit_of(params)
     if is_paired(params) and DISK_ROWS not in params:
         raise FormatError(f"params: {PAIRED} is 1 without {DISK_ROWS}, which a GPU's layout has")

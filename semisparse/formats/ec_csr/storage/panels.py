@@ -46,7 +46,18 @@ PAIRED = "paired"
 STORED = ("values", "deltas", "bases", "panel_loads")
 
 BATCH = 1 << 22
-"""Dense weights packed, or list entries decoded, at a time; int64 temporaries take some 100 bytes per entry."""
+"""Dense weights packed, or list entries decoded, at a time on a CPU. int64 temporaries take some 100 bytes for each."""
+
+GPU_BATCH = 1 << 25
+"""The same on a GPU with memory to spare: each batch takes some 60 launches and waits for several of them."""
+
+
+def batch_for(device: torch.device) -> int:
+    """Return how many weights are packed, or entries decoded, at a time: temporaries take a quarter of free memory."""
+    if device.type != "cuda":
+        return BATCH
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return max(BATCH, min(GPU_BATCH, (torch.cuda.mem_get_info(device)[0] + cached) // 400))
 
 
 def panel_rows_of(params: Params) -> int:
@@ -110,13 +121,18 @@ def counts(spec: WeightSpec) -> Mapping[str, int]:
     }
 
 
+def lists_of(packed: Packed) -> dict[str, Tensor]:
+    """Return the tensors of the row panels."""
+    return {name: packed.tensors[name] for name in STORED}
+
+
 def pack(
     weight: Tensor, delta_bits: int, panel_rows: int = DISK_PANEL_ROWS
 ) -> tuple[Mapping[str, Scalar], dict[str, Tensor]]:
     """Store the non-zeros of ``weight`` ([N, K]); the same bytes on every device."""
     n, k = weight.shape
     panels = blocks_along(blocks_along(weight, LANES, dim=1).flatten(1), panel_rows, dim=0)
-    width = max(1, BATCH // panels[0].numel())
+    width = max(1, batch_for(weight.device) // panels[0].numel())
     batches = [_written(batch, delta_bits) for batch in panels.split(width)]
     loads, values, deltas, bases, spans = zip(*batches, strict=True)
     panel_loads = torch.zeros(len(panels) + 1, dtype=torch.int32, device=weight.device)
@@ -127,8 +143,13 @@ def pack(
         "bases": narrowed(torch.cat(bases), index_bits_for(k)),
         "panel_loads": panel_loads,
     }
-    params: dict[str, Scalar] = {"layout": PANELS, "delta_bits": delta_bits, "n": n, "k": k, "panel_rows": panel_rows}
-    return {**params, "values": len(tensors["values"]), "span": max(spans)}, tensors
+    return panel_params(n, k, delta_bits, panel_rows, len(tensors["values"]), max(spans)), tensors
+
+
+def panel_params(n: int, k: int, delta_bits: int, panel_rows: int, values: int, span: int) -> dict[str, Scalar]:
+    """Return the params of a weight [N, K] in row panels."""
+    shape = {"n": n, "k": k, "panel_rows": panel_rows}
+    return {"layout": PANELS, "delta_bits": delta_bits, **shape, "values": values, "span": span}
 
 
 def _written(panels: Tensor, delta_bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
@@ -217,9 +238,9 @@ def decode(packed: Packed) -> Iterator[Entries]:
     starts = packed.tensors["panel_loads"].long()
     vector = vector_of(packed.dtype)
     bases = widened(packed.tensors["bases"]).view(-1, SEGMENTS, LANES)
-    first, panels = 0, len(starts) - 1
+    first, panels, batch = 0, len(starts) - 1, batch_for(starts.device)
     while first < panels:
-        last = max(first + 1, int((starts <= starts[first] + BATCH // (LANES * vector)).sum()) - 1)
+        last = max(first + 1, int((starts <= starts[first] + batch // (LANES * vector)).sum()) - 1)
         loads = starts[first : last + 1].diff()
         lengths = (loads * vector).repeat_interleave(LANES)
         lists = torch.arange(len(lengths), device=starts.device).repeat_interleave(lengths)

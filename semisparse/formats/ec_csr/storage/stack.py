@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from semisparse.formats.base import Packed, Scalar
-from semisparse.formats.ec_csr.storage.deltas import PANELS, layout_of
+from semisparse.formats.ec_csr.storage.deltas import GPU, PANELS, layout_of
 
-SAME = ("layout", "delta_bits", "panel_rows")
+SAME = ("layout", "delta_bits", "panel_rows", GPU)
 
 
 def stack(weights: Sequence[Packed], rows: int) -> Mapping[str, Scalar] | None:
@@ -20,7 +20,7 @@ def stack(weights: Sequence[Packed], rows: int) -> Mapping[str, Scalar] | None:
         The params; None unless all weights are row panels of the same height and bits per delta.
     """
     first = weights[0].params
-    if layout_of(first) != PANELS or any(w.params[name] != first[name] for w in weights for name in SAME):
+    if layout_of(first) != PANELS or any(w.params.get(name) != first.get(name) for w in weights for name in SAME):
         return None
     values = sum(int(weight.params["values"]) for weight in weights)
     span = max(int(weight.params["span"]) for weight in weights)
