@@ -4,7 +4,8 @@ Usage: python benchmarks/verifying.py OUT.csv [--arch llama2-7b] [--blocks 32] [
 
 The model has the architecture's decoder layers; all have the random weights of the first. Reading is
 `cat FILES > /dev/null`. The two take turns, because the disk's rate changes within minutes; each row is one pair, and
-the files are dropped from the page cache before each of its commands. With --cached they stay in the page cache.
+the files are dropped from the page cache before each of its commands. With --cached as many pairs follow that leave
+them there. `load` is the system's load average of a minute, before a pair.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from semisparse.integrations.transformers import mark_compressed, sparse_layers
 
 COLUMNS = (
     "model", "blocks", "weights", "cached", "file_gb", "read_seconds", "verify_seconds", "ratio", "read_cpu_seconds",
-    "verify_cpu_seconds",
+    "verify_cpu_seconds", "load",
 )  # fmt: skip
 PAIRS = 3
 FIRST = "model.layers.0."
@@ -86,7 +87,7 @@ def seconds_of(command: list[str], files: list[Path], cached: bool) -> tuple[flo
         else:
             drop_from_cache(file)
     before, start = os.times(), time.perf_counter()
-    subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+    subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
     seconds, after = time.perf_counter() - start, os.times()
     return seconds, after.children_user - before.children_user + after.children_system - before.children_system
 
@@ -99,7 +100,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=32)
     parser.add_argument("--weights", default="bitmask:32:64,gqs:g16@50%", help="format:pattern, comma-separated")
     parser.add_argument("--pairs", type=int, default=PAIRS)
-    parser.add_argument("--cached", action="store_true", help="leave the files in the page cache")
+    parser.add_argument("--cached", action="store_true", help="then the same from the page cache")
     options = parser.parse_args()
     rows = []
     for weights in options.weights.split(","):
@@ -107,11 +108,12 @@ def main() -> None:
             files = write_directory(Path(folder), options.arch, options.blocks, weights)
             size = sum(file.stat().st_size for file in files) / 1e9
             verify = [sys.executable, "-m", "semisparse.cli", "inspect", folder, "--verify"]
-            for _ in range(options.pairs):
-                read, read_cpu = seconds_of(["cat", *map(str, files)], files, options.cached)
-                verified, verify_cpu = seconds_of(verify, files, options.cached)
-                shown = [f"{value:.2f}" for value in (size, read, verified, verified / read, read_cpu, verify_cpu)]
-                figures = (options.arch, options.blocks, weights, int(options.cached), *shown)
+            for cached in (False,) * options.pairs + (True,) * options.pairs * options.cached:
+                load = os.getloadavg()[0]
+                read, read_cpu = seconds_of(["cat", *map(str, files)], files, cached)
+                verified, verify_cpu = seconds_of(verify, files, cached)
+                measured = (size, read, verified, verified / read, read_cpu, verify_cpu, load)
+                figures = (options.arch, options.blocks, weights, int(cached), *(f"{value:.2f}" for value in measured))
                 rows.append(dict(zip(COLUMNS, figures, strict=True)))
                 print(rows[-1], flush=True)
                 write_rows(options.out, rows, COLUMNS)

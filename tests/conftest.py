@@ -36,8 +36,8 @@ def pytest_configure() -> None:
         launched.count_launches()
 
 
-def pytest_unconfigure() -> None:
-    """Store which kernels were launched, if asked: `tests.launched`."""
+def pytest_runtest_logfinish() -> None:
+    """Store which kernels a test launched, if asked (`tests.launched`): a run under a sanitizer may be killed."""
     if path := os.environ.get("SEMISPARSE_LAUNCHED"):
         from tests import launched
 

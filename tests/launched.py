@@ -1,4 +1,4 @@
-"""Which kernels a test run launched: with SEMISPARSE_LAUNCHED=FILE their names are appended to that file at its end.
+"""Which kernels a test run launched: with SEMISPARSE_LAUNCHED=FILE their names are appended to it after each test.
 
 ``python -m tests.launched FILE ...`` lists every kernel of the project with its number of launches, those of none last.
 """
@@ -36,9 +36,10 @@ def count_launches() -> None:
 
 
 def store(path: Path) -> None:
-    """Append a line per launched kernel: its number of launches and its name."""
+    """Append a line per kernel launched since the last call: its number of launches and its name."""
     with path.open("a", encoding="utf-8") as file:
         file.writelines(f"{count} {name}\n" for name, count in sorted(launched.items()))
+    launched.clear()
 
 
 def kernels() -> Iterator[str]:
@@ -47,7 +48,7 @@ def kernels() -> Iterator[str]:
         text = re.sub(r"//[^\n]*", "", path.read_text(encoding="utf-8"))
         yield from re.findall(r"__global__[^;{}]*?\b(semisparse_\w+)\s*\(", text)
     for path in sorted(ROOT.rglob("*.py")):
-        yield from re.findall(r"@triton\.jit\ndef (semisparse_\w+)", path.read_text(encoding="utf-8"))
+        yield from re.findall(r"@triton\.jit(?:\([^\n]*\))?\ndef (semisparse_\w+)", path.read_text(encoding="utf-8"))
 
 
 def main() -> None:

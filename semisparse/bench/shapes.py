@@ -92,6 +92,10 @@ class LayerShape:
         return max(1, round(m * self.count * self.chosen / self.experts / self.used(m)))
 
 
+MAX_FEATURES = 1 << 20
+"""Maximum N and K: a sample of each weight's rows is packed to learn its bytes, 1 GB in float32 at this K."""
+
+
 def layer_shapes(text: str) -> list[LayerShape]:
     """Return the distinct shapes of a model's linear layers, without the LM head.
 
@@ -99,8 +103,16 @@ def layer_shapes(text: str) -> list[LayerShape]:
         text: ``N,K``, a model directory, or a name in `ARCHITECTURES`. ``:fused`` after the name fuses q, k, v into
             one layer, and gate, up into another.
     Raises:
-        InputError: ``text`` is none of these, or config.json cannot be read.
+        InputError: ``text`` is none of these, config.json cannot be read, or N or K is above `MAX_FEATURES`.
     """
+    shapes = _shapes_of(text)
+    for shape in shapes:
+        if max(shape.n, shape.k) > MAX_FEATURES:
+            raise InputError(f"N, K = {shape.n}, {shape.k}: expected at most {MAX_FEATURES}, more than any model has")
+    return shapes
+
+
+def _shapes_of(text: str) -> list[LayerShape]:
     plain = re.fullmatch(r"(\d{1,18}),(\d{1,18})", text)
     if plain:
         return [LayerShape("", int(plain[1]), int(plain[2]), 1)]

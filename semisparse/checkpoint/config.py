@@ -18,7 +18,7 @@ MAX_JSON_BYTES = 1 << 28
 """Maximum size of a JSON file. The index and config block of a model with 10^5 linear layers take a tenth of it."""
 
 LIMITS = (
-    (re.compile("size|dim|position|embd|inner|rank|length|channel"), -1, 1 << 31),
+    (re.compile("size|dim|position|embd|inner|rank|length|channel|window(?!.*layer)"), -1, 1 << 31),
     (re.compile("layer(?!.*theta)"), -(1 << 10), 1 << 10),
     (re.compile("label|head|expert"), -100, 1 << 16),
 )
@@ -40,6 +40,15 @@ AT_LEAST_ONE = (
 )  # fmt: skip
 """Keys whose numbers are at least 1. From ``num_hidden_layers: -1`` transformers builds a model without decoder
 layers."""
+
+MAX_INTEGER = (1 << 63) - 1
+"""Maximum of an integer in config.json, whatever its key: torch computes with 64 bits and raises OverflowError or
+ValueError beyond them, some of it in the forward pass."""
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
+"""Keys of the number of experts in a layer, and of those that compute a token. torch raises RuntimeError in the forward
+pass if there are fewer than are chosen. Dense variants of such models have 0 or 1 experts and compute with none."""
 
 SHOWN_CHARACTERS = 24
 """Maximum characters of a number in a message: `read_json` accepts integers of 4,300 digits."""
@@ -75,17 +84,31 @@ def check_sizes(config: Mapping[str, Any], where: object) -> None:
         config: the content of config.json; `read_block` checks its ``quantization_config``.
         where: the directory, for messages.
     Raises:
-        CheckpointError: a number is NaN or outside its row of `LIMITS`, one of `AT_LEAST_ONE` is below 1, or
-            ``model_type`` is no short name.
+        CheckpointError: a number is NaN or outside its row of `LIMITS`, one of `AT_LEAST_ONE` is below 1, the
+            experts of a token are more than there are or fewer than 0, or ``model_type`` is no short name.
     """
     kind = config.get("model_type", "")
     if not isinstance(kind, str) or len(kind) > MAX_NAME:
         raise CheckpointError(f"{where}: model_type is {str(kind)[:MAX_NAME]!r} in config.json, expected a short name")
-    for key, number in _numbers({key: value for key, value in config.items() if key != "quantization_config"}):
-        least, most = _range_of(key)
+    described = {key: value for key, value in config.items() if key != "quantization_config"}
+    for key, number in _numbers(described):
+        least, most = _range_of(key, number)
         if not least <= number <= most:  # true of NaN, too
             expected = "a number" if most == math.inf else f"{least} to {most}"
             raise CheckpointError(f"{where}: {key} is {_shown(number)} in config.json, expected {expected}")
+    for part in (described, *(value for value in described.values() if isinstance(value, Mapping))):
+        _check_experts(part, where)
+
+
+def _check_experts(config: Mapping[str, Any], where: object) -> None:
+    """Refuse a model, or a part of a multimodal one, that chooses more experts than it has, or fewer than none."""
+    held = [config[key] for key in EXPERTS if isinstance(config.get(key), int) and config[key] > 1]
+    most = min(held, default=math.inf)
+    for key in CHOSEN:
+        for _, chosen in _numbers(config.get(key)):
+            if not 0 <= chosen <= most:
+                expected = f"0 to {most}, as many experts as there are" if held else "0 or more"
+                raise CheckpointError(f"{where}: {key} is {_shown(chosen)} in config.json, expected {expected}")
 
 
 def refuse_unstored(model: nn.Module, stored: int) -> None:
@@ -132,9 +155,10 @@ def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
             yield str(key), value
 
 
-def _range_of(key: str) -> tuple[float, float]:
-    """Return the minimum and maximum of a key's numbers; infinite if no row of `LIMITS` matches."""
-    least, most = next(((least, most) for words, least, most in LIMITS if words.search(key)), (-math.inf, math.inf))
+def _range_of(key: str, number: float) -> tuple[float, float]:
+    """Return the minimum and maximum of a key's numbers; if no row of `LIMITS` matches, floats have none."""
+    others = (-MAX_INTEGER, MAX_INTEGER) if isinstance(number, int) else (-math.inf, math.inf)
+    least, most = next(((least, most) for words, least, most in LIMITS if words.search(key)), others)
     return 1 if key in AT_LEAST_ONE else least, most
 
 

@@ -26,7 +26,7 @@ from semisparse.cli import (
     serve,
     warm,
 )
-from semisparse.cli.output import console, fail
+from semisparse.cli.output import INTERRUPTED, console, fail, say_interrupted
 from semisparse.errors import InputError, SemisparseError
 from semisparse.version import __version__
 
@@ -87,6 +87,10 @@ def main() -> None:
     warnings.showwarning = _show_warning
     try:
         app()
+    except SystemExit as ended:
+        if ended.code == INTERRUPTED:
+            say_interrupted()
+        raise
     except SemisparseError as error:
         if debug:
             raise

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from semisparse.cli.arguments import Json
-from semisparse.cli.output import bytes_text, console, print_json, print_table, progress_bar, speak
+from semisparse.cli.output import (
+    INTERRUPTED,
+    bytes_text,
+    console,
+    print_json,
+    print_table,
+    progress_bar,
+    say_interrupted,
+    speak,
+)
 from semisparse.errors import InputError
 
 if TYPE_CHECKING:
@@ -129,8 +138,8 @@ def compress(
                     inform=lambda sentence: console.print(sentence, highlight=False),
                 )
         except KeyboardInterrupt as error:
-            console.print("interrupted; the same command with --resume goes on")
-            raise typer.Exit(130) from error
+            say_interrupted("interrupted; the same command with --resume goes on")
+            raise typer.Exit(INTERRUPTED) from error
     if rank > 0:
         return
     if as_json:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from semisparse.cli.arguments import Device, Json, comma_separated
-from semisparse.cli.output import console, print_json
+from semisparse.cli.output import INTERRUPTED, console, print_json, say_interrupted
 from semisparse.errors import InputError
 
 if TYPE_CHECKING:
@@ -164,8 +164,8 @@ def _generate(
         generations = engine.generate(prompts, new, **options, on_text=show)
     except KeyboardInterrupt:
         print(flush=True)
-        console.print("interrupted")
-        raise SystemExit(130) from None
+        say_interrupted()
+        raise SystemExit(INTERRUPTED) from None
     print(flush=True)
     return generations
 
@@ -199,8 +199,8 @@ def _chat(engine: Engine, new: int, options: dict[str, Any]) -> None:
             generations = engine.generate([text], new, **options, on_text=show, special_tokens=False)
         except KeyboardInterrupt:
             print(flush=True)
-            console.print("interrupted")
-            raise SystemExit(130) from None
+            say_interrupted()
+            raise SystemExit(INTERRUPTED) from None
         print(flush=True)
         _show_speed(generations)
         messages.append({"role": "assistant", "content": "".join(pieces)})

@@ -21,8 +21,9 @@ def inspect(
     Example: `semisparse inspect out --verify`
     """
     from semisparse.api import inspect_directory
+    from semisparse.api.start import importing
 
-    with progress_bar(shown=not as_json) as bars:
+    with importing(), progress_bar(shown=not as_json) as bars:
         task = bars.add_task("reading layers", total=None)
         description = inspect_directory(
             model, verify, progress=lambda done, total: bars.update(task, completed=done, total=total)

@@ -20,6 +20,11 @@ WIDTH = 100
 
 console = Console(stderr=True, width=None if sys.stderr.isatty() or "COLUMNS" in os.environ else WIDTH)
 
+INTERRUPTED = 130
+"""Exit status after Ctrl-C: typer's, and that of verbs which catch KeyboardInterrupt."""
+
+_said_interrupted = False
+
 MAX_CHARACTERS = 2000
 """Maximum length of an error; the middle of a longer one is left out."""
 
@@ -68,6 +73,14 @@ def fail(sentence: str, status: int) -> NoReturn:
     """Print an error on stderr and exit."""
     print_error(sentence)
     raise SystemExit(status)
+
+
+def say_interrupted(sentence: str = "interrupted") -> None:
+    """Print on stderr that Ctrl-C ended the command, once: a verb's own sentence comes before the general one."""
+    global _said_interrupted
+    if not _said_interrupted:
+        console.print(sentence)
+    _said_interrupted = True
 
 
 def speak(sentence: str) -> None:

@@ -8,6 +8,7 @@ import sys
 
 from semisparse.api.start import keep_bytecode
 from semisparse.cli import main
+from semisparse.cli.output import INTERRUPTED, say_interrupted
 
 
 def run() -> None:
@@ -16,12 +17,15 @@ def run() -> None:
     Python's own end looks through every object once more and takes all modules apart: 0.8 CPU seconds after torch and
     transformers were imported. Nothing of it is needed. Functions registered with `atexit` still run.
     """
-    keep_bytecode()
     status: str | int | None = 0
     try:
+        keep_bytecode()
         main()
     except SystemExit as leaving:
         status = leaving.code or 0
+    except KeyboardInterrupt:  # before or after typer, which catches it while a verb runs
+        say_interrupted()
+        status = INTERRUPTED
     if not isinstance(status, int):
         raise SystemExit(status)
     atexit._run_exitfuncs()

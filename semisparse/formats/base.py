@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from semisparse.errors import FormatError, InputError, KernelError
 from semisparse.formats.codes import Codes
 from semisparse.formats.kernel import ExpertsProblem, ExpertsProduct, Kernel, Pass, Problem, one_pass_cost
-from semisparse.formats.packed import Packed, require_tensors
+from semisparse.formats.packed import Packed, Stored, require_tensors
 from semisparse.formats.registry import format_names, get_format, registry
 from semisparse.formats.spec import WEIGHT_DTYPES, Params, Scalar, TensorSpec, WeightSpec
 from semisparse.formats.tuned import ranking
@@ -201,6 +201,11 @@ class Format:
         """Return every stored tensor's dtype."""
         return {tensor.name: tensor.dtype or spec.dtype for tensor in self.specs(spec)}
 
+    def stored(self, spec: WeightSpec) -> Stored:
+        """Return the dtype and shape of each tensor of a weight, by name."""
+        dtypes, shapes = self.dtypes(spec), self.shapes(spec)
+        return {name: (dtypes[name], shapes[name]) for name in shapes}
+
     def check_spec(self, spec: WeightSpec) -> None:
         """Check a spec without its tensors.
 
@@ -230,17 +235,8 @@ class Format:
         Raises:
             FormatError: names the tensor and what is wrong with it.
         """
-        spec = packed.spec
-        self.check_spec(spec)
-        shapes, dtypes = self.shapes(spec), self.dtypes(spec)
-        if set(packed.tensors) != set(shapes):
-            raise FormatError(f"format {self.name} stores {sorted(shapes)}, got {sorted(packed.tensors)}")
-        for name, tensor in packed.tensors.items():
-            if tensor.dtype != dtypes[name] or tuple(tensor.shape) != shapes[name]:
-                raise FormatError(
-                    f"tensor {name} is {tensor.dtype} {list(tensor.shape)}, "
-                    f"expected {dtypes[name]} {list(shapes[name])} for N, K = {spec.shape}"
-                )
+        self.check_spec(packed.spec)
+        require_tensors(packed, self.stored(packed.spec))
         self.check_content(packed)
 
     def verify(self, packed: Packed) -> None:

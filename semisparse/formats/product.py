@@ -91,6 +91,21 @@ def _check_operands(x: Tensor, packed: Packed, bias: Tensor | None) -> None:
         raise InputError(f"the bias is on {bias.device}, the weight on {x.device}: move one to the other's device")
 
 
+def _require_memory(x: Tensor, packed: Packed, bias: Tensor | None) -> None:
+    """Refuse tensors whose storage was freed, as FSDP and offloading do between uses: C++ would read address 0.
+
+    On a GPU the launch refuses them.
+    """
+    if x.device.type != "cpu":
+        return
+    for tensor in (x, *packed.tensors.values(), *(() if bias is None else (bias,))):
+        if not tensor.data_ptr() and tensor.numel() and not tensor._is_zerotensor():
+            raise InputError(
+                f"the memory of x, the weight or the bias ({tensor.dtype} {list(tensor.shape)}) was freed: gather or "
+                "load it before the matmul"
+            )
+
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """The dtypes of x. A bias may have another of these than x, and is cast."""
 
@@ -119,6 +134,7 @@ def _product(x: Tensor, packed: Packed, bias: Tensor | None, kernel: str) -> Ten
     m = x.shape[0]
     if m == 0:
         return x.new_empty(0, packed.spec.shape[0])
+    _require_memory(x, packed, bias)
     return _prepared(structure_of(packed.spec), kernel, bucket_of(m), x.dtype, x.device)(x, packed, bias)
 
 

@@ -102,6 +102,7 @@ class SemisparseQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: SemisparseConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
+        self._shapes: dict[str, torch.Size] = {}
         if not self.pre_quantized:
             raise SemisparseError(
                 "semisparse does not compress while loading: run `semisparse compress MODEL --out DIR` and load DIR"
@@ -132,6 +133,7 @@ class SemisparseQuantizer(HfQuantizer):
         if files:
             refuse_unstored(model, sum(header.nbytes for header in headers.values()))
         load_tensors_whole(model, sparse_layers(model))
+        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         layers = sparse_layers(model)
@@ -147,10 +149,25 @@ class SemisparseQuantizer(HfQuantizer):
             except SemisparseError as error:
                 raise CheckpointError(f"layer {name}: {error}") from error
         refuse_integers(model, layers)
+        if not is_distributed(model):  # ranks hold slices of dense tensors
+            self._refuse_other_shapes(model)
         shard_layers(model, layers)
         for layer in layers.values():
             if layer.packed.device.type != "meta":  # on meta are the experts that other ranks hold
                 layer.arrange()
+
+    def _refuse_other_shapes(self, model: PreTrainedModel) -> None:
+        """Refuse a tensor that has another shape than before it was loaded: transformers 5.17 takes it, 5.23 does not.
+
+        Raises:
+            CheckpointError: names the tensor and both shapes.
+        """
+        for name, parameter in model.named_parameters():
+            expected = self._shapes.get(name, parameter.shape)
+            if parameter.shape != expected:
+                raise CheckpointError(
+                    f"tensor {name} is {list(parameter.shape)}, the model of config.json has {list(expected)}"
+                )
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
         """Renew the digests in the model's config, which transformers writes next."""

@@ -33,6 +33,9 @@ class SparseLinear(nn.Module):
     wrapped_for_gradients = False
     """Whether ``forward`` is wrapped only to sum x's gradient over ranks. Set by the code that shards the layer."""
 
+    _unfilled = False
+    """Whether the tensors' memory was allocated and perhaps not written: its indices may lead kernels anywhere."""
+
     def __init__(self, packed: Packed, bias: Tensor | None = None, kernel: str = "auto") -> None:
         super().__init__()
         self.out_features, self.in_features = packed.shape
@@ -100,7 +103,12 @@ class SparseLinear(nn.Module):
             [..., N] in x's dtype.
         Raises:
             KernelError: no kernel can compute this; lists every candidate's reason.
+            FormatError: the layer was built on the meta device and moved by `to_empty`, and no weight was loaded.
         """
+        if self._unfilled and not torch.compiler.is_compiling():
+            self.validate()
+            self.arrange()
+            self._unfilled = False
         return linear(x, self.packed, self.bias if bias is None else bias, self.kernel)
 
     def validate(self) -> None:
@@ -118,7 +126,9 @@ class SparseLinear(nn.Module):
         if move(torch.empty(0, device=here)).device.type != here.type:
             self.arrange("cpu")
         super()._apply(move, recurse)
-        self.arrange()
+        self._unfilled = here.type == "meta" != self.packed.device.type  # by `to_empty`
+        if not self._unfilled:
+            self.arrange()
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -139,19 +149,21 @@ class SparseLinear(nn.Module):
         """
         self.arrange("cpu")
         try:
-            self._validate(state_dict, prefix)
+            self._validate(state_dict, prefix, assigned=args[0].get("assign_to_params_buffers", False))
             super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         finally:
             self.arrange()
 
-    def _validate(self, state_dict: Mapping[str, Any], prefix: str) -> None:
+    def _validate(self, state_dict: Mapping[str, Any], prefix: str, assigned: bool) -> None:
+        """Check what a state dict has of the layer's tensors, cast as copying them casts; ``assigned`` are not cast."""
         found = {name: state_dict.get(prefix + name) for name in self._names}
         given = {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
         present = self.packed.tensors
         fits = all(tensor.shape == present[name].shape for name, tensor in given.items())  # else torch refuses it
         if given and fits and all(tensor.device.type != "meta" for tensor in given.values()):
             rest = {name: tensor for name, tensor in present.items() if name not in given}
-            whole = {**rest, **{name: tensor.to(present[name].dtype) for name, tensor in given.items()}}
+            cast = given if assigned else {name: tensor.to(present[name].dtype) for name, tensor in given.items()}
+            whole = rest | cast
             device = next(iter(given.values())).device
             get_format(self.spec.format).validate(Packed(self.spec, {n: t.to(device) for n, t in whole.items()}))
 

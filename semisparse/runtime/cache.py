@@ -95,10 +95,12 @@ def _checksum(name: bytes, content: bytes) -> bytes:
 
 def _read(path: Path, name: bytes) -> bytes | None:
     """Return an entry's content; None if it is absent, damaged, or could have been written by others."""
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # a FIFO would be waited for
     try:
-        with open(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb") as file:
+        with open(os.open(path, flags), "rb") as file:
             status = os.fstat(file.fileno())
-            if not _is_ours(status) or (status.st_mode & _OTHERS_WRITE and hasattr(os, "getuid")):
+            others_write = status.st_mode & _OTHERS_WRITE and hasattr(os, "getuid")
+            if others_write or not (stat.S_ISREG(status.st_mode) and _is_ours(status)):
                 return None
             stored = file.read()
     except OSError:

@@ -195,7 +195,19 @@ class LoadedKernel:
 
 
 def _value(argument: Argument) -> int | float:
-    return argument.data_ptr() if isinstance(argument, Tensor) else argument or 0
+    return argument.data_ptr() or _null(argument) if isinstance(argument, Tensor) else argument or 0
+
+
+def _null(tensor: Tensor) -> int:
+    """Return 0, the address of a tensor without elements.
+
+    Raises:
+        KernelError: it has elements, but its storage was freed, as FSDP and offloading do between uses. A kernel that
+            read address 0 would end every other one of the process.
+    """
+    if tensor.numel():
+        raise KernelError(f"the memory of a {tensor.dtype} {list(tensor.shape)} was freed: load it before the launch")
+    return 0
 
 
 class _LaunchBuffers(threading.local):

@@ -306,6 +306,8 @@ def test_architectures_have_their_published_size(name, billions):
 
 def test_a_plain_shape_and_a_bad_one():
     assert layer_shapes("12,34") == [LayerShape("", 12, 34, 1)]
+    with pytest.raises(InputError, match="N, K = 2147483648, 1: expected at most 1048576"):
+        layer_shapes("2147483648,1")
     with pytest.raises(InputError, match="expected N,K, a directory"):
         layer_shapes("llama9-7b")
     assert "llama2-7b" in ARCHITECTURES

@@ -105,6 +105,23 @@ def test_streams_and_threads_do_not_disturb_each_other(form: Format, kernel: Ker
 
 
 @pytest.mark.parametrize(("form", "kernel"), GPU_KERNELS)
+def test_two_streams_of_one_thread(form: Format, kernel: Kernel):
+    """Launches on two streams in turn, with nothing between them that waits: neither reads the other's workspace."""
+    x, packed, bias = operands(form, kernel)
+    inputs = (x, x * 2)
+    expected = [linear(own, packed, bias, kernel.name) for own in inputs]
+    torch.cuda.synchronize()
+    streams, found = (torch.cuda.Stream(), torch.cuda.Stream()), ([], [])
+    for _ in range(REPEATS):
+        for stream, own, results in zip(streams, inputs, found, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(linear(own, packed, bias, kernel.name))
+    torch.cuda.synchronize()
+    for results, y in zip(found, expected, strict=True):
+        assert all(torch.equal(result, y) for result in results)
+
+
+@pytest.mark.parametrize(("form", "kernel"), GPU_KERNELS)
 def test_captured_on_a_side_stream(form: Format, kernel: Kernel):
     """A graph captured on a stream of its own computes on what its input holds when it is replayed."""
     x, packed, bias = operands(form, kernel)

@@ -16,7 +16,6 @@ from semisparse.errors import FormatError
 from semisparse.formats import Format, Kernel, linear, registry
 from semisparse.formats.product import problem_of
 from semisparse.patterns import parse_pattern
-from semisparse.runtime.nvrtc import RACECHECK
 from tests.formats.cases import OPTIONS, accepted_patterns
 from tests.formats.checking import TORCH_KERNELS, check_any_rounding, check_norm, exact_products
 
@@ -25,8 +24,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="fresh inp
 DRAWS = int(os.environ.get("SEMISPARSE_DRAWS", "60"))
 SEED = os.environ.get("SEMISPARSE_SEED")
 PACKED_ON = "cpu" if "SEMISPARSE_DRAWS" in os.environ else "cuda"
-MOST_DRAWS = 40
-"""Draws per wanted one, until the kernel has taken one: some take few packings."""
+MOST_DRAWS = 200
+"""Draws per wanted one, until the kernel has taken one: `full` of gqs takes one in 60."""
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -39,14 +38,14 @@ GPU_KERNELS = [
 
 
 def multiply_on_cpu(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-    """Stands in for cuBLAS, in which racecheck crashes."""
+    """Stands in for cuBLAS under a sanitizer: racecheck crashes in it, initcheck does not see all that it writes."""
     own = None if bias is None else bias.cpu()
     return torch.nn.functional.linear(x.cpu(), w.cpu(), own).to(x.device)
 
 
 @pytest.mark.parametrize(("form", "kernel"), GPU_KERNELS)
 def test_fresh_inputs(form: Format, kernel: Kernel, monkeypatch: pytest.MonkeyPatch):
-    if os.environ.get(RACECHECK):
+    if "SEMISPARSE_DRAWS" in os.environ:
         monkeypatch.setattr(sys.modules[kernel.prepare.__module__], "multiply_dense", multiply_on_cpu, raising=False)
     ran = 0
     patterns = sorted({*accepted_patterns(form.name), *(case.pattern for case in form.cases)})

@@ -53,6 +53,36 @@ def test_a_weight_that_lacks_a_tensor_is_refused(missing: str):
             use()
 
 
+@pytest.mark.parametrize("changed", [torch.Tensor.double, torch.Tensor.flatten, lambda values: values[:1]])
+def test_a_tensor_of_another_dtype_or_shape_is_refused(changed):
+    """The C++ kernel would read past its end, or floats as codes."""
+    other = Packed(PACKED.spec, {**PACKED.tensors, "values": changed(PACKED.tensors["values"])})
+    for use in (lambda: linear(X, other), other.unpack):
+        with pytest.raises(FormatError, match=r"tensor values is .*, expected torch\.float32"):
+            use()
+
+
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy whose storage is empty, as FSDP leaves a parameter between two uses."""
+    copy = tensor.clone()
+    copy.untyped_storage().resize_(0)
+    return copy
+
+
+@pytest.mark.parametrize("name", ["bitmask", "dense"])
+@pytest.mark.parametrize("which", ["x", "weight", "bias"])
+def test_a_tensor_without_memory_is_refused(name: str, which: str):
+    packed, bias = get_format(name).pack(WEIGHT, "2:4"), torch.ones(8)
+    tensors = {key: freed(tensor) if which == "weight" else tensor for key, tensor in packed.tensors.items()}
+    with pytest.raises(InputError, match="was freed: gather or load it"):
+        linear(freed(X) if which == "x" else X, Packed(packed.spec, tensors), freed(bias) if which == "bias" else bias)
+
+
+def test_a_tensor_of_zeros_without_memory_is_multiplied():
+    """torch differentiates forward with such tangents."""
+    assert torch.equal(linear(torch._efficientzerotensor(X.shape), PACKED), torch.zeros(2, 8))
+
+
 @pytest.mark.parametrize("weight", [[[1.0]], X[0], X[:0], X[None], X.to("meta"), X.to_sparse()])
 def test_weights_that_no_format_can_be_chosen_for_are_refused(weight):
     with pytest.raises(FormatError, match="a weight is"):
@@ -95,6 +125,32 @@ def test_a_state_dict_is_checked_before_it_is_taken(name: str, pattern: str, dam
     assert torch.equal(layer(X), before)
     layer.load_state_dict(state)
     assert torch.equal(layer(X), before)
+
+
+def test_an_assigned_tensor_keeps_its_dtype_and_is_refused():
+    """`load_state_dict` casts what it copies, not what it assigns."""
+    layer = SparseLinear(PACKED)
+    before, state = layer(X), layer.state_dict()
+    other = {**state, "values": state["values"].double()}
+    layer.load_state_dict(other)
+    assert torch.equal(layer(X), before)
+    with pytest.raises(FormatError, match=r"tensor values is torch\.float64"):
+        layer.load_state_dict(other, assign=True)
+    assert torch.equal(layer(X), before)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_memory_that_was_never_written_is_not_computed_with(assign: bool):
+    """`to_empty` allocates; a kernel would follow whatever indices are there."""
+    layer = SparseLinear(PACKED)
+    before, state = layer(X), layer.state_dict()
+    empty = SparseLinear(PACKED).to("meta").to_empty(device="cpu")
+    for parameter in empty.parameters():
+        parameter.fill_(1)  # allocated memory may happen to be valid
+    with pytest.raises(FormatError, match="tensor"):
+        empty(X)
+    empty.load_state_dict(state, assign=assign)
+    assert torch.equal(empty(X), before)
 
 
 def test_the_slow_reference_kernel_is_announced_once(monkeypatch: pytest.MonkeyPatch):

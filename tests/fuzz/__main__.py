@@ -11,9 +11,20 @@ import tempfile
 import time
 import warnings
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 CORPUS = Path(__file__).with_name("corpus.json")
+FLUSHED = 100
+"""Cases after which the counts are written: a run may be killed."""
+
+
+def write_counts(file: Path | None, by_source: Counter[tuple[str, str]]) -> None:
+    """Write the number of cases by directory and outcome, if a file is named."""
+    if file:
+        with file.open("w", newline="") as opened:
+            rows = [(*key, count) for key, count in sorted(by_source.items())]
+            csv.writer(opened).writerows([("source", "outcome", "cases"), *rows])
 
 
 def main() -> None:
@@ -35,30 +46,32 @@ def main() -> None:
     from tests.fuzz.sources import SOURCES
 
     sources = options.sources.split(",") if options.sources else list(SOURCES)
-    counts: Counter[str] = Counter()
     by_source: Counter[tuple[str, str]] = Counter()
     faults = []
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as root:
+    # Ctrl-C, and the SIGINT of `timeout`, end a run early: what was counted until then stands.
+    with tempfile.TemporaryDirectory() as root, suppress(KeyboardInterrupt):
         session = Session(Path(root), sources)
         for done, number in enumerate(range(options.first, options.first + options.cases), 1):
             outcome = session.run(options.seed, number)
-            counts[outcome.kind] += 1
-            by_source[session.source_of(number), outcome.kind] += 1
+            if outcome.kind == "time limit":  # other programs may have taken the time: it is a fault the second time
+                outcome = session.run(options.seed, number)
+            source = session.source_of(number)
+            by_source[source, outcome.kind] += 1
             if outcome.kind not in SOUND:
-                source = session.source_of(number)
                 faults.append({"seed": options.seed, "case": number, "source": source, "was": outcome.kind})
                 print(f"case {number}, {source}: {outcome.kind} {outcome.mutations} {outcome.detail[:300]}", flush=True)
-            if done % 500 == 0:
+            if done % FLUSHED == 0:
                 rate = done / (time.perf_counter() - start)
-                print(f"{done} cases, {rate:.1f} per second: {dict(counts)}", flush=True)
-    print(f"{sum(counts.values())} cases, seed {options.seed}:")
+                print(f"{done} cases, {rate:.1f} per second", flush=True)
+                write_counts(options.csv, by_source)
+    write_counts(options.csv, by_source)
+    counts: Counter[str] = Counter()
+    for (_, kind), count in by_source.items():
+        counts[kind] += count
+    print(f"{counts.total()} cases, seed {options.seed}:")
     for kind, count in counts.most_common():
         print(f"{count:7d}  {kind}")
-    if options.csv:
-        with options.csv.open("w", newline="") as file:
-            rows = [(*key, count) for key, count in sorted(by_source.items())]
-            csv.writer(file).writerows([("source", "outcome", "cases"), *rows])
     if faults:
         CORPUS.write_text(json.dumps([*json.loads(CORPUS.read_text()), *faults], indent=1) + "\n")
         sys.exit(1)

@@ -81,6 +81,35 @@ def damaged_state(name: str) -> str:
     return f"taken: {layer(torch.randn(2, 128)).isfinite().all()}"
 
 
+def shortened(name: str) -> str:
+    packed = packed_of(name)
+    tensors = {key: tensor[: max(1, len(tensor) // 4)] for key, tensor in packed.tensors.items()}
+    return str(semisparse.linear(torch.randn(2, 128), Packed(packed.spec, tensors)).shape)
+
+
+def freed() -> str:
+    packed = packed_of("bitmask")
+    for tensor in packed.tensors.values():
+        tensor.untyped_storage().resize_(0)
+    return str(semisparse.linear(torch.randn(2, 128), packed).shape)
+
+
+def assigned() -> str:
+    layer = SparseLinear(packed_of("bitmask"))
+    state = {
+        name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in layer.state_dict().items()
+    }
+    layer.load_state_dict(state, assign=True)
+    return f"taken: {layer(torch.randn(2, 128)).isfinite().all()}"
+
+
+def emptied(name: str) -> str:
+    layer = SparseLinear(packed_of(name)).to("meta").to_empty(device="cpu")
+    for parameter in layer.parameters():
+        parameter.view(torch.uint8).fill_(99)  # as memory that was used before
+    return f"taken: {layer(torch.randn(2, 128)).isfinite().all()}"
+
+
 def not_finite(name: str) -> str:
     packed = packed_of(name)
     tensors = {k: v.clone() for k, v in packed.tensors.items()}
@@ -136,6 +165,9 @@ def files(root: Path, small: Path, dense: Path) -> Iterator[Attack]:
     yield 11, "no --calib", lambda: f"{verb(*eleven)} | left: {[file.name for file in root.glob('eleven*')]}"
     double = changed(Path(shutil.copytree(small, root / "double")), lambda c: c.update(hidden_size=48))
     yield 18, "hidden_size doubled, inspect --verify", lambda: verb("inspect", double, "--verify")
+    window = changed(Path(shutil.copytree(small, root / "window")), lambda c: c.update(sliding_window=1 << 70))
+    yield 16, "sliding_window 2^70, generate", lambda: verb("generate", window, "--prompt", "a")
+    yield 16, "plan --shape 2^31,2^31", lambda: verb("plan", "--shape", f"{1 << 31},{1 << 31}")
     huge = changed(Path(shutil.copytree(small, root / "huge")), lambda c: c.update(num_hidden_layers=10**9))
     yield 19, "10^9 layers, plan", lambda: verb("plan", huge)
     kernels = changed(Path(shutil.copytree(small, root / "kernels")), lambda c: c.update(attn_implementation="x/y"))
@@ -149,6 +181,12 @@ def tensors() -> Iterator[Attack]:
     yield 6, "x on cpu, weight on meta", lambda: str(semisparse.linear(x, meta).shape)
     lacking = Packed(packed.spec, {"values": packed.tensors["values"]})
     yield 6, "a weight without its masks", lambda: str(semisparse.linear(x, lacking).shape)
+    for name in OBEYS:
+        yield 6, f"{name} with tensors too short", lambda name=name: shortened(name)
+    yield 6, "a weight whose memory was freed", freed
+    yield 7, "load_state_dict(assign=True), float64 values", assigned
+    for name in OBEYS:
+        yield 7, f"to_empty without loading, {name}", lambda name=name: emptied(name)
     for name, (_, _, key) in OBEYS.items():
         yield 7, f"load_state_dict, {name}, {key}", lambda name=name: damaged_state(name)
     for name in OBEYS:

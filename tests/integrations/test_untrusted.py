@@ -15,6 +15,7 @@ from semisparse.compress import Recipe
 from semisparse.errors import CheckpointError
 from semisparse.formats import Packed
 from semisparse.formats.base import get_format
+from semisparse.integrations.transformers import SemisparseQuantizer
 from semisparse.patterns import parse_pattern
 from tests.models import byte_tokenizer, random_model
 
@@ -119,3 +120,16 @@ def test_a_tensor_of_another_shape_is_seen(directory: Path):
     save_file(weights, directory / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight is"):
         inspect_directory(directory, verify=True)
+
+
+def test_a_tensor_of_another_shape_is_not_loaded(directory: Path, monkeypatch: pytest.MonkeyPatch):
+    """transformers 5.17 loads it into a model with a quantiser, as is imitated here; later versions refuse it."""
+    check = SemisparseQuantizer._process_model_after_weight_loading
+
+    def loaded_as_stored(quantizer: SemisparseQuantizer, model, **kwargs):
+        model.model.norm.weight = torch.nn.Parameter(torch.ones(7))
+        check(quantizer, model, **kwargs)
+
+    monkeypatch.setattr(SemisparseQuantizer, "_process_model_after_weight_loading", loaded_as_stored)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is \[7\], the model of config\.json has \[24\]"):
+        load(directory)

@@ -1,6 +1,7 @@
 """The cache on disk: entries are built once, rebuilt if damaged, and shared by processes."""
 
 import hashlib
+import os
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from semisparse.runtime.cache import cache_directory, cached, write_atomically
 from tests.forked import run_at_once
+from tests.limited import limited
 
 
 @pytest.fixture
@@ -114,6 +116,16 @@ def test_a_link_is_not_followed(cache, tmp_path):
     (cache / "kind" / "link").symlink_to(tmp_path / "elsewhere")
     (cache / "kind" / "link").rename(cache / "kind" / Path(hashlib.sha256(b"key").hexdigest()))
     assert cached("kind", b"key", lambda: b"new") == b"new"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="FIFOs are POSIX")
+def test_a_fifo_in_the_place_of_an_entry_is_not_waited_for(cache):
+    cached("kind", b"key", lambda: b"content")
+    path = entry(cache)
+    path.unlink()
+    os.mkfifo(path)
+    reads = limited(lambda: cached("kind", b"key", lambda: b"new").decode(), seconds=30)
+    assert reads.value == "new"
 
 
 def test_a_directory_that_others_can_write_is_closed(cache):

@@ -108,6 +108,17 @@ def test_an_argument_too_few_or_too_many_is_refused(driver, source):
     assert not driver.launches
 
 
+def test_a_tensor_without_memory_is_refused_and_one_without_elements_is_address_0(driver, source):
+    kernel = LoadedKernel(source.build("semisparse_scale"), 0)
+    freed = torch.zeros(3)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(KernelError, match=r"memory of a torch.float32 \[3\] was freed"):
+        kernel((1, 1, 1), 32, **arguments() | {"x": freed})
+    assert not driver.launches
+    kernel((1, 1, 1), 32, **arguments() | {"x": torch.zeros(0)})
+    assert driver.launches[0][2][0] is None
+
+
 def test_threads_launch_with_their_own_arguments(driver, source):
     """Each thread packs its arguments and waits for all others: a shared buffer would hold only the last thread's."""
     count, kernel = 4, LoadedKernel(source.build("semisparse_scale"), 0)
@@ -193,6 +204,13 @@ def test_a_kernel_gets_its_arguments(shared):
     copy((4, 1, 1), 256, source=source, target=target, count=900)
     assert torch.equal(target[:900], source[:900])
     assert target[900:].isnan().all()
+
+
+@needs_gpu
+@needs_bindings
+def test_a_kernel_without_arguments_is_launched():
+    SOURCE.build("semisparse_nothing").load(torch.device("cuda"))((1, 1, 1), 32)
+    torch.cuda.synchronize()
 
 
 @needs_gpu

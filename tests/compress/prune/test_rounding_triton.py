@@ -1,5 +1,7 @@
 """The Triton kernels of rounding against the columns of torch."""
 
+import os
+
 import pytest
 import torch
 
@@ -10,8 +12,8 @@ from semisparse.quant.group import scales_of
 pytest.importorskip("triton", reason="triton is not installed: pip install 'semisparse[cuda]'")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-COLUMNS = 320 if DEVICE == "cuda" else 20
-"""Triton's interpreter is slow."""
+COLUMNS = 320 if DEVICE == "cuda" and "SEMISPARSE_DRAWS" not in os.environ else 20
+"""Triton's interpreter is slow, and so are torch's columns under compute-sanitizer: 320 had not ended after 20 s."""
 
 
 def problem(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,5 +1,7 @@
 """The Triton kernel of pruning to windows against the columns of torch."""
 
+import os
+
 import pytest
 import torch
 
@@ -11,8 +13,9 @@ from semisparse.compress.prune.sweep_triton import prune_windows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(2, 4, 24, 16), (4, 8, 16, 8)]
-"""Kept, window, columns and columns per update: the last update may be a short one. Triton's interpreter is slow."""
-if DEVICE == "cuda":
+"""Kept, window, columns and columns per update: the last update may be a short one. Triton's interpreter is slow, and
+so are torch's columns under compute-sanitizer."""
+if DEVICE == "cuda" and "SEMISPARSE_DRAWS" not in os.environ:
     SHAPES += [(32, 64, 320, 128), (1, 16, 256, 128), (6, 8, 136, 128)]
 
 
