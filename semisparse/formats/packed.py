@@ -115,22 +115,26 @@ def _stored(spec: WeightSpec) -> Stored:
 def require_tensors(packed: Packed, expected: Stored | None = None) -> None:
     """Refuse a weight that lacks a tensor, or has one of another dtype or shape: a kernel would read other memory.
 
-    Their content is not checked (`Format.validate`).
+    Their content is not checked (`Format.validate`). Without ``expected``, tensors may go on beyond what the spec says
+    along their first dimension: a spec of fewer rows multiplies the first rows.
 
     Args:
         packed: the weight.
-        expected: `Format.stored`; by default of the format that the spec names.
+        expected: `Format.stored`, for exactly these shapes; by default that of the format that the spec names.
     Raises:
         FormatError: names the tensor and what it should be.
     """
     if expected is None and packed.__dict__.get("_fits"):  # 0.1 us of each matmul, comparing takes 1.3
         return
-    expected = expected or _stored(packed.spec)
+    exact, expected = expected is not None, expected or _stored(packed.spec)
     if packed.tensors.keys() != expected.keys():
         raise FormatError(f"format {packed.spec.format} stores {sorted(expected)}, got {sorted(packed.tensors)}")
     for name, tensor in packed.tensors.items():
         dtype, shape = expected[name]
-        if tensor.dtype != dtype or tensor.shape != shape:
+        longer = (
+            not exact and tensor.dim() == len(shape) > 0 and tensor.shape[1:] == shape[1:] and len(tensor) > shape[0]
+        )
+        if tensor.dtype != dtype or (tensor.shape != shape and not longer):
             raise FormatError(
                 f"tensor {name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)} for "
                 f"N, K = {packed.spec.shape}"
