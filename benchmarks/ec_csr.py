@@ -5,11 +5,11 @@
 DATA is a directory with ``models/`` and ``text/``. The rows of pycode-11m are sums over its linear layers (K of 384 and
 1,024), pruned by SparseGPT. Matrices with K = 4,096 have Gaussian weights and random masks (``random``), masks of
 SparseGPT as its authors published it (``sparsegpt-published``), or masks of this project's SparseGPT, which chooses
-each mask repeatedly (``sparsegpt``; compress/prune/sparsegpt.py). SparseGPT's inputs are synthetic: correlated, and
-each feature is scaled by exp(0.5 z) with z from a standard normal distribution. Rows that the CSV already has are not
-measured again, so that an interrupted run continues. Bytes are those of all stored tensors; ``padding`` is the fraction
-of stored values that are zero. ``shared2``, ``shared4`` and ``shared8`` are the values, padding included, that blocks
-of 2, 4 and 8 rows store per non-zero weight (layout ``paper``).
+each mask repeatedly (``sparsegpt``; compress/prune/sparsegpt.py). For these SparseGPT's inputs are synthetic:
+correlated, and each feature is scaled by exp(0.5 z) with z from a standard normal distribution. Rows that the CSV
+already has are not measured again, so that an interrupted run continues. Bytes are those of all stored tensors;
+``padding`` is the fraction of stored values that are zero. ``shared2``, ``shared4`` and ``shared8`` are the values,
+padding included, that blocks of 2, 4 and 8 rows store per non-zero weight (layout ``paper``).
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ WAYS = {
     "ec_csr paper 8, 32": {"layout": "paper", "delta_bits": 8, "multiple": 32},
     "ec_csr paper 8, 1 row": {"layout": "paper", "delta_bits": 8, "granularity": 1},
 }
-"""Pack options of ec_csr by the name in column ``way``. ``bitmask``, which is compared with them, has none."""
+"""Pack options of ec_csr by the name in column ``way``: ``banks`` is the stored name of row panels, ``paper`` that of
+the EC-SpMV paper's layout. ``bitmask``, which is compared with them, has none."""
 COLUMNS = (
     "masks",
     "zeros",
@@ -66,8 +67,8 @@ KEY = COLUMNS[:4]
 def main() -> None:
     """Measure the rows that the CSV lacks, then print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shared", type=Path)
-    parser.add_argument("csv", type=Path)
+    parser.add_argument("shared", type=Path, metavar="DATA", help="a directory with models/ and text/")
+    parser.add_argument("csv", type=Path, help="where rows are added")
     parser.add_argument("--rows", type=int, default=4096, help="rows of the random matrices")
     parser.add_argument("--masks", default=",".join(MASKS))
     parser.add_argument("--samples", type=int, default=32, help="calibration sequences")

@@ -158,7 +158,7 @@ def fit(
     weight: Tiles, gpu: DeviceFacts, tile_m: int, warpgroups: int, cluster: int, split_k: int, ctas_per_sm: int
 ) -> Schedule | None:
     """Return the schedule with the most stages that fit in shared memory, or None if none does."""
-    # RESERVED_SHARED once for a CTA of permute_x on the SM, and once for each CTA of the GEMM.
+    # Leave RESERVED_SHARED for each CTA of the GEMM, and for one CTA of permute_x, beside which they start.
     room = (gpu.shared_per_sm - RESERVED_SHARED) // ctas_per_sm - RESERVED_SHARED
     schedules = (
         Schedule(tile_m, warpgroups, cluster, split_k, *stages, ctas_per_sm)
@@ -198,8 +198,9 @@ Smaller grids were not timed."""
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast a format expands, for `choose`: fitted to times on an H200 (results/h200/sweeps/gemm256.csv; those of
-    bitmask's codes to bitmask-codes.csv).
+    """How fast a format expands weight tiles, for `choose`; fitted to times on an H200.
+
+    The times are in results/h200/sweeps/gemm256.csv; for bitmask with codes, in results/h200/sweeps/bitmask-codes.csv.
 
     Args:
         expand_us: microseconds in which an SM expands a weight tile.
@@ -260,7 +261,7 @@ def _h200_microseconds(schedule: Schedule, m: int, weight: Tiles, sms: int, rate
     """
     ctas = schedule.ranges(m, weight, sms) * schedule.cluster
     busiest = -(-ctas // sms)  # CTAs of the busiest SM
-    # If permute_x has CTAs on every SM, the GEMM's CTAs crowd onto the SMs where those end first.
+    # If permute_x has more CTAs than there are SMs, the GEMM's CTAs crowd onto the SMs where those end first.
     if launch_of(schedule, m, weight, sms).permute_ctas > sms:
         busiest = max(busiest, min(schedule.ctas_per_sm, ctas))
     waves = -(-busiest // schedule.ctas_per_sm)

@@ -147,7 +147,7 @@ def test_an_output_that_exists(compress, tmp_path: Path):
 
 
 def test_an_output_inside_the_model_changes_no_file_of_it(run: Run, compress, model: Path, text: Path, tmp_path: Path):
-    """An output directory appears only when it is complete, and loaders do not read a model's subdirectories."""
+    """--out may be there: it appears only when it is complete, and loaders read no subdirectories of a model."""
     before = {file.name: file.read_bytes() for file in model.iterdir()}
     inside = model / "sparse"
     options = ("--recipe", "rheosparse", "--calib", text, *SMALL)

@@ -18,8 +18,9 @@ TILE = (128, 128)
 def measure(tensors: Parts, config: Mapping[str, Any]) -> tuple[int, int]:
     """Return N and K of ``weight`` [N, K] e4m3.
 
-    ``weight_scale_inv`` or ``weight_scale``, by which values are multiplied, has one number, one per row, or one per
-    tile of ``weight_block_size``. ``config`` is ``quantization_config`` of config.json.
+    The scale, which multiplies the values, is ``weight_scale_inv``, in spite of its name, or ``weight_scale``. It has
+    one number, one per row, or one per tile of ``weight_block_size`` (else of `TILE`). ``config`` is
+    ``quantization_config`` of config.json.
 
     Raises:
         CheckpointError: the tensors do not fit one another or the config.
@@ -30,7 +31,7 @@ def measure(tensors: Parts, config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def read(tensors: Parts, config: Mapping[str, Any]) -> Rounded:
-    """Return the weight's values and scales: one per tile, of ``weight_block_size`` or `TILE`, per row, or in all."""
+    """Return the weight's values and its scales: one for the weight, one per row, or one per tile (see `measure`)."""
     weight, scale = tensors["weight"], _scale(tensors)
     (n, k), tile = weight.shape, _tile(scale, (weight.shape[0], weight.shape[1]), config)
     return Rounded(weight, scale.reshape(-(-n // tile[0]), -(-k // tile[1])), None, tile, 8, rounds_x=True)

@@ -2,8 +2,8 @@
 // and stores the results. A CTA has 32 threads, and 128 for wgmma. There is one CTA, except in instruction_bulk and
 // instruction_order.
 //
-// Macros: ELEMENT (of mma and wgmma), CLUSTER (CTAs per cluster), COLUMNS (N of wgmma); and for sparse wgmma SPARSE_ELEMENT,
-// ACCUMULATOR (int or float) and SELECTOR (which lanes' metadata are read).
+// Macros: ELEMENT (of mma, wgmma and wgmma_sparse_registers), CLUSTER (CTAs per cluster), COLUMNS (N of wgmma and wgmma_sparse); and for
+// wgmma_sparse SPARSE_ELEMENT, ACCUMULATOR (int or float) and SELECTOR (which lanes' metadata are read).
 
 #include "ptx/bar.cuh"
 #include "ptx/cluster.cuh"
@@ -149,7 +149,8 @@ extern "C" __global__ void instruction_wgmma(const Word* a, const uint4* b, floa
     for (int i = 0; i < COLUMNS / 2; ++i) d[thread * (COLUMNS / 2) + i] = accumulators[i];
 }
 
-// a: [128, 4 words], the kept half of [64, 32]; metadata: [128]; b: [32, 128] of 16 bits; d: [128, 64].
+// a: [128, 4 words], the kept half of [64, 32]; metadata: [128]; b: [K = 32, N = 128] of 16 bits;
+// the kernel stores it to shared memory as two halves of 64 columns in 128-byte swizzle; d: [128, 64].
 extern "C" __global__ void instruction_wgmma_sparse_registers(const Word* a, const Word* metadata, const uint4* b, float* d) {
     const int thread = threadIdx.x;
     for (int i = thread; i < 32 * 16; i += 128) {

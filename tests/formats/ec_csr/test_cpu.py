@@ -1,4 +1,4 @@
-"""The CPU kernel: its matmul, which reads the lists for few tokens and unpacks the weight for more, and unpacking."""
+"""The CPU kernel: unpacking, and the matmul, which reads row panels for up to 16 tokens and unpacks them for more."""
 
 import pytest
 import torch

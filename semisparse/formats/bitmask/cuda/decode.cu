@@ -23,13 +23,13 @@
 // Accumulators are float32 and added in a fixed order: every run returns the same bits.
 //
 // Bound by latency and issue at one or two tiles per warp (4096 x 4096, m = 1: DRAM 42 %, ALU 45 %, issue 46 %; 8.2 us,
-// its bytes take 4.4 at the measured bandwidth), by memory at 28672 x 8192 (DRAM 78 %; .82 to .92 of the measured bandwidth).
-// README.md has the figures.
+// its bytes take 4.4 at the measured bandwidth), by memory at 28672 x 8192 (DRAM 78 % by ncu; by time .82 to .92 of the
+// measured bandwidth, in two sets of runs). README.md and docs/kernels/bitmask.md have the figures.
 //
 // With EXPERTS (rows.cuh) the weight is a stack of experts. blockIdx.y is the expert or, if TILE_M is 1, the pair of a token
 // and an expert; blockIdx.x is as above, over the expert's row tiles. CTAs of an expert that no token chose end at once. If an
 // expert has more than TILE_M pairs, its CTAs multiply them TILE_M at a time. A kernel without SILU_MUL copies its first weights
-// before griddepcontrol.wait if the choice of experts is settled.
+// before griddepcontrol.wait if `settled`: the choice of experts was complete before the kernel could start.
 //
 // Macros: SCALAR (__half or __nv_bfloat16), KEEP (values or codes per block of 64 columns), BITS (per code; 0 for values), TILE_M (1, 8, 16, 32
 // or 64), WARPS_N, WARPS_K, STAGES, EXPERTS, and those of fusion.cuh.
@@ -224,7 +224,8 @@ struct WarpPipeline {
         }
     }
 
-    // Fills all stages: the weights before griddepcontrol.wait, x after it. The first group holds all weights.
+    // Fills all stages: the weights before griddepcontrol.wait, x after it. The first cp.async group holds the weights of all
+    // stages and the first x tile.
     __device__ __forceinline__ void fill_around_wait() {
         WarpPipeline of_x = *this;
 #pragma unroll
@@ -296,7 +297,8 @@ __device__ __forceinline__ void decode(const Operands& operands, unsigned char* 
         if (EXPERTS && weights_first) pipeline.fill_around_wait();
         else pipeline.fill();
     } else if constexpr (EXPERTS) {
-        // x goes first: behind the weights it was there 3 us later, of 23.8 us for a layer of one token (Qwen3-30B-A3B, H200).
+        // x is copied before the weights: after them it arrived 3 us later, and a layer of one token took 23.8 us
+        // (Qwen3-30B-A3B, H200).
         copy_all_x(pipeline.x, x_rings, m, column_tiles);
         cp_async_commit_group();
         pipeline.fill_weights();
@@ -313,7 +315,7 @@ __device__ __forceinline__ void decode(const Operands& operands, unsigned char* 
         });
     }
 
-    constexpr int kSharing = SILU_MUL ? 2 : 1;  // row tiles whose warps store the same outputs
+    constexpr int kSharing = SILU_MUL ? 2 : 1;  // row tiles whose warps share one set of outputs
     const int first_warp = warp - slice - warp_n % kSharing * WARPS_K;
     int stage = 0, parity = 0;
     for (int group = first_group; group < row_tiles; group += stride, parity ^= 1) {

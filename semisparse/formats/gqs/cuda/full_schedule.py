@@ -41,7 +41,7 @@ WHOLE_BITS = 450
 
 With all of x there, 1 and 8 tokens take 10.1 and 11.2 us at 11008 x 4096 in 4 bits (rows * bits: 384), with x in stages
 11.1 and 14.0; at 28672 x 8192 in 2 bits (448) 37.8 and 42.6, with stages 43.2 and 43.2. In 4 bits (896) it would be
-46.7 and 52.3 instead of 44.5 and 43.6. Fused kernels have all of x there, whatever the product.
+46.7 and 52.3 instead of 44.5 and 43.6. Fused kernels always have all of x there.
 """
 
 MIN_WHOLE_STAGES = 3
@@ -120,9 +120,10 @@ class FullSchedule:
         }
 
     def shared_bytes(self, k: int, bits: int, size: int) -> int:
-        """Return the bytes of dynamic shared memory per CTA: x (its stages, or all of it) and the stages of the weight.
+        """Return the bytes of dynamic shared memory per CTA.
 
-        The accumulators reuse that memory after the main loop; if they need more, the result is theirs.
+        They hold the stages of the weight, and x: its stages, or all of it and 256 bytes of zeros. After the main loop,
+        accumulators reuse that memory; if they take more, return their bytes.
         """
         if self.x_tokens:
             x = (self.x_tokens * -(-k // K_TILE) + 1) * 2 * K_TILE
@@ -218,8 +219,9 @@ def choose_fused(problem: Problem, facts: DeviceFacts) -> FullSchedule | None:
 def _best(base: FullSchedule, n: int, k: int, bits: int, size: int, facts: DeviceFacts) -> FullSchedule:
     """Return ``base`` with the warps, row tiles, stages and span that keep the SMs busiest; ``base`` if nothing fits.
 
-    The score is a rule of thumb, not fitted to times: the share of row tiles' slots that have work, times a power of
-    the warps in use, and 5 % less for every further wave.
+    The score is a rule of thumb, not fitted to times: the row tiles of the weight over those that all waves could
+    compute, times the fourth root of a CTA's warps * row tiles over their maximum (at most 1), times 0.95 per wave
+    after the first.
     """
     tiles, k_tiles = -(-n // CHUNK_ROWS), -(-k // K_TILE)
     most_warps = next(warps for tokens, warps in MAX_WARPS.items() if base.tile_m <= tokens)
