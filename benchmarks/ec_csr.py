@@ -2,10 +2,10 @@
 
     python benchmarks/ec_csr.py DATA results/ec_csr_storage.csv [--plot deltas.png]
 
-DATA is a directory with ``models/`` and ``text/``. The rows of pycode-11m are sums over its linear layers (K of 384 and
+DATA is a directory with ``models/`` and ``text/``. A CSV row of pycode-11m sums over its linear layers (K of 384 and
 1,024), pruned by SparseGPT. Matrices with K = 4,096 have Gaussian weights and random masks (``random``), masks of
 SparseGPT as its authors published it (``sparsegpt-published``), or masks of this project's SparseGPT, which chooses
-each mask repeatedly (``sparsegpt``; compress/prune/sparsegpt.py). For these SparseGPT's inputs are synthetic:
+each mask repeatedly (``sparsegpt``; compress/prune/sparsegpt.py). In the last two the inputs are synthetic:
 correlated, and each feature is scaled by exp(0.5 z) with z from a standard normal distribution. Rows that the CSV
 already has are not measured again, so that an interrupted run continues. Bytes are those of all stored tensors;
 ``padding`` is the fraction of stored values that are zero. ``shared2``, ``shared4`` and ``shared8`` are the values,
@@ -69,7 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shared", type=Path, metavar="DATA", help="a directory with models/ and text/")
     parser.add_argument("csv", type=Path, help="where rows are added")
-    parser.add_argument("--rows", type=int, default=4096, help="rows of the random matrices")
+    parser.add_argument("--rows", type=int, default=4096, help="rows of the matrices with K = 4,096")
     parser.add_argument("--masks", default=",".join(MASKS))
     parser.add_argument("--samples", type=int, default=32, help="calibration sequences")
     parser.add_argument("--zeros", default=",".join(map(str, ZEROS)))

@@ -21,8 +21,9 @@ from semisparse.evaluate import measure_quality
 PATTERNS = ("2:4", "4:8", "6:8", "32:64", "50%")
 PLAIN = ("refine=none", "order=columns", "target=local")
 """Settings that turn off the additions of ``sparsegpt + gains``: refining kept weights by conjugate gradients, pruning
-the windows with the largest loss first, and targets that correct earlier layers' errors. Beside SparseGPT as published,
-``sparsegpt`` then chooses masks repeatedly, and prunes columns within windows of 16 and more by their loss."""
+the windows with the largest loss first, and targets that correct earlier layers' errors. Without them,
+``sparsegpt`` differs from ``sparsegpt-published`` in two ways: masks are chosen anew as weights are updated, and in
+patterns n:m with m of 16 and more the columns of a window are pruned in the order of their loss."""
 METHODS: dict[str, tuple[str, ...]] = {
     "magnitude": ("prune=magnitude",),
     "wanda": ("prune=wanda",),

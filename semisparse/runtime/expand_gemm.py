@@ -214,7 +214,7 @@ class Rates:
 def choose(m: int, weight: Tiles, gpu: DeviceFacts, rates: Rates) -> Schedule:
     """Choose the schedule of a format's GEMM: by estimate the fastest of Stream-K and of split-K by 1 to 8.
 
-    Above 128 tokens, tiles of 128 tokens are compared with larger ones: with tiles of 128 each weight is expanded more
+    Above 128 tokens, tiles of 128 tokens are compared with those of `tile_m_of`: with 128 each weight is expanded more
     often, but CTAs exchange fewer partial accumulators.
 
     Args:

@@ -18,7 +18,7 @@ TILE = (128, 128)
 def measure(tensors: Parts, config: Mapping[str, Any]) -> tuple[int, int]:
     """Return N and K of ``weight`` [N, K] e4m3.
 
-    The scale, which multiplies the values, is ``weight_scale_inv``, in spite of its name, or ``weight_scale``. It has
+    The scale is ``weight_scale_inv`` or ``weight_scale``; both multiply the values, in spite of the ``_inv``. It has
     one number, one per row, or one per tile of ``weight_block_size`` (else of `TILE`). ``config`` is
     ``quantization_config`` of config.json.
 

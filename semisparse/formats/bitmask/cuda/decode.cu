@@ -11,7 +11,7 @@
 // Dynamic shared memory, in bytes:
 //   WARPS_N * WARPS_K rings of STAGES weight tiles          kTileBytes each
 //   WARPS_K rings of STAGES x tiles, m tokens by 256 columns 512 m each; the WARPS_N warps of the same K slice share one;
-//     in a fused kernel (fusion.cuh) all x tiles instead, once (stage_x.cuh)
+//     in a fused kernel (fusion.cuh) all x tiles instead, copied once (stage_x.cuh; with EXPERTS copy_all_x)
 //   accumulators of every warp, double-buffered              64 TILE_M each
 // Both rings are filled with cp.async, STAGES tiles ahead; x by loads and st.shared if its rows are not aligned to 16 bytes. A
 // stage's x tile is kept if the next weight tile of that stage has the same columns, of another row tile.
@@ -22,7 +22,7 @@
 //
 // Accumulators are float32 and added in a fixed order: every run returns the same bits.
 //
-// Bound by latency and issue at one or two tiles per warp (4096 x 4096, m = 1: DRAM 42 %, ALU 45 %, issue 46 %; 8.2 us,
+// Bound by latency at one or two tiles per warp (4096 x 4096, m = 1; ncu: DRAM 42 %, ALU 45 %, issue slots 46 %; 8.2 us,
 // its bytes take 4.4 at the measured bandwidth), by memory at 28672 x 8192 (DRAM 78 % by ncu; by time .82 to .92 of the
 // measured bandwidth, in two sets of runs). README.md and docs/kernels/bitmask.md have the figures.
 //
@@ -249,7 +249,8 @@ struct WarpPipeline {
     }
 };
 
-// Copies all column tiles of x, in units of 16 bytes, by all threads. A unit is whole, or begins at k or later and becomes zeros.
+// Copies all column tiles of x, in units of 16 bytes, by all threads. Needs k in multiples of 8
+// and rows of x at multiples of 16 bytes. Units from column k on become zeros.
 __device__ __forceinline__ void copy_all_x(const XLoader& loader, Word x_tiles, int m, int column_tiles) {
     for (int i = threadIdx.x; i < column_tiles * kWarpSize; i += kWarps * kWarpSize) {
         const bool within = i * kUnit < loader.k;
@@ -271,7 +272,7 @@ struct Operands {
     int m, n, k, row_tiles, column_tiles;
     int x_aligned;               // whether every row of x begins at a multiple of 16 bytes
     float epsilon;
-    bool weights_first;          // with EXPERTS: whether griddepcontrol.wait is still to come, and only x waits for it
+    bool weights_first;          // with EXPERTS: whether decode() executes griddepcontrol.wait, between the first weights and x
 };
 
 // Computes y. `shared` is the dynamic shared memory.

@@ -40,16 +40,16 @@ WHOLE_BITS = 450
 """Maximum of (rows per CTA) * (bits per code) for which `choose_full` puts all of x in shared memory.
 
 With all of x there, 1 and 8 tokens take 10.1 and 11.2 us at 11008 x 4096 in 4 bits (rows * bits: 384), with x in stages
-11.1 and 14.0; at 28672 x 8192 in 2 bits (448) 37.8 and 42.6, with stages 43.2 and 43.2. In 4 bits (896) it would be
-46.7 and 52.3 instead of 44.5 and 43.6. Fused kernels always have all of x there.
+11.1 and 14.0; at 28672 x 8192 in 2 bits (448) 37.8 and 42.6, with stages 43.2 and 43.2. In 4 bits (896) stages are
+faster there: 44.5 and 43.6, with all of x 46.7 and 52.3. Fused kernels always have all of x there.
 """
 
 MIN_WHOLE_STAGES = 3
 """Minimum stages of the weight for which `choose_full` puts all of x in shared memory."""
 
 MAX_WARPS = {32: 16, 64: 8}
-"""Maximum warps per SM, by maximum tile_m. Registers limit them: with 16 warps a thread has 128; a tile_m of 64 uses
-up to 197."""
+"""Maximum warps per CTA, of which an SM then has one, by maximum tile_m. Registers limit them: with 16 warps a thread
+has 128; a tile_m of 64 uses up to 197."""
 
 WARPS_K = (1, 2, 4, 8)
 """Numbers of warps that share rows and split K."""
