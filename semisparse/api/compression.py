@@ -66,7 +66,7 @@ class CompressionReport:
             quantised values are kept.
         bytes_before: bytes of these layers' dense weights.
         bytes_after: bytes of their packed tensors, in files.
-        bytes_on_gpu: the most bytes that these take on a GPU.
+        bytes_on_gpu: about the bytes that these take on a GPU, the most of all GPUs.
         seconds: wall time of this run.
         dense: the linear weights that stay dense, each with its name, reason and bytes.
         dense_share: their share of the bytes of all linear weights of the dense model, 0 to 1.
@@ -164,7 +164,7 @@ def compress(
         SemisparseError: writing failed.
     """
     start = time.perf_counter()
-    plan = read_recipe(recipe, [*settings, *([f"gpu={gpu}"] if gpu else [])], target)
+    plan = read_recipe(recipe, [*settings, *([f"on_gpu={gpu}"] if gpu else [])], target)
     where = checkpoint.pick_device(device)
     machine = machine_of(plan) or machine_here(where)  # before any work: refuses an unknown machine
     ranks, offload = all_ranks(where), None if offload is None else Path(offload)

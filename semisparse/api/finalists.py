@@ -28,7 +28,7 @@ def take_best(
         compress: `compress_decoder_layers` with all arguments but ``choices``, ``store``, ``on_layer`` and ``tuning``,
             a list that takes a report per tuning stage.
         packed_layers: `PackedLayers` with all arguments but ``choices``, ``part`` and ``held_back``.
-        scorer: of the model, on tokens that no finalist was selected by.
+        scorer: of the model, on sequences drawn anew from the calibration text; some may be those of the search.
     Returns:
         The best one's layers, and by label the KL divergences in nats per token and the tuning reports.
     """

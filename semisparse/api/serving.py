@@ -33,7 +33,9 @@ def check_gpu(description: Mapping[str, Any], arguments: Sequence[str]) -> None:
             f"{gpu.name} has compute capability {found}, and the kernels of compressed layers need {needed}: serve "
             "them on a newer GPU"
         )
-    share = description["layer_bytes"] / ranks
+    # ec_csr has mask tiles beside its lists on Hopper GPUs only.
+    on_gpu = description["gpu_layer_bytes" if gpu.capability == (9, 0) else "layer_bytes"]
+    share = on_gpu / ranks
     if share > gpu.memory_bytes:
         raise InputError(
             f"the compressed layers take {share / 1e9:.1f} GB on each of {ranks} GPUs, and {gpu.name} has "

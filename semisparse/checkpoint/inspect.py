@@ -38,7 +38,7 @@ def describe(
         - ``bytes``: bytes of all tensors.
         - ``layer_bytes`` and ``bits_per_weight``: bytes of the compressed layers, and bits per weight (None if there
           are none).
-        - ``gpu_layer_bytes``: the most bytes that the compressed layers take on a GPU.
+        - ``gpu_layer_bytes``: about the bytes that the compressed layers take on a GPU, the most of all GPUs.
         - ``verified``: the argument ``verify``.
     Raises:
         CheckpointError: a tensor is corrupted.

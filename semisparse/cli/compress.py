@@ -184,7 +184,7 @@ def _show(title: str, report: CompressionReport) -> None:
         highlight=False,
     )
     if report.bytes_on_gpu > report.bytes_after:
-        console.print(f"on a GPU they take up to {bytes_text(report.bytes_on_gpu)}", highlight=False)
+        console.print(f"on a GPU they take about {bytes_text(report.bytes_on_gpu)}", highlight=False)
     if report.rival:
         rival = report.rival
         console.print(

@@ -80,7 +80,7 @@ def generate(
     prompts = _read_prompts(batch) if batch is not None else [prompt or ""]
     engine = _load(model, device, draft, _patterns(keep_dense), quiet=as_json)
     if not as_json:
-        _show_slower(engine, len(prompts))
+        _show_slower(engine, len(prompts) * (speculate + 1))
     options: dict[str, Any] = {"sampling": sampling, "stop": stop or (), "proposals": speculate}
     try:
         if chat:
@@ -137,13 +137,14 @@ def _load(model: Path, device: str, draft: Path | None, keep_dense: list[str], q
     return engine
 
 
-def _show_slower(engine: Engine, sequences: int) -> None:
-    """Name the layers that are slower than dense in the decode steps of these sequences, if tables say so."""
-    slower = engine.slower_than_dense(sequences)
+def _show_slower(engine: Engine, tokens: int) -> None:
+    """Name the layers that are slower than dense in decode steps of so many tokens, if tables say so."""
+    slower = engine.slower_than_dense(tokens)
     if slower:
+        advice = "" if engine.note else ": --keep-dense all computes them from dense copies"
         console.print(
-            f"with {sequences} tokens per step {len(slower)} packed layers are slower than dense on this GPU, "
-            f"{slower[0]} first: --keep-dense all computes them from dense copies",
+            f"with {tokens} tokens per step {len(slower)} packed layers are slower than dense on this GPU, "
+            f"{slower[0]} first{advice}",
             highlight=False,
         )
 

@@ -46,9 +46,7 @@ def inspect(
     print_table(str(model), ("layer", "format", "pattern", "N x K", "density", "bits/weight", "bytes"), rows)
     on_gpu, bits = description["gpu_layer_bytes"], description["bits_per_weight"] or 0
     share = on_gpu / max(description["layer_bytes"], 1)
-    in_memory = (
-        [("compressed layers on a GPU, at most", bytes_text(on_gpu), f"{bits * share:.3f}")] if share > 1 else []
-    )
+    in_memory = [("compressed layers on a GPU, about", bytes_text(on_gpu), f"{bits * share:.3f}")] if share > 1 else []
     print_table(
         "whole model" + (", every tensor verified" if verify else ""),
         ("", "bytes", "bits/weight"),

@@ -101,7 +101,8 @@ class Format:
         experts: problem -> the matmuls of a mixture's experts by a fixed number of launches, or None if no kernel can
             compute them. Whether one can does not depend on the number of pairs. None if the format has no such kernel
             for any device.
-        gpu_bytes: (weight spec as on disk, bytes of the tensors) -> the most bytes that the weight takes on a GPU.
+        gpu_bytes: (weight spec as on disk, bytes of the tensors) -> about the bytes that the weight takes on a GPU, the
+            most of all GPUs.
         arrange: (packed, device type) -> the same weight on its present device, in the layout for kernels on the given
             device type. For ``cpu`` that is the layout on disk.
     """

@@ -126,7 +126,7 @@ class SparseLinear(nn.Module):
         if move(torch.empty(0, device=here)).device.type != here.type:
             self.arrange("cpu")
         super()._apply(move, recurse)
-        self._unfilled = here.type == "meta" != self.packed.device.type  # by `to_empty`
+        self._unfilled |= here.type == "meta" != self.packed.device.type  # by `to_empty`
         if not self._unfilled:
             self.arrange()
         return self

@@ -28,6 +28,11 @@ def keep_bytecode() -> None:
     folder = cache_directory() / FOLDER
     if distrust(cache_directory()) or distrust(folder):
         return
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)  # the folders that Python makes inside follow the umask
+    except OSError:
+        return  # as without this function
     sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
 
 

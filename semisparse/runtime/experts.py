@@ -103,6 +103,8 @@ class Routing:
         Returns:
             [tokens, N] in the outputs' dtype.
         """
+        # A copy is made just before: the kernel must wait for it.
+        settled = self.settled and weights.is_contiguous()
         weights, columns = weights.contiguous(), outputs.shape[1]
         y = outputs.new_empty(len(self.chosen), columns)
         vector = vector_of(y.dtype, [columns], [outputs])
@@ -112,7 +114,7 @@ class Routing:
         COMBINE.build("semisparse_combine", defines).load(y.device)(
             (len(y), -(-columns // (threads * vector)), 1), threads, pdl=facts.has_pdl,
             outputs=outputs, chosen=self.chosen, weights=weights, y=y,
-            columns=columns, top_k=self.top_k, experts=self.experts, settled=self.settled,
+            columns=columns, top_k=self.top_k, experts=self.experts, settled=settled,
         )  # fmt: skip
         return y
 

@@ -24,7 +24,7 @@ def test_small_layers_and_slow_formats_are_named():
 
 def test_layers_that_are_slower_with_many_tokens_are_named_with_that_number():
     """By the shipped table 70 % in lists wins at one token and loses from 8 on."""
-    speedups = speedups_of({"lists": packed("ec_csr", "70%", 2048, gpu="lists")}, find_machine("h200"))
+    speedups = speedups_of({"lists": packed("ec_csr", "70%", 2048, on_gpu="lists")}, find_machine("h200"))
     assert without_gain(speedups) == []
     assert slower_from(speedups) == {8: ["lists"]}
 

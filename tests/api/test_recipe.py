@@ -1,9 +1,13 @@
 """Recipes by name."""
 
+from dataclasses import fields
+
 import pytest
 
 from semisparse.api import read_recipe, recipes
+from semisparse.compress import Recipe
 from semisparse.errors import RecipeError
+from semisparse.formats import format_names, get_format
 
 
 def test_every_built_in_recipe_reads():
@@ -32,3 +36,9 @@ def test_weights_pruned_singly_are_rounded_in_bitmask_and_groups_in_gqs():
     ):
         with pytest.raises(RecipeError, match=advice):
             read_recipe("rheosparse", settings)
+
+
+def test_no_option_of_a_format_is_a_recipe_key():
+    """--set KEY=VALUE would set the recipe's: ec_csr's `on_gpu` was once `gpu`."""
+    keys = {field.name for field in fields(Recipe)}
+    assert all(keys.isdisjoint(get_format(name).options) for name in format_names())

@@ -23,7 +23,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch):
 
 
 def check(size: int, *arguments: str) -> None:
-    serving.check_gpu({"layer_bytes": size}, arguments)
+    serving.check_gpu({"layer_bytes": size, "gpu_layer_bytes": size}, arguments)
 
 
 def test_layers_that_do_not_fit_the_gpus_are_refused(gpu):

@@ -40,7 +40,7 @@ FORMAT = Format(
     options={
         "layout": ("banks", "paper"),
         "delta_bits": ("auto", 4, 8),
-        "gpu": ("both", "lists", "tiles"),
+        "on_gpu": ("both", "lists", "tiles"),
         "granularity": (1, 2, 4, 8),
         "multiple": (),
         "clip": (),
@@ -66,8 +66,8 @@ FORMAT = Format(
     ),
     cost=cost,
     gpu_bytes=gpu_bytes,
-    tuned_by=("gpu",),
-    variants=({}, {"gpu": "lists"}),
+    tuned_by=("on_gpu",),
+    variants=({}, {"on_gpu": "lists"}),
     cases=(
         Case("columns-past-16-bits", "99%", _wide),
         Case("gaps-wider-than-a-delta", "90%", lambda: torch.eye(3, 2000).roll(1999, 1)),

@@ -1,4 +1,4 @@
-"""The passes of a matmul for the roofline model: one over the lists for few tokens, else unpacking and a dense GEMM."""
+"""Passes of a matmul for the roofline model, and the bytes of a weight on a GPU, as on Hopper, which has mask tiles."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ is what takes the time: 74 to 79 us. As on Hopper: other GPUs hold lists."""
 
 def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
     """Return the passes of a matmul."""
-    layout = gpu_layout_of(problem.params) if problem.device.type == "cuda" and problem.dtype in DTYPES else LISTS
+    has_choice = problem.device.type == "cuda" and problem.dtype in DTYPES and layout_of(problem.params) != PAPER
+    layout = gpu_layout_of(problem.params) if has_choice else LISTS
     if layout == TILES or (layout == BOTH and problem.m > FEW_TOKENS):
         return one_pass_cost(problem, _tile_bytes(problem.spec), EXPANDING * problem.n * problem.k)
     if problem.m <= MAX_DECODE_TOKENS:
@@ -36,7 +37,7 @@ def cost(problem: Problem, weight_bytes: float) -> tuple[Pass, ...]:
 
 
 def gpu_bytes(spec: WeightSpec, stored: float) -> float:
-    """Return the bytes of a weight on a Hopper GPU: lists, mask tiles, or both. Other GPUs hold lists."""
+    """Return about the bytes of a random weight on a Hopper GPU: lists, mask tiles, or both. Other GPUs hold lists."""
     if layout_of(spec.params) == PAPER or spec.dtype not in DTYPES:
         return stored
     wanted = gpu_layout_of(spec.params)

@@ -25,7 +25,7 @@ def packed_weights(dtype: torch.dtype, bits: int) -> list[Packed]:
     """Weights in panels of 32 rows, and paired on two SMs, where the last panel lacks rows."""
     found = []
     for weight, pattern in ((random_weight(99, 300, "70%", dtype), "70%"), (uneven_weight(57, 70, dtype), "0%")):
-        packed = EC_CSR.pack(weight, pattern, delta_bits=bits, gpu="lists")
+        packed = EC_CSR.pack(weight, pattern, delta_bits=bits, on_gpu="lists")
         found += [packed, EC_CSR.arrange(packed, "cuda")]
     return found
 

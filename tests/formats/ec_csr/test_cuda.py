@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU he
 )
 def test_products_of_lists(m: int, n: int, k: int, bits: int, dtype: torch.dtype, kernel: str):
     for weight, pattern in ((random_weight(n, k, "70%", dtype), "70%"), (uneven_weight(n, k, dtype), "0%")):
-        packed = EC_CSR.pack(weight, pattern, delta_bits=bits, gpu="lists").to("cuda")
+        packed = EC_CSR.pack(weight, pattern, delta_bits=bits, on_gpu="lists").to("cuda")
         assert packed.params["panel_rows"] == panel_rows_for(n, device_facts("cuda").sms)
         x, bias = operands(packed, m)
         assert EC_CSR.choose(problem_of(x, packed)).name == kernel
@@ -38,7 +38,7 @@ def test_products_of_lists(m: int, n: int, k: int, bits: int, dtype: torch.dtype
 @pytest.mark.parametrize("gpu", ["both", "tiles"])
 @pytest.mark.parametrize("m", [1, 2, 7, 16, 40, 300])
 def test_products_of_mask_tiles(m: int, gpu: str):
-    packed = EC_CSR.pack(random_weight(11008, 1000, "70%"), "70%", gpu=gpu).to("cuda")
+    packed = EC_CSR.pack(random_weight(11008, 1000, "70%"), "70%", on_gpu=gpu).to("cuda")
     EC_CSR.validate(packed)
     x, bias = operands(packed, m)
     lists = gpu == "both" and m <= 2

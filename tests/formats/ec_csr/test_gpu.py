@@ -96,11 +96,11 @@ def test_layers_of_one_shape_share_their_kernels(monkeypatch: pytest.MonkeyPatch
     emulate(monkeypatch, sms=132)
     x = torch.zeros(1, 1100).half()
     few, many = random_weight(64, 1100, "90%"), random_weight(64, 1100, "0%")
-    one, other = (EC_CSR.arrange(EC_CSR.pack(w, "0%", delta_bits=8, gpu="lists"), "cuda") for w in (few, many))
+    one, other = (EC_CSR.arrange(EC_CSR.pack(w, "0%", delta_bits=8, on_gpu="lists"), "cuda") for w in (few, many))
     assert one.params["span"] != other.params["span"]
     assert one.params["values"] != other.params["values"]
     assert problem_of(x, one) == problem_of(x, other)
-    uneven = EC_CSR.arrange(EC_CSR.pack(uneven_weight(64, 1100), "0%", delta_bits=8, gpu="lists"), "cuda")
+    uneven = EC_CSR.arrange(EC_CSR.pack(uneven_weight(64, 1100), "0%", delta_bits=8, on_gpu="lists"), "cuda")
     assert uneven.params["span"] > 6
     assert uneven.params["span_limit"] >= uneven.params["span"]
     assert problem_of(x, uneven) != problem_of(x, one)

@@ -48,7 +48,7 @@ def test_what_runs_with_how_many_tokens(monkeypatch: pytest.MonkeyPatch):
         assert (decode_tiles.pays(of_m), decode_tiles.refusal(of_m) is None) == (pays, runs)
         assert gemm.refusal(of_m) is None
     assert decode_tiles.pays(problem(4096, 4096, 16, 34))
-    in_lists = EC_CSR.arrange(EC_CSR.pack(random_weight(40, 64, "70%"), "70%", gpu="lists"), "cuda")
+    in_lists = EC_CSR.arrange(EC_CSR.pack(random_weight(40, 64, "70%"), "70%", on_gpu="lists"), "cuda")
     assert "stored in banks" in gemm.refusal(problem_of(torch.zeros(1, 64).half(), in_lists))
 
 

@@ -53,7 +53,7 @@ def test_the_weight_comes_back(monkeypatch: pytest.MonkeyPatch, n: int, k: int, 
 @pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
 def test_on_hopper_alone_a_weight_is_in_tiles_and_comes_back(monkeypatch: pytest.MonkeyPatch, capability):
     emulate(monkeypatch, 2, capability)
-    packed = EC_CSR.pack(random_weight(100, 700, "70%"), "70%", gpu="tiles")
+    packed = EC_CSR.pack(random_weight(100, 700, "70%"), "70%", on_gpu="tiles")
     arranged = EC_CSR.arrange(packed, "cuda")
     EC_CSR.verify(arranged)
     assert arranged.params["layout"] == ("tiles" if capability == (9, 0) else "banks")
@@ -65,11 +65,11 @@ def test_on_hopper_alone_a_weight_is_in_tiles_and_comes_back(monkeypatch: pytest
 
 def test_tiles_of_other_weights_are_refused():
     weight = random_weight(40, 300, "70%")
-    for options, dtype in (({"gpu": "none"}, weight.dtype), ({"gpu": "tiles"}, torch.float32)):
+    for options, dtype in (({"on_gpu": "none"}, weight.dtype), ({"on_gpu": "tiles"}, torch.float32)):
         with pytest.raises(FormatError, match="gpu"):
             EC_CSR.pack(weight.to(dtype), "70%", **options)
     with pytest.raises(FormatError, match="gpu"):
-        EC_CSR.pack(weight, "70%", layout="paper", multiple=32, gpu="tiles")
+        EC_CSR.pack(weight, "70%", layout="paper", multiple=32, on_gpu="tiles")
 
 
 @pytest.mark.parametrize(

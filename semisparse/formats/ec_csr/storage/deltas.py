@@ -17,7 +17,7 @@ PANELS, PAPER = LAYOUTS = ("banks", "paper")
 TILES, BOTH = "tiles", "both"
 """Further values for weights on a GPU: mask tiles, and row panels and mask tiles side by side."""
 
-GPU, LISTS = "gpu", "lists"
+GPU, LISTS = "on_gpu", "lists"
 """The param that says what a weight has on a GPU: `BOTH`, if params lack it, `LISTS` (row panels) or `TILES`."""
 
 DELTA_BITS = (4, 8)

@@ -64,7 +64,7 @@ def pack_weight(
     *,
     layout: str = PANELS,
     delta_bits: int | str = "auto",
-    gpu: str = BOTH,
+    on_gpu: str = BOTH,
     granularity: int = 8,
     multiple: int = 128,
     clip: int = 0,
@@ -75,10 +75,10 @@ def pack_weight(
     Args:
         weight: [N, K].
         pattern: what it obeys.
-        layout: ``banks`` for row panels, or ``paper``, which alone has the options after ``gpu``.
+        layout: ``banks`` for row panels, or ``paper``, which alone has the options after ``on_gpu``.
         delta_bits: 4, 8, or ``auto`` for the one that takes fewer bytes.
-        gpu: what a weight of 16 bits has on a Hopper GPU: ``lists``, row panels, which are fastest for 1 and 2 tokens;
-            ``tiles``, mask tiles, for more; or ``both``. README.md has the figures and the bytes.
+        on_gpu: what a weight of 16 bits has on a Hopper GPU: ``lists``, row panels, which are fastest for 1 and 2
+            tokens; ``tiles``, mask tiles, for more; or ``both``. README.md has the figures and the bytes.
         granularity: maximum rows per block; 1 extracts nothing.
         multiple: the number of columns of a block of two rows or more is a multiple of this.
         clip: maximum loads, of 4 columns each, per lane of a block; 0 for twice the mean. Blocks with more are cut.
@@ -89,9 +89,9 @@ def pack_weight(
     widths = DELTA_BITS if delta_bits == "auto" else (delta_bits,)
     _check_option("layout", layout, LAYOUTS)
     _check_option("delta_bits", widths[0], DELTA_BITS)
-    _check_option("gpu", gpu, (BOTH, LISTS, TILES))
-    if gpu == TILES and (layout != PANELS or weight.dtype not in tiles.DTYPES):
-        raise FormatError(f"format ec_csr: gpu={gpu} takes row panels of 16 bits, got {layout} of {weight.dtype}")
+    _check_option("on_gpu", on_gpu, (BOTH, LISTS, TILES))
+    if on_gpu == TILES and (layout != PANELS or weight.dtype not in tiles.DTYPES):
+        raise FormatError(f"format ec_csr: on_gpu={on_gpu} takes row panels of 16 bits, got {layout} of {weight.dtype}")
     _check_option("granularity", granularity, paper.GRANULARITIES)
     if multiple < 1 or multiple % LANES or clip < 0:
         raise FormatError(
@@ -105,7 +105,7 @@ def pack_weight(
     else:
         packed = paper.pack(weight, [int(bits) for bits in widths], granularity, multiple, clip, progress)
     params, tensors = min(packed, key=lambda one: sum(t.numel() * t.element_size() for t in one[1].values()))
-    return ({**params, GPU: gpu} if gpu != BOTH else params), tensors
+    return ({**params, GPU: on_gpu} if on_gpu != BOTH else params), tensors
 
 
 def _check_option(name: str, given: object, known: tuple[Any, ...]) -> None:

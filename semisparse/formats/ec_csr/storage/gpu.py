@@ -23,6 +23,7 @@ from semisparse.formats.ec_csr.storage.deltas import (
     delta_bits_of,
     gpu_layout_of,
     has_lists,
+    has_tiles,
     layout_of,
 )
 from semisparse.formats.ec_csr.storage.disk import unpack
@@ -66,7 +67,8 @@ def arrange(packed: Packed, device_type: str) -> Packed:
         return packed
     disk_rows = _disk_rows_of(params)
     if device_type == "cpu":
-        return _in_panels(packed, disk_rows, {}, _Dense(packed)) if DISK_ROWS in params else packed
+        is_gpus = DISK_ROWS in params or has_tiles(params)
+        return _in_panels(packed, disk_rows, {}, _Dense(packed)) if is_gpus else packed
     if layout_of(params) == TILES or not _is_filled(packed):
         return packed
     wanted, weight = _wanted(packed), _Dense(packed)
@@ -194,6 +196,8 @@ def check_gpu_params(params: Params) -> None:
     span_limit_of(params)
     if is_paired(params) and DISK_ROWS not in params:
         raise FormatError(f"params: {PAIRED} is 1 without {DISK_ROWS}, which a GPU's layout has")
+    if has_tiles(params) and DISK_ROWS not in params:
+        raise FormatError(f"params: layout is {layout_of(params)} without {DISK_ROWS}, which a GPU's layout has")
 
 
 def _disk_rows_of(params: Params) -> int:

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from semisparse.errors import FormatError
 from semisparse.formats.base import Packed, TensorSpec, WeightSpec
-from semisparse.formats.checks import refuse_first
+from semisparse.formats.checks import choice_of, refuse_first
 from semisparse.formats.ec_csr.storage.deltas import LANES
 
 ROWS, COLUMNS = 16, 256
@@ -138,12 +138,11 @@ def check(packed: Packed) -> None:
     Raises:
         FormatError: names the tensor and what is wrong.
     """
-    (n, k), starts, limit = packed.shape, packed.tensors["tile_starts"].long(), packed.params["words_limit"]
+    (n, k), starts = packed.shape, packed.tensors["tile_starts"].long()
+    limit = choice_of("ec_csr", packed.params, "words_limit", LIMITS)
     units, words = len(packed.tensors["tiles"]), starts.diff() - MASK_UNITS
     if starts[0] != 0 or starts[-1] != units:
         raise FormatError(f"tensor tile_starts runs from {int(starts[0])} to {int(starts[-1])}, expected 0 to {units}")
-    if limit not in LIMITS:
-        raise FormatError(f"params: words_limit is {limit!r}, expected one of {LIMITS}")
     refuse_first((words < 0) | (words >= int(limit)), "tile_starts", f"the tile has no words, or not below {limit}")
     for first, kept in _kept(packed):
         needed = (kept.sum(-1).amax(1) + 1) // 2
