@@ -7,7 +7,7 @@ import pytest
 from semisparse.api import read_recipe, recipes
 from semisparse.compress import Recipe
 from semisparse.errors import RecipeError
-from semisparse.formats import format_names, get_format
+from semisparse.formats.base import format_names, get_format
 
 
 def test_every_built_in_recipe_reads():
