@@ -164,7 +164,7 @@ def compress(
         SemisparseError: writing failed.
     """
     start = time.perf_counter()
-    plan = read_recipe(recipe, [*settings, *([f"on_gpu={gpu}"] if gpu else [])], target)
+    plan = read_recipe(recipe, [*settings, *([f"gpu={gpu}"] if gpu else [])], target)
     where = checkpoint.pick_device(device)
     machine = machine_of(plan) or machine_here(where)  # before any work: refuses an unknown machine
     ranks, offload = all_ranks(where), None if offload is None else Path(offload)

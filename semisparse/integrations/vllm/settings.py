@@ -44,8 +44,8 @@ def layers_with_copies(vllm_config: VllmConfig, layers: Collection[str]) -> froz
     unmatched = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in layers)]
     if unmatched:
         raise InputError(
-            f"--additional-config: {KEEP_DENSE} has {', '.join(unmatched)}, which matches no compressed layer but "
-            f"experts'; an example of a name is {next(iter(layers), 'missing: only experts are compressed')}"
+            f"--additional-config: {KEEP_DENSE} has {', '.join(unmatched)}, which matches no compressed layer; those "
+            f"of experts have no copies; an example of a name is {next(iter(layers), 'missing')}"
         )
     return frozenset(name for name in layers if any(fnmatchcase(name, pattern) for pattern in patterns))
 
