@@ -4,9 +4,9 @@
     python benchmarks/two_trees.py results/h200/sweeps/two-trees.csv /tmp/0584701^:bitmask,bitmask-w4 --rounds 5
 
 Needs a GPU. Each version runs in a process of its own, packs and compiles there, and times the kernel that it chooses
-(float16, CUDA graphs over weights that outgrow the cache) when it is told to; only one process uses the GPU at a time.
-Each round times every matmul once in both versions, and every other round begins with today's. The CSV is written after
-each round, with the median time of each version and the median of after / before within a round.
+(float16, CUDA graphs over weights that outgrow the cache) when its parent process says so; only one process uses the
+GPU at a time. Each round times every matmul once in both versions, and every other round begins with today's. The CSV
+is written after each round, with the median time of each version and the median of after / before within a round.
 """
 
 from __future__ import annotations

@@ -15,9 +15,10 @@ from semisparse.nn.fused_linear import packed_of
 from semisparse.nn.sparse_linear import SparseLinear
 
 MANY_TOKENS = {1 << 24: 64, 0: 17}
-"""Tokens from which a dense copy computes a weight that no tuned table of this device has, by minimum N * K. On an H200
-formats are faster than dense at fewer, as a rule, and as fast or slower at more. Of qwen2.5-1.5b's layers, most of
-which are smaller, 32 tokens take 1.3 to 1.4 times as long as dense (results/h200/vllm.csv)."""
+"""Tokens from which a dense copy computes a weight that no tuned table of this device has, by minimum N * K, the
+largest first. On an H200 formats are faster than dense at fewer, as a rule, and as fast or slower at more. In
+qwen2.5-1.5b's layers, most of which are smaller, 32 tokens take 1.3 to 1.4 times as long as dense
+(results/h200/vllm.csv)."""
 
 
 def copy_pays(packed: Packed, m: int, dtype: torch.dtype) -> bool:

@@ -1,1 +1,1 @@
-"""The CUDA kernels of ec_csr that read row panels."""
+"""The CUDA kernels of ec_csr: those that read row panels or mask tiles, and those that make or check them."""

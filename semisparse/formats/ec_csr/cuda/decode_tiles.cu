@@ -36,7 +36,7 @@ constexpr int kSliceThreads = WARPS_K * kWarpSize;  // threads per row tile
 constexpr int kUnit = 8;                            // values of x in 16 bytes: two k-steps of a lane
 constexpr int kTokenBytes = kTileColumns * 2;       // per token of an x tile
 constexpr int kTokenGroups = (TILE_M + 7) / 8;      // mma operands of 8 tokens
-constexpr int kChains = TILE_M > 16 ? 1 : 2;        // accumulators per output: two hide mma latency at few tokens
+constexpr int kChains = 2;                           // accumulators per output: two hide mma latency
 constexpr int kWarps = WARPS_N * WARPS_K;
 
 static_assert(!SILU_MUL || WARPS_N % 2 == 0, "a CTA has both row tiles of a pair");
@@ -135,7 +135,7 @@ __device__ __forceinline__ void store_partial(Partial& partial, const Accumulato
 #pragma unroll
     for (int i = 0; i < 4 * kTokenGroups; ++i) {
         const int token = lane % 4 * 2 + i % 2 + i / 4 * 8;
-        const float sum = accumulators[0][i / 4][i % 4] + (kChains > 1 ? accumulators[kChains - 1][i / 4][i % 4] : 0.0f);
+        const float sum = accumulators[0][i / 4][i % 4] + accumulators[1][i / 4][i % 4];
         if (token < m) partial[token][lane / 4 + i / 2 % 2 * 8] = sum;
     }
 }

@@ -16,9 +16,6 @@ from semisparse.formats.ec_csr.storage.panels import SEGMENTS, lane_columns_of, 
 from semisparse.runtime.kernel import CudaSource, cuda_refusal
 from semisparse.runtime.nvrtc import Defines
 
-MAX_LOADS = 1 << 26
-"""Loads up to which the kernel's offsets do not overflow."""
-
 
 def pack_defines(itemsize: int, delta_bits: int, index_bits: int) -> Defines:
     """Return the macros."""

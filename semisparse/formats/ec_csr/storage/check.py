@@ -1,4 +1,4 @@
-"""The checks that let kernels follow a file's lists: C++ where there is a compiler, else torch."""
+"""The checks that let kernels follow a file's lists: C++ on a CPU with a compiler, a kernel on a GPU, else torch."""
 
 from __future__ import annotations
 
