@@ -30,6 +30,10 @@
 
 #pragma once
 
+#ifndef MMA_SYNC
+#define MMA_SYNC (TILE_M <= 16 && !EXPERTS)
+#endif
+
 #include "arrive_warp.cuh"
 #include "expand_gemm/pipeline.cuh"
 #include "expand_gemm/stream_k.cuh"
@@ -50,7 +54,7 @@ constexpr int kThreads = kConsumerThreads + 128;                     // setmaxnr
 // consumers.
 constexpr bool kAllRegisters = EXPERTS || (TILE_M >= 128 && WARPGROUPS == 3);
 constexpr int kRegisters = (65536 - (kAllRegisters ? 0 : 4096)) / CTAS_PER_SM / kThreads / 8 * 8;
-#if TILE_M >= 128 && WARPGROUPS < 3
+#if MMA_SYNC || (TILE_M >= 128 && WARPGROUPS < 3)
 #define EXPAND_GEMM_BOUNDS __maxnreg__(kRegisters)
 #else
 #define EXPAND_GEMM_BOUNDS __launch_bounds__(kThreads, CTAS_PER_SM)
@@ -62,6 +66,10 @@ constexpr int kXBytes = kXSlices * kXSliceBytes;
 constexpr int kReleases = kConsumerWarps * kArrivalsPerWarp;         // arrivals that release a stage
 constexpr int kProducerWarps = 3;                                    // that copy weights
 constexpr int kSliceSteps = kSteps / kXSlices;                       // k-steps of wgmma per slice of x
+
+#if MMA_SYNC
+#include "expand_gemm/mma_tile.cuh"
+#endif
 
 using Fragments = Word[2][kSliceSteps][4];  // wgmma reads one slice's while the other's are expanded
 
@@ -88,6 +96,18 @@ __device__ __forceinline__ void expand_slice(Word (&weights)[kSliceSteps][4], Ti
     if constexpr (step + 1 < kSliceSteps) expand_slice<slice, step + 1>(weights, tile);
 }
 
+#if MMA_SYNC
+// One iteration; `x` is the lane's address in the x stage.
+template <int slice = 0, typename Tile>
+__device__ __forceinline__ void mma_tile(Accumulators& accumulators, Tile& tile, Pipeline pipeline, Word x,
+                                         PipelineState<X_STAGES> state, int lane) {
+    Word b[4];
+    mbarrier_wait_parity(pipeline.full(state.stage * kXSlices + slice), state.parity);
+    mma_slice<slice>(accumulators, tile, x + slice * kXSliceBytes, b);
+    release_slice(pipeline.empty(state.stage * kXSlices + slice), lane);
+    if constexpr (slice + 1 < kXSlices) mma_tile<slice + 1>(accumulators, tile, pipeline, x, state, lane);
+}
+#else
 // One iteration: each slice of four k-steps is expanded while wgmma computes the slice before. `x` is the descriptor's low word
 // of the x stage. `previous` is the x stage of the iteration before, whose last slice is still being read; negative if there
 // was none. `begins`: this is the output tile's first iteration, so the accumulators are overwritten.
@@ -112,6 +132,7 @@ __device__ __forceinline__ void wgmma_tile(Accumulators& accumulators, Fragments
     if constexpr (slice + 1 < kXSlices)
         wgmma_tile<slice + 1>(accumulators, fragments, tile, pipeline, x, state, previous, begins, lane);
 }
+#endif
 
 // The producer of x: one thread; each CTA of a cluster multicasts its share of a slice.
 __device__ __forceinline__ void load_x(Pipeline pipeline, Word stages, const unsigned char* x, WorkRanges work, int first,
@@ -153,22 +174,39 @@ template <typename Weights>
 __device__ __forceinline__ void consume(const Weights& weights, const Operands& operands, StreamMemory memory, Pipeline x_pipeline,
                                         Word x_stages, WorkRanges work, int range, int first, int last, int warp, int lane) {
     Accumulators accumulators;
+#if MMA_SYNC
+    const Word x_lane = x_stages + x_offset(lane);
+#else
     Fragments fragments;
+#endif
     typename Weights::Stream stream(weights, memory, work, first, last, warp, lane);
     PipelineState<X_STAGES> x_state;
+#if !MMA_SYNC
     int previous = -1;
+#endif
 #pragma unroll 1
     for (int iteration = first; iteration < last;) {
         const int tile = work.tile(iteration), begin = iteration, end = min(last, work.end(tile));
+#if MMA_SYNC
+#pragma unroll
+        for (float& sum : accumulators) sum = 0.0f;
+#endif
 #pragma unroll 1
         for (; iteration < end; ++iteration, x_state.advance()) {
             auto expander = stream.acquire(iteration);
+#if MMA_SYNC
+            mma_tile(accumulators, expander, x_pipeline, x_lane + x_state.stage * kXBytes, x_state, lane);
+            stream.release(iteration);
+#else
             wgmma_tile(accumulators, fragments, expander, x_pipeline, smem_descriptor_low(x_stages + x_state.stage * kXBytes),
                        x_state, previous, iteration == begin, lane);
             stream.release(iteration);
             previous = x_state.stage;
+#endif
         }
+#if !MMA_SYNC
         wgmma_wait_group<0>();
+#endif
         const int first_row = (work.row_tile(tile) + warp) * kTileRows;
         const int m_tile = work.m_tile(tile);
         const SCALAR* bias = operands.bias;
@@ -206,7 +244,7 @@ __device__ __forceinline__ void expand_gemm(const Weights& weights, const Operan
     else __syncthreads();
 
     if (warp >= kConsumerWarps) {
-        setmaxnreg_dec<Weights::kProducerRegisters>();
+        if (!MMA_SYNC) setmaxnreg_dec<Weights::kProducerRegisters>();
         if (warp > kConsumerWarps) weights.produce(memory, work, first, last, warp - kConsumerWarps - 1, lane);
         if (lane == 0 && warp == kConsumerWarps) {
             griddepcontrol_wait();
@@ -215,7 +253,7 @@ __device__ __forceinline__ void expand_gemm(const Weights& weights, const Operan
         __syncwarp();
     } else {
         constexpr int kLeft = (kRegisters * kThreads - Weights::kProducerRegisters * 128) / kConsumerThreads / 8 * 8;
-        setmaxnreg_inc<kLeft < kMostRegisters ? kLeft : kMostRegisters>();
+        if (!MMA_SYNC) setmaxnreg_inc<kLeft < kMostRegisters ? kLeft : kMostRegisters>();
         consume(weights, operands, memory, x_pipeline, x_stages, work, range, first, last, warp, lane);
     }
     if constexpr (CLUSTER > 1) barrier_cluster_sync();  // a CTA must not exit while another may multicast into it
