@@ -34,6 +34,13 @@
 #define MMA_SYNC (TILE_M <= 16 && !EXPERTS)
 #endif
 
+#ifndef PRODUCER_WARPGROUPS
+#define PRODUCER_WARPGROUPS 1
+#endif
+#ifndef GROUP_STEPS
+#define GROUP_STEPS 4
+#endif
+
 #include "arrive_warp.cuh"
 #include "expand_gemm/pipeline.cuh"
 #include "expand_gemm/stream_k.cuh"
@@ -45,7 +52,8 @@
 #include "ptx/wgmma.cuh"
 
 constexpr int kConsumerThreads = kConsumerWarps * kWarpSize;
-constexpr int kThreads = kConsumerThreads + 128;                     // setmaxnreg is per warpgroup: the producer is a whole one
+constexpr int kProducerThreads = PRODUCER_WARPGROUPS * 128;           // setmaxnreg is per warpgroup: producers are whole ones
+constexpr int kThreads = kConsumerThreads + kProducerThreads;
 
 // Registers per thread at launch; setmaxnreg then gives the consumers what the producer warpgroup leaves. 4,096 registers of an
 // SM stay free for a CTA of permute_x.cu, beside which this kernel's CTAs start and fetch weights. Two exceptions take all
@@ -64,14 +72,16 @@ constexpr int kXSlices = 4;                                           // per til
 constexpr int kXSliceBytes = TILE_M * 128;
 constexpr int kXBytes = kXSlices * kXSliceBytes;
 constexpr int kReleases = kConsumerWarps * kArrivalsPerWarp;         // arrivals that release a stage
-constexpr int kProducerWarps = 3;                                    // that copy weights
+constexpr int kProducerWarps = 4 * PRODUCER_WARPGROUPS - 1;          // that copy weights
 constexpr int kSliceSteps = kSteps / kXSlices;                       // k-steps of wgmma per slice of x
 
 #if MMA_SYNC
 #include "expand_gemm/mma_tile.cuh"
 #endif
 
-using Fragments = Word[2][kSliceSteps][4];  // wgmma reads one slice's while the other's are expanded
+constexpr int kGroups = kSteps / GROUP_STEPS;                         // wgmma groups per iteration
+constexpr int kSliceGroups = kSliceSteps / GROUP_STEPS;               // per slice of x
+using Fragments = Word[2][GROUP_STEPS][4];  // wgmma reads one group's while the other's are expanded
 
 // Where weight tiles are in shared memory: stage by stage, one per consumer warp.
 struct StreamMemory {
@@ -89,11 +99,11 @@ __device__ __forceinline__ void release_slice(Word empty, int lane) {
     }
 }
 
-// Expands the k-steps of a slice.
-template <int slice, int step = 0, typename Tile>
-__device__ __forceinline__ void expand_slice(Word (&weights)[kSliceSteps][4], Tile& tile) {
-    tile.template expand<kSliceSteps * slice + step>(weights[step]);
-    if constexpr (step + 1 < kSliceSteps) expand_slice<slice, step + 1>(weights, tile);
+// Expands the k-steps of a wgmma group.
+template <int group, int step = 0, typename Tile>
+__device__ __forceinline__ void expand_group(Word (&weights)[GROUP_STEPS][4], Tile& tile) {
+    tile.template expand<GROUP_STEPS * group + step>(weights[step]);
+    if constexpr (step + 1 < GROUP_STEPS) expand_group<group, step + 1>(weights, tile);
 }
 
 #if MMA_SYNC
@@ -108,29 +118,31 @@ __device__ __forceinline__ void mma_tile(Accumulators& accumulators, Tile& tile,
     if constexpr (slice + 1 < kXSlices) mma_tile<slice + 1>(accumulators, tile, pipeline, x, state, lane);
 }
 #else
-// One iteration: each slice of four k-steps is expanded while wgmma computes the slice before. `x` is the descriptor's low word
-// of the x stage. `previous` is the x stage of the iteration before, whose last slice is still being read; negative if there
-// was none. `begins`: this is the output tile's first iteration, so the accumulators are overwritten.
-template <int slice = 0, typename Tile>
+// One iteration: each group of k-steps is expanded while wgmma computes the group before. `x` is the descriptor's low word of the
+// x stage. `previous` is the x stage of the iteration before, whose last slice is still being read; negative if there was none.
+// `begins`: this is the output tile's first iteration, so the accumulators are overwritten.
+template <int group = 0, typename Tile>
 __device__ __forceinline__ void wgmma_tile(Accumulators& accumulators, Fragments& fragments, Tile& tile, Pipeline pipeline, Word x,
                                            PipelineState<X_STAGES> state, int previous, bool begins, int lane) {
-    Word(&weights)[kSliceSteps][4] = fragments[slice % 2];
-    expand_slice<slice>(weights, tile);
-    mbarrier_wait_parity(pipeline.full(state.stage * kXSlices + slice), state.parity);
+    constexpr int slice = group / kSliceGroups, first = group % kSliceGroups * GROUP_STEPS;
+    Word(&weights)[GROUP_STEPS][4] = fragments[group % 2];
+    expand_group<group>(weights, tile);
+    if constexpr (first == 0) mbarrier_wait_parity(pipeline.full(state.stage * kXSlices + slice), state.parity);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kSliceSteps; ++step)
-        wgmma_m64k16(accumulators, weights[step], x + slice * kXSliceBytes / 16 + step * 2, slice || step || !begins,
+    for (int step = 0; step < GROUP_STEPS; ++step)
+        wgmma_m64k16(accumulators, weights[step], x + slice * kXSliceBytes / 16 + (first + step) * 2, group || step || !begins,
                      static_cast<const SCALAR*>(nullptr));
     wgmma_commit_group();
     wgmma_wait_group<1>();
-    if constexpr (slice > 0) {  // the slice before is no longer read
+    if constexpr (first > 0) {
+    } else if constexpr (slice > 0) {  // the slice before is no longer read
         release_slice(pipeline.empty(state.stage * kXSlices + slice - 1), lane);
     } else {
         if (previous >= 0) release_slice(pipeline.empty(previous * kXSlices + kXSlices - 1), lane);
     }
-    if constexpr (slice + 1 < kXSlices)
-        wgmma_tile<slice + 1>(accumulators, fragments, tile, pipeline, x, state, previous, begins, lane);
+    if constexpr (group + 1 < kGroups)
+        wgmma_tile<group + 1>(accumulators, fragments, tile, pipeline, x, state, previous, begins, lane);
 }
 #endif
 
@@ -252,7 +264,7 @@ __device__ __forceinline__ void expand_gemm(const Weights& weights, const Operan
         }
         __syncwarp();
     } else {
-        constexpr int kLeft = (kRegisters * kThreads - Weights::kProducerRegisters * 128) / kConsumerThreads / 8 * 8;
+        constexpr int kLeft = (kRegisters * kThreads - Weights::kProducerRegisters * kProducerThreads) / kConsumerThreads / 8 * 8;
         if (!MMA_SYNC) setmaxnreg_inc<kLeft < kMostRegisters ? kLeft : kMostRegisters>();
         consume(weights, operands, memory, x_pipeline, x_stages, work, range, first, last, warp, lane);
     }
