@@ -130,12 +130,11 @@ def add(path: Path, kind: type[Any], rows: list[dict[str, Any]]) -> None:
         table.writerows(rows)
 
 
-def inspect_models(turn: Turn, models: list[str]) -> None:
-    """Let vLLM inspect the models' code, which it does in a process that imports it anew, and keeps on disk."""
+def inspect_model(turn: Turn, model: str) -> None:
+    """Let vLLM inspect a model's code: it does so in a process that imports it anew, and keeps the result on disk."""
     from vllm.model_executor.models.registry import ModelRegistry
 
-    for model in models:
-        ModelRegistry.models[MODELS[model][1]["architectures"][0]].inspect_model_cls()
+    ModelRegistry.models[MODELS[model][1]["architectures"][0]].inspect_model_cls()
     turn.say("inspected")
 
 
@@ -265,10 +264,13 @@ def run(args: Namespace) -> None:
         if folder_of(entry, args) not in writers:
             log = Path(args.scratch) / f"write-{entry.model}-{entry.stored}.log"
             writers[folder_of(entry, args)] = Child(f"checkpoint {log.stem}", log, write_checkpoint, entry, args)
-    models = sorted({entry.model for group in groups for entry in group})
-    inspector = Child("models", Path(args.scratch) / "models.log", inspect_models, models)
+    inspectors = [
+        Child(f"code of {model}", Path(args.scratch) / f"inspect-{model}.log", inspect_model, model)
+        for model in sorted({entry.model for group in groups for entry in group})
+    ]
     cache = shared_cache(args.cache, Path(args.scratch) / "cache.log")
-    inspector.messages("inspected", WAIT_S["written"])
+    for inspector in inspectors:
+        inspector.messages("inspected", WAIT_S["written"])
     for group in groups:
         ready = start_group(group, writers, cache, args)
         while args.hold is not None and not args.hold.exists():
