@@ -33,7 +33,7 @@ from vllm_serve import ServeRow, measure_server, run_server
 WAIT_S = {"written": 90, "done": 80}
 """Longest that a checkpoint may be written, and that an engine may measure."""
 
-SERVERS_WAIT_S = 30
+SERVERS_WAIT_S = 35
 """By how much servers start after engines: those of one column find most of what it has compiled."""
 
 FIRST_PORT = 8100
