@@ -1,12 +1,13 @@
 """Seconds that loading compressed weights to a GPU takes, and its parts.
 
     python benchmarks/loading_parts.py results/h200/loading-parts.csv --scratch DIR [--blocks 8] [--weights ec_csr,...]
+        [--keep]
 
 Needs a GPU. Writes directories of llama2-7b's first decoder layers, with random weights, to DIR (a RAM disk: reading is
 not the subject), and loads each as `Engine` does: once to compile, `REPEATS` times for ``whole`` (the fastest), and
 once with a synchronisation around each part. ``arrange`` has the layers' change of layout, ``join`` the rest of joining
 them, ``validate`` the check of untrusted tensors, ``place`` copying them to the GPU, ``rest`` all else. The profile of
-that load goes to stdout.
+that load goes to stdout. ``--keep`` leaves the directories, and a later run loads them: to compare commits.
 """
 
 from __future__ import annotations
@@ -97,8 +98,9 @@ def parts_of(directory: Path) -> Parts:
 
 def measure(weights: str, blocks: int, directory: Path) -> list[dict[str, str]]:
     """Write a directory, and return its rows."""
-    directory.mkdir(parents=True)
-    write_ours(directory, config_of("llama2-7b", blocks), weights)
+    if not directory.exists():
+        directory.mkdir(parents=True)
+        write_ours(directory, config_of("llama2-7b", blocks), weights)
     size = sum(file.stat().st_size for file in directory.glob("*.safetensors")) / 1e9
     seconds_to_load(directory)
     whole = min(seconds_to_load(directory) for _ in range(REPEATS))
@@ -119,14 +121,14 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, required=True)
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--weights", default="ec_csr,bitmask,vector_nm,gqs-w4s50")
+    parser.add_argument("--keep", action="store_true", help="leave the directories")
     options = parser.parse_args()
     rows: list[dict[str, str]] = []
     for weights in options.weights.split(","):
         directory = options.scratch / weights
-        try:
-            rows += measure(weights, options.blocks, directory)
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)
+        rows += measure(weights, options.blocks, directory)
+        if not options.keep:
+            shutil.rmtree(directory)
         write_rows(options.csv, rows, COLUMNS)
 
 
