@@ -39,6 +39,7 @@ from semisparse.formats.bitmask.cuda.schedule import gemm_tiles
 from semisparse.formats.bitmask.storage.disk import BLOCK
 from semisparse.formats.bitmask.storage.gpu import tiling
 from semisparse.formats.ec_csr.cuda import gemm as ec_csr
+from semisparse.formats.ec_csr.cuda.tile_schedule import tiles_in
 from semisparse.formats.gqs.cuda import gemm_wgmma as gqs
 from semisparse.formats.gqs.cuda.wgmma_schedule import tiles_of as gqs_tiles
 from semisparse.formats.gqs.storage.disk import code_bits, group_size
@@ -143,7 +144,7 @@ def tiles_of(packed: Packed) -> Tiles:
     if spec.format == "bitmask":
         return gemm_tiles(tiling(spec))
     if spec.format == "ec_csr":
-        return ec_csr.gemm_tiles(spec)
+        return tiles_in(spec)
     if spec.format == "vector_nm":
         return vector_nm_tiles(n, k, vectors_of(spec.pattern))
     size = group_size(spec.pattern)
