@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from semisparse.checkpoint.file_digests import DIGESTS, is_blake2b
     from semisparse.checkpoint.files import read_ahead
+    from semisparse.checkpoint.gpu_memory import layer_bytes_on
     from semisparse.checkpoint.inspect import describe
     from semisparse.checkpoint.loading import (
         NO_REMOTE_CODE,
@@ -52,6 +53,7 @@ __all__ = [
     "describe",
     "digests_of",
     "is_blake2b",
+    "layer_bytes_on",
     "load_dense",
     "load_model",
     "load_tokenizer",
@@ -84,6 +86,7 @@ HOMES = {
     **dict.fromkeys(("atomic_directory", "refuse_existing"), "write"),
     "describe": "inspect",
     "digests_of": "digests",
+    "layer_bytes_on": "gpu_memory",
     "read_ahead": "files",
 }
 """The module of each name."""
