@@ -6,7 +6,7 @@ import math
 
 from semisparse.formats.base import WeightSpec
 from semisparse.formats.ec_csr.storage.deltas import BOTH, TILES, layout_of
-from semisparse.formats.ec_csr.storage.tiles import BLOCK, LONGEST
+from semisparse.formats.ec_csr.storage.tiles import BLOCK, COLUMNS, LONGEST, ROWS, tile_shape
 from semisparse.formats.kernel import Pass, Problem, one_pass_cost
 
 MAX_DECODE_TOKENS = 16
@@ -44,7 +44,8 @@ def gpu_bytes(spec: WeightSpec, stored: float) -> float:
     """Return about the bytes of a weight in the layout of ``spec``: lists, mask tiles, or both.
 
     Args:
-        spec: as `spec_on_gpu` gives it. Mask tiles are taken to be those of a random mask; lists are exact.
+        spec: as `spec_on_gpu` gives it. Mask tiles are taken to be those of a random mask; lists are exact. With masks by
+            magnitude two small models took 0.97 to 1.02 of the bytes predicted, single layers up to 1.21.
         stored: bytes of the lists.
     """
     layout = layout_of(spec.params)
@@ -53,6 +54,7 @@ def gpu_bytes(spec: WeightSpec, stored: float) -> float:
 
 def _tile_bytes(spec: WeightSpec) -> float:
     """Return the bytes of a random weight's mask tiles, whose lanes are as long as their longest."""
-    kept, weights = 2 * BLOCK * spec.pattern.density, spec.shape[0] * spec.shape[1]
+    kept = 2 * BLOCK * spec.pattern.density
     longest = kept + LONGEST * math.sqrt(kept * (1 - spec.pattern.density))
+    weights = math.prod(tile_shape(*spec.shape)) * ROWS * COLUMNS  # tiles at the edges are padded
     return weights * (1 + 8 * spec.dtype.itemsize * min(1, longest / (2 * BLOCK))) / 8

@@ -31,6 +31,13 @@ def test_the_layout_and_the_bytes_are_those_of_arrange(
     assert bytes_on_gpu(packed) == max(bytes_on_gpu(packed, gpu) for gpu in (HOPPER, AMPERE))
 
 
+def test_padded_tiles_are_counted(monkeypatch: pytest.MonkeyPatch):
+    """A tile has 16 rows and 256 columns: this weight fills half of its tiles."""
+    emulate(monkeypatch, 4, HOPPER)
+    packed = EC_CSR.pack(random_weight(128, 128, "70%"), "70%", on_gpu="tiles")
+    assert bytes_on_gpu(packed, HOPPER) == pytest.approx(EC_CSR.arrange(packed, "cuda").nbytes, rel=0.1)
+
+
 def test_a_floor_counts_what_is_read(monkeypatch: pytest.MonkeyPatch):
     """With lists and tiles side by side, one and two tokens read the lists, more read the tiles."""
     emulate(monkeypatch, 4, HOPPER)
