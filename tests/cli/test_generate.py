@@ -11,6 +11,8 @@ from semisparse import cli
 from semisparse.cli import output
 from semisparse.engine import Engine
 
+ON_CPU = ("--device", "cpu", "--max-new-tokens", "8")
+
 
 def test_control_c_prints_what_came(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     def interrupted(self, prompts, new, on_text, **options):
@@ -20,7 +22,7 @@ def test_control_c_prints_what_came(model: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(Engine, "generate", interrupted)
     monkeypatch.setattr(output, "_said_interrupted", False)
-    monkeypatch.setattr(sys, "argv", ["semisparse", "generate", str(model), "--prompt", "def f", "--device", "cpu", "--max-new-tokens", "8"])
+    monkeypatch.setattr(sys, "argv", ["semisparse", "generate", str(model), "--prompt", "def f", *ON_CPU])
     with pytest.raises(SystemExit) as ended:
         cli.main()
     printed = capsys.readouterr()
@@ -29,7 +31,7 @@ def test_control_c_prints_what_came(model: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_reader_that_has_gone_ends_it_in_silence(model: Path):
-    command = [sys.executable, "-m", "semisparse", "generate", str(model), "--prompt", "a", "--device", "cpu", "--max-new-tokens", "8"]
+    command = [sys.executable, "-m", "semisparse", "generate", str(model), "--prompt", "a", *ON_CPU]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=dict(os.environ)) as started:
         started.stdout.close()
         errors = started.stderr.read().decode()

@@ -103,7 +103,7 @@ def test_a_batch_whose_cache_does_not_fit_is_refused(free: int, fitting: str, mo
     of_one = 2 * layers * heads.kv_count * 64 * heads.dim * 4
     monkeypatch.setattr(engine.backend, "_on_gpu", True)
     monkeypatch.setattr(backend, "free_memory", lambda device: free * of_one)
-    with pytest.raises(InputError, match=f"8 sequences of 64 positions take .* of GPU memory are free: {fitting}"):
+    with pytest.raises(InputError, match=rf"8 sequences of 64 positions take .* of GPU memory are free: {fitting}"):
         engine.generate(["abc"] * 5, 4)
 
 
@@ -115,7 +115,7 @@ def test_a_gpu_that_fills_after_the_check_is_one_sentence():
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(before / torch.cuda.mem_get_info()[1])
     try:
-        with pytest.raises(SemisparseError, match="the GPU's memory is full: .* take a smaller batch"):
+        with pytest.raises(SemisparseError, match=r"the GPU's memory is full: .* take a smaller batch"):
             engine.generate(["abc"] * 4096, 32)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
