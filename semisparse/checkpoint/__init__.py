@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         read_config,
         refuse_remote_code,
     )
+    from semisparse.checkpoint.placement import placed_on, placement
     from semisparse.checkpoint.write import atomic_directory, refuse_existing
 
 __all__ = [
@@ -61,6 +62,8 @@ __all__ = [
     "open_files",
     "packed_from_tensors",
     "pick_device",
+    "placed_on",
+    "placement",
     "read_ahead",
     "read_block",
     "read_config",
@@ -79,6 +82,7 @@ HOMES = {
     **dict.fromkeys(("NO_REMOTE_CODE", "auto_class", "load_dense", "load_model", "load_tokenizer"), "loading"),
     **dict.fromkeys(("meta_model", "pick_device", "read_config", "refuse_remote_code"), "loading"),
     **dict.fromkeys(("DIGESTS", "is_blake2b"), "file_digests"),
+    **dict.fromkeys(("placed_on", "placement"), "placement"),
     **dict.fromkeys(("atomic_directory", "refuse_existing"), "write"),
     "describe": "inspect",
     "digests_of": "digests",
