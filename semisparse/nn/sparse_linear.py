@@ -56,6 +56,11 @@ class SparseLinear(nn.Module):
         if arranged is not packed:
             self._set_packed(arranged)
 
+    def place(self, device: torch.device) -> None:
+        """Move the weight, but not the bias, to a device in its present layout: call `arrange` before the layer."""
+        packed = self.packed
+        self._set_packed(Packed(packed.spec, {name: tensor.to(device) for name, tensor in packed.tensors.items()}))
+
     def _set_packed(self, packed: Packed) -> None:
         """Replace the parameters by the tensors of ``packed``."""
         for name in self._names:
@@ -105,11 +110,16 @@ class SparseLinear(nn.Module):
             KernelError: no kernel can compute this; lists every candidate's reason.
             FormatError: the layer was built on the meta device and moved by `to_empty`, and no weight was loaded.
         """
-        if self._unfilled and not torch.compiler.is_compiling():
-            self.validate()
-            self.arrange()
-            self._unfilled = False
+        if self._unfilled:
+            self._check_filled()
         return linear(x, self.packed, self.bias if bias is None else bias, self.kernel)
+
+    @torch.compiler.disable
+    def _check_filled(self) -> None:
+        """Validate a layer whose memory was allocated after it was built. Compiled code calls it, too, once."""
+        self.validate()
+        self.arrange()
+        self._unfilled = False
 
     def validate(self) -> None:
         """Check every stored tensor, as `Format.validate` does."""
