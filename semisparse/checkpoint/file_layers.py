@@ -38,8 +38,8 @@ READERS = THREADS + 2
 """Threads that read: while some wait for the disk, others compute digests."""
 
 MEMORY = 1 << 29
-"""Bytes of layers in memory, read and not yet checked. They bridge the import of torch, 1.3 s; with 1 GiB the system takes
-2 CPU seconds more to provide the memory, with 256 MiB the whole takes as long (docs/experiments/loading.md)."""
+"""Bytes of layers in memory, read and not yet checked: what a disk reads while torch is imported. With 1 GiB a virtual
+machine takes 2 CPU seconds more to provide the memory (docs/experiments/loading.md)."""
 
 MAX_HEADER_BYTES = 100_000_000
 """Maximum bytes of a safetensors header, as the package safetensors has it."""
@@ -103,8 +103,8 @@ class _Layer:
 class FileLayers:
     """Compressed layers and dense two-dimensional weights of a model directory, read in the background until `stop`.
 
-    What cannot be read is not held here: `open_directory` reads the same files and says what is wrong with them. Nor are
-    layers larger than `MEMORY`.
+    What cannot be read is not held here: `open_directory` reads the same files and says what is wrong with them.
+    Layers larger than `MEMORY` are not held either.
 
     Args:
         path: a model directory.

@@ -1,4 +1,4 @@
-"""Layers read from the files, before torch is imported, have the tensors' bytes and digests; hostile files stop nothing."""
+"""Layers read before torch is imported have the tensors' bytes and digests; a hostile file stops nothing."""
 
 import hashlib
 import json

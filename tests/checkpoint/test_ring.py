@@ -20,7 +20,8 @@ def test_parts_in_use_never_overlap(seed: int):
         while held and (ring._place(nbytes) is None or draw.random() < 0.3):
             ring.release(held.pop(draw.randrange(len(held)) if draw.random() < 0.5 else 0))
         part = ring.acquire(nbytes)
-        assert part is not None and len(part.memory) == nbytes
+        assert part is not None
+        assert len(part.memory) == nbytes
         part.memory[:] = bytes([step % 256]) * nbytes
         held.append(part)
         written[part] = step % 256
