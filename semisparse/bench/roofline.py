@@ -131,11 +131,20 @@ def problem_for(candidate: Candidate, m: int, n: int, k: int, dtype: torch.dtype
     Raises:
         FormatError: the format cannot store a weight of this shape.
     """
-    sample = _packed_sample(
-        candidate.format, candidate.pattern, tuple(candidate.options.items()), min(n, SAMPLE_ROWS), k, dtype
-    )
+    sample = packed_sample(candidate, n, k, dtype)
     spec = replace(get_format(candidate.format).structure(sample.spec), shape=(n, k))
     return Problem(m, spec, dtype, torch.device(device)), sample.nbytes * n / sample.shape[0]
+
+
+def packed_sample(candidate: Candidate, n: int, k: int, dtype: torch.dtype) -> Packed:
+    """Return a random weight of K columns, and of N rows or `SAMPLE_ROWS` if that is less, as the format stores it.
+
+    Raises:
+        FormatError: the format cannot store a weight of this shape.
+    """
+    return _packed_sample(
+        candidate.format, candidate.pattern, tuple(candidate.options.items()), min(n, SAMPLE_ROWS), k, dtype
+    )
 
 
 def problem_on(
