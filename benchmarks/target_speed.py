@@ -36,7 +36,7 @@ from semisparse.bench.step import MeasuredStep
 from semisparse.bench.timing import clone
 from semisparse.compress import Choice, Option, Recipe, calibration_batches
 from semisparse.compress.recipe import read_targets
-from semisparse.compress.search.allocate import allocate
+from semisparse.compress.search.allocate import Unreachable, allocate
 from semisparse.compress.search.losses import ChoiceLosses
 from semisparse.formats.base import Packed, get_format
 from semisparse.nn import replace_linear
@@ -108,7 +108,13 @@ def choose(options: argparse.Namespace) -> None:
         costs = [[option.costs for option in found[j]] for _, j in units]
         share = limits_of(targets, DTYPE)[workload]
         limit = {workload: share * sum(cost[0][workload] for cost in costs)}
-        for (i, j), pick in zip(units, allocate(loss, costs, limit), strict=True):
+        try:
+            picks = allocate(loss, costs, limit)
+        except Unreachable as error:
+            best = sum(cost[0][workload] for cost in costs) / error.least[workload]
+            print(f"{written}: {error}; the best possible is {workload}={best:.4g}x")
+            continue
+        for (i, j), pick in zip(units, picks, strict=True):
             rows.append(_choice_row(written, i, j, found[j], pick, workload))
             print(*rows[-1].values())
     write_rows(options.csv, rows, CHOICES)

@@ -31,15 +31,18 @@ LONG_PROMPTS, LONG_PROMPT = 32, 2048
 PROFILED_STEPS, STEP = 32, "step"
 
 UNFUSED = {"additional_config": {"semisparse_fusion": False}}
+FEW_SPLITS = {"attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 4}}
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "-unfused-few-splits": {**UNFUSED, "attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 4}},
+    "-unfused-few-splits": {**UNFUSED, **FEW_SPLITS},
+    "-few-splits": FEW_SPLITS,
     "-unfused": UNFUSED,
     "-triton-attention": {"attention_config": {"backend": "TRITON_ATTN"}},
     "-keep-dense": {"additional_config": {"semisparse_keep_dense": ["*"]}},
 }
-"""Endings of columns, and the engine arguments that they stand for: no fused matmuls, without and with FlashAttention
-taking the keys in at most 4 parts instead of 32; vLLM's own kernel for attention; dense copies of all weights."""
+"""Endings of columns, and the engine arguments that they stand for: FlashAttention takes the keys in at most 4 parts
+instead of 32, without and with fused matmuls; no fused matmuls; vLLM's own kernel for attention; dense copies of all
+weights."""
 
 WHOLE = ("", "-keep-dense")
 """Endings of the columns of which prompts and throughput are measured too; the others do not change these."""

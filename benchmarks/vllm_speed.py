@@ -6,7 +6,8 @@ An entry is a way to store the weights, of llama2-7b unless a model is named bef
 it: `vllm bench latency` and `vllm bench throughput` on one engine; with ``@serve``, `vllm bench serve` at several rates
 on one server (to vllm-serve.csv beside the given file). Entries joined by commas start side by side and are then
 measured one after another; `+` begins the next group. All share one KV cache (`vllm_cache.py`). A column with an ending
-of `VARIANTS` that is not in `WHOLE` is measured with batches alone: prompts and throughput do not change.
+of `VARIANTS` that is not in `WHOLE` is measured with batches alone: prompts and throughput do not change. Servers start
+later than engines, and find what these have compiled.
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ from vllm_engine import BATCHES, ENGINE, VARIANTS, WHOLE, ProfileRow, Row, measu
 from vllm_process import Child, Turn, end_all
 from vllm_serve import ServeRow, measure_server, run_server
 
-WAIT_S = {"written": 90, "ready": 200, "done": 80}
-"""Longest that a checkpoint may be written, that engines may start, and that one may measure."""
+WAIT_S = {"written": 90, "done": 80}
+"""Longest that a checkpoint may be written, and that an engine may measure."""
+
+SERVERS_WAIT_S = 35
+"""By how much servers start after engines: those of one column find most of what it has compiled."""
 
 FIRST_PORT = 8100
 
@@ -126,6 +130,14 @@ def add(path: Path, kind: type[Any], rows: list[dict[str, Any]]) -> None:
         table.writerows(rows)
 
 
+def inspect_model(turn: Turn, model: str) -> None:
+    """Let vLLM inspect a model's code: it does so in a process that imports it anew, and keeps the result on disk."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    ModelRegistry.models[MODELS[model][1]["architectures"][0]].inspect_model_cls()
+    turn.say("inspected")
+
+
 def start(entry: Entry, port: int, cache: Any, args: Namespace) -> Child:
     """Start the process of an entry; it waits before it starts vLLM.
 
@@ -140,7 +152,8 @@ def start(entry: Entry, port: int, cache: Any, args: Namespace) -> Child:
         return Child(entry.name, log, run_server, folder, settings_of(entry, args), cache, port)
     profiles = entry.column in args.profile.split(",") and entry.model == "llama2-7b"
     is_brief = entry.column in args.brief.split(",")
-    requests = args.requests if entry.variant in WHOLE and not is_brief else 0
+    is_whole = entry.variant in WHOLE and not is_brief and entry.column not in args.steps.split(",")
+    requests = args.requests if is_whole else 0
     engine = folder, settings_of(entry, args), cache
     return Child(entry.name, log, measure_engine, *engine, requests, profiles, () if is_brief else BATCHES)
 
@@ -210,9 +223,15 @@ def start_group(
         if writer is not None:
             writer.messages("written", WAIT_S["written"])
             writer.end(20)
-    for child, _, _ in started:
+    deadline, ready = time.monotonic() + args.ready, []
+    servers = [child for child, entry, _ in started if entry.serves]
+    engines = [child for child, _, _ in started if child not in servers]
+    for child in engines:
         child.go()
-    deadline, ready = time.monotonic() + WAIT_S["ready"], []
+    if servers and engines:
+        time.sleep(SERVERS_WAIT_S)
+    for child in servers:
+        child.go()
     for child, entry, port in started:
         if child.messages("ready", deadline - time.monotonic()) is None:
             child.end()
@@ -245,7 +264,13 @@ def run(args: Namespace) -> None:
         if folder_of(entry, args) not in writers:
             log = Path(args.scratch) / f"write-{entry.model}-{entry.stored}.log"
             writers[folder_of(entry, args)] = Child(f"checkpoint {log.stem}", log, write_checkpoint, entry, args)
+    inspectors = [
+        Child(f"code of {model}", Path(args.scratch) / f"inspect-{model}.log", inspect_model, model)
+        for model in sorted({entry.model for group in groups for entry in group})
+    ]
     cache = shared_cache(args.cache, Path(args.scratch) / "cache.log")
+    for inspector in inspectors:
+        inspector.messages("inspected", WAIT_S["written"])
     for group in groups:
         ready = start_group(group, writers, cache, args)
         while args.hold is not None and not args.hold.exists():
@@ -261,9 +286,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="decoder layers, if not all of the model")
     parser.add_argument("--cache", type=int, default=16, help="GiB of the KV cache")
     parser.add_argument("--requests", type=int, default=500, help="requests of the throughput; 0: batches alone")
+    parser.add_argument("--steps", default="", help="columns of which neither prompts nor throughput are measured")
     parser.add_argument("--brief", default="", help="columns of which one sequence alone is measured")
     parser.add_argument("--rates", default="16x160,4x48", help="requests per second x requests of a server")
     parser.add_argument("--profile", default="", help="columns of which a decode step is profiled, to vllm-kernels.csv")
+    parser.add_argument("--ready", type=float, default=200, help="seconds until a group must have started")
     parser.add_argument("--hold", type=Path, help="measure only once this file exists: other jobs end first")
     parser.add_argument("--late", action="store_true", help="import vLLM in each process, not before they are forked")
     parser.add_argument("--scratch", default="/tmp/vllm", help="where checkpoints and logs are written")

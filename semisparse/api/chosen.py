@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from semisparse.api.finalists import SCORED, take_best
+from semisparse.api.finalists import take_best
 from semisparse.api.packed_layers import PackedLayers
 from semisparse.api.takeover import Kept
 from semisparse.compress import (
@@ -32,7 +32,7 @@ from semisparse.compress.search import SearchResult
 from semisparse.compress.search.bank import MaskedWeight
 from semisparse.compress.search.joint import Finalist, JointResult
 from semisparse.compress.search.passing import PassingScorer
-from semisparse.compress.search.score import scoring_batches
+from semisparse.compress.search.score import padded_batches, split_sequences
 from semisparse.patterns import Pattern, parse_pattern
 
 
@@ -85,8 +85,7 @@ def compress_chosen(
         KL divergence of each after tuning, ``taken``, the best one's key, and its ``predicted``.
     """
     # A joint search's weights are not tuned: layers are compressed anew, on tuned layers' activations, because the bank
-    # lacks some finalists. Tuning the bank's weights gives no other KL: 0.870 for 0.859 on 64 sequences, 0.809 for
-    # 0.817 on 128 (stories260k, W2 in groups of 64).
+    # lacks some finalists.
     pruned = None if not chosen.weights or (chosen.choices and plan.tune != "none") else chosen.weights
     compress = partial(
         _compress,
@@ -114,9 +113,9 @@ def compress_chosen(
         with pack(choices=chosen.choices, journal=journal) as packed:
             compress(choices=chosen.choices, store=packed)
         return packed, {}
-    tokens = scoring_batches(batches, SCORED * plan.search_tokens, seed + 1)
+    _, others = split_sequences(batches, plan.search_tokens, seed)
     finalists = {"search": chosen.choices, **{one.label: one.choices for one in chosen.finalists}}
-    scorer = PassingScorer(model, tokens, device, ranks)
+    scorer = PassingScorer(model, padded_batches(others), device, ranks)
     packed, kl, tuned = take_best(finalists, compress, partial(pack, journal=journal), scorer)
     best = min(kl, key=kl.__getitem__)
     tuning += tuned[best]

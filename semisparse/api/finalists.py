@@ -9,9 +9,6 @@ from semisparse.api.packed_layers import PART, PackedLayers
 from semisparse.compress import Choice
 from semisparse.compress.search.passing import PassingScorer
 
-SCORED = 2
-"""Tokens that finalists are scored on, as a multiple of the recipe's `search_tokens`."""
-
 
 def take_best(
     finalists: Mapping[str, Mapping[str, Choice]],
@@ -28,7 +25,7 @@ def take_best(
         compress: `compress_decoder_layers` with all arguments but ``choices``, ``store``, ``on_layer`` and ``tuning``,
             a list that takes a report per tuning stage.
         packed_layers: `PackedLayers` with all arguments but ``choices``, ``part`` and ``held_back``.
-        scorer: of the model, on sequences drawn anew from the calibration text; some may be those of the search.
+        scorer: of the model, on calibration sequences that the search was not scored on.
     Returns:
         The best one's layers, and by label the KL divergences in nats per token and the tuning reports.
     """

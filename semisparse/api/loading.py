@@ -33,10 +33,9 @@ def load(
     if verify:
         inspect_directory(path, verify=True)
     method = quantised_elsewhere(path)
-    model = load_model(path, device, dtype) if method is None else _load_foreign(path, method, device, dtype)
-    if model.device.type == "cuda":
-        join_layers(model)
-    return model
+    if method is None:
+        return load_model(path, device, dtype, join=join_layers)
+    return _load_foreign(path, method, device, dtype)
 
 
 def _load_foreign(path: str | Path, method: str, device: str, dtype: torch.dtype | None) -> PreTrainedModel:

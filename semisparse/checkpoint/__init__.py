@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from semisparse.checkpoint.file_digests import DIGESTS, is_blake2b
     from semisparse.checkpoint.files import read_ahead
+    from semisparse.checkpoint.gpu_memory import layer_bytes_on
     from semisparse.checkpoint.inspect import describe
     from semisparse.checkpoint.loading import (
         NO_REMOTE_CODE,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
         read_config,
         refuse_remote_code,
     )
+    from semisparse.checkpoint.placement import placed_on, placement
     from semisparse.checkpoint.write import atomic_directory, refuse_existing
 
 __all__ = [
@@ -51,6 +53,7 @@ __all__ = [
     "describe",
     "digests_of",
     "is_blake2b",
+    "layer_bytes_on",
     "load_dense",
     "load_model",
     "load_tokenizer",
@@ -59,6 +62,8 @@ __all__ = [
     "open_files",
     "packed_from_tensors",
     "pick_device",
+    "placed_on",
+    "placement",
     "read_ahead",
     "read_block",
     "read_config",
@@ -77,9 +82,11 @@ HOMES = {
     **dict.fromkeys(("NO_REMOTE_CODE", "auto_class", "load_dense", "load_model", "load_tokenizer"), "loading"),
     **dict.fromkeys(("meta_model", "pick_device", "read_config", "refuse_remote_code"), "loading"),
     **dict.fromkeys(("DIGESTS", "is_blake2b"), "file_digests"),
+    **dict.fromkeys(("placed_on", "placement"), "placement"),
     **dict.fromkeys(("atomic_directory", "refuse_existing"), "write"),
     "describe": "inspect",
     "digests_of": "digests",
+    "layer_bytes_on": "gpu_memory",
     "read_ahead": "files",
 }
 """The module of each name."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers import (
 
 from semisparse.checkpoint.config import check_sizes, read_json, refuse_integers, refuse_unstored
 from semisparse.checkpoint.directory import ModelDirectory, open_directory, require_directory
+from semisparse.checkpoint.placement import placed_on
 from semisparse.errors import CheckpointError, InputError, SemisparseError
 
 AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText)
@@ -31,7 +32,12 @@ NO_REMOTE_CODE = {"trust_remote_code": False}
 """Arguments with which transformers never runs Python code from a model directory."""
 
 
-def load_model(path: str | Path, device: str = "auto", dtype: torch.dtype | None = None) -> PreTrainedModel:
+def load_model(
+    path: str | Path,
+    device: str = "auto",
+    dtype: torch.dtype | None = None,
+    join: Callable[[PreTrainedModel], object] | None = None,
+) -> PreTrainedModel:
     """Load a model directory, dense or compressed, after checking that it is complete.
 
     Args:
@@ -39,13 +45,19 @@ def load_model(path: str | Path, device: str = "auto", dtype: torch.dtype | None
         device: ``auto`` (CUDA if available), ``cpu`` or ``cuda``.
         dtype: dtype of activations and dense weights. By default the checkpoint's dtype on a GPU, and float32 on a CPU,
             where 16-bit arithmetic is slow. Packed weights keep their dtype.
+        join: called on a GPU, such as `nn.join_layers`, once the packed weights are there and before any is arranged.
     Raises:
         CheckpointError: the directory is missing, incomplete or corrupted.
     """
     target = pick_device(device)
     if dtype is None and target.type == "cpu":
         dtype = torch.float32
-    return _from_pretrained(open_directory(path), dtype or "auto").to(target)
+    on_gpu = target.type == "cuda"
+    with placed_on(target if on_gpu else None):
+        model = _from_pretrained(open_directory(path), dtype or "auto")
+    if join is not None and on_gpu:
+        join(model)
+    return model.to(target)  # arranges every layer that was not joined
 
 
 def load_dense(path: str | Path) -> PreTrainedModel:

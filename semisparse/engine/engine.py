@@ -46,10 +46,11 @@ def _memory_errors() -> Iterator[None]:
 
 def _on_device(model: str | Path | PreTrainedModel, device: str, dtype: torch.dtype | None) -> PreTrainedModel:
     """Return the model, loaded if it is a directory; on a GPU layers that share an input are joined."""
-    loaded = model if isinstance(model, PreTrainedModel) else load_model(model, device, dtype)
-    if loaded.device.type == "cuda":
-        join_layers(loaded)
-    return loaded
+    if not isinstance(model, PreTrainedModel):
+        return load_model(model, device, dtype, join=join_layers)
+    if model.device.type == "cuda":
+        join_layers(model)
+    return model
 
 
 @dataclass(frozen=True)

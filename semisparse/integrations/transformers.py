@@ -29,6 +29,7 @@ from semisparse.checkpoint import (
     check_sizes,
     digests_of,
     is_blake2b,
+    placement,
     read_ahead,
     read_block,
     read_headers,
@@ -136,7 +137,7 @@ class SemisparseQuantizer(HfQuantizer):
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        layers = sparse_layers(model)
+        layers, device = sparse_layers(model), placement()
         for name, module in layers.items():
             if module.packed.device.type == "meta":
                 raise InputError(
@@ -144,6 +145,8 @@ class SemisparseQuantizer(HfQuantizer):
                     "without disk"
                 )
             module.requires_grad_(False)  # transformers makes every floating-point parameter require gradients
+            if device is not None:
+                module.place(device)
             try:
                 module.validate()
             except SemisparseError as error:
@@ -152,7 +155,7 @@ class SemisparseQuantizer(HfQuantizer):
         if not is_distributed(model):  # ranks hold slices of dense tensors
             self._refuse_other_shapes(model)
         shard_layers(model, layers)
-        for layer in layers.values():
+        for layer in layers.values() if device is None else ():
             if layer.packed.device.type != "meta":  # on meta are the experts that other ranks hold
                 layer.arrange()
 

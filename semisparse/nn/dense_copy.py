@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from semisparse.formats.base import Packed
@@ -33,22 +34,42 @@ def copy_pays(packed: Packed, m: int, dtype: torch.dtype) -> bool:
 class CopiedLinear(SparseLinear):
     """A packed layer that keeps a dense copy, and computes with it where `copy_pays`.
 
+    ``state_dict`` has the packed weight alone; the copy is made anew when another weight is loaded.
+
     Args:
         packed: the weight [N, K], on its device.
         dtype: dtype of x, which the copy gets.
     """
 
+    dense: Tensor
+    """[N, K], the copy."""
+
     def __init__(self, packed: Packed, dtype: torch.dtype) -> None:
         super().__init__(packed)
-        self.dense = nn.Parameter(packed.unpack().to(dtype), requires_grad=False)
+        self.register_buffer("dense", packed.unpack().to(dtype), persistent=False)
 
     @staticmethod
     def pays(packed: Packed, tokens: int, dtype: torch.dtype) -> bool:
         """Return whether a copy would compute any step of 1 to ``tokens`` tokens."""
         return any(copy_pays(packed, m, dtype) for m in {bucket_of(m) for m in range(1, tokens + 1)})
 
+    def _set_packed(self, packed: Packed) -> None:
+        super()._set_packed(packed)
+        self._copy()
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._copy()
+
+    def _copy(self) -> None:
+        """Make the copy anew, once there is one."""
+        if "dense" in self._buffers:
+            self.dense = self.packed.unpack().to(self.dense.dtype)
+
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute ``x @ w.T + bias``; torch.compile sees one operator for any number of tokens.
+
+        Gradients reach x and the bias.
 
         Args:
             x: [..., K] in the copy's dtype.
@@ -81,5 +102,21 @@ def _operator_fake(
     return x.new_empty(x.shape[0], dense.shape[0])
 
 
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, tensors, _, _, _, dense = inputs
+    ctx.count = len(tensors)
+    ctx.save_for_backward(dense)
+
+
+def _operator_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """Return the gradients of x, from the dense copy, and of the bias."""
+    (dense,) = ctx.saved_tensors
+    to_x = grad @ dense.to(grad.dtype) if ctx.needs_input_grad[0] else None
+    return to_x, [None] * ctx.count, grad.sum(0) if ctx.needs_input_grad[2] else None, None, None, None
+
+
 _library.impl("linear_or_copy", _operator, "CompositeExplicitAutograd")
 torch.library.register_fake("semisparse::linear_or_copy", _operator_fake, lib=_library)
+torch.library.register_autograd(
+    "semisparse::linear_or_copy", _operator_backward, setup_context=_keep_for_backward, lib=_library
+)

@@ -56,6 +56,11 @@ class SparseLinear(nn.Module):
         if arranged is not packed:
             self._set_packed(arranged)
 
+    def place(self, device: torch.device) -> None:
+        """Move the weight, but not the bias, to a device in its present layout: call `arrange` before the layer."""
+        packed = self.packed
+        self._set_packed(Packed(packed.spec, {name: tensor.to(device) for name, tensor in packed.tensors.items()}))
+
     def _set_packed(self, packed: Packed) -> None:
         """Replace the parameters by the tensors of ``packed``."""
         for name in self._names:

@@ -2,12 +2,13 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import semisparse
-from semisparse.api import compression
+from semisparse.api import chosen, compression
 from semisparse.api.finalists import take_best
 from semisparse.api.packed_layers import PackedLayers
 from semisparse.compress import Choice, Recipe, compress_decoder_layers
@@ -15,7 +16,7 @@ from semisparse.compress.distributed.ranks import Ranks
 from semisparse.compress.propagate import list_decoder_layers
 from semisparse.compress.search.joint import Finalist, JointResult
 from semisparse.compress.search.passing import PassingScorer
-from semisparse.compress.search.score import scoring_batches
+from semisparse.compress.search.score import scoring_batches, split_sequences
 from semisparse.nn import SparseLinear, weight_of
 from semisparse.nn.dequantise import dequantise_layers
 from tests.compress.checking import Interrupted
@@ -102,6 +103,36 @@ def compress(out: Path, stop_at: tuple[int, str] | None = None) -> semisparse.Co
     return semisparse.compress(
         source, None, "auto", documents, out, target={"bits": 9.0}, resume=True, progress=progress, **kwargs
     )
+
+
+@pytest.mark.usefixtures("found")
+def test_finalists_are_compared_on_sequences_that_the_search_has_not_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    calls: list[list[torch.Tensor]] = []
+    search = compression._search_choices
+
+    def record(model: torch.nn.Module, batches: list[torch.Tensor], *more: Any, **options: Any) -> JointResult:
+        calls.append(batches)
+        return search(model, batches, *more, **options)
+
+    class Recording(PassingScorer):
+        def __init__(self, model: torch.nn.Module, batches: list[torch.Tensor], *more: Any) -> None:
+            calls.append(batches)
+            super().__init__(model, batches, *more)
+
+    monkeypatch.setattr(compression, "_search_choices", record)
+    monkeypatch.setattr(chosen, "PassingScorer", Recording)
+    compress(tmp_path / "out")
+    drawn, scored = calls
+    every = sequences(drawn)
+    searched = {tuple(row.tolist()) for row in split_sequences(drawn, 2048, seed=0)[0]}
+    assert not sequences(scored) & searched
+    assert sequences(scored) | searched == every
+
+
+def sequences(batches: list[torch.Tensor]) -> set[tuple[int, ...]]:
+    return {tuple(row[row >= 0].tolist()) for batch in batches for row in batch}
 
 
 @pytest.mark.usefixtures("found")

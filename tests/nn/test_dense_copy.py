@@ -41,6 +41,31 @@ def test_only_many_tokens_use_the_copy():
     assert not layer(torch.randn(4, K)).any()
 
 
+@pytest.mark.filterwarnings("error")  # torch warns of an operator without a gradient of its own
+def test_gradients_reach_x_and_the_bias():
+    packed = packed_weight()
+    for m in (3, 4):
+        x, bias = torch.randn(m, K, requires_grad=True), torch.randn(N, requires_grad=True)
+        wanted = torch.autograd.grad(torch.nn.functional.linear(x, packed.unpack(), bias).square().sum(), (x, bias))
+        found = torch.autograd.grad(CopiedLinear(packed, torch.float32)(x, bias).square().sum(), (x, bias))
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
+
+
+def test_only_the_packed_weight_is_saved():
+    packed = packed_weight()
+    assert CopiedLinear(packed, torch.float32).state_dict().keys() == packed.tensors.keys()
+
+
+def test_the_copy_is_of_the_weight_that_is_loaded_or_set():
+    layer, other, x = CopiedLinear(packed_weight(), torch.float32), packed_weight(), torch.randn(4, K)
+    other.tensors["values"].mul_(2)
+    once = layer(x)
+    layer.load_state_dict(other.tensors)
+    torch.testing.assert_close(layer(x), 2 * once, rtol=1e-5, atol=1e-5)
+    layer.packed = packed_weight()
+    torch.testing.assert_close(layer(x), once, rtol=1e-5, atol=1e-5)
+
+
 def test_copies_of_large_weights_begin_at_more_tokens(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(dense_copy, "MANY_TOKENS", {N * K + 1: 9, N * K: 5, 0: 3})
     assert [

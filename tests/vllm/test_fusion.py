@@ -14,7 +14,7 @@ from torch._inductor import config as inductor_config
 import semisparse
 from semisparse.errors import InputError
 from semisparse.formats import Packed
-from semisparse.nn import CopiedLinear
+from semisparse.nn import CopiedLinear, dense_copy
 from semisparse.patterns import parse_pattern
 from tests.vllm import ranks
 
@@ -99,7 +99,10 @@ def test_all_around_the_matmuls_of_a_decoder_layer_is_fused(monkeypatch: pytest.
     assert fused(Block(), monkeypatch) == {"added": 2, "normed": 2, "gated": 1, "early": 1}
 
 
-def test_matmuls_with_dense_copies_are_fused(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("fewest", [TOKENS, TOKENS + 1])
+def test_matmuls_with_dense_copies_are_fused_unless_the_copies_are_faster(fewest: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(dense_copy, "MANY_TOKENS", {0: fewest})
+
     class Copied(Block):
         def linear(self, x: Tensor, packed: Packed) -> Tensor:
             return self.copies[id(packed)](x)
@@ -109,7 +112,9 @@ def test_matmuls_with_dense_copies_are_fused(monkeypatch: pytest.MonkeyPatch):
             weights = (self.o, self.gate_up, self.down, self.qkv)
             self.copies = {id(packed): CopiedLinear(packed, torch.bfloat16) for packed in weights}
 
-    assert fused(Copied(), monkeypatch) == {"added": 2, "normed": 2, "gated": 1, "early": 1}
+    all_fused = {"added": 2, "normed": 2, "gated": 1, "early": 1}
+    by_copies = {"linear_or_copy": 4, "fused_add_rms_norm": 2}
+    assert fused(Copied(), monkeypatch) == (by_copies if fewest <= TOKENS else all_fused)
 
 
 def test_the_norm_after_an_all_reduce_is_fused(monkeypatch: pytest.MonkeyPatch):

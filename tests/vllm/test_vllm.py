@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+import semisparse
 from semisparse.errors import CheckpointError, InputError
+from semisparse.formats.base import bytes_on_gpu
 from semisparse.integrations.transformers import sparse_layers
 from semisparse.nn import CopiedLinear
 from semisparse.nn.dense_copy import MANY_TOKENS
+from semisparse.patterns import parse_pattern
 from tests.serving import SIZES, Served, every_format, one, write
 from tests.vllm import ranks
 
@@ -244,12 +248,22 @@ def test_a_cut_through_a_window_is_refused_before_weights_are_loaded(tmp_path: P
         ranks.load(directory)
 
 
+def gpu_with(memory: int, capability: tuple[int, int] = (8, 0)) -> SimpleNamespace:
+    """What the adapter asks vLLM about a GPU."""
+    found = SimpleNamespace(major=capability[0], minor=capability[1])
+    return SimpleNamespace(
+        is_cuda=lambda: True,
+        get_device_total_memory=lambda: memory,
+        get_device_capability=lambda: found,
+        pass_key="pass",
+    )
+
+
 @pytest.mark.usefixtures("group")
 def test_more_than_the_memory_is_refused_before_weights_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     directory = write(SERVED["bitmask-32:64"], tmp_path / "model")
     (directory / "model.safetensors").unlink()
-    gpu = SimpleNamespace(is_cuda=lambda: True, get_device_total_memory=lambda: 100_000)
-    monkeypatch.setattr("semisparse.integrations.vllm.config.current_platform", gpu)
+    monkeypatch.setattr("semisparse.integrations.vllm.config.current_platform", gpu_with(100_000))
     with pytest.raises(
         InputError, match=r"take 0.0 GB on each of 1 GPUs, and vLLM may use 0\.0 of 0\.0 GB .*utilization"
     ):
@@ -259,8 +273,7 @@ def test_more_than_the_memory_is_refused_before_weights_are_loaded(tmp_path: Pat
 def test_a_kv_cache_of_a_given_size_is_subtracted_from_the_memory(monkeypatch: pytest.MonkeyPatch):
     from semisparse.integrations.vllm import SemisparseVllmConfig
 
-    gpu = SimpleNamespace(is_cuda=lambda: True, get_device_total_memory=lambda: 10**9)
-    monkeypatch.setattr("semisparse.integrations.vllm.config.current_platform", gpu)
+    monkeypatch.setattr("semisparse.integrations.vllm.config.current_platform", gpu_with(10**9))
     cache = SimpleNamespace(gpu_memory_utilization=0.1, kv_cache_memory_bytes=4 * 10**8)
     parallel = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1)
     given = SimpleNamespace(
@@ -278,6 +291,27 @@ def test_a_kv_cache_of_a_given_size_is_subtracted_from_the_memory(monkeypatch: p
     cache.kv_cache_memory_bytes = None
     with pytest.raises(InputError, match=r"vLLM may use 0\.1 of 1\.0 GB for them \(--gpu-memory-utilization\)"):
         check(10**9)
+
+
+def test_tensors_that_only_a_hopper_gpu_has_are_counted_there(monkeypatch: pytest.MonkeyPatch):
+    """ec_csr: on Hopper, mask tiles beside the lists."""
+    from semisparse.integrations.vllm import SemisparseVllmConfig
+
+    mask = parse_pattern("70%").mask(torch.rand(256, 256))
+    packed = semisparse.pack(torch.randn(256, 256).half() * mask, format="ec_csr", pattern="70%")
+    given = SimpleNamespace(
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+        cache_config=SimpleNamespace(gpu_memory_utilization=1.0, kv_cache_memory_bytes=None),
+        model_config=SimpleNamespace(dtype=torch.float16),
+    )
+    for capability, most in (((8, 0), packed.nbytes), ((9, 0), bytes_on_gpu(packed))):
+        for memory in (most, most - 1):
+            gpu = gpu_with(memory, capability)
+            monkeypatch.setattr("semisparse.integrations.vllm.config.current_platform", gpu)
+            refused = nullcontext() if memory == most else pytest.raises(InputError, match="the compressed layers take")
+            with refused:
+                SemisparseVllmConfig({"layer": packed})._check_memory(given)
+    assert bytes_on_gpu(packed) > packed.nbytes
 
 
 def copied(*patterns: str) -> dict[str, list[str]]:
@@ -319,8 +353,7 @@ def test_wrong_settings_of_dense_copies_are_refused(setting: dict[str, object], 
 def test_dense_copies_count_as_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     directory = write(SERVED["bitmask-32:64"], tmp_path / "model")
     (directory / "model.safetensors").unlink()
-    gpu = SimpleNamespace(is_cuda=lambda: True, get_device_total_memory=lambda: 2_000_000, pass_key="pass")
-    monkeypatch.setattr("semisparse.integrations.vllm.config.current_platform", gpu)
+    monkeypatch.setattr("semisparse.integrations.vllm.config.current_platform", gpu_with(2_000_000))
     with pytest.raises(RuntimeError, match="Cannot find any model weights"):
         ranks.load(directory)
     with pytest.raises(InputError, match=r"the compressed layers and their dense copies take 0\.0 GB on each"):

@@ -28,6 +28,7 @@ from semisparse.compress.search.bank import MaskedWeight
 from semisparse.compress.search.costs import Assignment
 from semisparse.compress.search.losses import ChoiceLosses
 from semisparse.compress.search.units import OptionsOf
+from semisparse.errors import InputError
 from semisparse.patterns import Pattern, parse_pattern
 
 PASSES = 2
@@ -138,7 +139,7 @@ def search_choices(
 
     Raises:
         Unreachable: no choice of layers keeps the limits.
-        InputError: the model, a weight or the batches cannot be used.
+        InputError: the model, a weight or the batches cannot be used, or there is only one sequence.
     """
     losses = ChoiceLosses(
         model,
@@ -152,6 +153,11 @@ def search_choices(
         ranks=ranks,
         offload=offload,
     )
+    if not losses.others:
+        raise InputError(
+            "a search for choices needs at least 2 calibration sequences, some to search on and others to compare its "
+            "results on; got 1: give more text or more samples"
+        )
     losses.costs.allocate(losses.costs.proxy_losses(), limits)  # raises before any work where the limits cannot be kept
     compares_later = recipe.tune == COMPARED_LATER
     search = JointSearch(losses, limits, recipe.search_effort, seed, progress, compares_later)

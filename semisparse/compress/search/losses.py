@@ -25,7 +25,7 @@ from semisparse.compress.report import Progress
 from semisparse.compress.search.bank import Bank, MaskedWeight, build_bank
 from semisparse.compress.search.costs import Assignment, UnitCosts
 from semisparse.compress.search.dominated import dominated
-from semisparse.compress.search.score import BatchScore, Scorer, scoring_batches
+from semisparse.compress.search.score import COMPARED, BatchScore, Scorer, padded_batches, split_sequences
 from semisparse.compress.search.units import LinearChoices, OptionsOf, compress_every_way, find_units
 from semisparse.nn import weight_of
 from semisparse.patterns import parse_pattern
@@ -80,10 +80,9 @@ class ChoiceLosses:
     ) -> None:
         check_batches(model, batches)
         model.eval()
-        self._model, self._recipe, self._seed = model, recipe, seed
+        self._model = model
         self._device, self._progress, self._journal = torch.device(device), progress, journal
         self._ranks = ranks or Ranks()
-        self._batches = batches
         layers = list_decoder_layers(model, recipe, {})
         self._build_bank = partial(
             build_bank,
@@ -112,12 +111,15 @@ class ChoiceLosses:
         ]
         self.costs = UnitCosts(self.units)
         self._parts = 1 if self._device.type == "cuda" else SCORED_BATCHES
-        self._token_batches = scoring_batches(batches, recipe.search_tokens, seed, self._parts)
+        searched, self.others = split_sequences(batches, recipe.search_tokens, seed)
+        """Calibration sequences that no candidate is scored on, to compare results on, [tokens] int64 each."""
+        self._token_batches = padded_batches(searched, self._parts)
         self._bank: Bank = {}
         self._scorer: Scorer | None = None
         self.losses: list[list[float]] = []
         """What each option of each unit alone changes, [units][options]; infinite where it was not measured."""
         self.uniform_kl: dict[Choice, float] = {}
+        """The KL of each choice in all layers, in the first bank."""
         self._kl: dict[Assignment, float] = {}
         self._number = 0
         self.evaluations = self._tokens = 0
@@ -274,7 +276,7 @@ class ChoiceLosses:
     def take_if_better(self, picks: Assignment, best: Assignment) -> Assignment:
         """Compress one more candidate on its own activations; return it if its KL divergence is below that of ``best``.
 
-        Both are scored on newly drawn tokens: a search has selected ``best`` by those of its own.
+        Both are scored on sequences that are not the search's: it has selected ``best`` by its own.
         """
         space = [
             replace(linear, wanted=frozenset({level}))
@@ -283,7 +285,7 @@ class ChoiceLosses:
         number, self._number = self._number, self._number + 1
         self._release_scorer()
         bank = self._compress(space, picks, number)
-        tokens = scoring_batches(self._batches, self._recipe.search_tokens, self._seed + 1, self._parts)
+        tokens = padded_batches(self.others, COMPARED * self._parts)
         kl = {}
         for assignment, weights in ((best, self._bank), (picks, bank)):
             scorer = Scorer(self._model, space, weights, tokens, self._device, self._ranks)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,9 @@ from semisparse.nn import swap_weight, weight_of
 
 BATCHES = 16
 """Batches that the scored tokens are split into; a candidate may be scored on some of them."""
+
+COMPARED = 2
+"""Tokens that the finalists of a search are compared on, as a multiple of those that it scores candidates on."""
 
 
 class BatchScore(NamedTuple):
@@ -93,16 +97,46 @@ def scoring_batches(batches: Sequence[Tensor], tokens: int, seed: int, parts: in
     Returns:
         Token ids, [batch, tokens] int64 per batch, padded on the right with -1.
     """
+    return padded_batches(_holding(_shuffled(batches, seed), tokens), parts)
+
+
+def split_sequences(batches: Sequence[Tensor], tokens: int, seed: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Draw sequences to score candidates on, and others to compare a search's finalists on.
+
+    The search has selected its result by the errors on its own sequences, so these would favour it.
+
+    Args:
+        batches: token ids, each [batch, tokens] int64.
+        tokens: number of tokens for the search; it gets a third of all tokens if they are fewer than three times as
+            many.
+        seed: seed of the random draw.
+    Returns:
+        The search's sequences, the same as those of `scoring_batches`; `COMPARED` times as many tokens in others, or
+        all others. There are no others if there is a single sequence.
+    """
+    sequences = _shuffled(batches, seed)
+    third = sum(map(len, sequences)) // (1 + COMPARED)
+    searched = _holding(sequences[:-1] or sequences, max(1, min(tokens, third)))
+    return searched, _holding(sequences[len(searched) :], COMPARED * tokens)
+
+
+def padded_batches(sequences: Sequence[Tensor], parts: int = BATCHES) -> list[Tensor]:
+    """Distribute sequences over at most ``parts`` batches, padded on the right with -1, [batch, tokens] int64 each."""
+    split = [sequences[start::parts] for start in range(min(parts, len(sequences)))]
+    return [nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=-1) for rows in split]
+
+
+def _shuffled(batches: Sequence[Tensor], seed: int) -> list[Tensor]:
+    """Return the sequences of all batches in random order."""
     sequences = [row for batch in batches for row in batch]
     random.Random(seed).shuffle(sequences)
-    total, drawn = 0, []
-    for sequence in sequences:
-        if total >= tokens:
-            break
-        drawn.append(sequence)
-        total += len(sequence)
-    split = [drawn[start::parts] for start in range(min(parts, len(drawn)))]
-    return [nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1) for rows in split]
+    return sequences
+
+
+def _holding(sequences: Sequence[Tensor], tokens: int) -> list[Tensor]:
+    """Return the first sequences, as many as hold ``tokens`` tokens; all if they hold fewer."""
+    before = accumulate(map(len, sequences), initial=0)
+    return [sequence for sequence, total in zip(sequences, before, strict=False) if total < tokens]
 
 
 def in_turns(costs: Sequence[float], count: int) -> Iterator[int]:

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.platforms import current_platform
 
-from semisparse.checkpoint import METHOD, read_block
+from semisparse.checkpoint import METHOD, layer_bytes_on, read_block
 from semisparse.errors import InputError
 from semisparse.integrations.vllm.experts import SemisparseExpertsMethod, is_of_expert, refusal
 from semisparse.integrations.vllm.fusion import install_fusion
@@ -148,8 +148,8 @@ class SemisparseVllmConfig(QuantizationConfig):
     def _check_memory(self, vllm_config: VllmConfig) -> None:
         """Refuse compressed layers that take more of a GPU than vLLM may use, before they are allocated.
 
-        A rank is taken to hold an equal share of them and of their dense copies. Layers that are not compressed are not
-        counted. Nothing is refused off CUDA.
+        A rank is taken to hold an equal share of them, as they are on this GPU, and of their dense copies. Layers that
+        are not compressed are not counted. Nothing is refused off CUDA.
         """
         if current_platform.is_cuda():
             parallel = vllm_config.parallel_config
@@ -158,7 +158,9 @@ class SemisparseVllmConfig(QuantizationConfig):
             allowed, option = _allowed_memory(vllm_config.cache_config, memory)
             width = vllm_config.model_config.dtype.itemsize
             copies = sum(math.prod(self.layers[name].shape) * width for name in self._copied)
-            needed = (sum(layer.nbytes for layer in self.layers.values()) + copies) / ranks
+            capability = current_platform.get_device_capability()
+            packed = layer_bytes_on(self.layers.values(), (capability.major, capability.minor))
+            needed = (packed + copies) / ranks
             if needed > allowed:
                 what = "the compressed layers" + (" and their dense copies" if copies else "")
                 raise InputError(

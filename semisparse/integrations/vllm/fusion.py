@@ -28,9 +28,12 @@ from vllm.platforms import current_platform
 
 from semisparse.integrations.vllm.launch import may_launch_early
 from semisparse.integrations.vllm.settings import wants_fusion
+from semisparse.nn.dense_copy import CopiedLinear
 from semisparse.nn.fused_linear import ADDED, GATED, MAX_FUSED_TOKENS, NORMED, can_fuse, has_fused_kernels, packed_of
 
-LINEARS = (torch.ops.semisparse.linear.default, torch.ops.semisparse.linear_or_copy.default)
+WITH_COPY = torch.ops.semisparse.linear_or_copy.default
+
+LINEARS = (torch.ops.semisparse.linear.default, WITH_COPY)
 """Packed matmuls. Their first five arguments are the same: x, the packed tensors, bias, spec and kernel."""
 
 FUSED = torch.ops.semisparse.fused_linear.default
@@ -220,13 +223,18 @@ def _item(node: fx.Node, index: int) -> fx.Node | None:
 
 
 def _can_fuse(linear: fx.Node, fusion: tuple[str, str]) -> bool:
-    """Return whether one kernel computes a matmul of the graph with a prologue and an epilogue."""
+    """Return whether one kernel computes a matmul of the graph with a prologue and an epilogue.
+
+    A matmul whose dense copy is faster for so few tokens is left to the copy.
+    """
     arguments: Any = linear.args
     x, tensors, bias, spec, kernel = arguments[:5]
     if not _is_stored(bias):
         return False
-    packed = packed_of(spec, [tensor.meta["val"] for tensor in tensors])
-    return kernel == "auto" and can_fuse(packed, x.meta["val"].dtype, fusion)
+    packed, dtype = packed_of(spec, [tensor.meta["val"] for tensor in tensors]), x.meta["val"].dtype
+    if linear.target is WITH_COPY and CopiedLinear.pays(packed, MAX_FUSED_TOKENS, dtype):
+        return False
+    return kernel == "auto" and can_fuse(packed, dtype, fusion)
 
 
 def _silu_mul(y: torch.Tensor) -> torch.Tensor:

@@ -17,8 +17,9 @@ from semisparse.compress.search.bank import MaskedWeight, to_dense
 from semisparse.compress.search.dominated import costs_no_more
 from semisparse.compress.search.joint import JointResult, JointSearch, search_choices
 from semisparse.compress.search.losses import ChoiceLosses
-from semisparse.compress.search.score import Scorer
+from semisparse.compress.search.score import Scorer, split_sequences
 from semisparse.compress.search.units import LinearChoices
+from semisparse.errors import InputError
 from semisparse.nn import weight_of
 from semisparse.patterns import parse_pattern
 from tests.compress.checking import Interrupted
@@ -35,6 +36,8 @@ RECIPE = Recipe(
 )
 MENU = {("0%", "none"): 16.0, ("g8@0%", "w8"): 9.0, ("g8@0%", "w4"): 5.0, ("g8@0%", "w2"): 3.0, ("50%", "none"): 12.0}
 LIMITS = {"bits": 4.0 / 16}
+SCORED = [sequence[None] for sequence in split_sequences(calibration(), RECIPE.search_tokens, seed=0)[0]]
+"""What candidates are scored on: a third of the text, because it holds fewer tokens than the search wants."""
 
 
 def options(shapes: Sequence[tuple[int, int]]) -> list[Option]:
@@ -118,7 +121,7 @@ def test_the_weights_obey_their_choices_and_have_the_reported_divergence():
         if choice.quant == "w2":
             groups = weight[:, : weight.shape[1] // 8 * 8].unflatten(1, (-1, 8))
             assert max(len(group.unique()) for row in groups for group in row) <= 5  # 4 codes, and exact zeros
-    assert mean_kl(dense, compressed, calibration()) == pytest.approx(result.kl, rel=1e-4)
+    assert mean_kl(dense, compressed, SCORED) == pytest.approx(result.kl, rel=1e-4)
 
 
 def test_dominated_choices_are_dropped_and_the_best_single_one_is_named():
@@ -189,7 +192,7 @@ def test_a_gpu_scores_as_a_cpu_does():
         weight.data.copy_(to_dense(masked, weight))
         on_gpu = to_dense(masked, weight.data.cuda())
         assert torch.equal(on_gpu.cpu(), weight.data)
-    assert mean_kl(dense, compressed, calibration()) == pytest.approx(result.kl, rel=1e-3)
+    assert mean_kl(dense, compressed, SCORED) == pytest.approx(result.kl, rel=1e-3)
 
 
 @pytest.mark.parametrize("taken", [True, False])
@@ -207,7 +210,32 @@ def test_one_choice_for_all_layers_is_taken_if_it_loses_less(taken: bool, monkey
     for name, masked in result.weights.items():
         weight = weight_of(compressed.get_submodule(name))
         weight.data.copy_(to_dense(masked, weight))
-    assert mean_kl(dense, compressed, calibration()) == pytest.approx(result.kl, rel=1e-4)
+    assert mean_kl(dense, compressed, SCORED) == pytest.approx(result.kl, rel=1e-4)
+
+
+def test_results_are_compared_on_sequences_that_the_search_has_not_seen(monkeypatch: pytest.MonkeyPatch):
+    bad = (*[2] * 7, 3)  # as above: both results are scored
+    monkeypatch.setattr(JointSearch, "_refine", lambda self, best, number: (bad, [{0, 1, 2, 3, 4}] * 8))
+    seen: list[set[tuple[int, ...]]] = []
+    scorer = Scorer.__init__
+
+    def record(self: Scorer, model, space, bank, batches, *more: Any) -> None:
+        seen.append({tuple(row[row >= 0].tolist()) for batch in batches for row in batch})
+        scorer(self, model, space, bank, batches, *more)
+
+    monkeypatch.setattr(Scorer, "__init__", record)
+    search({"bits": 5.0 / 16})
+    first, second, of_search, of_single, last = seen  # two banks, two results, and the one that is taken
+    assert first == second == last == {tuple(row.tolist()) for batch in SCORED for row in batch}
+    assert of_search == of_single
+    assert not of_search & first
+    assert len(of_search | first) == 8  # all sequences of the text, which is short
+
+
+def test_a_single_sequence_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(losses, "build_bank", lambda *_, **__: pytest.fail("a bank was built"))
+    with pytest.raises(InputError, match="at least 2 calibration sequences"):
+        search_choices(sharp_model(), [calibration()[1][:1]], RECIPE, options, LIMITS, seed=0)
 
 
 def test_what_no_choice_reaches_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatch):

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from semisparse.compress.distributed.ranks import Ranks
 from semisparse.compress.propagate import list_decoder_layers
 from semisparse.compress.search.bank import Bank, to_masked
-from semisparse.compress.search.score import BATCHES, Scorer, scoring_batches
+from semisparse.compress.search.score import BATCHES, Scorer, scoring_batches, split_sequences
 from semisparse.compress.search.space import Candidate, LinearSpace, search_space
 from semisparse.nn import weight_of
 from tests.compress.search.small import REPORT, calibration, mean_kl, recipe, sharp_model
@@ -117,3 +117,28 @@ def test_batches_hold_the_number_of_tokens_to_score():
     again = scoring_batches(batches, 200, seed=0)
     assert all(torch.equal(a, b) for a, b in zip(scored, again, strict=True))
     assert sum(len(batch) for batch in scoring_batches(batches, 10**6, seed=0)) == 50
+
+
+@pytest.mark.parametrize(
+    ("wanted", "searched", "others"), [(100, (100, 130), (200, 230)), (1000, (233, 263), (437, 467))]
+)
+def test_a_search_and_the_comparison_of_its_results_have_no_sequence_in_common(
+    wanted: int, searched: tuple[int, int], others: tuple[int, int]
+):
+    """Of 700 tokens, as many as are wanted and twice as many others, or a third and all others."""
+    batches = [torch.arange(400).view(40, 10), torch.arange(1000, 1300).view(10, 30)]
+    drawn = [[tuple(row.tolist()) for row in part] for part in split_sequences(batches, wanted, seed=0)]
+    assert not set(drawn[0]) & set(drawn[1])
+    for rows, (least, below) in zip(drawn, (searched, others), strict=True):
+        assert least <= sum(map(len, rows)) < below
+    if wanted == 100:  # with text enough, the search has those that a search without a comparison has
+        alone = scoring_batches(batches, wanted, seed=0)
+        assert set(drawn[0]) == {tuple(row[row >= 0].tolist()) for batch in alone for row in batch}
+
+
+def test_of_two_sequences_each_gets_one_and_of_one_the_search():
+    long, short = torch.arange(100), torch.arange(200, 205)
+    for seed in range(4):
+        one, other = split_sequences([long[None], short[None]], 1000, seed=seed)
+        assert {len(one[0]), len(other[0])} == {100, 5}
+    assert [len(part) for part in split_sequences([long[None]], 1000, seed=0)] == [1, 0]

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import semisparse.formats.ec_csr
 from semisparse.errors import FormatError
@@ -48,6 +50,29 @@ def test_the_weight_comes_back(monkeypatch: pytest.MonkeyPatch, n: int, k: int, 
         packed = to_tiles(EC_CSR.pack(weight, pattern))
         assert torch.equal(packed.unpack(), weight)
         assert read_tiles(packed) == weight.tolist()
+
+
+class DevicesSeen(TorchDispatchMode):
+    """Collects the devices of the tensors that torch's operations return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.types: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.types |= {one.device.type for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor)}
+        return result
+
+
+def test_unpacking_makes_no_tensor_on_the_host():
+    """A copy from the host cannot be captured in a CUDA graph; the meta device stands for a GPU."""
+    packed = to_tiles(EC_CSR.pack(random_weight(40, 700, "70%"), "70%"))
+    held = Packed(packed.spec, {name: tensor.to("meta") for name, tensor in packed.tensors.items()})
+    with DevicesSeen() as seen:
+        weight = tiles.unpack(held)
+    assert weight.shape == (40, 700)
+    assert seen.types == {"meta"}
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (8, 0)])

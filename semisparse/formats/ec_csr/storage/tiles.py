@@ -49,11 +49,6 @@ STORED = ("tiles", "tile_starts")
 BATCH = 1 << 24
 """Dense weights packed or unpacked at a time."""
 
-_BIT_ORDER = torch.tensor(
-    [(32 * half + 4 * (7 - bit % 8) + bit // 8 - 1) % BLOCK for half in (0, 1) for bit in range(32)]
-)
-"""The column that each bit of a permuted mask stands for."""
-
 
 def tile_shape(n: int, k: int) -> tuple[int, int]:
     """Return the number of tiles along N and along K."""
@@ -118,9 +113,20 @@ def _written(lanes: Tensor) -> tuple[Tensor, Tensor]:
     return units, words
 
 
+def _bits_of_columns(device: torch.device) -> Tensor:
+    """Return the bit of the two permuted mask words that stands for each column, [BLOCK] int64.
+
+    Computed on the device: a copy from the host could not be captured in a CUDA graph.
+    """
+    place = (torch.arange(BLOCK, device=device) + 1) % BLOCK
+    word, offset = place // 32, place % 32
+    return word * 32 + offset % 4 * 8 + 7 - offset // 4
+
+
 def _masks(kept: Tensor) -> Tensor:
     """Return four mask words of every lane, [tiles, lanes, 4] int32, from [tiles, lanes, 2 * BLOCK] bool."""
-    bits = kept.unflatten(-1, (2, BLOCK))[..., _BIT_ORDER.to(kept.device)].unflatten(-1, (2, 32))
+    columns = _bits_of_columns(kept.device).argsort()
+    bits = kept.unflatten(-1, (2, BLOCK))[..., columns].unflatten(-1, (2, 32))
     weights = torch.ones(32, dtype=torch.int32, device=kept.device) << torch.arange(
         32, dtype=torch.int32, device=kept.device
     )
@@ -159,7 +165,7 @@ def _kept(packed: Packed) -> Iterator[tuple[int, Tensor]]:
     """Yield the number of a tile and which weights it and the following tiles keep, [tiles, lanes, 2 * BLOCK] bool."""
     tiles, starts = packed.tensors["tiles"], packed.tensors["tile_starts"].long()
     column_tiles = tile_shape(*packed.shape)[1]
-    order, bit = _BIT_ORDER.argsort().to(tiles.device), torch.arange(32, dtype=torch.int32, device=tiles.device)
+    order, bit = _bits_of_columns(tiles.device), torch.arange(32, dtype=torch.int32, device=tiles.device)
     step = max(1, BATCH // (ROWS * column_tiles * COLUMNS)) * column_tiles
     for first in range(0, len(starts) - 1, step):
         begins = starts[first : min(first + step, len(starts) - 1)]
@@ -182,6 +188,6 @@ def unpack(packed: Packed) -> Tensor:
         number = kept.cumsum(-1, dtype=torch.int16).long() - 1
         begins = starts[first : first + len(kept), None, None] + MASK_UNITS
         at = ((begins + number // 2) * LANES + lane) * 2 + number % 2
-        lanes = torch.where(kept, halves[at.clamp(0, halves.numel() - 1)], 0)
+        lanes = halves[at.clamp(0, halves.numel() - 1)].masked_fill_(~kept, 0)
         rows.append(_by_row(lanes, tile_shape(n, k)[1]))
     return torch.cat(rows)[:n, :k].contiguous()
