@@ -16,14 +16,6 @@ LONG = "9" * 5000
 WITHOUT_CALIBRATION = ("--recipe", "rheosparse", "--set", "search=none", "--set", "prune=magnitude")
 
 
-@pytest.fixture(scope="module")
-def compressed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("odd") / "small"
-    settings = ("search=none", "prune=magnitude")
-    semisparse.compress(random_model("llama"), byte_tokenizer(), "rheosparse", None, out, settings=settings)
-    return out
-
-
 def assert_sentence(outcome: Outcome, sentence: str, status: int = 2) -> None:
     assert (outcome.status, outcome.out) == (status, ""), outcome
     assert sentence in " ".join(outcome.err.split())
