@@ -117,7 +117,7 @@ def test_rotary_embedding_and_cache(kernels, dtype, heads, normed):
 
 def test_splits_are_no_more_ctas_than_are_resident():
     def splits(ctas: int, capability: tuple[int, int]) -> tuple[int, bool]:
-        schedule = attention._schedule(ctas, 1, 768, 132, capability)
+        schedule = attention._schedule(ctas, 1, 768, 2, 132, capability)
         return schedule.splits, schedule.clustered
 
     counts = (8, 32, 128, 256, 4096)
