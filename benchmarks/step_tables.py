@@ -54,7 +54,7 @@ def kernels(batch: str) -> str:
 
 
 def attention(batch: str) -> str:
-    """Microseconds of a step of 8 layers by attention's schedule and weights; in brackets what attention adds per layer."""
+    """Microseconds of a step of 8 layers by attention's schedule and weights; in brackets attention, per layer."""
     rows = [row for row in result("h200/sweeps/attention.csv") if row["batch"] == batch]
     formats = list(dict.fromkeys(row["weights"] for row in rows))
     lines = []
