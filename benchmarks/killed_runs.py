@@ -4,7 +4,7 @@ Usage: python benchmarks/killed_runs.py OUT.csv MODEL TEXT --scratch DIR [--reci
                                        [--times 10] [--samples 64] [--seed 0]
 
 The recipes take turns; with `--ranks 2` runs have one and two ranks in turn, and one rank is killed with SIGKILL. Each
-run is resumed with one rank, or with one or two. `pieces` is the number of pieces of work that were finished when it was
+run is resumed with one rank, or with one or two. `pieces` is how many pieces of work were finished when it was
 killed, `of` the most that the journal of an uninterrupted run held. The exit status is 1 if any bytes differ.
 """
 
