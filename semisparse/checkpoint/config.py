@@ -67,7 +67,8 @@ def read_json(file: Path) -> dict[str, Any]:
             raise CheckpointError(f"{file} has {file.stat().st_size} bytes, expected at most {MAX_JSON_BYTES}")
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{file} is missing") from error
+        where = f" in {file.absolute().parent}" if file.parent == Path() else ""  # such as `inspect .`
+        raise CheckpointError(f"{file} is missing{where}") from error
     except RecursionError as error:
         raise CheckpointError(f"{file} is unreadable: it is nested too deeply") from error
     except (OSError, ValueError) as error:  # ValueError: invalid UTF-8 or JSON, or an integer of over 4,300 digits

@@ -73,6 +73,8 @@ def generate(
         raise InputError("--chat prints a conversation; --json is for --prompt and --batch")
     if draft is not None and not speculate:
         raise InputError("--draft proposes the tokens of --speculate N; give both")
+    if "" in (stop or ()):
+        raise InputError("a --stop text is empty; leave it out, or give the text that ends the continuation")
     with importing(model, device):
         from semisparse.engine import Sampling
 

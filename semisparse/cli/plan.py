@@ -6,15 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from semisparse.cli.arguments import (
-    Dtype,
-    Formats,
-    Json,
-    Patterns,
-    comma_separated,
-    dtype_named,
-    positive_integers,
-)
+from semisparse.cli.arguments import Dtype, Formats, Json, Patterns, comma_separated, dtype_named, positive_integers
 from semisparse.cli.output import bytes_text, console, print_json, print_table
 from semisparse.errors import InputError
 

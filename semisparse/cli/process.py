@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import io
 import os
 import sys
 
@@ -20,6 +21,9 @@ def run() -> None:
     status: str | int | None = 0
     try:
         keep_bytecode()
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")  # a locale's encoding may lack what a model writes
         main()
     except SystemExit as leaving:
         status = leaving.code or 0
