@@ -178,9 +178,9 @@ def frontier_time() -> str:
     rows = result("frontier_time.csv")
     runs = list(dict.fromkeys((row["model"], row["computed_on"]) for row in rows))
     stages = list(dict.fromkeys(row["stage"] for row in rows))
-    seconds = {(row["model"], row["computed_on"], row["stage"]): float(row["seconds"]) for row in rows}
-    lines = [[stage, *(f"{seconds[*run, stage]:.0f}" for run in runs)] for stage in stages]
-    lines.append(["in all", *(f"{sum(seconds[*run, stage] for stage in stages):.0f}" for run in runs)])
+    seconds = {((row["model"], row["computed_on"]), row["stage"]): float(row["seconds"]) for row in rows}
+    lines = [[stage, *(f"{seconds[run, stage]:.0f}" for run in runs)] for stage in stages]
+    lines.append(["in all", *(f"{sum(seconds[run, stage] for stage in stages):.0f}" for run in runs)])
     return markdown(("", *(f"{model}, {where}" for model, where in runs)), lines)
 
 
