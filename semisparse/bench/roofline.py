@@ -56,8 +56,8 @@ class Estimate:
         bytes: bytes read and written by all passes.
         operations: operations of all passes.
         floor_seconds: the sum over the passes of the larger of memory time and arithmetic time.
-        seconds: the predicted time: the sum over the passes of a fixed time and the largest of memory time, unpacking
-            time, and arithmetic time at the fraction of the peak that the kernel reaches.
+        seconds: the predicted time, a sum over the passes. A pass takes a fixed time, and the largest of memory time,
+            unpacking time, and arithmetic time at the fraction of the peak that the kernel reaches.
         bound: ``memory``, ``arithmetic``, ``unpacking`` or ``fixed time``, whichever takes most of the time.
         strategy: the passes' strategies (`Pass.strategy`).
         measured: whether ``seconds`` is dense's time over a speed-up that was measured on such a machine.
