@@ -20,8 +20,9 @@ BASELINE = "dense"
 """The format of the dense matmul that speed-ups are relative to."""
 
 SAMPLE_ROWS = 128
-"""Rows of a random weight that are packed to predict the bytes of a whole weight, padding and metadata included. For
-128 rows instead of 256, `plan llama2-7b` takes 1.5 s less, and predicted bytes differ by at most 0.7 %."""
+"""Rows of a random weight that are packed to predict the bytes of a whole weight, padding and metadata included. With
+256 rows, and a random weight of its own for each format, `plan llama2-7b` takes 8.0 CPU seconds instead of 4.8; bytes
+predicted for `ec_csr` differ by at most 1 %, others not."""
 
 
 SMALL = (64, 256)
