@@ -15,7 +15,7 @@ from tests.choosing import mostly_slow
 from tests.cuda_emulator import emulate, needs_compiler
 from tests.formats.bitmask.test_check import damaged
 from tests.formats.bitmask.test_gemm import needs_hopper
-from tests.formats.bitmask.weights import BITMASK, check, check_on_gpu, needs_gpu, operands, random_weight
+from tests.formats.bitmask.weights import BITMASK, SMALL_CASES, check, check_on_gpu, needs_gpu, operands, random_weight
 from tests.formats.fusion import check_fused
 
 HALF, BF16 = torch.float16, torch.bfloat16
@@ -179,10 +179,7 @@ def test_fused(emulated, monkeypatch: pytest.MonkeyPatch, kind: str):
 @pytest.mark.parametrize(
     ("n", "k", "keep", "dtype", "m"),
     [
-        (64, 512, 32, HALF, 1),
-        (33, 701, 31, BF16, 2),
-        (1, 1, 64, HALF, 16),
-        (257, 4100, 5, BF16, 33),
+        *SMALL_CASES,
         (2200, 8200, 32, HALF, 7),
         (2200, 8200, 32, BF16, 64),
     ],
