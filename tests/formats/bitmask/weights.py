@@ -24,6 +24,16 @@ SMALL_CASES = [
 """N, K, kept of 64, dtype and M of matmuls that the decode kernels compute on a GPU: multiples of a tile and others."""
 
 
+def check_tiles(rows: Packed) -> None:
+    """Check that the layout of a GPU holds the same weight as that on disk, and moves back to its bytes."""
+    tiles = BITMASK.arrange(rows, "cuda")
+    BITMASK.validate(tiles)
+    assert torch.equal(tiles.unpack(), rows.unpack())
+    back = tiles.to("cpu")
+    assert back.spec == rows.spec
+    assert all(torch.equal(back.tensors[name], rows.tensors[name]) for name in rows.tensors)
+
+
 def random_weight(n: int, k: int, pattern: str, dtype: torch.dtype = torch.float16) -> Tensor:
     """Draw a weight [N, K] that obeys a pattern, with some rows and blocks of zeros."""
     generator = torch.Generator().manual_seed(n * 1000 + k)
