@@ -11,6 +11,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
@@ -108,14 +109,14 @@ def auto_class(config: PretrainedConfig) -> Any:
     """Return the one of `AUTO_CLASSES` that builds a config's model; if both do, the one its ``architectures`` names.
 
     Raises:
-        CheckpointError: neither does, or the model has an encoder.
+        CheckpointError: neither does, or the model has an encoder or is one.
     """
     named_classes = config.architectures or ()
     if not isinstance(named_classes, list | tuple) or not all(isinstance(name, str) for name in named_classes):
         raise CheckpointError(f"config.json: architectures is {str(named_classes)[:99]}, expected a list of names")
     classes = {auto: auto._model_mapping.get(type(config), None) for auto in AUTO_CLASSES}
     known = {auto: model_class for auto, model_class in classes.items() if model_class is not None}
-    if not known or config.is_encoder_decoder:
+    if not known or config.is_encoder_decoder or is_encoder(config):
         kind = (*named_classes, config.model_type)[0]
         raise CheckpointError(
             f"{kind} is not supported; semisparse takes decoder-only transformers, and multimodal models with a text "
@@ -123,6 +124,11 @@ def auto_class(config: PretrainedConfig) -> Any:
         )
     named = [auto for auto, model_class in known.items() if model_class.__name__ in named_classes]
     return (named or list(known))[0]
+
+
+def is_encoder(config: PretrainedConfig) -> bool:
+    """Return whether a config is an encoder's, such as BERT's: transformers builds it as a causal model, too."""
+    return type(config) in AutoModelForMaskedLM._model_mapping and not getattr(config, "is_decoder", True)
 
 
 def refuse_remote_code(config: Mapping[str, Any], path: Path) -> None:
