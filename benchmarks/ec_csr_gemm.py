@@ -32,12 +32,14 @@ from semisparse.bench.roofline import random_weight
 from semisparse.formats import Packed, WeightSpec
 from semisparse.formats.base import Params
 from semisparse.formats.ec_csr.cuda import decode_tiles, gemm
-from semisparse.formats.ec_csr.cuda.tile_schedule import TILE_MAX_TOKENS, TileSchedule, choose_tiles, tile_schedule
+from semisparse.formats.ec_csr.cuda.tile_schedule import TILE_MAX_TOKENS, WARPS_PER_SM, choose_tiles, tiles_in
 from semisparse.formats.ec_csr.storage import tiles
 from semisparse.formats.product import problem_of
 from semisparse.patterns import parse_pattern
+from semisparse.runtime import tile_decode
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.expand_gemm import Schedule, choose, fit, tile_m_of
+from semisparse.runtime.tile_decode import TileSchedule
 
 GPU, DTYPE = torch.device("cuda"), torch.float16
 SHAPES = "28672,8192,4096,4096,11008,4096,4096,11008"
@@ -104,7 +106,7 @@ def in_tiles(dense: Tensor) -> Packed:
 
 def schedules(packed: Packed, m: int, swept: Sequence[str]) -> list[Schedule]:
     """Return the schedules to time, the chosen one first."""
-    weight, facts, tile_m = gemm.gemm_tiles(packed.spec), device_facts(GPU), tile_m_of(m)
+    weight, facts, tile_m = tiles_in(packed.spec), device_facts(GPU), tile_m_of(m)
     found = [choose(m, weight, facts, gemm.RATES)]
     if "gemm" not in swept:
         return found
@@ -125,7 +127,8 @@ def decode_schedules(packed: Packed, m: int, swept: Sequence[str]) -> list[TileS
     problem, facts = problem_of(torch.empty(m, packed.shape[1], device=GPU, dtype=DTYPE), packed), device_facts(GPU)
     found = [choose_tiles(problem, facts)]
     shapes = DECODE[found[0].tile_m] if "decode_tiles" in swept else ()
-    more = (tile_schedule(problem, facts, *shape) for shape in shapes)
+    weight = tiles_in(packed.spec)
+    more = (tile_decode.fit(shape, m, weight, WARPS_PER_SM, facts) for shape in shapes)
     return list(dict.fromkeys([*found, *(schedule for schedule in more if schedule is not None)]))
 
 

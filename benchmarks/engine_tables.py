@@ -61,19 +61,25 @@ def as_generated() -> str:
     return beside_dense("h200/blocks-formats.csv", "wall", PROMPTS, "tokens, as `generate` runs them")
 
 
+EC_CSR = "h200/blocks-ec_csr.csv"
+"""Blocks in ec_csr and dense, of a later call."""
+
+
 def formats() -> str:
-    """Milliseconds of steps and captured prompts of 8 blocks, and of steps of 32, in all formats."""
-    whole, few = by_work("h200/blocks-formats.csv", "32"), by_work("h200/blocks-formats.csv")
+    """Milliseconds of steps and captured prompts of 8 blocks, and of steps of 32, in all formats, of two calls."""
     columns = [("step", "1"), ("step", "8"), ("step", "32"), ("prompt", "128"), ("prompt", "512")]
     lines = []
-    for weights, name in NAMES.items():
-        cells = [f"{few[(weights, *column)] / 1e3:.2f}" for column in columns]
-        if weights != "dense":
-            cells = [
-                f"{cell} ({few[(weights, *column)] / few[('dense', *column)]:.2f})"
-                for cell, column in zip(cells, columns, strict=True)
-            ]
-        lines.append([name, *(f"{whole[weights, 'step', count] / 1e3:.2f}" for count in ("1", "8")), *cells])
+    for file in ("h200/blocks-formats.csv", EC_CSR):
+        whole, few = by_work(file, "32"), by_work(file)
+        for weights in dict.fromkeys(weights for weights, _, _ in few):
+            cells = [f"{few[(weights, *column)] / 1e3:.2f}" for column in columns]
+            if weights != "dense":
+                cells = [
+                    f"{cell} ({few[(weights, *column)] / few[('dense', *column)]:.2f})"
+                    for cell, column in zip(cells, columns, strict=True)
+                ]
+            name = NAMES[weights] + (", beside ec_csr" if weights == "dense" and file == EC_CSR else "")
+            lines.append([name, *(f"{whole[weights, 'step', count] / 1e3:.2f}" for count in ("1", "8")), *cells])
     head = ("32 blocks: batch 1", "8", "8 blocks: batch 1", "8", "32", "prompt of 128", "512")
     return markdown(("", *head), lines)
 
@@ -94,12 +100,12 @@ TARGETS = {
 
 
 def every_token(n: str, k: str) -> str:
-    """Microseconds of a shape by weights and tokens, beside the target."""
-    times = {
-        (row["weights"], row["m"]): float(row["us"])
-        for row in result("h200/every-token.csv")
-        if (row["n"], row["k"]) == (n, k)
-    }
+    """Microseconds of a shape by weights and tokens, beside the target; dense and ec_csr of a later call at the end."""
+    times = {}
+    for file, dense in (("h200/every-token.csv", "dense"), ("h200/every-token-ec_csr.csv", "dense, beside ec_csr")):
+        for row in result(file):
+            if (row["n"], row["k"]) == (n, k):
+                times[dense if row["weights"] == "dense" else row["weights"], row["m"]] = float(row["us"])
     lines = []
     for weights in dict.fromkeys(weights for weights, _ in times):
         cells = [f"{times[weights, m]:.1f}" if (weights, m) in times else "" for m in TOKENS]
@@ -113,6 +119,9 @@ TABLES = {"blocks-steps": steps, "blocks-prompts": prompts, "blocks-launched": l
 TABLES |= {
     "blocks-formats": formats,
     "blocks-generated": as_generated,
+    "blocks-ec_csr-steps": partial(beside_dense, EC_CSR, "step", BATCHES, "batch"),
+    "blocks-ec_csr-prompts": partial(beside_dense, EC_CSR, "prompt", PROMPTS, "tokens, captured"),
+    "blocks-ec_csr-generated": partial(beside_dense, EC_CSR, "wall", PROMPTS, "tokens, as `generate` runs them"),
     "every-token-large": partial(every_token, "28672", "8192"),
     "every-token-small": partial(every_token, "4096", "4096"),
 }

@@ -17,7 +17,7 @@ from statistics import mean
 import torch
 from models import Subject, parser_of
 from pruners import PLAIN
-from rows import read_rows, write_rows
+from rows import add_row, missing, read_rows
 from transformers import PreTrainedModel
 
 from semisparse.nn import weight_of
@@ -58,17 +58,13 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="processes; small models leave a GPU idle")
     options = parser.parse_args()
     rows = read_rows(options.csv)
-    done = {(row["model"], row["run"], row["seed"]) for row in rows}
-    keys = [
-        (m, r, s) for s in options.seeds.split(",") for m in options.models.split(",") for r in options.runs.split(",")
-    ]
+    seeds, models, runs = (words.split(",") for words in (options.seeds, options.models, options.runs))
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        futures = [pool.submit(measure, *key, options) for key in keys if key not in done]
+        absent = missing(rows, seed=seeds, model=models, run=runs)
+        futures = [pool.submit(measure, model, run, seed, options) for seed, model, run in absent]
         try:
             for finished in as_completed(futures):
-                rows.append(finished.result())
-                write_rows(options.csv, rows, COLUMNS)
-                print(*(rows[-1][column] for column in COLUMNS), flush=True)
+                add_row(options.csv, rows, finished.result())
         except BaseException:  # otherwise the exit would wait for all other runs
             pool.shutdown(cancel_futures=True)
             raise

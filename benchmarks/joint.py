@@ -10,10 +10,12 @@ name may be followed by changes, such as ``auto 2.5+linears`` or ``W2 g64+range+
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import groupby
+from operator import itemgetter
 from statistics import mean
 
 from models import Subject, parser_of
-from rows import read_rows, write_rows
+from rows import add_row, missing, read_rows
 
 from semisparse.nn.dequantise import dequantise_layers
 
@@ -53,15 +55,12 @@ def main() -> None:
     parser.add_argument("--build", default="now", help="a name for the code that is measured, such as a commit")
     options = parser.parse_args()
     rows = read_rows(options.csv)
-    done = {(row["model"], row["run"], row["seed"], row["build"]) for row in rows}
-    for seed in options.seeds.split(","):
-        for model in options.models.split(","):
-            subject = Subject(model, options)
-            for run in options.runs.split(","):
-                if (model, run, seed, options.build) not in done:
-                    rows.append(measure(subject, model, run, seed))
-                    write_rows(options.csv, rows, COLUMNS)
-                    print(*(rows[-1][column] for column in COLUMNS), flush=True)
+    seeds, models, runs = (words.split(",") for words in (options.seeds, options.models, options.runs))
+    absent = missing(rows, seed=seeds, model=models, run=runs, build=[options.build])
+    for (seed, model), keys in groupby(absent, key=itemgetter(0, 1)):
+        subject = Subject(model, options)
+        for _, _, run, _ in keys:
+            add_row(options.csv, rows, measure(subject, model, run, seed))
     print(table(rows))
 
 

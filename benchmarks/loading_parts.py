@@ -25,6 +25,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
+from generate_command import write_index
 from rows import write_rows
 from vllm_checkpoints import config_of, write_ours
 
@@ -101,6 +102,7 @@ def measure(weights: str, blocks: int, directory: Path) -> list[dict[str, str]]:
     if not directory.exists():
         directory.mkdir(parents=True)
         write_ours(directory, config_of("llama2-7b", blocks), weights)
+        write_index(directory)
     size = sum(file.stat().st_size for file in directory.glob("*.safetensors")) / 1e9
     seconds_to_load(directory)
     whole = min(seconds_to_load(directory) for _ in range(REPEATS))

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 from models import MODELS, Subject, parser_of
-from rows import read_rows, write_rows
+from rows import add_row, missing, read_rows
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -43,15 +45,11 @@ def main() -> None:
     parser.add_argument("--runs", default=",".join(f"{u}+{m}" for u in ("6:8", "4:6") for m in ("uniform", *MENUS)))
     options = parser.parse_args()
     rows = read_rows(options.csv)
-    done = {(row["model"], row["run"], row["seed"]) for row in rows}
-    for name in options.models.split(","):
+    models, seeds, runs = (words.split(",") for words in (options.models, options.seeds, options.runs))
+    for name, keys in groupby(missing(rows, model=models, seed=seeds, run=runs), key=itemgetter(0)):
         subject = Subject(name, options)
-        for seed in options.seeds.split(","):
-            for run in options.runs.split(","):
-                if (name, run, seed) not in done:
-                    rows.append(measure(subject, name, run, int(seed), options))
-                    write_rows(options.csv, rows, COLUMNS)
-                    print(*rows[-1].values(), flush=True)
+        for _, seed, run in keys:
+            add_row(options.csv, rows, measure(subject, name, run, int(seed), options))
 
 
 def measure(subject: Subject, name: str, run: str, seed: int, options: argparse.Namespace) -> dict[str, str]:

@@ -5,8 +5,8 @@
 
 DATA is a directory with ``models/`` and ``text/``; the first command trains the two models and adds them to it. Rows
 that the CSV already has are not measured again. Models are calibrated on the ``calib`` text and measured on the
-``eval`` text, in float32. The calibration tokens routed to each expert are those that `compress` reports: the fewest
-and the most in the CSV, and all of the run `COUNTED` in ``mixture_experts.csv`` beside it.
+``eval`` text, in float32. `compress` reports how many calibration tokens were routed to each expert. The CSV has the
+fewest and the most of each run. ``mixture_experts.csv`` beside it has each expert's number in the run `COUNTED`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ RUNS: dict[str, tuple[str, ...]] = {
     "`auto`, bits=3.0": ("auto",),
     "`auto`, bits=4.5": ("auto",),
 }
-"""Recipe and settings of each run; those of `auto` end in their target."""
+"""Recipe and settings of each run, by its name. The name of an `auto` run ends in its target, in bits per weight."""
 
 TUNES = ("none", "bqpo")
 
 COUNTED = "32:64"
+"""The run whose experts' tokens are written one by one: not tuned, with seed 0."""
 
 ROUTED = re.compile(r"(\d+)(?: tokens routed| were routed)")
 """The number of tokens in an expert's outcome."""
@@ -47,7 +48,7 @@ EXPERT_COLUMNS = ("model", "layer", "tokens", "outcome")
 
 
 def main() -> None:
-    """Measure the runs that the CSVs lack, then print the table."""
+    """Measure the runs that the CSV lacks, then print the table."""
     parser = parser_of(__doc__, samples=128)
     parser.add_argument("--models", default="mixture,mixture-dense")
     parser.add_argument("--runs", default=";".join(RUNS), help="separated by semicolons")
@@ -86,7 +87,7 @@ def measure(
 ) -> tuple[dict[str, str], list[dict[str, str]]]:
     """Compress and evaluate one model; return its row, and those of its experts if they are counted for this run."""
     subject = Subject(name, options)
-    subject.dense.config._experts_implementation = "eager"  # in float32, as the compressed model's
+    subject.dense.config._experts_implementation = "eager"  # as for the compressed model below
     if run == "dense":
         quality = subject.measure(subject.dense)
         values = (name, run, tune, seed, quality.nll, quality.kl, 8 * subject.dtype.itemsize, "", "", quality.tokens)

@@ -36,6 +36,7 @@ COLUMNS = (
     "kl_other",
     "tokens_own",
     "tokens_other",
+    "samples",
     "seed",
     "device",
 )
@@ -49,11 +50,14 @@ def main() -> None:
     parser = parser_of(__doc__, samples=None)
     parser.add_argument("--models", default="stories260k,babyllama-1m,pycode-11m")
     parser.add_argument("--pattern", default="32:64")
+    parser.add_argument("--calibrations", default=",".join(CALIBRATIONS))
+    parser.add_argument("--methods", default=";".join(METHODS), help="separated by semicolons")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     rows = read_rows(options.csv)
     for name in options.models.split(","):
-        runs = [(calibration, method) for calibration in CALIBRATIONS for method in METHODS]
+        calibrations, methods = options.calibrations.split(","), options.methods.split(";")
+        runs = [(calibration, method) for calibration in calibrations for method in methods]
         done = {(row["model"], row["pattern"], row["calibration"], row["method"]) for row in rows}
         missing = [run for run in runs if (name, options.pattern, *run) not in done]
         if not missing:
@@ -85,7 +89,8 @@ def measure(
     on_own = subject.measure(model)
     on_other = measure_quality(model, other, subject.dense)
     values = (name, options.pattern, calibration, method, on_own.kl, on_other.kl, on_own.tokens, on_other.tokens)
-    return dict(zip(COLUMNS, map(str, (*values, options.seed, subject.device.type)), strict=True))
+    settled = (options.samples or "default", options.seed, subject.device.type)
+    return dict(zip(COLUMNS, map(str, (*values, *settled)), strict=True))
 
 
 def other_kind(name: str) -> tuple[str, str]:

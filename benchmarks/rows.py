@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 
 
@@ -22,6 +23,24 @@ def write_rows(path: Path, rows: list[dict[str, str]], columns: Sequence[str]) -
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
         writer.writerows(rows)
+
+
+def missing(rows: Sequence[Mapping[str, str]], **wanted: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the combinations of values that no row has.
+
+    Args:
+        rows: the rows of an earlier run.
+        wanted: the values of each column; those of the last column vary fastest.
+    """
+    done = {tuple(row[column] for column in wanted) for row in rows}
+    return [key for key in product(*wanted.values()) if key not in done]
+
+
+def add_row(path: Path, rows: list[dict[str, str]], row: dict[str, str]) -> None:
+    """Append a row, write all rows, and print the new one. Its keys are the columns."""
+    rows.append(row)
+    write_rows(path, rows, tuple(row))
+    print(*row.values(), flush=True)
 
 
 def result(name: str) -> list[dict[str, str]]:

@@ -23,7 +23,21 @@ from pathlib import Path
 
 from rows import read_rows, write_rows
 
-KEYS = ("model", "run", "pattern", "method", "kept", "search", "quant", "tune", "samples", "seed", "target", "build")
+KEYS = (
+    "model",
+    "run",
+    "pattern",
+    "calibration",
+    "method",
+    "kept",
+    "search",
+    "quant",
+    "tune",
+    "samples",
+    "seed",
+    "target",
+    "build",
+)
 """The columns that name a run, of all benchmarks; a CSV has some of them."""
 
 

@@ -10,12 +10,14 @@ runs: other programs on the machine only add to them. The parts:
   through all objects once more; ``import-exit``: without both.
 - ``generate``: `semisparse generate` of 8 tokens; ``generate-no-bytecode``: in an environment whose packages have no
   bytecode and where Python writes none, after one such run.
+- ``eval``, ``compress``, ``plan``: these commands with the demo's model, on a short text, by magnitude, of one shape.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,6 +25,8 @@ import time
 from pathlib import Path
 
 from rows import read_rows, write_rows
+
+import semisparse.demo
 
 ENGINE = "import semisparse.engine"
 PARTS = {
@@ -33,6 +37,16 @@ PARTS = {
     "import-exit": f"import gc, os; gc.disable(); {ENGINE}; gc.freeze(); gc.enable(); os._exit(0)",
 }
 """Python code by part."""
+
+DEMO = Path(semisparse.demo.__file__).parent / "model"
+VERBS = {
+    "eval": f"eval {DEMO} --json --text",
+    "compress": f"compress {DEMO} --json --recipe rheosparse --set prune=magnitude --set search=none --out",
+    "plan": "plan --json --shape 4096,4096 --gpu h200",
+}
+"""The command line by part; the first two end with a path."""
+
+TEXT = "Once upon a time there was a dog. " * 40
 
 COLUMNS = ("build", "part", "cpu_seconds", "wall_seconds", "runs", "machine")
 
@@ -63,8 +77,17 @@ def main() -> None:
     asked = ["--prompt", "def main(", "--max-new-tokens", "8", "--device", "cpu", "--json"]
     generate = [sys.executable, "-m", "semisparse.cli", "generate", str(options.model), *asked]
     names = options.parts.split(",")
-    commands = {name: generate if "generate" in name else [sys.executable, "-c", PARTS[name]] for name in names}
     empty = tempfile.mkdtemp()
+    (Path(empty) / "text.txt").write_text(TEXT, encoding="utf-8")
+    paths = {"eval": [f"{empty}/text.txt"], "compress": [f"{empty}/out"]}
+    verbs = {
+        name: [sys.executable, "-m", "semisparse.cli", *line.split(), *paths.get(name, ())]
+        for name, line in VERBS.items()
+    }
+    commands = {
+        name: generate if "generate" in name else verbs.get(name) or [sys.executable, "-c", PARTS[name]]
+        for name in names
+    }
     without = {
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONPYCACHEPREFIX": f"{empty}/none",
@@ -79,6 +102,7 @@ def main() -> None:
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for _ in range(options.runs):
         for name, command in commands.items():
+            shutil.rmtree(f"{empty}/out", ignore_errors=True)
             times[name].append(run_once(command, environments[name]))
         rows = [
             {

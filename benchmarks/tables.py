@@ -20,6 +20,7 @@ import expert_tables
 import joint_tables
 import quality_tables
 import speed_tables
+import step_tables
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
@@ -28,6 +29,7 @@ PAGES = (
     "docs/quality.md",
     "docs/targets.md",
     "docs/experiments/blocks.md",
+    "docs/experiments/decode-step.md",
     "docs/experiments/joint-search.md",
     "docs/experiments/search.md",
     "docs/experiments/pruning.md",
@@ -41,6 +43,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     **expert_tables.TABLES,
     **engine_tables.TABLES,
     **density_tables.TABLES,
+    **step_tables.TABLES,
 }
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 

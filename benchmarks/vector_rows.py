@@ -21,11 +21,13 @@ import importlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
 from models import MODELS, Subject, parser_of
-from rows import read_rows, write_rows
+from rows import add_row, missing, read_rows
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -52,14 +54,12 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=LENGTH)
     options = parser.parse_args()
     rows = read_rows(options.csv)
-    done = {(row["model"], row["way"], row["length"]) for row in rows}
-    for name in options.models.split(","):
+    models, ways = options.models.split(","), options.ways.split("|")
+    absent = missing(rows, model=models, way=ways, length=[str(options.length)])
+    for name, keys in groupby(absent, key=itemgetter(0)):
         subject = Subject(name, options)
-        for way in options.ways.split("|"):
-            if (name, way, str(options.length)) not in done:
-                rows.append(measure(subject, name, way, options))
-                write_rows(options.csv, rows, COLUMNS)
-                print(*rows[-1].values(), flush=True)
+        for _, way, _ in keys:
+            add_row(options.csv, rows, measure(subject, name, way, options))
     print(table(rows))
 
 

@@ -45,7 +45,10 @@ def token_chunks(
             chunks += [ids[i : i + seqlen] for i in range(0, len(ids), seqlen) if len(ids) - i >= 2]
         length = f"{len(documents)} documents"
     if not chunks:
-        raise InputError(f"{name} holds {length}: too little for one sequence of {seqlen} tokens")
+        raise InputError(
+            f"{name} holds {length}: too little for one sequence of {seqlen} tokens; "
+            "give a longer text, or a smaller --seqlen"
+        )
     return chunks
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 
-from semisparse.bench.roofline import Candidate, problem_for
-from semisparse.formats.base import Format, registry
-from semisparse.formats.kernel import Kernel
+from semisparse.bench.roofline import Candidate, packed_sample
+from semisparse.formats.base import Format, get_format, registry
+from semisparse.formats.kernel import Kernel, Problem
 from semisparse.patterns import parse_pattern
 
 
@@ -16,7 +18,8 @@ def list_formats() -> list[dict[str, Any]]:
     """Return a dict per format: its name, version and summary, the example patterns it accepts, and its kernels.
 
     ``runs`` says whether a kernel takes one token and a 4096 x 4096 layer of at least one example pattern and variant:
-    in float16 for CUDA kernels, else in float32 on the CPU. If it does not, ``reason`` says why.
+    in float16 for CUDA kernels, else in float32 on the CPU. The layer is in the layout that it has on that device: a
+    CUDA kernel may read mask tiles, which no file has. If the kernel does not take it, ``reason`` says why.
     """
     return [
         {
@@ -52,9 +55,16 @@ def _refusal(form: Format, kernel: Kernel) -> str | None:
     for pattern in EXAMPLE_PATTERNS:
         if form.accepts(pattern) is None:
             for options in form.variants:
-                problem, _ = problem_for(Candidate(form.name, str(pattern), options), 1, *SHAPE, dtype, device)
-                reason = kernel.refusal(problem)
+                reason = kernel.refusal(_problem(Candidate(form.name, str(pattern), options), dtype, device))
                 if reason is None:
                     return None
                 reasons.append(reason)
     return reasons[0] if reasons else "the format accepts none of the example patterns"
+
+
+@lru_cache(maxsize=256)
+def _problem(candidate: Candidate, dtype: torch.dtype, device: str) -> Problem:
+    """Return the problem of one token and a layer of `SHAPE` on a device, in the layout that it has there."""
+    sample = packed_sample(candidate, *SHAPE, dtype).to(device)
+    spec = get_format(candidate.format).structure(sample.spec)
+    return Problem(1, replace(spec, shape=SHAPE), dtype, torch.device(device))

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from semisparse.checkpoint.file_digests import FileDigests
+from semisparse.checkpoint.file_layers import FileLayers
 
 if TYPE_CHECKING:
     from semisparse.checkpoint import ModelDirectory
@@ -31,27 +31,27 @@ def inspect_directory(
         from semisparse.checkpoint import describe, open_directory
 
         return describe(open_directory(path), False, progress)
-    digests = FileDigests(path)  # from now on, since the imports below take longer than all else
+    layers = FileLayers(path)  # from now on: the imports below take seconds
     try:
-        return _verified(path, progress, digests)
+        return _verified(path, progress, layers)
     finally:
-        digests.stop()
+        layers.stop()
 
 
-def _verified(path: str | Path, progress: Callable[[int, int], None] | None, digests: FileDigests) -> dict[str, Any]:
+def _verified(path: str | Path, progress: Callable[[int, int], None] | None, layers: FileLayers) -> dict[str, Any]:
     """Check tensors in a thread while transformers is imported, then all shapes: building a model changes torch's
     default dtype, which the checks of tensors must not see."""
     from semisparse.checkpoint import describe, open_directory  # imports torch, not transformers
 
     directory = open_directory(path)  # imports the formats: two threads must not import modules that import each other
     with ThreadPoolExecutor(1) as pool:
-        described = pool.submit(describe, directory, True, progress, digests)
+        described = pool.submit(describe, directory, True, progress, layers)
         try:
             importlib.import_module("semisparse.checkpoint.loading")
             importlib.import_module("semisparse.integrations.names")
             description = described.result()
         except BaseException:
-            digests.stop()
+            layers.stop()
             raise
     check_shapes(directory)
     return description

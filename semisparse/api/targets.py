@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from semisparse.bench.machines import Machine, find_machine
-from semisparse.bench.roofline import BASELINE, Candidate, estimate, estimate_matmul, problem_for
+from semisparse.bench.roofline import BASELINE, Candidate, estimate_matmul, modelled, problem_for
 from semisparse.bench.step import beside_seconds, in_engine
 from semisparse.compress import Choice, Option, Recipe
 from semisparse.errors import InputError, RecipeError
-from semisparse.formats.base import get_format, registry
+from semisparse.formats.base import registry
 from semisparse.patterns import NO_ZEROS, Group, parse_pattern
 from semisparse.quant.symmetric import DTYPES
 
@@ -183,7 +183,5 @@ def _seconds(
         ) and other.pattern != candidate.pattern:
             timed, _ = estimate_matmul(other, m, n, k, dtype, machine)
             if timed.measured:
-                problem, weight_bytes = problem_for(other, m, n, k, dtype, machine.device)
-                modelled = estimate(get_format(other.format).cost(problem, weight_bytes), machine)
-                errors.append(timed.seconds / modelled.seconds)
+                errors.append(timed.seconds / modelled(other, m, n, k, dtype, machine).seconds)
     return in_engine(candidate, found.seconds * (median(errors) if errors else 1.0), m, dtype, machine)

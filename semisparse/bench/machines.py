@@ -30,6 +30,7 @@ class Machine:
         peaks: operations per second that a large matmul reaches, by unit.
         kernel_seconds: fixed time per kernel: launch, ramp-up and tail.
         device: ``cuda`` or ``cpu``.
+        capability: compute capability (major, minor) of a GPU; (0, 0) for a CPU.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Machine:
     peaks: Mapping[str, float]
     kernel_seconds: float
     device: str = "cuda"
+    capability: tuple[int, int] = (0, 0)
 
 
 def find_machine(name: str) -> Machine:
@@ -68,8 +70,8 @@ def _machine_here(device: str) -> Machine:
     """Measure this machine's GPU or CPU."""
     rates = measured_rates(device)
     fixed = _data()["kernel_us"] * 1e-6 if device == "cuda" else CPU_CALL_SECONDS
-    name = device_facts(device).name
-    return Machine(name, "measured on this machine", rates.read_bandwidth, rates.peaks, fixed, device)
+    facts, source = device_facts(device), "measured on this machine"
+    return Machine(facts.name, source, rates.read_bandwidth, rates.peaks, fixed, device, facts.capability)
 
 
 def _machine_from_data(gpu: Mapping[str, Any]) -> Machine:
@@ -84,7 +86,8 @@ def _machine_from_data(gpu: Mapping[str, Any]) -> Machine:
         peaks = {unit: peak * reached["peaks"][unit] for unit, peak in gpu["peaks"].items()}
         source = f"{gpu['source']}, times the fraction that an H200 reaches"
     peaks = {unit: peak * 1e12 for unit, peak in peaks.items()}
-    return Machine(gpu["name"], source, bandwidth * 1e12, peaks, data["kernel_us"] * 1e-6)
+    fixed, (major, minor) = data["kernel_us"] * 1e-6, gpu["capability"]
+    return Machine(gpu["name"], source, bandwidth * 1e12, peaks, fixed, capability=(major, minor))
 
 
 @cache

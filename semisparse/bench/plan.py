@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from semisparse.bench.machines import Machine
-from semisparse.bench.roofline import Candidate, Estimate, estimate_matmul, gpu_bits
+from semisparse.bench.roofline import Candidate, Estimate, estimate_matmul, problem_on
 from semisparse.bench.shapes import LayerShape
 from semisparse.errors import InputError
 from semisparse.formats.base import get_format
@@ -105,7 +105,7 @@ class Plan:
             return []
         more = {row.candidate.label: row for row in self.rows if row.gpu_bits > MORE_MEMORY * row.bits_per_weight}
         return [
-            f"{label} takes up to {row.gpu_bits:.1f} bits per weight in a GPU's memory, "
+            f"{label} takes about {row.gpu_bits:.1f} bits per weight in this GPU's memory, "
             f"{row.bits_per_weight:.1f} in a file."
             for label, row in more.items()
         ]
@@ -175,8 +175,9 @@ def make_plan(
                 except InputError as error:
                     left_out[candidate.label] = str(error)
                     continue
-                on_gpu = gpu_bits(candidate, layer.n, layer.k, dtype) if machine.device == "cuda" else bits
-                rows.append(Row(layer, m, candidate, bits, predicted, dense.seconds / predicted.seconds, on_gpu))
+                _, weight_bytes, _ = problem_on(candidate, m, layer.n, layer.k, dtype, machine)
+                here = 8 * weight_bytes / (layer.n * layer.k)
+                rows.append(Row(layer, m, candidate, bits, predicted, dense.seconds / predicted.seconds, here))
     # Without an estimate for one of the layers a candidate has no total, so all its rows are dropped.
     rows = [row for row in rows if row.candidate.label not in left_out]
     return Plan(machine, rows, left_out)

@@ -19,7 +19,9 @@ import torch
 from semisparse.bench.machines import Machine
 from semisparse.bench.roofline import BASELINE, Candidate, estimate, estimate_matmul
 from semisparse.bench.shapes import architecture, layer_shapes
+from semisparse.formats import get_format
 from semisparse.formats.kernel import MAX_FUSED_TOKENS, Pass
+from semisparse.formats.tuned import variant_of
 from semisparse.patterns import NO_ZEROS, parse_pattern
 
 CONTEXT = 512
@@ -43,7 +45,7 @@ class MeasuredStep:
         gpu: the GPU's name, as the driver reports it.
         arch: the architecture, a name in `ARCHITECTURES`.
         layers: number of decoder layers.
-        format: how the linear layers are stored; likewise pattern and variant (a number of bits; may be empty).
+        format: how the linear layers are stored; likewise pattern, and variant (as in `TunedRow`; may be empty).
         m: tokens: 1 for a decode step, more for a prompt.
         us: microseconds.
     """
@@ -60,7 +62,8 @@ class MeasuredStep:
     @property
     def candidate(self) -> Candidate:
         """How the linear layers are stored."""
-        return Candidate(self.format, self.pattern, {"kind": self.variant} if self.variant else {})
+        values = zip(get_format(self.format).tuned_by, self.variant.split(" "), strict=False)
+        return Candidate(self.format, self.pattern, {name: value for name, value in values if value})
 
 
 def beside_seconds(config: Any, m: int, is_prompt: bool, dtype: torch.dtype, machine: Machine) -> float:
@@ -114,10 +117,11 @@ def in_engine(candidate: Candidate, seconds: float, m: int, dtype: torch.dtype, 
         machine: where. Without a measured step of the format with such tokens, the time is returned as it is.
     """
     pattern = parse_pattern(candidate.pattern)
+    variant = variant_of(candidate.options, get_format(candidate.format).tuned_by)
     near = [
         step
         for step in _steps(machine.name)
-        if (step.format, step.candidate.options) == (candidate.format, candidate.options)
+        if (step.format, step.variant) == (candidate.format, variant)
         and type(parse_pattern(step.pattern)) is type(pattern)
         and (parse_pattern(step.pattern).density == 1) == (pattern.density == 1)
         and max(step.m, m) <= ALIKE_TOKENS * min(step.m, m)

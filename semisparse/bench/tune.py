@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor
 from itertools import groupby
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -27,11 +28,26 @@ GPU_SECONDS = 0.01
 """Seconds of replays per kernel, in place of `timing.GPU_SECONDS`. Slow ones take `timing.FEWEST_REPLAYS` replays."""
 
 
+def compiling_processes() -> ProcessPoolExecutor:
+    """Return a process per CPU core, in which `tune` compiles: that takes longer than measuring."""
+    return ProcessPoolExecutor(os.cpu_count(), get_context("spawn"))
+
+
 def tune(
-    setup: Setup, shapes: Sequence[LayerShape], candidates: Sequence[Candidate], tokens: Sequence[int]
+    setup: Setup,
+    shapes: Sequence[LayerShape],
+    candidates: Sequence[Candidate],
+    tokens: Sequence[int],
+    pool: Executor,
 ) -> Iterator[list[TunedRow]]:
     """Verify and time the kernels of every candidate except the dense baseline, which is the first candidate.
 
+    Args:
+        setup: the dtype, device and machine.
+        shapes: N and K of the weights.
+        candidates: how they are stored, the baseline first.
+        tokens: values of M.
+        pool: where kernels are compiled, as in `compiling_processes`; it is idle while kernels are timed.
     Yields:
         The rows of one shape and candidate.
     Raises:
@@ -40,7 +56,7 @@ def tune(
     before, timing.GPU_SECONDS = timing.GPU_SECONDS, GPU_SECONDS
     try:
         for shape in shapes:
-            _compile(setup, shape, candidates, tokens)
+            _compile(setup, shape, candidates, tokens, pool)
             measured = (row for row in measure_layer(setup, shape, tokens, candidates) if isinstance(row, Measurement))
             for _, rows in groupby(measured, lambda row: row.candidate.label):
                 found = [_row(row) for row in rows if not row.candidate.is_baseline]
@@ -76,23 +92,32 @@ def unmeasured(
     return [candidates[0], *left] if left else []
 
 
-def _compile(setup: Setup, shape: LayerShape, candidates: Iterable[Candidate], tokens: Iterable[int]) -> None:
-    """Compile and load all kernels in parallel, one thread per core: serially this would take most of the time."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        jobs = []
-        for candidate in candidates:
-            form, pattern = get_format(candidate.format), parse_pattern(candidate.pattern)
-            try:
-                # Only a packed weight has a structure. measure_layer packs the weight again.
-                weight = random_weight(pattern, shape.n, shape.k, setup.dtype, setup.device)
-                packed = form.pack(weight, pattern, **candidate.options).to(setup.device)
-            except InputError:
-                continue  # measure_layer says why
-            for m in tokens:
-                problem = Problem(bucket_of(m), structure_of(packed.spec), setup.dtype, setup.device)
-                jobs += [pool.submit(k.prepare, problem) for k in form.kernels if k.refusal(problem) is None]
-        for job in jobs:
-            job.result()
+def _compile(
+    setup: Setup, shape: LayerShape, candidates: Iterable[Candidate], tokens: Iterable[int], pool: Executor
+) -> None:
+    """Compile all kernels of a shape, so that the cache on disk has them when they are timed."""
+    jobs = []
+    for candidate in candidates:
+        form, pattern = get_format(candidate.format), parse_pattern(candidate.pattern)
+        try:
+            # Only a packed weight has a structure. measure_layer packs the weight again.
+            weight = random_weight(pattern, shape.n, shape.k, setup.dtype, setup.device)
+            packed = form.pack(weight, pattern, **candidate.options).to(setup.device)
+        except InputError:
+            continue  # measure_layer says why
+        for m in tokens:
+            problem = Problem(bucket_of(m), structure_of(packed.spec), setup.dtype, setup.device)
+            jobs += [
+                pool.submit(_compile_kernel, form.name, kernel.name, problem)
+                for kernel in form.kernels
+                if kernel.refusal(problem) is None
+            ]
+    for job in jobs:
+        job.result()
+
+
+def _compile_kernel(format_name: str, kernel_name: str, problem: Problem) -> None:
+    next(kernel for kernel in get_format(format_name).kernels if kernel.name == kernel_name).prepare(problem)
 
 
 def _row(measured: Measurement) -> TunedRow:

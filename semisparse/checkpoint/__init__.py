@@ -1,6 +1,6 @@
 """The model directory on disk: its config block, validation, loading and atomic writing.
 
-Names are imported when they are first used: loading.py imports transformers, file_digests.py not even torch.
+Names are imported when they are first used: loading.py imports transformers, file_layers.py not even torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         open_files,
         read_headers,
     )
-    from semisparse.checkpoint.file_digests import DIGESTS, is_blake2b
+    from semisparse.checkpoint.file_layers import DIGESTS, is_blake2b
     from semisparse.checkpoint.files import read_ahead
     from semisparse.checkpoint.gpu_memory import layer_bytes_on
     from semisparse.checkpoint.inspect import describe
@@ -83,7 +83,7 @@ HOMES = {
     **dict.fromkeys(("open_files", "read_headers"), "directory"),
     **dict.fromkeys(("NO_REMOTE_CODE", "auto_class", "load_dense", "load_model", "load_tokenizer"), "loading"),
     **dict.fromkeys(("is_encoder", "meta_model", "pick_device", "read_config", "refuse_remote_code"), "loading"),
-    **dict.fromkeys(("DIGESTS", "is_blake2b"), "file_digests"),
+    **dict.fromkeys(("DIGESTS", "is_blake2b"), "file_layers"),
     **dict.fromkeys(("placed_on", "placement"), "placement"),
     **dict.fromkeys(("atomic_directory", "refuse_existing"), "write"),
     "describe": "inspect",

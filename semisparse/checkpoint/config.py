@@ -67,7 +67,8 @@ def read_json(file: Path) -> dict[str, Any]:
             raise CheckpointError(f"{file} has {file.stat().st_size} bytes, expected at most {MAX_JSON_BYTES}")
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{file} is missing") from error
+        where = f" in {file.absolute().parent}" if file.parent == Path() else ""  # such as `inspect .`
+        raise CheckpointError(f"{file} is missing{where}") from error
     except RecursionError as error:
         raise CheckpointError(f"{file} is unreadable: it is nested too deeply") from error
     except (OSError, ValueError) as error:  # ValueError: invalid UTF-8 or JSON, or an integer of over 4,300 digits
@@ -96,19 +97,38 @@ def check_sizes(config: Mapping[str, Any], where: object) -> None:
         if not least <= number <= most:  # true of NaN, too
             expected = "a number" if most == math.inf else f"{least} to {most}"
             raise CheckpointError(f"{where}: {key} is {_shown(number)} in config.json, expected {expected}")
-    for part in (described, *(value for value in described.values() if isinstance(value, Mapping))):
+    for part in _parts(described):
         _check_experts(part, where)
 
 
+def _parts(config: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield every object in nested objects and lists: ``text_config`` may itself have an ``ffn_config``."""
+    pending = [config]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Mapping):
+            yield value
+            pending += value.values()
+        elif isinstance(value, list | tuple):
+            pending += value
+
+
 def _check_experts(config: Mapping[str, Any], where: object) -> None:
-    """Refuse a model, or a part of a multimodal one, that chooses more experts than it has, or fewer than none."""
-    held = [config[key] for key in EXPERTS if isinstance(config.get(key), int) and config[key] > 1]
-    most = min(held, default=math.inf)
+    """Refuse a model, or a part of one, that chooses more experts than it has, or fewer than none.
+
+    Either number may be a list. Lists of one length belong together, number by number, as the text and image experts of
+    ERNIE 4.5 VL do; otherwise every choice is compared with the fewest experts.
+    """
+    held = [[number for _, number in _numbers(config[key])] for key in EXPERTS if key in config]
+    most = min((number for numbers in held for number in numbers if number > 1), default=math.inf)
     for key in CHOSEN:
-        for _, chosen in _numbers(config.get(key)):
-            if not 0 <= chosen <= most:
-                expected = f"0 to {most}, as many experts as there are" if held else "0 or more"
-                raise CheckpointError(f"{where}: {key} is {_shown(chosen)} in config.json, expected {expected}")
+        chosen = [number for _, number in _numbers(config.get(key))]
+        paired = next((numbers for numbers in held if len(numbers) == len(chosen) > 1), None)
+        for at, number in enumerate(chosen):
+            limit = most if paired is None else paired[at] if paired[at] > 1 else math.inf
+            if not 0 <= number <= limit:
+                expected = "0 or more" if limit == math.inf else f"0 to {limit}, as many experts as there are"
+                raise CheckpointError(f"{where}: {key} is {_shown(number)} in config.json, expected {expected}")
 
 
 def refuse_unstored(model: nn.Module, stored: int) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from semisparse.checkpoint.file_digests import DIGESTS, THREADS, FileDigests, is_blake2b, new_hash
+from semisparse.checkpoint.file_layers import DIGESTS, THREADS, is_blake2b, new_hash
 from semisparse.errors import CheckpointError
 
 Key = TypeVar("Key", bound=Hashable)
+
+EMPTY: Mapping[str, str | None] = MappingProxyType({})
 
 
 def digest_of(tensor: Tensor, blake: bool = False) -> str:
@@ -31,7 +34,7 @@ def digests_of(tensors: Mapping[Key, Tensor], blake: Collection[Key] = ()) -> di
 
 
 def check_digests(
-    name: str, tensors: Mapping[str, Tensor], entry: Mapping[str, Any], computed: FileDigests | None = None
+    name: str, tensors: Mapping[str, Tensor], entry: Mapping[str, Any], computed: Mapping[str, str | None] = EMPTY
 ) -> None:
     """Compare a layer's tensors with the digests in its entry, if it has any.
 
@@ -39,7 +42,7 @@ def check_digests(
         name: the layer's module name, for error messages.
         tensors: as stored, by name.
         entry: the layer's entry in the config block.
-        computed: the digests of the files, as far as they are known.
+        computed: digests by tensor name, as far as they are known.
     Raises:
         CheckpointError: a tensor differs from its digest (the first is named), or the entry names other tensors.
     """
@@ -50,7 +53,7 @@ def check_digests(
         raise CheckpointError(f"layer {name}: its digests in config.json are not those of {', '.join(sorted(tensors))}")
     blake = is_blake2b(declared)
     for tensor, values in tensors.items():
-        digest = (computed and computed.get(f"{name}.{tensor}")) or digest_of(values, blake)
+        digest = computed.get(tensor) or digest_of(values, blake)
         if digest != declared[tensor]:
             raise CheckpointError(
                 f"tensor {name}.{tensor} has the digest {digest}, config.json declares {str(declared[tensor])[:64]}: "

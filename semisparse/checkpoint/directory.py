@@ -14,6 +14,7 @@ from torch import Tensor
 
 from semisparse.checkpoint.block import read_block
 from semisparse.checkpoint.config import check_sizes, read_json
+from semisparse.checkpoint.file_layers import StoredTensor
 from semisparse.checkpoint.files import require_directory, weight_files
 from semisparse.errors import CheckpointError
 from semisparse.formats.base import Packed
@@ -80,10 +81,31 @@ class ModelDirectory:
         with safe_open(self.headers[name].file, "pt") as file:
             return file.get_tensor(name)
 
-    def packed(self, name: str) -> Packed:
-        """Read the compressed layer ``name``, without validating it."""
-        declared = self.layers[name]
-        return Packed(declared.spec, {tensor: self.read(f"{name}.{tensor}") for tensor in declared.tensors})
+    def packed(self, name: str, stored: Mapping[str, StoredTensor] | None = None) -> Packed:
+        """Return the compressed layer ``name``, without validating it.
+
+        Args:
+            name: the layer's module name.
+            stored: its tensors by their names in the files; by default they are read.
+        """
+        tensors = {}
+        for tensor in self.layers[name].tensors:
+            full = f"{name}.{tensor}"
+            tensors[tensor] = self.read(full) if stored is None else self.tensor(full, stored)
+        return Packed(self.layers[name].spec, tensors)
+
+    def tensor(self, name: str, stored: Mapping[str, StoredTensor]) -> Tensor:
+        """Return a tensor on the memory that its bytes were read into.
+
+        Raises:
+            CheckpointError: the file was written since its header was read.
+        """
+        header, data = self.headers[name], stored[name].data if name in stored else b""
+        if header.dtype is None or len(data) != header.nbytes:
+            raise CheckpointError(f"{header.file} was changed while it was read: tensor {name} has {len(data)} bytes")
+        if not data:
+            return torch.empty(header.shape, dtype=header.dtype)
+        return torch.frombuffer(data, dtype=header.dtype).reshape(header.shape)
 
 
 def open_directory(path: str | Path) -> ModelDirectory:

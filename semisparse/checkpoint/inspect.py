@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from itertools import zip_longest
+from contextlib import nullcontext
 from typing import Any
-
-from torch import Tensor
 
 from semisparse.checkpoint.digests import check_digests
 from semisparse.checkpoint.directory import ModelDirectory
-from semisparse.checkpoint.file_digests import THREADS, FileDigests
+from semisparse.checkpoint.file_layers import THREADS, FileLayers
 from semisparse.errors import CheckpointError, SemisparseError
 from semisparse.formats.base import Packed, bytes_on_gpu, get_format
 
@@ -20,7 +18,7 @@ def describe(
     directory: ModelDirectory,
     verify: bool = False,
     progress: Callable[[int, int], None] | None = None,
-    digests: FileDigests | None = None,
+    layers: FileLayers | None = None,
 ) -> dict[str, Any]:
     """Describe a model directory.
 
@@ -28,7 +26,7 @@ def describe(
         directory: dense or compressed, as `open_directory` returns it.
         verify: whether to validate every packed tensor, and to compare it with its digest.
         progress: called with (layers done, all layers).
-        digests: the digests of the files, as far as they are known.
+        layers: the layers that are read already, or being read, if they are verified.
     Returns:
         A dictionary:
 
@@ -49,28 +47,24 @@ def describe(
         for name, header in directory.headers.items()
         if name.endswith(".weight") and len(header.shape) == 2 and name.removesuffix(".weight") not in directory.layers
     ]
-    rows: list[dict[str, Any]] = []
 
-    def add(row: dict[str, Any]) -> None:
-        rows.append(row)
-        if progress:
-            progress(len(rows), len(directory.layers) + len(dense))
+    def row_of(name: str) -> dict[str, Any]:
+        if name in directory.layers:
+            packed = _verify(directory, name, entries[name], layers) if verify else directory.layers[name]
+            return _packed_row(name, packed, entries[name])
+        return _dense_row(directory, name, layers)
 
+    order = {name: at for at, name in enumerate(layers.names if layers else ())}
+    names, rows = sorted((*directory.layers, *dense), key=lambda name: order.get(name, len(order))), {}
     with ThreadPoolExecutor(THREADS) as pool:
-        # In the order of names, in which safetensors stores tensors and `digests` computes them.
-        checked = (
-            pool.map(lambda name: _verify(directory, name, entries[name], digests), sorted(directory.layers))
-            if verify
-            else ()
-        )
-        for (name, packed), _ in zip_longest(directory.layers.items(), checked):
-            add(_packed_row(name, packed, entries[name]))
-    for name in dense:
-        add(_dense_row(name.removesuffix(".weight"), directory.read(name)))
+        for name, row in zip(names, pool.map(row_of, names), strict=True):
+            rows[name] = row
+            if progress:
+                progress(len(rows), len(names))
     layer_bytes = sum(packed.nbytes for packed in directory.layers.values())
     weights = sum(packed.shape[0] * packed.shape[1] for packed in directory.layers.values())
     return {
-        "layers": rows,
+        "layers": [rows[name] for name in (*directory.layers, *dense)],
         "bytes": directory.stored_bytes,
         "layer_bytes": layer_bytes,
         "gpu_layer_bytes": sum(map(bytes_on_gpu, directory.layers.values())),
@@ -79,13 +73,17 @@ def describe(
     }
 
 
-def _verify(directory: ModelDirectory, name: str, entry: Mapping[str, Any], digests: FileDigests | None) -> None:
-    packed = directory.packed(name)
-    check_digests(name, packed.tensors, entry, digests)
-    try:
-        get_format(packed.spec.format).verify(packed)
-    except (SemisparseError, RuntimeError, IndexError) as error:
-        raise CheckpointError(f"layer {name} is corrupted: {error}") from error
+def _verify(directory: ModelDirectory, name: str, entry: Mapping[str, Any], layers: FileLayers | None) -> Packed:
+    """Check a layer's content and digests; return it as declared, since the memory of its content is used again."""
+    with layers.held(name) if layers else nullcontext() as stored:
+        packed = directory.packed(name, stored)
+        computed = {tensor: stored[f"{name}.{tensor}"].digest for tensor in packed.tensors} if stored else {}
+        check_digests(name, packed.tensors, entry, computed)
+        try:
+            get_format(packed.spec.format).verify(packed)
+        except (SemisparseError, RuntimeError, IndexError) as error:
+            raise CheckpointError(f"layer {name} is corrupted: {error}") from error
+    return directory.layers[name]
 
 
 def _packed_row(name: str, packed: Packed, entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,13 +101,16 @@ def _packed_row(name: str, packed: Packed, entry: Mapping[str, Any]) -> dict[str
     }
 
 
-def _dense_row(name: str, weight: Tensor) -> dict[str, Any]:
+def _dense_row(directory: ModelDirectory, name: str, layers: FileLayers | None) -> dict[str, Any]:
+    with layers.held(name) if layers else nullcontext() as stored:
+        weight = directory.tensor(name, stored) if stored else directory.read(name)
+        nonzero = int(weight.count_nonzero())
     return {
-        "name": name,
+        "name": name.removesuffix(".weight"),
         "format": "dense",
         "pattern": None,
         "shape": list(weight.shape),
-        "density": int(weight.count_nonzero()) / max(weight.numel(), 1),
+        "density": nonzero / max(weight.numel(), 1),
         "bits_per_weight": 8.0 * weight.element_size(),
         "bytes": weight.numel() * weight.element_size(),
         "error": None,

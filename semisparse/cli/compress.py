@@ -106,6 +106,10 @@ def compress(
     of every layer; `semisparse compress model --recipe rheosparse --set pattern=16:32 --calib text.txt --out out`.
     """
     from semisparse import api
+    from semisparse.api.start import importing
+
+    with importing(model):  # no GPU's context: every rank of torchrun would create one on the first GPU
+        run = api.compress
 
     with api.joined_ranks(speak) as rank:
         console.quiet = rank > 0
@@ -120,7 +124,7 @@ def compress(
                 def progress(stage: str, done: int, total: int) -> None:
                     bars.update(task, description=stage, completed=done, total=total)
 
-                report = api.compress(
+                report = run(
                     model,
                     recipe=recipe or "auto",
                     target=targets,

@@ -35,11 +35,14 @@ def evaluate(
 
     Example: `semisparse eval out --baseline model --text held-out.txt`
     """
-    from semisparse import api
+    from semisparse.api.start import importing
+
+    with importing(model, "auto"):
+        from semisparse.api.measuring import evaluate as measure
 
     with progress_bar(shown=not as_json) as bars:
         task = bars.add_task("scoring", total=None)
-        report = api.evaluate(
+        report = measure(
             model,
             baseline,
             text,

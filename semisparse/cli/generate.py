@@ -36,7 +36,8 @@ def generate(
         list[str] | None, typer.Option("--stop", help="Text that ends the continuation. May be given several times.")
     ] = None,
     batch: Annotated[
-        Path | None, typer.Option("--batch", help="A file with one prompt per line; all run as one batch.")
+        Path | None,
+        typer.Option("--batch", help="A file with one prompt per line; empty lines are skipped. All run as one batch."),
     ] = None,
     speculate: Annotated[
         int,
@@ -73,6 +74,8 @@ def generate(
         raise InputError("--chat prints a conversation; --json is for --prompt and --batch")
     if draft is not None and not speculate:
         raise InputError("--draft proposes the tokens of --speculate N; give both")
+    if "" in (stop or ()):
+        raise InputError("a --stop text is empty; leave it out, or give the text that ends the continuation")
     with importing(model, device):
         from semisparse.engine import Sampling
 

@@ -6,15 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from semisparse.cli.arguments import (
-    Dtype,
-    Formats,
-    Json,
-    Patterns,
-    comma_separated,
-    dtype_named,
-    positive_integers,
-)
+from semisparse.cli.arguments import Dtype, Formats, Json, Patterns, comma_separated, dtype_named, positive_integers
 from semisparse.cli.output import bytes_text, console, print_json, print_table
 from semisparse.errors import InputError
 
@@ -42,10 +34,13 @@ def plan(
 
     Examples: `semisparse plan llama2-7b --gpu h200`; `semisparse plan --shape 4096,4096 --gpu a100 --tokens 1,32`
     """
-    from semisparse.bench.machines import find_machine
-    from semisparse.bench.plan import make_plan
-    from semisparse.bench.roofline import candidates
-    from semisparse.bench.shapes import layer_shapes
+    from semisparse.api.start import importing
+
+    with importing():
+        from semisparse.bench.machines import find_machine
+        from semisparse.bench.plan import make_plan
+        from semisparse.bench.roofline import candidates
+        from semisparse.bench.shapes import layer_shapes
 
     if (model is None) == (shape is None):
         raise InputError("plan takes a model or --shape N,K, one of the two")

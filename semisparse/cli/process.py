@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import atexit
+import io
 import os
 import sys
 
 from semisparse.api.start import keep_bytecode
 from semisparse.cli import main
 from semisparse.cli.output import INTERRUPTED, say_interrupted
+
+
+def _open_closed_streams() -> None:
+    """Replace a closed stdout or stderr (``>&-``), which is None, by one that discards what is written."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
 
 
 def run() -> None:
@@ -18,8 +26,12 @@ def run() -> None:
     transformers were imported. Nothing of it is needed. Functions registered with `atexit` still run.
     """
     status: str | int | None = 0
+    _open_closed_streams()
     try:
         keep_bytecode()
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")  # a locale's encoding may lack what a model writes
         main()
     except SystemExit as leaving:
         status = leaving.code or 0

@@ -11,22 +11,32 @@ from torch.nn import functional as F
 
 from semisparse.engine.ops import FOLDER, SCALARS, Columns, rms_norm
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.kernel import Argument, CudaSource
+from semisparse.runtime.kernel import HOPPER, Argument, CudaSource
 from semisparse.runtime.nvrtc import Defines
 
 ROPE = CudaSource(
     FOLDER / "rope.cu",
     ({"SCALAR": "__half", "DIM": 128}, {"SCALAR": "__nv_bfloat16", "DIM": 8}, {"SCALAR": "float", "DIM": 64}),
 )
+ALONE: Defines = {"WARPS": 4, "AHEAD": 2, "CTAS": 2, "CLUSTER": 1}
 ATTENTION = CudaSource(
     FOLDER / "attention.cu",
     (
-        {"SCALAR": "__nv_bfloat16", "DIM": 128, "GROUP": 1, "ROPE": 1},
-        {"SCALAR": "__half", "DIM": 128, "GROUP": 8, "ROPE": 1},
-        {"SCALAR": "float", "DIM": 64, "GROUP": 2, "ROPE": 1},
-        {"SCALAR": "__half", "DIM": 256, "GROUP": 4, "ROPE": 0},
-        {"SCALAR": "__half", "DIM": 8, "GROUP": 8, "ROPE": 0},
+        {"SCALAR": "__nv_bfloat16", "DIM": 128, "GROUP": 1, "ROPE": 1, **ALONE, "AHEAD": 8, "CTAS": 3},
+        {"SCALAR": "__half", "DIM": 128, "GROUP": 8, "ROPE": 1, **ALONE},
+        {"SCALAR": "float", "DIM": 64, "GROUP": 2, "ROPE": 1, **ALONE, "AHEAD": 4, "CTAS": 3},
+        {"SCALAR": "__half", "DIM": 256, "GROUP": 4, "ROPE": 0, **ALONE, "CTAS": 3},
+        {"SCALAR": "__half", "DIM": 8, "GROUP": 8, "ROPE": 0, **ALONE},
     ),
+)
+CLUSTERED_ATTENTION = CudaSource(
+    FOLDER / "attention.cu",
+    (
+        {"SCALAR": "__nv_bfloat16", "DIM": 128, "GROUP": 1, "ROPE": 1, **ALONE, "AHEAD": 8, "CTAS": 3, "CLUSTER": 8},
+        {"SCALAR": "__half", "DIM": 64, "GROUP": 4, "ROPE": 1, **ALONE, "CTAS": 3, "CLUSTER": 5},
+        {"SCALAR": "float", "DIM": 256, "GROUP": 2, "ROPE": 0, **ALONE, "AHEAD": 4, "CTAS": 3, "CLUSTER": 2},
+    ),
+    architectures=("sm_90a", "sm_100a"),
 )
 
 MAX_GROUP = 8
@@ -40,6 +50,9 @@ MIN_SPLIT = 64
 
 RESIDENT_CTAS = 3
 """CTAs of attention.cu per SM, by its registers (up to 4 query heads per CTA; else 2)."""
+
+MAX_CLUSTER = 8
+"""Maximum CTAs of a cluster that every GPU with clusters has."""
 
 MAX_SPLITS = 64
 """Maximum splits of the positions."""
@@ -213,11 +226,13 @@ def _attend(
     per_kv = heads.count // heads.kv_count
     group = min(per_kv, MAX_GROUP)
     ctas = heads.kv_count * -(-per_kv // group)
-    splits = _splits(ctas * m, length if cache.splits_by_length else MAX_SPLITS * MIN_SPLIT, facts.sms)
+    schedule = _schedule(ctas * m, group, length if cache.splits_by_length else None, facts.sms, facts.capability)
+    splits = schedule.splits
     partials, counters = _workspace(out.device, m * heads.count * splits * (heads.dim + 4), m * ctas)
-    defines: Defines = {"SCALAR": SCALARS[out.dtype], "DIM": heads.dim, "GROUP": group, **rope}
-    ATTENTION.build("semisparse_engine_attention", defines).load(out.device)(
-        (ctas, splits, m), 128, pdl=facts.has_pdl,
+    defines: Defines = {"SCALAR": SCALARS[out.dtype], "DIM": heads.dim, "GROUP": group, **rope, **schedule.defines}
+    source = CLUSTERED_ATTENTION if schedule.clustered else ATTENTION
+    source.build("semisparse_engine_attention", defines).load(out.device)(
+        (splits, ctas, m), 32 * schedule.warps, pdl=facts.has_pdl,
         keys=cache.keys, values=cache.values, positions=positions, out=out, partials=partials, counters=counters,
         heads=heads.count, kv_heads=heads.kv_count, tokens=m // sequences, length=length, splits=splits,
         scale=heads.scale, **arguments,
@@ -246,15 +261,51 @@ def attend_to_prompt(q: Tensor, cache: LayerCache, length: int, heads: Heads) ->
     return out.transpose(1, 2).flatten(0, 1).flatten(1)
 
 
+@dataclass(frozen=True)
+class Schedule:
+    """How attention.cu divides the positions of a token.
+
+    Args:
+        splits: ranges of positions, a CTA each.
+        warps: warps per CTA.
+        ahead: positions per team of lanes whose loads are in flight.
+        ctas: CTAs per SM that registers leave room for.
+        clustered: whether the splits are a cluster.
+    """
+
+    splits: int
+    warps: int
+    ahead: int
+    ctas: int
+    clustered: bool = False
+
+    @property
+    def defines(self) -> Defines:
+        """The macros of attention.cu that depend on the schedule."""
+        cluster = self.splits if self.clustered else 1
+        return {"WARPS": self.warps, "AHEAD": self.ahead, "CTAS": self.ctas, "CLUSTER": cluster}
+
+
 @cache
-def _splits(ctas: int, length: int, sms: int) -> int:
-    """Return the number of splits of the positions: enough for two CTAs per SM, but not more CTAs than are resident.
+def _schedule(ctas: int, group: int, length: int | None, sms: int, capability: tuple[int, int]) -> Schedule:
+    """Return the schedule: enough splits for two CTAs per SM, but not more CTAs than are resident.
 
     With 8 sequences of 32 heads at position 560 attention takes 20.2 us unsplit and 26.2 in two splits, where a quarter
     of the CTAs waits for an SM (H200, results/h200/sweeps/decode-fused.csv).
+
+    Args:
+        ctas: key-value heads times tokens times groups of query heads.
+        group: query heads per CTA.
+        length: of the cache; None if the number of splits must not depend on it.
+        sms: the GPU's SMs.
+        capability: the GPU's compute capability.
     """
     resident = RESIDENT_CTAS * sms // ctas
-    return max(1, min(-(-2 * sms // ctas), resident, length // MIN_SPLIT, MAX_SPLITS))
+    most = MAX_SPLITS if length is None else max(1, length // MIN_SPLIT)
+    splits = max(1, min(-(-2 * sms // ctas), resident, most, MAX_SPLITS))
+    ahead, per_sm = 2 if group > 2 else 4 if group == 2 else 8, 2 if group > 4 else 3
+    clustered = 1 < splits <= MAX_CLUSTER + 1 and group <= MAX_GROUP // 2 and capability >= HOPPER
+    return Schedule(min(splits, MAX_CLUSTER) if clustered else splits, 4, ahead, per_sm, clustered)
 
 
 @cache

@@ -289,8 +289,12 @@ class DecoderBackend(Backend):
         needed = Cache.bytes_of(self.decoder.structure, sequences, length, self.decoder.dtype)
         free = free_memory(self.decoder.device)
         if needed > free:
-            fitting = int(free // (needed / sequences))
+            fitting = sequences
+            while fitting and needed * fitting > free * sequences:  # a batch is padded to a power of two
+                fitting //= 2
+            fitting -= fitting % (self.decoder.group or 1)
+            of_them = "sequences" if fitting > 1 else "sequence"
             raise InputError(
                 f"{sequences} sequences of {length} positions take {needed / 1e9:.1f} GB of cache, {free / 1e9:.1f} GB "
-                f"of GPU memory are free: {fitting} such sequences would fit"
+                f"of GPU memory are free: {fitting or 'not even one'} such {of_them} would fit"
             )

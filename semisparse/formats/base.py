@@ -23,6 +23,7 @@ from semisparse.formats.registry import format_names, get_format, registry
 from semisparse.formats.spec import WEIGHT_DTYPES, Params, Scalar, TensorSpec, WeightSpec
 from semisparse.formats.tuned import ranking
 from semisparse.patterns import Pattern, parse_pattern
+from semisparse.runtime.device import GENERATIONS
 
 __all__ = [
     "WEIGHT_DTYPES",
@@ -85,7 +86,8 @@ class Format:
         cases: edge cases of its own for the contract tests.
         recipes: built-in recipes that end in this format, name -> settings.
         lossless: whether unpack returns the packed weight bit for bit.
-        cost: (problem, bytes of the packed weight) -> the passes of a matmul, for `plan` and the bench's floors.
+        cost: (problem, bytes of the packed weight in the problem's layout) -> the passes of a matmul, for `plan` and
+            the bench's floors.
         variants: the sets of pack options that `plan` and the benchmarks compare.
         choices: the candidates of a joint search for a layer, each as (pattern, recipe key ``quant``).
         rounds: pattern -> whether recipes may store weights of this pattern in the format's quantised variants.
@@ -101,8 +103,10 @@ class Format:
         experts: problem -> the matmuls of a mixture's experts by a fixed number of launches, or None if no kernel can
             compute them. Whether one can does not depend on the number of pairs. None if the format has no such kernel
             for any device.
-        gpu_bytes: (weight spec as on disk, bytes of the tensors) -> about the bytes that the weight takes on a GPU, the
-            most of all GPUs.
+        spec_on_gpu: (weight spec as on disk, compute capability) -> the spec in the layout that ``arrange`` gives the
+            weight on such a GPU, as far as ``cost`` and ``gpu_bytes`` depend on it.
+        gpu_bytes: (weight spec as on that GPU, bytes of the tensors on disk) -> about the bytes that the weight takes
+            there.
         arrange: (packed, device type) -> the same weight on its present device, in the layout for kernels on the given
             device type. For ``cpu`` that is the layout on disk.
     """
@@ -134,6 +138,7 @@ class Format:
     regroup: Callable[[Sequence[Packed], int, int, int, Pattern], Packed] | None = None
     stack: Callable[[Sequence[Packed], int], Mapping[str, Scalar] | None] | None = None
     experts: Callable[[ExpertsProblem], ExpertsProduct | None] | None = None
+    spec_on_gpu: Callable[[WeightSpec, tuple[int, int]], WeightSpec] = lambda spec, capability: spec
     gpu_bytes: Callable[[WeightSpec, float], float] = lambda spec, stored: stored
     arrange: Callable[[Packed, str], Packed] = lambda packed, device_type: packed
 
@@ -289,9 +294,16 @@ class Format:
         return (*self.kernels, reference_kernel)
 
 
-def bytes_on_gpu(packed: Packed) -> int:
-    """Return the most bytes that a weight in the layout on disk takes on a GPU."""
-    return round(get_format(packed.spec.format).gpu_bytes(packed.spec, packed.nbytes))
+def bytes_on_gpu(packed: Packed, capability: tuple[int, int] | None = None) -> int:
+    """Return about the bytes that a weight in the layout on disk takes on a GPU.
+
+    Args:
+        packed: the weight; on the meta device, too.
+        capability: the GPU's compute capability; None for the most of all GPUs.
+    """
+    form = get_format(packed.spec.format)
+    gpus = GENERATIONS if capability is None else (capability,)
+    return round(max(form.gpu_bytes(form.spec_on_gpu(packed.spec, gpu), packed.nbytes) for gpu in gpus))
 
 
 def require_dense(weight: object) -> None:

@@ -112,6 +112,11 @@ class FusedOperands:
     epsilon: float = 0.0
     residual: Tensor | None = None
 
+    @property
+    def arguments(self) -> dict[str, Tensor | float | None]:
+        """The operands as a kernel's arguments by name."""
+        return {"norm_weight": self.norm_weight, "residual": self.residual, "epsilon": self.epsilon}
+
 
 NOTHING_FUSED = FusedOperands()
 

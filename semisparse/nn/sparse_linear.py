@@ -110,11 +110,16 @@ class SparseLinear(nn.Module):
             KernelError: no kernel can compute this; lists every candidate's reason.
             FormatError: the layer was built on the meta device and moved by `to_empty`, and no weight was loaded.
         """
-        if self._unfilled and not torch.compiler.is_compiling():
-            self.validate()
-            self.arrange()
-            self._unfilled = False
+        if self._unfilled:
+            self._check_filled()
         return linear(x, self.packed, self.bias if bias is None else bias, self.kernel)
+
+    @torch.compiler.disable
+    def _check_filled(self) -> None:
+        """Validate a layer whose memory was allocated after it was built. Compiled code calls it, too, once."""
+        self.validate()
+        self.arrange()
+        self._unfilled = False
 
     def validate(self) -> None:
         """Check every stored tensor, as `Format.validate` does."""

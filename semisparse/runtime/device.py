@@ -10,6 +10,9 @@ from pathlib import Path
 
 import torch
 
+GENERATIONS = ((8, 0), (9, 0), (10, 0))
+"""A compute capability of each generation of GPUs whose layouts of a weight may differ: Ampere, Hopper, Blackwell."""
+
 UNKNOWN_CACHE_BYTES = 32 << 20
 """Assumed if a CPU's last-level cache size cannot be read. Too large a value only slows benchmarks down."""
 

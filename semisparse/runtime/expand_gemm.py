@@ -91,6 +91,11 @@ class Schedule:
         """Consumer warps per CTA."""
         return 4 * self.warpgroups
 
+    @property
+    def threads(self) -> int:
+        """Threads per CTA: those of the consumer warps, and of a producer warpgroup."""
+        return 32 * self.warps + 128
+
     def defines(self, dtype: torch.dtype) -> Defines:
         """Return the macros of gemm.cuh: the fields in capitals, and SCALAR."""
         return {"SCALAR": SCALARS[dtype], **{name.upper(): value for name, value in asdict(self).items()}}
@@ -307,7 +312,7 @@ def prepare(
     permuting = PERMUTE_X.build("semisparse_permute_x", {"TILE_M": schedule.tile_m, "BLOCK": block})
     permute_x = replace(permuting, shares_sm=True).load(device)
     gemm = kernel(schedule).load(device)
-    threads, even_k = 32 * schedule.warps + 128, k % 2 == 0
+    threads, even_k = schedule.threads, k % 2 == 0
     row_tiles, column_tiles = weight.row_tiles, weight.column_tiles
     launch_for = lru_cache(maxsize=64)(lambda m: launch_of(schedule, m, weight, sms))
 

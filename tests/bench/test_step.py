@@ -56,7 +56,7 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for layers, form, pattern, kind, m, ratio in MEASURED:
         config = architecture("llama2-7b")
         config.num_hidden_layers = layers
-        one = Candidate(form, pattern, {"kind": kind})
+        one = Candidate(form, pattern, {"on_gpu" if form == "ec_csr" else "kind": kind})
         shapes = ((3 * 4096, 4096), (4096, 4096), (2 * 11008, 4096), (4096, 11008))
         alone = layers * sum(estimate_matmul(one, m, n, k, torch.bfloat16, TOY)[0].seconds for n, k in shapes)
         seconds = beside_seconds(config, m, m > 1, torch.bfloat16, TOY) + ratio * alone
@@ -75,6 +75,7 @@ MEASURED = (
     (32, "gqs", "g32@0%", "w4", 1, 1.3),
     (4, "gqs", "g16@50%", "w4", 1, 1.5),
     (8, "gqs", "g128@0%", "w4", 2048, 0.9),
+    (4, "ec_csr", "70%", "lists", 1, 1.7),
 )
 
 
@@ -97,6 +98,12 @@ def test_a_matmul_takes_what_it_takes_in_the_nearest_measured_step(pattern: str,
     form = "bitmask" if ":" in pattern else "gqs"
     seconds = in_engine(Candidate(form, pattern, {"kind": kind}), 2.0, m, torch.bfloat16, TOY)
     assert seconds == pytest.approx(2 * expected)
+
+
+@pytest.mark.usefixtures("steps")
+@pytest.mark.parametrize(("options", "expected"), [({"on_gpu": "lists"}, 1.7), ({}, 1.0)])
+def test_a_variant_is_what_the_format_is_tuned_by(options: dict[str, str], expected: float):
+    assert in_engine(Candidate("ec_csr", "70%", options), 2.0, 1, torch.bfloat16, TOY) == pytest.approx(2 * expected)
 
 
 def test_shipped_steps_give_plausible_ratios():

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import semisparse
 from tests.models import byte_tokenizer, random_model
 
 
@@ -12,6 +13,15 @@ def model(tmp_path: Path) -> Path:
     random_model("llama").save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
     return tmp_path / "model"
+
+
+@pytest.fixture(scope="module")
+def compressed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model, compressed once per file of tests."""
+    out = tmp_path_factory.mktemp("compressed") / "small"
+    settings = ("search=none", "prune=magnitude")
+    semisparse.compress(random_model("llama"), byte_tokenizer(), "rheosparse", None, out, settings=settings)
+    return out
 
 
 @pytest.fixture

@@ -16,14 +16,6 @@ LONG = "9" * 5000
 WITHOUT_CALIBRATION = ("--recipe", "rheosparse", "--set", "search=none", "--set", "prune=magnitude")
 
 
-@pytest.fixture(scope="module")
-def compressed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("odd") / "small"
-    settings = ("search=none", "prune=magnitude")
-    semisparse.compress(random_model("llama"), byte_tokenizer(), "rheosparse", None, out, settings=settings)
-    return out
-
-
 def assert_sentence(outcome: Outcome, sentence: str, status: int = 2) -> None:
     assert (outcome.status, outcome.out) == (status, ""), outcome
     assert sentence in " ".join(outcome.err.split())
@@ -45,6 +37,7 @@ def assert_sentence(outcome: Outcome, sentence: str, status: int = 2) -> None:
         ("--speculate", "32", "it is 0 to 31"),
         ("--device", "tpu", "it is auto, cpu or cuda"),
         ("--prompt", "", "a prompt is empty"),
+        ("--stop", "", "a --stop text is empty"),
         ("--prompt", "a" * 10**5, "exceed the model's context"),
     ],
 )
@@ -142,3 +135,11 @@ def test_no_model(run: Run, text: Path, tmp_path: Path, verb: str, place: str):
     expected = "config.json" if place == "empty" or verb in ("plan", "serve") else "no model directory at"
     assert_sentence(run(verb, tmp_path / place, *rest.get(verb, ())), expected)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("place", [".", ""])
+def test_a_file_missing_from_the_working_directory(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+):
+    monkeypatch.chdir(tmp_path)
+    assert_sentence(run("inspect", place), f"config.json is missing in {tmp_path}")

@@ -1,5 +1,6 @@
 """The command line as a process: its exit status, its output, and what runs at its end."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -54,3 +55,16 @@ def test_a_closed_pipe_and_a_full_disk_are_reported_as_python_does(tmp_path: Pat
             done = run("pass", capture_output=False, stdout=full, stderr=subprocess.PIPE)
         assert done.returncode
         assert "No space left" in done.stderr
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", ">&- 2>&-"])
+def test_a_closed_stream_is_no_error(closed: str):
+    done = subprocess.run(f"{sys.executable} -m semisparse formats --json {closed}", shell=True, capture_output=True)
+    assert done.returncode == 0
+    assert done.stderr == b""
+
+
+def test_text_that_the_encoding_of_stdout_lacks_is_escaped():
+    done = run("print('\\u6f22')", env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\\u6f22" in done.stdout

@@ -9,19 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import semisparse
 from semisparse.cli import serve
 from semisparse.errors import SemisparseError
 from semisparse.runtime.device import DeviceFacts
-from tests.models import byte_tokenizer, random_model
-
-
-@pytest.fixture(scope="module")
-def compressed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("serve") / "out"
-    settings = ("search=none", "prune=magnitude")
-    semisparse.compress(random_model("llama"), byte_tokenizer(), "rheosparse", None, out, settings=settings)
-    return out
 
 
 @pytest.fixture

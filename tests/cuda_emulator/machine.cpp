@@ -23,6 +23,7 @@
 #include "machine.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/cp_async_bulk.cuh"
+#include "ptx/st_async.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/wgmma.cuh"
@@ -206,23 +207,29 @@ void arrive_at(Word mbarrier, ResidentCta& cta) {
     check_phase(found);
 }
 
-void start_bulk_copy(Word to, const void* from, Word bytes, Word mbarrier, ResidentCta& cta) {
+// Calls `write` at an address in a CTA's shared memory, at once or (`adverse`) when a thread waits for it, and completes `bytes`.
+template <typename Write>
+void write_asynchronously(Word to, Word bytes, Word alignment, Word mbarrier, ResidentCta& cta, Write write) {
     Cta* const running = here;
     here = &cta;  // whose static shared memory counts
-    shared_at(to, bytes, 16);
+    shared_at(to, bytes, alignment);
     here = running;
-    check_aligned(from, 16);
-    if (bytes % 16) fail("a bulk copy's length is no multiple of 16");
     if (failure) return;
-    auto copy = [=, &cta] {
-        std::memcpy(cta.shared + to, from, bytes);
+    auto arrive = [=, &cta] {
+        write(cta.shared + to);
         Mbarrier& found = mbarrier_at(mbarrier, cta);
         found.bytes -= bytes;
         check_phase(found);
     };
-    if (adverse) cta.bulk_copies.emplace(mbarrier, copy);
-    else copy();
+    if (adverse) cta.bulk_copies.emplace(mbarrier, arrive);
+    else arrive();
     ++progress;
+}
+
+void start_bulk_copy(Word to, const void* from, Word bytes, Word mbarrier, ResidentCta& cta) {
+    check_aligned(from, 16);
+    if (bytes % 16) fail("a bulk copy's length is no multiple of 16");
+    write_asynchronously(to, bytes, 16, mbarrier, cta, [=](char* at) { std::memcpy(at, from, bytes); });
 }
 
 }  // namespace
@@ -381,4 +388,12 @@ float e4m3_value(unsigned char bits) {
     if ((bits & 0x7f) == 0x7f) return NAN;
     const float magnitude = exponent ? std::ldexp(8.0f + fraction, exponent - 10) : std::ldexp(float(fraction), -9);
     return bits & 0x80 ? -magnitude : magnitude;
+}
+
+// ptx/st_async.cuh
+
+void st_async(Word to, Word word, Word mbarrier, Word rank) {
+    if (rank >= cluster_size) return fail("a CTA that the cluster does not have");
+    ResidentCta& cta = *resident().cluster->ctas[rank];
+    write_asynchronously(to, 4, 4, mbarrier, cta, [=](char* at) { std::memcpy(at, &word, 4); });
 }

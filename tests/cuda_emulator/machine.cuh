@@ -22,7 +22,7 @@
 #define __CUDA_ARCH__ 900
 #define __CUDA_ARCH_FEAT_SM90_ALL 1
 
-extern "C" float expf(float), fabsf(float), fmaxf(float, float), fminf(float, float), sqrtf(float);
+extern "C" float exp2f(float), expf(float), fabsf(float), fmaxf(float, float), fminf(float, float), sqrtf(float);
 inline bool isnan(float value) { return value != value; }
 template <typename T> T max(T a, T b) { return a < b ? b : a; }
 template <typename T> T min(T a, T b) { return b < a ? b : a; }

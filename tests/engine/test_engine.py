@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from semisparse.engine import Engine, Sampling
+from semisparse.engine import Engine, Sampling, backend
 from semisparse.engine.backend import DecoderBackend
 from semisparse.engine.speculation import Verifier, propose, speculated
 from semisparse.engine.transformers_backend import TransformersBackend
@@ -93,6 +93,33 @@ def test_a_full_gpu_is_one_sentence(llama: Engine, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *device: (10**9, 80 * 10**9))
     with pytest.raises(SemisparseError, match=r"memory is full: 1.0 of 80.0 GB are free"):
         llama.generate(["abc"], 5)
+
+
+@pytest.mark.parametrize(("free", "fitting"), [(5, "4 such sequences"), (1, "1 such sequence "), (0, "not even one")])
+def test_a_batch_whose_cache_does_not_fit_is_refused(free: int, fitting: str, monkeypatch: pytest.MonkeyPatch):
+    """Five prompts are padded to eight sequences on a GPU; room for five is room for a batch of four."""
+    engine = engine_of(random_model("llama", torch.float32))
+    heads, layers = engine.backend.decoder.structure.heads, len(engine.backend.decoder.layers)
+    of_one = 2 * layers * heads.kv_count * 64 * heads.dim * 4
+    monkeypatch.setattr(engine.backend, "_on_gpu", True)
+    monkeypatch.setattr(backend, "free_memory", lambda device: free * of_one)
+    with pytest.raises(InputError, match=rf"8 sequences of 64 positions take .* of GPU memory are free: {fitting}"):
+        engine.generate(["abc"] * 5, 4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU's memory: there is no GPU")
+def test_a_gpu_that_fills_after_the_check_is_one_sentence():
+    """The allocator's limit stands for another process that takes the memory between the check and the allocation."""
+    engine = engine_of(random_model("llama", torch.float32, **HEADS).cuda())
+    before = torch.cuda.memory_reserved()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(before / torch.cuda.mem_get_info()[1])
+    try:
+        with pytest.raises(SemisparseError, match=r"the GPU's memory is full: .* take a smaller batch"):
+            engine.generate(["abc"] * 4096, 32)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert engine.generate(["abc"], 8)[0].text == greedy(engine.model, "abc", 8)
 
 
 def test_a_new_cache_is_never_taken_for_a_warm_one(llama: Engine):

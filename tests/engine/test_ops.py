@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from semisparse.engine import attention, ops
-from semisparse.engine.attention import HeadNorms, Heads, LayerCache, RotaryTable
+from semisparse.engine.attention import HeadNorms, Heads, LayerCache, RotaryTable, Schedule
 from semisparse.engine.ops import Columns
 from tests.choosing import mostly_slow
 from tests.cuda_emulator import adverse, emulate, needs_compiler
@@ -116,7 +116,34 @@ def test_rotary_embedding_and_cache(kernels, dtype, heads, normed):
 
 
 def test_splits_are_no_more_ctas_than_are_resident():
-    assert [attention._splits(ctas, 768, 132) for ctas in (8, 32, 128, 256, 4096)] == [12, 9, 3, 1, 1]
+    def splits(ctas: int, capability: tuple[int, int]) -> tuple[int, bool]:
+        schedule = attention._schedule(ctas, 1, 768, 132, capability)
+        return schedule.splits, schedule.clustered
+
+    counts = (8, 32, 128, 256, 4096)
+    assert [splits(ctas, (8, 0)) for ctas in counts] == [(12, False), (9, False), (3, False), (1, False), (1, False)]
+    assert [splits(ctas, (9, 0)) for ctas in counts] == [(12, False), (8, True), (3, True), (1, False), (1, False)]
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        Schedule(splits=8, warps=8, ahead=2, ctas=2, clustered=True),
+        Schedule(splits=3, warps=4, ahead=5, ctas=2, clustered=True),
+        Schedule(splits=5, warps=8, ahead=3, ctas=1),
+    ],
+    ids=str,
+)
+def test_attention_divided_in_any_way(kernels, schedule: Schedule, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(attention, "_schedule", lambda *of: schedule)
+    heads, dtype, length, of = Heads(6, 3, 64, 0.1), DTYPES[1], 400, torch.tensor([371], dtype=torch.int32)
+    cache, table = cache_of(1, heads, length, dtype), table_of(length, heads.dim, dtype)
+    at = Columns((0, 384, 576), 768)
+    arguments = (torch.randn(1, at.width).to(dtype), at, heads, table, of, cache)
+    for _ in range(2):
+        (found, there), (expected, here) = kernels(attention.rotate_and_attend, *arguments)
+        close(found, expected, 16)
+        close(there[5].keys, here[5].keys, 8)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from semisparse.engine import Engine
 from semisparse.engine.transformers_backend import TransformersBackend
-from semisparse.errors import InputError
+from semisparse.errors import CheckpointError, InputError
 from tests.architectures import tiny_model
 from tests.models import byte_tokenizer
 
@@ -37,6 +37,23 @@ def test_greedy_text_is_that_of_transformers(name: str, changes: dict[str, bool]
 def test_a_model_that_does_not_use_the_cache_is_refused(name: str):
     with pytest.raises(InputError, match="keeps no keys and values in transformers' cache"):
         engine_of(name).generate(PROMPTS, 2)
+
+
+@pytest.mark.parametrize(("name", "context"), [("BLOOM", 1 << 30), ("Llama", 1 << 17)])
+def test_warming_runs_no_prompt_of_a_long_context(name: str, context: int, monkeypatch: pytest.MonkeyPatch):
+    engine = engine_of(name)
+    engine.backend.context = context  # BLOOM's config has none, and is taken to have 2**30
+    prompts: list[int] = []
+    monkeypatch.setattr(engine, "_compile", lambda prompt, *_: prompts.append(len(prompt[0])))
+    engine.warm()
+    assert prompts == [1, 2048]
+
+
+def test_weights_that_give_nan_are_refused():
+    model = tiny_model("Llama")
+    model.model.layers[0].mlp.down_proj.weight.data[0, 0] = float("nan")
+    with pytest.raises(CheckpointError, match="own logits are NaN in torch.float32"):
+        Engine(model, byte_tokenizer())
 
 
 def test_attention_without_a_head_dim_runs_through_transformers_code():

@@ -139,18 +139,30 @@ def test_an_assigned_tensor_keeps_its_dtype_and_is_refused():
     assert torch.equal(layer(X), before)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("assign", [False, True])
-def test_memory_that_was_never_written_is_not_computed_with(assign: bool):
+def test_memory_that_was_never_written_is_not_computed_with(assign: bool, compiled: bool):
     """`to_empty` allocates; a kernel would follow whatever indices are there."""
     layer = SparseLinear(PACKED)
     before, state = layer(X), layer.state_dict()
     empty = SparseLinear(PACKED).to("meta").to_empty(device="cpu")
+    forward = torch.compile(empty, backend="eager") if compiled else empty
     for parameter in empty.parameters():
         parameter.fill_(1)  # allocated memory may happen to be valid
     with pytest.raises(FormatError, match="tensor"):
-        empty(X)
+        forward(X)
     empty.load_state_dict(state, assign=assign)
-    assert torch.equal(empty(X), before)
+    assert torch.equal(forward(X), before)
+    assert not empty._unfilled
+
+
+def test_a_kernel_that_needs_no_compiler_is_announced_where_there_is_none(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("semisparse.runtime.cpp.refusal", lambda: "no C++ compiler found")
+    product._prepared.cache_clear()
+    product._say_slow.cache_clear()
+    with pytest.warns(UserWarning, match="gqs runs its slow unpack_cpu kernel.*no C.. compiler found"):
+        linear(torch.randn(1, 32), semisparse.pack(torch.randn(16, 32), format="gqs", pattern="g16@0%"))
+    product._prepared.cache_clear()
 
 
 def test_the_slow_reference_kernel_is_announced_once(monkeypatch: pytest.MonkeyPatch):

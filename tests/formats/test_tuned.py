@@ -1,5 +1,7 @@
 """Measured tables: how they are read, which rows apply to a matmul, and that `auto` follows them."""
 
+import pickle
+from concurrent.futures import Executor, Future
 from pathlib import Path
 
 import pytest
@@ -165,19 +167,35 @@ def test_only_a_gpu_is_tuned():
         users_table(torch.device("cpu"))
 
 
+class Pickling(Executor):
+    """Runs calls at once, with what a process would get of their arguments; notes the kernels."""
+
+    def __init__(self) -> None:
+        self.kernels: set[str] = set()
+
+    def submit(self, call, *arguments):
+        call, arguments = pickle.loads(pickle.dumps((call, arguments)))
+        self.kernels.add(arguments[1])
+        done: Future = Future()
+        done.set_result(call(*arguments))
+        return done
+
+
 def test_an_interrupted_tuning_goes_on_with_what_the_table_lacks(tmp_path: Path):
     shape, path, tokens = LayerShape("", 64, 128, 1), tmp_path / "table.csv", (1, 4)
     candidates = [Candidate("dense", "0%"), *(Candidate("gqs", "g16@50%", {"kind": kind}) for kind in ("w4", "w2"))]
     setup = Setup("", torch.float32, torch.device("cpu"), find_machine("cpu"))
     assert unmeasured(candidates, shape, torch.float32, tokens, path) == candidates
-    first = next(tune(setup, [shape], candidates, tokens))
+    pool = Pickling()
+    first = next(tune(setup, [shape], candidates, tokens, pool))
+    assert pool.kernels == {"blas", "cpu", "unpack_cpu"}
     assert {(row.variant, row.m) for row in first} == {("w4", 1), ("w4", 4)}
     add_to_table(path, first)
     assert unmeasured(candidates, shape, torch.float32, tokens, path) == [candidates[0], candidates[2]]
     assert unmeasured(candidates, shape, torch.float32, (1, 2), path) == candidates
     assert unmeasured(candidates, shape, torch.bfloat16, tokens, path) == candidates
     left = unmeasured(candidates, shape, torch.float32, tokens, path)
-    for rows in tune(setup, [shape], left, tokens):
+    for rows in tune(setup, [shape], left, tokens, pool):
         add_to_table(path, rows)
     assert {row.variant for row in read_table(path)} == {"w2", "w4"}
     assert unmeasured(candidates, shape, torch.float32, tokens, path) == []

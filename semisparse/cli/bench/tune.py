@@ -48,7 +48,7 @@ def tune(
     from semisparse.bench.machines import find_machine
     from semisparse.bench.roofline import candidates
     from semisparse.bench.shapes import layer_shapes
-    from semisparse.bench.tune import add_to_table, of_kinds, unmeasured, users_table
+    from semisparse.bench.tune import add_to_table, compiling_processes, of_kinds, unmeasured, users_table
     from semisparse.bench.tune import tune as tune_shapes
 
     target = pick_device(device)
@@ -59,11 +59,11 @@ def tune(
     setup = Setup("", dtype_named(dtype), target, find_machine(target.type))
     path = out or table
     rows = []
-    with progress_bar(not as_json) as bars:
+    with compiling_processes() as pool, progress_bar(not as_json) as bars:
         task = bars.add_task("shapes", total=len(layers))
         for layer in layers.values():
             left = unmeasured(compared, layer, setup.dtype, counts, path) if resume else compared
-            for measured in tune_shapes(setup, [layer], left, counts) if left else ():
+            for measured in tune_shapes(setup, [layer], left, counts, pool) if left else ():
                 add_to_table(path, measured)
                 rows += measured
             bars.advance(task)

@@ -3,9 +3,10 @@
 //
 // A CTA computes GROUP query heads that share a key-value head, for one token and one of `splits` ranges of its positions. A
 // team of kLanes lanes takes one position at a time, 8 values per lane, and keeps its own maximum, sum and weighted values
-// (online softmax). The teams of a CTA are combined by shuffles and in shared memory. With several splits, partial results go
-// to global memory; the last CTA of a token and group combines them in a fixed order, so every run gives the same bits, and
-// sets the counter back to 0.
+// (online softmax). The teams of a CTA are combined by shuffles and in shared memory, then the splits, in a fixed order, so
+// every run gives the same bits. If the splits are a cluster (CLUSTER > 1), its CTAs store partial results in the shared memory
+// of rank 0 (st.async), which waits for their bytes on an mbarrier. Else partial results go to global memory; the last CTA of a
+// token and group combines them and sets the counter back to 0.
 //
 // With ROPE a row of q holds a token's queries, keys and values, and the token is the only new one of its sequence: every CTA
 // normalises (q_norm, k_norm; Qwen3) and rotates its queries. The CTAs of the last split do the same with the token's own key,
@@ -14,23 +15,28 @@
 // PDL: with ROPE the positions, the rotary table and the first keys and values are read before griddepcontrol.wait. They were
 // written before the step's first kernel, which is launched without PDL and so waits for all kernels before it.
 //
-// Grid: (key-value heads * groups of GROUP query heads, splits, tokens). CTA: 4 warps. Bound: latency for short contexts of few
-// tokens, else reading the cache.
+// Grid: (splits, key-value heads * groups of GROUP query heads, tokens). CTA: WARPS warps. Bound: latency for short contexts of
+// few tokens, else reading the cache.
 //
-// Compiled with SCALAR, DIM (head dimension: a multiple of 8, with ROPE of 16), GROUP (query heads per CTA), ROPE (0 or 1).
+// Compiled with SCALAR, DIM (head dimension: a multiple of 8, with ROPE of 16), GROUP (query heads per CTA), ROPE (0 or 1), WARPS,
+// AHEAD, CTAS (per SM), CLUSTER (1, or the number of splits; Hopper and later).
 
+#include "ptx/cluster.cuh"
 #include "ptx/global.cuh"
 #include "ptx/griddepcontrol.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/st_async.cuh"
 #include "types.cuh"
 
-constexpr int kWarps = 4;
+constexpr int kWarps = WARPS;
+constexpr int kThreads = kWarps * 32;
 constexpr int kVector = 8;                                        // values per lane
 constexpr int kNeeded = DIM / kVector;                            // lanes that have values of a position
 constexpr int kLanes = kNeeded <= 1 ? 1 : kNeeded <= 2 ? 2 : kNeeded <= 4 ? 4 : kNeeded <= 8 ? 8 : kNeeded <= 16 ? 16 : 32;
 constexpr int kTeams = 32 / kLanes;                               // positions that a warp takes at a time
-constexpr int kAhead = GROUP > 2 ? 2 : GROUP == 2 ? 4 : 8;         // positions per team whose loads are in flight
-constexpr int kPartial = DIM + 4;                                 // floats of a partial result in memory; a multiple of 4
-constexpr int kSplitsAhead = 4;                                   // partial results per warp whose loads are in flight
+constexpr int kAhead = AHEAD;                                      // positions per team whose loads are in flight
+constexpr float kLog2E = 1.4426950408889634f;
 static_assert(DIM % kVector == 0 && kNeeded <= 32, "DIM is a multiple of 8, up to 256");
 
 // A lane's values of a position, not yet converted: 16 or 32 bytes.
@@ -54,7 +60,8 @@ struct Loaded {
     }
 };
 
-// The running softmax of one head: values weighted by exp(score - maximum), and the sum of these weights.
+// The running softmax of one head: values weighted by 2 ** (score - maximum), and the sum of these weights. Scores are divided
+// by log(2): exp2f takes fewer instructions than expf.
 struct Softmax {
     float maximum, sum;
     float values[kVector];
@@ -67,7 +74,7 @@ struct Softmax {
 
     // Raises the maximum to at least `largest`.
     __device__ __forceinline__ void raise(float largest) {
-        const float raised = fmaxf(maximum, largest), keep = expf(maximum - raised);
+        const float raised = fmaxf(maximum, largest), keep = exp2f(maximum - raised);
         maximum = raised, sum *= keep;
 #pragma unroll
         for (int i = 0; i < kVector; ++i) values[i] *= keep;
@@ -75,7 +82,7 @@ struct Softmax {
 
     // Adds a position whose score is no larger than the maximum.
     __device__ __forceinline__ void add(float score, const float (&added)[kVector]) {
-        const float weight = expf(score - maximum);
+        const float weight = exp2f(score - maximum);
         sum += weight;
 #pragma unroll
         for (int i = 0; i < kVector; ++i) values[i] += weight * added[i];
@@ -84,17 +91,40 @@ struct Softmax {
     // Merges another running softmax; either may be empty.
     __device__ __forceinline__ void merge(float other_maximum, float other_sum, const float* added) {
         const float largest = fmaxf(maximum, other_maximum);
-        const float keep = expf(maximum - largest), weight = expf(other_maximum - largest);
+        const float keep = exp2f(maximum - largest), weight = exp2f(other_maximum - largest);
         maximum = largest, sum = sum * keep + other_sum * weight;
 #pragma unroll
         for (int i = 0; i < kVector; ++i) values[i] = values[i] * keep + weight * added[i];
     }
 };
 
-struct Partial {
-    float maximum, sum;
+// A head's partial result.
+struct alignas(16) Partial {
     float values[DIM];
+    float maximum, sum;
+    float unused[2];
 };
+
+// One value of merged partial results.
+struct Merged {
+    float maximum, sum, value;
+};
+
+// Merges value `column` of `count` partial results that are `stride` apart. `load` reads a float.
+template <class Load>
+__device__ __forceinline__ Merged merged(const Partial* partials, int stride, int count, int column, Load load) {
+    Merged total{-kFloatMax, 0, 0};
+#pragma unroll 8
+    for (int i = 0; i < count; ++i) total.maximum = fmaxf(total.maximum, load(&partials[i * stride].maximum));
+#pragma unroll 8
+    for (int i = 0; i < count; ++i) {
+        const Partial& from = partials[i * stride];
+        const float weight = exp2f(load(&from.maximum) - total.maximum);
+        total.sum += weight * load(&from.sum);
+        total.value += weight * load(&from.values[column]);
+    }
+    return total;
+}
 
 __device__ __forceinline__ float rounded(float value) {
     SCALAR result;
@@ -151,7 +181,11 @@ struct Rotation {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(kWarps * 32, GROUP > 4 ? 2 : 3) semisparse_engine_attention(
+extern "C" __global__ void
+#if CLUSTER > 1
+    __cluster_dims__(CLUSTER, 1, 1)
+#endif
+    __launch_bounds__(kThreads, CTAS) semisparse_engine_attention(
     const SCALAR* q,        // [m, heads, DIM]; with ROPE [m, stride]
     const SCALAR* q_norm,   // [DIM] or null
     const SCALAR* k_norm,   // [DIM] or null
@@ -161,17 +195,19 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, GROUP > 4 ? 2 : 3) sem
     SCALAR* values,         // [sequences, kv_heads, length, DIM]
     const int* positions,   // [m]: the token's position, the last that it attends to
     SCALAR* out,            // [m, heads, DIM]
-    float* partials,        // [m, heads, splits, kPartial]: weighted values, maximum, sum
+    Partial* partials,      // [m, heads, splits]; unused in a cluster
     int* counters,          // [m, kv_heads * groups]: CTAs that have stored partials; 0 between launches
     int heads, int kv_heads, int tokens, int length, int splits, int stride, int q_start, int k_start, int v_start,
     float scale, float epsilon
 ) {
     __shared__ Partial warp_partials[kWarps][GROUP];
     __shared__ int last;
+    __shared__ Partial split_partials[CLUSTER][GROUP];  // in rank 0 of a cluster
+    __shared__ __align__(8) Long arrived;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, team = warp * kTeams + lane / kLanes, part = lane % kLanes;
     const int per_kv = heads / kv_heads, groups = (per_kv + GROUP - 1) / GROUP;
-    const int kv_head = blockIdx.x / groups, first_head = kv_head * per_kv + blockIdx.x % groups * GROUP;
-    const int count = min(GROUP, kv_head * per_kv + per_kv - first_head), row = blockIdx.z, split = blockIdx.y;
+    const int kv_head = blockIdx.y / groups, first_head = kv_head * per_kv + blockIdx.y % groups * GROUP;
+    const int count = min(GROUP, kv_head * per_kv + per_kv - first_head), row = blockIdx.z, split = blockIdx.x;
     const bool has_values = part < kNeeded;
     griddepcontrol_launch_dependents();
     if (!ROPE) griddepcontrol_wait();
@@ -193,6 +229,15 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, GROUP > 4 ? 2 : 3) sem
         }
     };
     load(begin + team);
+    const Word mbarrier = smem_address(&arrived);
+    if constexpr (CLUSTER > 1) {
+        if (threadIdx.x == 0) {
+            mbarrier_init(mbarrier, 1);
+            fence_mbarrier_init();
+            if (split == 0) mbarrier_arrive_expect_tx(mbarrier, CLUSTER * count * (DIM + 2) * static_cast<int>(sizeof(float)));
+        }
+        barrier_cluster_sync();  // all CTAs run, and rank 0's mbarrier is there
+    }
     float query[GROUP][kVector];
     Softmax softmax[GROUP];
 #pragma unroll
@@ -200,7 +245,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, GROUP > 4 ? 2 : 3) sem
     if constexpr (ROPE) {
         const Rotation rotation(cosines, sines, position, has_values ? part : 0);
         griddepcontrol_wait();
-        const SCALAR* token = q + static_cast<long long>(row) * stride;
+            const SCALAR* token = q + static_cast<long long>(row) * stride;
         const bool takes_new = split == splits - 1 && warp == 0;
         Loaded loaded[2], loaded_key[2], loaded_value;
         if (takes_new) {  // loaded with the queries, not after them
@@ -216,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, GROUP > 4 ? 2 : 3) sem
             float new_key[kVector], new_value[kVector];
             loaded_value.widen(new_value);
             rotation.rotate(new_key, loaded_key, k_norm, epsilon, has_values);
-            if (team == 0 && has_values && blockIdx.x % groups == 0) {
+            if (team == 0 && has_values && blockIdx.y % groups == 0) {
                 const long long start = base + static_cast<long long>(position) * DIM;
 #pragma unroll
                 for (int i = 0; i < kVector; ++i) store(keys + start + i, new_key[i]), store(values + start + i, new_value[i]);
@@ -226,7 +271,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, GROUP > 4 ? 2 : 3) sem
                 float score = 0;
 #pragma unroll
                 for (int j = 0; j < kVector; ++j) score += has_values ? query[head][j] * new_key[j] : 0;
-                score = team_sum(score) * scale;
+                score = team_sum(score) * (scale * kLog2E);
                 if (team == 0) softmax[head].raise(score), softmax[head].add(score, new_value);
             }
         }
@@ -254,7 +299,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, GROUP > 4 ? 2 : 3) sem
             }
 #pragma unroll
             for (int i = 0; i < kAhead; ++i) {
-                scores[i] = team_sum(scores[i]) * scale;
+                scores[i] = team_sum(scores[i]) * (scale * kLog2E);
                 if (first + i * kStep < end) largest = fmaxf(largest, scores[i]);
             }
             softmax[head].raise(largest);
@@ -287,74 +332,44 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, GROUP > 4 ? 2 : 3) sem
         }
     }
     __syncthreads();
-    // From here on a warp computes a head: lane l has its values 8 l to 8 l + 7.
-    auto finish = [&](int head, const Softmax& total) {
-        const long long start = (static_cast<long long>(row) * heads + first_head + head) * DIM + lane * kVector;
-        if (lane < kNeeded)
-#pragma unroll
-            for (int i = 0; i < kVector; ++i) store(out + start + i, total.values[i] / total.sum);
+    // From here on a thread computes values of heads.
+    auto finish = [&](int head, int column, const Merged& total) {
+        store(out + (static_cast<long long>(row) * heads + first_head + head) * DIM + column, total.value / total.sum);
     };
-    auto partial_at = [&](int head, int of) {
-        return partials + ((static_cast<long long>(row) * heads + first_head + head) * splits + of) * kPartial;
-    };
-    const int unit = min(lane, kNeeded - 1) * kVector;
-    auto merged_warps = [&](int head) {
-        Softmax total;
-        total.clear();
-#pragma unroll
-        for (int other = 0; other < kWarps; ++other) {
-            const Partial& from = warp_partials[other][head];
-            total.merge(from.maximum, from.sum, from.values + unit);
-        }
-        return total;
-    };
-    for (int head = warp; head < count; head += kWarps) {
-        const Softmax total = merged_warps(head);
-        if (splits == 1) {
-            finish(head, total);
+    auto from_shared = [](const float* from) { return *from; };
+    Partial* of_token = partials + (static_cast<long long>(row) * heads + first_head) * splits;
+    for (int i = threadIdx.x; i < count * DIM; i += kThreads) {
+        const int head = i / DIM, column = i % DIM;
+        const Merged total = merged(&warp_partials[0][head], GROUP, kWarps, column, from_shared);
+        if (CLUSTER > 1) {
+            const Word to = smem_address(&split_partials[split][head]);
+            constexpr int kFloat = static_cast<int>(sizeof(float));
+            st_async(to + column * kFloat, __float_as_uint(total.value), mbarrier, 0);
+            if (column == 0) st_async(to + DIM * kFloat, __float_as_uint(total.maximum), mbarrier, 0);
+            if (column == 1) st_async(to + (DIM + 1) * kFloat, __float_as_uint(total.sum), mbarrier, 0);
+        } else if (splits == 1) {
+            finish(head, column, total);
         } else {
-            float* to = partial_at(head, split);
-            if (lane == 0) to[DIM] = total.maximum, to[DIM + 1] = total.sum;
-            if (lane < kNeeded) {
-                float4* units = reinterpret_cast<float4*>(to + unit);
-                units[0] = float4{total.values[0], total.values[1], total.values[2], total.values[3]};
-                units[1] = float4{total.values[4], total.values[5], total.values[6], total.values[7]};
-            }
+            Partial& to = of_token[head * splits + split];
+            to.values[column] = total.value;
+            if (column == 0) to.maximum = total.maximum, to.sum = total.sum;
         }
+    }
+    if constexpr (CLUSTER > 1) {
+        if (split) return;
+        mbarrier_wait_parity(mbarrier, 0);
+            for (int i = threadIdx.x; i < count * DIM; i += kThreads)
+            finish(i / DIM, i % DIM, merged(&split_partials[0][i / DIM], GROUP, CLUSTER, i % DIM, from_shared));
+            return;
     }
     if (splits == 1) return;
     __syncthreads();
-    int* counter = counters + row * gridDim.x + blockIdx.x;
+    int* counter = counters + row * gridDim.y + blockIdx.y;
     if (threadIdx.x == 0) last = atom_acq_rel_gpu_increment(counter) == splits - 1;
     __syncthreads();
     if (!last) return;
     if (threadIdx.x == 0) *counter = 0;
-    // Each warp merges every fourth split, with several loads in flight; then the warps are merged as before.
-    for (int head = 0; head < count; ++head) {
-        Softmax total;
-        total.clear();
-        for (int first = warp; first < splits; first += kSplitsAhead * kWarps) {
-            float4 low[kSplitsAhead], high[kSplitsAhead];
-            float2 of_split[kSplitsAhead];
-#pragma unroll
-            for (int i = 0; i < kSplitsAhead; ++i) {
-                const float* from = partial_at(head, min(first + i * kWarps, splits - 1));
-                low[i] = __ldcg(reinterpret_cast<const float4*>(from + unit));
-                high[i] = __ldcg(reinterpret_cast<const float4*>(from + unit) + 1);
-                of_split[i] = __ldcg(reinterpret_cast<const float2*>(from + DIM));
-            }
-#pragma unroll
-            for (int i = 0; i < kSplitsAhead; ++i) {
-                const float other[kVector] = {low[i].x, low[i].y, low[i].z, low[i].w, high[i].x, high[i].y, high[i].z, high[i].w};
-                if (first + i * kWarps < splits) total.merge(of_split[i].x, of_split[i].y, other);
-            }
-        }
-        Partial& mine = warp_partials[warp][head];
-        if (lane == 0) mine.maximum = total.maximum, mine.sum = total.sum;
-        if (lane < kNeeded)
-#pragma unroll
-            for (int i = 0; i < kVector; ++i) mine.values[unit + i] = total.values[i];
-    }
-    __syncthreads();
-    for (int head = warp; head < count; head += kWarps) finish(head, merged_warps(head));
+    auto from_global = [](const float* from) { return __ldcg(from); };
+    for (int i = threadIdx.x; i < count * DIM; i += kThreads)
+        finish(i / DIM, i % DIM, merged(of_token + i / DIM * splits, 1, splits, i % DIM, from_global));
 }

@@ -16,11 +16,19 @@ struct Candidate {
     int token;
 };
 
+// Whether `value` is chosen before `than`, which has a smaller index: it is larger, or the first NaN.
+__device__ __forceinline__ bool exceeds(float value, float than) { return !(value <= than) && !isnan(than); }
+
 __device__ __forceinline__ Candidate better(Candidate a, Candidate b) {
-    const bool a_nan = isnan(a.value), b_nan = isnan(b.value);
-    if (a_nan != b_nan) return a_nan ? a : b;
-    if (!a_nan && a.value != b.value) return a.value > b.value ? a : b;
-    return a.token < b.token ? a : b;
+    const Candidate first = a.token < b.token ? a : b, second = a.token < b.token ? b : a;
+    return exceeds(second.value, first.value) ? second : first;
+}
+
+__device__ __forceinline__ Candidate best_of_warp(Candidate best) {
+#pragma unroll
+    for (int step = 16; step; step /= 2)
+        best = better(best, {__shfl_xor_sync(~0u, best.value, step), __shfl_xor_sync(~0u, best.token, step)});
+    return best;
 }
 
 extern "C" __global__ void __launch_bounds__(1024) semisparse_engine_greedy(
@@ -34,24 +42,28 @@ extern "C" __global__ void __launch_bounds__(1024) semisparse_engine_greedy(
     __shared__ Candidate warp_best[32];
     griddepcontrol_launch_dependents();
     griddepcontrol_wait();
+    const int step = steps[0], position = positions[blockIdx.x];  // loaded with the logits, not after them
     const SCALAR* row = logits + static_cast<long long>(blockIdx.x) * vocabulary;
     Candidate best{to_float(row[0]), 0};
 #pragma unroll 4
     for (int i = threadIdx.x; i < vocabulary / VECTOR; i += blockDim.x) {
         const Unit unit = load_unit(row, i);
 #pragma unroll
-        for (int j = 0; j < VECTOR; ++j) best = better(best, {unit.at(j), i * VECTOR + j});
+        for (int j = 0; j < VECTOR; ++j)
+            if (exceeds(unit.at(j), best.value)) best = {unit.at(j), i * VECTOR + j};
     }
-#pragma unroll
-    for (int step = 16; step; step /= 2)
-        best = better(best, {__shfl_xor_sync(~0u, best.value, step), __shfl_xor_sync(~0u, best.token, step)});
+    best = best_of_warp(best);
     if (threadIdx.x % 32 == 0) warp_best[threadIdx.x / 32] = best;
     __syncthreads();
+    if (threadIdx.x >= 32) return;
+    best = best_of_warp(warp_best[threadIdx.x]);
     if (threadIdx.x) return;
-    for (int warp = 1; warp < blockDim.x / 32; ++warp) best = better(best, warp_best[warp]);
-    const int step = steps[0];
     tokens[blockIdx.x] = best.token;
-    positions[blockIdx.x] += 1;
+    positions[blockIdx.x] = position + 1;
     if (step < capacity) output[static_cast<long long>(step) * gridDim.x + blockIdx.x] = best.token;
-    if (atom_acq_rel_gpu_increment(steps + 1) == gridDim.x - 1) steps[0] = step + 1, steps[1] = 0;
+    if (gridDim.x == 1) {
+        steps[0] = step + 1;
+    } else if (atom_acq_rel_gpu_increment(steps + 1) == gridDim.x - 1) {
+        steps[0] = step + 1, steps[1] = 0;
+    }
 }

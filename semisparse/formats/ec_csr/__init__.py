@@ -11,7 +11,7 @@ from semisparse.formats.ec_csr.cuda import decode, decode_mma, decode_tiles, gem
 from semisparse.formats.ec_csr.paper import decode as paper
 from semisparse.formats.ec_csr.storage import disk
 from semisparse.formats.ec_csr.storage.check import check_content, violation
-from semisparse.formats.ec_csr.storage.gpu import arrange
+from semisparse.formats.ec_csr.storage.gpu import arrange, spec_on_gpu
 from semisparse.formats.ec_csr.storage.stack import stack
 from semisparse.formats.kernel import Kernel
 from semisparse.patterns import Pattern
@@ -65,6 +65,7 @@ FORMAT = Format(
         Kernel("paper", "cuda", paper.refusal, paper.prepare, lambda problem: False),
     ),
     cost=cost,
+    spec_on_gpu=spec_on_gpu,
     gpu_bytes=gpu_bytes,
     tuned_by=("on_gpu",),
     variants=({}, {"on_gpu": "lists"}),

@@ -9,12 +9,14 @@ from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, regist
 
 from semisparse.checkpoint import METHOD
 from semisparse.integrations.vllm.config import SemisparseVllmConfig
+from semisparse.integrations.vllm.experts_runner import register_runner
 
 
 def register() -> None:
     """Register the quantisation method with vLLM. A second call changes nothing."""
     if METHOD not in QUANTIZATION_METHODS:
         register_quantization_config(METHOD)(SemisparseVllmConfig)
+        register_runner()
 
 
 __all__ = ["SemisparseVllmConfig", "register"]

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
-from torch import Tensor
+from torch import Tensor, nn
+from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
@@ -37,6 +38,11 @@ def is_of_expert(name: str) -> bool:
     return re.fullmatch(r".*\.\d+\.(?:gate_up|down)", name) is not None
 
 
+def loads_any_name() -> bool:
+    """Return whether vLLM passes experts all of their tensors, by itself or since `register_runner` was called."""
+    return hasattr(MoERunner, "load_weights") or MoERunner.__name__ in op_registry_oot
+
+
 def refusal(layer: Any) -> str | None:
     """Return why packed experts of a layer of vLLM cannot be served, or None if they can.
 
@@ -44,8 +50,8 @@ def refusal(layer: Any) -> str | None:
         layer: vLLM's `RoutedExperts`.
     """
     parallel = layer.moe_config.moe_parallel_config
-    if not hasattr(MoERunner, "load_weights"):
-        return f"vLLM {vllm.__version__} passes experts no tensors of other names than its own: use 0.33 or later"
+    if not loads_any_name():
+        return f"vLLM {vllm.__version__} passes experts no tensors of other names than its own: use 0.24 or 0.33"
     if parallel.tp_size > 1 or parallel.use_ep or parallel.dp_size > 1:
         return "packed experts are served on one GPU: serve with --tensor-parallel-size 1, without expert parallelism"
     if layer.activation is not MoEActivation.SILU or layer.moe_config.has_bias or layer.apply_router_weight_on_input:
@@ -66,7 +72,8 @@ class SemisparseExpertsMethod(FusedMoEMethodBase):
         super().__init__(layer.moe_config)
         self._prefix, self._count = layer.layer_name, layer.global_num_experts
         self._pairs = tokens * layer.moe_config.experts_per_token
-        self._declared = dict(layers)
+        self.declared = dict(layers)
+        self.by_name: list[nn.Module] = []  # whose parameters only give vLLM the tensors' names
         self._loaded: dict[str, dict[str, Tensor]] = {name: {} for name in layers}  # tensors of incomplete weights
         self._packed: dict[str, Packed] = {}
         expected = {f"{index}.{name}" for index in range(self._count) for name in LAYERS}
@@ -78,9 +85,9 @@ class SemisparseExpertsMethod(FusedMoEMethodBase):
 
     def create_weights(self, layer: Any, *sizes: Any, **others: Any) -> None:
         """Take over loading: vLLM's own loader expects gate and up as two layers."""
-        layer.load_weights = partial(self._load, torch.get_default_device())
+        layer.load_weights = partial(self.load, torch.get_default_device())
 
-    def _load(self, device: torch.device, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
+    def load(self, device: torch.device, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
         """Load tensors, and validate each weight when its last tensor is loaded.
 
         Args:
@@ -93,7 +100,7 @@ class SemisparseExpertsMethod(FusedMoEMethodBase):
         """
         for name, tensor in weights:
             match = TENSOR.fullmatch(name)
-            declared = None if match is None else self._declared.get(match["layer"])
+            declared = None if match is None else self.declared.get(match["layer"])
             if match is None or declared is None or match["tensor"] not in declared.tensors:
                 raise CheckpointError(f"{self._prefix}.{name}: the compressed experts have no such tensor")
             loaded = self._loaded[match["layer"]]
@@ -111,7 +118,10 @@ class SemisparseExpertsMethod(FusedMoEMethodBase):
             CheckpointError: the checkpoint lacks tensors of an expert.
             KernelError: no kernel computes the experts together.
         """
-        for name, declared in self._declared.items():
+        for named in self.by_name:  # their modules stay: vLLM goes through all modules at this moment
+            named._parameters.clear()
+        self.by_name = []
+        for name, declared in self.declared.items():
             if name not in self._packed:
                 missing = sorted(declared.tensors.keys() - self._loaded[name].keys())
                 raise CheckpointError(f"layer {self._prefix}.{name}: the checkpoint lacks tensors {', '.join(missing)}")

@@ -1,19 +1,16 @@
 """Both layouts against readers of their bytes written from README.md alone, with Python integers and loops."""
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import semisparse.formats.bitmask
 from semisparse.errors import FormatError
 from semisparse.formats import Packed
 from semisparse.patterns import parse_pattern
 from tests.formats.bitmask.weights import BITMASK, in_tiles, random_weight
 from tests.formats.cases import build, random
+from tests.formats.worked_example import worked_example
 
 EXACT = {"1:4": 16, "2:4": 32, "6:8": 48, "3:16": 12, "8:32v32": 16, "7:64": 7, "64:64": 64, "1:1": 64, "1:2v3": 32}
 VARIABLE = ["6:10", "70:128", "g16@50%", "70%", "30%/row", "0%"]
@@ -86,17 +83,6 @@ def test_negative_zeros_come_back_as_zeros(pattern: str):
     assert not packed.unpack().signbit().any()
 
 
-def readme_bytes(pattern: str) -> dict[str, bytes]:
-    text = Path(semisparse.formats.bitmask.__file__).with_name("README.md").read_text()
-    block = re.search(rf"```bytes {re.escape(pattern)}\n(.*?)```", text, re.DOTALL)[1]
-    found: dict[str, str] = {}
-    name = ""
-    for line in block.splitlines():
-        name = line[:12].strip() or name
-        found[name] = found.get(name, "") + line[12:]
-    return {name: bytes.fromhex(digits) for name, digits in found.items()}
-
-
 @pytest.mark.parametrize(("pattern", "kind"), [("4:64", "none"), ("90%", "none"), ("4:64", "w4")])
 def test_the_worked_example_of_the_readme(pattern: str, kind: str):
     weight = torch.zeros(2, 66, dtype=torch.float16)
@@ -104,7 +90,7 @@ def test_the_worked_example_of_the_readme(pattern: str, kind: str):
     weight[1, 1] = 1.5
     packed = BITMASK.pack(weight, pattern, kind=kind)
     title = pattern if kind == "none" else f"{pattern} {kind}"
-    assert {name: t.numpy().tobytes() for name, t in packed.tensors.items()} == readme_bytes(title)
+    assert {name: t.numpy().tobytes() for name, t in packed.tensors.items()} == worked_example("bitmask", title)
 
 
 # The layout on a GPU

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from semisparse.formats.ec_csr.cuda import decode_tiles, tile_schedule
+from semisparse.formats.ec_csr.cuda import decode_tiles
+from semisparse.formats.ec_csr.cuda.tile_schedule import WARPS_PER_SM, tiles_in
 from semisparse.formats.ec_csr.storage.gpu import to_tiles
 from semisparse.formats.product import problem_of
 from semisparse.runtime.device import device_facts
+from semisparse.runtime.tile_decode import fit
 from tests.choosing import mostly_slow
 from tests.cuda_emulator import emulate, needs_compiler
 from tests.formats.ec_csr.weights import EC_CSR, check, operands, random_weight, uneven_weight
@@ -33,7 +35,7 @@ def test_emulated(emulated, monkeypatch: pytest.MonkeyPatch, n, k, pattern, dtyp
         packed = to_tiles(EC_CSR.pack(weight, given))
         x, bias = operands(packed, m)
         problem = problem_of(x, packed)
-        schedule = tile_schedule.tile_schedule(problem, device_facts(problem.device), *shape)
+        schedule = fit(shape, m, tiles_in(packed.spec), WARPS_PER_SM, device_facts(problem.device))
         check(decode_tiles.prepare(problem, schedule)(x, packed, bias), x, packed, bias)
 
 

@@ -1,18 +1,15 @@
 """The layouts on disk against a reader of their bytes written from README.md alone, with Python integers and loops."""
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import semisparse.formats.ec_csr
 from semisparse.api.packing import pack_for_disk
 from semisparse.errors import FormatError
 from semisparse.formats.ec_csr.storage import panels
 from tests.formats.ec_csr.weights import EC_CSR, LAYOUTS, READERS, random_weight, read_panels
+from tests.formats.worked_example import worked_example
 
 
 @given(
@@ -32,20 +29,13 @@ def test_bytes_mean_the_weight(layout: str, bits: int, pattern: str, n: int, k: 
 
 
 def test_the_worked_example_of_the_readme():
-    text = Path(semisparse.formats.ec_csr.__file__).with_name("README.md").read_text()
-    block = re.search(r"```bytes banks\n(.*?)```", text, re.DOTALL)[1]
-    shown: dict[str, str] = {}
-    name = ""
-    for line in block.splitlines():
-        name = line[:12].strip() or name
-        shown[name] = shown.get(name, "") + line[12:]
+    shown = worked_example("ec_csr", "banks")
     assert set(shown) == {"panel_loads", "deltas", "values"}
     weight = torch.zeros(2, 70)
     weight[0, [0, 64, 33]] = torch.tensor([1.0, 2.0, 3.0])
     weight[1, 0] = 4.0
     packed = EC_CSR.pack(weight, "90%", delta_bits=4)
-    for name, digits in shown.items():
-        expected = bytes.fromhex(digits)
+    for name, expected in shown.items():
         stored = packed.tensors[name].numpy().tobytes()
         assert stored[: len(expected)] == expected, name
         assert not any(stored[len(expected) :])

@@ -1,15 +1,12 @@
 """Mask tiles: the bytes that README.md gives, and the weight that comes back."""
 
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import semisparse.formats.ec_csr
 from semisparse.errors import FormatError
 from semisparse.formats import Packed
 from semisparse.formats.base import Params
@@ -17,6 +14,7 @@ from semisparse.formats.ec_csr.storage import tiles
 from semisparse.formats.ec_csr.storage.gpu import to_tiles
 from tests.cuda_emulator import emulate
 from tests.formats.ec_csr.weights import EC_CSR, changed, random_weight, uneven_weight
+from tests.formats.worked_example import worked_example
 
 
 def read_tiles(packed) -> list[list[float]]:
@@ -126,13 +124,7 @@ def test_weights_past_the_shape_are_refused():
 
 
 def test_the_worked_example_of_the_readme():
-    text = Path(semisparse.formats.ec_csr.__file__).with_name("README.md").read_text()
-    block = re.search(r"```bytes tiles\n(.*?)```", text, re.DOTALL)[1]
-    shown: dict[str, str] = {}
-    name = ""
-    for line in block.splitlines():
-        name = line[:12].strip() or name
-        shown[name] = shown.get(name, "") + line[12:]
+    shown = worked_example("ec_csr", "tiles")
     weight = torch.zeros(2, 70).half()
     weight[0, [0, 64, 33]] = torch.tensor([1.0, 2.0, 3.0]).half()
     weight[1, 0] = 4.0
@@ -141,6 +133,6 @@ def test_the_worked_example_of_the_readme():
     stored = {"tile_starts": packed.tensors["tile_starts"], "masks": units[:4], "values": units[4:]}
     assert set(shown) == set(stored)
     for name, tensor in stored.items():
-        expected, found = bytes.fromhex(shown[name]), tensor.numpy().tobytes()
+        expected, found = shown[name], tensor.numpy().tobytes()
         assert found[: len(expected)] == expected, name
         assert not any(found[len(expected) :]), name

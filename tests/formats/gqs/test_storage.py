@@ -2,23 +2,21 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import semisparse
 from semisparse.api import read_recipe
 from semisparse.errors import FormatError, RecipeError
 from semisparse.formats import Packed
 from semisparse.patterns import parse_pattern
 from semisparse.quant.group import KINDS, GroupScales, scales_of
 from tests.formats.gqs.reference import GQS, packed_weight
+from tests.formats.worked_example import worked_example
 
 SIZES = (4, 8, 16, 32, 64, 128)
-README = Path(semisparse.__file__).parent / "formats/gqs/README.md"
 
 
 def read_by_hand(packed: Packed) -> torch.Tensor:
@@ -66,14 +64,13 @@ def test_the_bytes_are_those_of_the_readme(kind: str, n: int, k: int, size: int,
 
 
 def test_the_worked_example():
-    block = re.search(r"```bytes\n(.*?)```", README.read_text(), re.DOTALL)[1]
-    expected = dict(line.split(maxsplit=1) for line in block.splitlines())
+    expected = worked_example("gqs")
     weight = torch.zeros(2, 12)
     weight[0, 4:8] = torch.tensor([-1.0, 2.0, 0.0, 0.6])
     weight[1, 8:12] = torch.tensor([0.5, 1.0, 1.5, 7.5])
     packed = GQS.pack(weight.half(), "g4@50%")
     for name, tensor in packed.tensors.items():
-        assert bytes.fromhex(expected[name]) == tensor.contiguous().view(torch.uint8).numpy().tobytes(), name
+        assert expected[name] == tensor.contiguous().view(torch.uint8).numpy().tobytes(), name
 
 
 @pytest.mark.parametrize(("percent", "bits"), [(0, 5.594), (20, 4.494), (50, 2.844)])

@@ -1,20 +1,17 @@
 """The layout on disk against the paper's algorithm 2, and what is refused."""
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import semisparse.formats.slide24
 from semisparse.errors import FormatError
 from semisparse.formats import WeightSpec
 from semisparse.formats.slide24.storage import disk
 from semisparse.patterns import parse_pattern
 from semisparse.quant.symmetric import quantise_rows
 from tests.formats.slide24.reference import SLIDE24, algorithm_2, assert_same_bits, packed_weight, random_weight
+from tests.formats.worked_example import worked_example
 
 
 @given(half=st.integers(2, 8), k=st.integers(1, 300), seed=st.integers(0, 2**32))
@@ -91,9 +88,6 @@ def test_a_window_that_is_mostly_padding_is_refused():
 
 
 def test_the_readmes_example():
-    text = Path(semisparse.formats.slide24.__file__).with_name("README.md").read_text()
-    block = re.search(r"```bytes\n(.*?)```", text, re.DOTALL)[1]
-    shown = {name: bytes.fromhex(digits) for name, digits in re.findall(r"(values|metadata)([0-9a-f\s]*)", block)}
     weight = torch.tensor([[0, 1, 2, 3, 4, 0, 5, 6], [0, 0, 0, 7, 0, 0, 0, 0]], dtype=torch.float16)
     packed = SLIDE24.pack(weight, "4:6")
-    assert {name: tensor.numpy().tobytes() for name, tensor in packed.tensors.items()} == shown
+    assert {name: tensor.numpy().tobytes() for name, tensor in packed.tensors.items()} == worked_example("slide24")

@@ -1,14 +1,10 @@
 """The layouts of vector_nm against readers of their bytes that are written from README.md alone."""
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import semisparse.formats.vector_nm
 from semisparse.errors import FormatError
 from semisparse.formats import Packed
 from semisparse.formats.vector_nm.storage import gpu
@@ -16,6 +12,7 @@ from semisparse.patterns import VectorNM
 from tests.cuda_emulator import emulate, emulated, needs_compiler
 from tests.formats.cases import build, random
 from tests.formats.vector_nm.reference import VECTOR_NM, pack
+from tests.formats.worked_example import worked_example
 
 __all__ = ["emulated"]
 
@@ -71,12 +68,9 @@ def test_bytes_mean_the_weight(pattern: VectorNM, n: int, k: int, dtype: torch.d
 
 
 def test_the_readmes_example():
-    text = Path(semisparse.formats.vector_nm.__file__).with_name("README.md").read_text()
-    block = re.search(r"```bytes\n(.*?)```", text, re.DOTALL)[1]
-    shown = {name: bytes.fromhex(digits) for name, digits in re.findall(r"(values|positions)([0-9a-f\s]*)", block)}
     weight = torch.tensor([[1, 0, 2, 0, 0, 3], [0, 0, 4, 0, 0, 0]], dtype=torch.float16)
     packed = VECTOR_NM.pack(weight, "2:4v2")
-    assert {name: tensor.numpy().tobytes() for name, tensor in packed.tensors.items()} == shown
+    assert {name: tensor.numpy().tobytes() for name, tensor in packed.tensors.items()} == worked_example("vector_nm")
 
 
 @pytest.mark.parametrize(("pattern", "bits"), [("16:32v32", 8.125), ("8:32v4", 4.5), ("4:32v128", 2.0078125)])

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from semisparse.formats.base import Packed
 from semisparse.formats.bitmask.cuda import operands
-from semisparse.formats.bitmask.cuda.schedule import DECODE_MAX_TOKENS, DecodeSchedule, choose_decode, choose_fused
+from semisparse.formats.bitmask.cuda.schedule import DECODE_MAX_TOKENS, choose_decode, choose_fused
 from semisparse.formats.bitmask.storage.gpu import tiling
 from semisparse.formats.kernel import NOTHING_FUSED, FusedOperands, FusedProduct, Problem, Product
+from semisparse.runtime import tile_decode
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.kernel import CudaSource
 from semisparse.runtime.nvrtc import Defines
-
-UNFUSED: Defines = {"RMS_NORM": 0, "ADD_RESIDUAL": 0, "SILU_MUL": 0}
+from semisparse.runtime.tile_decode import UNFUSED, TileSchedule, tile_defines
 
 
 def decode_defines(
@@ -30,16 +30,7 @@ def decode_defines(
     bits: int = 0,
 ) -> Defines:
     """Return the macros of decode.cu; ``bits`` is 0 for values."""
-    return {
-        "SCALAR": operands.SCALARS[dtype],
-        "BITS": bits,
-        "KEEP": keep,
-        "TILE_M": tile_m,
-        "WARPS_N": warps_n,
-        "WARPS_K": warps_k,
-        "STAGES": stages,
-        **fusion,
-    }
+    return {"BITS": bits, "KEEP": keep, **tile_defines(dtype, tile_m, warps_n, warps_k, stages, fusion)}
 
 
 # The macros depend on the pattern and the shape. The variants that tests compile are the common cases and the extremes.
@@ -90,29 +81,18 @@ def fuse(problem: Problem) -> FusedProduct | None:
     return None if schedule is None else _prepared(problem, schedule)
 
 
-def _prepared(problem: Problem, schedule: DecodeSchedule) -> FusedProduct:
-    n, k, device = problem.n, problem.k, problem.device
-    weight = tiling(problem.spec)
-    config = (schedule.tile_m, schedule.warps_n, schedule.warps_k, schedule.stages)
-    defines = decode_defines(problem.dtype, weight.keep, *config, problem.fusion_defines, weight.bits)
-    kernel = SOURCE.build("semisparse_bitmask_decode", defines, schedule.shared).load(device)
-    grid, threads, rows_align = (schedule.ctas, 1, 1), 32 * schedule.warps, k % 8 == 0
-    row_tiles, column_tiles = weight.row_tiles, weight.column_tiles
+def _prepared(problem: Problem, schedule: TileSchedule) -> FusedProduct:
+    weight, n, pdl = tiling(problem.spec), problem.n, False
+    if (
+        problem.is_fused
+    ):  # PDL without fusion is slower: a decode step of llama2-7b took 2.96 ms with it, 2.75 without (H200)
+        pdl = device_facts(problem.device).has_pdl
+    defines = {"BITS": weight.bits, "KEEP": weight.keep, **schedule.defines(problem.dtype, problem.fusion_defines)}
+    kernel = SOURCE.build("semisparse_bitmask_decode", defines, schedule.shared).load(problem.device)
     width = n // 2 if problem.epilogue == "silu_mul" else n
-    # PDL without fusion is slower: a decode step of llama2-7b took 2.96 ms with it, 2.75 without (H200).
-    pdl = problem.is_fused and device_facts(device).has_pdl
+    product = tile_decode.prepare(kernel, schedule, weight, (n, problem.k), problem.is_fused, width, pdl)
 
     def decode(x: Tensor, packed: Packed, bias: Tensor | None, fused: FusedOperands = NOTHING_FUSED) -> Tensor:
-        x, m = x.contiguous(), x.shape[0]
-        x = x.clone() if problem.is_fused and x.data_ptr() % 16 else x
-        y = x.new_empty(m, width)
-        kernel(
-            grid, threads, pdl=pdl,
-            x=x, tiles=packed.tensors["tiles"], bias=operands.bias_for(x, bias), y=y,
-            norm_weight=fused.norm_weight, residual=fused.residual, epsilon=fused.epsilon,
-            m=m, n=n, k=k, row_tiles=row_tiles, column_tiles=column_tiles,
-            x_aligned=rows_align and x.data_ptr() % 16 == 0,
-        )  # fmt: skip
-        return y
+        return product(x, {"tiles": packed.tensors["tiles"]}, bias, fused.arguments)
 
     return decode

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from semisparse.formats.base import Packed
 from semisparse.formats.bitmask.cuda import operands
-from semisparse.formats.bitmask.cuda.decode import SOURCE, UNFUSED, decode_defines
+from semisparse.formats.bitmask.cuda.decode import SOURCE
 from semisparse.formats.bitmask.cuda.gemm import GEMM, gemm_defines
-from semisparse.formats.bitmask.cuda.schedule import DecodeSchedule, choose_experts, fuses_silu, gemm_tiles
+from semisparse.formats.bitmask.cuda.schedule import choose_experts, fuses_silu, gemm_tiles
 from semisparse.formats.bitmask.storage.disk import BLOCK
 from semisparse.formats.bitmask.storage.gpu import ROWS, Tiling, tiling
 from semisparse.formats.bitmask.storage.layouts import layout_of
@@ -23,6 +23,7 @@ from semisparse.runtime.expand_gemm import Schedule, Shape
 from semisparse.runtime.expert_gemm import experts_schedule
 from semisparse.runtime.experts import MAX_EXPERTS, Routing
 from semisparse.runtime.kernel import cuda_refusal, hopper_refusal
+from semisparse.runtime.tile_decode import UNFUSED, TileSchedule
 
 GEMM_SHAPES: Mapping[int, Shape] = {
     16: (3, 1, 1),
@@ -56,7 +57,7 @@ def prepare(problem: ExpertsProblem) -> ExpertsProduct | None:
     return prepare_gemm(problem, weight)
 
 
-def prepare_decode(problem: ExpertsProblem, weight: Tiling, schedule: DecodeSchedule | None = None) -> ExpertsProduct:
+def prepare_decode(problem: ExpertsProblem, weight: Tiling, schedule: TileSchedule | None = None) -> ExpertsProduct:
     """Compile and load decode.cu; return the experts' matmuls.
 
     Args:
@@ -68,8 +69,8 @@ def prepare_decode(problem: ExpertsProblem, weight: Tiling, schedule: DecodeSche
     schedule = schedule or choose_experts(problem, weight, device_facts(device))
     fused = fuses_silu(problem, schedule.warps_n)
     fusion = {**UNFUSED, "SILU_MUL": int(fused)}
-    config = (schedule.tile_m, schedule.warps_n, schedule.warps_k, schedule.stages)
-    defines = {**decode_defines(problem.dtype, weight.keep, *config, fusion, weight.bits), "EXPERTS": 1}
+    own = {"BITS": weight.bits, "KEEP": weight.keep, "EXPERTS": 1}
+    defines = {**own, **schedule.defines(problem.dtype, fusion)}
     kernel = SOURCE.build("semisparse_bitmask_experts", defines, schedule.shared).load(device)
     width, by_expert = (n // 2 if fused else n), schedule.tile_m > 1
     pdl = device_facts(device).has_pdl

@@ -1,62 +1,27 @@
 // y[m, n] = x[m, k] @ w[n, k].T + bias[n] for a bitmask weight in the layout `tiles` and any m, with Hopper's wgmma:
-// expand_gemm/gemm.cuh on the tiles of decode.cu, which one producer thread copies in bulk.
+// expand_gemm/gemm.cuh on the tiles of decode.cu, which are copied in bulk (bulk_tiles.cuh).
 //
 // Bound at 28672 x 8192, m = 256, by the tensor cores at the card's power limit (79 % busy, 1.55 GHz); at m = 64 no unit is
 // saturated (issue 53 %, ALU 47 %, DRAM 55 %). README.md has the figures.
 //
 // Macros: KEEP (values or codes per block), BITS (per code; 0 for values), EXPERTS, and those of gemm.cuh.
 
-#include "expand_gemm/gemm.cuh"
+#include "expand_gemm/bulk_tiles.cuh"
 #include "tile.cuh"
 
-struct TileStream;
-
-struct Tiles {
-    static constexpr int kTileBytes = ::kTileBytes;
-    static constexpr int kExtraBytes = 0;
-    static constexpr int kProducerRegisters = 32;
-    static constexpr int kProducers = 1;
-    using Stream = TileStream;
+struct Tiles : BulkTiles<kTileBytes> {
+    using Stream = TileStream<Tiles, TileExpander>;
 
     const unsigned char* tiles;  // [row_tiles, column_tiles, kTileBytes]
     int column_tiles;
 
-    // One bulk copy per consumer warp and iteration; past the last row tile, that tile again.
+    __device__ __forceinline__ Tiles(const unsigned char* tiles, int column_tiles) : tiles(tiles), column_tiles(column_tiles) {}
+
     __device__ __forceinline__ void produce(const StreamMemory& memory, const WorkRanges& work, int first, int last, int warp,
                                             int lane) const {
-        constexpr int kStageBytes = kConsumerWarps * kTileBytes;
-        if (warp > 0 || lane > 0) return;
-        PipelineState<STAGES> state;
-        for (int iteration = first; iteration < last; ++iteration, state.advance()) {
-            const int tile = work.tile(iteration), column = work.column(iteration);
-            const Word full = memory.pipeline.full(state.stage);
-            mbarrier_wait_parity(memory.pipeline.empty(state.stage), state.parity ^ 1);
-            mbarrier_arrive_expect_tx(full, kStageBytes);
-#pragma unroll 1
-            for (int i = 0; i < kConsumerWarps; ++i) {
-                const long long index = static_cast<long long>(work.weight_row(tile, i)) * column_tiles + column;
-                cp_async_bulk(memory.tiles + state.stage * kStageBytes + i * kTileBytes, tiles + index * kTileBytes, kTileBytes,
-                              full);
-            }
-        }
-    }
-};
-
-struct TileStream {
-    Pipeline pipeline;
-    Word tiles;  // shared-memory address of this warp's tile in stage 0
-    int lane;
-    PipelineState<STAGES> state;
-
-    __device__ __forceinline__ TileStream(const Tiles&, const StreamMemory& memory, const WorkRanges&, int, int, int warp, int lane)
-        : pipeline(memory.pipeline), tiles(memory.tiles + warp * kTileBytes), lane(lane) {}
-    __device__ __forceinline__ TileExpander acquire(int) const {
-        mbarrier_wait_parity(pipeline.full(state.stage), state.parity);
-        return TileExpander(tiles + state.stage * kConsumerWarps * kTileBytes, lane);
-    }
-    __device__ __forceinline__ void release(int) {
-        mbarrier_arrive_warp(pipeline.empty(state.stage), lane);
-        state.advance();
+        produce_tiles<kTileBytes>(memory, work, first, last, warp, lane, [&](int weight_row, int column) {
+            return TileBytes{tiles + (static_cast<long long>(weight_row) * column_tiles + column) * kTileBytes, kTileBytes};
+        });
     }
 };
 

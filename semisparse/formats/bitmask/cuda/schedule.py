@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from semisparse.formats.bitmask.storage.gpu import COLUMNS, ROWS, Tiling
+from semisparse.formats.bitmask.storage.gpu import ROWS, Tiling
 from semisparse.formats.kernel import ExpertsProblem, Problem
 from semisparse.runtime.device import RESERVED_SHARED, DeviceFacts
 from semisparse.runtime.expand_gemm import Rates, Tiles
+from semisparse.runtime.tile_decode import Shape, TileSchedule, first_fitting, fit
 
-Shapes = tuple[tuple[int, int, int], ...]
+Shapes = tuple[Shape, ...]
 
 DECODE_MAX_TOKENS = 64
 
@@ -46,33 +47,7 @@ GEMM_RATES = {
 (results/h200/sweeps/bitmask-codes.csv)."""
 
 
-@dataclass(frozen=True)
-class DecodeSchedule:
-    """How decode.cu computes y.
-
-    Args:
-        tile_m: maximum tokens (TILE_M), a key of `DECODE_WARPS_PER_SM`.
-        warps_n: row tiles that a CTA computes at a time.
-        warps_k: warps per row tile, which split its column tiles among them (sliced-K).
-        stages: weight tiles per warp in shared memory, in flight or being read.
-        ctas: CTAs of the grid, at most as many as are resident; each strides over the row tiles.
-        shared: bytes of dynamic shared memory per CTA.
-    """
-
-    tile_m: int
-    warps_n: int
-    warps_k: int
-    stages: int
-    ctas: int
-    shared: int
-
-    @property
-    def warps(self) -> int:
-        """Warps per CTA."""
-        return self.warps_n * self.warps_k
-
-
-def choose_decode(m: int, weight: Tiling, gpu: DeviceFacts) -> DecodeSchedule:
+def choose_decode(m: int, weight: Tiling, gpu: DeviceFacts) -> TileSchedule:
     """Choose the schedule of decode.cu.
 
     Args:
@@ -83,11 +58,12 @@ def choose_decode(m: int, weight: Tiling, gpu: DeviceFacts) -> DecodeSchedule:
     preferred = _preferred(m, weight, gpu.sms)
     # Later candidates need less shared memory, for patterns that keep many weights and small GPUs; the last one fits.
     candidates = (preferred, (2, 6, 2), (*preferred[:2], 1), (1, 4, 1), (1, 1, 1))
-    fitting = (_decode_schedule(m, weight, gpu, *candidate) for candidate in candidates)
-    return next(schedule for schedule in fitting if schedule is not None)
+    schedule = first_fitting(candidates, m, weight, DECODE_WARPS_PER_SM, gpu)
+    assert schedule is not None
+    return schedule
 
 
-def choose_fused(problem: Problem, weight: Tiling, gpu: DeviceFacts) -> DecodeSchedule | None:
+def choose_fused(problem: Problem, weight: Tiling, gpu: DeviceFacts) -> TileSchedule | None:
     """Choose the schedule of decode.cu with a prologue and an epilogue; None if no schedule can fuse them.
 
     Args:
@@ -99,9 +75,8 @@ def choose_fused(problem: Problem, weight: Tiling, gpu: DeviceFacts) -> DecodeSc
     if problem.k % 8 or (gated and problem.n % (2 * ROWS)):
         return None
     warps_n = 2 if gated else 1
-    candidates = [(warps_n, 8, 2), (warps_n, 4, 1)]
-    fitting = (_decode_schedule(problem.m, weight, gpu, *candidate, True) for candidate in candidates)
-    return next((schedule for schedule in fitting if schedule is not None), None)
+    candidates = ((warps_n, 8, 2), (warps_n, 4, 1))
+    return first_fitting(candidates, problem.m, weight, DECODE_WARPS_PER_SM, gpu, whole_x=True)
 
 
 def fuses_silu(problem: ExpertsProblem, warps_n: int) -> bool:
@@ -109,7 +84,7 @@ def fuses_silu(problem: ExpertsProblem, warps_n: int) -> bool:
     return problem.epilogue == "silu_mul" and problem.k % 8 == 0 and warps_n % 2 == 0
 
 
-def choose_experts(problem: ExpertsProblem, weight: Tiling, gpu: DeviceFacts) -> DecodeSchedule:
+def choose_experts(problem: ExpertsProblem, weight: Tiling, gpu: DeviceFacts) -> TileSchedule:
     """Choose the schedule of decode.cu for a stack of experts: ``ctas`` for each, or for each pair if tile_m is 1.
 
     Args:
@@ -122,7 +97,7 @@ def choose_experts(problem: ExpertsProblem, weight: Tiling, gpu: DeviceFacts) ->
     shapes = (EXPERT_SHAPES_GATED if fuses_silu(problem, 2) else EXPERT_SHAPES)[m]
     # Without SiLU x need not lie in shared memory whole, and the last fits always.
     candidates: Shapes = (*shapes, (1, 4, 1), (1, 1, 1))
-    fitting = (_decode_schedule(m, weight, gpu, *shape, fuses_silu(problem, shape[0])) for shape in candidates)
+    fitting = (fit(shape, m, weight, DECODE_WARPS_PER_SM, gpu, fuses_silu(problem, shape[0])) for shape in candidates)
     schedule = next(schedule for schedule in fitting if schedule is not None)
     resident = min(gpu.shared_per_sm // (schedule.shared + RESERVED_SHARED), DECODE_WARPS_PER_SM[m] // schedule.warps)
     slots = EXPERT_WAVES * resident * gpu.sms // min(pairs, problem.experts if m > 1 else pairs)
@@ -130,7 +105,7 @@ def choose_experts(problem: ExpertsProblem, weight: Tiling, gpu: DeviceFacts) ->
     return replace(schedule, ctas=ctas)
 
 
-def _preferred(m: int, weight: Tiling, sms: int) -> tuple[int, int, int]:
+def _preferred(m: int, weight: Tiling, sms: int) -> Shape:
     """Return warps_n, warps_k and stages."""
     row_tiles, column_tiles = weight.row_tiles, weight.column_tiles
     few_rows = row_tiles <= 2 * sms
@@ -156,26 +131,6 @@ def _preferred(m: int, weight: Tiling, sms: int) -> tuple[int, int, int]:
     if few_rows:
         return 2, 6, 2
     return (1, 16, 2) if m == 1 else (2, 8, 2)
-
-
-def _decode_schedule(
-    m: int, weight: Tiling, gpu: DeviceFacts, warps_n: int, warps_k: int, stages: int, whole_x: bool = False
-) -> DecodeSchedule | None:
-    """Return the schedule with as many CTAs as are resident, or None if no CTA fits.
-
-    With ``whole_x`` all of x is in shared memory, as in fused kernels.
-    """
-    tile_m = next(tokens for tokens in DECODE_WARPS_PER_SM if m <= tokens)
-    warps_k = min(warps_k, weight.column_tiles)
-    warps = warps_n * warps_k
-    x_tiles = weight.column_tiles if whole_x else stages * warps_k
-    # Weight tiles, x tiles and accumulators, double-buffered.
-    shared = stages * warps * weight.tile_bytes + x_tiles * m * 2 * COLUMNS + 2 * warps * tile_m * ROWS * 4
-    resident = min(gpu.shared_per_sm // (shared + RESERVED_SHARED), DECODE_WARPS_PER_SM[tile_m] // warps)
-    if not resident:
-        return None
-    ctas = min(-(-weight.row_tiles // warps_n), gpu.sms * resident)
-    return DecodeSchedule(tile_m, warps_n, warps_k, stages, ctas, shared)
 
 
 def gemm_tiles(weight: Tiling) -> Tiles:

@@ -8,6 +8,7 @@
 //
 // Macros: SCALAR, KEEP (values or codes per block), BITS (per code; 0 for values), WARPS and STAGES.
 
+#include "tile_decode/copy_tile.cuh"
 #include "tile.cuh"
 
 constexpr int kBlockPitch = kBlockColumns * 2 + 16;  // bytes per block of a dense row: the 16 avoid bank conflicts
@@ -36,11 +37,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * kWarpSize) semisparse_bitma
     const Word base = smem_address(shared);
     const Word dense = base + WARPS * STAGES * kTileBytes + warp * kDenseBytes;
     const int first = blockIdx.x * WARPS + warp;
-    auto tile_at = [&](int index) { return tiles + static_cast<long long>(index) * kTileBytes; };
+    auto copy = [&](Word to, int index) {
+        copy_tile<kTileBytes>(to, tiles + static_cast<long long>(index) * kTileBytes, lane);
+    };
     const Word ring = base + warp * STAGES * kTileBytes;
 #pragma unroll
     for (int i = 0; i < STAGES; ++i) {
-        if (first + i * stride < tile_count) copy_tile(ring + i * kTileBytes, tile_at(first + i * stride), lane);
+        if (first + i * stride < tile_count) copy(ring + i * kTileBytes, first + i * stride);
         cp_async_commit_group();
     }
     int stage = 0;
@@ -51,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * kWarpSize) semisparse_bitma
         TileExpander tile(source, lane);
         expand_tile(tile, dense + lane / 4 * kRowPitch + lane % 4 * kBlockPitch);
         __syncwarp();
-        if (index + STAGES * stride < tile_count) copy_tile(source, tile_at(index + STAGES * stride), lane);
+        if (index + STAGES * stride < tile_count) copy(source, index + STAGES * stride);
         cp_async_commit_group();
         stage = stage + 1 < STAGES ? stage + 1 : 0;
         const int row = index / column_tiles * kTileRows;

@@ -56,7 +56,7 @@ def counts(spec: WeightSpec) -> Mapping[str, int]:
 
 
 def grain(spec: WeightSpec) -> tuple[int, int]:
-    """Return the rows and columns at whose multiples a slice still obeys the pattern and holds whole int4 tiles."""
+    """Return the rows and columns at whose multiples a slice obeys the pattern or, for int4, holds whole tiles."""
     if kind_of(spec.params) == "int4":
         return int4.ROWS, int4.COLUMNS
     return (spec.pattern.length if isinstance(spec.pattern, VectorNM) else 1), spec.pattern.step

@@ -8,43 +8,41 @@ import torch
 from torch import Tensor
 
 from semisparse.formats.base import Packed
-from semisparse.formats.ec_csr.cuda.schedule import SCALARS
 from semisparse.formats.ec_csr.cuda.tile_schedule import (
     TILE_MAX_TOKENS,
-    TileSchedule,
     choose_fused_tiles,
     choose_tiles,
+    tiles_in,
 )
 from semisparse.formats.ec_csr.storage.deltas import has_tiles, layout_of
-from semisparse.formats.ec_csr.storage.tiles import DTYPES, tile_shape, tiles_of
+from semisparse.formats.ec_csr.storage.tiles import DTYPES, tiles_of
 from semisparse.formats.kernel import NOTHING_FUSED, FusedOperands, FusedProduct, Problem, Product
+from semisparse.runtime import tile_decode
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.kernel import CudaSource, cuda_refusal
 from semisparse.runtime.nvrtc import Defines
+from semisparse.runtime.tile_decode import UNFUSED, TileSchedule, tile_defines
 
 FEW_ROWS = 8192
 """N up to which `pays` prefers this kernel to `gemm` for 9 to 16 tokens; nothing between 4,096 and 11,008 was timed."""
 
-UNFUSED: Defines = {"RMS_NORM": 0, "ADD_RESIDUAL": 0, "SILU_MUL": 0}
 
-
-def tile_defines(
+def decode_defines(
     dtype: torch.dtype, words: int, tile_m: int, warps_n: int, warps_k: int, stages: int, fusion: Defines = UNFUSED
 ) -> Defines:
     """Return the macros of decode_tiles.cu."""
-    own = {"TILE_M": tile_m, "WARPS_N": warps_n, "WARPS_K": warps_k, "STAGES": stages}
-    return {"SCALAR": SCALARS[dtype], "WORDS": words, **own, **fusion}
+    return {"WORDS": words, **tile_defines(dtype, tile_m, warps_n, warps_k, stages, fusion)}
 
 
 SOURCE = CudaSource(
     Path(__file__).with_name("decode_tiles.cu"),
     (
-        tile_defines(torch.float16, 36, 1, 1, 16, 2),
-        tile_defines(torch.bfloat16, 64, 8, 2, 8, 2),
-        tile_defines(torch.float16, 32, 16, 2, 4, 2),
-        tile_defines(torch.bfloat16, 36, 1, 1, 8, 2, {**UNFUSED, "RMS_NORM": 1}),
-        tile_defines(torch.float16, 36, 1, 2, 8, 2, {**UNFUSED, "RMS_NORM": 1, "SILU_MUL": 1}),
-        tile_defines(torch.bfloat16, 36, 8, 1, 8, 2, {**UNFUSED, "ADD_RESIDUAL": 1}),
+        decode_defines(torch.float16, 36, 1, 1, 16, 2),
+        decode_defines(torch.bfloat16, 64, 8, 2, 8, 2),
+        decode_defines(torch.float16, 32, 16, 2, 4, 2),
+        decode_defines(torch.bfloat16, 36, 1, 1, 8, 2, {**UNFUSED, "RMS_NORM": 1}),
+        decode_defines(torch.float16, 36, 1, 2, 8, 2, {**UNFUSED, "RMS_NORM": 1, "SILU_MUL": 1}),
+        decode_defines(torch.bfloat16, 36, 8, 1, 8, 2, {**UNFUSED, "ADD_RESIDUAL": 1}),
     ),
 )
 
@@ -87,26 +85,15 @@ def fuse(problem: Problem) -> FusedProduct | None:
 
 
 def _prepared(problem: Problem, schedule: TileSchedule) -> FusedProduct:
-    n, k, facts = problem.n, problem.k, device_facts(problem.device)
-    config = (schedule.tile_m, schedule.warps_n, schedule.warps_k, schedule.stages)
-    defines = tile_defines(problem.dtype, int(problem.params["words_limit"]), *config, problem.fusion_defines)
+    n, pdl = problem.n, problem.is_fused and device_facts(problem.device).has_pdl
+    words = int(problem.params["words_limit"])
+    defines = {"WORDS": words, **schedule.defines(problem.dtype, problem.fusion_defines)}
     kernel = SOURCE.build("semisparse_ec_csr_decode_tiles", defines, schedule.shared).load(problem.device)
-    grid, threads = (schedule.ctas, 1, 1), 32 * schedule.warps
-    row_tiles, column_tiles = tile_shape(n, k)
     width = n // 2 if problem.epilogue == "silu_mul" else n
-    pdl = problem.is_fused and facts.has_pdl
+    weight = tiles_in(problem.spec)
+    product = tile_decode.prepare(kernel, schedule, weight, (n, problem.k), problem.is_fused, width, pdl)
 
     def decode(x: Tensor, packed: Packed, bias: Tensor | None, fused: FusedOperands = NOTHING_FUSED) -> Tensor:
-        x, m, bias = x.contiguous(), x.shape[0], None if bias is None else bias.to(x.dtype).contiguous()
-        x = x.clone() if problem.is_fused and x.data_ptr() % 16 else x
-        y = x.new_empty(m, width)
-        kernel(
-            grid, threads, pdl=pdl,
-            x=x, **tiles_of(packed), bias=bias, y=y,
-            norm_weight=fused.norm_weight, residual=fused.residual, epsilon=fused.epsilon,
-            m=m, n=n, k=k, row_tiles=row_tiles, column_tiles=column_tiles,
-            x_aligned=k % 8 == 0 and x.data_ptr() % 16 == 0,
-        )  # fmt: skip
-        return y
+        return product(x, tiles_of(packed), bias, fused.arguments)
 
     return decode

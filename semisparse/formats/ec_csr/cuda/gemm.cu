@@ -1,70 +1,28 @@
 // y[m, n] = x[m, k] @ w[n, k].T + bias[n] for mask tiles and any m, with Hopper's wgmma: expand_gemm/gemm.cuh on the tiles of
-// tile.cuh, which differ in size. A producer lane per consumer warp copies that warp's tiles in bulk.
+// tile.cuh, which differ in size and are copied in bulk (bulk_tiles.cuh).
 //
 // Macros: WORDS (tile.cuh) and those of gemm.cuh.
 
-#include "expand_gemm/gemm.cuh"
+#include "expand_gemm/bulk_tiles.cuh"
 #include "tile.cuh"
 
-struct TileStream;
-
-// Where a tile begins and ends, in units of kUnitBytes.
-struct Units {
-    int begin, end;
-};
-
-struct Tiles {
-    static constexpr int kTileBytes = ::kTileBytes;
-    static constexpr int kExtraBytes = 0;
-    static constexpr int kProducerRegisters = 32;
-    static constexpr int kProducers = kConsumerWarps;
-    using Stream = TileStream;
+struct Tiles : BulkTiles<kTileBytes> {
+    using Stream = TileStream<Tiles, TileExpander>;
 
     const unsigned char* tiles;
     const int* starts;  // [row_tiles * column_tiles + 1], in units of kUnitBytes
     int column_tiles;
 
-    // Those of a consumer warp; past the last row tile, that tile again.
-    __device__ __forceinline__ Units units(const WorkRanges& work, int iteration, int warp) const {
-        const int* at = starts + static_cast<long long>(work.weight_row(work.tile(iteration), warp)) * column_tiles +
-                        work.column(iteration);
-        return {at[0], at[1]};
-    }
+    __device__ __forceinline__ Tiles(const unsigned char* tiles, const int* starts, int column_tiles)
+        : tiles(tiles), starts(starts), column_tiles(column_tiles) {}
 
-    // Lane i copies the tiles of consumer warp i. It loads where the next one begins while it waits for the stage.
     __device__ __forceinline__ void produce(const StreamMemory& memory, const WorkRanges& work, int first, int last, int warp,
                                             int lane) const {
-        if (warp > 0 || lane >= kConsumerWarps || first >= last) return;
-        PipelineState<STAGES> state;
-        Units next = units(work, first, lane);
-        for (int iteration = first; iteration < last; ++iteration, state.advance()) {
-            const Units now = next;
-            if (iteration + 1 < last) next = units(work, iteration + 1, lane);
-            const Word full = memory.pipeline.full(state.stage);
-            const int bytes = (now.end - now.begin) * kUnitBytes;
-            mbarrier_wait_parity(memory.pipeline.empty(state.stage), state.parity ^ 1);
-            mbarrier_arrive_expect_tx(full, bytes);
-            cp_async_bulk(memory.tiles + (state.stage * kConsumerWarps + lane) * kTileBytes,
-                          tiles + static_cast<long long>(now.begin) * kUnitBytes, bytes, full);
-        }
-    }
-};
-
-struct TileStream {
-    Pipeline pipeline;
-    Word tiles;  // shared-memory address of this warp's tile in stage 0
-    int lane;
-    PipelineState<STAGES> state;
-
-    __device__ __forceinline__ TileStream(const Tiles&, const StreamMemory& memory, const WorkRanges&, int, int, int warp, int lane)
-        : pipeline(memory.pipeline), tiles(memory.tiles + warp * kTileBytes), lane(lane) {}
-    __device__ __forceinline__ TileExpander acquire(int) const {
-        mbarrier_wait_parity(pipeline.full(state.stage), state.parity);
-        return TileExpander(tiles + state.stage * kConsumerWarps * kTileBytes, lane);
-    }
-    __device__ __forceinline__ void release(int) {
-        mbarrier_arrive_warp(pipeline.empty(state.stage), lane);
-        state.advance();
+        produce_tiles<kTileBytes>(memory, work, first, last, warp, lane, [&](int weight_row, int column) {
+            const int* at = starts + static_cast<long long>(weight_row) * column_tiles + column;
+            const int begin = at[0];
+            return TileBytes{tiles + static_cast<long long>(begin) * kUnitBytes, (at[1] - begin) * kUnitBytes};
+        });
     }
 };
 

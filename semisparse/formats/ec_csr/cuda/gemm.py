@@ -7,15 +7,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from semisparse.formats.base import Packed, WeightSpec
+from semisparse.formats.base import Packed
 from semisparse.formats.ec_csr.cuda.decode_tiles import tiles_refusal
-from semisparse.formats.ec_csr.cuda.tile_schedule import tile_bytes_of
-from semisparse.formats.ec_csr.storage.tiles import BLOCK, tile_shape, tiles_of
+from semisparse.formats.ec_csr.cuda.tile_schedule import tiles_in
+from semisparse.formats.ec_csr.storage.tiles import BLOCK, tiles_of
 from semisparse.formats.kernel import Problem, Product
 from semisparse.runtime import expand_gemm
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.expand_gemm import MAX_TOKENS, Rates, Schedule, choose
-from semisparse.runtime.expand_gemm import Tiles as GemmTiles
 from semisparse.runtime.kernel import CudaSource, hopper_refusal
 from semisparse.runtime.nvrtc import Defines
 
@@ -41,11 +40,6 @@ SOURCE = CudaSource(
 )
 
 
-def gemm_tiles(spec: WeightSpec) -> GemmTiles:
-    """Return the tiles of gemm.cu, with what shared memory they take."""
-    return GemmTiles(*tile_shape(*spec.shape), tile_bytes_of(spec))
-
-
 def refusal(problem: Problem) -> str | None:
     """Say why the kernel cannot compute ``problem`` here, or None if it can."""
     if problem.m > MAX_TOKENS:
@@ -62,7 +56,7 @@ def prepare(problem: Problem, schedule: Schedule | None = None) -> Product:
     Returns:
         The matmul, accumulated in float32.
     """
-    weight, words = gemm_tiles(problem.spec), int(problem.params["words_limit"])
+    weight, words = tiles_in(problem.spec), int(problem.params["words_limit"])
     schedule = schedule or choose(problem.m, weight, device_facts(problem.device), RATES)
     product = expand_gemm.prepare(
         lambda chosen: SOURCE.build(

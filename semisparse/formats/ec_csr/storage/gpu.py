@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from semisparse.errors import FormatError
-from semisparse.formats.base import Packed, Params, Scalar, get_format
+from semisparse.formats.base import Packed, Params, Scalar, WeightSpec, get_format
 from semisparse.formats.checks import choice_of
 from semisparse.formats.ec_csr.storage import panels, tiles
 from semisparse.formats.ec_csr.storage.deltas import (
@@ -71,7 +72,7 @@ def arrange(packed: Packed, device_type: str) -> Packed:
         return _in_panels(packed, disk_rows, {}, _Dense(packed)) if is_gpus else packed
     if layout_of(params) == TILES or not _is_filled(packed):
         return packed
-    wanted, weight = _wanted(packed), _Dense(packed)
+    wanted, weight = _wanted(packed.spec, device_facts(packed.device).capability), _Dense(packed)
     if wanted == TILES:
         return _with_tiles(packed, dict(params.without(*_GPU_PARAMS, "values", "span")), {}, TILES, weight)
     rows = panel_rows_for(packed.shape[0], device_facts(packed.device).sms)
@@ -105,10 +106,17 @@ class _Dense:
         return unpack(packed) if kernel.refusal(problem) else kernel.prepare_unpack(problem)(packed)
 
 
-def _wanted(packed: Packed) -> str:
-    """Return what the weight has on its GPU: `LISTS`, `TILES` or `BOTH`; tiles are for Hopper and 16 bits."""
-    can = device_facts(packed.device).capability == HOPPER and packed.dtype in tiles.DTYPES
-    return gpu_layout_of(packed.params) if can else LISTS
+def _wanted(spec: WeightSpec, capability: tuple[int, int]) -> str:
+    """Return what row panels become on a GPU: `LISTS`, `TILES` or `BOTH`; tiles are for Hopper and 16 bits."""
+    return gpu_layout_of(spec.params) if capability == HOPPER and spec.dtype in tiles.DTYPES else LISTS
+
+
+def spec_on_gpu(spec: WeightSpec, capability: tuple[int, int]) -> WeightSpec:
+    """Return a spec as on disk with the ``layout`` that `arrange` gives the weight on a GPU; other params stay."""
+    if layout_of(spec.params) != PANELS:
+        return spec
+    wanted = _wanted(spec, capability)
+    return replace(spec, params=Params({**spec.params, "layout": PANELS if wanted == LISTS else wanted}))
 
 
 def to_tiles(packed: Packed) -> Packed:

@@ -11,7 +11,7 @@ from semisparse.formats.kernel import Problem, Product
 from semisparse.formats.vector_nm.storage.disk import columns_of, vectors_of
 
 GATHERED_BYTES = 4 << 20
-"""Maximum bytes of x that are gathered at a time, in float32."""
+"""Maximum bytes of x, in float32, that are gathered at a time, unless one group has more."""
 LONG = 32
 """Minimum rows per vector with which gathering beats unpacking at any number of tokens."""
 FEW_TOKENS = 16
@@ -23,7 +23,7 @@ def refusal(problem: Problem) -> str | None:
     """Say why the kernel leaves ``problem`` to another, or None if it takes it."""
     length = vectors_of(problem.pattern).length
     if length < LONG and problem.m > FEW_TOKENS:
-        return f"with vectors of {length} rows it gathers more than it multiplies from {FEW_TOKENS + 1} tokens on"
+        return f"vectors have {length} rows: from {FEW_TOKENS + 1} tokens on gathering x takes longer than unpacking"
     return None
 
 

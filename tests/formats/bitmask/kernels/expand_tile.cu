@@ -2,6 +2,7 @@
 //
 // Macros: TILE_HEADER (the path of tile.cuh), SCALAR, KEEP and BITS.
 
+#include "tile_decode/copy_tile.cuh"
 #include TILE_HEADER
 
 template <int step = 0>
@@ -15,7 +16,7 @@ __device__ void expand(TileExpander& tile, Word* fragments, int lane) {
 extern "C" __global__ void expand_tile(const unsigned char* tiles, Word* fragments) {
     extern __shared__ __align__(256) unsigned char shared[];
     const int lane = threadIdx.x;
-    copy_tile(smem_address(shared), tiles, lane);
+    copy_tile<kTileBytes>(smem_address(shared), tiles, lane);
     cp_async_commit_group();
     wait_tiles<0>();
     TileExpander tile(smem_address(shared), lane);

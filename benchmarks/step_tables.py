@@ -1,0 +1,73 @@
+"""The tables of docs/experiments/decode-step.md: kernels of the captured decode step, and the command `generate`."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from engine_tables import NAMES
+from rows import markdown, result
+
+BYTES_PER_US = 4.33e6
+"""The H200's read bandwidth: 4.33 TB/s."""
+
+PARTS = {"qkv": "q, k, v", "attention": "attention", "o": "o", "gate_up": "gate, up", "down": "down"}
+OTHERS = {"rms_norm": "norms", "silu_mul": "SiLU", "indexSelect": "embedding", "nvjet": "head", "dense_decode": "head"}
+ONCE = ("embedding", "head", "next token")
+
+ASKED = {"dense": "3.7", "bitmask": "2.3", "ec_csr": "2.1", "vector_nm": "2.2", "gqs-w4s50": "1.3"}
+"""Milliseconds per token that were asked for, at one sequence."""
+
+
+def _part(row: dict[str, str]) -> str:
+    if "attention" in row["kernel"]:
+        return "attention"
+    if "greedy" in row["kernel"]:
+        return "next token"
+    if row["part"] in PARTS:
+        return PARTS[row["part"]]
+    return next(name for text, name in OTHERS.items() if text in row["kernel"])
+
+
+def kernels(batch: str) -> str:
+    """Microseconds that a layer's kernels add to a step, by part; in brackets the weight's bytes over bandwidth.
+
+    ec_csr has no brackets: its bytes are those of two layouts, and a kernel reads one.
+    """
+    rows = [row for row in result("h200/decode-step-formats.csv") if row["batch"] == batch]
+    if batch == "1":
+        rows = [{**row, "batch": "1"} for row in result("h200/decode-step.csv") if row["weights"] == "dense"] + rows
+    formats = list(dict.fromkeys(row["weights"] for row in rows))
+    lines = []
+    for part in (*PARTS.values(), "norms", "SiLU", *ONCE):
+        cells = []
+        for name in formats:
+            found = [row for row in rows if row["weights"] == name and _part(row) == part]
+            if part == "norms":  # the head's own norm is once per step
+                found = [row for row in found if row["part"] != "outside"]
+            added = sum(float(row["added_us"]) for row in found)
+            floor = sum(float(row["weight_mb"]) for row in found) * 1e6 / BYTES_PER_US
+            bracket = f" ({floor:.1f})" if floor and name != "ec_csr" else ""
+            cells.append(f"{added:.1f}{bracket}" if found else "")
+        if any(cells):
+            lines.append([f"once per step: {part}" if part in ONCE else part, *cells])
+    return markdown(("", *(NAMES[name] for name in formats)), lines)
+
+
+def commands() -> str:
+    """What `generate` takes by weights, in its latest call."""
+    latest = {row["weights"]: row for row in result("h200/generate.csv") if row["generate_ms_per_token"]}
+    lines = []
+    for weights, asked in ASKED.items():
+        row = latest[weights]
+        times = [row["generate_ms_per_token"], asked, row["captured_ms_per_token"], row["first_token_ms"]]
+        start = [row["read_seconds"], row["load_seconds"], row["compile_seconds"], row["wall_seconds"]]
+        lines.append([NAMES[weights.split("-")[0]], *times, *start, row["first_compile_seconds"], row["call"]])
+    head = ("ms per token", "asked", "captured step", "first token, ms", "read, s", "load", "compile", "process")
+    return markdown(("", *head, "compile, first time", "call"), lines)
+
+
+TABLES = {
+    "step-kernels": partial(kernels, "1"),
+    "step-kernels-8": partial(kernels, "8"),
+    "generate-command": commands,
+}
