@@ -1,21 +1,20 @@
-"""The GEMMs of runtime/expand_gemm for few tokens: mma.sync or wgmma, in many shapes, beside other kernels and cuBLAS.
+"""The GEMMs of runtime/expand_gemm for few tokens in many shapes, beside the chosen kernel and cuBLAS.
 
-    python benchmarks/few_tokens.py results/h200/sweeps/few-tokens.csv [--seconds 60] [--formats bitmask,gqs]
+    python benchmarks/few_tokens.py results/h200/sweeps/few-tokens-producers.csv [--seconds 60] [--formats bitmask,gqs]
 
 Needs a Hopper GPU. float16, microseconds of CUDA graphs over weights that outgrow the cache. Every output is compared
-with float32 before it is timed, twice: all builds forwards, then backwards. Column `macros` has what a build is also
-compiled with; "chosen" is the kernel that `auto` takes. A file `gemm_before.cu` beside bitmask's gemm.cu is timed, too.
-``--once`` launches builds once, for a profiler, without PDL.
+with float32 before it is timed, twice: all schedules forwards, then backwards. "chosen" is the kernel that `auto`
+takes. ``--once`` launches schedules once, for a profiler, without PDL.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,6 @@ from semisparse.errors import KernelError
 from semisparse.formats import Packed, get_format
 from semisparse.formats.bitmask.cuda import gemm as bitmask
 from semisparse.formats.bitmask.cuda.schedule import gemm_tiles
-from semisparse.formats.bitmask.storage.disk import BLOCK
 from semisparse.formats.bitmask.storage.gpu import tiling
 from semisparse.formats.ec_csr.cuda import gemm as ec_csr
 from semisparse.formats.ec_csr.cuda.tile_schedule import tiles_in
@@ -48,13 +46,14 @@ from semisparse.formats.vector_nm.cuda import gemm_wgmma as vector_nm
 from semisparse.formats.vector_nm.cuda.wgmma_schedule import tiles_of as vector_nm_tiles
 from semisparse.formats.vector_nm.storage.disk import vectors_of
 from semisparse.patterns import parse_pattern
-from semisparse.runtime import expand_gemm
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.expand_gemm import Schedule, Tiles, fit
-from semisparse.runtime.nvrtc import Defines
+from semisparse.runtime.expand_gemm import Schedule, Shape, Tiles, fit, tile_m_of
 
 GPU, DTYPE = torch.device("cuda"), torch.float16
 LARGE, SMALL = (28672, 8192), (4096, 4096)
+ALL_SCHEDULES = {"vector_nm"}
+"""The weights of which not only the chosen kernel is timed."""
+
 SHAPES = (LARGE, SMALL, (11008, 4096), (4096, 11008))
 WEIGHTS: dict[str, tuple[str, str, dict[str, str]]] = {
     "bitmask": ("bitmask", "32:64", {}),
@@ -65,77 +64,44 @@ WEIGHTS: dict[str, tuple[str, str, dict[str, str]]] = {
     "ec_csr": ("ec_csr", "70%", {}),
 }
 KERNELS: dict[str, Any] = {"bitmask": bitmask, "gqs": gqs, "vector_nm": vector_nm, "ec_csr": ec_csr}
-MMA, WGMMA, HALF_GROUPS, ONE_WARP = ("MMA_SYNC", 1), ("MMA_SYNC", 0), ("GROUP_STEPS", 2), ("COPY_WARPS", 1)
-PRODUCERS = ("PRODUCER_WARPGROUPS", 2)
 Weights = dict[str, list[tuple[Tensor, Packed]]]
 COLUMNS = (
-    *("n", "k", "m", "dtype", "weights", "kernel", "macros", *Schedule.__dataclass_fields__),
+    *("n", "k", "m", "dtype", "weights", "kernel", *Schedule.__dataclass_fields__),
     *("us", "low_us", "high_us", "error", "megabytes", "machine"),
 )
 
 
-@dataclass(frozen=True)
-class Build(Schedule):
-    """A schedule with further macros."""
+STREAMED: dict[int, tuple[Shape, ...]] = {
+    16: ((4, 1, 1), (3, 1, 1), (2, 1, 2)),
+    32: ((4, 1, 1), (3, 1, 1), (2, 1, 2)),
+    64: ((4, 1, 1), (3, 1, 1), (2, 1, 2)),
+    128: ((3, 1, 1), (2, 1, 1)),
+    256: ((2, 2, 1),),
+}
+"""Warpgroups per CTA, CTAs per cluster and per SM to time with Stream-K, by tile_m."""
 
-    macros: tuple[tuple[str, int], ...] = ()
-
-    @property
-    def threads(self) -> int:
-        """Threads per CTA."""
-        return 32 * self.warps + 128 * dict(self.macros).get("PRODUCER_WARPGROUPS", 1)
-
-    def defines(self, dtype: torch.dtype) -> Defines:
-        """Return the schedule's macros and the further ones."""
-        fields = asdict(self)
-        del fields["macros"]
-        return {**Schedule(**fields).defines(dtype), **dict(self.macros)}
-
-
-@dataclass(frozen=True)
-class Try:
-    """A build to time: tile_m, warpgroups, CTAs per SM, macros; ``split`` divides K so that the grid fills the SMs."""
-
-    tile_m: int
-    warpgroups: int
-    ctas: int
-    macros: tuple[tuple[str, int], ...] = (WGMMA,)
-    split: bool = False
-    cluster: int = 1
-
-    def build(self, weight: Tiles, m: int) -> Build | None:
-        """Return the build with the most stages that fit, or None."""
-        facts, split = device_facts(GPU), 0
-        if self.split:
-            outputs = -(-weight.row_tiles // (4 * self.warpgroups)) * -(-m // self.tile_m)
-            split = min(8, weight.column_tiles, max(1, self.ctas * facts.sms // outputs))
-        found = fit(weight, facts, self.tile_m, self.warpgroups, self.cluster, split, self.ctas)
-        return None if found is None else Build(**asdict(found), macros=self.macros)
+SPLIT: dict[int, tuple[Shape, ...]] = {
+    16: ((1, 1, 3), (3, 1, 1), (4, 1, 1)),
+    32: ((1, 1, 3), (3, 1, 1), (4, 1, 1)),
+    64: ((1, 1, 3), (2, 1, 2), (3, 1, 1)),
+    128: ((2, 1, 1), (3, 1, 1)),
+    256: (),
+}
+"""The same with K split so often that the grid fills the SMs once; of smaller weights."""
 
 
-def tries(m: int, large: bool, name: str) -> list[Try]:
-    """Return what to time for M tokens, the most important first."""
-    copies = [(WGMMA, ONE_WARP)] if name == "bitmask" else [(WGMMA, PRODUCERS)] if name == "vector_nm" else []
-    half = (WGMMA, HALF_GROUPS)
-    if not large:
-        tile = 8 if m <= 8 else 16 if m <= 16 else 32
-        found = [Try(tile, *shape, (MMA,), True) for shape in ((1, 3), (2, 2), (1, 2), (2, 1)) if m <= 32]
-        return found + [Try(max(16, m), 1, 3, macros, True) for macros in ((WGMMA,), *copies) if m <= 64]
-    if m <= 16:
-        found = [Try(8 if m <= 8 else 16, warpgroups, 1, (MMA,)) for warpgroups in (6, 5, 4)]
-        more = [Try(found[1].tile_m, 5, 1, (MMA, PRODUCERS))] if name == "vector_nm" else []
-        return [*found, *more, Try(16, 4, 1)]
-    wide = [Try(m, 5, 1, half)] if name not in ("gqs", "vector_nm") and m <= 64 else []  # these two would spill
-    if m == 32:
-        found = [Try(32, 5, 1, (MMA,)), Try(32, 4, 1, (MMA,)), *wide, Try(32, 4, 1)]
-        return found + [Try(32, 4, 1, macros) for macros in copies]
-    if m == 64:
-        found = [*wide, Try(64, 4, 1, half), Try(64, 4, 1), Try(64, 3, 1)]
-        return found + [Try(64, 3, 1, macros) for macros in copies]
-    if m == 128:
-        return [Try(128, 3, 1, macros) for macros in ((WGMMA,), half, *copies)]
-    # Two producer warpgroups would leave too few registers at launch.
-    return [Try(256, 2, 1, macros, False, 2) for macros in ((WGMMA,), *copies) if PRODUCERS not in macros]
+def schedules(name: str, packed: Packed, m: int) -> list[Schedule]:
+    """Return the schedules to time; of vector_nm with one and with two producer warpgroups where both are possible."""
+    weight, facts, tile_m = tiles_of(packed), device_facts(GPU), tile_m_of(m)
+    found = []
+    for shape in (STREAMED if packed.shape == LARGE else SPLIT)[tile_m]:
+        warpgroups, cluster, ctas = shape
+        outputs = -(-weight.row_tiles // (4 * warpgroups)) * -(-m // tile_m)
+        split = 0 if packed.shape == LARGE else min(8, weight.column_tiles, max(1, ctas * facts.sms // outputs))
+        for slow_copies in (False, True) if name == "vector_nm" else (False,):
+            tiles = dataclasses.replace(weight, slow_copies=slow_copies)
+            found.append(fit(tiles, facts, tile_m, warpgroups, cluster, split, ctas))
+    return list(dict.fromkeys(schedule for schedule in found if schedule is not None))
 
 
 def tiles_of(packed: Packed) -> Tiles:
@@ -161,54 +127,29 @@ def pack(name: str, n: int, k: int) -> tuple[Tensor, Packed]:
     return packed.unpack(), packed
 
 
-def builds(name: str, packed: Packed, m: int) -> list[Build]:
-    """Return the builds to time."""
-    found = (one.build(tiles_of(packed), m) for one in tries(m, packed.shape == LARGE, name))
-    return [build for build in found if build is not None]
-
-
-def products(name: str, packed: Packed, x: Tensor) -> Iterator[tuple[str, Build | None, Callable[..., Tensor]]]:
-    """Yield kernel, build and matmul; the chosen kernel first."""
+def products(name: str, packed: Packed, x: Tensor) -> Iterator[tuple[str, Schedule | None, Callable[..., Tensor]]]:
+    """Yield kernel, schedule and matmul; the chosen kernel first."""
     form = packed.spec.format
     if form != "ec_csr":
         chosen = get_format(form).choose(problem_of(x, packed))
         yield f"chosen: {chosen.name}", None, chosen.prepare(problem_of(x, packed))
-    for build in builds(name, packed, len(x)):
-        yield "gemm", build, KERNELS[form].prepare(problem_of(x, packed), build)
-    build = next(iter(reversed(builds(name, packed, len(x)))), None)
-    if (before := before_product(packed, x, build)) is not None:
-        yield "gemm before", build, before
+    for schedule in schedules(name, packed, len(x)) if name in ALL_SCHEDULES else []:
+        yield "gemm", schedule, KERNELS[form].prepare(problem_of(x, packed), schedule)
 
 
-def before_product(packed: Packed, x: Tensor, build: Build | None) -> Callable[..., Tensor] | None:
-    """Return bitmask's matmul of gemm_before.cu; None for other formats, few tokens, or without the file."""
-    path = bitmask.GEMM.path.with_name("gemm_before.cu")
-    if packed.spec.format != "bitmask" or len(x) <= 16 or build is None or not path.exists():
-        return None
-    weight, source = tiling(packed.spec), replace(bitmask.GEMM, path=path)
-    tiles = gemm_tiles(weight)
-    macros = bitmask.gemm_defines(DTYPE, weight.keep, build, weight.bits)
-    kernel = source.build("semisparse_bitmask_gemm", macros, build.shared(tiles))
-    product = expand_gemm.prepare(lambda _: kernel, build, tiles, BLOCK, packed.shape, GPU)
-    return lambda x, one, bias: product(x, {"tiles": one.tensors["tiles"]}, bias)
-
-
-def row(packed: Packed, m: int, name: str, kernel: str, build: Build | None, times: dict[str, str]) -> dict[str, str]:
+def row(
+    packed: Packed, m: int, name: str, kernel: str, schedule: Schedule | None, times: dict[str, str]
+) -> dict[str, str]:
     """Return a CSV row."""
-    values: dict[str, Any] = {**(asdict(build) if build else {}), **times, "m": m, "weights": name, "kernel": kernel}
-    values["macros"] = " ".join(f"{macro}={value}" for macro, value in build.macros) if build else ""
-    values |= {
-        "n": packed.shape[0],
-        "k": packed.shape[1],
-        "dtype": "float16",
-        "megabytes": f"{packed.nbytes / 1e6:.1f}",
-    }
+    (n, k), megabytes = packed.shape, f"{packed.nbytes / 1e6:.1f}"
+    values: dict[str, Any] = {**(dataclasses.asdict(schedule) if schedule else {}), **times, "megabytes": megabytes}
+    values |= {"n": n, "k": k, "m": m, "dtype": "float16", "weights": name, "kernel": kernel}
     values["machine"] = torch.cuda.get_device_name()
     return {column: str(values.get(column, "")) for column in COLUMNS}
 
 
 def measure(name: str, dense: Tensor, packed: Packed, tokens: list[int]) -> Iterator[dict[str, str]]:
-    """Time every build on one weight, forwards and then backwards, so that no build always follows the same one."""
+    """Time all schedules on one weight, forwards and then backwards, so that none always follows the same one."""
     copies = timing.rotating_copies(packed, device_facts(GPU).cache_bytes)
     for x, expected in inputs(tokens, dense.shape[1], dense):
         check = partial(checked_error, expected, TOLERANCE[DTYPE])
@@ -216,16 +157,16 @@ def measure(name: str, dense: Tensor, packed: Packed, tokens: list[int]) -> Iter
             calls: list[Callable[[], Tensor]] = [partial(F.linear, x, one) for one in copies_of(dense)]
             yield row(packed, len(x), "dense", "cuBLAS", None, timed(calls, check))
         ready = list(products(name, packed, x))
-        for kernel, build, product in (*ready, *reversed(ready)):
+        for kernel, schedule, product in (*ready, *reversed(ready)):
             try:
                 times = timed([partial(product, x, one, None) for one in copies], check)
             except KernelError as error:
                 times = {"error": str(error).replace(",", ";")[:80]}
-            yield row(packed, len(x), name, kernel, build, times)
+            yield row(packed, len(x), name, kernel, schedule, times)
 
 
 def compile_all(weights: Weights, tokens: list[int]) -> None:
-    """Compile every build, in a thread per core."""
+    """Compile every schedule, in a thread per core."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for name, m in ((name, m) for m in tokens for name in weights):
             for _, packed in weights[name]:
@@ -233,18 +174,16 @@ def compile_all(weights: Weights, tokens: list[int]) -> None:
                 form = packed.spec.format
                 if form != "ec_csr":
                     pool.submit(get_format(form).choose(problem_of(x, packed)).prepare, problem_of(x, packed))
-                found = builds(name, packed, m)
-                for build in found:
-                    pool.submit(KERNELS[form].prepare, problem_of(x, packed), build)
-                pool.submit(before_product, packed, x, found[-1] if found else None)
+                for schedule in schedules(name, packed, m) if name in ALL_SCHEDULES else []:
+                    pool.submit(KERNELS[form].prepare, problem_of(x, packed), schedule)
 
 
 def launch_once(name: str, packed: Packed, tokens: list[int]) -> None:
-    """Launch the chosen kernel and the first two builds once for each M, between profiler start and stop."""
+    """Launch the chosen kernel and all schedules once for each M, between profiler start and stop."""
     calls = []
     for m in tokens:
         x = torch.randn(m, packed.shape[1], device=GPU).to(DTYPE)
-        calls += [partial(product, x, packed, None) for _, _, product in list(products(name, packed, x))[:3]]
+        calls += [partial(product, x, packed, None) for _, _, product in products(name, packed, x)]
     torch.cuda.synchronize()
     torch.cuda.profiler.start()
     for call in calls:

@@ -406,7 +406,8 @@ class Engine:
             raise InputError("proposed tokens are verified against the greedy choice: leave the temperature at 0")
         if not 0 <= proposals <= MAX_PROPOSALS:
             raise InputError(f"proposals is {proposals}; it is 0 to {MAX_PROPOSALS}")
-        key = self.backend.needs(tokenized, new, sampling, proposals)
+        with _memory_errors():  # allocates the cache
+            key = self.backend.needs(tokenized, new, sampling, proposals)
         if key in self._warm:
             return 0.0
         start = time.perf_counter()

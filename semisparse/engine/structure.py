@@ -1,7 +1,7 @@
 """Recognising Llama-like decoders by what their modules compute, not by their classes.
 
-A model is accepted if its decoder layers have the parts of a Llama layer (Llama, Mistral, Qwen2, Qwen3 and their kin)
-and their norms and activations compute what a Llama layer's do. `decoder.check_against` then compares the logits.
+A model is accepted if its decoder layers have the parts of a Llama layer, as those of Llama, Mistral, Qwen2 and Qwen3
+do. Their norms and activations must compute what a Llama layer's do. `decoder.check_against` then compares the logits.
 """
 
 from __future__ import annotations

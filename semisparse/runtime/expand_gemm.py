@@ -31,6 +31,9 @@ STAGES = ((4, 2), (3, 2), (3, 1), (2, 1), (1, 1))
 MAX_SPLIT_K = 8
 """Maximum number of ranges that K is split into."""
 
+MAX_TOKENS_OF_TWO_PRODUCERS = 128
+"""Maximum tile_m with two producer warpgroups: with more, too few registers per thread are left at launch."""
+
 PERMUTE_WARPS, PERMUTE_UNROLL = 4, 3
 """Warps per CTA of permute_x.cu, and the (token, column tile) pairs that each warp loads at a time: kUnroll."""
 
@@ -55,6 +58,7 @@ class Tiles:
         tile_bytes: bytes of shared memory per weight tile.
         extra_per_warp: bytes of shared memory per consumer warp beside the stages: those of ``Weights::kExtraBytes``.
         max_stages: maximum weight stages.
+        slow_copies: whether one producer warpgroup cannot copy as fast as three consumer warpgroups expand.
     """
 
     row_tiles: int
@@ -62,6 +66,7 @@ class Tiles:
     tile_bytes: int
     extra_per_warp: int = 0
     max_stages: int = 4
+    slow_copies: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,7 @@ class Schedule:
         stages: weight stages, each with one tile per consumer warp.
         x_stages: stages of x, each with 256 columns.
         ctas_per_sm: resident CTAs per SM.
+        producers: producer warpgroups per CTA.
     """
 
     tile_m: int
@@ -85,6 +91,7 @@ class Schedule:
     stages: int
     x_stages: int
     ctas_per_sm: int
+    producers: int = 1
 
     @property
     def warps(self) -> int:
@@ -93,8 +100,8 @@ class Schedule:
 
     @property
     def threads(self) -> int:
-        """Threads per CTA: those of the consumer warps, and of a producer warpgroup."""
-        return 32 * self.warps + 128
+        """Threads per CTA."""
+        return 32 * self.warps + 128 * self.producers
 
     def defines(self, dtype: torch.dtype) -> Defines:
         """Return the macros of gemm.cuh: the fields in capitals, and SCALAR."""
@@ -165,8 +172,9 @@ def fit(
     """Return the schedule with the most stages that fit in shared memory, or None if none does."""
     # Leave RESERVED_SHARED for each CTA of the GEMM, and for one CTA of permute_x, beside which they start.
     room = (gpu.shared_per_sm - RESERVED_SHARED) // ctas_per_sm - RESERVED_SHARED
+    producers = 2 if weight.slow_copies and warpgroups >= 3 and tile_m <= MAX_TOKENS_OF_TWO_PRODUCERS else 1
     schedules = (
-        Schedule(tile_m, warpgroups, cluster, split_k, *stages, ctas_per_sm)
+        Schedule(tile_m, warpgroups, cluster, split_k, *stages, ctas_per_sm, producers)
         for stages in STAGES
         if stages[0] <= weight.max_stages
     )

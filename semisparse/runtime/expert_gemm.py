@@ -86,7 +86,7 @@ def prepare_experts(
             aligned=k % 2 == 0 and x.data_ptr() % 4 == 0,
         )  # fmt: skip
         gemm(
-            (ctas, 1, 1), 32 * schedule.warps + 128, pdl=True,
+            (ctas, 1, 1), schedule.threads, pdl=True,
             x=permuted, **operands, bias=None if bias is None else bias.to(x.dtype).contiguous(), y=y,
             partials=partials, counters=counter,
             job_count=jobs.count, job_experts=jobs.experts, job_pairs=jobs.pairs,

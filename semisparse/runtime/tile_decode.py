@@ -1,4 +1,4 @@
-"""Matmuls of 1 to 64 tokens with a weight in tiles of 16 rows by 256 columns: schedules and launches of tile_decode/.
+"""Matmuls of 1 to 64 tokens with a weight in tiles of 16 rows by 256 columns: schedules, launches of cuda/tile_decode.
 
 A format has a .cu file with its own way to copy and expand a tile; the rest is shared.
 """

@@ -18,16 +18,6 @@ inline void ldmatrix_x4_trans(Word (&d)[4], Word row) {
     __syncwarp();
 }
 
-inline void ldmatrix_x4(Word (&d)[4], Word row) {
-    shared_at(row, 16, 16);
-    const int lane = threadIdx.x % 32;
-    warp().numbers[lane] = row;
-    __syncwarp();
-    for (int matrix = 0; matrix < 4 && !failure; ++matrix)
-        std::memcpy(d + matrix, here->shared + warp().numbers[8 * matrix + lane / 4] + lane % 4 * 4, 4);
-    __syncwarp();
-}
-
 inline void stmatrix_x4_trans(Word column, const Word (&d)[4]) {
     shared_at(column, 16, 16);
     const int lane = threadIdx.x % 32;

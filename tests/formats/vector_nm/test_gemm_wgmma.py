@@ -1,5 +1,7 @@
 """`gemm_wgmma` on the emulator, with patterns and every way to divide the work; on a GPU, real launches."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -28,11 +30,12 @@ CASES = [  # pattern, n, k, m, dtype, SMs, then the fields of Schedule in their 
     ("1:32v64", 70, 1030, 40, HALF, 2, (64, 1, 1, 0, 2, 1, 1)),
     ("32:32v48", 50, 300, 70, BFLOAT, 132, (64, 1, 1, 1, 1, 1, 1)),
     ("5:16v32", 40, 261, 33, BFLOAT, 132, (64, 1, 1, 2, 2, 1, 1)),
+    ("16:32v32", 200, 700, 20, HALF, 2, (32, 3, 1, 0, 2, 1, 1, 2)),  # two producer warpgroups
 ]
 
 
 @needs_compiler
-@pytest.mark.parametrize(("pattern", "n", "k", "m", "dtype", "sms", "schedule"), mostly_slow(CASES, 0, 1))
+@pytest.mark.parametrize(("pattern", "n", "k", "m", "dtype", "sms", "schedule"), mostly_slow(CASES, 0, 1, 6))
 def test_emulated(emulated, monkeypatch, pattern, n, k, m, dtype, sms, schedule):
     emulate(monkeypatch, sms)
     check_kernel(lambda problem: gemm_wgmma.prepare(problem, Schedule(*schedule)), pack(pattern, n, k, dtype), m)
@@ -90,13 +93,15 @@ def test_on_a_gpu(pattern: str, dtype: torch.dtype, n: int, k: int, m: int):
 @pytest.mark.parametrize(
     ("tile_m", "shape", "split_k"),
     [(tile_m, shape, 0) for tile_m, shapes in STREAM_K.items() for shape in shapes]
-    + [(tile_m, shape, split_k) for tile_m, shapes in SPLIT_K.items() for shape in shapes for split_k in (1, 3)],
+    + [(tile_m, shape, split_k) for tile_m, shapes in SPLIT_K.items() for shape in shapes for split_k in (1, 3)]
+    + [(tile_m, (4, 1, 1), 0) for tile_m in (16, 32, 64)],
 )
-def test_every_shape_on_a_gpu(tile_m: int, shape: tuple[int, int, int], split_k: int):
+@pytest.mark.parametrize("slow_copies", [False, True])
+def test_every_shape_on_a_gpu(tile_m: int, shape: tuple[int, int, int], split_k: int, slow_copies: bool):
     packed = pack("16:32v32", 3000, 4100).to("cuda")
     x, bias = operands(packed, 2 * tile_m - 3)
     warpgroups, cluster, ctas = shape
-    tiles = tiles_of(3000, 4100, VectorNM(16, 32, 32))
+    tiles = replace(tiles_of(3000, 4100, VectorNM(16, 32, 32)), slow_copies=slow_copies)
     schedule = fit(tiles, device_facts("cuda"), tile_m, warpgroups, cluster, split_k, ctas)
     product = gemm_wgmma.prepare(problem_of(x, packed), schedule)
     y = product(x, packed, bias)

@@ -31,11 +31,13 @@ def _defines(vectors: VectorNM, dtype: torch.dtype, schedule: Schedule) -> Defin
 SOURCE = CudaSource(
     Path(__file__).with_name("gemm_wgmma.cu"),
     (
-        # tile_m, warpgroups, cluster, split_k, stages, x_stages, ctas_per_sm
+        # tile_m, warpgroups, cluster, split_k, stages, x_stages, ctas_per_sm, producers
         _defines(VectorNM(16, 32, 32), torch.float16, Schedule(64, 2, 1, 0, 2, 1, 2)),
         _defines(VectorNM(16, 32, 32), torch.bfloat16, Schedule(256, 2, 2, 0, 1, 1, 1)),
         _defines(VectorNM(3, 4, 16), torch.bfloat16, Schedule(32, 1, 1, 4, 3, 1, 3)),
         _defines(VectorNM(1, 32, 128), torch.float16, Schedule(128, 3, 1, 1, 4, 1, 1)),
+        _defines(VectorNM(16, 32, 32), torch.float16, Schedule(32, 4, 1, 0, 3, 2, 1, 2)),
+        _defines(VectorNM(16, 32, 32), torch.bfloat16, Schedule(128, 3, 1, 0, 3, 1, 1, 2)),
     ),
     architectures=("sm_90a",),
 )

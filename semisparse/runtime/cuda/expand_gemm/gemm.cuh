@@ -7,8 +7,8 @@
 //
 // CTA tile: TILE_M tokens by WARPGROUPS * 64 rows of w; a cluster has CLUSTER such tiles along N and multicasts x among them.
 // Grid: CLUSTER times the ranges of stream_k.cuh, which divides the work.
-// CTA: WARPGROUPS consumer warpgroups (expand and wgmma), and one producer warpgroup: warp 0 issues bulk copies of x, the
-// others copy weights. setmaxnreg moves registers to the consumers.
+// CTA: WARPGROUPS consumer warpgroups (expand and wgmma), and PRODUCERS producer warpgroups: their first warp issues bulk copies of
+// x, the others copy weights. setmaxnreg moves registers to the consumers.
 //
 // Dynamic shared memory, in bytes:
 //   X_STAGES x tiles, each four slices of 64 columns with a full and an empty mbarrier of their own    512 TILE_M each
@@ -17,7 +17,7 @@
 //
 // A format defines a type Weights, its operands:
 //   kTileBytes, kExtraBytes             see above
-//   kProducerRegisters                  per thread of the producer warpgroup, a multiple of 8
+//   kProducerRegisters                  per thread of a producer warpgroup, a multiple of 8
 //   kProducers                          arrivals on each stage's full mbarrier
 //   produce(memory, work, first, last, warp, lane)    copies tiles of the iterations from `first` to before `last`, which the
 //                                       kProducerWarps warps share
@@ -26,19 +26,12 @@
 //     release(iteration)                the tile has been expanded
 //
 // Compiled for sm_90a with SCALAR (__half or __nv_bfloat16), TILE_M (16, 32, 160, or a multiple of 64 up to 256), WARPGROUPS,
-// CLUSTER, SPLIT_K (0: Stream-K), STAGES, X_STAGES, CTAS_PER_SM. With EXPERTS (stream_k.cuh) SPLIT_K is 0.
+// CLUSTER, SPLIT_K (0: Stream-K), STAGES, X_STAGES, CTAS_PER_SM, PRODUCERS (1 if not defined). With EXPERTS (stream_k.cuh) SPLIT_K is 0.
 
 #pragma once
 
-#ifndef MMA_SYNC
-#define MMA_SYNC (TILE_M <= 16 && !EXPERTS)
-#endif
-
-#ifndef PRODUCER_WARPGROUPS
-#define PRODUCER_WARPGROUPS 1
-#endif
-#ifndef GROUP_STEPS
-#define GROUP_STEPS 4
+#ifndef PRODUCERS
+#define PRODUCERS 1
 #endif
 
 #include "arrive_warp.cuh"
@@ -52,17 +45,17 @@
 #include "ptx/wgmma.cuh"
 
 constexpr int kConsumerThreads = kConsumerWarps * kWarpSize;
-constexpr int kProducerThreads = PRODUCER_WARPGROUPS * 128;           // setmaxnreg is per warpgroup: producers are whole ones
+constexpr int kProducerThreads = PRODUCERS * 128;                    // setmaxnreg is per warpgroup: producers are whole ones
 constexpr int kThreads = kConsumerThreads + kProducerThreads;
 
-// Registers per thread at launch; setmaxnreg then gives the consumers what the producer warpgroup leaves. 4,096 registers of an
+// Registers per thread at launch; setmaxnreg then gives the consumers what the producers leave. 4,096 registers of an
 // SM stay free for a CTA of permute_x.cu, beside which this kernel's CTAs start and fetch weights. Two exceptions take all
 // registers: three warpgroups of 128 tokens, which need them, and EXPERTS, whose CTAs start after permute_pairs.cu. Up to 64
 // tokens __launch_bounds__ keeps within kRegisters; above, __maxnreg__ is needed, which also limits what ptxas gives the
 // consumers.
 constexpr bool kAllRegisters = EXPERTS || (TILE_M >= 128 && WARPGROUPS == 3);
 constexpr int kRegisters = (65536 - (kAllRegisters ? 0 : 4096)) / CTAS_PER_SM / kThreads / 8 * 8;
-#if MMA_SYNC || (TILE_M >= 128 && WARPGROUPS < 3)
+#if TILE_M >= 128 && WARPGROUPS < 3
 #define EXPAND_GEMM_BOUNDS __maxnreg__(kRegisters)
 #else
 #define EXPAND_GEMM_BOUNDS __launch_bounds__(kThreads, CTAS_PER_SM)
@@ -72,16 +65,10 @@ constexpr int kXSlices = 4;                                           // per til
 constexpr int kXSliceBytes = TILE_M * 128;
 constexpr int kXBytes = kXSlices * kXSliceBytes;
 constexpr int kReleases = kConsumerWarps * kArrivalsPerWarp;         // arrivals that release a stage
-constexpr int kProducerWarps = 4 * PRODUCER_WARPGROUPS - 1;          // that copy weights
+constexpr int kProducerWarps = 4 * PRODUCERS - 1;                    // that copy weights
 constexpr int kSliceSteps = kSteps / kXSlices;                       // k-steps of wgmma per slice of x
 
-#if MMA_SYNC
-#include "expand_gemm/mma_tile.cuh"
-#endif
-
-constexpr int kGroups = kSteps / GROUP_STEPS;                         // wgmma groups per iteration
-constexpr int kSliceGroups = kSliceSteps / GROUP_STEPS;               // per slice of x
-using Fragments = Word[2][GROUP_STEPS][4];  // wgmma reads one group's while the other's are expanded
+using Fragments = Word[2][kSliceSteps][4];  // wgmma reads one slice's while the other's are expanded
 
 // Where weight tiles are in shared memory: stage by stage, one per consumer warp.
 struct StreamMemory {
@@ -99,52 +86,37 @@ __device__ __forceinline__ void release_slice(Word empty, int lane) {
     }
 }
 
-// Expands the k-steps of a wgmma group.
-template <int group, int step = 0, typename Tile>
-__device__ __forceinline__ void expand_group(Word (&weights)[GROUP_STEPS][4], Tile& tile) {
-    tile.template expand<GROUP_STEPS * group + step>(weights[step]);
-    if constexpr (step + 1 < GROUP_STEPS) expand_group<group, step + 1>(weights, tile);
+// Expands the k-steps of a slice.
+template <int slice, int step = 0, typename Tile>
+__device__ __forceinline__ void expand_slice(Word (&weights)[kSliceSteps][4], Tile& tile) {
+    tile.template expand<kSliceSteps * slice + step>(weights[step]);
+    if constexpr (step + 1 < kSliceSteps) expand_slice<slice, step + 1>(weights, tile);
 }
 
-#if MMA_SYNC
-// One iteration; `x` is the lane's address in the x stage.
+// One iteration: each slice of four k-steps is expanded while wgmma computes the slice before. `x` is the descriptor's low word
+// of the x stage. `previous` is the x stage of the iteration before, whose last slice is still being read; negative if there
+// was none. `begins`: this is the output tile's first iteration, so the accumulators are overwritten.
 template <int slice = 0, typename Tile>
-__device__ __forceinline__ void mma_tile(Accumulators& accumulators, Tile& tile, Pipeline pipeline, Word x,
-                                         PipelineState<X_STAGES> state, int lane) {
-    Word b[4];
-    mbarrier_wait_parity(pipeline.full(state.stage * kXSlices + slice), state.parity);
-    mma_slice<slice>(accumulators, tile, x + slice * kXSliceBytes, b);
-    release_slice(pipeline.empty(state.stage * kXSlices + slice), lane);
-    if constexpr (slice + 1 < kXSlices) mma_tile<slice + 1>(accumulators, tile, pipeline, x, state, lane);
-}
-#else
-// One iteration: each group of k-steps is expanded while wgmma computes the group before. `x` is the descriptor's low word of the
-// x stage. `previous` is the x stage of the iteration before, whose last slice is still being read; negative if there was none.
-// `begins`: this is the output tile's first iteration, so the accumulators are overwritten.
-template <int group = 0, typename Tile>
 __device__ __forceinline__ void wgmma_tile(Accumulators& accumulators, Fragments& fragments, Tile& tile, Pipeline pipeline, Word x,
                                            PipelineState<X_STAGES> state, int previous, bool begins, int lane) {
-    constexpr int slice = group / kSliceGroups, first = group % kSliceGroups * GROUP_STEPS;
-    Word(&weights)[GROUP_STEPS][4] = fragments[group % 2];
-    expand_group<group>(weights, tile);
-    if constexpr (first == 0) mbarrier_wait_parity(pipeline.full(state.stage * kXSlices + slice), state.parity);
+    Word(&weights)[kSliceSteps][4] = fragments[slice % 2];
+    expand_slice<slice>(weights, tile);
+    mbarrier_wait_parity(pipeline.full(state.stage * kXSlices + slice), state.parity);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < GROUP_STEPS; ++step)
-        wgmma_m64k16(accumulators, weights[step], x + slice * kXSliceBytes / 16 + (first + step) * 2, group || step || !begins,
+    for (int step = 0; step < kSliceSteps; ++step)
+        wgmma_m64k16(accumulators, weights[step], x + slice * kXSliceBytes / 16 + step * 2, slice || step || !begins,
                      static_cast<const SCALAR*>(nullptr));
     wgmma_commit_group();
     wgmma_wait_group<1>();
-    if constexpr (first > 0) {
-    } else if constexpr (slice > 0) {  // the slice before is no longer read
+    if constexpr (slice > 0) {  // the slice before is no longer read
         release_slice(pipeline.empty(state.stage * kXSlices + slice - 1), lane);
     } else {
         if (previous >= 0) release_slice(pipeline.empty(previous * kXSlices + kXSlices - 1), lane);
     }
-    if constexpr (group + 1 < kGroups)
-        wgmma_tile<group + 1>(accumulators, fragments, tile, pipeline, x, state, previous, begins, lane);
+    if constexpr (slice + 1 < kXSlices)
+        wgmma_tile<slice + 1>(accumulators, fragments, tile, pipeline, x, state, previous, begins, lane);
 }
-#endif
 
 // The producer of x: one thread; each CTA of a cluster multicasts its share of a slice.
 __device__ __forceinline__ void load_x(Pipeline pipeline, Word stages, const unsigned char* x, WorkRanges work, int first,
@@ -186,39 +158,22 @@ template <typename Weights>
 __device__ __forceinline__ void consume(const Weights& weights, const Operands& operands, StreamMemory memory, Pipeline x_pipeline,
                                         Word x_stages, WorkRanges work, int range, int first, int last, int warp, int lane) {
     Accumulators accumulators;
-#if MMA_SYNC
-    const Word x_lane = x_stages + x_offset(lane);
-#else
     Fragments fragments;
-#endif
     typename Weights::Stream stream(weights, memory, work, first, last, warp, lane);
     PipelineState<X_STAGES> x_state;
-#if !MMA_SYNC
     int previous = -1;
-#endif
 #pragma unroll 1
     for (int iteration = first; iteration < last;) {
         const int tile = work.tile(iteration), begin = iteration, end = min(last, work.end(tile));
-#if MMA_SYNC
-#pragma unroll
-        for (float& sum : accumulators) sum = 0.0f;
-#endif
 #pragma unroll 1
         for (; iteration < end; ++iteration, x_state.advance()) {
             auto expander = stream.acquire(iteration);
-#if MMA_SYNC
-            mma_tile(accumulators, expander, x_pipeline, x_lane + x_state.stage * kXBytes, x_state, lane);
-            stream.release(iteration);
-#else
             wgmma_tile(accumulators, fragments, expander, x_pipeline, smem_descriptor_low(x_stages + x_state.stage * kXBytes),
                        x_state, previous, iteration == begin, lane);
             stream.release(iteration);
             previous = x_state.stage;
-#endif
         }
-#if !MMA_SYNC
         wgmma_wait_group<0>();
-#endif
         const int first_row = (work.row_tile(tile) + warp) * kTileRows;
         const int m_tile = work.m_tile(tile);
         const SCALAR* bias = operands.bias;
@@ -256,7 +211,7 @@ __device__ __forceinline__ void expand_gemm(const Weights& weights, const Operan
     else __syncthreads();
 
     if (warp >= kConsumerWarps) {
-        if (!MMA_SYNC) setmaxnreg_dec<Weights::kProducerRegisters>();
+        setmaxnreg_dec<Weights::kProducerRegisters>();
         if (warp > kConsumerWarps) weights.produce(memory, work, first, last, warp - kConsumerWarps - 1, lane);
         if (lane == 0 && warp == kConsumerWarps) {
             griddepcontrol_wait();
@@ -265,7 +220,7 @@ __device__ __forceinline__ void expand_gemm(const Weights& weights, const Operan
         __syncwarp();
     } else {
         constexpr int kLeft = (kRegisters * kThreads - Weights::kProducerRegisters * kProducerThreads) / kConsumerThreads / 8 * 8;
-        if (!MMA_SYNC) setmaxnreg_inc<kLeft < kMostRegisters ? kLeft : kMostRegisters>();
+        setmaxnreg_inc<kLeft < kMostRegisters ? kLeft : kMostRegisters>();
         consume(weights, operands, memory, x_pipeline, x_stages, work, range, first, last, warp, lane);
     }
     if constexpr (CLUSTER > 1) barrier_cluster_sync();  // a CTA must not exit while another may multicast into it

@@ -1,4 +1,4 @@
-// ldmatrix, stmatrix and movmatrix: 8 x 8 matrices of 16-bit values between shared memory and fragments, most of them transposed.
+// ldmatrix, stmatrix and movmatrix: 8 x 8 matrices of 16-bit values between shared memory and fragments, transposed.
 
 #pragma once
 
@@ -8,12 +8,6 @@
 // of each matrix.
 __device__ __forceinline__ void ldmatrix_x4_trans(Word (&d)[4], Word row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-        : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(row) : "memory");
-}
-
-// The same, not transposed: lane l gets two values of row l / 4 of each matrix.
-__device__ __forceinline__ void ldmatrix_x4(Word (&d)[4], Word row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
         : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(row) : "memory");
 }
 
