@@ -67,7 +67,7 @@ gpu_tests = $(if $(SANITIZE),tests/formats/test_fresh_inputs.py tests/formats/te
 	tests/engine/test_ops.py tests/compress/prune/test_sweep_triton.py tests/compress/prune/test_rounding_triton.py tests/quant \
 	tests/formats/slide24/test_lift.py::test_the_triton_form_gives_the_same \
 	tests/formats/slide24/test_cusparselt.py::test_the_pass_after_a_gemm,\
-	tests/test_gpu.py tests/integrations/test_cuda_graphs.py tests/engine tests/formats tests/nn/test_joined_experts.py tests/quant \
+	tests/test_gpu.py tests/api/test_start.py tests/integrations/test_cuda_graphs.py tests/engine tests/formats tests/nn/test_joined_experts.py tests/quant \
 	tests/cuda_emulator) \
 	tests/runtime/test_kernel.py
 racecheck_fails = blas or pack_mm or scaled_mm or reference

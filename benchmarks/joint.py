@@ -28,6 +28,7 @@ UNIFORM: dict[str, tuple[str, ...]] = {
     **{f"32:64 W{bits}": ("rheosparse", "pattern=32:64", "search=none", f"quant=w{bits}") for bits in (8, 4)},
     "2:4 W4": ("rheosparse", "pattern=2:4", "search=none", "quant=w4"),
     "2:4": ("slidesparse", "pattern=2:4", "quant=none"),
+    **{f"{zeros}%": ("ec-spmv", f"pattern={zeros}%", "search=none") for zeros in (70, 80, 90)},
 }
 """Recipe and settings of each uniform run."""
 

@@ -161,8 +161,33 @@ def mixed() -> str:
     return markdown(("model", "prompt", "", "layers in 2:4", "KL", ""), lines)
 
 
+def mixtures() -> str:
+    """Return the predicted and the measured speed-up of models whose layers were chosen for a target."""
+    lines = []
+    for row in result("h200/target-mixtures.csv"):
+        key, _, asked = row["target"].partition("=")
+        gpu = row["gpu"].removeprefix("NVIDIA ")
+        change = _percent(float(row["measured_over_asked"]) - 1)
+        steps = [f"{float(row[column]):.3f}" for column in ("step_ms", "predicted_step_ms", "dense_step_ms")]
+        lines.append([f"{key}={asked}", f"{float(row['measured']):.3f}x", change, *steps, gpu])
+    return markdown(("target", "measured", "of what was asked", "ms", "predicted ms", "dense ms", "GPU"), lines)
+
+
+def frontier_time() -> str:
+    """Return the seconds of each stage of `frontier`, by model and device."""
+    rows = result("frontier_time.csv")
+    runs = list(dict.fromkeys((row["model"], row["computed_on"]) for row in rows))
+    stages = list(dict.fromkeys(row["stage"] for row in rows))
+    seconds = {((row["model"], row["computed_on"]), row["stage"]): float(row["seconds"]) for row in rows}
+    lines = [[stage, *(f"{seconds[run, stage]:.0f}" for run in runs)] for stage in stages]
+    lines.append(["in all", *(f"{sum(seconds[run, stage] for stage in stages):.0f}" for run in runs)])
+    return markdown(("", *(f"{model}, {where}" for model, where in runs)), lines)
+
+
 TABLES = {
     "joint": joint,
+    "frontier-time": frontier_time,
+    "target-mixtures": mixtures,
     "joint-uniform": uniform,
     "joint-units": units,
     "rounding": rounding,

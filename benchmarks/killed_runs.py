@@ -1,10 +1,11 @@
 """Kill runs of ``compress`` at random moments, resume them, and compare the bytes with those of an uninterrupted run.
 
-Usage: python benchmarks/killed_runs.py OUT.csv MODEL TEXT --scratch DIR [--times 10] [--samples 64] [--seed 0]
+Usage: python benchmarks/killed_runs.py OUT.csv MODEL TEXT --scratch DIR [--recipes sparsegpt,auto] [--ranks 2]
+                                       [--times 10] [--samples 64] [--seed 0]
 
-Runs have one and two ranks in turn, with a search and without; one rank is killed with SIGKILL. Each run is resumed
-with one or two ranks. `pieces` is the number of pieces of work that were finished when it was killed. The exit status
-is 1 if any bytes differ.
+The recipes take turns; with `--ranks 2` runs have one and two ranks in turn, and one rank is killed with SIGKILL. Each
+run is resumed with one rank, or with one or two. `pieces` is how many pieces of work were finished when it was
+killed, `of` the most that the journal of an uninterrupted run held. The exit status is 1 if any bytes differ.
 """
 
 from __future__ import annotations
@@ -22,16 +23,27 @@ from pathlib import Path
 import psutil
 from rows import write_rows
 
-RECIPES = {"sparsegpt": ["search=none"], "search": ["prune=wanda", "search=evolution", "search_effort=12"]}
-MOST_PIECES, SECONDS = 5, 2.0
-COLUMNS = ("recipe", "ranks", "killed_rank", "pieces", "resumed_ranks", "same_bytes")
+RECIPES = {
+    "sparsegpt": "--recipe rheosparse --set search=none",
+    "search": "--recipe rheosparse --set prune=wanda --set search=evolution --set search_effort=12",
+    "slidesparse": "--recipe slidesparse",
+    "nm-spmm": "--recipe nm-spmm",
+    "ec-spmv": "--recipe ec-spmv",
+    "gqsa": "--recipe gqsa --set tune_epochs=1",
+    "auto": "--recipe auto --target bits=3.0 --set search_effort=12 --set tune_epochs=1",
+}
+"""What `compress` is asked for, by the name in the CSV."""
+
+SECONDS = 2.0
+"""A run is killed within this time after a random number of its pieces is finished."""
+
+COLUMNS = ("recipe", "ranks", "killed_rank", "pieces", "of", "resumed_ranks", "same_bytes")
 
 
 def start(options: argparse.Namespace, recipe: str, ranks: int, out: Path) -> subprocess.Popen[bytes]:
     """Start a run, which continues where an earlier one was killed."""
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"] if ranks > 1 else []
-    settings = [word for setting in RECIPES[recipe] for word in ("--set", setting)]
-    arguments = [str(options.model), "--recipe", "rheosparse", *settings, "--calib", str(options.text)]
+    arguments = [str(options.model), *RECIPES[recipe].split(), "--calib", str(options.text)]
     arguments += ["--samples", str(options.samples), "--device", "cpu", "--out", str(out), "--resume"]
     command = [sys.executable, *launch, "-m", "semisparse.cli", "compress", *arguments]
     log = (options.scratch / "log").open("ab")
@@ -43,9 +55,20 @@ def finished_pieces(out: Path) -> list[Path]:
     return list(out.with_name(f"{out.name}.partial").glob("*-*.json"))
 
 
-def kill_later(process: subprocess.Popen[bytes], out: Path, rng: random.Random, rank: int, ranks: int) -> bool:
-    """Kill a rank with SIGKILL at a random time after a random number of pieces; return False if the run has ended."""
-    wanted = rng.randrange(MOST_PIECES)
+def most_pieces(process: subprocess.Popen[bytes], out: Path) -> int:
+    """Wait for an uninterrupted run, and return the most pieces that its journal held."""
+    most = 0
+    while process.poll() is None:
+        most = max(most, len(finished_pieces(out)))
+        time.sleep(0.01)
+    assert process.returncode == 0, "see the log"
+    return most
+
+
+def kill_later(
+    process: subprocess.Popen[bytes], out: Path, rng: random.Random, rank: int, ranks: int, wanted: int
+) -> bool:
+    """Kill a rank with SIGKILL at a random time after ``wanted`` pieces; return False if the run has ended."""
     while process.poll() is None and len(finished_pieces(out)) < wanted:
         time.sleep(0.01)
     time.sleep(rng.uniform(0, SECONDS))
@@ -66,17 +89,22 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("text", type=Path)
     parser.add_argument("--scratch", type=Path, required=True)
+    parser.add_argument("--recipes", default=",".join(RECIPES))
+    parser.add_argument("--ranks", type=int, default=1, choices=(1, 2))
     parser.add_argument("--times", type=int, default=10)
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    rng, rows = random.Random(options.seed), list[dict[str, str]]()
-    for number in range(options.times):
-        recipe, ranks = list(RECIPES)[number % 2], 1 + number // 2 % 2
-        if not (options.scratch / recipe).exists():
-            assert start(options, recipe, 1, options.scratch / recipe).wait() == 0, "see the log"
-        out, rank, resumed = options.scratch / "out", rng.randrange(ranks), rng.choice((1, 2))
-        while not kill_later(start(options, recipe, ranks, out), out, rng, rank, ranks):
+    rng, rows, recipes = random.Random(options.seed), list[dict[str, str]](), options.recipes.split(",")
+    most: dict[str, int] = {}
+    for number in range(options.times * len(recipes)):
+        recipe, ranks = recipes[number % len(recipes)], 1 + number // len(recipes) % options.ranks
+        if recipe not in most:
+            whole = options.scratch / recipe
+            most[recipe] = most_pieces(start(options, recipe, 1, whole), whole)
+        out, rank, resumed = options.scratch / "out", rng.randrange(ranks), rng.randint(1, options.ranks)
+        wanted = rng.randint(0, most[recipe])
+        while not kill_later(start(options, recipe, ranks, out), out, rng, rank, ranks, wanted):
             shutil.rmtree(out)  # it was finished before
         pieces = len(finished_pieces(out))
         assert start(options, recipe, resumed, out).wait() == 0, "see the log"
@@ -85,7 +113,7 @@ def main() -> None:
             for name in ("model.safetensors", "config.json")
         )
         shutil.rmtree(out)
-        values = (recipe, ranks, rank, pieces, resumed, same)
+        values = (recipe, ranks, rank, pieces, most[recipe], resumed, same)
         rows.append(dict(zip(COLUMNS, map(str, values), strict=True)))
         write_rows(options.out, rows, COLUMNS)
         print(rows[-1], flush=True)

@@ -53,6 +53,22 @@ def kernels(batch: str) -> str:
     return markdown(("", *(NAMES[name] for name in formats)), lines)
 
 
+def attention(batch: str) -> str:
+    """Microseconds of a step of 8 layers by attention's schedule and weights; in brackets attention, per layer."""
+    rows = [row for row in result("h200/sweeps/attention.csv") if row["batch"] == batch]
+    formats = list(dict.fromkeys(row["weights"] for row in rows))
+    lines = []
+    for variant in dict.fromkeys(row["variant"] for row in rows):
+        found = {row["weights"]: row for row in rows if row["variant"] == variant}
+        cells = [
+            f"{float(found[name]['step_us']):.0f}"
+            + (f" ({float(found[name]['attention_us']):.1f})" if found[name]["attention_us"] else "")
+            for name in formats
+        ]
+        lines.append([variant, *cells])
+    return markdown(("", *(NAMES[name] for name in formats)), lines)
+
+
 def commands() -> str:
     """What `generate` takes by weights, in its latest call."""
     latest = {row["weights"]: row for row in result("h200/generate.csv") if row["generate_ms_per_token"]}
@@ -69,5 +85,7 @@ def commands() -> str:
 TABLES = {
     "step-kernels": partial(kernels, "1"),
     "step-kernels-8": partial(kernels, "8"),
+    "attention-schedules": partial(attention, "1"),
+    "attention-schedules-8": partial(attention, "8"),
     "generate-command": commands,
 }

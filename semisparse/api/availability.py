@@ -17,9 +17,9 @@ from semisparse.patterns import parse_pattern
 def list_formats() -> list[dict[str, Any]]:
     """Return a dict per format: its name, version and summary, the example patterns it accepts, and its kernels.
 
-    ``runs`` says whether a kernel takes one token and a 4096 x 4096 layer of at least one example pattern and variant:
-    in float16 for CUDA kernels, else in float32 on the CPU. The layer is in the layout that it has on that device: a
-    CUDA kernel may read mask tiles, which no file has. If the kernel does not take it, ``reason`` says why.
+    ``runs`` says whether a kernel takes one token and a 4096 x 4096 layer of at least one example pattern and variant.
+    CUDA kernels are asked in float16, others in float32 on the CPU. The layer is in the layout that it has on that
+    device: a CUDA kernel may read mask tiles, which no file has. If the kernel does not take it, ``reason`` says why.
     """
     return [
         {

@@ -40,8 +40,8 @@ CGROUPS = {
     Path("/sys/fs/cgroup"): ("memory.max", "memory.current", "inactive_file"),
     Path("/sys/fs/cgroup/memory"): ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-"""Root folders of cgroup versions 2 and 1: the files with the memory limit and the memory in use, and the key in
-``memory.stat`` of the page cache, which is in use but counts as free."""
+"""Root folders of cgroup versions 2 and 1. For each: the files with the memory limit and the memory in use, and the
+page cache's key in ``memory.stat``. The page cache is in use but counts as free."""
 
 OWN_CGROUPS = Path("/proc/self/cgroup")
 """Lists the cgroup of this process, per version and controller, as a path below the root folder."""
@@ -150,8 +150,10 @@ def needs_of(
 
 
 def free_memory(device: torch.device, offload: Path | None) -> Needs:
-    """Return the free memory of host and device, within the limits of a container or a batch job, and the room in a
-    directory for hidden states; the disk of the result is left out."""
+    """Return the free memory of host and device, and the room in a directory for hidden states.
+
+    Memory is that within the limits of a container or a batch job. The disk of the result is left out.
+    """
     limits = (_free_in(folder, *files) for root, files in CGROUPS.items() for folder in _cgroups(root))
     host = min([psutil.virtual_memory().available, *(free for free in limits if free is not None)])
     room = shutil.disk_usage(offload).free if offload else 0

@@ -1,6 +1,6 @@
 """The start of a command that runs a model: disk and GPU are at work while torch and transformers are imported.
 
-This module imports neither of them.
+This module imports neither of them before `importing` is entered.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 
 from semisparse.checkpoint.files import read_ahead_in_background
 from semisparse.runtime.bytecode import keep_bytecode
@@ -28,18 +29,30 @@ def importing(model: Path | None = None, device: str = "cpu") -> Iterator[None]:
 
     Args:
         model: a directory whose weights are read into the page cache meanwhile; None for none.
-        device: ``auto`` or ``cuda`` to create the GPU's context meanwhile, if there is a GPU.
+        device: ``auto`` or ``cuda`` to create the GPU's context meanwhile, if there is a GPU, and to load cuBLAS and
+            cuDNN once torch is imported.
     """
     if "torch" in sys.modules:
         yield
         return
     if model is not None:
         read_ahead_in_background(model)
-    if device in ("auto", "cuda"):
+    on_gpu = device in ("auto", "cuda")
+    if on_gpu:
         create_in_background()
     gc.disable()
     try:
+        libraries = _load_libraries() if on_gpu else None
         yield
+        if libraries is not None:
+            libraries.join()
     finally:
         gc.freeze()
         gc.enable()
+
+
+def _load_libraries() -> Thread:
+    """Import torch, and load its GPU libraries in a thread."""
+    from semisparse.runtime.cuda_libraries import load_in_background
+
+    return load_in_background()

@@ -218,8 +218,8 @@ def _relative_error(matmul: Product, x: Tensor, packed: Packed) -> float:
     """Return the relative error of `CHECKED_ROWS` rows of y, the last one included, against float32.
 
     The error is ``||y - expected|| / size``. The size is ``||expected||`` or, if that is larger, the norm that expected
-    would have if the terms of its sums had random signs: a single output may be close to zero. The result is NaN if an
-    output was not written.
+    would have if the terms of its sums had random signs. The latter is for a single output, which may be close to zero.
+    The result is NaN if an output was not written.
     """
     m, n = x.shape[0], packed.shape[0]
     poison = torch.full((m, n), torch.nan, dtype=x.dtype, device=x.device)

@@ -20,6 +20,13 @@ MAX_DIGITS = 18
 DTYPES = ("float16", "bfloat16", "float32")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+Shapes = Annotated[
+    str,
+    typer.Option(
+        "--shapes", help="Architectures (with :fused for fused layers), model directories or N,K, comma-separated."
+    ),
+]
+TokenCounts = Annotated[str, typer.Option("--tokens", help="Numbers of tokens M, comma-separated.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 Dtype = Annotated[str, typer.Option("--dtype", help=f"Dtype of weights and activations: {', '.join(DTYPES)}.")]
 Formats = Annotated[str | None, typer.Option("--formats", help="Formats, comma-separated; all by default.")]

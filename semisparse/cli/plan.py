@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from semisparse.cli.arguments import Dtype, Formats, Json, Patterns, comma_separated, dtype_named, positive_integers
+from semisparse.cli.arguments import (
+    Dtype,
+    Formats,
+    Json,
+    Patterns,
+    TokenCounts,
+    comma_separated,
+    dtype_named,
+    positive_integers,
+)
 from semisparse.cli.output import bytes_text, console, print_json, print_table
 from semisparse.errors import InputError
 
@@ -20,7 +29,7 @@ def plan(
     ] = None,
     shape: Annotated[str | None, typer.Option(help="N,K of one layer, instead of a model.")] = None,
     gpu: Annotated[str, typer.Option(help="a100, h100, h200, b200, rtx3090, rtx4090, rtx5080, cpu or auto.")] = "auto",
-    tokens: Annotated[str, typer.Option(help="Numbers of tokens M, comma-separated.")] = "1,16,4096",
+    tokens: TokenCounts = "1,16,4096",
     formats: Formats = None,
     patterns: Patterns = None,
     dtype: Dtype = "bfloat16",

@@ -1,10 +1,10 @@
 """Float32 matmuls on a GPU's bfloat16 tensor cores, as the sum of three products of high and low halves.
 
 ``x = high + low`` with both in bfloat16 leaves out at most 2^-17 of x, and ``high @ high + high @ low + low @ high``
-leaves out ``low @ low``. The relative error of one term ``x[k] * w[k]`` of a dot product is 2^-18 in root mean square
-and at most some 2^-15; with one bfloat16 product it is 2^-9 and 2^-7, with TF32 2^-12 and 2^-10. The three products are
-one GEMM with three times the K and float32 accumulators. Without tensor cores a float32 matmul takes four times as long
-on an H200.
+leaves out ``low @ low``. The relative error of one term ``x[k] * w[k]`` of a dot product is 2^-18 in root mean square,
+and at most some 2^-15. One bfloat16 product has 2^-9 and 2^-7, TF32 2^-12 and 2^-10. The three products are one GEMM
+with three times the K and float32 accumulators. Without tensor cores a float32 matmul takes four times as long on an
+H200.
 """
 
 from __future__ import annotations

@@ -18,23 +18,24 @@ ROPE = CudaSource(
     FOLDER / "rope.cu",
     ({"SCALAR": "__half", "DIM": 128}, {"SCALAR": "__nv_bfloat16", "DIM": 8}, {"SCALAR": "float", "DIM": 64}),
 )
-ALONE: Defines = {"WARPS": 4, "AHEAD": 2, "CTAS": 2, "CLUSTER": 1}
+_FEW: Defines = {"WARPS": 4, "AHEAD": 2, "CTAS": 2, "CLUSTER": 1}
 ATTENTION = CudaSource(
     FOLDER / "attention.cu",
     (
-        {"SCALAR": "__nv_bfloat16", "DIM": 128, "GROUP": 1, "ROPE": 1, **ALONE, "AHEAD": 8, "CTAS": 3},
-        {"SCALAR": "__half", "DIM": 128, "GROUP": 8, "ROPE": 1, **ALONE},
-        {"SCALAR": "float", "DIM": 64, "GROUP": 2, "ROPE": 1, **ALONE, "AHEAD": 4, "CTAS": 3},
-        {"SCALAR": "__half", "DIM": 256, "GROUP": 4, "ROPE": 0, **ALONE, "CTAS": 3},
-        {"SCALAR": "__half", "DIM": 8, "GROUP": 8, "ROPE": 0, **ALONE},
+        {"SCALAR": "__nv_bfloat16", "DIM": 128, "GROUP": 1, "ROPE": 1, **_FEW, "AHEAD": 8, "CTAS": 3},
+        {"SCALAR": "__nv_bfloat16", "DIM": 128, "GROUP": 1, "ROPE": 1, **_FEW, "WARPS": 8, "AHEAD": 5},
+        {"SCALAR": "__half", "DIM": 128, "GROUP": 8, "ROPE": 1, **_FEW},
+        {"SCALAR": "float", "DIM": 64, "GROUP": 1, "ROPE": 1, **_FEW, "AHEAD": 4, "CTAS": 3},
+        {"SCALAR": "__half", "DIM": 256, "GROUP": 4, "ROPE": 0, **_FEW, "CTAS": 3},
+        {"SCALAR": "__half", "DIM": 8, "GROUP": 8, "ROPE": 0, **_FEW},
     ),
 )
 CLUSTERED_ATTENTION = CudaSource(
     FOLDER / "attention.cu",
     (
-        {"SCALAR": "__nv_bfloat16", "DIM": 128, "GROUP": 1, "ROPE": 1, **ALONE, "AHEAD": 8, "CTAS": 3, "CLUSTER": 8},
-        {"SCALAR": "__half", "DIM": 64, "GROUP": 4, "ROPE": 1, **ALONE, "CTAS": 3, "CLUSTER": 5},
-        {"SCALAR": "float", "DIM": 256, "GROUP": 2, "ROPE": 0, **ALONE, "AHEAD": 4, "CTAS": 3, "CLUSTER": 2},
+        {"SCALAR": "__nv_bfloat16", "DIM": 128, "GROUP": 1, "ROPE": 1, **_FEW, "AHEAD": 10, "CTAS": 3, "CLUSTER": 8},
+        {"SCALAR": "__half", "DIM": 64, "GROUP": 4, "ROPE": 1, **_FEW, "CTAS": 3, "CLUSTER": 5},
+        {"SCALAR": "float", "DIM": 256, "GROUP": 2, "ROPE": 0, **_FEW, "AHEAD": 4, "CTAS": 3, "CLUSTER": 2},
     ),
     architectures=("sm_90a", "sm_100a"),
 )
@@ -226,7 +227,8 @@ def _attend(
     per_kv = heads.count // heads.kv_count
     group = min(per_kv, MAX_GROUP)
     ctas = heads.kv_count * -(-per_kv // group)
-    schedule = _schedule(ctas * m, group, length if cache.splits_by_length else None, facts.sms, facts.capability)
+    bounded = length if cache.splits_by_length else None
+    schedule = _schedule(ctas * m, group, bounded, out.dtype.itemsize, facts.sms, facts.capability)
     splits = schedule.splits
     partials, counters = _workspace(out.device, m * heads.count * splits * (heads.dim + 4), m * ctas)
     defines: Defines = {"SCALAR": SCALARS[out.dtype], "DIM": heads.dim, "GROUP": group, **rope, **schedule.defines}
@@ -287,25 +289,34 @@ class Schedule:
 
 
 @cache
-def _schedule(ctas: int, group: int, length: int | None, sms: int, capability: tuple[int, int]) -> Schedule:
+def _schedule(
+    ctas: int, group: int, length: int | None, value_bytes: int, sms: int, capability: tuple[int, int]
+) -> Schedule:
     """Return the schedule: enough splits for two CTAs per SM, but not more CTAs than are resident.
 
-    With 8 sequences of 32 heads at position 560 attention takes 20.2 us unsplit and 26.2 in two splits, where a quarter
-    of the CTAs waits for an SM (H200, results/h200/sweeps/decode-fused.csv).
+    Microseconds of attention in a layer of llama2-7b at position 560 (H200, results/h200/sweeps/attention.csv,
+    decode-fused.csv). One sequence: splits in a cluster 5.6, exchanging through global memory 7.9; 8 positions per team
+    in flight, a few less than a split has, instead of 9 cost 0.5 to 1.2 us more. Eight sequences: unsplit 18.8 with 8
+    warps and 20.4 with 4; in two splits with global memory, where a quarter of the CTAs waits for an SM, 26.2.
 
     Args:
         ctas: key-value heads times tokens times groups of query heads.
         group: query heads per CTA.
         length: of the cache; None if the number of splits must not depend on it.
+        value_bytes: bytes of a value of the cache.
         sms: the GPU's SMs.
         capability: the GPU's compute capability.
     """
     resident = RESIDENT_CTAS * sms // ctas
     most = MAX_SPLITS if length is None else max(1, length // MIN_SPLIT)
     splits = max(1, min(-(-2 * sms // ctas), resident, most, MAX_SPLITS))
-    ahead, per_sm = 2 if group > 2 else 4 if group == 2 else 8, 2 if group > 4 else 3
     clustered = 1 < splits <= MAX_CLUSTER + 1 and group <= MAX_GROUP // 2 and capability >= HOPPER
-    return Schedule(min(splits, MAX_CLUSTER) if clustered else splits, 4, ahead, per_sm, clustered)
+    splits = min(splits, MAX_CLUSTER) if clustered else splits
+    if group == 1 and value_bytes == 2 and splits == 1:
+        return Schedule(splits, warps=8, ahead=5, ctas=2)
+    alone = 4 if value_bytes == 4 else 10 if clustered else 8  # with a query head per CTA; more would spill
+    ahead = {1: alone, 2: 4}.get(group, 2)
+    return Schedule(splits, 4, ahead, 2 if group > 4 else RESIDENT_CTAS, clustered)
 
 
 @cache

@@ -13,8 +13,8 @@ from semisparse.formats.kernel import bucket_of
 
 MAX_TOKENS = 512
 """Most tokens, padding included, of a batch that is captured. Eight blocks of llama2-7b take 2.9 ms for 512 tokens if
-captured, and 3.6 ms launched from Python; with 1,024 tokens 5.8 and 6.2 ms (H200, results/h200/blocks.csv), less than
-padding to the next bucket may take."""
+captured, and 3.6 ms launched from Python. For 1,024 tokens they take 5.8 and 6.2 ms (H200, results/h200/blocks.csv):
+padding to the next bucket may take more than that gains."""
 
 
 def captured_length(lengths: Sequence[int], cache: Cache) -> int | None:

@@ -1,7 +1,7 @@
 """Recognising Llama-like decoders by what their modules compute, not by their classes.
 
-A model is accepted if its decoder layers have the parts of a Llama layer (Llama, Mistral, Qwen2, Qwen3 and their kin)
-and their norms and activations compute what a Llama layer's do. `decoder.check_against` then compares the logits.
+A model is accepted if its decoder layers have the parts of a Llama layer, as those of Llama, Mistral, Qwen2 and Qwen3
+do. Their norms and activations must compute what a Llama layer's do. `decoder.check_against` then compares the logits.
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ def recognise(model: PreTrainedModel) -> Structure:
     if getattr(config, "final_logit_softcapping", None) or getattr(config, "attn_logit_softcapping", None):
         raise UnknownStructureError("its logits are soft-capped")
     epsilon = _epsilon_of(base.norm)
-    attention: Any = layers[0].self_attn
+    attention: Any = getattr(layers[0], "self_attn", None)
+    if not hasattr(attention, "head_dim") or not hasattr(attention, "scaling"):  # DeepSeek-V2's has no head_dim
+        raise UnknownStructureError("its first layer has no self_attn with a head_dim and a scaling")
     dim = int(attention.head_dim)
     heads = Heads(config.num_attention_heads, config.num_key_value_heads, dim, float(attention.scaling))
     structure = Structure(

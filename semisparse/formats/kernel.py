@@ -25,8 +25,8 @@ class Problem:
     Args:
         m: for a kernel the maximum M, the upper end of a bucket (`bucket_of`): what is prepared for it computes every M
             of the bucket. For `Format.cost` any M.
-        spec: what `Format.structure` makes of the weight's spec: without params that vary from weight to weight, such
-            as the number of non-zeros, so that weights of one shape share a prepared kernel.
+        spec: what `Format.structure` makes of the weight's spec. It lacks params that vary from weight to weight, such
+            as the number of non-zeros, so weights of one shape share a prepared kernel.
         dtype: dtype of x and y.
         device: device of all operands.
         prologue: applied to x: ``none``, or ``rms_norm`` (each row is normalised).
@@ -179,8 +179,9 @@ class Kernel:
         device: ``cpu`` or ``cuda``; None runs on any.
         supports: problem -> None if the kernel can compute it on this machine, else the reason why not.
         prepare: problem -> the function that computes it. Imports, compiles and loads what it needs (Triton's kernels
-            compile at the first call), and computes what depends on neither the exact M nor the operands' values: once
-            per problem, because on the host this takes longer than a decode matmul takes on the GPU. Keeps no tensor.
+            compile at the first call). Also computes what depends on neither the exact M nor the operands' values. This
+            is done once per problem, because on the host it takes longer than a decode matmul takes on the GPU. Keeps
+            no tensor.
         pays: problem -> whether ``auto`` may prefer it to the kernels after it; false if another is known to be faster.
         fuse: as ``prepare``, for a problem with a prologue or an epilogue; None if the kernel cannot fuse them, or if
             computing them in kernels of their own is faster.

@@ -70,8 +70,8 @@ class JoinedExperts(nn.Module):
 def join_experts(model: nn.Module) -> list[str]:
     """Join the experts of each layer into two stacks, wherever a kernel can compute those that a step's tokens chose.
 
-    Experts stay apart if they differ in format, pattern, params or kernel, if they have hooks, if the routing is no
-    argument of theirs, or if no kernel on their device takes them.
+    Experts stay apart if they differ in format, pattern, params or kernel, or if no kernel on their device takes them.
+    So do experts with hooks, and experts that do not get the routing as an argument.
 
     Args:
         model: contains `SparseExperts`, on the device where it will run.

@@ -1,8 +1,8 @@
 """The cached output of a joined matmul, and the conditions under which another layer may use it.
 
-Between the calls of q, k and v a caller may write to x, pass another tensor, change the stream or the autograd mode,
-or capture only one of the calls in a CUDA graph. The cached output is then discarded. Writes that bypass autograd's
-version counter (``x.data``, memory shared with numpy) are not detected.
+Between the calls of q, k and v a caller may write to x, or pass another tensor. It may change the stream or the
+autograd mode, or capture only one of the calls in a CUDA graph. The cached output is then discarded. Writes that bypass
+autograd's version counter (``x.data``, memory shared with numpy) are not detected.
 """
 
 from __future__ import annotations

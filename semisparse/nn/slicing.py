@@ -1,8 +1,8 @@
 """Slicing packed weights along N or K for tensor parallelism, and concatenating the slices again.
 
-`Format.grain(spec)` returns (rows, columns): the stored tensors can be sliced at multiples of them. If a slice starts
-at such a multiple and ends at one, or at the end of the weight, the stored tensors are sliced: those with a split
-dimension (`TensorSpec.split_n`, `TensorSpec.split_k`) are narrowed, the others are kept whole. Otherwise, or if no
+`Format.grain(spec)` returns (rows, columns): the stored tensors can be sliced at multiples of them. They
+are, if a slice starts at such a multiple, and ends at one or at the end of the weight. Tensors with a split dimension
+(`TensorSpec.split_n`, `TensorSpec.split_k`) are narrowed, the others are kept whole. Otherwise, or if no
 tensor has a split dimension, the weight is repacked: unpacked, sliced and packed again. Repacking raises FormatError if
 the result would not unpack to the same values. A weight that is sliced without repacking keeps the pattern of the whole
 weight, even where it no longer holds exactly: a slice of a ``70%`` weight may not have 70 % zeros.

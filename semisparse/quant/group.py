@@ -5,8 +5,8 @@ an 8-bit integer, ``zero = stored * 2^(bits - 8)``, and need not be a whole code
 1/16, fine enough for tuning to move it.
 
 Symmetric quantisation fixes the zero point at the middle code, so zero is a code: pruned weights inside a group stay
-zero. There is one more code below the middle than above it, so the scale has the sign, negative if need be, that gives
-the group's weight of largest magnitude code 0.
+zero. There is one more code below the middle than above it. So the group's weight of largest magnitude gets code 0, and
+the scale has the sign that makes it so.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def _matmuls(device: torch.device, side: int) -> dict[str, Callable[[], Tensor]]
     if device.type == "cuda" or cpu_multiplies_int8():
         int8 = (x * 40).to(torch.int8)
         calls["tensor int8"] = lambda: torch._int_mm(int8, int8.t())
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
+    if device_facts(device).capability >= (8, 9):
         fp8, one = x.to(torch.float8_e4m3fn), torch.ones((), device=device)
         calls["tensor fp8"] = lambda: torch._scaled_mm(fp8, fp8.t(), one, one, out_dtype=torch.bfloat16)
     return calls

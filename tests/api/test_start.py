@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from semisparse.runtime import cuda_context
+from semisparse.runtime import cuda_context, cuda_libraries
 from tests.models import random_model
 
 IMPORTING = """
@@ -80,3 +81,30 @@ def test_reading_ahead_says_nothing_about_a_directory_that_is_absent(tmp_path: P
     random_model("llama").save_pretrained(tmp_path / "model")
     files.read_ahead_in_background(tmp_path / "model").join()
     assert read == [["model.safetensors"]]
+
+
+def test_the_libraries_are_loaded_while_the_block_imports():
+    code = IMPORTING.replace("begun = []", "begun = []\nstart._load_libraries = lambda: Libraries()").replace(
+        "from semisparse.api import start",
+        "from semisparse.api import start\n"
+        "class Libraries:\n"
+        "    def __init__(self): begun.append('libraries')\n"
+        "    def join(self): begun.append(('joined', 'torch' in sys.modules))",
+    )
+    for device, expected in (("cuda", "'libraries', ('joined', True)]"), ("cpu", "('read', 'model', False)]")):
+        done = subprocess.run([sys.executable, "-c", code, device], capture_output=True, text=True, timeout=120)
+        assert expected in done.stdout.splitlines()[0], done.stderr
+
+
+def test_loading_the_libraries_without_a_gpu_does_nothing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    cuda_libraries.load_in_background().join()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_the_calls_that_load_the_libraries_are_ones_that_run(monkeypatch: pytest.MonkeyPatch):
+    """A call that fails is swallowed, and what comes after it is not loaded."""
+    ended = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: ended.append(True))
+    cuda_libraries.load_in_background().join()
+    assert ended == [True]

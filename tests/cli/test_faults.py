@@ -223,6 +223,8 @@ def test_two_runs_into_one_directory_and_control_c(model: Path, tmp_path: Path, 
         time.sleep(0.005)
     first.send_signal(signal.SIGSTOP)  # the first must not end before the second starts
     assert_refused(run("compress", model, *rest, "--resume"), "another run is writing to")
+    assert_refused(run("generate", out, "--prompt", "a"), "no model directory at")
+    assert_refused(run("generate", tmp_path / "out.partial", "--prompt", "a"), "config.json is missing")
     first.send_signal(signal.SIGINT)
     first.send_signal(signal.SIGCONT)
     printed, errors = first.communicate(timeout=60)

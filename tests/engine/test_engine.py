@@ -85,11 +85,13 @@ def test_heads_that_no_kernel_takes_run_through_transformers():
     assert engine.generate(["abc"], 8)[0].text == greedy(model, "abc", 8)
 
 
-def test_a_full_gpu_is_one_sentence(llama: Engine, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("allocating", ["needs", "compile", "run"])
+def test_a_full_gpu_is_one_sentence(allocating: str, llama: Engine, monkeypatch: pytest.MonkeyPatch):
     def full(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate ...")
 
-    monkeypatch.setattr(llama.backend, "run", full)
+    monkeypatch.setattr(llama, "_warm", set())
+    monkeypatch.setattr(llama.backend, allocating, full)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *device: (10**9, 80 * 10**9))
     with pytest.raises(SemisparseError, match=r"memory is full: 1.0 of 80.0 GB are free"):
         llama.generate(["abc"], 5)
@@ -111,9 +113,8 @@ def test_a_batch_whose_cache_does_not_fit_is_refused(free: int, fitting: str, mo
 def test_a_gpu_that_fills_after_the_check_is_one_sentence():
     """The allocator's limit stands for another process that takes the memory between the check and the allocation."""
     engine = engine_of(random_model("llama", torch.float32, **HEADS).cuda())
-    before = torch.cuda.memory_reserved()
     torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(before / torch.cuda.mem_get_info()[1])
+    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / torch.cuda.mem_get_info()[1])
     try:
         with pytest.raises(SemisparseError, match=r"the GPU's memory is full: .* take a smaller batch"):
             engine.generate(["abc"] * 4096, 32)

@@ -117,7 +117,7 @@ def test_rotary_embedding_and_cache(kernels, dtype, heads, normed):
 
 def test_splits_are_no_more_ctas_than_are_resident():
     def splits(ctas: int, capability: tuple[int, int]) -> tuple[int, bool]:
-        schedule = attention._schedule(ctas, 1, 768, 132, capability)
+        schedule = attention._schedule(ctas, 1, 768, 2, 132, capability)
         return schedule.splits, schedule.clustered
 
     counts = (8, 32, 128, 256, 4096)
@@ -131,14 +131,15 @@ def test_splits_are_no_more_ctas_than_are_resident():
         Schedule(splits=8, warps=8, ahead=2, ctas=2, clustered=True),
         Schedule(splits=3, warps=4, ahead=5, ctas=2, clustered=True),
         Schedule(splits=5, warps=8, ahead=3, ctas=1),
+        Schedule(splits=1, warps=8, ahead=5, ctas=2),
     ],
     ids=str,
 )
 def test_attention_divided_in_any_way(kernels, schedule: Schedule, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(attention, "_schedule", lambda *of: schedule)
-    heads, dtype, length, of = Heads(6, 3, 64, 0.1), DTYPES[1], 400, torch.tensor([371], dtype=torch.int32)
+    heads, dtype, length, of = Heads(3, 3, 128, 0.1), DTYPES[1], 400, torch.tensor([371], dtype=torch.int32)
     cache, table = cache_of(1, heads, length, dtype), table_of(length, heads.dim, dtype)
-    at = Columns((0, 384, 576), 768)
+    at = Columns((0, 384, 768), 1152)
     arguments = (torch.randn(1, at.width).to(dtype), at, heads, table, of, cache)
     for _ in range(2):
         (found, there), (expected, here) = kernels(attention.rotate_and_attend, *arguments)

@@ -48,13 +48,17 @@ def compilations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Wrap the compiler in a script that logs a line per compiled file."""
     log = tmp_path / "log"
     log.touch()
-    script = tmp_path / "compiler"
+    wrap_compiler(monkeypatch, tmp_path / "compiler", f"*-o*) echo compiled >> {log}")
+    return log
+
+
+def wrap_compiler(monkeypatch: pytest.MonkeyPatch, script: Path, case: str) -> None:
+    """Make the compiler a script that runs a case of its arguments before the real one."""
     real = " ".join(cpp.find_compiler().command)
-    script.write_text(f'#!/bin/sh\ncase "$*" in *-o*) echo compiled >> {log};; esac\nexec {real} "$@"\n')
+    script.write_text(f'#!/bin/sh\ncase "$*" in {case};; esac\nexec {real} "$@"\n')
     script.chmod(0o755)
     monkeypatch.setenv("CXX", str(script))
     cpp.find_compiler.cache_clear()
-    return log
 
 
 @needs_compiler
@@ -152,12 +156,7 @@ extern "C" int threads() { return 0; }
 def test_a_compiler_without_openmp_compiles_with_a_warning(
     source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    script = tmp_path / "compiler"
-    real = " ".join(cpp.find_compiler().command)
-    script.write_text(f'#!/bin/sh\ncase "$*" in *-fopenmp*) echo no such option >&2; exit 1;; esac\nexec {real} "$@"\n')
-    script.chmod(0o755)
-    monkeypatch.setenv("CXX", str(script))
-    cpp.find_compiler.cache_clear()
+    wrap_compiler(monkeypatch, tmp_path / "compiler", "*-fopenmp*) echo no such option >&2; exit 1")
     assert "-fopenmp" not in cpp.find_compiler().flags
     assert "has no OpenMP: CPU kernels run on one thread" in caplog.text
     assert cpp.load(source).answer() == 42

@@ -9,7 +9,7 @@ import pytest
 import semisparse
 from semisparse.errors import KernelError
 from semisparse.runtime import includes, nvrtc
-from semisparse.runtime.kernel import CudaSource
+from semisparse.runtime.kernel import ARCHITECTURES, CudaSource
 from semisparse.runtime.nvrtc import Defines, compile_cubin
 
 ROOT = Path(semisparse.__file__).parent
@@ -21,8 +21,8 @@ def declared_sources() -> list[CudaSource]:
     modules = [path for path in ROOT.rglob("*.py") if "CudaSource(" in path.read_text() and path.name != "kernel.py"]
     names = [".".join(path.relative_to(ROOT.parent).with_suffix("").parts) for path in modules]
     values = (value for name in names for value in vars(importlib.import_module(name)).values())
-    found = {source.path: source for source in values if isinstance(source, CudaSource)}
-    return [found[path] for path in sorted(found)]
+    found = {(source.path, source.architectures): source for source in values if isinstance(source, CudaSource)}
+    return [found[key] for key in sorted(found)]
 
 
 @pytest.fixture
@@ -66,7 +66,8 @@ def builds() -> Iterator[pytest.param]:
         for arch in source.architectures:
             for number, variant in enumerate(source.variants):
                 usual = number == 0 and arch == "sm_90a"
-                case = f"{source.path.parent.parent.name}-{source.path.stem}-{arch}-{number}"
+                few = "" if len(source.architectures) == len(ARCHITECTURES) else "-few"
+                case = f"{source.path.parent.parent.name}-{source.path.stem}{few}-{arch}-{number}"
                 yield pytest.param(source, arch, variant, id=case, marks=() if usual else pytest.mark.slow)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig, Qwen3MoeConfig
 
+from semisparse.checkpoint import read_block
 from semisparse.errors import CheckpointError, InputError, KernelError
 from semisparse.nn import split_experts
 from tests.models import byte_tokenizer
@@ -88,6 +90,33 @@ def test_experts_compute_what_they_do_in_transformers(name: str, served: str, tm
         # Codes are dequantised to bfloat16 here, and inside gqs' CPU kernel, which transformers runs, not rounded.
         limit = 2**-8 if FORMATS[served].options else 1e-6
         assert (y - wanted).norm() <= limit * wanted.norm()
+
+
+@torch.no_grad()
+def test_tensors_are_loaded_by_the_names_of_parameters(tmp_path: Path):
+    """As models of vLLM 0.24 load them; with that version all tests of this file do."""
+    from semisparse.integrations.vllm.experts import SemisparseExpertsMethod
+    from semisparse.integrations.vllm.experts_runner import add_parameters
+
+    directory, prefix = written("qwen3-moe", FORMATS["bitmask"], tmp_path), "model.layers.0.mlp.experts."
+    block = read_block(json.loads((directory / "config.json").read_text())["quantization_config"])
+    layers = {name.removeprefix(prefix): packed for name, packed in block.items() if name.startswith(prefix)}
+    layer, runner = torch.nn.Module(), torch.nn.Module()
+    layer.layer_name, layer.global_num_experts = prefix, EXPERTS
+    layer.moe_config = SimpleNamespace(experts_per_token=TOP_K, in_dtype=torch.float32)
+    method = SemisparseExpertsMethod(layer, layers, 8)
+    add_parameters(runner, method)
+    parameters = dict(runner.named_parameters())
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        if name.startswith(prefix):
+            parameter = parameters[name.removeprefix(prefix)]
+            parameter.weight_loader(parameter, tensor)
+    method.process_weights_after_loading(layer)
+    assert not list(runner.parameters())
+    expected = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).model.layers[0].mlp.experts
+    x, (chosen, weights) = torch.randn(7, 128), routing_of(7)
+    wanted = expected(x, chosen.long(), weights)
+    assert (method.apply(layer, x, weights, chosen) - wanted).norm() <= 1e-6 * wanted.norm()
 
 
 def test_experts_of_two_patterns_are_refused(tmp_path: Path):

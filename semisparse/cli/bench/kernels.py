@@ -14,6 +14,8 @@ from semisparse.cli.arguments import (
     Formats,
     Json,
     Patterns,
+    Shapes,
+    TokenCounts,
     comma_separated,
     dtype_named,
     positive_integers,
@@ -26,11 +28,8 @@ if TYPE_CHECKING:
 
 
 def kernels(
-    shapes: Annotated[
-        str,
-        typer.Option(help="Architectures (with :fused for fused layers), model directories or N,K, comma-separated."),
-    ] = "llama2-7b",
-    tokens: Annotated[str, typer.Option(help="Numbers of tokens M, comma-separated.")] = "1,8,16,128,1024,4096",
+    shapes: Shapes = "llama2-7b",
+    tokens: TokenCounts = "1,8,16,128,1024,4096",
     formats: Formats = None,
     patterns: Patterns = None,
     dtype: Dtype = "bfloat16",
@@ -78,6 +77,8 @@ def kernels(
         print_json({"rows": [asdict(row) for row in measurements], "skipped": [asdict(row) for row in skipped]})
     else:
         _show(measurements, skipped)
+    if not measurements:
+        raise SystemExit(1)  # the table and --json have the reasons
 
 
 def _show(measurements: list[Measurement], skipped: list[Skipped]) -> None:

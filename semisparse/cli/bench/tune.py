@@ -14,6 +14,8 @@ from semisparse.cli.arguments import (
     Formats,
     Json,
     Patterns,
+    Shapes,
+    TokenCounts,
     comma_separated,
     dtype_named,
     positive_integers,
@@ -23,11 +25,8 @@ from semisparse.cli.output import print_json, print_table, progress_bar
 
 
 def tune(
-    shapes: Annotated[
-        str,
-        typer.Option(help="Architectures (with :fused for fused layers), model directories or N,K, comma-separated."),
-    ] = "llama2-7b:fused",
-    tokens: Annotated[str, typer.Option(help="Numbers of tokens M, comma-separated.")] = "1,8,16,32,64,128,256,1024",
+    shapes: Shapes = "llama2-7b:fused",
+    tokens: TokenCounts = "1,8,16,32,64,128,256,1024",
     formats: Formats = None,
     patterns: Patterns = None,
     quant: Annotated[str | None, typer.Option(help="Variants of formats (w4, ...), comma-separated; else all.")] = None,

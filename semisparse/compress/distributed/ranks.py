@@ -1,8 +1,8 @@
 """The processes ("ranks") that compress a model together, and what one process alone does in their place.
 
 Every rank runs the same program on its share of the calibration batches. Sums over all batches are taken in `PARTS`
-parts, which are then added in the order of a binary tree, whichever ranks hold them: any number of ranks, one included,
-gives the same bytes.
+parts, which are then added in the order of a binary tree. The order does not depend on the ranks that hold them, so any
+number of ranks, one included, gives the same bytes.
 """
 
 from __future__ import annotations

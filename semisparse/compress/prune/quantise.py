@@ -49,7 +49,7 @@ def round_by_descent(
     """Round kept weights to codes by cyclic coordinate descent on ``(w - goal) H (w - goal)^T``.
 
     First every weight is rounded to nearest. Then each weight in turn becomes the code nearest to its optimum, given
-    all others of its row. SparseGPT's compensation is not used here: it also changes weights that are pruned and must
+    all others of its row. SparseGPT's compensation is not used here. It also changes weights that are pruned and must
     stay zero, so at 70 % zeros its error is above that of rounding to nearest.
 
     The columns of all arguments but ``scales`` are permuted alike.

@@ -36,14 +36,15 @@ SAMPLED_ROWS = 256
 strip (`_mask_columns`)."""
 
 MASK_UPDATES = 16
-"""In a window or strip of C columns, after every ``C // MASK_UPDATES`` of them (rounded down to whole groups, but at
-least one column or group), the mask of the others is chosen anew from the compensated weights. KL of babyllama-1m at
-2:4 / 32:64, columns from left to right: .574 / .251; mask chosen once: .601 / .328 (docs/experiments/pruning.md)."""
+"""A window or strip has C columns. After every ``C // MASK_UPDATES`` of them the mask of the others is chosen anew from
+the compensated weights. That number is rounded down to whole groups, but is at least one column or group. KL of
+babyllama-1m at 2:4 / 32:64, columns from left to right: .574 / .251; mask chosen once: .601 / .328
+(docs/experiments/pruning.md)."""
 
 MIN_REORDERED_WINDOW = 16
 """In windows of this size and more, but not in groups, columns are pruned in the order of their loss. With windows of
-64 this order lowers the KL of babyllama-1m, pycode-11m and stories260k by 6, 1 and 5 %; with windows of 8 it changes it
-by -4 to +1 %, with windows of 4 by +1 to +2 %."""
+64 this order lowers the KL of babyllama-1m, pycode-11m and stories260k by 6, 1 and 5 %. Windows of 8 change it by -4 to
++1 %, windows of 4 by +1 to +2 %."""
 
 
 class MaskRule(NamedTuple):
@@ -55,8 +56,8 @@ class MaskRule(NamedTuple):
             whole groups.
         one_threshold: whether one threshold on the scores of all columns decides how many weights such a pattern prunes
             in each strip (`_Shares`); else every strip loses the same fraction.
-        literal: whether a weight's saliency is ``w^2 / [H^-1]_mm^2`` with the whole H, GQSA's equation 4 read
-            literally; else it is the loss of pruning it, ``w^2 / [H^-1]_mm`` with the H of the columns from m on.
+        literal: whether a weight's saliency is GQSA's equation 4 read literally, ``w^2 / [H^-1]_mm^2`` with the whole
+            H. Otherwise it is the loss of pruning the weight, ``w^2 / [H^-1]_mm`` with the H of the columns from m on.
     """
 
     updates: int = MASK_UPDATES
@@ -352,8 +353,8 @@ def _mask_columns(pattern: Pattern, rule: MaskRule) -> int:
 def _choose_mask(scores: Tensor, pattern: Pattern, start: int) -> Tensor:
     """Choose the weights to keep in a window or strip.
 
-    If the pattern prunes a fraction, a strip prunes on average per row the difference of two rounded numbers: those
-    that the pattern prunes of all columns up to the strip's end, and up to its start.
+    If the pattern prunes a fraction, take the rounded number of columns that it prunes up to the strip's end, and up to
+    its start. The strip prunes their difference, on average per row.
 
     Args:
         scores: saliency, [N, columns] float32.

@@ -32,8 +32,8 @@ from semisparse.errors import InputError
 from semisparse.patterns import Pattern, parse_pattern
 
 PASSES = 2
-"""Number of banks. The first is compressed on the dense model's activations, so that its losses are those of single
-units in a dense model; the second on the activations of the first one's best candidate."""
+"""Number of banks. The first is compressed on the dense model's activations, so its losses are those of single units in
+a dense model. The second is compressed on the activations of the first one's best candidate."""
 
 PROPOSALS = 8
 """Candidates per generation; a quarter of them are scored on all tokens."""

@@ -38,8 +38,8 @@ DOMINATED = 1.1
 """A choice is dropped if another one costs no more in any unit and, in all layers, has a KL lower by this factor."""
 
 UNDERCUT = 1.25
-"""A choice is not measured at all if, in each of `PROBED` linear layers, another one that costs no more in any unit has
-an output error lower by this factor."""
+"""A choice is not measured at all if another one costs no more in any unit, and has an output error lower by this
+factor in each of `PROBED` linear layers."""
 
 PROBED = 2
 """The smallest linear layers of the first decoder layer, in which output errors are compared before the search."""
@@ -129,9 +129,9 @@ class ChoiceLosses:
 
         Args:
             centre: the options of the other units while a layer is compressed and its options are measured. Weights
-                are compressed to compensate the errors of the layers before them at the centre. They fit candidates
-                far from it less: with a centre of 4 bits in all layers, the best option of one unit in an otherwise
-                dense model had a KL divergence of 2.3 on stories260k.
+                are compressed to compensate the errors of the layers before them at the centre. They fit candidates far
+                from it less. With a centre of 4 bits in all layers, the best option of one unit in an otherwise dense
+                model had a KL divergence of 2.3 on stories260k.
         """
         number, self._number = self._number, self._number + 1
         self._release_scorer()

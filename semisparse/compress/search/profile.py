@@ -87,8 +87,8 @@ def search_profile(space: Sequence[LinearSpace], kl_of: Callable[[Candidate], fl
 def fitted(space: Sequence[LinearSpace], shifts: Shifts, budget: int) -> Candidate:
     """Return the candidate of a profile.
 
-    In addition to its shift, every linear layer is moved by the same offset, such that the candidate keeps at most
-    ``budget`` weights, and fewer only by less than a level of the smallest linear layer.
+    In addition to its shift, every linear layer is moved by the same offset. The offset is the one with which the
+    candidate keeps at most ``budget`` weights, and fewer only by less than a level of the smallest linear layer.
     """
     last = max(linear.decoder_layer for linear in space) or 1
     wanted = [

@@ -44,8 +44,8 @@ def gpu_bytes(spec: WeightSpec, stored: float) -> float:
     """Return about the bytes of a weight in the layout of ``spec``: lists, mask tiles, or both.
 
     Args:
-        spec: as `spec_on_gpu` gives it. Mask tiles are taken to be those of a random mask; lists are exact. With masks by
-            magnitude two small models took 0.97 to 1.02 of the bytes predicted, single layers up to 1.21.
+        spec: as `spec_on_gpu` gives it. Mask tiles are taken to be those of a random mask; lists are exact. With masks
+            by magnitude two small models took 0.97 to 1.02 of the bytes predicted, single layers up to 1.21.
         stored: bytes of the lists.
     """
     layout = layout_of(spec.params)

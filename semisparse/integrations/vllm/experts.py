@@ -40,7 +40,8 @@ def is_of_expert(name: str) -> bool:
 
 def loads_any_name() -> bool:
     """Return whether vLLM passes experts all of their tensors, by itself or since `register_runner` was called."""
-    return hasattr(MoERunner, "load_weights") or MoERunner.__name__ in op_registry_oot
+    built = op_registry_oot.get(MoERunner.__name__, MoERunner)
+    return hasattr(MoERunner, "load_weights") or getattr(built, "loads_packed_experts", False)
 
 
 def refusal(layer: Any) -> str | None:

@@ -21,6 +21,9 @@ from semisparse.integrations.vllm.experts import SemisparseExpertsMethod
 class ExpertsRunner(MoERunner):
     """vLLM's module of a layer's experts, with parameters by the names of the stored tensors if these are packed."""
 
+    loads_packed_experts = True
+    """What `experts.loads_any_name` looks for: another plugin may have replaced vLLM's class instead."""
+
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         method = self.routed_experts.quant_method

@@ -15,7 +15,16 @@ from tests.choosing import mostly_slow
 from tests.cuda_emulator import emulate, needs_compiler
 from tests.formats.bitmask.test_check import damaged
 from tests.formats.bitmask.test_gemm import needs_hopper
-from tests.formats.bitmask.weights import BITMASK, check, check_on_gpu, needs_gpu, operands, random_weight
+from tests.formats.bitmask.weights import (
+    BITMASK,
+    SMALL_CASES,
+    check,
+    check_on_gpu,
+    check_tiles,
+    needs_gpu,
+    operands,
+    random_weight,
+)
 from tests.formats.fusion import check_fused
 
 HALF, BF16 = torch.float16, torch.bfloat16
@@ -86,13 +95,7 @@ def test_bytes_on_a_gpu_mean_the_weight(n: int, k: int, keep: int, kind: str):
     st.sampled_from(list(BITS)),
 )
 def test_tiles_hold_the_same_codes_as_rows(n: int, k: int, keep: int, dtype: torch.dtype, kind: str):
-    rows = BITMASK.pack(random_weight(n, k, f"{keep}:64", dtype), f"{keep}:64", kind=kind)
-    tiles = BITMASK.arrange(rows, "cuda")
-    BITMASK.validate(tiles)
-    assert torch.equal(tiles.unpack(), rows.unpack())
-    back = tiles.to("cpu")
-    assert back.spec == rows.spec
-    assert all(torch.equal(back.tensors[name], rows.tensors[name]) for name in rows.tensors)
+    check_tiles(BITMASK.pack(random_weight(n, k, f"{keep}:64", dtype), f"{keep}:64", kind=kind))
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("w8", 5.25), ("w4", 4.25)])
@@ -179,10 +182,7 @@ def test_fused(emulated, monkeypatch: pytest.MonkeyPatch, kind: str):
 @pytest.mark.parametrize(
     ("n", "k", "keep", "dtype", "m"),
     [
-        (64, 512, 32, HALF, 1),
-        (33, 701, 31, BF16, 2),
-        (1, 1, 64, HALF, 16),
-        (257, 4100, 5, BF16, 33),
+        *SMALL_CASES,
         (2200, 8200, 32, HALF, 7),
         (2200, 8200, 32, BF16, 64),
     ],

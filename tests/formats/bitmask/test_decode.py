@@ -11,7 +11,7 @@ from semisparse.formats.bitmask.cuda import decode
 from semisparse.formats.product import problem_of
 from tests.choosing import mostly_slow
 from tests.cuda_emulator import emulate, needs_compiler
-from tests.formats.bitmask.weights import check, check_on_gpu, in_tiles, needs_gpu, operands
+from tests.formats.bitmask.weights import SMALL_CASES, check, check_on_gpu, in_tiles, needs_gpu, operands
 from tests.formats.fusion import check_fused
 
 HALF, BF16 = torch.float16, torch.bfloat16
@@ -76,10 +76,7 @@ def test_what_is_not_fused(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("n", "k", "keep", "dtype", "m"),
     [
-        (64, 512, 32, HALF, 1),
-        (33, 701, 31, BF16, 2),
-        (1, 1, 64, HALF, 16),
-        (257, 4100, 5, BF16, 33),
+        *SMALL_CASES,
         (2200, 8200, 16, HALF, 7),
         (2200, 8200, 32, BF16, 64),
         (4096, 4096, 48, HALF, 20),

@@ -15,6 +15,24 @@ from tests.formats.checking import check_product
 
 BITMASK = get_format("bitmask")
 
+SMALL_CASES = [
+    (64, 512, 32, torch.float16, 1),
+    (33, 701, 31, torch.bfloat16, 2),
+    (1, 1, 64, torch.float16, 16),
+    (257, 4100, 5, torch.bfloat16, 33),
+]
+"""N, K, kept of 64, dtype and M of matmuls that the decode kernels compute on a GPU: multiples of a tile and others."""
+
+
+def check_tiles(rows: Packed) -> None:
+    """Check that the layout of a GPU holds the same weight as that on disk, and moves back to its bytes."""
+    tiles = BITMASK.arrange(rows, "cuda")
+    BITMASK.validate(tiles)
+    assert torch.equal(tiles.unpack(), rows.unpack())
+    back = tiles.to("cpu")
+    assert back.spec == rows.spec
+    assert all(torch.equal(back.tensors[name], rows.tensors[name]) for name in rows.tensors)
+
 
 def random_weight(n: int, k: int, pattern: str, dtype: torch.dtype = torch.float16) -> Tensor:
     """Draw a weight [N, K] that obeys a pattern, with some rows and blocks of zeros."""

@@ -1,9 +1,9 @@
 """The layout on a GPU, ``tiles``: lane-interleaved tiles of 16 x 256 in the fragment order of ``mma.m16n8k16``.
 
 README.md has the figure, gpu_bytes.py and gpu_nibbles.py the tiles of codes. Lane l owns 64 columns of row g = l // 4
-and of row g + 8 (lanes.py). A tile of 16-bit values holds pairs of values, those of the 32 lanes
-side by side: pair 0 of row g, pair 0 of row g + 8, pair 1 of row g, and so on; then the two masks of each lane (four
-32-bit words).
+and of row g + 8 (lanes.py). A tile of 16-bit values holds pairs of values, those of the 32 lanes side by side: pair 0
+of row g, pair 0 of row g + 8, pair 1 of row g, and so on. Behind them are the two masks of each lane, four 32-bit
+words.
 
 Word h of a mask (h = 0, 1) holds columns 32 h - 1 to 32 h + 30, with column 63 in the place of column -1. Its bits are
 permuted: a left shift by s (0 to 7) moves columns 32 h + 4 s - 1 to 32 h + 4 s + 2 to the sign bits of the four bytes.

@@ -1,7 +1,7 @@
 """Codes of 4 bits in the layout ``tiles``: scales, then a code per column. README.md has the figure and the reason.
 
-A word has the codes of columns 0, 2, 4, 6, 1, 3, 5 and 7 of eight neighbours, so that one shift moves those of two
-neighbours to the low nibbles of its 16-bit halves.
+A word has the codes of eight neighbours, in the order of columns 0, 2, 4, 6, 1, 3, 5, 7. So one shift moves those of
+two neighbours to the low nibbles of its 16-bit halves.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Lifting in Triton for cuSPARSELt, quantised (algorithm 1) or not (equation 4): a program per token.
 
-Window w of a token begins at column ``2 * (w + w // WINDOWS)``, WINDOWS per group: two columns for each window before
-it, and two more for each group before its own. x is read as words of two columns; a window is two words. Offsets of
-tokens are 64-bit: at M = 65,536 and K' = 56,832 they exceed 2^31.
+A group has WINDOWS windows. Window w of a token begins at column ``2 * (w + w // WINDOWS)``: two columns for each
+window before it, and two more for each group before its own. x is read as words of two columns; a window is two words.
+Offsets of tokens are 64-bit: at M = 65,536 and K' = 56,832 they exceed 2^31.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Validate a weight in the layout on disk, which may come from an untrusted file.
 
 A group of `window` columns has `window - 2` slots, each with one value and a position of 2 bits (README.md, "Layout").
-Slots 2p and 2p + 1 of a group hold two of its columns 2p to 2p + 3, so the column of slot s is ``s + shift``, where
+Slots 2p and 2p + 1 of a group hold two of its columns 2p to 2p + 3. So the column of slot s is ``s + shift``, where
 ``shift = position - s % 2`` must be 0 to 2. The columns of a group increase exactly if its shifts do not decrease.
 Tensors: values [N, slots], metadata [N, slots / 4] uint8 (four positions per byte), scale [N] if quantised.
 """

@@ -161,8 +161,8 @@ def _priority(masks: Tensor) -> Tensor:
     """Return the key that columns are sorted by before they are assigned to quads. ``masks`` has a bit per slice.
 
     Columns that more 64-row tiles keep come first, those of the same tiles together, and among these those that more
-    slices keep. At 8:32v32 a row tile then has .94 K / 32 blocks, of which a 64-row tile multiplies .54 K / 32; with
-    columns in their original order .91 and .75 (random weights, K = 4,096).
+    slices keep. At 8:32v32 a row tile then has .94 K / 32 blocks, of which a 64-row tile multiplies .54 K / 32. With
+    columns in their original order they are .91 and .75 (random weights, K = 4,096).
     """
     tiles = _mma_tiles_of(masks)
     return ((MMA_TILES - _count_bits(tiles, MMA_TILES)) * 16 + tiles) * 16 + SLICES - _count_bits(masks, SLICES)
