@@ -164,6 +164,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "image_token_index": 258,
         },
     ),
+    "LFM2": ("lfm2", {**_DECODER, "layer_types": ["conv", "full_attention"]}),
+    "BERT": (
+        "bert",
+        {key: _DECODER[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")},
+    ),
     "T5": ("t5", {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}),
     "Mamba": ("mamba", {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}),
 }

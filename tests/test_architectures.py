@@ -27,6 +27,7 @@ RECIPES = {
 }
 
 REFUSED = {
+    "BERT": "BertLMHeadModel is not supported; semisparse takes decoder-only transformers",
     "T5": "T5ForConditionalGeneration is not supported; semisparse takes decoder-only transformers",
     "Mamba": "MambaForCausalLM is a model without attention, such as a state-space model; semisparse",
 }
@@ -55,6 +56,7 @@ LAYERS = {
     "StarCoder-2": (12, "lm_head"),
     "Qwen2-VL": (14, "lm_head model.visual.*"),
     "Qwen3-VL": (14, "lm_head model.visual.*"),
+    "LFM2": (12, "lm_head"),
     "LLaVA": (14, "lm_head model.vision_tower.* model.multi_modal_projector.*"),
 }
 """How many layers are compressed, and which weights stay dense; of others 14 and the head."""

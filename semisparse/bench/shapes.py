@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
-from semisparse.engine import read_config
+from semisparse.engine import is_encoder, read_config
 from semisparse.errors import InputError
 from semisparse.nn import expert_shapes, is_fused_experts, is_linear, weight_of
 
@@ -169,7 +169,8 @@ def _linears(config: PretrainedConfig) -> tuple[list[_Linear], int]:
     kinds = [
         kind for kind in (AutoModelForCausalLM, AutoModelForImageTextToText) if type(config) in kind._model_mapping
     ]
-    if not kinds or config.is_encoder_decoder:
+    attention = hasattr(config.get_text_config(), "num_attention_heads")  # a state-space model has none
+    if not kinds or config.is_encoder_decoder or is_encoder(config) or not attention:
         raise InputError(
             f"{config.model_type} is not supported; plan takes decoder-only transformers, and the text decoder of "
             "multimodal models"

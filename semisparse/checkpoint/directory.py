@@ -15,7 +15,7 @@ from torch import Tensor
 from semisparse.checkpoint.block import read_block
 from semisparse.checkpoint.config import check_sizes, read_json
 from semisparse.checkpoint.file_layers import StoredTensor
-from semisparse.checkpoint.files import require_directory, weight_files
+from semisparse.checkpoint.files import refuse_adapter, require_directory, weight_files
 from semisparse.errors import CheckpointError
 from semisparse.formats.base import Packed
 
@@ -131,6 +131,7 @@ def open_files(path: str | Path) -> ModelDirectory:
     """
     path = Path(path)
     require_directory(path)
+    refuse_adapter(path)
     config = read_json(path / "config.json")
     check_sizes(config, path)
     return ModelDirectory(path, config, read_headers(weight_files(path)), {})

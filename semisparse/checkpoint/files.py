@@ -15,6 +15,9 @@ from semisparse.errors import CheckpointError
 MAX_FILE_NAME = 255
 """Maximum bytes of a file name on all usual file systems."""
 
+ADAPTER = "adapter_config.json"
+"""The file that makes a directory a PEFT adapter's."""
+
 READ_AHEAD = 1 << 26
 """Bytes that `read_ahead` asks for at a time."""
 
@@ -28,6 +31,22 @@ def require_directory(path: Path) -> None:
     if not path.is_dir():
         raise CheckpointError(
             f"no model directory at {path}; `hf download NAME --local-dir DIR` fetches one from the Hugging Face Hub"
+        )
+
+
+def refuse_adapter(path: Path) -> None:
+    """Refuse a directory with a PEFT adapter, which may not exist.
+
+    Where PEFT is installed, transformers puts the adapter onto the model, or loads the model that the adapter names
+    instead of the directory's, wherever that is. Neither is checked.
+
+    Raises:
+        CheckpointError: says what to do.
+    """
+    if (path / ADAPTER).exists():
+        raise CheckpointError(
+            f"{path} holds {ADAPTER}, with which transformers loads other weights than the directory's: merge the adapter "
+            "(`merge_and_unload`) and save the model, or remove the file"
         )
 
 

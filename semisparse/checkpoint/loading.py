@@ -11,6 +11,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
@@ -84,9 +85,15 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     require_directory(Path(path))
     check_sizes(read_json(Path(path) / "config.json"), path)  # transformers reads it, too
     try:
-        return AutoTokenizer.from_pretrained(path, **NO_REMOTE_CODE)
+        tokenizer = AutoTokenizer.from_pretrained(path, **NO_REMOTE_CODE)
+        tokens = len(tokenizer)
     except Exception as error:  # tokenizers raises bare Exceptions on malformed files
         raise _unreadable(f"cannot load the tokenizer of {path}", error) from error
+    if tokens <= len(tokenizer.all_special_tokens):  # transformers makes one without words where there are no files
+        raise CheckpointError(
+            f"{path} has no tokenizer: copy tokenizer.json and tokenizer_config.json from where the model came"
+        )
+    return tokenizer
 
 
 def pick_device(device: str) -> torch.device:
@@ -108,14 +115,14 @@ def auto_class(config: PretrainedConfig) -> Any:
     """Return the one of `AUTO_CLASSES` that builds a config's model; if both do, the one its ``architectures`` names.
 
     Raises:
-        CheckpointError: neither does, or the model has an encoder.
+        CheckpointError: neither does, or the model has an encoder or is one.
     """
     named_classes = config.architectures or ()
     if not isinstance(named_classes, list | tuple) or not all(isinstance(name, str) for name in named_classes):
         raise CheckpointError(f"config.json: architectures is {str(named_classes)[:99]}, expected a list of names")
     classes = {auto: auto._model_mapping.get(type(config), None) for auto in AUTO_CLASSES}
     known = {auto: model_class for auto, model_class in classes.items() if model_class is not None}
-    if not known or config.is_encoder_decoder:
+    if not known or config.is_encoder_decoder or is_encoder(config):
         kind = (*named_classes, config.model_type)[0]
         raise CheckpointError(
             f"{kind} is not supported; semisparse takes decoder-only transformers, and multimodal models with a text "
@@ -123,6 +130,11 @@ def auto_class(config: PretrainedConfig) -> Any:
         )
     named = [auto for auto, model_class in known.items() if model_class.__name__ in named_classes]
     return (named or list(known))[0]
+
+
+def is_encoder(config: PretrainedConfig) -> bool:
+    """Return whether a config is an encoder's, such as BERT's: transformers builds it as a causal model, too."""
+    return type(config) in AutoModelForMaskedLM._model_mapping and not getattr(config, "is_decoder", True)
 
 
 def refuse_remote_code(config: Mapping[str, Any], path: Path) -> None:
@@ -180,8 +192,10 @@ def meta_model(directory: ModelDirectory) -> PreTrainedModel:
 
 def _from_pretrained(directory: ModelDirectory, dtype: torch.dtype | str) -> PreTrainedModel:
     refuse_remote_code(directory.config, directory.path)
-    if not directory.layers:  # SemisparseQuantizer makes this check and refuse_integers for a compressed model
-        refuse_unstored(meta_model(directory), directory.stored_bytes)
+    if not directory.layers:  # SemisparseQuantizer makes these checks for a compressed model
+        model = meta_model(directory)
+        refuse_unstored(model, directory.stored_bytes)
+        _refuse_unlike(model, directory)
     try:
         config = AutoConfig.from_pretrained(directory.path, **NO_REMOTE_CODE)
         model, report = auto_class(config).from_pretrained(
@@ -198,6 +212,30 @@ def _from_pretrained(directory: ModelDirectory, dtype: torch.dtype | str) -> Pre
     if not directory.layers:
         refuse_integers(model, ())
     return model.eval()
+
+
+def _refuse_unlike(model: PreTrainedModel, directory: ModelDirectory) -> None:
+    """Refuse stored tensors of another shape than the model's, and weights in integers, which transformers would cast.
+
+    Args:
+        model: dense, on the meta device. Tensors that are stored under other names than the model's are not checked.
+        directory: what is stored.
+    Raises:
+        CheckpointError: names the tensor, what it is and what the model has.
+    """
+    for name, parameter in model.named_parameters():
+        header = directory.headers.get(name)
+        if header is None:
+            continue
+        if header.shape != tuple(parameter.shape):
+            raise CheckpointError(
+                f"tensor {name} is {list(header.shape)}, the model of config.json has {list(parameter.shape)}"
+            )
+        if header.dtype is not None and not header.dtype.is_floating_point:
+            raise CheckpointError(
+                f"tensor {name} is stored as {header.dtype}, expected floating-point weights: integers are codes, "
+                "which mean nothing without the quantization_config of the tool that wrote them"
+            )
 
 
 def _unreadable(what: str, error: Exception) -> CheckpointError:

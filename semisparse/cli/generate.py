@@ -36,7 +36,8 @@ def generate(
         list[str] | None, typer.Option("--stop", help="Text that ends the continuation. May be given several times.")
     ] = None,
     batch: Annotated[
-        Path | None, typer.Option("--batch", help="A file with one prompt per line; all run as one batch.")
+        Path | None,
+        typer.Option("--batch", help="A file with one prompt per line; empty lines are skipped. All run as one batch."),
     ] = None,
     speculate: Annotated[
         int,

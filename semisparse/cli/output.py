@@ -18,7 +18,9 @@ from rich.table import Table
 WIDTH = 100
 """Characters per line if stderr is no terminal and the environment has no COLUMNS."""
 
-console = Console(stderr=True, width=None if sys.stderr.isatty() or "COLUMNS" in os.environ else WIDTH)
+_on_terminal = sys.stderr is not None and sys.stderr.isatty()  # it is None if it was closed (2>&-)
+
+console = Console(stderr=True, width=None if _on_terminal or "COLUMNS" in os.environ else WIDTH)
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C: typer's, and that of verbs which catch KeyboardInterrupt."""

@@ -12,6 +12,13 @@ from semisparse.cli import main
 from semisparse.cli.output import INTERRUPTED, say_interrupted
 
 
+def _open_closed_streams() -> None:
+    """Replace a closed stdout or stderr (``>&-``), which is None, by one that discards what is written."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+
+
 def run() -> None:
     """Run the command line, and end the process once its output is written.
 
@@ -19,6 +26,7 @@ def run() -> None:
     transformers were imported. Nothing of it is needed. Functions registered with `atexit` still run.
     """
     status: str | int | None = 0
+    _open_closed_streams()
     try:
         keep_bytecode()
         for stream in (sys.stdout, sys.stderr):

@@ -105,6 +105,11 @@ def _is_router(model: nn.Module, name: str) -> bool:
 
 
 def _experts(module: nn.Module) -> int:
-    """Return how many experts a module holds, as children 0, 1, ... or in a fused weight; 0 if it has none."""
+    """Return how many experts a module holds, as children 0, 1, ... or in a fused weight; 0 if it has none.
+
+    The weight of a convolution has three dimensions, too, and as many rows as the projection beside it.
+    """
+    if isinstance(module, _ConvNd):
+        return 0
     fused = [parameter for parameter in module.parameters(recurse=False) if parameter.dim() == 3]
     return len(fused[0]) if fused else sum(name.isdecimal() for name, _ in module.named_children())

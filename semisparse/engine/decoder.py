@@ -17,7 +17,7 @@ from semisparse.engine.dense import DenseCopy
 from semisparse.engine.ops import kernels_refusal
 from semisparse.engine.projection import ADDED, GATED, NORMED, Norm, Projection, Stream, is_aligned, rows_of
 from semisparse.engine.structure import Layer, Structure, UnknownStructureError, recognise, rotary_table
-from semisparse.errors import InputError
+from semisparse.errors import CheckpointError, InputError
 from semisparse.formats.product import in_parallel
 
 
@@ -143,6 +143,8 @@ class Decoder:
             if part.copyable
             for module in modules
         ]
+        if not own:
+            raise InputError("keep_dense copies packed layers, and this model has none: leave it out")
         unmatched = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in own)]
         if unmatched:
             raise InputError(
@@ -298,10 +300,16 @@ def check_against(model: PreTrainedModel, decoder: Decoder) -> None:
 
     Raises:
         UnknownStructureError: the logits differ by more than rounding explains.
+        CheckpointError: the model's own logits are NaN.
     """
     vocabulary = int(decoder.structure.embedding.get_parameter("weight").shape[0])
     tokens = [(7 * i + 1) % vocabulary for i in range(CHECKED_TOKENS)]
     own = model(input_ids=torch.tensor([tokens], device=decoder.device), use_cache=False).logits[0, -1].float()
+    if own.isnan().any():
+        raise CheckpointError(
+            f"the model's own logits are NaN in {decoder.dtype}: a weight is NaN or infinite, or an activation too "
+            "large for this dtype; take an undamaged copy of the model, or give Engine another dtype"
+        )
     engines = decoder.prompt([tokens], Cache.make(decoder, 1, 16))[0].float()
     similarity = F.cosine_similarity(own, engines, dim=0)
     limit = 0.9999 if decoder.dtype == torch.float32 else 0.99

@@ -24,6 +24,9 @@ from semisparse.engine.transformers_backend import TransformersBackend
 from semisparse.errors import InputError, SemisparseError
 from semisparse.nn import join_layers
 
+LONGEST_RUN = 2048
+"""Tokens of the longest prompt that `Engine.warm` runs on a CPU: each takes time, and all compile the same code."""
+
 MAX_PROPOSALS = 31
 """Maximum draft tokens per sequence and decode step."""
 
@@ -223,8 +226,11 @@ class Engine:
         """
         start = time.perf_counter()
         with self._alone():
+            long = self.backend.context // 2
+            if self.model.device.type == "cpu" or self.note is not None:
+                long = min(long, LONGEST_RUN)
             for count in batches:
-                for length in (1, self.backend.context // 2):
+                for length in (1, max(1, long)):
                     prompts = [[0] * length] * count
                     self._compile(prompts, min(2, self.backend.context - length), Sampling(), 0)
         return time.perf_counter() - start

@@ -94,7 +94,9 @@ def recognise(model: PreTrainedModel) -> Structure:
     if getattr(config, "final_logit_softcapping", None) or getattr(config, "attn_logit_softcapping", None):
         raise UnknownStructureError("its logits are soft-capped")
     epsilon = _epsilon_of(base.norm)
-    attention: Any = layers[0].self_attn
+    attention: Any = getattr(layers[0], "self_attn", None)
+    if not hasattr(attention, "head_dim") or not hasattr(attention, "scaling"):  # DeepSeek-V2's has no head_dim
+        raise UnknownStructureError("its first layer has no self_attn with a head_dim and a scaling")
     dim = int(attention.head_dim)
     heads = Heads(config.num_attention_heads, config.num_key_value_heads, dim, float(attention.scaling))
     structure = Structure(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from semisparse.engine.backend import Backend
 from semisparse.engine.sampling import Sampling, choose
+from semisparse.errors import InputError
 from semisparse.formats.kernel import bucket_of
 
 
@@ -40,6 +42,10 @@ class TransformersBackend(Backend):
         """Yield one token per prompt for each of ``new`` steps; shorter prompts are padded on the left.
 
         ``proposals`` is ignored: there is no speculative decoding here, which would give the same tokens.
+
+        Raises:
+            InputError: the model does not keep keys and values in transformers' cache, so that a step with one token
+                would not know those before it.
         """
         self._generator.manual_seed(sampling.seed)
         device, longest = self._model.device, max(map(len, prompts))
@@ -56,6 +62,11 @@ class TransformersBackend(Backend):
                 use_cache=True,
                 logits_to_keep=1,
             )
+            if new > 1 and getattr(output, "past_key_values", None) is None:
+                raise InputError(
+                    f"{type(self._model).__name__} keeps no keys and values in transformers' cache, as encoders and "
+                    "state-space models do not; generate with its own `model.generate` of transformers"
+                )
             ids = choose(output.logits[:, -1], sampling, self._generator)[:, None]
             yield ids[:, 0].tolist()
             if step + 1 < new:
@@ -63,6 +74,12 @@ class TransformersBackend(Backend):
                 positions = positions[:, -1:] + 1
 
     def _cache(self, length: int) -> StaticCache | DynamicCache:
-        if getattr(self._model, "_can_compile_fullgraph", False):
+        if getattr(self._model, "_can_compile_fullgraph", False) and not self._has_alibi():
             return StaticCache(config=self._model.config, max_cache_len=length)
         return DynamicCache(config=self._model.config)
+
+    def _has_alibi(self) -> bool:
+        """Return whether attention has biases as long as the mask: they do not fit the keys of a static cache."""
+        config: Any = self._model.config.get_text_config()
+        positions = "position_ids" in inspect.signature(self._model.forward).parameters  # BLOOM takes none
+        return bool(getattr(config, "alibi", False)) or not positions

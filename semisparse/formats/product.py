@@ -17,6 +17,7 @@ from semisparse.errors import InputError
 from semisparse.formats.base import Packed, WeightSpec, get_format, reference_kernel, require_tensors
 from semisparse.formats.kernel import MAX_FUSED_TOKENS, FusedProduct, Problem, Product, bucket_of
 from semisparse.formats.tuned import measured_times
+from semisparse.runtime import cpp
 from semisparse.runtime.device import device_facts
 
 
@@ -150,16 +151,22 @@ def _prepared(spec: WeightSpec, kernel: str, m: int, dtype: torch.dtype, device:
         raise InputError(f"x is {dtype}, expected float16, bfloat16 or float32")
     problem, form = Problem(m, spec, dtype, device), get_format(spec.format)
     chosen = form.choose(problem, kernel)
-    if chosen is reference_kernel and kernel == "auto":
+    if kernel == "auto":
         candidates = [candidate for candidate in form.kernels if candidate.device in (None, device.type)]
-        _say_slow(form.name, "; ".join(f"{c.name}: {c.refusal(problem)}" for c in candidates))
+        if chosen is not reference_kernel:
+            preferred = candidates[: candidates.index(chosen)] if chosen.device == "cpu" else []
+            candidates = [c for c in preferred if c.refusal(problem) == cpp.refusal() is not None]
+        if candidates:
+            reasons = "; ".join(f"{c.name}: {c.refusal(problem)}" for c in candidates)
+            _say_slow(form.name, chosen.name, reasons)
     return chosen.prepare(problem)
 
 
 @cache
-def _say_slow(form: str, reasons: str) -> None:
-    """Warn, once per format and reasons, that the slow reference kernel runs."""
-    warnings.warn(f"format {form} runs its slow reference kernel, because no other can run ({reasons})", stacklevel=2)
+def _say_slow(form: str, kernel: str, reasons: str) -> None:
+    """Warn, once per format, kernel and reasons, that the slow reference kernel runs, or one that needs no compiler."""
+    because = "no other can run" if kernel == reference_kernel.name else "no C++ can be compiled"
+    warnings.warn(f"format {form} runs its slow {kernel} kernel, because {because} ({reasons})", stacklevel=2)
 
 
 def fused_product(

@@ -276,10 +276,11 @@ def test_of_a_multimodal_model_the_text_decoder_is_planned(name, tmp_path):
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
-def test_an_encoder_decoder_is_refused_in_a_sentence(tmp_path):
-    family, settings = CONFIGS["T5"]
+@pytest.mark.parametrize("name", ["T5", "BERT", "Mamba"])
+def test_what_compress_refuses_is_refused_in_a_sentence(name, tmp_path):
+    family, settings = CONFIGS[name]
     CONFIG_MAPPING[family](**settings).save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="t5 is not supported; plan takes decoder-only"):
+    with pytest.raises(InputError, match=f"{family} is not supported; plan takes decoder-only"):
         layer_shapes(str(tmp_path))
 
 
@@ -289,7 +290,7 @@ def test_a_mixture_that_hides_its_experts_per_token_is_refused(monkeypatch):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     monkeypatch.setattr(shapes.AutoModelForCausalLM, "from_config", lambda *args, **kwargs: model)
-    monkeypatch.setattr(type(config), "get_text_config", lambda self, **_: SimpleNamespace())
+    monkeypatch.setattr(type(config), "get_text_config", lambda self, **_: SimpleNamespace(num_attention_heads=32))
     with pytest.raises(InputError, match="does not say num_experts_per_tok"):
         layer_shapes("mixtral-8x7b")
 

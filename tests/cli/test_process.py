@@ -57,6 +57,13 @@ def test_a_closed_pipe_and_a_full_disk_are_reported_as_python_does(tmp_path: Pat
         assert "No space left" in done.stderr
 
 
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", ">&- 2>&-"])
+def test_a_closed_stream_is_no_error(closed: str):
+    done = subprocess.run(f"{sys.executable} -m semisparse formats --json {closed}", shell=True, capture_output=True)
+    assert done.returncode == 0
+    assert done.stderr == b""
+
+
 def test_text_that_the_encoding_of_stdout_lacks_is_escaped():
     done = run("print('\\u6f22')", env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert (done.returncode, done.stderr) == (0, "")

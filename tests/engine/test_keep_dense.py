@@ -103,7 +103,7 @@ def test_what_cannot_be_copied_is_refused(monkeypatch: pytest.MonkeyPatch):
         engine_of(model, "*.q_proj")
     with pytest.raises(InputError, match="--keep-dense names no layer"):
         _patterns(",")
-    with pytest.raises(InputError, match="matches no packed layer"):
+    with pytest.raises(InputError, match="copies packed layers, and this model has none"):
         engine_of(random_model("llama", torch.float32), "*")
     with pytest.raises(InputError, match="expected a list of patterns"):
         Engine(model, byte_tokenizer(), keep_dense="*")

@@ -156,6 +156,15 @@ def test_memory_that_was_never_written_is_not_computed_with(assign: bool, compil
     assert not empty._unfilled
 
 
+def test_a_kernel_that_needs_no_compiler_is_announced_where_there_is_none(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("semisparse.runtime.cpp.refusal", lambda: "no C++ compiler found")
+    product._prepared.cache_clear()
+    product._say_slow.cache_clear()
+    with pytest.warns(UserWarning, match="gqs runs its slow unpack_cpu kernel.*no C.. compiler found"):
+        linear(torch.randn(1, 32), semisparse.pack(torch.randn(16, 32), format="gqs", pattern="g16@0%"))
+    product._prepared.cache_clear()
+
+
 def test_the_slow_reference_kernel_is_announced_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("semisparse.runtime.cpp.refusal", lambda: "no C++ compiler found")
     product._prepared.cache_clear()

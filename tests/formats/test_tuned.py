@@ -150,6 +150,22 @@ def test_shipped_tables_can_be_read():
             assert {r.kernel for r in rows if r.format == name} <= kernels
 
 
+@pytest.mark.parametrize("gpu_name", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])
+@pytest.mark.parametrize("m", [1, 16, 256])
+def test_a_matmul_on_these_gpus_takes_the_fastest_row(gpu_name: str, m: int):
+    times = measured_times(problem(m, 4096, 4096, dtype=torch.bfloat16), ("kind",), gpu_name)
+    rows = [
+        r
+        for r in read_table(tuned.SHIPPED / table_name(gpu_name))
+        if (r.format, r.pattern, r.variant, r.dtype) == ("gqs", "g16@50%", "w4", "bfloat16")
+        if (r.n, r.k, r.m) == (4096, 4096, m)
+    ]
+    assert rows
+    assert {name: one.us for name, one in times.items() if name in {r.kernel for r in rows}} == {
+        r.kernel: r.us for r in rows
+    }
+
+
 def test_variants_are_picked_by_their_values():
     found = [
         Candidate("dense", "0%"),

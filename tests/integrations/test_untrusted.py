@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import semisparse
 from semisparse.api import inspect_directory, load, load_tokenizer
+from semisparse.checkpoint import load_dense
 from semisparse.compress import Recipe
 from semisparse.errors import CheckpointError
 from semisparse.formats import Packed
@@ -58,6 +59,14 @@ def test_attention_from_elsewhere_is_refused(directory: Path):
     change_config(directory, attn_implementation="someone/kernels")
     with pytest.raises(CheckpointError, match="code from elsewhere"):
         load(directory)
+
+
+def test_an_adapter_that_names_another_model_is_refused(directory: Path):
+    """transformers would load that model where PEFT is installed, from any directory or from the Hub."""
+    (directory / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "../elsewhere"}))
+    for use in (load, inspect_directory, load_dense):
+        with pytest.raises(CheckpointError, match=r"holds adapter_config\.json"):
+            use(directory)
 
 
 def test_an_index_that_leads_elsewhere_is_refused_by_from_pretrained_too(directory: Path):

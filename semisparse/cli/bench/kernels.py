@@ -77,6 +77,8 @@ def kernels(
         print_json({"rows": [asdict(row) for row in measurements], "skipped": [asdict(row) for row in skipped]})
     else:
         _show(measurements, skipped)
+    if not measurements:
+        raise SystemExit(1)  # the table and --json have the reasons
 
 
 def _show(measurements: list[Measurement], skipped: list[Skipped]) -> None:

@@ -63,8 +63,8 @@ def model(
 
     if (checkpoint is None) == (arch is None):
         raise InputError("bench model takes a model directory or --arch NAME, one of the two")
-    if checkpoint is not None and (settings or pattern):
-        raise InputError("--set and --pattern go with --arch: a model directory is timed as it is stored")
+    if checkpoint is not None and (settings or pattern or format):
+        raise InputError("--format, --pattern and --set go with --arch: a model directory is timed as it is stored")
     with importing(checkpoint, device):
         from semisparse.api import pick_device
         from semisparse.bench.model import Workload, measure_each, measure_in_engine, measure_model, random_model
