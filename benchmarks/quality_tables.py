@@ -40,6 +40,24 @@ def pruners() -> str:
     return "\n\n".join(tables)
 
 
+def other_text() -> str:
+    """Return the KL on text of both kinds, by the text that the model was calibrated on."""
+    rows, lines = result("other_text.csv"), []
+    names = {"own": "its own kind", "other": "the other kind", "mixed": "half of each"}
+    for model in dict.fromkeys(row["model"] for row in rows):
+        for calibration, name in names.items():
+            own = {row["method"]: row for row in rows if (row["model"], row["calibration"]) == (model, calibration)}
+            plain, gains = own["sparsegpt"], own["sparsegpt + gains"]
+            cells = []
+            for kind in ("kl_own", "kl_other"):
+                before, after = float(plain[kind]), float(gains[kind])
+                change = f"{after / before - 1:+.0%}".replace("%", " %")
+                cells += [f"{before:.3f}", f"{after:.3f} ({change})"]
+            lines.append([model, name, *cells])
+    header = ("", "calibrated on", "own kind", "own kind, gains", "other kind", "other kind, gains")
+    return markdown(header, lines)
+
+
 SEARCHED = {
     "uniform n:8": "uniform 4:8, 3:8, 2:8",
     "uniform n:64": "uniform n:64",
@@ -256,6 +274,7 @@ def storage() -> str:
 
 TABLES = {
     "pruners": pruners,
+    "other-text": other_text,
     "search": search,
     "gqsa": gqsa,
     "codes": codes,

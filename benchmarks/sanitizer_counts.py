@@ -3,8 +3,8 @@
 Usage: python benchmarks/sanitizer_counts.py results/h200/sanitizers.csv FOLDER [--gpu "NVIDIA H200"]
 
 FOLDER holds ``launched-TOOL.NAME.txt`` (what SEMISPARSE_LAUNCHED wrote) and ``TOOL.NAME.log`` (the run's output), both
-of the present kernels. Launches take the place of those in the CSV, which may be of an older kernel. A log with a report
-is an error: read it. Prints the kernels that no tool, or not each tool, has seen.
+of the present kernels. Launches take the place of those in the CSV, which may be of an older kernel. A log with a
+report is an error: read it. Prints the kernels that no tool, or not each tool, has seen.
 """
 
 from __future__ import annotations

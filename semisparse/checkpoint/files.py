@@ -45,8 +45,8 @@ def refuse_adapter(path: Path) -> None:
     """
     if (path / ADAPTER).exists():
         raise CheckpointError(
-            f"{path} holds {ADAPTER}, with which transformers loads other weights than the directory's: merge the adapter "
-            "(`merge_and_unload`) and save the model, or remove the file"
+            f"{path} holds {ADAPTER}, with which transformers loads other weights than the directory's: merge the "
+            "adapter (`merge_and_unload`) and save the model, or remove the file"
         )
 
 

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from semisparse.errors import InputError
-from semisparse.formats.base import Packed, WeightSpec, get_format, reference_kernel, require_tensors
+from semisparse.formats.base import Format, Kernel, Packed, WeightSpec, get_format, reference_kernel, require_tensors
 from semisparse.formats.kernel import MAX_FUSED_TOKENS, FusedProduct, Problem, Product, bucket_of
 from semisparse.formats.tuned import measured_times
 from semisparse.runtime import cpp
@@ -152,20 +153,29 @@ def _prepared(spec: WeightSpec, kernel: str, m: int, dtype: torch.dtype, device:
     problem, form = Problem(m, spec, dtype, device), get_format(spec.format)
     chosen = form.choose(problem, kernel)
     if kernel == "auto":
-        candidates = [candidate for candidate in form.kernels if candidate.device in (None, device.type)]
-        if chosen is not reference_kernel:
-            preferred = candidates[: candidates.index(chosen)] if chosen.device == "cpu" else []
-            candidates = [c for c in preferred if c.refusal(problem) == cpp.refusal() is not None]
-        if candidates:
-            reasons = "; ".join(f"{c.name}: {c.refusal(problem)}" for c in candidates)
-            _say_slow(form.name, chosen.name, reasons)
+        _warn_if_slow(form, chosen, problem)
     return chosen.prepare(problem)
 
 
+def _warn_if_slow(form: Format, chosen: Kernel, problem: Problem) -> None:
+    """Warn if the reference kernel runs, or one that is slower than those that no compiler was found for."""
+    candidates = [kernel for kernel in form.kernels if kernel.device in (None, problem.device.type)]
+    if chosen is reference_kernel:
+        _say_slow(form.name, chosen.name, "no other can run", _reasons(candidates, problem))
+    elif chosen.device == "cpu" and (missing := cpp.refusal()):
+        faster = takewhile(lambda kernel: kernel.name != chosen.name, candidates)
+        lacking = [kernel for kernel in faster if kernel.refusal(problem) == missing]
+        if lacking:
+            _say_slow(form.name, chosen.name, "no C++ can be compiled", _reasons(lacking, problem))
+
+
+def _reasons(kernels: Iterable[Kernel], problem: Problem) -> str:
+    return "; ".join(f"{kernel.name}: {kernel.refusal(problem)}" for kernel in kernels)
+
+
 @cache
-def _say_slow(form: str, kernel: str, reasons: str) -> None:
-    """Warn, once per format, kernel and reasons, that the slow reference kernel runs, or one that needs no compiler."""
-    because = "no other can run" if kernel == reference_kernel.name else "no C++ can be compiled"
+def _say_slow(form: str, kernel: str, because: str, reasons: str) -> None:
+    """Warn, once per format, kernel and reasons, that a slow kernel runs."""
     warnings.warn(f"format {form} runs its slow {kernel} kernel, because {because} ({reasons})", stacklevel=2)
 
 
