@@ -13,7 +13,6 @@
 #include "warp.cuh"
 #include "wgmma_tile.cuh"
 
-constexpr int kTurns = STAGES < kProducerWarps ? STAGES : kProducerWarps;  // producer warps that copy (wgmma_stream.cuh)
 constexpr int kFullCodesBytes = kMaxGroups * kGroupBytes;
 constexpr int kFullScaleBytes = kMaxGroups * 2;
 constexpr int kFullTileBytes = kFullCodesBytes + kFullScaleBytes + kMaxGroups;
@@ -75,17 +74,16 @@ struct FullGroups {
     const char* zero;   // [n * groups]
     int groups;         // per row
 
-    // The producer warps take turns, as in wgmma_stream.cuh.
     __device__ __forceinline__ void produce(const StreamMemory& memory, const WorkRanges& work, int first, int last, int warp,
                                             int lane) const {
+        const int consumer = lane * kProducerWarps + warp;
+        if (consumer >= kConsumerWarps) return;
+        const Word tiles = memory.tiles + consumer * kTileBytes;
         const int count = (last + kParts - 1) / kParts - first / kParts;
-        if (lane >= kConsumerWarps || warp >= kTurns || warp >= count) return;
-        const Word tiles = memory.tiles + lane * kTileBytes;
-        TileCursor cursor(work, first / kParts * kParts + warp * kParts, lane);
+        TileCursor cursor(work, first / kParts * kParts, consumer);
         PipelineState<STAGES> state;
-        for (int i = 0; i < warp; ++i) state.advance();
 #pragma unroll 1
-        for (int i = warp; i < count; i += kTurns) {
+        for (int i = 0; i < count; ++i, state.advance()) {
             const int before = cursor.column / kParts * (4 * kChunks);
             const long long begin = 16ll * (static_cast<long long>(cursor.weight_row) * groups + before);
             const int copied = 16 * min(4 * kChunks, groups - before);
@@ -95,9 +93,8 @@ struct FullGroups {
             cp_async_bulk(to, codes + begin * kGroupBytes, copied * kGroupBytes, full);
             cp_async_bulk(to + kFullCodesBytes, scale + begin * 2, copied * 2, full);
             cp_async_bulk(to + kFullCodesBytes + kFullScaleBytes, zero + begin, copied, full);
-            cursor.advance(kParts * kTurns);
 #pragma unroll
-            for (int step = 0; step < kTurns; ++step) state.advance();
+            for (int part = 0; part < kParts; ++part) cursor.advance();
         }
     }
 };
