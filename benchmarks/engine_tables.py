@@ -100,9 +100,10 @@ TARGETS = {
 
 
 def every_token(n: str, k: str) -> str:
-    """Microseconds of a shape by weights and tokens, beside the target; dense and ec_csr of a later call at the end."""
+    """Microseconds of a shape by weights and tokens, beside the target; dense beside those of later calls at the end."""
     times = {}
-    for file, dense in (("h200/every-token.csv", "dense"), ("h200/every-token-ec_csr.csv", "dense, beside ec_csr")):
+    later = [(f"h200/every-token-{name}.csv", f"dense, beside {name}") for name in ("ec_csr", "bitmask")]
+    for file, dense in (("h200/every-token.csv", "dense"), *later):
         for row in result(file):
             if (row["n"], row["k"]) == (n, k):
                 times[dense if row["weights"] == "dense" else row["weights"], row["m"]] = float(row["us"])
