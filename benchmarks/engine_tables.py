@@ -100,7 +100,7 @@ TARGETS = {
 
 
 def every_token(n: str, k: str) -> str:
-    """Microseconds of a shape by weights and tokens, beside the target; dense beside those of later calls at the end."""
+    """Microseconds of a shape by weights and tokens, beside the target; later calls have a dense row of their own."""
     times = {}
     later = [(f"h200/every-token-{name}.csv", f"dense, beside {name}") for name in ("ec_csr", "bitmask")]
     for file, dense in (("h200/every-token.csv", "dense"), *later):
