@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from semisparse.checkpoint.file_layers import FileLayers
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from semisparse.checkpoint import ModelDirectory
 
 
@@ -58,10 +61,10 @@ def _verified(path: str | Path, progress: Callable[[int, int], None] | None, lay
 
 
 def check_shapes(directory: ModelDirectory) -> None:
-    """Check that a directory's layers and tensors have the shapes of the model in its config.json.
+    """Check that a directory has the layers and tensors of the model in its config.json, in its shapes.
 
     Raises:
-        CheckpointError: the model cannot be built, or a layer or tensor has another shape.
+        CheckpointError: the model cannot be built, a layer or tensor has another shape, or a tensor is missing.
     """
     from semisparse.checkpoint import meta_model
     from semisparse.errors import CheckpointError
@@ -85,3 +88,32 @@ def check_shapes(directory: ModelDirectory) -> None:
             raise CheckpointError(
                 f"tensor {stored} is {list(header.shape)}, the model of config.json has {list(parameter.shape)}"
             )
+    _refuse_missing(model, directory, set(names.values()))
+
+
+def _refuse_missing(model: PreTrainedModel, directory: ModelDirectory, packed: Set[str]) -> None:
+    """Refuse a directory without one of its model's tensors.
+
+    transformers may split or fuse stored tensors, and adds or removes the prefix of a base model: a model of which any
+    tensor is split or fused is not checked here, but when it is loaded.
+
+    Args:
+        model: dense, on the meta device.
+        directory: what is stored.
+        packed: the packed layers' names in the model.
+    """
+    from semisparse.errors import CheckpointError
+    from semisparse.integrations.names import model_keys
+
+    keys = model_keys(model, directory.headers)
+    if len(keys) < len(directory.headers):
+        return
+    found = {name.removeprefix(f"{model.base_model_prefix}.") for name in keys.values()}
+    tied = {name for pair in model.all_tied_weights_keys.items() for name in pair}
+    ignored = model._keys_to_ignore_on_load_missing or ()
+    for name, _ in model.named_parameters():
+        is_packed = name.rpartition(".")[0] in packed and name.endswith(".weight")
+        if is_packed or name in tied or any(re.search(pattern, name) for pattern in ignored):
+            continue
+        if name.removeprefix(f"{model.base_model_prefix}.") not in found:
+            raise CheckpointError(f"tensor {name} is missing from the safetensors files of {directory.path}")

@@ -73,7 +73,7 @@ def test_plan_of_a_model_prints_the_strategy_of_each_layer(capfd):
         (("bench", "kernels", "--device", "abacus"), "unknown device 'abacus'; it is auto"),
         (("bench", "model"), "one of the two"),
         (("bench", "model", "--arch", "llama9", "--device", "cpu"), "unknown architecture"),
-        (("bench", "model", "directory", "--set", "kind=int8"), "--set and --pattern go with --arch"),
+        (("bench", "model", "directory", "--set", "kind=int8"), "--pattern and --set go with --arch"),
         (("bench", "model", "--arch", "llama2-7b", "--prompt", "8,x"), "--prompt takes positive whole numbers"),
         (("bench", "model", "--arch", "llama2-7b", "--format", "gqs", "--set", "kind"), "--set takes key=value"),
         (("bench", "compare", "absent.csv"), "cannot be read"),

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,18 @@ def test_a_tensor_of_another_shape_is_seen(directory: Path):
     save_file(weights, directory / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight is"):
         inspect_directory(directory, verify=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.norm.weight", "model.embed_tokens.weight", "model.layers.0.input_layernorm.weight"]
+)
+def test_a_missing_tensor_is_seen(directory: Path, name: str):
+    weights = load_file(directory / "model.safetensors")
+    del weights[name]
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    for use in (load, partial(inspect_directory, verify=True)):
+        with pytest.raises(CheckpointError, match=rf"tensor {name} is missing from the safetensors files"):
+            use(directory)
 
 
 def test_a_tensor_of_another_shape_is_not_loaded(directory: Path, monkeypatch: pytest.MonkeyPatch):
