@@ -95,7 +95,18 @@ def test_the_slurm_script_on_stand_ins_for_two_hosts(deep: Path, text: Path, tmp
 @pytest.mark.slow
 def test_a_run_killed_at_a_random_moment_ends_in_the_same_bytes(deep: Path, text: Path, tmp_path: Path):
     program = [sys.executable, str(ROOT / "benchmarks" / "killed_runs.py"), str(tmp_path / "killed.csv")]
-    arguments = [str(deep), str(text), "--scratch", str(tmp_path), "--times", "1", "--samples", "16"]
+    arguments = [
+        str(deep),
+        str(text),
+        "--recipes",
+        "sparsegpt",
+        "--scratch",
+        str(tmp_path),
+        "--times",
+        "1",
+        "--samples",
+        "16",
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     subprocess.run([*program, *arguments], check=True, timeout=900, env=environment)
     assert (tmp_path / "killed.csv").read_text().count(",True") == 1
