@@ -60,7 +60,7 @@ class StoredTensor:
     """A tensor as it is stored.
 
     Args:
-        data: its bytes, valid until its layer is given back.
+        data: its bytes, valid until `FileLayers.held` of its layer ends.
         digest: in hexadecimal digits; None if config.json has none to compare it with.
     """
 

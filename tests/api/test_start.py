@@ -97,8 +97,11 @@ def test_the_libraries_are_loaded_while_the_block_imports():
 
 
 def test_loading_the_libraries_without_a_gpu_does_nothing(monkeypatch: pytest.MonkeyPatch):
+    made: list[tuple[int, ...]] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "ones", lambda *size, **named: made.append(size))
     cuda_libraries.load_in_background().join()
+    assert not made
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")

@@ -245,7 +245,7 @@ extern "C" __global__ void
     if constexpr (ROPE) {
         const Rotation rotation(cosines, sines, position, has_values ? part : 0);
         griddepcontrol_wait();
-            const SCALAR* token = q + static_cast<long long>(row) * stride;
+        const SCALAR* token = q + static_cast<long long>(row) * stride;
         const bool takes_new = split == splits - 1 && warp == 0;
         Loaded loaded[2], loaded_key[2], loaded_value;
         if (takes_new) {  // loaded with the queries, not after them
@@ -358,9 +358,9 @@ extern "C" __global__ void
     if constexpr (CLUSTER > 1) {
         if (split) return;
         mbarrier_wait_parity(mbarrier, 0);
-            for (int i = threadIdx.x; i < count * DIM; i += kThreads)
+        for (int i = threadIdx.x; i < count * DIM; i += kThreads)
             finish(i / DIM, i % DIM, merged(&split_partials[0][i / DIM], GROUP, CLUSTER, i % DIM, from_shared));
-            return;
+        return;
     }
     if (splits == 1) return;
     __syncthreads();
