@@ -8,8 +8,8 @@
 `losses` measures the losses of choices in a small trained model. `steps` measures, on the GPU, decode steps or prompts
 of models whose layers are all stored alike, from which times in the engine are predicted. `choose` takes the losses
 layer for layer at the same relative depth, and predicted times; it needs no GPU. `time` measures the chosen models'
-decode steps or prompts in the engine, on the GPU; with ``--busy N`` while N processes compute on the CPU, which launches
-the kernels of a prompt one by one.
+decode steps or prompts in the engine, on the GPU; with ``--busy N`` while N processes compute on the CPU, which
+launches the kernels of a prompt one by one.
 """
 
 from __future__ import annotations
