@@ -19,7 +19,7 @@ from tests.vllm.greedy_texts import TEXTS, compare
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from tests.vllm.test_gpu import FEW_GRAPHS, FORMATS, LEAST, quiet, written  # noqa: E402, F401
+from tests.vllm.test_gpu import FEW_GRAPHS, FORMATS, LEAST, quiet, written  # noqa: F401
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
