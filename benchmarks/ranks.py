@@ -43,7 +43,7 @@ def compress(subject: Subject, pattern: str, ranks: int, out: Path) -> None:
     arguments += [subject.device.type]
     arguments += ["--seqlen", str(subject.seqlen), "--out", str(out)]
     command = [sys.executable, *launch, "-m", "semisparse.cli", "compress", *arguments]
-    subprocess.run(command, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
