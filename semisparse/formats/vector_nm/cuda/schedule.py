@@ -50,9 +50,9 @@ MAX_COLUMN_PASSES = {2: 16, 4: 8}
 keeps their indices in registers."""
 
 MAX_TOGETHER = 2
-"""CTAs per SM up to which those that start together end together, in float32, and an SM takes as many new ones at once,
-also where others have none. 344 CTAs of 128 x 128 on 132 SMs take 722 us where three per SM would take 578: at 16:32v32,
-M = 512, N x K = 11008 x 4096, H200. Not measured in 16 bits."""
+"""CTAs per SM up to which those that start together end together, in float32, and an SM takes as many new ones at
+once, also where others have none. 344 CTAs of 128 x 128 on 132 SMs take 722 us where three per SM would take 578: at
+16:32v32, M = 512, N x K = 11008 x 4096, H200. Not measured in 16 bits."""
 
 HIDING_WARPS = 4
 """Warps per SM that are enough to hide latency; with fewer, time grows in inverse proportion."""
