@@ -1,4 +1,4 @@
-"""How x is quantised per token: by a CUDA kernel or, where none can be compiled, by Triton's; both agree bit for bit."""
+"""How x is quantised per token: by a CUDA kernel or, where none can be compiled, by Triton's. Both give equal bits."""
 
 from __future__ import annotations
 
