@@ -70,7 +70,7 @@ def prepare(
     def unpack(arguments: Mapping[str, Argument], dtype: torch.dtype, device: torch.device) -> Tensor:
         w = torch.empty(n, pitch, dtype=dtype, device=device)
         kernel(
-            grid, threads,
+            grid, threads, pdl=False,
             **arguments, w=w, n=n, pitch=pitch, tile_count=tile_count, column_tiles=weight.column_tiles,
         )  # fmt: skip
         return w if pitch == k else w[:, :k]
