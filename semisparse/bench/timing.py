@@ -26,8 +26,8 @@ FEWEST_REPLAYS = 5
 """Minimum number of replays."""
 
 GRAPH_SECONDS = 0.002
-"""Minimum duration of the CUDA graph; if all calls take less, it repeats them. The launch of a replay is timed, too: of a
-large weight there are two copies, so half of a launch would be added to each call."""
+"""Minimum duration of the CUDA graph; if all calls take less, it repeats them. The launch of a replay is timed, too:
+of a large weight there are two copies, so half of a launch would be added to each call."""
 
 GPU_SECONDS = 0.3
 """Replays end once they have taken this long in all, if there are at least `FEWEST_REPLAYS`."""
