@@ -16,13 +16,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from semisparse.checkpoint import load_model, load_tokenizer
 from semisparse.engine.backend import Backend, DecoderBackend
-from semisparse.engine.dense import slower_layers
 from semisparse.engine.sampling import Sampling
 from semisparse.engine.structure import UnknownStructureError
 from semisparse.engine.text import TextStream
 from semisparse.engine.transformers_backend import TransformersBackend
 from semisparse.errors import InputError, SemisparseError
 from semisparse.nn import join_layers
+from semisparse.nn.dense_linear import slower_layers
 
 LONGEST_RUN = 2048
 """Tokens of the longest prompt that `Engine.warm` runs on a CPU: each takes time, and all compile the same code."""
