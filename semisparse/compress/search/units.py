@@ -20,8 +20,8 @@ from semisparse.patterns import NO_ZEROS, parse_pattern
 from semisparse.quant.symmetric import DTYPES, fake_quantise_rows
 
 TRACED = 64
-"""Tokens that a decoder layer runs, on a CPU, to show which linear layers share an input. 2,048 would take one of llama2-7b
-0.8 TFLOP."""
+"""Tokens that a decoder layer runs, on a CPU, to show which linear layers share an input. For one of llama2-7b, 2,048
+would take 0.8 TFLOP."""
 
 OptionsOf = Callable[[Sequence[tuple[int, int]]], Sequence[Option]]
 """The shapes (N, K) of linear layers that share an input -> their options; the first is dense."""
