@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -16,6 +17,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    __version__,
 )
 
 from semisparse.checkpoint.config import check_sizes, read_json, refuse_integers, refuse_unstored
@@ -165,6 +167,10 @@ def read_config(path: str | Path) -> PretrainedConfig:
     content = read_json(Path(path) / "config.json")
     check_sizes(content, path)
     refuse_remote_code(content, Path(path))
+    kind = content.get("model_type")
+    if kind is not None and kind not in CONFIG_MAPPING:
+        code = "; its code is in the directory, and is not run" if content.get("auto_map") else ""
+        raise CheckpointError(f"{path}: transformers {__version__} has no model_type {kind!r}{code}")
     try:
         config = AutoConfig.from_pretrained(path, **NO_REMOTE_CODE)
     except Exception as error:  # transformers raises many types
