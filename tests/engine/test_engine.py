@@ -165,7 +165,7 @@ def test_preparing_runs_no_step_that_it_does_not_wait_for(
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="on a CPU nothing runs ahead: no GPU here")
 def test_preparing_leaves_the_gpu_idle():
-    engine = engine_of(random_model("llama", torch.bfloat16, **HEADS).cuda())
+    engine = engine_of(random_model("llama", torch.bfloat16, **HEADS, max_position_embeddings=256).cuda())
     engine.prepare(PROMPTS, 200)
     assert torch.cuda.current_stream().query()
 
