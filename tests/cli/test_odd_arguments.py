@@ -195,3 +195,35 @@ def test_a_progress_bar_ends_full(run: Run, model: Path, text: Path, tmp_path: P
     counts = re.findall(r"(\d+)/(\d+)", outcome.err)
     assert (outcome.status, bool(counts)) == (0, True), outcome
     assert counts[-1][0] == counts[-1][1], counts
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("value", ["abc", [[1]], {}, True, 3.5])
+def test_an_end_token_that_is_none(run: Run, model: Path, file: str, value: object):
+    written = model / file
+    content = json.loads(written.read_text()) if written.exists() else {}
+    written.write_text(json.dumps(content | {"eos_token_id": value}))
+    outcome = run("generate", model, "--prompt", "a", "--max-new-tokens", 2)
+    assert (outcome.status, "unexpected" in outcome.err) == (2, False), outcome
+    assert "eos_token_id" in outcome.err
+
+
+def test_a_length_in_the_tokenizers_file_that_is_no_number(run: Run, model: Path):
+    file = model / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": "x"}))
+    assert_sentence(run("generate", model, "--prompt", "a"), "model_max_length is 'x' in tokenizer_config.json")
+
+
+@pytest.mark.parametrize("asked", [{"return_dict": False}, {"output_attentions": True}, {"output_hidden_states": True}])
+def test_outputs_that_a_config_asks_for_change_nothing(
+    run: Run, model: Path, text: Path, tmp_path: Path, asked: dict[str, bool]
+):
+    plain = run("generate", model, "--prompt", "a", "--max-new-tokens", 5)
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | asked))
+    assert run("generate", model, "--prompt", "a", "--max-new-tokens", 5).out == plain.out
+    assert run("eval", model, "--text", text).status == 0
+    outcome = run(
+        "compress", model, "--recipe", "dense-w4", "--set", "tune=none", "--calib", text, "--out", tmp_path / "o"
+    )
+    assert outcome.status == 0, outcome
