@@ -50,6 +50,7 @@ from semisparse.compress.propagate import list_decoder_layers
 from semisparse.compress.search import SearchResult, search_patterns
 from semisparse.compress.search.allocate import Unreachable
 from semisparse.compress.search.joint import JointResult, search_choices
+from semisparse.compress.staying_dense import warn_if_unmatched
 from semisparse.errors import InputError
 from semisparse.formats.base import bytes_on_gpu
 from semisparse.integrations.importers import Rounded
@@ -188,6 +189,7 @@ def compress(
         (dense, stored), tokenizer = load_uncompressed(source), tokenizer or checkpoint.load_tokenizer(source)
     batches = _calibration_batches(dense, tokenizer, calibration, samples, seqlen, seed, where)
     split_decoder_experts(dense, plan)
+    warn_if_unmatched(dense, plan)
     rounded = rounded_modules(dense, stored)
     plan = leave_unrounded_dense(plan, dense, rounded, stored)
     settled = fingerprint(batches, plan, seed=seed, device=where)

@@ -66,8 +66,15 @@ def comma_separated(text: str | None) -> list[str] | None:
 
 
 def shape_names(text: str) -> list[str]:
-    """Split ``llama2-7b,4096,11008,dir`` into names and ``N,K`` pairs."""
-    return [name.strip() for name in re.findall(r"\d+\s*,\s*\d+|[^,;]+", text) if name.strip()]
+    """Split ``llama2-7b,4096,11008,dir`` into names and ``N,K`` pairs.
+
+    Raises:
+        InputError: there is none.
+    """
+    names = [name.strip() for name in re.findall(r"\d+\s*,\s*\d+|[^,;]+", text) if name.strip()]
+    if not names:
+        raise InputError(f"--shapes takes architectures, model directories or N,K, comma-separated, got {text[:99]!r}")
+    return names
 
 
 def positive_integers(text: str, option: str) -> list[int]:

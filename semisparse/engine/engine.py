@@ -243,11 +243,18 @@ class Engine:
         """Return a conversation as a prompt, by the tokenizer's chat template.
 
         Raises:
-            InputError: the tokenizer has no chat template.
+            InputError: the tokenizer has no chat template, or it refuses the conversation.
         """
         if self.tokenizer is None or self.tokenizer.chat_template is None:
             raise InputError("the model's tokenizer has no chat template: it was not trained for conversations")
-        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        try:
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        except MemoryError:
+            raise
+        except Exception as error:  # a template is a program of the model's author
+            raise InputError(
+                f"the tokenizer's chat template refuses the conversation: {type(error).__name__}: {error}"
+            ) from error
 
     def generate(
         self,
@@ -363,8 +370,8 @@ class Engine:
         for end in listed:
             if not isinstance(end, int) or isinstance(end, bool):
                 raise InputError(
-                    f"eos_token_id holds {str(end)[:99]!r} in generation_config.json or config.json, expected a token's "
-                    "number or a list of them"
+                    f"eos_token_id holds {str(end)[:99]!r} in generation_config.json or config.json, expected the "
+                    "number of a token or a list of them"
                 )
         return set(listed)
 

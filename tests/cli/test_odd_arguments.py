@@ -1,5 +1,6 @@
 """Arguments that no one means: impossible numbers, paths and names end in one sentence, before any work is done."""
 
+import io
 import json
 import re
 import shutil
@@ -74,6 +75,7 @@ def test_numbers_of_plan(run: Run, arguments: tuple[str, ...], sentence: str):
         ("link", "exists already"),
         ("small", "exists already"),
         ("/dev/full", "exists already"),
+        ("/", "/ exists already"),
     ],
 )
 @pytest.mark.parametrize("verb", ["compress", "export"])
@@ -227,3 +229,29 @@ def test_outputs_that_a_config_asks_for_change_nothing(
         "compress", model, "--recipe", "dense-w4", "--set", "tune=none", "--calib", text, "--out", tmp_path / "o"
     )
     assert outcome.status == 0, outcome
+
+
+def test_no_shapes(run: Run):
+    assert_sentence(run("bench", "kernels", "--shapes", " , "), "--shapes takes architectures")
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('no') }}", "{% if %}", "{{ ''.__class__.__mro__ }}", "{{ x.y }}", "{{ 1 / 0 }}"]
+)
+def test_a_chat_template_that_fails(run: Run, compressed: Path, tmp_path: Path, monkeypatch, template: str):
+    shutil.copytree(compressed, tmp_path / "chat")
+    (tmp_path / "chat" / "chat_template.jinja").write_text(template)
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    outcome = run("generate", tmp_path / "chat", "--chat", "--max-new-tokens", 2)
+    assert_sentence(outcome, "the tokenizer's chat template refuses the conversation")
+
+
+@pytest.mark.parametrize(
+    ("glob", "known"), [("*.down_proj", True), ("model.layers.9.*", False), ("*q_proj,*k_proj", False)]
+)
+def test_an_ignored_layer_that_is_not_there_is_announced(run: Run, model: Path, tmp_path: Path, glob: str, known: bool):
+    """A typo would compress what its user wanted to keep."""
+    outcome = run("compress", model, *WITHOUT_CALIBRATION, "--set", f"ignore={glob}", "--out", tmp_path / "out")
+    sentence = f"ignore: '{glob}' matches no layer of the model; an example is 'model.layers.0."
+    assert outcome.status == 0, outcome
+    assert (sentence in " ".join(outcome.err.split())) != known
