@@ -51,8 +51,8 @@ keeps their indices in registers."""
 
 MAX_TOGETHER = 2
 """In float32, the CTAs of an SM end together if there are at most this many. The SM then starts as many new ones, while
-other SMs may have none. So 344 CTAs of 128 x 128 on 132 SMs take 722 us; evenly spread, three per SM, they would take 578
-(16:32v32, M = 512, N x K = 11008 x 4096, H200). Not measured in 16 bits."""
+other SMs may have none. So 344 CTAs of 128 x 128 on 132 SMs take 722 us; at three per SM they would take 578 (16:32v32,
+M = 512, N x K = 11008 x 4096, H200). Not measured in 16 bits."""
 
 HIDING_WARPS = 4
 """Warps per SM that are enough to hide latency; with fewer, time grows in inverse proportion."""
