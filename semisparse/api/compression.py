@@ -192,8 +192,8 @@ def compress(
     warn_if_unmatched(dense, plan)
     rounded = rounded_modules(dense, stored)
     plan = leave_unrounded_dense(plan, dense, rounded, stored)
-    settled = fingerprint(batches, plan, seed=seed, device=where)
-    require_same(ranks, settled | _machine_facts(where))
+    inputs = fingerprint(batches, plan, seed=seed, device=where)
+    require_same(ranks, inputs | _machine_facts(where))
     needs = needs_of(dense, list_decoder_layers(dense, plan, {}), plan, batches, where, ranks, offload)
     inform(str(needs))
     needs.check(free_memory(where, offload))
@@ -217,7 +217,7 @@ def compress(
         return _report(block, time.perf_counter() - start, tuning, machine)
 
     out = Path(out).absolute()
-    identity = {"model weights": _shared_digest(dense, ranks)} | settled
+    identity = {"model weights": _shared_digest(dense, ranks)} | inputs
     finished = ranks.first(lambda: finished_block(out, identity)) if resume else None
     if finished is not None:
         return _report(finished, time.perf_counter() - start, tuning, machine)

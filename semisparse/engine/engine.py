@@ -370,8 +370,8 @@ class Engine:
         for end in listed:
             if not isinstance(end, int) or isinstance(end, bool):
                 raise InputError(
-                    f"eos_token_id holds {str(end)[:99]!r} in generation_config.json or config.json, expected the "
-                    "number of a token or a list of them"
+                    f"eos_token_id holds {str(end)[:99]!r} in generation_config.json or config.json, expected a token's"
+                    " number or a list of them"
                 )
         return set(listed)
 
