@@ -71,7 +71,7 @@ def formats() -> str:
     lines = []
     for file in ("h200/blocks-formats.csv", EC_CSR):
         whole, few = by_work(file, "32"), by_work(file)
-        for weights in dict.fromkeys(weights for weights, _, _ in few):
+        for weights in dict.fromkeys(weights for weights, _, _ in few if weights in NAMES):
             cells = [f"{few[(weights, *column)] / 1e3:.2f}" for column in columns]
             if weights != "dense":
                 cells = [
