@@ -12,15 +12,14 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForMaskedLM,
-    AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 
 from semisparse.checkpoint.config import check_sizes, read_json, refuse_integers, refuse_unstored
-from semisparse.checkpoint.directory import ModelDirectory, open_directory, require_directory
-from semisparse.checkpoint.placement import placed_on
+from semisparse.checkpoint.directory import ModelDirectory, open_directory
+from semisparse.checkpoint.placement import pick_device, placed_on
+from semisparse.checkpoint.tokenizer import NO_REMOTE_CODE, unreadable
 from semisparse.errors import CheckpointError, InputError, SemisparseError
 
 AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText)
@@ -28,9 +27,6 @@ AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText)
 
 ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 """Attention implementations that a config may name. transformers treats any other name as code to download."""
-
-NO_REMOTE_CODE = {"trust_remote_code": False}
-"""Arguments with which transformers never runs Python code from a model directory."""
 
 
 def load_model(
@@ -74,41 +70,6 @@ def load_dense(path: str | Path) -> PreTrainedModel:
             f"{path} is compressed already; compress the dense model, or one that `semisparse export --to dense` wrote"
         )
     return _from_pretrained(directory, "auto")
-
-
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """Load a model directory's tokenizer.
-
-    Raises:
-        CheckpointError: the directory or its tokenizer is missing, or the tokenizer is unreadable.
-    """
-    require_directory(Path(path))
-    check_sizes(read_json(Path(path) / "config.json"), path)  # transformers reads it, too
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, **NO_REMOTE_CODE)
-        tokens = len(tokenizer)
-    except Exception as error:  # tokenizers raises bare Exceptions on malformed files
-        raise _unreadable(f"cannot load the tokenizer of {path}", error) from error
-    if tokens <= len(tokenizer.all_special_tokens):  # transformers makes one without words where there are no files
-        raise CheckpointError(
-            f"{path} has no tokenizer: copy tokenizer.json and tokenizer_config.json from where the model came"
-        )
-    return tokenizer
-
-
-def pick_device(device: str) -> torch.device:
-    """Return the torch device for ``auto`` (CUDA if available), ``cpu`` or ``cuda``.
-
-    Raises:
-        InputError: the name is unknown, or there is no CUDA device.
-    """
-    if device not in ("auto", "cpu", "cuda"):
-        raise InputError(f"unknown device {device!r}; it is auto, cpu or cuda")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise InputError("device cuda: torch finds no CUDA device on this machine")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(device)
 
 
 def auto_class(config: PretrainedConfig) -> Any:
@@ -168,7 +129,7 @@ def read_config(path: str | Path) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(path, **NO_REMOTE_CODE)
     except Exception as error:  # transformers raises many types
-        raise _unreadable(f"{path}/config.json cannot be read", error) from error
+        raise unreadable(f"{path}/config.json cannot be read", error) from error
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
@@ -187,7 +148,7 @@ def meta_model(directory: ModelDirectory) -> PreTrainedModel:
     except SemisparseError:
         raise
     except Exception as error:  # transformers raises many types
-        raise _unreadable(f"no model can be built from {directory.path}/config.json", error) from error
+        raise unreadable(f"no model can be built from {directory.path}/config.json", error) from error
 
 
 def _from_pretrained(directory: ModelDirectory, dtype: torch.dtype | str) -> PreTrainedModel:
@@ -204,7 +165,7 @@ def _from_pretrained(directory: ModelDirectory, dtype: torch.dtype | str) -> Pre
     except (SemisparseError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # transformers raises many types
-        raise _unreadable(f"cannot load {directory.path}", error) from error
+        raise unreadable(f"cannot load {directory.path}", error) from error
     if report["missing_keys"]:
         raise CheckpointError(
             f"tensor {min(report['missing_keys'])} is missing from the safetensors files of {directory.path}"
@@ -236,7 +197,3 @@ def _refuse_unlike(model: PreTrainedModel, directory: ModelDirectory) -> None:
                 f"tensor {name} is stored as {header.dtype}, expected floating-point weights: integers are codes, "
                 "which mean nothing without the quantization_config of the tool that wrote them"
             )
-
-
-def _unreadable(what: str, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{what}: {type(error).__name__}: {error}")

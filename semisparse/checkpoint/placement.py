@@ -1,4 +1,4 @@
-"""Where the packed weights of a model that transformers is loading go, before they are checked and arranged."""
+"""The device of a model, and where its packed weights go while transformers loads it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
+
+from semisparse.errors import InputError
 
 _DEVICE: ContextVar[torch.device | None] = ContextVar("device", default=None)
 
@@ -31,3 +33,18 @@ def placed_on(device: torch.device | None) -> Iterator[None]:
         yield
     finally:
         _DEVICE.reset(token)
+
+
+def pick_device(device: str) -> torch.device:
+    """Return the torch device for ``auto`` (CUDA if available), ``cpu`` or ``cuda``.
+
+    Raises:
+        InputError: the name is unknown, or there is no CUDA device.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise InputError(f"unknown device {device!r}; it is auto, cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("device cuda: torch finds no CUDA device on this machine")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(device)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import PreTrainedModel
 
+from semisparse.engine.bare import BareDecoder
 from semisparse.engine.decoder import CHECKED_TOKENS, Cache, Decoder, check_against, free_memory
 from semisparse.engine.draft_model import DraftModel
 from semisparse.engine.ops import greedy_step, move_on
@@ -22,6 +22,10 @@ from semisparse.engine.speculation import Verifier, look_up, speculated
 from semisparse.engine.state import State
 from semisparse.errors import InputError
 from semisparse.formats.kernel import bucket_of
+from semisparse.runtime import cuda_libraries
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 AHEAD = 8
 """Maximum decode steps in flight: launched, with tokens that the host has not read yet."""
@@ -87,7 +91,7 @@ class DecoderBackend(Backend):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | BareDecoder,
         draft: DecoderBackend | None = None,
         deterministic_batch: bool = False,
         keep_dense: Sequence[str] = (),
@@ -118,7 +122,7 @@ class DecoderBackend(Backend):
         return self._states, len(prompts), buckets, sampling, proposals, new > 1
 
     def compile(self, prompts: Sequence[Sequence[int]], new: int, proposals: int) -> None:
-        """Compile the kernels of all matmuls of a batch, in parallel."""
+        """Compile the kernels of all matmuls of a batch, in parallel, and wait for torch's libraries."""
         lengths = [len(prompt) for prompt in prompts]
         cache = self._state_for(len(prompts), max(lengths) + new + proposals).cache
         padded = self._captured_length(lengths, cache)
@@ -127,6 +131,7 @@ class DecoderBackend(Backend):
         )
         if proposals and self._draft:
             self._draft.compile(prompts, new, proposals)
+        cuda_libraries.wait()  # graphs are captured next
 
     @torch.no_grad()
     def run(
