@@ -69,7 +69,8 @@ def test_the_second_command_imports_no_model_class(tmp_path: Path):
     path = saved(tmp_path)
     command = (
         "import sys; from semisparse.cli import app; "
-        f"app(['generate', {str(path)!r}, '--prompt', 'abc', '--max-new-tokens', '8', '--device', 'cpu', '--json'], standalone_mode=False); "
+        f"app(['generate', {str(path)!r}, *'--prompt abc --max-new-tokens 8 --device cpu --json'.split()], "
+        "standalone_mode=False); "
         "print({'torch._dynamo', 'transformers.modeling_utils', 'sympy'} & set(sys.modules))"
     )
     outputs = [
