@@ -67,7 +67,7 @@ gpu_tests = $(if $(SANITIZE),tests/formats/test_fresh_inputs.py tests/formats/te
 	tests/engine/test_ops.py tests/compress/prune/test_sweep_triton.py tests/compress/prune/test_rounding_triton.py tests/quant \
 	tests/formats/slide24/test_lift.py::test_the_triton_form_gives_the_same \
 	tests/formats/slide24/test_cusparselt.py::test_the_pass_after_a_gemm,\
-	tests/test_gpu.py tests/api/test_start.py tests/integrations/test_cuda_graphs.py tests/engine tests/formats tests/nn/test_joined_experts.py tests/quant \
+	tests/test_gpu.py tests/test_two_gpus.py tests/api/test_start.py tests/integrations/test_cuda_graphs.py tests/engine tests/formats tests/nn/test_joined_experts.py tests/quant \
 	tests/cuda_emulator) \
 	tests/runtime/test_kernel.py
 racecheck_fails = blas or pack_mm or scaled_mm or reference
@@ -79,7 +79,7 @@ test-gpu: setup
 VLLM_PYTHON ?= python3
 vllm := VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
 test-vllm-gpu:
-	$(vllm) OMP_NUM_THREADS=2 TORCHINDUCTOR_COMPILE_THREADS=2 $(VLLM_PYTHON) -m pytest -n 8 -rA tests/vllm/test_gpu.py
+	$(vllm) OMP_NUM_THREADS=2 TORCHINDUCTOR_COMPILE_THREADS=2 $(VLLM_PYTHON) -m pytest -n 8 -rA tests/vllm/test_gpu.py tests/vllm/test_two_gpus.py
 
 # Thirteen engines start side by side, then eight processes, four of them servers, then two: 16 cores, one H200, 12 minutes. Rows are
 # added to vllm.csv, vllm-serve.csv and vllm-kernels.csv.

@@ -1,12 +1,13 @@
 """Seconds and memory of compressing a model of random weights.
 
 Usage: python benchmarks/compressing.py OUT.csv --data DATA --scratch DIR [--arch llama2-7b] [--blocks 32]
-           [--runs sparsegpt,magnitude] [--limit-gb 8]
+           [--runs sparsegpt,magnitude] [--limit-gb 8] [--ranks 2]
 
 DATA holds models/pycode-11m, for its tokenizer, and text/pycode-calib.txt. Each run is a process of its own, with
 `--limit-gb` in a memory cgroup of its own (memory_limit.py). `block_seconds` is the median over all decoder layers but
 the first and the last; of two, it is that of the first. `search_seconds` is the time of a search, and `candidates` the
-number of models that it scored. `anonymous_gb` is the peak host memory beside the page cache, `resident_gb` the peak
+number of models that it scored. With `--ranks 2` torchrun starts two processes, with a GPU each, and the row is that of
+the first. `anonymous_gb` is the peak host memory beside the page cache, `resident_gb` the peak
 with it, `device_gb` the peak GPU memory that torch allocated.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import sys
@@ -28,6 +30,7 @@ from rows import read_rows, write_rows
 from transformers import AutoModelForCausalLM
 
 import semisparse
+from semisparse.api import joined_ranks
 from semisparse.bench.shapes import architecture
 
 RUNS = {
@@ -43,6 +46,7 @@ COLUMNS = (
     "build",
     "model",
     "blocks",
+    "ranks",
     "run",
     "device",
     "limit",
@@ -110,8 +114,9 @@ def run(name: str, model: Path, data: Path, out: Path) -> dict[str, str]:
     started = time.perf_counter()
     text = data / "text" / "pycode-calib.txt" if needs_text else None
     how = {"recipe": recipe, "settings": settings, "target": target, "calibration": text}
-    report = semisparse.compress(model, out=out, progress=progress, inform=print_now, **how)
-    ended = time.perf_counter()
+    with joined_ranks(print_now):
+        report = semisparse.compress(model, out=out, progress=progress, inform=print_now, **how)
+        ended = time.perf_counter()
     starts = [at for at, stage in marks if stage.startswith("decoder layer")]
     blocks = [after - before for before, after in pairwise(starts)]
     searching = [at for at, stage in marks if stage.startswith("search")]
@@ -141,11 +146,14 @@ def main() -> None:
     parser.add_argument("--runs", default="sparsegpt,magnitude")
     parser.add_argument("--build", default="now", help="a name for the code that is measured")
     parser.add_argument("--limit-gb", type=float, default=0, help="of host memory for each run; 0 for no limit")
+    parser.add_argument("--ranks", type=int, default=1, help="processes, with a GPU each")
     parser.add_argument("--one", help="a run, in this process; prints its row as JSON")
     options = parser.parse_args()
     model = options.scratch / f"{options.arch}-{options.blocks}"
     if options.one:
-        print(json.dumps(run(options.one, model, options.data, options.scratch / "out")))
+        row = json.dumps(run(options.one, model, options.data, options.scratch / "out"))
+        if os.environ.get("RANK", "0") == "0":
+            print(row)
         return
     if not model.exists():
         write_model(options.arch, options.blocks, options.data, model)
@@ -153,13 +161,15 @@ def main() -> None:
     for name in options.runs.split(","):
         for leftover in ("out", "out.partial"):
             shutil.rmtree(options.scratch / leftover, ignore_errors=True)
-        command = [sys.executable, __file__, *sys.argv[1:], "--one", name]
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
+        command = [sys.executable, *(launch if options.ranks > 1 else []), __file__, *sys.argv[1:], "--one", name]
         found, limit = run_limited(command, options.limit_gb)
         rows.append(
             {
                 "build": options.build,
                 "model": options.arch,
                 "blocks": str(options.blocks),
+                "ranks": str(options.ranks),
                 "limit": limit,
                 **json.loads(found.splitlines()[-1]),
             }

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cusparse
 import torch
 from rows import write_rows
 from torch import Tensor
@@ -85,6 +86,10 @@ def decode(
         for t in (compressed[0].values(), compressed[0].col_indices(), compressed[0].crow_indices())
     )
     yield row("cuSPARSE", [partial(torch.mv, matrix, x[0]) for matrix in compressed], size)
+    del compressed
+    for algorithm in cusparse.ALGORITHMS:
+        calls, size = cusparse.products(weight, x[0], len(copies), algorithm)
+        yield row(f"cuSPARSE {algorithm}, 32-bit columns, preprocessed", calls, size)
     form = get_format("ec_csr")
     for way, options in ways.items():
         packed = form.pack(weight, f"{zeros}%", **options).to(device)

@@ -45,9 +45,8 @@ from torch import Tensor
 
 from semisparse.errors import KernelError
 from semisparse.formats import Packed
-from semisparse.formats.experts import experts_product
-from semisparse.formats.kernel import ExpertsProduct
-from semisparse.formats.product import in_parallel
+from semisparse.formats.kernel import ExpertsProduct, in_parallel
+from semisparse.nn.experts_product import experts_product
 from semisparse.runtime.experts import Routing
 
 ROUTED = [*((tokens, "uniform") for tokens in TOKENS), *((tokens, "zipf") for tokens in TOKENS[1:])]

@@ -18,8 +18,8 @@ from semisparse.formats.bitmask.storage.gpu import Tiling, tiling
 from semisparse.formats.gqs.cuda import experts as gqs_experts
 from semisparse.formats.gqs.cuda import schedule as gqs_schedule
 from semisparse.formats.gqs.cuda.wgmma_schedule import tiles_of
-from semisparse.formats.kernel import ExpertsProblem, ExpertsProduct, bucket_of
-from semisparse.formats.product import in_parallel, structure_of
+from semisparse.formats.kernel import ExpertsProblem, ExpertsProduct, bucket_of, in_parallel
+from semisparse.formats.product import structure_of
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.expand_gemm import fit
 from semisparse.runtime.experts import Routing

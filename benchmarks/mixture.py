@@ -1,6 +1,6 @@
 """Quality of a compressed mixture of experts, and of a dense model of about the same loss: a CSV row per run, a table.
 
-    python -m semisparse.demo.train_mixture DATA
+    python scripts/train_mixture.py DATA
     python benchmarks/mixture.py DATA results/mixture.csv --jobs 8
 
 DATA is a directory with ``models/`` and ``text/``; the first command trains the two models and adds them to it. Rows

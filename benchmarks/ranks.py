@@ -1,7 +1,7 @@
-"""Compare models compressed by one rank and by several on a CPU: masks, KL and bytes.
+"""Compare models compressed by one rank and by several, on a CPU or a GPU each: masks, KL and bytes.
 
 Usage: python benchmarks/ranks.py DATA OUT.csv --scratch DIR [--models babyllama-1m,pycode-11m] [--ranks 1,2]
-           [--samples 16] [--chunks 64]
+           [--samples 16] [--chunks 64] [--device cpu]
 
 `masks` is the share of the weights, in percent, that are zero in this model or in that of the first number of ranks
 only; `same_bytes` compares with that model, too. `kl` is to the dense model, on held-out text, in nats per token.
@@ -28,7 +28,7 @@ FILES = ("model.safetensors", "config.json")
 
 
 def compress(subject: Subject, pattern: str, ranks: int, out: Path) -> None:
-    """Compress with SparseGPT, without a search, in as many processes of one thread."""
+    """Compress with SparseGPT, without a search, in as many processes of one thread, with a GPU each on GPUs."""
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"] if ranks > 1 else []
     arguments = [
         str(subject.directory),
@@ -39,10 +39,11 @@ def compress(subject: Subject, pattern: str, ranks: int, out: Path) -> None:
         "--set",
         f"pattern={pattern}",
     ]
-    arguments += ["--calib", str(subject.calibration), "--samples", str(subject.options.samples), "--device", "cpu"]
+    arguments += ["--calib", str(subject.calibration), "--samples", str(subject.options.samples), "--device"]
+    arguments += [subject.device.type]
     arguments += ["--seqlen", str(subject.seqlen), "--out", str(out)]
     command = [sys.executable, *launch, "-m", "semisparse.cli", "compress", *arguments]
-    subprocess.run(command, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:

@@ -8,15 +8,19 @@
 `losses` measures the losses of choices in a small trained model. `steps` measures, on the GPU, decode steps or prompts
 of models whose layers are all stored alike, from which times in the engine are predicted. `choose` takes the losses
 layer for layer at the same relative depth, and predicted times; it needs no GPU. `time` measures the chosen models'
-decode steps or prompts in the engine, on the GPU.
+decode steps or prompts in the engine, on the GPU; with ``--busy N`` while N processes compute on the CPU, which
+launches the kernels of a prompt one by one.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import math
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
@@ -52,7 +56,7 @@ DTYPE, DEVICE = torch.bfloat16, "cuda"
 LOSSES = ("model", "layer", "unit", "format", "pattern", "quant", "kl")
 CHOICES = ("target", "layer", "unit", "format", "pattern", "quant", "us", "dense_us")
 SPEEDS = ("target", "model", "layers", "tokens", "predicted", "measured", "measured_over_asked")
-SPEEDS += ("step_ms", "predicted_step_ms", "dense_step_ms", "predicted_dense_step_ms", "gpu")
+SPEEDS += ("step_ms", "predicted_step_ms", "dense_step_ms", "predicted_dense_step_ms", "gpu", "busy")
 STORED = ("dense", "gqs g128@0% w4", "gqs g32@0% w4", "gqs g64@0% w2", "gqs g16@50% w4", "bitmask 32:64 w4")
 """What the layers of `steps` are stored as, by default: a format, a pattern and a number of bits."""
 
@@ -84,6 +88,8 @@ def main() -> None:
     times = verbs.add_parser("time", help="measure the chosen models on this GPU")
     times.add_argument("choices", type=Path)
     times.add_argument("csv", type=Path)
+    times.add_argument("--targets", nargs="+", help="of those in the choices, by default all")
+    times.add_argument("--busy", type=int, default=0, help="processes that compute on the CPU meanwhile")
     times.set_defaults(call=time)
     options = parser.parse_args()
     options.call(options)
@@ -192,15 +198,28 @@ def steps(options: argparse.Namespace) -> None:
         print(*rows[-1].values(), flush=True)
 
 
+@contextlib.contextmanager
+def busy(count: int) -> Iterator[None]:
+    """Run as many processes that do nothing but compute."""
+    spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in spinning:
+            process.kill()
+            process.wait()
+
+
 def time(options: argparse.Namespace) -> None:
-    """Measure the dense model once for each number of tokens, and what was chosen for each target."""
-    chosen, rows, dense = read_rows(options.choices), list[dict[str, str]](), dict[int, float]()
-    for target in dict.fromkeys(row["target"] for row in chosen):
+    """Append a row per target: what was chosen for it beside the dense model, each measured in the engine."""
+    chosen, rows, dense = read_rows(options.choices), read_rows(options.csv), dict[int, float]()
+    for target in options.targets or dict.fromkeys(row["target"] for row in chosen):
         own = [row for row in chosen if row["target"] == target]
         tokens, layers = WORKLOADS[target.partition("=")[0]], 1 + max(int(row["layer"]) for row in own)
-        if tokens not in dense:
-            dense[tokens] = step_ms(_dense(own), layers, tokens)
-        step = step_ms(own, layers, tokens)
+        with busy(options.busy):
+            if tokens not in dense:
+                dense[tokens] = step_ms(_dense(own), layers, tokens)
+            step = step_ms(own, layers, tokens)
         predicted, predicted_dense = (sum(float(row[key]) for row in own) / 1e3 for key in ("us", "dense_us"))
         asked = float(target.partition("=")[2].removesuffix("x"))
         measured = dense[tokens] / step
@@ -213,7 +232,8 @@ def time(options: argparse.Namespace) -> None:
             dense[tokens],
             predicted_dense,
         )
-        values = (target, SHAPES, layers, tokens, *(f"{value:.4f}" for value in speeds), device_facts(DEVICE).name)
+        where = (device_facts(DEVICE).name, options.busy)
+        values = (target, SHAPES, layers, tokens, *(f"{value:.4f}" for value in speeds), *where)
         rows.append(dict(zip(SPEEDS, map(str, values), strict=True)))
         write_rows(options.csv, rows, SPEEDS)
         print(*rows[-1].values(), flush=True)

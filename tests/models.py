@@ -17,6 +17,17 @@ from transformers import (
     Qwen3Config,
 )
 
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 256,
+}
+"""Fields of the config of a small architecture, for `semisparse.bench.shapes.ARCHITECTURES`."""
+
 SHARED = Path(__file__).parents[1].parent / "shared"
 """Real models and text, where a checkout has them beside it."""
 

@@ -16,8 +16,7 @@ from semisparse.api.packing import pack_for_disk
 from semisparse.api.recipe import formats_of, pack_options
 from semisparse.compress import Choice, Recipe
 from semisparse.errors import InputError, SemisparseError
-from semisparse.formats import Packed
-from semisparse.formats.codes import Codes
+from semisparse.formats.base import Codes, Packed
 from semisparse.integrations.importers import Rounded
 from semisparse.integrations.names import stored_keys
 from semisparse.nn import is_linear, weight_of

@@ -5,43 +5,21 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
 from semisparse.engine import is_encoder, read_config
 from semisparse.errors import InputError
 from semisparse.nn import expert_shapes, is_fused_experts, is_linear, weight_of
 
-_SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-)
-
-ARCHITECTURES = {
-    "llama2-7b": ("llama", (4096, 11008, 32, 32, 32, 32000)),
-    "llama2-13b": ("llama", (5120, 13824, 40, 40, 40, 32000)),
-    "llama2-70b": ("llama", (8192, 28672, 80, 64, 8, 32000)),
-    "llama3.1-8b": ("llama", (4096, 14336, 32, 32, 8, 128256)),
-    "llama3.2-1b": ("llama", (2048, 8192, 16, 32, 8, 128256)),
-    "llama3.2-3b": ("llama", (3072, 8192, 28, 24, 8, 128256)),
-    "qwen2.5-1.5b": ("qwen2", (1536, 8960, 28, 12, 2, 151936)),
-    "qwen2.5-7b": ("qwen2", (3584, 18944, 28, 28, 4, 152064)),
-    "qwen2.5-14b": ("qwen2", (5120, 13824, 48, 40, 8, 152064)),
-    "qwen3-30b-a3b": ("qwen3_moe", (2048, 6144, 48, 32, 4, 151936)),
-    "mixtral-8x7b": ("mixtral", (4096, 14336, 32, 32, 8, 32000)),
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    path.stem: yaml.safe_load(path.read_text()) for path in sorted((Path(__file__).parent / "suites").glob("*.yaml"))
 }
-"""Name -> transformers' model type, and the values of the fields `_SIZES` in the model's published config.json."""
-
-MORE_FIELDS = {
-    "qwen3-30b-a3b": {"head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8},
-    "mixtral-8x7b": {"num_local_experts": 8, "num_experts_per_tok": 2},
-}
-"""Further fields of the published config.json, for architectures that need some."""
+"""Name -> the fields of the model's published config.json that the shapes of its layers depend on. A file
+``suites/<name>.yaml`` adds an architecture."""
 
 FUSED = {
     "q_proj": "qkv_proj",
@@ -130,8 +108,7 @@ def architecture(name: str) -> PretrainedConfig:
     """
     if name not in ARCHITECTURES:
         raise InputError(f"unknown architecture {name!r}; known: {', '.join(ARCHITECTURES)}")
-    family, sizes = ARCHITECTURES[name]
-    return AutoConfig.for_model(family, **dict(zip(_SIZES, sizes, strict=True)), **MORE_FIELDS.get(name, {}))
+    return AutoConfig.for_model(**ARCHITECTURES[name])
 
 
 def _config_of(directory: Path) -> PretrainedConfig:

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     )
     from semisparse.checkpoint.file_layers import DIGESTS, is_blake2b
     from semisparse.checkpoint.files import read_ahead
-    from semisparse.checkpoint.gpu_memory import layer_bytes_on
-    from semisparse.checkpoint.inspect import describe
+    from semisparse.checkpoint.inspect import describe, layer_bytes_on
     from semisparse.checkpoint.loading import (
         auto_class,
         is_encoder,
@@ -87,7 +86,7 @@ HOMES = {
     **dict.fromkeys(("atomic_directory", "refuse_existing"), "write"),
     "describe": "inspect",
     "digests_of": "digests",
-    "layer_bytes_on": "gpu_memory",
+    "layer_bytes_on": "inspect",
     "read_ahead": "files",
 }
 """The module of each name."""

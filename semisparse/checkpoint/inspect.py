@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
@@ -67,10 +67,20 @@ def describe(
         "layers": [rows[name] for name in (*directory.layers, *dense)],
         "bytes": directory.stored_bytes,
         "layer_bytes": layer_bytes,
-        "gpu_layer_bytes": sum(map(bytes_on_gpu, directory.layers.values())),
+        "gpu_layer_bytes": layer_bytes_on(directory.layers.values()),
         "bits_per_weight": 8 * layer_bytes / weights if weights else None,
         "verified": verify,
     }
+
+
+def layer_bytes_on(layers: Iterable[Packed], capability: tuple[int, int] | None = None) -> int:
+    """Return about the bytes that layers take on a GPU.
+
+    Args:
+        layers: in the layout on disk; on the meta device, too.
+        capability: the GPU's compute capability; None for the most of all GPUs.
+    """
+    return sum(bytes_on_gpu(packed, capability) for packed in layers)
 
 
 def _verify(directory: ModelDirectory, name: str, entry: Mapping[str, Any], layers: FileLayers | None) -> Packed:

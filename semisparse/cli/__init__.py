@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from semisparse import __version__
 from semisparse.cli import (
     bench,
     compress,
@@ -28,7 +29,6 @@ from semisparse.cli import (
 )
 from semisparse.cli.output import INTERRUPTED, console, fail, say_interrupted
 from semisparse.errors import InputError, SemisparseError
-from semisparse.version import __version__
 
 app = typer.Typer(
     name="semisparse",

@@ -27,7 +27,7 @@ Shapes = Annotated[
     ),
 ]
 TokenCounts = Annotated[str, typer.Option("--tokens", help="Numbers of tokens M, comma-separated.")]
-Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
 Dtype = Annotated[str, typer.Option("--dtype", help=f"Dtype of weights and activations: {', '.join(DTYPES)}.")]
 Formats = Annotated[str | None, typer.Option("--formats", help="Formats, comma-separated; all by default.")]
 Patterns = Annotated[

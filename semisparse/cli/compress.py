@@ -81,7 +81,7 @@ def compress(
         int | None, typer.Option("--seqlen", help="Tokens per sequence; by default the model's context, 2048 at most.")
     ] = None,
     device: Annotated[
-        str, typer.Option("--device", help="auto, cpu or cuda; it holds one decoder layer at a time.")
+        str, typer.Option("--device", help="auto, cpu, cuda or cuda:N; it holds one decoder layer at a time.")
     ] = "auto",
     seed: Annotated[int, typer.Option("--seed", help="The random seed.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run with the same --out.")] = False,

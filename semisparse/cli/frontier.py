@@ -29,7 +29,7 @@ def frontier(
     seqlen: Annotated[
         int | None, typer.Option("--seqlen", help="Tokens per sequence; by default the model's context, 2048 at most.")
     ] = None,
-    device: Annotated[str, typer.Option("--device", help="Where to compute: auto, cpu or cuda.")] = "auto",
+    device: Annotated[str, typer.Option("--device", help="Where to compute: auto, cpu, cuda or cuda:N.")] = "auto",
     seed: Annotated[int, typer.Option("--seed", help="The random seed.")] = 0,
     plot: Annotated[Path | None, typer.Option("--plot", help="Also draw the front to this PNG file.")] = None,
     as_json: Json = False,

@@ -12,7 +12,7 @@ from semisparse.cli.output import console, print_json
 
 def warm(
     model: Annotated[Path, typer.Argument(help="A model directory, dense or compressed.")],
-    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
     batches: Annotated[str, typer.Option("--batch", help="Sequences per batch, comma-separated.")] = "1",
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:

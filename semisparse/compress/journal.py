@@ -20,12 +20,12 @@ import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from semisparse import __version__
 from semisparse.compress.distributed.ranks import Ranks
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import LayerReport
 from semisparse.errors import InputError
 from semisparse.quant.group import GroupScales
-from semisparse.version import __version__
 
 FINGERPRINT = "fingerprint.json"
 """The file of a journal that identifies its run."""

@@ -14,12 +14,13 @@ from torch.nn import functional as F
 
 from semisparse.engine.attention import LayerCache, RotaryTable, attend_to_prompt, rotate_and_attend, rotate_and_cache
 from semisparse.engine.bare import BareDecoder
-from semisparse.engine.dense import DenseCopy
 from semisparse.engine.ops import kernels_refusal
-from semisparse.engine.projection import ADDED, GATED, NORMED, Norm, Projection, Stream, is_aligned, rows_of
+from semisparse.engine.projection import Norm, Projection, Stream, rows_of
 from semisparse.engine.structure import Layer, Structure, UnknownStructureError, recognise, rotary_table
 from semisparse.errors import CheckpointError, InputError
-from semisparse.formats.product import in_parallel
+from semisparse.formats.kernel import in_parallel
+from semisparse.nn.dense_linear import DenseCopy
+from semisparse.nn.fused_linear import ADDED, GATED, NORMED, is_aligned
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

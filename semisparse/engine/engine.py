@@ -15,13 +15,13 @@ import torch
 
 from semisparse.checkpoint import load_tokenizer
 from semisparse.engine.backend import Backend, DecoderBackend
-from semisparse.engine.dense import slower_layers
 from semisparse.engine.recorded import load_recorded, record_decoder
 from semisparse.engine.sampling import Sampling
 from semisparse.engine.structure import UnknownStructureError
 from semisparse.engine.text import TextStream
 from semisparse.errors import InputError, SemisparseError
 from semisparse.nn import join_layers
+from semisparse.nn.dense_linear import slower_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -110,7 +110,7 @@ class Engine:
     Args:
         model: a model directory, dense or compressed, or a model on its device.
         tokenizer: the model's; read from the directory if None.
-        device: ``auto`` (CUDA if there is one), ``cpu`` or ``cuda``: where a directory is loaded.
+        device: ``auto`` (CUDA if there is one), ``cpu``, ``cuda`` or ``cuda:1``: where a directory is loaded.
         dtype: dtype of tensors that are not packed; by default the checkpoint's, but float32 on a CPU, where half
             precision is slow.
         draft: a smaller model with the same tokenizer, which proposes tokens in `generate`; if None, proposals are
@@ -160,7 +160,7 @@ class Engine:
             self.model, self.tokenizer = found or (_on_device(model, device, dtype), tokenizer)
             if isinstance(draft, str | Path):
                 self._check_tokenizer(draft)
-            draft_model = None if draft is None else _on_device(draft, self.model.device.type, dtype)
+            draft_model = None if draft is None else _on_device(draft, str(self.model.device), dtype)
         self.load_seconds = time.perf_counter() - start
         start = time.perf_counter()
         self.note: str | None = None
@@ -305,14 +305,14 @@ class Engine:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Wait for other threads' batches: all share the cache.
+        """Wait for other threads' batches, all of which share the cache, and make the model's GPU the current one.
 
         Raises:
             InputError: ``on_text`` called the engine that calls it.
         """
         if self._thread == threading.get_ident():
             raise InputError("on_text called its own engine; collect the text, and call the engine afterwards")
-        with self._lock:
+        with self._lock, torch.cuda.device_of(next(self.model.parameters())):
             self._thread = threading.get_ident()
             try:
                 yield

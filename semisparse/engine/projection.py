@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from semisparse.engine.dense import DenseCopy, DenseLinear
 from semisparse.engine.ops import Columns, rms_norm, silu_mul
-from semisparse.formats import Packed
 from semisparse.formats.kernel import FusedOperands, FusedProduct
-from semisparse.formats.product import fused_product, prepare_product, structure_of
-from semisparse.nn import JoinedLinear, SparseLinear
+from semisparse.nn import JoinedLinear, SparseLinear, fused_product, prepare_product, structure_of
+from semisparse.nn.dense_linear import DenseCopy, DenseLinear
+from semisparse.nn.fused_linear import GATED, is_aligned
 from semisparse.nn.joined import is_intercepted
 from semisparse.runtime.device import device_facts
 
-NORMED, GATED, ADDED = ("rms_norm", "none"), ("rms_norm", "silu_mul"), ("none", "add")
-"""What a projection fuses: the prologue and the epilogue, named as in `Problem`."""
+if TYPE_CHECKING:
+    from semisparse.formats.base import Packed
 
 
 @dataclass(frozen=True)
@@ -161,11 +161,6 @@ class Projection:
     def _call(self, fused: FusedProduct, x: Tensor, operands: FusedOperands) -> Tensor:
         assert self._whole is not None
         return fused(x, self._whole.packed, self._whole.bias, operands)
-
-
-def is_aligned(tensor: Tensor) -> bool:
-    """Return whether a tensor is contiguous and begins at a multiple of 16 bytes."""
-    return tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
 
 
 def rows_of(layer: nn.Module) -> int:

@@ -33,6 +33,8 @@ def load_recorded(
         CheckpointError: the directory is incomplete or corrupted.
     """
     target = pick_device(device)
+    if target.type == "cuda" and target.index is None:  # threads that load would each take their own current GPU
+        target = torch.device("cuda", torch.cuda.current_device())
     found = recorded(path, target, dtype)
     if found is None:
         return None

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from semisparse.errors import FormatError, InputError, KernelError
+from semisparse.formats.checks import choice_of, refuse_first, refuse_infinite, require_codes, share_violation
 from semisparse.formats.codes import Codes
 from semisparse.formats.kernel import ExpertsProblem, ExpertsProduct, Kernel, Pass, Problem, one_pass_cost
 from semisparse.formats.packed import Packed, Stored, require_tensors
@@ -28,6 +29,7 @@ from semisparse.runtime.device import GENERATIONS
 __all__ = [
     "WEIGHT_DTYPES",
     "Case",
+    "Codes",
     "Format",
     "Packed",
     "Params",
@@ -35,12 +37,17 @@ __all__ = [
     "TensorSpec",
     "WeightSpec",
     "bytes_on_gpu",
+    "choice_of",
     "format_names",
     "get_format",
     "reference_kernel",
+    "refuse_first",
+    "refuse_infinite",
     "registry",
+    "require_codes",
     "require_dense",
     "require_tensors",
+    "share_violation",
 ]
 
 MAX_ELEMENTS = 1 << 57

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from semisparse.errors import FormatError
-from semisparse.formats.base import Packed, Params
 from semisparse.formats.codes import Codes
+from semisparse.formats.packed import Packed
+from semisparse.formats.spec import Params
 from semisparse.patterns import Group, Unstructured
 
 Choice = TypeVar("Choice", int, str)

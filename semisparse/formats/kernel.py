@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -199,6 +201,17 @@ class Kernel:
         if self.device is not None and self.device != problem.device.type:
             return f"runs on {self.device}, the operands are on {problem.device.type}"
         return self.supports(problem)
+
+
+def in_parallel(jobs: Iterable[Callable[[], object]]) -> None:
+    """Run jobs, such as the preparation of kernels, in parallel, one thread per CPU core.
+
+    NVRTC compiles in parallel threads: on two cores nine kernels take 4.8 s instead of 8.9 s.
+    """
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        running = [pool.submit(job) for job in jobs]
+    for job in running:
+        job.result()
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from semisparse.errors import FormatError
 from semisparse.formats.registry import get_format
 from semisparse.formats.spec import Params, Scalar, WeightSpec
-from semisparse.patterns import Pattern
+from semisparse.patterns import NO_ZEROS, Pattern, parse_pattern
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,13 @@ class Packed:
         dtypes = form.dtypes(spec)
         shapes = form.shapes(spec)
         return Packed(spec, {name: torch.empty(shapes[name], dtype=dtypes[name], device=device) for name in shapes})
+
+    @staticmethod
+    def of_dense(weight: Tensor) -> Packed:
+        """Return a weight [N, K] in format ``dense`` without quantisation; it shares the tensor's memory."""
+        shape = (weight.shape[0], weight.shape[1])
+        spec = WeightSpec("dense", get_format("dense").version, parse_pattern(NO_ZEROS), shape, weight.dtype, Params())
+        return Packed(spec, {"values": weight})
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """SparseLinear, experts, fused layers of several weights, replacing modules, slicing and stacking packed weights."""
 
+from semisparse.formats.product import fused_product, prepare_product, structure_of
 from semisparse.nn.dense_copy import CopiedLinear, copy_pays
 from semisparse.nn.dequantise import dequantise_layers
 from semisparse.nn.joined import JoinedLinear, JoinedPart, join_layers
@@ -24,14 +25,17 @@ __all__ = [
     "copy_pays",
     "dequantise_layers",
     "expert_shapes",
+    "fused_product",
     "is_fused_experts",
     "is_linear",
     "join_experts",
     "join_layers",
     "prepare_experts",
+    "prepare_product",
     "replace_linear",
     "slice_weight",
     "split_experts",
+    "structure_of",
     "swap_weight",
     "weight_of",
 ]

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from semisparse.formats.base import Packed
 from semisparse.formats.kernel import bucket_of
-from semisparse.formats.product import linear, measured_speedup
-from semisparse.nn.fused_linear import packed_of
+from semisparse.formats.product import linear, measured_speedup, packed_of
 from semisparse.nn.sparse_linear import SparseLinear
 
 MANY_TOKENS = {1 << 24: 64, 0: 17}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import cache
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -11,13 +10,23 @@ from torch.nn import functional as F
 
 from semisparse.formats.base import Packed, WeightSpec, get_format
 from semisparse.formats.kernel import MAX_FUSED_TOKENS, FusedOperands, Kernel, bucket_of
-from semisparse.formats.product import fused_product, linear
+from semisparse.formats.product import fused_product, linear, packed_of
 
 NORMED, GATED, ADDED = ("rms_norm", "none"), ("rms_norm", "silu_mul"), ("none", "add")
 """Prologue and epilogue, named as in `Problem`, of the layers of a decoder layer: query, key and value; gate and up;
 and those whose output is added to the residual stream."""
 
-__all__ = ["ADDED", "GATED", "MAX_FUSED_TOKENS", "NORMED", "can_fuse", "fused_linear", "has_fused_kernels", "packed_of"]
+__all__ = [
+    "ADDED",
+    "GATED",
+    "MAX_FUSED_TOKENS",
+    "NORMED",
+    "can_fuse",
+    "fused_linear",
+    "has_fused_kernels",
+    "is_aligned",
+    "packed_of",
+]
 
 _library = torch.library.Library("semisparse", "FRAGMENT")
 _library.define(
@@ -51,7 +60,7 @@ def fused_linear(
     fusion = "none" if norm_weight is None else "rms_norm", _epilogue(residual, gated)
     product = None if fusion == ("none", "none") else fused_product(packed, x.shape[0], x.dtype, *fusion)
     operands = (x, norm_weight, residual, *packed.tensors.values())
-    if product is not None and all(map(_is_aligned, operands)):
+    if product is not None and all(map(is_aligned, operands)):
         return product(x, packed, bias, FusedOperands(norm_weight, epsilon, residual))
     if norm_weight is not None:
         wide = x.float()
@@ -67,7 +76,7 @@ def _epilogue(residual: Tensor | None, gated: bool) -> str:
     return "silu_mul" if gated else "none" if residual is None else "add"
 
 
-def _is_aligned(tensor: Tensor | None) -> bool:
+def is_aligned(tensor: Tensor | None) -> bool:
     """Return whether a tensor is contiguous and begins at a multiple of 16 bytes, as fused kernels read it."""
     return tensor is None or (tensor.is_contiguous() and tensor.data_ptr() % 16 == 0)
 
@@ -114,20 +123,7 @@ def _operator_fake(
     residual: Tensor | None,
     gated: bool,
 ) -> Tensor:
-    return x.new_empty(x.shape[0], _declared(spec)[0].shape[0] // (2 if gated else 1))
-
-
-@cache
-def _declared(spec: str) -> tuple[WeightSpec, list[str]]:
-    """Return a spec, and the names of its tensors in the order of the operators of traced graphs."""
-    read = WeightSpec.from_json(spec)
-    return read, sorted(tensor.name for tensor in get_format(read.format).specs(read))
-
-
-def packed_of(spec: str, tensors: Sequence[Tensor]) -> Packed:
-    """Return the weight that a traced graph holds as JSON and as tensors, in the order of ``semisparse::linear``."""
-    read, names = _declared(spec)
-    return Packed(read, dict(zip(names, tensors, strict=True)))
+    return x.new_empty(x.shape[0], WeightSpec.from_json(spec).shape[0] // (2 if gated else 1))
 
 
 _library.impl("fused_linear", _operator, "CompositeExplicitAutograd")

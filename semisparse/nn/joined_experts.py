@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from semisparse.formats.base import get_format
-from semisparse.formats.experts import Routing, experts_product, reference_product
+from semisparse.nn.experts_product import Routing, experts_product, reference_product
 from semisparse.nn.joined import JoinedLinear, JoinedPart, is_intercepted, on_disk
 from semisparse.nn.sparse_experts import Expert, Gating, SparseExperts
 from semisparse.nn.sparse_linear import SparseLinear

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from semisparse.errors import KernelError
-from semisparse.formats.base import Packed, get_format
-from semisparse.formats.codes import Codes
+from semisparse.formats.base import Codes, Packed, get_format
 from semisparse.formats.product import linear, problem_of
 
 

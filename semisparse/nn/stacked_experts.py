@@ -12,9 +12,8 @@ from torch.nn import functional as F
 
 from semisparse.errors import KernelError
 from semisparse.formats.base import Packed, get_format
-from semisparse.formats.experts import experts_product
-from semisparse.formats.kernel import bucket_of
-from semisparse.formats.product import in_parallel
+from semisparse.formats.kernel import bucket_of, in_parallel
+from semisparse.nn.experts_product import experts_product
 from semisparse.nn.joined import JoinedLinear
 from semisparse.nn.joined_experts import JoinedExperts
 from semisparse.nn.sparse_experts import Gating

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from semisparse.errors import KernelError
 from semisparse.formats.base import Packed, get_format, reference_kernel
-from semisparse.formats.kernel import Problem, bucket_of
-from semisparse.formats.product import in_parallel, prepare_product
+from semisparse.formats.kernel import Problem, bucket_of, in_parallel
+from semisparse.formats.product import prepare_product
 from semisparse.nn.dense_copy import CopiedLinear
 from semisparse.nn.fused_linear import can_fuse
 from semisparse.nn.sparse_linear import SparseLinear

@@ -78,9 +78,10 @@ def quantise_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     codes = torch.empty((rows, columns), dtype=dtype, device=x.device)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
     block = min(BLOCK, triton.next_power_of_2(columns))
-    semisparse_quantise_rows[(rows,)](
-        x, codes.view(torch.int8), scales, columns, LARGEST[dtype],
-        BLOCK=block, DTYPE=EIGHT_BITS[dtype], enable_fp_fusion=False,
-        num_warps=WARPS,
-    )  # fmt: skip
+    with torch.cuda.device_of(x):  # where Triton launches
+        semisparse_quantise_rows[(rows,)](
+            x, codes.view(torch.int8), scales, columns, LARGEST[dtype],
+            BLOCK=block, DTYPE=EIGHT_BITS[dtype], enable_fp_fusion=False,
+            num_warps=WARPS,
+        )  # fmt: skip
     return codes, scales

@@ -243,7 +243,7 @@ def choose(m: int, weight: Tiles, gpu: DeviceFacts, rates: Rates) -> Schedule:
         for shape in SPLIT_K[tile_m]:
             candidates += _splits(m, weight, gpu, tile_m, shape)
     fitting = [schedule for schedule in candidates if schedule]
-    return min(fitting, key=lambda schedule: _h200_microseconds(schedule, m, weight, gpu.sms, rates))
+    return min(fitting, key=lambda schedule: h200_microseconds(schedule, m, weight, gpu.sms, rates))
 
 
 def _splits(m: int, weight: Tiles, gpu: DeviceFacts, tile_m: int, shape: Shape) -> list[Schedule]:
@@ -266,7 +266,7 @@ def _fit(weight: Tiles, gpu: DeviceFacts, tile_m: int, shape: Shape, split_k: in
     return fit(weight, gpu, tile_m, warpgroups, cluster, split_k, ctas_per_sm)
 
 
-def _h200_microseconds(schedule: Schedule, m: int, weight: Tiles, sms: int, rates: Rates) -> float:
+def h200_microseconds(schedule: Schedule, m: int, weight: Tiles, sms: int, rates: Rates) -> float:
     """Estimate the time on an H200.
 
     The root mean square error is 5 % on 363 GEMMs of M 64 to 1,024 (run 4 of results/h200/sweeps/gemm256.csv). The

@@ -161,7 +161,8 @@ class LoadedKernel:
         self._layout = struct.Struct("@" + "".join(codes))
         ends = [struct.calcsize("@" + "".join(codes[: i + 1])) for i in range(len(codes))]
         offsets = [end - struct.calcsize(code) for end, code in zip(ends, codes, strict=True)]
-        self._buffers = _LaunchBuffers(index, self._layout.size, offsets)
+        with torch.cuda.device(index):  # they make it current; what was current before is restored
+            self._buffers = _LaunchBuffers(index, self._layout.size, offsets)
 
     def __call__(self, grid: tuple[int, int, int], threads: int, *, pdl: bool = False, **arguments: Argument) -> None:
         """Launch on the device's current stream.

@@ -14,13 +14,14 @@ from semisparse.bench.model import Workload
 from semisparse.bench.parallel import measure_parallel
 from semisparse.bench.roofline import candidates
 from tests.forked import on_ranks
+from tests.models import TINY
 
 
 def _rank(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     distributed.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    shapes.ARCHITECTURES["tiny"] = ("llama", (256, 512, 2, 4, 4, 256))
+    shapes.ARCHITECTURES["tiny"] = TINY
     measured = [None, *candidates(["bitmask"], ["32:64"])[1:2]]
     rows = measure_parallel("tiny", torch.bfloat16, torch.device("cpu"), measured, Workload(2, 8, 3))
     (folder / f"{rank}.json").write_text(json.dumps([asdict(row) for row in rows]))

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from semisparse.bench import shapes
 from semisparse.cli import bench, plan
 from semisparse.errors import FormatError, InputError
+from tests.models import TINY
 
 app = typer.Typer()
 app.command("plan")(plan.plan)
@@ -111,7 +112,7 @@ def test_bench_model_of_a_directory(model: Path):
 
 
 def test_bench_model_labels_dense_layers_stored_by_semisparse(monkeypatch):
-    monkeypatch.setitem(shapes.ARCHITECTURES, "tiny", ("llama", (256, 512, 2, 4, 4, 256)))
+    monkeypatch.setitem(shapes.ARCHITECTURES, "tiny", TINY)
     found = call(
         "bench",
         "model",
@@ -130,7 +131,7 @@ def test_bench_model_labels_dense_layers_stored_by_semisparse(monkeypatch):
 
 
 def test_bench_model_sets_pack_options_and_prompts(monkeypatch):
-    monkeypatch.setitem(shapes.ARCHITECTURES, "tiny", ("llama", (256, 512, 2, 4, 4, 256)))
+    monkeypatch.setitem(shapes.ARCHITECTURES, "tiny", TINY)
     workload = ("--prompt", "4,8", "--new", "2", "--device", "cpu")
     found = call("bench", "model", "--arch", "tiny", "--format", "dense,slide24", "--set", "kind=int8", *workload)
     labels = {(row["weights"], row["prompt"]) for row in found["rows"]}

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from semisparse.api import demo as job
 from semisparse.api import evaluate
 from semisparse.cli import demo
 from semisparse.demo import CALIBRATION, CHOSEN, HELD_OUT, MODEL
@@ -27,16 +28,16 @@ def test_the_shipped_model_is_small_and_trained(tmp_path: Path):
 
 @pytest.mark.slow
 def test_the_demo_compares_recipes_with_dense(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(demo, "SAMPLES", 4)  # a minute less
-    monkeypatch.setattr(demo, "HELD_OUT", start_of(HELD_OUT, tmp_path))
-    monkeypatch.setattr(demo, "LAYER", "512,512")
+    monkeypatch.setattr(job, "SAMPLES", 4)  # a minute less
+    monkeypatch.setattr(job, "HELD_OUT", start_of(HELD_OUT, tmp_path))
+    monkeypatch.setattr(job, "LAYER", "512,512")
     found = run("demo", "--json").json
     rows = found["models"]
     by_recipe = {row["recipe"]: row for row in rows}
     dense = by_recipe.pop("dense")
     assert dense["kl"] == pytest.approx(0, abs=1e-9)
-    assert len(by_recipe) == 1 + len(demo.RUNS)
-    chosen = by_recipe[demo.TARGET]
+    assert len(by_recipe) == 1 + len(job.RUNS)
+    chosen = by_recipe[job.TARGET]
     assert chosen["bits_per_weight"] <= 4.5
     assert chosen["kl"] == min(row["kl"] for row in by_recipe.values())
     assert chosen["bytes"] == min(row["bytes"] for row in by_recipe.values())

@@ -31,7 +31,7 @@ TESTED = {
     "../README.md",
     "../results/README.md",  # measurements: parsed only
     "exchange.md",
-    "engine.md",
+    "serving/engine.md",
     "install.md",
     "large-models.md",
     "lm-eval.md",
@@ -40,8 +40,8 @@ TESTED = {
     "quickstart.md",
     "several-gpus.md",
     "targets.md",
-    "transformers.md",
-    "vllm.md",
+    "serving/transformers.md",
+    "serving/vllm.md",
     "which-recipe.md",
 }
 
@@ -150,8 +150,8 @@ def test_transformers(workdir: Path, run, monkeypatch: pytest.MonkeyPatch):
     compiled = torch.compile
     # Inductor's compiler takes a minute here; tracing is what a packed layer can break.
     monkeypatch.setattr(torch, "compile", lambda f, mode: compiled(f, backend="eager"))
-    run_programs("transformers.md")
-    for words in commands("transformers.md"):
+    run_programs("serving/transformers.md")
+    for words in commands("serving/transformers.md"):
         run_command(words, run)
     assert (workdir / "saved" / "model.safetensors").read_bytes() == (
         workdir / "small" / "model.safetensors"
@@ -225,8 +225,8 @@ def test_the_program_for_ray(models: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_engine(workdir: Path, run):
     shutil.copytree(workdir / "small", workdir / "MODEL")  # any model with the same tokenizer
-    run_all("engine.md", run)
-    assert run_programs("engine.md")["first"].new_tokens == 16
+    run_all("serving/engine.md", run)
+    assert run_programs("serving/engine.md")["first"].new_tokens == 16
 
 
 def test_install():
@@ -303,7 +303,7 @@ def test_vllm(workdir: Path):
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     load_general_plugins()
-    served = [words for words in commands("vllm.md") if words[:2] == ["vllm", "serve"]]
+    served = [words for words in commands("serving/vllm.md") if words[:2] == ["vllm", "serve"]]
     settings = ({}, {}, {"semisparse_fusion": False}, {"semisparse_keep_dense": ["*"]})
     for words, count, wanted in zip(served, (1, 2, 1, 1), settings, strict=True):
         options = make_arg_parser(FlexibleArgumentParser()).parse_args(words[2:])

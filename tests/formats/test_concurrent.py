@@ -141,12 +141,54 @@ def test_captured_on_a_side_stream(form: Format, kernel: Kernel):
     assert torch.equal(y, expected)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@two_gpus
 @pytest.mark.parametrize(("form", "kernel"), GPU_KERNELS)
 def test_two_gpus_in_one_process(form: Format, kernel: Kernel):
-    """The second GPU is not the current one."""
-    results = []
-    for device in ("cuda:0", "cuda:1"):
-        x, packed, bias = operands(form, kernel, device)
-        results.append(linear(x, packed, bias, kernel.name).cpu())
-    assert torch.equal(*results)
+    """The second GPU is not the current one. Launches on both in turns, with nothing between them that waits."""
+    torch.cuda.set_device(0)
+    given = [operands(form, kernel, device) for device in ("cuda:1", "cuda:0")]
+    expected = [linear(x, packed, bias, kernel.name) for x, packed, bias in given]
+    assert torch.cuda.current_device() == 0
+    assert torch.equal(expected[0].cpu(), expected[1].cpu())
+    found = [[linear(x, packed, bias, kernel.name) for x, packed, bias in given] for _ in range(REPEATS)]
+    for gpu in range(2):
+        torch.cuda.synchronize(gpu)
+    for results in found:
+        assert all(torch.equal(result, y) for result, y in zip(results, expected, strict=True))
+
+
+@two_gpus
+@pytest.mark.parametrize(("form", "kernel"), GPU_KERNELS)
+def test_a_thread_per_gpu_and_a_graph_on_each(form: Format, kernel: Kernel):
+    """Each thread launches on streams of its GPU, captures a graph there and replays it, while the other does too."""
+    given = [operands(form, kernel, f"cuda:{gpu}") for gpu in range(2)]
+    expected = [linear(x * 2, packed, bias, kernel.name) for x, packed, bias in given]
+    found: list[list[Tensor]] = [[], []]
+
+    def compute(gpu: int) -> None:
+        torch.cuda.set_device(gpu)
+        x, packed, bias = given[gpu]
+        held, side = x * 2, torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            found[gpu] = [linear(held, packed, bias, kernel.name) for _ in range(REPEATS)]
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):  # the other thread allocates
+            y = linear(held, packed, bias, kernel.name)
+        for _ in range(REPEATS):
+            graph.replay()
+        torch.cuda.synchronize()
+        found[gpu].append(y.clone())
+
+    threads = [threading.Thread(target=partial(compute, gpu)) for gpu in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for results, y in zip(found, expected, strict=True):
+        assert len(results) == REPEATS + 1, "a thread ended early"
+        assert all(torch.equal(result, y) for result in results)

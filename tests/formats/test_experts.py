@@ -11,10 +11,10 @@ from torch.nn import functional as F
 from semisparse.formats import Packed, get_format
 from semisparse.formats.bitmask.cuda import experts as bitmask_experts
 from semisparse.formats.bitmask.storage.gpu import tiling
-from semisparse.formats.experts import experts_product, reference_product
 from semisparse.formats.gqs.cuda import experts as gqs_experts
 from semisparse.formats.kernel import ExpertsProblem, ExpertsProduct
 from semisparse.formats.product import structure_of
+from semisparse.nn.experts_product import experts_product, reference_product
 from semisparse.nn.stacking import stack_with_padding
 from semisparse.patterns import parse_pattern
 from semisparse.runtime.expand_gemm import Schedule

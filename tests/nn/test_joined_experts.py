@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from semisparse.formats import experts as experts_module
 from semisparse.formats import get_format
 from semisparse.nn import SparseExperts, SparseLinear, join_experts, join_layers, split_experts
+from semisparse.nn import experts_product as experts_module
 from semisparse.patterns import parse_pattern
 from tests.cuda_emulator import emulate, needs_compiler
 from tests.nn.test_sparse_experts import arguments, model_with_experts

@@ -108,11 +108,11 @@ def compare(
     float32, and another token may follow only where float32 gives both the same log-probability, within that tolerance.
     """
     prompts = prompts_of(directory, name, length)
+    found, same = by_vllm(directory, prompts, dtype, **engine), 0
     expected = by_transformers(directory, prompts, dtype)
     exact = in_float32(directory, prompts, expected.tokens)
     chosen = exact.gather(-1, expected.tokens[..., None])[..., 0]
     tolerance = 3 * float((expected.logprobs - chosen).abs().max()) + 1e-4
-    found, same = by_vllm(directory, prompts, dtype, **engine), 0
     for row, prompt in enumerate([*range(PROMPTS), 0]):
         for step in range(NEW_TOKENS):
             token, wanted = int(found.tokens[row, step]), int(expected.tokens[prompt, step])

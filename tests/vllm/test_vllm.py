@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import semisparse
 from semisparse.errors import CheckpointError, InputError
-from semisparse.formats.base import bytes_on_gpu
+from semisparse.formats.base import Packed, bytes_on_gpu
 from semisparse.integrations.transformers import sparse_layers
 from semisparse.nn import CopiedLinear
 from semisparse.nn.dense_copy import MANY_TOKENS
@@ -281,7 +281,8 @@ def test_a_kv_cache_of_a_given_size_is_subtracted_from_the_memory(monkeypatch: p
     )
 
     def check(size: int) -> None:
-        SemisparseVllmConfig({"layer": SimpleNamespace(nbytes=size)})._check_memory(given)
+        weight = torch.empty(size // 2, 1, dtype=torch.float16, device="meta")
+        SemisparseVllmConfig({"layer": Packed.of_dense(weight)})._check_memory(given)
 
     check(2 * 6 * 10**8)
     with pytest.raises(

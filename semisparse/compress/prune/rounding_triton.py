@@ -160,25 +160,26 @@ def round_group(
     rows, columns = weight.shape
     width = triton.next_power_of_2(size)
     losses = torch.empty((rows, width), dtype=torch.float32, device=weight.device)
-    semisparse_round_group[(triton.cdiv(rows, ROWS),)](
-        weight,
-        kept,
-        losses,
-        upper,
-        scale,
-        zero,
-        last,
-        units,
-        rows,
-        columns,
-        start,
-        size,
-        DTYPE=_DTYPES[dtype],
-        ROWS=ROWS,
-        COLUMNS=width,
-        num_warps=WARPS,
-        enable_fp_fusion=False,  # a product is rounded before it is subtracted, as in torch
-    )
+    with torch.cuda.device_of(weight):  # where Triton launches
+        semisparse_round_group[(triton.cdiv(rows, ROWS),)](
+            weight,
+            kept,
+            losses,
+            upper,
+            scale,
+            zero,
+            last,
+            units,
+            rows,
+            columns,
+            start,
+            size,
+            DTYPE=_DTYPES[dtype],
+            ROWS=ROWS,
+            COLUMNS=width,
+            num_warps=WARPS,
+            enable_fp_fusion=False,  # a product is rounded before it is subtracted, as in torch
+        )
     stop = start + size
     weight[:, stop:] -= losses[:, :size] @ upper[start:stop, stop:]
 
@@ -210,22 +211,23 @@ def descend_block(
         dtype: that dequantised weights have.
     """
     rows, columns = rounded.shape
-    semisparse_descend_block[(triton.cdiv(rows, ROWS),)](
-        rounded,
-        gradient,
-        kept,
-        hessian,
-        scale,
-        units,
-        rows,
-        columns,
-        start,
-        stop,
-        MIDDLE=float(2 ** (bits - 1)),
-        LAST=float(2**bits - 1),
-        DTYPE=_DTYPES[dtype],
-        ROWS=ROWS,
-        COLUMNS=triton.next_power_of_2(stop - start),
-        num_warps=WARPS,
-        enable_fp_fusion=False,
-    )
+    with torch.cuda.device_of(rounded):  # where Triton launches
+        semisparse_descend_block[(triton.cdiv(rows, ROWS),)](
+            rounded,
+            gradient,
+            kept,
+            hessian,
+            scale,
+            units,
+            rows,
+            columns,
+            start,
+            stop,
+            MIDDLE=float(2 ** (bits - 1)),
+            LAST=float(2**bits - 1),
+            DTYPE=_DTYPES[dtype],
+            ROWS=ROWS,
+            COLUMNS=triton.next_power_of_2(stop - start),
+            num_warps=WARPS,
+            enable_fp_fusion=False,
+        )

@@ -106,22 +106,23 @@ def prune_windows(
     losses = torch.empty((rows, block), dtype=torch.float32, device=weight.device)
     for start in range(0, columns, block):
         stop = min(start + block, columns)
-        semisparse_prune_windows[(triton.cdiv(rows, ROWS),)](
-            weight,
-            kept,
-            losses,
-            upper,
-            rows,
-            columns,
-            start,
-            stop,
-            KEEP=keep,
-            WINDOW=window,
-            INTERVAL=interval,
-            ROWS=ROWS,
-            COLUMNS=block,
-            num_warps=WARPS,
-            enable_fp_fusion=False,  # a product is rounded before it is subtracted, as in torch
-        )
+        with torch.cuda.device_of(weight):  # where Triton launches
+            semisparse_prune_windows[(triton.cdiv(rows, ROWS),)](
+                weight,
+                kept,
+                losses,
+                upper,
+                rows,
+                columns,
+                start,
+                stop,
+                KEEP=keep,
+                WINDOW=window,
+                INTERVAL=interval,
+                ROWS=ROWS,
+                COLUMNS=block,
+                num_warps=WARPS,
+                enable_fp_fusion=False,  # a product is rounded before it is subtracted, as in torch
+            )
         weight[:, stop:] -= losses[:, : stop - start] @ upper[start:stop, stop:]
     return weight, kept.bool()

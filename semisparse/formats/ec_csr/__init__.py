@@ -59,9 +59,9 @@ FORMAT = Format(
         Kernel(
             "decode_tiles", "cuda", decode_tiles.refusal, decode_tiles.prepare, decode_tiles.pays, decode_tiles.fuse
         ),
-        Kernel("gemm", "cuda", gemm.refusal, gemm.prepare),
-        Kernel("unpack", "cuda", unpack.refusal, unpack.prepare),
+        Kernel("gemm", "cuda", gemm.refusal, gemm.prepare, gemm.pays),
         Kernel("unpack_tiles", "cuda", unpack_tiles.refusal, unpack_tiles.prepare),
+        Kernel("unpack", "cuda", unpack.refusal, unpack.prepare),
         Kernel("paper", "cuda", paper.refusal, paper.prepare, lambda problem: False),
     ),
     cost=cost,

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from semisparse.nn import SparseLinear
 
 if TYPE_CHECKING:
-    from semisparse.formats.codes import Codes
+    from semisparse.formats.base import Codes
 
 TOKEN = {"num_bits": 8, "symmetric": True, "strategy": "token", "dynamic": True}
 """The scheme of x: 8 bits with a scale per token, as our kernels quantise it."""

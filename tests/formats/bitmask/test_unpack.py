@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from semisparse.formats.bitmask.cuda import unpack
-from semisparse.formats.bitmask.cuda.schedule import choose_unpack
 from semisparse.formats.bitmask.storage.gpu import tiling
 from semisparse.formats.product import problem_of
 from semisparse.runtime.device import device_facts
+from semisparse.runtime.tile_unpack import choose_unpack
 from tests.cuda_emulator import emulate, needs_compiler
 from tests.formats.bitmask.weights import BITMASK, check, check_on_gpu, in_tiles, needs_gpu, operands, random_weight
 

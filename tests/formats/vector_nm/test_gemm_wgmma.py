@@ -8,10 +8,10 @@ import torch
 from semisparse.formats import linear
 from semisparse.formats.product import problem_of
 from semisparse.formats.vector_nm.cuda import gemm_wgmma
-from semisparse.formats.vector_nm.cuda.wgmma_schedule import RATES, tiles_of
+from semisparse.formats.vector_nm.cuda.wgmma_schedule import choose_schedule, tiles_of
 from semisparse.patterns import VectorNM
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.expand_gemm import SPLIT_K, STREAM_K, Schedule, choose, fit
+from semisparse.runtime.expand_gemm import SPLIT_K, STREAM_K, Schedule, fit
 from tests.choosing import mostly_slow
 from tests.cuda_emulator import emulate, emulated, needs_compiler
 from tests.formats.vector_nm.reference import VECTOR_NM, check, check_kernel, operands, pack
@@ -48,11 +48,24 @@ def test_every_schedule_fits_and_gives_each_range_work(monkeypatch, pattern: tup
     for n, k in ((16, 64), (4096, 4096), (28672, 8192), (333, 20_000)):
         tiles = tiles_of(n, k, VectorNM(*pattern))
         for m in (1, 16, 24, 64, 100, 256, 5000):
-            found = choose(m, tiles, facts, RATES)
+            found = choose_schedule(m, tiles, facts)
             assert found.ctas_per_sm * (found.shared(tiles) + 1024) <= facts.shared_per_sm
             ranges = found.ranges(m, tiles, facts.sms)
             assert 1 <= ranges <= found.tiles(m, tiles) * tiles.column_tiles
             assert found.split_k == 1 or ranges * found.cluster <= facts.sms * found.ctas_per_sm
+
+
+def test_large_weights_have_two_producer_warpgroups(monkeypatch):
+    """As they were the fastest on an H200: results/h200/sweeps/few-tokens.csv."""
+    emulate(monkeypatch)
+    for (n, k), producers in (
+        ((28672, 8192), [2, 2, 2, 1]),
+        ((4096, 4096), [1, 1, 1, 1]),
+        ((11008, 4096), [1, 1, 1, 1]),
+    ):
+        tiles = tiles_of(n, k, VectorNM(16, 32, 32))
+        found = [choose_schedule(m, tiles, device_facts("cpu")) for m in (16, 32, 64, 256)]
+        assert [schedule.producers for schedule in found] == producers
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,12 @@ def test_small_products_take_small_tiles():
     assert [choose_decode_tensor(HALF, FP16, m, 4096, 227 << 10).tile_m for m in (1, 2, 8, 16)] == [1, 8, 8, 16]
 
 
+def test_ctas_that_are_replaced_together_count_as_full_waves():
+    """344 CTAs of 128 x 128 are two waves of 264 on 132 SMs, the second mostly empty: small CTAs are faster."""
+    tile = choose_gemm(HALF, 512, 11008, FP32, 132).tile
+    assert (tile.m, tile.n) == (32, 64)
+
+
 def test_intensity_is_equation_3():
     """Whole windows read all of x, packed ones what any of the eight groups of a tile is expected to keep."""
     schedule = choose_gemm(HALF, 4096, 4096, FP32, 132)

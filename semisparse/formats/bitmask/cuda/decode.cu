@@ -13,19 +13,7 @@
 // Macros: KEEP (values or codes per block of 64 columns), BITS (per code; 0 for values), and those of decode.cuh.
 
 #include "tile_decode/decode.cuh"
-#include "tile.cuh"
-
-struct Tiles {
-    static constexpr int kTileBytes = ::kTileBytes;
-    static constexpr bool kFinds = false;
-    using Expander = TileExpander;
-
-    const unsigned char* tiles;  // [row_tiles, column_tiles, kTileBytes]
-
-    __device__ __forceinline__ void copy(Word to, long long index, bool exists, int lane) const {
-        if (exists) copy_tile<kTileBytes>(to, tiles + index * kTileBytes, lane);
-    }
-};
+#include "tiles.cuh"
 
 #if EXPERTS
 extern "C" __global__ void __launch_bounds__(WARPS_N * kRowTileThreads, 1) semisparse_bitmask_experts(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from semisparse.formats.bitmask.storage.gpu import ROWS, Tiling
 from semisparse.formats.kernel import ExpertsProblem, Problem
@@ -142,29 +142,3 @@ def gemm_pays(problem: Problem) -> bool:
     """Return whether no other kernel is clearly faster, as measured on an H200 at 32:64."""
     weights = problem.n * problem.k
     return GEMM_MIN_TOKENS <= problem.m <= next(most for fewest, most in GEMM_MAX_TOKENS.items() if weights >= fewest)
-
-
-@dataclass(frozen=True)
-class UnpackSchedule:
-    """How unpack.cu writes the dense weight.
-
-    Args:
-        warps: warps per CTA; each expands one tile at a time.
-        stages: weight tiles per warp in shared memory: 2, or 1 where 2 do not fit (59:64 and more on Ada).
-        ctas: CTAs of the grid, at most 3 per SM: 12 warps with 18 KB of shared memory each at 32:64.
-        shared: bytes of dynamic shared memory per CTA.
-    """
-
-    warps: int
-    stages: int
-    ctas: int
-    shared: int
-
-
-def choose_unpack(weight: Tiling, gpu: DeviceFacts) -> UnpackSchedule:
-    """Return the schedule of unpack.cu."""
-    warps, dense_tile = 4, ROWS * 4 * (64 * 2 + 16)  # bytes: 4 padded blocks of 64 columns per row
-    shared = {stages: warps * (stages * weight.tile_bytes + dense_tile) for stages in (1, 2)}
-    stages = 2 if shared[2] <= gpu.shared_per_cta else 1
-    ctas = min(-(-weight.row_tiles * weight.column_tiles // warps), 3 * gpu.sms)
-    return UnpackSchedule(warps, stages, ctas, shared[stages])

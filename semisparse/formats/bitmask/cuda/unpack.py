@@ -9,15 +9,16 @@ from torch import Tensor
 
 from semisparse.formats.base import Packed
 from semisparse.formats.bitmask.cuda import operands
-from semisparse.formats.bitmask.cuda.schedule import choose_unpack
 from semisparse.formats.bitmask.storage import disk
 from semisparse.formats.bitmask.storage.gpu import tiling
 from semisparse.formats.bitmask.storage.layouts import layout_of
 from semisparse.formats.kernel import Problem, Product
+from semisparse.runtime import tile_unpack
 from semisparse.runtime.blas import multiply_dense
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.kernel import CudaSource
 from semisparse.runtime.nvrtc import Defines
+from semisparse.runtime.tile_unpack import choose_unpack
 
 SOURCE = CudaSource(
     Path(__file__).with_name("unpack.cu"),
@@ -45,29 +46,9 @@ def prepare(problem: Problem) -> Product:
 
 def prepare_unpack(problem: Problem) -> Callable[[Packed], Tensor]:
     """Compile and load unpack.cu; return a function from a weight in tiles to [N, K], rows at multiples of 16 bytes."""
-    n, k, device = problem.n, problem.k, problem.device
-    pitch = -(-k // 8) * 8
     weight = tiling(problem.spec)
-    schedule = choose_unpack(weight, device_facts(device))
-    scalar = operands.SCALARS[problem.dtype]
-    defines: Defines = {
-        "SCALAR": scalar,
-        "BITS": weight.bits,
-        "KEEP": weight.keep,
-        "WARPS": schedule.warps,
-        "STAGES": schedule.stages,
-    }
-    kernel = SOURCE.build("semisparse_bitmask_unpack", defines, schedule.shared).load(device)
-
-    grid, threads, tile_count = (schedule.ctas, 1, 1), 32 * schedule.warps, weight.row_tiles * weight.column_tiles
-
-    def unpack(packed: Packed) -> Tensor:
-        tiles = packed.tensors["tiles"]
-        w = tiles.new_empty(n, pitch, dtype=packed.dtype)
-        kernel(
-            grid, threads,
-            tiles=tiles, w=w, n=n, pitch=pitch, tile_count=tile_count, column_tiles=weight.column_tiles,
-        )  # fmt: skip
-        return w if pitch == k else w[:, :k]
-
-    return unpack
+    schedule = choose_unpack(weight, device_facts(problem.device))
+    defines: Defines = {"BITS": weight.bits, "KEEP": weight.keep, **schedule.defines(problem.dtype)}
+    kernel = SOURCE.build("semisparse_bitmask_unpack", defines, schedule.shared).load(problem.device)
+    unpack = tile_unpack.prepare(kernel, schedule, weight, problem.spec.shape)
+    return lambda packed: unpack({"tiles": packed.tensors["tiles"]}, packed.dtype, packed.device)

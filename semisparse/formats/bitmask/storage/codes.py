@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from semisparse.errors import FormatError
-from semisparse.formats.base import Params
-from semisparse.formats.checks import choice_of
+from semisparse.formats.base import Params, choice_of
 from semisparse.quant.group import KINDS, MIDDLE, SYMMETRIC_COLUMNS, GroupScales, scales_of
 
 CODED = ("w8", "w4")

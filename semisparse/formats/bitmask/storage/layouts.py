@@ -6,9 +6,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from semisparse.formats.base import Packed, Params, TensorSpec, WeightSpec
+from semisparse.formats.base import Packed, Params, TensorSpec, WeightSpec, choice_of
 from semisparse.formats.bitmask.storage import disk, gpu
-from semisparse.formats.checks import choice_of
 
 LAYOUTS = ("rows", "tiles")
 

@@ -88,8 +88,9 @@ def int8_gemm(
     bias = None if bias is None else bias.contiguous()
     y = torch.empty((m, n), dtype=dtype, device=x.device)
     grid = (triton.cdiv(m, config["BLOCK_M"]) * triton.cdiv(n, config["BLOCK_N"]),)
-    semisparse_dense_int8_gemm[grid](
-        x, w, x_scale, w_scale, bias, y, m, n, k,
-        GROUP_M=8, EVEN_K=k % config["BLOCK_K"] == 0, HAS_BIAS=bias is not None, **config,
-    )  # fmt: skip
+    with torch.cuda.device_of(x):  # where Triton launches
+        semisparse_dense_int8_gemm[grid](
+            x, w, x_scale, w_scale, bias, y, m, n, k,
+            GROUP_M=8, EVEN_K=k % config["BLOCK_K"] == 0, HAS_BIAS=bias is not None, **config,
+        )  # fmt: skip
     return y

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from semisparse.formats.base import Packed
-from semisparse.formats.checks import refuse_first, refuse_infinite
+from semisparse.formats.base import Packed, refuse_first, refuse_infinite
 
 
 def check_content(packed: Packed) -> None:

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from semisparse.errors import FormatError
-from semisparse.formats.base import Packed, Params, TensorSpec, WeightSpec
-from semisparse.formats.checks import choice_of, require_codes
-from semisparse.formats.codes import Codes
+from semisparse.formats.base import Codes, Packed, Params, TensorSpec, WeightSpec, choice_of, require_codes
 from semisparse.formats.dense.storage import int4
 from semisparse.patterns import Pattern, VectorNM
 from semisparse.quant.symmetric import FP8_MAX, quantise_rows

@@ -1,27 +1,10 @@
 // y[m, n] = x[m, k] @ w[n, k].T + bias[n] for mask tiles and m of 1 to TILE_M: tile_decode/decode.cuh (grid, CTA, shared memory) on
-// the tiles of tile.cuh, which differ in size.
+// the tiles of tiles.cuh, which differ in size.
 //
 // Macros: WORDS (tile.cuh) and those of decode.cuh.
 
 #include "tile_decode/decode.cuh"
-#include "tile.cuh"
-
-struct Tiles {
-    static constexpr int kTileBytes = ::kTileBytes;
-    static constexpr bool kFinds = true;
-    using Expander = TileExpander;
-
-    const unsigned char* tiles;
-    const int* starts;          // [row_tiles * column_tiles + 1], in units of kUnitBytes
-    int begin = 0, end = 0;     // of the tile found last, in units; none past the last row tile
-
-    __device__ __forceinline__ void find(long long index) { begin = starts[index], end = starts[index + 1]; }
-    __device__ __forceinline__ void find_none() { begin = end = 0; }
-
-    __device__ __forceinline__ void copy(Word to, long long, bool, int lane) const {
-        copy_part<kTileBytes>(to, tiles + static_cast<long long>(begin) * kUnitBytes, (end - begin) * kUnitBytes, lane);
-    }
-};
+#include "tiles.cuh"
 
 extern "C" __global__ void __launch_bounds__(WARPS_N * kRowTileThreads, 1) semisparse_ec_csr_decode_tiles(
     // x and residual are not __restrict__: loads through const __restrict__ pointers may be moved before griddepcontrol.wait.

@@ -22,6 +22,11 @@ RATES = Rates(expand_us=0.204, overlap=2.4)
 """Those of bitmask's values, which are expanded alike."""
 
 
+PAYS_MAX_TOKENS = 2048
+"""M above which `unpack_tiles` is preferred. A prompt through 8 blocks took `gemm` 1.02 times dense's time for 2,048
+tokens, 1.09 for 4,096 and 1.08 for 8,192 (results/h200/blocks-ec_csr.csv)."""
+
+
 def gemm_defines(dtype: torch.dtype, words: int, schedule: Schedule) -> Defines:
     """Return the macros of gemm.cu."""
     return {"WORDS": words, **schedule.defines(dtype)}
@@ -45,6 +50,11 @@ def refusal(problem: Problem) -> str | None:
     if problem.m > MAX_TOKENS:
         return f"takes up to {MAX_TOKENS} tokens, got {problem.m}"
     return tiles_refusal(problem) or hopper_refusal(problem.device)
+
+
+def pays(problem: Problem) -> bool:
+    """Say whether the kernel is expected to be faster than `unpack_tiles`."""
+    return problem.m <= PAYS_MAX_TOKENS
 
 
 def prepare(problem: Problem, schedule: Schedule | None = None) -> Product:

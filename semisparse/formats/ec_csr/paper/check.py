@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from semisparse.errors import FormatError
-from semisparse.formats.base import Packed
-from semisparse.formats.checks import refuse_first
+from semisparse.formats.base import Packed, refuse_first
 from semisparse.formats.ec_csr.paper.disk import (
     FIRST_OFFSET,
     GRANULARITIES,

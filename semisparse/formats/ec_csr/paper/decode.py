@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from semisparse.formats.base import Packed
-from semisparse.formats.checks import choice_of
+from semisparse.formats.base import Packed, choice_of
 from semisparse.formats.ec_csr.cuda.schedule import SCALARS, UNSIGNED_TYPES
 from semisparse.formats.ec_csr.paper.disk import GRANULARITIES
 from semisparse.formats.ec_csr.storage.deltas import LANES, PAPER, delta_bits_of, index_bits_for, layout_of

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from semisparse.errors import FormatError
-from semisparse.formats.base import Packed
-from semisparse.formats.checks import refuse_first, refuse_infinite
+from semisparse.formats.base import Packed, refuse_first, refuse_infinite
 from semisparse.formats.ec_csr.cpu import kernel as cpu
 from semisparse.formats.ec_csr.paper.check import check_paper
 from semisparse.formats.ec_csr.storage import tiles

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from semisparse.errors import FormatError
-from semisparse.formats.base import Params
-from semisparse.formats.checks import choice_of
+from semisparse.formats.base import Params, choice_of
 
 PANELS, PAPER = LAYOUTS = ("banks", "paper")
 """Values of ``params["layout"]`` in files. Row panels are called `banks` there: they avoid bank conflicts."""

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from semisparse.errors import FormatError
-from semisparse.formats.base import Packed, Params, Scalar, WeightSpec, get_format
-from semisparse.formats.checks import choice_of
+from semisparse.formats.base import Packed, Params, Scalar, WeightSpec, choice_of, get_format
 from semisparse.formats.ec_csr.storage import panels, tiles
 from semisparse.formats.ec_csr.storage.deltas import (
     BOTH,

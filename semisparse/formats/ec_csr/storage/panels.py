@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from semisparse.formats.base import Packed, Params, Scalar, TensorSpec, WeightSpec
-from semisparse.formats.checks import choice_of
+from semisparse.formats.base import Packed, Params, Scalar, TensorSpec, WeightSpec, choice_of
 from semisparse.formats.ec_csr.storage.deltas import (
     INDEX_DTYPES,
     LANES,

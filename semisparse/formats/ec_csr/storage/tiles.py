@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from semisparse.errors import FormatError
-from semisparse.formats.base import Packed, TensorSpec, WeightSpec
-from semisparse.formats.checks import choice_of, refuse_first
+from semisparse.formats.base import Packed, TensorSpec, WeightSpec, choice_of, refuse_first
 from semisparse.formats.ec_csr.storage.deltas import LANES
 
 ROWS, COLUMNS = 16, 256

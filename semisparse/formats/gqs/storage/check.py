@@ -7,11 +7,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from semisparse.errors import FormatError
-from semisparse.formats.base import Packed
-from semisparse.formats.bits import bit_counts
-from semisparse.formats.checks import share_violation
+from semisparse.formats.base import Packed, share_violation
 from semisparse.formats.gqs.storage.disk import group_size
 from semisparse.formats.gqs.storage.masks import CHUNK_GROUPS, CHUNK_ROWS
+from semisparse.runtime.bits import bit_counts
 
 
 def check_content(packed: Packed) -> None:

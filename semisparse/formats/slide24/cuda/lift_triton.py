@@ -85,12 +85,13 @@ def quantise_and_lift(x: Tensor, dtype: torch.dtype, window: int, tokens: int) -
     lifted = torch.empty((tokens, lifted_columns(columns, window)), dtype=dtype, device=x.device)
     scales = torch.empty(m, dtype=torch.float32, device=x.device)
     count = lifted.shape[1] // 4
-    semisparse_slide24_quantise_and_lift[(m,)](
-        x, words, lifted.view(torch.int32), scales, columns, count, LARGEST[dtype],
-        WINDOWS=window // 2 - 1, COLUMNS=min(TILE_COLUMNS, triton.next_power_of_2(columns)),
-        TILE=min(TILE_WINDOWS, triton.next_power_of_2(count)),
-        DTYPE=EIGHT_BITS[dtype], enable_fp_fusion=False, num_warps=WARPS,
-    )  # fmt: skip
+    with torch.cuda.device_of(x):  # where Triton launches
+        semisparse_slide24_quantise_and_lift[(m,)](
+            x, words, lifted.view(torch.int32), scales, columns, count, LARGEST[dtype],
+            WINDOWS=window // 2 - 1, COLUMNS=min(TILE_COLUMNS, triton.next_power_of_2(columns)),
+            TILE=min(TILE_WINDOWS, triton.next_power_of_2(count)),
+            DTYPE=EIGHT_BITS[dtype], enable_fp_fusion=False, num_warps=WARPS,
+        )  # fmt: skip
     return lifted, scales
 
 
@@ -109,9 +110,10 @@ def lift(x: Tensor, window: int, tokens: int) -> Tensor:
     lifted = torch.empty((tokens, lifted_columns(columns, window)), dtype=x.dtype, device=x.device)
     count = lifted.shape[1] // 2
     tile = min(TILE_WORDS, triton.next_power_of_2(count))
-    semisparse_slide24_lift[(m,)](
-        words, lifted.view(words.dtype), columns // 2, count, WINDOWS=window // 2 - 1, TILE=tile
-    )  # fmt: skip
+    with torch.cuda.device_of(x):  # where Triton launches
+        semisparse_slide24_lift[(m,)](
+            words, lifted.view(words.dtype), columns // 2, count, WINDOWS=window // 2 - 1, TILE=tile
+        )  # fmt: skip
     return lifted
 
 

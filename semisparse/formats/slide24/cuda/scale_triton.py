@@ -51,8 +51,9 @@ def scale_and_add(
     bias = None if bias is None else bias.contiguous()
     token_scales, row_scales = scales or (None, None)
     grid = (triton.cdiv(n, TILE_COLUMNS), triton.cdiv(m, TILE_TOKENS))
-    semisparse_slide24_scale[grid](
-        unscaled, token_scales, row_scales, bias, y, m, n, unscaled.shape[1],
-        TOKENS=TILE_TOKENS, COLUMNS=TILE_COLUMNS, SCALED=scales is not None, HAS_BIAS=bias is not None, num_warps=4,
-    )  # fmt: skip
+    with torch.cuda.device_of(unscaled):  # where Triton launches
+        semisparse_slide24_scale[grid](
+            unscaled, token_scales, row_scales, bias, y, m, n, unscaled.shape[1],
+            TOKENS=TILE_TOKENS, COLUMNS=TILE_COLUMNS, SCALED=scales is not None, HAS_BIAS=bias is not None, num_warps=4,
+        )  # fmt: skip
     return y

@@ -17,9 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from semisparse.errors import FormatError, PatternError
-from semisparse.formats.base import Packed, Params, TensorSpec, WeightSpec
-from semisparse.formats.checks import require_codes
-from semisparse.formats.codes import Codes
+from semisparse.formats.base import Codes, Packed, Params, TensorSpec, WeightSpec, require_codes
 from semisparse.formats.slide24.storage.decomposition import Decomposition
 from semisparse.patterns import NM, Pattern
 from semisparse.quant.symmetric import quantise_rows

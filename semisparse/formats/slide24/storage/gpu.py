@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from semisparse.errors import FormatError
-from semisparse.formats.base import Packed, Params, TensorSpec, WeightSpec
-from semisparse.formats.checks import choice_of
+from semisparse.formats.base import Packed, Params, TensorSpec, WeightSpec, choice_of
 from semisparse.formats.slide24.cuda import cusparselt_library as cusparselt
 from semisparse.formats.slide24.storage import check, disk
 from semisparse.runtime.device import device_facts

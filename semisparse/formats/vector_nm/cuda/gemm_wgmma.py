@@ -10,12 +10,12 @@ from torch import Tensor
 from semisparse.formats.base import Packed
 from semisparse.formats.kernel import Problem, Product
 from semisparse.formats.vector_nm.cuda.operands import aligned, operands_refusal
-from semisparse.formats.vector_nm.cuda.wgmma_schedule import RATES, tiles_of
+from semisparse.formats.vector_nm.cuda.wgmma_schedule import choose_schedule, tiles_of
 from semisparse.formats.vector_nm.storage.disk import groups_and_slots, vectors_of
 from semisparse.patterns import VectorNM
 from semisparse.runtime import expand_gemm
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.expand_gemm import MAX_TOKENS, SCALARS, Schedule, choose
+from semisparse.runtime.expand_gemm import MAX_TOKENS, SCALARS, Schedule
 from semisparse.runtime.kernel import CudaSource, hopper_refusal
 from semisparse.runtime.nvrtc import Defines
 
@@ -59,7 +59,7 @@ def prepare(problem: Problem, schedule: Schedule | None = None) -> Product:
     """Return the matmul for ``problem``; ``schedule`` overrides the one that should be fastest."""
     (n, k), vectors = problem.spec.shape, vectors_of(problem.pattern)
     tiles = tiles_of(n, k, vectors)
-    schedule = schedule or choose(problem.m, tiles, device_facts(problem.device), RATES)
+    schedule = schedule or choose_schedule(problem.m, tiles, device_facts(problem.device))
     gemm = expand_gemm.prepare(
         lambda candidate: SOURCE.build(
             "semisparse_vector_nm_gemm_wgmma", _defines(vectors, problem.dtype, candidate), candidate.shared(tiles)

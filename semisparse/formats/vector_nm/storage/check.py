@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from semisparse.errors import FormatError
-from semisparse.formats.base import Packed
-from semisparse.formats.checks import refuse_first, refuse_infinite
+from semisparse.formats.base import Packed, refuse_first, refuse_infinite
 from semisparse.formats.vector_nm.storage import gpu
 from semisparse.formats.vector_nm.storage.disk import columns_of, vectors_of
 

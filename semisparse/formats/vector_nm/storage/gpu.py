@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from semisparse.formats.base import Packed, TensorSpec, WeightSpec
-from semisparse.formats.checks import choice_of
+from semisparse.formats.base import Packed, TensorSpec, WeightSpec, choice_of
 from semisparse.formats.vector_nm.cuda.assign import assign_columns
 from semisparse.formats.vector_nm.cuda.schedule import MAX_DENSITY, SPARSE_LENGTHS, SPARSE_TILE_N
 from semisparse.formats.vector_nm.storage import disk

@@ -1,6 +1,6 @@
 """Train the demo model: a small Llama on the source of Python's standard library.
 
-    python train.py --out . --device cuda
+    python scripts/train_demo.py --out semisparse/demo --device cuda
 
 writes two folders in ``--out``:
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import train_mixture
 from torch import nn
+from train_demo import BestWeights
+from train_mixture import CHOSEN, EXPERTS, build
 from transformers import AutoModelForCausalLM
 
-from semisparse.demo import train_mixture
-from semisparse.demo.train import BestWeights
-from semisparse.demo.train_mixture import CHOSEN, EXPERTS, build
 from semisparse.nn import is_fused_experts
 from tests.models import byte_tokenizer
 

@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from semisparse.formats.base import Packed, WeightSpec, get_format
-from semisparse.formats.kernel import ExpertsProblem, ExpertsProduct, bucket_of
+from semisparse.formats.kernel import ExpertsProblem, ExpertsProduct, Routing, bucket_of
 from semisparse.formats.product import structure_of
-from semisparse.runtime.experts import Routing
 
 __all__ = ["Routing", "experts_product", "reference_product"]
 

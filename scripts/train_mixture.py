@@ -1,6 +1,6 @@
 """Train a mixture of experts, and a dense model of about the same loss, on the text of a directory.
 
-    python -m semisparse.demo.train_mixture DATA --out DATA/models --device cuda
+    python scripts/train_mixture.py DATA --out DATA/models --device cuda
 
 reads ``DATA/text/pycode-calib.txt`` and writes two Hugging Face directories in ``--out``, bf16 weights and tokenizer:
 
@@ -24,11 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from train_demo import CONTEXT, BestWeights, encode, mean_loss, train_model, train_tokenizer
 from transformers import MistralConfig, MistralForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedModel
 from transformers import PreTrainedTokenizerFast as TokenizerFast
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-from semisparse.demo.train import CONTEXT, BestWeights, encode, mean_loss, train_model, train_tokenizer
 
 TEXT = "pycode-calib.txt"
 HELD_OUT = 0.05

@@ -1,4 +1,4 @@
-"""Dense layers of the engine: a model's own, and dense copies of packed ones for the M at which these are slower."""
+"""Dense layers for an engine: a model's own, and dense copies of packed ones for the M at which these are slower."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from semisparse.formats import Packed, linear
-from semisparse.formats.base import WeightSpec
-from semisparse.formats.product import measured_speedup, prepare_product
-from semisparse.nn import SparseLinear, copy_pays
+from semisparse.formats.base import Packed
+from semisparse.formats.product import linear, measured_speedup, prepare_product
+from semisparse.nn.dense_copy import copy_pays
+from semisparse.nn.sparse_linear import SparseLinear
 
 
 class DenseLinear:
@@ -29,7 +29,7 @@ class DenseLinear:
         weights = [layer.get_parameter("weight") for layer in layers]
         rows = [len(weight) for weight in weights]
         whole = weights[0].data if len(layers) == 1 else torch.cat([weight.data for weight in weights])
-        self.packed = dense_packed(whole)
+        self.packed = Packed.of_dense(whole)
         self.bias: Tensor | None = None
         if any(getattr(layer, "bias", None) is not None for layer in layers):
             biases = [getattr(layer, "bias", None) for layer in layers]
@@ -41,13 +41,6 @@ class DenseLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return linear(x, self.packed, self.bias)
-
-
-def dense_packed(weight: Tensor) -> Packed:
-    """Return a weight [N, K] in format ``dense``; it shares the tensor's memory."""
-    spec = {"format": "dense", "version": 1, "pattern": "0%", "shape": list(weight.shape), "params": {}}
-    dtype = str(weight.dtype).removeprefix("torch.")
-    return Packed(WeightSpec.from_dict({**spec, "dtype": dtype}), {"values": weight})
 
 
 def slower_layers(model: nn.Module, m: int, dtype: torch.dtype, copied: Sequence[str] = ()) -> list[str]:
@@ -78,7 +71,7 @@ class DenseCopy:
 
     def __init__(self, layer: SparseLinear, dtype: torch.dtype) -> None:
         self._layer, self._dtype = layer, dtype
-        self._packed = dense_packed(layer.packed.unpack().to(dtype))
+        self._packed = Packed.of_dense(layer.packed.unpack().to(dtype))
 
     @staticmethod
     def bytes_of(layer: SparseLinear, dtype: torch.dtype) -> int:
