@@ -144,6 +144,8 @@ class DecoderBackend(Backend):
         """
         positions = max(map(len, prompts)) + new + proposals
         self._generator.manual_seed(sampling.seed)
+        state = self._state_for(len(prompts), positions)
+        copied = self._token_copies(state, new) if self._on_gpu and not proposals else None
         state, logits = self.begin(prompts, positions)
         self._choose(logits, state, sampling)
         if proposals:
@@ -154,8 +156,8 @@ class DecoderBackend(Backend):
                 propose = draft.propose
             first = state.tokens.tolist()[: len(prompts)]
             rows = speculated(self.verifier(proposals + 1), propose, prompts, first, new, proposals)
-        elif self._on_gpu:
-            rows = self._rows_on_gpu(state, new, sampling)
+        elif copied is not None:
+            rows = self._rows_on_gpu(state, new, sampling, *copied)
         else:
             rows = self._rows_on_cpu(state, new, sampling)
         for row in rows:
@@ -172,13 +174,13 @@ class DecoderBackend(Backend):
             The state, and the logits after each prompt, [sequences, vocabulary].
         """
         state = self._state_for(len(prompts), positions)
-        logits = self._run_prompts(prompts, state.cache)
-        state.positions.zero_()
-        state.positions[: len(prompts)] = torch.tensor([len(prompt) - 1 for prompt in prompts])
         unused = state.cache.sequences - len(prompts)
-        logits = functional.pad(logits, (0, 0, 0, unused))
+        # Before the prompts: this copy from host memory would wait for them, and what is launched next for the copy.
+        last = [*(len(prompt) - 1 for prompt in prompts), *[0] * unused]
+        state.positions.copy_(torch.tensor(last, dtype=torch.int32))
         state.steps.zero_()
-        return state, logits
+        logits = self._run_prompts(prompts, state.cache)
+        return state, functional.pad(logits, (0, 0, 0, unused)) if unused else logits
 
     def _captured_length(self, lengths: Sequence[int], cache: Cache) -> int | None:
         """Return `captured_length`, or None if nothing is captured."""
@@ -227,11 +229,23 @@ class DecoderBackend(Backend):
                 self._step(state, sampling)
             yield state.output[step].tolist()
 
-    def _rows_on_gpu(self, state: State, new: int, sampling: Sampling) -> Iterator[list[int]]:
-        """Launch decode steps before the host has read earlier tokens, and copy tokens on a second stream."""
+    def _token_copies(self, state: State, new: int) -> tuple[torch.cuda.Stream, Tensor]:
+        """Return a stream that copies tokens to the host, and pinned memory for them: made before the prompts run."""
+        return torch.cuda.Stream(), torch.empty((new, state.cache.sequences), dtype=torch.int64, pin_memory=True)
+
+    def _rows_on_gpu(
+        self, state: State, new: int, sampling: Sampling, copies: torch.cuda.Stream, host_tokens: Tensor
+    ) -> Iterator[list[int]]:
+        """Launch decode steps before the host has read earlier tokens, and copy tokens on a second stream.
+
+        Args:
+            state: the batch, whose first tokens have been chosen.
+            new: tokens per sequence, the first included.
+            sampling: how they are chosen.
+            copies: the second stream.
+            host_tokens: [new, sequences] int64, pinned.
+        """
         graph = self._graph(state, sampling) if new > 1 else None
-        copies = torch.cuda.Stream()
-        host_tokens = torch.empty((new, state.cache.sequences), dtype=torch.int64, pin_memory=True)
         arrivals: deque[torch.cuda.Event] = deque()
         yielded = 0
         for step in range(new):
