@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from semisparse.errors import InputError
+from semisparse.checkpoint import meta_model, open_directory
+from semisparse.errors import FormatError, InputError
+from semisparse.nn import check_slice
 from semisparse.runtime.device import device_facts
 
 CAPABILITY = (8, 0)
@@ -43,11 +47,45 @@ def check_gpu(description: Mapping[str, Any], arguments: Sequence[str]) -> None:
         )
 
 
+def check_cuts(path: Path, arguments: Sequence[str]) -> None:
+    """Refuse tensor-parallel ranks of which one's columns begin inside a window of a pattern that its format needs.
+
+    vLLM's adapter refuses them for every architecture, in a traceback per rank. Here transformers' plan says which
+    layers are split along K; one that it does not name, or that does not divide over the ranks, is left to vLLM.
+
+    Args:
+        path: the directory.
+        arguments: the options for vLLM.
+    Raises:
+        InputError: a layer cannot be cut.
+    """
+    ranks = parallel_sizes(arguments)[0]
+    if ranks == 1:
+        return
+    directory = open_directory(path)
+    plan = meta_model(directory).tp_plan
+    for name, packed in directory.layers.items():
+        columns, rest = divmod(packed.shape[1], ranks)
+        if rest or not str(plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))).startswith("rowwise"):
+            continue
+        for rank in range(ranks):
+            try:
+                check_slice(packed.spec, 1, rank * columns, (rank + 1) * columns)
+            except FormatError as error:
+                raise InputError(f"layer {name} cannot be served on {ranks} tensor-parallel GPUs: {error}") from error
+
+
 def ranks_of(arguments: Sequence[str]) -> int:
-    """Return on how many GPUs options of vLLM split the layers; what is no number is left for vLLM to refuse."""
+    """Return on how many GPUs options of vLLM split the layers."""
+    tensor, pipeline = parallel_sizes(arguments)
+    return tensor * pipeline
+
+
+def parallel_sizes(arguments: Sequence[str]) -> tuple[int, int]:
+    """Return tensor- and pipeline-parallel ranks in options of vLLM; what is no number is left for vLLM to refuse."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--tensor-parallel-size", "--tensor_parallel_size", "-tp", dest="tensor", nargs="?")
     parser.add_argument("--pipeline-parallel-size", "--pipeline_parallel_size", "-pp", dest="pipeline", nargs="?")
     known, _ = parser.parse_known_args(list(arguments))
     tensor, pipeline = (int(size) if size and size.isdecimal() else 1 for size in (known.tensor, known.pipeline))
-    return max(1, tensor * pipeline)
+    return max(1, tensor), max(1, pipeline)

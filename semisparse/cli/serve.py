@@ -33,7 +33,7 @@ def serve(
     Example: `semisparse serve out -- --max-model-len 4096`
     """
     from semisparse.api import inspect_directory
-    from semisparse.api.serving import check_gpu
+    from semisparse.api.serving import check_cuts, check_gpu
 
     if not (model / "config.json").is_file():
         raise InputError(f"{model} is no model directory: it has no config.json")
@@ -42,6 +42,7 @@ def serve(
     name, command = _server()
     if command is VLLM:
         check_gpu(description, arguments or [])
+        check_cuts(model, arguments or [])
     whole = [*command, str(model), "--port", str(port), *(arguments or [])]
     console.print(f"serving {model} by {name}: {shlex.join(whole)}", highlight=False, soft_wrap=True)
     console.print(f"once it is up, try:\n  {_example(model, port)}", highlight=False, soft_wrap=True)

@@ -161,8 +161,9 @@ class LoadedKernel:
         self._layout = struct.Struct("@" + "".join(codes))
         ends = [struct.calcsize("@" + "".join(codes[: i + 1])) for i in range(len(codes))]
         offsets = [end - struct.calcsize(code) for end, code in zip(ends, codes, strict=True)]
-        with torch.cuda.device(index):  # they make it current; what was current before is restored
-            self._buffers = _LaunchBuffers(index, self._layout.size, offsets)
+        current = torch.cuda.current_device()
+        self._buffers = _LaunchBuffers(index, self._layout.size, offsets)
+        torch._C._cuda_setDevice(current)
 
     def __call__(self, grid: tuple[int, int, int], threads: int, *, pdl: bool = False, **arguments: Argument) -> None:
         """Launch on the device's current stream.
@@ -217,7 +218,7 @@ class _LaunchBuffers(threading.local):
     A launch packs its configuration and arguments into it in 1.3 us; new ctypes structures would take 4.6 us.
 
     Args:
-        index: the device's index. The device is current.
+        index: the device's index. It becomes the current device of the thread.
         size: bytes of all arguments.
         offsets: the offset of each argument in bytes.
     """

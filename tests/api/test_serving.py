@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from semisparse.api import serving
 from semisparse.errors import InputError
 from semisparse.runtime.device import DeviceFacts
+from tests.serving import Served, one, write
 
 GPU = DeviceFacts("Some GPU", "cuda", "sm_90a", 132, 50 << 20, 10**9, "CUDA 13.0", (9, 0))
 
@@ -51,3 +53,15 @@ def test_dense_directories_are_left_to_vllm(gpu):
 @pytest.mark.parametrize("arguments", [(), ("-tp", "many"), ("-tp",), ("-tp", "0"), ("--tensor-parallel-size", "-1")])
 def test_numbers_of_ranks_that_cannot_be_read_are_left_to_vllm(arguments: tuple[str, ...]):
     assert serving.ranks_of(arguments) == 1
+
+
+def test_ranks_that_cut_a_group_are_refused(tmp_path: Path):
+    """The attention's output has 256 columns, two groups: four ranks would begin in the middle of them."""
+    directory = write(Served("coarse", "gqs", one("g128@0%"), {"kind": "w4"}), tmp_path / "coarse")
+    serving.check_cuts(directory, ())
+    serving.check_cuts(directory, ("-tp", "2"))
+    sentence = (
+        r"layer model\.layers\.0\.self_attn\.o_proj cannot be served on 4 tensor-parallel GPUs: .* columns 64 to 128"
+    )
+    with pytest.raises(InputError, match=sentence):
+        serving.check_cuts(directory, ("--tensor-parallel-size", "4"))

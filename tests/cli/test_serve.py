@@ -12,6 +12,7 @@ import pytest
 from semisparse.cli import serve
 from semisparse.errors import SemisparseError
 from semisparse.runtime.device import DeviceFacts
+from tests.serving import Served, one, write
 
 
 @pytest.fixture
@@ -39,6 +40,17 @@ def test_a_gpu_that_is_too_small_is_refused_before_vllm_starts(run, started, com
     assert outcome.status == 2
     assert not started
     assert "and Some GPU has 0.0 GB: serve them on more GPUs" in " ".join(outcome.err.split())
+
+
+def test_ranks_that_cannot_cut_a_layer_are_refused_before_vllm_starts(run, started, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("semisparse.cli.serve._server", lambda: ("vLLM", serve.VLLM))
+    facts = DeviceFacts("Some GPU", "cuda", "sm_90a", 1, 1, 10**9, "", (9, 0))
+    monkeypatch.setattr("semisparse.api.serving.device_facts", lambda device: facts)
+    directory = write(Served("coarse", "gqs", one("g128@0%"), {"kind": "w4"}), tmp_path / "coarse")
+    outcome = run("serve", directory, "--", "--tensor-parallel-size", "4")
+    assert outcome.status == 2
+    assert not started
+    assert "cannot be served on 4 tensor-parallel GPUs" in " ".join(outcome.err.split())
 
 
 def test_a_directory_of_a_newer_version_is_refused_before_a_server_starts(run, started, compressed: Path):

@@ -164,6 +164,13 @@ def test_the_configuration_is_as_the_bindings_write_it():
     assert ctypes.string_at(config.getPtr(), kernels.LAUNCH_CONFIG.size) == written
 
 
+def test_loading_for_another_gpu_leaves_the_current_one(driver, source, monkeypatch):
+    made_current: list[int] = []
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", made_current.append, raising=False)
+    LoadedKernel(source.build("semisparse_scale"), 1)
+    assert made_current == [1, 0]
+
+
 def test_nothing_is_compiled_or_loaded_while_a_graph_is_captured(driver, source, monkeypatch):
     build, again = source.build("semisparse_scale"), source.build("semisparse_scale", {"TOKENS": 8})
     loaded = build.load(torch.device("cuda", 0))
