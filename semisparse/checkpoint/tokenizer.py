@@ -1,33 +1,33 @@
-"""Loading a model directory's tokenizer. This module imports no model class of transformers, which takes seconds."""
+"""Loading a model directory's tokenizer. transformers is imported only then: it takes seconds."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from semisparse.checkpoint.config import check_sizes, read_json
 from semisparse.checkpoint.files import require_directory
 from semisparse.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 NO_REMOTE_CODE = {"trust_remote_code": False}
 """Arguments with which transformers never runs Python code from a model directory."""
 
 
-def load_tokenizer(path: str | Path, loader: Any = AutoTokenizer) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Load a model directory's tokenizer.
 
-    Args:
-        path: the directory.
-        loader: a tokenizer class of transformers, if it is known; `AutoTokenizer` finds it by importing model classes.
     Raises:
         CheckpointError: the directory or its tokenizer is missing, or the tokenizer is unreadable.
     """
     require_directory(Path(path))
     check_sizes(read_json(Path(path) / "config.json"), path)  # transformers reads it, too
+    from transformers import AutoTokenizer
+
     try:
-        tokenizer = loader.from_pretrained(path, **NO_REMOTE_CODE)
+        tokenizer = AutoTokenizer.from_pretrained(path, **NO_REMOTE_CODE)
         tokens = len(tokenizer)
     except Exception as error:  # tokenizers raises bare Exceptions on malformed files
         raise unreadable(f"cannot load the tokenizer of {path}", error) from error

@@ -1,7 +1,7 @@
 """What a decoder is built from, recorded once its logits have been compared with those of transformers' own code.
 
-A later start builds the decoder from it and imports no model class of transformers, which takes 2 to 3 seconds. The
-record is of one config.json, tokenizer, device and dtype, and of one version of the engine, torch and transformers.
+A later start builds the decoder from it and does not import transformers, which takes 2 to 3 seconds. The record is of
+one config.json, tokenizer, device and dtype, and of one version of the engine, torch and transformers.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from functools import cache
-from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 from semisparse.engine.attention import Heads
@@ -28,6 +27,9 @@ if TYPE_CHECKING:
 
 FOLDER = "blueprints"
 """The folder of the cache directory."""
+
+PACKAGES = ("transformers", "tokenizers")
+"""The packages whose code the engine is compared with, beside torch."""
 
 FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json")
 """The files of a model directory, some of them optional, on which a blueprint depends."""
@@ -49,7 +51,7 @@ class Blueprint:
         scaling: factor of its cosines and sines.
         ends: tokens that end a text.
         dtype: of activations and of tensors that are not packed.
-        tokenizer: module and name of the tokenizer's class.
+        tokenizer: the tokenizer, as `tokenizers.Tokenizer.to_str` writes it.
     """
 
     layers: int
@@ -63,7 +65,7 @@ class Blueprint:
     scaling: float
     ends: tuple[int, ...]
     dtype: str
-    tokenizer: tuple[str, str]
+    tokenizer: str
 
     def to_json(self) -> bytes:
         """Return the blueprint as JSON. Floating-point numbers are read back exactly."""
@@ -74,17 +76,11 @@ class Blueprint:
         """Return what `to_json` wrote."""
         found = json.loads(content)
         found["heads"] = Heads(**found["heads"])
-        for name in ("embedding", "frequencies", "ends", "tokenizer"):
+        for name in ("embedding", "frequencies", "ends"):
             found[name] = tuple(found[name])
         for name in ("linears", "norms"):
             found[name] = {key: tuple(value) for key, value in found[name].items()}
         return Blueprint(**found)
-
-    @property
-    def tokenizer_class(self) -> Any:
-        """The tokenizer's class."""
-        module, name = self.tokenizer
-        return getattr(import_module(module), name)
 
 
 class Rotary(nn.Module):
@@ -134,7 +130,7 @@ def _key(path: Path, device: torch.device, dtype: torch.dtype | None) -> bytes:
     """Return all that the comparison's result depends on, except the weights."""
     files = [hashlib.sha256((path / name).read_bytes()).hexdigest() if (path / name).exists() else "" for name in FILES]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return json.dumps([files, name, str(dtype), torch.__version__, transformers.__version__, _sources()]).encode()
+    return json.dumps([files, name, str(dtype), torch.__version__, *map(version, PACKAGES), _sources()]).encode()
 
 
 @cache
@@ -144,13 +140,13 @@ def _sources() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def blueprint_of(model: PreTrainedModel, structure: Structure, tokenizer: Any, ends: set[int]) -> Blueprint | None:
+def blueprint_of(model: PreTrainedModel, structure: Structure, tokenizer: str, ends: set[int]) -> Blueprint | None:
     """Return a decoder's blueprint, or None if a bare decoder would not compute the same.
 
     Args:
         model: transformers' model.
         structure: as `recognise` returns it.
-        tokenizer: the model's.
+        tokenizer: as in `Blueprint`.
         ends: tokens that end a text.
     """
     names = {id(module): name for name, module in model.named_modules()}
@@ -180,7 +176,7 @@ def blueprint_of(model: PreTrainedModel, structure: Structure, tokenizer: Any, e
         scaling=scaling,
         ends=tuple(sorted(ends)),
         dtype=str(structure.norm.dtype).removeprefix("torch."),
-        tokenizer=(type(tokenizer).__module__, type(tokenizer).__name__),
+        tokenizer=tokenizer,
     )
 
 

@@ -117,8 +117,8 @@ class Engine:
             looked up in the text.
         deterministic_batch: whether a prompt's logits are the same bits whatever other prompts are in its batch.
             Prompts are then run one by one, and decode steps in groups of a fixed size.
-        bare: whether a directory may be loaded without transformers' model classes, whose import takes 2 to 3 seconds,
-            if an earlier start recorded how. The first start records it, once it has compared the logits.
+        bare: whether a directory may be loaded without transformers, whose import takes 2 to 3 seconds, if an earlier
+            start recorded how. The first start records it, once it has compared the logits.
         keep_dense: glob patterns of module names, such as ``*.down_proj`` or ``*``. Packed layers that match get a
             dense copy beside them, which computes the numbers of tokens at which it is faster: prompts, as a rule.
             The weights must not change afterwards. A copy does not quantise x, as a ``w4a8`` layer does. Layers on one

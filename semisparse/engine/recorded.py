@@ -1,28 +1,24 @@
-"""Starting without transformers' model classes, from what an earlier start recorded."""
+"""Starting without transformers, from what an earlier start recorded."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from semisparse.checkpoint import load_tokenizer, open_directory, pick_device
+from semisparse.checkpoint import open_directory, pick_device
 from semisparse.engine.bare import BareDecoder, fits, load_bare
-from semisparse.engine.blueprint import Blueprint, blueprint_of, record, recorded
+from semisparse.engine.blueprint import blueprint_of, record, recorded
 from semisparse.engine.decoder import Decoder
+from semisparse.engine.tokenizer import RecordedTokenizer, recorded_form
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-TOKENIZER_FACTS = ("all_special_ids", "chat_template", "clean_up_tokenization_spaces", "bos_token_id", "eos_token_id")
-"""What a tokenizer's text depends on, beside its backend."""
 
-
-def load_recorded(
-    path: Path, device: str, dtype: torch.dtype | None
-) -> tuple[BareDecoder, PreTrainedTokenizerBase] | None:
+def load_recorded(path: Path, device: str, dtype: torch.dtype | None) -> tuple[BareDecoder, RecordedTokenizer] | None:
     """Return a directory's decoder without transformers' code, and its tokenizer; None if no start recorded it.
 
     Args:
@@ -42,7 +38,7 @@ def load_recorded(
     if not fits(found, directory):
         return None
     with ThreadPoolExecutor(1) as pool:
-        tokenizer = pool.submit(load_tokenizer, path, found.tokenizer_class)
+        tokenizer = pool.submit(RecordedTokenizer, found.tokenizer, path)
         return load_bare(directory, found, target), tokenizer.result()
 
 
@@ -64,16 +60,7 @@ def record_decoder(
         tokenizer: the directory's.
         ends: tokens that end a text.
     """
-    found = blueprint_of(model, decoder.structure, tokenizer, ends)
-    if found and fits(found, open_directory(path)) and _same_tokenizer(path, found, tokenizer):
+    form = recorded_form(tokenizer, path)
+    found = None if form is None else blueprint_of(model, decoder.structure, form, ends)
+    if found is not None and fits(found, open_directory(path)):
         record(path, dtype, found, decoder.device)
-
-
-def _same_tokenizer(path: Path, blueprint: Blueprint, tokenizer: Any) -> bool:
-    """Return whether the blueprint's class loads the same tokenizer from a directory as transformers did."""
-    other: Any = load_tokenizer(path, blueprint.tokenizer_class)
-    return (
-        hasattr(tokenizer, "backend_tokenizer")
-        and other.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
-        and all(getattr(other, name, None) == getattr(tokenizer, name, None) for name in TOKENIZER_FACTS)
-    )
