@@ -12,6 +12,7 @@ from semisparse.lazy import lazy
 if TYPE_CHECKING:
     from semisparse.checkpoint.block import METHOD, VERSION, packed_from_tensors, read_block
     from semisparse.checkpoint.config import check_sizes, refuse_integers, refuse_unstored
+    from semisparse.checkpoint.device import pick_device
     from semisparse.checkpoint.digests import digests_of
     from semisparse.checkpoint.directory import (
         Header,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
         read_config,
         refuse_remote_code,
     )
-    from semisparse.checkpoint.placement import pick_device, placed_on, placement
+    from semisparse.checkpoint.placement import placed_on, placement
     from semisparse.checkpoint.tokenizer import NO_REMOTE_CODE, load_tokenizer
     from semisparse.checkpoint.write import atomic_directory, refuse_existing
 
@@ -82,8 +83,9 @@ HOMES = {
     **dict.fromkeys(("is_encoder", "meta_model", "read_config", "refuse_remote_code"), "loading"),
     **dict.fromkeys(("NO_REMOTE_CODE", "load_tokenizer"), "tokenizer"),
     **dict.fromkeys(("DIGESTS", "is_blake2b"), "file_layers"),
-    **dict.fromkeys(("pick_device", "placed_on", "placement"), "placement"),
+    **dict.fromkeys(("placed_on", "placement"), "placement"),
     **dict.fromkeys(("atomic_directory", "refuse_existing"), "write"),
+    "pick_device": "device",
     "describe": "inspect",
     "digests_of": "digests",
     "layer_bytes_on": "inspect",

@@ -17,8 +17,9 @@ from transformers import (
 )
 
 from semisparse.checkpoint.config import check_sizes, read_json, refuse_integers, refuse_unstored
+from semisparse.checkpoint.device import pick_device
 from semisparse.checkpoint.directory import ModelDirectory, open_directory
-from semisparse.checkpoint.placement import pick_device, placed_on
+from semisparse.checkpoint.placement import placed_on
 from semisparse.checkpoint.tokenizer import NO_REMOTE_CODE, unreadable
 from semisparse.errors import CheckpointError, InputError, SemisparseError
 
