@@ -26,16 +26,17 @@ if TYPE_CHECKING:
     from semisparse.checkpoint.files import read_ahead
     from semisparse.checkpoint.inspect import describe, layer_bytes_on
     from semisparse.checkpoint.loading import (
+        NO_REMOTE_CODE,
         auto_class,
         is_encoder,
         load_dense,
         load_model,
+        load_tokenizer,
         meta_model,
         read_config,
         refuse_remote_code,
     )
     from semisparse.checkpoint.placement import placed_on, placement
-    from semisparse.checkpoint.tokenizer import NO_REMOTE_CODE, load_tokenizer
     from semisparse.checkpoint.write import atomic_directory, refuse_existing
 
 __all__ = [
@@ -79,9 +80,8 @@ HOMES = {
     **dict.fromkeys(("check_sizes", "refuse_integers", "refuse_unstored"), "config"),
     **dict.fromkeys(("Header", "ModelDirectory", "check_headers", "open_directory"), "directory"),
     **dict.fromkeys(("open_files", "read_headers"), "directory"),
-    **dict.fromkeys(("auto_class", "load_dense", "load_model"), "loading"),
+    **dict.fromkeys(("NO_REMOTE_CODE", "auto_class", "load_dense", "load_model", "load_tokenizer"), "loading"),
     **dict.fromkeys(("is_encoder", "meta_model", "read_config", "refuse_remote_code"), "loading"),
-    **dict.fromkeys(("NO_REMOTE_CODE", "load_tokenizer"), "tokenizer"),
     **dict.fromkeys(("DIGESTS", "is_blake2b"), "file_layers"),
     **dict.fromkeys(("placed_on", "placement"), "placement"),
     **dict.fromkeys(("atomic_directory", "refuse_existing"), "write"),

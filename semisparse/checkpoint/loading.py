@@ -8,19 +8,22 @@ from typing import Any
 
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForMaskedLM,
+    AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
+    __version__,
 )
 
 from semisparse.checkpoint.config import check_sizes, read_json, refuse_integers, refuse_unstored
 from semisparse.checkpoint.device import pick_device
-from semisparse.checkpoint.directory import ModelDirectory, open_directory
+from semisparse.checkpoint.directory import ModelDirectory, open_directory, require_directory
 from semisparse.checkpoint.placement import placed_on
-from semisparse.checkpoint.tokenizer import NO_REMOTE_CODE, unreadable
 from semisparse.errors import CheckpointError, InputError, SemisparseError
 
 AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText)
@@ -28,6 +31,12 @@ AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText)
 
 ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 """Attention implementations that a config may name. transformers treats any other name as code to download."""
+
+MAX_SHOWN = 64
+"""Maximum characters of a file's value in a message."""
+
+NO_REMOTE_CODE = {"trust_remote_code": False}
+"""Arguments with which transformers never runs Python code from a model directory."""
 
 
 def load_model(
@@ -71,6 +80,31 @@ def load_dense(path: str | Path) -> PreTrainedModel:
             f"{path} is compressed already; compress the dense model, or one that `semisparse export --to dense` wrote"
         )
     return _from_pretrained(directory, "auto")
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """Load a model directory's tokenizer.
+
+    Raises:
+        CheckpointError: the directory or its tokenizer is missing, or the tokenizer is unreadable.
+    """
+    require_directory(Path(path))
+    read_config(path)  # transformers reads it, too, and would call its faults the tokenizer's
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, **NO_REMOTE_CODE)
+        tokens = len(tokenizer)
+    except Exception as error:  # tokenizers raises bare Exceptions on malformed files
+        raise _unreadable(f"cannot load the tokenizer of {path}", error) from error
+    if not isinstance(tokenizer.model_max_length, int | float):
+        raise CheckpointError(
+            f"{path}: model_max_length is {str(tokenizer.model_max_length)[:MAX_SHOWN]!r} in tokenizer_config.json, "
+            "expected a number"
+        )
+    if tokens <= len(tokenizer.all_special_tokens):  # transformers makes one without words where there are no files
+        raise CheckpointError(
+            f"{path} has no tokenizer: copy tokenizer.json and tokenizer_config.json from where the model came"
+        )
+    return tokenizer
 
 
 def auto_class(config: PretrainedConfig) -> Any:
@@ -127,12 +161,17 @@ def read_config(path: str | Path) -> PretrainedConfig:
     content = read_json(Path(path) / "config.json")
     check_sizes(content, path)
     refuse_remote_code(content, Path(path))
+    kind = content.get("model_type")
+    if kind is not None and kind not in CONFIG_MAPPING:
+        code = "; its code is in the directory, and is not run" if content.get("auto_map") else ""
+        raise CheckpointError(f"{path}: transformers {__version__} has no model_type {kind!r}{code}")
     try:
         config = AutoConfig.from_pretrained(path, **NO_REMOTE_CODE)
     except Exception as error:  # transformers raises many types
-        raise unreadable(f"{path}/config.json cannot be read", error) from error
+        raise _unreadable(f"{path}/config.json cannot be read", error) from error
     if hasattr(config, "quantization_config"):
         del config.quantization_config
+    plain_outputs(config)
     return config
 
 
@@ -149,7 +188,7 @@ def meta_model(directory: ModelDirectory) -> PreTrainedModel:
     except SemisparseError:
         raise
     except Exception as error:  # transformers raises many types
-        raise unreadable(f"no model can be built from {directory.path}/config.json", error) from error
+        raise _unreadable(f"no model can be built from {directory.path}/config.json", error) from error
 
 
 def _from_pretrained(directory: ModelDirectory, dtype: torch.dtype | str) -> PreTrainedModel:
@@ -166,14 +205,21 @@ def _from_pretrained(directory: ModelDirectory, dtype: torch.dtype | str) -> Pre
     except (SemisparseError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # transformers raises many types
-        raise unreadable(f"cannot load {directory.path}", error) from error
+        raise _unreadable(f"cannot load {directory.path}", error) from error
     if report["missing_keys"]:
         raise CheckpointError(
             f"tensor {min(report['missing_keys'])} is missing from the safetensors files of {directory.path}"
         )
     if not directory.layers:
         refuse_integers(model, ())
+    plain_outputs(model.config)
     return model.eval()
+
+
+def plain_outputs(config: PretrainedConfig) -> None:
+    """Let a model return its usual outputs, whatever its config.json asks for: no tuples, no attention weights."""
+    config.output_attentions = config.output_hidden_states = False
+    config.return_dict = True
 
 
 def _refuse_unlike(model: PreTrainedModel, directory: ModelDirectory) -> None:
@@ -198,3 +244,7 @@ def _refuse_unlike(model: PreTrainedModel, directory: ModelDirectory) -> None:
                 f"tensor {name} is stored as {header.dtype}, expected floating-point weights: integers are codes, "
                 "which mean nothing without the quantization_config of the tool that wrote them"
             )
+
+
+def _unreadable(what: str, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{what}: {type(error).__name__}: {error}")

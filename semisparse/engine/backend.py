@@ -23,6 +23,7 @@ from semisparse.engine.state import State
 from semisparse.errors import InputError
 from semisparse.formats.kernel import bucket_of
 from semisparse.runtime import cuda_libraries
+from semisparse.runtime.capture import capture_stream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -277,7 +278,7 @@ class DecoderBackend(Backend):
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             graph.register_generator_state(self._generator)
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, stream=capture_stream()):
                 self._step(state, sampling)
             for part, before in zip((state.tokens, state.positions, state.output, state.steps), kept, strict=True):
                 part.copy_(before)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from semisparse.checkpoint import load_tokenizer
 from semisparse.engine.backend import Backend, DecoderBackend
 from semisparse.engine.recorded import load_recorded, record_decoder
 from semisparse.engine.sampling import Sampling
@@ -52,12 +51,18 @@ def _memory_errors() -> Iterator[None]:
 def _on_device(model: str | Path | PreTrainedModel, device: str, dtype: torch.dtype | None) -> PreTrainedModel:
     """Return the model, loaded if it is a directory; on a GPU layers that share an input are joined."""
     if isinstance(model, str | Path):
-        from semisparse.checkpoint import load_model  # imports model classes
+        from semisparse.checkpoint import load_model  # imports transformers
 
         return load_model(model, device, dtype, join=join_layers)
     if model.device.type == "cuda":
         join_layers(model)
     return model
+
+
+def _tokenizer_of(path: str | Path) -> PreTrainedTokenizerBase:
+    from semisparse.checkpoint import load_tokenizer  # imports transformers
+
+    return load_tokenizer(path)
 
 
 @dataclass(frozen=True)
@@ -156,7 +161,7 @@ class Engine:
         with _memory_errors():
             found = load_recorded(Path(str(model)), device, dtype) if bare else None
             if isinstance(model, str | Path) and found is None:
-                tokenizer = tokenizer or load_tokenizer(model)
+                tokenizer = tokenizer or _tokenizer_of(model)
             self.model, self.tokenizer = found or (_on_device(model, device, dtype), tokenizer)
             if isinstance(draft, str | Path):
                 self._check_tokenizer(draft)
@@ -214,7 +219,7 @@ class Engine:
         return backend
 
     def _check_tokenizer(self, draft: str | Path) -> None:
-        own, other = self.tokenizer, load_tokenizer(draft)
+        own, other = self.tokenizer, _tokenizer_of(draft)
         if own is not None and own.get_vocab() != other.get_vocab():
             raise InputError(
                 f"the tokenizer of the draft model {draft} has other tokens: take one with the same tokenizer"
@@ -370,11 +375,22 @@ class Engine:
         return sequence.stream.text
 
     def _end_tokens(self) -> set[int]:
-        """Return the tokens that end a text: those of generation_config.json, or else of config.json."""
+        """Return the tokens that end a text: those of generation_config.json, or else of config.json.
+
+        Raises:
+            InputError: the file holds anything else.
+        """
         ends = getattr(self.model.generation_config, "eos_token_id", None)
         if ends is None:
             ends = getattr(self.model.config.get_text_config(), "eos_token_id", None)
-        return set(ends) if isinstance(ends, list | tuple) else set() if ends is None else {int(ends)}
+        listed = ends if isinstance(ends, list | tuple) else [] if ends is None else [ends]
+        for end in listed:
+            if not isinstance(end, int) or isinstance(end, bool):
+                raise InputError(
+                    f"eos_token_id holds {str(end)[:99]!r} in generation_config.json or config.json, expected a token's"
+                    " number or a list of them"
+                )
+        return set(listed)
 
     def _decoded(self, tokens: Sequence[int]) -> str:
         if self.tokenizer is None:

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
-from semisparse.checkpoint import load_tokenizer
-
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -60,7 +58,10 @@ class RecordedTokenizer:
 
     def _transformers(self) -> PreTrainedTokenizerBase:
         """Return the directory's tokenizer as transformers loads it."""
-        self._whole = self._whole or load_tokenizer(self._path)
+        if self._whole is None:
+            from semisparse.checkpoint import load_tokenizer  # imports transformers
+
+            self._whole = load_tokenizer(self._path)
         return self._whole
 
 
