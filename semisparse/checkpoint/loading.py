@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -17,6 +18,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    __version__,
 )
 
 from semisparse.checkpoint.config import check_sizes, read_json, refuse_integers, refuse_unstored
@@ -29,6 +31,9 @@ AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText)
 
 ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 """Attention implementations that a config may name. transformers treats any other name as code to download."""
+
+MAX_SHOWN = 64
+"""Maximum characters of a file's value in a message."""
 
 NO_REMOTE_CODE = {"trust_remote_code": False}
 """Arguments with which transformers never runs Python code from a model directory."""
@@ -84,12 +89,17 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         CheckpointError: the directory or its tokenizer is missing, or the tokenizer is unreadable.
     """
     require_directory(Path(path))
-    check_sizes(read_json(Path(path) / "config.json"), path)  # transformers reads it, too
+    read_config(path)  # transformers reads it, too, and would call its faults the tokenizer's
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **NO_REMOTE_CODE)
         tokens = len(tokenizer)
     except Exception as error:  # tokenizers raises bare Exceptions on malformed files
         raise _unreadable(f"cannot load the tokenizer of {path}", error) from error
+    if not isinstance(tokenizer.model_max_length, int | float):
+        raise CheckpointError(
+            f"{path}: model_max_length is {str(tokenizer.model_max_length)[:MAX_SHOWN]!r} in tokenizer_config.json, "
+            "expected a number"
+        )
     if tokens <= len(tokenizer.all_special_tokens):  # transformers makes one without words where there are no files
         raise CheckpointError(
             f"{path} has no tokenizer: copy tokenizer.json and tokenizer_config.json from where the model came"
@@ -173,12 +183,17 @@ def read_config(path: str | Path) -> PretrainedConfig:
     content = read_json(Path(path) / "config.json")
     check_sizes(content, path)
     refuse_remote_code(content, Path(path))
+    kind = content.get("model_type")
+    if kind is not None and kind not in CONFIG_MAPPING:
+        code = "; its code is in the directory, and is not run" if content.get("auto_map") else ""
+        raise CheckpointError(f"{path}: transformers {__version__} has no model_type {kind!r}{code}")
     try:
         config = AutoConfig.from_pretrained(path, **NO_REMOTE_CODE)
     except Exception as error:  # transformers raises many types
         raise _unreadable(f"{path}/config.json cannot be read", error) from error
     if hasattr(config, "quantization_config"):
         del config.quantization_config
+    plain_outputs(config)
     return config
 
 
@@ -219,7 +234,14 @@ def _from_pretrained(directory: ModelDirectory, dtype: torch.dtype | str) -> Pre
         )
     if not directory.layers:
         refuse_integers(model, ())
+    plain_outputs(model.config)
     return model.eval()
+
+
+def plain_outputs(config: PretrainedConfig) -> None:
+    """Let a model return its usual outputs, whatever its config.json asks for: no tuples, no attention weights."""
+    config.output_attentions = config.output_hidden_states = False
+    config.return_dict = True
 
 
 def _refuse_unlike(model: PreTrainedModel, directory: ModelDirectory) -> None:

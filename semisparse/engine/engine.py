@@ -351,11 +351,22 @@ class Engine:
         return sequence.stream.text
 
     def _end_tokens(self) -> set[int]:
-        """Return the tokens that end a text: those of generation_config.json, or else of config.json."""
+        """Return the tokens that end a text: those of generation_config.json, or else of config.json.
+
+        Raises:
+            InputError: the file holds anything else.
+        """
         ends = getattr(self.model.generation_config, "eos_token_id", None)
         if ends is None:
             ends = getattr(self.model.config.get_text_config(), "eos_token_id", None)
-        return set(ends) if isinstance(ends, list | tuple) else set() if ends is None else {int(ends)}
+        listed = ends if isinstance(ends, list | tuple) else [] if ends is None else [ends]
+        for end in listed:
+            if not isinstance(end, int) or isinstance(end, bool):
+                raise InputError(
+                    f"eos_token_id holds {str(end)[:99]!r} in generation_config.json or config.json, expected a token's"
+                    " number or a list of them"
+                )
+        return set(listed)
 
     def _decoded(self, tokens: Sequence[int]) -> str:
         if self.tokenizer is None:
