@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from checked import checked_error, launch_for_profiler, timed
 from every_token import copies_of, inputs
-from gqs_gemm import checked_error, timed
 from rows import write_rows
 from torch import Tensor
 from torch.nn import functional as F
@@ -178,12 +178,7 @@ def launch_once(packed: Packed, tokens: list[int]) -> None:
         x = torch.randn(m, packed.shape[1], device=GPU).to(DTYPE)
         kernels = (decode_tiles, gemm) if m <= TILE_MAX_TOKENS else (gemm,)
         calls += [partial(kernel.prepare(problem_of(x, packed)), x, packed, None) for kernel in kernels]
-    torch.cuda.synchronize()
-    torch.cuda.profiler.start()
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    torch.cuda.profiler.stop()
+    launch_for_profiler(calls)
 
 
 def time_all(options: argparse.Namespace, dense: list[Tensor], packed: list[Packed], tokens: list[int]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -21,14 +21,13 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from checked import CHECKED_ROWS, checked_error, timed
 from rows import write_rows
-from torch import Tensor
 from torch.nn import functional as F
 
 from semisparse.bench import timing
 from semisparse.bench.kernels import TOLERANCE
 from semisparse.bench.roofline import random_weight
-from semisparse.errors import KernelError
 from semisparse.formats import Packed, get_format
 from semisparse.formats.bitmask.cuda import gemm as bitmask
 from semisparse.formats.bitmask.cuda import schedule as bitmask_schedule
@@ -79,7 +78,6 @@ SPLIT = {
 }
 """The same, with about as many CTAs per output tile as fill the SMs once."""
 
-CHECKED_ROWS = 64
 SCHEDULE_COLUMNS = tuple(Schedule.__dataclass_fields__)
 COLUMNS = (
     *("n", "k", "m", "dtype", "format", "pattern", "kind", "kernel", "chosen"),
@@ -171,29 +169,6 @@ def measure(weight: Weight, packed: Packed, tokens: list[int], with_dense: bool)
             product = kernel.prepare(problem, schedule)
             more = timed([partial(product, x, copy, None) for copy in copies], check) | asdict(schedule)
             yield weight.row(m, "expand", **more, bits_per_weight=bits, chosen=int(schedule == chosen))
-
-
-def checked_error(expected: Tensor, tolerance: float, y: Tensor) -> float:
-    """Return the relative error of the last rows.
-
-    Raises:
-        KernelError: it is larger than rounding explains.
-    """
-    error = ((y[-CHECKED_ROWS:].float() - expected).norm() / expected.norm()).item()
-    if not error <= tolerance:
-        raise KernelError(f"relative error {error:.3g}, at most {tolerance:.3g} is right")
-    return error
-
-
-def timed(calls: list[Callable[[], Tensor]], check: Callable[[Tensor], float]) -> dict[str, str]:
-    """Verify the first call twice, which must repeat its bits, and time all."""
-    y = calls[0]()
-    error = check(y)
-    if not torch.equal(y, calls[0]()):
-        raise KernelError("two launches differ")
-    found = timing.time_calls(calls, GPU)
-    times = {name: f"{getattr(found, name):.2f}" for name in ("us", "low_us", "high_us")}
-    return {**times, "error": f"{error:.1e}"}
 
 
 def prepare_all(packed: dict[Weight, Packed], tokens: list[int]) -> None:

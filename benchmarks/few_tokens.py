@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from checked import checked_error, launch_for_profiler, timed
 from ec_csr_gemm import in_tiles
 from every_token import copies_of, inputs
-from gqs_gemm import checked_error, timed
 from rows import write_rows
 from torch import Tensor
 from torch.nn import functional as F
@@ -184,12 +184,7 @@ def launch_once(name: str, packed: Packed, tokens: list[int]) -> None:
     for m in tokens:
         x = torch.randn(m, packed.shape[1], device=GPU).to(DTYPE)
         calls += [partial(product, x, packed, None) for _, _, product in products(name, packed, x)]
-    torch.cuda.synchronize()
-    torch.cuda.profiler.start()
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    torch.cuda.profiler.stop()
+    launch_for_profiler(calls)
 
 
 def without_pdl() -> None:

@@ -3,7 +3,7 @@
     python benchmarks/frontier.py DATA results/frontier.csv results/frontier_time.csv --gpu h200 --device cpu
 
 DATA is a directory with ``models/`` and ``text/``. Rows of the same model, device and machine are replaced. A stage
-that has begun is printed every 15 seconds, so that the whole time can be told of a run that is interrupted.
+that has begun is printed every 15 seconds, so that the time of an interrupted run is known, too.
 """
 
 from __future__ import annotations

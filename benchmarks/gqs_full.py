@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gqs_gemm import CHECKED_ROWS, checked_error, timed
+from checked import CHECKED_ROWS, checked_error, timed
 from rows import write_rows
 from torch.nn import functional as F
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from checked import CHECKED_ROWS, checked_error, timed
 from rows import write_rows
-from torch import Tensor
 from torch.nn import functional as F
 
 from semisparse.bench import timing
 from semisparse.bench.kernels import TOLERANCE
-from semisparse.errors import KernelError
 from semisparse.formats import Packed, get_format
 from semisparse.formats.gqs.cuda import gemm
 from semisparse.formats.gqs.cuda.gemm_schedule import GemmSchedule, choose_gemm
@@ -52,7 +51,6 @@ SHAPES_BELOW_33 = ((1, 4, 2, 3), (2, 2, 2, 3), (4, 1, 2, 3), (4, 1, 1, 3), (4, 2
 SHAPES_ABOVE_32 = ((4, 1, 2, 2), (2, 2, 2, 2), (4, 2, 2, 1), (8, 1, 2, 1))
 """warps_n, warps_k, row_tiles and CTAs per SM, by the tokens of a tile."""
 
-CHECKED_ROWS = 64
 SCHEDULE_COLUMNS = tuple(GemmSchedule.__dataclass_fields__)
 COLUMNS = (
     *("n", "k", "m", "dtype", "kind", "pattern", "kernel", "chosen"),
@@ -162,29 +160,6 @@ def measure(setup: Setup, tokens: Sequence[int]) -> Iterator[dict[str, str]]:
             calls = [partial(product, x, copy, None) for copy in copies]
             more = {**asdict(schedule), "bits_per_weight": bits, **timed(calls, check)}
             yield setup.row(m, "gemm", **more, chosen=int(schedule == found[0]))
-
-
-def checked_error(expected: Tensor, tolerance: float, y: Tensor) -> float:
-    """Return the relative error of the last rows.
-
-    Raises:
-        KernelError: it is larger than rounding explains.
-    """
-    error = ((y[-CHECKED_ROWS:].float() - expected).norm() / expected.norm()).item()
-    if not error <= 1.05 * tolerance:
-        raise KernelError(f"relative error {error:.3g}, at most {tolerance:.3g} is right")
-    return error
-
-
-def timed(calls: Sequence[Callable[[], Tensor]], check: Callable[[Tensor], float]) -> dict[str, str]:
-    """Verify the first call twice, which must repeat its bits, and time all."""
-    y = calls[0]()
-    error = check(y)
-    if not torch.equal(y, calls[0]()):
-        raise KernelError("two launches differ")
-    found = timing.time_calls(calls, GPU)
-    times = {name: f"{getattr(found, name):.2f}" for name in ("us", "low_us", "high_us")}
-    return {**times, "error": f"{error:.1e}"}
 
 
 def main() -> None:

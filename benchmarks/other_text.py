@@ -89,8 +89,8 @@ def measure(
     on_own = subject.measure(model)
     on_other = measure_quality(model, other, subject.dense)
     values = (name, options.pattern, calibration, method, on_own.kl, on_other.kl, on_own.tokens, on_other.tokens)
-    settled = (options.samples or "default", options.seed, subject.device.type)
-    return dict(zip(COLUMNS, map(str, (*values, *settled)), strict=True))
+    conditions = (options.samples or "default", options.seed, subject.device.type)
+    return dict(zip(COLUMNS, map(str, (*values, *conditions)), strict=True))
 
 
 def other_kind(name: str) -> tuple[str, str]:

@@ -147,7 +147,7 @@ def _short_logits(model: PreTrainedModel) -> Tensor:
 
 
 def _tolerance(logits: Tensor, dtype: torch.dtype) -> float:
-    """Return the tolerated difference: in the loaded model attention may run another kernel, which rounds otherwise."""
+    """Return the tolerated difference: attention may run another kernel in the loaded model, with other rounding."""
     largest = float(logits.nan_to_num(0).abs().max())
     return largest * (1e-4 if dtype == torch.float32 else 2e-2)
 

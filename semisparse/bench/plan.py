@@ -17,17 +17,25 @@ from semisparse.patterns import parse_pattern
 MIN_SPEEDUP = 1.05
 """Predicted speed-ups below this count as none: measured times vary by a few percent."""
 
-
 MORE_MEMORY = 1.02
-"""Bits per weight on a GPU over those in a file, from which `plan` says so."""
+"""Ratio of the bits per weight in a GPU's memory to those in a file, above which `plan` has a sentence about it."""
 
 
 @dataclass(frozen=True)
 class Row:
     """The prediction for one candidate on one layer shape and M.
 
-    The model has ``layer.count`` such layers. A forward pass of M tokens uses on average ``layer.used(m)`` of these
-    layers, each with ``layer.tokens(m)`` tokens.
+    The model has ``layer.count`` such layers. A forward pass of M tokens uses all of them, or of experts those that the
+    router chooses: on average ``layer.used(m)``, each with ``layer.tokens(m)`` tokens.
+
+    Args:
+        layer: the layer shape.
+        m: tokens of the forward pass.
+        candidate: a format with its pattern and options.
+        bits_per_weight: in a file.
+        estimate: the predicted time of one such layer, and what bounds it.
+        speedup: over the dense layer.
+        gpu_bits: bits per weight in the GPU's memory.
     """
 
     layer: LayerShape
@@ -36,7 +44,7 @@ class Row:
     bits_per_weight: float
     estimate: Estimate
     speedup: float
-    gpu_bits: float = 0
+    gpu_bits: float
 
     def as_dict(self) -> dict[str, Any]:
         """Return the row as plain JSON values."""
@@ -95,7 +103,10 @@ class Plan:
         return best
 
     def sentences(self) -> list[str]:
-        """Return one sentence per M: what bounds the dense matmul, and whether sparsity pays; then what never gains."""
+        """Return one sentence per M: what bounds the dense matmul, and whether sparsity pays.
+
+        Then one per candidate that gains at no M, and one per candidate that takes more memory on a GPU than in a file.
+        """
         by_tokens = [self._sentence(m) for m in dict.fromkeys(row.m for row in self.rows)]
         return [*by_tokens, *self._without_gain(), *self._memory()]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 import warnings
 from typing import Annotated, Any
 
@@ -91,15 +92,11 @@ def main() -> None:
         if ended.code == INTERRUPTED:
             say_interrupted()
         raise
-    except SemisparseError as error:
-        if debug:
-            raise
-        fail(str(error), 2 if isinstance(error, InputError) else 1)
-    except (OSError, MemoryError) as error:
-        if debug:
-            raise
-        fail(str(error) or "the memory is full: take a smaller file or model, or a machine with more", 1)
     except Exception as error:
         if debug:
-            raise
+            traceback.print_exc()
+        if isinstance(error, SemisparseError):
+            fail(str(error), 2 if isinstance(error, InputError) else 1)
+        if isinstance(error, OSError | MemoryError):
+            fail(str(error) or "the memory is full: take a smaller file or model, or a machine with more", 1)
         fail(f"unexpected {type(error).__name__}: {error} (run again with --debug for the traceback)", 1)

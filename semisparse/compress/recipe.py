@@ -235,10 +235,6 @@ class Recipe:
         without = self.prune == "none" or (self.prune == "magnitude" and self.search == "none")
         return not (without and self.tune == "none")
 
-    def with_settings(self, settings: Iterable[str], options: Options | None = None) -> Recipe:
-        """Return the recipe with some keys changed, each written ``key=value``; as `with_changes`."""
-        return self.with_changes(parse_settings(settings), options)
-
     def to_dict(self) -> dict[str, Any]:
         """Return the recipe as JSON values, from which `read` builds an equal recipe."""
         values = {

@@ -65,16 +65,16 @@ class Routing:
     Attributes:
         pairs: tokens * top_k.
         top_k: experts per token.
-        settled: whether later kernels on the stream start only after ``chosen``, and all that was launched before its
-            first use, is complete: a kernel has waited for these (``griddepcontrol.wait``) before it let its
-            dependents start. Such a kernel may read ``chosen`` before it waits for its own predecessor.
+        complete: whether ``chosen`` is certainly written when a later kernel on the stream starts. It is once a kernel
+            has waited for it (``griddepcontrol.wait``) before it let its dependents start. Later kernels may then read
+            ``chosen``, and what was launched before it, without waiting for their own predecessor.
     """
 
     def __init__(self, chosen: Tensor, experts: int) -> None:
         self.chosen = chosen.long().contiguous()
         self.experts = experts
         self.pairs, self.top_k = chosen.numel(), chosen.shape[1]
-        self.settled = False
+        self.complete = False
         self._jobs: dict[int, Jobs] = {}
 
     def jobs(self, tile_m: int) -> Jobs:
@@ -104,7 +104,7 @@ class Routing:
             [tokens, N] in the outputs' dtype.
         """
         # A copy is made just before: the kernel must wait for it.
-        settled = self.settled and weights.is_contiguous()
+        complete = self.complete and weights.is_contiguous()
         weights, columns = weights.contiguous(), outputs.shape[1]
         y = outputs.new_empty(len(self.chosen), columns)
         vector = vector_of(y.dtype, [columns], [outputs])
@@ -114,7 +114,7 @@ class Routing:
         COMBINE.build("semisparse_combine", defines).load(y.device)(
             (len(y), -(-columns // (threads * vector)), 1), threads, pdl=facts.has_pdl,
             outputs=outputs, chosen=self.chosen, weights=weights, y=y,
-            columns=columns, top_k=self.top_k, experts=self.experts, settled=settled,
+            columns=columns, top_k=self.top_k, experts=self.experts, complete=complete,
         )  # fmt: skip
         return y
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from semisparse.compress import Recipe, read_yaml
+from semisparse.compress import Recipe, parse_settings, read_yaml
 from semisparse.errors import RecipeError
 
 
@@ -29,21 +29,23 @@ def test_to_dict_is_json_and_reads_back():
     ],
 )
 def test_settings(setting: str, key: str, value: object):
-    assert getattr(Recipe(pattern="4:8", ignore=("x",)).with_settings([setting]), key) == value
+    assert getattr(Recipe(pattern="4:8", ignore=("x",)).with_changes(parse_settings([setting])), key) == value
 
 
 def test_a_model_pruned_elsewhere_has_nothing_to_search_or_to_tune():
     plan = Recipe(search="evolution", tune="bqpo")
-    assert plan.with_settings(["prune=none"]) == Recipe(prune="none")
+    assert plan.with_changes(parse_settings(["prune=none"])) == Recipe(prune="none")
     for setting in ("search=evolution", "tune=bqpo"):
         with pytest.raises(RecipeError, match=f"{setting} needs the dense model"):
-            plan.with_settings([setting, "prune=none"])
+            plan.with_changes(parse_settings([setting, "prune=none"]))
     with pytest.raises(RecipeError, match="needs the dense model"):
         Recipe.read({"prune": "none", "search": "evolution"})
 
 
 def test_settings_keep_the_other_keys():
-    recipe = Recipe(pattern="4:8", ignore=("x",), refine="none").with_settings(["prune=wanda", "order=columns"])
+    recipe = Recipe(pattern="4:8", ignore=("x",), refine="none").with_changes(
+        parse_settings(["prune=wanda", "order=columns"])
+    )
     assert recipe == Recipe(pattern="4:8", ignore=("x",), refine="none", prune="wanda", order="columns")
 
 
@@ -75,7 +77,7 @@ def test_yaml_file(tmp_path: Path):
 )
 def test_bad_settings(setting: str, message: str):
     with pytest.raises(RecipeError, match=message):
-        Recipe().with_settings([setting])
+        Recipe().with_changes(parse_settings([setting]))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +118,7 @@ OPTIONS = {"layout": ("rows", "paper"), "bits": (4, 8), "clip": ()}
 
 
 def test_keys_that_a_format_adds():
-    recipe = Recipe().with_settings(["layout=paper", "bits=8", "clip=12"], OPTIONS)
+    recipe = Recipe().with_changes(parse_settings(["layout=paper", "bits=8", "clip=12"]), OPTIONS)
     assert dict(recipe.options) == {"layout": "paper", "bits": 8, "clip": 12}
     assert Recipe.read(json.loads(json.dumps(recipe.to_dict())), OPTIONS) == recipe
     assert "options" not in Recipe().to_dict()
@@ -127,9 +129,9 @@ def test_keys_that_a_format_adds():
         ("width=3", "known keys are: pattern, .*, layout, bits, clip"),
     ):
         with pytest.raises(RecipeError, match=message):
-            Recipe().with_settings([setting], OPTIONS)
+            Recipe().with_changes(parse_settings([setting]), OPTIONS)
     with pytest.raises(RecipeError, match="unknown recipe key 'layout'"):
-        Recipe().with_settings(["layout=paper"])
+        Recipe().with_changes(parse_settings(["layout=paper"]))
 
 
 def test_missing_yaml_file(tmp_path: Path):

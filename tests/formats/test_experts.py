@@ -71,7 +71,7 @@ def expected(x: Tensor, stack: Packed, bias: Tensor | None, routing: Routing, ga
 def check(product: ExpertsProduct, stack: Packed, chosen: Tensor, experts: int, gated: bool, per_pair: bool) -> None:
     """Compare a kernel with float64, without bias and with one, and twice for the same bits.
 
-    From the second call on the routing is settled: `bitmask` copies weights before it waits.
+    From the second call on the routing is complete: `bitmask` copies weights before it waits.
     """
     routing = Routing(chosen, experts)
     generator = torch.Generator().manual_seed(routing.pairs)

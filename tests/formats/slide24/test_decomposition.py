@@ -61,7 +61,6 @@ def test_the_papers_table():
         assert onto.tight
         assert (onto.stride, onto.windows, onto.capacity) == (2, half - 1, 2 * half - 2)
         assert onto.expansion == 2 - Fraction(2, half)
-        assert onto.speedup_bound == Fraction(half, half - 1) == Fraction(onto.window, onto.keep)
 
 
 def test_what_the_paper_says_wrongly():

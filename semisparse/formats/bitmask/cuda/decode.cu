@@ -8,7 +8,7 @@
 // With EXPERTS (rows.cuh) the weight is a stack of experts. blockIdx.y is the expert or, if TILE_M is 1, the pair of a token
 // and an expert; blockIdx.x is as above, over the expert's row tiles. CTAs of an expert that no token chose end at once. If an
 // expert has more than TILE_M pairs, its CTAs multiply them TILE_M at a time. A kernel without SILU_MUL copies its first weights
-// before griddepcontrol.wait if `settled`: the choice of experts was complete before the kernel could start.
+// before griddepcontrol.wait if `complete`: the choice of experts was complete before the kernel could start.
 //
 // Macros: KEEP (values or codes per block of 64 columns), BITS (per code; 0 for values), and those of decode.cuh.
 
@@ -25,10 +25,10 @@ extern "C" __global__ void __launch_bounds__(WARPS_N * kRowTileThreads, 1) semis
     int pairs, int pairs_per_x, int experts,
     int n, int k, int row_tiles, int column_tiles,  // of an expert
     int x_aligned,                                  // whether every row of x begins at a multiple of 16 bytes
-    int settled                                     // whether `chosen` was complete before this kernel could start
+    int complete                                    // whether `chosen` was complete before this kernel could start
 ) {
     extern __shared__ __align__(256) unsigned char shared[];
-    const bool weights_first = settled && !kFused;
+    const bool weights_first = complete && !kFused;
     if (!weights_first) {
         griddepcontrol_wait();
         griddepcontrol_launch_dependents();

@@ -84,9 +84,9 @@ def prepare_decode(problem: ExpertsProblem, weight: Tiling, schedule: TileSchedu
             x=x, tiles=packed.tensors["tiles"], bias=operands.bias_for(x, bias), y=y, chosen=routing.chosen,
             pairs=routing.pairs, pairs_per_x=routing.pairs // x.shape[0], experts=problem.experts,
             n=n, k=k, row_tiles=weight.row_tiles, column_tiles=weight.column_tiles,
-            x_aligned=k % 8 == 0 and x.data_ptr() % 16 == 0, settled=routing.settled,
+            x_aligned=k % 8 == 0 and x.data_ptr() % 16 == 0, complete=routing.complete,
         )  # fmt: skip
-        routing.settled = True
+        routing.complete = True
         return silu_mul(y, (0, n // 2), n // 2) if gated and not fused else y
 
     return decode

@@ -88,7 +88,7 @@ def prepare_decode(problem: ExpertsProblem, chosen: tuple[Schedule, int] | None 
             kept=int(packed.params["kept"]), tiles_per_cta=tiles_per_cta, ctas_with_extra=ctas_with_extra,
             whole_at=whole_at,
         )  # fmt: skip
-        routing.settled = True
+        routing.complete = True
         return y
 
     return decode

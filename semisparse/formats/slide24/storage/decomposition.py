@@ -64,11 +64,6 @@ class Decomposition:
         return Fraction(self.windows * self.hardware_window, self.window)
 
     @property
-    def speedup_bound(self) -> Fraction:
-        """The hardware's speed-up over the expansion (equation 6), at most ``window / keep`` (theorem 3)."""
-        return Fraction(self.hardware_window, self.hardware_keep) / self.expansion
-
-    @property
     def exists(self) -> bool:
         """Whether every block can be decomposed into these windows.
 

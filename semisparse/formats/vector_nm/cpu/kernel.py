@@ -15,8 +15,9 @@ GATHERED_BYTES = 4 << 20
 LONG = 32
 """Minimum rows per vector with which gathering beats unpacking at any number of tokens."""
 FEW_TOKENS = 16
-"""Maximum tokens with shorter vectors. 16 tokens take 18 ms gathered and 36 unpacked, 256 take 359 and 88 (2048 x 2048,
-16:32v8, Zen 4)."""
+"""Maximum number of tokens with which gathering beats unpacking for shorter vectors.
+
+16 tokens take 18 ms gathered and 36 unpacked, 256 take 359 and 88 (2048 x 2048, 16:32v8, Zen 4)."""
 
 
 def refusal(problem: Problem) -> str | None:

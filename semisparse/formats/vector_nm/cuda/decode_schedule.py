@@ -155,7 +155,7 @@ class DecodeTensorSchedule:
         return min(row_tiles, self.ctas_per_sm * sms) if self.persistent else row_tiles
 
     def steps(self, slot_tiles: int) -> int:
-        """Return a warp's tiles per row tile and panel of ``slot_tiles``, rounded up to a multiple of the stages."""
+        """Return a warp's tiles per row tile and panel, rounded up to a multiple of the stages."""
         return -(-slot_tiles // (self.warps // self.tiles_at_once * self.stages)) * self.stages
 
     def panel_chunks(self, windows: int) -> int:
@@ -177,7 +177,8 @@ class DecodeTensorSchedule:
     def windows_per_panel(self, k: int, shared_limit: int) -> int | None:
         """Return the windows per panel for the fewest panels that fit ``shared_limit``; None if none fits.
 
-        The panels are of nearly equal size, a multiple of the alignment step; the last one may be smaller.
+        The panels have nearly equal sizes, each a whole number of stages and of 16-byte chunks; the last one may be
+        smaller.
 
         Args:
             k: columns of x.

@@ -33,7 +33,7 @@ equals unpacking.
 """
 
 PACKING_SHARE = 0.5
-"""Share of a window's columns, kept by some group of a tile, below which columns are packed (section III-A).
+"""Columns are packed if the groups of a tile together keep less than this share of a window's columns (section III-A).
 
 Microseconds at 4:32v32 with and without packing: four groups per tile 231 and 240, eight 236 and 223 (float32,
 M = 2,048, N x K = 4096 x 4096, H200).
@@ -50,9 +50,9 @@ MAX_COLUMN_PASSES = {2: 16, 4: 8}
 keeps their indices in registers."""
 
 MAX_TOGETHER = 2
-"""CTAs per SM up to which those that start together end together, in float32, and an SM takes as many new ones at
-once, also where others have none. 344 CTAs of 128 x 128 on 132 SMs take 722 us where three per SM would take 578: at
-16:32v32, M = 512, N x K = 11008 x 4096, H200. Not measured in 16 bits."""
+"""In float32, the CTAs of an SM end together if there are at most this many. The SM then starts as many new ones, while
+other SMs may have none. So 344 CTAs of 128 x 128 on 132 SMs take 722 us; at three per SM they would take 578 (16:32v32,
+M = 512, N x K = 11008 x 4096, H200). Not measured in 16 bits."""
 
 HIDING_WARPS = 4
 """Warps per SM that are enough to hide latency; with fewer, time grows in inverse proportion."""

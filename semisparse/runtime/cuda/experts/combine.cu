@@ -4,7 +4,7 @@
 //
 // Grid: (tokens, columns / (threads * VECTOR) rounded up). CTA: up to 256 threads with VECTOR columns each. Bound: memory for many
 // tokens, latency for few. So the loads of kAhead outputs are in flight at once, and the experts and their weights are loaded before
-// griddepcontrol.wait if they are `settled` (Routing in runtime/experts.py).
+// griddepcontrol.wait if they are `complete` (Routing in runtime/experts.py).
 //
 // Compiled with SCALAR and VECTOR (vector.cuh), and WEIGHT, the type of the router's weights.
 
@@ -20,10 +20,10 @@ extern "C" __global__ void __launch_bounds__(256) semisparse_combine(
     const WEIGHT* weights,    // [tokens, top_k]
     SCALAR* y,                // [tokens, columns]
     int columns, int top_k, int experts,
-    int settled               // whether `chosen` and `weights` were complete before this kernel could start
+    int complete              // whether `chosen` and `weights` were complete before this kernel could start
 ) {
     griddepcontrol_launch_dependents();
-    if (!settled) griddepcontrol_wait();
+    if (!complete) griddepcontrol_wait();
     const int i = blockIdx.y * blockDim.x + threadIdx.x;
     const long long token = blockIdx.x;
     float sums[VECTOR] = {};
