@@ -31,9 +31,10 @@ def swap_weights(
         The weight and the mask; each window keeps as many weights as before.
     """
     windows = order.argsort().split(window)
+    slope = (weight - goal) @ hessian
     parts = [
-        _swap_rows(*(rows.clone() for rows in part), hessian, windows)
-        for part in zip(weight.split(ROWS), kept.split(ROWS), ((weight - goal) @ hessian).split(ROWS), strict=True)
+        _swap_rows(weight[rows], kept[rows], slope[rows], hessian, windows)  # indexing copies
+        for rows in torch.arange(len(weight), device=weight.device).split(ROWS)
     ]
     weights, masks = zip(*parts, strict=True)
     return torch.cat(weights), torch.cat(masks)
