@@ -38,13 +38,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "-unfused-few-splits": {**UNFUSED, **FEW_SPLITS},
     "-few-splits": FEW_SPLITS,
     "-one-split": ONE_SPLIT,
+    "-own-attention": {"attention_config": {"backend": "CUSTOM"}},
     "-unfused": UNFUSED,
     "-triton-attention": {"attention_config": {"backend": "TRITON_ATTN"}},
     "-keep-dense": {"additional_config": {"semisparse_keep_dense": ["*"]}},
 }
 """Endings of columns, and the engine arguments that they stand for: FlashAttention takes the keys in at most 4 parts
-instead of 32, without and with fused matmuls; the keys in one part, so that no kernel combines parts; no fused matmuls;
-vLLM's own kernel for attention; dense copies of all weights."""
+instead of 32, without and with fused matmuls; the keys in one part, so that no kernel combines parts; the engine's
+attention kernel for one and two sequences; no fused matmuls; vLLM's own kernel for attention; dense copies of all
+weights."""
 
 WHOLE = ("", "-keep-dense")
 """Endings of the columns of which prompts and throughput are measured too; the others do not change these."""

@@ -119,7 +119,8 @@ def test_a_model_moved_to_the_second_gpu_computes_the_same():
 @pytest.mark.parametrize("served", every_format(), ids=lambda served: served.name)
 def test_layers_on_two_gpus(served: Served, tmp_path: Path):
     """accelerate's hooks move activations from one GPU to the other; `device_map` says which layers are where."""
-    config = type(served.config)(**{**served.config.to_dict(), "num_hidden_layers": 2})
+    fields = {**served.config.to_dict(), "num_hidden_layers": 2, "layer_types": None}
+    config = type(served.config)(**fields)
     served = Served(served.name, served.format, served.pattern, served.options, config, served.dense)
     directory = write(served, tmp_path / served.folder)
     places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0, "model.layers.1": 1}

@@ -26,6 +26,7 @@ from semisparse.api.sequences import Text, sequence_length
 from semisparse.api.takeover import kept_layers, leave_unrounded_dense, rounded_modules
 from semisparse.api.targets import WORKLOADS, beside_layers, limits_of, machine_of, menu, options_of, reached, written
 from semisparse.bench.machines import Machine
+from semisparse.checkpoint.files import require_directory
 from semisparse.compress import (
     NEEDS_CALIBRATION,
     Journal,
@@ -40,6 +41,7 @@ from semisparse.compress import (
     fingerprint,
     open_journal,
     split_decoder_experts,
+    warn_if_fewer,
     weights_digest,
 )
 from semisparse.compress.distributed.ranks import local_rank, require_same
@@ -48,6 +50,7 @@ from semisparse.compress.propagate import list_decoder_layers
 from semisparse.compress.search import SearchResult, search_patterns
 from semisparse.compress.search.allocate import Unreachable
 from semisparse.compress.search.joint import JointResult, search_choices
+from semisparse.compress.staying_dense import warn_if_unmatched
 from semisparse.errors import InputError
 from semisparse.formats.base import bytes_on_gpu
 from semisparse.integrations.importers import Rounded
@@ -168,6 +171,8 @@ def compress(
     where = checkpoint.pick_device(device)
     machine = machine_of(plan) or machine_here(where)  # before any work: refuses an unknown machine
     ranks, offload = all_ranks(where), None if offload is None else Path(offload)
+    if not isinstance(model, PreTrainedModel):
+        require_directory(Path(model))
     if calibration is None and plan.needs_calibration:
         raise InputError(NEEDS_CALIBRATION)
     if out is None and ranks.count > 1:
@@ -184,6 +189,7 @@ def compress(
         (dense, stored), tokenizer = load_uncompressed(source), tokenizer or checkpoint.load_tokenizer(source)
     batches = _calibration_batches(dense, tokenizer, calibration, samples, seqlen, seed, where)
     split_decoder_experts(dense, plan)
+    warn_if_unmatched(dense, plan)
     rounded = rounded_modules(dense, stored)
     plan = leave_unrounded_dense(plan, dense, rounded, stored)
     inputs = fingerprint(batches, plan, seed=seed, device=where)
@@ -248,7 +254,9 @@ def _calibration_batches(
         raise InputError("calibration text needs the model's tokenizer")
     tokens, length = calibration_tokens(model), sequence_length(model, seqlen)
     drawn: dict[str, Any] = {"samples": samples, "seqlen": length, "seed": seed, "device": device.type}
-    return calibration_batches(tokenizer, text, tokens=tokens, **drawn)
+    batches = calibration_batches(tokenizer, text, tokens=tokens, **drawn)
+    warn_if_fewer(batches, samples)
+    return batches
 
 
 def _machine_facts(device: torch.device) -> dict[str, str]:

@@ -13,7 +13,7 @@ from semisparse.api.loading import load_uncompressed
 from semisparse.api.sequences import Text, sequence_length
 from semisparse.api.targets import beside_layers, menu, options_of, written
 from semisparse.bench.machines import find_machine
-from semisparse.compress import Progress, Recipe, calibration_batches, split_decoder_experts
+from semisparse.compress import Progress, Recipe, calibration_batches, split_decoder_experts, warn_if_fewer
 from semisparse.compress.propagate import list_decoder_layers
 from semisparse.compress.search.allocate import Unreachable
 from semisparse.compress.search.costs import Assignment
@@ -110,6 +110,7 @@ def frontier(
     length = sequence_length(dense, seqlen)
     wanted = samples or max(2, -(-TOKENS // length))
     batches = calibration_batches(tokenizer, calibration, samples=wanted, seqlen=length, seed=seed)
+    warn_if_fewer(batches, samples)
     recipe = Recipe(pattern=NO_ZEROS)
     split_decoder_experts(dense, recipe)
     choices = menu(recipe, rounds_activations=machine.device == "cuda")

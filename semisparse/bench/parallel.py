@@ -171,7 +171,7 @@ def _captured(step: Callable[[], None]) -> Callable[[], None]:
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     # NCCL's watchdog thread may query events during the capture, which the default mode, global, forbids.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
         step()
     return graph.replay
 

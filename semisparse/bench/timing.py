@@ -109,7 +109,7 @@ def _replay_times(calls: Sequence[Callable[[], Tensor]]) -> list[float]:
 def _captured(calls: Sequence[Callable[[], Tensor]]) -> torch.cuda.CUDAGraph:
     """Return a graph of the calls, replayed once."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):  # of the current GPU
         for call in calls:
             call()
     graph.replay()

@@ -87,7 +87,8 @@ def read_block(block: Any) -> dict[str, Packed]:
     if block.get("quant_method") != METHOD:
         raise CheckpointError(
             f"the model is quantised by {block.get('quant_method')!r}, not by {METHOD}; `semisparse compress MODEL "
-            "--recipe keep --out DIR` takes what GPTQ, AWQ, compressed-tensors or an fp8 tool wrote"
+            "--recipe keep --out DIR` takes GPTQ, AWQ, compressed-tensors, fp8 and MXFP4; for any other method, take "
+            "the dense model"
         )
     if block.get("version") != VERSION:
         raise CheckpointError(

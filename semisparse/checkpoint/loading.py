@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -17,9 +17,11 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    __version__,
 )
 
 from semisparse.checkpoint.config import check_sizes, read_json, refuse_integers, refuse_unstored
+from semisparse.checkpoint.device import pick_device
 from semisparse.checkpoint.directory import ModelDirectory, open_directory, require_directory
 from semisparse.checkpoint.placement import placed_on
 from semisparse.errors import CheckpointError, InputError, SemisparseError
@@ -29,6 +31,9 @@ AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText)
 
 ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 """Attention implementations that a config may name. transformers treats any other name as code to download."""
+
+MAX_SHOWN = 64
+"""Maximum characters of a file's value in a message."""
 
 NO_REMOTE_CODE = {"trust_remote_code": False}
 """Arguments with which transformers never runs Python code from a model directory."""
@@ -84,39 +89,22 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         CheckpointError: the directory or its tokenizer is missing, or the tokenizer is unreadable.
     """
     require_directory(Path(path))
-    check_sizes(read_json(Path(path) / "config.json"), path)  # transformers reads it, too
+    read_config(path)  # transformers reads it, too, and would call its faults the tokenizer's
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **NO_REMOTE_CODE)
         tokens = len(tokenizer)
     except Exception as error:  # tokenizers raises bare Exceptions on malformed files
         raise _unreadable(f"cannot load the tokenizer of {path}", error) from error
+    if not isinstance(tokenizer.model_max_length, int | float):
+        raise CheckpointError(
+            f"{path}: model_max_length is {str(tokenizer.model_max_length)[:MAX_SHOWN]!r} in tokenizer_config.json, "
+            "expected a number"
+        )
     if tokens <= len(tokenizer.all_special_tokens):  # transformers makes one without words where there are no files
         raise CheckpointError(
             f"{path} has no tokenizer: copy tokenizer.json and tokenizer_config.json from where the model came"
         )
     return tokenizer
-
-
-def pick_device(device: str) -> torch.device:
-    """Return the torch device for ``auto`` (CUDA if available), ``cpu``, ``cuda`` (the current GPU) or ``cuda:1``.
-
-    A GPU that is named by its number becomes the current one, on which CUDA graphs are captured.
-
-    Raises:
-        InputError: the name is unknown, or there is no such CUDA device.
-    """
-    numbered = re.fullmatch(r"cuda:(\d{1,3})", device)
-    if device not in ("auto", "cpu", "cuda") and numbered is None:
-        raise InputError(f"unknown device {device!r}; it is auto, cpu, cuda or cuda:N, N the number of a GPU")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise InputError(f"device {device}: torch finds no CUDA device on this machine")
-    if numbered is not None:
-        if int(numbered[1]) >= torch.cuda.device_count():
-            raise InputError(f"device {device}: this machine has {torch.cuda.device_count()} CUDA devices, from cuda:0")
-        torch.cuda.set_device(int(numbered[1]))
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(device)
 
 
 def auto_class(config: PretrainedConfig) -> Any:
@@ -173,12 +161,17 @@ def read_config(path: str | Path) -> PretrainedConfig:
     content = read_json(Path(path) / "config.json")
     check_sizes(content, path)
     refuse_remote_code(content, Path(path))
+    kind = content.get("model_type")
+    if kind is not None and kind not in CONFIG_MAPPING:
+        code = "; its code is in the directory, and is not run" if content.get("auto_map") else ""
+        raise CheckpointError(f"{path}: transformers {__version__} has no model_type {kind!r}{code}")
     try:
         config = AutoConfig.from_pretrained(path, **NO_REMOTE_CODE)
     except Exception as error:  # transformers raises many types
         raise _unreadable(f"{path}/config.json cannot be read", error) from error
     if hasattr(config, "quantization_config"):
         del config.quantization_config
+    plain_outputs(config)
     return config
 
 
@@ -219,7 +212,14 @@ def _from_pretrained(directory: ModelDirectory, dtype: torch.dtype | str) -> Pre
         )
     if not directory.layers:
         refuse_integers(model, ())
+    plain_outputs(model.config)
     return model.eval()
+
+
+def plain_outputs(config: PretrainedConfig) -> None:
+    """Let a model return its usual outputs, whatever its config.json asks for: no tuples, no attention weights."""
+    config.output_attentions = config.output_hidden_states = False
+    config.return_dict = True
 
 
 def _refuse_unlike(model: PreTrainedModel, directory: ModelDirectory) -> None:

@@ -26,7 +26,7 @@ def refuse_existing(out: Path) -> None:
     """
     try:
         exists = out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir())))
-        parent = next(folder for folder in out.absolute().parents if folder.exists())
+        parent = next((folder for folder in out.absolute().parents if folder.exists()), Path("/"))
     except OSError as error:
         raise InputError(f"cannot write to {str(out)[:MAX_SHOWN]}: {error.strerror}; choose another --out") from error
     if exists:

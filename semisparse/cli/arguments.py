@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -33,7 +34,27 @@ Formats = Annotated[str | None, typer.Option("--formats", help="Formats, comma-s
 Patterns = Annotated[
     str | None, typer.Option("--patterns", help="Patterns, comma-separated; those of the recipes by default.")
 ]
-OutCsv = Annotated[Path | None, typer.Option("--out", help="The CSV file to write.")]
+
+
+def writable_file(path: Path | None) -> Path | None:
+    """Return the path of a file to write, or refuse it before the work whose result it takes.
+
+    Raises:
+        InputError: it is a directory, or nothing can be written to its folder.
+    """
+    if path is None:
+        return None
+    try:
+        if path.is_dir():
+            raise InputError(f"cannot write {path}: it is a directory; name a file")
+        folder = next(folder for folder in path.absolute().parents if folder.exists())
+        with TemporaryFile(dir=folder):
+            return path
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}; name a file elsewhere") from error
+
+
+OutCsv = Annotated[Path | None, typer.Option("--out", callback=writable_file, help="The CSV file to write.")]
 Batch = Annotated[int, typer.Option("--batch", min=1, help="Sequences per batch.")]
 PromptTokens = Annotated[int, typer.Option("--prompt", min=1, help="Tokens per prompt.")]
 NewTokens = Annotated[int, typer.Option("--new", min=1, help="Tokens to generate per sequence.")]
@@ -45,8 +66,15 @@ def comma_separated(text: str | None) -> list[str] | None:
 
 
 def shape_names(text: str) -> list[str]:
-    """Split ``llama2-7b,4096,11008,dir`` into names and ``N,K`` pairs."""
-    return [name.strip() for name in re.findall(r"\d+\s*,\s*\d+|[^,;]+", text) if name.strip()]
+    """Split ``llama2-7b,4096,11008,dir`` into names and ``N,K`` pairs.
+
+    Raises:
+        InputError: there is none.
+    """
+    names = [name.strip() for name in re.findall(r"\d+\s*,\s*\d+|[^,;]+", text) if name.strip()]
+    if not names:
+        raise InputError(f"--shapes takes architectures, model directories or N,K, comma-separated, got {text[:99]!r}")
+    return names
 
 
 def positive_integers(text: str, option: str) -> list[int]:
@@ -60,7 +88,9 @@ def positive_integers(text: str, option: str) -> list[int]:
     """
     words = comma_separated(text) or []
     if not words or not all(word.isdecimal() and len(word) <= MAX_DIGITS and int(word) > 0 for word in words):
-        raise InputError(f"{option} takes positive whole numbers, comma-separated, got {text[:99]!r}")
+        raise InputError(
+            f"{option} takes positive whole numbers below 10^{MAX_DIGITS}, comma-separated, got {text[:99]!r}"
+        )
     return [int(word) for word in words]
 
 

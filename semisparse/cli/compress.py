@@ -12,6 +12,7 @@ from semisparse.cli.output import (
     INTERRUPTED,
     bytes_text,
     console,
+    fill,
     print_json,
     print_table,
     progress_bar,
@@ -141,6 +142,7 @@ def compress(
                     progress=progress,
                     inform=lambda sentence: console.print(sentence, highlight=False),
                 )
+                fill(bars, task)
         except KeyboardInterrupt as error:
             say_interrupted("interrupted; the same command with --resume goes on")
             raise typer.Exit(INTERRUPTED) from error

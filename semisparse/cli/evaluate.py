@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from semisparse.cli.arguments import Json
-from semisparse.cli.output import print_json, print_table, progress_bar
+from semisparse.cli.output import fill, print_json, print_table, progress_bar
 
 
 def evaluate(
@@ -50,6 +50,7 @@ def evaluate(
             tasks=tasks.split(",") if tasks else (),
             progress=lambda done, total: bars.update(task, completed=done, total=total),
         )
+        fill(bars, task)
     if as_json:
         print_json(report)
         return

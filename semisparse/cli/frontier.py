@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from semisparse.cli.arguments import Json
-from semisparse.cli.output import console, print_json, print_table, progress_bar
+from semisparse.cli.arguments import Json, writable_file
+from semisparse.cli.output import console, fill, print_json, print_table, progress_bar
 from semisparse.errors import InputError
 
 if TYPE_CHECKING:
@@ -31,7 +31,9 @@ def frontier(
     ] = None,
     device: Annotated[str, typer.Option("--device", help="Where to compute: auto, cpu, cuda or cuda:N.")] = "auto",
     seed: Annotated[int, typer.Option("--seed", help="The random seed.")] = 0,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Also draw the front to this PNG file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", callback=writable_file, help="Also draw the front to this PNG file.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show the Pareto front of KL divergence against bits, decode time and prompt time.
@@ -59,6 +61,7 @@ def frontier(
         front = measure(
             model, calib, gpu=gpu, samples=samples, seqlen=seqlen, device=device, seed=seed, progress=progress
         )
+        fill(bars, task)
     if plot is not None:
         from semisparse.bench.plot_frontier import plot_frontier
 

@@ -12,7 +12,15 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.measure import Measurement
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 WIDTH = 100
@@ -69,6 +77,12 @@ def progress_bar(shown: bool = True) -> Iterator[Progress]:
         except BaseException:
             bars.live.transient = True  # no bar that has stopped stays above the error
             raise
+
+
+def fill(bars: Progress, task: TaskID) -> None:
+    """Show a task as done: progress is reported at the beginning of a step, so a bar never shows its last one."""
+    total = bars.tasks[task].total or 1
+    bars.update(task, completed=total, total=total)
 
 
 def fail(sentence: str, status: int) -> NoReturn:

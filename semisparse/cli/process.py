@@ -6,6 +6,7 @@ import atexit
 import io
 import os
 import sys
+import traceback
 
 from semisparse.api.start import keep_bytecode
 from semisparse.cli import main
@@ -38,6 +39,9 @@ def run() -> None:
     except KeyboardInterrupt:  # before or after typer, which catches it while a verb runs
         say_interrupted()
         status = INTERRUPTED
+    except Exception:  # --debug
+        traceback.print_exc()
+        status = 1
     if not isinstance(status, int):
         raise SystemExit(status)
     atexit._run_exitfuncs()

@@ -1,6 +1,6 @@
 """Turn a dense model into one whose weights obey a pattern: recipes, calibration, pruning, search and tuning."""
 
-from semisparse.compress.calibration import NEEDS_CALIBRATION, calibration_batches, calibration_tokens
+from semisparse.compress.calibration import NEEDS_CALIBRATION, calibration_batches, calibration_tokens, warn_if_fewer
 from semisparse.compress.choice import Choice, Option
 from semisparse.compress.distributed.ranks import Ranks, all_ranks
 from semisparse.compress.distributed.watch import joined_ranks
@@ -38,5 +38,6 @@ __all__ = [
     "parse_settings",
     "read_yaml",
     "split_decoder_experts",
+    "warn_if_fewer",
     "weights_digest",
 ]

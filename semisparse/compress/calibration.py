@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,17 @@ def calibration_batches(
     drawn = random.Random(seed).sample(chunks, min(samples or len(chunks), len(chunks)))
     chosen = drawn if samples else drawn[: _default_samples(drawn, tokens)]
     return _batches(chosen, BATCH_TOKENS[device])
+
+
+def warn_if_fewer(batches: Sequence[Tensor], samples: int | None) -> None:
+    """Warn if the text held fewer sequences than the ``samples`` that were asked for."""
+    drawn = sum(len(batch) for batch in batches)
+    if samples is not None and drawn < samples:
+        tokens = sum(batch.numel() for batch in batches)
+        warnings.warn(
+            f"{samples} calibration samples were asked for, and the text holds {drawn} ({tokens} tokens): all are used",
+            stacklevel=3,
+        )
 
 
 def check_batches(model: nn.Module, batches: Sequence[Tensor]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,7 +27,7 @@ from semisparse.compress.propagate import (
     list_decoder_layers,
     propagate,
 )
-from semisparse.compress.prune import PrunedLayer, magnitude, prune_layer, require_finite
+from semisparse.compress.prune import PrunedLayer, Statistics, magnitude, prune_layer, require_finite
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import LayerReport, Progress
 from semisparse.compress.routed import CalibratedLinear
@@ -281,11 +282,23 @@ def _prune(layer: DecoderLayer, recipe: Recipe, choices: Mapping[str, Choice], l
             pruned = PrunedLayer(original, "dense", 0.0)
         else:
             own = recipe if choice is None else choice.recipe(recipe)
-            pruned = prune_layer(original, pattern, linear.statistics(), own)
+            statistics = linear.statistics()
+            _warn_of_zero_inputs(full_name, statistics)
+            pruned = prune_layer(original, pattern, statistics, own)
     weight = _rounded(pruned.weight, layer, linear.name)
     density, seconds = _density(weight), time.perf_counter() - started
     report = LayerReport(full_name, str(pattern), density, pruned.error, pruned.outcome, seconds, pruned.scales)
     return linear.name, weight, report
+
+
+def _warn_of_zero_inputs(name: str, statistics: Statistics) -> None:
+    """Warn of a linear layer whose error is 0 whatever is pruned; RMSNorm turns what overflows float32 into zeros."""
+    if not statistics.hessian.diagonal().any():
+        warnings.warn(
+            f"{name}: all its inputs are zero on the calibration text, so nothing guides its compression and its error "
+            "is 0: the model is damaged, or an earlier layer's outputs overflow",
+            stacklevel=2,
+        )
 
 
 def _rounded(weight: Tensor, layer: DecoderLayer, name: str) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -41,6 +42,15 @@ class DenseLayer:
 def is_ignored(recipe: Recipe, name: str) -> bool:
     """Return whether the recipe's `ignore` names a module, or all that is inside it."""
     return any(fnmatchcase(name, glob) or fnmatchcase(f"{name}.*", glob) for glob in recipe.ignore)
+
+
+def warn_if_unmatched(model: nn.Module, recipe: Recipe) -> None:
+    """Warn of each pattern of the recipe's `ignore` that names nothing in the model, after its experts were split."""
+    names = [name for name, _ in model.named_modules()]
+    for glob in recipe.ignore:
+        if not any(fnmatchcase(name, glob) or fnmatchcase(f"{name}.*", glob) for name in names):
+            example = next((name for name, module in model.named_modules() if is_linear(module)), names[-1])
+            warnings.warn(f"ignore: {glob!r} matches no layer of the model; an example is {example!r}", stacklevel=2)
 
 
 def split_decoder_experts(model: nn.Module, recipe: Recipe) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -18,7 +19,7 @@ ROPE = CudaSource(
     FOLDER / "rope.cu",
     ({"SCALAR": "__half", "DIM": 128}, {"SCALAR": "__nv_bfloat16", "DIM": 8}, {"SCALAR": "float", "DIM": 64}),
 )
-_FEW: Defines = {"WARPS": 4, "AHEAD": 2, "CTAS": 2, "CLUSTER": 1}
+_FEW: Defines = {"WARPS": 4, "AHEAD": 2, "CTAS": 2, "CLUSTER": 1, "PAGE": 0}
 ATTENTION = CudaSource(
     FOLDER / "attention.cu",
     (
@@ -28,6 +29,7 @@ ATTENTION = CudaSource(
         {"SCALAR": "float", "DIM": 64, "GROUP": 1, "ROPE": 1, **_FEW, "AHEAD": 4, "CTAS": 3},
         {"SCALAR": "__half", "DIM": 256, "GROUP": 4, "ROPE": 0, **_FEW, "CTAS": 3},
         {"SCALAR": "__half", "DIM": 8, "GROUP": 8, "ROPE": 0, **_FEW},
+        {"SCALAR": "__half", "DIM": 64, "GROUP": 6, "ROPE": 0, **_FEW, "PAGE": 16},
     ),
 )
 CLUSTERED_ATTENTION = CudaSource(
@@ -36,6 +38,17 @@ CLUSTERED_ATTENTION = CudaSource(
         {"SCALAR": "__nv_bfloat16", "DIM": 128, "GROUP": 1, "ROPE": 1, **_FEW, "AHEAD": 10, "CTAS": 3, "CLUSTER": 8},
         {"SCALAR": "__half", "DIM": 64, "GROUP": 4, "ROPE": 1, **_FEW, "CTAS": 3, "CLUSTER": 5},
         {"SCALAR": "float", "DIM": 256, "GROUP": 2, "ROPE": 0, **_FEW, "AHEAD": 4, "CTAS": 3, "CLUSTER": 2},
+        {
+            "SCALAR": "__nv_bfloat16",
+            "DIM": 128,
+            "GROUP": 1,
+            "ROPE": 0,
+            **_FEW,
+            "AHEAD": 10,
+            "CTAS": 3,
+            "CLUSTER": 8,
+            "PAGE": 16,
+        },
     ),
     architectures=("sm_90a", "sm_100a"),
 )
@@ -180,7 +193,7 @@ def rotate_and_attend(
     if fusable and not (heads.dim % 16 or any(part % 8 for part in (at.width, *at.starts)) or qkv.data_ptr() % 16):
         out = qkv.new_empty(len(qkv), heads.count, heads.dim)
         _attend(
-            out, cache, positions, heads, {"ROPE": 1},
+            out, cache, positions, heads, {"ROPE": 1, "PAGE": 0},
             q=qkv, q_norm=None if norms is None else norms.q, k_norm=None if norms is None else norms.k,
             cosines=table.cosines, sines=table.sines, stride=at.width, q_start=at.starts[0], k_start=at.starts[1],
             v_start=at.starts[2], epsilon=0.0 if norms is None else norms.epsilon,
@@ -205,7 +218,7 @@ def attend_to_cache(q: Tensor, cache: LayerCache, positions: Tensor, heads: Head
     if device_facts(q.device).kind == "cuda":
         out = torch.empty_like(q)
         _attend(
-            out, cache, positions, heads, {"ROPE": 0},
+            out, cache, positions, heads, {"ROPE": 0, "PAGE": 0},
             q=q, q_norm=None, k_norm=None, cosines=None, sines=None,
             stride=0, q_start=0, k_start=0, v_start=0, epsilon=0.0,
         )  # fmt: skip
@@ -239,6 +252,69 @@ def _attend(
         heads=heads.count, kv_heads=heads.kv_count, tokens=m // sequences, length=length, splits=splits,
         scale=heads.scale, **arguments,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pages:
+    """A KV cache in pages, as serving engines keep it.
+
+    Args:
+        keys: [pages, positions, key-value heads, head dim], contiguous along the last.
+        values: the same, with the same strides.
+        numbers: [M, maximum pages] int32, the pages of each sequence.
+        lengths: [M] int32, its positions in the cache, the current token included.
+        longest: the most positions that a sequence may have.
+    """
+
+    keys: Tensor
+    values: Tensor
+    numbers: Tensor
+    lengths: Tensor
+    longest: int
+
+
+def paged_kernel(
+    m: int, heads: Heads, page: int, longest: int, dtype: torch.dtype, device: torch.device
+) -> PagedKernel:
+    """Return what attends from ``m`` tokens, the last of their sequences, to pages of ``page`` positions."""
+    facts, per_kv = device_facts(device), heads.count // heads.kv_count
+    group = min(per_kv, MAX_GROUP)
+    ctas = heads.kv_count * -(-per_kv // group)
+    schedule = _schedule(ctas * m, group, longest, dtype.itemsize, facts.sms, facts.capability)
+    defines: Defines = {"SCALAR": SCALARS[dtype], "DIM": heads.dim, "GROUP": group, "ROPE": 0, "PAGE": page}
+    source = CLUSTERED_ATTENTION if schedule.clustered else ATTENTION
+    kernel = source.build("semisparse_engine_paged_attention", {**defines, **schedule.defines}).load(device)
+    workspace = _workspace(device, m * heads.count * schedule.splits * (heads.dim + 4), m * ctas)
+    return PagedKernel(kernel, schedule, heads, ctas, *workspace)
+
+
+@dataclass(frozen=True)
+class PagedKernel:
+    """attention.cu for a KV cache in pages, as `paged_kernel` returns it."""
+
+    launch: Callable[..., None]
+    schedule: Schedule
+    heads: Heads
+    ctas: int
+    partials: Tensor
+    counters: Tensor
+
+    def __call__(self, q: Tensor, pages: Pages, out: Tensor) -> None:
+        """Attend from the last token of each sequence to all of its positions.
+
+        Args:
+            q: [M, heads, head dim], rows contiguous.
+            pages: hold the tokens' own keys and values, too.
+            out: [M, heads, head dim] contiguous, written.
+        """
+        page_stride, position_stride, head_stride, _ = pages.keys.stride()
+        self.launch(
+            (self.schedule.splits, self.ctas, len(out)), 32 * self.schedule.warps,
+            q=q, keys=pages.keys, values=pages.values, lengths=pages.lengths, pages=pages.numbers, out=out,
+            partials=self.partials, counters=self.counters, heads=self.heads.count, kv_heads=self.heads.kv_count,
+            page_numbers=pages.numbers.stride(0), splits=self.schedule.splits, stride=q.stride(0),
+            page_stride=page_stride, position_stride=position_stride, head_stride=head_stride, scale=self.heads.scale,
+        )  # fmt: skip
 
 
 def attend_to_prompt(q: Tensor, cache: LayerCache, length: int, heads: Heads) -> Tensor:

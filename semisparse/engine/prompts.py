@@ -10,6 +10,7 @@ from torch import Tensor
 
 from semisparse.engine.decoder import Cache, Decoder
 from semisparse.formats.kernel import bucket_of
+from semisparse.runtime.capture import capture_stream
 
 MAX_TOKENS = 512
 """Most tokens, padding included, of a batch that is captured. Eight blocks of llama2-7b take 2.9 ms for 512 tokens if
@@ -49,7 +50,7 @@ class CapturedPrompts:
             decoder.padded_prompt(self._tokens, self._last, cache)  # loads what has not been loaded yet
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool, capture_error_mode="thread_local"):  # other threads may allocate
+        with torch.cuda.graph(self._graph, pool, capture_stream(), "thread_local"):  # other threads may allocate
             self._logits.copy_(decoder.padded_prompt(self._tokens, self._last, cache))
 
     def __call__(self, prompts: Sequence[Sequence[int]]) -> Tensor:

@@ -30,7 +30,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
-            raise InputError(f"temperature is {self.temperature}; it is 0 (greedy) or above")
+            raise InputError(f"temperature is {self.temperature}; it is 0 (greedy) or a finite number above")
         if self.top_k < 0:
             raise InputError(f"top-k is {self.top_k}; it is 0 (all tokens) or a number of tokens")
         if not 0 < self.top_p <= 1:

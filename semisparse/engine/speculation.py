@@ -13,6 +13,7 @@ from torch import Tensor
 
 from semisparse.engine.decoder import Decoder
 from semisparse.engine.state import State
+from semisparse.runtime.capture import capture_stream
 
 NGRAMS = (3, 2, 1)
 """Lengths of the n-grams at the text's end that are looked up, the longest first."""
@@ -72,7 +73,7 @@ class Verifier:
         elif self._graph is None:
             self._step()  # loads the kernels; the replay below overwrites the same positions of the cache
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, stream=capture_stream()):
                 self._step()
             graph.replay()
             self._graph = graph

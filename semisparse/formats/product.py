@@ -32,16 +32,29 @@ def linear(x: Tensor, packed: Packed, bias: Tensor | None = None, kernel: str = 
         bias: [N] or None, float16, bfloat16 or float32, on the same device.
         kernel: a kernel's name, or ``auto`` for the choice of `Format.choose`.
     Returns:
-        [..., N] in x's dtype, accumulated in float32.
+        [..., N] in x's dtype, accumulated in float32; under ``torch.autocast`` in autocast's dtype.
     Raises:
         InputError: an operand has the wrong type, size or dtype or is on another device than the weight, or no kernel
             has that name.
         KernelError: no kernel can compute this; lists every candidate's reason.
     """
     _check_operands(x, packed, bias)
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+        return _autocast(x, packed, bias, kernel)
     if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
         return _dual(x, packed, bias, kernel)
     return _linear(x, packed, bias, kernel)
+
+
+def _autocast(x: Tensor, packed: Packed, bias: Tensor | None, kernel: str) -> Tensor:
+    """Compute the matmul under ``torch.autocast``, with a result in its dtype, as ``nn.Linear`` has.
+
+    x is cast only to the dtype that the weight has, too: no kernel takes x and a weight of two 16-bit dtypes.
+    """
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device)
+    with torch.autocast(device, enabled=False):
+        return linear(x.to(dtype) if packed.spec.dtype == dtype else x, packed, bias, kernel).to(dtype)
 
 
 def _linear(x: Tensor, packed: Packed, bias: Tensor | None, kernel: str) -> Tensor:

@@ -1,5 +1,8 @@
 """Arguments that no one means: impossible numbers, paths and names end in one sentence, before any work is done."""
 
+import io
+import json
+import re
 import shutil
 from pathlib import Path
 
@@ -31,7 +34,8 @@ def assert_sentence(outcome: Outcome, sentence: str, status: int = 2) -> None:
         ("--seed", str(-(1 << 63) - 1), "it is a number of 64 bits"),
         ("--max-new-tokens", "0", "ask for at least 1"),
         ("--max-new-tokens", str(10**30), "exceed the model's context"),
-        ("--temperature", "nan", "it is 0 (greedy) or above"),
+        ("--temperature", "nan", "it is 0 (greedy) or a finite number above"),
+        ("--temperature", "inf", "it is 0 (greedy) or a finite number above"),
         ("--top-p", "0", "it is above 0, 1 at most"),
         ("--top-k", "-1", "or a number of tokens"),
         ("--speculate", "32", "it is 0 to 31"),
@@ -55,6 +59,7 @@ def test_numbers_of_generate(run: Run, compressed: Path, option: str, value: str
         (("--shape", "0,0"), "empty weight"),
         (("--shape", "64,64", "--tokens", LONG), "--tokens takes positive whole numbers"),
         (("--shape", "64,64", "--tokens", ""), "--tokens takes positive whole numbers"),
+        (("--shape", "64,64", "--tokens", str(10**18)), "--tokens takes positive whole numbers below 10^18"),
     ],
 )
 def test_numbers_of_plan(run: Run, arguments: tuple[str, ...], sentence: str):
@@ -70,6 +75,7 @@ def test_numbers_of_plan(run: Run, arguments: tuple[str, ...], sentence: str):
         ("link", "exists already"),
         ("small", "exists already"),
         ("/dev/full", "exists already"),
+        ("/", "/ exists already"),
     ],
 )
 @pytest.mark.parametrize("verb", ["compress", "export"])
@@ -144,3 +150,108 @@ def test_a_file_missing_from_the_working_directory(
 ):
     monkeypatch.chdir(tmp_path)
     assert_sentence(run("inspect", place), f"config.json is missing in {tmp_path}")
+
+
+def test_a_model_that_is_not_there_is_named_before_the_missing_text(run: Run, tmp_path: Path):
+    outcome = run("compress", tmp_path / "nowhere", "--recipe", "dense-w4", "--out", tmp_path / "out")
+    assert_sentence(outcome, "no model directory at", 2)
+
+
+@pytest.mark.parametrize("place", ["/proc/x.csv", "folder", "file/x.csv"])
+@pytest.mark.parametrize("verb", [("kernels", "--shapes", "64,64"), ("machine",), ("tune", "--shapes", "64,64")])
+def test_a_csv_that_cannot_be_written_is_refused_before_the_work(
+    run: Run, tmp_path: Path, place: str, verb: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("semisparse.api.pick_device", lambda device: pytest.fail("it has begun"))
+    assert_sentence(run("bench", *verb, "--out", tmp_path / place), f"cannot write {tmp_path / place}")
+
+
+def test_a_plot_that_cannot_be_written_is_refused_before_the_work(run: Run, model: Path, text: Path):
+    assert_sentence(run("frontier", model, "--calib", text, "--plot", "/proc/x.png"), "cannot write /proc/x.png")
+
+
+@pytest.mark.parametrize("code", [{}, {"auto_map": {"AutoConfig": "x.C"}}])
+def test_an_architecture_that_transformers_does_not_know(run: Run, model: Path, code: dict[str, object]):
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | code | {"model_type": "llama9"}))
+    outcome = run("generate", model, "--prompt", "a")
+    assert_sentence(outcome, "has no model_type 'llama9'", 2)
+    assert ("its code is in the directory, and is not run" in " ".join(outcome.err.split())) == bool(code)
+    assert len(outcome.err) < 400
+
+
+def test_a_method_of_another_tool_that_is_not_read(run: Run, model: Path, tmp_path: Path):
+    file = model / "config.json"
+    block = {"quantization_config": {"quant_method": "bitsandbytes"}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | block))
+    for verb in (("inspect", model), ("compress", model, "--recipe", "keep", "--out", tmp_path / "out")):
+        assert_sentence(run(*verb), "for any other method, take the dense model")
+
+
+@pytest.mark.parametrize("verb", ["compress", "eval"])
+def test_a_progress_bar_ends_full(run: Run, model: Path, text: Path, tmp_path: Path, verb: str):
+    rest = ("--text", text) if verb == "eval" else (*WITHOUT_CALIBRATION, "--out", tmp_path / "out")
+    outcome = run(verb, model, *rest)
+    counts = re.findall(r"(\d+)/(\d+)", outcome.err)
+    assert (outcome.status, bool(counts)) == (0, True), outcome
+    assert counts[-1][0] == counts[-1][1], counts
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("value", ["abc", [[1]], {}, True, 3.5])
+def test_an_end_token_that_is_none(run: Run, model: Path, file: str, value: object):
+    written = model / file
+    content = json.loads(written.read_text()) if written.exists() else {}
+    written.write_text(json.dumps(content | {"eos_token_id": value}))
+    outcome = run("generate", model, "--prompt", "a", "--max-new-tokens", 2)
+    assert (outcome.status, "unexpected" in outcome.err) == (2, False), outcome
+    assert "eos_token_id" in outcome.err
+
+
+def test_a_length_in_the_tokenizers_file_that_is_no_number(run: Run, model: Path):
+    file = model / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": "x"}))
+    assert_sentence(run("generate", model, "--prompt", "a"), "model_max_length is 'x' in tokenizer_config.json")
+
+
+@pytest.mark.parametrize("asked", [{"return_dict": False}, {"output_attentions": True}, {"output_hidden_states": True}])
+def test_outputs_that_a_config_asks_for_change_nothing(
+    run: Run, model: Path, text: Path, tmp_path: Path, asked: dict[str, bool]
+):
+    plain = run("generate", model, "--prompt", "a", "--max-new-tokens", 5)
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | asked))
+    assert run("generate", model, "--prompt", "a", "--max-new-tokens", 5).out == plain.out
+    assert run("eval", model, "--text", text).status == 0
+    outcome = run(
+        "compress", model, "--recipe", "dense-w4", "--set", "tune=none", "--calib", text, "--out", tmp_path / "o"
+    )
+    assert outcome.status == 0, outcome
+
+
+def test_no_shapes(run: Run):
+    assert_sentence(run("bench", "kernels", "--shapes", " , "), "--shapes takes architectures")
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('no') }}", "{% if %}", "{{ ''.__class__.__mro__ }}", "{{ x.y }}", "{{ 1 / 0 }}"]
+)
+def test_a_chat_template_that_fails(run: Run, compressed: Path, tmp_path: Path, monkeypatch, template: str):
+    shutil.copytree(compressed, tmp_path / "chat")
+    (tmp_path / "chat" / "chat_template.jinja").write_text(template)
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    outcome = run("generate", tmp_path / "chat", "--chat", "--max-new-tokens", 2)
+    assert_sentence(outcome, "the tokenizer's chat template refuses the conversation")
+
+
+@pytest.mark.parametrize(
+    ("glob", "known"), [("*.down_proj", True), ("model.layers.9.*", False), ("*q_proj,*k_proj", False)]
+)
+def test_an_ignored_layer_that_is_not_there_is_announced(run: Run, model: Path, tmp_path: Path, glob: str, known: bool):
+    """A typo would compress what its user wanted to keep."""
+    outcome = run("compress", model, *WITHOUT_CALIBRATION, "--set", f"ignore={glob}", "--out", tmp_path / "out")
+    sentence = f"ignore: '{glob}' matches no layer of the model; an example is 'model.layers.0."
+    assert outcome.status == 0, outcome
+    assert (sentence in " ".join(outcome.err.split())) != known

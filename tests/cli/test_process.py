@@ -46,6 +46,14 @@ def test_an_error_that_is_not_an_exit_has_its_traceback():
     done = run("raise ValueError('unexpected')")
     assert done.returncode == 1
     assert "ValueError: unexpected" in done.stderr
+    assert "registered" in done.stdout
+
+
+def test_nor_is_it_taken_apart_after_an_error():
+    """Triton's and nanobind's modules report 30 lines of leaks then."""
+    kept = "class Kept:\n        def __del__(self): print('finalised')\n    sys.modules['__main__'].kept = Kept()"
+    done = run(f"{kept}\n    raise ValueError('unexpected')")
+    assert (done.returncode, "finalised" in done.stdout) == (1, False)
 
 
 def test_a_closed_pipe_and_a_full_disk_are_reported_as_python_does(tmp_path: Path):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from semisparse.compress import calibration, calibration_batches
-from semisparse.compress.calibration import BATCH_TOKENS, calibration_tokens, check_batches
+from semisparse.compress.calibration import BATCH_TOKENS, calibration_tokens, check_batches, warn_if_fewer
 from semisparse.errors import InputError
 from tests.models import VOCABULARY, byte_tokenizer, random_model
 
@@ -80,3 +80,12 @@ def test_no_samples_is_refused():
 def test_batches_that_cannot_run_are_refused(batches: list[torch.Tensor], message: str):
     with pytest.raises(InputError, match=message):
         check_batches(random_model("llama"), batches)
+
+
+def test_fewer_sequences_than_asked_for_are_announced(recwarn: pytest.WarningsRecorder):
+    held = sum(len(batch) for batch in draw(None))
+    warn_if_fewer(draw(held), held)
+    warn_if_fewer(draw(None), None)
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match=f"{held + 1} calibration samples .* the text holds {held} "):
+        warn_if_fewer(draw(held + 1), held + 1)

@@ -203,3 +203,13 @@ def test_fused_experts_are_left_dense_on_request_only():
         compress_decoder_layers(model, BATCHES, Recipe())
     reports = compress_decoder_layers(model, BATCHES, Recipe(pattern="2:4", prune="wanda", ignore=("*.experts",)))
     assert {report.name.rpartition(".")[2] for report in reports} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def test_layers_whose_inputs_are_all_zero_are_announced():
+    """Finite embeddings of 1e25: RMSNorm's mean of squares overflows, and all that follows reads zeros."""
+    model = random_model("llama", torch.float32)
+    model.model.embed_tokens.weight.data[:, 0] = 1e25
+    with pytest.warns(UserWarning, match="all its inputs are zero") as caught:
+        compress_decoder_layers(model, BATCHES, Recipe(pattern="2:4", search="none"))
+    names = {str(warning.message).split(":")[0] for warning in caught}
+    assert names == set(linears_of(model))

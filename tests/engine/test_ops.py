@@ -7,6 +7,7 @@ from torch import Tensor
 from semisparse.engine import attention, ops
 from semisparse.engine.attention import HeadNorms, Heads, LayerCache, RotaryTable, Schedule
 from semisparse.engine.ops import Columns
+from semisparse.runtime.device import device_facts
 from tests.choosing import mostly_slow
 from tests.cuda_emulator import adverse, emulate, needs_compiler
 
@@ -113,6 +114,45 @@ def test_rotary_embedding_and_cache(kernels, dtype, heads, normed):
     close(found, expected, 8 if normed else 0)
     close(there[5].keys, here[5].keys, 8 if normed else 0)
     assert torch.equal(there[5].values.cpu(), here[5].values)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "head_first"),
+    mostly_slow(
+        [
+            (DTYPES[1], Heads(4, 4, 128, 0.09), False),
+            (DTYPES[0], Heads(6, 1, 64, 0.12), True),
+            (DTYPES[0], Heads(24, 2, 32, 0.2), False),
+        ],
+        0,
+        1,
+    ),
+)
+def test_attention_to_pages(kernels, dtype, heads, head_first):
+    """Sequences of several lengths, one a captured graph's padding; page numbers are in no order."""
+    page, lengths = 16, torch.tensor([37, 130, 0, 16], dtype=torch.int32)
+    shape = (40, 2, heads.kv_count, page, heads.dim) if head_first else (40, 2, page, heads.kv_count, heads.dim)
+    cache = torch.randn(shape).to(dtype)
+    numbers = torch.randperm(40)[:36].view(4, 9).to(torch.int32)
+    q = torch.randn(4, heads.count + 3, heads.dim).to(dtype)[:, : heads.count]
+
+    def attend(q: Tensor, cache: Tensor, numbers: Tensor, lengths: Tensor) -> Tensor:
+        keys, values = (each.transpose(1, 2) if head_first else each for each in cache.unbind(1))
+        if device_facts(q.device).kind == "cuda":
+            out = torch.full_like(q.contiguous(), float("nan"))
+            kernel = attention.paged_kernel(len(q), heads, page, 9 * page, q.dtype, q.device)
+            kernel(q, attention.Pages(keys, values, numbers, lengths, 9 * page), out)
+            return out
+        rows = []
+        for row, length in enumerate(lengths.tolist()):
+            own = [part[numbers[row].long()].flatten(0, 1)[:length].float() for part in (keys, values)]
+            k, v = (part.repeat_interleave(heads.count // heads.kv_count, 1) for part in own)
+            weights = torch.einsum("hd,phd->hp", q[row].float(), k).mul(heads.scale).softmax(-1)
+            rows.append(torch.einsum("hp,phd->hd", weights, v))
+        return torch.stack(rows).to(q.dtype)
+
+    (found, _), (expected, _) = kernels(attend, q, cache, numbers, lengths)
+    close(found, expected, 8)
 
 
 def test_splits_are_no_more_ctas_than_are_resident():

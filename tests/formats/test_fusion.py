@@ -47,4 +47,4 @@ def test_on_a_gpu(form: str, pattern: str, options: dict[str, str], dtype: torch
                     if kernel.refusal(asked) is None and kernel.fuse(asked) is not None:
                         check_fused(kernel, packed, packed.unpack(), m, prologue, epilogue)
                         checked += 1
-    assert checked > 6
+    assert checked >= 6  # one shape, each fusion with 1 and 2 tokens

@@ -176,3 +176,19 @@ def test_the_slow_reference_kernel_is_announced_once(monkeypatch: pytest.MonkeyP
     (message,) = (str(warning.message) for warning in warned)
     assert re.search("bitmask runs its slow reference kernel.*no C.. compiler found", message)
     product._prepared.cache_clear()
+
+
+@pytest.mark.parametrize("inside", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("weight", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_autocast_gives_its_dtype_as_a_dense_layer_does(inside: torch.dtype, weight: torch.dtype, dtype: torch.dtype):
+    """A model mixes dtypes otherwise, which torch's own operators refuse."""
+    packed, x = get_format("bitmask").pack(WEIGHT.to(weight), "2:4"), X.to(dtype, copy=True).requires_grad_()
+    with torch.autocast("cpu", inside):
+        y = linear(x, packed)
+        expected = torch.nn.functional.linear(x, WEIGHT.to(weight))
+    assert y.dtype == expected.dtype == inside
+    assert torch.allclose(y.float(), X @ WEIGHT.T, rtol=0.02, atol=0.15)
+    y.float().sum().backward()
+    assert torch.allclose(x.grad.float(), WEIGHT.sum(0).expand(2, -1), rtol=0.02, atol=0.1)
+    assert linear(x, packed).dtype == dtype

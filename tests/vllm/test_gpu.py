@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from semisparse.demo import MODEL
+from semisparse.engine.attention import PagedKernel
 from semisparse.errors import KernelError
 from semisparse.nn import dense_copy, split_experts
 from tests.models import SHARED, byte_tokenizer
@@ -218,6 +219,22 @@ def test_so_it_is_with_dense_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     compare(directory, "demo", torch.float16, LEAST["bitmask"], **settings)
     assert 4 in used  # a decode step of all prompts
     assert min(used) == 4
+
+
+@pytest.mark.parametrize("served", ["bitmask", "gqs-w4s50", "dense-int8"])
+def test_so_it_is_with_the_engine_s_attention(served: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The graphs of one and two sequences have it; the prompt that is computed again, alone, runs through them."""
+    attended, run = set(), PagedKernel.__call__
+
+    def attend(kernel: PagedKernel, q: Tensor, pages: Any, out: Tensor) -> None:
+        attended.add(len(out))
+        run(kernel, q, pages, out)
+
+    monkeypatch.setattr(PagedKernel, "__call__", attend)
+    directory = written("demo", FORMATS[served], tmp_path)
+    settings = {"attention_config": {"backend": "CUSTOM"}, "compilation_config": FEW_GRAPHS}
+    compare(directory, "demo", torch.float16, LEAST[served], **settings)
+    assert attended == {1, 2}
 
 
 @pytest.mark.parametrize("served", FORMATS)

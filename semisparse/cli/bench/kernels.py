@@ -20,6 +20,7 @@ from semisparse.cli.arguments import (
     dtype_named,
     positive_integers,
     shape_names,
+    writable_file,
 )
 from semisparse.cli.output import console, print_json, print_table, progress_bar
 
@@ -34,7 +35,10 @@ def kernels(
     patterns: Patterns = None,
     dtype: Dtype = "bfloat16",
     device: Device = "auto",
-    out: Annotated[Path | None, typer.Option(help="The CSV file to write; plots are written beside it.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(callback=writable_file, help="The CSV file to write; plots are written beside it."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Verify and time every kernel on every shape, beside dense and the roofline floor.

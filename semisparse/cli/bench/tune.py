@@ -20,6 +20,7 @@ from semisparse.cli.arguments import (
     dtype_named,
     positive_integers,
     shape_names,
+    writable_file,
 )
 from semisparse.cli.output import print_json, print_table, progress_bar
 
@@ -32,7 +33,10 @@ def tune(
     quant: Annotated[str | None, typer.Option(help="Variants of formats (w4, ...), comma-separated; else all.")] = None,
     dtype: Dtype = "bfloat16",
     device: Device = "auto",
-    out: Annotated[Path | None, typer.Option(help="The table; by default the user's, which matmuls use.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(callback=writable_file, help="The table; by default the user's, which matmuls use."),
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Leave out what the table has for all of --tokens: an earlier run's rows.")
     ] = False,

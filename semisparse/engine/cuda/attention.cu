@@ -12,6 +12,10 @@
 // normalises (q_norm, k_norm; Qwen3) and rotates its queries. The CTAs of the last split do the same with the token's own key,
 // attend to it, and write key and value to the cache. Results are rounded where rope.cu rounds them.
 //
+// With PAGE the cache is in pages of PAGE positions, as serving engines keep it, and pages[row] has the numbers of a sequence's
+// pages. A sequence of no positions, as a captured graph pads with, gets zeros. Such a kernel is launched without PDL, and lets
+// no other start before it ends: the kernels around it are not ours.
+//
 // PDL: with ROPE the positions, the rotary table and the first keys and values are read before griddepcontrol.wait. They were
 // written before the step's first kernel, which is launched without PDL and so waits for all kernels before it.
 //
@@ -19,7 +23,7 @@
 // few tokens, else reading the cache.
 //
 // Compiled with SCALAR, DIM (head dimension: a multiple of 8, with ROPE of 16), GROUP (query heads per CTA), ROPE (0 or 1), WARPS,
-// AHEAD, CTAS (per SM), CLUSTER (1, or the number of splits; Hopper and later).
+// AHEAD, CTAS (per SM), CLUSTER (1, or the number of splits; Hopper and later), PAGE (positions of a page; 0: the cache has none).
 
 #include "ptx/cluster.cuh"
 #include "ptx/global.cuh"
@@ -181,6 +185,24 @@ struct Rotation {
     }
 };
 
+#if PAGE
+extern "C" __global__ void
+#if CLUSTER > 1
+    __cluster_dims__(CLUSTER, 1, 1)
+#endif
+    __launch_bounds__(kThreads, CTAS) semisparse_engine_paged_attention(
+    const SCALAR* q,        // [m, heads, DIM], rows `stride` apart
+    const SCALAR* keys,     // pages of PAGE positions, [kv_heads, DIM] each; distances in values below
+    const SCALAR* values,   // the same
+    const int* lengths,     // [m]: positions of the sequence, the token's own included
+    const int* pages,       // [m, page_numbers]
+    SCALAR* out,            // [m, heads, DIM]
+    Partial* partials,      // [m, heads, splits]; unused in a cluster
+    int* counters,          // [m, kv_heads * groups]: CTAs that have stored partials; 0 between launches
+    int heads, int kv_heads, int page_numbers, int splits, int stride, int page_stride, int position_stride, int head_stride,
+    float scale
+) {
+#else
 extern "C" __global__ void
 #if CLUSTER > 1
     __cluster_dims__(CLUSTER, 1, 1)
@@ -200,6 +222,7 @@ extern "C" __global__ void
     int heads, int kv_heads, int tokens, int length, int splits, int stride, int q_start, int k_start, int v_start,
     float scale, float epsilon
 ) {
+#endif
     __shared__ Partial warp_partials[kWarps][GROUP];
     __shared__ int last;
     __shared__ Partial split_partials[CLUSTER][GROUP];  // in rank 0 of a cluster
@@ -209,12 +232,25 @@ extern "C" __global__ void
     const int kv_head = blockIdx.y / groups, first_head = kv_head * per_kv + blockIdx.y % groups * GROUP;
     const int count = min(GROUP, kv_head * per_kv + per_kv - first_head), row = blockIdx.z, split = blockIdx.x;
     const bool has_values = part < kNeeded;
-    griddepcontrol_launch_dependents();
+    if (!PAGE) griddepcontrol_launch_dependents();
     if (!ROPE) griddepcontrol_wait();
+#if PAGE
+    const int context = lengths[row];
+#else
     const int position = positions[row], context = ROPE ? position : position + 1;  // in the cache
+#endif
     const int begin = static_cast<int>(static_cast<long long>(context) * split / splits);
     const int end = static_cast<int>(static_cast<long long>(context) * (split + 1) / splits);
+#if PAGE
+    const int* of_sequence = pages + static_cast<long long>(row) * page_numbers;
+    auto offset = [&](int at) {
+        return static_cast<long long>(of_sequence[at / PAGE]) * page_stride + static_cast<long long>(at % PAGE) * position_stride +
+               kv_head * head_stride + part * kVector;
+    };
+#else
     const long long base = (static_cast<long long>(row / tokens) * kv_heads + kv_head) * length * DIM + part * kVector;
+    auto offset = [&](int at) { return base + static_cast<long long>(at) * DIM; };
+#endif
     constexpr int kStep = kWarps * kTeams;
     Loaded key[kAhead], value[kAhead];
     auto load = [&](int first) {
@@ -223,8 +259,9 @@ extern "C" __global__ void
             const int at = first + i * kStep;
             key[i].clear(), value[i].clear();
             if (at < end && has_values) {
-                key[i].read(keys + base + static_cast<long long>(at) * DIM);
-                value[i].read(values + base + static_cast<long long>(at) * DIM);
+                const long long from = offset(at);
+                key[i].read(keys + from);
+                value[i].read(values + from);
             }
         }
     };
@@ -242,7 +279,8 @@ extern "C" __global__ void
     Softmax softmax[GROUP];
 #pragma unroll
     for (int head = 0; head < GROUP; ++head) softmax[head].clear();
-    if constexpr (ROPE) {
+#if ROPE
+    {
         const Rotation rotation(cosines, sines, position, has_values ? part : 0);
         griddepcontrol_wait();
         const SCALAR* token = q + static_cast<long long>(row) * stride;
@@ -275,16 +313,17 @@ extern "C" __global__ void
                 if (team == 0) softmax[head].raise(score), softmax[head].add(score, new_value);
             }
         }
-    } else {
-#pragma unroll
-        for (int head = 0; head < GROUP; ++head) {
-            Loaded loaded;
-            loaded.clear();
-            if (has_values && head < count)
-                loaded.read(q + (static_cast<long long>(row) * heads + first_head + head) * DIM + part * kVector);
-            loaded.widen(query[head]);
-        }
     }
+#else
+#pragma unroll
+    for (int head = 0; head < GROUP; ++head) {
+        Loaded loaded;
+        loaded.clear();
+        if (has_values && head < count)
+            loaded.read(q + static_cast<long long>(row) * (PAGE ? stride : heads * DIM) + (first_head + head) * DIM + part * kVector);
+        loaded.widen(query[head]);
+    }
+#endif
     for (int first = begin + team; first - team < end; first += kAhead * kStep) {
 #pragma unroll
         for (int head = 0; head < GROUP; ++head) {
@@ -334,7 +373,8 @@ extern "C" __global__ void
     __syncthreads();
     // From here on a thread computes values of heads.
     auto finish = [&](int head, int column, const Merged& total) {
-        store(out + (static_cast<long long>(row) * heads + first_head + head) * DIM + column, total.value / total.sum);
+        const float result = PAGE && total.sum == 0 ? 0.0f : total.value / total.sum;
+        store(out + (static_cast<long long>(row) * heads + first_head + head) * DIM + column, result);
     };
     auto from_shared = [](const float* from) { return *from; };
     Partial* of_token = partials + (static_cast<long long>(row) * heads + first_head) * splits;
